@@ -1,0 +1,1 @@
+"""What flows through a step: prompts, trajectories, the slot pool and packed batches."""

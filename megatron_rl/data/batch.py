@@ -1,0 +1,48 @@
+"""Packed batches: sequences back to back in 1-D tensors.
+
+Alignment, everywhere outside the models: entry t of a per-token tensor speaks of *token t*. ``logprobs[t]`` is the
+log-probability of token t given the tokens before it; ``values[t]`` is V(s_t), read before token t is emitted. The
+first token of a sequence has no such number: its entry is 0 and its mask is 0.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class PackedBatch:
+    tokens: Tensor
+    """[T] int64, the sequences back to back (prompt, then response)."""
+    cu_seqlens: Tensor
+    """[N+1] int64, where each sequence starts; the last entry is T."""
+    fields: dict[str, Tensor] = field(default_factory=dict)
+    """Per-token tensors [T] by name: mask, advantages, old_logprobs, ..."""
+
+    @property
+    def lengths(self) -> Tensor:
+        return self.cu_seqlens[1:] - self.cu_seqlens[:-1]
+
+    @property
+    def num_sequences(self) -> int:
+        return len(self.cu_seqlens) - 1
+
+    def select(self, indices: Sequence[int]) -> "PackedBatch":
+        """The sequences ``indices`` in that order."""
+        starts = self.cu_seqlens[:-1].tolist()
+        ends = self.cu_seqlens[1:].tolist()
+        pieces = [torch.arange(starts[i], ends[i]) for i in indices]
+        rows = torch.cat(pieces) if pieces else torch.zeros(0, dtype=torch.int64)
+        lengths = torch.tensor([ends[i] - starts[i] for i in indices], dtype=torch.int64)
+        return PackedBatch(
+            tokens=self.tokens[rows],
+            cu_seqlens=cu_seqlens_of(lengths),
+            fields={name: values[rows] for name, values in self.fields.items()},
+        )
+
+
+def cu_seqlens_of(lengths: Tensor) -> Tensor:
+    """[N] lengths -> [N+1] int64 starts, the last entry is the total."""
+    return torch.nn.functional.pad(lengths.to(torch.int64).cumsum(0), (1, 0))

@@ -1,0 +1,30 @@
+"""Package metadata. The pins that work together live in requirements/*.txt; the extras read them from there."""
+
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+ROOT = Path(__file__).parent
+
+
+def pins(name: str) -> list[str]:
+    lines = (ROOT / "requirements" / name).read_text().splitlines()
+    return [line.split("#")[0].strip() for line in lines if line.split("#")[0].strip()]
+
+
+setup(
+    name="megatron_rl",
+    version="0.1.0",
+    description="Megatron-backed RLHF trainer: T-PPO with Megatron Core models and SGLang rollouts",
+    long_description=(ROOT / "README.md").read_text(),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    python_requires=">=3.11",
+    packages=find_packages(include=["megatron_rl", "megatron_rl.*"]),
+    package_data={"megatron_rl.config": ["presets/*.yaml"]},
+    extras_require={"cpu": pins("cpu.txt"), "gpu": pins("gpu.txt"), "test": pins("test.txt")},
+    entry_points={
+        "console_scripts": ["megatron-rl = megatron_rl.cli:main"],
+        "sglang.srt.platforms": ["torch_cpu = megatron_rl.rollout.cpu_platform:activate"],
+    },
+)
