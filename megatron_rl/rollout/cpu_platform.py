@@ -1,0 +1,43 @@
+"""SGLang on a machine without a GPU: an out-of-tree platform made of plain PyTorch operators.
+
+SGLang finds ``activate`` through the entry point ``sglang.srt.platforms`` (setup.py), in the launching process and in
+every process that it spawns. Where CUDA is available ``activate`` returns None and SGLang behaves as if this file did
+not exist. Importing this module imports neither torch nor sglang: ``TorchCpuPlatform`` lives in ``cpu_ops.py``, which
+SGLang imports once the platform is chosen.
+"""
+
+import os
+
+_torchvision_library = None
+"""Keeps the declared operators alive: torch forgets them with the Library object."""
+
+
+def declare_torchvision_ops() -> None:
+    """Make ``import torchvision`` work beside a CPU build of torch.
+
+    PyPI's torchvision is built for CUDA: its compiled part cannot load beside CPU torch, and the import then fails at
+    ``register_fake("torchvision::nms")``. Declaring the operators it registers unconditionally is enough. SGLang and
+    ``transformers`` models import torchvision, so every process that uses either calls this first. Calling it again,
+    or beside a CUDA build of torch, does nothing.
+    """
+    global _torchvision_library
+    import torch
+
+    if torch.version.cuda is not None or hasattr(torch.ops.torchvision, "nms"):
+        return
+    library = torch.library.Library("torchvision", "FRAGMENT")
+    for operator in ("nms", "qnms"):
+        library.define(f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+    _torchvision_library = library
+
+
+def activate() -> str | None:
+    """SGLang's question "is this your platform?": the class to use, or None where a GPU is present."""
+    import torch
+
+    if torch.cuda.is_available():
+        return None
+    # SGLang decorates small functions with torch.compile; on a CPU each would call a C++ compiler at the first request.
+    os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
+    declare_torchvision_ops()
+    return "megatron_rl.rollout.cpu_ops.TorchCpuPlatform"
