@@ -1,0 +1,1 @@
+"""Hugging Face model folders: configurations, name tables, weights in and out."""

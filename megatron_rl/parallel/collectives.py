@@ -1,0 +1,160 @@
+"""Control traffic between the driver (rank 0) and the other ranks, over the gloo group of ``topology.py``.
+
+Every rank calls the same functions in the same order. Each call has a deadline (by default
+``parallel.collective_timeout_s``) and raises ``CollectiveTimeout``, which says which rank waited for which one, for
+what and how long; a peer that died raises at once. Batches travel as raw tensors: a short JSON header, then one flat
+buffer a rank.
+"""
+
+import json
+import pickle
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_rl.parallel import topology
+
+PAYLOAD_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.int32, torch.bool, torch.uint8)
+"""Dtypes that ``gather_tensors`` carries, by their code on the wire."""
+NO_TENSOR = -1
+
+
+class CollectiveTimeout(RuntimeError):
+    """A rank waited for another one longer than it was told to."""
+
+
+def barrier(what: str = "barrier", *, timeout_s: float | None = None) -> None:
+    """Wait until every rank is here."""
+    # Rank 0 hears from each rank in turn, so that its error names the one that is missing.
+    _gather_raw(torch.ones(1, dtype=torch.uint8), what, timeout_s)
+    broadcast_object(None, what=what, timeout_s=timeout_s)
+
+
+def broadcast_object(obj: Any, src: int = 0, *, what: str = "an object", timeout_s: float | None = None) -> Any:
+    """``obj`` of rank ``src`` on every rank; pickled, so for small things only."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    if rank != src:
+        size = torch.empty(1, dtype=torch.int64)
+        _receive(size, src, what, timeout_s)
+        data = torch.empty(int(size), dtype=torch.uint8)
+        _receive(data, src, what, timeout_s)
+        return pickle.loads(data.numpy().tobytes())
+    data = _bytes_tensor(pickle.dumps(obj))
+    for peer in range(world_size):
+        if peer != src:
+            _send(torch.tensor([data.numel()]), peer, what, timeout_s)
+            _send(data, peer, what, timeout_s)
+    return obj
+
+
+def send_batches(
+    payloads: Sequence[dict[str, Tensor]], *, what: str = "batches", timeout_s: float | None = None
+) -> dict[str, Tensor]:
+    """Rank 0 sends ``payloads[rank]`` to each rank and gets its own back; the others call ``receive``.
+
+    Tensors of any shape and dtype, on the CPU; names and shapes may differ between ranks.
+    """
+    if len(payloads) != dist.get_world_size():
+        raise ValueError(f"one payload a rank: expected {dist.get_world_size()}, got {len(payloads)}")
+    for peer, payload in enumerate(payloads[1:], start=1):
+        header = _bytes_tensor(json.dumps([[n, _dtype_name(t.dtype), list(t.shape)] for n, t in payload.items()]).encode())
+        body = [t.contiguous().view(-1).view(torch.uint8) for t in payload.values() if t.numel() > 0]
+        flat = torch.cat(body) if body else torch.zeros(0, dtype=torch.uint8)
+        _send(torch.tensor([header.numel(), flat.numel()]), peer, what, timeout_s)
+        _send(header, peer, what, timeout_s)
+        _send(flat, peer, what, timeout_s)
+    return payloads[0]
+
+
+def receive(*, what: str = "batches", timeout_s: float | None = None) -> dict[str, Tensor]:
+    """This rank's payload of the ``send_batches`` that rank 0 calls."""
+    sizes = torch.empty(2, dtype=torch.int64)
+    _receive(sizes, 0, what, timeout_s)
+    header, flat = (torch.empty(int(size), dtype=torch.uint8) for size in sizes)
+    _receive(header, 0, what, timeout_s)
+    _receive(flat, 0, what, timeout_s)
+    payload, start = {}, 0
+    for name, dtype_name, shape in json.loads(header.numpy().tobytes()):
+        tensor = torch.empty(shape, dtype=getattr(torch, dtype_name))
+        end = start + tensor.numel() * tensor.element_size()
+        if tensor.numel() > 0:
+            # A copy: a view into the buffer may start at an address that the dtype does not allow.
+            tensor.view(-1).view(torch.uint8).copy_(flat[start:end])
+        payload[name] = tensor
+        start = end
+    return payload
+
+
+def gather_tensors(
+    tensor: Tensor | None, *, what: str = "results", timeout_s: float | None = None
+) -> list[Tensor | None]:
+    """The 1-D tensors of all ranks, by rank, on rank 0; an empty list elsewhere.
+
+    Lengths and dtypes may differ between ranks; a rank that has nothing passes None. Raises ValueError for a tensor
+    that is not 1-D or of a dtype outside ``PAYLOAD_DTYPES``.
+    """
+    if tensor is not None and (tensor.dim() != 1 or tensor.dtype not in PAYLOAD_DTYPES):
+        raise ValueError(f"expected a 1-D tensor of {PAYLOAD_DTYPES}, got shape {tuple(tensor.shape)} of {tensor.dtype}")
+    return _gather_raw(tensor, what, timeout_s)
+
+
+def _gather_raw(tensor: Tensor | None, what: str, timeout_s: float | None) -> list[Tensor | None]:
+    if dist.get_rank() != 0:
+        if tensor is None:
+            _send(torch.tensor([NO_TENSOR, 0]), 0, what, timeout_s)
+            return []
+        _send(torch.tensor([tensor.numel(), PAYLOAD_DTYPES.index(tensor.dtype)]), 0, what, timeout_s)
+        _send(tensor.detach().cpu(), 0, what, timeout_s)
+        return []
+    gathered: list[Tensor | None] = [tensor if tensor is None else tensor.detach().cpu()]
+    for peer in range(1, dist.get_world_size()):
+        header = torch.empty(2, dtype=torch.int64)
+        _receive(header, peer, what, timeout_s)
+        length, dtype_code = header.tolist()
+        if length == NO_TENSOR:
+            gathered.append(None)
+            continue
+        result = torch.empty(length, dtype=PAYLOAD_DTYPES[dtype_code])
+        _receive(result, peer, what, timeout_s)
+        gathered.append(result)
+    return gathered
+
+
+def _bytes_tensor(data: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _send(tensor: Tensor, peer: int, what: str, timeout_s: float | None) -> None:
+    if tensor.numel() > 0:
+        _wait(dist.isend, tensor.contiguous().view(torch.uint8), peer, f"take {what}", timeout_s)
+
+
+def _receive(tensor: Tensor, peer: int, what: str, timeout_s: float | None) -> None:
+    if tensor.numel() > 0:
+        _wait(dist.irecv, tensor.view(torch.uint8), peer, f"send {what}", timeout_s)
+
+
+def _wait(start: Any, tensor: Tensor, peer: int, verb: str, timeout_s: float | None) -> None:
+    """Run one transfer to its end; ``verb`` is what the peer should do."""
+    plane = topology.control_plane()
+    timeout_s = plane.timeout_s if timeout_s is None else timeout_s
+    rank = dist.get_rank()
+    try:
+        start(tensor, peer, group=plane.group).wait(timedelta(seconds=timeout_s))
+    except RuntimeError as error:
+        if "imed out" in str(error) or "imeout" in str(error):
+            raise CollectiveTimeout(
+                f"rank {rank} waited {timeout_s:g} s for rank {peer} to {verb}; look at rank {peer}'s log for what held "
+                "it up, or raise parallel.collective_timeout_s if it was only slow"
+            ) from error
+        raise RuntimeError(
+            f"rank {rank} lost rank {peer}, which should {verb}: {error}; look at rank {peer}'s log for why it ended"
+        ) from error

@@ -1,0 +1,230 @@
+"""Megatron Core on a CPU with gloo, without a fork: only device placement is redirected.
+
+Groups, schedules, collectives and optimizers stay Megatron's own code. ``install`` runs before the first import of
+``megatron.core`` and does nothing where CUDA is available.
+
+Every ``megatron.core`` module sees a private copy of the name ``torch`` in which device "cuda" means the CPU, streams
+and events do nothing and ``torch.compile`` is the identity. ``torch`` itself stays as it is: wrapping its factory
+functions for the whole process breaks ``with torch.device("meta")``, and transformers then loads wrong weights
+silently. The exceptions are three methods that Megatron reaches through objects: ``Tensor.cuda``, ``Tensor.type`` and
+``Module.cuda``.
+
+Written for Megatron Core 0.16; ``tests/integration/test_cpu_compat.py`` fails when a name touched here has moved.
+"""
+
+import collections
+import contextlib
+import functools
+import importlib.abc
+import importlib.machinery
+import logging
+import sys
+import types
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+PACKAGE = "megatron.core"
+CPU = torch.device("cpu")
+FACTORIES = ("tensor", "zeros", "empty", "ones", "full", "arange", "as_tensor")
+"""Functions of torch that Megatron calls with ``device="cuda"`` or ``pin_memory=True``."""
+
+_torch_for_megatron: types.ModuleType | None = None
+
+
+def install() -> bool:
+    """Prepare Megatron Core for a machine without a GPU; True where the layer is active.
+
+    Calling it again changes nothing. Raises ImportError when ``megatron.core`` was imported before the first call.
+    """
+    global _torch_for_megatron
+    if torch.cuda.is_available():
+        return False
+    if _torch_for_megatron is not None:
+        return True
+    if PACKAGE in sys.modules:
+        raise ImportError(
+            f"{PACKAGE} was imported before megatron_rl.parallel; without a GPU, import megatron_rl.parallel first"
+        )
+    _torch_for_megatron = _make_torch_for_megatron()
+    _redirect_methods()
+    sys.meta_path.insert(0, _MegatronFinder())
+    # Four modules say so at import; on a CPU it is how things are.
+    warnings.filterwarnings("ignore", message="Transformer Engine and Apex are not installed")
+    # Decorators run at import: with the real torch.compile they would call a C++ compiler at the first step.
+    real_compile, torch.compile = torch.compile, _torch_for_megatron.compile
+    try:
+        _redirect_functions()
+    finally:
+        torch.compile = real_compile
+    return True
+
+
+class _Stream:
+    """A CUDA stream's face; work on a CPU is done when the call returns."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def wait_stream(self, stream: Any) -> None:
+        pass
+
+    def wait_event(self, event: Any) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        pass
+
+    def query(self) -> bool:
+        return True
+
+    def record_event(self, event: "_Event | None" = None) -> "_Event":
+        return event or _Event()
+
+
+class _Event:
+    """A CUDA event's face."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def record(self, stream: Any = None) -> None:
+        pass
+
+    def wait(self, stream: Any = None) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        pass
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, end: Any) -> float:
+        return 0.0
+
+
+class _TypeName(str):
+    """"torch.FloatTensor", which also equals "torch.cuda.FloatTensor": the optimizer compares type names."""
+
+    def __eq__(self, other: object) -> bool:
+        return str.__eq__(self, str(other).replace("torch.cuda.", "torch.", 1))
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    __hash__ = str.__hash__
+
+
+class _ModuleCopy(types.ModuleType):
+    """A module's names with some of them replaced; a plain dictionary, so no cost on the hot path."""
+
+    def __init__(self, real: types.ModuleType, replaced: dict[str, Any]) -> None:
+        super().__init__(real.__name__)
+        self.__dict__.update(real.__dict__)
+        self.__dict__.update(replaced, _real=real)
+
+    def __getattr__(self, name: str) -> Any:  # submodules that torch loads on first use
+        return getattr(self.__dict__["_real"], name)
+
+
+class _MegatronFinder(importlib.abc.MetaPathFinder):
+    """Gives each module of Megatron Core the private ``torch`` after it has run."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if fullname != PACKAGE and not fullname.startswith(PACKAGE + "."):
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
+        if spec is None or spec.loader is None:
+            return spec
+        run_module = spec.loader.exec_module
+
+        def exec_module(module: types.ModuleType) -> None:
+            run_module(module)
+            if getattr(module, "torch", None) is torch:
+                module.torch = _torch_for_megatron
+
+        spec.loader.exec_module = exec_module
+        return spec
+
+
+def _make_torch_for_megatron() -> types.ModuleType:
+    stream = _Stream()
+
+    def nothing(*args: Any, **kwargs: Any) -> None:
+        return None
+
+    cuda = dict(
+        set_device=nothing,
+        synchronize=nothing,
+        empty_cache=nothing,
+        reset_peak_memory_stats=nothing,
+        current_device=lambda: CPU,
+        current_stream=lambda device=None: stream,
+        default_stream=lambda device=None: stream,
+        stream=lambda stream=None: contextlib.nullcontext(),
+        Stream=_Stream,
+        Event=_Event,
+        memory_stats=lambda device=None: collections.defaultdict(int),
+        memory_allocated=lambda device=None: 0,
+        get_rng_state=lambda device=None: torch.get_rng_state(),
+        set_rng_state=lambda state, device=None: torch.set_rng_state(state),
+        manual_seed=torch.default_generator.manual_seed,
+        nvtx=types.SimpleNamespace(range_push=nothing, range_pop=nothing),
+    )
+    replaced: dict[str, Any] = {name: _on_cpu(getattr(torch, name)) for name in FACTORIES}
+    replaced["cuda"] = _ModuleCopy(torch.cuda, cuda)
+    replaced["compile"] = lambda function=None, *args, **kwargs: function if function is not None else (lambda f: f)
+    return _ModuleCopy(torch, replaced)
+
+
+def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """``factory`` with a CUDA device read as the CPU and without pinned memory."""
+
+    @functools.wraps(factory)
+    def make(*args: Any, **kwargs: Any) -> torch.Tensor:
+        device = kwargs.get("device")
+        if device is not None and torch.device(device).type == "cuda":
+            kwargs["device"] = CPU
+        kwargs.pop("pin_memory", None)
+        return factory(*args, **kwargs)
+
+    return make
+
+
+def _redirect_methods() -> None:
+    real_type = torch.Tensor.type
+
+    def tensor_type(self: torch.Tensor, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
+        return _TypeName(real_type(self)) if dtype is None else real_type(self, dtype, *args, **kwargs)
+
+    torch.Tensor.type = tensor_type
+    torch.Tensor.cuda = lambda self, *args, **kwargs: self
+    torch.nn.Module.cuda = lambda self, *args, **kwargs: self
+
+
+def _redirect_functions() -> None:
+    """Functions of Megatron that reach the GPU in other ways than through the name ``torch``."""
+    import megatron.core.tensor_parallel.random as rng
+    import megatron.core.transformer.moe.moe_utils as moe_utils
+    import megatron.core.transformer.moe.token_dispatcher as token_dispatcher
+    import megatron.core.transformer.multi_latent_attention as multi_latent_attention
+
+    # The tracked generator is the default CPU one.
+    rng._get_cuda_rng_state = lambda device="cuda", clone=False, graph_safe=False: torch.get_rng_state()
+    rng._set_cuda_rng_state = lambda new_state, device=-1, graph_safe=False: torch.set_rng_state(new_state)
+    logging.getLogger(rng.__name__).addFilter(lambda record: "CPU RNG state changed" not in record.getMessage())
+    # Two names that 0.16.1 leaves undefined, or defines wrongly, where Transformer Engine is missing.
+    if not hasattr(moe_utils, "te_general_gemm"):
+        moe_utils.te_general_gemm = None
+    multi_latent_attention.HAVE_TE = False
+
+    def maybe_move_tensor_to_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+        return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
+    # Split sizes of the all-to-all must be numpy arrays; the stock helper converts CUDA tensors only.
+    token_dispatcher.maybe_move_tensor_to_cpu = maybe_move_tensor_to_cpu

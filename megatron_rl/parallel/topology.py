@@ -1,0 +1,149 @@
+"""Who is who among the ranks: process groups and every rank's coordinates.
+
+Ranks are ordered as Megatron orders them: neighbours share a tensor-parallel group, then data-parallel, then pipeline.
+Two worlds live side by side: Megatron's groups (NCCL on GPUs, gloo on CPUs) and one gloo group for control traffic,
+which ``collectives.py`` uses. ``initialize`` blocks until every rank of the world has called it; a rank that does not
+come within ``parallel.collective_timeout_s`` makes the others fail.
+"""
+
+import functools
+import itertools
+import math
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from megatron_rl.config.schema import ParallelConfig
+from megatron_rl.parallel import cpu
+
+cpu.install()
+
+from megatron.core import parallel_state  # noqa: E402
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed  # noqa: E402
+
+CONTROL_GROUP_TIMEOUT = timedelta(days=30)
+"""Calls on the control group carry their own deadlines; the group's must not fire before them."""
+
+_generations: Iterator[int] = itertools.count()
+_control_plane: "ControlPlane | None" = None
+
+
+@dataclass(frozen=True)
+class Topology:
+    """This rank's place: ranks count from 0 within their group."""
+
+    rank: int
+    world_size: int
+    tp_rank: int
+    tp_size: int
+    pp_rank: int
+    pp_size: int
+    dp_rank: int
+    dp_size: int
+    device: torch.device
+
+    @property
+    def is_last_stage(self) -> bool:
+        return self.pp_rank == self.pp_size - 1
+
+    @property
+    def is_output_rank(self) -> bool:
+        """One rank of each data-parallel replica: where its log-probs and values are reported from."""
+        return self.is_last_stage and self.tp_rank == 0
+
+
+@dataclass(frozen=True)
+class ControlPlane:
+    group: dist.ProcessGroup
+    timeout_s: float
+
+
+def coordinates(rank: int, world_size: int, parallel: ParallelConfig) -> tuple[int, int, int]:
+    """(tp_rank, dp_rank, pp_rank) of ``rank``; raises ValueError when the world does not fit the layout."""
+    tp, pp = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
+    if tp < 1 or pp < 1:
+        raise ValueError(
+            f"parallel.tensor_parallel_size and parallel.pipeline_parallel_size are at least 1, got {tp} and {pp}"
+        )
+    if world_size % (tp * pp) != 0:
+        raise ValueError(
+            f"{world_size} ranks do not divide by parallel.tensor_parallel_size {tp} x parallel.pipeline_parallel_size "
+            f"{pp} = {tp * pp}; start a multiple of {tp * pp} ranks or lower one of the sizes"
+        )
+    if not 0 <= rank < world_size:
+        raise ValueError(f"rank is in [0, {world_size}), got {rank}")
+    dp = world_size // (tp * pp)
+    return rank % tp, rank // tp % dp, rank // (tp * dp)
+
+
+def initialize(parallel: ParallelConfig, *, seed: int) -> Topology:
+    """Join the world that torchrun (or srun, by RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT) describes.
+
+    Without RANK in the environment this process is a world of its own. ``seed`` seeds Megatron's generators. After
+    ``destroy`` it may be called again, with another layout too. Errors: ValueError for a layout that does not fit,
+    RuntimeError when called twice, and torch's time-out error when a rank stays away.
+    """
+    global _control_plane
+    if dist.is_initialized():
+        raise RuntimeError("the process groups exist already; call topology.destroy() before another initialize()")
+    rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    tp_rank, dp_rank, pp_rank = coordinates(rank, world_size, parallel)
+    timeout = timedelta(seconds=parallel.collective_timeout_s)
+    on_gpu = torch.cuda.is_available()
+    device = torch.device("cpu")
+    if on_gpu:
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+        torch.cuda.set_device(device)
+    # A prefix of its own for each world: keys of an earlier one would be taken for live addresses.
+    store = dist.PrefixStore(f"megatron_rl/{next(_generations)}", _rendezvous_store())
+    dist.init_process_group(
+        "nccl" if on_gpu else "gloo", store=store, rank=rank, world_size=world_size, timeout=timeout
+    )
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=parallel.tensor_parallel_size,
+        pipeline_model_parallel_size=parallel.pipeline_parallel_size,
+        distributed_timeout_minutes=max(1, math.ceil(parallel.collective_timeout_s / 60)),
+    )
+    group = dist.new_group(backend="gloo", timeout=CONTROL_GROUP_TIMEOUT)
+    _control_plane = ControlPlane(group=group, timeout_s=parallel.collective_timeout_s)
+    model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
+    return Topology(
+        rank=rank,
+        world_size=world_size,
+        tp_rank=tp_rank,
+        tp_size=parallel.tensor_parallel_size,
+        pp_rank=pp_rank,
+        pp_size=parallel.pipeline_parallel_size,
+        dp_rank=dp_rank,
+        dp_size=world_size // (parallel.tensor_parallel_size * parallel.pipeline_parallel_size),
+        device=device,
+    )
+
+
+def destroy() -> None:
+    """Leave the world and forget its groups; every rank calls it. Without a world it does nothing."""
+    global _control_plane
+    _control_plane = None
+    if not dist.is_initialized():
+        return
+    parallel_state.destroy_model_parallel()
+    dist.destroy_process_group()
+
+
+def control_plane() -> ControlPlane:
+    if _control_plane is None:
+        raise RuntimeError("no process groups yet: call topology.initialize() first")
+    return _control_plane
+
+
+@functools.cache
+def _rendezvous_store() -> dist.Store:
+    """The world's key-value store, met once in a process: rank 0's server keeps its port."""
+    if "RANK" not in os.environ:
+        return dist.HashStore()
+    store, _, _ = next(dist.rendezvous("env://"))
+    return store
