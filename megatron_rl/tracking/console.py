@@ -1,0 +1,332 @@
+"""What the terminal shows while a run trains: a live display, or plain lines where there is no terminal.
+
+Invariants:
+- Nothing here raises into training: a closed pipe, a terminal of two columns or one without Unicode shows less.
+- Plain lines (no terminal, CI set, TERM=dumb) carry no colour and no cursor movement; one a step, and not more than
+  one every ``plain_interval_s`` unless it is the first step, the last one or one with an evaluation.
+- A metric that a step lacks is left out, never shown as 0.
+The live display is drawn by rich's own thread twice a second; ``update`` only stores the numbers.
+"""
+
+import io
+import os
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TextIO
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from megatron_rl.tracking.metrics import as_numbers
+
+STAGE_STYLES = {
+    "generate": "blue",
+    "score": "bright_black",
+    "old_logprobs": "cyan",
+    "values": "magenta",
+    "advantages": "bright_black",
+    "update_policy": "green",
+    "publish": "yellow",
+    "update_critic": "bright_magenta",
+    "evaluate": "bright_blue",
+    "checkpoint": "bright_black",
+}
+SPARKS = "▁▂▃▄▅▆▇█"
+NUM_HISTORY = 40
+"""Steps behind the sparklines and the time to go."""
+
+
+class _SafeStream(io.TextIOBase):
+    """Passes text on until the other end is gone, then swallows it; characters that it cannot encode become '?'."""
+
+    def __init__(self, stream: TextIO):
+        self._stream = stream
+        self._gone = False
+
+    @property
+    def encoding(self) -> str:
+        return self._stream.encoding or "utf-8"
+
+    def isatty(self) -> bool:
+        return not self._stream.closed and self._stream.isatty()
+
+    def fileno(self) -> int:
+        return self._stream.fileno()
+
+    def write(self, text: str) -> int:
+        if not self._gone:
+            try:
+                self._stream.write(text)
+            except UnicodeEncodeError:
+                self.write(text.encode(self.encoding, "replace").decode(self.encoding))
+            except (OSError, ValueError):  # ValueError: the stream was closed
+                self._give_up()
+        return len(text)
+
+    def flush(self) -> None:
+        if not self._gone:
+            try:
+                self._stream.flush()
+            except (OSError, ValueError):
+                self._give_up()
+
+    def _give_up(self) -> None:
+        self._gone = True
+        # Python flushes standard output once more at exit: what still is buffered must find an open end, or a run
+        # that went well ends with exit code 120.
+        try:
+            descriptor = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(descriptor, self._stream.fileno())
+            os.close(descriptor)
+        except (OSError, ValueError):  # no descriptor underneath (io.UnsupportedOperation is both)
+            return
+
+
+def duration(seconds: float) -> str:
+    """42 s, 3 min 20 s, 5 h 12 min, 2 d 3 h."""
+    whole = max(0, round(seconds))
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02d} s"
+    if whole < 86400:
+        return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+    return f"{whole // 86400} d {whole % 86400 // 3600} h"
+
+
+def compact(value: float) -> str:
+    """1234567 as 1.23M, 0.00012 as 1.2e-04, 12.5 as 12.5."""
+    size = abs(value)
+    for limit, unit, letter in ((1e12, 1e12, "T"), (1e9, 1e9, "G"), (1e6, 1e6, "M"), (1e4, 1e3, "k")):
+        if limit <= size < float("inf"):
+            return f"{value / unit:.3g}{letter}"
+    if size != 0 and size < 0.001:
+        return f"{value:.1e}"
+    return f"{value:.0f}" if size >= 1000 else f"{value:.3g}"
+
+
+def sparkline(values: Sequence[float], width: int = NUM_HISTORY) -> str:
+    """The last ``width`` finite values as blocks between their smallest and largest."""
+    recent = [value for value in values if abs(value) < float("inf")][-width:]  # NaN compares false, too
+    if not recent:
+        return ""
+    low, high = min(recent), max(recent)
+    if high == low:
+        return SPARKS[3] * len(recent)
+    return "".join(SPARKS[round((value - low) / (high - low) * (len(SPARKS) - 1))] for value in recent)
+
+
+def stage_times(metrics: Mapping[str, float]) -> dict[str, float]:
+    """``time/<stage>_s`` of a step as {stage: seconds}, in the order of the step's graph, unknown stages last."""
+    found = {
+        name.removeprefix("time/").removesuffix("_s"): seconds
+        for name, seconds in metrics.items()
+        if name.startswith("time/") and name.endswith("_s")
+    }
+    return {stage: found[stage] for stage in [*STAGE_STYLES, *found] if stage in found}
+
+
+def plain_line(step: int, num_steps: int, metrics: Mapping[str, float], remaining_s: float | None) -> str:
+    """One step in one line."""
+    parts = [f"step {step}/{num_steps}"]
+    parts += [f"{label} {text}" for label, text in headline(metrics)]
+    stages = [f"{stage} {seconds:.1f}" for stage, seconds in stage_times(metrics).items() if seconds >= 0.05]
+    if "step/time_s" in metrics:
+        detail = f" ({', '.join(stages)})" if stages else ""
+        parts.append(f"{metrics['step/time_s']:.1f} s{detail}")
+    if remaining_s is not None:
+        parts.append(f"{duration(remaining_s)} to go")
+    return "  ".join(parts)
+
+
+def headline(metrics: Mapping[str, float]) -> list[tuple[str, str]]:
+    """The numbers that say how a run is doing, as (label, text); what is missing is left out."""
+    formats: list[tuple[str, str, Callable[[float], str]]] = [
+        ("reward/mean", "reward", lambda value: f"{value:.3f}"),
+        ("reward/accuracy", "accuracy", lambda value: f"{value:.1%}"),
+        ("eval/accuracy", "eval", lambda value: f"{value:.1%}"),
+        ("rollout/finished_share", "finished", lambda value: f"{value:.0%}"),
+        ("rollout/response_tokens_mean", "length", lambda value: f"{value:.0f}"),
+        ("step/tokens_per_s", "tokens/s", compact),
+    ]
+    return [(label, text(metrics[name])) for name, label, text in formats if name in metrics]
+
+
+def summary_table(rows: Sequence[tuple[str, Any]], title: str = "") -> Table:
+    """Two columns, label and value: the closing summary. ``TrainingConsole.show`` prints it."""
+    table = Table(title=title or None, title_justify="left", show_header=False, box=None, padding=(0, 2, 0, 0))
+    table.add_column(style="dim")
+    table.add_column(overflow="fold")
+    for label, value in rows:
+        table.add_row(Text(str(label)), Text(compact(value) if isinstance(value, float) else str(value)))
+    return table
+
+
+class TrainingConsole:
+    """Shows a run from ``first_step`` to ``num_steps``; a context manager around the loop.
+
+    ``running`` tells the stages under way as (name, seconds so far): pass ``Timeline.running``. ``live`` None decides by
+    itself: a terminal that can draw, and no CI.
+    """
+
+    def __init__(
+        self,
+        num_steps: int,
+        *,
+        title: str = "",
+        first_step: int = 0,
+        running: Callable[[], list[tuple[str, float]]] = list,
+        stream: TextIO | None = None,
+        live: bool | None = None,
+        plain_interval_s: float = 2.0,
+    ):
+        safe_stream = _SafeStream(stream or sys.stdout)
+        self._rich = Console(file=safe_stream, highlight=False, soft_wrap=False)
+        if live is None:
+            can_draw = self._rich.is_terminal and not self._rich.is_dumb_terminal
+            live = can_draw and not os.environ.get("CI") and safe_stream.encoding.lower().startswith("utf")
+        self._num_steps = num_steps
+        self._title = title
+        self._running = running
+        self._plain_interval_s = plain_interval_s
+        self._lock = threading.Lock()  # rich's thread reads while the loop's thread updates
+        self._started_s = time.monotonic()
+        self._last_update_s = self._started_s
+        self._last_plain_s = -float("inf")
+        self._step = first_step
+        self._metrics: dict[str, float] = {}
+        self._history: dict[str, deque[float]] = {}
+        self._evaluations: deque[tuple[int, float]] = deque(maxlen=3)
+        self._num_warnings = 0
+        self._live = None
+        if live:
+            self._live = Live(get_renderable=self._render, console=self._rich, refresh_per_second=2, transient=True)
+
+    def __enter__(self) -> "TrainingConsole":
+        self._started_s = self._last_update_s = time.monotonic()
+        if self._live is not None:
+            self._live.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self._live is not None:
+            self._live.stop()
+            self._rich.print(self._render())  # what stays on the screen; the live one is taken away with its cursor
+
+    def update(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Show the numbers of a step that is done."""
+        numbers, _ = as_numbers(metrics)
+        now_s = time.monotonic()
+        numbers.setdefault("step/time_s", now_s - self._last_update_s)
+        self._last_update_s = now_s
+        with self._lock:
+            self._step, self._metrics = step, numbers
+            for name in ("step/time_s", "reward/mean", "reward/accuracy", "rollout/response_tokens_mean"):
+                if name in numbers:
+                    self._history.setdefault(name, deque(maxlen=NUM_HISTORY)).append(numbers[name])
+            if "eval/accuracy" in numbers:
+                self._evaluations.append((step, numbers["eval/accuracy"]))
+        due = now_s - self._last_plain_s >= self._plain_interval_s
+        if self._live is None and (due or step >= self._num_steps or "eval/accuracy" in numbers):
+            self._last_plain_s = now_s
+            self._print(plain_line(step, self._num_steps, numbers, self._remaining_s()))
+
+    def note(self, text: str) -> None:
+        """A line that stays above the live display."""
+        self._print(text)
+
+    def warning(self, text: str) -> None:
+        """A line that stays, marked as a warning and counted."""
+        self._num_warnings += 1
+        self._print(f"warning: {text}", style="yellow")
+
+    def show(self, renderable: RenderableType) -> None:
+        """Print a table or another rich object, the closing ``summary_table`` for one."""
+        self._rich.print(renderable)
+
+    def _print(self, text: str, style: str = "") -> None:
+        # soft_wrap: a log file or a pipe gets one line, however narrow rich believes it to be.
+        self._rich.print(Text(text, style=style), soft_wrap=True)
+
+    def _remaining_s(self) -> float | None:
+        times = self._history.get("step/time_s")
+        if not times or self._step >= self._num_steps:
+            return None
+        return sum(times) / len(times) * (self._num_steps - self._step)
+
+    def _render(self) -> RenderableType:
+        with self._lock:
+            return self._draw(self._rich.width)
+
+    def _draw(self, width: int) -> RenderableType:
+        parts: list[RenderableType] = [self._progress(width)]
+        if self._metrics:
+            parts += [self._numbers(width), *self._stages(width)]
+        if self._evaluations:
+            recent = "  ".join(f"{accuracy:.1%} at step {step}" for step, accuracy in reversed(self._evaluations))
+            parts.append(_row("eval", Text(recent)))
+        running = "  ".join(f"{name} {seconds:.0f} s" for name, seconds in self._running())
+        if running:
+            parts.append(_row("now", Text(running)))
+        if self._num_warnings:
+            parts.append(_row("warnings", Text(str(self._num_warnings), style="yellow")))
+        return Group(*parts)
+
+    def _progress(self, width: int) -> Text:
+        share = min(1.0, self._step / self._num_steps) if self._num_steps else 1.0
+        cells = max(0, min(30, width - 50))
+        filled = round(cells * share)
+        line = Text(no_wrap=True, overflow="ellipsis")
+        line.append(f"{self._title}  " if self._title else "", style="bold")
+        line.append(f"step {self._step}/{self._num_steps}  ")
+        line.append("━" * filled, style="blue").append("━" * (cells - filled) + "  ", style="bright_black")
+        line.append(duration(time.monotonic() - self._started_s))
+        remaining_s = self._remaining_s()
+        if remaining_s is not None:
+            line.append(f"  {duration(remaining_s)} to go", style="dim")
+        return line
+
+    def _numbers(self, width: int) -> RenderableType:
+        table = Table(box=None, show_header=False, padding=(0, 2, 0, 0), pad_edge=False)
+        sparks = {
+            "reward": "reward/mean",
+            "accuracy": "reward/accuracy",
+            "length": "rollout/response_tokens_mean",
+        }
+        table.add_column(style="dim", no_wrap=True, min_width=8)
+        table.add_column(justify="right", no_wrap=True)
+        table.add_column(style="blue", no_wrap=True, overflow="crop")
+        for label, text in headline(self._metrics):
+            if label != "eval":  # has a row of its own that remembers earlier ones
+                history = self._history.get(sparks.get(label, ""), ())
+                table.add_row(label, text, sparkline(history, max(1, min(NUM_HISTORY, width - 24))))
+        return table
+
+    def _stages(self, width: int) -> list[RenderableType]:
+        """A bar of the step's stages and their seconds. Stages that overlap count each for themselves."""
+        times = {stage: seconds for stage, seconds in stage_times(self._metrics).items() if 0 < seconds < float("inf")}
+        total = sum(times.values())
+        if not total:
+            return []
+        bar, legend = Text(no_wrap=True, overflow="crop"), Text()
+        cells = max(1, min(60, width - 12))
+        ends = [0.0]
+        for stage, seconds in times.items():
+            ends.append(ends[-1] + seconds)
+            style = STAGE_STYLES.get(stage, "white")
+            bar.append("█" * (round(ends[-1] / total * cells) - round(ends[-2] / total * cells)), style=style)
+            legend.append("■\u00a0", style=style).append(f"{stage}\u00a0{seconds:.1f}\u00a0s  ")
+        return [_row("stages", bar), _row("", legend)]
+
+
+def _row(label: str, content: Text) -> Table:
+    row = Table.grid(padding=(0, 2, 0, 0))
+    row.add_column(style="dim", min_width=8, no_wrap=True)
+    row.add_column()
+    row.add_row(label, content)
+    return row
