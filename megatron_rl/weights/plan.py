@@ -1,0 +1,137 @@
+"""Which tensor travels in which bucket, which rank receives it, and whether all that should travel does. Pure.
+
+Weights travel in flat byte buckets. A plan is made while the tensors stream by (``place`` needs only the placement
+before), so the trainer never holds the whole model. Invariants:
+
+- every tensor is placed exactly once and the order of the stream is kept;
+- a bucket holds at most ``bucket_bytes``; a tensor larger than that gets a bucket of its own;
+- inside a bucket a tensor starts at a multiple of its item size (SGLang refuses a bucket where one does not);
+- rank 0 of the sync group is the trainer's source rank; the ranks after it are the workers of the servers, in order.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+
+import torch
+
+MAX_NAMES_SHOWN = 8
+"""Names an error spells out before it only counts."""
+
+
+class CoverageError(ValueError):
+    """The tensors on offer are not the ones the served model has."""
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    name: str
+    """Name in the Hugging Face checkpoint."""
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Placement:
+    spec: TensorSpec
+    bucket: int
+    """Index of the bucket, counted from 0."""
+    offset: int
+    """Bytes from the start of the bucket."""
+
+    @property
+    def end(self) -> int:
+        return self.offset + self.spec.num_bytes
+
+
+@dataclass(frozen=True)
+class RankPlan:
+    world_size: int
+    """The source rank and all server workers."""
+    offsets: tuple[int, ...]
+    """Rank of the first worker of each server."""
+
+
+def place(spec: TensorSpec, previous: Placement | None, bucket_bytes: int) -> Placement:
+    """Where ``spec`` goes, given where the tensor before it went (None for the first)."""
+    if bucket_bytes <= 0:
+        raise ValueError(f"bucket_bytes must be positive, got {bucket_bytes}")
+    if spec.num_bytes == 0:
+        raise ValueError(f"{spec.name} has shape {list(spec.shape)}: a tensor without elements cannot be sent")
+    if previous is None:
+        return Placement(spec, bucket=0, offset=0)
+    fits = previous.end + spec.num_bytes <= bucket_bytes and previous.end % spec.dtype.itemsize == 0
+    if fits:
+        return Placement(spec, previous.bucket, previous.end)
+    return Placement(spec, previous.bucket + 1, offset=0)
+
+
+def assign_ranks(tp_sizes: Sequence[int]) -> RankPlan:
+    """Ranks of the servers' workers behind the source rank 0; ``tp_sizes`` has one entry a server."""
+    if not tp_sizes or min(tp_sizes) < 1:
+        raise ValueError(f"expected at least one server, each with tp_size >= 1, got tp sizes {list(tp_sizes)}")
+    offsets = []
+    next_rank = 1
+    for tp_size in tp_sizes:
+        offsets.append(next_rank)
+        next_rank += tp_size
+    return RankPlan(world_size=next_rank, offsets=tuple(offsets))
+
+
+class Coverage:
+    """Compares the tensors that stream by with the ones the model has.
+
+    A server ignores a name it does not know and keeps the old values of one it never receives, so both must be found
+    here. ``expected`` maps names to shapes; without it only duplicates are found.
+    """
+
+    def __init__(self, expected: Mapping[str, Sequence[int]] | None = None):
+        self._expected = expected
+        self._seen: set[str] = set()
+        self._problems: dict[str, list[str]] = {"unexpected": [], "duplicate": [], "wrong shape": []}
+
+    def add(self, spec: TensorSpec) -> None:
+        if spec.name in self._seen:
+            self._problems["duplicate"].append(spec.name)
+        self._seen.add(spec.name)
+        if self._expected is None:
+            return
+        if spec.name not in self._expected:
+            self._problems["unexpected"].append(spec.name)
+        elif tuple(self._expected[spec.name]) != spec.shape:
+            shapes = f"{list(spec.shape)}, the model has {list(self._expected[spec.name])}"
+            self._problems["wrong shape"].append(f"{spec.name} {shapes}")
+
+    def check(self, complete: bool) -> None:
+        """Raise CoverageError for what was wrong so far and, when the stream is ``complete``, for what is missing."""
+        problems = {kind: names for kind, names in self._problems.items() if names}
+        if complete and not self._seen:
+            raise CoverageError("there are no tensors to send: the stream was empty")
+        if complete and self._expected is not None:
+            missing = [name for name in self._expected if name not in self._seen]
+            if missing:
+                problems["missing"] = missing
+        if problems:
+            listed = "; ".join(f"{kind}: {_shorten(names)}" for kind, names in problems.items())
+            raise CoverageError(
+                f"the tensors on offer are not the served model's: {listed}. Check the Hugging Face name mapping of "
+                "this model family and that the trainer and the servers use the same config.json"
+            )
+
+
+def check_coverage(specs: Iterable[TensorSpec], expected: Mapping[str, Sequence[int]]) -> None:
+    """Check a whole list at once (at start-up, before any weights move); raises CoverageError."""
+    coverage = Coverage(expected)
+    for spec in specs:
+        coverage.add(spec)
+    coverage.check(complete=True)
+
+
+def _shorten(names: list[str]) -> str:
+    shown = ", ".join(names[:MAX_NAMES_SHOWN])
+    left = len(names) - MAX_NAMES_SHOWN
+    return f"{shown} and {left} more" if left > 0 else shown
