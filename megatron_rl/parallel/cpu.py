@@ -51,8 +51,8 @@ def install() -> bool:
     _torch_for_megatron = _make_torch_for_megatron()
     _redirect_methods()
     sys.meta_path.insert(0, _MegatronFinder())
-    # Four modules say so at import; on a CPU it is how things are.
-    warnings.filterwarnings("ignore", message="Transformer Engine and Apex are not installed")
+    # Several modules say so at import; on a CPU it is how things are.
+    warnings.filterwarnings("ignore", message="(Transformer Engine and )?Apex (is|are) not installed")
     # Decorators run at import: with the real torch.compile they would call a C++ compiler at the first step.
     real_compile, torch.compile = torch.compile, _torch_for_megatron.compile
     try:

@@ -1,0 +1,90 @@
+"""The critic: the policy's architecture with a value head in the language-model head's place.
+
+The head is one row, the same on every tensor-parallel rank; it is part of the model, so ``forward`` (``packed.py``)
+returns values on the last stage. Values at position t are read after token t; ``token_values`` moves them to the
+alignment of ``data/batch.py``, where values[t] is V(s_t), read before token t is emitted.
+"""
+
+import torch
+import torch.nn.functional as F
+from megatron.core import tensor_parallel
+from megatron.core.transformer import TransformerConfig
+from torch import Tensor, nn
+from transformers import PretrainedConfig
+
+from megatron_rl.config.schema import ParallelConfig, Recompute
+from megatron_rl.data.batch import PackedBatch
+from megatron_rl.models.hf.families import VALUE_HEAD
+from megatron_rl.models.hf.sources import RandomSource
+from megatron_rl.models.hf.weights import fill
+from megatron_rl.models.packed import PackedGPTModel, build_chunks, forward, sequence_starts
+
+__all__ = ["ValueHead", "build_critic", "final_values", "forward", "token_values"]
+
+DEFAULT_HEAD_SEED = 0
+
+
+class ValueHead(nn.Module):
+    """hidden [T, 1, H] -> values [T, 1, 1] in float32; called as Megatron calls an output layer."""
+
+    def __init__(self, config: TransformerConfig, initial_weight: Tensor) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(initial_weight.to(config.params_dtype))
+        self.sequence_parallel = config.sequence_parallel
+        # Under sequence parallelism each rank sees part of the tokens: Megatron sums such gradients over the group.
+        self.weight.sequence_parallel = config.sequence_parallel
+
+    def forward(
+        self, hidden: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
+    ) -> tuple[Tensor, None]:
+        values = F.linear(hidden.float(), self.weight.float())
+        if self.sequence_parallel:
+            # Every rank goes on with the same values, so backward takes its slice instead of a sum.
+            values = tensor_parallel.gather_from_sequence_parallel_region(values, tensor_parallel_output_grad=False)
+        return values, None
+
+
+def build_critic(
+    hf_config: PretrainedConfig,
+    parallel: ParallelConfig,
+    *,
+    dtype: torch.dtype,
+    recompute: Recompute = Recompute.none,
+    seed: int | None,
+) -> list[PackedGPTModel]:
+    """This rank's part of the critic; arguments, weights and errors as in ``policy.build_policy``.
+
+    The value head is always initialised (normal with ``initializer_range``), also with ``seed`` None: a policy's
+    checkpoint has none to load.
+    """
+    chunks = build_chunks(hf_config, parallel, dtype=dtype, recompute=recompute, share_embeddings=False)
+    head_seed = DEFAULT_HEAD_SEED if seed is None else seed
+    initial = RandomSource(head_seed, hf_config.initializer_range).read(VALUE_HEAD, (1, hf_config.hidden_size))
+    for chunk in chunks:
+        if chunk.post_process:
+            chunk.output_layer = ValueHead(chunk.config, initial.to(chunk.output_layer.weight.device))
+    if seed is not None:
+        fill(chunks, hf_config, RandomSource(seed, hf_config.initializer_range), role="critic")
+    return chunks
+
+
+def token_values(chunk: nn.Module, output: Tensor, batch: PackedBatch) -> Tensor:
+    """values [T] float32: entry t is V(s_t), read before token t; 0 at sequence starts. Differentiable."""
+    after = _values_after_tokens(output, batch)
+    values = F.pad(after[:-1], (1, 0))
+    is_start = torch.zeros_like(values, dtype=torch.bool)
+    is_start[sequence_starts(batch, output.device)] = True
+    return values.masked_fill(is_start, 0.0)
+
+
+def final_values(chunk: nn.Module, output: Tensor, batch: PackedBatch) -> Tensor:
+    """[N] float32: the value after the last token of each sequence (0 for an empty one). Differentiable."""
+    after = _values_after_tokens(output, batch)
+    ends = batch.cu_seqlens[1:].to(output.device)
+    return after[(ends - 1).clamp(min=0)].masked_fill(batch.lengths.to(output.device) == 0, 0.0)
+
+
+def _values_after_tokens(output: Tensor, batch: PackedBatch) -> Tensor:
+    """[1, T', 1] with padding -> [T]."""
+    return output[0, : len(batch.tokens), 0]
+

@@ -1,0 +1,94 @@
+"""Where weights come from: a folder of safetensors, or a random generator that knows tensors by their names."""
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from megatron_rl.models.hf.transforms import Sliceable
+
+INDEX_FILE = "model.safetensors.index.json"
+SINGLE_FILE = "model.safetensors"
+
+
+class WeightsError(ValueError):
+    """A checkpoint does not hold what the model needs."""
+
+
+class TensorSource(Protocol):
+    def read(self, name: str, shape: tuple[int, ...]) -> Sliceable:
+        """The full Hugging Face tensor ``name`` of ``shape``, to be sliced."""
+        ...
+
+
+class RandomSource:
+    """Fresh weights: normal with ``std``, norms 1, biases 0.
+
+    A tensor depends on ``seed`` and its name alone, so that every layout of ranks starts from the same model.
+    """
+
+    def __init__(self, seed: int, std: float) -> None:
+        self.seed, self.std = seed, std
+
+    def read(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        if len(shape) == 1:
+            return torch.zeros(shape) if name.endswith("bias") else torch.ones(shape)
+        digest = hashlib.sha256(f"{self.seed}/{name}".encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
+        return torch.empty(shape).normal_(0.0, self.std, generator=generator)
+
+
+class CheckpointSource:
+    """A Hugging Face folder of safetensors, one file or several with an index; files are read slice by slice.
+
+    Errors: FileNotFoundError without any safetensors, ``WeightsError`` for a broken file or index, a missing tensor, or
+    one of another shape.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+        self._open_files: dict[str, safe_open] = {}
+        if (self.folder / INDEX_FILE).is_file():
+            try:
+                self.files: dict[str, str] = json.loads((self.folder / INDEX_FILE).read_text())["weight_map"]
+            except (ValueError, KeyError, TypeError) as error:
+                raise WeightsError(f"{self.folder / INDEX_FILE} is not an index with a weight_map: {error!r}") from error
+        elif (self.folder / SINGLE_FILE).is_file():
+            self.files = dict.fromkeys(self._file(SINGLE_FILE).keys(), SINGLE_FILE)
+        else:
+            raise FileNotFoundError(
+                f"{self.folder} holds neither {SINGLE_FILE} nor {INDEX_FILE}; for fresh weights set policy.init=random"
+            )
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.files
+
+    def read(self, name: str, shape: tuple[int, ...]) -> Sliceable:
+        if name not in self.files:
+            raise WeightsError(f"{self.folder} holds no tensor {name}, which its config.json asks for")
+        file = self.files[name]
+        try:
+            tensor = self._file(file).get_slice(name)
+        except SafetensorError as error:
+            raise WeightsError(f"{self.folder / file} holds no readable tensor {name}: {error}") from error
+        if tuple(tensor.get_shape()) != shape:
+            raise WeightsError(
+                f"{self.folder / file}: {name} has shape {tuple(tensor.get_shape())}, config.json asks for {shape}; "
+                "check its vocab_size, hidden_size and head counts against the checkpoint"
+            )
+        return tensor
+
+    def _file(self, name: str) -> safe_open:
+        if name not in self._open_files:
+            path = self.folder / name
+            try:
+                self._open_files[name] = safe_open(path, "pt")
+            except FileNotFoundError as error:
+                raise WeightsError(f"{path} is missing, but {INDEX_FILE} names it") from error
+            except (SafetensorError, OSError) as error:
+                raise WeightsError(f"{path} is not a whole safetensors file: {error}; fetch it again") from error
+        return self._open_files[name]

@@ -1,0 +1,148 @@
+"""How a Megatron parameter is made of Hugging Face tensors, and back, under tensor parallelism.
+
+A transform reads from the full tensors only the slices that one rank holds (``load``), and puts the shards of all
+tensor-parallel ranks together again (``export``). ``export`` of the loaded shards gives back the same bits.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+Dims = Mapping[str, int]
+"""Sizes by name: hidden, q, kv, groups, head_dim, ffn, vocab, ... (``families.dims``)."""
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Which part of a split tensor: ``rank`` of ``size`` equal ones."""
+
+    rank: int
+    size: int
+
+    def range(self, length: int) -> slice:
+        if length % self.size != 0:
+            raise ValueError(f"{length} rows do not divide by parallel.tensor_parallel_size {self.size}")
+        part = length // self.size
+        return slice(self.rank * part, (self.rank + 1) * part)
+
+
+class Sliceable(Protocol):
+    """A full Hugging Face tensor that is read by slices: a safetensors slice or a torch tensor."""
+
+    def __getitem__(self, index: Any, /) -> Tensor: ...
+
+
+class Transform(Protocol):
+    is_split: bool
+    """Whether each tensor-parallel rank holds another part (else all hold the same)."""
+
+    def load(self, tensors: Sequence[Sliceable], dims: Dims, shard: Shard) -> Tensor:
+        """This rank's Megatron parameter, from the full tensors."""
+        ...
+
+    def export(self, shards: Sequence[Tensor], dims: Dims) -> list[Tensor]:
+        """The full Hugging Face tensors, from every rank's parameter (one of them if not split)."""
+        ...
+
+
+@dataclass(frozen=True)
+class Replicated:
+    """The same tensor on every rank."""
+
+    is_split = False
+
+    def load(self, tensors: Sequence[Sliceable], dims: Dims, shard: Shard) -> Tensor:
+        return tensors[0][:]
+
+    def export(self, shards: Sequence[Tensor], dims: Dims) -> list[Tensor]:
+        return [shards[0]]
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Split by output features (Megatron's column-parallel layers)."""
+
+    is_split = True
+
+    def load(self, tensors: Sequence[Sliceable], dims: Dims, shard: Shard) -> Tensor:
+        return tensors[0][shard.range(_length(tensors[0], 0))]
+
+    def export(self, shards: Sequence[Tensor], dims: Dims) -> list[Tensor]:
+        return [torch.cat(list(shards), dim=0)]
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Split by input features (Megatron's row-parallel layers)."""
+
+    is_split = True
+
+    def load(self, tensors: Sequence[Sliceable], dims: Dims, shard: Shard) -> Tensor:
+        return tensors[0][:, shard.range(_length(tensors[0], 1))]
+
+    def export(self, shards: Sequence[Tensor], dims: Dims) -> list[Tensor]:
+        return [torch.cat(list(shards), dim=1)]
+
+
+@dataclass(frozen=True)
+class QKV:
+    """Query, key and value in one: for each key-value group its queries, its key, its value. Weights and biases."""
+
+    is_split = True
+
+    def load(self, tensors: Sequence[Sliceable], dims: Dims, shard: Shard) -> Tensor:
+        groups = shard.range(dims["groups"])
+        parts = []
+        for tensor, total in zip(tensors, (dims["q"], dims["kv"], dims["kv"]), strict=True):
+            rows_per_group = total // dims["groups"]
+            part = tensor[groups.start * rows_per_group : groups.stop * rows_per_group]
+            parts.append(part.unflatten(0, (-1, rows_per_group)))
+        return torch.cat(parts, dim=1).flatten(0, 1)
+
+    def export(self, shards: Sequence[Tensor], dims: Dims) -> list[Tensor]:
+        queries, head_dim = dims["q"] // dims["groups"], dims["head_dim"]
+        full = torch.cat(list(shards)).unflatten(0, (dims["groups"], -1))
+        return [part.flatten(0, 1).contiguous() for part in full.split([queries, head_dim, head_dim], dim=1)]
+
+
+@dataclass(frozen=True)
+class GatedMLP:
+    """The gate's rows, then the up projection's rows, on each rank."""
+
+    is_split = True
+
+    def load(self, tensors: Sequence[Sliceable], dims: Dims, shard: Shard) -> Tensor:
+        return torch.cat([tensor[shard.range(_length(tensor, 0))] for tensor in tensors])
+
+    def export(self, shards: Sequence[Tensor], dims: Dims) -> list[Tensor]:
+        halves = [shard.chunk(2) for shard in shards]
+        return [torch.cat([half[i] for half in halves]) for i in range(2)]
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """Split by token id; zero rows pad the vocabulary to a multiple of the ranks."""
+
+    is_split = True
+
+    def load(self, tensors: Sequence[Sliceable], dims: Dims, shard: Shard) -> Tensor:
+        rows = shard.range(padded_vocab_size(dims["vocab"], shard.size))
+        part = tensors[0][min(rows.start, dims["vocab"]) : min(rows.stop, dims["vocab"])]
+        return F.pad(part, (0, 0, 0, rows.stop - rows.start - part.shape[0]))
+
+    def export(self, shards: Sequence[Tensor], dims: Dims) -> list[Tensor]:
+        return [torch.cat(list(shards))[: dims["vocab"]]]
+
+
+def padded_vocab_size(vocab_size: int, tp_size: int) -> int:
+    """``vocab_size`` rounded up to a multiple of ``tp_size``."""
+    return -(-vocab_size // tp_size) * tp_size
+
+
+def _length(tensor: Any, dim: int) -> int:
+    shape = tensor.shape if isinstance(tensor, Tensor) else tensor.get_shape()
+    return shape[dim]

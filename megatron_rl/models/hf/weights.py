@@ -1,0 +1,276 @@
+"""Weights between Hugging Face folders and Megatron models, under any layout of ranks.
+
+Loading needs no communication: each rank reads from the files the slices that it holds. Exporting walks the tensors in
+the order of the files: the tensor-parallel ranks of the stage that owns a tensor send their shards to the first of
+them, which sends the full tensor to rank 0. Only the first data-parallel replica takes part.
+"""
+
+import json
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from transformers import PretrainedConfig
+
+from megatron_rl.models.hf.families import VALUE_HEAD, Entry, Role, canonical_name, dims, entries
+from megatron_rl.models.hf.sources import INDEX_FILE, SINGLE_FILE, CheckpointSource, TensorSource, WeightsError
+from megatron_rl.models.hf.transforms import Shard
+from megatron_rl.models.packed import unwrap
+from megatron_rl.parallel import collectives
+
+MAX_SHARD_BYTES = 5 * 1024**3
+COPIED_FILES = (
+    "tokenizer*",
+    "vocab*",
+    "merges.txt",
+    "*.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template*",
+    "generation_config.json",
+)
+"""What goes with the weights into a saved folder: tokenizer and generation settings."""
+IGNORED_TENSORS = re.compile(r"rotary_emb\.inv_freq$|^lm_head\.weight$|^score\.weight$")
+"""Tensors of a checkpoint that a model may leave unread: derived ones, and heads that it has no use for."""
+
+
+def expected_names(hf_config: PretrainedConfig, role: Role) -> dict[str, tuple[int, ...]]:
+    """Every tensor of the full model by its Hugging Face name, in the order of ``export_weights``, with its shape."""
+    return {name: shape for entry in entries(hf_config, role) for name, shape in entry.hf.items()}
+
+
+def load_weights(
+    chunks: Sequence[nn.Module], hf_config: PretrainedConfig, path: str | Path, *, role: Role = "policy"
+) -> list[str]:
+    """Fill this rank's parameters from the safetensors in ``path``; returns the tensors it left as they were.
+
+    That is the value head when a critic starts from a policy's checkpoint, else nothing. Wrapped chunks may be passed;
+    an optimizer that keeps its own copy of the weights has to be told. Errors: FileNotFoundError, or ``WeightsError``
+    for broken files, missing or unknown tensors and other shapes than config.json says.
+    """
+    source = CheckpointSource(path)
+    expected = expected_names(hf_config, role)
+    fresh = [VALUE_HEAD] if role == "critic" and VALUE_HEAD not in source else []
+    unknown = [name for name in source.files if name not in expected and not IGNORED_TENSORS.search(name)]
+    if unknown:
+        raise WeightsError(
+            f"{path} holds {len(unknown)} tensors that a {role} of model_type {hf_config.model_type} with "
+            f"{hf_config.num_hidden_layers} layers has no place for, {unknown[0]} first; check config.json and the path"
+        )
+    fill(chunks, hf_config, source, role=role, skip=fresh)
+    return fresh
+
+
+def fill(
+    chunks: Sequence[nn.Module],
+    hf_config: PretrainedConfig,
+    source: TensorSource,
+    *,
+    role: Role,
+    skip: Sequence[str] = (),
+) -> None:
+    """Copy this rank's slices of ``source`` into the parameters of ``chunks``, except the tensors named in ``skip``."""
+    by_name = {entry.megatron: entry for entry in entries(hf_config, role)}
+    if role == "policy" and hf_config.tie_word_embeddings:
+        # The last stage holds a copy of the embedding as its head.
+        by_name["output_layer.weight"] = by_name["embedding.word_embeddings.weight"]
+    sizes = dims(hf_config)
+    shard = Shard(
+        parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_tensor_model_parallel_world_size()
+    )
+    for name, parameter in _named_parameters(chunks):
+        if name not in by_name:
+            raise WeightsError(f"Megatron's parameter {name} has no rule for model_type {hf_config.model_type}")
+        entry = by_name[name]
+        if any(hf_name in skip for hf_name in entry.hf):
+            continue
+        tensors = [source.read(hf_name, shape) for hf_name, shape in entry.hf.items()]
+        value = entry.transform.load(tensors, sizes, shard)
+        if value.shape != parameter.shape:
+            raise WeightsError(f"{name}: the tables give {tuple(value.shape)}, the model has {tuple(parameter.shape)}")
+        with torch.no_grad():
+            parameter.copy_(value)
+
+
+def export_weights(
+    chunks: Sequence[nn.Module], hf_config: PretrainedConfig, *, role: Role = "policy"
+) -> Iterator[tuple[str, Tensor | None]]:
+    """(Hugging Face name, full tensor) of the whole model, in the same order on all ranks.
+
+    Rank 0 gets the tensor, in the parameters' dtype and on its device; the others get None. Every rank must exhaust the
+    iterator, at about the same pace: ranks wait for each other at each tensor, up to the groups' time-out.
+    """
+    parameters = dict(_named_parameters(chunks))
+    pp_group = parallel_state.get_pipeline_model_parallel_group()
+    held: list[dict[str, torch.dtype]] = [{} for _ in range(pp_group.size())]
+    dist.all_gather_object(held, {name: p.dtype for name, p in parameters.items()}, group=pp_group)
+    for entry in entries(hf_config, role):
+        stage = next((s for s, names in enumerate(held) if entry.megatron in names), None)
+        if stage is None:
+            raise WeightsError(f"no pipeline stage holds Megatron's parameter {entry.megatron}")
+        tensors = _collect(entry, parameters.get(entry.megatron), stage, held[stage][entry.megatron], dims(hf_config))
+        yield from zip(entry.hf, tensors, strict=True)
+
+
+def _collect(
+    entry: Entry, parameter: Tensor | None, stage: int, dtype: torch.dtype, sizes: dict[str, int]
+) -> list[Tensor | None]:
+    """The full tensors of ``entry`` on rank 0, Nones elsewhere; the parameter lives on pipeline stage ``stage``."""
+    nothing: list[Tensor | None] = [None] * len(entry.hf)
+    if parallel_state.get_data_parallel_rank() != 0:
+        return nothing
+    tp_group, pp_group = (
+        parallel_state.get_tensor_model_parallel_group(),
+        parallel_state.get_pipeline_model_parallel_group(),
+    )
+    full: list[Tensor] | None = None
+    if pp_group.rank() == stage:
+        shards = [parameter.detach()]
+        if entry.transform.is_split and tp_group.size() > 1:
+            shards = [torch.empty_like(parameter) for _ in range(tp_group.size())] if tp_group.rank() == 0 else None
+            dist.gather(parameter.detach().contiguous(), shards, group=tp_group, group_dst=0)
+        if tp_group.rank() == 0:
+            full = [tensor.contiguous() for tensor in entry.transform.export(shards, sizes)]
+            if stage != 0:
+                for tensor in full:
+                    dist.send(tensor, dst=0, group=pp_group)
+    if dist.get_rank() != 0:
+        return nothing
+    if full is None:
+        source, device = dist.get_global_rank(pp_group, stage), _device()
+        full = [torch.empty(shape, dtype=dtype, device=device) for shape in entry.hf.values()]
+        for tensor in full:
+            dist.recv(tensor, src=source, group=pp_group)
+    return list(full)
+
+
+def save_hf(
+    chunks: Sequence[nn.Module],
+    hf_config: PretrainedConfig,
+    source_folder: str | Path,
+    target_folder: str | Path,
+    *,
+    role: Role = "policy",
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+) -> None:
+    """Write the model as a Hugging Face folder; all ranks call it, rank 0 writes.
+
+    config.json and the tokenizer come from ``source_folder``. The folder is written beside ``target_folder`` and renamed
+    when whole, so a crash leaves either the old one or the new one; one that exists is replaced. An OSError while
+    writing is raised on every rank.
+    """
+    failure: str | None = None
+    writer = _FolderWriter(Path(source_folder), Path(target_folder), max_shard_bytes) if dist.get_rank() == 0 else None
+    for name, tensor in export_weights(chunks, hf_config, role=role):
+        # After a failure the other ranks' tensors are still taken: they would wait for it otherwise.
+        if writer is not None and failure is None:
+            try:
+                writer.add(name, tensor)
+            except OSError as error:
+                failure = str(error)
+    if writer is not None and failure is None:
+        try:
+            writer.finish()
+        except OSError as error:
+            failure = str(error)
+    if writer is not None and failure is not None:
+        writer.discard()
+    failure = collectives.broadcast_object(failure, what=f"the saved model {target_folder}")
+    if failure is not None:
+        raise OSError(f"rank 0 could not write {target_folder}: {failure}")
+
+
+class _FolderWriter:
+    """Collects tensors into safetensors files of at most ``max_shard_bytes`` in a temporary folder."""
+
+    def __init__(self, source: Path, target: Path, max_shard_bytes: int) -> None:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        self.source, self.target, self.max_shard_bytes = source, target, max_shard_bytes
+        self.folder = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+        self.pending: dict[str, Tensor] = {}
+        self.pending_bytes = 0
+        self.shards: list[list[str]] = []
+        self.total_bytes = 0
+        self.dtype: torch.dtype | None = None
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        size = tensor.numel() * tensor.element_size()
+        if self.pending and self.pending_bytes + size > self.max_shard_bytes:
+            self._flush()
+        # A copy where the tensor is the live parameter, or a view that safetensors would refuse.
+        self.pending[name] = tensor.detach().cpu().clone()
+        self.pending_bytes += size
+        self.total_bytes += size
+        self.dtype = self.dtype or tensor.dtype
+
+    def finish(self) -> None:
+        self._flush()
+        if len(self.shards) == 1:
+            os.rename(self._shard_path(0), self.folder / SINGLE_FILE)
+        else:
+            weight_map = {}
+            for i, names in enumerate(self.shards):
+                file = f"model-{i + 1:05d}-of-{len(self.shards):05d}.safetensors"
+                os.rename(self._shard_path(i), self.folder / file)
+                weight_map.update(dict.fromkeys(names, file))
+            index = {"metadata": {"total_size": self.total_bytes}, "weight_map": weight_map}
+            (self.folder / INDEX_FILE).write_text(json.dumps(index, indent=2))
+        self._write_config()
+        for pattern in COPIED_FILES:
+            for file in self.source.glob(pattern):
+                if file.is_file():
+                    shutil.copy2(file, self.folder)
+        self.folder.chmod(0o755)  # mkdtemp's own mode shuts everyone else out
+        self._publish()
+
+    def discard(self) -> None:
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _flush(self) -> None:
+        save_file(self.pending, self._shard_path(len(self.shards)), metadata={"format": "pt"})
+        self.shards.append(list(self.pending))
+        self.pending, self.pending_bytes = {}, 0
+
+    def _shard_path(self, index: int) -> Path:
+        return self.folder / f"shard-{index}.safetensors"
+
+    def _write_config(self) -> None:
+        config = json.loads((self.source / "config.json").read_text())
+        config.pop("torch_dtype", None)
+        config["dtype"] = str(self.dtype).removeprefix("torch.")
+        (self.folder / "config.json").write_text(json.dumps(config, indent=2))
+
+    def _publish(self) -> None:
+        if not self.target.exists():
+            os.rename(self.folder, self.target)
+            return
+        # A folder cannot be renamed over one that is not empty.
+        old = Path(tempfile.mkdtemp(prefix=f".{self.target.name}.old.", dir=self.target.parent))
+        os.rename(self.target, old / self.target.name)
+        os.rename(self.folder, self.target)
+        shutil.rmtree(old)
+
+
+def _named_parameters(chunks: Sequence[nn.Module]) -> Iterator[tuple[str, Tensor]]:
+    """Parameters of this rank under the tables' names: layers numbered through the whole model."""
+    for chunk in chunks:
+        model = unwrap(chunk)
+        numbers = {i: layer.layer_number - 1 for i, layer in enumerate(model.decoder.layers)}
+        for name, parameter in model.named_parameters():
+            name = canonical_name(name)
+            match = re.match(r"decoder\.layers\.(\d+)\.(.+)", name)
+            if match:
+                name = f"decoder.layers.{numbers[int(match[1])]}.{match[2]}"
+            yield name, parameter
+
+
+def _device() -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")

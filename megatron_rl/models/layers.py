@@ -1,0 +1,199 @@
+"""Layers for machines without Transformer Engine: a norm, attention over packed sequences, and the spec that uses them.
+
+Attention over a pack of many sequences of different lengths runs as a few padded calls: sequences are sorted by length
+into buckets, each padded to its longest member, and every bucket is one call of PyTorch's attention. The gather
+indices depend on the lengths alone: ``AttentionPlan`` holds them, made once a forward pass and shared by the layers.
+Padding sits at the right of each sequence, where the causal mask keeps it out of every real token's result.
+"""
+
+import dataclasses
+import importlib.util
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor, nn
+
+BUCKET_COST_TOKENS = 48
+"""What one more attention call costs, in padded tokens: measured on a CPU with 4 heads of 16."""
+
+
+def has_transformer_engine() -> bool:
+    """Transformer Engine's layers are used wherever a GPU and the library are present."""
+    return torch.cuda.is_available() and importlib.util.find_spec("transformer_engine") is not None
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionBucket:
+    """Sequences that share one padded attention call."""
+
+    rows: Tensor
+    """[sequences, longest] int64: the pack's row of each place; padding repeats the sequence's last row."""
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionPlan:
+    """How a pack is cut into padded attention calls."""
+
+    buckets: list[AttentionBucket]
+    gather: Tensor
+    """[T] int64: where each row of the pack lies in the buckets' outputs laid end to end."""
+
+
+@dataclasses.dataclass
+class PlannedSeqParams(PackedSeqParams):
+    """Megatron's description of a pack, with the plan of our attention beside it."""
+
+    plan: AttentionPlan | None = None
+
+
+def plan_attention(lengths: Sequence[int], device: torch.device) -> AttentionPlan:
+    """Buckets for sequences of ``lengths`` tokens (back to back in the pack), with little padding and few calls."""
+    starts = [0]
+    for length in lengths:
+        starts.append(starts[-1] + length)
+    order = sorted((i for i, length in enumerate(lengths) if length > 0), key=lambda i: lengths[i])
+    buckets, gather, placed = [], torch.empty(starts[-1], dtype=torch.int64), 0
+    for group in _bucket(order, lengths):
+        sizes = torch.tensor([lengths[i] for i in group])
+        first = torch.tensor([starts[i] for i in group])
+        places = torch.arange(int(sizes.max()))
+        rows = first[:, None] + torch.minimum(places, sizes[:, None] - 1)
+        real = places < sizes[:, None]
+        gather[rows[real]] = placed + real.flatten().nonzero()[:, 0]
+        placed += rows.numel()
+        buckets.append(AttentionBucket(rows=rows.to(device)))
+    return AttentionPlan(buckets=buckets, gather=gather.to(device))
+
+
+def _bucket(order: Sequence[int], lengths: Sequence[int]) -> list[list[int]]:
+    """Cut ``order`` (by rising length) where a bucket's padding would cost more than one more call.
+
+    Exact for its cost model, padded tokens + BUCKET_COST_TOKENS a bucket, by dynamic programming over the distinct
+    lengths.
+    """
+    distinct = sorted({lengths[i] for i in order})
+    members: dict[int, list[int]] = {length: [] for length in distinct}
+    for i in order:
+        members[lengths[i]].append(i)
+    best: list[tuple[float, int]] = [(0.0, 0)]
+    for end in range(1, len(distinct) + 1):
+        count, candidates = 0, []
+        for start in range(end - 1, -1, -1):
+            count += len(members[distinct[start]])
+            candidates.append((best[start][0] + count * distinct[end - 1] + BUCKET_COST_TOKENS, start))
+        best.append(min(candidates))
+    groups, end = [], len(distinct)
+    while end > 0:
+        start = best[end][1]
+        groups.append([i for length in distinct[start:end] for i in members[length]])
+        end = start
+    return groups[::-1]
+
+
+class LocalNorm(nn.Module):
+    """RMSNorm or LayerNorm in plain PyTorch; its parameters are marked for sequence parallelism."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
+        super().__init__()
+        self.shape, self.eps, self.kind = (hidden_size,), eps, config.normalization
+        self.zero_centered = config.layernorm_zero_centered_gamma
+        self.weight = nn.Parameter(torch.zeros(hidden_size) if self.zero_centered else torch.ones(hidden_size))
+        self.bias = nn.Parameter(torch.zeros(hidden_size)) if self.kind == "LayerNorm" else None
+        for parameter in self.parameters():
+            # Megatron sums the gradients of parameters so marked over the tensor-parallel group.
+            parameter.sequence_parallel = config.sequence_parallel
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        weight = self.weight + 1 if self.zero_centered else self.weight
+        if self.kind == "RMSNorm":
+            return F.rms_norm(hidden, self.shape, weight, self.eps)
+        return F.layer_norm(hidden, self.shape, weight, self.bias, self.eps)
+
+
+class PackedAttention(MegatronModule):
+    """Causal attention over a pack: ``PlannedSeqParams`` with a plan is required. No dropout, no context parallelism."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type: Any,
+        attention_type: str,
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        **_: Any,
+    ) -> None:
+        super().__init__(config=config)
+        dropout = config.attention_dropout if attention_dropout is None else attention_dropout
+        if dropout != 0 or config.context_parallel_size != 1 or config.softmax_type != "vanilla":
+            raise ValueError(
+                "PackedAttention takes attention_dropout 0, context_parallel_size 1 and softmax_type vanilla, got "
+                f"{dropout}, {config.context_parallel_size} and {config.softmax_type}"
+            )
+        self.softmax_scale = softmax_scale
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None = None,
+        attn_mask_type: Any = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: PlannedSeqParams | None = None,
+    ) -> Tensor:
+        """query [T, 1, heads, d], key and value [T, 1, groups, d] -> [T, 1, heads * d]."""
+        if packed_seq_params is None or packed_seq_params.plan is None:
+            raise ValueError("PackedAttention needs PlannedSeqParams with a plan: call the model through models.packed")
+        plan, outputs = packed_seq_params.plan, []
+        for bucket in plan.buckets:
+            padded = [_take(t.squeeze(1), bucket.rows) for t in (query, key, value)]
+            attended = F.scaled_dot_product_attention(
+                *padded, is_causal=True, scale=self.softmax_scale, enable_gqa=query.shape[2] != key.shape[2]
+            )
+            outputs.append(attended.transpose(1, 2).flatten(0, 1))
+        context = torch.cat(outputs).index_select(0, plan.gather)
+        return context.reshape(query.shape[0], 1, -1)
+
+
+def _take(tensor: Tensor, rows: Tensor) -> Tensor:
+    """[T, heads, d], [n, s] -> [n, heads, s, d]."""
+    return tensor.index_select(0, rows.flatten()).unflatten(0, rows.shape).transpose(1, 2)
+
+
+LOCAL_LAYERS: dict[type, type] = {DotProductAttention: PackedAttention, WrappedTorchNorm: LocalNorm}
+"""Megatron's layers that need a GPU or cannot take packs, and ours in their place."""
+
+
+def block_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
+    """This pipeline stage's layers: Transformer Engine's where it is present, else ours."""
+    if has_transformer_engine():
+        return get_gpt_decoder_block_spec(config, use_transformer_engine=True, normalization=config.normalization)
+    spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization=config.normalization)
+    return swap_layers(spec, LOCAL_LAYERS)
+
+
+def swap_layers(spec: Any, table: dict[type, type]) -> Any:
+    """``spec`` with the classes in ``table`` replaced, anywhere in the tree of module specs."""
+    if isinstance(spec, type):
+        return table.get(spec, spec)
+    if isinstance(spec, ModuleSpec):
+        return dataclasses.replace(
+            spec, module=swap_layers(spec.module, table), submodules=swap_layers(spec.submodules, table)
+        )
+    if dataclasses.is_dataclass(spec):
+        fields = {f.name: swap_layers(getattr(spec, f.name), table) for f in dataclasses.fields(spec)}
+        return dataclasses.replace(spec, **fields)
+    if isinstance(spec, list):
+        return [swap_layers(item, table) for item in spec]
+    return spec

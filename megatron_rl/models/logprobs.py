@@ -1,0 +1,125 @@
+"""Log-probabilities and entropies from hidden states, without ever holding the logits of more than a chunk of tokens.
+
+The vocabulary is split over the tensor-parallel group; each rank computes its columns of the logits in float32 and
+the group exchanges four numbers a token. The backward pass computes the logits again, chunk by chunk.
+
+    logp(t) = z_t - log Z,   H = log Z - E[z],   z = logits / temperature
+    d logp / d z_i = [i = t] - p_i,   d H / d z_i = -p_i (log p_i + H)
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+DEFAULT_CHUNK_SIZE = 512
+"""Tokens whose logits exist at a time: 256 to 1024 take the same time, memory grows with it."""
+
+
+def token_logprobs_and_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    vocab_size: int,
+    temperature: float = 1.0,
+    group: dist.ProcessGroup | None = None,
+    chunk_size: int = DEFAULT_CHUNK_SIZE,
+) -> tuple[Tensor, Tensor]:
+    """hidden [N, H], weight [rows, H], targets [N] int64 -> (logprobs [N], entropy [N]), float32 (float64 stays).
+
+    ``weight`` holds this rank's rows of the output matrix, the same number on every rank of ``group`` (None: this rank
+    holds all); rows past ``vocab_size`` are padding and take no part. ``targets`` are global token ids and equal on
+    all ranks of the group, and so are the results. The gradient of ``hidden`` is this rank's part only: the caller
+    lets it pass through Megatron's copy or gather region, which sums it over the group.
+    """
+    if temperature <= 0:
+        raise ValueError(f"temperature is positive, got {temperature}; score greedy samples at temperature 1")
+    return _ChunkedLogprobs.apply(hidden, weight, targets, vocab_size, temperature, group, chunk_size)
+
+
+class _ChunkedLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        vocab_size: int,
+        temperature: float,
+        group: dist.ProcessGroup | None,
+        chunk_size: int,
+    ) -> tuple[Tensor, Tensor]:
+        ctx.set_materialize_grads(False)
+        rank = 0 if group is None else group.rank()
+        first_id = rank * weight.shape[0]
+        rows = min(max(vocab_size - first_id, 0), weight.shape[0])
+        local_targets = targets - first_id
+        parts = []
+        for start in range(0, hidden.shape[0], chunk_size):
+            chunk = slice(start, start + chunk_size)
+            scores = _logits(hidden[chunk], weight[:rows]) / temperature
+            parts.append(_statistics(scores, local_targets[chunk], group))
+        dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+        empty = torch.zeros(3, 0, dtype=dtype, device=hidden.device)
+        logprobs, entropy, log_normalizer = torch.cat([empty, *parts], dim=1)
+        ctx.save_for_backward(hidden, weight, local_targets, log_normalizer, entropy)
+        ctx.rows, ctx.temperature, ctx.chunk_size = rows, temperature, chunk_size
+        return logprobs, entropy
+
+    @staticmethod
+    def backward(ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
+        hidden, weight, local_targets, log_normalizer, entropy = ctx.saved_tensors
+        rows = ctx.rows
+        grad_hidden = torch.empty_like(hidden)
+        grad_weight = torch.zeros(weight.shape, dtype=log_normalizer.dtype, device=weight.device)
+        for start in range(0, hidden.shape[0], ctx.chunk_size):
+            chunk = slice(start, start + ctx.chunk_size)
+            log_p = _logits(hidden[chunk], weight[:rows]) / ctx.temperature - log_normalizer[chunk, None]
+            p = log_p.exp()
+            grad_scores = torch.zeros_like(p)
+            if grad_logprobs is not None:
+                grad_scores -= p * grad_logprobs[chunk, None]
+                here, column = _columns(local_targets[chunk], rows)
+                if rows > 0:
+                    grad_scores.scatter_add_(1, column[:, None], (grad_logprobs[chunk] * here)[:, None])
+            if grad_entropy is not None:
+                grad_scores -= grad_entropy[chunk, None] * p * (log_p + entropy[chunk, None])
+            grad_scores /= ctx.temperature
+            grad_hidden[chunk] = grad_scores @ weight[:rows].to(grad_scores.dtype)
+            grad_weight[:rows] += grad_scores.t() @ hidden[chunk].to(grad_scores.dtype)
+        return grad_hidden, grad_weight.to(weight.dtype), None, None, None, None, None
+
+
+def _logits(hidden: Tensor, weight: Tensor) -> Tensor:
+    """hidden [n, H], weight [rows, H] -> [n, rows]: products and sums in float32, also of bfloat16 inputs."""
+    if hidden.dtype in (torch.float32, torch.float64):
+        return hidden @ weight.t()
+    if hidden.is_cuda:
+        return torch.mm(hidden, weight.t(), out_dtype=torch.float32)
+    return hidden.float() @ weight.float().t()
+
+
+def _columns(local_targets: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+    """Which targets [n] are among this rank's ``rows``, and a valid column for each."""
+    here = (local_targets >= 0) & (local_targets < rows)
+    return here, local_targets.clamp(0, max(rows - 1, 0))
+
+
+def _statistics(scores: Tensor, local_targets: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """scores [n, rows] (overwritten), local_targets [n] -> [3, n]: log-probs, entropy, log normaliser."""
+    n, rows = scores.shape
+    maximum = scores.amax(1) if rows > 0 else scores.new_full((n,), float("-inf"))
+    if group is not None and group.size() > 1:
+        dist.all_reduce(maximum, dist.ReduceOp.MAX, group=group)
+    scores -= maximum[:, None]
+    here, column = _columns(local_targets, rows)
+    target_score = scores.gather(1, column[:, None])[:, 0] if rows > 0 else scores.new_zeros(n)
+    weights = scores.exp()
+    sums = torch.stack([weights.sum(1), (weights * scores).sum(1), torch.where(here, target_score, 0.0)])
+    if group is not None and group.size() > 1:
+        dist.all_reduce(sums, group=group)
+    total, weighted, target = sums
+    log_total = total.log()
+    return torch.stack([target - log_total, log_total - weighted / total, log_total + maximum])

@@ -1,0 +1,127 @@
+"""GPT models over packed batches: building this rank's part of a model, and its forward pass.
+
+Callers speak in ``PackedBatch``; everything else stays inside: the padding of the pack to a multiple of the
+tensor-parallel size (sequence parallelism needs it), the sequence parameters of Megatron, the attention plan.
+"""
+
+import functools
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer import TransformerConfig
+from torch import Tensor, nn
+from transformers import PretrainedConfig
+
+from megatron_rl.config.schema import ParallelConfig, Recompute
+from megatron_rl.data.batch import PackedBatch
+from megatron_rl.models.hf.config import megatron_config, rope_parameters, scaled_inverse_frequencies
+from megatron_rl.models.layers import PlannedSeqParams, block_spec, has_transformer_engine, plan_attention
+
+PAD_TOKEN_ID = 0
+"""Fills the pack up under sequence parallelism; it forms a sequence of its own that no result refers to."""
+
+
+class PackedGPTModel(GPTModel):
+    """GPTModel whose rotary embedding is laid out by the pack's positions once, not once a layer and sequence.
+
+    Only without Transformer Engine, whose kernels take the pack as it is.
+    """
+
+    def _preprocess(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        decoder_input: Tensor | None = None,
+        inference_context: Any = None,
+        packed_seq_params: PackedSeqParams | None = None,
+        padding_mask: Tensor | None = None,
+    ) -> tuple[Any, ...]:
+        prepared = super()._preprocess(
+            input_ids, position_ids, decoder_input, inference_context, packed_seq_params, padding_mask
+        )
+        if not isinstance(packed_seq_params, PlannedSeqParams):
+            return prepared
+        decoder_input, rotary, *rest = prepared
+        return decoder_input, rotary.index_select(0, position_ids[0]), *rest
+
+
+def unwrap(chunk: nn.Module) -> PackedGPTModel:
+    """The model inside Megatron's wrappers (distributed data parallel)."""
+    while not isinstance(chunk, PackedGPTModel):
+        chunk = chunk.module
+    return chunk
+
+
+def build_chunks(
+    hf_config: PretrainedConfig,
+    parallel: ParallelConfig,
+    *,
+    dtype: torch.dtype,
+    recompute: Recompute,
+    share_embeddings: bool,
+) -> list[PackedGPTModel]:
+    """This rank's pipeline stage with uninitialised weights, on its device. The process groups exist already."""
+    kwargs, model_kwargs = megatron_config(hf_config, parallel, dtype=dtype, recompute=recompute)
+    model_kwargs["share_embeddings_and_output_weights"] = share_embeddings
+    config = TransformerConfig(**kwargs)
+    model = PackedGPTModel(
+        config,
+        block_spec(config),
+        pre_process=parallel_state.is_pipeline_first_stage(),
+        post_process=parallel_state.is_pipeline_last_stage(),
+        **model_kwargs,
+    )
+    rope = rope_parameters(hf_config)
+    if rope["rope_type"] == "llama3":
+        model.rotary_pos_emb.inv_freq = scaled_inverse_frequencies(model.rotary_pos_emb.inv_freq, rope)
+    model.to(dtype)
+    if torch.cuda.is_available():
+        model.cuda()
+    return [model]
+
+
+def forward(chunk: nn.Module, batch: PackedBatch) -> Tensor:
+    """Run this stage on ``batch``; ``chunk`` may be wrapped for data parallelism.
+
+    The result belongs to Megatron's schedule: on earlier stages the hidden states for the next one, on the last
+    stage what ``policy.token_logprobs`` or ``critic.token_values`` take.
+    """
+    model = unwrap(chunk)
+    tokens, positions, params = _model_inputs(batch, model.config)
+    return chunk(tokens, positions, None, packed_seq_params=params)
+
+
+def sequence_starts(batch: PackedBatch, device: torch.device) -> Tensor:
+    """Rows of the pack that begin a (non-empty) sequence."""
+    return batch.cu_seqlens[:-1][batch.lengths > 0].to(device)
+
+
+def _model_inputs(batch: PackedBatch, config: TransformerConfig) -> tuple[Tensor, Tensor, PackedSeqParams]:
+    """tokens [1, T'], positions [1, T'] and sequence parameters, T' the padded length."""
+    if len(batch.tokens) == 0:
+        raise ValueError("an empty batch cannot pass through the model; leave the micro-batch out on every rank")
+    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    lengths, tokens = tuple(batch.lengths.tolist()), batch.tokens.to(device)
+    padding = -len(tokens) % config.tensor_model_parallel_size if config.sequence_parallel else 0
+    if padding:
+        lengths = (*lengths, padding)
+        tokens = torch.cat([tokens, tokens.new_full((padding,), PAD_TOKEN_ID)])
+    positions, params = _sequence_params(lengths, device)
+    return tokens[None], positions[None], params
+
+
+@functools.lru_cache(maxsize=64)
+def _sequence_params(lengths: tuple[int, ...], device: torch.device) -> tuple[Tensor, PackedSeqParams]:
+    """positions [T] and sequence parameters; a batch meets its lengths again in every pass over it."""
+    positions = torch.cat([torch.arange(length) for length in lengths]).to(device)
+    cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).to(device=device, dtype=torch.int32)
+    common: dict[str, Any] = dict(
+        cu_seqlens_q=cu_seqlens, cu_seqlens_kv=cu_seqlens, max_seqlen_q=max(lengths), max_seqlen_kv=max(lengths)
+    )
+    if has_transformer_engine():
+        return positions, PackedSeqParams(qkv_format="thd", **common)
+    # "sbhd": Megatron leaves the pack in one piece for rotary embedding and attention, which know its positions.
+    return positions, PlannedSeqParams(qkv_format="sbhd", plan=plan_attention(lengths, device), **common)
