@@ -1,0 +1,90 @@
+"""Checks of what the algorithms are given: shapes, dtypes, devices, ranges.
+
+Every refusal is a ValueError that names the argument, what was expected and what came. Nothing is cast silently where
+precision is at stake: per-token numbers are float32 or float64, and all those of one call share a dtype and a device.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+FLOAT_DTYPES = (torch.float32, torch.float64)
+INDEX_DTYPES = (torch.int32, torch.int64)
+
+
+def describe(value: object) -> str:
+    """What came, in words for an error message."""
+    if isinstance(value, Tensor):
+        return f"a {value.dtype} tensor of shape {list(value.shape)} on {value.device}"
+    return f"{type(value).__name__} {value!r}"
+
+
+def check_float_vector(name: str, value: Tensor) -> None:
+    """Refuse anything but a 1-D float32 or float64 tensor."""
+    if not isinstance(value, Tensor) or value.dim() != 1 or value.dtype not in FLOAT_DTYPES:
+        raise ValueError(
+            f"{name}: expected a 1-D float32 or float64 tensor, got {describe(value)}; "
+            "convert lower precision with .float() and batches with a mask to the packed form"
+        )
+
+
+def check_same_kind(name: str, value: Tensor, like_name: str, like: Tensor) -> None:
+    """Refuse ``value`` unless it is a float vector with the length, dtype and device of ``like``."""
+    check_float_vector(name, value)
+    if value.shape != like.shape or value.dtype != like.dtype or value.device != like.device:
+        raise ValueError(f"{name}: expected the form of {like_name}, {describe(like)}, got {describe(value)}")
+
+
+def check_mask(mask: Tensor, like_name: str, like: Tensor) -> None:
+    """Refuse a mask that is not a real-valued tensor with the length and device of ``like``."""
+    if not isinstance(mask, Tensor) or mask.is_complex() or mask.shape != like.shape or mask.device != like.device:
+        raise ValueError(
+            f"mask: expected a bool, integer or float tensor of shape {list(like.shape)} on {like.device} "
+            f"like {like_name}, got {describe(mask)}"
+        )
+
+
+def check_per_sequence(name: str, value: Tensor, num_sequences: int) -> None:
+    """Refuse anything but a real-valued tensor of shape [N]."""
+    if not isinstance(value, Tensor) or value.is_complex() or value.shape != (num_sequences,):
+        raise ValueError(f"{name}: expected a tensor of shape [{num_sequences}], one entry a sequence, "
+                         f"got {describe(value)}")
+
+
+def check_cu_seqlens(cu_seqlens: Tensor, num_tokens: int | None = None) -> Tensor:
+    """The checked ``cu_seqlens`` [N+1] as int64 on the CPU.
+
+    It starts at 0, never falls and, where ``num_tokens`` is given, ends there. On a GPU this waits for the device.
+    """
+    if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dim() != 1 or cu_seqlens.dtype not in INDEX_DTYPES:
+        raise ValueError(f"cu_seqlens: expected a 1-D int32 or int64 tensor [N+1], got {describe(cu_seqlens)}")
+    bounds = cu_seqlens.detach().to("cpu", torch.int64)
+    if len(bounds) == 0 or bounds[0] != 0:
+        raise ValueError(f"cu_seqlens: expected N+1 entries, the first of them 0, got {bounds[:4].tolist()}...")
+    if len(bounds) > 1 and bool((bounds[1:] < bounds[:-1]).any()):
+        place = int((bounds[1:] < bounds[:-1]).nonzero()[0])
+        raise ValueError(
+            f"cu_seqlens: expected entries that never fall, got {int(bounds[place])} then {int(bounds[place + 1])} "
+            f"at sequence {place}"
+        )
+    if num_tokens is not None and bounds[-1] != num_tokens:
+        raise ValueError(f"cu_seqlens: expected its last entry to be the number of tokens {num_tokens}, "
+                         f"got {int(bounds[-1])}")
+    return bounds
+
+
+def check_fraction(name: str, value: float) -> float:
+    """``value`` as a float within [0, 1]."""
+    number = float(value)
+    if not 0.0 <= number <= 1.0:
+        raise ValueError(f"{name}: expected a number within [0, 1], got {value!r}")
+    return number
+
+
+def check_not_negative(name: str, value: float) -> float:
+    """``value`` as a finite float of at least 0."""
+    number = float(value)
+    if not (math.isfinite(number) and number >= 0.0):
+        raise ValueError(f"{name}: expected a finite number of at least 0, got {value!r}")
+    return number
