@@ -1,0 +1,30 @@
+"""Rewards: plain functions found by name, run in killable worker processes.
+
+The names below are what the rest of the package uses; they are imported on first use, so that a worker process that
+needs one reward does not pay for the others.
+"""
+
+from importlib import import_module
+from typing import Any
+
+_HOMES = {
+    "Reward": "registry",
+    "RewardError": "registry",
+    "available": "registry",
+    "check_options": "registry",
+    "register": "registry",
+    "resolve": "registry",
+    "RewardAlarm": "runner",
+    "RewardRunner": "runner",
+    "check_error_rate": "runner",
+    "Summary": "scoring",
+    "score_file": "scoring",
+}
+
+__all__ = sorted(_HOMES)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has {', '.join(__all__)}")
+    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)

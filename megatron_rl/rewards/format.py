@@ -1,0 +1,75 @@
+"""Reward ``format``: the thought and the solution of a response must be told apart by tags.
+
+The required form is ``<think>{thought}</think>{solution}`` (Seed1.5-VL, arXiv 2505.07062, section on hybrid RL). What
+does not comply gets 0 before any other reward looks at it. What complies gets 1, or, with ``then``, what that reward
+gives the solution: the thought is never judged.
+"""
+
+from collections.abc import Mapping
+from functools import cache
+from typing import Any
+
+from megatron_rl.data.trajectory import Score
+from megatron_rl.rewards.registry import Reward, check_options, register, resolve
+
+OPEN, CLOSE = "<think>", "</think>"
+
+_resolve_once = cache(resolve)
+
+
+def split_thought(response: str, *, opened_by_prompt: bool = False) -> tuple[str, str] | None:
+    """(thought, solution) of a compliant response; None for any other.
+
+    Strict: the response starts with the opening tag, has each tag exactly once, and its solution is not blank.
+
+    Args:
+        opened_by_prompt: The prompt ends with the opening tag already, so the response must not have it.
+    """
+    if response.count(CLOSE) != 1 or response.count(OPEN) != int(not opened_by_prompt):
+        return None
+    if not opened_by_prompt:
+        if not response.startswith(OPEN):
+            return None
+        response = response.removeprefix(OPEN)
+    thought, _, solution = response.partition(CLOSE)
+    return (thought.strip(), solution.strip()) if solution.strip() else None
+
+
+def _inner(options: Mapping[str, Any]) -> Reward | None:
+    return _resolve_once(options["then"]) if options.get("then") else None
+
+
+def prepare(options: Mapping[str, Any]) -> None:
+    inner = _inner(options)
+    if inner is not None and inner.prepare is not None:
+        inner.prepare(options.get("then_options") or {})
+
+
+def check(options: Mapping[str, Any]) -> None:
+    inner = _inner(options)
+    if inner is not None:
+        check_options(inner, options.get("then_options") or {})
+
+
+@register("format", prepare=prepare, check=check)
+def score(
+    response: str,
+    answer: str,
+    *,
+    opened_by_prompt: bool = False,
+    then: str = "",
+    then_options: dict[str, Any] | None = None,
+) -> "float | Score":
+    """0 without the format; else 1, or what the reward ``then`` gives the solution.
+
+    Args:
+        opened_by_prompt: The prompt ends with ``<think>`` already.
+        then: Name of another reward.
+        then_options: Its options.
+    """
+    parts = split_thought(response, opened_by_prompt=opened_by_prompt)
+    if parts is None:
+        return Score(0.0, f"not of the form {'' if opened_by_prompt else OPEN}thought{CLOSE}solution")
+    if not then:
+        return Score(1.0, "format holds")
+    return _resolve_once(then).function(parts[1], answer, **(then_options or {}))

@@ -1,0 +1,192 @@
+"""Rewards by name.
+
+A reward is a plain function ``score(response: str, answer: str, **options) -> float | Score``. It is named either by
+its registry entry (``math``) or by its import path (``package.module:function``), and runs in a worker process, so it
+must be importable there: a module-level function of a module other than ``__main__``.
+
+Options are the function's keyword parameters. They are checked against its signature here, before a run starts. A
+keyword parameter without a default that the options leave out is a row field: every item must bring it along.
+
+Invariant: importing this module imports no reward; looking a name up imports only the small built-in ones.
+"""
+
+import inspect
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+from megatron_rl.data.trajectory import Score
+
+ScoreFunction = Callable[..., "float | Score"]
+OptionsHook = Callable[[Mapping[str, Any]], None]
+
+BUILTIN_MODULES = ("math", "format", "choice", "grounding", "instruction")
+"""Modules of this package that register rewards."""
+
+
+class RewardError(RuntimeError):
+    """A reward that cannot be found, loaded or run."""
+
+
+@dataclass(frozen=True)
+class Reward:
+    name: str
+    function: ScoreFunction
+    prepare: OptionsHook | None = None
+    """Called once before the workers start: imports that would otherwise count towards the first item's deadline."""
+    check: OptionsHook | None = None
+    """Called with the options before a run starts, for what the signature cannot say; raises RewardError."""
+
+    @property
+    def path(self) -> str:
+        """Where a worker finds the function."""
+        return f"{self.function.__module__}:{self.function.__qualname__}"
+
+
+_rewards: dict[str, Reward] = {}
+
+
+def register(
+    name: str, *, prepare: OptionsHook | None = None, check: OptionsHook | None = None
+) -> Callable[[ScoreFunction], ScoreFunction]:
+    """Decorator: make a score function available as ``name``."""
+
+    def add(function: ScoreFunction) -> ScoreFunction:
+        reward = Reward(name, function, prepare, check)
+        if name in _rewards and _rewards[name].path != reward.path:
+            raise RewardError(f"reward {name!r} is {_rewards[name].path} already; give {reward.path} another name")
+        _rewards[name] = reward
+        return function
+
+    return add
+
+
+def available() -> list[str]:
+    """Names of the registered rewards."""
+    for module in BUILTIN_MODULES:
+        import_module(f"megatron_rl.rewards.{module}")
+    return sorted(_rewards)
+
+
+def resolve(name: str) -> Reward:
+    """Find a reward by registry name or by import path ``package.module:function``.
+
+    Raises:
+        RewardError: unknown name, a module that does not import, or something that is not a score function.
+    """
+    reward = _resolve_path(name) if ":" in name else _resolve_name(name)
+    _check_function(reward)
+    return reward
+
+
+def _resolve_name(name: str) -> Reward:
+    names = available()
+    if name not in names:
+        raise RewardError(
+            f"unknown reward {name!r}: expected one of {', '.join(names)}, or an import path package.module:function"
+        )
+    return _rewards[name]
+
+
+def _resolve_path(path: str) -> Reward:
+    module_name, _, function_name = path.partition(":")
+    try:
+        module = import_module(module_name)
+    except ImportError as error:
+        raise RewardError(
+            f"reward {path!r}: module {module_name!r} does not import ({error}); expected package.module:function "
+            "with the module on PYTHONPATH"
+        ) from error
+    function = module
+    for part in function_name.split("."):
+        if not hasattr(function, part):
+            found = sorted(key for key, value in vars(module).items() if inspect.isfunction(value))
+            raise RewardError(f"reward {path!r}: {module_name} has no {function_name!r}; its functions: {found}")
+        function = getattr(function, part)
+    for reward in _rewards.values():
+        if reward.function is function:
+            return reward
+    return Reward(path, function)
+
+
+def _check_function(reward: Reward) -> None:
+    function = reward.function
+    if not inspect.isfunction(function) or inspect.iscoroutinefunction(function):
+        raise RewardError(f"reward {reward.name!r}: expected a plain function, got {function!r}")
+    if function.__module__ == "__main__" or "<" in function.__qualname__:
+        raise RewardError(
+            f"reward {reward.name!r}: a worker process cannot import {reward.path}; "
+            "define it at the top level of a module of its own"
+        )
+    try:
+        inspect.signature(function).bind_partial("", "")
+    except TypeError as error:
+        raise RewardError(
+            f"reward {reward.name!r}: expected score(response, answer, **options), "
+            f"got {function.__name__}{inspect.signature(function)}"
+        ) from error
+
+
+def _option_parameters(reward: Reward) -> tuple[dict[str, inspect.Parameter], bool]:
+    """The keyword parameters after response and answer, and whether any other keyword is taken too."""
+    parameters = list(inspect.signature(reward.function).parameters.values())
+    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    fixed = {p.name for p in positional[:2]}
+    keywords = {
+        p.name: p for p in parameters if p.name not in fixed and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
+    }
+    return keywords, any(p.kind is p.VAR_KEYWORD for p in parameters)
+
+
+def check_options(reward: Reward, options: Mapping[str, Any], row_fields: Sequence[str] = ()) -> None:
+    """Refuse options that the reward does not take, misses, or takes with another type.
+
+    Args:
+        options: Keyword arguments of every call; plain JSON values, since they travel to worker processes.
+        row_fields: Keyword arguments that every item brings along.
+
+    Raises:
+        RewardError: naming the option, what was expected and what came.
+    """
+    keywords, takes_any = _option_parameters(reward)
+    for name in [*options, *row_fields]:
+        if name not in keywords and not takes_any:
+            raise RewardError(
+                f"reward {reward.name!r} has no option {name!r}; its options: {', '.join(keywords) or 'none'}"
+            )
+    missing = [name for name in required_fields(reward, options) if name not in row_fields]
+    if missing:
+        raise RewardError(f"reward {reward.name!r} needs {', '.join(missing)}; set it under reward.options")
+    hints = get_type_hints(reward.function)
+    for name, value in options.items():
+        _check_type(reward, name, value, hints.get(name, Any))
+    try:
+        json.dumps(dict(options))
+    except TypeError as error:
+        raise RewardError(f"reward {reward.name!r}: options must be plain JSON values ({error})") from error
+    if reward.check is not None:
+        reward.check(options)
+
+
+def required_fields(reward: Reward, options: Mapping[str, Any]) -> list[str]:
+    """Keyword parameters without a default that ``options`` leave to the rows."""
+    keywords, _ = _option_parameters(reward)
+    return [name for name, p in keywords.items() if p.default is p.empty and name not in options]
+
+
+def _check_type(reward: Reward, name: str, value: Any, hint: Any) -> None:
+    """Check what is cheap to check and often wrong: literals and the basic types."""
+    if get_origin(hint) is Literal:
+        valid, expected = value in get_args(hint), f"one of {', '.join(map(repr, get_args(hint)))}"
+    elif hint is float:
+        valid, expected = isinstance(value, (int, float)) and not isinstance(value, bool), "a number"
+    elif hint is int:
+        valid, expected = isinstance(value, int) and not isinstance(value, bool), "an integer"
+    elif hint in (str, bool):
+        valid, expected = isinstance(value, hint), f"a {hint.__name__}"
+    else:
+        return
+    if not valid:
+        raise RewardError(f"reward {reward.name!r}: option {name} must be {expected}, got {value!r}")
