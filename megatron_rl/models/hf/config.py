@@ -110,6 +110,7 @@ def megatron_config(
         bf16=dtype == torch.bfloat16,
         # Packs differ in length, and Megatron asks for this dispatcher with it, for dense models too.
         variable_seq_lengths=True,
+        cuda_graph_scope=[],
         moe_token_dispatcher_type="alltoall",
         calculate_per_token_loss=True,
         # Weights come from a checkpoint or from RandomSource, so Megatron leaves memory as it finds it.
