@@ -13,6 +13,7 @@ from transformers import AutoConfig, PretrainedConfig
 from megatron_rl.config.schema import ParallelConfig, Recompute
 from megatron_rl.models.hf.families import FAMILIES, dims, family_of
 from megatron_rl.models.hf.transforms import padded_vocab_size
+from megatron_rl.rollout.cpu_platform import declare_torchvision_ops
 
 ROPE_TYPES = ("default", "llama3")
 RECOMPUTE_KWARGS: dict[Recompute, dict[str, Any]] = {
@@ -40,6 +41,8 @@ def load_hf_config(path: str | Path) -> PretrainedConfig:
         raise ValueError(f"{file} is not a JSON object: {error}") from error
     if model_type not in FAMILIES:
         raise ValueError(f"{file}: model_type {model_type!r} is not supported; supported: {', '.join(sorted(FAMILIES))}")
+    # Configurations of some families import torchvision, for models that this project never builds.
+    declare_torchvision_ops()
     config = AutoConfig.from_pretrained(folder, local_files_only=True)
     _check_features(config, file)
     return config
