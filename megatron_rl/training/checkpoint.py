@@ -1,0 +1,159 @@
+"""Checkpoints of one model in Megatron's distributed format (torch_dist): weights, optimizer state, schedule.
+
+Invariants: a folder of the final name is complete (it is written beside and renamed); a resumed run is bitwise equal for
+the same layout, and equal up to rounding for another (tensor, pipeline or data parallel), because the optimizer state is
+stored in the shape of the weights ("fully_reshardable"); hyperparameters come from the configuration, never from the
+checkpoint. All ranks call each function together and wait for each other at its barriers, for at most the collective
+time-out. The folder must be on a file system that all ranks share.
+
+The module that starts a process which saves must be guarded by ``if __name__ == "__main__"``: the writer spawns a helper
+process that imports it again.
+"""
+
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import MethodType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import megatron_rl.parallel  # noqa: F401  (prepares Megatron Core for a CPU before it is imported below)
+
+from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.dist_checkpointing.serialization import get_default_save_sharded_strategy
+from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+from megatron_rl.training.optimizer import torch_adam_parts
+
+FORMAT = {
+    "singleton_local_shards": False,
+    # The other formats fail or mislead in Megatron Core 0.16.1: fully_sharded_model_space cannot be saved,
+    # dp_reshardable restores a stale Adam step.
+    "distrib_optim_sharding_type": "fully_reshardable",
+    "distrib_optim_fully_reshardable_mem_efficient": False,
+    "chained_optim_avoid_prefix": True,
+}
+
+
+def save_checkpoint(
+    folder: str | Path,
+    chunks: Sequence[torch.nn.Module],
+    optimizer: MegatronOptimizer,
+    scheduler: OptimizerParamScheduler,
+) -> None:
+    """Write ``folder``; one that exists is replaced once the new one is complete.
+
+    ``chunks`` are the bare GPTModel chunks (no DDP around them).
+    """
+    folder = Path(folder)
+    partial = folder.with_name(folder.name + ".partial")
+    if dist.get_rank() == 0:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+    dist.barrier()
+    strategy = FullyParallelSaveStrategyWrapper(
+        get_default_save_sharded_strategy("torch_dist"), _data_parallel_group(), do_cache_distribution=False
+    )
+    state = _sharded_state(chunks, optimizer, is_loading=False)
+    state["num_optimizer_steps"] = scheduler.num_steps
+    dist_checkpointing.save(state, str(partial), strategy, content_metadata=FORMAT)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        _replace(partial, folder)
+    dist.barrier()
+
+
+def load_checkpoint(
+    folder: str | Path,
+    chunks: Sequence[torch.nn.Module],
+    optimizer: MegatronOptimizer,
+    scheduler: OptimizerParamScheduler,
+) -> None:
+    """Restore in place what ``save_checkpoint`` wrote, from the same or another parallel layout.
+
+    Raises FileNotFoundError where there is no complete checkpoint; Megatron's CheckpointingException where the
+    checkpoint is of another model.
+    """
+    if not dist_checkpointing.check_is_distributed_checkpoint(str(folder)):
+        raise FileNotFoundError(
+            f"expected a complete checkpoint in {folder}, found none; give the folder that a save ended in"
+        )
+    hyperparameters = [_hyperparameters(group) for group in optimizer.param_groups]
+    with torch.no_grad(), _steps_kept_in_place(optimizer):
+        state = dist_checkpointing.load(_sharded_state(chunks, optimizer, is_loading=True), str(folder))
+        for index, chunk in enumerate(chunks):
+            chunk.load_state_dict(state[_chunk_key(index)])
+        optimizer.load_state_dict(state["optimizer"])
+    for group, configured in zip(optimizer.param_groups, hyperparameters, strict=True):
+        group.update(configured)
+    scheduler.num_steps = 0
+    scheduler.step(state["num_optimizer_steps"])
+    _give_each_parameter_its_own_step(optimizer)
+
+
+def _sharded_state(
+    chunks: Sequence[torch.nn.Module], optimizer: MegatronOptimizer, *, is_loading: bool
+) -> dict[str, Any]:
+    metadata = {**FORMAT, "dp_cp_group": _data_parallel_group()}
+    state = {_chunk_key(index): chunk.sharded_state_dict(metadata=metadata) for index, chunk in enumerate(chunks)}
+    state["optimizer"] = optimizer.sharded_state_dict(state, is_loading=is_loading, metadata=metadata)
+    return state
+
+
+def _chunk_key(index: int) -> str:
+    """Keys inside the state dict only; in the files, a tensor goes by its global name, whichever chunk holds it."""
+    return f"model{index}"
+
+
+def _data_parallel_group() -> dist.ProcessGroup:
+    return parallel_state.get_data_parallel_group(with_context_parallel=True)
+
+
+def _replace(partial: Path, folder: Path) -> None:
+    replaced = folder.with_name(folder.name + ".replaced")
+    shutil.rmtree(replaced, ignore_errors=True)
+    if folder.exists():
+        os.rename(folder, replaced)
+    os.rename(partial, folder)
+    shutil.rmtree(replaced, ignore_errors=True)
+
+
+def _hyperparameters(group: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in group.items() if name not in ("params", "step")}
+
+
+@contextmanager
+def _steps_kept_in_place(optimizer: MegatronOptimizer) -> Iterator[None]:
+    """Let torch's AdamW load "fully_reshardable" states.
+
+    They hold no step per parameter, while Megatron 0.16.1 copies every entry of AdamW's state, the step too, from the
+    loaded tensors and fails with KeyError. Here the current step stands in for the missing one.
+    """
+
+    def set_states(part: DistributedOptimizer, model_param: torch.nn.Parameter, tensors: dict[str, Any]) -> None:
+        group, order = part.model_param_group_index_map[model_param]
+        state = part.optimizer.state[part.optimizer.param_groups[group]["params"][order]]
+        DistributedOptimizer._set_main_param_and_optimizer_states(part, model_param, {"step": state["step"], **tensors})
+
+    parts = list(torch_adam_parts(optimizer))
+    for part in parts:
+        part._set_main_param_and_optimizer_states = MethodType(set_states, part)
+    try:
+        yield
+    finally:
+        for part in parts:
+            del part._set_main_param_and_optimizer_states
+
+
+def _give_each_parameter_its_own_step(optimizer: MegatronOptimizer) -> None:
+    """Megatron 0.16.1 loads one step tensor into all of AdamW's states; every parameter would then advance it."""
+    for part in torch_adam_parts(optimizer):
+        for state in part.optimizer.state.values():
+            state["step"] = state["step"].clone()

@@ -1,0 +1,311 @@
+"""One Megatron model on this rank: log-probs or values out, optimizer steps in.
+
+Every method is collective. Each data-parallel rank passes its own micro-batches, as many as every other rank
+(``batching.plan_microbatches`` gives such plans); the tensor- and pipeline-parallel peers of a rank pass the same ones as
+it does. A rank waits for its pipeline neighbours in every micro-batch, for its tensor-parallel peers in every layer, and
+for all ranks at the end of an update; a wait ends with an error after the collective time-out of the process group.
+
+Invariants:
+
+- The gradient of an update is the sum of the losses' gradients over all micro-batches of all ranks. Nothing divides by
+  micro-batches, tokens or ranks: a loss arrives divided by its global denominators.
+- A micro-batch without sequences runs as a stand-in of two masked tokens and adds nothing.
+- Outputs follow the alignment rule of ``data/batch.py``.
+"""
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import megatron_rl.parallel  # noqa: F401  (prepares Megatron Core for a CPU before it is imported below)
+
+from megatron.core import parallel_state
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+
+from megatron_rl.config.schema import Dtype, Init, OptimizerConfig, ParallelConfig, Recompute
+from megatron_rl.data.batch import PackedBatch
+from megatron_rl.models import critic, policy
+from megatron_rl.models.hf.config import load_hf_config
+from megatron_rl.models.hf.weights import export_weights, load_weights, save_hf
+from megatron_rl.parallel.topology import Topology
+from megatron_rl.training.checkpoint import load_checkpoint, save_checkpoint
+from megatron_rl.training.losses import LossFunction, Metrics
+from megatron_rl.training.optimizer import build_optimizer, build_scheduler, guarded_step
+
+@dataclass(frozen=True)
+class UpdateResult:
+    grad_norm: float
+    """Global 2-norm before clipping; not finite if the step was skipped."""
+    lr: float
+    metrics: dict[str, tuple[float, float]]
+    """Name -> (sum, denominator) over all micro-batches of all ranks; the same on every rank."""
+    skipped: bool
+    """The gradient was not finite: weights, Adam's state and the schedule are as before."""
+
+
+class Engine:
+    """One policy or critic: its model chunks on this rank and, if it trains, gradients, optimizer and schedule."""
+
+    def __init__(
+        self,
+        role: str,
+        path: str | Path,
+        *,
+        parallel: ParallelConfig,
+        topology: Topology,
+        optimizer: OptimizerConfig | None,
+        init: Init = Init.checkpoint,
+        dtype: Dtype = Dtype.float32,
+        recompute: Recompute = Recompute.none,
+        seed: int = 1,
+    ) -> None:
+        """``path`` is a Hugging Face folder; ``optimizer=None`` makes a model that only answers (a reference)."""
+        if role not in ("policy", "critic"):
+            raise ValueError(f"role is 'policy' or 'critic', got {role!r}")
+        self.role = role
+        self.topology = topology
+        self.path = Path(path)
+        self.hf_config = load_hf_config(path)
+        build = policy.build_policy if role == "policy" else critic.build_critic
+        torch_dtype = getattr(torch, dtype.value)
+        loads = init is Init.checkpoint
+        initial_seed = None if loads else seed
+        self.chunks = build(self.hf_config, parallel, dtype=torch_dtype, recompute=recompute, seed=initial_seed)
+        if loads:
+            load_weights(self.chunks, self.hf_config, path, role=role)
+        self._optimizer = None
+        if optimizer is None:
+            for chunk in self.chunks:
+                chunk.requires_grad_(False)
+        else:
+            self._replicas = _with_gradients(self.chunks, torch_dtype)
+            self._optimizer = build_optimizer(optimizer, self._replicas, torch_dtype)
+            self._scheduler = build_scheduler(optimizer, self._optimizer)
+
+    @property
+    def is_output_rank(self) -> bool:
+        """Whether this rank reports the results of its data-parallel rank: one of its tensor- and pipeline peers does."""
+        return self.topology.is_output_rank
+
+    def logprobs(self, microbatches: Sequence[PackedBatch], *, temperature: float = 1.0) -> list[Tensor]:
+        """Per micro-batch the log-probabilities [T] where fields["mask"], else 0; float32, no gradient.
+
+        The list is empty on ranks before the last pipeline stage.
+        """
+        self._expect_role("policy")
+        outputs = self._forward(microbatches, temperature)
+        return [output["logprobs"][: len(batch.tokens)] for output, batch in zip(outputs, microbatches)]
+
+    def values(self, microbatches: Sequence[PackedBatch]) -> list[tuple[Tensor, Tensor]]:
+        """Per micro-batch (values [T], final_values [N]): V before each token, and after the last of each sequence.
+
+        float32, no gradient. The list is empty on ranks before the last pipeline stage.
+        """
+        self._expect_role("critic")
+        outputs = self._forward(microbatches, temperature=1.0)
+        return [
+            (output["values"][: len(batch.tokens)], output["final_values"][: batch.num_sequences])
+            for output, batch in zip(outputs, microbatches)
+        ]
+
+    def update(
+        self, microbatches: Sequence[PackedBatch], loss: LossFunction, *, temperature: float = 1.0
+    ) -> UpdateResult:
+        """One optimizer step on all micro-batches of all ranks.
+
+        Raises ValueError without micro-batches or for a loss that no gradient can come from.
+        """
+        optimizer = self._trained()
+        if not microbatches:
+            raise ValueError("an update needs at least one micro-batch on every rank; skip the step when there is no data")
+
+        def scaled_loss(chunk: torch.nn.Module, batch: PackedBatch, output: Tensor) -> tuple[Tensor, Tensor, Metrics]:
+            value, metrics = loss(self._outputs(chunk, batch, output, temperature), batch)
+            if not value.requires_grad:
+                raise ValueError("the loss does not depend on the model's outputs: compute it from them without detach()")
+            # The second entry is Megatron's own token count; denominators are the loss's business, so it stays 0.
+            return value, torch.zeros((), dtype=torch.int), metrics
+
+        for replica in self._replicas:
+            replica.train()
+            replica.zero_grad_buffer()
+        optimizer.zero_grad()
+        metrics = self._schedule(self._replicas, microbatches, scaled_loss, forward_only=False)
+        step = guarded_step(optimizer, self._scheduler)
+        return UpdateResult(step.grad_norm, step.lr, self._reduce(metrics), step.skipped)
+
+    def count_tokens(self, microbatches: Sequence[PackedBatch], names: Sequence[str]) -> dict[str, float]:
+        """Sum of each per-token field over all micro-batches of all ranks: the denominators of token means."""
+        counts = torch.zeros(len(names), dtype=torch.float64, device=self.topology.device)
+        for batch in microbatches:
+            counts += torch.stack([batch.fields[name].sum().to(counts) for name in names])
+        dist.all_reduce(counts, group=parallel_state.get_data_parallel_group())
+        return dict(zip(names, counts.tolist()))
+
+    def export_weights(self) -> Iterator[tuple[str, Tensor | None]]:
+        """Hugging Face names and, on rank 0, whole tensors; every rank must exhaust it, for it gathers as it goes."""
+        return export_weights(self.chunks, self.hf_config, role=self.role)
+
+    def save_hf(self, folder: str | Path) -> None:
+        """Write config.json, safetensors and tokenizer to ``folder``; it appears once it is complete."""
+        save_hf(self.chunks, self.hf_config, self.path, folder, role=self.role)
+
+    def save_state(self, folder: str | Path) -> None:
+        """Write weights, optimizer state and schedule to ``folder``; it appears once it is complete."""
+        save_checkpoint(folder, self.chunks, self._trained(), self._scheduler)
+
+    def load_state(self, folder: str | Path) -> None:
+        """Continue from what ``save_state`` wrote, in this or another parallel layout."""
+        load_checkpoint(folder, self.chunks, self._trained(), self._scheduler)
+
+    def _expect_role(self, role: str) -> None:
+        if self.role != role:
+            raise ValueError(f"expected an engine of role {role!r}, this one is a {self.role}")
+
+    def _trained(self) -> Any:
+        if self._optimizer is None:
+            raise ValueError(f"this {self.role} was built without an optimizer; pass an OptimizerConfig to train it")
+        return self._optimizer
+
+    def _outputs(
+        self, chunk: torch.nn.Module, batch: PackedBatch, output: Tensor, temperature: float
+    ) -> dict[str, Tensor]:
+        if self.role == "critic":
+            return {
+                "values": critic.token_values(chunk, output, batch),
+                "final_values": critic.final_values(chunk, output, batch),
+            }
+        mask = batch.fields["mask"] != 0
+        if "lm_mask" in batch.fields:
+            mask = mask | (batch.fields["lm_mask"] != 0)
+        logprobs, entropy = policy.token_logprobs(chunk, output, batch, temperature=temperature, mask=mask)
+        return {"logprobs": logprobs, "entropy": entropy}
+
+    @torch.no_grad()
+    def _forward(self, microbatches: Sequence[PackedBatch], temperature: float) -> list[dict[str, Tensor]]:
+        if not microbatches:
+            return []
+        for chunk in self.chunks:
+            chunk.eval()
+        outputs = functools.partial(self._outputs, temperature=temperature)
+        return self._schedule(self.chunks, microbatches, outputs, forward_only=True)
+
+    def _schedule(
+        self,
+        models: Sequence[torch.nn.Module],
+        microbatches: Sequence[PackedBatch],
+        consume: Callable[[torch.nn.Module, PackedBatch, Tensor], Any],
+        *,
+        forward_only: bool,
+    ) -> list[Any]:
+        """Run Megatron's pipeline schedule; per micro-batch what ``consume`` made of it, on the last stage only."""
+        batches = [_on_device(_stand_in(batch), self.topology.device) for batch in microbatches]
+
+        def forward_step(iterator: Iterator[PackedBatch], model: torch.nn.Module) -> tuple[Tensor, Callable]:
+            chunk, batch = _bare(model), next(iterator)
+
+            def consume_output(output: Tensor, non_loss_data: bool = False) -> Any:
+                return consume(chunk, batch, output)
+
+            return policy.forward(chunk, batch), consume_output
+
+        iterators = [iter(batches) for _ in models]
+        return get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=iterators if len(models) > 1 else iterators[0],
+            model=list(models) if len(models) > 1 else models[0],
+            num_microbatches=len(batches),
+            # Both are overridden by the shapes that travel with each micro-batch (variable_seq_lengths).
+            seq_length=max(len(batch.tokens) for batch in batches),
+            micro_batch_size=1,
+            forward_only=forward_only,
+            collect_non_loss_data=forward_only,
+        )
+
+    def _reduce(self, metrics: Sequence[Metrics]) -> dict[str, tuple[float, float]]:
+        """Sums over micro-batches and data-parallel ranks, then from the last pipeline stage to the others."""
+        result: list[dict[str, tuple[float, float]]] = [{}]
+        names = sorted(metrics[0]) if self.topology.is_last_stage else []
+        if names:
+            pairs = torch.stack([value for microbatch in metrics for name in names for value in microbatch[name]])
+            totals = pairs.detach().to(torch.float64).view(len(metrics), len(names), 2).sum(0)
+            dist.all_reduce(totals, group=parallel_state.get_data_parallel_group())
+            result = [{name: (total, denominator) for name, (total, denominator) in zip(names, totals.tolist())}]
+        if self.topology.pp_size > 1:
+            last_rank = parallel_state.get_pipeline_model_parallel_last_rank()
+            dist.broadcast_object_list(result, last_rank, parallel_state.get_pipeline_model_parallel_group())
+        return result[0]
+
+
+def _with_gradients(chunks: Sequence[torch.nn.Module], dtype: torch.dtype) -> list[DistributedDataParallel]:
+    """Wrap the chunks in Megatron's DDP (contiguous gradient buffers), set up for undivided losses."""
+    settings = DistributedDataParallelConfig(
+        use_distributed_optimizer=True, grad_reduce_in_fp32=dtype is not torch.float32
+    )
+    for chunk in chunks:
+        _mark_split_weights(chunk)
+        # "Per-token loss" is Megatron's name for: the schedule scales no loss and DDP sums instead of averaging.
+        chunk.config.calculate_per_token_loss = True
+        chunk.config.finalize_model_grads_func = _finalize_undivided
+        chunk.config.grad_scale_func = None
+    return [
+        DistributedDataParallel(config=chunk.config, ddp_config=settings, module=chunk, disable_bucketing=index > 0)
+        for index, chunk in enumerate(chunks)
+    ]
+
+
+def _mark_split_weights(chunk: torch.nn.Module) -> None:
+    """Say which weights are split over the tensor-parallel ranks.
+
+    Megatron marks them as it initialises them, so weights that come from elsewhere have no mark; an unmarked weight is
+    taken for a copy, and the gradient norm would count it on the first tensor-parallel rank only.
+    """
+    for module in chunk.modules():
+        if isinstance(module, (ColumnParallelLinear, VocabParallelEmbedding, RowParallelLinear)):
+            weight = module.weight
+            if weight is not None and not hasattr(weight, "tensor_model_parallel"):
+                dim = 1 if isinstance(module, RowParallelLinear) else 0
+                set_tensor_model_parallel_attributes(weight, is_parallel=True, dim=dim, stride=1)
+
+
+def _finalize_undivided(model: list[torch.nn.Module], num_tokens: Tensor | None, **options: Any) -> None:
+    """Megatron's reductions over data-, tensor- and pipeline-parallel ranks without its division by tokens."""
+    finalize_model_grads(model, None, **options)
+
+
+def _bare(model: torch.nn.Module) -> torch.nn.Module:
+    return model.module if isinstance(model, DistributedDataParallel) else model
+
+
+def _stand_in(batch: PackedBatch) -> PackedBatch:
+    """A batch without sequences becomes two tokens with every field 0, so that this rank joins every collective."""
+    if batch.num_sequences:
+        return batch
+    return PackedBatch(
+        tokens=batch.tokens.new_zeros(2),
+        cu_seqlens=batch.cu_seqlens.new_tensor([0, 2]),
+        fields={name: values.new_zeros(2) for name, values in batch.fields.items()},
+    )
+
+
+def _on_device(batch: PackedBatch, device: torch.device) -> PackedBatch:
+    if batch.tokens.device == device:
+        return batch
+    return PackedBatch(
+        tokens=batch.tokens.to(device),
+        cu_seqlens=batch.cu_seqlens.to(device),
+        fields={name: values.to(device) for name, values in batch.fields.items()},
+    )

@@ -1,0 +1,127 @@
+"""The optimizer of one model: Megatron's distributed Adam, its learning-rate schedule, and the guarded step.
+
+Invariants: update number k (counted from 1) runs at the schedule's value for k, so the first update of a warm-up is not
+wasted at rate 0; a step whose global gradient norm is not finite changes neither weights, nor Adam's state, nor the
+schedule. Every rank waits for every other in the reduction of the gradient norm.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+import megatron_rl.parallel  # noqa: F401  (prepares Megatron Core for a CPU before it is imported below)
+
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
+from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+from megatron_rl.config.schema import DecayStyle, OptimizerConfig
+
+
+@dataclass(frozen=True)
+class StepResult:
+    grad_norm: float
+    """Global 2-norm before clipping; not finite if the step was skipped."""
+    lr: float
+    """Learning rate of this step (of the last one, if skipped)."""
+    skipped: bool
+
+
+def build_optimizer(
+    config: OptimizerConfig, chunks: Sequence[DistributedDataParallel], dtype: torch.dtype
+) -> MegatronOptimizer:
+    """AdamW over the chunks, its float32 state sharded over the data-parallel ranks (ZeRO-1).
+
+    Biases and vectors get no weight decay (Megatron's default). Build it after the weights are loaded: with bfloat16
+    models the float32 main weights are copied here.
+    """
+    optimizer = get_megatron_optimizer(
+        MegatronOptimizerConfig(
+            optimizer="adam",
+            lr=config.lr,
+            min_lr=config.min_lr,
+            weight_decay=config.weight_decay,
+            adam_beta1=config.beta1,
+            adam_beta2=config.beta2,
+            adam_eps=config.eps,
+            clip_grad=config.max_grad_norm,
+            use_distributed_optimizer=True,
+            bf16=dtype == torch.bfloat16,
+            params_dtype=dtype,
+        ),
+        list(chunks),
+    )
+    _create_adam_state(optimizer)
+    return optimizer
+
+
+def build_scheduler(config: OptimizerConfig, optimizer: MegatronOptimizer) -> OptimizerParamScheduler:
+    """Linear warm-up over warmup_steps, then constant, or linear / cosine decay to min_lr at step decay_steps.
+
+    Raises ValueError where the schedule cannot be: no decay_steps, or a warm-up that does not end before them.
+    """
+    decays = config.decay_style is not DecayStyle.constant
+    if decays and config.decay_steps <= config.warmup_steps:
+        raise ValueError(
+            f"decay_style={config.decay_style.value} needs decay_steps greater than warmup_steps={config.warmup_steps},"
+            f" got decay_steps={config.decay_steps}"
+        )
+    if config.min_lr > config.lr:
+        raise ValueError(f"min_lr must be at most lr={config.lr}, got {config.min_lr}")
+    return OptimizerParamScheduler(
+        optimizer,
+        init_lr=0.0,
+        max_lr=config.lr,
+        min_lr=config.min_lr,
+        lr_warmup_steps=config.warmup_steps,
+        lr_decay_steps=config.decay_steps if decays else config.warmup_steps + 1,
+        lr_decay_style=config.decay_style.value,
+        start_wd=config.weight_decay,
+        end_wd=config.weight_decay,
+        wd_incr_steps=0,
+        wd_incr_style="constant",
+    )
+
+
+def guarded_step(optimizer: MegatronOptimizer, scheduler: OptimizerParamScheduler) -> StepResult:
+    """Clip and apply the finished gradients, unless their norm is not finite.
+
+    Megatron's own ``step`` looks for non-finite gradients only under float16 loss scaling; here the norm, which every
+    rank has to know for clipping anyway, decides, and so decides alike on every rank.
+    """
+    optimizer.prepare_grads()
+    grad_norm = float(optimizer.get_grad_norm())
+    skipped = not math.isfinite(grad_norm)
+    if not skipped:
+        scheduler.step(1)
+        max_norm = optimizer.config.clip_grad
+        for part in _parts(optimizer):
+            parameters = part.get_parameters()
+            if max_norm > 0.0 and parameters:
+                clip_grad_by_total_norm_fp32(parameters, max_norm, grad_norm)
+        optimizer.step_with_ready_grads()
+    return StepResult(grad_norm, float(optimizer.param_groups[0]["lr"]), skipped)
+
+
+def torch_adam_parts(optimizer: MegatronOptimizer) -> Iterator[MegatronOptimizer]:
+    """The parts that run torch's AdamW, which is where neither Transformer Engine nor Apex brings a fused one."""
+    return (part for part in _parts(optimizer) if isinstance(part.optimizer, torch.optim.AdamW))
+
+
+def _parts(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
+    return [part for part in optimizer.chained_optimizers if not part.is_stub_optimizer]
+
+
+def _create_adam_state(optimizer: MegatronOptimizer) -> None:
+    """torch's AdamW has no state before its first step, but Megatron asserts one in every save and every load."""
+    for part in torch_adam_parts(optimizer):
+        for parameter in part.get_parameters():
+            part.optimizer.state[parameter].update(
+                step=torch.zeros((), dtype=torch.float32),
+                exp_avg=torch.zeros_like(parameter.data),
+                exp_avg_sq=torch.zeros_like(parameter.data),
+            )

@@ -1,0 +1,289 @@
+"""One rank of tests/integration/test_engine.py: runs every scenario that fits its world, writes one file of results.
+
+Usage: engine_worker.py MODELS OUT, by torchrun or alone. MODELS holds the folders qwen2 and qwen3-tied; rank 0 writes
+OUT/results.pt, a dict by scenario and objective.
+"""
+
+import dataclasses
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_rl.config.schema import (
+    AlgorithmConfig,
+    DecayStyle,
+    Init,
+    OptimizerConfig,
+    ParallelConfig,
+    Recompute,
+)
+from megatron_rl.data.batch import PackedBatch, cu_seqlens_of
+from megatron_rl.parallel import topology as topologies
+from megatron_rl.training import losses
+from megatron_rl.training.batching import plan_microbatches
+from megatron_rl.training.engine import Engine, UpdateResult
+
+LENGTHS = [9, 17, 33, 6, 21, 12, 40, 8, 26, 15]
+PROMPT_TOKENS = 4
+ALGORITHM = AlgorithmConfig(entropy_coef=0.01, positive_lm_coef=0.1)
+# k-projection biases have a gradient of exactly 0 but for rounding; a small eps would blow the rounding up to a full step.
+OPTIMIZER = OptimizerConfig(
+    lr=1e-3, min_lr=1e-4, warmup_steps=2, decay_style=DecayStyle.cosine, decay_steps=10, eps=1e-3, max_grad_norm=0.5
+)
+OBJECTIVES = {"policy": "policy", "critic": "critic", "sft": "policy"}
+"""Objective -> role of the engine."""
+
+
+@dataclass(frozen=True)
+class Scenario:
+    name: str
+    tp: int = 1
+    pp: int = 1
+    sp: bool = False
+    max_tokens: int = 1000
+    recompute: Recompute = Recompute.none
+    model: str = "qwen2"
+    all_on_first_rank: bool = False
+    """Every other data-parallel rank runs empty micro-batches only."""
+    masked_rows: int = 0
+    """Further sequences with all masks 0."""
+    objectives: tuple[str, ...] = tuple(OBJECTIVES)
+
+    def layout(self) -> tuple[int, int, bool]:
+        return self.tp, self.pp, self.sp
+
+
+SCENARIOS: dict[int, list[Scenario]] = {
+    1: [
+        Scenario("reference"),
+        Scenario("reference-tied", model="qwen3-tied", objectives=("policy", "critic")),
+        Scenario("split", max_tokens=48),
+        Scenario("one-each", max_tokens=1, objectives=("policy",)),
+        Scenario("recompute", recompute=Recompute.full),
+        Scenario("masked-rows", masked_rows=3),
+    ],
+    2: [
+        Scenario("dp2"),
+        Scenario("dp2-split", max_tokens=48),
+        Scenario("dp2-empty", all_on_first_rank=True, max_tokens=64),
+        Scenario("tp2", tp=2),
+        Scenario("tp2-tied", tp=2, model="qwen3-tied", objectives=("policy", "critic")),
+        Scenario("tp2-sp", tp=2, sp=True, max_tokens=48),
+        Scenario("tp2-sp-recompute", tp=2, sp=True, recompute=Recompute.full, objectives=("policy",)),
+        Scenario("pp2", pp=2, max_tokens=48),
+        Scenario("pp2-tied", pp=2, model="qwen3-tied", max_tokens=48, objectives=("policy", "critic")),
+    ],
+    4: [
+        Scenario("dp4", max_tokens=64, objectives=("policy", "critic")),
+        Scenario("tp2-dp2", tp=2, max_tokens=48),
+        Scenario("tp2-sp-pp2", tp=2, sp=True, pp=2, max_tokens=48, objectives=("policy", "critic")),
+        Scenario("pp2-dp2-empty", pp=2, all_on_first_rank=True, max_tokens=64, objectives=("policy",)),
+    ],
+}
+
+
+def make_batch(masked_rows: int = 0) -> PackedBatch:
+    """Ten sequences with every field that an objective reads; the first has its mask at 0 but for the LM loss."""
+    generator = torch.Generator().manual_seed(3)
+    lengths = torch.tensor(LENGTHS)
+    total = int(lengths.sum())
+    positions = torch.cat([torch.arange(length) for length in LENGTHS])
+    sequence = torch.repeat_interleave(torch.arange(len(LENGTHS)), lengths)
+    response = positions >= PROMPT_TOKENS
+    fields = {
+        "mask": response & (sequence != 0),
+        "lm_mask": response & (sequence % 3 == 0),
+        "advantages": torch.randn(total, generator=generator),
+        "noise": 0.2 * torch.randn(total, generator=generator),
+        "returns": torch.randn(total, generator=generator),
+        "old_values": 0.5 * torch.randn(total, generator=generator),
+    }
+    tokens = torch.randint(3, 128, (total,), generator=generator)
+    extra = torch.tensor([11 + 7 * row for row in range(masked_rows)], dtype=torch.int64)
+    masked = {"mask": False, "lm_mask": False}
+    return PackedBatch(
+        tokens=torch.cat([tokens, torch.randint(3, 128, (int(extra.sum()),), generator=generator)]),
+        cu_seqlens=cu_seqlens_of(torch.cat([lengths, extra])),
+        fields={
+            name: torch.cat([values, torch.full((int(extra.sum()),), masked.get(name, 2.0), dtype=values.dtype)])
+            for name, values in fields.items()
+        },
+    )
+
+
+class Trial:
+    """One scenario and objective on this rank: an engine and this rank's share of the batch."""
+
+    def __init__(self, scenario: Scenario, objective: str, models: Path, place: topologies.Topology) -> None:
+        self.role = OBJECTIVES[objective]
+        self.objective = objective
+        self.place = place
+        self.engine = self.new_engine(scenario, models, Init.checkpoint)
+        self.batch = make_batch(scenario.masked_rows)
+        lengths = self.batch.lengths.tolist()
+        num_planned = 1 if scenario.all_on_first_rank else place.dp_size
+        plan = plan_microbatches(lengths, num_planned, scenario.max_tokens)
+        plan += [[[] for _ in plan[0]] for _ in range(place.dp_size - num_planned)]
+        self.plan = plan[place.dp_rank]
+        self.answers_at_start, self.final_values_at_start = self.answers()
+        self.batch.fields["old_logprobs"] = self.answers_at_start + self.batch.fields["noise"]
+
+    def new_engine(self, scenario: Scenario, models: Path, init: Init) -> Engine:
+        return Engine(
+            self.role,
+            models / scenario.model,
+            parallel=parallel_of(scenario),
+            topology=self.place,
+            optimizer=OPTIMIZER,
+            init=init,
+            recompute=scenario.recompute,
+            # A fresh value head comes from the seed: the resumed engine must get it from the checkpoint.
+            seed=1 if init is Init.checkpoint else 2,
+        )
+
+    def microbatches(self) -> list[PackedBatch]:
+        return [self.batch.select(indices) for indices in self.plan]
+
+    def loss(self) -> losses.LossFunction:
+        names = [name for name in ("mask", "lm_mask") if name == "mask" or self.objective == "policy"]
+        counted = {name: float(self.batch.fields[name].sum()) for name in names}
+        assert self.engine.count_tokens(self.microbatches(), names) == counted
+        return losses.build(self.objective, ALGORITHM, counted)
+
+    def update(self, engine: Engine | None = None) -> UpdateResult:
+        return (engine or self.engine).update(self.microbatches(), self.loss())
+
+    def answers(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """(log-probs or values [T], final values [N] or none) of the whole batch; on every rank."""
+        engine, microbatches = self.engine, self.microbatches()
+        results = engine.logprobs(microbatches) if self.role == "policy" else engine.values(microbatches)
+        mine = list(zip(self.plan, results)) if engine.is_output_rank else []
+        gathered: list[Any] = [None] * self.place.world_size
+        dist.all_gather_object(gathered, mine)
+        starts, ends = self.batch.cu_seqlens[:-1].tolist(), self.batch.cu_seqlens[1:].tolist()
+        tokens = torch.full((len(self.batch.tokens),), torch.nan)
+        finals = torch.full((self.batch.num_sequences if self.role == "critic" else 0,), torch.nan)
+        for indices, result in (pair for pairs in gathered for pair in pairs):
+            per_token, per_sequence = result if self.role == "critic" else (result, None)
+            rows = [row for index in indices for row in range(starts[index], ends[index])]
+            tokens[rows] = per_token.cpu()
+            if per_sequence is not None:
+                finals[indices] = per_sequence.cpu()
+        return tokens, finals
+
+    def weights(self, engine: Engine | None = None) -> dict[str, torch.Tensor]:
+        """By Hugging Face name, on rank 0."""
+        weights = (engine or self.engine).export_weights()
+        return {name: value.detach().cpu().clone() for name, value in weights if value is not None}
+
+
+def parallel_of(scenario: Scenario) -> ParallelConfig:
+    return ParallelConfig(
+        tensor_parallel_size=scenario.tp,
+        pipeline_parallel_size=scenario.pp,
+        sequence_parallel=scenario.sp,
+        collective_timeout_s=120.0,
+    )
+
+
+def run_invariance(scenario: Scenario, objective: str, models: Path, place: topologies.Topology) -> dict[str, Any]:
+    trial = Trial(scenario, objective, models, place)
+    return {
+        "answers": trial.answers_at_start,
+        "final values": trial.final_values_at_start,
+        "steps": [dataclasses.asdict(trial.update()) for _ in range(2)],
+        "weights": trial.weights(),
+    }
+
+
+def run_resume(scenario: Scenario, models: Path, place: topologies.Topology, out: Path) -> dict[str, Any]:
+    """The run that went on, and the one that stopped after a step and went on from the file."""
+    results = {}
+    for role in ("policy", "critic"):
+        trial = Trial(scenario, role, models, place)
+        folder = out / f"checkpoint-{role}-{scenario.name}"
+        trial.update()
+        trial.engine.save_state(folder)
+        resumed = trial.new_engine(scenario, models, Init.random)
+        resumed.load_state(folder)
+        results[role] = {
+            "kept": [dataclasses.asdict(trial.update()) for _ in range(2)],
+            "resumed": [dataclasses.asdict(trial.update(resumed)) for _ in range(2)],
+            "kept weights": trial.weights(),
+            "resumed weights": trial.weights(resumed),
+        }
+    return results
+
+
+def run_reshard(scenario: Scenario, models: Path, place: topologies.Topology, single: Path) -> dict[str, Any]:
+    """Continue in this layout from the checkpoint that one process wrote."""
+    results = {}
+    for role in ("policy", "critic"):
+        trial = Trial(scenario, role, models, place)
+        trial.engine = trial.new_engine(scenario, models, Init.random)
+        trial.engine.load_state(single / f"checkpoint-{role}-resume")
+        results[role] = {"resumed": [dataclasses.asdict(trial.update()) for _ in range(2)], "weights": trial.weights()}
+    return results
+
+
+def run_non_finite(scenario: Scenario, models: Path, place: topologies.Topology) -> dict[str, Any]:
+    """A step on a NaN loss of one rank between two good ones, beside a run without it."""
+    disturbed, calm = (Trial(scenario, "policy", models, place) for _ in range(2))
+
+    def poisoned(outputs: Any, batch: PackedBatch) -> Any:
+        factor = torch.nan if place.dp_rank == place.dp_size - 1 else 1.0
+        return outputs["logprobs"].sum() * factor, {}
+
+    first = disturbed.update()
+    calm.update()
+    before = disturbed.weights()
+    skipped = disturbed.engine.update(disturbed.microbatches(), poisoned)
+    after = disturbed.weights()
+    return {
+        "first": dataclasses.asdict(first),
+        "skipped": dataclasses.asdict(skipped),
+        "weights before": before,
+        "weights after": after,
+        "disturbed": dataclasses.asdict(disturbed.update()),
+        "calm": dataclasses.asdict(calm.update()),
+        "disturbed weights": disturbed.weights(),
+        "calm weights": calm.weights(),
+    }
+
+
+def main() -> None:
+    models, out = Path(sys.argv[1]), Path(sys.argv[2])
+    torch.set_num_threads(1)
+    results: dict[str, Any] = {}
+    place = topologies.initialize(ParallelConfig(collective_timeout_s=120.0), seed=1)
+    world_size, layout = place.world_size, (1, 1, False)
+    for scenario in SCENARIOS[world_size]:
+        if scenario.layout() != layout:
+            topologies.destroy()
+            place, layout = topologies.initialize(parallel_of(scenario), seed=1), scenario.layout()
+        for objective in scenario.objectives:
+            results[f"{scenario.name}/{objective}"] = run_invariance(scenario, objective, models, place)
+    topologies.destroy()
+    for scenario in RESUMES[world_size]:
+        place = topologies.initialize(parallel_of(scenario), seed=1)
+        results[f"{scenario.name}/resume"] = run_resume(scenario, models, place, out)
+        if world_size > 1:
+            results[f"{scenario.name}/reshard"] = run_reshard(scenario, models, place, out.parent / "ranks1")
+        results[f"{scenario.name}/non-finite"] = run_non_finite(scenario, models, place)
+        topologies.destroy()
+    if place.rank == 0:
+        torch.save(results, out / "results.pt")
+
+
+RESUMES: dict[int, list[Scenario]] = {
+    1: [Scenario("resume")],
+    2: [Scenario("resume-dp2", max_tokens=48), Scenario("resume-tp2-sp", tp=2, sp=True)],
+    4: [Scenario("resume-tp2-pp2", tp=2, pp=2, max_tokens=48)],
+}
+
+if __name__ == "__main__":
+    main()

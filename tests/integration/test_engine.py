@@ -1,0 +1,179 @@
+"""Laws of the engine on real Megatron Core: parallelism invariance, resume, skipped steps, learning-rate schedule.
+
+Three launches of engine_worker.py (1, 2 and 4 ranks), each running all of its layouts; the tests compare their results.
+"""
+
+import math
+import os
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.integration.engine_worker import LENGTHS, OPTIMIZER, PROMPT_TOKENS, RESUMES, SCENARIOS, make_batch
+from tests.tiny_models import make_tiny_model
+
+ROOT = Path(__file__).parents[2]
+WORKER = Path(__file__).with_name("engine_worker.py")
+LAUNCH_TIMEOUT_S = 300
+RELATIVE = 1e-5
+NUM_TOKENS = sum(LENGTHS)
+
+COMPARED = [
+    (world_size, scenario.name, objective)
+    for world_size, scenarios in SCENARIOS.items()
+    for scenario in scenarios
+    for objective in scenario.objectives
+    if not scenario.name.startswith("reference")
+]
+RESUMED = [(world_size, scenario.name) for world_size, scenarios in RESUMES.items() for scenario in scenarios]
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    """World size -> results of its launch; the launches happen when first asked for, the single process always first."""
+    folder = tmp_path_factory.mktemp("engine")
+    make_tiny_model(folder / "models" / "qwen2", "qwen2")
+    make_tiny_model(folder / "models" / "qwen3-tied", "qwen3", tie_word_embeddings=True)
+
+    @cache
+    def of(world_size: int) -> dict:
+        if world_size > 1:
+            of(1)
+        out = folder / f"ranks{world_size}"
+        out.mkdir()
+        launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={world_size}"]
+        environment = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}
+        finished = subprocess.run(
+            [sys.executable, *(launcher if world_size > 1 else []), str(WORKER), str(folder / "models"), str(out)],
+            cwd=ROOT,
+            env={**environment, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=LAUNCH_TIMEOUT_S,
+        )
+        assert finished.returncode == 0, finished.stdout[-6000:]
+        return {"models": folder / "models", **torch.load(out / "results.pt", weights_only=False)}
+
+    return of
+
+
+def assert_same_weights(found: dict, expected: dict, relative: float) -> None:
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        difference = (found[name] - value).abs().max().item()
+        assert difference <= relative * value.abs().max().item(), f"{name}: differs by {difference}"
+
+
+def assert_same_step(found: dict, expected: dict, relative: float = RELATIVE) -> None:
+    assert found["lr"] == expected["lr"]
+    assert found["skipped"] == expected["skipped"]
+    assert found["grad_norm"] == pytest.approx(expected["grad_norm"], rel=relative)
+    assert found["metrics"].keys() == expected["metrics"].keys()
+    for name, (total, denominator) in expected["metrics"].items():
+        assert found["metrics"][name][0] == pytest.approx(total, rel=relative, abs=relative), name
+        assert found["metrics"][name][1] == pytest.approx(denominator, rel=relative), name
+
+
+@pytest.mark.parametrize("world_size,scenario,objective", COMPARED)
+def test_results_do_not_depend_on_layout_split_or_recompute(results, world_size, scenario, objective):
+    found = results(world_size)[f"{scenario}/{objective}"]
+    expected = results(1)[f"reference{'-tied' if 'tied' in scenario else ''}/{objective}"]
+    answers = found["answers"][:NUM_TOKENS]
+    torch.testing.assert_close(answers, expected["answers"], rtol=1e-5, atol=5e-6)
+    if objective == "critic":
+        finals = found["final values"][: len(LENGTHS)]
+        torch.testing.assert_close(finals, expected["final values"], rtol=1e-5, atol=5e-6)
+    for step, step_expected in zip(found["steps"], expected["steps"], strict=True):
+        assert_same_step(step, step_expected)
+    assert_same_weights(found["weights"], expected["weights"], RELATIVE)
+
+
+@pytest.mark.parametrize("objective", ["policy", "critic", "sft"])
+def test_an_update_moves_the_weights_far_more_than_the_tolerance(results, objective):
+    """Otherwise the comparison of weights above could not fail."""
+    found = results(1)[f"reference/{objective}"]
+    start = load_file(results(1)["models"] / "qwen2" / "model.safetensors")
+    shared = found["weights"].keys() & start.keys()
+    assert shared
+    moved = max(
+        ((found["weights"][name] - start[name]).abs().max() / start[name].abs().max()).item() for name in shared
+    )
+    assert moved > 20 * RELATIVE
+
+
+def test_answers_are_zero_where_no_token_is_wanted(results):
+    batch = make_batch()
+    wanted = batch.fields["mask"] | batch.fields["lm_mask"]
+    answers = results(1)["reference/policy"]["answers"]
+    assert (answers[~wanted] == 0).all()
+    assert (answers[wanted] < 0).all()
+
+
+def test_every_token_and_every_end_has_a_value(results):
+    answers = results(1)["reference/critic"]["answers"]
+    starts = make_batch().cu_seqlens[:-1]
+    assert answers.isfinite().all()
+    inside = torch.ones(NUM_TOKENS, dtype=torch.bool)
+    inside[starts] = False
+    assert (answers[:NUM_TOKENS][inside] != 0).all()
+    finals = results(1)["reference/critic"]["final values"]
+    assert finals.isfinite().all() and (finals != 0).all()
+
+
+def test_metrics_are_sums_over_all_microbatches_with_their_denominators(results):
+    batch = make_batch()
+    metrics = results(1)["reference/sft"]["steps"][0]["metrics"]
+    denominators = {denominator for _, denominator in metrics.values()}
+    assert float(batch.fields["mask"].sum()) in denominators
+
+
+def test_warm_up_reaches_the_full_rate_and_then_decays(results):
+    steps = results(1)["reference/policy"]["steps"] + results(1)["resume/resume"]["policy"]["kept"][1:]
+    third = OPTIMIZER.min_lr + (OPTIMIZER.lr - OPTIMIZER.min_lr) * 0.5 * (1 + math.cos(math.pi / 8))
+    assert [step["lr"] for step in steps] == pytest.approx([OPTIMIZER.lr / 2, OPTIMIZER.lr, third])
+
+
+@pytest.mark.parametrize("world_size,scenario", RESUMED)
+@pytest.mark.parametrize("role", ["policy", "critic"])
+def test_a_resumed_run_is_bitwise_the_run_that_went_on(results, world_size, scenario, role):
+    found = results(world_size)[f"{scenario}/resume"][role]
+    assert found["resumed"] == found["kept"]
+    assert found["resumed weights"].keys() == found["kept weights"].keys()
+    for name, value in found["kept weights"].items():
+        assert torch.equal(found["resumed weights"][name], value), name
+
+
+@pytest.mark.parametrize("world_size,scenario", [case for case in RESUMED if case[0] > 1])
+@pytest.mark.parametrize("role", ["policy", "critic"])
+def test_a_checkpoint_of_one_process_continues_in_another_layout(results, world_size, scenario, role):
+    found = results(world_size)[f"{scenario}/reshard"][role]
+    expected = results(1)["resume/resume"][role]
+    for step, step_expected in zip(found["resumed"], expected["kept"], strict=True):
+        assert_same_step(step, step_expected, relative=1e-4)
+    assert_same_weights(found["weights"], expected["kept weights"], RELATIVE)
+
+
+@pytest.mark.parametrize("world_size,scenario", RESUMED)
+def test_a_gradient_that_is_not_finite_leaves_no_trace(results, world_size, scenario):
+    found = results(world_size)[f"{scenario}/non-finite"]
+    assert not found["first"]["skipped"]
+    assert found["skipped"]["skipped"] and not math.isfinite(found["skipped"]["grad_norm"])
+    assert found["skipped"]["lr"] == found["first"]["lr"]
+    for name, value in found["weights before"].items():
+        assert torch.equal(found["weights after"][name], value), name
+    assert found["disturbed"] == found["calm"]
+    for name, value in found["calm weights"].items():
+        assert torch.equal(found["disturbed weights"][name], value), name
+
+
+def test_the_scenarios_cover_prompt_tokens_and_masked_sequences():
+    batch = make_batch(masked_rows=2)
+    assert not batch.fields["mask"][: LENGTHS[0]].any()
+    assert not batch.fields["mask"][NUM_TOKENS:].any()
+    assert not batch.fields["mask"][LENGTHS[0] : LENGTHS[0] + PROMPT_TOKENS].any()
