@@ -8,8 +8,15 @@ ROOT = Path(__file__).parent
 
 
 def pins(name: str) -> list[str]:
-    lines = (ROOT / "requirements" / name).read_text().splitlines()
-    return [line.split("#")[0].strip() for line in lines if line.split("#")[0].strip()]
+    """Requirement lines of a file, those of the files it includes among them."""
+    found: list[str] = []
+    for line in (ROOT / "requirements" / name).read_text().splitlines():
+        requirement = line.split("#")[0].strip()
+        if requirement.startswith("-r "):
+            found += pins(requirement.removeprefix("-r ").strip())
+        elif requirement:
+            found.append(requirement)
+    return found
 
 
 setup(
@@ -22,6 +29,7 @@ setup(
     python_requires=">=3.11",
     packages=find_packages(include=["megatron_rl", "megatron_rl.*"]),
     package_data={"megatron_rl.config": ["presets/*.yaml"]},
+    install_requires=[],  # a CPU and a GPU machine need different builds of the same packages: choose an extra
     extras_require={"cpu": pins("cpu.txt"), "gpu": pins("gpu.txt"), "test": pins("test.txt")},
     entry_points={
         "console_scripts": ["megatron-rl = megatron_rl.cli:main"],

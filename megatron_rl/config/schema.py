@@ -114,6 +114,8 @@ class CriticConfig:
 
 @dataclass
 class ParallelConfig:
+    num_ranks: int = 0
+    """Trainer ranks (processes). 0: as many as the launcher started; without a launcher, more than 1 starts torchrun."""
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
     sequence_parallel: bool = False

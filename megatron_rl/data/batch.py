@@ -6,7 +6,7 @@ first token of a sequence has no such number: its entry is 0 and its mask is 0.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -28,6 +28,14 @@ class PackedBatch:
     @property
     def num_sequences(self) -> int:
         return len(self.cu_seqlens) - 1
+
+    def with_fields(self, **new_fields: Tensor) -> "PackedBatch":
+        """This batch with fields added or replaced."""
+        return replace(self, fields={**self.fields, **new_fields})
+
+    def only(self, *names: str) -> "PackedBatch":
+        """This batch with the fields ``names`` alone, those of them that it has."""
+        return replace(self, fields={name: self.fields[name] for name in names if name in self.fields})
 
     def select(self, indices: Sequence[int]) -> "PackedBatch":
         """The sequences ``indices`` in that order."""

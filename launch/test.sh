@@ -1,0 +1,10 @@
+#!/usr/bin/env bash
+# Set everything up and run the tests. Arguments go to pytest:
+#   bash launch/test.sh tests/unit          # pure logic, seconds
+#   bash launch/test.sh -m gpu              # where a GPU is present
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+bash launch/setup.sh
+# One thread a process: the ranks and servers of a test share the cores.
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+exec .venv/bin/python -m pytest -m "not gpu" "$@"

@@ -1,0 +1,151 @@
+"""`megatron-rl <command>`. Arguments in, exit status out: 0 done, 1 failed, 2 the user's mistake, 130 interrupted."""
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+
+from megatron_rl.errors import UserError
+
+TRAINING_COMMANDS = ("train", "sft", "critic-pretrain")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    arguments = _parser().parse_args(argv)
+    try:
+        return arguments.run(arguments) or 0
+    except UserError as error:
+        _say(f"error: {error}")
+        return 2
+    except KeyboardInterrupt:
+        _say("interrupted: everything this run started has been stopped")
+        return 130
+    except BrokenPipeError:
+        return 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="megatron-rl", description="Reinforcement learning with Megatron Core and SGLang.")
+    commands = parser.add_subparsers(required=True, metavar="command")
+    for name, text in (
+        ("train", "train a policy with T-PPO or PPO"),
+        ("sft", "supervised warm start on reference responses"),
+        ("critic-pretrain", "regress the critic onto returns of the frozen policy"),
+    ):
+        command = commands.add_parser(name, help=text, description=text)
+        command.add_argument("--config", required=True, help="YAML recipe")
+        command.add_argument("--dry-run", action="store_true", help="print what would be done and exit")
+        command.add_argument("overrides", nargs="*", metavar="key=value", help="override a key of the recipe")
+        command.set_defaults(run=_train_command, command=name)
+    _add_serve(commands)
+    _add_score(commands)
+    command = commands.add_parser("report", help="write report.html of a run", description="write report.html of a run")
+    command.add_argument("output_dir")
+    command.set_defaults(run=_report)
+    command = commands.add_parser("presets", help="list the presets", description="list the presets")
+    command.set_defaults(run=_presets)
+    return parser
+
+
+def _train_command(arguments: argparse.Namespace) -> int:
+    from megatron_rl.config.checks import check_config
+    from megatron_rl.config.load import load_config
+
+    config = load_config(arguments.config, arguments.overrides)
+    launched = "RANK" in os.environ
+    world_size = int(os.environ["WORLD_SIZE"]) if launched else None
+    check_config(config, command=arguments.command, world_size=world_size)
+    if arguments.dry_run:
+        return _dry_run(config, arguments.command, world_size or config.parallel.num_ranks or 1)
+    if arguments.command != "sft":
+        from megatron_rl.schedule.output import check_output_dir
+
+        check_output_dir(config)
+    if not launched and config.parallel.num_ranks > 1:
+        from megatron_rl.launch import run_under_torchrun
+
+        return run_under_torchrun(config.parallel.num_ranks, [arguments.command, "--config", arguments.config, *arguments.overrides])
+    from megatron_rl.schedule import run
+
+    {"train": run.train, "sft": run.sft, "critic-pretrain": run.critic_pretrain}[arguments.command](config)
+    return 0
+
+
+def _dry_run(config, command: str, world_size: int) -> int:
+    from megatron_rl.dry_run import print_plan
+
+    print_plan(config, command=command, world_size=world_size)
+    return 0
+
+
+def _add_serve(commands) -> None:
+    text = "start one SGLang server in the foreground"
+    command = commands.add_parser("serve", help=text, description=text)
+    command.add_argument("--model-path", required=True, help="Hugging Face model folder")
+    command.add_argument("--host", default="127.0.0.1")
+    command.add_argument("--port", type=int, default=30000)
+    command.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"))
+    command.add_argument("--tensor-parallel-size", type=int, default=1)
+    command.add_argument("--log", default="", help="file for the server's log (default: beside the current folder)")
+    command.add_argument("server_args", nargs="*", metavar="flag=value", help="more SGLang options, without dashes")
+    command.set_defaults(run=_serve)
+
+
+def _serve(arguments: argparse.Namespace) -> int:
+    from megatron_rl.rollout.serve import serve
+
+    return serve(arguments)
+
+
+def _add_score(commands) -> None:
+    text = "grade the responses of a JSONL file"
+    command = commands.add_parser("score", help=text, description=text)
+    command.add_argument("--reward", required=True, help="a registered reward, or package.module:function")
+    command.add_argument("--input", required=True, help="JSONL with the fields response and answer")
+    command.add_argument("--output", required=True, help="JSONL that receives score, detail and error beside them")
+    command.add_argument("--num-workers", type=int, default=os.cpu_count() or 1)
+    command.add_argument("--timeout-s", type=float, default=5.0)
+    command.add_argument("options", nargs="*", metavar="key=value", help="options of the reward")
+    command.set_defaults(run=_score)
+
+
+def _score(arguments: argparse.Namespace) -> int:
+    from omegaconf import OmegaConf
+
+    from megatron_rl.rewards.scoring import score_file
+
+    options = OmegaConf.to_container(OmegaConf.from_dotlist(arguments.options))
+    score_file(
+        arguments.reward,
+        arguments.input,
+        arguments.output,
+        num_workers=arguments.num_workers,
+        timeout_s=arguments.timeout_s,
+        options=options,
+    )
+    return 0
+
+
+def _report(arguments: argparse.Namespace) -> int:
+    from megatron_rl.tracking.report import write_report
+
+    print(write_report(arguments.output_dir))
+    return 0
+
+
+def _presets(arguments: argparse.Namespace) -> int:
+    from megatron_rl.config.load import PRESETS, preset_names
+
+    for name in preset_names():
+        first_line = (PRESETS / f"{name}.yaml").read_text().splitlines()[0]
+        print(f"{name:16} {first_line.lstrip('# ')}")
+    return 0
+
+
+def _say(text: str) -> None:
+    if os.environ.get("RANK", "0") == "0":
+        print(text, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

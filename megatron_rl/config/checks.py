@@ -1,0 +1,245 @@
+"""What must hold across fields, checked before anything starts. Every problem is found at once, with key and remedy."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from megatron_rl.config.schema import Config, DecayStyle, Init, Mode, OptimizerConfig
+from megatron_rl.errors import ConfigError
+
+SUPPORTED_MODEL_TYPES = ("llama", "qwen2", "qwen3")
+
+
+def check_config(config: Config, *, command: str, world_size: int | None = None) -> None:
+    """Raise ConfigError listing every problem of ``config`` for a command: train, sft or critic-pretrain.
+
+    ``world_size`` None: the number of ranks is not known yet (a dry run outside a launcher).
+    """
+    problems = list(_ranges(config))
+    problems += _lengths(config)
+    problems += _optimizers(config, command)
+    problems += _files(config, command)
+    problems += _parallel(config, world_size)
+    problems += _rollout(config)
+    if not problems:
+        problems += _model(config)
+    if problems:
+        raise ConfigError("\n".join(problems))
+
+
+def _ranges(config: Config) -> Iterator[str]:
+    at_least_one = {
+        "run.num_steps": config.run.num_steps,
+        "batch.num_prompts_per_step": config.batch.num_prompts_per_step,
+        "batch.num_samples_per_prompt": config.batch.num_samples_per_prompt,
+        "batch.max_prompt_tokens": config.batch.max_prompt_tokens,
+        "batch.max_response_tokens": config.batch.max_response_tokens,
+        "batch.policy_minibatch_size": config.batch.policy_minibatch_size,
+        "batch.critic_minibatch_size": config.batch.critic_minibatch_size,
+        "batch.max_tokens_per_microbatch": config.batch.max_tokens_per_microbatch,
+        "parallel.tensor_parallel_size": config.parallel.tensor_parallel_size,
+        "parallel.pipeline_parallel_size": config.parallel.pipeline_parallel_size,
+        "reward.num_workers": config.reward.num_workers,
+        "rollout.num_servers": config.rollout.num_servers,
+        "rollout.tensor_parallel_size": config.rollout.tensor_parallel_size,
+        "rollout.max_inflight_requests": config.rollout.max_inflight_requests,
+        "rollout.bucket_bytes": config.rollout.bucket_bytes,
+        "sft.num_steps": config.sft.num_steps,
+        "sft.batch_size": config.sft.batch_size,
+        "critic_pretrain.num_steps": config.critic_pretrain.num_steps,
+    }
+    not_negative = {
+        "run.save_every_steps": config.run.save_every_steps,
+        "parallel.num_ranks": config.parallel.num_ranks,
+        "batch.window_tokens": config.batch.window_tokens,
+        "critic.warmup_steps": config.critic.warmup_steps,
+        "algorithm.ignore_boundary_tokens": config.algorithm.ignore_boundary_tokens,
+        "algorithm.advantage_clamp": config.algorithm.advantage_clamp,
+        "algorithm.clip_low": config.algorithm.clip_low,
+        "algorithm.clip_high": config.algorithm.clip_high,
+        "algorithm.value_clip_low": config.algorithm.value_clip_low,
+        "algorithm.value_clip_high": config.algorithm.value_clip_high,
+        "algorithm.entropy_coef": config.algorithm.entropy_coef,
+        "algorithm.positive_lm_coef": config.algorithm.positive_lm_coef,
+        "rollout.max_retries": config.rollout.max_retries,
+        "rollout.max_restarts": config.rollout.max_restarts,
+        "rollout.max_logprob_difference": config.rollout.max_logprob_difference,
+        "eval.every_steps": config.eval.every_steps,
+        "eval.num_prompts": config.eval.num_prompts,
+        "eval.temperature": config.eval.temperature,
+        "tracking.report_every_steps": config.tracking.report_every_steps,
+    }
+    positive = {
+        "rollout.temperature": config.rollout.temperature,
+        "rollout.request_timeout_s": config.rollout.request_timeout_s,
+        "rollout.start_timeout_s": config.rollout.start_timeout_s,
+        "rollout.weight_sync_timeout_s": config.rollout.weight_sync_timeout_s,
+        "parallel.collective_timeout_s": config.parallel.collective_timeout_s,
+        "reward.timeout_s": config.reward.timeout_s,
+        "algorithm.lambda_alpha": config.algorithm.lambda_alpha,
+    }
+    shares = {
+        "algorithm.gamma": config.algorithm.gamma,
+        "algorithm.lambda_value": config.algorithm.lambda_value,
+        "reward.max_error_rate": config.reward.max_error_rate,
+        "rollout.top_p": config.rollout.top_p,
+        "eval.stop_at_accuracy": config.eval.stop_at_accuracy,
+    }
+    yield from (f"{key}: expected at least 1, got {value}" for key, value in at_least_one.items() if value < 1)
+    yield from (f"{key}: expected 0 or more, got {value}" for key, value in not_negative.items() if value < 0)
+    yield from (f"{key}: expected more than 0, got {value}" for key, value in positive.items() if not value > 0)
+    yield from (f"{key}: expected a number from 0 to 1, got {value}" for key, value in shares.items() if not 0 <= value <= 1)
+    if not config.run.output_dir:
+        yield "run.output_dir: expected a folder, got nothing"
+    if config.algorithm.dual_clip != 0 and config.algorithm.dual_clip <= 1:
+        yield f"algorithm.dual_clip: expected more than 1 (3 and 10 are in use), or 0 for none, got {config.algorithm.dual_clip}"
+
+
+def _lengths(config: Config) -> Iterator[str]:
+    batch = config.batch
+    if batch.window_tokens > batch.max_response_tokens:
+        yield (
+            f"batch.window_tokens: a window of {batch.window_tokens} tokens is longer than the response budget "
+            f"batch.max_response_tokens={batch.max_response_tokens}; lower it, or set 0 for a window as long as the response"
+        )
+    window = effective_window_tokens(config)
+    if config.schedule.mode is Mode.sync and window != batch.max_response_tokens:
+        yield (
+            f"batch.window_tokens: schedule.mode=sync generates full responses, but the window is {window} of "
+            f"{batch.max_response_tokens} tokens; set batch.window_tokens=0 or schedule.mode=tppo"
+        )
+    if window <= config.algorithm.ignore_boundary_tokens:
+        yield (
+            f"algorithm.ignore_boundary_tokens: leaving out {config.algorithm.ignore_boundary_tokens} tokens of a window "
+            f"of {window} leaves nothing to train on; lower it or raise batch.window_tokens"
+        )
+
+
+def _optimizers(config: Config, command: str) -> Iterator[str]:
+    in_use: dict[str, OptimizerConfig] = {
+        "train": {"policy.optimizer": config.policy.optimizer, "critic.optimizer": config.critic.optimizer},
+        "sft": {"sft.optimizer": config.sft.optimizer},
+        "critic-pretrain": {"critic_pretrain.optimizer": config.critic_pretrain.optimizer},
+    }[command]
+    for key, optimizer in in_use.items():
+        if not optimizer.lr > 0:
+            yield f"{key}.lr: expected more than 0, got {optimizer.lr}"
+        if not 0 <= optimizer.min_lr <= optimizer.lr:
+            yield f"{key}.min_lr: expected a number from 0 to lr={optimizer.lr}, got {optimizer.min_lr}"
+        if optimizer.warmup_steps < 0:
+            yield f"{key}.warmup_steps: expected 0 or more, got {optimizer.warmup_steps}"
+        if not optimizer.max_grad_norm > 0:
+            yield f"{key}.max_grad_norm: expected more than 0, got {optimizer.max_grad_norm}"
+        for name in ("beta1", "beta2"):
+            if not 0 <= getattr(optimizer, name) < 1:
+                yield f"{key}.{name}: expected a number from 0 up to but not including 1, got {getattr(optimizer, name)}"
+        if optimizer.decay_style is not DecayStyle.constant and optimizer.decay_steps <= optimizer.warmup_steps:
+            yield (
+                f"{key}.decay_steps: decay_style={optimizer.decay_style.value} needs more decay_steps than "
+                f"warmup_steps={optimizer.warmup_steps}, got {optimizer.decay_steps}"
+            )
+
+
+def _files(config: Config, command: str) -> Iterator[str]:
+    data = config.data
+    lists = {"data.train_files": data.train_files, "data.eval_files": data.eval_files}
+    if command == "sft":
+        lists = {"sft.train_files": config.sft.train_files} if config.sft.train_files else {"data.train_files": data.train_files}
+    if not next(iter(lists.values())):
+        yield f"{next(iter(lists))}: expected at least one JSONL file, got none"
+    for key, names in lists.items():
+        yield from (f"{key}: file {name} does not exist" for name in names if not Path(name).is_file())
+    if command == "train" and config.eval.every_steps and not data.eval_files:
+        yield "data.eval_files: eval.every_steps is set, but there is no file to evaluate on"
+    if command == "train" and config.eval.stop_at_accuracy and not config.eval.every_steps:
+        yield "eval.every_steps: eval.stop_at_accuracy needs evaluations; set eval.every_steps"
+    if command == "sft" and not config.sft.output_path:
+        yield "sft.output_path: expected a folder for the trained model, got nothing"
+    if command == "critic-pretrain" and not config.critic_pretrain.output_path:
+        yield "critic_pretrain.output_path: expected a folder for the trained critic, got nothing"
+    yield from _model_folder("policy.path", config.policy.path, weights=config.policy.init is Init.checkpoint)
+    if config.critic.path and command == "train":
+        yield from _model_folder("critic.path", config.critic.path, weights=True)
+
+
+def _model_folder(key: str, path: str, *, weights: bool) -> Iterator[str]:
+    if not path:
+        yield f"{key}: expected a Hugging Face model folder, got nothing"
+    elif not (Path(path) / "config.json").is_file():
+        yield f"{key}: {path} has no config.json; expected a Hugging Face model folder"
+    elif weights and not any(Path(path).glob("*.safetensors")):
+        yield f"{key}: {path} has no *.safetensors; give a folder with weights, or set policy.init=random for fresh ones"
+
+
+def _parallel(config: Config, world_size: int | None) -> Iterator[str]:
+    parallel = config.parallel
+    ranks = world_size if world_size is not None else parallel.num_ranks
+    if world_size is not None and parallel.num_ranks not in (0, world_size):
+        yield (
+            f"parallel.num_ranks: the configuration wants {parallel.num_ranks} ranks, but the launcher started {world_size}; "
+            "start as many, or set parallel.num_ranks=0 to take what the launcher gives"
+        )
+    model_ranks = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
+    if ranks and ranks % model_ranks:
+        yield (
+            f"parallel.tensor_parallel_size x parallel.pipeline_parallel_size: {parallel.tensor_parallel_size} x "
+            f"{parallel.pipeline_parallel_size} = {model_ranks} does not divide the {ranks} ranks"
+        )
+    if parallel.sequence_parallel and parallel.tensor_parallel_size == 1:
+        yield "parallel.sequence_parallel: shards over the tensor-parallel group, but parallel.tensor_parallel_size is 1"
+
+
+def _rollout(config: Config) -> Iterator[str]:
+    rollout = config.rollout
+    yield from (
+        f"rollout.urls: {url!r} is not an address; expected http://host:port"
+        for url in rollout.urls
+        if not url.startswith(("http://", "https://"))
+    )
+    if not 0 <= rollout.port <= 65535 - rollout.num_servers:
+        yield f"rollout.port: expected 0 (any free port) or a port up to {65535 - rollout.num_servers}, got {rollout.port}"
+    if rollout.top_k != -1 and rollout.top_k < 1:
+        yield f"rollout.top_k: expected -1 (off) or at least 1, got {rollout.top_k}"
+
+
+def _model(config: Config) -> Iterator[str]:
+    path = Path(config.policy.path) / "config.json"
+    model = read_model_json(path)
+    model_type = model.get("model_type")
+    if model_type not in SUPPORTED_MODEL_TYPES:
+        yield f"policy.path: {path}: model_type {model_type!r} is not supported; supported are {', '.join(SUPPORTED_MODEL_TYPES)}"
+        return
+    context = model.get("max_position_embeddings", 0)
+    longest = config.batch.max_prompt_tokens + config.batch.max_response_tokens
+    if context and longest > context:
+        yield (
+            f"batch.max_prompt_tokens + batch.max_response_tokens: {longest} tokens do not fit the model's context of "
+            f"{context} ({path}: max_position_embeddings)"
+        )
+    divisions = {
+        "num_attention_heads": config.parallel.tensor_parallel_size,
+        "num_key_value_heads": config.parallel.tensor_parallel_size,
+        "intermediate_size": config.parallel.tensor_parallel_size,
+        "num_hidden_layers": config.parallel.pipeline_parallel_size,
+    }
+    for name, parts in divisions.items():
+        if name in model and model[name] % parts:
+            key = "pipeline" if name == "num_hidden_layers" else "tensor"
+            yield f"parallel.{key}_parallel_size: {parts} does not divide {name}={model[name]} of {path}"
+
+
+def read_model_json(path: Path) -> dict[str, Any]:
+    """config.json of a model folder; ConfigError when it is not a JSON object."""
+    try:
+        model = json.loads(path.read_text())
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"policy.path: {path} is not valid JSON: {error}") from error
+    if not isinstance(model, dict):
+        raise ConfigError(f"policy.path: {path}: expected a JSON object, got {type(model).__name__}")
+    return model
+
+
+def effective_window_tokens(config: Config) -> int:
+    """New tokens a response may grow by in one step."""
+    return config.batch.window_tokens or config.batch.max_response_tokens

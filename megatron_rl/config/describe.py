@@ -1,0 +1,46 @@
+"""What a configuration means in numbers: the batch arithmetic and the stage graph, stated once and printed at start."""
+
+import math
+from dataclasses import dataclass
+
+from megatron_rl.config.checks import effective_window_tokens
+from megatron_rl.config.schema import Config
+
+
+@dataclass(frozen=True)
+class Quantity:
+    """One row: the same thing over all ranks, on one data-parallel rank, and in one micro-batch."""
+
+    name: str
+    per_step: str
+    per_rank: str
+    per_microbatch: str
+
+
+def data_parallel_size(config: Config, world_size: int) -> int:
+    return world_size // (config.parallel.tensor_parallel_size * config.parallel.pipeline_parallel_size)
+
+
+def batch_arithmetic(config: Config, world_size: int) -> list[Quantity]:
+    """Upper bounds where lengths vary; a micro-batch holds at most max_tokens_per_microbatch tokens."""
+    batch, ranks = config.batch, data_parallel_size(config, world_size)
+    samples = batch.num_prompts_per_step * batch.num_samples_per_prompt
+    window = effective_window_tokens(config)
+    longest = batch.max_prompt_tokens + batch.max_response_tokens
+    budget = batch.max_tokens_per_microbatch
+    minibatch = min(batch.policy_minibatch_size, samples)
+
+    def row(name: str, total: int, unit: int, bound: str = "") -> Quantity:
+        return Quantity(name, f"{bound}{total:,}", f"{bound}{math.ceil(total / ranks):,}", f"up to {unit:,}" if unit else "-")
+
+    per_micro = max(1, budget // longest)
+    updates = f"{math.ceil(samples / minibatch):,}"
+    return [
+        row("prompts", batch.num_prompts_per_step, 0),
+        row("samples (slots)", samples, per_micro),
+        row("new tokens (window)", samples * window, min(budget, per_micro * window), "up to "),
+        row("trained sequence tokens", samples * longest, max(budget, longest), "up to "),
+        row("samples per policy update", minibatch, per_micro),
+        Quantity("policy updates", updates, updates, "-"),
+        Quantity("windows of the longest response", f"{math.ceil(batch.max_response_tokens / window):,}", "-", "-"),
+    ]

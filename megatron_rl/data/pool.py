@@ -1,0 +1,73 @@
+"""The slot pool: a constant number of responses under way (T-PPO's successive batching, papers 1.3).
+
+Laws: every step works on exactly ``num_slots`` trajectories; unfinished ones come first, in the order in which they
+were started, and fresh prompts fill the rest; a trajectory leaves only when it is finished; none is lost or doubled.
+"""
+
+from collections import deque
+from typing import Any
+
+from megatron_rl.data.sampler import PromptSampler
+from megatron_rl.data.trajectory import Prompt, Trajectory
+
+
+class SlotPool:
+    def __init__(
+        self, sampler: PromptSampler, *, num_slots: int, num_samples_per_prompt: int, max_response_tokens: int
+    ) -> None:
+        self._sampler = sampler
+        self._num_slots = num_slots
+        self._num_samples = num_samples_per_prompt
+        self._max_response_tokens = max_response_tokens
+        self._slots: list[Trajectory] = []
+        self._fresh: deque[Trajectory] = deque()
+        self._next_id = 0
+        self._next_group = 0
+
+    def fill(self) -> list[Trajectory]:
+        """The trajectories of the coming step: carried ones, then fresh ones; always num_slots of them."""
+        while len(self._slots) < self._num_slots:
+            if not self._fresh:
+                self._start_group(self._sampler.draw())
+            self._slots.append(self._fresh.popleft())
+        return list(self._slots)
+
+    def release_finished(self) -> list[Trajectory]:
+        """Take the finished trajectories out of the pool."""
+        finished = [t for t in self._slots if t.finished]
+        self._slots = [t for t in self._slots if not t.finished]
+        return finished
+
+    @property
+    def num_carried(self) -> int:
+        return sum(1 for t in self._slots if t.segments)
+
+    def _start_group(self, prompt: Prompt) -> None:
+        for sample_index in range(self._num_samples):
+            self._fresh.append(
+                Trajectory(
+                    id=self._next_id,
+                    prompt=prompt,
+                    group_id=self._next_group,
+                    sample_index=sample_index,
+                    max_response_tokens=self._max_response_tokens,
+                )
+            )
+            self._next_id += 1
+        self._next_group += 1
+
+    def state(self) -> dict[str, Any]:
+        """JSON-ready; contains mid-response trajectories whole."""
+        return {
+            "sampler": self._sampler.state(),
+            "slots": [t.to_dict() for t in self._slots],
+            "fresh": [t.to_dict() for t in self._fresh],
+            "next_id": self._next_id,
+            "next_group": self._next_group,
+        }
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        self._sampler.load_state(state["sampler"])
+        self._slots = [Trajectory.from_dict(t) for t in state["slots"]]
+        self._fresh = deque(Trajectory.from_dict(t) for t in state["fresh"])
+        self._next_id, self._next_group = state["next_id"], state["next_group"]

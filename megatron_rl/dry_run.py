@@ -1,0 +1,55 @@
+"""`--dry-run`: the resolved configuration, the batch arithmetic and the stage graph, on the terminal."""
+
+from rich.console import Console
+from rich.syntax import Syntax
+from rich.table import Table
+
+from megatron_rl.config.describe import batch_arithmetic, data_parallel_size
+from megatron_rl.config.load import config_to_yaml
+from megatron_rl.config.schema import Config
+from megatron_rl.schedule.stages import check_graph, step_graph
+
+
+def print_plan(config: Config, *, command: str, world_size: int) -> None:
+    console = Console()
+    console.rule("resolved configuration")
+    text = config_to_yaml(config)
+    console.print(Syntax(text, "yaml", background_color="default") if console.is_terminal else text, soft_wrap=True)
+    console.rule("batch arithmetic")
+    console.print(arithmetic_table(config, world_size))
+    console.rule(f"stages of a step (schedule.mode={config.schedule.mode.value})")
+    console.print(stage_table(config))
+    console.print(f"dry run: the configuration is good for `megatron-rl {command}`; nothing was started", soft_wrap=True)
+
+
+def arithmetic_table(config: Config, world_size: int) -> Table:
+    parallel = config.parallel
+    dp = data_parallel_size(config, world_size)
+    layout = (
+        f"{world_size} ranks = tensor {parallel.tensor_parallel_size} x pipeline {parallel.pipeline_parallel_size} x data {dp}"
+    )
+    table = Table(title=layout, title_justify="left")
+    table.add_column("quantity")
+    for name in ("global, per step", "per data-parallel rank", "per micro-batch"):
+        table.add_column(name, justify="right")
+    for row in batch_arithmetic(config, world_size):
+        table.add_row(row.name, row.per_step, row.per_rank, row.per_microbatch)
+    return table
+
+
+def stage_table(config: Config) -> Table:
+    graph = step_graph(config.schedule.mode)
+    check_graph(graph)
+    table = Table()
+    for name in ("stage", "runs on", "needs", "needs from the step before", "makes", "does"):
+        table.add_column(name, overflow="fold")
+    for stage in graph:
+        table.add_row(
+            stage.name,
+            stage.resource.value,
+            ", ".join(stage.needs) or "-",
+            ", ".join(stage.needs_previous) or "-",
+            ", ".join(stage.makes),
+            stage.does,
+        )
+    return table

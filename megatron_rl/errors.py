@@ -1,0 +1,13 @@
+"""Errors that are the user's to mend. The command line prints their text without a traceback."""
+
+
+class UserError(Exception):
+    """Says what was expected, what came and how to mend it."""
+
+
+class ConfigError(UserError):
+    """A configuration key that is unknown, of the wrong type or impossible beside another."""
+
+
+class DataError(UserError):
+    """Bad input data, with its place: file, line, field."""

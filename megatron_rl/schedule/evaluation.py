@@ -1,0 +1,57 @@
+"""Evaluation: full responses (never windows) to held-out prompts, scored by the run's own reward."""
+
+from collections.abc import Callable, Sequence
+
+from megatron_rl.config.schema import Config
+from megatron_rl.data.trajectory import Prompt, Trajectory
+from megatron_rl.rewards.runner import RewardRunner
+from megatron_rl.rollout.service import RolloutService
+
+
+class Evaluator:
+    """``on_result(step, accuracy)`` hears of every evaluation; it may end the run."""
+
+    def __init__(
+        self,
+        config: Config,
+        prompts: Sequence[Prompt],
+        *,
+        rollout: RolloutService,
+        rewards: RewardRunner,
+        decode: Callable[[Sequence[int]], str],
+        on_result: Callable[[int, float], None],
+    ) -> None:
+        self._config = config
+        self._prompts = prompts[: config.eval.num_prompts or None]
+        self._rollout = rollout
+        self._rewards = rewards
+        self._decode = decode
+        self._on_result = on_result
+
+    def due(self, step: int) -> bool:
+        """After every eval.every_steps steps and after the last one, when there is something to evaluate on."""
+        every = self._config.eval.every_steps
+        last = step + 1 == self._config.run.num_steps
+        return bool(self._prompts) and (last or (every > 0 and (step + 1) % every == 0))
+
+    async def evaluate_if_due(self, step: int) -> dict[str, float]:
+        return await self.evaluate(step) if self.due(step) else {}
+
+    async def evaluate(self, step: int) -> dict[str, float]:
+        """Accuracy: the mean score of the responses that could be scored."""
+        budget = self._config.batch.max_response_tokens
+        trajectories = [
+            Trajectory(id=i, prompt=prompt, group_id=i, sample_index=0, max_response_tokens=budget)
+            for i, prompt in enumerate(self._prompts)
+        ]
+        temperature = self._config.eval.temperature
+        await self._rollout.generate(trajectories, step=step, window_tokens=budget, temperature=temperature, kind="eval")
+        scores = await self._rewards.score_many([(self._decode(t.response_ids), t.prompt.answer) for t in trajectories])
+        values = [score.value for score in scores if score.value is not None]
+        accuracy = sum(values) / len(values) if values else float("nan")
+        self._on_result(step, accuracy)
+        return {
+            "eval/accuracy": accuracy,
+            "eval/num_unscored": float(len(scores) - len(values)),
+            "eval/response_tokens_mean": sum(t.num_response_tokens for t in trajectories) / len(trajectories),
+        }

@@ -1,0 +1,56 @@
+"""The output folder of a run: who may write into it, and what is left at the end."""
+
+import fcntl
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from megatron_rl.config.schema import Config
+from megatron_rl.errors import UserError
+
+RUN_FILES = (
+    "metrics.jsonl", "timeline.json", "report.html", "summary.json", "config.yaml", "mlflow_run.json", "checkpoints", "policy",
+)  # fmt: skip
+"""What a run leaves behind; the MLflow store stays, for it may hold other runs."""
+
+
+def check_output_dir(config: Config) -> None:
+    """UserError when the folder holds another run and neither run.resume nor run.overwrite allows to touch it."""
+    folder = Path(config.run.output_dir)
+    if folder.exists() and not folder.is_dir():
+        raise UserError(f"run.output_dir: {folder} is a file; give a folder")
+    if config.run.resume and config.run.overwrite:
+        raise UserError("run.resume, run.overwrite: one continues a run and the other deletes it; set only one of them")
+    if config.run.resume or config.run.overwrite or not (folder / "metrics.jsonl").exists():
+        return
+    raise UserError(
+        f"run.output_dir: {folder} already holds a run; continue it with run.resume=true, start over with "
+        "run.overwrite=true (deletes it), or give another folder"
+    )
+
+
+@contextmanager
+def claimed_output_dir(config: Config) -> Iterator[Path]:
+    """The folder, for this process alone as long as it lives; an earlier run's files are gone if overwriting."""
+    check_output_dir(config)
+    folder = Path(config.run.output_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / ".lock", "w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise UserError(f"run.output_dir: another run is writing to {folder} right now; give another folder") from error
+        lock.write(str(os.getpid()))
+        lock.flush()
+        if config.run.overwrite:
+            for name in RUN_FILES:
+                path = folder / name
+                shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+        yield folder
+
+
+def read_summary(folder: str | Path) -> dict:
+    return json.loads((Path(folder) / "summary.json").read_text())

@@ -1,0 +1,317 @@
+"""Commands that train: `train`, `critic-pretrain` and `sft`, from a checked configuration to their last file.
+
+Every rank calls the same function. Rank 0, the driver, owns the servers, graders, files and the display; the others
+serve its commands until it says stop, and end when it is gone.
+"""
+
+import asyncio
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from megatron_rl.config.checks import effective_window_tokens
+from megatron_rl.config.schema import Config, CriticConfig, Mode
+from megatron_rl.data.pool import SlotPool
+from megatron_rl.data.prompts import PromptSet, load_prompts
+from megatron_rl.data.sampler import PromptSampler
+from megatron_rl.data.tokenizer import Tokenizer
+from megatron_rl.parallel import topology as topologies
+from megatron_rl.parallel.topology import Topology
+from megatron_rl.rewards.runner import RewardRunner
+from megatron_rl.rollout.service import RolloutService, open_rollout
+from megatron_rl.schedule.evaluation import Evaluator
+from megatron_rl.schedule.interrupt import clean_stop, die_with_parent, leave_signals_to_the_driver
+from megatron_rl.schedule.loop import TrainingLoop
+from megatron_rl.schedule.output import claimed_output_dir
+from megatron_rl.schedule.parity import compare_logprobs, generate_for_parity, sample_for_parity
+from megatron_rl.schedule.recorder import Recorder
+from megatron_rl.schedule.runner import StageRunner
+from megatron_rl.schedule.saving import Saver
+from megatron_rl.schedule.stages import step_graph
+from megatron_rl.tracking.metrics import write_atomic
+from megatron_rl.training.engine import Engine
+from megatron_rl.training.group import TrainerGroup, Worker
+
+STALL_MARGIN_S = 60.0
+
+
+def train(config: Config) -> None:
+    """T-PPO or PPO, as the configuration says; leaves metrics, report, checkpoint and the policy in run.output_dir."""
+    with trainer_ranks(config, rl_engines(config)) as group:
+        if group is not None:
+            _drive(config, group, freeze_policy=False)
+
+
+def critic_pretrain(config: Config) -> None:
+    """Value pretraining (VC-PPO): the same loop with full responses of the frozen policy; writes the critic."""
+    pretrain = config.critic_pretrain
+    config = replace(
+        config,
+        run=replace(config.run, num_steps=pretrain.num_steps, save_every_steps=0),
+        critic=replace(config.critic, optimizer=pretrain.optimizer),
+        batch=replace(config.batch, window_tokens=0),
+        schedule=replace(config.schedule, mode=Mode.sync),
+        eval=replace(config.eval, every_steps=0, stop_at_accuracy=0.0),
+    )
+    with trainer_ranks(config, rl_engines(config)) as group:
+        if group is not None:
+            _drive(config, group, freeze_policy=True)
+            group.save_hf("critic", pretrain.output_path)
+
+
+def rl_engines(config: Config) -> Callable[[Topology], dict[str, Engine]]:
+    def build(topology: Topology) -> dict[str, Engine]:
+        policy, critic = config.policy, config.critic
+        return {
+            "policy": Engine(
+                "policy",
+                policy.path,
+                parallel=config.parallel,
+                topology=topology,
+                optimizer=policy.optimizer,
+                init=policy.init,
+                dtype=policy.dtype,
+                recompute=policy.recompute,
+                seed=config.run.seed,
+            ),
+            "critic": _critic_engine(config, critic, topology),
+        }
+
+    return build
+
+
+def _critic_engine(config: Config, critic: CriticConfig, topology: Topology) -> Engine:
+    return Engine(
+        "critic",
+        critic.path or config.policy.path,
+        parallel=config.parallel,
+        topology=topology,
+        optimizer=critic.optimizer,
+        init=config.policy.init,
+        dtype=critic.dtype,
+        recompute=critic.recompute,
+        seed=config.run.seed,
+    )
+
+
+@contextmanager
+def trainer_ranks(
+    config: Config, build_engines: Callable[[Topology], Mapping[str, Engine]]
+) -> Iterator[TrainerGroup | None]:
+    """Yields the group on rank 0; on the other ranks it serves until the driver says stop, then yields None."""
+    die_with_parent()
+    topology = topologies.initialize(config.parallel, seed=config.run.seed)
+    try:
+        worker = Worker(config, topology, build_engines(topology))
+        if topology.rank != 0:
+            leave_signals_to_the_driver()
+            worker.serve()
+            yield None
+            return
+        with clean_stop():
+            group = TrainerGroup(worker)
+            yield group
+            group.stop()
+    finally:
+        topologies.destroy()
+
+
+def _drive(config: Config, group: TrainerGroup, *, freeze_policy: bool) -> None:
+    """The driver's part of a run, from the claimed folder to the summary."""
+    with ExitStack() as stack:
+        folder = stack.enter_context(claimed_output_dir(config))
+        tokenizer = Tokenizer(config.policy.path)
+        train_set, eval_set = _prompt_sets(config, tokenizer)
+        pool = _slot_pool(config, train_set)
+        saver = Saver(config, group)
+        restored = saver.load() if config.run.resume else {"num_steps_done": 0, "weight_version": 0, "pool": pool.state()}
+        pool.load_state(restored["pool"])
+        first_step = restored["num_steps_done"]
+        recorder = stack.enter_context(Recorder(config, first_step=first_step, title=_title(config, freeze_policy)))
+        event_loop = stack.enter_context(_event_loop_thread())
+        rewards = stack.enter_context(
+            RewardRunner(
+                config.reward.name,
+                num_workers=config.reward.num_workers,
+                timeout_s=config.reward.timeout_s,
+                options=config.reward.options,
+            )
+        )
+        runner: StageRunner | None = None
+        rollout = stack.enter_context(
+            open_rollout(
+                config,
+                event_loop,
+                log_dir=folder / "logs",
+                stop_token_ids=[tokenizer.eos_id, *config.rollout.stop_token_ids],
+                vocab_size=tokenizer.vocab_size,
+                export=lambda: group.export_weights("policy"),
+                expected=group.expected_weights("policy"),
+                call_on_trainer=lambda function: runner.call_on_trainer(function),
+                note=recorder.console.note,
+                warn=recorder.console.warning,
+            )
+        )
+        rollout.weight_version = restored["weight_version"]
+        reached = StopAtAccuracy(config, lambda step: runner.stop_after(step))
+        evaluator = Evaluator(
+            config, eval_set.prompts, rollout=rollout, rewards=rewards, decode=tokenizer.decode, on_result=reached
+        )
+        loop = TrainingLoop(
+            config,
+            group=group,
+            pool=pool,
+            rollout=rollout,
+            rewards=rewards,
+            evaluator=evaluator,
+            recorder=recorder,
+            saver=saver,
+            decode=tokenizer.decode,
+            freeze_policy=freeze_policy,
+        )
+        runner = StageRunner(
+            step_graph(config.schedule.mode),
+            loop.actions(),
+            event_loop,
+            stall_timeout_s=_stall_timeout_s(config),
+            on_span=recorder.stage_done,
+            heartbeat=group.heartbeat,
+        )
+        _before_first_step(config, group, rollout, evaluator, recorder, runner, train_set, first_step)
+        started_s = time.time()
+        recorder.start_clock()
+        runner.run(first_step, config.run.num_steps - 1)
+        if not freeze_policy:
+            group.save_hf("policy", str(folder / "policy"))
+        _write_summary(config, recorder, reached, wall_s=time.time() - started_s)
+
+
+class StopAtAccuracy:
+    """Remembers evaluations and ends the run once eval.stop_at_accuracy is reached."""
+
+    def __init__(self, config: Config, stop_after: Callable[[int], None]) -> None:
+        self._goal = config.eval.stop_at_accuracy
+        self._stop_after = stop_after
+        self.history: list[tuple[int, float, float]] = []
+        """(steps done, accuracy, Unix time) of each evaluation."""
+
+    def __call__(self, step: int, accuracy: float) -> None:
+        self.history.append((step + 1, accuracy, time.time()))
+        if self._goal and accuracy >= self._goal and step >= 0:
+            self._stop_after(step)
+
+
+def _before_first_step(
+    config: Config,
+    group: TrainerGroup,
+    rollout: RolloutService,
+    evaluator: Evaluator,
+    recorder: Recorder,
+    runner: StageRunner,
+    train_set: PromptSet,
+    first_step: int,
+) -> None:
+    """Current weights on every server, the two engines compared, and where the policy starts from."""
+    result = rollout.publish()
+    recorder.console.note(f"weights on the servers: {result.num_bytes:,} bytes in {result.seconds:.2f} s")
+    if config.rollout.max_logprob_difference:
+        trajectories = sample_for_parity(config, train_set.prompts)
+        runner.wait_for(generate_for_parity(rollout, trajectories))
+        parity = compare_logprobs(config, group, trajectories, rollout.differing_weights)
+        recorder.console.note(
+            f"Megatron and SGLang agree on {parity.num_tokens} sampled tokens: log-probs differ by at most "
+            f"{parity.max_difference:.1e} (allowed: {config.rollout.max_logprob_difference:g})"
+        )
+    if first_step == 0 and evaluator.due(config.run.num_steps - 1):
+        metrics = runner.wait_for(evaluator.evaluate(-1))
+        recorder.log(0, metrics)
+
+
+def _prompt_sets(config: Config, tokenizer: Tokenizer) -> tuple[PromptSet, PromptSet]:
+    limit = config.batch.max_prompt_tokens
+    train_set = load_prompts(config.data.train_files, config.data, tokenizer, max_prompt_tokens=limit)
+    if not config.data.eval_files:
+        return train_set, PromptSet((), 0)
+    return train_set, load_prompts(config.data.eval_files, config.data, tokenizer, max_prompt_tokens=limit)
+
+
+def _slot_pool(config: Config, train_set: PromptSet) -> SlotPool:
+    batch = config.batch
+    return SlotPool(
+        PromptSampler(train_set.prompts, seed=config.run.seed, shuffle=config.data.shuffle),
+        num_slots=batch.num_prompts_per_step * batch.num_samples_per_prompt,
+        num_samples_per_prompt=batch.num_samples_per_prompt,
+        max_response_tokens=batch.max_response_tokens,
+    )
+
+
+@contextmanager
+def _event_loop_thread() -> Iterator[asyncio.AbstractEventLoop]:
+    """An asyncio loop on a thread of its own: generation and grading run there while the main thread trains."""
+    event_loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=event_loop.run_forever, name="rollout", daemon=True)
+    thread.start()
+    try:
+        yield event_loop
+    finally:
+        event_loop.call_soon_threadsafe(event_loop.stop)
+        thread.join(timeout=10)
+
+
+def _title(config: Config, freeze_policy: bool) -> str:
+    name = "critic pretraining" if freeze_policy else config.preset or config.schedule.mode.value
+    window = effective_window_tokens(config)
+    return f"{name}: {config.batch.num_prompts_per_step * config.batch.num_samples_per_prompt} slots, window {window} tokens"
+
+
+def _stall_timeout_s(config: Config) -> float:
+    """Longest honest silence of the rollout side: every retry of a request, and a server's restart."""
+    rollout = config.rollout
+    return rollout.request_timeout_s * (rollout.max_retries + 1) + rollout.start_timeout_s + STALL_MARGIN_S
+
+
+def _write_summary(config: Config, recorder: Recorder, reached: StopAtAccuracy, *, wall_s: float) -> None:
+    history = reached.history
+    summary = {
+        "mode": config.schedule.mode.value,
+        "num_steps": recorder.num_steps_done,
+        "wall_s": wall_s,
+        "tokens_generated": recorder.num_tokens_generated,
+        "tokens_per_s": recorder.num_tokens_generated / wall_s,
+        "accuracy_before": history[0][1] if history else None,
+        "accuracy_after": history[-1][1] if history else None,
+        "evaluations": [{"step": step, "accuracy": accuracy, "time_s": at_s} for step, accuracy, at_s in history],
+        "stage_seconds": recorder.stage_seconds,
+        "overlap_generate_update_critic_s": recorder.timeline.overlap_seconds("generate", "update_critic"),
+    }
+    write_atomic(Path(config.run.output_dir) / "summary.json", json.dumps(summary, indent=2))
+
+
+def sft(config: Config) -> None:
+    """Supervised warm start on reference responses; writes a Hugging Face folder."""
+    from megatron_rl.schedule.supervised import run_sft
+
+    def build(topology: Topology) -> dict[str, Engine]:
+        engine = Engine(
+            "policy",
+            config.policy.path,
+            parallel=config.parallel,
+            topology=topology,
+            optimizer=config.sft.optimizer,
+            init=config.policy.init,
+            dtype=config.policy.dtype,
+            recompute=config.policy.recompute,
+            seed=config.run.seed,
+        )
+        return {"policy": engine}
+
+    torch.set_num_threads(max(1, torch.get_num_threads()))
+    with trainer_ranks(config, build) as group:
+        if group is not None:
+            run_sft(config, group)

@@ -1,0 +1,125 @@
+"""Runs the stage graph: trainer stages on the calling thread, the others beside it.
+
+Who waits for whom: the calling (main) thread waits for completions of rollout and host stages; coroutines that need
+the Megatron ranks (a restarted server wants its weights) wait for the main thread through ``call_on_trainer``. A wait
+that lasts longer than ``stall_timeout_s`` ends with an error that names the running stages.
+"""
+
+import asyncio
+import inspect
+import queue
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+from megatron_rl.schedule.stages import Frontier, Resource, Stage, StageRun
+
+Action = Callable[[int], Any]
+HEARTBEAT_S = 10.0
+
+
+class StageRunner:
+    """``actions`` maps a stage's name to a function of the step: a plain one, or a coroutine function."""
+
+    def __init__(
+        self,
+        graph: Sequence[Stage],
+        actions: Mapping[str, Action],
+        event_loop: asyncio.AbstractEventLoop,
+        *,
+        stall_timeout_s: float,
+        on_span: Callable[[StageRun, float, float], None],
+        heartbeat: Callable[[], None],
+    ) -> None:
+        missing = [stage.name for stage in graph if stage.name not in actions]
+        if missing:
+            raise ValueError(f"stages without an action: {missing}")
+        self._graph = graph
+        self._actions = actions
+        self._event_loop = event_loop
+        self._stall_timeout_s = stall_timeout_s
+        self._on_span = on_span
+        self._heartbeat = heartbeat
+        self._events: queue.Queue[Callable[[], None]] = queue.Queue()
+        self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="host")
+        self._frontier: Frontier | None = None
+
+    def run(self, first_step: int, last_step: int) -> None:
+        """Run steps first_step..last_step; the first stage that fails ends it with its own exception."""
+        self._frontier = frontier = Frontier(self._graph, first_step, last_step)
+        try:
+            while not frontier.done:
+                ready = frontier.ready()
+                for stage_run in ready:
+                    if stage_run.stage.resource is not Resource.trainer:
+                        self._launch(stage_run)
+                on_trainer = [r for r in ready if r.stage.resource is Resource.trainer]
+                if not self._events.empty():
+                    self._next_event()
+                elif on_trainer:
+                    self._run_here(on_trainer[0])
+                else:
+                    self._next_event()
+        finally:
+            self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def stop_after(self, step: int) -> None:
+        """Open no further step (called by a stage's action)."""
+        self._frontier.stop_after(step)
+
+    def call_on_trainer(self, function: Callable[[], Any]) -> Future:
+        """Have the main thread call ``function`` between two trainer stages (from any other thread)."""
+        result: Future = Future()
+
+        def call() -> None:
+            try:
+                result.set_result(function())
+            except Exception as error:
+                result.set_exception(error)
+
+        self._events.put(call)
+        return result
+
+    def _run_here(self, stage_run: StageRun) -> None:
+        self._frontier.start(stage_run)
+        started_s = time.time()
+        self._actions[stage_run.stage.name](stage_run.step)
+        self._complete(stage_run, started_s)
+
+    def _launch(self, stage_run: StageRun) -> None:
+        self._frontier.start(stage_run)
+        action, started_s = self._actions[stage_run.stage.name], time.time()
+        if inspect.iscoroutinefunction(action):
+            future = asyncio.run_coroutine_threadsafe(action(stage_run.step), self._event_loop)
+        else:
+            future = self._threads.submit(action, stage_run.step)
+
+        def completed(done: Future) -> None:
+            def report() -> None:
+                done.result()
+                self._complete(stage_run, started_s, ended_s)
+
+            ended_s = time.time()
+            self._events.put(report)
+
+        future.add_done_callback(completed)
+
+    def _complete(self, stage_run: StageRun, started_s: float, ended_s: float | None = None) -> None:
+        self._on_span(stage_run, started_s, ended_s or time.time())
+        self._frontier.finish(stage_run)
+
+    def _next_event(self) -> None:
+        deadline_s = time.monotonic() + self._stall_timeout_s
+        while True:
+            try:
+                self._events.get(timeout=HEARTBEAT_S)()
+                return
+            except queue.Empty:
+                self._heartbeat()
+            if time.monotonic() > deadline_s:
+                waiting = ", ".join(f"{r.stage.name} of step {r.step}" for r in self._frontier.running)
+                raise TimeoutError(
+                    f"the trainer waited {self._stall_timeout_s:.0f} s for {waiting} without an answer; look at the "
+                    "server logs in the output folder, or raise rollout.request_timeout_s"
+                )

@@ -1,0 +1,142 @@
+"""The training step as a graph of stages, declared as data.
+
+A stage names the products it needs (of this step, or of the step before) and those it makes, and the resource it
+occupies. What may overlap follows from the graph alone: in ``tppo`` mode generation does not need the critic, so the
+critic update of step k runs while the window of step k + 1 is generated; in ``sync`` mode it needs it, so nothing
+overlaps. Where several stages are ready for one resource, the earlier step goes first, then the earlier line here.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from megatron_rl.config.schema import Mode
+
+
+class Resource(Enum):
+    rollout = "rollout"
+    """The SGLang servers, driven from the asyncio thread."""
+    trainer = "trainer"
+    """The Megatron ranks; one stage at a time, on the main thread."""
+    host = "host"
+    """The driver's CPU: rewards and advantages."""
+
+
+@dataclass(frozen=True)
+class Stage:
+    name: str
+    resource: Resource
+    makes: tuple[str, ...]
+    needs: tuple[str, ...] = ()
+    """Products of the same step."""
+    needs_previous: tuple[str, ...] = ()
+    """Products of the step before; the first step of a run finds them given."""
+    does: str = ""
+
+
+def step_graph(mode: Mode) -> tuple[Stage, ...]:
+    before_generation = ("served_weights", "carried") + (("critic",) if mode is Mode.sync else ())
+    rollout, trainer, host = Resource.rollout, Resource.trainer, Resource.host
+    return (
+        Stage("generate", rollout, ("segments",), needs_previous=before_generation, does="one window of new tokens a slot"),
+        Stage("score", host, ("scores",), ("segments",), does="rewards of the finished responses"),
+        Stage("old_logprobs", trainer, ("old_logprobs",), ("segments",), ("policy",), "log-probs of the window's tokens"),
+        Stage("values", trainer, ("values",), ("segments",), ("critic",), "critic values of the window's tokens"),
+        Stage("advantages", host, ("advantages", "carried"), ("scores", "old_logprobs", "values"), (), "EGAE; finished responses leave the pool"),
+        Stage("update_policy", trainer, ("policy",), ("advantages",), (), "clipped policy loss on the window's tokens"),
+        Stage("publish", trainer, ("served_weights",), ("policy",), (), "new weights to every server"),
+        Stage("evaluate", rollout, ("evaluation",), ("served_weights",), (), "greedy answers to held-out prompts"),
+        Stage("update_critic", trainer, ("critic",), ("advantages",), (), "value loss on finished responses, all windows"),
+        Stage("checkpoint", trainer, ("saved",), ("policy", "critic", "carried"), (), "weights, optimizers, pool, sampler"),
+        Stage("record", host, ("recorded",), ("saved", "served_weights", "evaluation"), ("recorded",), "metrics, display, report"),
+    )
+
+
+def check_graph(graph: Sequence[Stage]) -> None:
+    """ValueError when a name is doubled, a product is made twice or never, or a step waits for itself."""
+    names = [stage.name for stage in graph]
+    makers = [product for stage in graph for product in stage.makes]
+    for kind, items in (("stage", names), ("product", makers)):
+        doubled = {item for item in items if items.count(item) > 1}
+        if doubled:
+            raise ValueError(f"stage graph: {kind} {sorted(doubled)} is declared twice")
+    for stage in graph:
+        missing = (set(stage.needs) | set(stage.needs_previous)) - set(makers)
+        if missing:
+            raise ValueError(f"stage graph: {stage.name} needs {sorted(missing)}, which no stage makes")
+    made: set[str] = set()
+    waiting = list(graph)
+    while waiting:
+        ready = [stage for stage in waiting if made.issuperset(stage.needs)]
+        if not ready:
+            raise ValueError(f"stage graph: {[s.name for s in waiting]} wait for each other within one step")
+        made.update(product for stage in ready for product in stage.makes)
+        waiting = [stage for stage in waiting if stage not in ready]
+
+
+@dataclass(frozen=True)
+class StageRun:
+    """One stage of one step."""
+
+    stage: Stage
+    step: int
+
+
+class Frontier:
+    """Which stage runs are ready. Pure bookkeeping: ``ready()`` lists, ``start()`` and ``finish()`` advance.
+
+    At most two steps are open at a time: a step opens when the step before it has opened and its own first stage
+    could run.
+    """
+
+    def __init__(self, graph: Sequence[Stage], first_step: int, last_step: int) -> None:
+        check_graph(graph)
+        self._graph = tuple(graph)
+        self._last_step = last_step
+        self._made = {(product, first_step - 1) for stage in graph for product in stage.makes}
+        self._open = [StageRun(stage, first_step) for stage in graph] if first_step <= last_step else []
+        self._newest = min(first_step, last_step)
+        self._running: list[StageRun] = []
+
+    @property
+    def done(self) -> bool:
+        return not self._open and not self._running and self._newest >= self._last_step
+
+    @property
+    def running(self) -> tuple[StageRun, ...]:
+        return tuple(self._running)
+
+    def ready(self) -> list[StageRun]:
+        """Runs that may start now, in order of precedence, at most one for each free resource."""
+        busy = {run.stage.resource for run in self._running}
+        found: list[StageRun] = []
+        for run in self._candidates():
+            if run.stage.resource not in busy and self._has_what_it_needs(run):
+                busy.add(run.stage.resource)
+                found.append(run)
+        return found
+
+    def start(self, run: StageRun) -> None:
+        if run.step > self._newest:
+            self._newest = run.step
+            self._open += [StageRun(stage, run.step) for stage in self._graph]
+        self._open.remove(run)
+        self._running.append(run)
+
+    def finish(self, run: StageRun) -> None:
+        self._running.remove(run)
+        self._made.update((product, run.step) for product in run.stage.makes)
+        self._made = {(product, step) for product, step in self._made if step >= self._newest - 2}
+
+    def stop_after(self, step: int) -> None:
+        """Open no step after ``step``; an already open later step still runs to its end."""
+        self._last_step = min(self._last_step, max(step, self._newest))
+
+    def _candidates(self) -> Iterable[StageRun]:
+        yield from self._open
+        if self._newest < self._last_step and not any(run.step < self._newest for run in self._open):
+            yield from (StageRun(stage, self._newest + 1) for stage in self._graph if not stage.needs)
+
+    def _has_what_it_needs(self, run: StageRun) -> bool:
+        here = all((product, run.step) in self._made for product in run.stage.needs)
+        return here and all((product, run.step - 1) in self._made for product in run.stage.needs_previous)

@@ -1,0 +1,84 @@
+"""What a step says about itself, computed from its trajectories and batches. Pure; names as in docs/metrics.md."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from megatron_rl import algorithms
+from megatron_rl.data.batch import PackedBatch, cu_seqlens_of
+from megatron_rl.data.trajectory import Trajectory
+from megatron_rl.schedule.experience import Advantages
+
+
+def rollout_metrics(trajectories: Sequence[Trajectory], *, step: int, num_carried: int) -> dict[str, float]:
+    """Lengths are of finished responses; tokens are those that this step generated."""
+    finished = [t for t in trajectories if t.finished]
+    metrics = {
+        "rollout/num_slots": len(trajectories),
+        "rollout/num_finished": len(finished),
+        "rollout/num_carried": num_carried,
+        "rollout/finished_share": len(finished) / len(trajectories),
+        "rollout/prompt_tokens_mean": _mean([len(t.prompt.token_ids) for t in trajectories]),
+        "step/tokens_generated": sum(t.window_tokens(step) for t in trajectories),
+    }
+    if finished:
+        metrics["rollout/response_tokens_mean"] = _mean([t.num_response_tokens for t in finished])
+        metrics["rollout/response_tokens_max"] = max(t.num_response_tokens for t in finished)
+        metrics["rollout/cut_share"] = _mean([not t.stopped for t in finished])
+    return {name: float(value) for name, value in metrics.items()}
+
+
+def reward_metrics(finished: Sequence[Trajectory]) -> dict[str, float]:
+    """Over finished responses alone; accuracy counts a reward of at least 1 as right."""
+    rewards = [t.score.value for t in finished if t.score.value is not None]
+    metrics = {"reward/num_unscored": float(len(finished) - len(rewards))}
+    if rewards:
+        metrics |= {"reward/mean": _mean(rewards), "reward/accuracy": _mean([r >= 1 for r in rewards])}
+    return metrics
+
+
+def advantage_metrics(
+    trajectories: Sequence[Trajectory], batch: PackedBatch, advantages: Advantages, *, step: int
+) -> dict[str, float]:
+    """Mean and spread before normalisation, of the tokens the policy trains on, split by finished and unfinished."""
+    in_window = batch.fields["mask"]
+    windows = torch.tensor([t.window_tokens(step) for t in trajectories])
+    is_finished = torch.tensor([t.finished for t in trajectories]).repeat_interleave(windows)
+    values, counted = advantages.raw[in_window], advantages.mask[in_window]
+    metrics: dict[str, float] = {}
+    for name, group in (("finished", is_finished), ("unfinished", ~is_finished)):
+        chosen = values[group & counted]
+        metrics[f"advantage/{name}_tokens"] = float(len(chosen))
+        if len(chosen):
+            metrics[f"advantage/{name}_mean"] = float(chosen.mean())
+            metrics[f"advantage/{name}_std"] = float(chosen.std(correction=0))
+    return metrics
+
+
+def mismatch_metrics(
+    trajectories: Sequence[Trajectory], batch: PackedBatch, old_logprobs: Tensor, *, step: int
+) -> dict[str, float]:
+    """Trainer against engine on this step's tokens."""
+    in_window = batch.fields["mask"]
+    windows = torch.tensor([t.window_tokens(step) for t in trajectories])
+    found = algorithms.mismatch_metrics(
+        old_logprobs[in_window],
+        batch.fields["rollout_logprobs"][in_window],
+        torch.ones(int(in_window.sum())),
+        cu_seqlens_of(windows),
+    )
+    return {f"mismatch/{name}": value for name, value in found.items()}
+
+
+def critic_metrics(batch: PackedBatch) -> dict[str, float]:
+    """How well the values of generation time foretold the returns."""
+    mask, values = batch.fields["mask"], batch.fields["old_values"]
+    return {
+        "critic/explained_variance": float(algorithms.explained_variance(values, batch.fields["returns"], mask)),
+        "critic/value_mean": float(values[mask].mean()),
+    }
+
+
+def _mean(numbers: Sequence[float]) -> float:
+    return float(sum(numbers) / len(numbers))

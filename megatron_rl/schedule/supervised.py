@@ -1,0 +1,59 @@
+"""Supervised fine-tuning on reference responses: the warm start before reinforcement learning."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from megatron_rl.config.schema import Config
+from megatron_rl.data.batch import PackedBatch, cu_seqlens_of
+from megatron_rl.data.prompts import load_solutions
+from megatron_rl.data.tokenizer import Tokenizer
+from megatron_rl.errors import UserError
+from megatron_rl.schedule.experience import tail_mask
+from megatron_rl.training.group import TrainerGroup
+
+Pair = tuple[list[int], list[int]]
+"""(prompt ids, response ids with the end-of-text token)."""
+
+
+def run_sft(config: Config, group: TrainerGroup) -> None:
+    """sft.num_steps optimizer steps in a seeded order of epochs; then the checkpoint in sft.output_path."""
+    tokenizer = Tokenizer(config.policy.path)
+    pairs = load_solutions(config.sft.train_files or config.data.train_files, config.data, tokenizer)
+    batches = epoch_batches(len(pairs), config.sft.batch_size, config.run.seed)
+    console = Console()
+    columns = (TextColumn("sft"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[loss]}"), TimeRemainingColumn())
+    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
+        task = progress.add_task("sft", total=config.sft.num_steps, loss="")
+        for step in range(1, config.sft.num_steps + 1):
+            batch = solution_batch([pairs[i] for i in next(batches)])
+            tokens = float(batch.fields["mask"].sum())
+            result = group.update("policy", batch, objective="sft", denominators={"mask": tokens})
+            if result.skipped:
+                raise UserError(f"sft: the gradient of step {step} is not finite; lower sft.optimizer.lr={result.lr:g}")
+            loss = result.metrics["loss"][0] / result.metrics["loss"][1]
+            progress.update(task, advance=1, loss=f"loss {loss:.4f}")
+            if not console.is_terminal and (step % 25 == 0 or step in (1, config.sft.num_steps)):
+                console.print(f"sft step {step}/{config.sft.num_steps}  loss {loss:.4f}  grad norm {result.grad_norm:.2f}")
+    group.save_hf("policy", config.sft.output_path)
+    console.print(f"sft: wrote {config.sft.output_path}")
+
+
+def epoch_batches(num_rows: int, batch_size: int, seed: int):
+    """Endless row indices: each epoch in its own seeded order, batches never mix epochs unless rows are too few."""
+    generator = np.random.default_rng(seed)
+    while True:
+        order = generator.permutation(num_rows)
+        for start in range(0, max(1, num_rows - batch_size + 1), batch_size):
+            yield order[start : start + batch_size].tolist()
+
+
+def solution_batch(pairs: Sequence[Pair]) -> PackedBatch:
+    """Prompt and response back to back; the mask is on the response."""
+    tokens = torch.tensor([token for prompt, response in pairs for token in (*prompt, *response)], dtype=torch.int64)
+    lengths = torch.tensor([len(prompt) + len(response) for prompt, response in pairs], dtype=torch.int64)
+    responses = torch.tensor([len(response) for _, response in pairs], dtype=torch.int64)
+    return PackedBatch(tokens, cu_seqlens_of(lengths), {"mask": tail_mask(lengths, responses)})

@@ -1,0 +1,200 @@
+"""All trainer ranks as seen from the driver (rank 0): one call here, one collective action everywhere.
+
+The other ranks sit in ``Worker.serve`` and wait for the driver's next command; the driver sends it, sends each rank
+its own packed micro-batches as raw tensors, takes part itself, and gathers what the output ranks report. An idle
+driver sends heartbeats, so that a follower's deadline (parallel.collective_timeout_s) means a driver in trouble and
+not a long generation.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_rl.config.schema import Config
+from megatron_rl.data.batch import PackedBatch, cu_seqlens_of
+from megatron_rl.parallel import collectives
+from megatron_rl.parallel.topology import Topology, coordinates
+from megatron_rl.training import losses
+from megatron_rl.training.batching import plan_microbatches
+from megatron_rl.training.engine import Engine, UpdateResult
+
+
+@dataclass(frozen=True)
+class Command:
+    name: str
+    engine: str = ""
+    arguments: dict[str, Any] = field(default_factory=dict)
+    sends_batches: bool = False
+    gathers: bool = False
+
+
+class Worker:
+    """One rank: its engines by name and how it carries out a command."""
+
+    def __init__(self, config: Config, topology: Topology, engines: Mapping[str, Engine]) -> None:
+        self.config = config
+        self.topology = topology
+        self.engines = engines
+
+    def serve(self) -> None:
+        """Carry out the driver's commands until it says stop (every rank but 0)."""
+        while True:
+            command = collectives.broadcast_object(None, what="its next command")
+            if command.name == "stop":
+                return
+            payload = collectives.receive(what=f"the batches of {command.name}") if command.sends_batches else {}
+            result = self.execute(command, _unpack(payload))
+            if command.gathers:
+                collectives.gather_tensors(result, what=f"the results of {command.name}")
+
+    def execute(self, command: Command, microbatches: list[PackedBatch]) -> Any:
+        if command.name == "heartbeat":
+            return None
+        engine, arguments = self.engines[command.engine], command.arguments
+        if command.name == "logprobs":
+            return _joined(engine, engine.logprobs(microbatches, **arguments))
+        if command.name == "values":
+            outputs = engine.values(microbatches)
+            return _joined(engine, [part for values, final in outputs for part in (values, final)])
+        if command.name == "update":
+            objective = losses.build(arguments["objective"], self.config.algorithm, arguments["denominators"])
+            return engine.update(microbatches, objective, temperature=arguments["temperature"])
+        if command.name == "export":
+            for _ in engine.export_weights():
+                pass
+            return None
+        return getattr(engine, command.name)(arguments["folder"])
+
+
+class TrainerGroup:
+    """The driver's side. Batches go in whole and come back in their own order."""
+
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
+        topology, parallel = worker.topology, worker.config.parallel
+        places = [coordinates(rank, topology.world_size, parallel) for rank in range(topology.world_size)]
+        self._dp_ranks = [dp_rank for _, dp_rank, _ in places]
+        self._reporters = {
+            dp_rank: rank
+            for rank, (tp_rank, dp_rank, pp_rank) in enumerate(places)
+            if tp_rank == 0 and pp_rank == topology.pp_size - 1
+        }
+
+    def logprobs(self, batch: PackedBatch, *, temperature: float) -> Tensor:
+        """[T] float32 log-probs of the policy where fields["mask"], else 0."""
+        command = Command("logprobs", "policy", {"temperature": temperature}, sends_batches=True, gathers=True)
+        plan, results = self._answers(command, batch)
+        (logprobs,) = _restore(batch, plan, results, per_sequence=False)
+        return logprobs
+
+    def values(self, batch: PackedBatch) -> tuple[Tensor, Tensor]:
+        """(values [T], final_values [N]) of the critic, float32."""
+        plan, results = self._answers(Command("values", "critic", {}, sends_batches=True, gathers=True), batch)
+        values, final_values = _restore(batch, plan, results, per_sequence=True)
+        return values, final_values
+
+    def update(
+        self, engine: str, batch: PackedBatch, *, objective: str, denominators: dict[str, float], temperature: float = 1.0
+    ) -> UpdateResult:
+        """One optimizer step of ``engine`` on ``batch``; denominators are those of losses.build, over the whole batch."""
+        arguments = {"objective": objective, "denominators": denominators, "temperature": temperature}
+        return self._call(Command("update", engine, arguments, sends_batches=True), batch, self._plan(batch))
+
+    def export_weights(self, engine: str) -> Iterator[tuple[str, Tensor]]:
+        """Hugging Face names and whole tensors, streamed; the gathers always run to their end."""
+        collectives.broadcast_object(Command("export", engine))
+        weights = self._worker.engines[engine].export_weights()
+        try:
+            # Not "yield from": closing this generator must not close the other one before its gathers are through.
+            for item in weights:  # noqa: UP028
+                yield item
+        finally:
+            for _ in weights:
+                pass
+
+    def save_hf(self, engine: str, folder: str) -> None:
+        self._call(Command("save_hf", engine, {"folder": folder}))
+
+    def save_state(self, engine: str, folder: str) -> None:
+        self._call(Command("save_state", engine, {"folder": folder}))
+
+    def load_state(self, engine: str, folder: str) -> None:
+        self._call(Command("load_state", engine, {"folder": folder}))
+
+    def heartbeat(self) -> None:
+        self._call(Command("heartbeat"))
+
+    def stop(self) -> None:
+        """Let the other ranks leave ``Worker.serve``."""
+        collectives.broadcast_object(Command("stop"))
+
+    def _plan(self, batch: PackedBatch) -> list[list[list[int]]]:
+        return plan_microbatches(
+            batch.lengths.tolist(), len(self._reporters), self._worker.config.batch.max_tokens_per_microbatch
+        )
+
+    def _answers(self, command: Command, batch: PackedBatch) -> tuple[list[list[list[int]]], list[Tensor]]:
+        plan = self._plan(batch)
+        gathered = self._call(command, batch, plan)
+        return plan, [gathered[self._reporters[dp_rank]] for dp_rank in range(len(plan))]
+
+    def _call(self, command: Command, batch: PackedBatch | None = None, plan: list[list[list[int]]] | None = None) -> Any:
+        collectives.broadcast_object(command)
+        microbatches: list[PackedBatch] = []
+        if command.sends_batches:
+            payloads = [_pack(batch, microbatch_indices) for microbatch_indices in plan]
+            own = collectives.send_batches([payloads[dp_rank] for dp_rank in self._dp_ranks])
+            microbatches = _unpack(own)
+        result = self._worker.execute(command, microbatches)
+        return collectives.gather_tensors(result) if command.gathers else result
+
+
+def _pack(batch: PackedBatch, microbatches: Sequence[Sequence[int]]) -> dict[str, Tensor]:
+    """One rank's micro-batches as one payload; ``_unpack`` is its inverse."""
+    chosen = batch.select([index for indices in microbatches for index in indices])
+    payload = {"tokens": chosen.tokens, "cu_seqlens": chosen.cu_seqlens}
+    payload["microbatch_sizes"] = torch.tensor([len(indices) for indices in microbatches], dtype=torch.int64)
+    return payload | {f"field/{name}": values for name, values in chosen.fields.items()}
+
+
+def _unpack(payload: Mapping[str, Tensor]) -> list[PackedBatch]:
+    if not payload:
+        return []
+    fields = {name.removeprefix("field/"): t for name, t in payload.items() if name.startswith("field/")}
+    borders = cu_seqlens_of(payload["microbatch_sizes"]).tolist()
+    microbatches = []
+    for first, last in zip(borders, borders[1:]):
+        cu_seqlens = payload["cu_seqlens"][first : last + 1]
+        rows = slice(int(cu_seqlens[0]), int(cu_seqlens[-1]))
+        microbatches.append(
+            PackedBatch(payload["tokens"][rows], cu_seqlens - cu_seqlens[0], {name: t[rows] for name, t in fields.items()})
+        )
+    return microbatches
+
+
+def _joined(engine: Engine, parts: Sequence[Tensor]) -> Tensor | None:
+    """What an output rank reports: its parts end to end."""
+    if not engine.is_output_rank:
+        return None
+    return torch.cat([part.cpu() for part in parts]) if parts else torch.zeros(0)
+
+
+def _restore(
+    batch: PackedBatch, plan: Sequence[Sequence[Sequence[int]]], results: Sequence[Tensor], *, per_sequence: bool
+) -> list[Tensor]:
+    """Undo the plan: per-token [T] and, if the results carry them, per-sequence [N] numbers in the batch's order."""
+    starts, lengths = batch.cu_seqlens[:-1].tolist(), batch.lengths.tolist()
+    tokens, sequences = torch.zeros(len(batch.tokens)), torch.zeros(batch.num_sequences)
+    for microbatches, result in zip(plan, results):
+        position = 0
+        for indices in microbatches:
+            for index in indices:
+                tokens[starts[index] : starts[index] + lengths[index]] = result[position : position + lengths[index]]
+                position += lengths[index]
+            if per_sequence:
+                sequences[list(indices)] = result[position : position + len(indices)]
+                position += len(indices)
+    return [tokens, sequences] if per_sequence else [tokens]

@@ -1,0 +1,157 @@
+"""The configuration says what is wrong, where, and how to mend it, before anything starts."""
+
+import json
+
+import pytest
+
+from megatron_rl.config.checks import check_config
+from megatron_rl.config.describe import batch_arithmetic
+from megatron_rl.config.load import config_to_yaml, load_config, preset_names
+from megatron_rl.config.schema import Config, Mode
+from megatron_rl.errors import ConfigError
+
+MODEL = {
+    "model_type": "qwen2",
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 2,
+    "intermediate_size": 128,
+    "vocab_size": 32,
+    "max_position_embeddings": 256,
+}
+
+
+@pytest.fixture
+def recipe(tmp_path):
+    """A writable recipe that passes every check, as overrides on an empty file."""
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps(MODEL))
+    (model / "model.safetensors").write_bytes(b"")
+    (tmp_path / "train.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
+    file = tmp_path / "recipe.yaml"
+    file.write_text(
+        f"""
+preset: tppo
+policy: {{path: {model}}}
+data: {{train_files: [{tmp_path}/train.jsonl]}}
+batch: {{max_prompt_tokens: 64, max_response_tokens: 96, window_tokens: 32}}
+"""
+    )
+    return file
+
+
+def problems(recipe, *overrides, command="train", world_size=None):
+    with pytest.raises(ConfigError) as error:
+        check_config(load_config(recipe, overrides), command=command, world_size=world_size)
+    return str(error.value)
+
+
+def test_a_good_recipe_passes_and_overrides_win_over_the_file_and_the_file_over_the_preset(recipe):
+    config = load_config(recipe, ["batch.window_tokens=16"])
+    check_config(config, command="train")
+    assert config.batch.window_tokens == 16
+    assert config.batch.max_response_tokens == 96
+    assert config.schedule.mode is Mode.tppo
+    assert config.algorithm.clip_high == 0.28
+
+
+def test_the_resolved_configuration_reads_back_equal(recipe, tmp_path):
+    config = load_config(recipe)
+    copy = tmp_path / "copy.yaml"
+    copy.write_text(config_to_yaml(config))
+    assert load_config(copy) == config
+
+
+def test_every_preset_loads_and_names_its_source():
+    for name in preset_names():
+        assert isinstance(load_config(None, [f"preset={name}"]), Config)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("batch: {window_token: 3}", ["recipe.yaml", "batch.window_token", "did you mean 'batch.window_tokens'"]),
+        ("batches: {window_tokens: 3}", ["recipe.yaml", "'batches'", "batch"]),
+        ("batch: {window_tokens: many}", ["recipe.yaml", "batch.window_tokens", "many"]),
+        ("batch: 5", ["recipe.yaml", "batch"]),
+        ("schedule: {mode: fast}", ["recipe.yaml", "schedule.mode", "fast"]),
+        ("batch: [1", ["recipe.yaml", "not valid YAML", "line"]),
+        ("- a\n- b", ["recipe.yaml", "mapping"]),
+        ("preset: tpo", ["preset", "'tpo'", "tppo"]),
+    ],
+)
+def test_a_broken_recipe_is_an_error_with_file_key_and_remedy(tmp_path, text, expected):
+    file = tmp_path / "recipe.yaml"
+    file.write_text(text)
+    with pytest.raises(ConfigError) as error:
+        load_config(file)
+    for part in expected:
+        assert part in str(error.value)
+
+
+def test_a_missing_recipe_and_a_malformed_override_are_errors(tmp_path, recipe):
+    with pytest.raises(ConfigError, match="does not exist"):
+        load_config(tmp_path / "none.yaml")
+    with pytest.raises(ConfigError, match="expected key=value"):
+        load_config(recipe, ["batch.window_tokens"])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["batch.window_tokens=200"], ["batch.window_tokens", "longer than the response budget"]),
+        (["schedule.mode=sync"], ["batch.window_tokens", "sync"]),
+        (["algorithm.ignore_boundary_tokens=40"], ["algorithm.ignore_boundary_tokens"]),
+        (["policy.path=/nowhere"], ["policy.path", "config.json"]),
+        (["data.train_files=[/nowhere.jsonl]"], ["data.train_files", "/nowhere.jsonl"]),
+        (["data.train_files=[]"], ["data.train_files", "got none"]),
+        (["parallel.tensor_parallel_size=4", "parallel.num_ranks=4"], ["parallel.tensor_parallel_size", "num_key_value_heads=2"]),
+        (["parallel.tensor_parallel_size=2", "parallel.num_ranks=3"], ["does not divide the 3 ranks"]),
+        (["parallel.pipeline_parallel_size=3", "parallel.num_ranks=3"], ["num_hidden_layers=2"]),
+        (["parallel.sequence_parallel=true"], ["parallel.sequence_parallel"]),
+        (["batch.max_response_tokens=300"], ["max_position_embeddings", "256"]),
+        (["policy.optimizer.lr=0"], ["policy.optimizer.lr"]),
+        (["policy.optimizer.decay_style=cosine"], ["policy.optimizer.decay_steps"]),
+        (["rollout.temperature=0"], ["rollout.temperature"]),
+        (["rollout.urls=[localhost:3]"], ["rollout.urls"]),
+        (["algorithm.dual_clip=0.5"], ["algorithm.dual_clip"]),
+        (["eval.every_steps=5"], ["data.eval_files"]),
+        (["run.num_steps=0"], ["run.num_steps"]),
+        (["reward.max_error_rate=2"], ["reward.max_error_rate"]),
+    ],
+)
+def test_impossible_combinations_name_the_key(recipe, overrides, expected):
+    message = problems(recipe, *overrides)
+    for part in expected:
+        assert part in message
+
+
+def test_all_problems_are_told_at_once(recipe):
+    message = problems(recipe, "run.num_steps=0", "rollout.temperature=0", "batch.window_tokens=999")
+    assert len(message.splitlines()) == 3
+
+
+def test_an_unknown_model_type_lists_the_supported_ones(recipe, tmp_path):
+    (tmp_path / "model" / "config.json").write_text(json.dumps(MODEL | {"model_type": "mamba"}))
+    message = problems(recipe)
+    assert "'mamba'" in message and "qwen2" in message
+
+
+def test_the_number_of_ranks_must_be_the_launchers(recipe):
+    assert "parallel.num_ranks" in problems(recipe, "parallel.num_ranks=2", world_size=4)
+
+
+def test_random_weights_need_no_safetensors_and_missing_ones_are_told(recipe, tmp_path):
+    (tmp_path / "model" / "model.safetensors").unlink()
+    assert "policy.init=random" in problems(recipe)
+    check_config(load_config(recipe, ["policy.init=random"]), command="train")
+
+
+def test_batch_arithmetic_counts_prompts_samples_and_tokens(recipe):
+    config = load_config(recipe, ["batch.num_prompts_per_step=8", "batch.num_samples_per_prompt=4"])
+    rows = {row.name: row for row in batch_arithmetic(config, world_size=2)}
+    assert rows["samples (slots)"].per_step == "32"
+    assert rows["samples (slots)"].per_rank == "16"
+    assert rows["new tokens (window)"].per_step == "up to 1,024"
+    assert rows["windows of the longest response"].per_step == "3"
