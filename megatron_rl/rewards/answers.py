@@ -4,8 +4,8 @@ Plain numbers are read here, exactly, as fractions: integers, decimals, thousand
 percent, fractions, mixed numbers, powers of ten, LaTeX spellings of all these, units behind them. Everything else is
 for the symbolic comparison.
 
-Invariants: every function takes time linear in the text, whatever the text; numbers longer than ``MAX_NUMBER_CHARS`` are
-not numbers; only ASCII digits are digits.
+Invariants: every function takes time linear in the text, whatever the text; numbers longer than ``MAX_NUMBER_CHARS``
+are not numbers; only ASCII digits are digits.
 """
 
 import re
@@ -30,6 +30,7 @@ _NUMBER = re.compile(
     r"""
     (?= [-+$.0-9] )                                            # most positions fail here, which is quick
     (?<![A-Za-z0-9_.^]) (?<!\^-) (?<![\^_]\{) (?<!\^\{-)       # not inside a word, an exponent or an index
+    (?P<in_date> (?<= [0-9]/ ) )?                              # in 12/25/2020, no two parts are a fraction
     (?P<sign> (?<![0-9A-Za-z)\]}%]) [-+] )? \$?                # 5-3 is two numbers, no sign; -$5
     (?P<sign_after> (?<=\$) [-+] )?                            # $-5
     (?> (?P<mixed> [0-9]+ ) [ ]+ (?= [0-9]+/[0-9]+ (?![0-9./]) ) )?
@@ -37,7 +38,7 @@ _NUMBER = re.compile(
     (?<= [0-9] )
     (?: [eE] (?P<exponent> [-+]?[0-9]{1,3} ) (?![0-9A-Za-z]) )?
     (?: \s* (?: \\times | \\cdot | [×*x] ) \s* 10 \s* \^ \s* \{? (?P<power> [-+]?[0-9]{1,3} ) (?![0-9]) \}? )?
-    (?: [ ]?/[ ]? (?P<denominator> [0-9]+ ) (?! [0-9]*/ | \.?[0-9] ) )?
+    (?(in_date) | (?: [ ]?/[ ]? (?P<denominator> [0-9]+ ) (?! [0-9]*/ | \.?[0-9] ) )? )
     (?! \s* \^ )                                               # 10^5 is not 10
     (?P<percent> \s?% )?
     (?: \s+ (?P<scale> thousand | million | billion | trillion ) \b )?
@@ -130,7 +131,7 @@ def phrase_answer(text: str) -> str | None:
     return (tail[: end.start()] if end else tail).strip(" *_`") or None
 
 
-# ------------------------------------------------------------------------------------------------------ what number it is
+# ----------------------------------------------------------------------------------------------------- what number it is
 
 
 def respell(text: str) -> str:

@@ -94,10 +94,10 @@ def _resolve_path(path: str) -> Reward:
     module_name, _, function_name = path.partition(":")
     try:
         module = import_module(module_name)
-    except ImportError as error:
+    except Exception as error:  # importing runs foreign code, which may raise anything
         raise RewardError(
-            f"reward {path!r}: module {module_name!r} does not import ({error}); expected package.module:function "
-            "with the module on PYTHONPATH"
+            f"reward {path!r}: module {module_name!r} does not import ({type(error).__name__}: {error}); "
+            "expected package.module:function with the module on PYTHONPATH"
         ) from error
     function = module
     for part in function_name.split("."):

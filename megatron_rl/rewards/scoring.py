@@ -1,0 +1,217 @@
+"""Score a file of responses: JSONL in, the same rows with ``score``, ``detail`` and ``error`` out, in the same order.
+
+Invariants: every row is checked before the first one is scored, so bad data is refused with its place (file, line,
+field); the output appears whole or not at all; memory holds a few thousand rows, whatever the size of the file.
+
+Who waits for whom: reading runs ahead of scoring by ``BATCHES_AHEAD`` batches; writing waits for the oldest batch.
+"""
+
+import concurrent.futures
+import json
+import os
+import tempfile
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from megatron_rl.data.trajectory import Score
+from megatron_rl.rewards.registry import RewardError, required_fields, resolve
+from megatron_rl.rewards.runner import RewardRunner
+
+BATCH_ROWS = 1024
+BATCHES_AHEAD = 2
+"""So that the workers have something to do while results are written."""
+MAX_REPORTED = 5
+"""Bad rows that an error message names."""
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Summary:
+    reward: str
+    num_rows: int
+    num_unscored: int
+    num_skipped: int
+    """Bad rows that were left out."""
+    mean_score: float | None
+    """Over the rows that could be scored; None if there are none."""
+    seconds: float
+    """Wall-clock time of the scoring, without starting the workers."""
+
+    @property
+    def rows_per_second(self) -> float:
+        return self.num_rows / self.seconds if self.seconds > 0 else 0.0
+
+    def table(self) -> Table:
+        table = Table(title=f"reward {self.reward}", show_header=False)
+        mean = "-" if self.mean_score is None else f"{self.mean_score:.4f}"
+        for label, value in (
+            ("rows", f"{self.num_rows:,}"),
+            ("mean score", mean),
+            ("unscored", f"{self.num_unscored:,}"),
+            ("skipped bad rows", f"{self.num_skipped:,}"),
+            ("rows per second", f"{self.rows_per_second:,.0f}"),
+        ):
+            table.add_row(label, value)
+        return table
+
+
+def score_file(
+    name: str,
+    input_path: str | Path,
+    output_path: str | Path,
+    *,
+    num_workers: int = 2,
+    timeout_s: float = 5.0,
+    options: Mapping[str, Any] | None = None,
+    progress: bool = True,
+    skip_bad_rows: bool = False,
+) -> Summary:
+    """Score every row of a JSONL file.
+
+    Args:
+        name: Registry name or import path of the reward.
+        input_path: Rows with ``response`` and ``answer``, and a field for every option that the reward requires and
+            ``options`` does not set.
+        output_path: May be the input itself.
+        num_workers: Worker processes.
+        timeout_s: Seconds one row may take.
+        options: Keyword arguments of the reward.
+        progress: Show a progress bar on standard error.
+        skip_bad_rows: Leave bad rows out instead of refusing the file.
+
+    Raises:
+        RewardError: unknown reward, wrong options, or bad rows (with file, line and field).
+        OSError: a file that cannot be read or written.
+    """
+    input_path, output_path = Path(input_path), Path(output_path)
+    fields = required_fields(resolve(name), options or {})
+    num_rows, num_skipped = _check_rows(input_path, fields, skip_bad_rows)
+    with (
+        RewardRunner(name, num_workers=num_workers, timeout_s=timeout_s, options=options, row_fields=fields) as runner,
+        _atomic(output_path) as output,
+        _bar(progress, name, num_rows) as advance,
+    ):
+        started_at = time.monotonic()
+        num_scored, total = 0, 0.0
+        for row, score in _scored_rows(runner, input_path, fields):
+            output.write(json.dumps({**row, "score": score.value, "detail": score.detail, "error": score.error}) + "\n")
+            if score.value is not None:
+                num_scored += 1
+                total += score.value
+            advance()
+        seconds = time.monotonic() - started_at
+    return Summary(
+        reward=name,
+        num_rows=num_rows,
+        num_unscored=num_rows - num_scored,
+        num_skipped=num_skipped,
+        mean_score=total / num_scored if num_scored else None,
+        seconds=seconds,
+    )
+
+
+def _scored_rows(runner: RewardRunner, path: Path, fields: Sequence[str]) -> Iterator[tuple[Row, Score]]:
+    """The good rows of a file with their scores, in order."""
+    waiting: deque[tuple[list[Row], concurrent.futures.Future[list[Score]]]] = deque()
+    for batch in _batches(path, fields):
+        items = [(row["response"], str(row["answer"]), {field: row[field] for field in fields}) for row in batch]
+        waiting.append((batch, runner.submit(items)))
+        if len(waiting) > BATCHES_AHEAD:
+            rows, future = waiting.popleft()
+            yield from zip(rows, future.result(), strict=True)
+    for rows, future in waiting:
+        yield from zip(rows, future.result(), strict=True)
+
+
+def _batches(path: Path, fields: Sequence[str]) -> Iterator[list[Row]]:
+    batch: list[Row] = []
+    for _, row, problem in _read(path, fields):
+        if problem:
+            continue
+        batch.append(row)
+        if len(batch) == BATCH_ROWS:
+            yield batch
+            batch = []
+    if batch:
+        yield batch
+
+
+def _read(path: Path, fields: Sequence[str]) -> Iterator[tuple[int, Row, str]]:
+    """(line number from 1, row, what is wrong with it or ""); blank lines are passed over."""
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except (ValueError, RecursionError) as error:
+                yield number, {}, f"not a JSON object: {error}"
+                continue
+            yield number, row, _problem(row, fields)
+
+
+def _problem(row: Any, fields: Sequence[str]) -> str:
+    if not isinstance(row, dict):
+        return f"expected a JSON object, got {type(row).__name__}"
+    for field in ("response", "answer", *fields):
+        if field not in row:
+            return f"field {field!r} is missing; the row has {sorted(row)}"
+    if not isinstance(row["response"], str):
+        return f"field 'response': expected text, got {type(row['response']).__name__}"
+    if not isinstance(row["answer"], (str, int, float)) or isinstance(row["answer"], bool):
+        return f"field 'answer': expected text or a number, got {type(row['answer']).__name__}"
+    return ""
+
+
+def _check_rows(path: Path, fields: Sequence[str], skip_bad_rows: bool) -> tuple[int, int]:
+    """(number of good rows, number of bad rows); raises RewardError for bad rows unless they may be skipped."""
+    num_good, num_bad, reported = 0, 0, []
+    for number, _, problem in _read(path, fields):
+        if not problem:
+            num_good += 1
+            continue
+        num_bad += 1
+        if len(reported) < MAX_REPORTED:
+            reported.append(f"{path}:{number}: {problem}")
+    if num_bad and not skip_bad_rows:
+        places = "\n".join(reported)
+        raise RewardError(f"{num_bad} of {num_good + num_bad} rows are bad; mend them or skip bad rows:\n{places}")
+    return num_good, num_bad
+
+
+@contextmanager
+def _atomic(path: Path) -> Iterator[TextIO]:
+    """A file that takes its name only when it is complete and on disk."""
+    with tempfile.NamedTemporaryFile(
+        "w", encoding="utf-8", dir=path.parent, prefix=f".{path.name}.", suffix=".partial", delete=False
+    ) as file:
+        try:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+            umask = os.umask(0)
+            os.umask(umask)
+            os.chmod(file.name, 0o666 & ~umask)  # temporary files are private by default
+            os.replace(file.name, path)
+        except BaseException:
+            os.unlink(file.name)
+            raise
+
+
+@contextmanager
+def _bar(shown: bool, name: str, num_rows: int) -> Iterator[Callable[[], None]]:
+    """A progress bar on standard error; yields the function that advances it by one row."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), disable=not shown) as bar:
+        task = bar.add_task(f"reward {name}", total=num_rows)
+        yield lambda: bar.advance(task)

@@ -1,0 +1,325 @@
+"""The reward runner against rewards that hang, crash, hoard, fork and print: each costs its own response only."""
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from megatron_rl.data.trajectory import Score
+from megatron_rl.rewards import RewardAlarm, RewardError, RewardRunner, check_error_rate, score_file
+
+HOSTILE = "tests.integration.hostile_rewards"
+ROOT = Path(__file__).parents[2]
+MARK_NAME = "MEGATRON_RL_TEST_MARK"
+
+pytestmark = pytest.mark.timeout(120)
+
+
+def marked_processes(mark: str) -> set[int]:
+    """Living processes that inherited the mark; zombies show no environment."""
+    found = set()
+    for entry in Path("/proc").iterdir():
+        try:
+            if entry.name.isdigit() and mark.encode() in (entry / "environ").read_bytes():
+                found.add(int(entry.name))
+        except OSError:
+            continue
+    return found
+
+
+def wait_until_gone(mark: str, timeout_s: float = 10.0) -> set[int]:
+    """Marked processes that are left after at most ``timeout_s``."""
+    deadline = time.monotonic() + timeout_s
+    while (left := marked_processes(mark)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return left
+
+
+@pytest.fixture
+def mark(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Every process that the test starts carries it; what is left of them is killed at the end."""
+    value = uuid.uuid4().hex
+    monkeypatch.setenv(MARK_NAME, value)
+    yield value
+    for pid in marked_processes(value):
+        os.kill(pid, signal.SIGKILL)
+
+
+def hostile_runner(**settings) -> RewardRunner:
+    return RewardRunner(f"{HOSTILE}:score", **{"num_workers": 2, "timeout_s": 1.0, **settings})
+
+
+# ------------------------------------------------------------------------------------------------------------- hostility
+
+EXPECTED_ERRORS = {
+    "loop": "timed out after 3 s",
+    "stop": "timed out after 3 s",
+    "print": "timed out after 3 s",
+    "memory": "MemoryError",
+    "exit": "exited with code 3",
+    "orphan_and_crash": "exited with code 4",
+    "segfault": "SIGSEGV",
+    "raise": "ValueError: the reward's own mistake",
+    "leave": "SystemExit: 5",
+    "fork": "left processes running",
+    "fork_and_return": "left processes running",
+    "daemon": "left processes running",
+    "nan": "finite",
+    "nothing": "TypeError",
+}
+
+
+def test_hostile_items_go_unscored_and_all_others_are_scored(mark: str) -> None:
+    items = [("good", "good" if index % 2 else "other") for index in range(700)]
+    for index, kind in enumerate(EXPECTED_ERRORS):
+        items.insert(index * 40, (f"{kind} now", "1"))
+    started_at = time.monotonic()
+    with hostile_runner(timeout_s=3.0, memory_limit_mb=64) as runner:
+        scores = runner.score_many_blocking(items)
+    # Three items hang for 3 s each, on two workers; the rest is starting and replacing processes.
+    assert time.monotonic() - started_at < 40
+    for (response, answer), score in zip(items, scores, strict=True):
+        expected = EXPECTED_ERRORS.get(response.partition(" ")[0])
+        if expected is None:
+            assert score.value == float(response == answer)
+        else:
+            assert score.value is None and expected in score.error, (response, score)
+    assert wait_until_gone(mark) == set()
+
+
+def test_items_behind_a_hanging_one_go_to_other_workers() -> None:
+    with hostile_runner(timeout_s=8.0) as runner:
+        # Both workers are busy while the queue fills, so that the hanging item shares its chunk with good ones.
+        busy = [runner.submit([("sleep 0.5", "")]) for _ in range(2)]
+        time.sleep(0.2)
+        hanging = runner.submit([("loop", "")])
+        good = runner.submit([("good", "good")] * 200)
+        assert all(score.value == 1.0 for score in good.result(timeout=6.0))
+        assert not hanging.done()
+        assert hanging.result(timeout=20)[0].value is None
+        assert all(future.done() for future in busy)
+
+
+def test_a_crash_is_tried_again_and_a_lasting_one_given_up(tmp_path: Path) -> None:
+    options = {"mark": str(tmp_path / "tried")}
+    with RewardRunner(f"{HOSTILE}:crash_once", options=options, num_workers=1) as runner:
+        assert [score.value for score in runner.score_many_blocking([("ok", ""), ("crash", "")])] == [1.0, 1.0]
+    with hostile_runner(max_retries=2, num_workers=1) as runner:
+        (score,) = runner.score_many_blocking([("exit", "")])
+        assert score.error == "the worker exited with code 3 at this response, 3 times"
+
+
+def test_pathological_answers_leave_the_math_reward_working() -> None:
+    hostile = ["\\boxed{9**9**9**9}", "\\boxed{9^{9^{9^{9}}}}", "\\boxed{" * 100_000, "\x00\ud800" * 1000]
+    with RewardRunner("math", num_workers=2, timeout_s=4.0) as runner:
+        items = [(text, "\\sqrt{2}") for text in hostile] + [("\\boxed{2^{1/2}}", "\\sqrt{2}"), ("so 4", "4")] * 20
+        scores = runner.score_many_blocking(items)
+    assert all(score.value in (0.0, None) for score in scores[: len(hostile)])
+    assert all(score.value == 1.0 for score in scores[len(hostile) :])
+
+
+# -------------------------------------------------------------------------------------------------------------- processes
+
+
+def test_workers_are_light_and_lead_their_own_group() -> None:
+    with RewardRunner(f"{HOSTILE}:process_facts", num_workers=1) as runner:
+        (score,) = runner.score_many_blocking([("", "")])
+    pid, parent, group = map(int, score.detail.split())
+    assert score.value == 0.0, "a worker imported torch"
+    assert group == pid and parent != os.getpid()
+
+
+def test_close_leaves_no_process_and_ends_the_calls_under_way(mark: str) -> None:
+    runner = hostile_runner(timeout_s=60.0)
+    future = runner.submit([("loop", ""), ("stop", "")])
+    time.sleep(0.5)
+    assert len(marked_processes(mark)) == 3
+    runner.close()
+    runner.close()
+    assert wait_until_gone(mark) == set()
+    with pytest.raises(RewardError, match="closed"):
+        future.result(timeout=1)
+    with pytest.raises(RewardError, match="closed"):
+        runner.score_many_blocking([("good", "good")])
+
+
+def test_everything_dies_with_a_killed_trainer(mark: str) -> None:
+    script = (
+        "from megatron_rl.rewards import RewardRunner\n"
+        f"runner = RewardRunner({HOSTILE + ':score'!r}, num_workers=2, timeout_s=60)\n"
+        "runner.submit([('loop', ''), ('stop', '')])\n"
+        "import time; time.sleep(0.5); print('ready', flush=True); time.sleep(60)\n"
+    )
+    trainer = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, cwd=ROOT)
+    try:
+        assert trainer.stdout is not None and trainer.stdout.readline() == b"ready\n"
+        assert len(marked_processes(mark)) == 4
+    finally:
+        trainer.kill()
+        trainer.communicate(timeout=10)
+    assert wait_until_gone(mark) == set()
+
+
+def test_a_killed_nursery_is_replaced_and_no_item_lost(mark: str) -> None:
+    with hostile_runner(timeout_s=10.0) as runner:
+        future = runner.submit([("sleep 0.05", "")] * 40)
+        time.sleep(0.3)
+        (nursery,) = [pid for pid in marked_processes(mark) if parent_of(pid) == os.getpid()]
+        os.kill(nursery, signal.SIGKILL)
+        assert [score.value for score in future.result(timeout=60)] == [1.0] * 40
+
+
+def parent_of(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+# ------------------------------------------------------------------------------------------------------------------ calls
+
+
+def test_scores_come_in_the_order_of_items_from_any_loop_and_thread() -> None:
+    items = [(str(index), str(index // 3 * 3)) for index in range(1000)]
+    expected = [float(response == answer) for response, answer in items]
+
+    async def two_at_once(runner: RewardRunner) -> list[list[Score]]:
+        return await asyncio.gather(runner.score_many(items), runner.score_many(items[:10]))
+
+    with hostile_runner() as runner:
+        for _ in range(2):  # a new event loop each time
+            first, second = asyncio.run(two_at_once(runner))
+            assert [score.value for score in first] == expected
+            assert [score.value for score in second] == expected[:10]
+        assert [score.value for score in runner.score_many_blocking(items)] == expected
+        assert runner.score_many_blocking([]) == []
+
+
+def test_a_cancelled_call_frees_the_workers() -> None:
+    async def give_up(runner: RewardRunner) -> None:
+        with pytest.raises(asyncio.TimeoutError):
+            await asyncio.wait_for(runner.score_many([("sleep 0.5", "")] * 100), timeout=0.2)
+
+    with hostile_runner(num_workers=1) as runner:
+        asyncio.run(give_up(runner))
+        started_at = time.monotonic()
+        assert runner.score_many_blocking([("good", "good")])[0].value == 1.0
+        assert time.monotonic() - started_at < 10  # the cancelled items would take 50 s
+
+
+def test_warm_workers_score_thousands_a_second() -> None:
+    items = [("4,12,122,134", "134")] * 5000
+    with RewardRunner("math", num_workers=2, options={"separator": ","}) as runner:
+        runner.score_many_blocking(items[:200])
+        started_at = time.monotonic()
+        scores = runner.score_many_blocking(items)
+        seconds = time.monotonic() - started_at
+    assert all(score.value == 1.0 for score in scores)
+    assert len(items) / seconds > 1000  # a round trip for each item would stay below this on a busy machine
+
+
+def test_row_fields_reach_the_reward_and_options_are_checked() -> None:
+    with RewardRunner(f"{HOSTILE}:with_fields", options={"scale": 2.0}, row_fields=["bonus"], num_workers=1) as runner:
+        scores = runner.score_many_blocking([("ab", "", {"bonus": 1.0}), ("ab", "", {"bonus": 2.0})])
+    assert [score.value for score in scores] == [6.0, 8.0]
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("maths", {}, "unknown reward 'maths'.*math"),
+        ("no_such_package:score", {}, "does not import"),
+        (f"{HOSTILE}:missing", {}, "has no 'missing'"),
+        (f"{HOSTILE}:MISDEEDS", {}, "expected a plain function"),
+        (f"{HOSTILE}:_loop", {}, r"expected score\(response, answer"),
+        (f"{HOSTILE}:with_fields", {}, "needs bonus"),
+        ("math", {"extrct": "auto"}, "no option 'extrct'; its options: extract, separator"),
+        ("math", {"extract": "first"}, "one of 'auto'.*got 'first'"),
+        ("math", {"separator": 3}, "separator must be a str"),
+        ("format", {"then": "maths"}, "unknown reward 'maths'"),
+        ("format", {"then": "math", "then_options": {"extract": "first"}}, "got 'first'"),
+    ],
+)
+def test_what_cannot_run_is_refused_before_a_process_starts(mark: str, name: str, options: dict, message: str) -> None:
+    with pytest.raises(RewardError, match=message):
+        RewardRunner(name, options=options)
+    assert marked_processes(mark) == set()
+
+
+def test_an_item_that_is_no_text_is_refused_with_its_index() -> None:
+    with hostile_runner(num_workers=1) as runner:
+        with pytest.raises(RewardError, match="item 1: .*NoneType"):
+            runner.submit([("a", "b"), (None, "b")])
+
+
+def test_the_alarm_names_the_three_most_frequent_errors() -> None:
+    errors = ["timed out after 5 s"] * 4 + ["row 17 is bad", "row 3 is bad", "crash", "crash", "rare"]
+    scores = [Score(1.0)] * 91 + [Score(None, error=error) for error in errors]
+    assert check_error_rate(scores, 0.09) == 0.09
+    assert check_error_rate([], 0.0) == 0.0
+    with pytest.raises(RewardAlarm, match="9 of 100 responses of step 3") as raised:
+        check_error_rate(scores, 0.08, what="step 3")
+    message = str(raised.value)
+    assert "4x timed out after 5 s" in message and "2x row" in message and "2x crash" in message
+    assert "rare" not in message
+
+
+# ------------------------------------------------------------------------------------------------------------------ files
+
+
+def write_rows(path: Path, rows: list) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_score_file_keeps_rows_and_order(tmp_path: Path) -> None:
+    rows = [{"id": index, "response": f"so {index}", "answer": index if index % 2 else "x+1"} for index in range(3000)]
+    source = write_rows(tmp_path / "in.jsonl", rows)
+    summary = score_file("math", source, tmp_path / "out.jsonl", options={"extract": "last_number"}, progress=False)
+    scored = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    assert [{key: row[key] for key in ("id", "response", "answer")} for row in scored] == rows
+    assert all(row["score"] == (1.0 if row["id"] % 2 else None) for row in scored)
+    assert all(bool(row["error"]) == (row["score"] is None) for row in scored)
+    assert (summary.num_rows, summary.num_unscored, summary.mean_score) == (3000, 1500, 1.0)
+    assert summary.table().row_count == 5
+    assert {path.name for path in tmp_path.iterdir()} == {"in.jsonl", "out.jsonl"}
+
+
+def test_score_file_takes_required_options_from_the_rows_and_may_replace_its_input(tmp_path: Path) -> None:
+    path = write_rows(tmp_path / "rows.jsonl", [{"response": "ab", "answer": "", "bonus": 3}])
+    score_file(f"{HOSTILE}:with_fields", path, path, num_workers=1, progress=False)
+    assert json.loads(path.read_text())["score"] == 5.0
+
+
+def test_bad_rows_are_refused_with_their_place_or_skipped(tmp_path: Path) -> None:
+    source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    good = json.dumps({"response": "4", "answer": "4"})
+    source.write_text("\n".join([good, '{"response": "4"}', "{broken", '{"response": 4, "answer": "4"}', "", "[]", good]))
+    with pytest.raises(RewardError, match="4 of 6 rows are bad") as raised:
+        score_file("math", source, output, progress=False)
+    for place in ("in.jsonl:2: field 'answer' is missing", ":3: not a JSON", ":4: field 'response'", ":6: expected a JSON"):
+        assert place in str(raised.value)
+    assert not output.exists()
+    summary = score_file("math", source, output, progress=False, skip_bad_rows=True)
+    assert (summary.num_rows, summary.num_skipped, summary.mean_score) == (2, 4, 1.0)
+    assert len(output.read_text().splitlines()) == 2
+
+
+def test_a_failing_scoring_leaves_the_old_output_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = write_rows(tmp_path / "in.jsonl", [{"response": "4", "answer": "4"}])
+    output = tmp_path / "out.jsonl"
+    output.write_text("old")
+
+    def fail(*_: object) -> None:
+        raise RewardError("no workers")
+
+    monkeypatch.setattr(RewardRunner, "submit", fail)
+    with pytest.raises(RewardError, match="no workers"):
+        score_file("math", source, output, num_workers=1, progress=False)
+    assert output.read_text() == "old"
+    assert {path.name for path in tmp_path.iterdir()} == {"in.jsonl", "out.jsonl"}
