@@ -12,11 +12,20 @@ before), so the trainer never holds the whole model. Invariants:
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import NamedTuple
 
 import torch
 
 MAX_NAMES_SHOWN = 8
 """Names an error spells out before it only counts."""
+
+
+class ServerAddress(NamedTuple):
+    url: str
+    tp_size: int
+    """Workers of the server that receive weights, each with a rank of its own."""
+    incarnation: int
+    """Changes when the server is started again: a new process knows nothing of an old sync group."""
 
 
 class CoverageError(ValueError):
@@ -82,6 +91,15 @@ def assign_ranks(tp_sizes: Sequence[int]) -> RankPlan:
     return RankPlan(world_size=next_rank, offsets=tuple(offsets))
 
 
+def unique_addresses(servers: Sequence[ServerAddress | tuple[str, int, int]]) -> tuple[ServerAddress, ...]:
+    """Servers in their order; raises ValueError if there are none or one is listed twice."""
+    addresses = tuple(ServerAddress(url.rstrip("/"), tp_size, incarnation) for url, tp_size, incarnation in servers)
+    urls = [address.url for address in addresses]
+    if not urls or len(set(urls)) != len(urls):
+        raise ValueError(f"expected at least one server and every URL once, got {urls}")
+    return addresses
+
+
 class Coverage:
     """Compares the tensors that stream by with the ones the model has.
 
@@ -116,7 +134,7 @@ class Coverage:
             if missing:
                 problems["missing"] = missing
         if problems:
-            listed = "; ".join(f"{kind}: {_shorten(names)}" for kind, names in problems.items())
+            listed = "; ".join(f"{kind}: {shorten(names)}" for kind, names in problems.items())
             raise CoverageError(
                 f"the tensors on offer are not the served model's: {listed}. Check the Hugging Face name mapping of "
                 "this model family and that the trainer and the servers use the same config.json"
@@ -131,7 +149,8 @@ def check_coverage(specs: Iterable[TensorSpec], expected: Mapping[str, Sequence[
     coverage.check(complete=True)
 
 
-def _shorten(names: list[str]) -> str:
+def shorten(names: list[str]) -> str:
+    """The first names of a long list, for an error message."""
     shown = ", ".join(names[:MAX_NAMES_SHOWN])
     left = len(names) - MAX_NAMES_SHOWN
     return f"{shown} and {left} more" if left > 0 else shown

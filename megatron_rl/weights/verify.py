@@ -1,0 +1,242 @@
+"""Do the servers hold the weights they should? Compares checksums without moving any weights.
+
+SGLang's ``/weights_checker`` hashes each parameter as it lies in the server. On CPU that is the first 8 bytes of the
+SHA-256 of the parameter's bytes, which the trainer can compute from its own tensors: it joins q/k/v, gate/up and the
+experts as SGLang does and pads the vocabulary. Where the bytes cannot be rebuilt (shards of tensor parallelism, GPU
+servers, which hash differently) the servers are compared with each other instead, and the report says so.
+
+The trainer waits for each server at most ``timeout_s``; a server answers after it has hashed all its weights.
+"""
+
+import hashlib
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any, Literal
+
+import torch
+
+from megatron_rl.weights.plan import ServerAddress, shorten, unique_addresses
+from megatron_rl.weights.servers import ServerCallError, ServerCalls
+
+NamedTensors = Iterable[tuple[str, torch.Tensor]]
+
+HASH_BYTES = 8
+VOCAB_MULTIPLE = 64
+"""SGLang pads embedding and output rows with zeros to a multiple of this."""
+VOCAB_LAYERS = ("embed_tokens.weight", "lm_head.weight")
+
+JOINED = {
+    "q_proj": ("qkv_proj", 0),
+    "k_proj": ("qkv_proj", 1),
+    "v_proj": ("qkv_proj", 2),
+    "gate_proj": ("gate_up_proj", 0),
+    "up_proj": ("gate_up_proj", 1),
+    "q_a_proj": ("fused_qkv_a_proj_with_mqa", 0),
+    "kv_a_proj_with_mqa": ("fused_qkv_a_proj_with_mqa", 1),
+}
+"""Hugging Face module -> (SGLang module, place among the parts that are joined along the first dimension)."""
+
+EXPERT_PARTS = {
+    "gate_proj": ("w13_weight", 0, 2),
+    "w1": ("w13_weight", 0, 2),
+    "up_proj": ("w13_weight", 1, 2),
+    "w3": ("w13_weight", 1, 2),
+    "down_proj": ("w2_weight", 0, 1),
+    "w2": ("w2_weight", 0, 1),
+}
+"""Projection of one expert -> (SGLang parameter, place within the expert, parts of an expert)."""
+
+SERVER_DTYPES = {
+    "float32": torch.float32,
+    "float": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "half": torch.float16,
+}
+"""SGLang's --dtype; "auto" tells nothing."""
+
+_EXPERT = re.compile(r"^(?P<prefix>.*\.experts)\.(?P<expert>\d+)\.(?P<projection>\w+)\.weight$")
+
+
+class WeightMismatchError(RuntimeError):
+    """Weights on a server are not what they should be."""
+
+
+@dataclass(frozen=True)
+class ChecksumReport:
+    reference: Literal["trainer", "servers", "nothing"]
+    """What the servers' checksums were held against; ``note`` says why where it is not the trainer."""
+    num_compared: int
+    """Parameters compared, summed over servers and their ranks."""
+    differing: Mapping[str, tuple[str, ...]]
+    """Server URL -> parameters that differ, by SGLang's names. Servers without differences are left out."""
+    uncompared: tuple[str, ...]
+    """Parameters that only one side has."""
+    note: str
+
+    def raise_if_different(self) -> None:
+        if not self.differing:
+            return
+        where = "; ".join(f"{url}: {shorten(list(names))}" for url, names in self.differing.items())
+        against = "the trainer's weights" if self.reference == "trainer" else "those of another server"
+        raise WeightMismatchError(
+            f"server weights differ from {against}. {where}. {self.note} Publish the weights again and compare once "
+            "more; if they still differ, the name mapping of this model family or a server is at fault"
+        )
+
+
+def compare_checksums(
+    servers: Sequence[ServerAddress | tuple[str, int, int]],
+    named_tensors: NamedTensors | None = None,
+    timeout_s: float = 300.0,
+) -> ChecksumReport:
+    """Compare all servers with the trainer's ``named_tensors`` (Hugging Face names, full tensors) where possible.
+
+    Without tensors, or where the servers' bytes cannot be rebuilt, the servers are compared with each other. The stream
+    is walked to its end in any case, for the trainer ranks inside its collectives. Raises ServerCallError.
+    """
+    stream = iter(named_tensors or ())
+    with ServerCalls(unique_addresses(servers), timeout_s) as calls:
+        try:
+            checksums = {
+                server.url: [rank["checksums"] for rank in reply.body["ranks"]]
+                for server, reply in zip(calls.servers, calls.post("/weights_checker", {"action": "checksum"}))
+            }
+            infos = calls.get("/server_info")
+        except ServerCallError:
+            _walk(stream)
+            raise
+    obstacle = "no trainer tensors were given" if named_tensors is None else _obstacle(checksums, infos)
+    if not obstacle:
+        return _compare_with_trainer(checksums, SERVER_DTYPES.get(infos[0]["dtype"]), stream)
+    _walk(stream)
+    return _compare_with_each_other(checksums, f"The servers were not compared with the trainer: {obstacle}.")
+
+
+def joined_name(name: str, server_names: Collection[str]) -> tuple[str, int] | None:
+    """The server parameter that holds the Hugging Face tensor ``name``, and the place of this part in it."""
+    if name in server_names:
+        return name, 0
+    expert = _EXPERT.match(name)
+    if expert and expert["projection"] in EXPERT_PARTS:
+        parameter, place, parts_per_expert = EXPERT_PARTS[expert["projection"]]
+        joined = f"{expert['prefix']}.{parameter}"
+        return (joined, int(expert["expert"]) * parts_per_expert + place) if joined in server_names else None
+    modules = name.split(".")
+    for i, module in enumerate(modules):
+        if module in JOINED:
+            parameter, place = JOINED[module]
+            joined = ".".join([*modules[:i], parameter, *modules[i + 1 :]])
+            if joined in server_names:
+                return joined, place
+    return None
+
+
+class _ParameterHash:
+    """The checksum of one server parameter, from parts that may come out of order.
+
+    Hashes the bytes in the trainer's dtype and in the server's: a server keeps some parameters in float32 beside a
+    bfloat16 model, and equal bytes in either prove equal weights. Parts wait in memory until those before them came.
+    """
+
+    def __init__(self, name: str, server_dtype: torch.dtype | None):
+        self._name = name
+        self._server_dtype = server_dtype
+        self._hashes: dict[torch.dtype, Any] = {}
+        self._waiting: dict[int, torch.Tensor] = {}
+        self._next_part = 0
+        self._num_rows = 0
+        self._row_numel = 0
+
+    def add(self, part: int, tensor: torch.Tensor) -> None:
+        self._waiting[part] = tensor.detach().to("cpu", copy=part != self._next_part)
+        while self._next_part in self._waiting:
+            self._update(self._waiting.pop(self._next_part))
+            self._next_part += 1
+
+    def checksums(self) -> set[str]:
+        """All that count as equal; call it once, after the last part. Empty while parts are missing."""
+        if self._waiting:
+            return set()
+        if self._name.endswith(VOCAB_LAYERS):
+            self._update(torch.zeros(-self._num_rows % VOCAB_MULTIPLE, self._row_numel))
+        return {hasher.digest()[:HASH_BYTES].hex() for hasher in self._hashes.values()}
+
+    def _update(self, tensor: torch.Tensor) -> None:
+        if not self._hashes:
+            self._hashes = {dtype: hashlib.sha256() for dtype in {tensor.dtype, self._server_dtype} - {None}}
+        self._num_rows += tensor.shape[0] if tensor.dim() else 1
+        self._row_numel = prod(tensor.shape[1:])
+        for dtype, hasher in self._hashes.items():
+            hasher.update(memoryview(tensor.to(dtype).contiguous().view(-1).view(torch.uint8).numpy()))
+
+
+def _compare_with_trainer(
+    checksums: Mapping[str, list[dict[str, str]]], server_dtype: torch.dtype | None, stream: NamedTensors
+) -> ChecksumReport:
+    server_names = {name for ranks in checksums.values() for name in ranks[0]}
+    hashes: dict[str, _ParameterHash] = {}
+    uncompared = []
+    for name, tensor in stream:
+        found = joined_name(name, server_names)
+        if found is None:
+            uncompared.append(name)
+            continue
+        server_name, part = found
+        if server_name not in hashes:
+            hashes[server_name] = _ParameterHash(server_name, server_dtype)
+        hashes[server_name].add(part, tensor)
+    uncompared += sorted(server_names - hashes.keys())
+    differing: dict[str, list[str]] = {url: [] for url in checksums}
+    for name, parameter_hash in hashes.items():
+        accepted = parameter_hash.checksums()
+        for url, ranks in checksums.items():
+            if ranks[0].get(name) not in accepted:
+                differing[url].append(name)
+    return ChecksumReport(
+        reference="trainer",
+        num_compared=len(hashes) * len(checksums),
+        differing={url: tuple(names) for url, names in differing.items() if names},
+        uncompared=tuple(uncompared),
+        note="",
+    )
+
+
+def _compare_with_each_other(checksums: Mapping[str, list[dict[str, str]]], note: str) -> ChecksumReport:
+    """Each server against the first one that has as many ranks."""
+    references: dict[int, str] = {}
+    differing: dict[str, tuple[str, ...]] = {}
+    num_compared = 0
+    for url, ranks in checksums.items():
+        reference = references.setdefault(len(ranks), url)
+        if reference == url:
+            continue
+        names = []
+        for rank, (own, other) in enumerate(zip(ranks, checksums[reference])):
+            for name in own.keys() | other.keys():
+                num_compared += 1
+                if own.get(name) != other.get(name):
+                    names.append(name if len(ranks) == 1 else f"{name} (rank {rank})")
+        if names:
+            differing[url] = tuple(sorted(names))
+    if num_compared == 0:
+        return ChecksumReport("nothing", 0, {}, (), f"{note} No two servers have the same number of ranks.")
+    return ChecksumReport("servers", num_compared, differing, (), f"{note} Each was compared with another server.")
+
+
+def _obstacle(checksums: Mapping[str, list[dict[str, str]]], infos: Sequence[Mapping[str, Any]]) -> str:
+    """Why the servers' bytes cannot be rebuilt from the trainer's tensors; empty if they can."""
+    if any(len(ranks) > 1 for ranks in checksums.values()):
+        return "tensor parallelism shards their parameters"
+    if any(info["device"] != "cpu" for info in infos):
+        return "GPU servers hash differently"
+    if len({info["dtype"] for info in infos}) > 1:
+        return "they run in different dtypes"
+    return ""
+
+
+def _walk(stream: NamedTensors) -> None:
+    for _ in stream:
+        pass
