@@ -1,0 +1,190 @@
+"""The servers of a run: started here, or attached to by URL.
+
+Whoever keeps state inside a server (weight sync: its process group and the current weights) remembers the server's
+``incarnation`` and sets that state up again once the number has changed. Only servers started here are ever stopped.
+"""
+
+import json
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Protocol
+
+from megatron_rl.rollout.server import (
+    Progress,
+    ServerError,
+    ServerOptions,
+    SglangServer,
+    fetch_json,
+    is_healthy,
+)
+
+logger = logging.getLogger(__name__)
+
+ATTACH_POLL_S = 1.0
+
+
+class Server(Protocol):
+    incarnation: int
+
+    @property
+    def url(self) -> str: ...
+
+    def alive(self) -> bool: ...
+
+    def healthy(self, timeout_s: float = 5.0) -> bool: ...
+
+    def restart(self) -> None: ...
+
+    def stop(self) -> None: ...
+
+
+class AttachedServer:
+    """A server that somebody else started. It is watched, never stopped; ``restart`` waits until it is back."""
+
+    def __init__(self, url: str, *, timeout_s: float = 300.0, progress: Progress = logger.info) -> None:
+        self.url = url.rstrip("/")
+        self.timeout_s = timeout_s
+        self.incarnation = 1
+        self._progress = progress
+        self._identity = self._read_identity()
+
+    def alive(self) -> bool:
+        return self.healthy()
+
+    def healthy(self, timeout_s: float = 5.0) -> bool:
+        """The server answers; notices when it is not the process that answered before."""
+        if not is_healthy(self.url, timeout_s):
+            return False
+        identity = self._read_identity()
+        if identity != self._identity:
+            self._identity = identity
+            self.incarnation += 1
+        return True
+
+    def restart(self) -> None:
+        """Wait until whoever runs the server has started it again. Raises ServerError after ``timeout_s``."""
+        deadline = time.monotonic() + self.timeout_s
+        self._progress(f"waiting up to {self.timeout_s:.0f} s for server {self.url}, which this run did not start")
+        while not self.healthy():
+            if time.monotonic() > deadline:
+                raise ServerError(
+                    f"server {self.url} did not come back within {self.timeout_s:.0f} s; this run attached to it and "
+                    "cannot start it. Start it again, or take it out of rollout.urls."
+                )
+            time.sleep(ATTACH_POLL_S)
+
+    def stop(self) -> None:
+        """Nothing: it is not ours."""
+
+    def model_info(self) -> dict[str, Any]:
+        """What the server says about its model. Raises ServerError if no SGLang server answers there."""
+        return _ask(self.url, "/model_info")
+
+    def _read_identity(self) -> tuple[Any, ...]:
+        info = _ask(self.url, "/server_info")
+        return tuple(info.get(name) for name in _IDENTITY_FIELDS)
+
+
+_IDENTITY_FIELDS = ("startup_time", "random_seed", "launch_command")
+"""Fields of /server_info that differ between two processes under the same URL."""
+
+
+class ServerPool:
+    """The servers of a run, in a fixed order. A context manager that stops those it started."""
+
+    def __init__(self, servers: Sequence[Server]) -> None:
+        if not servers:
+            raise ValueError("a pool has at least one server")
+        self.servers = tuple(servers)
+
+    @classmethod
+    def start(
+        cls,
+        options: ServerOptions,
+        num_servers: int,
+        log_dir: str | Path,
+        *,
+        start_timeout_s: float = 300.0,
+        max_restarts: int = 3,
+        progress: Progress = logger.info,
+    ) -> "ServerPool":
+        """Start ``num_servers`` equal servers at the same time, on ports from ``options.port`` up (0: any free ones).
+
+        Raises ServerError, with none left running, if one of them does not come up.
+        """
+        servers = [
+            SglangServer(
+                replace(options, port=options.port + i if options.port else 0),
+                Path(log_dir) / f"sglang-{i}.log",
+                start_timeout_s=start_timeout_s,
+                max_restarts=max_restarts,
+                progress=progress,
+            )
+            for i in range(num_servers)
+        ]
+        pool = cls(servers)
+        try:
+            for server in servers:
+                server.spawn()
+            for server in servers:
+                server.wait_ready()
+        except BaseException:
+            for server in servers:
+                server.stop(grace_s=0.0)
+            raise
+        return pool
+
+    @classmethod
+    def attach(cls, urls: Sequence[str], *, timeout_s: float = 300.0, progress: Progress = logger.info) -> "ServerPool":
+        """Attach to running servers. Raises ServerError if one does not answer as an SGLang server."""
+        if len(set(urls)) != len(urls):
+            raise ValueError(f"rollout.urls names a server twice: {list(urls)}")
+        servers = [AttachedServer(url, timeout_s=timeout_s, progress=progress) for url in urls]
+        for server in servers:
+            server.model_info()
+        return cls(servers)
+
+    @property
+    def urls(self) -> list[str]:
+        return [server.url for server in self.servers]
+
+    @property
+    def incarnations(self) -> dict[str, int]:
+        """By URL; a number that changes means a new process without the state given to the old one."""
+        return {server.url: server.incarnation for server in self.servers}
+
+    def alive(self) -> dict[str, bool]:
+        return {server.url: server.alive() for server in self.servers}
+
+    def restart_dead(self) -> list[str]:
+        """Start every dead server again (attached ones: wait for them) and return their URLs.
+
+        They hold the weights they were started with. Raises ServerError when a server cannot be brought back.
+        """
+        dead = [server for server in self.servers if not server.alive()]
+        for server in dead:
+            server.restart()
+        return [server.url for server in dead]
+
+    def stop(self) -> None:
+        for server in self.servers:
+            server.stop()
+
+    def __enter__(self) -> "ServerPool":
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.stop()
+
+
+def _ask(url: str, path: str, timeout_s: float = 10.0) -> dict[str, Any]:
+    try:
+        return fetch_json(url + path, timeout_s)
+    except (OSError, json.JSONDecodeError) as error:
+        raise ServerError(
+            f"no SGLang server answers at {url} ({type(error).__name__}: {error}). Expected {path} to answer within "
+            f"{timeout_s:.0f} s: check the address in rollout.urls and that the server is up (GET {url}/health)."
+        ) from error
