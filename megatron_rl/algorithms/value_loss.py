@@ -1,0 +1,108 @@
+"""Loss of the critic, and how much of the returns it explains."""
+
+import torch
+from torch import Tensor
+
+from megatron_rl.algorithms.checks import (
+    check_float_vector,
+    check_mask,
+    check_not_negative,
+    check_same_kind,
+    describe,
+)
+from megatron_rl.algorithms.loss import Loss, keep, mask_total, masked_sum
+
+
+def value_loss(
+    values: Tensor,
+    old_values: Tensor,
+    returns: Tensor,
+    mask: Tensor,
+    *,
+    clip_low: float | None = None,
+    clip_high: float | None = None,
+) -> Loss:
+    """Squared error of the critic, clipped around its old values.
+
+    ``0.5 * max((v - R)^2, (clip(v, v_old - clip_low, v_old + clip_high) - R)^2)`` a token. The factor 0.5 is part of the sum,
+    so the gradient of an unclipped token is ``v - R``.
+
+    Args:
+        values: [T] float32 or float64, with gradient.
+        old_values, returns: [T], same dtype and device; taken as constants.
+        mask: [T] 1 for the tokens to train (0/1 of any real dtype).
+        clip_low, clip_high: at least 0; None: no bound on that side.
+
+    Returns:
+        Loss per token. Metrics: ``clip_fraction`` (tokens whose clipped error is the larger one), ``squared_error`` (unclipped,
+        without the 0.5), ``value_mean``, ``return_mean``.
+
+    Raises:
+        ValueError: shapes, dtypes or ranges do not fit.
+    """
+    check_float_vector("values", values)
+    check_same_kind("old_values", old_values, "values", values)
+    check_same_kind("returns", returns, "values", values)
+    check_mask(mask, "values", values)
+    values = keep(values, mask)
+    old_values = keep(old_values.detach(), mask)
+    returns = keep(returns.detach(), mask)
+    lowest = None if clip_low is None else old_values - check_not_negative("clip_low", clip_low)
+    highest = None if clip_high is None else old_values + check_not_negative("clip_high", clip_high)
+    unclipped = (values - returns).square()
+    clipped = unclipped
+    if lowest is not None or highest is not None:
+        clipped = (values.clamp(lowest, highest) - returns).square()
+    token_loss = 0.5 * torch.maximum(unclipped, clipped)
+
+    with torch.no_grad():
+        denominator = mask_total(mask, values.dtype)
+        per_token = {
+            "clip_fraction": (clipped > unclipped).to(values.dtype),
+            "squared_error": unclipped,
+            "value_mean": values,
+            "return_mean": returns,
+        }
+        metrics = {name: (masked_sum(value, mask), denominator) for name, value in per_token.items()}
+    return Loss(masked_sum(token_loss, mask), denominator, metrics)
+
+
+@torch.no_grad()
+def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> Tensor:
+    """``1 - Var[R - V] / Var[R]`` over the tokens in the mask, [] float64 (VC-PPO, arXiv 2503.01491).
+
+    1 is a perfect critic, 0 one that knows no more than the mean, below 0 worse. 0 where the returns do not vary.
+    """
+    return explained_variance_of(explained_variance_stats(values, returns, mask))
+
+
+@torch.no_grad()
+def explained_variance_stats(values: Tensor, returns: Tensor, mask: Tensor) -> Tensor:
+    """What ``explained_variance_of`` needs, [5] float64: count, sums of R and R^2, sums of R - V and (R - V)^2.
+
+    Batches merge by addition, so an all-reduce with SUM merges ranks.
+
+    Args:
+        values, returns: [T] float32 or float64, same dtype and device.
+        mask: [T] 0/1 of any real dtype.
+    """
+    check_float_vector("values", values)
+    check_same_kind("returns", returns, "values", values)
+    check_mask(mask, "values", values)
+    inside = mask != 0
+    target = returns[inside].double()
+    error = target - values[inside].double()
+    count = inside.sum().double()
+    return torch.stack([count, target.sum(), target.square().sum(), error.sum(), error.square().sum()])
+
+
+def explained_variance_of(stats: Tensor) -> Tensor:
+    """Explained variance, [] float64, of merged ``explained_variance_stats`` [5]."""
+    if not isinstance(stats, Tensor) or stats.shape != (5,):
+        raise ValueError(f"stats: expected the [5] tensor of explained_variance_stats, got {describe(stats)}")
+    count, target_sum, target_squares, error_sum, error_squares = stats.double().unbind()
+    # Variances times count; rounding may leave a constant with a tiny one of either sign.
+    target_spread = target_squares - target_sum.square() / count.clamp(min=1)
+    error_spread = error_squares - error_sum.square() / count.clamp(min=1)
+    varies = target_spread > 1e-12 * target_squares
+    return torch.where(varies, 1.0 - error_spread.clamp(min=0) / torch.where(varies, target_spread, 1.0), 0.0)
