@@ -91,7 +91,7 @@ class Number:
         return f"{self.value}{'%' if self.percent else ''}"
 
 
-# ------------------------------------------------------------------------------------------------------ where it stands
+# ---------------------------------------------------------------------------------------------------- where it stands
 
 
 def boxed_answer(text: str) -> str | None:
@@ -131,7 +131,7 @@ def phrase_answer(text: str) -> str | None:
     return (tail[: end.start()] if end else tail).strip(" *_`") or None
 
 
-# ----------------------------------------------------------------------------------------------------- what number it is
+# -------------------------------------------------------------------------------------------------- what number it is
 
 
 def respell(text: str) -> str:

@@ -18,7 +18,7 @@ _TEXT = re.compile(r"\\(?:text|textbf|mathrm|mathbf)\s*\{([^{}]*)\}")
 
 
 def picked_letter(text: str) -> str | None:
-    """The letter, in upper case, that ``text`` starts with as a pick: ``B``, ``(b)``, ``**B.** Paris``, ``option B``."""
+    """The letter, in upper case, that ``text`` starts with as pick: ``B``, ``(b)``, ``**B.** Paris``, ``option B``."""
     match = _PICK.match(_TEXT.sub(r"\1", text))
     return match.group(1).upper() if match else None
 

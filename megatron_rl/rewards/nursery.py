@@ -101,7 +101,7 @@ class NurseryClient:
                 stdin.write(json.dumps(start).encode())
             reply = await self._reply(settings.start_timeout_s)
         except (NurseryLost, BrokenPipeError) as error:
-            self.stop()
+            self.stop(patience_s=0)
             raise RewardError(
                 f"reward {settings.path}: its process did not start within {settings.start_timeout_s:g} s "
                 f"({error}); does the module import in a plain python process?"
@@ -148,11 +148,11 @@ class NurseryClient:
             raise NurseryLost("the reward nursery is gone")
         return json.loads(body)
 
-    def stop(self) -> None:
-        """End the nursery, which kills its workers first; kill it if it takes longer than CLOSE_TIMEOUT_S."""
+    def stop(self, patience_s: float = CLOSE_TIMEOUT_S) -> None:
+        """End the nursery, which kills its workers first; kill it if that takes longer than ``patience_s``."""
         self._control.close()
         try:
-            self._process.wait(CLOSE_TIMEOUT_S)
+            self._process.wait(patience_s)
         except subprocess.TimeoutExpired:
             os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait(CLOSE_TIMEOUT_S)

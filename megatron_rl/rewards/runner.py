@@ -151,7 +151,7 @@ class RewardRunner:
         self._thread.start()
         started.result()
 
-    # ------------------------------------------------------------------------------------------------------ for callers
+    # ---------------------------------------------------------------------------------------------------- for callers
 
     async def score_many(self, items: Sequence[RewardItem]) -> list[Score]:
         """Scores in the order of ``items``. Cancelling the call drops its items."""
@@ -199,12 +199,16 @@ class RewardRunner:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    # --------------------------------------------------------------------------------------------- the runner's thread
+    # -------------------------------------------------------------------------------------------- the runner's thread
 
     def _run_thread(self, started: concurrent.futures.Future[None]) -> None:
         asyncio.set_event_loop(self._loop)
         try:
             self._loop.run_until_complete(self._serve(started))
+        except (RewardError, OSError) as error:
+            if started.done():
+                raise
+            started.set_exception(error)  # the constructor, which waits for it, raises it
         finally:
             self._loop.close()
 
@@ -215,10 +219,9 @@ class RewardRunner:
         self._nursery = NurseryClient(self._settings)
         try:
             await self._nursery.start()
-        except RewardError as error:
+        except (RewardError, OSError):
             self._nursery.release()
-            started.set_exception(error)
-            return
+            raise
         started.set_result(None)
         tasks = [asyncio.create_task(self._run_worker(slot)) for slot in range(self._num_workers)]
         stop = asyncio.create_task(self._stop.wait())
@@ -301,7 +304,7 @@ class RewardRunner:
             self._nursery.stop()
             await self._nursery.start()
 
-    # ----------------------------------------------------------------------------------------------- one chunk of items
+    # --------------------------------------------------------------------------------------------- one chunk of items
 
     async def _score_chunk(self, worker: Worker, items: list[_Item]) -> bool:
         """Score a chunk; True if the worker can take another. What is left undone goes back to the queue."""

@@ -57,7 +57,7 @@ def hostile_runner(**settings) -> RewardRunner:
     return RewardRunner(f"{HOSTILE}:score", **{"num_workers": 2, "timeout_s": 1.0, **settings})
 
 
-# ------------------------------------------------------------------------------------------------------------- hostility
+# ---------------------------------------------------------------------------------------------------------- hostility
 
 EXPECTED_ERRORS = {
     "loop": "timed out after 3 s",
@@ -126,7 +126,7 @@ def test_pathological_answers_leave_the_math_reward_working() -> None:
     assert all(score.value == 1.0 for score in scores[len(hostile) :])
 
 
-# -------------------------------------------------------------------------------------------------------------- processes
+# ---------------------------------------------------------------------------------------------------------- processes
 
 
 def test_workers_are_light_and_lead_their_own_group() -> None:
@@ -181,7 +181,7 @@ def parent_of(pid: int) -> int:
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
-# ------------------------------------------------------------------------------------------------------------------ calls
+# -------------------------------------------------------------------------------------------------------------- calls
 
 
 def test_scores_come_in_the_order_of_items_from_any_loop_and_thread() -> None:
@@ -251,6 +251,28 @@ def test_what_cannot_run_is_refused_before_a_process_starts(mark: str, name: str
     assert marked_processes(mark) == set()
 
 
+@pytest.mark.parametrize(
+    ("action", "message"),
+    [
+        ("raise ValueError('no licence')", "does not load in its worker process.*no licence"),
+        ("time.sleep(60)", "did not start within 2 s"),
+        ("os._exit(1)", "did not start"),
+    ],
+)
+def test_a_reward_that_loads_only_in_the_trainer_is_refused(
+    mark: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, action: str, message: str
+) -> None:
+    module = f"reward_{uuid.uuid4().hex}"
+    (tmp_path / f"{module}.py").write_text(
+        f"import os, time\nif os.getpid() != {os.getpid()}:\n    {action}\n"
+        "def score(response, answer):\n    return 1.0\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(RewardError, match=message):
+        RewardRunner(f"{module}:score", start_timeout_s=2.0 if "sleep" in action else 30.0)
+    assert wait_until_gone(mark) == set()
+
+
 def test_an_item_that_is_no_text_is_refused_with_its_index() -> None:
     with hostile_runner(num_workers=1) as runner:
         with pytest.raises(RewardError, match="item 1: .*NoneType"):
@@ -269,7 +291,7 @@ def test_the_alarm_names_the_three_most_frequent_errors() -> None:
     assert "rare" not in message
 
 
-# ------------------------------------------------------------------------------------------------------------------ files
+# -------------------------------------------------------------------------------------------------------------- files
 
 
 def write_rows(path: Path, rows: list) -> Path:
@@ -299,10 +321,11 @@ def test_score_file_takes_required_options_from_the_rows_and_may_replace_its_inp
 def test_bad_rows_are_refused_with_their_place_or_skipped(tmp_path: Path) -> None:
     source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     good = json.dumps({"response": "4", "answer": "4"})
-    source.write_text("\n".join([good, '{"response": "4"}', "{broken", '{"response": 4, "answer": "4"}', "", "[]", good]))
+    bad = ['{"response": "4"}', "{broken", '{"response": 4, "answer": "4"}', "", "[]"]
+    source.write_text("\n".join([good, *bad, good]))
     with pytest.raises(RewardError, match="4 of 6 rows are bad") as raised:
         score_file("math", source, output, progress=False)
-    for place in ("in.jsonl:2: field 'answer' is missing", ":3: not a JSON", ":4: field 'response'", ":6: expected a JSON"):
+    for place in ("in.jsonl:2: field 'answer' is missing", ":3: not a JSON", ":4: field 'response'", ":6: expected"):
         assert place in str(raised.value)
     assert not output.exists()
     summary = score_file("math", source, output, progress=False, skip_bad_rows=True)

@@ -22,7 +22,7 @@ def value_of(text: str) -> Fraction | None:
     return number.value if number else None
 
 
-# ------------------------------------------------------------------------------------------------------- plain numbers
+# ------------------------------------------------------------------------------------------------------ plain numbers
 
 
 @given(integers)
@@ -119,7 +119,7 @@ def test_a_percentage_equals_itself_its_count_and_its_share() -> None:
     assert score("0.5", "50%", extract="exact").value == 1.0
 
 
-# ------------------------------------------------------------------------------------------------------------ extraction
+# --------------------------------------------------------------------------------------------------------- extraction
 
 
 def test_122_134_is_one_number_unless_the_comma_separates() -> None:
@@ -173,7 +173,7 @@ def test_an_empty_response_is_wrong_and_an_empty_truth_unscored() -> None:
     assert score("42", "x + 1", extract="last_number").value is None
 
 
-# -------------------------------------------------------------------------------------------------------------- symbols
+# ------------------------------------------------------------------------------------------------------------ symbols
 
 
 @pytest.mark.parametrize(
@@ -193,7 +193,7 @@ def test_symbolic_answers_compare_by_meaning(answer: str, right: str, wrong: str
     assert score(f"Therefore \\boxed{{{wrong}}}.", answer).value == 0.0
 
 
-# ------------------------------------------------------------------------------------------------------------- hostility
+# ---------------------------------------------------------------------------------------------------------- hostility
 
 
 @pytest.mark.parametrize(
@@ -225,7 +225,7 @@ def test_pathological_responses_take_linear_time(response: str, separator: str) 
     assert time.monotonic() - started_at < 20  # quadratic time would be hours
 
 
-# ----------------------------------------------------------------------------------------------------------------- gsm8k
+# -------------------------------------------------------------------------------------------------------------- gsm8k
 
 
 @pytest.mark.parametrize("split", ["train", "test"])
