@@ -27,6 +27,7 @@ LAYOUTS: dict[str, ParallelConfig] = {
     "tp2_sp_pp2": ParallelConfig(tensor_parallel_size=2, sequence_parallel=True, pipeline_parallel_size=2),
 }
 INIT_SEED = 11
+NUM_MICROBATCHES = 2
 
 
 def pack(sequences: list[Tensor]) -> PackedBatch:
@@ -54,8 +55,8 @@ def run_role(role: str, job: dict[str, Any], parallel: ParallelConfig, ranks: to
         for chunk in chunks
     ]
     sequences, weights = job["sequences"], job["weights"]
-    mine = list(range(len(sequences)))[ranks.dp_rank :: ranks.dp_size]
-    microbatches = [mine[i::2] for i in range(2)]
+    mine = deal(len(sequences), ranks)[ranks.dp_rank]
+    microbatches = split(mine)
     outputs: list[Tensor] = []
 
     def forward_step(iterator: Any, chunk: Any) -> Any:
@@ -88,10 +89,11 @@ def run_role(role: str, job: dict[str, Any], parallel: ParallelConfig, ranks: to
         forward_only=False,
     )
     gathered = collectives.gather_tensors(torch.cat(outputs) if ranks.is_output_rank else None)
-    result["outputs"] = {
-        str([m[i::2] for i in range(2)]): outputs
-        for m, outputs in zip(replicas(len(sequences), ranks), [t for t in gathered if t is not None], strict=False)
-    }
+    replies = [outputs for outputs in gathered if outputs is not None]
+    result["outputs"] = [
+        (split(dealt), outputs)
+        for dealt, outputs in zip(deal(len(sequences), ranks), replies, strict=ranks.rank == 0)
+    ]
     with torch.no_grad():
         # The exporter puts parameters together again; handed gradients instead, it does the same for them.
         for parameter in unwrap(chunks[0]).parameters():
@@ -100,9 +102,14 @@ def run_role(role: str, job: dict[str, Any], parallel: ParallelConfig, ranks: to
     return result
 
 
-def replicas(num_sequences: int, ranks: topology.Topology) -> list[list[int]]:
+def deal(num_sequences: int, ranks: topology.Topology) -> list[list[int]]:
     """The sequences of each data-parallel rank, in the order in which rank 0 hears from them."""
     return [list(range(num_sequences))[dp_rank :: ranks.dp_size] for dp_rank in range(ranks.dp_size)]
+
+
+def split(indices: list[int]) -> list[list[int]]:
+    """The sequences of each micro-batch."""
+    return [indices[i::NUM_MICROBATCHES] for i in range(NUM_MICROBATCHES)]
 
 
 def collect(chunks: list[Any], hf_config: Any, role: str) -> dict[str, Tensor]:

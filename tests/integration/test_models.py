@@ -359,15 +359,15 @@ def test_every_layout_gives_the_outputs_of_transformers(
 ) -> None:
     results, reference = four_ranks[0][layout, shape], references[shape]
     seen = []
-    for microbatches, outputs in results["policy"]["outputs"].items():
-        for indices in eval(microbatches):
+    for microbatches, outputs in results["policy"]["outputs"]:
+        for indices in microbatches:
             seen += indices
             expected = torch.cat([reference[key][i] for key in ("logprobs", "entropies") for i in indices])
             torch.testing.assert_close(outputs[: len(expected)], expected, atol=2e-5, rtol=0)
             outputs = outputs[len(expected) :]
     assert sorted(seen) == list(range(len(LENGTHS)))
-    for microbatches, outputs in results["critic"]["outputs"].items():
-        for indices in eval(microbatches):
+    for microbatches, outputs in results["critic"]["outputs"]:
+        for indices in microbatches:
             expected = torch.cat([*(reference["values"][i] for i in indices), reference["final"][indices]])
             torch.testing.assert_close(outputs[: len(expected)], expected, atol=2e-5, rtol=0)
             outputs = outputs[len(expected) :]
@@ -382,8 +382,8 @@ def test_every_layout_gives_the_gradients_of_transformers(
     found, expected = four_ranks[0][layout, shape][role]["gradients"], references[shape][f"{role}_gradients"]
     assert found.keys() == expected.keys()
     for name, gradient in found.items():
-        scale = expected[name].abs().max()
-        assert (gradient - expected[name]).abs().max() <= 2e-5 * max(scale, 1.0), name
+        largest = expected[name].abs().max()
+        assert largest > 0 and (gradient - expected[name]).abs().max() <= 5e-5 * largest, name
 
 
 @by_layout

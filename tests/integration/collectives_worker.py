@@ -1,0 +1,76 @@
+"""Run by torchrun from ``test_collectives.py``; writes what this rank saw to ``argv[1]/RANK.pt``.
+
+The last two checks end the world: a time-out, then the end of rank 1 while rank 0 waits for it.
+"""
+
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_rl.config.schema import ParallelConfig
+from megatron_rl.parallel import collectives, topology
+
+
+def payload_for(rank: int) -> dict[str, torch.Tensor]:
+    """Other names, lengths and dtypes for each rank."""
+    generator = torch.Generator().manual_seed(rank)
+    return {
+        "tokens": torch.randint(0, 2**40, (3 + rank,), generator=generator),
+        "mask": torch.tensor([True, False, True]),
+        "half": torch.randn(2, 3, generator=generator).bfloat16(),
+        "nothing": torch.zeros(0, 4),
+        "scalar": torch.tensor(1.5 + rank, dtype=torch.float64),
+        f"only_{rank}": torch.ones(1, dtype=torch.int32),
+    }
+
+
+def exchange(ranks: topology.Topology) -> dict[str, Any]:
+    seen: dict[str, Any] = {"topology": ranks}
+    if ranks.rank == 0:
+        seen["payload"] = collectives.send_batches([payload_for(rank) for rank in range(ranks.world_size)])
+    else:
+        seen["payload"] = collectives.receive()
+    seen["object"] = collectives.broadcast_object({"step": 7} if ranks.rank == 1 else None, src=1)
+    mine = None if ranks.rank == 1 else torch.full((ranks.rank,), ranks.rank, dtype=torch.int64)
+    seen["gathered"] = collectives.gather_tensors(mine)
+    start = time.monotonic()
+    time.sleep(0.3 * ranks.rank)
+    collectives.barrier()
+    seen["barrier_s"] = time.monotonic() - start
+    return seen
+
+
+def main() -> None:
+    rank = int(os.environ["RANK"])
+    seen: list[Any] = []
+    for parallel in (ParallelConfig(), ParallelConfig(tensor_parallel_size=3), ParallelConfig(pipeline_parallel_size=3)):
+        seen.append(exchange(topology.initialize(parallel, seed=1)))
+        ones = torch.ones(1)
+        dist.all_reduce(ones)
+        assert ones.item() == 3
+        topology.destroy()
+
+    topology.initialize(ParallelConfig(), seed=1)
+    if rank == 1:
+        start = time.monotonic()
+        try:
+            collectives.receive(what="experience", timeout_s=0.5)
+        except collectives.CollectiveTimeout as error:
+            seen.append((time.monotonic() - start, str(error)))
+    if rank == 0:
+        try:
+            collectives.gather_tensors(None, what="losses", timeout_s=30.0)
+        except RuntimeError as error:
+            seen.append(str(error))
+    torch.save(seen, Path(sys.argv[1]) / f"{rank}.pt")
+    # Neither a clean leave nor a Python exit: the peers see what they would see of a killed process.
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,84 @@
+"""Control traffic between three real processes: what is sent arrives, and waiting ends with a name."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.integration.collectives_worker import payload_for
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory: pytest.TempPathFactory) -> list[list[Any]]:
+    """By rank: what it saw on each of three layouts, and its errors."""
+    folder = tmp_path_factory.mktemp("collectives")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "3", "--master_addr", "127.0.0.1"]
+    command += ["--master_port", str(port), "-m", "tests.integration.collectives_worker", str(folder)]
+    log = folder / "log.txt"
+    with log.open("w") as out:
+        process = subprocess.Popen(
+            command,
+            cwd=REPOSITORY,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            code = process.wait(120)
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+    assert code == 0, log.read_text()[-6000:]
+    return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(3)]
+
+
+@pytest.mark.parametrize("layout", range(3))
+def test_every_rank_receives_its_own_payload(layout: int, seen: list[list[Any]]) -> None:
+    for rank in range(3):
+        found, expected = seen[rank][layout]["payload"], payload_for(rank)
+        assert list(found) == list(expected)
+        for name, tensor in expected.items():
+            assert found[name].dtype == tensor.dtype and torch.equal(found[name], tensor), name
+
+
+@pytest.mark.parametrize("layout", range(3))
+def test_objects_reach_everyone_and_ragged_tensors_reach_rank_0(layout: int, seen: list[list[Any]]) -> None:
+    assert [seen[rank][layout]["object"] for rank in range(3)] == [{"step": 7}] * 3
+    first, second, third = seen[0][layout]["gathered"]
+    assert first.tolist() == [] and second is None and third.tolist() == [2, 2]
+    assert seen[1][layout]["gathered"] == seen[2][layout]["gathered"] == []
+
+
+def test_a_barrier_holds_everyone_until_the_last_one_comes(seen: list[list[Any]]) -> None:
+    assert all(layout["barrier_s"] >= 0.55 for rank in range(3) for layout in seen[rank][:3])
+
+
+def test_topologies_place_the_ranks(seen: list[list[Any]]) -> None:
+    for rank in range(3):
+        data, tensor, pipeline = (layout["topology"] for layout in seen[rank][:3])
+        assert (data.dp_rank, data.dp_size, data.is_output_rank) == (rank, 3, True)
+        assert (tensor.tp_rank, tensor.tp_size, tensor.is_output_rank) == (rank, 3, rank == 0)
+        assert (pipeline.pp_rank, pipeline.pp_size, pipeline.is_output_rank) == (rank, 3, rank == 2)
+
+
+def test_a_time_out_names_who_waited_for_whom_for_what_and_how_long(seen: list[list[Any]]) -> None:
+    waited_s, message = seen[1][3]
+    assert 0.4 < waited_s < 20
+    assert message.startswith("rank 1 waited 0.5 s for rank 0 to send experience")
+
+
+def test_the_death_of_a_peer_is_named_at_once(seen: list[list[Any]]) -> None:
+    assert "rank 0 lost rank 1, which should send losses" in seen[0][3]

@@ -1,0 +1,274 @@
+"""Hugging Face names, shapes, layouts and configurations against transformers and by brute force."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import AutoConfig, PretrainedConfig
+
+from megatron_rl.config.schema import ParallelConfig
+from megatron_rl.models.hf.config import load_hf_config, megatron_config, rope_parameters, scaled_inverse_frequencies
+from megatron_rl.models.hf.families import FAMILIES, VALUE_HEAD, canonical_name, dims, entries
+from megatron_rl.models.hf.sources import INDEX_FILE, CheckpointSource, RandomSource, WeightsError
+from megatron_rl.models.hf.transforms import QKV, Columns, GatedMLP, Replicated, Rows, Shard, Transform, Vocabulary
+from megatron_rl.models.layers import plan_attention
+from megatron_rl.rollout.cpu_platform import declare_torchvision_ops
+
+declare_torchvision_ops()
+
+SIZES = dict(
+    vocab_size=101,
+    hidden_size=48,
+    intermediate_size=80,
+    num_hidden_layers=2,
+    num_attention_heads=8,
+    num_key_value_heads=4,
+    head_dim=12,
+)
+DENSE = ("llama", "qwen2", "qwen3")
+
+
+def make_config(family: str, **overrides: Any) -> PretrainedConfig:
+    sizes = dict(SIZES)
+    if family == "qwen2":
+        # Its heads are always hidden_size / num_attention_heads wide.
+        sizes.pop("head_dim")
+    return AutoConfig.for_model(family, **{**sizes, **overrides})
+
+
+def shards_of(transform: Transform, tensors: list[Tensor], sizes: dict[str, int], tp: int) -> list[Tensor]:
+    return [transform.load(tensors, sizes, Shard(rank, tp)) for rank in range(tp)]
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("role", ["policy", "critic"])
+def test_shards_put_together_are_the_original_bits(family: str, role: str, tp: int) -> None:
+    config = make_config(family)
+    source = RandomSource(seed=1, std=1.0)
+    for entry in entries(config, role):
+        tensors = [source.read(name, shape) for name, shape in entry.hf.items()]
+        shards = shards_of(entry.transform, tensors, dims(config), tp)
+        assert len({shard.shape for shard in shards}) == 1
+        exported = entry.transform.export(shards if entry.transform.is_split else shards[:1], dims(config))
+        assert len(exported) == len(tensors)
+        for name, before, after in zip(entry.hf, tensors, exported, strict=True):
+            assert torch.equal(before, after), name
+
+
+def test_qkv_holds_for_each_group_its_queries_then_its_key_then_its_value() -> None:
+    sizes = {"groups": 2, "head_dim": 3, "q": 4 * 3, "kv": 2 * 3}
+    q, k, v = torch.arange(12.0), 100 + torch.arange(6.0), 200 + torch.arange(6.0)
+    first, second = shards_of(QKV(), [q, k, v], sizes, 2)
+    assert first.tolist() == [0, 1, 2, 3, 4, 5, 100, 101, 102, 200, 201, 202]
+    assert second.tolist() == [6, 7, 8, 9, 10, 11, 103, 104, 105, 203, 204, 205]
+
+
+def test_gated_mlp_splits_gate_and_up_alike() -> None:
+    gate, up = torch.arange(4.0)[:, None], 10 + torch.arange(4.0)[:, None]
+    first, second = shards_of(GatedMLP(), [gate, up], {}, 2)
+    assert first.flatten().tolist() == [0, 1, 10, 11]
+    assert second.flatten().tolist() == [2, 3, 12, 13]
+
+
+def test_the_vocabulary_is_padded_with_zeros_at_its_end() -> None:
+    embedding = 1 + torch.arange(5.0)[:, None]
+    shards = shards_of(Vocabulary(), [embedding], {"vocab": 5}, 4)
+    assert [shard.flatten().tolist() for shard in shards] == [[1, 2], [3, 4], [5, 0], [0, 0]]
+
+
+@pytest.mark.parametrize(("transform", "dim"), [(Rows(), 0), (Columns(), 1)])
+def test_an_uneven_split_is_refused(transform: Transform, dim: int) -> None:
+    with pytest.raises(ValueError, match="5 rows do not divide by parallel.tensor_parallel_size 2"):
+        transform.load([torch.zeros((5, 4) if dim == 0 else (4, 5))], {}, Shard(0, 2))
+
+
+def test_replicated_tensors_are_the_same_everywhere() -> None:
+    norm = torch.randn(7)
+    assert all(torch.equal(shard, norm) for shard in shards_of(Replicated(), [norm], {}, 4))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("family", DENSE)
+def test_names_and_shapes_are_those_of_transformers(family: str, tied: bool) -> None:
+    from transformers import AutoModelForCausalLM
+
+    config = make_config(family, tie_word_embeddings=tied)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    expected = {name: tuple(p.shape) for name, p in model.named_parameters()}
+    found = {name: shape for entry in entries(config, "policy") for name, shape in entry.hf.items()}
+    assert found == expected
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_critic_has_a_value_head_in_place_of_the_language_model_head(family: str) -> None:
+    config = make_config(family)
+    names = {role: {n for entry in entries(config, role) for n in entry.hf} for role in ("policy", "critic")}
+    assert names["policy"] - names["critic"] == {"lm_head.weight"}
+    assert names["critic"] - names["policy"] == {VALUE_HEAD}
+
+
+def test_transformer_engine_names_mean_the_same_parameters() -> None:
+    layer = "decoder.layers.3."
+    assert canonical_name(layer + "self_attention.linear_qkv.layer_norm_weight") == layer + "input_layernorm.weight"
+    assert canonical_name(layer + "mlp.linear_fc1.layer_norm_weight") == layer + "pre_mlp_layernorm.weight"
+    assert canonical_name(layer + "mlp.experts.linear_fc2.weight7") == layer + "mlp.experts.7.linear_fc2.weight"
+    expert = "mlp.experts.local_experts.7.linear_fc2.weight"
+    assert canonical_name(layer + expert) == layer + "mlp.experts.7.linear_fc2.weight"
+    assert canonical_name("embedding.word_embeddings.weight") == "embedding.word_embeddings.weight"
+
+
+# Configurations ------------------------------------------------------------------------------------------------------
+
+
+def write_config(folder: Path, **fields: Any) -> Path:
+    (folder / "config.json").write_text(json.dumps(fields))
+    return folder
+
+
+def test_a_model_folder_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="nowhere does not exist"):
+        load_hf_config(tmp_path / "nowhere")
+    with pytest.raises(FileNotFoundError, match="no config.json"):
+        load_hf_config(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "qwen2",')
+    with pytest.raises(ValueError, match="config.json is not a JSON object"):
+        load_hf_config(tmp_path)
+    (tmp_path / "config.json").write_text("[1]")
+    with pytest.raises(ValueError, match="config.json is not a JSON object"):
+        load_hf_config(tmp_path)
+    for fields in ({"model_type": "gpt2"}, {}):
+        with pytest.raises(ValueError, match="supported: llama, mixtral, qwen2, qwen3"):
+            load_hf_config(write_config(tmp_path, **fields))
+
+
+@pytest.mark.parametrize(
+    ("family", "fields", "message"),
+    [
+        ("qwen2", dict(use_sliding_window=True, sliding_window=8), "use_sliding_window"),
+        ("llama", dict(attention_bias=True), "attention_bias"),
+        ("llama", dict(mlp_bias=True), "mlp_bias"),
+        ("llama", dict(hidden_act="gelu"), "hidden_act"),
+        ("qwen3", dict(num_attention_heads=6, num_key_value_heads=4), "num_key_value_heads 4"),
+        ("llama", dict(rope_parameters=dict(rope_type="linear", factor=2.0, rope_theta=1e4)), "rope_type 'linear'"),
+    ],
+)
+def test_features_that_megatron_would_compute_otherwise_are_refused(
+    family: str, fields: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        load_hf_config(write_config(tmp_path, model_type=family, **{**SIZES, **fields}))
+
+
+@pytest.mark.parametrize(
+    ("parallel", "message"),
+    [
+        (ParallelConfig(tensor_parallel_size=8), "num_key_value_heads 4 .* parallel.tensor_parallel_size 8"),
+        (ParallelConfig(pipeline_parallel_size=3), "num_hidden_layers 2 .* parallel.pipeline_parallel_size 3"),
+    ],
+)
+def test_a_layout_that_the_model_does_not_fit_is_refused(parallel: ParallelConfig, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        megatron_config(make_config("qwen3"), parallel, dtype=torch.float32)
+
+
+def test_llama3_rope_scaling_equals_transformers() -> None:
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    rope = dict(
+        rope_type="llama3",
+        rope_theta=500000.0,
+        factor=8.0,
+        low_freq_factor=1.0,
+        high_freq_factor=4.0,
+        original_max_position_embeddings=64,
+    )
+    config = make_config("llama", head_dim=64, rope_parameters=rope)
+    expected, attention_factor = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))
+    plain = 1.0 / (500000.0 ** (torch.arange(0, 64, 2, dtype=torch.float32) / 64))
+    found = scaled_inverse_frequencies(plain, rope_parameters(config))
+    assert attention_factor == 1.0
+    torch.testing.assert_close(found, expected, atol=0, rtol=1e-6)
+    assert (found < plain).any() and (found == plain).any()
+
+
+# Sources -------------------------------------------------------------------------------------------------------------
+
+
+def test_random_weights_depend_on_seed_and_name_alone() -> None:
+    first, again, other = RandomSource(1, 0.5), RandomSource(1, 0.5), RandomSource(2, 0.5)
+    a = first.read("a.weight", (200, 100))
+    again.read("b.weight", (3, 3))
+    assert torch.equal(a, again.read("a.weight", (200, 100)))
+    assert not torch.equal(a, first.read("b.weight", (200, 100)))
+    assert not torch.equal(a, other.read("a.weight", (200, 100)))
+    assert a.std().item() == pytest.approx(0.5, rel=0.02)
+
+
+def test_a_checkpoint_in_several_files_is_read_through_its_index(tmp_path: Path) -> None:
+    save_file({"a": torch.ones(2)}, tmp_path / "one.safetensors")
+    save_file({"b": torch.zeros(3)}, tmp_path / "two.safetensors")
+    index = {"weight_map": {"a": "one.safetensors", "b": "two.safetensors", "c": "gone.safetensors"}}
+    (tmp_path / INDEX_FILE).write_text(json.dumps(index))
+    source = CheckpointSource(tmp_path)
+    assert source.read("a", (2,))[:].tolist() == [1, 1]
+    assert source.read("b", (3,))[1:].tolist() == [0, 0]
+    with pytest.raises(WeightsError, match="gone.safetensors is missing"):
+        source.read("c", (1,))
+    with pytest.raises(WeightsError, match="no tensor d"):
+        source.read("d", (1,))
+    with pytest.raises(WeightsError, match=r"two.safetensors: b has shape \(3,\), config.json asks for \(4,\)"):
+        source.read("b", (4,))
+
+
+def test_a_tensor_that_the_index_puts_into_the_wrong_file_is_named(tmp_path: Path) -> None:
+    save_file({"a": torch.ones(2)}, tmp_path / "one.safetensors")
+    (tmp_path / INDEX_FILE).write_text(json.dumps({"weight_map": {"b": "one.safetensors"}}))
+    with pytest.raises(WeightsError, match="one.safetensors holds no readable tensor b"):
+        CheckpointSource(tmp_path).read("b", (2,))
+
+
+@pytest.mark.parametrize("content", ["{", "{}", "[]"])
+def test_a_broken_index_is_named(content: str, tmp_path: Path) -> None:
+    (tmp_path / INDEX_FILE).write_text(content)
+    with pytest.raises(WeightsError, match=INDEX_FILE):
+        CheckpointSource(tmp_path)
+
+
+def test_a_folder_without_weights_says_how_to_start_fresh(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="policy.init=random"):
+        CheckpointSource(tmp_path)
+
+
+# Attention plan ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("lengths", [(1,), (5, 5, 5), (3, 0, 200, 1, 7, 7, 90), tuple(range(20, 84)), (1000, 1, 1)])
+def test_an_attention_plan_finds_every_row_again_and_never_mixes_sequences(lengths: tuple[int, ...]) -> None:
+    plan = plan_attention(lengths, torch.device("cpu"))
+    total = sum(lengths)
+    assert len(plan.pad) == sum(n * longest for n, longest in plan.shapes)
+    assert torch.equal(plan.pad[plan.unpad], torch.arange(total))
+    sequence_of_row = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    start, seen = 0, []
+    for n, longest in plan.shapes:
+        for row in plan.pad[start : start + n * longest].view(n, longest):
+            owners = set(sequence_of_row[row].tolist())
+            assert len(owners) == 1
+            (owner,) = owners
+            # The sequence's rows in order, then its last row again and again.
+            assert row.diff().clamp(min=0).sum() == lengths[owner] - 1
+            seen.append(owner)
+        start += n * longest
+    assert sorted(seen) == [i for i, length in enumerate(lengths) if length > 0]
+
+
+def test_an_attention_plan_keeps_padding_below_a_single_padded_call() -> None:
+    lengths = tuple(range(20, 111))
+    plan = plan_attention(lengths, torch.device("cpu"))
+    assert len(plan.pad) < 1.2 * sum(lengths) and len(plan.shapes) <= 12

@@ -1,0 +1,117 @@
+"""Chunked log-probs and entropies against full softmax in float64."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megatron_rl.models.logprobs import token_logprobs_and_entropy
+
+VOCAB, HIDDEN = 23, 5
+
+
+def inputs(n: int, padding: int = 0, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(n)
+    hidden = torch.randn(n, HIDDEN, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+    # Padding rows hold large values, which would show at once if they took part.
+    weight = torch.randn(VOCAB + padding, HIDDEN, generator=generator, dtype=torch.float64).to(dtype)
+    weight[VOCAB:] = 100.0
+    return hidden, weight.requires_grad_(), torch.randint(0, VOCAB, (n,), generator=generator)
+
+
+def by_full_softmax(hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    log_p = (hidden.double() @ weight[:VOCAB].double().t() / temperature).log_softmax(-1)
+    return log_p.gather(1, targets[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    n=st.integers(1, 40),
+    chunk_size=st.integers(1, 50),
+    temperature=st.floats(0.2, 5.0),
+    padding=st.integers(0, 3),
+    parts=st.sampled_from(["logprobs", "entropy", "both"]),
+)
+def test_values_and_gradients_equal_full_softmax(
+    n: int, chunk_size: int, temperature: float, padding: int, parts: str
+) -> None:
+    hidden, weight, targets = inputs(n, padding)
+    found = token_logprobs_and_entropy(
+        hidden, weight, targets, vocab_size=VOCAB, temperature=temperature, chunk_size=chunk_size
+    )
+    expected = by_full_softmax(hidden, weight, targets, temperature)
+    factors = torch.linspace(-1.0, 2.0, n, dtype=torch.float64)
+    losses = []
+    for logprobs, entropy in (found, expected):
+        total = hidden.new_zeros(())
+        if parts in ("logprobs", "both"):
+            total = total + (factors * logprobs).sum()
+        if parts in ("entropy", "both"):
+            total = total + (factors.square() * entropy).sum()
+        losses.append(total)
+    for ours, reference in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, reference, atol=1e-12, rtol=1e-10)
+    gradients = [torch.autograd.grad(loss, (hidden, weight)) for loss in losses]
+    for ours, reference in zip(*gradients, strict=True):
+        torch.testing.assert_close(ours, reference, atol=1e-10, rtol=1e-8)
+
+
+def test_large_logits_do_not_overflow() -> None:
+    hidden, weight, targets = inputs(6)
+    logprobs, entropy = token_logprobs_and_entropy(hidden * 1e3, weight, targets, vocab_size=VOCAB)
+    expected = by_full_softmax(hidden * 1e3, weight, targets, 1.0)
+    assert expected[0].min() < -800
+    torch.testing.assert_close(logprobs, expected[0])
+    assert entropy.isfinite().all() and (entropy >= 0).all()
+
+
+def test_bfloat16_inputs_are_multiplied_in_float32() -> None:
+    hidden, weight, targets = inputs(30, dtype=torch.bfloat16)
+    logprobs, entropy = token_logprobs_and_entropy(hidden, weight, targets, vocab_size=VOCAB)
+    assert logprobs.dtype == entropy.dtype == torch.float32
+    expected = by_full_softmax(hidden, weight, targets, 1.0)
+    torch.testing.assert_close(logprobs.double(), expected[0], atol=1e-5, rtol=1e-5)
+    (logprobs.sum() + entropy.sum()).backward()
+    assert hidden.grad.dtype == weight.grad.dtype == torch.bfloat16
+
+
+def test_no_tokens_give_empty_results_and_zero_gradients() -> None:
+    hidden, weight, targets = inputs(1)
+    hidden = hidden.detach()[:0].requires_grad_()
+    logprobs, entropy = token_logprobs_and_entropy(hidden, weight, targets[:0], vocab_size=VOCAB)
+    assert logprobs.shape == entropy.shape == (0,)
+    logprobs.sum().backward()
+    assert hidden.grad.shape == (0, HIDDEN) and (weight.grad == 0).all()
+
+
+class LargestTensor(TorchDispatchMode):
+    """The number of elements of the largest tensor made inside."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, tuple | list) else (result,):
+            if isinstance(tensor, Tensor):
+                self.elements = max(self.elements, tensor.numel())
+        return result
+
+
+def test_logits_of_more_than_a_chunk_never_exist() -> None:
+    n, chunk_size = 400, 10
+    hidden, weight, targets = inputs(n)
+    with LargestTensor() as largest:
+        logprobs, entropy = token_logprobs_and_entropy(
+            hidden, weight, targets, vocab_size=VOCAB, chunk_size=chunk_size
+        )
+        (logprobs.sum() + entropy.sum()).backward()
+    assert max(chunk_size * VOCAB, n * HIDDEN) <= largest.elements < n * VOCAB
+
+
+@pytest.mark.parametrize("temperature", [0.0, -1.0])
+def test_a_temperature_that_is_not_positive_is_refused(temperature: float) -> None:
+    hidden, weight, targets = inputs(2)
+    with pytest.raises(ValueError, match="temperature"):
+        token_logprobs_and_entropy(hidden, weight, targets, vocab_size=VOCAB, temperature=temperature)
