@@ -77,9 +77,11 @@ def _fork() -> float:
     return 1.0
 
 
-def _fork_and_return() -> float:
-    if os.fork() == 0:
-        time.sleep(0.2)  # and then returns into the worker's loop, like its parent
+def _twin() -> float:
+    twin = os.fork()
+    if twin == 0:
+        return 0.0  # into the worker's loop, in a second process
+    os.waitpid(twin, 0)
     return 1.0
 
 
@@ -115,7 +117,7 @@ MISDEEDS = {
     "raise": _raise,
     "leave": _leave,
     "fork": _fork,
-    "fork_and_return": _fork_and_return,
+    "twin": _twin,
     "daemon": _daemon,
     "orphan_and_crash": _orphan_and_crash,
     "print": _print,

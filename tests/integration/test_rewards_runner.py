@@ -15,6 +15,7 @@ import pytest
 
 from megatron_rl.data.trajectory import Score
 from megatron_rl.rewards import RewardAlarm, RewardError, RewardRunner, check_error_rate, score_file
+from megatron_rl.rewards.protocol import pack
 
 HOSTILE = "tests.integration.hostile_rewards"
 ROOT = Path(__file__).parents[2]
@@ -70,7 +71,6 @@ EXPECTED_ERRORS = {
     "raise": "ValueError: the reward's own mistake",
     "leave": "SystemExit: 5",
     "fork": "left processes running",
-    "fork_and_return": "left processes running",
     "daemon": "left processes running",
     "nan": "finite",
     "nothing": "TypeError",
@@ -106,6 +106,12 @@ def test_items_behind_a_hanging_one_go_to_other_workers() -> None:
         assert not hanging.done()
         assert hanging.result(timeout=20)[0].value is None
         assert all(future.done() for future in busy)
+
+
+def test_a_fork_that_returns_from_the_reward_does_not_answer_for_the_worker() -> None:
+    with hostile_runner(num_workers=1) as runner:
+        scores = runner.score_many_blocking([("good", "good"), ("twin", ""), ("good", "good")])
+    assert [score.value for score in scores] == [1.0, 1.0, 1.0]
 
 
 def test_a_crash_is_tried_again_and_a_lasting_one_given_up(tmp_path: Path) -> None:
@@ -151,21 +157,30 @@ def test_close_leaves_no_process_and_ends_the_calls_under_way(mark: str) -> None
         runner.score_many_blocking([("good", "good")])
 
 
-def test_everything_dies_with_a_killed_trainer(mark: str) -> None:
+def test_everything_dies_with_a_killed_trainer_even_if_a_fork_of_it_lives_on(mark: str) -> None:
     script = (
+        "import os, time\n"
         "from megatron_rl.rewards import RewardRunner\n"
         f"runner = RewardRunner({HOSTILE + ':score'!r}, num_workers=2, timeout_s=60)\n"
         "runner.submit([('loop', ''), ('stop', '')])\n"
-        "import time; time.sleep(0.5); print('ready', flush=True); time.sleep(60)\n"
+        "time.sleep(0.5)\n"
+        "fork = os.fork()  # holds the runner's sockets open\n"
+        "if fork: print(fork, flush=True)\n"
+        "time.sleep(60)\n"
     )
     trainer = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, cwd=ROOT)
     try:
-        assert trainer.stdout is not None and trainer.stdout.readline() == b"ready\n"
-        assert len(marked_processes(mark)) == 4
+        assert trainer.stdout is not None
+        fork = int(trainer.stdout.readline())
+        assert len(marked_processes(mark)) == 5  # trainer, its fork, nursery, two workers
     finally:
         trainer.kill()
-        trainer.communicate(timeout=10)
-    assert wait_until_gone(mark) == set()
+        trainer.wait(timeout=10)
+    deadline = time.monotonic() + 10
+    while (left := marked_processes(mark)) != {fork} and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert left == {fork}
+    trainer.stdout.close()
 
 
 def test_a_killed_nursery_is_replaced_and_no_item_lost(mark: str) -> None:
@@ -212,15 +227,22 @@ def test_a_cancelled_call_frees_the_workers() -> None:
         assert time.monotonic() - started_at < 10  # the cancelled items would take 50 s
 
 
-def test_warm_workers_score_thousands_a_second() -> None:
+def test_items_travel_in_chunks_and_thousands_are_scored_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    chunk_sizes = []
+
+    def count(payloads: list) -> bytes:
+        chunk_sizes.append(len(payloads))
+        return pack(payloads)
+
+    monkeypatch.setattr("megatron_rl.rewards.runner.pack", count)
     items = [("4,12,122,134", "134")] * 5000
     with RewardRunner("math", num_workers=2, options={"separator": ","}) as runner:
-        runner.score_many_blocking(items[:200])
         started_at = time.monotonic()
         scores = runner.score_many_blocking(items)
         seconds = time.monotonic() - started_at
     assert all(score.value == 1.0 for score in scores)
-    assert len(items) / seconds > 1000  # a round trip for each item would stay below this on a busy machine
+    assert sum(chunk_sizes) >= len(items) and len(chunk_sizes) < len(items) / 20
+    assert len(items) / seconds > 1000  # several times that on two idle cores
 
 
 def test_row_fields_reach_the_reward_and_options_are_checked() -> None:
