@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 
 from torch import Tensor
 
-from megatron_rl.algorithms.aggregate import Loss
+from megatron_rl.algorithms.loss import Loss, mask_total, masked_sum
 from megatron_rl.algorithms.policy_loss import lm_loss, policy_loss
 from megatron_rl.algorithms.value_loss import value_loss
 from megatron_rl.config.schema import AlgorithmConfig
@@ -58,17 +58,17 @@ def policy_objective(algorithm: AlgorithmConfig, denominators: Mapping[str, floa
             mask,
             clip_low=algorithm.clip_low,
             clip_high=algorithm.clip_high,
-            dual_clip=algorithm.dual_clip,
+            dual_clip=algorithm.dual_clip or None,
         )
-        total, metrics = clipped.sum / num_tokens, dict(clipped.metrics)
-        entropy = (outputs["entropy"] * mask).sum()
-        metrics["entropy"] = (entropy.detach(), mask.sum())
+        entropy = Loss(masked_sum(outputs["entropy"], mask), mask_total(mask, outputs["entropy"].dtype))
+        total = clipped.sum / num_tokens
+        metrics = {**clipped.metrics, **_metric("policy_loss", clipped), **_metric("entropy", entropy)}
         if algorithm.entropy_coef != 0.0:
-            total = total - algorithm.entropy_coef * entropy / num_tokens
+            total = total - algorithm.entropy_coef * entropy.sum / num_tokens
         if with_lm:
             positive = lm_loss(outputs["logprobs"], batch.fields["lm_mask"])
             total = total + algorithm.positive_lm_coef * positive.sum / num_lm_tokens
-            metrics |= positive.metrics
+            metrics |= _metric("lm_loss", positive)
         return total, metrics
 
     return objective
@@ -77,6 +77,9 @@ def policy_objective(algorithm: AlgorithmConfig, denominators: Mapping[str, floa
 def critic_objective(algorithm: AlgorithmConfig, denominators: Mapping[str, float]) -> LossFunction:
     """Reads the fields mask, returns and old_values."""
     num_tokens = _positive(denominators, "mask")
+    clips = algorithm.value_clip_low != 0.0 or algorithm.value_clip_high != 0.0
+    clipped = algorithm.value_clip_low != 0.0 or algorithm.value_clip_high != 0.0
+    clip_low, clip_high = (algorithm.value_clip_low, algorithm.value_clip_high) if clipped else (None, None)
 
     def objective(outputs: Mapping[str, Tensor], batch: PackedBatch) -> tuple[Tensor, Metrics]:
         loss = value_loss(
@@ -84,8 +87,8 @@ def critic_objective(algorithm: AlgorithmConfig, denominators: Mapping[str, floa
             batch.fields["old_values"],
             batch.fields["returns"],
             batch.fields["mask"],
-            clip_low=algorithm.value_clip_low,
-            clip_high=algorithm.value_clip_high,
+            clip_low=clip_low,
+            clip_high=clip_high,
         )
         return loss.sum / num_tokens, loss.metrics
 
@@ -97,10 +100,14 @@ def sft_objective(denominators: Mapping[str, float]) -> LossFunction:
     num_tokens = _positive(denominators, "mask")
 
     def objective(outputs: Mapping[str, Tensor], batch: PackedBatch) -> tuple[Tensor, Metrics]:
-        loss: Loss = lm_loss(outputs["logprobs"], batch.fields["mask"])
-        return loss.sum / num_tokens, loss.metrics
+        loss = lm_loss(outputs["logprobs"], batch.fields["mask"])
+        return loss.sum / num_tokens, _metric("lm_loss", loss)
 
     return objective
+
+
+def _metric(name: str, loss: Loss) -> dict[str, tuple[Tensor, Tensor]]:
+    return {name: (loss.sum.detach(), loss.denominator)}
 
 
 def _positive(denominators: Mapping[str, float], name: str) -> float:
