@@ -338,6 +338,41 @@ def _check_model_folder(model_path: str) -> None:
         )
 
 
+def serve(options: ServerOptions, log_path: str | Path, *, start_timeout_s: float = 300.0) -> int:
+    """Run one server in the foreground until Ctrl-C, SIGTERM or its end; returns an exit code for the shell.
+
+    Must be called from the main thread, as it installs a signal handler.
+    """
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    server = SglangServer(options, log_path, start_timeout_s=start_timeout_s, progress=_say)
+    try:
+        server.start()
+        _say(f"server {server.url} is ready (model {options.model_path}, log {log_path}); Ctrl-C stops it")
+        while server.alive():
+            time.sleep(POLL_S)
+        _say(f"server {server.url} ended by itself; its log {log_path} ends:\n{last_lines(Path(log_path), 0)}")
+        return 1
+    except KeyboardInterrupt:
+        _say("stopping")
+        return 0
+    except ServerError as error:
+        _say(str(error))
+        return 1
+    finally:
+        server.stop()
+
+
+def _say(message: str) -> None:
+    print(message, flush=True)
+
+
+def detect_device() -> str:
+    """cuda where torch finds a GPU, else cpu."""
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
 _direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 """Servers are reached directly: a cluster's HTTP proxy knows nothing of them."""
 

@@ -1,0 +1,135 @@
+"""What goes over the wire to SGLang's ``/generate`` and back, as pure functions.
+
+Invariants: no token id outside the vocabulary gets into a request (one such id kills the server's scheduler); an
+answer has one finite log-prob a token; a response whose last token is a stop token is finished by ``stop``.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class GenerationRequest:
+    rid: str
+    """Unique among the requests under way."""
+    input_ids: Sequence[int]
+    max_new_tokens: int
+    temperature: float = 1.0
+    """0 is greedy; its log-probs are those of temperature 1."""
+    top_p: float = 1.0
+    top_k: int = -1
+    stop_token_ids: Sequence[int] = ()
+    """All ids that end a response, the end-of-text token among them."""
+    seed: int | None = None
+    """Counts only on a server started with ``deterministic``. There, give every sample its own: all samples without
+    one share SGLang's default seed and come out equal."""
+
+
+@dataclass(frozen=True)
+class Generation:
+    token_ids: tuple[int, ...]
+    """The stop token included."""
+    logprobs: tuple[float, ...]
+    """One a token: log-softmax of logits / temperature, before top-p and top-k."""
+    finish_reason: str
+    """stop, length, or abort (cut from outside: continue from the last token)."""
+    weight_version: str
+    cached_tokens: int
+    """Prompt tokens that the prefix cache held."""
+
+
+NOTHING_GENERATED = Generation((), (), "abort", "", 0)
+"""The answer to a request that was aborted before it was sent."""
+
+
+class RequestRejected(ValueError):
+    """The request itself is at fault: sending it again cannot help."""
+
+
+class BadAnswer(RuntimeError):
+    """The server answered something that must not be trained on."""
+
+
+class AttemptFailed(Exception):
+    """One attempt failed in a way that the next one may not."""
+
+
+def validate(request: GenerationRequest, vocab_size: int) -> None:
+    """Raises RequestRejected if the request could harm the server or would be refused."""
+    problem = None
+    if len(request.input_ids) == 0:
+        problem = "input_ids is empty: expected at least one token"
+    elif min(request.input_ids) < 0 or max(request.input_ids) >= vocab_size:
+        position, token = next((i, t) for i, t in enumerate(request.input_ids) if not 0 <= t < vocab_size)
+        problem = (
+            f"input_ids[{position}] is {token}, outside the vocabulary of {vocab_size}: it would kill the server. "
+            "Check that the tokenizer belongs to the model"
+        )
+    elif request.max_new_tokens < 1:
+        problem = f"max_new_tokens is {request.max_new_tokens}: expected at least 1"
+    elif not (math.isfinite(request.temperature) and request.temperature >= 0):
+        problem = f"temperature is {request.temperature}: expected a number of at least 0"
+    if problem is not None:
+        raise RequestRejected(f"request {request.rid!r}: {problem}")
+
+
+def generate_body(requests: Sequence[GenerationRequest], rids: Sequence[str]) -> dict[str, Any]:
+    """The JSON body of one ``/generate`` call for all ``requests``."""
+    return {
+        "rid": list(rids),
+        "input_ids": [list(request.input_ids) for request in requests],
+        "sampling_params": [_sampling_params(request) for request in requests],
+        "return_logprob": True,
+    }
+
+
+def _sampling_params(request: GenerationRequest) -> dict[str, Any]:
+    params: dict[str, Any] = {
+        "max_new_tokens": request.max_new_tokens,
+        "temperature": request.temperature,
+        "top_p": request.top_p,
+        "top_k": request.top_k,
+        "stop_token_ids": list(request.stop_token_ids),
+    }
+    if request.seed is not None:
+        params["sampling_seed"] = request.seed
+    return params
+
+
+def parse_generation(request: GenerationRequest, answer: dict[str, Any]) -> Generation:
+    """One sample of an answer. Raises RequestRejected, BadAnswer or AttemptFailed."""
+    meta = answer["meta_info"]
+    finish = meta["finish_reason"]
+    if finish["type"] == "abort" and finish.get("status_code") is not None:
+        error = RequestRejected if finish["status_code"] == 400 else AttemptFailed
+        raise error(f"request {request.rid!r} was refused: {finish.get('message')}")
+    token_ids = tuple(answer["output_ids"])
+    # A request that was aborted while it queued has no log-probs and no cache statistics.
+    logprobs = tuple(entry[0] for entry in meta.get("output_token_logprobs", ()))
+    if len(logprobs) != len(token_ids):
+        raise BadAnswer(
+            f"request {request.rid!r}: the server returned {len(token_ids)} tokens and {len(logprobs)} log-probs"
+        )
+    if not all(logprob is not None and math.isfinite(logprob) for logprob in logprobs):
+        raise BadAnswer(
+            f"request {request.rid!r}: the server returned a log-prob that is not finite. Its weights hold NaN or "
+            "infinity: look at the loss and gradient norm of the last steps"
+        )
+    return Generation(
+        token_ids=token_ids,
+        logprobs=logprobs,
+        finish_reason=_finish_reason(request, finish["type"], token_ids),
+        weight_version=str(meta["weight_version"]),
+        cached_tokens=meta.get("cached_tokens", 0),
+    )
+
+
+def _finish_reason(request: GenerationRequest, reason: str, token_ids: tuple[int, ...]) -> str:
+    # SGLang looks at the length first: a stop token in the last place would pass for an unfinished response.
+    if reason == "length" and token_ids[-1] in request.stop_token_ids:
+        return "stop"
+    if reason not in ("stop", "length", "abort"):
+        raise BadAnswer(f"request {request.rid!r}: unknown finish reason {reason!r}")
+    return reason
