@@ -1,7 +1,7 @@
 """The algorithms as pure functions over packed tensors: advantages, losses, normalisation, mismatch diagnostics.
 
-Only torch in here: no model, no engine, no process group. Sequences lie back to back in 1-D tensors; ``cu_seqlens`` [N+1]
-says where each starts. Whatever is reduced over micro-batches or ranks comes as sums and denominators.
+Only torch in here: no model, no engine, no process group. Sequences lie back to back in 1-D tensors; ``cu_seqlens``
+[N+1] says where each starts. Whatever is reduced over micro-batches or ranks comes as sums and denominators.
 """
 
 from megatron_rl.algorithms.advantages import (

@@ -26,9 +26,10 @@ from megatron_rl.algorithms.scan import reverse_scan
 def gae(
     rewards: Tensor, values: Tensor, cu_seqlens: Tensor, *, gamma: float = 1.0, lam: float | Tensor
 ) -> Tensor:
-    """Generalised advantage estimation of sequences that ended (arXiv 1506.02438, eq. 16).
+    """Generalised advantage estimation of sequences that ended (arXiv 1506.02438).
 
-    ``A_t = sum_k (gamma lam)^k delta_{t+k}``, ``delta_t = r_t + gamma V(s_{t+1}) - V(s_t)``, V = 0 after the last token.
+    ``A_t = sum_k (gamma lam)^k delta_{t+k}`` with ``delta_t = r_t + gamma V(s_{t+1}) - V(s_t)`` and V = 0 after the
+    last token.
 
     Args:
         rewards, values: [T] float32 or float64, same dtype and device.
@@ -60,8 +61,8 @@ def egae(
 ) -> Tensor:
     """Extended GAE of windows, some of them cut before the response ended (T-PPO, arXiv 2506.15050, eq. 6).
 
-    GAE with V(s_l) at the cut: by default the paper's assumption V(s_l) = V(s_{l-1}), so with gamma = 1 and no reward the
-    last advantage is exactly 0.
+    GAE with V(s_l) at the cut: by default the paper's assumption V(s_l) = V(s_{l-1}), so with gamma = 1 and no reward
+    the last advantage is exactly 0.
 
     Args:
         rewards, values, cu_seqlens, gamma, lam: as for ``gae``; the sequences are this step's windows.
@@ -164,8 +165,8 @@ def length_adaptive_lambda(lengths: Tensor, *, alpha: float = 0.05, floor: float
         floor: smallest lambda, within [0, 1]; a length of 0 gets it.
 
     Returns:
-        [N] in the dtype of float lengths, float64 for integer ones: near 1 a float32 rounding, raised to the power of a
-        length of 24K tokens, would show.
+        [N] in the dtype of float lengths, float64 for integer ones: near 1 a float32 rounding, raised to the power of
+        a length of 24K tokens, would show.
     """
     floating = float_lengths("lengths", lengths)
     check_fraction("floor", floor)
@@ -176,10 +177,10 @@ def length_adaptive_lambda(lengths: Tensor, *, alpha: float = 0.05, floor: float
 
 @torch.no_grad()
 def group_advantages(rewards: Tensor, group_ids: Tensor, *, scale_by_std: bool = True) -> Tensor:
-    """Reward minus the mean of its group, over the group's standard deviation (GRPO; DAPO, arXiv 2503.14476, eq. 9).
+    """Reward minus the mean of its group, over the group's standard deviation (GRPO; DAPO, arXiv 2503.14476).
 
-    The standard deviation is that of a sample (n - 1), as in the public implementations, with no epsilon. A group of one
-    and a group of equal rewards have no signal: exactly 0. ``scale_by_std=False`` only subtracts the mean (Dr. GRPO).
+    The standard deviation is that of a sample (n - 1), as in the public implementations, with no epsilon. A group of
+    one and a group of equal rewards have no signal: exactly 0. ``scale_by_std=False`` only subtracts the mean.
 
     Args:
         rewards: [N] float32 or float64, one a response; drop responses that could not be scored before.
@@ -198,8 +199,8 @@ def group_advantages(rewards: Tensor, group_ids: Tensor, *, scale_by_std: bool =
     zeros = exact.new_zeros(len(groups))
     sizes = zeros.index_add(0, member_of, torch.ones_like(exact))
     centred = exact - (zeros.index_add(0, member_of, exact) / sizes)[member_of]
-    lowest = zeros.index_reduce(0, member_of, exact, "amin", include_self=False)
-    highest = zeros.index_reduce(0, member_of, exact, "amax", include_self=False)
+    lowest = zeros.scatter_reduce(0, member_of, exact, "amin", include_self=False)
+    highest = zeros.scatter_reduce(0, member_of, exact, "amax", include_self=False)
     # The mean of equal numbers may be off by a rounding; the division below would blow that up.
     silent = (lowest == highest)[member_of]
     if scale_by_std:
@@ -210,7 +211,7 @@ def group_advantages(rewards: Tensor, group_ids: Tensor, *, scale_by_std: bool =
 
 @torch.no_grad()
 def soft_overlong_penalty(lengths: Tensor, *, max_length: int, buffer: int) -> Tensor:
-    """DAPO's soft penalty, to be added to the reward (arXiv 2503.14476, eq. 13).
+    """DAPO's soft penalty, to be added to the reward (arXiv 2503.14476).
 
     0 up to ``max_length - buffer`` tokens, falling linearly to -1 at ``max_length``, -1 beyond. Lengths are of whole
     responses: a window's edge is never an overlong response.

@@ -1,8 +1,8 @@
 """What every loss function returns, and the masked sums they are made of.
 
-Invariants: a loss is a sum and a denominator, never a mean: sums and denominators are added over micro-batches and ranks,
-then divided once, so gradients do not depend on how tokens were split. What the mask leaves out is replaced before any
-arithmetic, so that an inf or NaN there reaches neither the loss nor the gradient.
+Invariants: a loss is a sum and a denominator, never a mean: sums and denominators are added over micro-batches and
+ranks, then divided once, so gradients do not depend on how tokens were split. What the mask leaves out is replaced
+before any arithmetic, so that an inf or NaN there reaches neither the loss nor the gradient.
 """
 
 from dataclasses import dataclass, field

@@ -1,8 +1,8 @@
 """How far the rollout engine's policy (mu) is from the trainer's (pi_old) on the same tokens.
 
 Sign convention, everywhere: ``log rho = log pi_old - log mu``, and the tokens were drawn from mu. So the mean of
-``-log rho`` estimates KL(mu || pi_old), and so does k3, the mean of ``rho - 1 - log rho``. Equal policies give kl = k3 = 0,
-ratio 1, effective sample size 1, chi^2 = 0.
+``-log rho`` estimates KL(mu || pi_old), and so does k3, the mean of ``rho - 1 - log rho``. Equal policies give
+kl = k3 = 0, ratio 1, effective sample size 1, chi^2 = 0.
 """
 
 import torch
@@ -13,6 +13,16 @@ from megatron_rl.algorithms.loss import keep
 
 MAX_LOG_RATIO = 20.0
 """Guard against overflow, as in the public correction code: log rho is clamped to +- this, before any statistic."""
+
+EQUAL_POLICIES = {
+    "kl": 0.0,
+    "k3": 0.0,
+    "max_abs_log_ratio": 0.0,
+    "ppl_ratio": 1.0,
+    "ess": 1.0,
+    "chi2_token": 0.0,
+    "chi2_sequence": 0.0,
+}
 
 
 @torch.no_grad()
@@ -43,8 +53,7 @@ def mismatch_metrics(
     bounds = check_cu_seqlens(cu_seqlens, len(old_logprobs)).to(old_logprobs.device)
     inside = mask != 0
     if not bool(inside.any()):
-        return {"kl": 0.0, "k3": 0.0, "max_abs_log_ratio": 0.0, "ppl_ratio": 1.0, "ess": 1.0, "chi2_token": 0.0,
-                "chi2_sequence": 0.0}
+        return dict(EQUAL_POLICIES)
     log_rho = (keep(old_logprobs, mask).double() - keep(rollout_logprobs, mask).double()).clamp(
         -MAX_LOG_RATIO, MAX_LOG_RATIO
     )

@@ -27,8 +27,8 @@ def normalize_advantages(
     Args:
         advantages: [T] float32 or float64.
         mask: [T] 0/1 of any real dtype.
-        kind: "none"; "scale" divides by the standard deviation, so zero stays zero and signs stay; "whiten" subtracts the
-            mean first, which gives tokens without information (a window's edge) an advantage.
+        kind: "none"; "scale" divides by the standard deviation, so zero stays zero and signs stay; "whiten" subtracts
+            the mean first, which gives tokens without information (a window's edge) an advantage.
         clamp: bound on the size afterwards; 0 means none.
         eps: a standard deviation up to this counts as 0: there is no scale to bring to 1, nothing is divided.
 
@@ -56,7 +56,7 @@ def normalize_advantages(
 
 @torch.no_grad()
 def boundary_mask(cu_seqlens: Tensor, finished: Tensor, n_ignore: int) -> Tensor:
-    """False on the last ``n_ignore`` tokens of each unfinished sequence: their advantage knows too little of the future.
+    """False on the last ``n_ignore`` tokens of each unfinished sequence: they know too little of the future.
 
     Args:
         cu_seqlens: [N+1] int32 or int64.

@@ -28,8 +28,8 @@ def policy_loss(
     """PPO's clipped surrogate with separate clip ranges and a bound for negative advantages.
 
     ``ratio = exp(clamp(logprobs - old_logprobs, -20, 20))``, the plain log difference; then, token by token,
-    ``max(-A ratio, -A clip(ratio, 1 - clip_low, 1 + clip_high))``, and with ``dual_clip`` = c at most ``c |A|``, which only
-    bites for A < 0 (DAPO, arXiv 2503.14476, eq. 8; dual clip, arXiv 1912.09729, eq. 5).
+    ``max(-A ratio, -A clip(ratio, 1 - clip_low, 1 + clip_high))``, and with ``dual_clip`` = c at most ``c |A|``, which
+    only bites for A < 0 (clip-higher: DAPO, arXiv 2503.14476; dual clip: arXiv 1912.09729).
 
     Args:
         logprobs: [T] float32 or float64, with gradient.
@@ -39,9 +39,9 @@ def policy_loss(
         dual_clip: more than 1, or None for no bound.
 
     Returns:
-        Loss per token. Metrics: ``clip_fraction_low`` (ratio too small with A < 0), ``clip_fraction_high`` (ratio too large
-        with A > 0), ``clip_fraction`` (both), ``dual_clip_fraction``, ``approx_kl_k1`` and ``approx_kl_k3`` (estimates of
-        KL(old || new)), ``ratio_mean``; maximum ``ratio_max``.
+        Loss per token. Metrics: ``clip_fraction_low`` (ratio too small with A < 0), ``clip_fraction_high`` (ratio too
+        large with A > 0), ``clip_fraction`` (both), ``dual_clip_fraction``, ``approx_kl_k1`` and ``approx_kl_k3``
+        (estimates of KL(old || new)), ``ratio_mean``; maximum ``ratio_max``.
 
     Raises:
         ValueError: shapes, dtypes or ranges do not fit.

@@ -24,8 +24,8 @@ def value_loss(
 ) -> Loss:
     """Squared error of the critic, clipped around its old values.
 
-    ``0.5 * max((v - R)^2, (clip(v, v_old - clip_low, v_old + clip_high) - R)^2)`` a token. The factor 0.5 is part of the sum,
-    so the gradient of an unclipped token is ``v - R``.
+    ``0.5 * max((v - R)^2, (clip(v, v_old - clip_low, v_old + clip_high) - R)^2)`` a token. The factor 0.5 is part of
+    the sum, so the gradient of an unclipped token is ``v - R``.
 
     Args:
         values: [T] float32 or float64, with gradient.
@@ -34,8 +34,8 @@ def value_loss(
         clip_low, clip_high: at least 0; None: no bound on that side.
 
     Returns:
-        Loss per token. Metrics: ``clip_fraction`` (tokens whose clipped error is the larger one), ``squared_error`` (unclipped,
-        without the 0.5), ``value_mean``, ``return_mean``.
+        Loss per token. Metrics: ``clip_fraction`` (tokens whose clipped error is the larger one), ``squared_error``
+        (unclipped, without the 0.5), ``value_mean``, ``return_mean``.
 
     Raises:
         ValueError: shapes, dtypes or ranges do not fit.
