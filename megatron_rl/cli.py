@@ -3,6 +3,7 @@
 import argparse
 import os
 import sys
+import warnings
 from collections.abc import Sequence
 
 from megatron_rl.errors import UserError
@@ -12,6 +13,8 @@ TRAINING_COMMANDS = ("train", "sft", "critic-pretrain")
 
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
+    # Deprecations and notes inside the libraries are their makers' business; ours are errors and log lines.
+    warnings.filterwarnings("ignore", module=r"(torch|megatron|sglang|transformers|mlflow)\b")
     try:
         return arguments.run(arguments) or 0
     except UserError as error:

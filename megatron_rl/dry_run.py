@@ -40,16 +40,12 @@ def arithmetic_table(config: Config, world_size: int) -> Table:
 def stage_table(config: Config) -> Table:
     graph = step_graph(config.schedule.mode)
     check_graph(graph)
-    table = Table()
-    for name in ("stage", "runs on", "needs", "needs from the step before", "makes", "does"):
-        table.add_column(name, overflow="fold")
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column("stage", no_wrap=True)
+    table.add_column("runs on", no_wrap=True)
+    table.add_column("waits for (k-1: of the step before)", overflow="fold")
+    table.add_column("makes", overflow="fold")
     for stage in graph:
-        table.add_row(
-            stage.name,
-            stage.resource.value,
-            ", ".join(stage.needs) or "-",
-            ", ".join(stage.needs_previous) or "-",
-            ", ".join(stage.makes),
-            stage.does,
-        )
+        waits = [*stage.needs, *(f"{product}(k-1)" for product in stage.needs_previous)]
+        table.add_row(stage.name, stage.resource.value, ", ".join(waits), ", ".join(stage.makes))
     return table

@@ -86,7 +86,8 @@ def _parse_overrides(overrides: Sequence[str]) -> DictConfig:
         if not equals or not key.strip():
             raise ConfigError(f"override {item!r}: expected key=value, for example batch.window_tokens=24")
     try:
-        return OmegaConf.from_dotlist(list(overrides))
+        # "key=" means empty text; YAML would read it as null, which no field takes.
+        return OmegaConf.from_dotlist([f"{item}''" if item.endswith("=") else item for item in overrides])
     except (yaml.YAMLError, OmegaConfBaseException) as error:
         raise ConfigError(f"overrides {list(overrides)}: {_first_line(error)}") from error
 

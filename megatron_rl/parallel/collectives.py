@@ -27,6 +27,10 @@ class CollectiveTimeout(RuntimeError):
     """A rank waited for another one longer than it was told to."""
 
 
+class PeerLost(RuntimeError):
+    """A rank is gone while another one waits for it; its own log says why."""
+
+
 def barrier(what: str = "barrier", *, timeout_s: float | None = None) -> None:
     """Wait until every rank is here."""
     # Rank 0 hears from each rank in turn, so that its error names the one that is missing.
@@ -155,6 +159,6 @@ def _wait(start: Any, tensor: Tensor, peer: int, verb: str, timeout_s: float | N
                 f"rank {rank} waited {timeout_s:g} s for rank {peer} to {verb}; look at rank {peer}'s log for what held "
                 "it up, or raise parallel.collective_timeout_s if it was only slow"
             ) from error
-        raise RuntimeError(
+        raise PeerLost(
             f"rank {rank} lost rank {peer}, which should {verb}: {error}; look at rank {peer}'s log for why it ended"
         ) from error

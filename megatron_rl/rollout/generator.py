@@ -28,9 +28,9 @@ class StaleWeights(RuntimeError):
 
 
 class WindowGenerator:
-    """``recover(url)`` brings a lost server back, with current weights, and returns when it serves again."""
+    """``recover(lost)`` returns when a server with current weights serves again after the last one was lost."""
 
-    def __init__(self, client: SglangClient, recover: Callable[[str], Awaitable[None]]) -> None:
+    def __init__(self, client: SglangClient, recover: Callable[[ServerLost], Awaitable[None]]) -> None:
         self._client = client
         self._recover = recover
 
@@ -93,7 +93,7 @@ class WindowGenerator:
             try:
                 answer = await self._client.generate(request)
             except ServerLost as lost:
-                await self._recover(lost.url)
+                await self._recover(lost)
                 continue
             if answer.weight_version != str(weight_version):
                 raise StaleWeights(

@@ -2,24 +2,29 @@
 
 Who waits for whom: ``publish`` (main thread, collective over the trainer ranks) waits for every server to take the
 weights; ``generate`` (asyncio thread) waits for servers to answer; a lost server is restarted beside it and gets the
-current weights from the main thread, through ``call_on_trainer``, before it serves again.
+current weights from the main thread, through ``call_on_trainer``, before it serves again. A publish covers the servers
+that live; one that is being restarted gets its weights at the end of its own recovery.
 """
 
 import asyncio
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from megatron_rl.config.schema import RolloutConfig
+from megatron_rl.config.schema import Config, RolloutConfig
 from megatron_rl.data.trajectory import Trajectory
-from megatron_rl.rollout.client import SglangClient
+from megatron_rl.rollout.client import ServerLost, SglangClient
 from megatron_rl.rollout.generator import Sampling, WindowGenerator
-from megatron_rl.rollout.server import ServerPool
+from megatron_rl.rollout.pool import ServerPool
+from megatron_rl.rollout.server import ServerOptions
+from megatron_rl.weights.plan import ServerAddress
 from megatron_rl.weights.publish import PublishResult, WeightPublisher
-
-NamedTensors = Iterable[tuple[str, Tensor]]
+from megatron_rl.weights.verify import compare_checksums
 
 
 class RolloutService:
@@ -35,6 +40,7 @@ class RolloutService:
         stop_token_ids: Sequence[int],
         seed: int,
         export: Callable[[], Iterator[tuple[str, Tensor]]],
+        expected: Mapping[str, Sequence[int]],
         call_on_trainer: Callable[[Callable[[], Any]], Future],
         warn: Callable[[str], None],
     ) -> None:
@@ -45,9 +51,10 @@ class RolloutService:
         self._stop_token_ids = tuple(stop_token_ids)
         self._seed = seed if config.deterministic else None
         self._export = export
+        self._expected = expected
         self._call_on_trainer = call_on_trainer
         self._warn = warn
-        self._generator = WindowGenerator(client, self._recover)
+        self._generator = WindowGenerator(client, self._wait_for_recovery)
         self._recoveries: dict[str, asyncio.Task] = {}
         self.weight_version = 0
         self.num_restarts = 0
@@ -55,7 +62,13 @@ class RolloutService:
     def publish(self) -> PublishResult:
         """The policy's weights, as a new version, to every server."""
         self.weight_version += 1
-        return self._publisher.publish(self._export(), self._servers.targets(), self.weight_version)
+        live = set(self._client.live_urls)
+        return self._send([address for address in self._addresses() if address.url in live])
+
+    def differing_weights(self) -> list[str]:
+        """Parameters of which a server holds other bytes than the trainer (slow; main thread, collective)."""
+        report = compare_checksums(self._addresses(), self._export(), self._config.weight_sync_timeout_s)
+        return sorted({name for names in report.differing.values() for name in names})
 
     async def generate(
         self,
@@ -85,23 +98,111 @@ class RolloutService:
             on_progress=on_progress,
         )
 
-    async def _recover(self, url: str) -> None:
-        """Every trajectory that lost ``url`` waits here for one and the same recovery."""
-        task = self._recoveries.get(url)
-        if task is None or task.done():
-            task = self._recoveries[url] = asyncio.create_task(self._bring_back(url))
-        await asyncio.shield(task)
+    def server_lost(self, url: str, reason: str) -> None:
+        """The client's call (asyncio thread) when a server stops answering: bring it back beside the others."""
+        self._warn(f"the SGLang server at {url} is lost ({reason}); its responses continue from their last token elsewhere")
+        self._recoveries[url] = asyncio.get_running_loop().create_task(self._bring_back(url))
 
     async def _bring_back(self, url: str) -> None:
-        if self._client.is_alive(url) and await asyncio.to_thread(self._servers.is_healthy, url):
-            return
+        server = next(server for server in self._servers.servers if server.url == url)
+        await asyncio.to_thread(server.restart)
         self.num_restarts += 1
-        self._warn(f"the SGLang server at {url} is gone; starting it again, its responses continue from their last token")
-        await asyncio.to_thread(self._servers.restart, url)
-        await asyncio.wrap_future(self._call_on_trainer(lambda: self._give_weights(url)))
-        self._client.mark_alive(url)
-        self._warn(f"the SGLang server at {url} serves weight version {self.weight_version} again")
+        await asyncio.wrap_future(self._call_on_trainer(lambda: self._send(self._addresses(url))))
+        self._client.restore(url)
+        self._warn(f"the SGLang server at {url} serves again, with weight version {self.weight_version}")
 
-    def _give_weights(self, url: str) -> None:
-        targets = [target for target in self._servers.targets() if target[0] == url]
-        self._publisher.publish(self._export(), targets, self.weight_version)
+    async def _wait_for_recovery(self, lost: ServerLost) -> None:
+        """Return once some server serves again; raise when none came back, or when a live one keeps failing."""
+        if self._client.live_urls:
+            raise lost
+        waiting = set(self._recoveries.values())
+        while not self._client.live_urls:
+            if not waiting:
+                raise lost
+            done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            if not waiting:
+                for task in done:
+                    task.result()
+
+    def _send(self, addresses: list[ServerAddress]) -> PublishResult:
+        return self._publisher.publish(self._export(), addresses, self.weight_version, expected=self._expected)
+
+    def _addresses(self, only_url: str = "") -> list[ServerAddress]:
+        return [
+            ServerAddress(server.url, self._config.tensor_parallel_size, server.incarnation)
+            for server in self._servers.servers
+            if only_url in ("", server.url)
+        ]
+
+
+@contextmanager
+def open_rollout(
+    config: Config,
+    event_loop: asyncio.AbstractEventLoop,
+    *,
+    log_dir: Path,
+    stop_token_ids: Sequence[int],
+    vocab_size: int,
+    export: Callable[[], Iterator[tuple[str, Tensor]]],
+    expected: Mapping[str, Sequence[int]],
+    call_on_trainer: Callable[[Callable[[], Any]], Future],
+    note: Callable[[str], None],
+    warn: Callable[[str], None],
+) -> Iterator[RolloutService]:
+    """Servers started (or attached to), a client on ``event_loop`` and the weight sync; all of it closed at the end."""
+    rollout = config.rollout
+    with _servers(config, log_dir, note) as servers:
+        client = SglangClient(
+            servers.urls,
+            vocab_size=vocab_size,
+            max_inflight_requests=rollout.max_inflight_requests,
+            request_timeout_s=rollout.request_timeout_s,
+            max_retries=rollout.max_retries,
+            on_server_lost=lambda url, reason: service.server_lost(url, reason),
+        )
+        publisher = WeightPublisher(rollout.bucket_bytes, rollout.weight_sync_timeout_s)
+        service = RolloutService(
+            rollout,
+            servers,
+            client,
+            publisher,
+            stop_token_ids=stop_token_ids,
+            seed=config.run.seed,
+            export=export,
+            expected=expected,
+            call_on_trainer=call_on_trainer,
+            warn=warn,
+        )
+        try:
+            yield service
+        finally:
+            asyncio.run_coroutine_threadsafe(client.close(), event_loop).result(timeout=10)
+            publisher.close()
+
+
+def _servers(config: Config, log_dir: Path, note: Callable[[str], None]) -> ServerPool:
+    rollout = config.rollout
+    if rollout.urls:
+        note(f"attaching to {len(rollout.urls)} SGLang servers: {', '.join(rollout.urls)}")
+        return ServerPool.attach(rollout.urls, timeout_s=rollout.start_timeout_s, progress=note)
+    note(f"starting {rollout.num_servers} SGLang server(s); logs in {log_dir}")
+    options = ServerOptions(
+        model_path=config.policy.path,
+        host=rollout.host,
+        port=rollout.port,
+        dtype=config.policy.dtype.value,
+        tensor_parallel_size=rollout.tensor_parallel_size,
+        deterministic=rollout.deterministic,
+        # The trainer sends its own weights before the first request.
+        load_weights=False,
+        device="cuda" if torch.cuda.is_available() else "cpu",
+        server_args=rollout.server_args,
+    )
+    return ServerPool.start(
+        options,
+        rollout.num_servers,
+        log_dir,
+        start_timeout_s=rollout.start_timeout_s,
+        max_restarts=rollout.max_restarts,
+        progress=note,
+    )

@@ -39,6 +39,7 @@ class Recorder:
         self._tracker.log_artifact(self._folder / "config.yaml")
         self._last_end_s = time.time()
         self._num_tokens = 0.0
+        self.num_steps_done = first_step
         self._stage_seconds: dict[str, float] = {}
         self._report_thread: threading.Thread | None = None
 
@@ -81,6 +82,7 @@ class Recorder:
         metrics["rollout/num_server_restarts"] = float(num_server_restarts)
         self._last_end_s = now_s
         self._num_tokens += metrics["step/tokens_generated"]
+        self.num_steps_done = step + 1
         self.log(step + 1, metrics)
         every = self._config.tracking.report_every_steps
         if every and (step + 1) % every == 0 and (self._report_thread is None or not self._report_thread.is_alive()):

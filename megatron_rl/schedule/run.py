@@ -5,7 +5,6 @@ serve its commands until it says stop, and end when it is gone.
 """
 
 import asyncio
-import json
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -13,9 +12,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-import torch
-
-from megatron_rl.config.checks import effective_window_tokens
+from megatron_rl.config.checks import effective_window_tokens, read_model_json
 from megatron_rl.config.schema import Config, CriticConfig, Mode
 from megatron_rl.data.pool import SlotPool
 from megatron_rl.data.prompts import PromptSet, load_prompts
@@ -34,7 +31,7 @@ from megatron_rl.schedule.recorder import Recorder
 from megatron_rl.schedule.runner import StageRunner
 from megatron_rl.schedule.saving import Saver
 from megatron_rl.schedule.stages import step_graph
-from megatron_rl.tracking.metrics import write_atomic
+from megatron_rl.schedule.summary import Evaluation, Summary, print_summary, summarize, write_summary
 from megatron_rl.training.engine import Engine
 from megatron_rl.training.group import TrainerGroup, Worker
 
@@ -45,7 +42,9 @@ def train(config: Config) -> None:
     """T-PPO or PPO, as the configuration says; leaves metrics, report, checkpoint and the policy in run.output_dir."""
     with trainer_ranks(config, rl_engines(config)) as group:
         if group is not None:
-            _drive(config, group, freeze_policy=False)
+            summary = _drive(config, group, freeze_policy=False)
+    if group is not None:
+        print_summary(config.run.output_dir, summary)
 
 
 def critic_pretrain(config: Config) -> None:
@@ -59,13 +58,13 @@ def critic_pretrain(config: Config) -> None:
         schedule=replace(config.schedule, mode=Mode.sync),
         eval=replace(config.eval, every_steps=0, stop_at_accuracy=0.0),
     )
-    with trainer_ranks(config, rl_engines(config)) as group:
+    with trainer_ranks(config, rl_engines(config, freeze_policy=True)) as group:
         if group is not None:
             _drive(config, group, freeze_policy=True)
             group.save_hf("critic", pretrain.output_path)
 
 
-def rl_engines(config: Config) -> Callable[[Topology], dict[str, Engine]]:
+def rl_engines(config: Config, *, freeze_policy: bool = False) -> Callable[[Topology], dict[str, Engine]]:
     def build(topology: Topology) -> dict[str, Engine]:
         policy, critic = config.policy, config.critic
         return {
@@ -74,7 +73,7 @@ def rl_engines(config: Config) -> Callable[[Topology], dict[str, Engine]]:
                 policy.path,
                 parallel=config.parallel,
                 topology=topology,
-                optimizer=policy.optimizer,
+                optimizer=None if freeze_policy else policy.optimizer,
                 init=policy.init,
                 dtype=policy.dtype,
                 recompute=policy.recompute,
@@ -122,14 +121,14 @@ def trainer_ranks(
         topologies.destroy()
 
 
-def _drive(config: Config, group: TrainerGroup, *, freeze_policy: bool) -> None:
+def _drive(config: Config, group: TrainerGroup, *, freeze_policy: bool) -> Summary:
     """The driver's part of a run, from the claimed folder to the summary."""
     with ExitStack() as stack:
         folder = stack.enter_context(claimed_output_dir(config))
         tokenizer = Tokenizer(config.policy.path)
         train_set, eval_set = _prompt_sets(config, tokenizer)
         pool = _slot_pool(config, train_set)
-        saver = Saver(config, group)
+        saver = Saver(config, group, enabled=not freeze_policy)
         restored = saver.load() if config.run.resume else {"num_steps_done": 0, "weight_version": 0, "pool": pool.state()}
         pool.load_state(restored["pool"])
         first_step = restored["num_steps_done"]
@@ -150,7 +149,7 @@ def _drive(config: Config, group: TrainerGroup, *, freeze_policy: bool) -> None:
                 event_loop,
                 log_dir=folder / "logs",
                 stop_token_ids=[tokenizer.eos_id, *config.rollout.stop_token_ids],
-                vocab_size=tokenizer.vocab_size,
+                vocab_size=read_model_json(Path(config.policy.path) / "config.json")["vocab_size"],
                 export=lambda: group.export_weights("policy"),
                 expected=group.expected_weights("policy"),
                 call_on_trainer=lambda function: runner.call_on_trainer(function),
@@ -159,9 +158,9 @@ def _drive(config: Config, group: TrainerGroup, *, freeze_policy: bool) -> None:
             )
         )
         rollout.weight_version = restored["weight_version"]
-        reached = StopAtAccuracy(config, lambda step: runner.stop_after(step))
+        log = EvaluationLog(config, lambda step: runner.stop_after(step))
         evaluator = Evaluator(
-            config, eval_set.prompts, rollout=rollout, rewards=rewards, decode=tokenizer.decode, on_result=reached
+            config, eval_set.prompts, rollout=rollout, rewards=rewards, decode=tokenizer.decode, on_result=log
         )
         loop = TrainingLoop(
             config,
@@ -184,26 +183,36 @@ def _drive(config: Config, group: TrainerGroup, *, freeze_policy: bool) -> None:
             heartbeat=group.heartbeat,
         )
         _before_first_step(config, group, rollout, evaluator, recorder, runner, train_set, first_step)
-        started_s = time.time()
         recorder.start_clock()
+        log.start_clock()
         runner.run(first_step, config.run.num_steps - 1)
+        summary = summarize(config, recorder, log.evaluations, wall_s=log.elapsed_s)
+        write_summary(folder, summary)
         if not freeze_policy:
             group.save_hf("policy", str(folder / "policy"))
-        _write_summary(config, recorder, reached, wall_s=time.time() - started_s)
+    return summary
 
 
-class StopAtAccuracy:
+class EvaluationLog:
     """Remembers evaluations and ends the run once eval.stop_at_accuracy is reached."""
 
     def __init__(self, config: Config, stop_after: Callable[[int], None]) -> None:
         self._goal = config.eval.stop_at_accuracy
         self._stop_after = stop_after
-        self.history: list[tuple[int, float, float]] = []
-        """(steps done, accuracy, Unix time) of each evaluation."""
+        self._started_s = time.time()
+        self.evaluations: list[Evaluation] = []
+
+    def start_clock(self) -> None:
+        self._started_s = time.time()
+
+    @property
+    def elapsed_s(self) -> float:
+        return time.time() - self._started_s
 
     def __call__(self, step: int, accuracy: float) -> None:
-        self.history.append((step + 1, accuracy, time.time()))
-        if self._goal and accuracy >= self._goal and step >= 0:
+        training = step >= 0
+        self.evaluations.append(Evaluation(step + 1, accuracy, self.elapsed_s if training else 0.0))
+        if training and self._goal and accuracy >= self._goal:
             self._stop_after(step)
 
 
@@ -276,23 +285,6 @@ def _stall_timeout_s(config: Config) -> float:
     return rollout.request_timeout_s * (rollout.max_retries + 1) + rollout.start_timeout_s + STALL_MARGIN_S
 
 
-def _write_summary(config: Config, recorder: Recorder, reached: StopAtAccuracy, *, wall_s: float) -> None:
-    history = reached.history
-    summary = {
-        "mode": config.schedule.mode.value,
-        "num_steps": recorder.num_steps_done,
-        "wall_s": wall_s,
-        "tokens_generated": recorder.num_tokens_generated,
-        "tokens_per_s": recorder.num_tokens_generated / wall_s,
-        "accuracy_before": history[0][1] if history else None,
-        "accuracy_after": history[-1][1] if history else None,
-        "evaluations": [{"step": step, "accuracy": accuracy, "time_s": at_s} for step, accuracy, at_s in history],
-        "stage_seconds": recorder.stage_seconds,
-        "overlap_generate_update_critic_s": recorder.timeline.overlap_seconds("generate", "update_critic"),
-    }
-    write_atomic(Path(config.run.output_dir) / "summary.json", json.dumps(summary, indent=2))
-
-
 def sft(config: Config) -> None:
     """Supervised warm start on reference responses; writes a Hugging Face folder."""
     from megatron_rl.schedule.supervised import run_sft
@@ -311,7 +303,6 @@ def sft(config: Config) -> None:
         )
         return {"policy": engine}
 
-    torch.set_num_threads(max(1, torch.get_num_threads()))
     with trainer_ranks(config, build) as group:
         if group is not None:
             run_sft(config, group)

@@ -9,7 +9,7 @@ import asyncio
 import inspect
 import queue
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -68,6 +68,14 @@ class StageRunner:
         """Open no further step (called by a stage's action)."""
         self._frontier.stop_after(step)
 
+    def wait_for(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
+        """Run a coroutine outside the graph to its end, lending it the main thread as ``run`` does."""
+        future = asyncio.run_coroutine_threadsafe(coroutine, self._event_loop)
+        future.add_done_callback(lambda done: self._events.put(lambda: None))
+        while not future.done():
+            self._next_event()
+        return future.result()
+
     def call_on_trainer(self, function: Callable[[], Any]) -> Future:
         """Have the main thread call ``function`` between two trainer stages (from any other thread)."""
         result: Future = Future()
@@ -118,7 +126,8 @@ class StageRunner:
             except queue.Empty:
                 self._heartbeat()
             if time.monotonic() > deadline_s:
-                waiting = ", ".join(f"{r.stage.name} of step {r.step}" for r in self._frontier.running)
+                running = self._frontier.running if self._frontier else ()
+                waiting = ", ".join(f"{r.stage.name} of step {r.step}" for r in running) or "the rollout side"
                 raise TimeoutError(
                     f"the trainer waited {self._stall_timeout_s:.0f} s for {waiting} without an answer; look at the "
                     "server logs in the output folder, or raise rollout.request_timeout_s"

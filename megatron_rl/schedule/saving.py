@@ -19,15 +19,18 @@ NUM_KEPT = 2
 
 
 class Saver:
-    def __init__(self, config: Config, group: TrainerGroup) -> None:
+    """``enabled=False``: nothing is ever due (value pretraining writes its critic alone)."""
+
+    def __init__(self, config: Config, group: TrainerGroup, *, enabled: bool = True) -> None:
         self._config = config
+        self._enabled = enabled
         self._group = group
         self._folder = Path(config.run.output_dir) / "checkpoints"
 
     def due(self, step: int) -> bool:
         """After every run.save_every_steps steps and after the last one."""
         every = self._config.run.save_every_steps
-        return step + 1 == self._config.run.num_steps or (every > 0 and (step + 1) % every == 0)
+        return self._enabled and (step + 1 == self._config.run.num_steps or (every > 0 and (step + 1) % every == 0))
 
     def save(self, step: int, pool_state: dict[str, Any], *, weight_version: int) -> None:
         target = self._folder / f"step-{step + 1}"

@@ -34,7 +34,7 @@ def run_sft(config: Config, group: TrainerGroup) -> None:
             result = group.update("policy", batch, objective="sft", denominators={"mask": tokens})
             if result.skipped:
                 raise UserError(f"sft: the gradient of step {step} is not finite; lower sft.optimizer.lr={result.lr:g}")
-            loss = result.metrics["loss"][0] / result.metrics["loss"][1]
+            loss = result.metrics["lm_loss"][0] / result.metrics["lm_loss"][1]
             progress.update(task, advance=1, loss=f"loss {loss:.4f}")
             if not console.is_terminal and (step % 25 == 0 or step in (1, config.sft.num_steps)):
                 console.print(f"sft step {step}/{config.sft.num_steps}  loss {loss:.4f}  grad norm {result.grad_norm:.2f}")

@@ -6,6 +6,7 @@ driver sends heartbeats, so that a follower's deadline (parallel.collective_time
 not a long generation.
 """
 
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -42,7 +43,11 @@ class Worker:
     def serve(self) -> None:
         """Carry out the driver's commands until it says stop (every rank but 0)."""
         while True:
-            command = collectives.broadcast_object(None, what="its next command")
+            try:
+                command = collectives.broadcast_object(None, what="its next command")
+            except collectives.PeerLost:
+                # The driver has already said why it ended: a second account would only bury the first.
+                sys.exit(1)
             if command.name == "stop":
                 return
             payload = collectives.receive(what=f"the batches of {command.name}") if command.sends_batches else {}
@@ -114,6 +119,10 @@ class TrainerGroup:
         finally:
             for _ in weights:
                 pass
+
+    def expected_weights(self, engine: str) -> dict[str, tuple[int, ...]]:
+        """Hugging Face name -> shape of every tensor that export_weights gives."""
+        return self._worker.engines[engine].expected_weights()
 
     def save_hf(self, engine: str, folder: str) -> None:
         self._call(Command("save_hf", engine, {"folder": folder}))
