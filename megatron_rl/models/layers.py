@@ -148,21 +148,21 @@ class PackedAttention(MegatronModule):
         attention_bias: Tensor | None = None,
         packed_seq_params: PlannedSeqParams | None = None,
     ) -> Tensor:
-        """query [T, 1, heads, d], key and value [T, 1, groups, d] -> [T, 1, heads * d]."""
+        """query [T, heads, d], key and value [T, groups, d] -> [T, heads * d]."""
         if packed_seq_params is None or packed_seq_params.plan is None:
             raise ValueError("PackedAttention needs PlannedSeqParams with a plan: call the model through models.packed")
         plan = packed_seq_params.plan
-        padded = [_Pad.apply(t.squeeze(1), plan) for t in (query, key, value)]
+        padded = [_Pad.apply(t, plan) for t in (query, key, value)]
         # Split, not slices: the backward pass of a slice fills a whole buffer with zeros.
         sizes = [sequences * longest for sequences, longest in plan.shapes]
         attended = []
         for shape, *parts in zip(plan.shapes, *(t.split(sizes) for t in padded), strict=True):
             q, k, v = (part.unflatten(0, shape).transpose(1, 2) for part in parts)
             context = F.scaled_dot_product_attention(
-                q, k, v, is_causal=True, scale=self.softmax_scale, enable_gqa=query.shape[2] != key.shape[2]
+                q, k, v, is_causal=True, scale=self.softmax_scale, enable_gqa=query.shape[1] != key.shape[1]
             )
             attended.append(context.transpose(1, 2).flatten(0, 1))
-        return _Unpad.apply(torch.cat(attended), plan).reshape(query.shape[0], 1, -1)
+        return _Unpad.apply(torch.cat(attended), plan).flatten(1)
 
 
 class _Pad(torch.autograd.Function):

@@ -25,27 +25,10 @@ PAD_TOKEN_ID = 0
 
 
 class PackedGPTModel(GPTModel):
-    """GPTModel whose rotary embedding is laid out by the pack's positions once, not once a layer and sequence.
+    """A GPTModel of this project: its last stage returns what the policy's or critic's functions take."""
 
-    Only without Transformer Engine, whose kernels take the pack as it is.
-    """
-
-    def _preprocess(
-        self,
-        input_ids: Tensor,
-        position_ids: Tensor,
-        decoder_input: Tensor | None = None,
-        inference_context: Any = None,
-        packed_seq_params: PackedSeqParams | None = None,
-        padding_mask: Tensor | None = None,
-    ) -> tuple[Any, ...]:
-        prepared = super()._preprocess(
-            input_ids, position_ids, decoder_input, inference_context, packed_seq_params, padding_mask
-        )
-        if not isinstance(packed_seq_params, PlannedSeqParams):
-            return prepared
-        decoder_input, rotary, *rest = prepared
-        return decoder_input, rotary.index_select(0, position_ids[0]), *rest
+    real_vocab_size: int
+    """Tokens of the tokenizer's model; the output layer may be padded beyond it."""
 
 
 def unwrap(chunk: nn.Module) -> PackedGPTModel:
@@ -77,6 +60,7 @@ def build_chunks(
     rope = rope_parameters(hf_config)
     if rope["rope_type"] == "llama3":
         model.rotary_pos_emb.inv_freq = scaled_inverse_frequencies(model.rotary_pos_emb.inv_freq, rope)
+    model.real_vocab_size = hf_config.vocab_size
     model.to(dtype)
     if torch.cuda.is_available():
         model.cuda()
@@ -119,9 +103,12 @@ def _sequence_params(lengths: tuple[int, ...], device: torch.device) -> tuple[Te
     positions = torch.cat([torch.arange(length) for length in lengths]).to(device)
     cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).to(device=device, dtype=torch.int32)
     common: dict[str, Any] = dict(
-        cu_seqlens_q=cu_seqlens, cu_seqlens_kv=cu_seqlens, max_seqlen_q=max(lengths), max_seqlen_kv=max(lengths)
+        qkv_format="thd",
+        cu_seqlens_q=cu_seqlens,
+        cu_seqlens_kv=cu_seqlens,
+        max_seqlen_q=max(lengths),
+        max_seqlen_kv=max(lengths),
     )
     if has_transformer_engine():
-        return positions, PackedSeqParams(qkv_format="thd", **common)
-    # "sbhd": Megatron leaves the pack in one piece for rotary embedding and attention, which know its positions.
-    return positions, PlannedSeqParams(qkv_format="sbhd", plan=plan_attention(lengths, device), **common)
+        return positions, PackedSeqParams(**common)
+    return positions, PlannedSeqParams(plan=plan_attention(lengths, device), **common)

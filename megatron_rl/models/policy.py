@@ -41,7 +41,6 @@ def build_policy(
         share_embeddings=bool(hf_config.tie_word_embeddings),
     )
     for chunk in chunks:
-        chunk.real_vocab_size = hf_config.vocab_size
         if chunk.post_process:
             # The layer itself stays: its weight, its marks, its checkpoint layout and its hooks are Megatron's.
             chunk.output_layer.forward = _defer_head
