@@ -56,7 +56,7 @@ class SyncGroup:
             distributed_c10d._world.pg_group_ranks[self._process_group] = {rank: rank for rank in range(world_size)}
             self._process_group.set_timeout(timedelta(seconds=self._timeout_s))
         except RuntimeError as error:
-            failure = str(error)
+            failure = _first_sentence(error)
         if self._closed:
             self._destroy()  # the caller gave up before the group came about
         if failure:
@@ -75,7 +75,7 @@ class SyncGroup:
             if flat.is_cuda:
                 torch.cuda.current_stream().synchronize()
         except RuntimeError as error:
-            failure = str(error)
+            failure = _first_sentence(error)
         if failure:
             raise ServerCallError(f"the broadcast of {flat.numel()} bytes failed: {failure}")
 
@@ -140,3 +140,8 @@ def local_address_towards(urls: list[str]) -> str:
             addresses.append(probe.getsockname()[0])
     elsewhere = [address for address in addresses if not ipaddress.ip_address(address).is_loopback]
     return (elsewhere or addresses)[0]
+
+
+def _first_sentence(error: RuntimeError) -> str:
+    """Gloo follows what happened with advice that does not fit here."""
+    return str(error).partition(". ")[0]

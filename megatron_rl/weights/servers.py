@@ -14,10 +14,10 @@ REPORT_GRACE_S = 1.0
 """After a first failure the other waits get this long to report theirs: together they tell which side is at fault."""
 
 REMEDIES = {
-    "/begin_weight_update": "the server finishes its running requests first: let generation end, abort it, or publish "
-    "with pause=True",
-    "/init_weights_update_group": "the server must reach the trainer's master address and port, and both sides need a "
-    "network interface they share (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME)",
+    "/begin_weight_update": "a server finishes its running requests first: let generation end, abort it, or publish "
+    "with pause=True; if it runs none, it hangs: restart it",
+    "/init_weights_update_group": "the server must reach the trainer's master address and port, both sides need a "
+    "network interface they share (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME), and its tp_size must be the one stated",
     "/update_weights_from_distributed": "look into the server's log; if it hangs, restart it and publish again",
     "/update_weights_from_disk": "trainer and servers must see the folder under the same path",
     "/pause_generation": "look into the server's log; if it hangs, restart it and publish again",

@@ -3,12 +3,15 @@
 import json
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 import pytest
 import requests
@@ -22,6 +25,7 @@ from megatron_rl.weights.publish import WeightPublisher, WeightSyncError, take_p
 from megatron_rl.weights.verify import WeightMismatchError, compare_checksums
 from tests.tiny_models import make_tiny_model
 
+WORKER = Path(__file__).with_name("weight_sync_worker.py")
 TIMEOUT_S = 60.0
 SHORT_TIMEOUT_S = 4.0
 BUCKET_BYTES = 40_000
@@ -310,6 +314,29 @@ def test_a_server_killed_inside_a_publish_is_named_and_the_next_publish_reaches_
     victim.restart()
     publisher.publish(setup.weights().items(), setup.addresses, version)
     setup.assert_in_sync()
+
+
+def test_trainer_ranks_gather_inside_the_stream_and_survive_a_failed_publish(setup):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(WORKER)]
+    arguments = [str(setup.model_path), setup.servers[0].url, "500"]
+    done = subprocess.run(
+        command + arguments, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=180
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "compared 17 with the trainer" in done.stdout
+    assert "rank 0 done" in done.stdout and "rank 1 done" in done.stdout
+
+
+def test_a_group_that_cannot_form_ends_at_the_deadline_and_frees_the_servers(setup):
+    publisher = WeightPublisher(BUCKET_BYTES, SHORT_TIMEOUT_S, backend="gloo")
+    started = time.monotonic()
+    with pytest.raises(WeightSyncError, match="3 server workers to join"):
+        publisher.publish(setup.weights().items(), [(setup.servers[0].url, 2, 1), (setup.servers[1].url, 1, 1)], 1)
+    assert time.monotonic() - started < 5 * SHORT_TIMEOUT_S
+    patient = WeightPublisher(BUCKET_BYTES, TIMEOUT_S, backend="gloo")
+    patient.publish(setup.weights().items(), setup.addresses, setup.version)
+    setup.assert_in_sync()
+    patient.close()
 
 
 def test_an_unreachable_server_is_named_at_once(setup):
