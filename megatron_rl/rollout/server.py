@@ -9,6 +9,7 @@ server keeps its URL over restarts; its ``incarnation`` counts them, so whoever 
 weight-sync group, current weights) sees that it is gone. Every wait has a deadline and says who waited for whom.
 """
 
+import contextlib
 import json
 import logging
 import os
@@ -284,7 +285,9 @@ class SglangServer:
                 return
             started.append(process)
             ready.set()
-            process.wait()
+            # Not process.wait(): it holds a lock under which poll() calls a dead server alive.
+            with contextlib.suppress(ChildProcessError):
+                os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
 
         threading.Thread(target=watch, name=f"sglang-{self.port}", daemon=True).start()
         ready.wait()
