@@ -39,7 +39,7 @@ from megatron_rl.config.schema import Dtype, Init, OptimizerConfig, ParallelConf
 from megatron_rl.data.batch import PackedBatch
 from megatron_rl.models import critic, policy
 from megatron_rl.models.hf.config import load_hf_config
-from megatron_rl.models.hf.weights import export_weights, load_weights, save_hf
+from megatron_rl.models.hf.weights import expected_names, export_weights, load_weights, save_hf
 from megatron_rl.parallel.topology import Topology
 from megatron_rl.training.checkpoint import load_checkpoint, save_checkpoint
 from megatron_rl.training.losses import LossFunction, Metrics
@@ -158,6 +158,10 @@ class Engine:
     def export_weights(self) -> Iterator[tuple[str, Tensor | None]]:
         """Hugging Face names and, on rank 0, whole tensors; every rank must exhaust it, for it gathers as it goes."""
         return export_weights(self.chunks, self.hf_config, role=self.role)
+
+    def expected_weights(self) -> dict[str, tuple[int, ...]]:
+        """Name and shape of every tensor of ``export_weights``."""
+        return expected_names(self.hf_config, self.role)
 
     def save_hf(self, folder: str | Path) -> None:
         """Write config.json, safetensors and tokenizer to ``folder``; it appears once it is complete."""

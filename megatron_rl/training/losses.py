@@ -77,7 +77,6 @@ def policy_objective(algorithm: AlgorithmConfig, denominators: Mapping[str, floa
 def critic_objective(algorithm: AlgorithmConfig, denominators: Mapping[str, float]) -> LossFunction:
     """Reads the fields mask, returns and old_values."""
     num_tokens = _positive(denominators, "mask")
-    clips = algorithm.value_clip_low != 0.0 or algorithm.value_clip_high != 0.0
     clipped = algorithm.value_clip_low != 0.0 or algorithm.value_clip_high != 0.0
     clip_low, clip_high = (algorithm.value_clip_low, algorithm.value_clip_high) if clipped else (None, None)
 
@@ -90,7 +89,7 @@ def critic_objective(algorithm: AlgorithmConfig, denominators: Mapping[str, floa
             clip_low=clip_low,
             clip_high=clip_high,
         )
-        return loss.sum / num_tokens, loss.metrics
+        return loss.sum / num_tokens, {**loss.metrics, **_metric("value_loss", loss)}
 
     return objective
 

@@ -5,8 +5,11 @@ OUT/results.pt, a dict by scenario and objective.
 """
 
 import dataclasses
+import os
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -53,9 +56,6 @@ class Scenario:
     """Further sequences with all masks 0."""
     objectives: tuple[str, ...] = tuple(OBJECTIVES)
 
-    def layout(self) -> tuple[int, int, bool]:
-        return self.tp, self.pp, self.sp
-
 
 SCENARIOS: dict[int, list[Scenario]] = {
     1: [
@@ -84,6 +84,14 @@ SCENARIOS: dict[int, list[Scenario]] = {
         Scenario("pp2-dp2-empty", pp=2, all_on_first_rank=True, max_tokens=64, objectives=("policy",)),
     ],
 }
+
+RESUMED: dict[int, list[Scenario]] = {
+    1: [Scenario("resume")],
+    2: [Scenario("dp2", max_tokens=48), Scenario("tp2-sp", tp=2, sp=True)],
+    4: [],
+}
+RESHARDED: dict[int, list[Scenario]] = {1: [], 2: RESUMED[2], 4: [Scenario("tp2-pp2", tp=2, pp=2, max_tokens=48)]}
+POISONED: dict[int, list[Scenario]] = {1: RESUMED[1], 2: RESUMED[2], 4: RESHARDED[4]}
 
 
 def make_batch(masked_rows: int = 0) -> PackedBatch:
@@ -200,7 +208,7 @@ def run_invariance(scenario: Scenario, objective: str, models: Path, place: topo
     }
 
 
-def run_resume(scenario: Scenario, models: Path, place: topologies.Topology, out: Path) -> dict[str, Any]:
+def run_resumed(scenario: Scenario, models: Path, out: Path, place: topologies.Topology) -> dict[str, Any]:
     """The run that went on, and the one that stopped after a step and went on from the file."""
     results = {}
     for role in ("policy", "critic"):
@@ -219,7 +227,7 @@ def run_resume(scenario: Scenario, models: Path, place: topologies.Topology, out
     return results
 
 
-def run_reshard(scenario: Scenario, models: Path, place: topologies.Topology, single: Path) -> dict[str, Any]:
+def run_resharded(scenario: Scenario, models: Path, single: Path, place: topologies.Topology) -> dict[str, Any]:
     """Continue in this layout from the checkpoint that one process wrote."""
     results = {}
     for role in ("policy", "critic"):
@@ -230,7 +238,7 @@ def run_reshard(scenario: Scenario, models: Path, place: topologies.Topology, si
     return results
 
 
-def run_non_finite(scenario: Scenario, models: Path, place: topologies.Topology) -> dict[str, Any]:
+def run_poisoned(scenario: Scenario, models: Path, place: topologies.Topology) -> dict[str, Any]:
     """A step on a NaN loss of one rank between two good ones, beside a run without it."""
     disturbed, calm = (Trial(scenario, "policy", models, place) for _ in range(2))
 
@@ -258,32 +266,23 @@ def run_non_finite(scenario: Scenario, models: Path, place: topologies.Topology)
 def main() -> None:
     models, out = Path(sys.argv[1]), Path(sys.argv[2])
     torch.set_num_threads(1)
-    results: dict[str, Any] = {}
-    place = topologies.initialize(ParallelConfig(collective_timeout_s=120.0), seed=1)
-    world_size, layout = place.world_size, (1, 1, False)
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    single = out.parent / "ranks1"
+    runs: list[tuple[str, Scenario, Callable[[topologies.Topology], Any]]] = []
     for scenario in SCENARIOS[world_size]:
-        if scenario.layout() != layout:
-            topologies.destroy()
-            place, layout = topologies.initialize(parallel_of(scenario), seed=1), scenario.layout()
         for objective in scenario.objectives:
-            results[f"{scenario.name}/{objective}"] = run_invariance(scenario, objective, models, place)
-    topologies.destroy()
-    for scenario in RESUMES[world_size]:
+            runs.append((objective, scenario, partial(run_invariance, scenario, objective, models)))
+    runs += [("resumed", scenario, partial(run_resumed, scenario, models, out)) for scenario in RESUMED[world_size]]
+    runs += [("resharded", scenario, partial(run_resharded, scenario, models, single)) for scenario in RESHARDED[world_size]]
+    runs += [("poisoned", scenario, partial(run_poisoned, scenario, models)) for scenario in POISONED[world_size]]
+    results: dict[str, Any] = {}
+    for kind, scenario, run in runs:
         place = topologies.initialize(parallel_of(scenario), seed=1)
-        results[f"{scenario.name}/resume"] = run_resume(scenario, models, place, out)
-        if world_size > 1:
-            results[f"{scenario.name}/reshard"] = run_reshard(scenario, models, place, out.parent / "ranks1")
-        results[f"{scenario.name}/non-finite"] = run_non_finite(scenario, models, place)
+        results[f"{scenario.name}/{kind}"] = run(place)
         topologies.destroy()
     if place.rank == 0:
         torch.save(results, out / "results.pt")
 
-
-RESUMES: dict[int, list[Scenario]] = {
-    1: [Scenario("resume")],
-    2: [Scenario("resume-dp2", max_tokens=48), Scenario("resume-tp2-sp", tp=2, sp=True)],
-    4: [Scenario("resume-tp2-pp2", tp=2, pp=2, max_tokens=48)],
-}
 
 if __name__ == "__main__":
     main()

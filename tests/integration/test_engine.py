@@ -14,12 +14,24 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.integration.engine_worker import LENGTHS, OPTIMIZER, PROMPT_TOKENS, RESUMES, SCENARIOS, make_batch
+from megatron_rl.config.schema import DecayStyle, OptimizerConfig
+from megatron_rl.training.optimizer import build_scheduler
+from tests.integration.engine_worker import (
+    LENGTHS,
+    OPTIMIZER,
+    POISONED,
+    PROMPT_TOKENS,
+    RESHARDED,
+    RESUMED,
+    SCENARIOS,
+    Scenario,
+    make_batch,
+)
 from tests.tiny_models import make_tiny_model
 
 ROOT = Path(__file__).parents[2]
 WORKER = Path(__file__).with_name("engine_worker.py")
-LAUNCH_TIMEOUT_S = 300
+LAUNCH_TIMEOUT_S = 600
 RELATIVE = 1e-5
 NUM_TOKENS = sum(LENGTHS)
 
@@ -30,7 +42,10 @@ COMPARED = [
     for objective in scenario.objectives
     if not scenario.name.startswith("reference")
 ]
-RESUMED = [(world_size, scenario.name) for world_size, scenarios in RESUMES.items() for scenario in scenarios]
+
+
+def cases(scenarios: dict[int, list[Scenario]]) -> list[tuple[int, str]]:
+    return [(world_size, scenario.name) for world_size, group in scenarios.items() for scenario in group]
 
 
 @pytest.fixture(scope="module")
@@ -134,34 +149,34 @@ def test_metrics_are_sums_over_all_microbatches_with_their_denominators(results)
 
 
 def test_warm_up_reaches_the_full_rate_and_then_decays(results):
-    steps = results(1)["reference/policy"]["steps"] + results(1)["resume/resume"]["policy"]["kept"][1:]
+    steps = results(1)["reference/policy"]["steps"] + results(1)["resume/resumed"]["policy"]["kept"][1:]
     third = OPTIMIZER.min_lr + (OPTIMIZER.lr - OPTIMIZER.min_lr) * 0.5 * (1 + math.cos(math.pi / 8))
     assert [step["lr"] for step in steps] == pytest.approx([OPTIMIZER.lr / 2, OPTIMIZER.lr, third])
 
 
-@pytest.mark.parametrize("world_size,scenario", RESUMED)
+@pytest.mark.parametrize("world_size,scenario", cases(RESUMED))
 @pytest.mark.parametrize("role", ["policy", "critic"])
 def test_a_resumed_run_is_bitwise_the_run_that_went_on(results, world_size, scenario, role):
-    found = results(world_size)[f"{scenario}/resume"][role]
+    found = results(world_size)[f"{scenario}/resumed"][role]
     assert found["resumed"] == found["kept"]
     assert found["resumed weights"].keys() == found["kept weights"].keys()
     for name, value in found["kept weights"].items():
         assert torch.equal(found["resumed weights"][name], value), name
 
 
-@pytest.mark.parametrize("world_size,scenario", [case for case in RESUMED if case[0] > 1])
+@pytest.mark.parametrize("world_size,scenario", cases(RESHARDED))
 @pytest.mark.parametrize("role", ["policy", "critic"])
 def test_a_checkpoint_of_one_process_continues_in_another_layout(results, world_size, scenario, role):
-    found = results(world_size)[f"{scenario}/reshard"][role]
-    expected = results(1)["resume/resume"][role]
+    found = results(world_size)[f"{scenario}/resharded"][role]
+    expected = results(1)["resume/resumed"][role]
     for step, step_expected in zip(found["resumed"], expected["kept"], strict=True):
         assert_same_step(step, step_expected, relative=1e-4)
     assert_same_weights(found["weights"], expected["kept weights"], RELATIVE)
 
 
-@pytest.mark.parametrize("world_size,scenario", RESUMED)
+@pytest.mark.parametrize("world_size,scenario", cases(POISONED))
 def test_a_gradient_that_is_not_finite_leaves_no_trace(results, world_size, scenario):
-    found = results(world_size)[f"{scenario}/non-finite"]
+    found = results(world_size)[f"{scenario}/poisoned"]
     assert not found["first"]["skipped"]
     assert found["skipped"]["skipped"] and not math.isfinite(found["skipped"]["grad_norm"])
     assert found["skipped"]["lr"] == found["first"]["lr"]
@@ -170,6 +185,13 @@ def test_a_gradient_that_is_not_finite_leaves_no_trace(results, world_size, scen
     assert found["disturbed"] == found["calm"]
     for name, value in found["calm weights"].items():
         assert torch.equal(found["disturbed weights"][name], value), name
+
+
+def test_a_schedule_that_cannot_be_is_refused():
+    with pytest.raises(ValueError, match="decay_steps"):
+        build_scheduler(OptimizerConfig(decay_style=DecayStyle.cosine, warmup_steps=5, decay_steps=5), optimizer=None)
+    with pytest.raises(ValueError, match="min_lr"):
+        build_scheduler(OptimizerConfig(lr=1e-5, min_lr=1e-4), optimizer=None)
 
 
 def test_the_scenarios_cover_prompt_tokens_and_masked_sequences():

@@ -1,0 +1,110 @@
+"""Laws of the objectives: megatron_rl/training/losses.py."""
+
+import pytest
+import torch
+
+from megatron_rl.config.schema import AlgorithmConfig
+from megatron_rl.data.batch import PackedBatch, cu_seqlens_of
+from megatron_rl.training import losses
+
+LENGTHS = torch.tensor([5, 9, 3, 7])
+ALGORITHM = AlgorithmConfig(entropy_coef=0.02, positive_lm_coef=0.3, dual_clip=3.0)
+OUTPUTS = {"policy": ("logprobs", "entropy"), "sft": ("logprobs", "entropy"), "critic": ("values", "final_values")}
+
+
+def make_batch() -> PackedBatch:
+    generator = torch.Generator().manual_seed(0)
+    total = int(LENGTHS.sum())
+    fields = {name: torch.randn(total, generator=generator) for name in ("advantages", "returns", "old_values")}
+    fields["old_logprobs"] = -1.0 + 0.3 * torch.randn(total, generator=generator)
+    fields["mask"] = torch.rand(total, generator=generator) < 0.6
+    fields["lm_mask"] = torch.rand(total, generator=generator) < 0.3
+    return PackedBatch(torch.zeros(total, dtype=torch.int64), cu_seqlens_of(LENGTHS), fields)
+
+
+def make_outputs(objective: str) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    total = int(LENGTHS.sum())
+    return {name: (torch.randn(total, generator=generator) - 1.0).requires_grad_() for name in OUTPUTS[objective]}
+
+
+def counts(batch: PackedBatch) -> dict[str, float]:
+    return {name: float(batch.fields[name].sum()) for name in ("mask", "lm_mask")}
+
+
+@pytest.mark.parametrize("objective", ["policy", "critic", "sft"])
+def test_microbatch_losses_and_gradients_add_up_to_the_whole(objective):
+    batch, whole, split = make_batch(), make_outputs(objective), make_outputs(objective)
+    loss = losses.build(objective, ALGORITHM, counts(batch))
+    total, metrics = loss(whole, batch)
+    total.backward()
+    first, second = slice(0, 14), slice(14, None)
+    parts = []
+    for rows, indices in ((first, [0, 1]), (second, [2, 3])):
+        part, part_metrics = loss({name: value[rows] for name, value in split.items()}, batch.select(indices))
+        part.backward()
+        parts.append((part, part_metrics))
+    torch.testing.assert_close(sum(part for part, _ in parts), total)
+    for name, value in whole.items():
+        torch.testing.assert_close(split[name].grad, value.grad, msg=name)
+    for name, (numerator, denominator) in metrics.items():
+        torch.testing.assert_close(sum(part[name][0] for _, part in parts), numerator)
+        torch.testing.assert_close(sum(part[name][1] for _, part in parts), denominator)
+
+
+def test_the_policy_objective_is_the_sum_of_its_three_terms():
+    """Brute force in float64, token by token."""
+    batch, outputs = make_batch(), make_outputs("policy")
+    total, metrics = losses.policy_objective(ALGORITHM, counts(batch))(outputs, batch)
+    clipped = entropy = likelihood = 0.0
+    for token in range(int(LENGTHS.sum())):
+        logprob, old, advantage = (
+            float(value[token].detach())
+            for value in (outputs["logprobs"], batch.fields["old_logprobs"], batch.fields["advantages"])
+        )
+        if batch.fields["mask"][token]:
+            ratio = torch.tensor(logprob - old, dtype=torch.float64).exp().item()
+            bounded = min(max(ratio, 1 - ALGORITHM.clip_low), 1 + ALGORITHM.clip_high)
+            clipped += min(max(-advantage * ratio, -advantage * bounded), ALGORITHM.dual_clip * abs(advantage))
+            entropy += float(outputs["entropy"][token].detach())
+        if batch.fields["lm_mask"][token]:
+            likelihood -= logprob
+    count, lm_count = counts(batch)["mask"], counts(batch)["lm_mask"]
+    expected = (clipped - ALGORITHM.entropy_coef * entropy) / count + ALGORITHM.positive_lm_coef * likelihood / lm_count
+    assert total.item() == pytest.approx(expected, rel=1e-5)
+    assert metrics["policy_loss"][0].item() == pytest.approx(clipped, rel=1e-5)
+    assert metrics["entropy"][0].item() == pytest.approx(entropy, rel=1e-5)
+    assert metrics["lm_loss"][0].item() == pytest.approx(likelihood, rel=1e-5)
+
+
+def test_without_positive_examples_the_lm_term_is_absent():
+    batch, outputs = make_batch(), make_outputs("policy")
+    without, metrics = losses.policy_objective(ALGORITHM, {"mask": 3.0, "lm_mask": 0.0})(outputs, batch)
+    plain, _ = losses.policy_objective(AlgorithmConfig(entropy_coef=0.02, dual_clip=3.0), {"mask": 3.0})(outputs, batch)
+    assert torch.equal(without, plain)
+    assert "lm_loss" not in metrics
+
+
+def test_the_entropy_gets_a_gradient_only_with_a_bonus():
+    batch, outputs = make_batch(), make_outputs("policy")
+    losses.policy_objective(AlgorithmConfig(), counts(batch))(outputs, batch)[0].backward()
+    assert outputs["entropy"].grad is None
+    losses.policy_objective(ALGORITHM, counts(batch))(outputs, batch)[0].backward()
+    assert (outputs["entropy"].grad[batch.fields["mask"]] < 0).all()
+
+
+def test_value_clips_of_zero_mean_no_clipping():
+    batch, outputs = make_batch(), make_outputs("critic")
+    algorithm = AlgorithmConfig(value_clip_low=0.0, value_clip_high=0.0)
+    loss, metrics = losses.critic_objective(algorithm, counts(batch))(outputs, batch)
+    errors = (outputs["values"] - batch.fields["returns"])[batch.fields["mask"]]
+    torch.testing.assert_close(loss, 0.5 * errors.square().mean())
+    torch.testing.assert_close(metrics["value_loss"][0], 0.5 * errors.square().sum().detach())
+
+
+@pytest.mark.parametrize("objective", ["policy", "critic", "sft"])
+def test_an_empty_minibatch_and_an_unknown_objective_are_refused(objective):
+    with pytest.raises(ValueError, match="at least 1"):
+        losses.build(objective, ALGORITHM, {"mask": 0.0})
+    with pytest.raises(ValueError, match="policy"):
+        losses.build("reward", ALGORITHM, {"mask": 1.0})
