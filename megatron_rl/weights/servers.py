@@ -13,16 +13,18 @@ CONNECT_TIMEOUT_S = 10.0
 REPORT_GRACE_S = 1.0
 """After a first failure the other waits get this long to report theirs: together they tell which side is at fault."""
 
-REMEDIES = {
+SILENCE_REMEDIES = {
     "/begin_weight_update": "a server finishes its running requests first: let generation end, abort it, or publish "
     "with pause=True; if it runs none, it hangs: restart it",
     "/init_weights_update_group": "the server must reach the trainer's master address and port, both sides need a "
     "network interface they share (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME), and its tp_size must be the one stated",
-    "/update_weights_from_distributed": "look into the server's log; if it hangs, restart it and publish again",
-    "/update_weights_from_disk": "trainer and servers must see the folder under the same path",
-    "/pause_generation": "look into the server's log; if it hangs, restart it and publish again",
 }
-DEFAULT_REMEDY = "check that the server runs; restart it and publish again"
+"""What to try when a server does not answer in time."""
+REFUSAL_REMEDIES = {
+    "/update_weights_from_disk": "trainer and servers must see the folder under the same path",
+}
+"""What to try when a server answers with an error."""
+DEFAULT_REMEDY = "look into the server's log, restart it if it hangs or died, and publish again"
 
 
 class ServerCallError(RuntimeError):
@@ -85,10 +87,10 @@ class ServerCalls:
     def _call(
         self, method: str, url: str, session: requests.Session, path: str, body: dict | None, allow_refusal: bool
     ) -> Reply:
-        remedy = REMEDIES.get(path, DEFAULT_REMEDY)
         try:
             response = session.request(method, url + path, json=body, timeout=(CONNECT_TIMEOUT_S, self.timeout_s))
         except requests.exceptions.ReadTimeout as error:
+            remedy = SILENCE_REMEDIES.get(path, DEFAULT_REMEDY)
             raise ServerCallError(
                 f"the trainer waited {self.timeout_s:g} s for {url} to answer {method} {path}; {remedy}"
             ) from error
@@ -104,6 +106,7 @@ class ServerCalls:
             content = {}
         if not response.ok and not allow_refusal:
             said = content.get("message") or response.text[:500]
+            remedy = REFUSAL_REMEDIES.get(path, DEFAULT_REMEDY)
             raise ServerCallError(f"{url} answered {method} {path} with {response.status_code}: {said}; {remedy}")
         return Reply(response.ok, content)
 

@@ -1,0 +1,86 @@
+"""Laws of the checksum comparison that need no server."""
+
+import hashlib
+
+import pytest
+import torch
+
+from megatron_rl.weights.verify import _compare_with_each_other, _compare_with_trainer, joined_name
+
+URL = "http://server"
+
+
+def checksum(*parts: torch.Tensor) -> str:
+    """SGLang's checksum of a parameter on CPU (sglang.srt.managers.mm_utils.tensor_hash)."""
+    joined = torch.cat([part.flatten() for part in parts])
+    return hashlib.sha256(joined.view(torch.uint8).numpy().tobytes()).digest()[:8].hex()
+
+
+EXPERTS = {
+    f"mlp.experts.{expert}.{projection}.weight": torch.randn(2, 3)
+    for expert in (1, 0)
+    for projection in ("down_proj", "up_proj", "gate_proj")
+}
+TRAINER = {
+    "self_attn.k_proj.weight": torch.randn(2, 4),
+    "self_attn.q_proj.weight": torch.randn(4, 4),
+    "self_attn.v_proj.weight": torch.randn(2, 4),
+    "embed_tokens.weight": torch.randn(5, 4),
+    **EXPERTS,
+}
+SERVER = {
+    "self_attn.qkv_proj.weight": checksum(*(TRAINER[f"self_attn.{part}_proj.weight"] for part in "qkv")),
+    "embed_tokens.weight": checksum(TRAINER["embed_tokens.weight"], torch.zeros(59, 4)),
+    "mlp.experts.w13_weight": checksum(
+        *(EXPERTS[f"mlp.experts.{e}.{p}_proj.weight"] for e in (0, 1) for p in ("gate", "up"))
+    ),
+    "mlp.experts.w2_weight": checksum(*(EXPERTS[f"mlp.experts.{e}.down_proj.weight"] for e in (0, 1))),
+}
+
+
+def compare(trainer: dict, server: dict = SERVER, dtype: torch.dtype = torch.float32):
+    return _compare_with_trainer({URL: [server]}, dtype, iter(trainer.items()))
+
+
+def test_parts_in_any_order_give_the_joined_and_padded_parameter():
+    for weights in (TRAINER, dict(reversed(TRAINER.items()))):
+        report = compare(weights)
+        assert (report.num_compared, dict(report.differing), report.uncompared) == (4, {}, ())
+
+
+@pytest.mark.parametrize("name", TRAINER)
+def test_a_change_in_any_part_is_found(name):
+    changed = TRAINER | {name: TRAINER[name] + 1e-6 + TRAINER[name].abs() * 1e-6}
+    assert len(compare(changed).differing[URL]) == 1
+
+
+@pytest.mark.parametrize("name", [name for name in TRAINER if name != "embed_tokens.weight"])
+def test_a_missing_part_is_a_difference(name):
+    report = compare({other: weight for other, weight in TRAINER.items() if other != name})
+    assert len(report.differing[URL]) == 1
+
+
+def test_a_server_in_another_dtype_may_keep_single_parameters_in_the_trainers():
+    trainer = {"norm.weight": torch.randn(4), "bias": torch.randn(4)}
+    server = {"norm.weight": checksum(trainer["norm.weight"].bfloat16()), "bias": checksum(trainer["bias"])}
+    assert compare(trainer, server, torch.bfloat16).differing == {}
+
+
+def test_parameters_of_one_side_only_are_listed():
+    report = compare({"norm.weight": torch.ones(1), "lm_head.weight": torch.ones(1)}, {"norm.weight": "x", "bias": "y"})
+    assert report.uncompared == ("lm_head.weight", "bias")
+
+
+def test_names_the_server_holds_itself_are_not_joined():
+    assert joined_name("mlp.gate_proj.weight", {"mlp.gate_proj.weight"}) == ("mlp.gate_proj.weight", 0)
+    assert joined_name("mlp.up_proj.bias", {"mlp.gate_up_proj.bias"}) == ("mlp.gate_up_proj.bias", 1)
+    assert joined_name("mlp.up_proj.bias", {"norm.weight"}) is None
+
+
+def test_servers_are_compared_rank_by_rank_with_one_of_the_same_size():
+    report = _compare_with_each_other(
+        {"a": [{"w": "1"}, {"w": "2"}], "b": [{"w": "1"}], "c": [{"w": "1"}, {"w": "3"}]}, "note"
+    )
+    assert (report.reference, report.num_compared) == ("servers", 2)
+    assert report.differing == {"c": ("w (rank 1)",)}
+    assert _compare_with_each_other({"a": [{"w": "1"}], "b": [{"w": "1"}, {"w": "1"}]}, "note").reference == "nothing"
