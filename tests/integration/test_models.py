@@ -22,8 +22,11 @@ from megatron_rl.models.hf.families import VALUE_HEAD
 from megatron_rl.models.hf.sources import RandomSource, WeightsError
 from megatron_rl.models.hf.weights import expected_names, export_weights, load_weights, save_hf
 from megatron_rl.parallel import topology
+from megatron_rl.rollout.cpu_platform import declare_torchvision_ops
 from tests.integration.models_worker import INIT_SEED, LAYOUTS, pack
-from tests.tiny_models import make_tiny_model
+from tests.tiny_models import DEFAULT_CONFIG, make_tiny_model
+
+declare_torchvision_ops()  # before any model of transformers is imported
 
 REPOSITORY = Path(__file__).parents[2]
 LAUNCH_TIMEOUT_S = 240
@@ -303,6 +306,39 @@ def test_checkpoints_that_do_not_fit_are_refused_by_name(
         load_weights(chunks, config, vocab)
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        dict(model_type="qwen3_moe", num_experts=4, moe_intermediate_size=48, head_dim=16, norm_topk_prob=True),
+        dict(model_type="mixtral", num_local_experts=4),
+    ],
+    ids=["qwen3_moe", "mixtral"],
+)
+def test_mixtures_of_experts_equal_transformers_and_keep_every_bit(
+    fields: dict[str, Any], single_rank: ParallelConfig, tmp_path: Path
+) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(**{**DEFAULT_CONFIG, "num_experts_per_tok": 2, **fields})
+    )
+    with torch.no_grad():
+        for parameter in model.parameters():
+            # Apart from zeros and ones, so that swapped tensors show.
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    model.save_pretrained(tmp_path)
+    (chunk,), config = build_loaded(tmp_path, single_rank)
+    sequences, _ = make_sequences(config.vocab_size)
+    batch = pack(sequences)
+    logprobs, _ = policy.token_logprobs(chunk, policy.forward(chunk, batch), batch)
+    torch.testing.assert_close(logprobs, torch.cat(hf_outputs(model, sequences, 1.0)[0]), atol=2e-5, rtol=0)
+    original = load_file(tmp_path / "model.safetensors")
+    exported = dict(export_weights([chunk], config))
+    assert exported.keys() == original.keys()
+    assert all(torch.equal(exported[name], original[name]) for name in original)
+
+
 def test_an_empty_batch_is_refused(models: Any, single_rank: ParallelConfig) -> None:
     (chunk,), _ = build_loaded(models["llama3_rope"], single_rank)
     with pytest.raises(ValueError, match="empty batch"):
@@ -382,8 +418,8 @@ def test_every_layout_gives_the_gradients_of_transformers(
     found, expected = four_ranks[0][layout, shape][role]["gradients"], references[shape][f"{role}_gradients"]
     assert found.keys() == expected.keys()
     for name, gradient in found.items():
-        largest = expected[name].abs().max()
-        assert largest > 0 and (gradient - expected[name]).abs().max() <= 5e-5 * largest, name
+        largest, error = expected[name].abs().max().item(), (gradient - expected[name]).abs().max().item()
+        assert largest > 0 and error <= 5e-5 * largest, f"{name}: off by {error} of {largest}"
 
 
 @by_layout
