@@ -117,7 +117,7 @@ class LocalNorm(nn.Module):
 
 
 class PackedAttention(MegatronModule):
-    """Causal attention over a pack: ``PlannedSeqParams`` with a plan is required. No dropout, no context parallelism."""
+    """Causal attention over a pack, given as ``PlannedSeqParams`` with a plan. No dropout, no context parallelism."""
 
     def __init__(
         self,
@@ -193,7 +193,7 @@ class _Unpad(torch.autograd.Function):
 
 
 LOCAL_LAYERS: dict[type, type] = {DotProductAttention: PackedAttention, WrappedTorchNorm: LocalNorm, LNImpl: LocalNorm}
-"""Megatron's layers that need a GPU or cannot take packs, and ours in their place (LNImpl is Apex's where installed)."""
+"""Megatron's layers that need a GPU or take no packs, and ours in their place (LNImpl is Apex's where installed)."""
 
 
 def block_spec(config: TransformerConfig) -> TransformerBlockSubmodules:

@@ -73,7 +73,9 @@ def token_logprobs(
     """
     model = unwrap(chunk)
     tokens = batch.tokens.to(output.device)
-    wanted = torch.ones_like(tokens, dtype=torch.bool) if mask is None else mask.to(output.device, torch.bool).clone()
+    wanted = torch.ones_like(tokens, dtype=torch.bool)
+    if mask is not None:
+        wanted &= mask.to(output.device)
     wanted[sequence_starts(batch, output.device)] = False
     targets = wanted.nonzero()[:, 0]
     hidden = output.squeeze(0)

@@ -65,7 +65,8 @@ def send_batches(
     if len(payloads) != dist.get_world_size():
         raise ValueError(f"one payload a rank: expected {dist.get_world_size()}, got {len(payloads)}")
     for peer, payload in enumerate(payloads[1:], start=1):
-        header = _bytes_tensor(json.dumps([[n, _dtype_name(t.dtype), list(t.shape)] for n, t in payload.items()]).encode())
+        entries = [[name, _dtype_name(tensor.dtype), list(tensor.shape)] for name, tensor in payload.items()]
+        header = _bytes_tensor(json.dumps(entries).encode())
         body = [t.contiguous().view(-1).view(torch.uint8) for t in payload.values() if t.numel() > 0]
         flat = torch.cat(body) if body else torch.zeros(0, dtype=torch.uint8)
         _send(torch.tensor([header.numel(), flat.numel()]), peer, what, timeout_s)
@@ -102,7 +103,8 @@ def gather_tensors(
     that is not 1-D or of a dtype outside ``PAYLOAD_DTYPES``.
     """
     if tensor is not None and (tensor.dim() != 1 or tensor.dtype not in PAYLOAD_DTYPES):
-        raise ValueError(f"expected a 1-D tensor of {PAYLOAD_DTYPES}, got shape {tuple(tensor.shape)} of {tensor.dtype}")
+        found = f"shape {tuple(tensor.shape)} of {tensor.dtype}"
+        raise ValueError(f"expected a 1-D tensor of one of {PAYLOAD_DTYPES}, got {found}")
     return _gather_raw(tensor, what, timeout_s)
 
 
@@ -156,8 +158,8 @@ def _wait(start: Any, tensor: Tensor, peer: int, verb: str, timeout_s: float | N
     except RuntimeError as error:
         if "imed out" in str(error) or "imeout" in str(error):
             raise CollectiveTimeout(
-                f"rank {rank} waited {timeout_s:g} s for rank {peer} to {verb}; look at rank {peer}'s log for what held "
-                "it up, or raise parallel.collective_timeout_s if it was only slow"
+                f"rank {rank} waited {timeout_s:g} s for rank {peer} to {verb}; look at rank {peer}'s log for what "
+                "held it up, or raise parallel.collective_timeout_s if it was only slow"
             ) from error
         raise PeerLost(
             f"rank {rank} lost rank {peer}, which should {verb}: {error}; look at rank {peer}'s log for why it ended"

@@ -48,7 +48,8 @@ def exchange(ranks: topology.Topology) -> dict[str, Any]:
 def main() -> None:
     rank = int(os.environ["RANK"])
     seen: list[Any] = []
-    for parallel in (ParallelConfig(), ParallelConfig(tensor_parallel_size=3), ParallelConfig(pipeline_parallel_size=3)):
+    layouts = ParallelConfig(), ParallelConfig(tensor_parallel_size=3), ParallelConfig(pipeline_parallel_size=3)
+    for parallel in layouts:
         seen.append(exchange(topology.initialize(parallel, seed=1)))
         ones = torch.ones(1)
         dist.all_reduce(ones)

@@ -249,8 +249,9 @@ def test_a_saved_critic_is_loaded_with_its_head(models: Any, single_rank: Parall
     expected = dict(export_weights(first, config, role="critic"))
     for name, tensor in export_weights(second, config, role="critic"):
         assert torch.equal(tensor, expected[name]), name
+    actor = policy.build_policy(config, single_rank, dtype=torch.float32, seed=None)
     with pytest.raises(WeightsError, match=VALUE_HEAD):
-        load_weights(policy.build_policy(config, single_rank, dtype=torch.float32, seed=None), config, tmp_path / "critic")
+        load_weights(actor, config, tmp_path / "critic")
 
 
 def test_saving_replaces_a_folder_and_leaves_nothing_beside_it(

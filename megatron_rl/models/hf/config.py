@@ -31,7 +31,7 @@ def load_hf_config(path: str | Path) -> PretrainedConfig:
     """
     folder = Path(path)
     if not folder.is_dir():
-        raise FileNotFoundError(f"model folder {folder} does not exist; paths name local folders, not hub repositories")
+        raise FileNotFoundError(f"model folder {folder} does not exist; a path is a local folder, not a hub repository")
     file = folder / "config.json"
     if not file.is_file():
         raise FileNotFoundError(f"{folder} holds no config.json; a Hugging Face model folder is expected")
@@ -40,7 +40,8 @@ def load_hf_config(path: str | Path) -> PretrainedConfig:
     except (ValueError, AttributeError) as error:
         raise ValueError(f"{file} is not a JSON object: {error}") from error
     if model_type not in FAMILIES:
-        raise ValueError(f"{file}: model_type {model_type!r} is not supported; supported: {', '.join(sorted(FAMILIES))}")
+        supported = ", ".join(sorted(FAMILIES))
+        raise ValueError(f"{file}: model_type {model_type!r} is not supported; supported: {supported}")
     # Configurations of some families import torchvision, for models that this project never builds.
     declare_torchvision_ops()
     config = AutoConfig.from_pretrained(folder, local_files_only=True)
@@ -56,7 +57,8 @@ def _check_features(config: PretrainedConfig, file: Path) -> None:
             raise ValueError(f"{file}: {name} = {found!r} is not supported for {config.model_type}, only {value!r}")
     rope = rope_parameters(config)
     if rope["rope_type"] not in ROPE_TYPES:
-        raise ValueError(f"{file}: rope_type {rope['rope_type']!r} is not supported; supported: {', '.join(ROPE_TYPES)}")
+        supported = ", ".join(ROPE_TYPES)
+        raise ValueError(f"{file}: rope_type {rope['rope_type']!r} is not supported; supported: {supported}")
     if rope.get("partial_rotary_factor", 1.0) != 1.0:
         raise ValueError(f"{file}: partial_rotary_factor {rope['partial_rotary_factor']} is not supported, only 1.0")
     sizes = dims(config)

@@ -53,10 +53,11 @@ class CheckpointSource:
         self.folder = Path(folder)
         self._open_files: dict[str, safe_open] = {}
         if (self.folder / INDEX_FILE).is_file():
+            index = self.folder / INDEX_FILE
             try:
-                self.files: dict[str, str] = json.loads((self.folder / INDEX_FILE).read_text())["weight_map"]
+                self.files: dict[str, str] = json.loads(index.read_text())["weight_map"]
             except (ValueError, KeyError, TypeError) as error:
-                raise WeightsError(f"{self.folder / INDEX_FILE} is not an index with a weight_map: {error!r}") from error
+                raise WeightsError(f"{index} is not an index with a weight_map: {error!r}") from error
         elif (self.folder / SINGLE_FILE).is_file():
             self.files = dict.fromkeys(self._file(SINGLE_FILE).keys(), SINGLE_FILE)
         else:

@@ -163,9 +163,9 @@ def save_hf(
 ) -> None:
     """Write the model as a Hugging Face folder; all ranks call it, rank 0 writes.
 
-    config.json and the tokenizer come from ``source_folder``. The folder is written beside ``target_folder`` and renamed
-    when whole, so a crash leaves either the old one or the new one; one that exists is replaced. An OSError while
-    writing is raised on every rank.
+    config.json and the tokenizer come from ``source_folder``. The folder is written beside ``target_folder`` under
+    another name and renamed when whole, so that no file of the target is ever half written; a target that exists is
+    moved aside for the moment of the renaming, then deleted. An OSError while writing is raised on every rank.
     """
     failure: str | None = None
     writer = _FolderWriter(Path(source_folder), Path(target_folder), max_shard_bytes) if dist.get_rank() == 0 else None
