@@ -70,7 +70,6 @@ class Recorder:
         now_s = time.time()
         self._metrics.log(step, metrics, time_s=now_s)
         self._tracker.log(step, metrics, time_s=now_s)
-        self.console.update(step, metrics)
 
     def end(self, step: int, metrics: dict[str, float], *, num_server_restarts: int) -> None:
         """Write down a finished step; steps are counted from 1 from here on."""
@@ -84,6 +83,7 @@ class Recorder:
         self._num_tokens += metrics["step/tokens_generated"]
         self.num_steps_done = step + 1
         self.log(step + 1, metrics)
+        self.console.update(step + 1, metrics)
         every = self._config.tracking.report_every_steps
         if every and (step + 1) % every == 0 and (self._report_thread is None or not self._report_thread.is_alive()):
             self._report_thread = threading.Thread(target=self._write_report, name="report", daemon=True)

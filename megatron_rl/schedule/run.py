@@ -240,6 +240,7 @@ def _before_first_step(
     if first_step == 0 and evaluator.due(config.run.num_steps - 1):
         metrics = runner.wait_for(evaluator.evaluate(-1))
         recorder.log(0, metrics)
+        recorder.console.note(f"before training: accuracy {metrics['eval/accuracy']:.1%} on held-out prompts")
 
 
 def _prompt_sets(config: Config, tokenizer: Tokenizer) -> tuple[PromptSet, PromptSet]:

@@ -1,0 +1,10 @@
+#!/usr/bin/env bash
+# Start the trainer ranks of this node with torchrun. On several nodes run it on each, with the rendezvous of the first:
+#   NUM_NODES=2 NODE_RANK=0 MASTER_ADDR=node0 bash launch/torchrun.sh train --config recipe.yaml key=value ...
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+source launch/env.sh
+exec "$VENV/bin/python" -m torch.distributed.run \
+    --nnodes "${NUM_NODES:-1}" --node-rank "${NODE_RANK:-0}" --nproc-per-node "${RANKS_PER_NODE:-$DEFAULT_RANKS_PER_NODE}" \
+    --master-addr "${MASTER_ADDR:-127.0.0.1}" --master-port "${MASTER_PORT:-29500}" \
+    --module megatron_rl.cli "$@"

@@ -1,0 +1,226 @@
+"""The commands as a user runs them: two torchrun ranks, a real SGLang server, real MLflow; and what goes wrong."""
+
+import json
+import os
+import random
+import signal
+import sqlite3
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+
+from megatron_rl.tracking.metrics import read_metrics
+from megatron_rl.tracking.timeline import overlap_seconds, read_timeline
+from tests.tiny_models import make_tiny_model
+
+TIMEOUT_S = 400
+RECIPE = """
+preset: tppo
+run: {{num_steps: 3, seed: 3}}
+policy:
+  path: {folder}/model
+  init: random
+  optimizer: {{lr: 1.0e-3, warmup_steps: 2}}
+critic: {{warmup_steps: 1, optimizer: {{lr: 1.0e-3}}}}
+parallel: {{num_ranks: 2, collective_timeout_s: 120}}
+batch:
+  num_prompts_per_step: 8
+  num_samples_per_prompt: 2
+  max_prompt_tokens: 32
+  max_response_tokens: 24
+  window_tokens: 10
+  policy_minibatch_size: 8
+  critic_minibatch_size: 8
+  max_tokens_per_microbatch: 256
+algorithm: {{ignore_boundary_tokens: 2}}
+data: {{train_files: ["{folder}/train.jsonl"], eval_files: ["{folder}/eval.jsonl"]}}
+reward: {{name: math}}
+sft: {{num_steps: 4, batch_size: 8, output_path: "{folder}/sft"}}
+critic_pretrain: {{num_steps: 2, output_path: "{folder}/critic"}}
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("train")
+    # Short responses from random weights: the end-of-text token is one of few.
+    make_tiny_model(folder / "model", vocab_size=80)
+    rng = random.Random(0)
+    for name, count in (("train", 40), ("eval", 4)):
+        rows = []
+        for i in range(count):
+            a, b = rng.randint(0, 99), rng.randint(0, 99)
+            rows.append({"id": f"{name}{i}", "prompt": f"{a:02d}+{b:02d}=", "answer": str(a + b), "response": str(a + b)})
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "recipe.yaml").write_text(RECIPE.format(folder=folder))
+    return folder
+
+
+def start(folder, command, *overrides):
+    arguments = [sys.executable, "-m", "megatron_rl.cli", command, "--config", str(folder / "recipe.yaml"), *overrides]
+    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    environment["OMP_NUM_THREADS"] = "1"
+    return subprocess.Popen(
+        arguments, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment, start_new_session=True
+    )
+
+
+def run(folder, command, *overrides):
+    """(exit status, output) of a command that ends by itself."""
+    process = start(folder, command, *overrides)
+    try:
+        output, _ = process.communicate(timeout=TIMEOUT_S)
+    finally:
+        stop_tree(process)
+    return process.returncode, output
+
+
+def stop_tree(process):
+    """Whatever a failed test left running; a good one leaves nothing."""
+    for child in descendants(process.pid):
+        child.kill()
+    if process.poll() is None:
+        process.kill()
+    process.wait()
+
+
+def descendants(pid):
+    try:
+        return psutil.Process(pid).children(recursive=True)
+    except psutil.NoSuchProcess:
+        return []
+
+
+def wait_until(condition, process, what):
+    deadline = time.monotonic() + TIMEOUT_S
+    while not condition():
+        assert process.poll() is None, f"ended before {what}:\n{process.stdout.read()}"
+        assert time.monotonic() < deadline, f"no {what} within {TIMEOUT_S} s"
+        time.sleep(0.2)
+
+
+@pytest.fixture(scope="module")
+def finished_run(folder):
+    """A run whose server is killed in the middle of a step."""
+    output_dir = folder / "run"
+    process = start(
+        folder, "train", f"run.output_dir={output_dir}", "run.num_steps=5", "run.save_every_steps=2", "eval.every_steps=2"
+    )
+    try:
+        wait_until(lambda: read_metrics(output_dir / "metrics.jsonl"), process, "the evaluation before training")
+        servers = [p for p in descendants(process.pid) if "sglang" in " ".join(p.cmdline()) or "sglang" in p.name()]
+        assert servers
+        for server in servers:
+            if server.is_running():
+                server.kill()
+        output, _ = process.communicate(timeout=TIMEOUT_S)
+    finally:
+        stop_tree(process)
+    assert process.returncode == 0, output
+    return output_dir, output
+
+
+def test_a_run_survives_the_death_of_its_server_and_loses_no_token(finished_run):
+    output_dir, output = finished_run
+    rows = {row.step: row.metrics for row in read_metrics(output_dir / "metrics.jsonl")}
+    assert sorted(rows) == [0, 1, 2, 3, 4, 5]
+    assert rows[5]["rollout/num_server_restarts"] == 1
+    assert "is lost" in output and "serves again" in output
+    for step in range(1, 6):
+        metrics = rows[step]
+        assert metrics["rollout/num_slots"] == 16
+        carried_on = 16 - metrics["rollout/num_finished"]
+        if step < 5:
+            assert rows[step + 1]["rollout/num_carried"] == carried_on
+        # Every unfinished response filled its window, whatever happened to the server.
+        assert metrics["step/tokens_generated"] >= 10 * carried_on
+        assert metrics["mismatch/max_abs_log_ratio"] < 1e-3
+
+
+def test_megatron_and_sglang_are_compared_before_training(finished_run):
+    assert "Megatron and SGLang agree on" in finished_run[1]
+
+
+def test_the_critic_learns_while_the_next_window_is_generated(finished_run):
+    spans = read_timeline(finished_run[0] / "timeline.json")
+    assert overlap_seconds(spans, "generate", "update_critic") > 0
+    assert {span.lane for span in spans} == {"rollout", "trainer", "host"}
+
+
+def test_the_policy_rests_during_critic_warm_up_and_moves_after_it(finished_run):
+    rows = {row.step: row.metrics for row in read_metrics(finished_run[0] / "metrics.jsonl")}
+    assert "policy/grad_norm" not in rows[1] and "critic/grad_norm" in rows[1]
+    assert rows[2]["policy/num_updates"] == 2 and rows[2]["policy/grad_norm"] > 0
+
+
+def test_mlflow_holds_params_metrics_and_artifacts(finished_run):
+    with sqlite3.connect(finished_run[0] / "mlflow.db") as store:
+        params = dict(store.execute("select key, value from params"))
+        steps = {row[0] for row in store.execute("select step from metrics where key = 'step/tokens_generated'")}
+        (status,) = store.execute("select status from runs").fetchone()
+    assert params["batch.window_tokens"] == "10" and steps == {1, 2, 3, 4, 5} and status == "FINISHED"
+    names = {path.name for path in (finished_run[0] / "mlflow_artifacts").rglob("*") if path.is_file()}
+    assert {"config.yaml", "report.html"} <= names
+
+
+def test_the_end_is_a_table_a_report_and_a_policy_that_loads(finished_run):
+    output_dir, output = finished_run
+    assert "accuracy on held-out prompts" in output and "share of the wall-clock time" in output
+    assert (output_dir / "report.html").stat().st_size > 10_000
+    assert (output_dir / "policy" / "config.json").is_file() and list((output_dir / "policy").glob("*.safetensors"))
+
+
+def test_a_second_run_into_the_same_folder_is_refused_and_resuming_goes_on(finished_run, folder):
+    output_dir, _ = finished_run
+    status, output = run(folder, "train", f"run.output_dir={output_dir}")
+    assert status == 2 and "already holds a run" in output and "run.resume=true" in output and "Traceback" not in output
+    status, output = run(folder, "train", f"run.output_dir={output_dir}", "run.resume=true", "run.num_steps=7")
+    assert status == 0, output
+    rows = {row.step: row.metrics for row in read_metrics(output_dir / "metrics.jsonl")}
+    assert sorted(rows) == [0, 1, 2, 3, 4, 5, 6, 7]
+    assert rows[6]["rollout/num_carried"] == 16 - rows[5]["rollout/num_finished"]
+
+
+def test_ctrl_c_stops_every_child(folder, tmp_path):
+    process = start(folder, "train", f"run.output_dir={tmp_path}/run", "run.num_steps=500")
+    try:
+        wait_until(lambda: len(read_metrics(tmp_path / "run" / "metrics.jsonl")) > 2, process, "the second step")
+        children = descendants(process.pid)
+        assert len(children) > 4
+        process.send_signal(signal.SIGINT)
+        output, _ = process.communicate(timeout=60)
+    finally:
+        stop_tree(process)
+    assert process.returncode == 130 and "interrupted" in output and "Traceback" not in output
+    _, alive = psutil.wait_procs(children, timeout=10)
+    assert not alive
+
+
+def test_sft_and_critic_pretraining_write_models_that_train_takes(folder):
+    status, output = run(folder, "sft")
+    assert status == 0 and "sft step 4/4" in output, output
+    status, output = run(
+        folder, "critic-pretrain", f"policy.path={folder}/sft", "policy.init=checkpoint", f"run.output_dir={folder}/pretrain"
+    )
+    assert status == 0, output
+    assert list((folder / "critic").glob("*.safetensors"))
+    rows = [row.metrics for row in read_metrics(folder / "pretrain" / "metrics.jsonl") if row.step > 0]
+    assert all("critic/grad_norm" in row and "policy/grad_norm" not in row for row in rows) and len(rows) == 2
+    status, output = run(
+        folder, "train", f"policy.path={folder}/sft", "policy.init=checkpoint", f"critic.path={folder}/critic", "--dry-run"
+    )
+    assert status == 0 and "batch arithmetic" in output and "stages of a step" in output
+
+
+def test_a_port_in_use_is_told_before_training(folder, tmp_path):
+    import socket
+
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        status, output = run(folder, "train", f"run.output_dir={tmp_path}/run", f"rollout.port={port}")
+    assert status != 0 and str(port) in output and "Traceback" not in output, output
