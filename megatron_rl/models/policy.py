@@ -68,8 +68,8 @@ def token_logprobs(
     """(logprobs [T], entropy [T]) of the batch's tokens, float32, from the last stage's ``forward`` output.
 
     Entry t speaks of token t given the tokens before it: its log-probability and the entropy of the distribution it
-    was drawn from, both at ``temperature``. Entries are 0 at sequence starts and where ``mask`` [T] bool is False: those
-    tokens do not reach the head. Differentiable. All ranks of a tensor-parallel group call it and get the same result.
+    was drawn from, both at ``temperature``. Entries are 0 at sequence starts and where ``mask`` [T] bool is False;
+    those tokens do not reach the head. Differentiable. All ranks of a tensor-parallel group call it and get the same result.
     """
     model = unwrap(chunk)
     tokens = batch.tokens.to(output.device)
