@@ -69,7 +69,8 @@ def token_logprobs(
 
     Entry t speaks of token t given the tokens before it: its log-probability and the entropy of the distribution it
     was drawn from, both at ``temperature``. Entries are 0 at sequence starts and where ``mask`` [T] bool is False;
-    those tokens do not reach the head. Differentiable. All ranks of a tensor-parallel group call it and get the same result.
+    those tokens do not reach the head. Differentiable. All ranks of a tensor-parallel group call it and get the same
+    result.
     """
     model = unwrap(chunk)
     tokens = batch.tokens.to(output.device)
