@@ -103,9 +103,12 @@ def monte_carlo_returns(rewards: Tensor, cu_seqlens: Tensor, *, gamma: float = 1
     """
     check_float_vector("rewards", rewards)
     bounds = check_cu_seqlens(cu_seqlens, len(rewards))
-    decay = rewards.new_full((len(bounds) - 1,), check_fraction("gamma", gamma), dtype=torch.float64)
     return reverse_scan(
-        lambda low, high: rewards[low:high], decay, bounds, dtype=rewards.dtype, device=rewards.device
+        lambda low, high: rewards[low:high].clone(),
+        check_fraction("gamma", gamma),
+        bounds,
+        dtype=rewards.dtype,
+        device=rewards.device,
     )
 
 
@@ -121,7 +124,7 @@ def advantages_with_end_values(
 ) -> Tensor:
     """GAE [T] where ``after_end`` [N] is V of the state after each sequence's last token."""
     gamma = check_fraction("gamma", gamma)
-    decay = gamma * lambda_per_sequence(lam, len(bounds) - 1, values.device)
+    decay = gamma * checked_lambda(lam, len(bounds) - 1, values.device)
     occupied = bounds[1:] > bounds[:-1]
     last_tokens = bounds[1:][occupied] - 1
     after_last = after_end[occupied.to(after_end.device)]
@@ -142,13 +145,12 @@ def advantages_with_end_values(
     return reverse_scan(td_errors, decay, bounds, dtype=values.dtype, device=values.device)
 
 
-def lambda_per_sequence(lam: float | Tensor, num_sequences: int, device: torch.device) -> Tensor:
-    """``lam`` as float64 [N] on ``device``, checked to lie within [0, 1]."""
-    if not isinstance(lam, Tensor):
-        return torch.full((num_sequences,), check_fraction("lam", lam), dtype=torch.float64, device=device)
-    if lam.dim() != 0:
-        check_per_sequence("lam", lam, num_sequences)
-    lambdas = lam.detach().to(device, torch.float64).expand(num_sequences)
+def checked_lambda(lam: float | Tensor, num_sequences: int, device: torch.device) -> float | Tensor:
+    """``lam``, checked to lie within [0, 1], as a float or float64 [N] on ``device``."""
+    if not isinstance(lam, Tensor) or lam.dim() == 0:
+        return check_fraction("lam", lam)
+    check_per_sequence("lam", lam, num_sequences)
+    lambdas = lam.detach().to(device, torch.float64)
     outside = ~((lambdas >= 0) & (lambdas <= 1))
     if bool(outside.any()):
         raise ValueError(f"lam: expected numbers within [0, 1], got {float(lambdas[outside][0])} in {describe(lam)}")

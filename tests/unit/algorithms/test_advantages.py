@@ -1,5 +1,7 @@
 """Laws of GAE, EGAE, returns, lambdas, group baselines and the overlong penalty, against loops in float64."""
 
+import itertools
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -159,9 +161,9 @@ def test_float32_does_not_drift_with_the_length():
 @given(packed())
 def test_egae_equals_gae_bit_for_bit_on_finished_responses(batch: dict):
     everyone = torch.ones_like(batch["finished"])
-    for dtype in (torch.float32, torch.float64):
+    for dtype, lam in itertools.product((torch.float32, torch.float64), (batch["lam"], 0.95)):
         rewards, values = batch["rewards"].to(dtype), batch["values"].to(dtype)
-        options = {"gamma": batch["gamma"], "lam": batch["lam"]}
+        options = {"gamma": batch["gamma"], "lam": lam}
         plain = gae(rewards, values, batch["bounds"], **options)
         assert torch.equal(plain, egae(rewards, values, batch["bounds"], everyone, **options))
         never_read = torch.full_like(batch["lam"], torch.nan)
@@ -179,18 +181,20 @@ def test_last_advantage_of_an_unrewarded_cut_window_is_exactly_zero(batch: dict)
     assert (advantages[last_tokens] == 0).all()
 
 
-def test_advantages_of_a_window_depend_on_that_window_alone():
+@pytest.mark.parametrize("one_lambda", [True, False])
+def test_advantages_of_a_window_depend_on_that_window_alone(one_lambda: bool):
     generator = torch.Generator().manual_seed(5)
-    lengths = (70, 0, 130, 64, 1, 200)
+    lengths = (70, 0, 330, 64, 1, 800)
     bounds = cu(*lengths)
     total = sum(lengths)
     rewards, values = (torch.randn(total, generator=generator, dtype=torch.float64) for _ in range(2))
     finished = torch.tensor([1, 0, 0, 1, 0, 0])
-    before = egae(rewards, values, bounds, finished, lam=0.97)
+    lam = 0.97 if one_lambda else torch.full((6,), 0.97)
+    before = egae(rewards, values, bounds, finished, lam=lam)
     for sequence in range(len(lengths)):
         disturbed = values.clone()
         disturbed[bounds[sequence] : bounds[sequence + 1]] = torch.nan
-        after = egae(rewards, disturbed, bounds, finished, lam=0.97)
+        after = egae(rewards, disturbed, bounds, finished, lam=lam)
         inside = torch.zeros(total, dtype=torch.bool)
         inside[bounds[sequence] : bounds[sequence + 1]] = True
         assert torch.equal(after[~inside], before[~inside])
@@ -247,15 +251,16 @@ def test_gae_with_lambda_one_is_return_minus_value():
 
 
 @pytest.mark.parametrize("slab_tokens", [64, 128, 448])
-@pytest.mark.parametrize("lengths", [(1000,), (63, 64, 65, 1, 0, 0, 129, 500), (1,) * 300, (2, 3) * 100])
+@pytest.mark.parametrize("lengths", [(1000,), (63, 64, 65, 1, 0, 0, 129, 700), (1,) * 300, (2, 3) * 100])
 def test_result_does_not_depend_on_slabs(monkeypatch: pytest.MonkeyPatch, slab_tokens: int, lengths: tuple[int, ...]):
     monkeypatch.setattr(scan, "CPU_SLAB_TOKENS", slab_tokens)
     generator = torch.Generator().manual_seed(sum(lengths))
     rewards, values = (torch.randn(sum(lengths), generator=generator, dtype=torch.float64) for _ in range(2))
     finished = torch.rand(len(lengths), generator=generator) < 0.5
-    for lam in (torch.rand(len(lengths), generator=generator), torch.full((len(lengths),), 0.99)):
+    for lam in (torch.rand(len(lengths), generator=generator), 0.99, 0.0):
         actual = egae(rewards, values, cu(*lengths), finished, gamma=0.99, lam=lam)
-        assert_close(actual, egae_by_loop(rewards, values, cu(*lengths), finished, 0.99, lam), atol=1e-11)
+        each = lam if isinstance(lam, Tensor) else torch.full((len(lengths),), lam, dtype=torch.float64)
+        assert_close(actual, egae_by_loop(rewards, values, cu(*lengths), finished, 0.99, each), atol=1e-11)
 
 
 def test_scalar_lambda_equals_the_same_lambda_for_each_sequence():
