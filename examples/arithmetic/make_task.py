@@ -1,0 +1,247 @@
+"""Write the arithmetic task: problems, worked solutions and an untrained model folder with its tokenizer.
+
+A problem is a chain of one-digit additions with labelled terms; its solution writes the running totals out, two digits
+each, so that lengths have a long tail. The last total is the answer::
+
+    prompt   "a:3 b:8 c:1="        3 + 8 + 1
+    response " b:11 c:12"          then the end-of-text token
+    answer   "12"
+
+One token is a digit, the equals sign or a whole label (" b:"): a chain of n terms has 2n + 1 prompt tokens and
+3(n - 1) + 1 response tokens. Labels let a tiny model find the next term; without them it has to count.
+
+Invariants: the same arguments write the same bytes; no eval prompt is among those of train and sft, for every prompt
+belongs to one side, decided by its hash; both sides have the same distribution of lengths; every total has two digits
+at most; the output folder appears whole or not at all. Short chains are few (100 of two terms), so prompts repeat.
+
+    python examples/arithmetic/make_task.py --output outputs/arithmetic/task
+"""
+
+import argparse
+import hashlib
+import json
+import os
+import random
+import shutil
+import string
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+LABELS = string.ascii_lowercase
+MAX_TOTAL = 99
+"""Totals are written with two digits."""
+EVAL_SHARE = 0.2
+"""Share of all possible prompts that only eval may draw."""
+
+PAD_TOKEN, EOS_TOKEN, UNKNOWN_TOKEN = "<pad>", "<eos>", "<unk>"
+
+
+@dataclass(frozen=True)
+class ChainDistribution:
+    """The number of terms n has a probability proportional to ``length_decay ** n``."""
+
+    min_terms: int
+    max_terms: int
+    length_decay: float
+
+    def __post_init__(self) -> None:
+        if not 2 <= self.min_terms <= self.max_terms <= len(LABELS):
+            raise ValueError(
+                f"expected 2 <= min-terms <= max-terms <= {len(LABELS)} (the labels a to z), "
+                f"got min-terms {self.min_terms} and max-terms {self.max_terms}"
+            )
+        if not 0.0 < self.length_decay <= 1.0:
+            raise ValueError(
+                f"expected 0 < length-decay <= 1 (1: all lengths alike; less: short chains are more frequent), "
+                f"got {self.length_decay}"
+            )
+
+    def draw_num_terms(self, generator: random.Random) -> int:
+        lengths = range(self.min_terms, self.max_terms + 1)
+        return generator.choices(lengths, [self.length_decay**n for n in lengths])[0]
+
+
+@dataclass(frozen=True)
+class Problem:
+    terms: tuple[int, ...]
+
+    @property
+    def totals(self) -> list[int]:
+        """Running totals, from the second term on."""
+        return [sum(self.terms[: i + 1]) for i in range(1, len(self.terms))]
+
+    @property
+    def prompt(self) -> str:
+        return " ".join(f"{label}:{term}" for label, term in zip(LABELS, self.terms)) + "="
+
+    @property
+    def response(self) -> str:
+        return "".join(f" {label}:{total:02d}" for label, total in zip(LABELS[1:], self.totals))
+
+    @property
+    def answer(self) -> str:
+        return f"{self.totals[-1]:02d}"
+
+    def is_eval(self, seed: int) -> bool:
+        """Which side the prompt belongs to; hashed, so that no list of the other side's prompts is needed."""
+        digest = hashlib.sha256(f"{seed} {self.prompt}".encode()).digest()
+        return int.from_bytes(digest[:8], "big") < EVAL_SHARE * 2**64
+
+
+def draw_problem(generator: random.Random, chains: ChainDistribution, *, for_eval: bool, seed: int) -> Problem:
+    """A problem of the side asked for. The length is drawn first, so that rejections do not favour any."""
+    num_terms = chains.draw_num_terms(generator)
+    while True:
+        problem = Problem(tuple(generator.randint(0, 9) for _ in range(num_terms)))
+        if sum(problem.terms) <= MAX_TOTAL and problem.is_eval(seed) == for_eval:
+            return problem
+
+
+def rows(name: str, count: int, chains: ChainDistribution, seed: int) -> Iterator[dict[str, str]]:
+    """The rows of file ``name`` (train, sft or eval), each file from a random stream of its own."""
+    generator = random.Random(f"{seed} {name}")
+    for index in range(count):
+        problem = draw_problem(generator, chains, for_eval=name == "eval", seed=seed)
+        yield {
+            "id": f"{name}-{index:06d}",
+            "prompt": problem.prompt,
+            "answer": problem.answer,
+            "response": problem.response,
+        }
+
+
+def vocabulary() -> list[str]:
+    """All tokens, in the order of their ids. Only the first label of a prompt has no space before it."""
+    labels = [f"{LABELS[0]}:", *(f" {label}:" for label in LABELS[1:])]
+    return [PAD_TOKEN, EOS_TOKEN, UNKNOWN_TOKEN, *string.digits, "=", *labels]
+
+
+def model_config() -> dict[str, Any]:
+    """config.json of a Qwen3 with 0.1 M parameters, for random weights.
+
+    ``initializer_range`` fits the width (about 0.6 / sqrt(hidden_size)); with the usual 0.02 so small a model learns
+    far more slowly. Heads and vocabulary divide by 2 and 4, for tensor parallelism.
+    """
+    return {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "vocab_size": len(vocabulary()),
+        "hidden_size": 64,
+        "intermediate_size": 192,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "head_dim": 16,
+        "hidden_act": "silu",
+        "max_position_embeddings": 256,
+        "rope_theta": 10000.0,
+        "rms_norm_eps": 1e-6,
+        "initializer_range": 0.08,
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "tie_word_embeddings": False,
+        "use_sliding_window": False,
+        "bos_token_id": None,
+        "eos_token_id": vocabulary().index(EOS_TOKEN),
+        "pad_token_id": vocabulary().index(PAD_TOKEN),
+        "torch_dtype": "float32",
+    }
+
+
+def write_model_folder(folder: Path) -> None:
+    """config.json and the tokenizer's files.
+
+    transformers' AutoTokenizer takes tokenizer.json as it stands for a Qwen3; for a Qwen2 it would rebuild it.
+    """
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+
+    folder.mkdir()
+    write_json(folder / "config.json", model_config())
+    ids = {token: index for index, token in enumerate(vocabulary())}
+    tokenizer = Tokenizer(models.WordLevel(ids, unk_token=UNKNOWN_TOKEN))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(" ?[a-z]:|."), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.add_special_tokens([PAD_TOKEN, EOS_TOKEN, UNKNOWN_TOKEN])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    write_json(
+        folder / "tokenizer_config.json",
+        {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "pad_token": PAD_TOKEN,
+            "eos_token": EOS_TOKEN,
+            "unk_token": UNKNOWN_TOKEN,
+            "clean_up_tokenization_spaces": False,
+            "model_max_length": model_config()["max_position_embeddings"],
+        },
+    )
+
+
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def write_task(output: Path, counts: dict[str, int], chains: ChainDistribution, seed: int, *, overwrite: bool) -> None:
+    """Write everything into a folder beside ``output`` and rename it at the end.
+
+    Raises FileExistsError if ``output`` is there and ``overwrite`` is off.
+    """
+    if output.exists() and not overwrite:
+        raise FileExistsError(f"{output} is there already; give another --output, or --overwrite to replace it")
+    output.parent.mkdir(parents=True, exist_ok=True)
+    draft = Path(tempfile.mkdtemp(prefix=f".{output.name}-", dir=output.parent))
+    try:
+        os.chmod(draft, 0o755)
+        for name, count in counts.items():
+            with open(draft / f"{name}.jsonl", "w", encoding="utf-8") as file:
+                file.writelines(json.dumps(row) + "\n" for row in rows(name, count, chains, seed))
+        write_model_folder(draft / "model")
+        if output.exists():
+            shutil.rmtree(output)
+        os.rename(draft, output)
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+
+
+def at_least_one(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"expected at least 1, got {value}")
+    return value
+
+
+def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--output", type=Path, required=True, help="folder that receives the task")
+    parser.add_argument("--num-train", type=at_least_one, default=20000, help="prompts for reinforcement learning")
+    parser.add_argument("--num-sft", type=at_least_one, default=20000, help="worked solutions for the warm start")
+    parser.add_argument("--num-eval", type=at_least_one, default=500, help="held-out prompts")
+    parser.add_argument("--min-terms", type=int, default=2, help="terms of the shortest chain")
+    parser.add_argument("--max-terms", type=int, default=16, help="terms of the longest chain")
+    parser.add_argument(
+        "--length-decay", type=float, default=0.85, help="P(n terms) is proportional to this to the power n; 1: uniform"
+    )
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--overwrite", action="store_true", help="replace an output folder that is there already")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: Sequence[str]) -> int:
+    options = parse_arguments(arguments)
+    counts = {"train": options.num_train, "sft": options.num_sft, "eval": options.num_eval}
+    try:
+        chains = ChainDistribution(options.min_terms, options.max_terms, options.length_decay)
+        write_task(options.output, counts, chains, options.seed, overwrite=options.overwrite)
+    except (ValueError, OSError) as error:
+        print(f"make_task: error: {error}", file=sys.stderr)
+        return 2
+    sizes = ", ".join(f"{count} {name}" for name, count in counts.items())
+    print(f"make_task: {sizes} problems of {chains.min_terms} to {chains.max_terms} terms in {options.output}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
