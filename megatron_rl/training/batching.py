@@ -22,8 +22,8 @@ CostFunction = Callable[[int], float]
 def transformer_cost(hidden_size: int = 4096) -> CostFunction:
     """FLOPs of one sequence, in units of one token's linear layers.
 
-    A layer's matrices cost about 24 * hidden^2 FLOPs a token (12 * hidden^2 weights), causal attention 2 * hidden * length
-    (half of the score and value products), so a token of a sequence costs 1 + length / (12 * hidden).
+    A layer's matrices cost about 24 * hidden^2 FLOPs a token (12 * hidden^2 weights), causal attention
+    2 * hidden * length (half of the score and value products): a token costs 1 + length / (12 * hidden).
     """
 
     def cost(length: int) -> float:

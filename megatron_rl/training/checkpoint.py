@@ -1,13 +1,13 @@
 """Checkpoints of one model in Megatron's distributed format (torch_dist): weights, optimizer state, schedule.
 
-Invariants: a folder of the final name is complete (it is written beside and renamed); a resumed run is bitwise equal for
-the same layout, and equal up to rounding for another (tensor, pipeline or data parallel), because the optimizer state is
-stored in the shape of the weights ("fully_reshardable"); hyperparameters come from the configuration, never from the
-checkpoint. All ranks call each function together and wait for each other at its barriers, for at most the collective
-time-out. The folder must be on a file system that all ranks share.
+Invariants: a folder of the final name is complete (it is written beside and renamed); a resumed run is bitwise equal
+for the same layout, and equal up to rounding for another one, because the optimizer state is stored in the shape of the
+weights ("fully_reshardable"); hyperparameters come from the configuration, never from the checkpoint. All ranks call
+each function together and wait for each other at its barriers, for at most the collective time-out. The folder must be
+on a file system that all ranks share.
 
-The module that starts a process which saves must be guarded by ``if __name__ == "__main__"``: the writer spawns a helper
-process that imports it again.
+The script of a process that saves must be guarded by ``if __name__ == "__main__"``: the writer spawns a helper process
+that imports it again.
 """
 
 import os

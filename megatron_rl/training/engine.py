@@ -1,9 +1,9 @@
 """One Megatron model on this rank: log-probs or values out, optimizer steps in.
 
 Every method is collective. Each data-parallel rank passes its own micro-batches, as many as every other rank
-(``batching.plan_microbatches`` gives such plans); the tensor- and pipeline-parallel peers of a rank pass the same ones as
-it does. A rank waits for its pipeline neighbours in every micro-batch, for its tensor-parallel peers in every layer, and
-for all ranks at the end of an update; a wait ends with an error after the collective time-out of the process group.
+(``batching.plan_microbatches`` gives such plans); the tensor- and pipeline-parallel peers of a rank pass the same ones
+as it does. A rank waits for its pipeline neighbours in every micro-batch, for its tensor-parallel peers in every layer,
+and for all ranks at the end of an update; a wait ends with an error after the collective time-out of the process group.
 
 Invariants:
 
@@ -40,10 +40,15 @@ from megatron_rl.data.batch import PackedBatch
 from megatron_rl.models import critic, policy
 from megatron_rl.models.hf.config import load_hf_config
 from megatron_rl.models.hf.weights import expected_names, export_weights, load_weights, save_hf
+from megatron_rl.models.logprobs import DEFAULT_CHUNK_SIZE
 from megatron_rl.parallel.topology import Topology
 from megatron_rl.training.checkpoint import load_checkpoint, save_checkpoint
 from megatron_rl.training.losses import LossFunction, Metrics
 from megatron_rl.training.optimizer import build_optimizer, build_scheduler, guarded_step
+
+LOGITS_PER_CHUNK = 2**22
+"""Logits that may exist at a time (16 MiB): a small vocabulary takes few chunks, and few all-reduces with them."""
+
 
 @dataclass(frozen=True)
 class UpdateResult:
@@ -81,6 +86,7 @@ class Engine:
         self.hf_config = load_hf_config(path)
         build = policy.build_policy if role == "policy" else critic.build_critic
         torch_dtype = getattr(torch, dtype.value)
+        self._tokens_per_chunk = max(DEFAULT_CHUNK_SIZE, LOGITS_PER_CHUNK // self.hf_config.vocab_size)
         loads = init is Init.checkpoint
         initial_seed = None if loads else seed
         self.chunks = build(self.hf_config, parallel, dtype=torch_dtype, recompute=recompute, seed=initial_seed)
@@ -97,7 +103,7 @@ class Engine:
 
     @property
     def is_output_rank(self) -> bool:
-        """Whether this rank reports the results of its data-parallel rank: one of its tensor- and pipeline peers does."""
+        """Whether this rank reports for its tensor- and pipeline-parallel peers: exactly one of them does."""
         return self.topology.is_output_rank
 
     def logprobs(self, microbatches: Sequence[PackedBatch], *, temperature: float = 1.0) -> list[Tensor]:
@@ -130,12 +136,12 @@ class Engine:
         """
         optimizer = self._trained()
         if not microbatches:
-            raise ValueError("an update needs at least one micro-batch on every rank; skip the step when there is no data")
+            raise ValueError("an update needs at least one micro-batch on every rank; without data, skip the step")
 
         def scaled_loss(chunk: torch.nn.Module, batch: PackedBatch, output: Tensor) -> tuple[Tensor, Tensor, Metrics]:
             value, metrics = loss(self._outputs(chunk, batch, output, temperature), batch)
             if not value.requires_grad:
-                raise ValueError("the loss does not depend on the model's outputs: compute it from them without detach()")
+                raise ValueError("the loss has no gradient: compute it from the model's outputs, without detach()")
             # The second entry is Megatron's own token count; denominators are the loss's business, so it stays 0.
             return value, torch.zeros((), dtype=torch.int), metrics
 
@@ -195,7 +201,9 @@ class Engine:
         mask = batch.fields["mask"] != 0
         if "lm_mask" in batch.fields:
             mask = mask | (batch.fields["lm_mask"] != 0)
-        logprobs, entropy = policy.token_logprobs(chunk, output, batch, temperature=temperature, mask=mask)
+        logprobs, entropy = policy.token_logprobs(
+            chunk, output, batch, temperature=temperature, mask=mask, chunk_size=self._tokens_per_chunk
+        )
         return {"logprobs": logprobs, "entropy": entropy}
 
     @torch.no_grad()

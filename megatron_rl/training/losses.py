@@ -1,7 +1,7 @@
 """From the algorithms' loss pieces to what one optimizer step minimises. Pure: no torch.distributed.
 
-An objective divides each piece by the piece's own *global* denominator, a number of tokens of the whole mini-batch over
-all ranks and micro-batches, so that the micro-batches' losses add up to the mini-batch's loss whichever way it is split.
+An objective divides each piece by the piece's own *global* denominator, a number of tokens of the whole mini-batch
+over all ranks and micro-batches: the micro-batches' losses add up to the mini-batch's loss, whichever way it is split.
 
     policy: sum(L_clip) / n(mask) - entropy_coef * sum(H) / n(mask) + positive_lm_coef * sum(-log pi) / n(lm_mask)
     critic: sum(L_value) / n(mask)

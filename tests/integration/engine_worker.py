@@ -33,7 +33,7 @@ from megatron_rl.training.engine import Engine, UpdateResult
 LENGTHS = [9, 17, 33, 6, 21, 12, 40, 8, 26, 15]
 PROMPT_TOKENS = 4
 ALGORITHM = AlgorithmConfig(entropy_coef=0.01, positive_lm_coef=0.1)
-# k-projection biases have a gradient of exactly 0 but for rounding; a small eps would blow the rounding up to a full step.
+# k-projection biases have a gradient of 0 but for rounding; a small eps would blow the rounding up to a full step.
 OPTIMIZER = OptimizerConfig(
     lr=1e-3, min_lr=1e-4, warmup_steps=2, decay_style=DecayStyle.cosine, decay_steps=10, eps=1e-3, max_grad_norm=0.5
 )
@@ -273,7 +273,8 @@ def main() -> None:
         for objective in scenario.objectives:
             runs.append((objective, scenario, partial(run_invariance, scenario, objective, models)))
     runs += [("resumed", scenario, partial(run_resumed, scenario, models, out)) for scenario in RESUMED[world_size]]
-    runs += [("resharded", scenario, partial(run_resharded, scenario, models, single)) for scenario in RESHARDED[world_size]]
+    for scenario in RESHARDED[world_size]:
+        runs.append(("resharded", scenario, partial(run_resharded, scenario, models, single)))
     runs += [("poisoned", scenario, partial(run_poisoned, scenario, models)) for scenario in POISONED[world_size]]
     results: dict[str, Any] = {}
     for kind, scenario, run in runs:

@@ -50,7 +50,7 @@ def cases(scenarios: dict[int, list[Scenario]]) -> list[tuple[int, str]]:
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    """World size -> results of its launch; the launches happen when first asked for, the single process always first."""
+    """World size -> results of its launch, which happens when first asked for; the single process always runs first."""
     folder = tmp_path_factory.mktemp("engine")
     make_tiny_model(folder / "models" / "qwen2", "qwen2")
     make_tiny_model(folder / "models" / "qwen3-tied", "qwen3", tie_word_embeddings=True)
