@@ -21,7 +21,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         _say(f"error: {error}")
         return 2
     except KeyboardInterrupt:
-        _say("interrupted: everything this run started has been stopped")
+        if "RANK" not in os.environ:
+            _say("interrupted: everything this run started has been stopped")
         return 130
     except BrokenPipeError:
         return 1
@@ -146,8 +147,8 @@ def _presets(arguments: argparse.Namespace) -> int:
 
 
 def _say(text: str) -> None:
-    if os.environ.get("RANK", "0") == "0":
-        print(text, file=sys.stderr, flush=True)
+    rank = os.environ.get("RANK", "0")
+    print(text if rank == "0" else f"rank {rank}: {text}", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

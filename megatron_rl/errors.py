@@ -11,3 +11,7 @@ class ConfigError(UserError):
 
 class DataError(UserError):
     """Bad input data, with its place: file, line, field."""
+
+
+class ModelError(UserError, ValueError):
+    """A model folder, or a layout for it, that cannot be built."""

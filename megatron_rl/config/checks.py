@@ -8,7 +8,8 @@ from typing import Any
 from megatron_rl.config.schema import Config, DecayStyle, Init, Mode, OptimizerConfig
 from megatron_rl.errors import ConfigError
 
-SUPPORTED_MODEL_TYPES = ("llama", "qwen2", "qwen3")
+SUPPORTED_MODEL_TYPES = ("llama", "mixtral", "qwen2", "qwen3", "qwen3_moe")
+"""The families of models/hf/families.py, which needs Megatron to be imported."""
 
 
 def check_config(config: Config, *, command: str, world_size: int | None = None) -> None:

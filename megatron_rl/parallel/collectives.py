@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_rl.errors import UserError
 from megatron_rl.parallel import topology
 
 PAYLOAD_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.int32, torch.bool, torch.uint8)
@@ -23,7 +24,7 @@ PAYLOAD_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int64, tor
 NO_TENSOR = -1
 
 
-class CollectiveTimeout(RuntimeError):
+class CollectiveTimeout(UserError, RuntimeError):
     """A rank waited for another one longer than it was told to."""
 
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
+from megatron_rl.errors import UserError
 from megatron_rl.data.trajectory import Score
 
 ScoreFunction = Callable[..., "float | Score"]
@@ -26,7 +27,7 @@ BUILTIN_MODULES = ("math", "format", "choice", "grounding", "instruction")
 """Modules of this package that register rewards."""
 
 
-class RewardError(RuntimeError):
+class RewardError(UserError, RuntimeError):
     """A reward that cannot be found, loaded or run."""
 
 

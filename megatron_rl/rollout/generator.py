@@ -9,6 +9,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
+from megatron_rl.errors import UserError
 from megatron_rl.data.trajectory import Segment, Trajectory
 from megatron_rl.rollout.client import GenerationRequest, ServerLost, SglangClient
 
@@ -23,7 +24,7 @@ class Sampling:
     """Base of the per-trajectory seeds; None lets the server draw."""
 
 
-class StaleWeights(RuntimeError):
+class StaleWeights(UserError, RuntimeError):
     """A server answered with another weight version than the published one."""
 
 

@@ -29,6 +29,7 @@ from typing import Literal
 
 import torch
 
+from megatron_rl.errors import UserError
 from megatron_rl.weights import disk
 from megatron_rl.weights.group import SyncGroup, form_group
 from megatron_rl.weights.plan import Coverage, Placement, ServerAddress, TensorSpec, place, unique_addresses
@@ -40,7 +41,7 @@ NamedTensors = Iterable[tuple[str, torch.Tensor]]
 """Hugging Face names and full tensors, on CPU or GPU; each tensor is used before the next one is asked for."""
 
 
-class WeightSyncError(RuntimeError):
+class WeightSyncError(UserError, RuntimeError):
     """A publish did not complete. The next one starts from scratch; until then servers may hold mixed weights."""
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import requests
 
+from megatron_rl.errors import UserError
 from megatron_rl.weights.plan import ServerAddress
 
 CONNECT_TIMEOUT_S = 10.0
@@ -27,7 +28,7 @@ REFUSAL_REMEDIES = {
 DEFAULT_REMEDY = "look into the server's log, restart it if it hangs or died, and publish again"
 
 
-class ServerCallError(RuntimeError):
+class ServerCallError(UserError, RuntimeError):
     """A server was not reached, did not answer in time or refused."""
 
 

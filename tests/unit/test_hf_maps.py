@@ -272,3 +272,9 @@ def test_an_attention_plan_keeps_padding_below_a_single_padded_call() -> None:
     lengths = tuple(range(20, 111))
     plan = plan_attention(lengths, torch.device("cpu"))
     assert len(plan.pad) < 1.2 * sum(lengths) and len(plan.shapes) <= 12
+
+
+def test_the_configuration_check_knows_exactly_the_families_of_the_table():
+    from megatron_rl.config.checks import SUPPORTED_MODEL_TYPES
+
+    assert sorted(FAMILIES) == sorted(SUPPORTED_MODEL_TYPES)

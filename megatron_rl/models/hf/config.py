@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from transformers import AutoConfig, PretrainedConfig
 
 from megatron_rl.config.schema import ParallelConfig, Recompute
+from megatron_rl.errors import ModelError
 from megatron_rl.models.hf.families import FAMILIES, dims, family_of
 from megatron_rl.models.hf.transforms import padded_vocab_size
 from megatron_rl.rollout.cpu_platform import declare_torchvision_ops
@@ -26,7 +27,7 @@ RECOMPUTE_KWARGS: dict[Recompute, dict[str, Any]] = {
 def load_hf_config(path: str | Path) -> PretrainedConfig:
     """Read and check ``path``/config.json.
 
-    Errors: FileNotFoundError where folder or file is missing, ValueError for malformed JSON, a model family that is not
+    Errors: FileNotFoundError where folder or file is missing, ModelError for malformed JSON, a model family that is not
     supported, or a feature of it that is not.
     """
     folder = Path(path)
@@ -38,10 +39,10 @@ def load_hf_config(path: str | Path) -> PretrainedConfig:
     try:
         model_type = json.loads(file.read_text()).get("model_type")
     except (ValueError, AttributeError) as error:
-        raise ValueError(f"{file} is not a JSON object: {error}") from error
+        raise ModelError(f"{file} is not a JSON object: {error}") from error
     if model_type not in FAMILIES:
         supported = ", ".join(sorted(FAMILIES))
-        raise ValueError(f"{file}: model_type {model_type!r} is not supported; supported: {supported}")
+        raise ModelError(f"{file}: model_type {model_type!r} is not supported; supported: {supported}")
     # Configurations of some families import torchvision, for models that this project never builds.
     declare_torchvision_ops()
     config = AutoConfig.from_pretrained(folder, local_files_only=True)
@@ -54,16 +55,16 @@ def _check_features(config: PretrainedConfig, file: Path) -> None:
     for name, value in expected.items():
         found = getattr(config, name, value)
         if found != value and not (not found and not value):
-            raise ValueError(f"{file}: {name} = {found!r} is not supported for {config.model_type}, only {value!r}")
+            raise ModelError(f"{file}: {name} = {found!r} is not supported for {config.model_type}, only {value!r}")
     rope = rope_parameters(config)
     if rope["rope_type"] not in ROPE_TYPES:
         supported = ", ".join(ROPE_TYPES)
-        raise ValueError(f"{file}: rope_type {rope['rope_type']!r} is not supported; supported: {supported}")
+        raise ModelError(f"{file}: rope_type {rope['rope_type']!r} is not supported; supported: {supported}")
     if rope.get("partial_rotary_factor", 1.0) != 1.0:
-        raise ValueError(f"{file}: partial_rotary_factor {rope['partial_rotary_factor']} is not supported, only 1.0")
+        raise ModelError(f"{file}: partial_rotary_factor {rope['partial_rotary_factor']} is not supported, only 1.0")
     sizes = dims(config)
     if sizes["heads"] % sizes["groups"] != 0:
-        raise ValueError(
+        raise ModelError(
             f"{file}: num_attention_heads {sizes['heads']} does not divide by num_key_value_heads {sizes['groups']}"
         )
 
@@ -152,14 +153,14 @@ def check_layout(hf_config: PretrainedConfig, parallel: ParallelConfig) -> None:
     )
     for name, size in split.items():
         if size % tp != 0:
-            raise ValueError(f"the model's {name} {size} does not divide by parallel.tensor_parallel_size {tp}")
+            raise ModelError(f"the model's {name} {size} does not divide by parallel.tensor_parallel_size {tp}")
     if hf_config.num_hidden_layers % pp != 0:
-        raise ValueError(
+        raise ModelError(
             f"the model's num_hidden_layers {hf_config.num_hidden_layers} does not divide by "
             f"parallel.pipeline_parallel_size {pp}"
         )
     if sizes["experts"] and tp > 1 and not parallel.sequence_parallel:
-        raise ValueError("a mixture-of-experts model with tensor parallelism needs parallel.sequence_parallel=true")
+        raise ModelError("a mixture-of-experts model with tensor parallelism needs parallel.sequence_parallel=true")
 
 
 def scaled_inverse_frequencies(inverse_frequencies: torch.Tensor, rope: dict[str, Any]) -> torch.Tensor:

@@ -9,13 +9,14 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from megatron_rl.errors import UserError
 from megatron_rl.models.hf.transforms import Sliceable
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
 
 
-class WeightsError(ValueError):
+class WeightsError(UserError, ValueError):
     """A checkpoint does not hold what the model needs."""
 
 
