@@ -344,9 +344,11 @@ def _check_model_folder(model_path: str) -> None:
 def serve(options: ServerOptions, log_path: str | Path, *, start_timeout_s: float = 300.0) -> int:
     """Run one server in the foreground until Ctrl-C, SIGTERM or its end; returns an exit code for the shell.
 
-    Must be called from the main thread, as it installs a signal handler.
+    Must be called from the main thread, as it installs signal handlers.
     """
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    # SIGINT too: a shell script that starts this in the background has it ignored.
+    for signal_number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(signal_number, signal.default_int_handler)
     server = SglangServer(options, log_path, start_timeout_s=start_timeout_s, progress=_say)
     try:
         server.start()
