@@ -1,15 +1,16 @@
 """``TorchCpuPlatform``: SGLang 0.5.23 on plain PyTorch CPU operators, without sgl_kernel and Triton.
 
-Only SGLang imports this module, after ``cpu_platform.activate`` has named the class: in the middle of ``import sglang``,
-which is why everything else of SGLang is imported inside the hooks. The three hooks are called in this order: ``apply_server_args_defaults`` in the launching process; ``init_backend`` and ``post_load_model`` in each
-scheduler process.
+Only SGLang imports this module, after ``cpu_platform.activate`` has named the class: in the middle of ``import
+sglang``, which is why everything else of SGLang is imported inside the hooks. The hooks are called in this order:
+``apply_server_args_defaults`` in the launching process; ``init_backend`` and ``post_load_model`` in each scheduler.
 """
 
 import torch
 from sglang.srt.platforms.cpu import CpuDeviceMixin
 from sglang.srt.platforms.device_mixin import PlatformEnum
 from sglang.srt.platforms.interface import PlatformCapabilities, SRTPlatform
-from torch import Tensor
+
+from megatron_rl.rollout.murmur import murmur_hash32
 
 DEFAULT_MAX_TOTAL_TOKENS = 65536
 """Tokens in the KV pool. SGLang's own default would take 72 % of the machine's memory."""
@@ -65,39 +66,3 @@ class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):
         from sglang.srt.models.deepseek_common.attention_forward_methods.forward_methods import AttnForwardMethod
 
         AttentionBackendRegistry.register("torch_native", lambda attention, batch: AttnForwardMethod.MLA)
-
-
-_MASK32 = 0xFFFFFFFF
-
-
-def murmur_hash32(seed: Tensor, positions: Tensor, col_indices: Tensor) -> Tensor:
-    """MurmurHash3 (32 bit) of (seed, position, column): the same values as SGLang's Triton kernel.
-
-    seed, positions: [sequences]; col_indices: [vocabulary]. Returns [sequences, vocabulary] int64 in [0, 2**32).
-    """
-    seed = seed.to(torch.int64)[:, None]
-    words = (
-        seed & _MASK32,
-        (seed >> 32) & _MASK32,
-        positions.to(torch.int64)[:, None] & _MASK32,
-        col_indices.to(torch.int64)[None, :],
-    )
-    hashed = torch.zeros_like(seed)
-    for word in words:
-        hashed = _murmur_mix(hashed, word)
-    hashed = hashed ^ (4 * len(words))
-    hashed = hashed ^ (hashed >> 16)
-    hashed = (hashed * 0x85EBCA6B) & _MASK32
-    hashed = hashed ^ (hashed >> 13)
-    hashed = (hashed * 0xC2B2AE35) & _MASK32
-    return hashed ^ (hashed >> 16)
-
-
-def _murmur_mix(hashed: Tensor, word: Tensor) -> Tensor:
-    word = _rotate_left((word * 0xCC9E2D51) & _MASK32, 15)
-    word = (word * 0x1B873593) & _MASK32
-    return (_rotate_left(hashed ^ word, 13) * 5 + 0xE6546B64) & _MASK32
-
-
-def _rotate_left(value: Tensor, bits: int) -> Tensor:
-    return ((value << bits) | (value >> (32 - bits))) & _MASK32
