@@ -19,7 +19,7 @@ from megatron_rl.algorithms.checks import (
     check_same_kind,
     describe,
 )
-from megatron_rl.algorithms.scan import reverse_scan
+from megatron_rl.algorithms.scan import UNFORKED_TOKENS, reverse_scan
 
 
 @torch.no_grad()
@@ -103,12 +103,9 @@ def monte_carlo_returns(rewards: Tensor, cu_seqlens: Tensor, *, gamma: float = 1
     """
     check_float_vector("rewards", rewards)
     bounds = check_cu_seqlens(cu_seqlens, len(rewards))
+    decay = rewards.new_full((len(bounds) - 1,), check_fraction("gamma", gamma), dtype=torch.float64)
     return reverse_scan(
-        lambda low, high: rewards[low:high].clone(),
-        check_fraction("gamma", gamma),
-        bounds,
-        dtype=rewards.dtype,
-        device=rewards.device,
+        lambda low, high: rewards[low:high], decay, bounds, dtype=rewards.dtype, device=rewards.device
     )
 
 
@@ -124,31 +121,34 @@ def advantages_with_end_values(
 ) -> Tensor:
     """GAE [T] where ``after_end`` [N] is V of the state after each sequence's last token."""
     gamma = check_fraction("gamma", gamma)
-    decay = gamma * checked_lambda(lam, len(bounds) - 1, values.device)
+    decay = gamma * lambda_per_sequence(lam, len(bounds) - 1, values.device)
     occupied = bounds[1:] > bounds[:-1]
     last_tokens = bounds[1:][occupied] - 1
     after_last = after_end[occupied.to(after_end.device)]
 
     def td_errors(low: int, high: int) -> Tensor:
-        """delta [high - low]; TD errors at sequence ends are put in last, over what their neighbours gave."""
-        known = min(high + 1, len(values)) - (low + 1)
+        """delta [high - low]; where a sequence ends, what its right neighbour gave is written over."""
         errors = torch.empty(high - low, dtype=values.dtype, device=values.device)
-        torch.sub(
-            values[low : low + known], values[low + 1 : low + 1 + known], alpha=gamma, out=errors[:known]
-        )
-        torch.sub(rewards[low:high], errors, out=errors)
-        first, stop = torch.searchsorted(last_tokens, torch.tensor([low, high])).tolist()
-        ends = last_tokens[first:stop].to(values.device)
-        errors[ends - low] = rewards[ends] + (gamma * after_last[first:stop] - values[ends])
+        step = UNFORKED_TOKENS if values.device.type == "cpu" else high - low
+        for start in range(low, high, step):
+            stop = min(start + step, high)
+            known = min(stop + 1, len(values)) - (start + 1)
+            piece = errors[start - low : stop - low]
+            now, following = values[start : start + known], values[start + 1 : start + 1 + known]
+            torch.sub(now, following, alpha=gamma, out=piece[:known])
+            torch.sub(rewards[start:stop], piece, out=piece)
+        first, last = torch.searchsorted(last_tokens, torch.tensor([low, high])).tolist()
+        ends = last_tokens[first:last].to(values.device)
+        errors[ends - low] = rewards[ends] + (gamma * after_last[first:last] - values[ends])
         return errors
 
     return reverse_scan(td_errors, decay, bounds, dtype=values.dtype, device=values.device)
 
 
-def checked_lambda(lam: float | Tensor, num_sequences: int, device: torch.device) -> float | Tensor:
-    """``lam``, checked to lie within [0, 1], as a float or float64 [N] on ``device``."""
+def lambda_per_sequence(lam: float | Tensor, num_sequences: int, device: torch.device) -> Tensor:
+    """``lam`` as float64 [N] on ``device``, checked to lie within [0, 1]."""
     if not isinstance(lam, Tensor) or lam.dim() == 0:
-        return check_fraction("lam", lam)
+        return torch.full((num_sequences,), check_fraction("lam", lam), dtype=torch.float64, device=device)
     check_per_sequence("lam", lam, num_sequences)
     lambdas = lam.detach().to(device, torch.float64)
     outside = ~((lambdas >= 0) & (lambdas <= 1))
