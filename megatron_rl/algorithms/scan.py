@@ -123,7 +123,7 @@ def independent_spans(ends: Tensor, num_tokens: int) -> list[tuple[int, int]]:
 
     ``ends`` [K] int64 rises strictly.
     """
-    num_threads = min(torch.get_num_threads(), num_tokens // (2 * CPU_SLAB_TOKENS))
+    num_threads = max(1, min(torch.get_num_threads(), num_tokens // (2 * CPU_SLAB_TOKENS)))
     shares = torch.tensor([num_tokens * thread // num_threads for thread in range(1, num_threads)], dtype=torch.int64)
     cuts = ends[torch.searchsorted(ends, shares)].tolist() if len(shares) else []
     corners = sorted({0, *cuts, num_tokens})
