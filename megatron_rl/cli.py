@@ -17,7 +17,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     warnings.filterwarnings("ignore", module=r"(torch|megatron|sglang|transformers|mlflow)\b")
     try:
         return arguments.run(arguments) or 0
-    except UserError as error:
+    except (UserError, OSError) as error:
         _say(f"error: {error}")
         return 2
     except KeyboardInterrupt:
@@ -90,15 +90,30 @@ def _add_serve(commands) -> None:
     command.add_argument("--port", type=int, default=30000)
     command.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"))
     command.add_argument("--tensor-parallel-size", type=int, default=1)
-    command.add_argument("--log", default="", help="file for the server's log (default: beside the current folder)")
+    command.add_argument("--log", default="sglang.log", help="file that receives the server's log")
     command.add_argument("server_args", nargs="*", metavar="flag=value", help="more SGLang options, without dashes")
     command.set_defaults(run=_serve)
 
 
 def _serve(arguments: argparse.Namespace) -> int:
-    from megatron_rl.rollout.serve import serve
+    from pathlib import Path
 
-    return serve(arguments)
+    from omegaconf import OmegaConf
+
+    from megatron_rl.rollout.server import ServerOptions, detect_device, serve
+
+    options = ServerOptions(
+        model_path=arguments.model_path,
+        host=arguments.host,
+        port=arguments.port,
+        dtype=arguments.dtype,
+        tensor_parallel_size=arguments.tensor_parallel_size,
+        deterministic=True,
+        tokenizer=True,
+        device=detect_device(),
+        server_args=OmegaConf.to_container(OmegaConf.from_dotlist(arguments.server_args)),
+    )
+    return serve(options, Path(arguments.log))
 
 
 def _add_score(commands) -> None:
@@ -115,11 +130,12 @@ def _add_score(commands) -> None:
 
 def _score(arguments: argparse.Namespace) -> int:
     from omegaconf import OmegaConf
+    from rich.console import Console
 
     from megatron_rl.rewards.scoring import score_file
 
     options = OmegaConf.to_container(OmegaConf.from_dotlist(arguments.options))
-    score_file(
+    summary = score_file(
         arguments.reward,
         arguments.input,
         arguments.output,
@@ -127,6 +143,7 @@ def _score(arguments: argparse.Namespace) -> int:
         timeout_s=arguments.timeout_s,
         options=options,
     )
+    Console().print(summary.table())
     return 0
 
 

@@ -1,14 +1,14 @@
 """Write the arithmetic task: problems, worked solutions and an untrained model folder with its tokenizer.
 
-A problem is a chain of one-digit additions with labelled terms; its solution writes the running totals out, two digits
-each, so that lengths have a long tail. The last total is the answer::
+A problem is a chain of one-digit additions with labelled terms; its solution repeats each term and writes the running total
+out, two digits each, so that lengths have a long tail. The last total is the answer::
 
     prompt   "a:3 b:8 c:1="        3 + 8 + 1
-    response " b:11 c:12"          then the end-of-text token
+    response " b:8=11 c:1=12"      then the end-of-text token
     answer   "12"
 
 One token is a digit, the equals sign or a whole label (" b:"): a chain of n terms has 2n + 1 prompt tokens and
-3(n - 1) + 1 response tokens. Labels let a tiny model find the next term; without them it has to count.
+5(n - 1) + 1 response tokens. Labels let a tiny model find the next term; without them it has to count.
 
 Invariants: the same arguments write the same bytes; no eval prompt is among those of train and sft, for every prompt
 belongs to one side, decided by its hash; both sides have the same distribution of lengths; every total has two digits
@@ -80,7 +80,8 @@ class Problem:
 
     @property
     def response(self) -> str:
-        return "".join(f" {label}:{total:02d}" for label, total in zip(LABELS[1:], self.totals))
+        steps = zip(LABELS[1:], self.terms[1:], self.totals)
+        return "".join(f" {label}:{term}={total:02d}" for label, term, total in steps)
 
     @property
     def answer(self) -> str:

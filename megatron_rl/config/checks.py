@@ -69,6 +69,7 @@ def _ranges(config: Config) -> Iterator[str]:
         "eval.every_steps": config.eval.every_steps,
         "eval.num_prompts": config.eval.num_prompts,
         "eval.temperature": config.eval.temperature,
+        "sft.stop_at_loss": config.sft.stop_at_loss,
         "tracking.report_every_steps": config.tracking.report_every_steps,
     }
     positive = {

@@ -267,6 +267,8 @@ class SftConfig:
     train_files: list[str] = field(default_factory=list)
     """Files with a reference response in every row; empty: data.train_files."""
     num_steps: int = 150
+    stop_at_loss: float = 0.0
+    """End early once the mean loss of the last 10 steps is at most this; 0 means never."""
     batch_size: int = 256
     """Sequences in one optimizer step, over all ranks."""
     optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=1.0e-3))

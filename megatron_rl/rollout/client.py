@@ -23,6 +23,7 @@ from typing import Any, Self
 import aiohttp
 import orjson
 
+from megatron_rl.errors import UserError
 from megatron_rl.rollout.protocol import (
     NOTHING_GENERATED,
     AttemptFailed,
@@ -47,7 +48,7 @@ PAUSE_MODES = ("abort", "in_place", "retract")
 _CONNECTION_ERRORS = (aiohttp.ClientError, asyncio.TimeoutError, OSError)
 
 
-class ServerLost(RuntimeError):
+class ServerLost(UserError, RuntimeError):
     """No live server answered. ``url`` is the last one tried, ``waited_s`` how long the caller waited in all."""
 
     def __init__(self, url: str, waited_s: float, num_attempts: int, reason: str) -> None:

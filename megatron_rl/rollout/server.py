@@ -27,6 +27,7 @@ from typing import Any
 
 import psutil
 
+from megatron_rl.errors import UserError
 from megatron_rl.rollout.diagnosis import last_lines, port_taken, start_failure
 
 logger = logging.getLogger(__name__)
@@ -40,7 +41,7 @@ MAX_PORT_ATTEMPTS = 3
 Progress = Callable[[str], None]
 
 
-class ServerError(RuntimeError):
+class ServerError(UserError, RuntimeError):
     """A server did not start, did not come up in time, or cannot be restarted; the message names the remedy."""
 
 

@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from megatron_rl.config.schema import Config, RolloutConfig
@@ -21,7 +20,7 @@ from megatron_rl.data.trajectory import Trajectory
 from megatron_rl.rollout.client import ServerLost, SglangClient
 from megatron_rl.rollout.generator import Sampling, WindowGenerator
 from megatron_rl.rollout.pool import ServerPool
-from megatron_rl.rollout.server import ServerOptions
+from megatron_rl.rollout.server import ServerOptions, detect_device
 from megatron_rl.weights.plan import ServerAddress
 from megatron_rl.weights.publish import PublishResult, WeightPublisher
 from megatron_rl.weights.verify import compare_checksums
@@ -195,7 +194,7 @@ def _servers(config: Config, log_dir: Path, note: Callable[[str], None]) -> Serv
         deterministic=rollout.deterministic,
         # The trainer sends its own weights before the first request.
         load_weights=False,
-        device="cuda" if torch.cuda.is_available() else "cpu",
+        device=detect_device(),
         server_args=rollout.server_args,
     )
     return ServerPool.start(

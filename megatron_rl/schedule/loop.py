@@ -179,6 +179,10 @@ class TrainingLoop:
         return update_metrics(role, results)
 
 
+SHORT_NAMES = {"policy_loss": "loss", "value_loss": "loss", "approx_kl_k3": "kl"}
+"""Metrics whose prefix says the rest."""
+
+
 def update_metrics(prefix: str, results: list[UpdateResult]) -> dict[str, float]:
     """Means over a step's optimizer steps, each metric over its own denominator; empty without a step."""
     if not results:
@@ -188,7 +192,11 @@ def update_metrics(prefix: str, results: list[UpdateResult]) -> dict[str, float]
         for name, (total, denominator) in result.metrics.items():
             pair = sums.setdefault(name, [0.0, 0.0])
             pair[0], pair[1] = pair[0] + total, pair[1] + denominator
-    metrics = {f"{prefix}/{name}": total / denominator for name, (total, denominator) in sums.items() if denominator}
+    metrics = {
+        f"{prefix}/{SHORT_NAMES.get(name, name)}": total / denominator
+        for name, (total, denominator) in sums.items()
+        if denominator
+    }
     metrics[f"{prefix}/grad_norm"] = max(r.grad_norm for r in results)
     metrics[f"{prefix}/lr"] = results[-1].lr
     metrics[f"{prefix}/num_updates"] = float(sum(not r.skipped for r in results))

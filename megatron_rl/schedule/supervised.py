@@ -1,6 +1,8 @@
 """Supervised fine-tuning on reference responses: the warm start before reinforcement learning."""
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
+from statistics import mean
 
 import numpy as np
 import torch
@@ -15,12 +17,14 @@ from megatron_rl.errors import UserError
 from megatron_rl.schedule.experience import tail_mask
 from megatron_rl.training.group import TrainerGroup
 
+NUM_RECENT = 10
+"""Steps whose mean loss decides about an early end."""
 Pair = tuple[list[int], list[int]]
 """(prompt ids, response ids with the end-of-text token)."""
 
 
 def run_sft(config: Config, group: TrainerGroup) -> None:
-    """sft.num_steps optimizer steps in a seeded order of epochs; then the checkpoint in sft.output_path."""
+    """At most sft.num_steps optimizer steps in a seeded order of epochs; then the checkpoint in sft.output_path."""
     tokenizer = Tokenizer(config.policy.path)
     pairs = load_solutions(config.sft.train_files or config.data.train_files, config.data, tokenizer)
     batches = epoch_batches(len(pairs), config.sft.batch_size, config.run.seed)
@@ -28,6 +32,7 @@ def run_sft(config: Config, group: TrainerGroup) -> None:
     columns = (TextColumn("sft"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[loss]}"), TimeRemainingColumn())
     with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
         task = progress.add_task("sft", total=config.sft.num_steps, loss="")
+        recent: deque[float] = deque(maxlen=NUM_RECENT)
         for step in range(1, config.sft.num_steps + 1):
             batch = solution_batch([pairs[i] for i in next(batches)])
             tokens = float(batch.fields["mask"].sum())
@@ -35,14 +40,18 @@ def run_sft(config: Config, group: TrainerGroup) -> None:
             if result.skipped:
                 raise UserError(f"sft: the gradient of step {step} is not finite; lower sft.optimizer.lr={result.lr:g}")
             loss = result.metrics["lm_loss"][0] / result.metrics["lm_loss"][1]
+            recent.append(loss)
+            done = step == config.sft.num_steps or (len(recent) == NUM_RECENT and mean(recent) <= config.sft.stop_at_loss)
             progress.update(task, advance=1, loss=f"loss {loss:.4f}")
-            if not console.is_terminal and (step % 25 == 0 or step in (1, config.sft.num_steps)):
+            if not console.is_terminal and (step % 25 == 0 or step == 1 or done):
                 console.print(f"sft step {step}/{config.sft.num_steps}  loss {loss:.4f}  grad norm {result.grad_norm:.2f}")
+            if done:
+                break
     group.save_hf("policy", config.sft.output_path)
     console.print(f"sft: wrote {config.sft.output_path}")
 
 
-def epoch_batches(num_rows: int, batch_size: int, seed: int):
+def epoch_batches(num_rows: int, batch_size: int, seed: int) -> Iterator[list[int]]:
     """Endless row indices: each epoch in its own seeded order, batches never mix epochs unless rows are too few."""
     generator = np.random.default_rng(seed)
     while True:

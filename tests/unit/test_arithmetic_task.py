@@ -46,10 +46,11 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_totals_are_the_running_sums_and_the_answer_is_the_last(task: Path, name: str) -> None:
     for row in _rows(task, name):
         terms = [int(x) for x in re.findall(r":(\d)(?!\d)", row["prompt"])]
-        steps = re.findall(r" ([a-z]):(\d\d)", row["response"])
-        assert [int(total) for _, total in steps] == [sum(terms[: i + 1]) for i in range(1, len(terms))]
-        assert [label for label, _ in steps] == re.findall(r"([a-z]):", row["prompt"])[1:]
-        assert row["answer"] == steps[-1][1]
+        steps = re.findall(r" ([a-z]):(\d)=(\d\d)", row["response"])
+        assert [int(term) for _, term, _ in steps] == terms[1:]
+        assert [int(total) for _, _, total in steps] == [sum(terms[: i + 1]) for i in range(1, len(terms))]
+        assert [label for label, _, _ in steps] == re.findall(r"([a-z]):", row["prompt"])[1:]
+        assert row["answer"] == steps[-1][2]
 
 
 def test_solutions_get_the_full_reward_and_a_wrong_total_none(task: Path) -> None:
@@ -74,7 +75,7 @@ def test_ids_are_unique(task: Path) -> None:
 def test_eval_has_the_lengths_of_train(tmp_path: Path) -> None:
     chains = make_task.ChainDistribution(2, 5, 0.5)
     counts = {
-        name: Counter(row["response"].count(":") + 1 for row in make_task.rows(name, 4000, chains, 1)) for name in NAMES
+        name: Counter(row["prompt"].count(":") for row in make_task.rows(name, 4000, chains, 1)) for name in NAMES
     }
     expected = {2: 8 / 15, 3: 4 / 15, 4: 2 / 15, 5: 1 / 15}
     for name in NAMES:
@@ -102,11 +103,11 @@ def test_every_text_is_one_token_a_label_or_digit_and_decodes_to_itself(task: Pa
         from transformers import AutoTokenizer
 
         tokenizer = AutoTokenizer.from_pretrained(str(task / "model"))
-    assert tokenizer.decode(tokenizer.encode("a:3 b:8 c:1= b:11 c:12")) == "a:3 b:8 c:1= b:11 c:12"
+    assert tokenizer.decode(tokenizer.encode("a:3 b:8 c:1= b:8=11 c:1=12")) == "a:3 b:8 c:1= b:8=11 c:1=12"
     for row in _rows(task, "train"):
         num_terms = row["prompt"].count(":")
         prompt_ids, response_ids = tokenizer.encode(row["prompt"]), tokenizer.encode(row["response"])
-        assert (len(prompt_ids), len(response_ids)) == (2 * num_terms + 1, 3 * (num_terms - 1))
+        assert (len(prompt_ids), len(response_ids)) == (2 * num_terms + 1, 5 * (num_terms - 1))
         assert make_task.vocabulary().index(make_task.UNKNOWN_TOKEN) not in prompt_ids + response_ids
         assert tokenizer.decode(prompt_ids) == row["prompt"] and tokenizer.decode(response_ids) == row["response"]
 
