@@ -1,7 +1,7 @@
 """Write the arithmetic task: problems, worked solutions and an untrained model folder with its tokenizer.
 
-A problem is a chain of one-digit additions with labelled terms; its solution repeats each term and writes the running total
-out, two digits each, so that lengths have a long tail. The last total is the answer::
+A problem is a chain of one-digit additions with labelled terms; its solution repeats each term and writes the running
+total out, two digits each, so that lengths have a long tail. The last total is the answer::
 
     prompt   "a:3 b:8 c:1="        3 + 8 + 1
     response " b:8=11 c:1=12"      then the end-of-text token

@@ -52,6 +52,13 @@ class Bootstrap(Enum):
     """V(s_l) read from the critic."""
 
 
+class WeightSync(Enum):
+    broadcast = "broadcast"
+    """Over a process group of the trainer and the servers' workers (NCCL or gloo)."""
+    disk = "disk"
+    """Through safetensors under output_dir/weights, which the servers must see under the same path."""
+
+
 class Normalization(Enum):
     none = "none"
     scale = "scale"
@@ -227,7 +234,9 @@ class RolloutConfig:
     start_timeout_s: float = 300.0
     max_restarts: int = 3
     """Times a server that died is started again in one run."""
+    weight_sync: WeightSync = WeightSync.broadcast
     weight_sync_timeout_s: float = 300.0
+    """Longest wait for one answer of a server or one bucket."""
     bucket_bytes: int = 67108864
     """Weights travel in flat buckets of at most this size."""
     max_logprob_difference: float = 1.0e-4

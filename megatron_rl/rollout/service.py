@@ -159,7 +159,12 @@ def open_rollout(
             max_retries=rollout.max_retries,
             on_server_lost=lambda url, reason: service.server_lost(url, reason),
         )
-        publisher = WeightPublisher(rollout.bucket_bytes, rollout.weight_sync_timeout_s)
+        publisher = WeightPublisher(
+            rollout.bucket_bytes,
+            rollout.weight_sync_timeout_s,
+            method=rollout.weight_sync.value,
+            folder=Path(config.run.output_dir).resolve() / "weights",
+        )
         service = RolloutService(
             rollout,
             servers,
