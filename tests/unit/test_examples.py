@@ -28,3 +28,13 @@ def test_a_shipped_recipe_lacks_nothing_but_the_users_files(recipe):
 
 def test_there_are_recipes():
     assert len(RECIPES) >= 3
+
+
+def test_the_ppo_baseline_differs_from_tppo_in_the_mode_alone():
+    from megatron_rl.config.load import flat_params
+
+    one, two = (flat_params(load_config(ROOT / "examples" / "arithmetic" / f"{mode}.yaml")) for mode in ("tppo", "ppo"))
+    differing = {key for key in one if one[key] != two[key] and not key.startswith(("sft.", "critic_pretrain."))}
+    assert differing == {
+        "preset", "run.output_dir", "schedule.mode", "batch.window_tokens", "algorithm.ignore_boundary_tokens",
+    }  # fmt: skip

@@ -1,0 +1,286 @@
+"""Charts of the report as inline SVG, drawn by matplotlib without pyplot and coloured by the page.
+
+Colours are drawn as fixed hex values and then replaced by CSS variables of the same name, so that one picture follows
+the reader's light or dark theme. Text stays text (searchable, in the page's font). Figures are plain objects: any
+thread or process may draw. matplotlib's settings are global, so drawing holds a lock for the time they are changed.
+"""
+
+import io
+import math
+import re
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import matplotlib
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.backends.backend_svg import FigureCanvasSVG
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from megatron_rl.tracking.timeline import Span, assign_tracks, overlap_intervals
+
+LIGHT = {
+    "ink": "#23272b",
+    "muted": "#646b73",
+    "line": "#d9dcdf",
+    "paper": "#fefefe",
+    "blue": "#2f67ab",
+    "orange": "#c26a22",
+    "green": "#3a8757",
+    "red": "#b8423a",
+    "violet": "#7858a5",
+    "teal": "#28858f",
+    "pink": "#b05087",
+    "yellow": "#a98a22",
+    "sky": "#6fa0d8",
+    "grey": "#858c93",
+}
+DARK = {
+    "ink": "#e4e6e8",
+    "muted": "#9aa1a8",
+    "line": "#3a3f45",
+    "paper": "#1c1f23",
+    "blue": "#78a8e8",
+    "orange": "#e09a5e",
+    "green": "#72bb8d",
+    "red": "#e6827b",
+    "violet": "#b29bdf",
+    "teal": "#62bcc7",
+    "pink": "#dd91bb",
+    "yellow": "#d2b65c",
+    "sky": "#4d80c0",
+    "grey": "#8f979f",
+}
+STAGE_COLORS = {
+    "generate": "blue",
+    "score": "grey",
+    "old_logprobs": "teal",
+    "values": "violet",
+    "advantages": "yellow",
+    "update_policy": "green",
+    "publish": "orange",
+    "update_critic": "pink",
+    "evaluate": "sky",
+    "checkpoint": "red",
+}
+MAX_POINTS = 400
+"""A line of more points is reduced to the extremes of equal stretches: spikes survive, the file stays small."""
+
+_settings_lock = threading.Lock()
+
+
+@dataclass(frozen=True)
+class Series:
+    label: str
+    color: str
+    """A name of LIGHT."""
+    steps: np.ndarray
+    """[N] x positions."""
+    values: np.ndarray
+    """[N] y positions, NaN where there is none."""
+    style: str = "line"
+    """line, faint (raw values behind a smoothed line) or points."""
+    spread: np.ndarray | None = None
+    """[N] half height of a band around the line, a standard deviation for one."""
+
+
+def smooth(values: np.ndarray, span: int) -> np.ndarray:
+    """Exponential mean over about ``span`` values, free of the bias towards the first one. [N] -> [N]; NaN is skipped."""
+    keep = 1.0 - 2.0 / (span + 1.0)
+    total = weight = 0.0
+    smoothed = np.full(len(values), np.nan)
+    for index, value in enumerate(values):
+        if math.isfinite(value):
+            total = keep * total + (1.0 - keep) * float(value)
+            weight = keep * weight + (1.0 - keep)
+        if weight:
+            smoothed[index] = total / weight
+    return smoothed
+
+
+def reduce_points(steps: np.ndarray, values: np.ndarray, max_points: int = MAX_POINTS) -> tuple[np.ndarray, np.ndarray]:
+    """At most ``max_points`` finite points, in order: the smallest and the largest of each of equal stretches."""
+    finite = np.isfinite(values)
+    steps, values = steps[finite], values[finite]
+    if len(values) <= max_points:
+        return steps, values
+    chosen: set[int] = set()
+    for stretch in np.array_split(np.arange(len(values)), max_points // 2):
+        chosen.add(int(stretch[np.argmin(values[stretch])]))
+        chosen.add(int(stretch[np.argmax(values[stretch])]))
+    order = np.array(sorted(chosen))
+    return steps[order], values[order]
+
+
+def new_figure(width: float, height: float) -> Figure:
+    """An empty figure of ``width`` x ``height`` CSS pixels."""
+    figure = Figure(figsize=(width / 72, height / 72), layout="constrained", facecolor="none")
+    figure.get_layout_engine().set(w_pad=0.02, h_pad=0.02)
+    return figure
+
+
+def new_axes(figure: Figure, place: tuple[int, int, int] = (1, 1, 1)) -> Axes:
+    """Axes in the report's manner; ``place`` is (rows, columns, number)."""
+    axes = figure.add_subplot(*place)
+    axes.set_facecolor("none")
+    for side in ("top", "right", "left"):
+        axes.spines[side].set_visible(False)
+    axes.spines["bottom"].set_color(LIGHT["line"])
+    axes.grid(axis="y", color=LIGHT["line"], linewidth=0.6)
+    axes.set_axisbelow(True)
+    axes.tick_params(colors=LIGHT["muted"], labelsize=10, length=0, pad=4)
+    axes.tick_params(which="minor", length=0, labelsize=0)
+    return axes
+
+
+def label_axes(axes: Axes, x_label: str, y_label: str) -> None:
+    axes.set_xlabel(x_label, color=LIGHT["muted"], fontsize=10, loc="right")
+    axes.set_ylabel(y_label, color=LIGHT["muted"], fontsize=10)
+
+
+def draw_series(axes: Axes, series: Sequence[Series]) -> None:
+    """Draw lines, bands and points. A series of one value is drawn as a point: a line of it would be invisible."""
+    for one in series:
+        color = LIGHT[one.color]
+        if one.spread is not None:
+            low, high = one.values - one.spread, one.values + one.spread
+            shown = np.isfinite(low) & np.isfinite(high)
+            every = max(1, int(shown.sum()) // MAX_POINTS)
+            band = (one.steps[shown][::every], low[shown][::every], high[shown][::every])
+            axes.fill_between(*band, color=color, alpha=0.15, linewidth=0)
+        steps, values = reduce_points(one.steps, one.values)
+        if one.style == "points" or len(values) == 1:
+            axes.plot(steps, values, color=color, linewidth=1.0, marker="o", markersize=4.5)
+        elif one.style == "faint":
+            axes.plot(steps, values, color=color, linewidth=0.9, alpha=0.35)
+        else:
+            axes.plot(steps, values, color=color, linewidth=1.7)
+
+
+def line_chart(
+    series: Sequence[Series],
+    y_label: str,
+    *,
+    log: bool = False,
+    y_range: tuple[float | None, float | None] = (None, None),
+    references: Sequence[tuple[float, str]] = (),
+) -> str:
+    """Lines over training steps as SVG text. ``references``: dashed horizontals as (value, words)."""
+    figure = new_figure(430, 230)
+    axes = new_axes(figure)
+    draw_series(axes, series)
+    if log:
+        axes.set_yscale("log")
+    for value, words in references:
+        axes.axhline(value, color=LIGHT["muted"], linewidth=1.0, dashes=(4, 3))
+        place = axes.get_yaxis_transform()
+        axes.annotate(words, (1.0, value), xycoords=place, xytext=(0, 3), textcoords="offset points", ha="right",
+                      va="bottom", fontsize=9.5, color=LIGHT["muted"])
+    axes.set_ylim(*y_range)
+    axes.margins(x=0.02)
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
+    if not log:
+        axes.yaxis.set_major_locator(MaxNLocator(nbins=5))
+    label_axes(axes, "training step", y_label)
+    return to_svg(figure)
+
+
+def stage_chart(steps: np.ndarray, stages: Mapping[str, np.ndarray], step_seconds: np.ndarray) -> str:
+    """Seconds of the stages, stacked, and the step's own length as a line. All arrays [N]; NaN counts as 0 s."""
+    bins = np.array_split(np.arange(len(steps)), min(len(steps), 200))
+    centers = np.array([steps[bin].mean() for bin in bins])
+    if len(centers) > 1:
+        middles = (centers[1:] + centers[:-1]) / 2
+        edges = np.concatenate([[2 * centers[0] - middles[0]], middles, [2 * centers[-1] - middles[-1]]])
+    else:
+        edges = np.array([centers[0] - 0.5, centers[0] + 0.5])
+    figure = new_figure(900, 260)
+    axes = new_axes(figure)
+    base = np.zeros(len(bins))
+    for stage, seconds in stages.items():
+        filled = np.nan_to_num(seconds)
+        top = base + np.array([filled[bin].mean() for bin in bins])
+        axes.stairs(top, edges, baseline=base, fill=True, color=stage_color(stage), linewidth=0, alpha=0.85)
+        base = top
+    known = [bin[np.isfinite(step_seconds[bin])] for bin in bins]
+    lengths = np.array([step_seconds[bin].mean() if len(bin) else np.nan for bin in known])
+    axes.stairs(lengths, edges, baseline=None, color=LIGHT["ink"], linewidth=1.3)
+    # One slow first step (servers warming up) must not flatten all the others.
+    usual = float(np.percentile(base, 95)) * 1.35
+    axes.set_ylim(0, min(max(float(base.max()) * 1.05, 1e-9), max(usual, 1e-9)))
+    axes.set_xlim(edges[0], edges[-1])
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=12, integer=True))
+    label_axes(axes, "training step", "seconds")
+    return to_svg(figure)
+
+
+def stage_color(stage: str) -> str:
+    return LIGHT[STAGE_COLORS.get(stage, "grey")]
+
+
+def timeline_chart(spans: Sequence[Span], lanes: Sequence[str], overlap_of: tuple[str, str]) -> str:
+    """Spans on their lanes over seconds, the stretches where both stages of ``overlap_of`` run shaded."""
+    origin_s = min(span.start_s for span in spans)
+    end_s = max(span.end_s for span in spans)
+    seconds_per_pixel = (end_s - origin_s) / 900 or 1.0
+    rows: list[tuple[str, list[Span]]] = []
+    for lane in lanes:
+        lane_spans = [span for span in spans if span.lane == lane]
+        tracks = assign_tracks(lane_spans)
+        for number in range(max(tracks, default=-1) + 1):
+            members = [span for span, track in zip(lane_spans, tracks, strict=True) if track == number]
+            rows.append((lane if number == 0 else "", members))
+    figure = new_figure(1000, 62 + 34 * len(rows))
+    axes = new_axes(figure)
+    for start_s, stop_s in overlap_intervals(spans, *overlap_of):
+        axes.axvspan(start_s - origin_s, stop_s - origin_s, color=LIGHT["pink"], alpha=0.13, linewidth=0)
+    for row, (_, members) in enumerate(rows):
+        for span in members:
+            length_s = span.end_s - span.start_s
+            axes.barh(row, max(length_s, seconds_per_pixel), left=span.start_s - origin_s, height=0.72,
+                      color=stage_color(span.name), edgecolor=LIGHT["paper"], linewidth=0.8)
+            words = f"{span.name} {span.step}"
+            if length_s > 6.2 * len(words) * seconds_per_pixel:
+                axes.text((span.start_s + span.end_s) / 2 - origin_s, row, words, ha="center", va="center",
+                          fontsize=10, color=LIGHT["paper"], clip_on=True)
+    axes.set_yticks(range(len(rows)), [name for name, _ in rows])
+    axes.tick_params(axis="y", labelcolor=LIGHT["ink"], labelsize=11)
+    axes.set_ylim(len(rows) - 0.45, -0.55)
+    axes.set_xlim(0, end_s - origin_s or 1.0)
+    axes.grid(axis="y", visible=False)
+    axes.grid(axis="x", color=LIGHT["line"], linewidth=0.6)
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=10))
+    label_axes(axes, "seconds", "")
+    return to_svg(figure)
+
+
+def to_svg(figure: Figure) -> str:
+    """The figure as an <svg> element without ids, fixed size or fonts, its colours as CSS variables."""
+    FigureCanvasSVG(figure)
+    stream = io.StringIO()
+    with _settings_lock, matplotlib.rc_context({"svg.fonttype": "none"}):
+        figure.savefig(stream, format="svg", metadata={"Date": None}, facecolor="none")
+    text = stream.getvalue()
+    text = text[text.index("<svg") :]
+    text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
+    # Every picture would bring the same ids; those that are referred to (clip paths, markers) are hashes and stay.
+    text = re.sub(r' id="[a-z0-9.]+_[0-9]+"', "", text)
+    text = re.sub(r"<defs>\s*<style.*?</style>\s*</defs>", "", text, flags=re.DOTALL)
+    text = re.sub(r"font-family: [^;\"]*;? ?", "", text)
+    text = re.sub(r'^<svg([^>]*?) height="[^"]*"', r"<svg\1", text)
+    text = re.sub(r'^<svg([^>]*?) width="[^"]*"', r'<svg\1 role="img"', text)
+    for name, color in LIGHT.items():
+        text = text.replace(color, f"var(--{name})")
+    return re.sub(r"\s*\n\s*", "\n", text)
+
+
+def to_png(figure: Figure, dots_per_inch: int = 160) -> bytes:
+    """The figure as a PNG on white."""
+    FigureCanvasAgg(figure)
+    stream = io.BytesIO()
+    with _settings_lock:
+        figure.savefig(stream, format="png", dpi=dots_per_inch, facecolor="white")
+    return stream.getvalue()
