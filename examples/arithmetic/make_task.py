@@ -10,6 +10,9 @@ total out, two digits each, so that lengths have a long tail. The last total is 
 One token is a digit, the equals sign or a whole label (" b:"): a chain of n terms has 2n + 1 prompt tokens and
 5(n - 1) + 1 response tokens. Labels let a tiny model find the next term; without them it has to count.
 
+Many sft solutions are hasty: they stop after three totals, right so far, but without the answer of a longer chain. A
+policy that imitates them does short chains only; that carrying on pays is for reinforcement learning to find out.
+
 Invariants: the same arguments write the same bytes; no eval prompt is among those of train and sft, for every prompt
 belongs to one side, decided by its hash; both sides have the same distribution of lengths; every total has two digits
 at most; the output folder appears whole or not at all. Short chains are few (100 of two terms), so prompts repeat.
@@ -83,6 +86,10 @@ class Problem:
         steps = zip(LABELS[1:], self.terms[1:], self.totals)
         return "".join(f" {label}:{term}={total:02d}" for label, term, total in steps)
 
+    def hasty_response(self, num_totals: int) -> str:
+        """The solution given up after ``num_totals`` totals; the whole one where it has no more."""
+        return " ".join(self.response.split(" ")[: num_totals + 1])
+
     @property
     def answer(self) -> str:
         return f"{self.totals[-1]:02d}"
@@ -102,16 +109,31 @@ def draw_problem(generator: random.Random, chains: ChainDistribution, *, for_eva
             return problem
 
 
-def rows(name: str, count: int, chains: ChainDistribution, seed: int) -> Iterator[dict[str, str]]:
+@dataclass(frozen=True)
+class Haste:
+    """``share`` of the sft solutions stop after ``num_totals`` totals, right so far but without the answer."""
+
+    share: float
+    num_totals: int
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.share < 1.0:
+            raise ValueError(f"expected 0 <= hasty-share < 1, got {self.share}")
+        if self.num_totals < 1:
+            raise ValueError(f"expected hasty-totals of at least 1, got {self.num_totals}")
+
+
+def rows(name: str, count: int, chains: ChainDistribution, haste: Haste, seed: int) -> Iterator[dict[str, str]]:
     """The rows of file ``name`` (train, sft or eval), each file from a random stream of its own."""
     generator = random.Random(f"{seed} {name}")
     for index in range(count):
         problem = draw_problem(generator, chains, for_eval=name == "eval", seed=seed)
+        hasty = name == "sft" and generator.random() < haste.share
         yield {
             "id": f"{name}-{index:06d}",
             "prompt": problem.prompt,
             "answer": problem.answer,
-            "response": problem.response,
+            "response": problem.hasty_response(haste.num_totals) if hasty else problem.response,
         }
 
 
@@ -185,7 +207,9 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
-def write_task(output: Path, counts: dict[str, int], chains: ChainDistribution, seed: int, *, overwrite: bool) -> None:
+def write_task(
+    output: Path, counts: dict[str, int], chains: ChainDistribution, haste: Haste, seed: int, *, overwrite: bool
+) -> None:
     """Write everything into a folder beside ``output`` and rename it at the end.
 
     Raises FileExistsError if ``output`` is there and ``overwrite`` is off.
@@ -198,7 +222,7 @@ def write_task(output: Path, counts: dict[str, int], chains: ChainDistribution, 
         os.chmod(draft, 0o755)
         for name, count in counts.items():
             with open(draft / f"{name}.jsonl", "w", encoding="utf-8") as file:
-                file.writelines(json.dumps(row) + "\n" for row in rows(name, count, chains, seed))
+                file.writelines(json.dumps(row) + "\n" for row in rows(name, count, chains, haste, seed))
         write_model_folder(draft / "model")
         if output.exists():
             shutil.rmtree(output)
@@ -225,6 +249,8 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--length-decay", type=float, default=0.85, help="P(n terms) is proportional to this to the power n; 1: uniform"
     )
+    parser.add_argument("--hasty-share", type=float, default=0.6, help="share of the sft solutions that are hasty")
+    parser.add_argument("--hasty-totals", type=int, default=3, help="a hasty solution stops after so many totals")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--overwrite", action="store_true", help="replace an output folder that is there already")
     return parser.parse_args(arguments)
@@ -235,7 +261,8 @@ def main(arguments: Sequence[str]) -> int:
     counts = {"train": options.num_train, "sft": options.num_sft, "eval": options.num_eval}
     try:
         chains = ChainDistribution(options.min_terms, options.max_terms, options.length_decay)
-        write_task(options.output, counts, chains, options.seed, overwrite=options.overwrite)
+        haste = Haste(options.hasty_share, options.hasty_totals)
+        write_task(options.output, counts, chains, haste, options.seed, overwrite=options.overwrite)
     except (ValueError, OSError) as error:
         print(f"make_task: error: {error}", file=sys.stderr)
         return 2

@@ -10,7 +10,7 @@ if [ -f "$OUTPUT/critic/config.json" ]; then
     echo "warm start: $OUTPUT/critic is there already; remove $OUTPUT to start over"
     exit 0
 fi
-printf '\n== 1/4 the task: chains of two-digit sums with running totals\n'
+printf '\n== 1/4 the task: chains of additions with running totals\n'
 .venv/bin/python examples/arithmetic/make_task.py --output "$OUTPUT/task"
 printf '\n== 2/4 supervised warm start from random weights\n'
 .venv/bin/megatron-rl sft --config examples/arithmetic/tppo.yaml "${PATHS[@]}" \

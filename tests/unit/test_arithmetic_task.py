@@ -45,12 +45,29 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("name", NAMES)
 def test_totals_are_the_running_sums_and_the_answer_is_the_last(task: Path, name: str) -> None:
     for row in _rows(task, name):
+        if name == "sft" and row["response"].count("=") < row["prompt"].count(":") - 1:
+            continue  # a hasty one
         terms = [int(x) for x in re.findall(r":(\d)(?!\d)", row["prompt"])]
         steps = re.findall(r" ([a-z]):(\d)=(\d\d)", row["response"])
         assert [int(term) for _, term, _ in steps] == terms[1:]
         assert [int(total) for _, _, total in steps] == [sum(terms[: i + 1]) for i in range(1, len(terms))]
         assert [label for label, _, _ in steps] == re.findall(r"([a-z]):", row["prompt"])[1:]
         assert row["answer"] == steps[-1][2]
+
+
+def test_hasty_solutions_are_the_beginning_of_the_whole_one_and_stand_in_sft_alone() -> None:
+    chains, num_rows = make_task.ChainDistribution(2, 16, 1.0), 2000
+    hasty, whole = (list(make_task.rows("sft", num_rows, chains, make_task.Haste(share, 3), 1)) for share in (0.6, 0.0))
+    long_chains = [row for row in hasty if row["prompt"].count(":") > 4]
+    stopped = [row for row in long_chains if row["response"].count("=") == 3]
+    assert len(stopped) / len(long_chains) == pytest.approx(0.6, abs=0.05)
+    whole_by_prompt = {row["prompt"]: row["response"] for row in whole}
+    assert all(row["response"].count("=") in (3, row["prompt"].count(":") - 1) for row in long_chains)
+    for row in hasty:
+        assert whole_by_prompt.get(row["prompt"], row["response"]).startswith(row["response"])
+    for name in ("train", "eval"):
+        rows = make_task.rows(name, 200, chains, make_task.Haste(0.6, 3), 1)
+        assert all(row["response"].count("=") == row["prompt"].count(":") - 1 for row in rows)
 
 
 def test_solutions_get_the_full_reward_and_a_wrong_total_none(task: Path) -> None:
@@ -75,7 +92,7 @@ def test_ids_are_unique(task: Path) -> None:
 def test_eval_has_the_lengths_of_train(tmp_path: Path) -> None:
     chains = make_task.ChainDistribution(2, 5, 0.5)
     counts = {
-        name: Counter(row["prompt"].count(":") for row in make_task.rows(name, 4000, chains, 1)) for name in NAMES
+        name: Counter(row["prompt"].count(":") for row in make_task.rows(name, 4000, chains, make_task.Haste(0.6, 3), 1)) for name in NAMES
     }
     expected = {2: 8 / 15, 3: 4 / 15, 4: 2 / 15, 5: 1 / 15}
     for name in NAMES:
@@ -130,6 +147,8 @@ def test_the_model_folder_is_one_that_training_accepts(task: Path) -> None:
         (("--min-terms", "9", "--max-terms", "4"), "min-terms 9 and max-terms 4"),
         (("--length-decay", "0"), "0 < length-decay <= 1"),
         (("--length-decay", "1.5"), "got 1.5"),
+        (("--hasty-share", "1"), "hasty-share < 1"),
+        (("--hasty-totals", "0"), "hasty-totals of at least 1"),
     ],
 )
 def test_impossible_arguments_are_refused_and_nothing_is_written(
