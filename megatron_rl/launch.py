@@ -18,7 +18,8 @@ def run_under_torchrun(num_ranks: int, arguments: Sequence[str]) -> int:
     from torch.distributed.run import main as torchrun
 
     # The ranks say themselves why they failed; the launcher's own account of it only buries that.
-    logging.getLogger("torch.distributed.elastic.agent.server.api").setLevel(logging.CRITICAL)
+    for name in ("agent.server.api", "multiprocessing.api"):
+        logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(logging.CRITICAL)
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // num_ranks)))
     try:
         torchrun(["--standalone", "--nproc-per-node", str(num_ranks), "--module", "megatron_rl.cli", *arguments])

@@ -48,12 +48,15 @@ def train(config: Config) -> None:
 
 
 def critic_pretrain(config: Config) -> None:
-    """Value pretraining (VC-PPO): the same loop with full responses of the frozen policy; writes the critic."""
+    """Value pretraining (VC-PPO): the same loop with full responses of the frozen policy; writes the critic.
+
+    It starts from the policy's weights with a fresh value head; critic.path is where `train` finds the result.
+    """
     pretrain = config.critic_pretrain
     config = replace(
         config,
         run=replace(config.run, num_steps=pretrain.num_steps, save_every_steps=0),
-        critic=replace(config.critic, optimizer=pretrain.optimizer),
+        critic=replace(config.critic, path="", optimizer=pretrain.optimizer),
         batch=replace(config.batch, window_tokens=0),
         schedule=replace(config.schedule, mode=Mode.sync),
         eval=replace(config.eval, every_steps=0, stop_at_accuracy=0.0),
