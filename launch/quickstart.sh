@@ -28,7 +28,8 @@ started=$SECONDS
 step() { printf '\n== %s (%d s since the start)\n' "$1" $((SECONDS - started)); }
 
 bash examples/arithmetic/warm_start.sh "$OUTPUT"
-step "4/4 ${MODE^^}: reinforcement learning against the verifier"
+declare -A NAMES=([tppo]=T-PPO [ppo]=PPO)
+step "4/4 ${NAMES[$MODE]}: reinforcement learning against the verifier"
 .venv/bin/megatron-rl train --config "examples/arithmetic/$MODE.yaml" \
     policy.path="$OUTPUT/sft" critic.path="$OUTPUT/critic" \
     data.train_files="[$OUTPUT/task/train.jsonl]" data.eval_files="[$OUTPUT/task/eval.jsonl]" \
