@@ -5,8 +5,12 @@ import os
 import sys
 import warnings
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from megatron_rl.errors import UserError
+
+if TYPE_CHECKING:
+    from megatron_rl.config.schema import Config
 
 TRAINING_COMMANDS = ("train", "sft", "critic-pretrain")
 
@@ -59,6 +63,8 @@ def _train_command(arguments: argparse.Namespace) -> int:
     launched = "RANK" in os.environ
     world_size = int(os.environ["WORLD_SIZE"]) if launched else None
     check_config(config, command=arguments.command, world_size=world_size)
+    if os.environ.get("RANK", "0") == "0":
+        _check_data(config, arguments.command)
     if arguments.dry_run:
         return _dry_run(config, arguments.command, world_size or config.parallel.num_ranks or 1)
     if arguments.command != "sft":
@@ -75,7 +81,17 @@ def _train_command(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _dry_run(config, command: str, world_size: int) -> int:
+def _check_data(config: "Config", command: str) -> None:
+    from megatron_rl.data.prompts import check_files
+
+    data = config.data
+    if command == "sft":
+        check_files(config.sft.train_files or data.train_files, data, with_response=True)
+    else:
+        check_files([*data.train_files, *data.eval_files], data, with_response=False)
+
+
+def _dry_run(config: "Config", command: str, world_size: int) -> int:
     from megatron_rl.dry_run import print_plan
 
     print_plan(config, command=command, world_size=world_size)

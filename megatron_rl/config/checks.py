@@ -212,6 +212,12 @@ def _model(config: Config) -> Iterator[str]:
     if model_type not in SUPPORTED_MODEL_TYPES:
         yield f"policy.path: {path}: model_type {model_type!r} is not supported; supported are {', '.join(SUPPORTED_MODEL_TYPES)}"
         return
+    largest = _largest_token_id(Path(config.policy.path) / "tokenizer.json")
+    if largest >= model.get("vocab_size", largest + 1):
+        yield (
+            f"policy.path: vocabulary mismatch: the largest id in {config.policy.path}/tokenizer.json is {largest}, but {path} "
+            f"says vocab_size={model['vocab_size']}; use the tokenizer that belongs to this checkpoint"
+        )
     context = model.get("max_position_embeddings", 0)
     longest = config.batch.max_prompt_tokens + config.batch.max_response_tokens
     if context and longest > context:
@@ -231,8 +237,22 @@ def _model(config: Config) -> Iterator[str]:
             yield f"parallel.{key}_parallel_size: {parts} does not divide {name}={model[name]} of {path}"
 
 
+def _largest_token_id(path: Path) -> int:
+    """-1 where there is no tokenizer.json, or one of a kind that lists its vocabulary in another way."""
+    if not path.is_file():
+        return -1
+    tokenizer = _read_json(path)
+    vocabulary = tokenizer.get("model", {}).get("vocab", {})
+    size = len(vocabulary) - 1 if isinstance(vocabulary, list) else max(vocabulary.values(), default=-1)
+    return max([size, *(token["id"] for token in tokenizer.get("added_tokens", []))])
+
+
 def read_model_json(path: Path) -> dict[str, Any]:
     """config.json of a model folder; ConfigError when it is not a JSON object."""
+    return _read_json(path)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
     try:
         model = json.loads(path.read_text())
     except (json.JSONDecodeError, UnicodeDecodeError) as error:

@@ -81,18 +81,30 @@ def _parse(line: str, place: str) -> dict[str, Any]:
     return row
 
 
-def _to_prompt(row: dict[str, Any], place: str, data: DataConfig, tokenizer: Tokenizer) -> Prompt:
-    text = _text_field(row, data.prompt_field, place)
+def check_files(files: Sequence[str], data: DataConfig, *, with_response: bool) -> None:
+    """Every row has the fields it needs; DataError with file, line and field. Needs no tokenizer, so it comes first."""
+    for row, place in read_rows(files):
+        _prompt_and_answer(row, place, data)
+        if with_response:
+            _text_field(row, data.response_field, place)
+
+
+def _prompt_and_answer(row: dict[str, Any], place: str, data: DataConfig) -> tuple[str, str]:
     answer = row.get(data.answer_field)
     if answer is None or isinstance(answer, (dict, list)):
         raise DataError(f"{place}: field {data.answer_field!r}: expected text or a number, got {_kind(row, data.answer_field)}")
+    return _text_field(row, data.prompt_field, place), str(answer)
+
+
+def _to_prompt(row: dict[str, Any], place: str, data: DataConfig, tokenizer: Tokenizer) -> Prompt:
+    text, answer = _prompt_and_answer(row, place, data)
     token_ids = tokenizer.encode_prompt(text, chat=data.use_chat_template)
     if not token_ids:
         raise DataError(f"{place}: field {data.prompt_field!r}: the prompt has no tokens")
     unknown = tokenizer.unknown_text(text)
     if unknown:
         raise DataError(f"{place}: field {data.prompt_field!r}: the tokenizer does not know {unknown!r}; clean the data or use another tokenizer")
-    return Prompt(id=str(row.get(data.id_field, place)), token_ids=tuple(token_ids), text=text, answer=str(answer), source=place)
+    return Prompt(id=str(row.get(data.id_field, place)), token_ids=tuple(token_ids), text=text, answer=answer, source=place)
 
 
 def _text_field(row: dict[str, Any], field: str, place: str) -> str:

@@ -138,6 +138,20 @@ def test_an_unknown_model_type_lists_the_supported_ones(recipe, tmp_path):
     assert "'mamba'" in message and "qwen2" in message
 
 
+@pytest.mark.parametrize("vocab", [{"a": 0, "b": 31}, {"a": 0, "b": 32}])
+def test_a_tokenizer_larger_than_the_model_is_refused(recipe, tmp_path, vocab):
+    (tmp_path / "model" / "tokenizer.json").write_text(json.dumps({"model": {"vocab": vocab}, "added_tokens": []}))
+    if max(vocab.values()) < MODEL["vocab_size"]:
+        check_config(load_config(recipe), command="train")
+    else:
+        assert "vocabulary mismatch" in problems(recipe) and "vocab_size=32" in problems(recipe)
+
+
+def test_broken_json_in_the_model_folder_names_the_file(recipe, tmp_path):
+    (tmp_path / "model" / "config.json").write_text("{")
+    assert "config.json is not valid JSON" in problems(recipe)
+
+
 def test_the_number_of_ranks_must_be_the_launchers(recipe):
     assert "parallel.num_ranks" in problems(recipe, "parallel.num_ranks=2", world_size=4)
 
