@@ -33,7 +33,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="megatron-rl", description="Reinforcement learning with Megatron Core and SGLang.")
+    parser = argparse.ArgumentParser(
+        prog="megatron-rl", description="Reinforcement learning with Megatron Core and SGLang."
+    )
     commands = parser.add_subparsers(required=True, metavar="command")
     for name, text in (
         ("train", "train a policy with T-PPO or PPO"),
@@ -74,7 +76,9 @@ def _train_command(arguments: argparse.Namespace) -> int:
     if not launched and config.parallel.num_ranks > 1:
         from megatron_rl.launch import run_under_torchrun
 
-        return run_under_torchrun(config.parallel.num_ranks, [arguments.command, "--config", arguments.config, *arguments.overrides])
+        return run_under_torchrun(
+            config.parallel.num_ranks, [arguments.command, "--config", arguments.config, *arguments.overrides]
+        )
     from megatron_rl.schedule import run
 
     {"train": run.train, "sft": run.sft, "critic-pretrain": run.critic_pretrain}[arguments.command](config)

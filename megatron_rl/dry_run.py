@@ -19,15 +19,15 @@ def print_plan(config: Config, *, command: str, world_size: int) -> None:
     console.print(arithmetic_table(config, world_size))
     console.rule(f"stages of a step (schedule.mode={config.schedule.mode.value})")
     console.print(stage_table(config))
-    console.print(f"dry run: the configuration is good for `megatron-rl {command}`; nothing was started", soft_wrap=True)
+    console.print(
+        f"dry run: the configuration is good for `megatron-rl {command}`; nothing was started", soft_wrap=True
+    )
 
 
 def arithmetic_table(config: Config, world_size: int) -> Table:
     parallel = config.parallel
     dp = data_parallel_size(config, world_size)
-    layout = (
-        f"{world_size} ranks = tensor {parallel.tensor_parallel_size} x pipeline {parallel.pipeline_parallel_size} x data {dp}"
-    )
+    layout = f"{world_size} ranks = tensor {parallel.tensor_parallel_size} x pipeline {parallel.pipeline_parallel_size} x data {dp}"
     table = Table(title=layout, title_justify="left")
     table.add_column("quantity")
     for name in ("global, per step", "per data-parallel rank", "per micro-batch"):

@@ -1,6 +1,6 @@
 """Print what two runs needed to reach the same accuracy, and where their time went.
 
-    python examples/arithmetic/compare.py --accuracy 0.7 outputs/arithmetic/compare-tppo outputs/arithmetic/compare-ppo
+python examples/arithmetic/compare.py --accuracy 0.7 outputs/arithmetic/compare-tppo outputs/arithmetic/compare-ppo
 """
 
 import argparse
@@ -45,7 +45,9 @@ def reached(folder: Path, accuracy: float) -> Reached:
         if metrics.get("eval/accuracy", 0.0) >= accuracy:
             return Reached(folder.name, row.step, metrics["eval/accuracy"], seconds, tokens, stages)
     best = max((row.metrics.get("eval/accuracy", 0.0) for row in rows), default=0.0)
-    sys.exit(f"compare: {folder} did not reach {accuracy:.1%}; its best evaluation is {best:.1%} after {len(rows)} steps")
+    sys.exit(
+        f"compare: {folder} did not reach {accuracy:.1%}; its best evaluation is {best:.1%} after {len(rows)} steps"
+    )
 
 
 def tables(runs: Sequence[Reached]) -> list[Table]:

@@ -91,7 +91,9 @@ def _ranges(config: Config) -> Iterator[str]:
     yield from (f"{key}: expected at least 1, got {value}" for key, value in at_least_one.items() if value < 1)
     yield from (f"{key}: expected 0 or more, got {value}" for key, value in not_negative.items() if value < 0)
     yield from (f"{key}: expected more than 0, got {value}" for key, value in positive.items() if not value > 0)
-    yield from (f"{key}: expected a number from 0 to 1, got {value}" for key, value in shares.items() if not 0 <= value <= 1)
+    yield from (
+        f"{key}: expected a number from 0 to 1, got {value}" for key, value in shares.items() if not 0 <= value <= 1
+    )
     if not config.run.output_dir:
         yield "run.output_dir: expected a folder, got nothing"
     if config.algorithm.dual_clip != 0 and config.algorithm.dual_clip <= 1:
@@ -147,7 +149,11 @@ def _files(config: Config, command: str) -> Iterator[str]:
     data = config.data
     lists = {"data.train_files": data.train_files, "data.eval_files": data.eval_files}
     if command == "sft":
-        lists = {"sft.train_files": config.sft.train_files} if config.sft.train_files else {"data.train_files": data.train_files}
+        lists = (
+            {"sft.train_files": config.sft.train_files}
+            if config.sft.train_files
+            else {"data.train_files": data.train_files}
+        )
     if not next(iter(lists.values())):
         yield f"{next(iter(lists))}: expected at least one JSONL file, got none"
     for key, names in lists.items():

@@ -31,7 +31,9 @@ def batch_arithmetic(config: Config, world_size: int) -> list[Quantity]:
     minibatch = min(batch.policy_minibatch_size, samples)
 
     def row(name: str, total: int, unit: int, bound: str = "") -> Quantity:
-        return Quantity(name, f"{bound}{total:,}", f"{bound}{math.ceil(total / ranks):,}", f"up to {unit:,}" if unit else "-")
+        return Quantity(
+            name, f"{bound}{total:,}", f"{bound}{math.ceil(total / ranks):,}", f"up to {unit:,}" if unit else "-"
+        )
 
     per_micro = max(1, budget // longest)
     updates = f"{math.ceil(samples / minibatch):,}"

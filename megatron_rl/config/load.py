@@ -62,7 +62,9 @@ def preset_names() -> list[str]:
 
 def _read_yaml(path: Path) -> DictConfig:
     if not path.is_file():
-        raise ConfigError(f"configuration file {path} does not exist; pass a YAML file, for example examples/arithmetic/tppo.yaml")
+        raise ConfigError(
+            f"configuration file {path} does not exist; pass a YAML file, for example examples/arithmetic/tppo.yaml"
+        )
     try:
         loaded = OmegaConf.load(path)
     except yaml.YAMLError as error:
@@ -109,7 +111,9 @@ def _merge(base: DictConfig, layer: DictConfig, origin: str) -> DictConfig:
 def _suggestion(key: str) -> str:
     known = _known_keys()
     name = key.rsplit(".", 1)[-1]
-    close = difflib.get_close_matches(key, known, n=1, cutoff=0.6) or [k for k in known if k.rsplit(".", 1)[-1] == name][:1]
+    close = (
+        difflib.get_close_matches(key, known, n=1, cutoff=0.6) or [k for k in known if k.rsplit(".", 1)[-1] == name][:1]
+    )
     return f"; did you mean {close[0]!r}?" if close else f"; sections are {', '.join(f.name for f in fields(Config))}"
 
 

@@ -31,7 +31,9 @@ def load_prompts(files: Sequence[str], data: DataConfig, tokenizer: Tokenizer, *
     for row, place in read_rows(files):
         prompt = _to_prompt(row, place, data, tokenizer)
         if prompt.id in places:
-            raise DataError(f"{place}: field {data.id_field!r}: {prompt.id!r} already stands at {places[prompt.id]}; ids must be unique")
+            raise DataError(
+                f"{place}: field {data.id_field!r}: {prompt.id!r} already stands at {places[prompt.id]}; ids must be unique"
+            )
         places[prompt.id] = place
         if len(prompt.token_ids) > max_prompt_tokens:
             num_too_long += 1
@@ -53,7 +55,9 @@ def load_solutions(files: Sequence[str], data: DataConfig, tokenizer: Tokenizer)
         response = tokenizer.encode(_text_field(row, data.response_field, place))
         pairs.append((list(prompt.token_ids), [*response, tokenizer.eos_id]))
     if not pairs:
-        raise DataError(f"{', '.join(files)}: no rows; supervised training needs prompts with a {data.response_field!r} field")
+        raise DataError(
+            f"{', '.join(files)}: no rows; supervised training needs prompts with a {data.response_field!r} field"
+        )
     return pairs
 
 
@@ -92,7 +96,9 @@ def check_files(files: Sequence[str], data: DataConfig, *, with_response: bool) 
 def _prompt_and_answer(row: dict[str, Any], place: str, data: DataConfig) -> tuple[str, str]:
     answer = row.get(data.answer_field)
     if answer is None or isinstance(answer, (dict, list)):
-        raise DataError(f"{place}: field {data.answer_field!r}: expected text or a number, got {_kind(row, data.answer_field)}")
+        raise DataError(
+            f"{place}: field {data.answer_field!r}: expected text or a number, got {_kind(row, data.answer_field)}"
+        )
     return _text_field(row, data.prompt_field, place), str(answer)
 
 
@@ -103,14 +109,20 @@ def _to_prompt(row: dict[str, Any], place: str, data: DataConfig, tokenizer: Tok
         raise DataError(f"{place}: field {data.prompt_field!r}: the prompt has no tokens")
     unknown = tokenizer.unknown_text(text)
     if unknown:
-        raise DataError(f"{place}: field {data.prompt_field!r}: the tokenizer does not know {unknown!r}; clean the data or use another tokenizer")
-    return Prompt(id=str(row.get(data.id_field, place)), token_ids=tuple(token_ids), text=text, answer=answer, source=place)
+        raise DataError(
+            f"{place}: field {data.prompt_field!r}: the tokenizer does not know {unknown!r}; clean the data or use another tokenizer"
+        )
+    return Prompt(
+        id=str(row.get(data.id_field, place)), token_ids=tuple(token_ids), text=text, answer=answer, source=place
+    )
 
 
 def _text_field(row: dict[str, Any], field: str, place: str) -> str:
     value = row.get(field)
     if not isinstance(value, str) or not value:
-        raise DataError(f"{place}: field {field!r}: expected non-empty text, got {_kind(row, field)}; fields here are {sorted(row)}")
+        raise DataError(
+            f"{place}: field {field!r}: expected non-empty text, got {_kind(row, field)}; fields here are {sorted(row)}"
+        )
     return value
 
 

@@ -27,7 +27,9 @@ class Tokenizer:
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise DataError(f"{self.path}: the tokenizer cannot be loaded: {str(error).splitlines()[0]}") from error
         if self._tokenizer.eos_token_id is None:
-            raise DataError(f"{self.path}: the tokenizer has no end-of-text token; set eos_token in tokenizer_config.json")
+            raise DataError(
+                f"{self.path}: the tokenizer has no end-of-text token; set eos_token in tokenizer_config.json"
+            )
         self.eos_id: int = self._tokenizer.eos_token_id
         self._check_vocabulary()
 

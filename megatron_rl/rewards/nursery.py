@@ -140,7 +140,7 @@ class NurseryClient:
         loop = asyncio.get_running_loop()
         try:
             body = await asyncio.wait_for(loop.sock_recv(self._control, 1 << 16), timeout_s)
-        except asyncio.TimeoutError as error:
+        except TimeoutError as error:
             raise NurseryLost(f"the reward nursery has not answered for {timeout_s:g} s") from error
         except OSError as error:
             raise NurseryLost(f"the reward nursery is gone: {error}") from error

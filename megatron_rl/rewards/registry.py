@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from megatron_rl.errors import UserError
 from megatron_rl.data.trajectory import Score
+from megatron_rl.errors import UserError
 
 ScoreFunction = Callable[..., "float | Score"]
 OptionsHook = Callable[[Mapping[str, Any]], None]

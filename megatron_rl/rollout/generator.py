@@ -9,8 +9,8 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
-from megatron_rl.errors import UserError
 from megatron_rl.data.trajectory import Segment, Trajectory
+from megatron_rl.errors import UserError
 from megatron_rl.rollout.client import GenerationRequest, ServerLost, SglangClient
 
 
@@ -52,7 +52,9 @@ class WindowGenerator:
         """
         tasks = [
             asyncio.create_task(
-                self._fill_window(t, step, window_tokens, weight_version, sampling, f"{kind}-{step}-{t.id}", on_progress)
+                self._fill_window(
+                    t, step, window_tokens, weight_version, sampling, f"{kind}-{step}-{t.id}", on_progress
+                )
             )
             for t in trajectories
         ]

@@ -99,7 +99,9 @@ class RolloutService:
 
     def server_lost(self, url: str, reason: str) -> None:
         """The client's call (asyncio thread) when a server stops answering: bring it back beside the others."""
-        self._warn(f"the SGLang server at {url} is lost ({reason}); its responses continue from their last token elsewhere")
+        self._warn(
+            f"the SGLang server at {url} is lost ({reason}); its responses continue from their last token elsewhere"
+        )
         self._recoveries[url] = asyncio.get_running_loop().create_task(self._bring_back(url))
 
     async def _bring_back(self, url: str) -> None:

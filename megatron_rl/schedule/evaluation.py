@@ -1,11 +1,13 @@
 """Evaluation: full responses (never windows) to held-out prompts, scored by the run's own reward."""
 
+import time
 from collections.abc import Callable, Sequence
 
 from megatron_rl.config.schema import Config
 from megatron_rl.data.trajectory import Prompt, Trajectory
 from megatron_rl.rewards.runner import RewardRunner
 from megatron_rl.rollout.service import RolloutService
+from megatron_rl.schedule.summary import Evaluation
 
 
 class Evaluator:
@@ -45,7 +47,9 @@ class Evaluator:
             for i, prompt in enumerate(self._prompts)
         ]
         temperature = self._config.eval.temperature
-        await self._rollout.generate(trajectories, step=step, window_tokens=budget, temperature=temperature, kind="eval")
+        await self._rollout.generate(
+            trajectories, step=step, window_tokens=budget, temperature=temperature, kind="eval"
+        )
         scores = await self._rewards.score_many([(self._decode(t.response_ids), t.prompt.answer) for t in trajectories])
         values = [score.value for score in scores if score.value is not None]
         accuracy = sum(values) / len(values) if values else float("nan")
@@ -55,3 +59,26 @@ class Evaluator:
             "eval/num_unscored": float(len(scores) - len(values)),
             "eval/response_tokens_mean": sum(t.num_response_tokens for t in trajectories) / len(trajectories),
         }
+
+
+class EvaluationLog:
+    """Remembers evaluations and ends the run once eval.stop_at_accuracy is reached."""
+
+    def __init__(self, config: Config, stop_after: Callable[[int], None]) -> None:
+        self._goal = config.eval.stop_at_accuracy
+        self._stop_after = stop_after
+        self._started_s = time.time()
+        self.evaluations: list[Evaluation] = []
+
+    def start_clock(self) -> None:
+        self._started_s = time.time()
+
+    @property
+    def elapsed_s(self) -> float:
+        return time.time() - self._started_s
+
+    def __call__(self, step: int, accuracy: float) -> None:
+        training = step >= 0
+        self.evaluations.append(Evaluation(step + 1, accuracy, self.elapsed_s if training else 0.0))
+        if training and self._goal and accuracy >= self._goal:
+            self._stop_after(step)

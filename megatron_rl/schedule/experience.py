@@ -25,7 +25,9 @@ def window_batch(trajectories: Sequence[Trajectory], step: int) -> PackedBatch:
     mask = tail_mask(lengths, windows)
     logprobs = torch.zeros(len(mask))
     logprobs[mask] = torch.from_numpy(
-        np.concatenate([t.rollout_logprobs()[t.num_response_tokens - n :] for t, n in zip(trajectories, windows.tolist())])
+        np.concatenate(
+            [t.rollout_logprobs()[t.num_response_tokens - n :] for t, n in zip(trajectories, windows.tolist())]
+        )
     )
     return PackedBatch(_concatenate(rows), cu_seqlens_of(lengths), {"mask": mask, "rollout_logprobs": logprobs})
 
@@ -100,7 +102,9 @@ def policy_batch(
     algorithm: AlgorithmConfig,
 ) -> PackedBatch:
     """What the policy loss reads: the counted tokens as ``mask``, advantages, old_logprobs, and lm_mask if it is used."""
-    trained = batch.only().with_fields(mask=advantages.mask, advantages=advantages.advantages, old_logprobs=old_logprobs)
+    trained = batch.only().with_fields(
+        mask=advantages.mask, advantages=advantages.advantages, old_logprobs=old_logprobs
+    )
     if not algorithm.positive_lm_coef:
         return trained
     return trained.with_fields(lm_mask=positive_mask(trajectories, batch, algorithm.positive_lm_threshold))

@@ -86,9 +86,7 @@ class TrainingLoop:
 
     def actions(self) -> dict:
         """Stage name -> what to do in a step."""
-        names = (
-            "generate score old_logprobs values advantages update_policy publish evaluate update_critic checkpoint record"
-        )
+        names = "generate score old_logprobs values advantages update_policy publish evaluate update_critic checkpoint record"
         return {name: getattr(self, name) for name in names.split()}
 
     async def generate(self, step: int) -> None:
@@ -126,7 +124,9 @@ class TrainingLoop:
             algorithm=config.algorithm,
         )
         keep_values(state.trajectories, state.batch, state.values, step)
-        state.policy_batch = policy_batch(state.trajectories, state.batch, state.old_logprobs, advantages, config.algorithm)
+        state.policy_batch = policy_batch(
+            state.trajectories, state.batch, state.old_logprobs, advantages, config.algorithm
+        )
         learnable = [t for t in state.finished if t.score.value is not None]
         state.critic_batch = response_batch(learnable, config.algorithm) if learnable else None
         # Books are kept here: from the next window on, the unfinished trajectories change.
@@ -171,7 +171,9 @@ class TrainingLoop:
         results = []
         for indices in split_minibatches(batch.num_sequences, minibatch_size, generator):
             minibatch = batch.select(indices)
-            counts = {name: float(minibatch.fields[name].sum()) for name in ("mask", "lm_mask") if name in minibatch.fields}
+            counts = {
+                name: float(minibatch.fields[name].sum()) for name in ("mask", "lm_mask") if name in minibatch.fields
+            }
             if counts["mask"]:
                 results.append(
                     self._group.update(role, minibatch, objective=role, denominators=counts, temperature=temperature)

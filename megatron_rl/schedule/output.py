@@ -42,7 +42,9 @@ def claimed_output_dir(config: Config) -> Iterator[Path]:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            raise UserError(f"run.output_dir: another run is writing to {folder} right now; give another folder") from error
+            raise UserError(
+                f"run.output_dir: another run is writing to {folder} right now; give another folder"
+            ) from error
         lock.write(str(os.getpid()))
         lock.flush()
         if config.run.overwrite:

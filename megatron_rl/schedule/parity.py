@@ -27,7 +27,9 @@ class Parity:
 def sample_for_parity(config: Config, prompts: Sequence[Prompt]) -> list[Trajectory]:
     budget = min(MAX_TOKENS, config.batch.max_response_tokens)
     chosen = prompts[: config.rollout.num_parity_prompts]
-    return [Trajectory(id=i, prompt=p, group_id=i, sample_index=0, max_response_tokens=budget) for i, p in enumerate(chosen)]
+    return [
+        Trajectory(id=i, prompt=p, group_id=i, sample_index=0, max_response_tokens=budget) for i, p in enumerate(chosen)
+    ]
 
 
 async def generate_for_parity(rollout: RolloutService, trajectories: Sequence[Trajectory]) -> None:

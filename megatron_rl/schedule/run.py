@@ -6,14 +6,13 @@ serve its commands until it says stop, and end when it is gone.
 
 import asyncio
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 from megatron_rl.config.checks import effective_window_tokens, read_model_json
-from megatron_rl.config.schema import Config, CriticConfig, Mode
+from megatron_rl.config.schema import Config, CriticConfig, Mode, OptimizerConfig, PolicyConfig, RewardConfig
 from megatron_rl.data.pool import SlotPool
 from megatron_rl.data.prompts import PromptSet, load_prompts
 from megatron_rl.data.sampler import PromptSampler
@@ -22,7 +21,7 @@ from megatron_rl.parallel import topology as topologies
 from megatron_rl.parallel.topology import Topology
 from megatron_rl.rewards.runner import RewardRunner
 from megatron_rl.rollout.service import RolloutService, open_rollout
-from megatron_rl.schedule.evaluation import Evaluator
+from megatron_rl.schedule.evaluation import EvaluationLog, Evaluator
 from megatron_rl.schedule.interrupt import clean_stop, die_with_parent, leave_signals_to_the_driver
 from megatron_rl.schedule.loop import TrainingLoop
 from megatron_rl.schedule.output import claimed_output_dir
@@ -31,11 +30,13 @@ from megatron_rl.schedule.recorder import Recorder
 from megatron_rl.schedule.runner import StageRunner
 from megatron_rl.schedule.saving import Saver
 from megatron_rl.schedule.stages import step_graph
-from megatron_rl.schedule.summary import Evaluation, Summary, print_summary, summarize, write_summary
+from megatron_rl.schedule.summary import Summary, print_summary, summarize, write_summary
+from megatron_rl.schedule.supervised import run_sft
 from megatron_rl.training.engine import Engine
 from megatron_rl.training.group import TrainerGroup, Worker
 
 STALL_MARGIN_S = 60.0
+BuildEngines = Callable[[Topology], Mapping[str, Engine]]
 
 
 def train(config: Config) -> None:
@@ -67,45 +68,35 @@ def critic_pretrain(config: Config) -> None:
             group.save_hf("critic", pretrain.output_path)
 
 
-def rl_engines(config: Config, *, freeze_policy: bool = False) -> Callable[[Topology], dict[str, Engine]]:
+def rl_engines(config: Config, *, freeze_policy: bool = False) -> BuildEngines:
     def build(topology: Topology) -> dict[str, Engine]:
         policy, critic = config.policy, config.critic
         return {
-            "policy": Engine(
-                "policy",
-                policy.path,
-                parallel=config.parallel,
-                topology=topology,
-                optimizer=None if freeze_policy else policy.optimizer,
-                init=policy.init,
-                dtype=policy.dtype,
-                recompute=policy.recompute,
-                seed=config.run.seed,
-            ),
-            "critic": _critic_engine(config, critic, topology),
+            "policy": _engine(config, topology, "policy", policy, None if freeze_policy else policy.optimizer),
+            "critic": _engine(config, topology, "critic", critic, critic.optimizer),
         }
 
     return build
 
 
-def _critic_engine(config: Config, critic: CriticConfig, topology: Topology) -> Engine:
+def _engine(
+    config: Config, topology: Topology, role: str, model: PolicyConfig | CriticConfig, optimizer: OptimizerConfig | None
+) -> Engine:
     return Engine(
-        "critic",
-        critic.path or config.policy.path,
+        role,
+        model.path or config.policy.path,
         parallel=config.parallel,
         topology=topology,
-        optimizer=critic.optimizer,
+        optimizer=optimizer,
         init=config.policy.init,
-        dtype=critic.dtype,
-        recompute=critic.recompute,
+        dtype=model.dtype,
+        recompute=model.recompute,
         seed=config.run.seed,
     )
 
 
 @contextmanager
-def trainer_ranks(
-    config: Config, build_engines: Callable[[Topology], Mapping[str, Engine]]
-) -> Iterator[TrainerGroup | None]:
+def trainer_ranks(config: Config, build_engines: BuildEngines) -> Iterator[TrainerGroup | None]:
     """Yields the group on rank 0; on the other ranks it serves until the driver says stop, then yields None."""
     die_with_parent()
     topology = topologies.initialize(config.parallel, seed=config.run.seed)
@@ -132,36 +123,24 @@ def _drive(config: Config, group: TrainerGroup, *, freeze_policy: bool) -> Summa
         train_set, eval_set = _prompt_sets(config, tokenizer)
         pool = _slot_pool(config, train_set)
         saver = Saver(config, group, enabled=not freeze_policy)
-        restored = saver.load() if config.run.resume else {"num_steps_done": 0, "weight_version": 0, "pool": pool.state()}
+        restored = (
+            saver.load() if config.run.resume else {"num_steps_done": 0, "weight_version": 0, "pool": pool.state()}
+        )
         pool.load_state(restored["pool"])
         first_step = restored["num_steps_done"]
         recorder = stack.enter_context(Recorder(config, first_step=first_step, title=_title(config, freeze_policy)))
         event_loop = stack.enter_context(_event_loop_thread())
-        rewards = stack.enter_context(
-            RewardRunner(
-                config.reward.name,
-                num_workers=config.reward.num_workers,
-                timeout_s=config.reward.timeout_s,
-                options=config.reward.options,
-            )
+        runner = StageRunner(
+            step_graph(config.schedule.mode),
+            event_loop,
+            stall_timeout_s=_stall_timeout_s(config),
+            on_span=recorder.stage_done,
+            heartbeat=group.heartbeat,
         )
-        runner: StageRunner | None = None
-        rollout = stack.enter_context(
-            open_rollout(
-                config,
-                event_loop,
-                log_dir=folder / "logs",
-                stop_token_ids=[tokenizer.eos_id, *config.rollout.stop_token_ids],
-                vocab_size=read_model_json(Path(config.policy.path) / "config.json")["vocab_size"],
-                export=lambda: group.export_weights("policy"),
-                expected=group.expected_weights("policy"),
-                call_on_trainer=lambda function: runner.call_on_trainer(function),
-                note=recorder.console.note,
-                warn=recorder.console.warning,
-            )
-        )
+        rewards = stack.enter_context(_reward_runner(config.reward))
+        rollout = stack.enter_context(_rollout(config, group, tokenizer, event_loop, runner, recorder))
         rollout.weight_version = restored["weight_version"]
-        log = EvaluationLog(config, lambda step: runner.stop_after(step))
+        log = EvaluationLog(config, runner.stop_after)
         evaluator = Evaluator(
             config, eval_set.prompts, rollout=rollout, rewards=rewards, decode=tokenizer.decode, on_result=log
         )
@@ -177,18 +156,10 @@ def _drive(config: Config, group: TrainerGroup, *, freeze_policy: bool) -> Summa
             decode=tokenizer.decode,
             freeze_policy=freeze_policy,
         )
-        runner = StageRunner(
-            step_graph(config.schedule.mode),
-            loop.actions(),
-            event_loop,
-            stall_timeout_s=_stall_timeout_s(config),
-            on_span=recorder.stage_done,
-            heartbeat=group.heartbeat,
-        )
         _before_first_step(config, group, rollout, evaluator, recorder, runner, train_set, first_step)
         recorder.start_clock()
         log.start_clock()
-        runner.run(first_step, config.run.num_steps - 1)
+        runner.run(loop.actions(), first_step, config.run.num_steps - 1)
         summary = summarize(config, recorder, log.evaluations, wall_s=log.elapsed_s)
         write_summary(folder, summary)
         if not freeze_policy:
@@ -196,27 +167,30 @@ def _drive(config: Config, group: TrainerGroup, *, freeze_policy: bool) -> Summa
     return summary
 
 
-class EvaluationLog:
-    """Remembers evaluations and ends the run once eval.stop_at_accuracy is reached."""
+def _reward_runner(reward: RewardConfig) -> RewardRunner:
+    return RewardRunner(reward.name, num_workers=reward.num_workers, timeout_s=reward.timeout_s, options=reward.options)
 
-    def __init__(self, config: Config, stop_after: Callable[[int], None]) -> None:
-        self._goal = config.eval.stop_at_accuracy
-        self._stop_after = stop_after
-        self._started_s = time.time()
-        self.evaluations: list[Evaluation] = []
 
-    def start_clock(self) -> None:
-        self._started_s = time.time()
-
-    @property
-    def elapsed_s(self) -> float:
-        return time.time() - self._started_s
-
-    def __call__(self, step: int, accuracy: float) -> None:
-        training = step >= 0
-        self.evaluations.append(Evaluation(step + 1, accuracy, self.elapsed_s if training else 0.0))
-        if training and self._goal and accuracy >= self._goal:
-            self._stop_after(step)
+def _rollout(
+    config: Config,
+    group: TrainerGroup,
+    tokenizer: Tokenizer,
+    event_loop: asyncio.AbstractEventLoop,
+    runner: StageRunner,
+    recorder: Recorder,
+) -> AbstractContextManager[RolloutService]:
+    return open_rollout(
+        config,
+        event_loop,
+        log_dir=Path(config.run.output_dir) / "logs",
+        stop_token_ids=[tokenizer.eos_id, *config.rollout.stop_token_ids],
+        vocab_size=read_model_json(Path(config.policy.path) / "config.json")["vocab_size"],
+        export=lambda: group.export_weights("policy"),
+        expected=group.expected_weights("policy"),
+        call_on_trainer=runner.call_on_trainer,
+        note=recorder.console.note,
+        warn=recorder.console.warning,
+    )
 
 
 def _before_first_step(
@@ -291,21 +265,9 @@ def _stall_timeout_s(config: Config) -> float:
 
 def sft(config: Config) -> None:
     """Supervised warm start on reference responses; writes a Hugging Face folder."""
-    from megatron_rl.schedule.supervised import run_sft
 
     def build(topology: Topology) -> dict[str, Engine]:
-        engine = Engine(
-            "policy",
-            config.policy.path,
-            parallel=config.parallel,
-            topology=topology,
-            optimizer=config.sft.optimizer,
-            init=config.policy.init,
-            dtype=config.policy.dtype,
-            recompute=config.policy.recompute,
-            seed=config.run.seed,
-        )
-        return {"policy": engine}
+        return {"policy": _engine(config, topology, "policy", config.policy, config.sft.optimizer)}
 
     with trainer_ranks(config, build) as group:
         if group is not None:

@@ -20,23 +20,17 @@ HEARTBEAT_S = 10.0
 
 
 class StageRunner:
-    """``actions`` maps a stage's name to a function of the step: a plain one, or a coroutine function."""
-
     def __init__(
         self,
         graph: Sequence[Stage],
-        actions: Mapping[str, Action],
         event_loop: asyncio.AbstractEventLoop,
         *,
         stall_timeout_s: float,
         on_span: Callable[[StageRun, float, float], None],
         heartbeat: Callable[[], None],
     ) -> None:
-        missing = [stage.name for stage in graph if stage.name not in actions]
-        if missing:
-            raise ValueError(f"stages without an action: {missing}")
         self._graph = graph
-        self._actions = actions
+        self._actions: Mapping[str, Action] = {}
         self._event_loop = event_loop
         self._stall_timeout_s = stall_timeout_s
         self._on_span = on_span
@@ -45,8 +39,15 @@ class StageRunner:
         self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="host")
         self._frontier: Frontier | None = None
 
-    def run(self, first_step: int, last_step: int) -> None:
-        """Run steps first_step..last_step; the first stage that fails ends it with its own exception."""
+    def run(self, actions: Mapping[str, Action], first_step: int, last_step: int) -> None:
+        """Run steps first_step..last_step; the first stage that fails ends it with its own exception.
+
+        ``actions`` maps every stage's name to a function of the step: a plain one, or a coroutine function.
+        """
+        missing = [stage.name for stage in self._graph if stage.name not in actions]
+        if missing:
+            raise ValueError(f"stages without an action: {missing}")
+        self._actions = actions
         self._frontier = frontier = Frontier(self._graph, first_step, last_step)
         try:
             while not frontier.done:

@@ -38,17 +38,39 @@ def step_graph(mode: Mode) -> tuple[Stage, ...]:
     before_generation = ("served_weights", "carried") + (("critic",) if mode is Mode.sync else ())
     rollout, trainer, host = Resource.rollout, Resource.trainer, Resource.host
     return (
-        Stage("generate", rollout, ("segments",), needs_previous=before_generation, does="one window of new tokens a slot"),
+        Stage(
+            "generate", rollout, ("segments",), needs_previous=before_generation, does="one window of new tokens a slot"
+        ),
         Stage("score", host, ("scores",), ("segments",), does="rewards of the finished responses"),
-        Stage("old_logprobs", trainer, ("old_logprobs",), ("segments",), ("policy",), "log-probs of the window's tokens"),
+        Stage(
+            "old_logprobs", trainer, ("old_logprobs",), ("segments",), ("policy",), "log-probs of the window's tokens"
+        ),
         Stage("values", trainer, ("values",), ("segments",), ("critic",), "critic values of the window's tokens"),
-        Stage("advantages", host, ("advantages", "carried"), ("scores", "old_logprobs", "values"), (), "EGAE; finished responses leave the pool"),
+        Stage(
+            "advantages",
+            host,
+            ("advantages", "carried"),
+            ("scores", "old_logprobs", "values"),
+            (),
+            "EGAE; finished responses leave the pool",
+        ),
         Stage("update_policy", trainer, ("policy",), ("advantages",), (), "clipped policy loss on the window's tokens"),
         Stage("publish", trainer, ("served_weights",), ("policy",), (), "new weights to every server"),
         Stage("evaluate", rollout, ("evaluation",), ("served_weights",), (), "greedy answers to held-out prompts"),
-        Stage("update_critic", trainer, ("critic",), ("advantages",), (), "value loss on finished responses, all windows"),
-        Stage("checkpoint", trainer, ("saved",), ("policy", "critic", "carried"), (), "weights, optimizers, pool, sampler"),
-        Stage("record", host, ("recorded",), ("saved", "served_weights", "evaluation"), ("recorded",), "metrics, display, report"),
+        Stage(
+            "update_critic", trainer, ("critic",), ("advantages",), (), "value loss on finished responses, all windows"
+        ),
+        Stage(
+            "checkpoint", trainer, ("saved",), ("policy", "critic", "carried"), (), "weights, optimizers, pool, sampler"
+        ),
+        Stage(
+            "record",
+            host,
+            ("recorded",),
+            ("saved", "served_weights", "evaluation"),
+            ("recorded",),
+            "metrics, display, report",
+        ),
     )
 
 

@@ -61,7 +61,12 @@ def print_summary(folder: str | Path, summary: Summary) -> None:
     rows: list[tuple[str, str]] = []
     if summary.evaluations:
         first, last = summary.evaluations[0].accuracy, summary.evaluations[-1].accuracy
-        rows.append(("accuracy on held-out prompts", f"{first:.1%} before, {last:.1%} after ({100 * (last - first):+.1f} points)"))
+        rows.append(
+            (
+                "accuracy on held-out prompts",
+                f"{first:.1%} before, {last:.1%} after ({100 * (last - first):+.1f} points)",
+            )
+        )
     rows += [
         ("steps", f"{summary.num_steps}"),
         ("wall-clock time", duration(summary.wall_s)),

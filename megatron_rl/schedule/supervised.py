@@ -29,7 +29,13 @@ def run_sft(config: Config, group: TrainerGroup) -> None:
     pairs = load_solutions(config.sft.train_files or config.data.train_files, config.data, tokenizer)
     batches = epoch_batches(len(pairs), config.sft.batch_size, config.run.seed)
     console = Console()
-    columns = (TextColumn("sft"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[loss]}"), TimeRemainingColumn())
+    columns = (
+        TextColumn("sft"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[loss]}"),
+        TimeRemainingColumn(),
+    )
     with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
         task = progress.add_task("sft", total=config.sft.num_steps, loss="")
         recent: deque[float] = deque(maxlen=NUM_RECENT)
@@ -41,10 +47,14 @@ def run_sft(config: Config, group: TrainerGroup) -> None:
                 raise UserError(f"sft: the gradient of step {step} is not finite; lower sft.optimizer.lr={result.lr:g}")
             loss = result.metrics["lm_loss"][0] / result.metrics["lm_loss"][1]
             recent.append(loss)
-            done = step == config.sft.num_steps or (len(recent) == NUM_RECENT and mean(recent) <= config.sft.stop_at_loss)
+            done = step == config.sft.num_steps or (
+                len(recent) == NUM_RECENT and mean(recent) <= config.sft.stop_at_loss
+            )
             progress.update(task, advance=1, loss=f"loss {loss:.4f}")
             if not console.is_terminal and (step % 25 == 0 or step == 1 or done):
-                console.print(f"sft step {step}/{config.sft.num_steps}  loss {loss:.4f}  grad norm {result.grad_norm:.2f}")
+                console.print(
+                    f"sft step {step}/{config.sft.num_steps}  loss {loss:.4f}  grad norm {result.grad_norm:.2f}"
+                )
             if done:
                 break
     group.save_hf("policy", config.sft.output_path)

@@ -102,7 +102,13 @@ class TrainerGroup:
         return values, final_values
 
     def update(
-        self, engine: str, batch: PackedBatch, *, objective: str, denominators: dict[str, float], temperature: float = 1.0
+        self,
+        engine: str,
+        batch: PackedBatch,
+        *,
+        objective: str,
+        denominators: dict[str, float],
+        temperature: float = 1.0,
     ) -> UpdateResult:
         """One optimizer step of ``engine`` on ``batch``; denominators are those of losses.build, over the whole batch."""
         arguments = {"objective": objective, "denominators": denominators, "temperature": temperature}
@@ -150,7 +156,9 @@ class TrainerGroup:
         gathered = self._call(command, batch, plan)
         return plan, [gathered[self._reporters[dp_rank]] for dp_rank in range(len(plan))]
 
-    def _call(self, command: Command, batch: PackedBatch | None = None, plan: list[list[list[int]]] | None = None) -> Any:
+    def _call(
+        self, command: Command, batch: PackedBatch | None = None, plan: list[list[list[int]]] | None = None
+    ) -> Any:
         collectives.broadcast_object(command)
         microbatches: list[PackedBatch] = []
         if command.sends_batches:
@@ -179,7 +187,9 @@ def _unpack(payload: Mapping[str, Tensor]) -> list[PackedBatch]:
         cu_seqlens = payload["cu_seqlens"][first : last + 1]
         rows = slice(int(cu_seqlens[0]), int(cu_seqlens[-1]))
         microbatches.append(
-            PackedBatch(payload["tokens"][rows], cu_seqlens - cu_seqlens[0], {name: t[rows] for name, t in fields.items()})
+            PackedBatch(
+                payload["tokens"][rows], cu_seqlens - cu_seqlens[0], {name: t[rows] for name, t in fields.items()}
+            )
         )
     return microbatches
 

@@ -53,7 +53,9 @@ def folder(tmp_path_factory):
         rows = []
         for i in range(count):
             a, b = rng.randint(0, 99), rng.randint(0, 99)
-            rows.append({"id": f"{name}{i}", "prompt": f"{a:02d}+{b:02d}=", "answer": str(a + b), "response": str(a + b)})
+            rows.append(
+                {"id": f"{name}{i}", "prompt": f"{a:02d}+{b:02d}=", "answer": str(a + b), "response": str(a + b)}
+            )
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "recipe.yaml").write_text(RECIPE.format(folder=folder))
     return folder
@@ -107,7 +109,12 @@ def finished_run(folder):
     """A run whose server is killed in the middle of a step."""
     output_dir = folder / "run"
     process = start(
-        folder, "train", f"run.output_dir={output_dir}", "run.num_steps=5", "run.save_every_steps=2", "eval.every_steps=2"
+        folder,
+        "train",
+        f"run.output_dir={output_dir}",
+        "run.num_steps=5",
+        "run.save_every_steps=2",
+        "eval.every_steps=2",
     )
     try:
         wait_until(lambda: read_metrics(output_dir / "metrics.jsonl"), process, "the evaluation before training")
@@ -203,14 +210,23 @@ def test_sft_and_critic_pretraining_write_models_that_train_takes(folder):
     status, output = run(folder, "sft")
     assert status == 0 and "sft step 4/4" in output, output
     status, output = run(
-        folder, "critic-pretrain", f"policy.path={folder}/sft", "policy.init=checkpoint", f"run.output_dir={folder}/pretrain"
+        folder,
+        "critic-pretrain",
+        f"policy.path={folder}/sft",
+        "policy.init=checkpoint",
+        f"run.output_dir={folder}/pretrain",
     )
     assert status == 0, output
     assert list((folder / "critic").glob("*.safetensors"))
     rows = [row.metrics for row in read_metrics(folder / "pretrain" / "metrics.jsonl") if row.step > 0]
     assert all("critic/grad_norm" in row and "policy/grad_norm" not in row for row in rows) and len(rows) == 2
     status, output = run(
-        folder, "train", f"policy.path={folder}/sft", "policy.init=checkpoint", f"critic.path={folder}/critic", "--dry-run"
+        folder,
+        "train",
+        f"policy.path={folder}/sft",
+        "policy.init=checkpoint",
+        f"critic.path={folder}/critic",
+        "--dry-run",
     )
     assert status == 0 and "batch arithmetic" in output and "stages of a step" in output
 

@@ -106,7 +106,10 @@ def test_a_missing_recipe_and_a_malformed_override_are_errors(tmp_path, recipe):
         (["policy.path=/nowhere"], ["policy.path", "config.json"]),
         (["data.train_files=[/nowhere.jsonl]"], ["data.train_files", "/nowhere.jsonl"]),
         (["data.train_files=[]"], ["data.train_files", "got none"]),
-        (["parallel.tensor_parallel_size=4", "parallel.num_ranks=4"], ["parallel.tensor_parallel_size", "num_key_value_heads=2"]),
+        (
+            ["parallel.tensor_parallel_size=4", "parallel.num_ranks=4"],
+            ["parallel.tensor_parallel_size", "num_key_value_heads=2"],
+        ),
         (["parallel.tensor_parallel_size=2", "parallel.num_ranks=3"], ["does not divide the 3 ranks"]),
         (["parallel.pipeline_parallel_size=3", "parallel.num_ranks=3"], ["num_hidden_layers=2"]),
         (["parallel.sequence_parallel=true"], ["parallel.sequence_parallel"]),

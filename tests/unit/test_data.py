@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import torch
 
 from megatron_rl.config.schema import DataConfig
 from megatron_rl.data.batch import PackedBatch, cu_seqlens_of
@@ -10,8 +11,6 @@ from megatron_rl.data.prompts import load_prompts, load_solutions, read_rows
 from megatron_rl.data.tokenizer import Tokenizer
 from megatron_rl.errors import DataError
 from tests.tiny_models import make_tiny_model
-
-import torch
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +74,9 @@ def test_prompts_that_are_too_long_are_left_out_and_counted(tmp_path, tokenizer)
 
 
 def test_solutions_end_in_the_end_of_text_token(tmp_path, tokenizer):
-    ((prompt, response),) = load_solutions(write(tmp_path, {"prompt": "1+1=", "answer": "2", "response": "2"}), DataConfig(), tokenizer)
+    ((prompt, response),) = load_solutions(
+        write(tmp_path, {"prompt": "1+1=", "answer": "2", "response": "2"}), DataConfig(), tokenizer
+    )
     assert tokenizer.decode(prompt) == "1+1=" and response[-1] == tokenizer.eos_id and len(response) == 2
 
 

@@ -113,7 +113,10 @@ def cut_with_values(response, values):
 
 def test_boundary_tokens_of_unfinished_windows_are_left_out_and_do_not_move_the_statistics():
     algorithm = AlgorithmConfig(
-        lambda_policy=LambdaKind.constant, ignore_boundary_tokens=2, normalization=Normalization.scale, advantage_clamp=0.0
+        lambda_policy=LambdaKind.constant,
+        ignore_boundary_tokens=2,
+        normalization=Normalization.scale,
+        advantage_clamp=0.0,
     )
     pair = [trajectory([4], stopped=False), trajectory([4], stopped=True, score=Score(1.0), id=1)]
     one = advantages(pair, 0, [0.2, 0.4, 0.5, 0.6, 0.1, 0.2, 0.3, 0.4], algorithm)[1]

@@ -33,7 +33,9 @@ def grow(trajectory, window, step, lengths):
 
 @settings(max_examples=40, deadline=None)
 @given(st.integers(1, 6), st.integers(1, 4), st.integers(1, 12), st.randoms(use_true_random=False))
-def test_slots_are_constant_carried_come_first_and_no_token_is_lost_or_doubled(slots, samples, budget, rng: random.Random):
+def test_slots_are_constant_carried_come_first_and_no_token_is_lost_or_doubled(
+    slots, samples, budget, rng: random.Random
+):
     pool, window = make_pool(slots, samples, budget), 3
     lengths = [rng.randint(1, 2 * budget) for _ in range(500)]
     carried, finished_ids = [], Counter()

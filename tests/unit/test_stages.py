@@ -25,7 +25,14 @@ def simulate(mode, durations, steps):
     return log
 
 
-DURATIONS = {"generate": 4.0, "old_logprobs": 1.0, "values": 1.0, "update_policy": 2.0, "publish": 0.5, "update_critic": 3.0}
+DURATIONS = {
+    "generate": 4.0,
+    "old_logprobs": 1.0,
+    "values": 1.0,
+    "update_policy": 2.0,
+    "publish": 0.5,
+    "update_critic": 3.0,
+}
 
 
 def span(log, name, step):
@@ -90,9 +97,9 @@ def event_loop():
     thread.join()
 
 
-def make_runner(event_loop, fetch, work, **options):
+def make_runner(event_loop, **options):
     settings = dict(stall_timeout_s=5.0, on_span=lambda *span: None, heartbeat=lambda: None) | options
-    return StageRunner(GRAPH, {"fetch": fetch, "work": work}, event_loop, **settings)
+    return StageRunner(GRAPH, event_loop, **settings)
 
 
 def test_trainer_stages_run_on_the_calling_thread_and_coroutines_may_borrow_it(event_loop):
@@ -107,10 +114,15 @@ def test_trainer_stages_run_on_the_calling_thread_and_coroutines_may_borrow_it(e
         threads.append(threading.current_thread())
         order.append(("work", step))
 
-    runner = make_runner(event_loop, fetch, work)
-    runner.run(0, 2)
+    runner = make_runner(event_loop)
+    runner.run({"fetch": fetch, "work": work}, 0, 2)
     assert set(threads) == {threading.current_thread()} and len(threads) == 6
     assert order == [(name, step) for step in range(3) for name in ("fetch", "work")]
+
+
+def test_a_stage_without_an_action_is_refused(event_loop):
+    with pytest.raises(ValueError, match="work"):
+        make_runner(event_loop).run({"fetch": print}, 0, 1)
 
 
 def test_a_failing_stage_ends_the_run_with_its_own_error(event_loop):
@@ -118,7 +130,7 @@ def test_a_failing_stage_ends_the_run_with_its_own_error(event_loop):
         raise LookupError("no servers")
 
     with pytest.raises(LookupError, match="no servers"):
-        make_runner(event_loop, fetch, lambda step: None).run(0, 1)
+        make_runner(event_loop).run({"fetch": fetch, "work": lambda step: None}, 0, 1)
 
 
 def test_a_stall_names_the_stage_and_the_wait(event_loop, monkeypatch):
@@ -128,9 +140,9 @@ def test_a_stall_names_the_stage_and_the_wait(event_loop, monkeypatch):
     async def fetch(step):
         await asyncio.sleep(60)
 
-    runner = make_runner(event_loop, fetch, lambda s: None, stall_timeout_s=0.3, heartbeat=lambda: beats.append(time.time()))
+    runner = make_runner(event_loop, stall_timeout_s=0.3, heartbeat=lambda: beats.append(time.time()))
     with pytest.raises(TimeoutError, match="fetch of step 0"):
-        runner.run(0, 0)
+        runner.run({"fetch": fetch, "work": lambda step: None}, 0, 0)
     assert len(beats) >= 3
 
 
@@ -141,6 +153,6 @@ def test_stop_after_opens_no_further_step(event_loop):
         if step == 1:
             runner.stop_after(1)
 
-    runner = make_runner(event_loop, fetch, done.append)
-    runner.run(0, 99)
+    runner = make_runner(event_loop)
+    runner.run({"fetch": fetch, "work": done.append}, 0, 99)
     assert done == [0, 1]

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from transformers import PretrainedConfig
 
-from megatron_rl.models.hf.transforms import QKV, Columns, Dims, GatedMLP, Replicated, Rows, Transform, Vocabulary
+from megatron_rl.models.hf.transforms import QKV, Columns, Dims, GatedMLP, Replicated, Transform, Vocabulary
 
 Role = Literal["policy", "critic"]
 VALUE_HEAD = "value_head.weight"

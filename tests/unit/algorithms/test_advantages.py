@@ -14,9 +14,9 @@ from megatron_rl.algorithms import (
     group_advantages,
     length_adaptive_lambda,
     monte_carlo_returns,
+    scan,
     soft_overlong_penalty,
 )
-from megatron_rl.algorithms import scan
 
 VALUES = torch.tensor([0.2, 0.4, 0.5, 0.6], dtype=torch.float64)
 LONG_VALUES = torch.tensor([0.2, 0.4, 0.5, 0.6, 0.55, 0.7, 0.8, 0.9], dtype=torch.float64)
