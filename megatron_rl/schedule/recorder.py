@@ -2,6 +2,7 @@
 
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from megatron_rl.config.load import config_to_yaml, flat_params
@@ -23,8 +24,10 @@ class Recorder:
         self._folder.mkdir(parents=True, exist_ok=True)
         write_atomic(self._folder / "config.yaml", config_to_yaml(config))
         self.timeline = Timeline()
+        self.running: Callable[[], list[tuple[str, float]]] = list
+        """Tells the stages under way; the stage runner is put here once there is one."""
         self.console = TrainingConsole(
-            config.run.num_steps, title=title, first_step=first_step, running=self.timeline.running
+            config.run.num_steps, title=title, first_step=first_step, running=lambda: self.running()
         )
         self._metrics = MetricsWriter(self._folder / "metrics.jsonl", resume_step=first_step)
         self._tracker = Tracker(

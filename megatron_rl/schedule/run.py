@@ -137,6 +137,7 @@ def _drive(config: Config, group: TrainerGroup, *, freeze_policy: bool) -> Summa
             on_span=recorder.stage_done,
             heartbeat=group.heartbeat,
         )
+        recorder.running = runner.running
         rewards = stack.enter_context(_reward_runner(config.reward))
         rollout = stack.enter_context(_rollout(config, group, tokenizer, event_loop, runner, recorder))
         rollout.weight_version = restored["weight_version"]

@@ -38,6 +38,7 @@ class StageRunner:
         self._events: queue.Queue[Callable[[], None]] = queue.Queue()
         self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="host")
         self._frontier: Frontier | None = None
+        self._started_s: dict[StageRun, float] = {}
 
     def run(self, actions: Mapping[str, Action], first_step: int, last_step: int) -> None:
         """Run steps first_step..last_step; the first stage that fails ends it with its own exception.
@@ -65,6 +66,11 @@ class StageRunner:
         finally:
             self._threads.shutdown(wait=False, cancel_futures=True)
 
+    def running(self) -> list[tuple[str, float]]:
+        """(stage, seconds so far) of the stages under way (from any thread)."""
+        now_s = time.time()
+        return [(stage_run.stage.name, now_s - started_s) for stage_run, started_s in list(self._started_s.items())]
+
     def stop_after(self, step: int) -> None:
         """Open no further step (called by a stage's action)."""
         self._frontier.stop_after(step)
@@ -91,14 +97,17 @@ class StageRunner:
         return result
 
     def _run_here(self, stage_run: StageRun) -> None:
-        self._frontier.start(stage_run)
-        started_s = time.time()
+        self._start(stage_run)
         self._actions[stage_run.stage.name](stage_run.step)
-        self._complete(stage_run, started_s)
+        self._complete(stage_run, time.time())
+
+    def _start(self, stage_run: StageRun) -> None:
+        self._frontier.start(stage_run)
+        self._started_s[stage_run] = time.time()
 
     def _launch(self, stage_run: StageRun) -> None:
-        self._frontier.start(stage_run)
-        action, started_s = self._actions[stage_run.stage.name], time.time()
+        self._start(stage_run)
+        action = self._actions[stage_run.stage.name]
         if inspect.iscoroutinefunction(action):
             future = asyncio.run_coroutine_threadsafe(action(stage_run.step), self._event_loop)
         else:
@@ -107,15 +116,15 @@ class StageRunner:
         def completed(done: Future) -> None:
             def report() -> None:
                 done.result()
-                self._complete(stage_run, started_s, ended_s)
+                self._complete(stage_run, ended_s)
 
             ended_s = time.time()
             self._events.put(report)
 
         future.add_done_callback(completed)
 
-    def _complete(self, stage_run: StageRun, started_s: float, ended_s: float | None = None) -> None:
-        self._on_span(stage_run, started_s, ended_s or time.time())
+    def _complete(self, stage_run: StageRun, ended_s: float) -> None:
+        self._on_span(stage_run, self._started_s.pop(stage_run), ended_s)
         self._frontier.finish(stage_run)
 
     def _next_event(self) -> None:
