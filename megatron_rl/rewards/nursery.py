@@ -139,7 +139,9 @@ class NurseryClient:
     async def _reply(self, timeout_s: float) -> dict[str, Any]:
         loop = asyncio.get_running_loop()
         try:
-            body = await asyncio.wait_for(loop.sock_recv(self._control, 1 << 16), timeout_s)
+            # Not wait_for: in Python 3.11 it swallows a cancellation that comes together with the answer.
+            async with asyncio.timeout(timeout_s):
+                body = await loop.sock_recv(self._control, 1 << 16)
         except TimeoutError as error:
             raise NurseryLost(f"the reward nursery has not answered for {timeout_s:g} s") from error
         except OSError as error:

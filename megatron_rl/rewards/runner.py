@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_rl.data.trajectory import Score
-from megatron_rl.rewards.nursery import NurseryClient, NurseryLost, NurserySettings, Worker
+from megatron_rl.rewards.nursery import CLOSE_TIMEOUT_S, NurseryClient, NurseryLost, NurserySettings, Worker
 from megatron_rl.rewards.protocol import pack
 from megatron_rl.rewards.registry import RewardError, check_options, resolve
 
@@ -191,7 +191,13 @@ class RewardRunner:
         with self._lock:
             if self._failure is None:
                 self._loop.call_soon_threadsafe(self._stop.set)
-        self._thread.join()
+        # The nursery may use up its own patience twice: for going by itself, and for being killed.
+        patience_s = 3 * CLOSE_TIMEOUT_S
+        self._thread.join(patience_s)
+        if self._thread.is_alive():
+            raise RewardError(
+                f"reward runner {self.name!r} waited {patience_s:g} s for its processes to end; they end with this one"
+            )
 
     def __enter__(self) -> "RewardRunner":
         return self

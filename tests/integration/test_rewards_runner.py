@@ -368,3 +368,10 @@ def test_a_failing_scoring_leaves_the_old_output_alone(tmp_path: Path, monkeypat
         score_file("math", source, output, num_workers=1, progress=False)
     assert output.read_text() == "old"
     assert {path.name for path in tmp_path.iterdir()} == {"in.jsonl", "out.jsonl"}
+
+
+def test_closing_while_the_first_workers_are_being_forked_ends() -> None:
+    for pause_s in (0.0, 0.005, 0.02, 0.05):
+        runner = RewardRunner("math", num_workers=2)
+        time.sleep(pause_s)
+        runner.close()
