@@ -29,7 +29,9 @@ class Recorder:
         self.console = TrainingConsole(
             config.run.num_steps, title=title, first_step=first_step, running=lambda: self.running()
         )
-        self._metrics = MetricsWriter(self._folder / "metrics.jsonl", resume_step=first_step)
+        # Steps are written down counting from 1: those after the checkpoint are repeated, so their lines go.
+        resume_step = first_step + 1 if config.run.resume else None
+        self._metrics = MetricsWriter(self._folder / "metrics.jsonl", resume_step=resume_step)
         self._tracker = Tracker(
             self._folder,
             enabled=config.tracking.mlflow,
