@@ -12,7 +12,7 @@ from megatron_rl.tracking.console import TrainingConsole
 from megatron_rl.tracking.metrics import MetricsWriter, write_atomic
 from megatron_rl.tracking.mlflow import Tracker
 from megatron_rl.tracking.report import write_report
-from megatron_rl.tracking.timeline import Span, Timeline
+from megatron_rl.tracking.timeline import Span, Timeline, read_timeline
 
 
 class Recorder:
@@ -23,7 +23,8 @@ class Recorder:
         self._folder = Path(config.run.output_dir)
         self._folder.mkdir(parents=True, exist_ok=True)
         write_atomic(self._folder / "config.yaml", config_to_yaml(config))
-        self.timeline = Timeline()
+        earlier = read_timeline(self._folder / "timeline.json") if config.run.resume else []
+        self.timeline = Timeline(spans=[span for span in earlier if span.step <= first_step])
         self.running: Callable[[], list[tuple[str, float]]] = list
         """Tells the stages under way; the stage runner is put here once there is one."""
         self.console = TrainingConsole(

@@ -170,7 +170,7 @@ def summary_table(rows: Sequence[tuple[str, Any]], title: str = "") -> Table:
 class TrainingConsole:
     """Shows a run from ``first_step`` to ``num_steps``; a context manager around the loop.
 
-    ``running`` tells the stages under way as (name, seconds so far): pass ``Timeline.running``. ``live`` None decides by
+    ``running`` tells the stages under way as (name, seconds so far): pass ``StageRunner.running``. ``live`` None decides by
     itself: a terminal that can draw, and no CI.
     """
 

@@ -1,8 +1,7 @@
 """What ran when: spans of the stages on three lanes, and ``timeline.json`` for Perfetto and chrome://tracing.
 
 Invariants:
-- Times are seconds since the Unix epoch that never run backwards inside a process: the wall clock is read once and
-  advanced by the monotonic clock. Spans of ranks, nodes and resumed processes therefore share one axis.
+- Times are seconds since the Unix epoch, so spans of ranks, nodes and resumed processes share one axis.
 - Spans that overlap without nesting get tracks of their own in the file ("rollout", "rollout 2"): trace viewers
   cannot draw two such spans on one track.
 - Memory is bounded: beyond ``max_spans`` the oldest spans leave, and the file says how many. The default of 20,000
@@ -13,10 +12,8 @@ Any thread may add spans; nobody waits longer than an append takes. Writing happ
 import json
 import logging
 import threading
-import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -169,44 +166,16 @@ class Timeline:
             raise ValueError(f"max_spans: expected at least 1, got {max_spans}")
         self._lock = threading.Lock()
         self._spans: deque[Span] = deque(maxlen=max_spans)
-        self._running: dict[int, tuple[str, float]] = {}
-        self._next_key = 0
         self._num_dropped = 0
         self._warned = False
-        self._epoch_s = time.time() - time.perf_counter()
         for span in spans:
             self.add(span)
 
-    def now_s(self) -> float:
-        """The timeline's clock: seconds since the Unix epoch, never backwards."""
-        return self._epoch_s + time.perf_counter()
-
     def add(self, span: Span) -> None:
-        """Add a span measured elsewhere (another rank, another clock of Unix seconds)."""
+        """Add a finished span; its times are Unix seconds."""
         with self._lock:
             self._num_dropped += len(self._spans) == self._spans.maxlen
             self._spans.append(span)
-
-    @contextmanager
-    def span(self, name: str, lane: str, step: int, **args: Any) -> Iterator[None]:
-        """Time a block; the span is kept also when the block raises."""
-        start_s = self.now_s()
-        with self._lock:
-            key = self._next_key
-            self._next_key += 1
-            self._running[key] = (name, start_s)
-        try:
-            yield
-        finally:
-            with self._lock:
-                del self._running[key]
-            self.add(Span(name, lane, start_s, self.now_s(), step, args))
-
-    def running(self) -> list[tuple[str, float]]:
-        """Blocks under way as (name, seconds so far), oldest first: what a live display shows."""
-        now_s = self.now_s()
-        with self._lock:
-            return [(name, now_s - start_s) for name, start_s in self._running.values()]
 
     def spans(self) -> list[Span]:
         """A copy of the spans held, in the order in which they ended."""

@@ -1,0 +1,41 @@
+"""Real MLflow: what is logged arrives; a store that does not answer is one warning."""
+
+import sqlite3
+import time
+
+from megatron_rl.tracking.mlflow import Tracker
+
+
+def open_tracker(folder, warnings, **options):
+    return Tracker(folder, params={"batch": {"window_tokens": 28}}, warn=warnings.append, **options)
+
+
+def test_params_metrics_and_artifacts_arrive_and_a_resumed_run_goes_on(tmp_path):
+    warnings = []
+    (tmp_path / "config.yaml").write_text("a: 1\n")
+    tracker = open_tracker(tmp_path, warnings)
+    tracker.log(1, {"reward/mean": 0.5})
+    tracker.log_artifact(tmp_path / "config.yaml")
+    tracker.close()
+    again = open_tracker(tmp_path, warnings, resume=True)
+    again.log(2, {"reward/mean": 0.75})
+    again.close()
+    assert warnings == []
+    with sqlite3.connect(tmp_path / "mlflow.db") as store:
+        runs = store.execute("select run_uuid, status from runs").fetchall()
+        metrics = store.execute("select step, value from metrics where key = 'reward/mean' order by step").fetchall()
+        params = dict(store.execute("select key, value from params"))
+    assert len(runs) == 1 and runs[0][1] == "FINISHED"
+    assert metrics == [(1, 0.5), (2, 0.75)] and params["batch.window_tokens"] == "28"
+    assert [path.name for path in (tmp_path / "mlflow_artifacts").rglob("config.yaml")] == ["config.yaml"]
+
+
+def test_a_dead_store_is_a_warning_and_costs_the_caller_nothing(tmp_path):
+    warnings = []
+    tracker = open_tracker(tmp_path, warnings, uri="http://127.0.0.1:9", close_timeout_s=20.0)
+    started_s = time.monotonic()
+    for step in range(200):
+        tracker.log(step, {"reward/mean": 0.5})
+    assert time.monotonic() - started_s < 1.0
+    tracker.close()
+    assert any("MLflow" in text for text in warnings)
