@@ -66,7 +66,7 @@ def _train_command(arguments: argparse.Namespace) -> int:
     world_size = int(os.environ["WORLD_SIZE"]) if launched else None
     check_config(config, command=arguments.command, world_size=world_size)
     if os.environ.get("RANK", "0") == "0":
-        _check_data(config, arguments.command)
+        _check_inputs(config, arguments.command)
     if arguments.dry_run:
         return _dry_run(config, arguments.command, world_size or config.parallel.num_ranks or 1)
     if arguments.command != "sft":
@@ -85,14 +85,17 @@ def _train_command(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _check_data(config: "Config", command: str) -> None:
+def _check_inputs(config: "Config", command: str) -> None:
+    """Everything outside the configuration that a run would trip over later: data rows, the reward and its options."""
     from megatron_rl.data.prompts import check_files
+    from megatron_rl.rewards.registry import check_options, resolve
 
     data = config.data
     if command == "sft":
         check_files(config.sft.train_files or data.train_files, data, with_response=True)
     else:
         check_files([*data.train_files, *data.eval_files], data, with_response=False)
+        check_options(resolve(config.reward.name), config.reward.options)
 
 
 def _dry_run(config: "Config", command: str, world_size: int) -> int:
