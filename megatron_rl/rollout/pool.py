@@ -38,7 +38,7 @@ class Server(Protocol):
 
     def restart(self) -> None: ...
 
-    def stop(self) -> None: ...
+    def stop(self, grace_s: float = ...) -> None: ...
 
 
 class AttachedServer:
@@ -76,7 +76,7 @@ class AttachedServer:
                 )
             time.sleep(ATTACH_POLL_S)
 
-    def stop(self) -> None:
+    def stop(self, grace_s: float = 0.0) -> None:
         """Nothing: it is not ours."""
 
     def model_info(self) -> dict[str, Any]:
@@ -170,8 +170,9 @@ class ServerPool:
         return [server.url for server in dead]
 
     def stop(self) -> None:
+        """Without grace: a server holds nothing that the run does not have, and its own way out takes seconds."""
         for server in self.servers:
-            server.stop()
+            server.stop(grace_s=0.0)
 
     def __enter__(self) -> "ServerPool":
         return self

@@ -40,6 +40,8 @@ class Recorder:
             experiment=config.tracking.experiment,
             params=flat_params(config),
             resume=config.run.resume,
+            # Well within the 30 s that torchrun gives its ranks to stop after Ctrl-C.
+            close_timeout_s=10.0,
             warn=self.console.warning,
         )
         self._tracker.log_artifact(self._folder / "config.yaml")

@@ -198,7 +198,7 @@ def test_ctrl_c_stops_every_child(folder, tmp_path):
         children = descendants(process.pid)
         assert len(children) > 4
         process.send_signal(signal.SIGINT)
-        output, _ = process.communicate(timeout=60)
+        output, _ = process.communicate(timeout=120)
     finally:
         stop_tree(process)
     assert process.returncode == 130 and "interrupted" in output and "Traceback" not in output
