@@ -42,18 +42,24 @@ class Worker:
 
     def serve(self) -> None:
         """Carry out the driver's commands until it says stop (every rank but 0)."""
-        while True:
-            try:
-                command = collectives.broadcast_object(None, what="its next command")
-            except collectives.PeerLost:
-                # The driver has already said why it ended: a second account would only bury the first.
-                sys.exit(1)
-            if command.name == "stop":
-                return
-            payload = collectives.receive(what=f"the batches of {command.name}") if command.sends_batches else {}
-            result = self.execute(command, _unpack(payload))
-            if command.gathers:
-                collectives.gather_tensors(result, what=f"the results of {command.name}")
+        try:
+            while self._serve_one():
+                pass
+        except RuntimeError as error:
+            if not _connection_lost(error):
+                raise
+            # The rank that went away has said why, or was told to stop: a second account would only bury the first.
+            sys.exit(1)
+
+    def _serve_one(self) -> bool:
+        command = collectives.broadcast_object(None, what="its next command")
+        if command.name == "stop":
+            return False
+        payload = collectives.receive(what=f"the batches of {command.name}") if command.sends_batches else {}
+        result = self.execute(command, _unpack(payload))
+        if command.gathers:
+            collectives.gather_tensors(result, what=f"the results of {command.name}")
+        return True
 
     def execute(self, command: Command, microbatches: list[PackedBatch]) -> Any:
         if command.name == "heartbeat":
@@ -167,6 +173,12 @@ class TrainerGroup:
             microbatches = _unpack(own)
         result = self._worker.execute(command, microbatches)
         return collectives.gather_tensors(result) if command.gathers else result
+
+
+def _connection_lost(error: RuntimeError) -> bool:
+    """A peer's process ended while this rank waited for it, here or inside one of Megatron's collectives."""
+    lost_words = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
+    return isinstance(error, collectives.PeerLost) or any(words in str(error) for words in lost_words)
 
 
 def _pack(batch: PackedBatch, microbatches: Sequence[Sequence[int]]) -> dict[str, Tensor]:
