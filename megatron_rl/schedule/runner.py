@@ -1,5 +1,8 @@
 """Runs the stage graph: trainer stages on the calling thread, the others beside it.
 
+Whichever thread ends a stage launches the rollout and host stages that became ready, so that generation starts while
+the calling thread is inside a trainer stage.
+
 Who waits for whom: the calling (main) thread waits for completions of rollout and host stages; coroutines that need
 the Megatron ranks (a restarted server wants its weights) wait for the main thread through ``call_on_trainer``. A wait
 that lasts longer than ``stall_timeout_s`` ends with an error that names the running stages.
@@ -8,6 +11,7 @@ that lasts longer than ``stall_timeout_s`` ends with an error that names the run
 import asyncio
 import inspect
 import queue
+import threading
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -37,7 +41,9 @@ class StageRunner:
         self._heartbeat = heartbeat
         self._events: queue.Queue[Callable[[], None]] = queue.Queue()
         self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="host")
+        self._lock = threading.RLock()  # guards the frontier and the start times
         self._frontier: Frontier | None = None
+        self._ended = False
         self._started_s: dict[StageRun, float] = {}
 
     def run(self, actions: Mapping[str, Action], first_step: int, last_step: int) -> None:
@@ -49,21 +55,26 @@ class StageRunner:
         if missing:
             raise ValueError(f"stages without an action: {missing}")
         self._actions = actions
-        self._frontier = frontier = Frontier(self._graph, first_step, last_step)
+        self._frontier = Frontier(self._graph, first_step, last_step)
         try:
-            while not frontier.done:
-                ready = frontier.ready()
-                for stage_run in ready:
-                    if stage_run.stage.resource is not Resource.trainer:
-                        self._launch(stage_run)
-                on_trainer = [r for r in ready if r.stage.resource is Resource.trainer]
-                if not self._events.empty():
-                    self._next_event()
-                elif on_trainer:
-                    self._run_here(on_trainer[0])
+            while True:
+                with self._lock:
+                    if self._frontier.done:
+                        return
+                    self._launch_ready()
+                    ready = [r for r in self._frontier.ready() if r.stage.resource is Resource.trainer]
+                    if ready and self._events.empty():
+                        self._start(ready[0])
+                    else:
+                        ready = []
+                if ready:
+                    self._actions[ready[0].stage.name](ready[0].step)
+                    self._complete(ready[0], time.time())
                 else:
                     self._next_event()
         finally:
+            with self._lock:
+                self._ended = True  # what still runs launches nothing any more
             self._threads.shutdown(wait=False, cancel_futures=True)
 
     def running(self) -> list[tuple[str, float]]:
@@ -73,7 +84,8 @@ class StageRunner:
 
     def stop_after(self, step: int) -> None:
         """Open no further step (called by a stage's action)."""
-        self._frontier.stop_after(step)
+        with self._lock:
+            self._frontier.stop_after(step)
 
     def wait_for(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
         """Run a coroutine outside the graph to its end, lending it the main thread as ``run`` does."""
@@ -96,17 +108,18 @@ class StageRunner:
         self._events.put(call)
         return result
 
-    def _run_here(self, stage_run: StageRun) -> None:
-        self._start(stage_run)
-        self._actions[stage_run.stage.name](stage_run.step)
-        self._complete(stage_run, time.time())
+    def _launch_ready(self) -> None:
+        """Start every rollout and host stage that can run (under the lock)."""
+        for stage_run in self._frontier.ready():
+            if stage_run.stage.resource is not Resource.trainer:
+                self._start(stage_run)
+                self._launch(stage_run)
 
     def _start(self, stage_run: StageRun) -> None:
         self._frontier.start(stage_run)
         self._started_s[stage_run] = time.time()
 
     def _launch(self, stage_run: StageRun) -> None:
-        self._start(stage_run)
         action = self._actions[stage_run.stage.name]
         if inspect.iscoroutinefunction(action):
             future = asyncio.run_coroutine_threadsafe(action(stage_run.step), self._event_loop)
@@ -114,18 +127,20 @@ class StageRunner:
             future = self._threads.submit(action, stage_run.step)
 
         def completed(done: Future) -> None:
-            def report() -> None:
-                done.result()
-                self._complete(stage_run, ended_s)
-
-            ended_s = time.time()
-            self._events.put(report)
+            try:
+                if not done.cancelled() and done.exception() is None:
+                    self._complete(stage_run, time.time())
+            finally:
+                self._events.put(lambda: done.result())  # wakes the calling thread; a failure is raised there
 
         future.add_done_callback(completed)
 
     def _complete(self, stage_run: StageRun, ended_s: float) -> None:
-        self._on_span(stage_run, self._started_s.pop(stage_run), ended_s)
-        self._frontier.finish(stage_run)
+        with self._lock:
+            self._on_span(stage_run, self._started_s.pop(stage_run), ended_s)
+            self._frontier.finish(stage_run)
+            if not self._ended:
+                self._launch_ready()
 
     def _next_event(self) -> None:
         deadline_s = time.monotonic() + self._stall_timeout_s

@@ -156,3 +156,23 @@ def test_stop_after_opens_no_further_step(event_loop):
     runner = make_runner(event_loop)
     runner.run({"fetch": fetch, "work": done.append}, 0, 99)
     assert done == [0, 1]
+
+
+def test_generation_starts_while_the_calling_thread_is_inside_a_trainer_stage(event_loop):
+    """The critic update waits here for the next window: it must not hold back the launch of it."""
+    started = {step: threading.Event() for step in range(4)}
+
+    def update_critic(step):
+        assert step == 2 or started[step + 1].wait(5.0), f"generation of step {step + 1} did not start beside update_critic"
+
+    async def generate(step):
+        started[step].set()
+
+    async def evaluate(step):
+        await asyncio.sleep(0.05)  # ends while the critic update runs
+
+    graph = step_graph(Mode.tppo)
+    actions = {stage.name: lambda step: None for stage in graph}
+    actions |= {"generate": generate, "evaluate": evaluate, "update_critic": update_critic}
+    runner = StageRunner(graph, event_loop, stall_timeout_s=5.0, on_span=lambda *span: None, heartbeat=lambda: None)
+    runner.run(actions, 0, 2)
