@@ -59,6 +59,123 @@ class WeightSync(Enum):
     """Through safetensors under output_dir/weights, which the servers must see under the same path."""
 
 
+class AdvantageKind(Enum):
+    """Where advantages come from; only ``egae`` has a critic."""
+
+    egae = "egae"
+    """(E)GAE over the critic's values (PPO, VC-PPO, VAPO, T-PPO)."""
+    group = "group"
+    """(R - mean) / std over the responses to one prompt (GRPO, DAPO)."""
+    group_mean = "group_mean"
+    """R - mean over the responses to one prompt, without the division (Dr. GRPO)."""
+    rloo = "rloo"
+    """R - mean of the other responses to the prompt (REINFORCE leave-one-out)."""
+    reinforce_pp = "reinforce_pp"
+    """Reward-to-go, whitened over the whole batch (REINFORCE++)."""
+    reinforce_pp_baseline = "reinforce_pp_baseline"
+    """R - mean over the prompt's responses, then whitened over the whole batch."""
+
+
+class PolicyLossKind(Enum):
+    clip = "clip"
+    """PPO's clipped ratio, with clip-higher and dual clip."""
+    gspo = "gspo"
+    """Clipped ratio of whole sequences (length-normalised)."""
+    cispo = "cispo"
+    """Log-likelihood weighted by the clipped, constant ratio: no token loses its gradient."""
+
+
+class Aggregation(Enum):
+    """How token losses become one number; denominators are those of the whole mini-batch."""
+
+    token_mean = "token_mean"
+    sequence_mean = "sequence_mean"
+    """Mean over a response's tokens first, then over responses."""
+
+
+class KlPlace(Enum):
+    none = "none"
+    reward = "reward"
+    loss = "loss"
+
+
+class KlEstimator(Enum):
+    k1 = "k1"
+    k2 = "k2"
+    k3 = "k3"
+
+
+class Overlong(Enum):
+    none = "none"
+    soft = "soft"
+    """A penalty that grows from 0 to -1 over the last algorithm.overlong_buffer_tokens of the budget (DAPO)."""
+    filter = "filter"
+    """Responses cut at the budget train nothing."""
+
+
+class CorrectionWeight(Enum):
+    """Importance weight of the engine's samples, rho = trainer / engine."""
+
+    none = "none"
+    token = "token"
+    """min(rho_t, max_weight): token TIS."""
+    sequence = "sequence"
+    """min(prod rho, max_weight): sequence TIS."""
+    icepop = "icepop"
+    """rho_t inside [icepop_low, icepop_high], else 0; the denominator stays."""
+
+
+class Rejection(Enum):
+    """Which samples leave mask and denominator because engine and trainer disagree."""
+
+    none = "none"
+    token = "token"
+    """Tokens with rho outside [low, high]."""
+    sequence = "sequence"
+    """Responses with prod rho outside [low, high]."""
+    geometric = "geometric"
+    """Responses with exp(mean log rho) outside [low, high]."""
+    k2 = "k2"
+    """Responses with mean (log rho)^2 / 2 above high."""
+    k3 = "k3"
+    """Responses with mean (rho - 1 - log rho) above high."""
+
+
+class OldPolicy(Enum):
+    recomputed = "recomputed"
+    """The trainer's own log-probs at the start of the step (three policies: engine, old, new)."""
+    rollout = "rollout"
+    """The engine's log-probs stand for them: no recomputation (two policies)."""
+
+
+class FireLoss(Enum):
+    mask = "mask"
+    """The hot token trains nothing."""
+    keep = "keep"
+    """The hot token counts like any other; use it with a correction."""
+
+
+class DuplicateIds(Enum):
+    error = "error"
+    drop = "drop"
+    """The first row stays; the others are counted."""
+
+
+class SelectionRule(Enum):
+    lowest = "lowest"
+    """The lowest share of standardised scores inside each type (Pre-PPO)."""
+    pass_rate = "pass_rate"
+    """Prompts that are solved sometimes."""
+    spread = "spread"
+    """Prompts whose best response is better than their mean one."""
+
+
+class RewardModelKind(Enum):
+    bradley_terry = "bradley_terry"
+    pairwise = "pairwise"
+    process = "process"
+
+
 class Normalization(Enum):
     none = "none"
     scale = "scale"
@@ -111,11 +228,13 @@ class PolicyConfig:
 @dataclass
 class CriticConfig:
     path: str = ""
-    """A critic written by critic-pretrain; empty: the policy's weights with a fresh value head."""
+    """A critic, reward model or process reward model with a value head; empty: the policy's weights with a fresh head."""
     dtype: Dtype = Dtype.float32
     recompute: Recompute = Recompute.none
     warmup_steps: int = 0
     """First steps in which only the critic learns."""
+    num_epochs: int = 1
+    """Passes over the finished responses in one step (K critic updates per policy update)."""
     optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=2.0e-6))
 
 
@@ -149,7 +268,56 @@ class BatchConfig:
 
 
 @dataclass
+class KlConfig:
+    """KL divergence from the reference policy."""
+
+    place: KlPlace = KlPlace.none
+    estimator: KlEstimator = KlEstimator.k3
+    coef: float = 0.0
+    coef_by_type: dict[str, float] = field(default_factory=dict)
+    """Coefficient of prompts of a type (data.type_field); other types use ``coef``."""
+    target: float = 0.0
+    """KL per response that the adaptive controller steers to; 0 means a fixed coefficient."""
+    horizon: int = 10000
+    """Responses over which the adaptive controller acts."""
+
+
+@dataclass
+class CorrectionConfig:
+    """Corrections for the difference between the engine that samples and the trainer (papers 11.2)."""
+
+    old_policy: OldPolicy = OldPolicy.recomputed
+    weight: CorrectionWeight = CorrectionWeight.none
+    max_weight: float = 2.0
+    icepop_low: float = 0.5
+    icepop_high: float = 5.0
+    normalize: bool = False
+    """Divide the weights by their mean over the batch."""
+    rejection: Rejection = Rejection.none
+    rejection_low: float = 0.5
+    rejection_high: float = 2.0
+    veto_below: float = 0.0
+    """Responses with any rho_t below this are left out; 0 means none (1e-4 is in use)."""
+    opsm_delta: float = 0.0
+    """Responses with a negative advantage and mean log(pi_old / pi) above this are left out; 0 means none."""
+
+
+@dataclass
+class DynamicSamplingConfig:
+    """Only groups of responses with a mixed outcome are trained on (DAPO); needs schedule.mode=sync."""
+
+    enabled: bool = False
+    max_rounds: int = 10
+    """Rounds of generation in one step before the run stops."""
+    correct_from: float = 1.0
+    """A score of at least this, before any shaping, counts as correct."""
+
+
+@dataclass
 class AlgorithmConfig:
+    advantage: AdvantageKind = AdvantageKind.egae
+    policy_loss: PolicyLossKind = PolicyLossKind.clip
+    aggregation: Aggregation = Aggregation.token_mean
     gamma: float = 1.0
     lambda_policy: LambdaKind = LambdaKind.length_adaptive
     lambda_value: float = 0.95
@@ -174,6 +342,15 @@ class AlgorithmConfig:
     """Weight of the language-model loss on finished responses with the full reward (VAPO)."""
     positive_lm_threshold: float = 1.0
     """A reward of at least this counts as positive."""
+    normalize_by_role: bool = False
+    """Normalise the advantages of each role of a dialogue on its own (PAG)."""
+    overlong: Overlong = Overlong.none
+    overlong_buffer_tokens: int = 4096
+    overlong_factor: float = 1.0
+    """The soft penalty at the end of the budget."""
+    kl: KlConfig = field(default_factory=KlConfig)
+    correction: CorrectionConfig = field(default_factory=CorrectionConfig)
+    dynamic_sampling: DynamicSamplingConfig = field(default_factory=DynamicSamplingConfig)
 
 
 @dataclass
@@ -182,25 +359,109 @@ class ScheduleConfig:
 
 
 @dataclass
+class ReferenceConfig:
+    """The frozen policy that KL is measured from."""
+
+    path: str = ""
+    """A Hugging Face model folder; empty: policy.path."""
+
+
+@dataclass
+class EnvironmentConfig:
+    """Dialogues: who answers the model's turns."""
+
+    name: str = ""
+    """A registered environment (pag, calculator) or package.module:Class; empty: one response, no dialogue."""
+    max_turn_tokens: int = 0
+    """Generated tokens of one turn; 0 means the rest of the budget."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Keyword arguments of the environment."""
+
+
+@dataclass
+class FireConfig:
+    """FIRE: the first token of a response is sampled hot, the others as usual."""
+
+    temperature: float = 0.0
+    """Of the hot token; 0 means no hot token."""
+    top_k: int = 16
+    after: str = ""
+    """The hot token is the first one after this text; empty: the first of the response."""
+    banned_token_ids: list[int] = field(default_factory=list)
+    """Never sampled hot, besides the tokenizer's special tokens."""
+    loss: FireLoss = FireLoss.mask
+
+
+@dataclass
+class CurriculumPhase:
+    until_step: int = 0
+    """The phase covers the steps before this one."""
+    mixture: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass
 class DataConfig:
     train_files: list[str] = field(default_factory=list)
-    """JSONL files of prompts."""
+    """Prompts: JSONL or Parquet files, or folders of local Hugging Face datasets."""
     eval_files: list[str] = field(default_factory=list)
     id_field: str = "id"
     """Optional in the file; the place file:line stands in for it."""
     prompt_field: str = "prompt"
     answer_field: str = "answer"
+    answer_required: bool = True
+    """False: a row may lack the answer (a judge decides)."""
     response_field: str = "response"
     """The reference solution that sft trains on."""
+    type_field: str = "type"
+    """The prompt's type or domain: mixtures, KL coefficients and rewards go by it. Optional in the file."""
+    reward_fields: list[str] = field(default_factory=list)
+    """Further fields of a row that its reward reads. Fields may be nested: reward_model.ground_truth."""
+    split: str = "train"
+    """Which split of a Hugging Face dataset folder."""
+    duplicate_ids: DuplicateIds = DuplicateIds.error
+    mixture: dict[str, float] = field(default_factory=dict)
+    """Weight of each prompt type; empty: every prompt once an epoch."""
+    curriculum: list[CurriculumPhase] = field(default_factory=list)
+    """Mixtures of the first steps, in order; ``mixture`` holds after the last phase."""
     shuffle: bool = True
     use_chat_template: bool = False
     """Wrap the prompt as a user message in the tokenizer's chat template."""
+    system_prompt: str = ""
+    """System message before the prompt; needs use_chat_template."""
+
+
+@dataclass
+class RewardRouteConfig:
+    """The reward of one prompt type."""
+
+    name: str = ""
+    options: dict[str, Any] = field(default_factory=dict)
+    timeout_s: float = 0.0
+    """0 means reward.timeout_s."""
+    rescale_to: list[float] = field(default_factory=list)
+    """[low, high]: the reward's range is mapped onto this one linearly."""
+
+
+@dataclass
+class ProcessRewardConfig:
+    """Dense rewards at line ends from a process reward model; needs schedule.mode=sync."""
+
+    path: str = ""
+    """The model's folder; empty: none."""
+    weight_if_failed: float = 0.25
+    weight_if_passed: float = 0.025
+    comment_prefixes: list[str] = field(default_factory=lambda: ["#"])
 
 
 @dataclass
 class RewardConfig:
     name: str = "math"
-    """An entry of the reward registry."""
+    """An entry of the reward registry, or package.module:function."""
+    by_type: dict[str, RewardRouteConfig] = field(default_factory=dict)
+    """Rewards chosen by prompt type; then ``name`` is not used and every type needs an entry."""
+    require_think: bool = False
+    """A response that is not <think>...</think>solution scores 0; only the solution is graded."""
+    process: ProcessRewardConfig = field(default_factory=ProcessRewardConfig)
     num_workers: int = 2
     timeout_s: float = 5.0
     """A response that takes longer to score is killed, masked and counted."""
@@ -208,6 +469,14 @@ class RewardConfig:
     """More unscored responses than this share of a step stop the run."""
     options: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of the reward."""
+    max_concurrency: int = 256
+    """Requests under way of a reward that asks a server."""
+    max_retries: int = 1
+    """Times an item is tried again after its worker died or its server failed."""
+    memory_limit_mb: int = 2048
+    """What one worker may allocate."""
+    start_timeout_s: float = 60.0
+    """Importing the reward may take this long."""
 
 
 @dataclass
@@ -226,6 +495,9 @@ class RolloutConfig:
     """Seed every sample on its own, so that a resumed run samples the same tokens."""
     stop_token_ids: list[int] = field(default_factory=list)
     """Besides the tokenizer's end-of-text token."""
+    over_sampling: float = 1.0
+    """Start this many times the responses of a step, stop when enough are complete."""
+    fire: FireConfig = field(default_factory=FireConfig)
     max_inflight_requests: int = 512
     """Requests under way at one server; further ones wait."""
     request_timeout_s: float = 300.0
@@ -285,12 +557,71 @@ class SftConfig:
 
 @dataclass
 class CriticPretrainConfig:
-    """`megatron-rl critic-pretrain`: regress the critic onto returns of the frozen policy."""
+    """`megatron-rl critic-pretrain`: regress the critic onto returns of the frozen policy until it has settled."""
 
     output_path: str = ""
     """Folder that receives the critic."""
     num_steps: int = 20
+    """At most."""
+    min_steps: int = 0
+    """At least."""
+    settle_window: int = 0
+    """Steps over which value loss and explained variance must have stopped changing; 0: always num_steps."""
+    settle_tolerance: float = 0.02
+    """Relative change between two windows that counts as settled."""
     optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=1.0e-3))
+
+
+@dataclass
+class RewardTrainConfig:
+    """`megatron-rl reward-train`: a reward model from preferences or line labels."""
+
+    kind: RewardModelKind = RewardModelKind.bradley_terry
+    output_path: str = ""
+    """Folder that receives the model."""
+    train_files: list[str] = field(default_factory=list)
+    """Preferences {prompt, chosen, rejected}, or for ``process`` what label-lines writes."""
+    eval_files: list[str] = field(default_factory=list)
+    num_steps: int = 100
+    eval_every_steps: int = 20
+    batch_size: int = 64
+    """Pairs (process: responses) in one optimizer step, over all ranks."""
+    max_tokens: int = 4096
+    """Longer rows are left out and counted."""
+    yes_word: str = "YES"
+    no_word: str = "NO"
+    """The judgement words of ``pairwise``; each must be one token."""
+    optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=1.0e-5))
+
+
+@dataclass
+class LabelLinesConfig:
+    """`megatron-rl label-lines`: which lines of a program can still be completed to a right one."""
+
+    input_path: str = ""
+    """Responses with their tests, as `score --reward code` takes them."""
+    output_path: str = ""
+    num_completions: int = 20
+    max_new_tokens: int = 512
+
+
+@dataclass
+class SelectPromptsConfig:
+    """`megatron-rl select-prompts`: which prompts are worth training on."""
+
+    rule: SelectionRule = SelectionRule.lowest
+    output_path: str = ""
+    """JSONL that receives the kept rows; the report lies beside it."""
+    scores_path: str = ""
+    """JSONL with id and score, one row a response; empty: responses of policy.path are generated and graded."""
+    num_samples: int = 1
+    """Responses to a prompt."""
+    keep_share: float = 0.1
+    """Share kept inside each type by ``lowest``."""
+    max_pass_rate: float = 0.75
+    """``pass_rate`` keeps prompts above 0 and up to this."""
+    min_spread: float = 0.1
+    """``spread`` keeps prompts with max - mean of at least this."""
 
 
 @dataclass
@@ -304,6 +635,8 @@ class Config:
     batch: BatchConfig = field(default_factory=BatchConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    reference: ReferenceConfig = field(default_factory=ReferenceConfig)
+    environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
     data: DataConfig = field(default_factory=DataConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
@@ -311,3 +644,6 @@ class Config:
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
     sft: SftConfig = field(default_factory=SftConfig)
     critic_pretrain: CriticPretrainConfig = field(default_factory=CriticPretrainConfig)
+    reward_train: RewardTrainConfig = field(default_factory=RewardTrainConfig)
+    label_lines: LabelLinesConfig = field(default_factory=LabelLinesConfig)
+    select_prompts: SelectPromptsConfig = field(default_factory=SelectPromptsConfig)

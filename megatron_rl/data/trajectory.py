@@ -18,6 +18,10 @@ class Prompt:
     answer: str = ""
     source: str = ""
     """Where the prompt comes from, as file:line."""
+    type: str = ""
+    """Type or domain: mixtures, KL coefficients and rewards go by it."""
+    fields: dict[str, Any] = field(default_factory=dict)
+    """Further fields of the row that its reward reads."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +45,8 @@ class Score:
     value: float | None
     detail: str = ""
     error: str = ""
+    metrics: dict[str, float] = field(default_factory=dict)
+    """Numbers beside the score that are averaged over a step."""
 
 
 @dataclass
