@@ -23,7 +23,7 @@ def picked_letter(text: str) -> str | None:
     return match.group(1).upper() if match else None
 
 
-@register("choice")
+@register("choice", range=(0.0, 1.0))
 def score(response: str, answer: str, *, letters: str = "ABCDEFGHIJ") -> Score:
     """Compare the picked letter with ``answer``, which is a letter itself.
 

@@ -10,7 +10,7 @@ from functools import cache
 from typing import Any
 
 from megatron_rl.data.trajectory import Score
-from megatron_rl.rewards.registry import Reward, check_options, register, resolve
+from megatron_rl.rewards.registry import Reward, RewardError, check_options, register, resolve
 
 OPEN, CLOSE = "<think>", "</think>"
 
@@ -47,11 +47,26 @@ def prepare(options: Mapping[str, Any]) -> None:
 
 def check(options: Mapping[str, Any]) -> None:
     inner = _inner(options)
-    if inner is not None:
-        check_options(inner, options.get("then_options") or {})
+    if inner is None:
+        return
+    if inner.is_async:
+        raise RewardError(
+            f"reward 'format': then={inner.name!r} asks a server, which a worker process does not; set "
+            f"reward.name={inner.name} and reward.require_think=true instead"
+        )
+    check_options(inner, options.get("then_options") or {})
 
 
-@register("format", prepare=prepare, check=check)
+def value_range(options: Mapping[str, Any]) -> tuple[float, float] | None:
+    """A response without the format gets 0, so 0 belongs to the range whatever the other reward does."""
+    inner = _inner(options)
+    if inner is None:
+        return (0.0, 1.0)
+    inside = inner.value_range(options.get("then_options") or {})
+    return None if inside is None else (min(0.0, inside[0]), max(0.0, inside[1]))
+
+
+@register("format", prepare=prepare, check=check, range=value_range)
 def score(
     response: str,
     answer: str,

@@ -52,7 +52,7 @@ def _truth_box(answer: str) -> Box | Score:
     return box or Score(None, error=f"the ground truth {answer[:80]!r} is not a box: {expected}")
 
 
-@register("bbox")
+@register("bbox", range=(0.0, 1.0))
 def score_box(response: str, answer: str, *, min_iou: float = 0.0) -> Score:
     """Intersection over union of the response's box with the box ``answer``.
 
@@ -69,7 +69,7 @@ def score_box(response: str, answer: str, *, min_iou: float = 0.0) -> Score:
     return Score(float(iou >= min_iou) if min_iou > 0 else iou, f"bbox {box}, IoU {iou:.3f}")
 
 
-@register("point")
+@register("point", range=(0.0, 1.0))
 def score_point(response: str, answer: str) -> Score:
     """1.0 if the response's point lies in the box ``answer``, its border included."""
     truth = _truth_box(answer)

@@ -14,7 +14,7 @@ from megatron_rl.rewards.registry import register
 _compile = lru_cache(maxsize=4096)(re.compile)
 
 
-@register("regex")
+@register("regex", range=(0.0, 1.0))
 def score(
     response: str, answer: str, *, match: Literal["search", "fullmatch"] = "search", ignore_case: bool = False
 ) -> Score:

@@ -35,7 +35,7 @@ def prepare(_options: Mapping[str, Any]) -> None:
     logging.getLogger(math_verify.__name__).setLevel(logging.ERROR)  # it warns that its time-outs are off
 
 
-@register("math", prepare=prepare)
+@register("math", prepare=prepare, range=(0.0, 1.0))
 def score(response: str, answer: str, *, extract: Extract = "auto", separator: str = "") -> Score:
     r"""Compare the final answer of ``response`` with ``answer``.
 

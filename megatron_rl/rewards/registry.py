@@ -1,8 +1,9 @@
 """Rewards by name.
 
-A reward is a plain function ``score(response: str, answer: str, **options) -> float | Score``. It is named either by
-its registry entry (``math``) or by its import path (``package.module:function``), and runs in a worker process, so it
-must be importable there: a module-level function of a module other than ``__main__``.
+A reward is a function ``score(response: str, answer: str, **options) -> float | Score``. It is named either by its
+registry entry (``math``) or by its import path (``package.module:function``). A plain one runs in a worker process, so
+it must be importable there: a module-level function of a module other than ``__main__``. An ``async def`` one waits for
+somebody else (a server) and runs in an event loop of this process.
 
 Options are the function's keyword parameters. They are checked against its signature here, before a run starts. A
 keyword parameter without a default that the options leave out is a row field: every item must bring it along.
@@ -22,6 +23,8 @@ from megatron_rl.errors import UserError
 
 ScoreFunction = Callable[..., "float | Score"]
 OptionsHook = Callable[[Mapping[str, Any]], None]
+Range = tuple[float, float]
+RangeOfOptions = Callable[[Mapping[str, Any]], "Range | None"]
 
 BUILTIN_MODULES = ("math", "format", "choice", "grounding", "instruction")
 """Modules of this package that register rewards."""
@@ -39,6 +42,16 @@ class Reward:
     """Called once before the workers start: imports that would otherwise count towards the first item's deadline."""
     check: OptionsHook | None = None
     """Called with the options before a run starts, for what the signature cannot say; raises RewardError."""
+    range: "Range | RangeOfOptions | None" = None
+    """Smallest and largest value; None if nobody declared it. Rewards of one run must agree on it (hybrid.py)."""
+
+    @property
+    def is_async(self) -> bool:
+        """Runs in an event loop (async_runner.py) instead of worker processes."""
+        return inspect.iscoroutinefunction(self.function)
+
+    def value_range(self, options: Mapping[str, Any]) -> "Range | None":
+        return self.range(options) if callable(self.range) else self.range
 
     @property
     def path(self) -> str:
@@ -50,12 +63,16 @@ _rewards: dict[str, Reward] = {}
 
 
 def register(
-    name: str, *, prepare: OptionsHook | None = None, check: OptionsHook | None = None
+    name: str,
+    *,
+    prepare: OptionsHook | None = None,
+    check: OptionsHook | None = None,
+    range: "Range | RangeOfOptions | None" = None,
 ) -> Callable[[ScoreFunction], ScoreFunction]:
     """Decorator: make a score function available as ``name``."""
 
     def add(function: ScoreFunction) -> ScoreFunction:
-        reward = Reward(name, function, prepare, check)
+        reward = Reward(name, function, prepare, check, range)
         if name in _rewards and _rewards[name].path != reward.path:
             raise RewardError(f"reward {name!r} is {_rewards[name].path} already; give {reward.path} another name")
         _rewards[name] = reward
@@ -114,8 +131,12 @@ def _resolve_path(path: str) -> Reward:
 
 def _check_function(reward: Reward) -> None:
     function = reward.function
-    if not inspect.isfunction(function) or inspect.iscoroutinefunction(function):
-        raise RewardError(f"reward {reward.name!r}: expected a plain function, got {function!r}")
+    if (
+        not inspect.isfunction(function)
+        or inspect.isgeneratorfunction(function)
+        or inspect.isasyncgenfunction(function)
+    ):
+        raise RewardError(f"reward {reward.name!r}: expected a plain function or an async one, got {function!r}")
     if function.__module__ == "__main__" or "<" in function.__qualname__:
         raise RewardError(
             f"reward {reward.name!r}: a worker process cannot import {reward.path}; "
