@@ -7,7 +7,7 @@ from rich.table import Table
 from megatron_rl.config.describe import batch_arithmetic, data_parallel_size
 from megatron_rl.config.load import config_to_yaml
 from megatron_rl.config.schema import Config
-from megatron_rl.schedule.stages import check_graph, step_graph
+from megatron_rl.schedule.stages import check_graph, graph_of
 
 
 def print_plan(config: Config, *, command: str, world_size: int) -> None:
@@ -38,7 +38,7 @@ def arithmetic_table(config: Config, world_size: int) -> Table:
 
 
 def stage_table(config: Config) -> Table:
-    graph = step_graph(config.schedule.mode)
+    graph = graph_of(config)
     check_graph(graph)
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column("stage", no_wrap=True)

@@ -29,7 +29,7 @@ from megatron_rl.schedule.parity import compare_logprobs, generate_for_parity, s
 from megatron_rl.schedule.recorder import Recorder
 from megatron_rl.schedule.runner import StageRunner
 from megatron_rl.schedule.saving import Saver
-from megatron_rl.schedule.stages import step_graph
+from megatron_rl.schedule.stages import graph_of
 from megatron_rl.schedule.summary import Summary, print_summary, summarize, write_summary
 from megatron_rl.schedule.supervised import run_sft
 from megatron_rl.training.engine import Engine
@@ -131,7 +131,7 @@ def _drive(config: Config, group: TrainerGroup, *, freeze_policy: bool) -> Summa
         recorder = stack.enter_context(Recorder(config, first_step=first_step, title=_title(config, freeze_policy)))
         event_loop = stack.enter_context(_event_loop_thread())
         runner = StageRunner(
-            step_graph(config.schedule.mode),
+            graph_of(config),
             event_loop,
             stall_timeout_s=_stall_timeout_s(config),
             on_span=recorder.stage_done,

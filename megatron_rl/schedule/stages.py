@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from megatron_rl.config.schema import Mode
+from megatron_rl.config.schema import AdvantageKind, Config, KlPlace, Mode
 
 
 class Resource(Enum):
@@ -34,34 +34,87 @@ class Stage:
     does: str = ""
 
 
-def step_graph(mode: Mode) -> tuple[Stage, ...]:
-    before_generation = ("served_weights", "carried") + (("critic",) if mode is Mode.sync else ())
+def graph_of(config: Config) -> tuple[Stage, ...]:
+    """The stages of a step under a configuration."""
+    return step_graph(
+        config.schedule.mode,
+        critic=config.algorithm.advantage is AdvantageKind.egae,
+        reference=config.algorithm.kl.place is not KlPlace.none,
+        process_rewards=bool(config.reward.process.path),
+    )
+
+
+def step_graph(
+    mode: Mode, *, critic: bool = True, reference: bool = False, process_rewards: bool = False
+) -> tuple[Stage, ...]:
+    """Without a critic, a reference policy or a process reward model their stages do not exist."""
     rollout, trainer, host = Resource.rollout, Resource.trainer, Resource.host
+    waits_for_critic = ("critic",) if critic and mode is Mode.sync else ()
+    optional: dict[str, tuple[Stage, ...]] = {
+        "reference": (
+            Stage(
+                "reference_logprobs", trainer, ("reference_logprobs",), ("segments",), (), "log-probs of the reference"
+            ),
+        )
+        * reference,
+        "process": (
+            Stage("process_rewards", trainer, ("line_rewards",), ("scores",), (), "rewards of lines, from a model"),
+        )
+        * process_rewards,
+        "values": (
+            Stage("values", trainer, ("values",), ("segments",), ("critic",), "critic values of the window's tokens"),
+        )
+        * critic,
+        "update_critic": (
+            Stage(
+                "update_critic",
+                trainer,
+                ("critic",),
+                ("advantages",),
+                (),
+                "value loss on finished responses, all windows",
+            ),
+        )
+        * critic,
+    }
+    advantages_need = [
+        product for name in ("reference", "process", "values") for s in optional[name] for product in s.makes
+    ]
     return (
         Stage(
-            "generate", rollout, ("segments",), needs_previous=before_generation, does="one window of new tokens a slot"
+            "generate",
+            rollout,
+            ("segments",),
+            (),
+            ("served_weights", "carried", *waits_for_critic),
+            "one window of new tokens a slot",
         ),
-        Stage("score", host, ("scores",), ("segments",), does="rewards of the finished responses"),
+        Stage("score", host, ("scores",), ("segments",), (), "rewards of what ended in this step"),
         Stage(
             "old_logprobs", trainer, ("old_logprobs",), ("segments",), ("policy",), "log-probs of the window's tokens"
         ),
-        Stage("values", trainer, ("values",), ("segments",), ("critic",), "critic values of the window's tokens"),
+        *optional["reference"],
+        *optional["values"],
+        *optional["process"],
         Stage(
             "advantages",
             host,
             ("advantages", "carried"),
-            ("scores", "old_logprobs", "values"),
+            ("scores", "old_logprobs", *advantages_need),
             (),
-            "EGAE; finished responses leave the pool",
+            "advantages; finished responses leave the pool",
         ),
-        Stage("update_policy", trainer, ("policy",), ("advantages",), (), "clipped policy loss on the window's tokens"),
+        Stage("update_policy", trainer, ("policy",), ("advantages",), (), "policy loss on the window's tokens"),
         Stage("publish", trainer, ("served_weights",), ("policy",), (), "new weights to every server"),
         Stage("evaluate", rollout, ("evaluation",), ("served_weights",), (), "greedy answers to held-out prompts"),
+        *optional["update_critic"],
         Stage(
-            "update_critic", trainer, ("critic",), ("advantages",), (), "value loss on finished responses, all windows"
-        ),
-        Stage(
-            "checkpoint", trainer, ("saved",), ("policy", "critic", "carried"), (), "weights, optimizers, pool, sampler"
+            "checkpoint",
+            trainer,
+            ("saved",),
+            ("policy", "carried", *(("critic",) if critic else ())),
+            (),
+            "weights, optimizers, pool, sampler",
         ),
         Stage(
             "record",

@@ -8,7 +8,7 @@ from megatron_rl.config.checks import check_config
 from megatron_rl.config.describe import batch_arithmetic
 from megatron_rl.config.load import load_config
 from megatron_rl.errors import ConfigError
-from megatron_rl.schedule.stages import check_graph, step_graph
+from megatron_rl.schedule.stages import check_graph, graph_of
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = sorted(ROOT.glob("examples/*/*.yaml"))
@@ -19,7 +19,7 @@ def test_a_shipped_recipe_lacks_nothing_but_the_users_files(recipe):
     config = load_config(recipe)
     ranks = config.parallel.num_ranks or 8
     assert batch_arithmetic(config, ranks)
-    check_graph(step_graph(config.schedule.mode))
+    check_graph(graph_of(config))
     with pytest.raises(ConfigError) as error:
         check_config(load_config(recipe, ["policy.path=/nowhere"]), command="train", world_size=ranks)
     for problem in str(error.value).splitlines():
