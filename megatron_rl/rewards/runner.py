@@ -339,11 +339,11 @@ class RewardRunner:
         finally:
             reading.cancel()
 
-    def _record(self, chunk: _Chunk, results: list[tuple[int, float | None, str, str]]) -> None:
+    def _record(self, chunk: _Chunk, results: list[tuple[int, float | None, str, str, dict[str, float]]]) -> None:
         if results:
             self._num_barren_deaths = 0
-        for position, value, detail, error in results:
-            chunk.items[position].finish(Score(value, detail, error))
+        for position, *result in results:
+            chunk.items[position].finish(Score(*result))
 
     async def _watch(self, worker: Worker, chunk: _Chunk) -> bool:
         """A worker has been quiet: spread its chunk if one item is slow, kill it past the deadline (then True)."""

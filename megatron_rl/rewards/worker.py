@@ -33,6 +33,7 @@ FLUSH_S = 0.02
 """A worker holds results back for at most this long, plus the item it is at."""
 MAX_TEXT = 500
 """Characters of detail and error that are kept."""
+MAX_METRICS = 32
 MAX_SWEEPS = 100
 """Rounds of killing orphans, so that a fork bomb cannot hold the nursery for ever."""
 
@@ -161,19 +162,19 @@ class Scorer:
         self._cpu_hard_limit = resource.getrlimit(resource.RLIMIT_CPU)[1]
 
     def _score_chunk(self, items: list[Any], connection: socket.socket, slot: Slot) -> None:
-        """Send ``[position, value, detail, error]`` for each item, a few at a time; the last frame says done.
+        """Send ``[position, value, detail, error, metrics]`` for each item, a few at a time; the last frame says done.
 
         The chunk ends early at the slot's limit, or when the worker should be replaced (``retire``).
         """
-        results: list[tuple[int, float | None, str, str]] = []
+        results: list[tuple[int, float | None, str, str, dict[str, float]]] = []
         retire = False
         flushed_at = time.monotonic()
         for position, (response, answer, fields) in enumerate(items):
             if position >= slot.limit():
                 break
             slot.set_position(position)
-            value, detail, error, retire = self._score_one(response, answer, fields)
-            results.append((position, value, detail, error))
+            result, retire = self._score_one(response, answer, fields)
+            results.append((position, *result))
             if retire:
                 break
             if time.monotonic() - flushed_at > FLUSH_S:
@@ -182,40 +183,52 @@ class Scorer:
         slot.set_position(IDLE)
         connection.sendall(pack({"results": results, "done": True, "retire": retire}))
 
-    def _score_one(self, response: str, answer: str, fields: dict[str, Any]) -> tuple[float | None, str, str, bool]:
-        """(value, detail, error, whether the worker must be replaced)."""
+    def _score_one(self, response: str, answer: str, fields: dict[str, Any]) -> "tuple[Result, bool]":
+        """The result, and whether the worker must be replaced."""
         # The runner's deadline comes first; this one holds if the runner itself is stopped.
         resource.setrlimit(resource.RLIMIT_CPU, (int(time.process_time()) + self._cpu_s, self._cpu_hard_limit))
         retire = False
         try:
-            value, detail, error = as_result(self._function(response, answer, **self._options, **fields))
+            result = as_result(self._function(response, answer, **self._options, **fields))
         except MemoryError:
             limit = self._memory_bytes >> 20
-            value, detail, error = None, "", f"MemoryError: needs more than the worker's {limit} MB"
+            result = failed(f"MemoryError: needs more than the worker's {limit} MB")
             retire = True  # what it holds by now may never be given back
         except BaseException as raised:  # SystemExit and KeyboardInterrupt too: a reward must not end the worker
-            value, detail, error = None, "", describe(raised)
+            result = failed(describe(raised))
         if os.getpid() != self._pid:
             os._exit(1)  # a fork of the reward came back here; only the worker may answer
         if left_processes():
-            return None, "", "left processes running behind it", True
-        return value, detail, error, retire
+            return failed("left processes running behind it"), True
+        return result, retire
 
 
-def as_result(outcome: Any) -> tuple[float | None, str, str]:
-    """(value, detail, error) of what a reward returned: a finite number or a Score."""
+Result = tuple[float | None, str, str, dict[str, float]]
+"""(value, detail, error, metrics), the fields of a Score; a worker has no business importing the trainer's data."""
+
+
+def failed(error: str) -> Result:
+    return None, "", error, {}
+
+
+def as_result(outcome: Any) -> Result:
+    """What a reward returned, a finite number or a Score, as plain and bounded data."""
+    metrics: dict[str, float] = {}
     if isinstance(outcome, (int, float)):
         value, detail, error = float(outcome), "", ""
     elif hasattr(outcome, "value") and hasattr(outcome, "detail") and hasattr(outcome, "error"):
         value = None if outcome.value is None else float(outcome.value)
         detail, error = str(outcome.detail)[:MAX_TEXT], str(outcome.error)[:MAX_TEXT]
+        if hasattr(outcome, "metrics"):
+            pairs = [(str(name)[:MAX_TEXT], float(number)) for name, number in outcome.metrics.items()]
+            metrics = {name: number for name, number in pairs[:MAX_METRICS] if math.isfinite(number)}
     else:
         value, detail, error = float(outcome), "", ""  # a numpy scalar, or a TypeError that says what came
     if value is not None and not math.isfinite(value):
-        return None, detail, f"the reward returned {value}; expected a finite number"
+        return None, detail, f"the reward returned {value}; expected a finite number", metrics
     if value is None and not error:
         error = "the reward returned no value and no error"
-    return value, detail, error
+    return value, detail, error, metrics
 
 
 def left_processes() -> bool:
