@@ -1,10 +1,12 @@
 """The slot pool: a constant number of responses under way (T-PPO's successive batching, papers 1.3).
 
 Laws: every step works on exactly ``num_slots`` trajectories; unfinished ones come first, in the order in which they
-were started, and fresh prompts fill the rest; a trajectory leaves only when it is finished; none is lost or doubled.
+were started, and fresh prompts fill the rest; a trajectory leaves only when it is finished or discarded by name; none
+is lost or doubled.
 """
 
 from collections import deque
+from collections.abc import Iterable
 from typing import Any
 
 from megatron_rl.data.sampler import PromptSampler
@@ -24,11 +26,11 @@ class SlotPool:
         self._next_id = 0
         self._next_group = 0
 
-    def fill(self) -> list[Trajectory]:
-        """The trajectories of the coming step: carried ones, then fresh ones; always num_slots of them."""
+    def fill(self, step: int = 0) -> list[Trajectory]:
+        """The trajectories of ``step``: carried ones, then fresh ones; always num_slots of them."""
         while len(self._slots) < self._num_slots:
             if not self._fresh:
-                self._start_group(self._sampler.draw())
+                self._start_group(self._sampler.draw(step))
             self._slots.append(self._fresh.popleft())
         return list(self._slots)
 
@@ -37,6 +39,11 @@ class SlotPool:
         finished = [t for t in self._slots if t.finished]
         self._slots = [t for t in self._slots if not t.finished]
         return finished
+
+    def discard(self, trajectories: Iterable[Trajectory]) -> None:
+        """Take these out, finished or not; those that left already are passed over."""
+        ids = {t.id for t in trajectories}
+        self._slots = [t for t in self._slots if t.id not in ids]
 
     @property
     def num_carried(self) -> int:

@@ -16,7 +16,7 @@ class PromptSampler:
         self._shuffle = shuffle
         self.load_state({"epoch": 0, "position": 0})
 
-    def draw(self) -> Prompt:
+    def draw(self, step: int = 0) -> Prompt:
         if self._position == len(self._order):
             self.load_state({"epoch": self._epoch + 1, "position": 0})
         prompt = self._prompts[self._order[self._position]]

@@ -1,13 +1,22 @@
-"""Prompts and the responses that grow from them, window by window.
+"""Prompts and the responses that grow from them, window by window and turn by turn.
 
-Invariants: a trajectory's tokens are the engine's ids and are never tokenised again; segments are immutable and only
-appended; a trajectory is finished once the engine says stop or the response budget is used up.
+A response is one text, or a dialogue: turns that the model generated, and messages of an environment between them.
+
+Invariants: a trajectory's tokens are the engine's ids (a message's: the tokenizer's, once) and are never tokenised
+again; segments are immutable and only appended; the turns of a dialogue are separated by messages; tokens after the
+prompt, messages included, never exceed ``max_response_tokens``; a response is finished once the engine says stop, a
+dialogue once its environment does, and both when the budget is used up.
 """
 
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, Self
 
 import numpy as np
+
+ENVIRONMENT = "environment"
+"""Role of the messages that no model generated."""
+POLICY = "policy"
 
 
 @dataclass(frozen=True)
@@ -26,16 +35,66 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Segment:
-    """What one generation call returned for one trajectory."""
+    """What one generation call returned for one trajectory, or one message of the environment."""
 
     token_ids: tuple[int, ...]
     rollout_logprobs: tuple[float, ...]
-    """mu: the engine's log-probs at sampling, one a token."""
+    """mu: the engine's log-probs at sampling, one a token; zeros in a message."""
     weight_version: int
     finish_reason: str
-    """stop (the engine met a stop token, which is the last id), length, or abort (cut from outside)."""
+    """stop (the turn ended by itself: a stop token or a stop string of the environment, which the last tokens are),
+    length (it goes on, unless a budget is used up), abort (cut from outside) or message."""
     step: int
     """Training step that generated it."""
+    turn: int = 0
+    """The turn that it is part of; a message counts to the turn that it answers."""
+    role: str = POLICY
+    """Who speaks: a role of the model (policy, verifier), or ``ENVIRONMENT``."""
+    hot: bool = False
+    """Sampled by FIRE at its own temperature; rollout_logprobs are those of that temperature."""
+
+    @property
+    def generated(self) -> bool:
+        return self.role != ENVIRONMENT
+
+
+def message_segment(token_ids: tuple[int, ...], *, weight_version: int, step: int, turn: int) -> Segment:
+    """A message of the environment, in answer to ``turn``."""
+    return Segment(token_ids, (0.0,) * len(token_ids), weight_version, "message", step, turn, ENVIRONMENT)
+
+
+@dataclass(frozen=True)
+class Turn:
+    """The model's tokens between two messages, over all windows."""
+
+    index: int
+    segments: tuple[Segment, ...]
+    start: int
+    """Offset of the first token in the response; the others follow without a gap."""
+    ended: bool
+    """False: the next window goes on with it."""
+
+    @property
+    def role(self) -> str:
+        return self.segments[0].role
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        return tuple(token for segment in self.segments for token in segment.token_ids)
+
+    @property
+    def finish_reason(self) -> str:
+        """Of its last segment: ``stop``, or ``length`` and ``abort`` where a budget cut it or it goes on."""
+        return self.segments[-1].finish_reason
+
+    @property
+    def last_step(self) -> int:
+        """The step that generated its last token."""
+        return self.segments[-1].step
+
+    def tokens_of(self, step: int) -> int:
+        """Number of its tokens that ``step`` generated."""
+        return sum(len(segment.token_ids) for segment in self.segments if segment.step == step)
 
 
 @dataclass(frozen=True)
@@ -57,13 +116,32 @@ class Trajectory:
     """Trajectories of one prompt share it."""
     sample_index: int
     max_response_tokens: int
+    """Most tokens after the prompt, messages included."""
     segments: list[Segment] = field(default_factory=list)
     old_values: list[float] = field(default_factory=list)
-    """Critic values of the response tokens, each from the step that generated it."""
+    """Critic values of the generated tokens, each from the step that generated it."""
+    token_rewards: list[float] = field(default_factory=list)
+    """Rewards of the generated tokens besides the outcome (KL penalty, lines); empty where there are none."""
     score: Score | None = None
+    """Of the whole response or dialogue."""
+    dialogue: bool = False
+    """An environment answers the turns; it decides when the dialogue ends."""
+    max_turn_tokens: int = 0
+    """Most generated tokens of one turn; 0 means the rest of the budget."""
+    next_role: str = POLICY
+    """Who speaks after the last message; before the first turn, who begins."""
+    env_done: bool = False
+    """The environment ended the dialogue."""
+    out_of_room: bool = False
+    """The next message would have left no room for an answer: the dialogue is cut before it."""
+    turn_grades: dict[int, Score] = field(default_factory=dict)
+    """By turn: what the run's reward says of its graded text."""
+    turn_scores: dict[int, Score] = field(default_factory=dict)
+    """By turn: the reward that its last token receives."""
 
     @property
     def response_ids(self) -> list[int]:
+        """All tokens after the prompt, messages included."""
         return [token for segment in self.segments for token in segment.token_ids]
 
     @property
@@ -71,37 +149,112 @@ class Trajectory:
         return sum(len(segment.token_ids) for segment in self.segments)
 
     @property
+    def num_generated_tokens(self) -> int:
+        return sum(len(segment.token_ids) for segment in self.segments if segment.generated)
+
+    @property
     def token_ids(self) -> list[int]:
         return [*self.prompt.token_ids, *self.response_ids]
 
     @property
     def stopped(self) -> bool:
+        """It ended by itself: no budget cut it."""
+        if self.dialogue:
+            return self.env_done
         return bool(self.segments) and self.segments[-1].finish_reason == "stop"
 
     @property
     def finished(self) -> bool:
-        return self.stopped or self.num_response_tokens >= self.max_response_tokens
+        return self.stopped or self.out_of_room or self.num_response_tokens >= self.max_response_tokens
 
     def window_tokens(self, step: int) -> int:
-        """Tokens that ``step`` added; they are the last ones of the response."""
-        return sum(len(segment.token_ids) for segment in self.segments if segment.step == step)
+        """Number of tokens that the model generated in ``step``."""
+        return sum(len(segment.token_ids) for segment in self._generated_by(step))
+
+    def generated_mask(self) -> np.ndarray:
+        """[response tokens] bool: the model's own tokens, not those of messages."""
+        return self._per_token([segment.generated for segment in self.segments])
+
+    def window_mask(self, step: int) -> np.ndarray:
+        """[response tokens] bool: generated in ``step``."""
+        return self._per_token([segment.generated and segment.step == step for segment in self.segments])
+
+    def hot_mask(self) -> np.ndarray:
+        """[response tokens] bool: sampled hot (FIRE)."""
+        return self._per_token([segment.hot for segment in self.segments])
 
     def rollout_logprobs(self) -> np.ndarray:
-        """[number of response tokens] float32."""
+        """[response tokens] float32; 0 on the tokens of messages."""
         return np.array([x for s in self.segments for x in s.rollout_logprobs], dtype=np.float32)
+
+    def turns(self) -> list[Turn]:
+        """The turns that have tokens, in order. Every one but the last has ended."""
+        starts = np.cumsum([0, *(len(segment.token_ids) for segment in self.segments)])
+        by_turn: dict[int, list[tuple[int, Segment]]] = {}
+        for start, segment in zip(starts.tolist(), self.segments):
+            if segment.generated and segment.token_ids:
+                by_turn.setdefault(segment.turn, []).append((start, segment))
+        current, is_over = self.current_turn, self.turn_is_over
+        return [
+            Turn(index, tuple(s for _, s in parts), start=parts[0][0], ended=index < current or is_over)
+            for index, parts in by_turn.items()
+        ]
+
+    def turn_ended(self, step: int) -> list[Turn]:
+        """The turns whose last token ``step`` generated."""
+        return [turn for turn in self.turns() if turn.ended and turn.last_step == step]
+
+    @property
+    def current_turn(self) -> int:
+        """Index of the turn that the model is in or begins next."""
+        if not self.segments:
+            return 0
+        last = self.segments[-1]
+        return last.turn if last.generated else last.turn + 1
+
+    @property
+    def num_turn_tokens(self) -> int:
+        """Generated tokens of the current turn so far."""
+        return sum(len(s.token_ids) for s in self._of_current_turn())
+
+    @property
+    def turn_is_over(self) -> bool:
+        """The current turn has tokens and gets no more."""
+        last = next(reversed(list(self._of_current_turn())), None)
+        if last is None:
+            return False
+        full = 0 < self.max_turn_tokens <= self.num_turn_tokens
+        return last.finish_reason == "stop" or full or self.finished
+
+    def _of_current_turn(self) -> Iterator[Segment]:
+        turn = self.current_turn
+        return (s for s in self.segments if s.generated and s.turn == turn)
+
+    def _generated_by(self, step: int) -> Iterator[Segment]:
+        return (segment for segment in self.segments if segment.generated and segment.step == step)
+
+    def _per_token(self, flags: list[bool]) -> np.ndarray:
+        lengths = [len(segment.token_ids) for segment in self.segments]
+        return np.repeat(np.array(flags, dtype=bool), np.array(lengths, dtype=np.int64))
 
     def to_dict(self) -> dict[str, Any]:
         """A JSON-ready copy, for checkpoints."""
-        from dataclasses import asdict
-
-        return asdict(self)
+        state = asdict(self)
+        for name in ("turn_grades", "turn_scores"):
+            state[name] = {str(turn): score for turn, score in state[name].items()}
+        return state
 
     @classmethod
-    def from_dict(cls, state: dict[str, Any]) -> "Trajectory":
-        prompt = dict(state["prompt"], token_ids=tuple(state["prompt"]["token_ids"]))
-        segments = [
+    def from_dict(cls, state: Mapping[str, Any]) -> Self:
+        """The inverse of ``to_dict``; a state written before dialogues lacks their fields, which take their defaults."""
+        fields = dict(state)
+        fields["prompt"] = Prompt(**dict(state["prompt"], token_ids=tuple(state["prompt"]["token_ids"])))
+        fields["segments"] = [
             Segment(**dict(s, token_ids=tuple(s["token_ids"]), rollout_logprobs=tuple(s["rollout_logprobs"])))
             for s in state["segments"]
         ]
-        score = Score(**state["score"]) if state["score"] else None
-        return cls(**dict(state, prompt=Prompt(**prompt), segments=segments, score=score))
+        fields["score"] = Score(**state["score"]) if state["score"] else None
+        for name in ("turn_grades", "turn_scores"):
+            scores = state.get(name, {})
+            fields[name] = {int(turn): Score(**score) for turn, score in scores.items()}
+        return cls(**fields)

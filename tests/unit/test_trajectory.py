@@ -1,0 +1,126 @@
+"""The data model of responses and dialogues: masks, turns, budgets and checkpoints."""
+
+import json
+from dataclasses import asdict
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_rl.data.trajectory import Prompt, Score, Segment, Trajectory, message_segment
+
+PROMPT = Prompt("p", (1, 2), fields={"tests": ["assert True"]})
+
+
+def generated(num_tokens, step, *, turn=0, role="policy", reason="length", hot=False):
+    return Segment(tuple(range(num_tokens)), (-0.5,) * num_tokens, step, reason, step, turn, role, hot)
+
+
+def message(num_tokens, step, turn):
+    return message_segment((99,) * num_tokens, weight_version=step, step=step, turn=turn)
+
+
+def dialogue(*segments, budget=100, **fields):
+    return Trajectory(0, PROMPT, 0, 0, budget, list(segments), dialogue=True, **fields)
+
+
+TWO_TURNS = (
+    generated(1, 0, hot=True),
+    generated(2, 0),
+    generated(1, 1, reason="stop"),
+    message(3, 1, turn=0),
+    generated(2, 1, turn=1, role="verifier"),
+    generated(1, 2, turn=1, role="verifier", reason="stop"),
+)
+
+
+def test_masks_tell_generated_tokens_from_messages_and_windows_from_each_other():
+    t = dialogue(*TWO_TURNS)
+    assert t.generated_mask().tolist() == [True] * 4 + [False] * 3 + [True] * 3
+    assert t.window_mask(1).tolist() == [False] * 3 + [True] + [False] * 3 + [True] * 2 + [False]
+    assert t.hot_mask().tolist() == [True] + [False] * 9
+    assert (t.num_response_tokens, t.num_generated_tokens) == (10, 7)
+    assert [t.window_tokens(step) for step in range(3)] == [3, 3, 1]
+    assert t.rollout_logprobs().tolist() == [-0.5] * 4 + [0.0] * 3 + [-0.5] * 3
+    assert t.token_ids == [1, 2, *t.response_ids]
+
+
+def test_turns_span_windows_and_end_in_the_step_of_their_last_token():
+    t = dialogue(*TWO_TURNS)
+    policy, verifier = t.turns()
+    assert (policy.role, policy.start, policy.ended, policy.finish_reason, policy.last_step) == (
+        "policy", 0, True, "stop", 1,
+    )  # fmt: skip
+    assert (verifier.role, verifier.start, verifier.token_ids, verifier.ended) == ("verifier", 7, (0, 1, 0), True)
+    assert [turn.index for turn in t.turn_ended(1)] == [0] and [turn.index for turn in t.turn_ended(2)] == [1]
+    assert [verifier.tokens_of(step) for step in range(3)] == [0, 2, 1]
+
+
+def test_the_last_turn_is_open_until_it_stops_or_a_budget_ends_it():
+    open_turn = generated(4, 0)
+    assert not dialogue(open_turn).turns()[0].ended
+    assert dialogue(open_turn, max_turn_tokens=4).turns()[0].ended
+    assert dialogue(open_turn, budget=4).turns()[0].ended
+    assert dialogue(generated(4, 0, reason="stop")).turns()[0].ended
+    assert dialogue(generated(4, 0, reason="abort")).turns()[0].ended is False
+
+
+def test_a_response_is_finished_by_its_stop_and_a_dialogue_by_its_environment():
+    stop = generated(3, 0, reason="stop")
+    assert Trajectory(0, PROMPT, 0, 0, 9, [stop]).finished
+    assert not dialogue(stop).finished
+    assert dialogue(stop, env_done=True).finished and dialogue(stop, env_done=True).stopped
+    cut = dialogue(stop, out_of_room=True)
+    assert cut.finished and not cut.stopped
+    used_up = dialogue(stop, message(2, 0, 0), generated(4, 0, turn=1), budget=9)
+    assert used_up.finished and not used_up.stopped
+
+
+def test_after_a_message_the_next_turn_begins():
+    t = dialogue(generated(3, 0, reason="stop"), message(2, 0, turn=0))
+    assert (t.current_turn, t.num_turn_tokens, t.turn_is_over) == (1, 0, False)
+    assert [turn.index for turn in t.turns()] == [0]
+    assert dialogue().current_turn == 0 and dialogue().turns() == []
+
+
+segments = st.lists(
+    st.tuples(st.integers(0, 4), st.integers(0, 2), st.booleans(), st.sampled_from(["length", "stop", "abort"])),
+    max_size=8,
+)
+
+
+@given(segments)
+def test_masks_cover_the_response_and_agree_with_the_turns(parts):
+    t = dialogue()
+    for num_tokens, step, is_message, reason in parts:
+        turn = t.current_turn
+        t.segments.append(
+            message(num_tokens, step, turn) if is_message else generated(num_tokens, step, turn=turn, reason=reason)
+        )
+    assert len(t.generated_mask()) == len(t.rollout_logprobs()) == t.num_response_tokens == len(t.hot_mask())
+    assert np.array_equal(sum(t.window_mask(step) for step in range(3)) > 0, t.generated_mask())
+    of_turns = np.zeros(t.num_response_tokens, dtype=bool)
+    for turn in t.turns():
+        assert not of_turns[turn.start : turn.start + len(turn.token_ids)].any()
+        of_turns[turn.start : turn.start + len(turn.token_ids)] = True
+        assert tuple(t.response_ids[turn.start :][: len(turn.token_ids)]) == turn.token_ids
+        assert sum(turn.tokens_of(step) for step in range(3)) == len(turn.token_ids)
+    assert np.array_equal(of_turns, t.generated_mask())
+
+
+def test_a_dialogue_survives_a_checkpoint():
+    t = dialogue(*TWO_TURNS, next_role="policy", max_turn_tokens=7, score=Score(1.0))
+    t.turn_grades[0] = Score(1.0, "right")
+    t.turn_scores[1] = Score(None, error="died", metrics={"seconds": 1.0})
+    assert Trajectory.from_dict(json.loads(json.dumps(t.to_dict()))) == t
+
+
+def test_a_state_from_before_dialogues_loads():
+    state = asdict(Trajectory(3, PROMPT, 0, 0, 9, [generated(2, 0, reason="stop")], score=Score(0.5)))
+    for name in ("dialogue", "max_turn_tokens", "next_role", "env_done", "out_of_room", "turn_grades", "turn_scores"):
+        del state[name]
+    for segment in state["segments"]:
+        for name in ("turn", "role", "hot"):
+            del segment[name]
+    t = Trajectory.from_dict(json.loads(json.dumps(state)))
+    assert t.finished and t.score == Score(0.5) and t.turns()[0].role == "policy"
