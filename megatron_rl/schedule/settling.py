@@ -1,0 +1,109 @@
+"""When value pretraining has done its work (VC-PPO, arXiv 2503.01491). Pure.
+
+The curve has two phases: the fresh head finds the scale of the returns in a few steps, then the critic slowly learns
+which states are good. Between them, and in noise, the loss can look flat. So the pretraining has settled only when
+
+- value loss and explained variance have both stopped changing between two neighbouring windows of steps,
+- and have done so for half a window of steps on end: one lucky comparison is no standstill,
+- and the critic explains something: a head that knows no more than the mean return has not begun its second phase.
+"""
+
+import math
+from dataclasses import asdict, dataclass, field
+from statistics import mean
+from typing import Any
+
+import torch
+from torch import Tensor
+
+MIN_EXPLAINED_VARIANCE = 0.05
+
+
+@dataclass
+class Settling:
+    """Fed once a step; remembers two windows. ``state`` and ``load_state`` carry it over a restart."""
+
+    window: int
+    """Steps in each of the two windows; 0: never settled before max_steps."""
+    tolerance: float
+    """Relative change of the value loss, and change of the explained variance, that count as none."""
+    min_steps: int = 0
+    max_steps: int = 0
+    """0 means no end but settling."""
+    min_explained_variance: float = MIN_EXPLAINED_VARIANCE
+    num_steps: int = 0
+    num_calm_steps: int = 0
+    losses: list[float] = field(default_factory=list)
+    variances: list[float] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        if self.window < 0 or self.tolerance < 0 or self.min_steps < 0 or self.max_steps < 0:
+            raise ValueError(
+                "window, tolerance, min_steps and max_steps must be 0 or more, got "
+                f"{self.window}, {self.tolerance}, {self.min_steps} and {self.max_steps}"
+            )
+
+    def update(self, value_loss: float, explained_variance: float) -> bool:
+        """Take one step's numbers; True once pretraining may end."""
+        self.num_steps += 1
+        keep = 2 * self.window
+        self.losses = [*self.losses, value_loss][-keep:] if keep else []
+        self.variances = [*self.variances, explained_variance][-keep:] if keep else []
+        self.num_calm_steps = self.num_calm_steps + 1 if self._is_calm() else 0
+        return self.done
+
+    @property
+    def settled(self) -> bool:
+        """Whether the curves are flat, regardless of the step limits."""
+        return self.window > 0 and self.num_calm_steps >= max(1, self.window // 2)
+
+    @property
+    def done(self) -> bool:
+        if self.max_steps and self.num_steps >= self.max_steps:
+            return True
+        return self.settled and self.num_steps >= self.min_steps
+
+    def state(self) -> dict[str, Any]:
+        """JSON-ready."""
+        names = ("num_steps", "num_calm_steps", "losses", "variances")
+        return {name: value for name, value in asdict(self).items() if name in names}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        for name, value in state.items():
+            setattr(self, name, list(value) if isinstance(value, list) else value)
+
+    def _is_calm(self) -> bool:
+        w = self.window
+        if not w or len(self.losses) < 2 * w:
+            return False
+        if not all(map(math.isfinite, (*self.losses, *self.variances))):
+            return False
+        loss_before, loss_now = mean(self.losses[:w]), mean(self.losses[w:])
+        variance_before, variance_now = mean(self.variances[:w]), mean(self.variances[w:])
+        return (
+            abs(loss_now - loss_before) <= self.tolerance * max(abs(loss_before), 1e-12)
+            and abs(variance_now - variance_before) <= self.tolerance
+            and variance_now >= self.min_explained_variance
+        )
+
+
+def position_slope(values: Tensor, cu_seqlens: Tensor) -> tuple[float, float]:
+    """(slope, its standard error) of values [T] against the relative position in their response, from 0 to 1.
+
+    A critic without initialisation bias has none on its own policy's samples (VC-PPO): the slope lies within a few
+    standard errors of 0. Responses of one token say nothing about it. The error takes responses, not tokens, as
+    independent: values inside one go together. (0, inf) when fewer than two responses can tell.
+    """
+    slopes = []
+    for first, last in zip(cu_seqlens[:-1].tolist(), cu_seqlens[1:].tolist()):
+        if last - first < 2:
+            continue
+        position = torch.linspace(0.0, 1.0, last - first, dtype=torch.float64)
+        centred = position - 0.5
+        spread = float(centred.square().sum())
+        slopes.append(float((centred * values[first:last].double().cpu()).sum()) / spread)
+    if len(slopes) < 2:
+        return (mean(slopes) if slopes else 0.0), math.inf
+    centre = mean(slopes)
+    deviation = math.sqrt(sum((s - centre) ** 2 for s in slopes) / (len(slopes) - 1))
+    return centre, deviation / math.sqrt(len(slopes))
