@@ -6,7 +6,8 @@ it must be importable there: a module-level function of a module other than ``__
 somebody else (a server) and runs in an event loop of this process.
 
 Options are the function's keyword parameters. They are checked against its signature here, before a run starts. A
-keyword parameter without a default that the options leave out is a row field: every item must bring it along.
+keyword parameter without a default that the options leave out is a row field: every item must bring it along. A reward
+may name further row fields, which are passed on where a row has them (``row_arguments``).
 
 Invariant: importing this module imports no reward; looking a name up imports only the small built-in ones.
 """
@@ -14,7 +15,7 @@ Invariant: importing this module imports no reward; looking a name up imports on
 import inspect
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
@@ -44,6 +45,12 @@ class Reward:
     """Called with the options before a run starts, for what the signature cannot say; raises RewardError."""
     range: "Range | RangeOfOptions | None" = None
     """Smallest and largest value; None if nobody declared it. Rewards of one run must agree on it (hybrid.py)."""
+    row_fields: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    """Parameters that a row may set: for each, the row's field names that mean it, the first one present counts."""
+    answer_required: bool = True
+    """False: a row may lack ``answer``; the reward gets ""."""
+    owns_processes: bool = False
+    """It keeps helper processes between items and ends, within an item, what they start; workers leave them alone."""
 
     @property
     def is_async(self) -> bool:
@@ -68,11 +75,14 @@ def register(
     prepare: OptionsHook | None = None,
     check: OptionsHook | None = None,
     range: "Range | RangeOfOptions | None" = None,
+    row_fields: Mapping[str, Sequence[str]] | None = None,
+    answer_required: bool = True,
+    owns_processes: bool = False,
 ) -> Callable[[ScoreFunction], ScoreFunction]:
     """Decorator: make a score function available as ``name``."""
 
     def add(function: ScoreFunction) -> ScoreFunction:
-        reward = Reward(name, function, prepare, check, range)
+        reward = Reward(name, function, prepare, check, range, dict(row_fields or {}), answer_required, owns_processes)
         if name in _rewards and _rewards[name].path != reward.path:
             raise RewardError(f"reward {name!r} is {_rewards[name].path} already; give {reward.path} another name")
         _rewards[name] = reward
@@ -196,6 +206,20 @@ def required_fields(reward: Reward, options: Mapping[str, Any]) -> list[str]:
     """Keyword parameters without a default that ``options`` leave to the rows."""
     keywords, _ = _option_parameters(reward)
     return [name for name, p in keywords.items() if p.default is p.empty and name not in options]
+
+
+def row_arguments(reward: Reward, options: Mapping[str, Any], row: Mapping[str, Any]) -> dict[str, Any]:
+    """Keyword arguments that ``row`` brings for one call: the required ones, and those it has of ``row_fields``.
+
+    Raises:
+        KeyError: a required field that the row lacks.
+    """
+    arguments = {name: row[name] for name in required_fields(reward, options)}
+    for name, aliases in reward.row_fields.items():
+        present = [alias for alias in aliases if row.get(alias) is not None]
+        if present:
+            arguments[name] = row[present[0]]
+    return arguments
 
 
 def _check_type(reward: Reward, name: str, value: Any, hint: Any) -> None:

@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_rl.data.trajectory import Score
+from megatron_rl.rewards.jobs import Item, RewardItem, open_job
 from megatron_rl.rewards.nursery import CLOSE_TIMEOUT_S, NurseryClient, NurseryLost, NurserySettings, Worker
 from megatron_rl.rewards.protocol import pack
 from megatron_rl.rewards.registry import RewardError, check_options, resolve
@@ -40,58 +41,20 @@ MAX_BARREN_DEATHS = 8
 """Workers that may end in a row without any result and without an item to blame."""
 MAX_NURSERY_RESTARTS = 3
 
-RewardItem = tuple[str, str] | tuple[str, str, Mapping[str, Any]]
-"""(response, answer), or (response, answer, row fields)."""
-
 
 class RewardAlarm(RewardError):
     """More responses of a step could not be scored than the configuration allows."""
 
 
 @dataclass
-class _Job:
-    """One call of score_many."""
-
-    scores: list[Score | None]
-    future: concurrent.futures.Future[list[Score]]
-    num_open: int
-
-
-@dataclass(eq=False)
-class _Item:
-    job: _Job
-    index: int
-    payload: tuple[str, str, dict[str, Any]]
-    num_crashes: int = 0
-    done: bool = False
-
-    def finish(self, score: Score) -> None:
-        """The first score counts; an item given to two workers may get a second one."""
-        if self.done:
-            return
-        self.done = True
-        self.job.scores[self.index] = score
-        self.job.num_open -= 1
-        if self.job.num_open == 0:
-            try:
-                self.job.future.set_result(self.job.scores)
-            except concurrent.futures.InvalidStateError:
-                pass  # the caller has cancelled it meanwhile
-
-    @property
-    def wanted(self) -> bool:
-        return not self.done and not self.job.future.done()
-
-
-@dataclass
 class _Chunk:
-    items: list[_Item]
+    items: list[Item]
     sent_at: float
     """Monotonic seconds."""
     spread: bool = False
     """Whether the items other than the slow one have been given back to the queue."""
 
-    def item_at(self, position: int) -> _Item | None:
+    def item_at(self, position: int) -> Item | None:
         """The item a worker is at; None between items."""
         return self.items[position] if 0 <= position < len(self.items) else None
 
@@ -127,6 +90,10 @@ class RewardRunner:
     ) -> None:
         reward = resolve(name)
         check_options(reward, options or {}, row_fields)
+        if reward.is_async:
+            raise RewardError(
+                f"reward {name!r} is async: start_runner (async_runner.py) starts the runner that it needs"
+            )
         if num_workers < 1 or timeout_s <= 0:
             raise RewardError(
                 f"reward {name!r}: expected num_workers >= 1 and timeout_s > 0, got {num_workers} and {timeout_s}"
@@ -138,7 +105,7 @@ class RewardRunner:
         self._settings = NurserySettings(
             reward.path, dict(options or {}), num_workers, timeout_s, memory_limit_mb, start_timeout_s
         )
-        self._pending: deque[_Item] = deque()
+        self._pending: deque[Item] = deque()
         self._jobs: set[concurrent.futures.Future[list[Score]]] = set()
         self._lock = threading.Lock()
         """Guards ``_jobs`` and ``_failure``: once there is a failure, nothing more is queued."""
@@ -167,13 +134,9 @@ class RewardRunner:
         Raises:
             RewardError: an item that is not (response, answer), or a runner that is closed or has failed.
         """
-        payloads = [_check_item(index, item) for index, item in enumerate(items)]
-        future: concurrent.futures.Future[list[Score]] = concurrent.futures.Future()
-        if not payloads:
-            future.set_result([])
+        future, queued = open_job(items)
+        if not queued:
             return future
-        job = _Job([None] * len(payloads), future, len(payloads))
-        queued = [_Item(job, index, payload) for index, payload in enumerate(payloads)]
         with self._lock:
             if self._failure is not None:
                 raise self._failure
@@ -251,11 +214,11 @@ class RewardRunner:
                 except concurrent.futures.InvalidStateError:
                     pass  # cancelled by its caller
 
-    def _enqueue(self, items: list[_Item]) -> None:
+    def _enqueue(self, items: list[Item]) -> None:
         self._pending.extend(items)
         self._work.set()
 
-    def _requeue(self, items: list[_Item], *, first: bool) -> None:
+    def _requeue(self, items: list[Item], *, first: bool) -> None:
         wanted = [item for item in items if item.wanted]
         if first:
             self._pending.extendleft(reversed(wanted))
@@ -264,10 +227,10 @@ class RewardRunner:
         if wanted:
             self._work.set()
 
-    async def _take_chunk(self) -> list[_Item]:
+    async def _take_chunk(self) -> list[Item]:
         """Wait for work. Chunks shrink towards the end of the queue, so that the workers finish together."""
         while True:
-            chunk: list[_Item] = []
+            chunk: list[Item] = []
             num_chars = 0
             size = min(MAX_CHUNK_ITEMS, max(1, len(self._pending) // (2 * self._num_workers)))
             while self._pending and len(chunk) < size and num_chars < MAX_CHUNK_CHARS:
@@ -283,7 +246,7 @@ class RewardRunner:
     async def _run_worker(self, slot_index: int) -> None:
         """Keep one worker busy; replace it when it dies, hangs or asks for it."""
         worker: Worker | None = None
-        chunk: list[_Item] = []
+        chunk: list[Item] = []
         try:
             while True:
                 generation = self._num_restarts
@@ -312,7 +275,7 @@ class RewardRunner:
 
     # --------------------------------------------------------------------------------------------- one chunk of items
 
-    async def _score_chunk(self, worker: Worker, items: list[_Item]) -> bool:
+    async def _score_chunk(self, worker: Worker, items: list[Item]) -> bool:
         """Score a chunk; True if the worker can take another. What is left undone goes back to the queue."""
         worker.slot.reset(len(items))
         chunk = _Chunk(items, time.monotonic())
@@ -381,7 +344,7 @@ class RewardRunner:
         else:
             self._requeue([culprit], first=False)
 
-    def _give_back(self, chunk: _Chunk, *, but: _Item | None = None) -> None:
+    def _give_back(self, chunk: _Chunk, *, but: Item | None = None) -> None:
         """Queue what is unfinished in a chunk, once, ahead of everything else."""
         if not chunk.spread:
             chunk.spread = True
@@ -393,16 +356,6 @@ class RewardRunner:
             raise RewardError(
                 f"{self._num_barren_deaths} workers in a row ended before they scored anything; the last one {how}"
             )
-
-
-def _check_item(index: int, item: RewardItem) -> tuple[str, str, dict[str, Any]]:
-    response, answer, *rest = item
-    if not isinstance(response, str) or not isinstance(answer, str):
-        raise RewardError(
-            f"item {index}: expected (response, answer) as text, "
-            f"got ({type(response).__name__}, {type(answer).__name__})"
-        )
-    return response, answer, dict(rest[0]) if rest else {}
 
 
 def _how_it_ended(status: int) -> str:

@@ -23,8 +23,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from megatron_rl.data.trajectory import Score
-from megatron_rl.rewards.registry import RewardError, required_fields, resolve
-from megatron_rl.rewards.runner import RewardRunner
+from megatron_rl.rewards.registry import Reward, RewardError, required_fields, resolve, row_arguments
+from megatron_rl.rewards.runner import RewardItem, RewardRunner
 
 BATCH_ROWS = 1024
 BATCHES_AHEAD = 2
@@ -33,6 +33,37 @@ MAX_REPORTED = 5
 """Bad rows that an error message names."""
 
 Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class RowForm:
+    """What a row must look like for a reward, and how it becomes an item of the runner."""
+
+    reward: Reward
+    options: Mapping[str, Any]
+
+    @property
+    def fields(self) -> list[str]:
+        """Every keyword parameter that a row may set."""
+        return [*required_fields(self.reward, self.options), *self.reward.row_fields]
+
+    def item(self, row: Row) -> RewardItem:
+        return row["response"], str(row.get("answer", "")), row_arguments(self.reward, self.options, row)
+
+    def problem(self, row: Any) -> str:
+        """What is wrong with a row, or ""."""
+        if not isinstance(row, dict):
+            return f"expected a JSON object, got {type(row).__name__}"
+        answer = ["answer"] if self.reward.answer_required else []
+        for field in ("response", *answer, *required_fields(self.reward, self.options)):
+            if field not in row:
+                return f"field {field!r} is missing; the row has {sorted(row)}"
+        if not isinstance(row["response"], str):
+            return f"field 'response': expected text, got {type(row['response']).__name__}"
+        answer = row.get("answer", "")
+        if not isinstance(answer, (str, int, float)) or isinstance(answer, bool):
+            return f"field 'answer': expected text or a number, got {type(answer).__name__}"
+        return ""
 
 
 @dataclass(frozen=True)
@@ -80,8 +111,8 @@ def score_file(
 
     Args:
         name: Registry name or import path of the reward.
-        input_path: Rows with ``response`` and ``answer``, and a field for every option that the reward requires and
-            ``options`` does not set.
+        input_path: Rows with ``response`` and ``answer`` (some rewards need none), and a field for every option that the
+            reward requires and ``options`` does not set.
         output_path: May be the input itself.
         num_workers: Worker processes.
         timeout_s: Seconds one row may take.
@@ -94,16 +125,18 @@ def score_file(
         OSError: a file that cannot be read or written.
     """
     input_path, output_path = Path(input_path), Path(output_path)
-    fields = required_fields(resolve(name), options or {})
-    num_rows, num_skipped = _check_rows(input_path, fields, skip_bad_rows)
+    form = RowForm(resolve(name), options or {})
+    num_rows, num_skipped = _check_rows(input_path, form, skip_bad_rows)
     with (
-        RewardRunner(name, num_workers=num_workers, timeout_s=timeout_s, options=options, row_fields=fields) as runner,
+        RewardRunner(
+            name, num_workers=num_workers, timeout_s=timeout_s, options=options, row_fields=form.fields
+        ) as runner,
         _atomic(output_path) as output,
         _bar(progress, name, num_rows) as advance,
     ):
         started_at = time.monotonic()
         num_scored, total = 0, 0.0
-        for row, score in _scored_rows(runner, input_path, fields):
+        for row, score in _scored_rows(runner, input_path, form):
             output.write(json.dumps({**row, "score": score.value, "detail": score.detail, "error": score.error}) + "\n")
             if score.value is not None:
                 num_scored += 1
@@ -120,11 +153,11 @@ def score_file(
     )
 
 
-def _scored_rows(runner: RewardRunner, path: Path, fields: Sequence[str]) -> Iterator[tuple[Row, Score]]:
+def _scored_rows(runner: RewardRunner, path: Path, form: RowForm) -> Iterator[tuple[Row, Score]]:
     """The good rows of a file with their scores, in order."""
     waiting: deque[tuple[list[Row], concurrent.futures.Future[list[Score]]]] = deque()
-    for batch in _batches(path, fields):
-        items = [(row["response"], str(row["answer"]), {field: row[field] for field in fields}) for row in batch]
+    for batch in _batches(path, form):
+        items = [form.item(row) for row in batch]
         waiting.append((batch, runner.submit(items)))
         if len(waiting) > BATCHES_AHEAD:
             rows, future = waiting.popleft()
@@ -133,9 +166,9 @@ def _scored_rows(runner: RewardRunner, path: Path, fields: Sequence[str]) -> Ite
         yield from zip(rows, future.result(), strict=True)
 
 
-def _batches(path: Path, fields: Sequence[str]) -> Iterator[list[Row]]:
+def _batches(path: Path, form: RowForm) -> Iterator[list[Row]]:
     batch: list[Row] = []
-    for _, row, problem in _read(path, fields):
+    for _, row, problem in _read(path, form):
         if problem:
             continue
         batch.append(row)
@@ -146,7 +179,7 @@ def _batches(path: Path, fields: Sequence[str]) -> Iterator[list[Row]]:
         yield batch
 
 
-def _read(path: Path, fields: Sequence[str]) -> Iterator[tuple[int, Row, str]]:
+def _read(path: Path, form: RowForm) -> Iterator[tuple[int, Row, str]]:
     """(line number from 1, row, what is wrong with it or ""); blank lines are passed over."""
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
@@ -157,26 +190,13 @@ def _read(path: Path, fields: Sequence[str]) -> Iterator[tuple[int, Row, str]]:
             except (ValueError, RecursionError) as error:
                 yield number, {}, f"not a JSON object: {error}"
                 continue
-            yield number, row, _problem(row, fields)
+            yield number, row, form.problem(row)
 
 
-def _problem(row: Any, fields: Sequence[str]) -> str:
-    if not isinstance(row, dict):
-        return f"expected a JSON object, got {type(row).__name__}"
-    for field in ("response", "answer", *fields):
-        if field not in row:
-            return f"field {field!r} is missing; the row has {sorted(row)}"
-    if not isinstance(row["response"], str):
-        return f"field 'response': expected text, got {type(row['response']).__name__}"
-    if not isinstance(row["answer"], (str, int, float)) or isinstance(row["answer"], bool):
-        return f"field 'answer': expected text or a number, got {type(row['answer']).__name__}"
-    return ""
-
-
-def _check_rows(path: Path, fields: Sequence[str], skip_bad_rows: bool) -> tuple[int, int]:
+def _check_rows(path: Path, form: RowForm, skip_bad_rows: bool) -> tuple[int, int]:
     """(number of good rows, number of bad rows); raises RewardError for bad rows unless they may be skipped."""
     num_good, num_bad, reported = 0, 0, []
-    for number, _, problem in _read(path, fields):
+    for number, _, problem in _read(path, form):
         if not problem:
             num_good += 1
             continue

@@ -136,9 +136,16 @@ class Scorer:
     """Runs the reward on chunks of items, one at a time."""
 
     def __init__(
-        self, function: Callable[..., Any], options: dict[str, Any], *, timeout_s: float, memory_bytes: int
+        self,
+        function: Callable[..., Any],
+        options: dict[str, Any],
+        *,
+        timeout_s: float,
+        memory_bytes: int,
+        owns_processes: bool,
     ) -> None:
         self._function = function
+        self._owns_processes = owns_processes
         self._options = options
         self._cpu_s = math.ceil(2 * timeout_s) + 1
         self._memory_bytes = memory_bytes
@@ -198,7 +205,7 @@ class Scorer:
             result = failed(describe(raised))
         if os.getpid() != self._pid:
             os._exit(1)  # a fork of the reward came back here; only the worker may answer
-        if left_processes():
+        if not self._owns_processes and left_processes():
             return failed("left processes running behind it"), True
         return result, retire
 
@@ -277,7 +284,11 @@ def main() -> None:
         control.send(json.dumps({"error": describe(error)}).encode())
         return
     scorer = Scorer(
-        reward.function, start["options"], timeout_s=start["timeout_s"], memory_bytes=start["memory_limit_mb"] << 20
+        reward.function,
+        start["options"],
+        timeout_s=start["timeout_s"],
+        memory_bytes=start["memory_limit_mb"] << 20,
+        owns_processes=reward.owns_processes,
     )
     gc.freeze()  # keeps the collector from touching, and so copying, pages that the workers share
     nursery = Nursery(control, memory, scorer)
