@@ -7,20 +7,26 @@ is lost or doubled.
 
 from collections import deque
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Protocol
 
 from megatron_rl.data.sampler import PromptSampler
 from megatron_rl.data.trajectory import Prompt, Trajectory
 
 
+class StartTrajectory(Protocol):
+    """Makes a response that has not begun."""
+
+    def __call__(self, prompt: Prompt, id: int, *, group_id: int, sample_index: int) -> Trajectory: ...
+
+
 class SlotPool:
     def __init__(
-        self, sampler: PromptSampler, *, num_slots: int, num_samples_per_prompt: int, max_response_tokens: int
+        self, sampler: PromptSampler, start: StartTrajectory, *, num_slots: int, num_samples_per_prompt: int
     ) -> None:
         self._sampler = sampler
+        self._start = start
         self._num_slots = num_slots
         self._num_samples = num_samples_per_prompt
-        self._max_response_tokens = max_response_tokens
         self._slots: list[Trajectory] = []
         self._fresh: deque[Trajectory] = deque()
         self._next_id = 0
@@ -52,13 +58,7 @@ class SlotPool:
     def _start_group(self, prompt: Prompt) -> None:
         for sample_index in range(self._num_samples):
             self._fresh.append(
-                Trajectory(
-                    id=self._next_id,
-                    prompt=prompt,
-                    group_id=self._next_group,
-                    sample_index=sample_index,
-                    max_response_tokens=self._max_response_tokens,
-                )
+                self._start(prompt, self._next_id, group_id=self._next_group, sample_index=sample_index)
             )
             self._next_id += 1
         self._next_group += 1

@@ -11,14 +11,18 @@ from hypothesis import strategies as st
 
 from megatron_rl.data.pool import SlotPool
 from megatron_rl.data.sampler import PromptSampler
-from megatron_rl.data.trajectory import Prompt, Segment
+from megatron_rl.data.trajectory import Prompt, Segment, Trajectory
 
 PROMPTS = [Prompt(id=str(i), token_ids=(i,)) for i in range(7)]
 
 
 def make_pool(num_slots=12, num_samples=4, budget=10, seed=0):
     sampler = PromptSampler(PROMPTS, seed=seed)
-    return SlotPool(sampler, num_slots=num_slots, num_samples_per_prompt=num_samples, max_response_tokens=budget)
+
+    def start(prompt, id, *, group_id, sample_index):
+        return Trajectory(id, prompt, group_id, sample_index, max_response_tokens=budget)
+
+    return SlotPool(sampler, start, num_slots=num_slots, num_samples_per_prompt=num_samples)
 
 
 def grow(trajectory, window, step, lengths):
