@@ -1,34 +1,187 @@
-"""Prompts in a deterministic, resumable order: every prompt once an epoch, each epoch in an order of its own."""
+"""Prompts in a deterministic, resumable order: mixtures by weight and a curriculum by step.
 
-from collections.abc import Sequence
+Laws: the state (phase, draws of each type in it, epoch and position of each type) and the seed fix all that follows,
+however the draws are grouped; a type shows each of its prompts once an epoch, each epoch in an order of its own; inside
+a phase the number of draws of a type never differs by 1 or more from its weight's share of the draws.
+
+Without weights all prompts are one stream: every prompt once an epoch, whatever its type. With weights, every type of
+the data needs one in every phase; 0 leaves it out.
+"""
+
+import math
+import zlib
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from fractions import Fraction
+from typing import Any
 
 import numpy as np
 
+from megatron_rl.config.schema import CurriculumPhase
 from megatron_rl.data.trajectory import Prompt
+from megatron_rl.errors import DataError
+
+EVERYTHING = "*"
+"""Name of the one stream where there are no weights."""
 
 
 class PromptSampler:
-    """Endless draw from ``prompts``; the state (epoch, position) and the seed fix all that follows."""
+    """Endless draw from ``prompts``.
 
-    def __init__(self, prompts: Sequence[Prompt], *, seed: int, shuffle: bool = True) -> None:
+    ``mixture`` holds after the last phase of ``curriculum``; left empty, it is then each type's share of the prompts.
+    DataError, naming the key and the types that exist, when weights and prompts do not fit each other.
+    """
+
+    def __init__(
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        seed: int,
+        shuffle: bool = True,
+        mixture: Mapping[str, float] | None = None,
+        curriculum: Sequence[CurriculumPhase] = (),
+    ) -> None:
+        num_by_type = Counter(prompt.type for prompt in prompts)
+        check_mixtures(mixture or {}, curriculum, num_by_type)
+        self._phase_ends = [phase.until_step for phase in curriculum]
+        weighted = bool(mixture) or bool(curriculum)
+        self._streams: dict[str, _Stream] = {}
+        for name in sorted(num_by_type) if weighted else [EVERYTHING]:
+            members = [prompt for prompt in prompts if not weighted or prompt.type == name]
+            stream_seed = [seed, zlib.crc32(name.encode())] if weighted else [seed]
+            self._streams[name] = _Stream(members, stream_seed, shuffle)
+        last = mixture or (num_by_type if weighted else {EVERYTHING: 1.0})
+        self._shares = [_shares(weights) for weights in [*(phase.mixture for phase in curriculum), last]]
+        self._phase = 0
+        self._counts = Counter()
+
+    def draw(self, step: int = 0) -> Prompt:
+        """The next prompt, for training step ``step`` (which chooses the phase)."""
+        phase = sum(1 for end in self._phase_ends if step >= end)
+        if phase != self._phase:
+            self._phase, self._counts = phase, Counter()
+        name = next_type(self._shares[phase], self._counts)
+        self._counts[name] += 1
+        return self._streams[name].draw()
+
+    def state(self) -> dict[str, Any]:
+        """JSON-ready."""
+        return {
+            "phase": self._phase,
+            "counts": dict(self._counts),
+            "streams": {name: stream.state() for name, stream in self._streams.items()},
+        }
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Go on where ``state`` was taken; DataError when it comes from other data."""
+        then = {name: stream["num_prompts"] for name, stream in state["streams"].items()}
+        now = {name: stream.num_prompts for name, stream in self._streams.items()}
+        if then != now:
+            raise DataError(
+                f"data.train_files: the checkpoint's order is over {_table(then)} prompts, but the files and weights "
+                f"now give {_table(now)}; resume with the same data, or start a new run"
+            )
+        for name, stream in state["streams"].items():
+            self._streams[name].go_to(stream["epoch"], stream["position"])
+        self._phase, self._counts = state["phase"], Counter(state["counts"])
+
+
+class _Stream:
+    """Every prompt once an epoch."""
+
+    def __init__(self, prompts: Sequence[Prompt], seed: list[int], shuffle: bool) -> None:
         self._prompts = prompts
         self._seed = seed
         self._shuffle = shuffle
-        self.load_state({"epoch": 0, "position": 0})
+        self.go_to(0, 0)
 
-    def draw(self, step: int = 0) -> Prompt:
-        if self._position == len(self._order):
-            self.load_state({"epoch": self._epoch + 1, "position": 0})
+    @property
+    def num_prompts(self) -> int:
+        return len(self._prompts)
+
+    def draw(self) -> Prompt:
+        if self._position == len(self._prompts):
+            self.go_to(self._epoch + 1, 0)
         prompt = self._prompts[self._order[self._position]]
         self._position += 1
         return prompt
 
     def state(self) -> dict[str, int]:
-        return {"epoch": self._epoch, "position": self._position}
+        return {"epoch": self._epoch, "position": self._position, "num_prompts": len(self._prompts)}
 
-    def load_state(self, state: dict[str, int]) -> None:
-        self._epoch, self._position = state["epoch"], state["position"]
-        order = np.arange(len(self._prompts))
+    def go_to(self, epoch: int, position: int) -> None:
+        self._epoch, self._position = epoch, position
+        self._order = np.arange(len(self._prompts))
         if self._shuffle:
-            np.random.default_rng([self._seed, self._epoch]).shuffle(order)
-        self._order = order
+            np.random.default_rng([*self._seed, epoch]).shuffle(self._order)
+
+
+def next_type(shares: Mapping[str, Fraction], counts: Mapping[str, int]) -> str:
+    """The type of the next draw after ``counts``, so that no type is ever a whole draw away from its share.
+
+    The j-th draw of a type with share p belongs between draws floor((j-1) / p) and ceil(j / p). Of the types whose
+    next draw may come now, the one that must come earliest is taken. Like unit jobs on one machine, they all come in
+    time. (To take the largest deficit, which is simpler, lets rare types fall behind by more than one draw.)
+    """
+    num_draws = sum(counts.get(name, 0) for name in shares)
+    due = [
+        (math.ceil((counts.get(name, 0) + 1) / share), name)
+        for name, share in shares.items()
+        if counts.get(name, 0) < share * (num_draws + 1)
+    ]
+    return min(due)[1]
+
+
+def check_mixtures(
+    mixture: Mapping[str, float], curriculum: Sequence[CurriculumPhase], num_by_type: Mapping[str, int]
+) -> None:
+    """DataError listing every problem of the weights, alone and with the types of the prompts."""
+    problems = list(weight_problems(mixture, curriculum))
+    for key, weights in _mixtures(mixture, curriculum):
+        types = ", ".join(f"{name!r}" for name in sorted(num_by_type)) or "none"
+        problems += [
+            f"{key}: no prompt has the type {name!r}; the types in data.train_files are {types}"
+            for name in weights
+            if name not in num_by_type
+        ]
+        problems += [
+            f"{key}: no weight for the {num_by_type[name]} prompts of type {name!r}; give it one, 0 leaves it out"
+            for name in sorted(num_by_type)
+            if name not in weights
+        ]
+    if problems:
+        raise DataError("\n".join(problems))
+
+
+def weight_problems(mixture: Mapping[str, float], curriculum: Sequence[CurriculumPhase]) -> Iterator[str]:
+    """What is wrong with the weights and steps whatever the prompts are."""
+    for key, weights in _mixtures(mixture, curriculum):
+        bad = {name: weight for name, weight in weights.items() if not (math.isfinite(weight) and weight >= 0)}
+        yield from (f"{key}.{name}: expected a weight of 0 or more, got {weight}" for name, weight in bad.items())
+        if not bad and not any(weights.values()):
+            yield f"{key}: expected at least one weight above 0, got {dict(weights)}"
+    before = 0
+    for index, phase in enumerate(curriculum):
+        if phase.until_step <= before:
+            yield f"data.curriculum.{index}.until_step: expected more than {before}, got {phase.until_step}"
+        before = phase.until_step
+
+
+def _mixtures(
+    mixture: Mapping[str, float], curriculum: Sequence[CurriculumPhase]
+) -> Iterator[tuple[str, Mapping[str, float]]]:
+    """(configuration key, weights); an empty ``mixture`` is none."""
+    yield from ((f"data.curriculum.{index}.mixture", phase.mixture) for index, phase in enumerate(curriculum))
+    if mixture:
+        yield "data.mixture", mixture
+
+
+def _shares(weights: Mapping[str, float]) -> dict[str, Fraction]:
+    """Exact shares of the weights above 0, as they are written: 0.1 is one tenth. Fractions cannot drift."""
+    exact = {name: Fraction(repr(weight)) for name, weight in weights.items() if weight > 0}
+    total = sum(exact.values())
+    return {name: weight / total for name, weight in sorted(exact.items())}
+
+
+def _table(num_by_type: Mapping[str, int]) -> str:
+    return ", ".join(f"{number} {name}" for name, number in sorted(num_by_type.items()))

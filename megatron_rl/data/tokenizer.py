@@ -3,8 +3,12 @@
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from megatron_rl.errors import DataError
+
+Message = dict[str, Any]
+"""One turn of a chat: role, content and whatever else the chat template reads."""
 
 
 class Tokenizer:
@@ -52,13 +56,29 @@ class Tokenizer:
     def encode(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=False)
 
-    def encode_prompt(self, text: str, *, chat: bool) -> list[int]:
+    def encode_prompt(self, prompt: str | Sequence[Message], *, chat: bool, system_prompt: str = "") -> list[int]:
+        """Ids of a prompt. With ``chat`` it becomes messages in the chat template, up to where the model answers.
+
+        ``system_prompt`` is put before messages that bring no system message of their own. DataError when the
+        tokenizer has no chat template, or one that refuses these messages.
+        """
         if not chat:
-            return self._tokenizer.encode(text)
+            return self._tokenizer.encode(prompt)
         if self._tokenizer.chat_template is None:
-            raise DataError(f"{self.path}: data.use_chat_template is on, but the tokenizer has no chat template")
-        messages = [{"role": "user", "content": text}]
-        return self._tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+            raise DataError(
+                f"{self.path}: the tokenizer has no chat template, which data.use_chat_template and prompts that are "
+                "messages need; give prompts as text with data.use_chat_template=false, or a chat model's tokenizer"
+            )
+        from jinja2 import TemplateError
+
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+        if system_prompt and messages[0]["role"] != "system":
+            messages = [{"role": "system", "content": system_prompt}, *messages]
+        try:
+            return self._tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+        except (TemplateError, TypeError, ValueError) as error:
+            roles = ", ".join(message["role"] for message in messages)
+            raise DataError(f"{self.path}: the chat template refuses messages of {roles}: {error}") from error
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text without special tokens."""

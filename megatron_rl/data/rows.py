@@ -1,0 +1,247 @@
+"""Rows of data files: JSON lines (plain or gzipped), JSON arrays, Parquet and local Hugging Face datasets.
+
+Invariants: rows come in the order of the files, and inside a folder in the order of its shards; every row has a place
+("file:line", or "file:row n" counted from 1 where there are no lines) that is the same in every run; one batch of rows
+is in memory at a time (a JSON array is read whole).
+
+A dataset folder is what ``datasets`` saves to disk (state.json beside Arrow files, several splits under
+dataset_dict.json) or a folder of data files whose names or subfolders say the split. ``datasets`` is not needed.
+"""
+
+import gzip
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TextIO
+
+from megatron_rl.errors import DataError
+
+Row = dict[str, Any]
+
+ROWS_PER_BATCH = 1024
+SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".json.gz", ".parquet", ".arrow")
+"""Data files of a folder. A file given by name that ends in none of them is read as JSON lines."""
+SPLIT_NAMES = ("train", "training", "validation", "valid", "val", "dev", "test", "testing", "eval", "evaluation")
+"""What a file or subfolder of a dataset folder is called when it holds a split."""
+
+
+def read_rows(files: Sequence[str], *, split: str = "train") -> Iterator[tuple[Row, str]]:
+    """(row, place) of every row of ``files``; DataError for what is missing or cannot be read.
+
+    ``split`` chooses inside dataset folders that have several.
+    """
+    for name in files:
+        path = Path(name)
+        if path.is_dir():
+            number = 0
+            for file in dataset_files(path, split):
+                for row, _ in _read_file(file):
+                    number += 1
+                    yield row, f"{name}:row {number}"
+        elif path.is_file():
+            for row, place in _read_file(path):
+                yield row, f"{name}:{place}"
+        else:
+            raise DataError(
+                f"data file {name} does not exist; give the path of a JSONL or Parquet file, or of a dataset folder"
+            )
+
+
+def lookup(row: Mapping[str, Any], field: str) -> Any:
+    """The value of ``field``: a column, or a path into nested ones (``reward_model.ground_truth``, ``turns.0.text``).
+
+    None if there is none: Parquet and Arrow fill what a row lacks with nulls, so the two are the same.
+    """
+    if field in row:
+        return row[field]
+    value: Any = row
+    for part in field.split("."):
+        if isinstance(value, Mapping):
+            value = value.get(part)
+        elif isinstance(value, list) and part.isdecimal() and int(part) < len(value):
+            value = value[int(part)]
+        else:
+            return None
+    return value
+
+
+def is_missing(value: Any) -> bool:
+    """Nothing, or the NaN that tables written by pandas have in its place."""
+    return value is None or (isinstance(value, float) and math.isnan(value))
+
+
+def describe(value: Any) -> str:
+    """What came instead of the expected value, for error messages."""
+    if value is None:
+        return "nothing (the field is missing or null)"
+    return f"{type(value).__name__} {str(value)[:40]!r}"
+
+
+def not_json(value: Any) -> str:
+    """Why ``value`` cannot be written as JSON, or "". Checkpoints and graders carry row fields as JSON."""
+    if value is None or isinstance(value, (str, bool, int)):
+        return ""
+    if isinstance(value, float):
+        return "" if math.isfinite(value) else f"{value} is not a number in JSON"
+    if isinstance(value, Mapping):
+        wrong_keys = [key for key in value if not isinstance(key, str)]
+        parts = [f"a key is {describe(wrong_keys[0])}"] if wrong_keys else [not_json(part) for part in value.values()]
+    elif isinstance(value, (list, tuple)):
+        parts = [not_json(part) for part in value]
+    else:
+        return f"{type(value).__name__} is not a JSON type"
+    return next((part for part in parts if part), "")
+
+
+def dataset_files(folder: Path, split: str) -> list[Path]:
+    """The data files of ``split``, in order. A folder without splits is taken whole, whatever ``split`` says."""
+    if (folder / "dataset_dict.json").is_file():
+        splits = _read_json(folder / "dataset_dict.json").get("splits", [])
+        if split not in splits:
+            raise DataError(f"{folder}: no split {split!r}; its splits are {', '.join(splits)}: set data.split")
+        return dataset_files(folder / split, split)
+    if (folder / "state.json").is_file():
+        return _saved_files(folder)
+    files = sorted(
+        file for file in folder.rglob("*") if file.is_file() and _is_data(file) and not _is_hidden(file, folder)
+    )
+    if not files:
+        raise DataError(f"{folder}: no data files; expected state.json and Arrow files, or files {', '.join(SUFFIXES)}")
+    by_split = {file: _split_of(file, folder, split) for file in files}
+    chosen = [file for file in files if by_split[file] == split]
+    found = sorted({name for name in by_split.values() if name})
+    if not chosen and found:
+        raise DataError(f"{folder}: no split {split!r}; its splits are {', '.join(found)}: set data.split")
+    return chosen or files
+
+
+def _saved_files(folder: Path) -> list[Path]:
+    """Arrow files of one dataset written by save_to_disk."""
+    state = _read_json(folder / "state.json")
+    if state.get("_indices_data_files"):
+        raise DataError(
+            f"{folder}: the dataset is a selection over an indices file; save it again after dataset.flatten_indices()"
+        )
+    files = [folder / entry["filename"] for entry in state.get("_data_files", [])]
+    missing = [file.name for file in files if not file.is_file()]
+    if missing:
+        raise DataError(f"{folder}: state.json names {missing[0]}, which is not there; copy the folder again")
+    return files
+
+
+def _is_data(file: Path) -> bool:
+    return file.name.endswith(SUFFIXES) and file.name not in ("state.json", "dataset_info.json", "dataset_infos.json")
+
+
+def _is_hidden(file: Path, folder: Path) -> bool:
+    return any(part.startswith(".") for part in file.relative_to(folder).parts)
+
+
+def _split_of(file: Path, folder: Path, wanted: str) -> str:
+    """The split that a subfolder or the file's name before a dot, dash or underscore says; "" if none does."""
+    *folders, name = file.relative_to(folder).parts
+    stem = name.split(".")[0].replace("-", "_").split("_")[0]
+    return next((part for part in (*folders, stem) if part == wanted or part in SPLIT_NAMES), "")
+
+
+def _read_file(path: Path) -> Iterator[tuple[Row, str]]:
+    """(row, place inside the file)."""
+    if path.suffix == ".parquet":
+        return _read_batches(path, _parquet_batches)
+    if path.suffix == ".arrow":
+        return _read_batches(path, _arrow_batches)
+    return _read_json_rows(path)
+
+
+def _read_json_rows(path: Path) -> Iterator[tuple[Row, str]]:
+    try:
+        with _open_text(path) as lines:
+            if path.name.endswith((".json", ".json.gz")) and _starts_with_bracket(lines):
+                yield from _read_array(path, lines)
+                return
+            for number, line in enumerate(lines, start=1):
+                if line.strip():
+                    yield _parse(line, f"{path}:{number}"), str(number)
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path}: not UTF-8 text: {error}; expected one JSON object a line") from error
+    except (EOFError, gzip.BadGzipFile) as error:
+        raise DataError(f"{path}: not a whole gzip file: {error}; copy it again") from error
+
+
+def _open_text(path: Path) -> TextIO:
+    return gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else open(path, encoding="utf-8")
+
+
+def _starts_with_bracket(lines: TextIO) -> bool:
+    start = lines.read(1)
+    while start.isspace():
+        start = lines.read(1)
+    lines.seek(0)
+    return start == "["
+
+
+def _read_array(path: Path, text: TextIO) -> Iterator[tuple[Row, str]]:
+    rows = _loads(text.read(), str(path), "expected an array of objects, or one object a line")
+    for number, row in enumerate(rows, start=1):
+        if not isinstance(row, dict):
+            raise DataError(f"{path}:row {number}: expected a JSON object, got {type(row).__name__}")
+        yield row, f"row {number}"
+
+
+def _parse(line: str, place: str) -> Row:
+    row = _loads(line, place, "expected one object a line")
+    if not isinstance(row, dict):
+        raise DataError(f"{place}: expected a JSON object, got {type(row).__name__}")
+    return row
+
+
+def _loads(text: str, place: str, expected: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{place}: not valid JSON: {error}; {expected}") from error
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        return _parse(path.read_text(encoding="utf-8"), str(path))
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path}: not UTF-8 text: {error}; copy the folder again") from error
+
+
+def _read_batches(path: Path, batches: Any) -> Iterator[tuple[Row, str]]:
+    import pyarrow
+
+    number = 0
+    try:
+        for batch in batches(path):
+            for row in batch.to_pylist():
+                number += 1
+                yield row, f"row {number}"
+    except (pyarrow.ArrowException, OSError) as error:
+        kind = path.suffix.lstrip(".").capitalize()
+        raise DataError(
+            f"{path}: not a whole {kind} file (after row {number}): {str(error).splitlines()[0]}; copy it again"
+        ) from error
+
+
+def _parquet_batches(path: Path) -> Iterator[Any]:
+    import pyarrow.parquet
+
+    with pyarrow.parquet.ParquetFile(path) as file:
+        yield from file.iter_batches(batch_size=ROWS_PER_BATCH)
+
+
+def _arrow_batches(path: Path) -> Iterator[Any]:
+    """``datasets`` writes the streaming format; other programs the one with a footer."""
+    import pyarrow
+
+    with pyarrow.memory_map(str(path)) as source:
+        is_file_format = source.read(6) == b"ARROW1"
+        source.seek(0)
+        reader = pyarrow.ipc.open_file(source) if is_file_format else pyarrow.ipc.open_stream(source)
+        batches = (reader.get_batch(i) for i in range(reader.num_record_batches)) if is_file_format else reader
+        for batch in batches:
+            for start in range(0, batch.num_rows, ROWS_PER_BATCH):
+                yield batch.slice(start, ROWS_PER_BATCH)
