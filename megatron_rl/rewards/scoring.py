@@ -12,7 +12,7 @@ import os
 import tempfile
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,21 +48,21 @@ class RowForm:
         return [*required_fields(self.reward, self.options), *self.reward.row_fields]
 
     def item(self, row: Row) -> RewardItem:
-        return row["response"], str(row.get("answer", "")), row_arguments(self.reward, self.options, row)
+        answer = row.get("answer")
+        return row["response"], "" if answer is None else str(answer), row_arguments(self.reward, self.options, row)
 
     def problem(self, row: Any) -> str:
         """What is wrong with a row, or ""."""
         if not isinstance(row, dict):
             return f"expected a JSON object, got {type(row).__name__}"
-        answer = ["answer"] if self.reward.answer_required else []
-        for field in ("response", *answer, *required_fields(self.reward, self.options)):
+        needed = ("response", "answer") if self.reward.answer_required else ("response",)
+        for field in (*needed, *required_fields(self.reward, self.options)):
             if field not in row:
                 return f"field {field!r} is missing; the row has {sorted(row)}"
         if not isinstance(row["response"], str):
             return f"field 'response': expected text, got {type(row['response']).__name__}"
-        answer = row.get("answer", "")
-        if not isinstance(answer, (str, int, float)) or isinstance(answer, bool):
-            return f"field 'answer': expected text or a number, got {type(answer).__name__}"
+        if "answer" in needed and (not isinstance(row["answer"], (str, int, float)) or isinstance(row["answer"], bool)):
+            return f"field 'answer': expected text or a number, got {type(row['answer']).__name__}"
         return ""
 
 
