@@ -19,13 +19,12 @@ from megatron_rl.algorithms.checks import (
     check_same_kind,
     describe,
 )
-from megatron_rl.algorithms.scan import UNFORKED_TOKENS, reverse_scan
+from megatron_rl.algorithms.cpu_scan import advantages_one_by_one, has_numba
+from megatron_rl.algorithms.scan import advantages_by_blocks
 
 
 @torch.no_grad()
-def gae(
-    rewards: Tensor, values: Tensor, cu_seqlens: Tensor, *, gamma: float = 1.0, lam: float | Tensor
-) -> Tensor:
+def gae(rewards: Tensor, values: Tensor, cu_seqlens: Tensor, *, gamma: float = 1.0, lam: float | Tensor) -> Tensor:
     """Generalised advantage estimation of sequences that ended (arXiv 1506.02438).
 
     ``A_t = sum_k (gamma lam)^k delta_{t+k}`` with ``delta_t = r_t + gamma V(s_{t+1}) - V(s_t)`` and V = 0 after the
@@ -103,10 +102,9 @@ def monte_carlo_returns(rewards: Tensor, cu_seqlens: Tensor, *, gamma: float = 1
     """
     check_float_vector("rewards", rewards)
     bounds = check_cu_seqlens(cu_seqlens, len(rewards))
-    decay = rewards.new_full((len(bounds) - 1,), check_fraction("gamma", gamma), dtype=torch.float64)
-    return reverse_scan(
-        lambda low, high: rewards[low:high], decay, bounds, dtype=rewards.dtype, device=rewards.device
-    )
+    no_values = rewards.new_zeros(1).expand(len(rewards))
+    after_end = rewards.new_zeros(len(bounds) - 1)
+    return advantages_with_end_values(rewards, no_values, bounds, after_end, gamma, 1.0)
 
 
 def check_packed_rewards(rewards: Tensor, values: Tensor, cu_seqlens: Tensor) -> Tensor:
@@ -122,27 +120,9 @@ def advantages_with_end_values(
     """GAE [T] where ``after_end`` [N] is V of the state after each sequence's last token."""
     gamma = check_fraction("gamma", gamma)
     decay = gamma * lambda_per_sequence(lam, len(bounds) - 1, values.device)
-    occupied = bounds[1:] > bounds[:-1]
-    last_tokens = bounds[1:][occupied] - 1
-    after_last = after_end[occupied.to(after_end.device)]
-
-    def td_errors(low: int, high: int) -> Tensor:
-        """delta [high - low]; where a sequence ends, what its right neighbour gave is written over."""
-        errors = torch.empty(high - low, dtype=values.dtype, device=values.device)
-        step = UNFORKED_TOKENS if values.device.type == "cpu" else high - low
-        for start in range(low, high, step):
-            stop = min(start + step, high)
-            known = min(stop + 1, len(values)) - (start + 1)
-            piece = errors[start - low : stop - low]
-            now, following = values[start : start + known], values[start + 1 : start + 1 + known]
-            torch.sub(now, following, alpha=gamma, out=piece[:known])
-            torch.sub(rewards[start:stop], piece, out=piece)
-        first, last = torch.searchsorted(last_tokens, torch.tensor([low, high])).tolist()
-        ends = last_tokens[first:last].to(values.device)
-        errors[ends - low] = rewards[ends] + (gamma * after_last[first:last] - values[ends])
-        return errors
-
-    return reverse_scan(td_errors, decay, bounds, dtype=values.dtype, device=values.device)
+    if values.device.type == "cpu" and has_numba():
+        return advantages_one_by_one(rewards, values, bounds, after_end, gamma, decay)
+    return advantages_by_blocks(rewards, values, bounds, after_end, gamma, decay)
 
 
 def lambda_per_sequence(lam: float | Tensor, num_sequences: int, device: torch.device) -> Tensor:

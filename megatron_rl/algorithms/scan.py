@@ -1,12 +1,11 @@
-"""A reverse linear recurrence over packed sequences, without a loop over tokens.
+"""GAE of packed sequences without a loop over tokens: for GPUs.
 
 For every sequence s and each of its tokens t, from the last one backwards::
 
-    x[t] = inputs[t] + decay[s] * x[t + 1],        x[end of s] = 0
+    x[t] = delta[t] + decay[s] * x[t + 1],        x[end of s] = 0
 
-GAE, EGAE and discounted returns are this recurrence. The packed axis is cut into slabs (from the right, so memory stays
-small and a slab fits the processor's cache), a slab into blocks of ``BLOCK_TOKENS`` tokens, laid out time-major, so
-that one vector operation handles the same token of every block:
+The packed axis is cut into slabs (from the right, so that memory stays small), a slab into blocks of ``BLOCK_TOKENS``
+tokens, laid out time-major, so that one vector operation handles the same token of every block:
 
 1. a first sweep over a block's tokens finds what each block yields with nothing coming in from its right;
 2. a doubling scan over blocks, in float64, finds what really comes in from the right;
@@ -15,29 +14,18 @@ that one vector operation handles the same token of every block:
 Invariants: work is linear in tokens; the number of kernel launches depends on slabs, not on tokens or sequences; no
 number crosses a sequence border, not even as NaN times 0; a coefficient that crosses blocks was rounded once, not once
 a token, so float32 results do not drift with the length.
-
-Threads: on a CPU a large batch is shared among as many threads as torch may use, each with sequences of its own, and
-the caller waits for all of them. Every operation stays below the size at which torch itself would fork, so that threads
-never multiply and a busy core delays no barrier.
 """
 
-import mmap
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 BLOCK_TOKENS = 64
-CPU_SLAB_TOKENS = 1 << 20
-"""4 MiB a float32 buffer, of which few are alive at a time; its rows of 2^14 run on the thread that asks."""
 GPU_SLAB_TOKENS = 1 << 26
 """On a GPU launches cost more than cache misses."""
-UNFORKED_TOKENS = 1 << 15
-"""Element-wise operations up to this size (torch's grain size) run on the thread that asks."""
-HUGE_PAGE_BYTES = 32 << 20
-"""The C allocator hands larger buffers back to the system at once, so each one is made of fresh pages."""
+CPU_SLAB_TOKENS = 1 << 20
+"""4 MiB a float32 buffer, of which few are alive at a time."""
 
 
 @dataclass(frozen=True)
@@ -68,79 +56,44 @@ class Slab:
 
 
 @torch.no_grad()
-def reverse_scan(
-    inputs: Callable[[int, int], Tensor],
-    decay: Tensor,
-    bounds: Tensor,
-    *,
-    dtype: torch.dtype,
-    device: torch.device,
+def advantages_by_blocks(
+    rewards: Tensor, values: Tensor, bounds: Tensor, after_end: Tensor, gamma: float, decay: Tensor
 ) -> Tensor:
-    """Solve the recurrence of the module docstring for all sequences.
+    """``A_t = delta_t + decay A_{t+1}`` with ``delta_t = r_t + gamma V(s_{t+1}) - V(s_t)``.
 
     Args:
-        inputs: called as ``inputs(low, high)``, from several threads, gives [high - low] of the tokens low..high-1.
-        decay: [N] float64 on ``device``, one factor a sequence.
+        rewards, values: [T] float32 or float64, same dtype and device.
         bounds: [N+1] int64 on the CPU, checked ``cu_seqlens``.
+        after_end: [N] V of the state after each sequence's last token, in the dtype and on the device of ``values``;
+            not read for empty sequences.
+        decay: [N] float64 on the same device, gamma times lambda of each sequence.
 
     Returns:
-        [T] of ``dtype`` on ``device``.
+        [T] of the same dtype, on the same device.
     """
-    num_tokens = int(bounds[-1])
     occupied = (bounds[1:] > bounds[:-1]).nonzero().squeeze(1)
     ends = bounds[1:][occupied]
-    decays = decay[occupied.to(device)]
-    result = empty_result(num_tokens, dtype, device)
-
-    def scan_span(span: tuple[int, int]) -> None:
-        scan_slabs(span, inputs, ends, decays, result)
-
-    spans = independent_spans(ends, num_tokens) if device.type == "cpu" else [(0, num_tokens)]
-    if len(spans) == 1:
-        scan_span(spans[0])
-    else:
-        with ThreadPoolExecutor(len(spans), thread_name_prefix="reverse_scan") as pool:
-            list(pool.map(scan_span, spans))
+    after_end, decays = after_end[occupied.to(values.device)], decay[occupied.to(values.device)]
+    result = torch.empty(len(rewards), dtype=rewards.dtype, device=rewards.device)
+    carry = torch.zeros(1, dtype=torch.float64, device=values.device)
+    step = CPU_SLAB_TOKENS if values.device.type == "cpu" else GPU_SLAB_TOKENS
+    for high in range(len(rewards), 0, -step):
+        low = max(0, high - step)
+        slab = plan_slab(low, high, ends, decays, values.dtype)
+        deltas = td_errors(rewards, values, ends, after_end, gamma, low, high)
+        carry = scan_slab(slab, deltas, carry, result[low:high])
     return result
 
 
-def empty_result(num_tokens: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """An uninitialised [T]; a large one on a Linux CPU in huge pages, as small page faults cost more than the scan."""
-    size = num_tokens * dtype.itemsize
-    if device.type != "cpu" or size < HUGE_PAGE_BYTES or not hasattr(mmap, "MADV_HUGEPAGE"):
-        return torch.empty(num_tokens, dtype=dtype, device=device)
-    region = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    try:
-        region.madvise(mmap.MADV_HUGEPAGE)
-    except OSError:
-        # A kernel built without huge pages: ordinary ones do.
-        return torch.empty(num_tokens, dtype=dtype)
-    return torch.frombuffer(region, dtype=dtype)
-
-
-def independent_spans(ends: Tensor, num_tokens: int) -> list[tuple[int, int]]:
-    """Token ranges of whole sequences, about equal, one a thread; a small batch stays in one piece.
-
-    ``ends`` [K] int64 rises strictly.
-    """
-    num_threads = max(1, min(torch.get_num_threads(), num_tokens // (2 * CPU_SLAB_TOKENS)))
-    shares = torch.tensor([num_tokens * thread // num_threads for thread in range(1, num_threads)], dtype=torch.int64)
-    cuts = ends[torch.searchsorted(ends, shares)].tolist() if len(shares) else []
-    corners = sorted({0, *cuts, num_tokens})
-    return list(zip(corners, corners[1:])) or [(0, 0)]
-
-
-@torch.no_grad()  # A thread starts with gradients on, whatever its parent had.
-def scan_slabs(
-    span: tuple[int, int], inputs: Callable[[int, int], Tensor], ends: Tensor, decays: Tensor, result: Tensor
-) -> None:
-    """Solve the recurrence for the tokens of one span of whole sequences, into ``result`` [T]."""
-    carry = torch.zeros(1, dtype=torch.float64, device=result.device)
-    step = CPU_SLAB_TOKENS if result.device.type == "cpu" else GPU_SLAB_TOKENS
-    for high in range(span[1], span[0], -step):
-        low = max(span[0], high - step)
-        slab = plan_slab(low, high, ends, decays, result.dtype)
-        carry = scan_slab(slab, inputs(low, high), carry, result[low:high])
+def td_errors(
+    rewards: Tensor, values: Tensor, ends: Tensor, after_end: Tensor, gamma: float, low: int, high: int
+) -> Tensor:
+    """delta [high - low]; ``ends`` and ``after_end`` [K] are of the sequences that have tokens."""
+    # What stands behind the very last token does not matter: a sequence ends there.
+    following = torch.cat([values[low + 1 : high + 1], values.new_zeros(1)])[: high - low]
+    first, last = torch.searchsorted(ends, torch.tensor([low, high]), right=True).tolist()
+    following[(ends[first:last] - 1 - low).to(values.device)] = after_end[first:last]
+    return rewards[low:high] + (gamma * following - values[low:high])
 
 
 def plan_slab(low: int, high: int, ends: Tensor, decays: Tensor, dtype: torch.dtype) -> Slab:
@@ -178,9 +131,7 @@ def borders_by_row(rows: Tensor, blocks: Tensor, decays: Tensor) -> dict[int, Bo
     counts = rows.bincount(minlength=BLOCK_TOKENS).tolist()
     grouped_blocks = blocks[order].to(decays.device).split(counts)
     grouped_decays = decays[order.to(decays.device)].split(counts)
-    return {
-        row: Border(grouped_blocks[row], grouped_decays[row]) for row in range(BLOCK_TOKENS) if counts[row] > 0
-    }
+    return {row: Border(grouped_blocks[row], grouped_decays[row]) for row in range(BLOCK_TOKENS) if counts[row] > 0}
 
 
 def scan_slab(slab: Slab, inputs: Tensor, carry: Tensor, result: Tensor) -> Tensor:

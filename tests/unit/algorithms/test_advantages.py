@@ -14,7 +14,6 @@ from megatron_rl.algorithms import (
     group_advantages,
     length_adaptive_lambda,
     monte_carlo_returns,
-    scan,
     soft_overlong_penalty,
 )
 
@@ -78,9 +77,7 @@ def packed(draw: st.DrawFn) -> dict:
     }
 
 
-def assert_close(
-    actual: Tensor, expected: Tensor | list[float], rtol: float = 1e-12, atol: float = 1e-12
-) -> None:
+def assert_close(actual: Tensor, expected: Tensor | list[float], rtol: float = 1e-12, atol: float = 1e-12) -> None:
     """Compare in float64; numbers in a list keep all their digits."""
     expected = torch.as_tensor(expected, dtype=torch.float64)
     torch.testing.assert_close(actual.double(), expected, rtol=rtol, atol=atol)
@@ -248,46 +245,6 @@ def test_gae_with_lambda_one_is_return_minus_value():
     bounds = cu(200, 300)
     expected = monte_carlo_returns(rewards, bounds, gamma=0.98) - values
     assert_close(gae(rewards, values, bounds, gamma=0.98, lam=1.0), expected, atol=1e-11)
-
-
-@pytest.mark.parametrize("slab_tokens", [64, 128, 448])
-@pytest.mark.parametrize("lengths", [(1000,), (63, 64, 65, 1, 0, 0, 129, 700), (1,) * 300, (2, 3) * 100])
-@pytest.mark.parametrize("threads", [1, 3])
-def test_result_does_not_depend_on_slabs_and_threads(
-    monkeypatch: pytest.MonkeyPatch, slab_tokens: int, lengths: tuple[int, ...], threads: int
-):
-    monkeypatch.setattr(scan, "CPU_SLAB_TOKENS", slab_tokens)
-    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
-    generator = torch.Generator().manual_seed(sum(lengths))
-    rewards, values = (torch.randn(sum(lengths), generator=generator, dtype=torch.float64) for _ in range(2))
-    finished = torch.rand(len(lengths), generator=generator) < 0.5
-    for lam in (torch.rand(len(lengths), generator=generator), 0.99, 0.0):
-        actual = egae(rewards, values.clone().requires_grad_(), cu(*lengths), finished, gamma=0.99, lam=lam)
-        assert not actual.requires_grad
-        each = lam if isinstance(lam, Tensor) else torch.full((len(lengths),), lam, dtype=torch.float64)
-        assert_close(actual, egae_by_loop(rewards, values, cu(*lengths), finished, 0.99, each), atol=1e-11)
-
-
-@given(st.lists(st.integers(1, 50), min_size=1, max_size=20), st.integers(1, 8))
-def test_threads_share_whole_sequences(lengths: list[int], threads: int):
-    ends = torch.tensor(lengths).cumsum(0)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(scan, "CPU_SLAB_TOKENS", 1)
-        patch.setattr(torch, "get_num_threads", lambda: threads)
-        spans = scan.independent_spans(ends, sum(lengths))
-    assert 1 <= len(spans) <= threads
-    assert spans[0][0] == 0 and spans[-1][1] == sum(lengths)
-    assert all(left[1] == right[0] for left, right in zip(spans, spans[1:]))
-    assert {end for _, end in spans} <= set(ends.tolist())
-
-
-def test_large_results_in_huge_pages_are_ordinary_tensors(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(scan, "HUGE_PAGE_BYTES", 1)
-    generator = torch.Generator().manual_seed(4)
-    rewards = torch.randn(1000, generator=generator, dtype=torch.float64)
-    returns = monte_carlo_returns(rewards, cu(1000))
-    returns += 1.0
-    assert_close(returns, rewards.flip(0).cumsum(0).flip(0) + 1.0, atol=1e-10)
 
 
 def test_scalar_lambda_equals_the_same_lambda_for_each_sequence():

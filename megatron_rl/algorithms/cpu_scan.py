@@ -1,0 +1,109 @@
+"""GAE of packed sequences on the CPU: a compiled loop, one sequence after the other, from its last token backwards.
+
+Invariants: sums are float64 whatever the inputs are, and rounded once, into the result; a sequence's numbers depend on
+nothing outside it, down to the last bit; every token is read once and written once, so that memory is the limit.
+
+Threads: a large batch is shared among as many threads as torch may use, each with sequences of its own; the caller
+waits for all of them. The loop holds no interpreter lock. It is compiled at the first call of a process, which takes
+about a second, and is not cached on disk: a cache may be read-only, stale or written by several ranks at once.
+"""
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+
+import numpy as np
+import torch
+from torch import Tensor
+
+MIN_TOKENS_PER_THREAD = 1 << 18
+"""About half a millisecond of work, several times what starting a thread costs."""
+
+
+def advantages_one_by_one(
+    rewards: Tensor, values: Tensor, bounds: Tensor, after_end: Tensor, gamma: float, decay: Tensor
+) -> Tensor:
+    """``A_t = delta_t + decay A_{t+1}`` with ``delta_t = r_t + gamma V(s_{t+1}) - V(s_t)``.
+
+    Args:
+        rewards, values: [T] float32 or float64 on the CPU, same dtype, any stride.
+        bounds: [N+1] int64 on the CPU, checked ``cu_seqlens``.
+        after_end: [N] V of the state after each sequence's last token; not read for empty sequences.
+        decay: [N] float64, gamma times lambda of each sequence.
+
+    Returns:
+        [T] of the dtype of ``rewards``.
+    """
+    loop = compiled_loop()
+    reward_array, value_array = rewards.detach().numpy(), values.detach().numpy()
+    bound_array, after_array, decay_array = bounds.numpy(), after_end.detach().double().numpy(), decay.numpy()
+    # numpy asks for huge pages; faults on small ones would take longer than the loop.
+    result = np.empty(len(reward_array), dtype=reward_array.dtype)
+
+    def run(span: tuple[int, int]) -> None:
+        loop(reward_array, value_array, bound_array, after_array, gamma, decay_array, *span, result)
+
+    spans = thread_spans(bounds, torch.get_num_threads())
+    if len(spans) == 1:
+        run(spans[0])
+    else:
+        with ThreadPoolExecutor(len(spans), thread_name_prefix="gae") as pool:
+            list(pool.map(run, spans))
+    return torch.from_numpy(result)
+
+
+def thread_spans(bounds: Tensor, num_threads: int) -> list[tuple[int, int]]:
+    """Ranges of sequences with about equally many tokens, one a thread; a small batch stays in one piece."""
+    num_tokens, num_sequences = int(bounds[-1]), len(bounds) - 1
+    num_threads = max(1, min(num_threads, num_tokens // MIN_TOKENS_PER_THREAD))
+    shares = torch.tensor([num_tokens * thread // num_threads for thread in range(1, num_threads)], dtype=torch.int64)
+    cuts = torch.searchsorted(bounds, shares).tolist()
+    corners = sorted({0, *cuts, num_sequences})
+    return list(zip(corners, corners[1:])) or [(0, 0)]
+
+
+@cache
+def has_numba() -> bool:
+    """Whether the loop can be compiled here; the scan over blocks (scan.py) needs torch alone, and more time."""
+    try:
+        compiled_loop()
+    except ImportError:
+        return False
+    return True
+
+
+@cache
+def compiled_loop() -> Callable[..., None]:
+    """``advantage_loop``, compiled for the dtypes and strides of its calls as they come.
+
+    Raises:
+        ImportError: no numba.
+    """
+    import numba  # takes a third of a second, which importing the algorithms need not
+
+    # Contraction makes a multiplication and an addition one instruction with one rounding.
+    return numba.njit(nogil=True, fastmath={"contract"})(advantage_loop)
+
+
+def advantage_loop(
+    rewards: np.ndarray,
+    values: np.ndarray,
+    bounds: np.ndarray,
+    after_end: np.ndarray,
+    gamma: float,
+    decay: np.ndarray,
+    first: int,
+    stop: int,
+    result: np.ndarray,
+) -> None:
+    """Sequences first..stop-1 of ``advantages_one_by_one`` into ``result`` [T]."""
+    for sequence in range(first, stop):
+        factor = decay[sequence]
+        next_value = after_end[sequence]
+        advantage = 0.0
+        for token in range(bounds[sequence + 1] - 1, bounds[sequence] - 1, -1):
+            value = np.float64(values[token])
+            delta = rewards[token] + gamma * next_value - value
+            advantage = delta + factor * advantage
+            result[token] = advantage
+            next_value = value
