@@ -1,16 +1,18 @@
 """Prompt files: bad rows are refused with file, line and field."""
 
 import json
+import re
 
 import pytest
 import torch
 
-from megatron_rl.config.schema import DataConfig
+from megatron_rl.config.schema import DataConfig, DuplicateIds
 from megatron_rl.data.batch import PackedBatch, cu_seqlens_of
-from megatron_rl.data.prompts import load_prompts, load_solutions, read_rows
+from megatron_rl.data.prompts import check_files, load_prompts, load_solutions
+from megatron_rl.data.rows import read_rows
 from megatron_rl.data.tokenizer import Tokenizer
 from megatron_rl.errors import DataError
-from tests.tiny_models import make_tiny_model
+from tests.tiny_models import make_tiny_model, make_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -24,8 +26,21 @@ def write(tmp_path, *rows):
     return [str(file)]
 
 
-def load(files, tokenizer, limit=100):
-    return load_prompts(files, DataConfig(), tokenizer, max_prompt_tokens=limit)
+def load(files, tokenizer, limit=100, **fields):
+    return load_prompts(files, DataConfig(**fields), tokenizer, max_prompt_tokens=limit)
+
+
+@pytest.fixture(scope="module")
+def chat_tokenizer(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("chat")
+    make_tokenizer(folder)
+    template = (
+        "{% for m in messages %}{% if loop.index0 > 0 and m.role == messages[loop.index0 - 1].role %}"
+        "{{ raise_exception('roles must alternate') }}{% endif %}({{ m.role }} {{ m.content }}){% endfor %}"
+        "{% if add_generation_prompt %}(A{% endif %}"
+    )
+    (folder / "chat_template.jinja").write_text(template)
+    return Tokenizer(folder)
 
 
 def test_prompts_keep_ids_answers_and_places(tmp_path, tokenizer):
@@ -45,6 +60,17 @@ def test_prompts_keep_ids_answers_and_places(tmp_path, tokenizer):
         ({"prompt": 7, "answer": "2"}, "field 'prompt': expected non-empty text, got int"),
         ({"prompt": "1+1="}, "field 'answer'"),
         ({"prompt": "1+1=", "answer": [2]}, "field 'answer'"),
+        ({"prompt": "1+1=", "answer": ""}, "field 'answer': expected text or a number, got empty text"),
+        ({"prompt": "1+1=", "answer": "2", "id": [1]}, "field 'id'"),
+        ({"prompt": "1+1=", "answer": "2", "type": 3}, "field 'type'"),
+        ({"prompt": [], "answer": "2"}, "field 'prompt': expected messages"),
+        ({"prompt": ["1+1="], "answer": "2"}, "field 'prompt': message 1: expected an object with role and content"),
+        ({"prompt": [{"role": "user"}], "answer": "2"}, "message 1: content: expected non-empty text, got nothing"),
+        (
+            {"prompt": [{"role": "assistant", "content": "2"}], "answer": "2"},
+            "waits for an answer (user), got assistant",
+        ),
+        ({"prompt": [{"role": "user", "content": "1+1="}], "answer": "2"}, "field 'prompt': .*no chat template"),
         ({"prompt": "1+1=€", "answer": "2"}, "does not know '€'"),
     ],
 )
@@ -52,7 +78,8 @@ def test_a_bad_row_is_refused_with_file_line_and_field(tmp_path, tokenizer, row,
     files = write(tmp_path, {"prompt": "1+1=", "answer": "2"}, row)
     with pytest.raises(DataError) as error:
         load(files, tokenizer)
-    assert f"{files[0]}:2" in str(error.value) and expected in str(error.value)
+    assert f"{files[0]}:2" in str(error.value)
+    assert expected in str(error.value) or re.search(expected, str(error.value))
 
 
 def test_doubled_ids_missing_files_and_wrong_encodings_are_errors(tmp_path, tokenizer):
@@ -66,9 +93,96 @@ def test_doubled_ids_missing_files_and_wrong_encodings_are_errors(tmp_path, toke
         list(read_rows([str(tmp_path / "latin.jsonl")]))
 
 
-def test_prompts_that_are_too_long_are_left_out_and_counted(tmp_path, tokenizer):
-    files = write(tmp_path, {"prompt": "1+1=", "answer": "2"}, {"prompt": "1+1+1+1+1=", "answer": "5"})
-    assert load(files, tokenizer, limit=5).num_too_long == 1
+def test_a_file_given_twice_has_doubled_ids(tmp_path, tokenizer):
+    files = write(tmp_path, {"prompt": "1+1=", "answer": "2"})
+    with pytest.raises(DataError, match="already stands at"):
+        load([*files, *files], tokenizer)
+
+
+def test_doubled_ids_may_be_dropped_and_are_counted(tmp_path, tokenizer):
+    rows = [{"id": i, "prompt": f"{n}=", "answer": "2"} for n, i in enumerate("abaab")]
+    prompts = load(write(tmp_path, *rows), tokenizer, duplicate_ids=DuplicateIds.drop)
+    assert [p.text for p in prompts.prompts] == ["0=", "1="] and prompts.num_duplicates == 3
+
+
+def test_fields_are_mapped_nested_ones_too(tmp_path, tokenizer):
+    row = {
+        "data_source": "math",
+        "q": {"text": "1+1="},
+        "reward_model": {"ground_truth": 2},
+        "extra_info": {"index": 17},
+        "tests": ["assert 1"],
+        "other": None,
+    }
+    (prompt,) = load(
+        write(tmp_path, row),
+        tokenizer,
+        id_field="extra_info.index",
+        prompt_field="q.text",
+        answer_field="reward_model.ground_truth",
+        type_field="data_source",
+        reward_fields=["tests", "reward_model.ground_truth", "other", "absent"],
+    ).prompts
+    assert (prompt.id, prompt.text, prompt.answer, prompt.type) == ("17", "1+1=", "2", "math")
+    assert prompt.fields == {"tests": ["assert 1"], "ground_truth": 2}
+
+
+def test_answers_may_be_missing_where_none_is_required(tmp_path, tokenizer):
+    files = write(tmp_path, {"prompt": "1+1="}, {"prompt": "1+2=", "answer": ""}, {"prompt": "1+3=", "answer": "4"})
+    assert [p.answer for p in load(files, tokenizer, answer_required=False).prompts] == ["", "", "4"]
+
+
+def test_reward_fields_with_one_name_are_refused(tmp_path, tokenizer):
+    files = write(tmp_path, {"prompt": "1+1=", "answer": "2", "a": {"x": 1}, "b": {"x": 2}})
+    with pytest.raises(DataError, match="two fields are called 'x'"):
+        load(files, tokenizer, reward_fields=["a.x", "b.x"])
+
+
+def test_check_files_counts_types_and_finds_reward_fields_that_no_row_has(tmp_path):
+    rows = [{"prompt": "1=", "answer": "1", "type": t} for t in ("math", "code", "math")]
+    rows[1]["tests"] = "assert 1"
+    files = write(tmp_path, *rows)
+    assert check_files(files, DataConfig(reward_fields=["tests"]), with_response=False) == {"math": 2, "code": 1}
+    with pytest.raises(DataError, match="data.reward_fields: no row of .* has test;"):
+        check_files(files, DataConfig(reward_fields=["test"]), with_response=False)
+
+
+def chat(content, role="user"):
+    return {"role": role, "content": content}
+
+
+@pytest.mark.parametrize(
+    ("prompt", "fields", "rendered", "text"),
+    [
+        ("1+1=", {"use_chat_template": True}, "(user 1+1=)(A", "1+1="),
+        ("1+1=", {"use_chat_template": True, "system_prompt": "add"}, "(system add)(user 1+1=)(A", "1+1="),
+        ("1+1=", {}, "1+1=", "1+1="),
+        ([chat("1+1=")], {}, "(user 1+1=)(A", "1+1="),
+        ([chat("be", "system"), chat("1+1=")], {"system_prompt": "add"}, "(system be)(user 1+1=)(A", "1+1="),
+        (
+            [chat("1"), chat("2", "assistant"), chat("3")],
+            {"system_prompt": "add"},
+            "(system add)(user 1)(assistant 2)(user 3)(A",
+            "user: 1\n\nassistant: 2\n\nuser: 3",
+        ),
+    ],
+)
+def test_messages_and_chat_templates(tmp_path, chat_tokenizer, prompt, fields, rendered, text):
+    (loaded,) = load(write(tmp_path, {"prompt": prompt, "answer": "2"}), chat_tokenizer, **fields).prompts
+    assert chat_tokenizer.decode(loaded.token_ids) == rendered and loaded.text == text
+
+
+def test_messages_that_the_template_refuses_are_an_error_with_place(tmp_path, chat_tokenizer):
+    files = write(tmp_path, {"prompt": [chat("1"), chat("2")], "answer": "2"})
+    with pytest.raises(DataError, match=r"rows.jsonl:1: field 'prompt'.*refuses messages of user, user: roles must"):
+        load(files, chat_tokenizer)
+
+
+def test_prompts_that_are_too_long_are_left_out_and_counted_by_type(tmp_path, tokenizer):
+    files = write(tmp_path, {"prompt": "1+1=", "answer": "2"}, {"prompt": "1+1+1+1+1=", "answer": "5", "type": "math"})
+    prompts = load(files, tokenizer, limit=5)
+    assert (prompts.num_too_long, prompts.num_too_long_by_type) == (1, {"math": 1})
+    assert prompts.num_by_type == {"": 1}
     with pytest.raises(DataError, match="no prompt is left"):
         load(files, tokenizer, limit=2)
 
