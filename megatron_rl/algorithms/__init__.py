@@ -1,21 +1,32 @@
-"""The algorithms as pure functions over packed tensors: advantages, losses, normalisation, mismatch diagnostics.
+"""The algorithms as pure functions over packed tensors: advantages, losses, KL, corrections, preferences, diagnostics.
 
 Only torch in here: no model, no engine, no process group. Sequences lie back to back in 1-D tensors; ``cu_seqlens``
 [N+1] says where each starts. Whatever is reduced over micro-batches or ranks comes as sums and denominators.
 """
 
-from megatron_rl.algorithms.advantages import (
-    egae,
-    gae,
-    group_advantages,
-    length_adaptive_lambda,
-    monte_carlo_returns,
-    soft_overlong_penalty,
+from megatron_rl.algorithms.advantages import egae, gae, length_adaptive_lambda, monte_carlo_returns
+from megatron_rl.algorithms.aggregation import loss_denominator, token_coefficients
+from megatron_rl.algorithms.corrections import Correction, mismatch_correction, off_policy_sequence_mask
+from megatron_rl.algorithms.diagnostics import (
+    split_statistics,
+    split_statistics_of,
+    split_statistics_stats,
+    value_by_position,
 )
+from megatron_rl.algorithms.groups import group_advantages, reinforce_pp_advantages, rloo_advantages
+from megatron_rl.algorithms.kl import AdaptiveKlController, kl_estimate, kl_loss, kl_penalized_rewards
 from megatron_rl.algorithms.loss import Loss
 from megatron_rl.algorithms.mismatch import mismatch_metrics
 from megatron_rl.algorithms.normalize import boundary_mask, normalize_advantages
-from megatron_rl.algorithms.policy_loss import lm_loss, policy_loss
+from megatron_rl.algorithms.overlong import overlong_filter_mask, soft_overlong_penalty
+from megatron_rl.algorithms.policy_loss import cispo_loss, gspo_loss, lm_loss, policy_loss
+from megatron_rl.algorithms.preferences import (
+    bradley_terry_coefficients,
+    bradley_terry_loss,
+    pairwise_score,
+    swap_consistency,
+)
+from megatron_rl.algorithms.turns import role_normalize, turn_bonus
 from megatron_rl.algorithms.value_loss import (
     explained_variance,
     explained_variance_of,
@@ -24,20 +35,44 @@ from megatron_rl.algorithms.value_loss import (
 )
 
 __all__ = [
+    "AdaptiveKlController",
+    "Correction",
     "Loss",
     "boundary_mask",
+    "bradley_terry_coefficients",
+    "bradley_terry_loss",
+    "cispo_loss",
     "egae",
     "explained_variance",
     "explained_variance_of",
     "explained_variance_stats",
     "gae",
     "group_advantages",
+    "gspo_loss",
+    "kl_estimate",
+    "kl_loss",
+    "kl_penalized_rewards",
     "length_adaptive_lambda",
     "lm_loss",
+    "loss_denominator",
+    "mismatch_correction",
     "mismatch_metrics",
     "monte_carlo_returns",
     "normalize_advantages",
+    "off_policy_sequence_mask",
+    "overlong_filter_mask",
+    "pairwise_score",
     "policy_loss",
+    "reinforce_pp_advantages",
+    "rloo_advantages",
+    "role_normalize",
     "soft_overlong_penalty",
+    "split_statistics",
+    "split_statistics_of",
+    "split_statistics_stats",
+    "swap_consistency",
+    "token_coefficients",
+    "turn_bonus",
+    "value_by_position",
     "value_loss",
 ]

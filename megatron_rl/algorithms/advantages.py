@@ -1,4 +1,4 @@
-"""Advantages and returns of packed responses: GAE, EGAE, Monte-Carlo, group baselines, length-adaptive lambda.
+"""Advantages and returns of packed responses: GAE, EGAE, Monte-Carlo, length-adaptive lambda.
 
 Sequences lie back to back in 1-D tensors; ``cu_seqlens`` [N+1] says where each starts. ``values[t]`` is V(s_t), read
 before token t is emitted; ``rewards[t]`` is what emitting token t earned.
@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from megatron_rl.algorithms.checks import (
-    INDEX_DTYPES,
     check_cu_seqlens,
     check_float_vector,
     check_fraction,
     check_per_sequence,
     check_same_kind,
     describe,
+    float_lengths,
 )
 from megatron_rl.algorithms.cpu_scan import advantages_one_by_one, has_numba
 from megatron_rl.algorithms.scan import advantages_by_blocks
@@ -155,67 +155,3 @@ def length_adaptive_lambda(lengths: Tensor, *, alpha: float = 0.05, floor: float
     if not alpha > 0:
         raise ValueError(f"alpha: expected a number above 0, got {alpha!r}")
     return (1.0 - 1.0 / (alpha * floating)).clamp(floor, 1.0)
-
-
-@torch.no_grad()
-def group_advantages(rewards: Tensor, group_ids: Tensor, *, scale_by_std: bool = True) -> Tensor:
-    """Reward minus the mean of its group, over the group's standard deviation (GRPO; DAPO, arXiv 2503.14476).
-
-    The standard deviation is that of a sample (n - 1), as in the public implementations, with no epsilon. A group of
-    one and a group of equal rewards have no signal: exactly 0. ``scale_by_std=False`` only subtracts the mean.
-
-    Args:
-        rewards: [N] float32 or float64, one a response; drop responses that could not be scored before.
-        group_ids: [N] integer; equal numbers are one group, in any order.
-
-    Returns:
-        [N] in the dtype of ``rewards``.
-    """
-    check_float_vector("rewards", rewards)
-    if not isinstance(group_ids, Tensor) or group_ids.shape != rewards.shape or group_ids.dtype not in INDEX_DTYPES:
-        raise ValueError(
-            f"group_ids: expected an int32 or int64 tensor of shape {list(rewards.shape)}, got {describe(group_ids)}"
-        )
-    groups, member_of = torch.unique(group_ids.to(rewards.device), return_inverse=True)
-    exact = rewards.double()
-    zeros = exact.new_zeros(len(groups))
-    sizes = zeros.index_add(0, member_of, torch.ones_like(exact))
-    centred = exact - (zeros.index_add(0, member_of, exact) / sizes)[member_of]
-    lowest = zeros.scatter_reduce(0, member_of, exact, "amin", include_self=False)
-    highest = zeros.scatter_reduce(0, member_of, exact, "amax", include_self=False)
-    # The mean of equal numbers may be off by a rounding; the division below would blow that up.
-    silent = (lowest == highest)[member_of]
-    if scale_by_std:
-        variance = zeros.index_add(0, member_of, centred.square()) / (sizes - 1).clamp(min=1)
-        centred = centred / variance.sqrt()[member_of]
-    return torch.where(silent, 0.0, centred).to(rewards.dtype)
-
-
-@torch.no_grad()
-def soft_overlong_penalty(lengths: Tensor, *, max_length: int, buffer: int) -> Tensor:
-    """DAPO's soft penalty, to be added to the reward (arXiv 2503.14476).
-
-    0 up to ``max_length - buffer`` tokens, falling linearly to -1 at ``max_length``, -1 beyond. Lengths are of whole
-    responses: a window's edge is never an overlong response.
-
-    Args:
-        lengths: [N] response lengths in tokens, integer or float.
-        max_length: L_max in tokens.
-        buffer: L_cache in tokens, from 0 (a step at L_max) to ``max_length``.
-
-    Returns:
-        [N] in the dtype of float lengths, float64 for integer ones.
-    """
-    floating = float_lengths("lengths", lengths)
-    if not 0 <= buffer <= max_length:
-        raise ValueError(f"buffer: expected 0 <= buffer <= max_length = {max_length}, got {buffer!r}")
-    if buffer == 0:
-        return torch.where(floating > max_length, -1.0, 0.0).to(floating.dtype)
-    return ((max_length - buffer - floating) / buffer).clamp(-1.0, 0.0)
-
-
-def float_lengths(name: str, lengths: Tensor) -> Tensor:
-    """[N] lengths as floats: float32 and float64 stay, integers become float64."""
-    if not isinstance(lengths, Tensor) or lengths.dim() != 1 or lengths.is_complex() or lengths.dtype == torch.bool:
-        raise ValueError(f"{name}: expected a 1-D integer or float tensor [N], got {describe(lengths)}")
-    return lengths.detach() if lengths.is_floating_point() else lengths.detach().double()

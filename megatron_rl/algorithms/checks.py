@@ -45,11 +45,34 @@ def check_mask(mask: Tensor, like_name: str, like: Tensor) -> None:
         )
 
 
+def check_mask_vector(mask: Tensor) -> None:
+    """Refuse a mask that is not a real-valued 1-D tensor."""
+    if not isinstance(mask, Tensor) or mask.is_complex() or mask.dim() != 1:
+        raise ValueError(f"mask: expected a 1-D bool, integer or float tensor [T], got {describe(mask)}")
+
+
+def check_factor(name: str, value: Tensor, like_name: str, like: Tensor) -> Tensor:
+    """A per-token factor as a constant in the dtype of ``like``; it may come as float32 or float64."""
+    check_float_vector(name, value)
+    if value.shape != like.shape or value.device != like.device:
+        raise ValueError(
+            f"{name}: expected one number for each token of {like_name}, {describe(like)}, got {describe(value)}"
+        )
+    return value.detach().to(like.dtype)
+
+
+def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
+    """Refuse anything but one of ``choices``."""
+    if value not in choices:
+        raise ValueError(f"{name}: expected one of {', '.join(choices)}, got {value!r}")
+
+
 def check_per_sequence(name: str, value: Tensor, num_sequences: int) -> None:
     """Refuse anything but a real-valued tensor of shape [N]."""
     if not isinstance(value, Tensor) or value.is_complex() or value.shape != (num_sequences,):
-        raise ValueError(f"{name}: expected a tensor of shape [{num_sequences}], one entry a sequence, "
-                         f"got {describe(value)}")
+        raise ValueError(
+            f"{name}: expected a tensor of shape [{num_sequences}], one entry a sequence, got {describe(value)}"
+        )
 
 
 def check_cu_seqlens(cu_seqlens: Tensor, num_tokens: int | None = None) -> Tensor:
@@ -69,8 +92,9 @@ def check_cu_seqlens(cu_seqlens: Tensor, num_tokens: int | None = None) -> Tenso
             f"at sequence {place}"
         )
     if num_tokens is not None and bounds[-1] != num_tokens:
-        raise ValueError(f"cu_seqlens: expected its last entry to be the number of tokens {num_tokens}, "
-                         f"got {int(bounds[-1])}")
+        raise ValueError(
+            f"cu_seqlens: expected its last entry to be the number of tokens {num_tokens}, got {int(bounds[-1])}"
+        )
     return bounds
 
 
@@ -88,3 +112,10 @@ def check_not_negative(name: str, value: float) -> float:
     if not (math.isfinite(number) and number >= 0.0):
         raise ValueError(f"{name}: expected a finite number of at least 0, got {value!r}")
     return number
+
+
+def float_lengths(name: str, lengths: Tensor) -> Tensor:
+    """[N] lengths as floats: float32 and float64 stay, integers become float64."""
+    if not isinstance(lengths, Tensor) or lengths.dim() != 1 or lengths.is_complex() or lengths.dtype == torch.bool:
+        raise ValueError(f"{name}: expected a 1-D integer or float tensor [N], got {describe(lengths)}")
+    return lengths.detach() if lengths.is_floating_point() else lengths.detach().double()

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from megatron_rl.algorithms.checks import check_cu_seqlens, check_float_vector, check_mask, check_same_kind
 from megatron_rl.algorithms.loss import keep
+from megatron_rl.algorithms.segments import sequence_index, sequence_sums
 
 MAX_LOG_RATIO = 20.0
 """Guard against overflow, as in the public correction code: log rho is clamped to +- this, before any statistic."""
@@ -50,7 +51,7 @@ def mismatch_metrics(
     check_float_vector("old_logprobs", old_logprobs)
     check_same_kind("rollout_logprobs", rollout_logprobs, "old_logprobs", old_logprobs)
     check_mask(mask, "old_logprobs", old_logprobs)
-    bounds = check_cu_seqlens(cu_seqlens, len(old_logprobs)).to(old_logprobs.device)
+    bounds = check_cu_seqlens(cu_seqlens, len(old_logprobs))
     inside = mask != 0
     if not bool(inside.any()):
         return dict(EQUAL_POLICIES)
@@ -60,19 +61,25 @@ def mismatch_metrics(
     tokens = log_rho[inside]
     rho = tokens.exp()
 
-    num_sequences = len(bounds) - 1
-    sequence_of = torch.repeat_interleave(torch.arange(num_sequences, device=bounds.device), bounds.diff())
-    zeros = log_rho.new_zeros(num_sequences)
-    counts = zeros.index_add(0, sequence_of, inside.double())
-    sums = zeros.index_add(0, sequence_of, log_rho)[counts > 0]
+    sequence_of = sequence_index(bounds, log_rho.device)
+    counts = sequence_sums(inside.double(), sequence_of, len(bounds) - 1)
+    sums = sequence_sums(log_rho, sequence_of, len(bounds) - 1)[counts > 0]
     means = sums / counts[counts > 0]
     metrics = {
         "kl": -tokens.mean(),
         "k3": (torch.expm1(tokens) - tokens).mean(),
         "max_abs_log_ratio": tokens.abs().max(),
         "ppl_ratio": (-means).exp().mean(),
-        "ess": rho.mean().square() / rho.square().mean(),
+        "ess": effective_sample_size(rho),
         "chi2_token": rho.square().mean() - 1.0,
         "chi2_sequence": (2.0 * sums.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)).exp().mean() - 1.0,
     }
     return {name: float(value) for name, value in metrics.items()}
+
+
+def effective_sample_size(weights: Tensor) -> float:
+    """1 / E[(w / E w)^2] of importance weights [K], a share within (0, 1]; 1 for none, 0 where all are 0."""
+    if len(weights) == 0:
+        return 1.0
+    mean_square = float(weights.square().mean())
+    return float(weights.mean().square()) / mean_square if mean_square > 0 else 0.0

@@ -30,7 +30,8 @@ def normalize_advantages(
         kind: "none"; "scale" divides by the standard deviation, so zero stays zero and signs stay; "whiten" subtracts
             the mean first, which gives tokens without information (a window's edge) an advantage.
         clamp: bound on the size afterwards; 0 means none.
-        eps: a standard deviation up to this counts as 0: there is no scale to bring to 1, nothing is divided.
+        eps: a standard deviation up to this counts as 0: there is no scale to bring to 1, nothing is divided, and
+            whitening gives 0.
 
     Returns:
         [T]; 0 outside the mask. The standard deviation is the population's (n).
@@ -45,8 +46,11 @@ def normalize_advantages(
     if kind != "none" and len(inside) > 0:
         mean = inside.mean()
         deviation = (inside - mean).square().mean().sqrt()
-        divisor = torch.where(deviation > eps, deviation, 1.0)
-        inside = (inside - mean if kind == "whiten" else inside) / divisor
+        varies = deviation > eps
+        if kind == "whiten":
+            # Equal numbers may differ from their mean by a rounding: exactly 0 then.
+            inside = torch.where(varies, inside - mean, 0.0)
+        inside = inside / torch.where(varies, deviation, 1.0)
     if clamp > 0:
         inside = inside.clamp(-clamp, clamp)
     normalized = torch.zeros_like(advantages)

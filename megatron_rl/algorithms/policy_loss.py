@@ -1,6 +1,10 @@
-"""Losses of the policy: clipped surrogate with dual clip, and the language-model loss on positive examples.
+"""Losses of the policy: PPO's clipped surrogate, GSPO, CISPO, and the language-model loss on positive examples.
 
 Masks are 0/1 tensors of any real dtype; a fractional float mask weighs loss, denominator and metrics alike.
+
+Two kinds of constant per-token factors enter a loss: ``weights`` correct for samples that another policy drew (see
+``mismatch_correction``) and leave the denominator alone; ``coefficients`` say how tokens are averaged (see
+``token_coefficients``) and sum up to the denominator. Metrics are over tokens and know neither.
 """
 
 import math
@@ -8,11 +12,22 @@ import math
 import torch
 from torch import Tensor
 
-from megatron_rl.algorithms.checks import check_float_vector, check_mask, check_not_negative, check_same_kind
+from megatron_rl.algorithms.aggregation import counted_sequences, token_coefficients
+from megatron_rl.algorithms.checks import (
+    check_cu_seqlens,
+    check_factor,
+    check_float_vector,
+    check_mask,
+    check_not_negative,
+    check_same_kind,
+)
 from megatron_rl.algorithms.loss import Loss, keep, mask_total, masked_sum
+from megatron_rl.algorithms.segments import sequence_index, sequence_sums
 
 MAX_LOG_RATIO = 20.0
 """exp(20) is 5e8: beyond it a ratio says only that the two policies have nothing in common."""
+MAX_SEQUENCE_LOG_RATIO = 10.0
+"""GSPO's upper bound on the mean log ratio of a response, as in the public implementations."""
 
 
 def policy_loss(
@@ -24,12 +39,15 @@ def policy_loss(
     clip_low: float,
     clip_high: float,
     dual_clip: float | None = None,
+    weights: Tensor | None = None,
+    coefficients: Tensor | None = None,
 ) -> Loss:
     """PPO's clipped surrogate with separate clip ranges and a bound for negative advantages.
 
     ``ratio = exp(clamp(logprobs - old_logprobs, -20, 20))``, the plain log difference; then, token by token,
     ``max(-A ratio, -A clip(ratio, 1 - clip_low, 1 + clip_high))``, and with ``dual_clip`` = c at most ``c |A|``, which
-    only bites for A < 0 (clip-higher: DAPO, arXiv 2503.14476; dual clip: arXiv 1912.09729).
+    only bites for A < 0 (clip-higher: DAPO, arXiv 2503.14476; dual clip: arXiv 1912.09729). With ``weights`` made
+    from pi_old / mu this is the decoupled loss of three policies (arXiv 2110.00641).
 
     Args:
         logprobs: [T] float32 or float64, with gradient.
@@ -37,6 +55,8 @@ def policy_loss(
         mask: [T] 1 for the tokens to train.
         clip_low, clip_high: at least 0.
         dual_clip: more than 1, or None for no bound.
+        weights: [T] float32 or float64, taken as constants; multiply the tokens' losses. None: 1.
+        coefficients: [T] like ``weights``; multiply the tokens' losses and make up the denominator. None: 1.
 
     Returns:
         Loss per token. Metrics: ``clip_fraction_low`` (ratio too small with A < 0), ``clip_fraction_high`` (ratio too
@@ -46,44 +66,109 @@ def policy_loss(
     Raises:
         ValueError: shapes, dtypes or ranges do not fit.
     """
-    check_float_vector("logprobs", logprobs)
-    check_same_kind("old_logprobs", old_logprobs, "logprobs", logprobs)
-    check_same_kind("advantages", advantages, "logprobs", logprobs)
-    check_mask(mask, "logprobs", logprobs)
+    old_logprobs, advantages = _constants(logprobs, old_logprobs, advantages, mask)
     clip_low = check_not_negative("clip_low", clip_low)
     clip_high = check_not_negative("clip_high", clip_high)
     if dual_clip is not None and not (math.isfinite(dual_clip) and dual_clip > 1.0):
         raise ValueError(f"dual_clip: expected a number above 1, or None for no bound, got {dual_clip!r}")
 
-    advantages = keep(advantages.detach(), mask)
-    log_ratio = keep(logprobs, mask) - keep(old_logprobs.detach(), mask)
-    log_ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    log_ratio = (keep(logprobs, mask) - old_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     ratio = log_ratio.exp()
-    unclipped = -advantages * ratio
-    clipped = -advantages * ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
-    token_loss = torch.maximum(unclipped, clipped)
+    token_loss, is_clipped = _clipped_surrogate(ratio, advantages, clip_low, clip_high)
     bounded = torch.zeros_like(mask, dtype=torch.bool)
     if dual_clip is not None:
         bound = advantages.abs() * dual_clip
         bounded = (token_loss > bound) & (advantages < 0)
         token_loss = torch.minimum(token_loss, bound)
+    fractions = _clip_fractions(is_clipped & (advantages < 0), is_clipped & (advantages > 0))
+    metrics, maxima = _ratio_statistics(log_ratio, ratio, mask, {**fractions, "dual_clip_fraction": bounded})
+    return Loss(*_reduce(token_loss, mask, weights, coefficients), metrics, maxima)
 
+
+def gspo_loss(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    cu_seqlens: Tensor,
+    *,
+    clip_low: float,
+    clip_high: float,
+    weights: Tensor | None = None,
+) -> Loss:
+    """Group sequence policy optimisation: the ratio of whole responses is clipped (GSPO, arXiv 2507.18071).
+
+    ``s_i = exp(mean over the counted tokens of sequence i of (logprobs - old_logprobs))``, the mean at most 10, and
+    ``max(-A s_i, -A clip(s_i, 1 - clip_low, 1 + clip_high))``. In token form, ``sg[s_i] pi / sg[pi]``: each token has
+    the value s_i and its own gradient, so advantages may differ between the tokens of a response; where they do not,
+    the gradient is that of the sequence form. The paper's ranges are 3e-4 and 4e-4.
+
+    Args:
+        logprobs, old_logprobs, advantages, mask, clip_low, clip_high, weights: as for ``policy_loss``.
+        cu_seqlens: [N+1] int32 or int64; a sequence must not be split over calls.
+
+    Returns:
+        Loss per sequence: the sum over sequences of the mean over their counted tokens; the denominator is the number
+        of sequences with at least one. Metrics over tokens as for ``policy_loss``, without dual clip;
+        ``ratio_mean`` and ``ratio_max`` are of s_i, the KL estimates of single tokens.
+    """
+    old_logprobs, advantages = _constants(logprobs, old_logprobs, advantages, mask)
+    clip_low = check_not_negative("clip_low", clip_low)
+    clip_high = check_not_negative("clip_high", clip_high)
+    bounds = check_cu_seqlens(cu_seqlens, len(logprobs))
+
+    kept = keep(logprobs, mask)
+    coefficients = token_coefficients(mask, cu_seqlens, "sequence_mean", dtype=logprobs.dtype)
     with torch.no_grad():
-        denominator = mask_total(mask, logprobs.dtype)
-        is_clipped = clipped > unclipped
-        per_token = {
-            "clip_fraction": is_clipped,
-            "clip_fraction_low": is_clipped & (advantages < 0),
-            "clip_fraction_high": is_clipped & (advantages > 0),
-            "dual_clip_fraction": bounded,
-            "approx_kl_k1": -log_ratio,
-            "approx_kl_k3": torch.expm1(log_ratio) - log_ratio,
-            "ratio_mean": ratio,
-        }
-        metrics = {name: (masked_sum(value.to(ratio.dtype), mask), denominator) for name, value in per_token.items()}
-        # One more entry, so that an empty batch has a maximum: 0, below any ratio.
-        ratio_max = torch.nn.functional.pad(keep(ratio, mask), (0, 1)).amax()
-    return Loss(masked_sum(token_loss, mask), denominator, metrics, {"ratio_max": ratio_max})
+        log_ratio = kept - old_logprobs
+        sequence_of = sequence_index(bounds, logprobs.device)
+        means = sequence_sums(log_ratio * coefficients * mask, sequence_of, len(bounds) - 1)
+    ratio = (means[sequence_of] + (kept - kept.detach())).clamp(max=MAX_SEQUENCE_LOG_RATIO).exp()
+    token_loss, is_clipped = _clipped_surrogate(ratio, advantages, clip_low, clip_high)
+    fractions = _clip_fractions(is_clipped & (advantages < 0), is_clipped & (advantages > 0))
+    log_ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    metrics, maxima = _ratio_statistics(log_ratio, ratio, mask, fractions)
+    total, _ = _reduce(token_loss, mask, weights, coefficients)
+    return Loss(total, counted_sequences(mask, bounds).to(logprobs.dtype).sum(), metrics, maxima)
+
+
+def cispo_loss(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    *,
+    clip_low: float,
+    clip_high: float,
+    weights: Tensor | None = None,
+    coefficients: Tensor | None = None,
+) -> Loss:
+    """Log-likelihood weighted by the clipped, constant ratio (CISPO, arXiv 2506.13585).
+
+    ``-sg[clip(ratio, 1 - clip_low, 1 + clip_high)] A logprobs``: unlike PPO's clip no token loses its gradient.
+
+    The numbers are distances from 1 as in ``policy_loss``: the ratio is capped at ``1 + clip_high``. Some trainers
+    call the cap itself epsilon_high: their 5.0 is ``clip_high=4.0`` here. ``clip_low`` of 1 or more leaves the lower
+    side open, as in the paper, because a ratio is never below 0.
+
+    Args:
+        logprobs, old_logprobs, advantages, mask, weights, coefficients: as for ``policy_loss``.
+        clip_low, clip_high: at least 0.
+
+    Returns:
+        Loss per token. Metrics as for ``policy_loss``, without dual clip; the clip fractions count the ratios outside
+        the range, whatever the advantage.
+    """
+    old_logprobs, advantages = _constants(logprobs, old_logprobs, advantages, mask)
+    lowest = 1.0 - check_not_negative("clip_low", clip_low)
+    highest = 1.0 + check_not_negative("clip_high", clip_high)
+
+    kept = keep(logprobs, mask)
+    log_ratio = (kept.detach() - old_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    ratio = log_ratio.exp()
+    token_loss = -ratio.clamp(lowest, highest) * advantages * kept
+    metrics, maxima = _ratio_statistics(log_ratio, ratio, mask, _clip_fractions(ratio < lowest, ratio > highest))
+    return Loss(*_reduce(token_loss, mask, weights, coefficients), metrics, maxima)
 
 
 def lm_loss(logprobs: Tensor, mask: Tensor) -> Loss:
@@ -98,3 +183,54 @@ def lm_loss(logprobs: Tensor, mask: Tensor) -> Loss:
     check_float_vector("logprobs", logprobs)
     check_mask(mask, "logprobs", logprobs)
     return Loss(-masked_sum(logprobs, mask), mask_total(mask, logprobs.dtype))
+
+
+def _constants(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """``old_logprobs`` and ``advantages`` [T], checked, without gradient and 0 outside the mask."""
+    check_float_vector("logprobs", logprobs)
+    check_same_kind("old_logprobs", old_logprobs, "logprobs", logprobs)
+    check_same_kind("advantages", advantages, "logprobs", logprobs)
+    check_mask(mask, "logprobs", logprobs)
+    return keep(old_logprobs.detach(), mask), keep(advantages.detach(), mask)
+
+
+def _clipped_surrogate(ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float) -> tuple[Tensor, Tensor]:
+    """The pessimistic surrogate [T], and where the clip took the gradient away ([T] bool)."""
+    unclipped = -advantages * ratio
+    clipped = -advantages * ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
+    return torch.maximum(unclipped, clipped), clipped > unclipped
+
+
+def _clip_fractions(low: Tensor, high: Tensor) -> dict[str, Tensor]:
+    return {"clip_fraction": low | high, "clip_fraction_low": low, "clip_fraction_high": high}
+
+
+@torch.no_grad()
+def _ratio_statistics(
+    log_ratio: Tensor, ratio: Tensor, mask: Tensor, fractions: dict[str, Tensor]
+) -> tuple[dict[str, tuple[Tensor, Tensor]], dict[str, Tensor]]:
+    """Metrics and maxima that all policy losses share; every argument [T]."""
+    per_token = {
+        **fractions,
+        "approx_kl_k1": -log_ratio,
+        "approx_kl_k3": torch.expm1(log_ratio) - log_ratio,
+        "ratio_mean": ratio,
+    }
+    count = mask_total(mask, ratio.dtype)
+    metrics = {name: (masked_sum(value.to(ratio.dtype), mask), count) for name, value in per_token.items()}
+    # One more entry, so that an empty batch has a maximum: 0, below any ratio.
+    return metrics, {"ratio_max": torch.nn.functional.pad(keep(ratio, mask), (0, 1)).amax()}
+
+
+def _reduce(
+    token_loss: Tensor, mask: Tensor, weights: Tensor | None, coefficients: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Sum [] and denominator [] of ``token_loss`` [T]."""
+    denominator = mask_total(mask, token_loss.dtype)
+    if weights is not None:
+        token_loss = token_loss * keep(check_factor("weights", weights, "logprobs", token_loss), mask)
+    if coefficients is not None:
+        coefficients = keep(check_factor("coefficients", coefficients, "logprobs", token_loss), mask)
+        token_loss = token_loss * coefficients
+        denominator = masked_sum(coefficients, mask)
+    return masked_sum(token_loss, mask), denominator

@@ -1,0 +1,66 @@
+"""Dialogues of several turns and roles (PAG, arXiv 2506.10406).
+
+Turns are independent when ``cu_seqlens`` is cut at their borders: each turn is then a sequence of its own for GAE,
+EGAE and returns, with the dialogue before it as prompt, and no reward of a later turn reaches an earlier one. So what
+is left for this module is the shaping of the turns' rewards and the normalisation by role.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from megatron_rl.algorithms.checks import INDEX_DTYPES, check_float_vector, check_mask, describe
+from megatron_rl.algorithms.normalize import normalize_advantages
+
+
+@torch.no_grad()
+def turn_bonus(correct: Sequence[float] | Tensor, alpha: float = 1.0) -> Tensor:
+    """Reward of a policy turn for being better than the one before: ``alpha * (R_t - R_{t-1})``, 0 for the first.
+
+    Args:
+        correct: [K] reward (1 right, 0 wrong) of each policy turn of one dialogue, in order: numbers, or a 1-D tensor
+            of any real dtype.
+        alpha: weight; 0 switches the shaping off.
+
+    Returns:
+        [K] in the dtype of a float tensor, float64 otherwise. The sum telescopes: alpha * (last - first).
+    """
+    rewards = correct.detach() if isinstance(correct, Tensor) else torch.tensor(list(correct), dtype=torch.float64)
+    if rewards.dim() != 1 or rewards.is_complex():
+        raise ValueError(f"correct: expected one number a turn, [K], got {describe(correct)}")
+    rewards = rewards if rewards.is_floating_point() else rewards.double()
+    return float(alpha) * (rewards - torch.cat([rewards[:1], rewards[:-1]]))
+
+
+@torch.no_grad()
+def role_normalize(advantages: Tensor, mask: Tensor, roles: Tensor, eps: float = 1e-8, *, clamp: float = 0.0) -> Tensor:
+    """Whiten the advantages of each role on its own, so that the easier role does not set the scale (RoleAdvNorm).
+
+    Args:
+        advantages: [T] float32 or float64, of the whole step's batch, never a micro-batch.
+        mask: [T] 0/1 of any real dtype.
+        roles: [T] int32 or int64: the role that spoke the token; any numbers, read inside the mask only.
+        eps: a standard deviation up to this counts as 0: the role has no signal and gets exactly 0.
+        clamp: bound on the size afterwards; 0 means none.
+
+    Returns:
+        [T]: mean 0 and (population) standard deviation 1 within each role; 0 outside the mask.
+    """
+    check_float_vector("advantages", advantages)
+    check_mask(mask, "advantages", advantages)
+    if (
+        not isinstance(roles, Tensor)
+        or roles.shape != advantages.shape
+        or roles.device != advantages.device
+        or roles.dtype not in INDEX_DTYPES
+    ):
+        raise ValueError(
+            f"roles: expected an int32 or int64 tensor of shape {list(advantages.shape)} on {advantages.device}, "
+            f"got {describe(roles)}"
+        )
+    normalized = torch.zeros_like(advantages)
+    for role in roles[mask != 0].unique():
+        own = (mask != 0) & (roles == role)
+        normalized += normalize_advantages(advantages, own, kind="whiten", clamp=clamp, eps=eps)
+    return normalized
