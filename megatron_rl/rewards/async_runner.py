@@ -283,7 +283,7 @@ class AsyncRewardRunner:
         try:
             return Score(*as_result(await self._function(response, answer, **self._options, **fields)))
         except asyncio.CancelledError:
-            raise
+            raise  # by the deadline, by close, or by the reward itself: the one who waits can tell
         except _TRANSIENT as error:
             return error
         except BaseException as error:  # SystemExit and KeyboardInterrupt too: they would end the event loop

@@ -19,13 +19,16 @@ from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from megatron_rl.data.trajectory import Score
+from megatron_rl.data.trajectory import Prompt, Score
 from megatron_rl.errors import UserError
 
 ScoreFunction = Callable[..., "float | Score"]
 OptionsHook = Callable[[Mapping[str, Any]], None]
 Range = tuple[float, float]
+PromptsHook = Callable[[Sequence[Prompt], Mapping[str, Any]], list[str]]
 RangeOfOptions = Callable[[Mapping[str, Any]], "Range | None"]
+
+WHOLE_ROW = "*"
 
 BUILTIN_MODULES = ("math", "format", "choice", "grounding", "instruction")
 """Modules of this package that register rewards."""
@@ -49,6 +52,8 @@ class Reward:
     """Parameters that a row may set: for each, the row's field names that mean it, the first one present counts."""
     answer_required: bool = True
     """False: a row may lack ``answer``; the reward gets ""."""
+    check_prompts: "PromptsHook | None" = None
+    """Called with all prompts of this reward and its options before a run starts; returns what is wrong, with places."""
     owns_processes: bool = False
     """It keeps helper processes between items and ends, within an item, what they start; workers leave them alone."""
 
@@ -77,12 +82,23 @@ def register(
     range: "Range | RangeOfOptions | None" = None,
     row_fields: Mapping[str, Sequence[str]] | None = None,
     answer_required: bool = True,
+    check_prompts: "PromptsHook | None" = None,
     owns_processes: bool = False,
 ) -> Callable[[ScoreFunction], ScoreFunction]:
     """Decorator: make a score function available as ``name``."""
 
     def add(function: ScoreFunction) -> ScoreFunction:
-        reward = Reward(name, function, prepare, check, range, dict(row_fields or {}), answer_required, owns_processes)
+        reward = Reward(
+            name=name,
+            function=function,
+            prepare=prepare,
+            check=check,
+            range=range,
+            row_fields=dict(row_fields or {}),
+            answer_required=answer_required,
+            check_prompts=check_prompts,
+            owns_processes=owns_processes,
+        )
         if name in _rewards and _rewards[name].path != reward.path:
             raise RewardError(f"reward {name!r} is {_rewards[name].path} already; give {reward.path} another name")
         _rewards[name] = reward
@@ -211,13 +227,19 @@ def required_fields(reward: Reward, options: Mapping[str, Any]) -> list[str]:
 def row_arguments(reward: Reward, options: Mapping[str, Any], row: Mapping[str, Any]) -> dict[str, Any]:
     """Keyword arguments that ``row`` brings for one call: the required ones, and those it has of ``row_fields``.
 
+    What the options set is left alone. The alias ``*`` means the row itself.
+
     Raises:
         KeyError: a required field that the row lacks.
     """
     arguments = {name: row[name] for name in required_fields(reward, options)}
     for name, aliases in reward.row_fields.items():
         present = [alias for alias in aliases if row.get(alias) is not None]
-        if present:
+        if name in options:
+            continue
+        if WHOLE_ROW in aliases:
+            arguments[name] = dict(row)
+        elif present:
             arguments[name] = row[present[0]]
     return arguments
 
