@@ -57,9 +57,7 @@ class SlotPool:
 
     def _start_group(self, prompt: Prompt) -> None:
         for sample_index in range(self._num_samples):
-            self._fresh.append(
-                self._start(prompt, self._next_id, group_id=self._next_group, sample_index=sample_index)
-            )
+            self._fresh.append(self._start(prompt, self._next_id, group_id=self._next_group, sample_index=sample_index))
             self._next_id += 1
         self._next_group += 1
 
