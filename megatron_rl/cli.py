@@ -12,8 +12,6 @@ from megatron_rl.errors import UserError
 if TYPE_CHECKING:
     from megatron_rl.config.schema import Config
 
-TRAINING_COMMANDS = ("train", "sft", "critic-pretrain")
-
 
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
@@ -38,9 +36,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(required=True, metavar="command")
     for name, text in (
-        ("train", "train a policy with T-PPO or PPO"),
+        ("train", "train a policy with reinforcement learning (see: megatron-rl presets)"),
         ("sft", "supervised warm start on reference responses"),
         ("critic-pretrain", "regress the critic onto returns of the frozen policy"),
+        ("reward-train", "train a reward model on preferences or line labels"),
     ):
         command = commands.add_parser(name, help=text, description=text)
         command.add_argument("--config", required=True, help="YAML recipe")
@@ -69,7 +68,7 @@ def _train_command(arguments: argparse.Namespace) -> int:
         _check_inputs(config, arguments.command)
     if arguments.dry_run:
         return _dry_run(config, arguments.command, world_size or config.parallel.num_ranks or 1)
-    if arguments.command != "sft":
+    if arguments.command in ("train", "critic-pretrain"):
         from megatron_rl.schedule.output import check_output_dir
 
         check_output_dir(config)
@@ -79,6 +78,11 @@ def _train_command(arguments: argparse.Namespace) -> int:
         return run_under_torchrun(
             config.parallel.num_ranks, [arguments.command, "--config", arguments.config, *arguments.overrides]
         )
+    if arguments.command == "reward-train":
+        from megatron_rl.schedule.reward_training import reward_train
+
+        reward_train(config)
+        return 0
     from megatron_rl.schedule import run
 
     {"train": run.train, "sft": run.sft, "critic-pretrain": run.critic_pretrain}[arguments.command](config)
@@ -91,7 +95,11 @@ def _check_inputs(config: "Config", command: str) -> None:
     from megatron_rl.rewards.registry import check_options, resolve
 
     data = config.data
-    if command == "sft":
+    if command == "reward-train":
+        from megatron_rl.data.preferences import check_reward_files
+
+        check_reward_files(config)
+    elif command == "sft":
         check_files(config.sft.train_files or data.train_files, data, with_response=True)
     else:
         check_files([*data.train_files, *data.eval_files], data, with_response=False)

@@ -1,0 +1,111 @@
+"""What reward models learn from: pairs of responses of which one is better, and programs with labelled lines.
+
+A preference is a row with the prompt (data.prompt_field: text or messages) and the texts ``chosen`` and ``rejected``; a
+labelled program has the prompt, data.response_field and ``line_labels``, as `megatron-rl label-lines` writes it. Every
+row is checked before training, and a bad one is an error with place, field and reason.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from megatron_rl.config.schema import Config, DataConfig, RewardModelKind
+from megatron_rl.data.prompts import RowContent, read_content
+from megatron_rl.data.rows import describe, lookup, read_rows
+from megatron_rl.errors import DataError, UserError
+from megatron_rl.process.lines import COMMENT_PREFIXES, code_lines
+
+CHOSEN_FIELD, REJECTED_FIELD = "chosen", "rejected"
+LABELS_FIELD = "line_labels"
+LABELS = (1, -1, 0)
+
+
+@dataclass(frozen=True)
+class Preference:
+    content: RowContent
+    """The prompt."""
+    chosen: str
+    rejected: str
+
+
+@dataclass(frozen=True)
+class LabelledProgram:
+    content: RowContent
+    """The prompt."""
+    response: str
+    labels: tuple[int, ...]
+    """One a line of the response's program: 1 recoverable, -1 not, 0 neutral."""
+
+
+def load_preferences(files: Sequence[str], data: DataConfig) -> list[Preference]:
+    """Every row of ``files``; DataError for the first bad one and for files without rows."""
+    return list(_loaded(files, data, _preference, "preferences {prompt, chosen, rejected}"))
+
+
+def load_labelled_programs(
+    files: Sequence[str], data: DataConfig, comment_prefixes: Sequence[str] = COMMENT_PREFIXES
+) -> list[LabelledProgram]:
+    """Every row of ``files``; DataError for the first bad one, also where labels do not fit the program's lines."""
+
+    def program(row: dict[str, Any], place: str, data: DataConfig) -> LabelledProgram:
+        return _labelled_program(row, place, data, comment_prefixes)
+
+    return list(_loaded(files, data, program, "programs with line_labels, as label-lines writes them"))
+
+
+def check_reward_files(config: Config) -> None:
+    """UserError for the first bad row of the files, or an output in the base model's place; needs no model."""
+    settings = config.reward_train
+    if Path(settings.output_path).resolve() == Path(config.policy.path).resolve():
+        raise UserError("reward_train.output_path: it is policy.path, which would be overwritten; give another folder")
+    for files in filter(None, (settings.train_files, settings.eval_files)):
+        if settings.kind is RewardModelKind.process:
+            load_labelled_programs(files, config.data, config.reward.process.comment_prefixes)
+        else:
+            load_preferences(files, config.data)
+
+
+def _loaded(files: Sequence[str], data: DataConfig, build: Any, expected: str) -> Iterator[Any]:
+    # These rows need no answer, and no reward reads them.
+    data = replace(data, answer_required=False, reward_fields=[])
+    found = False
+    for row, place in read_rows(files, split=data.split):
+        found = True
+        yield build(row, place, data)
+    if not found:
+        raise DataError(f"{', '.join(files)}: no rows; expected {expected}")
+
+
+def _preference(row: dict[str, Any], place: str, data: DataConfig) -> Preference:
+    content = read_content(row, place, data)
+    chosen, rejected = (_text(row, name, place) for name in (CHOSEN_FIELD, REJECTED_FIELD))
+    if chosen == rejected:
+        raise DataError(f"{place}: fields 'chosen' and 'rejected' are the same text; take the row out")
+    return Preference(content, chosen, rejected)
+
+
+def _labelled_program(
+    row: dict[str, Any], place: str, data: DataConfig, comment_prefixes: Sequence[str]
+) -> LabelledProgram:
+    content = read_content(row, place, data)
+    response = _text(row, data.response_field, place)
+    labels = lookup(row, LABELS_FIELD)
+    if not isinstance(labels, list) or any(isinstance(x, bool) or x not in LABELS for x in labels):
+        raise DataError(f"{place}: field {LABELS_FIELD!r}: expected a list of 1, -1 and 0, got {describe(labels)}")
+    num_lines = len(code_lines(response, comment_prefixes=comment_prefixes))
+    if len(labels) != num_lines:
+        raise DataError(
+            f"{place}: field {LABELS_FIELD!r}: {len(labels)} labels for a program of {num_lines} lines; "
+            "label the rows again with `megatron-rl label-lines`"
+        )
+    return LabelledProgram(content, response, tuple(int(x) for x in labels))
+
+
+def _text(row: dict[str, Any], field: str, place: str) -> str:
+    value = lookup(row, field)
+    if not isinstance(value, str) or not value.strip():
+        raise DataError(
+            f"{place}: field {field!r}: expected non-empty text, got {describe(value)}; fields here are {sorted(row)}"
+        )
+    return value
