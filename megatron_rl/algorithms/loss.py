@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from megatron_rl.algorithms.checks import check_factor
+
 
 @dataclass(frozen=True)
 class Loss:
@@ -36,3 +38,21 @@ def masked_sum(value: Tensor, mask: Tensor) -> Tensor:
 def mask_total(mask: Tensor, dtype: torch.dtype) -> Tensor:
     """[] how many tokens the mask holds."""
     return mask.to(dtype).sum()
+
+
+def weighted_sum(
+    token_loss: Tensor, mask: Tensor, weights: Tensor | None = None, coefficients: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Sum [] and denominator [] of ``token_loss`` [T].
+
+    ``weights`` and ``coefficients`` [T] are constants that multiply the tokens' losses, not read outside the mask; the
+    denominator is the sum of the coefficients, whatever the weights.
+    """
+    denominator = mask_total(mask, token_loss.dtype)
+    if weights is not None:
+        token_loss = token_loss * keep(check_factor("weights", weights, "the loss", token_loss), mask)
+    if coefficients is not None:
+        coefficients = keep(check_factor("coefficients", coefficients, "the loss", token_loss), mask)
+        token_loss = token_loss * coefficients
+        denominator = masked_sum(coefficients, mask)
+    return masked_sum(token_loss, mask), denominator

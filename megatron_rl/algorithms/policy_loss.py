@@ -15,13 +15,12 @@ from torch import Tensor
 from megatron_rl.algorithms.aggregation import counted_sequences, token_coefficients
 from megatron_rl.algorithms.checks import (
     check_cu_seqlens,
-    check_factor,
     check_float_vector,
     check_mask,
     check_not_negative,
     check_same_kind,
 )
-from megatron_rl.algorithms.loss import Loss, keep, mask_total, masked_sum
+from megatron_rl.algorithms.loss import Loss, keep, mask_total, masked_sum, weighted_sum
 from megatron_rl.algorithms.segments import sequence_index, sequence_sums
 
 MAX_LOG_RATIO = 20.0
@@ -82,7 +81,7 @@ def policy_loss(
         token_loss = torch.minimum(token_loss, bound)
     fractions = _clip_fractions(is_clipped & (advantages < 0), is_clipped & (advantages > 0))
     metrics, maxima = _ratio_statistics(log_ratio, ratio, mask, {**fractions, "dual_clip_fraction": bounded})
-    return Loss(*_reduce(token_loss, mask, weights, coefficients), metrics, maxima)
+    return Loss(*weighted_sum(token_loss, mask, weights, coefficients), metrics, maxima)
 
 
 def gspo_loss(
@@ -128,7 +127,7 @@ def gspo_loss(
     fractions = _clip_fractions(is_clipped & (advantages < 0), is_clipped & (advantages > 0))
     log_ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     metrics, maxima = _ratio_statistics(log_ratio, ratio, mask, fractions)
-    total, _ = _reduce(token_loss, mask, weights, coefficients)
+    total, _ = weighted_sum(token_loss, mask, weights, coefficients)
     return Loss(total, counted_sequences(mask, bounds).to(logprobs.dtype).sum(), metrics, maxima)
 
 
@@ -168,7 +167,7 @@ def cispo_loss(
     ratio = log_ratio.exp()
     token_loss = -ratio.clamp(lowest, highest) * advantages * kept
     metrics, maxima = _ratio_statistics(log_ratio, ratio, mask, _clip_fractions(ratio < lowest, ratio > highest))
-    return Loss(*_reduce(token_loss, mask, weights, coefficients), metrics, maxima)
+    return Loss(*weighted_sum(token_loss, mask, weights, coefficients), metrics, maxima)
 
 
 def lm_loss(logprobs: Tensor, mask: Tensor) -> Loss:
@@ -220,17 +219,3 @@ def _ratio_statistics(
     metrics = {name: (masked_sum(value.to(ratio.dtype), mask), count) for name, value in per_token.items()}
     # One more entry, so that an empty batch has a maximum: 0, below any ratio.
     return metrics, {"ratio_max": torch.nn.functional.pad(keep(ratio, mask), (0, 1)).amax()}
-
-
-def _reduce(
-    token_loss: Tensor, mask: Tensor, weights: Tensor | None, coefficients: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """Sum [] and denominator [] of ``token_loss`` [T]."""
-    denominator = mask_total(mask, token_loss.dtype)
-    if weights is not None:
-        token_loss = token_loss * keep(check_factor("weights", weights, "logprobs", token_loss), mask)
-    if coefficients is not None:
-        coefficients = keep(check_factor("coefficients", coefficients, "logprobs", token_loss), mask)
-        token_loss = token_loss * coefficients
-        denominator = masked_sum(coefficients, mask)
-    return masked_sum(token_loss, mask), denominator

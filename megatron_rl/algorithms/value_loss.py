@@ -10,7 +10,7 @@ from megatron_rl.algorithms.checks import (
     check_same_kind,
     describe,
 )
-from megatron_rl.algorithms.loss import Loss, keep, mask_total, masked_sum
+from megatron_rl.algorithms.loss import Loss, keep, mask_total, masked_sum, weighted_sum
 
 
 def value_loss(
@@ -21,6 +21,7 @@ def value_loss(
     *,
     clip_low: float | None = None,
     clip_high: float | None = None,
+    coefficients: Tensor | None = None,
 ) -> Loss:
     """Squared error of the critic, clipped around its old values.
 
@@ -32,6 +33,8 @@ def value_loss(
         old_values, returns: [T], same dtype and device; taken as constants.
         mask: [T] 1 for the tokens to train (0/1 of any real dtype).
         clip_low, clip_high: at least 0; None: no bound on that side.
+        coefficients: [T] float32 or float64 of ``token_coefficients``; multiply the tokens' losses and make up the
+            denominator. None: 1.
 
     Returns:
         Loss per token. Metrics: ``clip_fraction`` (tokens whose clipped error is the larger one), ``squared_error``
@@ -56,15 +59,15 @@ def value_loss(
     token_loss = 0.5 * torch.maximum(unclipped, clipped)
 
     with torch.no_grad():
-        denominator = mask_total(mask, values.dtype)
+        num_tokens = mask_total(mask, values.dtype)
         per_token = {
             "clip_fraction": (clipped > unclipped).to(values.dtype),
             "squared_error": unclipped,
             "value_mean": values,
             "return_mean": returns,
         }
-        metrics = {name: (masked_sum(value, mask), denominator) for name, value in per_token.items()}
-    return Loss(masked_sum(token_loss, mask), denominator, metrics)
+        metrics = {name: (masked_sum(value, mask), num_tokens) for name, value in per_token.items()}
+    return Loss(*weighted_sum(token_loss, mask, coefficients=coefficients), metrics)
 
 
 @torch.no_grad()
