@@ -5,15 +5,31 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.config.schema import Config, DecayStyle, Init, Mode, OptimizerConfig
+from megatron_rl.config.schema import (
+    AdvantageKind,
+    Config,
+    CorrectionWeight,
+    DecayStyle,
+    Init,
+    KlPlace,
+    Mode,
+    OldPolicy,
+    OptimizerConfig,
+    Overlong,
+    Rejection,
+)
 from megatron_rl.errors import ConfigError
 
 SUPPORTED_MODEL_TYPES = ("llama", "mixtral", "qwen2", "qwen3", "qwen3_moe")
 """The families of models/hf/families.py, which needs Megatron to be imported."""
 
+RL_COMMANDS = ("train", "critic-pretrain")
+TRAINING_COMMANDS = (*RL_COMMANDS, "sft", "reward-train")
+DATA_COMMANDS = ("select-prompts", "label-lines")
+
 
 def check_config(config: Config, *, command: str, world_size: int | None = None) -> None:
-    """Raise ConfigError listing every problem of ``config`` for a command: train, sft or critic-pretrain.
+    """Raise ConfigError listing every problem of ``config`` for a command, one of TRAINING_COMMANDS or DATA_COMMANDS.
 
     ``world_size`` None: the number of ranks is not known yet (a dry run outside a launcher).
     """
@@ -23,7 +39,9 @@ def check_config(config: Config, *, command: str, world_size: int | None = None)
     problems += _files(config, command)
     problems += _parallel(config, world_size)
     problems += _rollout(config)
-    if not problems:
+    if command in RL_COMMANDS:
+        problems += _pieces(config)
+    if not problems and config.policy.path:
         problems += _model(config)
     if problems:
         raise ConfigError("\n".join(problems))
@@ -49,6 +67,17 @@ def _ranges(config: Config) -> Iterator[str]:
         "sft.num_steps": config.sft.num_steps,
         "sft.batch_size": config.sft.batch_size,
         "critic_pretrain.num_steps": config.critic_pretrain.num_steps,
+        "critic.num_epochs": config.critic.num_epochs,
+        "algorithm.kl.horizon": config.algorithm.kl.horizon,
+        "algorithm.dynamic_sampling.max_rounds": config.algorithm.dynamic_sampling.max_rounds,
+        "reward.max_concurrency": config.reward.max_concurrency,
+        "reward.memory_limit_mb": config.reward.memory_limit_mb,
+        "rollout.over_sampling": config.rollout.over_sampling,
+        "rollout.fire.top_k": config.rollout.fire.top_k,
+        "reward_train.num_steps": config.reward_train.num_steps,
+        "reward_train.batch_size": config.reward_train.batch_size,
+        "label_lines.num_completions": config.label_lines.num_completions,
+        "select_prompts.num_samples": config.select_prompts.num_samples,
     }
     not_negative = {
         "run.save_every_steps": config.run.save_every_steps,
@@ -71,6 +100,21 @@ def _ranges(config: Config) -> Iterator[str]:
         "eval.temperature": config.eval.temperature,
         "sft.stop_at_loss": config.sft.stop_at_loss,
         "tracking.report_every_steps": config.tracking.report_every_steps,
+        "algorithm.overlong_buffer_tokens": config.algorithm.overlong_buffer_tokens,
+        "algorithm.overlong_factor": config.algorithm.overlong_factor,
+        "algorithm.kl.coef": config.algorithm.kl.coef,
+        "algorithm.kl.target": config.algorithm.kl.target,
+        **{f"algorithm.kl.coef_by_type.{name}": coef for name, coef in config.algorithm.kl.coef_by_type.items()},
+        "algorithm.correction.veto_below": config.algorithm.correction.veto_below,
+        "algorithm.correction.opsm_delta": config.algorithm.correction.opsm_delta,
+        "environment.max_turn_tokens": config.environment.max_turn_tokens,
+        "rollout.fire.temperature": config.rollout.fire.temperature,
+        "reward.max_retries": config.reward.max_retries,
+        "reward.process.weight_if_failed": config.reward.process.weight_if_failed,
+        "reward.process.weight_if_passed": config.reward.process.weight_if_passed,
+        "critic_pretrain.min_steps": config.critic_pretrain.min_steps,
+        "critic_pretrain.settle_window": config.critic_pretrain.settle_window,
+        "critic_pretrain.settle_tolerance": config.critic_pretrain.settle_tolerance,
     }
     positive = {
         "rollout.temperature": config.rollout.temperature,
@@ -80,6 +124,8 @@ def _ranges(config: Config) -> Iterator[str]:
         "parallel.collective_timeout_s": config.parallel.collective_timeout_s,
         "reward.timeout_s": config.reward.timeout_s,
         "algorithm.lambda_alpha": config.algorithm.lambda_alpha,
+        "algorithm.correction.max_weight": config.algorithm.correction.max_weight,
+        "reward.start_timeout_s": config.reward.start_timeout_s,
     }
     shares = {
         "algorithm.gamma": config.algorithm.gamma,
@@ -120,12 +166,84 @@ def _lengths(config: Config) -> Iterator[str]:
         )
 
 
+def _pieces(config: Config) -> Iterator[str]:
+    """Methods that exclude each other, or that lack what they work on."""
+    algorithm, mode = config.algorithm, config.schedule.mode
+    has_critic = algorithm.advantage is AdvantageKind.egae
+    compares = f"algorithm.advantage={algorithm.advantage.value}"
+    if mode is Mode.tppo and not has_critic:
+        yield (
+            f"schedule.mode: {compares} compares full responses, but windows end the responses to a prompt in different "
+            "steps; set schedule.mode=sync, or algorithm.advantage=egae"
+        )
+    grouped = (AdvantageKind.group, AdvantageKind.group_mean, AdvantageKind.rloo, AdvantageKind.reinforce_pp_baseline)
+    if algorithm.advantage in grouped and config.batch.num_samples_per_prompt < 2:
+        yield f"batch.num_samples_per_prompt: {compares} compares the responses to one prompt; set at least 2"
+    full_only = {
+        "algorithm.dynamic_sampling.enabled": algorithm.dynamic_sampling.enabled,
+        "reward.process.path": bool(config.reward.process.path),
+    }
+    for key, used in full_only.items():
+        if used and mode is Mode.tppo:
+            yield f"{key}: needs full responses, with windows their first tokens are trained too early; set schedule.mode=sync"
+    if algorithm.dynamic_sampling.enabled and config.batch.num_samples_per_prompt < 2:
+        yield "batch.num_samples_per_prompt: algorithm.dynamic_sampling needs at least 2 responses to a prompt"
+    if algorithm.overlong is Overlong.soft and algorithm.overlong_buffer_tokens > config.batch.max_response_tokens:
+        yield (
+            f"algorithm.overlong_buffer_tokens: {algorithm.overlong_buffer_tokens} tokens are more than the budget "
+            f"batch.max_response_tokens={config.batch.max_response_tokens}"
+        )
+    correction = algorithm.correction
+    if correction.old_policy is OldPolicy.rollout and (
+        correction.weight is not CorrectionWeight.none
+        or correction.rejection is not Rejection.none
+        or correction.veto_below
+    ):
+        yield (
+            "algorithm.correction.old_policy: with the engine's own log-probs there is nothing to correct; "
+            "set recomputed, or weight=none, rejection=none and veto_below=0"
+        )
+    for low, high in (("icepop_low", "icepop_high"), ("rejection_low", "rejection_high")):
+        if getattr(correction, low) > getattr(correction, high):
+            yield f"algorithm.correction.{low}: expected at most {high}={getattr(correction, high)}, got {getattr(correction, low)}"
+    if algorithm.kl.target and algorithm.kl.place is KlPlace.none:
+        yield "algorithm.kl.target: the adaptive coefficient needs algorithm.kl.place=reward or loss"
+    if algorithm.kl.target and not algorithm.kl.coef:
+        yield "algorithm.kl.coef: the adaptive controller multiplies it, so it must start above 0"
+    yield from _critic_pieces(config, has_critic)
+    yield from _dialogue_pieces(config)
+
+
+def _critic_pieces(config: Config, has_critic: bool) -> Iterator[str]:
+    if has_critic:
+        return
+    without = f"algorithm.advantage={config.algorithm.advantage.value} has no critic"
+    if config.critic.warmup_steps:
+        yield f"critic.warmup_steps: {without}; set 0"
+    if config.critic.path:
+        yield f"critic.path: {without}; leave it empty"
+    if config.environment.name == "pag":
+        yield f"environment.name: pag scores turn by turn, which needs algorithm.advantage=egae; {without}"
+
+
+def _dialogue_pieces(config: Config) -> Iterator[str]:
+    if not config.environment.name and config.environment.options:
+        yield "environment.options: given without environment.name; name one of the environments, or remove them"
+    if not config.environment.name and config.algorithm.normalize_by_role:
+        yield "algorithm.normalize_by_role: needs an environment with several roles (environment.name=pag)"
+    if config.reward.process.path and config.environment.name:
+        yield "reward.process.path: rewards of lines are for single responses; leave environment.name empty"
+    if config.environment.name and config.reward.require_think:
+        yield "reward.require_think: turns of a dialogue are graded as they stand; set false"
+
+
 def _optimizers(config: Config, command: str) -> Iterator[str]:
     in_use: dict[str, OptimizerConfig] = {
         "train": {"policy.optimizer": config.policy.optimizer, "critic.optimizer": config.critic.optimizer},
         "sft": {"sft.optimizer": config.sft.optimizer},
         "critic-pretrain": {"critic_pretrain.optimizer": config.critic_pretrain.optimizer},
-    }[command]
+        "reward-train": {"reward_train.optimizer": config.reward_train.optimizer},
+    }.get(command, {})
     for key, optimizer in in_use.items():
         if not optimizer.lr > 0:
             yield f"{key}.lr: expected more than 0, got {optimizer.lr}"
@@ -147,28 +265,48 @@ def _optimizers(config: Config, command: str) -> Iterator[str]:
 
 def _files(config: Config, command: str) -> Iterator[str]:
     data = config.data
-    lists = {"data.train_files": data.train_files, "data.eval_files": data.eval_files}
-    if command == "sft":
-        lists = (
-            {"sft.train_files": config.sft.train_files}
-            if config.sft.train_files
-            else {"data.train_files": data.train_files}
-        )
+    read: dict[str, dict[str, list[str]]] = {
+        "sft": {"sft.train_files": config.sft.train_files}
+        if config.sft.train_files
+        else {"data.train_files": data.train_files},
+        "reward-train": {
+            "reward_train.train_files": config.reward_train.train_files,
+            "reward_train.eval_files": config.reward_train.eval_files,
+        },
+        "label-lines": {
+            "label_lines.input_path": [config.label_lines.input_path] * bool(config.label_lines.input_path)
+        },
+        "select-prompts": {"data.train_files": data.train_files},
+    }
+    lists = read.get(command, {"data.train_files": data.train_files, "data.eval_files": data.eval_files})
     if not next(iter(lists.values())):
-        yield f"{next(iter(lists))}: expected at least one JSONL file, got none"
+        yield f"{next(iter(lists))}: expected at least one file, got none"
     for key, names in lists.items():
-        yield from (f"{key}: file {name} does not exist" for name in names if not Path(name).is_file())
+        yield from (f"{key}: {name} does not exist" for name in names if not Path(name).exists())
     if command == "train" and config.eval.every_steps and not data.eval_files:
         yield "data.eval_files: eval.every_steps is set, but there is no file to evaluate on"
     if command == "train" and config.eval.stop_at_accuracy and not config.eval.every_steps:
         yield "eval.every_steps: eval.stop_at_accuracy needs evaluations; set eval.every_steps"
-    if command == "sft" and not config.sft.output_path:
-        yield "sft.output_path: expected a folder for the trained model, got nothing"
-    if command == "critic-pretrain" and not config.critic_pretrain.output_path:
-        yield "critic_pretrain.output_path: expected a folder for the trained critic, got nothing"
-    yield from _model_folder("policy.path", config.policy.path, weights=config.policy.init is Init.checkpoint)
-    if config.critic.path and command == "train":
-        yield from _model_folder("critic.path", config.critic.path, weights=True)
+    outputs = {
+        "sft": ("sft.output_path", config.sft.output_path),
+        "critic-pretrain": ("critic_pretrain.output_path", config.critic_pretrain.output_path),
+        "reward-train": ("reward_train.output_path", config.reward_train.output_path),
+        "label-lines": ("label_lines.output_path", config.label_lines.output_path),
+        "select-prompts": ("select_prompts.output_path", config.select_prompts.output_path),
+    }
+    if command in outputs and not outputs[command][1]:
+        yield f"{outputs[command][0]}: expected a place for the result, got nothing"
+    if command != "select-prompts" or not config.select_prompts.scores_path:
+        yield from _model_folder("policy.path", config.policy.path, weights=config.policy.init is Init.checkpoint)
+    if command in RL_COMMANDS:
+        optional = {
+            "critic.path": config.critic.path,
+            "reference.path": config.reference.path if config.algorithm.kl.place is not KlPlace.none else "",
+            "reward.process.path": config.reward.process.path,
+        }
+        for key, path in optional.items():
+            if path:
+                yield from _model_folder(key, path, weights=True)
 
 
 def _model_folder(key: str, path: str, *, weights: bool) -> Iterator[str]:

@@ -5,13 +5,13 @@ from collections.abc import Callable, Sequence
 
 from megatron_rl.config.schema import Config
 from megatron_rl.data.trajectory import Prompt, Trajectory
-from megatron_rl.rewards.runner import RewardRunner
 from megatron_rl.rollout.service import RolloutService
+from megatron_rl.schedule.grading import Grader
 from megatron_rl.schedule.summary import Evaluation
 
 
 class Evaluator:
-    """``on_result(step, accuracy)`` hears of every evaluation; it may end the run."""
+    """``start`` makes a fresh trajectory; ``on_result(step, accuracy)`` hears of every evaluation and may end the run."""
 
     def __init__(
         self,
@@ -19,15 +19,15 @@ class Evaluator:
         prompts: Sequence[Prompt],
         *,
         rollout: RolloutService,
-        rewards: RewardRunner,
-        decode: Callable[[Sequence[int]], str],
+        grader: Grader,
+        start: Callable[[Prompt, int], Trajectory],
         on_result: Callable[[int, float], None],
     ) -> None:
         self._config = config
         self._prompts = prompts[: config.eval.num_prompts or None]
         self._rollout = rollout
-        self._rewards = rewards
-        self._decode = decode
+        self._grader = grader
+        self._start = start
         self._on_result = on_result
 
     def due(self, step: int) -> bool:
@@ -42,22 +42,20 @@ class Evaluator:
     async def evaluate(self, step: int) -> dict[str, float]:
         """Accuracy: the mean score of the responses that could be scored."""
         budget = self._config.batch.max_response_tokens
-        trajectories = [
-            Trajectory(id=i, prompt=prompt, group_id=i, sample_index=0, max_response_tokens=budget)
-            for i, prompt in enumerate(self._prompts)
-        ]
+        trajectories = [self._start(prompt, index) for index, prompt in enumerate(self._prompts)]
         temperature = self._config.eval.temperature
         await self._rollout.generate(
             trajectories, step=step, window_tokens=budget, temperature=temperature, kind="eval"
         )
-        scores = await self._rewards.score_many([(self._decode(t.response_ids), t.prompt.answer) for t in trajectories])
-        values = [score.value for score in scores if score.value is not None]
+        await self._grader.grade(trajectories, step)
+        values = [t.score.value for t in trajectories if t.score.value is not None]
         accuracy = sum(values) / len(values) if values else float("nan")
         self._on_result(step, accuracy)
         return {
             "eval/accuracy": accuracy,
-            "eval/num_unscored": float(len(scores) - len(values)),
+            "eval/num_unscored": float(len(trajectories) - len(values)),
             "eval/response_tokens_mean": sum(t.num_response_tokens for t in trajectories) / len(trajectories),
+            **{f"eval/{name}": value for name, value in self._grader.metrics(trajectories).items()},
         }
 
 

@@ -1,9 +1,11 @@
 """From trajectories to training batches: which tokens train what (T-PPO, papers 1.4). Pure.
 
 Laws: the policy sees only tokens of this step's window; the critic sees a finished response once, over all its
-windows; prompt tokens train nothing; a response that could not be scored trains nothing and is counted.
+windows; prompts and messages of an environment train nothing; what could not be scored trains nothing and is counted.
+A response that is a dialogue with independent turns (PAG) is cut at the turns' borders: every turn is an episode.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -12,38 +14,91 @@ import torch
 from torch import Tensor
 
 from megatron_rl import algorithms
-from megatron_rl.config.schema import AlgorithmConfig, Bootstrap, LambdaKind
+from megatron_rl.config.schema import (
+    AdvantageKind,
+    AlgorithmConfig,
+    Bootstrap,
+    CorrectionWeight,
+    LambdaKind,
+    Overlong,
+    Rejection,
+)
 from megatron_rl.data.batch import PackedBatch, cu_seqlens_of
-from megatron_rl.data.trajectory import Trajectory
+from megatron_rl.data.trajectory import Score, Trajectory, Turn
+
+
+@dataclass(frozen=True)
+class ResponseRules:
+    """How the responses of a run are built; the default is one response without an environment."""
+
+    independent_turns: bool = False
+    """No advantage or return crosses a turn's border."""
+    masks_hot_tokens: bool = False
+    """FIRE's hot tokens leave the policy loss."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Generated tokens over which one advantage estimate runs: a response's window, or one turn's part of it."""
+
+    row: int
+    """Index of the trajectory."""
+    num_tokens: int
+    length: int
+    """Generated tokens of the whole response or turn so far."""
+    ended: bool
+    outcome: float
+    """Reward on the last token; 0 where the piece has not ended or could not be scored."""
+    scored: bool
+    role: str
 
 
 def window_batch(trajectories: Sequence[Trajectory], step: int) -> PackedBatch:
     """Prompt and response so far; ``mask`` is on the tokens that ``step`` generated, rollout_logprobs beside it."""
     rows = [t.token_ids for t in trajectories]
-    lengths = torch.tensor([len(row) for row in rows], dtype=torch.int64)
-    windows = torch.tensor([t.window_tokens(step) for t in trajectories], dtype=torch.int64)
-    mask = tail_mask(lengths, windows)
-    logprobs = torch.zeros(len(mask))
-    logprobs[mask] = torch.from_numpy(
-        np.concatenate(
-            [t.rollout_logprobs()[t.num_response_tokens - n :] for t, n in zip(trajectories, windows.tolist())]
+    mask = response_field([t.window_mask(step) for t in trajectories], trajectories, bool)
+    logprobs = response_field([t.rollout_logprobs() for t in trajectories], trajectories, np.float32)
+    fields = {"mask": mask, "rollout_logprobs": torch.where(mask, logprobs, 0.0)}
+    return PackedBatch(_concatenate(rows), _cu_seqlens(rows), fields)
+
+
+def window_pieces(
+    trajectories: Sequence[Trajectory], step: int, algorithm: AlgorithmConfig, rules: ResponseRules
+) -> list[Piece]:
+    """The pieces of this step's window in the order of its tokens; a trajectory without new tokens has none."""
+    pieces = []
+    for row, trajectory in enumerate(trajectories):
+        if not rules.independent_turns:
+            if trajectory.window_tokens(step):
+                pieces.append(_whole_piece(row, trajectory, trajectory.window_tokens(step), algorithm))
+            continue
+        new_tokens = Counter()
+        for segment in trajectory.segments:
+            new_tokens[segment.turn] += len(segment.token_ids) * (segment.generated and segment.step == step)
+        pieces += [
+            _turn_piece(row, trajectory, turn, n) for turn in trajectory.turns() if (n := new_tokens[turn.index])
+        ]
+    return pieces
+
+
+def response_pieces(trajectory: Trajectory, row: int, algorithm: AlgorithmConfig, rules: ResponseRules) -> list[Piece]:
+    """The pieces of a finished response over all its windows."""
+    if not rules.independent_turns:
+        return [_whole_piece(row, trajectory, trajectory.num_generated_tokens, algorithm)]
+    return [_turn_piece(row, trajectory, turn, len(turn.token_ids)) for turn in trajectory.turns()]
+
+
+def shaped_outcome(trajectory: Trajectory, algorithm: AlgorithmConfig) -> float:
+    """The score of a finished response and, at the end of the budget, DAPO's soft penalty (papers 4.2)."""
+    outcome = float(trajectory.score.value)
+    if algorithm.overlong is Overlong.soft:
+        penalty = algorithms.soft_overlong_penalty(
+            torch.tensor([float(trajectory.num_response_tokens)]),
+            max_length=trajectory.max_response_tokens,
+            buffer=algorithm.overlong_buffer_tokens,
         )
-    )
-    return PackedBatch(_concatenate(rows), cu_seqlens_of(lengths), {"mask": mask, "rollout_logprobs": logprobs})
-
-
-def response_batch(trajectories: Sequence[Trajectory], algorithm: AlgorithmConfig) -> PackedBatch:
-    """Finished, scored responses over all windows: mask, Monte-Carlo returns and the values of generation time."""
-    rows = [t.token_ids for t in trajectories]
-    lengths = torch.tensor([len(row) for row in rows], dtype=torch.int64)
-    responses = torch.tensor([t.num_response_tokens for t in trajectories], dtype=torch.int64)
-    mask = tail_mask(lengths, responses)
-    cu_responses = cu_seqlens_of(responses)
-    rewards = terminal_rewards(torch.tensor([t.score.value for t in trajectories]), cu_responses)
-    fields = {"mask": mask, "returns": torch.zeros(len(mask)), "old_values": torch.zeros(len(mask))}
-    fields["returns"][mask] = algorithms.monte_carlo_returns(rewards, cu_responses, gamma=algorithm.gamma)
-    fields["old_values"][mask] = torch.tensor([v for t in trajectories for v in t.old_values], dtype=torch.float32)
-    return PackedBatch(_concatenate(rows), cu_seqlens_of(lengths), fields)
+        outcome += algorithm.overlong_factor * float(penalty)
+    return outcome
 
 
 @dataclass(frozen=True)
@@ -54,44 +109,91 @@ class Advantages:
     """[T] bool, the tokens that the policy loss counts."""
     raw: Tensor
     """[T] before normalisation."""
+    ended: Tensor
+    """[T] bool, tokens of responses (or turns) that ended in this step."""
+
+
+@dataclass(frozen=True)
+class Signals:
+    """What the models said about a window's batch; all [T] but final_values [N]."""
+
+    values: Tensor | None = None
+    """V(s_t); None without a critic."""
+    final_values: Tensor | None = None
+    """V after the last token of each trajectory."""
+    token_rewards: Tensor | None = None
+    """Rewards besides the outcome: a KL penalty, rewards of lines."""
 
 
 def window_advantages(
     trajectories: Sequence[Trajectory],
     batch: PackedBatch,
-    values: Tensor,
-    final_values: Tensor,
+    signals: Signals,
     *,
     step: int,
     window_tokens: int,
     algorithm: AlgorithmConfig,
+    rules: ResponseRules = ResponseRules(),
 ) -> Advantages:
-    """EGAE over this step's windows. values [T]: V(s_t) of the window's tokens; final_values [N]: V after the last token."""
-    windows = torch.tensor([t.window_tokens(step) for t in trajectories], dtype=torch.int64)
-    cu_windows = cu_seqlens_of(windows)
-    finished = torch.tensor([t.finished for t in trajectories])
-    scored = torch.tensor([not t.finished or _is_scored(t) for t in trajectories])
-    outcomes = torch.tensor([t.score.value if t.finished and _is_scored(t) else 0.0 for t in trajectories])
+    """Advantages of this step's tokens: EGAE over the pieces, or the responses' outcomes against each other."""
     in_window = batch.fields["mask"]
-    advantages = algorithms.egae(
-        terminal_rewards(outcomes, cu_windows),
-        values[in_window],
-        cu_windows,
-        finished,
-        gamma=algorithm.gamma,
-        lam=_lambda(trajectories, finished, window_tokens, algorithm),
-        bootstrap=final_values if algorithm.bootstrap is Bootstrap.critic else None,
-    )
-    counted = algorithms.boundary_mask(cu_windows, finished, algorithm.ignore_boundary_tokens)
-    counted &= scored.repeat_interleave(windows)
-    normalized = algorithms.normalize_advantages(
-        advantages, counted, kind=algorithm.normalization.value, clamp=algorithm.advantage_clamp
-    )
+    pieces = window_pieces(trajectories, step, algorithm, rules)
+    sizes = torch.tensor([p.num_tokens for p in pieces], dtype=torch.int64)
+    cu_pieces, ended = cu_seqlens_of(sizes), torch.tensor([p.ended for p in pieces], dtype=torch.bool)
+    rewards = terminal_rewards(torch.tensor([p.outcome for p in pieces]), cu_pieces)
+    if signals.token_rewards is not None:
+        rewards = rewards + signals.token_rewards[in_window]
+    counted = algorithms.boundary_mask(cu_pieces, ended, algorithm.ignore_boundary_tokens)
+    counted &= torch.tensor([p.scored for p in pieces], dtype=torch.bool).repeat_interleave(sizes)
+    counted &= ~_left_out(trajectories, algorithm, rules)[in_window]
+    if algorithm.advantage is AdvantageKind.egae:
+        final_values = None
+        if algorithm.bootstrap is Bootstrap.critic:
+            final_values = signals.final_values[torch.tensor([p.row for p in pieces], dtype=torch.int64)]
+        advantages = algorithms.egae(
+            rewards,
+            signals.values[in_window],
+            cu_pieces,
+            ended,
+            gamma=algorithm.gamma,
+            lam=_lambda(pieces, ended, window_tokens, algorithm),
+            bootstrap=final_values,
+        )
+    else:
+        groups = torch.tensor([trajectories[p.row].group_id for p in pieces], dtype=torch.int64)
+        scored = torch.tensor([p.scored for p in pieces], dtype=torch.bool)
+        advantages = compared_advantages(rewards, cu_pieces, groups, scored, algorithm.advantage)
+    if algorithm.normalize_by_role:
+        roles = sorted({p.role for p in pieces})
+        role_ids = torch.tensor([roles.index(p.role) for p in pieces]).repeat_interleave(sizes)
+        normalized = algorithms.role_normalize(advantages, counted, role_ids, clamp=algorithm.advantage_clamp)
+    else:
+        normalized = algorithms.normalize_advantages(
+            advantages, counted, kind=algorithm.normalization.value, clamp=algorithm.advantage_clamp
+        )
     return Advantages(
         advantages=_scatter(normalized, in_window),
         mask=_scatter(counted, in_window),
         raw=_scatter(advantages, in_window),
+        ended=_scatter(ended.repeat_interleave(sizes), in_window),
     )
+
+
+def compared_advantages(
+    rewards: Tensor, cu_pieces: Tensor, groups: Tensor, scored: Tensor, kind: AdvantageKind
+) -> Tensor:
+    """Advantages without a critic: a response's summed reward against those of its group, on all its tokens [W]."""
+    sizes = cu_pieces[1:] - cu_pieces[:-1]
+    rows = torch.arange(len(sizes)).repeat_interleave(sizes)
+    outcomes = torch.zeros(len(sizes)).index_add_(0, rows, rewards)
+    if kind is AdvantageKind.rloo:
+        return algorithms.rloo_advantages(outcomes, groups, valid=scored)[rows]
+    if kind in (AdvantageKind.group, AdvantageKind.group_mean):
+        divide = kind is AdvantageKind.group
+        return algorithms.group_advantages(outcomes, groups, valid=scored, scale_by_std=divide)[rows]
+    mask = scored.repeat_interleave(sizes)
+    baseline_groups = groups if kind is AdvantageKind.reinforce_pp_baseline else None
+    return algorithms.reinforce_pp_advantages(rewards, mask, cu_pieces, group_ids=baseline_groups)
 
 
 def policy_batch(
@@ -100,28 +202,92 @@ def policy_batch(
     old_logprobs: Tensor,
     advantages: Advantages,
     algorithm: AlgorithmConfig,
-) -> PackedBatch:
-    """What the policy loss reads: the counted tokens as ``mask``, advantages, old_logprobs, and lm_mask if it is used."""
-    trained = batch.only().with_fields(
-        mask=advantages.mask, advantages=advantages.advantages, old_logprobs=old_logprobs
-    )
-    if not algorithm.positive_lm_coef:
-        return trained
-    return trained.with_fields(lm_mask=positive_mask(trajectories, batch, algorithm.positive_lm_threshold))
+    *,
+    reference_logprobs: Tensor | None = None,
+    kl_coefs: Tensor | None = None,
+) -> tuple[PackedBatch, dict[str, float]]:
+    """What the policy loss reads, and what the mismatch correction did.
+
+    Fields: ``mask`` (the counted tokens), ``advantages``, ``old_logprobs``; ``weights`` with a correction;
+    ``reference_logprobs`` and ``kl_coefs`` [T] with a KL term in the loss; ``lm_mask`` with positive examples.
+    """
+    mask, fields, metrics = advantages.mask, {}, {}
+    settings = algorithm.correction
+    if settings.weight is not CorrectionWeight.none or settings.rejection is not Rejection.none or settings.veto_below:
+        correction = algorithms.mismatch_correction(
+            batch.fields["rollout_logprobs"],
+            old_logprobs,
+            mask,
+            batch.cu_seqlens,
+            weight=settings.weight.value,
+            max_weight=settings.max_weight,
+            icepop_low=settings.icepop_low,
+            icepop_high=settings.icepop_high,
+            rejection=settings.rejection.value,
+            rejection_low=settings.rejection_low,
+            rejection_high=settings.rejection_high,
+            veto_below=settings.veto_below,
+            normalize=settings.normalize,
+        )
+        mask, metrics = correction.mask, correction.metrics
+        fields["weights"] = correction.weights
+    fields |= {"mask": mask, "advantages": advantages.advantages, "old_logprobs": old_logprobs}
+    if reference_logprobs is not None:
+        fields |= {"reference_logprobs": reference_logprobs, "kl_coefs": kl_coefs}
+    if algorithm.positive_lm_coef:
+        fields["lm_mask"] = positive_mask(trajectories, algorithm.positive_lm_threshold)
+    return batch.only().with_fields(**fields), metrics
 
 
-def keep_values(trajectories: Sequence[Trajectory], batch: PackedBatch, values: Tensor, step: int) -> None:
-    """Each trajectory remembers the values of its new tokens: the anchor of the value clip when it is finished."""
+def response_batch(
+    trajectories: Sequence[Trajectory], algorithm: AlgorithmConfig, rules: ResponseRules = ResponseRules()
+) -> PackedBatch | None:
+    """Finished responses over all windows: mask, Monte-Carlo returns and the values of generation time.
+
+    None when none of them could be scored.
+    """
+    trajectories = [t for t in trajectories if algorithm.overlong is not Overlong.filter or t.stopped]
+    pieces = [p for row, t in enumerate(trajectories) for p in response_pieces(t, row, algorithm, rules)]
+    useful = {p.row for p in pieces if p.scored}
+    if not useful:
+        return None
+    if len(useful) < len(trajectories):
+        return response_batch([trajectories[row] for row in sorted(useful)], algorithm, rules)
+    sizes = torch.tensor([p.num_tokens for p in pieces], dtype=torch.int64)
+    cu_pieces = cu_seqlens_of(sizes)
+    rewards = terminal_rewards(torch.tensor([p.outcome for p in pieces]), cu_pieces)
+    if any(t.token_rewards for t in trajectories):
+        rewards = rewards + torch.tensor([r for t in trajectories for r in t.token_rewards])
+    rows = [t.token_ids for t in trajectories]
+    generated = response_field([t.generated_mask() for t in trajectories], trajectories, bool)
+    scored = torch.tensor([p.scored for p in pieces], dtype=torch.bool).repeat_interleave(sizes)
+    fields = {name: torch.zeros(len(generated)) for name in ("returns", "old_values")}
+    fields["mask"] = _scatter(scored, generated)
+    fields["returns"][generated] = algorithms.monte_carlo_returns(rewards, cu_pieces, gamma=algorithm.gamma)
+    fields["old_values"][generated] = torch.tensor([v for t in trajectories for v in t.old_values])
+    return PackedBatch(_concatenate(rows), _cu_seqlens(rows), fields)
+
+
+def keep_signals(trajectories: Sequence[Trajectory], batch: PackedBatch, signals: Signals, step: int) -> None:
+    """Each trajectory remembers its new tokens' values (the anchor of the value clip) and rewards for the critic."""
     windows = [t.window_tokens(step) for t in trajectories]
-    for trajectory, new_values in zip(trajectories, values[batch.fields["mask"]].split(windows)):
-        trajectory.old_values.extend(new_values.tolist())
+    for name, values in (("old_values", signals.values), ("token_rewards", signals.token_rewards)):
+        if values is not None:
+            for trajectory, new_values in zip(trajectories, values[batch.fields["mask"]].split(windows)):
+                getattr(trajectory, name).extend(new_values.tolist())
 
 
-def positive_mask(trajectories: Sequence[Trajectory], batch: PackedBatch, threshold: float) -> Tensor:
-    """[T] bool: response tokens, all windows, of finished responses with a reward of at least ``threshold``."""
-    positive = [t.finished and _is_scored(t) and t.score.value >= threshold for t in trajectories]
-    tokens = [t.num_response_tokens if yes else 0 for t, yes in zip(trajectories, positive)]
-    return tail_mask(batch.lengths, torch.tensor(tokens, dtype=torch.int64))
+def per_sequence_coefs(trajectories: Sequence[Trajectory], batch: PackedBatch, coefs: dict[str, float], default: float):
+    """[T] float32: each prompt's coefficient by its type, on all its tokens."""
+    by_row = torch.tensor([coefs.get(t.prompt.type, default) for t in trajectories], dtype=torch.float32)
+    return by_row.repeat_interleave(batch.lengths)
+
+
+def positive_mask(trajectories: Sequence[Trajectory], threshold: float) -> Tensor:
+    """[T] bool: generated tokens, all windows, of finished responses with a reward of at least ``threshold``."""
+    positive = [t.finished and is_scored(t.score) and t.score.value >= threshold for t in trajectories]
+    masks = [t.generated_mask() & yes for t, yes in zip(trajectories, positive)]
+    return response_field(masks, trajectories, bool)
 
 
 def tail_mask(lengths: Tensor, tails: Tensor) -> Tensor:
@@ -138,25 +304,59 @@ def terminal_rewards(outcomes: Tensor, cu_seqlens: Tensor) -> Tensor:
     return rewards
 
 
-def _lambda(
-    trajectories: Sequence[Trajectory], finished: Tensor, window_tokens: int, algorithm: AlgorithmConfig
-) -> float | Tensor:
+def is_scored(score: Score | None) -> bool:
+    return score is not None and score.value is not None
+
+
+def _whole_piece(row: int, trajectory: Trajectory, num_tokens: int, algorithm: AlgorithmConfig) -> Piece:
+    ended = trajectory.finished
+    scored = not ended or is_scored(trajectory.score)
+    outcome = shaped_outcome(trajectory, algorithm) if ended and scored else 0.0
+    return Piece(row, num_tokens, trajectory.num_generated_tokens, ended, outcome, scored, "policy")
+
+
+def _turn_piece(row: int, trajectory: Trajectory, turn: Turn, num_tokens: int) -> Piece:
+    score = trajectory.turn_scores.get(turn.index)
+    ended = turn.ended or trajectory.finished
+    scored = score is None or score.value is not None
+    outcome = float(score.value) if ended and is_scored(score) else 0.0
+    return Piece(row, num_tokens, len(turn.token_ids), ended, outcome, scored, turn.role)
+
+
+def _left_out(trajectories: Sequence[Trajectory], algorithm: AlgorithmConfig, rules: ResponseRules) -> Tensor:
+    """[T] bool: tokens that the policy loss leaves out although they were generated in this step."""
+    masks = []
+    for t in trajectories:
+        cut = algorithm.overlong is Overlong.filter and t.finished and not t.stopped
+        masks.append(t.hot_mask() & rules.masks_hot_tokens | np.full(t.num_response_tokens, cut))
+    return response_field(masks, trajectories, bool)
+
+
+def _lambda(pieces: Sequence[Piece], ended: Tensor, window_tokens: int, algorithm: AlgorithmConfig) -> float | Tensor:
     if algorithm.lambda_policy is LambdaKind.constant:
         return algorithm.lambda_value
-    lengths = torch.tensor([t.num_response_tokens for t in trajectories], dtype=torch.float32).clamp(min=1)
+    lengths = torch.tensor([p.length for p in pieces], dtype=torch.float32).clamp(min=1)
     # An unfinished response is expected to go on for about half a window (papers 1.4).
-    lengths = lengths + (~finished) * (window_tokens // 2)
+    lengths = lengths + (~ended) * (window_tokens // 2)
     return algorithms.length_adaptive_lambda(lengths, alpha=algorithm.lambda_alpha, floor=algorithm.lambda_value)
 
 
-def _is_scored(trajectory: Trajectory) -> bool:
-    return trajectory.score is not None and trajectory.score.value is not None
+def response_field(parts: Sequence[np.ndarray], trajectories: Sequence[Trajectory], dtype: type = np.float32) -> Tensor:
+    """[T]: one array over each response's tokens, zeros on the prompts."""
+    rows = []
+    for part, trajectory in zip(parts, trajectories, strict=True):
+        rows += [np.zeros(len(trajectory.prompt.token_ids), dtype), part.astype(dtype, copy=False)]
+    return torch.from_numpy(np.concatenate(rows))
 
 
 def _scatter(values: Tensor, mask: Tensor) -> Tensor:
     full = torch.zeros(len(mask), dtype=values.dtype)
     full[mask] = values
     return full
+
+
+def _cu_seqlens(rows: Sequence[Sequence[int]]) -> Tensor:
+    return cu_seqlens_of(torch.tensor([len(row) for row in rows], dtype=torch.int64))
 
 
 def _concatenate(rows: Sequence[Sequence[int]]) -> Tensor:

@@ -6,32 +6,43 @@ travels between stages of one step lies in that step's StepState; stages of diff
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
+from megatron_rl import algorithms
 from megatron_rl.config.checks import effective_window_tokens
-from megatron_rl.config.schema import Config
+from megatron_rl.config.schema import Config, KlPlace, OldPolicy
 from megatron_rl.data.batch import PackedBatch
 from megatron_rl.data.pool import SlotPool
 from megatron_rl.data.trajectory import Trajectory
-from megatron_rl.rewards.runner import RewardRunner, check_error_rate
+from megatron_rl.process.rewards import ProcessRewarder, values_after_tokens
 from megatron_rl.rollout.service import RolloutService
 from megatron_rl.schedule import step_metrics
+from megatron_rl.schedule.collect import Collector
 from megatron_rl.schedule.evaluation import Evaluator
 from megatron_rl.schedule.experience import (
-    keep_values,
+    Advantages,
+    ResponseRules,
+    Signals,
+    keep_signals,
+    per_sequence_coefs,
     policy_batch,
     response_batch,
+    response_field,
     window_advantages,
     window_batch,
 )
+from megatron_rl.schedule.grading import Grader
 from megatron_rl.schedule.recorder import Recorder
 from megatron_rl.schedule.saving import Saver
+from megatron_rl.schedule.settling import Settling
+from megatron_rl.schedule.stages import Stage
 from megatron_rl.training.batching import split_minibatches
 from megatron_rl.training.engine import UpdateResult
 from megatron_rl.training.group import TrainerGroup
+from megatron_rl.training.losses import policy_denominators
 
 
 @dataclass
@@ -41,8 +52,8 @@ class StepState:
     trajectories: list[Trajectory] = field(default_factory=list)
     batch: PackedBatch | None = None
     old_logprobs: Tensor | None = None
-    values: Tensor | None = None
-    final_values: Tensor | None = None
+    reference_logprobs: Tensor | None = None
+    signals: Signals = Signals()
     num_carried: int = 0
     """Responses that go on from an earlier step."""
     finished: list[Trajectory] = field(default_factory=list)
@@ -55,7 +66,7 @@ class StepState:
 
 
 class TrainingLoop:
-    """The driver's stages. ``freeze_policy`` trains the critic alone (value pretraining)."""
+    """The driver's stages. With ``settling`` the critic trains alone until it has settled (value pretraining)."""
 
     def __init__(
         self,
@@ -63,77 +74,107 @@ class TrainingLoop:
         *,
         group: TrainerGroup,
         pool: SlotPool,
+        collector: Collector,
         rollout: RolloutService,
-        rewards: RewardRunner,
+        grader: Grader,
         evaluator: Evaluator,
         recorder: Recorder,
         saver: Saver,
-        decode: Callable[[Sequence[int]], str],
-        freeze_policy: bool = False,
+        rules: ResponseRules = ResponseRules(),
+        process_rewarder: ProcessRewarder | None = None,
+        settling: Settling | None = None,
+        stop_after: Callable[[int], None] = lambda step: None,
     ) -> None:
         self._config = config
         self._group = group
         self._pool = pool
+        self._collector = collector
         self._rollout = rollout
-        self._rewards = rewards
+        self._grader = grader
         self._evaluator = evaluator
         self._recorder = recorder
         self._saver = saver
-        self._decode = decode
-        self._critic_warmup_steps = config.run.num_steps if freeze_policy else config.critic.warmup_steps
+        self._rules = rules
+        self._process_rewarder = process_rewarder
+        self._settling = settling
+        self._stop_after = stop_after
+        self._critic_warmup_steps = config.critic.warmup_steps if settling is None else config.run.num_steps
         self._window_tokens = effective_window_tokens(config)
         self._states: dict[int, StepState] = {}
+        kl = config.algorithm.kl
+        self._kl_controller = algorithms.AdaptiveKlController(kl.coef, kl.target, kl.horizon) if kl.target else None
 
-    def actions(self) -> dict:
+    def load_state(self, driver: dict) -> None:
+        """What ``checkpoint`` wrote, besides the pool."""
+        if self._kl_controller and driver.get("kl"):
+            self._kl_controller.load_state(driver["kl"])
+        if self._settling and driver.get("settling"):
+            self._settling.load_state(driver["settling"])
+
+    def actions(self, graph: Sequence[Stage]) -> dict:
         """Stage name -> what to do in a step."""
-        names = "generate score old_logprobs values advantages update_policy publish evaluate update_critic checkpoint record"
-        return {name: getattr(self, name) for name in names.split()}
+        return {stage.name: getattr(self, stage.name) for stage in graph}
 
     async def generate(self, step: int) -> None:
-        state = self._states[step] = StepState(trajectories=self._pool.fill())
-        state.num_carried = self._pool.num_carried
-        await self._rollout.generate(state.trajectories, step=step, window_tokens=self._window_tokens)
+        collected = await self._collector.collect(step)
+        state = self._states[step] = StepState(collected.trajectories, num_carried=collected.num_carried)
+        state.metrics |= collected.metrics
         state.batch = window_batch(state.trajectories, step)
         state.finished = [t for t in state.trajectories if t.finished]
 
     async def score(self, step: int) -> None:
-        state = self._states[step]
-        items = [(self._decode(t.response_ids), t.prompt.answer) for t in state.finished]
-        scores = await self._rewards.score_many(items)
-        check_error_rate(scores, max_error_rate=self._config.reward.max_error_rate)
-        for trajectory, score in zip(state.finished, scores):
-            trajectory.score = score
+        await self._grader.grade(self._states[step].trajectories, step)
 
     def old_logprobs(self, step: int) -> None:
-        state = self._states[step]
-        state.old_logprobs = self._group.logprobs(state.batch, temperature=self._config.rollout.temperature)
+        state, temperature = self._states[step], self._config.rollout.temperature
+        if self._config.algorithm.correction.old_policy is OldPolicy.rollout:
+            state.old_logprobs = state.batch.fields["rollout_logprobs"]
+        else:
+            state.old_logprobs = self._group.logprobs(state.batch, temperature=temperature)
+
+    def reference_logprobs(self, step: int) -> None:
+        state, temperature = self._states[step], self._config.rollout.temperature
+        state.reference_logprobs = self._group.logprobs(state.batch, temperature=temperature, engine="reference")
 
     def values(self, step: int) -> None:
         state = self._states[step]
-        state.values, state.final_values = self._group.values(state.batch)
+        values, final_values = self._group.values(state.batch)
+        state.signals = replace(state.signals, values=values, final_values=final_values)
+
+    def process_rewards(self, step: int) -> None:
+        state = self._states[step]
+        after = values_after_tokens(state.batch, *self._group.values(state.batch, engine="process"))
+        rewards = response_field(self._process_rewarder.dense_rewards(state.trajectories, after), state.trajectories)
+        state.signals = replace(state.signals, token_rewards=rewards)
 
     def advantages(self, step: int) -> None:
-        state, config = self._states[step], self._config
+        state, algorithm = self._states[step], self._config.algorithm
+        kl_coefs = self._penalize_divergence(state)
         advantages = window_advantages(
             state.trajectories,
             state.batch,
-            state.values,
-            state.final_values,
+            state.signals,
             step=step,
             window_tokens=self._window_tokens,
-            algorithm=config.algorithm,
+            algorithm=algorithm,
+            rules=self._rules,
         )
-        keep_values(state.trajectories, state.batch, state.values, step)
-        state.policy_batch = policy_batch(
-            state.trajectories, state.batch, state.old_logprobs, advantages, config.algorithm
+        keep_signals(state.trajectories, state.batch, state.signals, step)
+        in_loss = algorithm.kl.place is KlPlace.loss
+        state.policy_batch, correction = policy_batch(
+            state.trajectories,
+            state.batch,
+            state.old_logprobs,
+            advantages,
+            algorithm,
+            reference_logprobs=state.reference_logprobs if in_loss else None,
+            kl_coefs=kl_coefs if in_loss else None,
         )
-        learnable = [t for t in state.finished if t.score.value is not None]
-        state.critic_batch = response_batch(learnable, config.algorithm) if learnable else None
+        if state.signals.values is not None:
+            state.critic_batch = response_batch(state.finished, algorithm, self._rules)
         # Books are kept here: from the next window on, the unfinished trajectories change.
-        state.metrics |= step_metrics.rollout_metrics(state.trajectories, step=step, num_carried=state.num_carried)
-        state.metrics |= step_metrics.reward_metrics(state.finished)
-        state.metrics |= step_metrics.advantage_metrics(state.trajectories, state.batch, advantages, step=step)
-        state.metrics |= step_metrics.mismatch_metrics(state.trajectories, state.batch, state.old_logprobs, step=step)
+        state.metrics |= self._rollout_metrics(state, advantages, step)
+        state.metrics |= {f"mismatch/{name}": value for name, value in correction.items()}
         self._pool.release_finished()
         state.pool_state = self._pool.state() if self._saver.due(step) else {}
 
@@ -141,7 +182,7 @@ class TrainingLoop:
         if step >= self._critic_warmup_steps:
             state, config = self._states[step], self._config
             size, temperature = config.batch.policy_minibatch_size, config.rollout.temperature
-            state.metrics |= self._update("policy", state.policy_batch, size, step, temperature)
+            state.metrics |= self._update("policy", state.policy_batch, size, step, temperature=temperature)
 
     def publish(self, step: int) -> None:
         if step >= self._critic_warmup_steps:
@@ -152,32 +193,92 @@ class TrainingLoop:
         self._states[step].metrics |= await self._evaluator.evaluate_if_due(step)
 
     def update_critic(self, step: int) -> None:
-        state = self._states[step]
+        state, config = self._states[step], self._config
         if state.critic_batch is not None:
-            size = self._config.batch.critic_minibatch_size
-            state.metrics |= self._update("critic", state.critic_batch, size, step)
+            size, num_epochs = config.batch.critic_minibatch_size, config.critic.num_epochs
+            state.metrics |= self._update("critic", state.critic_batch, size, step, num_epochs=num_epochs)
             state.metrics |= step_metrics.critic_metrics(state.critic_batch)
+            if self._settling and self._settling.update(
+                state.metrics["critic/loss"], state.metrics["critic/explained_variance"]
+            ):
+                self._stop_after(step)
 
     def checkpoint(self, step: int) -> None:
         if self._saver.due(step):
-            self._saver.save(step, self._states[step].pool_state, weight_version=self._rollout.weight_version)
+            settling = self._settling.state() if self._settling else None
+            kl = self._kl_controller.state() if self._kl_controller else None
+            driver = {"pool": self._states[step].pool_state, "kl": kl, "settling": settling}
+            self._saver.save(step, driver, weight_version=self._rollout.weight_version)
 
     def record(self, step: int) -> None:
         self._recorder.end(step, self._states.pop(step).metrics, num_server_restarts=self._rollout.num_restarts)
 
-    def _update(self, role: str, batch: PackedBatch, minibatch_size: int, step: int, temperature: float = 1.0) -> dict:
-        """One pass over the batch in shuffled mini-batches; denominators are those of the whole mini-batch."""
+    def _penalize_divergence(self, state: StepState) -> Tensor | None:
+        """KL from the reference: coefficients [T] by prompt type, the controller's step, the penalty in the rewards."""
+        kl = self._config.algorithm.kl
+        if kl.place is KlPlace.none:
+            return None
+        coef = self._kl_controller.coef if self._kl_controller else kl.coef
+        coefs = per_sequence_coefs(state.trajectories, state.batch, kl.coef_by_type, coef)
+        mask = state.batch.fields["mask"]
+        divergence = algorithms.kl_estimate(
+            state.old_logprobs[mask], state.reference_logprobs[mask], kl.estimator.value
+        )
+        per_response = float(divergence.sum()) / len(state.trajectories)
+        per_token = float(divergence.sum()) / max(len(divergence), 1)
+        state.metrics |= {
+            "kl/reference_per_response": per_response,
+            "kl/reference_per_token": per_token,
+            "kl/coef": coef,
+        }
+        if self._kl_controller:
+            self._kl_controller.update(per_response, len(state.trajectories))
+        if kl.place is KlPlace.reward:
+            earlier = state.signals.token_rewards
+            rewards = algorithms.kl_penalized_rewards(
+                torch.zeros(len(mask)) if earlier is None else earlier,
+                state.old_logprobs,
+                state.reference_logprobs,
+                mask,
+                coefs,
+                kl.estimator.value,
+            )
+            state.signals = replace(state.signals, token_rewards=rewards)
+        return coefs
+
+    def _rollout_metrics(self, state: StepState, advantages: Advantages, step: int) -> dict[str, float]:
+        metrics = step_metrics.rollout_metrics(state.trajectories, step=step, num_carried=state.num_carried)
+        metrics |= step_metrics.reward_metrics(state.finished)
+        metrics |= self._grader.metrics(state.finished)
+        metrics |= step_metrics.advantage_metrics(state.batch, advantages)
+        metrics |= step_metrics.mismatch_metrics(state.trajectories, state.batch, state.old_logprobs, step=step)
+        return metrics
+
+    def _update(
+        self,
+        role: str,
+        batch: PackedBatch,
+        minibatch_size: int,
+        step: int,
+        *,
+        num_epochs: int = 1,
+        temperature: float = 1.0,
+    ) -> dict:
+        """Passes over the batch in shuffled mini-batches; denominators are those of the whole mini-batch."""
         generator = torch.Generator().manual_seed(self._config.run.seed * 1_000_003 + step)
         results = []
-        for indices in split_minibatches(batch.num_sequences, minibatch_size, generator):
-            minibatch = batch.select(indices)
-            counts = {
-                name: float(minibatch.fields[name].sum()) for name in ("mask", "lm_mask") if name in minibatch.fields
-            }
-            if counts["mask"]:
-                results.append(
-                    self._group.update(role, minibatch, objective=role, denominators=counts, temperature=temperature)
-                )
+        for _ in range(num_epochs):
+            for indices in split_minibatches(batch.num_sequences, minibatch_size, generator):
+                minibatch = batch.select(indices)
+                counts = {"mask": float(minibatch.fields["mask"].sum())}
+                if role == "policy":
+                    counts = policy_denominators(minibatch, self._config.algorithm)
+                if counts["mask"]:
+                    results.append(
+                        self._group.update(
+                            role, minibatch, objective=role, denominators=counts, temperature=temperature
+                        )
+                    )
         return update_metrics(role, results)
 
 

@@ -5,6 +5,8 @@ serve its commands until it says stop, and end when it is gone.
 """
 
 import asyncio
+import functools
+import math
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -12,16 +14,32 @@ from dataclasses import replace
 from pathlib import Path
 
 from megatron_rl.config.checks import effective_window_tokens, read_model_json
-from megatron_rl.config.schema import Config, CriticConfig, Mode, OptimizerConfig, PolicyConfig, RewardConfig
+from megatron_rl.config.schema import (
+    AdvantageKind,
+    Config,
+    CriticConfig,
+    FireLoss,
+    KlPlace,
+    Mode,
+    OptimizerConfig,
+    PolicyConfig,
+)
 from megatron_rl.data.pool import SlotPool
 from megatron_rl.data.prompts import PromptSet, load_prompts
 from megatron_rl.data.sampler import PromptSampler
 from megatron_rl.data.tokenizer import Tokenizer
+from megatron_rl.data.trajectory import POLICY, Prompt, Trajectory
+from megatron_rl.environments.base import Environment
+from megatron_rl.environments.registry import build as build_environment
 from megatron_rl.parallel import topology as topologies
 from megatron_rl.parallel.topology import Topology
-from megatron_rl.rewards.runner import RewardRunner
+from megatron_rl.process.rewards import ProcessRewarder
+from megatron_rl.rewards.hybrid import build_rewards, check_prompts
 from megatron_rl.rollout.service import RolloutService, open_rollout
+from megatron_rl.schedule.collect import Collector
 from megatron_rl.schedule.evaluation import EvaluationLog, Evaluator
+from megatron_rl.schedule.experience import ResponseRules
+from megatron_rl.schedule.grading import Grader
 from megatron_rl.schedule.interrupt import clean_stop, die_with_parent, leave_signals_to_the_driver
 from megatron_rl.schedule.loop import TrainingLoop
 from megatron_rl.schedule.output import claimed_output_dir
@@ -29,6 +47,7 @@ from megatron_rl.schedule.parity import compare_logprobs, generate_for_parity, s
 from megatron_rl.schedule.recorder import Recorder
 from megatron_rl.schedule.runner import StageRunner
 from megatron_rl.schedule.saving import Saver
+from megatron_rl.schedule.settling import Settling
 from megatron_rl.schedule.stages import graph_of
 from megatron_rl.schedule.summary import Summary, print_summary, summarize, write_summary
 from megatron_rl.schedule.supervised import run_sft
@@ -49,15 +68,16 @@ def train(config: Config) -> None:
 
 
 def critic_pretrain(config: Config) -> None:
-    """Value pretraining (VC-PPO): the same loop with full responses of the frozen policy; writes the critic.
+    """Value pretraining (VC-PPO): the same loop with full responses of the frozen policy, until the critic has settled.
 
-    It starts from the policy's weights with a fresh value head; critic.path is where `train` finds the result.
+    It starts from critic.path (a reward model) or the policy's weights with a fresh value head, and writes the critic
+    that `train` takes as critic.path. Its checkpoints in run.output_dir hold the critic alone; run.resume goes on.
     """
     pretrain = config.critic_pretrain
     config = replace(
         config,
-        run=replace(config.run, num_steps=pretrain.num_steps, save_every_steps=0),
-        critic=replace(config.critic, path="", optimizer=pretrain.optimizer),
+        run=replace(config.run, num_steps=pretrain.num_steps),
+        critic=replace(config.critic, optimizer=pretrain.optimizer),
         batch=replace(config.batch, window_tokens=0),
         schedule=replace(config.schedule, mode=Mode.sync),
         eval=replace(config.eval, every_steps=0, stop_at_accuracy=0.0),
@@ -69,14 +89,26 @@ def critic_pretrain(config: Config) -> None:
 
 
 def rl_engines(config: Config, *, freeze_policy: bool = False) -> BuildEngines:
+    """The models of a run by name: policy and, as the algorithm needs them, critic, reference and process reward model."""
+
     def build(topology: Topology) -> dict[str, Engine]:
         policy, critic = config.policy, config.critic
-        return {
-            "policy": _engine(config, topology, "policy", policy, None if freeze_policy else policy.optimizer),
-            "critic": _engine(config, topology, "critic", critic, critic.optimizer),
-        }
+        engines = {"policy": _engine(config, topology, "policy", policy, None if freeze_policy else policy.optimizer)}
+        if uses_critic(config):
+            engines["critic"] = _engine(config, topology, "critic", critic, critic.optimizer)
+        if config.algorithm.kl.place is not KlPlace.none:
+            reference = replace(policy, path=config.reference.path or policy.path)
+            engines["reference"] = _engine(config, topology, "policy", reference, None)
+        if config.reward.process.path:
+            process = replace(critic, path=config.reward.process.path)
+            engines["process"] = _engine(config, topology, "critic", process, None)
+        return engines
 
     return build
+
+
+def uses_critic(config: Config) -> bool:
+    return config.algorithm.advantage is AdvantageKind.egae
 
 
 def _engine(
@@ -120,9 +152,18 @@ def _drive(config: Config, group: TrainerGroup, *, freeze_policy: bool) -> Summa
     with ExitStack() as stack:
         folder = stack.enter_context(claimed_output_dir(config))
         tokenizer = Tokenizer(config.policy.path)
+        environment = _environment(config)
+        start = functools.partial(_new_trajectory, config, environment)
         train_set, eval_set = _prompt_sets(config, tokenizer)
-        pool = _slot_pool(config, train_set)
-        saver = Saver(config, group, enabled=not freeze_policy)
+        check_prompts(config.reward, [*train_set.prompts, *eval_set.prompts])
+        pool = _slot_pool(config, train_set, start)
+        settling = _settling(config) if freeze_policy else None
+        trained = [
+            name
+            for name in ("policy", "critic")
+            if name in group.engine_names and not (freeze_policy and name == "policy")
+        ]
+        saver = Saver(config, group, engines=trained)
         restored = (
             saver.load() if config.run.resume else {"num_steps_done": 0, "weight_version": 0, "pool": pool.state()}
         )
@@ -130,37 +171,44 @@ def _drive(config: Config, group: TrainerGroup, *, freeze_policy: bool) -> Summa
         first_step = restored["num_steps_done"]
         recorder = stack.enter_context(Recorder(config, first_step=first_step, title=_title(config, freeze_policy)))
         event_loop = stack.enter_context(_event_loop_thread())
+        graph = graph_of(config)
         runner = StageRunner(
-            graph_of(config),
+            graph,
             event_loop,
             stall_timeout_s=_stall_timeout_s(config),
             on_span=recorder.stage_done,
             heartbeat=group.heartbeat,
         )
         recorder.running = runner.running
-        rewards = stack.enter_context(_reward_runner(config.reward))
-        rollout = stack.enter_context(_rollout(config, group, tokenizer, event_loop, runner, recorder))
+        rewards = stack.enter_context(build_rewards(config.reward))
+        grader = Grader(config.reward, rewards, tokenizer.decode, environment)
+        rollout = stack.enter_context(_rollout(config, group, tokenizer, event_loop, runner, recorder, environment))
         rollout.weight_version = restored["weight_version"]
         log = EvaluationLog(config, runner.stop_after)
-        evaluator = Evaluator(
-            config, eval_set.prompts, rollout=rollout, rewards=rewards, decode=tokenizer.decode, on_result=log
-        )
+        evaluator = Evaluator(config, eval_set.prompts, rollout=rollout, grader=grader, start=start, on_result=log)
         loop = TrainingLoop(
             config,
             group=group,
             pool=pool,
+            collector=Collector(config, pool, rollout, grader),
             rollout=rollout,
-            rewards=rewards,
+            grader=grader,
             evaluator=evaluator,
             recorder=recorder,
             saver=saver,
-            decode=tokenizer.decode,
-            freeze_policy=freeze_policy,
+            rules=ResponseRules(
+                independent_turns=environment is not None and environment.turns_are_independent,
+                masks_hot_tokens=config.rollout.fire.loss is FireLoss.mask,
+            ),
+            process_rewarder=ProcessRewarder(config.reward.process, tokenizer.decode),
+            settling=settling,
+            stop_after=runner.stop_after,
         )
+        loop.load_state(restored)
         _before_first_step(config, group, rollout, evaluator, recorder, runner, train_set, first_step)
         recorder.start_clock()
         log.start_clock()
-        runner.run(loop.actions(), first_step, config.run.num_steps - 1)
+        runner.run(loop.actions(graph), first_step, config.run.num_steps - 1)
         summary = summarize(config, recorder, log.evaluations, wall_s=log.elapsed_s)
         write_summary(folder, summary)
         if not freeze_policy:
@@ -168,8 +216,37 @@ def _drive(config: Config, group: TrainerGroup, *, freeze_policy: bool) -> Summa
     return summary
 
 
-def _reward_runner(reward: RewardConfig) -> RewardRunner:
-    return RewardRunner(reward.name, num_workers=reward.num_workers, timeout_s=reward.timeout_s, options=reward.options)
+def _environment(config: Config) -> Environment | None:
+    if not config.environment.name:
+        return None
+    return build_environment(config.environment.name, config.environment.options)
+
+
+def _new_trajectory(
+    config: Config,
+    environment: Environment | None,
+    prompt: Prompt,
+    id: int,
+    *,
+    group_id: int | None = None,
+    sample_index: int = 0,
+) -> Trajectory:
+    """A response that has not begun, as the run's environment and budgets want it."""
+    return Trajectory(
+        id=id,
+        prompt=prompt,
+        group_id=id if group_id is None else group_id,
+        sample_index=sample_index,
+        max_response_tokens=config.batch.max_response_tokens,
+        dialogue=environment is not None,
+        max_turn_tokens=config.environment.max_turn_tokens if environment is not None else 0,
+        next_role=environment.first_role() if environment is not None else POLICY,
+    )
+
+
+def _settling(config: Config) -> Settling:
+    pretrain = config.critic_pretrain
+    return Settling(pretrain.settle_window, pretrain.settle_tolerance, min_steps=pretrain.min_steps)
 
 
 def _rollout(
@@ -179,6 +256,7 @@ def _rollout(
     event_loop: asyncio.AbstractEventLoop,
     runner: StageRunner,
     recorder: Recorder,
+    environment: Environment | None,
 ) -> AbstractContextManager[RolloutService]:
     return open_rollout(
         config,
@@ -229,13 +307,20 @@ def _prompt_sets(config: Config, tokenizer: Tokenizer) -> tuple[PromptSet, Promp
     return train_set, load_prompts(config.data.eval_files, config.data, tokenizer, max_prompt_tokens=limit)
 
 
-def _slot_pool(config: Config, train_set: PromptSet) -> SlotPool:
-    batch = config.batch
+def _slot_pool(config: Config, train_set: PromptSet, start: Callable[..., Trajectory]) -> SlotPool:
+    batch, data = config.batch, config.data
+    num_prompts = math.ceil(batch.num_prompts_per_step * config.rollout.over_sampling)
     return SlotPool(
-        PromptSampler(train_set.prompts, seed=config.run.seed, shuffle=config.data.shuffle),
-        num_slots=batch.num_prompts_per_step * batch.num_samples_per_prompt,
+        PromptSampler(
+            train_set.prompts,
+            seed=config.run.seed,
+            shuffle=data.shuffle,
+            mixture=data.mixture,
+            curriculum=data.curriculum,
+        ),
+        start,
+        num_slots=num_prompts * batch.num_samples_per_prompt,
         num_samples_per_prompt=batch.num_samples_per_prompt,
-        max_response_tokens=batch.max_response_tokens,
     )
 
 

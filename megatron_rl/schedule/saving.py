@@ -1,11 +1,12 @@
 """Checkpoints of a run: what training continues from, complete or not there at all.
 
-``checkpoints/step-N/`` holds the state after N steps: policy and critic (weights, optimizers, schedules), the slot
+``checkpoints/step-N/`` holds the state after N steps: the trained models (weights, optimizers, schedules), the slot
 pool with its mid-response trajectories, and the sampler. ``latest.json`` is written last and names the newest one.
 """
 
 import json
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,15 @@ NUM_KEPT = 2
 class Saver:
     """``enabled=False``: nothing is ever due (value pretraining writes its critic alone)."""
 
-    def __init__(self, config: Config, group: TrainerGroup, *, enabled: bool = True) -> None:
+    def __init__(
+        self,
+        config: Config,
+        group: TrainerGroup,
+        *,
+        engines: Sequence[str] = ("policy", "critic"),
+        enabled: bool = True,
+    ) -> None:
+        self._engines = tuple(engines)
         self._config = config
         self._enabled = enabled
         self._group = group
@@ -32,11 +41,12 @@ class Saver:
         every = self._config.run.save_every_steps
         return self._enabled and (step + 1 == self._config.run.num_steps or (every > 0 and (step + 1) % every == 0))
 
-    def save(self, step: int, pool_state: dict[str, Any], *, weight_version: int) -> None:
+    def save(self, step: int, driver: dict[str, Any], *, weight_version: int) -> None:
+        """``driver`` is what the driver itself goes on from: the pool, the KL controller."""
         target = self._folder / f"step-{step + 1}"
-        for engine in ("policy", "critic"):
+        for engine in self._engines:
             self._group.save_state(engine, str(target / engine))
-        state = {"num_steps_done": step + 1, "weight_version": weight_version, "pool": pool_state}
+        state = {"num_steps_done": step + 1, "weight_version": weight_version, **driver}
         write_atomic(target / "driver.json", json.dumps(state))
         write_atomic(self._folder / "latest.json", json.dumps({"folder": target.name}))
         self._remove_old()
@@ -49,7 +59,7 @@ class Saver:
                 f"run.resume: {self._folder} holds no complete checkpoint; start without run.resume, or point "
                 "run.output_dir at the run to continue"
             )
-        for engine in ("policy", "critic"):
+        for engine in self._engines:
             self._group.load_state(engine, str(target / engine))
         return json.loads((target / "driver.json").read_text())
 

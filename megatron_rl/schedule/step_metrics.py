@@ -38,16 +38,12 @@ def reward_metrics(finished: Sequence[Trajectory]) -> dict[str, float]:
     return metrics
 
 
-def advantage_metrics(
-    trajectories: Sequence[Trajectory], batch: PackedBatch, advantages: Advantages, *, step: int
-) -> dict[str, float]:
+def advantage_metrics(batch: PackedBatch, advantages: Advantages) -> dict[str, float]:
     """Mean and spread before normalisation, of the tokens the policy trains on, split by finished and unfinished."""
     in_window = batch.fields["mask"]
-    windows = torch.tensor([t.window_tokens(step) for t in trajectories])
-    is_finished = torch.tensor([t.finished for t in trajectories]).repeat_interleave(windows)
-    values, counted = advantages.raw[in_window], advantages.mask[in_window]
+    ended, values, counted = (x[in_window] for x in (advantages.ended, advantages.raw, advantages.mask))
     metrics: dict[str, float] = {}
-    for name, group in (("finished", is_finished), ("unfinished", ~is_finished)):
+    for name, group in (("finished", ended), ("unfinished", ~ended)):
         chosen = values[group & counted]
         metrics[f"advantage/{name}_tokens"] = float(len(chosen))
         if len(chosen):
@@ -61,7 +57,7 @@ def mismatch_metrics(
 ) -> dict[str, float]:
     """Trainer against engine on this step's tokens."""
     in_window = batch.fields["mask"]
-    windows = torch.tensor([t.window_tokens(step) for t in trajectories])
+    windows = torch.tensor([t.window_tokens(step) for t in trajectories], dtype=torch.int64)
     found = algorithms.mismatch_metrics(
         old_logprobs[in_window],
         batch.fields["rollout_logprobs"][in_window],
@@ -71,13 +67,26 @@ def mismatch_metrics(
     return {f"mismatch/{name}": value for name, value in found.items()}
 
 
+NUM_POSITIONS = 4
+
+
 def critic_metrics(batch: PackedBatch) -> dict[str, float]:
-    """How well the values of generation time foretold the returns."""
-    mask, values = batch.fields["mask"], batch.fields["old_values"]
-    return {
-        "critic/explained_variance": float(algorithms.explained_variance(values, batch.fields["returns"], mask)),
+    """How well the values of generation time foretold the returns.
+
+    ``advantage_q1`` to ``_q4``: mean of return minus value in each quarter of the response; a critic without
+    initialisation bias has no slope there (VC-PPO).
+    """
+    mask, values, returns = batch.fields["mask"], batch.fields["old_values"], batch.fields["returns"]
+    metrics = {
+        "critic/explained_variance": float(algorithms.explained_variance(values, returns, mask)),
         "critic/value_mean": float(values[mask].mean()),
+        "critic/return_mean": float(returns[mask].mean()),
     }
+    advantage, count = algorithms.value_by_position(values, returns, mask, batch.cu_seqlens, NUM_POSITIONS)["advantage"]
+    for index in range(NUM_POSITIONS):
+        if count[index]:
+            metrics[f"critic/advantage_q{index + 1}"] = float(advantage[index] / count[index])
+    return metrics
 
 
 def _mean(numbers: Sequence[float]) -> float:

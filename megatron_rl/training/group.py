@@ -94,16 +94,20 @@ class TrainerGroup:
             if tp_rank == 0 and pp_rank == topology.pp_size - 1
         }
 
-    def logprobs(self, batch: PackedBatch, *, temperature: float) -> Tensor:
-        """[T] float32 log-probs of the policy where fields["mask"], else 0."""
-        command = Command("logprobs", "policy", {"temperature": temperature}, sends_batches=True, gathers=True)
+    @property
+    def engine_names(self) -> tuple[str, ...]:
+        return tuple(self._worker.engines)
+
+    def logprobs(self, batch: PackedBatch, *, temperature: float, engine: str = "policy") -> Tensor:
+        """[T] float32 log-probs of the policy (or the reference) where fields["mask"], else 0."""
+        command = Command("logprobs", engine, {"temperature": temperature}, sends_batches=True, gathers=True)
         plan, results = self._answers(command, batch)
         (logprobs,) = _restore(batch, plan, results, per_sequence=False)
         return logprobs
 
-    def values(self, batch: PackedBatch) -> tuple[Tensor, Tensor]:
-        """(values [T], final_values [N]) of the critic, float32."""
-        plan, results = self._answers(Command("values", "critic", {}, sends_batches=True, gathers=True), batch)
+    def values(self, batch: PackedBatch, *, engine: str = "critic") -> tuple[Tensor, Tensor]:
+        """(values [T], final_values [N]) of the critic (or a reward model), float32."""
+        plan, results = self._answers(Command("values", engine, {}, sends_batches=True, gathers=True), batch)
         values, final_values = _restore(batch, plan, results, per_sequence=True)
         return values, final_values
 

@@ -1,23 +1,27 @@
 """From the algorithms' loss pieces to what one optimizer step minimises. Pure: no torch.distributed.
 
-An objective divides each piece by the piece's own *global* denominator, a number of tokens of the whole mini-batch
-over all ranks and micro-batches: the micro-batches' losses add up to the mini-batch's loss, whichever way it is split.
+An objective divides each piece by the piece's own *global* denominator, a count over the whole mini-batch, all ranks
+and micro-batches: the micro-batches' losses add up to the mini-batch's loss, whichever way it is split.
 
-    policy: sum(L_clip) / n(mask) - entropy_coef * sum(H) / n(mask) + positive_lm_coef * sum(-log pi) / n(lm_mask)
+    policy: sum(L) / n(policy) - entropy_coef * sum(H) / n(mask) + sum(kl_coef * KL) / n(policy)
+            + positive_lm_coef * sum(-log pi) / n(lm_mask)
     critic: sum(L_value) / n(mask)
     sft:    sum(-log pi) / n(mask)
+    score:  sum(score_coefs * V after the last token), whose coefficients come divided
 
-with n(field) = ``denominators[field]``. Metrics keep their sums and denominators apart; the engine adds them up.
+with n(field) = ``denominators[field]``: tokens for mask and lm_mask; for policy the tokens, or with sequence means the
+responses that have any. Metrics keep their sums and denominators apart; the engine adds them up.
 """
 
 from collections.abc import Callable, Mapping
 
 from torch import Tensor
 
+from megatron_rl import algorithms
 from megatron_rl.algorithms.loss import Loss, mask_total, masked_sum
-from megatron_rl.algorithms.policy_loss import lm_loss, policy_loss
+from megatron_rl.algorithms.policy_loss import lm_loss
 from megatron_rl.algorithms.value_loss import value_loss
-from megatron_rl.config.schema import AlgorithmConfig
+from megatron_rl.config.schema import Aggregation, AlgorithmConfig, KlPlace, PolicyLossKind
 from megatron_rl.data.batch import PackedBatch
 
 Metrics = Mapping[str, tuple[Tensor, Tensor]]
@@ -30,48 +34,92 @@ LossFunction = Callable[[Mapping[str, Tensor], PackedBatch], tuple[Tensor, Metri
 
 
 def build(objective: str, algorithm: AlgorithmConfig, denominators: Mapping[str, float]) -> LossFunction:
-    """The objective called "policy", "critic" or "sft"."""
+    """The objective called "policy", "critic", "sft" or "score"."""
     if objective == "policy":
         return policy_objective(algorithm, denominators)
     if objective == "critic":
         return critic_objective(algorithm, denominators)
     if objective == "sft":
         return sft_objective(denominators)
-    raise ValueError(f"objective is 'policy', 'critic' or 'sft', got {objective!r}")
+    if objective == "score":
+        return score_objective()
+    raise ValueError(f"objective is 'policy', 'critic', 'sft' or 'score', got {objective!r}")
+
+
+def policy_denominators(batch: PackedBatch, algorithm: AlgorithmConfig) -> dict[str, float]:
+    """The denominators of ``policy_objective`` over a whole mini-batch."""
+    mask = batch.fields["mask"]
+    kind = "sequence_mean" if averages_sequences(algorithm) else "token_mean"
+    counts = {"mask": float(mask.sum()), "policy": float(algorithms.loss_denominator(mask, batch.cu_seqlens, kind))}
+    if "lm_mask" in batch.fields:
+        counts["lm_mask"] = float(batch.fields["lm_mask"].sum())
+    return counts
+
+
+def averages_sequences(algorithm: AlgorithmConfig) -> bool:
+    return algorithm.aggregation is Aggregation.sequence_mean or algorithm.policy_loss is PolicyLossKind.gspo
 
 
 def policy_objective(algorithm: AlgorithmConfig, denominators: Mapping[str, float]) -> LossFunction:
-    """Reads the fields mask, old_logprobs, advantages and, with positive_lm_coef, lm_mask (may overlap mask or not).
+    """Reads what ``experience.policy_batch`` makes: mask, old_logprobs, advantages, and what the settings add to them.
 
     A mini-batch without positive examples (``denominators["lm_mask"]`` 0 or absent) has no LM term.
     """
-    num_tokens = _positive(denominators, "mask")
+    num_tokens, divisor = _positive(denominators, "mask"), _positive(denominators, "policy")
     num_lm_tokens = denominators.get("lm_mask", 0.0)
     with_lm = algorithm.positive_lm_coef != 0.0 and num_lm_tokens > 0
 
     def objective(outputs: Mapping[str, Tensor], batch: PackedBatch) -> tuple[Tensor, Metrics]:
-        mask = batch.fields["mask"]
-        clipped = policy_loss(
-            outputs["logprobs"],
-            batch.fields["old_logprobs"],
-            batch.fields["advantages"],
-            mask,
-            clip_low=algorithm.clip_low,
-            clip_high=algorithm.clip_high,
-            dual_clip=algorithm.dual_clip or None,
-        )
-        entropy = Loss(masked_sum(outputs["entropy"], mask), mask_total(mask, outputs["entropy"].dtype))
-        total = clipped.sum / num_tokens
-        metrics = {**clipped.metrics, **_metric("policy_loss", clipped), **_metric("entropy", entropy)}
+        mask, logprobs = batch.fields["mask"], outputs["logprobs"]
+        surrogate = _surrogate(algorithm, logprobs, batch)
+        entropy = Loss(masked_sum(outputs["entropy"], mask), mask_total(mask, logprobs.dtype))
+        total = surrogate.sum / divisor
+        metrics = {**surrogate.metrics, **_metric("policy_loss", surrogate), **_metric("entropy", entropy)}
         if algorithm.entropy_coef != 0.0:
             total = total - algorithm.entropy_coef * entropy.sum / num_tokens
+        if algorithm.kl.place is KlPlace.loss:
+            divergence = algorithms.kl_loss(
+                logprobs,
+                batch.fields["reference_logprobs"],
+                mask,
+                kind=algorithm.kl.estimator.value,
+                coefficients=batch.fields["kl_coefs"],
+                aggregation=_coefficients(algorithm, mask, batch),
+            )
+            total = total + divergence.sum / divisor
+            metrics |= _metric("kl_loss", divergence)
         if with_lm:
-            positive = lm_loss(outputs["logprobs"], batch.fields["lm_mask"])
+            positive = lm_loss(logprobs, batch.fields["lm_mask"])
             total = total + algorithm.positive_lm_coef * positive.sum / num_lm_tokens
             metrics |= _metric("lm_loss", positive)
         return total, metrics
 
     return objective
+
+
+def _surrogate(algorithm: AlgorithmConfig, logprobs: Tensor, batch: PackedBatch) -> Loss:
+    """The policy loss proper, in the configured form."""
+    mask, old_logprobs, advantages = (batch.fields[name] for name in ("mask", "old_logprobs", "advantages"))
+    weights, coefficients = batch.fields.get("weights"), _coefficients(algorithm, mask, batch)
+    if algorithm.correction.opsm_delta:  # takes loss away from responses; denominators stay those of all tokens
+        mask = algorithms.off_policy_sequence_mask(
+            old_logprobs, logprobs.detach(), advantages, mask, batch.cu_seqlens, delta=algorithm.correction.opsm_delta
+        )
+    clip = {"clip_low": algorithm.clip_low, "clip_high": algorithm.clip_high}
+    if algorithm.policy_loss is PolicyLossKind.gspo:
+        return algorithms.gspo_loss(logprobs, old_logprobs, advantages, mask, batch.cu_seqlens, weights=weights, **clip)
+    arguments = (logprobs, old_logprobs, advantages, mask)
+    if algorithm.policy_loss is PolicyLossKind.cispo:
+        return algorithms.cispo_loss(*arguments, weights=weights, coefficients=coefficients, **clip)
+    dual_clip = algorithm.dual_clip or None
+    return algorithms.policy_loss(*arguments, weights=weights, coefficients=coefficients, dual_clip=dual_clip, **clip)
+
+
+def _coefficients(algorithm: AlgorithmConfig, mask: Tensor, batch: PackedBatch) -> Tensor | None:
+    """[T] what each token's loss counts; None: 1."""
+    if not averages_sequences(algorithm):
+        return None
+    return algorithms.token_coefficients(mask, batch.cu_seqlens, "sequence_mean")
 
 
 def critic_objective(algorithm: AlgorithmConfig, denominators: Mapping[str, float]) -> LossFunction:
@@ -101,6 +149,21 @@ def sft_objective(denominators: Mapping[str, float]) -> LossFunction:
     def objective(outputs: Mapping[str, Tensor], batch: PackedBatch) -> tuple[Tensor, Metrics]:
         loss = lm_loss(outputs["logprobs"], batch.fields["mask"])
         return loss.sum / num_tokens, _metric("lm_loss", loss)
+
+    return objective
+
+
+def score_objective() -> LossFunction:
+    """Reads the field score_coefs: on the last token of a sequence dL/ds of its score s (the value after that token).
+
+    Any loss over whole sequences has the gradient of sum(dL/ds * s): score them first without gradient, compute dL/ds
+    where all scores lie together (``algorithms.bradley_terry_coefficients``), then take this step. Sequences that are
+    compared need not share a micro-batch or a rank. The value of this sum itself says nothing, so there are no metrics.
+    """
+
+    def objective(outputs: Mapping[str, Tensor], batch: PackedBatch) -> tuple[Tensor, Metrics]:
+        scores, last = outputs["final_values"], (batch.cu_seqlens[1:] - 1).clamp(min=0)
+        return (batch.fields["score_coefs"][last].to(scores) * scores).sum(), {}
 
     return objective
 

@@ -8,10 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_rl import algorithms
-from megatron_rl.config.schema import AlgorithmConfig, Bootstrap, LambdaKind, Normalization
-from megatron_rl.data.trajectory import Prompt, Score, Segment, Trajectory
+from megatron_rl.config.schema import AdvantageKind, AlgorithmConfig, Bootstrap, LambdaKind, Normalization, Overlong
+from megatron_rl.data.trajectory import Prompt, Score, Segment, Trajectory, message_segment
 from megatron_rl.schedule.experience import (
-    keep_values,
+    ResponseRules,
+    Signals,
+    compared_advantages,
+    keep_signals,
     policy_batch,
     response_batch,
     tail_mask,
@@ -40,14 +43,20 @@ def trajectory(windows, *, stopped, score=None, prompt_tokens=3, budget=100, fir
     return Trajectory(id, prompt, 0, 0, budget, segments, score=score)
 
 
-def advantages(trajectories, step, window_values, algorithm=RAW, final=None):
+def advantages(trajectories, step, window_values, algorithm=RAW, final=None, rules=ResponseRules()):
     """window_values: the values of this step's tokens, all trajectories back to back."""
     batch = window_batch(trajectories, step)
     values = torch.zeros(len(batch.tokens))
     values[batch.fields["mask"]] = torch.tensor(window_values)
     final_values = torch.zeros(len(trajectories)) if final is None else torch.tensor(final)
     found = window_advantages(
-        trajectories, batch, values, final_values, step=step, window_tokens=WINDOW, algorithm=algorithm
+        trajectories,
+        batch,
+        Signals(values, final_values),
+        step=step,
+        window_tokens=WINDOW,
+        algorithm=algorithm,
+        rules=rules,
     )
     return batch, found
 
@@ -161,7 +170,7 @@ def test_values_are_remembered_from_the_step_that_generated_the_token():
         batch = window_batch([shown], step)
         values = torch.zeros(len(batch.tokens))
         values[batch.fields["mask"]] = torch.tensor(new)
-        keep_values([shown], batch, values, step)
+        keep_signals([shown], batch, Signals(values), step)
     assert response.old_values == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.5, 0.6])
 
 
@@ -200,7 +209,7 @@ def test_the_positive_lm_mask_covers_all_windows_of_positive_finished_responses_
         trajectory([4, 4], stopped=False),
     ]
     batch, found = advantages(group, 1, [0.0] * 8, algorithm)
-    trained = policy_batch(group, batch, torch.zeros(len(batch.tokens)), found, algorithm)
+    trained, _ = policy_batch(group, batch, torch.zeros(len(batch.tokens)), found, algorithm)
     assert trained.fields["lm_mask"].tolist() == [False] * 3 + [True] * 6 + [False] * (9 + 11)
 
 
@@ -213,8 +222,163 @@ def test_tail_mask_against_brute_force():
 def test_metrics_are_split_by_finished_and_unfinished_and_rewards_are_of_finished_ones():
     group = [trajectory([4], stopped=False), trajectory([2], stopped=True, score=Score(1.0), id=1)]
     batch, found = advantages(group, 0, [0.2, 0.4, 0.5, 0.6, 0.5, 0.5])
-    metrics = advantage_metrics(group, batch, found, step=0)
+    metrics = advantage_metrics(batch, found)
     assert (metrics["advantage/finished_tokens"], metrics["advantage/unfinished_tokens"]) == (2, 4)
     assert metrics["advantage/finished_mean"] == pytest.approx((0.475 + 0.5) / 2)
     assert reward_metrics([group[1]]) == {"reward/num_unscored": 0, "reward/mean": 1, "reward/accuracy": 1}
     assert rollout_metrics(group, step=0, num_carried=1)["rollout/finished_share"] == 0.5
+
+
+def dialogue(turns, *, step=0, done=True, rewards=(), id=0):
+    """Turn k has turns[k] tokens of its own role, all generated in ``step``; two tokens of a message stand between."""
+    segments = []
+    for index, count in enumerate(turns):
+        if index:
+            segments.append(message_segment((8, 8), weight_version=0, step=step, turn=index - 1))
+        role = ("policy", "verifier")[index % 2]
+        segments.append(Segment((7,) * count, (-0.5,) * count, 0, "stop", step, index, role))
+    return Trajectory(
+        id,
+        Prompt(id="p", token_ids=(1, 1, 1)),
+        0,
+        0,
+        100,
+        segments,
+        dialogue=True,
+        env_done=done,
+        score=Score(1.0) if done else None,
+        turn_scores={index: Score(value) for index, value in enumerate(rewards)},
+    )
+
+
+INDEPENDENT = ResponseRules(independent_turns=True)
+
+
+def test_messages_of_the_environment_train_nothing():
+    talk = dialogue([3, 2], rewards=[1.0, 0.0])
+    batch, found = advantages([talk], 0, [0.5] * 5, rules=INDEPENDENT)
+    assert found.mask.tolist() == [False] * 3 + [True] * 3 + [False] * 2 + [True] * 2
+    talk.old_values = [0.5] * 5
+    assert response_batch([talk], RAW, INDEPENDENT).fields["mask"].tolist() == found.mask.tolist()
+
+
+def test_turns_are_episodes_of_their_own():
+    """Perturbing the reward of turn k + 1 leaves the advantages of turns up to k as they were (papers 5.4)."""
+    values = [0.1, 0.4, 0.2, 0.6, 0.3, 0.5]
+    one, two = (
+        advantages([dialogue([3, 2, 1], rewards=[0.0, 1.0, last])], 0, values, rules=INDEPENDENT)[1].raw for last in (0, 1)
+    )
+    assert torch.equal(one[:10], two[:10]) and one[-1] != two[-1]
+    alone = algorithms.gae(torch.tensor([0.0, 1.0]), torch.tensor([0.6, 0.3]), torch.tensor([0, 2]), gamma=1.0, lam=0.95)
+    torch.testing.assert_close(one[8:10], alone)
+
+
+def test_the_critics_targets_are_cut_at_the_turns():
+    talk = dialogue([2, 1], rewards=[0.25, 1.0])
+    talk.old_values = [0.0] * 3
+    assert response_batch([talk], RAW, INDEPENDENT).fields["returns"].tolist() == [0, 0, 0, 0.25, 0.25, 0, 0, 1.0]
+
+
+def test_a_continuous_dialogue_is_one_episode_over_its_own_tokens():
+    talk = dialogue([2, 2])
+    values = [0.2, 0.4, 0.5, 0.6]
+    _, found = advantages([talk], 0, values)
+    plain = algorithms.gae(
+        torch.tensor([0, 0, 0, 1.0]), torch.tensor(values), torch.tensor([0, 4]), gamma=1.0, lam=0.95
+    )
+    torch.testing.assert_close(found.raw[found.mask], plain)
+
+
+def test_a_turn_that_could_not_be_scored_trains_nothing_and_its_neighbours_do():
+    talk = dialogue([2, 2])
+    talk.turn_scores = {0: Score(1.0), 1: Score(None, error="died")}
+    _, found = advantages([talk], 0, [0.5] * 4, rules=INDEPENDENT)
+    assert found.mask.tolist() == [False] * 3 + [True] * 2 + [False] * 4
+    talk.old_values = [0.5] * 4
+    assert response_batch([talk], RAW, INDEPENDENT).fields["mask"].tolist() == found.mask.tolist()
+
+
+def test_roles_are_normalised_apart():
+    algorithm = AlgorithmConfig(**{**RAW.__dict__, "normalize_by_role": True})
+    talks = [dialogue([2, 2], rewards=[r, 100 * v], id=i) for i, (r, v) in enumerate([(0, 1), (1, 0), (1, 1)])]
+    batch, found = advantages(talks, 0, [0.1, 0.3, 0.2, 0.4] * 3, algorithm, rules=INDEPENDENT)
+    by_turn = found.advantages[found.mask].view(3, 2, 2)
+    for role in range(2):
+        assert float(by_turn[:, role].mean()) == pytest.approx(0, abs=1e-6)
+        assert float(by_turn[:, role].std(correction=0)) == pytest.approx(1, abs=1e-5)
+
+
+def test_hot_tokens_are_context_for_the_policy_loss_and_ordinary_states_for_the_critic():
+    hot = Segment((9,), (-3.0,), 0, "length", 0, hot=True)
+    response = Trajectory(0, Prompt("p", (1,)), 0, 0, 9, [hot, Segment((7, 7), (-0.5,) * 2, 0, "stop", 0)])
+    response.score, response.old_values = Score(1.0), [0.0] * 3
+    _, masked = advantages([response], 0, [0.0] * 3, rules=ResponseRules(masks_hot_tokens=True))
+    _, kept = advantages([response], 0, [0.0] * 3)
+    assert masked.mask.tolist() == [False, False, True, True] and kept.mask.tolist() == [False, True, True, True]
+    assert torch.equal(masked.raw, kept.raw)
+    assert response_batch([response], RAW).fields["mask"].tolist() == [False, True, True, True]
+
+
+def test_the_soft_penalty_counts_whole_responses_and_never_a_window():
+    algorithm = AlgorithmConfig(**{**RAW.__dict__, "overlong": Overlong.soft, "overlong_buffer_tokens": 4})
+    cut = cut_with_values(trajectory([8], stopped=False, score=Score(1.0), budget=8), [0.0] * 8)
+    assert response_batch([cut], algorithm).fields["returns"][-1] == 0.0  # 1 - 1
+    near = cut_with_values(trajectory([6], stopped=True, score=Score(1.0), budget=8), [0.0] * 6)
+    assert response_batch([near], algorithm).fields["returns"][-1] == 0.5
+    _, found = advantages([trajectory([8], stopped=False, budget=100)], 0, [0.0] * 8, algorithm)
+    assert not found.raw.any()
+
+
+def test_overlong_filtering_takes_cut_responses_out_of_both_losses():
+    algorithm = AlgorithmConfig(**{**RAW.__dict__, "overlong": Overlong.filter})
+    cut = cut_with_values(trajectory([4], stopped=False, score=Score(0.0), budget=4), [0.0] * 4)
+    whole = cut_with_values(trajectory([2], stopped=True, score=Score(1.0), budget=4), [0.0] * 2)
+    _, found = advantages([cut, whole], 0, [0.0] * 6, algorithm)
+    assert int(found.mask.sum()) == 2 and found.mask[-2:].all()
+    assert response_batch([cut], algorithm) is None
+    assert response_batch([cut, whole], algorithm).num_sequences == 1
+
+
+def test_rewards_of_tokens_reach_the_advantages_and_later_the_critic():
+    """A KL penalty or a line's reward of an early window is part of the Monte-Carlo target when the response ends."""
+    response = trajectory([2], stopped=False)
+    batch = window_batch([response], 0)
+    signals = Signals(torch.zeros(5), torch.zeros(1), torch.tensor([0, 0, 0, -0.5, -0.25]))
+    found = window_advantages([response], batch, signals, step=0, window_tokens=2, algorithm=RAW)
+    assert found.raw[-2:].tolist() == pytest.approx([-0.5 + 0.95 * -0.25, -0.25])
+    keep_signals([response], batch, signals, 0)
+    whole = trajectory([2, 1], stopped=True, score=Score(1.0))
+    whole.old_values, whole.token_rewards = [0.0] * 3, [*response.token_rewards, 0.0]
+    assert response_batch([whole], RAW).fields["returns"][3:].tolist() == pytest.approx([0.25, 0.75, 1.0])
+
+
+@settings(max_examples=40)
+@given(st.lists(st.tuples(st.integers(0, 2), st.integers(1, 4), st.floats(-2, 2)), min_size=1, max_size=8))
+def test_advantages_without_a_critic_against_brute_force(responses):
+    groups, sizes, outcomes = (list(column) for column in zip(*responses))
+    cu = torch.tensor([0, *sizes]).cumsum(0)
+    rewards = torch.zeros(sum(sizes))
+    rewards[cu[1:] - 1] = torch.tensor(outcomes, dtype=torch.float32)
+    scored = torch.ones(len(sizes), dtype=torch.bool)
+
+    def others(i, with_self):
+        return [o for j, (g, o) in enumerate(zip(groups, outcomes)) if g == groups[i] and (with_self or j != i)]
+
+    for kind, expected in (
+        (AdvantageKind.group_mean, [o - sum(others(i, True)) / len(others(i, True)) for i, o in enumerate(outcomes)]),
+        (
+            AdvantageKind.rloo,
+            [o - sum(others(i, False)) / len(others(i, False)) if others(i, False) else 0 for i, o in enumerate(outcomes)],
+        ),
+    ):
+        found = compared_advantages(rewards, cu, torch.tensor(groups), scored, kind)
+        per_token = [e for e, size in zip(expected, sizes) for _ in range(size)]
+        assert found.tolist() == pytest.approx(per_token, abs=1e-5)
+
+
+def test_a_run_without_a_critic_needs_no_values():
+    algorithm = AlgorithmConfig(**{**RAW.__dict__, "advantage": AdvantageKind.group_mean})
+    pair = [trajectory([2], stopped=True, score=Score(r), id=i) for i, r in enumerate((1.0, 0.0))]
+    batch = window_batch(pair, 0)
+    found = window_advantages(pair, batch, Signals(), step=0, window_tokens=4, algorithm=algorithm)
+    assert found.advantages[found.mask].tolist() == [0.5, 0.5, -0.5, -0.5]

@@ -9,6 +9,7 @@ import torch
 from megatron_rl.config.schema import Config
 from megatron_rl.data.batch import PackedBatch, cu_seqlens_of
 from megatron_rl.data.trajectory import Prompt, Score, Segment, Trajectory
+from megatron_rl.schedule.grading import Grader
 from megatron_rl.schedule.loop import StepState, TrainingLoop, update_metrics
 from megatron_rl.training.engine import UpdateResult
 
@@ -28,8 +29,8 @@ def make_loop(group, rewards=None, warmup_steps=0, minibatch_size=2):
     config = Config()
     config.critic.warmup_steps = warmup_steps
     config.batch.policy_minibatch_size = config.batch.critic_minibatch_size = minibatch_size
-    parts = dict.fromkeys(("pool", "rollout", "evaluator", "recorder", "saver"))
-    return TrainingLoop(config, group=group, rewards=rewards, decode=str, **parts)
+    parts = dict.fromkeys(("pool", "collector", "rollout", "evaluator", "recorder", "saver"))
+    return TrainingLoop(config, group=group, grader=Grader(config.reward, rewards, str), **parts)
 
 
 def batch_of(masks):
@@ -65,7 +66,7 @@ def test_denominators_count_the_whole_minibatch_and_empty_minibatches_take_no_st
     loop.update_policy(0)
     loop._states[1] = StepState(policy_batch=batch_of([[0, 0], [0]]))
     loop.update_policy(1)
-    assert [denominators for _, _, denominators in group.updates] == [{"mask": 3.0}]
+    assert [denominators for _, _, denominators in group.updates] == [{"mask": 3.0, "policy": 3.0}]
 
 
 def test_every_response_is_in_exactly_one_minibatch():
@@ -74,6 +75,15 @@ def test_every_response_is_in_exactly_one_minibatch():
     loop._states[0] = StepState(critic_batch=batch_of([[1]] * 8))
     loop.update_critic(0)
     assert sum(count for _, count, _ in group.updates) == 8 and len(group.updates) == 3
+
+
+def test_the_critic_may_learn_in_several_passes_over_the_same_responses():
+    group = RecordingGroup()
+    loop = make_loop(group, minibatch_size=4)
+    loop._config.critic.num_epochs = 3
+    loop._states[0] = StepState(critic_batch=batch_of([[1]] * 8))
+    loop.update_critic(0)
+    assert sum(count for _, count, _ in group.updates) == 24 and len(group.updates) == 6
 
 
 def test_only_finished_responses_are_scored_and_too_many_failures_stop_the_run():
@@ -91,7 +101,7 @@ def test_only_finished_responses_are_scored_and_too_many_failures_stop_the_run()
     loop._states[0] = StepState(trajectories=[done, going_on], finished=[done])
     with pytest.raises(RuntimeError, match="could not be scored"):
         asyncio.run(loop.score(0))
-    assert asked == [[("[5]", "2")]] and going_on.score is None
+    assert [(i.response, i.answer) for i in asked[0]] == [("[5]", "2")] and going_on.score is None
 
 
 def test_metrics_of_a_step_are_divided_once_by_their_own_denominators():

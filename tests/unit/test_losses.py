@@ -1,9 +1,19 @@
 """Laws of the objectives: megatron_rl/training/losses.py."""
 
+import math
+
 import pytest
 import torch
 
-from megatron_rl.config.schema import AlgorithmConfig
+from megatron_rl.config.schema import (
+    Aggregation,
+    AlgorithmConfig,
+    CorrectionConfig,
+    KlConfig,
+    KlEstimator,
+    KlPlace,
+    PolicyLossKind,
+)
 from megatron_rl.data.batch import PackedBatch, cu_seqlens_of
 from megatron_rl.training import losses
 
@@ -19,6 +29,9 @@ def make_batch() -> PackedBatch:
     fields["old_logprobs"] = -1.0 + 0.3 * torch.randn(total, generator=generator)
     fields["mask"] = torch.rand(total, generator=generator) < 0.6
     fields["lm_mask"] = torch.rand(total, generator=generator) < 0.3
+    fields["reference_logprobs"] = -1.0 + 0.3 * torch.randn(total, generator=generator)
+    fields["kl_coefs"] = torch.tensor([0.1, 0.0, 0.3, 0.2]).repeat_interleave(LENGTHS)
+    fields["weights"] = torch.rand(total, generator=generator)
     return PackedBatch(torch.zeros(total, dtype=torch.int64), cu_seqlens_of(LENGTHS), fields)
 
 
@@ -28,14 +41,27 @@ def make_outputs(objective: str) -> dict[str, torch.Tensor]:
     return {name: (torch.randn(total, generator=generator) - 1.0).requires_grad_() for name in OUTPUTS[objective]}
 
 
-def counts(batch: PackedBatch) -> dict[str, float]:
-    return {name: float(batch.fields[name].sum()) for name in ("mask", "lm_mask")}
+def counts(batch: PackedBatch, algorithm: AlgorithmConfig = ALGORITHM) -> dict[str, float]:
+    return losses.policy_denominators(batch, algorithm)
 
 
-@pytest.mark.parametrize("objective", ["policy", "critic", "sft"])
-def test_microbatch_losses_and_gradients_add_up_to_the_whole(objective):
+KL_IN_LOSS = KlConfig(place=KlPlace.loss, estimator=KlEstimator.k3, coef=0.1)
+VARIANTS = {
+    "critic": ALGORITHM,
+    "sft": ALGORITHM,
+    "policy": ALGORITHM,
+    "policy-sequence-mean": AlgorithmConfig(aggregation=Aggregation.sequence_mean, kl=KL_IN_LOSS),
+    "policy-gspo": AlgorithmConfig(policy_loss=PolicyLossKind.gspo, kl=KL_IN_LOSS),
+    "policy-cispo": AlgorithmConfig(policy_loss=PolicyLossKind.cispo, clip_low=1.0, clip_high=4.0),
+    "policy-opsm": AlgorithmConfig(correction=CorrectionConfig(opsm_delta=0.01)),
+}
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_microbatch_losses_and_gradients_add_up_to_the_whole(name):
+    objective, algorithm = name.partition("-")[0], VARIANTS[name]
     batch, whole, split = make_batch(), make_outputs(objective), make_outputs(objective)
-    loss = losses.build(objective, ALGORITHM, counts(batch))
+    loss = losses.build(objective, algorithm, counts(batch, algorithm))
     total, metrics = loss(whole, batch)
     total.backward()
     first, second = slice(0, 14), slice(14, None)
@@ -65,7 +91,8 @@ def test_the_policy_objective_is_the_sum_of_its_three_terms():
         if batch.fields["mask"][token]:
             ratio = torch.tensor(logprob - old, dtype=torch.float64).exp().item()
             bounded = min(max(ratio, 1 - ALGORITHM.clip_low), 1 + ALGORITHM.clip_high)
-            clipped += min(max(-advantage * ratio, -advantage * bounded), ALGORITHM.dual_clip * abs(advantage))
+            loss = min(max(-advantage * ratio, -advantage * bounded), ALGORITHM.dual_clip * abs(advantage))
+            clipped += float(batch.fields["weights"][token]) * loss
             entropy += float(outputs["entropy"][token].detach())
         if batch.fields["lm_mask"][token]:
             likelihood -= logprob
@@ -77,10 +104,27 @@ def test_the_policy_objective_is_the_sum_of_its_three_terms():
     assert metrics["lm_loss"][0].item() == pytest.approx(likelihood, rel=1e-5)
 
 
+def test_kl_is_weighed_by_prompt_type_and_prompts_without_it_ignore_the_reference():
+    """The loss on verifiable samples is independent of the reference model (papers 10.6)."""
+    algorithm = VARIANTS["policy-sequence-mean"]
+    batch, outputs = make_batch(), make_outputs("policy")
+    total, metrics = losses.policy_objective(algorithm, counts(batch, algorithm))(outputs, batch)
+    moved = batch.with_fields(reference_logprobs=batch.fields["reference_logprobs"] + (batch.fields["kl_coefs"] == 0))
+    assert torch.equal(losses.policy_objective(algorithm, counts(batch, algorithm))(outputs, moved)[0], total)
+    expected = 0.0
+    for start, end in zip(batch.cu_seqlens.tolist(), batch.cu_seqlens[1:].tolist()):
+        tokens = [t for t in range(start, end) if batch.fields["mask"][t]]
+        for t in tokens:
+            difference = float(batch.fields["reference_logprobs"][t] - outputs["logprobs"][t].detach())
+            k3 = math.exp(difference) - 1 - difference
+            expected += float(batch.fields["kl_coefs"][t]) * k3 / len(tokens)
+    assert metrics["kl_loss"][0].item() == pytest.approx(expected, rel=1e-5)
+
+
 def test_without_positive_examples_the_lm_term_is_absent():
     batch, outputs = make_batch(), make_outputs("policy")
-    without, metrics = losses.policy_objective(ALGORITHM, {"mask": 3.0, "lm_mask": 0.0})(outputs, batch)
-    plain, _ = losses.policy_objective(AlgorithmConfig(entropy_coef=0.02, dual_clip=3.0), {"mask": 3.0})(outputs, batch)
+    without, metrics = losses.policy_objective(ALGORITHM, {"mask": 3.0, "policy": 3.0, "lm_mask": 0.0})(outputs, batch)
+    plain, _ = losses.policy_objective(AlgorithmConfig(entropy_coef=0.02, dual_clip=3.0), {"mask": 3.0, "policy": 3.0})(outputs, batch)
     assert torch.equal(without, plain)
     assert "lm_loss" not in metrics
 
