@@ -48,6 +48,7 @@ def _parser() -> argparse.ArgumentParser:
         command.set_defaults(run=_train_command, command=name)
     _add_serve(commands)
     _add_score(commands)
+    _add_select_prompts(commands)
     command = commands.add_parser("report", help="write report.html of a run", description="write report.html of a run")
     command.add_argument("output_dir")
     command.set_defaults(run=_report)
@@ -175,6 +176,35 @@ def _score(arguments: argparse.Namespace) -> int:
         options=options,
     )
     Console().print(summary.table())
+    return 0
+
+
+def _add_select_prompts(commands) -> None:
+    text = "keep the prompts that are worth training on"
+    command = commands.add_parser("select-prompts", help=text, description=text)
+    command.add_argument("--config", required=True, help="YAML recipe")
+    command.add_argument("--dry-run", action="store_true", help="print what would be done and exit")
+    command.add_argument("overrides", nargs="*", metavar="key=value", help="override a key of the recipe")
+    command.set_defaults(run=_select_prompts)
+
+
+def _select_prompts(arguments: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from megatron_rl.config.checks import check_config
+    from megatron_rl.config.load import load_config
+    from megatron_rl.selection.run import check_inputs, check_selection, plan_table, select_prompts
+
+    config = load_config(arguments.config, arguments.overrides)
+    check_config(config, command="select-prompts")
+    check_selection(config)
+    candidates = check_inputs(config)
+    if arguments.dry_run:
+        Console().print(plan_table(config, candidates))
+        return 0
+    for table in select_prompts(config, candidates, note=_say).tables():
+        Console().print(table)
+    _say(f"kept prompts: {config.select_prompts.output_path}")
     return 0
 
 

@@ -6,7 +6,7 @@ counted, and so are doubled ids where the configuration says so. Formats and pla
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megatron_rl.config.schema import DataConfig, DuplicateIds
@@ -163,6 +163,12 @@ def tokenize(content: RowContent, data: DataConfig, tokenizer: Tokenizer) -> Pro
         type=content.type,
         fields=content.fields,
     )
+
+
+def with_reward_fields(data: DataConfig, names: Sequence[str]) -> DataConfig:
+    """``data`` with further reward fields: those that rewards read and data.reward_fields do not give already."""
+    given = {field_name(path) for path in data.reward_fields}
+    return replace(data, reward_fields=[*data.reward_fields, *(name for name in names if name not in given)])
 
 
 def field_name(path: str) -> str:

@@ -1,0 +1,109 @@
+"""Sampling from a policy that does not change: servers read its weights from the model folder.
+
+A server that dies is started again beside the others and serves at once, for it comes up with the same weights; a
+request waits while none serves. ``ServerError`` when a server cannot be brought back.
+
+One FrozenRollout belongs to one event loop; the servers outlive it.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from megatron_rl.config.schema import Config
+from megatron_rl.rollout.client import ServerLost, SglangClient
+from megatron_rl.rollout.pool import ServerPool
+from megatron_rl.rollout.protocol import Generation, GenerationRequest
+from megatron_rl.rollout.server import ServerOptions, detect_device
+
+
+def frozen_servers(config: Config, log_dir: Path, note: Callable[[str], None]) -> ServerPool:
+    """Servers of ``policy.path``, started here or attached to; a context manager that stops those it started."""
+    rollout = config.rollout
+    if rollout.urls:
+        note(f"attaching to {len(rollout.urls)} SGLang servers: {', '.join(rollout.urls)}")
+        return ServerPool.attach(rollout.urls, timeout_s=rollout.start_timeout_s, progress=note)
+    note(f"starting {rollout.num_servers} SGLang server(s) of {config.policy.path}; logs in {log_dir}")
+    options = ServerOptions(
+        model_path=config.policy.path,
+        host=rollout.host,
+        port=rollout.port,
+        dtype=config.policy.dtype.value,
+        tensor_parallel_size=rollout.tensor_parallel_size,
+        deterministic=rollout.deterministic,
+        load_weights=True,
+        device=detect_device(),
+        server_args=rollout.server_args,
+    )
+    return ServerPool.start(
+        options,
+        rollout.num_servers,
+        log_dir,
+        start_timeout_s=rollout.start_timeout_s,
+        max_restarts=rollout.max_restarts,
+        progress=note,
+    )
+
+
+class FrozenRollout:
+    def __init__(self, servers: ServerPool, client: SglangClient, warn: Callable[[str], None]) -> None:
+        self._servers = servers
+        self._client = client
+        self._warn = warn
+        self._recoveries: dict[str, asyncio.Task[None]] = {}
+
+    async def generate(self, request: GenerationRequest, *, sticky_key: int | str | None = None) -> Generation:
+        """One sample; requests with the same ``sticky_key`` share a server and its prefix cache."""
+        while True:
+            try:
+                return await self._client.generate(request, sticky_key=sticky_key)
+            except ServerLost:
+                if self._client.live_urls:
+                    raise  # a server that lives keeps failing: starting it again would not help
+                await self._until_one_serves()
+
+    async def _until_one_serves(self) -> None:
+        waiting = set(self._recoveries.values())
+        while not self._client.live_urls:
+            done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            if not waiting and not self._client.live_urls:
+                for task in done:
+                    task.result()
+
+    def server_lost(self, url: str, reason: str) -> None:
+        """The client's call when a server stops answering."""
+        self._warn(f"the SGLang server at {url} is lost ({reason}); it is started again")
+        self._recoveries[url] = asyncio.get_running_loop().create_task(self._bring_back(url))
+
+    async def _bring_back(self, url: str) -> None:
+        server = next(server for server in self._servers.servers if server.url == url)
+        await asyncio.to_thread(server.restart)
+        self._client.restore(url)
+        self._warn(f"the SGLang server at {url} serves again")
+
+    async def close(self) -> None:
+        for task in self._recoveries.values():
+            task.cancel()
+        await asyncio.gather(*self._recoveries.values(), return_exceptions=True)
+
+
+@asynccontextmanager
+async def open_frozen_rollout(
+    config: Config, servers: ServerPool, *, vocab_size: int, warn: Callable[[str], None]
+) -> AsyncIterator[FrozenRollout]:
+    """A client of ``servers`` on the running event loop."""
+    rollout = config.rollout
+    async with SglangClient(
+        servers.urls,
+        vocab_size=vocab_size,
+        max_inflight_requests=rollout.max_inflight_requests,
+        request_timeout_s=rollout.request_timeout_s,
+        max_retries=rollout.max_retries,
+        on_server_lost=lambda url, reason: frozen.server_lost(url, reason),
+    ) as client:
+        frozen = FrozenRollout(servers, client, warn)
+        try:
+            yield frozen
+        finally:
+            await frozen.close()

@@ -1,0 +1,234 @@
+"""Responses of the policy to every prompt, graded by the run's rewards, saved as they come.
+
+Invariants: a sample's seed depends on run.seed, the prompt's id and the sample's number only, so a run that is killed
+and started again samples what an uninterrupted one would have; a row is written once, after it was graded; what is in
+the file is never generated again. A file made with other settings is refused, not mixed.
+
+Who waits for whom: so many prompts are under way that the servers are full; each waits for its own responses and
+grades, then the next one starts.
+"""
+
+import asyncio
+import fcntl
+import hashlib
+import json
+import os
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+from megatron_rl.config.schema import Config
+from megatron_rl.data.files import written_whole
+from megatron_rl.data.trajectory import Prompt, Score
+from megatron_rl.errors import UserError
+from megatron_rl.rewards.hybrid import GradedItem
+from megatron_rl.rewards.runner import check_error_rate
+from megatron_rl.rollout.protocol import Generation, GenerationRequest
+
+MIN_RESPONSES_FOR_ALARM = 64
+"""Before so many are graded, the share that could not be scored says little."""
+
+Generate = Callable[[GenerationRequest, str], Awaitable[Generation]]
+"""(request, prompt id) -> sample."""
+Grade = Callable[[Sequence[GradedItem]], Awaitable[Sequence[Score]]]
+
+
+@dataclass(frozen=True)
+class SamplingPlan:
+    """How responses are sampled; the same for every prompt."""
+
+    seed: int
+    num_samples: int
+    max_new_tokens: int
+    temperature: float
+    top_p: float
+    top_k: int
+    stop_token_ids: tuple[int, ...]
+
+    def request(self, prompt: Prompt, sample: int) -> GenerationRequest:
+        return GenerationRequest(
+            rid=f"select-{_digest(prompt.id).hex()}-{sample}",
+            input_ids=prompt.token_ids,
+            max_new_tokens=self.max_new_tokens,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            stop_token_ids=self.stop_token_ids,
+            seed=sample_seed(self.seed, prompt.id, sample),
+        )
+
+
+def sample_seed(base: int, prompt_id: str, sample: int) -> int:
+    """A seed for one sample, below 2^31, whatever else is generated."""
+    return int.from_bytes(_digest(f"{base}/{sample}/{prompt_id}")) % (2**31 - 1)
+
+
+def _digest(text: str) -> bytes:
+    return hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=12).digest()
+
+
+def settings_of(config: Config) -> dict[str, Any]:
+    """Everything that scores depend on besides the prompts: what a file of scores must have been made with."""
+    weights = sorted(Path(config.policy.path).glob("*.safetensors"))
+    rollout, reward, data = config.rollout, config.reward, config.data
+    settings = {
+        "policy.path": str(Path(config.policy.path).resolve()),
+        "policy weights (name, bytes, time of change)": [
+            [file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in weights
+        ],
+        "policy.dtype": config.policy.dtype.value,
+        "run.seed": config.run.seed,
+        "batch.max_response_tokens": config.batch.max_response_tokens,
+        "rollout.temperature": rollout.temperature,
+        "rollout.top_p": rollout.top_p,
+        "rollout.top_k": rollout.top_k,
+        "rollout.stop_token_ids": rollout.stop_token_ids,
+        "reward.name": reward.name,
+        "reward.options": reward.options,
+        "reward.by_type": {name: asdict(route) for name, route in reward.by_type.items()},
+        "reward.require_think": reward.require_think,
+        "data.prompt_field": data.prompt_field,
+        "data.use_chat_template": data.use_chat_template,
+        "data.system_prompt": data.system_prompt,
+    }
+    return json.loads(json.dumps(settings))
+
+
+class ScoreFile:
+    """Rows of graded responses, appended and flushed one prompt at a time."""
+
+    def __init__(self, file: TextIO, path: Path, done: Mapping[str, set[int]]) -> None:
+        self._file = file
+        self.path = path
+        self.done = done
+        """By prompt id, the samples that are in the file."""
+
+    def append(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        self._file.write("".join(json.dumps(row) + "\n" for row in rows))
+        self._file.flush()
+
+
+@contextmanager
+def open_score_file(path: Path, settings: Mapping[str, Any]) -> Iterator[ScoreFile]:
+    """The file, for this process alone; a line that a kill cut short is cut off.
+
+    UserError when another process writes to it or when it was made with other settings.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "a+", encoding="utf-8") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise UserError(
+                f"run.output_dir: another run is writing to {path} right now; give another folder"
+            ) from error
+        _check_settings(path, settings)
+        yield ScoreFile(file, path, _read_done(path))
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _check_settings(path: Path, settings: Mapping[str, Any]) -> None:
+    beside = path.with_suffix(".settings.json")
+    if path.stat().st_size == 0:
+        with written_whole(beside) as file:
+            json.dump(settings, file, indent=2)
+        return
+    try:
+        before = json.loads(beside.read_text())
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"{path} has scores, but {beside.name} beside it does not say how they were made ({error}); delete {path} "
+            "or give another run.output_dir"
+        ) from error
+    changed = [key for key in settings if before.get(key) != settings[key]]
+    if changed:
+        key = changed[0]
+        raise UserError(
+            f"{path} was made with other settings: {key} was {before.get(key)!r}, now {settings[key]!r}"
+            f"{' (and ' + ', '.join(changed[1:]) + ')' if changed[1:] else ''}; delete it or give another run.output_dir"
+        )
+
+
+def _read_done(path: Path) -> dict[str, set[int]]:
+    done: dict[str, set[int]] = defaultdict(set)
+    num_good_bytes = 0
+    with open(path, "rb") as file:
+        for line in file:
+            if not line.endswith(b"\n"):
+                break
+            row = json.loads(line)
+            done[row["id"]].add(row["sample"])
+            num_good_bytes += len(line)
+    if num_good_bytes < path.stat().st_size:
+        os.truncate(path, num_good_bytes)
+    return done
+
+
+def missing_samples(prompts: Sequence[Prompt], num_samples: int, done: Mapping[str, set[int]]) -> dict[str, list[int]]:
+    """By prompt id, the samples that are still to be generated; prompts that have all of theirs do not appear."""
+    missing = {p.id: [i for i in range(num_samples) if i not in done.get(p.id, ())] for p in prompts}
+    return {prompt_id: samples for prompt_id, samples in missing.items() if samples}
+
+
+async def generate_scores(
+    prompts: Sequence[Prompt],
+    plan: SamplingPlan,
+    scores: ScoreFile,
+    *,
+    generate: Generate,
+    grade: Grade,
+    decode: Callable[[Sequence[int]], str],
+    num_prompts_under_way: int,
+    max_error_rate: float,
+    on_scored: Callable[[int], None] = lambda responses: None,
+) -> None:
+    """Generate, grade and save what the file lacks. RewardAlarm when too many responses cannot be scored."""
+    missing = missing_samples(prompts, plan.num_samples, scores.done)
+    queue = iter([prompt for prompt in prompts if prompt.id in missing])
+    graded: list[Score] = []
+
+    async def work() -> None:
+        for prompt in queue:
+            samples = missing[prompt.id]
+            answers = await asyncio.gather(*[generate(plan.request(prompt, i), prompt.id) for i in samples])
+            texts = [decode(answer.token_ids) for answer in answers]
+            found = await grade([_item(prompt, text) for text in texts])
+            scores.append([_row(prompt, *parts) for parts in zip(samples, texts, answers, found, strict=True)])
+            graded.extend(found)
+            on_scored(len(found))
+            if len(graded) >= MIN_RESPONSES_FOR_ALARM:
+                check_error_rate(graded, max_error_rate, what="the prompts so far")
+
+    workers = [asyncio.create_task(work()) for _ in range(num_prompts_under_way)]
+    try:
+        await asyncio.gather(*workers)
+    finally:
+        for worker in workers:
+            worker.cancel()
+        await asyncio.gather(*workers, return_exceptions=True)
+    if graded:
+        check_error_rate(graded, max_error_rate, what="the prompts")
+
+
+def _item(prompt: Prompt, response: str) -> GradedItem:
+    return GradedItem(
+        response=response, answer=prompt.answer, prompt=prompt.text, type=prompt.type, fields=prompt.fields
+    )
+
+
+def _row(prompt: Prompt, sample: int, response: str, answer: Generation, score: Score) -> dict[str, Any]:
+    return {
+        "id": prompt.id,
+        "type": prompt.type,
+        "sample": sample,
+        "score": score.value,
+        "detail": score.detail,
+        "error": score.error,
+        "finish_reason": answer.finish_reason,
+        "num_tokens": len(answer.token_ids),
+        "response": response,
+    }

@@ -1,0 +1,193 @@
+"""Selection rules as pure functions: scores of responses in, a verdict on every prompt out, in the same order.
+
+Laws: a verdict depends only on the prompts' own numbers and, for ``lowest``, on the other prompts of the same type; the
+order of the prompts and of their scores changes nothing; equal scores are ordered by id; a prompt without any score is
+dropped and says so, never treated as 0.
+"""
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+
+from megatron_rl.config.schema import SelectionRule, SelectPromptsConfig
+
+NO_SCORE = "none of its responses could be scored"
+NO_ROW = "no response in the scores"
+TOO_LONG = "longer than batch.max_prompt_tokens"
+ABOVE_SHARE = "not in the lowest share of its type"
+NEVER_SOLVED = "never solved"
+SOLVED_TOO_OFTEN = "solved too often"
+NO_SPREAD = "best response hardly better than the mean one"
+
+ROUNDING = 1e-9
+"""Spread that counts as equal to its threshold."""
+
+
+@dataclass(frozen=True)
+class PromptScores:
+    id: str
+    type: str
+    scores: tuple[float, ...]
+    num_unscored: int = 0
+    """Responses that could not be scored."""
+
+    @property
+    def mean(self) -> float | None:
+        """Correctly rounded, so that the order of the scores does not matter."""
+        return math.fsum(self.scores) / len(self.scores) if self.scores else None
+
+
+@dataclass(frozen=True)
+class Verdict:
+    id: str
+    type: str
+    reason: str
+    """Why the prompt is dropped; empty: it is kept."""
+    num_scored: int
+    num_unscored: int
+    mean: float | None
+    best: float | None
+    z: float | None
+    """Standard deviations of the mean score from that of the type's prompts."""
+
+    @property
+    def kept(self) -> bool:
+        return not self.reason
+
+
+def select(prompts: Sequence[PromptScores], rule: SelectPromptsConfig, *, correct_from: float) -> list[Verdict]:
+    """Verdicts of the configured rule. ``correct_from``: a score of at least this counts as solved."""
+    if rule.rule is SelectionRule.lowest:
+        reasons = lowest_reasons(prompts, keep_share=rule.keep_share)
+    elif rule.rule is SelectionRule.pass_rate:
+        reasons = pass_rate_reasons(prompts, max_pass_rate=rule.max_pass_rate, correct_from=correct_from)
+    else:
+        reasons = spread_reasons(prompts, min_spread=rule.min_spread)
+    return [
+        Verdict(
+            id=prompt.id,
+            type=prompt.type,
+            reason=reason,
+            num_scored=len(prompt.scores),
+            num_unscored=prompt.num_unscored,
+            mean=prompt.mean,
+            best=max(prompt.scores, default=None),
+            z=z,
+        )
+        for prompt, reason, z in zip(prompts, reasons, z_scores(prompts), strict=True)
+    ]
+
+
+def lowest_reasons(prompts: Sequence[PromptScores], *, keep_share: float) -> list[str]:
+    """Keep the lowest ``keep_share`` of mean scores inside each type (Pre-PPO, arXiv 2503.22230).
+
+    Standardised scores have the order of the plain ones inside a type, so the plain ones are compared: no rounding. Of
+    n scored prompts the whole part of keep_share * n is kept, and at least one.
+    """
+    by_type: dict[str, list[tuple[float, str]]] = defaultdict(list)
+    for prompt in prompts:
+        if prompt.mean is not None:
+            by_type[prompt.type].append((prompt.mean, prompt.id))
+    kept: set[tuple[str, str]] = set()
+    for name, ranked in by_type.items():
+        number = max(1, math.floor(Fraction(repr(keep_share)) * len(ranked)))
+        kept |= {(name, prompt_id) for _, prompt_id in sorted(ranked)[:number]}
+    return [_unscored(prompt) or ("" if (prompt.type, prompt.id) in kept else ABOVE_SHARE) for prompt in prompts]
+
+
+def pass_rate_reasons(prompts: Sequence[PromptScores], *, max_pass_rate: float, correct_from: float) -> list[str]:
+    """Keep 0 < share of solved responses <= ``max_pass_rate``; unscored responses do not count (Seed1.5-VL)."""
+
+    def reason(prompt: PromptScores) -> str:
+        solved = sum(score >= correct_from for score in prompt.scores)
+        if solved == 0:
+            return NEVER_SOLVED
+        return SOLVED_TOO_OFTEN if solved > Fraction(repr(max_pass_rate)) * len(prompt.scores) else ""
+
+    return [_unscored(prompt) or reason(prompt) for prompt in prompts]
+
+
+def spread_reasons(prompts: Sequence[PromptScores], *, min_spread: float) -> list[str]:
+    """Keep max - mean >= ``min_spread``: where sampling finds something better (Seed1.5-VL, arXiv 2505.07062)."""
+    return [
+        _unscored(prompt) or ("" if max(prompt.scores) - prompt.mean >= min_spread - ROUNDING else NO_SPREAD)
+        for prompt in prompts
+    ]
+
+
+def z_scores(prompts: Sequence[PromptScores]) -> list[float | None]:
+    """(mean score - mean of the type) / standard deviation of the type (over its scored prompts); 0 without spread."""
+    means: dict[str, list[float]] = defaultdict(list)
+    for prompt in prompts:
+        if prompt.mean is not None:
+            means[prompt.type].append(prompt.mean)
+    moments: dict[str, tuple[float, float]] = {}
+    for name, values in means.items():
+        center = math.fsum(values) / len(values)
+        moments[name] = center, math.sqrt(math.fsum((value - center) ** 2 for value in values) / len(values))
+
+    def z(prompt: PromptScores) -> float | None:
+        if prompt.mean is None:
+            return None
+        center, deviation = moments[prompt.type]
+        return (prompt.mean - center) / deviation if deviation > 0 else 0.0
+
+    return [z(prompt) for prompt in prompts]
+
+
+def _unscored(prompt: PromptScores) -> str:
+    if prompt.scores:
+        return ""
+    return NO_SCORE if prompt.num_unscored else NO_ROW
+
+
+@dataclass(frozen=True)
+class TypeSummary:
+    """What happened to the prompts of one type."""
+
+    type: str
+    num_prompts: int
+    num_kept: int
+    dropped: dict[str, int]
+    """By reason, most frequent first."""
+    mean_score: float | None
+    """Over the prompts' mean scores."""
+    mean_score_kept: float | None
+    highest_kept: float | None
+    """Largest mean score of a kept prompt."""
+    num_responses: int
+    num_unscored: int
+    """Responses that could not be scored."""
+    num_kept_all_zero: int
+    """Kept although no response scored above 0: the hard ones, and the broken ones among them."""
+
+
+def summarize(verdicts: Sequence[Verdict]) -> list[TypeSummary]:
+    """One entry a type, by name."""
+    by_type: dict[str, list[Verdict]] = defaultdict(list)
+    for verdict in verdicts:
+        by_type[verdict.type].append(verdict)
+    return [_summary(name, members) for name, members in sorted(by_type.items())]
+
+
+def _summary(name: str, verdicts: Sequence[Verdict]) -> TypeSummary:
+    kept = [verdict for verdict in verdicts if verdict.kept]
+    kept_means = [verdict.mean for verdict in kept if verdict.mean is not None]
+    return TypeSummary(
+        type=name,
+        num_prompts=len(verdicts),
+        num_kept=len(kept),
+        dropped=dict(Counter(sorted(verdict.reason for verdict in verdicts if not verdict.kept)).most_common()),
+        mean_score=_mean([verdict.mean for verdict in verdicts if verdict.mean is not None]),
+        mean_score_kept=_mean(kept_means),
+        highest_kept=max(kept_means, default=None),
+        num_responses=sum(verdict.num_scored + verdict.num_unscored for verdict in verdicts),
+        num_unscored=sum(verdict.num_unscored for verdict in verdicts),
+        num_kept_all_zero=sum(verdict.best is not None and verdict.best <= 0 for verdict in kept),
+    )
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return math.fsum(values) / len(values) if values else None
