@@ -14,6 +14,7 @@ second thread watches the first: a reward that blocks the event loop fails the c
 
 import asyncio
 import concurrent.futures
+import inspect
 import random
 import threading
 from collections import deque
@@ -22,9 +23,9 @@ from typing import Any
 
 from megatron_rl.data.trajectory import Score
 from megatron_rl.rewards.jobs import Item, RewardItem, open_job
-from megatron_rl.rewards.registry import RewardError, check_options, resolve
+from megatron_rl.rewards.registry import OptionsHook, RewardError, check_options, resolve
 from megatron_rl.rewards.runner import RewardRunner
-from megatron_rl.rewards.session import Transient, close_session
+from megatron_rl.rewards.session import CallFailed, Transient, close_session
 from megatron_rl.rewards.worker import as_result, describe, failed
 
 BACKOFF_S = 0.25
@@ -63,6 +64,7 @@ def start_runner(
             row_fields=row_fields,
             max_concurrency=max_concurrency,
             max_retries=max_retries,
+            start_timeout_s=start_timeout_s,
         )
     return RewardRunner(
         name,
@@ -86,6 +88,7 @@ class AsyncRewardRunner:
         row_fields: Keyword arguments that items bring as their third part.
         max_concurrency: Items under way at once.
         max_retries: Times an item is tried again after a transient error. A time-out is final.
+        start_timeout_s: Seconds that an async ``prepare`` may take.
 
     Raises:
         RewardError: unknown or plain reward, wrong options, or a reward whose ``prepare`` fails.
@@ -100,6 +103,7 @@ class AsyncRewardRunner:
         row_fields: Sequence[str] = (),
         max_concurrency: int = 256,
         max_retries: int = 1,
+        start_timeout_s: float = 60.0,
     ) -> None:
         reward = resolve(name)
         check_options(reward, options or {}, row_fields)
@@ -110,8 +114,6 @@ class AsyncRewardRunner:
                 f"reward {name!r}: expected max_concurrency >= 1, timeout_s > 0 and max_retries >= 0, "
                 f"got {max_concurrency}, {timeout_s} and {max_retries}"
             )
-        if reward.prepare is not None:
-            reward.prepare(options or {})
         self.name = name
         self._function = reward.function
         self._options = dict(options or {})
@@ -132,6 +134,8 @@ class AsyncRewardRunner:
         self._thread = threading.Thread(target=self._run_thread, name=f"reward-{name}", daemon=True)
         self._thread.start()
         threading.Thread(target=self._watch, name=f"reward-{name}-watch", daemon=True).start()
+        if reward.prepare is not None:
+            self._prepare(reward.prepare, start_timeout_s)
 
     # ---------------------------------------------------------------------------------------------------- for callers
 
@@ -176,6 +180,20 @@ class AsyncRewardRunner:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _prepare(self, prepare: OptionsHook, timeout_s: float) -> None:
+        try:
+            if inspect.iscoroutinefunction(prepare):
+                asyncio.run_coroutine_threadsafe(prepare(self._options), self._loop).result(timeout_s)
+            else:
+                prepare(self._options)
+        except (Transient, CallFailed, TimeoutError) as error:
+            self.close()
+            reason = str(error) or f"no answer within {timeout_s:g} s"
+            raise RewardError(f"reward {self.name!r} cannot start: {reason}; is its server up?") from error
+        except BaseException:
+            self.close()
+            raise
 
     def _forget(self, future: concurrent.futures.Future[list[Score]]) -> None:
         with self._lock:

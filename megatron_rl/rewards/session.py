@@ -53,8 +53,17 @@ async def post_json(url: str, body: Any, *, headers: dict[str, str] | None = Non
     Raises:
         Transient, CallFailed: see above; the message names the URL and what came.
     """
+    return await _call("POST", url, headers=headers, json=body)
+
+
+async def get_json(url: str) -> Any:
+    """Like post_json, but GET."""
+    return await _call("GET", url)
+
+
+async def _call(method: str, url: str, **request: Any) -> Any:
     try:
-        async with _session().post(url, json=body, headers=headers, allow_redirects=False) as response:
+        async with _session().request(method, url, allow_redirects=False, **request) as response:
             content = await _read(url, response)
             status = response.status
     except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, ConnectionError, TimeoutError) as error:
