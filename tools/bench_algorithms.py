@@ -1,7 +1,9 @@
-"""Time the packed advantage functions against a loop over time steps on a padded batch.
+"""Time the packed advantage functions against loops over time steps on a padded batch, and the grading of answers.
 
-Both compute the same numbers, which is checked, in one process and in turns, so that the ratios mean something on a
-busy machine too. Wall time is the best of the repeats; CPU time is this process's over all its threads, the best alike.
+All compute the same numbers, which is checked, in one process and in turns, so that the ratios mean something on a busy
+machine too. Wall time is the best of the repeats; CPU time is this process's over all its threads, the best alike.
+The reference is the loop of another framework where it can be imported (pip install verl==0.9.1), and always the same
+loop written here. The floor is what the memory allows: read two arrays, write a new one.
 
     python tools/bench_algorithms.py --sequences 8192 --tokens 8192 --repeats 3
 """
@@ -11,13 +13,20 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from bench_grading import measure_grading
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
 from megatron_rl.algorithms import egae, gae, length_adaptive_lambda, monte_carlo_returns
 from megatron_rl.data.batch import cu_seqlens_of
+
+GAMMA, LAM = 1.0, 0.95
+REFERENCE = "loop"
+"""Over time steps, as other frameworks write it."""
+FLOOR = "floor: read two arrays, write a third"
 
 
 @dataclass(frozen=True)
@@ -26,29 +35,113 @@ class Timing:
     cpu_s: float
 
 
-def gae_by_time_steps(rewards: Tensor, values: Tensor, gamma: float, lam: float) -> Tensor:
+@dataclass(frozen=True)
+class Batch:
+    """The same tokens padded, which costs nothing at equal lengths, and packed, in equal and in ragged sequences."""
+
+    rewards: Tensor
+    """[N, W]"""
+    values: Tensor
+    equal: Tensor
+    """[N+1] cu_seqlens."""
+    ragged: Tensor
+    finished: Tensor
+    """[N] bool."""
+
+
+def make_batch(count: int, width: int, dtype: torch.dtype) -> Batch:
+    generator = torch.Generator().manual_seed(0)
+    rewards, values = (torch.randn(count, width, generator=generator, dtype=dtype) for _ in range(2))
+    equal = torch.arange(count + 1) * width
+    cuts = torch.randint(0, count * width + 1, (max(count - 1, 0),), generator=generator).sort().values
+    ragged = cu_seqlens_of(torch.diff(cuts, prepend=equal[:1], append=equal[-1:]))
+    return Batch(rewards, values, equal, ragged, torch.rand(count, generator=generator) < 0.5)
+
+
+# ------------------------------------------------------------------------------------------------------ the references
+
+
+def gae_by_time_steps(rewards: Tensor, values: Tensor) -> Tensor:
     """GAE of a padded batch [N, W], one column after the other, as PPO trainers commonly have it."""
     following = torch.zeros(len(rewards), dtype=rewards.dtype)
     next_values = torch.zeros(len(rewards), dtype=rewards.dtype)
     columns = []
     for step in reversed(range(rewards.shape[1])):
-        delta = rewards[:, step] + gamma * next_values - values[:, step]
-        following = delta + gamma * lam * following
+        delta = rewards[:, step] + GAMMA * next_values - values[:, step]
+        following = delta + GAMMA * LAM * following
         next_values = values[:, step]
         columns.append(following)
     return torch.stack(columns[::-1], dim=1)
 
 
-def gae_from_deltas_by_time_steps(rewards: Tensor, values: Tensor, gamma: float, lam: float) -> Tensor:
+def gae_from_deltas_by_time_steps(rewards: Tensor, values: Tensor) -> Tensor:
     """The same with all TD errors computed ahead: a faster loop."""
     deltas = rewards - values
-    deltas[:, :-1] += gamma * values[:, 1:]
+    deltas[:, :-1] += GAMMA * values[:, 1:]
     following = torch.zeros(len(rewards), dtype=rewards.dtype)
     columns = []
     for step in reversed(range(rewards.shape[1])):
-        following = deltas[:, step] + gamma * lam * following
+        following = deltas[:, step] + GAMMA * LAM * following
         columns.append(following)
     return torch.stack(columns[::-1], dim=1)
+
+
+def verl_advantages() -> Callable[[Tensor, Tensor], Tensor] | None:
+    """verl's GAE, which also masks and whitens; None where verl cannot be imported."""
+    try:
+        from verl.trainer.ppo.core_algos import compute_gae_advantage_return
+    except Exception:  # a foreign stack, with versions of its own: anything may be wrong with it
+        return None
+
+    def compute(rewards: Tensor, values: Tensor) -> Tensor:
+        _, returns = compute_gae_advantage_return(rewards, values, torch.ones_like(rewards), GAMMA, LAM)
+        return returns
+
+    return compute
+
+
+# ------------------------------------------------------------------------------------------------------- what is timed
+
+
+def computations(batch: Batch) -> dict[str, Callable[[], Tensor]]:
+    """Each returns what it computed, at most [T] numbers, in its own layout."""
+    rewards, values = batch.rewards.view(-1), batch.values.view(-1)
+    count = len(batch.finished)
+    lambdas = torch.full((count,), LAM, dtype=torch.float64)
+    adaptive = length_adaptive_lambda(batch.ragged.diff())
+
+    def floor() -> Tensor:
+        # numpy's large arrays lie in huge pages, as those of gae do.
+        fresh = torch.from_numpy(np.empty(len(rewards), dtype=rewards.numpy().dtype))
+        return torch.add(rewards, values, out=fresh)
+
+    found = {
+        REFERENCE: lambda: gae_by_time_steps(batch.rewards, batch.values),
+        "loop, TD errors first": lambda: gae_from_deltas_by_time_steps(batch.rewards, batch.values),
+        "gae, equal lengths": lambda: gae(rewards, values, batch.equal, lam=LAM),
+        "gae, equal lengths, a lambda a sequence": lambda: gae(rewards, values, batch.equal, lam=lambdas),
+        "egae, ragged": lambda: egae(rewards, values, batch.ragged, batch.finished, lam=LAM),
+        "egae, ragged, length-adaptive lambda": lambda: egae(
+            rewards, values, batch.ragged, batch.finished, lam=adaptive
+        ),
+        "monte_carlo_returns, ragged": lambda: monte_carlo_returns(rewards, batch.ragged),
+        FLOOR: floor,
+    }
+    verl = verl_advantages()
+    if verl is not None:
+        found = {"verl: loop, mask and whitening": lambda: verl(batch.rewards, batch.values)} | found
+    return found
+
+
+def check_equal_results(batch: Batch, found: dict[str, Callable[[], Tensor]]) -> None:
+    """Refuse to time what does not give the reference's advantages, where both see the same sequences."""
+    expected = found[REFERENCE]().view(-1)
+    for name, compute in found.items():
+        if "equal lengths" in name or "loop" in name:
+            actual = compute().view(-1)
+            if name.startswith("verl"):
+                actual = actual - batch.values.view(-1)
+            torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
 
 
 def timed(compute: Callable[[], Tensor]) -> Timing:
@@ -63,65 +156,44 @@ def better(best: Timing | None, last: Timing) -> Timing:
     return Timing(min(best.wall_s, last.wall_s), min(best.cpu_s, last.cpu_s))
 
 
+def measure_advantages(console: Console, count: int, width: int, repeats: int, dtype: torch.dtype) -> Table:
+    batch = make_batch(count, width, dtype)
+    found = computations(batch)
+    with console.status("checking that all give the same advantages"):
+        check_equal_results(batch, found)
+    timings: dict[str, Timing] = {}
+    for turn in range(repeats):
+        for name, compute in found.items():
+            with console.status(f"{name}, turn {turn + 1} of {repeats}"):
+                timings[name] = better(timings.get(name), timed(compute))
+    title = f"{count} x {width} tokens, {dtype}, {torch.get_num_threads()} threads, best of {repeats}"
+    table = Table("computation", title=title)
+    references = [name for name in timings if "loop" in name]
+    for column in ("wall s", "CPU s", *(f"x {name.partition(':')[0]}" for name in references)):
+        table.add_column(column, justify="right")
+    for name, timing in timings.items():
+        ratios = (f"{timings[reference].wall_s / timing.wall_s:.1f}" for reference in references)
+        table.add_row(name, f"{timing.wall_s:.3f}", f"{timing.cpu_s:.3f}", *ratios)
+    return table
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--sequences", type=int, default=8192, help="number of sequences N")
     parser.add_argument("--tokens", type=int, default=8192, help="tokens of a sequence W; ragged ones average the same")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--dtype", choices=["float32", "float64"], default="float32")
+    parser.add_argument("--answers", type=int, default=20_000, help="answers to grade; 0: none")
+    parser.add_argument("--workers", type=int, default=2, help="processes that grade")
     arguments = parser.parse_args()
-    count, width, repeats = arguments.sequences, arguments.tokens, arguments.repeats
-
-    generator = torch.Generator().manual_seed(0)
-    dtype = getattr(torch, arguments.dtype)
-    rewards, values = (torch.randn(count, width, generator=generator, dtype=dtype) for _ in range(2))
-    flat_rewards, flat_values = rewards.view(-1), values.view(-1)
-    equal = torch.arange(count + 1) * width
-    cuts = torch.randint(0, count * width + 1, (max(count - 1, 0),), generator=generator).sort().values
-    ragged = cu_seqlens_of(torch.diff(cuts, prepend=equal[:1], append=equal[-1:]))
-    finished = torch.rand(count, generator=generator) < 0.5
-    adaptive = length_adaptive_lambda(ragged.diff())
-
-    loops = {
-        "loop over time steps": lambda: gae_by_time_steps(rewards, values, 1.0, 0.95),
-        "loop over time steps, TD errors ahead": lambda: gae_from_deltas_by_time_steps(rewards, values, 1.0, 0.95),
-    }
-    packed = {
-        "gae, equal lengths, one lambda": lambda: gae(flat_rewards, flat_values, equal, lam=0.95),
-        "gae, equal lengths, lambda a sequence": lambda: gae(
-            flat_rewards, flat_values, equal, lam=torch.full((count,), 0.95, dtype=torch.float64)
-        ),
-        "egae, ragged, one lambda": lambda: egae(flat_rewards, flat_values, ragged, finished, lam=0.95),
-        "egae, ragged, length-adaptive lambda": lambda: egae(flat_rewards, flat_values, ragged, finished, lam=adaptive),
-        "returns, ragged": lambda: monte_carlo_returns(flat_rewards, ragged),
-    }
     console = Console()
-    with console.status("checking that all give the same advantages"):
-        expected = loops["loop over time steps"]().view(-1)
-        for name, compute in (loops | packed).items():
-            if "equal lengths" in name or "loop" in name:
-                torch.testing.assert_close(compute().view(-1), expected, rtol=1e-4, atol=1e-4)
-        del expected
-    timings: dict[str, Timing] = {}
-    for turn in range(repeats):
-        for name, compute in (loops | packed).items():
-            with console.status(f"{name}, turn {turn + 1} of {repeats}"):
-                timings[name] = better(timings.get(name), timed(compute))
-    reference = timings["loop over time steps"]
-    faster_loop = timings["loop over time steps, TD errors ahead"]
-    threads = torch.get_num_threads()
-    table = Table(title=f"{count} x {width} tokens, {arguments.dtype}, {threads} threads, best of {repeats}")
-    for column in ("computation", "wall s", "CPU s", "times the loop", "times the faster loop"):
-        table.add_column(column, justify="left" if column == "computation" else "right")
-    for name, timing in timings.items():
-        table.add_row(
-            name,
-            f"{timing.wall_s:.3f}",
-            f"{timing.cpu_s:.3f}",
-            f"{reference.wall_s / timing.wall_s:.1f}",
-            f"{faster_loop.wall_s / timing.wall_s:.1f}",
-        )
-    console.print(table)
+    if arguments.sequences * arguments.tokens > 0:
+        dtype = getattr(torch, arguments.dtype)
+        console.print(measure_advantages(console, arguments.sequences, arguments.tokens, arguments.repeats, dtype))
+    if arguments.answers > 0:
+        with console.status("grading"):
+            table = measure_grading(arguments.answers, arguments.workers, arguments.repeats)
+        console.print(table)
 
 
 if __name__ == "__main__":
