@@ -80,6 +80,46 @@ class Tokenizer:
             roles = ", ".join(message["role"] for message in messages)
             raise DataError(f"{self.path}: the chat template refuses messages of {roles}: {error}") from error
 
+    def encode_message(self, text: str, *, chat: bool, last_token_id: int | None = None) -> list[int]:
+        """Ids of a message that follows a turn of the model in the same history.
+
+        Without ``chat`` the text as it is. With it, what the chat template writes between the model's last word and
+        the place where it answers again, with ``text`` as the user's message. ``last_token_id`` is the history's last
+        token: the template's closing token is left out if the model has written it, and added if its turn was cut.
+        """
+        if not chat:
+            return self.encode(text)
+        from jinja2 import TemplateError
+
+        # The template is asked for a whole conversation; all that comes after the model's reply is the glue.
+        reply = "[reply]"
+        messages = [("user", "question"), ("assistant", reply), ("user", text)]
+        try:
+            rendered = self._tokenizer.apply_chat_template(
+                [{"role": role, "content": content} for role, content in messages],
+                add_generation_prompt=True,
+                tokenize=False,
+            )
+        except (TemplateError, TypeError, ValueError) as error:
+            raise DataError(
+                f"{self.path}: no message can follow a turn of the model: the tokenizer has no chat template, or it "
+                f"refuses a second user message ({error})"
+            ) from error
+        before, found, glue = rendered.partition(reply)
+        if not found or text.strip() not in glue:
+            raise DataError(
+                f"{self.path}: the chat template does not show the model's turn and the message after it as they are; "
+                "dialogues need one that does"
+            )
+        ids = self.encode(glue)
+        return ids[1:] if ids and ids[0] == last_token_id else ids
+
+    @property
+    def special_ids(self) -> list[int]:
+        """Ids of the special tokens: end of text, padding, chat marks."""
+        added = self._tokenizer.added_tokens_decoder.items()
+        return sorted({*self._tokenizer.all_special_ids, *(id for id, token in added if token.special)})
+
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text without special tokens."""
         return self._tokenizer.decode(list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)

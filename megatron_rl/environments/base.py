@@ -6,7 +6,7 @@ event loop that talks to the servers: it must be quick and must not wait.
 
 When rewards are asked for: with independent turns each turn is an episode of its own and is scored in the step in which
 it ends; a continuous dialogue is one episode and only its last turn is scored, once the dialogue is finished. In both
-cases ``turns`` are all turns that have ended and ``grades`` has an entry for each turn whose ``graded_text`` was not
+cases ``turns`` are all turns that have ended and ``grades`` has an entry for each of them whose ``graded_text`` was not
 None, whether the run's reward could score it or not.
 """
 

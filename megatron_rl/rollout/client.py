@@ -3,12 +3,14 @@
 ``generate`` waits for a free place at a server (at most ``max_inflight_requests`` are under way at each), then at most
 ``request_timeout_s`` for the answer; a failed attempt is repeated at most ``max_retries`` times, on another live server
 if there is one. Calls that arrive within ``tick_s`` travel in one HTTP request of up to ``max_batch_size`` samples,
-which saves a third of the CPU time at small models. A sample comes back with the slowest of its batch.
+which saves a third of the CPU time at small models. A sample comes back with the slowest of its batch; one that was
+asked for ``alone`` comes back at once.
 
 A server that no longer answers is *lost*: it gets no request until ``restore`` names it, because a restarted server
 holds old weights until somebody sends it new ones. With no server left, ``generate`` raises ``ServerLost``.
 
-Invariants: every attempt has a request id of its own; what an aborted request had generated is returned, not dropped.
+Invariants: every attempt has a request id of its own, and none is the beginning of another (SGLang aborts all that begin
+with the id given); what an aborted request had generated is returned, not dropped.
 One client belongs to one event loop.
 """
 
@@ -16,7 +18,7 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Collection, Coroutine, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
@@ -43,6 +45,8 @@ PROBE_TIMEOUT_S = 20.0
 CONNECT_TIMEOUT_S = 30.0
 KEEPALIVE_S = 2.0
 """SGLang closes idle connections after 5 s by default; a shorter time here avoids sending into a closing one."""
+MAX_ABORTS_AT_ONCE = 64
+"""Abort calls under way at one server; each is a small HTTP request."""
 PAUSE_MODES = ("abort", "in_place", "retract")
 
 _CONNECTION_ERRORS = (aiohttp.ClientError, asyncio.TimeoutError, OSError)
@@ -70,6 +74,7 @@ class _Pending:
     request: GenerationRequest
     rid: str
     answer: asyncio.Future[Generation]
+    alone: bool = False
 
 
 @dataclass
@@ -78,6 +83,8 @@ class _ServerState:
     live: bool = True
     num_inflight: int = 0
     waiting: deque[_Pending] = field(default_factory=deque)
+    sent: dict[str, _Pending] = field(default_factory=dict)
+    """Requests under way, by the id they were sent with."""
     flush_scheduled: bool = False
 
     @property
@@ -144,11 +151,14 @@ class SglangClient:
         """A lost server is back and has the current weights: send it requests again."""
         self._servers[url.rstrip("/")].live = True
 
-    async def generate(self, request: GenerationRequest, *, sticky_key: int | str | None = None) -> Generation:
+    async def generate(
+        self, request: GenerationRequest, *, sticky_key: int | str | None = None, alone: bool = False
+    ) -> Generation:
         """Generate one sample.
 
         Requests with the same ``sticky_key`` go to the same server while it lives, so that a group shares its prefix
-        cache; without a key the least loaded server is taken. Raises RequestRejected, BadAnswer or ServerLost.
+        cache; without a key the least loaded server is taken. ``alone``: it is not batched, for a caller that wants
+        each sample as soon as it is complete. Raises RequestRejected, BadAnswer or ServerLost.
         """
         validate(request, self.vocab_size)
         started_at = time.monotonic()
@@ -161,7 +171,7 @@ class SglangClient:
             if server.url == failed_url:
                 await asyncio.sleep(self.backoff_s * 2 ** (attempt - 1))
             try:
-                return await self._attempt(server, request, attempt)
+                return await self._attempt(server, request, attempt, alone)
             except AttemptFailed as error:
                 failed_url, reason = server.url, str(error)
                 logger.info("attempt %d of request %s failed: %s", attempt + 1, request.rid, reason)
@@ -193,6 +203,33 @@ class SglangClient:
                     pending.answer.set_result(NOTHING_GENERATED)
         await self._control("POST", "/abort_request", {"abort_all": True})
 
+    async def abort(self, rids: Collection[str]) -> None:
+        """End the requests ``rids`` now, as ``abort_all`` does with all; other ids are passed over.
+
+        A request that reaches the server at the same moment may escape: call again for what has not come back. A
+        server that does not take the call is left alone; its requests end by their own time limit.
+        """
+        limit = asyncio.Semaphore(MAX_ABORTS_AT_ONCE)
+
+        async def abort_one(server: _ServerState, rid: str) -> None:
+            async with limit:
+                try:
+                    await self._http(server, "POST", "/abort_request", {"rid": rid}, self.control_timeout_s)
+                except _CONNECTION_ERRORS as error:
+                    logger.info("abort of %s at %s failed: %s", rid, server.url, error)
+
+        for server in self._servers.values():
+            for pending in server.waiting:
+                if pending.request.rid in rids and not pending.answer.done():
+                    pending.answer.set_result(NOTHING_GENERATED)
+        sent = [
+            (server, rid)
+            for server in self._servers.values()
+            for rid, p in server.sent.items()
+            if p.request.rid in rids
+        ]
+        await asyncio.gather(*[abort_one(server, rid) for server, rid in sent])
+
     async def model_info(self) -> dict[str, dict[str, Any]]:
         """By URL: what each live server says about its model, ``weight_version`` included."""
         return {url: orjson.loads(content) for url, content in (await self._control("GET", "/model_info")).items()}
@@ -207,10 +244,10 @@ class SglangClient:
             return candidates[hash(sticky_key) % len(candidates)]
         return min(candidates, key=lambda server: server.load)
 
-    async def _attempt(self, server: _ServerState, request: GenerationRequest, attempt: int) -> Generation:
+    async def _attempt(self, server: _ServerState, request: GenerationRequest, attempt: int, alone: bool) -> Generation:
         # The server may still hold the request of an attempt whose connection broke, and refuses an id twice.
-        rid = request.rid if attempt == 0 else f"{request.rid}#{attempt}"
-        pending = _Pending(request, rid, asyncio.get_running_loop().create_future())
+        rid = _sent_rid(request.rid if attempt == 0 else f"{request.rid}#{attempt}")
+        pending = _Pending(request, rid, asyncio.get_running_loop().create_future(), alone)
         server.waiting.append(pending)
         self._schedule_flush(server)
         return await pending.answer
@@ -227,6 +264,8 @@ class SglangClient:
             room = min(self.max_batch_size, self.max_inflight_requests - server.num_inflight)
             batch: list[_Pending] = []
             while server.waiting and len(batch) < room:
+                if batch and (server.waiting[0].alone or batch[0].alone):
+                    break
                 pending = server.waiting.popleft()
                 if not pending.answer.done():  # its caller may have been cancelled
                     batch.append(pending)
@@ -241,6 +280,7 @@ class SglangClient:
 
     async def _send(self, server: _ServerState, batch: list[_Pending]) -> None:
         """One HTTP request for the batch; every sample of it gets its answer or its error."""
+        server.sent.update({pending.rid: pending for pending in batch})
         try:
             outcomes = await self._outcomes(server, batch)
         except asyncio.CancelledError:
@@ -251,6 +291,8 @@ class SglangClient:
             outcomes = [error] * len(batch)
         finally:
             server.num_inflight -= len(batch)
+            for pending in batch:
+                del server.sent[pending.rid]
             self._schedule_flush(server)
         for pending, outcome in zip(batch, outcomes, strict=True):
             if pending.answer.done():
@@ -270,8 +312,13 @@ class SglangClient:
         if status == 400 and len(batch) > 1:
             # One sample is at fault, and SGLang refuses them all: find out which by sending each alone. New ids,
             # because SGLang may have begun with some of them.
-            singles = [[replace(pending, rid=f"{pending.rid}#alone")] for pending in batch]
-            outcomes = await asyncio.gather(*[self._outcomes(server, single) for single in singles])
+            singles = [replace(pending, rid=_sent_rid(f"{pending.rid[:-1]}#alone")) for pending in batch]
+            server.sent.update({single.rid: single for single in singles})
+            try:
+                outcomes = await asyncio.gather(*[self._outcomes(server, [single]) for single in singles])
+            finally:
+                for single in singles:
+                    del server.sent[single.rid]
             return [outcome for (outcome,) in outcomes]
         text = content[:500].decode(errors="replace")
         if status == 400:
@@ -335,6 +382,11 @@ class SglangClient:
         data = None if body is None else orjson.dumps(body)
         async with self._session.request(method, server.url + path, data=data, timeout=timeout) as response:
             return response.status, await response.read()
+
+
+def _sent_rid(rid: str) -> str:
+    """The id with an end mark: "r-1" would otherwise begin "r-10"."""
+    return f"{rid};"
 
 
 def _outcome(request: GenerationRequest, answer: dict[str, Any]) -> Generation | Exception:

@@ -22,6 +22,12 @@ class GenerationRequest:
     top_k: int = -1
     stop_token_ids: Sequence[int] = ()
     """All ids that end a response, the end-of-text token among them."""
+    stop_strings: Sequence[str] = ()
+    """Texts that end it too, where the server was started with a tokenizer; their tokens come back with the others."""
+    banned_token_ids: Sequence[int] = ()
+    """Never sampled; log-probs are those over the other tokens."""
+    logprobs_after_top_k: bool = False
+    """Log-probs of the distribution that is sampled from, renormalised over the top_k; needs 1 <= top_k <= 4096."""
     seed: int | None = None
     """Counts only on a server started with ``deterministic``. There, give every sample its own: all samples without
     one share SGLang's default seed and come out equal."""
@@ -32,13 +38,20 @@ class Generation:
     token_ids: tuple[int, ...]
     """The stop token included."""
     logprobs: tuple[float, ...]
-    """One a token: log-softmax of logits / temperature, before top-p and top-k."""
+    """One a token: log-softmax of logits / temperature, before top-p and top-k unless the request says otherwise."""
     finish_reason: str
     """stop, length, or abort (cut from outside: continue from the last token)."""
     weight_version: str
     cached_tokens: int
     """Prompt tokens that the prefix cache held."""
+    stop_string: str = ""
+    """The text that ended it, if one of stop_strings did."""
 
+
+BAN = -1.0e9
+"""Added to a banned token's logit: no temperature in use brings it back."""
+MAX_RENORMALISED_TOP_K = 4096
+"""SGLang's limit for log-probs after top-k."""
 
 NOTHING_GENERATED = Generation((), (), "abort", "", 0)
 """The answer to a request that was aborted before it was sent."""
@@ -71,18 +84,25 @@ def validate(request: GenerationRequest, vocab_size: int) -> None:
         problem = f"max_new_tokens is {request.max_new_tokens}: expected at least 1"
     elif not (math.isfinite(request.temperature) and request.temperature >= 0):
         problem = f"temperature is {request.temperature}: expected a number of at least 0"
+    elif any(not 0 <= token < vocab_size for token in request.banned_token_ids):
+        problem = f"banned_token_ids {list(request.banned_token_ids)}: expected ids below the vocabulary's {vocab_size}"
+    elif request.logprobs_after_top_k and not 1 <= request.top_k <= MAX_RENORMALISED_TOP_K:
+        problem = f"log-probs after top-k need 1 <= top_k <= {MAX_RENORMALISED_TOP_K}, got top_k={request.top_k}"
     if problem is not None:
         raise RequestRejected(f"request {request.rid!r}: {problem}")
 
 
 def generate_body(requests: Sequence[GenerationRequest], rids: Sequence[str]) -> dict[str, Any]:
     """The JSON body of one ``/generate`` call for all ``requests``."""
-    return {
+    body = {
         "rid": list(rids),
         "input_ids": [list(request.input_ids) for request in requests],
         "sampling_params": [_sampling_params(request) for request in requests],
         "return_logprob": True,
     }
+    if any(request.logprobs_after_top_k for request in requests):
+        body["return_sampling_mask"] = [request.logprobs_after_top_k for request in requests]
+    return body
 
 
 def _sampling_params(request: GenerationRequest) -> dict[str, Any]:
@@ -93,6 +113,10 @@ def _sampling_params(request: GenerationRequest) -> dict[str, Any]:
         "top_k": request.top_k,
         "stop_token_ids": list(request.stop_token_ids),
     }
+    if request.stop_strings:
+        params["stop"] = list(request.stop_strings)
+    if request.banned_token_ids:
+        params["logit_bias"] = {str(token): BAN for token in request.banned_token_ids}
     if request.seed is not None:
         params["sampling_seed"] = request.seed
     return params
@@ -108,6 +132,9 @@ def parse_generation(request: GenerationRequest, answer: dict[str, Any]) -> Gene
     token_ids = tuple(answer["output_ids"])
     # A request that was aborted while it queued has no log-probs and no cache statistics.
     logprobs = tuple(entry[0] for entry in meta.get("output_token_logprobs", ()))
+    if request.logprobs_after_top_k and token_ids:
+        logprobs = tuple(meta["output_token_sampling_logprobs"])
+    matched = finish.get("matched") if finish["type"] == "stop" else None
     if len(logprobs) != len(token_ids):
         raise BadAnswer(
             f"request {request.rid!r}: the server returned {len(token_ids)} tokens and {len(logprobs)} log-probs"
@@ -123,6 +150,7 @@ def parse_generation(request: GenerationRequest, answer: dict[str, Any]) -> Gene
         finish_reason=_finish_reason(request, finish["type"], token_ids),
         weight_version=str(meta["weight_version"]),
         cached_tokens=meta.get("cached_tokens", 0),
+        stop_string=matched if isinstance(matched, str) else "",
     )
 
 

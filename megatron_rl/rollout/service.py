@@ -15,10 +15,12 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron_rl.config.schema import Config, RolloutConfig
+from megatron_rl.config.schema import Config, FireConfig, RolloutConfig
+from megatron_rl.data.tokenizer import Tokenizer
 from megatron_rl.data.trajectory import Trajectory
+from megatron_rl.environments.base import Environment, EnvironmentFault, Message
 from megatron_rl.rollout.client import ServerLost, SglangClient
-from megatron_rl.rollout.generator import Sampling, WindowGenerator
+from megatron_rl.rollout.generator import Dialogue, Fire, Sampling, WindowGenerator
 from megatron_rl.rollout.pool import ServerPool
 from megatron_rl.rollout.server import ServerOptions, detect_device
 from megatron_rl.weights.plan import ServerAddress
@@ -35,8 +37,11 @@ class RolloutService:
         servers: ServerPool,
         client: SglangClient,
         publisher: WeightPublisher,
+        tokenizer: Tokenizer,
         *,
         stop_token_ids: Sequence[int],
+        fire: Fire | None = None,
+        dialogue: Dialogue | None = None,
         seed: int,
         export: Callable[[], Iterator[tuple[str, Tensor]]],
         expected: Mapping[str, Sequence[int]],
@@ -53,7 +58,9 @@ class RolloutService:
         self._expected = expected
         self._call_on_trainer = call_on_trainer
         self._warn = warn
-        self._generator = WindowGenerator(client, self._wait_for_recovery)
+        self._fire = fire
+        self._dialogue = dialogue
+        self._generator = WindowGenerator(client, self._wait_for_recovery, decode=tokenizer.decode, warn=warn)
         self._recoveries: dict[str, asyncio.Task] = {}
         self.weight_version = 0
         self.num_restarts = 0
@@ -77,9 +84,14 @@ class RolloutService:
         window_tokens: int,
         temperature: float | None = None,
         kind: str = "train",
+        is_enough: Callable[[], bool] | None = None,
         on_progress: Callable[[int], None] = lambda tokens: None,
     ) -> None:
-        """Grow every trajectory by one window. ``temperature`` None: the run's own."""
+        """Grow every trajectory by one window; dialogues are answered by the run's environment.
+
+        ``temperature`` None: the run's own. Hot tokens (FIRE) are for ``kind`` train alone. Once ``is_enough()`` says
+        yes, the rest is aborted and keeps the tokens it has.
+        """
         sampling = Sampling(
             temperature=self._config.temperature if temperature is None else temperature,
             top_p=self._config.top_p if temperature is None else 1.0,
@@ -94,6 +106,9 @@ class RolloutService:
             weight_version=self.weight_version,
             sampling=sampling,
             kind=kind,
+            fire=self._fire if kind == "train" else None,
+            dialogue=self._dialogue,
+            is_enough=is_enough,
             on_progress=on_progress,
         )
 
@@ -142,6 +157,8 @@ def open_rollout(
     event_loop: asyncio.AbstractEventLoop,
     *,
     log_dir: Path,
+    tokenizer: Tokenizer,
+    environment: Environment | None,
     stop_token_ids: Sequence[int],
     vocab_size: int,
     export: Callable[[], Iterator[tuple[str, Tensor]]],
@@ -152,7 +169,11 @@ def open_rollout(
 ) -> Iterator[RolloutService]:
     """Servers started (or attached to), a client on ``event_loop`` and the weight sync; all of it closed at the end."""
     rollout = config.rollout
-    with _servers(config, log_dir, note) as servers:
+    fire = fire_of(rollout.fire, tokenizer)
+    stop_strings = environment.stop_strings if environment is not None else ()
+    token_stops = single_token_stops(stop_strings, tokenizer)
+    needs_text = len(token_stops) < len(stop_strings) or bool(fire and fire.after)
+    with _servers(config, log_dir, note, speak_text=needs_text) as servers:
         client = SglangClient(
             servers.urls,
             vocab_size=vocab_size,
@@ -172,7 +193,10 @@ def open_rollout(
             servers,
             client,
             publisher,
-            stop_token_ids=stop_token_ids,
+            tokenizer,
+            stop_token_ids=[*stop_token_ids, *token_stops],
+            fire=fire,
+            dialogue=dialogue_of(environment, tokenizer, chat=config.data.use_chat_template),
             seed=config.run.seed,
             export=export,
             expected=expected,
@@ -186,7 +210,40 @@ def open_rollout(
             publisher.close()
 
 
-def _servers(config: Config, log_dir: Path, note: Callable[[str], None]) -> ServerPool:
+def fire_of(fire: FireConfig, tokenizer: Tokenizer) -> Fire | None:
+    """None when it is off. Special tokens are never sampled hot: at a high temperature all tokens are about equal."""
+    if not fire.temperature:
+        return None
+    banned = {*fire.banned_token_ids, *tokenizer.special_ids}
+    return Fire(fire.temperature, fire.top_k, fire.after, tuple(sorted(banned)))
+
+
+def dialogue_of(environment: Environment | None, tokenizer: Tokenizer, *, chat: bool) -> Dialogue | None:
+    if environment is None:
+        return None
+
+    def encode_message(message: Message, last_token_id: int) -> list[int]:
+        return tokenizer.encode_message(message.text, chat=chat and not message.verbatim, last_token_id=last_token_id)
+
+    return Dialogue(environment, encode_message)
+
+
+def single_token_stops(stop_strings: Sequence[str], tokenizer: Tokenizer) -> list[int]:
+    """Those stop strings that are one token each, as token ids: servers need no tokenizer for them."""
+    ids = []
+    for text in stop_strings:
+        encoded = tokenizer.encode(text)
+        if tokenizer.decode(encoded) != text:
+            raise EnvironmentFault(
+                f"stop string {text!r} becomes {tokenizer.decode(encoded)!r} in the tokens of {tokenizer.path}: the "
+                "environment could not see it. Choose other tags, or a tokenizer that has them as ordinary tokens"
+            )
+        if len(encoded) == 1:
+            ids += encoded
+    return ids
+
+
+def _servers(config: Config, log_dir: Path, note: Callable[[str], None], *, speak_text: bool) -> ServerPool:
     rollout = config.rollout
     if rollout.urls:
         note(f"attaching to {len(rollout.urls)} SGLang servers: {', '.join(rollout.urls)}")
@@ -201,6 +258,7 @@ def _servers(config: Config, log_dir: Path, note: Callable[[str], None]) -> Serv
         deterministic=rollout.deterministic,
         # The trainer sends its own weights before the first request.
         load_weights=False,
+        tokenizer=speak_text,
         device=detect_device(),
         server_args=rollout.server_args,
     )

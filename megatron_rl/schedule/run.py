@@ -262,6 +262,8 @@ def _rollout(
         config,
         event_loop,
         log_dir=Path(config.run.output_dir) / "logs",
+        tokenizer=tokenizer,
+        environment=environment,
         stop_token_ids=[tokenizer.eos_id, *config.rollout.stop_token_ids],
         vocab_size=read_model_json(Path(config.policy.path) / "config.json")["vocab_size"],
         export=lambda: group.export_weights("policy"),

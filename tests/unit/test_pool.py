@@ -104,3 +104,11 @@ def test_an_epoch_shows_every_prompt_once(shuffle):
 def test_members_of_a_group_share_prompt_and_group_id():
     groups = Counter((t.group_id, t.prompt.id) for t in make_pool(num_slots=12, num_samples=4).fill())
     assert list(groups.values()) == [4, 4, 4]
+
+
+def test_discarded_trajectories_leave_their_slots_to_fresh_ones():
+    pool = make_pool(num_slots=8, num_samples=4)
+    first = pool.fill()
+    pool.discard(first[2:6])
+    pool.discard(first[2:4])
+    assert [t.id for t in pool.fill()] == [0, 1, 6, 7, 8, 9, 10, 11]

@@ -245,7 +245,7 @@ def test_a_server_error_is_retried_under_a_new_request_id():
     server.handler = fail_once
     (generation,) = run_with([server], generate_many(1))
     assert generation.token_ids == (1,)
-    assert [body["rid"] for body in server.bodies] == [["r0"], ["r0#1"]]
+    assert [body["rid"] for body in server.bodies] == [["r0;"], ["r0#1;"]]
 
 
 def test_a_lost_server_fails_over_and_is_reported_once():

@@ -1,0 +1,164 @@
+"""A calculator that the model calls in the middle of its text: ``<calc>2+3*4</calc>`` is answered by the result.
+
+A call ends the turn; the result joins the same text, without a chat template between, and the model goes on. A turn that
+ends otherwise is the last one, and the one that the run's reward grades. The dialogue is one episode.
+
+Expressions have numbers, + - * / // % ** and parentheses. They are evaluated here, never executed, with bounds on
+length, exponents and size, so that no call takes long; what cannot be evaluated is answered by an error.
+"""
+
+import ast
+import math
+import operator
+import re
+from collections.abc import Mapping, Sequence
+
+from megatron_rl.data.trajectory import Prompt, Score
+from megatron_rl.environments.base import Environment, Message, TurnView
+
+MAX_CHARACTERS = 200
+MAX_DIGITS = 50
+SIGNIFICANT_DIGITS = 10
+"""Of results that are no integers."""
+
+
+class CalculatorError(ValueError):
+    """An expression that has no result here; the text is what the model reads."""
+
+
+class Calculator(Environment):
+    def __init__(
+        self,
+        *,
+        open_tag: str = "<calc>",
+        close_tag: str = "</calc>",
+        result: str = "<result>{}</result>",
+        max_calls: int = 8,
+    ) -> None:
+        """
+        Args:
+            open_tag, close_tag: Around a call.
+            result: What is inserted behind it, with {} where the number or the error stands.
+            max_calls: A further call ends the dialogue unanswered.
+        """
+        if not open_tag or not close_tag:
+            raise ValueError("open_tag and close_tag must not be empty")
+        if result.count("{}") != 1:
+            raise ValueError(f"result must have one place {{}} for the number, got {result!r}")
+        if max_calls < 0:
+            raise ValueError(f"max_calls must be at least 0, got {max_calls}")
+        self.open_tag = open_tag
+        self.result = result
+        self.max_calls = max_calls
+        self.stop_strings = (close_tag,)
+
+    def respond(self, prompt: Prompt, turns: Sequence[TurnView]) -> Message | None:
+        expression = self._call(turns[-1])
+        if expression is None or len(turns) > self.max_calls:
+            return None
+        return Message(self.result.replace("{}", answer(expression)), verbatim=True)
+
+    def graded_text(self, prompt: Prompt, turns: Sequence[TurnView], index: int) -> str | None:
+        """The turn that answers; None for a call, also where the budget ended the dialogue before its result."""
+        return turns[index].text if self.respond(prompt, turns[: index + 1]) is None else None
+
+    def turn_reward(
+        self, prompt: Prompt, turns: Sequence[TurnView], index: int, grades: Mapping[int, Score]
+    ) -> Score | None:
+        return self.outcome(prompt, turns, grades) if index == len(turns) - 1 else None
+
+    def outcome(self, prompt: Prompt, turns: Sequence[TurnView], grades: Mapping[int, Score]) -> Score:
+        last = len(turns) - 1
+        return grades[last] if last in grades else Score(0.0, "ended with a call, without an answer")
+
+    def metrics(self, prompt: Prompt, turns: Sequence[TurnView], grades: Mapping[int, Score]) -> dict[str, float]:
+        """num_calls, and failed_calls: the share of them that were no expressions."""
+        calls = [call for turn in turns[: self.max_calls] if (call := self._call(turn)) is not None]
+        found = {"num_calls": float(len(calls))}
+        if calls:
+            found["failed_calls"] = sum(answer(call).startswith("error") for call in calls) / len(calls)
+        return found
+
+    def _call(self, turn: TurnView) -> str | None:
+        """The expression of a turn that ended with a call. The last token may carry characters beyond the closing tag."""
+        before, closed, _ = turn.text.rpartition(self.stop_strings[0])
+        _, opened, expression = before.rpartition(self.open_tag)
+        return expression if turn.finish_reason == "stop" and closed and opened else None
+
+
+def answer(expression: str) -> str:
+    """The result as text, or ``error: reason``."""
+    try:
+        return _written(evaluate(expression))
+    except CalculatorError as error:
+        return f"error: {error}"
+
+
+def evaluate(expression: str) -> int | float:
+    """The value of an arithmetic expression; exact for integers. Raises CalculatorError."""
+    if len(expression) > MAX_CHARACTERS:
+        raise CalculatorError(f"longer than {MAX_CHARACTERS} characters")
+    if not re.fullmatch(r"[0-9.+\-*/%() ]+", expression):
+        raise CalculatorError("only numbers, + - * / // % ** and parentheses")
+    # Python takes no zeros before an integer: 07 is a 7 here.
+    source = re.sub(r"(?<![\d.])0+(?=\d)", "", expression).strip()
+    try:
+        tree = ast.parse(source, mode="eval")
+    except (SyntaxError, MemoryError, RecursionError) as error:
+        raise CalculatorError("not an expression") from error
+    return _value(tree.body)
+
+
+def _value(node: ast.expr) -> int | float:
+    match node:
+        case ast.Constant(value=int() | float() as number):
+            return _bounded(number)
+        case ast.UnaryOp(op=ast.USub(), operand=operand):
+            return -_value(operand)
+        case ast.UnaryOp(op=ast.UAdd(), operand=operand):
+            return _value(operand)
+        case ast.BinOp(left=left, op=operation, right=right) if type(operation) in _OPERATIONS:
+            try:
+                return _bounded(_OPERATIONS[type(operation)](_value(left), _value(right)))
+            except ZeroDivisionError:
+                raise CalculatorError("division by zero") from None
+            except OverflowError:
+                raise CalculatorError("too large") from None
+    raise CalculatorError("not an expression")
+
+
+def _divide(a: int | float, b: int | float) -> int | float:
+    if isinstance(a, int) and isinstance(b, int) and a % b == 0:
+        return a // b
+    return a / b
+
+
+def _power(base: int | float, exponent: int | float) -> int | float:
+    if abs(exponent) > 1000 or abs(base) > 1 and abs(exponent) * math.log10(abs(base)) > MAX_DIGITS:
+        raise CalculatorError("too large")
+    return base**exponent
+
+
+def _bounded(number: int | float | complex) -> int | float:
+    if isinstance(number, complex) or number != number:
+        raise CalculatorError("no real number")
+    if abs(number) >= 10**MAX_DIGITS:
+        raise CalculatorError("too large")
+    return number
+
+
+_OPERATIONS = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: _divide,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+    ast.Pow: _power,
+}
+
+
+def _written(number: int | float) -> str:
+    if isinstance(number, float) and number.is_integer() and abs(number) < 10**15:
+        number = int(number)
+    return str(number) if isinstance(number, int) else f"{number:.{SIGNIFICANT_DIGITS}g}"
