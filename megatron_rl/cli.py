@@ -155,6 +155,7 @@ def _add_score(commands) -> None:
     command.add_argument("--input", required=True, help="JSONL with the fields response and answer")
     command.add_argument("--output", required=True, help="JSONL that receives score, detail and error beside them")
     command.add_argument("--num-workers", type=int, default=os.cpu_count() or 1)
+    command.add_argument("--max-concurrency", type=int, default=256, help="rows under way at a server that is asked")
     command.add_argument("--timeout-s", type=float, default=5.0)
     command.add_argument("options", nargs="*", metavar="key=value", help="options of the reward")
     command.set_defaults(run=_score)
@@ -172,6 +173,7 @@ def _score(arguments: argparse.Namespace) -> int:
         arguments.input,
         arguments.output,
         num_workers=arguments.num_workers,
+        max_concurrency=arguments.max_concurrency,
         timeout_s=arguments.timeout_s,
         options=options,
     )

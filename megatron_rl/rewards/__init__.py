@@ -1,4 +1,4 @@
-"""Rewards: plain functions found by name, run in killable worker processes.
+"""Rewards: functions found by name; plain ones run in killable worker processes, async ones on an event loop.
 
 The names below are what the rest of the package uses; they are imported on first use, so that a worker process that
 needs one reward does not pay for the others.
@@ -14,6 +14,12 @@ _HOMES = {
     "check_options": "registry",
     "register": "registry",
     "resolve": "registry",
+    "AsyncRewardRunner": "async_runner",
+    "start_runner": "async_runner",
+    "Transient": "session",
+    "GradedItem": "hybrid",
+    "RewardRouter": "hybrid",
+    "build_rewards": "hybrid",
     "RewardAlarm": "runner",
     "RewardRunner": "runner",
     "check_error_rate": "runner",

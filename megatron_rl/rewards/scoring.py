@@ -9,12 +9,13 @@ Who waits for whom: reading runs ahead of scoring by ``BATCHES_AHEAD`` batches; 
 import concurrent.futures
 import json
 import os
+import re
 import tempfile
 import time
-from collections import deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -23,14 +24,17 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from megatron_rl.data.trajectory import Score
+from megatron_rl.rewards.async_runner import AsyncRewardRunner, start_runner
+from megatron_rl.rewards.jobs import RewardItem
 from megatron_rl.rewards.registry import Reward, RewardError, required_fields, resolve, row_arguments
-from megatron_rl.rewards.runner import RewardItem, RewardRunner
+from megatron_rl.rewards.runner import RewardRunner
 
 BATCH_ROWS = 1024
 BATCHES_AHEAD = 2
 """So that the workers have something to do while results are written."""
 MAX_REPORTED = 5
-"""Bad rows that an error message names."""
+"""Bad rows that an error message names, and kinds of errors that a summary shows."""
+MAX_ERROR_CHARS = 80
 
 Row = dict[str, Any]
 
@@ -56,9 +60,9 @@ class RowForm:
         if not isinstance(row, dict):
             return f"expected a JSON object, got {type(row).__name__}"
         needed = ("response", "answer") if self.reward.answer_required else ("response",)
-        for field in (*needed, *required_fields(self.reward, self.options)):
-            if field not in row:
-                return f"field {field!r} is missing; the row has {sorted(row)}"
+        for name in (*needed, *required_fields(self.reward, self.options)):
+            if name not in row:
+                return f"field {name!r} is missing; the row has {sorted(row)}"
         if not isinstance(row["response"], str):
             return f"field 'response': expected text, got {type(row['response']).__name__}"
         if "answer" in needed and (not isinstance(row["answer"], (str, int, float)) or isinstance(row["answer"], bool)):
@@ -77,6 +81,10 @@ class Summary:
     """Over the rows that could be scored; None if there are none."""
     seconds: float
     """Wall-clock time of the scoring, without starting the workers."""
+    metrics: dict[str, float] = field(default_factory=dict)
+    """Means of what the reward says beside the score, over the rows where it says it."""
+    errors: dict[str, int] = field(default_factory=dict)
+    """The most frequent reasons why rows went unscored."""
 
     @property
     def rows_per_second(self) -> float:
@@ -91,6 +99,8 @@ class Summary:
             ("unscored", f"{self.num_unscored:,}"),
             ("skipped bad rows", f"{self.num_skipped:,}"),
             ("rows per second", f"{self.rows_per_second:,.0f}"),
+            *((f"mean {name}", f"{value:.4f}") for name, value in self.metrics.items()),
+            *((f"unscored: {error}", f"{count:,}") for error, count in self.errors.items()),
         ):
             table.add_row(label, value)
         return table
@@ -102,6 +112,7 @@ def score_file(
     output_path: str | Path,
     *,
     num_workers: int = 2,
+    max_concurrency: int = 256,
     timeout_s: float = 5.0,
     options: Mapping[str, Any] | None = None,
     progress: bool = True,
@@ -114,7 +125,8 @@ def score_file(
         input_path: Rows with ``response`` and ``answer`` (some rewards need none), and a field for every option that the
             reward requires and ``options`` does not set.
         output_path: May be the input itself.
-        num_workers: Worker processes.
+        num_workers: Worker processes, for a reward that computes.
+        max_concurrency: Rows under way, for a reward that asks a server.
         timeout_s: Seconds one row may take.
         options: Keyword arguments of the reward.
         progress: Show a progress bar on standard error.
@@ -128,19 +140,31 @@ def score_file(
     form = RowForm(resolve(name), options or {})
     num_rows, num_skipped = _check_rows(input_path, form, skip_bad_rows)
     with (
-        RewardRunner(
-            name, num_workers=num_workers, timeout_s=timeout_s, options=options, row_fields=form.fields
+        start_runner(
+            name,
+            num_workers=num_workers,
+            timeout_s=timeout_s,
+            options=options,
+            row_fields=form.fields,
+            max_concurrency=max_concurrency,
         ) as runner,
         _atomic(output_path) as output,
         _bar(progress, name, num_rows) as advance,
     ):
         started_at = time.monotonic()
         num_scored, total = 0, 0.0
+        metrics: dict[str, list[float]] = defaultdict(lambda: [0, 0.0])
+        errors: Counter[str] = Counter()
         for row, score in _scored_rows(runner, input_path, form):
             output.write(json.dumps({**row, "score": score.value, "detail": score.detail, "error": score.error}) + "\n")
             if score.value is not None:
                 num_scored += 1
                 total += score.value
+            else:
+                errors[re.sub(r"\d+", "N", score.error)[:MAX_ERROR_CHARS]] += 1
+            for key, number in score.metrics.items():
+                metrics[key][0] += 1
+                metrics[key][1] += number
             advance()
         seconds = time.monotonic() - started_at
     return Summary(
@@ -150,10 +174,12 @@ def score_file(
         num_skipped=num_skipped,
         mean_score=total / num_scored if num_scored else None,
         seconds=seconds,
+        metrics={key: total / count for key, (count, total) in metrics.items()},
+        errors=dict(errors.most_common(MAX_REPORTED)),
     )
 
 
-def _scored_rows(runner: RewardRunner, path: Path, form: RowForm) -> Iterator[tuple[Row, Score]]:
+def _scored_rows(runner: RewardRunner | AsyncRewardRunner, path: Path, form: RowForm) -> Iterator[tuple[Row, Score]]:
     """The good rows of a file with their scores, in order."""
     waiting: deque[tuple[list[Row], concurrent.futures.Future[list[Score]]]] = deque()
     for batch in _batches(path, form):
