@@ -17,10 +17,10 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from megatron_rl.errors import UserError
 from megatron_rl.rewards.format import CLOSE, OPEN, split_thought
 from megatron_rl.rewards.http import check_url
 from megatron_rl.rewards.registry import RewardError
@@ -86,6 +86,11 @@ def check_judge(name: str, options: Mapping[str, Any], template: str, fields: Se
     if settings.chat and not settings.tokenizer_path:
         raise RewardError(f"reward {name!r}: option chat needs tokenizer_path, whose chat template is to be used")
     if settings.tokenizer_path:
+        if not Path(settings.tokenizer_path, "tokenizer_config.json").is_file():
+            raise RewardError(
+                f"reward {name!r}: option tokenizer_path: {settings.tokenizer_path} has no tokenizer_config.json; "
+                "give the judge's model folder, or leave it out to use the server's tokenizer"
+            )
         _local_words(settings)
 
 
@@ -206,9 +211,6 @@ def _split(settings: JudgeSettings, ids: Mapping[str, int]) -> tuple[tuple[int, 
 
 @cache
 def _tokenizer(path: str) -> Any:
-    from megatron_rl.data.tokenizer import Tokenizer
+    from megatron_rl.data.tokenizer import Tokenizer  # imports torch, which only some judges need
 
-    try:
-        return Tokenizer(path)
-    except UserError as error:
-        raise RewardError(f"the judge's tokenizer_path: {error}") from error
+    return Tokenizer(path)
