@@ -49,6 +49,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_serve(commands)
     _add_score(commands)
     _add_select_prompts(commands)
+    _add_label_lines(commands)
     command = commands.add_parser("report", help="write report.html of a run", description="write report.html of a run")
     command.add_argument("output_dir")
     command.set_defaults(run=_report)
@@ -207,6 +208,26 @@ def _select_prompts(arguments: argparse.Namespace) -> int:
     for table in select_prompts(config, candidates, note=_say).tables():
         Console().print(table)
     _say(f"kept prompts: {config.select_prompts.output_path}")
+    return 0
+
+
+def _add_label_lines(commands) -> None:
+    text = "label the lines of programs that can still be completed to a right one"
+    command = commands.add_parser("label-lines", help=text, description=text)
+    command.add_argument("--config", required=True, help="YAML recipe")
+    command.add_argument("--dry-run", action="store_true", help="print what would be done and exit")
+    command.add_argument("overrides", nargs="*", metavar="key=value", help="override a key of the recipe")
+    command.set_defaults(run=_label_lines)
+
+
+def _label_lines(arguments: argparse.Namespace) -> int:
+    from megatron_rl.config.checks import check_config
+    from megatron_rl.config.load import load_config
+    from megatron_rl.process.labelling import label_lines
+
+    config = load_config(arguments.config, arguments.overrides)
+    check_config(config, command="label-lines")
+    label_lines(config, dry_run=arguments.dry_run, note=_say)
     return 0
 
 
