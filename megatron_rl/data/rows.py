@@ -11,7 +11,7 @@ dataset_dict.json) or a folder of data files whose names or subfolders say the s
 import gzip
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -26,21 +26,34 @@ SPLIT_NAMES = ("train", "training", "validation", "valid", "val", "dev", "test",
 """What a file or subfolder of a dataset folder is called when it holds a split."""
 
 
-def read_rows(files: Sequence[str], *, split: str = "train") -> Iterator[tuple[Row, str]]:
+OnBadRow = Callable[[DataError], None]
+
+
+def _raise(error: DataError) -> None:
+    raise error
+
+
+def read_rows(
+    files: Sequence[str], *, split: str = "train", on_bad_row: OnBadRow = _raise
+) -> Iterator[tuple[Row, str]]:
     """(row, place) of every row of ``files``; DataError for what is missing or cannot be read.
 
-    ``split`` chooses inside dataset folders that have several.
+    Args:
+        files: Files and dataset folders.
+        split: Chooses inside dataset folders that have several.
+        on_bad_row: Hears of a row that is no JSON object; the rows after it follow if it returns. A file that is
+            broken as a whole is always an error.
     """
     for name in files:
         path = Path(name)
         if path.is_dir():
             number = 0
             for file in dataset_files(path, split):
-                for row, _ in _read_file(file):
+                for row, _ in _read_file(file, on_bad_row):
                     number += 1
                     yield row, f"{name}:row {number}"
         elif path.is_file():
-            for row, place in _read_file(path):
+            for row, place in _read_file(path, on_bad_row):
                 yield row, f"{name}:{place}"
         else:
             raise DataError(
@@ -145,24 +158,30 @@ def _split_of(file: Path, folder: Path, wanted: str) -> str:
     return next((part for part in (*folders, stem) if part == wanted or part in SPLIT_NAMES), "")
 
 
-def _read_file(path: Path) -> Iterator[tuple[Row, str]]:
+def _read_file(path: Path, on_bad_row: OnBadRow) -> Iterator[tuple[Row, str]]:
     """(row, place inside the file)."""
     if path.suffix == ".parquet":
         return _read_batches(path, _parquet_batches)
     if path.suffix == ".arrow":
         return _read_batches(path, _arrow_batches)
-    return _read_json_rows(path)
+    return _read_json_rows(path, on_bad_row)
 
 
-def _read_json_rows(path: Path) -> Iterator[tuple[Row, str]]:
+def _read_json_rows(path: Path, on_bad_row: OnBadRow) -> Iterator[tuple[Row, str]]:
     try:
         with _open_text(path) as lines:
             if path.name.endswith((".json", ".json.gz")) and _starts_with_bracket(lines):
-                yield from _read_array(path, lines)
+                yield from _read_array(path, lines, on_bad_row)
                 return
             for number, line in enumerate(lines, start=1):
-                if line.strip():
-                    yield _parse(line, f"{path}:{number}"), str(number)
+                if not line.strip():
+                    continue
+                try:
+                    row = _parse(line, f"{path}:{number}")
+                except DataError as error:
+                    on_bad_row(error)
+                    continue
+                yield row, str(number)
     except UnicodeDecodeError as error:
         raise DataError(f"{path}: not UTF-8 text: {error}; expected one JSON object a line") from error
     except (EOFError, gzip.BadGzipFile) as error:
@@ -181,12 +200,13 @@ def _starts_with_bracket(lines: TextIO) -> bool:
     return start == "["
 
 
-def _read_array(path: Path, text: TextIO) -> Iterator[tuple[Row, str]]:
+def _read_array(path: Path, text: TextIO, on_bad_row: OnBadRow) -> Iterator[tuple[Row, str]]:
     rows = _loads(text.read(), str(path), "expected an array of objects, or one object a line")
     for number, row in enumerate(rows, start=1):
-        if not isinstance(row, dict):
-            raise DataError(f"{path}:row {number}: expected a JSON object, got {type(row).__name__}")
-        yield row, f"row {number}"
+        if isinstance(row, dict):
+            yield row, f"row {number}"
+        else:
+            on_bad_row(DataError(f"{path}:row {number}: expected a JSON object, got {type(row).__name__}"))
 
 
 def _parse(line: str, place: str) -> Row:

@@ -112,6 +112,8 @@ def plan_table(config: Config, candidates: Candidates) -> Table:
     """What the command would do, for --dry-run."""
     rule = config.select_prompts
     table = Table(title="select-prompts", title_justify="left", show_header=False)
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
     table.add_row("prompts", f"{len(candidates.types):,} ({candidates.num_duplicates:,} doubled ids dropped)")
     for name, number in sorted(Counter(candidates.types.values()).items()):
         table.add_row(f"  type {name!r}", f"{number:,}")
