@@ -305,8 +305,10 @@ class _Window:
 
     def _answer_turn(self, trajectory: Trajectory) -> None:
         """Let the environment answer the turn that has just ended: a message joins the history, or the dialogue ends."""
-        if self._dialogue is None or not trajectory.dialogue or trajectory.finished or not trajectory.turn_is_over:
+        if self._dialogue is None or not trajectory.dialogue or trajectory.env_done or not trajectory.turn_is_over:
             return
+        if trajectory.finished and trajectory.segments[-1].finish_reason != "stop":
+            return  # the budget cut the turn; one that stopped on the budget's last token may have been the last word
         message = ask_environment(self._dialogue.environment, trajectory, self._decode)
         if message is None:
             trajectory.env_done = True
