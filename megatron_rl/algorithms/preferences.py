@@ -66,7 +66,7 @@ def bradley_terry_loss(chosen: Tensor, rejected: Tensor) -> Loss:
         count = margin.new_tensor(float(len(margin)))
         accuracy = 0.5 * (torch.sign(margin) + 1.0)
         metrics = {"accuracy": (accuracy.sum(), count), "margin": (margin.sum(), count)}
-    return Loss(torch.nn.functional.softplus(-margin).sum(), count, metrics)
+    return Loss(-torch.nn.functional.logsigmoid(margin).sum(), count, metrics)
 
 
 @torch.no_grad()

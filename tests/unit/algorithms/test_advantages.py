@@ -1,4 +1,4 @@
-"""Laws of GAE, EGAE, returns, lambdas, group baselines and the overlong penalty, against loops in float64."""
+"""Laws of GAE, EGAE, returns and lambdas, against loops in float64."""
 
 import itertools
 
@@ -11,10 +11,8 @@ from torch import Tensor
 from megatron_rl.algorithms import (
     egae,
     gae,
-    group_advantages,
     length_adaptive_lambda,
     monte_carlo_returns,
-    soft_overlong_penalty,
 )
 
 VALUES = torch.tensor([0.2, 0.4, 0.5, 0.6], dtype=torch.float64)
@@ -119,11 +117,6 @@ class TestGoldenVectors:
         expected = [0.98, 0.99512, 0.99756, 0.99919, 0.95, 0.95, 0.95, 0.95]
         assert_close(length_adaptive_lambda(lengths), expected, atol=5e-6)
         assert_close(length_adaptive_lambda(torch.tensor([100]), floor=0.0), [0.8])
-
-    def test_soft_overlong_penalty(self):
-        lengths = torch.tensor([0, 16384, 17408, 18432, 20480, 20481, 99999])
-        expected = [0, 0, -0.25, -0.5, -1, -1, -1]
-        assert_close(soft_overlong_penalty(lengths, max_length=20480, buffer=4096), expected)
 
 
 @settings(max_examples=25, deadline=None)
@@ -306,54 +299,13 @@ def test_what_does_not_fit_is_refused_by_name(change: dict, message: str):
         egae(**(fitting | change))
 
 
-class TestGroupAdvantages:
-    @settings(max_examples=50, deadline=None)
-    @given(st.lists(st.tuples(st.integers(-3, 3), st.sampled_from([-1.0, 0.1, 0.3, 1.0])), max_size=40), st.booleans())
-    def test_is_its_definition(self, rows: list[tuple[int, float]], scale_by_std: bool):
-        rewards = torch.tensor([reward for _, reward in rows], dtype=torch.float64)
-        groups = torch.tensor([group for group, _ in rows], dtype=torch.int64)
-        expected = torch.zeros_like(rewards)
-        for group in set(groups.tolist()):
-            members = rewards[groups == group]
-            if members.min() < members.max():
-                centred = members - members.mean()
-                expected[groups == group] = centred / members.std() if scale_by_std else centred
-        assert_close(group_advantages(rewards, groups, scale_by_std=scale_by_std), expected)
-
-    @pytest.mark.parametrize("scale_by_std", [True, False])
-    @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-    def test_equal_rewards_and_lone_members_give_exactly_zero(self, scale_by_std: bool, dtype: torch.dtype):
-        rewards = torch.tensor([0.1] * 7 + [5.0], dtype=dtype)
-        groups = torch.tensor([2] * 7 + [9], dtype=torch.int32)
-        assert (group_advantages(rewards, groups, scale_by_std=scale_by_std) == 0).all()
-
-    def test_other_shapes_are_refused(self):
-        with pytest.raises(ValueError, match="group_ids: expected an int32 or int64"):
-            group_advantages(torch.ones(3), torch.zeros(2, dtype=torch.int64))
-        with pytest.raises(ValueError, match="group_ids: expected an int32 or int64"):
-            group_advantages(torch.ones(3), torch.zeros(3))
-
-
-class TestLengthFunctions:
+class TestLengthAdaptiveLambda:
     @given(st.integers(0, 40000))
     def test_lambda_is_its_definition(self, length: int):
         raw = 1 - 1 / (0.05 * length) if length else float("-inf")
         assert_close(length_adaptive_lambda(torch.tensor([length])), [min(max(raw, 0.95), 1.0)])
 
-    @given(st.integers(0, 300), st.integers(0, 100), st.integers(100, 200))
-    def test_penalty_is_piecewise(self, length: int, buffer: int, max_length: int):
-        if length <= max_length - buffer:
-            expected = 0.0
-        elif length <= max_length:
-            expected = ((max_length - buffer) - length) / buffer
-        else:
-            expected = -1.0
-        actual = soft_overlong_penalty(torch.tensor([length]), max_length=max_length, buffer=buffer)
-        assert_close(actual, [expected])
-
     def test_bad_arguments_are_refused(self):
-        with pytest.raises(ValueError, match="buffer: expected 0 <= buffer"):
-            soft_overlong_penalty(torch.tensor([1]), max_length=10, buffer=11)
         with pytest.raises(ValueError, match="alpha: expected a number above 0"):
             length_adaptive_lambda(torch.tensor([1]), alpha=0.0)
         with pytest.raises(ValueError, match="lengths: expected a 1-D integer or float"):
