@@ -42,7 +42,7 @@ def _parser() -> argparse.ArgumentParser:
         ("reward-train", "train a reward model on preferences or line labels"),
     ):
         command = commands.add_parser(name, help=text, description=text)
-        command.add_argument("--config", required=True, help="YAML recipe")
+        command.add_argument("--config", required=True, action="append", help="YAML recipe; a later one overrides")
         command.add_argument("--dry-run", action="store_true", help="print what would be done and exit")
         command.add_argument("overrides", nargs="*", metavar="key=value", help="override a key of the recipe")
         command.set_defaults(run=_train_command, command=name)
@@ -78,7 +78,8 @@ def _train_command(arguments: argparse.Namespace) -> int:
         from megatron_rl.launch import run_under_torchrun
 
         return run_under_torchrun(
-            config.parallel.num_ranks, [arguments.command, "--config", arguments.config, *arguments.overrides]
+            config.parallel.num_ranks,
+            [arguments.command, *(f"--config={path}" for path in arguments.config), *arguments.overrides],
         )
     if arguments.command == "reward-train":
         from megatron_rl.schedule.reward_training import reward_train
@@ -185,7 +186,7 @@ def _score(arguments: argparse.Namespace) -> int:
 def _add_select_prompts(commands) -> None:
     text = "keep the prompts that are worth training on"
     command = commands.add_parser("select-prompts", help=text, description=text)
-    command.add_argument("--config", required=True, help="YAML recipe")
+    command.add_argument("--config", required=True, action="append", help="YAML recipe; a later one overrides")
     command.add_argument("--dry-run", action="store_true", help="print what would be done and exit")
     command.add_argument("overrides", nargs="*", metavar="key=value", help="override a key of the recipe")
     command.set_defaults(run=_select_prompts)
@@ -214,7 +215,7 @@ def _select_prompts(arguments: argparse.Namespace) -> int:
 def _add_label_lines(commands) -> None:
     text = "label the lines of programs that can still be completed to a right one"
     command = commands.add_parser("label-lines", help=text, description=text)
-    command.add_argument("--config", required=True, help="YAML recipe")
+    command.add_argument("--config", required=True, action="append", help="YAML recipe; a later one overrides")
     command.add_argument("--dry-run", action="store_true", help="print what would be done and exit")
     command.add_argument("overrides", nargs="*", metavar="key=value", help="override a key of the recipe")
     command.set_defaults(run=_label_lines)

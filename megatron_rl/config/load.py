@@ -1,7 +1,7 @@
 """From a YAML recipe and ``key=value`` overrides to a checked, typed Config.
 
-Layers, later ones win: the schema's defaults, the preset, the recipe, the overrides. Each layer is merged on its own
-so that an error can name the layer, the key and the remedy.
+Layers, later ones win: the schema's defaults, the preset, the recipe files in their order, the overrides. Each layer is
+merged on its own so that an error can name the layer, the key and the remedy.
 """
 
 import difflib
@@ -19,20 +19,21 @@ from megatron_rl.errors import ConfigError
 PRESETS = Path(__file__).parent / "presets"
 
 
-def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Config:
-    """Read a recipe; raises ConfigError naming the file or override, the key and the remedy."""
-    recipe = _read_yaml(Path(path)) if path else OmegaConf.create({})
-    command_line = _parse_overrides(overrides)
-    preset = command_line.get("preset") or recipe.get("preset") or ""
-    layers = [(f"preset {preset}", _read_preset(preset))] if preset else []
-    layers += [(str(path), recipe), ("the command line", command_line)]
+def load_config(paths: str | Path | Sequence[str | Path] | None, overrides: Sequence[str] = ()) -> Config:
+    """Read one or more recipe files; raises ConfigError naming the file or override, the key and the remedy."""
+    files = [paths] if isinstance(paths, (str, Path)) else list(paths or [])
+    recipes = [(str(path), _read_yaml(Path(path))) for path in files]
+    layers = [*recipes, ("the command line", _parse_overrides(overrides))]
+    preset = next((layer["preset"] for _, layer in reversed(layers) if layer.get("preset")), "")
+    if preset:
+        layers.insert(0, (f"preset {preset}", _read_preset(preset)))
     merged = OmegaConf.structured(Config)
     for origin, layer in layers:
         merged = _merge(merged, layer, origin)
     try:
         return OmegaConf.to_object(merged)
     except OmegaConfBaseException as error:
-        raise ConfigError(f"{path}: {_first_line(error)}") from error
+        raise ConfigError(f"{', '.join(map(str, files))}: {_first_line(error)}") from error
 
 
 def config_to_yaml(config: Config) -> str:

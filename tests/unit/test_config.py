@@ -2,6 +2,8 @@
 
 import json
 
+import re
+
 import pytest
 
 from megatron_rl.config.checks import check_config
@@ -172,3 +174,33 @@ def test_batch_arithmetic_counts_prompts_samples_and_tokens(recipe):
     assert rows["samples (slots)"].per_rank == "16"
     assert rows["new tokens (window)"].per_step == "up to 1,024"
     assert rows["windows of the longest response"].per_step == "3"
+
+
+def test_a_later_recipe_overrides_an_earlier_one_and_may_choose_the_preset(recipe, tmp_path):
+    second = tmp_path / "second.yaml"
+    second.write_text("preset: dapo\nrun: {num_steps: 3}\n")
+    config = load_config([recipe, second], ["run.seed=9"])
+    assert (config.preset, config.run.num_steps, config.run.seed) == ("dapo", 3, 9)
+    assert config.policy.path == load_config(recipe).policy.path
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["preset=tppo", "algorithm.advantage=group"], "schedule.mode.*different steps"),
+        (["preset=grpo", "batch.num_samples_per_prompt=1"], "num_samples_per_prompt.*at least 2"),
+        (["preset=tppo", "algorithm.dynamic_sampling.enabled=true"], "dynamic_sampling.enabled.*schedule.mode=sync"),
+        (["preset=ppo", "algorithm.overlong=soft", "algorithm.overlong_buffer_tokens=99999"], "overlong_buffer_tokens"),
+        (["algorithm.correction.old_policy=rollout", "algorithm.correction.weight=token"], "old_policy.*nothing to correct"),
+        (["algorithm.correction.rejection_low=3"], "rejection_low.*at most"),
+        (["algorithm.kl.target=0.1"], "algorithm.kl.target.*place"),
+        (["preset=grpo", "critic.warmup_steps=5"], "critic.warmup_steps.*no critic"),
+        (["algorithm.normalize_by_role=true"], "normalize_by_role.*environment"),
+        (["rollout.over_sampling=0.5"], "over_sampling"),
+    ],
+)
+def test_pieces_that_exclude_each_other_are_refused_with_the_reason(recipe, overrides, words):
+    config = load_config(recipe, overrides)
+    with pytest.raises(ConfigError) as error:
+        check_config(config, command="train")
+    assert re.search(words, str(error.value))
