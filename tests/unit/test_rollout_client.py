@@ -349,3 +349,118 @@ def test_control_calls_reach_every_live_server():
 
     run_with(servers, scenario)
     assert all(s.controls == ["pause_generation", "flush_cache", "continue_generation"] for s in servers)
+
+
+def test_what_was_asked_for_alone_travels_alone_and_in_order():
+    server = FakeServer()
+
+    async def scenario(client: SglangClient, urls: list[str]) -> list[Generation]:
+        return await asyncio.gather(
+            *[client.generate(request_of(f"r{i}", (i, 1)), alone=i in (2, 3)) for i in range(6)]
+        )
+
+    run_with([server], scenario)
+    assert [body["rid"] for body in server.bodies] == [["r0;", "r1;"], ["r2;"], ["r3;"], ["r4;", "r5;"]]
+
+
+def test_aborting_by_id_ends_those_requests_and_no_other():
+    aborted: list[str] = []
+    released = asyncio.Event()
+
+    async def hold(body: dict[str, Any]) -> None:
+        await released.wait()
+
+    class Server(FakeServer):
+        async def _control(self, http_request: web.Request) -> web.Response:
+            aborted.append((await http_request.json())["rid"])
+            return web.Response()
+
+    server = Server(hold)
+
+    async def scenario(client: SglangClient, urls: list[str]) -> list[Generation]:
+        calls = [asyncio.ensure_future(client.generate(request_of(f"r{i}"))) for i in (1, 10, 2, 3)]
+        while not server.bodies:
+            await asyncio.sleep(0.01)
+        calls.append(asyncio.ensure_future(client.generate(request_of("r4"))))
+        await asyncio.sleep(0)
+        await client.abort({"r1", "r4", "unknown"})
+        released.set()
+        return await asyncio.gather(*calls)
+
+    answers = run_with([server], scenario, max_inflight_requests=4)
+    assert aborted == ["r1;"]
+    assert answers[-1].finish_reason == "abort" and answers[-1].token_ids == ()
+    assert [body["rid"] for body in server.bodies] == [["r1;", "r10;", "r2;", "r3;"]]
+
+
+def test_no_request_id_is_the_beginning_of_another():
+    """SGLang aborts every request whose id begins with the given one."""
+    server = FakeServer()
+    failures = iter([500])
+
+    async def fail_once(body: dict[str, Any]) -> web.Response | None:
+        status = next(failures, None)
+        return web.Response(status=status) if status else None
+
+    server.handler = fail_once
+    run_with([server], generate_many(12))
+    rids = [rid for body in server.bodies for rid in body["rid"]]
+    assert len(rids) == 24
+    assert not any(one != other and other.startswith(one) for one in rids for other in rids)
+
+
+def test_an_abort_at_a_server_that_is_gone_does_no_harm():
+    server = FakeServer()
+
+    async def scenario(client: SglangClient, urls: list[str]) -> None:
+        started = asyncio.Event()
+
+        async def hold(body: dict[str, Any]) -> None:
+            started.set()
+            await asyncio.sleep(30)
+
+        server.handler = hold
+        call = asyncio.ensure_future(client.generate(request_of("r")))
+        await started.wait()
+        await server.stop()
+        await client.abort({"r"})
+        with pytest.raises(ServerLost):
+            await call
+
+    run_with([server], scenario, max_retries=0)
+
+
+def test_hot_tokens_and_stop_strings_are_asked_for_in_sglangs_words():
+    hot = request_of("hot", top_k=4, banned_token_ids=(7, 8), logprobs_after_top_k=True)
+    plain = request_of("plain", stop_strings=("</calc>",))
+    body = generate_body([hot, plain], ["a", "b"])
+    assert body["return_sampling_mask"] == [True, False]
+    assert body["sampling_params"][0]["logit_bias"] == {"7": -1e9, "8": -1e9}
+    assert body["sampling_params"][1]["stop"] == ["</calc>"]
+    assert "return_sampling_mask" not in generate_body([plain], ["b"])
+    assert not {"stop", "logit_bias"} & set(generate_body([request_of()], ["c"])["sampling_params"][0])
+
+
+def test_log_probs_after_top_k_and_the_matched_text_are_read():
+    answer = answer_of("r", [3])
+    answer["meta_info"]["output_token_sampling_logprobs"] = [-0.25]
+    hot = request_of(top_k=4, logprobs_after_top_k=True)
+    assert parse_generation(hot, answer).logprobs == (-0.25,)
+    assert parse_generation(request_of(), answer).logprobs == (-0.5,)
+    by_text = answer_of("r", [3], {"type": "stop", "matched": "</calc>"})
+    by_token = answer_of("r", [3], {"type": "stop", "matched": 3})
+    assert parse_generation(request_of(), by_text).stop_string == "</calc>"
+    assert parse_generation(request_of(), by_token).stop_string == ""
+
+
+@pytest.mark.parametrize(
+    ("changes", "names"),
+    [
+        ({"banned_token_ids": (1, VOCAB_SIZE)}, "banned_token_ids"),
+        ({"logprobs_after_top_k": True}, "top_k=-1"),
+        ({"logprobs_after_top_k": True, "top_k": 5000}, "4096"),
+    ],
+)
+def test_what_the_server_would_refuse_is_refused_here(changes, names):
+    with pytest.raises(RequestRejected, match=names):
+        validate(request_of(**changes), VOCAB_SIZE)
