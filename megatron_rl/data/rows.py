@@ -26,22 +26,24 @@ SPLIT_NAMES = ("train", "training", "validation", "valid", "val", "dev", "test",
 """What a file or subfolder of a dataset folder is called when it holds a split."""
 
 
-OnBadRow = Callable[[DataError], None]
+OnBadRow = Callable[[str, str], None]
+"""(place, what is wrong)."""
 
 
-def _raise(error: DataError) -> None:
-    raise error
+def refuse(place: str, problem: str) -> None:
+    """The usual answer to a bad row."""
+    raise DataError(f"{place}: {problem}")
 
 
 def read_rows(
-    files: Sequence[str], *, split: str = "train", on_bad_row: OnBadRow = _raise
+    files: Sequence[str], *, split: str = "train", on_bad_row: OnBadRow = refuse
 ) -> Iterator[tuple[Row, str]]:
     """(row, place) of every row of ``files``; DataError for what is missing or cannot be read.
 
     Args:
         files: Files and dataset folders.
         split: Chooses inside dataset folders that have several.
-        on_bad_row: Hears of a row that is no JSON object; the rows after it follow if it returns. A file that is
+        on_bad_row: Called with place and problem of a row that is no JSON object; if it returns, the next rows follow. A file that is
             broken as a whole is always an error.
     """
     for name in files:
@@ -176,12 +178,11 @@ def _read_json_rows(path: Path, on_bad_row: OnBadRow) -> Iterator[tuple[Row, str
             for number, line in enumerate(lines, start=1):
                 if not line.strip():
                     continue
-                try:
-                    row = _parse(line, f"{path}:{number}")
-                except DataError as error:
-                    on_bad_row(error)
-                    continue
-                yield row, str(number)
+                row, problem = _parse(line)
+                if problem:
+                    on_bad_row(f"{path}:{number}", problem)
+                else:
+                    yield row, str(number)
     except UnicodeDecodeError as error:
         raise DataError(f"{path}: not UTF-8 text: {error}; expected one JSON object a line") from error
     except (EOFError, gzip.BadGzipFile) as error:
@@ -201,33 +202,36 @@ def _starts_with_bracket(lines: TextIO) -> bool:
 
 
 def _read_array(path: Path, text: TextIO, on_bad_row: OnBadRow) -> Iterator[tuple[Row, str]]:
-    rows = _loads(text.read(), str(path), "expected an array of objects, or one object a line")
+    try:
+        rows = json.loads(text.read())
+    except (ValueError, RecursionError) as error:
+        raise DataError(
+            f"{path}: not valid JSON: {error}; expected an array of objects, or one object a line"
+        ) from error
     for number, row in enumerate(rows, start=1):
         if isinstance(row, dict):
             yield row, f"row {number}"
         else:
-            on_bad_row(DataError(f"{path}:row {number}: expected a JSON object, got {type(row).__name__}"))
+            on_bad_row(f"{path}:row {number}", f"expected a JSON object, got {type(row).__name__}")
 
 
-def _parse(line: str, place: str) -> Row:
-    row = _loads(line, place, "expected one object a line")
-    if not isinstance(row, dict):
-        raise DataError(f"{place}: expected a JSON object, got {type(row).__name__}")
-    return row
-
-
-def _loads(text: str, place: str, expected: str) -> Any:
+def _parse(text: str) -> tuple[Row, str]:
+    """(object, what is wrong with the text or "")."""
     try:
-        return json.loads(text)
+        row = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{place}: not valid JSON: {error}; {expected}") from error
+        return {}, f"not valid JSON: {error}; expected one object a line"
+    return (row, "") if isinstance(row, dict) else ({}, f"expected a JSON object, got {type(row).__name__}")
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def _read_json(path: Path) -> Row:
     try:
-        return _parse(path.read_text(encoding="utf-8"), str(path))
+        row, problem = _parse(path.read_text(encoding="utf-8"))
     except UnicodeDecodeError as error:
         raise DataError(f"{path}: not UTF-8 text: {error}; copy the folder again") from error
+    if problem:
+        refuse(str(path), problem)
+    return row
 
 
 def _read_batches(path: Path, batches: Any) -> Iterator[tuple[Row, str]]:
