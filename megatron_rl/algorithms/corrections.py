@@ -108,7 +108,7 @@ def mismatch_correction(
         normalize: divide the weights by their mean over the remaining tokens ("sequence": over sequences).
 
     Raises:
-        ValueError: shapes, dtypes, names or ranges do not fit.
+        ValueError: shapes, dtypes, names or ranges do not fit, or a token to train has no number to compare.
     """
     check_float_vector("rollout_logprobs", rollout_logprobs)
     check_same_kind("old_logprobs", old_logprobs, "rollout_logprobs", rollout_logprobs)
@@ -117,6 +117,7 @@ def mismatch_correction(
     check_choice("rejection", rejection, REJECTIONS)
     counted = mask != 0
     ratios = _ratios(rollout_logprobs, old_logprobs, counted, cu_seqlens)
+    _check_comparable(ratios, rollout_logprobs, old_logprobs)
 
     vetoed = ratios.any_of_sequence(counted & (ratios.token.exp() < check_not_negative("veto_below", veto_below)))
     kept = counted & ~vetoed & _accepted(ratios, rejection, rejection_low, rejection_high)
@@ -243,3 +244,15 @@ def _sequence_share(tokens: Tensor, ratios: _Ratios) -> float:
 def _check_interval(name: str, low: float, high: float) -> None:
     if not 0.0 <= low <= high:
         raise ValueError(f"{name}_low, {name}_high: expected 0 <= low <= high, got {low!r} and {high!r}")
+
+
+def _check_comparable(ratios: _Ratios, rollout_logprobs: Tensor, old_logprobs: Tensor) -> None:
+    """Refuse NaN: it would pass every bound and reach the loss as a weight."""
+    unknown = ratios.token.isnan().nonzero()
+    if len(unknown) > 0:
+        token = int(unknown[0])
+        raise ValueError(
+            f"rollout_logprobs, old_logprobs: expected numbers wherever the mask counts, got "
+            f"{float(rollout_logprobs[token])} and {float(old_logprobs[token])} at token {token} "
+            f"({len(unknown)} such tokens); take tokens without a log-prob out of the mask"
+        )

@@ -121,8 +121,9 @@ def gspo_loss(
     with torch.no_grad():
         log_ratio = kept - old_logprobs
         sequence_of = sequence_index(bounds, logprobs.device)
-        means = sequence_sums(log_ratio * coefficients * mask, sequence_of, len(bounds) - 1)
-    ratio = (means[sequence_of] + (kept - kept.detach())).clamp(max=MAX_SEQUENCE_LOG_RATIO).exp()
+        # Clip ranges are a few 1e-4: a float32 sum over thousands of tokens would be near its limits.
+        means = sequence_sums((log_ratio * coefficients * mask).double(), sequence_of, len(bounds) - 1)
+    ratio = (means[sequence_of].to(logprobs.dtype) + (kept - kept.detach())).clamp(max=MAX_SEQUENCE_LOG_RATIO).exp()
     token_loss, is_clipped = _clipped_surrogate(ratio, advantages, clip_low, clip_high)
     fractions = _clip_fractions(is_clipped & (advantages < 0), is_clipped & (advantages > 0))
     log_ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)

@@ -32,7 +32,7 @@ def swap_consistency(p_first_ab: Tensor, p_first_ba: Tensor) -> dict[str, tuple[
 
     Returns:
         As (sum, count), to be merged by addition:
-        swap_consistency: pairs where both orders name the same winner (or both none, at exactly 0.5).
+        swap_consistency: pairs where the orders do not name different winners; 0.5, a tie, contradicts nothing.
         position_gap: ``|p_ab - (1 - p_ba)|``, 0 for a judge without bias.
         first_bias: ``p_ab + p_ba - 1``, above 0 where the first place is favoured.
     """
@@ -40,7 +40,7 @@ def swap_consistency(p_first_ab: Tensor, p_first_ba: Tensor) -> dict[str, tuple[
     check_same_kind("p_first_ba", p_first_ba, "p_first_ab", p_first_ab)
     _check_probabilities(p_first_ab, p_first_ba)
     forward, backward = p_first_ab.double(), 1.0 - p_first_ba.double()
-    agrees = torch.sign(forward - 0.5) == torch.sign(backward - 0.5)
+    agrees = torch.sign(forward - 0.5) * torch.sign(backward - 0.5) >= 0
     columns = {
         "swap_consistency": agrees.double(),
         "position_gap": (forward - backward).abs(),

@@ -258,3 +258,12 @@ def test_what_does_not_fit_is_refused_by_name(change: dict, message: str):
     mismatch_correction(**fitting)
     with pytest.raises(ValueError, match=message):
         mismatch_correction(**(fitting | change))
+
+
+@pytest.mark.parametrize("pair_of_logprobs", [(torch.nan, -1.0), (-1.0, torch.nan), (-torch.inf, -torch.inf)])
+def test_a_token_without_a_log_prob_is_refused_by_its_place(pair_of_logprobs: tuple[float, float]):
+    rollout, old = torch.zeros(2, 5)
+    rollout[3], old[3] = pair_of_logprobs
+    with pytest.raises(ValueError, match="expected numbers wherever the mask counts, got .* at token 3"):
+        mismatch_correction(rollout, old, torch.ones(5), BOUNDS, weight="token")
+    mismatch_correction(rollout, old, torch.tensor([1, 1, 1, 0, 1]), BOUNDS, weight="token")

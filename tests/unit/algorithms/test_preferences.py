@@ -48,8 +48,8 @@ class TestSwapConsistency:
     def test_is_its_definition(self, pairs: list[tuple[float, float]]):
         ab, ba = torch.tensor(pairs, dtype=torch.float64).reshape(-1, 2).unbind(1)
         found = swap_consistency(ab, ba)
-        agreeing = sum((p > 0.5) == (1 - q > 0.5) and (p < 0.5) == (1 - q < 0.5) for p, q in pairs)
-        assert found["swap_consistency"][0] == agreeing
+        contradictions = sum((p > 0.5 and 1 - q < 0.5) or (p < 0.5 and 1 - q > 0.5) for p, q in pairs)
+        assert found["swap_consistency"][0] == len(pairs) - contradictions
         assert_close(found["position_gap"][0], sum(abs(p - (1 - q)) for p, q in pairs))
         assert_close(found["first_bias"][0], sum(p + q - 1 for p, q in pairs))
         assert {float(count) for _, count in found.values()} == {len(pairs)}
