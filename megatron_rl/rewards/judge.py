@@ -13,6 +13,7 @@ are asked once, so they get equal probabilities.
 
 import asyncio
 import itertools
+import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -27,6 +28,8 @@ from megatron_rl.rewards.registry import RewardError
 from megatron_rl.rewards.session import CallFailed, Transient, get_json, post_json
 from megatron_rl.rewards.templates import NO_WORD, YES_WORD, check_template, word_token
 
+TRAINING_RECORD = "reward_training.json"
+"""Beside the weights of a judge that `reward-train` wrote: its template and words."""
 FORMAT_FAILURE = "the thought has no proper form; not judged"
 
 _servers = itertools.count()
@@ -92,6 +95,27 @@ def check_judge(name: str, options: Mapping[str, Any], template: str, fields: Se
                 "give the judge's model folder, or leave it out to use the server's tokenizer"
             )
         _local_words(settings)
+        _check_training(name, settings, template)
+
+
+def _check_training(name: str, settings: JudgeSettings, template: str) -> None:
+    """A judge that `reward-train` wrote is asked as it was trained; its folder says how."""
+    path = Path(settings.tokenizer_path, TRAINING_RECORD)
+    trained = json.loads(path.read_text(encoding="utf-8")).get("judge") if path.is_file() else None
+    if not trained:
+        return
+    asked = {
+        "template": (template, trained["template"]),
+        "yes_words": ([*settings.yes_words], [trained["yes_word"]]),
+        "no_words": ([*settings.no_words], [trained["no_word"]]),
+        "chat": (settings.chat, trained["use_chat_template"]),
+    }
+    different = [f"{key} is {now!r}, was {then!r}" for key, (now, then) in asked.items() if now != then]
+    if different:
+        raise RewardError(
+            f"reward {name!r}: the judge in {settings.tokenizer_path} was trained another way ({TRAINING_RECORD}): "
+            f"{'; '.join(different)}. Set the options to what it was trained with"
+        )
 
 
 async def prepare_judge(options: Mapping[str, Any]) -> None:

@@ -6,8 +6,8 @@ Both orders are asked in one request, which cancels the judge's liking for a pla
 
 Laws: s is in [0, 1]; s(x, y, a) + s(x, a, y) = 1; s(x, a, a) = 0.5. A prompt has one anchor during a run, so that the
 reward is a function of prompt and response. The judge sees solutions only: a thought without its proper form scores
-exactly 0 and is not judged. The bias of the place is logged: the share of pairs judged alike in both orders, and
-|p(1st | y, a) - (1 - p(1st | a, y))|.
+exactly 0 and is not judged. The judge's liking for a place is logged: ``swap_consistency`` (both orders name the same
+winner), ``position_gap`` |p(1st | y, a) - (1 - p(1st | a, y))| and ``first_bias``, the same without the bars.
 """
 
 from collections import defaultdict
@@ -55,13 +55,17 @@ def check_prompts(prompts: Sequence[Prompt], options: Mapping[str, Any]) -> list
 
 
 def combine(forward: float, backward: float) -> tuple[float, dict[str, float]]:
-    """Score and metrics from p(1st better) of (response, anchor) and of (anchor, response)."""
-    value = 0.5 * (forward + (1.0 - backward))
+    """Score and metrics from p(1st better) of (response, anchor) and of (anchor, response).
+
+    As ``algorithms.pairwise_score`` and ``swap_consistency``, for one pair and without tensors.
+    """
+    behind = 1.0 - backward
     metrics = {
-        "swap_consistency": float((forward - 0.5) * (backward - 0.5) <= 0),
-        "swap_gap": abs(forward - (1.0 - backward)),
+        "swap_consistency": float((forward - 0.5) * (behind - 0.5) >= 0),
+        "position_gap": abs(forward - behind),
+        "first_bias": forward - behind,
     }
-    return value, metrics
+    return 0.5 * (forward + behind), metrics
 
 
 def _bare(text: str) -> str | None:

@@ -1,10 +1,13 @@
 """Judges: the probability of a judgement token, and the laws of the pairwise score, with a judge that needs no model."""
 
+import json
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from aiohttp import web
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,11 +15,13 @@ from hypothesis import strategies as st
 from megatron_rl.data.trajectory import Prompt, Score
 from megatron_rl.errors import UserError
 from megatron_rl.rewards import async_runner, genrm, pairwise
+from megatron_rl.rewards import judge as judge_module
 from megatron_rl.rewards.async_runner import start_runner
 from megatron_rl.rewards.judge import judgement, read_judgement, solution_of
 from megatron_rl.rewards.pairwise import combine
 from megatron_rl.rewards.registry import RewardError, check_options, resolve
 from megatron_rl.rewards.session import CallFailed, Transient
+from megatron_rl.rewards.templates import PAIRWISE_TEMPLATE
 from tests.unit.fake_judge import MASS, answer, fake_judge
 from tests.unit.local_service import local_service
 
@@ -149,8 +154,19 @@ def test_the_pairwise_score_is_antisymmetric_and_lies_in_0_1(forward: float, bac
     swapped, swapped_metrics = combine(backward, forward)
     assert value + swapped == pytest.approx(1.0, abs=1e-12)
     assert 0.0 <= value <= 1.0
-    assert metrics == pytest.approx(swapped_metrics)
-    assert 0.0 <= metrics["swap_gap"] <= 1.0
+    assert metrics["position_gap"] == pytest.approx(swapped_metrics["position_gap"])
+    assert 0.0 <= metrics["position_gap"] <= 1.0
+
+
+@given(st.floats(0, 1), st.floats(0, 1))
+def test_score_and_metrics_equal_those_of_the_tensors(forward: float, backward: float):
+    from megatron_rl import algorithms
+
+    value, metrics = combine(forward, backward)
+    tensors = [torch.tensor([p], dtype=torch.float64) for p in (forward, backward)]
+    assert value == pytest.approx(algorithms.pairwise_score(*tensors).item(), abs=1e-15)
+    for name, (total, count) in algorithms.swap_consistency(*tensors).items():
+        assert metrics[name] == pytest.approx((total / count).item(), abs=1e-15), name
 
 
 @given(st.floats(0, 1))
@@ -162,7 +178,7 @@ def test_a_response_is_on_a_par_with_itself(p: float):
 def test_a_judge_without_bias_is_consistent_and_one_that_loves_the_first_is_not(p: float):
     value, metrics = combine(p, 1 - p)
     assert value == pytest.approx(p) and metrics["swap_consistency"] == 1.0
-    assert metrics["swap_gap"] == pytest.approx(0.0, abs=1e-12)
+    assert metrics["position_gap"] == pytest.approx(0.0, abs=1e-12)
     if abs(p - 0.5) > 1e-6:
         assert combine(p, p)[1]["swap_consistency"] == 0.0
 
@@ -192,7 +208,7 @@ def test_both_orders_travel_in_one_request_and_equal_texts_are_asked_once():
     assert asked == [["p|a|a"], ["p|bb|a", "p|a|bb"]]
     forward, backward = biased("p|bb|a"), biased("p|a|bb")
     assert scores[0].value == pytest.approx(0.5 * (forward + 1 - backward))
-    assert scores[0].metrics["swap_gap"] == pytest.approx(abs(forward - (1 - backward)))
+    assert scores[0].metrics["position_gap"] == pytest.approx(abs(forward - (1 - backward)))
     assert scores[0].metrics["judgement_mass"] == pytest.approx(MASS)
 
 
@@ -285,3 +301,18 @@ def test_several_servers_take_turns():
 def test_wrong_options_are_refused(name: str, options: dict):
     with pytest.raises(UserError):
         check_options(resolve(name), options, ("prompt",))
+
+
+def test_a_trained_judge_is_asked_as_it_was_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(judge_module, "_local_words", lambda settings: ((1,), (2,)))
+    (tmp_path / "tokenizer_config.json").write_text("{}")
+    record = {"template": PAIRWISE_TEMPLATE, "yes_word": "YES", "no_word": "NO", "use_chat_template": False}
+    (tmp_path / "reward_training.json").write_text(json.dumps({"kind": "pairwise", "judge": record}))
+    options = {"url": "http://x", "tokenizer_path": str(tmp_path)}
+    check_options(resolve("pairwise"), options, ("prompt",))
+    for other in ({"template": PAIR}, {"yes_words": ["Yes"]}, {"no_words": ["No"]}, {"chat": True}):
+        (name,) = other
+        with pytest.raises(RewardError, match=f"was trained another way.*{name} is"):
+            check_options(resolve("pairwise"), {**options, **other}, ("prompt",))
+    (tmp_path / "reward_training.json").write_text(json.dumps({"kind": "bradley_terry"}))
+    check_options(resolve("pairwise"), {**options, "template": PAIR}, ("prompt",))

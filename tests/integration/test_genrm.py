@@ -1,0 +1,143 @@
+"""Judges served by a real SGLang server: probabilities equal to the model's logits, and the pairwise laws."""
+
+import asyncio
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_rl.config.schema import RewardConfig, RewardRouteConfig
+from megatron_rl.data.tokenizer import Tokenizer
+from megatron_rl.data.trajectory import Score
+from megatron_rl.rewards.async_runner import start_runner
+from megatron_rl.rewards.hybrid import GradedItem, build_rewards
+from megatron_rl.rewards.registry import RewardError
+from megatron_rl.rewards.templates import JUDGE_TEMPLATE, TemplateError, render_judge, render_pairwise
+from megatron_rl.rollout.cpu_platform import declare_torchvision_ops
+from megatron_rl.rollout.server import ServerOptions, SglangServer
+from tests.tiny_models import make_tiny_model
+
+START_TIMEOUT_S = 400.0
+PROBABILITY_TOLERANCE = 1e-5
+WORDS = {"yes_words": ["Y", "y"], "no_words": ["N"]}
+"""The tiny tokenizer has a token for every character."""
+PLAIN_TEMPLATE = "prompt {prompt} reference {reference} response {response} right?\n"
+"""Only characters that the tokenizer knows: SGLang's own way of loading it drops the others, where ours keeps <unk>."""
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("judge"), seed=3)
+
+
+@pytest.fixture(scope="module")
+def server(model_path, tmp_path_factory):
+    server = SglangServer(
+        ServerOptions(str(model_path), tokenizer=True),
+        tmp_path_factory.mktemp("log") / "sglang.log",
+        start_timeout_s=START_TIMEOUT_S,
+    )
+    try:
+        server.start()
+        yield server
+    finally:
+        server.stop(grace_s=0.0)
+
+
+@pytest.fixture(scope="module")
+def probability(model_path):
+    """P(yes) after a text, from the model's logits in float64."""
+    declare_torchvision_ops()
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(model_path).eval()
+    tokenizer = Tokenizer(model_path)
+
+    @torch.no_grad()
+    def of(text: str) -> float:
+        logits = model(torch.tensor([tokenizer.encode_prompt(text, chat=False)])).logits[0, -1].double()
+        yes, no = ([tokenizer.encode(word)[0] for word in WORDS[key]] for key in ("yes_words", "no_words"))
+        return torch.sigmoid(torch.logsumexp(logits[yes], 0) - torch.logsumexp(logits[no], 0)).item()
+
+    return of
+
+
+def score(name: str, items: list[tuple], options: dict[str, Any], **settings: Any) -> list[Score]:
+    fields = ("prompt", "anchor" if name == "pairwise" else "reference")
+    with start_runner(name, options={**WORDS, **options}, row_fields=fields, timeout_s=60.0, **settings) as runner:
+        return runner.score_many_blocking(items)
+
+
+@pytest.mark.parametrize("tokenizer", ["server", "local"])
+def test_the_score_is_the_softmax_of_the_judgement_s_logits(server, model_path, probability, tokenizer):
+    items = [(f"the answer is {n}", str(n * n), {"prompt": f"{n}+{n}="}) for n in range(12)]
+    options = {"tokenizer_path": str(model_path)} if tokenizer == "local" else {"template": PLAIN_TEMPLATE}
+    scores = score("genrm", items, {"url": server.url, **options})
+    template = options.get("template", JUDGE_TEMPLATE)
+    expected = [probability(render_judge(fields["prompt"], text, ref, template)) for text, ref, fields in items]
+    assert [s.value for s in scores] == pytest.approx(expected, abs=PROBABILITY_TOLERANCE)
+    assert len({round(value, 3) for value in expected}) > 3  # the judge does tell texts apart
+    assert all(0 < s.metrics["judgement_mass"] < 1 for s in scores)
+
+
+def test_the_pairwise_laws_hold_on_a_real_judge(server, model_path, probability):
+    texts = ["first answer", "2", "a rather long answer, of several words", "no"]
+    items = [(a, b, {"prompt": "which one?"}) for a in texts for b in texts]
+    scores = score("pairwise", items, {"url": server.url, "tokenizer_path": str(model_path)})
+    table = {(a, b): s for (a, b, _), s in zip(items, scores, strict=True)}
+    for a in texts:
+        assert table[a, a].value == 0.5
+        for b in texts:
+            forward, backward = (probability(render_pairwise("which one?", *pair)) for pair in ((a, b), (b, a)))
+            assert table[a, b].value == pytest.approx(0.5 * (forward + 1 - backward), abs=PROBABILITY_TOLERANCE)
+            assert table[a, b].value + table[b, a].value == pytest.approx(1.0, abs=2 * PROBABILITY_TOLERANCE)
+            assert 0 <= table[a, b].value <= 1
+            gap = abs(forward - (1 - backward))
+            assert table[a, b].metrics["position_gap"] == pytest.approx(gap, abs=2 * PROBABILITY_TOLERANCE)
+
+
+def test_verifier_and_judge_grade_one_batch_by_type(server):
+    judge = RewardRouteConfig("pairwise", {"url": server.url, **WORDS}, timeout_s=60.0)
+    config = RewardConfig(by_type={"math": RewardRouteConfig("math"), "general": judge}, require_think=True)
+    items = [
+        GradedItem("<think>2+2</think>4", "4", "2+2", "math"),
+        GradedItem("<think>?</think>hello", "", "say hello", "general", {"anchor": "hi"}),
+        GradedItem("4", "4", "2+2", "math"),
+        GradedItem("hello", "", "say hello", "general", {"anchor": "hi"}),
+        GradedItem("<think>?</think>hi", "", "say hello", "general", {"anchor": "hi"}),
+    ]
+    with build_rewards(config) as rewards:
+        rewards.check_types({item.type for item in items})
+        scores = asyncio.run(rewards.score_many(items))
+    assert [s.value for s in scores] == [1.0, pytest.approx(0.5, abs=0.5), 0.0, 0.0, 0.5]
+    assert [s.detail.partition(":")[0] for s in scores] == ["math", "pairwise", "math", "pairwise", "pairwise"]
+
+
+def test_a_text_that_does_not_fit_the_judge_is_unscored(server):
+    items = [("word " * 400, "ref", {"prompt": "p"}), ("short", "ref", {"prompt": "p"})]
+    long, short = score("genrm", items, {"url": server.url})
+    assert long.value is None and "1024" in long.error
+    assert short.value is not None
+
+
+def test_words_that_are_no_single_tokens_are_refused(server):
+    with pytest.raises(TemplateError, match="'YES' is 3 tokens"):
+        score("genrm", [], {"url": server.url, "yes_words": ["YES"]})
+
+
+def test_a_judge_that_dies_leaves_responses_unscored_and_serves_again_after_its_restart(server):
+    """Last: it kills the server."""
+    item = ("hello", "ref", {"prompt": "p"})
+    options = {"url": server.url, **WORDS}
+    with start_runner("genrm", options=options, row_fields=("prompt",), timeout_s=20.0, max_retries=1) as runner:
+        (before,) = runner.score_many_blocking([item])
+        server.stop(grace_s=0.0)
+        (down,) = runner.score_many_blocking([item])
+        assert down.value is None and "no answer" in down.error
+        with pytest.raises(RewardError, match="is its server up"):
+            score("genrm", [], {"url": server.url})
+        server.start()
+        (after,) = runner.score_many_blocking([item])
+    assert math.isclose(before.value, after.value, abs_tol=PROBABILITY_TOLERANCE)
