@@ -40,8 +40,8 @@ def write_tokenizer(folder: str | Path, extra: str = "") -> int:
     return len(vocabulary)
 
 
-def make_word_model(folder: str | Path, family: str = "qwen2", **config_overrides: Any) -> Path:
-    """A tiny model with this tokenizer; arguments as of ``tiny_models.make_tiny_model``."""
+def make_word_model(folder: str | Path, family: str = "qwen2", *, extra: str = "", **config_overrides: Any) -> Path:
+    """A tiny model with this tokenizer; ``extra``: further words, the rest as for ``tiny_models.make_tiny_model``."""
     path = make_tiny_model(folder, family, vocab_size=256, **config_overrides)
-    assert write_tokenizer(path) <= 256
+    assert write_tokenizer(path, extra) <= 256
     return path

@@ -4,7 +4,7 @@ from megatron_rl.data.trajectory import Score
 
 
 def score(response: str, answer: str) -> Score:
-    """1 without ``bad`` (completions of good prefixes pass too), 0 with it; ``?`` cannot be graded."""
-    if "?" in response:
-        return Score(None, error="a question mark")
+    """1 without ``bad`` (completions of good prefixes pass too), 0 with it; ``???`` cannot be graded."""
+    if "???" in response:
+        return Score(None, error="question marks")
     return Score(0.0 if "bad" in response else 1.0)

@@ -127,7 +127,7 @@ def test_the_same_row_twice_is_asked_under_two_names(tmp_path, model):
 
 
 def test_what_cannot_be_graded_is_left_out_and_counted(tmp_path, model):
-    setting = Setting(tmp_path, model, ["a = 1 ?\n", SPOILT, GOOD], continuation="?")
+    setting = Setting(tmp_path, model, ["a = 1 ???\n", SPOILT, GOOD], continuation="???")
     rows = setting.run()
     assert [row["response"] for row in rows] == [GOOD]
     assert setting.summary.num_ungraded == 2 and len(setting.warnings) == 2
@@ -137,7 +137,7 @@ def test_what_cannot_be_graded_is_left_out_and_counted(tmp_path, model):
 
 def test_one_completion_that_passes_is_enough_beside_ungraded_ones(tmp_path, model):
     setting = Setting(tmp_path, model, ["a = 1\nbad = 1\n"])
-    texts = iter(["?", "?", "c = 1\n"])
+    texts = iter(["???", "???", "c = 1\n"])
 
     async def complete(request):
         return setting.tokenizer.encode(next(texts))
@@ -228,4 +228,4 @@ def test_the_input_is_never_the_output_and_a_dry_run_starts_nothing(tmp_path, mo
 
 def test_the_oracle_is_a_reward():
     assert isinstance(resolve("tests.integration.line_oracle:score"), Reward)
-    assert line_oracle.score("bad", "") == Score(0.0) and line_oracle.score("?", "").value is None
+    assert line_oracle.score("bad", "") == Score(0.0) and line_oracle.score("???", "").value is None
