@@ -89,18 +89,15 @@ class Collector:
     async def _generate(self, trajectories: Sequence[Trajectory], step: int) -> None:
         is_enough = None
         if self._config.rollout.over_sampling > 1.0:
-            is_enough = self._enough_windows(trajectories, step)
-            if self._config.schedule.mode is Mode.sync:
-                is_enough = lambda: len(self._complete_groups(trajectories)) >= self._num_groups  # noqa: E731
-        await self._rollout.generate(trajectories, step=step, window_tokens=self._window_tokens)
+            is_enough = lambda: self._num_missing(trajectories, step) <= 0  # noqa: E731
+        await self._rollout.generate(trajectories, step=step, window_tokens=self._window_tokens, is_enough=is_enough)
 
-    def _enough_windows(self, trajectories: Sequence[Trajectory], step: int):
+    def _num_missing(self, trajectories: Sequence[Trajectory], step: int) -> int:
+        """Windows or, for full responses, groups that are still to be completed."""
+        if self._config.schedule.mode is Mode.sync:
+            return self._num_groups - len(self._complete_groups(trajectories))
         num_slots = self._num_groups * self._config.batch.num_samples_per_prompt
-
-        def is_enough() -> bool:
-            return sum(t.finished or t.window_tokens(step) >= self._window_tokens for t in trajectories) >= num_slots
-
-        return is_enough
+        return num_slots - sum(t.finished or t.window_tokens(step) >= self._window_tokens for t in trajectories)
 
     @property
     def _num_groups(self) -> int:
