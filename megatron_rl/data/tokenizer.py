@@ -53,6 +53,12 @@ class Tokenizer:
     def vocab_size(self) -> int:
         return max(self._tokenizer.get_vocab().values()) + 1
 
+    @property
+    def special_texts(self) -> tuple[str, ...]:
+        """Spellings that become control tokens wherever they stand in a text."""
+        added = self._tokenizer.added_tokens_decoder.values()
+        return tuple(dict.fromkeys([*self._tokenizer.all_special_tokens, *(t.content for t in added if t.special)]))
+
     def encode(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=False)
 

@@ -66,7 +66,7 @@ def value_range(options: Mapping[str, Any]) -> tuple[float, float] | None:
     return None if inside is None else (min(0.0, inside[0]), max(0.0, inside[1]))
 
 
-@register("format", prepare=prepare, check=check, range=value_range)
+@register("format", prepare=prepare, check=check, range=value_range, answer_required=False)
 def score(
     response: str,
     answer: str,

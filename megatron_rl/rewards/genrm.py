@@ -9,7 +9,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megatron_rl.data.trajectory import Prompt, Score
-from megatron_rl.rewards.judge import FORMAT_FAILURE, JudgeSettings, check_judge, judge, prepare_judge, solution_of
+from megatron_rl.rewards.judge import (
+    FORMAT_FAILURE,
+    JudgeSettings,
+    check_judge,
+    defused,
+    judge,
+    prepare_judge,
+    solution_of,
+)
 from megatron_rl.rewards.registry import register
 from megatron_rl.rewards.templates import JUDGE_TEMPLATE, render_judge
 
@@ -76,5 +84,5 @@ async def score(
     settings = JudgeSettings.of(
         dict(url=url, yes_words=yes_words, no_words=no_words, tokenizer_path=tokenizer_path, chat=chat)
     )
-    (found,) = await judge([render_judge(prompt, solution, truth, template)], settings)
+    (found,) = await judge([render_judge(prompt, defused(solution, settings), truth, template)], settings)
     return Score(found.probability, f"p(right) {found.probability:.4f}", metrics={"judgement_mass": found.mass})

@@ -218,12 +218,14 @@ def check_prompts(config: RewardConfig, prompts: Iterable[Prompt]) -> None:
             for name in route.required
             if p.fields.get(name) is None
         ]
+        if route.reward.answer_required and ":" not in route.reward.name:
+            problems += [f"{p.source or p.id}: it has no answer" for p in group if not p.answer]
         if not problems and route.reward.check_prompts is not None:
             problems = route.reward.check_prompts(group, route.options)
         if problems:
             raise RewardError(
-                f"{len(problems)} rows cannot be graded by reward {route.reward.name}; mend them, and name further "
-                "fields in data.reward_fields:\n" + "\n".join(problems[:MAX_REPORTED])
+                f"reward {route.reward.name} cannot grade the data: {len(problems)} problems. Mend the rows, or name the "
+                "fields that it reads in data.reward_fields:\n" + "\n".join(problems[:MAX_REPORTED])
             )
 
 

@@ -15,6 +15,7 @@ import asyncio
 import itertools
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -141,6 +142,19 @@ def solution_of(response: str, *, require_think: bool, opened_by_prompt: bool) -
     return None if parts is None else parts[1]
 
 
+def defused(text: str, settings: JudgeSettings) -> str:
+    """``text`` without spellings of the judge's control tokens: a response must not end its turn and judge itself.
+
+    Known only where the tokenizer is (``tokenizer_path``); with the server's tokenizer the text stays as it is.
+    """
+    if not settings.tokenizer_path:
+        return text
+    pattern = _special_pattern(settings.tokenizer_path)
+    while pattern is not None and pattern.search(text):  # again: taking one out may put another one together
+        text = pattern.sub("", text)
+    return text
+
+
 async def judge(texts: Sequence[str], settings: JudgeSettings) -> list[Judgement]:
     """The judgements of ``texts``, in one request to one of the servers, which take turns.
 
@@ -231,6 +245,12 @@ def _split(settings: JudgeSettings, ids: Mapping[str, int]) -> tuple[tuple[int, 
     if shared:
         raise RewardError(f"the tokenizer gives {shared} of no_words the token of a yes word")
     return tuple(yes), tuple(no)
+
+
+@cache
+def _special_pattern(path: str) -> re.Pattern[str] | None:
+    specials = sorted(filter(None, _tokenizer(path).special_texts), key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, specials))) if specials else None
 
 
 @cache

@@ -20,6 +20,7 @@ from megatron_rl.rewards.judge import (
     Judgement,
     JudgeSettings,
     check_judge,
+    defused,
     judge,
     prepare_judge,
     solution_of,
@@ -119,7 +120,8 @@ async def score(
     settings = JudgeSettings.of(
         dict(url=url, yes_words=yes_words, no_words=no_words, tokenizer_path=tokenizer_path, chat=chat)
     )
-    texts = [render_pairwise(prompt, *pair, template) for pair in ((solution, other), (other, solution))]
+    first, second = defused(solution, settings), defused(other, settings)
+    texts = [render_pairwise(prompt, *pair, template) for pair in ((first, second), (second, first))]
     forward, backward = await judge(texts, settings)
     return _score(forward, backward)
 

@@ -252,8 +252,8 @@ class RewardRunner:
                 generation = self._num_restarts
                 try:
                     worker = worker or await self._nursery.fork(slot_index)
-                    chunk = await self._take_chunk()
-                    if not await self._score_chunk(worker, chunk):
+                    chunk, frame = _frame(await self._take_chunk())
+                    if chunk and not await self._score_chunk(worker, chunk, frame):
                         worker = None
                 except NurseryLost as error:
                     self._requeue(chunk, first=True)
@@ -275,11 +275,11 @@ class RewardRunner:
 
     # --------------------------------------------------------------------------------------------- one chunk of items
 
-    async def _score_chunk(self, worker: Worker, items: list[Item]) -> bool:
-        """Score a chunk; True if the worker can take another. What is left undone goes back to the queue."""
+    async def _score_chunk(self, worker: Worker, items: list[Item], frame: bytes) -> bool:
+        """Score a chunk, packed in ``frame``; True if the worker can take another. What is left undone goes back to the queue."""
         worker.slot.reset(len(items))
         chunk = _Chunk(items, time.monotonic())
-        worker.writer.write(pack([item.payload for item in items]))
+        worker.writer.write(frame)
         reading = asyncio.ensure_future(worker.read_frame())
         try:
             while True:
@@ -356,6 +356,18 @@ class RewardRunner:
             raise RewardError(
                 f"{self._num_barren_deaths} workers in a row ended before they scored anything; the last one {how}"
             )
+
+
+def _frame(items: list[Item]) -> tuple[list[Item], bytes]:
+    """The items that can travel, packed; one whose fields are no plain JSON values goes unscored."""
+    try:
+        return items, pack([item.payload for item in items])
+    except (TypeError, ValueError) as error:
+        if len(items) > 1:
+            return _frame([item for item in items if _frame([item])[0]])
+        for item in items:
+            item.finish(Score(None, error=f"the row's fields are no plain JSON values: {error}"))
+        return [], b""
 
 
 def _how_it_ended(status: int) -> str:

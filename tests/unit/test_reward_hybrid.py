@@ -165,15 +165,31 @@ def test_types_without_a_reward_are_refused():
 
 def test_prompts_that_lack_a_field_are_named():
     prompts = [
-        Prompt("1", (1,), source="a.jsonl:1", type="math", fields={"tests": "x"}),
-        Prompt("2", (1,), source="a.jsonl:2", type="math"),
-        Prompt("3", (1,), source="a.jsonl:3", type="chat"),
+        Prompt("1", (1,), answer="4", source="a.jsonl:1", type="math", fields={"tests": "x"}),
+        Prompt("2", (1,), answer="4", source="a.jsonl:2", type="math"),
+        Prompt("3", (1,), answer="-", source="a.jsonl:3", type="chat"),
     ]
-    with pytest.raises(RewardError, match=r"(?s)1 rows.*a\.jsonl:2: field 'tests' is missing"):
+    with pytest.raises(RewardError, match=r"(?s)1 problems.*a\.jsonl:2: field 'tests' is missing"):
         check_prompts(config(**MIXED), prompts)
     check_prompts(config(**MIXED), [prompts[0], prompts[2]])
     assert required_row_fields(config(**MIXED)) == {"math": ["tests"], "chat": [], "games": []}
     assert wanted_row_fields(config(**MIXED)) == ["tests", "hint", "clue"]
+
+
+def test_a_verifier_needs_an_answer_and_a_judge_does_not():
+    prompts = [Prompt("1", (1,), source="a.jsonl:1", type="math"), Prompt("2", (1,), source="a.jsonl:2", type="chat")]
+    mixed = config(math=dict(name="math"), chat=dict(name="http", options={"url": "http://x"}))
+    with pytest.raises(RewardError, match=r"(?s)1 problems.*a\.jsonl:1: it has no answer"):
+        check_prompts(mixed, prompts)
+    check_prompts(mixed, prompts[1:])
+
+
+def test_fields_that_cannot_travel_to_a_worker_cost_their_item_only():
+    reward = config(tests=dict(name="tests.integration.hostile_rewards:with_fields"))
+    items = [GradedItem("abc", "", type="tests", fields={"bonus": bonus}) for bonus in (1, object(), 2, {3}, 4)]
+    scores = score(reward, *items)
+    assert [s.value for s in scores] == [4.0, None, 5.0, None, 7.0]
+    assert "no plain JSON values" in scores[1].error
 
 
 def test_an_item_that_lacks_a_field_is_unscored():
