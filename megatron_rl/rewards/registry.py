@@ -30,7 +30,7 @@ RangeOfOptions = Callable[[Mapping[str, Any]], "Range | None"]
 
 WHOLE_ROW = "*"
 
-BUILTIN_MODULES = ("math", "format", "choice", "grounding", "instruction", "http", "genrm", "pairwise")
+BUILTIN_MODULES = ("math", "format", "choice", "grounding", "instruction", "code", "http", "genrm", "pairwise")
 """Modules of this package that register rewards."""
 
 
