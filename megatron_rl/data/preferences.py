@@ -14,7 +14,7 @@ from megatron_rl.config.schema import Config, DataConfig, RewardModelKind
 from megatron_rl.data.prompts import RowContent, read_content
 from megatron_rl.data.rows import describe, lookup, read_rows
 from megatron_rl.errors import DataError, UserError
-from megatron_rl.process.lines import COMMENT_PREFIXES, code_lines
+from megatron_rl.process.lines import COMMENT_PREFIXES, ENTRY_POINT_FIELD, code_lines
 
 CHOSEN_FIELD, REJECTED_FIELD = "chosen", "rejected"
 LABELS_FIELD = "line_labels"
@@ -34,6 +34,8 @@ class LabelledProgram:
     content: RowContent
     """The prompt."""
     response: str
+    entry_point: str
+    """The function under test, if the row names it."""
     labels: tuple[int, ...]
     """One a line of the response's program: 1 recoverable, -1 not, 0 neutral."""
 
@@ -93,13 +95,14 @@ def _labelled_program(
     labels = lookup(row, LABELS_FIELD)
     if not isinstance(labels, list) or any(isinstance(x, bool) or x not in LABELS for x in labels):
         raise DataError(f"{place}: field {LABELS_FIELD!r}: expected a list of 1, -1 and 0, got {describe(labels)}")
-    num_lines = len(code_lines(response, comment_prefixes=comment_prefixes))
+    entry_point = str(lookup(row, ENTRY_POINT_FIELD) or "")
+    num_lines = len(code_lines(response, entry_point=entry_point, comment_prefixes=comment_prefixes))
     if len(labels) != num_lines:
         raise DataError(
             f"{place}: field {LABELS_FIELD!r}: {len(labels)} labels for a program of {num_lines} lines; "
             "label the rows again with `megatron-rl label-lines`"
         )
-    return LabelledProgram(content, response, tuple(int(x) for x in labels))
+    return LabelledProgram(content, response, entry_point, tuple(int(x) for x in labels))
 
 
 def _text(row: dict[str, Any], field: str, place: str) -> str:

@@ -36,7 +36,7 @@ from megatron_rl.data.tokenizer import Tokenizer
 from megatron_rl.data.trajectory import Score
 from megatron_rl.errors import DataError, UserError
 from megatron_rl.process.labels import LineSearch, line_labels, scored_lines
-from megatron_rl.process.lines import CodeLine, code_lines
+from megatron_rl.process.lines import ENTRY_POINT_FIELD, CodeLine, code_lines
 from megatron_rl.process.rewards import PASSED_FROM
 from megatron_rl.rewards.async_runner import start_runner
 from megatron_rl.rewards.jobs import RewardItem
@@ -106,7 +106,7 @@ class Labeller:
     async def label(self, job: Job) -> dict[str, Any]:
         """The labelled row; raises Ungraded."""
         response = job.row["response"]
-        lines = code_lines(response, comment_prefixes=self._comment_prefixes)
+        lines = _lines_of(job, self._comment_prefixes)
         candidates = scored_lines(lines)
         (score,) = await self._grade([self._form.item(job.row)])
         if score.value is None:
@@ -158,6 +158,11 @@ class Labeller:
             stop_token_ids=(self._tokenizer.eos_id, *self._rollout.stop_token_ids),
             seed=int.from_bytes(digest[:4], "big") % (2**31 - 1) if self._rollout.deterministic else None,
         )
+
+
+def _lines_of(job: Job, comment_prefixes: Sequence[str]) -> list[CodeLine]:
+    entry_point = str(job.row.get(ENTRY_POINT_FIELD) or "")
+    return code_lines(job.row["response"], entry_point=entry_point, comment_prefixes=comment_prefixes)
 
 
 def _recoverable(scores: Sequence[Score], num_lines: int) -> bool:
@@ -324,7 +329,7 @@ def label_lines(config: Config, *, note: Callable[[str], None], dry_run: bool = 
 def _plan_text(jobs: Sequence[Job], config: Config) -> str:
     """What is left to do, and how many completions that can take at most."""
     prefixes = config.reward.process.comment_prefixes
-    num_lines = [len(scored_lines(code_lines(job.row["response"], comment_prefixes=prefixes))) for job in jobs]
+    num_lines = [len(scored_lines(_lines_of(job, prefixes))) for job in jobs]
     questions = sum(math.ceil(math.log2(n)) for n in num_lines if n)
     return (
         f"{len(jobs)} rows with {sum(num_lines)} lines to label: at most {questions} prefixes of "

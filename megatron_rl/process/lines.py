@@ -8,9 +8,8 @@ Invariants:
 - Blank lines and comments are neutral: they are never labelled, rewarded or counted.
 """
 
-import re
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 Decode = Callable[[Sequence[int]], str]
@@ -19,12 +18,15 @@ Region = tuple[int, int]
 """[start, end) in characters."""
 
 COMMENT_PREFIXES = ("#",)
+ENTRY_POINT_FIELD = "entry_point"
+"""The row field that names the function under test, as the code reward reads it."""
 MAX_PARTIAL_TOKENS = 8
 """A character has at most 4 bytes: tokens beyond this that still end in half a character are broken text."""
 REPLACEMENT = "\ufffd"
 """What decoders put where bytes do not (yet) make a character."""
 
-_FENCE = re.compile(r"^[ ]{0,3}```[^`\n]*$", re.MULTILINE)
+_FENCE = "```"
+_PYTHON_TAGS = ("python", "py", "python3", "py3")
 _THOUGHT_END = "</think>"
 
 
@@ -38,32 +40,49 @@ class CodeLine:
     """Blank, or a comment."""
 
 
-def code_region(text: str) -> Region | None:
-    """Where the program stands: the last fenced block after the thought, else everything after the thought.
+def code_region(text: str, entry_point: str = "") -> Region | None:
+    """Where the program stands that the code reward runs (``rewards/sandbox_source.extract_code``).
 
-    A block that is still open reaches to the end. None if there is nothing but white space.
+    That is the last fenced block after the thought which defines ``entry_point``, else the last one marked as Python,
+    else the last one, else everything after the thought; a block that is still open reaches to the end. None if there
+    is nothing but white space.
     """
-    start = text.rfind(_THOUGHT_END)
-    start = 0 if start < 0 else start + len(_THOUGHT_END)
-    region = (start, len(text))
-    opening = None
-    for fence in _FENCE.finditer(text, start):
-        if opening is None:
-            opening = min(fence.end() + 1, len(text))
-        else:
-            region, opening = (opening, fence.start()), None
-    if opening is not None:
-        region = (opening, len(text))
+    start = text.rfind(_THOUGHT_END) + len(_THOUGHT_END) if _THOUGHT_END in text else 0
+    blocks = list(_blocks(text, start))
+    marked = [region for tag, region in blocks if tag in _PYTHON_TAGS] or [region for _, region in blocks]
+    if entry_point:
+        heads = (f"def {entry_point}(", f"def {entry_point} (", f"class {entry_point}", f"{entry_point} =")
+        marked = [region for region in marked if any(head in text[slice(*region)] for head in heads)] or marked
+    region = marked[-1] if marked else (start, len(text))
     return region if text[slice(*region)].strip() else None
 
 
+def _blocks(text: str, position: int) -> Iterator[tuple[str, Region]]:
+    """(language tag, region of the body) of each fenced block from ``position`` on."""
+    tag: str | None = None
+    start = position
+    for line in text[position:].splitlines(keepends=True):
+        end, stripped = position + len(line), line.strip()
+        if tag is None:
+            if stripped.startswith(_FENCE):
+                tag, start = stripped.strip("`").strip().lower(), end
+        elif stripped == _FENCE:
+            yield tag, (start, position)
+            tag = None
+        position = end
+    if tag is not None and start < position:
+        yield tag, (start, position)
+
+
 def code_lines(
-    text: str, region: Region | None = None, comment_prefixes: Sequence[str] = COMMENT_PREFIXES
+    text: str, *, entry_point: str = "", comment_prefixes: Sequence[str] = COMMENT_PREFIXES
 ) -> list[CodeLine]:
-    """The lines of ``region`` (None: of the code region) in order; without a region there are none."""
-    region = code_region(text) if region is None else region
-    if region is None:
-        return []
+    """The lines of the code region in order; without a region there are none."""
+    region = code_region(text, entry_point)
+    return lines_between(text, region, comment_prefixes) if region else []
+
+
+def lines_between(text: str, region: Region, comment_prefixes: Sequence[str] = COMMENT_PREFIXES) -> list[CodeLine]:
     lines, position, stop = [], region[0], region[1]
     while position < stop:
         newline = text.find("\n", position, stop)
@@ -86,7 +105,7 @@ def line_end_tokens(
     pieces = token_texts(token_ids, decode)
     text = "".join(pieces)
     region = region_of(text)
-    return end_tokens(code_lines(text, region) if region else [], pieces)
+    return end_tokens(lines_between(text, region) if region else [], pieces)
 
 
 def end_tokens(lines: Sequence[CodeLine], pieces: Sequence[str]) -> list[int]:

@@ -4,20 +4,22 @@ Laws:
 
 - A response's line rewards sum to ``weight`` times the mean score of its lines: at most ``weight`` either way, however
   many lines it has. Comments and blank lines get 0 and are not counted, so padding with them cannot raise the sum.
-- Tokens outside the program get 0; a response that is unfinished, unscored or without code gets 0 everywhere.
+- Tokens outside the program get 0; a response that is unfinished, unscored, without code or of a type whose responses
+  are no programs gets 0 everywhere.
 - With both weights at 0 every reward is 0.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 from torch import Tensor
 
-from megatron_rl.config.schema import ProcessRewardConfig
+from megatron_rl.config.schema import ProcessRewardConfig, RewardConfig
 from megatron_rl.data.batch import PackedBatch
 from megatron_rl.data.trajectory import Trajectory
-from megatron_rl.process.lines import Decode, code_lines, end_tokens, token_texts
+from megatron_rl.process.lines import ENTRY_POINT_FIELD, Decode, code_lines, end_tokens, token_texts
 
+CODE_REWARD = "code"
 PASSED_FROM = 1.0
 """A score of at least this means that all tests passed."""
 
@@ -51,12 +53,21 @@ def values_after_tokens(batch: PackedBatch, values: Tensor, final_values: Tensor
     return np.split(after, cu_seqlens[1:-1])
 
 
+def program_types(reward: RewardConfig) -> frozenset[str] | None:
+    """The prompt types that the code reward grades; None where one reward grades everything."""
+    if not reward.by_type:
+        return None
+    return frozenset(name for name, route in reward.by_type.items() if route.name == CODE_REWARD)
+
+
 class ProcessRewarder:
     """Puts the process reward model's scores on the tokens that end lines."""
 
-    def __init__(self, config: ProcessRewardConfig, decode: Decode) -> None:
+    def __init__(self, config: ProcessRewardConfig, decode: Decode, types: Collection[str] | None = None) -> None:
+        """``types``: the prompt types whose responses are programs (``program_types``); None: all."""
         self._config = config
         self._decode = decode
+        self._types = types
 
     def dense_rewards(
         self, trajectories: Sequence[Trajectory], values_of_tokens: Sequence[np.ndarray]
@@ -79,7 +90,11 @@ class ProcessRewarder:
         if not weight:
             return rewards
         pieces = token_texts(trajectory.response_ids, self._decode)
-        lines = code_lines("".join(pieces), comment_prefixes=self._config.comment_prefixes)
+        lines = code_lines(
+            "".join(pieces),
+            entry_point=str(trajectory.prompt.fields.get(ENTRY_POINT_FIELD, "")),
+            comment_prefixes=self._config.comment_prefixes,
+        )
         tokens = end_tokens(lines, pieces)
         scores = np.asarray(values[len(values) - num_tokens :])[tokens]
         # Lines that end at one token share its score; each brings its part.
@@ -88,6 +103,8 @@ class ProcessRewarder:
 
     def _weight(self, trajectory: Trajectory) -> float:
         score = trajectory.score
+        if self._types is not None and trajectory.prompt.type not in self._types:
+            return 0.0
         if not trajectory.finished or score is None or score.value is None:
             return 0.0
         passed = score.value >= PASSED_FROM

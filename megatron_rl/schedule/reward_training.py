@@ -275,7 +275,7 @@ class ProcessLabels:
             sequence = _with_response(row.content, row.response, self._data, self._tokenizer)
             prompt = _prompt_ids(row.content, self._data, self._tokenizer)
             pieces = token_texts(sequence[len(prompt) : -1], self._tokenizer.decode)
-            lines = code_lines("".join(pieces), comment_prefixes=self._comment_prefixes)
+            lines = code_lines("".join(pieces), entry_point=row.entry_point, comment_prefixes=self._comment_prefixes)
             if len(lines) != len(row.labels):
                 raise DataError(
                     f"{row.content.place}: the tokenizer turns a program of {len(row.labels)} lines into one of "

@@ -7,7 +7,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_rl.process.labels import LineSearch, first_unrecoverable_line, line_labels, scored_lines
-from megatron_rl.process.lines import code_lines, code_region, end_tokens, is_neutral, line_end_tokens, token_texts
+from megatron_rl.process.lines import (
+    code_lines,
+    code_region,
+    end_tokens,
+    is_neutral,
+    line_end_tokens,
+    lines_between,
+    token_texts,
+)
+from megatron_rl.rewards.sandbox_source import extract_code
 
 
 class ByteTokens:
@@ -114,16 +123,41 @@ def test_other_languages_have_other_comments():
         ("<think>\n```python\nno\n```\n</think>\n```python\nyes\n```", "yes\n"),
         ("<think>x</think>a = 1", "a = 1"),
         ("inline ```code``` only", "inline ```code``` only"),
+        ("Open:\n```python", "Open:\n```python"),
+        ("```python\na = 1\n```\n```text\nout\n```", "a = 1\n"),
     ],
 )
 def test_the_region_is_the_last_block_after_the_thought_else_all_of_it(text, program):
     assert text[slice(*code_region(text))] == program
 
 
-@pytest.mark.parametrize("text", ["", " \n", "<think>a = 1</think>", "```python\n```", "```python", "```python\n"])
+@pytest.mark.parametrize("text", ["", " \n", "<think>a = 1</think>", "```python\n```"])
 def test_text_without_a_program_has_no_lines(text):
     assert code_region(text) is None
     assert code_lines(text) == []
+
+
+pieces_of_responses = st.sampled_from(
+    ["```", "```python", "```py\n", "\n", "x = 1", "def f():", "    return 2", "</think>", "<think>", " ", "``", "text"]
+)
+
+
+@given(st.lists(pieces_of_responses, max_size=14), st.sampled_from(["", "f"]))
+def test_the_region_is_what_the_code_reward_runs(pieces, entry_point):
+    text = "".join(pieces)
+    region = code_region(text, entry_point)
+    found = text[slice(*region)] if region else ""
+    run = extract_code(text, entry_point)
+    # The reward also takes the fence's indentation off the lines.
+    assert [line.strip() for line in found.split("\n")] == [line.strip() for line in run.split("\n")] or not (
+        found.strip() or run.strip()
+    )
+
+
+def test_the_block_that_defines_the_function_under_test_counts():
+    text = "```python\ndef f(): return 1\n```\n```python\nprint(f())\n```"
+    assert text[slice(*code_region(text))] == "print(f())\n"
+    assert text[slice(*code_region(text, "f"))] == "def f(): return 1\n"
 
 
 # ------------------------------------------------------------------------------------------------------------- tokens
@@ -136,7 +170,7 @@ def test_text_without_a_program_has_no_lines(text):
 def test_a_line_ends_at_the_token_that_completes_its_last_character(text, borders):
     data = text.encode()
     tokens = cut(data, borders)
-    lines = code_lines(text, (0, len(text)))
+    lines = lines_between(text, (0, len(text)))
     found = line_end_tokens(tokens.ids, tokens.decode, lambda t: (0, len(t)))
     borders_of = [sum(map(len, tokens.pieces[: i + 1])) for i in tokens.ids]
     expected = []

@@ -1,15 +1,17 @@
 """Laws of megatron_rl/process/rewards.py: dense rewards are bounded, sit on line ends and cannot be padded."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_rl.config.schema import ProcessRewardConfig
+from megatron_rl.config.schema import ProcessRewardConfig, RewardConfig, RewardRouteConfig
 from megatron_rl.data.batch import PackedBatch, cu_seqlens_of
 from megatron_rl.data.trajectory import Prompt, Score, Segment, Trajectory
-from megatron_rl.process.rewards import ProcessRewarder, line_rewards, values_after_tokens
+from megatron_rl.process.rewards import ProcessRewarder, line_rewards, program_types, values_after_tokens
 
 PROGRAM = "Sure:\n```python\n# add\nx = 1\n\ny = 2\n```\n"
 
@@ -104,6 +106,17 @@ def test_the_score_is_the_value_after_the_token_that_ends_the_line():
 def test_values_may_cover_the_prompt_too():
     values = np.linspace(-1, 1, len(PROGRAM) + 2).astype(np.float32)
     assert rewards_of(PROGRAM, Score(0.0), values).tolist() == rewards_of(PROGRAM, Score(0.0), values[2:]).tolist()
+
+
+def test_only_types_whose_responses_are_programs_are_rewarded():
+    routes = {"math": RewardRouteConfig(name="math"), "code": RewardRouteConfig(name="code")}
+    assert program_types(RewardConfig(by_type=routes)) == {"code"} and program_types(RewardConfig()) is None
+    for type_, rewarded in (("code", True), ("math", False), ("", False)):
+        t = trajectory(PROGRAM, Score(0.0))
+        t.prompt = replace(t.prompt, type=type_)
+        rewarder = ProcessRewarder(ProcessRewardConfig(), decode, program_types(RewardConfig(by_type=routes)))
+        (rewards,) = rewarder.dense_rewards([t], [np.ones(len(PROGRAM))])
+        assert rewards.any() == rewarded
 
 
 def test_too_few_values_are_refused():
