@@ -1,7 +1,7 @@
 """GAE of packed sequences on the CPU: a compiled loop, one sequence after the other, from its last token backwards.
 
 Invariants: sums are float64 whatever the inputs are, and rounded once, into the result; a sequence's numbers depend on
-nothing outside it, down to the last bit; every token is read once and written once, so that memory is the limit.
+nothing outside it, down to the last bit; memory is gone through once.
 
 Threads: a large batch is shared among as many threads as torch may use, each with sequences of its own; the caller
 waits for all of them. The loop holds no interpreter lock. It is compiled at the first call of a process, which takes
