@@ -16,6 +16,7 @@ import itertools
 import json
 import math
 import re
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -33,7 +34,12 @@ TRAINING_RECORD = "reward_training.json"
 """Beside the weights of a judge that `reward-train` wrote: its template and words."""
 FORMAT_FAILURE = "the thought has no proper form; not judged"
 
-_servers = itertools.count()
+DOWN_S = 5.0
+"""A server that did not answer gets no question for so long, if there is another one."""
+
+_turns = itertools.count()
+_down_until: dict[str, float] = {}
+"""By URL, monotonic seconds."""
 _server_words: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[tuple[str, str], int]] = WeakKeyDictionary()
 
 
@@ -162,7 +168,7 @@ async def judge(texts: Sequence[str], settings: JudgeSettings) -> list[Judgement
         Transient, CallFailed: no answer, or one that cannot be used.
         UserError: judgement words that are no single tokens.
     """
-    url = settings.urls[next(_servers) % len(settings.urls)]
+    url = _next_server(settings.urls)
     yes_ids, no_ids = await _word_ids(settings, url)
     unique = list(dict.fromkeys(texts))
     ids = [*yes_ids, *no_ids]
@@ -176,11 +182,22 @@ async def judge(texts: Sequence[str], settings: JudgeSettings) -> list[Judgement
         body["input_ids"] = [tokenizer.encode_prompt(text, chat=settings.chat) for text in unique]
     else:
         body["text"] = unique
-    answers = await post_json(f"{url}/generate", body)
+    try:
+        answers = await post_json(f"{url}/generate", body)
+    except Transient:
+        _down_until[url] = time.monotonic() + DOWN_S
+        raise
+    _down_until.pop(url, None)
     if not isinstance(answers, list) or len(answers) != len(unique):
         raise CallFailed(f"{url}: expected {len(unique)} answers, got {str(answers)[:200]}")
     found = {text: read_judgement(answer, yes_ids, no_ids) for text, answer in zip(unique, answers, strict=True)}
     return [found[text] for text in texts]
+
+
+def _next_server(urls: Sequence[str]) -> str:
+    now = time.monotonic()
+    up = [url for url in urls if _down_until.get(url, 0.0) <= now] or urls
+    return up[next(_turns) % len(up)]
 
 
 def read_judgement(answer: Any, yes_ids: Sequence[int], no_ids: Sequence[int]) -> Judgement:

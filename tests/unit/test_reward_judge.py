@@ -293,6 +293,18 @@ def test_several_servers_take_turns():
     assert asked == [5, 5]
 
 
+def test_the_questions_of_a_server_that_is_down_go_to_the_others():
+    with local_service(fake_judge(lambda t: 0.5)) as one, local_service(fake_judge(lambda t: 0.5)) as two:
+        working = fake_judge(lambda t: 0.5)
+        broken = lambda path, body: web.Response(status=503) if path == "/generate" else working(path, body)  # noqa: E731
+        with local_service(broken) as down:
+            options = {"url": [one.url, down.url, two.url], "template": POINT}
+            with start_runner("genrm", options=options, row_fields=("prompt",), max_concurrency=8) as runner:
+                scores = runner.score_many_blocking([("r", "a", {"prompt": "p"})] * 100)
+            assert [s.value for s in scores] == [pytest.approx(0.5)] * 100
+            assert sum(path == "/generate" for path, _ in down.requests) <= 8
+
+
 @pytest.mark.parametrize(
     "options",
     [
