@@ -16,6 +16,7 @@ import inspect
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from importlib import import_module
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
@@ -177,9 +178,10 @@ def _check_function(reward: Reward) -> None:
         ) from error
 
 
-def _option_parameters(reward: Reward) -> tuple[dict[str, inspect.Parameter], bool]:
+@cache  # asked for once an item
+def _option_parameters(function: ScoreFunction) -> tuple[dict[str, inspect.Parameter], bool]:
     """The keyword parameters after response and answer, and whether any other keyword is taken too."""
-    parameters = list(inspect.signature(reward.function).parameters.values())
+    parameters = list(inspect.signature(function).parameters.values())
     positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     fixed = {p.name for p in positional[:2]}
     keywords = {
@@ -198,7 +200,7 @@ def check_options(reward: Reward, options: Mapping[str, Any], row_fields: Sequen
     Raises:
         RewardError: naming the option, what was expected and what came.
     """
-    keywords, takes_any = _option_parameters(reward)
+    keywords, takes_any = _option_parameters(reward.function)
     for name in [*options, *row_fields]:
         if name not in keywords and not takes_any:
             raise RewardError(
@@ -220,7 +222,7 @@ def check_options(reward: Reward, options: Mapping[str, Any], row_fields: Sequen
 
 def required_fields(reward: Reward, options: Mapping[str, Any]) -> list[str]:
     """Keyword parameters without a default that ``options`` leave to the rows."""
-    keywords, _ = _option_parameters(reward)
+    keywords, _ = _option_parameters(reward.function)
     return [name for name, p in keywords.items() if p.default is p.empty and name not in options]
 
 
