@@ -67,6 +67,9 @@ class Dialogue:
     environment: Environment
     encode_message: Callable[[Message, int], list[int]]
     """(message, last token of the history) -> ids."""
+    server_stops: tuple[str, ...] = ()
+    """Those of the environment's stop strings that servers look for as text; the others are stop tokens, or are found
+    here alone."""
 
 
 class StaleWeights(UserError, RuntimeError):
@@ -271,7 +274,7 @@ class _Window:
         return self._dialogue.environment.stop_strings if self._dialogue and trajectory.dialogue else ()
 
     def _server_stops(self, trajectory: Trajectory) -> tuple[str, ...]:
-        stops = self._turn_stops(trajectory)
+        stops = self._dialogue.server_stops if self._dialogue and trajectory.dialogue else ()
         return (*stops, self._fire.after) if self._awaits_marker(trajectory) else stops
 
     def _awaits_marker(self, trajectory: Trajectory) -> bool:

@@ -170,9 +170,9 @@ def open_rollout(
     """Servers started (or attached to), a client on ``event_loop`` and the weight sync; all of it closed at the end."""
     rollout = config.rollout
     fire = fire_of(rollout.fire, tokenizer)
-    stop_strings = environment.stop_strings if environment is not None else ()
-    token_stops = single_token_stops(stop_strings, tokenizer)
-    needs_text = len(token_stops) < len(stop_strings) or bool(fire and fire.after)
+    dialogue = dialogue_of(environment, tokenizer, chat=config.data.use_chat_template)
+    token_stops = single_token_stops(environment.stop_strings, tokenizer) if environment is not None else {}
+    needs_text = bool(dialogue and dialogue.server_stops) or bool(fire and fire.after)
     with _servers(config, log_dir, note, speak_text=needs_text) as servers:
         client = SglangClient(
             servers.urls,
@@ -194,9 +194,9 @@ def open_rollout(
             client,
             publisher,
             tokenizer,
-            stop_token_ids=[*stop_token_ids, *token_stops],
+            stop_token_ids=[*stop_token_ids, *token_stops.values()],
             fire=fire,
-            dialogue=dialogue_of(environment, tokenizer, chat=config.data.use_chat_template),
+            dialogue=dialogue,
             seed=config.run.seed,
             export=export,
             expected=expected,
@@ -225,12 +225,17 @@ def dialogue_of(environment: Environment | None, tokenizer: Tokenizer, *, chat: 
     def encode_message(message: Message, last_token_id: int) -> list[int]:
         return tokenizer.encode_message(message.text, chat=chat and not message.verbatim, last_token_id=last_token_id)
 
-    return Dialogue(environment, encode_message)
+    token_stops = single_token_stops(environment.stop_strings, tokenizer)
+    server_stops = tuple(text for text in environment.stop_strings if text not in token_stops)
+    return Dialogue(environment, encode_message, server_stops)
 
 
-def single_token_stops(stop_strings: Sequence[str], tokenizer: Tokenizer) -> list[int]:
-    """Those stop strings that are one token each, as token ids: servers need no tokenizer for them."""
-    ids = []
+def single_token_stops(stop_strings: Sequence[str], tokenizer: Tokenizer) -> dict[str, int]:
+    """Those stop strings that are one token each, with their ids: servers need no tokenizer for them.
+
+    Raises EnvironmentFault for a string that does not survive the tokenizer: the environment would never see it.
+    """
+    ids = {}
     for text in stop_strings:
         encoded = tokenizer.encode(text)
         if tokenizer.decode(encoded) != text:
@@ -239,7 +244,7 @@ def single_token_stops(stop_strings: Sequence[str], tokenizer: Tokenizer) -> lis
                 "environment could not see it. Choose other tags, or a tokenizer that has them as ordinary tokens"
             )
         if len(encoded) == 1:
-            ids += encoded
+            ids[text] = encoded[0]
     return ids
 
 

@@ -3,13 +3,15 @@
 import asyncio
 import json
 import urllib.request
+from dataclasses import replace
 
 import pytest
 import torch
 
 from megatron_rl.data.tokenizer import Tokenizer
 from megatron_rl.data.trajectory import Prompt, Trajectory
-from megatron_rl.environments.base import Environment, Message
+from megatron_rl.environments.base import Environment, EnvironmentFault, Message
+from megatron_rl.environments.calculator import Calculator
 from megatron_rl.rollout.client import SglangClient
 from megatron_rl.rollout.cpu_platform import declare_torchvision_ops
 from megatron_rl.rollout.generator import Fire, Sampling, WindowGenerator, end_of_text
@@ -80,6 +82,13 @@ def new_trajectories(num, *, budget=48, dialogue=True):
     return [Trajectory(i, p, i, 0, budget, dialogue=dialogue) for i, p in enumerate(prompts)]
 
 
+def dialogue_with_text_stops(environment, tokenizer):
+    """As the service makes it, but for stop strings of one token, which it would send as stop tokens."""
+    made = dialogue_of(environment, tokenizer, chat=False)
+    assert made.server_stops == ()
+    return replace(made, server_stops=environment.stop_strings)
+
+
 def generate(server, tokenizer, trajectories, *, window=100, steps=1, environment=None, **options):
     async def main():
         async with SglangClient([server.url], vocab_size=VOCAB_SIZE, request_timeout_s=120) as client:
@@ -92,7 +101,7 @@ def generate(server, tokenizer, trajectories, *, window=100, steps=1, environmen
                     weight_version=LOADED,
                     sampling=SAMPLING,
                     kind=f"test{id(trajectories)}",
-                    dialogue=dialogue_of(environment, tokenizer, chat=False),
+                    dialogue=dialogue_with_text_stops(environment, tokenizer) if environment else None,
                     **options,
                 )
 
@@ -137,7 +146,11 @@ def test_a_dialogue_in_windows_is_the_dialogue_in_one_piece_and_its_history_is_t
 
 
 def test_stop_strings_of_one_token_need_no_text_on_the_server(tokenizer):
-    assert single_token_stops(("a", "ab"), tokenizer) == tokenizer.encode("a")
+    assert single_token_stops(("a", "ab"), tokenizer) == {"a": tokenizer.encode("a")[0]}
+    assert dialogue_of(Calculator(close_tag=")"), tokenizer, chat=False).server_stops == ()
+    assert dialogue_of(Calculator(close_tag="end"), tokenizer, chat=False).server_stops == ("end",)
+    with pytest.raises(EnvironmentFault, match="'</calc>' becomes 'calc'"):
+        dialogue_of(Calculator(close_tag="</calc>"), tokenizer, chat=False)
 
 
 def test_hot_tokens_come_from_the_hot_distribution_and_the_rest_from_the_usual_one(server, tokenizer, reference):

@@ -147,7 +147,7 @@ def generate(
         sampling=sampling,
         kind="train",
         fire=fire,
-        dialogue=Dialogue(environment, encode) if environment else None,
+        dialogue=Dialogue(environment, encode, environment.stop_strings) if environment else None,
         **options,
     )
 

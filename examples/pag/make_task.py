@@ -1,0 +1,74 @@
+"""Write the PAG task: sums of three digits, answered, verified and revised by one tiny model.
+
+A worked solution is a dialogue in the words that recipe pag.yaml gives the environment::
+
+    prompt "7+5+9="   "20" end " Right?" "no" end " Again:" "21" end " Right?" "yes"
+
+Answers and verdicts of the worked solutions are often wrong: the model that imitates them knows the roles, and
+reinforcement learning makes it good at them. Prompts of eval never occur in training.
+
+    python examples/pag/make_task.py --output outputs/pag/task
+"""
+
+import argparse
+import random
+import sys
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from characters import END, write_model_folder, write_rows
+
+VERIFY, REVISE, RIGHT, WRONG = " Right?", " Again:", "yes", "no"
+"""The texts of environment.options in pag.yaml."""
+ANSWER_RIGHT, REVISION_RIGHT, VERDICT_RIGHT = 0.5, 0.6, 0.75
+"""Shares of the worked solutions."""
+EVAL_SHARE = 5
+"""One in so many prompts is for eval."""
+
+
+def solution(total: int, generator: random.Random) -> str:
+    def answer(share_right: float) -> int:
+        wrong = total + generator.choice([-2, -1, 1, 2])
+        return total if generator.random() < share_right else max(0, wrong)
+
+    def verdict(given: int) -> str:
+        says_right = (given == total) == (generator.random() < VERDICT_RIGHT)
+        return RIGHT if says_right else WRONG
+
+    first = answer(ANSWER_RIGHT)
+    turns = [str(first), f"{VERIFY}{verdict(first)}"]
+    if turns[-1].endswith(WRONG):
+        second = answer(REVISION_RIGHT)
+        turns += [f"{REVISE}{second}", f"{VERIFY}{verdict(second)}"]
+    return END.join(turns)
+
+
+def rows(name: str, count: int, seed: int) -> Iterator[dict[str, str]]:
+    """The rows of file ``name``: train, sft or eval."""
+    generator = random.Random(f"{seed} {name}")
+    index = 0
+    while index < count:
+        terms = [generator.randint(0, 9) for _ in range(3)]
+        prompt = "+".join(map(str, terms)) + "="
+        if (zlib.crc32(prompt.encode()) % EVAL_SHARE == 0) != (name == "eval"):
+            continue
+        response = solution(sum(terms), generator)
+        yield {"id": f"{name}-{index}", "prompt": prompt, "answer": str(sum(terms)), "response": response}
+        index += 1
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--output", type=Path, required=True, help="folder that receives the task")
+    parser.add_argument("--seed", type=int, default=1)
+    options = parser.parse_args()
+    for name, count in (("train", 8000), ("sft", 20000), ("eval", 200)):
+        write_rows(options.output / f"{name}.jsonl", rows(name, count, options.seed))
+    write_model_folder(options.output / "model")
+    print(f"make_task: the PAG task lies in {options.output}")
+
+
+if __name__ == "__main__":
+    main()
