@@ -11,6 +11,7 @@ from megatron_rl.config.schema import (
     CorrectionWeight,
     DecayStyle,
     Init,
+    KlEstimator,
     KlPlace,
     Mode,
     OldPolicy,
@@ -34,13 +35,12 @@ def check_config(config: Config, *, command: str, world_size: int | None = None)
     ``world_size`` None: the number of ranks is not known yet (a dry run outside a launcher).
     """
     problems = list(_ranges(config))
-    problems += _lengths(config)
     problems += _optimizers(config, command)
     problems += _files(config, command)
     problems += _parallel(config, world_size)
     problems += _rollout(config)
     if command in RL_COMMANDS:
-        problems += _pieces(config)
+        problems += [*_lengths(config), *_pieces(config)]
     if not problems and config.policy.path:
         problems += _model(config)
     if problems:
@@ -203,13 +203,31 @@ def _pieces(config: Config) -> Iterator[str]:
             "algorithm.correction.old_policy: with the engine's own log-probs there is nothing to correct; "
             "set recomputed, or weight=none, rejection=none and veto_below=0"
         )
-    for low, high in (("icepop_low", "icepop_high"), ("rejection_low", "rejection_high")):
-        if getattr(correction, low) > getattr(correction, high):
-            yield f"algorithm.correction.{low}: expected at most {high}={getattr(correction, high)}, got {getattr(correction, low)}"
+    if correction.weight in (CorrectionWeight.token, CorrectionWeight.sequence) and correction.max_weight < 1:
+        yield f"algorithm.correction.max_weight: expected at least 1, or agreeing engines are changed, got {correction.max_weight}"
+    bounds = {"icepop": correction.weight is CorrectionWeight.icepop}
+    bounds["rejection"] = correction.rejection in (Rejection.token, Rejection.sequence, Rejection.geometric)
+    for name, used in bounds.items():
+        low, high = getattr(correction, f"{name}_low"), getattr(correction, f"{name}_high")
+        if used and not low <= 1 <= high:
+            yield (
+                f"algorithm.correction.{name}_low, {name}_high: expected low <= 1 <= high, so that engines that agree are "
+                f"left alone, got {low} and {high}"
+            )
+    if algorithm.kl.place is KlPlace.loss and algorithm.kl.estimator is KlEstimator.k1:
+        yield "algorithm.kl.estimator: the gradient of k1 in the loss is 0 on average; set k2 or k3, or kl.place=reward"
+    num_responses = config.batch.num_prompts_per_step * config.batch.num_samples_per_prompt
+    if algorithm.kl.target and algorithm.kl.horizon <= 0.2 * num_responses:
+        yield (
+            f"algorithm.kl.horizon: expected more than a fifth of the {num_responses} responses of a step, "
+            f"got {algorithm.kl.horizon}"
+        )
     if algorithm.kl.target and algorithm.kl.place is KlPlace.none:
         yield "algorithm.kl.target: the adaptive coefficient needs algorithm.kl.place=reward or loss"
     if algorithm.kl.target and not algorithm.kl.coef:
         yield "algorithm.kl.coef: the adaptive controller multiplies it, so it must start above 0"
+    if config.data.system_prompt and not config.data.use_chat_template:
+        yield "data.system_prompt: plain prompts have no system message; set data.use_chat_template=true, or leave it empty"
     yield from _critic_pieces(config, has_critic)
     yield from _dialogue_pieces(config)
 

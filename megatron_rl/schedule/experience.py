@@ -21,7 +21,6 @@ from megatron_rl.config.schema import (
     CorrectionWeight,
     LambdaKind,
     Overlong,
-    Rejection,
 )
 from megatron_rl.data.batch import PackedBatch, cu_seqlens_of
 from megatron_rl.data.trajectory import Score, Trajectory, Turn
@@ -206,37 +205,35 @@ def policy_batch(
     reference_logprobs: Tensor | None = None,
     kl_coefs: Tensor | None = None,
 ) -> tuple[PackedBatch, dict[str, float]]:
-    """What the policy loss reads, and what the mismatch correction did.
+    """What the policy loss reads, and how far trainer and engine are apart (the correction's metrics).
 
     Fields: ``mask`` (the counted tokens), ``advantages``, ``old_logprobs``; ``weights`` with a correction;
     ``reference_logprobs`` and ``kl_coefs`` [T] with a KL term in the loss; ``lm_mask`` with positive examples.
     """
-    mask, fields, metrics = advantages.mask, {}, {}
     settings = algorithm.correction
-    if settings.weight is not CorrectionWeight.none or settings.rejection is not Rejection.none or settings.veto_below:
-        correction = algorithms.mismatch_correction(
-            batch.fields["rollout_logprobs"],
-            old_logprobs,
-            mask,
-            batch.cu_seqlens,
-            weight=settings.weight.value,
-            max_weight=settings.max_weight,
-            icepop_low=settings.icepop_low,
-            icepop_high=settings.icepop_high,
-            rejection=settings.rejection.value,
-            rejection_low=settings.rejection_low,
-            rejection_high=settings.rejection_high,
-            veto_below=settings.veto_below,
-            normalize=settings.normalize,
-        )
-        mask, metrics = correction.mask, correction.metrics
+    correction = algorithms.mismatch_correction(
+        batch.fields["rollout_logprobs"],
+        old_logprobs,
+        advantages.mask,
+        batch.cu_seqlens,
+        weight=settings.weight.value,
+        max_weight=settings.max_weight,
+        icepop_low=settings.icepop_low,
+        icepop_high=settings.icepop_high,
+        rejection=settings.rejection.value,
+        rejection_low=settings.rejection_low,
+        rejection_high=settings.rejection_high,
+        veto_below=settings.veto_below,
+        normalize=settings.normalize,
+    )
+    fields = {"mask": correction.mask, "advantages": advantages.advantages, "old_logprobs": old_logprobs}
+    if settings.weight is not CorrectionWeight.none:
         fields["weights"] = correction.weights
-    fields |= {"mask": mask, "advantages": advantages.advantages, "old_logprobs": old_logprobs}
     if reference_logprobs is not None:
         fields |= {"reference_logprobs": reference_logprobs, "kl_coefs": kl_coefs}
     if algorithm.positive_lm_coef:
         fields["lm_mask"] = positive_mask(trajectories, algorithm.positive_lm_threshold)
-    return batch.only().with_fields(**fields), metrics
+    return batch.only().with_fields(**fields), correction.metrics
 
 
 def response_batch(

@@ -161,7 +161,7 @@ class TrainingLoop:
         )
         keep_signals(state.trajectories, state.batch, state.signals, step)
         in_loss = algorithm.kl.place is KlPlace.loss
-        state.policy_batch, correction = policy_batch(
+        state.policy_batch, mismatch = policy_batch(
             state.trajectories,
             state.batch,
             state.old_logprobs,
@@ -174,7 +174,7 @@ class TrainingLoop:
             state.critic_batch = response_batch(state.finished, algorithm, self._rules)
         # Books are kept here: from the next window on, the unfinished trajectories change.
         state.metrics |= self._rollout_metrics(state, advantages, step)
-        state.metrics |= {f"mismatch/{name}": value for name, value in correction.items()}
+        state.metrics |= {f"mismatch/{name}": value for name, value in mismatch.items()}
         self._pool.release_finished()
         state.pool_state = self._pool.state() if self._saver.due(step) else {}
 
@@ -251,7 +251,6 @@ class TrainingLoop:
         metrics |= step_metrics.reward_metrics(state.finished)
         metrics |= self._grader.metrics(state.finished)
         metrics |= step_metrics.advantage_metrics(state.batch, advantages)
-        metrics |= step_metrics.mismatch_metrics(state.trajectories, state.batch, state.old_logprobs, step=step)
         return metrics
 
     def _update(

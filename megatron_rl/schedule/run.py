@@ -25,7 +25,7 @@ from megatron_rl.config.schema import (
     PolicyConfig,
 )
 from megatron_rl.data.pool import SlotPool
-from megatron_rl.data.prompts import PromptSet, load_prompts
+from megatron_rl.data.prompts import PromptSet, load_prompts, with_reward_fields
 from megatron_rl.data.sampler import PromptSampler
 from megatron_rl.data.tokenizer import Tokenizer
 from megatron_rl.data.trajectory import POLICY, Prompt, Trajectory
@@ -34,7 +34,7 @@ from megatron_rl.environments.registry import build as build_environment
 from megatron_rl.parallel import topology as topologies
 from megatron_rl.parallel.topology import Topology
 from megatron_rl.process.rewards import ProcessRewarder
-from megatron_rl.rewards.hybrid import build_rewards, check_prompts
+from megatron_rl.rewards.hybrid import build_rewards, check_prompts, wanted_row_fields
 from megatron_rl.rollout.service import RolloutService, open_rollout
 from megatron_rl.schedule.collect import Collector
 from megatron_rl.schedule.evaluation import EvaluationLog, Evaluator
@@ -155,7 +155,6 @@ def _drive(config: Config, group: TrainerGroup, *, freeze_policy: bool) -> Summa
         environment = _environment(config)
         start = functools.partial(_new_trajectory, config, environment)
         train_set, eval_set = _prompt_sets(config, tokenizer)
-        check_prompts(config.reward, [*train_set.prompts, *eval_set.prompts])
         pool = _slot_pool(config, train_set, start)
         settling = _settling(config) if freeze_policy else None
         trained = [
@@ -302,11 +301,15 @@ def _before_first_step(
 
 
 def _prompt_sets(config: Config, tokenizer: Tokenizer) -> tuple[PromptSet, PromptSet]:
+    """Prompts to train and to evaluate on, with every field that a reward reads."""
+    data = with_reward_fields(config.data, wanted_row_fields(config.reward))
     limit = config.batch.max_prompt_tokens
-    train_set = load_prompts(config.data.train_files, config.data, tokenizer, max_prompt_tokens=limit)
-    if not config.data.eval_files:
-        return train_set, PromptSet((), 0)
-    return train_set, load_prompts(config.data.eval_files, config.data, tokenizer, max_prompt_tokens=limit)
+    train_set = load_prompts(data.train_files, data, tokenizer, max_prompt_tokens=limit)
+    eval_set = PromptSet((), 0)
+    if data.eval_files:
+        eval_set = load_prompts(data.eval_files, data, tokenizer, max_prompt_tokens=limit)
+    check_prompts(config.reward, [*train_set.prompts, *eval_set.prompts])
+    return train_set, eval_set
 
 
 def _slot_pool(config: Config, train_set: PromptSet, start: Callable[..., Trajectory]) -> SlotPool:

@@ -2,11 +2,8 @@
 
 from collections.abc import Sequence
 
-import torch
-from torch import Tensor
-
 from megatron_rl import algorithms
-from megatron_rl.data.batch import PackedBatch, cu_seqlens_of
+from megatron_rl.data.batch import PackedBatch
 from megatron_rl.data.trajectory import Trajectory
 from megatron_rl.schedule.experience import Advantages
 
@@ -50,21 +47,6 @@ def advantage_metrics(batch: PackedBatch, advantages: Advantages) -> dict[str, f
             metrics[f"advantage/{name}_mean"] = float(chosen.mean())
             metrics[f"advantage/{name}_std"] = float(chosen.std(correction=0))
     return metrics
-
-
-def mismatch_metrics(
-    trajectories: Sequence[Trajectory], batch: PackedBatch, old_logprobs: Tensor, *, step: int
-) -> dict[str, float]:
-    """Trainer against engine on this step's tokens."""
-    in_window = batch.fields["mask"]
-    windows = torch.tensor([t.window_tokens(step) for t in trajectories], dtype=torch.int64)
-    found = algorithms.mismatch_metrics(
-        old_logprobs[in_window],
-        batch.fields["rollout_logprobs"][in_window],
-        torch.ones(int(in_window.sum())),
-        cu_seqlens_of(windows),
-    )
-    return {f"mismatch/{name}": value for name, value in found.items()}
 
 
 NUM_POSITIONS = 4

@@ -102,9 +102,10 @@ def _surrogate(algorithm: AlgorithmConfig, logprobs: Tensor, batch: PackedBatch)
     mask, old_logprobs, advantages = (batch.fields[name] for name in ("mask", "old_logprobs", "advantages"))
     weights, coefficients = batch.fields.get("weights"), _coefficients(algorithm, mask, batch)
     if algorithm.correction.opsm_delta:  # takes loss away from responses; denominators stay those of all tokens
-        mask = algorithms.off_policy_sequence_mask(
+        kept = algorithms.off_policy_sequence_mask(
             old_logprobs, logprobs.detach(), advantages, mask, batch.cu_seqlens, delta=algorithm.correction.opsm_delta
-        )
+        ).to(logprobs.dtype)
+        weights = kept if weights is None else weights * kept
     clip = {"clip_low": algorithm.clip_low, "clip_high": algorithm.clip_high}
     if algorithm.policy_loss is PolicyLossKind.gspo:
         return algorithms.gspo_loss(logprobs, old_logprobs, advantages, mask, batch.cu_seqlens, weights=weights, **clip)

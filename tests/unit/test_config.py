@@ -1,7 +1,6 @@
 """The configuration says what is wrong, where, and how to mend it, before anything starts."""
 
 import json
-
 import re
 
 import pytest
@@ -191,8 +190,14 @@ def test_a_later_recipe_overrides_an_earlier_one_and_may_choose_the_preset(recip
         (["preset=grpo", "batch.num_samples_per_prompt=1"], "num_samples_per_prompt.*at least 2"),
         (["preset=tppo", "algorithm.dynamic_sampling.enabled=true"], "dynamic_sampling.enabled.*schedule.mode=sync"),
         (["preset=ppo", "algorithm.overlong=soft", "algorithm.overlong_buffer_tokens=99999"], "overlong_buffer_tokens"),
-        (["algorithm.correction.old_policy=rollout", "algorithm.correction.weight=token"], "old_policy.*nothing to correct"),
-        (["algorithm.correction.rejection_low=3"], "rejection_low.*at most"),
+        (
+            ["algorithm.correction.old_policy=rollout", "algorithm.correction.weight=token"],
+            "old_policy.*nothing to correct",
+        ),
+        (["algorithm.correction.rejection=token", "algorithm.correction.rejection_low=3"], "rejection_low.*low <= 1"),
+        (["algorithm.correction.weight=sequence", "algorithm.correction.max_weight=0.5"], "max_weight.*at least 1"),
+        (["algorithm.kl.place=loss", "algorithm.kl.estimator=k1"], "kl.estimator.*k2 or k3"),
+        (["data.system_prompt=hello"], "data.system_prompt.*use_chat_template"),
         (["algorithm.kl.target=0.1"], "algorithm.kl.target.*place"),
         (["preset=grpo", "critic.warmup_steps=5"], "critic.warmup_steps.*no critic"),
         (["algorithm.normalize_by_role=true"], "normalize_by_role.*environment"),
