@@ -12,7 +12,10 @@ Programs assign letters; a line is spoilt if it uses a letter without a value, a
     c = d + 2    -1      (d has no value)
     a = 1        -1
 
-The same prompts with answers (train.jsonl, held_out.jsonl) serve sft and train: a critic may start from these models.
+responses.jsonl holds such programs with their tests, for label-lines (``true_labels`` say what it should find), and
+solutions.jsonl programs without a spoilt line, from which sft makes the model that completes prefixes.
+
+The same prompts with answers (prompts.*.jsonl) serve sft and train: a critic may start from these models.
 The same arguments write the same bytes; held-out digits never occur in training.
 
     python examples/reward_models/make_task.py --output outputs/reward_models/task
@@ -118,8 +121,10 @@ def prompts(count: int, *, held_out: bool, seed: int) -> Iterator[dict[str, str]
         yield {"id": f"{number}", "prompt": f"{_spaced(digits)}:", "answer": answer, "response": answer}
 
 
-def programs(count: int, *, held_out: bool, seed: int) -> Iterator[dict[str, Any]]:
-    generator = random.Random(f"{seed} programs {held_out}")
+def programs(
+    count: int, *, held_out: bool, seed: int, spoilt_share: float = 0.2, name: str = "programs"
+) -> Iterator[dict[str, Any]]:
+    generator = random.Random(f"{seed} {name} {held_out}")
     for _ in range(count):
         lines, labels = [], []
         known: list[str] = []
@@ -129,19 +134,31 @@ def programs(count: int, *, held_out: bool, seed: int) -> Iterator[dict[str, Any
                 lines.append("# note")
                 labels.append(0)
                 continue
-            name, number = generator.choice(LETTERS), generator.randint(1, 9)
+            letter, number = generator.choice(LETTERS), generator.randint(1, 9)
             unknown = [letter for letter in LETTERS if letter not in known]
-            if unknown and generator.random() < 0.2:
-                lines.append(f"{name} = {generator.choice(unknown)} + {number}")
+            if unknown and generator.random() < spoilt_share:
+                lines.append(f"{letter} = {generator.choice(unknown)} + {number}")
                 spoilt = True
             elif known and generator.random() < 0.6:
-                lines.append(f"{name} = {generator.choice(known)} + {number}")
+                lines.append(f"{letter} = {generator.choice(known)} + {number}")
             else:
-                lines.append(f"{name} = {number}")
+                lines.append(f"{letter} = {number}")
             labels.append(-1 if spoilt else 1)
-            if name not in known:
-                known.append(name)
+            if letter not in known:
+                known.append(letter)
         yield {"prompt": "# note\n", "response": "\n".join(lines) + "\n", "line_labels": labels}
+
+
+def responses(count: int, *, seed: int) -> Iterator[dict[str, Any]]:
+    """What label-lines reads: the tests are passed by any program that runs to its end."""
+    for number, row in enumerate(programs(count, held_out=True, seed=seed, name="responses")):
+        yield {"id": f"{number}", "tests": "assert True", "true_labels": row.pop("line_labels"), **row}
+
+
+def solutions(count: int, *, seed: int) -> Iterator[dict[str, Any]]:
+    """What sft reads."""
+    for row in programs(count, held_out=False, seed=seed, spoilt_share=0.0, name="solutions"):
+        yield {"prompt": row["prompt"], "response": row["response"], "answer": "0"}
 
 
 def _spaced(digits: list[int]) -> str:
@@ -155,6 +172,9 @@ def write_task(output: Path, *, num_train: int, num_held_out: int, seed: int) ->
             with open(output / f"{name}.{side}.jsonl", "w", encoding="utf-8") as file:
                 for row in rows(count, held_out=side == "held_out", seed=seed):
                     file.write(json.dumps(row) + "\n")
+    for name, rows, count in (("responses", responses, num_held_out), ("solutions", solutions, num_train)):
+        with open(output / f"{name}.jsonl", "w", encoding="utf-8") as file:
+            file.writelines(json.dumps(row) + "\n" for row in rows(count, seed=seed))
 
 
 def main(arguments: list[str]) -> int:
