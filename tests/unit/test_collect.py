@@ -100,7 +100,9 @@ def test_over_sampling_takes_the_groups_that_are_complete_first_and_drops_the_ta
     found = collect(parts)
     assert len(found.trajectories) == 6 and all(t.stopped for t in found.trajectories)
     assert 1 not in {t.group_id for t in found.trajectories}
-    assert found.metrics == {"rollout/num_discarded": 6.0} and all(t in found.trajectories for t in parts[1].fill(1)[:6])
+    assert found.metrics == {"rollout/num_discarded": 6.0} and all(
+        t in found.trajectories for t in parts[1].fill(1)[:6]
+    )
 
 
 def test_over_sampling_in_windows_keeps_every_token_of_the_aborted():
