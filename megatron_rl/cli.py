@@ -95,7 +95,9 @@ def _train_command(arguments: argparse.Namespace) -> int:
 def _check_inputs(config: "Config", command: str) -> None:
     """Everything outside the configuration that a run would trip over later: data rows, the reward and its options."""
     from megatron_rl.data.prompts import check_files
-    from megatron_rl.rewards.registry import check_options, resolve
+    from megatron_rl.data.sampler import check_mixtures
+    from megatron_rl.environments import registry as environments
+    from megatron_rl.rewards.hybrid import check_types, routes_of
 
     data = config.data
     if command == "reward-train":
@@ -105,8 +107,14 @@ def _check_inputs(config: "Config", command: str) -> None:
     elif command == "sft":
         check_files(config.sft.train_files or data.train_files, data, with_response=True)
     else:
-        check_files([*data.train_files, *data.eval_files], data, with_response=False)
-        check_options(resolve(config.reward.name), config.reward.options)
+        routes_of(config.reward)
+        if config.environment.name:
+            environments.build(config.environment.name, config.environment.options)
+        num_by_type = check_files(data.train_files, data, with_response=False)
+        check_mixtures(data.mixture, data.curriculum, num_by_type)
+        check_types(config.reward, num_by_type)
+        if data.eval_files:
+            check_types(config.reward, check_files(data.eval_files, data, with_response=False))
 
 
 def _dry_run(config: "Config", command: str, world_size: int) -> int:
