@@ -40,6 +40,8 @@ from megatron_rl.training.group import TrainerGroup
 RECORD_FILE = "reward_training.json"
 """Beside the weights: what the model is and how its training went."""
 PRINT_EVERY_STEPS = 25
+EVALUATION_CHUNK = 256
+"""Examples predicted at a time."""
 
 Ids = tuple[int, ...]
 Predictions = dict[str, np.ndarray]
@@ -370,9 +372,9 @@ def _fitting(kind: Kind, files: Sequence[str], config: Config, console: Console)
 
 
 def _evaluate(kind: Kind, group: TrainerGroup, examples: Sequence[Example]) -> dict[str, float]:
-    """Metrics over all examples, predicted in chunks of a few sequences a rank."""
-    chunk = 256
-    parts = [kind.predict(group, examples[start : start + chunk]) for start in range(0, len(examples), chunk)]
+    """Metrics over all examples."""
+    starts = range(0, len(examples), EVALUATION_CHUNK)
+    parts = [kind.predict(group, examples[start : start + EVALUATION_CHUNK]) for start in starts]
     return kind.metrics({name: np.concatenate([part[name] for part in parts]) for name in parts[0]})
 
 
