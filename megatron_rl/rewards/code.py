@@ -33,7 +33,7 @@ MAX_REPLY_BYTES = 1 << 20
 
 
 def check_limits(options: Mapping[str, Any]) -> None:
-    for name in ("time_limit_s", "memory_limit_mb", "disk_limit_mb", "process_limit"):
+    for name in ("time_limit_s", "memory_limit_mb", "disk_limit_mb", "process_limit", "wall_limit_s"):
         if options.get(name, 1) <= 0:
             raise RewardError(f"reward 'code': option {name} must be above 0, got {options[name]!r}")
     url = options.get("url", "")
@@ -55,6 +55,7 @@ def score(
     prompt_code: str = "",
     setup: str | Sequence[str] = "",
     time_limit_s: float = 3.0,
+    wall_limit_s: float = 4.5,
     memory_limit_mb: int = 512,
     disk_limit_mb: int = 16,
     process_limit: int = 16,
@@ -73,8 +74,9 @@ def score(
         entry_point: The tested function; needed for ``check(candidate)``, else taken from ``prompt_code``.
         prompt_code: Code that the response continues, or whose imports and helpers it may rely on.
         setup: Source that runs before the response and before the tests.
-        time_limit_s: Wall-clock seconds of program and tests. reward.timeout_s must be larger by about a second, or
-            the worker is killed before it can say so.
+        time_limit_s: Seconds for program and tests; waiting for a CPU does not count.
+        wall_limit_s: Seconds by the clock. A program that runs until then has failed, or is unscored if the machine was
+            so busy that it had less than a quarter of its time. reward.timeout_s must be larger.
         memory_limit_mb: Of one process, and of all processes of a program together.
         disk_limit_mb: Size of the folder that a program can write to.
         process_limit: Processes and threads at a time.
@@ -87,10 +89,12 @@ def score(
     if not tests or not (isinstance(tests, str) or all(isinstance(test, str) for test in tests)):
         return Score(None, error=f"no tests: expected source text or a list of asserts, got {tests!r:.80}")
     if not all(isinstance(text, str) for text in (entry_point, prompt_code)):
-        return Score(None, error=f"entry_point and prompt_code: expected text, got {entry_point!r:.40}, {prompt_code!r:.40}")
+        return Score(
+            None, error=f"entry_point and prompt_code: expected text, got {entry_point!r:.40}, {prompt_code!r:.40}"
+        )
     setup = setup if isinstance(setup, str) else "\n".join(setup)
     program = Program(extract_code(response, entry_point), tests, prompt_code, entry_point, setup)
-    limits = ProgramLimits(time_limit_s, memory_limit_mb, disk_limit_mb, process_limit)
+    limits = ProgramLimits(time_limit_s, memory_limit_mb, disk_limit_mb, process_limit, wall_limit_s)
     if url:
         return _ask_sandbox(url, program, limits)
     try:

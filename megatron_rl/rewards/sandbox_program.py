@@ -93,8 +93,8 @@ def _judged(job: dict[str, Any], connection: socket.socket) -> Verdict:
     except Exception as error:
         return {"kind": "bad_tests", "detail": f"the prompt or the set-up fails without the response: {error!r}"}
     namespace.update({name: peer.name(name) for name in tests.names})
-    if entry_point:
-        namespace.setdefault("candidate", peer.name(entry_point))
+    if entry_point and "candidate" in tests.names:
+        namespace["candidate"] = peer.name(entry_point)
     solution = types.ModuleType("solution")
     solution.__getattr__ = peer.name  # for ``from solution import ...``
     sys.modules["solution"] = solution

@@ -40,6 +40,8 @@ HEADER = struct.Struct("!I")
 BOX = "/box"
 """Working, home and temporary folder of a program, where it has a root of its own."""
 ROOT_BYTES = 1 << 20
+FAIR_SHARE = 0.25
+TOO_BUSY = "the machine is too busy to run a program within its time"
 WATCH_S = 0.02
 """Between two looks at memory, processes and disk."""
 FIRST_WATCH_S = 0.1
@@ -58,6 +60,9 @@ PRELOADED = (
 @dataclass(frozen=True)
 class Limits:
     time_s: float
+    """Since the start, less what the processes waited for a CPU: a busy machine fails nobody."""
+    wall_s: float
+    """Since the start, whatever the machine did; a program that had less than ``FAIR_SHARE`` of its time is unscored."""
     memory_bytes: int
     disk_bytes: int
     num_processes: int
@@ -209,6 +214,10 @@ class Guards:
         finally:
             os.close(file)
 
+    def delay_s(self, pids: list[int]) -> float:
+        """Seconds that processes were ready to run and had to wait for a CPU (0 where the kernel does not count)."""
+        return sum(int((self._read(f"{pid}/schedstat").split() or [0, 0])[1]) for pid in pids) / 1e9
+
     def disk_bytes(self) -> int:
         """In the working folder, where its size is not limited by its file system."""
         if self.level == "namespaces":
@@ -325,7 +334,7 @@ class Server:
     def _run(self, request: dict[str, Any]) -> dict[str, Any]:
         """One program. The reply says what ended it, and how its processes ended."""
         limits, program = Limits(**request["limits"]), request["program"]
-        deadline = time.monotonic() + limits.time_s
+        started_at = time.monotonic()
         children: list[Child] = []
         open_files: list[socket.socket] = []
         try:
@@ -340,8 +349,11 @@ class Server:
                 children.append(self._start(limits, [channel, ours], lambda: judge(channel, ours)))
             for file in open_files:
                 file.close()
+            deadline = started_at + limits.wall_s
             failure = next((text for child in children if (text := self._confined(child, deadline))), "")
-            ended_by = "" if failure else self._wait(children, limits, deadline)
+            ended_by = "" if failure else self._wait(children, limits, started_at)
+            if ended_by == TOO_BUSY:
+                failure = TOO_BUSY
         finally:
             for file in open_files:
                 file.close()
@@ -385,21 +397,25 @@ class Server:
         if not readable:
             return "a process was not ready before the deadline"
         text = os.read(child.status, 1000).decode(errors="replace")
-        return "" if text == "ok" else f"a process could not be confined: {text or 'it died'}"
+        return "" if text.startswith("ok") else f"a process could not be confined: {text or 'it died'}"
 
-    def _wait(self, children: list[Child], limits: Limits, deadline: float) -> str:
+    def _wait(self, children: list[Child], limits: Limits, started_at: float) -> str:
         """Until the judge (the last child) ends. Returns the limit that ended it sooner, or ""."""
-        judge_status = children[-1].status
+        judge_status, pids = children[-1].status, [child.pid for child in children]
         patience_s = FIRST_WATCH_S
         while True:
-            remaining_s = deadline - time.monotonic()
-            if remaining_s <= 0:
-                return "time limit"
-            readable, _, _ = select.select([judge_status, self._control], [], [], min(patience_s, remaining_s))
-            if readable:
-                return ""  # also if the client is gone: it sends nothing before it has the reply
+            readable, _, _ = select.select([judge_status, self._control], [], [], patience_s)
+            if readable:  # the client sends nothing before it has the reply: either the judge or the client has ended
+                return "disk limit" if self._guards.disk_bytes() > limits.disk_bytes else ""
             patience_s = WATCH_S
-            num_bytes, num_processes = self._guards.usage([child.pid for child in children])
+            elapsed_s = time.monotonic() - started_at
+            if elapsed_s > min(limits.time_s, limits.wall_s):
+                own_s = elapsed_s - self._guards.delay_s(pids)
+                if own_s > limits.time_s:
+                    return "time limit"
+                if elapsed_s > limits.wall_s:
+                    return "time limit" if own_s > FAIR_SHARE * limits.time_s else TOO_BUSY
+            num_bytes, num_processes = self._guards.usage(pids)
             if num_bytes > limits.memory_bytes + self._guards.base_bytes:
                 return "memory limit"
             if num_processes > limits.num_processes + len(children):
