@@ -3,17 +3,21 @@
 import inspect
 import math
 import random
+import re
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron_rl.config.schema import FireConfig
 from megatron_rl.data.tokenizer import Tokenizer
 from megatron_rl.data.trajectory import Prompt, Score, Segment, Trajectory, message_segment
 from megatron_rl.environments import base, calculator, registry
 from megatron_rl.environments.base import EnvironmentFault, Message, TurnView, turn_views, turns_to_score
 from megatron_rl.environments.calculator import Calculator, answer
 from megatron_rl.environments.pag import REVISE_PROMPT, VERIFY_PROMPT, Pag
+from megatron_rl.rollout.service import dialogue_of, fire_of
 from tests.tiny_models import make_tokenizer
 
 PROMPT = Prompt("p", (1,), answer="7")
@@ -353,3 +357,28 @@ def test_verdicts_of_random_dialogues_follow_the_truth_table():
         assert [turn.role for turn in turns] == (["policy", "verifier"] * 3)[: len(turns)] and len(turns) % 2 == 0
         assert all(turn.text == BAD for turn in turns[1:-1:2])
         assert len(turns) == 6 or turns[-1].text in (OK, "hm")
+
+
+def test_the_documented_environment_works():
+    text = (Path(__file__).resolve().parents[2] / "docs" / "environments.md").read_text()
+    (source,) = [block for block in re.findall(r"^```python\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)]
+    names = {}
+    exec(source, names)
+    hint = names["Hint"](hint="units!")
+    assert hint.respond(PROMPT, views("8")) == Message("units!") and hint.respond(PROMPT, views("it is 7")) is None
+    assert hint.respond(PROMPT, views("8", "7")) is None
+    assert [hint.graded_text(PROMPT, views("8", "7"), i) for i in range(2)] == [None, "7"]
+    assert hint.outcome(PROMPT, views("8", "7"), {1: RIGHT}) == RIGHT
+
+
+def test_special_tokens_are_never_hot(chat_tokenizer):
+    fire = fire_of(FireConfig(temperature=30.0, top_k=4, banned_token_ids=[7]), chat_tokenizer)
+    assert set(fire.banned_token_ids) == {7, *chat_tokenizer.special_ids}
+    assert fire_of(FireConfig(), chat_tokenizer) is None
+
+
+def test_a_tools_result_goes_on_in_the_same_text_and_other_messages_are_the_users(chat_tokenizer):
+    made = dialogue_of(Calculator(open_tag="(", close_tag=")", result="={}."), chat_tokenizer, chat=True)
+    assert made.server_stops == ()
+    assert made.encode_message(Message("=7.", verbatim=True), 5) == chat_tokenizer.encode("=7.")
+    assert made.encode_message(Message("go on"), 5) == chat_tokenizer.encode_message("go on", chat=True)
