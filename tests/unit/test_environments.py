@@ -266,7 +266,7 @@ def test_every_option_of_a_builtin_has_a_type_that_is_checked():
             assert parameter.annotation in registry._EXPECTED
 
 
-def dialogue_of(*segments, **fields):
+def dialogue_with(*segments, **fields):
     return Trajectory(0, PROMPT, 0, 0, 99, list(segments), dialogue=True, **fields)
 
 
@@ -276,8 +276,8 @@ def segment(step, turn, role, reason):
 
 def test_independent_turns_are_due_when_they_end_and_continuous_dialogues_when_they_are_finished():
     answered = [segment(0, 0, "policy", "stop"), message_segment((9,), weight_version=0, step=0, turn=0)]
-    open_ = dialogue_of(*answered, segment(0, 1, "verifier", "length"))
-    done = dialogue_of(*open_.segments, segment(1, 1, "verifier", "stop"), env_done=True)
+    open_ = dialogue_with(*answered, segment(0, 1, "verifier", "length"))
+    done = dialogue_with(*open_.segments, segment(1, 1, "verifier", "stop"), env_done=True)
     assert turns_to_score(Pag(), open_, 0) == [0] and turns_to_score(Pag(), done, 1) == [1]
     assert turns_to_score(Calculator(), open_, 0) == [] and turns_to_score(Calculator(), done, 1) == [1]
     assert [view.role for view in turn_views(open_, str)] == ["policy"]
@@ -287,7 +287,7 @@ def test_independent_turns_are_due_when_they_end_and_continuous_dialogues_when_t
 
 
 def test_a_turn_cut_by_a_budget_or_from_outside_is_shown_as_cut():
-    cut = dialogue_of(segment(0, 0, "policy", "abort"), max_turn_tokens=2)
+    cut = dialogue_with(segment(0, 0, "policy", "abort"), max_turn_tokens=2)
     assert [view.finish_reason for view in turn_views(cut, str)] == ["length"]
 
 
