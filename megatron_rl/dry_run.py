@@ -1,9 +1,10 @@
-"""`--dry-run`: the resolved configuration, the batch arithmetic and the stage graph, on the terminal."""
+"""`--dry-run`: the resolved configuration, for reinforcement learning also the batch arithmetic and the stage graph."""
 
 from rich.console import Console
 from rich.syntax import Syntax
 from rich.table import Table
 
+from megatron_rl.config.checks import RL_COMMANDS
 from megatron_rl.config.describe import batch_arithmetic, data_parallel_size
 from megatron_rl.config.load import config_to_yaml
 from megatron_rl.config.schema import Config
@@ -15,10 +16,11 @@ def print_plan(config: Config, *, command: str, world_size: int) -> None:
     console.rule("resolved configuration")
     text = config_to_yaml(config)
     console.print(Syntax(text, "yaml", background_color="default") if console.is_terminal else text, soft_wrap=True)
-    console.rule("batch arithmetic")
-    console.print(arithmetic_table(config, world_size))
-    console.rule(f"stages of a step (schedule.mode={config.schedule.mode.value})")
-    console.print(stage_table(config))
+    if command in RL_COMMANDS:
+        console.rule("batch arithmetic")
+        console.print(arithmetic_table(config, world_size))
+        console.rule(f"stages of a step (schedule.mode={config.schedule.mode.value})")
+        console.print(stage_table(config))
     console.print(
         f"dry run: the configuration is good for `megatron-rl {command}`; nothing was started", soft_wrap=True
     )

@@ -17,5 +17,5 @@ printf '\n== 2/4 supervised warm start from random weights\n'
     policy.path="$OUTPUT/task/model" policy.init=random "sft.train_files=[$OUTPUT/task/sft.jsonl]" sft.output_path="$OUTPUT/sft"
 printf '\n== 3/4 critic pretraining on responses of the frozen policy\n'
 .venv/bin/megatron-rl critic-pretrain --config examples/arithmetic/tppo.yaml "${PATHS[@]}" \
-    policy.path="$OUTPUT/sft" critic_pretrain.output_path="$OUTPUT/critic" \
+    policy.path="$OUTPUT/sft" critic.path= critic_pretrain.output_path="$OUTPUT/critic" \
     run.output_dir="$OUTPUT/critic_run" run.overwrite=true

@@ -42,7 +42,7 @@ def check_config(config: Config, *, command: str, world_size: int | None = None)
     if command in RL_COMMANDS:
         problems += [*_lengths(config), *_pieces(config)]
     if not problems and config.policy.path:
-        problems += _model(config)
+        problems += _model(config, command)
     if problems:
         raise ConfigError("\n".join(problems))
 
@@ -367,7 +367,7 @@ def _rollout(config: Config) -> Iterator[str]:
         yield f"rollout.top_k: expected -1 (off) or at least 1, got {rollout.top_k}"
 
 
-def _model(config: Config) -> Iterator[str]:
+def _model(config: Config, command: str) -> Iterator[str]:
     path = Path(config.policy.path) / "config.json"
     model = read_model_json(path)
     model_type = model.get("model_type")
@@ -382,7 +382,7 @@ def _model(config: Config) -> Iterator[str]:
         )
     context = model.get("max_position_embeddings", 0)
     longest = config.batch.max_prompt_tokens + config.batch.max_response_tokens
-    if context and longest > context:
+    if context and longest > context and command in (*RL_COMMANDS, "select-prompts"):
         yield (
             f"batch.max_prompt_tokens + batch.max_response_tokens: {longest} tokens do not fit the model's context of "
             f"{context} ({path}: max_position_embeddings)"

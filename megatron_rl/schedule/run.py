@@ -19,6 +19,7 @@ from megatron_rl.config.schema import (
     Config,
     CriticConfig,
     FireLoss,
+    Init,
     KlPlace,
     Mode,
     OptimizerConfig,
@@ -33,7 +34,7 @@ from megatron_rl.environments.base import Environment
 from megatron_rl.environments.registry import build as build_environment
 from megatron_rl.parallel import topology as topologies
 from megatron_rl.parallel.topology import Topology
-from megatron_rl.process.rewards import ProcessRewarder
+from megatron_rl.process.rewards import ProcessRewarder, program_types
 from megatron_rl.rewards.hybrid import build_rewards, check_prompts, wanted_row_fields
 from megatron_rl.rollout.service import RolloutService, open_rollout
 from megatron_rl.schedule.collect import Collector
@@ -89,19 +90,21 @@ def critic_pretrain(config: Config) -> None:
 
 
 def rl_engines(config: Config, *, freeze_policy: bool = False) -> BuildEngines:
-    """The models of a run by name: policy and, as the algorithm needs them, critic, reference and process reward model."""
+    """The models of a run by name: policy and, as the algorithm needs them, critic, reference and process reward model.
+
+    A folder named for one of them is loaded whatever policy.init says.
+    """
 
     def build(topology: Topology) -> dict[str, Engine]:
         policy, critic = config.policy, config.critic
-        engines = {"policy": _engine(config, topology, "policy", policy, None if freeze_policy else policy.optimizer)}
+        trained = None if freeze_policy else policy.optimizer
+        engines = {"policy": _engine(config, topology, "policy", policy, trained)}
         if uses_critic(config):
-            engines["critic"] = _engine(config, topology, "critic", critic, critic.optimizer)
+            engines["critic"] = _engine(config, topology, "critic", critic, critic.optimizer, path=critic.path)
         if config.algorithm.kl.place is not KlPlace.none:
-            reference = replace(policy, path=config.reference.path or policy.path)
-            engines["reference"] = _engine(config, topology, "policy", reference, None)
+            engines["reference"] = _engine(config, topology, "policy", policy, None, path=config.reference.path)
         if config.reward.process.path:
-            process = replace(critic, path=config.reward.process.path)
-            engines["process"] = _engine(config, topology, "critic", process, None)
+            engines["process"] = _engine(config, topology, "critic", critic, None, path=config.reward.process.path)
         return engines
 
     return build
@@ -112,15 +115,22 @@ def uses_critic(config: Config) -> bool:
 
 
 def _engine(
-    config: Config, topology: Topology, role: str, model: PolicyConfig | CriticConfig, optimizer: OptimizerConfig | None
+    config: Config,
+    topology: Topology,
+    role: str,
+    model: PolicyConfig | CriticConfig,
+    optimizer: OptimizerConfig | None,
+    *,
+    path: str = "",
 ) -> Engine:
+    """``path``: a folder of its own; empty: policy.path, and fresh weights if policy.init says so."""
     return Engine(
         role,
-        model.path or config.policy.path,
+        path or config.policy.path,
         parallel=config.parallel,
         topology=topology,
         optimizer=optimizer,
-        init=config.policy.init,
+        init=Init.checkpoint if path else config.policy.init,
         dtype=model.dtype,
         recompute=model.recompute,
         seed=config.run.seed,
@@ -199,7 +209,7 @@ def _drive(config: Config, group: TrainerGroup, *, freeze_policy: bool) -> Summa
                 independent_turns=environment is not None and environment.turns_are_independent,
                 masks_hot_tokens=config.rollout.fire.loss is FireLoss.mask,
             ),
-            process_rewarder=ProcessRewarder(config.reward.process, tokenizer.decode),
+            process_rewarder=ProcessRewarder(config.reward.process, tokenizer.decode, program_types(config.reward)),
             settling=settling,
             stop_after=runner.stop_after,
         )
