@@ -1,0 +1,106 @@
+"""Every preset for a few steps on the real stack: one tiny model, one SGLang server that all runs attach to."""
+
+import json
+import os
+import random
+import subprocess
+import sys
+
+import pytest
+
+from megatron_rl.config.load import preset_names
+from megatron_rl.rollout.server import ServerOptions, SglangServer
+from megatron_rl.tracking.metrics import read_metrics
+from tests.word_models import make_word_model
+
+RECIPE = """
+run: {{num_steps: 3, seed: 5}}
+policy: {{path: {folder}/model, dtype: float32, optimizer: {{lr: 1.0e-3, warmup_steps: 0}}}}
+critic: {{warmup_steps: 0, optimizer: {{lr: 1.0e-3}}}}
+parallel: {{collective_timeout_s: 120}}
+batch:
+  num_prompts_per_step: 4
+  num_samples_per_prompt: 4
+  max_prompt_tokens: 64
+  max_response_tokens: 20
+  window_tokens: 0
+  policy_minibatch_size: 8
+  critic_minibatch_size: 8
+  max_tokens_per_microbatch: 512
+data: {{train_files: ["{folder}/train.jsonl"], use_chat_template: false, system_prompt: "", reward_fields: []}}
+reward: {{name: "tests.integration.presets_worker:even_length", num_workers: 1}}
+rollout: {{urls: ["{url}"]}}
+tracking: {{mlflow: false}}
+"""
+JUDGE = "{{url: '{url}', tokenizer_path: '{folder}/model'}}"
+OVERRIDES = {
+    "tppo": ["batch.window_tokens=8", "algorithm.ignore_boundary_tokens=2"],
+    "dapo": ["algorithm.overlong_buffer_tokens=8"],
+    "reinforce_pp": ["batch.num_samples_per_prompt=1", "batch.num_prompts_per_step=16"],
+    "pag": ["batch.max_response_tokens=400", "environment.max_turn_tokens=12"],
+    "pairwise_ppo": ["reward.name=pairwise", f"reward.options={JUDGE}"],
+    "seed_vl_hybrid": [
+        "reward.require_think=false",
+        "reward.by_type.verifiable.name=tests.integration.presets_worker:even_length",
+        f"reward.by_type.general.options={JUDGE}",
+    ],
+}
+EXPECTED = {
+    "dapo": ("dynamic_sampling/num_rounds", "dynamic_sampling/useful_share"),
+    "grpo": ("kl/reference_per_token", "policy/kl_loss"),
+    "reinforce_pp": ("kl/reference_per_token",),
+    "rloo": ("kl/reference_per_response",),
+    "vapo": ("critic/explained_variance", "critic/advantage_q1"),
+    "pag": ("dialogue/first_accuracy", "dialogue/final_accuracy"),
+    "pairwise_ppo": ("reward/swap_consistency",),
+    "seed_vl_hybrid": ("policy/kl_loss", "reward/swap_consistency"),
+}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """(output folder, what was printed) after one process has run every preset."""
+    folder = tmp_path_factory.mktemp("presets")
+    make_word_model(folder / "model", max_position_embeddings=1024)
+    rng = random.Random(0)
+    rows = []
+    for i in range(24):
+        a, b = rng.randint(0, 9), rng.randint(0, 9)
+        kind = ("verifiable", "general")[i % 2]
+        rows.append({"id": i, "prompt": f"{a}+{b}=", "answer": str(a + b), "type": kind})
+    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    options = ServerOptions(model_path=str(folder / "model"), deterministic=True, tokenizer=True)
+    server = SglangServer(options, folder / "server.log")
+    try:
+        server.start()
+        (folder / "recipe.yaml").write_text(RECIPE.format(folder=folder, url=server.url))
+        wanted = {
+            name: [text.format(folder=folder, url=server.url) for text in OVERRIDES.get(name, [])]
+            for name in preset_names()
+        }
+        arguments = [str(folder / "recipe.yaml"), str(folder / "out"), json.dumps(wanted)]
+        done = subprocess.run(
+            [sys.executable, "-m", "tests.integration.presets_worker", *arguments],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=900,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+    finally:
+        server.stop()
+    return folder / "out", done.stdout
+
+
+@pytest.mark.parametrize("preset", preset_names())
+def test_the_preset_trains_the_policy(runs, preset):
+    folder, output = runs
+    own = output.partition(f"== {preset} begins\n")[2].partition("== ")[0]
+    assert f"== {preset} ended with 0" in output, own
+    rows = {row.step: row.metrics for row in read_metrics(folder / preset / "metrics.jsonl")}
+    assert sorted(rows) == [1, 2, 3]
+    assert all(rows[step]["policy/grad_norm"] > 0 for step in rows)
+    for name in EXPECTED.get(preset, ()):
+        assert any(name in metrics for metrics in rows.values()), f"{name} is not among {sorted(rows[3])}"
+    has_critic = any("critic/loss" in metrics for metrics in rows.values())
+    assert has_critic == (preset in ("ppo", "tppo", "vc_ppo", "vapo", "pag", "pairwise_ppo", "seed_vl_hybrid"))
