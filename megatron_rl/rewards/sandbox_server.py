@@ -17,11 +17,12 @@ comes first, and then kills. Everything dies with the server, the server with it
 """
 
 import gc
+import glob
 import json
 import os
 import resource
+import secrets
 import select
-import shutil
 import signal
 import socket
 import stat
@@ -31,6 +32,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any
 
 from megatron_rl.rewards import sandbox_kernel as kernel
@@ -47,6 +49,9 @@ WATCH_S = 0.02
 FIRST_WATCH_S = 0.1
 """Most programs have ended by then."""
 MAX_OPEN_FILES = 64
+MAX_ENTRIES = 4096
+"""Files and folders of a program."""
+FOLDER_PREFIX = "megatron_rl_sandbox_"
 STACK_BYTES = 64 << 20
 FIRST_GUEST_UID, NUM_GUEST_UIDS = 61184, 4335
 """User ids that systemd reserves for users who own nothing; a server takes one, so that process limits are its own."""
@@ -158,7 +163,8 @@ class Guards:
         if level == "filter" and not kernel.landlock_version():
             raise kernel.Unsupported(0, "this kernel has no Landlock")
         kernel.prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)
-        self.folder = tempfile.mkdtemp(prefix="megatron_rl_sandbox_")
+        _remove_leftovers()
+        self.folder = tempfile.mkdtemp(prefix=f"{FOLDER_PREFIX}{os.getpid()}_")
 
     def fork(self) -> int:
         if self.level == "namespaces":
@@ -170,7 +176,7 @@ class Guards:
         os.setsid()
         if self.level == "namespaces":
             uid, gid = (self._guest, self._guest) if self._is_root else (os.geteuid(), os.getegid())
-            options = f"size={limits.disk_bytes},nr_inodes=4096,mode=700,uid={uid},gid={gid}"
+            options = f"size={limits.disk_bytes},nr_inodes={MAX_ENTRIES},mode=700,uid={uid},gid={gid}"
             kernel.mount("tmpfs", BOX, "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, options)
         os.chdir(self.folder)
         _limit_resources(limits, self.base_bytes)
@@ -222,14 +228,7 @@ class Guards:
         """In the working folder, where its size is not limited by its file system."""
         if self.level == "namespaces":
             return 0
-        num_bytes = 0
-        for folder, _, names in os.walk(self.folder):
-            for name in names:
-                try:
-                    num_bytes += os.lstat(os.path.join(folder, name)).st_blocks * 512
-                except OSError:
-                    pass
-        return num_bytes
+        return folder_bytes(self.folder)
 
     def sweep(self, pids: list[int]) -> list[int]:
         """Kill processes with all that they started, and empty the folder. Returns the wait statuses."""
@@ -239,7 +238,7 @@ class Guards:
         statuses = [os.waitpid(pid, 0)[1] for pid in pids]
         if self.level != "namespaces":
             self._sweep_orphans()
-            _empty(self.folder)
+            empty_folder(self.folder)
         return statuses
 
     def _sweep_orphans(self) -> None:
@@ -256,26 +255,60 @@ class Guards:
 
     def close(self) -> None:
         if self.level != "namespaces":
-            shutil.rmtree(self.folder, ignore_errors=True)
+            empty_folder(self.folder)
+            os.rmdir(self.folder)
 
 
-def _empty(folder: str) -> None:
-    """Delete what is in a folder, whatever its permissions."""
+def folder_bytes(folder: str) -> int:
+    """What is in a folder; more than any limit if it has too many entries, or paths too long, to be looked through."""
+    num_bytes, num_entries, waiting = 0, 0, [folder]
+    while waiting:
+        try:
+            with os.scandir(waiting.pop()) as entries:
+                for entry in entries:
+                    num_entries += 1
+                    if num_entries > MAX_ENTRIES:
+                        return sys.maxsize
+                    if entry.is_dir(follow_symlinks=False):
+                        waiting.append(entry.path)
+                    else:
+                        num_bytes += entry.stat(follow_symlinks=False).st_blocks * 512
+        except FileNotFoundError:
+            pass  # deleted meanwhile
+        except PermissionError:
+            pass  # it holds what the program put there before, and can add nothing
+        except OSError:
+            return sys.maxsize
+    return num_bytes
 
-    def mend(_function: Callable[..., Any], path: str, _error: Any) -> None:
-        for target in (os.path.dirname(path), path):
-            if not os.path.islink(target) and os.path.isdir(target):
-                os.chmod(target, stat.S_IRWXU)
-        if os.path.isdir(path) and not os.path.islink(path):
-            shutil.rmtree(path, ignore_errors=True)
-        elif os.path.lexists(path):
-            os.unlink(path)
 
-    for entry in os.scandir(folder):
-        if entry.is_dir(follow_symlinks=False):
-            shutil.rmtree(entry.path, onerror=mend)
-        else:
-            os.unlink(entry.path)
+def empty_folder(folder: str) -> None:
+    """Delete what is in a folder, whatever its permissions and however deep it is: by bringing folders up, not by going
+    down."""
+    prefix, number = f"{folder}/{secrets.token_hex(8)}", 0
+    while entries := list(os.scandir(folder)):
+        for entry in entries:
+            if not entry.is_dir(follow_symlinks=False):
+                os.unlink(entry.path)
+                continue
+            os.chmod(entry.path, stat.S_IRWXU)
+            for child in list(os.scandir(entry.path)):
+                if child.is_dir(follow_symlinks=False):
+                    os.chmod(child.path, stat.S_IRWXU)
+                    os.rename(child.path, f"{prefix}{number}")
+                    number += 1
+                else:
+                    os.unlink(child.path)
+            os.rmdir(entry.path)
+
+
+def _remove_leftovers() -> None:
+    """Folders of servers that were killed."""
+    for path in glob.glob(f"{tempfile.gettempdir()}/{FOLDER_PREFIX}*"):
+        pid = path.rpartition(FOLDER_PREFIX)[2].partition("_")[0]
+        if pid.isdigit() and not os.path.exists(f"/proc/{pid}") and os.stat(path).st_uid == os.geteuid():
+            empty_folder(path)
+            os.rmdir(path)
 
 
 def _limit_resources(limits: Limits, base_bytes: int) -> None:
@@ -380,6 +413,7 @@ class Server:
         try:
             try:
                 signal.signal(signal.SIGINT, signal.default_int_handler)
+                signal.signal(signal.SIGTERM, signal.SIG_DFL)
                 _keep_files({file.fileno() for file in files} | {write_end})
                 self._guards.confine(limits, own_pid)
             except BaseException as error:
@@ -436,6 +470,10 @@ def _keep_files(kept: set[int]) -> None:
     os.closerange(low, 1 << 16)
 
 
+def _leave(_signal_number: int, _frame: FrameType | None) -> None:
+    raise SystemExit(0)
+
+
 def main(start: dict[str, Any]) -> None:
     """Entry point: ``control_fd``, ``level``, ``parent_pid`` and ``preload`` (modules) from the client."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the client's to handle
@@ -454,7 +492,8 @@ def main(start: dict[str, Any]) -> None:
     except OSError as error:
         failure = f"{start['level']}: {error.strerror or error}"
     # After the guards: both are lost when a process changes its credentials.
-    kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
+    signal.signal(signal.SIGTERM, _leave)
+    kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGTERM)
     kernel.prctl(kernel.PR_SET_DUMPABLE, 0)
     if os.getppid() != start["parent_pid"]:
         failure = "the client is gone"

@@ -199,6 +199,8 @@ GUARDED = {
     "the limits": "import resource; resource.setrlimit(resource.RLIMIT_AS, (-1, -1))",
     "another user": "import os; os.setuid(0 if os.getuid() else 1)",
     "the disk": "import os\nfor i in range(100):\n    with open(str(i), 'wb') as file: file.write(b'x' * (1 << 20))",
+    "ever deeper folders": "import os\nwhile True:\n    os.mkdir('d')\n    os.chdir('d')",
+    "ever more files": "import itertools\nfor i in itertools.count(): open(str(i), 'w').close()",
     "one big file": "with open('x', 'wb') as file:\n    for i in range(100): file.write(b'x' * (1 << 20))",
 }
 """What must fail with an OSError or ValueError (or end the program) when a program tries it."""
