@@ -47,9 +47,11 @@ def score(response: str, answer: str, *, extract: Extract = "auto", separator: s
             commas are no thousands separators: 122,134 is 134.
 
     Returns:
-        Value 1.0 or 0.0 and, as detail, what was extracted; no value if ``answer`` itself cannot be compared with.
+        Value 1.0 or 0.0 and, as detail, what was extracted; no value if ``answer`` itself cannot be compared with. An
+        ``answer`` may be a whole solution: then what follows its ``####``, or its ``\boxed{}``, is the truth.
     """
-    if not answer.strip():
+    answer = _final_part(answer)
+    if not answer:
         return Score(None, error="the ground truth is empty")
     truth = parse_number(answer)
     if extract == "last_number" and truth is None:
@@ -63,7 +65,14 @@ def score(response: str, answer: str, *, extract: Extract = "auto", separator: s
         if place == "boxed":
             return Score(0.0, r"no closed \boxed{} in the response")
         candidate = response.strip()[-MAX_ANSWER_CHARS:]
-    return _compare_anchored(place, candidate, answer.strip(), truth, separator)
+    if not candidate:
+        return Score(0.0, f"nothing after {place}")
+    return _compare_anchored(place, candidate, answer, truth, separator)
+
+
+def _final_part(answer: str) -> str:
+    r"""The answer of a ground truth that is a whole solution ending in ``#### 42`` or holding ``\boxed{42}``."""
+    return (hash_answer(answer) or boxed_answer(answer) or answer).strip()
 
 
 def _find(response: str, extract: Extract) -> tuple[str, str | None]:
@@ -76,7 +85,7 @@ def _find(response: str, extract: Extract) -> tuple[str, str | None]:
     if boxed is not None or extract == "boxed":
         return "boxed", boxed
     for place, text in (("####", hash_answer(response)), ("answer is", phrase_answer(response))):
-        if text:
+        if text is not None:
             return place, text
     return "last number", None
 

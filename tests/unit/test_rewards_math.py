@@ -243,3 +243,16 @@ def test_every_gsm8k_solution_gets_its_own_answer_right_and_another_wrong(split:
             if values != (1.0, 0.0):
                 misread.append((solution, extract, values))
     assert misread == []
+
+
+@pytest.mark.parametrize(
+    ("response", "answer", "value"),
+    [
+        ("so\n#### 33", "33.3 % rounds down to 33%\n#### 33", 1.0),
+        ("so\n#### 34", "33.3 % rounds down to 33%\n#### 33", 0.0),
+        (r"thus \boxed{\frac{1}{2}}", r"We get \boxed{0.5}.", 1.0),
+        ("she makes 18 dollars\n####", "#### 18", 0.0),
+    ],
+)
+def test_a_ground_truth_may_be_a_whole_solution_and_an_empty_marker_is_no_answer(response, answer, value):
+    assert score(response, answer).value == value
