@@ -24,6 +24,8 @@ from megatron_rl.errors import ConfigError
 SUPPORTED_MODEL_TYPES = ("llama", "mixtral", "qwen2", "qwen3", "qwen3_moe")
 """The families of models/hf/families.py, which needs Megatron to be imported."""
 
+MAX_HOT_TOP_K = 4096
+"""SGLang's limit for exact log-probs after top-k."""
 RL_COMMANDS = ("train", "critic-pretrain")
 TRAINING_COMMANDS = (*RL_COMMANDS, "sft", "reward-train")
 DATA_COMMANDS = ("select-prompts", "label-lines")
@@ -73,7 +75,6 @@ def _ranges(config: Config) -> Iterator[str]:
         "reward.max_concurrency": config.reward.max_concurrency,
         "reward.memory_limit_mb": config.reward.memory_limit_mb,
         "rollout.over_sampling": config.rollout.over_sampling,
-        "rollout.fire.top_k": config.rollout.fire.top_k,
         "reward_train.num_steps": config.reward_train.num_steps,
         "reward_train.batch_size": config.reward_train.batch_size,
         "label_lines.num_completions": config.label_lines.num_completions,
@@ -363,6 +364,8 @@ def _rollout(config: Config) -> Iterator[str]:
     )
     if not 0 <= rollout.port <= 65535 - rollout.num_servers:
         yield f"rollout.port: expected 0 (any free port) or a port up to {65535 - rollout.num_servers}, got {rollout.port}"
+    if rollout.fire.top_k != -1 and not 1 <= rollout.fire.top_k <= MAX_HOT_TOP_K:
+        yield f"rollout.fire.top_k: expected -1 (off) or 1 to {MAX_HOT_TOP_K}, got {rollout.fire.top_k}"
     if rollout.top_k != -1 and rollout.top_k < 1:
         yield f"rollout.top_k: expected -1 (off) or at least 1, got {rollout.top_k}"
 

@@ -19,6 +19,12 @@ def rollout_metrics(trajectories: Sequence[Trajectory], *, step: int, num_carrie
         "rollout/prompt_tokens_mean": _mean([len(t.prompt.token_ids) for t in trajectories]),
         "step/tokens_generated": sum(t.window_tokens(step) for t in trajectories),
     }
+    messages = sum(t.num_response_tokens - t.num_generated_tokens for t in trajectories)
+    if messages:
+        metrics["rollout/message_share"] = messages / sum(t.num_response_tokens for t in trajectories)
+    hot = sum(len(s.token_ids) for t in trajectories for s in t.segments if s.hot and s.step == step)
+    if hot:
+        metrics["rollout/hot_tokens"] = hot
     if finished:
         metrics["rollout/response_tokens_mean"] = _mean([t.num_response_tokens for t in finished])
         metrics["rollout/response_tokens_max"] = max(t.num_response_tokens for t in finished)
