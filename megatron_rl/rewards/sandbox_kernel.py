@@ -180,6 +180,7 @@ _ALLOW, _REFUSE, _KILL = 0x7FFF0000, 0x00050000, 0x80000000
 _NUMBER_AT, _ARCH_AT = 0, 4
 _X32_BIT = 0x40000000
 
+INSTRUCTION = struct.Struct("HBBI")
 Instruction = tuple[int, int, int, int]
 """Operation, instructions to skip if true, if false, and the operand."""
 
@@ -189,7 +190,7 @@ def _argument_at(index: int) -> int:
     return 16 + 8 * index
 
 
-def filter_program(*, alone: bool, own_pid: int) -> list[Instruction]:
+def filter_program(*, alone: bool, own_pid: int) -> bytes:
     """Classic BPF that allows everything but the calls above; a forbidden call fails with EPERM.
 
     Args:
@@ -238,18 +239,17 @@ def filter_program(*, alone: bool, own_pid: int) -> list[Instruction]:
         on_argument("clone", 0, (_JUMP_ANY_BIT, 0, 1, CLONE_NAMESPACES), refuse, allow)
     # TIOCSTI pushes characters into a terminal.
     on_argument("ioctl", 1, (_JUMP_EQUAL, 0, 1, 0x5412), refuse, (_LOAD, 0, 0, _NUMBER_AT))
-    return [*program, allow]
+    return b"".join(INSTRUCTION.pack(*instruction) for instruction in (*program, allow))
 
 
-def install_filter(program: Iterable[Instruction]) -> None:
+def install_filter(code: bytes) -> None:
     """For this process and all its descendants; cannot be taken back. Needs no_new_privs."""
-    code = b"".join(struct.pack("HBBI", *instruction) for instruction in program)
     instructions = ctypes.create_string_buffer(code, len(code))
 
     class Program(ctypes.Structure):
         _fields_ = [("length", ctypes.c_ushort), ("filter", ctypes.c_void_p)]
 
-    handle = Program(len(code) // 8, ctypes.addressof(instructions))
+    handle = Program(len(code) // INSTRUCTION.size, ctypes.addressof(instructions))
     prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, ctypes.c_void_p(ctypes.addressof(handle)))
 
 

@@ -39,6 +39,8 @@ from megatron_rl.rewards import sandbox_kernel as kernel
 from megatron_rl.rewards.sandbox_program import judge, play, together
 
 HEADER = struct.Struct("!I")
+GC_THRESHOLD = 20_000
+"""New objects between two collections: most programs end before the first one."""
 BOX = "/box"
 """Working, home and temporary folder of a program, where it has a root of its own."""
 ROOT_BYTES = 1 << 20
@@ -157,6 +159,7 @@ class Guards:
         self.base_bytes = int(self._read("self/statm").split()[0]) * resource.getpagesize()
         """Address space of the server, which its forks start with."""
         if level == "namespaces":
+            self._filter = kernel.filter_program(alone=False, own_pid=0)
             enter_namespaces()
             self._is_root = self._is_root and os.geteuid() == 0
             return
@@ -196,8 +199,10 @@ class Guards:
         if self.level == "filter" and os.getppid() != parent_pid:
             os._exit(1)
         kernel.drop_capabilities()
-        alone = self.level == "filter"
-        kernel.install_filter(kernel.filter_program(alone=alone, own_pid=os.getpid()))
+        if self.level == "filter":
+            kernel.install_filter(kernel.filter_program(alone=True, own_pid=os.getpid()))
+        else:
+            kernel.install_filter(self._filter)
 
     def usage(self, pids: list[int]) -> tuple[int, int]:
         """(bytes in memory, number of processes) of process trees."""
@@ -505,6 +510,7 @@ def main(start: dict[str, Any]) -> None:
     os.environ.update(HOME=guards.folder, TMPDIR=guards.folder)
     tempfile.tempdir = None
     gc.collect()
+    gc.set_threshold(GC_THRESHOLD)
     gc.freeze()  # keeps the collector of a forked process from touching, and so copying, shared pages
     try:
         if not failure:

@@ -114,31 +114,35 @@ def _try_compile(text: str) -> CodeType | None:
 
 def prelude(prompt_code: str, entry_point: str) -> list[CodeType]:
     """What a prompt has before the definition of ``entry_point``: imports and helpers. Nothing, for a prompt in words."""
+    kept = _prelude_statements(prompt_code, entry_point)
+    return [compile(ast.Module(kept, []), "<prompt>", "exec")] if kept else []
+
+
+def _prelude_statements(prompt_code: str, entry_point: str) -> list[ast.stmt]:
+    kept = []
+    for node in _prompt_statements(prompt_code):
+        if entry_point in _defined([node]):
+            break
+        if not isinstance(node, ast.Expr):
+            kept.append(node)
+    return kept
+
+
+def _prompt_statements(prompt_code: str) -> list[ast.stmt]:
+    """A prompt may end within a function that it has only begun; a prompt in words has no statements."""
     for text in (prompt_code, f"{prompt_code}\n    pass"):
         try:
-            body = ast.parse(text).body
+            return ast.parse(text).body
         except (SyntaxError, ValueError):
             continue
-        kept = []
-        for node in body:
-            if entry_point in _defined([node]):
-                break
-            if not isinstance(node, ast.Expr):
-                kept.append(node)
-        return [compile(ast.Module(kept, []), "<prompt>", "exec")] if kept else []
     return []
 
 
 def infer_entry_point(prompt_code: str) -> str:
     """The last function that a prompt begins; "" if it begins none."""
-    for text in (prompt_code, f"{prompt_code}\n    pass"):
-        try:
-            body = ast.parse(text).body
-        except (SyntaxError, ValueError):
-            continue
-        names = [node.name for node in body if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
-        return names[-1] if names else ""
-    return ""
+    statements = _prompt_statements(prompt_code)
+    names = [node.name for node in statements if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
+    return names[-1] if names else ""
 
 
 def _defined(body: Sequence[ast.stmt]) -> set[str]:
@@ -178,7 +182,7 @@ def read_tests(
     try:
         tree = ast.parse(text)
         before = ast.parse(setup)
-        shared = ast.parse(prompt_code) if prelude(prompt_code, entry_point) else ast.Module([], [])
+        shared = _prelude_statements(prompt_code, entry_point)
     except (SyntaxError, ValueError, RecursionError) as error:
         raise BadTests(f"the tests do not compile: {error}") from error
     if not any(isinstance(node, (ast.Assert, ast.Call, ast.Compare, ast.Raise)) for node in ast.walk(tree)):
@@ -190,7 +194,7 @@ def read_tests(
         tree.body.append(ast.parse(f"check({entry_point})").body[0])
     tree.body = [_asserted(node) for node in tree.body]
     loaded = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
-    known = defined | _defined(before.body) | (_defined(shared.body) - {entry_point}) | set(dir(builtins))
+    known = defined | _defined(before.body) | _defined(shared) | set(dir(builtins))
     names = (loaded - known) | ({entry_point} if entry_point and entry_point not in defined else set())
     num_asserts = sum(isinstance(node, ast.Assert) for node in ast.walk(tree))
     one_interpreter = bool(_identifiers(tree) & _ONE_INTERPRETER) or _names_classes(tree, names)

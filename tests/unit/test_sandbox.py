@@ -243,7 +243,7 @@ def test_the_filter_is_valid_for_both_machines(monkeypatch: pytest.MonkeyPatch) 
     for machine in ("x86_64", "aarch64"):
         monkeypatch.setattr(kernel.platform, "machine", lambda name=machine: name)
         for alone in (False, True):
-            program = kernel.filter_program(alone=alone, own_pid=1)
+            program = list(kernel.INSTRUCTION.iter_unpack(kernel.filter_program(alone=alone, own_pid=1)))
             for place, (operation, if_true, if_false, _) in enumerate(program):
                 jumps = operation & 0x07 == 0x05
                 assert not jumps or place + 1 + max(if_true, if_false) < len(program)
