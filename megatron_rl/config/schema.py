@@ -215,6 +215,61 @@ class OptimizerConfig:
     max_grad_norm: float = 1.0
 
 
+class RouterDtype(Enum):
+    """Precision of the router's logits."""
+
+    fp32 = "fp32"
+    fp64 = "fp64"
+    model = "model"
+    """The model's own dtype: with bfloat16, near ties fall differently in trainer and engine."""
+
+
+class LoadBalancing(Enum):
+    """What keeps the experts of an MoE model evenly loaded while it trains."""
+
+    none = "none"
+    """The router is trained by the objective alone; an expert bias stays as it is."""
+    aux_loss = "aux_loss"
+    """A loss over each sequence's loads (DeepSeek-V3's sequence-wise balance loss)."""
+    bias = "bias"
+    """The expert bias moves by bias_update_rate after each optimizer step; for families that have one."""
+
+
+class RoutingReplay(Enum):
+    """Whose choice of experts the policy's update follows (MoE models)."""
+
+    none = "none"
+    R2 = "R2"
+    """That of the trainer's own old-log-prob pass."""
+    R3 = "R3"
+    """That of the engine that sampled the tokens, in the old-log-prob pass too."""
+
+
+class Dispatcher(Enum):
+    """How tokens travel to the ranks of their experts."""
+
+    alltoall = "alltoall"
+    allgather = "allgather"
+    flex = "flex"
+    """DeepEP, on GPUs."""
+
+
+@dataclass
+class MoeConfig:
+    """Mixture-of-experts models; for a dense model all of it stays at its defaults."""
+
+    router_dtype: RouterDtype = RouterDtype.fp32
+    load_balancing: LoadBalancing = LoadBalancing.none
+    aux_loss_coef: float = 0.0
+    """Weight of the balance loss; needs load_balancing=aux_loss."""
+    bias_update_rate: float = 0.0
+    """Step of the expert bias (0.001 is in use); needs load_balancing=bias. 0: the bias is frozen."""
+    routing_replay: RoutingReplay = RoutingReplay.none
+    dispatcher: Dispatcher = Dispatcher.alltoall
+    grouped_gemm: bool = False
+    """All local experts in one kernel (GPU)."""
+
+
 @dataclass
 class PolicyConfig:
     path: str = ""
@@ -222,6 +277,7 @@ class PolicyConfig:
     init: Init = Init.checkpoint
     dtype: Dtype = Dtype.float32
     recompute: Recompute = Recompute.none
+    moe: MoeConfig = field(default_factory=MoeConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
 
 
@@ -246,6 +302,16 @@ class ParallelConfig:
     pipeline_parallel_size: int = 1
     sequence_parallel: bool = False
     """Shard activations outside attention and MLP over the tensor-parallel group."""
+    context_parallel_size: int = 1
+    """Ranks that share the tokens of each sequence (zigzag: every rank holds an early and a late part)."""
+    expert_parallel_size: int = 1
+    """Ranks that share the experts of a layer; they are taken from the data-, context- and tensor-parallel ranks."""
+    expert_tensor_parallel_size: int = 0
+    """Ranks that share one expert; 0 means tensor_parallel_size."""
+    virtual_pipeline_size: int = 1
+    """Model chunks of a pipeline rank: more than 1 interleaves them (smaller bubbles, more messages)."""
+    pipeline_layers: list[int] = field(default_factory=list)
+    """Layers of each stage in the model's order, pipeline x virtual numbers; empty: the same number everywhere."""
     collective_timeout_s: float = 600.0
     """A collective that waits longer fails and says so."""
 
