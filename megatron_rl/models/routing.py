@@ -1,0 +1,291 @@
+"""Which experts a token goes to: recorded, replayed, counted and balanced, one micro-batch at a time.
+
+A ``RoutingTrace`` belongs to one forward pass of one micro-batch. It travels with the pack's sequence parameters, so
+that every layer finds the trace of *its* micro-batch: with interleaved pipeline stages, and when a layer is computed
+again in backward.
+
+Routes are stored as ``routes`` [T, L, K]: expert id + 1 of token t in layer l, 0 where there is no record. L counts all
+layers of the model, dense ones too (all 0); zero-filled rows (stand-ins, padding, tokens that no engine reported) are
+"no record", and the maximum over ranks puts together what each of them knows.
+
+Invariants:
+
+- The scores are always the current ones: replay fixes the chosen set, the router keeps its gradient.
+- Replay depends on the set of experts of a token, not on the order in which the record names them; replaying a pass's
+  own record changes no bit.
+- A token without a record is routed natively, layer by layer.
+- Loads count every real token of a micro-batch once, however often its layers run; padding counts nowhere.
+- The auxiliary loss is a sum over sequences: it does not depend on micro-batches, packing or layout.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.transformer_layer import TransformerLayer
+from torch import Tensor, nn
+
+ROUTES = "routes"
+"""The field of a ``PackedBatch`` that holds them, int16."""
+
+
+@dataclass
+class RoutingTrace:
+    """What one pass over one micro-batch does with its routing, and what was seen of it."""
+
+    rows: Tensor
+    """[T_local] int64: the pack's row of each token on this rank; -1 for padding."""
+    sequences: Tensor
+    """[T_local] int64: index of its sequence; -1 for padding."""
+    sequence_lengths: Tensor
+    """[N] int64, of the whole sequences."""
+    loads: Tensor
+    """[L, E] float64: tokens of this rank that were sent to each expert."""
+    replayed: Tensor | None = None
+    """[T, L, K] routes to follow."""
+    recorded: Tensor | None = None
+    """[T, L, K] int32, to be filled with this rank's part."""
+    aux_loss_scale: float = 0.0
+    """Coefficient of the balance loss over the number of tokens of the whole update; 0: none."""
+    aux_loss: Tensor | None = None
+    """Sum over layers of this rank's share, for metrics."""
+    num_replayed: Tensor | None = None
+    """Token-layer pairs of this rank that followed a record."""
+    seen: set[int] = field(default_factory=set)
+    """Layers that have run: one that runs again (recompute) is not counted again."""
+
+    def wanted(self, layer: int) -> Tensor | None:
+        """[T_local, K] routes of ``layer`` to follow; rows of 0 are free."""
+        if self.replayed is None:
+            return None
+        routes = self.replayed[self.rows.clamp(min=0), layer].to(torch.int64)
+        complete = (routes > 0).all(-1) & (self.rows >= 0)
+        return torch.where(complete[:, None], routes, 0)
+
+    def note(self, layer: int, ids: Tensor, wanted: Tensor | None) -> bool:
+        """Count (and record) the choice ``ids`` [T_local, K] of ``layer``; False if it was counted before."""
+        if layer in self.seen:
+            return False
+        self.seen.add(layer)
+        real = self.rows >= 0
+        chosen = ids[real]
+        self.loads[layer] += torch.bincount(chosen.flatten(), minlength=self.loads.shape[1]).to(self.loads)
+        if wanted is not None:
+            followed = (wanted[:, 0] > 0).sum()
+            self.num_replayed = followed if self.num_replayed is None else self.num_replayed + followed
+        if self.recorded is not None:
+            self.recorded[self.rows[real], layer] = (chosen + 1).to(self.recorded.dtype)
+        return True
+
+
+@dataclass
+class RoutedSeqParams(PackedSeqParams):
+    """Megatron's description of a pack, with the trace of the pass that it is for."""
+
+    routing: RoutingTrace | None = None
+
+
+class TracedRouter(TopKRouter):
+    """Megatron's router, which asks the current trace what to follow and tells it what it chose."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.trace: RoutingTrace | None = None
+        self.router_replay = _Choice()
+
+    def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """probs and routing map, both [T_local, E]; logits are [T_local, 1, E]."""
+        trace, choice, layer = self.trace, self.router_replay, self.layer_number - 1
+        choice.wanted = None if trace is None else trace.wanted(layer)
+        probs, routing_map = super().routing(logits, padding_mask)
+        if trace is None:
+            return probs, routing_map
+        is_first_run = trace.note(layer, choice.chosen, choice.wanted)
+        if trace.aux_loss_scale:
+            loss = self._balance_loss(logits.view(len(routing_map), -1), routing_map, trace)
+            if is_first_run:
+                trace.aux_loss = loss.detach() if trace.aux_loss is None else trace.aux_loss + loss.detach()
+            if torch.is_grad_enabled():
+                probs = _WithLoss.apply(probs, loss)
+        return probs, routing_map
+
+    def _balance_loss(self, logits: Tensor, routing_map: Tensor, trace: RoutingTrace) -> Tensor:
+        scores = normalized_scores(logits, self.score_function)
+        return trace.aux_loss_scale * sequence_balance_loss(
+            scores,
+            routing_map,
+            trace.sequences,
+            trace.sequence_lengths,
+            topk=self.topk,
+            # One sequence's tokens may lie on several of these ranks.
+            group=parallel_state.get_tensor_and_context_parallel_group(),
+        )
+
+
+class _Choice:
+    """In the place of Megatron's RouterReplay, whose global list and one record a layer suit one micro-batch at a time.
+
+    Only ``get_replay_topk`` is called by Megatron.
+    """
+
+    def __init__(self) -> None:
+        self.wanted: Tensor | None = None
+        self.chosen: Tensor | None = None
+
+    def get_replay_topk(
+        self, scores: Tensor, topk: int, num_groups: int | None, group_topk: int | None, compute_topk: Any
+    ) -> tuple[Tensor, Tensor]:
+        top_scores, ids = compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
+        if self.wanted is not None:
+            top_scores, ids = replay(scores, ids, self.wanted)
+        self.chosen = ids
+        return top_scores, ids
+
+
+def replay(scores: Tensor, native_ids: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
+    """(scores, ids) [T, K] of the experts in ``wanted`` [T, K] (routes; rows of 0 take ``native_ids``), best first.
+
+    The order is that of the scores, as in a native choice: sums over the experts of a token then round alike.
+    """
+    ids = torch.where(wanted > 0, wanted - 1, native_ids)
+    order = scores.detach().gather(1, ids).argsort(dim=1, descending=True, stable=True)
+    ids = ids.gather(1, order)
+    return scores.gather(1, ids), ids
+
+
+def normalized_scores(logits: Tensor, score_function: str) -> Tensor:
+    """[T, E] in float32, each row's sum is 1: what the balance loss calls a token's probabilities."""
+    if score_function == "softmax":
+        return torch.softmax(logits.float(), -1)
+    scores = torch.sigmoid(logits.float())
+    return scores / (scores.sum(-1, keepdim=True) + 1e-20)
+
+
+def sequence_balance_loss(
+    scores: Tensor,
+    routing_map: Tensor,
+    sequences: Tensor,
+    sequence_lengths: Tensor,
+    *,
+    topk: int,
+    group: dist.ProcessGroup | None = None,
+) -> Tensor:
+    """sum over sequences of T_s * sum_i f_i P_i: this rank's share (DeepSeek-V3 eq. 17 to 20, arXiv 2412.19437).
+
+    f_i = E / (K T_s) * tokens of the sequence sent to expert i (a constant), P_i = mean of scores [T, E] over it. Even
+    loads give T_s. ``sequences`` [T] names each token's sequence, -1 for padding. ``group``: the ranks that hold parts
+    of the same sequences; the shares add up over them.
+    """
+    num_experts, num_sequences = scores.shape[1], len(sequence_lengths)
+    real = sequences >= 0
+    counts = torch.zeros(num_sequences, num_experts, dtype=torch.float32, device=scores.device)
+    counts.index_add_(0, sequences[real], routing_map[real].to(torch.float32))
+    if group is not None and group.size() > 1:
+        dist.all_reduce(counts, group=group)
+    shares = counts * (num_experts / topk) / sequence_lengths.clamp(min=1)[:, None]
+    # T_s * f_i P_i summed over experts is the sum over the sequence's tokens of f . scores.
+    return (shares[sequences[real]] * scores[real]).sum()
+
+
+class _WithLoss(torch.autograd.Function):
+    """``values`` as they are; in backward ``loss`` joins the loss that is being minimised."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, loss: Tensor) -> Tensor:
+        return values
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        return grad, grad.new_ones((), dtype=torch.float32)
+
+
+ROUTERS: dict[type, type] = {TopKRouter: TracedRouter}
+"""For ``layers.swap_layers``."""
+
+
+def follow_traces(chunk: nn.Module) -> None:
+    """Let each layer of ``chunk`` hand its router the trace that comes with the pack, in every run of the layer."""
+
+    def hand_over(layer: TransformerLayer, args: Any, kwargs: dict[str, Any]) -> None:
+        params = kwargs.get("packed_seq_params")
+        layer.mlp.router.trace = params.routing if isinstance(params, RoutedSeqParams) else None
+
+    for module in chunk.modules():
+        if isinstance(module, TransformerLayer) and isinstance(getattr(module.mlp, "router", None), TracedRouter):
+            module.register_forward_pre_hook(hand_over, with_kwargs=True)
+
+
+def routers(chunks: Sequence[nn.Module]) -> list[TracedRouter]:
+    """All routers of this rank, in the order of layers."""
+    found = [module for chunk in chunks for module in chunk.modules() if isinstance(module, TracedRouter)]
+    return sorted(found, key=lambda router: router.layer_number)
+
+
+def new_trace(
+    config: TransformerConfig,
+    rows: Tensor,
+    cu_seqlens: Tensor,
+    *,
+    replayed: Tensor | None = None,
+    records: bool = False,
+    aux_loss_scale: float = 0.0,
+) -> RoutingTrace:
+    """A trace for a micro-batch of sequences ``cu_seqlens`` [N+1] whose pack lies on this rank as ``rows`` say."""
+    device, num_tokens = rows.device, int(cu_seqlens[-1])
+    cu_seqlens = cu_seqlens.to(device)
+    # A row that begins several sequences (empty ones before it) belongs to the last of them.
+    sequences = torch.searchsorted(cu_seqlens[1:].contiguous(), rows.clamp(min=0), right=True)
+    shape = (num_tokens, config.num_layers, config.moe_router_topk)
+    return RoutingTrace(
+        rows=rows,
+        sequences=torch.where(rows >= 0, sequences, -1),
+        sequence_lengths=cu_seqlens[1:] - cu_seqlens[:-1],
+        loads=torch.zeros(config.num_layers, config.num_moe_experts, dtype=torch.float64, device=device),
+        replayed=replayed,
+        recorded=torch.zeros(shape, dtype=torch.int32, device=device) if records else None,
+        aux_loss_scale=aux_loss_scale,
+    )
+
+
+def gather_routes(recorded: Tensor) -> Tensor:
+    """[T, L, K] int16 with every layer and token that some rank of this replica recorded; the same on all of them."""
+    for group in (
+        parallel_state.get_tensor_and_context_parallel_group(),
+        parallel_state.get_pipeline_model_parallel_group(),
+    ):
+        if group.size() > 1:
+            dist.all_reduce(recorded, op=dist.ReduceOp.MAX, group=group)
+    return recorded.to(torch.int16)
+
+
+def load_metrics(loads: Tensor) -> dict[str, tuple[float, float]]:
+    """Metrics as (sum, denominator) of loads [L, E] over the MoE layers (those with any load); empty without.
+
+    ``moe_max_load``: the fullest expert of any layer over its layer's mean. ``moe_dead_share``: experts without a
+    token. ``moe_load_entropy``: entropy of the load over log E, 1 is even; the mean over layers.
+    """
+    loads = loads[loads.sum(1) > 0].double()
+    if len(loads) == 0:
+        return {}
+    num_layers, num_experts = loads.shape
+    shares = loads / loads.sum(1, keepdim=True)
+    entropies = torch.special.entr(shares).sum(1) / torch.tensor(float(max(num_experts, 2))).log()
+    return {
+        "moe_max_load": (float(shares.max()) * num_experts, 1.0),
+        "moe_dead_share": (float((loads == 0).sum()), float(num_layers * num_experts)),
+        "moe_load_entropy": (float(entropies.sum()), float(num_layers)),
+    }
+
+
+def updated_bias(bias: Tensor, loads: Tensor, rate: float) -> Tensor:
+    """Expert bias [E] after an optimizer step: ``rate`` up for experts below the mean load, down for those above.
+
+    Auxiliary-loss-free load balancing, arXiv 2408.15664.
+    """
+    return bias + rate * torch.sign(loads.mean() - loads).to(bias)
