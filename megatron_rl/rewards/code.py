@@ -21,7 +21,7 @@ from megatron_rl.rewards.sandbox import BadTestsError, Program, ProgramLimits, S
 from megatron_rl.rewards.sandbox_source import extract_code
 
 ROW_FIELDS = {
-    "tests": ("tests", "test", "unit_tests", "test_list", "test_cases", "answer"),
+    "tests": ("tests", "test", "unit_tests", "unit_test", "test_list", "test_code", "test_cases", "asserts", "answer"),
     "entry_point": ("entry_point", "function_name", "fn_name"),
     "prompt_code": ("prompt_code", "starter_code", "prompt"),
     "setup": ("setup", "test_setup_code", "test_setup", "test_imports", "setup_code"),

@@ -169,18 +169,19 @@ class Guards:
         _remove_leftovers()
         self.folder = tempfile.mkdtemp(prefix=f"{FOLDER_PREFIX}{os.getpid()}_")
 
-    def fork(self) -> int:
-        if self.level == "namespaces":
-            return kernel.clone(kernel.CLONE_NEWPID | kernel.CLONE_NEWNS)
-        return os.fork()
-
-    def confine(self, limits: Limits, parent_pid: int) -> None:
-        """In the forked process: put every guard in place, for good."""
-        os.setsid()
+    def prepare(self, limits: Limits) -> None:
+        """An empty folder for the processes of one request."""
         if self.level == "namespaces":
             uid, gid = (self._guest, self._guest) if self._is_root else (os.geteuid(), os.getegid())
             options = f"size={limits.disk_bytes},nr_inodes={MAX_ENTRIES},mode=700,uid={uid},gid={gid}"
             kernel.mount("tmpfs", BOX, "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, options)
+
+    def fork(self) -> int:
+        return kernel.clone(kernel.CLONE_NEWPID) if self.level == "namespaces" else os.fork()
+
+    def confine(self, limits: Limits, parent_pid: int) -> None:
+        """In the forked process: put every guard in place, for good."""
+        os.setsid()
         os.chdir(self.folder)
         _limit_resources(limits, self.base_bytes)
         kernel.prctl(kernel.PR_SET_DUMPABLE, 0)
@@ -241,7 +242,9 @@ class Guards:
             os.kill(pid, signal.SIGKILL)
         # The first process of a PID namespace becomes a zombie only when all others of the namespace are gone.
         statuses = [os.waitpid(pid, 0)[1] for pid in pids]
-        if self.level != "namespaces":
+        if self.level == "namespaces":
+            kernel.unmount(BOX)
+        else:
             self._sweep_orphans()
             empty_folder(self.folder)
         return statuses
@@ -375,6 +378,7 @@ class Server:
         started_at = time.monotonic()
         children: list[Child] = []
         open_files: list[socket.socket] = []
+        self._guards.prepare(limits)
         try:
             if request["together"]:
                 channel = self._receive_channel(open_files)

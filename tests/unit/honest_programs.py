@@ -98,6 +98,10 @@ HONEST = {
     "the candidate": ("def f(x): return x * x", "assert candidate(2) == 4"),
     "chance": ("import random\nx = random.random()\ndef f(): return x", "import random\nassert f() == random.random()"),
     "a main program is not run": ("def f(): return 1\nif __name__ == '__main__': f = None", "assert f() == 1"),
+    "files of the tests": (
+        "def f(path):\n    with open(path) as file:\n        return file.read()",
+        "with open('x', 'w') as file:\n    file.write('a')\nassert f('x') == 'a'",
+    ),
     "numpy": (
         "import numpy as np\ndef f(a): return np.array(a) * 2, np.float64(0.5), np.int64(3)",
         "import numpy as np\na, b, c = f([1, 2])\nassert (a == [2, 4]).all() and b == 0.5 and c == 3\n"

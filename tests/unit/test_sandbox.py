@@ -205,6 +205,17 @@ def test_a_lost_helper_is_replaced() -> None:
         assert fresh._process.pid != first
 
 
+def test_everything_ends_with_a_killed_helper(sandbox: Sandbox) -> None:
+    threading.Timer(0.3, sandbox._process.kill).start()
+    endless = "import os, time\ntry: os.fork()\nexcept OSError: pass\nwhile True: pass"
+    outcome = sandbox.run(Program(endless, TESTS), ProgramLimits(time_s=1.0, wall_s=20.0))
+    assert not outcome.passed  # the second helper ran it to its limit
+    deadline = time.monotonic() + 10
+    while left := survivors(sandbox):
+        assert time.monotonic() < deadline, left
+        time.sleep(0.02)
+
+
 def test_everything_ends_with_a_killed_client() -> None:
     script = (
         "from megatron_rl.rewards.sandbox import *\n"
