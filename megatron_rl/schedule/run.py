@@ -189,6 +189,7 @@ def _drive(config: Config, group: TrainerGroup, *, freeze_policy: bool) -> Summa
             heartbeat=group.heartbeat,
         )
         recorder.running = runner.running
+        recorder.console.note(_describe_prompts(train_set))
         rewards = stack.enter_context(build_rewards(config.reward))
         grader = Grader(config.reward, rewards, tokenizer.decode, environment)
         rollout = stack.enter_context(_rollout(config, group, tokenizer, event_loop, runner, recorder, environment))
@@ -320,6 +321,13 @@ def _prompt_sets(config: Config, tokenizer: Tokenizer) -> tuple[PromptSet, Promp
         eval_set = load_prompts(data.eval_files, data, tokenizer, max_prompt_tokens=limit)
     check_prompts(config.reward, [*train_set.prompts, *eval_set.prompts])
     return train_set, eval_set
+
+
+def _describe_prompts(prompts: PromptSet) -> str:
+    by_type = ", ".join(f"{count:,} {name or 'without type'}" for name, count in prompts.num_by_type.items())
+    left_out = {"longer than batch.max_prompt_tokens": prompts.num_too_long, "duplicate ids": prompts.num_duplicates}
+    dropped = ", ".join(f"{count:,} {why}" for why, count in left_out.items() if count)
+    return f"prompts to train on: {by_type}" + (f"; left out: {dropped}" if dropped else "")
 
 
 def _slot_pool(config: Config, train_set: PromptSet, start: Callable[..., Trajectory]) -> SlotPool:
