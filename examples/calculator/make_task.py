@@ -42,16 +42,17 @@ def rows(name: str, count: int, seed: int) -> Iterator[dict[str, str]]:
         index += 1
 
 
-def main() -> None:
+def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--output", type=Path, required=True, help="folder that receives the task")
     parser.add_argument("--seed", type=int, default=1)
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     for name, count in (("train", 8000), ("sft", 12000), ("eval", 300)):
         write_rows(options.output / f"{name}.jsonl", rows(name, count, options.seed))
     write_model_folder(options.output / "model")
     print(f"make_task: the calculator task lies in {options.output}")
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main(sys.argv[1:]))

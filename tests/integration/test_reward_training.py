@@ -50,8 +50,6 @@ def overrides(task, kind, **settings):
         "reward_train.output_path": task / kind,
         "reward_train.train_files": f"[{task}/task/{files}.train.jsonl]",
         "reward_train.eval_files": f"[{task}/task/{files}.held_out.jsonl]",
-        "data.train_files": f"[{task}/task/prompts.train.jsonl]",
-        "data.eval_files": f"[{task}/task/prompts.held_out.jsonl]",
         **settings,
     }
     return [f"{key}={value}" for key, value in values.items()]
@@ -102,9 +100,14 @@ def test_a_reward_model_starts_the_critic(task, scalar_model):
         assert torch.isfinite(values).all() and torch.isfinite(final).all()
     finally:
         topologies.destroy()
-    recipe = ROOT / "examples" / "reward_models" / "bradley_terry.yaml"
-    critic = {"critic.path": task / "bradley_terry"}
-    status, output = run("train", "--config", recipe, "--dry-run", *overrides(task, "bradley_terry", **critic))
+    sizes = ["batch.max_prompt_tokens=32", "batch.max_response_tokens=16", "policy.init=random"]
+    paths = [
+        f"policy.path={task}/task/model",
+        f"critic.path={task}/bradley_terry",
+        f"data.train_files=[{task}/task/prompts.train.jsonl]",
+    ]
+    (task / "ppo.yaml").write_text("preset: ppo\n")
+    status, output = run("train", "--config", task / "ppo.yaml", "--dry-run", *sizes, *paths)
     assert status == 0, output
 
 
