@@ -1,52 +1,112 @@
 """Which sequences share a forward pass, and which rank runs it. Pure: no torch.distributed, no tensors of tokens.
 
-"Pack first, distribute second": sequences are first packed into micro-batches, then the micro-batches are dealt to the
-data-parallel ranks. Invariants, which the tests assert:
+"Pack first, distribute second": sequences are packed into micro-batches, then whole micro-batches are dealt to the
+data-parallel ranks. Round k is the k-th micro-batch of every rank. Invariants, which the tests assert:
 
 - every sequence is in exactly one micro-batch;
-- every rank gets the same number of micro-batches (some may be empty), for they all meet in the same collectives;
-- a micro-batch holds at most ``max_tokens`` tokens, except that a longer sequence has one of its own;
-- the cost of two ranks differs by at most the cost of the dearest micro-batch;
-- the plan depends on the arguments alone.
+- every rank gets the same number of micro-batches, for they all meet in the same collectives;
+- a micro-batch holds at most ``max_tokens_per_microbatch`` tokens, except that a longer sequence has one of its own;
+- a micro-batch is empty only where there are fewer sequences than micro-batches;
+- micro-batches of a round cost about the same, and so do ranks: their totals differ by at most the largest difference
+  within a round;
+- the plan depends on the arguments alone, and on the order of sequences only in which of equally long ones is taken.
+
+Costs matter twice. Data-parallel ranks wait for each other at the end of an update, so their totals should be equal.
+Where experts are spread over them they wait in every layer, once for attention and once for the experts, so rounds
+should be even in cost and in tokens. A pipeline needs no equal micro-batches on a rank, but cheap ones first and last:
+filling and draining it takes as long as those. An interleaved schedule wants ``multiple_of`` = pipeline stages.
 """
 
 import heapq
-from collections.abc import Callable, Sequence
+import math
+from bisect import bisect_left, insort
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 
 import torch
 
 CostFunction = Callable[[int], float]
-"""Length of a sequence [tokens] -> its cost, in any unit."""
+"""Length of a sequence [tokens] -> its cost in any unit, above 0 and not falling with the length."""
+Plan = list[list[list[int]]]
+"""Data-parallel rank -> micro-batch -> indices of its sequences, ascending."""
+
+EVEN_ENOUGH = 1e-3
+"""Ranks may idle for this share of their time: what is left to win is less than what the next batch changes."""
+WORTH_TOPPING_UP = 1e-2
+"""Idle share of a round from which on sequences of later rounds may fill it."""
+MAX_EXCHANGES_PER_RANK = 2
+"""Bounds the time that evening out a round may take."""
+TIGHT_BUDGETS = (1.003, 1.01)
+"""Budgets to try below the given one, over the mean of the micro-batches: they even out tokens as well as costs."""
 
 
-def transformer_cost(hidden_size: int = 4096) -> CostFunction:
-    """FLOPs of one sequence, in units of one token's linear layers.
+@dataclass(frozen=True)
+class PlanStatistics:
+    """How even a plan is; all shares are of the whole, in [0, 1), and 0 is best."""
 
-    A layer's matrices cost about 24 * hidden^2 FLOPs a token (12 * hidden^2 weights), causal attention
-    2 * hidden * length (half of the score and value products): a token costs 1 + length / (12 * hidden).
-    """
-
-    def cost(length: int) -> float:
-        return length * (1.0 + length / (12.0 * hidden_size))
-
-    return cost
+    num_microbatches: int
+    """On each rank."""
+    num_stand_ins: int
+    """Micro-batches without sequences, over all ranks."""
+    rank_imbalance: float
+    """Idle share of the ranks' time if they wait for each other once, at the end: 1 - mean / max of the totals."""
+    microbatch_imbalance: float
+    """The same if they wait for each other in every round (experts spread over data-parallel ranks); the larger one."""
+    padding_share: float
+    """Share of padding if all packs of a round had to have the longest one's shape. Packs here need none."""
 
 
 def plan_microbatches(
-    lengths: Sequence[int], num_ranks: int, max_tokens: int, cost: CostFunction | None = None
-) -> list[list[list[int]]]:
+    lengths: Sequence[int],
+    num_dp_ranks: int,
+    max_tokens_per_microbatch: int,
+    *,
+    cost: CostFunction = float,
+    multiple_of: int = 1,
+) -> Plan:
     """Per rank, per micro-batch: the indices into ``lengths``, ascending. No sequences give no micro-batches.
 
-    Raises ValueError for a length below 1, no ranks or no room for tokens.
+    ``cost`` is what is balanced (``flops.flops_cost``), by default tokens; each rank's number of micro-batches is a
+    multiple of ``multiple_of``. Raises ValueError for a length, a number of ranks, a budget or a multiple below 1.
     """
-    if num_ranks < 1 or max_tokens < 1:
-        raise ValueError(f"num_ranks and max_tokens must be at least 1, got {num_ranks} and {max_tokens}")
+    numbers = {
+        "num_dp_ranks": num_dp_ranks,
+        "max_tokens_per_microbatch": max_tokens_per_microbatch,
+        "multiple_of": multiple_of,
+    }
+    for name, number in numbers.items():
+        if number < 1:
+            raise ValueError(f"{name} must be at least 1, got {number}")
     empty = [index for index, length in enumerate(lengths) if length < 1]
     if empty:
         raise ValueError(f"sequence {empty[0]} has length {lengths[empty[0]]}; every sequence needs at least one token")
-    costs = [(cost or transformer_cost())(length) for length in lengths]
-    microbatches = _pack(lengths, costs, num_ranks, max_tokens)
-    return _deal(microbatches, costs, num_ranks)
+    if not lengths:
+        return [[] for _ in range(num_dp_ranks)]
+    longest_first = sorted(range(len(lengths)), key=lambda index: (-lengths[index], index))
+    ordered = [lengths[index] for index in longest_first]
+    batch = _Batch(ordered, [cost(length) for length in ordered])
+    packed = _pack(batch, num_dp_ranks * multiple_of, max_tokens_per_microbatch)
+    num_packed, budgets = len(packed), _tight_budgets(batch, len(packed), max_tokens_per_microbatch)
+    found = [_distribute(batch, packed, max_tokens_per_microbatch, num_dp_ranks)]
+    for budget in budgets:
+        packed = _fill_cheapest(batch, range(len(ordered)), num_packed, budget)
+        if packed is not None:
+            found.append(_distribute(batch, packed, budget, num_dp_ranks))
+    return [[sorted(longest_first[s] for s in m.sequences) for m in rank] for rank in _most_even(found)]
+
+
+def plan_statistics(plan: Plan, lengths: Sequence[int], cost: CostFunction = float) -> PlanStatistics:
+    """How even ``plan`` is for ``lengths`` under ``cost``; a plan without micro-batches is even."""
+    costs = [cost(length) for length in lengths]
+    cost_of = [[sum(costs[index] for index in microbatch) for microbatch in rank] for rank in plan]
+    tokens_of = [[sum(lengths[index] for index in microbatch) for microbatch in rank] for rank in plan]
+    return PlanStatistics(
+        num_microbatches=len(plan[0]),
+        num_stand_ins=sum(not microbatch for rank in plan for microbatch in rank),
+        rank_imbalance=_idle_share([[sum(rank) for rank in cost_of]]),
+        microbatch_imbalance=_idle_share(list(zip(*cost_of))),
+        padding_share=_idle_share(list(zip(*tokens_of))),
+    )
 
 
 def split_minibatches(n: int, minibatch_size: int, generator: torch.Generator | None = None) -> list[list[int]]:
@@ -62,56 +122,226 @@ def split_minibatches(n: int, minibatch_size: int, generator: torch.Generator | 
     return [order[start:end] for start, end in zip(bounds, bounds[1:])]
 
 
-def _pack(lengths: Sequence[int], costs: Sequence[float], num_ranks: int, max_tokens: int) -> list[list[int]]:
-    """Micro-batches, a multiple of num_ranks, the fewest that the greedy packing can fill."""
-    own = [[index] for index, length in enumerate(lengths) if length > max_tokens]
-    rest = sorted((i for i, length in enumerate(lengths) if length <= max_tokens), key=lambda i: (-costs[i], i))
-    tokens = sum(lengths[index] for index in rest)
-    num_microbatches = _round_up(len(own) + -(-tokens // max_tokens), num_ranks)
+@dataclass(frozen=True)
+class _Batch:
+    """All sequences, longest first; below they go by their place in this order."""
+
+    lengths: list[int]
+    costs: list[float]
+
+
+@dataclass
+class _Microbatch:
+    tokens: int = 0
+    cost: float = 0.0
+    sequences: list[int] = field(default_factory=list)
+
+    def add(self, batch: _Batch, sequence: int) -> None:
+        self.sequences.append(sequence)
+        self.tokens += batch.lengths[sequence]
+        self.cost += batch.costs[sequence]
+
+    def give(self, batch: _Batch, sequence: int, target: "_Microbatch") -> None:
+        self.sequences.remove(sequence)
+        self.tokens -= batch.lengths[sequence]
+        self.cost -= batch.costs[sequence]
+        target.add(batch, sequence)
+
+
+def _pack(batch: _Batch, multiple: int, budget: int) -> list[_Microbatch]:
+    """Micro-batches, a multiple of ``multiple``, the fewest that one of two greedy packings can do with."""
+    # Neither tokens beyond the budget nor two sequences of more than half of it fit into one micro-batch.
+    by_tokens = -(-sum(min(length, budget) for length in batch.lengths) // budget)
+    fewest = max(by_tokens, sum(2 * length > budget for length in batch.lengths))
+    num_microbatches = -(-fewest // multiple) * multiple
     while True:
-        packed = _fill(rest, lengths, costs, num_microbatches - len(own), max_tokens)
+        packed = _fill_cheapest(batch, range(len(batch.lengths)), num_microbatches, budget)
+        packed = packed or _fill_fullest(batch, num_microbatches, budget)
         if packed is not None:
-            return own + packed
-        num_microbatches += num_ranks
+            return packed
+        num_microbatches += multiple
 
 
-def _fill(
-    order: Sequence[int], lengths: Sequence[int], costs: Sequence[float], num_bins: int, max_tokens: int
-) -> list[list[int]] | None:
-    """Longest processing time first: each sequence goes to the cheapest bin with room. None: some sequence had none."""
-    bins: list[list[int]] = [[] for _ in range(num_bins)]
-    room = [max_tokens] * num_bins
-    cheapest = [(0.0, index) for index in range(num_bins)]
-    for sequence in order:
-        full = []
-        while cheapest and room[cheapest[0][1]] < lengths[sequence]:
-            full.append(heapq.heappop(cheapest))
+def _tight_budgets(batch: _Batch, num_microbatches: int, budget: int) -> list[int]:
+    """Budgets below ``budget`` that leave little room to spare in ``num_microbatches``."""
+    within = [length for length in batch.lengths if length <= budget]
+    if not within:
+        return []
+    mean = sum(within) / (num_microbatches - len(batch.lengths) + len(within))
+    tight = {max(within[0], math.ceil(mean * factor)) for factor in TIGHT_BUDGETS}
+    return sorted(number for number in tight if number < budget)
+
+
+def _fill_cheapest(
+    batch: _Batch, longest_first: Iterable[int], num_microbatches: int, budget: int
+) -> list[_Microbatch] | None:
+    """Longest processing time first: each sequence goes to the cheapest micro-batch with room. None: one had none."""
+    packed = [_Microbatch() for _ in range(num_microbatches)]
+    cheapest = [(0.0, place) for place in range(num_microbatches)]
+    # Without room for the present length, by tokens: lengths fall, so each place waits once for each sequence it gets.
+    waiting: list[tuple[int, int]] = []
+    for sequence in longest_first:
+        length = batch.lengths[sequence]
+        while waiting and waiting[0][0] + length <= budget:
+            place = heapq.heappop(waiting)[1]
+            heapq.heappush(cheapest, (packed[place].cost, place))
+        # An empty micro-batch has room for any sequence.
+        while cheapest and 0 < packed[cheapest[0][1]].tokens > budget - length:
+            place = heapq.heappop(cheapest)[1]
+            heapq.heappush(waiting, (packed[place].tokens, place))
         if not cheapest:
             return None
-        load, index = heapq.heappop(cheapest)
-        bins[index].append(sequence)
-        room[index] -= lengths[sequence]
-        for entry in [*full, (load + costs[sequence], index)]:
-            heapq.heappush(cheapest, entry)
-    return bins
+        place = cheapest[0][1]
+        packed[place].add(batch, sequence)
+        heapq.heapreplace(cheapest, (packed[place].cost, place))
+    return packed
 
 
-def _deal(microbatches: list[list[int]], costs: Sequence[float], num_ranks: int) -> list[list[list[int]]]:
-    """In rounds of num_ranks, dearest first: the poorest rank takes the dearest micro-batch of the round.
+def _fill_fullest(batch: _Batch, num_microbatches: int, budget: int) -> list[_Microbatch] | None:
+    """Best fit decreasing: each sequence goes to the fullest micro-batch with room. None: one had none.
 
-    Micro-batches that run at the same time on different ranks thereby cost about the same.
+    It packs more tightly than filling the cheapest, and balances nothing.
     """
-    cost_of = [sum(costs[index] for index in microbatch) for microbatch in microbatches]
-    order = sorted(range(len(microbatches)), key=lambda i: (-cost_of[i], i))
-    plan: list[list[list[int]]] = [[] for _ in range(num_ranks)]
-    load = [0.0] * num_ranks
-    for start in range(0, len(order), num_ranks):
-        poorest_first = sorted(range(num_ranks), key=lambda rank: (load[rank], rank))
-        for rank, microbatch in zip(poorest_first, order[start : start + num_ranks], strict=True):
-            plan[rank].append(sorted(microbatches[microbatch]))
-            load[rank] += cost_of[microbatch]
-    return plan
+    packed = [_Microbatch() for _ in range(num_microbatches)]
+    by_room: list[tuple[int, int]] = []
+    empty = list(reversed(range(num_microbatches)))
+    for sequence, length in enumerate(batch.lengths):
+        fullest = bisect_left(by_room, (length, -1))
+        if fullest < len(by_room):
+            place = by_room.pop(fullest)[1]
+        elif empty:
+            place = empty.pop()
+        else:
+            return None
+        packed[place].add(batch, sequence)
+        insort(by_room, (budget - packed[place].tokens, place))
+    divisible = [(-m.cost, place) for place, m in enumerate(packed) if len(m.sequences) > 1]
+    heapq.heapify(divisible)
+    while divisible and empty:
+        place = heapq.heappop(divisible)[1]
+        packed[place].give(batch, packed[place].sequences[0], packed[empty.pop()])
+        if len(packed[place].sequences) > 1:
+            heapq.heappush(divisible, (-packed[place].cost, place))
+    return packed
 
 
-def _round_up(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple
+def _distribute(batch: _Batch, packed: list[_Microbatch], budget: int, num_dp_ranks: int) -> list[list[_Microbatch]]:
+    """Rank -> its micro-batches: rounds of neighbours in cost, dearest first, each as even as it gets, then dealt."""
+    rounds = []
+    while packed:
+        order = sorted(packed, key=lambda microbatch: -microbatch.cost)
+        members, packed = order[:num_dp_ranks], order[num_dp_ranks:]
+        _even_out(batch, members, budget)
+        if _top_up(batch, members, packed, budget):
+            longest_first = sorted(sequence for microbatch in packed for sequence in microbatch.sequences)
+            packed = _fill_cheapest(batch, longest_first, len(packed), budget) or packed
+        rounds.append(members)
+    return _deal(rounds, num_dp_ranks)
+
+
+def _even_out(batch: _Batch, members: list[_Microbatch], budget: int) -> None:
+    """Lower the dearest micro-batch of a round by moving or swapping sequences, as long as that helps."""
+    mean = sum(microbatch.cost for microbatch in members) / len(members)
+    for _ in range(MAX_EXCHANGES_PER_RANK * len(members)):
+        members.sort(key=lambda microbatch: microbatch.cost)
+        dearest = members[-1]
+        if dearest.cost - mean <= EVEN_ENOUGH * mean:
+            return
+        for other in members[:-1]:
+            gain, given, taken = _best_exchange(batch, dearest, other, budget)
+            if gain > EVEN_ENOUGH * mean:
+                dearest.give(batch, given, other)
+                if taken is not None:
+                    other.give(batch, taken, dearest)
+                break
+        else:
+            return
+
+
+def _best_exchange(
+    batch: _Batch, dearest: _Microbatch, other: _Microbatch, budget: int
+) -> tuple[float, int, int | None]:
+    """(gain, a sequence of ``dearest``, one of ``other`` or None): what lowers the dearer of the two the most.
+
+    Giving a difference d away leaves max(dearest - d, other + d): best is half of the gap.
+    """
+    gap = dearest.cost - other.cost
+    # Nothing is the shortest thing to get in return, but the last sequence is not given for nothing.
+    returns: list[int | None] = sorted(other.sequences, reverse=True)
+    costs, lengths = [batch.costs[s] for s in returns], [batch.lengths[s] for s in returns]
+    if len(dearest.sequences) > 1:
+        returns, costs, lengths = [None, *returns], [0.0, *costs], [0, *lengths]
+    best = (0.0, -1, None)
+    for given in dearest.sequences:
+        fits = bisect_left(lengths, batch.lengths[given] - (budget - other.tokens))
+        nearest = bisect_left(costs, batch.costs[given] - gap / 2)
+        for place in (max(fits, nearest - 1), max(fits, nearest)):
+            if place < len(returns):
+                difference = batch.costs[given] - costs[place]
+                gain = min(difference, gap - difference)
+                if gain > best[0]:
+                    best = (gain, given, returns[place])
+    return best
+
+
+def _top_up(batch: _Batch, members: Sequence[_Microbatch], later: Sequence[_Microbatch], budget: int) -> bool:
+    """Use a round's idle time: fill its members from ``later`` rounds, none above the dearest. True: something moved.
+
+    A sequence so long that its micro-batch is dearer than the others would otherwise make its rank the last one.
+    """
+    dearest = max(microbatch.cost for microbatch in members)
+    if not later or _idle_share([[microbatch.cost for microbatch in members]]) < WORTH_TOPPING_UP:
+        return False
+    # Each keeps its longest sequence, so that none runs empty.
+    offers = sorted((s, m) for m in later for s in sorted(m.sequences)[1:])
+    moved = False
+    for member in sorted(members, key=lambda microbatch: microbatch.cost):
+        while True:
+            # The longest that fits is also the dearest that fits.
+            by_tokens = bisect_left(offers, member.tokens - budget, key=lambda offer: -batch.lengths[offer[0]])
+            by_cost = bisect_left(offers, member.cost - dearest, key=lambda offer: -batch.costs[offer[0]])
+            first = max(by_tokens, by_cost)
+            if first == len(offers):
+                break
+            sequence, source = offers.pop(first)
+            source.give(batch, sequence, member)
+            moved = True
+    return moved
+
+
+def _deal(rounds: Sequence[Sequence[_Microbatch]], num_dp_ranks: int) -> list[list[_Microbatch]]:
+    """In every round the rank with the least to do so far takes the dearest micro-batch, and so on."""
+    ranks: list[list[_Microbatch]] = [[] for _ in range(num_dp_ranks)]
+    load = [0.0] * num_dp_ranks
+    for members in rounds:
+        dearest_first = sorted(members, key=lambda microbatch: -microbatch.cost)
+        idlest_first = sorted(range(num_dp_ranks), key=lambda rank: (load[rank], rank))
+        for rank, microbatch in zip(idlest_first, dearest_first, strict=True):
+            ranks[rank].append(microbatch)
+            load[rank] += microbatch.cost
+    return [_cheap_ends(rank) for rank in ranks]
+
+
+def _cheap_ends(dearest_first: list[_Microbatch]) -> list[_Microbatch]:
+    """The cheapest at both ends, the dearest in the middle."""
+    cheapest_first = dearest_first[::-1]
+    return cheapest_first[0::2] + cheapest_first[1::2][::-1]
+
+
+def _most_even(found: Sequence[list[list[_Microbatch]]]) -> list[list[_Microbatch]]:
+    """The ranks with the least idle time; among about equal ones those with the most even rounds, in cost and tokens."""
+    rank_idle = [_idle_share([[sum(m.cost for m in rank) for rank in ranks]]) for ranks in found]
+    even = [ranks for ranks, idle in zip(found, rank_idle) if idle <= min(rank_idle) + EVEN_ENOUGH]
+
+    def round_idle(ranks: list[list[_Microbatch]]) -> float:
+        rounds = list(zip(*ranks))
+        by_cost = _idle_share([[m.cost for m in members] for members in rounds])
+        return by_cost + _idle_share([[m.tokens for m in members] for members in rounds])
+
+    return min(even, key=round_idle)
+
+
+def _idle_share(rounds: Sequence[Sequence[float]]) -> float:
+    """Share of the time that ranks wait which meet after every one of ``rounds`` [round][rank]."""
+    time = sum(max(members) for members in rounds)
+    return 1.0 - sum(map(sum, rounds)) / (len(rounds[0]) * time) if time else 0.0
