@@ -11,12 +11,13 @@ from torch import Tensor
 from transformers import AutoConfig, PretrainedConfig
 
 from megatron_rl.config.schema import ParallelConfig
-from megatron_rl.models.hf.config import load_hf_config, megatron_config, rope_parameters, scaled_inverse_frequencies
-from megatron_rl.models.hf.families import FAMILIES, VALUE_HEAD, canonical_name, dims, entries
+from megatron_rl.models.hf.config import inverse_frequencies, load_hf_config, megatron_config
+from megatron_rl.models.hf.families import FAMILIES, VALUE_HEAD, canonical_name, dims, entries, is_dropped
 from megatron_rl.models.hf.sources import INDEX_FILE, CheckpointSource, RandomSource, WeightsError
 from megatron_rl.models.hf.transforms import QKV, Columns, GatedMLP, Replicated, Rows, Shard, Transform, Vocabulary
 from megatron_rl.models.layers import plan_attention
 from megatron_rl.rollout.cpu_platform import declare_torchvision_ops
+from tests.tiny_families import COMMON, SHAPES
 
 declare_torchvision_ops()
 
@@ -29,6 +30,25 @@ SIZES = dict(
     num_key_value_heads=4,
     head_dim=12,
 )
+EXTRA: dict[str, dict[str, Any]] = {
+    "deepseek_v3": dict(
+        num_key_value_heads=8,
+        q_lora_rank=20,
+        kv_lora_rank=12,
+        qk_nope_head_dim=6,
+        qk_rope_head_dim=4,
+        v_head_dim=10,
+        n_routed_experts=4,
+        num_experts_per_tok=4,
+        n_group=2,
+        topk_group=2,
+        moe_intermediate_size=28,
+        first_k_dense_replace=1,
+    ),
+    "glm4_moe": dict(n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=28, use_qk_norm=True),
+    "mixtral": dict(num_local_experts=4),
+    "qwen3_moe": dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=28, mlp_only_layers=[0]),
+}
 DENSE = ("llama", "qwen2", "qwen3")
 
 
@@ -37,7 +57,7 @@ def make_config(family: str, **overrides: Any) -> PretrainedConfig:
     if family == "qwen2":
         # Its heads are always hidden_size / num_attention_heads wide.
         sizes.pop("head_dim")
-    return AutoConfig.for_model(family, **{**sizes, **overrides})
+    return AutoConfig.for_model(family, **{**sizes, **EXTRA.get(family, {}), **overrides})
 
 
 def shards_of(transform: Transform, tensors: list[Tensor], sizes: dict[str, int], tp: int) -> list[Tensor]:
@@ -120,6 +140,8 @@ def test_transformer_engine_names_mean_the_same_parameters() -> None:
     assert canonical_name(layer + "mlp.experts.linear_fc2.weight7") == layer + "mlp.experts.7.linear_fc2.weight"
     expert = "mlp.experts.local_experts.7.linear_fc2.weight"
     assert canonical_name(layer + expert) == layer + "mlp.experts.7.linear_fc2.weight"
+    latent = canonical_name(layer + "self_attention.linear_kv_up_proj.layer_norm_weight")
+    assert latent == layer + "self_attention.kv_layernorm.weight"
     assert canonical_name("embedding.word_embeddings.weight") == "embedding.word_embeddings.weight"
 
 
@@ -143,7 +165,7 @@ def test_a_model_folder_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="config.json is not a JSON object"):
         load_hf_config(tmp_path)
     for fields in ({"model_type": "gpt2"}, {}):
-        with pytest.raises(ValueError, match="supported: llama, mixtral, qwen2, qwen3"):
+        with pytest.raises(ValueError, match="supported: deepseek_v3, glm4_moe, llama, mixtral, qwen2, qwen3"):
             load_hf_config(write_config(tmp_path, **fields))
 
 
@@ -155,14 +177,37 @@ def test_a_model_folder_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
         ("llama", dict(mlp_bias=True), "mlp_bias"),
         ("llama", dict(hidden_act="gelu"), "hidden_act"),
         ("qwen3", dict(num_attention_heads=6, num_key_value_heads=4), "num_key_value_heads 4"),
-        ("llama", dict(rope_parameters=dict(rope_type="linear", factor=2.0, rope_theta=1e4)), "rope_type 'linear'"),
+        ("llama", dict(rope_parameters=dict(rope_type="dynamic", factor=2.0, rope_theta=1e4)), "rope_type 'dynamic'"),
+        (
+            "llama",
+            dict(rope_parameters=dict(rope_type="llama3", rope_theta=1e4)),
+            "Missing required keys .*low_freq_factor",
+        ),
+        ("qwen3", dict(rope_parameters=dict(rope_theta=1e4, partial_rotary_factor=0.5)), "partial_rotary_factor 0.5"),
+        (
+            "llama",
+            dict(rope_parameters=dict(rope_type="yarn", rope_theta=1e4, factor=0.0)),
+            "rope_parameters .* finite or not",
+        ),
+        ("llama", dict(num_attention_heads="many"), "num_attention_heads"),
+        ("qwen3", dict(head_dim=11), "even rotary dimension"),
+        ("llama", dict(quantization_config=dict(quant_method="fp8")), "quantization_config"),
+        ("glm4_moe", dict(num_experts_per_tok=1), "num_experts_per_tok 1"),
+        ("qwen3_moe", dict(num_experts_per_tok=9), r"num_experts_per_tok 9 is not in \[1, 4\]"),
+        ("deepseek_v3", dict(num_key_value_heads=4), "num_key_value_heads 4 is not num_attention_heads 8"),
+        ("deepseek_v3", dict(rope_interleave=False), "rope_interleave"),
+        ("deepseek_v3", dict(norm_topk_prob=False), "norm_topk_prob"),
+        ("deepseek_v3", dict(scoring_func="softmax"), "scoring_func"),
+        ("deepseek_v3", dict(rms_norm_eps=1e-5), "rms_norm_eps"),
+        ("deepseek_v3", dict(n_group=3), "n_group 3"),
+        ("deepseek_v3", dict(topk_group=1, num_experts_per_tok=3), "best 3 experts"),
     ],
 )
 def test_features_that_megatron_would_compute_otherwise_are_refused(
     family: str, fields: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     with pytest.raises(ValueError, match=message):
-        load_hf_config(write_config(tmp_path, model_type=family, **{**SIZES, **fields}))
+        load_hf_config(write_config(tmp_path, model_type=family, **{**SIZES, **EXTRA.get(family, {}), **fields}))
 
 
 @pytest.mark.parametrize(
@@ -177,24 +222,23 @@ def test_a_layout_that_the_model_does_not_fit_is_refused(parallel: ParallelConfi
         megatron_config(make_config("qwen3"), parallel, dtype=torch.float32)
 
 
-def test_llama3_rope_scaling_equals_transformers() -> None:
-    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+@pytest.mark.parametrize("shape", SHAPES)
+def test_rotary_frequencies_are_those_of_the_model_of_transformers(shape: str) -> None:
+    from transformers import AutoModel
 
-    rope = dict(
-        rope_type="llama3",
-        rope_theta=500000.0,
-        factor=8.0,
-        low_freq_factor=1.0,
-        high_freq_factor=4.0,
-        original_max_position_embeddings=64,
-    )
-    config = make_config("llama", head_dim=64, rope_parameters=rope)
-    expected, attention_factor = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))
-    plain = 1.0 / (500000.0 ** (torch.arange(0, 64, 2, dtype=torch.float32) / 64))
-    found = scaled_inverse_frequencies(plain, rope_parameters(config))
-    assert attention_factor == 1.0
-    torch.testing.assert_close(found, expected, atol=0, rtol=1e-6)
-    assert (found < plain).any() and (found == plain).any()
+    config = AutoConfig.for_model(**{**COMMON, **SHAPES[shape]})
+    rotary = AutoModel.from_config(config).rotary_emb
+    frequencies, factor = inverse_frequencies(config)
+    torch.testing.assert_close(frequencies, rotary.inv_freq, atol=0, rtol=1e-6)
+    assert factor == pytest.approx(rotary.attention_scaling, rel=1e-12)
+
+
+def test_layers_of_multi_token_prediction_are_dropped_and_no_others() -> None:
+    config = make_config("deepseek_v3", num_nextn_predict_layers=1)
+    assert is_dropped(config, "model.layers.2.eh_proj.weight")
+    assert not is_dropped(config, "model.layers.1.input_layernorm.weight")
+    assert not is_dropped(config, "model.layers.3.eh_proj.weight")
+    assert not is_dropped(make_config("llama"), "model.layers.2.x")
 
 
 # Sources -------------------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from transformers import PretrainedConfig
 
-from megatron_rl.models.hf.transforms import QKV, Columns, Dims, GatedMLP, Replicated, Transform, Vocabulary
+from megatron_rl.models.hf.transforms import QKV, Columns, Dims, GatedMLP, Replicated, Rows, Transform, Vocabulary
 
 Role = Literal["policy", "critic"]
 VALUE_HEAD = "value_head.weight"
@@ -38,12 +38,16 @@ class Entry:
 
 @dataclass(frozen=True)
 class Family:
-    layer: tuple[Rule, ...]
-    """Rules of one decoder layer."""
+    layer: Callable[[PretrainedConfig, int], tuple[Rule, ...]]
+    """Rules of one decoder layer, by its index."""
     transformer_kwargs: Callable[[PretrainedConfig], dict[str, Any]]
     """What this family adds to Megatron's TransformerConfig."""
     forbidden: Mapping[str, Any]
     """Configuration fields that must be absent or equal to this value: other values are not implemented."""
+    is_latent: bool = False
+    """Multi-head latent attention (MLA) instead of grouped-query attention."""
+    takes_partial_rotary: bool = False
+    """Whether ``partial_rotary_factor`` means something to this family; to the others it is unknown."""
 
 
 NORMS = (
@@ -73,14 +77,40 @@ QK_NORM = (
     Rule("self_attention.q_layernorm.weight", {"self_attn.q_norm.weight": ("head_dim",)}, Replicated()),
     Rule("self_attention.k_layernorm.weight", {"self_attn.k_norm.weight": ("head_dim",)}, Replicated()),
 )
-DENSE_MLP = (
+LATENT_QUERY = (
     Rule(
-        "mlp.linear_fc1.weight",
-        {"mlp.gate_proj.weight": ("ffn", "hidden"), "mlp.up_proj.weight": ("ffn", "hidden")},
-        GatedMLP(),
+        "self_attention.linear_q_down_proj.weight", {"self_attn.q_a_proj.weight": ("q_latent", "hidden")}, Replicated()
     ),
-    Rule("mlp.linear_fc2.weight", {"mlp.down_proj.weight": ("hidden", "ffn")}, Columns()),
+    Rule("self_attention.q_layernorm.weight", {"self_attn.q_a_layernorm.weight": ("q_latent",)}, Replicated()),
+    Rule("self_attention.linear_q_up_proj.weight", {"self_attn.q_b_proj.weight": ("q", "q_latent")}, Rows()),
 )
+PLAIN_QUERY = (Rule("self_attention.linear_q_proj.weight", {"self_attn.q_proj.weight": ("q", "hidden")}, Rows()),)
+LATENT_KEY_VALUE = (
+    Rule(
+        "self_attention.linear_kv_down_proj.weight",
+        {"self_attn.kv_a_proj_with_mqa.weight": ("kv_down", "hidden")},
+        Replicated(),
+    ),
+    Rule("self_attention.kv_layernorm.weight", {"self_attn.kv_a_layernorm.weight": ("kv_latent",)}, Replicated()),
+    Rule("self_attention.linear_kv_up_proj.weight", {"self_attn.kv_b_proj.weight": ("kv_up", "kv_latent")}, Rows()),
+    Rule("self_attention.linear_proj.weight", {"self_attn.o_proj.weight": ("hidden", "attended")}, Columns()),
+)
+
+
+def _gated_mlp(megatron: str, hf: str, size: str) -> tuple[Rule, ...]:
+    return (
+        Rule(
+            f"{megatron}.linear_fc1.weight",
+            {f"{hf}.gate_proj.weight": (size, "hidden"), f"{hf}.up_proj.weight": (size, "hidden")},
+            GatedMLP(),
+        ),
+        Rule(f"{megatron}.linear_fc2.weight", {f"{hf}.down_proj.weight": ("hidden", size)}, Columns()),
+    )
+
+
+DENSE_MLP = _gated_mlp("mlp", "mlp", "ffn")
+SHARED_EXPERTS = _gated_mlp("mlp.shared_experts", "mlp.shared_experts", "shared_ffn")
+EXPERT_BIAS = (Rule("mlp.router.expert_bias", {"mlp.gate.e_score_correction_bias": ("experts",)}, Replicated()),)
 
 
 def _expert_mlp(prefix: str, gate: str, up: str, down: str) -> tuple[Rule, ...]:
@@ -100,9 +130,54 @@ def _expert_mlp(prefix: str, gate: str, up: str, down: str) -> tuple[Rule, ...]:
     )
 
 
+EXPERTS = _expert_mlp("mlp", "gate_proj", "up_proj", "down_proj")
+MIXTRAL_EXPERTS = _expert_mlp("block_sparse_moe", "w1", "w3", "w2")
+BIASED_EXPERTS = (*EXPERTS, *EXPERT_BIAS, *SHARED_EXPERTS)
+
+
+def has_experts(config: PretrainedConfig) -> list[bool]:
+    """For each decoder layer, whether it is a mixture of experts; all False in a dense model."""
+    layers = range(config.num_hidden_layers)
+    if config.model_type == "mixtral":
+        return [True for _ in layers]
+    if config.model_type == "qwen3_moe":
+        step, dense = config.decoder_sparse_step, config.mlp_only_layers or []
+        return [config.num_experts > 0 and i not in dense and (i + 1) % step == 0 for i in layers]
+    if config.model_type in ("deepseek_v3", "glm4_moe"):
+        return [i >= config.first_k_dense_replace for i in layers]
+    return [False for _ in layers]
+
+
+def is_dropped(config: PretrainedConfig, name: str) -> bool:
+    """Whether tensor ``name`` belongs to a multi-token-prediction layer: they are not trained, and left out.
+
+    Files number them after the decoder's layers, and config.json counts them in ``num_nextn_predict_layers``.
+    """
+    match = re.match(r"model\.layers\.(\d+)\.", name)
+    first, count = config.num_hidden_layers, getattr(config, "num_nextn_predict_layers", None) or 0
+    return match is not None and first <= int(match[1]) < first + count
+
+
+def _qwen3_moe_layer(config: PretrainedConfig, index: int) -> tuple[Rule, ...]:
+    return (*NORMS, *ATTENTION, *QK_NORM, *(EXPERTS if has_experts(config)[index] else DENSE_MLP))
+
+
+def _deepseek_v3_layer(config: PretrainedConfig, index: int) -> tuple[Rule, ...]:
+    query = PLAIN_QUERY if config.q_lora_rank is None else LATENT_QUERY
+    mlp = BIASED_EXPERTS if has_experts(config)[index] else DENSE_MLP
+    return (*NORMS, *query, *LATENT_KEY_VALUE, *mlp)
+
+
+def _glm4_moe_layer(config: PretrainedConfig, index: int) -> tuple[Rule, ...]:
+    bias = QKV_BIAS if config.attention_bias else ()
+    norm = QK_NORM if config.use_qk_norm else ()
+    mlp = BIASED_EXPERTS if has_experts(config)[index] else DENSE_MLP
+    return (*NORMS, *ATTENTION, *bias, *norm, *mlp)
+
+
 def _moe_kwargs(config: PretrainedConfig) -> dict[str, Any]:
-    sizes = dims(config)
-    return dict(
+    sizes, moe_layers = dims(config), has_experts(config)
+    kwargs = dict(
         num_moe_experts=sizes["experts"],
         moe_ffn_hidden_size=sizes["expert_ffn"],
         moe_router_topk=config.num_experts_per_tok,
@@ -110,42 +185,97 @@ def _moe_kwargs(config: PretrainedConfig) -> dict[str, Any]:
         moe_aux_loss_coeff=0.0,
         moe_router_dtype="fp32",
     )
+    if not all(moe_layers):
+        kwargs["moe_layer_freq"] = [int(is_moe) for is_moe in moe_layers]
+    return kwargs
 
 
 def _qwen3_moe_kwargs(config: PretrainedConfig) -> dict[str, Any]:
     return dict(_moe_kwargs(config), qk_layernorm=True, moe_router_pre_softmax=not config.norm_topk_prob)
 
 
+def _biased_router_kwargs(config: PretrainedConfig) -> dict[str, Any]:
+    """The router of DeepSeek-V3: sigmoid scores, a bias for the choice alone, the choice limited to some groups."""
+    limits_groups = config.topk_group < config.n_group
+    return dict(
+        _moe_kwargs(config),
+        moe_shared_expert_intermediate_size=dims(config)["shared_ffn"],
+        moe_router_score_function="sigmoid",
+        moe_router_enable_expert_bias=True,
+        moe_router_bias_update_rate=0.0,
+        moe_router_num_groups=config.n_group if limits_groups else None,
+        moe_router_group_topk=config.topk_group if limits_groups else None,
+        moe_router_topk_scaling_factor=config.routed_scaling_factor,
+    )
+
+
+def _deepseek_v3_kwargs(config: PretrainedConfig) -> dict[str, Any]:
+    return dict(
+        _biased_router_kwargs(config),
+        multi_latent_attention=True,
+        qk_layernorm=True,
+        q_lora_rank=config.q_lora_rank,
+        kv_lora_rank=config.kv_lora_rank,
+        qk_head_dim=config.qk_nope_head_dim,
+        qk_pos_emb_head_dim=config.qk_rope_head_dim,
+        v_head_dim=config.v_head_dim,
+        # The fused kernel computes its own frequencies.
+        apply_rope_fusion=False,
+    )
+
+
+def _glm4_moe_kwargs(config: PretrainedConfig) -> dict[str, Any]:
+    return dict(
+        _biased_router_kwargs(config), add_qkv_bias=bool(config.attention_bias), qk_layernorm=bool(config.use_qk_norm)
+    )
+
+
 FAMILIES: dict[str, Family] = {
     "llama": Family(
-        layer=(*NORMS, *ATTENTION, *DENSE_MLP),
+        layer=lambda config, index: (*NORMS, *ATTENTION, *DENSE_MLP),
         transformer_kwargs=lambda config: {},
         forbidden={"attention_bias": False, "mlp_bias": False},
     ),
     "qwen2": Family(
-        layer=(*NORMS, *ATTENTION, *QKV_BIAS, *DENSE_MLP),
+        layer=lambda config, index: (*NORMS, *ATTENTION, *QKV_BIAS, *DENSE_MLP),
         transformer_kwargs=lambda config: dict(add_qkv_bias=True),
         forbidden={"use_sliding_window": False},
     ),
     "qwen3": Family(
-        layer=(*NORMS, *ATTENTION, *QK_NORM, *DENSE_MLP),
+        layer=lambda config, index: (*NORMS, *ATTENTION, *QK_NORM, *DENSE_MLP),
         transformer_kwargs=lambda config: dict(qk_layernorm=True),
         forbidden={"use_sliding_window": False, "attention_bias": False},
     ),
     "qwen3_moe": Family(
-        layer=(*NORMS, *ATTENTION, *QK_NORM, *_expert_mlp("mlp", "gate_proj", "up_proj", "down_proj")),
+        layer=_qwen3_moe_layer,
         transformer_kwargs=_qwen3_moe_kwargs,
-        forbidden={
-            "use_sliding_window": False,
-            "attention_bias": False,
-            "decoder_sparse_step": 1,
-            "mlp_only_layers": [],
-        },
+        forbidden={"use_sliding_window": False, "attention_bias": False},
     ),
     "mixtral": Family(
-        layer=(*NORMS, *ATTENTION, *_expert_mlp("block_sparse_moe", "w1", "w3", "w2")),
+        layer=lambda config, index: (*NORMS, *ATTENTION, *MIXTRAL_EXPERTS),
         transformer_kwargs=lambda config: dict(_moe_kwargs(config), moe_router_pre_softmax=False),
         forbidden={"sliding_window": None},
+    ),
+    "deepseek_v3": Family(
+        layer=_deepseek_v3_layer,
+        transformer_kwargs=_deepseek_v3_kwargs,
+        forbidden={
+            "attention_bias": False,
+            "rope_interleave": True,
+            "norm_topk_prob": True,
+            "scoring_func": "sigmoid",
+            "topk_method": "noaux_tc",
+            "moe_layer_freq": 1,
+            # transformers computes the norms of the latents with this constant, whatever the field says.
+            "rms_norm_eps": 1e-6,
+        },
+        is_latent=True,
+    ),
+    "glm4_moe": Family(
+        layer=_glm4_moe_layer,
+        transformer_kwargs=_glm4_moe_kwargs,
+        forbidden={"norm_topk_prob": True},
+        takes_partial_rotary=True,
     ),
 }
 EMBEDDING = Rule("embedding.word_embeddings.weight", {"model.embed_tokens.weight": ("vocab", "hidden")}, Vocabulary())
@@ -161,7 +291,8 @@ def dims(config: PretrainedConfig) -> Dims:
     groups = getattr(config, "num_key_value_heads", None) or heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
     experts = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None) or 0
-    return {
+    expert_ffn = getattr(config, "moe_intermediate_size", None) or config.intermediate_size
+    sizes = {
         "one": 1,
         "hidden": config.hidden_size,
         "heads": heads,
@@ -171,9 +302,22 @@ def dims(config: PretrainedConfig) -> Dims:
         "kv": groups * head_dim,
         "ffn": config.intermediate_size,
         "vocab": config.vocab_size,
-        "experts": experts,
-        "expert_ffn": getattr(config, "moe_intermediate_size", None) or config.intermediate_size,
+        "experts": experts if any(has_experts(config)) else 0,
+        "expert_ffn": expert_ffn,
+        "shared_ffn": expert_ffn * getattr(config, "n_shared_experts", 0),
     }
+    if family_of(config).is_latent:
+        content, position = config.qk_nope_head_dim, config.qk_rope_head_dim
+        sizes |= {
+            "head_dim": content + position,
+            "q": heads * (content + position),
+            "q_latent": config.q_lora_rank or 0,
+            "kv_latent": config.kv_lora_rank,
+            "kv_down": config.kv_lora_rank + position,
+            "kv_up": heads * (content + config.v_head_dim),
+            "attended": heads * config.v_head_dim,
+        }
+    return sizes
 
 
 def family_of(config: PretrainedConfig) -> Family:
@@ -187,7 +331,7 @@ def entries(config: PretrainedConfig, role: Role) -> list[Entry]:
     sizes = dims(config)
     rules = [_fill(EMBEDDING, sizes)]
     for layer in range(config.num_hidden_layers):
-        for rule in family_of(config).layer:
+        for rule in family_of(config).layer(config, layer):
             experts = range(sizes["experts"]) if "{expert}" in rule.megatron else [0]
             rules.extend(
                 _fill(rule, sizes, f"decoder.layers.{layer}.", f"model.layers.{layer}.", expert) for expert in experts
@@ -212,6 +356,10 @@ _OTHER_SPELLINGS = (
     # Transformer Engine folds a norm into the linear layer after it ...
     (re.compile(r"self_attention\.linear_qkv\.layer_norm_(weight|bias)$"), r"input_layernorm.\1"),
     (re.compile(r"mlp\.linear_fc1\.layer_norm_(weight|bias)$"), r"pre_mlp_layernorm.\1"),
+    (
+        re.compile(r"self_attention\.linear_(q|kv)_up_proj\.layer_norm_(weight|bias)$"),
+        r"self_attention.\1_layernorm.\2",
+    ),
     # ... and its grouped linear layers number the experts at the end; Megatron's own keep a list of them.
     (re.compile(r"mlp\.experts\.(linear_fc[12])\.weight(\d+)$"), r"mlp.experts.\2.\1.weight"),
     (re.compile(r"mlp\.experts\.local_experts\."), "mlp.experts."),

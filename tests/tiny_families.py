@@ -1,0 +1,130 @@
+"""Tiny models of awkward shapes for every family: what real checkpoints differ in, each at least once."""
+
+from pathlib import Path
+from typing import Any
+
+from megatron_rl.rollout.cpu_platform import declare_torchvision_ops
+from tests.tiny_models import VECTOR_NOISE, WEIGHT_SCALE
+
+COMMON: dict[str, Any] = dict(
+    vocab_size=101,
+    hidden_size=48,
+    intermediate_size=80,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=256,
+    eos_token_id=1,
+    pad_token_id=0,
+    bos_token_id=None,
+    tie_word_embeddings=False,
+)
+YARN = dict(rope_type="yarn", rope_theta=10000.0, factor=8.0, original_max_position_embeddings=16)
+LLAMA3 = dict(
+    rope_type="llama3",
+    rope_theta=500000.0,
+    factor=8.0,
+    low_freq_factor=1.0,
+    high_freq_factor=4.0,
+    original_max_position_embeddings=16,
+)
+LATENT = dict(
+    num_key_value_heads=4,
+    q_lora_rank=22,
+    kv_lora_rank=18,
+    qk_nope_head_dim=10,
+    qk_rope_head_dim=6,
+    v_head_dim=14,
+    moe_intermediate_size=28,
+    n_routed_experts=8,
+    n_shared_experts=2,
+    num_experts_per_tok=4,
+    n_group=4,
+    topk_group=2,
+    first_k_dense_replace=1,
+    routed_scaling_factor=2.5,
+    num_nextn_predict_layers=0,
+)
+SHAPES: dict[str, dict[str, Any]] = {
+    # GQA 7:1, QKV bias, tied embeddings, odd vocabulary
+    "qwen2_gqa7_tied": dict(
+        model_type="qwen2", hidden_size=84, num_attention_heads=14, num_key_value_heads=2, tie_word_embeddings=True
+    ),
+    "qwen2_yarn_one_group": dict(
+        model_type="qwen2",
+        hidden_size=56,
+        num_attention_heads=7,
+        num_key_value_heads=1,
+        rope_parameters={**YARN, "attention_factor": 0.8, "truncate": False},
+    ),
+    # heads wider than hidden / heads
+    "qwen3_wide_heads_yarn": dict(model_type="qwen3", head_dim=20, rope_parameters=YARN),
+    "llama3_scaled": dict(model_type="llama", head_dim=26, num_key_value_heads=4, rope_parameters=LLAMA3),
+    "llama_linear_tied": dict(
+        model_type="llama",
+        tie_word_embeddings=True,
+        rope_parameters=dict(rope_type="linear", factor=2.0, rope_theta=1e4),
+    ),
+    # every second layer dense, and raw softmax probabilities
+    "qwen3_moe_sparse_step": dict(
+        model_type="qwen3_moe",
+        num_hidden_layers=4,
+        head_dim=18,
+        num_experts=6,
+        num_experts_per_tok=3,
+        moe_intermediate_size=36,
+        decoder_sparse_step=2,
+        mlp_only_layers=[3],
+        norm_topk_prob=False,
+    ),
+    "qwen3_moe": dict(
+        model_type="qwen3_moe",
+        head_dim=16,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=36,
+        norm_topk_prob=True,
+        tie_word_embeddings=True,
+    ),
+    "mixtral": dict(model_type="mixtral", num_local_experts=4, num_experts_per_tok=2),
+    "deepseek_v3_yarn": dict(
+        model_type="deepseek_v3", **LATENT, rope_parameters={**YARN, "mscale": 1.0, "mscale_all_dim": 0.7}
+    ),
+    "deepseek_v3_plain_query": dict(
+        model_type="deepseek_v3", **{**LATENT, "q_lora_rank": None, "n_group": 1, "topk_group": 1}
+    ),
+    # the first half of each head rotates
+    "glm4_moe_partial_rotary": dict(
+        model_type="glm4_moe",
+        head_dim=20,
+        attention_bias=True,
+        use_qk_norm=True,
+        moe_intermediate_size=28,
+        n_routed_experts=6,
+        n_shared_experts=1,
+        num_experts_per_tok=2,
+        first_k_dense_replace=1,
+        routed_scaling_factor=1.5,
+        num_nextn_predict_layers=0,
+        rope_parameters=dict(rope_type="default", rope_theta=10000.0, partial_rotary_factor=0.5),
+    ),
+}
+
+
+def make_family_model(path: str | Path, shape: str, *, seed: int = 0, dtype: str = "float32", **overrides: Any) -> Path:
+    """Write config.json and safetensors of ``SHAPES[shape]`` with random weights to ``path`` and return it."""
+    declare_torchvision_ops()
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.for_model(**{**COMMON, **SHAPES[shape], **overrides})
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(config)
+        for name, tensor in model.state_dict().items():
+            # Apart from zeros and ones, so that lost and swapped tensors show.
+            if tensor.dim() > 1:
+                tensor.mul_(WEIGHT_SCALE)
+            tensor.add_(torch.randn_like(tensor) * VECTOR_NOISE)
+    model.to(getattr(torch, dtype)).save_pretrained(path)
+    return Path(path)
