@@ -4,14 +4,29 @@ Megatron's own auxiliary loss and bias update stay off: the first depends on how
 the second counts padding and moves even if the step is skipped. ``routing.py`` has both, without these faults.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.transformer import TransformerConfig
+from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from megatron_rl.config.schema import Dispatcher, LoadBalancing, MoeConfig, RouterDtype, RoutingReplay
+from megatron_rl.data.batch import PackedBatch
 from megatron_rl.errors import ModelError
 from megatron_rl.models.hf.families import dims, family_of
+from megatron_rl.models.routing import (
+    ROUTES,
+    RoutingTrace,
+    gather_routes,
+    load_metrics,
+    new_trace,
+    routers,
+    updated_bias,
+)
 
 ROUTER_DTYPES = {RouterDtype.fp32: "fp32", RouterDtype.fp64: "fp64", RouterDtype.model: None}
 
@@ -70,3 +85,94 @@ def check_moe(settings: MoeConfig, hf_config: PretrainedConfig, *, where: str = 
 def has_expert_bias(hf_config: PretrainedConfig) -> bool:
     """The family's routers add a bias to the scores before they choose."""
     return bool(family_of(hf_config).transformer_kwargs(hf_config).get("moe_router_enable_expert_bias"))
+
+
+class Routing:
+    """The routers of one engine over its passes: gives each micro-batch its trace and uses what the traces saw.
+
+    For a dense model every trace is None and nothing happens.
+    """
+
+    def __init__(self, settings: MoeConfig, chunks: Sequence[nn.Module]) -> None:
+        self._settings = settings
+        self._config = chunks[0].config
+        self._routers = routers(chunks)
+        self._has_experts = bool(self._config.num_moe_experts)
+        self._traces: list[RoutingTrace] = []
+
+    def begin(
+        self, microbatches: Sequence[PackedBatch], stand_ins: Sequence[bool], *, trains: bool, records: bool
+    ) -> list[RoutingTrace | None]:
+        """One trace a micro-batch; ``stand_ins`` says which of them hold no real token. Collective if ``trains``."""
+        if not self._has_experts:
+            return [None] * len(microbatches)
+        scale = 0.0
+        if trains and self._settings.load_balancing is LoadBalancing.aux_loss:
+            scale = self._settings.aux_loss_coef / max(_count_tokens(microbatches, stand_ins), 1)
+        replays = self._settings.routing_replay is not RoutingReplay.none
+        self._traces = []
+        for batch, is_stand_in in zip(microbatches, stand_ins, strict=True):
+            rows = local_rows(batch.lengths.tolist(), self._config).to(batch.tokens.device)
+            self._traces.append(
+                new_trace(
+                    self._config,
+                    torch.full_like(rows, -1) if is_stand_in else rows,
+                    batch.cu_seqlens,
+                    replayed=batch.fields.get(ROUTES) if replays else None,
+                    records=records,
+                    aux_loss_scale=scale,
+                )
+            )
+        return self._traces
+
+    def take_routes(self, num_tokens: Sequence[int]) -> list[Tensor]:
+        """Routes [T, L, K] of each micro-batch of the recording pass just made; its model-parallel peers call it too."""
+        traces, self._traces = self._traces, []
+        # An interleaved pipeline may have run further, empty micro-batches at the end.
+        return [gather_routes(trace.recorded)[:size] for trace, size in zip(traces, num_tokens)]
+
+    @torch.no_grad()
+    def finish_update(self, *, skipped: bool) -> dict[str, tuple[float, float]]:
+        """After an optimizer step: move the expert bias if it is to move; metrics as (sum, denominator). Collective."""
+        traces, self._traces = self._traces, []
+        if not traces:
+            return {}
+        device = traces[0].rows.device
+        extra = torch.zeros(2, dtype=torch.float64, device=device)
+        for trace in traces:
+            for index, value in enumerate((trace.aux_loss, trace.num_replayed)):
+                if value is not None:
+                    extra[index] += value
+        totals = torch.cat([extra, torch.stack([trace.loads for trace in traces]).sum(0).flatten()])
+        dist.all_reduce(totals)
+        loads = totals[2:].view(self._config.num_layers, -1)
+        if self._settings.load_balancing is LoadBalancing.bias and not skipped:
+            for router in self._routers:
+                rate = self._settings.bias_update_rate
+                router.expert_bias.copy_(updated_bias(router.expert_bias, loads[router.layer_number - 1], rate))
+        metrics = load_metrics(loads)
+        aux_loss, num_replayed = totals[:2].tolist()
+        if self._settings.load_balancing is LoadBalancing.aux_loss:
+            num_layers = float((loads.sum(1) > 0).sum())
+            metrics["moe_balance_loss"] = (aux_loss, self._settings.aux_loss_coef * num_layers)
+        if self._settings.routing_replay is not RoutingReplay.none:
+            metrics["moe_replayed_share"] = (num_replayed, float(loads.sum()) / self._config.moe_router_topk)
+        return metrics
+
+
+def _count_tokens(microbatches: Sequence[PackedBatch], stand_ins: Sequence[bool]) -> int:
+    """Tokens of all micro-batches of all data-parallel ranks."""
+    sizes = [len(batch.tokens) for batch, is_stand_in in zip(microbatches, stand_ins, strict=True) if not is_stand_in]
+    total = torch.tensor(float(sum(sizes)), dtype=torch.float64, device=microbatches[0].tokens.device)
+    dist.all_reduce(total, group=parallel_state.get_data_parallel_group())
+    return int(total)
+
+
+def local_rows(lengths: Sequence[int], config: TransformerConfig) -> Tensor:
+    """[T_local] int64: the pack's row of each token that this rank's routers see, -1 for padding."""
+    rows = torch.arange(sum(lengths))
+    if config.sequence_parallel:
+        tp_size = config.tensor_model_parallel_size
+        rows = torch.nn.functional.pad(rows, (0, -len(rows) % tp_size), value=-1)
+        rows = rows.chunk(tp_size)[parallel_state.get_tensor_model_parallel_rank()]
+    return rows

@@ -15,10 +15,12 @@ from megatron.core.transformer import TransformerConfig
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-from megatron_rl.config.schema import ParallelConfig, Recompute
+from megatron_rl.config.schema import MoeConfig, ParallelConfig, Recompute
 from megatron_rl.data.batch import PackedBatch
 from megatron_rl.models.hf.config import megatron_config, rope_parameters, scaled_inverse_frequencies
-from megatron_rl.models.layers import PlannedSeqParams, block_spec, has_transformer_engine, plan_attention
+from megatron_rl.models.layers import PlannedSeqParams, block_spec, has_transformer_engine, plan_attention, swap_layers
+from megatron_rl.models.moe import check_moe, moe_kwargs
+from megatron_rl.models.routing import ROUTERS, RoutingTrace, follow_traces, with_trace
 
 PAD_TOKEN_ID = 0
 """Fills the pack up under sequence parallelism; it forms a sequence of its own that no result refers to."""
@@ -45,14 +47,18 @@ def build_chunks(
     dtype: torch.dtype,
     recompute: Recompute,
     share_embeddings: bool,
+    moe: MoeConfig = MoeConfig(),
 ) -> list[PackedGPTModel]:
     """This rank's pipeline stage with uninitialised weights, on its device. The process groups exist already."""
-    kwargs, model_kwargs = megatron_config(hf_config, parallel, dtype=dtype, recompute=recompute)
+    check_moe(moe, hf_config)
+    kwargs, model_kwargs = megatron_config(
+        hf_config, parallel, dtype=dtype, recompute=recompute, **moe_kwargs(moe, hf_config)
+    )
     model_kwargs["share_embeddings_and_output_weights"] = share_embeddings
     config = TransformerConfig(**kwargs)
     model = PackedGPTModel(
         config,
-        block_spec(config),
+        swap_layers(block_spec(config), ROUTERS),
         pre_process=parallel_state.is_pipeline_first_stage(),
         post_process=parallel_state.is_pipeline_last_stage(),
         **model_kwargs,
@@ -61,21 +67,23 @@ def build_chunks(
     if rope["rope_type"] == "llama3":
         model.rotary_pos_emb.inv_freq = scaled_inverse_frequencies(model.rotary_pos_emb.inv_freq, rope)
     model.real_vocab_size = hf_config.vocab_size
+    follow_traces(model)
     model.to(dtype)
     if torch.cuda.is_available():
         model.cuda()
     return [model]
 
 
-def forward(chunk: nn.Module, batch: PackedBatch) -> Tensor:
+def forward(chunk: nn.Module, batch: PackedBatch, trace: RoutingTrace | None = None) -> Tensor:
     """Run this stage on ``batch``; ``chunk`` may be wrapped for data parallelism.
 
-    The result belongs to Megatron's schedule: on earlier stages the hidden states for the next one, on the last
+    ``trace``: what the routers of a mixture-of-experts model follow and report in this pass; one for all chunks. The
+    result belongs to Megatron's schedule: on earlier stages the hidden states for the next one, on the last
     stage what ``policy.token_logprobs`` or ``critic.token_values`` take.
     """
     model = unwrap(chunk)
     tokens, positions, params = _model_inputs(batch, model.config)
-    return chunk(tokens, positions, None, packed_seq_params=params)
+    return chunk(tokens, positions, None, packed_seq_params=with_trace(params, trace))
 
 
 def sequence_starts(batch: PackedBatch, device: torch.device) -> Tensor:

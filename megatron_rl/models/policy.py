@@ -10,7 +10,7 @@ from megatron.core import parallel_state, tensor_parallel
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-from megatron_rl.config.schema import ParallelConfig, Recompute
+from megatron_rl.config.schema import MoeConfig, ParallelConfig, Recompute
 from megatron_rl.data.batch import PackedBatch
 from megatron_rl.models.hf.sources import RandomSource
 from megatron_rl.models.hf.weights import fill
@@ -26,6 +26,7 @@ def build_policy(
     *,
     dtype: torch.dtype,
     recompute: Recompute = Recompute.none,
+    moe: MoeConfig = MoeConfig(),
     seed: int | None,
 ) -> list[PackedGPTModel]:
     """This rank's part of the policy, not yet wrapped for data parallelism; ``topology.initialize`` comes first.
@@ -39,6 +40,7 @@ def build_policy(
         dtype=dtype,
         recompute=recompute,
         share_embeddings=bool(hf_config.tie_word_embeddings),
+        moe=moe,
     )
     for chunk in chunks:
         if chunk.post_process:

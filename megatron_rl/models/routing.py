@@ -18,6 +18,7 @@ Invariants:
 - The auxiliary loss is a sum over sequences: it does not depend on micro-batches, packing or layout.
 """
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -33,6 +34,8 @@ from torch import Tensor, nn
 
 ROUTES = "routes"
 """The field of a ``PackedBatch`` that holds them, int16."""
+TRACE = "routing_trace"
+"""Attribute of a pack's sequence parameters; Megatron hands these to every layer, and again when it recomputes one."""
 
 
 @dataclass
@@ -82,13 +85,6 @@ class RoutingTrace:
         if self.recorded is not None:
             self.recorded[self.rows[real], layer] = (chosen + 1).to(self.recorded.dtype)
         return True
-
-
-@dataclass
-class RoutedSeqParams(PackedSeqParams):
-    """Megatron's description of a pack, with the trace of the pass that it is for."""
-
-    routing: RoutingTrace | None = None
 
 
 class TracedRouter(TopKRouter):
@@ -213,12 +209,20 @@ def follow_traces(chunk: nn.Module) -> None:
     """Let each layer of ``chunk`` hand its router the trace that comes with the pack, in every run of the layer."""
 
     def hand_over(layer: TransformerLayer, args: Any, kwargs: dict[str, Any]) -> None:
-        params = kwargs.get("packed_seq_params")
-        layer.mlp.router.trace = params.routing if isinstance(params, RoutedSeqParams) else None
+        layer.mlp.router.trace = vars(kwargs["packed_seq_params"]).get(TRACE)
 
     for module in chunk.modules():
         if isinstance(module, TransformerLayer) and isinstance(getattr(module.mlp, "router", None), TracedRouter):
             module.register_forward_pre_hook(hand_over, with_kwargs=True)
+
+
+def with_trace(params: PackedSeqParams, trace: RoutingTrace | None) -> PackedSeqParams:
+    """``params``, which all passes over the same lengths share, for the one pass that ``trace`` belongs to."""
+    if trace is None:
+        return params
+    params = copy.copy(params)
+    setattr(params, TRACE, trace)
+    return params
 
 
 def routers(chunks: Sequence[nn.Module]) -> list[TracedRouter]:

@@ -33,12 +33,13 @@ from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attri
 from torch import Tensor
 
 import megatron_rl.parallel  # noqa: F401  (prepares Megatron Core for a CPU before it is imported below)
-from megatron_rl.config.schema import Dtype, Init, OptimizerConfig, ParallelConfig, Recompute
+from megatron_rl.config.schema import Dtype, Init, MoeConfig, OptimizerConfig, ParallelConfig, Recompute
 from megatron_rl.data.batch import PackedBatch
 from megatron_rl.models import critic, policy
 from megatron_rl.models.hf.config import load_hf_config
 from megatron_rl.models.hf.weights import expected_names, export_weights, load_weights, save_hf
 from megatron_rl.models.logprobs import DEFAULT_CHUNK_SIZE
+from megatron_rl.models.moe import Routing
 from megatron_rl.parallel.topology import Topology
 from megatron_rl.training.checkpoint import load_checkpoint, save_checkpoint
 from megatron_rl.training.losses import LossFunction, Metrics
@@ -73,16 +74,20 @@ class Engine:
         init: Init = Init.checkpoint,
         dtype: Dtype = Dtype.float32,
         recompute: Recompute = Recompute.none,
+        moe: MoeConfig = MoeConfig(),
         seed: int = 1,
     ) -> None:
-        """``path`` is a Hugging Face folder; ``optimizer=None`` makes a model that only answers (a reference)."""
+        """``path`` is a Hugging Face folder; ``optimizer=None`` makes a model that only answers (a reference).
+
+        ``moe``: how a policy's experts are chosen; with replay it follows the field ``routes`` of its batches.
+        """
         if role not in ("policy", "critic"):
             raise ValueError(f"role is 'policy' or 'critic', got {role!r}")
         self.role = role
         self.topology = topology
         self.path = Path(path)
         self.hf_config = load_hf_config(path)
-        build = policy.build_policy if role == "policy" else critic.build_critic
+        build = functools.partial(policy.build_policy, moe=moe) if role == "policy" else critic.build_critic
         torch_dtype = getattr(torch, dtype.value)
         self._tokens_per_chunk = max(DEFAULT_CHUNK_SIZE, LOGITS_PER_CHUNK // self.hf_config.vocab_size)
         loads = init is Init.checkpoint
@@ -90,6 +95,7 @@ class Engine:
         self.chunks = build(self.hf_config, parallel, dtype=torch_dtype, recompute=recompute, seed=initial_seed)
         if loads:
             load_weights(self.chunks, self.hf_config, path, role=role)
+        self._routing = Routing(moe, self.chunks)
         self._optimizer = None
         if optimizer is None:
             for chunk in self.chunks:
@@ -104,14 +110,20 @@ class Engine:
         """Whether this rank reports for its tensor- and pipeline-parallel peers: exactly one of them does."""
         return self.topology.is_output_rank
 
-    def logprobs(self, microbatches: Sequence[PackedBatch], *, temperature: float = 1.0) -> list[Tensor]:
+    def logprobs(
+        self, microbatches: Sequence[PackedBatch], *, temperature: float = 1.0, record_routes: bool = False
+    ) -> list[Tensor]:
         """Per micro-batch the log-probabilities [T] where fields["mask"], else 0; float32, no gradient.
 
-        The list is empty on ranks before the last pipeline stage.
+        The list is empty on ranks before the last pipeline stage. ``record_routes``: ``take_routes`` comes next.
         """
         self._expect_role("policy")
-        outputs = self._forward(microbatches, temperature)
+        outputs = self._forward(microbatches, temperature, record_routes=record_routes)
         return [output["logprobs"][: len(batch.tokens)] for output, batch in zip(outputs, microbatches)]
+
+    def take_routes(self, microbatches: Sequence[PackedBatch]) -> list[Tensor]:
+        """Per micro-batch of the recording pass just made, the routes [T, L, K] int16 (models/routing.py); every rank."""
+        return self._routing.take_routes([len(batch.tokens) for batch in microbatches])
 
     def values(self, microbatches: Sequence[PackedBatch]) -> list[tuple[Tensor, Tensor]]:
         """Per micro-batch (values [T], final_values [N]): V before each token, and after the last of each sequence.
@@ -149,7 +161,8 @@ class Engine:
         optimizer.zero_grad()
         metrics = self._schedule(self._replicas, microbatches, scaled_loss, forward_only=False)
         step = guarded_step(optimizer, self._scheduler)
-        return UpdateResult(step.grad_norm, step.lr, self._reduce(metrics), step.skipped)
+        loads = self._routing.finish_update(skipped=step.skipped)
+        return UpdateResult(step.grad_norm, step.lr, self._reduce(metrics) | loads, step.skipped)
 
     def count_tokens(self, microbatches: Sequence[PackedBatch], names: Sequence[str]) -> dict[str, float]:
         """Sum of each per-token field over all micro-batches of all ranks: the denominators of token means."""
@@ -205,13 +218,15 @@ class Engine:
         return {"logprobs": logprobs, "entropy": entropy}
 
     @torch.no_grad()
-    def _forward(self, microbatches: Sequence[PackedBatch], temperature: float) -> list[dict[str, Tensor]]:
+    def _forward(
+        self, microbatches: Sequence[PackedBatch], temperature: float, *, record_routes: bool = False
+    ) -> list[dict[str, Tensor]]:
         if not microbatches:
             return []
         for chunk in self.chunks:
             chunk.eval()
         outputs = functools.partial(self._outputs, temperature=temperature)
-        return self._schedule(self.chunks, microbatches, outputs, forward_only=True)
+        return self._schedule(self.chunks, microbatches, outputs, forward_only=True, record_routes=record_routes)
 
     def _schedule(
         self,
@@ -220,19 +235,24 @@ class Engine:
         consume: Callable[[torch.nn.Module, PackedBatch, Tensor], Any],
         *,
         forward_only: bool,
+        record_routes: bool = False,
     ) -> list[Any]:
         """Run Megatron's pipeline schedule; per micro-batch what ``consume`` made of it, on the last stage only."""
         batches = [_on_device(_stand_in(batch), self.topology.device) for batch in microbatches]
+        stand_ins = [batch.num_sequences == 0 for batch in microbatches]
+        traces = self._routing.begin(batches, stand_ins, trains=not forward_only, records=record_routes)
 
-        def forward_step(iterator: Iterator[PackedBatch], model: torch.nn.Module) -> tuple[Tensor, Callable]:
-            chunk, batch = _bare(model), next(iterator)
+        def forward_step(
+            iterator: Iterator[tuple[PackedBatch, Any]], model: torch.nn.Module
+        ) -> tuple[Tensor, Callable]:
+            chunk, (batch, trace) = _bare(model), next(iterator)
 
             def consume_output(output: Tensor, non_loss_data: bool = False) -> Any:
                 return consume(chunk, batch, output)
 
-            return policy.forward(chunk, batch), consume_output
+            return policy.forward(chunk, batch, trace), consume_output
 
-        iterators = [iter(batches) for _ in models]
+        iterators = [zip(batches, traces) for _ in models]
         return get_forward_backward_func()(
             forward_step_func=forward_step,
             data_iterator=iterators if len(models) > 1 else iterators[0],
@@ -307,7 +327,7 @@ def _stand_in(batch: PackedBatch) -> PackedBatch:
     return PackedBatch(
         tokens=batch.tokens.new_zeros(2),
         cu_seqlens=batch.cu_seqlens.new_tensor([0, 2]),
-        fields={name: values.new_zeros(2) for name, values in batch.fields.items()},
+        fields={name: values.new_zeros((2, *values.shape[1:])) for name, values in batch.fields.items()},
     )
 
 

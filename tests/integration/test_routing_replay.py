@@ -1,0 +1,140 @@
+"""Laws of routing replay, balance and load metrics on real Megatron Core (papers 11.4, 11.6), over layouts.
+
+Two launches of routing_worker.py (1 and 2 ranks), each running all of its layouts; the tests compare their results.
+"""
+
+import os
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_rl.rollout.cpu_platform import declare_torchvision_ops
+from tests.integration.routing_worker import LENGTHS, PROMPT_TOKENS, SCENARIOS
+
+ROOT = Path(__file__).parents[2]
+WORKER = Path(__file__).with_name("routing_worker.py")
+LAUNCH_TIMEOUT_S = 400
+RELATIVE = 1e-5
+NUM_LAYERS, NUM_EXPERTS, TOP_K = 2, 8, 2
+ALL = [(world_size, scenario.name) for world_size, scenarios in SCENARIOS.items() for scenario in scenarios]
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    """World size -> results of its launch, which happens when first asked for."""
+    declare_torchvision_ops()
+    from transformers import AutoConfig
+
+    folder = tmp_path_factory.mktemp("routing")
+    AutoConfig.for_model(
+        "qwen3_moe",
+        vocab_size=128,
+        hidden_size=32,
+        intermediate_size=64,
+        moe_intermediate_size=32,
+        num_hidden_layers=NUM_LAYERS,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        num_experts=NUM_EXPERTS,
+        num_experts_per_tok=TOP_K,
+        norm_topk_prob=True,
+        max_position_embeddings=256,
+        tie_word_embeddings=False,
+        # Scores far enough apart that a choice is a choice, and experts that differ.
+        initializer_range=0.3,
+    ).save_pretrained(folder / "model")
+
+    @cache
+    def of(world_size: int) -> dict:
+        out = folder / f"ranks{world_size}"
+        out.mkdir()
+        launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={world_size}"]
+        environment = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}
+        finished = subprocess.run(
+            [sys.executable, *(launcher if world_size > 1 else []), str(WORKER), str(folder / "model"), str(out)],
+            cwd=ROOT,
+            env={**environment, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=LAUNCH_TIMEOUT_S,
+        )
+        assert finished.returncode == 0, finished.stdout[-6000:]
+        return torch.load(out / "results.pt", weights_only=False)
+
+    return of
+
+
+def mean_distance(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return (found - expected).abs().mean().item()
+
+
+def sets(routes: torch.Tensor) -> torch.Tensor:
+    return routes.sort(-1).values
+
+
+@pytest.mark.parametrize("world_size,scenario", ALL)
+def test_replaying_a_pass_s_own_record_changes_no_bit(results, world_size, scenario):
+    found = results(world_size)[scenario]
+    assert torch.equal(found["replayed"], found["logprobs"])
+    assert torch.equal(found["followed"], found["routes"])
+    assert torch.equal(found["reordered"], found["logprobs"])
+    assert torch.equal(found["half"], found["logprobs"])
+    native, replayed = found["native steps"][0], found["replayed steps"][0]
+    assert replayed["grad_norm"] == native["grad_norm"]
+    share = (sum(LENGTHS) * NUM_LAYERS, sum(LENGTHS) * NUM_LAYERS)
+    assert {**native["metrics"], "moe_replayed_share": share} == replayed["metrics"]
+    for name, value in found["native weights"].items():
+        assert torch.equal(found["replayed weights"][name], value), name
+
+
+@pytest.mark.parametrize("world_size,scenario", ALL)
+def test_a_record_names_distinct_experts_of_every_token_and_layer(results, world_size, scenario):
+    routes = results(world_size)[scenario]["routes"]
+    assert routes.shape == (sum(LENGTHS), NUM_LAYERS, TOP_K)
+    assert routes.min() >= 1 and routes.max() <= NUM_EXPERTS
+    assert (sets(routes).diff(dim=-1) > 0).all()
+
+
+@pytest.mark.parametrize("world_size,scenario", ALL)
+def test_shuffled_records_make_the_ratio_explode(results, world_size, scenario):
+    found = results(world_size)[scenario]
+    assert mean_distance(found["replayed"], found["logprobs"]) == 0.0
+    response = torch.cat([torch.arange(length) >= PROMPT_TOKENS for length in LENGTHS])
+    assert mean_distance(found["shuffled"][response], found["logprobs"][response]) > 0.3
+
+
+@pytest.mark.parametrize("world_size,scenario", ALL)
+def test_the_router_learns_under_replay(results, world_size, scenario):
+    found = results(world_size)[scenario]
+    for layer in range(NUM_LAYERS):
+        name = f"model.layers.{layer}.mlp.gate.weight"
+        assert (found["replayed weights"][name] - found["weights before"][name]).abs().max() > 1e-4
+
+
+@pytest.mark.parametrize("world_size,scenario", ALL)
+def test_replay_holds_the_choice_while_the_weights_move(results, world_size, scenario):
+    found = results(world_size)[scenario]
+    assert torch.equal(sets(found["later followed"]), sets(found["routes"]))
+    assert not torch.equal(sets(found["later routes"]), sets(found["routes"]))
+
+
+@pytest.mark.parametrize("world_size,scenario", [case for case in ALL if case[1] != "reference"])
+def test_routes_balance_loss_loads_and_steps_do_not_depend_on_layout_split_or_recompute(results, world_size, scenario):
+    found, expected = results(world_size)[scenario], results(1)["reference"]
+    assert torch.equal(sets(found["routes"]), sets(expected["routes"]))
+    torch.testing.assert_close(found["logprobs"], expected["logprobs"], rtol=1e-5, atol=5e-6)
+    for step, step_expected in zip(found["replayed steps"], expected["replayed steps"], strict=True):
+        assert step["grad_norm"] == pytest.approx(step_expected["grad_norm"], rel=RELATIVE)
+        assert step["metrics"].keys() >= {"moe_max_load", "moe_dead_share", "moe_load_entropy", "moe_balance_loss"}
+        for name, pair in step_expected["metrics"].items():
+            if name in step["metrics"]:
+                assert step["metrics"][name] == pytest.approx(pair, rel=RELATIVE, abs=RELATIVE), name
+    for name, value in expected["later weights"].items():
+        difference = (found["later weights"][name] - value).abs().max().item()
+        assert difference <= 2 * RELATIVE * value.abs().max().item(), f"{name}: differs by {difference}"
