@@ -7,7 +7,7 @@ Whoever keeps state inside a server (weight sync: its process group and the curr
 import json
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -110,6 +110,7 @@ class ServerPool:
         start_timeout_s: float = 300.0,
         max_restarts: int = 3,
         progress: Progress = logger.info,
+        while_waiting: Callable[[], None] = lambda: None,
     ) -> "ServerPool":
         """Start ``num_servers`` equal servers at the same time, on ports from ``options.port`` up (0: any free ones).
 
@@ -130,7 +131,7 @@ class ServerPool:
             for server in servers:
                 server.spawn()
             for server in servers:
-                server.wait_ready()
+                server.wait_ready(while_waiting)
         except BaseException:
             for server in servers:
                 server.stop(grace_s=0.0)

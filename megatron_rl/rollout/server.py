@@ -33,6 +33,7 @@ from megatron_rl.rollout.diagnosis import last_lines, port_taken, start_failure
 logger = logging.getLogger(__name__)
 
 POLL_S = 0.1
+WAITING_S = 5.0
 PROGRESS_S = 15.0
 STOP_GRACE_S = 15.0
 """How long a server may take to stop on its own (SGLang looks for SIGTERM every 5 s) before it is killed."""
@@ -206,13 +207,14 @@ class SglangServer:
         self._process = self._spawn_watched(server_command(self.options, self.port))
         self.incarnation += 1
 
-    def wait_ready(self) -> None:
+    def wait_ready(self, while_waiting: Callable[[], None] = lambda: None) -> None:
         """Wait until the started server answers, at most ``start_timeout_s`` after its start.
 
+        ``while_waiting`` is called every few seconds on this thread: whoever waits for the caller may want to know.
         A server on a port chosen here that lost a race for it is started again on another one.
         """
         for attempt in range(1, MAX_PORT_ATTEMPTS + 1):
-            exit_code = self._wait_healthy()
+            exit_code = self._wait_healthy(while_waiting)
             if exit_code is None:
                 return
             log = last_lines(self.log_path, self._log_start)
@@ -308,11 +310,15 @@ class SglangServer:
                 start_new_session=True,  # a group of its own, and Ctrl-C in the terminal reaches the trainer only
             )
 
-    def _wait_healthy(self) -> int | None:
+    def _wait_healthy(self, while_waiting: Callable[[], None]) -> int | None:
         """None once the server answers, its exit code if it ends before. Raises ServerError at the deadline."""
         assert self._process is not None, "spawn() comes first"
         next_progress = self._started_at + PROGRESS_S
+        next_call = time.monotonic() + WAITING_S
         while True:
+            if time.monotonic() > next_call:
+                next_call += WAITING_S
+                while_waiting()
             exit_code = self._process.poll()
             if exit_code is not None:
                 return exit_code

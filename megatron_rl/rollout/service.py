@@ -166,14 +166,18 @@ def open_rollout(
     call_on_trainer: Callable[[Callable[[], Any]], Future],
     note: Callable[[str], None],
     warn: Callable[[str], None],
+    while_waiting: Callable[[], None],
 ) -> Iterator[RolloutService]:
-    """Servers started (or attached to), a client on ``event_loop`` and the weight sync; all of it closed at the end."""
+    """Servers started (or attached to), a client on ``event_loop`` and the weight sync; all of it closed at the end.
+
+    ``while_waiting`` is called every few seconds while servers start: the other trainer ranks wait for this one.
+    """
     rollout = config.rollout
     fire = fire_of(rollout.fire, tokenizer)
     dialogue = dialogue_of(environment, tokenizer, chat=config.data.use_chat_template)
     token_stops = single_token_stops(environment.stop_strings, tokenizer) if environment is not None else {}
     needs_text = bool(dialogue and dialogue.server_stops) or bool(fire and fire.after)
-    with _servers(config, log_dir, note, speak_text=needs_text) as servers:
+    with _servers(config, log_dir, note, while_waiting, speak_text=needs_text) as servers:
         client = SglangClient(
             servers.urls,
             vocab_size=vocab_size,
@@ -248,7 +252,14 @@ def single_token_stops(stop_strings: Sequence[str], tokenizer: Tokenizer) -> dic
     return ids
 
 
-def _servers(config: Config, log_dir: Path, note: Callable[[str], None], *, speak_text: bool) -> ServerPool:
+def _servers(
+    config: Config,
+    log_dir: Path,
+    note: Callable[[str], None],
+    while_waiting: Callable[[], None],
+    *,
+    speak_text: bool,
+) -> ServerPool:
     rollout = config.rollout
     if rollout.urls:
         note(f"attaching to {len(rollout.urls)} SGLang servers: {', '.join(rollout.urls)}")
@@ -274,4 +285,5 @@ def _servers(config: Config, log_dir: Path, note: Callable[[str], None], *, spea
         start_timeout_s=rollout.start_timeout_s,
         max_restarts=rollout.max_restarts,
         progress=note,
+        while_waiting=while_waiting,
     )

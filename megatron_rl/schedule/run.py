@@ -281,6 +281,7 @@ def _rollout(
         call_on_trainer=runner.call_on_trainer,
         note=recorder.console.note,
         warn=recorder.console.warning,
+        while_waiting=group.heartbeat,
     )
 
 
