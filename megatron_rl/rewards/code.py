@@ -76,7 +76,7 @@ def score(
         setup: Source that runs before the response and before the tests.
         time_limit_s: Seconds for program and tests; waiting for a CPU does not count.
         wall_limit_s: Seconds by the clock. A program that runs until then has failed, or is unscored if the machine was
-            so busy that it had less than a quarter of its time. reward.timeout_s must be larger.
+            so busy that it had less than a tenth of its time. reward.timeout_s must be larger.
         memory_limit_mb: Of one process, and of all processes of a program together.
         disk_limit_mb: Size of the folder that a program can write to.
         process_limit: Processes and threads at a time.

@@ -139,7 +139,7 @@ class Sandbox:
             "preload": self._preload,
             "sys_path": sys.path,
         }
-        kept = {name: os.environ[name] for name in ("LD_LIBRARY_PATH",) if name in os.environ}
+        kept = {name: os.environ[name] for name in ("LD_LIBRARY_PATH", "TMPDIR") if name in os.environ}
         with theirs:
             self._process = subprocess.Popen(
                 [sys.executable, "-s", "-c", _BOOT, json.dumps(start)],

@@ -44,15 +44,19 @@ GC_THRESHOLD = 20_000
 BOX = "/box"
 """Working, home and temporary folder of a program, where it has a root of its own."""
 ROOT_BYTES = 1 << 20
-FAIR_SHARE = 0.25
+FAIR_SHARE = 0.1
 TOO_BUSY = "the machine is too busy to run a program within its time"
 WATCH_S = 0.02
 """Between two looks at memory, processes and disk."""
 FIRST_WATCH_S = 0.1
 """Most programs have ended by then."""
+MAX_WATCHED = 1000
+TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 MAX_OPEN_FILES = 64
 MAX_ENTRIES = 4096
 """Files and folders of a program."""
+MAX_PATH_CHARS = 1024
+MIN_MEMORY_FOLDER_BYTES = 256 << 20
 FOLDER_PREFIX = "megatron_rl_sandbox_"
 STACK_BYTES = 64 << 20
 FIRST_GUEST_UID, NUM_GUEST_UIDS = 61184, 4335
@@ -167,7 +171,7 @@ class Guards:
             raise kernel.Unsupported(0, "this kernel has no Landlock")
         kernel.prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)
         _remove_leftovers()
-        self.folder = tempfile.mkdtemp(prefix=f"{FOLDER_PREFIX}{os.getpid()}_")
+        self.folder = tempfile.mkdtemp(prefix=f"{FOLDER_PREFIX}{os.getpid()}_", dir=_fast_folder())
 
     def prepare(self, limits: Limits) -> None:
         """An empty folder for the processes of one request."""
@@ -207,12 +211,17 @@ class Guards:
 
     def usage(self, pids: list[int]) -> tuple[int, int]:
         """(bytes in memory, number of processes) of process trees."""
-        num_bytes, seen = 0, list(pids)
-        for pid in seen:
-            num_bytes += int((self._read(f"{pid}/statm").split() or [0, 0])[1]) * resource.getpagesize()
-            if len(seen) < 1000:
-                seen += map(int, self._read(f"{pid}/task/{pid}/children").split())
-        return num_bytes, len(seen)
+        tree = self._tree(pids)
+        num_pages = sum(int((self._read(f"{pid}/statm").split() or [0, 0])[1]) for pid in tree)
+        return num_pages * resource.getpagesize(), len(tree)
+
+    def _tree(self, pids: list[int]) -> list[int]:
+        """Processes and their descendants."""
+        tree = list(pids)
+        for pid in tree:
+            if len(tree) < MAX_WATCHED:
+                tree += map(int, self._read(f"{pid}/task/{pid}/children").split())
+        return tree
 
     def _read(self, name: str) -> str:
         try:
@@ -226,9 +235,15 @@ class Guards:
         finally:
             os.close(file)
 
-    def delay_s(self, pids: list[int]) -> float:
-        """Seconds that processes were ready to run and had to wait for a CPU (0 where the kernel does not count)."""
-        return sum(int((self._read(f"{pid}/schedstat").split() or [0, 0])[1]) for pid in pids) / 1e9
+    def own_s(self, pids: list[int], elapsed_s: float) -> float:
+        """Seconds that processes had for themselves: the time since their start less what they waited for a CPU, or the
+        CPU time of all that they started, if that is more."""
+        delay_ns = sum(int((self._read(f"{pid}/schedstat").split() or [0, 0])[1]) for pid in pids)
+        ticks = 0
+        for pid in self._tree(pids):
+            fields = self._read(f"{pid}/stat").rpartition(")")[2].split()
+            ticks += sum(map(int, fields[11:15]))  # of its threads, and of its children that have ended
+        return max(elapsed_s - delay_ns / 1e9, ticks / TICKS_PER_S)
 
     def disk_bytes(self) -> int:
         """In the working folder, where its size is not limited by its file system."""
@@ -271,8 +286,11 @@ def folder_bytes(folder: str) -> int:
     """What is in a folder; more than any limit if it has too many entries, or paths too long, to be looked through."""
     num_bytes, num_entries, waiting = 0, 0, [folder]
     while waiting:
+        path = waiting.pop()
+        if len(path) > MAX_PATH_CHARS:
+            return sys.maxsize
         try:
-            with os.scandir(waiting.pop()) as entries:
+            with os.scandir(path) as entries:
                 for entry in entries:
                     num_entries += 1
                     if num_entries > MAX_ENTRIES:
@@ -310,9 +328,19 @@ def empty_folder(folder: str) -> None:
             os.rmdir(entry.path)
 
 
+def _fast_folder() -> str:
+    """Where programs write: memory, if there is enough of it, else the temporary folder (TMPDIR)."""
+    memory = "/dev/shm"
+    if os.access(memory, os.W_OK):
+        about = os.statvfs(memory)
+        if about.f_bavail * about.f_frsize > MIN_MEMORY_FOLDER_BYTES:
+            return memory
+    return tempfile.gettempdir()
+
+
 def _remove_leftovers() -> None:
     """Folders of servers that were killed."""
-    for path in glob.glob(f"{tempfile.gettempdir()}/{FOLDER_PREFIX}*"):
+    for path in glob.glob(f"{_fast_folder()}/{FOLDER_PREFIX}*"):
         pid = path.rpartition(FOLDER_PREFIX)[2].partition("_")[0]
         if pid.isdigit() and not os.path.exists(f"/proc/{pid}") and os.stat(path).st_uid == os.geteuid():
             empty_folder(path)
@@ -453,7 +481,7 @@ class Server:
             patience_s = WATCH_S
             elapsed_s = time.monotonic() - started_at
             if elapsed_s > min(limits.time_s, limits.wall_s):
-                own_s = elapsed_s - self._guards.delay_s(pids)
+                own_s = self._guards.own_s(pids, elapsed_s)
                 if own_s > limits.time_s:
                     return "time limit"
                 if elapsed_s > limits.wall_s:

@@ -1,6 +1,7 @@
 """The sandbox: honest programs are judged rightly, hostile ones fail within their limits, and nothing is left of them."""
 
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -236,6 +237,37 @@ def test_everything_ends_with_a_killed_client() -> None:
             return
         time.sleep(0.02)
     pytest.fail(f"alive after their client: {left}")
+
+
+def test_folders_of_killed_helpers_are_removed() -> None:
+    memory = Path("/dev/shm")
+    if shutil.disk_usage(memory).free < 512 << 20:
+        pytest.skip("/dev/shm is too small to be the sandbox's folder")
+    old, living = (memory / f"megatron_rl_sandbox_{pid}_x" for pid in (4_000_000_000, os.getpid()))
+    for folder in (old, living):
+        folder.mkdir()
+    deep = os.open(old, os.O_RDONLY)
+    for _ in range(3000):  # longer than any path may be
+        os.mkdir("d", dir_fd=deep)
+        deep, above = os.open("d", os.O_RDONLY, dir_fd=deep), deep
+        os.close(above)
+    os.close(deep)
+    with Sandbox(level="filter") as sandbox:
+        try:
+            assert sandbox.run(Program(SQUARE, TESTS), LIMITS).passed
+        except SandboxError as error:
+            pytest.skip(f"this kernel cannot: {error}")
+        assert not old.exists() and living.exists()
+        folders = set(memory.glob(f"megatron_rl_sandbox_{sandbox._process.pid}_*"))
+        assert len(folders) == 1
+    living.rmdir()
+    assert not folders.pop().exists()
+
+
+def test_preloaded_modules_are_there() -> None:
+    with Sandbox(preload=["numpy"]) as sandbox:
+        code = "import sys\nloaded = 'numpy' in sys.modules\ndef f(): return loaded"
+        assert sandbox.run(Program(code, "assert f()"), LIMITS).passed
 
 
 def test_without_any_guard_nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
