@@ -8,21 +8,20 @@ Who waits for whom: reading runs ahead of scoring by ``BATCHES_AHEAD`` batches; 
 
 import concurrent.futures
 import json
-import os
 import re
-import tempfile
 import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from megatron_rl.data.files import written_whole
 from megatron_rl.data.trajectory import Score
 from megatron_rl.rewards.async_runner import AsyncRewardRunner, start_runner
 from megatron_rl.rewards.jobs import RewardItem
@@ -148,7 +147,7 @@ def score_file(
             row_fields=form.fields,
             max_concurrency=max_concurrency,
         ) as runner,
-        _atomic(output_path) as output,
+        written_whole(output_path) as output,
         _bar(progress, name, num_rows) as advance,
     ):
         started_at = time.monotonic()
@@ -233,25 +232,6 @@ def _check_rows(path: Path, form: RowForm, skip_bad_rows: bool) -> tuple[int, in
         places = "\n".join(reported)
         raise RewardError(f"{num_bad} of {num_good + num_bad} rows are bad; mend them or skip bad rows:\n{places}")
     return num_good, num_bad
-
-
-@contextmanager
-def _atomic(path: Path) -> Iterator[TextIO]:
-    """A file that takes its name only when it is complete and on disk."""
-    with tempfile.NamedTemporaryFile(
-        "w", encoding="utf-8", dir=path.parent, prefix=f".{path.name}.", suffix=".partial", delete=False
-    ) as file:
-        try:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-            umask = os.umask(0)
-            os.umask(umask)
-            os.chmod(file.name, 0o666 & ~umask)  # temporary files are private by default
-            os.replace(file.name, path)
-        except BaseException:
-            os.unlink(file.name)
-            raise
 
 
 @contextmanager

@@ -13,37 +13,13 @@ from pathlib import Path
 
 from megatron_rl.config.schema import Config
 from megatron_rl.rollout.client import ServerLost, SglangClient
-from megatron_rl.rollout.pool import ServerPool
+from megatron_rl.rollout.pool import ServerPool, open_servers
 from megatron_rl.rollout.protocol import Generation, GenerationRequest
-from megatron_rl.rollout.server import ServerOptions, detect_device
 
 
 def frozen_servers(config: Config, log_dir: Path, note: Callable[[str], None]) -> ServerPool:
     """Servers of ``policy.path``, started here or attached to; a context manager that stops those it started."""
-    rollout = config.rollout
-    if rollout.urls:
-        note(f"attaching to {len(rollout.urls)} SGLang servers: {', '.join(rollout.urls)}")
-        return ServerPool.attach(rollout.urls, timeout_s=rollout.start_timeout_s, progress=note)
-    note(f"starting {rollout.num_servers} SGLang server(s) of {config.policy.path}; logs in {log_dir}")
-    options = ServerOptions(
-        model_path=config.policy.path,
-        host=rollout.host,
-        port=rollout.port,
-        dtype=config.policy.dtype.value,
-        tensor_parallel_size=rollout.tensor_parallel_size,
-        deterministic=rollout.deterministic,
-        load_weights=True,
-        device=detect_device(),
-        server_args=rollout.server_args,
-    )
-    return ServerPool.start(
-        options,
-        rollout.num_servers,
-        log_dir,
-        start_timeout_s=rollout.start_timeout_s,
-        max_restarts=rollout.max_restarts,
-        progress=note,
-    )
+    return open_servers(config, log_dir, note, load_weights=True)
 
 
 class FrozenRollout:

@@ -21,11 +21,12 @@ from bisect import bisect_left
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 
-from megatron_rl.data.trajectory import Segment, Trajectory, message_segment
+from megatron_rl.data.trajectory import RouteRecord, Segment, Trajectory, message_segment
 from megatron_rl.environments.base import Environment, EnvironmentFault, Message, turn_views
 from megatron_rl.errors import UserError
 from megatron_rl.rollout.client import GenerationRequest, ServerLost, SglangClient
 from megatron_rl.rollout.protocol import Generation
+from megatron_rl.rollout.routing import RouteShape
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +48,8 @@ class Sampling:
     stop_token_ids: tuple[int, ...]
     seed: int | None
     """Base of the per-trajectory seeds; None lets the server draw."""
+    routes: RouteShape | None = None
+    """Keep the experts of all tokens with the trajectories."""
 
 
 @dataclass(frozen=True)
@@ -229,6 +232,10 @@ class _Window:
                 self._check_version(answer)
                 segment = self._segment(trajectory, answer, hot=hot)
                 trajectory.segments.append(segment)
+                if answer.routes is not None:
+                    # What was sampled behind a stop string is gone, and its routes with it.
+                    num_kept = len(trajectory.token_ids)
+                    trajectory.routes = RouteRecord(self._step, answer.routes[:num_kept])
                 self._on_progress(len(segment.token_ids))
                 self._answer_turn(trajectory)
 
@@ -256,6 +263,7 @@ class _Window:
             stop_token_ids=sampling.stop_token_ids,
             stop_strings=self._server_stops(trajectory),
             seed=None if sampling.seed is None else trajectory_seed(sampling.seed, trajectory.id),
+            routes=sampling.routes,
         )
         if not hot:
             return request

@@ -12,11 +12,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
+from megatron_rl.config.schema import Config
 from megatron_rl.rollout.server import (
     Progress,
     ServerError,
     ServerOptions,
     SglangServer,
+    detect_device,
     fetch_json,
     is_healthy,
 )
@@ -190,3 +192,44 @@ def _ask(url: str, path: str, timeout_s: float = 10.0) -> dict[str, Any]:
             f"no SGLang server answers at {url} ({type(error).__name__}: {error}). Expected {path} to answer within "
             f"{timeout_s:.0f} s: check the address in rollout.urls and that the server is up (GET {url}/health)."
         ) from error
+
+
+def open_servers(
+    config: Config,
+    log_dir: Path,
+    note: Progress,
+    *,
+    load_weights: bool,
+    tokenizer: bool = False,
+    while_waiting: Callable[[], None] = lambda: None,
+) -> ServerPool:
+    """The servers that a configuration asks for, started here or attached to; stopping leaves attached ones alone.
+
+    ``load_weights``, ``tokenizer``: as in ServerOptions. Raises ServerError when one does not come up or answer.
+    """
+    rollout = config.rollout
+    if rollout.urls:
+        note(f"attaching to {len(rollout.urls)} SGLang servers: {', '.join(rollout.urls)}")
+        return ServerPool.attach(rollout.urls, timeout_s=rollout.start_timeout_s, progress=note)
+    note(f"starting {rollout.num_servers} SGLang server(s); logs in {log_dir}")
+    options = ServerOptions(
+        model_path=config.policy.path,
+        host=rollout.host,
+        port=rollout.port,
+        dtype=config.policy.dtype.value,
+        tensor_parallel_size=rollout.tensor_parallel_size,
+        deterministic=rollout.deterministic,
+        load_weights=load_weights,
+        tokenizer=tokenizer,
+        device=detect_device(),
+        server_args=rollout.server_args,
+    )
+    return ServerPool.start(
+        options,
+        rollout.num_servers,
+        log_dir,
+        start_timeout_s=rollout.start_timeout_s,
+        max_restarts=rollout.max_restarts,
+        progress=note,
+        while_waiting=while_waiting,
+    )

@@ -9,6 +9,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
+from megatron_rl.rollout.routing import SERVER_FLAG, BadRoutes, RouteShape, decode_routes
+
 
 @dataclass(frozen=True)
 class GenerationRequest:
@@ -31,6 +35,8 @@ class GenerationRequest:
     seed: int | None = None
     """Counts only on a server started with ``deterministic``. There, give every sample its own: all samples without
     one share SGLang's default seed and come out equal."""
+    routes: RouteShape | None = None
+    """Ask which experts each token went to, in a model of this shape."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +52,8 @@ class Generation:
     """Prompt tokens that the prefix cache held."""
     stop_string: str = ""
     """The text that ended it, if one of stop_strings did."""
+    routes: np.ndarray | None = None
+    """[prompt + new tokens - 1, layers, k] int16 (``rollout.routing``), if the request asked."""
 
 
 BAN = -1.0e9
@@ -102,6 +110,8 @@ def generate_body(requests: Sequence[GenerationRequest], rids: Sequence[str]) ->
     }
     if any(request.logprobs_after_top_k for request in requests):
         body["return_sampling_mask"] = [request.logprobs_after_top_k for request in requests]
+    if any(request.routes is not None for request in requests):
+        body["return_routed_experts"] = [request.routes is not None for request in requests]
     return body
 
 
@@ -151,7 +161,23 @@ def parse_generation(request: GenerationRequest, answer: dict[str, Any]) -> Gene
         weight_version=str(meta["weight_version"]),
         cached_tokens=meta.get("cached_tokens", 0),
         stop_string=matched if isinstance(matched, str) else "",
+        routes=_routes(request, meta, len(token_ids)),
     )
+
+
+def _routes(request: GenerationRequest, meta: dict[str, Any], num_new: int) -> np.ndarray | None:
+    if request.routes is None or num_new == 0:
+        return None
+    encoded = meta.get("routed_experts")
+    if encoded is None:
+        raise BadAnswer(
+            f"request {request.rid!r}: the server does not say which experts its tokens went to; start it with "
+            f"--{SERVER_FLAG}, or set policy.moe.routing_replay to R2 or none"
+        )
+    try:
+        return decode_routes(encoded, len(request.input_ids) + num_new - 1, request.routes)
+    except BadRoutes as error:
+        raise BadAnswer(f"request {request.rid!r}: {error}; look whether the server runs the same model") from error
 
 
 def _finish_reason(request: GenerationRequest, reason: str, token_ids: tuple[int, ...]) -> str:

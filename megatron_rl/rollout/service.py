@@ -21,8 +21,7 @@ from megatron_rl.data.trajectory import Trajectory
 from megatron_rl.environments.base import Environment, EnvironmentFault, Message
 from megatron_rl.rollout.client import ServerLost, SglangClient
 from megatron_rl.rollout.generator import Dialogue, Fire, Sampling, WindowGenerator
-from megatron_rl.rollout.pool import ServerPool
-from megatron_rl.rollout.server import ServerOptions, detect_device
+from megatron_rl.rollout.pool import ServerPool, open_servers
 from megatron_rl.weights.plan import ServerAddress
 from megatron_rl.weights.publish import PublishResult, WeightPublisher
 from megatron_rl.weights.verify import compare_checksums
@@ -177,7 +176,10 @@ def open_rollout(
     dialogue = dialogue_of(environment, tokenizer, chat=config.data.use_chat_template)
     token_stops = single_token_stops(environment.stop_strings, tokenizer) if environment is not None else {}
     needs_text = bool(dialogue and dialogue.server_stops) or bool(fire and fire.after)
-    with _servers(config, log_dir, note, while_waiting, speak_text=needs_text) as servers:
+    # The trainer sends its own weights before the first request.
+    with open_servers(
+        config, log_dir, note, load_weights=False, tokenizer=needs_text, while_waiting=while_waiting
+    ) as servers:
         client = SglangClient(
             servers.urls,
             vocab_size=vocab_size,
@@ -250,40 +252,3 @@ def single_token_stops(stop_strings: Sequence[str], tokenizer: Tokenizer) -> dic
         if len(encoded) == 1:
             ids[text] = encoded[0]
     return ids
-
-
-def _servers(
-    config: Config,
-    log_dir: Path,
-    note: Callable[[str], None],
-    while_waiting: Callable[[], None],
-    *,
-    speak_text: bool,
-) -> ServerPool:
-    rollout = config.rollout
-    if rollout.urls:
-        note(f"attaching to {len(rollout.urls)} SGLang servers: {', '.join(rollout.urls)}")
-        return ServerPool.attach(rollout.urls, timeout_s=rollout.start_timeout_s, progress=note)
-    note(f"starting {rollout.num_servers} SGLang server(s); logs in {log_dir}")
-    options = ServerOptions(
-        model_path=config.policy.path,
-        host=rollout.host,
-        port=rollout.port,
-        dtype=config.policy.dtype.value,
-        tensor_parallel_size=rollout.tensor_parallel_size,
-        deterministic=rollout.deterministic,
-        # The trainer sends its own weights before the first request.
-        load_weights=False,
-        tokenizer=speak_text,
-        device=detect_device(),
-        server_args=rollout.server_args,
-    )
-    return ServerPool.start(
-        options,
-        rollout.num_servers,
-        log_dir,
-        start_timeout_s=rollout.start_timeout_s,
-        max_restarts=rollout.max_restarts,
-        progress=note,
-        while_waiting=while_waiting,
-    )
