@@ -93,10 +93,10 @@ def f(x): return repr(A().b)
     "returns a list that contains itself": "def f(x):\n    a = []\n    a.append(a)\n    return a",
     "returns gigabytes": "def f(x): return 'x' * (1 << 27)",
     "returns an endless iterator": "import itertools\ndef f(x): return itertools.count()",
-    "talks without end": "import sys\ndef f(x):\n    while True: print('x' * 10**6); sys.stderr.write('y' * 10**6)",
 }
 
 LOOPS = {
+    "talks without end": "import sys\ndef f(x):\n    while True: print('x' * 10**6); sys.stderr.write('y' * 10**6)",
     "loops": "while True: pass",
     "loops in a call": "def f(x):\n    while True: pass",
     "sleeps": "import time\ndef f(x): time.sleep(1000)",

@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,8 @@ from tests.unit.honest_programs import HONEST
 from tests.unit.hostile_programs import CHEATS, GUARDED, LOOPS, MEMORY, SURVIVORS
 
 LIMITS = ProgramLimits(time_s=0.5, memory_mb=200, disk_mb=8, num_processes=12, wall_s=20.0)
+PATIENT = replace(LIMITS, time_s=15.0)
+"""For programs that end by themselves, on a busy machine."""
 TESTS = "assert f(2) == 4\nassert f(0) == 0"
 SQUARE = "def f(x):\n    return x * x\n"
 MARK = "31557601"
@@ -50,9 +53,17 @@ def survivors(sandbox: Sandbox) -> list[int]:
     return [pid for pid, text in commands.items() if pid != helper and text and (text == own or MARK.encode() in text)]
 
 
-def run(sandbox: Sandbox, code: str, tests: str = TESTS, **parts: str) -> Outcome:
+def run(
+    sandbox: Sandbox,
+    code: str,
+    tests: str = TESTS,
+    *,
+    limits: ProgramLimits = PATIENT,
+    entry_point: str = "f",
+    prompt_code: str = "",
+) -> Outcome:
     """Runs it, and checks that nothing is left of it."""
-    outcome = sandbox.run(Program(code, tests, entry_point=parts.pop("entry_point", "f"), **parts), LIMITS)
+    outcome = sandbox.run(Program(code, tests, prompt_code, entry_point), limits)
     assert survivors(sandbox) == []
     return outcome
 
@@ -81,19 +92,19 @@ def test_cheating_is_no_way_to_pass_beside_the_tests_either(sandbox: Sandbox, na
 
 @pytest.mark.parametrize("name", LOOPS)
 def test_a_program_that_does_not_end_fails_at_the_limit(sandbox: Sandbox, name: str) -> None:
-    outcome = run(sandbox, LOOPS[name])
+    outcome = run(sandbox, LOOPS[name], limits=LIMITS)
     assert not outcome.passed and "limit" in outcome.detail
 
 
 @pytest.mark.parametrize("name", SURVIVORS)
 def test_nothing_survives_a_program(sandbox: Sandbox, name: str) -> None:
-    assert not run(sandbox, SURVIVORS[name]).passed
+    assert not run(sandbox, SURVIVORS[name], limits=LIMITS).passed
     assert run(sandbox, SQUARE).passed
 
 
 @pytest.mark.parametrize("name", MEMORY)
 def test_memory_is_limited(sandbox: Sandbox, name: str) -> None:
-    outcome = run(sandbox, MEMORY[name])
+    outcome = run(sandbox, MEMORY[name], limits=LIMITS)
     assert not outcome.passed
     if sandbox.level == "namespaces":  # the other level refuses the processes before they take memory
         assert "limit" in outcome.detail
@@ -168,10 +179,10 @@ def test_failing_tests_fail_in_every_form(sandbox: Sandbox, tests: str) -> None:
 def test_partial_credit_counts_asserts(sandbox: Sandbox) -> None:
     tests = "assert f(1) == 1\nassert f(2) == 5\nassert f(3) == 9\nassert 1 / (f(0)) == 1"
     program = Program(SQUARE, tests, entry_point="f")
-    assert sandbox.run(program, LIMITS, partial=True).share == 0.5
-    assert sandbox.run(program, LIMITS).share == 0.0
+    assert sandbox.run(program, PATIENT, partial=True).share == 0.5
+    assert sandbox.run(program, PATIENT).share == 0.0
     early = Program("import os\ndef f(x): return x if x < 2 else os._exit(0)", tests, entry_point="f")
-    assert sandbox.run(early, LIMITS, partial=True).share == 0.25
+    assert sandbox.run(early, PATIENT, partial=True).share == 0.25
 
 
 def test_helpers_of_the_prompt_are_not_the_programs(sandbox: Sandbox) -> None:
@@ -187,7 +198,7 @@ def test_many_callers_share_a_sandbox(sandbox: Sandbox) -> None:
 
     def ask(number: int) -> None:
         code = SQUARE if number % 2 else "def f(x): return 0"
-        outcomes[number] = sandbox.run(Program(code, TESTS, entry_point="f"), LIMITS).passed
+        outcomes[number] = sandbox.run(Program(code, TESTS, entry_point="f"), PATIENT).passed
 
     threads = [threading.Thread(target=ask, args=(number,)) for number in range(8)]
     for thread in threads:
@@ -199,10 +210,10 @@ def test_many_callers_share_a_sandbox(sandbox: Sandbox) -> None:
 
 def test_a_lost_helper_is_replaced() -> None:
     with Sandbox() as fresh:
-        assert fresh.run(Program(SQUARE, TESTS), LIMITS).passed
+        assert fresh.run(Program(SQUARE, TESTS), PATIENT).passed
         first = fresh._process.pid
         os.kill(first, 9)
-        assert fresh.run(Program(SQUARE, TESTS), LIMITS).passed
+        assert fresh.run(Program(SQUARE, TESTS), PATIENT).passed
         assert fresh._process.pid != first
 
 
@@ -254,7 +265,7 @@ def test_folders_of_killed_helpers_are_removed() -> None:
     os.close(deep)
     with Sandbox(level="filter") as sandbox:
         try:
-            assert sandbox.run(Program(SQUARE, TESTS), LIMITS).passed
+            assert sandbox.run(Program(SQUARE, TESTS), PATIENT).passed
         except SandboxError as error:
             pytest.skip(f"this kernel cannot: {error}")
         assert not old.exists() and living.exists()
@@ -267,19 +278,19 @@ def test_folders_of_killed_helpers_are_removed() -> None:
 def test_preloaded_modules_are_there() -> None:
     with Sandbox(preload=["numpy"]) as sandbox:
         code = "import sys\nloaded = 'numpy' in sys.modules\ndef f(): return loaded"
-        assert sandbox.run(Program(code, "assert f()"), LIMITS).passed
+        assert sandbox.run(Program(code, "assert f()"), PATIENT).passed
 
 
 def test_without_any_guard_nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sandbox_module, "LEVELS", ())
     with Sandbox() as closed, pytest.raises(SandboxError, match="allow_unsandboxed"):
-        closed.run(Program(SQUARE, TESTS), LIMITS)
+        closed.run(Program(SQUARE, TESTS), PATIENT)
     with Sandbox(allow_unsandboxed=True) as opened:
-        assert opened.run(Program(SQUARE, TESTS), LIMITS).passed
+        assert opened.run(Program(SQUARE, TESTS), PATIENT).passed
         assert opened.level == "none"
         for name in ("leaves a daemon", "leaves another program"):
-            assert not run(opened, SURVIVORS[name]).passed
-        assert not run(opened, LOOPS["ignores signals"]).passed
+            assert not run(opened, SURVIVORS[name], limits=LIMITS).passed
+        assert not run(opened, LOOPS["ignores signals"], limits=LIMITS).passed
 
 
 def test_the_filter_is_valid_for_both_machines(monkeypatch: pytest.MonkeyPatch) -> None:
