@@ -87,6 +87,9 @@ def server_command(options: ServerOptions, port: int) -> list[str]:
     }
     if not options.load_weights:
         flags["load-format"] = "dummy"
+    if options.device == "cpu":
+        # An idle scheduler polls without a pause otherwise, and takes a whole core from the trainer.
+        flags["sleep-on-idle"] = True
     flags |= {name.lstrip("-").replace("_", "-"): value for name, value in options.server_args.items()}
     command = [sys.executable, "-m", "sglang.launch_server"]
     for name, value in flags.items():

@@ -41,6 +41,11 @@ def test_the_command_line_carries_the_options():
     assert "--load-format" not in flags
 
 
+def test_an_idle_server_leaves_the_cores_of_a_cpu_to_the_trainer():
+    assert "--sleep-on-idle" in flags_of(server_command(ServerOptions("/m"), port=1))
+    assert "--sleep-on-idle" not in flags_of(server_command(ServerOptions("/m", device="cuda"), port=1))
+
+
 def test_options_that_are_off_leave_no_flag():
     flags = flags_of(server_command(ServerOptions("/m", tokenizer=True), port=1))
     assert "--enable-deterministic-inference" not in flags and "--skip-tokenizer-init" not in flags
