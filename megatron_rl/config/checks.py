@@ -13,11 +13,13 @@ from megatron_rl.config.schema import (
     Init,
     KlEstimator,
     KlPlace,
+    LoadBalancing,
     Mode,
     OldPolicy,
     OptimizerConfig,
     Overlong,
     Rejection,
+    RoutingReplay,
 )
 from megatron_rl.errors import ConfigError
 
@@ -40,7 +42,7 @@ def check_config(config: Config, *, command: str, world_size: int | None = None)
     problems += _optimizers(config, command)
     problems += _files(config, command)
     problems += _parallel(config, world_size)
-    problems += _rollout(config)
+    problems += [*_rollout(config), *_moe_settings(config)]
     if command in RL_COMMANDS:
         problems += [*_lengths(config), *_pieces(config)]
     if not problems and config.policy.path:
@@ -390,6 +392,7 @@ def _model(config: Config, command: str) -> Iterator[str]:
             f"batch.max_prompt_tokens + batch.max_response_tokens: {longest} tokens do not fit the model's context of "
             f"{context} ({path}: max_position_embeddings)"
         )
+    yield from _moe(config, model, path, command)
     divisions = {
         "num_attention_heads": config.parallel.tensor_parallel_size,
         "num_key_value_heads": config.parallel.tensor_parallel_size,
@@ -400,6 +403,43 @@ def _model(config: Config, command: str) -> Iterator[str]:
         if name in model and model[name] % parts:
             key = "pipeline" if name == "num_hidden_layers" else "tensor"
             yield f"parallel.{key}_parallel_size: {parts} does not divide {name}={model[name]} of {path}"
+
+
+def _moe(config: Config, model: dict[str, Any], path: Path, command: str) -> Iterator[str]:
+    moe = config.policy.moe
+    text_model = model.get("text_config", model)
+    if not any(text_model.get(name) for name in ("num_experts", "num_local_experts", "n_routed_experts")):
+        for name, value in (("load_balancing", moe.load_balancing), ("routing_replay", moe.routing_replay)):
+            if value.value != "none":
+                yield f"policy.moe.{name}={value.value}: needs an MoE model, and {path} is dense; set it to none"
+        return
+    if moe.load_balancing is LoadBalancing.bias and "topk_method" not in text_model and "n_group" not in text_model:
+        yield (
+            f"policy.moe.load_balancing=bias: the routers of {model.get('model_type')} have no expert bias ({path}); use "
+            "aux_loss or none"
+        )
+
+
+def _moe_settings(config: Config) -> Iterator[str]:
+    moe = config.policy.moe
+    for name, value in (("aux_loss_coef", moe.aux_loss_coef), ("bias_update_rate", moe.bias_update_rate)):
+        if value < 0:
+            yield f"policy.moe.{name}: expected at least 0, got {value}"
+    if (moe.aux_loss_coef > 0) != (moe.load_balancing is LoadBalancing.aux_loss):
+        yield (
+            f"policy.moe.aux_loss_coef: got {moe.aux_loss_coef} with load_balancing={moe.load_balancing.value}; "
+            "load_balancing=aux_loss needs a coefficient above 0 (0.001 is in use), everything else 0"
+        )
+    if moe.bias_update_rate > 0 and moe.load_balancing is not LoadBalancing.bias:
+        yield (
+            f"policy.moe.bias_update_rate: got {moe.bias_update_rate} with load_balancing={moe.load_balancing.value}; "
+            "only load_balancing=bias moves the expert bias"
+        )
+    if moe.routing_replay is RoutingReplay.R2 and config.algorithm.correction.old_policy is OldPolicy.rollout:
+        yield (
+            "policy.moe.routing_replay=R2: records in the pass for the old log-probs, which "
+            "algorithm.correction.old_policy=rollout leaves out; use recomputed, or R3"
+        )
 
 
 def _largest_token_id(path: Path) -> int:

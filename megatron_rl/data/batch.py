@@ -11,6 +11,9 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+ROUTES = "routes"
+"""Field [T, layers, k] int16 of a mixture-of-experts policy's batch: expert id + 1 of each token, 0 without a record."""
+
 
 @dataclass(frozen=True)
 class PackedBatch:
@@ -19,7 +22,7 @@ class PackedBatch:
     cu_seqlens: Tensor
     """[N+1] int64, where each sequence starts; the last entry is T."""
     fields: dict[str, Tensor] = field(default_factory=dict)
-    """Per-token tensors [T] by name: mask, advantages, old_logprobs, ..."""
+    """Per-token tensors [T] by name: mask, advantages, old_logprobs, ...; ``ROUTES`` has more dimensions."""
 
     @property
     def lengths(self) -> Tensor:

@@ -9,7 +9,7 @@ dialogue once its environment does, and both when the budget is used up.
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Self
 
 import numpy as np
@@ -108,6 +108,16 @@ class Score:
     """Numbers beside the score that are averaged over a step."""
 
 
+@dataclass(frozen=True)
+class RouteRecord:
+    """Which experts the engine sent a trajectory's tokens to, prompt included, in its newest request."""
+
+    step: int
+    """The step of the request: its weights are those that all routes belong to."""
+    routes: np.ndarray
+    """[tokens of request and answer - 1, layers, k] int16, expert id + 1; 0: no record."""
+
+
 @dataclass
 class Trajectory:
     id: int
@@ -138,6 +148,8 @@ class Trajectory:
     """By turn: what the run's reward says of its graded text."""
     turn_scores: dict[int, Score] = field(default_factory=dict)
     """By turn: the reward that its last token receives."""
+    routes: RouteRecord | None = None
+    """Only with routing replay R3. Not part of checkpoints: the next step's request replaces it."""
 
     @property
     def response_ids(self) -> list[int]:
@@ -239,7 +251,8 @@ class Trajectory:
 
     def to_dict(self) -> dict[str, Any]:
         """A JSON-ready copy, for checkpoints."""
-        state = asdict(self)
+        state = asdict(replace(self, routes=None))
+        del state["routes"]
         for name in ("turn_grades", "turn_scores"):
             state[name] = {str(turn): score for turn, score in state[name].items()}
         return state

@@ -15,11 +15,10 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from megatron_rl.config.schema import Dispatcher, LoadBalancing, MoeConfig, RouterDtype, RoutingReplay
-from megatron_rl.data.batch import PackedBatch
+from megatron_rl.data.batch import ROUTES, PackedBatch
 from megatron_rl.errors import ModelError
 from megatron_rl.models.hf.families import dims, family_of
 from megatron_rl.models.routing import (
-    ROUTES,
     RoutingTrace,
     gather_routes,
     load_metrics,
@@ -99,6 +98,7 @@ class Routing:
         self._routers = routers(chunks)
         self._has_experts = bool(self._config.num_moe_experts)
         self._traces: list[RoutingTrace] = []
+        self._sizes: list[int] = []
 
     def begin(
         self, microbatches: Sequence[PackedBatch], stand_ins: Sequence[bool], *, trains: bool, records: bool
@@ -110,8 +110,9 @@ class Routing:
         if trains and self._settings.load_balancing is LoadBalancing.aux_loss:
             scale = self._settings.aux_loss_coef / max(_count_tokens(microbatches, stand_ins), 1)
         replays = self._settings.routing_replay is not RoutingReplay.none
-        self._traces = []
+        self._traces, self._sizes = [], []
         for batch, is_stand_in in zip(microbatches, stand_ins, strict=True):
+            self._sizes.append(0 if is_stand_in else len(batch.tokens))
             rows = local_rows(batch.lengths.tolist(), self._config).to(batch.tokens.device)
             self._traces.append(
                 new_trace(
@@ -125,11 +126,10 @@ class Routing:
             )
         return self._traces
 
-    def take_routes(self, num_tokens: Sequence[int]) -> list[Tensor]:
-        """Routes [T, L, K] of each micro-batch of the recording pass just made; its model-parallel peers call it too."""
+    def take_routes(self) -> list[Tensor]:
+        """Routes [T, L, K] int16 of each micro-batch of the recording pass just made; every model-parallel peer calls it."""
         traces, self._traces = self._traces, []
-        # An interleaved pipeline may have run further, empty micro-batches at the end.
-        return [gather_routes(trace.recorded)[:size] for trace, size in zip(traces, num_tokens)]
+        return [gather_routes(trace.recorded)[:size] for trace, size in zip(traces, self._sizes, strict=True)]
 
     @torch.no_grad()
     def finish_update(self, *, skipped: bool) -> dict[str, tuple[float, float]]:

@@ -32,8 +32,6 @@ from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor, nn
 
-ROUTES = "routes"
-"""The field of a ``PackedBatch`` that holds them, int16."""
 TRACE = "routing_trace"
 """Attribute of a pack's sequence parameters; Megatron hands these to every layer, and again when it recomputes one."""
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from megatron_rl.config.schema import Config
+from megatron_rl.rollout.routing import SERVER_FLAG, returns_routes
 from megatron_rl.rollout.server import (
     Progress,
     ServerError,
@@ -222,7 +223,7 @@ def open_servers(
         load_weights=load_weights,
         tokenizer=tokenizer,
         device=detect_device(),
-        server_args=rollout.server_args,
+        server_args={SERVER_FLAG: returns_routes(config), **rollout.server_args},
     )
     return ServerPool.start(
         options,

@@ -22,6 +22,7 @@ from megatron_rl.environments.base import Environment, EnvironmentFault, Message
 from megatron_rl.rollout.client import ServerLost, SglangClient
 from megatron_rl.rollout.generator import Dialogue, Fire, Sampling, WindowGenerator
 from megatron_rl.rollout.pool import ServerPool, open_servers
+from megatron_rl.rollout.routing import RouteShape, returns_routes, route_shape
 from megatron_rl.weights.plan import ServerAddress
 from megatron_rl.weights.publish import PublishResult, WeightPublisher
 from megatron_rl.weights.verify import compare_checksums
@@ -41,6 +42,7 @@ class RolloutService:
         stop_token_ids: Sequence[int],
         fire: Fire | None = None,
         dialogue: Dialogue | None = None,
+        routes: RouteShape | None = None,
         seed: int,
         export: Callable[[], Iterator[tuple[str, Tensor]]],
         expected: Mapping[str, Sequence[int]],
@@ -59,6 +61,7 @@ class RolloutService:
         self._warn = warn
         self._fire = fire
         self._dialogue = dialogue
+        self._routes = routes
         self._generator = WindowGenerator(client, self._wait_for_recovery, decode=tokenizer.decode, warn=warn)
         self._recoveries: dict[str, asyncio.Task] = {}
         self.weight_version = 0
@@ -97,6 +100,7 @@ class RolloutService:
             top_k=self._config.top_k if temperature is None else -1,
             stop_token_ids=self._stop_token_ids,
             seed=self._seed,
+            routes=self._routes if kind == "train" else None,
         )
         await self._generator.generate(
             trajectories,
@@ -203,6 +207,7 @@ def open_rollout(
             stop_token_ids=[*stop_token_ids, *token_stops.values()],
             fire=fire,
             dialogue=dialogue,
+            routes=route_shape(config.policy.path) if returns_routes(config) else None,
             seed=config.run.seed,
             export=export,
             expected=expected,

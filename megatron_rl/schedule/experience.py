@@ -22,7 +22,7 @@ from megatron_rl.config.schema import (
     LambdaKind,
     Overlong,
 )
-from megatron_rl.data.batch import PackedBatch, cu_seqlens_of
+from megatron_rl.data.batch import ROUTES, PackedBatch, cu_seqlens_of
 from megatron_rl.data.trajectory import Score, Trajectory, Turn
 
 
@@ -59,6 +59,30 @@ def window_batch(trajectories: Sequence[Trajectory], step: int) -> PackedBatch:
     logprobs = response_field([t.rollout_logprobs() for t in trajectories], trajectories, np.float32)
     fields = {"mask": mask, "rollout_logprobs": torch.where(mask, logprobs, 0.0)}
     return PackedBatch(_concatenate(rows), _cu_seqlens(rows), fields)
+
+
+def window_routes(trajectories: Sequence[Trajectory], step: int) -> Tensor | None:
+    """[T, layers, k] int16: the experts that the engine chose in ``step`` (``data.batch.ROUTES``), 0 where it said nothing.
+
+    None when no trajectory has a record of this step.
+    """
+    records = [t.routes.routes if t.routes is not None and t.routes.step == step else None for t in trajectories]
+    shapes = {record.shape[1:] for record in records if record is not None}
+    if not shapes:
+        return None
+    (shape,) = shapes
+    rows = []
+    for trajectory, record in zip(trajectories, records):
+        routes = torch.zeros((len(trajectory.token_ids), *shape), dtype=torch.int16)
+        if record is not None:
+            routes[: len(record)] = torch.from_numpy(record)
+        rows.append(routes)
+    return torch.cat(rows)
+
+
+def with_routes(batch: PackedBatch, routes: Tensor | None) -> PackedBatch:
+    """The batch with the experts that the policy's passes over it are to follow; None: it chooses by itself."""
+    return batch if routes is None else batch.with_fields(**{ROUTES: routes})
 
 
 def window_pieces(
@@ -233,7 +257,7 @@ def policy_batch(
         fields |= {"reference_logprobs": reference_logprobs, "kl_coefs": kl_coefs}
     if algorithm.positive_lm_coef:
         fields["lm_mask"] = positive_mask(trajectories, algorithm.positive_lm_threshold)
-    return batch.only().with_fields(**fields), correction.metrics
+    return batch.only(ROUTES).with_fields(**fields), correction.metrics
 
 
 def response_batch(

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megatron_rl import algorithms
 from megatron_rl.config.checks import effective_window_tokens
-from megatron_rl.config.schema import Config, KlPlace, OldPolicy
+from megatron_rl.config.schema import Config, KlPlace, OldPolicy, RoutingReplay
 from megatron_rl.data.batch import PackedBatch
 from megatron_rl.data.pool import SlotPool
 from megatron_rl.data.trajectory import Trajectory
@@ -33,6 +33,8 @@ from megatron_rl.schedule.experience import (
     response_field,
     window_advantages,
     window_batch,
+    window_routes,
+    with_routes,
 )
 from megatron_rl.schedule.grading import Grader
 from megatron_rl.schedule.recorder import Recorder
@@ -120,6 +122,8 @@ class TrainingLoop:
         state = self._states[step] = StepState(collected.trajectories, num_carried=collected.num_carried)
         state.metrics |= collected.metrics
         state.batch = window_batch(state.trajectories, step)
+        if self._config.policy.moe.routing_replay is RoutingReplay.R3:
+            state.batch = with_routes(state.batch, window_routes(state.trajectories, step))
         state.finished = [t for t in state.trajectories if t.finished]
 
     async def score(self, step: int) -> None:
@@ -129,6 +133,9 @@ class TrainingLoop:
         state, temperature = self._states[step], self._config.rollout.temperature
         if self._config.algorithm.correction.old_policy is OldPolicy.rollout:
             state.old_logprobs = state.batch.fields["rollout_logprobs"]
+        elif self._config.policy.moe.routing_replay is RoutingReplay.R2:
+            state.old_logprobs, routes = self._group.logprobs_and_routes(state.batch, temperature=temperature)
+            state.batch = with_routes(state.batch, routes)
         else:
             state.old_logprobs = self._group.logprobs(state.batch, temperature=temperature)
 

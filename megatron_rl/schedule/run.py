@@ -22,8 +22,10 @@ from megatron_rl.config.schema import (
     Init,
     KlPlace,
     Mode,
+    MoeConfig,
     OptimizerConfig,
     PolicyConfig,
+    RoutingReplay,
 )
 from megatron_rl.data.pool import SlotPool
 from megatron_rl.data.prompts import PromptSet, load_prompts, with_reward_fields
@@ -102,7 +104,9 @@ def rl_engines(config: Config, *, freeze_policy: bool = False) -> BuildEngines:
         if uses_critic(config):
             engines["critic"] = _engine(config, topology, "critic", critic, critic.optimizer, path=critic.path)
         if config.algorithm.kl.place is not KlPlace.none:
-            engines["reference"] = _engine(config, topology, "policy", policy, None, path=config.reference.path)
+            # The reference chooses its own experts: their routes are part of what it would have said.
+            own_choice = replace(policy, moe=replace(policy.moe, routing_replay=RoutingReplay.none))
+            engines["reference"] = _engine(config, topology, "policy", own_choice, None, path=config.reference.path)
         if config.reward.process.path:
             engines["process"] = _engine(config, topology, "critic", critic, None, path=config.reward.process.path)
         return engines
@@ -133,6 +137,7 @@ def _engine(
         init=Init.checkpoint if path else config.policy.init,
         dtype=model.dtype,
         recompute=model.recompute,
+        moe=model.moe if isinstance(model, PolicyConfig) else MoeConfig(),
         seed=config.run.seed,
     )
 

@@ -121,9 +121,14 @@ class Engine:
         outputs = self._forward(microbatches, temperature, record_routes=record_routes)
         return [output["logprobs"][: len(batch.tokens)] for output, batch in zip(outputs, microbatches)]
 
-    def take_routes(self, microbatches: Sequence[PackedBatch]) -> list[Tensor]:
-        """Per micro-batch of the recording pass just made, the routes [T, L, K] int16 (models/routing.py); every rank."""
-        return self._routing.take_routes([len(batch.tokens) for batch in microbatches])
+    @property
+    def routes_shape(self) -> tuple[int, int]:
+        """(layers, experts of one token), the shape of one token's routes."""
+        return self.chunks[0].config.num_layers, self.chunks[0].config.moe_router_topk
+
+    def take_routes(self) -> list[Tensor]:
+        """Per micro-batch of the recording pass just made, the routes [T, L, K] int16 (data/batch.py); on every rank."""
+        return self._routing.take_routes()
 
     def values(self, microbatches: Sequence[PackedBatch]) -> list[tuple[Tensor, Tensor]]:
         """Per micro-batch (values [T], final_values [N]): V before each token, and after the last of each sequence.

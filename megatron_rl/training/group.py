@@ -19,9 +19,8 @@ from megatron_rl.data.batch import PackedBatch, cu_seqlens_of
 from megatron_rl.parallel import collectives
 from megatron_rl.parallel.topology import Topology, coordinates
 from megatron_rl.training import losses
-from megatron_rl.training.batching import Plan, plan_microbatches
+from megatron_rl.training.batching import plan_microbatches
 from megatron_rl.training.engine import Engine, UpdateResult
-from megatron_rl.training.flops import flops_cost
 
 
 @dataclass(frozen=True)
@@ -68,6 +67,10 @@ class Worker:
         engine, arguments = self.engines[command.engine], command.arguments
         if command.name == "logprobs":
             return _joined(engine, engine.logprobs(microbatches, **arguments))
+        if command.name == "take_routes":
+            routes = _joined(engine, [part.flatten() for part in engine.take_routes()])
+            # As bytes: gloo has no 16-bit integers.
+            return routes if routes is None else routes.to(torch.int16).view(torch.uint8)
         if command.name == "values":
             outputs = engine.values(microbatches)
             return _joined(engine, [part for values, final in outputs for part in (values, final)])
@@ -86,7 +89,6 @@ class TrainerGroup:
 
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
-        self._costs = {name: flops_cost(engine.hf_config, role=engine.role) for name, engine in worker.engines.items()}
         topology, parallel = worker.topology, worker.config.parallel
         places = [coordinates(rank, topology.world_size, parallel) for rank in range(topology.world_size)]
         self._dp_ranks = [dp_rank for _, dp_rank, _ in places]
@@ -107,6 +109,25 @@ class TrainerGroup:
         (logprobs,) = _restore(batch, plan, results, per_sequence=False)
         return logprobs
 
+    def logprobs_and_routes(
+        self, batch: PackedBatch, *, temperature: float, engine: str = "policy"
+    ) -> tuple[Tensor, Tensor]:
+        """``logprobs``, and the experts that this pass chose: [T, layers, k] int16 (``data.batch.ROUTES``)."""
+        arguments = {"temperature": temperature, "record_routes": True}
+        plan, results = self._answers(Command("logprobs", engine, arguments, sends_batches=True, gathers=True), batch)
+        (logprobs,) = _restore(batch, plan, results, per_sequence=False)
+        gathered = self._call(Command("take_routes", engine, gathers=True))
+        shape = self._worker.engines[engine].routes_shape
+        routes = torch.zeros((len(batch.tokens), *shape), dtype=torch.int16)
+        starts, lengths = batch.cu_seqlens[:-1], batch.lengths
+        for dp_rank, microbatches in enumerate(plan):
+            found = gathered[self._reporters[dp_rank]].view(torch.int16).view(-1, *shape)
+            order = [index for indices in microbatches for index in indices]
+            rows = [torch.arange(int(lengths[index])) + starts[index] for index in order]
+            if rows:
+                routes[torch.cat(rows)] = found
+        return logprobs, routes
+
     def values(self, batch: PackedBatch, *, engine: str = "critic") -> tuple[Tensor, Tensor]:
         """(values [T], final_values [N]) of the critic (or a reward model), float32."""
         plan, results = self._answers(Command("values", engine, {}, sends_batches=True, gathers=True), batch)
@@ -124,7 +145,7 @@ class TrainerGroup:
     ) -> UpdateResult:
         """One optimizer step of ``engine`` on ``batch``; denominators are those of losses.build, over the whole batch."""
         arguments = {"objective": objective, "denominators": denominators, "temperature": temperature}
-        return self._call(Command("update", engine, arguments, sends_batches=True), batch, self._plan(engine, batch))
+        return self._call(Command("update", engine, arguments, sends_batches=True), batch, self._plan(batch))
 
     def export_weights(self, engine: str) -> Iterator[tuple[str, Tensor]]:
         """Hugging Face names and whole tensors, streamed; the gathers always run to their end."""
@@ -158,20 +179,19 @@ class TrainerGroup:
         """Let the other ranks leave ``Worker.serve``."""
         collectives.broadcast_object(Command("stop"))
 
-    def _plan(self, engine: str, batch: PackedBatch) -> Plan:
+    def _plan(self, batch: PackedBatch) -> list[list[list[int]]]:
         return plan_microbatches(
-            batch.lengths.tolist(),
-            len(self._reporters),
-            self._worker.config.batch.max_tokens_per_microbatch,
-            cost=self._costs[engine],
+            batch.lengths.tolist(), len(self._reporters), self._worker.config.batch.max_tokens_per_microbatch
         )
 
-    def _answers(self, command: Command, batch: PackedBatch) -> tuple[Plan, list[Tensor]]:
-        plan = self._plan(command.engine, batch)
+    def _answers(self, command: Command, batch: PackedBatch) -> tuple[list[list[list[int]]], list[Tensor]]:
+        plan = self._plan(batch)
         gathered = self._call(command, batch, plan)
         return plan, [gathered[self._reporters[dp_rank]] for dp_rank in range(len(plan))]
 
-    def _call(self, command: Command, batch: PackedBatch | None = None, plan: Plan | None = None) -> Any:
+    def _call(
+        self, command: Command, batch: PackedBatch | None = None, plan: list[list[list[int]]] | None = None
+    ) -> Any:
         collectives.broadcast_object(command)
         microbatches: list[PackedBatch] = []
         if command.sends_batches:

@@ -23,8 +23,7 @@ from megatron_rl.config.schema import (
     Recompute,
     RoutingReplay,
 )
-from megatron_rl.data.batch import PackedBatch, cu_seqlens_of
-from megatron_rl.models.routing import ROUTES
+from megatron_rl.data.batch import ROUTES, PackedBatch, cu_seqlens_of
 from megatron_rl.parallel import topology as topologies
 from megatron_rl.training import losses
 from megatron_rl.training.batching import plan_microbatches
@@ -97,7 +96,7 @@ class Trial:
         """Log-probs [T] and, if asked for, routes [T, L, K] of the whole batch, on every rank."""
         microbatches = self.microbatches(**fields)
         logprobs = self.engine.logprobs(microbatches, record_routes=record)
-        routes = self.engine.take_routes(microbatches) if record else None
+        routes = self.engine.take_routes() if record else None
         if not self.engine.is_output_rank:
             return self.whole([]), self.whole([]) if record else None
         return self.whole(logprobs), self.whole(routes) if record else None
