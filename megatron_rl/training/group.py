@@ -19,8 +19,9 @@ from megatron_rl.data.batch import PackedBatch, cu_seqlens_of
 from megatron_rl.parallel import collectives
 from megatron_rl.parallel.topology import Topology, coordinates
 from megatron_rl.training import losses
-from megatron_rl.training.batching import plan_microbatches
+from megatron_rl.training.batching import Plan, plan_microbatches
 from megatron_rl.training.engine import Engine, UpdateResult
+from megatron_rl.training.flops import flops_cost
 
 
 @dataclass(frozen=True)
@@ -89,6 +90,7 @@ class TrainerGroup:
 
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
+        self._costs = {name: flops_cost(engine.hf_config, role=engine.role) for name, engine in worker.engines.items()}
         topology, parallel = worker.topology, worker.config.parallel
         places = [coordinates(rank, topology.world_size, parallel) for rank in range(topology.world_size)]
         self._dp_ranks = [dp_rank for _, dp_rank, _ in places]
@@ -145,7 +147,7 @@ class TrainerGroup:
     ) -> UpdateResult:
         """One optimizer step of ``engine`` on ``batch``; denominators are those of losses.build, over the whole batch."""
         arguments = {"objective": objective, "denominators": denominators, "temperature": temperature}
-        return self._call(Command("update", engine, arguments, sends_batches=True), batch, self._plan(batch))
+        return self._call(Command("update", engine, arguments, sends_batches=True), batch, self._plan(engine, batch))
 
     def export_weights(self, engine: str) -> Iterator[tuple[str, Tensor]]:
         """Hugging Face names and whole tensors, streamed; the gathers always run to their end."""
@@ -179,19 +181,20 @@ class TrainerGroup:
         """Let the other ranks leave ``Worker.serve``."""
         collectives.broadcast_object(Command("stop"))
 
-    def _plan(self, batch: PackedBatch) -> list[list[list[int]]]:
+    def _plan(self, engine: str, batch: PackedBatch) -> Plan:
         return plan_microbatches(
-            batch.lengths.tolist(), len(self._reporters), self._worker.config.batch.max_tokens_per_microbatch
+            batch.lengths.tolist(),
+            len(self._reporters),
+            self._worker.config.batch.max_tokens_per_microbatch,
+            cost=self._costs[engine],
         )
 
-    def _answers(self, command: Command, batch: PackedBatch) -> tuple[list[list[list[int]]], list[Tensor]]:
-        plan = self._plan(batch)
+    def _answers(self, command: Command, batch: PackedBatch) -> tuple[Plan, list[Tensor]]:
+        plan = self._plan(command.engine, batch)
         gathered = self._call(command, batch, plan)
         return plan, [gathered[self._reporters[dp_rank]] for dp_rank in range(len(plan))]
 
-    def _call(
-        self, command: Command, batch: PackedBatch | None = None, plan: list[list[list[int]]] | None = None
-    ) -> Any:
+    def _call(self, command: Command, batch: PackedBatch | None = None, plan: Plan | None = None) -> Any:
         collectives.broadcast_object(command)
         microbatches: list[PackedBatch] = []
         if command.sends_batches:
