@@ -54,12 +54,14 @@ class Collector:
         settings = self._config.algorithm.dynamic_sampling
         useful: list[Group] = []
         counts = {"all_right": 0, "all_wrong": 0, "unscored": 0}
+        rewards: list[float] = []
         for num_rounds in range(1, settings.max_rounds + 1):
             trajectories = self._pool.fill(step)
             await self._generate(trajectories, step)
             groups = self._complete_groups(trajectories)
             await self._grader.grade([t for group in groups for t in group], step)
             self._discard_all_but(trajectories, [])
+            rewards += [t.score.value for group in groups for t in group if t.score.value is not None]
             for group in groups:
                 kind = outcome_kind(group, settings.correct_from)
                 if kind == "mixed":
@@ -78,6 +80,7 @@ class Collector:
             )
         num_groups = len(useful) + sum(counts.values())
         metrics = {
+            "dynamic_sampling/reward_mean": sum(rewards) / len(rewards),
             "dynamic_sampling/num_rounds": float(num_rounds),
             "dynamic_sampling/useful_share": len(useful) / num_groups,
             "dynamic_sampling/all_right_share": counts["all_right"] / num_groups,

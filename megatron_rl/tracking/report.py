@@ -102,7 +102,10 @@ class PanelSpec:
 LEARNING = (
     PanelSpec(
         "Reward", "Mean reward of the responses that finished in a step.", "reward",
-        (Line("reward/mean", "reward", "blue", smoothed=True),),
+        (
+            Line("reward/mean", "reward", "blue", smoothed=True),
+            Line("dynamic_sampling/reward_mean", "with the groups that were sorted out", "teal", smoothed=True),
+        ),
         "No step has scored a response yet.",
     ),
     PanelSpec(
@@ -173,6 +176,48 @@ LOSSES = (
         "No update yet.", log=True,
     ),
 )
+METHODS = (
+    PanelSpec(
+        "Reference KL", "Distance of the policy that generated from the reference.", "KL (nats per token)",
+        (Line("kl/reference_per_token", "KL", "green"),), "",
+    ),
+    PanelSpec(
+        "Groups by outcome", "Dynamic sampling trains on mixed groups only.", "% of groups",
+        (
+            Line("dynamic_sampling/useful_share", "mixed", "blue"),
+            Line("dynamic_sampling/all_right_share", "all right", "green"),
+            Line("dynamic_sampling/all_wrong_share", "all wrong", "red"),
+        ),
+        "", percent=True,
+    ),
+    PanelSpec(
+        "Dialogues", "First and final answers that are right, verdicts that are true.", "% of dialogues",
+        (
+            Line("dialogue/first_accuracy", "first answer", "orange", smoothed=True),
+            Line("dialogue/final_accuracy", "final answer", "blue", smoothed=True),
+            Line("dialogue/verifier_accuracy", "verdict", "violet", smoothed=True),
+        ),
+        "", percent=True,
+    ),
+    PanelSpec(
+        "Critic along the response", "Return minus value in the quarters of a response: a slope is initialisation bias.",
+        "return - value",
+        (
+            Line("critic/advantage_q1", "first quarter", "blue", smoothed=True),
+            Line("critic/advantage_q4", "last quarter", "orange", smoothed=True),
+        ),
+        "", zero_line="unbiased",
+    ),
+    PanelSpec(
+        "Judge", "How often both orders of a pair agree, and how far they are apart.", "share",
+        (
+            Line("reward/swap_consistency", "swap consistency", "green", smoothed=True),
+            Line("reward/position_gap", "position gap", "red", smoothed=True),
+        ),
+        "",
+    ),
+)
+"""Shown where the run logged them."""
 ENGINE = (
     PanelSpec(
         "Engine and trainer", "Difference between SGLang's and Megatron's log-probs of the same tokens, as sizes. "
@@ -242,6 +287,7 @@ def write_report(output_dir: str | Path) -> Path:
     sections = (
         Section("Learning", tuple(_panel(run, spec) for spec in LEARNING)),
         Section("Policy and critic", tuple(_panel(run, spec) for spec in LOSSES)),
+        *_methods(run),
         Section("Engine", tuple(_panel(run, spec) for spec in ENGINE)),
         Section("Time", (_stage_panel(run), _timeline_panel(run))),
     )
@@ -309,7 +355,10 @@ def health_checks(run: RunRecord) -> tuple[Check, ...]:
 
 
 def _reward_check(run: RunRecord) -> Check:
-    rewards = run.finite("reward/mean")
+    # Dynamic sampling trains on mixed groups, whose reward says little: what counts is that of all responses.
+    rewards = run.finite("dynamic_sampling/reward_mean")
+    if not len(rewards):
+        rewards = run.finite("reward/mean")
     if len(rewards) < 10:
         return Check("Reward", "none", "too few steps to judge")
     fifth = len(rewards) // 5
@@ -368,6 +417,11 @@ def _number_check(run: RunRecord) -> Check:
         step = int(run.steps[np.isinf(run.columns[infinite[0]])][0])
         return Check("Infinite metrics", "look", f"{', '.join(infinite[:4])}, first at step {step}")
     return Check("All metrics finite", "good", "")
+
+
+def _methods(run: RunRecord) -> list[Section]:
+    logged = [spec for spec in METHODS if any(len(run.finite(line.metric)) for line in spec.lines)]
+    return [Section("Methods", tuple(_panel(run, spec) for spec in logged))] if logged else []
 
 
 def _panel(run: RunRecord, spec: PanelSpec) -> Panel:

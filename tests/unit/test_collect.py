@@ -75,6 +75,7 @@ def test_every_trained_group_is_mixed_and_whole():
     assert all(sorted(scores) == [0.0, 0.0, 1.0] for scores in groups.values()) and len(groups) == 2
     assert found.metrics["dynamic_sampling/num_rounds"] == 3
     assert found.metrics["dynamic_sampling/all_wrong_share"] == pytest.approx(4 / 6)
+    assert found.metrics["dynamic_sampling/reward_mean"] == pytest.approx(2 / 18)
 
 
 def test_dynamic_sampling_starts_no_round_more_than_it_needs_and_leaves_the_pool_empty():
