@@ -67,13 +67,13 @@ h3 { font-size: 14px; margin: 0; font-weight: 600; }
 p { margin: 0; }
 .quiet, .says { color: var(--muted); }
 .says { font-size: 13px; line-height: 1.4; }
-.tiles { display: grid; gap: 12px; grid-template-columns: repeat(auto-fill, minmax(158px, 1fr)); margin-top: 20px; }
+.tiles { display: grid; gap: 12px; grid-template-columns: repeat(auto-fit, minmax(158px, 1fr)); margin-top: 20px; }
 .tile, .panel, details, .checks { background: var(--paper); border: 1px solid var(--line); border-radius: 8px; }
 .tile { padding: 12px 14px; }
 .tile b { display: block; font-size: 22px; font-weight: 600; line-height: 1.3; font-variant-numeric: tabular-nums; }
 .tile span { font-size: 13px; color: var(--muted); }
 .checks { list-style: none; margin: 12px 0 0; padding: 10px 14px; display: grid; gap: 4px 24px;
-  grid-template-columns: repeat(auto-fill, minmax(min(100%, 400px), 1fr)); }
+  grid-template-columns: repeat(auto-fit, minmax(min(100%, 400px), 1fr)); }
 .checks li { display: grid; grid-template-columns: 20px 1fr; font-size: 14px; }
 .checks .mark { font-weight: 700; }
 .good .mark { color: var(--green); }
