@@ -7,8 +7,8 @@ data-parallel ranks. Round k is the k-th micro-batch of every rank. Invariants, 
 - every rank gets the same number of micro-batches, for they all meet in the same collectives;
 - a micro-batch holds at most ``max_tokens_per_microbatch`` tokens, except that a longer sequence has one of its own;
 - a micro-batch is empty only where there are fewer sequences than micro-batches;
-- micro-batches of a round cost about the same, and so do ranks: their totals differ by at most the largest difference
-  within a round;
+- micro-batches of a round cost about the same, and so do ranks: dealing keeps their totals within the largest
+  difference of a round, and what is exchanged afterwards narrows that;
 - the plan depends on the arguments alone, and on the order of sequences only in which of equally long ones is taken.
 
 Costs matter twice. Data-parallel ranks wait for each other at the end of an update, so their totals should be equal.
@@ -35,7 +35,7 @@ EVEN_ENOUGH = 1e-3
 WORTH_TOPPING_UP = 1e-2
 """Idle share of a round from which on sequences of later rounds may fill it."""
 MAX_EXCHANGES_PER_RANK = 2
-"""Bounds the time that evening out a round may take."""
+"""Bounds the time that evening out may take."""
 TIGHT_BUDGETS = (1.003, 1.01)
 """Budgets to try below the given one, over the mean of the micro-batches: they even out tokens as well as costs."""
 
@@ -236,7 +236,9 @@ def _distribute(batch: _Batch, packed: list[_Microbatch], budget: int, num_dp_ra
             longest_first = sorted(sequence for microbatch in packed for sequence in microbatch.sequences)
             packed = _fill_cheapest(batch, longest_first, len(packed), budget) or packed
         rounds.append(members)
-    return _deal(rounds, num_dp_ranks)
+    ranks = _deal(rounds, num_dp_ranks)
+    _even_out_ranks(batch, ranks, budget)
+    return ranks
 
 
 def _even_out(batch: _Batch, members: list[_Microbatch], budget: int) -> None:
@@ -245,35 +247,61 @@ def _even_out(batch: _Batch, members: list[_Microbatch], budget: int) -> None:
     for _ in range(MAX_EXCHANGES_PER_RANK * len(members)):
         members.sort(key=lambda microbatch: microbatch.cost)
         dearest = members[-1]
-        if dearest.cost - mean <= EVEN_ENOUGH * mean:
+        pairs = ((dearest, other, dearest.cost, dearest.cost - other.cost) for other in members[:-1])
+        if dearest.cost <= (1 + EVEN_ENOUGH) * mean or not _exchange(batch, pairs, budget, EVEN_ENOUGH * mean):
             return
-        for other in members[:-1]:
-            gain, given, taken = _best_exchange(batch, dearest, other, budget)
-            if gain > EVEN_ENOUGH * mean:
-                dearest.give(batch, given, other)
-                if taken is not None:
-                    other.give(batch, taken, dearest)
-                break
-        else:
+
+
+def _even_out_ranks(batch: _Batch, ranks: list[list[_Microbatch]], budget: int) -> None:
+    """Lower the dearest rank in the same way; no micro-batch gets dearer than the dearest of its round."""
+    highest = [max(microbatch.cost for microbatch in members) for members in zip(*ranks)]
+    mean = sum(microbatch.cost for rank in ranks for microbatch in rank) / len(ranks)
+    for _ in range(MAX_EXCHANGES_PER_RANK * len(ranks)):
+        total_of = [sum(microbatch.cost for microbatch in rank) for rank in ranks]
+        *others, dearest = sorted(range(len(ranks)), key=lambda rank: (total_of[rank], rank))
+        pairs = (
+            (own, other, limit, total_of[dearest] - total_of[rank])
+            for rank in others
+            for own in ranks[dearest]
+            for other, limit in zip(ranks[rank], highest)
+        )
+        if total_of[dearest] <= (1 + EVEN_ENOUGH) * mean or not _exchange(batch, pairs, budget, EVEN_ENOUGH * mean):
             return
+
+
+def _exchange(
+    batch: _Batch, pairs: Iterable[tuple[_Microbatch, _Microbatch, float, float]], budget: int, least_gain: float
+) -> bool:
+    """Exchange sequences within the first of ``pairs`` (giver, receiver, limit, gap) that gains enough; False: none."""
+    for giver, receiver, limit, gap in pairs:
+        gain, given, taken = _best_exchange(batch, giver, receiver, limit, gap, budget)
+        if gain > least_gain:
+            giver.give(batch, given, receiver)
+            if taken is not None:
+                receiver.give(batch, taken, giver)
+            return True
+    return False
 
 
 def _best_exchange(
-    batch: _Batch, dearest: _Microbatch, other: _Microbatch, budget: int
+    batch: _Batch, giver: _Microbatch, receiver: _Microbatch, limit: float, gap: float, budget: int
 ) -> tuple[float, int, int | None]:
-    """(gain, a sequence of ``dearest``, one of ``other`` or None): what lowers the dearer of the two the most.
+    """(gain, a sequence of ``giver``, one of ``receiver`` or None): what brings two numbers ``gap`` apart together.
 
-    Giving a difference d away leaves max(dearest - d, other + d): best is half of the gap.
+    The giver's number falls by the difference of the two costs and the receiver's rises by it, so half of the gap is
+    best; the gain is by how much the larger number falls. The receiver stays within ``budget`` [tokens] and ``limit``
+    [cost].
     """
-    gap = dearest.cost - other.cost
     # Nothing is the shortest thing to get in return, but the last sequence is not given for nothing.
-    returns: list[int | None] = sorted(other.sequences, reverse=True)
+    returns: list[int | None] = sorted(receiver.sequences, reverse=True)
     costs, lengths = [batch.costs[s] for s in returns], [batch.lengths[s] for s in returns]
-    if len(dearest.sequences) > 1:
+    if len(giver.sequences) > 1:
         returns, costs, lengths = [None, *returns], [0.0, *costs], [0, *lengths]
     best = (0.0, -1, None)
-    for given in dearest.sequences:
-        fits = bisect_left(lengths, batch.lengths[given] - (budget - other.tokens))
+    for given in giver.sequences:
+        within_budget = bisect_left(lengths, batch.lengths[given] - (budget - receiver.tokens))
+        within_limit = bisect_left(costs, batch.costs[given] - (limit - receiver.cost))
+        fits = max(within_budget, within_limit)
         nearest = bisect_left(costs, batch.costs[given] - gap / 2)
         for place in (max(fits, nearest - 1), max(fits, nearest)):
             if place < len(returns):
