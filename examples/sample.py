@@ -23,7 +23,9 @@ def responses(model_path: Path, prompts: list[str], *, max_new_tokens: int, seed
     declare_torchvision_ops()
     import torch
     from transformers import AutoModelForCausalLM
+    from transformers.utils.logging import disable_progress_bar
 
+    disable_progress_bar()
     torch.manual_seed(seed)
     tokenizer = Tokenizer(model_path)
     model = AutoModelForCausalLM.from_pretrained(model_path).eval()
