@@ -35,6 +35,7 @@ from megatron_rl.rewards.registry import (
     required_fields,
     resolve,
     row_arguments,
+    wall_limit_s,
 )
 from megatron_rl.rewards.runner import RewardRunner
 
@@ -139,9 +140,16 @@ def _route(config: RewardRouteConfig, timeout_s: float, place: str) -> Route:
         raise RewardError(f"{place}.name is empty; expected a registered reward or package.module:function")
     reward = resolve(config.name)
     check_options(reward, config.options, required_fields(reward, config.options))
+    timeout_s = config.timeout_s or timeout_s
+    own_limit_s = wall_limit_s(reward, config.options)
+    if own_limit_s is not None and own_limit_s >= timeout_s:
+        raise RewardError(
+            f"{place}: {reward.name} ends its own work after wall_limit_s={own_limit_s:g} s, which must be less than the "
+            f"{timeout_s:g} s of timeout_s, or a slow item counts as unscored; raise timeout_s or lower wall_limit_s"
+        )
     declared = reward.value_range(config.options)
     rescale_to = _rescaling(config.rescale_to, declared, reward, place) if config.rescale_to else None
-    return Route(reward, dict(config.options), config.timeout_s or timeout_s, declared, rescale_to)
+    return Route(reward, dict(config.options), timeout_s, declared, rescale_to)
 
 
 def _rescaling(values: Sequence[float], declared: Range | None, reward: Reward, place: str) -> Range:

@@ -190,6 +190,14 @@ def _option_parameters(function: ScoreFunction) -> tuple[dict[str, inspect.Param
     return keywords, any(p.kind is p.VAR_KEYWORD for p in parameters)
 
 
+def wall_limit_s(reward: Reward, options: Mapping[str, Any]) -> float | None:
+    """After how many seconds the reward itself gives an item up; None for a reward without the option."""
+    keywords, _ = _option_parameters(reward.function)
+    if "wall_limit_s" not in keywords:
+        return None
+    return float(options.get("wall_limit_s", keywords["wall_limit_s"].default))
+
+
 def check_options(reward: Reward, options: Mapping[str, Any], row_fields: Sequence[str] = ()) -> None:
     """Refuse options that the reward does not take, misses, or takes with another type.
 

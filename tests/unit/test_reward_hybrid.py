@@ -235,3 +235,9 @@ def test_a_call_under_way_ends_with_the_router():
     slow.close()
     with pytest.raises(RewardError, match="is closed"):
         waiting.result(timeout=1)
+
+
+def test_a_reward_with_limits_of_its_own_ends_before_the_runner_does():
+    with pytest.raises(RewardError, match=r"wall_limit_s=4.5.*3 s of timeout_s"):
+        routes_of(RewardConfig(name="code", timeout_s=3.0))
+    assert routes_of(RewardConfig(name="code"))
