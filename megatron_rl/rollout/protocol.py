@@ -111,7 +111,7 @@ def generate_body(requests: Sequence[GenerationRequest], rids: Sequence[str]) ->
     if any(request.logprobs_after_top_k for request in requests):
         body["return_sampling_mask"] = [request.logprobs_after_top_k for request in requests]
     if any(request.routes is not None for request in requests):
-        body["return_routed_experts"] = [request.routes is not None for request in requests]
+        body["return_routed_experts"] = True  # SGLang's switch for the whole call
     return body
 
 
