@@ -50,6 +50,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_score(commands)
     _add_select_prompts(commands)
     _add_label_lines(commands)
+    _add_convert(commands)
     command = commands.add_parser("report", help="write report.html of a run", description="write report.html of a run")
     command.add_argument("output_dir")
     command.set_defaults(run=_report)
@@ -237,6 +238,53 @@ def _label_lines(arguments: argparse.Namespace) -> int:
     config = load_config(arguments.config, arguments.overrides)
     check_config(config, command="label-lines")
     label_lines(config, dry_run=arguments.dry_run, note=_say)
+    return 0
+
+
+def _add_convert(commands) -> None:
+    text = "convert a model between a Hugging Face folder and Megatron's distributed checkpoint"
+    command = commands.add_parser("convert", help=text, description=text)
+    command.add_argument("--input", required=True, help="folder with the model")
+    command.add_argument("--output", required=True, help="folder to make; it must not exist")
+    command.add_argument("--to", required=True, choices=("megatron", "hf"))
+    command.add_argument("--config-from", help="folder with config.json and tokenizer, if not the input")
+    command.add_argument("--max-shard-size", type=_bytes, default="2GB", help="of a safetensors file, as 500MB or 2GB")
+    command.add_argument("--drop-mtp", action="store_true", help="leave multi-token-prediction layers out")
+    command.add_argument("--tensor-parallel-size", type=int, default=1, help="check that the model splits so")
+    command.add_argument("--pipeline-parallel-size", type=int, default=1, help="check that the model splits so")
+    command.set_defaults(run=_convert)
+
+
+def _bytes(text: str) -> int:
+    units = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
+    number, unit = text[:-2], text[-2:].upper()
+    if unit not in units or not number.isdigit() or int(number) == 0:
+        raise argparse.ArgumentTypeError(f"expected a size such as 500MB or 2GB, got {text!r}")
+    return int(number) * units[unit]
+
+
+def _convert(arguments: argparse.Namespace) -> int:
+    # Nothing is computed; models are only described, which the layers for GPUs cannot do without memory.
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    from megatron_rl.config.schema import ParallelConfig
+    from megatron_rl.models.hf.convert import convert
+
+    done = convert(
+        arguments.input,
+        arguments.output,
+        to=arguments.to,
+        config_folder=arguments.config_from,
+        parallel=ParallelConfig(
+            tensor_parallel_size=arguments.tensor_parallel_size,
+            pipeline_parallel_size=arguments.pipeline_parallel_size,
+            sequence_parallel=arguments.tensor_parallel_size > 1,
+        ),
+        drop_mtp=arguments.drop_mtp,
+        max_shard_bytes=arguments.max_shard_size,
+    )
+    _say(f"{arguments.output}: {done.num_tensors} tensors, {done.num_bytes / 1e9:.3f} GB")
+    if done.left_out:
+        _say(f"left out {len(done.left_out)} tensors of the input: {', '.join(done.left_out[:5])}")
     return 0
 
 

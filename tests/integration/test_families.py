@@ -1,0 +1,317 @@
+"""Every family in awkward shapes against transformers, and ``megatron-rl convert`` there and back."""
+
+import json
+import os
+import pickle
+import re
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from megatron_rl.cli import main
+from megatron_rl.config.schema import ParallelConfig
+from megatron_rl.models import policy
+from megatron_rl.models.hf.config import load_hf_config
+from megatron_rl.models.hf.convert import convert
+from megatron_rl.models.hf.sources import INDEX_FILE, WeightsError
+from megatron_rl.models.hf.weights import expected_names, export_weights, load_weights
+from megatron_rl.parallel import topology
+from megatron_rl.rollout.cpu_platform import declare_torchvision_ops
+from tests.integration.families_worker import LAYOUTS
+from tests.integration.models_worker import pack
+from tests.tiny_families import SHAPES, make_family_model
+from tests.tiny_models import make_tokenizer
+
+declare_torchvision_ops()  # before any model of transformers is imported
+
+REPOSITORY = Path(__file__).parents[2]
+LAUNCH_TIMEOUT_S = 240
+LENGTHS = [9, 1, 60, 33, 17]
+TEMPERATURE = 0.7
+PARALLEL_SHAPES = ("deepseek_v3_yarn", "glm4_moe_partial_rotary", "qwen3_moe_sparse_step", "qwen2_gqa7_tied")
+SHARD_BYTES = 50_000
+
+by_shape = pytest.mark.parametrize("shape", SHAPES)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("families")
+    return {shape: make_family_model(folder / shape, shape) for shape in SHAPES}
+
+
+@pytest.fixture
+def single_rank() -> Iterator[ParallelConfig]:
+    parallel = ParallelConfig()
+    topology.initialize(parallel, seed=1)
+    try:
+        yield parallel
+    finally:
+        topology.destroy()
+
+
+def load_hf(path: Path) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+
+
+def make_sequences(vocab_size: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    return [torch.randint(3, vocab_size, (length,), generator=generator) for length in LENGTHS]
+
+
+def tensors_of(folder: Path) -> dict[str, Tensor]:
+    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+
+
+def assert_same_bits(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert found[name].dtype == tensor.dtype and torch.equal(found[name], tensor), name
+
+
+@by_shape
+def test_logits_are_those_of_transformers_and_no_tensor_is_lost(
+    shape: str, models: dict[str, Path], single_rank: ParallelConfig
+) -> None:
+    config = load_hf_config(models[shape])
+    (chunk,) = policy.build_policy(config, single_rank, dtype=torch.float32, seed=None)
+    load_weights([chunk], config, models[shape])
+    sequences, model = make_sequences(config.vocab_size), load_hf(models[shape])
+    with torch.no_grad():
+        hidden = policy.forward(chunk, pack(sequences))[0]
+        logits = hidden @ policy._head_weight(chunk)[: config.vocab_size].T
+        expected = torch.cat([model(tokens[None]).logits[0] for tokens in sequences])
+    assert expected.std() > 0.5
+    torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)
+    assert_same_bits(dict(export_weights([chunk], config)), tensors_of(models[shape]))
+    # Buffers are no parameters: the routers' biases.
+    biases = sum(size[0] for name, size in expected_names(config, "policy").items() if name.endswith("correction_bias"))
+    assert sum(p.numel() for p in chunk.parameters()) == sum(p.numel() for p in model.parameters())
+    expected_numel = sum(torch.Size(size).numel() for size in expected_names(config, "policy").values())
+    assert sum(p.numel() for p in chunk.parameters()) == expected_numel - biases
+
+
+# Two ranks -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def two_ranks(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any, Path]:
+    """What two ranks computed, what transformers does, and the folder with what they saved."""
+    folder = tmp_path_factory.mktemp("two_ranks")
+    references, jobs = {}, {}
+    for shape in PARALLEL_SHAPES:
+        model, config = load_hf(models[shape]), load_hf_config(models[shape])
+        sequences = make_sequences(config.vocab_size)
+        weights = [torch.randn(len(tokens), generator=torch.Generator().manual_seed(3)) for tokens in sequences]
+        logprobs, entropies, loss = [], [], 0.0
+        for tokens, weight in zip(sequences, weights, strict=True):
+            log_p = (model(tokens[None]).logits[0] / TEMPERATURE).log_softmax(-1)[:-1]
+            start = torch.zeros(1)
+            logprobs.append(torch.cat([start, log_p.gather(1, tokens[1:, None])[:, 0]]))
+            entropies.append(torch.cat([start, -(log_p.exp() * log_p).sum(-1)]))
+            loss = loss + (weight * logprobs[-1]).sum() + 0.1 * entropies[-1].sum()
+        (loss / sum(LENGTHS)).backward()
+        with torch.no_grad():
+            # Saving takes experts apart as the files have them; handed gradients, it does the same for them.
+            for parameter in model.parameters():
+                parameter.copy_(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
+        model.save_pretrained(folder / "gradients" / shape)
+        references[shape] = dict(
+            logprobs=[t.detach() for t in logprobs],
+            entropies=[t.detach() for t in entropies],
+            gradients=tensors_of(folder / "gradients" / shape),
+        )
+        jobs[shape] = dict(path=str(models[shape]), sequences=sequences, weights=weights)
+    torch.save(jobs, folder / "jobs.pt")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_addr", "127.0.0.1"]
+    command += ["--master_port", str(port), "-m", "tests.integration.families_worker", str(folder)]
+    log = folder / "log.txt"
+    with log.open("w") as out:
+        process = subprocess.Popen(
+            command,
+            cwd=REPOSITORY,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            code = process.wait(LAUNCH_TIMEOUT_S)
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+    assert code == 0, log.read_text()[-6000:]
+    return torch.load(folder / "results.pt"), references, folder
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("shape", PARALLEL_SHAPES)
+def test_two_ranks_give_the_outputs_and_gradients_of_transformers(layout: str, shape: str, two_ranks: Any) -> None:
+    results, references, _ = two_ranks
+    found, reference = results[layout, shape], references[shape]
+    for microbatches, outputs in found["outputs"]:
+        for indices in microbatches:
+            expected = torch.cat([reference[key][i] for key in ("logprobs", "entropies") for i in indices])
+            torch.testing.assert_close(outputs[: len(expected)], expected, atol=1e-4, rtol=0)
+            outputs = outputs[len(expected) :]
+    for name, gradient in found["gradients"].items():
+        expected = reference["gradients"][name]
+        if not name.endswith("e_score_correction_bias"):
+            largest, error = expected.abs().max().item(), (gradient - expected).abs().max().item()
+            assert largest > 0 and error <= 1e-4 * largest, f"{name}: off by {error} of {largest}"
+
+
+@pytest.mark.parametrize("shape", PARALLEL_SHAPES)
+def test_what_tensor_parallel_ranks_saved_is_converted_to_the_original_bits(
+    shape: str, two_ranks: Any, models: dict[str, Path], tmp_path: Path
+) -> None:
+    checkpoint = two_ranks[2] / "checkpoints" / shape
+    convert(checkpoint, tmp_path / "hf", to="hf", config_folder=models[shape], max_shard_bytes=SHARD_BYTES)
+    assert_same_bits(tensors_of(tmp_path / "hf"), tensors_of(models[shape]))
+
+
+# Conversion ----------------------------------------------------------------------------------------------------------
+
+
+@by_shape
+def test_a_conversion_there_and_back_keeps_every_bit(shape: str, tmp_path: Path) -> None:
+    source = make_family_model(tmp_path / "hf", shape, dtype="bfloat16")
+    make_tokenizer(source)
+    there = convert(source, tmp_path / "megatron", to="megatron", max_shard_bytes=SHARD_BYTES)
+    back = convert(tmp_path / "megatron", tmp_path / "back", to="hf", max_shard_bytes=SHARD_BYTES)
+    assert there == back and there.left_out == []
+    index = json.loads((tmp_path / "back" / INDEX_FILE).read_text())["weight_map"]
+    assert len(set(index.values())) > 1 and index.keys() == tensors_of(source).keys()
+    assert_same_bits(tensors_of(tmp_path / "back"), tensors_of(source))
+    assert (tmp_path / "back" / "tokenizer.json").read_bytes() == (source / "tokenizer.json").read_bytes()
+    before, after = (json.loads((folder / "config.json").read_text()) for folder in (source, tmp_path / "back"))
+    assert before == after
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["back", "hf", "megatron"]
+
+
+@pytest.mark.parametrize("shape", ["deepseek_v3_yarn", "mixtral", "qwen2_gqa7_tied"])
+def test_megatron_loads_a_converted_model(
+    shape: str, models: dict[str, Path], single_rank: ParallelConfig, tmp_path: Path
+) -> None:
+    from megatron.core import dist_checkpointing
+
+    topology.destroy()
+    convert(models[shape], tmp_path / "megatron", to="megatron", max_shard_bytes=SHARD_BYTES)
+    topology.initialize(single_rank, seed=1)
+    config = load_hf_config(models[shape])
+    (chunk,) = policy.build_policy(config, single_rank, dtype=torch.float32, seed=3)
+    state = chunk.sharded_state_dict(metadata={"singleton_local_shards": False})
+    chunk.load_state_dict(dist_checkpointing.load({"model": state}, str(tmp_path / "megatron"))["model"])
+    assert_same_bits(dict(export_weights([chunk], config)), tensors_of(models[shape]))
+
+
+def test_multi_token_prediction_is_refused_or_dropped_by_name(tmp_path: Path) -> None:
+    source = make_family_model(tmp_path / "hf", "deepseek_v3_yarn", num_nextn_predict_layers=1)
+    tensors = tensors_of(source)
+    extra = {"model.layers.2.eh_proj.weight": torch.ones(4, 8)}
+    save_file({**tensors, **extra}, source / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(WeightsError, match="model.layers.2.eh_proj.weight first.*--drop-mtp"):
+        convert(source, tmp_path / "megatron", to="megatron", max_shard_bytes=SHARD_BYTES)
+    done = convert(source, tmp_path / "megatron", to="megatron", drop_mtp=True, max_shard_bytes=SHARD_BYTES)
+    assert done.left_out == list(extra)
+    convert(tmp_path / "megatron", tmp_path / "back", to="hf", max_shard_bytes=SHARD_BYTES)
+    assert_same_bits(tensors_of(tmp_path / "back"), tensors)
+    assert json.loads((tmp_path / "back" / "config.json").read_text())["num_nextn_predict_layers"] == 0
+
+
+def cut(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+
+
+def drop(name: str) -> Any:
+    def edit(folder: Path) -> None:
+        tensors = tensors_of(folder)
+        del tensors[name]
+        save_file(tensors, folder / "model.safetensors")
+
+    return edit
+
+
+def recast(folder: Path) -> None:
+    name = "model.layers.1.self_attn.k_proj.weight"
+    save_file({**tensors_of(folder), name: tensors_of(folder)[name].half()}, folder / "model.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("edit", "options", "message"),
+    [
+        (lambda folder: cut(folder / "model.safetensors"), [], "model.safetensors is not a whole safetensors file"),
+        (lambda folder: (folder / "model.safetensors").write_bytes(b"\xff" * 100), [], "model.safetensors is not a wh"),
+        (drop("model.layers.1.mlp.up_proj.weight"), [], "no tensor model.layers.1.mlp.up_proj.weight"),
+        (recast, [], "model.layers.1.self_attn.k_proj.weight is torch.float16"),
+        (lambda folder: (folder.parent / "out").mkdir(), [], "out exists"),
+        (lambda folder: None, ["--tensor-parallel-size=3"], "num_key_value_heads 2 does not divide .*size 3"),
+        (lambda folder: None, ["--pipeline-parallel-size=2", "--config-from=/nowhere"], "/nowhere does not exist"),
+    ],
+    ids=["truncated", "garbage", "missing", "mixed dtypes", "output exists", "tp", "no config"],
+)
+def test_a_hugging_face_folder_that_cannot_be_converted_is_one_line(
+    edit: Any, options: list[str], message: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    source = make_family_model(tmp_path / "hf", "qwen3_wide_heads_yarn")
+    edit(source)
+    capfd.readouterr()
+    code = main(["convert", f"--input={source}", f"--output={tmp_path / 'out'}", "--to=megatron", *options])
+    lines = [line for line in capfd.readouterr().err.splitlines() if line.startswith("error:")]
+    assert code == 2 and len(lines) == 1
+    assert re.search(message, lines[0]), lines[0]
+    assert not list(tmp_path.glob(".out.*"))
+
+
+def lose_key(folder: Path) -> None:
+    from torch.distributed.checkpoint import FileSystemReader
+
+    metadata = FileSystemReader(folder).read_metadata()
+    del metadata.state_dict_metadata["decoder.layers.mlp.linear_fc2.weight"]
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+def reshape_model(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "intermediate_size": 96}))
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (lambda folder: cut(folder / "__0_0.distcp"), r"__0_0.distcp: \S+ cannot be read"),
+        (lambda folder: (folder / "__0_0.distcp").unlink(), r"__0_0.distcp: \S+ cannot be read.*No such file"),
+        (lambda folder: cut(folder / ".metadata"), r".metadata cannot be read"),
+        (lambda folder: (folder / "metadata.json").unlink(), "holds no metadata.json"),
+        (lose_key, "no tensor decoder.layers.mlp.linear_fc2.weight, of which model.layers.0.mlp.down_proj.weight"),
+        (reshape_model, r"decoder.layers.mlp.linear_fc1.weight has shape .*160.* asks for .*192"),
+    ],
+    ids=["truncated", "gone", "metadata", "no checkpoint", "missing tensor", "other shapes"],
+)
+def test_a_megatron_checkpoint_that_cannot_be_converted_is_one_line(
+    edit: Any, message: str, tmp_path: Path, models: dict[str, Path], capfd: pytest.CaptureFixture[str]
+) -> None:
+    source = tmp_path / "megatron"
+    convert(models["qwen3_wide_heads_yarn"], source, to="megatron", max_shard_bytes=SHARD_BYTES)
+    edit(source)
+    capfd.readouterr()
+    code = main(["convert", f"--input={source}", f"--output={tmp_path / 'out'}", "--to=hf"])
+    lines = [line for line in capfd.readouterr().err.splitlines() if line.startswith("error:")]
+    assert code == 2 and len(lines) == 1
+    assert re.search(message, lines[0]), lines[0]
+    assert [path.name for path in tmp_path.iterdir()] == ["megatron"]
