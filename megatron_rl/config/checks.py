@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from megatron_rl.config.layout import layout_problems
 from megatron_rl.config.schema import (
     AdvantageKind,
     Config,
@@ -61,8 +62,6 @@ def _ranges(config: Config) -> Iterator[str]:
         "batch.policy_minibatch_size": config.batch.policy_minibatch_size,
         "batch.critic_minibatch_size": config.batch.critic_minibatch_size,
         "batch.max_tokens_per_microbatch": config.batch.max_tokens_per_microbatch,
-        "parallel.tensor_parallel_size": config.parallel.tensor_parallel_size,
-        "parallel.pipeline_parallel_size": config.parallel.pipeline_parallel_size,
         "reward.num_workers": config.reward.num_workers,
         "rollout.num_servers": config.rollout.num_servers,
         "rollout.tensor_parallel_size": config.rollout.tensor_parallel_size,
@@ -347,14 +346,7 @@ def _parallel(config: Config, world_size: int | None) -> Iterator[str]:
             f"parallel.num_ranks: the configuration wants {parallel.num_ranks} ranks, but the launcher started {world_size}; "
             "start as many, or set parallel.num_ranks=0 to take what the launcher gives"
         )
-    model_ranks = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
-    if ranks and ranks % model_ranks:
-        yield (
-            f"parallel.tensor_parallel_size x parallel.pipeline_parallel_size: {parallel.tensor_parallel_size} x "
-            f"{parallel.pipeline_parallel_size} = {model_ranks} does not divide the {ranks} ranks"
-        )
-    if parallel.sequence_parallel and parallel.tensor_parallel_size == 1:
-        yield "parallel.sequence_parallel: shards over the tensor-parallel group, but parallel.tensor_parallel_size is 1"
+    yield from layout_problems(parallel, ranks)
 
 
 def _rollout(config: Config) -> Iterator[str]:

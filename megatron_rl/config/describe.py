@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass
 
 from megatron_rl.config.checks import effective_window_tokens
+from megatron_rl.config.layout import ranks_of_replica
 from megatron_rl.config.schema import Config
 
 
@@ -18,7 +19,7 @@ class Quantity:
 
 
 def data_parallel_size(config: Config, world_size: int) -> int:
-    return world_size // (config.parallel.tensor_parallel_size * config.parallel.pipeline_parallel_size)
+    return world_size // ranks_of_replica(config.parallel)
 
 
 def batch_arithmetic(config: Config, world_size: int) -> list[Quantity]:

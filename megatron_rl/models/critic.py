@@ -14,10 +14,11 @@ from transformers import PretrainedConfig
 
 from megatron_rl.config.schema import ParallelConfig, Recompute
 from megatron_rl.data.batch import PackedBatch
+from megatron_rl.models.context import rows_of_tokens, sum_over_context
 from megatron_rl.models.hf.families import VALUE_HEAD
 from megatron_rl.models.hf.sources import RandomSource
 from megatron_rl.models.hf.weights import fill
-from megatron_rl.models.packed import PackedGPTModel, build_chunks, forward, sequence_starts
+from megatron_rl.models.packed import PackedGPTModel, build_chunks, forward, sequence_starts, unwrap
 
 __all__ = ["ValueHead", "build_critic", "final_values", "forward", "token_values"]
 
@@ -70,7 +71,7 @@ def build_critic(
 
 def token_values(chunk: nn.Module, output: Tensor, batch: PackedBatch) -> Tensor:
     """values [T] float32: entry t is V(s_t), read before token t; 0 at sequence starts. Differentiable."""
-    after = _values_after_tokens(output, batch)
+    after = _values_after_tokens(chunk, output, batch)
     values = F.pad(after[:-1], (1, 0))
     is_start = torch.zeros_like(values, dtype=torch.bool)
     is_start[sequence_starts(batch, output.device)] = True
@@ -79,12 +80,17 @@ def token_values(chunk: nn.Module, output: Tensor, batch: PackedBatch) -> Tensor
 
 def final_values(chunk: nn.Module, output: Tensor, batch: PackedBatch) -> Tensor:
     """[N] float32: the value after the last token of each sequence (0 for an empty one). Differentiable."""
-    after = _values_after_tokens(output, batch)
+    after = _values_after_tokens(chunk, output, batch)
     ends = batch.cu_seqlens[1:].to(output.device)
     return after[(ends - 1).clamp(min=0)].masked_fill(batch.lengths.to(output.device) == 0, 0.0)
 
 
-def _values_after_tokens(output: Tensor, batch: PackedBatch) -> Tensor:
-    """[1, T', 1] with padding -> [T]."""
-    return output[0, : len(batch.tokens), 0]
-
+def _values_after_tokens(chunk: nn.Module, output: Tensor, batch: PackedBatch) -> Tensor:
+    """[1, T', 1] with padding (of this rank's part, under context parallelism) -> [T]."""
+    config = unwrap(chunk).config
+    rows = rows_of_tokens(tuple(batch.lengths.tolist()), config, output.device)
+    if rows is None:
+        return output[0, : len(batch.tokens), 0]
+    here = (rows >= 0).nonzero()[:, 0]
+    mine = output.new_zeros(len(rows)).index_put((here,), output[0, rows[here], 0])
+    return sum_over_context(mine, config)

@@ -117,7 +117,9 @@ class LocalNorm(nn.Module):
 
 
 class PackedAttention(MegatronModule):
-    """Causal attention over a pack, given as ``PlannedSeqParams`` with a plan. No dropout, no context parallelism."""
+    """Causal attention over a pack, given as ``PlannedSeqParams`` with a plan. No dropout; for whole sequences."""
+
+    is_context_parallel = False
 
     def __init__(
         self,
@@ -131,10 +133,15 @@ class PackedAttention(MegatronModule):
     ) -> None:
         super().__init__(config=config)
         dropout = config.attention_dropout if attention_dropout is None else attention_dropout
-        if dropout != 0 or config.context_parallel_size != 1 or config.softmax_type != "vanilla":
+        if (
+            dropout != 0
+            or (config.context_parallel_size > 1) != self.is_context_parallel
+            or config.softmax_type != "vanilla"
+        ):
             raise ValueError(
-                "PackedAttention takes attention_dropout 0, context_parallel_size 1 and softmax_type vanilla, got "
-                f"{dropout}, {config.context_parallel_size} and {config.softmax_type}"
+                f"{type(self).__name__} takes attention_dropout 0, softmax_type vanilla and a context_parallel_size "
+                f"{'above 1' if self.is_context_parallel else 'of 1'}, got "
+                f"{dropout}, {config.softmax_type} and {config.context_parallel_size}"
             )
         self.softmax_scale = softmax_scale
 
@@ -196,11 +203,14 @@ LOCAL_LAYERS: dict[type, type] = {DotProductAttention: PackedAttention, WrappedT
 """Megatron's layers that need a GPU or take no packs, and ours in their place (LNImpl is Apex's where installed)."""
 
 
-def block_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
-    """This pipeline stage's layers: Transformer Engine's where it is present, else ours."""
-    if has_transformer_engine():
-        return get_gpt_decoder_block_spec(config, use_transformer_engine=True, normalization=config.normalization)
-    spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization=config.normalization)
+def block_spec(config: TransformerConfig, vp_stage: int | None = None) -> TransformerBlockSubmodules:
+    """The layers of this pipeline stage (of its chunk ``vp_stage``): Transformer Engine's where present, else ours."""
+    on_gpu = has_transformer_engine()
+    spec = get_gpt_decoder_block_spec(
+        config, use_transformer_engine=on_gpu, normalization=config.normalization, vp_stage=vp_stage
+    )
+    if on_gpu:
+        return spec
     return swap_layers(spec, LOCAL_LAYERS)
 
 

@@ -17,6 +17,7 @@ from transformers import PretrainedConfig
 from megatron_rl.config.schema import Dispatcher, LoadBalancing, MoeConfig, RouterDtype, RoutingReplay
 from megatron_rl.data.batch import ROUTES, PackedBatch
 from megatron_rl.errors import ModelError
+from megatron_rl.models.context import split_here
 from megatron_rl.models.hf.families import dims, family_of
 from megatron_rl.models.routing import (
     RoutingTrace,
@@ -171,6 +172,8 @@ def _count_tokens(microbatches: Sequence[PackedBatch], stand_ins: Sequence[bool]
 def local_rows(lengths: Sequence[int], config: TransformerConfig) -> Tensor:
     """[T_local] int64: the pack's row of each token that this rank's routers see, -1 for padding."""
     rows = torch.arange(sum(lengths))
+    if config.context_parallel_size > 1:
+        rows = split_here(tuple(lengths), config).token_of_row
     if config.sequence_parallel:
         tp_size = config.tensor_model_parallel_size
         rows = torch.nn.functional.pad(rows, (0, -len(rows) % tp_size), value=-1)

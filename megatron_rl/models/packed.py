@@ -1,7 +1,8 @@
 """GPT models over packed batches: building this rank's part of a model, and its forward pass.
 
 Callers speak in ``PackedBatch``; everything else stays inside: the padding of the pack to a multiple of the
-tensor-parallel size (sequence parallelism needs it), the sequence parameters of Megatron, the attention plan.
+tensor-parallel size (sequence parallelism needs it), this rank's part of it under context parallelism, the sequence
+parameters of Megatron, the attention plan.
 """
 
 import functools
@@ -17,8 +18,16 @@ from transformers import PretrainedConfig
 
 from megatron_rl.config.schema import MoeConfig, ParallelConfig, Recompute
 from megatron_rl.data.batch import PackedBatch
+from megatron_rl.models.context import ContextAttention, ContextSeqParams, plan_context, split_here, zigzag
 from megatron_rl.models.hf.config import megatron_config, rope_parameters, scaled_inverse_frequencies
-from megatron_rl.models.layers import PlannedSeqParams, block_spec, has_transformer_engine, plan_attention, swap_layers
+from megatron_rl.models.layers import (
+    PackedAttention,
+    PlannedSeqParams,
+    block_spec,
+    has_transformer_engine,
+    plan_attention,
+    swap_layers,
+)
 from megatron_rl.models.moe import check_moe, moe_kwargs
 from megatron_rl.models.routing import ROUTERS, RoutingTrace, follow_traces, with_trace
 
@@ -49,18 +58,36 @@ def build_chunks(
     share_embeddings: bool,
     moe: MoeConfig = MoeConfig(),
 ) -> list[PackedGPTModel]:
-    """This rank's pipeline stage with uninitialised weights, on its device. The process groups exist already."""
+    """This rank's pipeline stage with uninitialised weights, on its device; several chunks where it is interleaved.
+
+    The process groups exist already.
+    """
     check_moe(moe, hf_config)
     kwargs, model_kwargs = megatron_config(
         hf_config, parallel, dtype=dtype, recompute=recompute, **moe_kwargs(moe, hf_config)
     )
     model_kwargs["share_embeddings_and_output_weights"] = share_embeddings
     config = TransformerConfig(**kwargs)
+    stages = range(parallel.virtual_pipeline_size) if parallel.virtual_pipeline_size > 1 else [None]
+    return [_build_chunk(config, stage, hf_config, model_kwargs, dtype) for stage in stages]
+
+
+def _build_chunk(
+    config: TransformerConfig,
+    vp_stage: int | None,
+    hf_config: PretrainedConfig,
+    model_kwargs: dict[str, Any],
+    dtype: torch.dtype,
+) -> PackedGPTModel:
+    spec = swap_layers(block_spec(config, vp_stage), ROUTERS)
+    if config.context_parallel_size > 1 and not has_transformer_engine():
+        spec = swap_layers(spec, {PackedAttention: ContextAttention})
     model = PackedGPTModel(
         config,
-        swap_layers(block_spec(config), ROUTERS),
-        pre_process=parallel_state.is_pipeline_first_stage(),
-        post_process=parallel_state.is_pipeline_last_stage(),
+        spec,
+        pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
+        post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
+        vp_stage=vp_stage,
         **model_kwargs,
     )
     rope = rope_parameters(hf_config)
@@ -71,15 +98,15 @@ def build_chunks(
     model.to(dtype)
     if torch.cuda.is_available():
         model.cuda()
-    return [model]
+    return model
 
 
 def forward(chunk: nn.Module, batch: PackedBatch, trace: RoutingTrace | None = None) -> Tensor:
     """Run this stage on ``batch``; ``chunk`` may be wrapped for data parallelism.
 
     ``trace``: what the routers of a mixture-of-experts model follow and report in this pass; one for all chunks. The
-    result belongs to Megatron's schedule: on earlier stages the hidden states for the next one, on the last
-    stage what ``policy.token_logprobs`` or ``critic.token_values`` take.
+    result belongs to Megatron's schedule: on earlier stages the hidden states for the next one, on the last stage what
+    ``policy.token_logprobs`` or ``critic.token_values`` take.
     """
     model = unwrap(chunk)
     tokens, positions, params = _model_inputs(batch, model.config)
@@ -92,11 +119,22 @@ def sequence_starts(batch: PackedBatch, device: torch.device) -> Tensor:
 
 
 def _model_inputs(batch: PackedBatch, config: TransformerConfig) -> tuple[Tensor, Tensor, PackedSeqParams]:
-    """tokens [1, T'], positions [1, T'] and sequence parameters, T' the padded length."""
+    """tokens [1, T'], positions [1, T'] and sequence parameters, T' the padded length of this rank's part."""
     if len(batch.tokens) == 0:
         raise ValueError("an empty batch cannot pass through the model; leave the micro-batch out on every rank")
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     lengths, tokens = tuple(batch.lengths.tolist()), batch.tokens.to(device)
+    if config.context_parallel_size > 1:
+        split = split_here(lengths, config)
+        rows = split.token_of_row.to(device)
+        tokens = torch.where(rows >= 0, tokens[rows], PAD_TOKEN_ID)
+        positions, params = _split_sequence_params(
+            split.lengths,
+            parallel_state.get_context_parallel_world_size(),
+            parallel_state.get_context_parallel_rank(),
+            device,
+        )
+        return tokens[None], positions[None], params
     padding = -len(tokens) % config.tensor_model_parallel_size if config.sequence_parallel else 0
     if padding:
         lengths = (*lengths, padding)
@@ -109,14 +147,30 @@ def _model_inputs(batch: PackedBatch, config: TransformerConfig) -> tuple[Tensor
 def _sequence_params(lengths: tuple[int, ...], device: torch.device) -> tuple[Tensor, PackedSeqParams]:
     """positions [T] and sequence parameters; a batch meets its lengths again in every pass over it."""
     positions = torch.cat([torch.arange(length) for length in lengths]).to(device)
+    common = _pack_description(lengths, device)
+    if has_transformer_engine():
+        return positions, PackedSeqParams(**common)
+    return positions, PlannedSeqParams(plan=plan_attention(lengths, device), **common)
+
+
+@functools.lru_cache(maxsize=64)
+def _split_sequence_params(
+    lengths: tuple[int, ...], num_ranks: int, rank: int, device: torch.device
+) -> tuple[Tensor, PackedSeqParams]:
+    """The same for one of ``num_ranks`` context-parallel ranks; ``lengths`` are those of the whole, padded sequences."""
+    positions = torch.cat([zigzag(length, num_ranks, rank) for length in lengths if length]).to(device)
+    common = _pack_description(lengths, device)
+    if has_transformer_engine():
+        return positions, PackedSeqParams(**common)
+    return positions, ContextSeqParams(plan=plan_context(lengths, num_ranks, rank, device), **common)
+
+
+def _pack_description(lengths: tuple[int, ...], device: torch.device) -> dict[str, Any]:
     cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).to(device=device, dtype=torch.int32)
-    common: dict[str, Any] = dict(
+    return dict(
         qkv_format="thd",
         cu_seqlens_q=cu_seqlens,
         cu_seqlens_kv=cu_seqlens,
         max_seqlen_q=max(lengths),
         max_seqlen_kv=max(lengths),
     )
-    if has_transformer_engine():
-        return positions, PackedSeqParams(**common)
-    return positions, PlannedSeqParams(plan=plan_attention(lengths, device), **common)

@@ -12,6 +12,7 @@ from transformers import PretrainedConfig
 
 from megatron_rl.config.schema import MoeConfig, ParallelConfig, Recompute
 from megatron_rl.data.batch import PackedBatch
+from megatron_rl.models.context import rows_of_tokens, sum_over_context
 from megatron_rl.models.hf.sources import RandomSource
 from megatron_rl.models.hf.weights import fill
 from megatron_rl.models.logprobs import DEFAULT_CHUNK_SIZE, token_logprobs_and_entropy
@@ -71,8 +72,8 @@ def token_logprobs(
 
     Entry t speaks of token t given the tokens before it: its log-probability and the entropy of the distribution it
     was drawn from, both at ``temperature``. Entries are 0 at sequence starts and where ``mask`` [T] bool is False;
-    those tokens do not reach the head. Differentiable. All ranks of a tensor-parallel group call it and get the same
-    result.
+    those tokens do not reach the head. Differentiable. All ranks of a tensor- or context-parallel group call it and get
+    the same result.
     """
     model = unwrap(chunk)
     tokens = batch.tokens.to(output.device)
@@ -81,13 +82,18 @@ def token_logprobs(
         wanted &= mask.to(output.device)
     wanted[sequence_starts(batch, output.device)] = False
     targets = wanted.nonzero()[:, 0]
+    places = targets - 1
+    rows = rows_of_tokens(tuple(batch.lengths.tolist()), model.config, output.device)
+    if rows is not None:
+        here = rows[places] >= 0
+        targets, places = targets[here], rows[places[here]]
     hidden = output.squeeze(0)
     if model.config.sequence_parallel:
         # Backward reduce-scatters: each rank's gradient covers its part of the vocabulary.
         hidden = tensor_parallel.gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True)
-        hidden = hidden.index_select(0, targets - 1)
+        hidden = hidden.index_select(0, places)
     else:
-        hidden = tensor_parallel.copy_to_tensor_model_parallel_region(hidden.index_select(0, targets - 1))
+        hidden = tensor_parallel.copy_to_tensor_model_parallel_region(hidden.index_select(0, places))
     logprobs, entropy = token_logprobs_and_entropy(
         hidden,
         _head_weight(model),
@@ -98,7 +104,9 @@ def token_logprobs(
         chunk_size=chunk_size,
     )
     zeros = torch.zeros(len(tokens), dtype=logprobs.dtype, device=output.device)
-    return zeros.index_put((targets,), logprobs), zeros.index_put((targets,), entropy)
+    both = torch.stack([zeros.index_put((targets,), logprobs), zeros.index_put((targets,), entropy)])
+    logprobs, entropy = sum_over_context(both, model.config)
+    return logprobs, entropy
 
 
 def _head_weight(model: PackedGPTModel) -> Tensor:

@@ -1,6 +1,7 @@
 """Who is who among the ranks: process groups and every rank's coordinates.
 
-Ranks are ordered as Megatron orders them: neighbours share a tensor-parallel group, then data-parallel, then pipeline.
+Ranks are ordered as Megatron orders them: neighbours share a tensor-parallel group, then context-parallel, then
+data-parallel, then pipeline. Expert parallelism takes its ranks from those of a pipeline stage.
 Two worlds live side by side: Megatron's groups (NCCL on GPUs, gloo on CPUs) and one gloo group for control traffic,
 which ``collectives.py`` uses. ``initialize`` blocks until every rank of the world has called it; a rank that does not
 come within ``parallel.collective_timeout_s`` makes the others fail.
@@ -13,10 +14,12 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
+from megatron_rl.config.layout import expert_tensor_size, layout_problems, ranks_of_replica
 from megatron_rl.config.schema import ParallelConfig
 from megatron_rl.parallel import cpu
 
@@ -45,6 +48,8 @@ class Topology:
     dp_rank: int
     dp_size: int
     device: torch.device
+    cp_rank: int = 0
+    cp_size: int = 1
 
     @property
     def is_last_stage(self) -> bool:
@@ -53,7 +58,16 @@ class Topology:
     @property
     def is_output_rank(self) -> bool:
         """One rank of each data-parallel replica: where its log-probs and values are reported from."""
-        return self.is_last_stage and self.tp_rank == 0
+        return self.is_last_stage and self.tp_rank == 0 and self.cp_rank == 0
+
+
+class Place(NamedTuple):
+    """A rank's coordinates."""
+
+    tp_rank: int
+    cp_rank: int
+    dp_rank: int
+    pp_rank: int
 
 
 @dataclass(frozen=True)
@@ -62,22 +76,16 @@ class ControlPlane:
     timeout_s: float
 
 
-def coordinates(rank: int, world_size: int, parallel: ParallelConfig) -> tuple[int, int, int]:
-    """(tp_rank, dp_rank, pp_rank) of ``rank``; raises ValueError when the world does not fit the layout."""
-    tp, pp = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
-    if tp < 1 or pp < 1:
-        raise ValueError(
-            f"parallel.tensor_parallel_size and parallel.pipeline_parallel_size are at least 1, got {tp} and {pp}"
-        )
-    if world_size % (tp * pp) != 0:
-        raise ValueError(
-            f"{world_size} ranks do not divide by parallel.tensor_parallel_size {tp} x parallel.pipeline_parallel_size "
-            f"{pp} = {tp * pp}; start a multiple of {tp * pp} ranks or lower one of the sizes"
-        )
+def coordinates(rank: int, world_size: int, parallel: ParallelConfig) -> Place:
+    """The place of ``rank``; raises ValueError when the layout excludes itself or the world does not fit it."""
+    problems = list(layout_problems(parallel, world_size))
+    if problems:
+        raise ValueError("; ".join(problems))
     if not 0 <= rank < world_size:
         raise ValueError(f"rank is in [0, {world_size}), got {rank}")
-    dp = world_size // (tp * pp)
-    return rank % tp, rank // tp % dp, rank // (tp * dp)
+    tp, cp = parallel.tensor_parallel_size, parallel.context_parallel_size
+    dp = world_size // ranks_of_replica(parallel)
+    return Place(rank % tp, rank // tp % cp, rank // (tp * cp) % dp, rank // (tp * cp * dp))
 
 
 def initialize(parallel: ParallelConfig, *, seed: int) -> Topology:
@@ -91,7 +99,7 @@ def initialize(parallel: ParallelConfig, *, seed: int) -> Topology:
     if dist.is_initialized():
         raise RuntimeError("the process groups exist already; call topology.destroy() before another initialize()")
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    tp_rank, dp_rank, pp_rank = coordinates(rank, world_size, parallel)
+    place = coordinates(rank, world_size, parallel)
     timeout = timedelta(seconds=parallel.collective_timeout_s)
     on_gpu = torch.cuda.is_available()
     device = torch.device("cpu")
@@ -106,6 +114,12 @@ def initialize(parallel: ParallelConfig, *, seed: int) -> Topology:
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=parallel.tensor_parallel_size,
         pipeline_model_parallel_size=parallel.pipeline_parallel_size,
+        virtual_pipeline_model_parallel_size=(
+            parallel.virtual_pipeline_size if parallel.virtual_pipeline_size > 1 else None
+        ),
+        context_parallel_size=parallel.context_parallel_size,
+        expert_model_parallel_size=parallel.expert_parallel_size,
+        expert_tensor_parallel_size=expert_tensor_size(parallel),
         distributed_timeout_minutes=max(1, math.ceil(parallel.collective_timeout_s / 60)),
     )
     group = dist.new_group(backend="gloo", timeout=CONTROL_GROUP_TIMEOUT)
@@ -114,13 +128,15 @@ def initialize(parallel: ParallelConfig, *, seed: int) -> Topology:
     return Topology(
         rank=rank,
         world_size=world_size,
-        tp_rank=tp_rank,
+        tp_rank=place.tp_rank,
         tp_size=parallel.tensor_parallel_size,
-        pp_rank=pp_rank,
+        pp_rank=place.pp_rank,
         pp_size=parallel.pipeline_parallel_size,
-        dp_rank=dp_rank,
-        dp_size=world_size // (parallel.tensor_parallel_size * parallel.pipeline_parallel_size),
+        dp_rank=place.dp_rank,
+        dp_size=world_size // ranks_of_replica(parallel),
         device=device,
+        cp_rank=place.cp_rank,
+        cp_size=parallel.context_parallel_size,
     )
 
 

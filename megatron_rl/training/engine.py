@@ -1,9 +1,10 @@
 """One Megatron model on this rank: log-probs or values out, optimizer steps in.
 
 Every method is collective. Each data-parallel rank passes its own micro-batches, as many as every other rank
-(``batching.plan_microbatches`` gives such plans); the tensor- and pipeline-parallel peers of a rank pass the same ones
-as it does. A rank waits for its pipeline neighbours in every micro-batch, for its tensor-parallel peers in every layer,
-and for all ranks at the end of an update; a wait ends with an error after the collective time-out of the process group.
+(``batching.plan_microbatches`` gives such plans); the tensor-, context- and pipeline-parallel peers of a rank pass the
+same ones as it does. A rank waits for its pipeline neighbours in every micro-batch, for its tensor-, context- and
+expert-parallel peers in every layer, and for all ranks at the end of an update; a wait ends with an error after the
+collective time-out of the process group.
 
 Invariants:
 
@@ -107,7 +108,7 @@ class Engine:
 
     @property
     def is_output_rank(self) -> bool:
-        """Whether this rank reports for its tensor- and pipeline-parallel peers: exactly one of them does."""
+        """Whether this rank reports for its tensor-, context- and pipeline-parallel peers: exactly one of them does."""
         return self.topology.is_output_rank
 
     def logprobs(
@@ -243,8 +244,11 @@ class Engine:
         record_routes: bool = False,
     ) -> list[Any]:
         """Run Megatron's pipeline schedule; per micro-batch what ``consume`` made of it, on the last stage only."""
-        batches = [_on_device(_stand_in(batch), self.topology.device) for batch in microbatches]
-        stand_ins = [batch.num_sequences == 0 for batch in microbatches]
+        # An interleaved schedule takes the micro-batches in groups of as many as there are stages.
+        missing = -len(microbatches) % self.topology.pp_size if len(models) > 1 else 0
+        empty = microbatches[0].select([])
+        batches = [_on_device(_stand_in(batch), self.topology.device) for batch in (*microbatches, *missing * [empty])]
+        stand_ins = [*(batch.num_sequences == 0 for batch in microbatches), *missing * [True]]
         traces = self._routing.begin(batches, stand_ins, trains=not forward_only, records=record_routes)
 
         def forward_step(
@@ -258,7 +262,7 @@ class Engine:
             return policy.forward(chunk, batch, trace), consume_output
 
         iterators = [zip(batches, traces) for _ in models]
-        return get_forward_backward_func()(
+        results = get_forward_backward_func()(
             forward_step_func=forward_step,
             data_iterator=iterators if len(models) > 1 else iterators[0],
             model=list(models) if len(models) > 1 else models[0],
@@ -269,6 +273,7 @@ class Engine:
             forward_only=forward_only,
             collect_non_loss_data=forward_only,
         )
+        return results[: len(microbatches)]
 
     def _reduce(self, metrics: Sequence[Metrics]) -> dict[str, tuple[float, float]]:
         """Sums over micro-batches and data-parallel ranks, then from the last pipeline stage to the others."""

@@ -93,11 +93,11 @@ class TrainerGroup:
         self._costs = {name: flops_cost(engine.hf_config, role=engine.role) for name, engine in worker.engines.items()}
         topology, parallel = worker.topology, worker.config.parallel
         places = [coordinates(rank, topology.world_size, parallel) for rank in range(topology.world_size)]
-        self._dp_ranks = [dp_rank for _, dp_rank, _ in places]
+        self._dp_ranks = [place.dp_rank for place in places]
         self._reporters = {
-            dp_rank: rank
-            for rank, (tp_rank, dp_rank, pp_rank) in enumerate(places)
-            if tp_rank == 0 and pp_rank == topology.pp_size - 1
+            place.dp_rank: rank
+            for rank, place in enumerate(places)
+            if place.tp_rank == 0 and place.cp_rank == 0 and place.pp_rank == topology.pp_size - 1
         }
 
     @property

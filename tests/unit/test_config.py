@@ -111,7 +111,7 @@ def test_a_missing_recipe_and_a_malformed_override_are_errors(tmp_path, recipe):
             ["parallel.tensor_parallel_size=4", "parallel.num_ranks=4"],
             ["parallel.tensor_parallel_size", "num_key_value_heads=2"],
         ),
-        (["parallel.tensor_parallel_size=2", "parallel.num_ranks=3"], ["does not divide the 3 ranks"]),
+        (["parallel.tensor_parallel_size=2", "parallel.num_ranks=3"], ["3 ranks do not divide by parallel.tensor_parallel_size 2"]),
         (["parallel.pipeline_parallel_size=3", "parallel.num_ranks=3"], ["num_hidden_layers=2"]),
         (["parallel.sequence_parallel=true"], ["parallel.sequence_parallel"]),
         (["batch.max_response_tokens=300"], ["max_position_embeddings", "256"]),

@@ -4,15 +4,39 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron_rl.config.layout import layers_problem, layout_problems, parse_layout, ranks_needed
 from megatron_rl.config.schema import ParallelConfig
+from megatron_rl.errors import ConfigError
 from megatron_rl.parallel.topology import coordinates
 
+SIZES = st.integers(1, 4)
 
-@given(tp=st.integers(1, 4), pp=st.integers(1, 4), dp=st.integers(1, 4))
-def test_ranks_and_coordinates_are_one_to_one_tensor_fastest_pipeline_slowest(tp: int, pp: int, dp: int) -> None:
-    parallel = ParallelConfig(tensor_parallel_size=tp, pipeline_parallel_size=pp)
-    found = [coordinates(rank, tp * pp * dp, parallel) for rank in range(tp * pp * dp)]
-    assert found == [(t, d, p) for p in range(pp) for d in range(dp) for t in range(tp)]
+
+@given(tp=SIZES, cp=SIZES, dp=SIZES, pp=SIZES)
+def test_ranks_and_coordinates_are_one_to_one_tensor_fastest_pipeline_slowest(
+    tp: int, cp: int, dp: int, pp: int
+) -> None:
+    parallel = ParallelConfig(tensor_parallel_size=tp, pipeline_parallel_size=pp, context_parallel_size=cp)
+    num_ranks = tp * cp * dp * pp
+    found = [coordinates(rank, num_ranks, parallel) for rank in range(num_ranks)]
+    assert found == [(t, c, d, p) for p in range(pp) for d in range(dp) for c in range(cp) for t in range(tp)]
+
+
+@given(tp=SIZES, cp=SIZES, ep=SIZES, etp=SIZES, dp=SIZES, pp=SIZES)
+def test_a_layout_fits_the_ranks_that_it_needs_and_no_fewer(
+    tp: int, cp: int, ep: int, etp: int, dp: int, pp: int
+) -> None:
+    parallel = ParallelConfig(
+        tensor_parallel_size=tp,
+        pipeline_parallel_size=pp,
+        context_parallel_size=cp,
+        expert_parallel_size=ep,
+        expert_tensor_parallel_size=etp if ep > 1 else 0,
+    )
+    needed = ranks_needed(parallel, dp)
+    assert list(layout_problems(parallel, needed)) == []
+    smaller = range(tp * cp * pp * dp, needed)
+    assert all(list(layout_problems(parallel, num_ranks)) for num_ranks in smaller)
 
 
 @pytest.mark.parametrize(
@@ -20,7 +44,14 @@ def test_ranks_and_coordinates_are_one_to_one_tensor_fastest_pipeline_slowest(tp
     [
         (0, 6, ParallelConfig(tensor_parallel_size=4), "6 ranks .* parallel.tensor_parallel_size 4"),
         (0, 4, ParallelConfig(pipeline_parallel_size=3), "parallel.pipeline_parallel_size 3"),
-        (0, 4, ParallelConfig(tensor_parallel_size=0), "at least 1"),
+        (0, 4, ParallelConfig(tensor_parallel_size=0), "parallel.tensor_parallel_size: expected at least 1"),
+        (0, 6, ParallelConfig(context_parallel_size=4), "parallel.context_parallel_size 4"),
+        (0, 4, ParallelConfig(expert_parallel_size=3), "parallel.expert_parallel_size 3"),
+        (0, 4, ParallelConfig(tensor_parallel_size=2, expert_tensor_parallel_size=1), "expert_tensor_parallel_size"),
+        (0, 4, ParallelConfig(virtual_pipeline_size=2), "parallel.pipeline_parallel_size is 1"),
+        (0, 4, ParallelConfig(pipeline_parallel_size=2, pipeline_layers=[4]), "1 x|x parallel.virtual_pipeline_size"),
+        (0, 4, ParallelConfig(pipeline_parallel_size=2, pipeline_layers=[4, 0]), "at least one layer"),
+        (0, 4, ParallelConfig(sequence_parallel=True), "parallel.tensor_parallel_size is 1"),
         (4, 4, ParallelConfig(), "rank is in"),
     ],
 )
@@ -29,3 +60,32 @@ def test_an_impossible_layout_is_refused_by_its_key(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         coordinates(rank, world_size, parallel)
+
+
+def test_short_names_say_every_size() -> None:
+    found, dp = parse_layout("tp2+sp+cp3+pp2+vpp2+ep4+etp1+layers1/2/3/4+dp5")
+    assert dp == 5
+    assert found == ParallelConfig(
+        tensor_parallel_size=2,
+        sequence_parallel=True,
+        context_parallel_size=3,
+        pipeline_parallel_size=2,
+        virtual_pipeline_size=2,
+        expert_parallel_size=4,
+        expert_tensor_parallel_size=1,
+        pipeline_layers=[1, 2, 3, 4],
+    )
+
+
+@pytest.mark.parametrize("text", ["", "tp", "2tp", "xp2", "tp2+", "layers", "tp2,pp2", "dp0"])
+def test_a_short_name_that_says_nothing_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="layout"):
+        parse_layout(text)
+
+
+def test_layers_are_cut_evenly_or_as_told() -> None:
+    assert layers_problem(ParallelConfig(pipeline_parallel_size=2), 6) is None
+    assert "does not divide" in layers_problem(ParallelConfig(pipeline_parallel_size=2, virtual_pipeline_size=2), 6)
+    uneven = ParallelConfig(pipeline_parallel_size=2, pipeline_layers=[2, 4])
+    assert layers_problem(uneven, 6) is None
+    assert "sum 6" in layers_problem(uneven, 7)

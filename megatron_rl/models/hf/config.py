@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoConfig, PretrainedConfig
 
+from megatron_rl.config.layout import expert_tensor_size, experts_problem, layers_problem, megatron_stages
 from megatron_rl.config.schema import ParallelConfig, Recompute
 from megatron_rl.errors import ModelError
 from megatron_rl.models.hf.families import FAMILIES, dims, family_of
@@ -110,7 +111,14 @@ def megatron_config(
         hidden_dropout=0.0,
         tensor_model_parallel_size=tp,
         pipeline_model_parallel_size=parallel.pipeline_parallel_size,
+        virtual_pipeline_model_parallel_size=(
+            parallel.virtual_pipeline_size if parallel.virtual_pipeline_size > 1 else None
+        ),
         sequence_parallel=parallel.sequence_parallel and tp > 1,
+        context_parallel_size=parallel.context_parallel_size,
+        expert_model_parallel_size=parallel.expert_parallel_size,
+        expert_tensor_parallel_size=expert_tensor_size(parallel),
+        pipeline_model_parallel_layout=megatron_stages(parallel),
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,
@@ -124,6 +132,9 @@ def megatron_config(
         perform_initialization=False,
         # With gloo, freeing a sent output early corrupts what is still on its way.
         deallocate_pipeline_outputs=on_gpu,
+        # Batched messages cannot be told apart where two stages are each other's neighbours on both sides.
+        overlap_p2p_comm=parallel.virtual_pipeline_size > 1,
+        batch_p2p_comm=parallel.virtual_pipeline_size == 1,
         bias_activation_fusion=on_gpu,
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
@@ -146,21 +157,18 @@ def megatron_config(
 
 def check_layout(hf_config: PretrainedConfig, parallel: ParallelConfig) -> None:
     """Raises ValueError, naming the keys, where the model cannot be split as ``parallel`` says."""
-    sizes, tp, pp = dims(hf_config), parallel.tensor_parallel_size, parallel.pipeline_parallel_size
+    sizes, tp = dims(hf_config), parallel.tensor_parallel_size
     split = {"num_key_value_heads": sizes["groups"], "num_attention_heads": sizes["heads"]}
-    split["moe_intermediate_size" if sizes["experts"] else "intermediate_size"] = (
-        sizes["expert_ffn"] if sizes["experts"] else sizes["ffn"]
-    )
+    if not sizes["experts"]:
+        split["intermediate_size"] = sizes["ffn"]
     for name, size in split.items():
         if size % tp != 0:
             raise ModelError(f"the model's {name} {size} does not divide by parallel.tensor_parallel_size {tp}")
-    if hf_config.num_hidden_layers % pp != 0:
-        raise ModelError(
-            f"the model's num_hidden_layers {hf_config.num_hidden_layers} does not divide by "
-            f"parallel.pipeline_parallel_size {pp}"
-        )
-    if sizes["experts"] and tp > 1 and not parallel.sequence_parallel:
-        raise ModelError("a mixture-of-experts model with tensor parallelism needs parallel.sequence_parallel=true")
+    layers = layers_problem(parallel, hf_config.num_hidden_layers)
+    experts = experts_problem(parallel, sizes["experts"], sizes["expert_ffn"])
+    for problem in (layers, experts):
+        if problem:
+            raise ModelError(f"the model's {problem}")
 
 
 def scaled_inverse_frequencies(inverse_frequencies: torch.Tensor, rope: dict[str, Any]) -> torch.Tensor:

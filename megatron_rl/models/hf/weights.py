@@ -2,7 +2,9 @@
 
 Loading needs no communication: each rank reads from the files the slices that it holds. Exporting walks the tensors in
 the order of the files: the tensor-parallel ranks of the stage that owns a tensor send their shards to the first of
-them, which sends the full tensor to rank 0. Only the first data-parallel replica takes part.
+them, which sends the full tensor to rank 0. Of the ranks that hold copies (data- and context-parallel ones) only the
+first take part. Experts have their own split: by expert over the expert-parallel ranks, each within those over the
+expert-tensor-parallel ranks.
 """
 
 import json
@@ -11,6 +13,7 @@ import re
 import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -40,6 +43,7 @@ COPIED_FILES = (
 """What goes with the weights into a saved folder: tokenizer and generation settings."""
 IGNORED_TENSORS = re.compile(r"rotary_emb\.inv_freq$|^lm_head\.weight$|^score\.weight$")
 """Tensors of a checkpoint that a model may leave unread: derived ones, and heads that it has no use for."""
+_EXPERT = re.compile(r"(\.mlp\.experts\.)(\d+)(\.)")
 
 
 def expected_names(hf_config: PretrainedConfig, role: Role) -> dict[str, tuple[int, ...]]:
@@ -86,6 +90,9 @@ def fill(
     shard = Shard(
         parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_tensor_model_parallel_world_size()
     )
+    expert_shard = Shard(
+        parallel_state.get_expert_tensor_parallel_rank(), parallel_state.get_expert_tensor_parallel_world_size()
+    )
     for name, parameter in _named_parameters(chunks):
         if name not in by_name:
             raise WeightsError(f"Megatron's parameter {name} has no rule for model_type {hf_config.model_type}")
@@ -93,7 +100,7 @@ def fill(
         if any(hf_name in skip for hf_name in entry.hf):
             continue
         tensors = [source.read(hf_name, shape) for hf_name, shape in entry.hf.items()]
-        value = entry.transform.load(tensors, sizes, shard)
+        value = entry.transform.load(tensors, sizes, shard if expert_of(name) is None else expert_shard)
         if value.shape != parameter.shape:
             raise WeightsError(f"{name}: the tables give {tuple(value.shape)}, the model has {tuple(parameter.shape)}")
         with torch.no_grad():
@@ -109,46 +116,63 @@ def export_weights(
     iterator, at about the same pace: ranks wait for each other at each tensor, up to the groups' time-out.
     """
     parameters = dict(_named_parameters(chunks))
-    pp_group = parallel_state.get_pipeline_model_parallel_group()
+    pp_group, sizes = parallel_state.get_pipeline_model_parallel_group(), dims(hf_config)
     held: list[dict[str, torch.dtype]] = [{} for _ in range(pp_group.size())]
-    dist.all_gather_object(held, {name: p.dtype for name, p in parameters.items()}, group=pp_group)
+    # Pipeline peers hold the same experts, which may not be those of an entry: a stage has all of a layer's or none.
+    dist.all_gather_object(held, {_any_expert(name): p.dtype for name, p in parameters.items()}, group=pp_group)
     for entry in entries(hf_config, role):
-        stage = next((s for s, names in enumerate(held) if entry.megatron in names), None)
+        key = _any_expert(entry.megatron)
+        stage = next((s for s, names in enumerate(held) if key in names), None)
         if stage is None:
             raise WeightsError(f"no pipeline stage holds Megatron's parameter {entry.megatron}")
-        tensors = _collect(entry, parameters.get(entry.megatron), stage, held[stage][entry.megatron], dims(hf_config))
+        tensors = _collect(entry, parameters.get(entry.megatron), _owner(entry, stage, sizes), held[stage][key], sizes)
         yield from zip(entry.hf, tensors, strict=True)
 
 
+@dataclass(frozen=True)
+class _Owner:
+    """The ranks that put a tensor together: ``group`` of them, of which global rank ``first`` sends it on."""
+
+    first: int
+    group: dist.ProcessGroup
+    is_here: bool
+
+
+def _owner(entry: Entry, stage: int, sizes: dict[str, int]) -> _Owner:
+    """Who holds ``entry`` on pipeline stage ``stage``, by Megatron's order of ranks: stages are the slowest."""
+    rank, expert = dist.get_rank(), expert_of(entry.megatron)
+    group = parallel_state.get_tensor_model_parallel_group()
+    first = stage * (dist.get_world_size() // parallel_state.get_pipeline_model_parallel_world_size())
+    if expert is not None:
+        group = parallel_state.get_expert_tensor_parallel_group()
+        experts_per_rank = sizes["experts"] // parallel_state.get_expert_model_parallel_world_size()
+        first += group.size() * (expert // experts_per_rank)
+    return _Owner(first, group, first <= rank < first + group.size())
+
+
 def _collect(
-    entry: Entry, parameter: Tensor | None, stage: int, dtype: torch.dtype, sizes: dict[str, int]
+    entry: Entry, parameter: Tensor | None, owner: _Owner, dtype: torch.dtype, sizes: dict[str, int]
 ) -> list[Tensor | None]:
-    """The full tensors of ``entry`` on rank 0, Nones elsewhere; the parameter lives on pipeline stage ``stage``."""
+    """The full tensors of ``entry`` on rank 0, Nones elsewhere."""
     nothing: list[Tensor | None] = [None] * len(entry.hf)
-    if parallel_state.get_data_parallel_rank() != 0:
-        return nothing
-    tp_group, pp_group = (
-        parallel_state.get_tensor_model_parallel_group(),
-        parallel_state.get_pipeline_model_parallel_group(),
-    )
+    rank, group = dist.get_rank(), owner.group
     full: list[Tensor] | None = None
-    if pp_group.rank() == stage:
+    if owner.is_here:
         shards = [parameter.detach()]
-        if entry.transform.is_split and tp_group.size() > 1:
-            shards = [torch.empty_like(parameter) for _ in range(tp_group.size())] if tp_group.rank() == 0 else None
-            dist.gather(parameter.detach().contiguous(), shards, group=tp_group, group_dst=0)
-        if tp_group.rank() == 0:
+        if entry.transform.is_split and group.size() > 1:
+            shards = [torch.empty_like(parameter) for _ in range(group.size())] if rank == owner.first else None
+            dist.gather(parameter.detach().contiguous(), shards, group=group, group_dst=0)
+        if rank == owner.first:
             full = [tensor.contiguous() for tensor in entry.transform.export(shards, sizes)]
-            if stage != 0:
+            if rank != 0:
                 for tensor in full:
-                    dist.send(tensor, dst=0, group=pp_group)
-    if dist.get_rank() != 0:
+                    dist.send(tensor, dst=0)
+    if rank != 0:
         return nothing
     if full is None:
-        source, device = dist.get_global_rank(pp_group, stage), _device()
-        full = [torch.empty(shape, dtype=dtype, device=device) for shape in entry.hf.values()]
+        full = [torch.empty(shape, dtype=dtype, device=_device()) for shape in entry.hf.values()]
         for tensor in full:
-            dist.recv(tensor, src=source, group=pp_group)
+            dist.recv(tensor, src=owner.first)
     return list(full)
 
 
@@ -259,16 +283,31 @@ class _FolderWriter:
         shutil.rmtree(old)
 
 
+def expert_of(name: str) -> int | None:
+    """The expert that a parameter (by the tables' name) belongs to; None for what all ranks share."""
+    match = _EXPERT.search(name)
+    return int(match[2]) if match else None
+
+
+def _any_expert(name: str) -> str:
+    return _EXPERT.sub(r"\1*\3", name)
+
+
 def _named_parameters(chunks: Sequence[nn.Module]) -> Iterator[tuple[str, Tensor]]:
-    """Parameters of this rank under the tables' names: layers numbered through the whole model."""
+    """Parameters of this rank under the tables' names: layers and experts numbered through the whole model."""
     for chunk in chunks:
         model = unwrap(chunk)
         numbers = {i: layer.layer_number - 1 for i, layer in enumerate(model.decoder.layers)}
+        num_experts = model.config.num_moe_experts or 0
+        first_expert = (
+            num_experts // model.config.expert_model_parallel_size * parallel_state.get_expert_model_parallel_rank()
+        )
         for name, parameter in model.named_parameters():
             name = canonical_name(name)
             match = re.match(r"decoder\.layers\.(\d+)\.(.+)", name)
             if match:
                 name = f"decoder.layers.{numbers[int(match[1])]}.{match[2]}"
+            name = _EXPERT.sub(lambda match: f"{match[1]}{int(match[2]) + first_expert}{match[3]}", name)
             yield name, parameter
 
 
