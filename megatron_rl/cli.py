@@ -50,6 +50,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_score(commands)
     _add_select_prompts(commands)
     _add_label_lines(commands)
+    _add_doctor(commands)
     _add_convert(commands)
     command = commands.add_parser("report", help="write report.html of a run", description="write report.html of a run")
     command.add_argument("output_dir")
@@ -239,6 +240,38 @@ def _label_lines(arguments: argparse.Namespace) -> int:
     check_config(config, command="label-lines")
     label_lines(config, dry_run=arguments.dry_run, note=_say)
     return 0
+
+
+def _add_doctor(commands) -> None:
+    text = "check that parallel layouts compute the same on this machine"
+    command = commands.add_parser("doctor", help=text, description=text)
+    command.add_argument("--invariance", action="store_true", required=True, help="compare one update in each layout")
+    command.add_argument("--model", required=True, help="Hugging Face model folder")
+    command.add_argument("--layouts", required=True, help='such as "tp2,pp2,ep2,cp2,tp2+sp+pp2,pp2+vpp2,dp2"')
+    command.add_argument("--reference", default="tp1", help="the layout that the others are compared with")
+    command.add_argument("--role", default="policy", choices=("policy", "critic"))
+    command.add_argument("--max-tokens-per-microbatch", type=int, default=64)
+    command.add_argument("--tolerance", type=float, default=1e-5, help="relative, for loss, gradient norm and weights")
+    command.set_defaults(run=_doctor)
+
+
+def _doctor(arguments: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from megatron_rl.doctor import check_invariance, findings_table, reasons
+
+    findings = check_invariance(
+        arguments.model,
+        arguments.layouts.split(","),
+        reference=arguments.reference,
+        role=arguments.role,
+        max_tokens_per_microbatch=arguments.max_tokens_per_microbatch,
+        tolerance=arguments.tolerance,
+    )
+    Console().print(findings_table(findings))
+    for reason in reasons(findings):
+        print(reason)
+    return 1 if any(finding.is_bad for finding in findings) else 0
 
 
 def _add_convert(commands) -> None:
