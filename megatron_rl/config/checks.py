@@ -24,7 +24,7 @@ from megatron_rl.config.schema import (
 )
 from megatron_rl.errors import ConfigError
 
-SUPPORTED_MODEL_TYPES = ("llama", "mixtral", "qwen2", "qwen3", "qwen3_moe")
+SUPPORTED_MODEL_TYPES = ("deepseek_v3", "glm4_moe", "llama", "mixtral", "qwen2", "qwen3", "qwen3_moe")
 """The families of models/hf/families.py, which needs Megatron to be imported."""
 
 MAX_HOT_TOP_K = 4096

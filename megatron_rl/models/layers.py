@@ -17,6 +17,8 @@ from megatron.core.models.gpt.gpt_layer_specs import LNImpl, get_gpt_decoder_blo
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
@@ -199,7 +201,39 @@ class _Unpad(torch.autograd.Function):
         return padded.index_copy_(0, ctx.plan.unpad, grad), None
 
 
-LOCAL_LAYERS: dict[type, type] = {DotProductAttention: PackedAttention, WrappedTorchNorm: LocalNorm, LNImpl: LocalNorm}
+class ReplicatedLinear(nn.Linear):
+    """A linear layer without bias, whole on every tensor-parallel rank; called as Megatron calls its layers."""
+
+    def __init__(self, in_features: int, out_features: int, config: TransformerConfig) -> None:
+        super().__init__(in_features, out_features, bias=False, dtype=config.params_dtype)
+        # Each rank sees part of the tokens: Megatron sums gradients so marked over the group.
+        self.weight.sequence_parallel = config.sequence_parallel
+
+    def forward(self, hidden: Tensor) -> tuple[Tensor, None]:
+        return super().forward(hidden), None
+
+
+class LatentAttention(MLASelfAttention):
+    """Megatron's latent attention with the projections to the latents whole on every rank, as Transformer Engine has them.
+
+    Split over the ranks, as Megatron's own layers are, the shared rotary key would get the gradient of one rank's heads
+    alone. With more than one rank, sequence parallelism is needed for the same reason.
+    """
+
+    def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
+        super().__init__(config, *args, **kwargs)
+        if config.q_lora_rank is not None:
+            self.linear_q_down_proj = ReplicatedLinear(config.hidden_size, config.q_lora_rank, config)
+        latent_size = config.kv_lora_rank + config.qk_pos_emb_head_dim
+        self.linear_kv_down_proj = ReplicatedLinear(config.hidden_size, latent_size, config)
+
+
+LOCAL_LAYERS: dict[type, type] = {
+    DotProductAttention: PackedAttention,
+    WrappedTorchNorm: LocalNorm,
+    LNImpl: LocalNorm,
+    MLASelfAttention: LatentAttention,
+}
 """Megatron's layers that need a GPU or take no packs, and ours in their place (LNImpl is Apex's where installed)."""
 
 
@@ -212,6 +246,13 @@ def block_spec(config: TransformerConfig, vp_stage: int | None = None) -> Transf
     if on_gpu:
         return spec
     return swap_layers(spec, LOCAL_LAYERS)
+
+
+def keep_float32(model: nn.Module) -> None:
+    """Undo a cast of the model for what stays in float32: the routers' expert biases."""
+    for module in model.modules():
+        if isinstance(module, TopKRouter) and module.expert_bias is not None:
+            module.expert_bias = module.expert_bias.float()
 
 
 def swap_layers(spec: Any, table: dict[type, type]) -> Any:

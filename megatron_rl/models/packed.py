@@ -19,16 +19,18 @@ from transformers import PretrainedConfig
 from megatron_rl.config.schema import MoeConfig, ParallelConfig, Recompute
 from megatron_rl.data.batch import PackedBatch
 from megatron_rl.models.context import ContextAttention, ContextSeqParams, plan_context, split_here, zigzag
-from megatron_rl.models.hf.config import megatron_config, rope_parameters, scaled_inverse_frequencies
+from megatron_rl.models.hf.config import megatron_config, transformer_class
 from megatron_rl.models.layers import (
     PackedAttention,
     PlannedSeqParams,
     block_spec,
     has_transformer_engine,
+    keep_float32,
     plan_attention,
     swap_layers,
 )
 from megatron_rl.models.moe import check_moe, moe_kwargs
+from megatron_rl.models.rope import install_rope
 from megatron_rl.models.routing import ROUTERS, RoutingTrace, follow_traces, with_trace
 
 PAD_TOKEN_ID = 0
@@ -67,7 +69,7 @@ def build_chunks(
         hf_config, parallel, dtype=dtype, recompute=recompute, **moe_kwargs(moe, hf_config)
     )
     model_kwargs["share_embeddings_and_output_weights"] = share_embeddings
-    config = TransformerConfig(**kwargs)
+    config = transformer_class(hf_config)(**kwargs)
     stages = range(parallel.virtual_pipeline_size) if parallel.virtual_pipeline_size > 1 else [None]
     return [_build_chunk(config, stage, hf_config, model_kwargs, dtype) for stage in stages]
 
@@ -90,12 +92,11 @@ def _build_chunk(
         vp_stage=vp_stage,
         **model_kwargs,
     )
-    rope = rope_parameters(hf_config)
-    if rope["rope_type"] == "llama3":
-        model.rotary_pos_emb.inv_freq = scaled_inverse_frequencies(model.rotary_pos_emb.inv_freq, rope)
+    install_rope(model, hf_config)
     model.real_vocab_size = hf_config.vocab_size
     follow_traces(model)
     model.to(dtype)
+    keep_float32(model)
     if torch.cuda.is_available():
         model.cuda()
     return model

@@ -2,22 +2,25 @@
 
 import importlib.util
 import json
-import math
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from huggingface_hub.errors import StrictDataclassError
+from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 from transformers import AutoConfig, PretrainedConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from megatron_rl.config.layout import expert_tensor_size, experts_problem, layers_problem, megatron_stages
 from megatron_rl.config.schema import ParallelConfig, Recompute
 from megatron_rl.errors import ModelError
-from megatron_rl.models.hf.families import FAMILIES, dims, family_of
+from megatron_rl.models.hf.families import FAMILIES, dims, family_of, has_experts
 from megatron_rl.models.hf.transforms import padded_vocab_size
 from megatron_rl.rollout.cpu_platform import declare_torchvision_ops
 
-ROPE_TYPES = ("default", "llama3")
+ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+"""Those whose frequencies do not depend on the length of the sequence at hand."""
 RECOMPUTE_KWARGS: dict[Recompute, dict[str, Any]] = {
     Recompute.none: {},
     Recompute.selective: dict(recompute_granularity="selective", recompute_modules=["core_attn"]),
@@ -46,27 +49,78 @@ def load_hf_config(path: str | Path) -> PretrainedConfig:
         raise ModelError(f"{file}: model_type {model_type!r} is not supported; supported: {supported}")
     # Configurations of some families import torchvision, for models that this project never builds.
     declare_torchvision_ops()
-    config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    try:
+        config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    except (AttributeError, KeyError, TypeError, ValueError, StrictDataclassError) as error:
+        reason = " ".join(str(error).split())
+        raise ModelError(f"{file} is not a configuration that transformers takes: {reason}") from error
     _check_features(config, file)
     return config
 
 
 def _check_features(config: PretrainedConfig, file: Path) -> None:
-    expected: dict[str, Any] = {"hidden_act": "silu", "attention_dropout": 0.0, **family_of(config).forbidden}
+    family, sizes, rope = family_of(config), dims(config), rope_parameters(config)
+    expected: dict[str, Any] = {"hidden_act": "silu", "attention_dropout": 0.0, **family.forbidden}
     for name, value in expected.items():
         found = getattr(config, name, value)
         if found != value and not (not found and not value):
             raise ModelError(f"{file}: {name} = {found!r} is not supported for {config.model_type}, only {value!r}")
-    rope = rope_parameters(config)
+    if getattr(config, "quantization_config", None):
+        raise ModelError(
+            f"{file}: quantization_config: quantised weights are not read; give a copy in bfloat16 or float32, "
+            "without quantization_config"
+        )
     if rope["rope_type"] not in ROPE_TYPES:
         supported = ", ".join(ROPE_TYPES)
         raise ModelError(f"{file}: rope_type {rope['rope_type']!r} is not supported; supported: {supported}")
-    if rope.get("partial_rotary_factor", 1.0) != 1.0:
-        raise ModelError(f"{file}: partial_rotary_factor {rope['partial_rotary_factor']} is not supported, only 1.0")
-    sizes = dims(config)
+    partial = rope.get("partial_rotary_factor", 1.0)
+    if partial != 1.0 and not family.takes_partial_rotary:
+        raise ModelError(
+            f"{file}: partial_rotary_factor {partial} is not supported for {config.model_type}, only 1.0: "
+            "transformers rotates whole heads in this family"
+        )
     if sizes["heads"] % sizes["groups"] != 0:
         raise ModelError(
             f"{file}: num_attention_heads {sizes['heads']} does not divide by num_key_value_heads {sizes['groups']}"
+        )
+    if family.is_latent and sizes["heads"] != sizes["groups"]:
+        raise ModelError(
+            f"{file}: num_key_value_heads {sizes['groups']} is not num_attention_heads {sizes['heads']}; with latent "
+            "attention every head has a key of its own"
+        )
+    if sizes["experts"]:
+        _check_router(config, sizes["experts"], file)
+    try:
+        frequencies, _ = inverse_frequencies(config)
+    except (KeyError, TypeError, ZeroDivisionError) as error:
+        raise ModelError(f"{file}: rope_parameters {rope} are not complete: {error!r}") from error
+    rotated = config.qk_rope_head_dim if family.is_latent else int(sizes["head_dim"] * partial)
+    if 2 * len(frequencies) != rotated or not frequencies.isfinite().all():
+        raise ModelError(
+            f"{file}: rope_parameters {rope} give {len(frequencies)} frequencies, finite or not, for {rotated} rotary "
+            "dimensions of a head; expected a finite one for every two (see factor, head_dim, qk_rope_head_dim)"
+        )
+
+
+def _check_router(config: PretrainedConfig, experts: int, file: Path) -> None:
+    chosen = config.num_experts_per_tok
+    if not 0 < chosen <= experts:
+        raise ModelError(f"{file}: num_experts_per_tok {chosen} is not in [1, {experts}], the number of experts")
+    if chosen == 1 and getattr(config, "norm_topk_prob", True):
+        raise ModelError(
+            f"{file}: num_experts_per_tok 1 with normalised probabilities gives every expert the weight 1, which "
+            "Megatron Core does not compute; expected at least 2, or norm_topk_prob false"
+        )
+    groups, chosen_groups = getattr(config, "n_group", 1), getattr(config, "topk_group", 1)
+    if not 0 < chosen_groups <= groups or experts % groups:
+        raise ModelError(
+            f"{file}: n_group {groups} and topk_group {chosen_groups} do not fit {experts} experts; expected groups of "
+            "equal size and 1 <= topk_group <= n_group"
+        )
+    if chosen_groups < groups and chosen // chosen_groups != 2:
+        raise ModelError(
+            f"{file}: num_experts_per_tok {chosen} with topk_group {chosen_groups}: Megatron Core scores a group by its "
+            f"best {chosen // chosen_groups} experts, transformers by its best 2; only two experts a group are supported"
         )
 
 
@@ -144,22 +198,39 @@ def megatron_config(
         **RECOMPUTE_KWARGS[recompute],
     )
     kwargs.update(family_of(hf_config).transformer_kwargs(hf_config))
+    rope = rope_parameters(hf_config)
+    if family_of(hf_config).is_latent:
+        # "yarn" makes attention ask its embedding for a factor; models/rope.py installs the embedding itself. The two
+        # numbers are those of the softmax scale.
+        kwargs.update(
+            rope_type="yarn",
+            rotary_base=rope["rope_theta"],
+            rotary_scaling_factor=rope.get("factor") or 1.0,
+            mscale_all_dim=rope.get("mscale_all_dim") or 0.0 if rope["rope_type"] != "default" else 0.0,
+        )
     kwargs.update(overrides)
     model_kwargs = dict(
         vocab_size=padded_vocab_size(sizes["vocab"], tp),
         max_sequence_length=hf_config.max_position_embeddings,
         position_embedding_type="rope",
-        rotary_base=rope_parameters(hf_config)["rope_theta"],
+        rotary_base=rope["rope_theta"],
+        rotary_percent=rope.get("partial_rotary_factor", 1.0),
         share_embeddings_and_output_weights=bool(hf_config.tie_word_embeddings),
     )
     return kwargs, model_kwargs
 
 
+def transformer_class(hf_config: PretrainedConfig) -> type[TransformerConfig]:
+    """Which of Megatron's configurations takes the keyword arguments of ``megatron_config``."""
+    return MLATransformerConfig if family_of(hf_config).is_latent else TransformerConfig
+
+
 def check_layout(hf_config: PretrainedConfig, parallel: ParallelConfig) -> None:
     """Raises ValueError, naming the keys, where the model cannot be split as ``parallel`` says."""
     sizes, tp = dims(hf_config), parallel.tensor_parallel_size
+    moe_layers = has_experts(hf_config)
     split = {"num_key_value_heads": sizes["groups"], "num_attention_heads": sizes["heads"]}
-    if not sizes["experts"]:
+    if not all(moe_layers) or not hasattr(hf_config, "moe_intermediate_size"):
         split["intermediate_size"] = sizes["ffn"]
     for name, size in split.items():
         if size % tp != 0:
@@ -169,16 +240,18 @@ def check_layout(hf_config: PretrainedConfig, parallel: ParallelConfig) -> None:
     for problem in (layers, experts):
         if problem:
             raise ModelError(f"the model's {problem}")
+    if family_of(hf_config).is_latent and tp > 1 and not parallel.sequence_parallel:
+        raise ModelError("latent attention with tensor parallelism needs parallel.sequence_parallel=true")
 
 
-def scaled_inverse_frequencies(inverse_frequencies: torch.Tensor, rope: dict[str, Any]) -> torch.Tensor:
-    """Llama 3's rotary scaling of ``inverse_frequencies`` [head_dim / 2].
-
-    Wavelengths beyond the original context are stretched by ``factor``, short ones kept, those between interpolated
-    (the rule of ``rope_type: llama3``). Megatron's own version fixes all parameters but the factor.
-    """
-    context, factor = rope["original_max_position_embeddings"], rope["factor"]
-    low, high = rope["low_freq_factor"], rope["high_freq_factor"]
-    wavelength = 2 * math.pi / inverse_frequencies
-    smooth = ((context / wavelength - low) / (high - low)).clamp(0, 1)
-    return (1 - smooth) * inverse_frequencies / factor + smooth * inverse_frequencies
+def inverse_frequencies(config: PretrainedConfig) -> tuple[torch.Tensor, float]:
+    """([rotated dimensions / 2] float32, the factor on cosine and sine) of the rotary embedding, as transformers has it."""
+    rope = rope_parameters(config)
+    # Real numbers also where a model is built on the meta device.
+    with torch.device("cpu"):
+        if rope["rope_type"] == "default":
+            head = config.qk_rope_head_dim if family_of(config).is_latent else dims(config)["head_dim"]
+            size = int(head * rope.get("partial_rotary_factor", 1.0))
+            return 1.0 / (rope["rope_theta"] ** (torch.arange(0, size, 2, dtype=torch.float32) / size)), 1.0
+        frequencies, factor = ROPE_INIT_FUNCTIONS[rope["rope_type"]](config, torch.device("cpu"))
+        return frequencies, float(factor)

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import math
 from pathlib import Path
 from typing import Protocol
 
@@ -14,6 +15,8 @@ from megatron_rl.models.hf.transforms import Sliceable
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
+MAX_MAPPED_ELEMENTS = 64 * 1024**2
+"""Files are mapped into memory, and what has been read stays there until they are closed: they are, after so much."""
 
 
 class WeightsError(UserError, ValueError):
@@ -53,6 +56,7 @@ class CheckpointSource:
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
         self._open_files: dict[str, safe_open] = {}
+        self._num_mapped_elements = 0
         if (self.folder / INDEX_FILE).is_file():
             index = self.folder / INDEX_FILE
             try:
@@ -82,6 +86,11 @@ class CheckpointSource:
                 f"{self.folder / file}: {name} has shape {tuple(tensor.get_shape())}, config.json asks for {shape}; "
                 "check its vocab_size, hidden_size and head counts against the checkpoint"
             )
+        self._num_mapped_elements += math.prod(shape)
+        if self._num_mapped_elements > MAX_MAPPED_ELEMENTS:
+            # A slice that is still in use keeps its own file open.
+            self._open_files.clear()
+            self._num_mapped_elements = 0
         return tensor
 
     def _file(self, name: str) -> safe_open:

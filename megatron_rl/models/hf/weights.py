@@ -7,6 +7,7 @@ first take part. Experts have their own split: by expert over the expert-paralle
 expert-tensor-parallel ranks.
 """
 
+import itertools
 import json
 import os
 import re
@@ -23,7 +24,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-from megatron_rl.models.hf.families import VALUE_HEAD, Entry, Role, canonical_name, dims, entries
+from megatron_rl.models.hf.families import VALUE_HEAD, Entry, Role, canonical_name, dims, entries, is_dropped
 from megatron_rl.models.hf.sources import INDEX_FILE, SINGLE_FILE, CheckpointSource, TensorSource, WeightsError
 from megatron_rl.models.hf.transforms import Shard
 from megatron_rl.models.packed import unwrap
@@ -63,7 +64,11 @@ def load_weights(
     source = CheckpointSource(path)
     expected = expected_names(hf_config, role)
     fresh = [VALUE_HEAD] if role == "critic" and VALUE_HEAD not in source else []
-    unknown = [name for name in source.files if name not in expected and not IGNORED_TENSORS.search(name)]
+    unknown = [
+        name
+        for name in source.files
+        if name not in expected and not IGNORED_TENSORS.search(name) and not is_dropped(hf_config, name)
+    ]
     if unknown:
         raise WeightsError(
             f"{path} holds {len(unknown)} tensors that a {role} of model_type {hf_config.model_type} with "
@@ -192,7 +197,7 @@ def save_hf(
     moved aside for the moment of the renaming, then deleted. An OSError while writing is raised on every rank.
     """
     failure: str | None = None
-    writer = _FolderWriter(Path(source_folder), Path(target_folder), max_shard_bytes) if dist.get_rank() == 0 else None
+    writer = FolderWriter(Path(source_folder), Path(target_folder), max_shard_bytes) if dist.get_rank() == 0 else None
     for name, tensor in export_weights(chunks, hf_config, role=role):
         # After a failure the other ranks' tensors are still taken: they would wait for it otherwise.
         if writer is not None and failure is None:
@@ -212,7 +217,7 @@ def save_hf(
         raise OSError(f"rank 0 could not write {target_folder}: {failure}")
 
 
-class _FolderWriter:
+class FolderWriter:
     """Collects tensors into safetensors files of at most ``max_shard_bytes`` in a temporary folder."""
 
     def __init__(self, source: Path, target: Path, max_shard_bytes: int) -> None:
@@ -269,6 +274,9 @@ class _FolderWriter:
     def _write_config(self) -> None:
         config = json.loads((self.source / "config.json").read_text())
         config.pop("torch_dtype", None)
+        if config.get("num_nextn_predict_layers"):
+            # Multi-token-prediction layers are left out (``families.is_dropped``).
+            config["num_nextn_predict_layers"] = 0
         config["dtype"] = str(self.dtype).removeprefix("torch.")
         (self.folder / "config.json").write_text(json.dumps(config, indent=2))
 
@@ -302,7 +310,8 @@ def _named_parameters(chunks: Sequence[nn.Module]) -> Iterator[tuple[str, Tensor
         first_expert = (
             num_experts // model.config.expert_model_parallel_size * parallel_state.get_expert_model_parallel_rank()
         )
-        for name, parameter in model.named_parameters():
+        biases = ((name, buffer) for name, buffer in model.named_buffers() if name.endswith(".expert_bias"))
+        for name, parameter in itertools.chain(model.named_parameters(), biases):
             name = canonical_name(name)
             match = re.match(r"decoder\.layers\.(\d+)\.(.+)", name)
             if match:
