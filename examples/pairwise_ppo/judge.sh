@@ -32,7 +32,7 @@ trap 'exit 143' TERM
 
 # Write the task and train the judge, unless that has been done.
 make_judge() {
-    if [ -f "$JUDGE/config.json" ]; then
+    if [ -f "$JUDGE/reward_training.json" ]; then  # written last
         echo "judge: $JUDGE is there already; remove outputs/pairwise_ppo to start over"
         return
     fi
