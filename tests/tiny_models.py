@@ -21,7 +21,15 @@ DEFAULT_CONFIG: dict[str, Any] = dict(
     bos_token_id=None,
     tie_word_embeddings=False,
 )
-FAMILY_CONFIG: dict[str, dict[str, Any]] = {"qwen2": {}, "qwen3": {"head_dim": 16}, "llama": {}}
+FAMILY_CONFIG: dict[str, dict[str, Any]] = {
+    "qwen2": {},
+    "qwen3": {"head_dim": 16},
+    "llama": {},
+    "qwen3_moe": dict(
+        head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, norm_topk_prob=True
+    ),
+    "mixtral": dict(num_local_experts=4, num_experts_per_tok=2, sliding_window=None),
+}
 
 WEIGHT_SCALE = 4.0
 """Matrices are scaled up from the usual initialisation: with it, all tokens would be about equally likely."""

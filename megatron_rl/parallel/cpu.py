@@ -209,6 +209,7 @@ def _redirect_methods() -> None:
 
 def _redirect_functions() -> None:
     """Functions of Megatron that reach the GPU in other ways than through the name ``torch``."""
+    import megatron.core.tensor_parallel.mappings as mappings
     import megatron.core.tensor_parallel.random as rng
     import megatron.core.transformer.moe.moe_utils as moe_utils
     import megatron.core.transformer.moe.token_dispatcher as token_dispatcher
@@ -228,3 +229,37 @@ def _redirect_functions() -> None:
 
     # Split sizes of the all-to-all must be numpy arrays; the stock helper converts CUDA tensors only.
     token_dispatcher.maybe_move_tensor_to_cpu = maybe_move_tensor_to_cpu
+    mappings._gather_along_first_dim = _with_uneven_sizes(mappings._gather_along_first_dim, _gather_uneven)
+    mappings._reduce_scatter_along_first_dim = _with_uneven_sizes(
+        mappings._reduce_scatter_along_first_dim, _reduce_scatter_uneven
+    )
+
+
+def _with_uneven_sizes(even: Callable[..., torch.Tensor], uneven: Callable[..., torch.Tensor]) -> Callable:
+    """Megatron's collective ``even``, but ``uneven`` where ranks hold different numbers of rows: gloo cannot.
+
+    Experts that are split over several expert-parallel and expert-tensor-parallel ranks need it.
+    """
+
+    def collective(tensor: torch.Tensor, group: Any, sizes: Any = None, use_global_buffer: bool = False) -> Any:
+        if sizes is None or group.size() == 1:
+            return even(tensor, group, None, use_global_buffer)
+        return uneven(tensor, group, [int(size) for size in sizes])
+
+    return collective
+
+
+def _gather_uneven(rows: torch.Tensor, group: Any, sizes: list[int]) -> torch.Tensor:
+    """[sizes[rank], ...] of each rank -> [sum(sizes), ...], by way of equal, padded parts."""
+    padded = rows.new_zeros((max(sizes), *rows.shape[1:]))
+    padded[: len(rows)] = rows
+    parts = [torch.empty_like(padded) for _ in sizes]
+    torch.distributed.all_gather(parts, padded, group=group)
+    return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
+
+
+def _reduce_scatter_uneven(rows: torch.Tensor, group: Any, sizes: list[int]) -> torch.Tensor:
+    """[sum(sizes), ...] -> this rank's [sizes[rank], ...] of the sum over ranks."""
+    total = rows.clone()
+    torch.distributed.all_reduce(total, group=group)
+    return total.split(sizes)[group.rank()].contiguous()
