@@ -34,8 +34,10 @@ EVEN_ENOUGH = 1e-3
 """Ranks may idle for this share of their time: what is left to win is less than what the next batch changes."""
 WORTH_TOPPING_UP = 1e-2
 """Idle share of a round from which on sequences of later rounds may fill it."""
+NUM_RECEIVERS = 16
+"""Of the idlest ranks that may take work from the dearest one at a time."""
 MAX_EXCHANGES_PER_RANK = 2
-"""Bounds the time that evening out may take."""
+"""Bounds, with NUM_RECEIVERS, the time that evening out may take."""
 TIGHT_BUDGETS = (1.003, 1.01)
 """Budgets to try below the given one, over the mean of the micro-batches: they even out tokens as well as costs."""
 
@@ -228,13 +230,14 @@ def _fill_fullest(batch: _Batch, num_microbatches: int, budget: int) -> list[_Mi
 def _distribute(batch: _Batch, packed: list[_Microbatch], budget: int, num_dp_ranks: int) -> list[list[_Microbatch]]:
     """Rank -> its micro-batches: rounds of neighbours in cost, dearest first, each as even as it gets, then dealt."""
     rounds = []
+    packed = sorted(packed, key=lambda microbatch: -microbatch.cost)
     while packed:
-        order = sorted(packed, key=lambda microbatch: -microbatch.cost)
-        members, packed = order[:num_dp_ranks], order[num_dp_ranks:]
+        members, packed = packed[:num_dp_ranks], packed[num_dp_ranks:]
         _even_out(batch, members, budget)
         if _top_up(batch, members, packed, budget):
             longest_first = sorted(sequence for microbatch in packed for sequence in microbatch.sequences)
             packed = _fill_cheapest(batch, longest_first, len(packed), budget) or packed
+            packed.sort(key=lambda microbatch: -microbatch.cost)
         rounds.append(members)
     ranks = _deal(rounds, num_dp_ranks)
     _even_out_ranks(batch, ranks, budget)
@@ -247,7 +250,7 @@ def _even_out(batch: _Batch, members: list[_Microbatch], budget: int) -> None:
     for _ in range(MAX_EXCHANGES_PER_RANK * len(members)):
         members.sort(key=lambda microbatch: microbatch.cost)
         dearest = members[-1]
-        pairs = ((dearest, other, dearest.cost, dearest.cost - other.cost) for other in members[:-1])
+        pairs = ((dearest, other, dearest.cost, dearest.cost - other.cost) for other in members[:-1][:NUM_RECEIVERS])
         if dearest.cost <= (1 + EVEN_ENOUGH) * mean or not _exchange(batch, pairs, budget, EVEN_ENOUGH * mean):
             return
 
@@ -261,7 +264,7 @@ def _even_out_ranks(batch: _Batch, ranks: list[list[_Microbatch]], budget: int) 
         *others, dearest = sorted(range(len(ranks)), key=lambda rank: (total_of[rank], rank))
         pairs = (
             (own, other, limit, total_of[dearest] - total_of[rank])
-            for rank in others
+            for rank in others[:NUM_RECEIVERS]
             for own in ranks[dearest]
             for other, limit in zip(ranks[rank], highest)
         )
@@ -372,4 +375,5 @@ def _most_even(found: Sequence[list[list[_Microbatch]]]) -> list[list[_Microbatc
 def _idle_share(rounds: Sequence[Sequence[float]]) -> float:
     """Share of the time that ranks wait which meet after every one of ``rounds`` [round][rank]."""
     time = sum(max(members) for members in rounds)
-    return 1.0 - sum(map(sum, rounds)) / (len(rounds[0]) * time) if time else 0.0
+    # Rounding may leave an even plan a hair below 0.
+    return max(0.0, 1.0 - sum(map(sum, rounds)) / (len(rounds[0]) * time)) if time else 0.0

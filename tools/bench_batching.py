@@ -1,0 +1,260 @@
+"""How even micro-batches are, and how long planning them takes: this planner against Karmarkar-Karp.
+
+All plans share out the same long-tailed lengths under the same token budget and are checked before they are judged.
+"Karmarkar-Karp, ranks first" is what other frameworks do: sequences are shared out to ranks by cost, then those of a
+rank to its micro-batches by tokens; every rank takes as many as the neediest. "Karmarkar-Karp, packs first" shares out
+to all micro-batches by cost at once and deals them as this planner does. "As they come" packs sequences in order.
+
+    python tools/bench_batching.py --sequences 8192 --ranks 32 --max-tokens 32768
+"""
+
+import argparse
+import heapq
+import math
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+from transformers import AutoConfig
+
+from megatron_rl.rollout.cpu_platform import declare_torchvision_ops
+from megatron_rl.training.batching import CostFunction, Plan, plan_microbatches, plan_statistics
+from megatron_rl.training.flops import ForwardFlops, flops_cost
+
+SEVEN_BILLION = dict(
+    hidden_size=3584,
+    intermediate_size=18944,
+    num_hidden_layers=28,
+    num_attention_heads=28,
+    num_key_value_heads=4,
+    vocab_size=152064,
+    tie_word_embeddings=False,
+)
+"""A dense model of 7.6 billion parameters (qwen2)."""
+BACKWARD = 2.0
+"""Time of a backward pass over that of its forward pass."""
+
+Planner = Callable[[Sequence[int], int, int, CostFunction], Plan]
+
+
+def seven_billion_cost() -> ForwardFlops:
+    declare_torchvision_ops()
+    return flops_cost(AutoConfig.for_model("qwen2", **SEVEN_BILLION))
+
+
+def long_tailed_lengths(count: int, median: float, sigma: float, longest: int, seed: int = 0) -> list[int]:
+    """Log-normal, cut at ``longest`` as a response's budget cuts it, and at 32."""
+    drawn = np.random.default_rng(seed).lognormal(math.log(median), sigma, count)
+    return drawn.clip(32, longest).astype(int).tolist()
+
+
+# ------------------------------------------------------------------------------------------------------- the planners
+
+
+def ours(lengths: Sequence[int], num_ranks: int, budget: int, cost: CostFunction) -> Plan:
+    return plan_microbatches(lengths, num_ranks, budget, cost=cost)
+
+
+def karmarkar_karp(weights: Sequence[float], num_parts: int) -> list[list[int]]:
+    """Largest differencing: unite the two partial partitions of the largest spread, large parts with small ones."""
+
+    def entry(parts: list[tuple[float, list[int]]], number: int) -> tuple[float, int, list[tuple[float, list[int]]]]:
+        smallest = parts[-1][0] if len(parts) == num_parts else 0.0
+        return (smallest - parts[0][0], number, parts)
+
+    heap = [entry([(weight, [index])], index) for index, weight in enumerate(weights)]
+    heapq.heapify(heap)
+    for number in range(len(weights), 2 * len(weights) - 1):
+        first, second = heapq.heappop(heap)[2], heapq.heappop(heap)[2]
+        # Largest first; parts that are not there are empty. The largest of one meets the smallest of the other.
+        overlap = max(0, len(first) + len(second) - num_parts)
+        united = first[: len(first) - overlap] + second[: len(second) - overlap]
+        pairs = zip(first[len(first) - overlap :], reversed(second[len(second) - overlap :]))
+        united += [(weight + other, items + others) for (weight, items), (other, others) in pairs]
+        united.sort(key=lambda part: -part[0])
+        heapq.heappush(heap, entry(united, number))
+    parts = [items for _, items in heap[0][2]] if heap else []
+    return parts + [[] for _ in range(num_parts - len(parts))]
+
+
+def karmarkar_karp_ranks_first(lengths: Sequence[int], num_ranks: int, budget: int, cost: CostFunction) -> Plan:
+    costs = [cost(length) for length in lengths]
+    ranks = karmarkar_karp(costs, num_ranks)
+    number = max(math.ceil(sum(lengths[i] for i in rank) / budget) for rank in ranks)
+    while True:
+        plan = []
+        for rank in ranks:
+            parts = karmarkar_karp([lengths[i] for i in rank], number)
+            plan.append(sorted(([rank[place] for place in part] for part in parts), key=lambda m: -_total(m, costs)))
+        if all(_total(microbatch, lengths) <= budget for rank in plan for microbatch in rank):
+            return plan
+        number += 1
+
+
+def karmarkar_karp_packs_first(lengths: Sequence[int], num_ranks: int, budget: int, cost: CostFunction) -> Plan:
+    costs = [cost(length) for length in lengths]
+    number = math.ceil(sum(lengths) / budget / num_ranks)
+    while True:
+        packed = karmarkar_karp(costs, number * num_ranks)
+        if all(_total(microbatch, lengths) <= budget for microbatch in packed):
+            packed.sort(key=lambda microbatch: -_total(microbatch, costs))
+            return [packed[rank::num_ranks] for rank in range(num_ranks)]
+        number += 1
+
+
+def as_they_come(lengths: Sequence[int], num_ranks: int, budget: int, cost: CostFunction) -> Plan:
+    packed: list[list[int]] = [[]]
+    for index, length in enumerate(lengths):
+        if _total(packed[-1], lengths) + length > budget:
+            packed.append([])
+        packed[-1].append(index)
+    packed += [[] for _ in range(-len(packed) % num_ranks)]
+    return [packed[rank::num_ranks] for rank in range(num_ranks)]
+
+
+PLANNERS: dict[str, Planner] = {
+    "this planner": ours,
+    "Karmarkar-Karp, ranks first": karmarkar_karp_ranks_first,
+    "Karmarkar-Karp, packs first": karmarkar_karp_packs_first,
+    "as they come": as_they_come,
+}
+
+
+def _total(microbatch: Sequence[int], numbers: Sequence[float]) -> float:
+    return sum(numbers[index] for index in microbatch)
+
+
+# --------------------------------------------------------------------------------------------------------- judging
+
+
+def check(plan: Plan, lengths: Sequence[int], budget: int) -> None:
+    """Refuse to judge what is no plan. Raises RuntimeError."""
+    if sorted(i for rank in plan for microbatch in rank for i in microbatch) != list(range(len(lengths))):
+        raise RuntimeError("the plan does not hold every sequence exactly once")
+    if max(_total(microbatch, lengths) for rank in plan for microbatch in rank) > budget:
+        raise RuntimeError(f"the plan has a micro-batch beyond the budget of {budget} tokens")
+    if len({len(rank) for rank in plan}) != 1:
+        raise RuntimeError("the ranks have different numbers of micro-batches")
+
+
+def pipeline_time(costs: Sequence[float], num_stages: int) -> float:
+    """When a 1F1B pipeline of equal stages ends, which takes ``costs`` forward and BACKWARD times that backward.
+
+    Stage s runs num_stages - 1 - s forward passes ahead, then one forward and one backward in turn; communication is
+    free.
+    """
+    count, ended = len(costs), {}
+    queues = []
+    for stage in range(num_stages):
+        ahead = min(num_stages - 1 - stage, count)
+        turns = [("forward", i) for i in range(ahead)]
+        for index in range(count):
+            turns += [("forward", ahead + index)] if ahead + index < count else []
+            turns += [("backward", index)]
+        queues.append(turns[::-1])
+    clock = [0.0] * num_stages
+    while any(queues):
+        for stage, turns in enumerate(queues):
+            while turns:
+                direction, index = turns[-1]
+                neighbour = stage - 1 if direction == "forward" else stage + 1
+                before = ended.get((direction, index, neighbour)) if 0 <= neighbour < num_stages else 0.0
+                if before is None:
+                    break
+                turns.pop()
+                duration = costs[index] * (BACKWARD if direction == "backward" else 1.0)
+                clock[stage] = max(clock[stage], before) + duration
+                ended[direction, index, stage] = clock[stage]
+    return max(clock)
+
+
+def pipeline_idle_share(plan: Plan, costs: Sequence[float], num_stages: int) -> float:
+    """Share of all stages' time, over all ranks, in which they wait for the pipeline or for the last rank."""
+    per_rank = [[_total(microbatch, costs) for microbatch in rank] for rank in plan]
+    time_taken = max(pipeline_time(rank, num_stages) for rank in per_rank)
+    return 1.0 - (1.0 + BACKWARD) * sum(map(sum, per_rank)) / (len(plan) * time_taken)
+
+
+def best_time(plan: Callable[[], Plan], repeats: int) -> float:
+    """CPU seconds, the best of ``repeats`` runs: planners take one thread, and cores may be shared."""
+    times = []
+    for _ in range(repeats):
+        start = time.process_time()
+        plan()
+        times.append(time.process_time() - start)
+    return min(times)
+
+
+def measure(
+    console: Console,
+    lengths: Sequence[int],
+    num_ranks: int,
+    budget: int,
+    *,
+    cost: CostFunction,
+    num_stages: int,
+    repeats: int,
+    names: Sequence[str] = tuple(PLANNERS),
+) -> Table:
+    costs = [cost(length) for length in lengths]
+    tokens = sum(lengths)
+    title = f"{len(lengths)} sequences, {tokens:,} tokens, {num_ranks} ranks, {budget:,} tokens a micro-batch"
+    table = Table("plan", title=title)
+    columns = [
+        "micro-batches a rank",
+        "idle %, ranks",
+        "idle %, rounds",
+        "padding %",
+        "unused %",
+        f"idle %, {num_stages} stages",
+    ]
+    for column in (*columns, "CPU s"):
+        table.add_column(column, justify="right")
+    for name in names:
+        with console.status(name):
+            run = partial(PLANNERS[name], lengths, num_ranks, budget, cost)
+            plan = run()
+            check(plan, lengths, budget)
+            seconds = best_time(run, repeats)
+        found = plan_statistics(plan, lengths, cost)
+        unused = 1.0 - tokens / (num_ranks * found.num_microbatches * budget)
+        shares = (found.rank_imbalance, found.microbatch_imbalance, found.padding_share, unused)
+        shares = (*shares, pipeline_idle_share(plan, costs, num_stages))
+        table.add_row(name, str(found.num_microbatches), *(f"{100 * s:.2f}" for s in shares), f"{seconds:.3f}")
+    return table
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--sequences", type=int, nargs="+", default=[8192])
+    parser.add_argument("--ranks", type=int, default=32, help="data-parallel ranks")
+    parser.add_argument("--max-tokens", type=int, default=32_768, help="tokens of a micro-batch")
+    parser.add_argument("--median", type=float, default=2000.0, help="of the lengths")
+    parser.add_argument("--sigma", type=float, default=1.0, help="of the lengths' logarithm")
+    parser.add_argument("--longest", type=int, default=24_576)
+    parser.add_argument("--stages", type=int, default=4, help="pipeline stages of the simulated pipeline")
+    parser.add_argument("--repeats", type=int, default=3)
+    arguments = parser.parse_args()
+    if arguments.longest > arguments.max_tokens:
+        parser.error("--longest may be at most --max-tokens: Karmarkar-Karp knows no sequence beyond the budget")
+    console = Console(width=140)
+    cost = seven_billion_cost()
+    for count in arguments.sequences:
+        lengths = long_tailed_lengths(count, arguments.median, arguments.sigma, arguments.longest)
+        table = measure(
+            console,
+            lengths,
+            arguments.ranks,
+            arguments.max_tokens,
+            cost=cost,
+            num_stages=arguments.stages,
+            repeats=arguments.repeats,
+        )
+        console.print(table)
+
+
+if __name__ == "__main__":
+    main()
