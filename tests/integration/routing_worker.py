@@ -1,7 +1,8 @@
 """One rank of tests/integration/test_routing_replay.py: runs every scenario of its world, writes one file of results.
 
-Usage: routing_worker.py MODEL OUT, by torchrun or alone. MODEL is a folder with the config.json of a tiny
-mixture-of-experts model; its weights come from a seed. Rank 0 writes OUT/results.pt, a dict by scenario.
+Usage: routing_worker.py MODELS OUT, by torchrun or alone. MODELS holds the folders qwen3_moe and deepseek_v3, each with
+the config.json of a tiny mixture-of-experts model; weights come from a seed. Rank 0 writes OUT/results.pt, a dict by
+scenario.
 """
 
 import os
@@ -50,9 +51,15 @@ SCENARIOS: dict[int, list[Scenario]] = {
     2: [
         Scenario("dp2", max_tokens=40),
         Scenario("tp2-sp", dict(tensor_parallel_size=2, sequence_parallel=True), max_tokens=40),
+        Scenario("ep2", dict(expert_parallel_size=2), max_tokens=40),
+        Scenario("cp2", dict(context_parallel_size=2), max_tokens=40),
         Scenario("pp2-recompute", dict(pipeline_parallel_size=2), max_tokens=40, recompute=Recompute.full),
     ],
 }
+
+BIASED = ("split-recompute", "ep2", "pp2-recompute")
+BIAS_NAME = "e_score_correction_bias"
+BIAS_RATE = 0.01
 
 
 def make_batch() -> PackedBatch:
@@ -157,13 +164,33 @@ def run(scenario: Scenario, model: Path, place: topologies.Topology) -> dict[str
     return results
 
 
+def run_biased(scenario: Scenario, model: Path, place: topologies.Topology) -> dict[str, Any]:
+    """A model with expert biases: frozen, and moved after an update (which computes layers twice)."""
+
+    def biases(trial: Trial) -> dict[str, torch.Tensor]:
+        return {name: value for name, value in trial.weights().items() if name.endswith(BIAS_NAME)}
+
+    frozen = Trial(scenario, MoeConfig(), model, place)
+    moving = Trial(scenario, MoeConfig(load_balancing=LoadBalancing.bias, bias_update_rate=BIAS_RATE), model, place)
+    results = {"before": biases(moving)}
+    logprobs, routes = moving.logprobs(record=True)
+    results |= {"after answers": biases(moving), "routes": routes}
+    old = {"old_logprobs": logprobs + moving.batch.fields["noise"]}
+    frozen.update(**old)
+    moving.update(**old)
+    results |= {"frozen": biases(frozen), "moved": biases(moving)}
+    return results
+
+
 def main() -> None:
-    model, out = Path(sys.argv[1]), Path(sys.argv[2])
+    models, out = Path(sys.argv[1]), Path(sys.argv[2])
     torch.set_num_threads(1)
     results: dict[str, Any] = {}
     for scenario in SCENARIOS[int(os.environ.get("WORLD_SIZE", "1"))]:
         place = topologies.initialize(ParallelConfig(**scenario.parallel, collective_timeout_s=120.0), seed=1)
-        results[scenario.name] = run(scenario, model, place)
+        results[scenario.name] = run(scenario, models / "qwen3_moe", place)
+        if scenario.name in BIASED:
+            results[f"{scenario.name}/bias"] = run_biased(scenario, models / "deepseek_v3", place)
         topologies.destroy()
     if place.rank == 0:
         torch.save(results, out / "results.pt")

@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from megatron_rl.rollout.cpu_platform import declare_torchvision_ops
-from tests.integration.routing_worker import LENGTHS, PROMPT_TOKENS, SCENARIOS
+from tests.integration.routing_worker import BIAS_RATE, BIASED, LENGTHS, PROMPT_TOKENS, SCENARIOS
+from tests.tiny_families import COMMON, LATENT
 
 ROOT = Path(__file__).parents[2]
 WORKER = Path(__file__).with_name("routing_worker.py")
@@ -47,7 +48,12 @@ def results(tmp_path_factory):
         tie_word_embeddings=False,
         # Scores far enough apart that a choice is a choice, and experts that differ.
         initializer_range=0.3,
-    ).save_pretrained(folder / "model")
+    ).save_pretrained(folder / "models" / "qwen3_moe")
+    sizes = dict(
+        first_k_dense_replace=1, n_routed_experts=NUM_EXPERTS, n_group=1, topk_group=1, num_experts_per_tok=TOP_K
+    )
+    deepseek = {**COMMON, **LATENT, **sizes, "vocab_size": 128, "initializer_range": 0.3}
+    AutoConfig.for_model("deepseek_v3", **deepseek).save_pretrained(folder / "models" / "deepseek_v3")
 
     @cache
     def of(world_size: int) -> dict:
@@ -56,7 +62,7 @@ def results(tmp_path_factory):
         launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={world_size}"]
         environment = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}
         finished = subprocess.run(
-            [sys.executable, *(launcher if world_size > 1 else []), str(WORKER), str(folder / "model"), str(out)],
+            [sys.executable, *(launcher if world_size > 1 else []), str(WORKER), str(folder / "models"), str(out)],
             cwd=ROOT,
             env={**environment, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
             stdout=subprocess.PIPE,
@@ -138,3 +144,17 @@ def test_routes_balance_loss_loads_and_steps_do_not_depend_on_layout_split_or_re
     for name, value in expected["later weights"].items():
         difference = (found["later weights"][name] - value).abs().max().item()
         assert difference <= 2 * RELATIVE * value.abs().max().item(), f"{name}: differs by {difference}"
+
+
+@pytest.mark.parametrize("world_size,scenario", [case for case in ALL if case[1] in BIASED])
+def test_an_expert_bias_moves_once_an_update_by_the_loads_of_real_tokens_or_not_at_all(results, world_size, scenario):
+    found = results(world_size)[f"{scenario}/bias"]
+    assert list(found["before"]) == ["model.layers.1.mlp.gate.e_score_correction_bias"]
+    (before,) = found["before"].values()
+    for unchanged in ("after answers", "frozen"):
+        assert torch.equal(*found[unchanged].values(), before)
+    loads = torch.bincount(found["routes"][:, 1].flatten().long(), minlength=NUM_EXPERTS + 1)[1:].double()
+    assert loads.sum() == sum(LENGTHS) * TOP_K
+    expected = before + BIAS_RATE * torch.sign(loads.mean() - loads).float()
+    assert (expected != before).any()
+    torch.testing.assert_close(*found["moved"].values(), expected)
