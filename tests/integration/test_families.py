@@ -23,7 +23,7 @@ from megatron_rl.models import policy
 from megatron_rl.models.hf.config import load_hf_config
 from megatron_rl.models.hf.convert import convert
 from megatron_rl.models.hf.sources import INDEX_FILE, WeightsError
-from megatron_rl.models.hf.weights import expected_names, export_weights, load_weights
+from megatron_rl.models.hf.weights import expected_names, export_weights, load_weights, save_hf
 from megatron_rl.parallel import topology
 from megatron_rl.rollout.cpu_platform import declare_torchvision_ops
 from tests.integration.families_worker import LAYOUTS
@@ -232,6 +232,27 @@ def test_multi_token_prediction_is_refused_or_dropped_by_name(tmp_path: Path) ->
     convert(tmp_path / "megatron", tmp_path / "back", to="hf", max_shard_bytes=SHARD_BYTES)
     assert_same_bits(tensors_of(tmp_path / "back"), tensors)
     assert json.loads((tmp_path / "back" / "config.json").read_text())["num_nextn_predict_layers"] == 0
+
+
+def test_a_policy_leaves_multi_token_prediction_out_of_what_it_saves(
+    single_rank: ParallelConfig, tmp_path: Path
+) -> None:
+    source = make_family_model(tmp_path / "hf", "glm4_moe_partial_rotary", num_nextn_predict_layers=1)
+    tensors = tensors_of(source)
+    save_file({**tensors, "model.layers.2.eh_proj.weight": torch.ones(4)}, source / "model.safetensors")
+    config = load_hf_config(source)
+    chunks = policy.build_policy(config, single_rank, dtype=torch.bfloat16, seed=None)
+    load_weights(chunks, config, source)
+    save_hf(chunks, config, source, tmp_path / "saved")
+    saved = tensors_of(tmp_path / "saved")
+    # The bias that chooses experts moves by less than bfloat16 resolves.
+    dtypes = {name: torch.float32 if name.endswith("correction_bias") else torch.bfloat16 for name in tensors}
+    assert_same_bits(saved, {name: tensor.to(dtypes[name]) for name, tensor in tensors.items()})
+    assert load_hf_config(tmp_path / "saved").num_nextn_predict_layers == 0
+    logprobs, _ = policy.token_logprobs(
+        chunks[0], policy.forward(chunks[0], pack(make_sequences(101))), pack(make_sequences(101))
+    )
+    assert logprobs.isfinite().all()
 
 
 def cut(file: Path) -> None:

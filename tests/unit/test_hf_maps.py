@@ -200,6 +200,8 @@ def test_a_model_folder_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
         ("deepseek_v3", dict(scoring_func="softmax"), "scoring_func"),
         ("deepseek_v3", dict(rms_norm_eps=1e-5), "rms_norm_eps"),
         ("deepseek_v3", dict(n_group=3), "n_group 3"),
+        ("deepseek_v3", dict(first_k_dense_replace=2), "no layer of this deepseek_v3"),
+        ("qwen3_moe", dict(mlp_only_layers=[0, 1]), "no layer of this qwen3_moe"),
         ("deepseek_v3", dict(topk_group=1, num_experts_per_tok=3), "best 3 experts"),
     ],
 )

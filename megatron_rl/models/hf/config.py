@@ -15,7 +15,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from megatron_rl.config.layout import expert_tensor_size, experts_problem, layers_problem, megatron_stages
 from megatron_rl.config.schema import ParallelConfig, Recompute
 from megatron_rl.errors import ModelError
-from megatron_rl.models.hf.families import FAMILIES, dims, family_of, has_experts
+from megatron_rl.models.hf.families import FAMILIES, dims, family_of, has_experts, router_groups
 from megatron_rl.models.hf.transforms import padded_vocab_size
 from megatron_rl.rollout.cpu_platform import declare_torchvision_ops
 
@@ -88,6 +88,11 @@ def _check_features(config: PretrainedConfig, file: Path) -> None:
             f"{file}: num_key_value_heads {sizes['groups']} is not num_attention_heads {sizes['heads']}; with latent "
             "attention every head has a key of its own"
         )
+    if "num_moe_experts" in family.transformer_kwargs(config) and not sizes["experts"]:
+        raise ModelError(
+            f"{file}: no layer of this {config.model_type} is a mixture of experts; Megatron Core needs one (see "
+            "first_k_dense_replace, decoder_sparse_step, mlp_only_layers and the number of experts)"
+        )
     if sizes["experts"]:
         _check_router(config, sizes["experts"], file)
     try:
@@ -111,7 +116,7 @@ def _check_router(config: PretrainedConfig, experts: int, file: Path) -> None:
             f"{file}: num_experts_per_tok 1 with normalised probabilities gives every expert the weight 1, which "
             "Megatron Core does not compute; expected at least 2, or norm_topk_prob false"
         )
-    groups, chosen_groups = getattr(config, "n_group", 1), getattr(config, "topk_group", 1)
+    groups, chosen_groups = router_groups(config)
     if not 0 < chosen_groups <= groups or experts % groups:
         raise ModelError(
             f"{file}: n_group {groups} and topk_group {chosen_groups} do not fit {experts} experts; expected groups of "

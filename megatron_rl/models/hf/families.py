@@ -148,6 +148,11 @@ def has_experts(config: PretrainedConfig) -> list[bool]:
     return [False for _ in layers]
 
 
+def router_groups(config: PretrainedConfig) -> tuple[int, int]:
+    """(groups of experts, how many of them a token's experts may come from); one group where there are none."""
+    return getattr(config, "n_group", None) or 1, getattr(config, "topk_group", None) or 1
+
+
 def is_dropped(config: PretrainedConfig, name: str) -> bool:
     """Whether tensor ``name`` belongs to a multi-token-prediction layer: they are not trained, and left out.
 
@@ -196,15 +201,16 @@ def _qwen3_moe_kwargs(config: PretrainedConfig) -> dict[str, Any]:
 
 def _biased_router_kwargs(config: PretrainedConfig) -> dict[str, Any]:
     """The router of DeepSeek-V3: sigmoid scores, a bias for the choice alone, the choice limited to some groups."""
-    limits_groups = config.topk_group < config.n_group
+    groups, chosen_groups = router_groups(config)
+    limits_groups = chosen_groups < groups
     return dict(
         _moe_kwargs(config),
         moe_shared_expert_intermediate_size=dims(config)["shared_ffn"],
         moe_router_score_function="sigmoid",
         moe_router_enable_expert_bias=True,
         moe_router_bias_update_rate=0.0,
-        moe_router_num_groups=config.n_group if limits_groups else None,
-        moe_router_group_topk=config.topk_group if limits_groups else None,
+        moe_router_num_groups=groups if limits_groups else None,
+        moe_router_group_topk=chosen_groups if limits_groups else None,
         moe_router_topk_scaling_factor=config.routed_scaling_factor,
     )
 
