@@ -42,6 +42,8 @@ class RoutingTrace:
 
     rows: Tensor
     """[T_local] int64: the pack's row of each token on this rank; -1 for padding."""
+    real: Tensor
+    """[R] int64: the entries of ``rows`` that are no padding; kept, for each look for them would make a GPU wait."""
     sequences: Tensor
     """[T_local] int64: index of its sequence; -1 for padding."""
     sequence_lengths: Tensor
@@ -74,14 +76,13 @@ class RoutingTrace:
         if layer in self.seen:
             return False
         self.seen.add(layer)
-        real = self.rows >= 0
-        chosen = ids[real]
-        self.loads[layer] += torch.bincount(chosen.flatten(), minlength=self.loads.shape[1]).to(self.loads)
+        chosen = ids[self.real]
+        self.loads[layer].index_add_(0, chosen.flatten(), self.loads.new_ones(chosen.numel()))
         if wanted is not None:
             followed = (wanted[:, 0] > 0).sum()
             self.num_replayed = followed if self.num_replayed is None else self.num_replayed + followed
         if self.recorded is not None:
-            self.recorded[self.rows[real], layer] = (chosen + 1).to(self.recorded.dtype)
+            self.recorded[self.rows[self.real], layer] = (chosen + 1).to(self.recorded.dtype)
         return True
 
 
@@ -177,14 +178,16 @@ def sequence_balance_loss(
     of the same sequences; the shares add up over them.
     """
     num_experts, num_sequences = scores.shape[1], len(sequence_lengths)
-    real = sequences >= 0
-    counts = torch.zeros(num_sequences, num_experts, dtype=torch.float32, device=scores.device)
-    counts.index_add_(0, sequences[real], routing_map[real].to(torch.float32))
+    # Padding counts as one more sequence, which weighs nothing.
+    places = torch.where(sequences >= 0, sequences, num_sequences)
+    counts = torch.zeros(num_sequences + 1, num_experts, dtype=torch.float32, device=scores.device)
+    counts.index_add_(0, places, routing_map.to(torch.float32))
     if group is not None and group.size() > 1:
         dist.all_reduce(counts, group=group)
-    shares = counts * (num_experts / topk) / sequence_lengths.clamp(min=1)[:, None]
+    weights = torch.nn.functional.pad((num_experts / topk) / sequence_lengths.clamp(min=1), (0, 1))
+    shares = counts * weights[:, None]
     # T_s * f_i P_i summed over experts is the sum over the sequence's tokens of f . scores.
-    return (shares[sequences[real]] * scores[real]).sum()
+    return (shares[places] * scores).sum()
 
 
 class _WithLoss(torch.autograd.Function):
@@ -246,6 +249,7 @@ def new_trace(
     shape = (num_tokens, config.num_layers, config.moe_router_topk)
     return RoutingTrace(
         rows=rows,
+        real=(rows >= 0).nonzero()[:, 0],
         sequences=torch.where(rows >= 0, sequences, -1),
         sequence_lengths=cu_seqlens[1:] - cu_seqlens[:-1],
         loads=torch.zeros(config.num_layers, config.num_moe_experts, dtype=torch.float64, device=device),

@@ -195,6 +195,7 @@ def test_a_layer_that_runs_again_is_counted_and_recorded_once():
     rows = torch.tensor([0, 2, -1])
     trace = RoutingTrace(
         rows=rows,
+        real=torch.tensor([0, 1]),
         sequences=torch.tensor([0, 0, -1]),
         sequence_lengths=torch.tensor([3]),
         loads=torch.zeros(2, 4, dtype=torch.float64),
@@ -210,6 +211,7 @@ def test_a_layer_that_runs_again_is_counted_and_recorded_once():
 def test_padding_and_incomplete_records_are_free():
     trace = RoutingTrace(
         rows=torch.tensor([1, 0, -1, 2]),
+        real=torch.tensor([0, 1, 3]),
         sequences=torch.tensor([0, 0, -1, 0]),
         sequence_lengths=torch.tensor([3]),
         loads=torch.zeros(1, 4, dtype=torch.float64),
