@@ -68,6 +68,11 @@ def check_invariance(
     if refusals[reference]:
         raise DoctorError(f"the reference layout {reference} cannot run: {refusals[reference]}; choose another one")
     wanted = [layout for layout in dict.fromkeys(layouts) if not refusals[layout] and layout != reference]
+    if not wanted and all(refusals[layout] for layout in layouts):
+        alone = [Finding(reference, sizes[reference], verdict="reference")]
+        return alone + [
+            Finding(layout, sizes[layout], verdict="refused", reason=refusals[layout]) for layout in layouts
+        ]
     measured: dict[str, dict[str, float]] = {}
     failures: dict[str, str] = {}
     with tempfile.TemporaryDirectory(prefix="megatron-rl-doctor-") as scratch:

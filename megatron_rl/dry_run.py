@@ -6,6 +6,7 @@ from rich.table import Table
 
 from megatron_rl.config.checks import RL_COMMANDS
 from megatron_rl.config.describe import batch_arithmetic, data_parallel_size
+from megatron_rl.config.layout import expert_tensor_size
 from megatron_rl.config.load import config_to_yaml
 from megatron_rl.config.schema import Config
 from megatron_rl.schedule.stages import check_graph, graph_of
@@ -29,7 +30,18 @@ def print_plan(config: Config, *, command: str, world_size: int) -> None:
 def arithmetic_table(config: Config, world_size: int) -> Table:
     parallel = config.parallel
     dp = data_parallel_size(config, world_size)
-    layout = f"{world_size} ranks = tensor {parallel.tensor_parallel_size} x pipeline {parallel.pipeline_parallel_size} x data {dp}"
+    sizes = {
+        "tensor": parallel.tensor_parallel_size,
+        "context": parallel.context_parallel_size,
+        "pipeline": parallel.pipeline_parallel_size,
+        "data": dp,
+    }
+    always = ("tensor", "pipeline", "data")
+    layout = f"{world_size} ranks = " + " x ".join(f"{k} {n}" for k, n in sizes.items() if n > 1 or k in always)
+    if parallel.expert_parallel_size > 1:
+        layout += f"; experts over {parallel.expert_parallel_size} x {expert_tensor_size(parallel)} of a stage's ranks"
+    if parallel.virtual_pipeline_size > 1:
+        layout += f"; {parallel.virtual_pipeline_size} chunks a pipeline rank"
     table = Table(title=layout, title_justify="left")
     table.add_column("quantity")
     for name in ("global, per step", "per data-parallel rank", "per micro-batch"):

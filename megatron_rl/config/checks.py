@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.config.layout import layout_problems
+from megatron_rl.config.layout import experts_problem, layers_problem, layout_problems
 from megatron_rl.config.schema import (
     AdvantageKind,
     Config,
@@ -29,6 +29,9 @@ SUPPORTED_MODEL_TYPES = ("deepseek_v3", "glm4_moe", "llama", "mixtral", "qwen2",
 
 MAX_HOT_TOP_K = 4096
 """SGLang's limit for exact log-probs after top-k."""
+NUM_EXPERTS_FIELDS = ("num_experts", "num_local_experts", "n_routed_experts")
+"""How the families' config.json call the number of experts of a layer."""
+
 RL_COMMANDS = ("train", "critic-pretrain")
 TRAINING_COMMANDS = (*RL_COMMANDS, "sft", "reward-train")
 DATA_COMMANDS = ("select-prompts", "label-lines")
@@ -389,12 +392,17 @@ def _model(config: Config, command: str) -> Iterator[str]:
         "num_attention_heads": config.parallel.tensor_parallel_size,
         "num_key_value_heads": config.parallel.tensor_parallel_size,
         "intermediate_size": config.parallel.tensor_parallel_size,
-        "num_hidden_layers": config.parallel.pipeline_parallel_size,
     }
     for name, parts in divisions.items():
         if name in model and model[name] % parts:
-            key = "pipeline" if name == "num_hidden_layers" else "tensor"
-            yield f"parallel.{key}_parallel_size: {parts} does not divide {name}={model[name]} of {path}"
+            yield f"parallel.tensor_parallel_size: {parts} does not divide {name}={model[name]} of {path}"
+    problem = layers_problem(config.parallel, model["num_hidden_layers"]) if "num_hidden_layers" in model else None
+    if problem:
+        yield f"parallel.pipeline_parallel_size: {problem} ({path})"
+    num_experts = next((model[name] for name in NUM_EXPERTS_FIELDS if model.get(name)), 0)
+    problem = experts_problem(config.parallel, num_experts, model.get("moe_intermediate_size", 0))
+    if problem:
+        yield f"parallel: the {problem} ({path})"
 
 
 def _moe(config: Config, model: dict[str, Any], path: Path, command: str) -> Iterator[str]:
