@@ -9,6 +9,9 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import megatron_rl.parallel  # noqa: F401  (prepares Megatron Core for a CPU before it is imported below)
+
+# isort: split
 import torch
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
@@ -16,7 +19,6 @@ from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
-import megatron_rl.parallel  # noqa: F401  (prepares Megatron Core for a CPU before it is imported below)
 from megatron_rl.config.schema import DecayStyle, OptimizerConfig
 
 
