@@ -234,7 +234,12 @@ def _distribute(batch: _Batch, packed: list[_Microbatch], budget: int, num_dp_ra
     while packed:
         members, packed = packed[:num_dp_ranks], packed[num_dp_ranks:]
         _even_out(batch, members, budget)
-        if _top_up(batch, members, packed, budget):
+        if packed and _idle_share([[microbatch.cost for microbatch in members]]) > WORTH_TOPPING_UP:
+            # Sequences that make a micro-batch dear by themselves: together they make one dear round and not many.
+            by_longest = sorted([*members, *packed], key=lambda m: min(m.sequences, default=len(batch.lengths)))
+            members, packed = by_longest[:num_dp_ranks], by_longest[num_dp_ranks:]
+            _even_out(batch, members, budget)
+            _top_up(batch, members, packed, budget)
             longest_first = sorted(sequence for microbatch in packed for sequence in microbatch.sequences)
             packed = _fill_cheapest(batch, longest_first, len(packed), budget) or packed
             packed.sort(key=lambda microbatch: -microbatch.cost)
@@ -315,17 +320,14 @@ def _best_exchange(
     return best
 
 
-def _top_up(batch: _Batch, members: Sequence[_Microbatch], later: Sequence[_Microbatch], budget: int) -> bool:
-    """Use a round's idle time: fill its members from ``later`` rounds, none above the dearest. True: something moved.
+def _top_up(batch: _Batch, members: Sequence[_Microbatch], later: Sequence[_Microbatch], budget: int) -> None:
+    """Use a round's idle time: fill its members from ``later`` rounds, none above the dearest.
 
     A sequence so long that its micro-batch is dearer than the others would otherwise make its rank the last one.
     """
     dearest = max(microbatch.cost for microbatch in members)
-    if not later or _idle_share([[microbatch.cost for microbatch in members]]) < WORTH_TOPPING_UP:
-        return False
     # Each keeps its longest sequence, so that none runs empty.
     offers = sorted((s, m) for m in later for s in sorted(m.sequences)[1:])
-    moved = False
     for member in sorted(members, key=lambda microbatch: microbatch.cost):
         while True:
             # The longest that fits is also the dearest that fits.
@@ -336,8 +338,6 @@ def _top_up(batch: _Batch, members: Sequence[_Microbatch], later: Sequence[_Micr
                 break
             sequence, source = offers.pop(first)
             source.give(batch, sequence, member)
-            moved = True
-    return moved
 
 
 def _deal(rounds: Sequence[Sequence[_Microbatch]], num_dp_ranks: int) -> list[list[_Microbatch]]:

@@ -171,6 +171,7 @@ def test_ranks_idle_little_although_a_batch_has_few_rounds(seed):
     statistics = plan_statistics(plan_microbatches(lengths, 32, 32_768, cost=attention_cost), lengths, attention_cost)
     assert statistics.num_microbatches == 2
     assert statistics.rank_imbalance < 0.01
+    assert statistics.microbatch_imbalance < 0.01
 
 
 def test_cheap_microbatches_run_first_and_last():
