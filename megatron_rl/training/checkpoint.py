@@ -18,6 +18,9 @@ from pathlib import Path
 from types import MethodType
 from typing import Any
 
+import megatron_rl.parallel  # noqa: F401  (prepares Megatron Core for a CPU before it is imported below)
+
+# isort: split
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
@@ -27,7 +30,7 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
-import megatron_rl.parallel  # noqa: F401  (prepares Megatron Core for a CPU before it is imported below)
+from megatron_rl.errors import UserError
 from megatron_rl.training.optimizer import torch_adam_parts
 
 FORMAT = {
@@ -38,6 +41,11 @@ FORMAT = {
     "distrib_optim_fully_reshardable_mem_efficient": False,
     "chained_optim_avoid_prefix": True,
 }
+EXPERTS_ARE_SPLIT = "experts_are_split"
+
+
+class CheckpointError(UserError):
+    """This checkpoint cannot be continued in this layout."""
 
 
 def save_checkpoint(
@@ -61,6 +69,7 @@ def save_checkpoint(
     )
     state = _sharded_state(chunks, optimizer, is_loading=False)
     state["num_optimizer_steps"] = scheduler.num_steps
+    state[EXPERTS_ARE_SPLIT] = _experts_are_split()
     dist_checkpointing.save(state, str(partial), strategy, content_metadata=FORMAT)
     dist.barrier()
     if dist.get_rank() == 0:
@@ -76,12 +85,21 @@ def load_checkpoint(
 ) -> None:
     """Restore in place what ``save_checkpoint`` wrote, from the same or another parallel layout.
 
-    Raises FileNotFoundError where there is no complete checkpoint; Megatron's CheckpointingException where the
+    Raises FileNotFoundError where there is no complete checkpoint; CheckpointError where the experts of one layout are
+    split over ranks and those of the other are not; Megatron's CheckpointingException where the
     checkpoint is of another model.
     """
     if not dist_checkpointing.check_is_distributed_checkpoint(str(folder)):
         raise FileNotFoundError(
             f"expected a complete checkpoint in {folder}, found none; give the folder that a save ended in"
+        )
+    saved = dist_checkpointing.load_common_state_dict(str(folder)).get(EXPERTS_ARE_SPLIT)
+    if saved is not None and saved != _experts_are_split():
+        raise CheckpointError(
+            f"{folder} was written with parallel.expert_parallel_size {'above 1' if saved else '1'}, and this run has "
+            f"{parallel_state.get_expert_model_parallel_world_size()}: Megatron keeps the optimizer state of experts that "
+            "are split apart from the rest, and cannot turn one into the other; continue with a size on the same side of "
+            "1, or start from the saved Hugging Face weights"
         )
     hyperparameters = [_hyperparameters(group) for group in optimizer.param_groups]
     with torch.no_grad(), _steps_kept_in_place(optimizer):
@@ -103,6 +121,10 @@ def _sharded_state(
     state = {_chunk_key(index): chunk.sharded_state_dict(metadata=metadata) for index, chunk in enumerate(chunks)}
     state["optimizer"] = optimizer.sharded_state_dict(state, is_loading=is_loading, metadata=metadata)
     return state
+
+
+def _experts_are_split() -> bool:
+    return parallel_state.get_expert_model_parallel_world_size() > 1
 
 
 def _chunk_key(index: int) -> str:
