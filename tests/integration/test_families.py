@@ -19,9 +19,10 @@ from torch import Tensor
 
 from megatron_rl.cli import main
 from megatron_rl.config.schema import ParallelConfig
-from megatron_rl.models import policy
+from megatron_rl.models import critic, policy
 from megatron_rl.models.hf.config import load_hf_config
 from megatron_rl.models.hf.convert import convert
+from megatron_rl.models.hf.families import VALUE_HEAD
 from megatron_rl.models.hf.sources import INDEX_FILE, WeightsError
 from megatron_rl.models.hf.weights import expected_names, export_weights, load_weights, save_hf
 from megatron_rl.parallel import topology
@@ -220,6 +221,19 @@ def test_megatron_loads_a_converted_model(
     assert_same_bits(dict(export_weights([chunk], config)), tensors_of(models[shape]))
 
 
+def test_a_critic_is_converted_with_its_value_head(single_rank: ParallelConfig, tmp_path: Path) -> None:
+    source = make_family_model(tmp_path / "hf", "deepseek_v3_yarn")
+    config = load_hf_config(source)
+    chunks = critic.build_critic(config, single_rank, dtype=torch.float32, seed=2)
+    save_hf(chunks, config, source, tmp_path / "critic", role="critic")
+    topology.destroy()
+    convert(tmp_path / "critic", tmp_path / "megatron", to="megatron", max_shard_bytes=SHARD_BYTES)
+    convert(tmp_path / "megatron", tmp_path / "back", to="hf", max_shard_bytes=SHARD_BYTES)
+    assert VALUE_HEAD in tensors_of(tmp_path / "back")
+    assert_same_bits(tensors_of(tmp_path / "back"), tensors_of(tmp_path / "critic"))
+    topology.initialize(single_rank, seed=1)
+
+
 def test_multi_token_prediction_is_refused_or_dropped_by_name(tmp_path: Path) -> None:
     source = make_family_model(tmp_path / "hf", "deepseek_v3_yarn", num_nextn_predict_layers=1)
     tensors = tensors_of(source)
@@ -319,10 +333,11 @@ def reshape_model(folder: Path) -> None:
         (lambda folder: (folder / "__0_0.distcp").unlink(), r"__0_0.distcp: \S+ cannot be read.*No such file"),
         (lambda folder: cut(folder / ".metadata"), r".metadata cannot be read"),
         (lambda folder: (folder / "metadata.json").unlink(), "holds no metadata.json"),
+        (lambda folder: (folder / "config.json").unlink(), "holds no config.json; .*--config-from"),
         (lose_key, "no tensor decoder.layers.mlp.linear_fc2.weight, of which model.layers.0.mlp.down_proj.weight"),
         (reshape_model, r"decoder.layers.mlp.linear_fc1.weight has shape .*160.* asks for .*192"),
     ],
-    ids=["truncated", "gone", "metadata", "no checkpoint", "missing tensor", "other shapes"],
+    ids=["truncated", "gone", "metadata", "no checkpoint", "no config", "missing tensor", "other shapes"],
 )
 def test_a_megatron_checkpoint_that_cannot_be_converted_is_one_line(
     edit: Any, message: str, tmp_path: Path, models: dict[str, Path], capfd: pytest.CaptureFixture[str]

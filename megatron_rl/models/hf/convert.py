@@ -24,6 +24,7 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedBase, ShardedObject, ShardedTensor, ShardedTensorFactory
 from megatron.core.dist_checkpointing.strategies.common import TorchCommonSaveStrategy
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, create_default_global_save_plan
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
@@ -86,6 +87,8 @@ def convert(
     source, target = Path(input_folder), Path(output_folder)
     if target.exists():
         raise FileExistsError(f"{target} exists; give an output folder that does not, or remove it")
+    if config_folder is None and source.is_dir() and not (source / "config.json").is_file():
+        raise FileNotFoundError(f"{source} holds no config.json; name a folder that does with --config-from")
     config_folder = Path(config_folder or source)
     config = load_hf_config(config_folder)
     check_layout(config, parallel)
@@ -161,7 +164,14 @@ def _to_megatron(
         contents_of(config, role), dtypes, lambda entry: _load_whole(entry, checkpoint, dims(config))
     )
     with _appearing(target) as folder:
-        dcp.save({}, storage_writer=dcp.FileSystemWriter(folder), planner=planner, no_dist=True)
+        try:
+            dcp.save({}, storage_writer=dcp.FileSystemWriter(folder), planner=planner, no_dist=True)
+        except CheckpointException as error:
+            # It carries each rank's own failure, and here there is one rank.
+            ((cause, _),) = error.failures.values()
+            if isinstance(cause, OSError):
+                raise OSError(f"{target} could not be written: {cause}") from error
+            raise cause from error
         TorchCommonSaveStrategy("torch", 1).save_common({"content_metadata": {"singleton_local_shards": False}}, folder)
         save_config(CheckpointingConfig("torch_dist"), str(folder))
         _copy_config(config_folder, folder)

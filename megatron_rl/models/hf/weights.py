@@ -20,6 +20,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PretrainedConfig
@@ -264,7 +265,11 @@ class FolderWriter:
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def _flush(self) -> None:
-        save_file(self.pending, self._shard_path(len(self.shards)), metadata={"format": "pt"})
+        try:
+            save_file(self.pending, self._shard_path(len(self.shards)), metadata={"format": "pt"})
+        except SafetensorError as error:
+            # Of an error while writing it keeps the text alone; tensors that cannot be serialised do not come here.
+            raise OSError(f"{self.target} could not be written: {error}") from error
         self.shards.append(list(self.pending))
         self.pending, self.pending_bytes = {}, 0
 
