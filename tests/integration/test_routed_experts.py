@@ -1,0 +1,225 @@
+"""R3 on a real SGLang server and real Megatron Core: what the engine says of its routing is what the trainer replays.
+
+One server for the whole file; the training runs come last, for they send it other weights.
+"""
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_rl.config.schema import Init, MoeConfig, ParallelConfig, RoutingReplay
+from megatron_rl.data.batch import ROUTES, PackedBatch, cu_seqlens_of
+from megatron_rl.data.trajectory import Prompt, Trajectory
+from megatron_rl.parallel import topology as topologies
+from megatron_rl.rollout.client import SglangClient
+from megatron_rl.rollout.generator import Sampling, WindowGenerator
+from megatron_rl.rollout.routing import SERVER_FLAG, RouteShape, route_shape
+from megatron_rl.rollout.server import ServerOptions, SglangServer
+from megatron_rl.schedule.experience import window_batch, window_routes, with_routes
+from megatron_rl.tracking.metrics import read_metrics
+from megatron_rl.training.engine import Engine
+from tests.tiny_families import make_family_model
+from tests.tiny_models import make_tokenizer
+
+WINDOW_TOKENS = 12
+NUM_TRAJECTORIES = 6
+TOLERANCE = 1e-4
+RECIPE = """
+run: {{num_steps: 3, seed: 5}}
+policy:
+  path: {model}
+  dtype: float32
+  moe: {{load_balancing: aux_loss, aux_loss_coef: 0.01}}
+  optimizer: {{lr: 1.0e-3, warmup_steps: 0}}
+critic: {{warmup_steps: 0, optimizer: {{lr: 1.0e-3}}}}
+parallel: {{collective_timeout_s: 120}}
+batch:
+  num_prompts_per_step: 4
+  num_samples_per_prompt: 4
+  max_prompt_tokens: 16
+  max_response_tokens: 20
+  window_tokens: 0
+  policy_minibatch_size: 8
+  critic_minibatch_size: 8
+  max_tokens_per_microbatch: 256
+algorithm: {{ignore_boundary_tokens: 2}}
+data: {{train_files: ["{folder}/train.jsonl"], use_chat_template: false, system_prompt: ""}}
+reward: {{name: "tests.integration.presets_worker:even_length", num_workers: 1}}
+rollout: {{urls: ["{url}"]}}
+tracking: {{mlflow: false}}
+"""
+TRAIN = """
+import json, sys
+from tests.integration.presets_worker import run_all
+run_all(sys.argv[1], sys.argv[2], json.loads(sys.argv[3]))
+"""
+RUNS = {
+    "tppo": ["policy.moe.routing_replay=R3", "batch.window_tokens=8"],
+    "grpo": ["policy.moe.routing_replay=R2", "policy.recompute=full"],
+}
+"""Preset and what it is run with."""
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    # SGLang takes every layer of this family for sparse and its head for a matrix of its own.
+    sizes = dict(num_hidden_layers=3, num_experts=8, num_experts_per_tok=2, tie_word_embeddings=False)
+    # Without an end-of-text token every window is full.
+    make_tokenizer(folder)
+    return make_family_model(folder, "qwen3_moe", eos_token_id=None, **sizes)
+
+
+@pytest.fixture(scope="module")
+def url(model_path, tmp_path_factory) -> Iterator[str]:
+    options = ServerOptions(str(model_path), deterministic=True, server_args={SERVER_FLAG: True})
+    with SglangServer(options, tmp_path_factory.mktemp("log") / "sglang.log", start_timeout_s=400.0) as server:
+        yield server.url
+
+
+@pytest.fixture(scope="module")
+def windows(model_path, url) -> list[PackedBatch]:
+    """The batches of two steps, each with the engine's log-probs and routes."""
+    shape = route_shape(model_path)
+    assert shape == RouteShape(num_layers=3, top_k=2, num_experts=8)
+    trajectories = [
+        Trajectory(
+            id=i,
+            prompt=Prompt(str(i), tuple(range(5 + i, 12 + 3 * i))),
+            group_id=i,
+            sample_index=0,
+            max_response_tokens=2 * WINDOW_TOKENS,
+        )
+        for i in range(NUM_TRAJECTORIES)
+    ]
+    sampling = Sampling(temperature=1.0, top_p=1.0, top_k=-1, stop_token_ids=(), seed=1, routes=shape)
+
+    async def generate() -> list[PackedBatch]:
+        batches = []
+        async with SglangClient([url], vocab_size=101) as client:
+            generator = WindowGenerator(client, recover=None, decode=str)
+            for step in range(2):
+                await generator.generate(
+                    trajectories,
+                    step=step,
+                    window_tokens=WINDOW_TOKENS,
+                    weight_version="default",
+                    sampling=sampling,
+                    kind="train",
+                )
+                batches.append(with_routes(window_batch(trajectories, step), window_routes(trajectories, step)))
+        return batches
+
+    return asyncio.run(asyncio.wait_for(generate(), 120))
+
+
+@pytest.fixture(scope="module")
+def engine(model_path):
+    parallel = ParallelConfig()
+    place = topologies.initialize(parallel, seed=1)
+    try:
+        yield Engine(
+            "policy",
+            model_path,
+            parallel=parallel,
+            topology=place,
+            optimizer=None,
+            init=Init.checkpoint,
+            moe=MoeConfig(routing_replay=RoutingReplay.R3),
+        )
+    finally:
+        topologies.destroy()
+
+
+def ends(batch: PackedBatch) -> torch.Tensor:
+    """[T] bool: the last token of each sequence."""
+    is_end = torch.zeros(len(batch.tokens), dtype=torch.bool)
+    is_end[batch.cu_seqlens[1:] - 1] = True
+    return is_end
+
+
+def test_all_tokens_but_the_last_have_a_record(windows):
+    for batch in windows:
+        routes = batch.fields[ROUTES]
+        assert routes.shape == (len(batch.tokens), 3, 2)
+        assert (routes > 0).all(-1).all(-1).equal(~ends(batch))
+        assert (routes[ends(batch)] == 0).all()
+
+
+def test_the_record_of_a_window_covers_the_prefix_of_earlier_ones(windows):
+    first, second = windows
+    for row in range(NUM_TRAJECTORIES):
+        earlier, later = first.select([row]), second.select([row])
+        known = len(earlier.tokens) - 1
+        assert len(later.tokens) == len(earlier.tokens) + WINDOW_TOKENS
+        # The weights are the same, so the choices are.
+        found, expected = later.fields[ROUTES][:known], earlier.fields[ROUTES][:known]
+        assert torch.equal(found.sort(-1).values, expected.sort(-1).values)
+
+
+def test_the_engine_chooses_as_the_trainer_does(windows, engine):
+    for batch in windows:
+        own = batch.only("mask")
+        engine.logprobs([own], record_routes=True)
+        (routes,) = engine.take_routes()
+        known = ~ends(batch)
+        assert torch.equal(routes.sort(-1).values[known], batch.fields[ROUTES].sort(-1).values[known])
+
+
+def test_replaying_the_engine_s_choice_gives_its_logprobs_and_a_shuffled_one_does_not(windows, engine):
+    for batch in windows:
+        mask, rollout = batch.fields["mask"], batch.fields["rollout_logprobs"]
+        (replayed,) = engine.logprobs([batch])
+        assert (replayed - rollout)[mask].abs().max() < TOLERANCE
+        order = torch.from_numpy(np.random.default_rng(3).permutation(len(mask)))
+        (shuffled,) = engine.logprobs([batch.with_fields(**{ROUTES: batch.fields[ROUTES][order]})])
+        assert (shuffled - rollout)[mask].abs().mean() > 0.1
+
+
+def test_a_pack_of_one_token_sequences_needs_no_record(engine):
+    tokens = torch.tensor([4, 9, 7])
+    batch = PackedBatch(tokens, cu_seqlens_of(torch.tensor([1, 2])), {"mask": torch.tensor([False, False, True])})
+    (native,) = engine.logprobs([batch])
+    (empty,) = engine.logprobs([batch.with_fields(**{ROUTES: torch.zeros(3, 3, 2, dtype=torch.int16)})])
+    assert torch.equal(native, empty)
+
+
+@pytest.fixture(scope="module")
+def runs(windows, model_path, url, tmp_path_factory) -> tuple[Path, str]:
+    """(output folder, what was printed) after one process has trained with each kind of replay."""
+    folder = tmp_path_factory.mktemp("runs")
+    rows = [{"id": i, "prompt": f"{i}+{i}=", "answer": str(2 * i)} for i in range(24)]
+    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "recipe.yaml").write_text(RECIPE.format(model=model_path, folder=folder, url=url))
+    done = subprocess.run(
+        [sys.executable, "-c", TRAIN, folder / "recipe.yaml", folder, json.dumps(RUNS)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=500,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    return folder, done.stdout
+
+
+@pytest.mark.parametrize("preset", RUNS)
+def test_a_run_replays_the_routes_of_every_token_it_trains(runs, preset):
+    folder, output = runs
+    assert f"== {preset} ended with 0" in output, output[-6000:]
+    rows = {row.step: row.metrics for row in read_metrics(folder / preset / "metrics.jsonl")}
+    assert sorted(rows) == [1, 2, 3]
+    for metrics in rows.values():
+        # The engine knows no route of a sequence's last token, which no log-prob depends on.
+        share = metrics["policy/moe_replayed_share"]
+        assert share == 1.0 if preset == "grpo" else 0.9 < share < 1.0
+        assert metrics["mismatch/max_abs_log_ratio"] < 1e-3
+        assert metrics["policy/grad_norm"] > 0 and metrics["policy/moe_balance_loss"] > 0
+        assert 1 <= metrics["policy/moe_max_load"] <= 4 and 0 < metrics["policy/moe_load_entropy"] <= 1
