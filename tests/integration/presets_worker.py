@@ -1,4 +1,4 @@
-"""Runs several presets one after the other in this process: ``presets_worker.py RECIPE OUTPUT PRESET[ key=value]...``."""
+"""Runs several presets one after the other in this process: ``RECIPE OUTPUT {preset: [key=value, ...]}`` (JSON)."""
 
 import json
 import sys
@@ -6,13 +6,6 @@ import traceback
 from pathlib import Path
 
 from megatron_rl.cli import main
-from megatron_rl.rewards.registry import register
-
-
-@register("even_length", range=(0.0, 1.0))
-def even_length(response: str, answer: str) -> float:
-    """A reward that random text gets half of the time."""
-    return float(len(response) % 2 == 0)
 
 
 def run_all(recipe: str, output: str, runs: dict[str, list[str]]) -> None:

@@ -28,7 +28,7 @@ batch:
   critic_minibatch_size: 8
   max_tokens_per_microbatch: 512
 data: {{train_files: ["{folder}/train.jsonl"], use_chat_template: false, system_prompt: "", reward_fields: []}}
-reward: {{name: "tests.integration.presets_worker:even_length", num_workers: 1}}
+reward: {{name: "tests.integration.preset_reward:even_length", num_workers: 1}}
 rollout: {{urls: ["{url}"]}}
 tracking: {{mlflow: false}}
 """
@@ -41,7 +41,7 @@ OVERRIDES = {
     "pairwise_ppo": ["reward.name=pairwise", f"reward.options={JUDGE}"],
     "seed_vl_hybrid": [
         "reward.require_think=false",
-        "reward.by_type.verifiable.name=tests.integration.presets_worker:even_length",
+        "reward.by_type.verifiable.name=tests.integration.preset_reward:even_length",
         f"reward.by_type.general.options={JUDGE}",
     ],
 }
