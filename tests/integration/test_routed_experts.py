@@ -52,7 +52,7 @@ batch:
   max_tokens_per_microbatch: 256
 algorithm: {{ignore_boundary_tokens: 2}}
 data: {{train_files: ["{folder}/train.jsonl"], use_chat_template: false, system_prompt: ""}}
-reward: {{name: "tests.integration.presets_worker:even_length", num_workers: 1}}
+reward: {{name: "tests.integration.preset_reward:even_length", num_workers: 1}}
 rollout: {{urls: ["{url}"]}}
 tracking: {{mlflow: false}}
 """

@@ -189,6 +189,19 @@ def test_a_second_run_into_the_same_folder_is_refused_and_resuming_goes_on(finis
     rows = {row.step: row.metrics for row in read_metrics(output_dir / "metrics.jsonl")}
     assert sorted(rows) == [0, 1, 2, 3, 4, 5, 6, 7]
     assert rows[6]["rollout/num_carried"] == 16 - rows[5]["rollout/num_finished"]
+    # Token for token what an uninterrupted run does, although this one lost its server and was stopped in between.
+    status, output = run(folder, "train", f"run.output_dir={folder}/whole", "run.num_steps=7")
+    assert status == 0, output
+    assert tokens_under_way(folder / "whole") == tokens_under_way(output_dir)
+    whole = {row.step: row.metrics for row in read_metrics(folder / "whole" / "metrics.jsonl")}
+    for name in ("step/tokens_generated", "rollout/num_finished", "policy/grad_norm", "critic/loss"):
+        assert whole[7][name] == pytest.approx(rows[7][name], rel=1e-3), name
+
+
+def tokens_under_way(output_dir):
+    """(prompt, response) tokens of every response that the last checkpoint holds."""
+    pool = json.loads((output_dir / "checkpoints" / "step-7" / "driver.json").read_text())["pool"]
+    return [(t["prompt"]["token_ids"], [s["token_ids"] for s in t["segments"]]) for t in pool["slots"]]
 
 
 def test_ctrl_c_stops_every_child(folder, tmp_path):
