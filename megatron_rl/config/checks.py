@@ -391,8 +391,10 @@ def _model(config: Config, command: str) -> Iterator[str]:
     divisions = {
         "num_attention_heads": config.parallel.tensor_parallel_size,
         "num_key_value_heads": config.parallel.tensor_parallel_size,
-        "intermediate_size": config.parallel.tensor_parallel_size,
     }
+    only_experts = model_type == "qwen3_moe" and not model.get("mlp_only_layers") and model.get("decoder_sparse_step", 1) == 1
+    if not only_experts:
+        divisions["intermediate_size"] = config.parallel.tensor_parallel_size
     for name, parts in divisions.items():
         if name in model and model[name] % parts:
             yield f"parallel.tensor_parallel_size: {parts} does not divide {name}={model[name]} of {path}"

@@ -33,11 +33,13 @@ def rollout_metrics(trajectories: Sequence[Trajectory], *, step: int, num_carrie
 
 
 def reward_metrics(finished: Sequence[Trajectory]) -> dict[str, float]:
-    """Over finished responses alone; accuracy counts a reward of at least 1 as right."""
+    """Over finished responses alone; an accuracy where every reward is 0 or 1, as verifiers give them."""
     rewards = [t.score.value for t in finished if t.score.value is not None]
     metrics = {"reward/num_unscored": float(len(finished) - len(rewards))}
     if rewards:
-        metrics |= {"reward/mean": _mean(rewards), "reward/accuracy": _mean([r >= 1 for r in rewards])}
+        metrics["reward/mean"] = _mean(rewards)
+        if all(reward in (0, 1) for reward in rewards):
+            metrics["reward/accuracy"] = _mean(rewards)
     return metrics
 
 
