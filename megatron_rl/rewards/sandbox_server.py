@@ -86,6 +86,7 @@ def visible_paths() -> list[str]:
     """What a program may read: the Python installation and the system's libraries."""
     paths = [sys.prefix, sys.base_prefix, sys.exec_prefix, os.path.dirname(os.path.realpath(sys.executable))]
     paths += ["/usr", "/lib", "/lib64", "/bin", "/etc/ld.so.cache", "/etc/localtime"]
+    paths += [os.path.realpath(path) for path in paths]  # a virtual environment may be reached through a link
     paths = sorted({os.path.abspath(path) for path in paths if os.path.exists(path)})
     return [path for path in paths if not any(path != other and path.startswith(f"{other}/") for other in paths)]
 
