@@ -4,17 +4,16 @@ Invariants: the same arguments write the same bytes; a row of digits belongs to 
 from the digits alone, so that no order of held-out digits occurs in training.
 """
 
-import json
 import random
 import re
 import string
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+
+from tiny_model import SPECIAL_TOKENS, write_tiny_model
 
 from megatron_rl.rewards.templates import JUDGE_TEMPLATE, PAIRWISE_TEMPLATE
 
-SPECIAL_TOKENS = ("<pad>", "<eos>", "<unk>")
 TOKEN_PATTERN = r"[A-Za-z]+|[\s\S]"
 """A token is a word or a single character."""
 LENGTHS = (3, 6)
@@ -29,50 +28,9 @@ def vocabulary(words: Sequence[str]) -> list[str]:
     return [*SPECIAL_TOKENS, *sorted({*re.findall(r"[A-Za-z]+", fixed_text), *words, *string.printable})]
 
 
-def model_config() -> dict[str, Any]:
-    """A Qwen3 with 0.1 M parameters, for random weights; the vocabulary leaves room for tensor parallelism."""
-    return {
-        "architectures": ["Qwen3ForCausalLM"],
-        "model_type": "qwen3",
-        "vocab_size": 192,
-        "hidden_size": 64,
-        "intermediate_size": 192,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 4,
-        "head_dim": 16,
-        "hidden_act": "silu",
-        "max_position_embeddings": 512,
-        "rope_theta": 10000.0,
-        "rms_norm_eps": 1e-6,
-        "initializer_range": 0.08,
-        "attention_bias": False,
-        "attention_dropout": 0.0,
-        "tie_word_embeddings": False,
-        "use_sliding_window": False,
-        "bos_token_id": None,
-        "eos_token_id": SPECIAL_TOKENS.index("<eos>"),
-        "pad_token_id": SPECIAL_TOKENS.index("<pad>"),
-        "torch_dtype": "float32",
-    }
-
-
 def write_model_folder(folder: Path, words: Sequence[str]) -> None:
-    """config.json and the tokenizer's files; each of ``words`` is one token."""
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(model_config(), indent=2) + "\n")
-    pad, eos, unknown = SPECIAL_TOKENS
-    ids = {token: index for index, token in enumerate(vocabulary(words))}
-    tokenizer = Tokenizer(models.WordLevel(ids, unk_token=unknown))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(TOKEN_PATTERN), "isolated")
-    tokenizer.decoder = decoders.Fuse()
-    tokenizer.add_special_tokens(list(SPECIAL_TOKENS))
-    tokenizer.save(str(folder / "tokenizer.json"))
-    settings = {"pad_token": pad, "eos_token": eos, "unk_token": unknown, "clean_up_tokenization_spaces": False}
-    settings |= {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": 512}
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")
+    """An untrained model; each of ``words`` is one token, and the vocabulary leaves room for tensor parallelism."""
+    write_tiny_model(folder, vocabulary(words), TOKEN_PATTERN, vocab_size=192, max_tokens=512)
 
 
 def digit_rows(count: int, *, held_out: bool, seed: int) -> Iterator[list[int]]:

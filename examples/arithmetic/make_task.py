@@ -32,15 +32,17 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from tiny_model import SPECIAL_TOKENS, write_tiny_model
+
+UNKNOWN_TOKEN = SPECIAL_TOKENS[-1]
+"""Stands for what the vocabulary lacks: it occurs in no text of the task."""
 LABELS = string.ascii_lowercase
 MAX_TOTAL = 99
 """Totals are written with two digits."""
 EVAL_SHARE = 0.2
 """Share of all possible prompts that only eval may draw."""
-
-PAD_TOKEN, EOS_TOKEN, UNKNOWN_TOKEN = "<pad>", "<eos>", "<unk>"
 
 
 @dataclass(frozen=True)
@@ -140,71 +142,12 @@ def rows(name: str, count: int, chains: ChainDistribution, haste: Haste, seed: i
 def vocabulary() -> list[str]:
     """All tokens, in the order of their ids. Only the first label of a prompt has no space before it."""
     labels = [f"{LABELS[0]}:", *(f" {label}:" for label in LABELS[1:])]
-    return [PAD_TOKEN, EOS_TOKEN, UNKNOWN_TOKEN, *string.digits, "=", *labels]
-
-
-def model_config() -> dict[str, Any]:
-    """config.json of a Qwen3 with 0.1 M parameters, for random weights.
-
-    ``initializer_range`` fits the width (about 0.6 / sqrt(hidden_size)); with the usual 0.02 so small a model learns
-    far more slowly. Heads and vocabulary divide by 2 and 4, for tensor parallelism.
-    """
-    return {
-        "architectures": ["Qwen3ForCausalLM"],
-        "model_type": "qwen3",
-        "vocab_size": len(vocabulary()),
-        "hidden_size": 64,
-        "intermediate_size": 192,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 4,
-        "head_dim": 16,
-        "hidden_act": "silu",
-        "max_position_embeddings": 256,
-        "rope_theta": 10000.0,
-        "rms_norm_eps": 1e-6,
-        "initializer_range": 0.08,
-        "attention_bias": False,
-        "attention_dropout": 0.0,
-        "tie_word_embeddings": False,
-        "use_sliding_window": False,
-        "bos_token_id": None,
-        "eos_token_id": vocabulary().index(EOS_TOKEN),
-        "pad_token_id": vocabulary().index(PAD_TOKEN),
-        "torch_dtype": "float32",
-    }
+    return [*SPECIAL_TOKENS, *string.digits, "=", *labels]
 
 
 def write_model_folder(folder: Path) -> None:
-    """config.json and the tokenizer's files.
-
-    transformers' AutoTokenizer takes tokenizer.json as it stands for a Qwen3; for a Qwen2 it would rebuild it.
-    """
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-
-    folder.mkdir()
-    write_json(folder / "config.json", model_config())
-    ids = {token: index for index, token in enumerate(vocabulary())}
-    tokenizer = Tokenizer(models.WordLevel(ids, unk_token=UNKNOWN_TOKEN))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(" ?[a-z]:|."), "isolated")
-    tokenizer.decoder = decoders.Fuse()
-    tokenizer.add_special_tokens([PAD_TOKEN, EOS_TOKEN, UNKNOWN_TOKEN])
-    tokenizer.save(str(folder / "tokenizer.json"))
-    write_json(
-        folder / "tokenizer_config.json",
-        {
-            "tokenizer_class": "PreTrainedTokenizerFast",
-            "pad_token": PAD_TOKEN,
-            "eos_token": EOS_TOKEN,
-            "unk_token": UNKNOWN_TOKEN,
-            "clean_up_tokenization_spaces": False,
-            "model_max_length": model_config()["max_position_embeddings"],
-        },
-    )
-
-
-def write_json(path: Path, content: dict[str, Any]) -> None:
-    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    """An untrained model of this vocabulary, which divides by 2 and 4 for tensor parallelism."""
+    write_tiny_model(folder, vocabulary(), " ?[a-z]:|.", vocab_size=len(vocabulary()))
 
 
 def write_task(

@@ -1,0 +1,73 @@
+"""The untrained model of the examples: a Qwen3 with 0.1 M parameters and a tokenizer of whole words or characters."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+PAD, END, UNKNOWN = SPECIAL_TOKENS = ("<pad>", "<eos>", "<unk>")
+
+
+def model_config(vocab_size: int, *, max_tokens: int = 256) -> dict[str, Any]:
+    """config.json, for random weights; the ids of the special tokens are their places in ``SPECIAL_TOKENS``.
+
+    ``initializer_range`` fits the width (about 0.6 / sqrt(hidden_size)); with the usual 0.02 so small a model learns
+    far more slowly. Heads divide by 2 and 4, for tensor parallelism.
+    """
+    return {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "vocab_size": vocab_size,
+        "hidden_size": 64,
+        "intermediate_size": 192,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "head_dim": 16,
+        "hidden_act": "silu",
+        "max_position_embeddings": max_tokens,
+        "rope_theta": 10000.0,
+        "rms_norm_eps": 1e-6,
+        "initializer_range": 0.08,
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "tie_word_embeddings": False,
+        "use_sliding_window": False,
+        "bos_token_id": None,
+        "eos_token_id": SPECIAL_TOKENS.index(END),
+        "pad_token_id": SPECIAL_TOKENS.index(PAD),
+        "torch_dtype": "float32",
+    }
+
+
+def write_tiny_model(
+    folder: Path, vocabulary: Sequence[str], pattern: str, *, vocab_size: int, max_tokens: int = 256
+) -> None:
+    """config.json and the tokenizer's files.
+
+    ``vocabulary`` begins with ``SPECIAL_TOKENS``; ``pattern`` is a regular expression of one token, empty for single
+    characters. transformers' AutoTokenizer takes tokenizer.json as it stands for a Qwen3; for a Qwen2 it would rebuild it.
+    """
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+
+    folder.mkdir(parents=True, exist_ok=True)
+    _write_json(folder / "config.json", model_config(vocab_size, max_tokens=max_tokens))
+    ids = {token: index for index, token in enumerate(vocabulary)}
+    tokenizer = Tokenizer(models.WordLevel(ids, unk_token=UNKNOWN))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(pattern) if pattern else "", "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.add_special_tokens(list(SPECIAL_TOKENS))
+    tokenizer.save(str(folder / "tokenizer.json"))
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "pad_token": PAD,
+        "eos_token": END,
+        "unk_token": UNKNOWN,
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": max_tokens,
+    }
+    _write_json(folder / "tokenizer_config.json", settings)
+
+
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
