@@ -42,9 +42,7 @@ def _parser() -> argparse.ArgumentParser:
         ("reward-train", "train a reward model on preferences or line labels"),
     ):
         command = commands.add_parser(name, help=text, description=text)
-        command.add_argument("--config", required=True, action="append", help="YAML recipe; a later one overrides")
-        command.add_argument("--dry-run", action="store_true", help="print what would be done and exit")
-        command.add_argument("overrides", nargs="*", metavar="key=value", help="override a key of the recipe")
+        _add_recipe(command)
         command.set_defaults(run=_train_command, command=name)
     _add_serve(commands)
     _add_score(commands)
@@ -58,6 +56,12 @@ def _parser() -> argparse.ArgumentParser:
     command = commands.add_parser("presets", help="list the presets", description="list the presets")
     command.set_defaults(run=_presets)
     return parser
+
+
+def _add_recipe(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--config", required=True, action="append", help="YAML recipe; a later one overrides")
+    command.add_argument("--dry-run", action="store_true", help="print what would be done and exit")
+    command.add_argument("overrides", nargs="*", metavar="key=value", help="override a key of the recipe")
 
 
 def _train_command(arguments: argparse.Namespace) -> int:
@@ -196,9 +200,7 @@ def _score(arguments: argparse.Namespace) -> int:
 def _add_select_prompts(commands) -> None:
     text = "keep the prompts that are worth training on"
     command = commands.add_parser("select-prompts", help=text, description=text)
-    command.add_argument("--config", required=True, action="append", help="YAML recipe; a later one overrides")
-    command.add_argument("--dry-run", action="store_true", help="print what would be done and exit")
-    command.add_argument("overrides", nargs="*", metavar="key=value", help="override a key of the recipe")
+    _add_recipe(command)
     command.set_defaults(run=_select_prompts)
 
 
@@ -225,9 +227,7 @@ def _select_prompts(arguments: argparse.Namespace) -> int:
 def _add_label_lines(commands) -> None:
     text = "label the lines of programs that can still be completed to a right one"
     command = commands.add_parser("label-lines", help=text, description=text)
-    command.add_argument("--config", required=True, action="append", help="YAML recipe; a later one overrides")
-    command.add_argument("--dry-run", action="store_true", help="print what would be done and exit")
-    command.add_argument("overrides", nargs="*", metavar="key=value", help="override a key of the recipe")
+    _add_recipe(command)
     command.set_defaults(run=_label_lines)
 
 

@@ -42,7 +42,8 @@ from megatron_rl.rewards.async_runner import start_runner
 from megatron_rl.rewards.jobs import RewardItem
 from megatron_rl.rewards.registry import check_options, resolve
 from megatron_rl.rewards.scoring import RowForm
-from megatron_rl.rollout.frozen import frozen_servers, open_frozen_rollout
+from megatron_rl.rollout.frozen import open_frozen_rollout
+from megatron_rl.rollout.pool import open_servers
 from megatron_rl.rollout.protocol import GenerationRequest
 
 Complete = Callable[[GenerationRequest], Awaitable[Sequence[int]]]
@@ -367,7 +368,7 @@ def _label_open_jobs(
             max_retries=reward.max_retries,
             start_timeout_s=reward.start_timeout_s,
         ) as runner,
-        frozen_servers(config, log_dir, note) as servers,
+        open_servers(config, log_dir, note, load_weights=True) as servers,
         open(output_path, "a", encoding="utf-8") as output,
         Progress(*columns, console=console, disable=not console.is_terminal) as progress,
     ):

@@ -9,17 +9,11 @@ One FrozenRollout belongs to one event loop; the servers outlive it.
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from pathlib import Path
 
 from megatron_rl.config.schema import Config
 from megatron_rl.rollout.client import ServerLost, SglangClient
-from megatron_rl.rollout.pool import ServerPool, open_servers
+from megatron_rl.rollout.pool import ServerPool
 from megatron_rl.rollout.protocol import Generation, GenerationRequest
-
-
-def frozen_servers(config: Config, log_dir: Path, note: Callable[[str], None]) -> ServerPool:
-    """Servers of ``policy.path``, started here or attached to; a context manager that stops those it started."""
-    return open_servers(config, log_dir, note, load_weights=True)
 
 
 class FrozenRollout:

@@ -233,7 +233,8 @@ def _generate(
     """Servers and rewards for as long as responses are missing."""
     from megatron_rl.config.checks import read_model_json
     from megatron_rl.rewards.hybrid import build_rewards
-    from megatron_rl.rollout.frozen import frozen_servers, open_frozen_rollout
+    from megatron_rl.rollout.frozen import open_frozen_rollout
+    from megatron_rl.rollout.pool import open_servers
     from megatron_rl.schedule.interrupt import clean_stop
 
     vocab_size = read_model_json(Path(config.policy.path) / "config.json")["vocab_size"]
@@ -258,7 +259,7 @@ def _generate(
     with (
         clean_stop(),
         build_rewards(config.reward) as rewards,
-        frozen_servers(config, Path(config.run.output_dir) / "logs", note) as servers,
+        open_servers(config, Path(config.run.output_dir) / "logs", note, load_weights=True) as servers,
     ):
         num_servers = len(servers.urls)
         asyncio.run(run())
