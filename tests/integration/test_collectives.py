@@ -1,47 +1,19 @@
 """Control traffic between three real processes: what is sent arrives, and waiting ends with a name."""
 
-import os
-import signal
-import socket
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from tests.integration.collectives_worker import payload_for
-
-REPOSITORY = Path(__file__).parents[2]
+from tests.integration.torchrun import run_ranks
 
 
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory: pytest.TempPathFactory) -> list[list[Any]]:
     """By rank: what it saw on each of three layouts, and its errors."""
     folder = tmp_path_factory.mktemp("collectives")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "3", "--master_addr", "127.0.0.1"]
-    command += ["--master_port", str(port), "-m", "tests.integration.collectives_worker", str(folder)]
-    log = folder / "log.txt"
-    with log.open("w") as out:
-        process = subprocess.Popen(
-            command,
-            cwd=REPOSITORY,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            stdout=out,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-        try:
-            code = process.wait(120)
-        finally:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-    assert code == 0, log.read_text()[-6000:]
+    run_ranks(3, "tests.integration.collectives_worker", folder, log=folder / "log.txt", timeout_s=120)
     return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(3)]
 
 

@@ -4,11 +4,7 @@ Three launches of engine_worker.py (1, 2 and 4 ranks), each running all of its l
 """
 
 import math
-import os
-import subprocess
-import sys
 from functools import cache
-from pathlib import Path
 
 import pytest
 import torch
@@ -27,10 +23,9 @@ from tests.integration.engine_worker import (
     Scenario,
     make_batch,
 )
+from tests.integration.torchrun import run_ranks
 from tests.tiny_models import make_tiny_model
 
-ROOT = Path(__file__).parents[2]
-WORKER = Path(__file__).with_name("engine_worker.py")
 LAUNCH_TIMEOUT_S = 600
 RELATIVE = 1e-5
 NUM_TOKENS = sum(LENGTHS)
@@ -61,18 +56,14 @@ def results(tmp_path_factory):
             of(1)
         out = folder / f"ranks{world_size}"
         out.mkdir()
-        launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={world_size}"]
-        environment = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}
-        finished = subprocess.run(
-            [sys.executable, *(launcher if world_size > 1 else []), str(WORKER), str(folder / "models"), str(out)],
-            cwd=ROOT,
-            env={**environment, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=LAUNCH_TIMEOUT_S,
+        run_ranks(
+            world_size,
+            "tests.integration.engine_worker",
+            folder / "models",
+            out,
+            log=out / "log.txt",
+            timeout_s=LAUNCH_TIMEOUT_S,
         )
-        assert finished.returncode == 0, finished.stdout[-6000:]
         return {"models": folder / "models", **torch.load(out / "results.pt", weights_only=False)}
 
     return of

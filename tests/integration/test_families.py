@@ -1,13 +1,8 @@
 """Every family in awkward shapes against transformers, and ``megatron-rl convert`` there and back."""
 
 import json
-import os
 import pickle
 import re
-import signal
-import socket
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -29,12 +24,12 @@ from megatron_rl.parallel import topology
 from megatron_rl.rollout.cpu_platform import declare_torchvision_ops
 from tests.integration.families_worker import LAYOUTS
 from tests.integration.models_worker import pack
+from tests.integration.torchrun import run_ranks
 from tests.tiny_families import SHAPES, make_family_model
 from tests.tiny_models import make_tokenizer
 
 declare_torchvision_ops()  # before any model of transformers is imported
 
-REPOSITORY = Path(__file__).parents[2]
 LAUNCH_TIMEOUT_S = 240
 LENGTHS = [9, 1, 60, 33, 17]
 TEMPERATURE = 0.7
@@ -135,28 +130,7 @@ def two_ranks(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory)
         )
         jobs[shape] = dict(path=str(models[shape]), sequences=sequences, weights=weights)
     torch.save(jobs, folder / "jobs.pt")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_addr", "127.0.0.1"]
-    command += ["--master_port", str(port), "-m", "tests.integration.families_worker", str(folder)]
-    log = folder / "log.txt"
-    with log.open("w") as out:
-        process = subprocess.Popen(
-            command,
-            cwd=REPOSITORY,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            stdout=out,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-        try:
-            code = process.wait(LAUNCH_TIMEOUT_S)
-        finally:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-    assert code == 0, log.read_text()[-6000:]
+    run_ranks(2, "tests.integration.families_worker", folder, log=folder / "log.txt", timeout_s=LAUNCH_TIMEOUT_S)
     return torch.load(folder / "results.pt"), references, folder
 
 

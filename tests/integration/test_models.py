@@ -1,10 +1,5 @@
 """Real Megatron models against transformers: the same numbers, on one rank and on every layout of four."""
 
-import os
-import signal
-import socket
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -24,11 +19,11 @@ from megatron_rl.models.hf.weights import expected_names, export_weights, load_w
 from megatron_rl.parallel import topology
 from megatron_rl.rollout.cpu_platform import declare_torchvision_ops
 from tests.integration.models_worker import INIT_SEED, LAYOUTS, pack
+from tests.integration.torchrun import run_ranks
 from tests.tiny_models import DEFAULT_CONFIG, make_tiny_model
 
 declare_torchvision_ops()  # before any model of transformers is imported
 
-REPOSITORY = Path(__file__).parents[2]
 LAUNCH_TIMEOUT_S = 240
 LLAMA3_ROPE = dict(
     rope_type="llama3",
@@ -93,9 +88,7 @@ def load_hf(path: Path) -> Any:
 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    return {
-        name: make_tiny_model(tmp_path_factory.mktemp(name), **shape) for name, shape in SHAPES.items()
-    }
+    return {name: make_tiny_model(tmp_path_factory.mktemp(name), **shape) for name, shape in SHAPES.items()}
 
 
 @pytest.fixture(scope="session")
@@ -360,28 +353,7 @@ def four_ranks(
         for name, path in models.items()
     }
     torch.save(jobs, folder / "jobs.pt")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "4", "--master_addr", "127.0.0.1"]
-    command += ["--master_port", str(port), "-m", "tests.integration.models_worker", str(folder)]
-    log = folder / "log.txt"
-    with log.open("w") as out:
-        process = subprocess.Popen(
-            command,
-            cwd=REPOSITORY,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            stdout=out,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-        try:
-            code = process.wait(LAUNCH_TIMEOUT_S)
-        finally:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-    assert code == 0, log.read_text()[-6000:]
+    run_ranks(4, "tests.integration.models_worker", folder, log=folder / "log.txt", timeout_s=LAUNCH_TIMEOUT_S)
     return torch.load(folder / "results.pt"), folder
 
 

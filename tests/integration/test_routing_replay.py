@@ -3,21 +3,16 @@
 Two launches of routing_worker.py (1 and 2 ranks), each running all of its layouts; the tests compare their results.
 """
 
-import os
-import subprocess
-import sys
 from functools import cache
-from pathlib import Path
 
 import pytest
 import torch
 
 from megatron_rl.rollout.cpu_platform import declare_torchvision_ops
 from tests.integration.routing_worker import BIAS_RATE, BIASED, LENGTHS, PROMPT_TOKENS, SCENARIOS
+from tests.integration.torchrun import run_ranks
 from tests.tiny_families import COMMON, LATENT
 
-ROOT = Path(__file__).parents[2]
-WORKER = Path(__file__).with_name("routing_worker.py")
 LAUNCH_TIMEOUT_S = 400
 RELATIVE = 1e-5
 NUM_LAYERS, NUM_EXPERTS, TOP_K = 2, 8, 2
@@ -59,18 +54,14 @@ def results(tmp_path_factory):
     def of(world_size: int) -> dict:
         out = folder / f"ranks{world_size}"
         out.mkdir()
-        launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={world_size}"]
-        environment = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}
-        finished = subprocess.run(
-            [sys.executable, *(launcher if world_size > 1 else []), str(WORKER), str(folder / "models"), str(out)],
-            cwd=ROOT,
-            env={**environment, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=LAUNCH_TIMEOUT_S,
+        run_ranks(
+            world_size,
+            "tests.integration.routing_worker",
+            folder / "models",
+            out,
+            log=out / "log.txt",
+            timeout_s=LAUNCH_TIMEOUT_S,
         )
-        assert finished.returncode == 0, finished.stdout[-6000:]
         return torch.load(out / "results.pt", weights_only=False)
 
     return of

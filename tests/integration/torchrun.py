@@ -1,0 +1,34 @@
+"""Workers of the tests on several ranks."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+def run_ranks(num_ranks: int, module: str, *arguments: object, log: Path, timeout_s: float) -> None:
+    """Run ``python -m module`` on ``num_ranks`` ranks to its end; a failure shows the end of the log.
+
+    Nothing is left of it, whatever happens; one rank runs without a launcher.
+    """
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={num_ranks}"]
+    inherited = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    with log.open("w") as out:
+        process = subprocess.Popen(
+            [sys.executable, *(launcher if num_ranks > 1 else []), "-m", module, *map(str, arguments)],
+            cwd=REPOSITORY,
+            env={**inherited, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)},
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            code = process.wait(timeout_s)
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+    assert code == 0, log.read_text()[-6000:]
