@@ -16,6 +16,33 @@ ROUTES = "routes"
 
 
 @dataclass(frozen=True)
+class Images:
+    """The images of a batch as the model's image processor cut them, back to back, in the order of their tokens."""
+
+    patches: Tensor
+    """[P, values of a patch] float32."""
+    grids: Tensor
+    """[I, 3] int64, patches of each image in time, height and width; their products add up to P."""
+    sequences: Tensor
+    """[I] int64, ascending: the sequence of the batch that each image belongs to."""
+
+    def select(self, indices: Sequence[int]) -> "Images":
+        """Those of the sequences ``indices``, renumbered in that order."""
+        starts = cu_seqlens_of(self.grids.prod(-1))
+        images = [(self.sequences == index).nonzero()[:, 0] for index in indices]
+        chosen = torch.cat([torch.zeros(0, dtype=torch.int64), *images])
+        rows = [torch.arange(int(starts[image]), int(starts[image + 1])) for image in chosen.tolist()]
+        return Images(
+            patches=self.patches[torch.cat([torch.zeros(0, dtype=torch.int64), *rows])],
+            grids=self.grids[chosen],
+            sequences=torch.repeat_interleave(torch.tensor([len(found) for found in images], dtype=torch.int64)),
+        )
+
+    def to(self, device: torch.device) -> "Images":
+        return Images(self.patches.to(device), self.grids.to(device), self.sequences.to(device))
+
+
+@dataclass(frozen=True)
 class PackedBatch:
     tokens: Tensor
     """[T] int64, the sequences back to back (prompt, then response)."""
@@ -23,6 +50,8 @@ class PackedBatch:
     """[N+1] int64, where each sequence starts; the last entry is T."""
     fields: dict[str, Tensor] = field(default_factory=dict)
     """Per-token tensors [T] by name: mask, advantages, old_logprobs, ...; ``ROUTES`` has more dimensions."""
+    images: Images | None = None
+    """Of a vision-language model's batch; each takes the place of a run of image tokens."""
 
     @property
     def lengths(self) -> Tensor:
@@ -51,6 +80,7 @@ class PackedBatch:
             tokens=self.tokens[rows],
             cu_seqlens=cu_seqlens_of(lengths),
             fields={name: values[rows] for name, values in self.fields.items()},
+            images=self.images.select(indices) if self.images is not None else None,
         )
 
 

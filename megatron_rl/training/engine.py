@@ -340,6 +340,7 @@ def _stand_in(batch: PackedBatch) -> PackedBatch:
         tokens=batch.tokens.new_zeros(2),
         cu_seqlens=batch.cu_seqlens.new_tensor([0, 2]),
         fields={name: values.new_zeros((2, *values.shape[1:])) for name, values in batch.fields.items()},
+        images=batch.images,
     )
 
 
@@ -350,4 +351,5 @@ def _on_device(batch: PackedBatch, device: torch.device) -> PackedBatch:
         tokens=batch.tokens.to(device),
         cu_seqlens=batch.cu_seqlens.to(device),
         fields={name: values.to(device) for name, values in batch.fields.items()},
+        images=batch.images.to(device) if batch.images is not None else None,
     )

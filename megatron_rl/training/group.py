@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl.config.schema import Config
-from megatron_rl.data.batch import PackedBatch, cu_seqlens_of
+from megatron_rl.data.batch import Images, PackedBatch, cu_seqlens_of
 from megatron_rl.parallel import collectives
 from megatron_rl.parallel.topology import Topology, coordinates
 from megatron_rl.training import losses
@@ -216,6 +216,8 @@ def _pack(batch: PackedBatch, microbatches: Sequence[Sequence[int]]) -> dict[str
     chosen = batch.select([index for indices in microbatches for index in indices])
     payload = {"tokens": chosen.tokens, "cu_seqlens": chosen.cu_seqlens}
     payload["microbatch_sizes"] = torch.tensor([len(indices) for indices in microbatches], dtype=torch.int64)
+    if chosen.images is not None:
+        payload |= {f"images/{name}": values for name, values in vars(chosen.images).items()}
     return payload | {f"field/{name}": values for name, values in chosen.fields.items()}
 
 
@@ -223,6 +225,8 @@ def _unpack(payload: Mapping[str, Tensor]) -> list[PackedBatch]:
     if not payload:
         return []
     fields = {name.removeprefix("field/"): t for name, t in payload.items() if name.startswith("field/")}
+    images = {name.removeprefix("images/"): t for name, t in payload.items() if name.startswith("images/")}
+    all_images = Images(**images) if images else None
     borders = cu_seqlens_of(payload["microbatch_sizes"]).tolist()
     microbatches = []
     for first, last in zip(borders, borders[1:]):
@@ -230,7 +234,10 @@ def _unpack(payload: Mapping[str, Tensor]) -> list[PackedBatch]:
         rows = slice(int(cu_seqlens[0]), int(cu_seqlens[-1]))
         microbatches.append(
             PackedBatch(
-                payload["tokens"][rows], cu_seqlens - cu_seqlens[0], {name: t[rows] for name, t in fields.items()}
+                payload["tokens"][rows],
+                cu_seqlens - cu_seqlens[0],
+                {name: t[rows] for name, t in fields.items()},
+                all_images.select(range(first, last)) if all_images is not None else None,
             )
         )
     return microbatches

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megatron_rl.config.schema import DataConfig, DuplicateIds
-from megatron_rl.data.batch import PackedBatch, cu_seqlens_of
+from megatron_rl.data.batch import Images, PackedBatch, cu_seqlens_of
 from megatron_rl.data.prompts import check_files, load_prompts, load_solutions
 from megatron_rl.data.rows import read_rows
 from megatron_rl.data.tokenizer import Tokenizer
@@ -200,6 +200,18 @@ def test_a_tokenizer_larger_than_the_models_vocabulary_is_refused(tmp_path):
     (folder / "config.json").write_text(json.dumps(config | {"vocab_size": 8}))
     with pytest.raises(DataError, match="vocabulary mismatch.*vocab_size=8"):
         Tokenizer(folder)
+
+
+def test_select_takes_the_images_of_its_sequences():
+    grids = torch.tensor([[1, 2, 2], [2, 2, 2], [1, 2, 4]])
+    images = Images(torch.arange(20.0)[:, None], grids, torch.tensor([0, 2, 2]))
+    batch = PackedBatch(torch.arange(9), cu_seqlens_of(torch.tensor([2, 3, 4])), images=images)
+    chosen = batch.select([2, 1, 0]).images
+    assert chosen.patches[:, 0].tolist() == [*range(4, 20), *range(4)]
+    assert chosen.grids.tolist() == [[2, 2, 2], [1, 2, 4], [1, 2, 2]]
+    assert chosen.sequences.tolist() == [0, 0, 2]
+    nothing = batch.select([1]).images
+    assert nothing.patches.shape == (0, 1) and nothing.grids.shape == (0, 3) and nothing.sequences.tolist() == []
 
 
 def test_select_takes_whole_sequences_in_the_given_order():
