@@ -45,6 +45,7 @@ from megatron_rl.rewards.scoring import RowForm
 from megatron_rl.rollout.frozen import open_frozen_rollout
 from megatron_rl.rollout.pool import open_servers
 from megatron_rl.rollout.protocol import GenerationRequest
+from megatron_rl.schedule.interrupt import clean_stop, run_until_stopped
 
 Complete = Callable[[GenerationRequest], Awaitable[Sequence[int]]]
 """A request to the token ids it generated."""
@@ -357,6 +358,7 @@ def _label_open_jobs(
     log_dir = output_path.parent / f"{output_path.name}.logs"
     columns = (TextColumn("label-lines"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with (
+        clean_stop(),
         start_runner(
             reward.name,
             num_workers=reward.num_workers,
@@ -395,4 +397,4 @@ def _label_open_jobs(
                     warn=note,
                 )
 
-        asyncio.run(run())
+        run_until_stopped(run())

@@ -1,12 +1,15 @@
 """Ctrl-C and SIGTERM: the driver leaves its context managers once, cleanly; the other ranks follow it."""
 
+import asyncio
 import ctypes
 import signal
-from collections.abc import Iterator
+from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
 from types import FrameType
+from typing import Any
 
 PR_SET_PDEATHSIG = 1
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 @contextmanager
@@ -17,16 +20,52 @@ def clean_stop() -> Iterator[None]:
     """
 
     def stop(signal_number: int, frame: FrameType | None) -> None:
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in _SIGNALS:
             signal.signal(number, signal.SIG_IGN)
         raise KeyboardInterrupt
 
-    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.signal(number, stop) for number in _SIGNALS}
     try:
         yield
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def run_until_stopped(work: Coroutine[Any, Any, None]) -> None:
+    """``asyncio.run(work)``, cancelled by the first SIGINT or SIGTERM; KeyboardInterrupt once it has ended.
+
+    An exception that a signal handler raises strikes whichever task runs at that moment, which may be one that nobody
+    looks at. So the loop itself takes the signals here, and ``work`` leaves its context managers as on any
+    cancellation. On the main thread only, inside ``clean_stop``: as there, further signals are ignored.
+    """
+    stopped = False
+
+    async def cancellable() -> None:
+        task, loop = asyncio.current_task(), asyncio.get_running_loop()
+
+        def stop() -> None:
+            nonlocal stopped
+            if not stopped:
+                stopped = True
+                task.cancel()
+
+        before = {number: signal.getsignal(number) for number in _SIGNALS}
+        for number in _SIGNALS:
+            loop.add_signal_handler(number, stop)
+        try:
+            await work
+        except asyncio.CancelledError:
+            if not stopped:
+                raise
+        finally:
+            for number, handler in before.items():
+                loop.remove_signal_handler(number)
+                signal.signal(number, signal.SIG_IGN if stopped else handler)
+
+    asyncio.run(cancellable())
+    if stopped:
+        raise KeyboardInterrupt
 
 
 def leave_signals_to_the_driver() -> None:

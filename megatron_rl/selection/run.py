@@ -5,7 +5,6 @@ responses, decides, and reads the prompts again to write the kept rows as they a
 same bytes. Nothing is written before everything could be read; each file appears whole or not at all.
 """
 
-import asyncio
 import json
 import math
 from collections import Counter
@@ -235,7 +234,7 @@ def _generate(
     from megatron_rl.rewards.hybrid import build_rewards
     from megatron_rl.rollout.frozen import open_frozen_rollout
     from megatron_rl.rollout.pool import open_servers
-    from megatron_rl.schedule.interrupt import clean_stop
+    from megatron_rl.schedule.interrupt import clean_stop, run_until_stopped
 
     vocab_size = read_model_json(Path(config.policy.path) / "config.json")["vocab_size"]
 
@@ -262,7 +261,7 @@ def _generate(
         open_servers(config, Path(config.run.output_dir) / "logs", note, load_weights=True) as servers,
     ):
         num_servers = len(servers.urls)
-        asyncio.run(run())
+        run_until_stopped(run())
 
 
 @contextmanager
