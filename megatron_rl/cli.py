@@ -282,7 +282,7 @@ def _add_convert(commands) -> None:
     command.add_argument("--to", required=True, choices=("megatron", "hf"))
     command.add_argument("--config-from", help="folder with config.json and tokenizer, if not the input")
     command.add_argument("--max-shard-size", type=_bytes, default="2GB", help="of a safetensors file, as 500MB or 2GB")
-    command.add_argument("--drop-mtp", action="store_true", help="leave multi-token-prediction layers out")
+    command.add_argument("--mtp", choices=("keep", "drop"), help="what becomes of multi-token-prediction layers")
     command.add_argument("--tensor-parallel-size", type=int, default=1, help="check that the model splits so")
     command.add_argument("--pipeline-parallel-size", type=int, default=1, help="check that the model splits so")
     command.set_defaults(run=_convert)
@@ -299,7 +299,7 @@ def _bytes(text: str) -> int:
 def _convert(arguments: argparse.Namespace) -> int:
     # Nothing is computed; models are only described, which the layers for GPUs cannot do without memory.
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    from megatron_rl.config.schema import ParallelConfig
+    from megatron_rl.config.schema import Mtp, ParallelConfig
     from megatron_rl.models.hf.convert import convert
 
     done = convert(
@@ -312,7 +312,7 @@ def _convert(arguments: argparse.Namespace) -> int:
             pipeline_parallel_size=arguments.pipeline_parallel_size,
             sequence_parallel=arguments.tensor_parallel_size > 1,
         ),
-        drop_mtp=arguments.drop_mtp,
+        mtp=Mtp(arguments.mtp) if arguments.mtp else None,
         max_shard_bytes=arguments.max_shard_size,
     )
     _say(f"{arguments.output}: {done.num_tensors} tensors, {done.num_bytes / 1e9:.3f} GB")

@@ -16,6 +16,7 @@ from megatron_rl.config.schema import (
     KlPlace,
     LoadBalancing,
     Mode,
+    Mtp,
     OldPolicy,
     OptimizerConfig,
     Overlong,
@@ -424,6 +425,8 @@ def _moe(config: Config, model: dict[str, Any], path: Path, command: str) -> Ite
 
 def _moe_settings(config: Config) -> Iterator[str]:
     moe = config.policy.moe
+    if config.policy.mtp is Mtp.keep and config.policy.init is Init.random:
+        yield "policy.mtp=keep: fresh weights (policy.init=random) have no layers to keep; set it to drop"
     for name, value in (("aux_loss_coef", moe.aux_loss_coef), ("bias_update_rate", moe.bias_update_rate)):
         if value < 0:
             yield f"policy.moe.{name}: expected at least 0, got {value}"

@@ -34,6 +34,14 @@ class Recompute(Enum):
     full = "full"
 
 
+class Mtp(Enum):
+    """What becomes of the multi-token-prediction layers of a checkpoint, which are never trained."""
+
+    drop = "drop"
+    keep = "keep"
+    """Carried unchanged from policy.path into every model folder that is saved."""
+
+
 class DecayStyle(Enum):
     constant = "constant"
     linear = "linear"
@@ -277,6 +285,7 @@ class PolicyConfig:
     init: Init = Init.checkpoint
     dtype: Dtype = Dtype.float32
     recompute: Recompute = Recompute.none
+    mtp: Mtp = Mtp.drop
     moe: MoeConfig = field(default_factory=MoeConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
 

@@ -23,6 +23,7 @@ from megatron_rl.config.schema import (
     KlPlace,
     Mode,
     MoeConfig,
+    Mtp,
     OptimizerConfig,
     PolicyConfig,
     RoutingReplay,
@@ -105,7 +106,7 @@ def rl_engines(config: Config, *, freeze_policy: bool = False) -> BuildEngines:
             engines["critic"] = _engine(config, topology, "critic", critic, critic.optimizer, path=critic.path)
         if config.algorithm.kl.place is not KlPlace.none:
             # The reference chooses its own experts: their routes are part of what it would have said.
-            own_choice = replace(policy, moe=replace(policy.moe, routing_replay=RoutingReplay.none))
+            own_choice = replace(policy, mtp=Mtp.drop, moe=replace(policy.moe, routing_replay=RoutingReplay.none))
             engines["reference"] = _engine(config, topology, "policy", own_choice, None, path=config.reference.path)
         if config.reward.process.path:
             engines["process"] = _engine(config, topology, "critic", critic, None, path=config.reward.process.path)
@@ -138,6 +139,7 @@ def _engine(
         dtype=model.dtype,
         recompute=model.recompute,
         moe=model.moe if isinstance(model, PolicyConfig) else MoeConfig(),
+        mtp=model.mtp if isinstance(model, PolicyConfig) else Mtp.drop,
         seed=config.run.seed,
     )
 
@@ -194,7 +196,8 @@ def _drive(config: Config, group: TrainerGroup, *, freeze_policy: bool) -> Summa
             heartbeat=group.heartbeat,
         )
         recorder.running = runner.running
-        recorder.console.note(_describe_prompts(train_set))
+        for text in (*group.notes, _describe_prompts(train_set)):
+            recorder.console.note(text)
         rewards = stack.enter_context(build_rewards(config.reward))
         grader = Grader(config.reward, rewards, tokenizer.decode, environment)
         rollout = stack.enter_context(_rollout(config, group, tokenizer, event_loop, runner, recorder, environment))

@@ -29,6 +29,8 @@ def run_sft(config: Config, group: TrainerGroup) -> None:
     pairs = load_solutions(config.sft.train_files or config.data.train_files, config.data, tokenizer)
     batches = epoch_batches(len(pairs), config.sft.batch_size, config.run.seed)
     console = Console()
+    for note in group.notes:
+        console.print(note)
     columns = (
         TextColumn("sft"),
         BarColumn(),

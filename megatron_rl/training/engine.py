@@ -36,10 +36,11 @@ from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinea
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from torch import Tensor
 
-from megatron_rl.config.schema import Dtype, Init, MoeConfig, OptimizerConfig, ParallelConfig, Recompute
+from megatron_rl.config.schema import Dtype, Init, MoeConfig, Mtp, OptimizerConfig, ParallelConfig, Recompute
 from megatron_rl.data.batch import PackedBatch
 from megatron_rl.models import critic, policy
 from megatron_rl.models.hf.config import load_hf_config
+from megatron_rl.models.hf.mtp import check_kept, mtp_note
 from megatron_rl.models.hf.weights import expected_names, export_weights, load_weights, save_hf
 from megatron_rl.models.logprobs import DEFAULT_CHUNK_SIZE
 from megatron_rl.models.moe import Routing
@@ -78,11 +79,13 @@ class Engine:
         dtype: Dtype = Dtype.float32,
         recompute: Recompute = Recompute.none,
         moe: MoeConfig = MoeConfig(),
+        mtp: Mtp = Mtp.drop,
         seed: int = 1,
     ) -> None:
         """``path`` is a Hugging Face folder; ``optimizer=None`` makes a model that only answers (a reference).
 
         ``moe``: how a policy's experts are chosen; with replay it follows the field ``routes`` of its batches.
+        ``mtp``: whether ``save_hf`` carries the multi-token-prediction layers of ``path`` along.
         """
         if role not in ("policy", "critic"):
             raise ValueError(f"role is 'policy' or 'critic', got {role!r}")
@@ -94,6 +97,10 @@ class Engine:
         torch_dtype = getattr(torch, dtype.value)
         self._tokens_per_chunk = max(DEFAULT_CHUNK_SIZE, LOGITS_PER_CHUNK // self.hf_config.vocab_size)
         loads = init is Init.checkpoint
+        self._keeps_mtp = mtp is Mtp.keep
+        self.mtp_note = mtp_note(self.hf_config, path, keeps=self._keeps_mtp) if loads and role == "policy" else ""
+        if self._keeps_mtp:
+            check_kept(self.hf_config, path, remedy="set policy.mtp=drop")
         initial_seed = None if loads else seed
         self.chunks = build(self.hf_config, parallel, dtype=torch_dtype, recompute=recompute, seed=initial_seed)
         if loads:
@@ -190,7 +197,7 @@ class Engine:
 
     def save_hf(self, folder: str | Path) -> None:
         """Write config.json, safetensors and tokenizer to ``folder``; it appears once it is complete."""
-        save_hf(self.chunks, self.hf_config, self.path, folder, role=self.role)
+        save_hf(self.chunks, self.hf_config, self.path, folder, role=self.role, keep_mtp=self._keeps_mtp)
 
     def save_state(self, folder: str | Path) -> None:
         """Write weights, optimizer state and schedule to ``folder``; it appears once it is complete."""

@@ -104,6 +104,12 @@ class TrainerGroup:
     def engine_names(self) -> tuple[str, ...]:
         return tuple(self._worker.engines)
 
+    @property
+    def notes(self) -> list[str]:
+        """What is worth knowing about the models as they were loaded, for the display."""
+        policy = self._worker.engines.get("policy")
+        return [policy.mtp_note] if policy is not None and policy.mtp_note else []
+
     def logprobs(self, batch: PackedBatch, *, temperature: float, engine: str = "policy") -> Tensor:
         """[T] float32 log-probs of the policy (or the reference) where fields["mask"], else 0."""
         command = Command("logprobs", engine, {"temperature": temperature}, sends_batches=True, gathers=True)

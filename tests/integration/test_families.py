@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from megatron_rl.cli import main
-from megatron_rl.config.schema import ParallelConfig
+from megatron_rl.config.schema import Dtype, Mtp, ParallelConfig
 from megatron_rl.models import critic, policy
 from megatron_rl.models.hf.config import load_hf_config
 from megatron_rl.models.hf.convert import convert
@@ -22,6 +22,7 @@ from megatron_rl.models.hf.sources import INDEX_FILE, WeightsError
 from megatron_rl.models.hf.weights import expected_names, export_weights, load_weights, save_hf
 from megatron_rl.parallel import topology
 from megatron_rl.rollout.cpu_platform import declare_torchvision_ops
+from megatron_rl.training.engine import Engine
 from tests.integration.families_worker import LAYOUTS
 from tests.integration.models_worker import pack
 from tests.integration.torchrun import run_ranks
@@ -208,39 +209,78 @@ def test_a_critic_is_converted_with_its_value_head(single_rank: ParallelConfig, 
     topology.initialize(single_rank, seed=1)
 
 
-def test_multi_token_prediction_is_refused_or_dropped_by_name(tmp_path: Path) -> None:
-    source = make_family_model(tmp_path / "hf", "deepseek_v3_yarn", num_nextn_predict_layers=1)
-    tensors = tensors_of(source)
-    extra = {"model.layers.2.eh_proj.weight": torch.ones(4, 8)}
+def with_mtp(folder: Path, shape: str) -> tuple[Path, dict[str, Tensor], dict[str, Tensor]]:
+    """A model with a multi-token-prediction layer in two dtypes; its folder, its own tensors and the layer's."""
+    source = make_family_model(folder, shape, num_nextn_predict_layers=1)
+    tensors, generator = tensors_of(source), torch.Generator().manual_seed(9)
+    extra = {
+        "model.layers.2.eh_proj.weight": torch.randn(48, 96, generator=generator).bfloat16(),
+        "model.layers.2.enorm.weight": torch.randn(48, generator=generator),
+        "model.layers.2.mlp.gate.e_score_correction_bias": torch.randn(6, generator=generator).double(),
+    }
     save_file({**tensors, **extra}, source / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(WeightsError, match="model.layers.2.eh_proj.weight first.*--drop-mtp"):
-        convert(source, tmp_path / "megatron", to="megatron", max_shard_bytes=SHARD_BYTES)
-    done = convert(source, tmp_path / "megatron", to="megatron", drop_mtp=True, max_shard_bytes=SHARD_BYTES)
-    assert done.left_out == list(extra)
-    convert(tmp_path / "megatron", tmp_path / "back", to="hf", max_shard_bytes=SHARD_BYTES)
-    assert_same_bits(tensors_of(tmp_path / "back"), tensors)
-    assert json.loads((tmp_path / "back" / "config.json").read_text())["num_nextn_predict_layers"] == 0
+    return source, tensors, extra
 
 
-def test_a_policy_leaves_multi_token_prediction_out_of_what_it_saves(
+def num_mtp_layers(folder: Path) -> int:
+    return json.loads((folder / "config.json").read_text())["num_nextn_predict_layers"]
+
+
+def test_conversion_refuses_keeps_or_drops_multi_token_prediction_by_name(tmp_path: Path) -> None:
+    source, tensors, extra = with_mtp(tmp_path / "hf", "deepseek_v3_yarn")
+    sizes = dict(max_shard_bytes=SHARD_BYTES)
+    with pytest.raises(WeightsError, match="3 tensors .*model.layers.2.eh_proj.weight first.*--mtp keep.*--mtp drop"):
+        convert(source, tmp_path / "dropped", to="megatron", **sizes)
+    done = convert(source, tmp_path / "dropped", to="megatron", mtp=Mtp.drop, **sizes)
+    assert set(done.left_out) == set(extra) and done.num_tensors == len(tensors)
+    convert(tmp_path / "dropped", tmp_path / "without", to="hf", **sizes)
+    assert_same_bits(tensors_of(tmp_path / "without"), tensors)
+    assert num_mtp_layers(tmp_path / "without") == 0
+    with pytest.raises(WeightsError, match="no tensors of multi-token-prediction layers to keep"):
+        convert(tmp_path / "dropped", tmp_path / "out", to="hf", mtp=Mtp.keep, **sizes)
+
+    there = convert(source, tmp_path / "kept", to="megatron", mtp=Mtp.keep, **sizes)
+    with pytest.raises(WeightsError, match="say what becomes of them"):
+        convert(tmp_path / "kept", tmp_path / "out", to="hf", **sizes)
+    assert not (tmp_path / "out").exists()
+    back = convert(tmp_path / "kept", tmp_path / "with", to="hf", mtp=Mtp.keep, **sizes)
+    assert there == back and there.left_out == [] and there.num_tensors == len(tensors) + len(extra)
+    assert_same_bits(tensors_of(tmp_path / "with"), {**tensors, **extra})
+    assert num_mtp_layers(tmp_path / "with") == 1
+    # What a run saved holds trained layers alone; the others come from the folder that it started from.
+    convert(tmp_path / "dropped", tmp_path / "again", to="hf", config_folder=source, mtp=Mtp.keep, **sizes)
+    assert_same_bits(tensors_of(tmp_path / "again"), {**tensors, **extra})
+
+
+def test_a_policy_saves_multi_token_prediction_as_it_was_or_leaves_it_out(
     single_rank: ParallelConfig, tmp_path: Path
 ) -> None:
-    source = make_family_model(tmp_path / "hf", "glm4_moe_partial_rotary", num_nextn_predict_layers=1)
-    tensors = tensors_of(source)
-    save_file({**tensors, "model.layers.2.eh_proj.weight": torch.ones(4)}, source / "model.safetensors")
-    config = load_hf_config(source)
-    chunks = policy.build_policy(config, single_rank, dtype=torch.bfloat16, seed=None)
-    load_weights(chunks, config, source)
-    save_hf(chunks, config, source, tmp_path / "saved")
-    saved = tensors_of(tmp_path / "saved")
+    source, tensors, extra = with_mtp(tmp_path / "hf", "glm4_moe_partial_rotary")
+    topology.destroy()
+    place = topology.initialize(single_rank, seed=1)
+    engines = {
+        mtp: Engine(
+            "policy", source, parallel=single_rank, topology=place, optimizer=None, dtype=Dtype.bfloat16, mtp=mtp
+        )
+        for mtp in Mtp
+    }
     # The bias that chooses experts moves by less than bfloat16 resolves.
     dtypes = {name: torch.float32 if name.endswith("correction_bias") else torch.bfloat16 for name in tensors}
-    assert_same_bits(saved, {name: tensor.to(dtypes[name]) for name, tensor in tensors.items()})
-    assert load_hf_config(tmp_path / "saved").num_nextn_predict_layers == 0
-    logprobs, _ = policy.token_logprobs(
-        chunks[0], policy.forward(chunks[0], pack(make_sequences(101))), pack(make_sequences(101))
-    )
+    trained = {name: tensor.to(dtypes[name]) for name, tensor in tensors.items()}
+    for mtp, engine in engines.items():
+        engine.save_hf(tmp_path / mtp.value)
+    assert_same_bits(tensors_of(tmp_path / "keep"), {**trained, **extra})
+    assert num_mtp_layers(tmp_path / "keep") == 1
+    assert_same_bits(tensors_of(tmp_path / "drop"), trained)
+    assert load_hf_config(tmp_path / "drop").num_nextn_predict_layers == 0
+    assert "3 tensors" in engines[Mtp.keep].mtp_note and "untrained" in engines[Mtp.keep].mtp_note
+    assert "left out" in engines[Mtp.drop].mtp_note
+    assert dict(engines[Mtp.keep].export_weights()).keys() == tensors.keys()
+    batch = pack(make_sequences(101))
+    (logprobs,) = engines[Mtp.keep].logprobs([batch.with_fields(mask=torch.ones(len(batch.tokens), dtype=torch.bool))])
     assert logprobs.isfinite().all()
+    with pytest.raises(WeightsError, match="nothing to keep; set policy.mtp=drop"):
+        Engine("policy", tmp_path / "drop", parallel=single_rank, topology=place, optimizer=None, mtp=Mtp.keep)
 
 
 def cut(file: Path) -> None:

@@ -12,7 +12,8 @@ from transformers import AutoConfig, PretrainedConfig
 
 from megatron_rl.config.schema import ParallelConfig
 from megatron_rl.models.hf.config import inverse_frequencies, load_hf_config, megatron_config
-from megatron_rl.models.hf.families import FAMILIES, VALUE_HEAD, canonical_name, dims, entries, is_dropped
+from megatron_rl.models.hf.families import FAMILIES, VALUE_HEAD, canonical_name, dims, entries
+from megatron_rl.models.hf.mtp import is_mtp
 from megatron_rl.models.hf.sources import INDEX_FILE, CheckpointSource, RandomSource, WeightsError
 from megatron_rl.models.hf.transforms import QKV, Columns, GatedMLP, Replicated, Rows, Shard, Transform, Vocabulary
 from megatron_rl.models.layers import plan_attention
@@ -235,12 +236,12 @@ def test_rotary_frequencies_are_those_of_the_model_of_transformers(shape: str) -
     assert factor == pytest.approx(rotary.attention_scaling, rel=1e-12)
 
 
-def test_layers_of_multi_token_prediction_are_dropped_and_no_others() -> None:
+def test_layers_of_multi_token_prediction_are_told_from_all_others() -> None:
     config = make_config("deepseek_v3", num_nextn_predict_layers=1)
-    assert is_dropped(config, "model.layers.2.eh_proj.weight")
-    assert not is_dropped(config, "model.layers.1.input_layernorm.weight")
-    assert not is_dropped(config, "model.layers.3.eh_proj.weight")
-    assert not is_dropped(make_config("llama"), "model.layers.2.x")
+    assert is_mtp(config, "model.layers.2.eh_proj.weight")
+    assert not is_mtp(config, "model.layers.1.input_layernorm.weight")
+    assert not is_mtp(config, "model.layers.3.eh_proj.weight")
+    assert not is_mtp(make_config("llama"), "model.layers.2.x")
 
 
 # Sources -------------------------------------------------------------------------------------------------------------

@@ -45,16 +45,19 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from transformers import PretrainedConfig
 
-from megatron_rl.config.schema import ParallelConfig
+from megatron_rl.config.schema import Mtp, ParallelConfig
 from megatron_rl.models import critic, policy
 from megatron_rl.models.hf.config import check_layout, load_hf_config
-from megatron_rl.models.hf.families import VALUE_HEAD, Entry, Role, canonical_name, dims, entries, is_dropped
-from megatron_rl.models.hf.sources import CheckpointSource, WeightsError
+from megatron_rl.models.hf.families import VALUE_HEAD, Entry, Role, canonical_name, dims, entries
+from megatron_rl.models.hf.mtp import is_mtp, mtp_names, mtp_tensors
+from megatron_rl.models.hf.sources import INDEX_FILE, SINGLE_FILE, CheckpointSource, WeightsError
 from megatron_rl.models.hf.transforms import Shard
 from megatron_rl.models.hf.weights import COPIED_FILES, IGNORED_TENSORS, FolderWriter, expected_names
 from megatron_rl.parallel import topology
 
 WHOLE = Shard(0, 1)
+MTP_FOLDER = "mtp"
+"""Inside a distributed checkpoint: layers that go along without being part of Megatron's model."""
 NOT_WEIGHTS = ("optimizer.", "rng_state", "rerun_state_machine_state")
 """What training checkpoints hold beside the model, by the beginnings of its keys."""
 
@@ -75,14 +78,15 @@ def convert(
     to: str,
     config_folder: str | Path | None = None,
     parallel: ParallelConfig = ParallelConfig(),
-    drop_mtp: bool = False,
+    mtp: Mtp | None = None,
     max_shard_bytes: int,
 ) -> Conversion:
     """Convert ``input_folder`` into ``output_folder``, which must not exist; ``to`` is "megatron" or "hf".
 
     ``config_folder`` holds config.json and the tokenizer; by default the input does. ``parallel`` is a layout that the
-    model is meant for: it is checked, and changes nothing in the files. Multi-token-prediction layers cannot go over:
-    a model that has them is refused unless ``drop_mtp``. Errors: OSError, ModelError, WeightsError.
+    model is meant for: it is checked, and changes nothing in the files. ``mtp``: what becomes of multi-token-prediction
+    layers; where the input has some, it must be said. Kept, they lie in ``MTP_FOLDER`` of the distributed checkpoint,
+    as safetensors. Errors: OSError, ModelError, WeightsError.
     """
     source, target = Path(input_folder), Path(output_folder)
     if target.exists():
@@ -95,8 +99,8 @@ def convert(
     topology.initialize(ParallelConfig(), seed=0)
     try:
         if to == "megatron":
-            return _to_megatron(config, source, config_folder, target, drop_mtp)
-        return _to_hf(config, source, config_folder, target, max_shard_bytes)
+            return _to_megatron(config, source, config_folder, target, mtp, max_shard_bytes)
+        return _to_hf(config, source, config_folder, target, mtp, max_shard_bytes)
     finally:
         topology.destroy()
 
@@ -153,12 +157,18 @@ def _is_factory(place: ShardedBase) -> bool:
 
 
 def _to_megatron(
-    config: PretrainedConfig, source: Path, config_folder: Path, target: Path, drop_mtp: bool
+    config: PretrainedConfig,
+    source: Path,
+    config_folder: Path,
+    target: Path,
+    mtp: Mtp | None,
+    max_shard_bytes: int,
 ) -> Conversion:
     checkpoint = CheckpointSource(source)
     role: Role = "critic" if VALUE_HEAD in checkpoint else "policy"
     expected = expected_names(config, role)
-    left_out = _left_out(config, checkpoint, expected, drop_mtp)
+    left_out = _left_out(config, checkpoint, expected, mtp)
+    kept = _kept(config, source, mtp)
     dtypes = {name: checkpoint.read(name, shape)[:0].dtype for name, shape in expected.items()}
     planner = _StreamingPlanner(
         contents_of(config, role), dtypes, lambda entry: _load_whole(entry, checkpoint, dims(config))
@@ -175,27 +185,41 @@ def _to_megatron(
         TorchCommonSaveStrategy("torch", 1).save_common({"content_metadata": {"singleton_local_shards": False}}, folder)
         save_config(CheckpointingConfig("torch_dist"), str(folder))
         _copy_config(config_folder, folder)
+        if kept:
+            writer = FolderWriter(config_folder, folder / MTP_FOLDER, max_shard_bytes)
+            for name, tensor in mtp_tensors(config, source):
+                writer.add(name, tensor)
+            writer.finish_weights()
     num_bytes = sum(torch.Size(shape).numel() * dtypes[name].itemsize for name, shape in expected.items())
-    return Conversion(len(expected), num_bytes, left_out)
+    num_bytes += writer.total_bytes if kept else 0
+    return Conversion(len(expected) + len(kept), num_bytes, left_out)
 
 
 def _left_out(
-    config: PretrainedConfig, checkpoint: CheckpointSource, expected: Mapping[str, Any], drop_mtp: bool
+    config: PretrainedConfig, checkpoint: CheckpointSource, expected: Mapping[str, Any], mtp: Mtp | None
 ) -> list[str]:
     unused = [name for name in checkpoint.files if name not in expected]
-    unknown = [name for name in unused if not is_dropped(config, name) and not IGNORED_TENSORS.search(name)]
+    unknown = [name for name in unused if not is_mtp(config, name) and not IGNORED_TENSORS.search(name)]
     if unknown:
         raise WeightsError(
             f"{checkpoint.folder} holds {len(unknown)} tensors that a {config.model_type} of "
             f"{config.num_hidden_layers} layers has no place for: {', '.join(unknown[:5])}"
         )
-    mtp = [name for name in unused if is_dropped(config, name)]
-    if mtp and not drop_mtp:
+    return [name for name in unused if mtp is not Mtp.keep or not is_mtp(config, name)]
+
+
+def _kept(config: PretrainedConfig, folder: Path, mtp: Mtp | None) -> list[str]:
+    """The tensors of multi-token-prediction layers in ``folder`` (of safetensors, if it is there) that go over."""
+    has_weights = any((folder / name).is_file() for name in (SINGLE_FILE, INDEX_FILE))
+    names = mtp_names(config, CheckpointSource(folder)) if has_weights else []
+    if names and mtp is None:
         raise WeightsError(
-            f"{checkpoint.folder} holds {len(mtp)} tensors of multi-token-prediction layers, {mtp[0]} first, which are "
-            "not converted; pass --drop-mtp to leave them out"
+            f"{folder} holds {len(names)} tensors of multi-token-prediction layers, {names[0]} first; say what becomes "
+            "of them: --mtp keep carries them along, --mtp drop leaves them out"
         )
-    return unused
+    if mtp is Mtp.keep and not names:
+        raise WeightsError(f"{folder} holds no tensors of multi-token-prediction layers to keep; leave --mtp keep out")
+    return names if mtp is Mtp.keep else []
 
 
 def _load_whole(entry: Entry, checkpoint: CheckpointSource, sizes: Mapping[str, int]) -> Tensor:
@@ -273,7 +297,12 @@ def _sizes(piece: ShardedTensor) -> torch.Size:
 
 
 def _to_hf(
-    config: PretrainedConfig, source: Path, config_folder: Path, target: Path, max_shard_bytes: int
+    config: PretrainedConfig,
+    source: Path,
+    config_folder: Path,
+    target: Path,
+    mtp: Mtp | None,
+    max_shard_bytes: int,
 ) -> Conversion:
     checkpoint = MegatronCheckpoint(source)
     role: Role = "critic" if checkpoint.holds_value_head() else "policy"
@@ -289,14 +318,19 @@ def _to_hf(
             f"{source} holds {len(unknown)} tensors that a {config.model_type} of {config.num_hidden_layers} layers has "
             f"no place for: {', '.join(unknown[:5])}; check config.json"
         )
-    writer = FolderWriter(config_folder, target, max_shard_bytes)
-    num_tensors = 0
+    # A checkpoint of a run holds trained layers alone: the others are in the folder that it started from.
+    mtp_folder = source / MTP_FOLDER if (source / MTP_FOLDER).is_dir() else config_folder
+    kept = _kept(config, mtp_folder, mtp)
+    writer = FolderWriter(config_folder, target, max_shard_bytes, keeps_mtp=bool(kept))
+    num_tensors = len(kept)
     try:
         for parameter in parameters:
             value = parameter.merge([checkpoint.read(piece) for piece in parameter.pieces()])
             for name, tensor in zip(parameter.entry.hf, parameter.entry.transform.export([value], dims(config))):
                 writer.add(name, tensor)
                 num_tensors += 1
+        for name, tensor in mtp_tensors(config, mtp_folder) if kept else ():
+            writer.add(name, tensor)
         writer.finish()
     except BaseException:
         writer.discard()

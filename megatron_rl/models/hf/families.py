@@ -153,16 +153,6 @@ def router_groups(config: PretrainedConfig) -> tuple[int, int]:
     return getattr(config, "n_group", None) or 1, getattr(config, "topk_group", None) or 1
 
 
-def is_dropped(config: PretrainedConfig, name: str) -> bool:
-    """Whether tensor ``name`` belongs to a multi-token-prediction layer: they are not trained, and left out.
-
-    Files number them after the decoder's layers, and config.json counts them in ``num_nextn_predict_layers``.
-    """
-    match = re.match(r"model\.layers\.(\d+)\.", name)
-    first, count = config.num_hidden_layers, getattr(config, "num_nextn_predict_layers", None) or 0
-    return match is not None and first <= int(match[1]) < first + count
-
-
 def _qwen3_moe_layer(config: PretrainedConfig, index: int) -> tuple[Rule, ...]:
     return (*NORMS, *ATTENTION, *QK_NORM, *(EXPERTS if has_experts(config)[index] else DENSE_MLP))
 

@@ -93,6 +93,13 @@ class CheckpointSource:
             self._num_mapped_elements = 0
         return tensor
 
+    def read_whole(self, name: str) -> Tensor:
+        """The tensor ``name`` whatever its shape; for tensors that no table describes."""
+        try:
+            return self._file(self.files[name]).get_tensor(name)
+        except SafetensorError as error:
+            raise WeightsError(f"{self.folder / self.files[name]} holds no readable tensor {name}: {error}") from error
+
     def _file(self, name: str) -> safe_open:
         if name not in self._open_files:
             path = self.folder / name

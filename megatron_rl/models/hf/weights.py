@@ -25,7 +25,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-from megatron_rl.models.hf.families import VALUE_HEAD, Entry, Role, canonical_name, dims, entries, is_dropped
+from megatron_rl.models.hf.families import VALUE_HEAD, Entry, Role, canonical_name, dims, entries
+from megatron_rl.models.hf.mtp import is_mtp, mtp_tensors
 from megatron_rl.models.hf.sources import INDEX_FILE, SINGLE_FILE, CheckpointSource, TensorSource, WeightsError
 from megatron_rl.models.hf.transforms import Shard
 from megatron_rl.models.packed import unwrap
@@ -68,7 +69,7 @@ def load_weights(
     unknown = [
         name
         for name in source.files
-        if name not in expected and not IGNORED_TENSORS.search(name) and not is_dropped(hf_config, name)
+        if name not in expected and not IGNORED_TENSORS.search(name) and not is_mtp(hf_config, name)
     ]
     if unknown:
         raise WeightsError(
@@ -189,16 +190,23 @@ def save_hf(
     target_folder: str | Path,
     *,
     role: Role = "policy",
+    keep_mtp: bool = False,
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> None:
     """Write the model as a Hugging Face folder; all ranks call it, rank 0 writes.
 
-    config.json and the tokenizer come from ``source_folder``. The folder is written beside ``target_folder`` under
-    another name and renamed when whole, so that no file of the target is ever half written; a target that exists is
-    moved aside for the moment of the renaming, then deleted. An OSError while writing is raised on every rank.
+    config.json and the tokenizer come from ``source_folder``, and with ``keep_mtp`` the tensors of its
+    multi-token-prediction layers. The folder is written beside ``target_folder`` under another name and renamed when
+    whole, so that no file of the target is ever half written; a target that exists is moved aside for the moment of the
+    renaming, then deleted. An OSError while writing is raised on every rank.
     """
     failure: str | None = None
-    writer = FolderWriter(Path(source_folder), Path(target_folder), max_shard_bytes) if dist.get_rank() == 0 else None
+    writer: FolderWriter | None = None
+    if dist.get_rank() == 0:
+        try:
+            writer = FolderWriter(Path(source_folder), Path(target_folder), max_shard_bytes, keeps_mtp=keep_mtp)
+        except OSError as error:
+            failure = str(error)
     for name, tensor in export_weights(chunks, hf_config, role=role):
         # After a failure the other ranks' tensors are still taken: they would wait for it otherwise.
         if writer is not None and failure is None:
@@ -208,8 +216,10 @@ def save_hf(
                 failure = str(error)
     if writer is not None and failure is None:
         try:
+            for name, tensor in mtp_tensors(hf_config, source_folder) if keep_mtp else ():
+                writer.add(name, tensor)
             writer.finish()
-        except OSError as error:
+        except (OSError, WeightsError) as error:
             failure = str(error)
     if writer is not None and failure is not None:
         writer.discard()
@@ -221,8 +231,10 @@ def save_hf(
 class FolderWriter:
     """Collects tensors into safetensors files of at most ``max_shard_bytes`` in a temporary folder."""
 
-    def __init__(self, source: Path, target: Path, max_shard_bytes: int) -> None:
+    def __init__(self, source: Path, target: Path, max_shard_bytes: int, *, keeps_mtp: bool = False) -> None:
+        """``source`` has config.json and the tokenizer; ``keeps_mtp``: multi-token-prediction layers are among the tensors."""
         target.parent.mkdir(parents=True, exist_ok=True)
+        self.keeps_mtp = keeps_mtp
         self.source, self.target, self.max_shard_bytes = source, target, max_shard_bytes
         self.folder = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
         self.pending: dict[str, Tensor] = {}
@@ -242,6 +254,21 @@ class FolderWriter:
         self.dtype = self.dtype or tensor.dtype
 
     def finish(self) -> None:
+        """Write what is pending, config.json and the tokenizer; the target appears."""
+        self._write_index()
+        self._write_config()
+        for pattern in COPIED_FILES:
+            for file in self.source.glob(pattern):
+                if file.is_file():
+                    shutil.copy2(file, self.folder)
+        self._publish()
+
+    def finish_weights(self) -> None:
+        """The same without config.json and tokenizer: a folder of weights alone."""
+        self._write_index()
+        self._publish()
+
+    def _write_index(self) -> None:
         self._flush()
         if len(self.shards) == 1:
             os.rename(self._shard_path(0), self.folder / SINGLE_FILE)
@@ -253,13 +280,6 @@ class FolderWriter:
                 weight_map.update(dict.fromkeys(names, file))
             index = {"metadata": {"total_size": self.total_bytes}, "weight_map": weight_map}
             (self.folder / INDEX_FILE).write_text(json.dumps(index, indent=2))
-        self._write_config()
-        for pattern in COPIED_FILES:
-            for file in self.source.glob(pattern):
-                if file.is_file():
-                    shutil.copy2(file, self.folder)
-        self.folder.chmod(0o755)  # mkdtemp's own mode shuts everyone else out
-        self._publish()
 
     def discard(self) -> None:
         shutil.rmtree(self.folder, ignore_errors=True)
@@ -279,13 +299,13 @@ class FolderWriter:
     def _write_config(self) -> None:
         config = json.loads((self.source / "config.json").read_text())
         config.pop("torch_dtype", None)
-        if config.get("num_nextn_predict_layers"):
-            # Multi-token-prediction layers are left out (``families.is_dropped``).
+        if config.get("num_nextn_predict_layers") and not self.keeps_mtp:
             config["num_nextn_predict_layers"] = 0
         config["dtype"] = str(self.dtype).removeprefix("torch.")
         (self.folder / "config.json").write_text(json.dumps(config, indent=2))
 
     def _publish(self) -> None:
+        self.folder.chmod(0o755)  # mkdtemp's own mode shuts everyone else out
         if not self.target.exists():
             os.rename(self.folder, self.target)
             return
