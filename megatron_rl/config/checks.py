@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from megatron_rl.config.engine_limits import engine_problems, split_problems
 from megatron_rl.config.layout import experts_problem, layers_problem, layout_problems
 from megatron_rl.config.schema import (
     AdvantageKind,
@@ -388,6 +389,9 @@ def _model(config: Config, command: str) -> Iterator[str]:
             f"batch.max_prompt_tokens + batch.max_response_tokens: {longest} tokens do not fit the model's context of "
             f"{context} ({path}: max_position_embeddings)"
         )
+    if command in (*RL_COMMANDS, *DATA_COMMANDS):
+        yield from engine_problems(model, path)
+        yield from split_problems(model, config.rollout.tensor_parallel_size, path)
     yield from _moe(config, model, path, command)
     divisions = {
         "num_attention_heads": config.parallel.tensor_parallel_size,
