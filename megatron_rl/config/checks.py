@@ -12,6 +12,8 @@ from megatron_rl.config.schema import (
     Config,
     CorrectionWeight,
     DecayStyle,
+    Dtype,
+    Fp8,
     Init,
     KlEstimator,
     KlPlace,
@@ -48,7 +50,7 @@ def check_config(config: Config, *, command: str, world_size: int | None = None)
     problems += _optimizers(config, command)
     problems += _files(config, command)
     problems += _parallel(config, world_size)
-    problems += [*_rollout(config), *_moe_settings(config)]
+    problems += [*_rollout(config), *_precision(config), *_moe_settings(config)]
     if command in RL_COMMANDS:
         problems += [*_lengths(config), *_pieces(config)]
     if not problems and config.policy.path:
@@ -424,6 +426,15 @@ def _moe(config: Config, model: dict[str, Any], path: Path, command: str) -> Ite
         yield (
             f"policy.moe.load_balancing=bias: the routers of {model.get('model_type')} have no expert bias ({path}); use "
             "aux_loss or none"
+        )
+
+
+def _precision(config: Config) -> Iterator[str]:
+    policy = config.policy
+    if policy.fp8 is not Fp8.none and policy.dtype is not Dtype.bfloat16:
+        yield (
+            f"policy.fp8={policy.fp8.value}: needs parameters in bfloat16, got policy.dtype={policy.dtype.value}; set "
+            "policy.dtype=bfloat16"
         )
 
 

@@ -42,6 +42,24 @@ class Mtp(Enum):
     """Carried unchanged from policy.path into every model folder that is saved."""
 
 
+class Fp8(Enum):
+    """Matrix products in 8-bit floating point, by Transformer Engine on GPUs."""
+
+    none = "none"
+    hybrid = "hybrid"
+    """e4m3 forward, e5m2 for gradients."""
+    e4m3 = "e4m3"
+
+
+class GroupedGemm(Enum):
+    """Whether all experts of a rank run in one kernel."""
+
+    auto = "auto"
+    """Where Transformer Engine is present."""
+    always = "always"
+    never = "never"
+
+
 class DecayStyle(Enum):
     constant = "constant"
     linear = "linear"
@@ -274,8 +292,7 @@ class MoeConfig:
     """Step of the expert bias (0.001 is in use); needs load_balancing=bias. 0: the bias is frozen."""
     routing_replay: RoutingReplay = RoutingReplay.none
     dispatcher: Dispatcher = Dispatcher.alltoall
-    grouped_gemm: bool = False
-    """All local experts in one kernel (GPU)."""
+    grouped_gemm: GroupedGemm = GroupedGemm.auto
 
 
 @dataclass
@@ -285,6 +302,9 @@ class PolicyConfig:
     init: Init = Init.checkpoint
     dtype: Dtype = Dtype.float32
     recompute: Recompute = Recompute.none
+    fp32_head: bool = False
+    """Logits in float32 from float32 copies of hidden states and head, in the trainer and in the servers of the run."""
+    fp8: Fp8 = Fp8.none
     mtp: Mtp = Mtp.drop
     moe: MoeConfig = field(default_factory=MoeConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)

@@ -23,6 +23,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from megatron_rl.models.layers import PackedAttention
+from megatron_rl.models.precision import pack_alignment
 
 NOWHERE = -1
 """In an index: padding, or a token that another rank holds."""
@@ -77,8 +78,8 @@ def rows_of_tokens(lengths: Sequence[int], config: TransformerConfig, device: to
 
 def split_here(lengths: tuple[int, ...], config: TransformerConfig) -> PackSplit:
     """This rank's part of a pack."""
-    multiple = config.tensor_model_parallel_size if config.sequence_parallel else 1
-    return split_pack(lengths, config.context_parallel_size, parallel_state.get_context_parallel_rank(), multiple)
+    rank = parallel_state.get_context_parallel_rank()
+    return split_pack(lengths, config.context_parallel_size, rank, pack_alignment(config))
 
 
 def sum_over_context(values: Tensor, config: TransformerConfig) -> Tensor:

@@ -4,6 +4,7 @@ Megatron's own auxiliary loss and bias update stay off: the first depends on how
 the second counts padding and moves even if the step is skipped. ``routing.py`` has both, without these faults.
 """
 
+import importlib.util
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,11 +15,23 @@ from megatron.core.transformer import TransformerConfig
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-from megatron_rl.config.schema import Dispatcher, LoadBalancing, MoeConfig, RouterDtype, RoutingReplay
+from megatron_rl.config.layout import expert_tensor_size
+from megatron_rl.config.schema import (
+    Dispatcher,
+    GroupedGemm,
+    LoadBalancing,
+    MoeConfig,
+    ParallelConfig,
+    RouterDtype,
+    RoutingReplay,
+)
 from megatron_rl.data.batch import ROUTES, PackedBatch
 from megatron_rl.errors import ModelError
 from megatron_rl.models.context import split_here
+from megatron_rl.models.dispatch import ALL_GATHER_LAYERS
 from megatron_rl.models.hf.families import dims, family_of
+from megatron_rl.models.layers import has_transformer_engine
+from megatron_rl.models.precision import pack_alignment
 from megatron_rl.models.routing import (
     RoutingTrace,
     gather_routes,
@@ -40,12 +53,24 @@ def moe_kwargs(settings: MoeConfig, hf_config: PretrainedConfig) -> dict[str, An
         moe_router_load_balancing_type="none",
         moe_aux_loss_coeff=0.0,
         moe_router_bias_update_rate=0.0,
-        moe_token_dispatcher_type=settings.dispatcher.value,
-        moe_grouped_gemm=settings.grouped_gemm,
+        # Megatron's own all-gather refuses packs; ours is a layer in its place (``dispatcher_layers``).
+        moe_token_dispatcher_type="flex" if settings.dispatcher is Dispatcher.flex else "alltoall",
+        moe_grouped_gemm=uses_grouped_gemm(settings.grouped_gemm),
     )
 
 
-def check_moe(settings: MoeConfig, hf_config: PretrainedConfig, *, where: str = "policy.moe") -> None:
+def uses_grouped_gemm(choice: GroupedGemm) -> bool:
+    return choice is GroupedGemm.always or (choice is GroupedGemm.auto and has_transformer_engine())
+
+
+def dispatcher_layers(settings: MoeConfig) -> dict[type, type]:
+    """Layers to put in the place of Megatron's, as ``layers.swap_layers`` takes them."""
+    return ALL_GATHER_LAYERS if settings.dispatcher is Dispatcher.allgather else {}
+
+
+def check_moe(
+    settings: MoeConfig, hf_config: PretrainedConfig, parallel: ParallelConfig, *, where: str = "policy.moe"
+) -> None:
     """Raises ModelError for settings that this model or machine cannot follow."""
     num_experts = dims(hf_config)["experts"]
     if not num_experts:
@@ -70,16 +95,27 @@ def check_moe(settings: MoeConfig, hf_config: PretrainedConfig, *, where: str = 
             f"{where}.load_balancing=bias: {hf_config.model_type} has no expert bias, so its checkpoints and the "
             "servers could not hold one; use aux_loss or none"
         )
-    if settings.dispatcher is Dispatcher.allgather:
-        raise ModelError(
-            f"{where}.dispatcher=allgather: it needs equally long batches on all ranks, and packs differ in length; "
-            "use alltoall"
-        )
+    if settings.dispatcher is Dispatcher.flex:
+        _check_flex(settings, parallel, where)
+    if settings.grouped_gemm is GroupedGemm.always and not has_transformer_engine():
+        missing = "Transformer Engine, which is not installed" if torch.cuda.is_available() else "a GPU; none is present"
+        raise ModelError(f"{where}.grouped_gemm=always: needs {missing}; set auto or never")
+
+
+def _check_flex(settings: MoeConfig, parallel: ParallelConfig, where: str) -> None:
     if not torch.cuda.is_available():
-        if settings.dispatcher is Dispatcher.flex:
-            raise ModelError(f"{where}.dispatcher=flex: DeepEP needs GPUs, and none is present; use alltoall")
-        if settings.grouped_gemm:
-            raise ModelError(f"{where}.grouped_gemm: needs a GPU, and none is present; set it to false")
+        raise ModelError(f"{where}.dispatcher=flex: DeepEP needs GPUs, and none is present; use alltoall or allgather")
+    if importlib.util.find_spec("deep_ep") is None:
+        raise ModelError(f"{where}.dispatcher=flex: needs the package deep_ep, which is not installed; use alltoall")
+    if parallel.expert_parallel_size * (expert_tensor_size(parallel) or 1) < 2:
+        raise ModelError(
+            f"{where}.dispatcher=flex: experts on one rank need no dispatcher; set parallel.expert_parallel_size above 1, "
+            "or use alltoall"
+        )
+    if settings.router_dtype is not RouterDtype.fp32:
+        raise ModelError(
+            f"{where}.router_dtype={settings.router_dtype.value}: DeepEP takes probabilities in float32; set fp32"
+        )
 
 
 def has_expert_bias(hf_config: PretrainedConfig) -> bool:
@@ -174,8 +210,7 @@ def local_rows(lengths: Sequence[int], config: TransformerConfig) -> Tensor:
     rows = torch.arange(sum(lengths))
     if config.context_parallel_size > 1:
         rows = split_here(tuple(lengths), config).token_of_row
+    rows = torch.nn.functional.pad(rows, (0, -len(rows) % pack_alignment(config)), value=-1)
     if config.sequence_parallel:
-        tp_size = config.tensor_model_parallel_size
-        rows = torch.nn.functional.pad(rows, (0, -len(rows) % tp_size), value=-1)
-        rows = rows.chunk(tp_size)[parallel_state.get_tensor_model_parallel_rank()]
+        rows = rows.chunk(config.tensor_model_parallel_size)[parallel_state.get_tensor_model_parallel_rank()]
     return rows

@@ -16,7 +16,7 @@ from megatron.core.transformer import TransformerConfig
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-from megatron_rl.config.schema import MoeConfig, ParallelConfig, Recompute
+from megatron_rl.config.schema import Fp8, MoeConfig, ParallelConfig, Recompute
 from megatron_rl.data.batch import PackedBatch
 from megatron_rl.models.context import ContextAttention, ContextSeqParams, plan_context, split_here, zigzag
 from megatron_rl.models.hf.config import megatron_config, transformer_class
@@ -29,7 +29,8 @@ from megatron_rl.models.layers import (
     plan_attention,
     swap_layers,
 )
-from megatron_rl.models.moe import check_moe, moe_kwargs
+from megatron_rl.models.moe import check_moe, dispatcher_layers, moe_kwargs
+from megatron_rl.models.precision import check_fp8, fp8_kwargs, pack_alignment
 from megatron_rl.models.rope import install_rope
 from megatron_rl.models.routing import ROUTERS, RoutingTrace, follow_traces, with_trace
 
@@ -42,6 +43,8 @@ class PackedGPTModel(GPTModel):
 
     real_vocab_size: int
     """Tokens of the tokenizer's model; the output layer may be padded beyond it."""
+    fp32_head: bool = False
+    """Logits are computed from float32 copies of hidden states and head."""
 
 
 def unwrap(chunk: nn.Module) -> PackedGPTModel:
@@ -59,19 +62,21 @@ def build_chunks(
     recompute: Recompute,
     share_embeddings: bool,
     moe: MoeConfig = MoeConfig(),
+    fp8: Fp8 = Fp8.none,
 ) -> list[PackedGPTModel]:
     """This rank's pipeline stage with uninitialised weights, on its device; several chunks where it is interleaved.
 
     The process groups exist already.
     """
-    check_moe(moe, hf_config)
-    kwargs, model_kwargs = megatron_config(
-        hf_config, parallel, dtype=dtype, recompute=recompute, **moe_kwargs(moe, hf_config)
-    )
+    check_moe(moe, hf_config, parallel)
+    check_fp8(fp8, dtype)
+    overrides = moe_kwargs(moe, hf_config) | fp8_kwargs(fp8)
+    kwargs, model_kwargs = megatron_config(hf_config, parallel, dtype=dtype, recompute=recompute, **overrides)
     model_kwargs["share_embeddings_and_output_weights"] = share_embeddings
     config = transformer_class(hf_config)(**kwargs)
     stages = range(parallel.virtual_pipeline_size) if parallel.virtual_pipeline_size > 1 else [None]
-    return [_build_chunk(config, stage, hf_config, model_kwargs, dtype) for stage in stages]
+    layers = ROUTERS | dispatcher_layers(moe)
+    return [_build_chunk(config, stage, hf_config, model_kwargs, dtype, layers) for stage in stages]
 
 
 def _build_chunk(
@@ -80,8 +85,9 @@ def _build_chunk(
     hf_config: PretrainedConfig,
     model_kwargs: dict[str, Any],
     dtype: torch.dtype,
+    layers: dict[type, type],
 ) -> PackedGPTModel:
-    spec = swap_layers(block_spec(config, vp_stage), ROUTERS)
+    spec = swap_layers(block_spec(config, vp_stage), layers)
     if config.context_parallel_size > 1 and not has_transformer_engine():
         spec = swap_layers(spec, {PackedAttention: ContextAttention})
     model = PackedGPTModel(
@@ -136,7 +142,7 @@ def _model_inputs(batch: PackedBatch, config: TransformerConfig) -> tuple[Tensor
             device,
         )
         return tokens[None], positions[None], params
-    padding = -len(tokens) % config.tensor_model_parallel_size if config.sequence_parallel else 0
+    padding = -len(tokens) % pack_alignment(config)
     if padding:
         lengths = (*lengths, padding)
         tokens = torch.cat([tokens, tokens.new_full((padding,), PAD_TOKEN_ID)])

@@ -10,7 +10,7 @@ from megatron.core import parallel_state, tensor_parallel
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-from megatron_rl.config.schema import MoeConfig, ParallelConfig, Recompute
+from megatron_rl.config.schema import Fp8, MoeConfig, ParallelConfig, Recompute
 from megatron_rl.data.batch import PackedBatch
 from megatron_rl.models.context import rows_of_tokens, sum_over_context
 from megatron_rl.models.hf.sources import RandomSource
@@ -28,6 +28,8 @@ def build_policy(
     dtype: torch.dtype,
     recompute: Recompute = Recompute.none,
     moe: MoeConfig = MoeConfig(),
+    fp8: Fp8 = Fp8.none,
+    fp32_head: bool = False,
     seed: int | None,
 ) -> list[PackedGPTModel]:
     """This rank's part of the policy, not yet wrapped for data parallelism; ``topology.initialize`` comes first.
@@ -42,8 +44,10 @@ def build_policy(
         recompute=recompute,
         share_embeddings=bool(hf_config.tie_word_embeddings),
         moe=moe,
+        fp8=fp8,
     )
     for chunk in chunks:
+        chunk.fp32_head = fp32_head
         if chunk.post_process:
             # The layer itself stays: its weight, its marks, its checkpoint layout and its hooks are Megatron's.
             chunk.output_layer.forward = _defer_head
@@ -94,9 +98,12 @@ def token_logprobs(
         hidden = hidden.index_select(0, places)
     else:
         hidden = tensor_parallel.copy_to_tensor_model_parallel_region(hidden.index_select(0, places))
+    weight = _head_weight(model)
+    if model.fp32_head:
+        hidden, weight = hidden.float(), weight.float()
     logprobs, entropy = token_logprobs_and_entropy(
         hidden,
-        _head_weight(model),
+        weight,
         tokens[targets],
         vocab_size=model.real_vocab_size,
         temperature=temperature,

@@ -223,7 +223,11 @@ def open_servers(
         load_weights=load_weights,
         tokenizer=tokenizer,
         device=detect_device(),
-        server_args={SERVER_FLAG: returns_routes(config), **rollout.server_args},
+        server_args={
+            SERVER_FLAG: returns_routes(config),
+            "enable-fp32-lm-head": config.policy.fp32_head,
+            **rollout.server_args,
+        },
     )
     return ServerPool.start(
         options,

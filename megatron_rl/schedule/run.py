@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from megatron_rl.config.checks import effective_window_tokens, read_model_json
 from megatron_rl.config.schema import (
@@ -22,7 +23,6 @@ from megatron_rl.config.schema import (
     Init,
     KlPlace,
     Mode,
-    MoeConfig,
     Mtp,
     OptimizerConfig,
     PolicyConfig,
@@ -138,10 +138,14 @@ def _engine(
         init=Init.checkpoint if path else config.policy.init,
         dtype=model.dtype,
         recompute=model.recompute,
-        moe=model.moe if isinstance(model, PolicyConfig) else MoeConfig(),
-        mtp=model.mtp if isinstance(model, PolicyConfig) else Mtp.drop,
+        **(_policy_settings(model) if isinstance(model, PolicyConfig) else {}),
         seed=config.run.seed,
     )
+
+
+def _policy_settings(policy: PolicyConfig) -> dict[str, Any]:
+    """What a policy has beyond a critic."""
+    return {"moe": policy.moe, "fp8": policy.fp8, "fp32_head": policy.fp32_head, "mtp": policy.mtp}
 
 
 @contextmanager

@@ -36,7 +36,7 @@ from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinea
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from torch import Tensor
 
-from megatron_rl.config.schema import Dtype, Init, MoeConfig, Mtp, OptimizerConfig, ParallelConfig, Recompute
+from megatron_rl.config.schema import Dtype, Fp8, Init, MoeConfig, Mtp, OptimizerConfig, ParallelConfig, Recompute
 from megatron_rl.data.batch import PackedBatch
 from megatron_rl.models import critic, policy
 from megatron_rl.models.hf.config import load_hf_config
@@ -79,13 +79,16 @@ class Engine:
         dtype: Dtype = Dtype.float32,
         recompute: Recompute = Recompute.none,
         moe: MoeConfig = MoeConfig(),
+        fp8: Fp8 = Fp8.none,
+        fp32_head: bool = False,
         mtp: Mtp = Mtp.drop,
         seed: int = 1,
     ) -> None:
         """``path`` is a Hugging Face folder; ``optimizer=None`` makes a model that only answers (a reference).
 
         ``moe``: how a policy's experts are chosen; with replay it follows the field ``routes`` of its batches.
-        ``mtp``: whether ``save_hf`` carries the multi-token-prediction layers of ``path`` along.
+        ``fp8``, ``fp32_head``: a policy's precision. ``mtp``: whether ``save_hf`` carries the multi-token-prediction
+        layers of ``path`` along.
         """
         if role not in ("policy", "critic"):
             raise ValueError(f"role is 'policy' or 'critic', got {role!r}")
@@ -93,7 +96,9 @@ class Engine:
         self.topology = topology
         self.path = Path(path)
         self.hf_config = load_hf_config(path)
-        build = functools.partial(policy.build_policy, moe=moe) if role == "policy" else critic.build_critic
+        build = critic.build_critic
+        if role == "policy":
+            build = functools.partial(policy.build_policy, moe=moe, fp8=fp8, fp32_head=fp32_head)
         torch_dtype = getattr(torch, dtype.value)
         self._tokens_per_chunk = max(DEFAULT_CHUNK_SIZE, LOGITS_PER_CHUNK // self.hf_config.vocab_size)
         loads = init is Init.checkpoint

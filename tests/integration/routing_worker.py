@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from megatron_rl.config.schema import (
     AlgorithmConfig,
+    Dispatcher,
     Init,
     LoadBalancing,
     MoeConfig,
@@ -44,6 +45,7 @@ class Scenario:
     parallel: dict[str, Any] = field(default_factory=dict)
     max_tokens: int = 1000
     recompute: Recompute = Recompute.none
+    dispatcher: Dispatcher = Dispatcher.alltoall
 
 
 SCENARIOS: dict[int, list[Scenario]] = {
@@ -52,12 +54,20 @@ SCENARIOS: dict[int, list[Scenario]] = {
         Scenario("dp2", max_tokens=40),
         Scenario("tp2-sp", dict(tensor_parallel_size=2, sequence_parallel=True), max_tokens=40),
         Scenario("ep2", dict(expert_parallel_size=2), max_tokens=40),
+        Scenario("ep2-allgather", dict(expert_parallel_size=2), max_tokens=40, dispatcher=Dispatcher.allgather),
+        # Experts split over the ranks, and whole ones on each.
+        Scenario(
+            "tp2-etp2-allgather",
+            dict(tensor_parallel_size=2, sequence_parallel=True),
+            max_tokens=40,
+            dispatcher=Dispatcher.allgather,
+        ),
         Scenario("cp2", dict(context_parallel_size=2), max_tokens=40),
         Scenario("pp2-recompute", dict(pipeline_parallel_size=2), max_tokens=40, recompute=Recompute.full),
     ],
 }
 
-BIASED = ("split-recompute", "ep2", "pp2-recompute")
+BIASED = ("split-recompute", "ep2", "ep2-allgather", "tp2-etp2-allgather", "pp2-recompute")
 BIAS_NAME = "e_score_correction_bias"
 BIAS_RATE = 0.01
 
@@ -91,7 +101,7 @@ class Trial:
             optimizer=OPTIMIZER,
             init=Init.random,
             recompute=scenario.recompute,
-            moe=moe,
+            moe=replace(moe, dispatcher=scenario.dispatcher),
         )
         self.batch = make_batch()
         self.plan = plan_microbatches(LENGTHS, place.dp_size, scenario.max_tokens)[place.dp_rank]
@@ -165,7 +175,7 @@ def run(scenario: Scenario, model: Path, place: topologies.Topology) -> dict[str
 
 
 def run_biased(scenario: Scenario, model: Path, place: topologies.Topology) -> dict[str, Any]:
-    """A model with expert biases: frozen, and moved after an update (which computes layers twice)."""
+    """A model with expert biases and shared experts: frozen, and moved after an update (which computes layers twice)."""
 
     def biases(trial: Trial) -> dict[str, torch.Tensor]:
         return {name: value for name, value in trial.weights().items() if name.endswith(BIAS_NAME)}
@@ -174,9 +184,9 @@ def run_biased(scenario: Scenario, model: Path, place: topologies.Topology) -> d
     moving = Trial(scenario, MoeConfig(load_balancing=LoadBalancing.bias, bias_update_rate=BIAS_RATE), model, place)
     results = {"before": biases(moving)}
     logprobs, routes = moving.logprobs(record=True)
-    results |= {"after answers": biases(moving), "routes": routes}
+    results |= {"after answers": biases(moving), "routes": routes, "logprobs": logprobs}
     old = {"old_logprobs": logprobs + moving.batch.fields["noise"]}
-    frozen.update(**old)
+    results["grad_norm"] = frozen.update(**old)["grad_norm"]
     moving.update(**old)
     results |= {"frozen": biases(frozen), "moved": biases(moving)}
     return results

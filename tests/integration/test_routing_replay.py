@@ -144,6 +144,9 @@ def test_an_expert_bias_moves_once_an_update_by_the_loads_of_real_tokens_or_not_
     (before,) = found["before"].values()
     for unchanged in ("after answers", "frozen"):
         assert torch.equal(*found[unchanged].values(), before)
+    expected = results(1)["split-recompute/bias"]
+    torch.testing.assert_close(found["logprobs"], expected["logprobs"], rtol=1e-5, atol=5e-6)
+    assert found["grad_norm"] == pytest.approx(expected["grad_norm"], rel=RELATIVE)
     loads = torch.bincount(found["routes"][:, 1].flatten().long(), minlength=NUM_EXPERTS + 1)[1:].double()
     assert loads.sum() == sum(LENGTHS) * TOP_K
     expected = before + BIAS_RATE * torch.sign(loads.mean() - loads).float()

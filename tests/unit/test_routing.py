@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import megatron_rl.parallel  # noqa: F401  (prepares Megatron Core for a CPU before it is imported below)
-from megatron_rl.config.schema import Dispatcher, LoadBalancing, MoeConfig, RoutingReplay
+from megatron_rl.config.schema import Dispatcher, GroupedGemm, LoadBalancing, MoeConfig, ParallelConfig, RoutingReplay
 from megatron_rl.data.trajectory import Prompt, RouteRecord, Segment, Trajectory, message_segment
 from megatron_rl.errors import ModelError
 from megatron_rl.models.moe import check_moe
@@ -233,19 +233,19 @@ def config_of(model_type: str, **fields):
         (MoeConfig(routing_replay=RoutingReplay.R2), "qwen2", "routing_replay=R2: needs a mixture-of-experts model"),
         (MoeConfig(load_balancing=LoadBalancing.aux_loss), "llama", "load_balancing=aux_loss: needs a mixture"),
         (MoeConfig(load_balancing=LoadBalancing.bias), "qwen3_moe", "no expert bias"),
-        (MoeConfig(dispatcher=Dispatcher.allgather), "qwen3_moe", "packs differ in length"),
-        (MoeConfig(dispatcher=Dispatcher.flex), "mixtral", "needs GPUs"),
-        (MoeConfig(grouped_gemm=True), "mixtral", "needs a GPU"),
+        (MoeConfig(dispatcher=Dispatcher.flex), "mixtral", "needs GPUs, and none is present; use alltoall"),
+        (MoeConfig(grouped_gemm=GroupedGemm.always), "mixtral", "needs a GPU; none is present; set auto or never"),
     ],
 )
 def test_settings_that_a_model_or_machine_cannot_follow_are_refused(settings, model_type, message):
     if torch.cuda.is_available() and "GPU" in message:
         pytest.skip("refused only where no GPU is present")
     with pytest.raises(ModelError, match=message):
-        check_moe(settings, config_of(model_type))
+        check_moe(settings, config_of(model_type), ParallelConfig())
 
 
 def test_defaults_suit_every_model():
     for model_type in ("qwen2", "qwen3_moe", "mixtral", "deepseek_v3"):
-        check_moe(MoeConfig(), config_of(model_type))
-    check_moe(MoeConfig(load_balancing=LoadBalancing.bias), config_of("deepseek_v3"))
+        check_moe(MoeConfig(), config_of(model_type), ParallelConfig())
+    check_moe(MoeConfig(load_balancing=LoadBalancing.bias), config_of("deepseek_v3"), ParallelConfig())
+    check_moe(MoeConfig(dispatcher=Dispatcher.allgather), config_of("qwen3_moe"), ParallelConfig())
