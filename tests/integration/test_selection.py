@@ -15,6 +15,8 @@ from tests.tiny_models import make_tiny_model
 TIMEOUT_S = 400
 NUM_PROMPTS = 60
 NUM_SAMPLES = 4
+SLOWLY = "rollout.max_inflight_requests=2"
+"""Seconds pass between the first response and the last: time to strike in the middle."""
 RECIPE = """
 policy: {{path: {folder}/model}}
 batch: {{max_prompt_tokens: 8, max_response_tokens: 6}}
@@ -110,7 +112,7 @@ def test_prompts_that_are_solved_sometimes_are_kept(folder, whole_run):
 
 
 def test_a_killed_run_goes_on_and_a_lost_server_comes_back_with_the_same_responses(folder, whole_run):
-    process = start(folder, f"run.output_dir={folder}/killed")
+    process = start(folder, f"run.output_dir={folder}/killed", SLOWLY)
     deadline = time.monotonic() + TIMEOUT_S
     while not scores_of(folder, "killed"):
         assert process.poll() is None and time.monotonic() < deadline, process.stdout.read()
@@ -144,7 +146,7 @@ def test_finished_scores_need_no_server(folder, whole_run):
 
 
 def test_ctrl_c_stops_everything(folder, whole_run):
-    process = start(folder, f"run.output_dir={folder}/interrupted")
+    process = start(folder, f"run.output_dir={folder}/interrupted", SLOWLY)
     deadline = time.monotonic() + TIMEOUT_S
     while not scores_of(folder, "interrupted"):
         assert process.poll() is None and time.monotonic() < deadline, process.stdout.read()
