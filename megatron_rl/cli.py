@@ -100,27 +100,30 @@ def _train_command(arguments: argparse.Namespace) -> int:
 
 def _check_inputs(config: "Config", command: str) -> None:
     """Everything outside the configuration that a run would trip over later: data rows, the reward and its options."""
+    from megatron_rl.config.checks import model_has_vision
     from megatron_rl.data.prompts import check_files
     from megatron_rl.data.sampler import check_mixtures
     from megatron_rl.environments import registry as environments
     from megatron_rl.rewards.hybrid import check_types, routes_of
 
     data = config.data
+    takes_images = model_has_vision(config)
     if command == "reward-train":
         from megatron_rl.data.preferences import check_reward_files
 
         check_reward_files(config)
     elif command == "sft":
-        check_files(config.sft.train_files or data.train_files, data, with_response=True)
+        check_files(config.sft.train_files or data.train_files, data, with_response=True, takes_images=takes_images)
     else:
         routes_of(config.reward)
         if config.environment.name:
             environments.build(config.environment.name, config.environment.options)
-        num_by_type = check_files(data.train_files, data, with_response=False)
+        num_by_type = check_files(data.train_files, data, with_response=False, takes_images=takes_images)
         check_mixtures(data.mixture, data.curriculum, num_by_type)
         check_types(config.reward, num_by_type)
         if data.eval_files:
-            check_types(config.reward, check_files(data.eval_files, data, with_response=False))
+            num_by_type = check_files(data.eval_files, data, with_response=False, takes_images=takes_images)
+            check_types(config.reward, num_by_type)
 
 
 def _dry_run(config: "Config", command: str, world_size: int) -> int:

@@ -477,6 +477,18 @@ def read_model_json(path: Path) -> dict[str, Any]:
     return _read_json(path)
 
 
+def model_vocab_size(config: Config) -> int:
+    """Of the policy's folder; a vision-language model's is that of its language model."""
+    model = read_model_json(Path(config.policy.path) / "config.json")
+    return model.get("text_config", model)["vocab_size"]
+
+
+def model_has_vision(config: Config) -> bool | None:
+    """Whether the policy's folder is that of a vision-language model; None where there is no config.json."""
+    path = Path(config.policy.path) / "config.json"
+    return isinstance(read_model_json(path).get("vision_config"), dict) if path.is_file() else None
+
+
 def _read_json(path: Path) -> dict[str, Any]:
     try:
         model = json.loads(path.read_text())

@@ -523,6 +523,14 @@ class DataConfig:
     """Wrap the prompt as a user message in the tokenizer's chat template."""
     system_prompt: str = ""
     """System message before the prompt; needs use_chat_template."""
+    images_field: str = "images"
+    """Column of images for the <image> marks of a prompt that is text. Optional in the file."""
+    image_dir: str = ""
+    """Where image paths start; empty: the folder of the data file."""
+    max_video_tokens: int = 81_920
+    """Most visual tokens of one video: its frames get coarser, then fewer (arXiv 2505.07062)."""
+    video_frame_tokens: list[int] = field(default_factory=lambda: [640, 512, 384, 256, 160, 128])
+    """Tokens that a frame may take; the largest at which all frames fit is chosen."""
 
 
 @dataclass

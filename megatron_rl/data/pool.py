@@ -55,6 +55,11 @@ class SlotPool:
     def num_carried(self) -> int:
         return sum(1 for t in self._slots if t.segments)
 
+    @property
+    def prompts(self) -> list[Prompt]:
+        """Those of the responses under way and of those that come next."""
+        return [trajectory.prompt for trajectory in (*self._slots, *self._fresh)]
+
     def _start_group(self, prompt: Prompt) -> None:
         for sample_index in range(self._num_samples):
             self._fresh.append(self._start(prompt, self._next_id, group_id=self._next_group, sample_index=sample_index))

@@ -10,8 +10,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from megatron_rl.config.checks import model_has_vision
 from megatron_rl.config.schema import Config, DataConfig, RewardModelKind
-from megatron_rl.data.prompts import RowContent, read_content
+from megatron_rl.data.prompts import RowContent, check_images, read_content
 from megatron_rl.data.rows import describe, lookup, read_rows
 from megatron_rl.errors import DataError, UserError
 from megatron_rl.process.lines import COMMENT_PREFIXES, ENTRY_POINT_FIELD, code_lines
@@ -61,11 +62,16 @@ def check_reward_files(config: Config) -> None:
     settings = config.reward_train
     if Path(settings.output_path).resolve() == Path(config.policy.path).resolve():
         raise UserError("reward_train.output_path: it is policy.path, which would be overwritten; give another folder")
+    takes_images = model_has_vision(config)
     for files in filter(None, (settings.train_files, settings.eval_files)):
+        rows: Sequence[Preference | LabelledProgram]
         if settings.kind is RewardModelKind.process:
-            load_labelled_programs(files, config.data, config.reward.process.comment_prefixes)
+            rows = load_labelled_programs(files, config.data, config.reward.process.comment_prefixes)
         else:
-            load_preferences(files, config.data)
+            rows = load_preferences(files, config.data)
+        for row in rows:
+            # A judge of two responses reads the prompt as text.
+            check_images(row.content, takes_images=None if settings.kind is RewardModelKind.pairwise else takes_images)
 
 
 def _loaded(files: Sequence[str], data: DataConfig, build: Any, expected: str) -> Iterator[Any]:

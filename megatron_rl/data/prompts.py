@@ -7,9 +7,20 @@ counted, and so are doubled ids where the configuration says so. Formats and pla
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron_rl.config.schema import DataConfig, DuplicateIds
+from megatron_rl.data.images import ImageRef, ImageSource, inspect
+from megatron_rl.data.parts import (
+    IMAGE_MARK,
+    Folder,
+    column_images,
+    content_parts,
+    folder_of,
+    split_marks,
+    spoken,
+    texts_of,
+)
 from megatron_rl.data.rows import Row, describe, is_missing, lookup, not_json, read_rows
 from megatron_rl.data.tokenizer import Message, Tokenizer
 from megatron_rl.data.trajectory import Prompt
@@ -37,20 +48,26 @@ class RowContent:
 
     id: str
     prompt: str | list[Message]
+    """The content of a message may be a list of parts; text with images has <image> marks."""
     answer: str
     type: str
     fields: dict[str, Any]
     place: str
+    images: tuple[ImageSource, ...] = ()
+    """In the order of their places in the prompt."""
 
     @property
     def text(self) -> str:
-        """The prompt as plain text: the user's message, or with several turns each after its role."""
+        """The prompt as plain text: the user's message, or with several turns each after its role.
+
+        An image is ``[image]``.
+        """
         if isinstance(self.prompt, str):
-            return self.prompt
+            return spoken(self.prompt, marked=bool(self.images))
         turns = [message for message in self.prompt if message["role"] != "system"]
         if len(turns) == 1:
-            return turns[0]["content"]
-        return "\n\n".join(f"{message['role']}: {message['content']}" for message in turns)
+            return spoken(turns[0]["content"])
+        return "\n\n".join(f"{message['role']}: {spoken(message['content'])}" for message in turns)
 
 
 def load_prompts(files: Sequence[str], data: DataConfig, tokenizer: Tokenizer, *, max_prompt_tokens: int) -> PromptSet:
@@ -77,29 +94,52 @@ def load_prompts(files: Sequence[str], data: DataConfig, tokenizer: Tokenizer, *
     return PromptSet(tuple(prompts), too_long.total(), dict(too_long), num_duplicates)
 
 
-def load_solutions(files: Sequence[str], data: DataConfig, tokenizer: Tokenizer) -> list[tuple[list[int], list[int]]]:
-    """(prompt ids, response ids ending in the end-of-text token) of every row, for supervised training."""
-    pairs = []
+class Solution(NamedTuple):
+    """A prompt and what is to be said to it, for supervised training."""
+
+    prompt_ids: list[int]
+    response_ids: list[int]
+    """Ending in the end-of-text token."""
+    images: tuple[ImageRef, ...] = ()
+    """Of the prompt."""
+
+
+def load_solutions(files: Sequence[str], data: DataConfig, tokenizer: Tokenizer) -> list[Solution]:
+    """Prompt and reference response of every row."""
+    solutions = []
     for row, place in read_rows(files, split=data.split):
         prompt = tokenize(read_content(row, place, data), data, tokenizer)
-        response = tokenizer.encode(_text_field(row, data.response_field, place))
-        pairs.append((list(prompt.token_ids), [*response, tokenizer.eos_id]))
-    if not pairs:
+        response = encode_response(_text_field(row, data.response_field, place), place, data.response_field, tokenizer)
+        solutions.append(Solution(list(prompt.token_ids), [*response, tokenizer.eos_id], prompt.images))
+    if not solutions:
         raise DataError(
             f"{', '.join(files)}: no rows; supervised training needs prompts with a {data.response_field!r} field"
         )
-    return pairs
+    return solutions
 
 
-def check_files(files: Sequence[str], data: DataConfig, *, with_response: bool) -> dict[str, int]:
-    """Every row has the fields it needs; returns the number of rows of each type.
+def encode_response(text: str, place: str, field: str, tokenizer: Tokenizer) -> list[int]:
+    """Ids of a given response; DataError where it has tokens that only prompts may have."""
+    token_ids = tokenizer.encode(text)
+    if tokenizer.vision is not None and not set(token_ids).isdisjoint(tokenizer.vision.banned_token_ids):
+        raise DataError(
+            f"{place}: field {field!r}: a response cannot contain image or video tokens; take their spelling out"
+        )
+    return token_ids
 
-    Needs no tokenizer, so it comes first. DataError with file, line and field.
+
+def check_files(
+    files: Sequence[str], data: DataConfig, *, with_response: bool, takes_images: bool | None = None
+) -> dict[str, int]:
+    """Every row has the fields it needs and images that can be read; returns the number of rows of each type.
+
+    Needs no tokenizer, so it comes first. ``takes_images``: the model has vision (None: not known). DataError with file, line and field.
     """
     num_by_type: Counter[str] = Counter()
     never_seen = set(data.reward_fields)
     for row, place in read_rows(files, split=data.split):
         content = read_content(row, place, data)
+        check_images(content, takes_images=takes_images)
         num_by_type[content.type] += 1
         never_seen = {path for path in never_seen if field_name(path) not in content.fields}
         if with_response:
@@ -117,14 +157,35 @@ def read_content(row: Row, place: str, data: DataConfig) -> RowContent:
     found = lookup(row, data.id_field)
     if isinstance(found, (dict, list, bool, bytes)):
         raise DataError(f"{place}: field {data.id_field!r}: expected text or a number, got {describe(found)}")
+    prompt, images = _prompt(row, place, data)
     return RowContent(
         id=place if is_missing(found) else str(found),
-        prompt=_prompt(row, data.prompt_field, place),
+        prompt=prompt,
         answer=_answer(row, place, data),
         type=_type(row, data.type_field, place),
         fields=_reward_fields(row, data.reward_fields, place),
         place=place,
+        images=tuple(images),
     )
+
+
+def check_images(content: RowContent, *, takes_images: bool | None) -> None:
+    """DataError for images that cannot be used, or that the model cannot see (None: it is not known)."""
+    if content.images and takes_images is False:
+        raise DataError(
+            f"{content.place}: the prompt has {len(content.images)} images, but the model of policy.path has no vision; "
+            "take a vision-language model, or leave these rows out"
+        )
+    if takes_images and not content.images and IMAGE_MARK in content.text:
+        raise DataError(
+            f"{content.place}: the prompt has {IMAGE_MARK} marks but no images; name their column with data.images_field, "
+            "or take the marks out"
+        )
+    for image in content.images:
+        try:
+            inspect(image)
+        except DataError as error:
+            raise DataError(f"{content.place}: {error}") from error
 
 
 def is_duplicate(content: RowContent, places: dict[str, str], data: DataConfig) -> bool:
@@ -143,15 +204,22 @@ def is_duplicate(content: RowContent, places: dict[str, str], data: DataConfig) 
 def tokenize(content: RowContent, data: DataConfig, tokenizer: Tokenizer) -> Prompt:
     """DataError with place and field when the prompt has no tokens or text that the tokenizer does not know."""
     where = f"{content.place}: field {data.prompt_field!r}"
-    chat = data.use_chat_template or not isinstance(content.prompt, str)
+    check_images(content, takes_images=tokenizer.vision is not None)
+    prompt, chat = content.prompt, data.use_chat_template or not isinstance(content.prompt, str)
+    if content.images and isinstance(prompt, str):
+        if chat:
+            prompt = [{"role": "user", "content": split_marks(prompt)}]
+        else:
+            prompt = prompt.replace(IMAGE_MARK, tokenizer.image_text)
     try:
-        token_ids = tokenizer.encode_prompt(content.prompt, chat=chat, system_prompt=data.system_prompt)
+        token_ids = tokenizer.encode_prompt(prompt, chat=chat, system_prompt=data.system_prompt)
+        images, token_ids = _with_images(content, token_ids, tokenizer)
     except DataError as error:
         raise DataError(f"{where}: {error}") from error
     if not token_ids:
         raise DataError(f"{where}: the prompt has no tokens")
-    texts = [content.prompt] if isinstance(content.prompt, str) else [m["content"] for m in content.prompt]
-    unknown = tokenizer.unknown_text("".join(texts))
+    texts = [content.prompt] if isinstance(content.prompt, str) else [texts_of(m["content"]) for m in content.prompt]
+    unknown = tokenizer.unknown_text("".join(texts).replace(IMAGE_MARK, "") if content.images else "".join(texts))
     if unknown:
         raise DataError(f"{where}: the tokenizer does not know {unknown!r}; clean the data or use another tokenizer")
     return Prompt(
@@ -162,7 +230,27 @@ def tokenize(content: RowContent, data: DataConfig, tokenizer: Tokenizer) -> Pro
         source=content.place,
         type=content.type,
         fields=content.fields,
+        images=images,
     )
+
+
+def _with_images(
+    content: RowContent, token_ids: list[int], tokenizer: Tokenizer
+) -> tuple[tuple[ImageRef, ...], list[int]]:
+    """The images of a prompt, and its ids with every image as all its tokens."""
+    vision = tokenizer.vision
+    if vision is None:
+        return (), token_ids
+    if vision.video_token_id in token_ids:
+        raise DataError("the text spells the video token; take it out, and give videos as parts with frames")
+    refs = tuple(vision.reference(image) for image in content.images)
+    try:
+        return refs, vision.expanded(token_ids, refs)
+    except ValueError as error:
+        raise DataError(
+            f"{error}: the chat template of {tokenizer.path} must write one image token an image, and texts must not "
+            "spell it themselves"
+        ) from error
 
 
 def with_reward_fields(data: DataConfig, names: Sequence[str]) -> DataConfig:
@@ -176,27 +264,60 @@ def field_name(path: str) -> str:
     return path.rsplit(".", 1)[-1]
 
 
-def _prompt(row: Row, path: str, place: str) -> str | list[Message]:
+def _prompt(row: Row, place: str, data: DataConfig) -> tuple[str | list[Message], list[ImageSource]]:
+    """The prompt and its images, in the order of their places."""
+    path, folder = data.prompt_field, folder_of(place, data)
+    column = column_images(row, data.images_field, place, folder)
     value = lookup(row, path)
     if not isinstance(value, list):
-        return _text_field(row, path, place)
-    messages = [_message(message, f"{place}: field {path!r}: message {i}") for i, message in enumerate(value, start=1)]
+        text = _text_field(row, path, place)
+        return _with_marks(text, text.count(IMAGE_MARK), column, place, data), column
+    found = [_message(given, f"{place}: field {path!r}: message {i}", folder) for i, given in enumerate(value, start=1)]
+    messages = [message for message, _ in found]
     if not messages or messages[-1]["role"] in ("system", "assistant"):
         last = messages[-1]["role"] if messages else "none"
         raise DataError(
             f"{place}: field {path!r}: expected messages of which the last waits for an answer (user), got {last}"
         )
-    return messages
+    images = [image for _, images in found for image in images]
+    if not column:
+        return messages, images
+    if images:
+        raise DataError(f"{place}: images are in the messages and in field {data.images_field!r}; give them once")
+    texts = [message["content"] for message in messages if isinstance(message["content"], str)]
+    num_marks = sum(text.count(IMAGE_MARK) for text in texts)
+    first = next((m for m in messages if m["role"] == "user" and isinstance(m["content"], str)), messages[-1])
+    first["content"] = _with_marks(first["content"], num_marks, column, place, data)
+    for message in messages:
+        if isinstance(message["content"], str) and IMAGE_MARK in message["content"]:
+            message["content"] = split_marks(message["content"])
+    return messages, column
 
 
-def _message(message: Any, where: str) -> Message:
+def _with_marks(text: str, num_marks: int, column: Sequence[ImageSource], place: str, data: DataConfig) -> str:
+    """``text`` with a mark for every image of the column: where it has none of them, they come first."""
+    if num_marks == 0:
+        return IMAGE_MARK * len(column) + text
+    if column and num_marks != len(column):
+        raise DataError(
+            f"{place}: field {data.images_field!r}: {len(column)} images for {num_marks} {IMAGE_MARK} marks in "
+            f"{data.prompt_field!r}; give as many, or no marks: then the images come first"
+        )
+    return text
+
+
+def _message(message: Any, where: str, folder: Folder) -> tuple[Message, list[ImageSource]]:
+    """A message, its content as text or as parts, and the images of its parts."""
     if not isinstance(message, Mapping):
         raise DataError(f"{where}: expected an object with role and content, got {describe(message)}")
-    for name in ("role", "content"):
-        if not isinstance(message.get(name), str) or not message[name].strip():
-            raise DataError(f"{where}: {name}: expected non-empty text, got {describe(message.get(name))}")
+    content, images = message.get("content"), []
+    if isinstance(content, list):
+        content, images = content_parts(content, where, folder)
+    for name, value in (("role", message.get("role")), ("content", content)):
+        if not isinstance(value, (str, list) if name == "content" else str) or not value or not str(value).strip():
+            raise DataError(f"{where}: {name}: expected non-empty text, got {describe(value)}")
     # Parquet gives every message all the keys that any message of the file has.
-    return {key: value for key, value in message.items() if value is not None}
+    return {key: value for key, value in {**message, "content": content}.items() if value is not None}, images
 
 
 def _answer(row: Row, place: str, data: DataConfig) -> str:

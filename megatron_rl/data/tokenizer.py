@@ -1,10 +1,12 @@
 """The one place where text becomes tokens: a thin view of the model folder's Hugging Face tokenizer."""
 
+import functools
 import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from megatron_rl.data.vision import Vision, has_vision
 from megatron_rl.errors import DataError
 
 Message = dict[str, Any]
@@ -41,13 +43,28 @@ class Tokenizer:
         config_file = self.path / "config.json"
         if not config_file.is_file():
             return
-        vocab_size = json.loads(config_file.read_text()).get("vocab_size")
+        model = json.loads(config_file.read_text())
+        vocab_size = model.get("text_config", model).get("vocab_size")
         largest = max(self._tokenizer.get_vocab().values())
         if vocab_size is not None and largest >= vocab_size:
             raise DataError(
                 f"{self.path}: vocabulary mismatch: the tokenizer's largest id is {largest}, but config.json says "
                 f"vocab_size={vocab_size}; use the tokenizer that belongs to this checkpoint"
             )
+
+    @functools.cached_property
+    def vision(self) -> Vision | None:
+        """The model's image processor; None for a model without vision. DataError where it is missing."""
+        config_file = self.path / "config.json"
+        if not config_file.is_file() or not has_vision(json.loads(config_file.read_text())):
+            return None
+        return Vision(self.path)
+
+    @property
+    def image_text(self) -> str:
+        """How an image is spelled in a text: its marks and one image token. Only of models with vision."""
+        ids = (self.vision.start_token_id, self.vision.image_token_id, self.vision.end_token_id)
+        return "".join(self._tokenizer.convert_ids_to_tokens(list(ids)))
 
     @property
     def vocab_size(self) -> int:

@@ -14,6 +14,8 @@ from typing import Any, Self
 
 import numpy as np
 
+from megatron_rl.data.images import ImageRef
+
 ENVIRONMENT = "environment"
 """Role of the messages that no model generated."""
 POLICY = "policy"
@@ -23,6 +25,7 @@ POLICY = "policy"
 class Prompt:
     id: str
     token_ids: tuple[int, ...]
+    """Expanded: an image stands as all its image tokens."""
     text: str = ""
     answer: str = ""
     source: str = ""
@@ -31,6 +34,8 @@ class Prompt:
     """Type or domain: mixtures, KL coefficients and rewards go by it."""
     fields: dict[str, Any] = field(default_factory=dict)
     """Further fields of the row that its reward reads."""
+    images: tuple[ImageRef, ...] = ()
+    """In the order of their tokens."""
 
 
 @dataclass(frozen=True)
@@ -261,7 +266,7 @@ class Trajectory:
     def from_dict(cls, state: Mapping[str, Any]) -> Self:
         """The inverse of ``to_dict``; a state written before dialogues lacks their fields, which take their defaults."""
         fields = dict(state)
-        fields["prompt"] = Prompt(**dict(state["prompt"], token_ids=tuple(state["prompt"]["token_ids"])))
+        fields["prompt"] = _prompt(state["prompt"])
         fields["segments"] = [
             Segment(**dict(s, token_ids=tuple(s["token_ids"]), rollout_logprobs=tuple(s["rollout_logprobs"])))
             for s in state["segments"]
@@ -271,3 +276,9 @@ class Trajectory:
             scores = state.get(name, {})
             fields[name] = {int(turn): Score(**score) for turn, score in scores.items()}
         return cls(**fields)
+
+
+def _prompt(state: Mapping[str, Any]) -> Prompt:
+    """A state written before prompts had images lacks them."""
+    images = tuple(ImageRef(**dict(image, grid=tuple(image["grid"]))) for image in state.get("images", ()))
+    return Prompt(**dict(state, token_ids=tuple(state["token_ids"]), images=images))

@@ -28,7 +28,7 @@ from typing import Any, TextIO
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from megatron_rl.config.checks import read_model_json
+from megatron_rl.config.checks import model_vocab_size, read_model_json
 from megatron_rl.config.schema import Config
 from megatron_rl.data.prompts import RowContent, read_content, tokenize
 from megatron_rl.data.rows import read_rows
@@ -44,7 +44,7 @@ from megatron_rl.rewards.registry import check_options, resolve
 from megatron_rl.rewards.scoring import RowForm
 from megatron_rl.rollout.frozen import open_frozen_rollout
 from megatron_rl.rollout.pool import open_servers
-from megatron_rl.rollout.protocol import GenerationRequest
+from megatron_rl.rollout.protocol import GenerationRequest, RequestImages
 from megatron_rl.schedule.interrupt import clean_stop, run_until_stopped
 
 Complete = Callable[[GenerationRequest], Awaitable[Sequence[int]]]
@@ -150,6 +150,7 @@ class Labeller:
     def _request(self, job: Job, token_ids: Sequence[int], room: int, num_lines: int, sample: int) -> GenerationRequest:
         name = f"label-{job.key}-{num_lines}-{sample}-"
         digest = hashlib.sha256(f"{self._seed} {name}".encode()).digest()
+        vision = self._tokenizer.vision
         return GenerationRequest(
             rid=name,
             input_ids=token_ids,
@@ -158,7 +159,9 @@ class Labeller:
             top_p=self._rollout.top_p,
             top_k=self._rollout.top_k,
             stop_token_ids=(self._tokenizer.eos_id, *self._rollout.stop_token_ids),
+            banned_token_ids=vision.banned_token_ids if vision is not None else (),
             seed=int.from_bytes(digest[:4], "big") % (2**31 - 1) if self._rollout.deterministic else None,
+            images=RequestImages(vision.image_token_id) if vision is not None else None,
         )
 
 
@@ -195,6 +198,8 @@ def load_jobs(config: Config, tokenizer: Tokenizer, form: RowForm) -> list[Job]:
         if problem:
             raise DataError(f"{place}: {problem}")
         content = read_content(row, place, data)
+        if content.images:
+            raise DataError(f"{place}: the prompt has images; label-lines takes prompts of text")
         unknown = tokenizer.unknown_text(row["response"])
         if unknown:
             raise DataError(f"{place}: field 'response': the tokenizer does not know {unknown!r}")
@@ -352,6 +357,7 @@ def _label_open_jobs(
     settings, reward = config.label_lines, config.reward
     console = Console(stderr=True)
     model = read_model_json(Path(config.policy.path) / "config.json")
+    model = model.get("text_config", model)
     rows_under_way = max(
         2, config.rollout.max_inflight_requests * config.rollout.num_servers // settings.num_completions
     )
@@ -377,7 +383,7 @@ def _label_open_jobs(
         task = progress.add_task("label-lines", total=summary.num_rows, completed=summary.num_done_before)
 
         async def run() -> None:
-            async with open_frozen_rollout(config, servers, vocab_size=model["vocab_size"], warn=note) as rollout:
+            async with open_frozen_rollout(config, servers, vocab_size=model_vocab_size(config), warn=note) as rollout:
 
                 async def complete(request: GenerationRequest) -> Sequence[int]:
                     # The completions of one prefix share a server, and its cache holds the prefix once.

@@ -22,9 +22,11 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 
 from megatron_rl.data.trajectory import RouteRecord, Segment, Trajectory, message_segment
+from megatron_rl.data.vision import Vision
 from megatron_rl.environments.base import Environment, EnvironmentFault, Message, turn_views
 from megatron_rl.errors import UserError
 from megatron_rl.rollout.client import GenerationRequest, ServerLost, SglangClient
+from megatron_rl.rollout.images import images_of_request, sent_ids
 from megatron_rl.rollout.protocol import Generation
 from megatron_rl.rollout.routing import RouteShape
 
@@ -50,6 +52,8 @@ class Sampling:
     """Base of the per-trajectory seeds; None lets the server draw."""
     routes: RouteShape | None = None
     """Keep the experts of all tokens with the trajectories."""
+    banned_token_ids: tuple[int, ...] = ()
+    """Never sampled: those that stand for images."""
 
 
 @dataclass(frozen=True)
@@ -88,9 +92,12 @@ class WindowGenerator:
         recover: Callable[[ServerLost], Awaitable[None]],
         *,
         decode: Decode,
+        vision: Vision | None = None,
         warn: Callable[[str], None] = logger.warning,
     ) -> None:
+        """``vision``: of the model's folder, if it has one."""
         self._client = client
+        self._vision = vision
         self._recover = recover
         self._decode = decode
         self._warn = warn
@@ -119,6 +126,7 @@ class WindowGenerator:
             self._client,
             self._recover,
             self._decode,
+            vision=self._vision,
             step=step,
             window_tokens=window_tokens,
             weight_version=weight_version,
@@ -186,6 +194,7 @@ class _Window:
         recover: Callable[[ServerLost], Awaitable[None]],
         decode: Decode,
         *,
+        vision: Vision | None,
         step: int,
         window_tokens: int,
         weight_version: int,
@@ -199,6 +208,7 @@ class _Window:
         self._client = client
         self._recover = recover
         self._decode = decode
+        self._vision = vision
         self._step = step
         self._window_tokens = window_tokens
         self._weight_version = weight_version
@@ -219,7 +229,11 @@ class _Window:
         while not self.cut and (room := self._room(trajectory)) > 0:
             attempt += 1
             hot = hot_token_is_next(trajectory, self._fire, self._decode)
-            request = self._request(trajectory, f"{self._kind}-{self._step}-{trajectory.id}-{attempt}", room, hot=hot)
+            rid = f"{self._kind}-{self._step}-{trajectory.id}-{attempt}"
+            images = await images_of_request(self._vision, trajectory.prompt)
+            request = replace(self._request(trajectory, rid, room, hot=hot), images=images)
+            if self.cut:
+                return  # enough was generated while the images were read
             self.rids_under_way.add(request.rid)
             try:
                 answer = await self._client.generate(request, alone=self._alone)
@@ -255,15 +269,17 @@ class _Window:
         sampling = self._sampling
         request = GenerationRequest(
             rid=rid,
-            input_ids=tuple(trajectory.token_ids),
+            input_ids=sent_ids(self._vision, trajectory.prompt, trajectory.token_ids),
             max_new_tokens=room,
             temperature=sampling.temperature,
             top_p=sampling.top_p,
             top_k=sampling.top_k,
             stop_token_ids=sampling.stop_token_ids,
             stop_strings=self._server_stops(trajectory),
+            banned_token_ids=sampling.banned_token_ids,
             seed=None if sampling.seed is None else trajectory_seed(sampling.seed, trajectory.id),
             routes=sampling.routes,
+            prompt_name=trajectory.prompt.source or trajectory.prompt.id,
         )
         if not hot:
             return request
@@ -273,7 +289,7 @@ class _Window:
             temperature=self._fire.temperature,
             top_k=self._fire.top_k,
             stop_strings=(),
-            banned_token_ids=self._fire.banned_token_ids,
+            banned_token_ids=tuple({*sampling.banned_token_ids, *self._fire.banned_token_ids}),
             # The engine's usual log-prob is taken before top-k: at a high temperature far from what was sampled from.
             logprobs_after_top_k=self._fire.top_k > 0,
         )

@@ -1,7 +1,8 @@
 """What goes over the wire to SGLang's ``/generate`` and back, as pure functions.
 
-Invariants: no token id outside the vocabulary gets into a request (one such id kills the server's scheduler); an
-answer has one finite log-prob a token; a response whose last token is a stop token is finished by ``stop``.
+Invariants: no token id outside the vocabulary gets into a request (one such id kills the server's scheduler), and no
+image token without its image (which hangs it); an answer has one finite log-prob a token, and belongs to a prompt of
+as many tokens as ours; a response whose last token is a stop token is finished by ``stop``.
 """
 
 import math
@@ -11,7 +12,20 @@ from typing import Any
 
 import numpy as np
 
+from megatron_rl.errors import UserError
 from megatron_rl.rollout.routing import SERVER_FLAG, BadRoutes, RouteShape, decode_routes
+
+
+@dataclass(frozen=True)
+class RequestImages:
+    """The images of a request to a vision-language model; a prompt of text has none of them."""
+
+    token_id: int
+    """The image token: it stands once for each image, and the server puts as many there as the image takes."""
+    data: Sequence[str] = ()
+    """Base64 of the image files, in the order of their tokens."""
+    num_tokens: int = 0
+    """Image tokens of all of them, as the trainer's processor counts."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +51,17 @@ class GenerationRequest:
     one share SGLang's default seed and come out equal."""
     routes: RouteShape | None = None
     """Ask which experts each token went to, in a model of this shape."""
+    images: RequestImages | None = None
+    """Of requests to a vision-language model, also without images."""
+    prompt_name: str = ""
+    """For messages: where the prompt comes from."""
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """As the server counts them, every image as all its tokens."""
+        if self.images is None:
+            return len(self.input_ids)
+        return len(self.input_ids) - len(self.images.data) + self.images.num_tokens
 
 
 @dataclass(frozen=True)
@@ -73,6 +98,10 @@ class BadAnswer(RuntimeError):
     """The server answered something that must not be trained on."""
 
 
+class PromptMismatch(UserError, BadAnswer):
+    """The server's prompt has another number of tokens than ours: its images are cut in another way."""
+
+
 class AttemptFailed(Exception):
     """One attempt failed in a way that the next one may not."""
 
@@ -96,6 +125,13 @@ def validate(request: GenerationRequest, vocab_size: int) -> None:
         problem = f"banned_token_ids {list(request.banned_token_ids)}: expected ids below the vocabulary's {vocab_size}"
     elif request.logprobs_after_top_k and not 1 <= request.top_k <= MAX_RENORMALISED_TOP_K:
         problem = f"log-probs after top-k need 1 <= top_k <= {MAX_RENORMALISED_TOP_K}, got top_k={request.top_k}"
+    elif request.images is not None and (
+        list(request.input_ids).count(request.images.token_id) != len(request.images.data)
+    ):
+        problem = (
+            f"{list(request.input_ids).count(request.images.token_id)} image tokens for {len(request.images.data)} images: "
+            "the server would wait for the others for ever"
+        )
     if problem is not None:
         raise RequestRejected(f"request {request.rid!r}: {problem}")
 
@@ -112,6 +148,8 @@ def generate_body(requests: Sequence[GenerationRequest], rids: Sequence[str]) ->
         body["return_sampling_mask"] = [request.logprobs_after_top_k for request in requests]
     if any(request.routes is not None for request in requests):
         body["return_routed_experts"] = True  # SGLang's switch for the whole call
+    if any(request.images is not None and request.images.data for request in requests):
+        body["image_data"] = [list(request.images.data) if request.images is not None else [] for request in requests]
     return body
 
 
@@ -139,6 +177,7 @@ def parse_generation(request: GenerationRequest, answer: dict[str, Any]) -> Gene
     if finish["type"] == "abort" and finish.get("status_code") is not None:
         error = RequestRejected if finish["status_code"] == 400 else AttemptFailed
         raise error(f"request {request.rid!r} was refused: {finish.get('message')}")
+    _check_prompt(request, meta)
     token_ids = tuple(answer["output_ids"])
     # A request that was aborted while it queued has no log-probs and no cache statistics.
     logprobs = tuple(entry[0] for entry in meta.get("output_token_logprobs", ()))
@@ -165,6 +204,17 @@ def parse_generation(request: GenerationRequest, answer: dict[str, Any]) -> Gene
     )
 
 
+def _check_prompt(request: GenerationRequest, meta: dict[str, Any]) -> None:
+    # A request that was aborted while it queued does not say how long its prompt is.
+    found = meta.get("prompt_tokens", request.num_prompt_tokens)
+    if found != request.num_prompt_tokens:
+        raise PromptMismatch(
+            f"prompt {request.prompt_name or request.rid}: {request.num_prompt_tokens} tokens here, but {found} on the "
+            "server. They must count the same image tokens: look whether the server's model folder has the "
+            "preprocessor_config.json and tokenizer of policy.path, and whether rollout.server_args change its image sizes"
+        )
+
+
 def _routes(request: GenerationRequest, meta: dict[str, Any], num_new: int) -> np.ndarray | None:
     if request.routes is None or num_new == 0:
         return None
@@ -175,7 +225,7 @@ def _routes(request: GenerationRequest, meta: dict[str, Any], num_new: int) -> n
             f"--{SERVER_FLAG}, or set policy.moe.routing_replay to R2 or none"
         )
     try:
-        return decode_routes(encoded, len(request.input_ids) + num_new - 1, request.routes)
+        return decode_routes(encoded, request.num_prompt_tokens + num_new - 1, request.routes)
     except BadRoutes as error:
         raise BadAnswer(f"request {request.rid!r}: {error}; look whether the server runs the same model") from error
 

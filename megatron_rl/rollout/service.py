@@ -62,7 +62,10 @@ class RolloutService:
         self._fire = fire
         self._dialogue = dialogue
         self._routes = routes
-        self._generator = WindowGenerator(client, self._wait_for_recovery, decode=tokenizer.decode, warn=warn)
+        self._vision = tokenizer.vision
+        self._generator = WindowGenerator(
+            client, self._wait_for_recovery, decode=tokenizer.decode, vision=tokenizer.vision, warn=warn
+        )
         self._recoveries: dict[str, asyncio.Task] = {}
         self.weight_version = 0
         self.num_restarts = 0
@@ -101,6 +104,7 @@ class RolloutService:
             stop_token_ids=self._stop_token_ids,
             seed=self._seed,
             routes=self._routes if kind == "train" else None,
+            banned_token_ids=self._vision.banned_token_ids if self._vision is not None else (),
         )
         await self._generator.generate(
             trajectories,
@@ -234,7 +238,13 @@ def dialogue_of(environment: Environment | None, tokenizer: Tokenizer, *, chat: 
         return None
 
     def encode_message(message: Message, last_token_id: int) -> list[int]:
-        return tokenizer.encode_message(message.text, chat=chat and not message.verbatim, last_token_id=last_token_id)
+        ids = tokenizer.encode_message(message.text, chat=chat and not message.verbatim, last_token_id=last_token_id)
+        if tokenizer.vision is not None and not set(ids).isdisjoint(tokenizer.vision.banned_token_ids):
+            raise EnvironmentFault(
+                f"a message of the environment spells an image or video token: {message.text[:80]!r}; messages of "
+                "dialogues are text, images belong to prompts"
+            )
+        return ids
 
     token_stops = single_token_stops(environment.stop_strings, tokenizer)
     server_stops = tuple(text for text in environment.stop_strings if text not in token_stops)

@@ -22,8 +22,9 @@ from megatron_rl.config.schema import (
     LambdaKind,
     Overlong,
 )
-from megatron_rl.data.batch import ROUTES, PackedBatch, cu_seqlens_of
+from megatron_rl.data.batch import ROUTES, Images, PackedBatch, cu_seqlens_of
 from megatron_rl.data.trajectory import Score, Trajectory, Turn
+from megatron_rl.data.vision import Vision
 
 
 @dataclass(frozen=True)
@@ -52,13 +53,16 @@ class Piece:
     role: str
 
 
-def window_batch(trajectories: Sequence[Trajectory], step: int) -> PackedBatch:
-    """Prompt and response so far; ``mask`` is on the tokens that ``step`` generated, rollout_logprobs beside it."""
+def window_batch(trajectories: Sequence[Trajectory], step: int, vision: Vision | None = None) -> PackedBatch:
+    """Prompt and response so far; ``mask`` is on the tokens that ``step`` generated, rollout_logprobs beside it.
+
+    ``vision`` cuts the images of the prompts; every window of a response needs them.
+    """
     rows = [t.token_ids for t in trajectories]
     mask = response_field([t.window_mask(step) for t in trajectories], trajectories, bool)
     logprobs = response_field([t.rollout_logprobs() for t in trajectories], trajectories, np.float32)
     fields = {"mask": mask, "rollout_logprobs": torch.where(mask, logprobs, 0.0)}
-    return PackedBatch(_concatenate(rows), _cu_seqlens(rows), fields)
+    return PackedBatch(_concatenate(rows), _cu_seqlens(rows), fields, _images(trajectories, vision))
 
 
 def window_routes(trajectories: Sequence[Trajectory], step: int) -> Tensor | None:
@@ -261,7 +265,10 @@ def policy_batch(
 
 
 def response_batch(
-    trajectories: Sequence[Trajectory], algorithm: AlgorithmConfig, rules: ResponseRules = ResponseRules()
+    trajectories: Sequence[Trajectory],
+    algorithm: AlgorithmConfig,
+    rules: ResponseRules = ResponseRules(),
+    vision: Vision | None = None,
 ) -> PackedBatch | None:
     """Finished responses over all windows: mask, Monte-Carlo returns and the values of generation time.
 
@@ -273,7 +280,7 @@ def response_batch(
     if not useful:
         return None
     if len(useful) < len(trajectories):
-        return response_batch([trajectories[row] for row in sorted(useful)], algorithm, rules)
+        return response_batch([trajectories[row] for row in sorted(useful)], algorithm, rules, vision)
     sizes = torch.tensor([p.num_tokens for p in pieces], dtype=torch.int64)
     cu_pieces = cu_seqlens_of(sizes)
     rewards = terminal_rewards(torch.tensor([p.outcome for p in pieces]), cu_pieces)
@@ -286,7 +293,7 @@ def response_batch(
     fields["mask"] = _scatter(scored, generated)
     fields["returns"][generated] = algorithms.monte_carlo_returns(rewards, cu_pieces, gamma=algorithm.gamma)
     fields["old_values"][generated] = torch.tensor([v for t in trajectories for v in t.old_values])
-    return PackedBatch(_concatenate(rows), _cu_seqlens(rows), fields)
+    return PackedBatch(_concatenate(rows), _cu_seqlens(rows), fields, _images(trajectories, vision))
 
 
 def keep_signals(trajectories: Sequence[Trajectory], batch: PackedBatch, signals: Signals, step: int) -> None:
@@ -378,6 +385,10 @@ def _scatter(values: Tensor, mask: Tensor) -> Tensor:
 
 def _cu_seqlens(rows: Sequence[Sequence[int]]) -> Tensor:
     return cu_seqlens_of(torch.tensor([len(row) for row in rows], dtype=torch.int64))
+
+
+def _images(trajectories: Sequence[Trajectory], vision: Vision | None) -> Images | None:
+    return None if vision is None else vision.batch([t.prompt.images for t in trajectories])
 
 
 def _concatenate(rows: Sequence[Sequence[int]]) -> Tensor:

@@ -5,6 +5,7 @@ thread; trainer stages run on the main thread and are collective over all ranks;
 travels between stages of one step lies in that step's StepState; stages of different steps share only the pool.
 """
 
+import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -17,6 +18,7 @@ from megatron_rl.config.schema import Config, KlPlace, OldPolicy, RoutingReplay
 from megatron_rl.data.batch import PackedBatch
 from megatron_rl.data.pool import SlotPool
 from megatron_rl.data.trajectory import Trajectory
+from megatron_rl.data.vision import Vision
 from megatron_rl.process.rewards import ProcessRewarder, values_after_tokens
 from megatron_rl.rollout.service import RolloutService
 from megatron_rl.schedule import step_metrics
@@ -85,6 +87,7 @@ class TrainingLoop:
         rules: ResponseRules = ResponseRules(),
         process_rewarder: ProcessRewarder | None = None,
         settling: Settling | None = None,
+        vision: Vision | None = None,
         stop_after: Callable[[int], None] = lambda step: None,
     ) -> None:
         self._config = config
@@ -99,6 +102,7 @@ class TrainingLoop:
         self._rules = rules
         self._process_rewarder = process_rewarder
         self._settling = settling
+        self._vision = vision
         self._stop_after = stop_after
         self._critic_warmup_steps = config.critic.warmup_steps if settling is None else config.run.num_steps
         self._window_tokens = effective_window_tokens(config)
@@ -121,7 +125,8 @@ class TrainingLoop:
         collected = await self._collector.collect(step)
         state = self._states[step] = StepState(collected.trajectories, num_carried=collected.num_carried)
         state.metrics |= collected.metrics
-        state.batch = window_batch(state.trajectories, step)
+        # Beside the event loop: images are read and cut there.
+        state.batch = await asyncio.to_thread(window_batch, state.trajectories, step, self._vision)
         if self._config.policy.moe.routing_replay is RoutingReplay.R3:
             state.batch = with_routes(state.batch, window_routes(state.trajectories, step))
         state.finished = [t for t in state.trajectories if t.finished]
@@ -178,7 +183,7 @@ class TrainingLoop:
             kl_coefs=kl_coefs if in_loss else None,
         )
         if state.signals.values is not None:
-            state.critic_batch = response_batch(state.finished, algorithm, self._rules)
+            state.critic_batch = response_batch(state.finished, algorithm, self._rules, self._vision)
         # Books are kept here: from the next window on, the unfinished trajectories change.
         state.metrics |= self._rollout_metrics(state, advantages, step)
         state.metrics |= {f"mismatch/{name}": value for name, value in mismatch.items()}

@@ -3,8 +3,13 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import torch
+from torch import Tensor
+
 from megatron_rl.config.schema import Config
+from megatron_rl.data.batch import PackedBatch
 from megatron_rl.data.trajectory import Prompt, Trajectory
+from megatron_rl.data.vision import Vision
 from megatron_rl.errors import UserError
 from megatron_rl.rollout.service import RolloutService
 from megatron_rl.schedule.experience import window_batch
@@ -25,8 +30,12 @@ class Parity:
 
 
 def sample_for_parity(config: Config, prompts: Sequence[Prompt]) -> list[Trajectory]:
+    """Fresh responses to the first prompts; where there are prompts with images, half of them are such."""
     budget = min(MAX_TOKENS, config.batch.max_response_tokens)
-    chosen = prompts[: config.rollout.num_parity_prompts]
+    number = config.rollout.num_parity_prompts
+    with_images = [prompt for prompt in prompts if prompt.images][: (number + 1) // 2]
+    text = [prompt for prompt in prompts if not prompt.images][: number - len(with_images)]
+    chosen = [*with_images, *text]
     return [
         Trajectory(id=i, prompt=p, group_id=i, sample_index=0, max_response_tokens=budget) for i, p in enumerate(chosen)
     ]
@@ -41,9 +50,10 @@ def compare_logprobs(
     group: TrainerGroup,
     trajectories: Sequence[Trajectory],
     differing_weights: Callable[[], list[str]],
+    vision: Vision | None = None,
 ) -> Parity:
     """Raise EngineMismatch beyond rollout.max_logprob_difference; ``differing_weights`` is asked only then."""
-    batch = window_batch(trajectories, 0)
+    batch = window_batch(trajectories, 0, vision)
     mask = batch.fields["mask"]
     ours = group.logprobs(batch, temperature=config.rollout.temperature)[mask]
     theirs = batch.fields["rollout_logprobs"][mask]
@@ -58,9 +68,27 @@ def compare_logprobs(
             f"log-probs of {parity.num_tokens} sampled tokens differ between Megatron and SGLang by up to "
             f"{parity.max_difference:.2e} (mean {float(difference.mean()):.2e}), more than "
             f"rollout.max_logprob_difference={threshold:g}; at the worst token Megatron says {float(ours[worst]):.5f} and "
-            f"SGLang {float(theirs[worst]):.5f}. {_what_to_check(differing_weights())}"
+            f"SGLang {float(theirs[worst]):.5f}. {_whose(trajectories, batch, difference, threshold)}"
+            f"{_what_to_check(differing_weights())}"
         )
     return parity
+
+
+def _whose(trajectories: Sequence[Trajectory], batch: PackedBatch, difference: Tensor, threshold: float) -> str:
+    """Which prompt the worst token belongs to, and whether it is the images; empty without images."""
+    if not any(t.prompt.images for t in trajectories):
+        return ""
+    rows = torch.arange(batch.num_sequences).repeat_interleave(batch.lengths)[batch.fields["mask"]]
+    worst = trajectories[int(rows[difference.argmax()])].prompt
+    bad = {int(row) for row in rows[difference > threshold]}
+    num_text = sum(not trajectories[row].prompt.images for row in bad)
+    where = f"The worst token answers {worst.source or worst.id} ({len(worst.images)} images). "
+    if num_text:
+        return where
+    return (
+        f"{where}Only prompts with images differ: look at the vision encoder's weights and the servers' "
+        "preprocessor_config.json first. "
+    )
 
 
 def _what_to_check(differing: list[str]) -> str:

@@ -16,7 +16,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -24,11 +24,14 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from megatron_rl import algorithms
-from megatron_rl.config.schema import Config, DataConfig, RewardModelKind
+from megatron_rl.config.schema import Config, RewardModelKind
 from megatron_rl.data.batch import PackedBatch, cu_seqlens_of
+from megatron_rl.data.images import ImageRef
 from megatron_rl.data.preferences import load_labelled_programs, load_preferences
-from megatron_rl.data.prompts import tokenize
+from megatron_rl.data.prompts import RowContent, encode_response, tokenize
 from megatron_rl.data.tokenizer import Tokenizer
+from megatron_rl.data.trajectory import Prompt
+from megatron_rl.data.vision import Vision
 from megatron_rl.errors import DataError, UserError
 from megatron_rl.parallel.topology import Topology
 from megatron_rl.process.lines import code_lines, end_tokens, token_texts
@@ -54,6 +57,8 @@ class Example:
     """Token ids, each beginning with a prompt."""
     labels: Mapping[int, int]
     """Position in the (only) sequence -> label of the line that ends there; empty but for ``process``."""
+    images: tuple[ImageRef, ...] = ()
+    """Of the prompt that all sequences begin with."""
 
     @property
     def num_tokens(self) -> int:
@@ -168,13 +173,17 @@ class BradleyTerry:
     def examples(self, files: Sequence[str]) -> list[Example]:
         """Sequences: (prompt + chosen, prompt + rejected)."""
         return [
-            Example(tuple(_with_response(row.content, text, self._data, self._tokenizer) for text in texts), {})
+            Example(
+                tuple(_with_response(row.content, prompt, text, self._tokenizer) for text in (row.chosen, row.rejected)),
+                {},
+                prompt.images,
+            )
             for row in load_preferences(files, self._data)
-            for texts in [(row.chosen, row.rejected)]
+            for prompt in [tokenize(row.content, self._data, self._tokenizer)]
         ]
 
     def update(self, group: TrainerGroup, examples: Sequence[Example]) -> tuple[UpdateResult, dict[str, float]]:
-        batch = packed([sequence for example in examples for sequence in example.sequences])
+        batch = example_batch(examples, self._tokenizer.vision)
         predictions = self._scores(group, batch)
         coefs = algorithms.bradley_terry_coefficients(*map(torch.from_numpy, predictions.values()))
         coefs = torch.stack(coefs, dim=1).flatten() / len(examples)
@@ -182,7 +191,7 @@ class BradleyTerry:
         return group.update("critic", batch, objective="score", denominators={}), self.metrics(predictions)
 
     def predict(self, group: TrainerGroup, examples: Sequence[Example]) -> Predictions:
-        return self._scores(group, packed([sequence for example in examples for sequence in example.sequences]))
+        return self._scores(group, example_batch(examples, self._tokenizer.vision))
 
     def _scores(self, group: TrainerGroup, batch: PackedBatch) -> Predictions:
         _, scores = group.values(batch)
@@ -219,7 +228,7 @@ class Pairwise:
             examples.append(
                 Example(
                     tuple(
-                        (*_prompt_ids(replace(row.content, prompt=text), self._data, self._tokenizer), word)
+                        (*tokenize(replace(row.content, prompt=text, images=()), self._data, self._tokenizer).token_ids, word)
                         for text, word in zip(texts, words)
                     ),
                     {},
@@ -274,9 +283,10 @@ class ProcessLabels:
         """One sequence each; rows whose lines are all neutral have nothing to teach and are left out."""
         examples = []
         for row in load_labelled_programs(files, self._data, self._comment_prefixes):
-            sequence = _with_response(row.content, row.response, self._data, self._tokenizer)
-            prompt = _prompt_ids(row.content, self._data, self._tokenizer)
-            pieces = token_texts(sequence[len(prompt) : -1], self._tokenizer.decode)
+            prompt = tokenize(row.content, self._data, self._tokenizer)
+            num_prompt = len(prompt.token_ids)
+            sequence = _with_response(row.content, prompt, row.response, self._tokenizer)
+            pieces = token_texts(sequence[num_prompt:-1], self._tokenizer.decode)
             lines = code_lines("".join(pieces), entry_point=row.entry_point, comment_prefixes=self._comment_prefixes)
             if len(lines) != len(row.labels):
                 raise DataError(
@@ -285,12 +295,12 @@ class ProcessLabels:
                 )
             # values[t] is read before token t: the value after a line is the one before the next token.
             labels = {
-                len(prompt) + token + 1: label
+                num_prompt + token + 1: label
                 for token, label in zip(end_tokens(lines, pieces), row.labels, strict=True)
                 if label
             }
             if labels:
-                examples.append(Example((sequence,), labels))
+                examples.append(Example((sequence,), labels, prompt.images))
         return examples
 
     def update(self, group: TrainerGroup, examples: Sequence[Example]) -> tuple[UpdateResult, dict[str, float]]:
@@ -306,7 +316,7 @@ class ProcessLabels:
         return {"values": values[mask].double().numpy(), "labels": batch.fields["returns"][mask].double().numpy()}
 
     def _batch(self, examples: Sequence[Example]) -> PackedBatch:
-        batch = packed([example.sequences[0] for example in examples])
+        batch = example_batch(examples, self._tokenizer.vision)
         labels = torch.zeros(len(batch.tokens))
         for start, example in zip(batch.cu_seqlens.tolist(), examples):
             for position, label in example.labels.items():
@@ -335,6 +345,15 @@ def packed(sequences: Sequence[Ids]) -> PackedBatch:
     return PackedBatch(tokens, cu_seqlens_of(torch.tensor([len(sequence) for sequence in sequences])))
 
 
+def example_batch(examples: Sequence[Example], vision: Vision | None) -> PackedBatch:
+    """All sequences of the examples, each with its prompt's images."""
+    batch = packed([sequence for example in examples for sequence in example.sequences])
+    if vision is None:
+        return batch
+    images = vision.batch([example.images for example in examples for _ in example.sequences])
+    return replace(batch, images=images)
+
+
 def on_last_tokens(batch: PackedBatch, numbers: torch.Tensor) -> torch.Tensor:
     """[T] float32: numbers [N] on the last token of each sequence, 0 elsewhere."""
     field = torch.zeros(len(batch.tokens))
@@ -342,15 +361,11 @@ def on_last_tokens(batch: PackedBatch, numbers: torch.Tensor) -> torch.Tensor:
     return field
 
 
-def _prompt_ids(content: Any, data: DataConfig, tokenizer: Tokenizer) -> Ids:
-    return tokenize(content, data, tokenizer).token_ids
-
-
-def _with_response(content: Any, response: str, data: DataConfig, tokenizer: Tokenizer) -> Ids:
+def _with_response(content: RowContent, prompt: Prompt, response: str, tokenizer: Tokenizer) -> Ids:
     unknown = tokenizer.unknown_text(response)
     if unknown:
         raise DataError(f"{content.place}: the tokenizer does not know {unknown!r} of a response; clean the data")
-    return (*_prompt_ids(content, data, tokenizer), *tokenizer.encode(response), tokenizer.eos_id)
+    return (*prompt.token_ids, *encode_response(response, content.place, "response", tokenizer), tokenizer.eos_id)
 
 
 def _fitting(kind: Kind, files: Sequence[str], config: Config, console: Console) -> list[Example]:

@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.config.checks import effective_window_tokens, read_model_json
+from megatron_rl.config.checks import effective_window_tokens, model_vocab_size
 from megatron_rl.config.schema import (
     AdvantageKind,
     Config,
@@ -33,6 +33,7 @@ from megatron_rl.data.prompts import PromptSet, load_prompts, with_reward_fields
 from megatron_rl.data.sampler import PromptSampler
 from megatron_rl.data.tokenizer import Tokenizer
 from megatron_rl.data.trajectory import POLICY, Prompt, Trajectory
+from megatron_rl.data.vision import Vision
 from megatron_rl.environments.base import Environment
 from megatron_rl.environments.registry import build as build_environment
 from megatron_rl.parallel import topology as topologies
@@ -188,6 +189,8 @@ def _drive(config: Config, group: TrainerGroup, *, freeze_policy: bool) -> Summa
             saver.load() if config.run.resume else {"num_steps_done": 0, "weight_version": 0, "pool": pool.state()}
         )
         pool.load_state(restored["pool"])
+        if tokenizer.vision is not None:
+            tokenizer.vision.check_known(image for prompt in pool.prompts for image in prompt.images)
         first_step = restored["num_steps_done"]
         recorder = stack.enter_context(Recorder(config, first_step=first_step, title=_title(config, freeze_policy)))
         event_loop = stack.enter_context(_event_loop_thread())
@@ -224,10 +227,13 @@ def _drive(config: Config, group: TrainerGroup, *, freeze_policy: bool) -> Summa
             ),
             process_rewarder=ProcessRewarder(config.reward.process, tokenizer.decode, program_types(config.reward)),
             settling=settling,
+            vision=tokenizer.vision,
             stop_after=runner.stop_after,
         )
         loop.load_state(restored)
-        _before_first_step(config, group, rollout, evaluator, recorder, runner, train_set, first_step)
+        _before_first_step(
+            config, group, rollout, evaluator, recorder, runner, train_set, first_step, tokenizer.vision
+        )
         recorder.start_clock()
         log.start_clock()
         runner.run(loop.actions(graph), first_step, config.run.num_steps - 1)
@@ -287,7 +293,7 @@ def _rollout(
         tokenizer=tokenizer,
         environment=environment,
         stop_token_ids=[tokenizer.eos_id, *config.rollout.stop_token_ids],
-        vocab_size=read_model_json(Path(config.policy.path) / "config.json")["vocab_size"],
+        vocab_size=model_vocab_size(config),
         export=lambda: group.export_weights("policy"),
         expected=group.expected_weights("policy"),
         call_on_trainer=runner.call_on_trainer,
@@ -306,6 +312,7 @@ def _before_first_step(
     runner: StageRunner,
     train_set: PromptSet,
     first_step: int,
+    vision: Vision | None,
 ) -> None:
     """Current weights on every server, the two engines compared, and where the policy starts from."""
     result = rollout.publish()
@@ -313,7 +320,7 @@ def _before_first_step(
     if config.rollout.max_logprob_difference:
         trajectories = sample_for_parity(config, train_set.prompts)
         runner.wait_for(generate_for_parity(rollout, trajectories))
-        parity = compare_logprobs(config, group, trajectories, rollout.differing_weights)
+        parity = compare_logprobs(config, group, trajectories, rollout.differing_weights, vision)
         recorder.console.note(
             f"Megatron and SGLang agree on {parity.num_tokens} sampled tokens: log-probs differ by at most "
             f"{parity.max_difference:.1e} (allowed: {config.rollout.max_logprob_difference:g})"

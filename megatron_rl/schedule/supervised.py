@@ -11,23 +11,22 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from megatron_rl.config.schema import Config
 from megatron_rl.data.batch import PackedBatch, cu_seqlens_of
-from megatron_rl.data.prompts import load_solutions
+from megatron_rl.data.prompts import Solution, load_solutions
 from megatron_rl.data.tokenizer import Tokenizer
+from megatron_rl.data.vision import Vision
 from megatron_rl.errors import UserError
 from megatron_rl.schedule.experience import tail_mask
 from megatron_rl.training.group import TrainerGroup
 
 NUM_RECENT = 10
 """Steps whose mean loss decides about an early end."""
-Pair = tuple[list[int], list[int]]
-"""(prompt ids, response ids with the end-of-text token)."""
 
 
 def run_sft(config: Config, group: TrainerGroup) -> None:
     """At most sft.num_steps optimizer steps in a seeded order of epochs; then the checkpoint in sft.output_path."""
     tokenizer = Tokenizer(config.policy.path)
-    pairs = load_solutions(config.sft.train_files or config.data.train_files, config.data, tokenizer)
-    batches = epoch_batches(len(pairs), config.sft.batch_size, config.run.seed)
+    solutions = load_solutions(config.sft.train_files or config.data.train_files, config.data, tokenizer)
+    batches = epoch_batches(len(solutions), config.sft.batch_size, config.run.seed)
     console = Console()
     for note in group.notes:
         console.print(note)
@@ -42,7 +41,7 @@ def run_sft(config: Config, group: TrainerGroup) -> None:
         task = progress.add_task("sft", total=config.sft.num_steps, loss="")
         recent: deque[float] = deque(maxlen=NUM_RECENT)
         for step in range(1, config.sft.num_steps + 1):
-            batch = solution_batch([pairs[i] for i in next(batches)])
+            batch = solution_batch([solutions[i] for i in next(batches)], tokenizer.vision)
             tokens = float(batch.fields["mask"].sum())
             result = group.update("policy", batch, objective="sft", denominators={"mask": tokens})
             if result.skipped:
@@ -72,9 +71,11 @@ def epoch_batches(num_rows: int, batch_size: int, seed: int) -> Iterator[list[in
             yield order[start : start + batch_size].tolist()
 
 
-def solution_batch(pairs: Sequence[Pair]) -> PackedBatch:
-    """Prompt and response back to back; the mask is on the response."""
-    tokens = torch.tensor([token for prompt, response in pairs for token in (*prompt, *response)], dtype=torch.int64)
-    lengths = torch.tensor([len(prompt) + len(response) for prompt, response in pairs], dtype=torch.int64)
-    responses = torch.tensor([len(response) for _, response in pairs], dtype=torch.int64)
-    return PackedBatch(tokens, cu_seqlens_of(lengths), {"mask": tail_mask(lengths, responses)})
+def solution_batch(solutions: Sequence[Solution], vision: Vision | None = None) -> PackedBatch:
+    """Prompt and response back to back; the mask is on the response. ``vision`` cuts the prompts' images."""
+    rows = [[*solution.prompt_ids, *solution.response_ids] for solution in solutions]
+    tokens = torch.tensor([token for row in rows for token in row], dtype=torch.int64)
+    lengths = torch.tensor([len(row) for row in rows], dtype=torch.int64)
+    responses = torch.tensor([len(solution.response_ids) for solution in solutions], dtype=torch.int64)
+    images = None if vision is None else vision.batch([solution.images for solution in solutions])
+    return PackedBatch(tokens, cu_seqlens_of(lengths), {"mask": tail_mask(lengths, responses)}, images)

@@ -23,9 +23,11 @@ from typing import Any, TextIO
 from megatron_rl.config.schema import Config
 from megatron_rl.data.files import written_whole
 from megatron_rl.data.trajectory import Prompt, Score
+from megatron_rl.data.vision import Vision
 from megatron_rl.errors import UserError
 from megatron_rl.rewards.hybrid import GradedItem
 from megatron_rl.rewards.runner import check_error_rate
+from megatron_rl.rollout.images import images_of_request, sent_ids
 from megatron_rl.rollout.protocol import Generation, GenerationRequest
 
 MIN_RESPONSES_FOR_ALARM = 64
@@ -47,17 +49,21 @@ class SamplingPlan:
     top_p: float
     top_k: int
     stop_token_ids: tuple[int, ...]
+    vision: Vision | None = None
 
-    def request(self, prompt: Prompt, sample: int) -> GenerationRequest:
+    async def request(self, prompt: Prompt, sample: int) -> GenerationRequest:
         return GenerationRequest(
             rid=f"select-{_digest(prompt.id).hex()}-{sample}",
-            input_ids=prompt.token_ids,
+            input_ids=sent_ids(self.vision, prompt, prompt.token_ids),
             max_new_tokens=self.max_new_tokens,
             temperature=self.temperature,
             top_p=self.top_p,
             top_k=self.top_k,
             stop_token_ids=self.stop_token_ids,
+            banned_token_ids=self.vision.banned_token_ids if self.vision is not None else (),
             seed=sample_seed(self.seed, prompt.id, sample),
+            images=await images_of_request(self.vision, prompt),
+            prompt_name=prompt.source or prompt.id,
         )
 
 
@@ -194,7 +200,8 @@ async def generate_scores(
     async def work() -> None:
         for prompt in queue:
             samples = missing[prompt.id]
-            answers = await asyncio.gather(*[generate(plan.request(prompt, i), prompt.id) for i in samples])
+            requests = [await plan.request(prompt, i) for i in samples]
+            answers = await asyncio.gather(*[generate(request, prompt.id) for request in requests])
             texts = [decode(answer.token_ids) for answer in answers]
             found = await grade([_item(prompt, text) for text in texts])
             scores.append([_row(prompt, *parts) for parts in zip(samples, texts, answers, found, strict=True)])

@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from megatron_rl.config.checks import model_has_vision, model_vocab_size
 from megatron_rl.config.schema import Config, Init, SelectionRule
 from megatron_rl.data.files import written_whole
 from megatron_rl.data.prompts import PromptSet, check_files, load_prompts, read_content, with_reward_fields
@@ -69,7 +70,8 @@ def check_selection(config: Config) -> None:
 
 def check_inputs(config: Config) -> Candidates:
     """Everything outside the configuration that the command would trip over later; the prompts, by type."""
-    check_files(config.data.train_files, config.data, with_response=False)
+    takes_images = None if config.select_prompts.scores_path else model_has_vision(config)
+    check_files(config.data.train_files, config.data, with_response=False, takes_images=takes_images)
     candidates = read_candidates(config.data.train_files, config.data)
     if not config.select_prompts.scores_path:
         from megatron_rl.rewards.hybrid import check_types, routes_of
@@ -207,6 +209,7 @@ def _score_prompts(config: Config, note: Note, *, progress: bool) -> tuple[str, 
         top_p=rollout.top_p,
         top_k=rollout.top_k,
         stop_token_ids=(tokenizer.eos_id, *rollout.stop_token_ids),
+        vision=tokenizer.vision,
     )
     with open_score_file(folder / SCORES_NAME, settings_of(config)) as scores:
         missing = missing_samples(prompt_set.prompts, plan.num_samples, scores.done)
@@ -230,16 +233,15 @@ def _generate(
     advance: Callable[[int], None],
 ) -> None:
     """Servers and rewards for as long as responses are missing."""
-    from megatron_rl.config.checks import read_model_json
     from megatron_rl.rewards.hybrid import build_rewards
     from megatron_rl.rollout.frozen import open_frozen_rollout
     from megatron_rl.rollout.pool import open_servers
     from megatron_rl.schedule.interrupt import clean_stop, run_until_stopped
 
-    vocab_size = read_model_json(Path(config.policy.path) / "config.json")["vocab_size"]
-
     async def run() -> None:
-        async with open_frozen_rollout(config, servers, vocab_size=vocab_size, warn=note) as rollout:
+        async with open_frozen_rollout(
+            config, servers, vocab_size=model_vocab_size(config), warn=note
+        ) as rollout:
             await generate_scores(
                 prompt_set.prompts,
                 plan,

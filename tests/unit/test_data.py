@@ -188,7 +188,7 @@ def test_prompts_that_are_too_long_are_left_out_and_counted_by_type(tmp_path, to
 
 
 def test_solutions_end_in_the_end_of_text_token(tmp_path, tokenizer):
-    ((prompt, response),) = load_solutions(
+    ((prompt, response, _),) = load_solutions(
         write(tmp_path, {"prompt": "1+1=", "answer": "2", "response": "2"}), DataConfig(), tokenizer
     )
     assert tokenizer.decode(prompt) == "1+1=" and response[-1] == tokenizer.eos_id and len(response) == 2

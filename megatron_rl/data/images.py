@@ -1,0 +1,184 @@
+"""Images of prompts: where their bytes are, what is refused, and the pixels that trainer and engine both get.
+
+Invariants: an image is known by the digest of its bytes, so a file that changes under a run is noticed; what is not a
+whole, still, ordinary image is refused when the data is read; pixels are RGB, upright (EXIF rotation is applied), with
+white behind what is transparent, and everybody who cuts or sends an image starts from them.
+"""
+
+import base64
+import binascii
+import functools
+import hashlib
+import io
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron_rl.data.rows import describe
+from megatron_rl.errors import DataError
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+MAX_ASPECT = 200
+"""The processors of the Qwen-VL families refuse images that are longer than this many times their height, or higher."""
+ORIENTATION_TAG = 274
+TURNED = (5, 6, 7, 8)
+"""EXIF orientations that exchange width and height."""
+NUM_REMEMBERED = 1 << 18
+
+
+@dataclass(frozen=True)
+class ImageSource:
+    """An image as a row gives it."""
+
+    name: str
+    """For messages: the path, or the place of embedded bytes."""
+    path: str = ""
+    data: bytes = b""
+    """The bytes, where they are part of the row."""
+    max_tokens: int = 0
+    """Most tokens it may take (a frame of a video); 0: as many as the model's processor gives it."""
+
+    def read(self) -> bytes:
+        """DataError where the file cannot be read."""
+        if not self.path:
+            return self.data
+        try:
+            return Path(self.path).read_bytes()
+        except OSError as error:
+            raise DataError(f"image {self.name}: {error.strerror or error}") from error
+
+
+@dataclass(frozen=True)
+class ImageRef:
+    """An image of a prompt, small enough for checkpoints: the pixels are found again by the digest of its bytes."""
+
+    name: str
+    digest: str
+    grid: tuple[int, int, int]
+    """Patches in time, height and width."""
+    max_tokens: int = 0
+
+    @property
+    def num_patches(self) -> int:
+        return self.grid[0] * self.grid[1] * self.grid[2]
+
+
+@dataclass(frozen=True)
+class ImageFacts:
+    digest: str
+    width: int
+    height: int
+    """Both of the upright image, in pixels."""
+
+
+def image_source(value: Any, folder: Path, where: str) -> ImageSource:
+    """What a row says about an image: a path, a data URL or Parquet's {bytes, path}; DataError for anything else."""
+    if isinstance(value, Mapping):
+        value = value.get("bytes") or value.get("path") or value.get("image")
+    if isinstance(value, (bytes, bytearray)) and value:
+        return ImageSource(name=where, data=bytes(value))
+    if not isinstance(value, str) or not value.strip():
+        raise DataError(f"{where}: expected a path, a data URL or {{bytes, path}}, got {describe(value)}")
+    if value.startswith("data:"):
+        header, comma, encoded = value.partition(",")
+        if not comma or not header.endswith(";base64"):
+            raise DataError(f"{where}: expected data:image/png;base64,..., got {value[:40]!r}")
+        try:
+            return ImageSource(name=where, data=base64.b64decode(encoded, validate=True))
+        except binascii.Error as error:
+            raise DataError(f"{where}: the data URL is not base64: {error}") from error
+    if value.startswith(("http://", "https://")):
+        raise DataError(f"{where}: {value[:60]} is an address; download the image and give its path")
+    path = folder / value.removeprefix("file://")
+    if not path.is_file():
+        raise DataError(f"{where}: image {path} does not exist; paths start at {folder} (data.image_dir)")
+    return ImageSource(name=str(path), path=str(path))
+
+
+def inspect(source: ImageSource) -> ImageFacts:
+    """Digest and size of an image that can be used; DataError for one that cannot. Decodes it once a file."""
+    if not source.path:
+        return _facts(source.data, source.name)
+    try:
+        stat = Path(source.path).stat()
+    except OSError as error:
+        raise DataError(f"image {source.name}: {error.strerror or error}") from error
+    return _facts_of_file(source.path, stat.st_mtime_ns, stat.st_size)
+
+
+@functools.lru_cache(maxsize=NUM_REMEMBERED)
+def _facts_of_file(path: str, mtime_ns: int, num_bytes: int) -> ImageFacts:
+    """Rows are read several times before a run starts; a file is decoded the first time only."""
+    return _facts(Path(path).read_bytes(), path)
+
+
+def _facts(data: bytes, name: str) -> ImageFacts:
+    image = _opened(data, name)
+    width, height = image.size
+    if image.getexif().get(ORIENTATION_TAG) in TURNED:
+        width, height = height, width
+    _check_shape(image, name)
+    # The whole file is decoded, for a cut one opens like any other; JPEG at an eighth of its size, which is faster.
+    image.draft(image.mode, (1, 1))
+    _load(image, name)
+    return ImageFacts(digest_of(data), width, height)
+
+
+def _check_shape(image: "Image", name: str) -> None:
+    width, height = image.size
+    # A photo in the multi-picture format is still: the further ones are previews and depths.
+    if getattr(image, "n_frames", 1) > 1 and image.format != "MPO":
+        raise DataError(f"image {name}: it is animated ({image.n_frames} frames); give a video part with its frames")
+    if min(width, height) < 1 or max(width, height) > MAX_ASPECT * min(width, height):
+        raise DataError(
+            f"image {name}: {width} x {height} pixels; expected at least 1 x 1 and at most {MAX_ASPECT} times as long "
+            "as wide; crop or pad it"
+        )
+
+
+def digest_of(data: bytes) -> str:
+    return hashlib.blake2b(data, digest_size=16).hexdigest()
+
+
+def decode(data: bytes, name: str) -> "Image":
+    """The pixels: RGB, upright, on white."""
+    from PIL import Image, ImageOps
+
+    image = _opened(data, name)
+    _load(image, name)
+    image = ImageOps.exif_transpose(image)
+    if image.has_transparency_data:
+        image = image.convert("RGBA")
+        return Image.alpha_composite(Image.new("RGBA", image.size, (255, 255, 255, 255)), image).convert("RGB")
+    return image.convert("RGB")
+
+
+def png_bytes(image: "Image") -> bytes:
+    """Lossless, and quick rather than small: every decoder makes the same pixels of it."""
+    buffer = io.BytesIO()
+    image.save(buffer, "PNG", compress_level=1)
+    return buffer.getvalue()
+
+
+def _opened(data: bytes, name: str) -> "Image":
+    from PIL import Image, UnidentifiedImageError
+
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", Image.DecompressionBombWarning)
+            return Image.open(io.BytesIO(data))
+    except UnidentifiedImageError as error:
+        raise DataError(f"image {name}: not an image that can be read ({len(data)} bytes); give PNG or JPEG") from error
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
+        raise DataError(f"image {name}: cannot be read: {error}") from error
+
+
+def _load(image: "Image", name: str) -> None:
+    try:
+        image.load()
+    except (OSError, ValueError, SyntaxError, EOFError) as error:
+        raise DataError(f"image {name}: the file is damaged or cut short: {error}; copy it again") from error

@@ -1,0 +1,46 @@
+"""Videos as frames: which of them a prompt shows, and how many tokens each may take (Seed1.5-VL, arXiv 2505.07062).
+
+Laws: the frames of one video never take more tokens than its budget, whatever its length; a longer video has no
+larger frames and shows no fewer of them; frames keep their order, the first is always shown, and so is the last
+one if there is room for two. Trainer and rollout use the result of the one function here.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+FRAME_LEVELS = (640, 512, 384, 256, 160, 128)
+"""Tokens of a frame, from the clearest to the coarsest picture."""
+MAX_VIDEO_TOKENS = 81_920
+
+
+@dataclass(frozen=True)
+class VideoPlan:
+    frames: tuple[int, ...]
+    """Indices of the frames that are shown, ascending."""
+    max_frame_tokens: int
+
+
+def plan_video(
+    num_frames: int, *, max_tokens: int = MAX_VIDEO_TOKENS, levels: Sequence[int] = FRAME_LEVELS
+) -> VideoPlan:
+    """The largest level at which all frames fit into ``max_tokens``; at the lowest one, evenly spaced frames that do.
+
+    Raises ValueError without frames, and for a budget below one frame of the lowest level.
+    """
+    lowest = min(levels)
+    if num_frames < 1 or max_tokens < lowest:
+        raise ValueError(f"expected at least one frame and {lowest} tokens, got {num_frames} and {max_tokens}")
+    for level in sorted(levels, reverse=True):
+        if num_frames * level <= max_tokens:
+            return VideoPlan(tuple(range(num_frames)), level)
+    num_kept = max_tokens // lowest
+    if num_kept == 1:
+        return VideoPlan((0,), lowest)
+    last = num_frames - 1
+    # Rounded in whole numbers: the same on every machine.
+    return VideoPlan(tuple((2 * i * last + num_kept - 1) // (2 * (num_kept - 1)) for i in range(num_kept)), lowest)
+
+
+def timestamp_text(seconds: float) -> str:
+    """What stands before a frame."""
+    return f"[{seconds:.1f} second]"

@@ -1,0 +1,267 @@
+"""What a vision-language model's folder says about images: their grids, tokens and patches, one processor for all uses.
+
+Invariants: token ids of prompts are *expanded*, an image of grid (t, h, w) stands as t*h*w / merge_size^2 image tokens;
+SGLang gets them *collapsed*, one image token an image, and expands them itself; both sides start from the same pixels.
+Token counts follow from image sizes alone; patches are cut when a batch needs them and kept in a bounded cache.
+"""
+
+import base64
+import json
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+from megatron_rl.data.batch import Images
+from megatron_rl.data.images import ImageFacts, ImageRef, ImageSource, decode, digest_of, inspect, png_bytes
+from megatron_rl.errors import DataError
+
+PATCH_CACHE_BYTES = 1 << 30
+WIRE_CACHE_BYTES = 1 << 28
+VISION_TOKEN_FIELDS = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
+"""Fields of config.json with the ids that only prompts may contain."""
+
+T = TypeVar("T")
+
+
+def vision_token_ids(model: dict[str, Any]) -> tuple[int, ...]:
+    """Ids that stand for or around images in a model's config.json: no response may contain them. Empty without vision."""
+    return tuple(sorted({model[name] for name in VISION_TOKEN_FIELDS if isinstance(model.get(name), int)}))
+
+
+def has_vision(model: dict[str, Any]) -> bool:
+    """Whether config.json is that of a vision-language model."""
+    return isinstance(model.get("vision_config"), dict) and isinstance(model.get("image_token_id"), int)
+
+
+def collapse(token_ids: Sequence[int], image_token_id: int, counts: Sequence[int]) -> list[int]:
+    """One image token for each run of ``counts[i]``; the inverse of ``expand``.
+
+    ValueError where the image tokens are not those of ``counts`` images.
+    """
+    collapsed: list[int] = []
+    position = 0
+    for count in counts:
+        start = _next(token_ids, image_token_id, position)
+        run = token_ids[start : start + count]
+        if start < 0 or len(run) < count or any(token != image_token_id for token in run):
+            raise ValueError(f"expected runs of {list(counts)} image tokens, and one of {count} is not there")
+        collapsed += [*token_ids[position:start], image_token_id]
+        position = start + count
+    if _next(token_ids, image_token_id, position) >= 0:
+        raise ValueError(f"expected {sum(counts)} image tokens, got {list(token_ids).count(image_token_id)}")
+    return [*collapsed, *token_ids[position:]]
+
+
+def expand(token_ids: Sequence[int], image_token_id: int, counts: Sequence[int]) -> list[int]:
+    """``counts[i]`` image tokens for the i-th one of ``token_ids``; ValueError where there are more or fewer."""
+    found = list(token_ids).count(image_token_id)
+    if found != len(counts):
+        raise ValueError(f"expected {len(counts)} image tokens, got {found}")
+    remaining = iter(counts)
+    return [
+        token for given in token_ids for token in ([given] * next(remaining) if given == image_token_id else [given])
+    ]
+
+
+def _next(token_ids: Sequence[int], wanted: int, start: int) -> int:
+    return next((i for i in range(start, len(token_ids)) if token_ids[i] == wanted), -1)
+
+
+class Vision:
+    """The image processor of one model folder, and the images that were read so far. Safe to use from several threads."""
+
+    def __init__(self, path: str | Path) -> None:
+        """DataError where the folder has no image processor of a kind that is supported."""
+        self.path = Path(path)
+        model = json.loads((self.path / "config.json").read_text())
+        self.image_token_id: int = model["image_token_id"]
+        self.video_token_id: int | None = model.get("video_token_id")
+        self.start_token_id: int = model["vision_start_token_id"]
+        self.end_token_id: int = model["vision_end_token_id"]
+        self.banned_token_ids = vision_token_ids(model)
+        self._processor = _image_processor(self.path)
+        self._patch_size: int = self._processor.patch_size
+        self.merge_size: int = self._processor.merge_size
+        self._check_sizes(model["vision_config"])
+        self._sources: dict[tuple[str, int], ImageSource] = {}
+        self._patches = _Cache[Tensor](PATCH_CACHE_BYTES, lambda patches: patches.numel() * patches.element_size())
+        self._wire = _Cache[str](WIRE_CACHE_BYTES, len)
+
+    def reference(self, source: ImageSource) -> ImageRef:
+        """The image as prompts carry it. DataError for one that cannot be used."""
+        facts = inspect(source)
+        height, width = self._size(facts, source.max_tokens)
+        height, width = self._resized(height, width)
+        grid = (1, height // self._patch_size, width // self._patch_size)
+        ref = ImageRef(source.name, facts.digest, grid, source.max_tokens)
+        if source.max_tokens and self.num_tokens(ref) > source.max_tokens:
+            raise DataError(
+                f"image {source.name}: as a frame of its video it may take {source.max_tokens} tokens, but the model's "
+                f"image processor makes {self.num_tokens(ref)} of {facts.width} x {facts.height} pixels; raise "
+                "data.video_frame_tokens, or give frames of a less extreme shape"
+            )
+        self._sources.setdefault((facts.digest, source.max_tokens), source)
+        return ref
+
+    def num_tokens(self, ref: ImageRef) -> int:
+        return ref.num_patches // self.merge_size**2
+
+    def expanded(self, token_ids: Sequence[int], refs: Sequence[ImageRef]) -> list[int]:
+        return expand(token_ids, self.image_token_id, [self.num_tokens(ref) for ref in refs])
+
+    def collapsed(self, token_ids: Sequence[int], refs: Sequence[ImageRef]) -> list[int]:
+        """``token_ids`` (prompt and response) with one image token an image."""
+        return collapse(token_ids, self.image_token_id, [self.num_tokens(ref) for ref in refs])
+
+    def patches(self, ref: ImageRef) -> Tensor:
+        """[t*h*w, values of a patch] float32, as the model's processor cuts them. DataError if the file has changed."""
+
+        def cut() -> Tensor:
+            result = self._processor(images=[self._pixels(ref)], return_tensors="pt")
+            found = tuple(result["image_grid_thw"][0].tolist())
+            if found != ref.grid:
+                raise DataError(
+                    f"image {ref.name}: expected a grid of {ref.grid} patches, but the image processor of {self.path} "
+                    f"makes {found}; resume with the preprocessor_config.json that the run was started with"
+                )
+            return result["pixel_values"].to(torch.float32)
+
+        return self._patches.get((ref.digest, ref.max_tokens), cut)
+
+    def wire(self, ref: ImageRef) -> str:
+        """The image as SGLang takes it: base64 of a file with the pixels that ``patches`` starts from."""
+
+        def encode() -> str:
+            data = self._bytes(ref)
+            image = self._pixels(ref)
+            return base64.b64encode(data if _is_plain_png(data, image) else png_bytes(image)).decode()
+
+        return self._wire.get((ref.digest, ref.max_tokens), encode)
+
+    def batch(self, sequences: Sequence[Sequence[ImageRef]]) -> Images | None:
+        """The images of a batch's sequences, in order; None when there are none at all."""
+        refs = [ref for images in sequences for ref in images]
+        if not refs:
+            return None
+        return Images(
+            patches=torch.cat([self.patches(ref) for ref in refs]),
+            grids=torch.tensor([ref.grid for ref in refs], dtype=torch.int64),
+            sequences=torch.repeat_interleave(torch.tensor([len(images) for images in sequences], dtype=torch.int64)),
+        )
+
+    def check_known(self, refs: Iterable[ImageRef]) -> None:
+        """DataError for an image of a checkpoint that the data files no longer give, byte for byte."""
+        for ref in refs:
+            if (ref.digest, ref.max_tokens) not in self._sources:
+                raise DataError(
+                    f"run.resume: image {ref.name} is not the one that the run was started with (its bytes have "
+                    "changed, or no row of the data files names it); restore the file, or start a new run"
+                )
+
+    def _bytes(self, ref: ImageRef) -> bytes:
+        self.check_known([ref])
+        data = self._sources[ref.digest, ref.max_tokens].read()
+        if digest_of(data) != ref.digest:
+            raise DataError(
+                f"image {ref.name}: its bytes have changed since the run started; restore the file and resume"
+            )
+        return data
+
+    def _pixels(self, ref: ImageRef) -> Any:
+        image = decode(self._bytes(ref), ref.name)
+        height, width = self._size(ImageFacts(ref.digest, image.width, image.height), ref.max_tokens)
+        return image if (width, height) == image.size else image.resize((width, height))
+
+    def _size(self, facts: ImageFacts, max_tokens: int) -> tuple[int, int]:
+        """(height, width) that the processor is given: the image's own, or smaller for a frame of a long video."""
+        height, width = self._resized(facts.height, facts.width)
+        factor = self._patch_size * self.merge_size
+        if not max_tokens or height * width <= max_tokens * factor**2:
+            return facts.height, facts.width
+        return self._resized(facts.height, facts.width, max_pixels=max_tokens * factor**2)
+
+    def _resized(self, height: int, width: int, max_pixels: int | None = None) -> tuple[int, int]:
+        """(height, width) after the processor's resizing."""
+        from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
+
+        size = self._processor.size
+        return smart_resize(
+            height,
+            width,
+            factor=self._patch_size * self.merge_size,
+            min_pixels=size["shortest_edge"],
+            max_pixels=size["longest_edge"] if max_pixels is None else min(max_pixels, size["longest_edge"]),
+        )
+
+    def _check_sizes(self, vision: dict[str, Any]) -> None:
+        expected = (vision.get("patch_size"), vision.get("spatial_merge_size"))
+        if expected != (self._patch_size, self.merge_size):
+            raise DataError(
+                f"{self.path}: preprocessor_config.json cuts patches of {self._patch_size} pixels and merges "
+                f"{self.merge_size} x {self.merge_size}, but config.json says patch_size={expected[0]} and "
+                f"spatial_merge_size={expected[1]}; use the files that belong to this checkpoint"
+            )
+
+
+def _image_processor(path: Path) -> Any:
+    from megatron_rl.rollout.cpu_platform import declare_torchvision_ops
+
+    declare_torchvision_ops()
+    from transformers import AutoImageProcessor
+    from transformers.models.qwen2_vl.image_processing_qwen2_vl import Qwen2VLImageProcessor
+
+    if not any((path / name).is_file() for name in ("preprocessor_config.json", "processor_config.json")):
+        raise DataError(
+            f"{path}: no preprocessor_config.json; a vision-language model's folder needs its image processor"
+        )
+    try:
+        processor = AutoImageProcessor.from_pretrained(str(path), local_files_only=True)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DataError(f"{path}: the image processor cannot be loaded: {str(error).splitlines()[0]}") from error
+    if not isinstance(processor, Qwen2VLImageProcessor):
+        raise DataError(
+            f"{path}: image processor {type(processor).__name__} is not supported; supported is Qwen2VLImageProcessor, "
+            "which Qwen2.5-VL and Qwen3-VL have"
+        )
+    return processor
+
+
+def _is_plain_png(data: bytes, image: Any) -> bool:
+    """The bytes are a PNG whose stored pixels are already what ``decode`` makes of them."""
+    import io
+
+    from PIL import Image
+
+    stored = Image.open(io.BytesIO(data))
+    return stored.format == "PNG" and stored.mode == "RGB" and not stored.info and stored.size == image.size
+
+
+class _Cache(Generic[T]):
+    """The values used last, up to a number of bytes."""
+
+    def __init__(self, max_bytes: int, size_of: Callable[[T], int]) -> None:
+        self._max_bytes = max_bytes
+        self._size_of = size_of
+        self._values: OrderedDict[Any, T] = OrderedDict()
+        self._num_bytes = 0
+        self._lock = threading.Lock()
+
+    def get(self, key: Any, make: Callable[[], T]) -> T:
+        with self._lock:
+            if key in self._values:
+                self._values.move_to_end(key)
+                return self._values[key]
+        value = make()
+        with self._lock:
+            if key not in self._values:
+                self._values[key] = value
+                self._num_bytes += self._size_of(value)
+            while self._num_bytes > self._max_bytes and len(self._values) > 1:
+                _, oldest = self._values.popitem(last=False)
+                self._num_bytes -= self._size_of(oldest)
+        return value
