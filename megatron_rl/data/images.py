@@ -119,12 +119,12 @@ def _facts_of_file(path: str, mtime_ns: int, num_bytes: int) -> ImageFacts:
 def _facts(data: bytes, name: str) -> ImageFacts:
     image = _opened(data, name)
     width, height = image.size
-    if image.getexif().get(ORIENTATION_TAG) in TURNED:
-        width, height = height, width
     _check_shape(image, name)
     # The whole file is decoded, for a cut one opens like any other; JPEG at an eighth of its size, which is faster.
     image.draft(image.mode, (1, 1))
     _load(image, name)
+    if image.getexif().get(ORIENTATION_TAG) in TURNED:
+        width, height = height, width
     return ImageFacts(digest_of(data), width, height)
 
 
