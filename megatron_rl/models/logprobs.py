@@ -5,8 +5,12 @@ the group exchanges four numbers a token. The backward pass computes the logits 
 
     logp(t) = z_t - log Z,   H = log Z - E[z],   z = logits / temperature
     d logp / d z_i = [i = t] - p_i,   d H / d z_i = -p_i (log p_i + H)
+
+Tokens that the engine never samples (those that stand for images) take no part: their z is a constant far below all
+others, as it is in SGLang, so that both sides speak of the same distribution.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,6 +19,8 @@ from torch import Tensor
 
 DEFAULT_CHUNK_SIZE = 512
 """Tokens whose logits exist at a time: 256 to 1024 take the same time, memory grows with it."""
+EXCLUDED_SCORE = -1.0e9
+"""In the place of an excluded token's z: its probability is 0 in every float, and 0 times it is 0."""
 
 
 def token_logprobs_and_entropy(
@@ -26,17 +32,19 @@ def token_logprobs_and_entropy(
     temperature: float = 1.0,
     group: dist.ProcessGroup | None = None,
     chunk_size: int = DEFAULT_CHUNK_SIZE,
+    excluded: Sequence[int] = (),
 ) -> tuple[Tensor, Tensor]:
     """hidden [N, H], weight [rows, H], targets [N] int64 -> (logprobs [N], entropy [N]), float32 (float64 stays).
 
     ``weight`` holds this rank's rows of the output matrix, the same number on every rank of ``group`` (None: this rank
     holds all); rows past ``vocab_size`` are padding and take no part. ``targets`` are global token ids and equal on
     all ranks of the group, and so are the results. The gradient of ``hidden`` is this rank's part only: the caller
-    lets it pass through Megatron's copy or gather region, which sums it over the group.
+    lets it pass through Megatron's copy or gather region, which sums it over the group. ``excluded`` ids have
+    probability 0: log-probs and entropies are those over the other tokens.
     """
     if temperature <= 0:
         raise ValueError(f"temperature is positive, got {temperature}; score greedy samples at temperature 1")
-    return _ChunkedLogprobs.apply(hidden, weight, targets, vocab_size, temperature, group, chunk_size)
+    return _ChunkedLogprobs.apply(hidden, weight, targets, vocab_size, temperature, group, chunk_size, tuple(excluded))
 
 
 class _ChunkedLogprobs(torch.autograd.Function):
@@ -50,22 +58,25 @@ class _ChunkedLogprobs(torch.autograd.Function):
         temperature: float,
         group: dist.ProcessGroup | None,
         chunk_size: int,
+        excluded: tuple[int, ...],
     ) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
         rank = 0 if group is None else group.rank()
         first_id = rank * weight.shape[0]
         rows = min(max(vocab_size - first_id, 0), weight.shape[0])
         local_targets = targets - first_id
+        columns = [token - first_id for token in excluded if first_id <= token < first_id + rows]
         parts = []
         for start in range(0, hidden.shape[0], chunk_size):
             chunk = slice(start, start + chunk_size)
             scores = _logits(hidden[chunk], weight[:rows]) / temperature
+            scores[:, columns] = EXCLUDED_SCORE
             parts.append(_statistics(scores, local_targets[chunk], group))
         dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
         empty = torch.zeros(3, 0, dtype=dtype, device=hidden.device)
         logprobs, entropy, log_normalizer = torch.cat([empty, *parts], dim=1)
         ctx.save_for_backward(hidden, weight, local_targets, log_normalizer, entropy)
-        ctx.rows, ctx.temperature, ctx.chunk_size = rows, temperature, chunk_size
+        ctx.rows, ctx.temperature, ctx.chunk_size, ctx.columns = rows, temperature, chunk_size, columns
         return logprobs, entropy
 
     @staticmethod
@@ -76,7 +87,9 @@ class _ChunkedLogprobs(torch.autograd.Function):
         grad_weight = torch.zeros(weight.shape, dtype=log_normalizer.dtype, device=weight.device)
         for start in range(0, hidden.shape[0], ctx.chunk_size):
             chunk = slice(start, start + ctx.chunk_size)
-            log_p = _logits(hidden[chunk], weight[:rows]) / ctx.temperature - log_normalizer[chunk, None]
+            scores = _logits(hidden[chunk], weight[:rows]) / ctx.temperature
+            scores[:, ctx.columns] = EXCLUDED_SCORE
+            log_p = scores - log_normalizer[chunk, None]
             p = log_p.exp()
             grad_scores = torch.zeros_like(p)
             if grad_logprobs is not None:
@@ -86,10 +99,11 @@ class _ChunkedLogprobs(torch.autograd.Function):
                     grad_scores.scatter_add_(1, column[:, None], (grad_logprobs[chunk] * here)[:, None])
             if grad_entropy is not None:
                 grad_scores -= grad_entropy[chunk, None] * p * (log_p + entropy[chunk, None])
+            grad_scores[:, ctx.columns] = 0.0  # a constant stands there, also where it was the target
             grad_scores /= ctx.temperature
             grad_hidden[chunk] = grad_scores @ weight[:rows].to(grad_scores.dtype)
             grad_weight[:rows] += grad_scores.t() @ hidden[chunk].to(grad_scores.dtype)
-        return grad_hidden, grad_weight.to(weight.dtype), None, None, None, None, None
+        return grad_hidden, grad_weight.to(weight.dtype), None, None, None, None, None, None
 
 
 def _logits(hidden: Tensor, weight: Tensor) -> Tensor:

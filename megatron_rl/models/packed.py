@@ -45,6 +45,8 @@ class PackedGPTModel(GPTModel):
     """Tokens of the tokenizer's model; the output layer may be padded beyond it."""
     fp32_head: bool = False
     """Logits are computed from float32 copies of hidden states and head."""
+    excluded_token_ids: tuple[int, ...]
+    """Of a policy: ids that no response contains, those of images; they have no probability."""
 
 
 def unwrap(chunk: nn.Module) -> PackedGPTModel:

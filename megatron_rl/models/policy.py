@@ -12,6 +12,7 @@ from transformers import PretrainedConfig
 
 from megatron_rl.config.schema import Fp8, MoeConfig, ParallelConfig, Recompute
 from megatron_rl.data.batch import PackedBatch
+from megatron_rl.data.vision import vision_token_ids
 from megatron_rl.models.context import rows_of_tokens, sum_over_context
 from megatron_rl.models.hf.sources import RandomSource
 from megatron_rl.models.hf.weights import fill
@@ -46,8 +47,10 @@ def build_policy(
         moe=moe,
         fp8=fp8,
     )
+    excluded = vision_token_ids(hf_config.to_dict())
     for chunk in chunks:
         chunk.fp32_head = fp32_head
+        chunk.excluded_token_ids = excluded
         if chunk.post_process:
             # The layer itself stays: its weight, its marks, its checkpoint layout and its hooks are Megatron's.
             chunk.output_layer.forward = _defer_head
@@ -75,9 +78,9 @@ def token_logprobs(
     """(logprobs [T], entropy [T]) of the batch's tokens, float32, from the last stage's ``forward`` output.
 
     Entry t speaks of token t given the tokens before it: its log-probability and the entropy of the distribution it
-    was drawn from, both at ``temperature``. Entries are 0 at sequence starts and where ``mask`` [T] bool is False;
-    those tokens do not reach the head. Differentiable. All ranks of a tensor- or context-parallel group call it and get
-    the same result.
+    was drawn from, both at ``temperature`` and over the tokens that responses may have (not those of images). Entries
+    are 0 at sequence starts and where ``mask`` [T] bool is False; those tokens do not reach the head. Differentiable.
+    All ranks of a tensor- or context-parallel group call it and get the same result.
     """
     model = unwrap(chunk)
     tokens = batch.tokens.to(output.device)
@@ -109,6 +112,7 @@ def token_logprobs(
         temperature=temperature,
         group=parallel_state.get_tensor_model_parallel_group(),
         chunk_size=chunk_size,
+        excluded=model.excluded_token_ids,
     )
     zeros = torch.zeros(len(tokens), dtype=logprobs.dtype, device=output.device)
     both = torch.stack([zeros.index_put((targets,), logprobs), zeros.index_put((targets,), entropy)])

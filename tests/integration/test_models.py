@@ -11,6 +11,7 @@ from torch import Tensor
 
 from megatron_rl.config.schema import ParallelConfig, Recompute
 from megatron_rl.data.batch import PackedBatch
+from megatron_rl.data.vision import vision_token_ids
 from megatron_rl.models import critic, policy
 from megatron_rl.models.hf.config import load_hf_config
 from megatron_rl.models.hf.families import VALUE_HEAD
@@ -34,7 +35,10 @@ LLAMA3_ROPE = dict(
     original_max_position_embeddings=16,
 )
 SHAPES: dict[str, dict[str, Any]] = {
+    # two tokens that responses never contain, as models with vision have
     "qwen2_tied_odd_vocab_gqa7": dict(
+        image_token_id=99,
+        video_token_id=7,
         family="qwen2",
         tie_word_embeddings=True,
         vocab_size=101,
@@ -53,15 +57,17 @@ Reference = dict[str, Any]
 
 def make_sequences(vocab_size: int) -> tuple[list[Tensor], list[Tensor]]:
     generator = torch.Generator().manual_seed(5)
-    sequences = [torch.randint(3, vocab_size, (length,), generator=generator) for length in LENGTHS]
+    sequences = [torch.randint(8, min(vocab_size, 99), (length,), generator=generator) for length in LENGTHS]
     return sequences, [torch.randn(length, generator=generator) for length in LENGTHS]
 
 
 def hf_outputs(model: Any, sequences: list[Tensor], temperature: float) -> tuple[list[Tensor], list[Tensor]]:
     """Per sequence (logprobs, entropy) in the alignment of data/batch.py, by full logits, one sequence at a time."""
     logprobs, entropies = [], []
+    excluded = torch.tensor(vision_token_ids(model.config.to_dict()), dtype=torch.int64)
     for tokens in sequences:
-        log_p = (model(tokens[None]).logits[0] / temperature).log_softmax(-1)[:-1]
+        logits = model(tokens[None]).logits[0].index_fill(-1, excluded, -1e9)
+        log_p = (logits / temperature).log_softmax(-1)[:-1]
         start = torch.zeros(1)
         logprobs.append(torch.cat([start, log_p.gather(1, tokens[1:, None])[:, 0]]))
         entropies.append(torch.cat([start, -(log_p.exp() * log_p).sum(-1)]))

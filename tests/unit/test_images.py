@@ -118,7 +118,9 @@ def test_embedded_images_of_parquet_files_and_another_image_folder(tmp_path, tok
     files = write(tmp_path, {"prompt": "<image>?", "images": ["a.png"]})
     (same,) = load(tokenizer, files, image_dir=str(tmp_path / "pictures"))
     assert same.images[0].digest == prompt.images[0].digest
-    with pytest.raises(DataError, match=r"rows.jsonl:1: field 'images': image 1: image .*a.png does not exist.*image_dir"):
+    with pytest.raises(
+        DataError, match=r"rows.jsonl:1: field 'images': image 1: image .*a.png does not exist.*image_dir"
+    ):
         load(tokenizer, files)
 
 

@@ -1,5 +1,7 @@
 """Chunked log-probs and entropies against full softmax in float64."""
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -21,8 +23,13 @@ def inputs(n: int, padding: int = 0, dtype: torch.dtype = torch.float64) -> tupl
     return hidden, weight.requires_grad_(), torch.randint(0, VOCAB, (n,), generator=generator)
 
 
-def by_full_softmax(hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    log_p = (hidden.double() @ weight[:VOCAB].double().t() / temperature).log_softmax(-1)
+def by_full_softmax(
+    hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, excluded: Sequence[int] = ()
+) -> tuple[Tensor, Tensor]:
+    """Over the tokens that are not excluded, and no others exist."""
+    kept = [token for token in range(VOCAB) if token not in excluded]
+    log_p = (hidden.double() @ weight[kept].double().t() / temperature).log_softmax(-1)
+    targets = torch.tensor([kept.index(token) for token in targets.tolist()])
     return log_p.gather(1, targets[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
 
 
@@ -33,15 +40,23 @@ def by_full_softmax(hidden: Tensor, weight: Tensor, targets: Tensor, temperature
     temperature=st.floats(0.2, 5.0),
     padding=st.integers(0, 3),
     parts=st.sampled_from(["logprobs", "entropy", "both"]),
+    excluded=st.sets(st.integers(0, VOCAB - 1), max_size=6).map(sorted),
 )
 def test_values_and_gradients_equal_full_softmax(
-    n: int, chunk_size: int, temperature: float, padding: int, parts: str
+    n: int, chunk_size: int, temperature: float, padding: int, parts: str, excluded: list[int]
 ) -> None:
     hidden, weight, targets = inputs(n, padding)
+    targets = torch.tensor([next(t % VOCAB for t in range(i, i + VOCAB) if t % VOCAB not in excluded) for i in targets])
     found = token_logprobs_and_entropy(
-        hidden, weight, targets, vocab_size=VOCAB, temperature=temperature, chunk_size=chunk_size
+        hidden,
+        weight,
+        targets,
+        vocab_size=VOCAB,
+        temperature=temperature,
+        chunk_size=chunk_size,
+        excluded=excluded,
     )
-    expected = by_full_softmax(hidden, weight, targets, temperature)
+    expected = by_full_softmax(hidden, weight, targets, temperature, excluded)
     factors = torch.linspace(-1.0, 2.0, n, dtype=torch.float64)
     losses = []
     for logprobs, entropy in (found, expected):
@@ -56,6 +71,15 @@ def test_values_and_gradients_equal_full_softmax(
     gradients = [torch.autograd.grad(loss, (hidden, weight)) for loss in losses]
     for ours, reference in zip(*gradients, strict=True):
         torch.testing.assert_close(ours, reference, atol=1e-10, rtol=1e-8)
+
+
+def test_an_excluded_token_has_no_probability_and_moves_nothing() -> None:
+    hidden, weight, targets = inputs(8)
+    targets[3] = 5
+    logprobs, entropy = token_logprobs_and_entropy(hidden, weight, targets, vocab_size=VOCAB, excluded=[5, 7])
+    assert logprobs[3] < -1e8 and logprobs.isfinite().all() and entropy.isfinite().all()
+    gradients = torch.autograd.grad(logprobs.sum() + entropy.sum(), (hidden, weight))
+    assert all(g.isfinite().all() for g in gradients) and (gradients[1][[5, 7]] == 0).all()
 
 
 def test_large_logits_do_not_overflow() -> None:
