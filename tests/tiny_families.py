@@ -109,6 +109,87 @@ SHAPES: dict[str, dict[str, Any]] = {
         rope_parameters=dict(rope_type="default", rope_theta=10000.0, partial_rotary_factor=0.5),
     ),
 }
+VISION_TOKENS = dict(image_token_id=90, video_token_id=91, vision_start_token_id=92, vision_end_token_id=93)
+TEXT = {**{name: COMMON[name] for name in COMMON if name != "tie_word_embeddings"}, "num_hidden_layers": 4}
+VISION = dict(
+    depth=3,
+    hidden_size=32,
+    intermediate_size=56,
+    num_heads=2,
+    in_channels=3,
+    patch_size=4,
+    temporal_patch_size=2,
+    spatial_merge_size=2,
+    out_hidden_size=48,
+)
+DEEPSTACK = dict(VISION, num_position_embeddings=36, deepstack_visual_indexes=[2, 0])
+QWEN3_TEXT = dict(
+    TEXT,
+    head_dim=20,
+    rope_parameters=dict(rope_type="default", rope_theta=10000.0, mrope_section=[4, 3, 3], mrope_interleaved=True),
+)
+VISION_SHAPES: dict[str, dict[str, Any]] = {
+    # windows of 2 x 2 merged patches in two of three layers; GQA 7:1 and tied embeddings
+    "qwen2_5_vl": dict(
+        model_type="qwen2_5_vl",
+        text_config=dict(
+            TEXT,
+            hidden_size=84,
+            num_attention_heads=14,
+            num_key_value_heads=2,
+            rope_parameters=dict(rope_type="default", rope_theta=10000.0, mrope_section=[1, 1, 1]),
+        ),
+        vision_config=dict(VISION, out_hidden_size=84, window_size=16, fullatt_block_indexes=[1]),
+        tie_word_embeddings=True,
+        **VISION_TOKENS,
+    ),
+    # two of the first layers take features of encoder layers
+    "qwen3_vl": dict(
+        model_type="qwen3_vl",
+        text_config=QWEN3_TEXT,
+        vision_config=DEEPSTACK,
+        tie_word_embeddings=False,
+        **VISION_TOKENS,
+    ),
+    "qwen3_vl_moe": dict(
+        model_type="qwen3_vl_moe",
+        text_config=dict(QWEN3_TEXT, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=36),
+        vision_config=DEEPSTACK,
+        tie_word_embeddings=False,
+        **VISION_TOKENS,
+    ),
+}
+
+
+def make_vision_model(path: str | Path, shape: str, *, seed: int = 0, dtype: str = "float32", **overrides: Any) -> Path:
+    """``make_family_model`` for ``VISION_SHAPES``, with the files as the hub has them."""
+    declare_torchvision_ops()
+    import torch
+    from transformers import AutoConfig, AutoModelForImageTextToText
+
+    config = AutoConfig.for_model(**{**VISION_SHAPES[shape], **overrides})
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(seed)
+        model = AutoModelForImageTextToText.from_config(config)
+        for name, tensor in model.state_dict().items():
+            # Gentler in the encoder: its features would drown the text's embeddings.
+            if tensor.dim() > 1 and "visual" not in name:
+                tensor.mul_(WEIGHT_SCALE)
+            tensor.add_(torch.randn_like(tensor) * VECTOR_NOISE)
+    model.to(getattr(torch, dtype)).save_pretrained(path)
+    _stack_as_on_the_hub(Path(path))
+    return Path(path)
+
+
+def _stack_as_on_the_hub(folder: Path) -> None:
+    """The hub's files hold stacked experts transposed to what transformers saves."""
+    from safetensors.torch import load_file, save_file
+
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    stacked = {n: t.transpose(1, 2).contiguous() for n, t in tensors.items() if n.endswith(("up_proj", "down_proj"))}
+    if stacked:
+        save_file({**tensors, **stacked}, file, metadata={"format": "pt"})
 
 
 def make_family_model(path: str | Path, shape: str, *, seed: int = 0, dtype: str = "float32", **overrides: Any) -> Path:

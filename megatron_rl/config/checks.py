@@ -28,7 +28,18 @@ from megatron_rl.config.schema import (
 )
 from megatron_rl.errors import ConfigError
 
-SUPPORTED_MODEL_TYPES = ("deepseek_v3", "glm4_moe", "llama", "mixtral", "qwen2", "qwen3", "qwen3_moe")
+SUPPORTED_MODEL_TYPES = (
+    "deepseek_v3",
+    "glm4_moe",
+    "llama",
+    "mixtral",
+    "qwen2",
+    "qwen2_5_vl",
+    "qwen3",
+    "qwen3_moe",
+    "qwen3_vl",
+    "qwen3_vl_moe",
+)
 """The families of models/hf/families.py, which needs Megatron to be imported."""
 
 MAX_HOT_TOP_K = 4096
@@ -399,7 +410,8 @@ def _model(config: Config, command: str) -> Iterator[str]:
         "num_attention_heads": config.parallel.tensor_parallel_size,
         "num_key_value_heads": config.parallel.tensor_parallel_size,
     }
-    only_experts = model_type == "qwen3_moe" and not model.get("mlp_only_layers") and model.get("decoder_sparse_step", 1) == 1
+    is_sparse = model_type in ("qwen3_moe", "qwen3_vl_moe")
+    only_experts = is_sparse and not model.get("mlp_only_layers") and model.get("decoder_sparse_step", 1) == 1
     if not only_experts:
         divisions["intermediate_size"] = config.parallel.tensor_parallel_size
     for name, parts in divisions.items():
@@ -473,8 +485,13 @@ def _largest_token_id(path: Path) -> int:
 
 
 def read_model_json(path: Path) -> dict[str, Any]:
-    """config.json of a model folder; ConfigError when it is not a JSON object."""
-    return _read_json(path)
+    """config.json of a model folder; ConfigError when it is not a JSON object.
+
+    What a vision-language model says of its language model (``text_config``) stands beside the rest.
+    """
+    model = _read_json(path)
+    text = model.get("text_config")
+    return {**model, **text, "model_type": model.get("model_type")} if isinstance(text, dict) else model
 
 
 def model_vocab_size(config: Config) -> int:

@@ -105,6 +105,12 @@ def layers_problem(parallel: ParallelConfig, num_layers: int) -> str | None:
     return None
 
 
+def first_chunk_layers(parallel: ParallelConfig, num_layers: int) -> int:
+    """How many of ``num_layers`` layers stand in the first stage (in its first chunk, where stages are interleaved)."""
+    num_chunks = parallel.pipeline_parallel_size * parallel.virtual_pipeline_size
+    return parallel.pipeline_layers[0] if parallel.pipeline_layers else num_layers // num_chunks
+
+
 def experts_problem(parallel: ParallelConfig, num_experts: int, expert_ffn: int) -> str | None:
     """Why a layer's ``num_experts`` experts of ``expert_ffn`` inner features do not fit; None if they do. 0: dense."""
     ep, etp = parallel.expert_parallel_size, expert_tensor_size(parallel)

@@ -15,7 +15,7 @@ from transformers import PretrainedConfig
 from megatron_rl.config.schema import ParallelConfig, Recompute
 from megatron_rl.data.batch import PackedBatch
 from megatron_rl.models.context import rows_of_tokens, sum_over_context
-from megatron_rl.models.hf.families import VALUE_HEAD
+from megatron_rl.models.hf.families import VALUE_HEAD, text_config
 from megatron_rl.models.hf.sources import RandomSource
 from megatron_rl.models.hf.weights import fill
 from megatron_rl.models.packed import PackedGPTModel, build_chunks, forward, sequence_starts, unwrap
@@ -59,13 +59,14 @@ def build_critic(
     checkpoint has none to load.
     """
     chunks = build_chunks(hf_config, parallel, dtype=dtype, recompute=recompute, share_embeddings=False)
+    text = text_config(hf_config)
     head_seed = DEFAULT_HEAD_SEED if seed is None else seed
-    initial = RandomSource(head_seed, hf_config.initializer_range).read(VALUE_HEAD, (1, hf_config.hidden_size))
+    initial = RandomSource(head_seed, text.initializer_range).read(VALUE_HEAD, (1, text.hidden_size))
     for chunk in chunks:
         if chunk.post_process:
             chunk.output_layer = ValueHead(chunk.config, initial.to(chunk.output_layer.weight.device))
     if seed is not None:
-        fill(chunks, hf_config, RandomSource(seed, hf_config.initializer_range), role="critic")
+        fill(chunks, hf_config, RandomSource(seed, text.initializer_range), role="critic")
     return chunks
 
 

@@ -10,16 +10,18 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.models.gpt import GPTModel
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from megatron_rl.config.schema import Fp8, MoeConfig, ParallelConfig, Recompute
 from megatron_rl.data.batch import PackedBatch
 from megatron_rl.models.context import ContextAttention, ContextSeqParams, plan_context, split_here, zigzag
+from megatron_rl.models.gpt import PackedGPTModel, unwrap
 from megatron_rl.models.hf.config import megatron_config, transformer_class
+from megatron_rl.models.hf.families import sees, text_config
 from megatron_rl.models.layers import (
     PackedAttention,
     PlannedSeqParams,
@@ -33,27 +35,13 @@ from megatron_rl.models.moe import check_moe, dispatcher_layers, moe_kwargs
 from megatron_rl.models.precision import check_fp8, fp8_kwargs, pack_alignment
 from megatron_rl.models.rope import install_rope
 from megatron_rl.models.routing import ROUTERS, RoutingTrace, follow_traces, with_trace
+from megatron_rl.models.vision.encoder import build_encoder, num_deepstack, prepare_encoder
+from megatron_rl.models.vision.model import DeepstackLayer, VisionGPTModel
+
+__all__ = ["PackedGPTModel", "build_chunks", "forward", "sequence_starts", "unwrap"]
 
 PAD_TOKEN_ID = 0
 """Fills the pack up under sequence parallelism; it forms a sequence of its own that no result refers to."""
-
-
-class PackedGPTModel(GPTModel):
-    """A GPTModel of this project: its last stage returns what the policy's or critic's functions take."""
-
-    real_vocab_size: int
-    """Tokens of the tokenizer's model; the output layer may be padded beyond it."""
-    fp32_head: bool = False
-    """Logits are computed from float32 copies of hidden states and head."""
-    excluded_token_ids: tuple[int, ...]
-    """Of a policy: ids that no response contains, those of images; they have no probability."""
-
-
-def unwrap(chunk: nn.Module) -> PackedGPTModel:
-    """The model inside Megatron's wrappers (distributed data parallel)."""
-    while not isinstance(chunk, PackedGPTModel):
-        chunk = chunk.module
-    return chunk
 
 
 def build_chunks(
@@ -78,7 +66,11 @@ def build_chunks(
     config = transformer_class(hf_config)(**kwargs)
     stages = range(parallel.virtual_pipeline_size) if parallel.virtual_pipeline_size > 1 else [None]
     layers = ROUTERS | dispatcher_layers(moe)
-    return [_build_chunk(config, stage, hf_config, model_kwargs, dtype, layers) for stage in stages]
+    chunks = [_build_chunk(config, stage, hf_config, model_kwargs, dtype, layers) for stage in stages]
+    if sees(hf_config):
+        for chunk in chunks:
+            _let_see(chunk, hf_config, dtype, recompute)
+    return chunks
 
 
 def _build_chunk(
@@ -92,7 +84,9 @@ def _build_chunk(
     spec = swap_layers(block_spec(config, vp_stage), layers)
     if config.context_parallel_size > 1 and not has_transformer_engine():
         spec = swap_layers(spec, {PackedAttention: ContextAttention})
-    model = PackedGPTModel(
+    if sees(hf_config) and num_deepstack(hf_config.vision_config):
+        spec = swap_layers(spec, {TransformerLayer: DeepstackLayer})
+    model = (VisionGPTModel if sees(hf_config) else PackedGPTModel)(
         config,
         spec,
         pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
@@ -101,13 +95,25 @@ def _build_chunk(
         **model_kwargs,
     )
     install_rope(model, hf_config)
-    model.real_vocab_size = hf_config.vocab_size
+    model.real_vocab_size = text_config(hf_config).vocab_size
     follow_traces(model)
     model.to(dtype)
     keep_float32(model)
     if torch.cuda.is_available():
         model.cuda()
     return model
+
+
+def _let_see(model: VisionGPTModel, hf_config: PretrainedConfig, dtype: torch.dtype, recompute: Recompute) -> None:
+    """The parts of a vision-language model that GPTModel does not have."""
+    model.see(hf_config)
+    if model.pre_process:
+        model.vision = prepare_encoder(
+            build_encoder(hf_config.vision_config),
+            dtype=dtype,
+            recompute=recompute,
+            sequence_parallel=model.config.sequence_parallel,
+        )
 
 
 def forward(chunk: nn.Module, batch: PackedBatch, trace: RoutingTrace | None = None) -> Tensor:
@@ -119,7 +125,10 @@ def forward(chunk: nn.Module, batch: PackedBatch, trace: RoutingTrace | None = N
     """
     model = unwrap(chunk)
     tokens, positions, params = _model_inputs(batch, model.config)
-    return chunk(tokens, positions, None, packed_seq_params=with_trace(params, trace))
+    params, visual = with_trace(params, trace), {}
+    if isinstance(model, VisionGPTModel):
+        positions, visual["visual"] = model.visual_inputs(batch, tokens.device)
+    return chunk(tokens, positions, None, packed_seq_params=params, **visual)
 
 
 def sequence_starts(batch: PackedBatch, device: torch.device) -> Tensor:

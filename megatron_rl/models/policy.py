@@ -14,6 +14,7 @@ from megatron_rl.config.schema import Fp8, MoeConfig, ParallelConfig, Recompute
 from megatron_rl.data.batch import PackedBatch
 from megatron_rl.data.vision import vision_token_ids
 from megatron_rl.models.context import rows_of_tokens, sum_over_context
+from megatron_rl.models.hf.families import text_config
 from megatron_rl.models.hf.sources import RandomSource
 from megatron_rl.models.hf.weights import fill
 from megatron_rl.models.logprobs import DEFAULT_CHUNK_SIZE, token_logprobs_and_entropy
@@ -35,7 +36,7 @@ def build_policy(
 ) -> list[PackedGPTModel]:
     """This rank's part of the policy, not yet wrapped for data parallelism; ``topology.initialize`` comes first.
 
-    Weights are normal with ``hf_config.initializer_range`` and the same on every layout of ranks. ``seed`` None leaves
+    Weights are normal with the configuration's ``initializer_range`` and the same on every layout of ranks. ``seed`` None leaves
     them uninitialised, for ``load_weights`` to fill. Raises ValueError where the model does not fit the layout.
     """
     chunks = build_chunks(
@@ -55,7 +56,7 @@ def build_policy(
             # The layer itself stays: its weight, its marks, its checkpoint layout and its hooks are Megatron's.
             chunk.output_layer.forward = _defer_head
     if seed is not None:
-        fill(chunks, hf_config, RandomSource(seed, hf_config.initializer_range), role="policy")
+        fill(chunks, hf_config, RandomSource(seed, text_config(hf_config).initializer_range), role="policy")
     return chunks
 
 

@@ -40,6 +40,7 @@ from megatron_rl.config.schema import Dtype, Fp8, Init, MoeConfig, Mtp, Optimize
 from megatron_rl.data.batch import PackedBatch
 from megatron_rl.models import critic, policy
 from megatron_rl.models.hf.config import load_hf_config
+from megatron_rl.models.hf.families import text_config
 from megatron_rl.models.hf.mtp import check_kept, mtp_note
 from megatron_rl.models.hf.weights import expected_names, export_weights, load_weights, save_hf
 from megatron_rl.models.logprobs import DEFAULT_CHUNK_SIZE
@@ -100,7 +101,7 @@ class Engine:
         if role == "policy":
             build = functools.partial(policy.build_policy, moe=moe, fp8=fp8, fp32_head=fp32_head)
         torch_dtype = getattr(torch, dtype.value)
-        self._tokens_per_chunk = max(DEFAULT_CHUNK_SIZE, LOGITS_PER_CHUNK // self.hf_config.vocab_size)
+        self._tokens_per_chunk = max(DEFAULT_CHUNK_SIZE, LOGITS_PER_CHUNK // text_config(self.hf_config).vocab_size)
         loads = init is Init.checkpoint
         self._keeps_mtp = mtp is Mtp.keep
         self.mtp_note = mtp_note(self.hf_config, path, keeps=self._keeps_mtp) if loads and role == "policy" else ""

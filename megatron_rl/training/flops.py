@@ -18,7 +18,7 @@ from math import prod
 
 from transformers import PretrainedConfig
 
-from megatron_rl.models.hf.families import Role, dims, entries
+from megatron_rl.models.hf.families import Role, dims, entries, text_config
 
 QUERIES = ("self_attn.q_proj.weight", "self_attn.q_b_proj.weight")
 """Tensors whose rows are the queries of all heads."""
@@ -45,11 +45,11 @@ def flops_cost(hf_config: PretrainedConfig, *, role: Role = "policy") -> Forward
     Raises ValueError for a model family without a table.
     """
     shapes = {name: shape for entry in entries(hf_config, role) for name, shape in entry.hf.items()}
-    experts = dims(hf_config)["experts"]
-    routed_share = hf_config.num_experts_per_tok / experts if experts else 0.0
+    text, experts = text_config(hf_config), dims(hf_config)["experts"]
+    routed_share = text.num_experts_per_tok / experts if experts else 0.0
     per_token = 2.0 * sum(_passed_weights(name, shape, routed_share) for name, shape in shapes.items())
     if role == "policy" and hf_config.tie_word_embeddings:
-        per_token += 2.0 * hf_config.vocab_size * hf_config.hidden_size
+        per_token += 2.0 * text.vocab_size * text.hidden_size
     return ForwardFlops(per_token, 2.0 * _attention_width(shapes))
 
 

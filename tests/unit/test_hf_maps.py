@@ -16,9 +16,10 @@ from megatron_rl.models.hf.families import FAMILIES, VALUE_HEAD, canonical_name,
 from megatron_rl.models.hf.mtp import is_mtp
 from megatron_rl.models.hf.sources import INDEX_FILE, CheckpointSource, RandomSource, WeightsError
 from megatron_rl.models.hf.transforms import QKV, Columns, GatedMLP, Replicated, Rows, Shard, Transform, Vocabulary
+from megatron_rl.models.hf.weights import assemble, read_entry
 from megatron_rl.models.layers import plan_attention
 from megatron_rl.rollout.cpu_platform import declare_torchvision_ops
-from tests.tiny_families import COMMON, SHAPES
+from tests.tiny_families import COMMON, SHAPES, VISION_SHAPES
 
 declare_torchvision_ops()
 
@@ -55,6 +56,11 @@ DENSE = ("llama", "qwen2", "qwen3")
 
 def make_config(family: str, **overrides: Any) -> PretrainedConfig:
     sizes = dict(SIZES)
+    if family in VISION_SHAPES:
+        shape = {**VISION_SHAPES[family], "tie_word_embeddings": False, **overrides}
+        heads = dict(num_attention_heads=8, num_key_value_heads=4, hidden_size=48)
+        vision = {**shape["vision_config"], "out_hidden_size": 48}
+        return AutoConfig.for_model(**{**shape, "text_config": {**shape["text_config"], **heads}, "vision_config": vision})
     if family == "qwen2":
         # Its heads are always hidden_size / num_attention_heads wide.
         sizes.pop("head_dim")
@@ -72,7 +78,7 @@ def test_shards_put_together_are_the_original_bits(family: str, role: str, tp: i
     config = make_config(family)
     source = RandomSource(seed=1, std=1.0)
     for entry in entries(config, role):
-        tensors = [source.read(name, shape) for name, shape in entry.hf.items()]
+        tensors = read_entry(source, entry)
         shards = shards_of(entry.transform, tensors, dims(config), tp)
         assert len({shard.shape for shard in shards}) == 1
         exported = entry.transform.export(shards if entry.transform.is_split else shards[:1], dims(config))
@@ -111,6 +117,25 @@ def test_an_uneven_split_is_refused(transform: Transform, dim: int) -> None:
 def test_replicated_tensors_are_the_same_everywhere() -> None:
     norm = torch.randn(7)
     assert all(torch.equal(shard, norm) for shard in shards_of(Replicated(), [norm], {}, 4))
+
+
+@pytest.mark.parametrize("is_as_on_the_hub", [True, False])
+def test_stacked_experts_are_read_part_by_part_and_put_together_again(is_as_on_the_hub: bool, tmp_path: Path) -> None:
+    config = make_config("qwen3_vl_moe")
+    stacked = [entry for entry in entries(config, "policy") if entry.part is not None]
+    shapes = {name: shape for entry in stacked for name, shape in entry.hf.items()}
+    assert len(stacked) == 4 * len(shapes) == 4 * 2 * 4  # experts, tensors of a layer, layers
+    tensors = {name: torch.randn(shape) for name, shape in shapes.items()}
+    # transformers 5 saves them transposed.
+    files = tensors if is_as_on_the_hub else {name: t.transpose(1, 2).contiguous() for name, t in tensors.items()}
+    save_file(files, tmp_path / "model.safetensors")
+    source, sizes = CheckpointSource(tmp_path), dims(config)
+    found = assemble(
+        (entry, entry.transform.export(shards_of(entry.transform, read_entry(source, entry), sizes, 2), sizes))
+        for entry in stacked
+    )
+    for (name, tensor), (expected_name, expected) in zip(found, tensors.items(), strict=True):
+        assert name == expected_name and torch.equal(tensor, expected)
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -166,7 +191,7 @@ def test_a_model_folder_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="config.json is not a JSON object"):
         load_hf_config(tmp_path)
     for fields in ({"model_type": "gpt2"}, {}):
-        with pytest.raises(ValueError, match="supported: deepseek_v3, glm4_moe, llama, mixtral, qwen2, qwen3"):
+        with pytest.raises(ValueError, match="supported: deepseek_v3, glm4_moe, llama, mixtral, qwen2, qwen2_5_vl, qwen3"):
             load_hf_config(write_config(tmp_path, **fields))
 
 

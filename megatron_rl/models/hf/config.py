@@ -12,11 +12,18 @@ from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 from transformers import AutoConfig, PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from megatron_rl.config.layout import expert_tensor_size, experts_problem, layers_problem, megatron_stages
+from megatron_rl.config.layout import (
+    expert_tensor_size,
+    experts_problem,
+    first_chunk_layers,
+    layers_problem,
+    megatron_stages,
+)
 from megatron_rl.config.schema import ParallelConfig, Recompute
 from megatron_rl.errors import ModelError
-from megatron_rl.models.hf.families import FAMILIES, dims, family_of, has_experts, router_groups
+from megatron_rl.models.hf.families import FAMILIES, dims, family_of, has_experts, router_groups, sees, text_config
 from megatron_rl.models.hf.transforms import padded_vocab_size
+from megatron_rl.models.vision.encoder import num_deepstack
 from megatron_rl.rollout.cpu_platform import declare_torchvision_ops
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
@@ -62,7 +69,7 @@ def _check_features(config: PretrainedConfig, file: Path) -> None:
     family, sizes, rope = family_of(config), dims(config), rope_parameters(config)
     expected: dict[str, Any] = {"hidden_act": "silu", "attention_dropout": 0.0, **family.forbidden}
     for name, value in expected.items():
-        found = getattr(config, name, value)
+        found = getattr(text_config(config), name, value)
         if found != value and not (not found and not value):
             raise ModelError(f"{file}: {name} = {found!r} is not supported for {config.model_type}, only {value!r}")
     if getattr(config, "quantization_config", None):
@@ -94,16 +101,44 @@ def _check_features(config: PretrainedConfig, file: Path) -> None:
             "first_k_dense_replace, decoder_sparse_step, mlp_only_layers and the number of experts)"
         )
     if sizes["experts"]:
-        _check_router(config, sizes["experts"], file)
+        _check_router(text_config(config), sizes["experts"], file)
+    if sees(config):
+        _check_vision(config, file)
     try:
         frequencies, _ = inverse_frequencies(config)
     except (KeyError, TypeError, ZeroDivisionError) as error:
         raise ModelError(f"{file}: rope_parameters {rope} are not complete: {error!r}") from error
-    rotated = config.qk_rope_head_dim if family.is_latent else int(sizes["head_dim"] * partial)
+    rotated = text_config(config).qk_rope_head_dim if family.is_latent else int(sizes["head_dim"] * partial)
     if 2 * len(frequencies) != rotated or not frequencies.isfinite().all():
         raise ModelError(
             f"{file}: rope_parameters {rope} give {len(frequencies)} frequencies, finite or not, for {rotated} rotary "
             "dimensions of a head; expected a finite one for every two (see factor, head_dim, qk_rope_head_dim)"
+        )
+
+
+def _check_vision(config: PretrainedConfig, file: Path) -> None:
+    text, vision = config.text_config, config.vision_config
+    if vision.out_hidden_size != text.hidden_size:
+        raise ModelError(
+            f"{file}: vision_config.out_hidden_size {vision.out_hidden_size} is not text_config.hidden_size "
+            f"{text.hidden_size}"
+        )
+    for name in ("image_token_id", "video_token_id"):
+        if not 0 <= getattr(config, name) < text.vocab_size:
+            raise ModelError(
+                f"{file}: {name} {getattr(config, name)} is not in the vocabulary of {text.vocab_size} tokens"
+            )
+    if num_deepstack(vision) > text.num_hidden_layers:
+        raise ModelError(
+            f"{file}: vision_config.deepstack_visual_indexes names {num_deepstack(vision)} layers, more than "
+            f"text_config.num_hidden_layers {text.num_hidden_layers}"
+        )
+    section = rope_parameters(config).get("mrope_section")
+    head_dim = dims(config)["head_dim"]
+    if not isinstance(section, list) or len(section) != 3 or 2 * sum(section) != head_dim:
+        raise ModelError(
+            f"{file}: rope_parameters.mrope_section {section} is not three numbers that add up to {head_dim // 2}, half "
+            "of a head"
         )
 
 
@@ -131,6 +166,7 @@ def _check_router(config: PretrainedConfig, experts: int, file: Path) -> None:
 
 def rope_parameters(config: PretrainedConfig) -> dict[str, Any]:
     """transformers 5 keeps everything in ``rope_parameters``; older versions in two fields."""
+    config = text_config(config)
     rope = getattr(config, "rope_parameters", None)
     if rope is None:
         rope = {"rope_theta": config.rope_theta, **(getattr(config, "rope_scaling", None) or {})}
@@ -152,17 +188,17 @@ def megatron_config(
     where the model does not fit the parallel layout.
     """
     check_layout(hf_config, parallel)
-    sizes, tp = dims(hf_config), parallel.tensor_parallel_size
+    sizes, tp, text = dims(hf_config), parallel.tensor_parallel_size, text_config(hf_config)
     on_gpu = torch.cuda.is_available()
     kwargs: dict[str, Any] = dict(
-        num_layers=hf_config.num_hidden_layers,
+        num_layers=text.num_hidden_layers,
         hidden_size=sizes["hidden"],
         num_attention_heads=sizes["heads"],
         num_query_groups=sizes["groups"],
         kv_channels=sizes["head_dim"],
         ffn_hidden_size=sizes["ffn"],
         normalization="RMSNorm",
-        layernorm_epsilon=hf_config.rms_norm_eps,
+        layernorm_epsilon=text.rms_norm_eps,
         gated_linear_unit=True,
         activation_func=F.silu,
         add_bias_linear=False,
@@ -216,7 +252,7 @@ def megatron_config(
     kwargs.update(overrides)
     model_kwargs = dict(
         vocab_size=padded_vocab_size(sizes["vocab"], tp),
-        max_sequence_length=hf_config.max_position_embeddings,
+        max_sequence_length=text.max_position_embeddings,
         position_embedding_type="rope",
         rotary_base=rope["rope_theta"],
         rotary_percent=rope.get("partial_rotary_factor", 1.0),
@@ -233,18 +269,26 @@ def transformer_class(hf_config: PretrainedConfig) -> type[TransformerConfig]:
 def check_layout(hf_config: PretrainedConfig, parallel: ParallelConfig) -> None:
     """Raises ValueError, naming the keys, where the model cannot be split as ``parallel`` says."""
     sizes, tp = dims(hf_config), parallel.tensor_parallel_size
-    moe_layers = has_experts(hf_config)
+    moe_layers, text = has_experts(hf_config), text_config(hf_config)
     split = {"num_key_value_heads": sizes["groups"], "num_attention_heads": sizes["heads"]}
-    if not all(moe_layers) or not hasattr(hf_config, "moe_intermediate_size"):
+    if not all(moe_layers) or not hasattr(text, "moe_intermediate_size"):
         split["intermediate_size"] = sizes["ffn"]
     for name, size in split.items():
         if size % tp != 0:
             raise ModelError(f"the model's {name} {size} does not divide by parallel.tensor_parallel_size {tp}")
-    layers = layers_problem(parallel, hf_config.num_hidden_layers)
+    layers = layers_problem(parallel, text.num_hidden_layers)
     experts = experts_problem(parallel, sizes["experts"], sizes["expert_ffn"])
     for problem in (layers, experts):
         if problem:
             raise ModelError(f"the model's {problem}")
+    if sees(hf_config):
+        first, needed = first_chunk_layers(parallel, text.num_hidden_layers), num_deepstack(hf_config.vision_config)
+        if first < needed:
+            raise ModelError(
+                f"the model's first {needed} layers take image features (deepstack_visual_indexes), but the first "
+                f"pipeline stage holds {first}; give it more with parallel.pipeline_layers, or lower "
+                "parallel.pipeline_parallel_size or parallel.virtual_pipeline_size"
+            )
     if family_of(hf_config).is_latent and tp > 1 and not parallel.sequence_parallel:
         raise ModelError("latent attention with tensor parallelism needs parallel.sequence_parallel=true")
 
@@ -255,8 +299,8 @@ def inverse_frequencies(config: PretrainedConfig) -> tuple[torch.Tensor, float]:
     # Real numbers also where a model is built on the meta device.
     with torch.device("cpu"):
         if rope["rope_type"] == "default":
-            head = config.qk_rope_head_dim if family_of(config).is_latent else dims(config)["head_dim"]
+            head = text_config(config).qk_rope_head_dim if family_of(config).is_latent else dims(config)["head_dim"]
             size = int(head * rope.get("partial_rotary_factor", 1.0))
             return 1.0 / (rope["rope_theta"] ** (torch.arange(0, size, 2, dtype=torch.float32) / size)), 1.0
-        frequencies, factor = ROPE_INIT_FUNCTIONS[rope["rope_type"]](config, torch.device("cpu"))
+        frequencies, factor = ROPE_INIT_FUNCTIONS[rope["rope_type"]](text_config(config), torch.device("cpu"))
         return frequencies, float(factor)

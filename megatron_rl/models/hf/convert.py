@@ -48,11 +48,18 @@ from transformers import PretrainedConfig
 from megatron_rl.config.schema import Mtp, ParallelConfig
 from megatron_rl.models import critic, policy
 from megatron_rl.models.hf.config import check_layout, load_hf_config
-from megatron_rl.models.hf.families import VALUE_HEAD, Entry, Role, canonical_name, dims, entries
+from megatron_rl.models.hf.families import VALUE_HEAD, Entry, Role, canonical_name, dims, entries, text_config
 from megatron_rl.models.hf.mtp import is_mtp, mtp_names, mtp_tensors
 from megatron_rl.models.hf.sources import INDEX_FILE, SINGLE_FILE, CheckpointSource, WeightsError
 from megatron_rl.models.hf.transforms import Shard
-from megatron_rl.models.hf.weights import COPIED_FILES, IGNORED_TENSORS, FolderWriter, expected_names
+from megatron_rl.models.hf.weights import (
+    COPIED_FILES,
+    IGNORED_TENSORS,
+    FolderWriter,
+    assemble,
+    expected_names,
+    read_entry,
+)
 from megatron_rl.parallel import topology
 
 WHOLE = Shard(0, 1)
@@ -169,7 +176,11 @@ def _to_megatron(
     expected = expected_names(config, role)
     left_out = _left_out(config, checkpoint, expected, mtp)
     kept = _kept(config, source, mtp)
-    dtypes = {name: checkpoint.read(name, shape)[:0].dtype for name, shape in expected.items()}
+    dtypes = {
+        name: tensor[:0].dtype
+        for entry in entries(config, role)
+        for name, tensor in zip(entry.hf, read_entry(checkpoint, entry), strict=True)
+    }
     planner = _StreamingPlanner(
         contents_of(config, role), dtypes, lambda entry: _load_whole(entry, checkpoint, dims(config))
     )
@@ -203,7 +214,7 @@ def _left_out(
     if unknown:
         raise WeightsError(
             f"{checkpoint.folder} holds {len(unknown)} tensors that a {config.model_type} of "
-            f"{config.num_hidden_layers} layers has no place for: {', '.join(unknown[:5])}"
+            f"{text_config(config).num_hidden_layers} layers has no place for: {', '.join(unknown[:5])}"
         )
     return [name for name in unused if mtp is not Mtp.keep or not is_mtp(config, name)]
 
@@ -223,7 +234,7 @@ def _kept(config: PretrainedConfig, folder: Path, mtp: Mtp | None) -> list[str]:
 
 
 def _load_whole(entry: Entry, checkpoint: CheckpointSource, sizes: Mapping[str, int]) -> Tensor:
-    return entry.transform.load([checkpoint.read(name, shape) for name, shape in entry.hf.items()], sizes, WHOLE)
+    return entry.transform.load(read_entry(checkpoint, entry), sizes, WHOLE)
 
 
 class _StreamingPlanner(SavePlanner):
@@ -315,8 +326,8 @@ def _to_hf(
             checkpoint.check(piece, parameter.entry)
     if unknown:
         raise WeightsError(
-            f"{source} holds {len(unknown)} tensors that a {config.model_type} of {config.num_hidden_layers} layers has "
-            f"no place for: {', '.join(unknown[:5])}; check config.json"
+            f"{source} holds {len(unknown)} tensors that a {config.model_type} of "
+            f"{text_config(config).num_hidden_layers} layers has no place for: {', '.join(unknown[:5])}; check config.json"
         )
     # A checkpoint of a run holds trained layers alone: the others are in the folder that it started from.
     mtp_folder = source / MTP_FOLDER if (source / MTP_FOLDER).is_dir() else config_folder
@@ -324,11 +335,12 @@ def _to_hf(
     writer = FolderWriter(config_folder, target, max_shard_bytes, keeps_mtp=bool(kept))
     num_tensors = len(kept)
     try:
-        for parameter in parameters:
-            value = parameter.merge([checkpoint.read(piece) for piece in parameter.pieces()])
-            for name, tensor in zip(parameter.entry.hf, parameter.entry.transform.export([value], dims(config))):
-                writer.add(name, tensor)
-                num_tensors += 1
+        for name, tensor in assemble(
+            (parameter.entry, parameter.entry.transform.export([checkpoint.merged(parameter)], dims(config)))
+            for parameter in parameters
+        ):
+            writer.add(name, tensor)
+            num_tensors += 1
         for name, tensor in mtp_tensors(config, mtp_folder) if kept else ():
             writer.add(name, tensor)
         writer.finish()
@@ -377,6 +389,10 @@ class MegatronCheckpoint:
             raise WeightsError(
                 f"{self.folder}: {piece.key} has shape {found}, config.json asks for {wanted}; is it another model's?"
             )
+
+    def merged(self, parameter: Parameter) -> Tensor:
+        """The whole parameter."""
+        return parameter.merge([self.read(piece) for piece in parameter.pieces()])
 
     def read(self, piece: ShardedTensor) -> Tensor:
         tensor, sizes = self.tensors[piece.key], _sizes(piece)

@@ -11,7 +11,18 @@ from typing import Any, Literal
 
 from transformers import PretrainedConfig
 
-from megatron_rl.models.hf.transforms import QKV, Columns, Dims, GatedMLP, Replicated, Rows, Transform, Vocabulary
+from megatron_rl.models.hf.transforms import (
+    QKV,
+    Columns,
+    Dims,
+    GatedMLP,
+    Replicated,
+    Rows,
+    Transform,
+    Transposed,
+    Vocabulary,
+)
+from megatron_rl.models.vision.encoder import parameter_shapes
 
 Role = Literal["policy", "critic"]
 VALUE_HEAD = "value_head.weight"
@@ -25,6 +36,8 @@ class Rule:
     hf: Mapping[str, tuple[str, ...]]
     """Hugging Face names, inside a layer without ``model.layers.N.``, and shapes by names of sizes."""
     transform: Transform
+    is_stacked: bool = False
+    """The tensors hold all experts, along their first dimension; the transform takes one expert's part."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +46,24 @@ class Entry:
 
     megatron: str
     hf: dict[str, tuple[int, ...]]
+    """Whole tensors' names and shapes."""
     transform: Transform
+    part: tuple[int, int] | None = None
+    """(index, count): it is this one of so many parts of its tensors, along their first dimension. Parts of one tensor
+    follow one another."""
+
+    @property
+    def shapes(self) -> list[tuple[int, ...]]:
+        """What the transform takes and gives: the shapes of whole tensors, or of its parts of them."""
+        return [shape if self.part is None else shape[1:] for shape in self.hf.values()]
+
+
+@dataclass(frozen=True)
+class VisionNames:
+    """How files of a vision-language model begin the names of its tensors."""
+
+    encoder: str
+    text: str
 
 
 @dataclass(frozen=True)
@@ -48,6 +78,8 @@ class Family:
     """Multi-head latent attention (MLA) instead of grouped-query attention."""
     takes_partial_rotary: bool = False
     """Whether ``partial_rotary_factor`` means something to this family; to the others it is unknown."""
+    vision: VisionNames | None = None
+    """Of a vision-language model: its configuration holds the language model's as ``text_config``."""
 
 
 NORMS = (
@@ -131,19 +163,45 @@ def _expert_mlp(prefix: str, gate: str, up: str, down: str) -> tuple[Rule, ...]:
 
 
 EXPERTS = _expert_mlp("mlp", "gate_proj", "up_proj", "down_proj")
+STACKED_EXPERTS = (
+    Rule("mlp.router.weight", {"mlp.gate.weight": ("experts", "hidden")}, Replicated()),
+    Rule(
+        "mlp.experts.{expert}.linear_fc1.weight",
+        {"mlp.experts.gate_up_proj": ("experts", "hidden", "expert_gate_up")},
+        Transposed(GatedMLP(), halves=True),
+        is_stacked=True,
+    ),
+    Rule(
+        "mlp.experts.{expert}.linear_fc2.weight",
+        {"mlp.experts.down_proj": ("experts", "expert_ffn", "hidden")},
+        Transposed(Columns()),
+        is_stacked=True,
+    ),
+)
 MIXTRAL_EXPERTS = _expert_mlp("block_sparse_moe", "w1", "w3", "w2")
 BIASED_EXPERTS = (*EXPERTS, *EXPERT_BIAS, *SHARED_EXPERTS)
 
 
+def text_config(config: PretrainedConfig) -> PretrainedConfig:
+    """The part of a model's configuration that describes its language model: all of it, or a nested one."""
+    return config.text_config if sees(config) else config
+
+
+def sees(config: PretrainedConfig) -> bool:
+    """Whether the model takes images."""
+    return family_of(config).vision is not None
+
+
 def has_experts(config: PretrainedConfig) -> list[bool]:
     """For each decoder layer, whether it is a mixture of experts; all False in a dense model."""
+    model_type, config = config.model_type, text_config(config)
     layers = range(config.num_hidden_layers)
-    if config.model_type == "mixtral":
+    if model_type == "mixtral":
         return [True for _ in layers]
-    if config.model_type == "qwen3_moe":
+    if model_type in ("qwen3_moe", "qwen3_vl_moe"):
         step, dense = config.decoder_sparse_step, config.mlp_only_layers or []
         return [config.num_experts > 0 and i not in dense and (i + 1) % step == 0 for i in layers]
-    if config.model_type in ("deepseek_v3", "glm4_moe"):
+    if model_type in ("deepseek_v3", "glm4_moe"):
         return [i >= config.first_k_dense_replace for i in layers]
     return [False for _ in layers]
 
@@ -154,7 +212,8 @@ def router_groups(config: PretrainedConfig) -> tuple[int, int]:
 
 
 def _qwen3_moe_layer(config: PretrainedConfig, index: int) -> tuple[Rule, ...]:
-    return (*NORMS, *ATTENTION, *QK_NORM, *(EXPERTS if has_experts(config)[index] else DENSE_MLP))
+    experts = STACKED_EXPERTS if sees(config) else EXPERTS
+    return (*NORMS, *ATTENTION, *QK_NORM, *(experts if has_experts(config)[index] else DENSE_MLP))
 
 
 def _deepseek_v3_layer(config: PretrainedConfig, index: int) -> tuple[Rule, ...]:
@@ -175,7 +234,7 @@ def _moe_kwargs(config: PretrainedConfig) -> dict[str, Any]:
     kwargs = dict(
         num_moe_experts=sizes["experts"],
         moe_ffn_hidden_size=sizes["expert_ffn"],
-        moe_router_topk=config.num_experts_per_tok,
+        moe_router_topk=text_config(config).num_experts_per_tok,
         moe_router_load_balancing_type="none",
         moe_aux_loss_coeff=0.0,
         moe_router_dtype="fp32",
@@ -187,6 +246,10 @@ def _moe_kwargs(config: PretrainedConfig) -> dict[str, Any]:
 
 def _qwen3_moe_kwargs(config: PretrainedConfig) -> dict[str, Any]:
     return dict(_moe_kwargs(config), qk_layernorm=True, moe_router_pre_softmax=not config.norm_topk_prob)
+
+
+# The fused kernel knows one position a token.
+_VISION_KWARGS = dict(apply_rope_fusion=False)
 
 
 def _biased_router_kwargs(config: PretrainedConfig) -> dict[str, Any]:
@@ -273,15 +336,34 @@ FAMILIES: dict[str, Family] = {
         forbidden={"norm_topk_prob": True},
         takes_partial_rotary=True,
     ),
+    "qwen2_5_vl": Family(
+        layer=lambda config, index: (*NORMS, *ATTENTION, *QKV_BIAS, *DENSE_MLP),
+        transformer_kwargs=lambda config: dict(_VISION_KWARGS, add_qkv_bias=True),
+        forbidden={"use_sliding_window": False},
+        vision=VisionNames(encoder="visual.", text="model."),
+    ),
+    "qwen3_vl": Family(
+        layer=lambda config, index: (*NORMS, *ATTENTION, *QK_NORM, *DENSE_MLP),
+        transformer_kwargs=lambda config: dict(_VISION_KWARGS, qk_layernorm=True),
+        forbidden={"attention_bias": False},
+        vision=VisionNames(encoder="model.visual.", text="model.language_model."),
+    ),
+    "qwen3_vl_moe": Family(
+        layer=_qwen3_moe_layer,
+        transformer_kwargs=lambda config: dict(_moe_kwargs(config), **_VISION_KWARGS, qk_layernorm=True),
+        forbidden={"attention_bias": False},
+        vision=VisionNames(encoder="model.visual.", text="model.language_model."),
+    ),
 }
-EMBEDDING = Rule("embedding.word_embeddings.weight", {"model.embed_tokens.weight": ("vocab", "hidden")}, Vocabulary())
-FINAL_NORM = Rule("decoder.final_layernorm.weight", {"model.norm.weight": ("hidden",)}, Replicated())
+EMBEDDING = Rule("embedding.word_embeddings.weight", {"embed_tokens.weight": ("vocab", "hidden")}, Vocabulary())
+FINAL_NORM = Rule("decoder.final_layernorm.weight", {"norm.weight": ("hidden",)}, Replicated())
 LM_HEAD = Rule("output_layer.weight", {"lm_head.weight": ("vocab", "hidden")}, Vocabulary())
 VALUE_OUTPUT = Rule("output_layer.weight", {VALUE_HEAD: ("one", "hidden")}, Replicated())
 
 
 def dims(config: PretrainedConfig) -> Dims:
     """The sizes that tables name."""
+    whole, config = config, text_config(config)
     heads = config.num_attention_heads
     # Optional in the files of every family: transformers leaves them out where they follow from the others.
     groups = getattr(config, "num_key_value_heads", None) or heads
@@ -298,11 +380,12 @@ def dims(config: PretrainedConfig) -> Dims:
         "kv": groups * head_dim,
         "ffn": config.intermediate_size,
         "vocab": config.vocab_size,
-        "experts": experts if any(has_experts(config)) else 0,
+        "experts": experts if any(has_experts(whole)) else 0,
         "expert_ffn": expert_ffn,
+        "expert_gate_up": 2 * expert_ffn,
         "shared_ffn": expert_ffn * getattr(config, "n_shared_experts", 0),
     }
-    if family_of(config).is_latent:
+    if family_of(whole).is_latent:
         content, position = config.qk_nope_head_dim, config.qk_rope_head_dim
         sizes |= {
             "head_dim": content + position,
@@ -323,16 +406,21 @@ def family_of(config: PretrainedConfig) -> Family:
 
 
 def entries(config: PretrainedConfig, role: Role) -> list[Entry]:
-    """Every parameter of the whole model, in the order of Hugging Face files: embedding, layers, norm, head."""
-    sizes = dims(config)
-    rules = [_fill(EMBEDDING, sizes)]
-    for layer in range(config.num_hidden_layers):
-        for rule in family_of(config).layer(config, layer):
+    """Every parameter of the whole model, in the order of Hugging Face files: encoder, embedding, layers, norm, head."""
+    sizes, family = dims(config), family_of(config)
+    rules, text = [], "model."
+    if family.vision is not None:
+        text = family.vision.text
+        for name, shape in parameter_shapes(config.vision_config).items():
+            rules.append(Entry(f"vision.{name}", {family.vision.encoder + name: shape}, Replicated()))
+    rules.append(_fill(EMBEDDING, sizes, hf_prefix=text))
+    for layer in range(text_config(config).num_hidden_layers):
+        for rule in family.layer(config, layer):
             experts = range(sizes["experts"]) if "{expert}" in rule.megatron else [0]
             rules.extend(
-                _fill(rule, sizes, f"decoder.layers.{layer}.", f"model.layers.{layer}.", expert) for expert in experts
+                _fill(rule, sizes, f"decoder.layers.{layer}.", f"{text}layers.{layer}.", expert) for expert in experts
             )
-    rules.append(_fill(FINAL_NORM, sizes))
+    rules.append(_fill(FINAL_NORM, sizes, hf_prefix=text))
     if role == "critic":
         rules.append(_fill(VALUE_OUTPUT, sizes))
     elif not config.tie_word_embeddings:
@@ -345,6 +433,7 @@ def _fill(rule: Rule, sizes: Dims, megatron_prefix: str = "", hf_prefix: str = "
         megatron=megatron_prefix + rule.megatron.format(expert=expert),
         hf={hf_prefix + name.format(expert=expert): tuple(sizes[d] for d in shape) for name, shape in rule.hf.items()},
         transform=rule.transform,
+        part=(expert, sizes["experts"]) if rule.is_stacked else None,
     )
 
 

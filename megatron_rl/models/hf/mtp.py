@@ -12,6 +12,7 @@ from pathlib import Path
 from torch import Tensor
 from transformers import PretrainedConfig
 
+from megatron_rl.models.hf.families import text_config
 from megatron_rl.models.hf.sources import CheckpointSource, WeightsError
 
 
@@ -21,6 +22,7 @@ def is_mtp(config: PretrainedConfig, name: str) -> bool:
     Files number them after the decoder's layers, and config.json counts them in ``num_nextn_predict_layers``.
     """
     match = re.match(r"model\.layers\.(\d+)\.", name)
+    config = text_config(config)
     first, count = config.num_hidden_layers, getattr(config, "num_nextn_predict_layers", None) or 0
     return match is not None and first <= int(match[1]) < first + count
 

@@ -4,7 +4,7 @@ import hashlib
 import json
 import math
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -24,9 +24,27 @@ class WeightsError(UserError, ValueError):
 
 
 class TensorSource(Protocol):
-    def read(self, name: str, shape: tuple[int, ...]) -> Sliceable:
-        """The full Hugging Face tensor ``name`` of ``shape``, to be sliced."""
+    def read(self, name: str, shape: tuple[int, ...], part: int | None = None) -> Sliceable:
+        """The full Hugging Face tensor ``name`` of ``shape``, or its ``part`` [shape[1:]], to be sliced."""
         ...
+
+
+class _Part:
+    """Part ``index`` of a tensor that is read by slices; transposed where the file has it so."""
+
+    def __init__(self, tensor: Any, index: int, *, is_transposed: bool) -> None:
+        self.tensor, self.index, self.is_transposed = tensor, index, is_transposed
+
+    def get_shape(self) -> list[int]:
+        shape = list(self.tensor.get_shape())[1:]
+        return shape[::-1] if self.is_transposed else shape
+
+    def __getitem__(self, index: Any) -> Tensor:
+        index = index if isinstance(index, tuple) else (index,)
+        if not self.is_transposed:
+            return self.tensor[(self.index, *index)]
+        rows, columns = (*index, slice(None))[:2]
+        return self.tensor[(self.index, columns, rows)].T
 
 
 class RandomSource:
@@ -38,7 +56,9 @@ class RandomSource:
     def __init__(self, seed: int, std: float) -> None:
         self.seed, self.std = seed, std
 
-    def read(self, name: str, shape: tuple[int, ...]) -> Tensor:
+    def read(self, name: str, shape: tuple[int, ...], part: int | None = None) -> Tensor:
+        if part is not None:
+            name, shape = f"{name}/{part}", shape[1:]
         if len(shape) == 1:
             return torch.zeros(shape) if name.endswith("bias") else torch.ones(shape)
         digest = hashlib.sha256(f"{self.seed}/{name}".encode()).digest()
@@ -73,7 +93,7 @@ class CheckpointSource:
     def __contains__(self, name: str) -> bool:
         return name in self.files
 
-    def read(self, name: str, shape: tuple[int, ...]) -> Sliceable:
+    def read(self, name: str, shape: tuple[int, ...], part: int | None = None) -> Sliceable:
         if name not in self.files:
             raise WeightsError(f"{self.folder} holds no tensor {name}, which its config.json asks for")
         file = self.files[name]
@@ -81,17 +101,20 @@ class CheckpointSource:
             tensor = self._file(file).get_slice(name)
         except SafetensorError as error:
             raise WeightsError(f"{self.folder / file} holds no readable tensor {name}: {error}") from error
-        if tuple(tensor.get_shape()) != shape:
+        found = tuple(tensor.get_shape())
+        # transformers 5 saves stacked experts the other way round than the hub's files have them.
+        is_transposed = part is not None and found != shape and found == (shape[0], *shape[:0:-1])
+        if found != shape and not is_transposed:
             raise WeightsError(
                 f"{self.folder / file}: {name} has shape {tuple(tensor.get_shape())}, config.json asks for {shape}; "
                 "check its vocab_size, hidden_size and head counts against the checkpoint"
             )
-        self._num_mapped_elements += math.prod(shape)
+        self._num_mapped_elements += math.prod(shape if part is None else shape[1:])
         if self._num_mapped_elements > MAX_MAPPED_ELEMENTS:
             # A slice that is still in use keeps its own file open.
             self._open_files.clear()
             self._num_mapped_elements = 0
-        return tensor
+        return tensor if part is None else _Part(tensor, part, is_transposed=is_transposed)
 
     def read_whole(self, name: str) -> Tensor:
         """The tensor ``name`` whatever its shape; for tensors that no table describes."""

@@ -124,6 +124,40 @@ class GatedMLP:
 
 
 @dataclass(frozen=True)
+class Transposed:
+    """Another transform of one tensor that files hold transposed; ``halves``: of the two that lie in it side by side."""
+
+    inner: Transform
+    halves: bool = False
+    is_split = True
+
+    def load(self, tensors: Sequence[Sliceable], dims: Dims, shard: Shard) -> Tensor:
+        (tensor,) = tensors
+        num_columns = _length(tensor, 1)
+        width = num_columns // (2 if self.halves else 1)
+        views = [_TransposedView(tensor, start, width) for start in range(0, num_columns, width)]
+        return self.inner.load(views, dims, shard).contiguous()
+
+    def export(self, shards: Sequence[Tensor], dims: Dims) -> list[Tensor]:
+        return [torch.cat(self.inner.export(shards, dims)).T]
+
+
+class _TransposedView:
+    """Columns [start, start + width) of a tensor [n, m], to be sliced as the rows of [width, n]."""
+
+    def __init__(self, tensor: Any, start: int, width: int) -> None:
+        self.tensor, self.start, self.width = tensor, start, width
+
+    def get_shape(self) -> list[int]:
+        return [self.width, _length(self.tensor, 0)]
+
+    def __getitem__(self, index: Any) -> Tensor:
+        rows, columns = index if isinstance(index, tuple) else (index, slice(None))
+        first, last, _ = rows.indices(self.width)
+        return self.tensor[columns, self.start + first : self.start + last].T
+
+
+@dataclass(frozen=True)
 class Vocabulary:
     """Split by token id; zero rows pad the vocabulary to a multiple of the ranks."""
 

@@ -13,7 +13,7 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,10 +25,10 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-from megatron_rl.models.hf.families import VALUE_HEAD, Entry, Role, canonical_name, dims, entries
+from megatron_rl.models.hf.families import VALUE_HEAD, Entry, Role, canonical_name, dims, entries, text_config
 from megatron_rl.models.hf.mtp import is_mtp, mtp_tensors
 from megatron_rl.models.hf.sources import INDEX_FILE, SINGLE_FILE, CheckpointSource, TensorSource, WeightsError
-from megatron_rl.models.hf.transforms import Shard
+from megatron_rl.models.hf.transforms import Shard, Sliceable
 from megatron_rl.models.packed import unwrap
 from megatron_rl.parallel import collectives
 
@@ -74,7 +74,7 @@ def load_weights(
     if unknown:
         raise WeightsError(
             f"{path} holds {len(unknown)} tensors that a {role} of model_type {hf_config.model_type} with "
-            f"{hf_config.num_hidden_layers} layers has no place for, {unknown[0]} first; check config.json and the path"
+            f"{text_config(hf_config).num_hidden_layers} layers has no place for, {unknown[0]} first; check config.json and the path"
         )
     fill(chunks, hf_config, source, role=role, skip=fresh)
     return fresh
@@ -106,8 +106,9 @@ def fill(
         entry = by_name[name]
         if any(hf_name in skip for hf_name in entry.hf):
             continue
-        tensors = [source.read(hf_name, shape) for hf_name, shape in entry.hf.items()]
-        value = entry.transform.load(tensors, sizes, shard if expert_of(name) is None else expert_shard)
+        value = entry.transform.load(
+            read_entry(source, entry), sizes, shard if expert_of(name) is None else expert_shard
+        )
         if value.shape != parameter.shape:
             raise WeightsError(f"{name}: the tables give {tuple(value.shape)}, the model has {tuple(parameter.shape)}")
         with torch.no_grad():
@@ -124,16 +125,43 @@ def export_weights(
     """
     parameters = dict(_named_parameters(chunks))
     pp_group, sizes = parallel_state.get_pipeline_model_parallel_group(), dims(hf_config)
+
+    def collected() -> Iterator[tuple[Entry, list[Tensor | None]]]:
+        for entry in entries(hf_config, role):
+            key = _any_expert(entry.megatron)
+            stage = next((s for s, names in enumerate(held) if key in names), None)
+            if stage is None:
+                raise WeightsError(f"no pipeline stage holds Megatron's parameter {entry.megatron}")
+            owner = _owner(entry, stage, sizes)
+            yield entry, _collect(entry, parameters.get(entry.megatron), owner, held[stage][key], sizes)
+
     held: list[dict[str, torch.dtype]] = [{} for _ in range(pp_group.size())]
     # Pipeline peers hold the same experts, which may not be those of an entry: a stage has all of a layer's or none.
     dist.all_gather_object(held, {_any_expert(name): p.dtype for name, p in parameters.items()}, group=pp_group)
-    for entry in entries(hf_config, role):
-        key = _any_expert(entry.megatron)
-        stage = next((s for s, names in enumerate(held) if key in names), None)
-        if stage is None:
-            raise WeightsError(f"no pipeline stage holds Megatron's parameter {entry.megatron}")
-        tensors = _collect(entry, parameters.get(entry.megatron), _owner(entry, stage, sizes), held[stage][key], sizes)
-        yield from zip(entry.hf, tensors, strict=True)
+    yield from assemble(collected())
+
+
+def read_entry(source: TensorSource, entry: Entry) -> list[Sliceable]:
+    """What the entry's transform takes."""
+    part = entry.part[0] if entry.part is not None else None
+    return [source.read(name, shape, part) for name, shape in entry.hf.items()]
+
+
+def assemble(parts: Iterable[tuple[Entry, list[Tensor | None]]]) -> Iterator[tuple[str, Tensor | None]]:
+    """Whole tensors by name, in order, from what the entries' transforms gave; a None stays one."""
+    whole: dict[str, Tensor] = {}
+    for entry, tensors in parts:
+        index, count = entry.part or (0, 1)
+        for (name, shape), tensor in zip(entry.hf.items(), tensors, strict=True):
+            if entry.part is None:
+                yield name, tensor
+                continue
+            if tensor is not None:
+                if index == 0:
+                    whole[name] = tensor.new_empty(shape)
+                whole[name][index] = tensor
+            if index == count - 1:
+                yield name, whole.pop(name, None)
 
 
 @dataclass(frozen=True)
@@ -177,7 +205,7 @@ def _collect(
     if rank != 0:
         return nothing
     if full is None:
-        full = [torch.empty(shape, dtype=dtype, device=_device()) for shape in entry.hf.values()]
+        full = [torch.empty(shape, dtype=dtype, device=_device()) for shape in entry.shapes]
         for tensor in full:
             dist.recv(tensor, src=owner.first)
     return list(full)

@@ -1,0 +1,1 @@
+"""Vision-language models: images become tokens of the language model's pack."""

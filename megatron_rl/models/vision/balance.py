@@ -1,0 +1,213 @@
+"""Images of a micro-batch are shared among the ranks that hold the encoder, by what they cost.
+
+The group: all ranks of the first pipeline stage. Without sequence parallelism, tensor-parallel peers need the same
+gradients and nothing sums them, so each of them does the same work in a group of its own.
+
+Invariants: every image is encoded once in the group; each rank gets the features of its own batch, in their order; the
+gradients of encoder, adapter and text are those without sharing, because parameters are the same everywhere and
+Megatron sums their gradients over the group. All ranks of the group meet in the same collectives in every micro-batch,
+also those without an image.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.transformer import TransformerConfig
+from torch import Tensor, nn
+from transformers import PretrainedConfig
+
+from megatron_rl.data.batch import Images, cu_seqlens_of
+from megatron_rl.models.vision.encoder import encode, num_deepstack
+
+
+def assign_images(costs: Sequence[float], num_ranks: int, homes: Sequence[range] | None = None) -> list[int]:
+    """The rank that encodes each image: the dearest first, each to the rank with the least to do so far.
+
+    Where several have as little, one of the image's ``homes``, the ranks whose batch it is in, then the lowest. No rank
+    has more than the mean cost of a rank and the cost of one image.
+    """
+    loads, ranks = [0.0] * num_ranks, [0] * len(costs)
+    for image in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
+        home = homes[image] if homes is not None else range(0)
+        ranks[image] = min(range(num_ranks), key=lambda rank: (loads[rank], rank not in home, rank))
+        loads[ranks[image]] += costs[image]
+    return ranks
+
+
+def image_flops(config: PretrainedConfig, grid: Sequence[int]) -> float:
+    """Multiply-adds, times two, of an image's way through the encoder; grid in patches (time, height, width)."""
+    hidden, merged = config.hidden_size, config.hidden_size * config.spatial_merge_size**2
+    frame = grid[1] * grid[2]
+    patches = grid[0] * frame
+    windowed_layers, window = 0, frame
+    if hasattr(config, "fullatt_block_indexes"):
+        windowed_layers = config.depth - len(config.fullatt_block_indexes)
+        window = min(frame, (config.window_size // config.patch_size) ** 2)
+    num_mlp_matrices = 3 if hasattr(config, "fullatt_block_indexes") else 2
+    per_patch = config.depth * (4 * hidden**2 + num_mlp_matrices * hidden * config.intermediate_size)
+    attended = (config.depth - windowed_layers) * frame + windowed_layers * window
+    adapters = 1 + num_deepstack(config)
+    per_token = adapters * merged * (merged + config.out_hidden_size)
+    return 2.0 * patches * (per_patch + 2 * hidden * attended + per_token / config.spatial_merge_size**2)
+
+
+def encode_balanced(
+    encoder: nn.Module, images: Images | None, vision_config: PretrainedConfig, config: TransformerConfig
+) -> Tensor:
+    """Features [image tokens of this rank's batch, 1 + deepstack, hidden]; collective over the group."""
+    parameter = next(encoder.parameters())
+    if images is None:
+        images = no_images(vision_config)
+    group, num_peers = _group(config)
+    grids, counts = _gather_grids(images.grids, group, parameter.device)
+    batch_of_image = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts)).tolist()
+    # Tensor- and context-parallel peers follow one another and have the same batch: one of them speaks for it.
+    batches = range(0, group.size(), num_peers)
+    images_of = [[i for i, rank in enumerate(batch_of_image) if rank == first] for first in batches]
+    listed = [image for own in images_of for image in own]
+    homes = [range(first, first + num_peers) for first, own in zip(batches, images_of) for _ in own]
+    costs = [image_flops(vision_config, grids[image].tolist()) for image in listed]
+    ranks = assign_images(costs, group.size(), homes)
+    plan = _Plan(
+        homes=homes,
+        ranks=ranks,
+        sizes=grids[listed].prod(-1).tolist(),
+        me=group.rank(),
+        num_ranks=group.size(),
+    )
+    patches = _exchange_patches(images, plan, group, parameter)
+    mine = [i for i, rank in enumerate(ranks) if rank == plan.me]
+    width = 1 + num_deepstack(vision_config)
+    if mine:
+        features = encode(encoder, patches, grids[[listed[i] for i in mine]].to(parameter.device))
+    else:
+        features = parameter.new_zeros((0, width, vision_config.out_hidden_size))
+    trains = torch.is_grad_enabled() and any(p.requires_grad for p in encoder.parameters())
+    if trains and not features.requires_grad:
+        # Backward meets the others too.
+        features.requires_grad_()
+    return _exchange_features(features, plan, group, vision_config.spatial_merge_size**2)
+
+
+def no_images(vision_config: PretrainedConfig) -> Images:
+    size = vision_config.in_channels * vision_config.temporal_patch_size * vision_config.patch_size**2
+    nothing = torch.zeros(0, dtype=torch.int64)
+    return Images(torch.zeros(0, size), nothing.view(0, 3), nothing)
+
+
+def _group(config: TransformerConfig) -> tuple[dist.ProcessGroup, int]:
+    """(the ranks that share, how many neighbours in it have the same batch)."""
+    num_peers = config.context_parallel_size
+    if config.sequence_parallel:
+        group = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
+        return group, num_peers * config.tensor_model_parallel_size
+    return parallel_state.get_data_parallel_group(with_context_parallel=True), num_peers
+
+
+def _gather_grids(own: Tensor, group: dist.ProcessGroup, device: torch.device) -> tuple[Tensor, list[int]]:
+    """(grids [sum of counts, 3] of all ranks, on the CPU; counts by rank)."""
+    if group.size() == 1:
+        return own.cpu(), [len(own)]
+    counts = torch.zeros(group.size(), dtype=torch.int64, device=device)
+    dist.all_gather_into_tensor(counts, torch.tensor([len(own)], device=device), group=group)
+    longest = int(counts.max())
+    if longest == 0:
+        return own.cpu().view(0, 3), [0] * group.size()
+    padded = torch.zeros((longest, 3), dtype=torch.int64, device=device)
+    padded[: len(own)] = own.to(device)
+    gathered = torch.zeros((group.size() * longest, 3), dtype=torch.int64, device=device)
+    dist.all_gather_into_tensor(gathered, padded, group=group)
+    real = counts.tolist()
+    return torch.cat([part[:n] for part, n in zip(gathered.cpu().split(longest), real)]), real
+
+
+class _Plan:
+    """Who encodes which of the group's images, batch by batch in their order."""
+
+    def __init__(
+        self, *, homes: Sequence[range], ranks: Sequence[int], sizes: Sequence[int], me: int, num_ranks: int
+    ) -> None:
+        self.homes, self.ranks, self.sizes, self.me, self.num_ranks = homes, ranks, sizes, me, num_ranks
+        self.own = [i for i, home in enumerate(homes) if me in home]
+        """Images of this rank's batch."""
+
+    def source(self, image: int) -> int:
+        """The rank that hands the image's patches to who encodes it: itself, where it has them."""
+        home, rank = self.homes[image], self.ranks[image]
+        return rank if rank in home else home[image % len(home)]
+
+    def handed_over(self, source: int, target: int) -> list[int]:
+        return [i for i, rank in enumerate(self.ranks) if rank == target and self.source(i) == source]
+
+    def encoded_for(self, source: int, target: int) -> list[int]:
+        return [i for i, rank in enumerate(self.ranks) if rank == source and target in self.homes[i]]
+
+
+def _exchange_patches(images: Images, plan: _Plan, group: dist.ProcessGroup, like: Tensor) -> Tensor:
+    """The patches that this rank encodes, in the order of the images."""
+    starts = dict(zip(plan.own, cu_seqlens_of(images.grids.prod(-1)).tolist()))
+
+    def rows(image: int) -> Tensor:
+        return torch.arange(starts[image], starts[image] + plan.sizes[image])
+
+    nothing = torch.zeros(0, dtype=torch.int64)
+    sent = [plan.handed_over(plan.me, rank) for rank in range(plan.num_ranks)]
+    chosen = torch.cat([nothing, *(rows(i) for group_images in sent for i in group_images)])
+    patches = images.patches[chosen.to(images.patches.device)].to(device=like.device, dtype=like.dtype)
+    if plan.num_ranks == 1:
+        return patches
+    received = [plan.handed_over(rank, plan.me) for rank in range(plan.num_ranks)]
+    arrived = _all_to_all(patches, _totals(sent, plan.sizes), _totals(received, plan.sizes), group)
+    return arrived.index_select(0, _sorted_rows(received, plan.sizes).to(like.device))
+
+
+def _exchange_features(features: Tensor, plan: _Plan, group: dist.ProcessGroup, patches_per_token: int) -> Tensor:
+    if plan.num_ranks == 1:
+        return features
+    sizes = [size // patches_per_token for size in plan.sizes]
+    mine = [i for i, rank in enumerate(plan.ranks) if rank == plan.me]
+    starts = dict(zip(mine, cu_seqlens_of(torch.tensor([sizes[i] for i in mine], dtype=torch.int64)).tolist()))
+    sent = [plan.encoded_for(plan.me, rank) for rank in range(plan.num_ranks)]
+    received = [plan.encoded_for(rank, plan.me) for rank in range(plan.num_ranks)]
+    nothing = torch.zeros(0, dtype=torch.int64)
+    rows = torch.cat([nothing, *(torch.arange(starts[i], starts[i] + sizes[i]) for one_rank in sent for i in one_rank)])
+    chosen = features.flatten(1).index_select(0, rows.to(features.device))
+    arrived = _Exchange.apply(chosen, _totals(sent, sizes), _totals(received, sizes), group)
+    order = _sorted_rows(received, sizes).to(features.device)
+    return arrived.index_select(0, order).unflatten(1, features.shape[1:])
+
+
+def _totals(images: Sequence[Sequence[int]], sizes: Sequence[int]) -> list[int]:
+    return [sum(sizes[i] for i in one_rank) for one_rank in images]
+
+
+def _sorted_rows(images: Sequence[Sequence[int]], sizes: Sequence[int]) -> Tensor:
+    """Rows of what came rank by rank, in the order of the images."""
+    rows: dict[int, Tensor] = {}
+    start = 0
+    for image in (i for one_rank in images for i in one_rank):
+        rows[image] = torch.arange(start, start + sizes[image])
+        start += sizes[image]
+    return torch.cat([torch.zeros(0, dtype=torch.int64), *(rows[image] for image in sorted(rows))])
+
+
+def _all_to_all(rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
+    result = rows.new_empty((sum(received), *rows.shape[1:]))
+    dist.all_to_all_single(result, rows.contiguous(), received, sent, group=group)
+    return result
+
+
+class _Exchange(torch.autograd.Function):
+    """Rows to the ranks that need them; gradients go back the same way."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
+        ctx.sent, ctx.received, ctx.group = sent, received, group
+        return _all_to_all(rows, sent, received, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return _all_to_all(grad, ctx.received, ctx.sent, ctx.group), None, None, None

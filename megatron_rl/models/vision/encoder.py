@@ -1,0 +1,90 @@
+"""The vision encoder of a vision-language model: the module of transformers, as it is.
+
+It turns patches into features of the language model's width, one for each image token: the last layer's, and for a
+model with deepstack those of some layers before it. Images do not see each other. The merger that brings features to
+that width is called the adapter; the rest is the encoder proper.
+"""
+
+import functools
+import importlib.util
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModel, PretrainedConfig
+from transformers.initialization import no_init_weights
+
+from megatron_rl.config.schema import Recompute
+
+ADAPTER = ("merger.", "deepstack_merger_list.")
+"""Beginnings of the names of the adapter's parameters."""
+
+
+def build_encoder(vision_config: PretrainedConfig) -> nn.Module:
+    """The module with uninitialised weights, float32, on torch's current device."""
+    with no_init_weights():
+        return AutoModel.from_config(vision_config, attn_implementation=_attention())
+
+
+def prepare_encoder(
+    encoder: nn.Module, *, dtype: torch.dtype, recompute: Recompute, sequence_parallel: bool
+) -> nn.Module:
+    """Cast and mark the encoder for training on this rank's device."""
+    frequencies = {name: buffer.clone() for name, buffer in encoder.named_buffers()}
+    encoder.to(dtype)
+    for name, buffer in frequencies.items():
+        # Rotary frequencies keep their precision, as transformers has them.
+        parent, _, own = name.rpartition(".")
+        setattr(encoder.get_submodule(parent), own, buffer)
+    if torch.cuda.is_available():
+        encoder.cuda()
+    if recompute is Recompute.full:
+        encoder.gradient_checkpointing_enable({"use_reentrant": False})
+    for parameter in encoder.parameters():
+        # With sequence parallelism each rank has the gradient of its own rows alone: Megatron sums gradients so marked.
+        parameter.sequence_parallel = sequence_parallel
+    return encoder
+
+
+def _attention() -> str:
+    has_flash = torch.cuda.is_available() and importlib.util.find_spec("flash_attn") is not None
+    return "flash_attention_2" if has_flash else "sdpa"
+
+
+def parameter_shapes(vision_config: PretrainedConfig) -> Mapping[str, tuple[int, ...]]:
+    """Name and shape of each of the encoder's parameters, in its order."""
+    return _shapes(type(vision_config), vision_config.to_json_string(use_diff=False))
+
+
+@functools.lru_cache(maxsize=8)
+def _shapes(config_class: type[PretrainedConfig], json_text: str) -> dict[str, tuple[int, ...]]:
+    import json
+
+    with torch.device("meta"):
+        encoder = build_encoder(config_class.from_dict(json.loads(json_text)))
+    return {name: tuple(parameter.shape) for name, parameter in encoder.named_parameters()}
+
+
+def num_deepstack(vision_config: PretrainedConfig) -> int:
+    """Layers of the language model that get features of their own."""
+    return len(getattr(vision_config, "deepstack_visual_indexes", None) or ())
+
+
+def encode(encoder: nn.Module, patches: Tensor, grids: Tensor) -> Tensor:
+    """Features [image tokens, 1 + deepstack, hidden] of images given by patches [P, D] and grids [I, 3], I >= 1."""
+    output = encoder(patches, grid_thw=grids, return_dict=True)
+    return torch.stack([output.pooler_output, *getattr(output, "deepstack_features", [])], dim=1)
+
+
+def freeze(chunks: Sequence[nn.Module], *, train_encoder: bool, train_adapter: bool) -> None:
+    """Take gradients from the parts that do not train; before the chunks are wrapped."""
+    for name, parameter in _vision_parameters(chunks):
+        is_adapter = name.startswith(ADAPTER)
+        parameter.requires_grad_(train_adapter if is_adapter else train_encoder)
+
+
+def _vision_parameters(chunks: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Parameter]]:
+    for chunk in chunks:
+        for name, parameter in chunk.named_parameters():
+            if name.startswith("vision."):
+                yield name.removeprefix("vision."), parameter

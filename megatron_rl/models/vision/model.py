@@ -1,0 +1,121 @@
+"""A GPT model that sees: the encoder's features take the image tokens' places in the pack.
+
+The encoder is a submodule of the first pipeline stage's chunk. Features reach the first layer with the embeddings; with
+deepstack, more of them are added to what the first layers put out. They travel through Megatron's block as its
+``context`` (rows of it: ``context_mask``), because a recomputed layer passes gradients to its arguments alone.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer
+from torch import Tensor
+from transformers import PretrainedConfig
+
+from megatron_rl.data.batch import Images, PackedBatch
+from megatron_rl.errors import ModelError
+from megatron_rl.models.context import split_here
+from megatron_rl.models.gpt import PackedGPTModel
+from megatron_rl.models.moe import local_rows
+from megatron_rl.models.precision import pack_alignment
+from megatron_rl.models.vision.balance import encode_balanced
+from megatron_rl.models.vision.positions import image_rows, mrope_angles, mrope_positions, rope_axes
+
+
+@dataclass(frozen=True)
+class VisualInput:
+    """What one pass needs of a batch's images."""
+
+    images: Images | None
+    rows: Tensor
+    """[R] int64: rows of this rank's hidden states that are image tokens."""
+    features: Tensor
+    """[R] int64: the feature that each of them gets, counted through all images of the batch."""
+
+
+class DeepstackLayer(TransformerLayer):
+    """A layer that adds the first of the features in ``context`` [n, R, H] to its output and hands on the rest."""
+
+    def forward(
+        self, *args: Any, context: Tensor | None = None, context_mask: Tensor | None = None, **kwargs: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        hidden, _ = super().forward(*args, **kwargs)
+        if context is None:
+            return hidden, None
+        hidden = hidden.index_add(0, context_mask, context[0].unsqueeze(1))
+        return hidden, context[1:] if len(context) > 1 else None
+
+
+class VisionGPTModel(PackedGPTModel):
+    """Its position ids are [3, P]: in time, height and width, of the whole pack with its padding."""
+
+    hf_config: PretrainedConfig
+    rope_axes: Tensor
+
+    def see(self, hf_config: PretrainedConfig) -> None:
+        """Learn what the tokens and positions of this model mean; once, after it is built."""
+        self.hf_config = hf_config
+        rope = hf_config.text_config.rope_parameters
+        interleaved = hf_config.model_type != "qwen2_5_vl"
+        self.rope_axes = rope_axes(rope["mrope_section"], interleaved=interleaved)
+
+    def visual_inputs(self, batch: PackedBatch, device: torch.device) -> tuple[Tensor, VisualInput]:
+        """positions [3, P] of the pack with its padding, and the images.
+
+        Raises ModelError for a batch whose tokens and images do not belong together.
+        """
+        config, lengths = self.hf_config, batch.lengths.tolist()
+        merge_size = config.vision_config.spatial_merge_size
+        if bool((batch.tokens == config.video_token_id).any()):
+            raise ModelError(
+                f"a batch holds video tokens (id {config.video_token_id}); give a video as its frames: one image each, "
+                "with its time as text before it"
+            )
+        images_rows = image_rows(batch.tokens, lengths, batch.images, config.image_token_id, merge_size)
+        positions = mrope_positions(lengths, batch.images, images_rows, merge_size)
+        if not self.pre_process:
+            nowhere = torch.zeros(0, dtype=torch.int64)
+            return _padded(positions, lengths, self.config).to(device), VisualInput(None, nowhere, nowhere)
+        feature_of_token = torch.full((len(batch.tokens) + 1,), -1)
+        all_rows = torch.cat([*images_rows, torch.zeros(0, dtype=torch.int64)])
+        feature_of_token[all_rows] = torch.arange(len(all_rows))
+        # Padding, -1, reads the last entry: no feature.
+        feature_of_row = feature_of_token[local_rows(lengths, self.config)]
+        rows = (feature_of_row >= 0).nonzero()[:, 0]
+        visual = VisualInput(batch.images, rows.to(device), feature_of_row[rows].to(device))
+        return _padded(positions, lengths, self.config).to(device), visual
+
+    def forward(
+        self, tokens: Tensor, positions: Tensor, attention_mask: Tensor | None, *, visual: VisualInput, **kwargs: Any
+    ) -> Tensor:
+        hidden, block_kwargs = None, {}
+        if self.pre_process:
+            hidden = self.embedding(input_ids=tokens, position_ids=positions)
+            features = encode_balanced(self.vision, visual.images, self.hf_config.vision_config, self.config)
+            features = features.index_select(0, visual.features).to(hidden.dtype).transpose(0, 1)
+            hidden = hidden.index_copy(0, visual.rows, features[0].unsqueeze(1))
+            if len(features) > 1:
+                block_kwargs = dict(context=features[1:], context_mask=visual.rows)
+        return super().forward(
+            tokens, positions, attention_mask, decoder_input=hidden, extra_block_kwargs=block_kwargs, **kwargs
+        )
+
+    def _preprocess(self, input_ids: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        decoder_input, _, *others = super()._preprocess(input_ids, position_ids, *args, **kwargs)
+        angles = mrope_angles(position_ids, self.rotary_pos_emb.inv_freq, self.rope_axes.to(position_ids.device))
+        return (decoder_input, angles, *others)
+
+
+def _padded(positions: Tensor, lengths: list[int], config: TransformerConfig) -> Tensor:
+    """[3, T] -> [3, P]: with the padding that this layout puts into the pack; padding stands at position 0."""
+    if config.context_parallel_size == 1:
+        return torch.nn.functional.pad(positions, (0, -positions.shape[1] % pack_alignment(config)))
+    padded_lengths = split_here(tuple(lengths), config).lengths
+    padded = positions.new_zeros((3, sum(padded_lengths)))
+    start = padded_start = 0
+    for length, padded_length in zip(lengths, padded_lengths):
+        padded[:, padded_start : padded_start + length] = positions[:, start : start + length]
+        start, padded_start = start + length, padded_start + padded_length
+    return padded
