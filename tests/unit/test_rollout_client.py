@@ -13,6 +13,8 @@ from megatron_rl.rollout.protocol import (
     BadAnswer,
     Generation,
     GenerationRequest,
+    PromptMismatch,
+    RequestImages,
     RequestRejected,
     generate_body,
     parse_generation,
@@ -134,6 +136,37 @@ def test_a_request_that_could_harm_the_server_is_never_sent(changes, names):
 
 def test_a_valid_request_passes_validation():
     validate(request_of(input_ids=(0, VOCAB_SIZE - 1), temperature=0.0), VOCAB_SIZE)
+
+
+IMAGE_TOKEN = 9
+
+
+def with_images(rid="r", input_ids=(3, IMAGE_TOKEN, 4), data=("aW1n",), num_tokens=6):
+    return request_of(rid, input_ids, images=RequestImages(IMAGE_TOKEN, data, num_tokens), prompt_name="rows.jsonl:7")
+
+
+def test_image_tokens_without_their_images_are_never_sent():
+    validate(with_images(), VOCAB_SIZE)
+    validate(with_images(input_ids=(3, 4), data=(), num_tokens=0), VOCAB_SIZE)
+    for bad in (with_images(input_ids=(3, IMAGE_TOKEN, IMAGE_TOKEN)), with_images(data=()), with_images(input_ids=(3,))):
+        with pytest.raises(RequestRejected, match="image tokens for [01] images"):
+            validate(bad, VOCAB_SIZE)
+
+
+def test_images_go_beside_the_ids_and_text_prompts_have_none():
+    text = with_images("b", input_ids=(3, 4), data=(), num_tokens=0)
+    body = generate_body([text, with_images("a")], ["b", "a"])
+    assert body["image_data"] == [[], ["aW1n"]]
+    assert "image_data" not in generate_body([text, request_of("c")], ["b", "c"])
+
+
+def test_a_prompt_that_the_server_counts_otherwise_is_refused_with_its_place():
+    answer = answer_of("r", [3, IMAGE_TOKEN, 4])
+    answer["meta_info"]["prompt_tokens"] = 8
+    assert parse_generation(with_images(), answer).token_ids
+    answer["meta_info"]["prompt_tokens"] = 10
+    with pytest.raises(PromptMismatch, match="rows.jsonl:7: 8 tokens here, but 10 on the server.*preprocessor_config"):
+        parse_generation(with_images(), answer)
 
 
 def test_a_seed_is_sent_only_if_given():
