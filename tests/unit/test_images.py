@@ -1,8 +1,11 @@
 """Laws of images in prompts: what is refused, how their tokens are counted, and the pixels that both sides get."""
 
+import asyncio
 import base64
 import io
 import json
+from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,16 +14,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from megatron_rl.config.schema import DataConfig
+from megatron_rl.config.schema import Config, DataConfig
 from megatron_rl.data import images as images_module
 from megatron_rl.data.images import ImageSource, decode
 from megatron_rl.data.prompts import check_files, load_prompts, load_solutions
 from megatron_rl.data.tokenizer import Tokenizer
 from megatron_rl.data.trajectory import Prompt, Segment, Trajectory
 from megatron_rl.data.vision import Vision, collapse, expand
+from megatron_rl.environments.base import EnvironmentFault, Message
 from megatron_rl.errors import DataError
+from megatron_rl.rollout.generator import WindowGenerator
+from megatron_rl.rollout.protocol import validate
+from megatron_rl.rollout.service import dialogue_of
 from megatron_rl.schedule.experience import window_batch
+from megatron_rl.schedule.parity import EngineMismatch, compare_logprobs, sample_for_parity
+from megatron_rl.schedule.reward_training import BradleyTerry, Pairwise, example_batch
+from megatron_rl.schedule.supervised import solution_batch
 from tests.tiny_vision import MAX_TOKENS, write_vision_files
+from tests.unit.test_generator import SAMPLING, Engine, Talk
 
 CONFIG = {
     "model_type": "qwen3_vl",
@@ -291,6 +302,82 @@ def test_every_window_carries_the_images_of_its_prompt(tmp_path, tokenizer):
         assert torch.equal(batch.images.patches[:8], vision.patches(prompts[0].images[0]))
     assert window_batch(trajectories[1:2], 0, vision).images is None
     assert window_batch(trajectories, 0).images is None
+
+
+def test_every_request_has_one_image_token_an_image_and_bans_them_in_the_answer(tmp_path, tokenizer):
+    picture(16, 8).save(tmp_path / "a.png")
+    rows = [{"prompt": "<image>or<image>?", "images": ["a.png", "a.png"]}, {"prompt": "?"}]
+    prompts, vision, engine = load(tokenizer, write(tmp_path, *rows)), tokenizer.vision, Engine(end_weight=0.0)
+    trajectories = [Trajectory(i, prompt, i, 0, 8) for i, prompt in enumerate(prompts)]
+    sampling = replace(SAMPLING, banned_token_ids=vision.banned_token_ids)
+
+    async def recover(lost):
+        raise lost
+
+    generator = WindowGenerator(engine, recover, decode=str, vision=vision)
+    for step in (0, 1):
+        window = dict(step=step, window_tokens=3, weight_version=1, sampling=sampling, kind="train")
+        asyncio.run(generator.generate(trajectories, **window))
+    assert len(engine.requests) == 4
+    for request in engine.requests:
+        validate(request, 101)
+        number, step = int(request.rid.split("-")[2]), int(request.rid.split("-")[1])
+        assert request.images.num_tokens == (4, 0)[number] and len(request.images.data) == (2, 0)[number]
+        assert request.num_prompt_tokens == len(prompts[number].token_ids) + 3 * step
+        assert set(request.banned_token_ids) == {90, 91, 92, 93}
+        assert request.prompt_name == prompts[number].source
+    assert {t.num_response_tokens for t in trajectories} == {6}
+
+
+def test_the_parity_check_has_images_in_it_and_names_the_prompt_at_fault(tmp_path, tokenizer):
+    picture(16, 8).save(tmp_path / "a.png")
+    rows = [*[{"prompt": "?"}] * 5, {"prompt": "<image>?", "images": ["a.png"]}]
+    prompts = load(tokenizer, write(tmp_path, *rows))
+    config = Config()
+    config.rollout.num_parity_prompts, config.rollout.max_logprob_difference = 4, 0.01
+    trajectories = sample_for_parity(config, prompts)
+    assert [bool(t.prompt.images) for t in trajectories] == [True, False, False, False]
+    for t in trajectories:
+        t.segments.append(Segment((5, 6), (-0.5, -0.5), 1, "length", 0))
+
+    def group(wrong_row):
+        def logprobs(batch, temperature):
+            assert batch.images.sequences.tolist() == [0]
+            rows = torch.arange(4).repeat_interleave(batch.lengths)
+            return torch.where(rows == wrong_row, -2.0, -0.5)
+
+        return SimpleNamespace(logprobs=logprobs)
+
+    for row, expected in (
+        (0, r"rows.jsonl:6 \(1 images\). Only prompts with images differ"),
+        (2, r"rows.jsonl:2 \(0 im"),
+    ):
+        with pytest.raises(EngineMismatch, match=expected):
+            compare_logprobs(config, group(row), trajectories, list, tokenizer.vision)
+
+
+def test_messages_of_dialogues_cannot_have_images(tokenizer):
+    encode = dialogue_of(Talk(stop_strings=()), tokenizer, chat=False).encode_message
+    assert encode(Message("go on"), 5)
+    with pytest.raises(EnvironmentFault, match="images belong to prompts"):
+        encode(Message("see <|image_pad|>"), 5)
+
+
+def test_supervised_examples_carry_the_images_of_their_prompts(tmp_path, tokenizer):
+    picture(16, 8).save(tmp_path / "a.png")
+    rows = [{"prompt": "?", "response": "1"}, {"prompt": "<image>?", "images": ["a.png"], "response": "no"}]
+    solutions = load_solutions(write(tmp_path, *rows), DataConfig(), tokenizer)
+    batch = solution_batch(solutions, tokenizer.vision)
+    assert batch.images.sequences.tolist() == [1] and batch.fields["mask"].tolist()[-4:] == [False, True, True, True]
+    config = Config()
+    config.data = DataConfig(answer_required=False)
+    pairs = [{"prompt": "<image>?", "images": ["a.png"], "chosen": "yes", "rejected": "no"}]
+    (example,) = BradleyTerry(config, tokenizer).examples(write(tmp_path, *pairs))
+    batch = example_batch([example, example], tokenizer.vision)
+    assert batch.images.sequences.tolist() == [0, 1, 2, 3]
+    config.reward_train.yes_word, config.reward_train.no_word = "Y", "N"
+    (judged,) = Pairwise(config, tokenizer).examples(write(tmp_path, *pairs))
+    assert judged.images == () and IMAGE not in judged.sequences[0]
 
 
 def test_checkpoints_hold_references_and_a_changed_file_ends_a_resume(tmp_path, tokenizer, folder):
