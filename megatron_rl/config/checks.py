@@ -23,8 +23,10 @@ from megatron_rl.config.schema import (
     OldPolicy,
     OptimizerConfig,
     Overlong,
+    Placement,
     Rejection,
     RoutingReplay,
+    WeightSync,
 )
 from megatron_rl.errors import ConfigError
 
@@ -62,6 +64,8 @@ def check_config(config: Config, *, command: str, world_size: int | None = None)
     problems += _files(config, command)
     problems += _parallel(config, world_size)
     problems += [*_rollout(config), *_precision(config), *_moe_settings(config)]
+    if config.rollout.placement is Placement.colocated:
+        problems += _colocated(config, command, world_size if world_size is not None else config.parallel.num_ranks)
     if command in RL_COMMANDS:
         problems += [*_lengths(config), *_pieces(config)]
     if not problems and config.policy.path:
@@ -380,6 +384,27 @@ def _rollout(config: Config) -> Iterator[str]:
         yield f"rollout.fire.top_k: expected -1 (off) or 1 to {MAX_HOT_TOP_K}, got {rollout.fire.top_k}"
     if rollout.top_k != -1 and rollout.top_k < 1:
         yield f"rollout.top_k: expected -1 (off) or at least 1, got {rollout.top_k}"
+
+
+def _colocated(config: Config, command: str, num_ranks: int) -> Iterator[str]:
+    """``num_ranks`` 0: not known yet."""
+    rollout = config.rollout
+    if command not in RL_COMMANDS:
+        return
+    num_servers, size = len(rollout.urls) or rollout.num_servers, rollout.tensor_parallel_size
+    if num_ranks and num_servers * size != num_ranks:
+        counted = "the rollout.urls" if rollout.urls else "rollout.num_servers"
+        yield (
+            f"rollout.placement=colocated: every trainer rank shares its device with one server worker, but {counted} "
+            f"{num_servers} x rollout.tensor_parallel_size {size} = {num_servers * size} is not the {num_ranks} trainer "
+            f"ranks; set rollout.num_servers={num_ranks // size}"
+            + (f", or a rollout.tensor_parallel_size that divides {num_ranks}" if num_ranks % size else "")
+        )
+    if rollout.weight_sync is WeightSync.disk:
+        yield (
+            "rollout.weight_sync=disk: colocated servers get their weights from the trainer's memory; leave it at broadcast, "
+            "or set rollout.placement=disaggregated"
+        )
 
 
 def _model(config: Config, command: str) -> Iterator[str]:

@@ -85,6 +85,15 @@ class WeightSync(Enum):
     """Through safetensors under output_dir/weights, which the servers must see under the same path."""
 
 
+class Placement(Enum):
+    """Where the SGLang servers run."""
+
+    disaggregated = "disaggregated"
+    """On devices of their own."""
+    colocated = "colocated"
+    """On the trainer's devices: servers and trainer take turns, and weights go from memory to memory (CUDA IPC)."""
+
+
 class AdvantageKind(Enum):
     """Where advantages come from; only ``egae`` has a critic."""
 
@@ -584,10 +593,13 @@ class RewardConfig:
 
 @dataclass
 class RolloutConfig:
+    placement: Placement = Placement.disaggregated
+    """colocated: server i takes the devices of the trainer ranks i * T to i * T + T - 1, with T = tensor_parallel_size."""
     urls: list[str] = field(default_factory=list)
     """Running SGLang servers to attach to; empty: start num_servers here."""
     num_servers: int = 1
     tensor_parallel_size: int = 1
+    """Devices (on a CPU: processes) that share one server's model."""
     host: str = "127.0.0.1"
     port: int = 0
     """Port of the first server, the next one up for each further server; 0 means any free port."""

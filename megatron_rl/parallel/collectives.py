@@ -41,19 +41,37 @@ def barrier(what: str = "barrier", *, timeout_s: float | None = None) -> None:
 
 def broadcast_object(obj: Any, src: int = 0, *, what: str = "an object", timeout_s: float | None = None) -> Any:
     """``obj`` of rank ``src`` on every rank; pickled, so for small things only."""
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    if rank != src:
-        size = torch.empty(1, dtype=torch.int64)
-        _receive(size, src, what, timeout_s)
-        data = torch.empty(int(size), dtype=torch.uint8)
-        _receive(data, src, what, timeout_s)
-        return pickle.loads(data.numpy().tobytes())
-    data = _bytes_tensor(pickle.dumps(obj))
-    for peer in range(world_size):
+    if dist.get_rank() != src:
+        return receive_object(src, what=what, timeout_s=timeout_s)
+    for peer in range(dist.get_world_size()):
         if peer != src:
-            _send(torch.tensor([data.numel()]), peer, what, timeout_s)
-            _send(data, peer, what, timeout_s)
+            send_object(obj, peer, what=what, timeout_s=timeout_s)
     return obj
+
+
+def send_object(obj: Any, peer: int, *, what: str = "an object", timeout_s: float | None = None) -> None:
+    """``obj`` to rank ``peer``, which calls ``receive_object``; pickled, so for small things only."""
+    data = _bytes_tensor(pickle.dumps(obj))
+    _send(torch.tensor([data.numel()]), peer, what, timeout_s)
+    _send(data, peer, what, timeout_s)
+
+
+def receive_object(peer: int, *, what: str = "an object", timeout_s: float | None = None) -> Any:
+    """What rank ``peer`` gave to ``send_object``."""
+    size = torch.empty(1, dtype=torch.int64)
+    _receive(size, peer, what, timeout_s)
+    data = torch.empty(int(size), dtype=torch.uint8)
+    _receive(data, peer, what, timeout_s)
+    return pickle.loads(data.numpy().tobytes())
+
+
+def gather_objects(obj: Any, *, what: str = "objects", timeout_s: float | None = None) -> list[Any]:
+    """The objects of all ranks, by rank, on rank 0; an empty list elsewhere. Pickled, so for small things only."""
+    if dist.get_rank() != 0:
+        send_object(obj, 0, what=what, timeout_s=timeout_s)
+        return []
+    others = range(1, dist.get_world_size())
+    return [obj, *(receive_object(peer, what=what, timeout_s=timeout_s) for peer in others)]
 
 
 def send_batches(

@@ -6,13 +6,14 @@ Whoever keeps state inside a server (weight sync: its process group and the curr
 
 import json
 import logging
+import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from megatron_rl.config.schema import Config
+from megatron_rl.config.schema import Config, Placement
 from megatron_rl.rollout.routing import SERVER_FLAG, returns_routes
 from megatron_rl.rollout.server import (
     Progress,
@@ -117,11 +118,16 @@ class ServerPool:
     ) -> "ServerPool":
         """Start ``num_servers`` equal servers at the same time, on ports from ``options.port`` up (0: any free ones).
 
-        Raises ServerError, with none left running, if one of them does not come up.
+        On GPUs each takes the next ``options.tensor_parallel_size`` ones from ``options.first_gpu`` up. Raises
+        ServerError, with none left running, if one of them does not come up.
         """
         servers = [
             SglangServer(
-                replace(options, port=options.port + i if options.port else 0),
+                replace(
+                    options,
+                    port=options.port + i if options.port else 0,
+                    first_gpu=options.first_gpu + i * options.tensor_parallel_size,
+                ),
                 Path(log_dir) / f"sglang-{i}.log",
                 start_timeout_s=start_timeout_s,
                 max_restarts=max_restarts,
@@ -209,6 +215,7 @@ def open_servers(
     ``load_weights``, ``tokenizer``: as in ServerOptions. Raises ServerError when one does not come up or answer.
     """
     rollout = config.rollout
+    colocated = rollout.placement is Placement.colocated
     if rollout.urls:
         note(f"attaching to {len(rollout.urls)} SGLang servers: {', '.join(rollout.urls)}")
         return ServerPool.attach(rollout.urls, timeout_s=rollout.start_timeout_s, progress=note)
@@ -223,6 +230,9 @@ def open_servers(
         load_weights=load_weights,
         tokenizer=tokenizer,
         device=detect_device(),
+        # Servers of their own devices take those behind the trainer's.
+        first_gpu=0 if colocated else int(os.environ.get("LOCAL_WORLD_SIZE", 1)),
+        can_sleep=colocated,
         server_args={
             SERVER_FLAG: returns_routes(config),
             "enable-fp32-lm-head": config.policy.fp32_head,

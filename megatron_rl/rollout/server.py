@@ -63,6 +63,10 @@ class ServerOptions:
     """True lets the server speak text (stop strings, chat); training sends and receives token ids only."""
     device: str = "cpu"
     """cpu or cuda."""
+    first_gpu: int = 0
+    """Of the machine's GPUs, the one that the first tensor-parallel rank takes."""
+    can_sleep: bool = False
+    """On a GPU: SGLang's memory saver, which lets the server give its memory back between generations."""
     num_threads: int = 1
     """CPU threads of each tensor-parallel rank, where the model runs on the CPU."""
     server_args: Mapping[str, Any] = field(default_factory=dict)
@@ -90,6 +94,9 @@ def server_command(options: ServerOptions, port: int) -> list[str]:
     if options.device == "cpu":
         # An idle scheduler polls without a pause otherwise, and takes a whole core from the trainer.
         flags["sleep-on-idle"] = True
+    else:
+        flags["base-gpu-id"] = options.first_gpu
+        flags["enable-memory-saver"] = options.can_sleep
     flags |= {name.lstrip("-").replace("_", "-"): value for name, value in options.server_args.items()}
     command = [sys.executable, "-m", "sglang.launch_server"]
     for name, value in flags.items():

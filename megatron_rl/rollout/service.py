@@ -3,33 +3,37 @@
 Who waits for whom: ``publish`` (main thread, collective over the trainer ranks) waits for every server to take the
 weights; ``generate`` (asyncio thread) waits for servers to answer; a lost server is restarted beside it and gets the
 current weights from the main thread, through ``call_on_trainer``, before it serves again. A publish covers the servers
-that live; one that is being restarted gets its weights at the end of its own recovery.
+that live, and starts one that died since its last answer again; one that is being restarted gets its weights at the end
+of its own recovery. Colocated servers sleep from ``sleep`` to the next ``publish`` or ``wake`` (all main thread).
 """
 
 import asyncio
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
-
-from megatron_rl.config.schema import Config, FireConfig, RolloutConfig
+from megatron_rl.config.schema import Config, FireConfig, Placement, RolloutConfig
 from megatron_rl.data.tokenizer import Tokenizer
 from megatron_rl.data.trajectory import Trajectory
 from megatron_rl.environments.base import Environment, EnvironmentFault, Message
 from megatron_rl.rollout.client import ServerLost, SglangClient
 from megatron_rl.rollout.generator import Dialogue, Fire, Sampling, WindowGenerator
-from megatron_rl.rollout.pool import ServerPool, open_servers
+from megatron_rl.rollout.memory import KV_CACHE, WEIGHTS, ServerMemory
+from megatron_rl.rollout.pool import Server, ServerPool, open_servers
 from megatron_rl.rollout.routing import RouteShape, returns_routes, route_shape
 from megatron_rl.weights.plan import ServerAddress
-from megatron_rl.weights.publish import PublishResult, WeightPublisher
+from megatron_rl.weights.publish import PublishResult, WeightPublisher, WeightSyncError
+from megatron_rl.weights.servers import ServerCallError
 from megatron_rl.weights.verify import compare_checksums
+
+if TYPE_CHECKING:
+    from megatron_rl.training.export import ServedWeights
 
 
 class RolloutService:
-    """``export()`` streams the policy's current weights (collective); it is called on the main thread only."""
+    """``weights`` are the policy's current ones (collective); they are asked for on the main thread only."""
 
     def __init__(
         self,
@@ -44,8 +48,7 @@ class RolloutService:
         dialogue: Dialogue | None = None,
         routes: RouteShape | None = None,
         seed: int,
-        export: Callable[[], Iterator[tuple[str, Tensor]]],
-        expected: Mapping[str, Sequence[int]],
+        weights: "ServedWeights",
         call_on_trainer: Callable[[Callable[[], Any]], Future],
         warn: Callable[[str], None],
     ) -> None:
@@ -55,8 +58,7 @@ class RolloutService:
         self._publisher = publisher
         self._stop_token_ids = tuple(stop_token_ids)
         self._seed = seed if config.deterministic else None
-        self._export = export
-        self._expected = expected
+        self._weights = weights
         self._call_on_trainer = call_on_trainer
         self._warn = warn
         self._fire = fire
@@ -67,18 +69,41 @@ class RolloutService:
             client, self._wait_for_recovery, decode=tokenizer.decode, vision=tokenizer.vision, warn=warn
         )
         self._recoveries: dict[str, asyncio.Task] = {}
+        self._restarting: set[str] = set()
+        self._memory = ServerMemory(config.weight_sync_timeout_s) if config.placement is Placement.colocated else None
+        self._asleep = False
         self.weight_version = 0
         self.num_restarts = 0
 
     def publish(self) -> PublishResult:
-        """The policy's weights, as a new version, to every server."""
+        """The policy's weights, as a new version, to every server; colocated ones are awake afterwards."""
         self.weight_version += 1
-        live = set(self._client.live_urls)
-        return self._send([address for address in self._addresses() if address.url in live])
+        return self._send_to_all()
+
+    def sleep(self) -> None:
+        """Colocated servers give their memory to the trainer, until the next ``publish`` or ``wake``."""
+        if self._memory is None or self._asleep:
+            return
+        self._asleep = True
+        for address in self._addresses():
+            if address.url in self._restarting:
+                continue  # it is put to sleep at the end of its recovery
+            try:
+                self._memory.sleep([address])
+            except ServerCallError as error:
+                if self._is_well(address.url):
+                    raise
+                self._warn(f"{error}. It will be started again for the next weights")
+
+    def wake(self) -> None:
+        """Colocated servers that sleep get the weights they had: these do not survive a sleep."""
+        if self._asleep:
+            self._send_to_all()
 
     def differing_weights(self) -> list[str]:
         """Parameters of which a server holds other bytes than the trainer (slow; main thread, collective)."""
-        report = compare_checksums(self._addresses(), self._export(), self._config.weight_sync_timeout_s)
+        self.wake()
+        report = compare_checksums(self._addresses(), self._weights.whole(), self._config.weight_sync_timeout_s)
         return sorted({name for names in report.differing.values() for name in names})
 
     async def generate(
@@ -124,13 +149,13 @@ class RolloutService:
         self._warn(
             f"the SGLang server at {url} is lost ({reason}); its responses continue from their last token elsewhere"
         )
+        self._restarting.add(url)
         self._recoveries[url] = asyncio.get_running_loop().create_task(self._bring_back(url))
 
     async def _bring_back(self, url: str) -> None:
-        server = next(server for server in self._servers.servers if server.url == url)
-        await asyncio.to_thread(server.restart)
+        await asyncio.to_thread(self._server_at(url).restart)
         self.num_restarts += 1
-        await asyncio.wrap_future(self._call_on_trainer(lambda: self._send(self._addresses(url))))
+        await asyncio.wrap_future(self._call_on_trainer(lambda: self._readmit(url)))
         self._client.restore(url)
         self._warn(f"the SGLang server at {url} serves again, with weight version {self.weight_version}")
 
@@ -147,13 +172,56 @@ class RolloutService:
                 for task in done:
                     task.result()
 
+    def _readmit(self, url: str) -> None:
+        """A restarted server into the state of the others (main thread)."""
+        if self._asleep:
+            self._memory.sleep(self._addresses(url))
+        else:
+            self._send(self._addresses(url))
+        self._restarting.discard(url)
+
+    def _send_to_all(self) -> PublishResult:
+        """To every server that lives; one that died unnoticed is started again first."""
+        addresses = [address for address in self._addresses() if address.url not in self._restarting]
+        if not addresses:
+            raise WeightSyncError(
+                f"no SGLang server is there to take weight version {self.weight_version}: all of "
+                f"{', '.join(self._servers.urls)} are being restarted; look into their logs"
+            )
+        try:
+            result = self._send(addresses)
+        except (WeightSyncError, ServerCallError) as error:
+            dead = [address.url for address in addresses if not self._is_well(address.url)]
+            if not dead:
+                raise
+            self._warn(f"{error} Starting {', '.join(dead)} again")
+            for url in dead:
+                self._server_at(url).restart()
+                self.num_restarts += 1
+            result = self._send([address for address in self._addresses() if address.url not in self._restarting])
+        self._asleep = False
+        return result
+
     def _send(self, addresses: list[ServerAddress]) -> PublishResult:
-        return self._publisher.publish(self._export(), addresses, self.weight_version, expected=self._expected)
+        if self._memory is not None:
+            self._weights.free_memory()
+            self._memory.wake(addresses, WEIGHTS)
+        result = self._weights.publish(self._publisher, addresses, self.weight_version)
+        if self._memory is not None:
+            self._memory.wake(addresses, KV_CACHE)
+        return result
+
+    def _server_at(self, url: str) -> Server:
+        return next(server for server in self._servers.servers if server.url == url)
+
+    def _is_well(self, url: str) -> bool:
+        return self._server_at(url).healthy()
 
     def _addresses(self, only_url: str = "") -> list[ServerAddress]:
+        size = self._config.tensor_parallel_size
         return [
-            ServerAddress(server.url, self._config.tensor_parallel_size, server.incarnation)
-            for server in self._servers.servers
+            ServerAddress(server.url, size, server.incarnation, first_rank=size * i)
+            for i, server in enumerate(self._servers.servers)
             if only_url in ("", server.url)
         ]
 
@@ -168,8 +236,7 @@ def open_rollout(
     environment: Environment | None,
     stop_token_ids: Sequence[int],
     vocab_size: int,
-    export: Callable[[], Iterator[tuple[str, Tensor]]],
-    expected: Mapping[str, Sequence[int]],
+    weights: "ServedWeights",
     call_on_trainer: Callable[[Callable[[], Any]], Future],
     note: Callable[[str], None],
     warn: Callable[[str], None],
@@ -199,7 +266,7 @@ def open_rollout(
         publisher = WeightPublisher(
             rollout.bucket_bytes,
             rollout.weight_sync_timeout_s,
-            method=rollout.weight_sync.value,
+            method="colocated" if rollout.placement is Placement.colocated else rollout.weight_sync.value,
             folder=Path(config.run.output_dir).resolve() / "weights",
         )
         service = RolloutService(
@@ -213,8 +280,7 @@ def open_rollout(
             dialogue=dialogue,
             routes=route_shape(config.policy.path) if returns_routes(config) else None,
             seed=config.run.seed,
-            export=export,
-            expected=expected,
+            weights=weights,
             call_on_trainer=call_on_trainer,
             warn=warn,
         )

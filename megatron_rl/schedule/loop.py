@@ -196,10 +196,16 @@ class TrainingLoop:
             size, temperature = config.batch.policy_minibatch_size, config.rollout.temperature
             state.metrics |= self._update("policy", state.policy_batch, size, step, temperature=temperature)
 
+    def sleep(self, step: int) -> None:
+        """Colocated: the servers make room for the trainer."""
+        self._rollout.sleep()
+
     def publish(self, step: int) -> None:
         if step >= self._critic_warmup_steps:
             result = self._rollout.publish()
             self._states[step].metrics |= {"sync/seconds": result.seconds, "sync/bytes": float(result.num_bytes)}
+        else:
+            self._rollout.wake()
 
     async def evaluate(self, step: int) -> None:
         self._states[step].metrics |= await self._evaluator.evaluate_if_due(step)

@@ -57,6 +57,7 @@ from megatron_rl.schedule.stages import graph_of
 from megatron_rl.schedule.summary import Summary, print_summary, summarize, write_summary
 from megatron_rl.schedule.supervised import run_sft
 from megatron_rl.training.engine import Engine
+from megatron_rl.training.export import ServedWeights
 from megatron_rl.training.group import TrainerGroup, Worker
 
 STALL_MARGIN_S = 60.0
@@ -294,8 +295,7 @@ def _rollout(
         environment=environment,
         stop_token_ids=[tokenizer.eos_id, *config.rollout.stop_token_ids],
         vocab_size=model_vocab_size(config),
-        export=lambda: group.export_weights("policy"),
-        expected=group.expected_weights("policy"),
+        weights=ServedWeights(config, group, "policy"),
         call_on_trainer=runner.call_on_trainer,
         note=recorder.console.note,
         warn=recorder.console.warning,
@@ -320,11 +320,13 @@ def _before_first_step(
     if config.rollout.max_logprob_difference:
         trajectories = sample_for_parity(config, train_set.prompts)
         runner.wait_for(generate_for_parity(rollout, trajectories))
+        rollout.sleep()
         parity = compare_logprobs(config, group, trajectories, rollout.differing_weights, vision)
         recorder.console.note(
             f"Megatron and SGLang agree on {parity.num_tokens} sampled tokens: log-probs differ by at most "
             f"{parity.max_difference:.1e} (allowed: {config.rollout.max_logprob_difference:g})"
         )
+        rollout.wake()
     if first_step == 0 and evaluator.due(config.run.num_steps - 1):
         metrics = runner.wait_for(evaluator.evaluate(-1))
         recorder.log(0, metrics)

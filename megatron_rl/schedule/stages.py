@@ -1,16 +1,19 @@
 """The training step as a graph of stages, declared as data.
 
 A stage names the products it needs (of this step, or of the step before) and those it makes, and the resource it
-occupies. What may overlap follows from the graph alone: in ``tppo`` mode generation does not need the critic, so the
+runs on. What may overlap follows from the graph alone: in ``tppo`` mode generation does not need the critic, so the
 critic update of step k runs while the window of step k + 1 is generated; in ``sync`` mode it needs it, so nothing
 overlaps. Where several stages are ready for one resource, the earlier step goes first, then the earlier line here.
+
+Colocated, servers and trainer share their devices: stages of either occupy both, the servers sleep from the end of
+generation until the publish, and the publish comes after everything that the trainer has to do.
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
-from megatron_rl.config.schema import AdvantageKind, Config, KlPlace, Mode
+from megatron_rl.config.schema import AdvantageKind, Config, KlPlace, Mode, Placement
 
 
 class Resource(Enum):
@@ -32,6 +35,12 @@ class Stage:
     needs_previous: tuple[str, ...] = ()
     """Products of the step before; the first step of a run finds them given."""
     does: str = ""
+    shares_devices: bool = False
+    """It has the devices of trainer and servers to itself."""
+
+    @property
+    def occupies(self) -> frozenset[Resource]:
+        return frozenset({Resource.rollout, Resource.trainer} if self.shares_devices else {self.resource})
 
 
 def graph_of(config: Config) -> tuple[Stage, ...]:
@@ -41,13 +50,24 @@ def graph_of(config: Config) -> tuple[Stage, ...]:
         critic=config.algorithm.advantage is AdvantageKind.egae,
         reference=config.algorithm.kl.place is not KlPlace.none,
         process_rewards=bool(config.reward.process.path),
+        colocated=config.rollout.placement is Placement.colocated,
     )
 
 
 def step_graph(
-    mode: Mode, *, critic: bool = True, reference: bool = False, process_rewards: bool = False
+    mode: Mode,
+    *,
+    critic: bool = True,
+    reference: bool = False,
+    process_rewards: bool = False,
+    colocated: bool = False,
 ) -> tuple[Stage, ...]:
     """Without a critic, a reference policy or a process reward model their stages do not exist."""
+    graph = _step_graph(mode, critic=critic, reference=reference, process_rewards=process_rewards)
+    return _with_turns(graph) if colocated else graph
+
+
+def _step_graph(mode: Mode, *, critic: bool, reference: bool, process_rewards: bool) -> tuple[Stage, ...]:
     rollout, trainer, host = Resource.rollout, Resource.trainer, Resource.host
     waits_for_critic = ("critic",) if critic and mode is Mode.sync else ()
     optional: dict[str, tuple[Stage, ...]] = {
@@ -127,6 +147,26 @@ def step_graph(
     )
 
 
+def _with_turns(graph: Sequence[Stage]) -> tuple[Stage, ...]:
+    """The graph for servers on the trainer's devices."""
+    sleep = Stage("sleep", Resource.trainer, ("free_devices",), ("segments",), (), "servers give their memory back")
+    turns = []
+    for stage in graph:
+        needs = stage.needs
+        if stage.name == "publish":
+            needs = (*needs, *(product for name in ("update_critic", "checkpoint") for product in _makes(graph, name)))
+        elif stage.resource is Resource.trainer:
+            needs = (*needs, *sleep.makes)
+        turns.append(replace(stage, needs=needs))
+        if stage.name == "generate":
+            turns.append(sleep)
+    return tuple(replace(stage, shares_devices=stage.resource is not Resource.host) for stage in turns)
+
+
+def _makes(graph: Sequence[Stage], name: str) -> tuple[str, ...]:
+    return next((stage.makes for stage in graph if stage.name == name), ())
+
+
 def check_graph(graph: Sequence[Stage]) -> None:
     """ValueError when a name is doubled, a product is made twice or never, or a step waits for itself."""
     names = [stage.name for stage in graph]
@@ -183,11 +223,11 @@ class Frontier:
 
     def ready(self) -> list[StageRun]:
         """Runs that may start now, in order of precedence, at most one for each free resource."""
-        busy = {run.stage.resource for run in self._running}
+        busy = {resource for run in self._running for resource in run.stage.occupies}
         found: list[StageRun] = []
         for run in self._candidates():
-            if run.stage.resource not in busy and self._has_what_it_needs(run):
-                busy.add(run.stage.resource)
+            if busy.isdisjoint(run.stage.occupies) and self._has_what_it_needs(run):
+                busy |= run.stage.occupies
                 found.append(run)
         return found
 

@@ -42,7 +42,7 @@ from megatron_rl.models import critic, policy
 from megatron_rl.models.hf.config import load_hf_config
 from megatron_rl.models.hf.families import text_config
 from megatron_rl.models.hf.mtp import check_kept, mtp_note
-from megatron_rl.models.hf.weights import expected_names, export_weights, load_weights, save_hf
+from megatron_rl.models.hf.weights import Destination, expected_names, export_weights, load_weights, save_hf
 from megatron_rl.models.logprobs import DEFAULT_CHUNK_SIZE
 from megatron_rl.models.moe import Routing
 from megatron_rl.parallel.topology import Topology
@@ -193,9 +193,9 @@ class Engine:
         dist.all_reduce(counts, group=parallel_state.get_data_parallel_group())
         return dict(zip(names, counts.tolist()))
 
-    def export_weights(self) -> Iterator[tuple[str, Tensor | None]]:
-        """Hugging Face names and, on rank 0, whole tensors; every rank must exhaust it, for it gathers as it goes."""
-        return export_weights(self.chunks, self.hf_config, role=self.role)
+    def export_weights(self, to: Destination = Destination.driver) -> Iterator[tuple[str, Tensor | None]]:
+        """Hugging Face names and, where ``to`` says, whole tensors; every rank must exhaust it, for it gathers."""
+        return export_weights(self.chunks, self.hf_config, role=self.role, to=to)
 
     def expected_weights(self) -> dict[str, tuple[int, ...]]:
         """Name and shape of every tensor of ``export_weights``."""

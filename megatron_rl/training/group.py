@@ -16,11 +16,13 @@ from torch import Tensor
 
 from megatron_rl.config.schema import Config
 from megatron_rl.data.batch import Images, PackedBatch, cu_seqlens_of
+from megatron_rl.models.hf.weights import Destination
 from megatron_rl.parallel import collectives
 from megatron_rl.parallel.topology import Topology, coordinates
 from megatron_rl.training import losses
 from megatron_rl.training.batching import Plan, plan_microbatches
 from megatron_rl.training.engine import Engine, UpdateResult
+from megatron_rl.training.export import WeightExport, free_cached_memory
 from megatron_rl.training.flops import flops_cost
 
 
@@ -40,6 +42,7 @@ class Worker:
         self.config = config
         self.topology = topology
         self.engines = engines
+        self.export = WeightExport(config)
 
     def serve(self) -> None:
         """Carry out the driver's commands until it says stop (every rank but 0)."""
@@ -51,6 +54,8 @@ class Worker:
                 raise
             # The rank that went away has said why, or was told to stop: a second account would only bury the first.
             sys.exit(1)
+        finally:
+            self.export.close()
 
     def _serve_one(self) -> bool:
         command = collectives.broadcast_object(None, what="its next command")
@@ -65,6 +70,8 @@ class Worker:
     def execute(self, command: Command, microbatches: list[PackedBatch]) -> Any:
         if command.name == "heartbeat":
             return None
+        if command.name == "free_memory":
+            return free_cached_memory()
         engine, arguments = self.engines[command.engine], command.arguments
         if command.name == "logprobs":
             return _joined(engine, engine.logprobs(microbatches, **arguments))
@@ -79,9 +86,7 @@ class Worker:
             objective = losses.build(arguments["objective"], self.config.algorithm, arguments["denominators"])
             return engine.update(microbatches, objective, temperature=arguments["temperature"])
         if command.name == "export":
-            for _ in engine.export_weights():
-                pass
-            return None
+            return self.export.take_part(engine, arguments["to"])
         return getattr(engine, command.name)(arguments["folder"])
 
 
@@ -155,17 +160,14 @@ class TrainerGroup:
         arguments = {"objective": objective, "denominators": denominators, "temperature": temperature}
         return self._call(Command("update", engine, arguments, sends_batches=True), batch, self._plan(engine, batch))
 
-    def export_weights(self, engine: str) -> Iterator[tuple[str, Tensor]]:
-        """Hugging Face names and whole tensors, streamed; the gathers always run to their end."""
-        collectives.broadcast_object(Command("export", engine))
-        weights = self._worker.engines[engine].export_weights()
-        try:
-            # Not "yield from": closing this generator must not close the other one before its gathers are through.
-            for item in weights:  # noqa: UP028
-                yield item
-        finally:
-            for _ in weights:
-                pass
+    def export_weights(self, engine: str, to: Destination = Destination.driver) -> Iterator[tuple[str, Tensor]]:
+        """Hugging Face names and whole tensors for this rank, streamed; must be walked to its end.
+
+        The other ranks begin at once and do what ``to`` asks of them (``WeightExport``). An iterator that was begun
+        runs its gathers to their end, however it is left.
+        """
+        collectives.broadcast_object(Command("export", engine, {"to": to}))
+        return _run_out(self._worker.engines[engine].export_weights(to))
 
     def expected_weights(self, engine: str) -> dict[str, tuple[int, ...]]:
         """Hugging Face name -> shape of every tensor that export_weights gives."""
@@ -182,6 +184,14 @@ class TrainerGroup:
 
     def heartbeat(self) -> None:
         self._call(Command("heartbeat"))
+
+    @property
+    def topology(self) -> Topology:
+        return self._worker.topology
+
+    def free_memory(self) -> None:
+        """Every rank gives unused device memory back."""
+        self._call(Command("free_memory"))
 
     def stop(self) -> None:
         """Let the other ranks leave ``Worker.serve``."""
@@ -209,6 +219,16 @@ class TrainerGroup:
             microbatches = _unpack(own)
         result = self._worker.execute(command, microbatches)
         return collectives.gather_tensors(result) if command.gathers else result
+
+
+def _run_out(weights: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    try:
+        # Not "yield from": closing this generator must not close the other one before its gathers are through.
+        for item in weights:  # noqa: UP028
+            yield item
+    finally:
+        for _ in weights:
+            pass
 
 
 def _connection_lost(error: RuntimeError) -> bool:

@@ -1,4 +1,4 @@
-"""The extra process group between the trainer's source rank (0) and the workers of the SGLang servers.
+"""The extra process group between a source rank of the trainer (its rank 0) and the workers of the SGLang servers.
 
 It stands beside the trainer's own groups and knows nothing of them. A server's end waits up to 30 minutes inside a
 broadcast (SGLang's default), so what frees it after a failure is the source closing its sockets: ``SyncGroup`` is the
@@ -7,7 +7,7 @@ only owner of the torch objects, and nothing else, an exception's traceback incl
 
 import ipaddress
 import socket
-import uuid
+from dataclasses import dataclass
 from datetime import timedelta
 from urllib.parse import urlsplit
 
@@ -16,10 +16,24 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from megatron_rl.weights.plan import ServerAddress, assign_ranks
-from megatron_rl.weights.servers import ServerCallError, ServerCalls, wait_for_all
+from megatron_rl.weights.servers import ServerCallError
 
 MAX_CONNECT_S = 60.0
 """Joining takes well under a second once everybody is there. A server that waits for a missing one serves nothing."""
+
+
+@dataclass(frozen=True)
+class Rendezvous:
+    """Where the servers' workers meet a source rank that waits for them."""
+
+    address: str
+    store: dist.TCPStore
+    world_size: int
+    timeout_s: float
+
+    @property
+    def port(self) -> int:
+        return self.store.port
 
 
 class SyncGroup:
@@ -33,13 +47,9 @@ class SyncGroup:
         self._process_group: dist.ProcessGroup | None = None
         self._closed = False
 
-    @property
-    def device(self) -> torch.device:
-        """Where the bytes of a broadcast must lie."""
-        return torch.device("cuda", torch.cuda.current_device()) if self._backend == "nccl" else torch.device("cpu")
-
-    def open(self, store: dist.Store, world_size: int, connect_timeout_s: float) -> None:
-        """Wait until all workers joined; runs in a thread of its own and raises ServerCallError."""
+    def open(self, rendezvous: Rendezvous) -> None:
+        """Wait until all workers joined; raises ServerCallError. May run in a thread of its own."""
+        world_size, connect_timeout_s = rendezvous.world_size, rendezvous.timeout_s
         failure = ""
         try:
             # torch's public API has no group that spans processes outside the default group. SGLang makes the
@@ -49,7 +59,7 @@ class SyncGroup:
                 0,
                 [],
                 dist.Backend(self._backend),
-                dist.PrefixStore(self.name, store),
+                dist.PrefixStore(self.name, rendezvous.store),
                 group_name=self.name,
                 timeout=timedelta(seconds=connect_timeout_s),
             )
@@ -93,40 +103,42 @@ class SyncGroup:
         dist.destroy_process_group(process_group)
 
 
-def form_group(calls: ServerCalls, backend: str, timeout_s: float, master_address: str | None = None) -> SyncGroup:
-    """Make a new group of this process and all workers of ``calls.servers``; raises ServerCallError."""
-    ranks = assign_ranks([server.tp_size for server in calls.servers])
-    address = master_address or local_address_towards([server.url for server in calls.servers])
+def device_of(backend: str) -> torch.device:
+    """Where the bytes of a broadcast must lie."""
+    return torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else torch.device("cpu")
+
+
+def listen(
+    name: str, servers: tuple[ServerAddress, ...], backend: str, timeout_s: float, address: str | None = None
+) -> tuple[SyncGroup, Rendezvous]:
+    """A group that is not open yet and the rendezvous for ``group.open``; called on the source rank.
+
+    ``address``: where servers reach this process; None: the local address of the route towards them.
+    """
+    address = address or local_address_towards([server.url for server in servers])
+    world_size = assign_ranks([server.tp_size for server in servers]).world_size
     connect_timeout_s = min(timeout_s, MAX_CONNECT_S)
     # Port 0: the store picks a free port itself, and never the one an earlier group may still occupy.
     store = dist.TCPStore(
-        address,
-        0,
-        ranks.world_size,
-        is_master=True,
-        wait_for_workers=False,
-        timeout=timedelta(seconds=connect_timeout_s),
+        address, 0, world_size, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=connect_timeout_s)
     )
-    group = SyncGroup(f"weight-sync-{uuid.uuid4().hex[:12]}", calls.servers, backend, timeout_s)
-    bodies = [
+    return SyncGroup(name, servers, backend, timeout_s), Rendezvous(address, store, world_size, connect_timeout_s)
+
+
+def join_bodies(name: str, servers: tuple[ServerAddress, ...], backend: str, address: str, port: int) -> list[dict]:
+    """What each server is asked at /init_weights_update_group."""
+    ranks = assign_ranks([server.tp_size for server in servers])
+    return [
         {
             "master_address": address,
-            "master_port": store.port,
+            "master_port": port,
             "rank_offset": offset,
             "world_size": ranks.world_size,
-            "group_name": group.name,
+            "group_name": name,
             "backend": backend,
         }
         for offset in ranks.offsets
     ]
-    futures = calls.submit("/init_weights_update_group", bodies)
-    futures.append(calls.run(group.open, store, ranks.world_size, connect_timeout_s))
-    try:
-        wait_for_all(futures, connect_timeout_s, f"all servers to join the group at {address}:{store.port}")
-    except ServerCallError:
-        group.close()
-        raise
-    return group
 
 
 def local_address_towards(urls: list[str]) -> str:

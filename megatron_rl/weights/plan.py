@@ -6,7 +6,7 @@ before), so the trainer never holds the whole model. Invariants:
 - every tensor is placed exactly once and the order of the stream is kept;
 - a bucket holds at most ``bucket_bytes``; a tensor larger than that gets a bucket of its own;
 - inside a bucket a tensor starts at a multiple of its item size (SGLang refuses a bucket where one does not);
-- rank 0 of the sync group is the trainer's source rank; the ranks after it are the workers of the servers, in order.
+- rank 0 of a sync group is a source rank of the trainer; the ranks after it are the workers of the servers, in order.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -26,6 +26,8 @@ class ServerAddress(NamedTuple):
     """Workers of the server that receive weights, each with a rank of its own."""
     incarnation: int
     """Changes when the server is started again: a new process knows nothing of an old sync group."""
+    first_rank: int = 0
+    """Colocated: the trainer rank on the device of the server's first worker; the next ranks go with the next workers."""
 
 
 class CoverageError(ValueError):
@@ -93,7 +95,7 @@ def assign_ranks(tp_sizes: Sequence[int]) -> RankPlan:
 
 def unique_addresses(servers: Sequence[ServerAddress | tuple[str, int, int]]) -> tuple[ServerAddress, ...]:
     """Servers in their order; raises ValueError if there are none or one is listed twice."""
-    addresses = tuple(ServerAddress(url.rstrip("/"), tp_size, incarnation) for url, tp_size, incarnation in servers)
+    addresses = tuple(ServerAddress(url.rstrip("/"), *rest) for url, *rest in servers)
     urls = [address.url for address in addresses]
     if not urls or len(set(urls)) != len(urls):
         raise ValueError(f"expected at least one server and every URL once, got {urls}")

@@ -1,52 +1,53 @@
 """Carries the trainer's weights into running SGLang servers.
 
-The way of a publish: the tensors of the stream are copied into flat buckets; each bucket is announced to every server
-by HTTP and broadcast once over an extra process group (``group.py``) whose rank 0 is the trainer's source rank. While
-bucket k travels, bucket k+1 is gathered and filled, so the source holds two buckets and one tensor.
+The way of a publish: the tensors of a stream are copied into flat buckets; each bucket is announced to every server by
+HTTP and travels once, one bucket at a time. How it travels is the method: over process groups whose sources are the
+first ranks of the pipeline stages (``broadcast.py``, ``sources.py``), through memory of the devices that trainer and
+servers share (``colocated.py``), or the whole stream as files (``disk.py``). While bucket k travels, the next one of
+each source is gathered and filled, so a source holds two buckets and one tensor.
 
 Invariants:
 
-- nothing is broadcast before every server has opened its update session, and a bucket only after all its tensors passed
+- nothing travels before every server has opened its update session, and a bucket only after all its tensors passed
   the coverage check;
 - the version is stamped, and the prefix cache flushed, with the last bucket only: a server that shows version v holds
   all of v;
-- after a failure the group is closed, which frees servers that wait inside a broadcast, and the next publish builds a
-  new one;
-- the stream is always walked to its end, also after a failure, so that trainer ranks inside its collectives get
+- after a failure the groups are closed, which frees servers that wait inside a broadcast, and the next publish builds
+  new ones;
+- every rank's stream is walked to its end, also after a failure, so that trainer ranks inside its collectives get
   through.
 
-Who waits for whom: the source waits for the servers, at most ``timeout_s`` at each step (a session, a bucket, a check).
-A server waits inside a broadcast for the source. Opening a session waits until the server's running requests finish,
-unless ``pause`` moves them back to its queue first. The other trainer ranks wait only inside the stream.
+Who waits for whom: the driver waits for the servers, at most ``timeout_s`` at each step (a session, a bucket, a check),
+and for the other sources' buckets. A server waits inside a broadcast for its source. Opening a session waits until the
+server's running requests finish, unless ``pause`` moves them back to its queue first. Trainer ranks that send nothing
+wait only inside the stream.
 """
 
 import logging
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Protocol
 
 import torch
 
 from megatron_rl.errors import UserError
 from megatron_rl.weights import disk
-from megatron_rl.weights.group import SyncGroup, form_group
-from megatron_rl.weights.plan import Coverage, Placement, ServerAddress, TensorSpec, place, unique_addresses
+from megatron_rl.weights.broadcast import Connections, Parcel, broadcast_parcels
+from megatron_rl.weights.buckets import NamedTensors, TensorStreamError, drain, guarded
+from megatron_rl.weights.colocated import ColocatedSender, Ranks
+from megatron_rl.weights.group import device_of
+from megatron_rl.weights.plan import Coverage, ServerAddress, unique_addresses
 from megatron_rl.weights.servers import ServerCallError, ServerCalls, wait_for_all
+from megatron_rl.weights.sources import Link, LocalSource, RemoteSource
 
 logger = logging.getLogger(__name__)
 
-NamedTensors = Iterable[tuple[str, torch.Tensor]]
-"""Hugging Face names and full tensors, on CPU or GPU; each tensor is used before the next one is asked for."""
-
+CPU = torch.device("cpu")
 
 class WeightSyncError(UserError, RuntimeError):
     """A publish did not complete. The next one starts from scratch; until then servers may hold mixed weights."""
-
-
-class TensorStreamError(RuntimeError):
-    """The trainer's own stream of tensors failed; the servers are not at fault."""
 
 
 @dataclass(frozen=True)
@@ -57,26 +58,13 @@ class PublishResult:
     num_buckets: int
 
 
-@dataclass(frozen=True)
-class Bucket:
-    specs: tuple[TensorSpec, ...]
-    flat: torch.Tensor
-    """The tensors' bytes back to back: uint8 [num_bytes]."""
-    last: bool
-
-
-def take_part(named_tensors: NamedTensors) -> None:
-    """What trainer ranks other than the source do in a publish: walk the stream for the collectives inside it."""
-    for _ in named_tensors:
-        pass
-
-
 class WeightPublisher:
-    """The source rank's end of weight sync; keeps the process group between publishes.
+    """The driver's end of weight sync; keeps the process groups between publishes.
 
-    ``method="disk"`` goes through safetensors under ``folder`` (which the servers must see under the same path) instead
-    of a group, for clusters that cannot build one. ``master_address`` is where servers reach this process; by default
-    the local address of the route towards them.
+    ``method="disk"`` goes through safetensors under ``folder`` (which the servers must see under the same path), for
+    clusters that cannot build a group; ``method="colocated"`` through memory on the devices that servers and trainer
+    ranks share. ``master_address`` is where servers reach this process; by default the local address of the route
+    towards them.
     """
 
     def __init__(
@@ -85,21 +73,21 @@ class WeightPublisher:
         timeout_s: float,
         backend: str | None = None,
         *,
-        method: Literal["broadcast", "disk"] = "broadcast",
+        method: Literal["broadcast", "disk", "colocated"] = "broadcast",
         folder: str | Path | None = None,
         master_address: str | None = None,
     ):
-        if method not in ("broadcast", "disk"):
-            raise ValueError(f"method is broadcast or disk, got {method!r}")
+        if method not in ("broadcast", "disk", "colocated"):
+            raise ValueError(f"method is broadcast, disk or colocated, got {method!r}")
         if method == "disk" and folder is None:
             raise ValueError("method='disk' needs a folder that trainer and servers share")
+        self._method = method
         self._bucket_bytes = bucket_bytes
         self._timeout_s = timeout_s
-        self._backend = backend or ("nccl" if torch.cuda.is_available() else "gloo")
         self._folder = Path(folder) if method == "disk" else None
-        self._master_address = master_address
-        self._group: SyncGroup | None = None
-        self._groups_on_servers: dict[ServerAddress, str] = {}
+        self._connections = Connections(
+            backend or ("nccl" if torch.cuda.is_available() else "gloo"), timeout_s, master_address
+        )
         self._paused: set[ServerAddress] = set()
 
     def publish(
@@ -110,33 +98,37 @@ class WeightPublisher:
         *,
         expected: Mapping[str, Sequence[int]] | None = None,
         pause: bool = False,
+        links: Sequence[Link] = (),
+        ranks: Ranks | None = None,
     ) -> PublishResult:
         """Bring all ``servers`` to ``version``; returns once each of them confirmed it.
 
-        ``expected`` maps the model's own names to shapes (``disk.read_shapes`` reads them from a checkpoint); tensors
-        that do not match are refused before their bucket is sent. ``pause`` moves running requests back to the
-        servers' queues for the time of the update and recomputes their prefixes with the new weights. Raises
-        WeightSyncError.
+        ``named_tensors`` are what this rank has to send: everything, or with ``links`` to the other stages' sources
+        (whose ranks are inside ``StageRank.serve``) the tensors of its own stage. ``ranks``: the others of a colocated
+        trainer, inside ``colocated.follow``. ``expected`` maps the model's own names to shapes (``disk.read_shapes``
+        reads them from a checkpoint); tensors that do not match are refused before their bucket is sent. ``pause``
+        moves running requests back to the servers' queues for the time of the update and recomputes their prefixes
+        with the new weights. Raises WeightSyncError.
         """
         addresses = unique_addresses(servers)
-        stream = _guarded(named_tensors)
-        coverage = Coverage(expected)
         with ServerCalls(addresses, self._timeout_s) as calls:
             transfer = _Transfer(calls, version, started=time.perf_counter())
+            way = self._way(named_tensors, links, ranks)
             try:
                 self._pause_if_asked(calls, pause)
-                if self._folder is not None:
-                    self._send_through_disk(transfer, stream, coverage)
-                else:
-                    self._send_through_group(transfer, stream, coverage)
+                way.send(transfer, Coverage(expected))
+                notes = way.finish(failed=False)
+                if notes:
+                    raise TensorStreamError(notes)
                 transfer.check_version()
                 self._continue_paused(calls)
             except Exception as error:
                 self._clean_up(transfer)
-                also = _drain(stream)
-                raise WeightSyncError(transfer.describe_failure(error) + also) from error
+                also = way.finish(failed=True)
+                message = transfer.describe_failure(error) + (f" Afterwards: {also}." if also else "")
+                raise WeightSyncError(message) from error
             except BaseException:
-                self._close_group()
+                self._connections.close()
                 raise
         return transfer.result()
 
@@ -154,47 +146,22 @@ class WeightPublisher:
         return transfer.result()
 
     def close(self) -> None:
-        """Leave the group on both sides; a server that does not answer any more is left alone."""
-        self._close_group()
+        """Leave the groups on both sides; a server that does not answer any more is left alone."""
+        self._connections.close()
         try:
-            self._forget_groups_on(tuple(self._groups_on_servers))
+            self._connections.leave_servers()
         except ServerCallError as error:
             logger.warning("the weight sync group was not closed on every server: %s", error)
 
-    def _send_through_group(self, transfer: "_Transfer", stream: NamedTensors, coverage: Coverage) -> None:
-        group = self._connected_group(transfer.calls)
-        buckets = fill_buckets(stream, self._bucket_bytes, coverage, group.device)
-        transfer.send_all(buckets, group)
-
-    def _send_through_disk(self, transfer: "_Transfer", stream: NamedTensors, coverage: Coverage) -> None:
-        folder = disk.write_version(stream, self._folder, transfer.version, self._bucket_bytes, coverage)
-        transfer.load_from_disk(folder)
-        disk.remove_other_versions(self._folder, keep=folder)
-
-    def _connected_group(self, calls: ServerCalls) -> SyncGroup:
-        """The group of exactly these servers; a new one when the set, an incarnation or a failure asks for it."""
-        if self._group is not None and self._group.servers == calls.servers:
-            return self._group
-        self._close_group()
-        calls.get("/model_info")  # an unreachable server would leave the others waiting for it inside the rendezvous
-        self._forget_groups_on(calls.servers)
-        self._group = form_group(calls, self._backend, self._timeout_s, self._master_address)
-        self._groups_on_servers.update({address: self._group.name for address in calls.servers})
-        return self._group
-
-    def _close_group(self) -> None:
-        if self._group is not None:
-            self._group.close()
-            self._group = None
-
-    def _forget_groups_on(self, servers: tuple[ServerAddress, ...]) -> None:
-        """Destroy the groups that an earlier connection left on ``servers``; one that is gone already is fine."""
-        known = tuple(server for server in servers if server in self._groups_on_servers)
-        if not known:
-            return
-        bodies = [{"group_name": self._groups_on_servers.pop(server)} for server in known]
-        with ServerCalls(known, self._timeout_s) as calls:
-            calls.post_each("/destroy_weights_update_group", bodies, allow_refusal=True)
+    def _way(self, named_tensors: NamedTensors, links: Sequence[Link], ranks: Ranks | None) -> "_Way":
+        if self._folder is not None:
+            return _ThroughDisk(named_tensors, self._folder, self._bucket_bytes)
+        if self._method == "colocated":
+            device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else CPU
+            return _ThroughMemory(ColocatedSender(named_tensors, self._bucket_bytes, device, ranks or _Alone()))
+        device = device_of(self._connections.backend)
+        local = LocalSource(named_tensors, self._bucket_bytes, device)
+        return _ThroughGroups(local, [RemoteSource(link) for link in links], self._connections)
 
     def _pause_if_asked(self, calls: ServerCalls, pause: bool) -> None:
         if pause:
@@ -208,12 +175,73 @@ class WeightPublisher:
 
     def _clean_up(self, transfer: "_Transfer") -> None:
         """After a failure: free servers inside a broadcast; paused ones go on only if their weights are untouched."""
-        self._close_group()
+        self._connections.close()
         if not transfer.touched:
             try:
                 self._continue_paused(transfer.calls)
             except ServerCallError as error:
                 logger.warning("a paused server could not be resumed after a failed publish: %s", error)
+
+
+class _Way(Protocol):
+    """How the weights of one publish reach the servers."""
+
+    def send(self, transfer: "_Transfer", coverage: Coverage) -> None: ...
+
+    def finish(self, *, failed: bool) -> str:
+        """Walk every rank's stream to its end; returns what else went wrong. A second call does nothing."""
+
+
+@dataclass
+class _ThroughGroups:
+    local: LocalSource
+    remote: Sequence[RemoteSource]
+    connections: Connections
+
+    def send(self, transfer: "_Transfer", coverage: Coverage) -> None:
+        names = self.connections.connect(self.local, self.remote, transfer.calls)
+        sources, num_servers = [self.local, *self.remote], len(transfer.calls.servers)
+        transfer.send_all(broadcast_parcels(sources, names, num_servers, transfer.version, coverage))
+
+    def finish(self, *, failed: bool) -> str:
+        notes = [source.finish(failed=failed) for source in (*self.remote, self.local)]
+        return "; ".join(note for note in notes if note)
+
+
+@dataclass
+class _ThroughMemory:
+    sender: ColocatedSender
+
+    def send(self, transfer: "_Transfer", coverage: Coverage) -> None:
+        transfer.send_all(self.sender.parcels(transfer.calls.servers, transfer.version, coverage))
+
+    def finish(self, *, failed: bool) -> str:
+        return self.sender.finish(failed=failed)
+
+
+class _ThroughDisk:
+    def __init__(self, named_tensors: NamedTensors, folder: Path, shard_bytes: int) -> None:
+        self._stream = guarded(named_tensors)
+        self._folder = folder
+        self._shard_bytes = shard_bytes
+
+    def send(self, transfer: "_Transfer", coverage: Coverage) -> None:
+        folder = disk.write_version(self._stream, self._folder, transfer.version, self._shard_bytes, coverage)
+        transfer.load_from_disk(folder)
+        disk.remove_other_versions(self._folder, keep=folder)
+
+    def finish(self, *, failed: bool) -> str:
+        return drain(self._stream)
+
+
+class _Alone:
+    """A trainer of one rank."""
+
+    def gather(self, handle: str) -> list[str]:
+        return [handle]
+
+    def agree(self, go_on: bool) -> bool:
+        return go_on
 
 
 @dataclass
@@ -229,15 +257,15 @@ class _Transfer:
     """Some server may hold other weights than before."""
     _in_flight: list = field(default_factory=list)
 
-    def send_all(self, buckets: Iterator[Bucket], group: SyncGroup) -> None:
+    def send_all(self, parcels: Iterator[Parcel]) -> None:
         session_open = False
         try:
-            for bucket in buckets:
+            for parcel in parcels:
                 if not session_open:
                     self._begin()
                     session_open = True
                 self._wait_for_bucket()
-                self._start(bucket, group)
+                self._start(parcel)
         except (TensorStreamError, ValueError):
             # Let the bucket under way arrive: a broken broadcast would only hide the real error.
             self._wait_for_bucket()
@@ -284,78 +312,13 @@ class _Transfer:
         self.calls.post("/end_weight_update", allow_refusal=True)
         self.calls.post("/begin_weight_update")
 
-    def _start(self, bucket: Bucket, group: SyncGroup) -> None:
-        body = {
-            "names": [spec.name for spec in bucket.specs],
-            "dtypes": [str(spec.dtype).removeprefix("torch.") for spec in bucket.specs],
-            "shapes": [list(spec.shape) for spec in bucket.specs],
-            "group_name": group.name,
-            "load_format": "flattened_bucket",
-            "flush_cache": bucket.last,
-            **({"weight_version": str(self.version)} if bucket.last else {}),
-        }
+    def _start(self, parcel: Parcel) -> None:
         self.touched = True
         self.num_buckets += 1
-        self.num_bytes += bucket.flat.numel()
-        self._in_flight = self.calls.submit("/update_weights_from_distributed", [body] * len(self.calls.servers))
-        self._in_flight.append(self.calls.run(group.broadcast, bucket.flat))
+        self.num_bytes += parcel.num_bytes
+        self._in_flight = self.calls.submit(parcel.path, parcel.bodies)
+        self._in_flight += parcel.start(self.calls)
 
     def _wait_for_bucket(self) -> None:
         in_flight, self._in_flight = self._in_flight, []
         wait_for_all(in_flight, self.calls.timeout_s, f"the servers to receive and load bucket {self.num_buckets}")
-
-
-def fill_buckets(
-    stream: NamedTensors, bucket_bytes: int, coverage: Coverage, device: torch.device
-) -> Iterator[Bucket]:
-    """Copy the stream into buckets on ``device``; two buffers take turns, so a bucket is valid until the next but one.
-
-    Raises CoverageError before a bucket that holds a wrong tensor is given out.
-    """
-    buffers: list[torch.Tensor | None] = [None, None]
-    specs: list[TensorSpec] = []
-    flat = torch.empty(0, dtype=torch.uint8)
-    placement: Placement | None = None
-    for name, tensor in stream:
-        spec = TensorSpec(name, tuple(tensor.shape), tensor.dtype)
-        coverage.add(spec)
-        previous, placement = placement, place(spec, placement, bucket_bytes)
-        if previous is not None and placement.bucket != previous.bucket:
-            coverage.check(complete=False)
-            yield Bucket(tuple(specs), flat[: previous.end], last=False)
-            specs = []
-        if not specs:
-            turn = placement.bucket % 2
-            if spec.num_bytes > bucket_bytes:
-                flat = torch.empty(spec.num_bytes, dtype=torch.uint8, device=device)
-            else:
-                if buffers[turn] is None:
-                    buffers[turn] = torch.empty(bucket_bytes, dtype=torch.uint8, device=device)
-                flat = buffers[turn]
-        specs.append(spec)
-        flat[placement.offset : placement.end].view(spec.dtype).view(spec.shape).copy_(tensor.detach())
-    coverage.check(complete=True)
-    yield Bucket(tuple(specs), flat[: placement.end], last=True)
-
-
-def _guarded(named_tensors: NamedTensors) -> Iterator[tuple[str, torch.Tensor]]:
-    """The same stream; a failure inside it becomes a TensorStreamError that says how far it got."""
-    num_tensors = 0
-    try:
-        for name, tensor in named_tensors:
-            yield name, tensor
-            num_tensors += 1
-    except Exception as error:
-        raise TensorStreamError(
-            f"the trainer's stream of tensors failed after {num_tensors} tensors with {type(error).__name__}: {error}"
-        ) from error
-
-
-def _drain(stream: Iterator) -> str:
-    """Walk the rest of the stream, as other trainer ranks wait inside its collectives; returns a note for the error."""
-    try:
-        for _ in stream:
-            pass
-    except TensorStreamError as error:
-        return f" Afterwards {error}."
-    return ""

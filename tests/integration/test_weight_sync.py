@@ -19,9 +19,10 @@ import torch
 
 from megatron_rl.rollout.cpu_platform import declare_torchvision_ops
 from megatron_rl.rollout.server import ServerOptions, SglangServer, free_port
+from megatron_rl.weights.buckets import take_part
 from megatron_rl.weights.disk import read_shapes
 from megatron_rl.weights.plan import CoverageError
-from megatron_rl.weights.publish import WeightPublisher, WeightSyncError, take_part
+from megatron_rl.weights.publish import WeightPublisher, WeightSyncError
 from megatron_rl.weights.verify import WeightMismatchError, compare_checksums
 from tests.tiny_models import make_tiny_model
 

@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
-from megatron_rl.weights.publish import WeightPublisher, WeightSyncError, take_part
+from megatron_rl.weights.buckets import take_part
+from megatron_rl.weights.publish import WeightPublisher, WeightSyncError
 from megatron_rl.weights.verify import compare_checksums
 
 CHANGE = 0.01

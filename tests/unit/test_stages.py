@@ -6,14 +6,14 @@ import time
 
 import pytest
 
-from megatron_rl.config.schema import Mode
+from megatron_rl.config.schema import Config, Mode, Placement
 from megatron_rl.schedule.runner import StageRunner
-from megatron_rl.schedule.stages import Frontier, Resource, Stage, check_graph, step_graph
+from megatron_rl.schedule.stages import Frontier, Resource, Stage, check_graph, graph_of, step_graph
 
 
-def simulate(mode, durations, steps):
+def simulate(mode, durations, steps, **pieces):
     """Run the frontier on a clock: [(name, step, start, end)]."""
-    frontier, now, ends, log = Frontier(step_graph(mode), 0, steps - 1), 0.0, {}, []
+    frontier, now, ends, log = Frontier(step_graph(mode, **pieces), 0, steps - 1), 0.0, {}, []
     while not frontier.done:
         for run in frontier.ready():
             frontier.start(run)
@@ -64,6 +64,46 @@ def test_a_window_is_generated_with_the_weights_of_the_step_before_and_valued_by
     for step in range(1, 4):
         assert span(log, "generate", step)[0] >= span(log, "publish", step - 1)[1]
         assert span(log, "values", step)[0] >= span(log, "update_critic", step - 1)[1]
+
+
+COLOCATED = DURATIONS | {"evaluate": 2.0, "sleep": 0.1, "reference_logprobs": 1.0, "score": 0.3, "checkpoint": 0.5}
+DEVICES = {Resource.rollout, Resource.trainer}
+
+
+@pytest.mark.parametrize("mode", list(Mode))
+@pytest.mark.parametrize("critic", [True, False])
+def test_colocated_servers_and_trainer_take_turns(mode, critic):
+    if mode is Mode.tppo and not critic:
+        return
+    resources = {s.name: s.resource for s in step_graph(mode, critic=critic, reference=True, colocated=True)}
+    log = simulate(mode, COLOCATED, 4, critic=critic, reference=True, colocated=True)
+    assert sorted((name, step) for name, step, _, _ in log) == sorted((n, k) for n in resources for k in range(4))
+    on_devices = sorted((start, end) for name, _, start, end in log if resources[name] in DEVICES and end > start)
+    assert all(one[1] <= two[0] for one, two in zip(on_devices, on_devices[1:]))
+
+
+@pytest.mark.parametrize("mode", list(Mode))
+def test_colocated_servers_sleep_exactly_while_the_trainer_works(mode):
+    """Replays a run: what needs the servers finds them awake, what needs the trainer's memory finds them asleep."""
+    asleep = False
+    for name, _, start, end in sorted(simulate(mode, COLOCATED, 4, colocated=True), key=lambda entry: (entry[2], entry[3])):
+        if name in ("sleep", "publish"):
+            assert asleep == (name == "publish")
+            asleep = name == "sleep"
+        elif name in ("generate", "evaluate"):
+            assert not asleep, name
+        elif name in ("old_logprobs", "values", "update_policy", "update_critic", "checkpoint"):
+            assert asleep, name
+
+
+def test_the_graph_of_a_configuration_follows_its_placement():
+    config = Config()
+    assert "sleep" not in {stage.name for stage in graph_of(config)}
+    config.rollout.placement = Placement.colocated
+    graph = graph_of(config)
+    check_graph(graph)
+    assert "sleep" in {stage.name for stage in graph}
+    assert all(stage.shares_devices == (stage.resource is not Resource.host) for stage in graph)
 
 
 def test_evaluation_comes_before_the_next_generation():

@@ -3,9 +3,12 @@
 import pytest
 import torch
 
+from megatron_rl.weights.broadcast import broadcast_parcels
+from megatron_rl.weights.buckets import Bucket, fill_buckets
 from megatron_rl.weights.disk import read_shapes, remove_other_versions, write_version
 from megatron_rl.weights.plan import Coverage, CoverageError, unique_addresses
-from megatron_rl.weights.publish import Bucket, WeightPublisher, fill_buckets
+from megatron_rl.weights.publish import WeightPublisher
+from megatron_rl.weights.sources import LocalSource
 
 CPU = torch.device("cpu")
 WEIGHTS = {
@@ -28,8 +31,19 @@ def unpack(bucket: Bucket) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def filled(weights=WEIGHTS, bucket_bytes=64, expected=None):
-    return fill_buckets(iter(weights.items()), bucket_bytes, Coverage(expected), CPU)
+def filled(weights=WEIGHTS, bucket_bytes=64):
+    return fill_buckets(iter(weights.items()), bucket_bytes, CPU)
+
+
+def parcels(*streams, bucket_bytes=64, expected=None):
+    """What the servers are asked, bucket by bucket; a stream a source."""
+    sources = [LocalSource(stream.items(), bucket_bytes, CPU) for stream in streams]
+    names = [f"group{i}" for i in range(len(sources))]
+    given = broadcast_parcels(sources, names, 1, 7, Coverage(expected))
+    for parcel in given:
+        source = sources[names.index(parcel.bodies[0]["group_name"])]
+        source._shelf.take()
+        yield parcel.bodies[0]
 
 
 @pytest.mark.parametrize("bucket_bytes", [1, 64, 100, 10_000])
@@ -61,17 +75,35 @@ def test_a_bucket_with_an_unexpected_tensor_is_never_given_out():
     expected = {name: tuple(weight.shape) for name, weight in WEIGHTS.items() if name != "odd"}
     given_out = []
     with pytest.raises(CoverageError, match="unexpected: odd"):
-        for bucket in filled(bucket_bytes=48, expected=expected):
-            given_out += [spec.name for spec in bucket.specs]
+        for body in parcels(WEIGHTS, bucket_bytes=48, expected=expected):
+            given_out += body["names"]
     assert given_out in ([], ["embed"])
 
 
 def test_the_final_bucket_is_held_back_when_a_tensor_is_missing():
     expected = {name: tuple(weight.shape) for name, weight in WEIGHTS.items()} | {"absent": (1,)}
-    marks = []
+    versions = []
     with pytest.raises(CoverageError, match="missing: absent"):
-        marks += [bucket.last for bucket in filled(bucket_bytes=48, expected=expected)]
-    assert True not in marks
+        for body in parcels(WEIGHTS, bucket_bytes=48, expected=expected):
+            versions.append(body.get("weight_version"))
+    assert versions and set(versions) == {None}
+
+
+def test_sources_take_turns_and_the_version_goes_with_the_last_bucket_of_all():
+    names = list(WEIGHTS)
+    first, second = ({n: WEIGHTS[n] for n in part} for part in (names[:5], names[5:]))
+    expected = {name: tuple(weight.shape) for name, weight in WEIGHTS.items()}
+    bodies = list(parcels(first, second, bucket_bytes=48, expected=expected))
+    groups = [body["group_name"] for body in bodies]
+    assert groups[:3] == ["group0", "group1", "group0"] and groups.count("group1") == 1
+    assert sorted(name for body in bodies for name in body["names"]) == sorted(WEIGHTS)
+    stamped = [("weight_version" in body, body["flush_cache"]) for body in bodies]
+    assert stamped == [(False, False)] * (len(bodies) - 1) + [(True, True)]
+
+
+def test_a_tensor_that_two_stages_send_is_refused():
+    with pytest.raises(CoverageError, match="duplicate: embed"):
+        list(parcels({"embed": WEIGHTS["embed"]}, {"embed": WEIGHTS["embed"]}))
 
 
 @pytest.mark.parametrize(("shard_bytes", "num_files"), [(64, 4), (10_000, 2)])

@@ -2,9 +2,9 @@
 
 Loading needs no communication: each rank reads from the files the slices that it holds. Exporting walks the tensors in
 the order of the files: the tensor-parallel ranks of the stage that owns a tensor send their shards to the first of
-them, which sends the full tensor to rank 0. Of the ranks that hold copies (data- and context-parallel ones) only the
-first take part. Experts have their own split: by expert over the expert-parallel ranks, each within those over the
-expert-tensor-parallel ranks.
+them, which sends the full tensor where it is wanted (``Destination``). Of the ranks that hold copies (data- and
+context-parallel ones) only the first take part. Experts have their own split: by expert over the expert-parallel ranks,
+each within those over the expert-tensor-parallel ranks.
 """
 
 import itertools
@@ -15,6 +15,7 @@ import shutil
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
 
 import torch
@@ -47,6 +48,17 @@ COPIED_FILES = (
 IGNORED_TENSORS = re.compile(r"rotary_emb\.inv_freq$|^lm_head\.weight$|^score\.weight$")
 """Tensors of a checkpoint that a model may leave unread: derived ones, and heads that it has no use for."""
 _EXPERT = re.compile(r"(\.mlp\.experts\.)(\d+)(\.)")
+
+
+class Destination(Enum):
+    """Where ``export_weights`` puts a model's tensors together."""
+
+    driver = "driver"
+    """All of them on rank 0."""
+    stage = "stage"
+    """Those of a pipeline stage on the stage's first rank; stages do not wait for each other."""
+    everywhere = "everywhere"
+    """All of them on every rank."""
 
 
 def expected_names(hf_config: PretrainedConfig, role: Role) -> dict[str, tuple[int, ...]]:
@@ -116,12 +128,17 @@ def fill(
 
 
 def export_weights(
-    chunks: Sequence[nn.Module], hf_config: PretrainedConfig, *, role: Role = "policy"
+    chunks: Sequence[nn.Module],
+    hf_config: PretrainedConfig,
+    *,
+    role: Role = "policy",
+    to: Destination = Destination.driver,
 ) -> Iterator[tuple[str, Tensor | None]]:
-    """(Hugging Face name, full tensor) of the whole model, in the same order on all ranks.
+    """(Hugging Face name, full tensor) of the whole model, or of this rank's stage, in the order of the files.
 
-    Rank 0 gets the tensor, in the parameters' dtype and on its device; the others get None. Every rank must exhaust the
-    iterator, at about the same pace: ranks wait for each other at each tensor, up to the groups' time-out.
+    The ranks that ``to`` names get the tensor, in the parameters' dtype and on its device; the others get None. Every
+    rank must exhaust the iterator, at about the same pace: ranks wait for each other at each tensor (with ``stage``,
+    those of one stage), up to the groups' time-out.
     """
     parameters = dict(_named_parameters(chunks))
     pp_group, sizes = parallel_state.get_pipeline_model_parallel_group(), dims(hf_config)
@@ -132,8 +149,11 @@ def export_weights(
             stage = next((s for s, names in enumerate(held) if key in names), None)
             if stage is None:
                 raise WeightsError(f"no pipeline stage holds Megatron's parameter {entry.megatron}")
-            owner = _owner(entry, stage, sizes)
-            yield entry, _collect(entry, parameters.get(entry.megatron), owner, held[stage][key], sizes)
+            if to is Destination.stage and stage != pp_group.rank():
+                continue
+            target = first_rank_of(stage) if to is Destination.stage else 0
+            owner, dtype = _owner(entry, stage, sizes), held[stage][key]
+            yield entry, _collect(entry, parameters.get(entry.megatron), owner, target, dtype, sizes, to)
 
     held: list[dict[str, torch.dtype]] = [{} for _ in range(pp_group.size())]
     # Pipeline peers hold the same experts, which may not be those of an entry: a stage has all of a layer's or none.
@@ -164,6 +184,11 @@ def assemble(parts: Iterable[tuple[Entry, list[Tensor | None]]]) -> Iterator[tup
                 yield name, whole.pop(name, None)
 
 
+def first_rank_of(stage: int) -> int:
+    """The first rank of pipeline stage ``stage``, by Megatron's order of ranks: stages are the slowest."""
+    return stage * (dist.get_world_size() // parallel_state.get_pipeline_model_parallel_world_size())
+
+
 @dataclass(frozen=True)
 class _Owner:
     """The ranks that put a tensor together: ``group`` of them, of which global rank ``first`` sends it on."""
@@ -174,10 +199,10 @@ class _Owner:
 
 
 def _owner(entry: Entry, stage: int, sizes: dict[str, int]) -> _Owner:
-    """Who holds ``entry`` on pipeline stage ``stage``, by Megatron's order of ranks: stages are the slowest."""
+    """Who holds ``entry`` on pipeline stage ``stage``."""
     rank, expert = dist.get_rank(), expert_of(entry.megatron)
     group = parallel_state.get_tensor_model_parallel_group()
-    first = stage * (dist.get_world_size() // parallel_state.get_pipeline_model_parallel_world_size())
+    first = first_rank_of(stage)
     if expert is not None:
         group = parallel_state.get_expert_tensor_parallel_group()
         experts_per_rank = sizes["experts"] // parallel_state.get_expert_model_parallel_world_size()
@@ -186,10 +211,15 @@ def _owner(entry: Entry, stage: int, sizes: dict[str, int]) -> _Owner:
 
 
 def _collect(
-    entry: Entry, parameter: Tensor | None, owner: _Owner, dtype: torch.dtype, sizes: dict[str, int]
+    entry: Entry,
+    parameter: Tensor | None,
+    owner: _Owner,
+    target: int,
+    dtype: torch.dtype,
+    sizes: dict[str, int],
+    to: Destination,
 ) -> list[Tensor | None]:
-    """The full tensors of ``entry`` on rank 0, Nones elsewhere."""
-    nothing: list[Tensor | None] = [None] * len(entry.hf)
+    """The full tensors of ``entry`` on rank ``target`` (or on all ranks), Nones elsewhere."""
     rank, group = dist.get_rank(), owner.group
     full: list[Tensor] | None = None
     if owner.is_here:
@@ -199,16 +229,18 @@ def _collect(
             dist.gather(parameter.detach().contiguous(), shards, group=group, group_dst=0)
         if rank == owner.first:
             full = [tensor.contiguous() for tensor in entry.transform.export(shards, sizes)]
-            if rank != 0:
-                for tensor in full:
-                    dist.send(tensor, dst=0)
-    if rank != 0:
-        return nothing
-    if full is None:
+    if full is None and (rank == target or to is Destination.everywhere):
         full = [torch.empty(shape, dtype=dtype, device=_device()) for shape in entry.shapes]
-        for tensor in full:
+    if full is None:
+        return [None] * len(entry.hf)
+    for tensor in full:
+        if to is Destination.everywhere:
+            dist.broadcast(tensor, src=owner.first)
+        elif owner.first != target and rank == owner.first:
+            dist.send(tensor, dst=target)
+        elif owner.first != target:
             dist.recv(tensor, src=owner.first)
-    return list(full)
+    return list(full) if rank == target or to is Destination.everywhere else [None] * len(full)
 
 
 def save_hf(
