@@ -12,15 +12,17 @@ gradient's difference and not rounding blown up to a full step.
 import gc
 import json
 import sys
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
+from transformers import PretrainedConfig
 
 from megatron_rl.config.layout import parse_layout
 from megatron_rl.config.schema import AlgorithmConfig, OptimizerConfig, ParallelConfig
-from megatron_rl.data.batch import PackedBatch, cu_seqlens_of
+from megatron_rl.data.batch import Images, PackedBatch, cu_seqlens_of
+from megatron_rl.models.hf.families import sees, text_config
 from megatron_rl.parallel import topology as topologies
 from megatron_rl.training import losses
 from megatron_rl.training.batching import plan_microbatches
@@ -29,6 +31,8 @@ from megatron_rl.training.engine import Engine
 OPTIMIZER = OptimizerConfig(lr=100.0, eps=100.0, weight_decay=0.0, max_grad_norm=0.0, warmup_steps=0)
 PROMPT_TOKENS = 3
 """Leading tokens of each sequence that the loss leaves out."""
+IMAGE_SIZES = ((3, 5), (4, 2), (1, 2))
+"""Rows and columns of tokens of the images that a vision-language model is shown, the largest that fits."""
 
 
 @dataclass(frozen=True)
@@ -92,6 +96,35 @@ def make_batch(lengths: list[int], vocab_size: int, role: str, seed: int, pad_to
     return PackedBatch(tokens, cu_seqlens_of(torch.tensor(lengths)), fields)
 
 
+def with_images(batch: PackedBatch, hf_config: PretrainedConfig, seed: int) -> PackedBatch:
+    """An image after the first token of two sequences out of three, where it fits; the loss leaves its tokens out."""
+    vision, special = hf_config.vision_config, _special_tokens(hf_config)
+    merge_size, tokens, mask = vision.spatial_merge_size, batch.tokens.clone(), batch.fields["mask"].clone()
+    for token in special:
+        tokens[tokens == token] = next(i for i in range(text_config(hf_config).vocab_size) if i not in special)
+    grids, owners = [], []
+    for index, (start, length) in enumerate(zip(batch.cu_seqlens.tolist(), batch.lengths.tolist())):
+        size = next((size for size in IMAGE_SIZES if size[0] * size[1] + 4 <= length), None)
+        if size is None or index % 3 == 2:
+            continue
+        end = start + 2 + size[0] * size[1]
+        tokens[start + 1], tokens[end] = hf_config.vision_start_token_id, hf_config.vision_end_token_id
+        tokens[start + 2 : end] = hf_config.image_token_id
+        mask[start : end + 1] = False
+        grids.append([1, size[0] * merge_size, size[1] * merge_size])
+        owners.append(index)
+    grid = torch.tensor(grids, dtype=torch.int64).view(-1, 3)
+    values = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
+    patches = torch.randn(int(grid.prod(-1).sum()), values, generator=torch.Generator().manual_seed(seed))
+    images = Images(patches, grid, torch.tensor(owners, dtype=torch.int64))
+    return replace(batch.with_fields(mask=mask), tokens=tokens, images=images)
+
+
+def _special_tokens(hf_config: PretrainedConfig) -> list[int]:
+    names = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
+    return [getattr(hf_config, name) for name in names]
+
+
 def _measure(
     job: Job, layout: str, parallel: ParallelConfig, place: topologies.Topology, *, is_reference: bool
 ) -> Measurement | None:
@@ -99,7 +132,10 @@ def _measure(
     folder = Path(job.reference_folder)
     if is_reference:
         _compare(engine, None, folder / "before")
-    batch = make_batch(job.lengths, engine.hf_config.vocab_size, job.role, job.seed, engine.hf_config.pad_token_id)
+    text = text_config(engine.hf_config)
+    batch = make_batch(job.lengths, text.vocab_size, job.role, job.seed, text.pad_token_id)
+    if sees(engine.hf_config):
+        batch = with_images(batch, engine.hf_config, job.seed)
     plan = plan_microbatches(job.lengths, place.dp_size, job.max_tokens_per_microbatch)[place.dp_rank]
     denominators = {"mask": float(batch.fields["mask"].sum())}
     objective = losses.build("sft" if job.role == "policy" else "critic", AlgorithmConfig(), denominators)
