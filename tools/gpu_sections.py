@@ -142,10 +142,12 @@ def write_model(folder: Path, fields: dict[str, Any]) -> Path:
     """config.json alone: weights are drawn when the model is built."""
     declare_torchvision_ops()
     from transformers import AutoConfig
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    AutoConfig.for_model(**{**fields, "eos_token_id": 1, "pad_token_id": 0, "bos_token_id": None}).save_pretrained(
-        folder
-    )
+    tokens = {"eos_token_id": 1, "pad_token_id": 0, "bos_token_id": None}
+    # SGLang looks models up by this name.
+    names = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[fields["model_type"]]]
+    AutoConfig.for_model(**{**fields, **tokens, "architectures": names}).save_pretrained(folder)
     return folder
 
 

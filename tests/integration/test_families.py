@@ -23,7 +23,7 @@ from megatron_rl.models.hf.weights import expected_names, export_weights, load_w
 from megatron_rl.parallel import topology
 from megatron_rl.rollout.cpu_platform import declare_torchvision_ops
 from megatron_rl.training.engine import Engine
-from tests.integration.families_worker import LAYOUTS
+from tests.integration.families_worker import COUNTED_LAYOUTS, LAYOUTS
 from tests.integration.models_worker import pack
 from tests.integration.torchrun import run_ranks
 from tests.tiny_families import SHAPES, make_family_model
@@ -165,8 +165,23 @@ def two_ranks(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory)
         )
         jobs[shape] = dict(path=str(models[shape]), sequences=sequences, weights=weights)
     torch.save(jobs, folder / "jobs.pt")
+    torch.save({shape: str(path) for shape, path in models.items()}, folder / "models.pt")
     run_ranks(2, "tests.integration.families_worker", folder, log=folder / "log.txt", timeout_s=LAUNCH_TIMEOUT_S)
     return torch.load(folder / "results.pt"), references, folder
+
+
+@pytest.mark.parametrize("layout", LAYOUTS | COUNTED_LAYOUTS)
+def test_all_ranks_together_hold_every_parameter_once(layout: str, two_ranks: Any, models: dict[str, Path]) -> None:
+    counts, counted = two_ranks[0]["counts", layout], set()
+    for shape, count in counts.items():
+        if count is not None:
+            sizes = expected_names(load_hf_config(models[shape]), "policy").values()
+            buffers = sum(t.numel() for n, t in tensors_of(models[shape]).items() if n.endswith("correction_bias"))
+            assert count == load_hf(models[shape]).num_parameters(), shape
+            assert count == sum(torch.Size(size).numel() for size in sizes) - buffers, shape
+            counted.add(SHAPES[shape]["model_type"])
+    mixtures = {"qwen3_moe", "mixtral", "deepseek_v3", "glm4_moe"}
+    assert counted >= mixtures | ({"llama", "qwen2", "qwen3"} if "ep2" not in layout else set())
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -343,10 +358,13 @@ def recast(folder: Path) -> None:
         (drop("model.layers.1.mlp.up_proj.weight"), [], "no tensor model.layers.1.mlp.up_proj.weight"),
         (recast, [], "model.layers.1.self_attn.k_proj.weight is torch.float16"),
         (lambda folder: (folder.parent / "out").mkdir(), [], "out exists"),
+        (lambda folder: (folder.parent / "out").symlink_to("gone"), [], "out exists"),
+        (lambda folder: (folder / "metadata.json").touch(), [], "is a distributed checkpoint of Megatron already"),
+        (lambda folder: None, ["--mtp=keep"], "no tensors of multi-token-prediction layers to keep"),
         (lambda folder: None, ["--tensor-parallel-size=3"], "num_key_value_heads 2 does not divide .*size 3"),
         (lambda folder: None, ["--pipeline-parallel-size=2", "--config-from=/nowhere"], "/nowhere does not exist"),
     ],
-    ids=["truncated", "garbage", "missing", "mixed dtypes", "output exists", "tp", "no config"],
+    ids=["truncated", "garbage", "missing", "mixed dtypes", "output exists", "link exists", "megatron", "no mtp", "tp", "no config"],
 )
 def test_a_hugging_face_folder_that_cannot_be_converted_is_one_line(
     edit: Any, options: list[str], message: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
@@ -359,6 +377,48 @@ def test_a_hugging_face_folder_that_cannot_be_converted_is_one_line(
     assert code == 2 and len(lines) == 1
     assert re.search(message, lines[0]), lines[0]
     assert not list(tmp_path.glob(".out.*"))
+
+
+def fill_the_disk(*_: Any) -> None:
+    # What torch.save says when a file ends before its bytes do.
+    raise RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 704 vs 598\nframe #0")
+
+
+def interrupt(*_: Any) -> None:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize(
+    ("place", "failure", "code"),
+    [
+        ("TorchCommonSaveStrategy.save_common", fill_the_disk, 2),
+        ("save_config", fill_the_disk, 2),
+        ("_copy_config", interrupt, 130),
+    ],
+)
+def test_a_conversion_that_breaks_off_leaves_nothing(
+    place: str, failure: Any, code: int, tmp_path: Path, models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(f"megatron_rl.models.hf.convert.{place}", failure)
+    arguments = ["convert", f"--input={models['qwen3_wide_heads_yarn']}", f"--output={tmp_path / 'out'}"]
+    assert main([*arguments, "--to=megatron"]) == code
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_conversion_that_is_killed_leaves_no_target_and_can_be_repeated(
+    tmp_path: Path, models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed as if by SIGKILL: nothing is cleaned up, not even the temporary folder."""
+    monkeypatch.setattr("megatron_rl.models.hf.convert.shutil.rmtree", lambda *args, **kwargs: None)
+    monkeypatch.setattr("megatron_rl.models.hf.convert._copy_config", interrupt)
+    source, target = models["qwen3_wide_heads_yarn"], tmp_path / "out"
+    with pytest.raises(KeyboardInterrupt):
+        convert(source, target, to="megatron", max_shard_bytes=SHARD_BYTES)
+    assert not target.exists() and list(tmp_path.glob(".out.*"))
+    monkeypatch.undo()
+    convert(source, target, to="megatron", max_shard_bytes=SHARD_BYTES)
+    convert(target, tmp_path / "back", to="hf", max_shard_bytes=SHARD_BYTES)
+    assert_same_bits(tensors_of(tmp_path / "back"), tensors_of(source))
 
 
 def lose_key(folder: Path) -> None:

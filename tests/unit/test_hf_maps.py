@@ -285,24 +285,14 @@ def test_random_weights_depend_on_seed_and_name_alone() -> None:
 def test_a_checkpoint_in_several_files_is_read_through_its_index(tmp_path: Path) -> None:
     save_file({"a": torch.ones(2)}, tmp_path / "one.safetensors")
     save_file({"b": torch.zeros(3)}, tmp_path / "two.safetensors")
-    index = {"weight_map": {"a": "one.safetensors", "b": "two.safetensors", "c": "gone.safetensors"}}
-    (tmp_path / INDEX_FILE).write_text(json.dumps(index))
+    (tmp_path / INDEX_FILE).write_text(json.dumps({"weight_map": {"a": "one.safetensors", "b": "two.safetensors"}}))
     source = CheckpointSource(tmp_path)
     assert source.read("a", (2,))[:].tolist() == [1, 1]
     assert source.read("b", (3,))[1:].tolist() == [0, 0]
-    with pytest.raises(WeightsError, match="gone.safetensors is missing"):
-        source.read("c", (1,))
     with pytest.raises(WeightsError, match="no tensor d"):
         source.read("d", (1,))
     with pytest.raises(WeightsError, match=r"two.safetensors: b has shape \(3,\), config.json asks for \(4,\)"):
         source.read("b", (4,))
-
-
-def test_a_tensor_that_the_index_puts_into_the_wrong_file_is_named(tmp_path: Path) -> None:
-    save_file({"a": torch.ones(2)}, tmp_path / "one.safetensors")
-    (tmp_path / INDEX_FILE).write_text(json.dumps({"weight_map": {"b": "one.safetensors"}}))
-    with pytest.raises(WeightsError, match="one.safetensors holds no readable tensor b"):
-        CheckpointSource(tmp_path).read("b", (2,))
 
 
 @pytest.mark.parametrize("content", ["{", "{}", "[]"])

@@ -9,6 +9,7 @@ A distributed checkpoint's ``.metadata`` is a pickle, like all of Megatron's: re
 """
 
 import io
+import os
 import pickle
 import shutil
 import tempfile
@@ -96,10 +97,12 @@ def convert(
     as safetensors. Errors: OSError, ModelError, WeightsError.
     """
     source, target = Path(input_folder), Path(output_folder)
-    if target.exists():
+    if os.path.lexists(target):
         raise FileExistsError(f"{target} exists; give an output folder that does not, or remove it")
     if config_folder is None and source.is_dir() and not (source / "config.json").is_file():
         raise FileNotFoundError(f"{source} holds no config.json; name a folder that does with --config-from")
+    if to == "megatron" and (source / "metadata.json").is_file():
+        raise WeightsError(f"{source} is a distributed checkpoint of Megatron already; --to hf converts it back")
     config_folder = Path(config_folder or source)
     config = load_hf_config(config_folder)
     check_layout(config, parallel)
@@ -185,16 +188,7 @@ def _to_megatron(
         contents_of(config, role), dtypes, lambda entry: _load_whole(entry, checkpoint, dims(config))
     )
     with _appearing(target) as folder:
-        try:
-            dcp.save({}, storage_writer=dcp.FileSystemWriter(folder), planner=planner, no_dist=True)
-        except CheckpointException as error:
-            # It carries each rank's own failure, and here there is one rank.
-            ((cause, _),) = error.failures.values()
-            if isinstance(cause, OSError):
-                raise OSError(f"{target} could not be written: {cause}") from error
-            raise cause from error
-        TorchCommonSaveStrategy("torch", 1).save_common({"content_metadata": {"singleton_local_shards": False}}, folder)
-        save_config(CheckpointingConfig("torch_dist"), str(folder))
+        _write_checkpoint(planner, folder, target)
         _copy_config(config_folder, folder)
         if kept:
             writer = FolderWriter(config_folder, folder / MTP_FOLDER, max_shard_bytes)
@@ -204,6 +198,24 @@ def _to_megatron(
     num_bytes = sum(torch.Size(shape).numel() * dtypes[name].itemsize for name, shape in expected.items())
     num_bytes += writer.total_bytes if kept else 0
     return Conversion(len(expected) + len(kept), num_bytes, left_out)
+
+
+def _write_checkpoint(planner: SavePlanner, folder: Path, target: Path) -> None:
+    """Megatron's files, into ``folder``; OSError, speaking of ``target``, where they cannot be written."""
+    try:
+        dcp.save({}, storage_writer=dcp.FileSystemWriter(folder), planner=planner, no_dist=True)
+        TorchCommonSaveStrategy("torch", 1).save_common({"content_metadata": {"singleton_local_shards": False}}, folder)
+        save_config(CheckpointingConfig("torch_dist"), str(folder))
+    except (CheckpointException, OSError, RuntimeError) as error:
+        cause: BaseException = error
+        if isinstance(error, CheckpointException):
+            # It carries each rank's own failure, and here there is one rank.
+            ((cause, _),) = error.failures.values()
+        # torch.save tells of a disk that fills up by the bytes that it missed.
+        if isinstance(cause, OSError) or "inline_container" in str(cause):
+            reason = str(cause).splitlines()[0]
+            raise OSError(f"{target} could not be written, is there space left? {reason}") from error
+        raise cause from error
 
 
 def _left_out(
@@ -360,7 +372,10 @@ class MegatronCheckpoint:
         self.folder = folder
         config = maybe_load_config(str(folder))
         if config is None:
-            raise FileNotFoundError(f"{folder} is not a distributed checkpoint of Megatron: it holds no metadata.json")
+            raise FileNotFoundError(
+                f"{folder} is not a distributed checkpoint of Megatron: it holds no metadata.json; a Hugging Face folder "
+                "becomes one with --to megatron"
+            )
         if config.sharded_backend != "torch_dist":
             raise WeightsError(f"{folder} is in the format {config.sharded_backend!r}; only torch_dist is read")
         self._reader = dcp.FileSystemReader(folder)
@@ -442,10 +457,11 @@ class _appearing:
         return self.folder
 
     def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
-        if kind is None:
-            self.folder.chmod(0o755)  # mkdtemp's own mode shuts everyone else out
-            self.folder.rename(self.target)
-        else:
+        try:
+            if kind is None:
+                self.folder.chmod(0o755)  # mkdtemp's own mode shuts everyone else out
+                self.folder.rename(self.target)
+        finally:
             shutil.rmtree(self.folder, ignore_errors=True)
 
 

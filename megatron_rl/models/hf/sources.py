@@ -15,6 +15,8 @@ from megatron_rl.models.hf.transforms import Sliceable
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
+FLOATING = ("F64", "F32", "F16", "BF16")
+"""Data types of weights, as safetensors names them; others are quantised, or no weights."""
 MAX_MAPPED_ELEMENTS = 64 * 1024**2
 """Files are mapped into memory, and what has been read stays there until they are closed: they are, after so much."""
 
@@ -69,26 +71,59 @@ class RandomSource:
 class CheckpointSource:
     """A Hugging Face folder of safetensors, one file or several with an index; files are read slice by slice.
 
-    Errors: FileNotFoundError without any safetensors, ``WeightsError`` for a broken file or index, a missing tensor, or
-    one of another shape.
+    ``files`` says which file holds a tensor: all tensors of all files that the index names, whether it names them or
+    not. Errors: FileNotFoundError without any safetensors, ``WeightsError`` for a broken or missing file, an index that
+    files contradict, a tensor that is missing or there twice, of another shape, or quantised.
     """
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
         self._open_files: dict[str, safe_open] = {}
         self._num_mapped_elements = 0
-        if (self.folder / INDEX_FILE).is_file():
-            index = self.folder / INDEX_FILE
-            try:
-                self.files: dict[str, str] = json.loads(index.read_text())["weight_map"]
-            except (ValueError, KeyError, TypeError) as error:
-                raise WeightsError(f"{index} is not an index with a weight_map: {error!r}") from error
-        elif (self.folder / SINGLE_FILE).is_file():
+        has_index, has_single = (self.folder / INDEX_FILE).is_file(), (self.folder / SINGLE_FILE).is_file()
+        if has_index and has_single:
+            raise WeightsError(
+                f"{self.folder} holds both {SINGLE_FILE} and {INDEX_FILE}, which readers choose between differently; "
+                "remove the one that is not the model"
+            )
+        if has_index:
+            self.files = self._from_index(self.folder / INDEX_FILE)
+        elif has_single:
             self.files = dict.fromkeys(self._file(SINGLE_FILE).keys(), SINGLE_FILE)
         else:
+            pickles = any(self.folder.glob("*.bin"))
+            remedy = "save it with safetensors: pickled weights (*.bin) are not read" if pickles else ""
             raise FileNotFoundError(
-                f"{self.folder} holds neither {SINGLE_FILE} nor {INDEX_FILE}; for fresh weights set policy.init=random"
+                f"{self.folder} holds neither {SINGLE_FILE} nor {INDEX_FILE}; "
+                + (remedy or "for fresh weights set policy.init=random")
             )
+
+    def _from_index(self, index: Path) -> dict[str, str]:
+        try:
+            listed = json.loads(index.read_text())["weight_map"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise WeightsError(f"{index} is not an index with a weight_map: {error!r}") from error
+        if not isinstance(listed, dict) or not all(isinstance(file, str) for file in listed.values()):
+            raise WeightsError(f"{index}: weight_map is not an object of tensor names and file names")
+        files: dict[str, str] = {}
+        for file in sorted(set(listed.values())):
+            if Path(file).name != file:
+                raise WeightsError(f"{index}: {file!r} is not the name of a file in its folder")
+            for name in self._file(file).keys():
+                if name in files:
+                    raise WeightsError(
+                        f"{self.folder}: {name} is in {files[name]} and in {file}; only one of them can be the model's: "
+                        "remove the file that is not, or fetch both again"
+                    )
+                files[name] = file
+        for name, file in listed.items():
+            if files.get(name) != file:
+                raise WeightsError(
+                    f"{self.folder / file} holds no tensor {name}, but {INDEX_FILE} says so"
+                    + (f"; it is in {files[name]}" if name in files else "")
+                    + "; fetch index and files again"
+                )
+        return files
 
     def __contains__(self, name: str) -> bool:
         return name in self.files
@@ -101,6 +136,11 @@ class CheckpointSource:
             tensor = self._file(file).get_slice(name)
         except SafetensorError as error:
             raise WeightsError(f"{self.folder / file} holds no readable tensor {name}: {error}") from error
+        if tensor.get_dtype() not in FLOATING:
+            raise WeightsError(
+                f"{self.folder / file}: {name} is {tensor.get_dtype()}: quantised weights are not read; give a copy in "
+                "bfloat16 or float32"
+            )
         found = tuple(tensor.get_shape())
         # transformers 5 saves stacked experts the other way round than the hub's files have them.
         is_transposed = part is not None and found != shape and found == (shape[0], *shape[:0:-1])
