@@ -228,8 +228,10 @@ class SglangServer:
             if exit_code is None:
                 return
             log = last_lines(self.log_path, self._log_start)
+            # SGLang goes on for a while without its port, and what it says then buries the reason.
+            lost_port = port_taken(last_lines(self.log_path, self._log_start, count=1000))
             self.stop()
-            if not (self.options.port == 0 and port_taken(log) and attempt < MAX_PORT_ATTEMPTS):
+            if not (self.options.port == 0 and lost_port and attempt < MAX_PORT_ATTEMPTS):
                 raise ServerError(start_failure(self.url, exit_code, self.log_path, log))
             self.port = 0
             self.spawn()
