@@ -43,8 +43,9 @@ COPIED_FILES = (
     "added_tokens.json",
     "chat_template*",
     "generation_config.json",
+    "*processor_config.json",
 )
-"""What goes with the weights into a saved folder: tokenizer and generation settings."""
+"""What goes with the weights into a saved folder: tokenizer, generation settings and image processor."""
 IGNORED_TENSORS = re.compile(r"rotary_emb\.inv_freq$|^lm_head\.weight$|^score\.weight$")
 """Tensors of a checkpoint that a model may leave unread: derived ones, and heads that it has no use for."""
 _EXPERT = re.compile(r"(\.mlp\.experts\.)(\d+)(\.)")
