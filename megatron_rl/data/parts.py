@@ -5,7 +5,9 @@ Two ways to write them: messages whose content is a list of parts ({"type": "ima
 and a column of images (data.images_field). A video becomes images, each after the text ``[1.5 second]``.
 """
 
+import base64
 import math
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -91,6 +93,40 @@ def content_parts(content: Sequence[Any], where: str, folder: Folder) -> tuple[l
     if not parts:
         raise DataError(f"{where}: content: expected non-empty text or parts, got an empty list")
     return parts, images
+
+
+def moved_row(row: Mapping[str, Any], place: str, data: DataConfig, target: Path) -> dict[str, Any]:
+    """The row for a JSON file in the folder ``target``: image paths still lead to their files, bytes become data URLs."""
+    source = folder_of(place, data).path
+
+    def moved(image: Any) -> Any:
+        if isinstance(image, Mapping):
+            image = image.get("bytes") or image.get("path") or image.get("image") or image.get("url") or image
+        if isinstance(image, (bytes, bytearray)):
+            return f"data:image;base64,{base64.b64encode(image).decode()}"
+        embedded = isinstance(image, str) and image.startswith(("data:", "http://", "https://"))
+        if not isinstance(image, str) or embedded or data.image_dir or Path(image).is_absolute():
+            return image
+        return os.path.relpath(source / image, target)
+
+    def moved_part(part: Any) -> Any:
+        if not isinstance(part, Mapping):
+            return part
+        images = {name: moved(part[name]) for name in ("image", "image_url") if part.get(name) is not None}
+        frames = {"frames": [moved(frame) for frame in part["frames"]]} if isinstance(part.get("frames"), list) else {}
+        return {**part, **images, **frames}
+
+    result = dict(row)
+    if isinstance(row.get(data.images_field), list):
+        result[data.images_field] = [moved(image) for image in row[data.images_field]]
+    if isinstance(row.get(data.prompt_field), list):
+        result[data.prompt_field] = [
+            {**message, "content": [moved_part(part) for part in message["content"]]}
+            if isinstance(message, Mapping) and isinstance(message.get("content"), list)
+            else message
+            for message in row[data.prompt_field]
+        ]
+    return result
 
 
 def spoken(content: str | Sequence[Part], *, marked: bool = False) -> str:

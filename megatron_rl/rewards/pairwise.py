@@ -36,7 +36,7 @@ def check(options: Mapping[str, Any]) -> None:
 def check_prompts(prompts: Sequence[Prompt], options: Mapping[str, Any]) -> list[str]:
     """Places of prompts without an anchor, with one whose thought has no proper form, or with two different ones."""
     problems = []
-    anchors: dict[str, dict[str, str]] = defaultdict(dict)
+    anchors: dict[tuple[str, ...], dict[str, str]] = defaultdict(dict)
     for prompt in prompts:
         place = prompt.source or prompt.id
         anchor = prompt.fields.get("anchor") or prompt.answer
@@ -47,7 +47,8 @@ def check_prompts(prompts: Sequence[Prompt], options: Mapping[str, Any]) -> list
                 f"{place}: the anchor's thought has no proper form; expected <think>thought</think>solution"
             )
         else:
-            anchors[prompt.text].setdefault(anchor, place)
+            # Prompts with the same words about other images are others.
+            anchors[prompt.text, *(image.digest for image in prompt.images)].setdefault(anchor, place)
     for found in anchors.values():
         if len(found) > 1:
             places = ", ".join(found.values())

@@ -20,6 +20,7 @@ from rich.table import Table
 from megatron_rl.config.checks import model_has_vision, model_vocab_size
 from megatron_rl.config.schema import Config, Init, SelectionRule
 from megatron_rl.data.files import written_whole
+from megatron_rl.data.parts import moved_row
 from megatron_rl.data.prompts import PromptSet, check_files, load_prompts, read_content, with_reward_fields
 from megatron_rl.data.rows import is_missing, lookup, not_json, read_rows
 from megatron_rl.errors import ConfigError, DataError
@@ -165,7 +166,10 @@ def _rule_settings(config: Config) -> dict[str, Any]:
 
 
 def _write_kept(config: Config, kept: set[str]) -> None:
-    """The rows of ``kept`` as they stand in the files, with their id added where they had none."""
+    """The rows of ``kept`` as they stand in the files, with their id added where they had none.
+
+    Paths of images lead to the same files from the new place.
+    """
     data = config.data
     left = set(kept)
     with written_whole(config.select_prompts.output_path) as file:
@@ -174,6 +178,7 @@ def _write_kept(config: Config, kept: set[str]) -> None:
             if prompt_id not in left:
                 continue
             left.remove(prompt_id)
+            row = moved_row(row, place, data, Path(config.select_prompts.output_path).parent)
             if is_missing(lookup(row, data.id_field)):
                 row = {data.id_field: prompt_id, **{key: value for key, value in row.items() if key != data.id_field}}
             file.write(_json_line(row, place))

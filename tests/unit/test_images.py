@@ -17,6 +17,7 @@ from PIL import Image
 from megatron_rl.config.schema import Config, DataConfig
 from megatron_rl.data import images as images_module
 from megatron_rl.data.images import ImageSource, decode
+from megatron_rl.data.parts import moved_row
 from megatron_rl.data.prompts import check_files, load_prompts, load_solutions
 from megatron_rl.data.tokenizer import Tokenizer
 from megatron_rl.data.trajectory import Prompt, Segment, Trajectory
@@ -354,6 +355,26 @@ def test_the_parity_check_has_images_in_it_and_names_the_prompt_at_fault(tmp_pat
     ):
         with pytest.raises(EngineMismatch, match=expected):
             compare_logprobs(config, group(row), trajectories, list, tokenizer.vision)
+
+
+def test_selected_rows_lead_to_the_same_images_from_another_folder(tmp_path, tokenizer):
+    picture(16, 8).save(tmp_path / "a.png")
+    part = {"type": "image", "image": "a.png"}
+    video = {"type": "video", "frames": ["a.png"], "fps": 1}
+    rows = [
+        {"prompt": "<image>?", "images": ["a.png", {"bytes": (tmp_path / "a.png").read_bytes(), "path": "x.png"}]},
+        {"prompt": [{"role": "user", "content": [part, video, {"type": "text", "text": "?"}]}]},
+        {"prompt": "?", "images": [str(tmp_path / "a.png")]},
+    ]
+    rows[0]["prompt"] = "<image><image>?"
+    (tmp_path / "new" / "deep").mkdir(parents=True)
+    place = f"{tmp_path}/rows.jsonl:1"
+    moved = [moved_row(row, place, DataConfig(), tmp_path / "new" / "deep") for row in rows]
+    assert moved[0]["images"][0] == "../../a.png" and rows[0]["images"][0] == "a.png"
+    prompts = load(tokenizer, write(tmp_path / "new" / "deep", *moved))
+    assert [len(p.images) for p in prompts] == [2, 2, 1]
+    assert len({image.digest for p in prompts for image in p.images}) == 1
+    assert moved_row(rows[0], place, DataConfig(image_dir="/pictures"), tmp_path)["images"][0] == "a.png"
 
 
 def test_messages_of_dialogues_cannot_have_images(tokenizer):
