@@ -8,7 +8,7 @@ from megatron_rl.config.checks import RL_COMMANDS
 from megatron_rl.config.describe import batch_arithmetic, data_parallel_size
 from megatron_rl.config.layout import expert_tensor_size
 from megatron_rl.config.load import config_to_yaml
-from megatron_rl.config.schema import Config
+from megatron_rl.config.schema import Config, ParallelConfig
 from megatron_rl.schedule.stages import check_graph, graph_of
 
 
@@ -28,27 +28,33 @@ def print_plan(config: Config, *, command: str, world_size: int) -> None:
 
 
 def arithmetic_table(config: Config, world_size: int) -> Table:
-    parallel = config.parallel
-    dp = data_parallel_size(config, world_size)
-    sizes = {
-        "tensor": parallel.tensor_parallel_size,
-        "context": parallel.context_parallel_size,
-        "pipeline": parallel.pipeline_parallel_size,
-        "data": dp,
-    }
-    always = ("tensor", "pipeline", "data")
-    layout = f"{world_size} ranks = " + " x ".join(f"{k} {n}" for k, n in sizes.items() if n > 1 or k in always)
-    if parallel.expert_parallel_size > 1:
-        layout += f"; experts over {parallel.expert_parallel_size} x {expert_tensor_size(parallel)} of a stage's ranks"
-    if parallel.virtual_pipeline_size > 1:
-        layout += f"; {parallel.virtual_pipeline_size} chunks a pipeline rank"
-    table = Table(title=layout, title_justify="left")
+    layouts = [layout_text(config.parallel, world_size)]
+    if config.critic.parallel:
+        layouts = [f"policy: {layouts[0]}", f"critic: {layout_text(config.critic.parallel, world_size)}"]
+    table = Table(title="\n".join(layouts), title_justify="left")
     table.add_column("quantity")
     for name in ("global, per step", "per data-parallel rank", "per micro-batch"):
         table.add_column(name, justify="right")
     for row in batch_arithmetic(config, world_size):
         table.add_row(row.name, row.per_step, row.per_rank, row.per_microbatch)
     return table
+
+
+def layout_text(parallel: ParallelConfig, world_size: int) -> str:
+    """The sizes of a layout, for people."""
+    sizes = {
+        "tensor": parallel.tensor_parallel_size,
+        "context": parallel.context_parallel_size,
+        "pipeline": parallel.pipeline_parallel_size,
+        "data": data_parallel_size(parallel, world_size),
+    }
+    always = ("tensor", "pipeline", "data")
+    text = f"{world_size} ranks = " + " x ".join(f"{k} {n}" for k, n in sizes.items() if n > 1 or k in always)
+    if parallel.expert_parallel_size > 1:
+        text += f"; experts over {parallel.expert_parallel_size} x {expert_tensor_size(parallel)} of a stage's ranks"
+    if parallel.virtual_pipeline_size > 1:
+        text += f"; {parallel.virtual_pipeline_size} chunks a pipeline rank"
+    return text
 
 
 def stage_table(config: Config) -> Table:

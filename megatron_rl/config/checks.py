@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.config.engine_limits import engine_problems, split_problems
-from megatron_rl.config.layout import experts_problem, layers_problem, layout_problems
+from megatron_rl.config.layout import experts_problem, layers_problem, layout_problems, of_critic
 from megatron_rl.config.schema import (
     AdvantageKind,
     Config,
@@ -23,6 +23,7 @@ from megatron_rl.config.schema import (
     OldPolicy,
     OptimizerConfig,
     Overlong,
+    ParallelConfig,
     Placement,
     Rejection,
     RoutingReplay,
@@ -46,6 +47,8 @@ SUPPORTED_MODEL_TYPES = (
 
 MAX_HOT_TOP_K = 4096
 """SGLang's limit for exact log-probs after top-k."""
+SPARSE_MODEL_TYPES = ("qwen3_moe", "qwen3_vl_moe")
+"""Families whose layers all have experts, unless config.json says otherwise; their intermediate_size is not used then."""
 NUM_EXPERTS_FIELDS = ("num_experts", "num_local_experts", "n_routed_experts")
 """How the families' config.json call the number of experts of a layer."""
 
@@ -264,6 +267,8 @@ def _critic_pieces(config: Config, has_critic: bool) -> Iterator[str]:
         yield f"critic.warmup_steps: {without}; set 0"
     if config.critic.path:
         yield f"critic.path: {without}; leave it empty"
+    if config.critic.parallel and not config.reward.process.path:
+        yield f"critic.parallel: {without}; leave it out"
     if config.environment.name == "pag":
         yield f"environment.name: pag scores turn by turn, which needs algorithm.advantage=egae; {without}"
 
@@ -369,6 +374,17 @@ def _parallel(config: Config, world_size: int | None) -> Iterator[str]:
             "start as many, or set parallel.num_ranks=0 to take what the launcher gives"
         )
     yield from layout_problems(parallel, ranks)
+    own = config.critic.parallel
+    if own is None:
+        return
+    if own.num_ranks not in (0, parallel.num_ranks):
+        yield (
+            f"critic.parallel.num_ranks: the critic lies on the policy's ranks, parallel.num_ranks={parallel.num_ranks}; "
+            f"leave it at 0, got {own.num_ranks}"
+        )
+    if not own.collective_timeout_s > 0:
+        yield f"critic.parallel.collective_timeout_s: expected more than 0, got {own.collective_timeout_s}"
+    yield from (of_critic(problem) for problem in layout_problems(own, ranks))
 
 
 def _rollout(config: Config) -> Iterator[str]:
@@ -431,22 +447,26 @@ def _model(config: Config, command: str) -> Iterator[str]:
         yield from engine_problems(model, path)
         yield from split_problems(model, config.rollout.tensor_parallel_size, path)
     yield from _moe(config, model, path, command)
-    divisions = {
-        "num_attention_heads": config.parallel.tensor_parallel_size,
-        "num_key_value_heads": config.parallel.tensor_parallel_size,
-    }
-    is_sparse = model_type in ("qwen3_moe", "qwen3_vl_moe")
-    only_experts = is_sparse and not model.get("mlp_only_layers") and model.get("decoder_sparse_step", 1) == 1
-    if not only_experts:
-        divisions["intermediate_size"] = config.parallel.tensor_parallel_size
-    for name, parts in divisions.items():
-        if name in model and model[name] % parts:
-            yield f"parallel.tensor_parallel_size: {parts} does not divide {name}={model[name]} of {path}"
-    problem = layers_problem(config.parallel, model["num_hidden_layers"]) if "num_hidden_layers" in model else None
+    yield from _divisions(config.parallel, model, path)
+    if config.critic.parallel:
+        yield from (of_critic(problem) for problem in _divisions(config.critic.parallel, model, path))
+
+
+def _divisions(parallel: ParallelConfig, model: dict[str, Any], path: Path) -> Iterator[str]:
+    """Sizes of the model that do not divide by those of the layout."""
+    tp = parallel.tensor_parallel_size
+    names = ["num_attention_heads", "num_key_value_heads"]
+    is_sparse = model.get("model_type") in SPARSE_MODEL_TYPES and not model.get("mlp_only_layers")
+    if not (is_sparse and model.get("decoder_sparse_step", 1) == 1):
+        names.append("intermediate_size")
+    for name in names:
+        if name in model and model[name] % tp:
+            yield f"parallel.tensor_parallel_size: {tp} does not divide {name}={model[name]} of {path}"
+    problem = layers_problem(parallel, model["num_hidden_layers"]) if "num_hidden_layers" in model else None
     if problem:
         yield f"parallel.pipeline_parallel_size: {problem} ({path})"
     num_experts = next((model[name] for name in NUM_EXPERTS_FIELDS if model.get(name)), 0)
-    problem = experts_problem(config.parallel, num_experts, model.get("moe_intermediate_size", 0))
+    problem = experts_problem(parallel, num_experts, model.get("moe_intermediate_size", 0))
     if problem:
         yield f"parallel: the {problem} ({path})"
 

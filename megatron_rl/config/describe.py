@@ -4,8 +4,8 @@ import math
 from dataclasses import dataclass
 
 from megatron_rl.config.checks import effective_window_tokens
-from megatron_rl.config.layout import ranks_of_replica
-from megatron_rl.config.schema import Config
+from megatron_rl.config.layout import critic_layout, ranks_of_replica
+from megatron_rl.config.schema import AdvantageKind, Config, ParallelConfig
 
 
 @dataclass(frozen=True)
@@ -18,27 +18,31 @@ class Quantity:
     per_microbatch: str
 
 
-def data_parallel_size(config: Config, world_size: int) -> int:
-    return world_size // ranks_of_replica(config.parallel)
+def data_parallel_size(parallel: ParallelConfig, world_size: int) -> int:
+    return world_size // ranks_of_replica(parallel)
 
 
 def batch_arithmetic(config: Config, world_size: int) -> list[Quantity]:
-    """Upper bounds where lengths vary; a micro-batch holds at most max_tokens_per_microbatch tokens."""
-    batch, ranks = config.batch, data_parallel_size(config, world_size)
+    """Upper bounds where lengths vary; a micro-batch holds at most max_tokens_per_microbatch tokens.
+
+    The critic's update has its own replicas; everything else goes by the policy's.
+    """
+    batch, ranks = config.batch, data_parallel_size(config.parallel, world_size)
+    critic_ranks = data_parallel_size(critic_layout(config), world_size)
     samples = batch.num_prompts_per_step * batch.num_samples_per_prompt
     window = effective_window_tokens(config)
     longest = batch.max_prompt_tokens + batch.max_response_tokens
     budget = batch.max_tokens_per_microbatch
     minibatch = min(batch.policy_minibatch_size, samples)
 
-    def row(name: str, total: int, unit: int, bound: str = "") -> Quantity:
+    def row(name: str, total: int, unit: int, bound: str = "", ranks: int = ranks) -> Quantity:
         return Quantity(
             name, f"{bound}{total:,}", f"{bound}{math.ceil(total / ranks):,}", f"up to {unit:,}" if unit else "-"
         )
 
     per_micro = max(1, budget // longest)
     updates = f"{math.ceil(samples / minibatch):,}"
-    return [
+    rows = [
         row("prompts", batch.num_prompts_per_step, 0),
         row("samples (slots)", samples, per_micro),
         row("new tokens (window)", samples * window, min(budget, per_micro * window), "up to "),
@@ -47,3 +51,8 @@ def batch_arithmetic(config: Config, world_size: int) -> list[Quantity]:
         Quantity("policy updates", updates, updates, "-"),
         Quantity("windows of the longest response", f"{math.ceil(batch.max_response_tokens / window):,}", "-", "-"),
     ]
+    if config.algorithm.advantage is AdvantageKind.egae:
+        rows.append(
+            row("samples per critic update", min(batch.critic_minibatch_size, samples), per_micro, "up to ", critic_ranks)
+        )
+    return rows

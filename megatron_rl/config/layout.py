@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import replace
 
-from megatron_rl.config.schema import ParallelConfig
+from megatron_rl.config.schema import Config, ParallelConfig
 from megatron_rl.errors import ConfigError
 
 SHORT_NAMES = {
@@ -21,6 +21,11 @@ SHORT_NAMES = {
     "ep": "expert_parallel_size",
     "etp": "expert_tensor_parallel_size",
 }
+
+
+def critic_layout(config: Config) -> ParallelConfig:
+    """How the critic and the process reward model lie on the ranks."""
+    return config.critic.parallel or config.parallel
 
 
 def ranks_of_replica(parallel: ParallelConfig) -> int:
@@ -123,6 +128,11 @@ def experts_problem(parallel: ParallelConfig, num_experts: int, expert_ffn: int)
     if num_experts and parallel.tensor_parallel_size > 1 and not parallel.sequence_parallel:
         return "layers have experts, which with tensor parallelism need parallel.sequence_parallel=true"
     return None
+
+
+def of_critic(problem: str) -> str:
+    """``problem`` of a layout, as one of ``critic.parallel``."""
+    return re.sub(r"(?<![\w.])parallel\b(?=[.:])", "critic.parallel", problem)
 
 
 def megatron_stages(parallel: ParallelConfig) -> list[list[str]] | None:

@@ -13,7 +13,7 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
-from megatron_rl.config.schema import Config
+from megatron_rl.config.schema import Config, CriticConfig, ParallelConfig
 from megatron_rl.errors import ConfigError
 
 PRESETS = Path(__file__).parent / "presets"
@@ -119,7 +119,8 @@ def _suggestion(key: str) -> str:
 
 
 def _known_keys() -> list[str]:
-    return [*flat_params(Config()), *(f.name for f in fields(Config))]
+    every_section = Config(critic=CriticConfig(parallel=ParallelConfig()))
+    return [*flat_params(every_section), *(f.name for f in fields(Config))]
 
 
 def _first_line(error: Exception) -> str:

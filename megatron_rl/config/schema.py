@@ -320,19 +320,6 @@ class PolicyConfig:
 
 
 @dataclass
-class CriticConfig:
-    path: str = ""
-    """A critic, reward model or process reward model with a value head; empty: the policy's weights with a fresh head."""
-    dtype: Dtype = Dtype.float32
-    recompute: Recompute = Recompute.none
-    warmup_steps: int = 0
-    """First steps in which only the critic learns."""
-    num_epochs: int = 1
-    """Passes over the finished responses in one step (K critic updates per policy update)."""
-    optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=2.0e-6))
-
-
-@dataclass
 class ParallelConfig:
     num_ranks: int = 0
     """Trainer ranks (processes). 0: as many as the launcher started; without a launcher, more than 1 starts torchrun."""
@@ -352,6 +339,21 @@ class ParallelConfig:
     """Layers of each stage in the model's order, pipeline x virtual numbers; empty: the same number everywhere."""
     collective_timeout_s: float = 600.0
     """A collective that waits longer fails and says so."""
+
+
+@dataclass
+class CriticConfig:
+    path: str = ""
+    """A critic, reward model or process reward model with a value head; empty: the policy's weights with a fresh head."""
+    dtype: Dtype = Dtype.float32
+    recompute: Recompute = Recompute.none
+    warmup_steps: int = 0
+    """First steps in which only the critic learns."""
+    num_epochs: int = 1
+    """Passes over the finished responses in one step (K critic updates per policy update)."""
+    parallel: ParallelConfig | None = None
+    """A layout of its own over the same ranks, for the critic and the process reward model; null: as the policy."""
+    optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=2.0e-6))
 
 
 @dataclass

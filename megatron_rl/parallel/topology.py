@@ -5,14 +5,18 @@ data-parallel, then pipeline. Expert parallelism takes its ranks from those of a
 Two worlds live side by side: Megatron's groups (NCCL on GPUs, gloo on CPUs) and one gloo group for control traffic,
 which ``collectives.py`` uses. ``initialize`` blocks until every rank of the world has called it; a rank that does not
 come within ``parallel.collective_timeout_s`` makes the others fail.
+
+The same ranks may have several layouts (``add_layout``: a critic unlike its policy). Megatron's globals are those of
+one layout at a time: the first one's, and inside ``with topology.active()`` that topology's. All ranks make their
+layouts, and enter them, in the same order.
 """
 
 import functools
 import itertools
-import math
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import NamedTuple
 
@@ -21,7 +25,7 @@ import torch.distributed as dist
 
 from megatron_rl.config.layout import expert_tensor_size, layout_problems, ranks_of_replica
 from megatron_rl.config.schema import ParallelConfig
-from megatron_rl.parallel import cpu
+from megatron_rl.parallel import cpu, megatron_state
 
 cpu.install()
 
@@ -33,6 +37,9 @@ CONTROL_GROUP_TIMEOUT = timedelta(days=30)
 
 _generations: Iterator[int] = itertools.count()
 _control_plane: "ControlPlane | None" = None
+_layouts: "list[_Layout]" = []
+_active = 0
+"""Whose variables Megatron's globals are, as an index into ``_layouts``."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +57,18 @@ class Topology:
     device: torch.device
     cp_rank: int = 0
     cp_size: int = 1
+    layout: int = 0
+    """Which of the process's layouts this is."""
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """Megatron's globals are those of this layout inside; may be nested, and changes nothing where they are so."""
+        previous = _active
+        _switch_to(self.layout)
+        try:
+            yield
+        finally:
+            _switch_to(previous)
 
     @property
     def is_last_stage(self) -> bool:
@@ -68,6 +87,14 @@ class Place(NamedTuple):
     cp_rank: int
     dp_rank: int
     pp_rank: int
+
+
+@dataclass
+class _Layout:
+    parallel: ParallelConfig
+    topology: Topology
+    variables: megatron_state.Capture
+    """Megatron's globals; those of the active layout are in use and may be newer."""
 
 
 @dataclass(frozen=True)
@@ -99,18 +126,74 @@ def initialize(parallel: ParallelConfig, *, seed: int) -> Topology:
     if dist.is_initialized():
         raise RuntimeError("the process groups exist already; call topology.destroy() before another initialize()")
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    place = coordinates(rank, world_size, parallel)
+    coordinates(rank, world_size, parallel)
     timeout = timedelta(seconds=parallel.collective_timeout_s)
     on_gpu = torch.cuda.is_available()
-    device = torch.device("cpu")
     if on_gpu:
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
-        torch.cuda.set_device(device)
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
     # A prefix of its own for each world: keys of an earlier one would be taken for live addresses.
     store = dist.PrefixStore(f"megatron_rl/{next(_generations)}", _rendezvous_store())
     dist.init_process_group(
         "nccl" if on_gpu else "gloo", store=store, rank=rank, world_size=world_size, timeout=timeout
     )
+    topology = add_layout(parallel, seed=seed)
+    group = dist.new_group(backend="gloo", timeout=CONTROL_GROUP_TIMEOUT)
+    _control_plane = ControlPlane(group=group, timeout_s=parallel.collective_timeout_s)
+    return topology
+
+
+def add_layout(parallel: ParallelConfig, *, seed: int) -> Topology:
+    """Another layout of this world's ranks, all of which call it; ``seed`` as for ``initialize``.
+
+    A layout that is there already, but for its number of ranks and its time-out, is given back and shares its groups.
+    ValueError for one that does not fit.
+    """
+    global _active
+    for known in _layouts:
+        if _same_layout(known.parallel, parallel):
+            return known.topology
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    place = coordinates(rank, world_size, parallel)
+    topology = Topology(
+        rank=rank,
+        world_size=world_size,
+        tp_rank=place.tp_rank,
+        tp_size=parallel.tensor_parallel_size,
+        pp_rank=place.pp_rank,
+        pp_size=parallel.pipeline_parallel_size,
+        dp_rank=place.dp_rank,
+        dp_size=world_size // ranks_of_replica(parallel),
+        device=torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu"),
+        cp_rank=place.cp_rank,
+        cp_size=parallel.context_parallel_size,
+        layout=len(_layouts),
+    )
+    if _layouts:
+        _layouts[_active].variables = megatron_state.capture()
+    megatron_state.clear()
+    _initialize_megatron(parallel, seed)
+    previous, _active = _active, topology.layout
+    _layouts.append(_Layout(parallel, topology, megatron_state.capture()))
+    _switch_to(previous)
+    return topology
+
+
+def _same_layout(one: ParallelConfig, other: ParallelConfig) -> bool:
+    def groups(parallel: ParallelConfig) -> ParallelConfig:
+        return replace(
+            parallel,
+            num_ranks=0,
+            collective_timeout_s=1.0,
+            expert_tensor_parallel_size=expert_tensor_size(parallel),
+            sequence_parallel=False,
+            pipeline_layers=[],
+        )
+
+    return groups(one) == groups(other)
+
+
+def _initialize_megatron(parallel: ParallelConfig, seed: int) -> None:
+    """Make Megatron's groups and generators of one layout; its globals are those of none before."""
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=parallel.tensor_parallel_size,
         pipeline_model_parallel_size=parallel.pipeline_parallel_size,
@@ -120,33 +203,31 @@ def initialize(parallel: ParallelConfig, *, seed: int) -> Topology:
         context_parallel_size=parallel.context_parallel_size,
         expert_model_parallel_size=parallel.expert_parallel_size,
         expert_tensor_parallel_size=expert_tensor_size(parallel),
-        distributed_timeout_minutes=max(1, math.ceil(parallel.collective_timeout_s / 60)),
+        distributed_timeout_minutes=parallel.collective_timeout_s / 60,
     )
-    group = dist.new_group(backend="gloo", timeout=CONTROL_GROUP_TIMEOUT)
-    _control_plane = ControlPlane(group=group, timeout_s=parallel.collective_timeout_s)
     model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
-    return Topology(
-        rank=rank,
-        world_size=world_size,
-        tp_rank=place.tp_rank,
-        tp_size=parallel.tensor_parallel_size,
-        pp_rank=place.pp_rank,
-        pp_size=parallel.pipeline_parallel_size,
-        dp_rank=place.dp_rank,
-        dp_size=world_size // ranks_of_replica(parallel),
-        device=device,
-        cp_rank=place.cp_rank,
-        cp_size=parallel.context_parallel_size,
-    )
+
+
+def _switch_to(layout: int) -> None:
+    global _active
+    if layout == _active:
+        return
+    _layouts[_active].variables = megatron_state.capture()
+    megatron_state.restore(_layouts[layout].variables)
+    _active = layout
 
 
 def destroy() -> None:
     """Leave the world and forget its groups; every rank calls it. Without a world it does nothing."""
-    global _control_plane
+    global _control_plane, _active
     _control_plane = None
     if not dist.is_initialized():
         return
-    parallel_state.destroy_model_parallel()
+    for layout in reversed(_layouts):
+        _switch_to(layout.topology.layout)
+        parallel_state.destroy_model_parallel()
+    _layouts.clear()
+    _active = 0
     dist.destroy_process_group()
 
 

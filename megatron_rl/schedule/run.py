@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.config.checks import effective_window_tokens, model_vocab_size
+from megatron_rl.config.layout import critic_layout
 from megatron_rl.config.schema import (
     AdvantageKind,
     Config,
@@ -102,16 +103,19 @@ def rl_engines(config: Config, *, freeze_policy: bool = False) -> BuildEngines:
 
     def build(topology: Topology) -> dict[str, Engine]:
         policy, critic = config.policy, config.critic
+        critics = topology
+        if uses_critic(config) or config.reward.process.path:
+            critics = topologies.add_layout(critic_layout(config), seed=config.run.seed)
         trained = None if freeze_policy else policy.optimizer
         engines = {"policy": _engine(config, topology, "policy", policy, trained)}
         if uses_critic(config):
-            engines["critic"] = _engine(config, topology, "critic", critic, critic.optimizer, path=critic.path)
+            engines["critic"] = _engine(config, critics, "critic", critic, critic.optimizer, path=critic.path)
         if config.algorithm.kl.place is not KlPlace.none:
             # The reference chooses its own experts: their routes are part of what it would have said.
             own_choice = replace(policy, mtp=Mtp.drop, moe=replace(policy.moe, routing_replay=RoutingReplay.none))
             engines["reference"] = _engine(config, topology, "policy", own_choice, None, path=config.reference.path)
         if config.reward.process.path:
-            engines["process"] = _engine(config, topology, "critic", critic, None, path=config.reward.process.path)
+            engines["process"] = _engine(config, critics, "critic", critic, None, path=config.reward.process.path)
         return engines
 
     return build
@@ -134,7 +138,7 @@ def _engine(
     return Engine(
         role,
         path or config.policy.path,
-        parallel=config.parallel,
+        parallel=critic_layout(config) if role == "critic" else config.parallel,
         topology=topology,
         optimizer=optimizer,
         init=Init.checkpoint if path else config.policy.init,

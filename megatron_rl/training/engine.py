@@ -12,6 +12,8 @@ Invariants:
   micro-batches, tokens or ranks: a loss arrives divided by its global denominators.
 - A micro-batch without sequences runs as a stand-in of two masked tokens and adds nothing.
 - Outputs follow the alignment rule of ``data/batch.py``.
+- Megatron's globals are those of the engine's own layout while a method runs, and as before when it is left: engines of
+  different layouts may take turns.
 """
 
 import functools
@@ -54,6 +56,18 @@ LOGITS_PER_CHUNK = 2**22
 """Logits that may exist at a time (16 MiB): a small vocabulary takes few chunks, and few all-reduces with them."""
 
 
+def _in_own_layout(method: Callable) -> Callable:
+    """Run a method of an engine, the constructor too, with Megatron's globals those of the engine's layout."""
+
+    @functools.wraps(method)
+    def run(self: "Engine", *args: Any, **kwargs: Any) -> Any:
+        topology = kwargs["topology"] if method.__name__ == "__init__" else self.topology
+        with topology.active():
+            return method(self, *args, **kwargs)
+
+    return run
+
+
 @dataclass(frozen=True)
 class UpdateResult:
     grad_norm: float
@@ -68,6 +82,7 @@ class UpdateResult:
 class Engine:
     """One policy or critic: its model chunks on this rank and, if it trains, gradients, optimizer and schedule."""
 
+    @_in_own_layout
     def __init__(
         self,
         role: str,
@@ -94,6 +109,7 @@ class Engine:
         if role not in ("policy", "critic"):
             raise ValueError(f"role is 'policy' or 'critic', got {role!r}")
         self.role = role
+        self.parallel = parallel
         self.topology = topology
         self.path = Path(path)
         self.hf_config = load_hf_config(path)
@@ -126,6 +142,7 @@ class Engine:
         """Whether this rank reports for its tensor-, context- and pipeline-parallel peers: exactly one of them does."""
         return self.topology.is_output_rank
 
+    @_in_own_layout
     def logprobs(
         self, microbatches: Sequence[PackedBatch], *, temperature: float = 1.0, record_routes: bool = False
     ) -> list[Tensor]:
@@ -142,10 +159,12 @@ class Engine:
         """(layers, experts of one token), the shape of one token's routes."""
         return self.chunks[0].config.num_layers, self.chunks[0].config.moe_router_topk
 
+    @_in_own_layout
     def take_routes(self) -> list[Tensor]:
         """Per micro-batch of the recording pass just made, the routes [T, L, K] int16 (data/batch.py); on every rank."""
         return self._routing.take_routes()
 
+    @_in_own_layout
     def values(self, microbatches: Sequence[PackedBatch]) -> list[tuple[Tensor, Tensor]]:
         """Per micro-batch (values [T], final_values [N]): V before each token, and after the last of each sequence.
 
@@ -158,6 +177,7 @@ class Engine:
             for output, batch in zip(outputs, microbatches)
         ]
 
+    @_in_own_layout
     def update(
         self, microbatches: Sequence[PackedBatch], loss: LossFunction, *, temperature: float = 1.0
     ) -> UpdateResult:
@@ -185,6 +205,7 @@ class Engine:
         loads = self._routing.finish_update(skipped=step.skipped)
         return UpdateResult(step.grad_norm, step.lr, self._reduce(metrics) | loads, step.skipped)
 
+    @_in_own_layout
     def count_tokens(self, microbatches: Sequence[PackedBatch], names: Sequence[str]) -> dict[str, float]:
         """Sum of each per-token field over all micro-batches of all ranks: the denominators of token means."""
         counts = torch.zeros(len(names), dtype=torch.float64, device=self.topology.device)
@@ -195,20 +216,30 @@ class Engine:
 
     def export_weights(self, to: Destination = Destination.driver) -> Iterator[tuple[str, Tensor | None]]:
         """Hugging Face names and, where ``to`` says, whole tensors; every rank must exhaust it, for it gathers."""
-        return export_weights(self.chunks, self.hf_config, role=self.role, to=to)
+        weights = export_weights(self.chunks, self.hf_config, role=self.role, to=to)
+        while True:
+            # Between two tensors the caller is in its own layout: it may use another engine meanwhile.
+            with self.topology.active():
+                item = next(weights, None)
+            if item is None:
+                return
+            yield item
 
     def expected_weights(self) -> dict[str, tuple[int, ...]]:
         """Name and shape of every tensor of ``export_weights``."""
         return expected_names(self.hf_config, self.role)
 
+    @_in_own_layout
     def save_hf(self, folder: str | Path) -> None:
         """Write config.json, safetensors and tokenizer to ``folder``; it appears once it is complete."""
         save_hf(self.chunks, self.hf_config, self.path, folder, role=self.role, keep_mtp=self._keeps_mtp)
 
+    @_in_own_layout
     def save_state(self, folder: str | Path) -> None:
         """Write weights, optimizer state and schedule to ``folder``; it appears once it is complete."""
         save_checkpoint(folder, self.chunks, self._trained(), self._scheduler)
 
+    @_in_own_layout
     def load_state(self, folder: str | Path) -> None:
         """Continue from what ``save_state`` wrote, in this or another parallel layout."""
         load_checkpoint(folder, self.chunks, self._trained(), self._scheduler)

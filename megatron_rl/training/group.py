@@ -90,20 +90,36 @@ class Worker:
         return getattr(engine, command.name)(arguments["folder"])
 
 
+@dataclass(frozen=True)
+class _Places:
+    """The ranks in the layout of one engine."""
+
+    dp_ranks: tuple[int, ...]
+    """By rank: whose micro-batches it takes."""
+    reporters: tuple[int, ...]
+    """By data-parallel rank: the rank that reports for it."""
+
+    @classmethod
+    def of(cls, engine: Engine) -> "_Places":
+        num_ranks, last_stage = engine.topology.world_size, engine.topology.pp_size - 1
+        places = [coordinates(rank, num_ranks, engine.parallel) for rank in range(num_ranks)]
+        reporters = {
+            place.dp_rank: rank
+            for rank, place in enumerate(places)
+            if place.tp_rank == 0 and place.cp_rank == 0 and place.pp_rank == last_stage
+        }
+        return cls(
+            tuple(place.dp_rank for place in places), tuple(reporters[dp_rank] for dp_rank in sorted(reporters))
+        )
+
+
 class TrainerGroup:
-    """The driver's side. Batches go in whole and come back in their own order."""
+    """The driver's side; engines may have different layouts. Batches go in whole and come back in their own order."""
 
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
         self._costs = {name: flops_cost(engine.hf_config, role=engine.role) for name, engine in worker.engines.items()}
-        topology, parallel = worker.topology, worker.config.parallel
-        places = [coordinates(rank, topology.world_size, parallel) for rank in range(topology.world_size)]
-        self._dp_ranks = [place.dp_rank for place in places]
-        self._reporters = {
-            place.dp_rank: rank
-            for rank, place in enumerate(places)
-            if place.tp_rank == 0 and place.cp_rank == 0 and place.pp_rank == topology.pp_size - 1
-        }
+        self._places = {name: _Places.of(engine) for name, engine in worker.engines.items()}
 
     @property
     def engine_names(self) -> tuple[str, ...]:
@@ -133,8 +149,9 @@ class TrainerGroup:
         shape = self._worker.engines[engine].routes_shape
         routes = torch.zeros((len(batch.tokens), *shape), dtype=torch.int16)
         starts, lengths = batch.cu_seqlens[:-1], batch.lengths
+        reporters = self._places[engine].reporters
         for dp_rank, microbatches in enumerate(plan):
-            found = gathered[self._reporters[dp_rank]].view(torch.int16).view(-1, *shape)
+            found = gathered[reporters[dp_rank]].view(torch.int16).view(-1, *shape)
             order = [index for indices in microbatches for index in indices]
             rows = [torch.arange(int(lengths[index])) + starts[index] for index in order]
             if rows:
@@ -198,24 +215,28 @@ class TrainerGroup:
         collectives.broadcast_object(Command("stop"))
 
     def _plan(self, engine: str, batch: PackedBatch) -> Plan:
+        parallel = self._worker.engines[engine].parallel
         return plan_microbatches(
             batch.lengths.tolist(),
-            len(self._reporters),
+            len(self._places[engine].reporters),
             self._worker.config.batch.max_tokens_per_microbatch,
             cost=self._costs[engine],
+            # An interleaved schedule takes micro-batches in groups of as many as there are stages.
+            multiple_of=parallel.pipeline_parallel_size if parallel.virtual_pipeline_size > 1 else 1,
         )
 
     def _answers(self, command: Command, batch: PackedBatch) -> tuple[Plan, list[Tensor]]:
         plan = self._plan(command.engine, batch)
         gathered = self._call(command, batch, plan)
-        return plan, [gathered[self._reporters[dp_rank]] for dp_rank in range(len(plan))]
+        return plan, [gathered[rank] for rank in self._places[command.engine].reporters]
 
     def _call(self, command: Command, batch: PackedBatch | None = None, plan: Plan | None = None) -> Any:
         collectives.broadcast_object(command)
         microbatches: list[PackedBatch] = []
         if command.sends_batches:
             payloads = [_pack(batch, microbatch_indices) for microbatch_indices in plan]
-            own = collectives.send_batches([payloads[dp_rank] for dp_rank in self._dp_ranks])
+            dp_ranks = self._places[command.engine].dp_ranks
+            own = collectives.send_batches([payloads[dp_rank] for dp_rank in dp_ranks])
             microbatches = _unpack(own)
         result = self._worker.execute(command, microbatches)
         return collectives.gather_tensors(result) if command.gathers else result

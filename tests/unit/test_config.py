@@ -9,6 +9,7 @@ from megatron_rl.config.checks import check_config
 from megatron_rl.config.describe import batch_arithmetic
 from megatron_rl.config.load import config_to_yaml, load_config, preset_names
 from megatron_rl.config.schema import Config, Mode
+from megatron_rl.dry_run import print_plan
 from megatron_rl.errors import ConfigError
 
 MODEL = {
@@ -131,6 +132,38 @@ def test_impossible_combinations_name_the_key(recipe, overrides, expected):
     message = problems(recipe, *overrides)
     for part in expected:
         assert part in message
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["critic.parallel.tensor_parallel_size=3"], ["4 ranks do not divide by critic.parallel.tensor_parallel_size 3"]),
+        (["critic.parallel.virtual_pipeline_size=2"], ["critic.parallel.virtual_pipeline_size", "critic.parallel.pipeline"]),
+        (["critic.parallel.tensor_parallel_size=4"], ["critic.parallel.tensor_parallel_size: 4 does not divide num_key"]),
+        (["critic.parallel.pipeline_layers=[3]"], ["critic.parallel.pipeline_parallel_size: num_hidden_layers 2"]),
+        (["critic.parallel.expert_parallel_size=2"], ["critic.parallel: the layers have no experts", "critic.parallel.exp"]),
+        (["critic.parallel.num_ranks=2"], ["critic.parallel.num_ranks", "parallel.num_ranks=4"]),
+        (["critic.parallel.collective_timeout_s=0"], ["critic.parallel.collective_timeout_s"]),
+        (["preset=grpo", "critic.parallel.sequence_parallel=false"], ["critic.parallel: ", "no critic"]),
+    ],
+)
+def test_problems_of_the_critics_own_layout_name_its_keys(recipe, overrides, expected):
+    message = problems(recipe, "parallel.num_ranks=4", *overrides)
+    for part in expected:
+        assert part in message
+    assert "\nparallel." not in f"\n{message}"
+
+
+def test_a_critic_with_a_layout_of_its_own_is_described_beside_the_policy(recipe, capsys):
+    overrides = ["parallel.tensor_parallel_size=2", "critic.parallel.pipeline_parallel_size=2", "parallel.num_ranks=4"]
+    config = load_config(recipe, [*overrides, "batch.critic_minibatch_size=64", "batch.policy_minibatch_size=32"])
+    check_config(config, command="train")
+    rows = {row.name: row for row in batch_arithmetic(config, world_size=8)}
+    assert rows["samples per policy update"].per_rank == "8" and rows["samples per critic update"].per_rank == "up to 16"
+    print_plan(config, command="train", world_size=8)
+    shown = capsys.readouterr().out
+    assert "policy: 8 ranks = tensor 2 x pipeline 1 x data 4" in shown
+    assert "critic: 8 ranks = tensor 1 x pipeline 2 x data 4" in shown
 
 
 def test_all_problems_are_told_at_once(recipe):
