@@ -3,7 +3,8 @@
 Pure and light: no torch, so that a dry run and a check before the launch can use it.
 
 A short name is sizes joined by "+": ``tp2``, ``tp2+sp+pp2``, ``ep2+etp1``, ``pp2+vpp2``, ``cp2``, ``dp2``,
-``pp2+layers3/5``. Tensor parallelism of a mixture-of-experts model needs ``sp``.
+``pp2+layers3/5``; after a number it may be left out (``tp2pp2``). Tensor parallelism of a mixture-of-experts model needs
+``sp``.
 """
 
 import re
@@ -126,7 +127,7 @@ def experts_problem(parallel: ParallelConfig, num_experts: int, expert_ffn: int)
     if num_experts and expert_ffn % etp:
         return f"moe_intermediate_size {expert_ffn} does not divide by parallel.expert_tensor_parallel_size {etp}"
     if num_experts and parallel.tensor_parallel_size > 1 and not parallel.sequence_parallel:
-        return "layers have experts, which with tensor parallelism need parallel.sequence_parallel=true"
+        return "layers have experts, which with tensor parallelism need parallel.sequence_parallel=true (sp)"
     return None
 
 
@@ -152,7 +153,7 @@ def parse_layout(text: str, base: ParallelConfig | None = None) -> tuple[Paralle
     """
     sizes: dict[str, int | bool | list[int]] = {}
     data_parallel_size = 1
-    for word in text.strip().split("+"):
+    for word in re.split(r"[+·*]|(?<=\d)(?=[a-z])", text.strip()):
         match = re.fullmatch(r"([a-z]+?)(\d+)", word)
         stages = re.fullmatch(r"layers(\d+(?:/\d+)*)", word)
         if word == "sp":

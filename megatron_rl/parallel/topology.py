@@ -101,6 +101,8 @@ class _Layout:
 class ControlPlane:
     group: dist.ProcessGroup
     timeout_s: float
+    store: dist.Store
+    """Keys and values that all ranks see, of this world alone."""
 
 
 def coordinates(rank: int, world_size: int, parallel: ParallelConfig) -> Place:
@@ -138,7 +140,7 @@ def initialize(parallel: ParallelConfig, *, seed: int) -> Topology:
     )
     topology = add_layout(parallel, seed=seed)
     group = dist.new_group(backend="gloo", timeout=CONTROL_GROUP_TIMEOUT)
-    _control_plane = ControlPlane(group=group, timeout_s=parallel.collective_timeout_s)
+    _control_plane = ControlPlane(group=group, timeout_s=parallel.collective_timeout_s, store=store)
     return topology
 
 

@@ -321,4 +321,7 @@ def update_metrics(prefix: str, results: list[UpdateResult]) -> dict[str, float]
     metrics[f"{prefix}/lr"] = results[-1].lr
     metrics[f"{prefix}/num_updates"] = float(sum(not r.skipped for r in results))
     metrics[f"{prefix}/num_skipped"] = float(sum(r.skipped for r in results))
+    for name in results[0].plan:
+        total = sum(result.plan[name] for result in results)
+        metrics[f"perf/{prefix}_{name}"] = total if name.startswith("num_") else total / len(results)
     return metrics

@@ -30,6 +30,8 @@ CostFunction = Callable[[int], float]
 Plan = list[list[list[int]]]
 """Data-parallel rank -> micro-batch -> indices of its sequences, ascending."""
 
+STAND_IN_TOKENS = 2
+"""What a micro-batch without sequences runs as."""
 EVEN_ENOUGH = 1e-3
 """Ranks may idle for this share of their time: what is left to win is less than what the next batch changes."""
 WORTH_TOPPING_UP = 1e-2
@@ -109,6 +111,23 @@ def plan_statistics(plan: Plan, lengths: Sequence[int], cost: CostFunction = flo
         microbatch_imbalance=_idle_share(list(zip(*cost_of))),
         padding_share=_idle_share(list(zip(*tokens_of))),
     )
+
+
+def padded_share(plan: Plan, lengths: Sequence[int], *, sequence_multiple: int = 1, pack_multiple: int = 1) -> float:
+    """Share of the rows that the ranks compute and no sequence needs, in [0, 1).
+
+    A layout pads each sequence to ``sequence_multiple`` tokens (2 x context-parallel ranks), then the pack to
+    ``pack_multiple``; a micro-batch without sequences runs as a stand-in of two tokens.
+    """
+    rows = 0
+    for microbatch in (microbatch for rank in plan for microbatch in rank):
+        padded = sum(_up_to(lengths[index], sequence_multiple) for index in microbatch)
+        rows += _up_to(padded or _up_to(STAND_IN_TOKENS, sequence_multiple), pack_multiple)
+    return 1.0 - sum(lengths) / rows if rows else 0.0
+
+
+def _up_to(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
 
 
 def split_minibatches(n: int, minibatch_size: int, generator: torch.Generator | None = None) -> list[list[int]]:

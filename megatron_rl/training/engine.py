@@ -17,8 +17,8 @@ Invariants:
 """
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +48,7 @@ from megatron_rl.models.hf.weights import Destination, expected_names, export_we
 from megatron_rl.models.logprobs import DEFAULT_CHUNK_SIZE
 from megatron_rl.models.moe import Routing
 from megatron_rl.parallel.topology import Topology
+from megatron_rl.training.batching import STAND_IN_TOKENS
 from megatron_rl.training.checkpoint import load_checkpoint, save_checkpoint
 from megatron_rl.training.losses import LossFunction, Metrics
 from megatron_rl.training.optimizer import build_optimizer, build_scheduler, guarded_step
@@ -77,6 +78,8 @@ class UpdateResult:
     """Name -> (sum, denominator) over all micro-batches of all ranks; the same on every rank."""
     skipped: bool
     """The gradient was not finite: weights, Adam's state and the schedule are as before."""
+    plan: Mapping[str, float] = field(default_factory=dict)
+    """How even the micro-batches were, as ``TrainerGroup`` planned them: names as in docs/metrics.md."""
 
 
 class Engine:
@@ -381,9 +384,9 @@ def _stand_in(batch: PackedBatch) -> PackedBatch:
     if batch.num_sequences:
         return batch
     return PackedBatch(
-        tokens=batch.tokens.new_zeros(2),
-        cu_seqlens=batch.cu_seqlens.new_tensor([0, 2]),
-        fields={name: values.new_zeros((2, *values.shape[1:])) for name, values in batch.fields.items()},
+        tokens=batch.tokens.new_zeros(STAND_IN_TOKENS),
+        cu_seqlens=batch.cu_seqlens.new_tensor([0, STAND_IN_TOKENS]),
+        fields={name: values.new_zeros((STAND_IN_TOKENS, *values.shape[1:])) for name, values in batch.fields.items()},
         images=batch.images,
     )
 

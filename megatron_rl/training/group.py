@@ -8,7 +8,8 @@ not a long generation.
 
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -17,10 +18,10 @@ from torch import Tensor
 from megatron_rl.config.schema import Config
 from megatron_rl.data.batch import Images, PackedBatch, cu_seqlens_of
 from megatron_rl.models.hf.weights import Destination
-from megatron_rl.parallel import collectives
+from megatron_rl.parallel import collectives, progress
 from megatron_rl.parallel.topology import Topology, coordinates
 from megatron_rl.training import losses
-from megatron_rl.training.batching import Plan, plan_microbatches
+from megatron_rl.training.batching import Plan, padded_share, plan_microbatches, plan_statistics
 from megatron_rl.training.engine import Engine, UpdateResult
 from megatron_rl.training.export import WeightExport, free_cached_memory
 from megatron_rl.training.flops import flops_cost
@@ -33,6 +34,9 @@ class Command:
     arguments: dict[str, Any] = field(default_factory=dict)
     sends_batches: bool = False
     gathers: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.name} of the engine {self.engine}" if self.engine else self.name
 
 
 class Worker:
@@ -61,17 +65,22 @@ class Worker:
         command = collectives.broadcast_object(None, what="its next command")
         if command.name == "stop":
             return False
-        payload = collectives.receive(what=f"the batches of {command.name}") if command.sends_batches else {}
+        payload = collectives.receive(what=f"the batches of the {command}") if command.sends_batches else {}
         result = self.execute(command, _unpack(payload))
         if command.gathers:
-            collectives.gather_tensors(result, what=f"the results of {command.name}")
+            collectives.gather_tensors(result, what=f"the results of the {command}")
         return True
 
     def execute(self, command: Command, microbatches: list[PackedBatch]) -> Any:
+        """This rank's part of ``command``."""
         if command.name == "heartbeat":
             return None
         if command.name == "free_memory":
             return free_cached_memory()
+        with progress.working(str(command)):
+            return self._execute(command, microbatches)
+
+    def _execute(self, command: Command, microbatches: list[PackedBatch]) -> Any:
         engine, arguments = self.engines[command.engine], command.arguments
         if command.name == "logprobs":
             return _joined(engine, engine.logprobs(microbatches, **arguments))
@@ -175,7 +184,9 @@ class TrainerGroup:
     ) -> UpdateResult:
         """One optimizer step of ``engine`` on ``batch``; denominators are those of losses.build, over the whole batch."""
         arguments = {"objective": objective, "denominators": denominators, "temperature": temperature}
-        return self._call(Command("update", engine, arguments, sends_batches=True), batch, self._plan(engine, batch))
+        plan = self._plan(engine, batch)
+        result = self._call(Command("update", engine, arguments, sends_batches=True), batch, plan)
+        return replace(result, plan=self._plan_metrics(engine, batch, plan))
 
     def export_weights(self, engine: str, to: Destination = Destination.driver) -> Iterator[tuple[str, Tensor]]:
         """Hugging Face names and whole tensors for this rank, streamed; must be walked to its end.
@@ -183,8 +194,9 @@ class TrainerGroup:
         The other ranks begin at once and do what ``to`` asks of them (``WeightExport``). An iterator that was begun
         runs its gathers to their end, however it is left.
         """
-        collectives.broadcast_object(Command("export", engine, {"to": to}))
-        return _run_out(self._worker.engines[engine].export_weights(to))
+        command = Command("export", engine, {"to": to})
+        collectives.broadcast_object(command, what=str(command))
+        return _run_out(self._worker.engines[engine].export_weights(to), progress.working(str(command)))
 
     def expected_weights(self, engine: str) -> dict[str, tuple[int, ...]]:
         """Hugging Face name -> shape of every tensor that export_weights gives."""
@@ -225,28 +237,52 @@ class TrainerGroup:
             multiple_of=parallel.pipeline_parallel_size if parallel.virtual_pipeline_size > 1 else 1,
         )
 
+    def _plan_metrics(self, engine: str, batch: PackedBatch, plan: Plan) -> dict[str, float]:
+        parallel, lengths = self._worker.engines[engine].parallel, batch.lengths.tolist()
+        even = plan_statistics(plan, lengths, self._costs[engine])
+        num_context_ranks = parallel.context_parallel_size
+        sequence_multiple = 2 * num_context_ranks if num_context_ranks > 1 else 1
+        split_ranks = parallel.tensor_parallel_size if parallel.sequence_parallel else 1
+        padded = padded_share(
+            plan, lengths, sequence_multiple=sequence_multiple, pack_multiple=sequence_multiple * split_ranks
+        )
+        return {
+            "num_microbatches": float(even.num_microbatches),
+            "num_stand_ins": float(even.num_stand_ins),
+            "rank_imbalance": even.rank_imbalance,
+            "microbatch_imbalance": even.microbatch_imbalance,
+            "padding_share": padded,
+        }
+
     def _answers(self, command: Command, batch: PackedBatch) -> tuple[Plan, list[Tensor]]:
         plan = self._plan(command.engine, batch)
         gathered = self._call(command, batch, plan)
         return plan, [gathered[rank] for rank in self._places[command.engine].reporters]
 
     def _call(self, command: Command, batch: PackedBatch | None = None, plan: Plan | None = None) -> Any:
-        collectives.broadcast_object(command)
+        collectives.broadcast_object(command, what=str(command))
         microbatches: list[PackedBatch] = []
         if command.sends_batches:
             payloads = [_pack(batch, microbatch_indices) for microbatch_indices in plan]
             dp_ranks = self._places[command.engine].dp_ranks
-            own = collectives.send_batches([payloads[dp_rank] for dp_rank in dp_ranks])
+            own = collectives.send_batches(
+                [payloads[dp_rank] for dp_rank in dp_ranks], what=f"the batches of the {command}"
+            )
             microbatches = _unpack(own)
         result = self._worker.execute(command, microbatches)
-        return collectives.gather_tensors(result) if command.gathers else result
+        if command.gathers:
+            return collectives.gather_tensors(result, what=f"the results of the {command}")
+        return result
 
 
-def _run_out(weights: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+def _run_out(
+    weights: Iterator[tuple[str, Tensor]], working: AbstractContextManager[None]
+) -> Iterator[tuple[str, Tensor]]:
     try:
         # Not "yield from": closing this generator must not close the other one before its gathers are through.
-        for item in weights:  # noqa: UP028
-            yield item
+        with working:
+            for item in weights:  # noqa: UP028
+                yield item
     finally:
         for _ in weights:
             pass

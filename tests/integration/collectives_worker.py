@@ -1,6 +1,6 @@
 """Run by torchrun from ``test_collectives.py``; writes what this rank saw to ``argv[1]/RANK.pt``.
 
-The last two checks end the world: a time-out, then the end of rank 1 while rank 0 waits for it.
+The last checks end the world: time-outs, then the end of rank 1 while rank 0 waits for it.
 """
 
 import os
@@ -13,7 +13,10 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl.config.schema import ParallelConfig
-from megatron_rl.parallel import collectives, topology
+from megatron_rl.parallel import collectives, progress, topology
+
+# isort: split
+from megatron.core import parallel_state
 
 
 def payload_for(rank: int) -> dict[str, torch.Tensor]:
@@ -55,6 +58,18 @@ def main() -> None:
         dist.all_reduce(ones)
         assert ones.item() == 3
         topology.destroy()
+
+    progress.GRACE_S = 1.0
+    place = topology.initialize(ParallelConfig(collective_timeout_s=1.0), seed=1)
+    try:
+        with progress.working("update of the engine critic"):
+            if rank == 1:
+                time.sleep(6.0)
+            dist.all_reduce(torch.ones(1), group=parallel_state.get_data_parallel_group())
+    except RuntimeError as error:
+        seen.append(f"{type(error).__name__}: {error}")
+    assert place.dp_size == 3
+    topology.destroy()
 
     topology.initialize(ParallelConfig(), seed=1)
     if rank == 1:

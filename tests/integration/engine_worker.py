@@ -1,7 +1,7 @@
 """One rank of tests/integration/test_engine.py: runs every scenario that fits its world, writes one file of results.
 
-Usage: engine_worker.py MODELS OUT, by torchrun or alone. MODELS holds the folders qwen2 and qwen3-tied; rank 0 writes
-OUT/results.pt, a dict by scenario and objective.
+Usage: engine_worker.py MODELS OUT, by torchrun or alone. MODELS holds the folders qwen2, qwen3-tied, latent (latent
+attention and experts) and experts; rank 0 writes OUT/results.pt, a dict by scenario and objective.
 """
 
 import dataclasses
@@ -16,9 +16,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron_rl.config.layout import parse_layout
 from megatron_rl.config.schema import (
     AlgorithmConfig,
     DecayStyle,
+    Dtype,
     Init,
     OptimizerConfig,
     ParallelConfig,
@@ -44,9 +46,7 @@ OBJECTIVES = {"policy": "policy", "critic": "critic", "sft": "policy"}
 @dataclass(frozen=True)
 class Scenario:
     name: str
-    tp: int = 1
-    pp: int = 1
-    sp: bool = False
+    layout: str = "tp1"
     max_tokens: int = 1000
     recompute: Recompute = Recompute.none
     model: str = "qwen2"
@@ -55,12 +55,14 @@ class Scenario:
     masked_rows: int = 0
     """Further sequences with all masks 0."""
     objectives: tuple[str, ...] = tuple(OBJECTIVES)
+    dtype: Dtype = Dtype.float32
 
 
 SCENARIOS: dict[int, list[Scenario]] = {
     1: [
         Scenario("reference"),
         Scenario("reference-tied", model="qwen3-tied", objectives=("policy", "critic")),
+        Scenario("reference-latent", model="latent", objectives=("policy",)),
         Scenario("split", max_tokens=48),
         Scenario("one-each", max_tokens=1, objectives=("policy",)),
         Scenario("recompute", recompute=Recompute.full),
@@ -70,28 +72,39 @@ SCENARIOS: dict[int, list[Scenario]] = {
         Scenario("dp2"),
         Scenario("dp2-split", max_tokens=48),
         Scenario("dp2-empty", all_on_first_rank=True, max_tokens=64),
-        Scenario("tp2", tp=2),
-        Scenario("tp2-tied", tp=2, model="qwen3-tied", objectives=("policy", "critic")),
-        Scenario("tp2-sp", tp=2, sp=True, max_tokens=48),
-        Scenario("tp2-sp-recompute", tp=2, sp=True, recompute=Recompute.full, objectives=("policy",)),
-        Scenario("pp2", pp=2, max_tokens=48),
-        Scenario("pp2-tied", pp=2, model="qwen3-tied", max_tokens=48, objectives=("policy", "critic")),
+        Scenario("tp2", "tp2"),
+        Scenario("tp2-tied", "tp2", model="qwen3-tied", objectives=("policy", "critic")),
+        Scenario("tp2-sp", "tp2+sp", max_tokens=48),
+        Scenario("tp2-sp-recompute", "tp2+sp", recompute=Recompute.full, objectives=("policy",)),
+        Scenario("cp2-latent", "cp2", model="latent", max_tokens=48, objectives=("policy",)),
+        Scenario("pp2", "pp2", max_tokens=48),
+        Scenario("pp2-tied", "pp2", model="qwen3-tied", max_tokens=48, objectives=("policy", "critic")),
     ],
     4: [
         Scenario("dp4", max_tokens=64, objectives=("policy", "critic")),
-        Scenario("tp2-dp2", tp=2, max_tokens=48),
-        Scenario("tp2-sp-pp2", tp=2, sp=True, pp=2, max_tokens=48, objectives=("policy", "critic")),
-        Scenario("pp2-dp2-empty", pp=2, all_on_first_rank=True, max_tokens=64, objectives=("policy",)),
+        Scenario("tp2-dp2", "tp2", max_tokens=48),
+        Scenario("tp2-sp-pp2", "tp2+sp+pp2", max_tokens=48, objectives=("policy", "critic")),
+        Scenario("tp2-sp-cp2-latent", "tp2+sp+cp2", model="latent", max_tokens=48, objectives=("policy",)),
+        Scenario("pp2-dp2-empty", "pp2", all_on_first_rank=True, max_tokens=64, objectives=("policy",)),
     ],
 }
 
 RESUMED: dict[int, list[Scenario]] = {
     1: [Scenario("resume")],
-    2: [Scenario("dp2", max_tokens=48), Scenario("tp2-sp", tp=2, sp=True)],
+    2: [Scenario("dp2", max_tokens=48), Scenario("tp2-sp", "tp2+sp")],
     4: [],
 }
-RESHARDED: dict[int, list[Scenario]] = {1: [], 2: RESUMED[2], 4: [Scenario("tp2-pp2", tp=2, pp=2, max_tokens=48)]}
+RESHARDED: dict[int, list[Scenario]] = {1: [], 2: RESUMED[2], 4: [Scenario("tp2-pp2", "tp2+pp2", max_tokens=48)]}
 POISONED: dict[int, list[Scenario]] = {1: RESUMED[1], 2: RESUMED[2], 4: RESHARDED[4]}
+
+DRIFTS: dict[int, list[Scenario]] = {
+    1: [Scenario("experts", model="experts")],
+    2: [Scenario("experts-bfloat16", "ep2", model="experts", dtype=Dtype.bfloat16)],
+    4: [],
+}
+"""Many small steps, in float32 and with bfloat16 weights."""
+DRIFT = OptimizerConfig(lr=3e-4, weight_decay=0.0)
+NUM_DRIFT_STEPS = 16
 
 
 def make_batch(masked_rows: int = 0) -> PackedBatch:
@@ -192,12 +205,7 @@ class Trial:
 
 
 def parallel_of(scenario: Scenario) -> ParallelConfig:
-    return ParallelConfig(
-        tensor_parallel_size=scenario.tp,
-        pipeline_parallel_size=scenario.pp,
-        sequence_parallel=scenario.sp,
-        collective_timeout_s=120.0,
-    )
+    return parse_layout(scenario.layout, ParallelConfig(collective_timeout_s=120.0))[0]
 
 
 def run_invariance(scenario: Scenario, objective: str, models: Path, place: topologies.Topology) -> dict[str, Any]:
@@ -227,6 +235,29 @@ def run_resumed(scenario: Scenario, models: Path, out: Path, place: topologies.T
             "resumed weights": trial.weights(resumed),
         }
     return results
+
+
+def run_drift(scenario: Scenario, models: Path, place: topologies.Topology) -> dict[str, Any]:
+    """Weights before and after NUM_DRIFT_STEPS of sft, and the loss of each."""
+    engine = Engine(
+        "policy",
+        models / scenario.model,
+        parallel=parallel_of(scenario),
+        topology=place,
+        optimizer=DRIFT,
+        dtype=scenario.dtype,
+    )
+    batch = make_batch()
+    plan = plan_microbatches(LENGTHS, place.dp_size, scenario.max_tokens)[place.dp_rank]
+    loss = losses.build("sft", ALGORITHM, {"mask": float(batch.fields["mask"].sum())})
+    weights, found = [], []
+    for step in range(NUM_DRIFT_STEPS + 1):
+        if step in (0, NUM_DRIFT_STEPS):
+            weights.append({name: w.detach().float().clone() for name, w in engine.export_weights() if w is not None})
+        if step < NUM_DRIFT_STEPS:
+            total, count = engine.update([batch.select(indices) for indices in plan], loss).metrics["lm_loss"]
+            found.append(total / count)
+    return {"before": weights[0], "after": weights[1], "losses": found}
 
 
 def run_resharded(scenario: Scenario, models: Path, single: Path, place: topologies.Topology) -> dict[str, Any]:
@@ -266,6 +297,8 @@ def run_poisoned(scenario: Scenario, models: Path, place: topologies.Topology) -
 
 
 def main() -> None:
+    from tests.integration import two_layouts  # which needs the names above
+
     models, out = Path(sys.argv[1]), Path(sys.argv[2])
     torch.set_num_threads(1)
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
@@ -278,11 +311,14 @@ def main() -> None:
     for scenario in RESHARDED[world_size]:
         runs.append(("resharded", scenario, partial(run_resharded, scenario, models, single)))
     runs += [("poisoned", scenario, partial(run_poisoned, scenario, models)) for scenario in POISONED[world_size]]
+    runs += [("drift", scenario, partial(run_drift, scenario, models)) for scenario in DRIFTS[world_size]]
     results: dict[str, Any] = {}
     for kind, scenario, run in runs:
         place = topologies.initialize(parallel_of(scenario), seed=1)
         results[f"{scenario.name}/{kind}"] = run(place)
         topologies.destroy()
+    if world_size in (1, 4):
+        results["two layouts"] = two_layouts.run_cases(models, out, num_ranks=world_size)
     if place.rank == 0:
         torch.save(results, out / "results.pt")
 

@@ -14,6 +14,7 @@ from megatron_rl.config.schema import DecayStyle, OptimizerConfig
 from megatron_rl.training.optimizer import build_scheduler
 from tests.integration.engine_worker import (
     LENGTHS,
+    NUM_DRIFT_STEPS,
     OPTIMIZER,
     POISONED,
     PROMPT_TOKENS,
@@ -24,6 +25,8 @@ from tests.integration.engine_worker import (
     make_batch,
 )
 from tests.integration.torchrun import run_ranks
+from tests.integration.two_layouts import CASES
+from tests.tiny_families import make_family_model
 from tests.tiny_models import make_tiny_model
 
 LAUNCH_TIMEOUT_S = 600
@@ -49,6 +52,8 @@ def results(tmp_path_factory):
     folder = tmp_path_factory.mktemp("engine")
     make_tiny_model(folder / "models" / "qwen2", "qwen2")
     make_tiny_model(folder / "models" / "qwen3-tied", "qwen3", tie_word_embeddings=True)
+    make_tiny_model(folder / "models" / "experts", "qwen3_moe", num_hidden_layers=4)
+    make_family_model(folder / "models" / "latent", "deepseek_v3_yarn", vocab_size=128)
 
     @cache
     def of(world_size: int) -> dict:
@@ -89,7 +94,8 @@ def assert_same_step(found: dict, expected: dict, relative: float = RELATIVE) ->
 @pytest.mark.parametrize("world_size,scenario,objective", COMPARED)
 def test_results_do_not_depend_on_layout_split_or_recompute(results, world_size, scenario, objective):
     found = results(world_size)[f"{scenario}/{objective}"]
-    expected = results(1)[f"reference{'-tied' if 'tied' in scenario else ''}/{objective}"]
+    kind = next((f"-{kind}" for kind in ("tied", "latent") if kind in scenario), "")
+    expected = results(1)[f"reference{kind}/{objective}"]
     answers = found["answers"][:NUM_TOKENS]
     torch.testing.assert_close(answers, expected["answers"], rtol=1e-5, atol=5e-6)
     if objective == "critic":
@@ -176,6 +182,41 @@ def test_a_gradient_that_is_not_finite_leaves_no_trace(results, world_size, scen
     assert found["disturbed"] == found["calm"]
     for name, value in found["calm weights"].items():
         assert torch.equal(found["disturbed weights"][name], value), name
+
+
+def test_bfloat16_experts_move_as_float32_ones_also_by_steps_below_their_resolution(results):
+    """A step that rounds away in bfloat16 has to add up in the float32 main weights."""
+    exact, found = results(1)["experts/drift"], results(2)["experts-bfloat16/drift"]
+    assert found["losses"] == pytest.approx(exact["losses"], rel=0.02)
+    assert exact["losses"][-1] < 0.9 * exact["losses"][0]
+    moves = {name: (exact["after"][name] - exact["before"][name]).flatten() for name in exact["before"]}
+    found_moves = {name: (found["after"][name] - found["before"][name]).flatten() for name in moves}
+    agreement = torch.cosine_similarity(torch.cat(list(moves.values())), torch.cat(list(found_moves.values())), dim=0)
+    assert agreement > 0.98
+    norms = [name for name in moves if "norm" in name]
+    # Norm weights are about 1, where neighbouring bfloat16 numbers are at least 1/256 apart.
+    assert max(moves[name].abs().max() for name in norms) / NUM_DRIFT_STEPS < 0.5 / 256
+    for name in norms:
+        assert torch.cosine_similarity(moves[name], found_moves[name], dim=0) > 0.6, name
+
+
+@pytest.mark.parametrize("part", ["begun", "resumed"])
+@pytest.mark.parametrize("case", CASES)
+def test_a_policy_and_a_critic_of_different_layouts_step_and_go_on_as_on_one_rank(results, case, part):
+    found, expected = results(4)["two layouts"][case][part], results(1)["two layouts"][case][part]
+    for name in ("values", "final values", "logprobs"):
+        torch.testing.assert_close(found[name], expected[name], rtol=1e-5, atol=5e-6)
+    for engine in ("policy", "critic"):
+        assert_same_step(found[engine], expected[engine])
+        assert_same_weights(found[f"weights of {engine}"], expected[f"weights of {engine}"], RELATIVE)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_second_step_of_both_models_is_not_the_first_again(results, case):
+    """Otherwise going on from the files could not be told from starting over."""
+    begun, resumed = (results(1)["two layouts"][case][part] for part in ("begun", "resumed"))
+    for name in ("logprobs", "values"):
+        assert (begun[name] - resumed[name]).abs().max() > 1e-3
 
 
 def test_a_schedule_that_cannot_be_is_refused():

@@ -77,7 +77,12 @@ def test_short_names_say_every_size() -> None:
     )
 
 
-@pytest.mark.parametrize("text", ["", "tp", "2tp", "xp2", "tp2+", "layers", "tp2,pp2", "dp0"])
+@pytest.mark.parametrize("text", ["tp2pp2", "tp2·pp2", "tp2*pp2", " tp2+pp2"])
+def test_sizes_may_be_joined_in_other_ways(text: str) -> None:
+    assert parse_layout(text) == parse_layout("tp2+pp2")
+
+
+@pytest.mark.parametrize("text", ["", "tp", "2tp", "xp2", "tp2+", "tp2++pp2", "layers", "tp2,pp2", "dp0"])
 def test_a_short_name_that_says_nothing_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="layout"):
         parse_layout(text)

@@ -1,17 +1,13 @@
-"""One rank of tests/integration/test_two_layouts.py: a policy and a critic of different layouts take turns.
+"""A policy and a critic of different layouts take turns: part of the launches of tests/integration/test_engine.py.
 
-Usage: two_layouts_worker.py MODELS OUT, by torchrun or alone. For each case, the ranks do what a T-PPO step does
-(values, log-probs, an update of each model); where the case says so they save both models and do it once more from the
-files, in another pair of layouts. One rank alone simply goes on. Rank 0 writes OUT/results.pt, by case.
+For each case the ranks do what a T-PPO step does (values, log-probs, an update of each model), save both models and do
+it once more from the files, in another pair of layouts. One rank alone simply goes on.
 """
 
 import dataclasses
-import os
-import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from megatron_rl.config.layout import parse_layout
 from megatron_rl.config.schema import BatchConfig, Config, CriticConfig, ParallelConfig, PolicyConfig, RunConfig
@@ -27,12 +23,12 @@ class Case:
     model: str
     first: tuple[str, str]
     """Layouts of policy and critic on 4 ranks."""
-    then: tuple[str, str] | None = None
+    then: tuple[str, str]
     """Those that go on from the files."""
 
 
 CASES = {
-    "dense": Case("dense", ("tp2", "pp2")),
+    "dense": Case("qwen2", ("tp2+sp+pp2", "pp2"), ("tp1", "cp2")),
     "experts": Case("experts", ("ep2", "tp2+sp"), ("tp2+sp+ep2", "pp2+vpp2")),
 }
 TIMEOUT_S = 120.0
@@ -51,7 +47,7 @@ def config_of(case: Case, models: Path, layouts: tuple[str, str], seed: int) -> 
     )
 
 
-def half_step(group: TrainerGroup) -> dict[str, Any]:
+def _half_step(group: TrainerGroup) -> dict[str, Any]:
     """Values and log-probs of the batch, then an update of each model on them."""
     batch = make_batch()
     values, final_values = group.values(batch)
@@ -64,64 +60,62 @@ def half_step(group: TrainerGroup) -> dict[str, Any]:
         "values": values,
         "final values": final_values,
         "logprobs": logprobs,
-        "policy": (policy.grad_norm, policy.metrics),
-        "critic": (critic.grad_norm, critic.metrics),
+        "policy": vars(policy),
+        "critic": vars(critic),
     }
 
 
 def step(group: TrainerGroup) -> dict[str, Any]:
-    seen = half_step(group)
+    seen = _half_step(group)
     for engine in group.engine_names:
         seen[f"weights of {engine}"] = {name: tensor.clone() for name, tensor in group.export_weights(engine)}
     return seen
 
 
-def drive(group: TrainerGroup, case: Case, folder: Path, *, resumes: bool) -> dict[str, Any]:
-    if resumes:
-        for engine in group.engine_names:
-            group.load_state(engine, str(folder / engine))
-    name = "resumed" if resumes else "begun"
-    seen = {name: step(group)}
-    if case.then and not resumes:
-        if is_alone():
-            seen["resumed"] = step(group)
-        else:
+def run_cases(models: Path, out: Path, *, num_ranks: int) -> dict[str, dict[str, Any]]:
+    """Case -> "begun" and "resumed" -> what rank 0 saw; nothing on the others."""
+    found = {}
+    for name, case in CASES.items():
+        if num_ranks == 1:
+            found[name] = _run(
+                case, models, ("tp1", "tp1"), lambda group: {"begun": step(group), "resumed": step(group)}
+            )
+            continue
+
+        def begin(group: TrainerGroup, folder: Path = out / name) -> dict[str, Any]:
+            seen = {"begun": step(group)}
             for engine in group.engine_names:
                 group.save_state(engine, str(folder / engine))
-    group.stop()
-    return seen
+            return seen
+
+        def go_on(group: TrainerGroup, folder: Path = out / name) -> dict[str, Any]:
+            for engine in group.engine_names:
+                group.load_state(engine, str(folder / engine))
+            return {"resumed": step(group)}
+
+        # Fresh value heads come from the seed: the resumed ones must get theirs from the file.
+        found[name] = _run(case, models, case.first, begin) | _run(case, models, case.then, go_on, seed=2)
+    return found
 
 
-def run(case: Case, models: Path, folder: Path, *, resumes: bool = False) -> dict[str, Any]:
-    layouts = ("tp1", "tp1") if is_alone() else case.then if resumes else case.first
-    # Weights that are not the saved ones: everything has to come from the files.
-    config = config_of(case, models, layouts, seed=2 if resumes else 1)
+def _run(
+    case: Case,
+    models: Path,
+    layouts: tuple[str, str],
+    drive: Callable[[TrainerGroup], dict[str, Any]],
+    *,
+    seed: int = 1,
+) -> dict[str, Any]:
+    config = config_of(case, models, layouts, seed=seed)
     place = topologies.initialize(config.parallel, seed=1)
     try:
         worker = Worker(config, place, rl_engines(config)(place))
-        if place.rank == 0:
-            return drive(TrainerGroup(worker), case, folder, resumes=resumes)
-        worker.serve()
-        return {}
+        if place.rank != 0:
+            worker.serve()
+            return {}
+        group = TrainerGroup(worker)
+        seen = drive(group)
+        group.stop()
+        return seen
     finally:
         topologies.destroy()
-
-
-def is_alone() -> bool:
-    return os.environ.get("WORLD_SIZE", "1") == "1"
-
-
-def main() -> None:
-    models, out = Path(sys.argv[1]), Path(sys.argv[2])
-    torch.set_num_threads(1)
-    results = {}
-    for name, case in CASES.items():
-        results[name] = run(case, models, out / name)
-        if case.then and not is_alone():
-            results[name] |= run(case, models, out / name, resumes=True)
-    if os.environ.get("RANK", "0") == "0":
-        torch.save(results, out / "results.pt")
-
-
-if __name__ == "__main__":
-    main()

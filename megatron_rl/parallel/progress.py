@@ -1,0 +1,105 @@
+"""Whom a rank waited for: each notes in the world's store what it is doing, so that a time-out can name who did not come.
+
+A collective of Megatron's that waits too long says neither for whom nor what for. Inside ``with working(what)`` such an
+error becomes a ``CollectiveTimeout`` that does. The ranks do their work in the same order, so equal counts are equal
+work: a rank that has begun less holds the others up, and so does one that has begun this and has not timed out itself.
+
+Only gloo raises where it waits. NCCL's watchdog ends the process, with an account of its own.
+"""
+
+import itertools
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch.distributed as dist
+
+from megatron_rl.parallel import topology
+from megatron_rl.parallel.collectives import CollectiveTimeout
+
+GRACE_S = 5.0
+"""Ranks that wait for the same one time out about together; this long they are given to say so."""
+ASK_S = 10.0
+"""Longest wait for the store, whose own process may be the one that stands still."""
+
+_counts: Iterator[int] = itertools.count(1)
+
+
+class Note(NamedTuple):
+    """What a rank last began; ``count`` is 0 before the first."""
+
+    count: int
+    what: str
+    gave_up: bool = False
+    """It waited too long itself."""
+
+
+@contextmanager
+def working(what: str) -> Iterator[None]:
+    """Around one piece of collective work that all ranks do."""
+    plane, rank, start = topology.control_plane(), dist.get_rank(), time.monotonic()
+    count = next(_counts)
+    plane.store.set(f"progress/{rank}", f"{count} begun {what}")
+    try:
+        yield
+    except RuntimeError as error:
+        if isinstance(error, CollectiveTimeout) or not is_timeout(error):
+            raise
+        elapsed_s = time.monotonic() - start
+        notes = _notes_of_all(f"{count} late {what}")
+        raise CollectiveTimeout(account(rank, Note(count, what), elapsed_s, notes)) from error
+
+
+def is_timeout(error: RuntimeError) -> bool:
+    """A wait of torch's own that came to its end."""
+    return "imed out waiting" in str(error) or isinstance(error, dist.DistBackendError) and "imeout" in str(error)
+
+
+def account(rank: int, own: Note, elapsed_s: float, notes: Sequence[Note] | None) -> str:
+    """One sentence: who gave up waiting, how long after it began what, for whom. ``notes`` by rank; None: no answer."""
+    waited = f"rank {rank} gave up {elapsed_s:.0f} s into the {own.what}: it waited for"
+    if notes is None:
+        return f"{waited} one that cannot be named, for the process that holds the store does not answer"
+    behind = {
+        peer: f"which is at the {note.what}" if note.count else "which has begun nothing"
+        for peer, note in enumerate(notes)
+        if note.count < own.count
+    }
+    if not behind:
+        behind = {
+            peer: "which began it and has not come through"
+            for peer, note in enumerate(notes)
+            if peer != rank and note.count == own.count and not note.gave_up
+        }
+    if not behind:
+        return f"{waited} others, as did every other rank that is in it; look for a slow network or a lost message"
+    names = ", ".join(f"rank {peer} ({why})" for peer, why in behind.items())
+    return (
+        f"{waited} {names}; look there for what held it up, or raise parallel.collective_timeout_s "
+        "(critic.parallel.collective_timeout_s for a critic with a layout of its own) if it was only slow"
+    )
+
+
+def _notes_of_all(own: str) -> list[Note] | None:
+    """Leave the note ``own``, give the others time to leave theirs, and read them all; None without an answer."""
+    plane, rank, num_ranks = topology.control_plane(), dist.get_rank(), dist.get_world_size()
+    notes: list[Note] = []
+
+    def ask() -> None:
+        plane.store.set(f"progress/{rank}", own)
+        time.sleep(GRACE_S)
+        keys = [f"progress/{peer}" for peer in range(num_ranks)]
+        notes.extend(_read(plane.store.get(key)) if plane.store.check([key]) else Note(0, "") for key in keys)
+
+    # A call to a store that stands still cannot be broken off.
+    thread = threading.Thread(target=ask, name="progress", daemon=True)
+    thread.start()
+    thread.join(GRACE_S + ASK_S)
+    return notes if len(notes) == num_ranks else None
+
+
+def _read(text: bytes) -> Note:
+    count, state, what = text.decode().split(" ", 2)
+    return Note(int(count), what, gave_up=state == "late")
