@@ -28,6 +28,7 @@ from megatron_rl.config.schema import (
     Rejection,
     RoutingReplay,
     WeightSync,
+    VisionConfig,
 )
 from megatron_rl.errors import ConfigError
 
@@ -447,6 +448,9 @@ def _model(config: Config, command: str) -> Iterator[str]:
         yield from engine_problems(model, path)
         yield from split_problems(model, config.rollout.tensor_parallel_size, path)
     yield from _moe(config, model, path, command)
+    for name, settings in (("policy", config.policy.vision), ("critic", config.critic.vision)):
+        if "vision_config" not in model and settings != VisionConfig():
+            yield f"{name}.vision: {model_type} ({path}) has no vision encoder; leave both settings true"
     yield from _divisions(config.parallel, model, path)
     if config.critic.parallel:
         yield from (of_critic(problem) for problem in _divisions(config.critic.parallel, model, path))

@@ -305,6 +305,15 @@ class MoeConfig:
 
 
 @dataclass
+class VisionConfig:
+    """Which parts of a vision-language model's encoder learn; what does not learn takes no memory for gradients."""
+
+    train_encoder: bool = True
+    train_adapter: bool = True
+    """The mergers: what brings the encoder's features to the language model's width."""
+
+
+@dataclass
 class PolicyConfig:
     path: str = ""
     """A Hugging Face model folder: config.json, tokenizer and, for init=checkpoint, safetensors."""
@@ -316,6 +325,7 @@ class PolicyConfig:
     fp8: Fp8 = Fp8.none
     mtp: Mtp = Mtp.drop
     moe: MoeConfig = field(default_factory=MoeConfig)
+    vision: VisionConfig = field(default_factory=VisionConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
 
 
@@ -353,6 +363,7 @@ class CriticConfig:
     """Passes over the finished responses in one step (K critic updates per policy update)."""
     parallel: ParallelConfig | None = None
     """A layout of its own over the same ranks, for the critic and the process reward model; null: as the policy."""
+    vision: VisionConfig = field(default_factory=VisionConfig)
     optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=2.0e-6))
 
 

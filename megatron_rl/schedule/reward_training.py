@@ -109,6 +109,7 @@ def reward_train(config: Config) -> None:
             init=policy.init,
             dtype=policy.dtype,
             recompute=policy.recompute,
+            vision=policy.vision,
             seed=config.run.seed,
         )
         return {role: engine}

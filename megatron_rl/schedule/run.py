@@ -144,6 +144,7 @@ def _engine(
         init=Init.checkpoint if path else config.policy.init,
         dtype=model.dtype,
         recompute=model.recompute,
+        vision=model.vision,
         **(_policy_settings(model) if isinstance(model, PolicyConfig) else {}),
         seed=config.run.seed,
     )

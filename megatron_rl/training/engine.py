@@ -38,7 +38,17 @@ from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinea
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from torch import Tensor
 
-from megatron_rl.config.schema import Dtype, Fp8, Init, MoeConfig, Mtp, OptimizerConfig, ParallelConfig, Recompute
+from megatron_rl.config.schema import (
+    Dtype,
+    Fp8,
+    Init,
+    MoeConfig,
+    Mtp,
+    OptimizerConfig,
+    ParallelConfig,
+    Recompute,
+    VisionConfig,
+)
 from megatron_rl.data.batch import PackedBatch
 from megatron_rl.models import critic, policy
 from megatron_rl.models.hf.config import load_hf_config
@@ -47,6 +57,7 @@ from megatron_rl.models.hf.mtp import check_kept, mtp_note
 from megatron_rl.models.hf.weights import Destination, expected_names, export_weights, load_weights, save_hf
 from megatron_rl.models.logprobs import DEFAULT_CHUNK_SIZE
 from megatron_rl.models.moe import Routing
+from megatron_rl.models.vision.encoder import freeze
 from megatron_rl.parallel.topology import Topology
 from megatron_rl.training.batching import STAND_IN_TOKENS
 from megatron_rl.training.checkpoint import load_checkpoint, save_checkpoint
@@ -101,13 +112,14 @@ class Engine:
         fp8: Fp8 = Fp8.none,
         fp32_head: bool = False,
         mtp: Mtp = Mtp.drop,
+        vision: VisionConfig = VisionConfig(),
         seed: int = 1,
     ) -> None:
         """``path`` is a Hugging Face folder; ``optimizer=None`` makes a model that only answers (a reference).
 
         ``moe``: how a policy's experts are chosen; with replay it follows the field ``routes`` of its batches.
         ``fp8``, ``fp32_head``: a policy's precision. ``mtp``: whether ``save_hf`` carries the multi-token-prediction
-        layers of ``path`` along.
+        layers of ``path`` along. ``vision``: what of a vision-language model's encoder learns.
         """
         if role not in ("policy", "critic"):
             raise ValueError(f"role is 'policy' or 'critic', got {role!r}")
@@ -136,6 +148,7 @@ class Engine:
             for chunk in self.chunks:
                 chunk.requires_grad_(False)
         else:
+            freeze(self.chunks, train_encoder=vision.train_encoder, train_adapter=vision.train_adapter)
             self._replicas = _with_gradients(self.chunks, torch_dtype)
             self._optimizer = build_optimizer(optimizer, self._replicas, torch_dtype)
             self._scheduler = build_scheduler(optimizer, self._optimizer)
