@@ -27,8 +27,8 @@ from megatron_rl.config.schema import (
     Placement,
     Rejection,
     RoutingReplay,
-    WeightSync,
     VisionConfig,
+    WeightSync,
 )
 from megatron_rl.errors import ConfigError
 

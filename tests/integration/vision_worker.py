@@ -4,7 +4,6 @@ argv: a model folder and a folder that receives ``results.pt``: names of runs an
 """
 
 import sys
-from pathlib import Path
 from typing import Any
 
 import torch

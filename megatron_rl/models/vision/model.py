@@ -59,7 +59,9 @@ class VisionGPTModel(PackedGPTModel):
         self.hf_config = hf_config
         rope = hf_config.text_config.rope_parameters
         interleaved = hf_config.model_type != "qwen2_5_vl"
-        self.rope_axes = rope_axes(rope["mrope_section"], interleaved=interleaved)
+        # Real numbers also where a model is built on the meta device.
+        with torch.device("cpu"):
+            self.rope_axes = rope_axes(rope["mrope_section"], interleaved=interleaved)
 
     def visual_inputs(self, batch: PackedBatch, device: torch.device) -> tuple[Tensor, VisualInput]:
         """positions [3, P] of the pack with its padding, and the images.
