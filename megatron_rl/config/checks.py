@@ -53,6 +53,8 @@ SPARSE_MODEL_TYPES = ("qwen3_moe", "qwen3_vl_moe")
 NUM_EXPERTS_FIELDS = ("num_experts", "num_local_experts", "n_routed_experts")
 """How the families' config.json call the number of experts of a layer."""
 
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
+
 RL_COMMANDS = ("train", "critic-pretrain")
 TRAINING_COMMANDS = (*RL_COMMANDS, "sft", "reward-train")
 DATA_COMMANDS = ("select-prompts", "label-lines")
@@ -416,6 +418,11 @@ def _colocated(config: Config, command: str, num_ranks: int) -> Iterator[str]:
             f"{num_servers} x rollout.tensor_parallel_size {size} = {num_servers * size} is not the {num_ranks} trainer "
             f"ranks; set rollout.num_servers={num_ranks // size}"
             + (f", or a rollout.tensor_parallel_size that divides {num_ranks}" if num_ranks % size else "")
+        )
+    if not rollout.urls and rollout.host not in LOOPBACK:
+        yield (
+            f"rollout.host={rollout.host}: colocated servers read pickles that anyone who reaches their port could send; "
+            "leave it at 127.0.0.1"
         )
     if rollout.weight_sync is WeightSync.disk:
         yield (

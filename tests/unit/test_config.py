@@ -244,3 +244,25 @@ def test_pieces_that_exclude_each_other_are_refused_with_the_reason(recipe, over
     with pytest.raises(ConfigError) as error:
         check_config(config, command="train")
     assert re.search(words, str(error.value))
+
+
+COLOCATED = "rollout.placement=colocated"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "world_size", "message"),
+    [
+        (["rollout.num_servers=2"], 4, r"2 x rollout.tensor_parallel_size 1 = 2 is not the 4 trainer ranks.*num_servers=4"),
+        (["rollout.tensor_parallel_size=3"], 4, "a rollout.tensor_parallel_size that divides 4"),
+        (["rollout.urls=[http://a:1]"], 2, "the rollout.urls 1 x"),
+        (["rollout.weight_sync=disk"], 1, "rollout.weight_sync=disk"),
+        (["rollout.host=0.0.0.0"], 1, "rollout.host"),
+    ],
+)
+def test_colocated_servers_and_trainer_ranks_are_counted_before_a_run(recipe, overrides, world_size, message):
+    assert re.search(message, problems(recipe, COLOCATED, *overrides, world_size=world_size))
+
+
+def test_a_colocated_layout_that_adds_up_is_taken(recipe):
+    for overrides, world_size in ((["rollout.num_servers=2", "rollout.tensor_parallel_size=2"], 4), ([], None)):
+        check_config(load_config(recipe, [COLOCATED, *overrides]), command="train", world_size=world_size)
