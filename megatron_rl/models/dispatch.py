@@ -5,17 +5,15 @@ in length. Ours pads each rank's rows to the longest of the group before they ar
 padding is routed nowhere. The ranks of a group wait for each other once more in every layer, for the one number.
 """
 
-from typing import Any
-
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
 from megatron.core.transformer.moe.token_dispatcher import MoEAllGatherTokenDispatcher
-from torch import Tensor
+from torch import Tensor, nn
+
+from megatron_rl.config.schema import Dispatcher
 
 
 class PackedAllGatherDispatcher(MoEAllGatherTokenDispatcher):
@@ -38,21 +36,15 @@ class PackedAllGatherDispatcher(MoEAllGatherTokenDispatcher):
         return super().combine_postprocess(hidden[: self._num_rows])
 
 
-class AllGatherMoELayer(MoELayer):
-    """Megatron's layer with this dispatcher in the place of the one that its configuration names."""
-
-    def __init__(
-        self,
-        config: TransformerConfig,
-        *args: Any,
-        pg_collection: ProcessGroupCollection | None = None,
-        **kwargs: Any,
-    ) -> None:
-        groups = pg_collection or get_default_pg_collection()
-        super().__init__(config, *args, pg_collection=groups, **kwargs)
-        self.token_dispatcher = PackedAllGatherDispatcher(
-            self.num_local_experts, self.local_expert_indices, config=config, pg_collection=groups
-        )
-
-
-ALL_GATHER_LAYERS: dict[type, type] = {MoELayer: AllGatherMoELayer}
+def install_dispatcher(model: nn.Module, dispatcher: Dispatcher) -> None:
+    """Give the layers of a built model this dispatcher, where Megatron's configuration cannot name it."""
+    if dispatcher is not Dispatcher.allgather:
+        return
+    for layer in model.modules():
+        if isinstance(layer, MoELayer):
+            layer.token_dispatcher = PackedAllGatherDispatcher(
+                layer.num_local_experts,
+                layer.local_expert_indices,
+                config=layer.config,
+                pg_collection=get_default_pg_collection(),
+            )

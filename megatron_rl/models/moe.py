@@ -28,7 +28,6 @@ from megatron_rl.config.schema import (
 from megatron_rl.data.batch import ROUTES, PackedBatch
 from megatron_rl.errors import ModelError
 from megatron_rl.models.context import split_here
-from megatron_rl.models.dispatch import ALL_GATHER_LAYERS
 from megatron_rl.models.hf.families import dims, family_of
 from megatron_rl.models.layers import has_transformer_engine
 from megatron_rl.models.precision import pack_alignment
@@ -53,7 +52,7 @@ def moe_kwargs(settings: MoeConfig, hf_config: PretrainedConfig) -> dict[str, An
         moe_router_load_balancing_type="none",
         moe_aux_loss_coeff=0.0,
         moe_router_bias_update_rate=0.0,
-        # Megatron's own all-gather refuses packs; ours is a layer in its place (``dispatcher_layers``).
+        # Megatron's own all-gather refuses packs; ours takes its place in the built model (``dispatch.py``).
         moe_token_dispatcher_type="flex" if settings.dispatcher is Dispatcher.flex else "alltoall",
         moe_grouped_gemm=uses_grouped_gemm(settings.grouped_gemm),
     )
@@ -61,11 +60,6 @@ def moe_kwargs(settings: MoeConfig, hf_config: PretrainedConfig) -> dict[str, An
 
 def uses_grouped_gemm(choice: GroupedGemm) -> bool:
     return choice is GroupedGemm.always or (choice is GroupedGemm.auto and has_transformer_engine())
-
-
-def dispatcher_layers(settings: MoeConfig) -> dict[type, type]:
-    """Layers to put in the place of Megatron's, as ``layers.swap_layers`` takes them."""
-    return ALL_GATHER_LAYERS if settings.dispatcher is Dispatcher.allgather else {}
 
 
 def check_moe(

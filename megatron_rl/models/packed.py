@@ -19,6 +19,7 @@ from transformers import PretrainedConfig
 from megatron_rl.config.schema import Fp8, MoeConfig, ParallelConfig, Recompute
 from megatron_rl.data.batch import PackedBatch
 from megatron_rl.models.context import ContextAttention, ContextSeqParams, plan_context, split_here, zigzag
+from megatron_rl.models.dispatch import install_dispatcher
 from megatron_rl.models.gpt import PackedGPTModel, unwrap
 from megatron_rl.models.hf.config import megatron_config, transformer_class
 from megatron_rl.models.hf.families import sees, text_config
@@ -31,7 +32,7 @@ from megatron_rl.models.layers import (
     plan_attention,
     swap_layers,
 )
-from megatron_rl.models.moe import check_moe, dispatcher_layers, moe_kwargs
+from megatron_rl.models.moe import check_moe, moe_kwargs
 from megatron_rl.models.precision import check_fp8, fp8_kwargs, pack_alignment
 from megatron_rl.models.rope import install_rope
 from megatron_rl.models.routing import ROUTERS, RoutingTrace, follow_traces, with_trace
@@ -65,8 +66,9 @@ def build_chunks(
     model_kwargs["share_embeddings_and_output_weights"] = share_embeddings
     config = transformer_class(hf_config)(**kwargs)
     stages = range(parallel.virtual_pipeline_size) if parallel.virtual_pipeline_size > 1 else [None]
-    layers = ROUTERS | dispatcher_layers(moe)
-    chunks = [_build_chunk(config, stage, hf_config, model_kwargs, dtype, layers) for stage in stages]
+    chunks = [_build_chunk(config, stage, hf_config, model_kwargs, dtype) for stage in stages]
+    for chunk in chunks:
+        install_dispatcher(chunk, moe.dispatcher)
     if sees(hf_config):
         for chunk in chunks:
             _let_see(chunk, hf_config, dtype, recompute)
@@ -79,9 +81,8 @@ def _build_chunk(
     hf_config: PretrainedConfig,
     model_kwargs: dict[str, Any],
     dtype: torch.dtype,
-    layers: dict[type, type],
 ) -> PackedGPTModel:
-    spec = swap_layers(block_spec(config, vp_stage), layers)
+    spec = swap_layers(block_spec(config, vp_stage), ROUTERS)
     if config.context_parallel_size > 1 and not has_transformer_engine():
         spec = swap_layers(spec, {PackedAttention: ContextAttention})
     if sees(hf_config) and num_deepstack(hf_config.vision_config):

@@ -31,6 +31,9 @@ from megatron_rl.training import losses
 from megatron_rl.training.batching import plan_microbatches
 from megatron_rl.training.engine import Engine
 
+# After Megatron has been prepared for a CPU by the modules above.
+from megatron.core.transformer.moe.moe_layer import MoELayer  # isort: skip
+
 LENGTHS = [9, 17, 33, 6, 21, 12, 7]
 PROMPT_TOKENS = 4
 ALGORITHM = AlgorithmConfig(entropy_coef=0.01)
@@ -153,6 +156,12 @@ def run(scenario: Scenario, model: Path, place: topologies.Topology) -> dict[str
     half = torch.where((torch.arange(len(routes)) % 2 == 0)[:, None, None], routes, 0)
     old = {"old_logprobs": logprobs + native.batch.fields["noise"]}
     results = {
+        "dispatchers": {
+            type(module.token_dispatcher).__name__
+            for chunk in native.engine.chunks
+            for module in chunk.modules()
+            if isinstance(module, MoELayer)
+        },
         "logprobs": logprobs,
         "routes": routes,
         "replayed": replayed,

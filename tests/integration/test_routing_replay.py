@@ -76,6 +76,13 @@ def sets(routes: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("world_size,scenario", ALL)
+def test_tokens_travel_as_the_settings_say(results, world_size, scenario):
+    gathers = scenario.endswith("allgather")
+    expected = {"PackedAllGatherDispatcher" if gathers else "MoEAlltoAllTokenDispatcher"}
+    assert results(world_size)[scenario]["dispatchers"] == expected
+
+
+@pytest.mark.parametrize("world_size,scenario", ALL)
 def test_replaying_a_pass_s_own_record_changes_no_bit(results, world_size, scenario):
     found = results(world_size)[scenario]
     assert torch.equal(found["replayed"], found["logprobs"])
