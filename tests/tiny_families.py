@@ -122,7 +122,8 @@ VISION = dict(
     spatial_merge_size=2,
     out_hidden_size=48,
 )
-DEEPSTACK = dict(VISION, num_position_embeddings=36, deepstack_visual_indexes=[2, 0])
+# SGLang pads the encoder's intermediate size to a multiple of 32 on a CPU, and cannot load this family's then.
+DEEPSTACK = dict(VISION, intermediate_size=64, num_position_embeddings=36, deepstack_visual_indexes=[2, 0])
 QWEN3_TEXT = dict(
     TEXT,
     head_dim=20,

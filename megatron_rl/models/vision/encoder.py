@@ -7,10 +7,12 @@ that width is called the adapter; the rest is the encoder proper.
 
 import functools
 import importlib.util
+import json
 from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from transformers import AutoModel, PretrainedConfig
 from transformers.initialization import no_init_weights
 
@@ -23,7 +25,7 @@ ADAPTER = ("merger.", "deepstack_merger_list.")
 def build_encoder(vision_config: PretrainedConfig) -> nn.Module:
     """The module with uninitialised weights, float32, on torch's current device."""
     with no_init_weights():
-        return AutoModel.from_config(vision_config, attn_implementation=_attention())
+        return AutoModel.from_config(vision_config, attn_implementation="sdpa")
 
 
 def prepare_encoder(
@@ -38,17 +40,21 @@ def prepare_encoder(
         setattr(encoder.get_submodule(parent), own, buffer)
     if torch.cuda.is_available():
         encoder.cuda()
+        if dtype is torch.bfloat16 and importlib.util.find_spec("flash_attn") is not None:
+            encoder.set_attn_implementation("flash_attention_2")
     if recompute is Recompute.full:
-        encoder.gradient_checkpointing_enable({"use_reentrant": False})
+        _recompute_blocks(encoder)
     for parameter in encoder.parameters():
         # With sequence parallelism each rank has the gradient of its own rows alone: Megatron sums gradients so marked.
         parameter.sequence_parallel = sequence_parallel
     return encoder
 
 
-def _attention() -> str:
-    has_flash = torch.cuda.is_available() and importlib.util.find_spec("flash_attn") is not None
-    return "flash_attention_2" if has_flash else "sdpa"
+def _recompute_blocks(encoder: nn.Module) -> None:
+    """As ``gradient_checkpointing_enable``, which also makes the input need a gradient: frozen blocks would run backward."""
+    for block in encoder.blocks:
+        block.gradient_checkpointing = True
+        block._gradient_checkpointing_func = functools.partial(checkpoint, use_reentrant=False)
 
 
 def parameter_shapes(vision_config: PretrainedConfig) -> Mapping[str, tuple[int, ...]]:
@@ -58,8 +64,6 @@ def parameter_shapes(vision_config: PretrainedConfig) -> Mapping[str, tuple[int,
 
 @functools.lru_cache(maxsize=8)
 def _shapes(config_class: type[PretrainedConfig], json_text: str) -> dict[str, tuple[int, ...]]:
-    import json
-
     with torch.device("meta"):
         encoder = build_encoder(config_class.from_dict(json.loads(json_text)))
     return {name: tuple(parameter.shape) for name, parameter in encoder.named_parameters()}
