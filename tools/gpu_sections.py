@@ -262,8 +262,6 @@ def weight_sync(job: dict[str, Any]) -> list[dict[str, Any]]:
     from megatron_rl.weights.verify import compare_checksums
 
     num_gpus = torch.cuda.device_count()
-    # NCCL takes one process a GPU, so that a server needs one of its own.
-    method = "disk" if num_gpus == 1 else "broadcast"
     folder = write_model(Path(job["scratch"]) / "model", MODELS[job["model"]])
     options = ServerOptions(
         model_path=str(folder),
@@ -283,19 +281,33 @@ def weight_sync(job: dict[str, Any]) -> list[dict[str, Any]]:
         init=Init.random,
         dtype=Dtype(job["dtype"]),
     )
-    rows = []
+    rows, version = [], 0
     with SglangServer(options, Path(job["scratch"]) / "server.log", start_timeout_s=job["timeout_s"]) as server:
         address = [(server.url, 1, server.incarnation)]
-        publisher = WeightPublisher(job["bucket_bytes"], 300.0, method=method, folder=Path(job["scratch"]) / "weights")
-        for version in range(1, job["num_publishes"] + 1):
-            done = publisher.publish(engine.export_weights(), address, version, expected=engine.expected_weights())
-            rows.append({"publish": version, "seconds": done.seconds, "num_bytes": done.num_bytes})
-        differing = compare_checksums(address, engine.export_weights()).differing
-        publisher.close()
         graphs = _cuda_graphs(server.url)
+        for method, name in sync_methods(num_gpus).items():
+            publisher = WeightPublisher(
+                job["bucket_bytes"], 300.0, method=method, folder=Path(job["scratch"]) / "weights"
+            )
+            for _ in range(job["num_publishes"]):
+                version += 1
+                done = publisher.publish(engine.export_weights(), address, version, expected=engine.expected_weights())
+                rows.append({"way": name, "seconds": done.seconds, "num_bytes": done.num_bytes, **graphs})
+            rows[-1]["num_differing"] = sum(
+                len(names) for names in compare_checksums(address, engine.export_weights()).differing.values()
+            )
+            publisher.close()
     topologies.destroy()
-    way = f"{method}, {'NCCL' if num_gpus > 1 else 'gloo' if not num_gpus else 'files'}"
-    return [{**row, "way": way, "num_differing": sum(map(len, differing.values())), **graphs} for row in rows]
+    return rows
+
+
+def sync_methods(num_gpus: int) -> dict[str, str]:
+    """Ways to a server, with what they go through. NCCL takes one process a GPU; on one GPU the server shares it."""
+    if num_gpus > 1:
+        return {"broadcast": "NCCL", "disk": "files"}
+    if num_gpus == 1:
+        return {"colocated": "CUDA IPC", "disk": "files"}
+    return {"broadcast": "gloo", "colocated": "shared memory", "disk": "files"}
 
 
 def _cuda_graphs(url: str) -> dict[str, str]:

@@ -78,8 +78,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         with tempfile.TemporaryDirectory(prefix="gpu-validate-") as scratch:
             try:
                 RUNS[name](section, arguments, Path(scratch))
-            except SectionFailed as failure:
-                section.failures.append(str(failure))
+            except Exception as failure:  # whatever it is, it is this section's, and the others go on
+                section.failures.append(str(failure) if isinstance(failure, SectionFailed) else repr(failure))
         section.seconds = time.monotonic() - started
         sections.append(section)
         # After each section: what is measured stays known when a later one takes the machine down.
@@ -296,18 +296,15 @@ def weight_sync(section: Section, arguments: argparse.Namespace, scratch: Path) 
             {
                 "model": job["model"],
                 "way": row["way"],
-                "publish": row["publish"],
                 "megabytes": row["num_bytes"] / 1e6,
                 "seconds": row["seconds"],
                 "gb_per_s": row["num_bytes"] / 1e9 / row["seconds"],
                 "cuda_graphs": row["cuda_graphs"],
             }
         )
-    if rows[-1]["num_differing"]:
-        section.failures.append(f"{rows[-1]['num_differing']} tensors differ on the server after the last publish")
-    section.notes.append(
-        "the first publish makes the group; a server on the trainer's only GPU is sent files, not NCCL"
-    )
+        if row.get("num_differing"):
+            section.failures.append(f"{row['way']}: {row['num_differing']} tensors differ on the server afterwards")
+    section.notes.append("the first publish of a way makes its connections; on one GPU the server shares the trainer's")
 
 
 def tppo(section: Section, arguments: argparse.Namespace, scratch: Path) -> None:
@@ -359,8 +356,8 @@ def _tppo_recipe(scratch: Path, *, on_cpu: bool, num_steps: int) -> Path:
         "data": {"train_files": [str(scratch / "train.jsonl")]},
         "rollout": {
             "max_logprob_difference": 1e-3 if on_cpu else 0.5,
-            # Without a second GPU the server shares the trainer's, where NCCL cannot reach it.
-            "weight_sync": "broadcast" if on_cpu or _num_gpus() > 1 else "disk",
+            # NCCL takes one process a GPU: on the trainer's only one the server shares it.
+            "placement": "colocated" if not on_cpu and _num_gpus() == 1 else "disaggregated",
             "server_args": {"mem-fraction-static": 0.3},
         },
         "eval": {"every_steps": 0},

@@ -218,6 +218,8 @@ def open_servers(
     colocated = rollout.placement is Placement.colocated
     if rollout.urls:
         note(f"attaching to {len(rollout.urls)} SGLang servers: {', '.join(rollout.urls)}")
+        if config.policy.fp32_head:
+            note("policy.fp32_head: attached servers compute such a head only if started with --enable-fp32-lm-head")
         return ServerPool.attach(rollout.urls, timeout_s=rollout.start_timeout_s, progress=note)
     note(f"starting {rollout.num_servers} SGLang server(s); logs in {log_dir}")
     options = ServerOptions(

@@ -142,12 +142,16 @@ def test_a_failure_does_not_keep_the_other_sections_from_running(
     def breaks(section: Any, arguments: argparse.Namespace, scratch: Path) -> None:
         raise gpu_validate.SectionFailed("exit status 1; its last lines: broken | pipe")
 
+    def stumbles(section: Any, arguments: argparse.Namespace, scratch: Path) -> None:
+        raise KeyError("a field that is not there")
+
     def works(section: Any, arguments: argparse.Namespace, scratch: Path) -> None:
         section.rows = [{"value": 1.0}]
 
-    monkeypatch.setattr(gpu_validate, "RUNS", {"parity": breaks, "training": works})
-    assert gpu_validate.main(["--sections=parity,training", f"--out={tmp_path}"]) == 1
+    monkeypatch.setattr(gpu_validate, "RUNS", {"parity": breaks, "tppo": stumbles, "training": works})
+    assert gpu_validate.main(["--sections=parity,tppo,training", f"--out={tmp_path}"]) == 1
     text = (tmp_path / "results.md").read_text()
+    assert "## tppo: FAILED" in text and "a field that is not there" in text
     assert "## parity: FAILED" in text and "broken | pipe" in text and "## training: ok" in text
 
 

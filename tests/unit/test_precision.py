@@ -13,7 +13,7 @@ import megatron_rl.parallel  # noqa: F401  (prepares Megatron Core for a CPU bef
 from megatron.core.transformer import TransformerConfig
 
 from megatron_rl.config.checks import check_config
-from megatron_rl.config.schema import Dtype, Fp8
+from megatron_rl.config.schema import Dtype, Fp8, Init, Mtp
 from megatron_rl.errors import ConfigError, ModelError
 from megatron_rl.models.precision import check_fp8, fp8_kwargs, pack_alignment
 from megatron_rl.rollout import pool
@@ -71,6 +71,23 @@ def test_a_configuration_with_fp8_and_float32_is_refused_before_anything_starts(
         check_config(config, command="train")
     config.policy.dtype = Dtype.bfloat16
     check_config(config, command="train")
+
+
+def test_layers_can_only_be_kept_from_a_checkpoint(tmp_path: Path) -> None:
+    config = load(tmp_path, DENSE)
+    config.policy.mtp, config.policy.init = Mtp.keep, Init.random
+    with pytest.raises(ConfigError, match="policy.mtp=keep: fresh weights .* have no layers to keep; set it to drop"):
+        check_config(config, command="train")
+
+
+def test_attached_servers_are_not_taken_for_ones_that_were_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pool.ServerPool, "attach", lambda *args, **kwargs: None)
+    config, notes = load(tmp_path, DENSE), []
+    config.rollout.urls, config.policy.fp32_head = ["http://127.0.0.1:1"], True
+    pool.open_servers(config, tmp_path, notes.append, load_weights=False)
+    assert any("--enable-fp32-lm-head" in text for text in notes)
 
 
 @pytest.mark.parametrize("fp32_head", [False, True])
