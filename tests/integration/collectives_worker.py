@@ -48,6 +48,36 @@ def exchange(ranks: topology.Topology) -> dict[str, Any]:
     return seen
 
 
+def take_turns(first: topology.Topology) -> list[Any]:
+    """Megatron's (tensor, pipeline, data) sizes outside and inside of further layouts, nested and left by an error."""
+    tensor = topology.add_layout(ParallelConfig(tensor_parallel_size=3), seed=1)
+    pipeline = topology.add_layout(ParallelConfig(pipeline_parallel_size=3), seed=1)
+    again = topology.add_layout(ParallelConfig(tensor_parallel_size=3, num_ranks=3, collective_timeout_s=9.0), seed=1)
+    sizes = [_megatron_sizes()]
+    with tensor.active():
+        sizes.append(_megatron_sizes())
+        with tensor.active(), pipeline.active():
+            sizes.append(_megatron_sizes())
+            with first.active():
+                sizes.append(_megatron_sizes())
+            sizes.append(_megatron_sizes())
+        sizes.append(_megatron_sizes())
+    try:
+        with pipeline.active():
+            raise KeyError
+    except KeyError:
+        sizes.append(_megatron_sizes())
+    return [sizes, again is tensor]
+
+
+def _megatron_sizes() -> tuple[int, int, int]:
+    return (
+        parallel_state.get_tensor_model_parallel_world_size(),
+        parallel_state.get_pipeline_model_parallel_world_size(),
+        parallel_state.get_data_parallel_world_size(),
+    )
+
+
 def main() -> None:
     rank = int(os.environ["RANK"])
     seen: list[Any] = []
@@ -61,6 +91,7 @@ def main() -> None:
 
     progress.GRACE_S = 1.0
     place = topology.initialize(ParallelConfig(collective_timeout_s=1.0), seed=1)
+    seen.append(take_turns(place))
     try:
         with progress.working("update of the engine critic"):
             if rank == 1:

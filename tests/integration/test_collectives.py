@@ -47,18 +47,25 @@ def test_topologies_place_the_ranks(seen: list[list[Any]]) -> None:
 
 
 def test_a_time_out_names_who_waited_for_whom_for_what_and_how_long(seen: list[list[Any]]) -> None:
-    waited_s, message = seen[1][4]
+    waited_s, message = seen[1][5]
     assert 0.4 < waited_s < 20
     assert message.startswith("rank 1 waited 0.5 s for rank 0 to send experience")
+
+
+def test_megatrons_globals_are_those_of_the_layout_that_was_entered_last_and_not_left(seen: list[list[Any]]) -> None:
+    data, tensor, pipeline = (1, 1, 3), (3, 1, 1), (1, 3, 1)
+    for rank in range(3):
+        sizes, is_shared = seen[rank][3]
+        assert sizes == [data, tensor, pipeline, data, pipeline, tensor, data] and is_shared
 
 
 @pytest.mark.parametrize("rank", [0, 2])
 def test_a_wait_inside_megatrons_collectives_names_the_work_and_the_rank_that_did_not_come(
     rank: int, seen: list[list[Any]]
 ) -> None:
-    assert seen[rank][3].startswith(f"CollectiveTimeout: rank {rank} gave up ")
-    assert "s into the update of the engine critic: it waited for rank 1 (which began it" in seen[rank][3]
+    assert seen[rank][4].startswith(f"CollectiveTimeout: rank {rank} gave up ")
+    assert "s into the update of the engine critic: it waited for rank 1 (which began it" in seen[rank][4]
 
 
 def test_the_death_of_a_peer_is_named_at_once(seen: list[list[Any]]) -> None:
-    assert "rank 0 lost rank 1, which should send losses" in seen[0][4]
+    assert "rank 0 lost rank 1, which should send losses" in seen[0][5]

@@ -189,8 +189,10 @@ def test_a_second_run_into_the_same_folder_is_refused_and_resuming_goes_on(finis
     rows = {row.step: row.metrics for row in read_metrics(output_dir / "metrics.jsonl")}
     assert sorted(rows) == [0, 1, 2, 3, 4, 5, 6, 7]
     assert rows[6]["rollout/num_carried"] == 16 - rows[5]["rollout/num_finished"]
-    # Token for token what an uninterrupted run does, although this one lost its server and was stopped in between.
-    status, output = run(folder, "train", f"run.output_dir={folder}/whole", "run.num_steps=7")
+    # Token for token what an uninterrupted run does, although this one lost its server and was stopped in between, and
+    # that one spreads its models in other ways: data parallel here, context parallel and pipelined there.
+    layouts = ("parallel.context_parallel_size=2", "critic.parallel.pipeline_parallel_size=2")
+    status, output = run(folder, "train", f"run.output_dir={folder}/whole", "run.num_steps=7", *layouts)
     assert status == 0, output
     assert tokens_under_way(folder / "whole") == tokens_under_way(output_dir)
     whole = {row.step: row.metrics for row in read_metrics(folder / "whole" / "metrics.jsonl")}
