@@ -13,13 +13,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from megatron_rl.config.schema import Config, Placement
+from megatron_rl.config.schema import Config, Placement, RolloutConfig
 from megatron_rl.rollout.routing import SERVER_FLAG, returns_routes
 from megatron_rl.rollout.server import (
     Progress,
     ServerError,
     ServerOptions,
     SglangServer,
+    count_gpus,
     detect_device,
     fetch_json,
     is_healthy,
@@ -40,7 +41,7 @@ class Server(Protocol):
 
     def healthy(self, timeout_s: float = 5.0) -> bool: ...
 
-    def restart(self) -> None: ...
+    def restart(self, while_waiting: Callable[[], None] = ...) -> None: ...
 
     def stop(self, grace_s: float = ...) -> None: ...
 
@@ -68,7 +69,7 @@ class AttachedServer:
             self.incarnation += 1
         return True
 
-    def restart(self) -> None:
+    def restart(self, while_waiting: Callable[[], None] = lambda: None) -> None:
         """Wait until whoever runs the server has started it again. Raises ServerError after ``timeout_s``."""
         deadline = time.monotonic() + self.timeout_s
         self._progress(f"waiting up to {self.timeout_s:.0f} s for server {self.url}, which this run did not start")
@@ -79,6 +80,7 @@ class AttachedServer:
                     "cannot start it. Start it again, or take it out of rollout.urls."
                 )
             time.sleep(ATTACH_POLL_S)
+            while_waiting()
 
     def stop(self, grace_s: float = 0.0) -> None:
         """Nothing: it is not ours."""
@@ -201,6 +203,20 @@ def _ask(url: str, path: str, timeout_s: float = 10.0) -> dict[str, Any]:
         ) from error
 
 
+def _first_free_gpu(rollout: RolloutConfig, note: Progress) -> int:
+    """The first GPU behind those of the trainer's ranks on this machine; 0 where there are too few for both."""
+    num_gpus, num_ranks = count_gpus(), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    needed = rollout.num_servers * rollout.tensor_parallel_size
+    if num_gpus >= num_ranks + needed:
+        return num_ranks
+    if num_gpus:
+        note(
+            f"{num_gpus} GPUs are fewer than {num_ranks} trainer ranks and {needed} server workers need: they share them "
+            "from the first one on (rollout.placement=colocated lets them take turns)"
+        )
+    return 0
+
+
 def open_servers(
     config: Config,
     log_dir: Path,
@@ -232,8 +248,7 @@ def open_servers(
         load_weights=load_weights,
         tokenizer=tokenizer,
         device=detect_device(),
-        # Servers of their own devices take those behind the trainer's.
-        first_gpu=0 if colocated else int(os.environ.get("LOCAL_WORLD_SIZE", 1)),
+        first_gpu=0 if colocated or load_weights else _first_free_gpu(rollout, note),
         can_sleep=colocated,
         server_args={
             SERVER_FLAG: returns_routes(config),

@@ -191,14 +191,14 @@ class SglangServer:
     def pid(self) -> int | None:
         return self._process.pid if self._process else None
 
-    def start(self) -> None:
-        """Start the server and wait until it answers.
+    def start(self, while_waiting: Callable[[], None] = lambda: None) -> None:
+        """Start the server and wait until it answers; ``while_waiting`` as in ``wait_ready``.
 
         Raises ServerError with the last lines of the log and the likely remedy; nothing is left running then.
         """
         self.spawn()
         try:
-            self.wait_ready()
+            self.wait_ready(while_waiting)
         except BaseException:
             self.stop(grace_s=0.0)
             raise
@@ -244,7 +244,7 @@ class SglangServer:
         """The process runs and answers within ``timeout_s``."""
         return self.alive() and is_healthy(self.url, timeout_s)
 
-    def restart(self) -> None:
+    def restart(self, while_waiting: Callable[[], None] = lambda: None) -> None:
         """Stop what is left of the server and start it again under the same URL, with a new incarnation.
 
         It comes up with the weights of its model folder: send it current ones before it serves. Raises ServerError
@@ -259,7 +259,7 @@ class SglangServer:
         self._progress(f"restarting server {self.url}, restart {self._num_restarts} of {self.max_restarts}")
         self.stop(grace_s=0.0)
         _wait_port_free(self.options.host, self.port)
-        self.start()
+        self.start(while_waiting)
 
     def stop(self, grace_s: float = STOP_GRACE_S) -> None:
         """Ask the server to stop, kill what is left after ``grace_s``. Nothing of its process group survives."""
@@ -395,6 +395,12 @@ def detect_device() -> str:
     import torch
 
     return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def count_gpus() -> int:
+    import torch
+
+    return torch.cuda.device_count()
 
 
 _direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))

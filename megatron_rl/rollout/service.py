@@ -51,6 +51,7 @@ class RolloutService:
         weights: "ServedWeights",
         call_on_trainer: Callable[[Callable[[], Any]], Future],
         warn: Callable[[str], None],
+        while_waiting: Callable[[], None] = lambda: None,
     ) -> None:
         self._config = config
         self._servers = servers
@@ -61,6 +62,7 @@ class RolloutService:
         self._weights = weights
         self._call_on_trainer = call_on_trainer
         self._warn = warn
+        self._while_waiting = while_waiting
         self._fire = fire
         self._dialogue = dialogue
         self._routes = routes
@@ -196,7 +198,7 @@ class RolloutService:
                 raise
             self._warn(f"{error} Starting {', '.join(dead)} again")
             for url in dead:
-                self._server_at(url).restart()
+                self._server_at(url).restart(self._while_waiting)
                 self.num_restarts += 1
             result = self._send([address for address in self._addresses() if address.url not in self._restarting])
         self._asleep = False
@@ -244,7 +246,8 @@ def open_rollout(
 ) -> Iterator[RolloutService]:
     """Servers started (or attached to), a client on ``event_loop`` and the weight sync; all of it closed at the end.
 
-    ``while_waiting`` is called every few seconds while servers start: the other trainer ranks wait for this one.
+    ``while_waiting`` is called every few seconds (on the main thread) while it waits for servers to start: the other
+    trainer ranks wait for it.
     """
     rollout = config.rollout
     fire = fire_of(rollout.fire, tokenizer)
@@ -283,6 +286,7 @@ def open_rollout(
             weights=weights,
             call_on_trainer=call_on_trainer,
             warn=warn,
+            while_waiting=while_waiting,
         )
         try:
             yield service

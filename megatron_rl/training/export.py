@@ -78,7 +78,7 @@ class ServedWeights:
         elif self._rollout.weight_sync is WeightSync.disk:
             destination = Destination.driver
         else:
-            ranks = source_ranks(self._group.topology)[1:]
+            ranks = source_ranks(self._group.topology_of(self._engine))[1:]
             options["links"] = [ControlLink(rank, self._timeout_s) for rank in ranks]
         return publisher.publish(self._group.export_weights(self._engine, destination), servers, version, **options)
 

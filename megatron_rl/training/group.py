@@ -214,9 +214,9 @@ class TrainerGroup:
     def heartbeat(self) -> None:
         self._call(Command("heartbeat"))
 
-    @property
-    def topology(self) -> Topology:
-        return self._worker.topology
+    def topology_of(self, engine: str) -> Topology:
+        """This rank's place in the engine's layout."""
+        return self._worker.engines[engine].topology
 
     def free_memory(self) -> None:
         """Every rank gives unused device memory back."""
