@@ -122,6 +122,8 @@ def server_environment(options: ServerOptions, base: Mapping[str, str], cores: S
         "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",
         # Longer than the client keeps an idle connection, so that it never sends into one that is being closed.
         "SGLANG_TIMEOUT_KEEP_ALIVE": "60",
+        # What the vision encoder made of an image would be kept over weight updates, and nothing empties that cache.
+        "SGLANG_VLM_CACHE_SIZE_MB": "0",
         "PYTHONUNBUFFERED": "1",
     }
     if options.device == "cpu":

@@ -71,13 +71,14 @@ def test_images_pass_through_sft_windows_and_resume(folder):
     assert "Megatron and SGLang agree on" in output
     rows = read_metrics(folder / "run" / "metrics.jsonl")
     assert rows[-1].metrics["rollout/num_finished"] < 8, "a response goes over the end of the run"
-    status, output = run(folder, "train", f"policy.path={folder}/sft", "run.resume=true", "run.num_steps=3")
+    status, output = run(folder, "train", f"policy.path={folder}/sft", "run.resume=true", "run.num_steps=4")
     assert status == 0, output
     metrics = {row.step: row.metrics for row in read_metrics(folder / "run" / "metrics.jsonl")}
-    assert sorted(metrics) == [0, 1, 2, 3] and metrics[3]["rollout/num_carried"] > 0
-    for step in range(1, 4):
+    assert sorted(metrics) == [0, 1, 2, 3, 4] and metrics[3]["rollout/num_carried"] > 0
+    # In step 4 a server that has seen the images under other weights meets them again.
+    for step in range(1, 5):
         assert metrics[step]["mismatch/max_abs_log_ratio"] < 1e-3
         assert metrics[step].get("policy/num_updates", 0) == (step > 1)
-    state = json.loads((folder / "run" / "checkpoints" / "step-3" / "driver.json").read_text())
+    state = json.loads((folder / "run" / "checkpoints" / "step-4" / "driver.json").read_text())
     images = [image for t in state["pool"]["slots"] for image in t["prompt"]["images"]]
     assert images and all(len(json.dumps(image)) < 1000 for image in images)
