@@ -67,5 +67,6 @@ def stage_table(config: Config) -> Table:
     table.add_column("makes", overflow="fold")
     for stage in graph:
         waits = [*stage.needs, *(f"{product}(k-1)" for product in stage.needs_previous)]
-        table.add_row(stage.name, stage.resource.value, ", ".join(waits), ", ".join(stage.makes))
+        runs_on = "+".join(sorted(resource.value for resource in stage.occupies))
+        table.add_row(stage.name, runs_on, ", ".join(waits), ", ".join(stage.makes))
     return table

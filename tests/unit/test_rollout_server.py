@@ -6,6 +6,8 @@ import sys
 
 import pytest
 
+from megatron_rl.config.schema import RolloutConfig
+from megatron_rl.rollout import pool
 from megatron_rl.rollout.diagnosis import last_lines, port_taken, remedy, start_failure
 from megatron_rl.rollout.pool import ServerPool
 from megatron_rl.rollout.server import (
@@ -124,6 +126,28 @@ def test_a_pool_whose_second_server_cannot_start_stops_the_first(model_folder, t
         with pytest.raises(ServerError, match=f"port {first + 1}"):
             ServerPool.start(ServerOptions(model_folder, port=first), 2, tmp_path)
         assert port_is_free("127.0.0.1", first)
+
+
+@pytest.mark.parametrize(
+    ("num_gpus", "num_ranks", "first", "noted"),
+    [(8, 4, 4, False), (6, 4, 4, False), (5, 4, 0, True), (1, 1, 0, True), (0, 2, 0, False)],
+)
+def test_servers_take_the_gpus_behind_the_trainers_where_there_are_enough(
+    monkeypatch, num_gpus, num_ranks, first, noted
+):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(num_ranks))
+    monkeypatch.setattr(pool, "count_gpus", lambda: num_gpus)
+    notes = []
+    rollout = RolloutConfig(num_servers=1, tensor_parallel_size=2)
+    assert pool._first_free_gpu(rollout, notes.append) == first
+    assert bool(notes) == noted
+
+
+def test_gpu_servers_are_told_their_gpus_and_whether_they_sleep(model_folder):
+    command = server_command(ServerOptions(model_folder, device="cuda", first_gpu=4, can_sleep=True), 1)
+    assert command[command.index("--base-gpu-id") + 1] == "4" and "--enable-memory-saver" in command
+    assert "--enable-memory-saver" not in server_command(ServerOptions(model_folder, device="cuda"), 1)
+    assert "--base-gpu-id" not in server_command(ServerOptions(model_folder), 1)
 
 
 def test_attaching_to_nothing_names_the_url_and_the_remedy():
