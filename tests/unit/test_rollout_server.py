@@ -72,6 +72,7 @@ def test_the_server_does_not_inherit_torchruns_rendezvous():
     assert "RANK" not in env and "MASTER_ADDR" not in env
     assert env["PATH"] == "/bin" and env["MINE"] == "1" and env["OMP_NUM_THREADS"] == "1"
     assert env["SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION"] == "0"
+    assert env["SGLANG_VLM_CACHE_SIZE_MB"] == "0"
 
 
 @pytest.mark.parametrize(
