@@ -2,6 +2,7 @@
 
 import logging
 import os
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -24,9 +25,18 @@ def run_under_torchrun(num_ranks: int, arguments: Sequence[str]) -> int:
     try:
         torchrun(["--standalone", "--nproc-per-node", str(num_ranks), "--module", "megatron_rl.cli", *arguments])
     except ChildFailedError as failure:
-        _, first = failure.get_first_failure()
-        return first.exitcode if first.exitcode > 0 else 1
+        rank, first = failure.get_first_failure()
+        if first.exitcode < 0:
+            print(killed_by(rank, -first.exitcode), file=sys.stderr, flush=True)
+            return 1
+        return first.exitcode
     except (SignalException, KeyboardInterrupt):
         print("interrupted: all ranks and servers have been stopped", file=sys.stderr, flush=True)
         return INTERRUPTED
     return 0
+
+
+def killed_by(rank: int, number: int) -> str:
+    """What to say for a rank that could not say it itself."""
+    cause = "the kernel does so when memory runs out: see `dmesg`" if number == signal.SIGKILL else "see its log"
+    return f"error: trainer rank {rank} was killed by signal {number} ({cause}); the other ranks and servers were stopped"
