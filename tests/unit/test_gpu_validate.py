@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -118,19 +117,17 @@ def test_the_share_of_the_peak_is_operations_over_time_and_ranks() -> None:
 @pytest.mark.parametrize(
     ("program", "reason"),
     [
-        ("import sys; print('out of memory'); sys.exit(3)", "exit status 3; its last lines: out of memory"),
-        (
-            "import time; print('waiting', flush=True); time.sleep(60)",
-            "not done after 1 s and stopped; its last lines: w",
-        ),
-        ("import sys; sys.exit(1)", "exit status 1; it said nothing"),
+        ("echo out of memory; exit 3", "exit status 3; its last lines: out of memory"),
+        ("echo waiting; sleep 60", "not done after 3 s and stopped; its last lines: waiting"),
+        ("exit 1", "exit status 1; it said nothing"),
     ],
 )
 def test_a_process_that_fails_or_hangs_is_named_with_its_last_words(program: str, reason: str, tmp_path: Path) -> None:
     from gpu_validate import SectionFailed, run_process
 
+    # A shell: it has begun long before the deadline, also where the machine is busy.
     with pytest.raises(SectionFailed) as failure:
-        run_process([sys.executable, "-c", program], tmp_path, "cpu", 1.0)
+        run_process(["sh", "-c", program], tmp_path, "cpu", 3.0)
     assert str(failure.value).startswith(reason)
 
 
