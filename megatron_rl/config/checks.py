@@ -7,6 +7,7 @@ from typing import Any
 
 from megatron_rl.config.engine_limits import engine_problems, split_problems
 from megatron_rl.config.layout import experts_problem, layers_problem, layout_problems, of_critic
+from megatron_rl.config.placement import colocation_problems
 from megatron_rl.config.schema import (
     AdvantageKind,
     Config,
@@ -24,11 +25,9 @@ from megatron_rl.config.schema import (
     OptimizerConfig,
     Overlong,
     ParallelConfig,
-    Placement,
     Rejection,
     RoutingReplay,
     VisionConfig,
-    WeightSync,
 )
 from megatron_rl.errors import ConfigError
 
@@ -53,8 +52,6 @@ SPARSE_MODEL_TYPES = ("qwen3_moe", "qwen3_vl_moe")
 NUM_EXPERTS_FIELDS = ("num_experts", "num_local_experts", "n_routed_experts")
 """How the families' config.json call the number of experts of a layer."""
 
-LOOPBACK = ("127.0.0.1", "::1", "localhost")
-
 RL_COMMANDS = ("train", "critic-pretrain")
 TRAINING_COMMANDS = (*RL_COMMANDS, "sft", "reward-train")
 DATA_COMMANDS = ("select-prompts", "label-lines")
@@ -70,10 +67,9 @@ def check_config(config: Config, *, command: str, world_size: int | None = None)
     problems += _files(config, command)
     problems += _parallel(config, world_size)
     problems += [*_rollout(config), *_precision(config), *_moe_settings(config)]
-    if config.rollout.placement is Placement.colocated:
-        problems += _colocated(config, command, world_size if world_size is not None else config.parallel.num_ranks)
     if command in RL_COMMANDS:
-        problems += [*_lengths(config), *_pieces(config)]
+        ranks = config.parallel.num_ranks if world_size is None else world_size
+        problems += [*colocation_problems(config.rollout, ranks), *_lengths(config), *_pieces(config)]
     if not problems and config.policy.path:
         problems += _model(config, command)
     if problems:
@@ -403,32 +399,6 @@ def _rollout(config: Config) -> Iterator[str]:
         yield f"rollout.fire.top_k: expected -1 (off) or 1 to {MAX_HOT_TOP_K}, got {rollout.fire.top_k}"
     if rollout.top_k != -1 and rollout.top_k < 1:
         yield f"rollout.top_k: expected -1 (off) or at least 1, got {rollout.top_k}"
-
-
-def _colocated(config: Config, command: str, num_ranks: int) -> Iterator[str]:
-    """``num_ranks`` 0: not known yet."""
-    rollout = config.rollout
-    if command not in RL_COMMANDS:
-        return
-    num_servers, size = len(rollout.urls) or rollout.num_servers, rollout.tensor_parallel_size
-    if num_ranks and num_servers * size != num_ranks:
-        counted = "the rollout.urls" if rollout.urls else "rollout.num_servers"
-        yield (
-            f"rollout.placement=colocated: every trainer rank shares its device with one server worker, but {counted} "
-            f"{num_servers} x rollout.tensor_parallel_size {size} = {num_servers * size} is not the {num_ranks} trainer "
-            f"ranks; set rollout.num_servers={num_ranks // size}"
-            + (f", or a rollout.tensor_parallel_size that divides {num_ranks}" if num_ranks % size else "")
-        )
-    if not rollout.urls and rollout.host not in LOOPBACK:
-        yield (
-            f"rollout.host={rollout.host}: colocated servers read pickles that anyone who reaches their port could send; "
-            "leave it at 127.0.0.1"
-        )
-    if rollout.weight_sync is WeightSync.disk:
-        yield (
-            "rollout.weight_sync=disk: colocated servers get their weights from the trainer's memory; leave it at broadcast, "
-            "or set rollout.placement=disaggregated"
-        )
 
 
 def _model(config: Config, command: str) -> Iterator[str]:

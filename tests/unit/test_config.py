@@ -254,7 +254,8 @@ COLOCATED = "rollout.placement=colocated"
     [
         (["rollout.num_servers=2"], 4, r"2 x rollout.tensor_parallel_size 1 = 2 is not the 4 trainer ranks.*num_servers=4"),
         (["rollout.tensor_parallel_size=3"], 4, "a rollout.tensor_parallel_size that divides 4"),
-        (["rollout.urls=[http://a:1]"], 2, "the rollout.urls 1 x"),
+        (["rollout.urls=[http://a:1]"], 2, "the rollout.urls 1 x .*list 2 of them"),
+        (["rollout.tensor_parallel_size=0"], 2, "rollout.tensor_parallel_size: expected at least 1"),
         (["rollout.weight_sync=disk"], 1, "rollout.weight_sync=disk"),
         (["rollout.host=0.0.0.0"], 1, "rollout.host"),
     ],

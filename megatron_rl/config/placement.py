@@ -1,0 +1,34 @@
+"""Servers on the trainer's devices: the arithmetic of who sits beside whom. Pure."""
+
+from collections.abc import Iterator
+
+from megatron_rl.config.schema import Placement, RolloutConfig, WeightSync
+
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
+
+
+def colocation_problems(rollout: RolloutConfig, num_ranks: int) -> Iterator[str]:
+    """Why the servers cannot share the devices of ``num_ranks`` trainer ranks (0: not known yet); nothing if apart."""
+    if rollout.placement is not Placement.colocated:
+        return
+    num_servers, size = len(rollout.urls) or rollout.num_servers, rollout.tensor_parallel_size
+    if num_ranks and size >= 1 and num_servers * size != num_ranks:
+        counted = "the rollout.urls" if rollout.urls else "rollout.num_servers"
+        remedy = f"list {num_ranks // size} of them" if rollout.urls else f"set rollout.num_servers={num_ranks // size}"
+        if num_ranks % size:
+            remedy = f"set a rollout.tensor_parallel_size that divides {num_ranks}"
+        yield (
+            f"rollout.placement=colocated: every trainer rank shares its device with one server worker, but {counted} "
+            f"{num_servers} x rollout.tensor_parallel_size {size} = {num_servers * size} is not the {num_ranks} trainer "
+            f"ranks; {remedy}"
+        )
+    if not rollout.urls and rollout.host not in LOOPBACK:
+        yield (
+            f"rollout.host={rollout.host}: colocated servers read pickles that anyone who reaches their port could send; "
+            "leave it at 127.0.0.1"
+        )
+    if rollout.weight_sync is WeightSync.disk:
+        yield (
+            "rollout.weight_sync=disk: colocated servers get their weights from the trainer's memory; leave it at broadcast, "
+            "or set rollout.placement=disaggregated"
+        )
