@@ -114,8 +114,9 @@ def check_invariance(
 
 def findings_table(findings: Sequence[Finding]) -> Table:
     table = Table(title="one update in each layout, float32", title_justify="left")
-    for name in ("layout", "ranks", "loss", "gradient norm", "largest weight difference", "verdict"):
-        table.add_column(name, justify="left" if name in ("layout", "verdict") else "right", overflow="fold")
+    for name in ("layout", "ranks", "loss", "gradient norm", "weights differ by", "verdict"):
+        is_text = name in ("layout", "verdict")
+        table.add_column(name, justify="left" if is_text else "right", overflow="fold", no_wrap=name == "layout")
     for row in findings:
         numbers = (f"{row.loss:.7g}", f"{row.grad_norm:.7g}", f"{row.difference:.1e}")
         texts = [
