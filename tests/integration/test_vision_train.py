@@ -8,7 +8,7 @@ from PIL import Image, ImageDraw
 
 from megatron_rl.tracking.metrics import read_metrics
 from tests.integration.test_train import run
-from tests.tiny_families import VISION, make_vision_model
+from tests.tiny_families import DEEPSTACK, make_vision_model
 from tests.tiny_vision import write_vision_files
 
 RECIPE = """
@@ -47,9 +47,9 @@ def draw(rng, path):
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("vision")
-    # SGLang takes other than 1,176 values a patch for finished features in this family.
-    vision = dict(VISION, patch_size=14, out_hidden_size=84, window_size=56, fullatt_block_indexes=[1])
-    make_vision_model(folder / "model", "qwen2_5_vl", vision_config=vision)
+    # SGLang counts on three of them in this family.
+    vision = dict(DEEPSTACK, patch_size=16, deepstack_visual_indexes=[0, 1, 2])
+    make_vision_model(folder / "model", "qwen3_vl_moe", vision_config=vision)
     write_vision_files(folder / "model", max_tokens=12)
     rng = random.Random(0)
     names = [draw(rng, folder / f"{i}.{kind}") for i, kind in enumerate(["png", "jpg"] * 3)]

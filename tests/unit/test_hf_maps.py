@@ -340,3 +340,51 @@ def test_the_configuration_check_knows_exactly_the_families_of_the_table():
     from megatron_rl.config.checks import SUPPORTED_MODEL_TYPES
 
     assert sorted(FAMILIES) == sorted(SUPPORTED_MODEL_TYPES)
+
+
+HUB_CONFIGS: dict[str, dict[str, Any]] = {
+    # Qwen2.5-VL-7B: the language model's fields lie beside the encoder's configuration.
+    "qwen2_5_vl": dict(
+        hidden_size=3584,
+        intermediate_size=18944,
+        num_attention_heads=28,
+        num_hidden_layers=28,
+        num_key_value_heads=4,
+        rope_theta=1000000.0,
+        rope_scaling={"type": "mrope", "mrope_section": [16, 24, 24]},
+        use_sliding_window=False,
+        vocab_size=152064,
+        image_token_id=151655,
+        video_token_id=151656,
+        vision_config=dict(hidden_size=1280, intermediate_size=3420, out_hidden_size=3584, fullatt_block_indexes=[7]),
+    ),
+    # Qwen3-VL-30B-A3B
+    "qwen3_vl_moe": dict(
+        text_config=dict(
+            model_type="qwen3_vl_moe_text",
+            head_dim=128,
+            hidden_size=2048,
+            intermediate_size=6144,
+            moe_intermediate_size=768,
+            norm_topk_prob=True,
+            num_attention_heads=32,
+            num_experts=128,
+            num_experts_per_tok=8,
+            num_hidden_layers=48,
+            num_key_value_heads=4,
+            rope_scaling={"mrope_interleaved": True, "mrope_section": [24, 20, 20], "rope_type": "default"},
+            rope_theta=5000000,
+            vocab_size=151936,
+        ),
+        vision_config=dict(model_type="qwen3_vl_moe", hidden_size=1152, intermediate_size=4304, out_hidden_size=2048),
+    ),
+}
+
+
+@pytest.mark.parametrize(("family", "billions"), [("qwen2_5_vl", 8.292166656), ("qwen3_vl_moe", 31.070754032)])
+def test_vision_language_files_of_the_hub_have_as_many_parameters_as_published(
+    family: str, billions: float, tmp_path: Path
+) -> None:
+    config = load_hf_config(write_config(tmp_path, model_type=family, tie_word_embeddings=False, **HUB_CONFIGS[family]))
+    shapes = {name: shape for entry in entries(config, "policy") for name, shape in entry.hf.items()}
+    assert sum(torch.Size(shape).numel() for shape in shapes.values()) == pytest.approx(billions * 1e9, abs=0.5)
