@@ -411,5 +411,6 @@ def _on_device(batch: PackedBatch, device: torch.device) -> PackedBatch:
         tokens=batch.tokens.to(device),
         cu_seqlens=batch.cu_seqlens.to(device),
         fields={name: values.to(device) for name, values in batch.fields.items()},
-        images=batch.images.to(device) if batch.images is not None else None,
+        # Each rank moves the patches of the images that it encodes.
+        images=batch.images,
     )
