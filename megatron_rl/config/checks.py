@@ -64,7 +64,7 @@ def check_config(config: Config, *, command: str, world_size: int | None = None)
     """
     problems = list(_ranges(config))
     problems += _optimizers(config, command)
-    problems += _files(config, command)
+    problems += [*_files(config, command), *_video(config)]
     problems += _parallel(config, world_size)
     problems += [*_rollout(config), *_precision(config), *_moe_settings(config)]
     if command in RL_COMMANDS:
@@ -281,6 +281,14 @@ def _dialogue_pieces(config: Config) -> Iterator[str]:
         yield "reward.process.path: rewards of lines are for single responses; leave environment.name empty"
     if config.environment.name and config.reward.require_think:
         yield "reward.require_think: turns of a dialogue are graded as they stand; set false"
+
+
+def _video(config: Config) -> Iterator[str]:
+    levels, budget = config.data.video_frame_tokens, config.data.max_video_tokens
+    if not levels or min(levels) < 1:
+        yield f"data.video_frame_tokens: expected at least one number of tokens above 0, got {list(levels)}"
+    elif budget < min(levels):
+        yield f"data.max_video_tokens: expected room for one frame of {min(levels)} tokens, got {budget}"
 
 
 def _optimizers(config: Config, command: str) -> Iterator[str]:

@@ -7,11 +7,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from megatron_rl.config.schema import DataConfig
+from megatron_rl.config.checks import check_config
+from megatron_rl.config.schema import Config, DataConfig
 from megatron_rl.data.prompts import load_prompts
 from megatron_rl.data.tokenizer import Tokenizer
 from megatron_rl.data.video import FRAME_LEVELS, MAX_VIDEO_TOKENS, plan_video, timestamp_text
-from megatron_rl.errors import DataError
+from megatron_rl.errors import ConfigError, DataError
 from tests.tiny_vision import write_vision_files
 from tests.unit.test_images import CONFIG, IMAGE, shown
 
@@ -129,3 +130,16 @@ def test_a_frame_that_cannot_be_as_small_as_its_video_needs_is_refused(tmp_path,
     part = {"type": "video", "frames": ["long.png"], "fps": 1}
     with pytest.raises(DataError, match="may take 4 tokens, but the model's image processor makes"):
         load(tokenizer, tmp_path, part, max_video_tokens=4)
+
+
+@pytest.mark.parametrize(
+    ("settings", "key"),
+    [
+        (dict(max_video_tokens=100), "data.max_video_tokens: expected room for one frame of 128"),
+        (dict(video_frame_tokens=[]), "data.video_frame_tokens: expected at least one"),
+        (dict(video_frame_tokens=[4, 0]), "data.video_frame_tokens: expected at least one"),
+    ],
+)
+def test_a_budget_without_room_for_a_frame_is_refused_before_a_run(settings, key):
+    with pytest.raises(ConfigError, match=key):
+        check_config(Config(data=DataConfig(**settings)), command="sft")
