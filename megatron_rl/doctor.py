@@ -12,19 +12,24 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.table import Table
 
 from megatron_rl.config.layout import layout_problems, parse_layout, ranks_needed
 from megatron_rl.errors import UserError
 
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
 DEFAULT_TOLERANCE = 1e-5
 DEFAULT_LENGTHS = (9, 17, 33, 6, 21, 12, 40, 8, 26, 15)
 NOTICEABLE = 10.0
 """The reference must move its weights by as many tolerances: an update that does nothing agrees with everything."""
 LOG_TAIL_LINES = 15
+SP_ADDED = "run with sp: this model's experts or latent attention need it with tensor parallelism"
 
 
 class DoctorError(UserError):
@@ -58,13 +63,20 @@ def check_invariance(
 ) -> list[Finding]:
     """The reference's row, then one for each of ``layouts`` in their order.
 
-    Raises ConfigError or ModelError for a layout that is no layout or a model that is none, DoctorError where the
-    reference cannot run or its update is too small to compare.
+    Where the model's layers cannot be split over tensor-parallel ranks without sequence parallelism, layouts are run
+    with it; their rows say so. Raises ConfigError or ModelError for a layout that is no layout or a model that is none,
+    DoctorError where the reference cannot run or its update is too small to compare.
     """
+    from megatron_rl.models.hf.config import load_hf_config, needs_sequence_parallelism
+
+    hf_config = load_hf_config(model)
+    asked = list(dict.fromkeys(layouts))
+    if needs_sequence_parallelism(hf_config):
+        reference, *layouts = dict.fromkeys(map(_with_sequence_parallelism, (reference, *layouts)))
     refusals: dict[str, str] = {}
     sizes: dict[str, int] = {}
     for layout in (reference, *layouts):
-        sizes[layout], refusals[layout] = _size_and_refusal(model, layout)
+        sizes[layout], refusals[layout] = _size_and_refusal(hf_config, layout)
     if refusals[reference]:
         raise DoctorError(f"the reference layout {reference} cannot run: {refusals[reference]}; choose another one")
     wanted = [layout for layout in dict.fromkeys(layouts) if not refusals[layout] and layout != reference]
@@ -109,7 +121,7 @@ def check_invariance(
             rows.append(Finding(layout, sizes[layout], verdict="FAILED", reason=failures[layout], is_bad=True))
         else:
             rows.append(_judge(layout, sizes[layout], measured[layout], base, tolerance))
-    return rows
+    return [row if row.layout in (*asked, reference) or row.reason else replace(row, reason=SP_ADDED) for row in rows]
 
 
 def findings_table(findings: Sequence[Finding]) -> Table:
@@ -127,7 +139,7 @@ def findings_table(findings: Sequence[Finding]) -> Table:
 
 
 def reasons(findings: Sequence[Finding]) -> list[str]:
-    """One line for each layout that was refused or failed."""
+    """One line for each layout that was refused, failed or was run in another way than asked for."""
     return [f"{row.layout} {row.verdict}: {row.reason}" for row in findings if row.reason]
 
 
@@ -145,12 +157,17 @@ def _judge(layout: str, num_ranks: int, row: dict[str, float], base: dict[str, f
     return Finding(layout, num_ranks, row["loss"], row["grad_norm"], row["difference"], verdict, is_bad=bool(off))
 
 
-def _size_and_refusal(model: str, layout: str) -> tuple[int, str]:
+def _with_sequence_parallelism(layout: str) -> str:
+    parallel, _ = parse_layout(layout)
+    return f"{layout}+sp" if parallel.tensor_parallel_size > 1 and not parallel.sequence_parallel else layout
+
+
+def _size_and_refusal(hf_config: "PretrainedConfig", layout: str) -> tuple[int, str]:
     """(ranks of ``layout``, why it cannot run on this model and machine or "")."""
     import torch
 
     from megatron_rl.errors import ModelError
-    from megatron_rl.models.hf.config import check_layout, load_hf_config
+    from megatron_rl.models.hf.config import check_layout
 
     parallel, data_parallel_size = parse_layout(layout)
     problems = list(layout_problems(parallel, None))
@@ -158,7 +175,7 @@ def _size_and_refusal(model: str, layout: str) -> tuple[int, str]:
         return 0, "; ".join(problems)
     num_ranks = ranks_needed(parallel, data_parallel_size)
     try:
-        check_layout(load_hf_config(model), parallel)
+        check_layout(hf_config, parallel)
     except ModelError as error:
         return num_ranks, str(error)
     if torch.cuda.is_available() and num_ranks > torch.cuda.device_count():

@@ -12,7 +12,7 @@ from transformers import AutoConfig, PretrainedConfig
 
 from megatron_rl.config.schema import ParallelConfig
 from megatron_rl.models.hf.config import inverse_frequencies, load_hf_config, megatron_config
-from megatron_rl.models.hf.families import FAMILIES, VALUE_HEAD, canonical_name, dims, entries
+from megatron_rl.models.hf.families import FAMILIES, VALUE_HEAD, canonical_name, dims, entries, stacked_shapes
 from megatron_rl.models.hf.mtp import is_mtp
 from megatron_rl.models.hf.sources import INDEX_FILE, CheckpointSource, RandomSource, WeightsError
 from megatron_rl.models.hf.transforms import QKV, Columns, GatedMLP, Replicated, Rows, Shard, Transform, Vocabulary
@@ -129,13 +129,27 @@ def test_stacked_experts_are_read_part_by_part_and_put_together_again(is_as_on_t
     # transformers 5 saves them transposed.
     files = tensors if is_as_on_the_hub else {name: t.transpose(1, 2).contiguous() for name, t in tensors.items()}
     save_file(files, tmp_path / "model.safetensors")
-    source, sizes = CheckpointSource(tmp_path), dims(config)
+    source, sizes = CheckpointSource(tmp_path, shapes), dims(config)
+    assert shapes == stacked_shapes(config) and source.are_experts_transposed is not is_as_on_the_hub
     found = assemble(
         (entry, entry.transform.export(shards_of(entry.transform, read_entry(source, entry), sizes, 2), sizes))
         for entry in stacked
     )
     for (name, tensor), (expected_name, expected) in zip(found, tensors.items(), strict=True):
         assert name == expected_name and torch.equal(tensor, expected)
+
+
+def test_a_square_stack_of_experts_follows_the_others(tmp_path: Path) -> None:
+    square, other = torch.randn(2, 6, 6), torch.randn(2, 3, 6)
+    shapes = {"square": (2, 6, 6), "other": (2, 3, 6)}
+    save_file(dict(square=square, other=other.transpose(1, 2).contiguous()), tmp_path / "model.safetensors")
+    source = CheckpointSource(tmp_path, shapes)
+    assert torch.equal(source.read("square", (2, 6, 6), 1)[:], square[1].T)
+    assert torch.equal(source.read("other", (2, 3, 6), 1)[:2], other[1, :2])
+    both = dict(a=torch.zeros(2, 6, 4), b=torch.zeros(2, 4, 6))
+    save_file(both, tmp_path / "model.safetensors")
+    with pytest.raises(WeightsError, match="expert of b lies as transformers saves it, of a as on the hub"):
+        CheckpointSource(tmp_path, {"a": (2, 6, 4), "b": (2, 6, 4)})
 
 
 @pytest.mark.parametrize("tied", [False, True])

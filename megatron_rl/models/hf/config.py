@@ -293,6 +293,11 @@ def check_layout(hf_config: PretrainedConfig, parallel: ParallelConfig) -> None:
         raise ModelError("latent attention with tensor parallelism needs parallel.sequence_parallel=true")
 
 
+def needs_sequence_parallelism(hf_config: PretrainedConfig) -> bool:
+    """Whether Megatron splits this model over tensor-parallel ranks with sequence parallelism only."""
+    return bool(dims(hf_config)["experts"]) or family_of(hf_config).is_latent
+
+
 def inverse_frequencies(config: PretrainedConfig) -> tuple[torch.Tensor, float]:
     """([rotated dimensions / 2] float32, the factor on cosine and sine) of the rotary embedding, as transformers has it."""
     rope = rope_parameters(config)

@@ -49,7 +49,7 @@ from transformers import PretrainedConfig
 from megatron_rl.config.schema import Mtp, ParallelConfig
 from megatron_rl.models import critic, policy
 from megatron_rl.models.hf.config import check_layout, load_hf_config
-from megatron_rl.models.hf.families import VALUE_HEAD, Entry, Role, canonical_name, dims, entries, text_config
+from megatron_rl.models.hf.families import VALUE_HEAD, Entry, Role, canonical_name, dims, entries, stacked_shapes, text_config
 from megatron_rl.models.hf.mtp import is_mtp, mtp_names, mtp_tensors
 from megatron_rl.models.hf.sources import INDEX_FILE, SINGLE_FILE, CheckpointSource, WeightsError
 from megatron_rl.models.hf.transforms import Shard
@@ -66,6 +66,8 @@ from megatron_rl.parallel import topology
 WHOLE = Shard(0, 1)
 MTP_FOLDER = "mtp"
 """Inside a distributed checkpoint: layers that go along without being part of Megatron's model."""
+TRANSPOSED_MARK = "experts_as_transformers_saves_them"
+"""An empty file inside a distributed checkpoint: its stacked experts go back the way they came (``CheckpointSource``)."""
 NOT_WEIGHTS = ("optimizer.", "rng_state", "rerun_state_machine_state")
 """What training checkpoints hold beside the model, by the beginnings of its keys."""
 
@@ -174,7 +176,7 @@ def _to_megatron(
     mtp: Mtp | None,
     max_shard_bytes: int,
 ) -> Conversion:
-    checkpoint = CheckpointSource(source)
+    checkpoint = CheckpointSource(source, stacked_shapes(config))
     role: Role = "critic" if VALUE_HEAD in checkpoint else "policy"
     expected = expected_names(config, role)
     left_out = _left_out(config, checkpoint, expected, mtp)
@@ -190,6 +192,8 @@ def _to_megatron(
     with _appearing(target) as folder:
         _write_checkpoint(planner, folder, target)
         _copy_config(config_folder, folder)
+        if checkpoint.are_experts_transposed:
+            (folder / TRANSPOSED_MARK).touch()
         if kept:
             writer = FolderWriter(config_folder, folder / MTP_FOLDER, max_shard_bytes)
             for name, tensor in mtp_tensors(config, source):
@@ -346,12 +350,13 @@ def _to_hf(
     kept = _kept(config, mtp_folder, mtp)
     writer = FolderWriter(config_folder, target, max_shard_bytes, keeps_mtp=bool(kept))
     num_tensors = len(kept)
+    transposed = stacked_shapes(config) if (source / TRANSPOSED_MARK).exists() else {}
     try:
         for name, tensor in assemble(
             (parameter.entry, parameter.entry.transform.export([checkpoint.merged(parameter)], dims(config)))
             for parameter in parameters
         ):
-            writer.add(name, tensor)
+            writer.add(name, tensor.transpose(1, 2).contiguous() if name in transposed else tensor)
             num_tensors += 1
         for name, tensor in mtp_tensors(config, mtp_folder) if kept else ():
             writer.add(name, tensor)

@@ -428,6 +428,12 @@ def entries(config: PretrainedConfig, role: Role) -> list[Entry]:
     return rules
 
 
+def stacked_shapes(config: PretrainedConfig) -> dict[str, tuple[int, ...]]:
+    """The tensors that hold all experts of a layer, with their shapes in the hub's files; none in most families."""
+    stacked = (entry for entry in entries(config, "policy") if entry.part is not None)
+    return {name: shape for entry in stacked for name, shape in entry.hf.items()}
+
+
 def _fill(rule: Rule, sizes: Dims, megatron_prefix: str = "", hf_prefix: str = "", expert: int = 0) -> Entry:
     return Entry(
         megatron=megatron_prefix + rule.megatron.format(expert=expert),

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -71,12 +72,14 @@ class RandomSource:
 class CheckpointSource:
     """A Hugging Face folder of safetensors, one file or several with an index; files are read slice by slice.
 
+    ``stacked``: tensors that hold all experts of a layer, by name, with their shapes as on the hub. transformers 5 saves
+    each expert in them transposed; which way it is here is learnt once, from all of them, for one alone may be square.
     ``files`` says which file holds a tensor: all tensors of all files that the index names, whether it names them or
     not. Errors: FileNotFoundError without any safetensors, ``WeightsError`` for a broken or missing file, an index that
     files contradict, a tensor that is missing or there twice, of another shape, or quantised.
     """
 
-    def __init__(self, folder: str | Path) -> None:
+    def __init__(self, folder: str | Path, stacked: Mapping[str, tuple[int, ...]] | None = None) -> None:
         self.folder = Path(folder)
         self._open_files: dict[str, safe_open] = {}
         self._num_mapped_elements = 0
@@ -97,6 +100,21 @@ class CheckpointSource:
                 f"{self.folder} holds neither {SINGLE_FILE} nor {INDEX_FILE}; "
                 + (remedy or "for fresh weights set policy.init=random")
             )
+        self.are_experts_transposed = self._transposed(stacked or {})
+
+    def _transposed(self, stacked: Mapping[str, tuple[int, ...]]) -> bool:
+        ways: dict[bool, str] = {}
+        for name, shape in stacked.items():
+            if name in self.files and shape[1] != shape[2]:
+                found = tuple(self._file(self.files[name]).get_slice(name).get_shape())
+                if found in (shape, _with_transposed_parts(shape)):
+                    ways[found != shape] = name
+        if len(ways) == 2:
+            raise WeightsError(
+                f"{self.folder}: each expert of {ways[True]} lies as transformers saves it, of {ways[False]} as on the hub "
+                "(transposed); bring all files from one place"
+            )
+        return True in ways
 
     def _from_index(self, index: Path) -> dict[str, str]:
         try:
@@ -141,12 +159,11 @@ class CheckpointSource:
                 f"{self.folder / file}: {name} is {tensor.get_dtype()}: quantised weights are not read; give a copy in "
                 "bfloat16 or float32"
             )
-        found = tuple(tensor.get_shape())
-        # transformers 5 saves stacked experts the other way round than the hub's files have them.
-        is_transposed = part is not None and found != shape and found == (shape[0], *shape[:0:-1])
-        if found != shape and not is_transposed:
+        is_transposed = part is not None and self.are_experts_transposed
+        expected = _with_transposed_parts(shape) if is_transposed else shape
+        if tuple(tensor.get_shape()) != expected:
             raise WeightsError(
-                f"{self.folder / file}: {name} has shape {tuple(tensor.get_shape())}, config.json asks for {shape}; "
+                f"{self.folder / file}: {name} has shape {tuple(tensor.get_shape())}, config.json asks for {expected}; "
                 "check its vocab_size, hidden_size and head counts against the checkpoint"
             )
         self._num_mapped_elements += math.prod(shape if part is None else shape[1:])
@@ -173,3 +190,7 @@ class CheckpointSource:
             except (SafetensorError, OSError) as error:
                 raise WeightsError(f"{path} is not a whole safetensors file: {error}; fetch it again") from error
         return self._open_files[name]
+
+
+def _with_transposed_parts(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return (shape[0], *shape[:0:-1])

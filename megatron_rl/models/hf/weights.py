@@ -26,7 +26,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-from megatron_rl.models.hf.families import VALUE_HEAD, Entry, Role, canonical_name, dims, entries, text_config
+from megatron_rl.models.hf.families import VALUE_HEAD, Entry, Role, canonical_name, dims, entries, stacked_shapes, text_config
 from megatron_rl.models.hf.mtp import is_mtp, mtp_tensors
 from megatron_rl.models.hf.sources import INDEX_FILE, SINGLE_FILE, CheckpointSource, TensorSource, WeightsError
 from megatron_rl.models.hf.transforms import Shard, Sliceable
@@ -76,7 +76,7 @@ def load_weights(
     an optimizer that keeps its own copy of the weights has to be told. Errors: FileNotFoundError, or ``WeightsError``
     for broken files, missing or unknown tensors and other shapes than config.json says.
     """
-    source = CheckpointSource(path)
+    source = CheckpointSource(path, stacked_shapes(hf_config))
     expected = expected_names(hf_config, role)
     fresh = [VALUE_HEAD] if role == "critic" and VALUE_HEAD not in source else []
     unknown = [
