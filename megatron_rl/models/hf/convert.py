@@ -49,7 +49,16 @@ from transformers import PretrainedConfig
 from megatron_rl.config.schema import Mtp, ParallelConfig
 from megatron_rl.models import critic, policy
 from megatron_rl.models.hf.config import check_layout, load_hf_config
-from megatron_rl.models.hf.families import VALUE_HEAD, Entry, Role, canonical_name, dims, entries, stacked_shapes, text_config
+from megatron_rl.models.hf.families import (
+    VALUE_HEAD,
+    Entry,
+    Role,
+    canonical_name,
+    dims,
+    entries,
+    stacked_shapes,
+    text_config,
+)
 from megatron_rl.models.hf.mtp import is_mtp, mtp_names, mtp_tensors
 from megatron_rl.models.hf.sources import INDEX_FILE, SINGLE_FILE, CheckpointSource, WeightsError
 from megatron_rl.models.hf.transforms import Shard

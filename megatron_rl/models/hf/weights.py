@@ -26,7 +26,16 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-from megatron_rl.models.hf.families import VALUE_HEAD, Entry, Role, canonical_name, dims, entries, stacked_shapes, text_config
+from megatron_rl.models.hf.families import (
+    VALUE_HEAD,
+    Entry,
+    Role,
+    canonical_name,
+    dims,
+    entries,
+    stacked_shapes,
+    text_config,
+)
 from megatron_rl.models.hf.mtp import is_mtp, mtp_tensors
 from megatron_rl.models.hf.sources import INDEX_FILE, SINGLE_FILE, CheckpointSource, TensorSource, WeightsError
 from megatron_rl.models.hf.transforms import Shard, Sliceable
