@@ -11,6 +11,8 @@ from typing import Any
 
 SPARSE_EVERYWHERE = ("qwen3_moe", "qwen3_vl_moe", "qwen3_vl_moe_text")
 NEVER_TIED = ("qwen3_moe", "mixtral", "glm4_moe")
+QWEN2_5_VL_PATCH_VALUES = 1176
+"""3 channels x 2 frames x 14 x 14 pixels."""
 FACTOR_TOLERANCE = 1e-6
 OTHERWISE = "use another checkpoint, or train it without SGLang (sft, reward-train)"
 
@@ -38,6 +40,8 @@ def engine_problems(model: Mapping[str, Any], path: object) -> Iterator[str]:
         )
     if model_type == "mixtral":
         yield from _mixtral(text, where)
+    if model_type == "qwen2_5_vl":
+        yield from _qwen2_5_vl(model.get("vision_config", {}), where)
     yield from _rope(model_type, rope_of(text), where)
 
 
@@ -61,6 +65,16 @@ def rope_of(text: Mapping[str, Any]) -> dict[str, Any]:
         rope.setdefault("rope_theta", text["rope_theta"])
     rope["rope_type"] = rope.get("rope_type") or rope.get("type") or "default"
     return rope
+
+
+def _qwen2_5_vl(vision: Mapping[str, Any], where: str) -> Iterator[str]:
+    channels = vision.get("in_channels") or vision.get("in_chans") or 3
+    values = channels * vision.get("temporal_patch_size", 2) * vision.get("patch_size", 14) ** 2
+    if values != QWEN2_5_VL_PATCH_VALUES:
+        yield (
+            f"{where}: vision_config.patch_size={vision.get('patch_size', 14)}: a patch has {values} values, but SGLang's "
+            f"qwen2_5_vl takes all but {QWEN2_5_VL_PATCH_VALUES} for finished features and crashes; {OTHERWISE}"
+        )
 
 
 def _mixtral(text: Mapping[str, Any], where: str) -> Iterator[str]:

@@ -29,6 +29,7 @@ def problems(**model: Any) -> list[str]:
         dict(model_type="deepseek_v3", rope_scaling={**YARN, "mscale": 1.0, "mscale_all_dim": 0.7}),
         dict(model_type="mixtral", rope_theta=1e6, hidden_size=64, num_attention_heads=4, head_dim=16),
         dict(model_type="qwen3_vl", text_config=dict(tie_word_embeddings=True)),
+        dict(model_type="qwen2_5_vl", vision_config=dict(patch_size=14, in_chans=3)),
     ],
 )
 def test_models_that_both_compute_alike_have_no_problem(model: dict[str, Any]) -> None:
@@ -51,6 +52,7 @@ def test_models_that_both_compute_alike_have_no_problem(model: dict[str, Any]) -
         (dict(model_type="mixtral", rope_scaling=dict(type="linear", factor=2.0)), ["rope_type=linear"]),
         (dict(model_type="mixtral", hidden_size=64, num_attention_heads=4, head_dim=20), ["head_dim=20", "16"]),
         (dict(model_type="mixtral", rope_theta=0.5), ["rope_theta=0.5"]),
+        (dict(model_type="qwen2_5_vl", vision_config=dict(patch_size=8)), ["patch_size=8", "384 values", "crashes"]),
         (dict(model_type="deepseek_v3", rope_parameters=dict(rope_type="linear", factor=2.0)), ["rope_type=linear"]),
         (dict(model_type="deepseek_v3", rope_parameters={**YARN, "truncate": False}), ["truncate=false"]),
         (dict(model_type="qwen2", rope_parameters={**YARN, "attention_factor": 0.8}), ["attn_factor=0.6622"]),
