@@ -43,22 +43,35 @@ def model_config(vocab_size: int, *, max_tokens: int = 256) -> dict[str, Any]:
 def write_tiny_model(
     folder: Path, vocabulary: Sequence[str], pattern: str, *, vocab_size: int, max_tokens: int = 256
 ) -> None:
-    """config.json and the tokenizer's files.
+    """config.json and the tokenizer's files; see ``write_tokenizer``."""
+    write_json(folder / "config.json", model_config(vocab_size, max_tokens=max_tokens))
+    write_tokenizer(folder, vocabulary, pattern, max_tokens=max_tokens)
 
-    ``vocabulary`` begins with ``SPECIAL_TOKENS``; ``pattern`` is a regular expression of one token, empty for single
-    characters. transformers' AutoTokenizer takes tokenizer.json as it stands for a Qwen3; for a Qwen2 it would rebuild it.
+
+def write_tokenizer(
+    folder: Path,
+    vocabulary: Sequence[str],
+    pattern: str,
+    *,
+    max_tokens: int,
+    special_tokens: Sequence[str] = SPECIAL_TOKENS,
+    **settings: Any,
+) -> None:
+    """tokenizer.json and tokenizer_config.json, the latter with further ``settings``.
+
+    ``vocabulary`` begins with ``special_tokens``, and those with ``SPECIAL_TOKENS``; ``pattern`` is a regular expression
+    of one token, empty for single characters. transformers' AutoTokenizer takes tokenizer.json as it stands for a Qwen3;
+    for a Qwen2 it would rebuild it.
     """
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
-    folder.mkdir(parents=True, exist_ok=True)
-    _write_json(folder / "config.json", model_config(vocab_size, max_tokens=max_tokens))
     ids = {token: index for index, token in enumerate(vocabulary)}
     tokenizer = Tokenizer(models.WordLevel(ids, unk_token=UNKNOWN))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(pattern) if pattern else "", "isolated")
     tokenizer.decoder = decoders.Fuse()
-    tokenizer.add_special_tokens(list(SPECIAL_TOKENS))
+    tokenizer.add_special_tokens(list(special_tokens))
     tokenizer.save(str(folder / "tokenizer.json"))
-    settings = {
+    common = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "pad_token": PAD,
         "eos_token": END,
@@ -66,8 +79,9 @@ def write_tiny_model(
         "clean_up_tokenization_spaces": False,
         "model_max_length": max_tokens,
     }
-    _write_json(folder / "tokenizer_config.json", settings)
+    write_json(folder / "tokenizer_config.json", common | settings)
 
 
-def _write_json(path: Path, content: dict[str, Any]) -> None:
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

@@ -1,11 +1,14 @@
-"""Write the task of hybrid RL: sums that a verifier checks and digits to be sorted that a judge compares.
+"""Write the task of hybrid RL: visual puzzles that verifiers check, general prompts that a judge compares, and its data.
 
-    verifiable   prompt "7+5+9="   response "<think>7+5=12</think>21"
-    general      prompt "729:"     response "<think>729</think>279"   anchor "297" (two neighbours have changed places)
-
-Many worked solutions are wrong, and some lack the thought: they say the solution at once, which require_think scores 0.
-``answer`` of general prompts is for measuring alone; in the run they have the judge. The held-out general prompts
-stand in a file of their own as well, for that measurement. Held-out prompts never occur in training.
+    outputs/seed_vl_hybrid/task/
+        pictures/*/*.png                    what the rows' image parts name
+        prompts.train.jsonl                 all types; ``response`` is a worked solution for sft, wrong in half of the rows
+        prompts.held_out.jsonl              the same for other scenes; and general prompts once more as type named, which a
+                                            rule checks: whether the judge taught the truth
+        judgements.train.jsonl              texts as the judge reads them, and YES or NO
+        judgements.held_out.jsonl
+        model/                              the untrained policy: a Qwen3-VL-MoE
+        judge_model/                        the untrained judge: a Qwen3
 
     python examples/seed_vl_hybrid/make_task.py --output outputs/seed_vl_hybrid/task
 """
@@ -13,73 +16,84 @@ stand in a file of their own as well, for that measurement. Held-out prompts nev
 import argparse
 import random
 import sys
-import zlib
 from collections.abc import Iterator
-from itertools import chain, islice
+from itertools import permutations
 from pathlib import Path
+from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parents[1])]
 from characters import write_rows
-from words import HELD_OUT_SHARE, digit_rows, joined, near_miss, write_model_folder
+from pictures import draw
+from puzzles import MAKERS, WORDS, Puzzle, near_misses, puzzles
+from vision_model import write_vision_model
+from words import write_model_folder
 
-WORDS = ("think",)
-RIGHT_SHARE = 0.5
-THOUGHT_SHARE = 0.7
-"""Of the worked solutions."""
+from megatron_rl.rewards.templates import NO_WORD, YES_WORD, render_judge
 
-
-def with_thought(thought: str, solution: str, generator: random.Random) -> str:
-    return f"<think>{thought}</think>{solution}" if generator.random() < THOUGHT_SHARE else solution
-
-
-def verifiable(count: int, *, held_out: bool, seed: int) -> Iterator[dict[str, str]]:
-    """Each of the 1,000 sums belongs to one side; training repeats them."""
-    generator = random.Random(f"{seed} verifiable {held_out}")
-    index = 0
-    while index < count:
-        a, b, c = (generator.randint(0, 9) for _ in range(3))
-        prompt, total = f"{a}+{b}+{c}=", a + b + c
-        if (zlib.crc32(prompt.encode()) % HELD_OUT_SHARE == 0) != held_out:
-            continue
-        given = total if generator.random() < RIGHT_SHARE else max(0, total + generator.choice([-2, -1, 1, 2]))
-        response = with_thought(f"{a}+{b}={a + b}", str(given), generator)
-        side = "held_out" if held_out else "train"
-        row = {"id": f"{side}-{index}", "prompt": prompt, "type": "verifiable", "answer": str(total)}
-        yield row | {"response": response}
-        index += 1
+SPOKEN_PICTURE = "[image]"
+"""What a judge of text reads where a picture is."""
+RULE_TYPE = "named"
 
 
-def general(count: int, *, held_out: bool, seed: int) -> Iterator[dict[str, str]]:
-    """One row a prompt, since a prompt has one anchor."""
-    generator = random.Random(f"{seed} general {held_out}")
-    seen = set()
-    for digits in digit_rows(count, held_out=held_out, seed=seed):
-        prompt = f"{joined(digits)}:"
-        if prompt in seen:
-            continue
-        seen.add(prompt)
-        right, anchor = joined(sorted(digits)), joined(near_miss(digits, generator))
-        solution = right if generator.random() < RIGHT_SHARE else joined(near_miss(digits, generator))
-        row = {"id": prompt, "prompt": prompt, "type": "general", "answer": right, "anchor": anchor}
-        yield row | {"response": with_thought(joined(digits), solution, generator)}
+def rows(folder: Path, *, count: int, held_out: bool, seed: int) -> Iterator[dict[str, Any]]:
+    """``count`` rows of each type; writes their pictures."""
+    side = "held_out" if held_out else "train"
+    (folder / "pictures" / side).mkdir(parents=True, exist_ok=True)
+    for type_ in MAKERS:
+        generator = random.Random(f"{seed} worked {type_} {held_out}")
+        for index, puzzle in enumerate(puzzles(type_, count, held_out=held_out, seed=seed)):
+            id_ = f"{side}-{type_}-{index}"
+            content = [{"type": "text", "text": puzzle.question}]
+            if puzzle.with_picture:
+                path = f"pictures/{side}/{type_}-{index}.png"
+                draw(puzzle.scene).save(folder / path)
+                content = [{"type": "image", "image": path}, *content]
+            row = {"id": id_, "prompt": [{"role": "user", "content": content}], "type": type_, "answer": puzzle.solution}
+            yield row | {"response": puzzle.worked(generator)}
+            if held_out and type_ == "general":
+                yield row | {"id": f"{id_}-rule", "type": RULE_TYPE, "answer": in_any_order(puzzle.solution)}
+
+
+def in_any_order(solution: str) -> str:
+    """A regular expression of all ways to name the same things."""
+    return "|".join(", ".join(names) for names in permutations(solution.split(", ")))
+
+
+def judgements(count: int, *, held_out: bool, seed: int) -> Iterator[dict[str, str]]:
+    """Half of the responses are right: the reference's things in any order."""
+    generator = random.Random(f"{seed} judgements {held_out}")
+    side = "held_out" if held_out else "train"
+    for index, puzzle in enumerate(puzzles("general", count, held_out=held_out, seed=seed + 1000)):
+        right = generator.random() < 0.5
+        names = puzzle.solution.split(", ")
+        generator.shuffle(names)
+        response = ", ".join(names) if right else generator.choice(near_misses(names, generator))
+        text = render_judge(spoken(puzzle), response, puzzle.solution)
+        yield {"id": f"{side}-{index}", "prompt": text, "response": YES_WORD if right else NO_WORD}
+
+
+def spoken(puzzle: Puzzle) -> str:
+    return f"{SPOKEN_PICTURE}{puzzle.question}" if puzzle.with_picture else puzzle.question
 
 
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--output", type=Path, required=True, help="folder that receives the task")
-    parser.add_argument("--num-train", type=int, default=8000, help="of each type; doubled general prompts are dropped")
-    parser.add_argument("--num-held-out", type=int, default=200)
+    parser.add_argument("--num-train", type=int, default=3000, help="of each type")
+    parser.add_argument("--num-held-out", type=int, default=60, help="of each type")
+    parser.add_argument("--num-judgements", type=int, default=12000)
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args(arguments)
-    for side, count in (("train", options.num_train), ("held_out", options.num_held_out)):
+    for side, count, num_judged in (
+        ("train", options.num_train, options.num_judgements),
+        ("held_out", options.num_held_out, options.num_held_out),
+    ):
         where = {"held_out": side == "held_out", "seed": options.seed}
-        judged = list(general(count, **where))
-        checked = islice(verifiable(count, **where), len(judged))
-        write_rows(options.output / f"prompts.{side}.jsonl", chain(checked, judged))
-        if side == "held_out":
-            write_rows(options.output / "general.held_out.jsonl", judged)
-    write_model_folder(options.output / "model", WORDS)
-    print(f"make_task: sums and digits to be sorted in {options.output}")
+        write_rows(options.output / f"prompts.{side}.jsonl", rows(options.output, count=count, **where))
+        write_rows(options.output / f"judgements.{side}.jsonl", judgements(num_judged, **where))
+    write_vision_model(options.output / "model", WORDS)
+    write_model_folder(options.output / "judge_model", [*WORDS, "image"])
+    print(f"make_task: pictures, puzzles and judgements in {options.output}")
     return 0
 
 

@@ -15,14 +15,15 @@ from megatron_rl.data.prompts import check_files, read_content
 from megatron_rl.data.rows import read_rows
 from megatron_rl.data.trajectory import Prompt
 from megatron_rl.rewards.pairwise import check_prompts
-from megatron_rl.rewards.registry import resolve
 from tests.unit.test_examples import ROOT, command_of
 
-EXAMPLES = ("calculator", "pag", "pairwise_ppo", "reward_models", "seed_vl_hybrid")
+TEXT_EXAMPLES = ("calculator", "pag", "pairwise_ppo", "reward_models")
+EXAMPLES = (*TEXT_EXAMPLES, "seed_vl_hybrid")
+"""The last has pictures: its own laws are in test_visual_puzzles.py."""
 SIZES = {
     "pairwise_ppo": ["--num-train", "300", "--num-held-out", "100"],
     "reward_models": ["--num-train", "300", "--num-held-out", "100"],
-    "seed_vl_hybrid": ["--num-train", "300", "--num-held-out", "100"],
+    "seed_vl_hybrid": ["--num-train", "20", "--num-held-out", "10", "--num-judgements", "20"],
 }
 RECIPES = [path for name in EXAMPLES for path in sorted((ROOT / "examples" / name).glob("*.yaml"))]
 
@@ -80,7 +81,7 @@ def test_what_scripts_and_readme_name_is_written(name, tasks):
     assert [path for path in sorted(named) if not (tasks / "outputs" / name / path).exists()] == []
 
 
-@pytest.mark.parametrize("name", EXAMPLES)
+@pytest.mark.parametrize("name", TEXT_EXAMPLES)
 def test_the_same_arguments_write_the_same_bytes_and_another_seed_others(name, tasks, tmp_path):
     task = tasks / "outputs" / name / "task"
     make_task(name, tmp_path / "again")
@@ -93,7 +94,7 @@ def test_the_same_arguments_write_the_same_bytes_and_another_seed_others(name, t
         assert same == (file.parts[0] == "model"), file
 
 
-@pytest.mark.parametrize("name", EXAMPLES)
+@pytest.mark.parametrize("name", TEXT_EXAMPLES)
 def test_every_text_is_known_to_the_tokenizer_and_decodes_to_itself(name, tasks):
     from tokenizers import Tokenizer
 
@@ -109,7 +110,7 @@ def test_every_text_is_known_to_the_tokenizer_and_decodes_to_itself(name, tasks)
                 assert tokenizer.token_to_id("<unk>") not in ids and tokenizer.decode(ids) == text
 
 
-@pytest.mark.parametrize("name", EXAMPLES)
+@pytest.mark.parametrize("name", TEXT_EXAMPLES)
 def test_no_held_out_prompt_is_trained_on(name, tasks):
     """The programs of reward_models all have the same prompt."""
     rows = {file.name: rows_of(file) for file in (tasks / "outputs" / name / "task").glob("*.jsonl")}
@@ -120,30 +121,17 @@ def test_no_held_out_prompt_is_trained_on(name, tasks):
     assert not set().union(*(prompts[f] for f in held_out)) & set().union(*(prompts[f] for f in trained))
 
 
-@pytest.mark.parametrize("name", ["pairwise_ppo", "seed_vl_hybrid"])
-def test_judged_prompts_have_one_anchor_that_is_a_near_miss(name, tasks, monkeypatch):
+def test_judged_prompts_have_one_anchor_that_is_a_near_miss(tasks, monkeypatch):
     monkeypatch.chdir(tasks)
-    config = load_config(ROOT / "examples" / name / f"{name}.yaml")
+    config = load_config(ROOT / "examples" / "pairwise_ppo" / "pairwise_ppo.yaml")
     fields = replace(config.data, reward_fields=["anchor"])
     for file in (*config.data.train_files, *config.data.eval_files):
-        rows = [(row, place) for row, place in read_rows([file]) if row.get("type") != "verifiable"]
-        contents = [read_content(row, place, fields) for row, place in rows]
+        contents = [read_content(row, place, fields) for row, place in read_rows([file])]
         prompts = [Prompt(c.id, (), c.text, c.answer, c.place, fields=c.fields) for c in contents]
         assert check_prompts(prompts, {}) == []
-        for row, _ in rows:
+        for row in rows_of(file):
             assert row["answer"] == "".join(sorted(row["prompt"].rstrip(":")))
             assert row["anchor"] != row["answer"] and sorted(row["anchor"]) == sorted(row["answer"])
-
-
-def test_worked_solutions_of_hybrid_rl_leave_something_to_learn(tasks):
-    rows = rows_of(tasks / "outputs" / "seed_vl_hybrid" / "task" / "prompts.train.jsonl")
-    math = resolve("math").function
-    for type_ in ("verifiable", "general"):
-        found = [row for row in rows if row["type"] == type_]
-        right = [math(row["response"], row["answer"], extract="last_number").value for row in found]
-        thought = ["<think>" in row["response"] for row in found]
-        assert sum(right) / len(found) == pytest.approx(0.5, abs=0.1)
-        assert sum(thought) / len(found) == pytest.approx(0.7, abs=0.1)
 
 
 def test_preferences_of_the_judge_name_the_sorted_digits(tasks):
