@@ -80,7 +80,7 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--output", type=Path, required=True, help="folder that receives the task")
     parser.add_argument("--num-train", type=int, default=3000, help="of each type")
-    parser.add_argument("--num-held-out", type=int, default=60, help="of each type")
+    parser.add_argument("--num-held-out", type=int, default=100, help="of each type")
     parser.add_argument("--num-judgements", type=int, default=12000)
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args(arguments)
