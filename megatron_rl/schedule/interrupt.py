@@ -21,7 +21,7 @@ def clean_stop() -> Iterator[None]:
 
     def stop(signal_number: int, frame: FrameType | None) -> None:
         for number in _SIGNALS:
-            signal.signal(number, signal.SIG_IGN)
+            signal.signal(number, _take_no_notice)
         raise KeyboardInterrupt
 
     before = {number: signal.signal(number, stop) for number in _SIGNALS}
@@ -61,11 +61,15 @@ def run_until_stopped(work: Coroutine[Any, Any, None]) -> None:
         finally:
             for number, handler in before.items():
                 loop.remove_signal_handler(number)
-                signal.signal(number, signal.SIG_IGN if stopped else handler)
+                signal.signal(number, _take_no_notice if stopped else handler)
 
     asyncio.run(cancellable())
     if stopped:
         raise KeyboardInterrupt
+
+
+def _take_no_notice(signal_number: int, frame: FrameType | None) -> None:
+    """In SIG_IGN's place: Python prints a traceback for a signal that has come and finds it there."""
 
 
 def leave_signals_to_the_driver() -> None:

@@ -4,6 +4,7 @@ import asyncio
 import gc
 import os
 import signal
+import sys
 
 import pytest
 
@@ -39,6 +40,17 @@ def test_a_signal_in_the_middle_of_any_task_cancels_the_whole(number, caplog):
     gc.collect()
     assert not caplog.records, "asyncio complains of exceptions that nobody took"
     assert [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)] == handlers
+
+
+def test_two_signals_at_once_interrupt_once_and_say_nothing(monkeypatch):
+    said = []
+    monkeypatch.setattr(sys, "unraisablehook", said.append)
+    with pytest.raises(KeyboardInterrupt), clean_stop():
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGTERM)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM})
+    assert not said
 
 
 def test_without_a_signal_the_work_ends_by_itself_and_the_handlers_come_back():
