@@ -33,6 +33,6 @@ setup(
     extras_require={"cpu": pins("cpu.txt"), "gpu": pins("gpu.txt"), "test": pins("test.txt")},
     entry_points={
         "console_scripts": ["megatron-rl = megatron_rl.cli:main"],
-        "sglang.srt.platforms": ["torch_cpu = megatron_rl.rollout.cpu_platform:activate"],
+        "sglang.srt.platforms": ["torch_cpu = megatron_rl.cpu.sglang_platform:activate"],
     },
 )

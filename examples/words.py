@@ -12,7 +12,7 @@ from pathlib import Path
 
 from tiny_model import SPECIAL_TOKENS, write_tiny_model
 
-from megatron_rl.rewards.templates import JUDGE_TEMPLATE, PAIRWISE_TEMPLATE
+from megatron_rl.rewards.judges.templates import JUDGE_TEMPLATE, PAIRWISE_TEMPLATE
 
 TOKEN_PATTERN = r"[A-Za-z]+|[\s\S]"
 """A token is a word or a single character."""

@@ -77,22 +77,22 @@ def _train_command(arguments: argparse.Namespace) -> int:
     if arguments.dry_run:
         return _dry_run(config, arguments.command, world_size or config.parallel.num_ranks or 1)
     if arguments.command in ("train", "critic-pretrain"):
-        from megatron_rl.schedule.output import check_output_dir
+        from megatron_rl.run.output import check_output_dir
 
         check_output_dir(config)
     if not launched and config.parallel.num_ranks > 1:
-        from megatron_rl.launch import run_under_torchrun
+        from megatron_rl.system.torchrun import run_under_torchrun
 
         return run_under_torchrun(
             config.parallel.num_ranks,
             [arguments.command, *(f"--config={path}" for path in arguments.config), *arguments.overrides],
         )
     if arguments.command == "reward-train":
-        from megatron_rl.schedule.reward_training import reward_train
+        from megatron_rl.commands.reward_train import reward_train
 
         reward_train(config)
         return 0
-    from megatron_rl.schedule import run
+    from megatron_rl.commands import train as run
 
     {"train": run.train, "sft": run.sft, "critic-pretrain": run.critic_pretrain}[arguments.command](config)
     return 0
@@ -100,11 +100,11 @@ def _train_command(arguments: argparse.Namespace) -> int:
 
 def _check_inputs(config: "Config", command: str) -> None:
     """Everything outside the configuration that a run would trip over later: data rows, the reward and its options."""
-    from megatron_rl.config.checks import model_has_vision
+    from megatron_rl.config.derived import model_has_vision
     from megatron_rl.data.prompts import check_files
     from megatron_rl.data.sampler import check_mixtures
     from megatron_rl.environments import registry as environments
-    from megatron_rl.rewards.hybrid import check_types, routes_of
+    from megatron_rl.rewards.router import check_types, routes_of
 
     data = config.data
     takes_images = model_has_vision(config)
@@ -127,7 +127,7 @@ def _check_inputs(config: "Config", command: str) -> None:
 
 
 def _dry_run(config: "Config", command: str, world_size: int) -> int:
-    from megatron_rl.dry_run import print_plan
+    from megatron_rl.commands.dry_run import print_plan
 
     print_plan(config, command=command, world_size=world_size)
     return 0
@@ -151,7 +151,7 @@ def _serve(arguments: argparse.Namespace) -> int:
 
     from omegaconf import OmegaConf
 
-    from megatron_rl.rollout.server import ServerOptions, detect_device, serve
+    from megatron_rl.rollout.sglang.server import ServerOptions, detect_device, serve
 
     options = ServerOptions(
         model_path=arguments.model_path,
@@ -184,7 +184,7 @@ def _score(arguments: argparse.Namespace) -> int:
     from omegaconf import OmegaConf
     from rich.console import Console
 
-    from megatron_rl.rewards.scoring import score_file
+    from megatron_rl.commands.score import score_file
 
     options = OmegaConf.to_container(OmegaConf.from_dotlist(arguments.options))
     summary = score_file(
@@ -210,9 +210,9 @@ def _add_select_prompts(commands) -> None:
 def _select_prompts(arguments: argparse.Namespace) -> int:
     from rich.console import Console
 
+    from megatron_rl.commands.select_prompts import check_inputs, check_selection, plan_table, select_prompts
     from megatron_rl.config.checks import check_config
     from megatron_rl.config.load import load_config
-    from megatron_rl.selection.run import check_inputs, check_selection, plan_table, select_prompts
 
     config = load_config(arguments.config, arguments.overrides)
     check_config(config, command="select-prompts")
@@ -235,9 +235,9 @@ def _add_label_lines(commands) -> None:
 
 
 def _label_lines(arguments: argparse.Namespace) -> int:
+    from megatron_rl.commands.label_lines import label_lines
     from megatron_rl.config.checks import check_config
     from megatron_rl.config.load import load_config
-    from megatron_rl.process.labelling import label_lines
 
     config = load_config(arguments.config, arguments.overrides)
     check_config(config, command="label-lines")
@@ -261,7 +261,7 @@ def _add_doctor(commands) -> None:
 def _doctor(arguments: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from megatron_rl.doctor import check_invariance, findings_table, reasons
+    from megatron_rl.commands.doctor import check_invariance, findings_table, reasons
 
     findings = check_invariance(
         arguments.model,
@@ -303,7 +303,7 @@ def _convert(arguments: argparse.Namespace) -> int:
     # Nothing is computed; models are only described, which the layers for GPUs cannot do without memory.
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     from megatron_rl.config.schema import Mtp, ParallelConfig
-    from megatron_rl.models.hf.convert import convert
+    from megatron_rl.models.hf.conversion import convert
 
     done = convert(
         arguments.input,

@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from megatron_rl.rollout.cpu_platform import declare_torchvision_ops
+from megatron_rl.cpu.torchvision import declare_torchvision_ops
 from tests.tiny_models import CHARACTERS
 
 SPECIAL = {

@@ -6,7 +6,7 @@ import string
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.rewards.templates import JUDGE_TEMPLATE, PAIRWISE_TEMPLATE
+from megatron_rl.rewards.judges.templates import JUDGE_TEMPLATE, PAIRWISE_TEMPLATE
 from tests.tiny_models import make_tiny_model
 
 PAD, EOS, UNK = "<pad>", "<eos>", "<unk>"

@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.table import Table
 from transformers import AutoConfig
 
-from megatron_rl.rollout.cpu_platform import declare_torchvision_ops
+from megatron_rl.cpu.torchvision import declare_torchvision_ops
 from megatron_rl.training.batching import CostFunction, Plan, plan_microbatches, plan_statistics
 from megatron_rl.training.flops import ForwardFlops, flops_cost
 

@@ -10,7 +10,7 @@ from rich.table import Table
 
 from megatron_rl.data.trajectory import Score
 from megatron_rl.rewards import RewardRunner
-from megatron_rl.rewards import math as math_reward
+from megatron_rl.rewards.rules import math as math_reward
 
 HANG = "hang"
 TIMEOUT_S = 5.0

@@ -55,7 +55,7 @@ def make_model(folder: Path, arguments: dict) -> None:
     """A configuration without weights: both sides begin with random ones."""
     from transformers import AutoConfig
 
-    from megatron_rl.rollout.cpu_platform import declare_torchvision_ops
+    from megatron_rl.cpu.torchvision import declare_torchvision_ops
 
     declare_torchvision_ops()
     hidden = arguments["hidden"]
@@ -76,9 +76,9 @@ def run_rank(arguments: dict) -> None:
     from megatron_rl.config.layout import parse_layout
     from megatron_rl.config.schema import Config, Dtype, Init, PolicyConfig, RolloutConfig, WeightSync
     from megatron_rl.parallel import topology as topologies
-    from megatron_rl.schedule.interrupt import die_with_parent
+    from megatron_rl.system.signals import die_with_parent
     from megatron_rl.training.engine import Engine
-    from megatron_rl.training.group import TrainerGroup, Worker
+    from megatron_rl.training.trainer_group import TrainerGroup, Worker
 
     die_with_parent()
     parallel, _ = parse_layout(arguments["layout"])
@@ -108,8 +108,8 @@ def run_rank(arguments: dict) -> None:
 
 @contextmanager
 def open_servers(arguments: dict, group) -> Iterator[list]:
-    from megatron_rl.rollout.pool import ServerPool
-    from megatron_rl.rollout.server import ServerOptions, detect_device
+    from megatron_rl.rollout.server_pool import ServerPool
+    from megatron_rl.rollout.sglang.server import ServerOptions, detect_device
     from megatron_rl.weights.plan import ServerAddress
 
     size = arguments["server_tp"]
@@ -126,7 +126,7 @@ def open_servers(arguments: dict, group) -> Iterator[list]:
 
 
 def measure(arguments: dict, config, group, servers: list) -> None:
-    from megatron_rl.training.export import ServedWeights
+    from megatron_rl.rollout.served_weights import ServedWeights
     from megatron_rl.weights.publish import WeightPublisher
 
     weights = ServedWeights(config, group, "policy")

@@ -18,13 +18,13 @@ import megatron_rl.parallel  # noqa: F401  (prepares Megatron Core for a CPU bef
 # isort: split
 import torch
 
+from megatron_rl.commands.invariance import OPTIMIZER, make_batch
 from megatron_rl.config.layout import parse_layout
 from megatron_rl.config.schema import AlgorithmConfig, Dtype, Init, OptimizerConfig, ParallelConfig, Recompute
+from megatron_rl.cpu.torchvision import declare_torchvision_ops
 from megatron_rl.data.batch import PackedBatch
-from megatron_rl.invariance import OPTIMIZER, make_batch
 from megatron_rl.models.layers import has_transformer_engine
 from megatron_rl.parallel import topology as topologies
-from megatron_rl.rollout.cpu_platform import declare_torchvision_ops
 from megatron_rl.training import losses
 from megatron_rl.training.batching import plan_microbatches
 from megatron_rl.training.engine import Engine
@@ -257,7 +257,7 @@ def training(job: dict[str, Any]) -> list[dict[str, Any]]:
 
 def weight_sync(job: dict[str, Any]) -> list[dict[str, Any]]:
     """Publishes of a random model to a real SGLang server: seconds and bytes; afterwards the checksums are compared."""
-    from megatron_rl.rollout.server import ServerOptions, SglangServer, detect_device
+    from megatron_rl.rollout.sglang.server import ServerOptions, SglangServer, detect_device
     from megatron_rl.weights.publish import WeightPublisher
     from megatron_rl.weights.verify import compare_checksums
 

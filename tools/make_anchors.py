@@ -22,7 +22,7 @@ from typing import Any
 
 from megatron_rl.data.rows import read_rows
 from megatron_rl.errors import DataError, UserError
-from megatron_rl.rewards.judge import solution_of
+from megatron_rl.rewards.judges.judge import solution_of
 
 MAX_REPORTED = 5
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from megatron_rl.tracking.metrics import read_metrics
+from megatron_rl.tracking.metrics_file import read_metrics
 
 
 @dataclass(frozen=True)

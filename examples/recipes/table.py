@@ -6,7 +6,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from megatron_rl.tracking.metrics import read_metrics
+from megatron_rl.tracking.metrics_file import read_metrics
 
 
 def accuracies(run: Path) -> dict[int, float]:

@@ -28,7 +28,7 @@ from puzzles import MAKERS, WORDS, Puzzle, near_misses, puzzles
 from vision_model import write_vision_model
 from words import write_model_folder
 
-from megatron_rl.rewards.templates import NO_WORD, YES_WORD, render_judge
+from megatron_rl.rewards.judges.templates import NO_WORD, YES_WORD, render_judge
 
 SPOKEN_PICTURE = "[image]"
 """What a judge of text reads where a picture is."""

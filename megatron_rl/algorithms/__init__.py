@@ -6,6 +6,7 @@ Only torch in here: no model, no engine, no process group. Sequences lie back to
 
 from megatron_rl.algorithms.advantages import egae, gae, length_adaptive_lambda, monte_carlo_returns
 from megatron_rl.algorithms.aggregation import loss_denominator, token_coefficients
+from megatron_rl.algorithms.comparisons import group_advantages, reinforce_pp_advantages, rloo_advantages
 from megatron_rl.algorithms.corrections import Correction, mismatch_correction, off_policy_sequence_mask
 from megatron_rl.algorithms.diagnostics import (
     split_statistics,
@@ -13,14 +14,13 @@ from megatron_rl.algorithms.diagnostics import (
     split_statistics_stats,
     value_by_position,
 )
-from megatron_rl.algorithms.groups import group_advantages, reinforce_pp_advantages, rloo_advantages
 from megatron_rl.algorithms.kl import AdaptiveKlController, kl_estimate, kl_loss, kl_penalized_rewards
 from megatron_rl.algorithms.loss import Loss
 from megatron_rl.algorithms.mismatch import mismatch_metrics
 from megatron_rl.algorithms.normalize import boundary_mask, normalize_advantages
 from megatron_rl.algorithms.overlong import overlong_filter_mask, soft_overlong_penalty
 from megatron_rl.algorithms.policy_loss import cispo_loss, gspo_loss, lm_loss, policy_loss
-from megatron_rl.algorithms.preferences import (
+from megatron_rl.algorithms.preference_losses import (
     bradley_terry_coefficients,
     bradley_terry_loss,
     pairwise_score,

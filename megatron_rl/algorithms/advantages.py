@@ -10,7 +10,9 @@ for bit, because both run the same code and differ only in V at the sequence end
 import torch
 from torch import Tensor
 
-from megatron_rl.algorithms.checks import (
+from megatron_rl.algorithms.cpu_scan import advantages_one_by_one, has_numba
+from megatron_rl.algorithms.scan import advantages_by_blocks
+from megatron_rl.algorithms.shapes import (
     check_cu_seqlens,
     check_float_vector,
     check_fraction,
@@ -19,8 +21,6 @@ from megatron_rl.algorithms.checks import (
     describe,
     float_lengths,
 )
-from megatron_rl.algorithms.cpu_scan import advantages_one_by_one, has_numba
-from megatron_rl.algorithms.scan import advantages_by_blocks
 
 
 @torch.no_grad()

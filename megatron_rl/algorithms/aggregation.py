@@ -7,8 +7,8 @@ denominators add over micro-batches and ranks as long as no sequence is split.
 import torch
 from torch import Tensor
 
-from megatron_rl.algorithms.checks import check_choice, check_cu_seqlens, check_mask_vector
-from megatron_rl.algorithms.segments import sequence_index, sequence_sums
+from megatron_rl.algorithms.sequences import sequence_index, sequence_sums
+from megatron_rl.algorithms.shapes import check_choice, check_cu_seqlens, check_mask_vector
 
 AGGREGATIONS = ("token_mean", "sequence_mean")
 

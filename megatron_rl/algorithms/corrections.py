@@ -16,7 +16,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_rl.algorithms.checks import (
+from megatron_rl.algorithms.loss import keep
+from megatron_rl.algorithms.mismatch import MAX_LOG_RATIO, effective_sample_size, mismatch_metrics
+from megatron_rl.algorithms.sequences import sequence_index, sequence_sums
+from megatron_rl.algorithms.shapes import (
     check_choice,
     check_cu_seqlens,
     check_float_vector,
@@ -24,9 +27,6 @@ from megatron_rl.algorithms.checks import (
     check_not_negative,
     check_same_kind,
 )
-from megatron_rl.algorithms.loss import keep
-from megatron_rl.algorithms.mismatch import MAX_LOG_RATIO, effective_sample_size, mismatch_metrics
-from megatron_rl.algorithms.segments import sequence_index, sequence_sums
 
 WEIGHTS = ("none", "token", "sequence", "icepop")
 REJECTIONS = ("none", "token", "sequence", "geometric", "k2", "k3")

@@ -6,14 +6,14 @@ Explained variance lives beside the value loss.
 import torch
 from torch import Tensor
 
-from megatron_rl.algorithms.checks import (
+from megatron_rl.algorithms.sequences import sequence_index, sequence_sums
+from megatron_rl.algorithms.shapes import (
     check_cu_seqlens,
     check_float_vector,
     check_mask,
     check_same_kind,
     describe,
 )
-from megatron_rl.algorithms.segments import sequence_index, sequence_sums
 
 
 @torch.no_grad()

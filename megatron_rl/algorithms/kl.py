@@ -23,7 +23,8 @@ import math
 import torch
 from torch import Tensor
 
-from megatron_rl.algorithms.checks import (
+from megatron_rl.algorithms.loss import Loss, keep, mask_total, masked_sum
+from megatron_rl.algorithms.shapes import (
     check_choice,
     check_factor,
     check_float_vector,
@@ -31,7 +32,6 @@ from megatron_rl.algorithms.checks import (
     check_not_negative,
     check_same_kind,
 )
-from megatron_rl.algorithms.loss import Loss, keep, mask_total, masked_sum
 
 KINDS = ("k1", "k2", "k3")
 MAX_LOG_RATIO = 20.0

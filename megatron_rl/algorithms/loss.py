@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from megatron_rl.algorithms.checks import check_factor
+from megatron_rl.algorithms.shapes import check_factor
 
 
 @dataclass(frozen=True)

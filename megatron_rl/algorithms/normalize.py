@@ -7,7 +7,7 @@ micro-batch, so that long and short responses share one scale.
 import torch
 from torch import Tensor
 
-from megatron_rl.algorithms.checks import (
+from megatron_rl.algorithms.shapes import (
     check_cu_seqlens,
     check_float_vector,
     check_mask,

@@ -6,7 +6,7 @@ Both are about whole responses and their budget: a window's edge is never an ove
 import torch
 from torch import Tensor
 
-from megatron_rl.algorithms.checks import check_cu_seqlens, check_per_sequence, float_lengths
+from megatron_rl.algorithms.shapes import check_cu_seqlens, check_per_sequence, float_lengths
 
 
 @torch.no_grad()

@@ -13,15 +13,15 @@ import torch
 from torch import Tensor
 
 from megatron_rl.algorithms.aggregation import counted_sequences, token_coefficients
-from megatron_rl.algorithms.checks import (
+from megatron_rl.algorithms.loss import Loss, keep, mask_total, masked_sum, weighted_sum
+from megatron_rl.algorithms.sequences import sequence_index, sequence_sums
+from megatron_rl.algorithms.shapes import (
     check_cu_seqlens,
     check_float_vector,
     check_mask,
     check_not_negative,
     check_same_kind,
 )
-from megatron_rl.algorithms.loss import Loss, keep, mask_total, masked_sum, weighted_sum
-from megatron_rl.algorithms.segments import sequence_index, sequence_sums
 
 MAX_LOG_RATIO = 20.0
 """exp(20) is 5e8: beyond it a ratio says only that the two policies have nothing in common."""

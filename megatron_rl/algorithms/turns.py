@@ -10,8 +10,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from megatron_rl.algorithms.checks import INDEX_DTYPES, check_float_vector, check_mask, describe
 from megatron_rl.algorithms.normalize import normalize_advantages
+from megatron_rl.algorithms.shapes import INDEX_DTYPES, check_float_vector, check_mask, describe
 
 
 @torch.no_grad()

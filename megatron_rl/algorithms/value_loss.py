@@ -3,14 +3,14 @@
 import torch
 from torch import Tensor
 
-from megatron_rl.algorithms.checks import (
+from megatron_rl.algorithms.loss import Loss, keep, mask_total, masked_sum, weighted_sum
+from megatron_rl.algorithms.shapes import (
     check_float_vector,
     check_mask,
     check_not_negative,
     check_same_kind,
     describe,
 )
-from megatron_rl.algorithms.loss import Loss, keep, mask_total, masked_sum, weighted_sum
 
 
 def value_loss(

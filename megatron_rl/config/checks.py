@@ -1,11 +1,10 @@
 """What must hold across fields, checked before anything starts. Every problem is found at once, with key and remedy."""
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.config.engine_limits import engine_problems, split_problems
+from megatron_rl.config.derived import _read_json, effective_window_tokens, read_model_json
 from megatron_rl.config.layout import experts_problem, layers_problem, layout_problems, of_critic
 from megatron_rl.config.placement import colocation_problems
 from megatron_rl.config.schema import (
@@ -30,6 +29,7 @@ from megatron_rl.config.schema import (
     VisionConfig,
 )
 from megatron_rl.errors import ConfigError
+from megatron_rl.families.sglang_limits import engine_problems, split_problems
 
 SUPPORTED_MODEL_TYPES = (
     "deepseek_v3",
@@ -43,7 +43,7 @@ SUPPORTED_MODEL_TYPES = (
     "qwen3_vl",
     "qwen3_vl_moe",
 )
-"""The families of models/hf/families.py, which needs Megatron to be imported."""
+"""The families of families/tables.py, which needs Megatron to be imported."""
 
 MAX_HOT_TOP_K = 4096
 """SGLang's limit for exact log-probs after top-k."""
@@ -516,40 +516,3 @@ def _largest_token_id(path: Path) -> int:
     vocabulary = tokenizer.get("model", {}).get("vocab", {})
     size = len(vocabulary) - 1 if isinstance(vocabulary, list) else max(vocabulary.values(), default=-1)
     return max([size, *(token["id"] for token in tokenizer.get("added_tokens", []))])
-
-
-def read_model_json(path: Path) -> dict[str, Any]:
-    """config.json of a model folder; ConfigError when it is not a JSON object.
-
-    What a vision-language model says of its language model (``text_config``) stands beside the rest.
-    """
-    model = _read_json(path)
-    text = model.get("text_config")
-    return {**model, **text, "model_type": model.get("model_type")} if isinstance(text, dict) else model
-
-
-def model_vocab_size(config: Config) -> int:
-    """Of the policy's folder; a vision-language model's is that of its language model."""
-    model = read_model_json(Path(config.policy.path) / "config.json")
-    return model.get("text_config", model)["vocab_size"]
-
-
-def model_has_vision(config: Config) -> bool | None:
-    """Whether the policy's folder is that of a vision-language model; None where there is no config.json."""
-    path = Path(config.policy.path) / "config.json"
-    return isinstance(read_model_json(path).get("vision_config"), dict) if path.is_file() else None
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        model = json.loads(path.read_text())
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"policy.path: {path} is not valid JSON: {error}") from error
-    if not isinstance(model, dict):
-        raise ConfigError(f"policy.path: {path}: expected a JSON object, got {type(model).__name__}")
-    return model
-
-
-def effective_window_tokens(config: Config) -> int:
-    """New tokens a response may grow by in one step."""
-    return config.batch.window_tokens or config.batch.max_response_tokens

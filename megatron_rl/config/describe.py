@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 
-from megatron_rl.config.checks import effective_window_tokens
+from megatron_rl.config.derived import effective_window_tokens
 from megatron_rl.config.layout import critic_layout, ranks_of_replica
 from megatron_rl.config.schema import AdvantageKind, Config, ParallelConfig
 

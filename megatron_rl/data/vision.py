@@ -209,7 +209,7 @@ class Vision:
 
 
 def _image_processor(path: Path) -> Any:
-    from megatron_rl.rollout.cpu_platform import declare_torchvision_ops
+    from megatron_rl.cpu.torchvision import declare_torchvision_ops
 
     declare_torchvision_ops()
     from transformers import AutoImageProcessor

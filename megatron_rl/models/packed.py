@@ -18,11 +18,12 @@ from transformers import PretrainedConfig
 
 from megatron_rl.config.schema import Fp8, MoeConfig, ParallelConfig, Recompute
 from megatron_rl.data.batch import PackedBatch
+from megatron_rl.families.tables import sees, text_config
+from megatron_rl.families.vision_shapes import build_encoder, num_deepstack
 from megatron_rl.models.context import ContextAttention, ContextSeqParams, plan_context, split_here, zigzag
 from megatron_rl.models.dispatch import install_dispatcher
 from megatron_rl.models.gpt import PackedGPTModel, unwrap
-from megatron_rl.models.hf.config import megatron_config, transformer_class
-from megatron_rl.models.hf.families import sees, text_config
+from megatron_rl.models.hf.megatron_config import megatron_config, transformer_class
 from megatron_rl.models.layers import (
     PackedAttention,
     PlannedSeqParams,
@@ -36,7 +37,7 @@ from megatron_rl.models.moe import check_moe, moe_kwargs
 from megatron_rl.models.precision import check_fp8, fp8_kwargs, pack_alignment
 from megatron_rl.models.rope import install_rope
 from megatron_rl.models.routing import ROUTERS, RoutingTrace, follow_traces, with_trace
-from megatron_rl.models.vision.encoder import build_encoder, num_deepstack, prepare_encoder
+from megatron_rl.models.vision.encoder import prepare_encoder
 from megatron_rl.models.vision.model import DeepstackLayer, VisionGPTModel
 
 __all__ = ["PackedGPTModel", "build_chunks", "forward", "sequence_starts", "unwrap"]

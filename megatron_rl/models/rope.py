@@ -12,8 +12,8 @@ from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from megatron_rl.models.hf.config import inverse_frequencies
-from megatron_rl.models.hf.families import family_of
+from megatron_rl.families.tables import family_of
+from megatron_rl.models.hf.megatron_config import inverse_frequencies
 
 
 class LatentRotaryEmbedding(RotaryEmbedding):

@@ -1,5 +1,5 @@
-"""Process groups and their collectives. Importing this package makes Megatron Core importable on a CPU (``cpu.py``)."""
+"""Process groups and their collectives. Importing this package makes Megatron Core importable on a CPU."""
 
-from megatron_rl.parallel import cpu
+from megatron_rl.cpu import megatron as cpu
 
 cpu.install()

@@ -25,7 +25,8 @@ import torch.distributed as dist
 
 from megatron_rl.config.layout import expert_tensor_size, layout_problems, ranks_of_replica
 from megatron_rl.config.schema import ParallelConfig
-from megatron_rl.parallel import cpu, megatron_state
+from megatron_rl.cpu import megatron as cpu
+from megatron_rl.parallel import megatron_state
 
 cpu.install()
 

@@ -31,7 +31,17 @@ RangeOfOptions = Callable[[Mapping[str, Any]], "Range | None"]
 
 WHOLE_ROW = "*"
 
-BUILTIN_MODULES = ("math", "format", "choice", "grounding", "instruction", "code", "http", "genrm", "pairwise")
+BUILTIN_MODULES = (
+    "rules.math",
+    "rules.format",
+    "rules.choice",
+    "rules.grounding",
+    "rules.regex",
+    "rules.code",
+    "judges.reward_server",
+    "judges.genrm",
+    "judges.pairwise",
+)
 """Modules of this package that register rewards."""
 
 

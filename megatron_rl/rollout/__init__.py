@@ -1,1 +1,1 @@
-"""SGLang servers and their clients. Nothing is imported here: SGLang loads ``cpu_platform`` through this package."""
+"""Generation: the servers of a run, windows, and the weights they serve."""

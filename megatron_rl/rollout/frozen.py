@@ -11,9 +11,9 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 from megatron_rl.config.schema import Config
-from megatron_rl.rollout.client import ServerLost, SglangClient
-from megatron_rl.rollout.pool import ServerPool
-from megatron_rl.rollout.protocol import Generation, GenerationRequest
+from megatron_rl.rollout.server_pool import ServerPool
+from megatron_rl.rollout.sglang.client import ServerLost, SglangClient
+from megatron_rl.rollout.sglang.wire import Generation, GenerationRequest
 
 
 class FrozenRollout:

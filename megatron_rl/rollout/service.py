@@ -18,18 +18,18 @@ from megatron_rl.config.schema import Config, FireConfig, Placement, RolloutConf
 from megatron_rl.data.tokenizer import Tokenizer
 from megatron_rl.data.trajectory import Trajectory
 from megatron_rl.environments.base import Environment, EnvironmentFault, Message
-from megatron_rl.rollout.client import ServerLost, SglangClient
-from megatron_rl.rollout.generator import Dialogue, Fire, Sampling, WindowGenerator
-from megatron_rl.rollout.memory import KV_CACHE, WEIGHTS, ServerMemory
-from megatron_rl.rollout.pool import Server, ServerPool, open_servers
-from megatron_rl.rollout.routing import RouteShape, returns_routes, route_shape
+from megatron_rl.rollout.server_pool import Server, ServerPool, open_servers
+from megatron_rl.rollout.sglang.client import ServerLost, SglangClient
+from megatron_rl.rollout.sglang.memory import KV_CACHE, WEIGHTS, ServerMemory
+from megatron_rl.rollout.sglang.routes import RouteShape, returns_routes, route_shape
+from megatron_rl.rollout.windows import Dialogue, Fire, Sampling, WindowGenerator
 from megatron_rl.weights.plan import ServerAddress
 from megatron_rl.weights.publish import PublishResult, WeightPublisher, WeightSyncError
-from megatron_rl.weights.servers import ServerCallError
+from megatron_rl.weights.server_calls import ServerCallError
 from megatron_rl.weights.verify import compare_checksums
 
 if TYPE_CHECKING:
-    from megatron_rl.training.export import ServedWeights
+    from megatron_rl.rollout.served_weights import ServedWeights
 
 
 class RolloutService:

@@ -21,14 +21,14 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from megatron_rl.config.schema import Config
-from megatron_rl.data.files import written_whole
 from megatron_rl.data.trajectory import Prompt, Score
 from megatron_rl.data.vision import Vision
 from megatron_rl.errors import UserError
-from megatron_rl.rewards.hybrid import GradedItem
-from megatron_rl.rewards.runner import check_error_rate
-from megatron_rl.rollout.images import images_of_request, sent_ids
-from megatron_rl.rollout.protocol import Generation, GenerationRequest
+from megatron_rl.rewards.router import GradedItem
+from megatron_rl.rewards.workers.processes import check_error_rate
+from megatron_rl.rollout.sglang.image_inputs import images_of_request, sent_ids
+from megatron_rl.rollout.sglang.wire import Generation, GenerationRequest
+from megatron_rl.system.files import written_whole
 
 MIN_RESPONSES_FOR_ALARM = 64
 """Before so many are graded, the share that could not be scored says little."""

@@ -22,7 +22,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from megatron_rl.tracking.metrics import as_numbers
+from megatron_rl.tracking.metrics_file import as_numbers
 
 STAGE_STYLES = {
     "generate": "blue",

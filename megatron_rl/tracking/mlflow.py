@@ -25,7 +25,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.tracking.metrics import as_numbers, read_metrics, write_atomic
+from megatron_rl.tracking.metrics_file import as_numbers, read_metrics, write_atomic
 
 logger = logging.getLogger(__name__)
 

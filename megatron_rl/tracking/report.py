@@ -21,7 +21,7 @@ from matplotlib.ticker import MaxNLocator
 from megatron_rl.tracking import charts
 from megatron_rl.tracking.charts import LIGHT, Series, reduce_points, smooth
 from megatron_rl.tracking.console import STAGE_STYLES, compact, duration
-from megatron_rl.tracking.metrics import MetricsRow, read_metrics, write_atomic
+from megatron_rl.tracking.metrics_file import MetricsRow, read_metrics, write_atomic
 from megatron_rl.tracking.page import Check, Page, Panel, Section, render
 from megatron_rl.tracking.timeline import LANES, Span, overlap_seconds, read_timeline
 

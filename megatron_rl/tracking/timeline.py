@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.tracking.metrics import write_atomic
+from megatron_rl.tracking.metrics_file import write_atomic
 
 logger = logging.getLogger(__name__)
 

@@ -50,9 +50,9 @@ from megatron_rl.config.schema import (
     VisionConfig,
 )
 from megatron_rl.data.batch import PackedBatch
+from megatron_rl.families.tables import text_config
 from megatron_rl.models import critic, policy
-from megatron_rl.models.hf.config import load_hf_config
-from megatron_rl.models.hf.families import text_config
+from megatron_rl.models.hf.megatron_config import load_hf_config
 from megatron_rl.models.hf.mtp import check_kept, mtp_note
 from megatron_rl.models.hf.weights import Destination, expected_names, export_weights, load_weights, save_hf
 from megatron_rl.models.logprobs import DEFAULT_CHUNK_SIZE
@@ -60,8 +60,8 @@ from megatron_rl.models.moe import Routing
 from megatron_rl.models.vision.encoder import freeze
 from megatron_rl.parallel.topology import Topology
 from megatron_rl.training.batching import STAND_IN_TOKENS
-from megatron_rl.training.checkpoint import load_checkpoint, save_checkpoint
 from megatron_rl.training.losses import LossFunction, Metrics
+from megatron_rl.training.model_checkpoint import load_checkpoint, save_checkpoint
 from megatron_rl.training.optimizer import build_optimizer, build_scheduler, guarded_step
 
 LOGITS_PER_CHUNK = 2**22

@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
-from megatron_rl.weights.group import SyncGroup
 from megatron_rl.weights.plan import Coverage, ServerAddress
-from megatron_rl.weights.servers import ServerCalls
-from megatron_rl.weights.sources import LocalSource, Offer, RemoteSource
+from megatron_rl.weights.senders import LocalSource, Offer, RemoteSource
+from megatron_rl.weights.server_calls import ServerCalls
+from megatron_rl.weights.sync_group import SyncGroup
 
 
 @dataclass(frozen=True)

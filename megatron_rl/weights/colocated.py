@@ -26,7 +26,7 @@ import torch.multiprocessing
 from megatron_rl.weights.broadcast import Parcel
 from megatron_rl.weights.buckets import Bucket, NamedTensors, Shelf, drain
 from megatron_rl.weights.plan import Coverage, ServerAddress
-from megatron_rl.weights.servers import ServerCalls
+from megatron_rl.weights.server_calls import ServerCalls
 
 
 class Ranks(Protocol):

@@ -2,7 +2,7 @@
 
 The way of a publish: the tensors of a stream are copied into flat buckets; each bucket is announced to every server by
 HTTP and travels once, one bucket at a time. How it travels is the method: over process groups whose sources are the
-first ranks of the pipeline stages (``broadcast.py``, ``sources.py``), through memory of the devices that trainer and
+first ranks of the pipeline stages (``broadcast.py``, ``senders.py``), through memory of the devices that trainer and
 servers share (``colocated.py``), or the whole stream as files (``disk.py``). While bucket k travels, the next one of
 each source is gathered and filled, so a source holds two buckets and one tensor.
 
@@ -37,10 +37,10 @@ from megatron_rl.weights import disk
 from megatron_rl.weights.broadcast import Connections, Parcel, broadcast_parcels
 from megatron_rl.weights.buckets import NamedTensors, TensorStreamError, drain, guarded
 from megatron_rl.weights.colocated import ColocatedSender, Ranks
-from megatron_rl.weights.group import device_of
 from megatron_rl.weights.plan import Coverage, ServerAddress, unique_addresses
-from megatron_rl.weights.servers import ServerCallError, ServerCalls, wait_for_all
-from megatron_rl.weights.sources import Link, LocalSource, RemoteSource
+from megatron_rl.weights.senders import Link, LocalSource, RemoteSource
+from megatron_rl.weights.server_calls import ServerCallError, ServerCalls, wait_for_all
+from megatron_rl.weights.sync_group import device_of
 
 logger = logging.getLogger(__name__)
 

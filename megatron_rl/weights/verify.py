@@ -18,7 +18,7 @@ from typing import Any, Literal
 import torch
 
 from megatron_rl.weights.plan import ServerAddress, shorten, unique_addresses
-from megatron_rl.weights.servers import ServerCallError, ServerCalls
+from megatron_rl.weights.server_calls import ServerCallError, ServerCalls
 
 NamedTensors = Iterable[tuple[str, torch.Tensor]]
 

@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl.config.schema import ParallelConfig
-from megatron_rl.parallel import collectives, progress, topology
+from megatron_rl.parallel import collectives, topology
+from megatron_rl.parallel import stragglers as progress
 
 # isort: split
 from megatron.core import parallel_state

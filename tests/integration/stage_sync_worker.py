@@ -19,12 +19,12 @@ import torch
 from megatron_rl.config.schema import Config, ParallelConfig, Placement, PolicyConfig, RolloutConfig
 from megatron_rl.data.batch import PackedBatch
 from megatron_rl.parallel import topology as topologies
-from megatron_rl.rollout.pool import ServerPool
-from megatron_rl.rollout.server import ServerOptions
-from megatron_rl.schedule.interrupt import die_with_parent
+from megatron_rl.rollout.served_weights import ServedWeights
+from megatron_rl.rollout.server_pool import ServerPool
+from megatron_rl.rollout.sglang.server import ServerOptions
+from megatron_rl.system.signals import die_with_parent
 from megatron_rl.training.engine import Engine
-from megatron_rl.training.export import ServedWeights
-from megatron_rl.training.group import Command, TrainerGroup, Worker
+from megatron_rl.training.trainer_group import Command, TrainerGroup, Worker
 from megatron_rl.weights.plan import ServerAddress
 from megatron_rl.weights.publish import WeightPublisher, WeightSyncError
 

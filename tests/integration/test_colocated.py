@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.tracking.metrics import read_metrics
+from megatron_rl.tracking.metrics_file import read_metrics
 from megatron_rl.tracking.timeline import read_timeline
 from tests.tiny_models import make_tiny_model
 

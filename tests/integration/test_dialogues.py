@@ -1,4 +1,4 @@
-"""Dialogues, FIRE and over-sampling with a real SGLang server: the laws of tests/unit/test_generator.py hold there too."""
+"""Dialogues, FIRE and over-sampling with a real SGLang server: the laws of tests/unit/rollout/test_windows.py hold there too."""
 
 import asyncio
 import json
@@ -8,15 +8,15 @@ from dataclasses import replace
 import pytest
 import torch
 
+from megatron_rl.cpu.torchvision import declare_torchvision_ops
 from megatron_rl.data.tokenizer import Tokenizer
 from megatron_rl.data.trajectory import Prompt, Trajectory
 from megatron_rl.environments.base import Environment, EnvironmentFault, Message
 from megatron_rl.environments.calculator import Calculator
-from megatron_rl.rollout.client import SglangClient
-from megatron_rl.rollout.cpu_platform import declare_torchvision_ops
-from megatron_rl.rollout.generator import Fire, Sampling, WindowGenerator, end_of_text
-from megatron_rl.rollout.server import ServerOptions, SglangServer
 from megatron_rl.rollout.service import dialogue_of, single_token_stops
+from megatron_rl.rollout.sglang.client import SglangClient
+from megatron_rl.rollout.sglang.server import ServerOptions, SglangServer
+from megatron_rl.rollout.windows import Fire, Sampling, WindowGenerator, end_of_text
 from tests.tiny_models import CHARACTERS, DEFAULT_CONFIG, EOS_TOKEN_ID, make_tiny_model
 
 VOCAB_SIZE = DEFAULT_CONFIG["vocab_size"]

@@ -14,14 +14,14 @@ from torch import Tensor
 
 from megatron_rl.cli import main
 from megatron_rl.config.schema import Dtype, Mtp, ParallelConfig
+from megatron_rl.cpu.torchvision import declare_torchvision_ops
+from megatron_rl.families.tables import VALUE_HEAD
 from megatron_rl.models import critic, policy
-from megatron_rl.models.hf.config import load_hf_config
-from megatron_rl.models.hf.convert import convert
-from megatron_rl.models.hf.families import VALUE_HEAD
+from megatron_rl.models.hf.conversion import convert
+from megatron_rl.models.hf.megatron_config import load_hf_config
 from megatron_rl.models.hf.sources import INDEX_FILE, WeightsError
 from megatron_rl.models.hf.weights import expected_names, export_weights, load_weights, save_hf
 from megatron_rl.parallel import topology
-from megatron_rl.rollout.cpu_platform import declare_torchvision_ops
 from megatron_rl.training.engine import Engine
 from tests.integration.families_worker import COUNTED_LAYOUTS, LAYOUTS
 from tests.integration.models_worker import pack
@@ -399,7 +399,7 @@ def interrupt(*_: Any) -> None:
 def test_a_conversion_that_breaks_off_leaves_nothing(
     place: str, failure: Any, code: int, tmp_path: Path, models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(f"megatron_rl.models.hf.convert.{place}", failure)
+    monkeypatch.setattr(f"megatron_rl.models.hf.conversion.{place}", failure)
     arguments = ["convert", f"--input={models['qwen3_wide_heads_yarn']}", f"--output={tmp_path / 'out'}"]
     assert main([*arguments, "--to=megatron"]) == code
     assert list(tmp_path.iterdir()) == []
@@ -409,8 +409,8 @@ def test_a_conversion_that_is_killed_leaves_no_target_and_can_be_repeated(
     tmp_path: Path, models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Killed as if by SIGKILL: nothing is cleaned up, not even the temporary folder."""
-    monkeypatch.setattr("megatron_rl.models.hf.convert.shutil.rmtree", lambda *args, **kwargs: None)
-    monkeypatch.setattr("megatron_rl.models.hf.convert._copy_config", interrupt)
+    monkeypatch.setattr("megatron_rl.models.hf.conversion.shutil.rmtree", lambda *args, **kwargs: None)
+    monkeypatch.setattr("megatron_rl.models.hf.conversion._copy_config", interrupt)
     source, target = models["qwen3_wide_heads_yarn"], tmp_path / "out"
     with pytest.raises(KeyboardInterrupt):
         convert(source, target, to="megatron", max_shard_bytes=SHARD_BYTES)

@@ -9,14 +9,14 @@ import pytest
 import torch
 
 from megatron_rl.config.schema import RewardConfig, RewardRouteConfig
+from megatron_rl.cpu.torchvision import declare_torchvision_ops
 from megatron_rl.data.tokenizer import Tokenizer
 from megatron_rl.data.trajectory import Score
-from megatron_rl.rewards.async_runner import start_runner
-from megatron_rl.rewards.hybrid import GradedItem, build_rewards
+from megatron_rl.rewards.judges.templates import JUDGE_TEMPLATE, TemplateError, render_judge, render_pairwise
 from megatron_rl.rewards.registry import RewardError
-from megatron_rl.rewards.templates import JUDGE_TEMPLATE, TemplateError, render_judge, render_pairwise
-from megatron_rl.rollout.cpu_platform import declare_torchvision_ops
-from megatron_rl.rollout.server import ServerOptions, SglangServer
+from megatron_rl.rewards.router import GradedItem, build_rewards
+from megatron_rl.rewards.workers.event_loop import start_runner
+from megatron_rl.rollout.sglang.server import ServerOptions, SglangServer
 from tests.tiny_models import make_tiny_model
 
 START_TIMEOUT_S = 400.0

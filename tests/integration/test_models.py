@@ -10,15 +10,15 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from megatron_rl.config.schema import ParallelConfig, Recompute
+from megatron_rl.cpu.torchvision import declare_torchvision_ops
 from megatron_rl.data.batch import PackedBatch
 from megatron_rl.data.vision import vision_token_ids
+from megatron_rl.families.tables import VALUE_HEAD
 from megatron_rl.models import critic, policy
-from megatron_rl.models.hf.config import load_hf_config
-from megatron_rl.models.hf.families import VALUE_HEAD
+from megatron_rl.models.hf.megatron_config import load_hf_config
 from megatron_rl.models.hf.sources import RandomSource, WeightsError
 from megatron_rl.models.hf.weights import expected_names, export_weights, load_weights, save_hf
 from megatron_rl.parallel import topology
-from megatron_rl.rollout.cpu_platform import declare_torchvision_ops
 from tests.integration.models_worker import INIT_SEED, LAYOUTS, pack
 from tests.integration.torchrun import run_ranks
 from tests.tiny_models import DEFAULT_CONFIG, make_tiny_model

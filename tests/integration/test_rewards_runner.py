@@ -13,9 +13,10 @@ from pathlib import Path
 
 import pytest
 
+from megatron_rl.commands.score import score_file
 from megatron_rl.data.trajectory import Score
-from megatron_rl.rewards import RewardAlarm, RewardError, RewardRunner, check_error_rate, score_file
-from megatron_rl.rewards.protocol import pack
+from megatron_rl.rewards import RewardAlarm, RewardError, RewardRunner, check_error_rate
+from megatron_rl.rewards.workers.frames import pack
 
 HOSTILE = "tests.integration.hostile_rewards"
 ROOT = Path(__file__).parents[2]
@@ -234,7 +235,7 @@ def test_items_travel_in_chunks_and_thousands_are_scored_a_second(monkeypatch: p
         chunk_sizes.append(len(payloads))
         return pack(payloads)
 
-    monkeypatch.setattr("megatron_rl.rewards.runner.pack", count)
+    monkeypatch.setattr("megatron_rl.rewards.workers.processes.pack", count)
     items = [("4,12,122,134", "134")] * 5000
     with RewardRunner("math", num_workers=2, options={"separator": ","}) as runner:
         started_at = time.monotonic()

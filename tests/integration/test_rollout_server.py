@@ -16,11 +16,11 @@ import psutil
 import pytest
 import torch
 
-from megatron_rl.rollout.client import ServerLost, SglangClient
-from megatron_rl.rollout.cpu_platform import declare_torchvision_ops
-from megatron_rl.rollout.pool import ServerPool
-from megatron_rl.rollout.protocol import Generation, GenerationRequest, RequestRejected
-from megatron_rl.rollout.server import ServerError, ServerOptions, SglangServer, group_members
+from megatron_rl.cpu.torchvision import declare_torchvision_ops
+from megatron_rl.rollout.server_pool import ServerPool
+from megatron_rl.rollout.sglang.client import ServerLost, SglangClient
+from megatron_rl.rollout.sglang.server import ServerError, ServerOptions, SglangServer, group_members
+from megatron_rl.rollout.sglang.wire import Generation, GenerationRequest, RequestRejected
 from tests.tiny_models import DEFAULT_CONFIG, make_tiny_model
 
 VOCAB_SIZE = DEFAULT_CONFIG["vocab_size"]
@@ -275,7 +275,7 @@ def test_a_killed_server_is_reported_restarted_and_serves_on(server):
 
 PARENT = """
 import sys, time
-from megatron_rl.rollout.server import ServerOptions, SglangServer
+from megatron_rl.rollout.sglang.server import ServerOptions, SglangServer
 server = SglangServer(ServerOptions(sys.argv[1]), sys.argv[2])
 server.start()
 print(server.pid, flush=True)

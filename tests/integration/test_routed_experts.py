@@ -19,12 +19,12 @@ from megatron_rl.config.schema import Init, MoeConfig, ParallelConfig, RoutingRe
 from megatron_rl.data.batch import ROUTES, PackedBatch, cu_seqlens_of
 from megatron_rl.data.trajectory import Prompt, Trajectory
 from megatron_rl.parallel import topology as topologies
-from megatron_rl.rollout.client import SglangClient
-from megatron_rl.rollout.generator import Sampling, WindowGenerator
-from megatron_rl.rollout.routing import SERVER_FLAG, RouteShape, route_shape
-from megatron_rl.rollout.server import ServerOptions, SglangServer
-from megatron_rl.schedule.experience import window_batch, window_routes, with_routes
-from megatron_rl.tracking.metrics import read_metrics
+from megatron_rl.rollout.sglang.client import SglangClient
+from megatron_rl.rollout.sglang.routes import SERVER_FLAG, RouteShape, route_shape
+from megatron_rl.rollout.sglang.server import ServerOptions, SglangServer
+from megatron_rl.rollout.windows import Sampling, WindowGenerator
+from megatron_rl.step.experience import window_batch, window_routes, with_routes
+from megatron_rl.tracking.metrics_file import read_metrics
 from megatron_rl.training.engine import Engine
 from tests.tiny_families import make_family_model
 from tests.tiny_models import make_tokenizer

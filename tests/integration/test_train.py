@@ -12,7 +12,7 @@ import time
 import psutil
 import pytest
 
-from megatron_rl.tracking.metrics import read_metrics
+from megatron_rl.tracking.metrics_file import read_metrics
 from megatron_rl.tracking.timeline import overlap_seconds, read_timeline
 from tests.tiny_models import make_tiny_model
 

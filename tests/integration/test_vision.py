@@ -9,14 +9,14 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from megatron_rl.commands.doctor import check_invariance
 from megatron_rl.config.schema import ParallelConfig, Recompute
 from megatron_rl.data.batch import PackedBatch
-from megatron_rl.doctor import check_invariance
 from megatron_rl.errors import ModelError
+from megatron_rl.families.tables import VALUE_HEAD
 from megatron_rl.models import critic, policy
-from megatron_rl.models.hf.config import load_hf_config
-from megatron_rl.models.hf.convert import convert
-from megatron_rl.models.hf.families import VALUE_HEAD
+from megatron_rl.models.hf.conversion import convert
+from megatron_rl.models.hf.megatron_config import load_hf_config
 from megatron_rl.models.hf.weights import export_weights, load_weights
 from megatron_rl.models.vision.encoder import ADAPTER
 from megatron_rl.parallel import topology

@@ -6,7 +6,7 @@ import random
 import pytest
 from PIL import Image, ImageDraw
 
-from megatron_rl.tracking.metrics import read_metrics
+from megatron_rl.tracking.metrics_file import read_metrics
 from tests.integration.test_train import run
 from tests.tiny_families import DEEPSTACK, make_vision_model
 from tests.tiny_vision import write_vision_files

@@ -14,8 +14,8 @@ import pytest
 import requests
 import torch
 
-from megatron_rl.rollout.cpu_platform import declare_torchvision_ops
-from megatron_rl.rollout.server import ServerOptions, SglangServer, free_port
+from megatron_rl.cpu.torchvision import declare_torchvision_ops
+from megatron_rl.rollout.sglang.server import ServerOptions, SglangServer, free_port
 from megatron_rl.weights.buckets import take_part
 from megatron_rl.weights.disk import read_shapes
 from megatron_rl.weights.plan import CoverageError

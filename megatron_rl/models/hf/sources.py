@@ -12,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megatron_rl.errors import UserError
-from megatron_rl.models.hf.transforms import Sliceable
+from megatron_rl.families.transforms import Sliceable
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"

@@ -26,7 +26,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-from megatron_rl.models.hf.families import (
+from megatron_rl.families.tables import (
     VALUE_HEAD,
     Entry,
     Role,
@@ -36,9 +36,9 @@ from megatron_rl.models.hf.families import (
     stacked_shapes,
     text_config,
 )
+from megatron_rl.families.transforms import Shard, Sliceable
 from megatron_rl.models.hf.mtp import is_mtp, mtp_tensors
 from megatron_rl.models.hf.sources import INDEX_FILE, SINGLE_FILE, CheckpointSource, TensorSource, WeightsError
-from megatron_rl.models.hf.transforms import Shard, Sliceable
 from megatron_rl.models.packed import unwrap
 from megatron_rl.parallel import collectives
 

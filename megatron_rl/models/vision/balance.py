@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from megatron_rl.data.batch import Images, cu_seqlens_of
-from megatron_rl.models.vision.encoder import encode, num_deepstack
+from megatron_rl.families.vision_shapes import num_deepstack
+from megatron_rl.models.vision.encoder import encode
 
 
 def assign_images(costs: Sequence[float], num_ranks: int, homes: Sequence[range] | None = None) -> list[int]:

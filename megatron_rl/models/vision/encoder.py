@@ -7,25 +7,16 @@ that width is called the adapter; the rest is the encoder proper.
 
 import functools
 import importlib.util
-import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoModel, PretrainedConfig
-from transformers.initialization import no_init_weights
 
 from megatron_rl.config.schema import Recompute
 
 ADAPTER = ("merger.", "deepstack_merger_list.")
 """Beginnings of the names of the adapter's parameters."""
-
-
-def build_encoder(vision_config: PretrainedConfig) -> nn.Module:
-    """The module with uninitialised weights, float32, on torch's current device."""
-    with no_init_weights():
-        return AutoModel.from_config(vision_config, attn_implementation="sdpa")
 
 
 def prepare_encoder(
@@ -55,23 +46,6 @@ def _recompute_blocks(encoder: nn.Module) -> None:
     for block in encoder.blocks:
         block.gradient_checkpointing = True
         block._gradient_checkpointing_func = functools.partial(checkpoint, use_reentrant=False)
-
-
-def parameter_shapes(vision_config: PretrainedConfig) -> Mapping[str, tuple[int, ...]]:
-    """Name and shape of each of the encoder's parameters, in its order."""
-    return _shapes(type(vision_config), vision_config.to_json_string(use_diff=False))
-
-
-@functools.lru_cache(maxsize=8)
-def _shapes(config_class: type[PretrainedConfig], json_text: str) -> dict[str, tuple[int, ...]]:
-    with torch.device("meta"):
-        encoder = build_encoder(config_class.from_dict(json.loads(json_text)))
-    return {name: tuple(parameter.shape) for name, parameter in encoder.named_parameters()}
-
-
-def num_deepstack(vision_config: PretrainedConfig) -> int:
-    """Layers of the language model that get features of their own."""
-    return len(getattr(vision_config, "deepstack_visual_indexes", None) or ())
 
 
 def encode(encoder: nn.Module, patches: Tensor, grids: Tensor) -> Tensor:

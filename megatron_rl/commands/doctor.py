@@ -1,0 +1,242 @@
+"""``megatron-rl doctor --invariance``: do the layouts that you mean to use compute the same, on your model and machine?
+
+Layouts that cannot be are refused with the reason before anything starts. The others run under torchrun, one launch
+for each number of ranks, and are compared with the reference layout: loss, gradient norm and weights after one update,
+in float32.
+"""
+
+import json
+import math
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.table import Table
+
+from megatron_rl.config.layout import layout_problems, parse_layout, ranks_needed
+from megatron_rl.errors import UserError
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+DEFAULT_TOLERANCE = 1e-5
+DEFAULT_LENGTHS = (9, 17, 33, 6, 21, 12, 40, 8, 26, 15)
+NOTICEABLE = 10.0
+"""The reference must move its weights by as many tolerances: an update that does nothing agrees with everything."""
+LOG_TAIL_LINES = 15
+SP_ADDED = "run with sp: this model's experts or latent attention need it with tensor parallelism"
+
+
+class DoctorError(UserError):
+    """The check itself could not be made."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One row of the table."""
+
+    layout: str
+    num_ranks: int
+    loss: float = math.nan
+    grad_norm: float = math.nan
+    difference: float = math.nan
+    verdict: str = ""
+    reason: str = ""
+    is_bad: bool = False
+
+
+def check_invariance(
+    model: str,
+    layouts: Sequence[str],
+    *,
+    reference: str = "tp1",
+    role: str = "policy",
+    lengths: Sequence[int] = DEFAULT_LENGTHS,
+    max_tokens_per_microbatch: int = 64,
+    tolerance: float = DEFAULT_TOLERANCE,
+    timeout_s: float = 1800.0,
+) -> list[Finding]:
+    """The reference's row, then one for each of ``layouts`` in their order.
+
+    Where the model's layers cannot be split over tensor-parallel ranks without sequence parallelism, layouts are run
+    with it; their rows say so. Raises ConfigError or ModelError for a layout that is no layout or a model that is none,
+    DoctorError where the reference cannot run or its update is too small to compare.
+    """
+    from megatron_rl.models.hf.megatron_config import load_hf_config, needs_sequence_parallelism
+
+    hf_config = load_hf_config(model)
+    asked = list(dict.fromkeys(layouts))
+    if needs_sequence_parallelism(hf_config):
+        reference, *layouts = dict.fromkeys(map(_with_sequence_parallelism, (reference, *layouts)))
+    refusals: dict[str, str] = {}
+    sizes: dict[str, int] = {}
+    for layout in (reference, *layouts):
+        sizes[layout], refusals[layout] = _size_and_refusal(hf_config, layout)
+    if refusals[reference]:
+        raise DoctorError(f"the reference layout {reference} cannot run: {refusals[reference]}; choose another one")
+    wanted = [layout for layout in dict.fromkeys(layouts) if not refusals[layout] and layout != reference]
+    if not wanted and all(refusals[layout] for layout in layouts):
+        alone = [Finding(reference, sizes[reference], verdict="reference")]
+        return alone + [
+            Finding(layout, sizes[layout], verdict="refused", reason=refusals[layout]) for layout in layouts
+        ]
+    measured: dict[str, dict[str, float]] = {}
+    failures: dict[str, str] = {}
+    with tempfile.TemporaryDirectory(prefix="megatron-rl-doctor-") as scratch:
+        for num_ranks in sorted(
+            {sizes[layout] for layout in (reference, *wanted)}, key=lambda n: n != sizes[reference]
+        ):
+            group = [layout for layout in wanted if sizes[layout] == num_ranks]
+            is_reference = num_ranks == sizes[reference]
+            job = {
+                "model": str(model),
+                "role": role,
+                "layouts": [reference, *group] if is_reference else group,
+                "reference_folder": scratch,
+                "out": f"{scratch}/ranks{num_ranks}.json",
+                "is_reference": is_reference,
+                "lengths": list(lengths),
+                "max_tokens_per_microbatch": max_tokens_per_microbatch,
+            }
+            for row in _run(job, num_ranks, Path(scratch), timeout_s, failures):
+                measured[row["layout"]] = row
+            if is_reference and reference not in measured:
+                raise DoctorError(f"the reference layout {reference} failed: {failures[reference]}")
+    base = measured[reference]
+    if base["moved"] < NOTICEABLE * tolerance:
+        raise DoctorError(
+            f"the update moves no weight by more than {base['moved']:.1e} of its tensor's largest, too little to compare "
+            f"at a tolerance of {tolerance:.0e}; give longer sequences or a smaller tolerance"
+        )
+    rows = [Finding(reference, sizes[reference], base["loss"], base["grad_norm"], 0.0, "reference")]
+    for layout in layouts:
+        if refusals[layout]:
+            rows.append(Finding(layout, sizes[layout], verdict="refused", reason=refusals[layout]))
+        elif layout not in measured:
+            rows.append(Finding(layout, sizes[layout], verdict="FAILED", reason=failures[layout], is_bad=True))
+        else:
+            rows.append(_judge(layout, sizes[layout], measured[layout], base, tolerance))
+    return [row if row.layout in (*asked, reference) or row.reason else replace(row, reason=SP_ADDED) for row in rows]
+
+
+def findings_table(findings: Sequence[Finding]) -> Table:
+    table = Table(title="one update in each layout, float32", title_justify="left")
+    for name in ("layout", "ranks", "loss", "gradient norm", "weights differ by", "verdict"):
+        is_text = name in ("layout", "verdict")
+        table.add_column(name, justify="left" if is_text else "right", overflow="fold", no_wrap=name == "layout")
+    for row in findings:
+        numbers = (f"{row.loss:.7g}", f"{row.grad_norm:.7g}", f"{row.difference:.1e}")
+        texts = [
+            text if value == value else "-" for text, value in zip(numbers, (row.loss, row.grad_norm, row.difference))
+        ]
+        table.add_row(row.layout, str(row.num_ranks), *texts, row.verdict)
+    return table
+
+
+def reasons(findings: Sequence[Finding]) -> list[str]:
+    """One line for each layout that was refused, failed or was run in another way than asked for."""
+    return [f"{row.layout} {row.verdict}: {row.reason}" for row in findings if row.reason]
+
+
+def _judge(layout: str, num_ranks: int, row: dict[str, float], base: dict[str, float], tolerance: float) -> Finding:
+    off = [
+        name
+        for name, error in (
+            ("loss", abs(row["loss"] - base["loss"]) / abs(base["loss"])),
+            ("gradient norm", abs(row["grad_norm"] - base["grad_norm"]) / base["grad_norm"]),
+            ("weights", row["difference"]),
+        )
+        if not error <= tolerance
+    ]
+    verdict = f"DIFFERS: {', '.join(off)}" if off else "same"
+    return Finding(layout, num_ranks, row["loss"], row["grad_norm"], row["difference"], verdict, is_bad=bool(off))
+
+
+def _with_sequence_parallelism(layout: str) -> str:
+    parallel, _ = parse_layout(layout)
+    return f"{layout}+sp" if parallel.tensor_parallel_size > 1 and not parallel.sequence_parallel else layout
+
+
+def _size_and_refusal(hf_config: "PretrainedConfig", layout: str) -> tuple[int, str]:
+    """(ranks of ``layout``, why it cannot run on this model and machine or "")."""
+    import torch
+
+    from megatron_rl.errors import ModelError
+    from megatron_rl.models.hf.megatron_config import check_layout
+
+    parallel, data_parallel_size = parse_layout(layout)
+    problems = list(layout_problems(parallel, None))
+    if problems:
+        return 0, "; ".join(problems)
+    num_ranks = ranks_needed(parallel, data_parallel_size)
+    try:
+        check_layout(hf_config, parallel)
+    except ModelError as error:
+        return num_ranks, str(error)
+    if torch.cuda.is_available() and num_ranks > torch.cuda.device_count():
+        return num_ranks, f"needs {num_ranks} GPUs, this machine has {torch.cuda.device_count()}"
+    return num_ranks, ""
+
+
+def _run(
+    job: dict, num_ranks: int, scratch: Path, timeout_s: float, failures: dict[str, str]
+) -> Iterator[dict[str, float]]:
+    """Measurements of all layouts that run; why the others did not goes into ``failures``.
+
+    A layout that fails ends its launch: those after it get another one.
+    """
+    waiting, out = list(job["layouts"]), Path(job["out"])
+    while waiting:
+        out.unlink(missing_ok=True)
+        failure = _launch({**job, "layouts": waiting}, num_ranks, scratch, timeout_s)
+        done = json.loads(out.read_text()) if out.exists() else []
+        yield from done
+        waiting = waiting[len(done) :]
+        if waiting:
+            failures[waiting.pop(0)] = failure or "the ranks ended without a result"
+            if job["is_reference"] and not done:
+                return
+            job = {**job, "is_reference": False}
+
+
+def _launch(job: dict, num_ranks: int, scratch: Path, timeout_s: float) -> str:
+    """Run ``job`` on ``num_ranks`` ranks; why it failed, or ""."""
+    job_file = scratch / f"job{num_ranks}.json"
+    job_file.write_text(json.dumps(job))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={num_ranks}"]
+    command += ["--module", "megatron_rl.commands.invariance", str(job_file)]
+    environment = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    environment.setdefault("OMP_NUM_THREADS", "1")
+    log = scratch / f"log{num_ranks}"
+    with log.open("w") as output:
+        process = subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT)
+        try:
+            code = process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            return f"no end after {timeout_s:g} s"
+        finally:
+            _stop(process)
+    return "" if code == 0 else _reason(log.read_text(errors="replace"))
+
+
+def _stop(process: subprocess.Popen) -> None:
+    """torchrun passes the signal on to its ranks and waits for them."""
+    if process.poll() is None:
+        process.terminate()
+        try:
+            process.wait(30)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def _reason(log: str) -> str:
+    """The last error line of the ranks, or the end of the log."""
+    lines = [line.split("]:", 1)[-1].strip(" :") for line in log.splitlines() if line.startswith("[rank")]
+    errors = [line for line in lines if "Error" in line and ":" in line]
+    return errors[-1] if errors else "\n".join(log.splitlines()[-LOG_TAIL_LINES:])

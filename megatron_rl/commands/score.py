@@ -1,0 +1,210 @@
+"""Score a file of responses: JSONL in, the same rows with ``score``, ``detail`` and ``error`` out, in the same order.
+
+Invariants: every row is checked before the first one is scored, so bad data is refused with its place (file, line,
+field); the output appears whole or not at all; memory holds a few thousand rows, whatever the size of the file.
+
+Who waits for whom: reading runs ahead of scoring by ``BATCHES_AHEAD`` batches; writing waits for the oldest batch.
+"""
+
+import concurrent.futures
+import json
+import re
+import time
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from megatron_rl.data.trajectory import Score
+from megatron_rl.rewards.registry import RewardError, resolve
+from megatron_rl.rewards.row_form import Row, RowForm
+from megatron_rl.rewards.workers.event_loop import AsyncRewardRunner, start_runner
+from megatron_rl.rewards.workers.processes import RewardRunner
+from megatron_rl.system.files import written_whole
+
+BATCH_ROWS = 1024
+BATCHES_AHEAD = 2
+"""So that the workers have something to do while results are written."""
+MAX_REPORTED = 5
+"""Bad rows that an error message names, and kinds of errors that a summary shows."""
+MAX_ERROR_CHARS = 80
+
+
+@dataclass(frozen=True)
+class Summary:
+    reward: str
+    num_rows: int
+    num_unscored: int
+    num_skipped: int
+    """Bad rows that were left out."""
+    mean_score: float | None
+    """Over the rows that could be scored; None if there are none."""
+    seconds: float
+    """Wall-clock time of the scoring, without starting the workers."""
+    metrics: dict[str, float] = field(default_factory=dict)
+    """Means of what the reward says beside the score, over the rows where it says it."""
+    errors: dict[str, int] = field(default_factory=dict)
+    """The most frequent reasons why rows went unscored."""
+
+    @property
+    def rows_per_second(self) -> float:
+        return self.num_rows / self.seconds if self.seconds > 0 else 0.0
+
+    def table(self) -> Table:
+        table = Table(title=f"reward {self.reward}", show_header=False)
+        mean = "-" if self.mean_score is None else f"{self.mean_score:.4f}"
+        for label, value in (
+            ("rows", f"{self.num_rows:,}"),
+            ("mean score", mean),
+            ("unscored", f"{self.num_unscored:,}"),
+            ("skipped bad rows", f"{self.num_skipped:,}"),
+            ("rows per second", f"{self.rows_per_second:,.0f}"),
+            *((f"mean {name}", f"{value:.4f}") for name, value in self.metrics.items()),
+            *((f"unscored: {error}", f"{count:,}") for error, count in self.errors.items()),
+        ):
+            table.add_row(label, value)
+        return table
+
+
+def score_file(
+    name: str,
+    input_path: str | Path,
+    output_path: str | Path,
+    *,
+    num_workers: int = 2,
+    max_concurrency: int = 256,
+    timeout_s: float = 5.0,
+    options: Mapping[str, Any] | None = None,
+    progress: bool = True,
+    skip_bad_rows: bool = False,
+) -> Summary:
+    """Score every row of a JSONL file.
+
+    Args:
+        name: Registry name or import path of the reward.
+        input_path: Rows with ``response`` and ``answer`` (some rewards need none), and a field for every option that the
+            reward requires and ``options`` does not set.
+        output_path: May be the input itself.
+        num_workers: Worker processes, for a reward that computes.
+        max_concurrency: Rows under way, for a reward that asks a server.
+        timeout_s: Seconds one row may take.
+        options: Keyword arguments of the reward.
+        progress: Show a progress bar on standard error.
+        skip_bad_rows: Leave bad rows out instead of refusing the file.
+
+    Raises:
+        RewardError: unknown reward, wrong options, or bad rows (with file, line and field).
+        OSError: a file that cannot be read or written.
+    """
+    input_path, output_path = Path(input_path), Path(output_path)
+    form = RowForm(resolve(name), options or {})
+    num_rows, num_skipped = _check_rows(input_path, form, skip_bad_rows)
+    with (
+        start_runner(
+            name,
+            num_workers=num_workers,
+            timeout_s=timeout_s,
+            options=options,
+            row_fields=form.fields,
+            max_concurrency=max_concurrency,
+        ) as runner,
+        written_whole(output_path) as output,
+        _bar(progress, name, num_rows) as advance,
+    ):
+        started_at = time.monotonic()
+        num_scored, total = 0, 0.0
+        metrics: dict[str, list[float]] = defaultdict(lambda: [0, 0.0])
+        errors: Counter[str] = Counter()
+        for row, score in _scored_rows(runner, input_path, form):
+            output.write(json.dumps({**row, "score": score.value, "detail": score.detail, "error": score.error}) + "\n")
+            if score.value is not None:
+                num_scored += 1
+                total += score.value
+            else:
+                errors[re.sub(r"\d+", "N", score.error)[:MAX_ERROR_CHARS]] += 1
+            for key, number in score.metrics.items():
+                metrics[key][0] += 1
+                metrics[key][1] += number
+            advance()
+        seconds = time.monotonic() - started_at
+    return Summary(
+        reward=name,
+        num_rows=num_rows,
+        num_unscored=num_rows - num_scored,
+        num_skipped=num_skipped,
+        mean_score=total / num_scored if num_scored else None,
+        seconds=seconds,
+        metrics={key: total / count for key, (count, total) in metrics.items()},
+        errors=dict(errors.most_common(MAX_REPORTED)),
+    )
+
+
+def _scored_rows(runner: RewardRunner | AsyncRewardRunner, path: Path, form: RowForm) -> Iterator[tuple[Row, Score]]:
+    """The good rows of a file with their scores, in order."""
+    waiting: deque[tuple[list[Row], concurrent.futures.Future[list[Score]]]] = deque()
+    for batch in _batches(path, form):
+        items = [form.item(row) for row in batch]
+        waiting.append((batch, runner.submit(items)))
+        if len(waiting) > BATCHES_AHEAD:
+            rows, future = waiting.popleft()
+            yield from zip(rows, future.result(), strict=True)
+    for rows, future in waiting:
+        yield from zip(rows, future.result(), strict=True)
+
+
+def _batches(path: Path, form: RowForm) -> Iterator[list[Row]]:
+    batch: list[Row] = []
+    for _, row, problem in _read(path, form):
+        if problem:
+            continue
+        batch.append(row)
+        if len(batch) == BATCH_ROWS:
+            yield batch
+            batch = []
+    if batch:
+        yield batch
+
+
+def _read(path: Path, form: RowForm) -> Iterator[tuple[int, Row, str]]:
+    """(line number from 1, row, what is wrong with it or ""); blank lines are passed over."""
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except (ValueError, RecursionError) as error:
+                yield number, {}, f"not a JSON object: {error}"
+                continue
+            yield number, row, form.problem(row)
+
+
+def _check_rows(path: Path, form: RowForm, skip_bad_rows: bool) -> tuple[int, int]:
+    """(number of good rows, number of bad rows); raises RewardError for bad rows unless they may be skipped."""
+    num_good, num_bad, reported = 0, 0, []
+    for number, _, problem in _read(path, form):
+        if not problem:
+            num_good += 1
+            continue
+        num_bad += 1
+        if len(reported) < MAX_REPORTED:
+            reported.append(f"{path}:{number}: {problem}")
+    if num_bad and not skip_bad_rows:
+        places = "\n".join(reported)
+        raise RewardError(f"{num_bad} of {num_good + num_bad} rows are bad; mend them or skip bad rows:\n{places}")
+    return num_good, num_bad
+
+
+@contextmanager
+def _bar(shown: bool, name: str, num_rows: int) -> Iterator[Callable[[], None]]:
+    """A progress bar on standard error; yields the function that advances it by one row."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), disable=not shown) as bar:
+        task = bar.add_task(f"reward {name}", total=num_rows)
+        yield lambda: bar.advance(task)

@@ -1,0 +1,1 @@
+"""What exists because a laptop has no GPU; nothing here runs where CUDA is available."""

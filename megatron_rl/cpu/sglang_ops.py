@@ -1,0 +1,68 @@
+"""``TorchCpuPlatform``: SGLang 0.5.23 on plain PyTorch CPU operators, without sgl_kernel and Triton.
+
+Only SGLang imports this module, after ``sglang_platform.activate`` has named the class: in the middle of ``import
+sglang``, which is why everything else of SGLang is imported inside the hooks. The hooks are called in this order:
+``apply_server_args_defaults`` in the launching process; ``init_backend`` and ``post_load_model`` in each scheduler.
+"""
+
+import torch
+from sglang.srt.platforms.cpu import CpuDeviceMixin
+from sglang.srt.platforms.device_mixin import PlatformEnum
+from sglang.srt.platforms.interface import PlatformCapabilities, SRTPlatform
+
+from megatron_rl.cpu.murmur import murmur_hash32
+
+DEFAULT_MAX_TOTAL_TOKENS = 65536
+"""Tokens in the KV pool. SGLang's own default would take 72 % of the machine's memory."""
+
+
+class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):
+    # Out of tree, not CPU: SGLang's own CPU code paths import sgl_kernel.
+    _enum = PlatformEnum.OOT
+    capabilities = PlatformCapabilities()
+
+    def is_pin_memory_available(self, device=None) -> bool:
+        return False
+
+    def get_default_attention_backend(self) -> str:
+        return "torch_native"
+
+    def apply_server_args_defaults(self, server_args) -> None:
+        from sglang.srt.arg_groups import choices
+
+        # Allow --enable-deterministic-inference (which makes seeds count) with this backend.
+        choices.add_deterministic_attention_backend_choices(["torch_native"])
+        choices.add_radix_supported_deterministic_attention_backend_choices(["torch_native"])
+        if server_args.attention_backend in (None, "intel_amx"):
+            server_args.attention_backend = "torch_native"
+        # Overlap hides the scheduler behind the device; on a CPU both use the same cores.
+        server_args.disable_overlap_schedule = True
+        if server_args.max_total_tokens is None:
+            server_args.max_total_tokens = DEFAULT_MAX_TOTAL_TOKENS
+
+    def init_backend(self) -> None:
+        """Put PyTorch functions where SGLang would call Triton or sgl_kernel."""
+        import sglang.srt.batch_invariant_ops as batch_invariant_ops
+        import sglang.srt.layers.sampler as sampler
+        from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
+        from sglang.srt.mem_cache.pool_host import common as host_pool
+
+        from megatron_rl.cpu.sglang_attention import BatchedTorchNativeAttnBackend
+
+        # --enable-deterministic-inference swaps in Triton matmuls and calls sgl_kernel's hash.
+        batch_invariant_ops.enable_batch_invariant_mode = lambda *args, **kwargs: None
+        sampler.murmur_hash32 = murmur_hash32
+        # --enable-return-routed-experts asks for memory pinned by CUDA.
+        host_pool.ALLOC_MEMORY_FUNCS["cpu"] = lambda dims, dtype, **_: torch.empty(dims, dtype=dtype)
+        ATTENTION_BACKENDS["torch_native"] = BatchedTorchNativeAttnBackend
+
+    def post_load_model(self, model) -> None:
+        """Let DeepSeek's attention use the latent KV pool.
+
+        SGLang's fallback prefills with expanded keys and values, which ``torch_native`` answers from the latent pool:
+        wrong output without an error.
+        """
+        from sglang.srt.models.deepseek_common.attention_backend_handler import AttentionBackendRegistry
+        from sglang.srt.models.deepseek_common.attention_forward_methods.forward_methods import AttnForwardMethod
+
+        AttentionBackendRegistry.register("torch_native", lambda attention, batch: AttnForwardMethod.MLA)

@@ -1,0 +1,41 @@
+"""SGLang on a machine without a GPU: an out-of-tree platform made of plain PyTorch operators.
+
+SGLang finds ``activate`` through the entry point ``sglang.srt.platforms`` (setup.py), in the launching process and in
+every process that it spawns. Where CUDA is available ``activate`` returns None and SGLang behaves as if this file did
+not exist. Importing this module imports neither torch nor sglang: ``TorchCpuPlatform`` lives in ``sglang_ops.py``, which
+SGLang imports once the platform is chosen.
+"""
+
+import multiprocessing
+import os
+
+from megatron_rl.cpu.torchvision import declare_torchvision_ops
+
+
+def activate() -> str | None:
+    """SGLang's question "is this your platform?": the class to use, or None where a GPU is present."""
+    import torch
+
+    if torch.cuda.is_available():
+        return None
+    # SGLang decorates small functions with torch.compile; on a CPU each would call a C++ compiler at the first request.
+    os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
+    declare_torchvision_ops()
+    _fork_workers()
+    return "megatron_rl.cpu.sglang_ops.TorchCpuPlatform"
+
+
+def _fork_workers() -> None:
+    """Let the launching process fork its scheduler and detokenizer instead of spawning them.
+
+    A spawned process imports everything again, about 12 s of CPU time each; a forked one is there at once and shares
+    the memory. SGLang spawns because a CUDA context does not survive a fork; here there is none, and at that moment
+    the launching process runs one thread and holds no event loop yet.
+    """
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    HookRegistry.register("sglang.srt.entrypoints.engine._set_envs_and_config", _choose_fork, HookType.AFTER)
+
+
+def _choose_fork(result: None, *args, **kwargs) -> None:
+    multiprocessing.set_start_method("fork", force=True)

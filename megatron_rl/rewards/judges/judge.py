@@ -1,0 +1,277 @@
+"""Asking a judge: the probability of its judgement token, from a model served by SGLang.
+
+A judge reads a text and says with the next token whether it agrees. What counts is not the token it would sample but
+
+    p = sum of P(yes forms) / (sum of P(yes forms) + sum of P(no forms))
+
+at that one position: the softmax over the two judgements' logits, each summed over its surface forms ("YES", " Yes").
+The server's log-probs are float32 and those of temperature 1; the sums here are float64.
+
+Invariants: p lies in [0, 1]; a log-prob that is missing or not finite is an error, never a p; equal texts of one call
+are asked once, so they get equal probabilities.
+"""
+
+import asyncio
+import itertools
+import json
+import math
+import re
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from megatron_rl.rewards.judges.reward_server import check_url
+from megatron_rl.rewards.judges.templates import NO_WORD, YES_WORD, check_template, word_token
+from megatron_rl.rewards.registry import RewardError
+from megatron_rl.rewards.rules.format import CLOSE, OPEN, split_thought
+from megatron_rl.rewards.workers.session import CallFailed, Transient, get_json, post_json
+
+TRAINING_RECORD = "reward_training.json"
+"""Beside the weights of a judge that `reward-train` wrote: its template and words."""
+FORMAT_FAILURE = "the thought has no proper form; not judged"
+
+DOWN_S = 5.0
+"""A server that did not answer gets no question for so long, if there is another one."""
+
+_turns = itertools.count()
+_down_until: dict[str, float] = {}
+"""By URL, monotonic seconds."""
+_server_words: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[tuple[str, str], int]] = WeakKeyDictionary()
+
+
+@dataclass(frozen=True)
+class Judgement:
+    probability: float
+    """Of yes, among yes and no."""
+    mass: float
+    """Probability of yes and no together: near 0, the judge does not answer the question at all."""
+
+
+@dataclass(frozen=True)
+class JudgeSettings:
+    """How to reach a judge and what its words are."""
+
+    urls: tuple[str, ...]
+    yes_words: tuple[str, ...]
+    no_words: tuple[str, ...]
+    tokenizer_path: str
+    """Folder of the judge's tokenizer, for token-exact texts; empty: the server's own tokenizer."""
+    chat: bool
+    """The text is a user message in the tokenizer's chat template."""
+
+    @classmethod
+    def of(cls, options: Mapping[str, Any]) -> "JudgeSettings":
+        url = options.get("url") or ""
+        return cls(
+            urls=tuple(u.rstrip("/") for u in ([url] if isinstance(url, str) else url)),
+            yes_words=tuple(options.get("yes_words") or (YES_WORD,)),
+            no_words=tuple(options.get("no_words") or (NO_WORD,)),
+            tokenizer_path=options.get("tokenizer_path") or "",
+            chat=bool(options.get("chat")),
+        )
+
+
+def check_judge(name: str, options: Mapping[str, Any], template: str, fields: Sequence[str]) -> None:
+    """Raise UserError for options of a judge that cannot work; asks no server."""
+    if isinstance(options.get("url"), list):
+        for url in options["url"]:
+            check_url(name, url)
+    if not options.get("url") or isinstance(options["url"], str):
+        check_url(name, options.get("url"))
+    for key in ("yes_words", "no_words"):
+        words = options.get(key)
+        if words is not None and not (
+            isinstance(words, list) and words and all(isinstance(w, str) and w for w in words)
+        ):
+            raise RewardError(f"reward {name!r}: option {key} must be a list of words, got {words!r}")
+    settings = JudgeSettings.of(options)
+    both = set(settings.yes_words) & set(settings.no_words)
+    if both:
+        raise RewardError(f"reward {name!r}: {sorted(both)} stand in yes_words and in no_words")
+    check_template(template, fields)
+    if settings.chat and not settings.tokenizer_path:
+        raise RewardError(f"reward {name!r}: option chat needs tokenizer_path, whose chat template is to be used")
+    if settings.tokenizer_path:
+        if not Path(settings.tokenizer_path, "tokenizer_config.json").is_file():
+            raise RewardError(
+                f"reward {name!r}: option tokenizer_path: {settings.tokenizer_path} has no tokenizer_config.json; "
+                "give the judge's model folder, or leave it out to use the server's tokenizer"
+            )
+        _local_words(settings)
+        _check_training(name, settings, template)
+
+
+def _check_training(name: str, settings: JudgeSettings, template: str) -> None:
+    """A judge that `reward-train` wrote is asked as it was trained; its folder says how."""
+    path = Path(settings.tokenizer_path, TRAINING_RECORD)
+    trained = json.loads(path.read_text(encoding="utf-8")).get("judge") if path.is_file() else None
+    if not trained:
+        return
+    asked = {
+        "template": (template, trained["template"]),
+        "yes_words": ([*settings.yes_words], [trained["yes_word"]]),
+        "no_words": ([*settings.no_words], [trained["no_word"]]),
+        "chat": (settings.chat, trained["use_chat_template"]),
+    }
+    different = [f"{key} is {now!r}, was {then!r}" for key, (now, then) in asked.items() if now != then]
+    if different:
+        raise RewardError(
+            f"reward {name!r}: the judge in {settings.tokenizer_path} was trained another way ({TRAINING_RECORD}): "
+            f"{'; '.join(different)}. Set the options to what it was trained with"
+        )
+
+
+async def prepare_judge(options: Mapping[str, Any]) -> None:
+    """See that every server answers and knows the words; raises RewardError, Transient or CallFailed."""
+    settings = JudgeSettings.of(options)
+    for url in settings.urls:
+        info = await get_json(f"{url}/model_info")
+        if not isinstance(info, dict) or "model_path" not in info:
+            raise RewardError(f"{url} is no SGLang server: /model_info answered {str(info)[:200]}")
+        await _word_ids(settings, url)
+
+
+def solution_of(response: str, *, require_think: bool, opened_by_prompt: bool) -> str | None:
+    """What of a response is judged: all of it, or what follows its thought; None if the thought has no proper form.
+
+    A response without tags is judged whole, unless a thought is required. Anything else (a tag that is missing, or
+    there twice) is a format failure: judging a thought would reward talking to the judge.
+    """
+    tagged = OPEN in response or CLOSE in response
+    if not (tagged or require_think or opened_by_prompt):
+        return response.strip()
+    parts = split_thought(response, opened_by_prompt=opened_by_prompt)
+    return None if parts is None else parts[1]
+
+
+def defused(text: str, settings: JudgeSettings) -> str:
+    """``text`` without spellings of the judge's control tokens: a response must not end its turn and judge itself.
+
+    Known only where the tokenizer is (``tokenizer_path``); with the server's tokenizer the text stays as it is.
+    """
+    if not settings.tokenizer_path:
+        return text
+    pattern = _special_pattern(settings.tokenizer_path)
+    while pattern is not None and pattern.search(text):  # again: taking one out may put another one together
+        text = pattern.sub("", text)
+    return text
+
+
+async def judge(texts: Sequence[str], settings: JudgeSettings) -> list[Judgement]:
+    """The judgements of ``texts``, in one request to one of the servers, which take turns.
+
+    Raises:
+        Transient, CallFailed: no answer, or one that cannot be used.
+        UserError: judgement words that are no single tokens.
+    """
+    url = _next_server(settings.urls)
+    yes_ids, no_ids = await _word_ids(settings, url)
+    unique = list(dict.fromkeys(texts))
+    ids = [*yes_ids, *no_ids]
+    body: dict[str, Any] = {
+        "sampling_params": {"max_new_tokens": 1, "temperature": 0},
+        "return_logprob": True,
+        "token_ids_logprob": [ids] * len(unique),
+    }
+    if settings.tokenizer_path:
+        tokenizer = _tokenizer(settings.tokenizer_path)
+        body["input_ids"] = [tokenizer.encode_prompt(text, chat=settings.chat) for text in unique]
+    else:
+        body["text"] = unique
+    try:
+        answers = await post_json(f"{url}/generate", body)
+    except Transient:
+        _down_until[url] = time.monotonic() + DOWN_S
+        raise
+    _down_until.pop(url, None)
+    if not isinstance(answers, list) or len(answers) != len(unique):
+        raise CallFailed(f"{url}: expected {len(unique)} answers, got {str(answers)[:200]}")
+    found = {text: read_judgement(answer, yes_ids, no_ids) for text, answer in zip(unique, answers, strict=True)}
+    return [found[text] for text in texts]
+
+
+def _next_server(urls: Sequence[str]) -> str:
+    now = time.monotonic()
+    up = [url for url in urls if _down_until.get(url, 0.0) <= now] or urls
+    return up[next(_turns) % len(up)]
+
+
+def read_judgement(answer: Any, yes_ids: Sequence[int], no_ids: Sequence[int]) -> Judgement:
+    """The judgement in one answer of ``/generate``.
+
+    Raises:
+        Transient: the server cut the request off.
+        CallFailed: log-probs that are missing or not finite.
+    """
+    try:
+        meta = answer["meta_info"]
+        if meta["finish_reason"]["type"] == "abort":
+            refused = meta["finish_reason"].get("status_code") == 400
+            raise (CallFailed if refused else Transient)(f"the judge's server cut off: {meta['finish_reason']}")
+        logprobs = {int(token): logprob for logprob, token, *_ in meta["output_token_ids_logprobs"][0]}
+        wanted = [logprobs[token] for token in (*yes_ids, *no_ids)]
+    except (KeyError, TypeError, IndexError, ValueError) as error:
+        raise CallFailed(f"the judge's answer has no log-probs of the judgement words: {str(answer)[:200]}") from error
+    if not all(isinstance(x, (int, float)) and math.isfinite(x) for x in wanted):
+        raise CallFailed(f"the judge's log-probs are not finite: {wanted}; do its weights hold NaN?")
+    return judgement(wanted[: len(yes_ids)], wanted[len(yes_ids) :])
+
+
+def judgement(yes_logprobs: Sequence[float], no_logprobs: Sequence[float]) -> Judgement:
+    """Softmax over (yes, no), each the log of its forms' summed probability."""
+    yes, no = _log_sum_exp(yes_logprobs), _log_sum_exp(no_logprobs)
+    gap = no - yes
+    # The side that cannot overflow: exp of a positive gap may.
+    probability = 1 / (1 + math.exp(gap)) if gap <= 0 else math.exp(-gap) / (1 + math.exp(-gap))
+    return Judgement(probability, min(1.0, math.exp(yes) + math.exp(no)))
+
+
+def _log_sum_exp(values: Sequence[float]) -> float:
+    largest = max(values)
+    return largest + math.log(sum(math.exp(value - largest) for value in values))
+
+
+async def _word_ids(settings: JudgeSettings, url: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    if settings.tokenizer_path:
+        return _local_words(settings)
+    known = _server_words.setdefault(asyncio.get_running_loop(), {})
+    for word in (*settings.yes_words, *settings.no_words):
+        if (url, word) not in known:
+            answer = await post_json(f"{url}/tokenize", {"prompt": word, "add_special_tokens": False})
+            tokens = answer.get("tokens") if isinstance(answer, dict) else None
+            if not isinstance(tokens, list):
+                raise RewardError(f"{url}/tokenize answered {str(answer)[:200]}; set option tokenizer_path instead")
+            known[url, word] = word_token(lambda _: tokens, word)  # noqa: B023 (called at once)
+    return _split(settings, {word: known[url, word] for word in (*settings.yes_words, *settings.no_words)})
+
+
+@cache
+def _local_words(settings: JudgeSettings) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    encode = _tokenizer(settings.tokenizer_path).encode
+    return _split(settings, {word: word_token(encode, word) for word in (*settings.yes_words, *settings.no_words)})
+
+
+def _split(settings: JudgeSettings, ids: Mapping[str, int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Ids of both judgements, without repetition."""
+    yes, no = ({ids[word]: None for word in words} for words in (settings.yes_words, settings.no_words))
+    shared = [word for word in settings.no_words if ids[word] in yes]
+    if shared:
+        raise RewardError(f"the tokenizer gives {shared} of no_words the token of a yes word")
+    return tuple(yes), tuple(no)
+
+
+@cache
+def _special_pattern(path: str) -> re.Pattern[str] | None:
+    specials = sorted(filter(None, _tokenizer(path).special_texts), key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, specials))) if specials else None
+
+
+@cache
+def _tokenizer(path: str) -> Any:
+    from megatron_rl.data.tokenizer import Tokenizer  # imports torch, which only some judges need
+
+    return Tokenizer(path)

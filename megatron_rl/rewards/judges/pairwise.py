@@ -1,0 +1,133 @@
+"""Reward ``pairwise``: how likely a judge prefers the response to the prompt's anchor (Pairwise-RL, arXiv 2504.04950).
+
+    s(x, y, a) = 0.5 * [ p(1st better | x, y, a) + 1 - p(1st better | x, a, y) ]
+
+Both orders are asked in one request, which cancels the judge's liking for a place. 0.5 means on a par with the anchor.
+
+Laws: s is in [0, 1]; s(x, y, a) + s(x, a, y) = 1; s(x, a, a) = 0.5. A prompt has one anchor during a run, so that the
+reward is a function of prompt and response. The judge sees solutions only: a thought without its proper form scores
+exactly 0 and is not judged. The judge's liking for a place is logged: ``swap_consistency`` (both orders name the same
+winner), ``position_gap`` |p(1st | y, a) - (1 - p(1st | a, y))| and ``first_bias``, the same without the bars.
+"""
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from megatron_rl.data.trajectory import Prompt, Score
+from megatron_rl.rewards.judges.judge import (
+    FORMAT_FAILURE,
+    Judgement,
+    JudgeSettings,
+    check_judge,
+    defused,
+    judge,
+    prepare_judge,
+    solution_of,
+)
+from megatron_rl.rewards.judges.templates import PAIRWISE_FIELDS, PAIRWISE_TEMPLATE, render_pairwise
+from megatron_rl.rewards.registry import register
+
+
+def check(options: Mapping[str, Any]) -> None:
+    check_judge("pairwise", options, options.get("template", PAIRWISE_TEMPLATE), PAIRWISE_FIELDS)
+
+
+def check_prompts(prompts: Sequence[Prompt], options: Mapping[str, Any]) -> list[str]:
+    """Places of prompts without an anchor, with one whose thought has no proper form, or with two different ones."""
+    problems = []
+    anchors: dict[tuple[str, ...], dict[str, str]] = defaultdict(dict)
+    for prompt in prompts:
+        place = prompt.source or prompt.id
+        anchor = prompt.fields.get("anchor") or prompt.answer
+        if not anchor:
+            problems.append(f"{place}: no anchor: the row has neither 'anchor' nor an answer")
+        elif _bare(anchor) is None:
+            problems.append(
+                f"{place}: the anchor's thought has no proper form; expected <think>thought</think>solution"
+            )
+        else:
+            # Prompts with the same words about other images are others.
+            anchors[prompt.text, *(image.digest for image in prompt.images)].setdefault(anchor, place)
+    for found in anchors.values():
+        if len(found) > 1:
+            places = ", ".join(found.values())
+            problems.append(f"{places}: the same prompt has {len(found)} anchors; expected exactly one")
+    return problems
+
+
+def combine(forward: float, backward: float) -> tuple[float, dict[str, float]]:
+    """Score and metrics from p(1st better) of (response, anchor) and of (anchor, response).
+
+    As ``algorithms.pairwise_score`` and ``swap_consistency``, for one pair and without tensors.
+    """
+    behind = 1.0 - backward
+    metrics = {
+        "swap_consistency": float((forward - 0.5) * (behind - 0.5) >= 0),
+        "position_gap": abs(forward - behind),
+        "first_bias": forward - behind,
+    }
+    return 0.5 * (forward + behind), metrics
+
+
+def _bare(text: str) -> str | None:
+    return solution_of(text, require_think=False, opened_by_prompt=False)
+
+
+@register(
+    "pairwise",
+    prepare=prepare_judge,
+    check=check,
+    check_prompts=check_prompts,
+    range=(0.0, 1.0),
+    row_fields={"anchor": ("anchor",)},
+    answer_required=False,
+)
+async def score(
+    response: str,
+    answer: str,
+    *,
+    prompt: str,
+    anchor: str = "",
+    url: str | list[str] = "",
+    tokenizer_path: str = "",
+    template: str = PAIRWISE_TEMPLATE,
+    yes_words: list[str] | None = None,
+    no_words: list[str] | None = None,
+    chat: bool = False,
+    require_think: bool = False,
+    opened_by_prompt: bool = False,
+) -> Score:
+    """Half the probability that the response is preferred as first of two, and half of that as second.
+
+    Args:
+        prompt: Text of the prompt; a row field.
+        anchor: What the response is compared with; a row field. The answer if there is none.
+        url: The judge's SGLang server, or several that take turns; must be set.
+        tokenizer_path: Folder of the judge's tokenizer; without it the server's tokenizer is used.
+        template: The judge's text with {prompt}, {first} and {second}; as in training (`reward-train`).
+        yes_words: Surface forms of "the first is better", each one token.
+        no_words: Surface forms of "it is not".
+        chat: The text is a user message in the tokenizer's chat template.
+        require_think: A response without a thought scores 0.
+        opened_by_prompt: The prompt ends with ``<think>`` already.
+    """
+    solution = solution_of(response, require_think=require_think, opened_by_prompt=opened_by_prompt)
+    if solution is None:
+        return Score(0.0, FORMAT_FAILURE)
+    other = _bare(anchor or answer)
+    if not other:
+        return Score(None, error="no anchor: the row has neither a proper 'anchor' nor an answer")
+    settings = JudgeSettings.of(
+        dict(url=url, yes_words=yes_words, no_words=no_words, tokenizer_path=tokenizer_path, chat=chat)
+    )
+    first, second = defused(solution, settings), defused(other, settings)
+    texts = [render_pairwise(prompt, *pair, template) for pair in ((first, second), (second, first))]
+    forward, backward = await judge(texts, settings)
+    return _score(forward, backward)
+
+
+def _score(forward: Judgement, backward: Judgement) -> Score:
+    value, metrics = combine(forward.probability, backward.probability)
+    detail = f"p(1st) {forward.probability:.4f} before the anchor, {backward.probability:.4f} behind it"
+    return Score(value, detail, metrics={**metrics, "judgement_mass": min(forward.mass, backward.mass)})

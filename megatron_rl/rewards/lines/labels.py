@@ -1,0 +1,69 @@
+"""Which lines of a program can still be completed to a right one (arXiv 2410.17621). Pure.
+
+A prefix of m lines is *recoverable* if one of K sampled completions passes all tests. Whether it is falls with m, so a
+binary search finds the first line that spoils the program, with log2(lines) questions instead of one a line. Labels are
++1 up to that line, -1 from it on, 0 on neutral lines, which are no part of the search.
+"""
+
+from collections.abc import Callable, Sequence
+
+from megatron_rl.data.code_lines import CodeLine
+
+GOOD, BAD, NEUTRAL = 1, -1, 0
+
+
+class LineSearch:
+    """The binary search as a dialogue: ask about ``question`` lines, give the answer, until ``question`` is None.
+
+    Lines count from 1. ``first_bad`` is num_lines + 1 if there is no bad line; a program that failed its tests has one.
+    """
+
+    def __init__(self, num_lines: int, *, passes: bool) -> None:
+        if num_lines < 0:
+            raise ValueError(f"num_lines must be 0 or more, got {num_lines}")
+        self._low, self._high = (num_lines + 1, num_lines + 1) if passes or not num_lines else (1, num_lines)
+
+    @property
+    def question(self) -> int | None:
+        """How many lines the next prefix has; None once the answer is known."""
+        return (self._low + self._high) // 2 if self._low < self._high else None
+
+    def answer(self, recoverable: bool) -> None:
+        asked = self.question
+        if asked is None:
+            raise ValueError("the search is over: there is no question to answer")
+        if recoverable:
+            self._low = asked + 1
+        else:
+            self._high = asked
+
+    @property
+    def first_bad(self) -> int:
+        if self.question is not None:
+            raise ValueError(f"the search is not over: is the prefix of {self.question} lines recoverable?")
+        return self._low
+
+
+def first_unrecoverable_line(num_lines: int, is_recoverable: Callable[[int], bool], passes: bool) -> int:
+    """The first line (from 1) after which no completion passes; num_lines + 1 if the program passes its tests.
+
+    ``is_recoverable(m)`` speaks of the first m lines; it is asked at most ceil(log2(num_lines)) times.
+    """
+    search = LineSearch(num_lines, passes=passes)
+    while search.question is not None:
+        search.answer(is_recoverable(search.question))
+    return search.first_bad
+
+
+def scored_lines(lines: Sequence[CodeLine]) -> list[CodeLine]:
+    """The lines that the search goes over."""
+    return [line for line in lines if not line.neutral]
+
+
+def line_labels(lines: Sequence[CodeLine], first_bad: int) -> list[int]:
+    """One label a line; ``first_bad`` counts the lines that are not neutral, from 1."""
+    labels, number = [], 0
+    for line in lines:
+        number += not line.neutral
+        labels.append(NEUTRAL if line.neutral else GOOD if number < first_bad else BAD)
+    return labels

@@ -1,0 +1,398 @@
+"""The rewards of a run: one for all prompts, or one for each prompt type (hybrid reward: verifiers and judges mixed).
+
+Laws (Seed1.5-VL, arXiv 2505.07062, section on hybrid RL; arXiv 2503.22230):
+
+- Every prompt has exactly one source. Its name travels in the score's detail.
+- A response without the required ``<think>`` form scores exactly 0 before any reward sees it; of the others only the
+  solution is graded.
+- Rewards of one run have the same range, declared or rescaled: one critic learns from all of them. A value outside its
+  declared range counts as unscored.
+
+Who waits for whom: a call waits for the slowest of the rewards that it reaches; they run at the same time.
+"""
+
+import asyncio
+import concurrent.futures
+import json
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from megatron_rl.config.schema import RewardConfig, RewardRouteConfig
+from megatron_rl.data.trajectory import Prompt, Score
+from megatron_rl.rewards.registry import (
+    WHOLE_ROW,
+    Range,
+    Reward,
+    RewardError,
+    check_options,
+    required_fields,
+    resolve,
+    row_arguments,
+    wall_limit_s,
+)
+from megatron_rl.rewards.rules.format import split_thought
+from megatron_rl.rewards.workers.calls import RewardItem
+from megatron_rl.rewards.workers.event_loop import AsyncRewardRunner, start_runner
+from megatron_rl.rewards.workers.processes import RewardRunner
+
+ANY_TYPE = ""
+"""Key of the only route when reward.by_type is empty."""
+RANGE_TOLERANCE = 1e-6
+NOT_THOUGHT = "not of the form <think>thought</think>solution"
+MAX_REPORTED = 5
+
+
+@dataclass(frozen=True)
+class GradedItem:
+    response: str
+    answer: str
+    prompt: str = ""
+    """The prompt's text, for judges."""
+    type: str = ""
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    """Further fields of the prompt's row."""
+
+    @property
+    def row(self) -> dict[str, Any]:
+        return {"prompt": self.prompt, "type": self.type, "answer": self.answer, **self.fields}
+
+
+@dataclass(frozen=True)
+class Route:
+    """The reward of one prompt type."""
+
+    reward: Reward
+    options: Mapping[str, Any]
+    timeout_s: float
+    declared: Range | None
+    """Range of the reward's own values."""
+    rescale_to: Range | None = None
+
+    @property
+    def range(self) -> Range | None:
+        """Range of what the trainer sees."""
+        return self.rescale_to or self.declared
+
+    @property
+    def required(self) -> list[str]:
+        """Row fields without which the reward cannot be called."""
+        return [name for name in required_fields(self.reward, self.options) if name != "prompt"]
+
+    @property
+    def row_fields(self) -> list[str]:
+        """Keyword parameters that rows set."""
+        return [*required_fields(self.reward, self.options), *self.reward.row_fields]
+
+    @property
+    def key(self) -> tuple[str, str, float]:
+        """Routes with the same key share a runner."""
+        return self.reward.name, json.dumps(self.options, sort_keys=True), self.timeout_s
+
+    def finish(self, score: Score) -> Score:
+        """A score in the common range; unscored if the reward broke its own."""
+        if score.value is None or self.declared is None:
+            return score
+        low, high = self.declared
+        slack = RANGE_TOLERANCE * max(1.0, abs(low), abs(high))
+        if not low - slack <= score.value <= high + slack:
+            error = f"reward {self.reward.name} gave {score.value:g}, outside its declared range [{low:g}, {high:g}]"
+            return replace(score, value=None, error=error)
+        value = min(max(score.value, low), high)
+        if self.rescale_to is not None:
+            new_low, new_high = self.rescale_to
+            value = new_low + (value - low) / (high - low) * (new_high - new_low)
+        return replace(score, value=value)
+
+
+# ------------------------------------------------------------------------------------------------- before a run starts
+
+
+def routes_of(config: RewardConfig) -> dict[str, Route]:
+    """The checked routes by prompt type; starts nothing.
+
+    Raises:
+        RewardError: unknown rewards, wrong options, or ranges that do not go together.
+    """
+    if not config.by_type:
+        only = RewardRouteConfig(config.name, config.options)
+        routes = {ANY_TYPE: _route(only, config.timeout_s, "reward")}
+    else:
+        routes = {
+            type_: _route(route, config.timeout_s, f"reward.by_type.{type_}") for type_, route in config.by_type.items()
+        }
+        _check_commensurable(routes)
+    if config.require_think:
+        for type_, route in routes.items():
+            if route.range is not None and route.range[0] != 0:
+                raise RewardError(
+                    f"{_place(type_)}: reward.require_think scores a missing thought 0, which must be the worst value; "
+                    f"{route.reward.name} has the range [{route.range[0]:g}, {route.range[1]:g}]: set rescale_to: [0, 1]"
+                )
+    return routes
+
+
+def _route(config: RewardRouteConfig, timeout_s: float, place: str) -> Route:
+    if not config.name:
+        raise RewardError(f"{place}.name is empty; expected a registered reward or package.module:function")
+    reward = resolve(config.name)
+    check_options(reward, config.options, required_fields(reward, config.options))
+    timeout_s = config.timeout_s or timeout_s
+    own_limit_s = wall_limit_s(reward, config.options)
+    if own_limit_s is not None and own_limit_s >= timeout_s:
+        raise RewardError(
+            f"{place}: {reward.name} ends its own work after wall_limit_s={own_limit_s:g} s, which must be less than the "
+            f"{timeout_s:g} s of timeout_s, or a slow item counts as unscored; raise timeout_s or lower wall_limit_s"
+        )
+    declared = reward.value_range(config.options)
+    rescale_to = _rescaling(config.rescale_to, declared, reward, place) if config.rescale_to else None
+    return Route(reward, dict(config.options), timeout_s, declared, rescale_to)
+
+
+def _rescaling(values: Sequence[float], declared: Range | None, reward: Reward, place: str) -> Range:
+    if len(values) != 2 or not values[0] < values[1]:
+        raise RewardError(f"{place}.rescale_to must be [low, high] with low < high, got {list(values)}")
+    if declared is None or not declared[0] < declared[1]:
+        raise RewardError(
+            f"{place}.rescale_to needs to know the range of {reward.name}; declare it with "
+            "@register(name, range=(low, high)) at the function"
+        )
+    return float(values[0]), float(values[1])
+
+
+def _check_commensurable(routes: Mapping[str, Route]) -> None:
+    if len({route.key for route in routes.values()}) == 1 and len({route.range for route in routes.values()}) == 1:
+        return
+    unknown = [type_ for type_, route in routes.items() if route.range is None]
+    if unknown:
+        raise RewardError(
+            f"reward.by_type mixes rewards, but the range of {', '.join(routes[t].reward.name for t in unknown)} "
+            f"(type {', '.join(unknown)}) is not declared; add range=(low, high) to its @register"
+        )
+    if len({route.range for route in routes.values()}) > 1:
+        found = ", ".join(f"{t}: {r.reward.name} [{r.range[0]:g}, {r.range[1]:g}]" for t, r in routes.items())
+        raise RewardError(
+            f"reward.by_type mixes rewards of different ranges ({found}), and one critic learns from all of them; "
+            "set rescale_to: [0, 1] where the range differs"
+        )
+
+
+def _place(type_: str) -> str:
+    return f"reward.by_type.{type_}" if type_ else "reward"
+
+
+def required_row_fields(config: RewardConfig) -> dict[str, list[str]]:
+    """By prompt type (``""``: every type), the fields that a data row must have for its reward."""
+    return {type_: route.required for type_, route in routes_of(config).items()}
+
+
+def wanted_row_fields(config: RewardConfig) -> list[str]:
+    """Every field that some reward reads if a row has it, required or not."""
+    names: dict[str, None] = {}
+    for route in routes_of(config).values():
+        aliases = [a for name, a in route.reward.row_fields.items() if name not in route.options]
+        for name in [*route.required, *(alias for group in aliases for alias in group)]:
+            if name not in ("prompt", "answer", WHOLE_ROW):
+                names[name] = None
+    return list(names)
+
+
+def check_types(config: RewardConfig, types: Iterable[str]) -> None:
+    """Raise RewardError for prompt types that no reward is responsible for."""
+    missing = sorted(set(types) - set(config.by_type)) if config.by_type else []
+    if missing:
+        raise RewardError(
+            f"reward.by_type has no entry for the prompt types {', '.join(map(repr, missing))} of the data; it has "
+            f"{', '.join(sorted(config.by_type))}. Add entries, or correct data.type_field"
+        )
+
+
+def check_prompts(config: RewardConfig, prompts: Iterable[Prompt]) -> None:
+    """Raise RewardError, naming rows, for prompts that their reward cannot grade."""
+    prompts = list(prompts)
+    check_types(config, {prompt.type for prompt in prompts})
+    routes = routes_of(config)
+    by_route: dict[str, list[Prompt]] = defaultdict(list)
+    for prompt in prompts:
+        by_route[prompt.type if config.by_type else ANY_TYPE].append(prompt)
+    for type_, group in by_route.items():
+        route = routes[type_]
+        problems = [
+            f"{p.source or p.id}: field {name!r} is missing"
+            for p in group
+            for name in route.required
+            if p.fields.get(name) is None
+        ]
+        if route.reward.answer_required and ":" not in route.reward.name:
+            problems += [f"{p.source or p.id}: it has no answer" for p in group if not p.answer]
+        if not problems and route.reward.check_prompts is not None:
+            problems = route.reward.check_prompts(group, route.options)
+        if problems:
+            raise RewardError(
+                f"reward {route.reward.name} cannot grade the data: {len(problems)} problems. Mend the rows, or name the "
+                "fields that it reads in data.reward_fields:\n" + "\n".join(problems[:MAX_REPORTED])
+            )
+
+
+# ------------------------------------------------------------------------------------------------------------ the run
+
+
+def build_rewards(config: RewardConfig) -> "RewardRouter":
+    """Start the runners of all rewards of a run.
+
+    Raises:
+        RewardError: as ``routes_of``, or a reward that does not start; nothing is left running then.
+    """
+    routes = routes_of(config)
+    runners: dict[Any, RewardRunner | AsyncRewardRunner] = {}
+    with ExitStack() as started:
+        for route in routes.values():
+            if route.key not in runners:
+                runners[route.key] = started.enter_context(
+                    start_runner(
+                        route.reward.name,
+                        num_workers=config.num_workers,
+                        timeout_s=route.timeout_s,
+                        options=route.options,
+                        row_fields=route.row_fields,
+                        max_concurrency=config.max_concurrency,
+                        max_retries=config.max_retries,
+                        memory_limit_mb=config.memory_limit_mb,
+                        start_timeout_s=config.start_timeout_s,
+                    )
+                )
+        return RewardRouter(config, routes, runners, started.pop_all())
+
+
+class RewardRouter:
+    """Grades items of any type. Usable from any thread and any event loop; close it when done."""
+
+    def __init__(
+        self,
+        config: RewardConfig,
+        routes: Mapping[str, Route],
+        runners: Mapping[Any, RewardRunner | AsyncRewardRunner],
+        started: ExitStack,
+    ) -> None:
+        self._config = config
+        self._routes = dict(routes)
+        self._runners = dict(runners)
+        self._started = started
+
+    def check_types(self, types: Iterable[str]) -> None:
+        check_types(self._config, types)
+
+    def check_prompts(self, prompts: Iterable[Prompt]) -> None:
+        check_prompts(self._config, prompts)
+
+    def required_row_fields(self) -> dict[str, list[str]]:
+        return {type_: route.required for type_, route in self._routes.items()}
+
+    async def score_many(self, items: Sequence[GradedItem]) -> list[Score]:
+        """Scores in the order of ``items``. Cancelling the call drops what waits."""
+        return await asyncio.wrap_future(self.submit(items))
+
+    def submit(self, items: Sequence[GradedItem]) -> concurrent.futures.Future[list[Score]]:
+        """Queue ``items`` and return at once.
+
+        Raises:
+            RewardError: a prompt type without a reward, or a runner that is closed or has failed.
+        """
+        scores: list[Score | None] = [None] * len(items)
+        asked: dict[Any, list[tuple[int, RewardItem]]] = defaultdict(list)
+        for index, item in enumerate(items):
+            route = self._route_of(item)
+            prepared = self._prepare(item, route)
+            if isinstance(prepared, Score):
+                scores[index] = self._label(prepared, item, route)
+            else:
+                asked[route.key].append((index, prepared))
+
+        def store(key: Any, found: list[Score]) -> None:
+            for (index, _), score in zip(asked[key], found, strict=True):
+                item = items[index]
+                route = self._route_of(item)
+                if self._config.require_think:
+                    score = replace(score, metrics={**score.metrics, "thought": 1.0})
+                scores[index] = self._label(route.finish(score), item, route)
+
+        futures = {key: self._runners[key].submit([item for _, item in pairs]) for key, pairs in asked.items()}
+        return _gather(futures, store, scores)
+
+    def close(self) -> None:
+        """Stop everything that was started for the rewards."""
+        self._started.close()
+
+    def __enter__(self) -> "RewardRouter":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _route_of(self, item: GradedItem) -> Route:
+        type_ = item.type if self._config.by_type else ANY_TYPE
+        if type_ not in self._routes:
+            check_types(self._config, [type_])
+        return self._routes[type_]
+
+    def _prepare(self, item: GradedItem, route: Route) -> RewardItem | Score:
+        """What the route's runner is asked, or the score that needs no asking."""
+        response = item.response
+        if self._config.require_think:
+            parts = split_thought(response)
+            if parts is None:
+                return Score(0.0, NOT_THOUGHT, metrics={"thought": 0.0})
+            response = parts[1]
+        try:
+            return response, item.answer, row_arguments(route.reward, route.options, item.row)
+        except KeyError as error:
+            return Score(None, error=f"the row lacks the field {error} that reward {route.reward.name} needs")
+
+    def _label(self, score: Score, item: GradedItem, route: Route) -> Score:
+        """With several sources, say which one it was, and keep a mean for each type."""
+        if not self._config.by_type:
+            return score
+        metrics = dict(score.metrics)
+        if score.value is not None:
+            metrics[f"mean_of_{re.sub(r'[^A-Za-z0-9_.-]', '_', item.type)}"] = score.value
+        detail = f"{route.reward.name}: {score.detail}" if score.detail else route.reward.name
+        return replace(score, detail=detail, metrics=metrics)
+
+
+def _gather(
+    futures: Mapping[Any, concurrent.futures.Future[list[Score]]],
+    store: Callable[[Any, list[Score]], None],
+    scores: list[Score | None],
+) -> concurrent.futures.Future[list[Score]]:
+    """A future of ``scores`` that ends when all of ``futures`` have been stored there, or with the first failure."""
+    combined: concurrent.futures.Future[list[Score]] = concurrent.futures.Future()
+    threads_waiting = iter(range(len(futures) - 1, -1, -1))  # next() is atomic: the one that draws 0 is the last
+
+    def on_done(key: Any, future: concurrent.futures.Future[list[Score]]) -> None:
+        try:
+            store(key, future.result())
+            if next(threads_waiting) == 0:
+                combined.set_result(scores)
+        except concurrent.futures.InvalidStateError:
+            pass  # the caller has cancelled it, or another reward failed before
+        except (Exception, concurrent.futures.CancelledError) as error:
+            if not combined.done():
+                try:
+                    combined.set_exception(error)
+                except concurrent.futures.InvalidStateError:
+                    pass
+
+    def on_cancel(future: concurrent.futures.Future[list[Score]]) -> None:
+        if future.cancelled():
+            for each in futures.values():
+                each.cancel()
+
+    combined.add_done_callback(on_cancel)
+    for key, future in futures.items():
+        future.add_done_callback(lambda done, key=key: on_done(key, done))
+    if not futures:
+        combined.set_result(scores)
+    return combined

@@ -1,0 +1,41 @@
+"""What a row of a file must look like for a reward, and how it becomes an item to score."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_rl.rewards.registry import Reward, required_fields, row_arguments
+from megatron_rl.rewards.workers.calls import RewardItem
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class RowForm:
+    """What a row must look like for a reward, and how it becomes an item of the runner."""
+
+    reward: Reward
+    options: Mapping[str, Any]
+
+    @property
+    def fields(self) -> list[str]:
+        """Every keyword parameter that a row may set."""
+        return [*required_fields(self.reward, self.options), *self.reward.row_fields]
+
+    def item(self, row: Row) -> RewardItem:
+        answer = row.get("answer")
+        return row["response"], "" if answer is None else str(answer), row_arguments(self.reward, self.options, row)
+
+    def problem(self, row: Any) -> str:
+        """What is wrong with a row, or ""."""
+        if not isinstance(row, dict):
+            return f"expected a JSON object, got {type(row).__name__}"
+        needed = ("response", "answer") if self.reward.answer_required else ("response",)
+        for name in (*needed, *required_fields(self.reward, self.options)):
+            if name not in row:
+                return f"field {name!r} is missing; the row has {sorted(row)}"
+        if not isinstance(row["response"], str):
+            return f"field 'response': expected text, got {type(row['response']).__name__}"
+        if "answer" in needed and (not isinstance(row["answer"], (str, int, float)) or isinstance(row["answer"], bool)):
+            return f"field 'answer': expected text or a number, got {type(row['answer']).__name__}"
+        return ""

@@ -1,0 +1,1 @@
+"""Rewards that are computed by rules."""

@@ -1,0 +1,159 @@
+"""Reward ``code``: unit tests in a sandbox decide (docs/rewards.md).
+
+1.0 if all tests hold, else 0.0; with ``partial_credit`` the share of asserts that hold. A program that runs out of time
+or memory, or ends early, has failed its tests. Tests that cannot be run, and a sandbox that does not work, are unscored.
+"""
+
+import functools
+import http.client
+import json
+import os
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from megatron_rl.data.trajectory import Score
+from megatron_rl.rewards.registry import RewardError, register
+from megatron_rl.rewards.sandbox.sandbox import BadTestsError, Program, ProgramLimits, Sandbox, SandboxError
+from megatron_rl.rewards.sandbox.source import extract_code
+
+ROW_FIELDS = {
+    "tests": ("tests", "test", "unit_tests", "unit_test", "test_list", "test_code", "test_cases", "asserts", "answer"),
+    "entry_point": ("entry_point", "function_name", "fn_name"),
+    "prompt_code": ("prompt_code", "starter_code", "prompt"),
+    "setup": ("setup", "test_setup_code", "test_setup", "test_imports", "setup_code"),
+}
+"""Names that data sets use for the parameters that come from a row."""
+URL_TRIES = 3
+URL_RETRY_S = 0.2
+MAX_REPLY_BYTES = 1 << 20
+
+
+def check_limits(options: Mapping[str, Any]) -> None:
+    for name in ("time_limit_s", "memory_limit_mb", "disk_limit_mb", "process_limit", "wall_limit_s"):
+        if options.get(name, 1) <= 0:
+            raise RewardError(f"reward 'code': option {name} must be above 0, got {options[name]!r}")
+    url = options.get("url", "")
+    if url and urllib.parse.urlsplit(url).scheme not in ("http", "https"):
+        raise RewardError(f"reward 'code': option url must start with http:// or https://, got {url!r}")
+    if url and options.get("partial_credit"):
+        raise RewardError("reward 'code': an external sandbox says passed or not; leave out partial_credit or url")
+
+
+@register(
+    "code", check=check_limits, range=(0.0, 1.0), row_fields=ROW_FIELDS, answer_required=False, owns_processes=True
+)
+def score(
+    response: str,
+    answer: str = "",
+    *,
+    tests: str | Sequence[str] = "",
+    entry_point: str = "",
+    prompt_code: str = "",
+    setup: str | Sequence[str] = "",
+    time_limit_s: float = 3.0,
+    wall_limit_s: float = 4.5,
+    memory_limit_mb: int = 512,
+    disk_limit_mb: int = 16,
+    process_limit: int = 16,
+    partial_credit: bool = False,
+    allow_unsandboxed: bool = False,
+    preload: str = "",
+    url: str = "",
+) -> Score:
+    """Run the response's code with its tests.
+
+    Args:
+        response: A whole program, or what continues ``prompt_code``; in the last fenced block, or all of the text.
+        answer: The tests, if ``tests`` is empty.
+        tests: Python source or a list of asserts: statements, ``check(candidate)``, ``test_...`` functions or unittest
+            cases.
+        entry_point: The tested function; needed for ``check(candidate)``, else taken from ``prompt_code``.
+        prompt_code: Code that the response continues, or whose imports and helpers it may rely on.
+        setup: Source that runs before the response and before the tests.
+        time_limit_s: Seconds for program and tests; waiting for a CPU does not count.
+        wall_limit_s: Seconds by the clock. A program that runs until then has failed, or is unscored if the machine was
+            so busy that it had less than a tenth of its time. reward.timeout_s must be larger.
+        memory_limit_mb: Of one process, and of all processes of a program together.
+        disk_limit_mb: Size of the folder that a program can write to.
+        process_limit: Processes and threads at a time.
+        partial_credit: The share of asserts that hold, instead of all or nothing.
+        allow_unsandboxed: Where the kernel can confine nothing, run with resource limits only.
+        preload: Modules that programs often import, separated by spaces; loaded once.
+        url: An external sandbox instead of the built-in one.
+    """
+    tests = tests or answer
+    if not tests or not (isinstance(tests, str) or all(isinstance(test, str) for test in tests)):
+        return Score(None, error=f"no tests: expected source text or a list of asserts, got {tests!r:.80}")
+    if not all(isinstance(text, str) for text in (entry_point, prompt_code)):
+        return Score(
+            None, error=f"entry_point and prompt_code: expected text, got {entry_point!r:.40}, {prompt_code!r:.40}"
+        )
+    setup = setup if isinstance(setup, str) else "\n".join(setup)
+    program = Program(extract_code(response, entry_point), tests, prompt_code, entry_point, setup)
+    limits = ProgramLimits(time_limit_s, memory_limit_mb, disk_limit_mb, process_limit, wall_limit_s)
+    if url:
+        return _ask_sandbox(url, program, limits)
+    try:
+        outcome = _sandbox(os.getpid(), allow_unsandboxed, preload).run(program, limits, partial=partial_credit)
+    except BadTestsError as error:
+        return Score(None, error=f"bad tests: {error}")
+    except SandboxError as error:
+        return Score(None, error=f"sandbox: {error}")
+    return Score(outcome.share if partial_credit else float(outcome.passed), outcome.detail)
+
+
+@functools.lru_cache(maxsize=4)
+def _sandbox(pid: int, allow_unsandboxed: bool, preload: str) -> Sandbox:
+    """This process's sandbox; ``pid`` keeps a fork from using its parent's. It ends with the process."""
+    return Sandbox(allow_unsandboxed=allow_unsandboxed, preload=preload.split())
+
+
+# -------------------------------------------------------------------------------------------------- external sandbox
+
+
+def _ask_sandbox(url: str, program: Program, limits: ProgramLimits) -> Score:
+    """POST {code, tests, entry_point, prompt_code, setup, time_limit_s, memory_limit_mb}; expects {passed, detail}.
+
+    A failing server is tried again, and never makes a response fail.
+    """
+    body = json.dumps(
+        {
+            "code": program.code,
+            "tests": program.tests if isinstance(program.tests, str) else "\n".join(program.tests),
+            "entry_point": program.entry_point,
+            "prompt_code": program.prompt_code,
+            "setup": program.setup,
+            "time_limit_s": limits.time_s,
+            "memory_limit_mb": limits.memory_mb,
+        }
+    ).encode()
+    request = urllib.request.Request(url, body, {"Content-Type": "application/json"})
+    deadline = time.monotonic() + limits.time_s + 1.0
+    error = ""
+    for attempt in range(URL_TRIES):
+        patience_s = deadline - time.monotonic()
+        if patience_s <= 0:
+            break
+        if attempt:
+            time.sleep(min(URL_RETRY_S, patience_s))
+        try:
+            with urllib.request.urlopen(request, timeout=max(patience_s, 0.1)) as reply:
+                return _read_reply(reply.read(MAX_REPLY_BYTES))
+        except urllib.error.HTTPError as failure:
+            error = f"HTTP {failure.code} {failure.reason}"
+            if failure.code < 500 and failure.code != 429:
+                break
+        except (OSError, http.client.HTTPException, ValueError) as failure:
+            error = f"{type(failure).__name__}: {failure}"
+    return Score(None, error=f"sandbox {url}: {error or 'no reply in time'}")
+
+
+def _read_reply(body: bytes) -> Score:
+    reply = json.loads(body)
+    if not isinstance(reply, dict) or not isinstance(reply.get("passed"), bool):
+        raise ValueError(f'expected {{"passed": true or false, "detail": text}}, got {body[:80]!r}')
+    return Score(float(reply["passed"]), str(reply.get("detail", "")))

@@ -1,0 +1,165 @@
+"""The runner's end of the nursery process: start it, have it fork and bury workers, stop it.
+
+Every method runs in the runner's event loop and waits for the nursery at most ``REPLY_TIMEOUT_S``
+(``start_timeout_s`` while it imports the reward). A nursery that does not answer in time is lost: NurseryLost.
+"""
+
+import asyncio
+import json
+import mmap
+import os
+import signal
+import socket
+import subprocess
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_rl.rewards.registry import RewardError
+from megatron_rl.rewards.workers.frames import HEADER, SLOT_BYTES, Slot, unpack
+
+REPLY_TIMEOUT_S = 30.0
+CLOSE_TIMEOUT_S = 10.0
+MAX_FRAME_BYTES = 1 << 26
+"""More than any chunk of results: detail and error are cut in the worker."""
+
+
+class NurseryLost(RuntimeError):
+    """The nursery died or does not answer; its workers are gone with it."""
+
+
+@dataclass(frozen=True)
+class NurserySettings:
+    path: str
+    """Import path of the reward."""
+    options: dict[str, Any]
+    num_workers: int
+    timeout_s: float
+    memory_limit_mb: int
+    start_timeout_s: float
+
+
+@dataclass
+class Worker:
+    pid: int
+    nursery_pid: int
+    slot: Slot
+    reader: asyncio.StreamReader
+    writer: asyncio.StreamWriter
+
+    async def read_frame(self) -> dict[str, Any] | None:
+        """The next message; None once the worker is dead or talks nonsense."""
+        try:
+            (length,) = HEADER.unpack(await self.reader.readexactly(HEADER.size))
+            if length > MAX_FRAME_BYTES:
+                return None
+            return unpack(await self.reader.readexactly(length))
+        except (asyncio.IncompleteReadError, ConnectionError, ValueError):
+            return None
+
+
+class NurseryClient:
+    def __init__(self, settings: NurserySettings) -> None:
+        self._settings = settings
+        self._memory_fd = os.memfd_create("megatron_rl_rewards")
+        os.ftruncate(self._memory_fd, SLOT_BYTES * settings.num_workers)
+        self._memory = mmap.mmap(self._memory_fd, 0)
+        self._process: subprocess.Popen[bytes] | None = None
+        self._control: socket.socket | None = None
+        self._asking = asyncio.Lock()
+
+    async def start(self) -> None:
+        """Start the process and wait until the reward is imported.
+
+        Raises:
+            RewardError: the import failed, or took longer than ``start_timeout_s``.
+        """
+        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._control.setblocking(False)
+        settings = self._settings
+        environment = dict(os.environ, OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1", MKL_NUM_THREADS="1")
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "megatron_rl.rewards.workers.worker"],
+            stdin=subprocess.PIPE,
+            pass_fds=(theirs.fileno(), self._memory_fd),
+            start_new_session=True,  # a Ctrl-C in the terminal is the trainer's to handle
+            env=environment,
+        )
+        start = {
+            "parent_pid": os.getpid(),
+            "control_fd": theirs.fileno(),
+            "memory_fd": self._memory_fd,
+            "sys_path": sys.path,
+            "path": settings.path,
+            "options": settings.options,
+            "timeout_s": settings.timeout_s,
+            "memory_limit_mb": settings.memory_limit_mb,
+        }
+        theirs.close()
+        try:
+            with self._process.stdin as stdin:
+                stdin.write(json.dumps(start).encode())
+            reply = await self._reply(settings.start_timeout_s)
+        except (NurseryLost, BrokenPipeError) as error:
+            self.stop(patience_s=0)
+            raise RewardError(
+                f"reward {settings.path}: its process did not start within {settings.start_timeout_s:g} s "
+                f"({error}); does the module import in a plain python process?"
+            ) from error
+        if "error" in reply:
+            self.stop()
+            raise RewardError(f"reward {settings.path} does not load in its worker process: {reply['error']}")
+
+    async def fork(self, slot_index: int) -> Worker:
+        ours, theirs = socket.socketpair()
+        try:
+            with theirs:
+                reply = await self._ask({"do": "fork", "slot": slot_index}, theirs.fileno())
+        except NurseryLost:
+            ours.close()
+            raise
+        reader, writer = await asyncio.open_connection(sock=ours)
+        return Worker(reply["pid"], self._process.pid, Slot(self._memory, slot_index), reader, writer)
+
+    async def bury(self, worker: Worker) -> int:
+        """Kill a worker, if it still lives, and all that it started. Returns its wait status."""
+        worker.writer.transport.abort()
+        if worker.nursery_pid != self._process.pid:
+            raise NurseryLost("the reward nursery was restarted")  # and its workers died with it
+        return (await self._ask({"do": "kill", "pid": worker.pid}))["status"]
+
+    async def _ask(self, request: dict[str, Any], *files: int) -> dict[str, Any]:
+        async with self._asking:
+            try:
+                socket.send_fds(self._control, [json.dumps(request).encode()], files)
+            except OSError as error:
+                raise NurseryLost(f"the reward nursery is gone: {error}") from error
+            return await self._reply(REPLY_TIMEOUT_S)
+
+    async def _reply(self, timeout_s: float) -> dict[str, Any]:
+        loop = asyncio.get_running_loop()
+        try:
+            # Not wait_for: in Python 3.11 it swallows a cancellation that comes together with the answer.
+            async with asyncio.timeout(timeout_s):
+                body = await loop.sock_recv(self._control, 1 << 16)
+        except TimeoutError as error:
+            raise NurseryLost(f"the reward nursery has not answered for {timeout_s:g} s") from error
+        except OSError as error:
+            raise NurseryLost(f"the reward nursery is gone: {error}") from error
+        if not body:
+            raise NurseryLost("the reward nursery is gone")
+        return json.loads(body)
+
+    def stop(self, patience_s: float = CLOSE_TIMEOUT_S) -> None:
+        """End the nursery, which kills its workers first; kill it if that takes longer than ``patience_s``."""
+        self._control.close()
+        try:
+            self._process.wait(patience_s)
+        except subprocess.TimeoutExpired:
+            os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait(CLOSE_TIMEOUT_S)
+
+    def release(self) -> None:
+        """Give the shared memory back; no worker may be used after this."""
+        self._memory.close()
+        os.close(self._memory_fd)

@@ -1,0 +1,406 @@
+"""Scores responses in killable worker processes, each item under its own deadline.
+
+Invariants:
+
+- Every item gets exactly one Score. An item that hangs, crashes its worker, eats its memory or raises gets
+  ``Score(None, error=...)``: it is never scored 0 for that, and it never raises in the trainer.
+- An item waits for a slow one only until the runner notices (``STALL_S``): the rest of the chunk then goes to other
+  workers. With every worker at a hanging item, the queue waits for the first deadline.
+- Whatever a reward started is dead after ``close``, and when the trainer is killed.
+
+Who waits for whom: callers wait for a future. The runner's own thread runs an event loop with one task a worker; each
+task waits for its worker, at most until the item's deadline, then has the nursery kill and replace it. The thread also
+owns the nursery process: it outlives any event loop of the callers, and its end is the nursery's end.
+"""
+
+import asyncio
+import concurrent.futures
+import os
+import re
+import signal
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_rl.data.trajectory import Score
+from megatron_rl.rewards.registry import RewardError, check_options, resolve
+from megatron_rl.rewards.workers.calls import Item, RewardItem, open_job
+from megatron_rl.rewards.workers.fork_server import CLOSE_TIMEOUT_S, NurseryClient, NurseryLost, NurserySettings, Worker
+from megatron_rl.rewards.workers.frames import pack
+
+MAX_CHUNK_ITEMS = 64
+MAX_CHUNK_CHARS = 1 << 20
+STALL_S = 0.1
+"""An item that runs for longer than this keeps its worker to itself."""
+PICKUP_GRACE_S = 5.0
+"""Beyond the item's deadline, for a worker that is not at an item: reading a chunk, or starting on a busy machine."""
+MAX_BARREN_DEATHS = 8
+"""Workers that may end in a row without any result and without an item to blame."""
+MAX_NURSERY_RESTARTS = 3
+
+
+class RewardAlarm(RewardError):
+    """More responses of a step could not be scored than the configuration allows."""
+
+
+@dataclass
+class _Chunk:
+    items: list[Item]
+    sent_at: float
+    """Monotonic seconds."""
+    spread: bool = False
+    """Whether the items other than the slow one have been given back to the queue."""
+
+    def item_at(self, position: int) -> Item | None:
+        """The item a worker is at; None between items."""
+        return self.items[position] if 0 <= position < len(self.items) else None
+
+
+class RewardRunner:
+    """Persistent workers for one reward. Usable from any thread and any event loop; close it when done.
+
+    Args:
+        name: Registry name or import path of the reward.
+        num_workers: Worker processes.
+        timeout_s: Seconds one item may take.
+        options: Keyword arguments of every call.
+        row_fields: Keyword arguments that every item brings as its third part.
+        memory_limit_mb: What one worker may allocate beyond what it starts with.
+        max_retries: Times an item is tried again after its worker died at it. A time-out is final.
+        start_timeout_s: Seconds that importing the reward may take.
+
+    Raises:
+        RewardError: unknown reward, wrong options, or a reward that does not load in a worker.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        num_workers: int = 2,
+        timeout_s: float = 5.0,
+        options: Mapping[str, Any] | None = None,
+        row_fields: Sequence[str] = (),
+        memory_limit_mb: int = 2048,
+        max_retries: int = 1,
+        start_timeout_s: float = 60.0,
+    ) -> None:
+        reward = resolve(name)
+        check_options(reward, options or {}, row_fields)
+        if reward.is_async:
+            raise RewardError(
+                f"reward {name!r} is async: start_runner (async_runner.py) starts the runner that it needs"
+            )
+        if num_workers < 1 or timeout_s <= 0:
+            raise RewardError(
+                f"reward {name!r}: expected num_workers >= 1 and timeout_s > 0, got {num_workers} and {timeout_s}"
+            )
+        self.name = name
+        self._timeout_s = timeout_s
+        self._max_retries = max_retries
+        self._num_workers = num_workers
+        self._settings = NurserySettings(
+            reward.path, dict(options or {}), num_workers, timeout_s, memory_limit_mb, start_timeout_s
+        )
+        self._pending: deque[Item] = deque()
+        self._jobs: set[concurrent.futures.Future[list[Score]]] = set()
+        self._lock = threading.Lock()
+        """Guards ``_jobs`` and ``_failure``: once there is a failure, nothing more is queued."""
+        self._failure: RewardError | None = None
+        self._num_restarts = 0
+        self._num_barren_deaths = 0
+        self._loop = asyncio.new_event_loop()
+        started: concurrent.futures.Future[None] = concurrent.futures.Future()
+        self._thread = threading.Thread(target=self._run_thread, args=(started,), name="reward-runner", daemon=True)
+        self._thread.start()
+        started.result()
+
+    # ---------------------------------------------------------------------------------------------------- for callers
+
+    async def score_many(self, items: Sequence[RewardItem]) -> list[Score]:
+        """Scores in the order of ``items``. Cancelling the call drops its items."""
+        return await asyncio.wrap_future(self.submit(items))
+
+    def score_many_blocking(self, items: Sequence[RewardItem]) -> list[Score]:
+        """Like score_many, for callers without an event loop."""
+        return self.submit(items).result()
+
+    def submit(self, items: Sequence[RewardItem]) -> concurrent.futures.Future[list[Score]]:
+        """Queue ``items`` and return at once. Every item ends by its deadline, so the future ends without one.
+
+        Raises:
+            RewardError: an item that is not (response, answer), or a runner that is closed or has failed.
+        """
+        future, queued = open_job(items)
+        if not queued:
+            return future
+        with self._lock:
+            if self._failure is not None:
+                raise self._failure
+            self._jobs.add(future)
+            self._loop.call_soon_threadsafe(self._enqueue, queued)
+        future.add_done_callback(self._forget)
+        return future
+
+    def _forget(self, future: concurrent.futures.Future[list[Score]]) -> None:
+        with self._lock:
+            self._jobs.discard(future)
+
+    def close(self) -> None:
+        """Stop all processes. Calls under way end with a RewardError. Closing twice is fine."""
+        with self._lock:
+            if self._failure is None:
+                self._loop.call_soon_threadsafe(self._stop.set)
+        # The nursery may use up its own patience twice: for going by itself, and for being killed.
+        patience_s = 3 * CLOSE_TIMEOUT_S
+        self._thread.join(patience_s)
+        if self._thread.is_alive():
+            raise RewardError(
+                f"reward runner {self.name!r} waited {patience_s:g} s for its processes to end; they end with this one"
+            )
+
+    def __enter__(self) -> "RewardRunner":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # -------------------------------------------------------------------------------------------- the runner's thread
+
+    def _run_thread(self, started: concurrent.futures.Future[None]) -> None:
+        asyncio.set_event_loop(self._loop)
+        try:
+            self._loop.run_until_complete(self._serve(started))
+        except (RewardError, OSError) as error:
+            if started.done():
+                raise
+            started.set_exception(error)  # the constructor, which waits for it, raises it
+        finally:
+            self._loop.close()
+
+    async def _serve(self, started: concurrent.futures.Future[None]) -> None:
+        self._stop = asyncio.Event()
+        self._work = asyncio.Event()
+        self._reviving = asyncio.Lock()
+        self._nursery = NurseryClient(self._settings)
+        try:
+            await self._nursery.start()
+        except (RewardError, OSError):
+            self._nursery.release()
+            raise
+        started.set_result(None)
+        tasks = [asyncio.create_task(self._run_worker(slot)) for slot in range(self._num_workers)]
+        stop = asyncio.create_task(self._stop.wait())
+        try:
+            finished, _ = await asyncio.wait([stop, *tasks], return_when=asyncio.FIRST_COMPLETED)
+            errors = [task.exception() for task in finished if task is not stop and task.exception()]
+            how = f"failed: {errors[0]}" if errors else "is closed"
+            with self._lock:
+                self._failure = RewardError(f"reward runner {self.name!r} {how}")
+        finally:
+            for task in [stop, *tasks]:
+                task.cancel()
+            await asyncio.gather(stop, *tasks, return_exceptions=True)
+            self._nursery.stop()
+            self._nursery.release()
+            with self._lock:
+                unfinished = list(self._jobs)
+            for future in unfinished:
+                try:
+                    future.set_exception(self._failure)
+                except concurrent.futures.InvalidStateError:
+                    pass  # cancelled by its caller
+
+    def _enqueue(self, items: list[Item]) -> None:
+        self._pending.extend(items)
+        self._work.set()
+
+    def _requeue(self, items: list[Item], *, first: bool) -> None:
+        wanted = [item for item in items if item.wanted]
+        if first:
+            self._pending.extendleft(reversed(wanted))
+        else:
+            self._pending.extend(wanted)
+        if wanted:
+            self._work.set()
+
+    async def _take_chunk(self) -> list[Item]:
+        """Wait for work. Chunks shrink towards the end of the queue, so that the workers finish together."""
+        while True:
+            chunk: list[Item] = []
+            num_chars = 0
+            size = min(MAX_CHUNK_ITEMS, max(1, len(self._pending) // (2 * self._num_workers)))
+            while self._pending and len(chunk) < size and num_chars < MAX_CHUNK_CHARS:
+                item = self._pending.popleft()
+                if item.wanted:
+                    chunk.append(item)
+                    num_chars += len(item.payload[0])
+            if chunk:
+                return chunk
+            self._work.clear()
+            await self._work.wait()
+
+    async def _run_worker(self, slot_index: int) -> None:
+        """Keep one worker busy; replace it when it dies, hangs or asks for it."""
+        worker: Worker | None = None
+        chunk: list[Item] = []
+        try:
+            while True:
+                generation = self._num_restarts
+                try:
+                    worker = worker or await self._nursery.fork(slot_index)
+                    chunk, frame = _frame(await self._take_chunk())
+                    if chunk and not await self._score_chunk(worker, chunk, frame):
+                        worker = None
+                except NurseryLost as error:
+                    self._requeue(chunk, first=True)
+                    worker = None
+                    await self._revive(generation, error)
+        finally:
+            if worker is not None:
+                worker.writer.transport.abort()
+
+    async def _revive(self, generation: int, error: NurseryLost) -> None:
+        async with self._reviving:
+            if generation != self._num_restarts:
+                return  # another worker's task did it
+            if self._num_restarts == MAX_NURSERY_RESTARTS:
+                raise RewardError(f"{error}, for the {MAX_NURSERY_RESTARTS + 1}th time; is the machine out of memory?")
+            self._num_restarts += 1
+            self._nursery.stop()
+            await self._nursery.start()
+
+    # --------------------------------------------------------------------------------------------- one chunk of items
+
+    async def _score_chunk(self, worker: Worker, items: list[Item], frame: bytes) -> bool:
+        """Score a chunk, packed in ``frame``; True if the worker can take another. What is left undone goes back to the queue."""
+        worker.slot.reset(len(items))
+        chunk = _Chunk(items, time.monotonic())
+        worker.writer.write(frame)
+        reading = asyncio.ensure_future(worker.read_frame())
+        try:
+            while True:
+                await asyncio.wait({reading}, timeout=min(STALL_S, self._timeout_s))
+                if not reading.done():
+                    if await self._watch(worker, chunk):
+                        return False
+                    continue
+                message = reading.result()
+                if message is None:
+                    await self._bury_crashed(worker, chunk)
+                    return False
+                self._record(chunk, message["results"])
+                if message["done"]:
+                    self._give_back(chunk)
+                    if message["retire"]:
+                        await self._nursery.bury(worker)
+                    return not message["retire"]
+                reading = asyncio.ensure_future(worker.read_frame())
+        finally:
+            reading.cancel()
+
+    def _record(self, chunk: _Chunk, results: list[tuple[int, float | None, str, str, dict[str, float]]]) -> None:
+        if results:
+            self._num_barren_deaths = 0
+        for position, *result in results:
+            chunk.items[position].finish(Score(*result))
+
+    async def _watch(self, worker: Worker, chunk: _Chunk) -> bool:
+        """A worker has been quiet: spread its chunk if one item is slow, kill it past the deadline (then True)."""
+        position, since = worker.slot.progress()
+        slow = chunk.item_at(position)
+        age_s = time.monotonic() - max(since, chunk.sent_at)
+        if slow is not None and age_s > min(STALL_S, self._timeout_s):
+            worker.slot.set_limit(position + 1)
+            self._give_back(chunk, but=slow)
+        if age_s <= self._timeout_s + (PICKUP_GRACE_S if slow is None else 0):
+            return False
+        await self._nursery.bury(worker)
+        if slow is None:
+            self._give_back(chunk)
+            self._count_barren_death("did not take its work")
+        elif worker.slot.progress() == (position, since):
+            slow.finish(Score(None, error=f"timed out after {self._timeout_s:g} s"))
+        else:  # it came to an end between the look and the kill
+            self._requeue([slow], first=False)
+        return True
+
+    async def _bury_crashed(self, worker: Worker, chunk: _Chunk) -> None:
+        """A worker died: blame the item it was at, hand the others on."""
+        status = await self._nursery.bury(worker)
+        position, _ = worker.slot.progress()
+        culprit = chunk.item_at(position)
+        self._give_back(chunk, but=culprit)
+        if culprit is None:
+            self._count_barren_death(_how_it_ended(status))
+            return
+        culprit.num_crashes += 1
+        if culprit.num_crashes > self._max_retries:
+            tries = f", {culprit.num_crashes} times" if culprit.num_crashes > 1 else ""
+            culprit.finish(Score(None, error=f"the worker {_how_it_ended(status)} at this response{tries}"))
+        else:
+            self._requeue([culprit], first=False)
+
+    def _give_back(self, chunk: _Chunk, *, but: Item | None = None) -> None:
+        """Queue what is unfinished in a chunk, once, ahead of everything else."""
+        if not chunk.spread:
+            chunk.spread = True
+            self._requeue([item for item in chunk.items if item is not but], first=True)
+
+    def _count_barren_death(self, how: str) -> None:
+        self._num_barren_deaths += 1
+        if self._num_barren_deaths > MAX_BARREN_DEATHS:
+            raise RewardError(
+                f"{self._num_barren_deaths} workers in a row ended before they scored anything; the last one {how}"
+            )
+
+
+def _frame(items: list[Item]) -> tuple[list[Item], bytes]:
+    """The items that can travel, packed; one whose fields are no plain JSON values goes unscored."""
+    try:
+        return items, pack([item.payload for item in items])
+    except (TypeError, ValueError) as error:
+        if len(items) > 1:
+            return _frame([item for item in items if _frame([item])[0]])
+        for item in items:
+            item.finish(Score(None, error=f"the row's fields are no plain JSON values: {error}"))
+        return [], b""
+
+
+def _how_it_ended(status: int) -> str:
+    if os.WIFSIGNALED(status):
+        number = os.WTERMSIG(status)
+        hint = " (used up its CPU time)" if number == signal.SIGXCPU else ""
+        return f"died of {signal.Signals(number).name}{hint}"
+    return f"exited with code {os.WEXITSTATUS(status)}"
+
+
+def error_rate(scores: Sequence[Score]) -> float:
+    """Share of ``scores`` without a value; 0 for none."""
+    return sum(score.value is None for score in scores) / len(scores) if scores else 0.0
+
+
+def check_error_rate(scores: Sequence[Score], max_error_rate: float, *, what: str = "this step") -> float:
+    """Stop a run whose grader fails too often to be trusted.
+
+    Returns:
+        The error rate, in [0, 1].
+
+    Raises:
+        RewardAlarm: the rate is above ``max_error_rate``; the message has the three most frequent errors.
+    """
+    rate = error_rate(scores)
+    if rate <= max_error_rate:
+        return rate
+    # Digits are dropped, so that the same failure on different responses counts as one.
+    kinds = Counter(re.sub(r"\d+", "N", score.error) for score in scores if score.value is None)
+    examples = {re.sub(r"\d+", "N", score.error): score.error for score in scores if score.value is None}
+    frequent = "; ".join(f"{count}x {examples[kind]}" for kind, count in kinds.most_common(3))
+    raise RewardAlarm(
+        f"{sum(kinds.values())} of {len(scores)} responses of {what} could not be scored ({rate:.1%}, allowed "
+        f"{max_error_rate:.1%}). Most frequent: {frequent}. Mend the reward, raise reward.timeout_s, "
+        "or raise reward.max_error_rate if this is expected"
+    )

@@ -1,0 +1,305 @@
+"""The processes that score: a nursery that loads the reward once, and the workers it forks.
+
+The nursery (``python -m megatron_rl.rewards.workers.worker``) never runs a reward. It answers one request at a time: ``fork`` a
+worker, or ``kill`` one and say how it ended. Forking after the import makes a replacement worker a matter of
+milliseconds. The nursery and each worker adopt their orphaned descendants, so a process that a reward started can be
+found and killed even if it left the worker's process group.
+
+Who dies with whom: a worker dies with the nursery (parent-death signal). The nursery ends, after killing everything
+below it, when its control socket closes or the runner's thread dies. Nothing here waits without end except for the next
+request, and that wait ends with the runner.
+"""
+
+import ctypes
+import gc
+import json
+import math
+import mmap
+import os
+import resource
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+from megatron_rl.rewards.workers.frames import HEADER, IDLE, Slot, pack, unpack
+
+PR_SET_PDEATHSIG = 1
+PR_SET_CHILD_SUBREAPER = 36
+FLUSH_S = 0.02
+"""A worker holds results back for at most this long, plus the item it is at."""
+MAX_TEXT = 500
+"""Characters of detail and error that are kept."""
+MAX_METRICS = 32
+MAX_SWEEPS = 100
+"""Rounds of killing orphans, so that a fork bomb cannot hold the nursery for ever."""
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def die_with_parent(parent_pid: int, signal_number: int) -> None:
+    """Ask the kernel for ``signal_number`` when the parent (precisely: the thread that started us) ends."""
+    _libc.prctl(PR_SET_PDEATHSIG, signal_number, 0, 0, 0)
+    if os.getppid() != parent_pid:
+        os._exit(1)  # it ended before the request took effect
+
+
+def adopt_orphans() -> None:
+    _libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def child_pids() -> list[int]:
+    try:
+        with open(f"/proc/self/task/{os.getpid()}/children") as file:
+            return [int(pid) for pid in file.read().split()]
+    except FileNotFoundError:  # a kernel without CONFIG_PROC_CHILDREN: the process group has to do
+        return []
+
+
+def describe(error: BaseException) -> str:
+    text = f"{type(error).__name__}: {error}"
+    return text[:MAX_TEXT]
+
+
+# -------------------------------------------------------------------------------------------------------- the nursery
+
+
+class Nursery:
+    """Forks and buries workers on request."""
+
+    def __init__(self, control: socket.socket, memory: mmap.mmap, scorer: "Scorer") -> None:
+        self._control = control
+        self._memory = memory
+        self._scorer = scorer
+        self._workers: set[int] = set()
+
+    def serve(self) -> None:
+        """Answer requests until the runner closes the control socket."""
+        while True:
+            body, files, _, _ = socket.recv_fds(self._control, 1 << 16, 1)
+            if not body:
+                return
+            request = unpack(body)
+            if request["do"] == "fork":
+                reply = {"pid": self._fork(request["slot"], files[0])}
+            else:
+                reply = {"status": self._bury(request["pid"])}
+            self._control.send(json.dumps(reply).encode())
+
+    def _fork(self, slot: int, file: int) -> int:
+        nursery_pid = os.getpid()
+        pid = os.fork()
+        if pid == 0:
+            # Whatever happens, the child must not come back into the nursery's loop.
+            try:
+                self._control.close()
+                signal.signal(signal.SIGTERM, signal.SIG_DFL)
+                os.setpgid(0, 0)
+                die_with_parent(nursery_pid, signal.SIGKILL)
+                adopt_orphans()
+                self._scorer.run(socket.socket(fileno=file), Slot(self._memory, slot))
+            finally:
+                os._exit(1)
+        os.close(file)
+        self._workers.add(pid)
+        return pid
+
+    def _bury(self, pid: int) -> int:
+        """Kill a worker with its process group and its descendants. Returns its wait status."""
+        try:
+            os.killpg(pid, signal.SIGKILL)
+        except ProcessLookupError:  # it died before it had its own group
+            os.kill(pid, signal.SIGKILL)
+        _, status = os.waitpid(pid, 0)
+        self._workers.discard(pid)
+        for _ in range(MAX_SWEEPS):
+            orphans = [child for child in child_pids() if child not in self._workers]
+            if not orphans:
+                break
+            for orphan in orphans:
+                os.kill(orphan, signal.SIGKILL)
+                os.waitpid(orphan, 0)
+        return status
+
+    def close(self) -> None:
+        for pid in list(self._workers):
+            self._bury(pid)
+
+
+# ----------------------------------------------------------------------------------------------------------- a worker
+
+
+class Scorer:
+    """Runs the reward on chunks of items, one at a time."""
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        options: dict[str, Any],
+        *,
+        timeout_s: float,
+        memory_bytes: int,
+        owns_processes: bool,
+    ) -> None:
+        self._function = function
+        self._owns_processes = owns_processes
+        self._options = options
+        self._cpu_s = math.ceil(2 * timeout_s) + 1
+        self._memory_bytes = memory_bytes
+
+    def run(self, connection: socket.socket, slot: Slot) -> None:
+        """Serve chunks until the runner closes the connection."""
+        self._limit_resources()
+        self._pid = os.getpid()
+        stream = connection.makefile("rb")
+        while header := stream.read(HEADER.size):
+            items = unpack(stream.read(HEADER.unpack(header)[0]))
+            self._score_chunk(items, connection, slot)
+
+    def _limit_resources(self) -> None:
+        with open("/proc/self/statm") as file:
+            used = int(file.read().split()[0]) * resource.getpagesize()
+        limit = used + self._memory_bytes
+        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (self._memory_bytes, self._memory_bytes))
+        self._cpu_hard_limit = resource.getrlimit(resource.RLIMIT_CPU)[1]
+
+    def _score_chunk(self, items: list[Any], connection: socket.socket, slot: Slot) -> None:
+        """Send ``[position, value, detail, error, metrics]`` for each item, a few at a time; the last frame says done.
+
+        The chunk ends early at the slot's limit, or when the worker should be replaced (``retire``).
+        """
+        results: list[tuple[int, float | None, str, str, dict[str, float]]] = []
+        retire = False
+        flushed_at = time.monotonic()
+        for position, (response, answer, fields) in enumerate(items):
+            if position >= slot.limit():
+                break
+            slot.set_position(position)
+            result, retire = self._score_one(response, answer, fields)
+            results.append((position, *result))
+            if retire:
+                break
+            if time.monotonic() - flushed_at > FLUSH_S:
+                connection.sendall(pack({"results": results, "done": False, "retire": False}))
+                results, flushed_at = [], time.monotonic()
+        slot.set_position(IDLE)
+        connection.sendall(pack({"results": results, "done": True, "retire": retire}))
+
+    def _score_one(self, response: str, answer: str, fields: dict[str, Any]) -> "tuple[Result, bool]":
+        """The result, and whether the worker must be replaced."""
+        # The runner's deadline comes first; this one holds if the runner itself is stopped.
+        resource.setrlimit(resource.RLIMIT_CPU, (int(time.process_time()) + self._cpu_s, self._cpu_hard_limit))
+        retire = False
+        try:
+            result = as_result(self._function(response, answer, **self._options, **fields))
+        except MemoryError:
+            limit = self._memory_bytes >> 20
+            result = failed(f"MemoryError: needs more than the worker's {limit} MB")
+            retire = True  # what it holds by now may never be given back
+        except BaseException as raised:  # SystemExit and KeyboardInterrupt too: a reward must not end the worker
+            result = failed(describe(raised))
+        if os.getpid() != self._pid:
+            os._exit(1)  # a fork of the reward came back here; only the worker may answer
+        if not self._owns_processes and left_processes():
+            return failed("left processes running behind it"), True
+        return result, retire
+
+
+Result = tuple[float | None, str, str, dict[str, float]]
+"""(value, detail, error, metrics), the fields of a Score; a worker has no business importing the trainer's data."""
+
+
+def failed(error: str) -> Result:
+    return None, "", error, {}
+
+
+def as_result(outcome: Any) -> Result:
+    """What a reward returned, a finite number or a Score, as plain and bounded data."""
+    metrics: dict[str, float] = {}
+    if isinstance(outcome, (int, float)):
+        value, detail, error = float(outcome), "", ""
+    elif hasattr(outcome, "value") and hasattr(outcome, "detail") and hasattr(outcome, "error"):
+        value = None if outcome.value is None else float(outcome.value)
+        detail, error = str(outcome.detail)[:MAX_TEXT], str(outcome.error)[:MAX_TEXT]
+        if hasattr(outcome, "metrics"):
+            pairs = [(str(name)[:MAX_TEXT], float(number)) for name, number in outcome.metrics.items()]
+            metrics = {name: number for name, number in pairs[:MAX_METRICS] if math.isfinite(number)}
+    else:
+        value, detail, error = float(outcome), "", ""  # a numpy scalar, or a TypeError that says what came
+    if value is not None and not math.isfinite(value):
+        return None, detail, f"the reward returned {value}; expected a finite number", metrics
+    if value is None and not error:
+        error = "the reward returned no value and no error"
+    return value, detail, error, metrics
+
+
+def left_processes() -> bool:
+    """Whether the reward left a living process behind; finished ones are reaped."""
+    try:
+        while True:
+            pid, _ = os.waitpid(-1, os.WNOHANG)
+            if pid == 0:
+                return True
+    except ChildProcessError:
+        return False
+
+
+# -------------------------------------------------------------------------------------------------------------- start
+
+
+def silence() -> None:
+    """Point standard output and error at nothing: a reward that prints gigabytes must not fill a log."""
+    null = os.open(os.devnull, os.O_RDWR)
+    for stream in (0, 1, 2):
+        os.dup2(null, stream)
+    os.close(null)
+
+
+def leave(_signal_number: int, _frame: FrameType | None) -> None:
+    raise SystemExit(0)
+
+
+def main() -> None:
+    """Entry point of the nursery; its settings come as JSON on standard input."""
+    start = json.load(sys.stdin)
+    signal.signal(signal.SIGTERM, leave)
+    die_with_parent(start["parent_pid"], signal.SIGTERM)
+    adopt_orphans()
+    silence()
+    control = socket.socket(fileno=start["control_fd"])
+    memory = mmap.mmap(start["memory_fd"], 0)
+    sys.path[:] = start["sys_path"]
+    try:
+        from megatron_rl.rewards.registry import resolve
+
+        reward = resolve(start["path"])
+        if reward.prepare is not None:
+            reward.prepare(start["options"])
+    except BaseException as error:  # any failure to load is the runner's to report
+        control.send(json.dumps({"error": describe(error)}).encode())
+        return
+    scorer = Scorer(
+        reward.function,
+        start["options"],
+        timeout_s=start["timeout_s"],
+        memory_bytes=start["memory_limit_mb"] << 20,
+        owns_processes=reward.owns_processes,
+    )
+    gc.freeze()  # keeps the collector from touching, and so copying, pages that the workers share
+    nursery = Nursery(control, memory, scorer)
+    try:
+        control.send(json.dumps({"ready": os.getpid()}).encode())
+        nursery.serve()
+    except ConnectionError:
+        pass  # the runner is gone
+    finally:
+        nursery.close()
+
+
+if __name__ == "__main__":
+    main()

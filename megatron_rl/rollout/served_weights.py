@@ -1,0 +1,49 @@
+"""What the servers get from the trainer: the driver's side of the weights' way."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from megatron_rl.config.schema import Config, Placement, WeightSync
+from megatron_rl.models.hf.weights import Destination
+from megatron_rl.training.export import ControlLink, ControlRanks, patience_s, source_ranks
+from megatron_rl.training.trainer_group import TrainerGroup
+from megatron_rl.weights.plan import ServerAddress
+from megatron_rl.weights.publish import PublishResult, WeightPublisher
+
+
+class ServedWeights:
+    """What the servers get: one model of the trainer, by the way that the configuration names (the driver's side)."""
+
+    def __init__(self, config: Config, group: TrainerGroup, engine: str) -> None:
+        self._group = group
+        self._engine = engine
+        self._rollout = config.rollout
+        self._timeout_s = patience_s(config)
+
+    @property
+    def expected(self) -> Mapping[str, Sequence[int]]:
+        """Hugging Face name -> shape of every tensor that the servers have."""
+        return self._group.expected_weights(self._engine)
+
+    def whole(self) -> Iterator[tuple[str, Tensor]]:
+        """All tensors on this rank, one after the other; collective, to be walked to its end."""
+        return self._group.export_weights(self._engine)
+
+    def publish(self, publisher: WeightPublisher, servers: Sequence[ServerAddress], version: int) -> PublishResult:
+        """Collective over the trainer ranks. Raises WeightSyncError."""
+        options: dict[str, Any] = {"expected": self.expected}
+        destination = Destination.stage
+        if self._rollout.placement is Placement.colocated:
+            destination, options["ranks"] = Destination.everywhere, ControlRanks(self._timeout_s)
+        elif self._rollout.weight_sync is WeightSync.disk:
+            destination = Destination.driver
+        else:
+            ranks = source_ranks(self._group.topology_of(self._engine))[1:]
+            options["links"] = [ControlLink(rank, self._timeout_s) for rank in ranks]
+        return publisher.publish(self._group.export_weights(self._engine, destination), servers, version, **options)
+
+    def free_memory(self) -> None:
+        """Give what the ranks' allocators hold unused back to their devices: the servers beside them need it."""
+        self._group.free_memory()

@@ -1,0 +1,267 @@
+"""The servers of a run: started here, or attached to by URL.
+
+Whoever keeps state inside a server (weight sync: its process group and the current weights) remembers the server's
+``incarnation`` and sets that state up again once the number has changed. Only servers started here are ever stopped.
+"""
+
+import json
+import logging
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Protocol
+
+from megatron_rl.config.schema import Config, Placement, RolloutConfig
+from megatron_rl.rollout.sglang.routes import SERVER_FLAG, returns_routes
+from megatron_rl.rollout.sglang.server import (
+    Progress,
+    ServerError,
+    ServerOptions,
+    SglangServer,
+    count_gpus,
+    detect_device,
+    fetch_json,
+    is_healthy,
+)
+
+logger = logging.getLogger(__name__)
+
+ATTACH_POLL_S = 1.0
+
+
+class Server(Protocol):
+    incarnation: int
+
+    @property
+    def url(self) -> str: ...
+
+    def alive(self) -> bool: ...
+
+    def healthy(self, timeout_s: float = 5.0) -> bool: ...
+
+    def restart(self, while_waiting: Callable[[], None] = ...) -> None: ...
+
+    def stop(self, grace_s: float = ...) -> None: ...
+
+
+class AttachedServer:
+    """A server that somebody else started. It is watched, never stopped; ``restart`` waits until it is back."""
+
+    def __init__(self, url: str, *, timeout_s: float = 300.0, progress: Progress = logger.info) -> None:
+        self.url = url.rstrip("/")
+        self.timeout_s = timeout_s
+        self.incarnation = 1
+        self._progress = progress
+        self._identity = self._read_identity()
+
+    def alive(self) -> bool:
+        return self.healthy()
+
+    def healthy(self, timeout_s: float = 5.0) -> bool:
+        """The server answers; notices when it is not the process that answered before."""
+        if not is_healthy(self.url, timeout_s):
+            return False
+        identity = self._read_identity()
+        if identity != self._identity:
+            self._identity = identity
+            self.incarnation += 1
+        return True
+
+    def restart(self, while_waiting: Callable[[], None] = lambda: None) -> None:
+        """Wait until whoever runs the server has started it again. Raises ServerError after ``timeout_s``."""
+        deadline = time.monotonic() + self.timeout_s
+        self._progress(f"waiting up to {self.timeout_s:.0f} s for server {self.url}, which this run did not start")
+        while not self.healthy():
+            if time.monotonic() > deadline:
+                raise ServerError(
+                    f"server {self.url} did not come back within {self.timeout_s:.0f} s; this run attached to it and "
+                    "cannot start it. Start it again, or take it out of rollout.urls."
+                )
+            time.sleep(ATTACH_POLL_S)
+            while_waiting()
+
+    def stop(self, grace_s: float = 0.0) -> None:
+        """Nothing: it is not ours."""
+
+    def model_info(self) -> dict[str, Any]:
+        """What the server says about its model. Raises ServerError if no SGLang server answers there."""
+        return _ask(self.url, "/model_info")
+
+    def _read_identity(self) -> tuple[Any, ...]:
+        info = _ask(self.url, "/server_info")
+        return tuple(info.get(name) for name in _IDENTITY_FIELDS)
+
+
+_IDENTITY_FIELDS = ("startup_time", "random_seed", "launch_command")
+"""Fields of /server_info that differ between two processes under the same URL."""
+
+
+class ServerPool:
+    """The servers of a run, in a fixed order. A context manager that stops those it started."""
+
+    def __init__(self, servers: Sequence[Server]) -> None:
+        if not servers:
+            raise ValueError("a pool has at least one server")
+        self.servers = tuple(servers)
+
+    @classmethod
+    def start(
+        cls,
+        options: ServerOptions,
+        num_servers: int,
+        log_dir: str | Path,
+        *,
+        start_timeout_s: float = 300.0,
+        max_restarts: int = 3,
+        progress: Progress = logger.info,
+        while_waiting: Callable[[], None] = lambda: None,
+    ) -> "ServerPool":
+        """Start ``num_servers`` equal servers at the same time, on ports from ``options.port`` up (0: any free ones).
+
+        On GPUs each takes the next ``options.tensor_parallel_size`` ones from ``options.first_gpu`` up. Raises
+        ServerError, with none left running, if one of them does not come up.
+        """
+        servers = [
+            SglangServer(
+                replace(
+                    options,
+                    port=options.port + i if options.port else 0,
+                    first_gpu=options.first_gpu + i * options.tensor_parallel_size,
+                ),
+                Path(log_dir) / f"sglang-{i}.log",
+                start_timeout_s=start_timeout_s,
+                max_restarts=max_restarts,
+                progress=progress,
+            )
+            for i in range(num_servers)
+        ]
+        pool = cls(servers)
+        try:
+            for server in servers:
+                server.spawn()
+            for server in servers:
+                server.wait_ready(while_waiting)
+        except BaseException:
+            for server in servers:
+                server.stop(grace_s=0.0)
+            raise
+        return pool
+
+    @classmethod
+    def attach(cls, urls: Sequence[str], *, timeout_s: float = 300.0, progress: Progress = logger.info) -> "ServerPool":
+        """Attach to running servers. Raises ServerError if one does not answer as an SGLang server."""
+        if len(set(urls)) != len(urls):
+            raise ValueError(f"rollout.urls names a server twice: {list(urls)}")
+        servers = [AttachedServer(url, timeout_s=timeout_s, progress=progress) for url in urls]
+        for server in servers:
+            server.model_info()
+        return cls(servers)
+
+    @property
+    def urls(self) -> list[str]:
+        return [server.url for server in self.servers]
+
+    @property
+    def incarnations(self) -> dict[str, int]:
+        """By URL; a number that changes means a new process without the state given to the old one."""
+        return {server.url: server.incarnation for server in self.servers}
+
+    def alive(self) -> dict[str, bool]:
+        return {server.url: server.alive() for server in self.servers}
+
+    def restart_dead(self) -> list[str]:
+        """Start every dead server again (attached ones: wait for them) and return their URLs.
+
+        They hold the weights they were started with. Raises ServerError when a server cannot be brought back.
+        """
+        dead = [server for server in self.servers if not server.alive()]
+        for server in dead:
+            server.restart()
+        return [server.url for server in dead]
+
+    def stop(self) -> None:
+        """Without grace: a server holds nothing that the run does not have, and its own way out takes seconds."""
+        for server in self.servers:
+            server.stop(grace_s=0.0)
+
+    def __enter__(self) -> "ServerPool":
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.stop()
+
+
+def _ask(url: str, path: str, timeout_s: float = 10.0) -> dict[str, Any]:
+    try:
+        return fetch_json(url + path, timeout_s)
+    except (OSError, json.JSONDecodeError) as error:
+        raise ServerError(
+            f"no SGLang server answers at {url} ({type(error).__name__}: {error}). Expected {path} to answer within "
+            f"{timeout_s:.0f} s: check the address in rollout.urls and that the server is up (GET {url}/health)."
+        ) from error
+
+
+def _first_free_gpu(rollout: RolloutConfig, note: Progress) -> int:
+    """The first GPU behind those of the trainer's ranks on this machine; 0 where there are too few for both."""
+    num_gpus, num_ranks = count_gpus(), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    needed = rollout.num_servers * rollout.tensor_parallel_size
+    if num_gpus >= num_ranks + needed:
+        return num_ranks
+    if num_gpus:
+        note(
+            f"{num_gpus} GPUs are fewer than {num_ranks} trainer ranks and {needed} server workers need: they share them "
+            "from the first one on (rollout.placement=colocated lets them take turns)"
+        )
+    return 0
+
+
+def open_servers(
+    config: Config,
+    log_dir: Path,
+    note: Progress,
+    *,
+    load_weights: bool,
+    tokenizer: bool = False,
+    while_waiting: Callable[[], None] = lambda: None,
+) -> ServerPool:
+    """The servers that a configuration asks for, started here or attached to; stopping leaves attached ones alone.
+
+    ``load_weights``, ``tokenizer``: as in ServerOptions. Raises ServerError when one does not come up or answer.
+    """
+    rollout = config.rollout
+    colocated = rollout.placement is Placement.colocated
+    if rollout.urls:
+        note(f"attaching to {len(rollout.urls)} SGLang servers: {', '.join(rollout.urls)}")
+        if config.policy.fp32_head:
+            note("policy.fp32_head: attached servers compute such a head only if started with --enable-fp32-lm-head")
+        return ServerPool.attach(rollout.urls, timeout_s=rollout.start_timeout_s, progress=note)
+    note(f"starting {rollout.num_servers} SGLang server(s); logs in {log_dir}")
+    options = ServerOptions(
+        model_path=config.policy.path,
+        host=rollout.host,
+        port=rollout.port,
+        dtype=config.policy.dtype.value,
+        tensor_parallel_size=rollout.tensor_parallel_size,
+        deterministic=rollout.deterministic,
+        load_weights=load_weights,
+        tokenizer=tokenizer,
+        device=detect_device(),
+        first_gpu=0 if colocated or load_weights else _first_free_gpu(rollout, note),
+        can_sleep=colocated,
+        server_args={
+            SERVER_FLAG: returns_routes(config),
+            "enable-fp32-lm-head": config.policy.fp32_head,
+            **rollout.server_args,
+        },
+    )
+    return ServerPool.start(
+        options,
+        rollout.num_servers,
+        log_dir,
+        start_timeout_s=rollout.start_timeout_s,
+        max_restarts=rollout.max_restarts,
+        progress=note,
+        while_waiting=while_waiting,
+    )

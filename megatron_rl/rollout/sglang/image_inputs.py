@@ -1,0 +1,25 @@
+"""Prompts with images on their way to SGLang: one image token an image, and the images beside the ids."""
+
+import asyncio
+from collections.abc import Sequence
+
+from megatron_rl.data.trajectory import Prompt
+from megatron_rl.data.vision import Vision
+from megatron_rl.rollout.sglang.wire import RequestImages
+
+
+async def images_of_request(vision: Vision | None, prompt: Prompt) -> RequestImages | None:
+    """The prompt's images, read and encoded beside the event loop; None for a model without vision."""
+    if vision is None:
+        return None
+    if not prompt.images:
+        return RequestImages(vision.image_token_id)
+    data = await asyncio.to_thread(lambda: [vision.wire(image) for image in prompt.images])
+    return RequestImages(vision.image_token_id, data, sum(vision.num_tokens(image) for image in prompt.images))
+
+
+def sent_ids(vision: Vision | None, prompt: Prompt, token_ids: Sequence[int]) -> tuple[int, ...]:
+    """``token_ids`` (the prompt, and what follows it) as a request carries them."""
+    if vision is None or not prompt.images:
+        return tuple(token_ids)
+    return tuple(vision.collapsed(token_ids, prompt.images))

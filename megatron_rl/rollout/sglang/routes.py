@@ -1,0 +1,72 @@
+"""Which experts SGLang sent each token to (R3, arXiv 2510.11370): decoding its answers. Pure.
+
+A server started with ``--enable-return-routed-experts`` says for every token of a request but the last where it went:
+also for the prefix, which it computed (or had cached) under the weights that sampled the answer. The record of a
+trajectory's newest request is therefore the record of all its tokens, and replaces the one before.
+"""
+
+import base64
+import binascii
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from megatron_rl.config.derived import read_model_json
+from megatron_rl.config.schema import Config, RoutingReplay
+from megatron_rl.errors import ModelError
+
+SERVER_FLAG = "enable-return-routed-experts"
+
+
+class BadRoutes(ValueError):
+    """Not what a server with this model would say."""
+
+
+@dataclass(frozen=True)
+class RouteShape:
+    num_layers: int
+    """All of them, dense ones too."""
+    top_k: int
+    num_experts: int
+
+
+def returns_routes(config: Config) -> bool:
+    """The run's servers say which experts tokens went to."""
+    return config.policy.moe.routing_replay is RoutingReplay.R3
+
+
+def route_shape(model_path: str | Path) -> RouteShape:
+    """Of the model in a Hugging Face folder; ModelError where it has no experts."""
+    path = Path(model_path) / "config.json"
+    config = read_model_json(path)
+    config = config.get("text_config", config)
+    counts = [config[name] for name in ("num_experts", "num_local_experts", "n_routed_experts") if config.get(name)]
+    if not counts:
+        raise ModelError(
+            f"policy.moe.routing_replay needs a mixture-of-experts model, but {path} names no experts; set it to none"
+        )
+    return RouteShape(config["num_hidden_layers"], config["num_experts_per_tok"], counts[0])
+
+
+def decode_routes(encoded: str, num_tokens: int, shape: RouteShape) -> np.ndarray:
+    """SGLang's base64 of int32 ids [num_tokens, layers, k] -> routes of the same shape: id + 1 in int16, 0 no record.
+
+    A dense layer's entries and those of a token that the server did not see routed are all 0 in SGLang's answer: where
+    one expert is named twice there is no record. Raises BadRoutes for another size or an unknown expert.
+    """
+    try:
+        ids = np.frombuffer(base64.b64decode(encoded, validate=True), dtype=np.int32)
+    except (binascii.Error, ValueError) as error:
+        raise BadRoutes(f"routed experts are not base64 of int32: {error}") from error
+    wanted = (num_tokens, shape.num_layers, shape.top_k)
+    if ids.size != num_tokens * shape.num_layers * shape.top_k:
+        raise BadRoutes(
+            f"expected routed experts of {wanted[0]} tokens x {wanted[1]} layers x {wanted[2]}, got {ids.size} numbers"
+        )
+    if ids.size and not (-1 <= ids.min() and ids.max() < shape.num_experts):
+        raise BadRoutes(f"routed experts are ids below {shape.num_experts}, got {ids.min()} to {ids.max()}")
+    routes = (ids.reshape(wanted) + 1).astype(np.int16)
+    in_order = np.sort(routes, axis=-1)
+    has_record = (in_order[..., 0] > 0) & (np.diff(in_order, axis=-1) > 0).all(-1)
+    return np.where(has_record[..., None], routes, np.int16(0))

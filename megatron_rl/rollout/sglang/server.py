@@ -1,0 +1,482 @@
+"""SGLang server processes: start, watch, restart, stop.
+
+``SglangServer`` owns one server and everything it forks. It is synchronous and meant for the thread that drives the
+run; ``server_pool.py`` holds the servers of a run and ``client.py`` talks to them.
+
+Invariants: a started server lives in a process group of its own, and after ``stop`` no process of that group is left.
+If the process that started it dies, even by SIGKILL, the kernel kills the server and SGLang's workers follow it. A
+server keeps its URL over restarts; its ``incarnation`` counts them, so whoever set up state inside the server (the
+weight-sync group, current weights) sees that it is gone. Every wait has a deadline and says who waited for whom.
+"""
+
+import contextlib
+import json
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from megatron_rl.errors import UserError
+from megatron_rl.rollout.sglang.diagnosis import last_lines, port_taken, start_failure
+
+logger = logging.getLogger(__name__)
+
+POLL_S = 0.1
+WAITING_S = 5.0
+PROGRESS_S = 15.0
+STOP_GRACE_S = 15.0
+"""How long a server may take to stop on its own (SGLang looks for SIGTERM every 5 s) before it is killed."""
+MAX_PORT_ATTEMPTS = 3
+
+Progress = Callable[[str], None]
+
+
+class ServerError(UserError, RuntimeError):
+    """A server did not start, did not come up in time, or cannot be restarted; the message names the remedy."""
+
+
+@dataclass(frozen=True)
+class ServerOptions:
+    model_path: str
+    """A Hugging Face model folder."""
+    host: str = "127.0.0.1"
+    port: int = 0
+    """0 means any free port."""
+    dtype: str = "float32"
+    tensor_parallel_size: int = 1
+    deterministic: bool = False
+    """Requests carry seeds; without it SGLang ignores them."""
+    load_weights: bool = True
+    """False starts with random weights, for a trainer that sends its own before the first request."""
+    tokenizer: bool = False
+    """True lets the server speak text (stop strings, chat); training sends and receives token ids only."""
+    device: str = "cpu"
+    """cpu or cuda."""
+    first_gpu: int = 0
+    """Of the machine's GPUs, the one that the first tensor-parallel rank takes."""
+    can_sleep: bool = False
+    """On a GPU: SGLang's memory saver, which lets the server give its memory back between generations."""
+    num_threads: int = 1
+    """CPU threads of each tensor-parallel rank, where the model runs on the CPU."""
+    server_args: Mapping[str, Any] = field(default_factory=dict)
+    """More SGLang options, as flag name without dashes: value (True for a bare flag, a list for several values)."""
+    env: Mapping[str, str] = field(default_factory=dict)
+    """More environment variables, e.g. CUDA_VISIBLE_DEVICES."""
+
+
+def server_command(options: ServerOptions, port: int) -> list[str]:
+    """The command line of a server; ``server_args`` come last and win over what is set here."""
+    flags: dict[str, Any] = {
+        "model-path": options.model_path,
+        "host": options.host,
+        "port": port,
+        "dtype": options.dtype,
+        "tensor-parallel-size": options.tensor_parallel_size,
+        "device": options.device,
+        "log-level-http": "warning",
+        "enable-deterministic-inference": options.deterministic,
+        "skip-tokenizer-init": not options.tokenizer,
+        "skip-server-warmup": True,
+    }
+    if not options.load_weights:
+        flags["load-format"] = "dummy"
+    if options.device == "cpu":
+        # An idle scheduler polls without a pause otherwise, and takes a whole core from the trainer.
+        flags["sleep-on-idle"] = True
+    else:
+        flags["base-gpu-id"] = options.first_gpu
+        flags["enable-memory-saver"] = options.can_sleep
+    flags |= {name.lstrip("-").replace("_", "-"): value for name, value in options.server_args.items()}
+    command = [sys.executable, "-m", "sglang.launch_server"]
+    for name, value in flags.items():
+        if value is None or value is False:
+            continue
+        command.append(f"--{name}")
+        if value is not True:
+            values = value if isinstance(value, (list, tuple)) else [value]
+            command += [str(item) for item in values]
+    return command
+
+
+def server_environment(options: ServerOptions, base: Mapping[str, str], cores: Sequence[int]) -> dict[str, str]:
+    """The environment of a server: ``base`` without the launcher's own variables, plus what SGLang needs.
+
+    ``cores`` are the CPUs this process may use; tensor-parallel ranks on a CPU take ``num_threads`` of them each.
+    """
+    # torchrun's variables would make the server's own process group look for the trainer's rendezvous.
+    inherited = {name: value for name, value in base.items() if name not in _TORCHRUN_VARIABLES}
+    env = {
+        **inherited,
+        # Otherwise /health generates a token: slow, and 503 after 20 s while generation is paused.
+        "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",
+        # Longer than the client keeps an idle connection, so that it never sends into one that is being closed.
+        "SGLANG_TIMEOUT_KEEP_ALIVE": "60",
+        # What the vision encoder made of an image would be kept over weight updates, and nothing empties that cache.
+        "SGLANG_VLM_CACHE_SIZE_MB": "0",
+        "PYTHONUNBUFFERED": "1",
+    }
+    if options.device == "cpu":
+        env["OMP_NUM_THREADS"] = str(options.num_threads)
+        if options.tensor_parallel_size > 1:
+            env["SGLANG_CPU_OMP_THREADS_BIND"] = _core_binding(options, cores)
+    return {**env, **options.env}
+
+
+_TORCHRUN_VARIABLES = frozenset(
+    "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE GROUP_RANK ROLE_RANK ROLE_NAME ROLE_WORLD_SIZE GROUP_WORLD_SIZE "
+    "MASTER_ADDR MASTER_PORT TORCHELASTIC_RESTART_COUNT TORCHELASTIC_MAX_RESTARTS TORCHELASTIC_RUN_ID "
+    "TORCHELASTIC_USE_AGENT_STORE TORCHELASTIC_ERROR_FILE TORCH_NCCL_ASYNC_ERROR_HANDLING".split()
+)
+
+
+def _core_binding(options: ServerOptions, cores: Sequence[int]) -> str:
+    """Cores of each tensor-parallel rank in SGLang's notation: ``0,1|2,3``; ranks share where there are too few."""
+    per_rank = []
+    for rank in range(options.tensor_parallel_size):
+        first = rank * options.num_threads
+        per_rank.append(",".join(str(cores[(first + i) % len(cores)]) for i in range(options.num_threads)))
+    return "|".join(per_rank)
+
+
+# Runs before the server in its process: ask the kernel to kill it when its parent dies, then become the server.
+# It cannot be a function called between fork and exec: the trainer has threads, and Python is not safe there.
+_DIE_WITH_PARENT = """
+import ctypes, os, signal, sys
+PR_SET_PDEATHSIG = 1
+ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+if os.getppid() != int(sys.argv[1]):
+    sys.exit("the process that started this server died")
+os.execv(sys.argv[2], sys.argv[2:])
+"""
+
+
+class SglangServer:
+    """One server process. ``start`` returns once it answers; the log goes to ``log_path``."""
+
+    def __init__(
+        self,
+        options: ServerOptions,
+        log_path: str | Path,
+        *,
+        start_timeout_s: float = 300.0,
+        max_restarts: int = 3,
+        progress: Progress = logger.info,
+    ) -> None:
+        self.options = options
+        self.log_path = Path(log_path)
+        self.start_timeout_s = start_timeout_s
+        self.max_restarts = max_restarts
+        self.incarnation = 0
+        self.port = options.port
+        self._progress = progress
+        self._process: subprocess.Popen[bytes] | None = None
+        self._num_restarts = 0
+        self._started_at = 0.0
+        self._log_start = 0
+
+    @property
+    def url(self) -> str:
+        return f"http://{self.options.host}:{self.port}"
+
+    @property
+    def pid(self) -> int | None:
+        return self._process.pid if self._process else None
+
+    def start(self, while_waiting: Callable[[], None] = lambda: None) -> None:
+        """Start the server and wait until it answers; ``while_waiting`` as in ``wait_ready``.
+
+        Raises ServerError with the last lines of the log and the likely remedy; nothing is left running then.
+        """
+        self.spawn()
+        try:
+            self.wait_ready(while_waiting)
+        except BaseException:
+            self.stop(grace_s=0.0)
+            raise
+
+    def spawn(self) -> None:
+        """Start the process only; ``wait_ready`` must follow."""
+        if self.alive():
+            raise ServerError(f"server {self.url} already runs as process {self.pid}: stop() it or use restart()")
+        _check_model_folder(self.options.model_path)
+        if self.port == 0:
+            self.port = free_port(self.options.host)
+        check_port(self.options.host, self.port)
+        self.log_path.parent.mkdir(parents=True, exist_ok=True)
+        self._log_start = self.log_path.stat().st_size if self.log_path.exists() else 0
+        self._started_at = time.monotonic()
+        self._process = self._spawn_watched(server_command(self.options, self.port))
+        self.incarnation += 1
+
+    def wait_ready(self, while_waiting: Callable[[], None] = lambda: None) -> None:
+        """Wait until the started server answers, at most ``start_timeout_s`` after its start.
+
+        ``while_waiting`` is called every few seconds on this thread: whoever waits for the caller may want to know.
+        A server on a port chosen here that lost a race for it is started again on another one.
+        """
+        for attempt in range(1, MAX_PORT_ATTEMPTS + 1):
+            exit_code = self._wait_healthy(while_waiting)
+            if exit_code is None:
+                return
+            log = last_lines(self.log_path, self._log_start)
+            # SGLang goes on for a while without its port, and what it says then buries the reason.
+            lost_port = port_taken(last_lines(self.log_path, self._log_start, count=1000))
+            self.stop()
+            if not (self.options.port == 0 and lost_port and attempt < MAX_PORT_ATTEMPTS):
+                raise ServerError(start_failure(self.url, exit_code, self.log_path, log))
+            self.port = 0
+            self.spawn()
+
+    def alive(self) -> bool:
+        """The process runs (it may be busy or still starting)."""
+        return self._process is not None and self._process.poll() is None
+
+    def healthy(self, timeout_s: float = 5.0) -> bool:
+        """The process runs and answers within ``timeout_s``."""
+        return self.alive() and is_healthy(self.url, timeout_s)
+
+    def restart(self, while_waiting: Callable[[], None] = lambda: None) -> None:
+        """Stop what is left of the server and start it again under the same URL, with a new incarnation.
+
+        It comes up with the weights of its model folder: send it current ones before it serves. Raises ServerError
+        once ``max_restarts`` are used up.
+        """
+        if self._num_restarts >= self.max_restarts:
+            raise ServerError(
+                f"server {self.url} died again after {self.max_restarts} restarts; its log is {self.log_path}. "
+                "Mend the cause named there, or raise rollout.max_restarts."
+            )
+        self._num_restarts += 1
+        self._progress(f"restarting server {self.url}, restart {self._num_restarts} of {self.max_restarts}")
+        self.stop(grace_s=0.0)
+        _wait_port_free(self.options.host, self.port)
+        self.start(while_waiting)
+
+    def stop(self, grace_s: float = STOP_GRACE_S) -> None:
+        """Ask the server to stop, kill what is left after ``grace_s``. Nothing of its process group survives."""
+        if self._process is None:
+            return
+        process, self._process = self._process, None
+        if process.poll() is None and grace_s > 0:
+            process.send_signal(signal.SIGTERM)
+            try:
+                process.wait(grace_s)
+            except subprocess.TimeoutExpired:
+                logger.warning("server %s did not stop within %.0f s and is killed", self.url, grace_s)
+        _kill_group(process.pid)
+        process.wait()
+
+    def __enter__(self) -> "SglangServer":
+        self.start()
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.stop()
+
+    def _spawn_watched(self, command: list[str]) -> subprocess.Popen[bytes]:
+        """Start ``command`` from a thread that lives as long as the server.
+
+        The kernel's signal on the parent's death is tied to the *thread* that forked: started from a short-lived
+        thread, the server would die with that thread.
+        """
+        started: list[subprocess.Popen[bytes] | OSError] = []
+        ready = threading.Event()
+
+        def watch() -> None:
+            try:
+                process = self._popen(command)
+            except OSError as error:
+                started.append(error)
+                ready.set()
+                return
+            started.append(process)
+            ready.set()
+            # Not process.wait(): it holds a lock under which poll() calls a dead server alive.
+            with contextlib.suppress(ChildProcessError):
+                os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+
+        threading.Thread(target=watch, name=f"sglang-{self.port}", daemon=True).start()
+        ready.wait()
+        if isinstance(started[0], OSError):
+            raise ServerError(f"cannot start {command[0]}: {started[0]}") from started[0]
+        return started[0]
+
+    def _popen(self, command: list[str]) -> subprocess.Popen[bytes]:
+        cores = sorted(os.sched_getaffinity(0))
+        with self.log_path.open("ab") as log:
+            return subprocess.Popen(
+                [sys.executable, "-S", "-c", _DIE_WITH_PARENT, str(os.getpid()), *command],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=server_environment(self.options, os.environ, cores),
+                start_new_session=True,  # a group of its own, and Ctrl-C in the terminal reaches the trainer only
+            )
+
+    def _wait_healthy(self, while_waiting: Callable[[], None]) -> int | None:
+        """None once the server answers, its exit code if it ends before. Raises ServerError at the deadline."""
+        assert self._process is not None, "spawn() comes first"
+        next_progress = self._started_at + PROGRESS_S
+        next_call = time.monotonic() + WAITING_S
+        while True:
+            if time.monotonic() > next_call:
+                next_call += WAITING_S
+                while_waiting()
+            exit_code = self._process.poll()
+            if exit_code is not None:
+                return exit_code
+            if is_healthy(self.url, timeout_s=2.0):
+                return None
+            waited_s = time.monotonic() - self._started_at
+            if waited_s > self.start_timeout_s:
+                log = last_lines(self.log_path, self._log_start)
+                self.stop(grace_s=0.0)
+                raise ServerError(
+                    f"server {self.url} did not answer within {self.start_timeout_s:.0f} s of its start and was "
+                    f"killed. Raise rollout.start_timeout_s if it was still loading; its log {self.log_path} ends:\n"
+                    + log
+                )
+            if time.monotonic() > next_progress:
+                next_progress += PROGRESS_S
+                newest = last_lines(self.log_path, self._log_start, count=1)
+                self._progress(f"waiting for server {self.url} ({waited_s:.0f} s): {newest[:160]}")
+            time.sleep(POLL_S)
+
+
+def _check_model_folder(model_path: str) -> None:
+    if not (Path(model_path) / "config.json").is_file():
+        raise ServerError(
+            f"no config.json in the model folder {model_path!r}. Expected a local Hugging Face model folder "
+            "(config.json, safetensors, tokenizer); download the model first or correct policy.path."
+        )
+
+
+def serve(options: ServerOptions, log_path: str | Path, *, start_timeout_s: float = 300.0) -> int:
+    """Run one server in the foreground until Ctrl-C, SIGTERM or its end; returns an exit code for the shell.
+
+    Must be called from the main thread, as it installs signal handlers.
+    """
+    # SIGINT too: a shell script that starts this in the background has it ignored.
+    for signal_number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(signal_number, signal.default_int_handler)
+    server = SglangServer(options, log_path, start_timeout_s=start_timeout_s, progress=_say)
+    try:
+        server.start()
+        _say(f"server {server.url} is ready (model {options.model_path}, log {log_path}); Ctrl-C stops it")
+        while server.alive():
+            time.sleep(POLL_S)
+        _say(f"server {server.url} ended by itself; its log {log_path} ends:\n{last_lines(Path(log_path), 0)}")
+        return 1
+    except KeyboardInterrupt:
+        _say("stopping")
+        return 0
+    except ServerError as error:
+        _say(str(error))
+        return 1
+    finally:
+        server.stop()
+
+
+def _say(message: str) -> None:
+    print(message, flush=True)
+
+
+def detect_device() -> str:
+    """cuda where torch finds a GPU, else cpu."""
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def count_gpus() -> int:
+    import torch
+
+    return torch.cuda.device_count()
+
+
+_direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+"""Servers are reached directly: a cluster's HTTP proxy knows nothing of them."""
+
+
+def is_healthy(url: str, timeout_s: float) -> bool:
+    """A server answers there that it is up."""
+    try:
+        with _direct.open(f"{url}/health", timeout=timeout_s) as response:
+            return response.status == 200
+    except OSError:  # no connection, time-out, or an HTTP error such as 503 while it starts
+        return False
+
+
+def fetch_json(url: str, timeout_s: float) -> dict[str, Any]:
+    """GET a JSON object. Raises OSError (no answer, an HTTP error) or json.JSONDecodeError."""
+    with _direct.open(url, timeout=timeout_s) as response:
+        return json.load(response)
+
+
+def port_is_free(host: str, port: int) -> bool:
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        # As the server does: ports of connections that were just closed count as free.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError:
+            return False
+    return True
+
+
+def _wait_port_free(host: str, port: int, timeout_s: float = 10.0) -> None:
+    """Give the kernel a moment to release the port of a killed server."""
+    deadline = time.monotonic() + timeout_s
+    while not port_is_free(host, port) and time.monotonic() < deadline:
+        time.sleep(POLL_S)
+
+
+def check_port(host: str, port: int) -> None:
+    """Raises ServerError if a server could not listen there."""
+    if not port_is_free(host, port):
+        raise ServerError(
+            f"port {port} on {host} is in use (or {host} is no address of this machine). Find its owner with "
+            f"`ss -ltnp | grep {port}`, choose another rollout.port, or set it to 0 for any free port."
+        )
+
+
+def free_port(host: str) -> int:
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.bind((host, 0))
+        return probe.getsockname()[1]
+
+
+def _kill_group(group: int, timeout_s: float = 10.0) -> None:
+    """SIGKILL every process of the group and wait until none is left."""
+    deadline = time.monotonic() + timeout_s
+    while members := group_members(group):
+        if time.monotonic() > deadline:
+            raise ServerError(f"processes {members} of a stopped server survived SIGKILL for {timeout_s:.0f} s")
+        try:
+            os.killpg(group, signal.SIGKILL)
+        except ProcessLookupError:
+            return
+        time.sleep(0.02)
+
+
+def group_members(group: int) -> list[int]:
+    """Processes of a process group; those that only wait for their parent to collect them do not count."""
+    members = []
+    for process in psutil.process_iter():
+        try:
+            if os.getpgid(process.pid) == group and process.status() != psutil.STATUS_ZOMBIE:
+                members.append(process.pid)
+        except (ProcessLookupError, psutil.NoSuchProcess):
+            continue
+    return members

@@ -1,0 +1,239 @@
+"""What goes over the wire to SGLang's ``/generate`` and back, as pure functions.
+
+Invariants: no token id outside the vocabulary gets into a request (one such id kills the server's scheduler), and no
+image token without its image (which hangs it); an answer has one finite log-prob a token, and belongs to a prompt of
+as many tokens as ours; a response whose last token is a stop token is finished by ``stop``.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from megatron_rl.errors import UserError
+from megatron_rl.rollout.sglang.routes import SERVER_FLAG, BadRoutes, RouteShape, decode_routes
+
+
+@dataclass(frozen=True)
+class RequestImages:
+    """The images of a request to a vision-language model; a prompt of text has none of them."""
+
+    token_id: int
+    """The image token: it stands once for each image, and the server puts as many there as the image takes."""
+    data: Sequence[str] = ()
+    """Base64 of the image files, in the order of their tokens."""
+    num_tokens: int = 0
+    """Image tokens of all of them, as the trainer's processor counts."""
+
+
+@dataclass(frozen=True)
+class GenerationRequest:
+    rid: str
+    """Unique among the requests under way."""
+    input_ids: Sequence[int]
+    max_new_tokens: int
+    temperature: float = 1.0
+    """0 is greedy; its log-probs are those of temperature 1."""
+    top_p: float = 1.0
+    top_k: int = -1
+    stop_token_ids: Sequence[int] = ()
+    """All ids that end a response, the end-of-text token among them."""
+    stop_strings: Sequence[str] = ()
+    """Texts that end it too, where the server was started with a tokenizer; their tokens come back with the others."""
+    banned_token_ids: Sequence[int] = ()
+    """Never sampled; log-probs are those over the other tokens."""
+    logprobs_after_top_k: bool = False
+    """Log-probs of the distribution that is sampled from, renormalised over the top_k; needs 1 <= top_k <= 4096."""
+    seed: int | None = None
+    """Counts only on a server started with ``deterministic``. There, give every sample its own: all samples without
+    one share SGLang's default seed and come out equal."""
+    routes: RouteShape | None = None
+    """Ask which experts each token went to, in a model of this shape."""
+    images: RequestImages | None = None
+    """Of requests to a vision-language model, also without images."""
+    prompt_name: str = ""
+    """For messages: where the prompt comes from."""
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """As the server counts them, every image as all its tokens."""
+        if self.images is None:
+            return len(self.input_ids)
+        return len(self.input_ids) - len(self.images.data) + self.images.num_tokens
+
+
+@dataclass(frozen=True)
+class Generation:
+    token_ids: tuple[int, ...]
+    """The stop token included."""
+    logprobs: tuple[float, ...]
+    """One a token: log-softmax of logits / temperature, before top-p and top-k unless the request says otherwise."""
+    finish_reason: str
+    """stop, length, or abort (cut from outside: continue from the last token)."""
+    weight_version: str
+    cached_tokens: int
+    """Prompt tokens that the prefix cache held."""
+    stop_string: str = ""
+    """The text that ended it, if one of stop_strings did."""
+    routes: np.ndarray | None = None
+    """[prompt + new tokens - 1, layers, k] int16 (``rollout.routing``), if the request asked."""
+
+
+BAN = -1.0e9
+"""Added to a banned token's logit: no temperature in use brings it back."""
+MAX_RENORMALISED_TOP_K = 4096
+"""SGLang's limit for log-probs after top-k."""
+
+NOTHING_GENERATED = Generation((), (), "abort", "", 0)
+"""The answer to a request that was aborted before it was sent."""
+
+
+class RequestRejected(ValueError):
+    """The request itself is at fault: sending it again cannot help."""
+
+
+class BadAnswer(RuntimeError):
+    """The server answered something that must not be trained on."""
+
+
+class PromptMismatch(UserError, BadAnswer):
+    """The server's prompt has another number of tokens than ours: its images are cut in another way."""
+
+
+class AttemptFailed(Exception):
+    """One attempt failed in a way that the next one may not."""
+
+
+def validate(request: GenerationRequest, vocab_size: int) -> None:
+    """Raises RequestRejected if the request could harm the server or would be refused."""
+    problem = None
+    if len(request.input_ids) == 0:
+        problem = "input_ids is empty: expected at least one token"
+    elif min(request.input_ids) < 0 or max(request.input_ids) >= vocab_size:
+        position, token = next((i, t) for i, t in enumerate(request.input_ids) if not 0 <= t < vocab_size)
+        problem = (
+            f"input_ids[{position}] is {token}, outside the vocabulary of {vocab_size}: it would kill the server. "
+            "Check that the tokenizer belongs to the model"
+        )
+    elif request.max_new_tokens < 1:
+        problem = f"max_new_tokens is {request.max_new_tokens}: expected at least 1"
+    elif not (math.isfinite(request.temperature) and request.temperature >= 0):
+        problem = f"temperature is {request.temperature}: expected a number of at least 0"
+    elif any(not 0 <= token < vocab_size for token in request.banned_token_ids):
+        problem = f"banned_token_ids {list(request.banned_token_ids)}: expected ids below the vocabulary's {vocab_size}"
+    elif request.logprobs_after_top_k and not 1 <= request.top_k <= MAX_RENORMALISED_TOP_K:
+        problem = f"log-probs after top-k need 1 <= top_k <= {MAX_RENORMALISED_TOP_K}, got top_k={request.top_k}"
+    elif request.images is not None and (
+        list(request.input_ids).count(request.images.token_id) != len(request.images.data)
+    ):
+        problem = (
+            f"{list(request.input_ids).count(request.images.token_id)} image tokens for {len(request.images.data)} images: "
+            "the server would wait for the others for ever"
+        )
+    if problem is not None:
+        raise RequestRejected(f"request {request.rid!r}: {problem}")
+
+
+def generate_body(requests: Sequence[GenerationRequest], rids: Sequence[str]) -> dict[str, Any]:
+    """The JSON body of one ``/generate`` call for all ``requests``."""
+    body = {
+        "rid": list(rids),
+        "input_ids": [list(request.input_ids) for request in requests],
+        "sampling_params": [_sampling_params(request) for request in requests],
+        "return_logprob": True,
+    }
+    if any(request.logprobs_after_top_k for request in requests):
+        body["return_sampling_mask"] = [request.logprobs_after_top_k for request in requests]
+    if any(request.routes is not None for request in requests):
+        body["return_routed_experts"] = True  # SGLang's switch for the whole call
+    if any(request.images is not None and request.images.data for request in requests):
+        body["image_data"] = [list(request.images.data) if request.images is not None else [] for request in requests]
+    return body
+
+
+def _sampling_params(request: GenerationRequest) -> dict[str, Any]:
+    params: dict[str, Any] = {
+        "max_new_tokens": request.max_new_tokens,
+        "temperature": request.temperature,
+        "top_p": request.top_p,
+        "top_k": request.top_k,
+        "stop_token_ids": list(request.stop_token_ids),
+    }
+    if request.stop_strings:
+        params["stop"] = list(request.stop_strings)
+    if request.banned_token_ids:
+        params["logit_bias"] = {str(token): BAN for token in request.banned_token_ids}
+    if request.seed is not None:
+        params["sampling_seed"] = request.seed
+    return params
+
+
+def parse_generation(request: GenerationRequest, answer: dict[str, Any]) -> Generation:
+    """One sample of an answer. Raises RequestRejected, BadAnswer or AttemptFailed."""
+    meta = answer["meta_info"]
+    finish = meta["finish_reason"]
+    if finish["type"] == "abort" and finish.get("status_code") is not None:
+        error = RequestRejected if finish["status_code"] == 400 else AttemptFailed
+        raise error(f"request {request.rid!r} was refused: {finish.get('message')}")
+    _check_prompt(request, meta)
+    token_ids = tuple(answer["output_ids"])
+    # A request that was aborted while it queued has no log-probs and no cache statistics.
+    logprobs = tuple(entry[0] for entry in meta.get("output_token_logprobs", ()))
+    if request.logprobs_after_top_k and token_ids:
+        logprobs = tuple(meta["output_token_sampling_logprobs"])
+    matched = finish.get("matched") if finish["type"] == "stop" else None
+    if len(logprobs) != len(token_ids):
+        raise BadAnswer(
+            f"request {request.rid!r}: the server returned {len(token_ids)} tokens and {len(logprobs)} log-probs"
+        )
+    if not all(logprob is not None and math.isfinite(logprob) for logprob in logprobs):
+        raise BadAnswer(
+            f"request {request.rid!r}: the server returned a log-prob that is not finite. Its weights hold NaN or "
+            "infinity: look at the loss and gradient norm of the last steps"
+        )
+    return Generation(
+        token_ids=token_ids,
+        logprobs=logprobs,
+        finish_reason=_finish_reason(request, finish["type"], token_ids),
+        weight_version=str(meta["weight_version"]),
+        cached_tokens=meta.get("cached_tokens", 0),
+        stop_string=matched if isinstance(matched, str) else "",
+        routes=_routes(request, meta, len(token_ids)),
+    )
+
+
+def _check_prompt(request: GenerationRequest, meta: dict[str, Any]) -> None:
+    # A request that was aborted while it queued does not say how long its prompt is.
+    found = meta.get("prompt_tokens", request.num_prompt_tokens)
+    if found != request.num_prompt_tokens:
+        raise PromptMismatch(
+            f"prompt {request.prompt_name or request.rid}: {request.num_prompt_tokens} tokens here, but {found} on the "
+            "server. They must count the same image tokens: look whether the server's model folder has the "
+            "preprocessor_config.json and tokenizer of policy.path, and whether rollout.server_args change its image sizes"
+        )
+
+
+def _routes(request: GenerationRequest, meta: dict[str, Any], num_new: int) -> np.ndarray | None:
+    if request.routes is None or num_new == 0:
+        return None
+    encoded = meta.get("routed_experts")
+    if encoded is None:
+        raise BadAnswer(
+            f"request {request.rid!r}: the server does not say which experts its tokens went to; start it with "
+            f"--{SERVER_FLAG}, or set policy.moe.routing_replay to R2 or none"
+        )
+    try:
+        return decode_routes(encoded, request.num_prompt_tokens + num_new - 1, request.routes)
+    except BadRoutes as error:
+        raise BadAnswer(f"request {request.rid!r}: {error}; look whether the server runs the same model") from error
+
+
+def _finish_reason(request: GenerationRequest, reason: str, token_ids: tuple[int, ...]) -> str:
+    # SGLang looks at the length first: a stop token in the last place would pass for an unfinished response.
+    if reason == "length" and token_ids[-1] in request.stop_token_ids:
+        return "stop"
+    if reason not in ("stop", "length", "abort"):
+        raise BadAnswer(f"request {request.rid!r}: unknown finish reason {reason!r}")
+    return reason

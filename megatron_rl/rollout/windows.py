@@ -1,0 +1,413 @@
+"""Generation in windows: every slot grows by at most ``window_tokens``, whatever happens to the servers.
+
+Laws: a trajectory continues from its last known token (prompt + all its segments), on whichever server answers; every
+token carries the weight version that sampled it, which must be the published one; a window that was cut (a server
+died, a request was aborted) is filled up by a further request of the same step, unless enough had been generated: then
+what was cut keeps its tokens and goes on in the next step.
+
+Dialogues: when a turn ends, the environment is asked at once and its message joins the history in the same step, also
+where the window ends with the turn, so that ``Trajectory.finished`` is right at the end of every step. Messages count
+towards the response budget, not towards the window. What comes next follows from the segments alone.
+
+Text that ends something (a stop string, the place of FIRE's hot token) may lie across two windows, where no server sees
+all of it: it is looked for here, in all tokens of the turn, and what was sampled behind it is dropped. The tokens kept
+are distributed as if the server had stopped there, since no token depends on later ones.
+"""
+
+import asyncio
+import contextlib
+import logging
+from bisect import bisect_left
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, replace
+
+from megatron_rl.data.trajectory import RouteRecord, Segment, Trajectory, message_segment
+from megatron_rl.data.vision import Vision
+from megatron_rl.environments.base import Environment, EnvironmentFault, Message, turn_views
+from megatron_rl.errors import UserError
+from megatron_rl.rollout.sglang.client import GenerationRequest, ServerLost, SglangClient
+from megatron_rl.rollout.sglang.image_inputs import images_of_request, sent_ids
+from megatron_rl.rollout.sglang.routes import RouteShape
+from megatron_rl.rollout.sglang.wire import Generation
+
+logger = logging.getLogger(__name__)
+
+ENOUGH_POLL_S = 0.02
+"""Asking whether there is enough looks at all responses: not more often than this."""
+ABORT_REPEAT_S = 0.5
+"""An abort that overtook its request is sent again after this."""
+ABORT_TIMEOUT_S = 60.0
+"""Requests that have not come back so long after their abort are given up, with the tokens of this request."""
+
+Decode = Callable[[Sequence[int]], str]
+
+
+@dataclass(frozen=True)
+class Sampling:
+    temperature: float
+    top_p: float
+    top_k: int
+    stop_token_ids: tuple[int, ...]
+    seed: int | None
+    """Base of the per-trajectory seeds; None lets the server draw."""
+    routes: RouteShape | None = None
+    """Keep the experts of all tokens with the trajectories."""
+    banned_token_ids: tuple[int, ...] = ()
+    """Never sampled: those that stand for images."""
+
+
+@dataclass(frozen=True)
+class Fire:
+    """FIRE (arXiv 2410.21236): one token of each response is sampled hot."""
+
+    temperature: float
+    top_k: int
+    after: str
+    """The hot token is the first one after this text; empty: the first of the response."""
+    banned_token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Dialogue:
+    """Who answers the model's turns, and how its words become tokens."""
+
+    environment: Environment
+    encode_message: Callable[[Message, int], list[int]]
+    """(message, last token of the history) -> ids."""
+    server_stops: tuple[str, ...] = ()
+    """Those of the environment's stop strings that servers look for as text; the others are stop tokens, or are found
+    here alone."""
+
+
+class StaleWeights(UserError, RuntimeError):
+    """A server answered with another weight version than the published one."""
+
+
+class WindowGenerator:
+    """``recover(lost)`` returns when a server with current weights serves again after the last one was lost."""
+
+    def __init__(
+        self,
+        client: SglangClient,
+        recover: Callable[[ServerLost], Awaitable[None]],
+        *,
+        decode: Decode,
+        vision: Vision | None = None,
+        warn: Callable[[str], None] = logger.warning,
+    ) -> None:
+        """``vision``: of the model's folder, if it has one."""
+        self._client = client
+        self._vision = vision
+        self._recover = recover
+        self._decode = decode
+        self._warn = warn
+
+    async def generate(
+        self,
+        trajectories: Sequence[Trajectory],
+        *,
+        step: int,
+        window_tokens: int,
+        weight_version: int,
+        sampling: Sampling,
+        kind: str,
+        fire: Fire | None = None,
+        dialogue: Dialogue | None = None,
+        is_enough: Callable[[], bool] | None = None,
+        on_progress: Callable[[int], None] = lambda tokens: None,
+    ) -> None:
+        """Append this step's segments; returns when every trajectory is finished or its window is full.
+
+        ``kind`` starts the request ids, so that training and evaluation never share one. ``dialogue`` answers those
+        of the trajectories that are dialogues. ``is_enough()`` is asked whenever a trajectory is through; once it says
+        yes, the others are cut and keep what they have.
+        """
+        window = _Window(
+            self._client,
+            self._recover,
+            self._decode,
+            vision=self._vision,
+            step=step,
+            window_tokens=window_tokens,
+            weight_version=weight_version,
+            sampling=sampling,
+            kind=kind,
+            fire=fire,
+            dialogue=dialogue,
+            alone=is_enough is not None,
+            on_progress=on_progress,
+        )
+        tasks = [asyncio.create_task(window.fill(t)) for t in trajectories]
+        try:
+            if is_enough is None:
+                await asyncio.gather(*tasks)
+            else:
+                await self._until_enough(tasks, window, is_enough)
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    async def _until_enough(
+        self, tasks: Sequence[asyncio.Task[None]], window: "_Window", is_enough: Callable[[], bool]
+    ) -> None:
+        event_loop = asyncio.get_running_loop()
+        done: list[asyncio.Task[None]] = []
+        num_checked = 0
+        some_done = asyncio.Event()
+        for task in tasks:
+            task.add_done_callback(lambda task: (done.append(task), some_done.set()))
+
+        def num_running() -> int:
+            nonlocal num_checked
+            for task in done[num_checked:]:
+                task.result()  # a failure of one ends them all
+            num_checked = len(done)
+            return len(tasks) - num_checked
+
+        while num_running() and not is_enough():
+            await some_done.wait()
+            some_done.clear()
+            await asyncio.sleep(ENOUGH_POLL_S)
+        window.cut = True
+        deadline_s = event_loop.time() + ABORT_TIMEOUT_S
+        while num_running() and event_loop.time() < deadline_s:
+            await self._client.abort(window.rids_under_way)
+            with contextlib.suppress(asyncio.TimeoutError):
+                async with asyncio.timeout(ABORT_REPEAT_S):
+                    while num_running():
+                        await some_done.wait()
+                        some_done.clear()
+        running = num_running()
+        if running:
+            self._warn(
+                f"{running} responses were aborted, but did not come back within {ABORT_TIMEOUT_S:.0f} s; they go "
+                "on from the tokens of their last answer"
+            )
+
+
+class _Window:
+    """One call of ``WindowGenerator.generate``: what all its trajectories share."""
+
+    def __init__(
+        self,
+        client: SglangClient,
+        recover: Callable[[ServerLost], Awaitable[None]],
+        decode: Decode,
+        *,
+        vision: Vision | None,
+        step: int,
+        window_tokens: int,
+        weight_version: int,
+        sampling: Sampling,
+        kind: str,
+        fire: Fire | None,
+        dialogue: Dialogue | None,
+        alone: bool,
+        on_progress: Callable[[int], None],
+    ) -> None:
+        self._client = client
+        self._recover = recover
+        self._decode = decode
+        self._vision = vision
+        self._step = step
+        self._window_tokens = window_tokens
+        self._weight_version = weight_version
+        self._sampling = sampling
+        self._kind = kind
+        self._fire = fire
+        self._dialogue = dialogue
+        self._alone = alone
+        self._on_progress = on_progress
+        self.rids_under_way: set[str] = set()
+        self.cut = False
+        """Enough was generated: no further request is sent."""
+
+    async def fill(self, trajectory: Trajectory) -> None:
+        """Grow one trajectory until it is finished, its window is full or the window was cut."""
+        attempt = 0
+        self._answer_turn(trajectory)
+        while not self.cut and (room := self._room(trajectory)) > 0:
+            attempt += 1
+            hot = hot_token_is_next(trajectory, self._fire, self._decode)
+            rid = f"{self._kind}-{self._step}-{trajectory.id}-{attempt}"
+            images = await images_of_request(self._vision, trajectory.prompt)
+            request = replace(self._request(trajectory, rid, room, hot=hot), images=images)
+            if self.cut:
+                return  # enough was generated while the images were read
+            self.rids_under_way.add(request.rid)
+            try:
+                answer = await self._client.generate(request, alone=self._alone)
+            except ServerLost as lost:
+                await self._recover(lost)
+                continue
+            finally:
+                self.rids_under_way.discard(request.rid)
+            if answer.token_ids:
+                self._check_version(answer)
+                segment = self._segment(trajectory, answer, hot=hot)
+                trajectory.segments.append(segment)
+                if answer.routes is not None:
+                    # What was sampled behind a stop string is gone, and its routes with it.
+                    num_kept = len(trajectory.token_ids)
+                    trajectory.routes = RouteRecord(self._step, answer.routes[:num_kept])
+                self._on_progress(len(segment.token_ids))
+                self._answer_turn(trajectory)
+
+    def _room(self, trajectory: Trajectory) -> int:
+        """Tokens that may come next: 0 when the trajectory is finished or its window is full."""
+        if trajectory.finished:
+            return 0
+        rooms = [
+            self._window_tokens - trajectory.window_tokens(self._step),
+            trajectory.max_response_tokens - trajectory.num_response_tokens,
+        ]
+        if trajectory.max_turn_tokens:
+            rooms.append(trajectory.max_turn_tokens - trajectory.num_turn_tokens)
+        return min(rooms)
+
+    def _request(self, trajectory: Trajectory, rid: str, room: int, *, hot: bool) -> GenerationRequest:
+        sampling = self._sampling
+        request = GenerationRequest(
+            rid=rid,
+            input_ids=sent_ids(self._vision, trajectory.prompt, trajectory.token_ids),
+            max_new_tokens=room,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            stop_token_ids=sampling.stop_token_ids,
+            stop_strings=self._server_stops(trajectory),
+            banned_token_ids=sampling.banned_token_ids,
+            seed=None if sampling.seed is None else trajectory_seed(sampling.seed, trajectory.id),
+            routes=sampling.routes,
+            prompt_name=trajectory.prompt.source or trajectory.prompt.id,
+        )
+        if not hot:
+            return request
+        return replace(
+            request,
+            max_new_tokens=1,
+            temperature=self._fire.temperature,
+            top_k=self._fire.top_k,
+            stop_strings=(),
+            banned_token_ids=tuple({*sampling.banned_token_ids, *self._fire.banned_token_ids}),
+            # The engine's usual log-prob is taken before top-k: at a high temperature far from what was sampled from.
+            logprobs_after_top_k=self._fire.top_k > 0,
+        )
+
+    def _turn_stops(self, trajectory: Trajectory) -> tuple[str, ...]:
+        return self._dialogue.environment.stop_strings if self._dialogue and trajectory.dialogue else ()
+
+    def _server_stops(self, trajectory: Trajectory) -> tuple[str, ...]:
+        stops = self._dialogue.server_stops if self._dialogue and trajectory.dialogue else ()
+        return (*stops, self._fire.after) if self._awaits_marker(trajectory) else stops
+
+    def _awaits_marker(self, trajectory: Trajectory) -> bool:
+        return awaits_hot_token(trajectory, self._fire) and self._fire.after != ""
+
+    def _segment(self, trajectory: Trajectory, answer: Generation, *, hot: bool) -> Segment:
+        """The answer's tokens up to the first text that ends the turn or calls for the hot token."""
+        before = current_turn_ids(trajectory)
+        turn_ids = [*before, *answer.token_ids]
+        ends = {"stop": end_of_text(turn_ids, self._turn_stops(trajectory), self._decode)}
+        if self._awaits_marker(trajectory) and not hot:
+            ends["length"] = end_of_text(turn_ids, [self._fire.after], self._decode)
+        # A text that ended among earlier tokens has had its effect.
+        ends = {reason: end for reason, end in ends.items() if end is not None and end > len(before)}
+        reason, num_new = answer.finish_reason, len(answer.token_ids)
+        if ends:
+            reason = min(ends, key=lambda name: (ends[name], name == "length"))
+            num_new = ends[reason] - len(before)
+        elif answer.stop_string and answer.stop_string not in self._turn_stops(trajectory):
+            reason = "length"
+        return Segment(
+            token_ids=answer.token_ids[:num_new],
+            rollout_logprobs=answer.logprobs[:num_new],
+            weight_version=self._weight_version,
+            finish_reason=reason,
+            step=self._step,
+            turn=trajectory.current_turn,
+            role=trajectory.next_role,
+            hot=hot,
+        )
+
+    def _answer_turn(self, trajectory: Trajectory) -> None:
+        """Let the environment answer the turn that has just ended: a message joins the history, or the dialogue ends."""
+        if self._dialogue is None or not trajectory.dialogue or trajectory.env_done or not trajectory.turn_is_over:
+            return
+        if trajectory.finished and trajectory.segments[-1].finish_reason != "stop":
+            return  # the budget cut the turn; one that stopped on the budget's last token may have been the last word
+        message = ask_environment(self._dialogue.environment, trajectory, self._decode)
+        if message is None:
+            trajectory.env_done = True
+            return
+        token_ids = self._dialogue.encode_message(message, trajectory.token_ids[-1])
+        if trajectory.num_response_tokens + len(token_ids) >= trajectory.max_response_tokens:
+            trajectory.out_of_room = True
+            return
+        segment = message_segment(
+            tuple(token_ids), weight_version=self._weight_version, step=self._step, turn=trajectory.current_turn
+        )
+        trajectory.segments.append(segment)
+        trajectory.next_role = message.next_role
+
+    def _check_version(self, answer: Generation) -> None:
+        if answer.weight_version != str(self._weight_version):
+            raise StaleWeights(
+                f"a server sampled with weight version {answer.weight_version!r}, but version {self._weight_version} "
+                "was published; another trainer may be attached to the same server"
+            )
+
+
+def ask_environment(environment: Environment, trajectory: Trajectory, decode: Decode) -> Message | None:
+    """The environment's answer, checked. Raises EnvironmentFault, naming the prompt."""
+    place = trajectory.prompt.source or f"prompt {trajectory.prompt.id}"
+    name = type(environment).__name__
+    try:
+        message = environment.respond(trajectory.prompt, turn_views(trajectory, decode))
+    except Exception as error:  # foreign code may raise anything
+        raise EnvironmentFault(
+            f"environment {name} failed at {place}: {type(error).__name__}: {error}; respond() must return a Message or "
+            "None for every text that a model may write"
+        ) from error
+    if message is None or isinstance(message, Message) and message.next_role in environment.roles:
+        return message
+    raise EnvironmentFault(
+        f"environment {name} answered {message!r} at {place}: expected None, or a Message whose next_role is one of "
+        f"{', '.join(environment.roles)}"
+    )
+
+
+def current_turn_ids(trajectory: Trajectory) -> list[int]:
+    turn = trajectory.current_turn
+    return [token for s in trajectory.segments if s.generated and s.turn == turn for token in s.token_ids]
+
+
+def awaits_hot_token(trajectory: Trajectory, fire: Fire | None) -> bool:
+    """FIRE is on and the response, in its first turn, has no hot token yet; only its very start will do without ``after``."""
+    if fire is None or trajectory.current_turn > 0 or any(segment.hot for segment in trajectory.segments):
+        return False
+    return bool(fire.after) or trajectory.num_response_tokens == 0
+
+
+def hot_token_is_next(trajectory: Trajectory, fire: Fire | None, decode: Decode) -> bool:
+    if not awaits_hot_token(trajectory, fire):
+        return False
+    turn_ids = current_turn_ids(trajectory)
+    return not fire.after or end_of_text(turn_ids, [fire.after], decode) == len(turn_ids)
+
+
+def end_of_text(token_ids: Sequence[int], texts: Sequence[str], decode: Decode) -> int | None:
+    """Smallest number of leading tokens whose text contains one of ``texts``; None if all of them do not."""
+
+    def contains(num_tokens: int) -> bool:
+        text = decode(token_ids[:num_tokens])
+        return any(wanted in text for wanted in texts)
+
+    if not texts or not contains(len(token_ids)):
+        return None
+    return bisect_left(range(len(token_ids)), True, key=contains)
+
+
+def trajectory_seed(base: int, trajectory_id: int) -> int:
+    """One seed a trajectory, the same in every window: the engine hashes it with the token's position."""
+    return (base * 1_000_003 + trajectory_id * 7_919) % (2**31 - 1)

@@ -1,0 +1,1 @@
+"""A run as a folder: output, checkpoints, records and the summary."""

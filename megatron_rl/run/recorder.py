@@ -1,0 +1,119 @@
+"""Keeps the books of a run: metrics file, MLflow, timeline, display and report. Nothing here may stop training."""
+
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from megatron_rl.config.load import config_to_yaml, flat_params
+from megatron_rl.config.schema import Config
+from megatron_rl.step.stages import StageRun
+from megatron_rl.tracking.console import TrainingConsole
+from megatron_rl.tracking.metrics_file import MetricsWriter, write_atomic
+from megatron_rl.tracking.mlflow import Tracker
+from megatron_rl.tracking.timeline import Span, Timeline, read_timeline
+
+
+class Recorder:
+    """A context manager around the run; leaving it writes the report and ends the MLflow run."""
+
+    def __init__(self, config: Config, *, first_step: int, title: str) -> None:
+        self._config = config
+        self._folder = Path(config.run.output_dir)
+        self._folder.mkdir(parents=True, exist_ok=True)
+        write_atomic(self._folder / "config.yaml", config_to_yaml(config))
+        earlier = read_timeline(self._folder / "timeline.json") if config.run.resume else []
+        self.timeline = Timeline(spans=[span for span in earlier if span.step <= first_step])
+        self.running: Callable[[], list[tuple[str, float]]] = list
+        """Tells the stages under way; the stage runner is put here once there is one."""
+        self.console = TrainingConsole(
+            config.run.num_steps, title=title, first_step=first_step, running=lambda: self.running()
+        )
+        # Steps are written down counting from 1: those after the checkpoint are repeated, so their lines go.
+        resume_step = first_step + 1 if config.run.resume else None
+        self._metrics = MetricsWriter(self._folder / "metrics.jsonl", resume_step=resume_step)
+        self._tracker = Tracker(
+            self._folder,
+            enabled=config.tracking.mlflow,
+            uri=config.tracking.mlflow_uri,
+            experiment=config.tracking.experiment,
+            params=flat_params(config),
+            resume=config.run.resume,
+            # Well within the 30 s that torchrun gives its ranks to stop after Ctrl-C.
+            close_timeout_s=10.0,
+            warn=self.console.warning,
+        )
+        self._tracker.log_artifact(self._folder / "config.yaml")
+        self._last_end_s = time.time()
+        self._num_tokens = 0.0
+        self.num_steps_done = first_step
+        self._stage_seconds: dict[str, float] = {}
+        self._report_thread: threading.Thread | None = None
+
+    def __enter__(self) -> "Recorder":
+        self.console.__enter__()
+        return self
+
+    def __exit__(self, kind: type | None, *rest: object) -> None:
+        self.console.__exit__(kind, *rest)
+        if self._report_thread is not None:
+            self._report_thread.join()
+        self._write_report()
+        for name in ("report.html", "timeline.json", "metrics.jsonl"):
+            if (self._folder / name).is_file():
+                self._tracker.log_artifact(self._folder / name)
+        interrupted = kind is not None and issubclass(kind, KeyboardInterrupt)
+        self._tracker.close("FINISHED" if kind is None else "KILLED" if interrupted else "FAILED")
+        self._metrics.close()
+
+    def stage_done(self, run: StageRun, started_s: float, ended_s: float) -> None:
+        """The stage runner reports here."""
+        name = run.stage.name
+        self.timeline.add(Span(name, run.stage.resource.value, started_s, ended_s, run.step + 1))
+        self._stage_seconds[name] = self._stage_seconds.get(name, 0.0) + ended_s - started_s
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        """Numbers of a moment of its own: the evaluation before the first step is step 0."""
+        now_s = time.time()
+        self._metrics.log(step, metrics, time_s=now_s)
+        self._tracker.log(step, metrics, time_s=now_s)
+
+    def end(self, step: int, metrics: dict[str, float], *, num_server_restarts: int) -> None:
+        """Write down a finished step; steps are counted from 1 from here on."""
+        seconds = self.timeline.stage_seconds(step + 1)
+        now_s = time.time()
+        metrics = metrics | {f"time/{name}_s": duration for name, duration in seconds.items()}
+        metrics["step/time_s"] = now_s - self._last_end_s
+        metrics["step/tokens_per_s"] = metrics["step/tokens_generated"] / metrics["step/time_s"]
+        metrics["rollout/num_server_restarts"] = float(num_server_restarts)
+        self._last_end_s = now_s
+        self._num_tokens += metrics["step/tokens_generated"]
+        self.num_steps_done = step + 1
+        self.log(step + 1, metrics)
+        self.console.update(step + 1, metrics)
+        every = self._config.tracking.report_every_steps
+        if every and (step + 1) % every == 0 and (self._report_thread is None or not self._report_thread.is_alive()):
+            self._report_thread = threading.Thread(target=self._write_report, name="report", daemon=True)
+            self._report_thread.start()
+
+    def start_clock(self) -> None:
+        """The first step's time counts from here."""
+        self._last_end_s = time.time()
+
+    @property
+    def num_tokens_generated(self) -> int:
+        return int(self._num_tokens)
+
+    @property
+    def stage_seconds(self) -> dict[str, float]:
+        """Seconds by stage over the whole run; stages overlap, so they may add up to more than the wall clock."""
+        return dict(self._stage_seconds)
+
+    def _write_report(self) -> None:
+        try:
+            self.timeline.write(self._folder / "timeline.json")
+            from megatron_rl.tracking.report import write_report  # matplotlib takes a second that only the driver needs
+
+            write_report(self._folder)
+        except Exception as error:  # noqa: BLE001 - a picture must never end a run
+            self.console.warning(f"the report could not be written: {type(error).__name__}: {error}")

@@ -1,0 +1,92 @@
+"""The end of a run in numbers: summary.json, and the table that a user sees last."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from megatron_rl.config.schema import Config
+from megatron_rl.run.recorder import Recorder
+from megatron_rl.tracking.console import duration, summary_table
+from megatron_rl.tracking.metrics_file import write_atomic
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    step: int
+    """Steps done before it."""
+    accuracy: float
+    elapsed_s: float
+    """Since the first step began."""
+
+
+@dataclass(frozen=True)
+class Summary:
+    mode: str
+    num_steps: int
+    wall_s: float
+    tokens_generated: int
+    evaluations: Sequence[Evaluation]
+    stage_seconds: dict[str, float]
+    """By stage; stages overlap, so they may add up to more than wall_s."""
+    critic_overlap_s: float
+    """Seconds in which a critic update ran while a window was generated."""
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.tokens_generated / self.wall_s if self.wall_s else 0.0
+
+
+def summarize(config: Config, recorder: Recorder, evaluations: Sequence[Evaluation], *, wall_s: float) -> Summary:
+    return Summary(
+        mode=config.schedule.mode.value,
+        num_steps=recorder.num_steps_done,
+        wall_s=wall_s,
+        tokens_generated=recorder.num_tokens_generated,
+        evaluations=tuple(evaluations),
+        stage_seconds=recorder.stage_seconds,
+        critic_overlap_s=recorder.timeline.overlap_seconds("generate", "update_critic"),
+    )
+
+
+def write_summary(folder: str | Path, summary: Summary) -> None:
+    write_atomic(Path(folder) / "summary.json", json.dumps(asdict(summary), indent=2))
+
+
+def print_summary(folder: str | Path, summary: Summary) -> None:
+    folder = Path(folder)
+    rows: list[tuple[str, str]] = []
+    if summary.evaluations:
+        first, last = summary.evaluations[0].accuracy, summary.evaluations[-1].accuracy
+        rows.append(
+            (
+                "accuracy on held-out prompts",
+                f"{first:.1%} before, {last:.1%} after ({100 * (last - first):+.1f} points)",
+            )
+        )
+    rows += [
+        ("steps", f"{summary.num_steps}"),
+        ("wall-clock time", duration(summary.wall_s)),
+        ("tokens generated", f"{summary.tokens_generated:,} ({summary.tokens_per_s:,.0f} a second)"),
+        ("critic update hidden behind generation", duration(summary.critic_overlap_s)),
+        ("report", str(folder / "report.html")),
+        ("timeline", f"{folder / 'timeline.json'} (open it in Perfetto)"),
+        ("MLflow", f"mlflow ui --backend-store-uri sqlite:///{folder / 'mlflow.db'}"),
+        ("policy", str(folder / "policy")),
+    ]
+    console = Console()
+    console.print(summary_table(rows, title="result"))
+    console.print(_stage_table(summary))
+
+
+def _stage_table(summary: Summary) -> Table:
+    table = Table(title="share of the wall-clock time by stage (stages overlap)", title_justify="left")
+    for name in ("stage", "seconds", "share"):
+        table.add_column(name, justify="left" if name == "stage" else "right")
+    for name, seconds in sorted(summary.stage_seconds.items(), key=lambda item: -item[1]):
+        if seconds >= 0.01 * summary.wall_s:
+            table.add_row(name, f"{seconds:.1f}", f"{seconds / summary.wall_s:.0%}")
+    return table

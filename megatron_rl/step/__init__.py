@@ -1,0 +1,1 @@
+"""The training step: its table of stages, and what each stage does."""

@@ -1,0 +1,129 @@
+"""Which responses a step works on: one window a slot, over-sampling with abort, or groups with a mixed outcome.
+
+Laws: windows (``schedule.mode=tppo``) keep every token: a response that was aborted has a shorter window and goes on in
+the next step. Full responses (``sync``) are taken in whole groups: what over-sampling cut short and what dynamic
+sampling sorted out leaves the pool and is counted.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from megatron_rl.config.derived import effective_window_tokens
+from megatron_rl.config.schema import Config, Mode
+from megatron_rl.data.slots import SlotPool
+from megatron_rl.data.trajectory import Trajectory
+from megatron_rl.errors import UserError
+from megatron_rl.rollout.service import RolloutService
+from megatron_rl.step.grading import Grader
+
+Group = list[Trajectory]
+
+
+@dataclass
+class Collected:
+    trajectories: list[Trajectory]
+    num_carried: int
+    """Responses that go on from an earlier step."""
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+class Collector:
+    def __init__(self, config: Config, pool: SlotPool, rollout: RolloutService, grader: Grader) -> None:
+        self._config = config
+        self._pool = pool
+        self._rollout = rollout
+        self._grader = grader
+        self._window_tokens = effective_window_tokens(config)
+
+    async def collect(self, step: int) -> Collected:
+        """Generate the step's responses; with dynamic sampling they are graded too."""
+        if self._config.algorithm.dynamic_sampling.enabled:
+            return await self._mixed_groups(step)
+        trajectories = self._pool.fill(step)
+        num_carried = self._pool.num_carried
+        await self._generate(trajectories, step)
+        if self._config.schedule.mode is Mode.tppo or self._config.rollout.over_sampling == 1.0:
+            return Collected(trajectories, num_carried)
+        kept = [t for group in self._complete_groups(trajectories) for t in group]
+        num_wanted = self._num_groups * self._config.batch.num_samples_per_prompt
+        num_discarded = self._discard_all_but(trajectories, kept[:num_wanted])
+        return Collected(kept[:num_wanted], num_carried, {"rollout/num_discarded": float(num_discarded)})
+
+    async def _mixed_groups(self, step: int) -> Collected:
+        """DAPO's dynamic sampling: generate until there are enough groups with right and wrong responses (papers 4.2)."""
+        settings = self._config.algorithm.dynamic_sampling
+        useful: list[Group] = []
+        counts = {"all_right": 0, "all_wrong": 0, "unscored": 0}
+        rewards: list[float] = []
+        for num_rounds in range(1, settings.max_rounds + 1):
+            trajectories = self._pool.fill(step)
+            await self._generate(trajectories, step)
+            groups = self._complete_groups(trajectories)
+            await self._grader.grade([t for group in groups for t in group], step)
+            self._discard_all_but(trajectories, [])
+            rewards += [t.score.value for group in groups for t in group if t.score.value is not None]
+            for group in groups:
+                kind = outcome_kind(group, settings.correct_from)
+                if kind == "mixed":
+                    useful.append(group)
+                else:
+                    counts[kind] += 1
+            if len(useful) >= self._num_groups:
+                break
+        else:
+            raise UserError(
+                f"algorithm.dynamic_sampling: after {settings.max_rounds} rounds of generation step {step + 1} has "
+                f"{len(useful)} of {self._num_groups} groups with right and wrong responses ({counts['all_right']} were "
+                f"right throughout, {counts['all_wrong']} wrong throughout, {counts['unscored']} without scores); give "
+                "prompts of fitting difficulty (megatron-rl select-prompts), more samples a prompt, or raise "
+                "algorithm.dynamic_sampling.max_rounds"
+            )
+        num_groups = len(useful) + sum(counts.values())
+        metrics = {
+            "dynamic_sampling/reward_mean": sum(rewards) / len(rewards),
+            "dynamic_sampling/num_rounds": float(num_rounds),
+            "dynamic_sampling/useful_share": len(useful) / num_groups,
+            "dynamic_sampling/all_right_share": counts["all_right"] / num_groups,
+            "dynamic_sampling/all_wrong_share": counts["all_wrong"] / num_groups,
+            "dynamic_sampling/num_left_over": float(len(useful) - self._num_groups),
+        }
+        return Collected([t for group in useful[: self._num_groups] for t in group], 0, metrics)
+
+    async def _generate(self, trajectories: Sequence[Trajectory], step: int) -> None:
+        is_enough = None
+        if self._config.rollout.over_sampling > 1.0:
+            is_enough = lambda: self._num_missing(trajectories, step) <= 0  # noqa: E731
+        await self._rollout.generate(trajectories, step=step, window_tokens=self._window_tokens, is_enough=is_enough)
+
+    def _num_missing(self, trajectories: Sequence[Trajectory], step: int) -> int:
+        """Windows or, for full responses, groups that are still to be completed."""
+        if self._config.schedule.mode is Mode.sync:
+            return self._num_groups - len(self._complete_groups(trajectories))
+        num_slots = self._num_groups * self._config.batch.num_samples_per_prompt
+        return num_slots - sum(t.finished or t.window_tokens(step) >= self._window_tokens for t in trajectories)
+
+    @property
+    def _num_groups(self) -> int:
+        return self._config.batch.num_prompts_per_step
+
+    def _complete_groups(self, trajectories: Sequence[Trajectory]) -> list[Group]:
+        """Groups with every member here and finished, in the order in which they were started."""
+        groups: dict[int, Group] = {}
+        for trajectory in trajectories:
+            groups.setdefault(trajectory.group_id, []).append(trajectory)
+        size = self._config.batch.num_samples_per_prompt
+        return [group for group in groups.values() if len(group) == size and all(t.finished for t in group)]
+
+    def _discard_all_but(self, trajectories: Sequence[Trajectory], kept: Sequence[Trajectory]) -> int:
+        kept_ids = {t.id for t in kept}
+        discarded = [t for t in trajectories if t.id not in kept_ids]
+        self._pool.discard(discarded)
+        return len(discarded)
+
+
+def outcome_kind(group: Sequence[Trajectory], correct_from: float) -> str:
+    """all_right, all_wrong, mixed, or unscored when a member has no score; by the score before any shaping."""
+    if any(t.score is None or t.score.value is None for t in group):
+        return "unscored"
+    num_right = sum(t.score.value >= correct_from for t in group)
+    return "all_wrong" if num_right == 0 else "all_right" if num_right == len(group) else "mixed"

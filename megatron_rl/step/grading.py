@@ -1,0 +1,84 @@
+"""Scores for what ended in a step: whole responses, or the turns of dialogues.
+
+Laws: everything that ended is graded once, in the step in which it ended; what could not be graded keeps a score
+without a value. A dialogue's environment says which texts the reward grades and what each turn's reward is.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+
+from megatron_rl.config.schema import RewardConfig
+from megatron_rl.data.trajectory import Score, Trajectory
+from megatron_rl.environments.base import Environment, turn_views, turns_to_score
+from megatron_rl.rewards.router import GradedItem, RewardRouter
+from megatron_rl.rewards.workers.processes import check_error_rate
+
+
+class Grader:
+    def __init__(
+        self,
+        config: RewardConfig,
+        rewards: RewardRouter,
+        decode: Callable[[Sequence[int]], str],
+        environment: Environment | None = None,
+    ) -> None:
+        self._config = config
+        self._rewards = rewards
+        self._decode = decode
+        self._environment = environment
+
+    async def grade(self, trajectories: Sequence[Trajectory], step: int) -> list[Score]:
+        """Score what ended in ``step`` and has no score yet; RewardAlarm when too much of it cannot be scored."""
+        if self._environment is None:
+            ended = [t for t in trajectories if t.finished and t.score is None]
+            scores = await self._ask([(t, self._decode(t.response_ids)) for t in ended])
+            for trajectory, score in zip(ended, scores):
+                trajectory.score = score
+            return scores
+        return await self._grade_turns(trajectories, step)
+
+    async def _grade_turns(self, trajectories: Sequence[Trajectory], step: int) -> list[Score]:
+        environment = self._environment
+        views = {t.id: turn_views(t, self._decode) for t in trajectories if t.turn_ended(step) or t.finished}
+        open_ = [t for t in trajectories if t.id in views and t.score is None]
+        asked = []
+        for t in open_:
+            for index in range(len(views[t.id])):
+                text = environment.graded_text(t.prompt, views[t.id], index)
+                if text is not None and index not in t.turn_grades:
+                    asked.append((t, index, text))
+        grades = await self._ask([(t, text) for t, _, text in asked])
+        for (t, index, _), grade in zip(asked, grades):
+            t.turn_grades[index] = grade
+        for t in open_:
+            turns = views[t.id]
+            for index in turns_to_score(environment, t, step):
+                reward = environment.turn_reward(t.prompt, turns, index, t.turn_grades)
+                if reward is not None:
+                    t.turn_scores[index] = reward
+            if t.finished:
+                t.score = environment.outcome(t.prompt, turns, t.turn_grades)
+        return grades
+
+    async def _ask(self, texts: Sequence[tuple[Trajectory, str]]) -> list[Score]:
+        items = [
+            GradedItem(response=text, answer=p.answer, prompt=p.text, type=p.type, fields=p.fields)
+            for p, text in ((t.prompt, text) for t, text in texts)
+        ]
+        scores = await self._rewards.score_many(items)
+        check_error_rate(scores, max_error_rate=self._config.max_error_rate)
+        return scores
+
+    def metrics(self, finished: Sequence[Trajectory]) -> dict[str, float]:
+        """Means over the finished responses of what rewards and environment say besides the score."""
+        values: dict[str, list[float]] = defaultdict(list)
+        for trajectory in finished:
+            scores = [trajectory.score, *trajectory.turn_grades.values()]
+            for name, value in (pair for score in scores if score for pair in score.metrics.items()):
+                values[f"reward/{name}"].append(value)
+            if self._environment is not None:
+                turns = turn_views(trajectory, self._decode)
+                found = self._environment.metrics(trajectory.prompt, turns, trajectory.turn_grades)
+                for name, value in found.items():
+                    values[f"dialogue/{name}"].append(value)
+        return {name: sum(numbers) / len(numbers) for name, numbers in values.items()}

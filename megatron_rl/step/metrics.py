@@ -1,0 +1,83 @@
+"""What a step says about itself, computed from its trajectories and batches. Pure; names as in docs/metrics.md."""
+
+from collections.abc import Sequence
+
+from megatron_rl import algorithms
+from megatron_rl.data.batch import PackedBatch
+from megatron_rl.data.trajectory import Trajectory
+from megatron_rl.step.experience import Advantages
+
+
+def rollout_metrics(trajectories: Sequence[Trajectory], *, step: int, num_carried: int) -> dict[str, float]:
+    """Lengths are of finished responses; tokens are those that this step generated."""
+    finished = [t for t in trajectories if t.finished]
+    metrics = {
+        "rollout/num_slots": len(trajectories),
+        "rollout/num_finished": len(finished),
+        "rollout/num_carried": num_carried,
+        "rollout/finished_share": len(finished) / len(trajectories),
+        "rollout/prompt_tokens_mean": _mean([len(t.prompt.token_ids) for t in trajectories]),
+        "step/tokens_generated": sum(t.window_tokens(step) for t in trajectories),
+    }
+    messages = sum(t.num_response_tokens - t.num_generated_tokens for t in trajectories)
+    if messages:
+        metrics["rollout/message_share"] = messages / sum(t.num_response_tokens for t in trajectories)
+    hot = sum(len(s.token_ids) for t in trajectories for s in t.segments if s.hot and s.step == step)
+    if hot:
+        metrics["rollout/hot_tokens"] = hot
+    if finished:
+        metrics["rollout/response_tokens_mean"] = _mean([t.num_response_tokens for t in finished])
+        metrics["rollout/response_tokens_max"] = max(t.num_response_tokens for t in finished)
+        metrics["rollout/cut_share"] = _mean([not t.stopped for t in finished])
+    return {name: float(value) for name, value in metrics.items()}
+
+
+def reward_metrics(finished: Sequence[Trajectory]) -> dict[str, float]:
+    """Over finished responses alone; an accuracy where every reward is 0 or 1, as verifiers give them."""
+    rewards = [t.score.value for t in finished if t.score.value is not None]
+    metrics = {"reward/num_unscored": float(len(finished) - len(rewards))}
+    if rewards:
+        metrics["reward/mean"] = _mean(rewards)
+        if all(reward in (0, 1) for reward in rewards):
+            metrics["reward/accuracy"] = _mean(rewards)
+    return metrics
+
+
+def advantage_metrics(batch: PackedBatch, advantages: Advantages) -> dict[str, float]:
+    """Mean and spread before normalisation, of the tokens the policy trains on, split by finished and unfinished."""
+    in_window = batch.fields["mask"]
+    ended, values, counted = (x[in_window] for x in (advantages.ended, advantages.raw, advantages.mask))
+    metrics: dict[str, float] = {}
+    for name, group in (("finished", ended), ("unfinished", ~ended)):
+        chosen = values[group & counted]
+        metrics[f"advantage/{name}_tokens"] = float(len(chosen))
+        if len(chosen):
+            metrics[f"advantage/{name}_mean"] = float(chosen.mean())
+            metrics[f"advantage/{name}_std"] = float(chosen.std(correction=0))
+    return metrics
+
+
+NUM_POSITIONS = 4
+
+
+def critic_metrics(batch: PackedBatch) -> dict[str, float]:
+    """How well the values of generation time foretold the returns.
+
+    ``advantage_q1`` to ``_q4``: mean of return minus value in each quarter of the response; a critic without
+    initialisation bias has no slope there (VC-PPO).
+    """
+    mask, values, returns = batch.fields["mask"], batch.fields["old_values"], batch.fields["returns"]
+    metrics = {
+        "critic/explained_variance": float(algorithms.explained_variance(values, returns, mask)),
+        "critic/value_mean": float(values[mask].mean()),
+        "critic/return_mean": float(returns[mask].mean()),
+    }
+    advantage, count = algorithms.value_by_position(values, returns, mask, batch.cu_seqlens, NUM_POSITIONS)["advantage"]
+    for index in range(NUM_POSITIONS):
+        if count[index]:
+            metrics[f"critic/advantage_q{index + 1}"] = float(advantage[index] / count[index])
+    return metrics
+
+
+def _mean(numbers: Sequence[float]) -> float:
+    return float(sum(numbers) / len(numbers))

@@ -1,0 +1,159 @@
+"""Runs the stage graph: trainer stages on the calling thread, the others beside it.
+
+Whichever thread ends a stage launches the rollout and host stages that became ready, so that generation starts while
+the calling thread is inside a trainer stage.
+
+Who waits for whom: the calling (main) thread waits for completions of rollout and host stages; coroutines that need
+the Megatron ranks (a restarted server wants its weights) wait for the main thread through ``call_on_trainer``. A wait
+that lasts longer than ``stall_timeout_s`` ends with an error that names the running stages.
+"""
+
+import asyncio
+import inspect
+import queue
+import threading
+import time
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+from megatron_rl.step.stages import Frontier, Resource, Stage, StageRun
+
+Action = Callable[[int], Any]
+HEARTBEAT_S = 10.0
+
+
+class StageRunner:
+    def __init__(
+        self,
+        graph: Sequence[Stage],
+        event_loop: asyncio.AbstractEventLoop,
+        *,
+        stall_timeout_s: float,
+        on_span: Callable[[StageRun, float, float], None],
+        heartbeat: Callable[[], None],
+    ) -> None:
+        self._graph = graph
+        self._actions: Mapping[str, Action] = {}
+        self._event_loop = event_loop
+        self._stall_timeout_s = stall_timeout_s
+        self._on_span = on_span
+        self._heartbeat = heartbeat
+        self._events: queue.Queue[Callable[[], None]] = queue.Queue()
+        self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="host")
+        self._lock = threading.RLock()  # guards the frontier and the start times
+        self._frontier: Frontier | None = None
+        self._ended = False
+        self._started_s: dict[StageRun, float] = {}
+
+    def run(self, actions: Mapping[str, Action], first_step: int, last_step: int) -> None:
+        """Run steps first_step..last_step; the first stage that fails ends it with its own exception.
+
+        ``actions`` maps every stage's name to a function of the step: a plain one, or a coroutine function.
+        """
+        missing = [stage.name for stage in self._graph if stage.name not in actions]
+        if missing:
+            raise ValueError(f"stages without an action: {missing}")
+        self._actions = actions
+        self._frontier = Frontier(self._graph, first_step, last_step)
+        try:
+            while True:
+                with self._lock:
+                    if self._frontier.done:
+                        return
+                    self._launch_ready()
+                    ready = [r for r in self._frontier.ready() if r.stage.resource is Resource.trainer]
+                    if ready and self._events.empty():
+                        self._start(ready[0])
+                    else:
+                        ready = []
+                if ready:
+                    self._actions[ready[0].stage.name](ready[0].step)
+                    self._complete(ready[0], time.time())
+                else:
+                    self._next_event()
+        finally:
+            with self._lock:
+                self._ended = True  # what still runs launches nothing any more
+            self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def running(self) -> list[tuple[str, float]]:
+        """(stage, seconds so far) of the stages under way (from any thread)."""
+        now_s = time.time()
+        return [(stage_run.stage.name, now_s - started_s) for stage_run, started_s in list(self._started_s.items())]
+
+    def stop_after(self, step: int) -> None:
+        """Open no further step (called by a stage's action)."""
+        with self._lock:
+            self._frontier.stop_after(step)
+
+    def wait_for(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
+        """Run a coroutine outside the graph to its end, lending it the main thread as ``run`` does."""
+        future = asyncio.run_coroutine_threadsafe(coroutine, self._event_loop)
+        future.add_done_callback(lambda done: self._events.put(lambda: None))
+        while not future.done():
+            self._next_event()
+        return future.result()
+
+    def call_on_trainer(self, function: Callable[[], Any]) -> Future:
+        """Have the main thread call ``function`` between two trainer stages (from any other thread)."""
+        result: Future = Future()
+
+        def call() -> None:
+            try:
+                result.set_result(function())
+            except Exception as error:
+                result.set_exception(error)
+
+        self._events.put(call)
+        return result
+
+    def _launch_ready(self) -> None:
+        """Start every rollout and host stage that can run (under the lock)."""
+        for stage_run in self._frontier.ready():
+            if stage_run.stage.resource is not Resource.trainer:
+                self._start(stage_run)
+                self._launch(stage_run)
+
+    def _start(self, stage_run: StageRun) -> None:
+        self._frontier.start(stage_run)
+        self._started_s[stage_run] = time.time()
+
+    def _launch(self, stage_run: StageRun) -> None:
+        action = self._actions[stage_run.stage.name]
+        if inspect.iscoroutinefunction(action):
+            future = asyncio.run_coroutine_threadsafe(action(stage_run.step), self._event_loop)
+        else:
+            future = self._threads.submit(action, stage_run.step)
+
+        def completed(done: Future) -> None:
+            try:
+                if not done.cancelled() and done.exception() is None:
+                    self._complete(stage_run, time.time())
+            finally:
+                self._events.put(lambda: done.result())  # wakes the calling thread; a failure is raised there
+
+        future.add_done_callback(completed)
+
+    def _complete(self, stage_run: StageRun, ended_s: float) -> None:
+        with self._lock:
+            self._on_span(stage_run, self._started_s.pop(stage_run), ended_s)
+            self._frontier.finish(stage_run)
+            if not self._ended:
+                self._launch_ready()
+
+    def _next_event(self) -> None:
+        deadline_s = time.monotonic() + self._stall_timeout_s
+        while True:
+            try:
+                self._events.get(timeout=HEARTBEAT_S)()
+                return
+            except queue.Empty:
+                self._heartbeat()
+            if time.monotonic() > deadline_s:
+                running = self._frontier.running if self._frontier else ()
+                waiting = ", ".join(f"{r.stage.name} of step {r.step}" for r in running) or "the rollout side"
+                raise TimeoutError(
+                    f"the trainer waited {self._stall_timeout_s:.0f} s for {waiting} without an answer; look at the "
+                    "server logs in the output folder, or raise rollout.request_timeout_s"
+                )

@@ -1,0 +1,1 @@
+"""Signals, files and processes of the machine."""

@@ -1,0 +1,352 @@
+"""All trainer ranks as seen from the driver (rank 0): one call here, one collective action everywhere.
+
+The other ranks sit in ``Worker.serve`` and wait for the driver's next command; the driver sends it, sends each rank
+its own packed micro-batches as raw tensors, takes part itself, and gathers what the output ranks report. An idle
+driver sends heartbeats, so that a follower's deadline (parallel.collective_timeout_s) means a driver in trouble and
+not a long generation.
+"""
+
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_rl.config.schema import Config
+from megatron_rl.data.batch import Images, PackedBatch, cu_seqlens_of
+from megatron_rl.models.hf.weights import Destination
+from megatron_rl.parallel import collectives
+from megatron_rl.parallel import stragglers as progress
+from megatron_rl.parallel.topology import Topology, coordinates
+from megatron_rl.training import losses
+from megatron_rl.training.batching import Plan, padded_share, plan_microbatches, plan_statistics
+from megatron_rl.training.engine import Engine, UpdateResult
+from megatron_rl.training.export import WeightExport, free_cached_memory
+from megatron_rl.training.flops import flops_cost
+
+
+@dataclass(frozen=True)
+class Command:
+    name: str
+    engine: str = ""
+    arguments: dict[str, Any] = field(default_factory=dict)
+    sends_batches: bool = False
+    gathers: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.name} of the engine {self.engine}" if self.engine else self.name
+
+
+class Worker:
+    """One rank: its engines by name and how it carries out a command."""
+
+    def __init__(self, config: Config, topology: Topology, engines: Mapping[str, Engine]) -> None:
+        self.config = config
+        self.topology = topology
+        self.engines = engines
+        self.export = WeightExport(config)
+
+    def serve(self) -> None:
+        """Carry out the driver's commands until it says stop (every rank but 0)."""
+        try:
+            while self._serve_one():
+                pass
+        except RuntimeError as error:
+            if not _connection_lost(error):
+                raise
+            # The rank that went away has said why, or was told to stop: a second account would only bury the first.
+            sys.exit(1)
+        finally:
+            self.export.close()
+
+    def _serve_one(self) -> bool:
+        command = collectives.broadcast_object(None, what="its next command")
+        if command.name == "stop":
+            return False
+        payload = collectives.receive(what=f"the batches of the {command}") if command.sends_batches else {}
+        result = self.execute(command, _unpack(payload))
+        if command.gathers:
+            collectives.gather_tensors(result, what=f"the results of the {command}")
+        return True
+
+    def execute(self, command: Command, microbatches: list[PackedBatch]) -> Any:
+        """This rank's part of ``command``."""
+        if command.name == "heartbeat":
+            return None
+        if command.name == "free_memory":
+            return free_cached_memory()
+        with progress.working(str(command)):
+            return self._execute(command, microbatches)
+
+    def _execute(self, command: Command, microbatches: list[PackedBatch]) -> Any:
+        engine, arguments = self.engines[command.engine], command.arguments
+        if command.name == "logprobs":
+            return _joined(engine, engine.logprobs(microbatches, **arguments))
+        if command.name == "take_routes":
+            routes = _joined(engine, [part.flatten() for part in engine.take_routes()])
+            # As bytes: gloo has no 16-bit integers.
+            return routes if routes is None else routes.to(torch.int16).view(torch.uint8)
+        if command.name == "values":
+            outputs = engine.values(microbatches)
+            return _joined(engine, [part for values, final in outputs for part in (values, final)])
+        if command.name == "update":
+            objective = losses.build(arguments["objective"], self.config.algorithm, arguments["denominators"])
+            return engine.update(microbatches, objective, temperature=arguments["temperature"])
+        if command.name == "export":
+            return self.export.take_part(engine, arguments["to"])
+        return getattr(engine, command.name)(arguments["folder"])
+
+
+@dataclass(frozen=True)
+class _Places:
+    """The ranks in the layout of one engine."""
+
+    dp_ranks: tuple[int, ...]
+    """By rank: whose micro-batches it takes."""
+    reporters: tuple[int, ...]
+    """By data-parallel rank: the rank that reports for it."""
+
+    @classmethod
+    def of(cls, engine: Engine) -> "_Places":
+        num_ranks, last_stage = engine.topology.world_size, engine.topology.pp_size - 1
+        places = [coordinates(rank, num_ranks, engine.parallel) for rank in range(num_ranks)]
+        reporters = {
+            place.dp_rank: rank
+            for rank, place in enumerate(places)
+            if place.tp_rank == 0 and place.cp_rank == 0 and place.pp_rank == last_stage
+        }
+        return cls(
+            tuple(place.dp_rank for place in places), tuple(reporters[dp_rank] for dp_rank in sorted(reporters))
+        )
+
+
+class TrainerGroup:
+    """The driver's side; engines may have different layouts. Batches go in whole and come back in their own order."""
+
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
+        self._costs = {name: flops_cost(engine.hf_config, role=engine.role) for name, engine in worker.engines.items()}
+        self._places = {name: _Places.of(engine) for name, engine in worker.engines.items()}
+
+    @property
+    def engine_names(self) -> tuple[str, ...]:
+        return tuple(self._worker.engines)
+
+    @property
+    def notes(self) -> list[str]:
+        """What is worth knowing about the models as they were loaded, for the display."""
+        policy = self._worker.engines.get("policy")
+        return [policy.mtp_note] if policy is not None and policy.mtp_note else []
+
+    def logprobs(self, batch: PackedBatch, *, temperature: float, engine: str = "policy") -> Tensor:
+        """[T] float32 log-probs of the policy (or the reference) where fields["mask"], else 0."""
+        command = Command("logprobs", engine, {"temperature": temperature}, sends_batches=True, gathers=True)
+        plan, results = self._answers(command, batch)
+        (logprobs,) = _restore(batch, plan, results, per_sequence=False)
+        return logprobs
+
+    def logprobs_and_routes(
+        self, batch: PackedBatch, *, temperature: float, engine: str = "policy"
+    ) -> tuple[Tensor, Tensor]:
+        """``logprobs``, and the experts that this pass chose: [T, layers, k] int16 (``data.batch.ROUTES``)."""
+        arguments = {"temperature": temperature, "record_routes": True}
+        plan, results = self._answers(Command("logprobs", engine, arguments, sends_batches=True, gathers=True), batch)
+        (logprobs,) = _restore(batch, plan, results, per_sequence=False)
+        gathered = self._call(Command("take_routes", engine, gathers=True))
+        shape = self._worker.engines[engine].routes_shape
+        routes = torch.zeros((len(batch.tokens), *shape), dtype=torch.int16)
+        starts, lengths = batch.cu_seqlens[:-1], batch.lengths
+        reporters = self._places[engine].reporters
+        for dp_rank, microbatches in enumerate(plan):
+            found = gathered[reporters[dp_rank]].view(torch.int16).view(-1, *shape)
+            order = [index for indices in microbatches for index in indices]
+            rows = [torch.arange(int(lengths[index])) + starts[index] for index in order]
+            if rows:
+                routes[torch.cat(rows)] = found
+        return logprobs, routes
+
+    def values(self, batch: PackedBatch, *, engine: str = "critic") -> tuple[Tensor, Tensor]:
+        """(values [T], final_values [N]) of the critic (or a reward model), float32."""
+        plan, results = self._answers(Command("values", engine, {}, sends_batches=True, gathers=True), batch)
+        values, final_values = _restore(batch, plan, results, per_sequence=True)
+        return values, final_values
+
+    def update(
+        self,
+        engine: str,
+        batch: PackedBatch,
+        *,
+        objective: str,
+        denominators: dict[str, float],
+        temperature: float = 1.0,
+    ) -> UpdateResult:
+        """One optimizer step of ``engine`` on ``batch``; denominators are those of losses.build, over the whole batch."""
+        arguments = {"objective": objective, "denominators": denominators, "temperature": temperature}
+        plan = self._plan(engine, batch)
+        result = self._call(Command("update", engine, arguments, sends_batches=True), batch, plan)
+        return replace(result, plan=self._plan_metrics(engine, batch, plan))
+
+    def export_weights(self, engine: str, to: Destination = Destination.driver) -> Iterator[tuple[str, Tensor]]:
+        """Hugging Face names and whole tensors for this rank, streamed; must be walked to its end.
+
+        The other ranks begin at once and do what ``to`` asks of them (``WeightExport``). An iterator that was begun
+        runs its gathers to their end, however it is left.
+        """
+        command = Command("export", engine, {"to": to})
+        collectives.broadcast_object(command, what=str(command))
+        return _run_out(self._worker.engines[engine].export_weights(to), progress.working(str(command)))
+
+    def expected_weights(self, engine: str) -> dict[str, tuple[int, ...]]:
+        """Hugging Face name -> shape of every tensor that export_weights gives."""
+        return self._worker.engines[engine].expected_weights()
+
+    def save_hf(self, engine: str, folder: str) -> None:
+        self._call(Command("save_hf", engine, {"folder": folder}))
+
+    def save_state(self, engine: str, folder: str) -> None:
+        self._call(Command("save_state", engine, {"folder": folder}))
+
+    def load_state(self, engine: str, folder: str) -> None:
+        self._call(Command("load_state", engine, {"folder": folder}))
+
+    def heartbeat(self) -> None:
+        self._call(Command("heartbeat"))
+
+    def topology_of(self, engine: str) -> Topology:
+        """This rank's place in the engine's layout."""
+        return self._worker.engines[engine].topology
+
+    def free_memory(self) -> None:
+        """Every rank gives unused device memory back."""
+        self._call(Command("free_memory"))
+
+    def stop(self) -> None:
+        """Let the other ranks leave ``Worker.serve``."""
+        collectives.broadcast_object(Command("stop"))
+
+    def _plan(self, engine: str, batch: PackedBatch) -> Plan:
+        parallel = self._worker.engines[engine].parallel
+        return plan_microbatches(
+            batch.lengths.tolist(),
+            len(self._places[engine].reporters),
+            self._worker.config.batch.max_tokens_per_microbatch,
+            cost=self._costs[engine],
+            # An interleaved schedule takes micro-batches in groups of as many as there are stages.
+            multiple_of=parallel.pipeline_parallel_size if parallel.virtual_pipeline_size > 1 else 1,
+        )
+
+    def _plan_metrics(self, engine: str, batch: PackedBatch, plan: Plan) -> dict[str, float]:
+        parallel, lengths = self._worker.engines[engine].parallel, batch.lengths.tolist()
+        even = plan_statistics(plan, lengths, self._costs[engine])
+        num_context_ranks = parallel.context_parallel_size
+        sequence_multiple = 2 * num_context_ranks if num_context_ranks > 1 else 1
+        split_ranks = parallel.tensor_parallel_size if parallel.sequence_parallel else 1
+        padded = padded_share(
+            plan, lengths, sequence_multiple=sequence_multiple, pack_multiple=sequence_multiple * split_ranks
+        )
+        return {
+            "num_microbatches": float(even.num_microbatches),
+            "num_stand_ins": float(even.num_stand_ins),
+            "rank_imbalance": even.rank_imbalance,
+            "microbatch_imbalance": even.microbatch_imbalance,
+            "padding_share": padded,
+        }
+
+    def _answers(self, command: Command, batch: PackedBatch) -> tuple[Plan, list[Tensor]]:
+        plan = self._plan(command.engine, batch)
+        gathered = self._call(command, batch, plan)
+        return plan, [gathered[rank] for rank in self._places[command.engine].reporters]
+
+    def _call(self, command: Command, batch: PackedBatch | None = None, plan: Plan | None = None) -> Any:
+        collectives.broadcast_object(command, what=str(command))
+        microbatches: list[PackedBatch] = []
+        if command.sends_batches:
+            payloads = [_pack(batch, microbatch_indices) for microbatch_indices in plan]
+            dp_ranks = self._places[command.engine].dp_ranks
+            own = collectives.send_batches(
+                [payloads[dp_rank] for dp_rank in dp_ranks], what=f"the batches of the {command}"
+            )
+            microbatches = _unpack(own)
+        result = self._worker.execute(command, microbatches)
+        if command.gathers:
+            return collectives.gather_tensors(result, what=f"the results of the {command}")
+        return result
+
+
+def _run_out(
+    weights: Iterator[tuple[str, Tensor]], working: AbstractContextManager[None]
+) -> Iterator[tuple[str, Tensor]]:
+    try:
+        # Not "yield from": closing this generator must not close the other one before its gathers are through.
+        with working:
+            for item in weights:  # noqa: UP028
+                yield item
+    finally:
+        for _ in weights:
+            pass
+
+
+def _connection_lost(error: RuntimeError) -> bool:
+    """A peer's process ended while this rank waited for it, here or inside one of Megatron's collectives."""
+    lost_words = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
+    return isinstance(error, collectives.PeerLost) or any(words in str(error) for words in lost_words)
+
+
+def _pack(batch: PackedBatch, microbatches: Sequence[Sequence[int]]) -> dict[str, Tensor]:
+    """One rank's micro-batches as one payload; ``_unpack`` is its inverse."""
+    chosen = batch.select([index for indices in microbatches for index in indices])
+    payload = {"tokens": chosen.tokens, "cu_seqlens": chosen.cu_seqlens}
+    payload["microbatch_sizes"] = torch.tensor([len(indices) for indices in microbatches], dtype=torch.int64)
+    if chosen.images is not None:
+        payload |= {f"images/{name}": values for name, values in vars(chosen.images).items()}
+    return payload | {f"field/{name}": values for name, values in chosen.fields.items()}
+
+
+def _unpack(payload: Mapping[str, Tensor]) -> list[PackedBatch]:
+    if not payload:
+        return []
+    fields = {name.removeprefix("field/"): t for name, t in payload.items() if name.startswith("field/")}
+    images = {name.removeprefix("images/"): t for name, t in payload.items() if name.startswith("images/")}
+    all_images = Images(**images) if images else None
+    borders = cu_seqlens_of(payload["microbatch_sizes"]).tolist()
+    microbatches = []
+    for first, last in zip(borders, borders[1:]):
+        cu_seqlens = payload["cu_seqlens"][first : last + 1]
+        rows = slice(int(cu_seqlens[0]), int(cu_seqlens[-1]))
+        microbatches.append(
+            PackedBatch(
+                payload["tokens"][rows],
+                cu_seqlens - cu_seqlens[0],
+                {name: t[rows] for name, t in fields.items()},
+                all_images.select(range(first, last)) if all_images is not None else None,
+            )
+        )
+    return microbatches
+
+
+def _joined(engine: Engine, parts: Sequence[Tensor]) -> Tensor | None:
+    """What an output rank reports: its parts end to end."""
+    if not engine.is_output_rank:
+        return None
+    return torch.cat([part.cpu() for part in parts]) if parts else torch.zeros(0)
+
+
+def _restore(
+    batch: PackedBatch, plan: Sequence[Sequence[Sequence[int]]], results: Sequence[Tensor], *, per_sequence: bool
+) -> list[Tensor]:
+    """Undo the plan: per-token [T] and, if the results carry them, per-sequence [N] numbers in the batch's order."""
+    starts, lengths = batch.cu_seqlens[:-1].tolist(), batch.lengths.tolist()
+    tokens, sequences = torch.zeros(len(batch.tokens)), torch.zeros(batch.num_sequences)
+    for microbatches, result in zip(plan, results):
+        position = 0
+        for indices in microbatches:
+            for index in indices:
+                tokens[starts[index] : starts[index] + lengths[index]] = result[position : position + lengths[index]]
+                position += lengths[index]
+            if per_sequence:
+                sequences[list(indices)] = result[position : position + len(indices)]
+                position += len(indices)
+    return [tokens, sequences] if per_sequence else [tokens]

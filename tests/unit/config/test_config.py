@@ -1,0 +1,269 @@
+"""The configuration says what is wrong, where, and how to mend it, before anything starts."""
+
+import json
+import re
+
+import pytest
+
+from megatron_rl.commands.dry_run import print_plan
+from megatron_rl.config.checks import check_config
+from megatron_rl.config.describe import batch_arithmetic
+from megatron_rl.config.load import config_to_yaml, load_config, preset_names
+from megatron_rl.config.schema import Config, Mode
+from megatron_rl.errors import ConfigError
+
+MODEL = {
+    "model_type": "qwen2",
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 2,
+    "intermediate_size": 128,
+    "vocab_size": 32,
+    "max_position_embeddings": 256,
+}
+
+
+@pytest.fixture
+def recipe(tmp_path):
+    """A writable recipe that passes every check, as overrides on an empty file."""
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps(MODEL))
+    (model / "model.safetensors").write_bytes(b"")
+    (tmp_path / "train.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
+    file = tmp_path / "recipe.yaml"
+    file.write_text(
+        f"""
+preset: tppo
+policy: {{path: {model}}}
+data: {{train_files: [{tmp_path}/train.jsonl]}}
+batch: {{max_prompt_tokens: 64, max_response_tokens: 96, window_tokens: 32}}
+"""
+    )
+    return file
+
+
+def problems(recipe, *overrides, command="train", world_size=None):
+    with pytest.raises(ConfigError) as error:
+        check_config(load_config(recipe, overrides), command=command, world_size=world_size)
+    return str(error.value)
+
+
+def test_a_good_recipe_passes_and_overrides_win_over_the_file_and_the_file_over_the_preset(recipe):
+    config = load_config(recipe, ["batch.window_tokens=16"])
+    check_config(config, command="train")
+    assert config.batch.window_tokens == 16
+    assert config.batch.max_response_tokens == 96
+    assert config.schedule.mode is Mode.tppo
+    assert config.algorithm.clip_high == 0.28
+
+
+def test_the_resolved_configuration_reads_back_equal(recipe, tmp_path):
+    config = load_config(recipe)
+    copy = tmp_path / "copy.yaml"
+    copy.write_text(config_to_yaml(config))
+    assert load_config(copy) == config
+
+
+def test_every_preset_loads_and_names_its_source():
+    for name in preset_names():
+        assert isinstance(load_config(None, [f"preset={name}"]), Config)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("batch: {window_token: 3}", ["recipe.yaml", "batch.window_token", "did you mean 'batch.window_tokens'"]),
+        ("batches: {window_tokens: 3}", ["recipe.yaml", "'batches'", "batch"]),
+        ("batch: {window_tokens: many}", ["recipe.yaml", "batch.window_tokens", "many"]),
+        ("batch: 5", ["recipe.yaml", "batch"]),
+        ("schedule: {mode: fast}", ["recipe.yaml", "schedule.mode", "fast"]),
+        ("batch: [1", ["recipe.yaml", "not valid YAML", "line"]),
+        ("- a\n- b", ["recipe.yaml", "mapping"]),
+        ("preset: tpo", ["preset", "'tpo'", "tppo"]),
+    ],
+)
+def test_a_broken_recipe_is_an_error_with_file_key_and_remedy(tmp_path, text, expected):
+    file = tmp_path / "recipe.yaml"
+    file.write_text(text)
+    with pytest.raises(ConfigError) as error:
+        load_config(file)
+    for part in expected:
+        assert part in str(error.value)
+
+
+def test_a_missing_recipe_and_a_malformed_override_are_errors(tmp_path, recipe):
+    with pytest.raises(ConfigError, match="does not exist"):
+        load_config(tmp_path / "none.yaml")
+    with pytest.raises(ConfigError, match="expected key=value"):
+        load_config(recipe, ["batch.window_tokens"])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["batch.window_tokens=200"], ["batch.window_tokens", "longer than the response budget"]),
+        (["schedule.mode=sync"], ["batch.window_tokens", "sync"]),
+        (["algorithm.ignore_boundary_tokens=40"], ["algorithm.ignore_boundary_tokens"]),
+        (["policy.path=/nowhere"], ["policy.path", "config.json"]),
+        (["data.train_files=[/nowhere.jsonl]"], ["data.train_files", "/nowhere.jsonl"]),
+        (["data.train_files=[]"], ["data.train_files", "got none"]),
+        (
+            ["parallel.tensor_parallel_size=4", "parallel.num_ranks=4"],
+            ["parallel.tensor_parallel_size", "num_key_value_heads=2"],
+        ),
+        (["parallel.tensor_parallel_size=2", "parallel.num_ranks=3"], ["3 ranks do not divide by parallel.tensor_parallel_size 2"]),
+        (["parallel.pipeline_parallel_size=3", "parallel.num_ranks=3"], ["num_hidden_layers 2"]),
+        (["parallel.expert_parallel_size=2", "parallel.num_ranks=2"], ["no experts", "parallel.expert_parallel_size 2"]),
+        (["parallel.context_parallel_size=2", "parallel.num_ranks=3"], ["parallel.context_parallel_size 2"]),
+        (["parallel.sequence_parallel=true"], ["parallel.sequence_parallel"]),
+        (["batch.max_response_tokens=300"], ["max_position_embeddings", "256"]),
+        (["policy.optimizer.lr=0"], ["policy.optimizer.lr"]),
+        (["policy.optimizer.decay_style=cosine"], ["policy.optimizer.decay_steps"]),
+        (["rollout.temperature=0"], ["rollout.temperature"]),
+        (["rollout.urls=[localhost:3]"], ["rollout.urls"]),
+        (["algorithm.dual_clip=0.5"], ["algorithm.dual_clip"]),
+        (["eval.every_steps=5"], ["data.eval_files"]),
+        (["run.num_steps=0"], ["run.num_steps"]),
+        (["reward.max_error_rate=2"], ["reward.max_error_rate"]),
+    ],
+)
+def test_impossible_combinations_name_the_key(recipe, overrides, expected):
+    message = problems(recipe, *overrides)
+    for part in expected:
+        assert part in message
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["critic.parallel.tensor_parallel_size=3"], ["4 ranks do not divide by critic.parallel.tensor_parallel_size 3"]),
+        (["critic.parallel.virtual_pipeline_size=2"], ["critic.parallel.virtual_pipeline_size", "critic.parallel.pipeline"]),
+        (["critic.parallel.tensor_parallel_size=4"], ["critic.parallel.tensor_parallel_size: 4 does not divide num_key"]),
+        (["critic.parallel.pipeline_layers=[3]"], ["critic.parallel.pipeline_parallel_size: num_hidden_layers 2"]),
+        (["critic.parallel.expert_parallel_size=2"], ["critic.parallel: the layers have no experts", "critic.parallel.exp"]),
+        (["critic.parallel.num_ranks=2"], ["critic.parallel.num_ranks", "parallel.num_ranks=4"]),
+        (["critic.parallel.collective_timeout_s=0"], ["critic.parallel.collective_timeout_s"]),
+        (["preset=grpo", "critic.parallel.sequence_parallel=false"], ["critic.parallel: ", "no critic"]),
+    ],
+)
+def test_problems_of_the_critics_own_layout_name_its_keys(recipe, overrides, expected):
+    message = problems(recipe, "parallel.num_ranks=4", *overrides)
+    for part in expected:
+        assert part in message
+    assert "\nparallel." not in f"\n{message}"
+
+
+def test_a_critic_with_a_layout_of_its_own_is_described_beside_the_policy(recipe, capsys):
+    overrides = ["parallel.tensor_parallel_size=2", "critic.parallel.pipeline_parallel_size=2", "parallel.num_ranks=4"]
+    config = load_config(recipe, [*overrides, "batch.critic_minibatch_size=64", "batch.policy_minibatch_size=32"])
+    check_config(config, command="train")
+    rows = {row.name: row for row in batch_arithmetic(config, world_size=8)}
+    assert rows["samples per policy update"].per_rank == "8" and rows["samples per critic update"].per_rank == "up to 16"
+    print_plan(config, command="train", world_size=8)
+    shown = capsys.readouterr().out
+    assert "policy: 8 ranks = tensor 2 x pipeline 1 x data 4" in shown
+    assert "critic: 8 ranks = tensor 1 x pipeline 2 x data 4" in shown
+
+
+def test_all_problems_are_told_at_once(recipe):
+    message = problems(recipe, "run.num_steps=0", "rollout.temperature=0", "batch.window_tokens=999")
+    assert len(message.splitlines()) == 3
+
+
+def test_an_unknown_model_type_lists_the_supported_ones(recipe, tmp_path):
+    (tmp_path / "model" / "config.json").write_text(json.dumps(MODEL | {"model_type": "mamba"}))
+    message = problems(recipe)
+    assert "'mamba'" in message and "qwen2" in message
+
+
+@pytest.mark.parametrize("vocab", [{"a": 0, "b": 31}, {"a": 0, "b": 32}])
+def test_a_tokenizer_larger_than_the_model_is_refused(recipe, tmp_path, vocab):
+    (tmp_path / "model" / "tokenizer.json").write_text(json.dumps({"model": {"vocab": vocab}, "added_tokens": []}))
+    if max(vocab.values()) < MODEL["vocab_size"]:
+        check_config(load_config(recipe), command="train")
+    else:
+        assert "vocabulary mismatch" in problems(recipe) and "vocab_size=32" in problems(recipe)
+
+
+def test_broken_json_in_the_model_folder_names_the_file(recipe, tmp_path):
+    (tmp_path / "model" / "config.json").write_text("{")
+    assert "config.json is not valid JSON" in problems(recipe)
+
+
+def test_the_number_of_ranks_must_be_the_launchers(recipe):
+    assert "parallel.num_ranks" in problems(recipe, "parallel.num_ranks=2", world_size=4)
+
+
+def test_random_weights_need_no_safetensors_and_missing_ones_are_told(recipe, tmp_path):
+    (tmp_path / "model" / "model.safetensors").unlink()
+    assert "policy.init=random" in problems(recipe)
+    check_config(load_config(recipe, ["policy.init=random"]), command="train")
+
+
+def test_batch_arithmetic_counts_prompts_samples_and_tokens(recipe):
+    config = load_config(recipe, ["batch.num_prompts_per_step=8", "batch.num_samples_per_prompt=4"])
+    rows = {row.name: row for row in batch_arithmetic(config, world_size=2)}
+    assert rows["samples (slots)"].per_step == "32"
+    assert rows["samples (slots)"].per_rank == "16"
+    assert rows["new tokens (window)"].per_step == "up to 1,024"
+    assert rows["windows of the longest response"].per_step == "3"
+
+
+def test_a_later_recipe_overrides_an_earlier_one_and_may_choose_the_preset(recipe, tmp_path):
+    second = tmp_path / "second.yaml"
+    second.write_text("preset: dapo\nrun: {num_steps: 3}\n")
+    config = load_config([recipe, second], ["run.seed=9"])
+    assert (config.preset, config.run.num_steps, config.run.seed) == ("dapo", 3, 9)
+    assert config.policy.path == load_config(recipe).policy.path
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["preset=tppo", "algorithm.advantage=group"], "schedule.mode.*different steps"),
+        (["preset=grpo", "batch.num_samples_per_prompt=1"], "num_samples_per_prompt.*at least 2"),
+        (["preset=tppo", "algorithm.dynamic_sampling.enabled=true"], "dynamic_sampling.enabled.*schedule.mode=sync"),
+        (["preset=ppo", "algorithm.overlong=soft", "algorithm.overlong_buffer_tokens=99999"], "overlong_buffer_tokens"),
+        (
+            ["algorithm.correction.old_policy=rollout", "algorithm.correction.weight=token"],
+            "old_policy.*nothing to correct",
+        ),
+        (["algorithm.correction.rejection=token", "algorithm.correction.rejection_low=3"], "rejection_low.*low <= 1"),
+        (["algorithm.correction.weight=sequence", "algorithm.correction.max_weight=0.5"], "max_weight.*at least 1"),
+        (["algorithm.kl.place=loss", "algorithm.kl.estimator=k1"], "kl.estimator.*k2 or k3"),
+        (["data.system_prompt=hello"], "data.system_prompt.*use_chat_template"),
+        (["algorithm.kl.target=0.1"], "algorithm.kl.target.*place"),
+        (["preset=grpo", "critic.warmup_steps=5"], "critic.warmup_steps.*no critic"),
+        (["algorithm.normalize_by_role=true"], "normalize_by_role.*environment"),
+        (["rollout.over_sampling=0.5"], "over_sampling"),
+    ],
+)
+def test_pieces_that_exclude_each_other_are_refused_with_the_reason(recipe, overrides, words):
+    config = load_config(recipe, overrides)
+    with pytest.raises(ConfigError) as error:
+        check_config(config, command="train")
+    assert re.search(words, str(error.value))
+
+
+COLOCATED = "rollout.placement=colocated"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "world_size", "message"),
+    [
+        (["rollout.num_servers=2"], 4, r"2 x rollout.tensor_parallel_size 1 = 2 is not the 4 trainer ranks.*num_servers=4"),
+        (["rollout.tensor_parallel_size=3"], 4, "a rollout.tensor_parallel_size that divides 4"),
+        (["rollout.urls=[http://a:1]"], 2, "the rollout.urls 1 x .*list 2 of them"),
+        (["rollout.tensor_parallel_size=0"], 2, "rollout.tensor_parallel_size: expected at least 1"),
+        (["rollout.weight_sync=disk"], 1, "rollout.weight_sync=disk"),
+        (["rollout.host=0.0.0.0"], 1, "rollout.host"),
+    ],
+)
+def test_colocated_servers_and_trainer_ranks_are_counted_before_a_run(recipe, overrides, world_size, message):
+    assert re.search(message, problems(recipe, COLOCATED, *overrides, world_size=world_size))
+
+
+def test_a_colocated_layout_that_adds_up_is_taken(recipe):
+    for overrides, world_size in ((["rollout.num_servers=2", "rollout.tensor_parallel_size=2"], 4), ([], None)):
+        check_config(load_config(recipe, [COLOCATED, *overrides]), command="train", world_size=world_size)

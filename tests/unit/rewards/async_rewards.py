@@ -1,0 +1,95 @@
+"""Async rewards for tests: well-behaved ones, and ones that misbehave as the response asks."""
+
+import asyncio
+import threading
+import time
+from collections import Counter
+
+from megatron_rl.data.trajectory import Score
+from megatron_rl.rewards.registry import register
+from megatron_rl.rewards.workers.session import Transient
+
+calls: Counter[str] = Counter()
+"""How often each response was asked for."""
+under_way = 0
+most_under_way = 0
+
+
+async def exact(response: str, answer: str) -> float:
+    """1.0 for the answer itself."""
+    calls[response] += 1
+    return float(response == answer)
+
+
+async def misbehave(response: str, answer: str, *, scale: float = 1.0) -> "float | Score":
+    """What the first word of the response says, else its length."""
+    calls[response] += 1
+    kind, _, rest = response.partition(" ")
+    match kind:
+        case "sleep":
+            await asyncio.sleep(float(rest))
+        case "stubborn":
+            for _ in range(20):
+                try:
+                    await asyncio.sleep(0.1)
+                except asyncio.CancelledError:
+                    continue
+        case "block":
+            time.sleep(float(rest))
+        case "raise":
+            raise ValueError("the reward's own mistake")
+        case "exit":
+            raise SystemExit(3)
+        case "interrupt":
+            raise KeyboardInterrupt
+        case "cancel":
+            asyncio.current_task().cancel()
+            await asyncio.sleep(0)
+        case "cancelled":
+            raise asyncio.CancelledError
+        case "transient":
+            raise Transient("the server is busy")
+        case "once":
+            if calls[response] == 1:
+                raise ConnectionResetError("try again")
+        case "nan":
+            return float("nan")
+        case "nothing":
+            return None  # type: ignore[return-value]
+        case "detail":
+            return Score(0.5, "half", metrics={"mass": 0.25, "strange": float("inf")})
+    return scale * len(response)
+
+
+async def crowd(response: str, answer: str) -> float:
+    """Notes how many calls are under way at once."""
+    global under_way, most_under_way
+    under_way += 1
+    most_under_way = max(most_under_way, under_way)
+    await asyncio.sleep(0.01)
+    under_way -= 1
+    return 1.0
+
+
+async def thread_name(response: str, answer: str) -> Score:
+    return Score(1.0, threading.current_thread().name)
+
+
+@register("test_signed", range=(-1.0, 1.0))
+async def signed(response: str, answer: str) -> float:
+    """The number in the response."""
+    calls[response] += 1
+    return float(response)
+
+
+@register("test_unit", range=(0.0, 1.0))
+async def unit(response: str, answer: str, *, tests: str) -> Score:
+    """1.0 for the answer; needs a row field."""
+    calls[response] += 1
+    return Score(float(response == answer), f"tests {tests}")
+
+
+@register("test_free", range=(0.0, 1.0), row_fields={"hint": ("hint", "clue"), "row": ("*",)})
+async def free(response: str, answer: str, *, prompt: str, hint: str = "none", row: dict | None = None) -> Score:
+    """Says what it was given."""
+    return Score(1.0, f"{prompt}|{hint}|{','.join(sorted(row))}")

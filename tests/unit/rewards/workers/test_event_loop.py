@@ -1,0 +1,163 @@
+"""The runner of async rewards: one score for every item, whatever the reward does."""
+
+import asyncio
+import concurrent.futures
+import threading
+import time
+
+import pytest
+
+from megatron_rl.data.trajectory import Score
+from megatron_rl.rewards.registry import RewardError, check_options, resolve
+from megatron_rl.rewards.workers import event_loop as async_runner
+from megatron_rl.rewards.workers.event_loop import AsyncRewardRunner, start_runner
+from megatron_rl.rewards.workers.processes import RewardRunner
+from tests.unit.rewards import async_rewards
+
+PATH = "tests.unit.rewards.async_rewards"
+
+
+@pytest.fixture(autouse=True)
+def fast_and_fresh(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(async_runner, "BACKOFF_S", 0.01)
+    async_rewards.calls.clear()
+
+
+def misbehaving(**settings) -> AsyncRewardRunner:
+    return AsyncRewardRunner(f"{PATH}:misbehave", **{"timeout_s": 0.3, **settings})
+
+
+ERRORS = {
+    "sleep 5": "timed out after 0.3 s",
+    "stubborn": "timed out after 0.3 s",
+    "raise": "ValueError: the reward's own mistake",
+    "exit": "SystemExit: 3",
+    "interrupt": "KeyboardInterrupt",
+    "cancel": "cancelled itself",
+    "cancelled": "cancelled itself",
+    "transient": "Transient: the server is busy (tries: 2)",
+    "nan": "expected a finite number",
+    "nothing": "TypeError",
+}
+
+
+def test_every_item_gets_one_score_and_misbehaviour_costs_only_its_own():
+    items = [("good", "")] * 200
+    for index, kind in enumerate(ERRORS):
+        items.insert(index * 15, (kind, ""))
+    with misbehaving() as runner:
+        scores = runner.score_many_blocking(items)
+    for (response, _), score in zip(items, scores, strict=True):
+        if response == "good":
+            assert score == Score(4.0)
+        else:
+            assert score.value is None and ERRORS[response] in score.error, (response, score)
+
+
+def test_scores_come_in_the_order_of_items_to_any_loop_and_thread():
+    responses = ["x" * n for n in range(50)]
+    items = [(response, "") for response in responses]
+
+    async def from_loop(runner: AsyncRewardRunner) -> list[Score]:
+        return await runner.score_many(items)
+
+    with misbehaving() as runner:
+        assert [s.value for s in asyncio.run(from_loop(runner))] == list(range(50))
+        with concurrent.futures.ThreadPoolExecutor(4) as pool:
+            for scores in pool.map(lambda _: runner.score_many_blocking(items), range(4)):
+                assert [s.value for s in scores] == list(range(50))
+        assert runner.score_many_blocking([]) == []
+
+
+def test_a_transient_error_is_tried_again_and_others_are_not():
+    with misbehaving() as runner:
+        once, lasting, own = runner.score_many_blocking([("once", ""), ("transient", ""), ("raise", "")])
+    assert (once.value, lasting.value, own.value) == (4.0, None, None)
+    assert async_rewards.calls == {"once": 2, "transient": 2, "raise": 1}
+
+
+@pytest.mark.parametrize("max_retries", [0, 3])
+def test_the_number_of_tries_is_bounded(max_retries: int):
+    with misbehaving(max_retries=max_retries, timeout_s=5.0) as runner:
+        (score,) = runner.score_many_blocking([("transient", "")])
+    assert score.value is None and async_rewards.calls["transient"] == max_retries + 1
+
+
+def test_tries_and_pauses_end_by_the_deadline(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(async_runner, "BACKOFF_S", 0.1)
+    started_at = time.monotonic()
+    with misbehaving(max_retries=100, timeout_s=0.5) as runner:
+        (score,) = runner.score_many_blocking([("transient", "")])
+    assert score.value is None and time.monotonic() - started_at < 8.0  # a hundred pauses would be ten seconds
+    assert 1 < async_rewards.calls["transient"] < 10
+
+
+def test_no_more_than_max_concurrency_items_are_under_way():
+    with AsyncRewardRunner(f"{PATH}:crowd", max_concurrency=7) as runner:
+        scores = runner.score_many_blocking([("", "")] * 60)
+    assert [s.value for s in scores] == [1.0] * 60
+    assert async_rewards.most_under_way == 7
+
+
+def test_options_reach_the_reward_and_metrics_and_details_come_back():
+    with misbehaving(options={"scale": 2.0}) as runner:
+        plain, detailed = runner.score_many_blocking([("four", ""), ("detail", "")])
+    assert plain == Score(8.0)
+    assert detailed == Score(0.5, "half", metrics={"mass": 0.25})
+
+
+def test_close_ends_calls_under_way_and_refuses_new_ones():
+    runner = misbehaving(timeout_s=60.0)
+    waiting = runner.submit([("sleep 50", ""), ("good", "")])
+    time.sleep(0.05)
+    runner.close()
+    with pytest.raises(RewardError, match="is closed"):
+        waiting.result(timeout=1)
+    with pytest.raises(RewardError, match="is closed"):
+        runner.submit([("good", "")])
+    runner.close()
+    assert not [t for t in threading.enumerate() if t.name == f"reward-{PATH}:misbehave"]
+
+
+def test_a_cancelled_call_drops_its_waiting_items():
+    with misbehaving(timeout_s=5.0, max_concurrency=1) as runner:
+        first = runner.submit([("sleep 0.2", ""), *[(f"dropped {i}", "") for i in range(50)]])
+        time.sleep(0.05)
+        assert first.cancel()
+        assert runner.score_many_blocking([("good", "")])[0].value == 4.0
+    assert not [response for response in async_rewards.calls if response.startswith("dropped")]
+
+
+def test_a_reward_that_blocks_its_event_loop_fails_the_call_instead_of_hanging_it(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(async_runner, "BLOCKED_GRACE_S", 1.0)
+    monkeypatch.setattr(async_runner, "CLOSE_TIMEOUT_S", 0.1)
+    with misbehaving() as runner, pytest.raises(RewardError, match="has blocked its event loop"):
+        runner.submit([("block 6", ""), ("good", "")]).result(timeout=5.5)
+
+
+def test_start_runner_takes_the_runner_that_the_reward_needs():
+    with start_runner(f"{PATH}:exact") as runner:
+        assert isinstance(runner, AsyncRewardRunner)
+        assert [s.value for s in runner.score_many_blocking([("a", "a"), ("a", "b")])] == [1.0, 0.0]
+    with pytest.raises(RewardError, match="is async"):
+        RewardRunner(f"{PATH}:exact")
+    with pytest.raises(RewardError, match="plain function"):
+        AsyncRewardRunner("math")
+
+
+@pytest.mark.parametrize(
+    "settings", [{"max_concurrency": 0}, {"timeout_s": 0.0}, {"max_retries": -1}, {"options": {"scala": 1.0}}]
+)
+def test_wrong_settings_are_refused_at_the_start(settings: dict):
+    with pytest.raises(RewardError):
+        misbehaving(**settings)
+
+
+def test_the_format_reward_refuses_an_async_reward_inside():
+    with pytest.raises(RewardError, match="require_think"):
+        check_options(resolve("format"), {"then": f"{PATH}:exact"})
+
+
+def test_an_item_that_is_no_text_is_refused():
+    with misbehaving() as runner, pytest.raises(RewardError, match="item 1"):
+        runner.submit([("a", "b"), ("a", 3)])

@@ -1,0 +1,499 @@
+"""Laws of the client, against a small HTTP server that plays SGLang's part."""
+
+import asyncio
+import math
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from megatron_rl.rollout.sglang.client import ServerLost, SglangClient
+from megatron_rl.rollout.sglang.wire import (
+    BadAnswer,
+    Generation,
+    GenerationRequest,
+    PromptMismatch,
+    RequestImages,
+    RequestRejected,
+    generate_body,
+    parse_generation,
+    validate,
+)
+
+VOCAB_SIZE = 100
+Handler = Callable[[dict[str, Any]], Awaitable[web.Response | None]]
+
+
+def request_of(rid: str = "r", input_ids: tuple[int, ...] = (3, 4), **changes: Any) -> GenerationRequest:
+    return GenerationRequest(rid=rid, input_ids=input_ids, **{"max_new_tokens": 2, **changes})
+
+
+def answer_of(rid: str, input_ids: list[int], finish: dict[str, Any] | None = None) -> dict[str, Any]:
+    """One generated token: the sum of the prompt."""
+    token = sum(input_ids) % VOCAB_SIZE
+    meta = {
+        "id": rid,
+        "finish_reason": finish or {"type": "length", "length": 1},
+        "weight_version": "7",
+        "cached_tokens": 1,
+        "output_token_logprobs": [[-0.5, token, None]],
+    }
+    return {"output_ids": [token], "meta_info": meta}
+
+
+class FakeServer:
+    """Answers /generate; ``handler`` sees the body first and may answer in its place."""
+
+    def __init__(self, handler: Handler | None = None) -> None:
+        self.bodies: list[dict[str, Any]] = []
+        self.controls: list[str] = []
+        self.num_inflight = 0
+        self.max_inflight = 0
+        self.healthy = True
+        self.handler = handler
+
+    async def start(self) -> str:
+        app = web.Application()
+        app.router.add_post("/generate", self._generate)
+        app.router.add_get("/health", self._health)
+        app.router.add_post("/{control}", self._control)
+        self._runner = web.AppRunner(app, shutdown_timeout=0.1)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, "127.0.0.1", 0)
+        await site.start()
+        return f"http://127.0.0.1:{self._runner.addresses[0][1]}"
+
+    async def stop(self) -> None:
+        await self._runner.cleanup()
+
+    async def _health(self, http_request: web.Request) -> web.Response:
+        return web.Response(status=200 if self.healthy else 503)
+
+    async def _control(self, http_request: web.Request) -> web.Response:
+        self.controls.append(http_request.match_info["control"])
+        return web.Response()
+
+    async def _generate(self, http_request: web.Request) -> web.Response:
+        body = await http_request.json()
+        self.bodies.append(body)
+        self.num_inflight += len(body["rid"])
+        self.max_inflight = max(self.max_inflight, self.num_inflight)
+        try:
+            if self.handler is not None and (response := await self.handler(body)) is not None:
+                return response
+            return web.json_response([answer_of(*pair) for pair in zip(body["rid"], body["input_ids"], strict=True)])
+        finally:
+            self.num_inflight -= len(body["rid"])
+
+
+def run_with(
+    servers: list[FakeServer], scenario: Callable[[SglangClient, list[str]], Awaitable[Any]], **options: Any
+) -> Any:
+    """Run ``scenario(client, urls)`` against the started servers and stop everything."""
+
+    async def main() -> Any:
+        urls = [await server.start() for server in servers]
+        try:
+            async with SglangClient(urls, **{"vocab_size": VOCAB_SIZE, "backoff_s": 0.01, **options}) as client:
+                return await asyncio.wait_for(scenario(client, urls), 20)
+        finally:
+            for server in servers:
+                await server.stop()
+
+    return asyncio.run(main())
+
+
+def generate_many(num: int, **request_changes: Any) -> Callable[[SglangClient, list[str]], Awaitable[list[Generation]]]:
+    async def scenario(client: SglangClient, urls: list[str]) -> list[Generation]:
+        requests = [request_of(f"r{i}", (i % 50, 1), **request_changes) for i in range(num)]
+        return await asyncio.gather(*[client.generate(request) for request in requests])
+
+    return scenario
+
+
+@pytest.mark.parametrize(
+    ("changes", "names"),
+    [
+        ({"input_ids": (3, VOCAB_SIZE)}, r"input_ids\[1\] is 100"),
+        ({"input_ids": (-1,)}, r"input_ids\[0\] is -1"),
+        ({"input_ids": ()}, "empty"),
+        ({"max_new_tokens": 0}, "max_new_tokens"),
+        ({"temperature": -1.0}, "temperature"),
+        ({"temperature": math.nan}, "temperature"),
+    ],
+)
+def test_a_request_that_could_harm_the_server_is_never_sent(changes, names):
+    server = FakeServer()
+
+    async def scenario(client, urls):
+        with pytest.raises(RequestRejected, match=names):
+            await client.generate(request_of(**changes))
+
+    run_with([server], scenario)
+    assert server.bodies == []
+
+
+def test_a_valid_request_passes_validation():
+    validate(request_of(input_ids=(0, VOCAB_SIZE - 1), temperature=0.0), VOCAB_SIZE)
+
+
+IMAGE_TOKEN = 9
+
+
+def with_images(rid="r", input_ids=(3, IMAGE_TOKEN, 4), data=("aW1n",), num_tokens=6):
+    return request_of(rid, input_ids, images=RequestImages(IMAGE_TOKEN, data, num_tokens), prompt_name="rows.jsonl:7")
+
+
+def test_image_tokens_without_their_images_are_never_sent():
+    validate(with_images(), VOCAB_SIZE)
+    validate(with_images(input_ids=(3, 4), data=(), num_tokens=0), VOCAB_SIZE)
+    for bad in (with_images(input_ids=(3, IMAGE_TOKEN, IMAGE_TOKEN)), with_images(data=()), with_images(input_ids=(3,))):
+        with pytest.raises(RequestRejected, match="image tokens for [01] images"):
+            validate(bad, VOCAB_SIZE)
+
+
+def test_images_go_beside_the_ids_and_text_prompts_have_none():
+    text = with_images("b", input_ids=(3, 4), data=(), num_tokens=0)
+    body = generate_body([text, with_images("a")], ["b", "a"])
+    assert body["image_data"] == [[], ["aW1n"]]
+    assert "image_data" not in generate_body([text, request_of("c")], ["b", "c"])
+
+
+def test_a_prompt_that_the_server_counts_otherwise_is_refused_with_its_place():
+    answer = answer_of("r", [3, IMAGE_TOKEN, 4])
+    answer["meta_info"]["prompt_tokens"] = 8
+    assert parse_generation(with_images(), answer).token_ids
+    answer["meta_info"]["prompt_tokens"] = 10
+    with pytest.raises(PromptMismatch, match="rows.jsonl:7: 8 tokens here, but 10 on the server.*preprocessor_config"):
+        parse_generation(with_images(), answer)
+
+
+def test_a_seed_is_sent_only_if_given():
+    requests = [request_of("a"), request_of("b", seed=0, stop_token_ids=(1,))]
+    params = generate_body(requests, ["a", "b"])["sampling_params"]
+    assert "sampling_seed" not in params[0]
+    assert params[1]["sampling_seed"] == 0
+    assert params[1]["stop_token_ids"] == [1]
+
+
+def test_a_stop_token_in_the_last_place_means_stop():
+    answer = answer_of("r", [3, 4])
+    assert parse_generation(request_of(stop_token_ids=(7,)), answer).finish_reason == "stop"
+    assert parse_generation(request_of(stop_token_ids=(8,)), answer).finish_reason == "length"
+
+
+def test_an_abort_returns_its_partial_output():
+    cut = parse_generation(request_of(), answer_of("r", [3, 4], {"type": "abort", "message": "Aborted"}))
+    assert cut == Generation((7,), (-0.5,), "abort", "7", 1)
+    queued = {"output_ids": [], "meta_info": {"finish_reason": {"type": "abort"}, "weight_version": "7"}}
+    assert parse_generation(request_of(), queued) == Generation((), (), "abort", "7", 0)
+
+
+@pytest.mark.parametrize("logprob", [None, math.nan, -math.inf])
+def test_a_logprob_that_is_not_finite_is_an_error(logprob):
+    answer = answer_of("r", [3, 4])
+    answer["meta_info"]["output_token_logprobs"][0][0] = logprob
+    with pytest.raises(BadAnswer, match="not finite"):
+        parse_generation(request_of(), answer)
+
+
+def test_tokens_without_logprobs_are_an_error():
+    answer = answer_of("r", [3, 4])
+    answer["meta_info"]["output_token_logprobs"] = []
+    with pytest.raises(BadAnswer, match="1 tokens and 0 log-probs"):
+        parse_generation(request_of(), answer)
+
+
+def test_concurrent_calls_share_http_requests_and_each_gets_its_own_answer():
+    server = FakeServer()
+    generations = run_with([server], generate_many(40), max_batch_size=16)
+    assert [generation.token_ids for generation in generations] == [(i + 1,) for i in range(40)]
+    assert sorted(len(body["rid"]) for body in server.bodies) == [8, 16, 16]
+
+
+def test_no_more_than_max_inflight_requests_are_under_way():
+    async def slow(body):
+        await asyncio.sleep(0.01)
+
+    server = FakeServer(slow)
+    generations = run_with([server], generate_many(50), max_inflight_requests=8, max_batch_size=4)
+    assert len(generations) == 50
+    assert server.max_inflight == 8
+
+
+def test_the_least_loaded_server_is_chosen():
+    servers = [FakeServer(), FakeServer()]
+    run_with(servers, generate_many(20))
+    assert [sum(len(body["rid"]) for body in server.bodies) for server in servers] == [10, 10]
+
+
+def test_a_sticky_key_keeps_a_group_on_one_server():
+    servers = [FakeServer(), FakeServer()]
+
+    async def scenario(client, urls):
+        calls = [client.generate(request_of(f"{group}-{i}"), sticky_key=group) for group in range(4) for i in range(5)]
+        await asyncio.gather(*calls)
+
+    run_with(servers, scenario)
+    groups = [{rid.split("-")[0] for body in server.bodies for rid in body["rid"]} for server in servers]
+    assert groups[0].isdisjoint(groups[1])
+    assert len(groups[0]) == len(groups[1]) == 2
+
+
+def test_one_refused_sample_does_not_fail_its_batch():
+    async def refuse_long(body):
+        if any(len(ids) > 3 for ids in body["input_ids"]):
+            return web.json_response({"error": {"message": "Input length exceeds"}}, status=400)
+
+    async def scenario(client, urls):
+        requests = [request_of("a"), request_of("long", (1,) * 5), request_of("c")]
+        return await asyncio.gather(*[client.generate(r) for r in requests], return_exceptions=True)
+
+    first, refused, third = run_with([FakeServer(refuse_long)], scenario)
+    assert isinstance(refused, RequestRejected) and "Input length exceeds" in str(refused)
+    assert first.token_ids == third.token_ids == (7,)
+
+
+def test_a_refusal_is_not_retried():
+    async def refuse(body):
+        return web.json_response({"error": {"message": "no"}}, status=400)
+
+    server = FakeServer(refuse)
+
+    async def scenario(client, urls):
+        with pytest.raises(RequestRejected, match="'r'"):
+            await client.generate(request_of())
+
+    run_with([server], scenario)
+    assert len(server.bodies) == 1
+
+
+def test_a_server_error_is_retried_under_a_new_request_id():
+    server = FakeServer()
+
+    async def fail_once(body):
+        return web.Response(status=500) if len(server.bodies) == 1 else None
+
+    server.handler = fail_once
+    (generation,) = run_with([server], generate_many(1))
+    assert generation.token_ids == (1,)
+    assert [body["rid"] for body in server.bodies] == [["r0;"], ["r0#1;"]]
+
+
+def test_a_lost_server_fails_over_and_is_reported_once():
+    async def break_connection(body):
+        broken.healthy = False
+        raise ConnectionResetError
+
+    broken, good = FakeServer(break_connection), FakeServer()
+    lost: list[str] = []
+
+    async def scenario(client, urls):
+        generations = await generate_many(20)(client, urls)
+        assert client.live_urls == [urls[1]]
+        assert lost == [urls[0]]
+        await generate_many(4)(client, urls)
+        return generations
+
+    generations = run_with([broken, good], scenario, on_server_lost=lambda url, reason: lost.append(url))
+    assert [generation.token_ids for generation in generations] == [(i + 1,) for i in range(20)]
+    assert len(broken.bodies) == 1
+
+
+def test_without_a_live_server_the_error_names_it_until_it_is_restored():
+    async def scenario(client, urls):
+        await server.stop()
+        with pytest.raises(ServerLost, match="restore") as caught:
+            await client.generate(request_of())
+        assert caught.value.url == urls[0] and caught.value.num_attempts == 1
+        with pytest.raises(ServerLost, match="not restored"):
+            await client.generate(request_of())
+        client.restore(urls[0])
+        assert client.live_urls == urls
+
+    server = FakeServer()
+    run_with([server], scenario)
+
+
+def test_a_hanging_server_is_given_up_after_the_retries():
+    async def hang(body):
+        await asyncio.sleep(30)
+
+    server = FakeServer(hang)
+
+    async def scenario(client, urls):
+        with pytest.raises(ServerLost, match="no answer within") as caught:
+            await client.generate(request_of())
+        assert caught.value.num_attempts == 3
+
+    run_with([server], scenario, request_timeout_s=0.05, max_retries=2)
+    assert len(server.bodies) == 3
+
+
+def test_abort_all_returns_what_was_never_sent_as_an_empty_abort():
+    release = asyncio.Event()
+
+    async def wait(body):
+        await release.wait()
+
+    server = FakeServer(wait)
+
+    async def scenario(client, urls):
+        calls = [asyncio.ensure_future(client.generate(request_of(f"r{i}"))) for i in range(3)]
+        while not server.bodies:
+            await asyncio.sleep(0.001)
+        await client.abort_all()
+        release.set()
+        return await asyncio.gather(*calls)
+
+    generations = run_with([server], scenario, max_inflight_requests=1)
+    assert [generation.finish_reason for generation in generations] == ["length", "abort", "abort"]
+    assert generations[1].token_ids == ()
+    assert server.controls == ["abort_request"]
+
+
+def test_closing_the_client_leaves_no_caller_waiting():
+    async def hang(body):
+        await asyncio.sleep(30)
+
+    server = FakeServer(hang)
+
+    async def scenario(client, urls):
+        calls = [asyncio.ensure_future(client.generate(request_of(f"r{i}"))) for i in range(2)]
+        while not server.bodies:
+            await asyncio.sleep(0.001)
+        await client.close()
+        outcomes = await asyncio.gather(*calls, return_exceptions=True)
+        assert [type(outcome) for outcome in outcomes] == [asyncio.CancelledError] * 2
+
+    run_with([server], scenario, max_inflight_requests=1)
+
+
+def test_control_calls_reach_every_live_server():
+    servers = [FakeServer(), FakeServer()]
+
+    async def scenario(client, urls):
+        await client.pause("retract")
+        await client.flush_cache()
+        await client.continue_generation()
+        with pytest.raises(ValueError, match="pause mode"):
+            await client.pause("later")
+
+    run_with(servers, scenario)
+    assert all(s.controls == ["pause_generation", "flush_cache", "continue_generation"] for s in servers)
+
+
+def test_what_was_asked_for_alone_travels_alone_and_in_order():
+    server = FakeServer()
+
+    async def scenario(client: SglangClient, urls: list[str]) -> list[Generation]:
+        return await asyncio.gather(
+            *[client.generate(request_of(f"r{i}", (i, 1)), alone=i in (2, 3)) for i in range(6)]
+        )
+
+    run_with([server], scenario)
+    assert [body["rid"] for body in server.bodies] == [["r0;", "r1;"], ["r2;"], ["r3;"], ["r4;", "r5;"]]
+
+
+def test_aborting_by_id_ends_those_requests_and_no_other():
+    aborted: list[str] = []
+    released = asyncio.Event()
+
+    async def hold(body: dict[str, Any]) -> None:
+        await released.wait()
+
+    class Server(FakeServer):
+        async def _control(self, http_request: web.Request) -> web.Response:
+            aborted.append((await http_request.json())["rid"])
+            return web.Response()
+
+    server = Server(hold)
+
+    async def scenario(client: SglangClient, urls: list[str]) -> list[Generation]:
+        calls = [asyncio.ensure_future(client.generate(request_of(f"r{i}"))) for i in (1, 10, 2, 3)]
+        while not server.bodies:
+            await asyncio.sleep(0.01)
+        calls.append(asyncio.ensure_future(client.generate(request_of("r4"))))
+        await asyncio.sleep(0)
+        await client.abort({"r1", "r4", "unknown"})
+        released.set()
+        return await asyncio.gather(*calls)
+
+    answers = run_with([server], scenario, max_inflight_requests=4)
+    assert aborted == ["r1;"]
+    assert answers[-1].finish_reason == "abort" and answers[-1].token_ids == ()
+    assert [body["rid"] for body in server.bodies] == [["r1;", "r10;", "r2;", "r3;"]]
+
+
+def test_no_request_id_is_the_beginning_of_another():
+    """SGLang aborts every request whose id begins with the given one."""
+    server = FakeServer()
+    failures = iter([500])
+
+    async def fail_once(body: dict[str, Any]) -> web.Response | None:
+        status = next(failures, None)
+        return web.Response(status=status) if status else None
+
+    server.handler = fail_once
+    run_with([server], generate_many(12))
+    rids = [rid for body in server.bodies for rid in body["rid"]]
+    assert len(rids) == 24
+    assert not any(one != other and other.startswith(one) for one in rids for other in rids)
+
+
+def test_an_abort_at_a_server_that_is_gone_does_no_harm():
+    server = FakeServer()
+
+    async def scenario(client: SglangClient, urls: list[str]) -> None:
+        started = asyncio.Event()
+
+        async def hold(body: dict[str, Any]) -> None:
+            started.set()
+            await asyncio.sleep(30)
+
+        server.handler = hold
+        call = asyncio.ensure_future(client.generate(request_of("r")))
+        await started.wait()
+        await server.stop()
+        await client.abort({"r"})
+        with pytest.raises(ServerLost):
+            await call
+
+    run_with([server], scenario, max_retries=0)
+
+
+def test_hot_tokens_and_stop_strings_are_asked_for_in_sglangs_words():
+    hot = request_of("hot", top_k=4, banned_token_ids=(7, 8), logprobs_after_top_k=True)
+    plain = request_of("plain", stop_strings=("</calc>",))
+    body = generate_body([hot, plain], ["a", "b"])
+    assert body["return_sampling_mask"] == [True, False]
+    assert body["sampling_params"][0]["logit_bias"] == {"7": -1e9, "8": -1e9}
+    assert body["sampling_params"][1]["stop"] == ["</calc>"]
+    assert "return_sampling_mask" not in generate_body([plain], ["b"])
+    assert not {"stop", "logit_bias"} & set(generate_body([request_of()], ["c"])["sampling_params"][0])
+
+
+def test_log_probs_after_top_k_and_the_matched_text_are_read():
+    answer = answer_of("r", [3])
+    answer["meta_info"]["output_token_sampling_logprobs"] = [-0.25]
+    hot = request_of(top_k=4, logprobs_after_top_k=True)
+    assert parse_generation(hot, answer).logprobs == (-0.25,)
+    assert parse_generation(request_of(), answer).logprobs == (-0.5,)
+    by_text = answer_of("r", [3], {"type": "stop", "matched": "</calc>"})
+    by_token = answer_of("r", [3], {"type": "stop", "matched": 3})
+    assert parse_generation(request_of(), by_text).stop_string == "</calc>"
+    assert parse_generation(request_of(), by_token).stop_string == ""
+
+
+@pytest.mark.parametrize(
+    ("changes", "names"),
+    [
+        ({"banned_token_ids": (1, VOCAB_SIZE)}, "banned_token_ids"),
+        ({"logprobs_after_top_k": True}, "top_k=-1"),
+        ({"logprobs_after_top_k": True, "top_k": 5000}, "4096"),
+    ],
+)
+def test_what_the_server_would_refuse_is_refused_here(changes, names):
+    with pytest.raises(RequestRejected, match=names):
+        validate(request_of(**changes), VOCAB_SIZE)

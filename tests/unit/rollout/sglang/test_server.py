@@ -1,0 +1,216 @@
+"""Laws of server start-up that need no server: command line, environment, refusals and diagnosis."""
+
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+
+from megatron_rl.config.schema import RolloutConfig
+from megatron_rl.rollout import server_pool as pool
+from megatron_rl.rollout.server_pool import ServerPool
+from megatron_rl.rollout.sglang.diagnosis import last_lines, port_taken, remedy, start_failure
+from megatron_rl.rollout.sglang.server import (
+    ServerError,
+    ServerOptions,
+    SglangServer,
+    free_port,
+    group_members,
+    port_is_free,
+    server_command,
+    server_environment,
+)
+
+
+def flags_of(command: list[str]) -> dict[str, list[str]]:
+    flags: dict[str, list[str]] = {}
+    for word in command[3:]:
+        if word.startswith("--"):
+            flags[word] = []
+        else:
+            flags[list(flags)[-1]].append(word)
+    return flags
+
+
+def test_the_command_line_carries_the_options():
+    options = ServerOptions("/m", dtype="bfloat16", tensor_parallel_size=2, deterministic=True, device="cuda")
+    command = server_command(options, port=1234)
+    flags = flags_of(command)
+    assert command[1:3] == ["-m", "sglang.launch_server"]
+    assert flags["--model-path"] == ["/m"] and flags["--port"] == ["1234"] and flags["--dtype"] == ["bfloat16"]
+    assert flags["--tensor-parallel-size"] == ["2"] and flags["--device"] == ["cuda"]
+    assert flags["--enable-deterministic-inference"] == []
+    assert "--load-format" not in flags
+
+
+def test_an_idle_server_leaves_the_cores_of_a_cpu_to_the_trainer():
+    assert "--sleep-on-idle" in flags_of(server_command(ServerOptions("/m"), port=1))
+    assert "--sleep-on-idle" not in flags_of(server_command(ServerOptions("/m", device="cuda"), port=1))
+
+
+def test_options_that_are_off_leave_no_flag():
+    flags = flags_of(server_command(ServerOptions("/m", tokenizer=True), port=1))
+    assert "--enable-deterministic-inference" not in flags and "--skip-tokenizer-init" not in flags
+
+
+def test_a_server_without_weights_loads_dummies():
+    assert flags_of(server_command(ServerOptions("/m", load_weights=False), port=1))["--load-format"] == ["dummy"]
+
+
+def test_server_args_win_and_take_flags_values_and_lists():
+    server_args = {"dtype": "float16", "disable_radix_cache": True, "skip-server-warmup": False, "lora-paths": ["a", 2]}
+    flags = flags_of(server_command(ServerOptions("/m", server_args=server_args), port=1))
+    assert flags["--dtype"] == ["float16"]
+    assert flags["--disable-radix-cache"] == []
+    assert flags["--lora-paths"] == ["a", "2"]
+    assert "--skip-server-warmup" not in flags
+
+
+def test_the_server_does_not_inherit_torchruns_rendezvous():
+    base = {"RANK": "0", "MASTER_ADDR": "node1", "PATH": "/bin", "OMP_NUM_THREADS": "8"}
+    env = server_environment(ServerOptions("/m", env={"MINE": "1"}), base, cores=[0, 1])
+    assert "RANK" not in env and "MASTER_ADDR" not in env
+    assert env["PATH"] == "/bin" and env["MINE"] == "1" and env["OMP_NUM_THREADS"] == "1"
+    assert env["SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION"] == "0"
+    assert env["SGLANG_VLM_CACHE_SIZE_MB"] == "0"
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "num_threads", "cores", "binding"),
+    [(2, 1, [0, 1], "0|1"), (2, 2, [4, 5, 6, 7], "4,5|6,7"), (2, 1, [3], "3|3")],
+)
+def test_tensor_parallel_ranks_get_cores_of_their_own(num_ranks, num_threads, cores, binding):
+    options = ServerOptions("/m", tensor_parallel_size=num_ranks, num_threads=num_threads)
+    assert server_environment(options, {}, cores)["SGLANG_CPU_OMP_THREADS_BIND"] == binding
+
+
+def test_a_gpu_server_keeps_its_thread_settings():
+    env = server_environment(ServerOptions("/m", device="cuda"), {"OMP_NUM_THREADS": "8"}, cores=[0])
+    assert env["OMP_NUM_THREADS"] == "8"
+
+
+@pytest.fixture
+def model_folder(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    return str(tmp_path)
+
+
+def test_a_port_in_use_is_refused_before_anything_starts(model_folder, tmp_path):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        server = SglangServer(ServerOptions(model_folder, port=port), tmp_path / "log")
+        with pytest.raises(ServerError, match=f"port {port} on 127.0.0.1 is in use.*rollout.port"):
+            server.start()
+        assert server.pid is None and server.incarnation == 0
+    assert port_is_free("127.0.0.1", port)
+
+
+def test_a_missing_model_folder_is_refused_before_anything_starts(tmp_path):
+    server = SglangServer(ServerOptions(str(tmp_path / "nowhere")), tmp_path / "log")
+    with pytest.raises(ServerError, match="no config.json in the model folder.*nowhere.*policy.path"):
+        server.start()
+    assert server.pid is None
+
+
+def test_a_pool_whose_second_server_cannot_start_stops_the_first(model_folder, tmp_path):
+    with socket.socket() as taken:
+        while True:
+            first = free_port("127.0.0.1")
+            try:
+                taken.bind(("127.0.0.1", first + 1))
+                break
+            except (OSError, OverflowError):
+                continue
+        taken.listen()
+        with pytest.raises(ServerError, match=f"port {first + 1}"):
+            ServerPool.start(ServerOptions(model_folder, port=first), 2, tmp_path)
+        assert port_is_free("127.0.0.1", first)
+
+
+@pytest.mark.parametrize(
+    ("num_gpus", "num_ranks", "first", "noted"),
+    [(8, 4, 4, False), (6, 4, 4, False), (5, 4, 0, True), (1, 1, 0, True), (0, 2, 0, False)],
+)
+def test_servers_take_the_gpus_behind_the_trainers_where_there_are_enough(
+    monkeypatch, num_gpus, num_ranks, first, noted
+):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(num_ranks))
+    monkeypatch.setattr(pool, "count_gpus", lambda: num_gpus)
+    notes = []
+    rollout = RolloutConfig(num_servers=1, tensor_parallel_size=2)
+    assert pool._first_free_gpu(rollout, notes.append) == first
+    assert bool(notes) == noted
+
+
+def test_gpu_servers_are_told_their_gpus_and_whether_they_sleep(model_folder):
+    command = server_command(ServerOptions(model_folder, device="cuda", first_gpu=4, can_sleep=True), 1)
+    assert command[command.index("--base-gpu-id") + 1] == "4" and "--enable-memory-saver" in command
+    assert "--enable-memory-saver" not in server_command(ServerOptions(model_folder, device="cuda"), 1)
+    assert "--base-gpu-id" not in server_command(ServerOptions(model_folder), 1)
+
+
+def test_attaching_to_nothing_names_the_url_and_the_remedy():
+    url = f"http://127.0.0.1:{free_port('127.0.0.1')}"
+    with pytest.raises(ServerError, match=f"{url}.*rollout.urls"):
+        ServerPool.attach([url])
+
+
+def test_attaching_twice_to_one_server_is_refused():
+    with pytest.raises(ValueError, match="twice"):
+        ServerPool.attach(["http://a:1", "http://a:1"])
+
+
+def test_group_members_are_the_living_processes_of_the_group():
+    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, start_new_session=True)
+    try:
+        assert group_members(process.pid) == [process.pid]
+    finally:
+        process.kill()
+    deadline = time.monotonic() + 30
+    while group_members(process.pid) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert group_members(process.pid) == []  # a zombie until wait() collects it
+    process.wait()
+
+
+@pytest.mark.parametrize(
+    ("log", "advice"),
+    [
+        ("[Errno 98] Address already in use", "rollout.port"),
+        ("The checkpoint has model type `x` but Transformers does not recognize this architecture", "model_type"),
+        ("launch_server.py: error: unrecognized arguments: --dtyp", "rollout.server_args"),
+        ("RuntimeError: Cannot find any model weights with `/m`", "safetensors"),
+        ("torch.OutOfMemoryError: CUDA out of memory", "mem-fraction-static"),
+        ("ModuleNotFoundError: No module named 'sgl_kernel'", "platform plugin"),
+        ("ModuleNotFoundError: No module named 'orjson'", "requirements"),
+        ("something else", "first error"),
+    ],
+)
+def test_each_known_failure_has_its_remedy(log, advice):
+    assert advice in remedy(log)
+
+
+def test_only_a_taken_port_counts_as_one():
+    assert port_taken("OSError: [Errno 98] Address already in use")
+    assert not port_taken("Uvicorn running on port 31000")
+
+
+def test_the_failure_message_says_how_it_ended_and_shows_the_log(tmp_path):
+    message = start_failure("http://h:1", -9, tmp_path / "log", "last words")
+    assert "killed by signal 9" in message and message.endswith("last words")
+    assert "exited with code 2" in start_failure("http://h:1", 2, tmp_path / "log", "")
+
+
+def test_last_lines_begin_after_the_earlier_runs_and_are_cut(tmp_path):
+    log = tmp_path / "log"
+    log.write_text("old run\n")
+    start = log.stat().st_size
+    with log.open("a") as file:
+        file.write("".join(f"line {i}\n\n" for i in range(50)) + "x" * 1000 + "\n")
+    lines = last_lines(log, start, count=3).split("\n")
+    assert lines == ["line 48", "line 49", "x" * 500]
+    assert "old run" not in last_lines(log, start, count=1000)
+    assert last_lines(tmp_path / "absent", 0) == ""

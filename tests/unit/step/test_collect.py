@@ -1,0 +1,120 @@
+"""Which responses a step works on: over-sampling and dynamic sampling, against a stand-in for the engine."""
+
+import asyncio
+from types import SimpleNamespace
+
+import pytest
+
+from megatron_rl.config.schema import Config, Mode
+from megatron_rl.data.sampler import PromptSampler
+from megatron_rl.data.slots import SlotPool
+from megatron_rl.data.trajectory import Prompt, Score, Segment, Trajectory
+from megatron_rl.errors import UserError
+from megatron_rl.step.collect import Collector, outcome_kind
+
+NUM_SAMPLES = 3
+
+
+class Engine:
+    """Stand-in for the servers: response i ends after ``lengths(i)`` tokens, or is cut once enough is complete."""
+
+    def __init__(self, lengths):
+        self.lengths = lengths
+        self.num_calls = 0
+
+    async def generate(self, trajectories, *, step, window_tokens, is_enough=None):
+        self.num_calls += 1
+        for trajectory in sorted(trajectories, key=lambda t: self.lengths(t.id)):
+            cut = is_enough is not None and is_enough()
+            left = self.lengths(trajectory.id) - trajectory.num_response_tokens
+            count = 1 if cut else min(left, window_tokens)
+            reason = "abort" if cut else "stop" if count == left else "length"
+            trajectory.segments.append(Segment((5,) * count, (-1.0,) * count, 0, reason, step))
+
+
+class Grader:
+    """Response i is right when ``is_right(group, sample)``."""
+
+    def __init__(self, is_right):
+        self.is_right = is_right
+
+    async def grade(self, trajectories, step):
+        for t in trajectories:
+            t.score = Score(self.is_right(t.group_id, t.sample_index))
+
+
+def collector(*, lengths=lambda i: 4, is_right=lambda group, sample: 1.0, num_prompts=2, over_sampling=1.0, **settings):
+    config = Config()
+    config.schedule.mode = settings.get("mode", Mode.sync)
+    config.batch.num_prompts_per_step, config.batch.num_samples_per_prompt = num_prompts, NUM_SAMPLES
+    config.batch.max_response_tokens, config.batch.window_tokens = 100, settings.get("window_tokens", 0)
+    config.rollout.over_sampling = over_sampling
+    config.algorithm.dynamic_sampling.enabled = settings.get("dynamic", False)
+    config.algorithm.dynamic_sampling.max_rounds = settings.get("max_rounds", 4)
+    prompts = [Prompt(str(i), (i,)) for i in range(50)]
+
+    def start(prompt, id, *, group_id, sample_index):
+        return Trajectory(id, prompt, group_id, sample_index, 100)
+
+    num_slots = int(num_prompts * over_sampling) * NUM_SAMPLES
+    pool = SlotPool(PromptSampler(prompts, seed=0), start, num_slots=num_slots, num_samples_per_prompt=NUM_SAMPLES)
+    engine = Engine(lengths)
+    return Collector(config, pool, engine, Grader(is_right)), pool, engine
+
+
+def collect(parts, step=0):
+    return asyncio.run(parts[0].collect(step))
+
+
+def test_every_trained_group_is_mixed_and_whole():
+    """0 < accuracy < 1 in every group, discarded as a whole or not at all (papers 4.4)."""
+    found = collect(collector(is_right=lambda group, sample: float(group % 3 == 2 and sample == 0), dynamic=True))
+    groups = {}
+    for t in found.trajectories:
+        groups.setdefault(t.group_id, []).append(t.score.value)
+    assert all(sorted(scores) == [0.0, 0.0, 1.0] for scores in groups.values()) and len(groups) == 2
+    assert found.metrics["dynamic_sampling/num_rounds"] == 3
+    assert found.metrics["dynamic_sampling/all_wrong_share"] == pytest.approx(4 / 6)
+    assert found.metrics["dynamic_sampling/reward_mean"] == pytest.approx(2 / 18)
+
+
+def test_dynamic_sampling_starts_no_round_more_than_it_needs_and_leaves_the_pool_empty():
+    parts = collector(is_right=lambda group, sample: float(sample == 0), dynamic=True)
+    found = collect(parts)
+    assert parts[2].num_calls == 1 and len(found.trajectories) == 6 and parts[1].num_carried == 0
+    assert [t.group_id for t in collect(parts, 1).trajectories[::NUM_SAMPLES]] == [2, 3]
+
+
+def test_dynamic_sampling_gives_up_after_its_rounds_and_says_what_it_saw():
+    with pytest.raises(UserError, match=r"after 4 rounds.*0 of 2 groups.*8 were right throughout.*select-prompts"):
+        collect(collector(dynamic=True))
+
+
+def test_a_group_with_an_unscored_member_is_not_mixed():
+    group = [SimpleNamespace(score=Score(value)) for value in (1.0, 0.0, None)]
+    assert outcome_kind(group, 1.0) == "unscored" and outcome_kind(group[:2], 1.0) == "mixed"
+
+
+def test_over_sampling_takes_the_groups_that_are_complete_first_and_drops_the_tail():
+    slow = lambda i: 90 if i // NUM_SAMPLES == 1 else 4  # noqa: E731
+    parts = collector(lengths=slow, over_sampling=2.0)
+    found = collect(parts)
+    assert len(found.trajectories) == 6 and all(t.stopped for t in found.trajectories)
+    assert 1 not in {t.group_id for t in found.trajectories}
+    assert found.metrics == {"rollout/num_discarded": 6.0} and all(
+        t in found.trajectories for t in parts[1].fill(1)[:6]
+    )
+
+
+def test_over_sampling_in_windows_keeps_every_token_of_the_aborted():
+    parts = collector(lengths=lambda i: 50, over_sampling=2.0, mode=Mode.tppo, window_tokens=10)
+    found = collect(parts)
+    assert sorted(t.window_tokens(0) for t in found.trajectories) == [1] * 6 + [10] * 6
+    assert not found.metrics and parts[1].num_carried == 12
+
+
+def test_without_options_a_step_is_one_window_of_every_slot():
+    parts = collector(lengths=lambda i: 12, mode=Mode.tppo, window_tokens=8)
+    found = collect(parts)
+    assert [t.window_tokens(0) for t in found.trajectories] == [8] * 6 and found.num_carried == 0
+    assert collect(parts, 1).num_carried == 6

@@ -1,0 +1,121 @@
+"""The books of a run survive kills and full disks, add up, and never raise into training."""
+
+import io
+import json
+import math
+
+import pytest
+
+from megatron_rl.tracking.console import TrainingConsole, compact, duration, plain_line, sparkline
+from megatron_rl.tracking.metrics_file import MetricsWriter, read_metrics
+from megatron_rl.tracking.report import write_report
+from megatron_rl.tracking.timeline import Span, Timeline, assign_tracks, overlap_seconds, read_timeline
+
+SPANS = [
+    Span("generate", "rollout", 100.0, 104.0, 1),
+    Span("update_critic", "trainer", 103.0, 106.0, 1),
+    Span("generate", "rollout", 105.0, 108.0, 2),
+]
+
+
+def test_metrics_read_back_with_their_steps_and_what_is_not_finite(tmp_path):
+    file = tmp_path / "metrics.jsonl"
+    with MetricsWriter(file) as writer:
+        writer.log(1, {"a": 1.5, "b": math.inf}, time_s=10.0)
+        writer.log(2, {"a": math.nan}, time_s=11.0)
+    one, two = read_metrics(file)
+    assert (one.step, one.time_s, one.metrics) == (1, 10.0, {"a": 1.5, "b": math.inf})
+    assert two.step == 2 and math.isnan(two.metrics["a"])
+
+
+def test_a_torn_last_line_is_passed_over_and_written_over(tmp_path):
+    file = tmp_path / "metrics.jsonl"
+    with MetricsWriter(file) as writer:
+        writer.log(1, {"a": 1.0})
+    with open(file, "ab") as torn:
+        torn.write(b'{"step": 2, "time_s": 3')
+    assert [row.step for row in read_metrics(file)] == [1]
+    with MetricsWriter(file) as writer:
+        writer.log(2, {"a": 2.0})
+    assert [row.step for row in read_metrics(file)] == [1, 2]
+
+
+def test_resuming_drops_the_lines_that_will_be_written_again(tmp_path):
+    file = tmp_path / "metrics.jsonl"
+    with MetricsWriter(file) as writer:
+        for step in range(6):
+            writer.log(step, {"a": float(step)})
+    with MetricsWriter(file, resume_step=4) as writer:
+        writer.log(4, {"a": -1.0})
+    assert [row.metrics["a"] for row in read_metrics(file)] == [0, 1, 2, 3, -1]
+
+
+def test_overlap_counts_only_time_in_which_both_run():
+    assert overlap_seconds(SPANS, "generate", "update_critic") == pytest.approx(2.0)
+    doubled = [*SPANS, Span("generate", "rollout", 100.0, 104.0, 1)]
+    assert overlap_seconds(doubled, "generate", "update_critic") == pytest.approx(2.0)
+    assert overlap_seconds(SPANS, "generate", "publish") == 0.0
+
+
+def test_a_timeline_reads_back_and_names_its_lanes(tmp_path):
+    timeline = Timeline(spans=SPANS)
+    timeline.write(tmp_path / "timeline.json")
+    back = read_timeline(tmp_path / "timeline.json")
+    assert sorted((s.name, s.lane, s.step) for s in back) == sorted((s.name, s.lane, s.step) for s in SPANS)
+    assert overlap_seconds(back, "generate", "update_critic") == pytest.approx(2.0, abs=1e-3)
+    events = json.loads((tmp_path / "timeline.json").read_text())["traceEvents"]
+    assert {e["args"]["name"] for e in events if e["name"] == "thread_name"} == {"rollout", "trainer"}
+
+
+def test_spans_that_cross_get_tracks_of_their_own():
+    crossing = [Span("a", "host", 0.0, 2.0, 1), Span("b", "host", 1.0, 3.0, 1), Span("c", "host", 4.0, 5.0, 1)]
+    assert assign_tracks(crossing) == [0, 1, 0]
+
+
+def test_a_timeline_holds_the_newest_spans_and_sums_a_step():
+    timeline = Timeline(max_spans=2, spans=SPANS)
+    assert timeline.spans() == SPANS[1:]
+    assert Timeline(spans=[SPANS[0], SPANS[0]]).stage_seconds(1) == {"generate": 8.0}
+
+
+@pytest.mark.parametrize(
+    ("function", "value", "text"),
+    [(duration, 42, "42 s"), (duration, 200, "3 min 20 s"), (duration, 18_720, "5 h 12 min"),
+     (compact, 12.5, "12.5"), (compact, 1_234_567, "1.23M"), (compact, 12_345, "12.3k"), (compact, 0.00012, "1.2e-04")],
+)  # fmt: skip
+def test_numbers_are_short_and_readable(function, value, text):
+    assert function(value) == text
+
+
+def test_a_sparkline_shows_lowest_and_highest():
+    assert sparkline([0, 1, 2]) == "▁▅█" and sparkline([math.nan]) == "" and len(sparkline(list(range(99)), 40)) == 40
+
+
+def test_without_a_terminal_a_step_is_one_plain_line():
+    out = io.StringIO()
+    with TrainingConsole(2, stream=out, plain_interval_s=0.0) as console:
+        console.update(1, {"reward/mean": 0.25, "step/time_s": 1.0})
+        console.warning("grader slow")
+    lines = out.getvalue().splitlines()
+    assert lines[0].startswith("step 1/2  reward 0.250") and lines[1] == "warning: grader slow"
+    assert "\x1b" not in out.getvalue()
+    assert plain_line(1, 2, {}, None) == "step 1/2"
+
+
+def test_a_closed_pipe_does_not_end_a_run():
+    class Closed(io.StringIO):
+        def write(self, text):
+            raise BrokenPipeError
+
+    with TrainingConsole(2, stream=Closed(), plain_interval_s=0.0) as console:
+        console.update(1, {"reward/mean": 0.25})
+        console.note("still here")
+
+
+def test_the_report_is_one_file_and_says_what_is_missing(tmp_path):
+    with MetricsWriter(tmp_path / "metrics.jsonl") as writer:
+        for step in range(1, 9):
+            writer.log(step, {"reward/mean": step / 10, "eval/accuracy": step / 10, "step/time_s": 1.0})
+    page = write_report(tmp_path).read_text()
+    assert "<script src" not in page and "http://" not in page.replace("http://www.w3.org", "")
+    assert "80.0" in page and "svg" in page
