@@ -1,3 +1,7 @@
 """megatron_rl: reinforcement learning of language models with Megatron Core and SGLang."""
 
+from megatron_rl.cpu import hook
+
 __version__ = "0.1.0"
+
+hook.install()

@@ -13,9 +13,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import megatron_rl.parallel  # noqa: F401  (prepares Megatron Core for a CPU before it is imported below)
-
-# isort: split
 import torch
 
 from megatron_rl.commands.invariance import OPTIMIZER, make_batch

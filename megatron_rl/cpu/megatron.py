@@ -1,7 +1,7 @@
 """Megatron Core on a CPU with gloo, without a fork: only device placement is redirected.
 
-Groups, schedules, collectives and optimizers stay Megatron's own code. ``install`` runs before the first import of
-``megatron.core`` and does nothing where CUDA is available.
+Groups, schedules, collectives and optimizers stay Megatron's own code. It is installed by the first import of
+``megatron.core`` (``hook.py``) and does nothing where CUDA is available.
 
 Every ``megatron.core`` module sees a private copy of the name ``torch`` in which device "cuda" means the CPU, streams
 and events do nothing and ``torch.compile`` is the identity. ``torch`` itself stays as it is: wrapping its factory
@@ -15,18 +15,17 @@ Written for Megatron Core 0.16; ``tests/integration/test_cpu_compat.py`` fails w
 import collections
 import contextlib
 import functools
-import importlib.abc
 import importlib.machinery
 import logging
-import sys
 import types
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 
-PACKAGE = "megatron.core"
+from megatron_rl.cpu.hook import PACKAGE
+
 CPU = torch.device("cpu")
 FACTORIES = ("tensor", "zeros", "empty", "ones", "full", "arange", "as_tensor")
 """Functions of torch that Megatron calls with ``device="cuda"`` or ``pin_memory=True``."""
@@ -34,32 +33,42 @@ FACTORIES = ("tensor", "zeros", "empty", "ones", "full", "arange", "as_tensor")
 _torch_for_megatron: types.ModuleType | None = None
 
 
-def install() -> bool:
-    """Prepare Megatron Core for a machine without a GPU; True where the layer is active.
-
-    Calling it again changes nothing. Raises ImportError when ``megatron.core`` was imported before the first call.
-    """
-    global _torch_for_megatron
+def find_spec(
+    fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None
+) -> importlib.machinery.ModuleSpec | None:
+    """Of a module of Megatron Core, which gets the private ``torch`` after it has run. None where CUDA is available."""
     if torch.cuda.is_available():
-        return False
-    if _torch_for_megatron is not None:
-        return True
-    if PACKAGE in sys.modules:
-        raise ImportError(
-            f"{PACKAGE} was imported before megatron_rl.parallel; without a GPU, import megatron_rl.parallel first"
-        )
+        return None
+    spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
+    if spec is None or spec.loader is None:
+        return spec
+    run_module = spec.loader.exec_module
+
+    def exec_module(module: types.ModuleType) -> None:
+        with _prepared() if fullname == PACKAGE else contextlib.nullcontext():
+            run_module(module)
+            if getattr(module, "torch", None) is torch:
+                module.torch = _torch_for_megatron
+
+    spec.loader.exec_module = exec_module
+    return spec
+
+
+@contextlib.contextmanager
+def _prepared() -> Iterator[None]:
+    """Around the first module of Megatron Core: ``torch`` is prepared before, Megatron's own functions after it."""
+    global _torch_for_megatron
     _torch_for_megatron = _make_torch_for_megatron()
     _redirect_methods()
-    sys.meta_path.insert(0, _MegatronFinder())
     # Several modules say so at import; on a CPU it is how things are.
     warnings.filterwarnings("ignore", message="(Transformer Engine and )?Apex (is|are) not installed")
     # Decorators run at import: with the real torch.compile they would call a C++ compiler at the first step.
     real_compile, torch.compile = torch.compile, _torch_for_megatron.compile
     try:
+        yield
         _redirect_functions()
     finally:
         torch.compile = real_compile
-    return True
 
 
 class _Stream:
@@ -128,28 +137,6 @@ class _ModuleCopy(types.ModuleType):
 
     def __getattr__(self, name: str) -> Any:  # submodules that torch loads on first use
         return getattr(self.__dict__["_real"], name)
-
-
-class _MegatronFinder(importlib.abc.MetaPathFinder):
-    """Gives each module of Megatron Core the private ``torch`` after it has run."""
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None
-    ) -> importlib.machinery.ModuleSpec | None:
-        if fullname != PACKAGE and not fullname.startswith(PACKAGE + "."):
-            return None
-        spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
-        if spec is None or spec.loader is None:
-            return spec
-        run_module = spec.loader.exec_module
-
-        def exec_module(module: types.ModuleType) -> None:
-            run_module(module)
-            if getattr(module, "torch", None) is torch:
-                module.torch = _torch_for_megatron
-
-        spec.loader.exec_module = exec_module
-        return spec
 
 
 def _make_torch_for_megatron() -> types.ModuleType:

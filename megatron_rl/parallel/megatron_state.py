@@ -8,9 +8,6 @@ communication. Buffers that only save memory belong to no layout and stay.
 import re
 from typing import Any
 
-import megatron_rl.parallel  # noqa: F401  (prepares Megatron Core for a CPU before it is imported below)
-
-# isort: split
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel import random as megatron_random
 

@@ -22,16 +22,12 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 from megatron_rl.config.layout import expert_tensor_size, layout_problems, ranks_of_replica
 from megatron_rl.config.schema import ParallelConfig
-from megatron_rl.cpu import megatron as cpu
 from megatron_rl.parallel import megatron_state
-
-cpu.install()
-
-from megatron.core import parallel_state  # noqa: E402
-from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed  # noqa: E402
 
 CONTROL_GROUP_TIMEOUT = timedelta(days=30)
 """Calls on the control group carry their own deadlines; the group's must not fire before them."""

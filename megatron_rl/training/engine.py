@@ -22,9 +22,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import megatron_rl.parallel  # noqa: F401  (prepares Megatron Core for a CPU before it is imported below)
-
-# isort: split
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state

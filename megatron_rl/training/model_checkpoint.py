@@ -18,9 +18,6 @@ from pathlib import Path
 from types import MethodType
 from typing import Any
 
-import megatron_rl.parallel  # noqa: F401  (prepares Megatron Core for a CPU before it is imported below)
-
-# isort: split
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state

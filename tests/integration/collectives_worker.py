@@ -11,13 +11,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 
 from megatron_rl.config.schema import ParallelConfig
 from megatron_rl.parallel import collectives, topology
 from megatron_rl.parallel import stragglers as progress
-
-# isort: split
-from megatron.core import parallel_state
 
 
 def payload_for(rank: int) -> dict[str, torch.Tensor]:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-import megatron_rl.parallel  # noqa: F401  (installs the CPU layer)
+from megatron_rl.cpu import hook
 from megatron_rl.cpu import megatron as cpu
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the CPU layer is not installed beside a GPU")
@@ -104,12 +104,12 @@ def test_cuda_means_the_cpu_inside_megatron() -> None:
 
 def test_installing_twice_changes_nothing() -> None:
     finders = list(sys.meta_path)
-    assert cpu.install() is True
+    hook.install()
     assert sys.meta_path == finders
 
 
 def test_importing_megatron_first_is_refused() -> None:
-    code = "import megatron.core; import megatron_rl.parallel"
+    code = "import megatron.core; import megatron_rl"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert result.returncode != 0
-    assert "import megatron_rl.parallel first" in result.stderr
+    assert "import megatron_rl first" in result.stderr

@@ -6,10 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-
-import megatron_rl.parallel  # noqa: F401  (prepares Megatron Core for a CPU before it is imported below)
-
-# isort: split
 from megatron.core.transformer import TransformerConfig
 
 from megatron_rl.config.checks import check_config

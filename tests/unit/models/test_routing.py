@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-import megatron_rl.parallel  # noqa: F401  (prepares Megatron Core for a CPU before it is imported below)
 from megatron_rl.config.schema import Dispatcher, GroupedGemm, LoadBalancing, MoeConfig, ParallelConfig, RoutingReplay
 from megatron_rl.cpu.torchvision import declare_torchvision_ops
 from megatron_rl.data.trajectory import Prompt, RouteRecord, Segment, Trajectory, message_segment
