@@ -203,7 +203,7 @@ def make_family_model(path: str | Path, shape: str, *, seed: int = 0, dtype: str
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config)
-        for name, tensor in model.state_dict().items():
+        for _name, tensor in model.state_dict().items():
             # Apart from zeros and ones, so that lost and swapped tensors show.
             if tensor.dim() > 1:
                 tensor.mul_(WEIGHT_SCALE)

@@ -42,9 +42,9 @@ def gae(rewards: Tensor, values: Tensor, cu_seqlens: Tensor, *, gamma: float = 1
     Raises:
         ValueError: shapes, dtypes or ranges do not fit.
     """
-    bounds = check_packed_rewards(rewards, values, cu_seqlens)
+    bounds = _check_packed_rewards(rewards, values, cu_seqlens)
     after_end = torch.zeros(len(bounds) - 1, dtype=values.dtype, device=values.device)
-    return advantages_with_end_values(rewards, values, bounds, after_end, gamma, lam)
+    return _advantages_with_end_values(rewards, values, bounds, after_end, gamma, lam)
 
 
 @torch.no_grad()
@@ -74,7 +74,7 @@ def egae(
     Raises:
         ValueError: shapes, dtypes or ranges do not fit.
     """
-    bounds = check_packed_rewards(rewards, values, cu_seqlens)
+    bounds = _check_packed_rewards(rewards, values, cu_seqlens)
     num_sequences = len(bounds) - 1
     check_per_sequence("finished", finished, num_sequences)
     if bootstrap is not None:
@@ -85,7 +85,7 @@ def egae(
     else:
         at_cut = values.new_zeros(num_sequences)
     after_end = torch.where(finished.to(values.device) != 0, 0.0, at_cut)
-    return advantages_with_end_values(rewards, values, bounds, after_end, gamma, lam)
+    return _advantages_with_end_values(rewards, values, bounds, after_end, gamma, lam)
 
 
 @torch.no_grad()
@@ -104,28 +104,28 @@ def monte_carlo_returns(rewards: Tensor, cu_seqlens: Tensor, *, gamma: float = 1
     bounds = check_cu_seqlens(cu_seqlens, len(rewards))
     no_values = rewards.new_zeros(1).expand(len(rewards))
     after_end = rewards.new_zeros(len(bounds) - 1)
-    return advantages_with_end_values(rewards, no_values, bounds, after_end, gamma, 1.0)
+    return _advantages_with_end_values(rewards, no_values, bounds, after_end, gamma, 1.0)
 
 
-def check_packed_rewards(rewards: Tensor, values: Tensor, cu_seqlens: Tensor) -> Tensor:
+def _check_packed_rewards(rewards: Tensor, values: Tensor, cu_seqlens: Tensor) -> Tensor:
     """Check the inputs that GAE and EGAE share; returns ``cu_seqlens`` as int64 on the CPU."""
     check_float_vector("rewards", rewards)
     check_same_kind("values", values, "rewards", rewards)
     return check_cu_seqlens(cu_seqlens, len(rewards))
 
 
-def advantages_with_end_values(
+def _advantages_with_end_values(
     rewards: Tensor, values: Tensor, bounds: Tensor, after_end: Tensor, gamma: float, lam: float | Tensor
 ) -> Tensor:
     """GAE [T] where ``after_end`` [N] is V of the state after each sequence's last token."""
     gamma = check_fraction("gamma", gamma)
-    decay = gamma * lambda_per_sequence(lam, len(bounds) - 1, values.device)
+    decay = gamma * _lambda_per_sequence(lam, len(bounds) - 1, values.device)
     if values.device.type == "cpu" and has_numba():
         return advantages_one_by_one(rewards, values, bounds, after_end, gamma, decay)
     return advantages_by_blocks(rewards, values, bounds, after_end, gamma, decay)
 
 
-def lambda_per_sequence(lam: float | Tensor, num_sequences: int, device: torch.device) -> Tensor:
+def _lambda_per_sequence(lam: float | Tensor, num_sequences: int, device: torch.device) -> Tensor:
     """``lam`` as float64 [N] on ``device``, checked to lie within [0, 1]."""
     if not isinstance(lam, Tensor) or lam.dim() == 0:
         return torch.full((num_sequences,), check_fraction("lam", lam), dtype=torch.float64, device=device)

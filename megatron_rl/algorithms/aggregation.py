@@ -10,7 +10,7 @@ from torch import Tensor
 from megatron_rl.algorithms.sequences import sequence_index, sequence_sums
 from megatron_rl.algorithms.shapes import check_choice, check_cu_seqlens, check_mask_vector
 
-AGGREGATIONS = ("token_mean", "sequence_mean")
+_AGGREGATIONS = ("token_mean", "sequence_mean")
 
 
 @torch.no_grad()
@@ -51,5 +51,5 @@ def counted_sequences(mask: Tensor, bounds: Tensor) -> Tensor:
 
 def _checked(mask: Tensor, cu_seqlens: Tensor, kind: str) -> Tensor:
     check_mask_vector(mask)
-    check_choice("kind", kind, AGGREGATIONS)
+    check_choice("kind", kind, _AGGREGATIONS)
     return check_cu_seqlens(cu_seqlens, len(mask))

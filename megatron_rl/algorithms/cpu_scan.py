@@ -8,6 +8,7 @@ waits for all of them. The loop holds no interpreter lock. It is compiled at the
 about a second, and is not cached on disk: a cache may be read-only, stale or written by several ranks at once.
 """
 
+import itertools
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
@@ -59,7 +60,7 @@ def thread_spans(bounds: Tensor, num_threads: int) -> list[tuple[int, int]]:
     shares = torch.tensor([num_tokens * thread // num_threads for thread in range(1, num_threads)], dtype=torch.int64)
     cuts = torch.searchsorted(bounds, shares).tolist()
     corners = sorted({0, *cuts, num_sequences})
-    return list(zip(corners, corners[1:])) or [(0, 0)]
+    return list(itertools.pairwise(corners)) or [(0, 0)]
 
 
 @cache
@@ -74,7 +75,7 @@ def has_numba() -> bool:
 
 @cache
 def compiled_loop() -> Callable[..., None]:
-    """``advantage_loop``, compiled for the dtypes and strides of its calls as they come.
+    """``_advantage_loop``, compiled for the dtypes and strides of its calls as they come.
 
     Raises:
         ImportError: no numba.
@@ -82,10 +83,10 @@ def compiled_loop() -> Callable[..., None]:
     import numba  # takes a third of a second, which importing the algorithms need not
 
     # Contraction makes a multiplication and an addition one instruction with one rounding.
-    return numba.njit(nogil=True, fastmath={"contract"})(advantage_loop)
+    return numba.njit(nogil=True, fastmath={"contract"})(_advantage_loop)
 
 
-def advantage_loop(
+def _advantage_loop(
     rewards: np.ndarray,
     values: np.ndarray,
     bounds: np.ndarray,

@@ -36,7 +36,7 @@ from megatron_rl.algorithms.shapes import (
 KINDS = ("k1", "k2", "k3")
 MAX_LOG_RATIO = 20.0
 """k3 grows like pi_ref / pi: beyond exp(20) it is cut, and so is its gradient."""
-MAX_RELATIVE_ERROR = 0.2
+_MAX_RELATIVE_ERROR = 0.2
 """The adaptive controller never sees a KL further from its target than this share."""
 
 
@@ -165,12 +165,12 @@ class AdaptiveKlController:
         if not math.isfinite(kl):
             raise ValueError(f"kl: expected a finite number, got {kl!r}; leave a step without a measurement out")
         share = check_not_negative("num_samples", num_samples) / self.horizon
-        if share * MAX_RELATIVE_ERROR >= 1.0:
+        if share * _MAX_RELATIVE_ERROR >= 1.0:
             raise ValueError(
                 f"num_samples: expected less than 5 * horizon = {5 * self.horizon:g}, got {num_samples}: "
                 "one step could turn the coefficient negative; choose a longer horizon"
             )
-        error = min(max(kl / self.target - 1.0, -MAX_RELATIVE_ERROR), MAX_RELATIVE_ERROR)
+        error = min(max(kl / self.target - 1.0, -_MAX_RELATIVE_ERROR), _MAX_RELATIVE_ERROR)
         self.coef *= 1.0 + error * share
         return self.coef
 

@@ -15,7 +15,7 @@ from megatron_rl.algorithms.shapes import check_cu_seqlens, check_float_vector, 
 MAX_LOG_RATIO = 20.0
 """Guard against overflow, as in the public correction code: log rho is clamped to +- this, before any statistic."""
 
-EQUAL_POLICIES = {
+_EQUAL_POLICIES = {
     "kl": 0.0,
     "k3": 0.0,
     "max_abs_log_ratio": 0.0,
@@ -54,7 +54,7 @@ def mismatch_metrics(
     bounds = check_cu_seqlens(cu_seqlens, len(old_logprobs))
     inside = mask != 0
     if not bool(inside.any()):
-        return dict(EQUAL_POLICIES)
+        return dict(_EQUAL_POLICIES)
     log_rho = (keep(old_logprobs, mask).double() - keep(rollout_logprobs, mask).double()).clamp(
         -MAX_LOG_RATIO, MAX_LOG_RATIO
     )

@@ -25,7 +25,7 @@ from megatron_rl.algorithms.shapes import (
 
 MAX_LOG_RATIO = 20.0
 """exp(20) is 5e8: beyond it a ratio says only that the two policies have nothing in common."""
-MAX_SEQUENCE_LOG_RATIO = 10.0
+_MAX_SEQUENCE_LOG_RATIO = 10.0
 """GSPO's upper bound on the mean log ratio of a response, as in the public implementations."""
 
 
@@ -123,7 +123,7 @@ def gspo_loss(
         sequence_of = sequence_index(bounds, logprobs.device)
         # Clip ranges are a few 1e-4: a float32 sum over thousands of tokens would be near its limits.
         means = sequence_sums((log_ratio * coefficients * mask).double(), sequence_of, len(bounds) - 1)
-    ratio = (means[sequence_of].to(logprobs.dtype) + (kept - kept.detach())).clamp(max=MAX_SEQUENCE_LOG_RATIO).exp()
+    ratio = (means[sequence_of].to(logprobs.dtype) + (kept - kept.detach())).clamp(max=_MAX_SEQUENCE_LOG_RATIO).exp()
     token_loss, is_clipped = _clipped_surrogate(ratio, advantages, clip_low, clip_high)
     fractions = _clip_fractions(is_clipped & (advantages < 0), is_clipped & (advantages > 0))
     log_ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)

@@ -4,7 +4,7 @@ For every sequence s and each of its tokens t, from the last one backwards::
 
     x[t] = delta[t] + decay[s] * x[t + 1],        x[end of s] = 0
 
-The packed axis is cut into slabs (from the right, so that memory stays small), a slab into blocks of ``BLOCK_TOKENS``
+The packed axis is cut into slabs (from the right, so that memory stays small), a slab into blocks of ``_BLOCK_TOKENS``
 tokens, laid out time-major, so that one vector operation handles the same token of every block:
 
 1. a first sweep over a block's tokens finds what each block yields with nothing coming in from its right;
@@ -21,15 +21,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-BLOCK_TOKENS = 64
-GPU_SLAB_TOKENS = 1 << 26
+_BLOCK_TOKENS = 64
+_GPU_SLAB_TOKENS = 1 << 26
 """On a GPU launches cost more than cache misses."""
 CPU_SLAB_TOKENS = 1 << 20
 """4 MiB a float32 buffer, of which few are alive at a time."""
 
 
 @dataclass(frozen=True)
-class Border:
+class _Border:
     """Sequences whose last token lies in one row of a slab."""
 
     blocks: Tensor
@@ -49,7 +49,7 @@ class Slab:
     """[M]: the decay at each block's last token."""
     through: Tensor
     """[M] float64: what of a number right of the block reaches its first token (0 when a sequence ends inside)."""
-    borders: dict[int, Border]
+    borders: dict[int, _Border]
     """By row."""
     max_span: int
     """Blocks that the longest sequence within this slab touches, at most."""
@@ -76,16 +76,16 @@ def advantages_by_blocks(
     after_end, decays = after_end[occupied.to(values.device)], decay[occupied.to(values.device)]
     result = torch.empty(len(rewards), dtype=rewards.dtype, device=rewards.device)
     carry = torch.zeros(1, dtype=torch.float64, device=values.device)
-    step = CPU_SLAB_TOKENS if values.device.type == "cpu" else GPU_SLAB_TOKENS
+    step = CPU_SLAB_TOKENS if values.device.type == "cpu" else _GPU_SLAB_TOKENS
     for high in range(len(rewards), 0, -step):
         low = max(0, high - step)
-        slab = plan_slab(low, high, ends, decays, values.dtype)
-        deltas = td_errors(rewards, values, ends, after_end, gamma, low, high)
-        carry = scan_slab(slab, deltas, carry, result[low:high])
+        slab = _plan_slab(low, high, ends, decays, values.dtype)
+        deltas = _td_errors(rewards, values, ends, after_end, gamma, low, high)
+        carry = _scan_slab(slab, deltas, carry, result[low:high])
     return result
 
 
-def td_errors(
+def _td_errors(
     rewards: Tensor, values: Tensor, ends: Tensor, after_end: Tensor, gamma: float, low: int, high: int
 ) -> Tensor:
     """delta [high - low]; ``ends`` and ``after_end`` [K] are of the sequences that have tokens."""
@@ -96,61 +96,61 @@ def td_errors(
     return rewards[low:high] + (gamma * following - values[low:high])
 
 
-def plan_slab(low: int, high: int, ends: Tensor, decays: Tensor, dtype: torch.dtype) -> Slab:
+def _plan_slab(low: int, high: int, ends: Tensor, decays: Tensor, dtype: torch.dtype) -> Slab:
     """Where the sequence borders lie among the blocks of tokens [low, high).
 
     ``ends`` [K] int64 on the CPU rises strictly; ``decays`` [K] float64 lies on the device.
     """
     device = decays.device
-    num_blocks = -(-(high - low) // BLOCK_TOKENS)
-    padding = num_blocks * BLOCK_TOKENS - (high - low)
+    num_blocks = -(-(high - low) // _BLOCK_TOKENS)
+    padding = num_blocks * _BLOCK_TOKENS - (high - low)
     first = int(torch.searchsorted(ends, low, right=True))
     stop = int(torch.searchsorted(ends, high)) + 1
     ends, decays = ends[first:stop], decays[first:stop]
     inner_ends = torch.nn.functional.pad(ends.clamp(max=high) - low + padding, (1, 0))
-    num_blocks_of = (inner_ends // BLOCK_TOKENS).diff().to(device)
+    num_blocks_of = (inner_ends // _BLOCK_TOKENS).diff().to(device)
 
     num_ending = int(torch.searchsorted(ends, high, right=True))
     positions = inner_ends[1 : num_ending + 1] - 1
-    blocks = positions // BLOCK_TOKENS
-    through = torch.repeat_interleave(decays**BLOCK_TOKENS, num_blocks_of, output_size=num_blocks)
+    blocks = positions // _BLOCK_TOKENS
+    through = torch.repeat_interleave(decays**_BLOCK_TOKENS, num_blocks_of, output_size=num_blocks)
     through[blocks.to(device)] = 0.0
     return Slab(
         num_blocks=num_blocks,
         padding=padding,
         decay=torch.repeat_interleave(decays.to(dtype), num_blocks_of, output_size=num_blocks),
         through=through,
-        borders=borders_by_row(positions % BLOCK_TOKENS, blocks, decays[:num_ending].to(dtype)),
-        max_span=int(inner_ends.diff().max()) // BLOCK_TOKENS + 2,
+        borders=_borders_by_row(positions % _BLOCK_TOKENS, blocks, decays[:num_ending].to(dtype)),
+        max_span=int(inner_ends.diff().max()) // _BLOCK_TOKENS + 2,
     )
 
 
-def borders_by_row(rows: Tensor, blocks: Tensor, decays: Tensor) -> dict[int, Border]:
+def _borders_by_row(rows: Tensor, blocks: Tensor, decays: Tensor) -> dict[int, _Border]:
     """Group sequence ends by row: ``rows`` and ``blocks`` [K] on the CPU, ``decays`` [K] on the device."""
     order = rows.argsort(stable=True)
-    counts = rows.bincount(minlength=BLOCK_TOKENS).tolist()
+    counts = rows.bincount(minlength=_BLOCK_TOKENS).tolist()
     grouped_blocks = blocks[order].to(decays.device).split(counts)
     grouped_decays = decays[order.to(decays.device)].split(counts)
-    return {row: Border(grouped_blocks[row], grouped_decays[row]) for row in range(BLOCK_TOKENS) if counts[row] > 0}
+    return {row: _Border(grouped_blocks[row], grouped_decays[row]) for row in range(_BLOCK_TOKENS) if counts[row] > 0}
 
 
-def scan_slab(slab: Slab, inputs: Tensor, carry: Tensor, result: Tensor) -> Tensor:
+def _scan_slab(slab: Slab, inputs: Tensor, carry: Tensor, result: Tensor) -> Tensor:
     """Write the recurrence over one slab into ``result`` [S]; ``carry`` [1] float64 is the number right of it.
 
     Returns the number at the slab's first token, [1] float64; of no use where the slab is padded, which is the last.
     """
     if slab.padding:
         inputs = torch.nn.functional.pad(inputs, (slab.padding, 0))
-    time_major = torch.empty(BLOCK_TOKENS, slab.num_blocks, dtype=result.dtype, device=result.device)
-    time_major.copy_(inputs.view(slab.num_blocks, BLOCK_TOKENS).t())
+    time_major = torch.empty(_BLOCK_TOKENS, slab.num_blocks, dtype=result.dtype, device=result.device)
+    time_major.copy_(inputs.view(slab.num_blocks, _BLOCK_TOKENS).t())
     rows = list(time_major.unbind(0))
     alone = sweep(rows, slab, torch.zeros_like(slab.decay), in_place=False)
-    firsts = scan_blocks(alone.double(), slab.through, carry, slab.max_span)
+    firsts = _scan_blocks(alone.double(), slab.through, carry, slab.max_span)
     sweep(rows, slab, torch.cat([firsts[1:], carry]).to(result.dtype), in_place=True)
     if slab.padding:
         result.copy_(time_major.t().reshape(-1)[slab.padding :])
     else:
-        result.view(slab.num_blocks, BLOCK_TOKENS).copy_(time_major.t())
+        result.view(slab.num_blocks, _BLOCK_TOKENS).copy_(time_major.t())
     return firsts[:1]
 
 
@@ -178,7 +178,7 @@ def sweep(rows: list[Tensor], slab: Slab, incoming: Tensor, *, in_place: bool) -
     return following
 
 
-def scan_blocks(alone: Tensor, through: Tensor, carry: Tensor, max_span: int) -> Tensor:
+def _scan_blocks(alone: Tensor, through: Tensor, carry: Tensor, max_span: int) -> Tensor:
     """Solve ``x[b] = alone[b] + through[b] * x[b + 1]`` with ``x[M] = carry`` by doubling; all float64 [M].
 
     Nothing passes where ``through`` is 0, and nothing passes further than ``max_span`` blocks.

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-MIN_EXPLAINED_VARIANCE = 0.05
+_MIN_EXPLAINED_VARIANCE = 0.05
 
 
 @dataclass
@@ -30,7 +30,7 @@ class Settling:
     min_steps: int = 0
     max_steps: int = 0
     """0 means no end but settling."""
-    min_explained_variance: float = MIN_EXPLAINED_VARIANCE
+    min_explained_variance: float = _MIN_EXPLAINED_VARIANCE
     num_steps: int = 0
     num_calm_steps: int = 0
     losses: list[float] = field(default_factory=list)

@@ -9,7 +9,7 @@ import math
 import torch
 from torch import Tensor
 
-FLOAT_DTYPES = (torch.float32, torch.float64)
+_FLOAT_DTYPES = (torch.float32, torch.float64)
 INDEX_DTYPES = (torch.int32, torch.int64)
 
 
@@ -22,7 +22,7 @@ def describe(value: object) -> str:
 
 def check_float_vector(name: str, value: Tensor) -> None:
     """Refuse anything but a 1-D float32 or float64 tensor."""
-    if not isinstance(value, Tensor) or value.dim() != 1 or value.dtype not in FLOAT_DTYPES:
+    if not isinstance(value, Tensor) or value.dim() != 1 or value.dtype not in _FLOAT_DTYPES:
         raise ValueError(
             f"{name}: expected a 1-D float32 or float64 tensor, got {describe(value)}; "
             "convert lower precision with .float() and batches with a mask to the packed form"

@@ -24,12 +24,12 @@ from megatron_rl.errors import UserError
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-DEFAULT_TOLERANCE = 1e-5
-DEFAULT_LENGTHS = (9, 17, 33, 6, 21, 12, 40, 8, 26, 15)
-NOTICEABLE = 10.0
+_DEFAULT_TOLERANCE = 1e-5
+_DEFAULT_LENGTHS = (9, 17, 33, 6, 21, 12, 40, 8, 26, 15)
+_NOTICEABLE = 10.0
 """The reference must move its weights by as many tolerances: an update that does nothing agrees with everything."""
-LOG_TAIL_LINES = 15
-SP_ADDED = "run with sp: this model's experts or latent attention need it with tensor parallelism"
+_LOG_TAIL_LINES = 15
+_SP_ADDED = "run with sp: this model's experts or latent attention need it with tensor parallelism"
 
 
 class DoctorError(UserError):
@@ -56,9 +56,9 @@ def check_invariance(
     *,
     reference: str = "tp1",
     role: str = "policy",
-    lengths: Sequence[int] = DEFAULT_LENGTHS,
+    lengths: Sequence[int] = _DEFAULT_LENGTHS,
     max_tokens_per_microbatch: int = 64,
-    tolerance: float = DEFAULT_TOLERANCE,
+    tolerance: float = _DEFAULT_TOLERANCE,
     timeout_s: float = 1800.0,
 ) -> list[Finding]:
     """The reference's row, then one for each of ``layouts`` in their order.
@@ -108,7 +108,7 @@ def check_invariance(
             if is_reference and reference not in measured:
                 raise DoctorError(f"the reference layout {reference} failed: {failures[reference]}")
     base = measured[reference]
-    if base["moved"] < NOTICEABLE * tolerance:
+    if base["moved"] < _NOTICEABLE * tolerance:
         raise DoctorError(
             f"the update moves no weight by more than {base['moved']:.1e} of its tensor's largest, too little to compare "
             f"at a tolerance of {tolerance:.0e}; give longer sequences or a smaller tolerance"
@@ -121,7 +121,7 @@ def check_invariance(
             rows.append(Finding(layout, sizes[layout], verdict="FAILED", reason=failures[layout], is_bad=True))
         else:
             rows.append(_judge(layout, sizes[layout], measured[layout], base, tolerance))
-    return [row if row.layout in (*asked, reference) or row.reason else replace(row, reason=SP_ADDED) for row in rows]
+    return [row if row.layout in (*asked, reference) or row.reason else replace(row, reason=_SP_ADDED) for row in rows]
 
 
 def findings_table(findings: Sequence[Finding]) -> Table:
@@ -239,4 +239,4 @@ def _reason(log: str) -> str:
     """The last error line of the ranks, or the end of the log."""
     lines = [line.split("]:", 1)[-1].strip(" :") for line in log.splitlines() if line.startswith("[rank")]
     errors = [line for line in lines if "Error" in line and ":" in line]
-    return errors[-1] if errors else "\n".join(log.splitlines()[-LOG_TAIL_LINES:])
+    return errors[-1] if errors else "\n".join(log.splitlines()[-_LOG_TAIL_LINES:])

@@ -19,18 +19,18 @@ def print_plan(config: Config, *, command: str, world_size: int) -> None:
     console.print(Syntax(text, "yaml", background_color="default") if console.is_terminal else text, soft_wrap=True)
     if command in RL_COMMANDS:
         console.rule("batch arithmetic")
-        console.print(arithmetic_table(config, world_size))
+        console.print(_arithmetic_table(config, world_size))
         console.rule(f"stages of a step (schedule.mode={config.schedule.mode.value})")
-        console.print(stage_table(config))
+        console.print(_stage_table(config))
     console.print(
         f"dry run: the configuration is good for `megatron-rl {command}`; nothing was started", soft_wrap=True
     )
 
 
-def arithmetic_table(config: Config, world_size: int) -> Table:
-    layouts = [layout_text(config.parallel, world_size)]
+def _arithmetic_table(config: Config, world_size: int) -> Table:
+    layouts = [_layout_text(config.parallel, world_size)]
     if config.critic.parallel:
-        layouts = [f"policy: {layouts[0]}", f"critic: {layout_text(config.critic.parallel, world_size)}"]
+        layouts = [f"policy: {layouts[0]}", f"critic: {_layout_text(config.critic.parallel, world_size)}"]
     table = Table(title="\n".join(layouts), title_justify="left")
     table.add_column("quantity")
     for name in ("global, per step", "per data-parallel rank", "per micro-batch"):
@@ -40,7 +40,7 @@ def arithmetic_table(config: Config, world_size: int) -> Table:
     return table
 
 
-def layout_text(parallel: ParallelConfig, world_size: int) -> str:
+def _layout_text(parallel: ParallelConfig, world_size: int) -> str:
     """The sizes of a layout, for people."""
     sizes = {
         "tensor": parallel.tensor_parallel_size,
@@ -57,7 +57,7 @@ def layout_text(parallel: ParallelConfig, world_size: int) -> str:
     return text
 
 
-def stage_table(config: Config) -> Table:
+def _stage_table(config: Config) -> Table:
     graph = graph_of(config)
     check_graph(graph)
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))

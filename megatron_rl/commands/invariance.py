@@ -31,7 +31,7 @@ from megatron_rl.training.engine import Engine
 OPTIMIZER = OptimizerConfig(lr=100.0, eps=100.0, weight_decay=0.0, max_grad_norm=0.0, warmup_steps=0)
 PROMPT_TOKENS = 3
 """Leading tokens of each sequence that the loss leaves out."""
-IMAGE_SIZES = ((3, 5), (4, 2), (1, 2))
+_IMAGE_SIZES = ((3, 5), (4, 2), (1, 2))
 """Rows and columns of tokens of the images that a vision-language model is shown, the largest that fits."""
 
 
@@ -54,7 +54,7 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Measurement:
+class _Measurement:
     layout: str
     loss: float
     grad_norm: float
@@ -104,7 +104,7 @@ def with_images(batch: PackedBatch, hf_config: PretrainedConfig, seed: int) -> P
         tokens[tokens == token] = next(i for i in range(text_config(hf_config).vocab_size) if i not in special)
     grids, owners = [], []
     for index, (start, length) in enumerate(zip(batch.cu_seqlens.tolist(), batch.lengths.tolist())):
-        size = next((size for size in IMAGE_SIZES if size[0] * size[1] + 4 <= length), None)
+        size = next((size for size in _IMAGE_SIZES if size[0] * size[1] + 4 <= length), None)
         if size is None or index % 3 == 2:
             continue
         end = start + 2 + size[0] * size[1]
@@ -127,7 +127,7 @@ def _special_tokens(hf_config: PretrainedConfig) -> list[int]:
 
 def _measure(
     job: Job, layout: str, parallel: ParallelConfig, place: topologies.Topology, *, is_reference: bool
-) -> Measurement | None:
+) -> _Measurement | None:
     engine = Engine(job.role, job.model, parallel=parallel, topology=place, optimizer=OPTIMIZER, seed=job.seed)
     folder = Path(job.reference_folder)
     if is_reference:
@@ -146,7 +146,7 @@ def _measure(
         difference = 0.0
     else:
         moved, difference = 0.0, _compare(engine, folder / "after", None)
-    return Measurement(layout, total / count, result.grad_norm, moved, difference) if place.rank == 0 else None
+    return _Measurement(layout, total / count, result.grad_norm, moved, difference) if place.rank == 0 else None
 
 
 def _compare(engine: Engine, with_folder: Path | None, write_folder: Path | None) -> float:

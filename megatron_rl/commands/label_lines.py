@@ -47,16 +47,16 @@ from megatron_rl.rollout.server_pool import open_servers
 from megatron_rl.rollout.sglang.wire import GenerationRequest, RequestImages
 from megatron_rl.system.signals import clean_stop, run_until_stopped
 
-Complete = Callable[[GenerationRequest], Awaitable[Sequence[int]]]
+_Complete = Callable[[GenerationRequest], Awaitable[Sequence[int]]]
 """A request to the token ids it generated."""
 Grade = Callable[[Sequence[RewardItem]], Awaitable[list[Score]]]
 
-KEY_FIELD = "label_key"
-LABEL_FIELDS = ("line_labels", "first_bad_line", "num_completions_graded", KEY_FIELD)
+_KEY_FIELD = "label_key"
+_LABEL_FIELDS = ("line_labels", "first_bad_line", "num_completions_graded", _KEY_FIELD)
 """What a labelled row has beside the input's fields."""
 
 
-class Ungraded(Exception):
+class _Ungraded(Exception):
     """A row whose label hangs on responses that could not be graded."""
 
 
@@ -92,7 +92,7 @@ class Labeller:
     """Labels single rows; knows how to ask, not how many at a time."""
 
     def __init__(
-        self, config: Config, tokenizer: Tokenizer, form: RowForm, complete: Complete, grade: Grade, context_tokens: int
+        self, config: Config, tokenizer: Tokenizer, form: RowForm, complete: _Complete, grade: Grade, context_tokens: int
     ) -> None:
         self._settings = config.label_lines
         self._rollout = config.rollout
@@ -106,13 +106,13 @@ class Labeller:
         """0: no limit is known."""
 
     async def label(self, job: Job) -> dict[str, Any]:
-        """The labelled row; raises Ungraded."""
+        """The labelled row; raises _Ungraded."""
         response = job.row["response"]
         lines = _lines_of(job, self._comment_prefixes)
         candidates = scored_lines(lines)
         (score,) = await self._grade([self._form.item(job.row)])
         if score.value is None:
-            raise Ungraded(f"the response itself could not be graded: {score.error}")
+            raise _Ungraded(f"the response itself could not be graded: {score.error}")
         search = LineSearch(len(candidates), passes=score.value >= PASSED_FROM)
         num_graded = 0
         while search.question is not None:
@@ -125,7 +125,7 @@ class Labeller:
             "line_labels": line_labels(lines, search.first_bad),
             "first_bad_line": _line_number(lines, candidates, search.first_bad),
             "num_completions_graded": num_graded,
-            KEY_FIELD: job.key,
+            _KEY_FIELD: job.key,
         }
 
     async def _grade_completions(self, job: Job, prefix: str, num_lines: int) -> list[Score]:
@@ -135,7 +135,7 @@ class Labeller:
             # SGLang takes a few tokens of the context for itself.
             room = min(room, self._context_tokens - len(token_ids) - 8)
         if room < 1:
-            raise Ungraded(
+            raise _Ungraded(
                 f"the prefix of {num_lines} lines fills the model's context of {self._context_tokens} tokens"
             )
         answers = await asyncio.gather(
@@ -175,7 +175,7 @@ def _recoverable(scores: Sequence[Score], num_lines: int) -> bool:
         return True
     errors = [s.error for s in scores if s.value is None]
     if errors:
-        raise Ungraded(
+        raise _Ungraded(
             f"no completion of the first {num_lines} lines passes, but {len(errors)} of {len(scores)} could not be "
             f"graded: {errors[0]}"
         )
@@ -203,7 +203,7 @@ def load_jobs(config: Config, tokenizer: Tokenizer, form: RowForm) -> list[Job]:
         unknown = tokenizer.unknown_text(row["response"])
         if unknown:
             raise DataError(f"{place}: field 'response': the tokenizer does not know {unknown!r}")
-        row = {name: value for name, value in row.items() if name not in LABEL_FIELDS}
+        row = {name: value for name, value in row.items() if name not in _LABEL_FIELDS}
         jobs.append(Job(row, content, tokenize(content, data, tokenizer).token_ids, label_key(row, config)))
     if not jobs:
         raise DataError(f"{config.label_lines.input_path}: no rows; expected responses with their tests")
@@ -248,7 +248,7 @@ def finished_keys(path: Path, jobs: Sequence[Job]) -> set[str]:
     known, found = {job.key for job in jobs}, set()
     for number, line in enumerate(whole.splitlines(), start=1):
         try:
-            key = json.loads(line)[KEY_FIELD]
+            key = json.loads(line)[_KEY_FIELD]
         except (ValueError, KeyError, TypeError) as error:
             raise DataError(
                 f"{path}:{number}: not a row of label-lines; give another label_lines.output_path"
@@ -280,7 +280,7 @@ async def label_rows(
             job = waiting.pop()
             try:
                 row = await labeller.label(job)
-            except Ungraded as error:
+            except _Ungraded as error:
                 summary.num_ungraded += 1
                 warn(f"{job.content.place}: left out: {error}")
             else:

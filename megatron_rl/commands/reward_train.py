@@ -40,10 +40,10 @@ from megatron_rl.rewards.judges.templates import PAIRWISE_TEMPLATE, render_pairw
 from megatron_rl.training.engine import Engine, UpdateResult
 from megatron_rl.training.trainer_group import TrainerGroup
 
-RECORD_FILE = "reward_training.json"
+_RECORD_FILE = "reward_training.json"
 """Beside the weights: what the model is and how its training went."""
-PRINT_EVERY_STEPS = 25
-EVALUATION_CHUNK = 256
+_PRINT_EVERY_STEPS = 25
+_EVALUATION_CHUNK = 256
 """Examples predicted at a time."""
 
 Ids = tuple[int, ...]
@@ -81,7 +81,7 @@ class Kind(Protocol):
     def metrics(self, predictions: Predictions) -> dict[str, float]: ...
 
 
-def reward_engine(kind: RewardModelKind) -> str:
+def _reward_engine(kind: RewardModelKind) -> str:
     """Name and role of the engine that a kind trains."""
     return "policy" if kind is RewardModelKind.pairwise else "critic"
 
@@ -98,7 +98,7 @@ def reward_train(config: Config) -> None:
     config = training_config(config)
 
     def build(topology: Topology) -> dict[str, Engine]:
-        role = reward_engine(config.reward_train.kind)
+        role = _reward_engine(config.reward_train.kind)
         policy = config.policy
         engine = Engine(
             role,
@@ -116,10 +116,10 @@ def reward_train(config: Config) -> None:
 
     with trainer_ranks(config, build) as group:
         if group is not None:
-            run_reward_training(config, group)
+            _run_reward_training(config, group)
 
 
-def run_reward_training(config: Config, group: TrainerGroup) -> None:
+def _run_reward_training(config: Config, group: TrainerGroup) -> None:
     """reward_train.num_steps optimizer steps in a seeded order of epochs; then the model in reward_train.output_path."""
     settings = config.reward_train
     kind = build_kind(config, Tokenizer(config.policy.path))
@@ -145,7 +145,7 @@ def run_reward_training(config: Config, group: TrainerGroup) -> None:
             progress.update(task, advance=1, loss=f"loss {metrics['loss']:.4f}")
             row = {"step": step, "lr": result.lr, "grad_norm": result.grad_norm, **_named("train", metrics)}
             last = step == settings.num_steps
-            if not console.is_terminal and (step % PRINT_EVERY_STEPS == 0 or step == 1 or last):
+            if not console.is_terminal and (step % _PRINT_EVERY_STEPS == 0 or step == 1 or last):
                 _report(console, step, f"of {settings.num_steps}", metrics)
             if held_out and (last or (settings.eval_every_steps and step % settings.eval_every_steps == 0)):
                 row |= _report(console, step, "held out", _evaluate(kind, group, held_out))
@@ -159,7 +159,7 @@ def build_kind(config: Config, tokenizer: Tokenizer) -> Kind:
     return {
         RewardModelKind.bradley_terry: BradleyTerry,
         RewardModelKind.pairwise: Pairwise,
-        RewardModelKind.process: ProcessLabels,
+        RewardModelKind.process: _ProcessLabels,
     }[config.reward_train.kind](config, tokenizer)
 
 
@@ -271,7 +271,7 @@ class Pairwise:
         }
 
 
-class ProcessLabels:
+class _ProcessLabels:
     """The value read after the token that ends a line is the line's score."""
 
     engine = "critic"
@@ -389,8 +389,8 @@ def _fitting(kind: Kind, files: Sequence[str], config: Config, console: Console)
 
 def _evaluate(kind: Kind, group: TrainerGroup, examples: Sequence[Example]) -> dict[str, float]:
     """Metrics over all examples."""
-    starts = range(0, len(examples), EVALUATION_CHUNK)
-    parts = [kind.predict(group, examples[start : start + EVALUATION_CHUNK]) for start in starts]
+    starts = range(0, len(examples), _EVALUATION_CHUNK)
+    parts = [kind.predict(group, examples[start : start + _EVALUATION_CHUNK]) for start in starts]
     return kind.metrics({name: np.concatenate([part[name] for part in parts]) for name in parts[0]})
 
 
@@ -423,5 +423,5 @@ def _write_record(config: Config, num_train: int, num_eval: int, history: Sequen
             "no_word": settings["no_word"],
             "use_chat_template": config.data.use_chat_template,
         }
-    path = Path(config.reward_train.output_path) / RECORD_FILE
+    path = Path(config.reward_train.output_path) / _RECORD_FILE
     path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")

@@ -3,7 +3,7 @@
 Invariants: every row is checked before the first one is scored, so bad data is refused with its place (file, line,
 field); the output appears whole or not at all; memory holds a few thousand rows, whatever the size of the file.
 
-Who waits for whom: reading runs ahead of scoring by ``BATCHES_AHEAD`` batches; writing waits for the oldest batch.
+Who waits for whom: reading runs ahead of scoring by ``_BATCHES_AHEAD`` batches; writing waits for the oldest batch.
 """
 
 import concurrent.futures
@@ -28,12 +28,12 @@ from megatron_rl.rewards.workers.event_loop import AsyncRewardRunner, start_runn
 from megatron_rl.rewards.workers.processes import RewardRunner
 from megatron_rl.system.files import written_whole
 
-BATCH_ROWS = 1024
-BATCHES_AHEAD = 2
+_BATCH_ROWS = 1024
+_BATCHES_AHEAD = 2
 """So that the workers have something to do while results are written."""
 MAX_REPORTED = 5
 """Bad rows that an error message names, and kinds of errors that a summary shows."""
-MAX_ERROR_CHARS = 80
+_MAX_ERROR_CHARS = 80
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,7 @@ def score_file(
                 num_scored += 1
                 total += score.value
             else:
-                errors[re.sub(r"\d+", "N", score.error)[:MAX_ERROR_CHARS]] += 1
+                errors[re.sub(r"\d+", "N", score.error)[:_MAX_ERROR_CHARS]] += 1
             for key, number in score.metrics.items():
                 metrics[key][0] += 1
                 metrics[key][1] += number
@@ -151,7 +151,7 @@ def _scored_rows(runner: RewardRunner | AsyncRewardRunner, path: Path, form: Row
     for batch in _batches(path, form):
         items = [form.item(row) for row in batch]
         waiting.append((batch, runner.submit(items)))
-        if len(waiting) > BATCHES_AHEAD:
+        if len(waiting) > _BATCHES_AHEAD:
             rows, future = waiting.popleft()
             yield from zip(rows, future.result(), strict=True)
     for rows, future in waiting:
@@ -164,7 +164,7 @@ def _batches(path: Path, form: RowForm) -> Iterator[list[Row]]:
         if problem:
             continue
         batch.append(row)
-        if len(batch) == BATCH_ROWS:
+        if len(batch) == _BATCH_ROWS:
             yield batch
             batch = []
     if batch:

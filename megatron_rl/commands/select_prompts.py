@@ -36,7 +36,7 @@ from megatron_rl.selection.scores import Candidates, read_candidates, read_score
 from megatron_rl.selection.tables import Report, report_paths, write_report
 from megatron_rl.system.files import written_whole
 
-SCORES_NAME = "select_scores.jsonl"
+_SCORES_NAME = "select_scores.jsonl"
 """In run.output_dir: the graded responses, when select_prompts.scores_path names none."""
 
 Note = Callable[[str], None]
@@ -123,7 +123,7 @@ def plan_table(config: Config, candidates: Candidates) -> Table:
         table.add_row("scores", rule.scores_path)
     else:
         responses = f"up to {len(candidates.types) * rule.num_samples:,} responses"
-        where = f"{config.policy.path}, saved in {Path(config.run.output_dir) / SCORES_NAME}"
+        where = f"{config.policy.path}, saved in {Path(config.run.output_dir) / _SCORES_NAME}"
         table.add_row("scores", f"{responses} of {where}")
         rewards = {name: route.name for name, route in config.reward.by_type.items()} or config.reward.name
         table.add_row("reward", str(rewards))
@@ -216,7 +216,7 @@ def _score_prompts(config: Config, note: Note, *, progress: bool) -> tuple[str, 
         stop_token_ids=(tokenizer.eos_id, *rollout.stop_token_ids),
         vision=tokenizer.vision,
     )
-    with open_score_file(folder / SCORES_NAME, settings_of(config)) as scores:
+    with open_score_file(folder / _SCORES_NAME, settings_of(config)) as scores:
         missing = missing_samples(prompt_set.prompts, plan.num_samples, scores.done)
         num_missing = sum(map(len, missing.values()))
         num_all = len(prompt_set.prompts) * plan.num_samples
@@ -225,7 +225,7 @@ def _score_prompts(config: Config, note: Note, *, progress: bool) -> tuple[str, 
         if num_missing:
             with _bar(progress, num_all, num_all - num_missing) as advance:
                 _generate(config, prompt_set, plan, scores, tokenizer.decode, note, advance)
-    return str(folder / SCORES_NAME), prompt_set
+    return str(folder / _SCORES_NAME), prompt_set
 
 
 def _generate(

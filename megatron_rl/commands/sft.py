@@ -18,7 +18,7 @@ from megatron_rl.errors import UserError
 from megatron_rl.step.experience import tail_mask
 from megatron_rl.training.trainer_group import TrainerGroup
 
-NUM_RECENT = 10
+_NUM_RECENT = 10
 """Steps whose mean loss decides about an early end."""
 
 
@@ -39,7 +39,7 @@ def run_sft(config: Config, group: TrainerGroup) -> None:
     )
     with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
         task = progress.add_task("sft", total=config.sft.num_steps, loss="")
-        recent: deque[float] = deque(maxlen=NUM_RECENT)
+        recent: deque[float] = deque(maxlen=_NUM_RECENT)
         for step in range(1, config.sft.num_steps + 1):
             batch = solution_batch([solutions[i] for i in next(batches)], tokenizer.vision)
             tokens = float(batch.fields["mask"].sum())
@@ -49,7 +49,7 @@ def run_sft(config: Config, group: TrainerGroup) -> None:
             loss = result.metrics["lm_loss"][0] / result.metrics["lm_loss"][1]
             recent.append(loss)
             done = step == config.sft.num_steps or (
-                len(recent) == NUM_RECENT and mean(recent) <= config.sft.stop_at_loss
+                len(recent) == _NUM_RECENT and mean(recent) <= config.sft.stop_at_loss
             )
             progress.update(task, advance=1, loss=f"loss {loss:.4f}")
             if not console.is_terminal and (step % 25 == 0 or step == 1 or done):

@@ -61,7 +61,7 @@ from megatron_rl.training.engine import Engine
 from megatron_rl.training.ranks import BuildEngines, trainer_ranks
 from megatron_rl.training.trainer_group import TrainerGroup
 
-STALL_MARGIN_S = 60.0
+_STALL_MARGIN_S = 60.0
 
 
 def train(config: Config) -> None:
@@ -103,11 +103,11 @@ def rl_engines(config: Config, *, freeze_policy: bool = False) -> BuildEngines:
     def build(topology: Topology) -> dict[str, Engine]:
         policy, critic = config.policy, config.critic
         critics = topology
-        if uses_critic(config) or config.reward.process.path:
+        if _uses_critic(config) or config.reward.process.path:
             critics = topologies.add_layout(critic_layout(config), seed=config.run.seed)
         trained = None if freeze_policy else policy.optimizer
         engines = {"policy": _engine(config, topology, "policy", policy, trained)}
-        if uses_critic(config):
+        if _uses_critic(config):
             engines["critic"] = _engine(config, critics, "critic", critic, critic.optimizer, path=critic.path)
         if config.algorithm.kl.place is not KlPlace.none:
             # The reference chooses its own experts: their routes are part of what it would have said.
@@ -120,7 +120,7 @@ def rl_engines(config: Config, *, freeze_policy: bool = False) -> BuildEngines:
     return build
 
 
-def uses_critic(config: Config) -> bool:
+def _uses_critic(config: Config) -> bool:
     return config.algorithm.advantage is AdvantageKind.egae
 
 
@@ -375,7 +375,7 @@ def _title(config: Config, freeze_policy: bool) -> str:
 def _stall_timeout_s(config: Config) -> float:
     """Longest honest silence of the rollout side: every retry of a request, and a server's restart."""
     rollout = config.rollout
-    return rollout.request_timeout_s * (rollout.max_retries + 1) + rollout.start_timeout_s + STALL_MARGIN_S
+    return rollout.request_timeout_s * (rollout.max_retries + 1) + rollout.start_timeout_s + _STALL_MARGIN_S
 
 
 def sft(config: Config) -> None:

@@ -45,20 +45,20 @@ SUPPORTED_MODEL_TYPES = (
 )
 """The families of families/tables.py, which needs Megatron to be imported."""
 
-MAX_HOT_TOP_K = 4096
+_MAX_HOT_TOP_K = 4096
 """SGLang's limit for exact log-probs after top-k."""
-SPARSE_MODEL_TYPES = ("qwen3_moe", "qwen3_vl_moe")
+_SPARSE_MODEL_TYPES = ("qwen3_moe", "qwen3_vl_moe")
 """Families whose layers all have experts, unless config.json says otherwise; their intermediate_size is not used then."""
-NUM_EXPERTS_FIELDS = ("num_experts", "num_local_experts", "n_routed_experts")
+_NUM_EXPERTS_FIELDS = ("num_experts", "num_local_experts", "n_routed_experts")
 """How the families' config.json call the number of experts of a layer."""
 
 RL_COMMANDS = ("train", "critic-pretrain")
-TRAINING_COMMANDS = (*RL_COMMANDS, "sft", "reward-train")
-DATA_COMMANDS = ("select-prompts", "label-lines")
+_TRAINING_COMMANDS = (*RL_COMMANDS, "sft", "reward-train")
+_DATA_COMMANDS = ("select-prompts", "label-lines")
 
 
 def check_config(config: Config, *, command: str, world_size: int | None = None) -> None:
-    """Raise ConfigError listing every problem of ``config`` for a command, one of TRAINING_COMMANDS or DATA_COMMANDS.
+    """Raise ConfigError listing every problem of ``config`` for a command, one of _TRAINING_COMMANDS or _DATA_COMMANDS.
 
     ``world_size`` None: the number of ranks is not known yet (a dry run outside a launcher).
     """
@@ -403,8 +403,8 @@ def _rollout(config: Config) -> Iterator[str]:
     )
     if not 0 <= rollout.port <= 65535 - rollout.num_servers:
         yield f"rollout.port: expected 0 (any free port) or a port up to {65535 - rollout.num_servers}, got {rollout.port}"
-    if rollout.fire.top_k != -1 and not 1 <= rollout.fire.top_k <= MAX_HOT_TOP_K:
-        yield f"rollout.fire.top_k: expected -1 (off) or 1 to {MAX_HOT_TOP_K}, got {rollout.fire.top_k}"
+    if rollout.fire.top_k != -1 and not 1 <= rollout.fire.top_k <= _MAX_HOT_TOP_K:
+        yield f"rollout.fire.top_k: expected -1 (off) or 1 to {_MAX_HOT_TOP_K}, got {rollout.fire.top_k}"
     if rollout.top_k != -1 and rollout.top_k < 1:
         yield f"rollout.top_k: expected -1 (off) or at least 1, got {rollout.top_k}"
 
@@ -429,7 +429,7 @@ def _model(config: Config, command: str) -> Iterator[str]:
             f"batch.max_prompt_tokens + batch.max_response_tokens: {longest} tokens do not fit the model's context of "
             f"{context} ({path}: max_position_embeddings)"
         )
-    if command in (*RL_COMMANDS, *DATA_COMMANDS):
+    if command in (*RL_COMMANDS, *_DATA_COMMANDS):
         yield from engine_problems(model, path)
         yield from split_problems(model, config.rollout.tensor_parallel_size, path)
     yield from _moe(config, model, path, command)
@@ -445,7 +445,7 @@ def _divisions(parallel: ParallelConfig, model: dict[str, Any], path: Path) -> I
     """Sizes of the model that do not divide by those of the layout."""
     tp = parallel.tensor_parallel_size
     names = ["num_attention_heads", "num_key_value_heads"]
-    is_sparse = model.get("model_type") in SPARSE_MODEL_TYPES and not model.get("mlp_only_layers")
+    is_sparse = model.get("model_type") in _SPARSE_MODEL_TYPES and not model.get("mlp_only_layers")
     if not (is_sparse and model.get("decoder_sparse_step", 1) == 1):
         names.append("intermediate_size")
     for name in names:
@@ -454,7 +454,7 @@ def _divisions(parallel: ParallelConfig, model: dict[str, Any], path: Path) -> I
     problem = layers_problem(parallel, model["num_hidden_layers"]) if "num_hidden_layers" in model else None
     if problem:
         yield f"parallel.pipeline_parallel_size: {problem} ({path})"
-    num_experts = next((model[name] for name in NUM_EXPERTS_FIELDS if model.get(name)), 0)
+    num_experts = next((model[name] for name in _NUM_EXPERTS_FIELDS if model.get(name)), 0)
     problem = experts_problem(parallel, num_experts, model.get("moe_intermediate_size", 0))
     if problem:
         yield f"parallel: the {problem} ({path})"

@@ -34,7 +34,7 @@ def ranks_of_replica(parallel: ParallelConfig) -> int:
     return parallel.tensor_parallel_size * parallel.context_parallel_size * parallel.pipeline_parallel_size
 
 
-def ranks_of_experts(parallel: ParallelConfig) -> int:
+def _ranks_of_experts(parallel: ParallelConfig) -> int:
     """Ranks of a pipeline stage that hold one copy of its experts."""
     return parallel.expert_parallel_size * expert_tensor_size(parallel)
 
@@ -46,7 +46,7 @@ def expert_tensor_size(parallel: ParallelConfig) -> int:
 def ranks_needed(parallel: ParallelConfig, data_parallel_size: int = 1) -> int:
     """The fewest ranks that this layout runs on, with at least ``data_parallel_size`` replicas."""
     ranks = ranks_of_replica(parallel) * data_parallel_size
-    while (ranks // parallel.pipeline_parallel_size) % ranks_of_experts(parallel):
+    while (ranks // parallel.pipeline_parallel_size) % _ranks_of_experts(parallel):
         ranks += ranks_of_replica(parallel)
     return ranks
 

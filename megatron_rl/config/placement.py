@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from megatron_rl.config.schema import Placement, RolloutConfig, WeightSync
 
-LOOPBACK = ("127.0.0.1", "::1", "localhost")
+_LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
 def colocation_problems(rollout: RolloutConfig, num_ranks: int) -> Iterator[str]:
@@ -22,7 +22,7 @@ def colocation_problems(rollout: RolloutConfig, num_ranks: int) -> Iterator[str]
             f"{num_servers} x rollout.tensor_parallel_size {size} = {num_servers * size} is not the {num_ranks} trainer "
             f"ranks; {remedy}"
         )
-    if not rollout.urls and rollout.host not in LOOPBACK:
+    if not rollout.urls and rollout.host not in _LOOPBACK:
         yield (
             f"rollout.host={rollout.host}: colocated servers read pickles that anyone who reaches their port could send; "
             "leave it at 127.0.0.1"

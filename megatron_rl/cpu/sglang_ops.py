@@ -12,7 +12,7 @@ from sglang.srt.platforms.interface import PlatformCapabilities, SRTPlatform
 
 from megatron_rl.cpu.murmur import murmur_hash32
 
-DEFAULT_MAX_TOTAL_TOKENS = 65536
+_DEFAULT_MAX_TOTAL_TOKENS = 65536
 """Tokens in the KV pool. SGLang's own default would take 72 % of the machine's memory."""
 
 
@@ -38,7 +38,7 @@ class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):
         # Overlap hides the scheduler behind the device; on a CPU both use the same cores.
         server_args.disable_overlap_schedule = True
         if server_args.max_total_tokens is None:
-            server_args.max_total_tokens = DEFAULT_MAX_TOTAL_TOKENS
+            server_args.max_total_tokens = _DEFAULT_MAX_TOTAL_TOKENS
 
     def init_backend(self) -> None:
         """Put PyTorch functions where SGLang would call Triton or sgl_kernel."""

@@ -20,9 +20,9 @@ Region = tuple[int, int]
 COMMENT_PREFIXES = ("#",)
 ENTRY_POINT_FIELD = "entry_point"
 """The row field that names the function under test, as the code reward reads it."""
-MAX_PARTIAL_TOKENS = 8
+_MAX_PARTIAL_TOKENS = 8
 """A character has at most 4 bytes: tokens beyond this that still end in half a character are broken text."""
-REPLACEMENT = "\ufffd"
+_REPLACEMENT = "\ufffd"
 """What decoders put where bytes do not (yet) make a character."""
 
 _FENCE = "```"
@@ -125,7 +125,7 @@ def token_texts(token_ids: Sequence[int], decode: Decode) -> list[str]:
     """
     single = {token: decode([token]) for token in set(token_ids)}
     pieces = [single[token] for token in token_ids]
-    if REPLACEMENT not in "".join(pieces) and "".join(pieces) == decode(token_ids):
+    if _REPLACEMENT not in "".join(pieces) and "".join(pieces) == decode(token_ids):
         return pieces
     return _texts_in_context(token_ids, decode)
 
@@ -136,8 +136,8 @@ def _texts_in_context(token_ids: Sequence[int], decode: Decode) -> list[str]:
     written = ""  # what they decode to, and what of the next ones is written
     for position in range(1, len(token_ids) + 1):
         text = decode(token_ids[context:position])
-        stable = text.rstrip(REPLACEMENT)
-        is_whole = stable == text or position - done > MAX_PARTIAL_TOKENS or position == len(token_ids)
+        stable = text.rstrip(_REPLACEMENT)
+        is_whole = stable == text or position - done > _MAX_PARTIAL_TOKENS or position == len(token_ids)
         known = text if is_whole else stable
         pieces.append(known[len(written) :])
         if len(known) > len(written):

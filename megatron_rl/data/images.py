@@ -22,12 +22,12 @@ from megatron_rl.errors import DataError
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-MAX_ASPECT = 200
+_MAX_ASPECT = 200
 """The processors of the Qwen-VL families refuse images that are longer than this many times their height, or higher."""
 ORIENTATION_TAG = 274
-TURNED = (5, 6, 7, 8)
+_TURNED = (5, 6, 7, 8)
 """EXIF orientations that exchange width and height."""
-NUM_REMEMBERED = 1 << 18
+_NUM_REMEMBERED = 1 << 18
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ def inspect(source: ImageSource) -> ImageFacts:
     return _facts_of_file(source.path, stat.st_mtime_ns, stat.st_size)
 
 
-@functools.lru_cache(maxsize=NUM_REMEMBERED)
+@functools.lru_cache(maxsize=_NUM_REMEMBERED)
 def _facts_of_file(path: str, mtime_ns: int, num_bytes: int) -> ImageFacts:
     """Rows are read several times before a run starts; a file is decoded the first time only."""
     return _facts(Path(path).read_bytes(), path)
@@ -123,7 +123,7 @@ def _facts(data: bytes, name: str) -> ImageFacts:
     # The whole file is decoded, for a cut one opens like any other; JPEG at an eighth of its size, which is faster.
     image.draft(image.mode, (1, 1))
     _load(image, name)
-    if image.getexif().get(ORIENTATION_TAG) in TURNED:
+    if image.getexif().get(ORIENTATION_TAG) in _TURNED:
         width, height = height, width
     return ImageFacts(digest_of(data), width, height)
 
@@ -133,9 +133,9 @@ def _check_shape(image: "Image", name: str) -> None:
     # A photo in the multi-picture format is still: the further ones are previews and depths.
     if getattr(image, "n_frames", 1) > 1 and image.format != "MPO":
         raise DataError(f"image {name}: it is animated ({image.n_frames} frames); give a video part with its frames")
-    if min(width, height) < 1 or max(width, height) > MAX_ASPECT * min(width, height):
+    if min(width, height) < 1 or max(width, height) > _MAX_ASPECT * min(width, height):
         raise DataError(
-            f"image {name}: {width} x {height} pixels; expected at least 1 x 1 and at most {MAX_ASPECT} times as long "
+            f"image {name}: {width} x {height} pixels; expected at least 1 x 1 and at most {_MAX_ASPECT} times as long "
             "as wide; crop or pad it"
         )
 

@@ -6,6 +6,7 @@ and a column of images (data.images_field). A video becomes images, each after t
 """
 
 import base64
+import itertools
 import math
 import os
 from collections.abc import Mapping, Sequence
@@ -21,7 +22,7 @@ from megatron_rl.errors import DataError
 
 IMAGE_MARK = "<image>"
 """Where an image of the column belongs in a text."""
-SPOKEN_MARK = "[image]"
+_SPOKEN_MARK = "[image]"
 """What stands for an image where only text can be shown (judges, reports)."""
 
 Part = dict[str, str]
@@ -132,8 +133,8 @@ def moved_row(row: Mapping[str, Any], place: str, data: DataConfig, target: Path
 def spoken(content: str | Sequence[Part], *, marked: bool = False) -> str:
     """Content as plain text, ``[image]`` in an image's place. ``marked``: a text's ``<image>`` marks are images."""
     if isinstance(content, str):
-        return content.replace(IMAGE_MARK, SPOKEN_MARK) if marked else content
-    return "".join(part.get("text", SPOKEN_MARK) for part in content)
+        return content.replace(IMAGE_MARK, _SPOKEN_MARK) if marked else content
+    return "".join(part.get("text", _SPOKEN_MARK) for part in content)
 
 
 def texts_of(content: str | Sequence[Part]) -> str:
@@ -164,7 +165,7 @@ def _timestamps(part: Mapping[str, Any], num_frames: int, place: str) -> list[fl
         return [i / fps for i in range(num_frames)]
     if not isinstance(given, list) or len(given) != num_frames or not all(map(_is_number, given)):
         raise DataError(f"{place}: timestamps: expected {num_frames} numbers, one a frame, got {describe(given)}")
-    for i, (before, after) in enumerate(zip(given, given[1:]), start=2):
+    for i, (before, after) in enumerate(itertools.pairwise(given), start=2):
         if not before < after:
             raise DataError(
                 f"{place}: timestamps: expected increasing seconds, but frame {i} is at {after} and the one before it "

@@ -18,7 +18,7 @@ from megatron_rl.data.rows import describe, lookup, read_rows
 from megatron_rl.errors import DataError, UserError
 
 CHOSEN_FIELD, REJECTED_FIELD = "chosen", "rejected"
-LABELS_FIELD = "line_labels"
+_LABELS_FIELD = "line_labels"
 LABELS = (1, -1, 0)
 
 
@@ -98,14 +98,14 @@ def _labelled_program(
 ) -> LabelledProgram:
     content = read_content(row, place, data)
     response = _text(row, data.response_field, place)
-    labels = lookup(row, LABELS_FIELD)
+    labels = lookup(row, _LABELS_FIELD)
     if not isinstance(labels, list) or any(isinstance(x, bool) or x not in LABELS for x in labels):
-        raise DataError(f"{place}: field {LABELS_FIELD!r}: expected a list of 1, -1 and 0, got {describe(labels)}")
+        raise DataError(f"{place}: field {_LABELS_FIELD!r}: expected a list of 1, -1 and 0, got {describe(labels)}")
     entry_point = str(lookup(row, ENTRY_POINT_FIELD) or "")
     num_lines = len(code_lines(response, entry_point=entry_point, comment_prefixes=comment_prefixes))
     if len(labels) != num_lines:
         raise DataError(
-            f"{place}: field {LABELS_FIELD!r}: {len(labels)} labels for a program of {num_lines} lines; "
+            f"{place}: field {_LABELS_FIELD!r}: {len(labels)} labels for a program of {num_lines} lines; "
             "label the rows again with `megatron-rl label-lines`"
         )
     return LabelledProgram(content, response, entry_point, tuple(int(x) for x in labels))

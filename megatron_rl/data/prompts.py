@@ -141,7 +141,7 @@ def check_files(
         content = read_content(row, place, data)
         check_images(content, takes_images=takes_images)
         num_by_type[content.type] += 1
-        never_seen = {path for path in never_seen if field_name(path) not in content.fields}
+        never_seen = {path for path in never_seen if _field_name(path) not in content.fields}
         if with_response:
             _text_field(row, data.response_field, place)
     if never_seen and num_by_type:
@@ -207,10 +207,7 @@ def tokenize(content: RowContent, data: DataConfig, tokenizer: Tokenizer) -> Pro
     check_images(content, takes_images=tokenizer.vision is not None)
     prompt, chat = content.prompt, data.use_chat_template or not isinstance(content.prompt, str)
     if content.images and isinstance(prompt, str):
-        if chat:
-            prompt = [{"role": "user", "content": split_marks(prompt)}]
-        else:
-            prompt = prompt.replace(IMAGE_MARK, tokenizer.image_text)
+        prompt = [{"role": "user", "content": split_marks(prompt)}] if chat else prompt.replace(IMAGE_MARK, tokenizer.image_text)
     try:
         token_ids = tokenizer.encode_prompt(prompt, chat=chat, system_prompt=data.system_prompt)
         images, token_ids = _with_images(content, token_ids, tokenizer)
@@ -255,11 +252,11 @@ def _with_images(
 
 def with_reward_fields(data: DataConfig, names: Sequence[str]) -> DataConfig:
     """``data`` with further reward fields: those that rewards read and data.reward_fields do not give already."""
-    given = {field_name(path) for path in data.reward_fields}
+    given = {_field_name(path) for path in data.reward_fields}
     return replace(data, reward_fields=[*data.reward_fields, *(name for name in names if name not in given)])
 
 
-def field_name(path: str) -> str:
+def _field_name(path: str) -> str:
     """The name under which a reward finds the field: the last part of a nested one."""
     return path.rsplit(".", 1)[-1]
 
@@ -351,11 +348,11 @@ def _reward_fields(row: Row, paths: Sequence[str], place: str) -> dict[str, Any]
         problem = not_json(value)
         if problem:
             raise DataError(f"{place}: field {path!r}: expected a JSON value, but {problem}; convert it to text")
-        if field_name(path) in fields:
+        if _field_name(path) in fields:
             raise DataError(
-                f"data.reward_fields: two fields are called {field_name(path)!r} in {place}; rename a column"
+                f"data.reward_fields: two fields are called {_field_name(path)!r} in {place}; rename a column"
             )
-        fields[field_name(path)] = value
+        fields[_field_name(path)] = value
     return fields
 
 

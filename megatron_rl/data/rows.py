@@ -20,9 +20,9 @@ from megatron_rl.errors import DataError
 Row = dict[str, Any]
 
 ROWS_PER_BATCH = 1024
-SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".json.gz", ".parquet", ".arrow")
+_SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".json.gz", ".parquet", ".arrow")
 """Data files of a folder. A file given by name that ends in none of them is read as JSON lines."""
-SPLIT_NAMES = ("train", "training", "validation", "valid", "val", "dev", "test", "testing", "eval", "evaluation")
+_SPLIT_NAMES = ("train", "training", "validation", "valid", "val", "dev", "test", "testing", "eval", "evaluation")
 """What a file or subfolder of a dataset folder is called when it holds a split."""
 
 
@@ -50,7 +50,7 @@ def read_rows(
         path = Path(name)
         if path.is_dir():
             number = 0
-            for file in dataset_files(path, split):
+            for file in _dataset_files(path, split):
                 for row, _ in _read_file(file, on_bad_row):
                     number += 1
                     yield row, f"{name}:row {number}"
@@ -109,20 +109,20 @@ def not_json(value: Any) -> str:
     return next((part for part in parts if part), "")
 
 
-def dataset_files(folder: Path, split: str) -> list[Path]:
+def _dataset_files(folder: Path, split: str) -> list[Path]:
     """The data files of ``split``, in order. A folder without splits is taken whole, whatever ``split`` says."""
     if (folder / "dataset_dict.json").is_file():
         splits = _read_json(folder / "dataset_dict.json").get("splits", [])
         if split not in splits:
             raise DataError(f"{folder}: no split {split!r}; its splits are {', '.join(splits)}: set data.split")
-        return dataset_files(folder / split, split)
+        return _dataset_files(folder / split, split)
     if (folder / "state.json").is_file():
         return _saved_files(folder)
     files = sorted(
         file for file in folder.rglob("*") if file.is_file() and _is_data(file) and not _is_hidden(file, folder)
     )
     if not files:
-        raise DataError(f"{folder}: no data files; expected state.json and Arrow files, or files {', '.join(SUFFIXES)}")
+        raise DataError(f"{folder}: no data files; expected state.json and Arrow files, or files {', '.join(_SUFFIXES)}")
     by_split = {file: _split_of(file, folder, split) for file in files}
     chosen = [file for file in files if by_split[file] == split]
     found = sorted({name for name in by_split.values() if name})
@@ -146,7 +146,7 @@ def _saved_files(folder: Path) -> list[Path]:
 
 
 def _is_data(file: Path) -> bool:
-    return file.name.endswith(SUFFIXES) and file.name not in ("state.json", "dataset_info.json", "dataset_infos.json")
+    return file.name.endswith(_SUFFIXES) and file.name not in ("state.json", "dataset_info.json", "dataset_infos.json")
 
 
 def _is_hidden(file: Path, folder: Path) -> bool:
@@ -157,7 +157,7 @@ def _split_of(file: Path, folder: Path, wanted: str) -> str:
     """The split that a subfolder or the file's name before a dot, dash or underscore says; "" if none does."""
     *folders, name = file.relative_to(folder).parts
     stem = name.split(".")[0].replace("-", "_").split("_")[0]
-    return next((part for part in (*folders, stem) if part == wanted or part in SPLIT_NAMES), "")
+    return next((part for part in (*folders, stem) if part == wanted or part in _SPLIT_NAMES), "")
 
 
 def _read_file(path: Path, on_bad_row: OnBadRow) -> Iterator[tuple[Row, str]]:

@@ -21,7 +21,7 @@ from megatron_rl.config.schema import CurriculumPhase
 from megatron_rl.data.trajectory import Prompt
 from megatron_rl.errors import DataError
 
-EVERYTHING = "*"
+_EVERYTHING = "*"
 """Name of the one stream where there are no weights."""
 
 
@@ -46,11 +46,11 @@ class PromptSampler:
         self._phase_ends = [phase.until_step for phase in curriculum]
         weighted = bool(mixture) or bool(curriculum)
         self._streams: dict[str, _Stream] = {}
-        for name in sorted(num_by_type) if weighted else [EVERYTHING]:
+        for name in sorted(num_by_type) if weighted else [_EVERYTHING]:
             members = [prompt for prompt in prompts if not weighted or prompt.type == name]
             stream_seed = [seed, zlib.crc32(name.encode())] if weighted else [seed]
             self._streams[name] = _Stream(members, stream_seed, shuffle)
-        last = mixture or (num_by_type if weighted else {EVERYTHING: 1.0})
+        last = mixture or (num_by_type if weighted else {_EVERYTHING: 1.0})
         self._shares = [_shares(weights) for weights in [*(phase.mixture for phase in curriculum), last]]
         self._phase = 0
         self._counts = Counter()

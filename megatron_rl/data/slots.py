@@ -13,7 +13,7 @@ from megatron_rl.data.sampler import PromptSampler
 from megatron_rl.data.trajectory import Prompt, Trajectory
 
 
-class StartTrajectory(Protocol):
+class _StartTrajectory(Protocol):
     """Makes a response that has not begun."""
 
     def __call__(self, prompt: Prompt, id: int, *, group_id: int, sample_index: int) -> Trajectory: ...
@@ -21,7 +21,7 @@ class StartTrajectory(Protocol):
 
 class SlotPool:
     def __init__(
-        self, sampler: PromptSampler, start: StartTrajectory, *, num_slots: int, num_samples_per_prompt: int
+        self, sampler: PromptSampler, start: _StartTrajectory, *, num_slots: int, num_samples_per_prompt: int
     ) -> None:
         self._sampler = sampler
         self._start = start

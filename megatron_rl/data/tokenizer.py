@@ -128,7 +128,7 @@ class Tokenizer:
                 f"{self.path}: no message can follow a turn of the model: the tokenizer has no chat template, or it "
                 f"refuses a second user message ({error})"
             ) from error
-        before, found, glue = rendered.partition(reply)
+        _before, found, glue = rendered.partition(reply)
         if not found or text.strip() not in glue:
             raise DataError(
                 f"{self.path}: the chat template does not show the model's turn and the message after it as they are; "

@@ -20,9 +20,9 @@ from megatron_rl.data.batch import Images
 from megatron_rl.data.images import ImageFacts, ImageRef, ImageSource, decode, digest_of, inspect, png_bytes
 from megatron_rl.errors import DataError
 
-PATCH_CACHE_BYTES = 1 << 30
-WIRE_CACHE_BYTES = 1 << 28
-VISION_TOKEN_FIELDS = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
+_PATCH_CACHE_BYTES = 1 << 30
+_WIRE_CACHE_BYTES = 1 << 28
+_VISION_TOKEN_FIELDS = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
 """Fields of config.json with the ids that only prompts may contain."""
 
 T = TypeVar("T")
@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 def vision_token_ids(model: dict[str, Any]) -> tuple[int, ...]:
     """Ids that stand for or around images in a model's config.json: no response may contain them. Empty without vision."""
-    return tuple(sorted({model[name] for name in VISION_TOKEN_FIELDS if isinstance(model.get(name), int)}))
+    return tuple(sorted({model[name] for name in _VISION_TOKEN_FIELDS if isinstance(model.get(name), int)}))
 
 
 def has_vision(model: dict[str, Any]) -> bool:
@@ -89,8 +89,8 @@ class Vision:
         self.merge_size: int = self._processor.merge_size
         self._check_sizes(model["vision_config"])
         self._sources: dict[tuple[str, int], ImageSource] = {}
-        self._patches = _Cache[Tensor](PATCH_CACHE_BYTES, lambda patches: patches.numel() * patches.element_size())
-        self._wire = _Cache[str](WIRE_CACHE_BYTES, len)
+        self._patches = _Cache[Tensor](_PATCH_CACHE_BYTES, lambda patches: patches.numel() * patches.element_size())
+        self._wire = _Cache[str](_WIRE_CACHE_BYTES, len)
 
     def reference(self, source: ImageSource) -> ImageRef:
         """The image as prompts carry it. DataError for one that cannot be used."""

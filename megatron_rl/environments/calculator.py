@@ -16,13 +16,13 @@ from collections.abc import Mapping, Sequence
 from megatron_rl.data.trajectory import Prompt, Score
 from megatron_rl.environments.base import Environment, Message, TurnView
 
-MAX_CHARACTERS = 200
+_MAX_CHARACTERS = 200
 MAX_DIGITS = 50
-SIGNIFICANT_DIGITS = 10
+_SIGNIFICANT_DIGITS = 10
 """Of results that are no integers."""
 
 
-class CalculatorError(ValueError):
+class _CalculatorError(ValueError):
     """An expression that has no result here; the text is what the model reads."""
 
 
@@ -90,22 +90,22 @@ def answer(expression: str) -> str:
     """The result as text, or ``error: reason``."""
     try:
         return _written(evaluate(expression))
-    except CalculatorError as error:
+    except _CalculatorError as error:
         return f"error: {error}"
 
 
 def evaluate(expression: str) -> int | float:
-    """The value of an arithmetic expression; exact for integers. Raises CalculatorError."""
-    if len(expression) > MAX_CHARACTERS:
-        raise CalculatorError(f"longer than {MAX_CHARACTERS} characters")
+    """The value of an arithmetic expression; exact for integers. Raises _CalculatorError."""
+    if len(expression) > _MAX_CHARACTERS:
+        raise _CalculatorError(f"longer than {_MAX_CHARACTERS} characters")
     if not re.fullmatch(r"[0-9.+\-*/%() ]+", expression):
-        raise CalculatorError("only numbers, + - * / // % ** and parentheses")
+        raise _CalculatorError("only numbers, + - * / // % ** and parentheses")
     # Python takes no zeros before an integer: 07 is a 7 here.
     source = re.sub(r"(?<![\d.])0+(?=\d)", "", expression).strip()
     try:
         tree = ast.parse(source, mode="eval")
     except (SyntaxError, MemoryError, RecursionError) as error:
-        raise CalculatorError("not an expression") from error
+        raise _CalculatorError("not an expression") from error
     return _value(tree.body)
 
 
@@ -121,10 +121,10 @@ def _value(node: ast.expr) -> int | float:
             try:
                 return _bounded(_OPERATIONS[type(operation)](_value(left), _value(right)))
             except ZeroDivisionError:
-                raise CalculatorError("division by zero") from None
+                raise _CalculatorError("division by zero") from None
             except OverflowError:
-                raise CalculatorError("too large") from None
-    raise CalculatorError("not an expression")
+                raise _CalculatorError("too large") from None
+    raise _CalculatorError("not an expression")
 
 
 def _divide(a: int | float, b: int | float) -> int | float:
@@ -134,16 +134,16 @@ def _divide(a: int | float, b: int | float) -> int | float:
 
 
 def _power(base: int | float, exponent: int | float) -> int | float:
-    if abs(exponent) > 1000 or abs(base) > 1 and abs(exponent) * math.log10(abs(base)) > MAX_DIGITS:
-        raise CalculatorError("too large")
+    if abs(exponent) > 1000 or (abs(base) > 1 and abs(exponent) * math.log10(abs(base)) > MAX_DIGITS):
+        raise _CalculatorError("too large")
     return base**exponent
 
 
 def _bounded(number: int | float | complex) -> int | float:
     if isinstance(number, complex) or number != number:
-        raise CalculatorError("no real number")
+        raise _CalculatorError("no real number")
     if abs(number) >= 10**MAX_DIGITS:
-        raise CalculatorError("too large")
+        raise _CalculatorError("too large")
     return number
 
 
@@ -161,4 +161,4 @@ _OPERATIONS = {
 def _written(number: int | float) -> str:
     if isinstance(number, float) and number.is_integer() and abs(number) < 10**15:
         number = int(number)
-    return str(number) if isinstance(number, int) else f"{number:.{SIGNIFICANT_DIGITS}g}"
+    return str(number) if isinstance(number, int) else f"{number:.{_SIGNIFICANT_DIGITS}g}"

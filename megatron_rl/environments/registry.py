@@ -10,14 +10,14 @@ from typing import Any, get_type_hints
 
 from megatron_rl.environments.base import Environment, EnvironmentFault
 
-BUILTIN = {
+_BUILTIN = {
     "calculator": "megatron_rl.environments.calculator:Calculator",
     "pag": "megatron_rl.environments.pag:Pag",
 }
 
 
 def available() -> list[str]:
-    return sorted(BUILTIN)
+    return sorted(_BUILTIN)
 
 
 def build(name: str, options: Mapping[str, Any]) -> Environment:
@@ -43,7 +43,7 @@ def build(name: str, options: Mapping[str, Any]) -> Environment:
 
 def resolve(name: str) -> type[Environment]:
     """The class behind a name. Raises EnvironmentFault."""
-    path = name if ":" in name else BUILTIN.get(name)
+    path = name if ":" in name else _BUILTIN.get(name)
     if path is None:
         raise EnvironmentFault(
             f"unknown environment {name!r}: expected one of {', '.join(available())}, "

@@ -9,12 +9,12 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-SPARSE_EVERYWHERE = ("qwen3_moe", "qwen3_vl_moe", "qwen3_vl_moe_text")
-NEVER_TIED = ("qwen3_moe", "mixtral", "glm4_moe")
-QWEN2_5_VL_PATCH_VALUES = 1176
+_SPARSE_EVERYWHERE = ("qwen3_moe", "qwen3_vl_moe", "qwen3_vl_moe_text")
+_NEVER_TIED = ("qwen3_moe", "mixtral", "glm4_moe")
+_QWEN2_5_VL_PATCH_VALUES = 1176
 """3 channels x 2 frames x 14 x 14 pixels."""
-FACTOR_TOLERANCE = 1e-6
-OTHERWISE = "use another checkpoint, or train it without SGLang (sft, reward-train)"
+_FACTOR_TOLERANCE = 1e-6
+_OTHERWISE = "use another checkpoint, or train it without SGLang (sft, reward-train)"
 
 
 def engine_problems(model: Mapping[str, Any], path: object) -> Iterator[str]:
@@ -22,18 +22,18 @@ def engine_problems(model: Mapping[str, Any], path: object) -> Iterator[str]:
     text = model.get("text_config", model)
     model_type = model["model_type"]
     where = f"policy.path: {path}"
-    if model_type in SPARSE_EVERYWHERE:
+    if model_type in _SPARSE_EVERYWHERE:
         if text.get("mlp_only_layers"):
             yield (
                 f"{where}: mlp_only_layers={text['mlp_only_layers']}: SGLang's {model_type} takes every layer for a "
-                f"mixture of experts; {OTHERWISE}"
+                f"mixture of experts; {_OTHERWISE}"
             )
         if text.get("decoder_sparse_step", 1) != 1:
             yield (
                 f"{where}: decoder_sparse_step={text['decoder_sparse_step']}: SGLang's {model_type} takes every layer "
-                f"for a mixture of experts; {OTHERWISE}"
+                f"for a mixture of experts; {_OTHERWISE}"
             )
-    if model_type in NEVER_TIED and model.get("tie_word_embeddings"):
+    if model_type in _NEVER_TIED and model.get("tie_word_embeddings"):
         yield (
             f"{where}: tie_word_embeddings=true: SGLang gives {model_type} a head of its own, which no tensor fills; "
             "store a copy of model.embed_tokens.weight as lm_head.weight and set tie_word_embeddings to false"
@@ -42,7 +42,7 @@ def engine_problems(model: Mapping[str, Any], path: object) -> Iterator[str]:
         yield from _mixtral(text, where)
     if model_type == "qwen2_5_vl":
         yield from _qwen2_5_vl(model.get("vision_config", {}), where)
-    yield from _rope(model_type, rope_of(text), where)
+    yield from _rope(model_type, _rope_of(text), where)
 
 
 def split_problems(model: Mapping[str, Any], tensor_parallel_size: int, path: object) -> Iterator[str]:
@@ -58,7 +58,7 @@ def split_problems(model: Mapping[str, Any], tensor_parallel_size: int, path: ob
         yield f"{where} and num_key_value_heads={groups} of {path}: expected one to divide the other"
 
 
-def rope_of(text: Mapping[str, Any]) -> dict[str, Any]:
+def _rope_of(text: Mapping[str, Any]) -> dict[str, Any]:
     """Rotary parameters as newer (rope_parameters) or older files (rope_theta, rope_scaling) have them."""
     rope = dict(text.get("rope_parameters") or text.get("rope_scaling") or {})
     if "rope_theta" in text:
@@ -70,41 +70,41 @@ def rope_of(text: Mapping[str, Any]) -> dict[str, Any]:
 def _qwen2_5_vl(vision: Mapping[str, Any], where: str) -> Iterator[str]:
     channels = vision.get("in_channels") or vision.get("in_chans") or 3
     values = channels * vision.get("temporal_patch_size", 2) * vision.get("patch_size", 14) ** 2
-    if values != QWEN2_5_VL_PATCH_VALUES:
+    if values != _QWEN2_5_VL_PATCH_VALUES:
         yield (
             f"{where}: vision_config.patch_size={vision.get('patch_size', 14)}: a patch has {values} values, but SGLang's "
-            f"qwen2_5_vl takes all but {QWEN2_5_VL_PATCH_VALUES} for finished features and crashes; {OTHERWISE}"
+            f"qwen2_5_vl takes all but {_QWEN2_5_VL_PATCH_VALUES} for finished features and crashes; {_OTHERWISE}"
         )
 
 
 def _mixtral(text: Mapping[str, Any], where: str) -> Iterator[str]:
-    rope, heads, hidden = rope_of(text), text.get("num_attention_heads", 1), text.get("hidden_size", 0)
+    rope, heads, hidden = _rope_of(text), text.get("num_attention_heads", 1), text.get("hidden_size", 0)
     if rope["rope_type"] != "default":
-        yield f"{where}: rope_type={rope['rope_type']}: SGLang's mixtral does not scale rotary positions; {OTHERWISE}"
+        yield f"{where}: rope_type={rope['rope_type']}: SGLang's mixtral does not scale rotary positions; {_OTHERWISE}"
     if text.get("head_dim") and text["head_dim"] * heads != hidden:
         yield (
             f"{where}: head_dim={text['head_dim']}: SGLang's mixtral takes hidden_size / num_attention_heads = "
-            f"{hidden / heads:g}; {OTHERWISE}"
+            f"{hidden / heads:g}; {_OTHERWISE}"
         )
     theta = rope.get("rope_theta", 0)
     if theta != int(theta):
-        yield f"{where}: rope_theta={theta}: SGLang's mixtral drops the fraction; {OTHERWISE}"
+        yield f"{where}: rope_theta={theta}: SGLang's mixtral drops the fraction; {_OTHERWISE}"
 
 
 def _rope(model_type: str, rope: Mapping[str, Any], where: str) -> Iterator[str]:
     kind = rope["rope_type"]
     if model_type == "deepseek_v3" and kind not in ("default", "yarn"):
-        yield f"{where}: rope_type={kind}: SGLang's deepseek_v3 computes yarn whatever the type says; {OTHERWISE}"
+        yield f"{where}: rope_type={kind}: SGLang's deepseek_v3 computes yarn whatever the type says; {_OTHERWISE}"
         return
     if kind != "yarn" or model_type == "mixtral":
         return
     if model_type == "deepseek_v3" and rope.get("truncate") is False:
-        yield f"{where}: truncate=false of yarn: SGLang's deepseek_v3 always truncates the range; {OTHERWISE}"
+        yield f"{where}: truncate=false of yarn: SGLang's deepseek_v3 always truncates the range; {_OTHERWISE}"
     factor = rope.get("factor") or 1.0
     expected = _attention_factor(rope, factor)
     own = _engine_scale(model_type, rope, factor)
     found = own * rope.get("attn_factor", 1.0)
-    if not math.isclose(found, expected, rel_tol=FACTOR_TOLERANCE):
+    if not math.isclose(found, expected, rel_tol=_FACTOR_TOLERANCE):
         yield (
             f"{where}: the attention factor of yarn is {expected:.6g} for transformers (attention_factor, mscale, "
             f"mscale_all_dim) but {found:.6g} for SGLang, which reads attn_factor instead; put "

@@ -30,7 +30,7 @@ VALUE_HEAD = "value_head.weight"
 
 
 @dataclass(frozen=True)
-class Rule:
+class _Rule:
     megatron: str
     """Parameter name; inside a layer without the prefix ``decoder.layers.N.``; ``{expert}`` for each expert."""
     hf: Mapping[str, tuple[str, ...]]
@@ -59,7 +59,7 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class VisionNames:
+class _VisionNames:
     """How files of a vision-language model begin the names of its tensors."""
 
     encoder: str
@@ -68,7 +68,7 @@ class VisionNames:
 
 @dataclass(frozen=True)
 class Family:
-    layer: Callable[[PretrainedConfig, int], tuple[Rule, ...]]
+    layer: Callable[[PretrainedConfig, int], tuple[_Rule, ...]]
     """Rules of one decoder layer, by its index."""
     transformer_kwargs: Callable[[PretrainedConfig], dict[str, Any]]
     """What this family adds to Megatron's TransformerConfig."""
@@ -78,16 +78,16 @@ class Family:
     """Multi-head latent attention (MLA) instead of grouped-query attention."""
     takes_partial_rotary: bool = False
     """Whether ``partial_rotary_factor`` means something to this family; to the others it is unknown."""
-    vision: VisionNames | None = None
+    vision: _VisionNames | None = None
     """Of a vision-language model: its configuration holds the language model's as ``text_config``."""
 
 
-NORMS = (
-    Rule("input_layernorm.weight", {"input_layernorm.weight": ("hidden",)}, Replicated()),
-    Rule("pre_mlp_layernorm.weight", {"post_attention_layernorm.weight": ("hidden",)}, Replicated()),
+_NORMS = (
+    _Rule("input_layernorm.weight", {"input_layernorm.weight": ("hidden",)}, Replicated()),
+    _Rule("pre_mlp_layernorm.weight", {"post_attention_layernorm.weight": ("hidden",)}, Replicated()),
 )
-ATTENTION = (
-    Rule(
+_ATTENTION = (
+    _Rule(
         "self_attention.linear_qkv.weight",
         {
             "self_attn.q_proj.weight": ("q", "hidden"),
@@ -96,65 +96,65 @@ ATTENTION = (
         },
         QKV(),
     ),
-    Rule("self_attention.linear_proj.weight", {"self_attn.o_proj.weight": ("hidden", "q")}, Columns()),
+    _Rule("self_attention.linear_proj.weight", {"self_attn.o_proj.weight": ("hidden", "q")}, Columns()),
 )
-QKV_BIAS = (
-    Rule(
+_QKV_BIAS = (
+    _Rule(
         "self_attention.linear_qkv.bias",
         {"self_attn.q_proj.bias": ("q",), "self_attn.k_proj.bias": ("kv",), "self_attn.v_proj.bias": ("kv",)},
         QKV(),
     ),
 )
-QK_NORM = (
-    Rule("self_attention.q_layernorm.weight", {"self_attn.q_norm.weight": ("head_dim",)}, Replicated()),
-    Rule("self_attention.k_layernorm.weight", {"self_attn.k_norm.weight": ("head_dim",)}, Replicated()),
+_QK_NORM = (
+    _Rule("self_attention.q_layernorm.weight", {"self_attn.q_norm.weight": ("head_dim",)}, Replicated()),
+    _Rule("self_attention.k_layernorm.weight", {"self_attn.k_norm.weight": ("head_dim",)}, Replicated()),
 )
-LATENT_QUERY = (
-    Rule(
+_LATENT_QUERY = (
+    _Rule(
         "self_attention.linear_q_down_proj.weight", {"self_attn.q_a_proj.weight": ("q_latent", "hidden")}, Replicated()
     ),
-    Rule("self_attention.q_layernorm.weight", {"self_attn.q_a_layernorm.weight": ("q_latent",)}, Replicated()),
-    Rule("self_attention.linear_q_up_proj.weight", {"self_attn.q_b_proj.weight": ("q", "q_latent")}, Rows()),
+    _Rule("self_attention.q_layernorm.weight", {"self_attn.q_a_layernorm.weight": ("q_latent",)}, Replicated()),
+    _Rule("self_attention.linear_q_up_proj.weight", {"self_attn.q_b_proj.weight": ("q", "q_latent")}, Rows()),
 )
-PLAIN_QUERY = (Rule("self_attention.linear_q_proj.weight", {"self_attn.q_proj.weight": ("q", "hidden")}, Rows()),)
-LATENT_KEY_VALUE = (
-    Rule(
+_PLAIN_QUERY = (_Rule("self_attention.linear_q_proj.weight", {"self_attn.q_proj.weight": ("q", "hidden")}, Rows()),)
+_LATENT_KEY_VALUE = (
+    _Rule(
         "self_attention.linear_kv_down_proj.weight",
         {"self_attn.kv_a_proj_with_mqa.weight": ("kv_down", "hidden")},
         Replicated(),
     ),
-    Rule("self_attention.kv_layernorm.weight", {"self_attn.kv_a_layernorm.weight": ("kv_latent",)}, Replicated()),
-    Rule("self_attention.linear_kv_up_proj.weight", {"self_attn.kv_b_proj.weight": ("kv_up", "kv_latent")}, Rows()),
-    Rule("self_attention.linear_proj.weight", {"self_attn.o_proj.weight": ("hidden", "attended")}, Columns()),
+    _Rule("self_attention.kv_layernorm.weight", {"self_attn.kv_a_layernorm.weight": ("kv_latent",)}, Replicated()),
+    _Rule("self_attention.linear_kv_up_proj.weight", {"self_attn.kv_b_proj.weight": ("kv_up", "kv_latent")}, Rows()),
+    _Rule("self_attention.linear_proj.weight", {"self_attn.o_proj.weight": ("hidden", "attended")}, Columns()),
 )
 
 
-def _gated_mlp(megatron: str, hf: str, size: str) -> tuple[Rule, ...]:
+def _gated_mlp(megatron: str, hf: str, size: str) -> tuple[_Rule, ...]:
     return (
-        Rule(
+        _Rule(
             f"{megatron}.linear_fc1.weight",
             {f"{hf}.gate_proj.weight": (size, "hidden"), f"{hf}.up_proj.weight": (size, "hidden")},
             GatedMLP(),
         ),
-        Rule(f"{megatron}.linear_fc2.weight", {f"{hf}.down_proj.weight": ("hidden", size)}, Columns()),
+        _Rule(f"{megatron}.linear_fc2.weight", {f"{hf}.down_proj.weight": ("hidden", size)}, Columns()),
     )
 
 
-DENSE_MLP = _gated_mlp("mlp", "mlp", "ffn")
-SHARED_EXPERTS = _gated_mlp("mlp.shared_experts", "mlp.shared_experts", "shared_ffn")
-EXPERT_BIAS = (Rule("mlp.router.expert_bias", {"mlp.gate.e_score_correction_bias": ("experts",)}, Replicated()),)
+_DENSE_MLP = _gated_mlp("mlp", "mlp", "ffn")
+_SHARED_EXPERTS = _gated_mlp("mlp.shared_experts", "mlp.shared_experts", "shared_ffn")
+_EXPERT_BIAS = (_Rule("mlp.router.expert_bias", {"mlp.gate.e_score_correction_bias": ("experts",)}, Replicated()),)
 
 
-def _expert_mlp(prefix: str, gate: str, up: str, down: str) -> tuple[Rule, ...]:
+def _expert_mlp(prefix: str, gate: str, up: str, down: str) -> tuple[_Rule, ...]:
     expert = f"{prefix}.experts.{{expert}}"
     return (
-        Rule("mlp.router.weight", {f"{prefix}.gate.weight": ("experts", "hidden")}, Replicated()),
-        Rule(
+        _Rule("mlp.router.weight", {f"{prefix}.gate.weight": ("experts", "hidden")}, Replicated()),
+        _Rule(
             "mlp.experts.{expert}.linear_fc1.weight",
             {f"{expert}.{gate}.weight": ("expert_ffn", "hidden"), f"{expert}.{up}.weight": ("expert_ffn", "hidden")},
             GatedMLP(),
         ),
-        Rule(
+        _Rule(
             "mlp.experts.{expert}.linear_fc2.weight",
             {f"{expert}.{down}.weight": ("hidden", "expert_ffn")},
             Columns(),
@@ -163,23 +163,23 @@ def _expert_mlp(prefix: str, gate: str, up: str, down: str) -> tuple[Rule, ...]:
 
 
 EXPERTS = _expert_mlp("mlp", "gate_proj", "up_proj", "down_proj")
-STACKED_EXPERTS = (
-    Rule("mlp.router.weight", {"mlp.gate.weight": ("experts", "hidden")}, Replicated()),
-    Rule(
+_STACKED_EXPERTS = (
+    _Rule("mlp.router.weight", {"mlp.gate.weight": ("experts", "hidden")}, Replicated()),
+    _Rule(
         "mlp.experts.{expert}.linear_fc1.weight",
         {"mlp.experts.gate_up_proj": ("experts", "hidden", "expert_gate_up")},
         Transposed(GatedMLP(), halves=True),
         is_stacked=True,
     ),
-    Rule(
+    _Rule(
         "mlp.experts.{expert}.linear_fc2.weight",
         {"mlp.experts.down_proj": ("experts", "expert_ffn", "hidden")},
         Transposed(Columns()),
         is_stacked=True,
     ),
 )
-MIXTRAL_EXPERTS = _expert_mlp("block_sparse_moe", "w1", "w3", "w2")
-BIASED_EXPERTS = (*EXPERTS, *EXPERT_BIAS, *SHARED_EXPERTS)
+_MIXTRAL_EXPERTS = _expert_mlp("block_sparse_moe", "w1", "w3", "w2")
+BIASED_EXPERTS = (*EXPERTS, *_EXPERT_BIAS, *_SHARED_EXPERTS)
 
 
 def text_config(config: PretrainedConfig) -> PretrainedConfig:
@@ -211,22 +211,22 @@ def router_groups(config: PretrainedConfig) -> tuple[int, int]:
     return getattr(config, "n_group", None) or 1, getattr(config, "topk_group", None) or 1
 
 
-def _qwen3_moe_layer(config: PretrainedConfig, index: int) -> tuple[Rule, ...]:
-    experts = STACKED_EXPERTS if sees(config) else EXPERTS
-    return (*NORMS, *ATTENTION, *QK_NORM, *(experts if has_experts(config)[index] else DENSE_MLP))
+def _qwen3_moe_layer(config: PretrainedConfig, index: int) -> tuple[_Rule, ...]:
+    experts = _STACKED_EXPERTS if sees(config) else EXPERTS
+    return (*_NORMS, *_ATTENTION, *_QK_NORM, *(experts if has_experts(config)[index] else _DENSE_MLP))
 
 
-def _deepseek_v3_layer(config: PretrainedConfig, index: int) -> tuple[Rule, ...]:
-    query = PLAIN_QUERY if config.q_lora_rank is None else LATENT_QUERY
-    mlp = BIASED_EXPERTS if has_experts(config)[index] else DENSE_MLP
-    return (*NORMS, *query, *LATENT_KEY_VALUE, *mlp)
+def _deepseek_v3_layer(config: PretrainedConfig, index: int) -> tuple[_Rule, ...]:
+    query = _PLAIN_QUERY if config.q_lora_rank is None else _LATENT_QUERY
+    mlp = BIASED_EXPERTS if has_experts(config)[index] else _DENSE_MLP
+    return (*_NORMS, *query, *_LATENT_KEY_VALUE, *mlp)
 
 
-def _glm4_moe_layer(config: PretrainedConfig, index: int) -> tuple[Rule, ...]:
-    bias = QKV_BIAS if config.attention_bias else ()
-    norm = QK_NORM if config.use_qk_norm else ()
-    mlp = BIASED_EXPERTS if has_experts(config)[index] else DENSE_MLP
-    return (*NORMS, *ATTENTION, *bias, *norm, *mlp)
+def _glm4_moe_layer(config: PretrainedConfig, index: int) -> tuple[_Rule, ...]:
+    bias = _QKV_BIAS if config.attention_bias else ()
+    norm = _QK_NORM if config.use_qk_norm else ()
+    mlp = BIASED_EXPERTS if has_experts(config)[index] else _DENSE_MLP
+    return (*_NORMS, *_ATTENTION, *bias, *norm, *mlp)
 
 
 def _moe_kwargs(config: PretrainedConfig) -> dict[str, Any]:
@@ -291,17 +291,17 @@ def _glm4_moe_kwargs(config: PretrainedConfig) -> dict[str, Any]:
 
 FAMILIES: dict[str, Family] = {
     "llama": Family(
-        layer=lambda config, index: (*NORMS, *ATTENTION, *DENSE_MLP),
+        layer=lambda config, index: (*_NORMS, *_ATTENTION, *_DENSE_MLP),
         transformer_kwargs=lambda config: {},
         forbidden={"attention_bias": False, "mlp_bias": False},
     ),
     "qwen2": Family(
-        layer=lambda config, index: (*NORMS, *ATTENTION, *QKV_BIAS, *DENSE_MLP),
+        layer=lambda config, index: (*_NORMS, *_ATTENTION, *_QKV_BIAS, *_DENSE_MLP),
         transformer_kwargs=lambda config: dict(add_qkv_bias=True),
         forbidden={"use_sliding_window": False},
     ),
     "qwen3": Family(
-        layer=lambda config, index: (*NORMS, *ATTENTION, *QK_NORM, *DENSE_MLP),
+        layer=lambda config, index: (*_NORMS, *_ATTENTION, *_QK_NORM, *_DENSE_MLP),
         transformer_kwargs=lambda config: dict(qk_layernorm=True),
         forbidden={"use_sliding_window": False, "attention_bias": False},
     ),
@@ -311,7 +311,7 @@ FAMILIES: dict[str, Family] = {
         forbidden={"use_sliding_window": False, "attention_bias": False},
     ),
     "mixtral": Family(
-        layer=lambda config, index: (*NORMS, *ATTENTION, *MIXTRAL_EXPERTS),
+        layer=lambda config, index: (*_NORMS, *_ATTENTION, *_MIXTRAL_EXPERTS),
         transformer_kwargs=lambda config: dict(_moe_kwargs(config), moe_router_pre_softmax=False),
         forbidden={"sliding_window": None},
     ),
@@ -337,28 +337,28 @@ FAMILIES: dict[str, Family] = {
         takes_partial_rotary=True,
     ),
     "qwen2_5_vl": Family(
-        layer=lambda config, index: (*NORMS, *ATTENTION, *QKV_BIAS, *DENSE_MLP),
+        layer=lambda config, index: (*_NORMS, *_ATTENTION, *_QKV_BIAS, *_DENSE_MLP),
         transformer_kwargs=lambda config: dict(_VISION_KWARGS, add_qkv_bias=True),
         forbidden={"use_sliding_window": False},
-        vision=VisionNames(encoder="visual.", text="model."),
+        vision=_VisionNames(encoder="visual.", text="model."),
     ),
     "qwen3_vl": Family(
-        layer=lambda config, index: (*NORMS, *ATTENTION, *QK_NORM, *DENSE_MLP),
+        layer=lambda config, index: (*_NORMS, *_ATTENTION, *_QK_NORM, *_DENSE_MLP),
         transformer_kwargs=lambda config: dict(_VISION_KWARGS, qk_layernorm=True),
         forbidden={"attention_bias": False},
-        vision=VisionNames(encoder="model.visual.", text="model.language_model."),
+        vision=_VisionNames(encoder="model.visual.", text="model.language_model."),
     ),
     "qwen3_vl_moe": Family(
         layer=_qwen3_moe_layer,
         transformer_kwargs=lambda config: dict(_moe_kwargs(config), **_VISION_KWARGS, qk_layernorm=True),
         forbidden={"attention_bias": False},
-        vision=VisionNames(encoder="model.visual.", text="model.language_model."),
+        vision=_VisionNames(encoder="model.visual.", text="model.language_model."),
     ),
 }
-EMBEDDING = Rule("embedding.word_embeddings.weight", {"embed_tokens.weight": ("vocab", "hidden")}, Vocabulary())
-FINAL_NORM = Rule("decoder.final_layernorm.weight", {"norm.weight": ("hidden",)}, Replicated())
-LM_HEAD = Rule("output_layer.weight", {"lm_head.weight": ("vocab", "hidden")}, Vocabulary())
-VALUE_OUTPUT = Rule("output_layer.weight", {VALUE_HEAD: ("one", "hidden")}, Replicated())
+_EMBEDDING = _Rule("embedding.word_embeddings.weight", {"embed_tokens.weight": ("vocab", "hidden")}, Vocabulary())
+_FINAL_NORM = _Rule("decoder.final_layernorm.weight", {"norm.weight": ("hidden",)}, Replicated())
+_LM_HEAD = _Rule("output_layer.weight", {"lm_head.weight": ("vocab", "hidden")}, Vocabulary())
+_VALUE_OUTPUT = _Rule("output_layer.weight", {VALUE_HEAD: ("one", "hidden")}, Replicated())
 
 
 def dims(config: PretrainedConfig) -> Dims:
@@ -413,18 +413,18 @@ def entries(config: PretrainedConfig, role: Role) -> list[Entry]:
         text = family.vision.text
         for name, shape in parameter_shapes(config.vision_config).items():
             rules.append(Entry(f"vision.{name}", {family.vision.encoder + name: shape}, Replicated()))
-    rules.append(_fill(EMBEDDING, sizes, hf_prefix=text))
+    rules.append(_fill(_EMBEDDING, sizes, hf_prefix=text))
     for layer in range(text_config(config).num_hidden_layers):
         for rule in family.layer(config, layer):
             experts = range(sizes["experts"]) if "{expert}" in rule.megatron else [0]
             rules.extend(
                 _fill(rule, sizes, f"decoder.layers.{layer}.", f"{text}layers.{layer}.", expert) for expert in experts
             )
-    rules.append(_fill(FINAL_NORM, sizes, hf_prefix=text))
+    rules.append(_fill(_FINAL_NORM, sizes, hf_prefix=text))
     if role == "critic":
-        rules.append(_fill(VALUE_OUTPUT, sizes))
+        rules.append(_fill(_VALUE_OUTPUT, sizes))
     elif not config.tie_word_embeddings:
-        rules.append(_fill(LM_HEAD, sizes))
+        rules.append(_fill(_LM_HEAD, sizes))
     return rules
 
 
@@ -434,7 +434,7 @@ def stacked_shapes(config: PretrainedConfig) -> dict[str, tuple[int, ...]]:
     return {name: shape for entry in stacked for name, shape in entry.hf.items()}
 
 
-def _fill(rule: Rule, sizes: Dims, megatron_prefix: str = "", hf_prefix: str = "", expert: int = 0) -> Entry:
+def _fill(rule: _Rule, sizes: Dims, megatron_prefix: str = "", hf_prefix: str = "", expert: int = 0) -> Entry:
     return Entry(
         megatron=megatron_prefix + rule.megatron.format(expert=expert),
         hf={hf_prefix + name.format(expert=expert): tuple(sizes[d] for d in shape) for name, shape in rule.hf.items()},

@@ -22,7 +22,7 @@ from megatron_rl.models.packed import PackedGPTModel, build_chunks, forward, seq
 
 __all__ = ["ValueHead", "build_critic", "final_values", "forward", "token_values"]
 
-DEFAULT_HEAD_SEED = 0
+_DEFAULT_HEAD_SEED = 0
 
 
 class ValueHead(nn.Module):
@@ -60,7 +60,7 @@ def build_critic(
     """
     chunks = build_chunks(hf_config, parallel, dtype=dtype, recompute=recompute, share_embeddings=False)
     text = text_config(hf_config)
-    head_seed = DEFAULT_HEAD_SEED if seed is None else seed
+    head_seed = _DEFAULT_HEAD_SEED if seed is None else seed
     initial = RandomSource(head_seed, text.initializer_range).read(VALUE_HEAD, (1, text.hidden_size))
     for chunk in chunks:
         if chunk.post_process:

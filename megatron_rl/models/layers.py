@@ -25,7 +25,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
-BUCKET_COST_TOKENS = 64
+_BUCKET_COST_TOKENS = 64
 """What one more attention call costs, in padded tokens; on a CPU anything from 8 to 200 runs as fast."""
 
 
@@ -76,7 +76,7 @@ def plan_attention(lengths: Sequence[int], device: torch.device) -> AttentionPla
 def _bucket(order: Sequence[int], lengths: Sequence[int]) -> list[list[int]]:
     """Cut ``order`` (by rising length) where a bucket's padding would cost more than one more call.
 
-    Exact for its cost model, padded tokens + BUCKET_COST_TOKENS a bucket, by dynamic programming over the distinct
+    Exact for its cost model, padded tokens + _BUCKET_COST_TOKENS a bucket, by dynamic programming over the distinct
     lengths.
     """
     distinct = sorted({lengths[i] for i in order})
@@ -88,7 +88,7 @@ def _bucket(order: Sequence[int], lengths: Sequence[int]) -> list[list[int]]:
         count, candidates = 0, []
         for start in range(end - 1, -1, -1):
             count += len(members[distinct[start]])
-            candidates.append((best[start][0] + count * distinct[end - 1] + BUCKET_COST_TOKENS, start))
+            candidates.append((best[start][0] + count * distinct[end - 1] + _BUCKET_COST_TOKENS, start))
         best.append(min(candidates))
     groups, end = [], len(distinct)
     while end > 0:
@@ -98,7 +98,7 @@ def _bucket(order: Sequence[int], lengths: Sequence[int]) -> list[list[int]]:
     return groups[::-1]
 
 
-class LocalNorm(nn.Module):
+class _LocalNorm(nn.Module):
     """RMSNorm or LayerNorm in plain PyTorch; its parameters are marked for sequence parallelism."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
@@ -201,7 +201,7 @@ class _Unpad(torch.autograd.Function):
         return padded.index_copy_(0, ctx.plan.unpad, grad), None
 
 
-class ReplicatedLinear(nn.Linear):
+class _ReplicatedLinear(nn.Linear):
     """A linear layer without bias, whole on every tensor-parallel rank; called as Megatron calls its layers."""
 
     def __init__(self, in_features: int, out_features: int, config: TransformerConfig) -> None:
@@ -213,7 +213,7 @@ class ReplicatedLinear(nn.Linear):
         return super().forward(hidden), None
 
 
-class LatentAttention(MLASelfAttention):
+class _LatentAttention(MLASelfAttention):
     """Megatron's latent attention with the projections to the latents whole on every rank, as Transformer Engine has them.
 
     Split over the ranks, as Megatron's own layers are, the shared rotary key would get the gradient of one rank's heads
@@ -223,16 +223,16 @@ class LatentAttention(MLASelfAttention):
     def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)
         if config.q_lora_rank is not None:
-            self.linear_q_down_proj = ReplicatedLinear(config.hidden_size, config.q_lora_rank, config)
+            self.linear_q_down_proj = _ReplicatedLinear(config.hidden_size, config.q_lora_rank, config)
         latent_size = config.kv_lora_rank + config.qk_pos_emb_head_dim
-        self.linear_kv_down_proj = ReplicatedLinear(config.hidden_size, latent_size, config)
+        self.linear_kv_down_proj = _ReplicatedLinear(config.hidden_size, latent_size, config)
 
 
-LOCAL_LAYERS: dict[type, type] = {
+_LOCAL_LAYERS: dict[type, type] = {
     DotProductAttention: PackedAttention,
-    WrappedTorchNorm: LocalNorm,
-    LNImpl: LocalNorm,
-    MLASelfAttention: LatentAttention,
+    WrappedTorchNorm: _LocalNorm,
+    LNImpl: _LocalNorm,
+    MLASelfAttention: _LatentAttention,
 }
 """Megatron's layers that need a GPU or take no packs, and ours in their place (LNImpl is Apex's where installed)."""
 
@@ -245,7 +245,7 @@ def block_spec(config: TransformerConfig, vp_stage: int | None = None) -> Transf
     )
     if on_gpu:
         return spec
-    return swap_layers(spec, LOCAL_LAYERS)
+    return swap_layers(spec, _LOCAL_LAYERS)
 
 
 def keep_float32(model: nn.Module) -> None:

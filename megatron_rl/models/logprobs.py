@@ -19,7 +19,7 @@ from torch import Tensor
 
 DEFAULT_CHUNK_SIZE = 512
 """Tokens whose logits exist at a time: 256 to 1024 take the same time, memory grows with it."""
-EXCLUDED_SCORE = -1.0e9
+_EXCLUDED_SCORE = -1.0e9
 """In the place of an excluded token's z: its probability is 0 in every float, and 0 times it is 0."""
 
 
@@ -70,7 +70,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
         for start in range(0, hidden.shape[0], chunk_size):
             chunk = slice(start, start + chunk_size)
             scores = _logits(hidden[chunk], weight[:rows]) / temperature
-            scores[:, columns] = EXCLUDED_SCORE
+            scores[:, columns] = _EXCLUDED_SCORE
             parts.append(_statistics(scores, local_targets[chunk], group))
         dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
         empty = torch.zeros(3, 0, dtype=dtype, device=hidden.device)
@@ -88,7 +88,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
         for start in range(0, hidden.shape[0], ctx.chunk_size):
             chunk = slice(start, start + ctx.chunk_size)
             scores = _logits(hidden[chunk], weight[:rows]) / ctx.temperature
-            scores[:, ctx.columns] = EXCLUDED_SCORE
+            scores[:, ctx.columns] = _EXCLUDED_SCORE
             log_p = scores - log_normalizer[chunk, None]
             p = log_p.exp()
             grad_scores = torch.zeros_like(p)

@@ -40,7 +40,7 @@ from megatron_rl.models.routing import (
     updated_bias,
 )
 
-ROUTER_DTYPES = {RouterDtype.fp32: "fp32", RouterDtype.fp64: "fp64", RouterDtype.model: None}
+_ROUTER_DTYPES = {RouterDtype.fp32: "fp32", RouterDtype.fp64: "fp64", RouterDtype.model: None}
 
 
 def moe_kwargs(settings: MoeConfig, hf_config: PretrainedConfig) -> dict[str, Any]:
@@ -48,17 +48,17 @@ def moe_kwargs(settings: MoeConfig, hf_config: PretrainedConfig) -> dict[str, An
     if not dims(hf_config)["experts"]:
         return {}
     return dict(
-        moe_router_dtype=ROUTER_DTYPES[settings.router_dtype],
+        moe_router_dtype=_ROUTER_DTYPES[settings.router_dtype],
         moe_router_load_balancing_type="none",
         moe_aux_loss_coeff=0.0,
         moe_router_bias_update_rate=0.0,
         # Megatron's own all-gather refuses packs; ours takes its place in the built model (``dispatch.py``).
         moe_token_dispatcher_type="flex" if settings.dispatcher is Dispatcher.flex else "alltoall",
-        moe_grouped_gemm=uses_grouped_gemm(settings.grouped_gemm),
+        moe_grouped_gemm=_uses_grouped_gemm(settings.grouped_gemm),
     )
 
 
-def uses_grouped_gemm(choice: GroupedGemm) -> bool:
+def _uses_grouped_gemm(choice: GroupedGemm) -> bool:
     return choice is GroupedGemm.always or (choice is GroupedGemm.auto and has_transformer_engine())
 
 
@@ -84,7 +84,7 @@ def check_moe(
         raise ModelError(
             f"{where}.routing_replay: at most {torch.iinfo(torch.int16).max - 1} experts, got {num_experts}"
         )
-    if settings.load_balancing is LoadBalancing.bias and not has_expert_bias(hf_config):
+    if settings.load_balancing is LoadBalancing.bias and not _has_expert_bias(hf_config):
         raise ModelError(
             f"{where}.load_balancing=bias: {hf_config.model_type} has no expert bias, so its checkpoints and the "
             "servers could not hold one; use aux_loss or none"
@@ -112,7 +112,7 @@ def _check_flex(settings: MoeConfig, parallel: ParallelConfig, where: str) -> No
         )
 
 
-def has_expert_bias(hf_config: PretrainedConfig) -> bool:
+def _has_expert_bias(hf_config: PretrainedConfig) -> bool:
     """The family's routers add a bias to the scores before they choose."""
     return bool(family_of(hf_config).transformer_kwargs(hf_config).get("moe_router_enable_expert_bias"))
 

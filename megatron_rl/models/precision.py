@@ -13,18 +13,18 @@ from megatron.core.transformer import TransformerConfig
 from megatron_rl.config.schema import Fp8
 from megatron_rl.errors import ModelError
 
-FP8_RECIPE = "tensorwise"
+_FP8_RECIPE = "tensorwise"
 """Scales come from the tensor at hand: a history of earlier ones would mix answers with updates, and short packs with long."""
-FP8_ALIGNMENT = 16
+_FP8_ALIGNMENT = 16
 """Transformer Engine's 8-bit products take numbers of rows that divide by this."""
-FIRST_FP8_CAPABILITY = (8, 9)
+_FIRST_FP8_CAPABILITY = (8, 9)
 
 
 def fp8_kwargs(fp8: Fp8) -> dict[str, Any]:
     """Fields of TransformerConfig."""
     if fp8 is Fp8.none:
         return {}
-    return dict(fp8=fp8.value, fp8_recipe=FP8_RECIPE, fp8_param=False)
+    return dict(fp8=fp8.value, fp8_recipe=_FP8_RECIPE, fp8_param=False)
 
 
 def check_fp8(fp8: Fp8, dtype: torch.dtype, *, where: str = "policy.fp8") -> None:
@@ -41,14 +41,14 @@ def check_fp8(fp8: Fp8, dtype: torch.dtype, *, where: str = "policy.fp8") -> Non
     if importlib.util.find_spec("transformer_engine") is None:
         raise ModelError(f"{key}: needs Transformer Engine, which is not installed; install it, or set none")
     capability = torch.cuda.get_device_capability()
-    if capability < FIRST_FP8_CAPABILITY:
+    if capability < _FIRST_FP8_CAPABILITY:
         raise ModelError(
             f"{key}: {torch.cuda.get_device_name()} (compute capability {capability[0]}.{capability[1]}) has no 8-bit "
-            f"products, which begin with {FIRST_FP8_CAPABILITY[0]}.{FIRST_FP8_CAPABILITY[1]}; set none"
+            f"products, which begin with {_FIRST_FP8_CAPABILITY[0]}.{_FIRST_FP8_CAPABILITY[1]}; set none"
         )
 
 
 def pack_alignment(config: TransformerConfig) -> int:
     """A pack is padded to a multiple of this many tokens, so that each rank's layers get rows that they can take."""
     tp_size = config.tensor_model_parallel_size if config.sequence_parallel else 1
-    return tp_size * (FP8_ALIGNMENT if config.fp8 else 1)
+    return tp_size * (_FP8_ALIGNMENT if config.fp8 else 1)

@@ -16,7 +16,7 @@ from megatron_rl.families.tables import family_of
 from megatron_rl.models.hf.megatron_config import inverse_frequencies
 
 
-class LatentRotaryEmbedding(RotaryEmbedding):
+class _LatentRotaryEmbedding(RotaryEmbedding):
     """What latent attention asks for: (angles [length, 1, 1, rotated dimensions], the factor on cosine and sine)."""
 
     def __init__(self, frequencies: Tensor, factor: float, template: RotaryEmbedding) -> None:
@@ -35,7 +35,7 @@ def install_rope(model: GPTModel, hf_config: PretrainedConfig) -> None:
     if family_of(hf_config).is_latent:
         for layer in model.decoder.layers:
             attention = layer.self_attention
-            attention.rotary_pos_emb = LatentRotaryEmbedding(frequencies, factor, attention.rotary_pos_emb)
+            attention.rotary_pos_emb = _LatentRotaryEmbedding(frequencies, factor, attention.rotary_pos_emb)
         return
     model.rotary_pos_emb.inv_freq = frequencies
     if factor != 1.0:

@@ -32,7 +32,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor, nn
 
-TRACE = "routing_trace"
+_TRACE = "routing_trace"
 """Attribute of a pack's sequence parameters; Megatron hands these to every layer, and again when it recomputes one."""
 
 
@@ -210,7 +210,7 @@ def follow_traces(chunk: nn.Module) -> None:
     """Let each layer of ``chunk`` hand its router the trace that comes with the pack, in every run of the layer."""
 
     def hand_over(layer: TransformerLayer, args: Any, kwargs: dict[str, Any]) -> None:
-        layer.mlp.router.trace = vars(kwargs["packed_seq_params"]).get(TRACE)
+        layer.mlp.router.trace = vars(kwargs["packed_seq_params"]).get(_TRACE)
 
     for module in chunk.modules():
         if isinstance(module, TransformerLayer) and isinstance(getattr(module.mlp, "router", None), TracedRouter):
@@ -222,7 +222,7 @@ def with_trace(params: PackedSeqParams, trace: RoutingTrace | None) -> PackedSeq
     if trace is None:
         return params
     params = copy.copy(params)
-    setattr(params, TRACE, trace)
+    setattr(params, _TRACE, trace)
     return params
 
 

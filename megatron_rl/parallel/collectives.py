@@ -19,9 +19,9 @@ from torch import Tensor
 from megatron_rl.errors import UserError
 from megatron_rl.parallel import topology
 
-PAYLOAD_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.int32, torch.bool, torch.uint8)
+_PAYLOAD_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.int32, torch.bool, torch.uint8)
 """Dtypes that ``gather_tensors`` carries, by their code on the wire."""
-NO_TENSOR = -1
+_NO_TENSOR = -1
 
 
 class CollectiveTimeout(UserError, RuntimeError):
@@ -119,20 +119,20 @@ def gather_tensors(
     """The 1-D tensors of all ranks, by rank, on rank 0; an empty list elsewhere.
 
     Lengths and dtypes may differ between ranks; a rank that has nothing passes None. Raises ValueError for a tensor
-    that is not 1-D or of a dtype outside ``PAYLOAD_DTYPES``.
+    that is not 1-D or of a dtype outside ``_PAYLOAD_DTYPES``.
     """
-    if tensor is not None and (tensor.dim() != 1 or tensor.dtype not in PAYLOAD_DTYPES):
+    if tensor is not None and (tensor.dim() != 1 or tensor.dtype not in _PAYLOAD_DTYPES):
         found = f"shape {tuple(tensor.shape)} of {tensor.dtype}"
-        raise ValueError(f"expected a 1-D tensor of one of {PAYLOAD_DTYPES}, got {found}")
+        raise ValueError(f"expected a 1-D tensor of one of {_PAYLOAD_DTYPES}, got {found}")
     return _gather_raw(tensor, what, timeout_s)
 
 
 def _gather_raw(tensor: Tensor | None, what: str, timeout_s: float | None) -> list[Tensor | None]:
     if dist.get_rank() != 0:
         if tensor is None:
-            _send(torch.tensor([NO_TENSOR, 0]), 0, what, timeout_s)
+            _send(torch.tensor([_NO_TENSOR, 0]), 0, what, timeout_s)
             return []
-        _send(torch.tensor([tensor.numel(), PAYLOAD_DTYPES.index(tensor.dtype)]), 0, what, timeout_s)
+        _send(torch.tensor([tensor.numel(), _PAYLOAD_DTYPES.index(tensor.dtype)]), 0, what, timeout_s)
         _send(tensor.detach().cpu(), 0, what, timeout_s)
         return []
     gathered: list[Tensor | None] = [tensor if tensor is None else tensor.detach().cpu()]
@@ -140,10 +140,10 @@ def _gather_raw(tensor: Tensor | None, what: str, timeout_s: float | None) -> li
         header = torch.empty(2, dtype=torch.int64)
         _receive(header, peer, what, timeout_s)
         length, dtype_code = header.tolist()
-        if length == NO_TENSOR:
+        if length == _NO_TENSOR:
             gathered.append(None)
             continue
-        result = torch.empty(length, dtype=PAYLOAD_DTYPES[dtype_code])
+        result = torch.empty(length, dtype=_PAYLOAD_DTYPES[dtype_code])
         _receive(result, peer, what, timeout_s)
         gathered.append(result)
     return gathered

@@ -21,7 +21,7 @@ from megatron_rl.parallel.collectives import CollectiveTimeout
 
 GRACE_S = 5.0
 """Ranks that wait for the same one time out about together; this long they are given to say so."""
-ASK_S = 10.0
+_ASK_S = 10.0
 """Longest wait for the store, whose own process may be the one that stands still."""
 
 _counts: Iterator[int] = itertools.count(1)
@@ -45,16 +45,16 @@ def working(what: str) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if isinstance(error, CollectiveTimeout) or not is_timeout(error):
+        if isinstance(error, CollectiveTimeout) or not _is_timeout(error):
             raise
         elapsed_s = time.monotonic() - start
         notes = _notes_of_all(f"{count} late {what}")
         raise CollectiveTimeout(account(rank, Note(count, what), elapsed_s, notes)) from error
 
 
-def is_timeout(error: RuntimeError) -> bool:
+def _is_timeout(error: RuntimeError) -> bool:
     """A wait of torch's own that came to its end."""
-    return "imed out waiting" in str(error) or isinstance(error, dist.DistBackendError) and "imeout" in str(error)
+    return "imed out waiting" in str(error) or (isinstance(error, dist.DistBackendError) and "imeout" in str(error))
 
 
 def account(rank: int, own: Note, elapsed_s: float, notes: Sequence[Note] | None) -> str:
@@ -96,7 +96,7 @@ def _notes_of_all(own: str) -> list[Note] | None:
     # A call to a store that stands still cannot be broken off.
     thread = threading.Thread(target=ask, name="progress", daemon=True)
     thread.start()
-    thread.join(GRACE_S + ASK_S)
+    thread.join(GRACE_S + _ASK_S)
     return notes if len(notes) == num_ranks else None
 
 

@@ -29,7 +29,7 @@ from megatron_rl.config.layout import expert_tensor_size, layout_problems, ranks
 from megatron_rl.config.schema import ParallelConfig
 from megatron_rl.parallel import megatron_state
 
-CONTROL_GROUP_TIMEOUT = timedelta(days=30)
+_CONTROL_GROUP_TIMEOUT = timedelta(days=30)
 """Calls on the control group carry their own deadlines; the group's must not fire before them."""
 
 _generations: Iterator[int] = itertools.count()
@@ -136,7 +136,7 @@ def initialize(parallel: ParallelConfig, *, seed: int) -> Topology:
         "nccl" if on_gpu else "gloo", store=store, rank=rank, world_size=world_size, timeout=timeout
     )
     topology = add_layout(parallel, seed=seed)
-    group = dist.new_group(backend="gloo", timeout=CONTROL_GROUP_TIMEOUT)
+    group = dist.new_group(backend="gloo", timeout=_CONTROL_GROUP_TIMEOUT)
     _control_plane = ControlPlane(group=group, timeout_s=parallel.collective_timeout_s, store=store)
     return topology
 

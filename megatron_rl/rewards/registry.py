@@ -31,7 +31,7 @@ RangeOfOptions = Callable[[Mapping[str, Any]], "Range | None"]
 
 WHOLE_ROW = "*"
 
-BUILTIN_MODULES = (
+_BUILTIN_MODULES = (
     "rules.math",
     "rules.format",
     "rules.choice",
@@ -120,7 +120,7 @@ def register(
 
 def available() -> list[str]:
     """Names of the registered rewards."""
-    for module in BUILTIN_MODULES:
+    for module in _BUILTIN_MODULES:
         import_module(f"megatron_rl.rewards.{module}")
     return sorted(_rewards)
 

@@ -17,7 +17,7 @@ import json
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -39,10 +39,10 @@ from megatron_rl.rewards.workers.calls import RewardItem
 from megatron_rl.rewards.workers.event_loop import AsyncRewardRunner, start_runner
 from megatron_rl.rewards.workers.processes import RewardRunner
 
-ANY_TYPE = ""
+_ANY_TYPE = ""
 """Key of the only route when reward.by_type is empty."""
-RANGE_TOLERANCE = 1e-6
-NOT_THOUGHT = "not of the form <think>thought</think>solution"
+_RANGE_TOLERANCE = 1e-6
+_NOT_THOUGHT = "not of the form <think>thought</think>solution"
 MAX_REPORTED = 5
 
 
@@ -97,7 +97,7 @@ class Route:
         if score.value is None or self.declared is None:
             return score
         low, high = self.declared
-        slack = RANGE_TOLERANCE * max(1.0, abs(low), abs(high))
+        slack = _RANGE_TOLERANCE * max(1.0, abs(low), abs(high))
         if not low - slack <= score.value <= high + slack:
             error = f"reward {self.reward.name} gave {score.value:g}, outside its declared range [{low:g}, {high:g}]"
             return replace(score, value=None, error=error)
@@ -119,7 +119,7 @@ def routes_of(config: RewardConfig) -> dict[str, Route]:
     """
     if not config.by_type:
         only = RewardRouteConfig(config.name, config.options)
-        routes = {ANY_TYPE: _route(only, config.timeout_s, "reward")}
+        routes = {_ANY_TYPE: _route(only, config.timeout_s, "reward")}
     else:
         routes = {
             type_: _route(route, config.timeout_s, f"reward.by_type.{type_}") for type_, route in config.by_type.items()
@@ -217,7 +217,7 @@ def check_prompts(config: RewardConfig, prompts: Iterable[Prompt]) -> None:
     routes = routes_of(config)
     by_route: dict[str, list[Prompt]] = defaultdict(list)
     for prompt in prompts:
-        by_route[prompt.type if config.by_type else ANY_TYPE].append(prompt)
+        by_route[prompt.type if config.by_type else _ANY_TYPE].append(prompt)
     for type_, group in by_route.items():
         route = routes[type_]
         problems = [
@@ -333,7 +333,7 @@ class RewardRouter:
         self.close()
 
     def _route_of(self, item: GradedItem) -> Route:
-        type_ = item.type if self._config.by_type else ANY_TYPE
+        type_ = item.type if self._config.by_type else _ANY_TYPE
         if type_ not in self._routes:
             check_types(self._config, [type_])
         return self._routes[type_]
@@ -344,7 +344,7 @@ class RewardRouter:
         if self._config.require_think:
             parts = split_thought(response)
             if parts is None:
-                return Score(0.0, NOT_THOUGHT, metrics={"thought": 0.0})
+                return Score(0.0, _NOT_THOUGHT, metrics={"thought": 0.0})
             response = parts[1]
         try:
             return response, item.answer, row_arguments(route.reward, route.options, item.row)
@@ -380,10 +380,8 @@ def _gather(
             pass  # the caller has cancelled it, or another reward failed before
         except (Exception, concurrent.futures.CancelledError) as error:
             if not combined.done():
-                try:
+                with suppress(concurrent.futures.InvalidStateError):
                     combined.set_exception(error)
-                except concurrent.futures.InvalidStateError:
-                    pass
 
     def on_cancel(future: concurrent.futures.Future[list[Score]]) -> None:
         if future.cancelled():

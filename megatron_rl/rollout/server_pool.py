@@ -28,7 +28,7 @@ from megatron_rl.rollout.sglang.server import (
 
 logger = logging.getLogger(__name__)
 
-ATTACH_POLL_S = 1.0
+_ATTACH_POLL_S = 1.0
 
 
 class Server(Protocol):
@@ -46,7 +46,7 @@ class Server(Protocol):
     def stop(self, grace_s: float = ...) -> None: ...
 
 
-class AttachedServer:
+class _AttachedServer:
     """A server that somebody else started. It is watched, never stopped; ``restart`` waits until it is back."""
 
     def __init__(self, url: str, *, timeout_s: float = 300.0, progress: Progress = logger.info) -> None:
@@ -79,7 +79,7 @@ class AttachedServer:
                     f"server {self.url} did not come back within {self.timeout_s:.0f} s; this run attached to it and "
                     "cannot start it. Start it again, or take it out of rollout.urls."
                 )
-            time.sleep(ATTACH_POLL_S)
+            time.sleep(_ATTACH_POLL_S)
             while_waiting()
 
     def stop(self, grace_s: float = 0.0) -> None:
@@ -154,7 +154,7 @@ class ServerPool:
         """Attach to running servers. Raises ServerError if one does not answer as an SGLang server."""
         if len(set(urls)) != len(urls):
             raise ValueError(f"rollout.urls names a server twice: {list(urls)}")
-        servers = [AttachedServer(url, timeout_s=timeout_s, progress=progress) for url in urls]
+        servers = [_AttachedServer(url, timeout_s=timeout_s, progress=progress) for url in urls]
         for server in servers:
             server.model_info()
         return cls(servers)

@@ -32,7 +32,7 @@ from megatron_rl.rollout.sglang.wire import Generation
 
 logger = logging.getLogger(__name__)
 
-ENOUGH_POLL_S = 0.02
+_ENOUGH_POLL_S = 0.02
 """Asking whether there is enough looks at all responses: not more often than this."""
 ABORT_REPEAT_S = 0.5
 """An abort that overtook its request is sent again after this."""
@@ -167,7 +167,7 @@ class WindowGenerator:
         while num_running() and not is_enough():
             await some_done.wait()
             some_done.clear()
-            await asyncio.sleep(ENOUGH_POLL_S)
+            await asyncio.sleep(_ENOUGH_POLL_S)
         window.cut = True
         deadline_s = event_loop.time() + ABORT_TIMEOUT_S
         while num_running() and event_loop.time() < deadline_s:
@@ -277,7 +277,7 @@ class _Window:
             stop_token_ids=sampling.stop_token_ids,
             stop_strings=self._server_stops(trajectory),
             banned_token_ids=sampling.banned_token_ids,
-            seed=None if sampling.seed is None else trajectory_seed(sampling.seed, trajectory.id),
+            seed=None if sampling.seed is None else _trajectory_seed(sampling.seed, trajectory.id),
             routes=sampling.routes,
             prompt_name=trajectory.prompt.source or trajectory.prompt.id,
         )
@@ -302,11 +302,11 @@ class _Window:
         return (*stops, self._fire.after) if self._awaits_marker(trajectory) else stops
 
     def _awaits_marker(self, trajectory: Trajectory) -> bool:
-        return awaits_hot_token(trajectory, self._fire) and self._fire.after != ""
+        return _awaits_hot_token(trajectory, self._fire) and self._fire.after != ""
 
     def _segment(self, trajectory: Trajectory, answer: Generation, *, hot: bool) -> Segment:
         """The answer's tokens up to the first text that ends the turn or calls for the hot token."""
-        before = current_turn_ids(trajectory)
+        before = _current_turn_ids(trajectory)
         turn_ids = [*before, *answer.token_ids]
         ends = {"stop": end_of_text(turn_ids, self._turn_stops(trajectory), self._decode)}
         if self._awaits_marker(trajectory) and not hot:
@@ -336,7 +336,7 @@ class _Window:
             return
         if trajectory.finished and trajectory.segments[-1].finish_reason != "stop":
             return  # the budget cut the turn; one that stopped on the budget's last token may have been the last word
-        message = ask_environment(self._dialogue.environment, trajectory, self._decode)
+        message = _ask_environment(self._dialogue.environment, trajectory, self._decode)
         if message is None:
             trajectory.env_done = True
             return
@@ -358,7 +358,7 @@ class _Window:
             )
 
 
-def ask_environment(environment: Environment, trajectory: Trajectory, decode: Decode) -> Message | None:
+def _ask_environment(environment: Environment, trajectory: Trajectory, decode: Decode) -> Message | None:
     """The environment's answer, checked. Raises EnvironmentFault, naming the prompt."""
     place = trajectory.prompt.source or f"prompt {trajectory.prompt.id}"
     name = type(environment).__name__
@@ -369,7 +369,7 @@ def ask_environment(environment: Environment, trajectory: Trajectory, decode: De
             f"environment {name} failed at {place}: {type(error).__name__}: {error}; respond() must return a Message or "
             "None for every text that a model may write"
         ) from error
-    if message is None or isinstance(message, Message) and message.next_role in environment.roles:
+    if message is None or (isinstance(message, Message) and message.next_role in environment.roles):
         return message
     raise EnvironmentFault(
         f"environment {name} answered {message!r} at {place}: expected None, or a Message whose next_role is one of "
@@ -377,12 +377,12 @@ def ask_environment(environment: Environment, trajectory: Trajectory, decode: De
     )
 
 
-def current_turn_ids(trajectory: Trajectory) -> list[int]:
+def _current_turn_ids(trajectory: Trajectory) -> list[int]:
     turn = trajectory.current_turn
     return [token for s in trajectory.segments if s.generated and s.turn == turn for token in s.token_ids]
 
 
-def awaits_hot_token(trajectory: Trajectory, fire: Fire | None) -> bool:
+def _awaits_hot_token(trajectory: Trajectory, fire: Fire | None) -> bool:
     """FIRE is on and the response, in its first turn, has no hot token yet; only its very start will do without ``after``."""
     if fire is None or trajectory.current_turn > 0 or any(segment.hot for segment in trajectory.segments):
         return False
@@ -390,9 +390,9 @@ def awaits_hot_token(trajectory: Trajectory, fire: Fire | None) -> bool:
 
 
 def hot_token_is_next(trajectory: Trajectory, fire: Fire | None, decode: Decode) -> bool:
-    if not awaits_hot_token(trajectory, fire):
+    if not _awaits_hot_token(trajectory, fire):
         return False
-    turn_ids = current_turn_ids(trajectory)
+    turn_ids = _current_turn_ids(trajectory)
     return not fire.after or end_of_text(turn_ids, [fire.after], decode) == len(turn_ids)
 
 
@@ -408,6 +408,6 @@ def end_of_text(token_ids: Sequence[int], texts: Sequence[str], decode: Decode) 
     return bisect_left(range(len(token_ids)), True, key=contains)
 
 
-def trajectory_seed(base: int, trajectory_id: int) -> int:
+def _trajectory_seed(base: int, trajectory_id: int) -> int:
     """One seed a trajectory, the same in every window: the engine hashes it with the token's position."""
     return (base * 1_000_003 + trajectory_id * 7_919) % (2**31 - 1)

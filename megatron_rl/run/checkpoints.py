@@ -15,7 +15,7 @@ from megatron_rl.errors import UserError
 from megatron_rl.tracking.metrics_file import write_atomic
 from megatron_rl.training.trainer_group import TrainerGroup
 
-NUM_KEPT = 2
+_NUM_KEPT = 2
 """Newest checkpoints that stay on disk."""
 
 
@@ -53,7 +53,7 @@ class Saver:
 
     def load(self) -> dict[str, Any]:
         """Bring every rank back to the newest checkpoint; returns the driver's part of it."""
-        target = newest_checkpoint(self._config.run.output_dir)
+        target = _newest_checkpoint(self._config.run.output_dir)
         if target is None:
             raise UserError(
                 f"run.resume: {self._folder} holds no complete checkpoint; start without run.resume, or point "
@@ -65,11 +65,11 @@ class Saver:
 
     def _remove_old(self) -> None:
         saved = sorted(self._folder.glob("step-*"), key=lambda folder: int(folder.name.removeprefix("step-")))
-        for folder in saved[:-NUM_KEPT]:
+        for folder in saved[:-_NUM_KEPT]:
             shutil.rmtree(folder)
 
 
-def newest_checkpoint(output_dir: str | Path) -> Path | None:
+def _newest_checkpoint(output_dir: str | Path) -> Path | None:
     folder = Path(output_dir) / "checkpoints"
     latest = folder / "latest.json"
     return folder / json.loads(latest.read_text())["folder"] if latest.is_file() else None

@@ -11,7 +11,7 @@ from pathlib import Path
 from megatron_rl.config.schema import Config
 from megatron_rl.errors import UserError
 
-RUN_FILES = (
+_RUN_FILES = (
     "metrics.jsonl", "timeline.json", "report.html", "summary.json", "config.yaml", "mlflow_run.json", "checkpoints", "policy",
 )  # fmt: skip
 """What a run leaves behind; the MLflow store stays, for it may hold other runs."""
@@ -48,11 +48,11 @@ def claimed_output_dir(config: Config) -> Iterator[Path]:
         lock.write(str(os.getpid()))
         lock.flush()
         if config.run.overwrite:
-            for name in RUN_FILES:
+            for name in _RUN_FILES:
                 path = folder / name
                 shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
         yield folder
 
 
-def read_summary(folder: str | Path) -> dict:
+def _read_summary(folder: str | Path) -> dict:
     return json.loads((Path(folder) / "summary.json").read_text())

@@ -115,5 +115,5 @@ class Recorder:
             from megatron_rl.tracking.report import write_report  # matplotlib takes a second that only the driver needs
 
             write_report(self._folder)
-        except Exception as error:  # noqa: BLE001 - a picture must never end a run
+        except Exception as error:
             self.console.warning(f"the report could not be written: {type(error).__name__}: {error}")

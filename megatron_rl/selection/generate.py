@@ -30,7 +30,7 @@ from megatron_rl.rollout.sglang.image_inputs import images_of_request, sent_ids
 from megatron_rl.rollout.sglang.wire import Generation, GenerationRequest
 from megatron_rl.system.files import written_whole
 
-MIN_RESPONSES_FOR_ALARM = 64
+_MIN_RESPONSES_FOR_ALARM = 64
 """Before so many are graded, the share that could not be scored says little."""
 
 Generate = Callable[[GenerationRequest, str], Awaitable[Generation]]
@@ -207,7 +207,7 @@ async def generate_scores(
             scores.append([_row(prompt, *parts) for parts in zip(samples, texts, answers, found, strict=True)])
             graded.extend(found)
             on_scored(len(found))
-            if len(graded) >= MIN_RESPONSES_FOR_ALARM:
+            if len(graded) >= _MIN_RESPONSES_FOR_ALARM:
                 check_error_rate(graded, max_error_rate, what="the prompts so far")
 
     workers = [asyncio.create_task(work()) for _ in range(num_prompts_under_way)]

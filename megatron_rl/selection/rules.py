@@ -21,7 +21,7 @@ NEVER_SOLVED = "never solved"
 SOLVED_TOO_OFTEN = "solved too often"
 NO_SPREAD = "best response hardly better than the mean one"
 
-ROUNDING = 1e-9
+_ROUNDING = 1e-9
 """Spread that counts as equal to its threshold."""
 
 
@@ -60,11 +60,11 @@ class Verdict:
 def select(prompts: Sequence[PromptScores], rule: SelectPromptsConfig, *, correct_from: float) -> list[Verdict]:
     """Verdicts of the configured rule. ``correct_from``: a score of at least this counts as solved."""
     if rule.rule is SelectionRule.lowest:
-        reasons = lowest_reasons(prompts, keep_share=rule.keep_share)
+        reasons = _lowest_reasons(prompts, keep_share=rule.keep_share)
     elif rule.rule is SelectionRule.pass_rate:
-        reasons = pass_rate_reasons(prompts, max_pass_rate=rule.max_pass_rate, correct_from=correct_from)
+        reasons = _pass_rate_reasons(prompts, max_pass_rate=rule.max_pass_rate, correct_from=correct_from)
     else:
-        reasons = spread_reasons(prompts, min_spread=rule.min_spread)
+        reasons = _spread_reasons(prompts, min_spread=rule.min_spread)
     return [
         Verdict(
             id=prompt.id,
@@ -80,7 +80,7 @@ def select(prompts: Sequence[PromptScores], rule: SelectPromptsConfig, *, correc
     ]
 
 
-def lowest_reasons(prompts: Sequence[PromptScores], *, keep_share: float) -> list[str]:
+def _lowest_reasons(prompts: Sequence[PromptScores], *, keep_share: float) -> list[str]:
     """Keep the lowest ``keep_share`` of mean scores inside each type (Pre-PPO, arXiv 2503.22230).
 
     Standardised scores have the order of the plain ones inside a type, so the plain ones are compared: no rounding. Of
@@ -97,7 +97,7 @@ def lowest_reasons(prompts: Sequence[PromptScores], *, keep_share: float) -> lis
     return [_unscored(prompt) or ("" if (prompt.type, prompt.id) in kept else ABOVE_SHARE) for prompt in prompts]
 
 
-def pass_rate_reasons(prompts: Sequence[PromptScores], *, max_pass_rate: float, correct_from: float) -> list[str]:
+def _pass_rate_reasons(prompts: Sequence[PromptScores], *, max_pass_rate: float, correct_from: float) -> list[str]:
     """Keep 0 < share of solved responses <= ``max_pass_rate``; unscored responses do not count (Seed1.5-VL)."""
 
     def reason(prompt: PromptScores) -> str:
@@ -109,10 +109,10 @@ def pass_rate_reasons(prompts: Sequence[PromptScores], *, max_pass_rate: float, 
     return [_unscored(prompt) or reason(prompt) for prompt in prompts]
 
 
-def spread_reasons(prompts: Sequence[PromptScores], *, min_spread: float) -> list[str]:
+def _spread_reasons(prompts: Sequence[PromptScores], *, min_spread: float) -> list[str]:
     """Keep max - mean >= ``min_spread``: where sampling finds something better (Seed1.5-VL, arXiv 2505.07062)."""
     return [
-        _unscored(prompt) or ("" if max(prompt.scores) - prompt.mean >= min_spread - ROUNDING else NO_SPREAD)
+        _unscored(prompt) or ("" if max(prompt.scores) - prompt.mean >= min_spread - _ROUNDING else NO_SPREAD)
         for prompt in prompts
     ]
 

@@ -65,10 +65,10 @@ class ScoreTable:
 
 def read_scores(path: str, types: Mapping[str, str], *, id_field: str) -> ScoreTable:
     """DataError with place and field for rows without id or score, and when no row belongs to a prompt."""
-    return collect_scores(read_rows([path]), types, id_field=id_field, path=path)
+    return _collect_scores(read_rows([path]), types, id_field=id_field, path=path)
 
 
-def collect_scores(
+def _collect_scores(
     rows: Iterable[tuple[Row, str]], types: Mapping[str, str], *, id_field: str, path: str
 ) -> ScoreTable:
     scores: dict[str, list[float | None]] = defaultdict(list)

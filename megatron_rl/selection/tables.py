@@ -59,12 +59,12 @@ def write_report(report: Report, output_path: str | Path) -> None:
         for verdict in report.verdicts:
             file.write(json.dumps({"kept": verdict.kept, **asdict(verdict)}) + "\n")
     with written_whole(paths["report.json"]) as file:
-        json.dump(as_json(report), file, indent=2)
+        json.dump(_as_json(report), file, indent=2)
     with written_whole(paths["report.md"]) as file:
-        file.write(as_markdown(report))
+        file.write(_as_markdown(report))
 
 
-def as_json(report: Report) -> dict[str, Any]:
+def _as_json(report: Report) -> dict[str, Any]:
     return {
         "settings": dict(report.settings),
         "num_prompts": len(report.verdicts),
@@ -74,7 +74,7 @@ def as_json(report: Report) -> dict[str, Any]:
     }
 
 
-def as_markdown(report: Report) -> str:
+def _as_markdown(report: Report) -> str:
     lines = ["# Prompt selection", "", f"Kept {report.num_kept:,} of {len(report.verdicts):,} prompts.", ""]
     lines += _markdown_table(_HEADER, [_row(summary) for summary in report.types])
     reasons = [

@@ -38,7 +38,7 @@ class ResponseRules:
 
 
 @dataclass(frozen=True)
-class Piece:
+class _Piece:
     """Generated tokens over which one advantage estimate runs: a response's window, or one turn's part of it."""
 
     row: int
@@ -89,9 +89,9 @@ def with_routes(batch: PackedBatch, routes: Tensor | None) -> PackedBatch:
     return batch if routes is None else batch.with_fields(**{ROUTES: routes})
 
 
-def window_pieces(
+def _window_pieces(
     trajectories: Sequence[Trajectory], step: int, algorithm: AlgorithmConfig, rules: ResponseRules
-) -> list[Piece]:
+) -> list[_Piece]:
     """The pieces of this step's window in the order of its tokens; a trajectory without new tokens has none."""
     pieces = []
     for row, trajectory in enumerate(trajectories):
@@ -108,14 +108,14 @@ def window_pieces(
     return pieces
 
 
-def response_pieces(trajectory: Trajectory, row: int, algorithm: AlgorithmConfig, rules: ResponseRules) -> list[Piece]:
+def _response_pieces(trajectory: Trajectory, row: int, algorithm: AlgorithmConfig, rules: ResponseRules) -> list[_Piece]:
     """The pieces of a finished response over all its windows."""
     if not rules.independent_turns:
         return [_whole_piece(row, trajectory, trajectory.num_generated_tokens, algorithm)]
     return [_turn_piece(row, trajectory, turn, len(turn.token_ids)) for turn in trajectory.turns()]
 
 
-def shaped_outcome(trajectory: Trajectory, algorithm: AlgorithmConfig) -> float:
+def _shaped_outcome(trajectory: Trajectory, algorithm: AlgorithmConfig) -> float:
     """The score of a finished response and, at the end of the budget, DAPO's soft penalty (papers 4.2)."""
     outcome = float(trajectory.score.value)
     if algorithm.overlong is Overlong.soft:
@@ -164,10 +164,10 @@ def window_advantages(
 ) -> Advantages:
     """Advantages of this step's tokens: EGAE over the pieces, or the responses' outcomes against each other."""
     in_window = batch.fields["mask"]
-    pieces = window_pieces(trajectories, step, algorithm, rules)
+    pieces = _window_pieces(trajectories, step, algorithm, rules)
     sizes = torch.tensor([p.num_tokens for p in pieces], dtype=torch.int64)
     cu_pieces, ended = cu_seqlens_of(sizes), torch.tensor([p.ended for p in pieces], dtype=torch.bool)
-    rewards = terminal_rewards(torch.tensor([p.outcome for p in pieces]), cu_pieces)
+    rewards = _terminal_rewards(torch.tensor([p.outcome for p in pieces]), cu_pieces)
     if signals.token_rewards is not None:
         rewards = rewards + signals.token_rewards[in_window]
     counted = algorithms.boundary_mask(cu_pieces, ended, algorithm.ignore_boundary_tokens)
@@ -260,7 +260,7 @@ def policy_batch(
     if reference_logprobs is not None:
         fields |= {"reference_logprobs": reference_logprobs, "kl_coefs": kl_coefs}
     if algorithm.positive_lm_coef:
-        fields["lm_mask"] = positive_mask(trajectories, algorithm.positive_lm_threshold)
+        fields["lm_mask"] = _positive_mask(trajectories, algorithm.positive_lm_threshold)
     return batch.only(ROUTES).with_fields(**fields), correction.metrics
 
 
@@ -275,7 +275,7 @@ def response_batch(
     None when none of them could be scored.
     """
     trajectories = [t for t in trajectories if algorithm.overlong is not Overlong.filter or t.stopped]
-    pieces = [p for row, t in enumerate(trajectories) for p in response_pieces(t, row, algorithm, rules)]
+    pieces = [p for row, t in enumerate(trajectories) for p in _response_pieces(t, row, algorithm, rules)]
     useful = {p.row for p in pieces if p.scored}
     if not useful:
         return None
@@ -283,7 +283,7 @@ def response_batch(
         return response_batch([trajectories[row] for row in sorted(useful)], algorithm, rules, vision)
     sizes = torch.tensor([p.num_tokens for p in pieces], dtype=torch.int64)
     cu_pieces = cu_seqlens_of(sizes)
-    rewards = terminal_rewards(torch.tensor([p.outcome for p in pieces]), cu_pieces)
+    rewards = _terminal_rewards(torch.tensor([p.outcome for p in pieces]), cu_pieces)
     if any(t.token_rewards for t in trajectories):
         rewards = rewards + torch.tensor([r for t in trajectories for r in t.token_rewards])
     rows = [t.token_ids for t in trajectories]
@@ -311,9 +311,9 @@ def per_sequence_coefs(trajectories: Sequence[Trajectory], batch: PackedBatch, c
     return by_row.repeat_interleave(batch.lengths)
 
 
-def positive_mask(trajectories: Sequence[Trajectory], threshold: float) -> Tensor:
+def _positive_mask(trajectories: Sequence[Trajectory], threshold: float) -> Tensor:
     """[T] bool: generated tokens, all windows, of finished responses with a reward of at least ``threshold``."""
-    positive = [t.finished and is_scored(t.score) and t.score.value >= threshold for t in trajectories]
+    positive = [t.finished and _is_scored(t.score) and t.score.value >= threshold for t in trajectories]
     masks = [t.generated_mask() & yes for t, yes in zip(trajectories, positive)]
     return response_field(masks, trajectories, bool)
 
@@ -324,7 +324,7 @@ def tail_mask(lengths: Tensor, tails: Tensor) -> Tensor:
     return torch.arange(int(lengths.sum())) >= ends - tails.repeat_interleave(lengths)
 
 
-def terminal_rewards(outcomes: Tensor, cu_seqlens: Tensor) -> Tensor:
+def _terminal_rewards(outcomes: Tensor, cu_seqlens: Tensor) -> Tensor:
     """[T] float32, zero but for outcomes [N] on the last token of each non-empty sequence."""
     rewards = torch.zeros(int(cu_seqlens[-1]))
     nonempty = cu_seqlens[1:] > cu_seqlens[:-1]
@@ -332,23 +332,23 @@ def terminal_rewards(outcomes: Tensor, cu_seqlens: Tensor) -> Tensor:
     return rewards
 
 
-def is_scored(score: Score | None) -> bool:
+def _is_scored(score: Score | None) -> bool:
     return score is not None and score.value is not None
 
 
-def _whole_piece(row: int, trajectory: Trajectory, num_tokens: int, algorithm: AlgorithmConfig) -> Piece:
+def _whole_piece(row: int, trajectory: Trajectory, num_tokens: int, algorithm: AlgorithmConfig) -> _Piece:
     ended = trajectory.finished
-    scored = not ended or is_scored(trajectory.score)
-    outcome = shaped_outcome(trajectory, algorithm) if ended and scored else 0.0
-    return Piece(row, num_tokens, trajectory.num_generated_tokens, ended, outcome, scored, "policy")
+    scored = not ended or _is_scored(trajectory.score)
+    outcome = _shaped_outcome(trajectory, algorithm) if ended and scored else 0.0
+    return _Piece(row, num_tokens, trajectory.num_generated_tokens, ended, outcome, scored, "policy")
 
 
-def _turn_piece(row: int, trajectory: Trajectory, turn: Turn, num_tokens: int) -> Piece:
+def _turn_piece(row: int, trajectory: Trajectory, turn: Turn, num_tokens: int) -> _Piece:
     score = trajectory.turn_scores.get(turn.index)
     ended = turn.ended or trajectory.finished
     scored = score is None or score.value is not None
-    outcome = float(score.value) if ended and is_scored(score) else 0.0
-    return Piece(row, num_tokens, len(turn.token_ids), ended, outcome, scored, turn.role)
+    outcome = float(score.value) if ended and _is_scored(score) else 0.0
+    return _Piece(row, num_tokens, len(turn.token_ids), ended, outcome, scored, turn.role)
 
 
 def _left_out(trajectories: Sequence[Trajectory], algorithm: AlgorithmConfig, rules: ResponseRules) -> Tensor:
@@ -360,7 +360,7 @@ def _left_out(trajectories: Sequence[Trajectory], algorithm: AlgorithmConfig, ru
     return response_field(masks, trajectories, bool)
 
 
-def _lambda(pieces: Sequence[Piece], ended: Tensor, window_tokens: int, algorithm: AlgorithmConfig) -> float | Tensor:
+def _lambda(pieces: Sequence[_Piece], ended: Tensor, window_tokens: int, algorithm: AlgorithmConfig) -> float | Tensor:
     if algorithm.lambda_policy is LambdaKind.constant:
         return algorithm.lambda_value
     lengths = torch.tensor([p.length for p in pieces], dtype=torch.float32).clamp(min=1)

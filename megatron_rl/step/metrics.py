@@ -57,7 +57,7 @@ def advantage_metrics(batch: PackedBatch, advantages: Advantages) -> dict[str, f
     return metrics
 
 
-NUM_POSITIONS = 4
+_NUM_POSITIONS = 4
 
 
 def critic_metrics(batch: PackedBatch) -> dict[str, float]:
@@ -72,8 +72,8 @@ def critic_metrics(batch: PackedBatch) -> dict[str, float]:
         "critic/value_mean": float(values[mask].mean()),
         "critic/return_mean": float(returns[mask].mean()),
     }
-    advantage, count = algorithms.value_by_position(values, returns, mask, batch.cu_seqlens, NUM_POSITIONS)["advantage"]
-    for index in range(NUM_POSITIONS):
+    advantage, count = algorithms.value_by_position(values, returns, mask, batch.cu_seqlens, _NUM_POSITIONS)["advantage"]
+    for index in range(_NUM_POSITIONS):
         if count[index]:
             metrics[f"critic/advantage_q{index + 1}"] = float(advantage[index] / count[index])
     return metrics

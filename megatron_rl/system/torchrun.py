@@ -6,7 +6,7 @@ import signal
 import sys
 from collections.abc import Sequence
 
-INTERRUPTED = 130
+_INTERRUPTED = 130
 
 
 def run_under_torchrun(num_ranks: int, arguments: Sequence[str]) -> int:
@@ -27,16 +27,16 @@ def run_under_torchrun(num_ranks: int, arguments: Sequence[str]) -> int:
     except ChildFailedError as failure:
         rank, first = failure.get_first_failure()
         if first.exitcode < 0:
-            print(killed_by(rank, -first.exitcode), file=sys.stderr, flush=True)
+            print(_killed_by(rank, -first.exitcode), file=sys.stderr, flush=True)
             return 1
         return first.exitcode
     except (SignalException, KeyboardInterrupt):
         print("interrupted: all ranks and servers have been stopped", file=sys.stderr, flush=True)
-        return INTERRUPTED
+        return _INTERRUPTED
     return 0
 
 
-def killed_by(rank: int, number: int) -> str:
+def _killed_by(rank: int, number: int) -> str:
     """What to say for a rank that could not say it itself."""
     cause = "the kernel does so when memory runs out: see `dmesg`" if number == signal.SIGKILL else "see its log"
     return f"error: trainer rank {rank} was killed by signal {number} ({cause}); the other ranks and servers were stopped"

@@ -66,7 +66,7 @@ STAGE_COLORS = {
     "evaluate": "sky",
     "checkpoint": "red",
 }
-MAX_POINTS = 400
+_MAX_POINTS = 400
 """A line of more points is reduced to the extremes of equal stretches: spikes survive, the file stays small."""
 
 _settings_lock = threading.Lock()
@@ -101,7 +101,7 @@ def smooth(values: np.ndarray, span: int) -> np.ndarray:
     return smoothed
 
 
-def reduce_points(steps: np.ndarray, values: np.ndarray, max_points: int = MAX_POINTS) -> tuple[np.ndarray, np.ndarray]:
+def reduce_points(steps: np.ndarray, values: np.ndarray, max_points: int = _MAX_POINTS) -> tuple[np.ndarray, np.ndarray]:
     """At most ``max_points`` finite points, in order: the smallest and the largest of each of equal stretches."""
     finite = np.isfinite(values)
     steps, values = steps[finite], values[finite]
@@ -141,14 +141,14 @@ def label_axes(axes: Axes, x_label: str, y_label: str) -> None:
     axes.set_ylabel(y_label, color=LIGHT["muted"], fontsize=10)
 
 
-def draw_series(axes: Axes, series: Sequence[Series]) -> None:
+def _draw_series(axes: Axes, series: Sequence[Series]) -> None:
     """Draw lines, bands and points. A series of one value is drawn as a point: a line of it would be invisible."""
     for one in series:
         color = LIGHT[one.color]
         if one.spread is not None:
             low, high = one.values - one.spread, one.values + one.spread
             shown = np.isfinite(low) & np.isfinite(high)
-            every = max(1, int(shown.sum()) // MAX_POINTS)
+            every = max(1, int(shown.sum()) // _MAX_POINTS)
             band = (one.steps[shown][::every], low[shown][::every], high[shown][::every])
             axes.fill_between(*band, color=color, alpha=0.15, linewidth=0)
         steps, values = reduce_points(one.steps, one.values)
@@ -171,7 +171,7 @@ def line_chart(
     """Lines over training steps as SVG text. ``references``: dashed horizontals as (value, words)."""
     figure = new_figure(430, 230)
     axes = new_axes(figure)
-    draw_series(axes, series)
+    _draw_series(axes, series)
     if log:
         axes.set_yscale("log")
     for value, words in references:
@@ -185,7 +185,7 @@ def line_chart(
     if not log:
         axes.yaxis.set_major_locator(MaxNLocator(nbins=5))
     label_axes(axes, "training step", y_label)
-    return to_svg(figure)
+    return _to_svg(figure)
 
 
 def stage_chart(steps: np.ndarray, stages: Mapping[str, np.ndarray], step_seconds: np.ndarray) -> str:
@@ -203,7 +203,7 @@ def stage_chart(steps: np.ndarray, stages: Mapping[str, np.ndarray], step_second
     for stage, seconds in stages.items():
         filled = np.nan_to_num(seconds)
         top = base + np.array([filled[bin].mean() for bin in bins])
-        axes.stairs(top, edges, baseline=base, fill=True, color=stage_color(stage), linewidth=0, alpha=0.85)
+        axes.stairs(top, edges, baseline=base, fill=True, color=_stage_color(stage), linewidth=0, alpha=0.85)
         base = top
     known = [bin[np.isfinite(step_seconds[bin])] for bin in bins]
     lengths = np.array([step_seconds[bin].mean() if len(bin) else np.nan for bin in known])
@@ -214,10 +214,10 @@ def stage_chart(steps: np.ndarray, stages: Mapping[str, np.ndarray], step_second
     axes.set_xlim(edges[0], edges[-1])
     axes.xaxis.set_major_locator(MaxNLocator(nbins=12, integer=True))
     label_axes(axes, "training step", "seconds")
-    return to_svg(figure)
+    return _to_svg(figure)
 
 
-def stage_color(stage: str) -> str:
+def _stage_color(stage: str) -> str:
     return LIGHT[STAGE_COLORS.get(stage, "grey")]
 
 
@@ -241,7 +241,7 @@ def timeline_chart(spans: Sequence[Span], lanes: Sequence[str], overlap_of: tupl
         for span in members:
             length_s = span.end_s - span.start_s
             axes.barh(row, max(length_s, seconds_per_pixel), left=span.start_s - origin_s, height=0.72,
-                      color=stage_color(span.name), edgecolor=LIGHT["paper"], linewidth=0.8)
+                      color=_stage_color(span.name), edgecolor=LIGHT["paper"], linewidth=0.8)
             words = f"{span.name} {span.step}"
             if length_s > 6.2 * len(words) * seconds_per_pixel:
                 axes.text((span.start_s + span.end_s) / 2 - origin_s, row, words, ha="center", va="center",
@@ -254,10 +254,10 @@ def timeline_chart(spans: Sequence[Span], lanes: Sequence[str], overlap_of: tupl
     axes.grid(axis="x", color=LIGHT["line"], linewidth=0.6)
     axes.xaxis.set_major_locator(MaxNLocator(nbins=10))
     label_axes(axes, "seconds", "")
-    return to_svg(figure)
+    return _to_svg(figure)
 
 
-def to_svg(figure: Figure) -> str:
+def _to_svg(figure: Figure) -> str:
     """The figure as an <svg> element without ids, fixed size or fonts, its colours as CSS variables."""
     FigureCanvasSVG(figure)
     stream = io.StringIO()

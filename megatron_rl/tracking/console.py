@@ -36,8 +36,8 @@ STAGE_STYLES = {
     "evaluate": "bright_blue",
     "checkpoint": "bright_black",
 }
-SPARKS = "▁▂▃▄▅▆▇█"
-NUM_HISTORY = 40
+_SPARKS = "▁▂▃▄▅▆▇█"
+_NUM_HISTORY = 40
 """Steps behind the sparklines and the time to go."""
 
 
@@ -110,18 +110,18 @@ def compact(value: float) -> str:
     return f"{value:.0f}" if size >= 1000 else f"{value:.3g}"
 
 
-def sparkline(values: Sequence[float], width: int = NUM_HISTORY) -> str:
+def sparkline(values: Sequence[float], width: int = _NUM_HISTORY) -> str:
     """The last ``width`` finite values as blocks between their smallest and largest."""
     recent = [value for value in values if abs(value) < float("inf")][-width:]  # NaN compares false, too
     if not recent:
         return ""
     low, high = min(recent), max(recent)
     if high == low:
-        return SPARKS[3] * len(recent)
-    return "".join(SPARKS[round((value - low) / (high - low) * (len(SPARKS) - 1))] for value in recent)
+        return _SPARKS[3] * len(recent)
+    return "".join(_SPARKS[round((value - low) / (high - low) * (len(_SPARKS) - 1))] for value in recent)
 
 
-def stage_times(metrics: Mapping[str, float]) -> dict[str, float]:
+def _stage_times(metrics: Mapping[str, float]) -> dict[str, float]:
     """``time/<stage>_s`` of a step as {stage: seconds}, in the order of the step's graph, unknown stages last."""
     found = {
         name.removeprefix("time/").removesuffix("_s"): seconds
@@ -135,7 +135,7 @@ def plain_line(step: int, num_steps: int, metrics: Mapping[str, float], remainin
     """One step in one line."""
     parts = [f"step {step}/{num_steps}"]
     parts += [f"{label} {text}" for label, text in headline(metrics)]
-    stages = [f"{stage} {seconds:.1f}" for stage, seconds in stage_times(metrics).items() if seconds >= 0.05]
+    stages = [f"{stage} {seconds:.1f}" for stage, seconds in _stage_times(metrics).items() if seconds >= 0.05]
     if "step/time_s" in metrics:
         detail = f" ({', '.join(stages)})" if stages else ""
         parts.append(f"{metrics['step/time_s']:.1f} s{detail}")
@@ -228,7 +228,7 @@ class TrainingConsole:
             self._step, self._metrics = step, numbers
             for name in ("step/time_s", "reward/mean", "reward/accuracy", "rollout/response_tokens_mean"):
                 if name in numbers:
-                    self._history.setdefault(name, deque(maxlen=NUM_HISTORY)).append(numbers[name])
+                    self._history.setdefault(name, deque(maxlen=_NUM_HISTORY)).append(numbers[name])
             if "eval/accuracy" in numbers:
                 self._evaluations.append((step, numbers["eval/accuracy"]))
         due = now_s - self._last_plain_s >= self._plain_interval_s
@@ -304,12 +304,12 @@ class TrainingConsole:
         for label, text in headline(self._metrics):
             if label != "eval":  # has a row of its own that remembers earlier ones
                 history = self._history.get(sparks.get(label, ""), ())
-                table.add_row(label, text, sparkline(history, max(1, min(NUM_HISTORY, width - 24))))
+                table.add_row(label, text, sparkline(history, max(1, min(_NUM_HISTORY, width - 24))))
         return table
 
     def _stages(self, width: int) -> list[RenderableType]:
         """A bar of the step's stages and their seconds. Stages that overlap count each for themselves."""
-        times = {stage: seconds for stage, seconds in stage_times(self._metrics).items() if 0 < seconds < float("inf")}
+        times = {stage: seconds for stage, seconds in _stage_times(self._metrics).items() if 0 < seconds < float("inf")}
         total = sum(times.values())
         if not total:
             return []

@@ -29,12 +29,12 @@ from megatron_rl.tracking.metrics_file import as_numbers, read_metrics, write_at
 
 logger = logging.getLogger(__name__)
 
-MAX_PARAM_CHARACTERS = 500  # the shortest limit among the MLflow servers in use
-MAX_METRICS_PER_REQUEST = 1000  # MLflow's own limits of one log_batch
-MAX_PARAMS_PER_REQUEST = 100
-FIRST_RETRY_S = 2.0
-LAST_RETRY_S = 60.0
-RUN_FILE = "mlflow_run.json"
+_MAX_PARAM_CHARACTERS = 500  # the shortest limit among the MLflow servers in use
+_MAX_METRICS_PER_REQUEST = 1000  # MLflow's own limits of one log_batch
+_MAX_PARAMS_PER_REQUEST = 100
+_FIRST_RETRY_S = 2.0
+_LAST_RETRY_S = 60.0
+_RUN_FILE = "mlflow_run.json"
 
 # Read by mlflow at import. Its defaults retry a dead server for minutes before anyone hears of it, and report usage to
 # its makers; what the user sets in the environment wins.
@@ -43,7 +43,7 @@ ENVIRONMENT = {
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2",
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "30",
 }
-CHATTY_LOGGERS = {"alembic": logging.WARNING, "mlflow": logging.WARNING, "urllib3.connectionpool": logging.ERROR}
+_CHATTY_LOGGERS = {"alembic": logging.WARNING, "mlflow": logging.WARNING, "urllib3.connectionpool": logging.ERROR}
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class _Artifact:
     path: Path
 
 
-def cut(text: str, limit: int = MAX_PARAM_CHARACTERS) -> str:
+def cut(text: str, limit: int = _MAX_PARAM_CHARACTERS) -> str:
     """The text, or its head and tail around a note of its length, at most ``limit`` characters in all."""
     if len(text) <= limit:
         return text
@@ -190,7 +190,7 @@ class Tracker:
 
     def _work(self) -> None:
         """The thread: connect, then send what the queue holds until ``close`` was called and the queue is empty."""
-        pause_s = FIRST_RETRY_S
+        pause_s = _FIRST_RETRY_S
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._run_id is None or self._queue or self._final_status)
@@ -202,7 +202,7 @@ class Tracker:
                 if closing:
                     self._client.set_terminated(self._run_id, status=closing)
                     return
-                pause_s = FIRST_RETRY_S
+                pause_s = _FIRST_RETRY_S
             except ImportError as error:
                 self._warn_once(f"cannot import mlflow: {error}. Install it or set tracking.mlflow=false")
                 return
@@ -213,16 +213,16 @@ class Tracker:
                     return
                 with self._changed:
                     self._changed.wait_for(lambda: self._final_status, timeout=pause_s)
-                pause_s = min(2 * pause_s, LAST_RETRY_S)
+                pause_s = min(2 * pause_s, _LAST_RETRY_S)
 
     def _connect(self) -> None:
         """Import mlflow, open the store, find or create the experiment and the run, log the parameters."""
         for name, value in ENVIRONMENT.items():
             os.environ.setdefault(name, value)
-        for name, level in CHATTY_LOGGERS.items():
+        for name, level in _CHATTY_LOGGERS.items():
             logging.getLogger(name).setLevel(level)
         tracking = importlib.import_module("mlflow.tracking")
-        logging.getLogger("mlflow").setLevel(CHATTY_LOGGERS["mlflow"])  # importing mlflow sets its own level
+        logging.getLogger("mlflow").setLevel(_CHATTY_LOGGERS["mlflow"])  # importing mlflow sets its own level
         if self._own_store:
             self._output_dir.mkdir(parents=True, exist_ok=True)
         self._client = tracking.MlflowClient(tracking_uri=self._uri)
@@ -232,14 +232,14 @@ class Tracker:
         else:
             self._client.update_run(run.info.run_id, status="RUNNING")
         self._log_params(run.info.run_id, run.data.params)
-        write_atomic(self._output_dir / RUN_FILE, json.dumps({"uri": self._uri, "run_id": run.info.run_id}) + "\n")
+        write_atomic(self._output_dir / _RUN_FILE, json.dumps({"uri": self._uri, "run_id": run.info.run_id}) + "\n")
         self._run_id = run.info.run_id
 
     def _earlier_run(self) -> Any:
         """The run to continue; None if the file of its id is missing or the store does not know it any more."""
         exceptions = importlib.import_module("mlflow.exceptions")
         try:
-            record = json.loads((self._output_dir / RUN_FILE).read_text())
+            record = json.loads((self._output_dir / _RUN_FILE).read_text())
             return self._client.get_run(record["run_id"])
         except (FileNotFoundError, ValueError, KeyError, TypeError):
             return None
@@ -259,8 +259,8 @@ class Tracker:
         """Parameters of a run cannot change in MLflow: what a resumed run changed becomes a tag ``changed.<name>``."""
         entities = importlib.import_module("mlflow.entities")
         new = [entities.Param(name, value) for name, value in self._params.items() if name not in known]
-        for first in range(0, len(new), MAX_PARAMS_PER_REQUEST):
-            self._client.log_batch(run_id, params=new[first : first + MAX_PARAMS_PER_REQUEST])
+        for first in range(0, len(new), _MAX_PARAMS_PER_REQUEST):
+            self._client.log_batch(run_id, params=new[first : first + _MAX_PARAMS_PER_REQUEST])
         for name, value in self._params.items():
             if name in known and known[name] != value:
                 self._client.set_tag(run_id, f"changed.{name}"[:250], value)
@@ -291,8 +291,8 @@ class Tracker:
             for name, value in point.metrics.items()
         ]
         try:
-            for first in range(0, len(metrics), MAX_METRICS_PER_REQUEST):
-                self._client.log_batch(self._run_id, metrics=metrics[first : first + MAX_METRICS_PER_REQUEST])
+            for first in range(0, len(metrics), _MAX_METRICS_PER_REQUEST):
+                self._client.log_batch(self._run_id, metrics=metrics[first : first + _MAX_METRICS_PER_REQUEST])
         except exceptions.MlflowException as error:
             if error.error_code in ("INVALID_PARAMETER_VALUE", "BAD_REQUEST"):
                 return f"the store refuses a metric: {cut(str(error), 300)}"
@@ -315,7 +315,7 @@ class Tracker:
             if isinstance(entry, _Artifact):
                 return entries or [entry]
             num_metrics += len(entry.metrics)
-            if entries and num_metrics > MAX_METRICS_PER_REQUEST:
+            if entries and num_metrics > _MAX_METRICS_PER_REQUEST:
                 break
             entries.append(entry)
         return entries

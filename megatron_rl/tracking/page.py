@@ -54,7 +54,7 @@ def _variables(colors: dict[str, str]) -> str:
     return " ".join(f"--{name}: {color};" for name, color in colors.items())
 
 
-STYLE = f"""
+_STYLE = f"""
 :root {{ color-scheme: light dark; {_variables(LIGHT)} --page: #f4f5f6; }}
 @media (prefers-color-scheme: dark) {{ :root {{ {_variables(DARK)} --page: #131518; }} }}
 """ + """
@@ -102,7 +102,7 @@ td { padding: 3px 18px 3px 0; vertical-align: top; overflow-wrap: anywhere; }
 td:first-child { color: var(--muted); }
 """
 
-MARKS = {"good": "✓", "look": "!", "none": "–"}
+_MARKS = {"good": "✓", "look": "!", "none": "–"}
 
 
 def render(page: Page) -> str:
@@ -112,7 +112,7 @@ def render(page: Page) -> str:
         for label, value, remark in page.headline
     )
     checks = "".join(
-        f'<li class="{check.state}"><span class="mark">{MARKS[check.state]}</span>'
+        f'<li class="{check.state}"><span class="mark">{_MARKS[check.state]}</span>'
         f'<span>{escape(check.title)} <span class="quiet">{escape(check.detail)}</span></span></li>\n'
         for check in page.checks
     )
@@ -123,7 +123,7 @@ def render(page: Page) -> str:
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{escape(page.title)}</title>\n<style>{STYLE}</style>\n</head>\n<body>\n"
+        f"<title>{escape(page.title)}</title>\n<style>{_STYLE}</style>\n</head>\n<body>\n"
         f'<h1>{escape(page.title)}</h1>\n<p class="quiet">{escape(page.subtitle)}</p>\n'
         f'<div class="tiles">\n{tiles}</div>\n<ul class="checks">\n{checks}</ul>\n{sections}'
         f"<h2>Details</h2>\n{_summary(page.summary)}{_configuration(page.config_text)}</body>\n</html>\n"

@@ -25,12 +25,12 @@ from megatron_rl.tracking.metrics_file import MetricsRow, read_metrics, write_at
 from megatron_rl.tracking.page import Check, Page, Panel, Section, render
 from megatron_rl.tracking.timeline import LANES, Span, overlap_seconds, read_timeline
 
-OVERLAP = ("generate", "update_critic")
-NUM_TIMELINE_STEPS = 3
+_OVERLAP = ("generate", "update_critic")
+_NUM_TIMELINE_STEPS = 3
 
 
 @dataclass(frozen=True)
-class RunRecord:
+class _RunRecord:
     """What the run's folder holds."""
 
     name: str
@@ -82,7 +82,7 @@ class Line:
 
 
 @dataclass(frozen=True)
-class PanelSpec:
+class _PanelSpec:
     title: str
     says: str
     unit: str
@@ -99,8 +99,8 @@ class PanelSpec:
     """Configuration key whose value, if above 0, is drawn as a dashed line."""
 
 
-LEARNING = (
-    PanelSpec(
+_LEARNING = (
+    _PanelSpec(
         "Reward", "Mean reward of the responses that finished in a step.", "reward",
         (
             Line("reward/mean", "reward", "blue", smoothed=True),
@@ -108,7 +108,7 @@ LEARNING = (
         ),
         "No step has scored a response yet.",
     ),
-    PanelSpec(
+    _PanelSpec(
         "Accuracy", "Share of responses with the right answer: sampled in training, and on the evaluation prompts.",
         "% correct",
         (
@@ -117,7 +117,7 @@ LEARNING = (
         ),
         "Neither training nor evaluation has logged an accuracy.", percent=True,
     ),
-    PanelSpec(
+    _PanelSpec(
         "Response length", "Tokens of the responses that finished.", "tokens",
         (
             Line("rollout/response_tokens_mean", "mean", "blue"),
@@ -126,7 +126,7 @@ LEARNING = (
         ),
         "No response has finished yet.",
     ),
-    PanelSpec(
+    _PanelSpec(
         "Finished share", "Part of the slots whose response finished within the step; the others are carried on.",
         "% of slots",
         (Line("rollout/finished_share", "finished", "teal", smoothed=True),),
@@ -134,7 +134,7 @@ LEARNING = (
     ),
 )
 LOSSES = (
-    PanelSpec(
+    _PanelSpec(
         "Advantages", "Mean and standard deviation. Unfinished windows should stay near those of finished responses.",
         "advantage",
         (
@@ -143,23 +143,23 @@ LOSSES = (
         ),
         "The steps have not logged advantages.", zero_line="0",
     ),
-    PanelSpec(
+    _PanelSpec(
         "Explained variance", "How much of the returns the critic foresees: 1 is all, 0 is no better than their mean. "
         "Below -1 is cut off.", "explained variance",
         (Line("critic/explained_variance", "critic", "violet", smoothed=True),),
         "No critic update yet: it takes finished responses (and a critic).", floor=-1.0, zero_line="no better than the mean",
     ),
-    PanelSpec(
+    _PanelSpec(
         "Policy KL", "How far an update moves the policy from the one that generated.", "KL (nats per token)",
         (Line("policy/kl", "policy KL", "green"),),
         "No policy update yet (critic warm-up?).",
     ),
-    PanelSpec(
+    _PanelSpec(
         "Entropy", "A fall to 0 means that the policy no longer explores.", "entropy (nats per token)",
         (Line("policy/entropy", "entropy", "green"),),
         "No policy update yet (critic warm-up?).",
     ),
-    PanelSpec(
+    _PanelSpec(
         "Clip fraction", "Share of tokens whose ratio left the clip range.", "% of tokens",
         (
             Line("policy/clip_fraction", "clipped", "green"),
@@ -167,7 +167,7 @@ LOSSES = (
         ),
         "No policy update yet (critic warm-up?).", percent=True,
     ),
-    PanelSpec(
+    _PanelSpec(
         "Gradient norm", "Before clipping.", "L2 norm",
         (
             Line("policy/grad_norm", "policy", "green"),
@@ -176,12 +176,12 @@ LOSSES = (
         "No update yet.", log=True,
     ),
 )
-METHODS = (
-    PanelSpec(
+_METHODS = (
+    _PanelSpec(
         "Reference KL", "Distance of the policy that generated from the reference.", "KL (nats per token)",
         (Line("kl/reference_per_token", "KL", "green"),), "",
     ),
-    PanelSpec(
+    _PanelSpec(
         "Groups by outcome", "Dynamic sampling trains on mixed groups only.", "% of groups",
         (
             Line("dynamic_sampling/useful_share", "mixed", "blue"),
@@ -190,7 +190,7 @@ METHODS = (
         ),
         "", percent=True,
     ),
-    PanelSpec(
+    _PanelSpec(
         "Dialogues", "First and final answers that are right, verdicts that are true.", "% of dialogues",
         (
             Line("dialogue/first_accuracy", "first answer", "orange", smoothed=True),
@@ -199,7 +199,7 @@ METHODS = (
         ),
         "", percent=True,
     ),
-    PanelSpec(
+    _PanelSpec(
         "Critic along the response", "Return minus value in the quarters of a response: a slope is initialisation bias.",
         "return - value",
         (
@@ -208,7 +208,7 @@ METHODS = (
         ),
         "", zero_line="unbiased",
     ),
-    PanelSpec(
+    _PanelSpec(
         "Judge", "How often both orders of a pair agree, and how far they are apart.", "share",
         (
             Line("reward/swap_consistency", "swap consistency", "green", smoothed=True),
@@ -218,8 +218,8 @@ METHODS = (
     ),
 )
 """Shown where the run logged them."""
-ENGINE = (
-    PanelSpec(
+_ENGINE = (
+    _PanelSpec(
         "Engine and trainer", "Difference between SGLang's and Megatron's log-probs of the same tokens, as sizes. "
         "It should stay flat.", "nats",
         (
@@ -229,7 +229,7 @@ ENGINE = (
         ),
         "The steps have not logged mismatch/*.", log=True, limit_setting="rollout.max_logprob_difference",
     ),
-    PanelSpec(
+    _PanelSpec(
         "Throughput", "Generated tokens over the time of the whole step.", "tokens per second",
         (Line("step/tokens_per_s", "tokens/s", "blue", smoothed=True),),
         "The steps have not logged step/tokens_per_s.",
@@ -237,7 +237,7 @@ ENGINE = (
 )
 
 
-def load_run(output_dir: str | Path) -> RunRecord:
+def _load_run(output_dir: str | Path) -> _RunRecord:
     """Read the run's folder. Raises FileNotFoundError if there is no such folder; damaged files count as missing."""
     folder = Path(output_dir)
     if not folder.is_dir():
@@ -252,7 +252,7 @@ def load_run(output_dir: str | Path) -> RunRecord:
         for name, value in row.metrics.items():
             columns.setdefault(name, np.full(len(rows), np.nan))[index] = value
     config_text = _text(folder / "config.yaml")
-    return RunRecord(
+    return _RunRecord(
         name=folder.resolve().name,
         steps=np.array([row.step for row in rows], dtype=np.int64),
         columns=columns,
@@ -276,19 +276,19 @@ def _mapping(parse: Any, text: str, error: type[Exception]) -> Mapping[str, Any]
     return parsed if isinstance(parsed, Mapping) else {}
 
 
-def smoothing_span(num_steps: int) -> int:
+def _smoothing_span(num_steps: int) -> int:
     """Steps behind a smoothed line: a twentieth of the run, at least 5."""
     return max(5, num_steps // 20)
 
 
 def write_report(output_dir: str | Path) -> Path:
     """Write ``report.html`` into the run's folder and return its path. Raises FileNotFoundError and OSError."""
-    run = load_run(output_dir)
+    run = _load_run(output_dir)
     sections = (
-        Section("Learning", tuple(_panel(run, spec) for spec in LEARNING)),
+        Section("Learning", tuple(_panel(run, spec) for spec in _LEARNING)),
         Section("Policy and critic", tuple(_panel(run, spec) for spec in LOSSES)),
         *_methods(run),
-        Section("Engine", tuple(_panel(run, spec) for spec in ENGINE)),
+        Section("Engine", tuple(_panel(run, spec) for spec in _ENGINE)),
         Section("Time", (_stage_panel(run), _timeline_panel(run))),
     )
     written = time.strftime("%Y-%m-%d %H:%M:%S %Z")
@@ -297,7 +297,7 @@ def write_report(output_dir: str | Path) -> Path:
         title=run.name,
         subtitle=f"megatron_rl{f' · {preset}' if preset else ''} · written {written}",
         headline=_headline(run),
-        checks=health_checks(run),
+        checks=_health_checks(run),
         sections=sections,
         summary=tuple(_flat(run.summary)),
         config_text=run.config_text,
@@ -315,7 +315,7 @@ def _flat(summary: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]
     return rows
 
 
-def _headline(run: RunRecord) -> tuple[tuple[str, str, str], ...]:
+def _headline(run: _RunRecord) -> tuple[tuple[str, str, str], ...]:
     tiles = []
     evaluations = run.finite("eval/accuracy")
     if len(evaluations):
@@ -323,7 +323,7 @@ def _headline(run: RunRecord) -> tuple[tuple[str, str, str], ...]:
         tiles.append(("Evaluation accuracy", f"{evaluations[-1]:.1%}", remark))
     rewards = run.finite("reward/mean")
     if len(rewards):
-        smoothed = smooth(rewards, smoothing_span(len(rewards)))
+        smoothed = smooth(rewards, _smoothing_span(len(rewards)))
         tiles.append(("Reward", f"{smoothed[-1]:.3f}", f"from {rewards[0]:.3f}, smoothed"))
     total = run.setting("run.num_steps")
     last_step = int(run.steps[-1]) if len(run.steps) else 0
@@ -337,24 +337,24 @@ def _headline(run: RunRecord) -> tuple[tuple[str, str, str], ...]:
     if len(tokens):
         remark = f"{compact(np.median(speed))} per second (median)" if len(speed) else ""
         tiles.append(("Tokens generated", compact(tokens.sum()), remark))
-    hidden = hidden_share(run.spans)
+    hidden = _hidden_share(run.spans)
     if hidden is not None:
         tiles.append(("Critic update hidden", f"{hidden:.0%}", "behind generation"))
     return tuple(tiles)
 
 
-def hidden_share(spans: Sequence[Span]) -> float | None:
+def _hidden_share(spans: Sequence[Span]) -> float | None:
     """Part of the critic updates' time during which generation ran, 0 to 1; None without critic updates."""
-    total_s = overlap_seconds(spans, OVERLAP[1], OVERLAP[1])
-    return overlap_seconds(spans, *OVERLAP) / total_s if total_s > 0 else None
+    total_s = overlap_seconds(spans, _OVERLAP[1], _OVERLAP[1])
+    return overlap_seconds(spans, *_OVERLAP) / total_s if total_s > 0 else None
 
 
-def health_checks(run: RunRecord) -> tuple[Check, ...]:
+def _health_checks(run: _RunRecord) -> tuple[Check, ...]:
     """What a practised eye looks at first. Each check judges only what was logged."""
     return (_reward_check(run), _mismatch_check(run), _critic_check(run), *_incident_checks(run), _number_check(run))
 
 
-def _reward_check(run: RunRecord) -> Check:
+def _reward_check(run: _RunRecord) -> Check:
     # Dynamic sampling trains on mixed groups, whose reward says little: what counts is that of all responses.
     rewards = run.finite("dynamic_sampling/reward_mean")
     if not len(rewards):
@@ -369,7 +369,7 @@ def _reward_check(run: RunRecord) -> Check:
     return Check("Reward does not rise", "look", f"{before:.3f} in the first fifth, {after:.3f} in the last")
 
 
-def _mismatch_check(run: RunRecord) -> Check:
+def _mismatch_check(run: _RunRecord) -> Check:
     ratios = run.finite("mismatch/max_abs_log_ratio")
     limit = run.setting("rollout.max_logprob_difference")
     if not len(ratios):
@@ -382,17 +382,17 @@ def _mismatch_check(run: RunRecord) -> Check:
     return Check("Engine and trainer differ", "look", f"{largest}, over the limit {limit:.1e}")
 
 
-def _critic_check(run: RunRecord) -> Check:
+def _critic_check(run: _RunRecord) -> Check:
     explained = run.finite("critic/explained_variance")
     if not len(explained):
         return Check("Critic", "none", "no critic update was logged")
-    recent = float(smooth(explained, smoothing_span(len(explained)))[-1])
+    recent = float(smooth(explained, _smoothing_span(len(explained)))[-1])
     if recent > 0:
         return Check("Critic foresees returns", "good", f"explained variance {recent:.2f}")
     return Check("Critic is no help", "look", f"explained variance {recent:.2f}: pretrain it or warm it up longer")
 
 
-def _incident_checks(run: RunRecord) -> list[Check]:
+def _incident_checks(run: _RunRecord) -> list[Check]:
     checks = []
     unscored = run.finite("reward/num_unscored")
     if len(unscored):
@@ -408,7 +408,7 @@ def _incident_checks(run: RunRecord) -> list[Check]:
     return checks
 
 
-def _number_check(run: RunRecord) -> Check:
+def _number_check(run: _RunRecord) -> Check:
     """NaN in a column also means "not logged": only infinities and NaN rows of the file can be told apart."""
     infinite = sorted(name for name, values in run.columns.items() if np.isinf(values).any())
     if not run.columns:
@@ -419,12 +419,12 @@ def _number_check(run: RunRecord) -> Check:
     return Check("All metrics finite", "good", "")
 
 
-def _methods(run: RunRecord) -> list[Section]:
-    logged = [spec for spec in METHODS if any(len(run.finite(line.metric)) for line in spec.lines)]
+def _methods(run: _RunRecord) -> list[Section]:
+    logged = [spec for spec in _METHODS if any(len(run.finite(line.metric)) for line in spec.lines)]
     return [Section("Methods", tuple(_panel(run, spec) for spec in logged))] if logged else []
 
 
-def _panel(run: RunRecord, spec: PanelSpec) -> Panel:
+def _panel(run: _RunRecord, spec: _PanelSpec) -> Panel:
     scale = 100.0 if spec.percent else 1.0
     series, legend = [], []
     newest = ""
@@ -452,24 +452,24 @@ def _panel(run: RunRecord, spec: PanelSpec) -> Panel:
     svg = charts.line_chart(series, spec.unit, log=spec.log, references=references)
     # One line that says what the title says needs no legend, unless it has a raw and a smoothed form.
     if len(legend) == 1:
-        legend = [(f"{legend[0][0]}, smoothed over {smoothing_span(len(run.steps))} steps", legend[0][1])]
+        legend = [(f"{legend[0][0]}, smoothed over {_smoothing_span(len(run.steps))} steps", legend[0][1])]
         legend = legend if spec.lines[0].smoothed else []
     return Panel(spec.title, spec.says, svg, tuple(legend), newest)
 
 
-def _series(run: RunRecord, line: Line, values: np.ndarray, scale: float) -> list[Series]:
+def _series(run: _RunRecord, line: Line, values: np.ndarray, scale: float) -> list[Series]:
     if line.smoothed:
         present = np.isfinite(values)
         steps, values = run.steps[present], values[present]
         return [
             Series(line.label, line.color, steps, values, "faint"),
-            Series(line.label, line.color, steps, smooth(values, smoothing_span(len(run.steps)))),
+            Series(line.label, line.color, steps, smooth(values, _smoothing_span(len(run.steps)))),
         ]
     spread = run.values(line.spread) * scale if line.spread else None
     return [Series(line.label, line.color, run.steps, values, line.style, spread)]
 
 
-def _stage_panel(run: RunRecord) -> Panel:
+def _stage_panel(run: _RunRecord) -> Panel:
     title, says = "Stage times", "Stages stacked, the step itself as a dark line: what rises above the line ran at the " \
         "same time as something else. Very slow steps are cut off."
     stages = {
@@ -487,12 +487,12 @@ def _stage_panel(run: RunRecord) -> Panel:
     return Panel(title, says, svg, legend, f"{longest} takes {share:.0%} of stage time", wide=True)
 
 
-def _other_stages(run: RunRecord) -> set[str]:
+def _other_stages(run: _RunRecord) -> set[str]:
     names = {name[5:-2] for name in run.columns if name.startswith("time/") and name.endswith("_s")}
     return names - set(STAGE_STYLES)
 
 
-def choose_window(spans: Sequence[Span], num_steps: int = NUM_TIMELINE_STEPS) -> list[Span]:
+def _choose_window(spans: Sequence[Span], num_steps: int = _NUM_TIMELINE_STEPS) -> list[Span]:
     """Spans of the newest ``num_steps`` steps in a row that show overlap, or of the newest ones if none does.
 
     The very newest step may be under way and is left out if there are others enough.
@@ -502,35 +502,35 @@ def choose_window(spans: Sequence[Span], num_steps: int = NUM_TIMELINE_STEPS) ->
     for end in range(len(candidates), max(num_steps, len(candidates) - 50) - 1, -1):
         chosen = set(candidates[end - num_steps : end])
         window = [span for span in spans if span.step in chosen]
-        if overlap_seconds(window, *OVERLAP) > 0:
+        if overlap_seconds(window, *_OVERLAP) > 0:
             return window
     chosen = set(candidates[-num_steps:])
     return [span for span in spans if span.step in chosen]
 
 
-def _timeline_panel(run: RunRecord) -> Panel:
+def _timeline_panel(run: _RunRecord) -> Panel:
     title = "A few steps close up"
     says = "Each lane is a resource, each bar a stage and its step. Shaded: the critic updates while the next window " \
         "is generated. The whole trace opens in ui.perfetto.dev: timeline.json."
-    window = choose_window(run.spans)
+    window = _choose_window(run.spans)
     if not window:
         return Panel(title, says, "", missing="timeline.json is not there or holds no spans.", wide=True)
     present = {span.lane for span in window}
     lanes = [lane for lane in LANES if lane in present] + sorted(present - set(LANES))
-    overlap_s = overlap_seconds(window, *OVERLAP)
-    critic_s = overlap_seconds(window, OVERLAP[1], OVERLAP[1])
+    overlap_s = overlap_seconds(window, *_OVERLAP)
+    critic_s = overlap_seconds(window, _OVERLAP[1], _OVERLAP[1])
     latest = f"{overlap_s:.2g} of {critic_s:.2g} s of critic updates hidden" if critic_s > 0 else "no critic update here"
     stages = sorted({span.name for span in window}, key=lambda name: ([*STAGE_STYLES, name].index(name), name))
     legend = tuple((stage, charts.STAGE_COLORS.get(stage, "grey")) for stage in stages)
-    return Panel(title, says, charts.timeline_chart(window, lanes, OVERLAP), legend, latest, wide=True)
+    return Panel(title, says, charts.timeline_chart(window, lanes, _OVERLAP), legend, latest, wide=True)
 
 
-def write_curve_png(output_dir: str | Path, path: str | Path) -> Path:
+def _write_curve_png(output_dir: str | Path, path: str | Path) -> Path:
     """A picture for a README: accuracy over steps and over training time. Raises FileNotFoundError, OSError.
 
     Raises ValueError if the run logged no accuracy.
     """
-    run = load_run(output_dir)
+    run = _load_run(output_dir)
     training, evaluation = run.values("reward/accuracy") * 100, run.values("eval/accuracy") * 100
     if not np.isfinite(training).any() and not np.isfinite(evaluation).any():
         raise ValueError(f"{output_dir}: expected reward/accuracy or eval/accuracy in metrics.jsonl, found neither")
@@ -540,7 +540,7 @@ def write_curve_png(output_dir: str | Path, path: str | Path) -> Path:
     for place, (x, x_label) in enumerate([(run.steps, "training step"), (hours * factor, f"training time ({unit})")]):
         axes = charts.new_axes(figure, (1, 2, place + 1))
         present = np.isfinite(training)
-        smoothed = smooth(training[present], smoothing_span(len(run.steps)))
+        smoothed = smooth(training[present], _smoothing_span(len(run.steps)))
         axes.plot(*reduce_points(x[present], training[present]), color=LIGHT["blue"], linewidth=0.8, alpha=0.3)
         axes.plot(*reduce_points(x[present], smoothed), color=LIGHT["blue"], linewidth=1.8, label="training, smoothed")
         axes.plot(*reduce_points(x, evaluation), color=LIGHT["orange"], marker="o", markersize=4.5, linewidth=1.0,

@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 LANES = ("rollout", "trainer", "host")
 """Order of the lanes from the top; other names follow below."""
 
-MICROSECONDS = 1_000_000
+_MICROSECONDS = 1_000_000
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ def assign_tracks(spans: Sequence[Span]) -> list[int]:
     return numbers
 
 
-def chrome_trace(spans: Sequence[Span], num_dropped_spans: int = 0) -> dict[str, Any]:
+def _chrome_trace(spans: Sequence[Span], num_dropped_spans: int = 0) -> dict[str, Any]:
     """Spans in the Chrome trace format: complete events in microseconds after the first span, and names of tracks."""
     origin_s = min((span.start_s for span in spans), default=0.0)
     present = {span.lane for span in spans}
@@ -117,8 +117,8 @@ def chrome_trace(spans: Sequence[Span], num_dropped_spans: int = 0) -> dict[str,
                     "cat": lane,
                     "pid": 1,
                     "tid": next_thread + number,
-                    "ts": round((span.start_s - origin_s) * MICROSECONDS, 3),
-                    "dur": round((span.end_s - span.start_s) * MICROSECONDS, 3),
+                    "ts": round((span.start_s - origin_s) * _MICROSECONDS, 3),
+                    "dur": round((span.end_s - span.start_s) * _MICROSECONDS, 3),
                     "args": {"step": span.step, **span.args},
                 }
             )
@@ -149,10 +149,10 @@ def read_timeline(path: str | Path) -> list[Span]:
 
 
 def _span_of(event: Mapping[str, Any], origin_s: float) -> Span:
-    start_s = origin_s + event["ts"] / MICROSECONDS
+    start_s = origin_s + event["ts"] / _MICROSECONDS
     args = dict(event["args"])
     step = args.pop("step")
-    return Span(event["name"], event["cat"], start_s, start_s + event["dur"] / MICROSECONDS, step, args)
+    return Span(event["name"], event["cat"], start_s, start_s + event["dur"] / _MICROSECONDS, step, args)
 
 
 class Timeline:
@@ -203,7 +203,7 @@ class Timeline:
         with self._lock:
             spans, num_dropped = list(self._spans), self._num_dropped
         try:
-            content = json.dumps(chrome_trace(spans, num_dropped), default=str)
+            content = json.dumps(_chrome_trace(spans, num_dropped), default=str)
             write_atomic(path, content)
         except OSError as error:
             if not self._warned:

@@ -18,6 +18,7 @@ filling and draining it takes as long as those. An interleaved schedule wants ``
 """
 
 import heapq
+import itertools
 import math
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable, Sequence
@@ -32,15 +33,15 @@ Plan = list[list[list[int]]]
 
 STAND_IN_TOKENS = 2
 """What a micro-batch without sequences runs as."""
-EVEN_ENOUGH = 1e-3
+_EVEN_ENOUGH = 1e-3
 """Ranks may idle for this share of their time: what is left to win is less than what the next batch changes."""
-WORTH_TOPPING_UP = 1e-2
+_WORTH_TOPPING_UP = 1e-2
 """Idle share of a round from which on sequences of later rounds may fill it."""
-NUM_RECEIVERS = 16
+_NUM_RECEIVERS = 16
 """Of the idlest ranks that may take work from the dearest one at a time."""
-MAX_EXCHANGES_PER_RANK = 2
-"""Bounds, with NUM_RECEIVERS, the time that evening out may take."""
-TIGHT_BUDGETS = (1.003, 1.01)
+_MAX_EXCHANGES_PER_RANK = 2
+"""Bounds, with _NUM_RECEIVERS, the time that evening out may take."""
+_TIGHT_BUDGETS = (1.003, 1.01)
 """Budgets to try below the given one, over the mean of the micro-batches: they even out tokens as well as costs."""
 
 
@@ -140,7 +141,7 @@ def split_minibatches(n: int, minibatch_size: int, generator: torch.Generator | 
     order = list(range(n)) if generator is None else torch.randperm(n, generator=generator).tolist()
     num_parts = -(-n // minibatch_size)
     bounds = [part * n // num_parts for part in range(num_parts + 1)] if num_parts else [0]
-    return [order[start:end] for start, end in zip(bounds, bounds[1:])]
+    return [order[start:end] for start, end in itertools.pairwise(bounds)]
 
 
 @dataclass(frozen=True)
@@ -189,7 +190,7 @@ def _tight_budgets(batch: _Batch, num_microbatches: int, budget: int) -> list[in
     if not within:
         return []
     mean = sum(within) / (num_microbatches - len(batch.lengths) + len(within))
-    tight = {max(within[0], math.ceil(mean * factor)) for factor in TIGHT_BUDGETS}
+    tight = {max(within[0], math.ceil(mean * factor)) for factor in _TIGHT_BUDGETS}
     return sorted(number for number in tight if number < budget)
 
 
@@ -253,7 +254,7 @@ def _distribute(batch: _Batch, packed: list[_Microbatch], budget: int, num_dp_ra
     while packed:
         members, packed = packed[:num_dp_ranks], packed[num_dp_ranks:]
         _even_out(batch, members, budget)
-        if packed and _idle_share([[microbatch.cost for microbatch in members]]) > WORTH_TOPPING_UP:
+        if packed and _idle_share([[microbatch.cost for microbatch in members]]) > _WORTH_TOPPING_UP:
             # Sequences that make a micro-batch dear by themselves: together they make one dear round and not many.
             by_longest = sorted([*members, *packed], key=lambda m: min(m.sequences, default=len(batch.lengths)))
             members, packed = by_longest[:num_dp_ranks], by_longest[num_dp_ranks:]
@@ -271,11 +272,11 @@ def _distribute(batch: _Batch, packed: list[_Microbatch], budget: int, num_dp_ra
 def _even_out(batch: _Batch, members: list[_Microbatch], budget: int) -> None:
     """Lower the dearest micro-batch of a round by moving or swapping sequences, as long as that helps."""
     mean = sum(microbatch.cost for microbatch in members) / len(members)
-    for _ in range(MAX_EXCHANGES_PER_RANK * len(members)):
+    for _ in range(_MAX_EXCHANGES_PER_RANK * len(members)):
         members.sort(key=lambda microbatch: microbatch.cost)
         dearest = members[-1]
-        pairs = ((dearest, other, dearest.cost, dearest.cost - other.cost) for other in members[:-1][:NUM_RECEIVERS])
-        if dearest.cost <= (1 + EVEN_ENOUGH) * mean or not _exchange(batch, pairs, budget, EVEN_ENOUGH * mean):
+        pairs = ((dearest, other, dearest.cost, dearest.cost - other.cost) for other in members[:-1][:_NUM_RECEIVERS])
+        if dearest.cost <= (1 + _EVEN_ENOUGH) * mean or not _exchange(batch, pairs, budget, _EVEN_ENOUGH * mean):
             return
 
 
@@ -283,16 +284,16 @@ def _even_out_ranks(batch: _Batch, ranks: list[list[_Microbatch]], budget: int) 
     """Lower the dearest rank in the same way; no micro-batch gets dearer than the dearest of its round."""
     highest = [max(microbatch.cost for microbatch in members) for members in zip(*ranks)]
     mean = sum(microbatch.cost for rank in ranks for microbatch in rank) / len(ranks)
-    for _ in range(MAX_EXCHANGES_PER_RANK * len(ranks)):
+    for _ in range(_MAX_EXCHANGES_PER_RANK * len(ranks)):
         total_of = [sum(microbatch.cost for microbatch in rank) for rank in ranks]
         *others, dearest = sorted(range(len(ranks)), key=lambda rank: (total_of[rank], rank))
         pairs = (
             (own, other, limit, total_of[dearest] - total_of[rank])
-            for rank in others[:NUM_RECEIVERS]
+            for rank in others[:_NUM_RECEIVERS]
             for own in ranks[dearest]
             for other, limit in zip(ranks[rank], highest)
         )
-        if total_of[dearest] <= (1 + EVEN_ENOUGH) * mean or not _exchange(batch, pairs, budget, EVEN_ENOUGH * mean):
+        if total_of[dearest] <= (1 + _EVEN_ENOUGH) * mean or not _exchange(batch, pairs, budget, _EVEN_ENOUGH * mean):
             return
 
 
@@ -381,7 +382,7 @@ def _cheap_ends(dearest_first: list[_Microbatch]) -> list[_Microbatch]:
 def _most_even(found: Sequence[list[list[_Microbatch]]]) -> list[list[_Microbatch]]:
     """The ranks with the least idle time; among about equal ones those with the most even rounds, in cost and tokens."""
     rank_idle = [_idle_share([[sum(m.cost for m in rank) for rank in ranks]]) for ranks in found]
-    even = [ranks for ranks, idle in zip(found, rank_idle) if idle <= min(rank_idle) + EVEN_ENOUGH]
+    even = [ranks for ranks, idle in zip(found, rank_idle) if idle <= min(rank_idle) + _EVEN_ENOUGH]
 
     def round_idle(ranks: list[list[_Microbatch]]) -> float:
         rounds = list(zip(*ranks))

@@ -61,7 +61,7 @@ from megatron_rl.training.losses import LossFunction, Metrics
 from megatron_rl.training.model_checkpoint import load_checkpoint, save_checkpoint
 from megatron_rl.training.optimizer import build_optimizer, build_scheduler, guarded_step
 
-LOGITS_PER_CHUNK = 2**22
+_LOGITS_PER_CHUNK = 2**22
 """Logits that may exist at a time (16 MiB): a small vocabulary takes few chunks, and few all-reduces with them."""
 
 
@@ -129,7 +129,7 @@ class Engine:
         if role == "policy":
             build = functools.partial(policy.build_policy, moe=moe, fp8=fp8, fp32_head=fp32_head)
         torch_dtype = getattr(torch, dtype.value)
-        self._tokens_per_chunk = max(DEFAULT_CHUNK_SIZE, LOGITS_PER_CHUNK // text_config(self.hf_config).vocab_size)
+        self._tokens_per_chunk = max(DEFAULT_CHUNK_SIZE, _LOGITS_PER_CHUNK // text_config(self.hf_config).vocab_size)
         loads = init is Init.checkpoint
         self._keeps_mtp = mtp is Mtp.keep
         self.mtp_note = mtp_note(self.hf_config, path, keeps=self._keeps_mtp) if loads and role == "policy" else ""

@@ -20,7 +20,7 @@ from transformers import PretrainedConfig
 
 from megatron_rl.families.tables import Role, dims, entries, text_config
 
-QUERIES = ("self_attn.q_proj.weight", "self_attn.q_b_proj.weight")
+_QUERIES = ("self_attn.q_proj.weight", "self_attn.q_b_proj.weight")
 """Tensors whose rows are the queries of all heads."""
 OUTPUTS = ("self_attn.o_proj.weight",)
 """Tensors whose columns are the attended values of all heads."""
@@ -62,5 +62,5 @@ def _passed_weights(name: str, shape: tuple[int, ...], routed_share: float) -> f
 
 def _attention_width(shapes: Mapping[str, tuple[int, ...]]) -> int:
     """Query rows plus output columns over all layers: multiply-adds of one pair of tokens."""
-    queries = sum(shape[0] for name, shape in shapes.items() if name.endswith(QUERIES))
+    queries = sum(shape[0] for name, shape in shapes.items() if name.endswith(_QUERIES))
     return queries + sum(shape[1] for name, shape in shapes.items() if name.endswith(OUTPUTS))

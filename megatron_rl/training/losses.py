@@ -40,23 +40,23 @@ def build(objective: str, algorithm: AlgorithmConfig, denominators: Mapping[str,
     if objective == "critic":
         return critic_objective(algorithm, denominators)
     if objective == "sft":
-        return sft_objective(denominators)
+        return _sft_objective(denominators)
     if objective == "score":
-        return score_objective()
+        return _score_objective()
     raise ValueError(f"objective is 'policy', 'critic', 'sft' or 'score', got {objective!r}")
 
 
 def policy_denominators(batch: PackedBatch, algorithm: AlgorithmConfig) -> dict[str, float]:
     """The denominators of ``policy_objective`` over a whole mini-batch."""
     mask = batch.fields["mask"]
-    kind = "sequence_mean" if averages_sequences(algorithm) else "token_mean"
+    kind = "sequence_mean" if _averages_sequences(algorithm) else "token_mean"
     counts = {"mask": float(mask.sum()), "policy": float(algorithms.loss_denominator(mask, batch.cu_seqlens, kind))}
     if "lm_mask" in batch.fields:
         counts["lm_mask"] = float(batch.fields["lm_mask"].sum())
     return counts
 
 
-def averages_sequences(algorithm: AlgorithmConfig) -> bool:
+def _averages_sequences(algorithm: AlgorithmConfig) -> bool:
     return algorithm.aggregation is Aggregation.sequence_mean or algorithm.policy_loss is PolicyLossKind.gspo
 
 
@@ -118,7 +118,7 @@ def _surrogate(algorithm: AlgorithmConfig, logprobs: Tensor, batch: PackedBatch)
 
 def _coefficients(algorithm: AlgorithmConfig, mask: Tensor, batch: PackedBatch) -> Tensor | None:
     """[T] what each token's loss counts; None: 1."""
-    if not averages_sequences(algorithm):
+    if not _averages_sequences(algorithm):
         return None
     return algorithms.token_coefficients(mask, batch.cu_seqlens, "sequence_mean")
 
@@ -143,7 +143,7 @@ def critic_objective(algorithm: AlgorithmConfig, denominators: Mapping[str, floa
     return objective
 
 
-def sft_objective(denominators: Mapping[str, float]) -> LossFunction:
+def _sft_objective(denominators: Mapping[str, float]) -> LossFunction:
     """Reads the field mask."""
     num_tokens = _positive(denominators, "mask")
 
@@ -154,7 +154,7 @@ def sft_objective(denominators: Mapping[str, float]) -> LossFunction:
     return objective
 
 
-def score_objective() -> LossFunction:
+def _score_objective() -> LossFunction:
     """Reads the field score_coefs: on the last token of a sequence dL/ds of its score s (the value after that token).
 
     Any loss over whole sequences has the gradient of sum(dL/ds * s): score them first without gradient, compute dL/ds

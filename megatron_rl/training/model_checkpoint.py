@@ -30,7 +30,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron_rl.errors import UserError
 from megatron_rl.training.optimizer import torch_adam_parts
 
-FORMAT = {
+_FORMAT = {
     "singleton_local_shards": False,
     # The other formats fail or mislead in Megatron Core 0.16.1: fully_sharded_model_space cannot be saved,
     # dp_reshardable restores a stale Adam step.
@@ -38,10 +38,10 @@ FORMAT = {
     "distrib_optim_fully_reshardable_mem_efficient": False,
     "chained_optim_avoid_prefix": True,
 }
-EXPERTS_ARE_SPLIT = "experts_are_split"
+_EXPERTS_ARE_SPLIT = "experts_are_split"
 
 
-class CheckpointError(UserError):
+class _CheckpointError(UserError):
     """This checkpoint cannot be continued in this layout."""
 
 
@@ -66,8 +66,8 @@ def save_checkpoint(
     )
     state = _sharded_state(chunks, optimizer, is_loading=False)
     state["num_optimizer_steps"] = scheduler.num_steps
-    state[EXPERTS_ARE_SPLIT] = _experts_are_split()
-    dist_checkpointing.save(state, str(partial), strategy, content_metadata=FORMAT)
+    state[_EXPERTS_ARE_SPLIT] = _experts_are_split()
+    dist_checkpointing.save(state, str(partial), strategy, content_metadata=_FORMAT)
     dist.barrier()
     if dist.get_rank() == 0:
         _replace(partial, folder)
@@ -82,7 +82,7 @@ def load_checkpoint(
 ) -> None:
     """Restore in place what ``save_checkpoint`` wrote, from the same or another parallel layout.
 
-    Raises FileNotFoundError where there is no complete checkpoint; CheckpointError where the experts of one layout are
+    Raises FileNotFoundError where there is no complete checkpoint; _CheckpointError where the experts of one layout are
     split over ranks and those of the other are not; Megatron's CheckpointingException where the
     checkpoint is of another model.
     """
@@ -90,9 +90,9 @@ def load_checkpoint(
         raise FileNotFoundError(
             f"expected a complete checkpoint in {folder}, found none; give the folder that a save ended in"
         )
-    saved = dist_checkpointing.load_common_state_dict(str(folder)).get(EXPERTS_ARE_SPLIT)
+    saved = dist_checkpointing.load_common_state_dict(str(folder)).get(_EXPERTS_ARE_SPLIT)
     if saved is not None and saved != _experts_are_split():
-        raise CheckpointError(
+        raise _CheckpointError(
             f"{folder} was written with parallel.expert_parallel_size {'above 1' if saved else '1'}, and this run has "
             f"{parallel_state.get_expert_model_parallel_world_size()}: Megatron keeps the optimizer state of experts that "
             "are split apart from the rest, and cannot turn one into the other; continue with a size on the same side of "
@@ -114,7 +114,7 @@ def load_checkpoint(
 def _sharded_state(
     chunks: Sequence[torch.nn.Module], optimizer: MegatronOptimizer, *, is_loading: bool
 ) -> dict[str, Any]:
-    metadata = {**FORMAT, "dp_cp_group": _data_parallel_group()}
+    metadata = {**_FORMAT, "dp_cp_group": _data_parallel_group()}
     state = {_chunk_key(index): chunk.sharded_state_dict(metadata=metadata) for index, chunk in enumerate(chunks)}
     state["optimizer"] = optimizer.sharded_state_dict(state, is_loading=is_loading, metadata=metadata)
     return state

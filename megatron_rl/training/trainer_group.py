@@ -6,6 +6,7 @@ driver sends heartbeats, so that a follower's deadline (parallel.collective_time
 not a long generation.
 """
 
+import itertools
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -313,7 +314,7 @@ def _unpack(payload: Mapping[str, Tensor]) -> list[PackedBatch]:
     all_images = Images(**images) if images else None
     borders = cu_seqlens_of(payload["microbatch_sizes"]).tolist()
     microbatches = []
-    for first, last in zip(borders, borders[1:]):
+    for first, last in itertools.pairwise(borders):
         cu_seqlens = payload["cu_seqlens"][first : last + 1]
         rows = slice(int(cu_seqlens[0]), int(cu_seqlens[-1]))
         microbatches.append(

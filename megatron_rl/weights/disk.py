@@ -11,8 +11,8 @@ from safetensors.torch import save_file
 
 from megatron_rl.weights.plan import Coverage, Placement, TensorSpec, place
 
-INDEX_NAME = "model.safetensors.index.json"
-VERSION_PREFIX = "weights-"
+_INDEX_NAME = "model.safetensors.index.json"
+_VERSION_PREFIX = "weights-"
 
 
 def read_shapes(folder: str | Path) -> dict[str, tuple[int, ...]]:
@@ -23,7 +23,7 @@ def read_shapes(folder: str | Path) -> dict[str, tuple[int, ...]]:
     shapes = {}
     for file in files:
         with safe_open(file, framework="pt") as tensors:
-            for name in tensors.keys():
+            for name in tensors:
                 shapes[name] = tuple(tensors.get_slice(name).get_shape())
     return shapes
 
@@ -47,8 +47,8 @@ def write_version(
 
     The folder appears under its name only when it is complete. Raises CoverageError and then leaves nothing behind.
     """
-    final = folder / f"{VERSION_PREFIX}{version}"
-    partial = folder / f".{VERSION_PREFIX}{version}.partial"
+    final = folder / f"{_VERSION_PREFIX}{version}"
+    partial = folder / f".{_VERSION_PREFIX}{version}.partial"
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     try:
@@ -63,7 +63,7 @@ def write_version(
 
 def remove_other_versions(folder: Path, keep: Path) -> None:
     """Delete what earlier calls of ``write_version`` left in ``folder``."""
-    for path in folder.glob(f"{VERSION_PREFIX}*"):
+    for path in folder.glob(f"{_VERSION_PREFIX}*"):
         if path != keep:
             shutil.rmtree(path, ignore_errors=True)
 
@@ -92,4 +92,4 @@ def _write_shards(
         shard[name] = tensor.detach().to("cpu", copy=True).contiguous()
     coverage.check(complete=True)
     write_shard(placement.bucket)
-    (folder / INDEX_NAME).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    (folder / _INDEX_NAME).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))

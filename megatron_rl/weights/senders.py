@@ -47,7 +47,7 @@ class Offer:
 
 @dataclass(frozen=True)
 class Join:
-    """To a source: make a group with these servers; answered by Meeting, then Report."""
+    """To a source: make a group with these servers; answered by _Meeting, then Report."""
 
     name: str
     servers: tuple[ServerAddress, ...]
@@ -56,7 +56,7 @@ class Join:
 
 
 @dataclass(frozen=True)
-class Meeting:
+class _Meeting:
     address: str
     port: int
 
@@ -211,7 +211,7 @@ class StageRank:
         except OSError as error:
             self._link.send(Report(f"no way to the servers: {error}"))
             return
-        self._link.send(Meeting(rendezvous.address, rendezvous.port))
+        self._link.send(_Meeting(rendezvous.address, rendezvous.port))
         try:
             group.open(rendezvous)
         except ServerCallError as error:

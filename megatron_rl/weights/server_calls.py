@@ -11,21 +11,21 @@ from megatron_rl.errors import UserError
 from megatron_rl.weights.plan import ServerAddress
 
 CONNECT_TIMEOUT_S = 10.0
-REPORT_GRACE_S = 1.0
+_REPORT_GRACE_S = 1.0
 """After a first failure the other waits get this long to report theirs: together they tell which side is at fault."""
 
-SILENCE_REMEDIES = {
+_SILENCE_REMEDIES = {
     "/begin_weight_update": "a server finishes its running requests first: let generation end, abort it, or publish "
     "with pause=True; if it runs none, it hangs: restart it",
     "/init_weights_update_group": "the server must reach the trainer's master address and port, both sides need a "
     "network interface they share (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME), and its tp_size must be the one stated",
 }
 """What to try when a server does not answer in time."""
-REFUSAL_REMEDIES = {
+_REFUSAL_REMEDIES = {
     "/update_weights_from_disk": "trainer and servers must see the folder under the same path",
 }
 """What to try when a server answers with an error."""
-DEFAULT_REMEDY = "look into the server's log, restart it if it hangs or died, and publish again"
+_DEFAULT_REMEDY = "look into the server's log, restart it if it hangs or died, and publish again"
 
 
 class ServerCallError(UserError, RuntimeError):
@@ -91,13 +91,13 @@ class ServerCalls:
         try:
             response = session.request(method, url + path, json=body, timeout=(CONNECT_TIMEOUT_S, self.timeout_s))
         except requests.exceptions.ReadTimeout as error:
-            remedy = SILENCE_REMEDIES.get(path, DEFAULT_REMEDY)
+            remedy = _SILENCE_REMEDIES.get(path, _DEFAULT_REMEDY)
             raise ServerCallError(
                 f"the trainer waited {self.timeout_s:g} s for {url} to answer {method} {path}; {remedy}"
             ) from error
         except requests.exceptions.RequestException as error:
             raise ServerCallError(
-                f"{url} is unreachable or died during {method} {path} ({type(error).__name__}); {DEFAULT_REMEDY}"
+                f"{url} is unreachable or died during {method} {path} ({type(error).__name__}); {_DEFAULT_REMEDY}"
             ) from error
         try:
             content = response.json()
@@ -107,7 +107,7 @@ class ServerCalls:
             content = {}
         if not response.ok and not allow_refusal:
             said = content.get("message") or response.text[:500]
-            remedy = REFUSAL_REMEDIES.get(path, DEFAULT_REMEDY)
+            remedy = _REFUSAL_REMEDIES.get(path, _DEFAULT_REMEDY)
             raise ServerCallError(f"{url} answered {method} {path} with {response.status_code}: {said}; {remedy}")
         return Reply(response.ok, content)
 
@@ -119,11 +119,11 @@ def wait_for_all(futures: Sequence[Future], timeout_s: float, what: str) -> list
     """
     done, pending = wait(futures, timeout=timeout_s + CONNECT_TIMEOUT_S, return_when=FIRST_EXCEPTION)
     if pending and any(future.exception() for future in done):
-        _, pending = wait(pending, timeout=REPORT_GRACE_S)
+        _, pending = wait(pending, timeout=_REPORT_GRACE_S)
     errors = [future.exception() for future in futures if future.done() and future.exception()]
     if errors:
         messages = dict.fromkeys(str(error) for error in errors)
         raise ServerCallError("; ".join(messages)) from errors[0]
     if pending:
-        raise ServerCallError(f"the trainer waited {timeout_s:g} s for {what}; {DEFAULT_REMEDY}")
+        raise ServerCallError(f"the trainer waited {timeout_s:g} s for {what}; {_DEFAULT_REMEDY}")
     return [future.result() for future in futures]

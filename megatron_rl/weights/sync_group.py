@@ -115,7 +115,7 @@ def listen(
 
     ``address``: where servers reach this process; None: the local address of the route towards them.
     """
-    address = address or local_address_towards([server.url for server in servers])
+    address = address or _local_address_towards([server.url for server in servers])
     world_size = assign_ranks([server.tp_size for server in servers]).world_size
     connect_timeout_s = min(timeout_s, MAX_CONNECT_S)
     # Port 0: the store picks a free port itself, and never the one an earlier group may still occupy.
@@ -141,7 +141,7 @@ def join_bodies(name: str, servers: tuple[ServerAddress, ...], backend: str, add
     ]
 
 
-def local_address_towards(urls: list[str]) -> str:
+def _local_address_towards(urls: list[str]) -> str:
     """This machine's address on the route to the servers; one that is not loopback if any of them lies elsewhere."""
     addresses = []
     for url in urls:

@@ -22,12 +22,12 @@ from megatron_rl.weights.server_calls import ServerCallError, ServerCalls
 
 NamedTensors = Iterable[tuple[str, torch.Tensor]]
 
-HASH_BYTES = 8
-VOCAB_MULTIPLE = 64
+_HASH_BYTES = 8
+_VOCAB_MULTIPLE = 64
 """SGLang pads embedding and output rows with zeros to a multiple of this."""
-VOCAB_LAYERS = ("embed_tokens.weight", "lm_head.weight")
+_VOCAB_LAYERS = ("embed_tokens.weight", "lm_head.weight")
 
-JOINED = {
+_JOINED = {
     "q_proj": ("qkv_proj", 0),
     "k_proj": ("qkv_proj", 1),
     "v_proj": ("qkv_proj", 2),
@@ -38,7 +38,7 @@ JOINED = {
 }
 """Hugging Face module -> (SGLang module, place among the parts that are joined along the first dimension)."""
 
-EXPERT_PARTS = {
+_EXPERT_PARTS = {
     "gate_proj": ("w13_weight", 0, 2),
     "w1": ("w13_weight", 0, 2),
     "up_proj": ("w13_weight", 1, 2),
@@ -48,7 +48,7 @@ EXPERT_PARTS = {
 }
 """Projection of one expert -> (SGLang parameter, place within the expert, parts of an expert)."""
 
-SERVER_DTYPES = {
+_SERVER_DTYPES = {
     "float32": torch.float32,
     "float": torch.float32,
     "bfloat16": torch.bfloat16,
@@ -110,7 +110,7 @@ def compare_checksums(
             raise
     obstacle = "no trainer tensors were given" if named_tensors is None else _obstacle(checksums, infos)
     if not obstacle:
-        return _compare_with_trainer(checksums, SERVER_DTYPES.get(infos[0]["dtype"]), stream)
+        return _compare_with_trainer(checksums, _SERVER_DTYPES.get(infos[0]["dtype"]), stream)
     _walk(stream)
     return _compare_with_each_other(checksums, f"The servers were not compared with the trainer: {obstacle}.")
 
@@ -120,14 +120,14 @@ def joined_name(name: str, server_names: Collection[str]) -> tuple[str, int] | N
     if name in server_names:
         return name, 0
     expert = _EXPERT.match(name)
-    if expert and expert["projection"] in EXPERT_PARTS:
-        parameter, place, parts_per_expert = EXPERT_PARTS[expert["projection"]]
+    if expert and expert["projection"] in _EXPERT_PARTS:
+        parameter, place, parts_per_expert = _EXPERT_PARTS[expert["projection"]]
         joined = f"{expert['prefix']}.{parameter}"
         return (joined, int(expert["expert"]) * parts_per_expert + place) if joined in server_names else None
     modules = name.split(".")
     for i, module in enumerate(modules):
-        if module in JOINED:
-            parameter, place = JOINED[module]
+        if module in _JOINED:
+            parameter, place = _JOINED[module]
             joined = ".".join([*modules[:i], parameter, *modules[i + 1 :]])
             if joined in server_names:
                 return joined, place
@@ -160,9 +160,9 @@ class _ParameterHash:
         """All that count as equal; call it once, after the last part. Empty while parts are missing."""
         if self._waiting:
             return set()
-        if self._name.endswith(VOCAB_LAYERS):
-            self._update(torch.zeros(-self._num_rows % VOCAB_MULTIPLE, self._row_numel))
-        return {hasher.digest()[:HASH_BYTES].hex() for hasher in self._hashes.values()}
+        if self._name.endswith(_VOCAB_LAYERS):
+            self._update(torch.zeros(-self._num_rows % _VOCAB_MULTIPLE, self._row_numel))
+        return {hasher.digest()[:_HASH_BYTES].hex() for hasher in self._hashes.values()}
 
     def _update(self, tensor: torch.Tensor) -> None:
         if not self._hashes:

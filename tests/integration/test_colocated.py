@@ -1,5 +1,6 @@
 """A whole run with its server on the trainer's devices: turns, equal log-probs, and a server that dies."""
 
+import itertools
 import json
 import os
 import random
@@ -83,5 +84,5 @@ def test_server_and_trainer_take_turns(finished_run):
     spans = read_timeline(finished_run[0] / "timeline.json")
     on_devices = sorted((span.start_s, span.end_s, span.name) for span in spans if span.lane != "host")
     assert {name for _, _, name in on_devices} >= {"generate", "sleep", "update_policy", "update_critic", "publish"}
-    for one, two in zip(on_devices, on_devices[1:]):
+    for one, two in itertools.pairwise(on_devices):
         assert one[1] <= two[0], f"{one[2]} overlaps {two[2]}"

@@ -64,9 +64,9 @@ def test_the_replacements_are_in_place() -> None:
 
 
 def test_every_module_of_megatron_sees_the_private_torch() -> None:
-    import megatron.core.distributed  # noqa: F401
-    import megatron.core.models.gpt  # noqa: F401
-    import megatron.core.optimizer  # noqa: F401
+    import megatron.core.distributed
+    import megatron.core.models.gpt
+    import megatron.core.optimizer
     import megatron.core.pipeline_parallel  # noqa: F401
 
     modules = [

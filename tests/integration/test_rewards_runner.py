@@ -297,9 +297,8 @@ def test_a_reward_that_loads_only_in_the_trainer_is_refused(
 
 
 def test_an_item_that_is_no_text_is_refused_with_its_index() -> None:
-    with hostile_runner(num_workers=1) as runner:
-        with pytest.raises(RewardError, match="item 1: .*NoneType"):
-            runner.submit([("a", "b"), (None, "b")])
+    with hostile_runner(num_workers=1) as runner, pytest.raises(RewardError, match="item 1: .*NoneType"):
+        runner.submit([("a", "b"), (None, "b")])
 
 
 def test_the_alarm_names_the_three_most_frequent_errors() -> None:

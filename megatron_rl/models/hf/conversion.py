@@ -72,12 +72,12 @@ from megatron_rl.models.hf.weights import (
 )
 from megatron_rl.parallel import topology
 
-WHOLE = Shard(0, 1)
-MTP_FOLDER = "mtp"
+_WHOLE = Shard(0, 1)
+_MTP_FOLDER = "mtp"
 """Inside a distributed checkpoint: layers that go along without being part of Megatron's model."""
-TRANSPOSED_MARK = "experts_as_transformers_saves_them"
+_TRANSPOSED_MARK = "experts_as_transformers_saves_them"
 """An empty file inside a distributed checkpoint: its stacked experts go back the way they came (``CheckpointSource``)."""
-NOT_WEIGHTS = ("optimizer.", "rng_state", "rerun_state_machine_state")
+_NOT_WEIGHTS = ("optimizer.", "rng_state", "rerun_state_machine_state")
 """What training checkpoints hold beside the model, by the beginnings of its keys."""
 
 
@@ -104,7 +104,7 @@ def convert(
 
     ``config_folder`` holds config.json and the tokenizer; by default the input does. ``parallel`` is a layout that the
     model is meant for: it is checked, and changes nothing in the files. ``mtp``: what becomes of multi-token-prediction
-    layers; where the input has some, it must be said. Kept, they lie in ``MTP_FOLDER`` of the distributed checkpoint,
+    layers; where the input has some, it must be said. Kept, they lie in ``_MTP_FOLDER`` of the distributed checkpoint,
     as safetensors. Errors: OSError, ModelError, WeightsError.
     """
     source, target = Path(input_folder), Path(output_folder)
@@ -147,7 +147,7 @@ class Parameter:
 
 
 @dataclass(frozen=True)
-class Contents:
+class _Contents:
     """What the distributed checkpoint of a model holds."""
 
     parameters: list[Parameter]
@@ -156,7 +156,7 @@ class Contents:
     """States of layers that have none here, but that Megatron expects to find."""
 
 
-def contents_of(config: PretrainedConfig, role: Role) -> Contents:
+def _contents_of(config: PretrainedConfig, role: Role) -> _Contents:
     """Learnt from a model that has no memory of its own."""
     build = policy.build_policy if role == "policy" else critic.build_critic
     with torch.device("meta"):
@@ -167,7 +167,7 @@ def contents_of(config: PretrainedConfig, role: Role) -> Contents:
     parameters = [Parameter(entry, places.pop(entry.megatron)) for entry in entries(config, role)]
     if places:
         raise WeightsError(f"Megatron's parameter {next(iter(places))} has no rule for model_type {config.model_type}")
-    return Contents(parameters, objects)
+    return _Contents(parameters, objects)
 
 
 def _is_factory(place: ShardedBase) -> bool:
@@ -196,15 +196,15 @@ def _to_megatron(
         for name, tensor in zip(entry.hf, read_entry(checkpoint, entry), strict=True)
     }
     planner = _StreamingPlanner(
-        contents_of(config, role), dtypes, lambda entry: _load_whole(entry, checkpoint, dims(config))
+        _contents_of(config, role), dtypes, lambda entry: _load_whole(entry, checkpoint, dims(config))
     )
     with _appearing(target) as folder:
         _write_checkpoint(planner, folder, target)
         _copy_config(config_folder, folder)
         if checkpoint.are_experts_transposed:
-            (folder / TRANSPOSED_MARK).touch()
+            (folder / _TRANSPOSED_MARK).touch()
         if kept:
-            writer = FolderWriter(config_folder, folder / MTP_FOLDER, max_shard_bytes)
+            writer = FolderWriter(config_folder, folder / _MTP_FOLDER, max_shard_bytes)
             for name, tensor in mtp_tensors(config, source):
                 writer.add(name, tensor)
             writer.finish_weights()
@@ -259,13 +259,13 @@ def _kept(config: PretrainedConfig, folder: Path, mtp: Mtp | None) -> list[str]:
 
 
 def _load_whole(entry: Entry, checkpoint: CheckpointSource, sizes: Mapping[str, int]) -> Tensor:
-    return entry.transform.load(read_entry(checkpoint, entry), sizes, WHOLE)
+    return entry.transform.load(read_entry(checkpoint, entry), sizes, _WHOLE)
 
 
 class _StreamingPlanner(SavePlanner):
     """Plans all pieces by their shapes, and makes each one's data when the writer comes to it."""
 
-    def __init__(self, contents: Contents, dtypes: Mapping[str, torch.dtype], load: Callable[[Entry], Tensor]) -> None:
+    def __init__(self, contents: _Contents, dtypes: Mapping[str, torch.dtype], load: Callable[[Entry], Tensor]) -> None:
         self._load = load
         self._objects = {MetadataIndex(item.unique_key): item for item in contents.objects}
         self._items = [WriteItem(index, WriteItemType.BYTE_IO) for index in self._objects]
@@ -340,12 +340,12 @@ def _to_hf(
     mtp: Mtp | None,
     max_shard_bytes: int,
 ) -> Conversion:
-    checkpoint = MegatronCheckpoint(source)
+    checkpoint = _MegatronCheckpoint(source)
     role: Role = "critic" if checkpoint.holds_value_head() else "policy"
-    parameters = contents_of(config, role).parameters
+    parameters = _contents_of(config, role).parameters
     used = {piece.key for parameter in parameters for piece in parameter.pieces()}
     left_out = [key for key in checkpoint.tensors if key not in used]
-    unknown = [key for key in left_out if not key.startswith(NOT_WEIGHTS)]
+    unknown = [key for key in left_out if not key.startswith(_NOT_WEIGHTS)]
     for parameter in parameters:
         for piece in parameter.pieces():
             checkpoint.check(piece, parameter.entry)
@@ -355,11 +355,11 @@ def _to_hf(
             f"{text_config(config).num_hidden_layers} layers has no place for: {', '.join(unknown[:5])}; check config.json"
         )
     # A checkpoint of a run holds trained layers alone: the others are in the folder that it started from.
-    mtp_folder = source / MTP_FOLDER if (source / MTP_FOLDER).is_dir() else config_folder
+    mtp_folder = source / _MTP_FOLDER if (source / _MTP_FOLDER).is_dir() else config_folder
     kept = _kept(config, mtp_folder, mtp)
     writer = FolderWriter(config_folder, target, max_shard_bytes, keeps_mtp=bool(kept))
     num_tensors = len(kept)
-    transposed = stacked_shapes(config) if (source / TRANSPOSED_MARK).exists() else {}
+    transposed = stacked_shapes(config) if (source / _TRANSPOSED_MARK).exists() else {}
     try:
         for name, tensor in assemble(
             (parameter.entry, parameter.entry.transform.export([checkpoint.merged(parameter)], dims(config)))
@@ -376,7 +376,7 @@ def _to_hf(
     return Conversion(num_tensors, writer.total_bytes, left_out)
 
 
-class MegatronCheckpoint:
+class _MegatronCheckpoint:
     """A distributed checkpoint, read piece by piece, whichever layout of ranks wrote it.
 
     Errors: FileNotFoundError where there is none, WeightsError for a broken one.

@@ -26,9 +26,9 @@ from megatron_rl.families.tables import FAMILIES, dims, family_of, has_experts, 
 from megatron_rl.families.transforms import padded_vocab_size
 from megatron_rl.families.vision_shapes import num_deepstack
 
-ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 """Those whose frequencies do not depend on the length of the sequence at hand."""
-RECOMPUTE_KWARGS: dict[Recompute, dict[str, Any]] = {
+_RECOMPUTE_KWARGS: dict[Recompute, dict[str, Any]] = {
     Recompute.none: {},
     Recompute.selective: dict(recompute_granularity="selective", recompute_modules=["core_attn"]),
     Recompute.full: dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1),
@@ -77,8 +77,8 @@ def _check_features(config: PretrainedConfig, file: Path) -> None:
             f"{file}: quantization_config: quantised weights are not read; give a copy in bfloat16 or float32, "
             "without quantization_config"
         )
-    if rope["rope_type"] not in ROPE_TYPES:
-        supported = ", ".join(ROPE_TYPES)
+    if rope["rope_type"] not in _ROPE_TYPES:
+        supported = ", ".join(_ROPE_TYPES)
         raise ModelError(f"{file}: rope_type {rope['rope_type']!r} is not supported; supported: {supported}")
     partial = rope.get("partial_rotary_factor", 1.0)
     if partial != 1.0 and not family.takes_partial_rotary:
@@ -236,7 +236,7 @@ def megatron_config(
         persist_layer_norm=False,
         apply_rope_fusion=on_gpu and importlib.util.find_spec("transformer_engine") is not None,
         gradient_accumulation_fusion=on_gpu and importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None,
-        **RECOMPUTE_KWARGS[recompute],
+        **_RECOMPUTE_KWARGS[recompute],
     )
     kwargs.update(family_of(hf_config).transformer_kwargs(hf_config))
     rope = rope_parameters(hf_config)

@@ -16,9 +16,9 @@ from megatron_rl.families.transforms import Sliceable
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
-FLOATING = ("F64", "F32", "F16", "BF16")
+_FLOATING = ("F64", "F32", "F16", "BF16")
 """Data types of weights, as safetensors names them; others are quantised, or no weights."""
-MAX_MAPPED_ELEMENTS = 64 * 1024**2
+_MAX_MAPPED_ELEMENTS = 64 * 1024**2
 """Files are mapped into memory, and what has been read stays there until they are closed: they are, after so much."""
 
 
@@ -127,7 +127,7 @@ class CheckpointSource:
         for file in sorted(set(listed.values())):
             if Path(file).name != file:
                 raise WeightsError(f"{index}: {file!r} is not the name of a file in its folder")
-            for name in self._file(file).keys():
+            for name in self._file(file):
                 if name in files:
                     raise WeightsError(
                         f"{self.folder}: {name} is in {files[name]} and in {file}; only one of them can be the model's: "
@@ -154,7 +154,7 @@ class CheckpointSource:
             tensor = self._file(file).get_slice(name)
         except SafetensorError as error:
             raise WeightsError(f"{self.folder / file} holds no readable tensor {name}: {error}") from error
-        if tensor.get_dtype() not in FLOATING:
+        if tensor.get_dtype() not in _FLOATING:
             raise WeightsError(
                 f"{self.folder / file}: {name} is {tensor.get_dtype()}: quantised weights are not read; give a copy in "
                 "bfloat16 or float32"
@@ -167,7 +167,7 @@ class CheckpointSource:
                 "check its vocab_size, hidden_size and head counts against the checkpoint"
             )
         self._num_mapped_elements += math.prod(shape if part is None else shape[1:])
-        if self._num_mapped_elements > MAX_MAPPED_ELEMENTS:
+        if self._num_mapped_elements > _MAX_MAPPED_ELEMENTS:
             # A slice that is still in use keeps its own file open.
             self._open_files.clear()
             self._num_mapped_elements = 0

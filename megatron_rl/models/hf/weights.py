@@ -42,7 +42,7 @@ from megatron_rl.models.hf.sources import INDEX_FILE, SINGLE_FILE, CheckpointSou
 from megatron_rl.models.packed import unwrap
 from megatron_rl.parallel import collectives
 
-MAX_SHARD_BYTES = 5 * 1024**3
+_MAX_SHARD_BYTES = 5 * 1024**3
 COPIED_FILES = (
     "tokenizer*",
     "vocab*",
@@ -129,7 +129,7 @@ def fill(
         if any(hf_name in skip for hf_name in entry.hf):
             continue
         value = entry.transform.load(
-            read_entry(source, entry), sizes, shard if expert_of(name) is None else expert_shard
+            read_entry(source, entry), sizes, shard if _expert_of(name) is None else expert_shard
         )
         if value.shape != parameter.shape:
             raise WeightsError(f"{name}: the tables give {tuple(value.shape)}, the model has {tuple(parameter.shape)}")
@@ -161,7 +161,7 @@ def export_weights(
                 raise WeightsError(f"no pipeline stage holds Megatron's parameter {entry.megatron}")
             if to is Destination.stage and stage != pp_group.rank():
                 continue
-            target = first_rank_of(stage) if to is Destination.stage else 0
+            target = _first_rank_of(stage) if to is Destination.stage else 0
             owner, dtype = _owner(entry, stage, sizes), held[stage][key]
             yield entry, _collect(entry, parameters.get(entry.megatron), owner, target, dtype, sizes, to)
 
@@ -194,7 +194,7 @@ def assemble(parts: Iterable[tuple[Entry, list[Tensor | None]]]) -> Iterator[tup
                 yield name, whole.pop(name, None)
 
 
-def first_rank_of(stage: int) -> int:
+def _first_rank_of(stage: int) -> int:
     """The first rank of pipeline stage ``stage``, by Megatron's order of ranks: stages are the slowest."""
     return stage * (dist.get_world_size() // parallel_state.get_pipeline_model_parallel_world_size())
 
@@ -210,9 +210,9 @@ class _Owner:
 
 def _owner(entry: Entry, stage: int, sizes: dict[str, int]) -> _Owner:
     """Who holds ``entry`` on pipeline stage ``stage``."""
-    rank, expert = dist.get_rank(), expert_of(entry.megatron)
+    rank, expert = dist.get_rank(), _expert_of(entry.megatron)
     group = parallel_state.get_tensor_model_parallel_group()
-    first = first_rank_of(stage)
+    first = _first_rank_of(stage)
     if expert is not None:
         group = parallel_state.get_expert_tensor_parallel_group()
         experts_per_rank = sizes["experts"] // parallel_state.get_expert_model_parallel_world_size()
@@ -261,7 +261,7 @@ def save_hf(
     *,
     role: Role = "policy",
     keep_mtp: bool = False,
-    max_shard_bytes: int = MAX_SHARD_BYTES,
+    max_shard_bytes: int = _MAX_SHARD_BYTES,
 ) -> None:
     """Write the model as a Hugging Face folder; all ranks call it, rank 0 writes.
 
@@ -386,7 +386,7 @@ class FolderWriter:
         shutil.rmtree(old)
 
 
-def expert_of(name: str) -> int | None:
+def _expert_of(name: str) -> int | None:
     """The expert that a parameter (by the tables' name) belongs to; None for what all ranks share."""
     match = _EXPERT.search(name)
     return int(match[2]) if match else None

@@ -61,7 +61,7 @@ def encode_balanced(
     """Features [image tokens of this rank's batch, 1 + deepstack, hidden]; collective over the group."""
     parameter = next(encoder.parameters())
     if images is None:
-        images = no_images(vision_config)
+        images = _no_images(vision_config)
     group, num_peers = _group(config)
     grids, counts = _gather_grids(images.grids, group, parameter.device)
     batch_of_image = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts)).tolist()
@@ -93,7 +93,7 @@ def encode_balanced(
     return _exchange_features(features, plan, group, vision_config.spatial_merge_size**2)
 
 
-def no_images(vision_config: PretrainedConfig) -> Images:
+def _no_images(vision_config: PretrainedConfig) -> Images:
     size = vision_config.in_channels * vision_config.temporal_patch_size * vision_config.patch_size**2
     nothing = torch.zeros(0, dtype=torch.int64)
     return Images(torch.zeros(0, size), nothing.view(0, 3), nothing)

@@ -14,7 +14,7 @@ from megatron_rl.data.batch import Images
 from megatron_rl.errors import ModelError
 
 
-def image_token_counts(images: Images, merge_size: int) -> Tensor:
+def _image_token_counts(images: Images, merge_size: int) -> Tensor:
     """[I] int64: tokens that each image stands for."""
     return images.grids.prod(-1) // merge_size**2
 
@@ -27,7 +27,7 @@ def image_rows(
     Raises ModelError where tokens and images do not belong together.
     """
     rows = (tokens == image_token_id).nonzero()[:, 0].cpu()
-    counts = [] if images is None else image_token_counts(images, merge_size).tolist()
+    counts = [] if images is None else _image_token_counts(images, merge_size).tolist()
     if len(rows) != sum(counts):
         raise ModelError(
             f"a batch holds {len(rows)} image tokens (id {image_token_id}), but its {len(counts)} images stand for "

@@ -30,11 +30,11 @@ from megatron_rl.rewards.registry import RewardError
 from megatron_rl.rewards.rules.format import CLOSE, OPEN, split_thought
 from megatron_rl.rewards.workers.session import CallFailed, Transient, get_json, post_json
 
-TRAINING_RECORD = "reward_training.json"
+_TRAINING_RECORD = "reward_training.json"
 """Beside the weights of a judge that `reward-train` wrote: its template and words."""
 FORMAT_FAILURE = "the thought has no proper form; not judged"
 
-DOWN_S = 5.0
+_DOWN_S = 5.0
 """A server that did not answer gets no question for so long, if there is another one."""
 
 _turns = itertools.count()
@@ -107,7 +107,7 @@ def check_judge(name: str, options: Mapping[str, Any], template: str, fields: Se
 
 def _check_training(name: str, settings: JudgeSettings, template: str) -> None:
     """A judge that `reward-train` wrote is asked as it was trained; its folder says how."""
-    path = Path(settings.tokenizer_path, TRAINING_RECORD)
+    path = Path(settings.tokenizer_path, _TRAINING_RECORD)
     trained = json.loads(path.read_text(encoding="utf-8")).get("judge") if path.is_file() else None
     if not trained:
         return
@@ -120,7 +120,7 @@ def _check_training(name: str, settings: JudgeSettings, template: str) -> None:
     different = [f"{key} is {now!r}, was {then!r}" for key, (now, then) in asked.items() if now != then]
     if different:
         raise RewardError(
-            f"reward {name!r}: the judge in {settings.tokenizer_path} was trained another way ({TRAINING_RECORD}): "
+            f"reward {name!r}: the judge in {settings.tokenizer_path} was trained another way ({_TRAINING_RECORD}): "
             f"{'; '.join(different)}. Set the options to what it was trained with"
         )
 
@@ -185,7 +185,7 @@ async def judge(texts: Sequence[str], settings: JudgeSettings) -> list[Judgement
     try:
         answers = await post_json(f"{url}/generate", body)
     except Transient:
-        _down_until[url] = time.monotonic() + DOWN_S
+        _down_until[url] = time.monotonic() + _DOWN_S
         raise
     _down_until.pop(url, None)
     if not isinstance(answers, list) or len(answers) != len(unique):

@@ -18,7 +18,7 @@ from megatron_rl.data.trajectory import Prompt, Score
 from megatron_rl.rewards.registry import RewardError, register
 from megatron_rl.rewards.workers.session import CallFailed, post_json
 
-TICK_S = 0.005
+_TICK_S = 0.005
 """How long a batch waits for further items."""
 
 _batches: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[str, "_Batch"]] = WeakKeyDictionary()
@@ -160,7 +160,7 @@ async def _ask_in_batch(url: str, body: dict[str, Any], batch_size: int, headers
     key = f"{url} {sorted((headers or {}).items())}"
     if key not in open_batches:
         open_batches[key] = _Batch(url, headers)
-        loop.call_later(TICK_S, _send, loop, key, open_batches[key])
+        loop.call_later(_TICK_S, _send, loop, key, open_batches[key])
     batch = open_batches[key]
     answer: asyncio.Future[Any] = loop.create_future()
     batch.bodies.append(body)

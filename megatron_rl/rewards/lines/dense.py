@@ -19,7 +19,7 @@ from megatron_rl.data.batch import PackedBatch
 from megatron_rl.data.code_lines import ENTRY_POINT_FIELD, Decode, code_lines, end_tokens, token_texts
 from megatron_rl.data.trajectory import Trajectory
 
-CODE_REWARD = "code"
+_CODE_REWARD = "code"
 PASSED_FROM = 1.0
 """A score of at least this means that all tests passed."""
 
@@ -57,7 +57,7 @@ def program_types(reward: RewardConfig) -> frozenset[str] | None:
     """The prompt types that the code reward grades; None where one reward grades everything."""
     if not reward.by_type:
         return None
-    return frozenset(name for name, route in reward.by_type.items() if route.name == CODE_REWARD)
+    return frozenset(name for name, route in reward.by_type.items() if route.name == _CODE_REWARD)
 
 
 class ProcessRewarder:

@@ -16,9 +16,9 @@ MAX_NUMBER_CHARS = 256
 MAX_ANSWER_CHARS = 1000
 """An anchored answer longer than this is no answer."""
 
-MARGIN_CHARS = 32
+_MARGIN_CHARS = 32
 """How far left of a number its meaning may be decided: by a sign, a caret, the top of a LaTeX fraction."""
-_STEP_CHARS = MAX_NUMBER_CHARS + 2 * MARGIN_CHARS
+_STEP_CHARS = MAX_NUMBER_CHARS + 2 * _MARGIN_CHARS
 
 _SCALES = {"thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
 _MATH_WORDS = frozenset(
@@ -134,7 +134,7 @@ def phrase_answer(text: str) -> str | None:
 # -------------------------------------------------------------------------------------------------- what number it is
 
 
-def respell(text: str) -> str:
+def _respell(text: str) -> str:
     """Rewrite LaTeX and Unicode spellings that numbers use."""
     for spelling, plain in _SPELLINGS:
         text = text.replace(spelling, plain)
@@ -169,7 +169,7 @@ def parse_number(text: str) -> Number | None:
         return None
     if _INTEGER.fullmatch(text):
         return Number(Fraction(int(text)))
-    text = _LATEX_TEXT.sub(r" (\1)", respell(text)).strip()
+    text = _LATEX_TEXT.sub(r" (\1)", _respell(text)).strip()
     for left, right in ((r"\(", r"\)"), (r"\[", r"\]"), ("$$", "$$"), ("$", "$")):
         if text.startswith(left) and text.endswith(right) and len(text) > len(left) + len(right):
             text = text[len(left) : -len(right)].strip()
@@ -214,7 +214,7 @@ def last_number(text: str, separator: str = "") -> tuple[Number, str] | None:
     while end > 0:
         start = max(0, end - window_chars)
         found = _last_match(text[start : end + 16])
-        if found is not None and (start == 0 or found[1].start() >= MARGIN_CHARS):
+        if found is not None and (start == 0 or found[1].start() >= _MARGIN_CHARS):
             number, match = found
             return None if len(match.group()) > MAX_NUMBER_CHARS else (number, match.group().strip())
         if window_chars < 2 * _STEP_CHARS:
@@ -227,7 +227,7 @@ def last_number(text: str, separator: str = "") -> tuple[Number, str] | None:
 
 
 def _last_match(text: str) -> tuple[Number, re.Match[str]] | None:
-    for match in reversed(list(_NUMBER.finditer(respell(text)))):
+    for match in reversed(list(_NUMBER.finditer(_respell(text)))):
         number = _to_number(match)
         if number is not None:
             return number, match
@@ -236,7 +236,7 @@ def _last_match(text: str) -> tuple[Number, re.Match[str]] | None:
 
 def first_number(text: str) -> tuple[Number, str] | None:
     """The first number in a short text, and how it is written."""
-    for match in _NUMBER.finditer(respell(text[:MAX_NUMBER_CHARS])):
+    for match in _NUMBER.finditer(_respell(text[:MAX_NUMBER_CHARS])):
         number = _to_number(match)
         if number is not None:
             return number, match.group().strip()

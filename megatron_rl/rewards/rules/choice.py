@@ -17,7 +17,7 @@ _PICK_BEFORE_WORDS = re.compile(_LEAD + r"([B-HJ-Z])[\s,;*]")
 _TEXT = re.compile(r"\\(?:text|textbf|mathrm|mathbf)\s*\{([^{}]*)\}")
 
 
-def picked_letter(text: str) -> str | None:
+def _picked_letter(text: str) -> str | None:
     """The letter, in upper case, that ``text`` starts with as pick: ``B``, ``(b)``, ``**B.** Paris``, ``option B``."""
     match = _PICK.match(_TEXT.sub(r"\1", text))
     return match.group(1).upper() if match else None
@@ -30,7 +30,7 @@ def score(response: str, answer: str, *, letters: str = "ABCDEFGHIJ") -> Score:
     Args:
         letters: The letters that may be picked.
     """
-    truth = picked_letter(answer)
+    truth = _picked_letter(answer)
     if truth is None or truth not in letters.upper():
         return Score(None, error=f"the ground truth {answer[:80]!r} is not one of the letters {letters}")
     lines = response.strip().rsplit("\n", 1)
@@ -38,7 +38,7 @@ def score(response: str, answer: str, *, letters: str = "ABCDEFGHIJ") -> Score:
     for place, text in places.items():
         if not text:
             continue
-        picked = picked_letter(text)
+        picked = _picked_letter(text)
         if picked is None and place == "answer is":
             match = _PICK_BEFORE_WORDS.match(text)
             picked = match.group(1) if match else None

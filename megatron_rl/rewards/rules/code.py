@@ -20,19 +20,19 @@ from megatron_rl.rewards.registry import RewardError, register
 from megatron_rl.rewards.sandbox.sandbox import BadTestsError, Program, ProgramLimits, Sandbox, SandboxError
 from megatron_rl.rewards.sandbox.source import extract_code
 
-ROW_FIELDS = {
+_ROW_FIELDS = {
     "tests": ("tests", "test", "unit_tests", "unit_test", "test_list", "test_code", "test_cases", "asserts", "answer"),
     "entry_point": ("entry_point", "function_name", "fn_name"),
     "prompt_code": ("prompt_code", "starter_code", "prompt"),
     "setup": ("setup", "test_setup_code", "test_setup", "test_imports", "setup_code"),
 }
 """Names that data sets use for the parameters that come from a row."""
-URL_TRIES = 3
-URL_RETRY_S = 0.2
-MAX_REPLY_BYTES = 1 << 20
+_URL_TRIES = 3
+_URL_RETRY_S = 0.2
+_MAX_REPLY_BYTES = 1 << 20
 
 
-def check_limits(options: Mapping[str, Any]) -> None:
+def _check_limits(options: Mapping[str, Any]) -> None:
     for name in ("time_limit_s", "memory_limit_mb", "disk_limit_mb", "process_limit", "wall_limit_s"):
         if options.get(name, 1) <= 0:
             raise RewardError(f"reward 'code': option {name} must be above 0, got {options[name]!r}")
@@ -44,7 +44,7 @@ def check_limits(options: Mapping[str, Any]) -> None:
 
 
 @register(
-    "code", check=check_limits, range=(0.0, 1.0), row_fields=ROW_FIELDS, answer_required=False, owns_processes=True
+    "code", check=_check_limits, range=(0.0, 1.0), row_fields=_ROW_FIELDS, answer_required=False, owns_processes=True
 )
 def score(
     response: str,
@@ -134,15 +134,15 @@ def _ask_sandbox(url: str, program: Program, limits: ProgramLimits) -> Score:
     request = urllib.request.Request(url, body, {"Content-Type": "application/json"})
     deadline = time.monotonic() + limits.time_s + 1.0
     error = ""
-    for attempt in range(URL_TRIES):
+    for attempt in range(_URL_TRIES):
         patience_s = deadline - time.monotonic()
         if patience_s <= 0:
             break
         if attempt:
-            time.sleep(min(URL_RETRY_S, patience_s))
+            time.sleep(min(_URL_RETRY_S, patience_s))
         try:
             with urllib.request.urlopen(request, timeout=max(patience_s, 0.1)) as reply:
-                return _read_reply(reply.read(MAX_REPLY_BYTES))
+                return _read_reply(reply.read(_MAX_REPLY_BYTES))
         except urllib.error.HTTPError as failure:
             error = f"HTTP {failure.code} {failure.reason}"
             if failure.code < 500 and failure.code != 429:

@@ -16,14 +16,14 @@ _SEPARATOR = re.compile(r"[\s,]+")
 _NUMBER = re.compile(r"-?[0-9]{1,9}(?:\.[0-9]{1,9})?")
 
 
-def tag_content(text: str, tag: str) -> str | None:
+def _tag_content(text: str, tag: str) -> str | None:
     """What stands in the last ``<tag>...</tag>``."""
     end = text.rfind(f"</{tag}>")
     start = text.rfind(f"<{tag}>", 0, max(end, 0))
     return text[start + len(tag) + 2 : end] if start >= 0 else None
 
 
-def read_numbers(text: str, count: int) -> list[float] | None:
+def _read_numbers(text: str, count: int) -> list[float] | None:
     parts = _SEPARATOR.split(text.strip().strip("()[]").strip()) if len(text) <= 200 else []
     if len(parts) != count or not all(_NUMBER.fullmatch(part) for part in parts):
         return None
@@ -31,13 +31,13 @@ def read_numbers(text: str, count: int) -> list[float] | None:
 
 
 def read_box(text: str | None) -> Box | None:
-    numbers = read_numbers(text, 4) if text is not None else None
+    numbers = _read_numbers(text, 4) if text is not None else None
     if numbers is None or numbers[0] >= numbers[2] or numbers[1] >= numbers[3]:
         return None
     return (numbers[0], numbers[1], numbers[2], numbers[3])
 
 
-def intersection_over_union(first: Box, second: Box) -> float:
+def _intersection_over_union(first: Box, second: Box) -> float:
     """Shared area over covered area, in [0, 1]."""
     width = min(first[2], second[2]) - max(first[0], second[0])
     height = min(first[3], second[3]) - max(first[1], second[1])
@@ -47,7 +47,7 @@ def intersection_over_union(first: Box, second: Box) -> float:
 
 
 def _truth_box(answer: str) -> Box | Score:
-    box = read_box(tag_content(answer, "bbox") or answer)
+    box = read_box(_tag_content(answer, "bbox") or answer)
     expected = "expected x1 y1 x2 y2 with x1 < x2 and y1 < y2"
     return box or Score(None, error=f"the ground truth {answer[:80]!r} is not a box: {expected}")
 
@@ -62,10 +62,10 @@ def score_box(response: str, answer: str, *, min_iou: float = 0.0) -> Score:
     truth = _truth_box(answer)
     if isinstance(truth, Score):
         return truth
-    box = read_box(tag_content(response, "bbox"))
+    box = read_box(_tag_content(response, "bbox"))
     if box is None:
         return Score(0.0, "no <bbox>x1 y1 x2 y2</bbox> in the response")
-    iou = intersection_over_union(box, truth)
+    iou = _intersection_over_union(box, truth)
     return Score(float(iou >= min_iou) if min_iou > 0 else iou, f"bbox {box}, IoU {iou:.3f}")
 
 
@@ -75,8 +75,8 @@ def score_point(response: str, answer: str) -> Score:
     truth = _truth_box(answer)
     if isinstance(truth, Score):
         return truth
-    content = tag_content(response, "point")
-    point = read_numbers(content, 2) if content is not None else None
+    content = _tag_content(response, "point")
+    point = _read_numbers(content, 2) if content is not None else None
     if point is None:
         return Score(0.0, "no <point>x y</point> in the response")
     hit = truth[0] <= point[0] <= truth[2] and truth[1] <= point[1] <= truth[3]

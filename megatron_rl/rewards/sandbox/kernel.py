@@ -21,22 +21,22 @@ import signal
 import struct
 from collections.abc import Iterable
 
-CLONE_THREAD = 0x00010000
+_CLONE_THREAD = 0x00010000
 CLONE_NEWNS = 0x00020000
 CLONE_NEWUTS = 0x04000000
 CLONE_NEWIPC = 0x08000000
 CLONE_NEWUSER = 0x10000000
 CLONE_NEWPID = 0x20000000
 CLONE_NEWNET = 0x40000000
-CLONE_NAMESPACES = 0x7E020080
+_CLONE_NAMESPACES = 0x7E020080
 """Every CLONE_NEW* flag."""
 
 MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC = 1, 2, 4, 8
 MS_REMOUNT, MS_BIND, MS_REC, MS_PRIVATE = 32, 4096, 16384, 1 << 18
-MNT_DETACH = 2
+_MNT_DETACH = 2
 
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 1, 4, 22, 36, 38
-SECCOMP_MODE_FILTER = 2
+_SECCOMP_MODE_FILTER = 2
 
 # PyDLL keeps the interpreter lock: a process made by ``clone`` must come back with it.
 _libc = ctypes.PyDLL(None, use_errno=True)
@@ -131,7 +131,7 @@ def mount(source: str, target: str, kind: str, flags: int, options: str = "") ->
 
 
 def unmount(target: str) -> None:
-    _check(_libc.umount2(os.fsencode(target), MNT_DETACH), f"umount {target}")
+    _check(_libc.umount2(os.fsencode(target), _MNT_DETACH), f"umount {target}")
 
 
 def make_read_only(target: str) -> None:
@@ -222,9 +222,9 @@ def filter_program(*, alone: bool, own_pid: int) -> bytes:
         on_argument(
             "clone",
             0,
-            (_JUMP_ANY_BIT, 0, 1, CLONE_NAMESPACES),
+            (_JUMP_ANY_BIT, 0, 1, _CLONE_NAMESPACES),
             refuse,
-            (_JUMP_ANY_BIT, 1, 0, CLONE_THREAD),
+            (_JUMP_ANY_BIT, 1, 0, _CLONE_THREAD),
             refuse,
             allow,
         )
@@ -236,7 +236,7 @@ def filter_program(*, alone: bool, own_pid: int) -> bytes:
         for command in (0x8901, 0x8902):  # FIOSETOWN, SIOCSPGRP
             on_argument("ioctl", 1, (_JUMP_EQUAL, 0, 1, command), refuse, (_LOAD, 0, 0, _NUMBER_AT))
     else:
-        on_argument("clone", 0, (_JUMP_ANY_BIT, 0, 1, CLONE_NAMESPACES), refuse, allow)
+        on_argument("clone", 0, (_JUMP_ANY_BIT, 0, 1, _CLONE_NAMESPACES), refuse, allow)
     # TIOCSTI pushes characters into a terminal.
     on_argument("ioctl", 1, (_JUMP_EQUAL, 0, 1, 0x5412), refuse, (_LOAD, 0, 0, _NUMBER_AT))
     return b"".join(INSTRUCTION.pack(*instruction) for instruction in (*program, allow))
@@ -250,7 +250,7 @@ def install_filter(code: bytes) -> None:
         _fields_ = [("length", ctypes.c_ushort), ("filter", ctypes.c_void_p)]
 
     handle = Program(len(code) // INSTRUCTION.size, ctypes.addressof(instructions))
-    prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, ctypes.c_void_p(ctypes.addressof(handle)))
+    prctl(PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, ctypes.c_void_p(ctypes.addressof(handle)))
 
 
 # ----------------------------------------------------------------------------------------------------------- Landlock

@@ -38,11 +38,11 @@ class Gone(BaseException):
     """The other side has ended, or does not keep to the protocol. Not an Exception: tests must not catch it."""
 
 
-class RemoteError(Exception):
+class _RemoteError(Exception):
     """An exception of a class that only the player knows."""
 
 
-class Peer:
+class _Peer:
     """One end of the conversation. Subclasses say what a request does and how references are made."""
 
     def __init__(self, connection: socket.socket) -> None:
@@ -65,7 +65,7 @@ class Peer:
             body = self._stream.read(length) if length is not None and length <= MAX_FRAME_BYTES else None
         except OSError as error:
             raise Gone("the program ended") from error
-        if length is None or body is not None and len(body) < length:
+        if length is None or (body is not None and len(body) < length):
             raise Gone("the program ended")
         if body is None:
             raise Gone("the program sent something that is no answer")
@@ -119,7 +119,7 @@ def _convert(kind: type) -> Callable[[Any], Any]:
     return lambda value: kind(value)
 
 
-OPERATIONS: dict[str, Callable[..., Any]] = {
+_OPERATIONS: dict[str, Callable[..., Any]] = {
     "call": _call,
     "self": lambda value: value,
     "plain": plain_base,
@@ -144,7 +144,7 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
 }
 
 
-class Player(Peer):
+class Player(_Peer):
     """Answers with the tested code's namespace."""
 
     def __init__(self, connection: socket.socket, namespace: dict[str, Any]) -> None:
@@ -159,7 +159,7 @@ class Player(Peer):
     def answer(self, request: Message) -> Message:
         try:
             arguments = [decode(argument, self._import) for argument in request["arguments"]]
-            value = OPERATIONS[request["do"]](*arguments)
+            value = _OPERATIONS[request["do"]](*arguments)
             reply: Message = {"value": encode(value, self._export)}
             changed = [
                 [index, after]
@@ -225,13 +225,13 @@ def _rebuild(description: Any) -> Exception:
                 return kind(text if kind.__name__ == name else f"{name}: {text}")
             except TypeError:  # UnicodeError and its like take more
                 break
-    return RemoteError(f"{name}: {text}")
+    return _RemoteError(f"{name}: {text}")
 
 
 # -------------------------------------------------------------------------------------------------------------- judge
 
 
-class Judge(Peer):
+class Judge(_Peer):
     """The tests' end: asks the player for operations on its objects."""
 
     def __init__(self, connection: socket.socket) -> None:

@@ -10,6 +10,7 @@ then signed with a key that is read after the tested code was loaded, which stop
 and not one that searches the interpreter for it.
 """
 
+import contextlib
 import json
 import random
 import socket
@@ -22,11 +23,11 @@ from typing import Any
 from megatron_rl.rewards.sandbox.peer import Gone, Judge, Player, describe_exception
 from megatron_rl.rewards.sandbox.source import BadTests, Tests, compose, infer_entry_point, prelude, read_tests
 
-MAX_DETAIL = 300
+_MAX_DETAIL = 300
 Verdict = dict[str, Any]
 
 
-def load_program(program: dict[str, str]) -> dict[str, Any]:
+def _load_program(program: dict[str, str]) -> dict[str, Any]:
     """Run the tested code's module level. Returns its namespace; raises whatever it raises."""
     random.seed(0)  # a grade must not depend on luck
     module = types.ModuleType("solution")
@@ -43,19 +44,17 @@ def play(program: dict[str, str], connection: socket.socket) -> None:
     """Load the tested code, say how that went, and serve the judge until it is gone."""
     player = Player(connection, {})
     try:
-        namespace = load_program(program)
+        namespace = _load_program(program)
     except BaseException as error:
         player.send({"loaded": False, "raise": describe_exception(error)})
         return
     player = Player(connection, namespace)
     player.send({"loaded": True})
-    try:
+    with contextlib.suppress(Gone):
         player.serve()
-    except Gone:
-        pass
 
 
-def read_job(channel: socket.socket) -> dict[str, Any]:
+def _read_job(channel: socket.socket) -> dict[str, Any]:
     """What the client wrote for the judge: JSON up to the end of its stream."""
     parts = []
     while part := channel.recv(1 << 16):
@@ -65,7 +64,7 @@ def read_job(channel: socket.socket) -> dict[str, Any]:
 
 def judge(channel: socket.socket, connection: socket.socket) -> None:
     """Run the tests against a player, and write the verdict."""
-    job = read_job(channel)
+    job = _read_job(channel)
     channel.sendall(json.dumps(_judged(job, connection)).encode())
 
 
@@ -110,10 +109,10 @@ def together(program: dict[str, str], channel: socket.socket) -> None:
     error: BaseException | None = None
     namespace: dict[str, Any] = {}
     try:
-        namespace = load_program(program)
+        namespace = _load_program(program)
     except BaseException as raised:
         error = raised
-    job = read_job(channel)
+    job = _read_job(channel)
     try:
         tests, entry_point = _tests_of(job)
     except BadTests as bad:
@@ -142,7 +141,7 @@ def _tests_of(job: dict[str, Any]) -> tuple[Tests, str]:
 
 
 def _failed(tests: Tests, detail: str) -> Verdict:
-    return {"kind": "ran", "num_passed": 0, "num_failed": max(tests.num_asserts, 1), "detail": detail[:MAX_DETAIL]}
+    return {"kind": "ran", "num_passed": 0, "num_failed": max(tests.num_asserts, 1), "detail": detail[:_MAX_DETAIL]}
 
 
 def _one_line(description: Any) -> str:
@@ -190,7 +189,7 @@ def run_tests(tests: Tests, namespace: dict[str, Any]) -> Verdict:
     num_known = cases.num_passed + len(cases.failures)
     num_failed = len(cases.failures) + (max(tests.num_asserts - num_known, 1) if error is not None else 0)
     detail = _describe_failure(failures[0], tests)
-    return {"kind": "ran", "num_passed": cases.num_passed, "num_failed": num_failed, "detail": detail[:MAX_DETAIL]}
+    return {"kind": "ran", "num_passed": cases.num_passed, "num_failed": num_failed, "detail": detail[:_MAX_DETAIL]}
 
 
 def _run_function(function: Any) -> None:

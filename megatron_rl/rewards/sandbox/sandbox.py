@@ -32,14 +32,14 @@ from megatron_rl.rewards.sandbox.supervisor import HEADER
 START_TIMEOUT_S = 30.0
 GRACE_S = 5.0
 """Beyond the deadline, for the helper to kill and answer; then it is lost itself."""
-MAX_VERDICT_BYTES = 1 << 16
+_MAX_VERDICT_BYTES = 1 << 16
 LEVELS = ("namespaces", "filter")
 _BOOT = (
     "import json, sys; start = json.loads(sys.argv[1]); sys.path[:] = start['sys_path']; "
     "from megatron_rl.rewards.sandbox.supervisor import main; main(start)"
 )
 
-Level = Literal["namespaces", "filter", "none"]
+_Level = Literal["namespaces", "filter", "none"]
 
 
 class SandboxError(RuntimeError):
@@ -99,7 +99,7 @@ class Sandbox:
     """
 
     def __init__(
-        self, *, level: Level | None = None, allow_unsandboxed: bool = False, preload: Sequence[str] = ()
+        self, *, level: _Level | None = None, allow_unsandboxed: bool = False, preload: Sequence[str] = ()
     ) -> None:
         self._levels = [level] if level else [*LEVELS, *(["none"] if allow_unsandboxed else [])]
         self._preload = list(preload)
@@ -249,10 +249,10 @@ class Sandbox:
             if channel in readable:
                 part = _read_some(channel)
                 verdict += part
-                open_for_reading = bool(part) and len(verdict) <= MAX_VERDICT_BYTES
+                open_for_reading = bool(part) and len(verdict) <= _MAX_VERDICT_BYTES
             if self._control in readable:
                 reply = self._reply(deadline)
-                while open_for_reading and (part := _read_some(channel)) and len(verdict) <= MAX_VERDICT_BYTES:
+                while open_for_reading and (part := _read_some(channel)) and len(verdict) <= _MAX_VERDICT_BYTES:
                     verdict += part
                 return reply, verdict
 

@@ -39,29 +39,29 @@ from megatron_rl.rewards.sandbox import kernel
 from megatron_rl.rewards.sandbox.program import judge, play, together
 
 HEADER = struct.Struct("!I")
-GC_THRESHOLD = 20_000
+_GC_THRESHOLD = 20_000
 """New objects between two collections: most programs end before the first one."""
-BOX = "/box"
+_BOX = "/box"
 """Working, home and temporary folder of a program, where it has a root of its own."""
-ROOT_BYTES = 1 << 20
+_ROOT_BYTES = 1 << 20
 FAIR_SHARE = 0.1
-TOO_BUSY = "the machine is too busy to run a program within its time"
-WATCH_S = 0.02
+_TOO_BUSY = "the machine is too busy to run a program within its time"
+_WATCH_S = 0.02
 """Between two looks at memory, processes and disk."""
-FIRST_WATCH_S = 0.1
+_FIRST_WATCH_S = 0.1
 """Most programs have ended by then."""
-MAX_WATCHED = 1000
-TICKS_PER_S = os.sysconf("SC_CLK_TCK")
-MAX_OPEN_FILES = 64
-MAX_ENTRIES = 4096
+_MAX_WATCHED = 1000
+_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+_MAX_OPEN_FILES = 64
+_MAX_ENTRIES = 4096
 """Files and folders of a program."""
-MAX_PATH_CHARS = 1024
-MIN_MEMORY_FOLDER_BYTES = 256 << 20
-FOLDER_PREFIX = "megatron_rl_sandbox_"
-STACK_BYTES = 64 << 20
+_MAX_PATH_CHARS = 1024
+_MIN_MEMORY_FOLDER_BYTES = 256 << 20
+_FOLDER_PREFIX = "megatron_rl_sandbox_"
+_STACK_BYTES = 64 << 20
 FIRST_GUEST_UID, NUM_GUEST_UIDS = 61184, 4335
 """User ids that systemd reserves for users who own nothing; a server takes one, so that process limits are its own."""
-PRELOADED = (
+_PRELOADED = (
     "abc argparse array ast base64 bisect calendar cmath collections copy csv dataclasses datetime decimal enum fractions "
     "functools hashlib heapq io itertools json logging math operator os random re statistics string struct sys textwrap "
     "threading time types typing unicodedata unittest uuid"
@@ -82,7 +82,7 @@ class Limits:
 # --------------------------------------------------------------------------------------------------------------- root
 
 
-def visible_paths() -> list[str]:
+def _visible_paths() -> list[str]:
     """What a program may read: the Python installation and the system's libraries."""
     paths = [sys.prefix, sys.base_prefix, sys.exec_prefix, os.path.dirname(os.path.realpath(sys.executable))]
     paths += ["/usr", "/lib", "/lib64", "/bin", "/etc/ld.so.cache", "/etc/localtime"]
@@ -91,7 +91,7 @@ def visible_paths() -> list[str]:
     return [path for path in paths if not any(path != other and path.startswith(f"{other}/") for other in paths)]
 
 
-def enter_namespaces() -> None:
+def _enter_namespaces() -> None:
     """Give this process a network without devices and a read-only root with the visible paths only.
 
     Raises:
@@ -109,16 +109,16 @@ def enter_namespaces() -> None:
     kernel.mount("none", "/", "", kernel.MS_REC | kernel.MS_PRIVATE)
     # The new root is put together on top of /proc: a folder that always exists and holds nothing that it needs.
     new_root = "/proc"
-    kernel.mount("tmpfs", new_root, "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, f"size={ROOT_BYTES},mode=755")
-    for path in visible_paths():
+    kernel.mount("tmpfs", new_root, "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, f"size={_ROOT_BYTES},mode=755")
+    for path in _visible_paths():
         _show(path, new_root)
     os.mkdir(f"{new_root}/dev")
     for name in ("null", "zero", "full", "random", "urandom"):
         _bind(f"/dev/{name}", f"{new_root}/dev/{name}")
-    os.mkdir(f"{new_root}{BOX}")
+    os.mkdir(f"{new_root}{_BOX}")
     for link in ("/tmp", "/dev/shm"):
         if not os.path.lexists(f"{new_root}{link}"):
-            os.symlink(BOX, f"{new_root}{link}")
+            os.symlink(_BOX, f"{new_root}{link}")
     kernel.change_root(new_root)
     kernel.mount(
         "none", "/", "", kernel.MS_REMOUNT | kernel.MS_BIND | kernel.MS_RDONLY | kernel.MS_NOSUID | kernel.MS_NODEV
@@ -157,7 +157,7 @@ class Guards:
             OSError: the kernel cannot do this level.
         """
         self.level = level
-        self.folder = BOX
+        self.folder = _BOX
         self._is_root = os.geteuid() == 0
         self._guest = FIRST_GUEST_UID + os.getpid() % NUM_GUEST_UIDS
         self._processes = os.open("/proc", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -165,21 +165,21 @@ class Guards:
         """Address space of the server, which its forks start with."""
         if level == "namespaces":
             self._filter = kernel.filter_program(alone=False, own_pid=0)
-            enter_namespaces()
+            _enter_namespaces()
             self._is_root = self._is_root and os.geteuid() == 0
             return
         if level == "filter" and not kernel.landlock_version():
             raise kernel.Unsupported(0, "this kernel has no Landlock")
         kernel.prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)
         _remove_leftovers()
-        self.folder = tempfile.mkdtemp(prefix=f"{FOLDER_PREFIX}{os.getpid()}_", dir=_fast_folder())
+        self.folder = tempfile.mkdtemp(prefix=f"{_FOLDER_PREFIX}{os.getpid()}_", dir=_fast_folder())
 
     def prepare(self, limits: Limits) -> None:
         """An empty folder for the processes of one request."""
         if self.level == "namespaces":
             uid, gid = (self._guest, self._guest) if self._is_root else (os.geteuid(), os.getegid())
-            options = f"size={limits.disk_bytes},nr_inodes={MAX_ENTRIES},mode=700,uid={uid},gid={gid}"
-            kernel.mount("tmpfs", BOX, "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, options)
+            options = f"size={limits.disk_bytes},nr_inodes={_MAX_ENTRIES},mode=700,uid={uid},gid={gid}"
+            kernel.mount("tmpfs", _BOX, "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, options)
 
     def fork(self) -> int:
         return kernel.clone(kernel.CLONE_NEWPID) if self.level == "namespaces" else os.fork()
@@ -196,7 +196,7 @@ class Guards:
             return
         if self.level == "filter":
             devices = [f"/dev/{name}" for name in ("zero", "full", "random", "urandom")]
-            kernel.confine_files([*visible_paths(), *devices], [self.folder, "/dev/null"])
+            kernel.confine_files([*_visible_paths(), *devices], [self.folder, "/dev/null"])
         elif self._is_root:
             os.setgroups([])
             os.setresgid(self._guest, self._guest, self._guest)
@@ -220,7 +220,7 @@ class Guards:
         """Processes and their descendants."""
         tree = list(pids)
         for pid in tree:
-            if len(tree) < MAX_WATCHED:
+            if len(tree) < _MAX_WATCHED:
                 tree += map(int, self._read(f"{pid}/task/{pid}/children").split())
         return tree
 
@@ -244,13 +244,13 @@ class Guards:
         for pid in self._tree(pids):
             fields = self._read(f"{pid}/stat").rpartition(")")[2].split()
             ticks += sum(map(int, fields[11:15]))  # of its threads, and of its children that have ended
-        return max(elapsed_s - delay_ns / 1e9, ticks / TICKS_PER_S)
+        return max(elapsed_s - delay_ns / 1e9, ticks / _TICKS_PER_S)
 
     def disk_bytes(self) -> int:
         """In the working folder, where its size is not limited by its file system."""
         if self.level == "namespaces":
             return 0
-        return folder_bytes(self.folder)
+        return _folder_bytes(self.folder)
 
     def sweep(self, pids: list[int]) -> list[int]:
         """Kill processes with all that they started, and empty the folder. Returns the wait statuses."""
@@ -259,10 +259,10 @@ class Guards:
         # The first process of a PID namespace becomes a zombie only when all others of the namespace are gone.
         statuses = [os.waitpid(pid, 0)[1] for pid in pids]
         if self.level == "namespaces":
-            kernel.unmount(BOX)
+            kernel.unmount(_BOX)
         else:
             self._sweep_orphans()
-            empty_folder(self.folder)
+            _empty_folder(self.folder)
         return statuses
 
     def _sweep_orphans(self) -> None:
@@ -279,22 +279,22 @@ class Guards:
 
     def close(self) -> None:
         if self.level != "namespaces":
-            empty_folder(self.folder)
+            _empty_folder(self.folder)
             os.rmdir(self.folder)
 
 
-def folder_bytes(folder: str) -> int:
+def _folder_bytes(folder: str) -> int:
     """What is in a folder; more than any limit if it has too many entries, or paths too long, to be looked through."""
     num_bytes, num_entries, waiting = 0, 0, [folder]
     while waiting:
         path = waiting.pop()
-        if len(path) > MAX_PATH_CHARS:
+        if len(path) > _MAX_PATH_CHARS:
             return sys.maxsize
         try:
             with os.scandir(path) as entries:
                 for entry in entries:
                     num_entries += 1
-                    if num_entries > MAX_ENTRIES:
+                    if num_entries > _MAX_ENTRIES:
                         return sys.maxsize
                     if entry.is_dir(follow_symlinks=False):
                         waiting.append(entry.path)
@@ -309,7 +309,7 @@ def folder_bytes(folder: str) -> int:
     return num_bytes
 
 
-def empty_folder(folder: str) -> None:
+def _empty_folder(folder: str) -> None:
     """Delete what is in a folder, whatever its permissions and however deep it is: by bringing folders up, not by going
     down."""
     prefix, number = f"{folder}/{secrets.token_hex(8)}", 0
@@ -334,17 +334,17 @@ def _fast_folder() -> str:
     memory = "/dev/shm"
     if os.access(memory, os.W_OK):
         about = os.statvfs(memory)
-        if about.f_bavail * about.f_frsize > MIN_MEMORY_FOLDER_BYTES:
+        if about.f_bavail * about.f_frsize > _MIN_MEMORY_FOLDER_BYTES:
             return memory
     return tempfile.gettempdir()
 
 
 def _remove_leftovers() -> None:
     """Folders of servers that were killed."""
-    for path in glob.glob(f"{_fast_folder()}/{FOLDER_PREFIX}*"):
-        pid = path.rpartition(FOLDER_PREFIX)[2].partition("_")[0]
+    for path in glob.glob(f"{_fast_folder()}/{_FOLDER_PREFIX}*"):
+        pid = path.rpartition(_FOLDER_PREFIX)[2].partition("_")[0]
         if pid.isdigit() and not os.path.exists(f"/proc/{pid}") and os.stat(path).st_uid == os.geteuid():
-            empty_folder(path)
+            _empty_folder(path)
             os.rmdir(path)
 
 
@@ -353,11 +353,11 @@ def _limit_resources(limits: Limits, base_bytes: int) -> None:
     cpu_s = int(limits.time_s) + 1
     for what, soft, hard in (
         (resource.RLIMIT_AS, with_base, with_base),
-        (resource.RLIMIT_STACK, STACK_BYTES, STACK_BYTES),
+        (resource.RLIMIT_STACK, _STACK_BYTES, _STACK_BYTES),
         (resource.RLIMIT_CPU, cpu_s, cpu_s + 1),
         (resource.RLIMIT_FSIZE, limits.disk_bytes, limits.disk_bytes),
         (resource.RLIMIT_NPROC, limits.num_processes, limits.num_processes),
-        (resource.RLIMIT_NOFILE, MAX_OPEN_FILES, MAX_OPEN_FILES),
+        (resource.RLIMIT_NOFILE, _MAX_OPEN_FILES, _MAX_OPEN_FILES),
         (resource.RLIMIT_CORE, 0, 0),
         (resource.RLIMIT_MEMLOCK, 0, 0),
         (resource.RLIMIT_MSGQUEUE, 0, 0),
@@ -372,7 +372,7 @@ def _limit_resources(limits: Limits, base_bytes: int) -> None:
 
 
 @dataclass
-class Child:
+class _Child:
     pid: int
     status: int
     """Read end of a pipe: it says ``ok`` once the process is confined, and ends with the process."""
@@ -405,7 +405,7 @@ class Server:
         """One program. The reply says what ended it, and how its processes ended."""
         limits, program = Limits(**request["limits"]), request["program"]
         started_at = time.monotonic()
-        children: list[Child] = []
+        children: list[_Child] = []
         open_files: list[socket.socket] = []
         self._guards.prepare(limits)
         try:
@@ -423,8 +423,8 @@ class Server:
             deadline = started_at + limits.wall_s
             failure = next((text for child in children if (text := self._confined(child, deadline))), "")
             ended_by = "" if failure else self._wait(children, limits, started_at)
-            if ended_by == TOO_BUSY:
-                failure = TOO_BUSY
+            if ended_by == _TOO_BUSY:
+                failure = _TOO_BUSY
         finally:
             for file in open_files:
                 file.close()
@@ -440,13 +440,13 @@ class Server:
         open_files.append(channel)
         return channel
 
-    def _start(self, limits: Limits, files: list[socket.socket], body: Callable[[], None]) -> Child:
+    def _start(self, limits: Limits, files: list[socket.socket], body: Callable[[], None]) -> _Child:
         read_end, write_end = os.pipe()
         own_pid = os.getpid()
         pid = self._guards.fork()
         if pid:
             os.close(write_end)
-            return Child(pid, read_end)
+            return _Child(pid, read_end)
         # Whatever happens, the child must not come back into the server's loop.
         try:
             try:
@@ -463,7 +463,7 @@ class Server:
         except BaseException:
             os._exit(1)
 
-    def _confined(self, child: Child, deadline: float) -> str:
+    def _confined(self, child: _Child, deadline: float) -> str:
         """Wait until a process is confined. Returns why it is not, or ""."""
         readable, _, _ = select.select([child.status], [], [], max(deadline - time.monotonic(), 0))
         if not readable:
@@ -471,22 +471,22 @@ class Server:
         text = os.read(child.status, 1000).decode(errors="replace")
         return "" if text.startswith("ok") else f"a process could not be confined: {text or 'it died'}"
 
-    def _wait(self, children: list[Child], limits: Limits, started_at: float) -> str:
+    def _wait(self, children: list[_Child], limits: Limits, started_at: float) -> str:
         """Until the judge (the last child) ends. Returns the limit that ended it sooner, or ""."""
         judge_status, pids = children[-1].status, [child.pid for child in children]
-        patience_s = FIRST_WATCH_S
+        patience_s = _FIRST_WATCH_S
         while True:
             readable, _, _ = select.select([judge_status, self._control], [], [], patience_s)
             if readable:  # the client sends nothing before it has the reply: either the judge or the client has ended
                 return "disk limit" if self._guards.disk_bytes() > limits.disk_bytes else ""
-            patience_s = WATCH_S
+            patience_s = _WATCH_S
             elapsed_s = time.monotonic() - started_at
             if elapsed_s > min(limits.time_s, limits.wall_s):
                 own_s = self._guards.own_s(pids, elapsed_s)
                 if own_s > limits.time_s:
                     return "time limit"
                 if elapsed_s > limits.wall_s:
-                    return "time limit" if own_s > FAIR_SHARE * limits.time_s else TOO_BUSY
+                    return "time limit" if own_s > FAIR_SHARE * limits.time_s else _TOO_BUSY
             num_bytes, num_processes = self._guards.usage(pids)
             if num_bytes > limits.memory_bytes + self._guards.base_bytes:
                 return "memory limit"
@@ -517,7 +517,7 @@ def main(start: dict[str, Any]) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the client's to handle
     control = socket.socket(fileno=start["control_fd"])
     control.set_inheritable(False)
-    for name in (*PRELOADED, *start["preload"]):
+    for name in (*_PRELOADED, *start["preload"]):
         __import__(name)
     installation = (sys.prefix, sys.base_prefix)
     sys.path[:] = [path for path in sys.path if path.startswith(installation)]
@@ -543,7 +543,7 @@ def main(start: dict[str, Any]) -> None:
     os.environ.update(HOME=guards.folder, TMPDIR=guards.folder)
     tempfile.tempdir = None
     gc.collect()
-    gc.set_threshold(GC_THRESHOLD)
+    gc.set_threshold(_GC_THRESHOLD)
     gc.freeze()  # keeps the collector of a forked process from touching, and so copying, shared pages
     try:
         if not failure:

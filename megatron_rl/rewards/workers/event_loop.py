@@ -33,7 +33,7 @@ BACKOFF_S = 0.25
 BLOCKED_GRACE_S = 10.0
 """Beyond an item's deadline, for an event loop that makes no progress."""
 CLOSE_TIMEOUT_S = 5.0
-MIN_TRY_S = 0.01
+_MIN_TRY_S = 0.01
 """With less left of the deadline, an item is not tried again."""
 
 _TRANSIENT = (Transient, ConnectionError, TimeoutError)
@@ -273,7 +273,7 @@ class AsyncRewardRunner:
         num_tries = 1
         while not isinstance(outcome, Score) and num_tries <= self._max_retries:
             pause_s = BACKOFF_S * 2 ** (num_tries - 1) * random.uniform(0.5, 1.5)
-            if self._loop.time() + pause_s + MIN_TRY_S > deadline:
+            if self._loop.time() + pause_s + _MIN_TRY_S > deadline:
                 break
             await asyncio.sleep(pause_s)
             outcome = await self._try(item, deadline)

@@ -1,6 +1,6 @@
 """The runner's end of the nursery process: start it, have it fork and bury workers, stop it.
 
-Every method runs in the runner's event loop and waits for the nursery at most ``REPLY_TIMEOUT_S``
+Every method runs in the runner's event loop and waits for the nursery at most ``_REPLY_TIMEOUT_S``
 (``start_timeout_s`` while it imports the reward). A nursery that does not answer in time is lost: NurseryLost.
 """
 
@@ -18,7 +18,7 @@ from typing import Any
 from megatron_rl.rewards.registry import RewardError
 from megatron_rl.rewards.workers.frames import HEADER, SLOT_BYTES, Slot, unpack
 
-REPLY_TIMEOUT_S = 30.0
+_REPLY_TIMEOUT_S = 30.0
 CLOSE_TIMEOUT_S = 10.0
 MAX_FRAME_BYTES = 1 << 26
 """More than any chunk of results: detail and error are cut in the worker."""
@@ -134,7 +134,7 @@ class NurseryClient:
                 socket.send_fds(self._control, [json.dumps(request).encode()], files)
             except OSError as error:
                 raise NurseryLost(f"the reward nursery is gone: {error}") from error
-            return await self._reply(REPLY_TIMEOUT_S)
+            return await self._reply(_REPLY_TIMEOUT_S)
 
     async def _reply(self, timeout_s: float) -> dict[str, Any]:
         loop = asyncio.get_running_loop()

@@ -4,7 +4,7 @@ Invariants:
 
 - Every item gets exactly one Score. An item that hangs, crashes its worker, eats its memory or raises gets
   ``Score(None, error=...)``: it is never scored 0 for that, and it never raises in the trainer.
-- An item waits for a slow one only until the runner notices (``STALL_S``): the rest of the chunk then goes to other
+- An item waits for a slow one only until the runner notices (``_STALL_S``): the rest of the chunk then goes to other
   workers. With every worker at a hanging item, the queue waits for the first deadline.
 - Whatever a reward started is dead after ``close``, and when the trainer is killed.
 
@@ -31,15 +31,15 @@ from megatron_rl.rewards.workers.calls import Item, RewardItem, open_job
 from megatron_rl.rewards.workers.fork_server import CLOSE_TIMEOUT_S, NurseryClient, NurseryLost, NurserySettings, Worker
 from megatron_rl.rewards.workers.frames import pack
 
-MAX_CHUNK_ITEMS = 64
-MAX_CHUNK_CHARS = 1 << 20
-STALL_S = 0.1
+_MAX_CHUNK_ITEMS = 64
+_MAX_CHUNK_CHARS = 1 << 20
+_STALL_S = 0.1
 """An item that runs for longer than this keeps its worker to itself."""
-PICKUP_GRACE_S = 5.0
+_PICKUP_GRACE_S = 5.0
 """Beyond the item's deadline, for a worker that is not at an item: reading a chunk, or starting on a busy machine."""
-MAX_BARREN_DEATHS = 8
+_MAX_BARREN_DEATHS = 8
 """Workers that may end in a row without any result and without an item to blame."""
-MAX_NURSERY_RESTARTS = 3
+_MAX_NURSERY_RESTARTS = 3
 
 
 class RewardAlarm(RewardError):
@@ -232,8 +232,8 @@ class RewardRunner:
         while True:
             chunk: list[Item] = []
             num_chars = 0
-            size = min(MAX_CHUNK_ITEMS, max(1, len(self._pending) // (2 * self._num_workers)))
-            while self._pending and len(chunk) < size and num_chars < MAX_CHUNK_CHARS:
+            size = min(_MAX_CHUNK_ITEMS, max(1, len(self._pending) // (2 * self._num_workers)))
+            while self._pending and len(chunk) < size and num_chars < _MAX_CHUNK_CHARS:
                 item = self._pending.popleft()
                 if item.wanted:
                     chunk.append(item)
@@ -267,8 +267,8 @@ class RewardRunner:
         async with self._reviving:
             if generation != self._num_restarts:
                 return  # another worker's task did it
-            if self._num_restarts == MAX_NURSERY_RESTARTS:
-                raise RewardError(f"{error}, for the {MAX_NURSERY_RESTARTS + 1}th time; is the machine out of memory?")
+            if self._num_restarts == _MAX_NURSERY_RESTARTS:
+                raise RewardError(f"{error}, for the {_MAX_NURSERY_RESTARTS + 1}th time; is the machine out of memory?")
             self._num_restarts += 1
             self._nursery.stop()
             await self._nursery.start()
@@ -283,7 +283,7 @@ class RewardRunner:
         reading = asyncio.ensure_future(worker.read_frame())
         try:
             while True:
-                await asyncio.wait({reading}, timeout=min(STALL_S, self._timeout_s))
+                await asyncio.wait({reading}, timeout=min(_STALL_S, self._timeout_s))
                 if not reading.done():
                     if await self._watch(worker, chunk):
                         return False
@@ -313,10 +313,10 @@ class RewardRunner:
         position, since = worker.slot.progress()
         slow = chunk.item_at(position)
         age_s = time.monotonic() - max(since, chunk.sent_at)
-        if slow is not None and age_s > min(STALL_S, self._timeout_s):
+        if slow is not None and age_s > min(_STALL_S, self._timeout_s):
             worker.slot.set_limit(position + 1)
             self._give_back(chunk, but=slow)
-        if age_s <= self._timeout_s + (PICKUP_GRACE_S if slow is None else 0):
+        if age_s <= self._timeout_s + (_PICKUP_GRACE_S if slow is None else 0):
             return False
         await self._nursery.bury(worker)
         if slow is None:
@@ -352,7 +352,7 @@ class RewardRunner:
 
     def _count_barren_death(self, how: str) -> None:
         self._num_barren_deaths += 1
-        if self._num_barren_deaths > MAX_BARREN_DEATHS:
+        if self._num_barren_deaths > _MAX_BARREN_DEATHS:
             raise RewardError(
                 f"{self._num_barren_deaths} workers in a row ended before they scored anything; the last one {how}"
             )
@@ -378,7 +378,7 @@ def _how_it_ended(status: int) -> str:
     return f"exited with code {os.WEXITSTATUS(status)}"
 
 
-def error_rate(scores: Sequence[Score]) -> float:
+def _error_rate(scores: Sequence[Score]) -> float:
     """Share of ``scores`` without a value; 0 for none."""
     return sum(score.value is None for score in scores) / len(scores) if scores else 0.0
 
@@ -392,7 +392,7 @@ def check_error_rate(scores: Sequence[Score], max_error_rate: float, *, what: st
     Raises:
         RewardAlarm: the rate is above ``max_error_rate``; the message has the three most frequent errors.
     """
-    rate = error_rate(scores)
+    rate = _error_rate(scores)
     if rate <= max_error_rate:
         return rate
     # Digits are dropped, so that the same failure on different responses counts as one.

@@ -29,12 +29,12 @@ from megatron_rl.rewards.workers.frames import HEADER, IDLE, Slot, pack, unpack
 
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
-FLUSH_S = 0.02
+_FLUSH_S = 0.02
 """A worker holds results back for at most this long, plus the item it is at."""
-MAX_TEXT = 500
+_MAX_TEXT = 500
 """Characters of detail and error that are kept."""
-MAX_METRICS = 32
-MAX_SWEEPS = 100
+_MAX_METRICS = 32
+_MAX_SWEEPS = 100
 """Rounds of killing orphans, so that a fork bomb cannot hold the nursery for ever."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -47,11 +47,11 @@ def die_with_parent(parent_pid: int, signal_number: int) -> None:
         os._exit(1)  # it ended before the request took effect
 
 
-def adopt_orphans() -> None:
+def _adopt_orphans() -> None:
     _libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
-def child_pids() -> list[int]:
+def _child_pids() -> list[int]:
     try:
         with open(f"/proc/self/task/{os.getpid()}/children") as file:
             return [int(pid) for pid in file.read().split()]
@@ -61,13 +61,13 @@ def child_pids() -> list[int]:
 
 def describe(error: BaseException) -> str:
     text = f"{type(error).__name__}: {error}"
-    return text[:MAX_TEXT]
+    return text[:_MAX_TEXT]
 
 
 # -------------------------------------------------------------------------------------------------------- the nursery
 
 
-class Nursery:
+class _Nursery:
     """Forks and buries workers on request."""
 
     def __init__(self, control: socket.socket, memory: mmap.mmap, scorer: "Scorer") -> None:
@@ -83,10 +83,7 @@ class Nursery:
             if not body:
                 return
             request = unpack(body)
-            if request["do"] == "fork":
-                reply = {"pid": self._fork(request["slot"], files[0])}
-            else:
-                reply = {"status": self._bury(request["pid"])}
+            reply = {"pid": self._fork(request["slot"], files[0])} if request["do"] == "fork" else {"status": self._bury(request["pid"])}
             self._control.send(json.dumps(reply).encode())
 
     def _fork(self, slot: int, file: int) -> int:
@@ -99,7 +96,7 @@ class Nursery:
                 signal.signal(signal.SIGTERM, signal.SIG_DFL)
                 os.setpgid(0, 0)
                 die_with_parent(nursery_pid, signal.SIGKILL)
-                adopt_orphans()
+                _adopt_orphans()
                 self._scorer.run(socket.socket(fileno=file), Slot(self._memory, slot))
             finally:
                 os._exit(1)
@@ -115,8 +112,8 @@ class Nursery:
             os.kill(pid, signal.SIGKILL)
         _, status = os.waitpid(pid, 0)
         self._workers.discard(pid)
-        for _ in range(MAX_SWEEPS):
-            orphans = [child for child in child_pids() if child not in self._workers]
+        for _ in range(_MAX_SWEEPS):
+            orphans = [child for child in _child_pids() if child not in self._workers]
             if not orphans:
                 break
             for orphan in orphans:
@@ -184,7 +181,7 @@ class Scorer:
             results.append((position, *result))
             if retire:
                 break
-            if time.monotonic() - flushed_at > FLUSH_S:
+            if time.monotonic() - flushed_at > _FLUSH_S:
                 connection.sendall(pack({"results": results, "done": False, "retire": False}))
                 results, flushed_at = [], time.monotonic()
         slot.set_position(IDLE)
@@ -205,7 +202,7 @@ class Scorer:
             result = failed(describe(raised))
         if os.getpid() != self._pid:
             os._exit(1)  # a fork of the reward came back here; only the worker may answer
-        if not self._owns_processes and left_processes():
+        if not self._owns_processes and _left_processes():
             return failed("left processes running behind it"), True
         return result, retire
 
@@ -225,10 +222,10 @@ def as_result(outcome: Any) -> Result:
         value, detail, error = float(outcome), "", ""
     elif hasattr(outcome, "value") and hasattr(outcome, "detail") and hasattr(outcome, "error"):
         value = None if outcome.value is None else float(outcome.value)
-        detail, error = str(outcome.detail)[:MAX_TEXT], str(outcome.error)[:MAX_TEXT]
+        detail, error = str(outcome.detail)[:_MAX_TEXT], str(outcome.error)[:_MAX_TEXT]
         if hasattr(outcome, "metrics"):
-            pairs = [(str(name)[:MAX_TEXT], float(number)) for name, number in outcome.metrics.items()]
-            metrics = {name: number for name, number in pairs[:MAX_METRICS] if math.isfinite(number)}
+            pairs = [(str(name)[:_MAX_TEXT], float(number)) for name, number in outcome.metrics.items()]
+            metrics = {name: number for name, number in pairs[:_MAX_METRICS] if math.isfinite(number)}
     else:
         value, detail, error = float(outcome), "", ""  # a numpy scalar, or a TypeError that says what came
     if value is not None and not math.isfinite(value):
@@ -238,7 +235,7 @@ def as_result(outcome: Any) -> Result:
     return value, detail, error, metrics
 
 
-def left_processes() -> bool:
+def _left_processes() -> bool:
     """Whether the reward left a living process behind; finished ones are reaped."""
     try:
         while True:
@@ -269,7 +266,7 @@ def main() -> None:
     start = json.load(sys.stdin)
     signal.signal(signal.SIGTERM, leave)
     die_with_parent(start["parent_pid"], signal.SIGTERM)
-    adopt_orphans()
+    _adopt_orphans()
     silence()
     control = socket.socket(fileno=start["control_fd"])
     memory = mmap.mmap(start["memory_fd"], 0)
@@ -291,7 +288,7 @@ def main() -> None:
         owns_processes=reward.owns_processes,
     )
     gc.freeze()  # keeps the collector from touching, and so copying, pages that the workers share
-    nursery = Nursery(control, memory, scorer)
+    nursery = _Nursery(control, memory, scorer)
     try:
         control.send(json.dumps({"ready": os.getpid()}).encode())
         nursery.serve()

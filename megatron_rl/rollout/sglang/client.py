@@ -40,14 +40,14 @@ from megatron_rl.rollout.sglang.wire import (
 
 logger = logging.getLogger(__name__)
 
-PROBE_TIMEOUT_S = 20.0
+_PROBE_TIMEOUT_S = 20.0
 """A server that does not answer /health for so long is lost; one that is gone refuses the connection at once."""
 CONNECT_TIMEOUT_S = 30.0
 KEEPALIVE_S = 2.0
 """SGLang closes idle connections after 5 s by default; a shorter time here avoids sending into a closing one."""
-MAX_ABORTS_AT_ONCE = 64
+_MAX_ABORTS_AT_ONCE = 64
 """Abort calls under way at one server; each is a small HTTP request."""
-PAUSE_MODES = ("abort", "in_place", "retract")
+_PAUSE_MODES = ("abort", "in_place", "retract")
 
 _CONNECTION_ERRORS = (aiohttp.ClientError, asyncio.TimeoutError, OSError)
 
@@ -183,8 +183,8 @@ class SglangClient:
         abort: requests under way come back with what they have; in_place: they stay, with their KV cache (which new
         weights make wrong); retract: they are queued and their cache is computed anew.
         """
-        if mode not in PAUSE_MODES:
-            raise ValueError(f"pause mode is one of {PAUSE_MODES}, got {mode!r}")
+        if mode not in _PAUSE_MODES:
+            raise ValueError(f"pause mode is one of {_PAUSE_MODES}, got {mode!r}")
         await self._control("POST", "/pause_generation", {"mode": mode})
 
     async def continue_generation(self) -> None:
@@ -209,7 +209,7 @@ class SglangClient:
         A request that reaches the server at the same moment may escape: call again for what has not come back. A
         server that does not take the call is left alone; its requests end by their own time limit.
         """
-        limit = asyncio.Semaphore(MAX_ABORTS_AT_ONCE)
+        limit = asyncio.Semaphore(_MAX_ABORTS_AT_ONCE)
 
         async def abort_one(server: _ServerState, rid: str) -> None:
             async with limit:
@@ -330,7 +330,7 @@ class SglangClient:
     async def _diagnose(self, server: _ServerState, reason: str) -> AttemptFailed:
         """After a failure: is the server gone? Marks it as lost then."""
         try:
-            status, _ = await self._http(server, "GET", "/health", None, PROBE_TIMEOUT_S)
+            status, _ = await self._http(server, "GET", "/health", None, _PROBE_TIMEOUT_S)
             healthy = status == 200
         except _CONNECTION_ERRORS:
             healthy = False

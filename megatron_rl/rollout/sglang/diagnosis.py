@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-REMEDIES: tuple[tuple[str, str], ...] = (
+_REMEDIES: tuple[tuple[str, str], ...] = (
     (
         r"address already in use|port \d+ is (already in use|not available)",
         "another process took the port: choose another rollout.port, or set it to 0 for any free port",
@@ -53,11 +53,11 @@ def last_lines(path: Path, start: int, count: int = 25, max_bytes: int = 65536) 
 
 
 def port_taken(log: str) -> bool:
-    return re.search(REMEDIES[0][0], log, re.IGNORECASE) is not None
+    return re.search(_REMEDIES[0][0], log, re.IGNORECASE) is not None
 
 
 def remedy(log: str) -> str:
-    for pattern, advice in REMEDIES:
+    for pattern, advice in _REMEDIES:
         if re.search(pattern, log, re.IGNORECASE):
             return advice
     return "read the log from its first error on"

@@ -64,7 +64,7 @@ def decode_routes(encoded: str, num_tokens: int, shape: RouteShape) -> np.ndarra
         raise BadRoutes(
             f"expected routed experts of {wanted[0]} tokens x {wanted[1]} layers x {wanted[2]}, got {ids.size} numbers"
         )
-    if ids.size and not (-1 <= ids.min() and ids.max() < shape.num_experts):
+    if ids.size and not (ids.min() >= -1 and ids.max() < shape.num_experts):
         raise BadRoutes(f"routed experts are ids below {shape.num_experts}, got {ids.min()} to {ids.max()}")
     routes = (ids.reshape(wanted) + 1).astype(np.int16)
     in_order = np.sort(routes, axis=-1)

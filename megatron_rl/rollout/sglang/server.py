@@ -33,11 +33,11 @@ from megatron_rl.rollout.sglang.diagnosis import last_lines, port_taken, start_f
 logger = logging.getLogger(__name__)
 
 POLL_S = 0.1
-WAITING_S = 5.0
-PROGRESS_S = 15.0
-STOP_GRACE_S = 15.0
+_WAITING_S = 5.0
+_PROGRESS_S = 15.0
+_STOP_GRACE_S = 15.0
 """How long a server may take to stop on its own (SGLang looks for SIGTERM every 5 s) before it is killed."""
-MAX_PORT_ATTEMPTS = 3
+_MAX_PORT_ATTEMPTS = 3
 
 Progress = Callable[[str], None]
 
@@ -212,7 +212,7 @@ class SglangServer:
         _check_model_folder(self.options.model_path)
         if self.port == 0:
             self.port = free_port(self.options.host)
-        check_port(self.options.host, self.port)
+        _check_port(self.options.host, self.port)
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         self._log_start = self.log_path.stat().st_size if self.log_path.exists() else 0
         self._started_at = time.monotonic()
@@ -225,7 +225,7 @@ class SglangServer:
         ``while_waiting`` is called every few seconds on this thread: whoever waits for the caller may want to know.
         A server on a port chosen here that lost a race for it is started again on another one.
         """
-        for attempt in range(1, MAX_PORT_ATTEMPTS + 1):
+        for attempt in range(1, _MAX_PORT_ATTEMPTS + 1):
             exit_code = self._wait_healthy(while_waiting)
             if exit_code is None:
                 return
@@ -233,7 +233,7 @@ class SglangServer:
             # SGLang goes on for a while without its port, and what it says then buries the reason.
             lost_port = port_taken(last_lines(self.log_path, self._log_start, count=1000))
             self.stop()
-            if not (self.options.port == 0 and lost_port and attempt < MAX_PORT_ATTEMPTS):
+            if not (self.options.port == 0 and lost_port and attempt < _MAX_PORT_ATTEMPTS):
                 raise ServerError(start_failure(self.url, exit_code, self.log_path, log))
             self.port = 0
             self.spawn()
@@ -263,7 +263,7 @@ class SglangServer:
         _wait_port_free(self.options.host, self.port)
         self.start(while_waiting)
 
-    def stop(self, grace_s: float = STOP_GRACE_S) -> None:
+    def stop(self, grace_s: float = _STOP_GRACE_S) -> None:
         """Ask the server to stop, kill what is left after ``grace_s``. Nothing of its process group survives."""
         if self._process is None:
             return
@@ -327,11 +327,11 @@ class SglangServer:
     def _wait_healthy(self, while_waiting: Callable[[], None]) -> int | None:
         """None once the server answers, its exit code if it ends before. Raises ServerError at the deadline."""
         assert self._process is not None, "spawn() comes first"
-        next_progress = self._started_at + PROGRESS_S
-        next_call = time.monotonic() + WAITING_S
+        next_progress = self._started_at + _PROGRESS_S
+        next_call = time.monotonic() + _WAITING_S
         while True:
             if time.monotonic() > next_call:
-                next_call += WAITING_S
+                next_call += _WAITING_S
                 while_waiting()
             exit_code = self._process.poll()
             if exit_code is not None:
@@ -348,7 +348,7 @@ class SglangServer:
                     + log
                 )
             if time.monotonic() > next_progress:
-                next_progress += PROGRESS_S
+                next_progress += _PROGRESS_S
                 newest = last_lines(self.log_path, self._log_start, count=1)
                 self._progress(f"waiting for server {self.url} ({waited_s:.0f} s): {newest[:160]}")
             time.sleep(POLL_S)
@@ -442,7 +442,7 @@ def _wait_port_free(host: str, port: int, timeout_s: float = 10.0) -> None:
         time.sleep(POLL_S)
 
 
-def check_port(host: str, port: int) -> None:
+def _check_port(host: str, port: int) -> None:
     """Raises ServerError if a server could not listen there."""
     if not port_is_free(host, port):
         raise ServerError(

@@ -81,9 +81,9 @@ class Generation:
     """[prompt + new tokens - 1, layers, k] int16 (``rollout.routing``), if the request asked."""
 
 
-BAN = -1.0e9
+_BAN = -1.0e9
 """Added to a banned token's logit: no temperature in use brings it back."""
-MAX_RENORMALISED_TOP_K = 4096
+_MAX_RENORMALISED_TOP_K = 4096
 """SGLang's limit for log-probs after top-k."""
 
 NOTHING_GENERATED = Generation((), (), "abort", "", 0)
@@ -123,8 +123,8 @@ def validate(request: GenerationRequest, vocab_size: int) -> None:
         problem = f"temperature is {request.temperature}: expected a number of at least 0"
     elif any(not 0 <= token < vocab_size for token in request.banned_token_ids):
         problem = f"banned_token_ids {list(request.banned_token_ids)}: expected ids below the vocabulary's {vocab_size}"
-    elif request.logprobs_after_top_k and not 1 <= request.top_k <= MAX_RENORMALISED_TOP_K:
-        problem = f"log-probs after top-k need 1 <= top_k <= {MAX_RENORMALISED_TOP_K}, got top_k={request.top_k}"
+    elif request.logprobs_after_top_k and not 1 <= request.top_k <= _MAX_RENORMALISED_TOP_K:
+        problem = f"log-probs after top-k need 1 <= top_k <= {_MAX_RENORMALISED_TOP_K}, got top_k={request.top_k}"
     elif request.images is not None and (
         list(request.input_ids).count(request.images.token_id) != len(request.images.data)
     ):
@@ -164,7 +164,7 @@ def _sampling_params(request: GenerationRequest) -> dict[str, Any]:
     if request.stop_strings:
         params["stop"] = list(request.stop_strings)
     if request.banned_token_ids:
-        params["logit_bias"] = {str(token): BAN for token in request.banned_token_ids}
+        params["logit_bias"] = {str(token): _BAN for token in request.banned_token_ids}
     if request.seed is not None:
         params["sampling_seed"] = request.seed
     return params

@@ -1,5 +1,6 @@
 """Random packed batches for the brute-force tests: ragged sequences, some empty, some fully masked, junk outside."""
 
+import itertools
 from dataclasses import dataclass
 
 import torch
@@ -39,7 +40,7 @@ class Ragged:
     def counted(self) -> list[list[int]]:
         """The indices of the counted tokens of each sequence."""
         corners = self.cu_seqlens.tolist()
-        return [[t for t in range(a, b) if self.mask[t]] for a, b in zip(corners, corners[1:])]
+        return [[t for t in range(a, b) if self.mask[t]] for a, b in itertools.pairwise(corners)]
 
 
 @st.composite

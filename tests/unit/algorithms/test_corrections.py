@@ -67,10 +67,7 @@ def brute_force(
         if kept:
             kept_sequences.append(kept)
     if normalize and kept_sequences:
-        if weight == "sequence":
-            mean = sum(weights[kept[0]] for kept in kept_sequences) / len(kept_sequences)
-        else:
-            mean = sum(weights) / sum(mask)
+        mean = sum(weights[kept[0]] for kept in kept_sequences) / len(kept_sequences) if weight == "sequence" else sum(weights) / sum(mask)
         if mean > 0:
             weights = [w / mean for w in weights]
     return weights, mask

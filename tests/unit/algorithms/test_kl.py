@@ -42,10 +42,7 @@ def expected_gradient_of(kind: str) -> Tensor:
 def gradient_of_divergence(*, reverse: bool) -> Tensor:
     logits = policy_logits()
     logprobs = logits.log_softmax(0)
-    if reverse:
-        divergence = (logprobs.exp() * (logprobs - REFERENCE.log())).sum()
-    else:
-        divergence = (REFERENCE * (REFERENCE.log() - logprobs)).sum()
+    divergence = (logprobs.exp() * (logprobs - REFERENCE.log())).sum() if reverse else (REFERENCE * (REFERENCE.log() - logprobs)).sum()
     return torch.autograd.grad(divergence, logits)[0]
 
 

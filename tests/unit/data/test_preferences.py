@@ -254,7 +254,7 @@ def test_the_judge_sees_both_orders_and_learns_the_judgement_token_alone(tokeniz
     assert (first[-1], second[-1]) == (yes, no)
     assert tokenizer.decode(first[:-1]) == render_pairwise("1+2=", "3", "4")
     assert tokenizer.decode(second[:-1]) == render_pairwise("1+2=", "4", "3")
-    result, metrics = kind.update(group, examples)
+    _result, metrics = kind.update(group, examples)
     found = group.gradients()
     sequences = [torch.tensor(ids) for example in examples for ids in example.sequences]
     loss = -sum(group.logprobs_of(ids)[-1] for ids in sequences) / len(sequences)

@@ -1,5 +1,7 @@
 """Images in a pack: their positions against transformers, who encodes them, and what is refused."""
 
+import functools
+import operator
 import random
 from typing import Any
 
@@ -38,7 +40,7 @@ def make_pack(seed: int) -> tuple[Tensor, list[int], Images]:
     sequences.insert(2, [])
     owners = [index + (index >= 2) for index in owners]
     images = Images(torch.zeros(0), torch.tensor(grids), torch.tensor(owners))
-    return torch.tensor(sum(sequences, [])), [len(tokens) for tokens in sequences], images
+    return torch.tensor(functools.reduce(operator.iadd, sequences, [])), [len(tokens) for tokens in sequences], images
 
 
 @pytest.mark.parametrize("seed", range(4))

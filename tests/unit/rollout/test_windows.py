@@ -5,6 +5,7 @@ which it sees what it generated in this request alone, and returns what it has w
 """
 
 import asyncio
+import itertools
 import json
 import random
 from dataclasses import dataclass, field, replace
@@ -255,7 +256,7 @@ def test_a_message_is_tokenised_once_and_the_history_only_grows():
     t = new_trajectory(budget=60)
     generate(engine, [t], environment=Talk(num_turns=3), encode=counting)
     histories = [request.input_ids for request in engine.requests]
-    assert all(later[: len(earlier)] == earlier for earlier, later in zip(histories, histories[1:]))
+    assert all(later[: len(earlier)] == earlier for earlier, later in itertools.pairwise(histories))
     assert len(encoded) == 2 == t.response_ids.count(MESSAGE_ID) // 2
     assert encoded == [turn.token_ids[-1] for turn in t.turns()[:-1]]
 

@@ -102,7 +102,7 @@ def test_prompt_tokens_and_earlier_windows_train_nothing():
 
 def test_a_reward_reaches_only_the_window_in_which_the_response_ended():
     unfinished = trajectory([4], stopped=False, score=None)
-    batch, found = advantages([unfinished], 0, [0.5] * 4)
+    _batch, found = advantages([unfinished], 0, [0.5] * 4)
     assert torch.count_nonzero(found.raw) == 0
     _, found = advantages([trajectory([2], stopped=True, score=Score(1.0))], 0, [0.5] * 2)
     assert found.raw[-2:].tolist() == pytest.approx([0.475, 0.5])
@@ -258,7 +258,7 @@ INDEPENDENT = ResponseRules(independent_turns=True)
 
 def test_messages_of_the_environment_train_nothing():
     talk = dialogue([3, 2], rewards=[1.0, 0.0])
-    batch, found = advantages([talk], 0, [0.5] * 5, rules=INDEPENDENT)
+    _batch, found = advantages([talk], 0, [0.5] * 5, rules=INDEPENDENT)
     assert found.mask.tolist() == [False] * 3 + [True] * 3 + [False] * 2 + [True] * 2
     talk.old_values = [0.5] * 5
     assert response_batch([talk], RAW, INDEPENDENT).fields["mask"].tolist() == found.mask.tolist()
@@ -303,7 +303,7 @@ def test_a_turn_that_could_not_be_scored_trains_nothing_and_its_neighbours_do():
 def test_roles_are_normalised_apart():
     algorithm = AlgorithmConfig(**{**RAW.__dict__, "normalize_by_role": True})
     talks = [dialogue([2, 2], rewards=[r, 100 * v], id=i) for i, (r, v) in enumerate([(0, 1), (1, 0), (1, 1)])]
-    batch, found = advantages(talks, 0, [0.1, 0.3, 0.2, 0.4] * 3, algorithm, rules=INDEPENDENT)
+    _batch, found = advantages(talks, 0, [0.1, 0.3, 0.2, 0.4] * 3, algorithm, rules=INDEPENDENT)
     by_turn = found.advantages[found.mask].view(3, 2, 2)
     for role in range(2):
         assert float(by_turn[:, role].mean()) == pytest.approx(0, abs=1e-6)

@@ -1,6 +1,7 @@
 """The stage graph: what may overlap, in which order, and that every stage of every step runs once."""
 
 import asyncio
+import itertools
 import threading
 import time
 
@@ -55,7 +56,7 @@ def test_in_tppo_the_critic_update_runs_while_the_next_window_generates():
 
 def test_in_sync_nothing_overlaps():
     log = [(start, end) for _, _, start, end in simulate(Mode.sync, DURATIONS, 3) if end > start]
-    assert all(one[1] <= two[0] for one, two in zip(log, log[1:]))
+    assert all(one[1] <= two[0] for one, two in itertools.pairwise(log))
 
 
 @pytest.mark.parametrize("mode", list(Mode))
@@ -79,14 +80,14 @@ def test_colocated_servers_and_trainer_take_turns(mode, critic):
     log = simulate(mode, COLOCATED, 4, critic=critic, reference=True, colocated=True)
     assert sorted((name, step) for name, step, _, _ in log) == sorted((n, k) for n in resources for k in range(4))
     on_devices = sorted((start, end) for name, _, start, end in log if resources[name] in DEVICES and end > start)
-    assert all(one[1] <= two[0] for one, two in zip(on_devices, on_devices[1:]))
+    assert all(one[1] <= two[0] for one, two in itertools.pairwise(on_devices))
 
 
 @pytest.mark.parametrize("mode", list(Mode))
 def test_colocated_servers_sleep_exactly_while_the_trainer_works(mode):
     """Replays a run: what needs the servers finds them awake, what needs the trainer's memory finds them asleep."""
     asleep = False
-    for name, _, start, end in sorted(simulate(mode, COLOCATED, 4, colocated=True), key=lambda entry: (entry[2], entry[3])):
+    for name, _, _start, _end in sorted(simulate(mode, COLOCATED, 4, colocated=True), key=lambda entry: (entry[2], entry[3])):
         if name in ("sleep", "publish"):
             assert asleep == (name == "publish")
             asleep = name == "sleep"

@@ -1,5 +1,7 @@
 """Laws of the weight-sync plan: buckets, ranks, coverage."""
 
+import itertools
+
 import pytest
 import torch
 from hypothesis import given
@@ -46,7 +48,7 @@ def test_every_tensor_is_placed_once_and_in_order(specs, bucket_bytes):
     assert [placement.spec for placement in placements] == specs
     indices = [placement.bucket for placement in placements]
     # Buckets are numbered without gaps and only the newest is filled: streaming is possible.
-    assert all(later - earlier in (0, 1) for earlier, later in zip(indices, indices[1:]))
+    assert all(later - earlier in (0, 1) for earlier, later in itertools.pairwise(indices))
     assert indices[:1] in ([], [0])
 
 
@@ -69,7 +71,7 @@ def test_only_a_single_oversized_tensor_exceeds_the_bucket_size(specs, bucket_by
 @given(spec_lists, st.integers(1, 400))
 def test_a_bucket_is_closed_only_when_the_next_tensor_cannot_join_it(specs, bucket_bytes):
     buckets = by_bucket(place_all(specs, bucket_bytes))
-    for bucket, following in zip(buckets, buckets[1:]):
+    for bucket, following in itertools.pairwise(buckets):
         first = following[0].spec
         too_large = bucket[-1].end + first.num_bytes > bucket_bytes
         unaligned = bucket[-1].end % first.dtype.itemsize != 0

@@ -1,5 +1,6 @@
 """Laws of megatron_rl/process/{lines,labels}.py: where lines end, and which of them are good."""
 
+import itertools
 import math
 
 import pytest
@@ -35,7 +36,7 @@ class ByteTokens:
 
 def cut(data: bytes, borders) -> ByteTokens:
     places = sorted({0, len(data), *(b % (len(data) + 1) for b in borders)})
-    return ByteTokens([data[a:b] for a, b in zip(places, places[1:])])
+    return ByteTokens([data[a:b] for a, b in itertools.pairwise(places)])
 
 
 # ------------------------------------------------------------------------------------------------------------- search
