@@ -127,7 +127,7 @@ class CheckpointSource:
         for file in sorted(set(listed.values())):
             if Path(file).name != file:
                 raise WeightsError(f"{index}: {file!r} is not the name of a file in its folder")
-            for name in self._file(file):
+            for name in self._file(file).keys():  # noqa: SIM118  (a safetensors file is no mapping)
                 if name in files:
                     raise WeightsError(
                         f"{self.folder}: {name} is in {files[name]} and in {file}; only one of them can be the model's: "
