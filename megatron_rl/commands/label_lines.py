@@ -26,7 +26,6 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from megatron_rl.config.derived import model_vocab_size, read_model_json
 from megatron_rl.config.schema import Config
@@ -45,6 +44,7 @@ from megatron_rl.rewards.workers.event_loop import start_runner
 from megatron_rl.rollout.frozen import open_frozen_rollout
 from megatron_rl.rollout.server_pool import open_servers
 from megatron_rl.rollout.sglang.wire import GenerationRequest, RequestImages
+from megatron_rl.system.progress import progress_bar
 from megatron_rl.system.signals import clean_stop, run_until_stopped
 
 _Complete = Callable[[GenerationRequest], Awaitable[Sequence[int]]]
@@ -362,7 +362,6 @@ def _label_open_jobs(
         2, config.rollout.max_inflight_requests * config.rollout.num_servers // settings.num_completions
     )
     log_dir = output_path.parent / f"{output_path.name}.logs"
-    columns = (TextColumn("label-lines"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with (
         clean_stop(),
         start_runner(
@@ -378,9 +377,10 @@ def _label_open_jobs(
         ) as runner,
         open_servers(config, log_dir, note, load_weights=True) as servers,
         open(output_path, "a", encoding="utf-8") as output,
-        Progress(*columns, console=console, disable=not console.is_terminal) as progress,
+        progress_bar(
+            "label-lines", summary.num_rows, completed=summary.num_done_before, console=console
+        ) as advance,
     ):
-        task = progress.add_task("label-lines", total=summary.num_rows, completed=summary.num_done_before)
 
         async def run() -> None:
             async with open_frozen_rollout(config, servers, vocab_size=model_vocab_size(config), warn=note) as rollout:
@@ -399,7 +399,7 @@ def _label_open_jobs(
                     output,
                     summary,
                     max_rows_under_way=rows_under_way,
-                    advance=lambda: progress.advance(task),
+                    advance=advance,
                     warn=note,
                 )
 

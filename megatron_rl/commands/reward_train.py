@@ -21,7 +21,6 @@ from typing import Protocol
 import numpy as np
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from megatron_rl import algorithms
 from megatron_rl.commands.sft import epoch_batches
@@ -37,6 +36,7 @@ from megatron_rl.data.vision import Vision
 from megatron_rl.errors import DataError, UserError
 from megatron_rl.parallel.topology import Topology
 from megatron_rl.rewards.judges.templates import PAIRWISE_TEMPLATE, render_pairwise, word_token
+from megatron_rl.system.progress import progress_bar
 from megatron_rl.training.engine import Engine, UpdateResult
 from megatron_rl.training.trainer_group import TrainerGroup
 
@@ -132,9 +132,7 @@ def _run_reward_training(config: Config, group: TrainerGroup) -> None:
         history.append(
             {"step": 0, **_report(console, 0, "held out, before training", _evaluate(kind, group, held_out))}
         )
-    columns = (TextColumn("reward-train"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[loss]}"))
-    with Progress(*columns, TimeRemainingColumn(), console=console, disable=not console.is_terminal) as progress:
-        task = progress.add_task("reward-train", total=settings.num_steps, loss="")
+    with progress_bar("reward-train", settings.num_steps, console=console) as advance:
         for step in range(1, settings.num_steps + 1):
             result, metrics = kind.update(group, [train[i] for i in next(batches)])
             if result.skipped:
@@ -142,7 +140,7 @@ def _run_reward_training(config: Config, group: TrainerGroup) -> None:
                     f"reward-train: the gradient of step {step} is not finite; "
                     f"lower reward_train.optimizer.lr={result.lr:g}"
                 )
-            progress.update(task, advance=1, loss=f"loss {metrics['loss']:.4f}")
+            advance(note=f"loss {metrics['loss']:.4f}")
             row = {"step": step, "lr": result.lr, "grad_norm": result.grad_norm, **_named("train", metrics)}
             last = step == settings.num_steps
             if not console.is_terminal and (step % _PRINT_EVERY_STEPS == 0 or step == 1 or last):

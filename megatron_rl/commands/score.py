@@ -11,14 +11,11 @@ import json
 import re
 import time
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from megatron_rl.data.trajectory import Score
@@ -27,6 +24,7 @@ from megatron_rl.rewards.row_form import Row, RowForm
 from megatron_rl.rewards.workers.event_loop import AsyncRewardRunner, start_runner
 from megatron_rl.rewards.workers.processes import RewardRunner
 from megatron_rl.system.files import written_whole
+from megatron_rl.system.progress import progress_bar
 
 _BATCH_ROWS = 1024
 _BATCHES_AHEAD = 2
@@ -115,7 +113,7 @@ def score_file(
             max_concurrency=max_concurrency,
         ) as runner,
         written_whole(output_path) as output,
-        _bar(progress, name, num_rows) as advance,
+        progress_bar(f"reward {name}", num_rows, shown=progress) as advance,
     ):
         started_at = time.monotonic()
         num_scored, total = 0, 0.0
@@ -200,11 +198,3 @@ def _check_rows(path: Path, form: RowForm, skip_bad_rows: bool) -> tuple[int, in
         raise RewardError(f"{num_bad} of {num_good + num_bad} rows are bad; mend them or skip bad rows:\n{places}")
     return num_good, num_bad
 
-
-@contextmanager
-def _bar(shown: bool, name: str, num_rows: int) -> Iterator[Callable[[], None]]:
-    """A progress bar on standard error; yields the function that advances it by one row."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), disable=not shown) as bar:
-        task = bar.add_task(f"reward {name}", total=num_rows)
-        yield lambda: bar.advance(task)

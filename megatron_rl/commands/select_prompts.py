@@ -8,13 +8,10 @@ same bytes. Nothing is written before everything could be read; each file appear
 import json
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from megatron_rl.config.derived import model_has_vision, model_vocab_size
@@ -35,6 +32,7 @@ from megatron_rl.selection.rules import TOO_LONG, PromptScores, Verdict, select
 from megatron_rl.selection.scores import Candidates, read_candidates, read_scores
 from megatron_rl.selection.tables import Report, report_paths, write_report
 from megatron_rl.system.files import written_whole
+from megatron_rl.system.progress import progress_bar
 
 _SCORES_NAME = "select_scores.jsonl"
 """In run.output_dir: the graded responses, when select_prompts.scores_path names none."""
@@ -223,7 +221,7 @@ def _score_prompts(config: Config, note: Note, *, progress: bool) -> tuple[str, 
         if num_missing < num_all:
             note(f"{num_all - num_missing:,} of {num_all:,} responses are in {scores.path} already")
         if num_missing:
-            with _bar(progress, num_all, num_all - num_missing) as advance:
+            with progress_bar("responses", num_all, completed=num_all - num_missing, shown=progress) as advance:
                 _generate(config, prompt_set, plan, scores, tokenizer.decode, note, advance)
     return str(folder / _SCORES_NAME), prompt_set
 
@@ -270,11 +268,3 @@ def _generate(
         num_servers = len(servers.urls)
         run_until_stopped(run())
 
-
-@contextmanager
-def _bar(shown: bool, total: int, completed: int) -> Iterator[Callable[[int], None]]:
-    """A progress bar on standard error; yields the function that advances it by a number of responses."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), disable=not shown) as bar:
-        task = bar.add_task("responses", total=total, completed=completed)
-        yield lambda responses: bar.advance(task, responses)

@@ -7,7 +7,6 @@ from statistics import mean
 import numpy as np
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from megatron_rl.config.schema import Config
 from megatron_rl.data.batch import PackedBatch, cu_seqlens_of
@@ -16,6 +15,7 @@ from megatron_rl.data.tokenizer import Tokenizer
 from megatron_rl.data.vision import Vision
 from megatron_rl.errors import UserError
 from megatron_rl.step.experience import tail_mask
+from megatron_rl.system.progress import progress_bar
 from megatron_rl.training.trainer_group import TrainerGroup
 
 _NUM_RECENT = 10
@@ -30,15 +30,7 @@ def run_sft(config: Config, group: TrainerGroup) -> None:
     console = Console()
     for note in group.notes:
         console.print(note)
-    columns = (
-        TextColumn("sft"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[loss]}"),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
-        task = progress.add_task("sft", total=config.sft.num_steps, loss="")
+    with progress_bar("sft", config.sft.num_steps, console=console) as advance:
         recent: deque[float] = deque(maxlen=_NUM_RECENT)
         for step in range(1, config.sft.num_steps + 1):
             batch = solution_batch([solutions[i] for i in next(batches)], tokenizer.vision)
@@ -51,7 +43,7 @@ def run_sft(config: Config, group: TrainerGroup) -> None:
             done = step == config.sft.num_steps or (
                 len(recent) == _NUM_RECENT and mean(recent) <= config.sft.stop_at_loss
             )
-            progress.update(task, advance=1, loss=f"loss {loss:.4f}")
+            advance(note=f"loss {loss:.4f}")
             if not console.is_terminal and (step % 25 == 0 or step == 1 or done):
                 console.print(
                     f"sft step {step}/{config.sft.num_steps}  loss {loss:.4f}  grad norm {result.grad_norm:.2f}"

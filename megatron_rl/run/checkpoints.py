@@ -12,7 +12,7 @@ from typing import Any
 
 from megatron_rl.config.schema import Config
 from megatron_rl.errors import UserError
-from megatron_rl.tracking.metrics_file import write_atomic
+from megatron_rl.system.files import write_whole
 from megatron_rl.training.trainer_group import TrainerGroup
 
 _NUM_KEPT = 2
@@ -47,8 +47,8 @@ class Saver:
         for engine in self._engines:
             self._group.save_state(engine, str(target / engine))
         state = {"num_steps_done": step + 1, "weight_version": weight_version, **driver}
-        write_atomic(target / "driver.json", json.dumps(state))
-        write_atomic(self._folder / "latest.json", json.dumps({"folder": target.name}))
+        write_whole(target / "driver.json", json.dumps(state))
+        write_whole(self._folder / "latest.json", json.dumps({"folder": target.name}))
         self._remove_old()
 
     def load(self) -> dict[str, Any]:

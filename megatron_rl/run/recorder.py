@@ -8,8 +8,9 @@ from pathlib import Path
 from megatron_rl.config.load import config_to_yaml, flat_params
 from megatron_rl.config.schema import Config
 from megatron_rl.step.stages import StageRun
+from megatron_rl.system.files import write_whole
 from megatron_rl.tracking.console import TrainingConsole
-from megatron_rl.tracking.metrics_file import MetricsWriter, write_atomic
+from megatron_rl.tracking.metrics_file import MetricsWriter
 from megatron_rl.tracking.mlflow import Tracker
 from megatron_rl.tracking.timeline import Span, Timeline, read_timeline
 
@@ -21,7 +22,7 @@ class Recorder:
         self._config = config
         self._folder = Path(config.run.output_dir)
         self._folder.mkdir(parents=True, exist_ok=True)
-        write_atomic(self._folder / "config.yaml", config_to_yaml(config))
+        write_whole(self._folder / "config.yaml", config_to_yaml(config))
         earlier = read_timeline(self._folder / "timeline.json") if config.run.resume else []
         self.timeline = Timeline(spans=[span for span in earlier if span.step <= first_step])
         self.running: Callable[[], list[tuple[str, float]]] = list

@@ -10,8 +10,8 @@ from rich.table import Table
 
 from megatron_rl.config.schema import Config
 from megatron_rl.run.recorder import Recorder
+from megatron_rl.system.files import write_whole
 from megatron_rl.tracking.console import duration, summary_table
-from megatron_rl.tracking.metrics_file import write_atomic
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ def summarize(config: Config, recorder: Recorder, evaluations: Sequence[Evaluati
 
 
 def write_summary(folder: str | Path, summary: Summary) -> None:
-    write_atomic(Path(folder) / "summary.json", json.dumps(asdict(summary), indent=2))
+    write_whole(Path(folder) / "summary.json", json.dumps(asdict(summary), indent=2))
 
 
 def print_summary(folder: str | Path, summary: Summary) -> None:

@@ -1,6 +1,7 @@
-"""Files that appear whole or not at all."""
+"""Files and folders that appear whole or not at all: what takes their name is complete and on disk."""
 
 import os
+import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,20 +11,40 @@ from typing import TextIO
 
 @contextmanager
 def written_whole(path: str | Path) -> Iterator[TextIO]:
-    """A text file that takes its name only when it is complete and on disk; makes the folder."""
+    """A UTF-8 text file that takes its name when the block ends without an error; makes the folder. Raises OSError."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile(
-        "w", encoding="utf-8", dir=path.parent, prefix=f".{path.name}.", suffix=".partial", delete=False
-    ) as file:
-        try:
+    # A name of its own for each writer: a report's thread and the final report may be written at the same time.
+    descriptor, partial = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".partial")
+    try:
+        with open(descriptor, "w", encoding="utf-8") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
-            umask = os.umask(0)
-            os.umask(umask)
-            os.chmod(file.name, 0o666 & ~umask)  # temporary files are private by default
-            os.replace(file.name, path)
-        except BaseException:
-            os.unlink(file.name)
-            raise
+        umask = os.umask(0)
+        os.umask(umask)
+        os.chmod(partial, 0o666 & ~umask)  # temporary files are private by default
+        os.replace(partial, path)
+    except BaseException:
+        os.unlink(partial)
+        raise
+
+
+def write_whole(path: str | Path, content: str | bytes) -> Path:
+    """Replace a file in one move: a reader sees the old content or the new, never a part. Raises OSError."""
+    with written_whole(path) as file:
+        if isinstance(content, str):
+            file.write(content)
+        else:
+            file.buffer.write(content)
+    return Path(path)
+
+
+def replace_folder(partial: Path, folder: Path) -> None:
+    """``partial`` takes the name ``folder``; a folder that has it already is removed after that. Raises OSError."""
+    replaced = folder.with_name(folder.name + ".replaced")
+    shutil.rmtree(replaced, ignore_errors=True)
+    if folder.exists():
+        os.rename(folder, replaced)
+    os.rename(partial, folder)
+    shutil.rmtree(replaced, ignore_errors=True)

@@ -46,7 +46,7 @@ def run_until_stopped(work: Coroutine[Any, Any, None]) -> None:
 
         def stop() -> None:
             nonlocal stopped
-            if not stopped:
+            if task is not None and not stopped:
                 stopped = True
                 task.cancel()
 

@@ -22,6 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron_rl.system.files import write_whole
+
 logger = logging.getLogger(__name__)
 
 
@@ -48,19 +50,6 @@ def as_numbers(metrics: Mapping[str, Any]) -> tuple[dict[str, float], list[str]]
         except (TypeError, ValueError, RuntimeError):  # RuntimeError: a tensor of more than one element
             rejected.append(name)
     return numbers, rejected
-
-
-def write_atomic(path: str | Path, content: str | bytes) -> Path:
-    """Replace a file in one move: a reader sees the old content or the new, never a part. Raises OSError."""
-    path = Path(path)
-    # The thread's id keeps two writers of one file (a report thread and the final report) off each other's copy.
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}.tmp")
-    try:
-        temporary.write_bytes(content.encode() if isinstance(content, str) else content)
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
-    return path
 
 
 def _encode(step: int, time_s: float, numbers: Mapping[str, float]) -> bytes:
@@ -161,7 +150,7 @@ class MetricsWriter:
             if row is not None and (resume_step is None or row.step < resume_step):
                 kept.append(line)
         if len(kept) < len(lines):
-            write_atomic(self.path, b"".join(kept))
+            write_whole(self.path, b"".join(kept))
 
     def __enter__(self) -> "MetricsWriter":
         return self

@@ -25,7 +25,8 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.tracking.metrics_file import as_numbers, read_metrics, write_atomic
+from megatron_rl.system.files import write_whole
+from megatron_rl.tracking.metrics_file import as_numbers, read_metrics
 
 logger = logging.getLogger(__name__)
 
@@ -232,7 +233,7 @@ class Tracker:
         else:
             self._client.update_run(run.info.run_id, status="RUNNING")
         self._log_params(run.info.run_id, run.data.params)
-        write_atomic(self._output_dir / _RUN_FILE, json.dumps({"uri": self._uri, "run_id": run.info.run_id}) + "\n")
+        write_whole(self._output_dir / _RUN_FILE, json.dumps({"uri": self._uri, "run_id": run.info.run_id}) + "\n")
         self._run_id = run.info.run_id
 
     def _earlier_run(self) -> Any:

@@ -18,10 +18,11 @@ import numpy as np
 import yaml
 from matplotlib.ticker import MaxNLocator
 
+from megatron_rl.system.files import write_whole
 from megatron_rl.tracking import charts
 from megatron_rl.tracking.charts import LIGHT, Series, reduce_points, smooth
 from megatron_rl.tracking.console import STAGE_STYLES, compact, duration
-from megatron_rl.tracking.metrics_file import MetricsRow, read_metrics, write_atomic
+from megatron_rl.tracking.metrics_file import MetricsRow, read_metrics
 from megatron_rl.tracking.page import Check, Page, Panel, Section, render
 from megatron_rl.tracking.timeline import LANES, Span, overlap_seconds, read_timeline
 
@@ -302,7 +303,7 @@ def write_report(output_dir: str | Path) -> Path:
         summary=tuple(_flat(run.summary)),
         config_text=run.config_text,
     )
-    return write_atomic(Path(output_dir) / "report.html", render(page))
+    return write_whole(Path(output_dir) / "report.html", render(page))
 
 
 def _flat(summary: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
@@ -550,4 +551,4 @@ def _write_curve_png(output_dir: str | Path, path: str | Path) -> Path:
         charts.label_axes(axes, x_label, "% correct" if place == 0 else "")
         if place == 0:
             axes.legend(frameon=False, fontsize=10, labelcolor=LIGHT["ink"], loc="best")
-    return write_atomic(path, charts.to_png(figure))
+    return write_whole(path, charts.to_png(figure))

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.tracking.metrics_file import write_atomic
+from megatron_rl.system.files import write_whole
 
 logger = logging.getLogger(__name__)
 
@@ -204,7 +204,7 @@ class Timeline:
             spans, num_dropped = list(self._spans), self._num_dropped
         try:
             content = json.dumps(_chrome_trace(spans, num_dropped), default=str)
-            write_atomic(path, content)
+            write_whole(path, content)
         except OSError as error:
             if not self._warned:
                 self._warned = True

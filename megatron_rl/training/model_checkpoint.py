@@ -10,7 +10,6 @@ The script of a process that saves must be guarded by ``if __name__ == "__main__
 that imports it again.
 """
 
-import os
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -28,6 +27,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from megatron_rl.errors import UserError
+from megatron_rl.system.files import replace_folder
 from megatron_rl.training.optimizer import torch_adam_parts
 
 _FORMAT = {
@@ -70,7 +70,7 @@ def save_checkpoint(
     dist_checkpointing.save(state, str(partial), strategy, content_metadata=_FORMAT)
     dist.barrier()
     if dist.get_rank() == 0:
-        _replace(partial, folder)
+        replace_folder(partial, folder)
     dist.barrier()
 
 
@@ -131,15 +131,6 @@ def _chunk_key(index: int) -> str:
 
 def _data_parallel_group() -> dist.ProcessGroup:
     return parallel_state.get_data_parallel_group(with_context_parallel=True)
-
-
-def _replace(partial: Path, folder: Path) -> None:
-    replaced = folder.with_name(folder.name + ".replaced")
-    shutil.rmtree(replaced, ignore_errors=True)
-    if folder.exists():
-        os.rename(folder, replaced)
-    os.rename(partial, folder)
-    shutil.rmtree(replaced, ignore_errors=True)
 
 
 def _hyperparameters(group: dict[str, Any]) -> dict[str, Any]:

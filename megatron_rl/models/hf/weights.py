@@ -41,6 +41,7 @@ from megatron_rl.models.hf.mtp import is_mtp, mtp_tensors
 from megatron_rl.models.hf.sources import INDEX_FILE, SINGLE_FILE, CheckpointSource, TensorSource, WeightsError
 from megatron_rl.models.packed import unwrap
 from megatron_rl.parallel import collectives
+from megatron_rl.system.files import replace_folder
 
 _MAX_SHARD_BYTES = 5 * 1024**3
 COPIED_FILES = (
@@ -376,14 +377,7 @@ class FolderWriter:
 
     def _publish(self) -> None:
         self.folder.chmod(0o755)  # mkdtemp's own mode shuts everyone else out
-        if not self.target.exists():
-            os.rename(self.folder, self.target)
-            return
-        # A folder cannot be renamed over one that is not empty.
-        old = Path(tempfile.mkdtemp(prefix=f".{self.target.name}.old.", dir=self.target.parent))
-        os.rename(self.target, old / self.target.name)
-        os.rename(self.folder, self.target)
-        shutil.rmtree(old)
+        replace_folder(self.folder, self.target)
 
 
 def _expert_of(name: str) -> int | None:
