@@ -1,0 +1,121 @@
+"""The configuration schema: one dataclass a section, a docstring under each field, units in the names.
+
+A recipe is a YAML file over this schema; ``key=value`` on the command line overrides it (``load.py``). What one
+field cannot say alone is checked across fields in ``checks``. No value is ever rewritten silently.
+"""
+
+from megatron_rl.config.schema.algorithm import (
+    AdvantageKind,
+    Aggregation,
+    AlgorithmConfig,
+    Bootstrap,
+    CorrectionConfig,
+    CorrectionWeight,
+    DynamicSamplingConfig,
+    KlConfig,
+    KlEstimator,
+    KlPlace,
+    LambdaKind,
+    Normalization,
+    OldPolicy,
+    Overlong,
+    PolicyLossKind,
+    Rejection,
+)
+from megatron_rl.config.schema.batch import BatchConfig
+from megatron_rl.config.schema.commands import (
+    CriticPretrainConfig,
+    LabelLinesConfig,
+    RewardModelKind,
+    RewardTrainConfig,
+    SelectionRule,
+    SelectPromptsConfig,
+    SftConfig,
+)
+from megatron_rl.config.schema.data import CurriculumPhase, DataConfig, DuplicateIds
+from megatron_rl.config.schema.models import (
+    CriticConfig,
+    Dispatcher,
+    Dtype,
+    Fp8,
+    GroupedGemm,
+    Init,
+    LoadBalancing,
+    MoeConfig,
+    Mtp,
+    PolicyConfig,
+    Recompute,
+    ReferenceConfig,
+    RouterDtype,
+    RoutingReplay,
+    VisionConfig,
+)
+from megatron_rl.config.schema.optimizer import DecayStyle, OptimizerConfig
+from megatron_rl.config.schema.parallel import ParallelConfig
+from megatron_rl.config.schema.recipe import Config
+from megatron_rl.config.schema.rewards import EnvironmentConfig, ProcessRewardConfig, RewardConfig, RewardRouteConfig
+from megatron_rl.config.schema.rollout import FireConfig, FireLoss, Placement, RolloutConfig, WeightSync
+from megatron_rl.config.schema.run import EvalConfig, Mode, RunConfig, ScheduleConfig, TrackingConfig
+
+__all__ = [
+    "AdvantageKind",
+    "Aggregation",
+    "AlgorithmConfig",
+    "BatchConfig",
+    "Bootstrap",
+    "Config",
+    "CorrectionConfig",
+    "CorrectionWeight",
+    "CriticConfig",
+    "CriticPretrainConfig",
+    "CurriculumPhase",
+    "DataConfig",
+    "DecayStyle",
+    "Dispatcher",
+    "Dtype",
+    "DuplicateIds",
+    "DynamicSamplingConfig",
+    "EnvironmentConfig",
+    "EvalConfig",
+    "FireConfig",
+    "FireLoss",
+    "Fp8",
+    "GroupedGemm",
+    "Init",
+    "KlConfig",
+    "KlEstimator",
+    "KlPlace",
+    "LabelLinesConfig",
+    "LambdaKind",
+    "LoadBalancing",
+    "Mode",
+    "MoeConfig",
+    "Mtp",
+    "Normalization",
+    "OldPolicy",
+    "OptimizerConfig",
+    "Overlong",
+    "ParallelConfig",
+    "Placement",
+    "PolicyConfig",
+    "PolicyLossKind",
+    "ProcessRewardConfig",
+    "Recompute",
+    "ReferenceConfig",
+    "Rejection",
+    "RewardConfig",
+    "RewardModelKind",
+    "RewardRouteConfig",
+    "RewardTrainConfig",
+    "RolloutConfig",
+    "RouterDtype",
+    "RoutingReplay",
+    "RunConfig",
+    "ScheduleConfig",
+    "SelectPromptsConfig",
+    "SelectionRule",
+    "SftConfig",
+    "TrackingConfig",
+    "VisionConfig",
+    "WeightSync",
+]

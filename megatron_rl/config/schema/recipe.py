@@ -1,0 +1,44 @@
+"""The whole configuration: one section a field."""
+
+from dataclasses import dataclass, field
+
+from megatron_rl.config.schema.algorithm import AlgorithmConfig
+from megatron_rl.config.schema.batch import BatchConfig
+from megatron_rl.config.schema.commands import (
+    CriticPretrainConfig,
+    LabelLinesConfig,
+    RewardTrainConfig,
+    SelectPromptsConfig,
+    SftConfig,
+)
+from megatron_rl.config.schema.data import DataConfig
+from megatron_rl.config.schema.models import CriticConfig, PolicyConfig, ReferenceConfig
+from megatron_rl.config.schema.parallel import ParallelConfig
+from megatron_rl.config.schema.rewards import EnvironmentConfig, RewardConfig
+from megatron_rl.config.schema.rollout import RolloutConfig
+from megatron_rl.config.schema.run import EvalConfig, RunConfig, ScheduleConfig, TrackingConfig
+
+
+@dataclass
+class Config:
+    preset: str = ""
+    """Name of a preset whose values lie under this file's."""
+    run: RunConfig = field(default_factory=RunConfig)
+    policy: PolicyConfig = field(default_factory=PolicyConfig)
+    critic: CriticConfig = field(default_factory=CriticConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    batch: BatchConfig = field(default_factory=BatchConfig)
+    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    reference: ReferenceConfig = field(default_factory=ReferenceConfig)
+    environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    tracking: TrackingConfig = field(default_factory=TrackingConfig)
+    sft: SftConfig = field(default_factory=SftConfig)
+    critic_pretrain: CriticPretrainConfig = field(default_factory=CriticPretrainConfig)
+    reward_train: RewardTrainConfig = field(default_factory=RewardTrainConfig)
+    label_lines: LabelLinesConfig = field(default_factory=LabelLinesConfig)
+    select_prompts: SelectPromptsConfig = field(default_factory=SelectPromptsConfig)
