@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from rich.table import Table
 
 from megatron_rl.data.trajectory import Score
-from megatron_rl.rewards import RewardRunner
 from megatron_rl.rewards.rules import math as math_reward
+from megatron_rl.rewards.workers.processes import RewardRunner
 
 HANG = "hang"
 TIMEOUT_S = 5.0

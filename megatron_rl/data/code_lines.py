@@ -11,6 +11,7 @@ Invariants:
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 Decode = Callable[[Sequence[int]], str]
 """Token ids to text, without special tokens."""
@@ -41,37 +42,56 @@ class CodeLine:
 
 
 def code_region(text: str, entry_point: str = "") -> Region | None:
-    """Where the program stands that the code reward runs (``rewards/sandbox_source.extract_code``).
+    """Where the program of a response stands; None if there is nothing but white space.
 
     That is the last fenced block after the thought which defines ``entry_point``, else the last one marked as Python,
-    else the last one, else everything after the thought; a block that is still open reaches to the end. None if there
-    is nothing but white space.
+    else the last one, else everything after the thought; a block that is still open reaches to the end.
     """
-    start = text.rfind(_THOUGHT_END) + len(_THOUGHT_END) if _THOUGHT_END in text else 0
-    blocks = list(_blocks(text, start))
-    marked = [region for tag, region in blocks if tag in _PYTHON_TAGS] or [region for _, region in blocks]
-    if entry_point:
-        heads = (f"def {entry_point}(", f"def {entry_point} (", f"class {entry_point}", f"{entry_point} =")
-        marked = [region for region in marked if any(head in text[slice(*region)] for head in heads)] or marked
-    region = marked[-1] if marked else (start, len(text))
+    region, _ = _program(text, entry_point)
     return region if text[slice(*region)].strip() else None
 
 
-def _blocks(text: str, position: int) -> Iterator[tuple[str, Region]]:
-    """(language tag, region of the body) of each fenced block from ``position`` on."""
+def extract_code(text: str, entry_point: str = "") -> str:
+    """The program in ``code_region``, its lines without the indentation of the block's fence."""
+    region, indent = _program(text, entry_point)
+    lines = text[slice(*region)].splitlines(keepends=True)
+    return "".join(line[indent:] if line[:indent].isspace() else line for line in lines)
+
+
+def _program(text: str, entry_point: str) -> tuple[Region, int]:
+    """Region and indentation of the program."""
+    start = text.rfind(_THOUGHT_END) + len(_THOUGHT_END) if _THOUGHT_END in text else 0
+    blocks = list(_blocks(text, start))
+    marked = [block for block in blocks if block.tag in _PYTHON_TAGS] or blocks
+    if entry_point:
+        heads = (f"def {entry_point}(", f"def {entry_point} (", f"class {entry_point}", f"{entry_point} =")
+        marked = [b for b in marked if any(head in text[slice(*b.region)] for head in heads)] or marked
+    return (marked[-1].region, marked[-1].indent) if marked else ((start, len(text)), 0)
+
+
+class _Block(NamedTuple):
+    tag: str
+    """Language."""
+    region: Region
+    indent: int
+    """Characters before the opening fence."""
+
+
+def _blocks(text: str, position: int) -> Iterator[_Block]:
+    """The fenced blocks from ``position`` on."""
     tag: str | None = None
-    start = position
+    start, indent = position, 0
     for line in text[position:].splitlines(keepends=True):
         end, stripped = position + len(line), line.strip()
         if tag is None:
             if stripped.startswith(_FENCE):
-                tag, start = stripped.strip("`").strip().lower(), end
+                tag, start, indent = stripped.strip("`").strip().lower(), end, len(line) - len(line.lstrip())
         elif stripped == _FENCE:
-            yield tag, (start, position)
+            yield _Block(tag, (start, position), indent)
             tag = None
         position = end
     if tag is not None and start < position:
-        yield tag, (start, position)
+        yield _Block(tag, (start, position), indent)
 
 
 def code_lines(
@@ -96,16 +116,6 @@ def lines_between(text: str, region: Region, comment_prefixes: Sequence[str] = C
 def is_neutral(line: str, comment_prefixes: Sequence[str] = COMMENT_PREFIXES) -> bool:
     stripped = line.strip()
     return not stripped or stripped.startswith(tuple(comment_prefixes))
-
-
-def line_end_tokens(
-    token_ids: Sequence[int], decode: Decode, region_of: Callable[[str], Region | None] = code_region
-) -> list[int]:
-    """Per line of the code region the index of the token that ends it; lines that share a token repeat its index."""
-    pieces = token_texts(token_ids, decode)
-    text = "".join(pieces)
-    region = region_of(text)
-    return end_tokens(lines_between(text, region) if region else [], pieces)
 
 
 def end_tokens(lines: Sequence[CodeLine], pieces: Sequence[str]) -> list[int]:

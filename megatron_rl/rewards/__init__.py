@@ -1,34 +1,20 @@
 """Rewards: functions found by name; plain ones run in killable worker processes, async ones on an event loop.
 
-The names below are what the rest of the package uses; they are imported on first use, so that a worker process that
-needs one reward does not pay for the others.
+``register`` and ``Score`` are what a file with a reward of its own needs.
 """
 
-from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-_HOMES = {
-    "Reward": "registry",
-    "RewardError": "registry",
-    "available": "registry",
-    "check_options": "registry",
-    "register": "registry",
-    "resolve": "registry",
-    "AsyncRewardRunner": "workers.event_loop",
-    "start_runner": "workers.event_loop",
-    "Transient": "workers.session",
-    "GradedItem": "router",
-    "RewardRouter": "router",
-    "build_rewards": "router",
-    "RewardAlarm": "workers.processes",
-    "RewardRunner": "workers.processes",
-    "check_error_rate": "workers.processes",
-}
+if TYPE_CHECKING:
+    from megatron_rl.rewards.registry import Score, register
 
-__all__ = sorted(_HOMES)
+__all__ = ["Score", "register"]
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    """On first use: the sandbox's processes are in this package and must import nothing beside the sandbox."""
+    if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has {', '.join(__all__)}")
-    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    from megatron_rl.rewards import registry
+
+    return getattr(registry, name)

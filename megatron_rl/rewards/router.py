@@ -184,11 +184,6 @@ def _place(type_: str) -> str:
     return f"reward.by_type.{type_}" if type_ else "reward"
 
 
-def required_row_fields(config: RewardConfig) -> dict[str, list[str]]:
-    """By prompt type (``""``: every type), the fields that a data row must have for its reward."""
-    return {type_: route.required for type_, route in routes_of(config).items()}
-
-
 def wanted_row_fields(config: RewardConfig) -> list[str]:
     """Every field that some reward reads if a row has it, required or not."""
     names: dict[str, None] = {}
@@ -287,9 +282,6 @@ class RewardRouter:
 
     def check_prompts(self, prompts: Iterable[Prompt]) -> None:
         check_prompts(self._config, prompts)
-
-    def required_row_fields(self) -> dict[str, list[str]]:
-        return {type_: route.required for type_, route in self._routes.items()}
 
     async def score_many(self, items: Sequence[GradedItem]) -> list[Score]:
         """Scores in the order of ``items``. Cancelling the call drops what waits."""

@@ -15,8 +15,9 @@ import pytest
 
 from megatron_rl.commands.score import score_file
 from megatron_rl.data.trajectory import Score
-from megatron_rl.rewards import RewardAlarm, RewardError, RewardRunner, check_error_rate
+from megatron_rl.rewards.registry import RewardError
 from megatron_rl.rewards.workers.frames import pack
+from megatron_rl.rewards.workers.processes import RewardAlarm, RewardRunner, check_error_rate
 
 HOSTILE = "tests.integration.hostile_rewards"
 ROOT = Path(__file__).parents[2]
@@ -161,7 +162,7 @@ def test_close_leaves_no_process_and_ends_the_calls_under_way(mark: str) -> None
 def test_everything_dies_with_a_killed_trainer_even_if_a_fork_of_it_lives_on(mark: str) -> None:
     script = (
         "import os, time\n"
-        "from megatron_rl.rewards import RewardRunner\n"
+        "from megatron_rl.rewards.workers.processes import RewardRunner\n"
         f"runner = RewardRunner({HOSTILE + ':score'!r}, num_workers=2, timeout_s=60)\n"
         "runner.submit([('loop', ''), ('stop', '')])\n"
         "time.sleep(0.5)\n"
@@ -173,7 +174,7 @@ def test_everything_dies_with_a_killed_trainer_even_if_a_fork_of_it_lives_on(mar
     try:
         assert trainer.stdout is not None
         fork = int(trainer.stdout.readline())
-        assert len(marked_processes(mark)) == 5  # trainer, its fork, nursery, two workers
+        assert len(marked_processes(mark)) == 5  # trainer, its fork, fork server, two workers
     finally:
         trainer.kill()
         trainer.wait(timeout=10)
@@ -184,12 +185,12 @@ def test_everything_dies_with_a_killed_trainer_even_if_a_fork_of_it_lives_on(mar
     trainer.stdout.close()
 
 
-def test_a_killed_nursery_is_replaced_and_no_item_lost(mark: str) -> None:
+def test_a_killed_fork_server_is_replaced_and_no_item_lost(mark: str) -> None:
     with hostile_runner(timeout_s=10.0) as runner:
         future = runner.submit([("sleep 0.05", "")] * 40)
         time.sleep(0.3)
-        (nursery,) = [pid for pid in marked_processes(mark) if parent_of(pid) == os.getpid()]
-        os.kill(nursery, signal.SIGKILL)
+        (fork_server,) = [pid for pid in marked_processes(mark) if parent_of(pid) == os.getpid()]
+        os.kill(fork_server, signal.SIGKILL)
         assert [score.value for score in future.result(timeout=60)] == [1.0] * 40
 
 

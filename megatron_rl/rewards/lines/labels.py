@@ -5,7 +5,7 @@ binary search finds the first line that spoils the program, with log2(lines) que
 +1 up to that line, -1 from it on, 0 on neutral lines, which are no part of the search.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from megatron_rl.data.code_lines import CodeLine
 
@@ -42,17 +42,6 @@ class LineSearch:
         if self.question is not None:
             raise ValueError(f"the search is not over: is the prefix of {self.question} lines recoverable?")
         return self._low
-
-
-def first_unrecoverable_line(num_lines: int, is_recoverable: Callable[[int], bool], passes: bool) -> int:
-    """The first line (from 1) after which no completion passes; num_lines + 1 if the program passes its tests.
-
-    ``is_recoverable(m)`` speaks of the first m lines; it is asked at most ceil(log2(num_lines)) times.
-    """
-    search = LineSearch(num_lines, passes=passes)
-    while search.question is not None:
-        search.answer(is_recoverable(search.question))
-    return search.first_bad
 
 
 def scored_lines(lines: Sequence[CodeLine]) -> list[CodeLine]:

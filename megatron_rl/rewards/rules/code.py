@@ -15,10 +15,10 @@ import urllib.request
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from megatron_rl.data.code_lines import extract_code
 from megatron_rl.data.trajectory import Score
 from megatron_rl.rewards.registry import RewardError, register
 from megatron_rl.rewards.sandbox.sandbox import BadTestsError, Program, ProgramLimits, Sandbox, SandboxError
-from megatron_rl.rewards.sandbox.source import extract_code
 
 _ROW_FIELDS = {
     "tests": ("tests", "test", "unit_tests", "unit_test", "test_list", "test_code", "test_cases", "asserts", "answer"),

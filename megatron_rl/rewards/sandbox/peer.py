@@ -1,11 +1,11 @@
-"""The conversation of a judge, which runs tests, with a player, which runs the tested code, over one socket.
+"""The conversation of a referee, which runs tests, with a player, which runs the tested code, over one socket.
 
-The tests never share an interpreter with the tested code: a function of it is a ``Remote`` in the judge. Calling one
+The tests never share an interpreter with the tested code: a function of it is a ``Remote`` in the referee. Calling one
 sends the arguments and waits for the result; results of plain types arrive as values (sandbox_values.py), all other
 objects stay in the player and are ``Remote`` too. What a call changes in its arguments comes back with the result.
 Functions that the tests pass to the tested code are called back.
 
-Invariants: whatever the player sends, nothing of it runs in the judge. A plain value is compared in the judge, by its
+Invariants: whatever the player sends, nothing of it runs in the referee. A plain value is compared in the referee, by its
 own types; an object of the player equals a plain value only through the plain value that it holds.
 
 Who waits for whom: each side waits for the other's reply, serving the other's requests meanwhile; the sandbox's
@@ -181,7 +181,7 @@ class Player(_Peer):
 
     def _import(self, reference: list[Any]) -> Any:
         kind, key = reference
-        if kind == "import":  # of the standard library: the judge imports nothing else
+        if kind == "import":  # of the standard library: the referee imports nothing else
             module, _, name = key.partition(":")
             return getattr(importlib.import_module(module), name)
         if kind == "callback":
@@ -228,10 +228,10 @@ def _rebuild(description: Any) -> Exception:
     return _RemoteError(f"{name}: {text}")
 
 
-# -------------------------------------------------------------------------------------------------------------- judge
+# -------------------------------------------------------------------------------------------------------------- referee
 
 
-class Judge(_Peer):
+class Referee(_Peer):
     """The tests' end: asks the player for operations on its objects."""
 
     def __init__(self, connection: socket.socket) -> None:
@@ -340,12 +340,12 @@ _COMPARISONS = {
 class Remote:
     """An object of the player, as the tests see it."""
 
-    def __init__(self, judge: Judge, reference: list[Any]) -> None:
-        object.__setattr__(self, "_judge", judge)
+    def __init__(self, referee: Referee, reference: list[Any]) -> None:
+        object.__setattr__(self, "_referee", referee)
         object.__setattr__(self, "_reference", reference)
 
     def _operate(self, operation: str, *arguments: Any) -> Any:
-        return object.__getattribute__(self, "_judge").operate(operation, self, *arguments)
+        return object.__getattribute__(self, "_referee").operate(operation, self, *arguments)
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
         return self._operate("call", *arguments, keywords)
@@ -389,7 +389,7 @@ class Remote:
         return self._operate("plain")
 
     def _reflected(self, operation: str, other: Any) -> Any:
-        return object.__getattribute__(self, "_judge").operate(operation, other, self)
+        return object.__getattribute__(self, "_referee").operate(operation, other, self)
 
     def _compare(self, operation: str, other: Any) -> Any:
         if isinstance(other, Remote) and self._held() is None:

@@ -1,10 +1,10 @@
-"""What runs in a confined process: the tested code (``play``), its tests (``judge``), or both in one (``together``).
+"""What runs in a confined process: the tested code (``play``), its tests (``referee``), or both in one (``together``).
 
 A verdict is a JSON object: ``kind`` is "ran" (with ``num_passed``, ``num_failed`` and ``detail``), "bad_tests" (the data is at fault) or
 "inseparable" (the tests must run beside the tested code).
 
 Invariants: all assertions of the tests must have been reached and held for a verdict without failures; tests that ended
-early for any reason have failed. Under ``judge`` the tested code has no way to the verdict: it is in another process,
+early for any reason have failed. Under ``referee`` the tested code has no way to the verdict: it is in another process,
 which knows neither the tests nor the channel. Under ``together`` it shares an interpreter with the tests; the verdict is
 then signed with a key that is read after the tested code was loaded, which stops programs that exit, print or patch,
 and not one that searches the interpreter for it.
@@ -20,7 +20,7 @@ import unittest
 from collections.abc import Sequence
 from typing import Any
 
-from megatron_rl.rewards.sandbox.peer import Gone, Judge, Player, describe_exception
+from megatron_rl.rewards.sandbox.peer import Gone, Player, Referee, describe_exception
 from megatron_rl.rewards.sandbox.source import BadTests, Tests, compose, infer_entry_point, prelude, read_tests
 
 _MAX_DETAIL = 300
@@ -41,7 +41,7 @@ def _load_program(program: dict[str, str]) -> dict[str, Any]:
 
 
 def play(program: dict[str, str], connection: socket.socket) -> None:
-    """Load the tested code, say how that went, and serve the judge until it is gone."""
+    """Load the tested code, say how that went, and serve the referee until it is gone."""
     player = Player(connection, {})
     try:
         namespace = _load_program(program)
@@ -54,29 +54,29 @@ def play(program: dict[str, str], connection: socket.socket) -> None:
         player.serve()
 
 
-def _read_job(channel: socket.socket) -> dict[str, Any]:
-    """What the client wrote for the judge: JSON up to the end of its stream."""
+def _read_task(channel: socket.socket) -> dict[str, Any]:
+    """What the client wrote for the referee: JSON up to the end of its stream."""
     parts = []
     while part := channel.recv(1 << 16):
         parts.append(part)
     return json.loads(b"".join(parts))
 
 
-def judge(channel: socket.socket, connection: socket.socket) -> None:
+def referee(channel: socket.socket, connection: socket.socket) -> None:
     """Run the tests against a player, and write the verdict."""
-    job = _read_job(channel)
-    channel.sendall(json.dumps(_judged(job, connection)).encode())
+    task = _read_task(channel)
+    channel.sendall(json.dumps(_verdict_of_tests(task, connection)).encode())
 
 
-def _judged(job: dict[str, Any], connection: socket.socket) -> Verdict:
+def _verdict_of_tests(task: dict[str, Any], connection: socket.socket) -> Verdict:
     random.seed(0)
     try:
-        tests, entry_point = _tests_of(job)
+        tests, entry_point = _tests_of(task)
     except BadTests as error:
         return {"kind": "bad_tests", "detail": str(error)}
     if tests.one_interpreter:
         return {"kind": "inseparable", "detail": "the tests look into the interpreter"}
-    peer = Judge(connection)
+    peer = Referee(connection)
     try:
         hello = peer.receive()
     except Gone as gone:
@@ -85,10 +85,10 @@ def _judged(job: dict[str, Any], connection: socket.socket) -> Verdict:
         return _failed(tests, _one_line(hello.get("raise")))
     namespace: dict[str, Any] = {"__name__": "tests"}
     try:
-        for code in prelude(job["prompt_code"], entry_point):
+        for code in prelude(task["prompt_code"], entry_point):
             exec(code, namespace)
-        if job["setup"]:
-            exec(compile(job["setup"], "<setup>", "exec"), namespace)
+        if task["setup"]:
+            exec(compile(task["setup"], "<setup>", "exec"), namespace)
     except Exception as error:
         return {"kind": "bad_tests", "detail": f"the prompt or the set-up fails without the response: {error!r}"}
     namespace.update({name: peer.name(name) for name in tests.names})
@@ -112,11 +112,11 @@ def together(program: dict[str, str], channel: socket.socket) -> None:
         namespace = _load_program(program)
     except BaseException as raised:
         error = raised
-    job = _read_job(channel)
+    task = _read_task(channel)
     try:
-        tests, entry_point = _tests_of(job)
+        tests, entry_point = _tests_of(task)
     except BadTests as bad:
-        send(dumps({"kind": "bad_tests", "detail": str(bad), "key": job["key"]}).encode())
+        send(dumps({"kind": "bad_tests", "detail": str(bad), "key": task["key"]}).encode())
         return
     if error is not None:
         verdict = _failed(tests, _one_line(describe_exception(error)))
@@ -125,17 +125,17 @@ def together(program: dict[str, str], channel: socket.socket) -> None:
         if entry_point in namespace:
             namespace.setdefault("candidate", namespace[entry_point])
         verdict = run_tests(tests, namespace)
-    send(dumps({**verdict, "key": job["key"]}).encode())
+    send(dumps({**verdict, "key": task["key"]}).encode())
 
 
-def _tests_of(job: dict[str, Any]) -> tuple[Tests, str]:
-    entry_point = job["entry_point"] or infer_entry_point(job["prompt_code"])
+def _tests_of(task: dict[str, Any]) -> tuple[Tests, str]:
+    entry_point = task["entry_point"] or infer_entry_point(task["prompt_code"])
     tests = read_tests(
-        job["tests"],
-        setup=job["setup"],
-        prompt_code=job["prompt_code"],
+        task["tests"],
+        setup=task["setup"],
+        prompt_code=task["prompt_code"],
         entry_point=entry_point,
-        partial=job["partial"],
+        partial=task["partial"],
     )
     return tests, entry_point
 

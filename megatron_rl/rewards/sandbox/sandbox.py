@@ -1,12 +1,12 @@
 """Runs untrusted Python with its tests, in processes that cannot harm, outlive or deceive their caller.
 
-A sandbox keeps one helper process (supervisor.py), which forks a confined process for each program.
+A sandbox keeps one supervisor process (supervisor.py), which forks a confined process for each program.
 
 Invariants:
 
-- A program passed only if a judge in another process (or, for tests that must share its interpreter, a signed verdict)
+- A program passed only if a referee in another process (or, for tests that must share its interpreter, a signed verdict)
   says that all tests held. Exiting, printing, patching and returning objects that equal everything are failures.
-- ``run`` ends within ``wall_s`` plus the start of the helper, and leaves no process and no file of the program.
+- ``run`` ends within ``wall_s`` plus the start of the supervisor, and leaves no process and no file of the program.
 - What a program does within its limits is an Outcome; SandboxError means that the sandbox, not the program, failed.
 - Without a guard against the network, other processes and other files, nothing runs, unless ``allow_unsandboxed``.
 
@@ -31,7 +31,7 @@ from megatron_rl.rewards.sandbox.supervisor import HEADER
 
 START_TIMEOUT_S = 30.0
 GRACE_S = 5.0
-"""Beyond the deadline, for the helper to kill and answer; then it is lost itself."""
+"""Beyond the deadline, for the supervisor to kill and answer; then it is lost itself."""
 _MAX_VERDICT_BYTES = 1 << 16
 LEVELS = ("namespaces", "filter")
 _BOOT = (
@@ -110,7 +110,7 @@ class Sandbox:
         """The level in use, once started."""
 
     def start(self) -> None:
-        """Start the helper. ``run`` does it too, and starts a lost one again.
+        """Start the supervisor. ``run`` does it too, and starts a lost one again.
 
         Raises:
             SandboxError: no level works here, with what the kernel refused.
@@ -129,7 +129,7 @@ class Sandbox:
         )
 
     def _start(self, level: str) -> str:
-        """Why the helper did not start, or ""."""
+        """Why the supervisor did not start, or ""."""
         self.close()
         ours, theirs = socket.socketpair()
         start = {
@@ -163,7 +163,7 @@ class Sandbox:
         try:
             return self._reply(time.monotonic() + START_TIMEOUT_S)["failure"]
         except _Lost as error:
-            return f"{level}: the helper {error}"
+            return f"{level}: the supervisor {error}"
 
     def run(self, program: Program, limits: ProgramLimits = ProgramLimits(), *, partial: bool = False) -> Outcome:
         """Run a program with its tests.
@@ -206,15 +206,15 @@ class Sandbox:
             "together": together,
         }
         key = secrets.token_hex(16)
-        job = {**request["program"], "tests": _plain(program.tests), "partial": partial, "key": key}
-        del job["code"]
-        reply, text = self._exchange(json.dumps(request).encode(), json.dumps(job).encode(), wall_s)
+        task = {**request["program"], "tests": _plain(program.tests), "partial": partial, "key": key}
+        del task["code"]
+        reply, text = self._exchange(json.dumps(request).encode(), json.dumps(task).encode(), wall_s)
         if reply["failure"]:
             raise SandboxError(reply["failure"])
         return _outcome(reply, text, key if together else "")
 
-    def _exchange(self, request: bytes, job: bytes, wall_s: float) -> tuple[dict[str, Any], bytes]:
-        """Give a request to the helper; a lost helper is replaced once."""
+    def _exchange(self, request: bytes, task: bytes, wall_s: float) -> tuple[dict[str, Any], bytes]:
+        """Give a request to the supervisor; a lost supervisor is replaced once."""
         for last_try in (False, True):
             if self._process is None or self._process.poll() is not None:
                 self.start()
@@ -224,17 +224,17 @@ class Sandbox:
                     with theirs:
                         self._control.sendall(HEADER.pack(len(request)) + request)
                         socket.send_fds(self._control, [b"f"], [theirs.fileno()])
-                    return self._converse(ours, job, time.monotonic() + wall_s + GRACE_S)
+                    return self._converse(ours, task, time.monotonic() + wall_s + GRACE_S)
                 except (_Lost, OSError) as error:
                     self.close()
                     if last_try:
-                        raise SandboxError(f"the sandbox's helper {error}") from error
+                        raise SandboxError(f"the sandbox's supervisor {error}") from error
         raise AssertionError("the last try returns or raises")
 
-    def _converse(self, channel: socket.socket, job: bytes, deadline: float) -> tuple[dict[str, Any], bytes]:
-        """Write the job to the judge and read its verdict, until the helper replies."""
+    def _converse(self, channel: socket.socket, task: bytes, deadline: float) -> tuple[dict[str, Any], bytes]:
+        """Write the task to the referee and read its verdict, until the supervisor replies."""
         channel.setblocking(False)
-        rest, verdict, open_for_reading = memoryview(job), b"", True
+        rest, verdict, open_for_reading = memoryview(task), b"", True
         while True:
             readable, writable, _ = select.select(
                 [self._control, *([channel] if open_for_reading else [])],
@@ -278,7 +278,7 @@ class Sandbox:
         return b"".join(parts)
 
     def close(self) -> None:
-        """End the helper and all that it runs. It can be started again."""
+        """End the supervisor and all that it runs. It can be started again."""
         if self._control is not None:
             self._control.close()
             self._control = None
@@ -298,7 +298,7 @@ class Sandbox:
 
 
 class _Lost(Exception):
-    """The helper died or does not answer."""
+    """The supervisor died or does not answer."""
 
 
 def _plain(tests: str | Sequence[str]) -> str | list[str]:

@@ -1,4 +1,4 @@
-"""From a response, a prompt and tests to what is run: pure functions on source text.
+"""From the code of a response, a prompt and tests to what is run: pure functions on source text.
 
 Invariants: a response that defines the entry point stands on its own (only what the prompt has before the entry point's
 definition goes in front of it); any other response continues the prompt. Helpers of the prompt that tests use come from
@@ -13,8 +13,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from types import CodeType
 
-_FENCE = "```"
-_PYTHON_TAGS = {"python", "py", "python3", "py3"}
 _ONE_INTERPRETER = {
     "asyncio", "await", "inspect", "mock", "patch", "MagicMock", "monkeypatch", "capsys", "redirect_stdout", "stdout",
     "stdin", "globals", "gc", "importlib",
@@ -40,44 +38,7 @@ class Tests:
     """They can only run beside the tested code."""
 
 
-# ----------------------------------------------------------------------------------------------------------- response
-
-
-def extract_code(response: str, entry_point: str = "") -> str:
-    """The code of a response: a fenced block, or the whole text if there is none.
-
-    Of several blocks, the last one that defines ``entry_point`` counts, else the last one marked as Python, else the
-    last one. A thought (``<think>...</think>``) before the solution is left out.
-    """
-    text = response.rpartition("</think>")[2]
-    blocks = list(_blocks(text))
-    if not blocks:
-        return text
-    marked = [body for tag, body in blocks if tag in _PYTHON_TAGS] or [body for _, body in blocks]
-    if entry_point:
-        heads = (f"def {entry_point}(", f"def {entry_point} (", f"class {entry_point}", f"{entry_point} =")
-        defining = [body for body in marked if any(head in body for head in heads)]
-        marked = defining or marked
-    return marked[-1]
-
-
-def _blocks(text: str) -> Iterator[tuple[str, str]]:
-    """(language tag, body) of each fenced block; one that the text leaves open goes to its end."""
-    tag: str | None = None
-    body: list[str] = []
-    indent = 0
-    for line in text.splitlines(keepends=True):
-        stripped = line.strip()
-        if tag is None:
-            if stripped.startswith(_FENCE):
-                tag, body, indent = stripped.strip("`").strip().lower(), [], len(line) - len(line.lstrip())
-        elif stripped == _FENCE:
-            yield tag, "".join(body)
-            tag = None
-        else:
-            body.append(line[indent:] if line[:indent].isspace() else line)
-    if tag is not None and body:
-        yield tag, "".join(body)
+# ------------------------------------------------------------------------------------------------------------ program
 
 
 def compose(code: str, prompt_code: str, entry_point: str) -> list[CodeType]:
@@ -98,7 +59,7 @@ def compose(code: str, prompt_code: str, entry_point: str) -> list[CodeType]:
 
 
 def _continuations(prompt_code: str, code: str) -> Iterator[str]:
-    """The prompt continued by ``code``, as it stands first, then with the indentation mended."""
+    """The prompt continued by ``code``, as it stands first, then with the indentation corrected."""
     yield prompt_code + code
     yield f"{prompt_code}\n{code}"
     yield f"{prompt_code}\n    {code.lstrip()}"  # the first line has lost its indentation

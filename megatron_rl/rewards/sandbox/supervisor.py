@@ -8,12 +8,12 @@ Invariants:
 - A process runs untrusted code only after every guard of the level is in place; a guard that fails is reported as the
   sandbox's failure, and the code is not run.
 - After each request nothing of it is left: no process, no file.
-- The server parses neither tests nor verdicts: they go through a socket from the client to the judge, so no fork of the
-  server holds them.
+- The supervisor parses neither tests nor verdicts: they go through a socket from the client to the referee, so no fork of the
+  supervisor holds them.
 
-Who waits for whom: the client waits for the reply, which comes at the deadline at the latest; the server waits for the
-judge, for the deadline, for a limit that is watched (memory, processes, disk) and for the end of the client, whichever
-comes first, and then kills. Everything dies with the server, the server with its client.
+Who waits for whom: the client waits for the reply, which comes at the deadline at the latest; the supervisor waits for the
+referee, for the deadline, for a limit that is watched (memory, processes, disk) and for the end of the client, whichever
+comes first, and then kills. Everything dies with the supervisor, the supervisor with its client.
 """
 
 import gc
@@ -36,7 +36,7 @@ from types import FrameType
 from typing import Any
 
 from megatron_rl.rewards.sandbox import kernel
-from megatron_rl.rewards.sandbox.program import judge, play, together
+from megatron_rl.rewards.sandbox.program import play, referee, together
 
 HEADER = struct.Struct("!I")
 _GC_THRESHOLD = 20_000
@@ -60,7 +60,7 @@ _MIN_MEMORY_FOLDER_BYTES = 256 << 20
 _FOLDER_PREFIX = "megatron_rl_sandbox_"
 _STACK_BYTES = 64 << 20
 FIRST_GUEST_UID, NUM_GUEST_UIDS = 61184, 4335
-"""User ids that systemd reserves for users who own nothing; a server takes one, so that process limits are its own."""
+"""User ids that systemd reserves for users who own nothing; a supervisor takes one, so that process limits are its own."""
 _PRELOADED = (
     "abc argparse array ast base64 bisect calendar cmath collections copy csv dataclasses datetime decimal enum fractions "
     "functools hashlib heapq io itertools json logging math operator os random re statistics string struct sys textwrap "
@@ -162,7 +162,7 @@ class Guards:
         self._guest = FIRST_GUEST_UID + os.getpid() % NUM_GUEST_UIDS
         self._processes = os.open("/proc", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         self.base_bytes = int(self._read("self/statm").split()[0]) * resource.getpagesize()
-        """Address space of the server, which its forks start with."""
+        """Address space of the supervisor, which its forks start with."""
         if level == "namespaces":
             self._filter = kernel.filter_program(alone=False, own_pid=0)
             _enter_namespaces()
@@ -340,7 +340,7 @@ def _fast_folder() -> str:
 
 
 def _remove_leftovers() -> None:
-    """Folders of servers that were killed."""
+    """Folders of supervisors that were killed."""
     for path in glob.glob(f"{_fast_folder()}/{_FOLDER_PREFIX}*"):
         pid = path.rpartition(_FOLDER_PREFIX)[2].partition("_")[0]
         if pid.isdigit() and not os.path.exists(f"/proc/{pid}") and os.stat(path).st_uid == os.geteuid():
@@ -378,7 +378,7 @@ class _Child:
     """Read end of a pipe: it says ``ok`` once the process is confined, and ends with the process."""
 
 
-class Server:
+class Supervisor:
     def __init__(self, control: socket.socket, guards: Guards) -> None:
         self._control = control
         self._guards = guards
@@ -417,7 +417,7 @@ class Server:
                 open_files += [ours, theirs]
                 children.append(self._start(limits, [theirs], lambda: play(program, theirs)))
                 channel = self._receive_channel(open_files)
-                children.append(self._start(limits, [channel, ours], lambda: judge(channel, ours)))
+                children.append(self._start(limits, [channel, ours], lambda: referee(channel, ours)))
             for file in open_files:
                 file.close()
             deadline = started_at + limits.wall_s
@@ -434,7 +434,7 @@ class Server:
         return {"failure": failure, "ended_by": ended_by, "statuses": statuses}
 
     def _receive_channel(self, open_files: list[socket.socket]) -> socket.socket:
-        """The socket between the client and the judge."""
+        """The socket between the client and the referee."""
         _, files, _, _ = socket.recv_fds(self._control, 1, 1)
         channel = socket.socket(fileno=files[0])
         open_files.append(channel)
@@ -447,7 +447,7 @@ class Server:
         if pid:
             os.close(write_end)
             return _Child(pid, read_end)
-        # Whatever happens, the child must not come back into the server's loop.
+        # Whatever happens, the child must not come back into the supervisor's loop.
         try:
             try:
                 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -472,12 +472,12 @@ class Server:
         return "" if text.startswith("ok") else f"a process could not be confined: {text or 'it died'}"
 
     def _wait(self, children: list[_Child], limits: Limits, started_at: float) -> str:
-        """Until the judge (the last child) ends. Returns the limit that ended it sooner, or ""."""
-        judge_status, pids = children[-1].status, [child.pid for child in children]
+        """Until the referee (the last child) ends. Returns the limit that ended it sooner, or ""."""
+        referee_status, pids = children[-1].status, [child.pid for child in children]
         patience_s = _FIRST_WATCH_S
         while True:
-            readable, _, _ = select.select([judge_status, self._control], [], [], patience_s)
-            if readable:  # the client sends nothing before it has the reply: either the judge or the client has ended
+            readable, _, _ = select.select([referee_status, self._control], [], [], patience_s)
+            if readable:  # the client sends nothing before it has the reply: either the referee or the client has ended
                 return "disk limit" if self._guards.disk_bytes() > limits.disk_bytes else ""
             patience_s = _WATCH_S
             elapsed_s = time.monotonic() - started_at
@@ -522,7 +522,7 @@ def main(start: dict[str, Any]) -> None:
     installation = (sys.prefix, sys.base_prefix)
     sys.path[:] = [path for path in sys.path if path.startswith(installation)]
     hard = resource.getrlimit(resource.RLIMIT_CPU)[1]
-    resource.setrlimit(resource.RLIMIT_CPU, (hard, hard))  # the client's own is not for its helper
+    resource.setrlimit(resource.RLIMIT_CPU, (hard, hard))  # the client's own is not for its supervisor
     guards: Guards | None = None
     try:
         guards = Guards(start["level"])
@@ -547,6 +547,6 @@ def main(start: dict[str, Any]) -> None:
     gc.freeze()  # keeps the collector of a forked process from touching, and so copying, shared pages
     try:
         if not failure:
-            Server(control, guards).serve()
+            Supervisor(control, guards).serve()
     finally:
         guards.close()

@@ -1,4 +1,4 @@
-"""Python values as JSON, between a judge that is trusted and a program that is not.
+"""Python values as JSON, between a referee that is trusted and a program that is not.
 
 Invariants: decoding builds only values of the types below, so a decoded value has no behaviour of the sender's; a value
 of any other type, subclasses of plain ones included, travels as a reference to the object, which stays where it is.

@@ -17,7 +17,7 @@ RewardItem = tuple[str, str] | tuple[str, str, Mapping[str, Any]]
 
 
 @dataclass
-class Job:
+class Call:
     """One call of score_many."""
 
     scores: list[Score | None]
@@ -27,7 +27,7 @@ class Job:
 
 @dataclass(eq=False)
 class Item:
-    job: Job
+    call: Call
     index: int
     payload: tuple[str, str, dict[str, Any]]
     num_crashes: int = 0
@@ -38,27 +38,27 @@ class Item:
         if self.done:
             return
         self.done = True
-        self.job.scores[self.index] = score
-        self.job.num_open -= 1
-        if self.job.num_open == 0:
+        self.call.scores[self.index] = score
+        self.call.num_open -= 1
+        if self.call.num_open == 0:
             try:
-                self.job.future.set_result(self.job.scores)
+                self.call.future.set_result(self.call.scores)
             except concurrent.futures.InvalidStateError:
                 pass  # the caller has cancelled it meanwhile
 
     @property
     def wanted(self) -> bool:
-        return not self.done and not self.job.future.done()
+        return not self.done and not self.call.future.done()
 
 
-def open_job(items: Sequence[RewardItem]) -> tuple[concurrent.futures.Future[list[Score]], list[Item]]:
+def open_call(items: Sequence[RewardItem]) -> tuple[concurrent.futures.Future[list[Score]], list[Item]]:
     """The future of a call and what has to be scored for it; RewardError for an item that is not (response, answer)."""
     payloads = [_check_item(index, item) for index, item in enumerate(items)]
     future: concurrent.futures.Future[list[Score]] = concurrent.futures.Future()
     if not payloads:
         future.set_result([])
-    job = Job([None] * len(payloads), future, len(payloads))
-    return future, [Item(job, index, payload) for index, payload in enumerate(payloads)]
+    call = Call([None] * len(payloads), future, len(payloads))
+    return future, [Item(call, index, payload) for index, payload in enumerate(payloads)]
 
 
 def _check_item(index: int, item: RewardItem) -> tuple[str, str, dict[str, Any]]:

@@ -23,7 +23,7 @@ from typing import Any
 
 from megatron_rl.data.trajectory import Score
 from megatron_rl.rewards.registry import OptionsHook, RewardError, check_options, resolve
-from megatron_rl.rewards.workers.calls import Item, RewardItem, open_job
+from megatron_rl.rewards.workers.calls import Item, RewardItem, open_call
 from megatron_rl.rewards.workers.processes import RewardRunner
 from megatron_rl.rewards.workers.session import CallFailed, Transient, close_session
 from megatron_rl.rewards.workers.worker import as_result, describe, failed
@@ -123,9 +123,9 @@ class AsyncRewardRunner:
         self._pending: deque[Item] = deque()
         self._under_way: set[asyncio.Task[None]] = set()
         self._left_behind: set[asyncio.Task[Score | Exception]] = set()
-        self._jobs: set[concurrent.futures.Future[list[Score]]] = set()
+        self._calls: set[concurrent.futures.Future[list[Score]]] = set()
         self._lock = threading.Lock()
-        """Guards ``_jobs`` and ``_failure``: once there is a failure, nothing more is queued."""
+        """Guards ``_calls`` and ``_failure``: once there is a failure, nothing more is queued."""
         self._failure: RewardError | None = None
         self._num_beats = 0
         """Counts turns of the event loop, for the watching thread."""
@@ -153,13 +153,13 @@ class AsyncRewardRunner:
         Raises:
             RewardError: an item that is not (response, answer), or a runner that is closed or has failed.
         """
-        future, queued = open_job(items)
+        future, queued = open_call(items)
         if not queued:
             return future
         with self._lock:
             if self._failure is not None:
                 raise self._failure
-            self._jobs.add(future)
+            self._calls.add(future)
             self._loop.call_soon_threadsafe(self._enqueue, queued)
         future.add_done_callback(self._forget)
         return future
@@ -197,13 +197,13 @@ class AsyncRewardRunner:
 
     def _forget(self, future: concurrent.futures.Future[list[Score]]) -> None:
         with self._lock:
-            self._jobs.discard(future)
+            self._calls.discard(future)
 
     def _fail(self, failure: RewardError) -> None:
         """Refuse further calls and end those under way."""
         with self._lock:
             self._failure = self._failure or failure
-            unfinished = list(self._jobs)
+            unfinished = list(self._calls)
         for future in unfinished:
             try:
                 future.set_exception(self._failure)

@@ -1,7 +1,7 @@
-"""The runner's end of the nursery process: start it, have it fork and bury workers, stop it.
+"""The runner's end of the fork server: start it, have it fork and kill workers, stop it.
 
-Every method runs in the runner's event loop and waits for the nursery at most ``_REPLY_TIMEOUT_S``
-(``start_timeout_s`` while it imports the reward). A nursery that does not answer in time is lost: NurseryLost.
+Every method runs in the runner's event loop and waits for the fork server at most ``_REPLY_TIMEOUT_S``
+(``start_timeout_s`` while it imports the reward). A fork server that does not answer in time is lost: ForkServerLost.
 """
 
 import asyncio
@@ -24,12 +24,12 @@ MAX_FRAME_BYTES = 1 << 26
 """More than any chunk of results: detail and error are cut in the worker."""
 
 
-class NurseryLost(RuntimeError):
-    """The nursery died or does not answer; its workers are gone with it."""
+class ForkServerLost(RuntimeError):
+    """The fork server died or does not answer; its workers are gone with it."""
 
 
 @dataclass(frozen=True)
-class NurserySettings:
+class ForkServerSettings:
     path: str
     """Import path of the reward."""
     options: dict[str, Any]
@@ -42,7 +42,7 @@ class NurserySettings:
 @dataclass
 class Worker:
     pid: int
-    nursery_pid: int
+    fork_server_pid: int
     slot: Slot
     reader: asyncio.StreamReader
     writer: asyncio.StreamWriter
@@ -58,8 +58,8 @@ class Worker:
             return None
 
 
-class NurseryClient:
-    def __init__(self, settings: NurserySettings) -> None:
+class ForkServerClient:
+    def __init__(self, settings: ForkServerSettings) -> None:
         self._settings = settings
         self._memory_fd = os.memfd_create("megatron_rl_rewards")
         os.ftruncate(self._memory_fd, SLOT_BYTES * settings.num_workers)
@@ -100,7 +100,7 @@ class NurseryClient:
             with self._process.stdin as stdin:
                 stdin.write(json.dumps(start).encode())
             reply = await self._reply(settings.start_timeout_s)
-        except (NurseryLost, BrokenPipeError) as error:
+        except (ForkServerLost, BrokenPipeError) as error:
             self.stop(patience_s=0)
             raise RewardError(
                 f"reward {settings.path}: its process did not start within {settings.start_timeout_s:g} s "
@@ -115,17 +115,17 @@ class NurseryClient:
         try:
             with theirs:
                 reply = await self._ask({"do": "fork", "slot": slot_index}, theirs.fileno())
-        except NurseryLost:
+        except ForkServerLost:
             ours.close()
             raise
         reader, writer = await asyncio.open_connection(sock=ours)
         return Worker(reply["pid"], self._process.pid, Slot(self._memory, slot_index), reader, writer)
 
-    async def bury(self, worker: Worker) -> int:
+    async def kill(self, worker: Worker) -> int:
         """Kill a worker, if it still lives, and all that it started. Returns its wait status."""
         worker.writer.transport.abort()
-        if worker.nursery_pid != self._process.pid:
-            raise NurseryLost("the reward nursery was restarted")  # and its workers died with it
+        if worker.fork_server_pid != self._process.pid:
+            raise ForkServerLost("the fork server of the reward was restarted")  # and its workers died with it
         return (await self._ask({"do": "kill", "pid": worker.pid}))["status"]
 
     async def _ask(self, request: dict[str, Any], *files: int) -> dict[str, Any]:
@@ -133,7 +133,7 @@ class NurseryClient:
             try:
                 socket.send_fds(self._control, [json.dumps(request).encode()], files)
             except OSError as error:
-                raise NurseryLost(f"the reward nursery is gone: {error}") from error
+                raise ForkServerLost(f"the fork server of the reward is gone: {error}") from error
             return await self._reply(_REPLY_TIMEOUT_S)
 
     async def _reply(self, timeout_s: float) -> dict[str, Any]:
@@ -143,15 +143,15 @@ class NurseryClient:
             async with asyncio.timeout(timeout_s):
                 body = await loop.sock_recv(self._control, 1 << 16)
         except TimeoutError as error:
-            raise NurseryLost(f"the reward nursery has not answered for {timeout_s:g} s") from error
+            raise ForkServerLost(f"the fork server of the reward has not answered for {timeout_s:g} s") from error
         except OSError as error:
-            raise NurseryLost(f"the reward nursery is gone: {error}") from error
+            raise ForkServerLost(f"the fork server of the reward is gone: {error}") from error
         if not body:
-            raise NurseryLost("the reward nursery is gone")
+            raise ForkServerLost("the fork server of the reward is gone")
         return json.loads(body)
 
     def stop(self, patience_s: float = CLOSE_TIMEOUT_S) -> None:
-        """End the nursery, which kills its workers first; kill it if that takes longer than ``patience_s``."""
+        """End the fork server, which kills its workers first; kill it if that takes longer than ``patience_s``."""
         self._control.close()
         try:
             self._process.wait(patience_s)

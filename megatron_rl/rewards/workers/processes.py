@@ -9,8 +9,8 @@ Invariants:
 - Whatever a reward started is dead after ``close``, and when the trainer is killed.
 
 Who waits for whom: callers wait for a future. The runner's own thread runs an event loop with one task a worker; each
-task waits for its worker, at most until the item's deadline, then has the nursery kill and replace it. The thread also
-owns the nursery process: it outlives any event loop of the callers, and its end is the nursery's end.
+task waits for its worker, at most until the item's deadline, then has the fork server kill and replace it. The thread also
+owns the fork server: it outlives any event loop of the callers, and its end is the fork server's end.
 """
 
 import asyncio
@@ -27,8 +27,14 @@ from typing import Any
 
 from megatron_rl.data.trajectory import Score
 from megatron_rl.rewards.registry import RewardError, check_options, resolve
-from megatron_rl.rewards.workers.calls import Item, RewardItem, open_job
-from megatron_rl.rewards.workers.fork_server import CLOSE_TIMEOUT_S, NurseryClient, NurseryLost, NurserySettings, Worker
+from megatron_rl.rewards.workers.calls import Item, RewardItem, open_call
+from megatron_rl.rewards.workers.fork_server import (
+    CLOSE_TIMEOUT_S,
+    ForkServerClient,
+    ForkServerLost,
+    ForkServerSettings,
+    Worker,
+)
 from megatron_rl.rewards.workers.frames import pack
 
 _MAX_CHUNK_ITEMS = 64
@@ -37,9 +43,9 @@ _STALL_S = 0.1
 """An item that runs for longer than this keeps its worker to itself."""
 _PICKUP_GRACE_S = 5.0
 """Beyond the item's deadline, for a worker that is not at an item: reading a chunk, or starting on a busy machine."""
-_MAX_BARREN_DEATHS = 8
+_MAX_CONSECUTIVE_CRASHES = 8
 """Workers that may end in a row without any result and without an item to blame."""
-_MAX_NURSERY_RESTARTS = 3
+_MAX_FORK_SERVER_RESTARTS = 3
 
 
 class RewardAlarm(RewardError):
@@ -102,16 +108,16 @@ class RewardRunner:
         self._timeout_s = timeout_s
         self._max_retries = max_retries
         self._num_workers = num_workers
-        self._settings = NurserySettings(
+        self._settings = ForkServerSettings(
             reward.path, dict(options or {}), num_workers, timeout_s, memory_limit_mb, start_timeout_s
         )
         self._pending: deque[Item] = deque()
-        self._jobs: set[concurrent.futures.Future[list[Score]]] = set()
+        self._calls: set[concurrent.futures.Future[list[Score]]] = set()
         self._lock = threading.Lock()
-        """Guards ``_jobs`` and ``_failure``: once there is a failure, nothing more is queued."""
+        """Guards ``_calls`` and ``_failure``: once there is a failure, nothing more is queued."""
         self._failure: RewardError | None = None
         self._num_restarts = 0
-        self._num_barren_deaths = 0
+        self._num_consecutive_crashes = 0
         self._loop = asyncio.new_event_loop()
         started: concurrent.futures.Future[None] = concurrent.futures.Future()
         self._thread = threading.Thread(target=self._run_thread, args=(started,), name="reward-runner", daemon=True)
@@ -134,27 +140,27 @@ class RewardRunner:
         Raises:
             RewardError: an item that is not (response, answer), or a runner that is closed or has failed.
         """
-        future, queued = open_job(items)
+        future, queued = open_call(items)
         if not queued:
             return future
         with self._lock:
             if self._failure is not None:
                 raise self._failure
-            self._jobs.add(future)
+            self._calls.add(future)
             self._loop.call_soon_threadsafe(self._enqueue, queued)
         future.add_done_callback(self._forget)
         return future
 
     def _forget(self, future: concurrent.futures.Future[list[Score]]) -> None:
         with self._lock:
-            self._jobs.discard(future)
+            self._calls.discard(future)
 
     def close(self) -> None:
         """Stop all processes. Calls under way end with a RewardError. Closing twice is fine."""
         with self._lock:
             if self._failure is None:
                 self._loop.call_soon_threadsafe(self._stop.set)
-        # The nursery may use up its own patience twice: for going by itself, and for being killed.
+        # The fork server may use up its own patience twice: for going by itself, and for being killed.
         patience_s = 3 * CLOSE_TIMEOUT_S
         self._thread.join(patience_s)
         if self._thread.is_alive():
@@ -185,11 +191,11 @@ class RewardRunner:
         self._stop = asyncio.Event()
         self._work = asyncio.Event()
         self._reviving = asyncio.Lock()
-        self._nursery = NurseryClient(self._settings)
+        self._fork_server = ForkServerClient(self._settings)
         try:
-            await self._nursery.start()
+            await self._fork_server.start()
         except (RewardError, OSError):
-            self._nursery.release()
+            self._fork_server.release()
             raise
         started.set_result(None)
         tasks = [asyncio.create_task(self._run_worker(slot)) for slot in range(self._num_workers)]
@@ -204,10 +210,10 @@ class RewardRunner:
             for task in [stop, *tasks]:
                 task.cancel()
             await asyncio.gather(stop, *tasks, return_exceptions=True)
-            self._nursery.stop()
-            self._nursery.release()
+            self._fork_server.stop()
+            self._fork_server.release()
             with self._lock:
-                unfinished = list(self._jobs)
+                unfinished = list(self._calls)
             for future in unfinished:
                 try:
                     future.set_exception(self._failure)
@@ -251,11 +257,11 @@ class RewardRunner:
             while True:
                 generation = self._num_restarts
                 try:
-                    worker = worker or await self._nursery.fork(slot_index)
+                    worker = worker or await self._fork_server.fork(slot_index)
                     chunk, frame = _frame(await self._take_chunk())
                     if chunk and not await self._score_chunk(worker, chunk, frame):
                         worker = None
-                except NurseryLost as error:
+                except ForkServerLost as error:
                     self._requeue(chunk, first=True)
                     worker = None
                     await self._revive(generation, error)
@@ -263,15 +269,17 @@ class RewardRunner:
             if worker is not None:
                 worker.writer.transport.abort()
 
-    async def _revive(self, generation: int, error: NurseryLost) -> None:
+    async def _revive(self, generation: int, error: ForkServerLost) -> None:
         async with self._reviving:
             if generation != self._num_restarts:
                 return  # another worker's task did it
-            if self._num_restarts == _MAX_NURSERY_RESTARTS:
-                raise RewardError(f"{error}, for the {_MAX_NURSERY_RESTARTS + 1}th time; is the machine out of memory?")
+            if self._num_restarts == _MAX_FORK_SERVER_RESTARTS:
+                raise RewardError(
+                    f"{error}, for the {_MAX_FORK_SERVER_RESTARTS + 1}th time; is the machine out of memory?"
+                )
             self._num_restarts += 1
-            self._nursery.stop()
-            await self._nursery.start()
+            self._fork_server.stop()
+            await self._fork_server.start()
 
     # --------------------------------------------------------------------------------------------- one chunk of items
 
@@ -290,13 +298,13 @@ class RewardRunner:
                     continue
                 message = reading.result()
                 if message is None:
-                    await self._bury_crashed(worker, chunk)
+                    await self._blame_crash(worker, chunk)
                     return False
                 self._record(chunk, message["results"])
                 if message["done"]:
                     self._give_back(chunk)
                     if message["retire"]:
-                        await self._nursery.bury(worker)
+                        await self._fork_server.kill(worker)
                     return not message["retire"]
                 reading = asyncio.ensure_future(worker.read_frame())
         finally:
@@ -304,7 +312,7 @@ class RewardRunner:
 
     def _record(self, chunk: _Chunk, results: list[tuple[int, float | None, str, str, dict[str, float]]]) -> None:
         if results:
-            self._num_barren_deaths = 0
+            self._num_consecutive_crashes = 0
         for position, *result in results:
             chunk.items[position].finish(Score(*result))
 
@@ -318,24 +326,24 @@ class RewardRunner:
             self._give_back(chunk, but=slow)
         if age_s <= self._timeout_s + (_PICKUP_GRACE_S if slow is None else 0):
             return False
-        await self._nursery.bury(worker)
+        await self._fork_server.kill(worker)
         if slow is None:
             self._give_back(chunk)
-            self._count_barren_death("did not take its work")
+            self._count_crash("did not take its work")
         elif worker.slot.progress() == (position, since):
             slow.finish(Score(None, error=f"timed out after {self._timeout_s:g} s"))
         else:  # it came to an end between the look and the kill
             self._requeue([slow], first=False)
         return True
 
-    async def _bury_crashed(self, worker: Worker, chunk: _Chunk) -> None:
+    async def _blame_crash(self, worker: Worker, chunk: _Chunk) -> None:
         """A worker died: blame the item it was at, hand the others on."""
-        status = await self._nursery.bury(worker)
+        status = await self._fork_server.kill(worker)
         position, _ = worker.slot.progress()
         culprit = chunk.item_at(position)
         self._give_back(chunk, but=culprit)
         if culprit is None:
-            self._count_barren_death(_how_it_ended(status))
+            self._count_crash(_how_it_ended(status))
             return
         culprit.num_crashes += 1
         if culprit.num_crashes > self._max_retries:
@@ -350,11 +358,11 @@ class RewardRunner:
             chunk.spread = True
             self._requeue([item for item in chunk.items if item is not but], first=True)
 
-    def _count_barren_death(self, how: str) -> None:
-        self._num_barren_deaths += 1
-        if self._num_barren_deaths > _MAX_BARREN_DEATHS:
+    def _count_crash(self, how: str) -> None:
+        self._num_consecutive_crashes += 1
+        if self._num_consecutive_crashes > _MAX_CONSECUTIVE_CRASHES:
             raise RewardError(
-                f"{self._num_barren_deaths} workers in a row ended before they scored anything; the last one {how}"
+                f"{self._num_consecutive_crashes} workers in a row ended before they scored anything; the last one {how}"
             )
 
 

@@ -1,11 +1,11 @@
-"""The processes that score: a nursery that loads the reward once, and the workers it forks.
+"""The processes that score: a fork server that loads the reward once, and the workers it forks.
 
-The nursery (``python -m megatron_rl.rewards.workers.worker``) never runs a reward. It answers one request at a time: ``fork`` a
+The fork server (``python -m megatron_rl.rewards.workers.worker``) never runs a reward. It answers one request at a time: ``fork`` a
 worker, or ``kill`` one and say how it ended. Forking after the import makes a replacement worker a matter of
-milliseconds. The nursery and each worker adopt their orphaned descendants, so a process that a reward started can be
+milliseconds. The fork server and each worker adopt their orphaned descendants, so a process that a reward started can be
 found and killed even if it left the worker's process group.
 
-Who dies with whom: a worker dies with the nursery (parent-death signal). The nursery ends, after killing everything
+Who dies with whom: a worker dies with the fork server (parent-death signal). The fork server ends, after killing everything
 below it, when its control socket closes or the runner's thread dies. Nothing here waits without end except for the next
 request, and that wait ends with the runner.
 """
@@ -35,7 +35,7 @@ _MAX_TEXT = 500
 """Characters of detail and error that are kept."""
 _MAX_METRICS = 32
 _MAX_SWEEPS = 100
-"""Rounds of killing orphans, so that a fork bomb cannot hold the nursery for ever."""
+"""Rounds of killing orphans, so that a fork bomb cannot hold the fork server forever."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -64,11 +64,11 @@ def describe(error: BaseException) -> str:
     return text[:_MAX_TEXT]
 
 
-# -------------------------------------------------------------------------------------------------------- the nursery
+# -------------------------------------------------------------------------------------------------------- the fork server
 
 
-class _Nursery:
-    """Forks and buries workers on request."""
+class _ForkServer:
+    """Forks and kills workers on request."""
 
     def __init__(self, control: socket.socket, memory: mmap.mmap, scorer: "Scorer") -> None:
         self._control = control
@@ -83,19 +83,23 @@ class _Nursery:
             if not body:
                 return
             request = unpack(body)
-            reply = {"pid": self._fork(request["slot"], files[0])} if request["do"] == "fork" else {"status": self._bury(request["pid"])}
+            reply = (
+                {"pid": self._fork(request["slot"], files[0])}
+                if request["do"] == "fork"
+                else {"status": self._kill(request["pid"])}
+            )
             self._control.send(json.dumps(reply).encode())
 
     def _fork(self, slot: int, file: int) -> int:
-        nursery_pid = os.getpid()
+        fork_server_pid = os.getpid()
         pid = os.fork()
         if pid == 0:
-            # Whatever happens, the child must not come back into the nursery's loop.
+            # Whatever happens, the child must not come back into the fork server's loop.
             try:
                 self._control.close()
                 signal.signal(signal.SIGTERM, signal.SIG_DFL)
                 os.setpgid(0, 0)
-                die_with_parent(nursery_pid, signal.SIGKILL)
+                die_with_parent(fork_server_pid, signal.SIGKILL)
                 _adopt_orphans()
                 self._scorer.run(socket.socket(fileno=file), Slot(self._memory, slot))
             finally:
@@ -104,7 +108,7 @@ class _Nursery:
         self._workers.add(pid)
         return pid
 
-    def _bury(self, pid: int) -> int:
+    def _kill(self, pid: int) -> int:
         """Kill a worker with its process group and its descendants. Returns its wait status."""
         try:
             os.killpg(pid, signal.SIGKILL)
@@ -123,7 +127,7 @@ class _Nursery:
 
     def close(self) -> None:
         for pid in list(self._workers):
-            self._bury(pid)
+            self._kill(pid)
 
 
 # ----------------------------------------------------------------------------------------------------------- a worker
@@ -262,7 +266,7 @@ def leave(_signal_number: int, _frame: FrameType | None) -> None:
 
 
 def main() -> None:
-    """Entry point of the nursery; its settings come as JSON on standard input."""
+    """Entry point of the fork server; its settings come as JSON on standard input."""
     start = json.load(sys.stdin)
     signal.signal(signal.SIGTERM, leave)
     die_with_parent(start["parent_pid"], signal.SIGTERM)
@@ -288,14 +292,14 @@ def main() -> None:
         owns_processes=reward.owns_processes,
     )
     gc.freeze()  # keeps the collector from touching, and so copying, pages that the workers share
-    nursery = _Nursery(control, memory, scorer)
+    fork_server = _ForkServer(control, memory, scorer)
     try:
         control.send(json.dumps({"ready": os.getpid()}).encode())
-        nursery.serve()
+        fork_server.serve()
     except ConnectionError:
         pass  # the runner is gone
     finally:
-        nursery.close()
+        fork_server.close()
 
 
 if __name__ == "__main__":

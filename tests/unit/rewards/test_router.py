@@ -15,7 +15,6 @@ from megatron_rl.rewards.router import (
     build_rewards,
     check_prompts,
     check_types,
-    required_row_fields,
     routes_of,
     wanted_row_fields,
 )
@@ -172,7 +171,6 @@ def test_prompts_that_lack_a_field_are_named():
     with pytest.raises(RewardError, match=r"(?s)1 problems.*a\.jsonl:2: field 'tests' is missing"):
         check_prompts(config(**MIXED), prompts)
     check_prompts(config(**MIXED), [prompts[0], prompts[2]])
-    assert required_row_fields(config(**MIXED)) == {"math": ["tests"], "chat": [], "games": []}
     assert wanted_row_fields(config(**MIXED)) == ["tests", "hint", "clue"]
 
 

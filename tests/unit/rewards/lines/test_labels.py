@@ -1,4 +1,4 @@
-"""Laws of megatron_rl/process/{lines,labels}.py: where lines end, and which of them are good."""
+"""Laws of megatron_rl/data/code_lines.py and rewards/lines/labels.py: where lines end, and which of them are good."""
 
 import itertools
 import math
@@ -11,13 +11,12 @@ from megatron_rl.data.code_lines import (
     code_lines,
     code_region,
     end_tokens,
+    extract_code,
     is_neutral,
-    line_end_tokens,
     lines_between,
     token_texts,
 )
-from megatron_rl.rewards.lines.labels import LineSearch, first_unrecoverable_line, line_labels, scored_lines
-from megatron_rl.rewards.sandbox.source import extract_code
+from megatron_rl.rewards.lines.labels import LineSearch, line_labels, scored_lines
 
 
 class ByteTokens:
@@ -32,6 +31,18 @@ class ByteTokens:
 
     def decode(self, ids):
         return b"".join(self.pieces[i] for i in ids).decode(errors="replace")
+
+
+def first_bad_line(num_lines, is_recoverable, passes):
+    search = LineSearch(num_lines, passes=passes)
+    while search.question is not None:
+        search.answer(is_recoverable(search.question))
+    return search.first_bad
+
+
+def line_ends(ids, decode):
+    pieces = token_texts(ids, decode)
+    return end_tokens(code_lines("".join(pieces)), pieces)
 
 
 def cut(data: bytes, borders) -> ByteTokens:
@@ -51,7 +62,7 @@ def test_binary_search_equals_exhaustive_labelling_for_a_monotone_oracle(num_lin
         asked.append(m)
         return m < first_bad
 
-    found = first_unrecoverable_line(num_lines, is_recoverable, passes=False)
+    found = first_bad_line(num_lines, is_recoverable, passes=False)
     exhaustive = next((m for m in range(1, num_lines + 1) if not m < first_bad), num_lines + 1)
     assert found == exhaustive == first_bad
     assert len(asked) <= math.ceil(math.log2(max(num_lines, 1)))
@@ -62,14 +73,14 @@ def test_a_program_that_passes_has_no_bad_line_and_costs_no_question():
     def never(m):
         raise AssertionError("asked")
 
-    assert first_unrecoverable_line(9, never, passes=True) == 10
-    assert first_unrecoverable_line(0, never, passes=False) == 1
-    assert first_unrecoverable_line(1, never, passes=False) == 1
+    assert first_bad_line(9, never, passes=True) == 10
+    assert first_bad_line(0, never, passes=False) == 1
+    assert first_bad_line(1, never, passes=False) == 1
 
 
 @given(st.integers(1, 60), st.randoms(use_true_random=False))
 def test_labels_fall_once_also_when_the_oracle_contradicts_itself(num_lines, random):
-    found = first_unrecoverable_line(num_lines, lambda m: random.random() < 0.5, passes=False)
+    found = first_bad_line(num_lines, lambda m: random.random() < 0.5, passes=False)
     assert 1 <= found <= num_lines
     lines = code_lines("x = 1\n" * num_lines)
     labels = line_labels(lines, found)
@@ -172,7 +183,7 @@ def test_a_line_ends_at_the_token_that_completes_its_last_character(text, border
     data = text.encode()
     tokens = cut(data, borders)
     lines = lines_between(text, (0, len(text)))
-    found = line_end_tokens(tokens.ids, tokens.decode, lambda t: (0, len(t)))
+    found = end_tokens(lines, token_texts(tokens.ids, tokens.decode))
     borders_of = [sum(map(len, tokens.pieces[: i + 1])) for i in tokens.ids]
     expected = []
     for line in lines:
@@ -194,7 +205,7 @@ def test_token_texts_make_up_the_text_whatever_the_bytes(data, borders):
 
 def test_one_token_may_end_several_lines_and_hold_the_start_of_the_next():
     tokens = ByteTokens([b"def f():\n    ", b"x = 1\n\n    y", b" = 2", b"\n", b"z"])
-    assert line_end_tokens(tokens.ids, tokens.decode) == [0, 1, 1, 3, 4]
+    assert line_ends(tokens.ids, tokens.decode) == [0, 1, 1, 3, 4]
 
 
 def test_a_decoder_that_drops_the_leading_space_is_decoded_in_context():
@@ -204,16 +215,16 @@ def test_a_decoder_that_drops_the_leading_space_is_decoded_in_context():
         return "".join(words[i] for i in ids).removeprefix(" ")
 
     assert token_texts(range(5), decode) == ["a", " =", " 1", "\n", " b"]
-    assert line_end_tokens(range(5), decode) == [3, 4]
+    assert line_ends(range(5), decode) == [3, 4]
 
 
 def test_special_tokens_end_no_line():
     words = ["a\n", "b", ""]
-    assert line_end_tokens([0, 1, 2], lambda ids: "".join(words[i] for i in ids)) == [0, 1]
+    assert line_ends([0, 1, 2], lambda ids: "".join(words[i] for i in ids)) == [0, 1]
 
 
 def test_lines_outside_the_program_end_nowhere():
     tokens = ByteTokens([b"Sure:\n", b"```python", b"\n", b"a = 1", b"\n", b"```", b"\nBye\n"])
-    assert line_end_tokens(tokens.ids, tokens.decode) == [4]
-    assert line_end_tokens([], tokens.decode) == []
+    assert line_ends(tokens.ids, tokens.decode) == [4]
+    assert line_ends([], tokens.decode) == []
     assert end_tokens([], ["a"]) == []

@@ -14,9 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_rl.commands.score import score_file
+from megatron_rl.data.code_lines import extract_code
 from megatron_rl.rewards.registry import RewardError, check_options, resolve, row_arguments
 from megatron_rl.rewards.rules.code import score
-from megatron_rl.rewards.sandbox.source import BadTests, compose, extract_code, infer_entry_point, prelude, read_tests
+from megatron_rl.rewards.sandbox.source import BadTests, compose, infer_entry_point, prelude, read_tests
 from megatron_rl.rewards.sandbox.values import Unsendable, decode, encode, read_text, write_text
 from megatron_rl.rewards.workers.processes import RewardRunner
 
