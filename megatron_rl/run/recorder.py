@@ -40,8 +40,6 @@ class Recorder:
             experiment=config.tracking.experiment,
             params=flat_params(config),
             resume=config.run.resume,
-            # Well within the 30 s that torchrun gives its ranks to stop after Ctrl-C.
-            close_timeout_s=10.0,
             warn=self.console.warning,
         )
         self._tracker.log_artifact(self._folder / "config.yaml")
@@ -64,7 +62,8 @@ class Recorder:
             if (self._folder / name).is_file():
                 self._tracker.log_artifact(self._folder / name)
         interrupted = kind is not None and issubclass(kind, KeyboardInterrupt)
-        self._tracker.close("FINISHED" if kind is None else "KILLED" if interrupted else "FAILED")
+        # Well within the 30 s that torchrun gives its ranks to stop after Ctrl-C.
+        self._tracker.close("FINISHED" if kind is None else "KILLED" if interrupted else "FAILED", timeout_s=10.0)
         self._metrics.close()
 
     def stage_done(self, run: StageRun, started_s: float, ended_s: float) -> None:

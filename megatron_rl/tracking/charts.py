@@ -15,9 +15,9 @@ from dataclasses import dataclass
 import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import MaxNLocator
 
 from megatron_rl.tracking.timeline import Span, assign_tracks, overlap_intervals
@@ -87,6 +87,11 @@ class Series:
     """[N] half height of a band around the line, a standard deviation for one."""
 
 
+def smoothing_span(num_steps: int) -> int:
+    """Steps behind a smoothed line: a twentieth of the run, at least 5."""
+    return max(5, num_steps // 20)
+
+
 def smooth(values: np.ndarray, span: int) -> np.ndarray:
     """Exponential mean over about ``span`` values, free of the bias towards the first one. [N] -> [N]; NaN is skipped."""
     keep = 1.0 - 2.0 / (span + 1.0)
@@ -101,7 +106,7 @@ def smooth(values: np.ndarray, span: int) -> np.ndarray:
     return smoothed
 
 
-def reduce_points(steps: np.ndarray, values: np.ndarray, max_points: int = _MAX_POINTS) -> tuple[np.ndarray, np.ndarray]:
+def _reduce_points(steps: np.ndarray, values: np.ndarray, max_points: int = _MAX_POINTS) -> tuple[np.ndarray, np.ndarray]:
     """At most ``max_points`` finite points, in order: the smallest and the largest of each of equal stretches."""
     finite = np.isfinite(values)
     steps, values = steps[finite], values[finite]
@@ -115,16 +120,15 @@ def reduce_points(steps: np.ndarray, values: np.ndarray, max_points: int = _MAX_
     return steps[order], values[order]
 
 
-def new_figure(width: float, height: float) -> Figure:
+def _new_figure(width: float, height: float) -> Figure:
     """An empty figure of ``width`` x ``height`` CSS pixels."""
-    figure = Figure(figsize=(width / 72, height / 72), layout="constrained", facecolor="none")
-    figure.get_layout_engine().set(w_pad=0.02, h_pad=0.02)
-    return figure
+    layout = ConstrainedLayoutEngine(w_pad=0.02, h_pad=0.02)
+    return Figure(figsize=(width / 72, height / 72), layout=layout, facecolor="none")
 
 
-def new_axes(figure: Figure, place: tuple[int, int, int] = (1, 1, 1)) -> Axes:
-    """Axes in the report's manner; ``place`` is (rows, columns, number)."""
-    axes = figure.add_subplot(*place)
+def _new_axes(figure: Figure) -> Axes:
+    """Axes in the report's manner."""
+    axes = figure.add_subplot()
     axes.set_facecolor("none")
     for side in ("top", "right", "left"):
         axes.spines[side].set_visible(False)
@@ -136,7 +140,7 @@ def new_axes(figure: Figure, place: tuple[int, int, int] = (1, 1, 1)) -> Axes:
     return axes
 
 
-def label_axes(axes: Axes, x_label: str, y_label: str) -> None:
+def _label_axes(axes: Axes, x_label: str, y_label: str) -> None:
     axes.set_xlabel(x_label, color=LIGHT["muted"], fontsize=10, loc="right")
     axes.set_ylabel(y_label, color=LIGHT["muted"], fontsize=10)
 
@@ -151,7 +155,7 @@ def _draw_series(axes: Axes, series: Sequence[Series]) -> None:
             every = max(1, int(shown.sum()) // _MAX_POINTS)
             band = (one.steps[shown][::every], low[shown][::every], high[shown][::every])
             axes.fill_between(*band, color=color, alpha=0.15, linewidth=0)
-        steps, values = reduce_points(one.steps, one.values)
+        steps, values = _reduce_points(one.steps, one.values)
         if one.style == "points" or len(values) == 1:
             axes.plot(steps, values, color=color, linewidth=1.0, marker="o", markersize=4.5)
         elif one.style == "faint":
@@ -169,8 +173,8 @@ def line_chart(
     references: Sequence[tuple[float, str]] = (),
 ) -> str:
     """Lines over training steps as SVG text. ``references``: dashed horizontals as (value, words)."""
-    figure = new_figure(430, 230)
-    axes = new_axes(figure)
+    figure = _new_figure(430, 230)
+    axes = _new_axes(figure)
     _draw_series(axes, series)
     if log:
         axes.set_yscale("log")
@@ -184,7 +188,7 @@ def line_chart(
     axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
     if not log:
         axes.yaxis.set_major_locator(MaxNLocator(nbins=5))
-    label_axes(axes, "training step", y_label)
+    _label_axes(axes, "training step", y_label)
     return _to_svg(figure)
 
 
@@ -197,8 +201,8 @@ def stage_chart(steps: np.ndarray, stages: Mapping[str, np.ndarray], step_second
         edges = np.concatenate([[2 * centers[0] - middles[0]], middles, [2 * centers[-1] - middles[-1]]])
     else:
         edges = np.array([centers[0] - 0.5, centers[0] + 0.5])
-    figure = new_figure(900, 260)
-    axes = new_axes(figure)
+    figure = _new_figure(900, 260)
+    axes = _new_axes(figure)
     base = np.zeros(len(bins))
     for stage, seconds in stages.items():
         filled = np.nan_to_num(seconds)
@@ -213,7 +217,7 @@ def stage_chart(steps: np.ndarray, stages: Mapping[str, np.ndarray], step_second
     axes.set_ylim(0, min(max(float(base.max()) * 1.05, 1e-9), max(usual, 1e-9)))
     axes.set_xlim(edges[0], edges[-1])
     axes.xaxis.set_major_locator(MaxNLocator(nbins=12, integer=True))
-    label_axes(axes, "training step", "seconds")
+    _label_axes(axes, "training step", "seconds")
     return _to_svg(figure)
 
 
@@ -233,8 +237,8 @@ def timeline_chart(spans: Sequence[Span], lanes: Sequence[str], overlap_of: tupl
         for number in range(max(tracks, default=-1) + 1):
             members = [span for span, track in zip(lane_spans, tracks, strict=True) if track == number]
             rows.append((lane if number == 0 else "", members))
-    figure = new_figure(1000, 62 + 34 * len(rows))
-    axes = new_axes(figure)
+    figure = _new_figure(1000, 62 + 34 * len(rows))
+    axes = _new_axes(figure)
     for start_s, stop_s in overlap_intervals(spans, *overlap_of):
         axes.axvspan(start_s - origin_s, stop_s - origin_s, color=LIGHT["pink"], alpha=0.13, linewidth=0)
     for row, (_, members) in enumerate(rows):
@@ -253,7 +257,7 @@ def timeline_chart(spans: Sequence[Span], lanes: Sequence[str], overlap_of: tupl
     axes.grid(axis="y", visible=False)
     axes.grid(axis="x", color=LIGHT["line"], linewidth=0.6)
     axes.xaxis.set_major_locator(MaxNLocator(nbins=10))
-    label_axes(axes, "seconds", "")
+    _label_axes(axes, "seconds", "")
     return _to_svg(figure)
 
 
@@ -275,12 +279,3 @@ def _to_svg(figure: Figure) -> str:
     for name, color in LIGHT.items():
         text = text.replace(color, f"var(--{name})")
     return re.sub(r"\s*\n\s*", "\n", text)
-
-
-def to_png(figure: Figure, dots_per_inch: int = 160) -> bytes:
-    """The figure as a PNG on white."""
-    FigureCanvasAgg(figure)
-    stream = io.BytesIO()
-    with _settings_lock:
-        figure.savefig(stream, format="png", dpi=dots_per_inch, facecolor="white")
-    return stream.getvalue()

@@ -2,7 +2,7 @@
 
 Invariants:
 - Nothing here raises into training: a closed pipe, a terminal of two columns or one without Unicode shows less.
-- Plain lines (no terminal, CI set, TERM=dumb) carry no colour and no cursor movement; one a step, and not more than
+- Plain lines (no terminal, CI set, TERM=dumb) carry no colour and no cursor movement; one per step, and at most
   one every ``plain_interval_s`` unless it is the first step, the last one or one with an evaluation.
 - A metric that a step lacks is left out, never shown as 0.
 The live display is drawn by rich's own thread twice a second; ``update`` only stores the numbers.
@@ -41,7 +41,7 @@ _NUM_HISTORY = 40
 """Steps behind the sparklines and the time to go."""
 
 
-class _SafeStream(io.TextIOBase):
+class _SafeStream(io.TextIOBase, TextIO):
     """Passes text on until the other end is gone, then swallows it; characters that it cannot encode become '?'."""
 
     def __init__(self, stream: TextIO):
@@ -49,7 +49,7 @@ class _SafeStream(io.TextIOBase):
         self._gone = False
 
     @property
-    def encoding(self) -> str:
+    def encoding(self) -> str:  # type: ignore[override]  # read-only in C, an attribute in typeshed
         return self._stream.encoding or "utf-8"
 
     def isatty(self) -> bool:
@@ -134,7 +134,7 @@ def _stage_times(metrics: Mapping[str, float]) -> dict[str, float]:
 def plain_line(step: int, num_steps: int, metrics: Mapping[str, float], remaining_s: float | None) -> str:
     """One step in one line."""
     parts = [f"step {step}/{num_steps}"]
-    parts += [f"{label} {text}" for label, text in headline(metrics)]
+    parts += [f"{label} {text}" for label, text in _headline(metrics)]
     stages = [f"{stage} {seconds:.1f}" for stage, seconds in _stage_times(metrics).items() if seconds >= 0.05]
     if "step/time_s" in metrics:
         detail = f" ({', '.join(stages)})" if stages else ""
@@ -144,7 +144,7 @@ def plain_line(step: int, num_steps: int, metrics: Mapping[str, float], remainin
     return "  ".join(parts)
 
 
-def headline(metrics: Mapping[str, float]) -> list[tuple[str, str]]:
+def _headline(metrics: Mapping[str, float]) -> list[tuple[str, str]]:
     """The numbers that say how a run is doing, as (label, text); what is missing is left out."""
     formats: list[tuple[str, str, Callable[[float], str]]] = [
         ("reward/mean", "reward", lambda value: f"{value:.3f}"),
@@ -158,7 +158,7 @@ def headline(metrics: Mapping[str, float]) -> list[tuple[str, str]]:
 
 
 def summary_table(rows: Sequence[tuple[str, Any]], title: str = "") -> Table:
-    """Two columns, label and value: the closing summary. ``TrainingConsole.show`` prints it."""
+    """Two columns, label and value: the closing summary."""
     table = Table(title=title or None, title_justify="left", show_header=False, box=None, padding=(0, 2, 0, 0))
     table.add_column(style="dim")
     table.add_column(overflow="fold")
@@ -170,7 +170,7 @@ def summary_table(rows: Sequence[tuple[str, Any]], title: str = "") -> Table:
 class TrainingConsole:
     """Shows a run from ``first_step`` to ``num_steps``; a context manager around the loop.
 
-    ``running`` tells the stages under way as (name, seconds so far): pass ``StageRunner.running``. ``live`` None decides by
+    ``running`` tells the stages in progress as (name, seconds so far): pass ``StageRunner.running``. ``live`` None decides by
     itself: a terminal that can draw, and no CI.
     """
 
@@ -245,10 +245,6 @@ class TrainingConsole:
         self._num_warnings += 1
         self._print(f"warning: {text}", style="yellow")
 
-    def show(self, renderable: RenderableType) -> None:
-        """Print a table or another rich object, the closing ``summary_table`` for one."""
-        self._rich.print(renderable)
-
     def _print(self, text: str, style: str = "") -> None:
         # soft_wrap: a log file or a pipe gets one line, however narrow rich believes it to be.
         self._rich.print(Text(text, style=style), soft_wrap=True)
@@ -301,7 +297,7 @@ class TrainingConsole:
         table.add_column(style="dim", no_wrap=True, min_width=8)
         table.add_column(justify="right", no_wrap=True)
         table.add_column(style="blue", no_wrap=True, overflow="crop")
-        for label, text in headline(self._metrics):
+        for label, text in _headline(self._metrics):
             if label != "eval":  # has a row of its own that remembers earlier ones
                 history = self._history.get(sparks.get(label, ""), ())
                 table.add_row(label, text, sparkline(history, max(1, min(_NUM_HISTORY, width - 24))))

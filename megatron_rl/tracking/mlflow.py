@@ -6,7 +6,7 @@ Invariants:
 - A failure is one warning. The thread keeps its entries and tries again with growing pauses, so a store that comes
   back gets everything that still was in the queue. ``metrics.jsonl`` is complete in any case, and ``upload_metrics``
   brings a store up to date from it (logging a point twice leaves one point).
-- ``close`` waits at most ``close_timeout_s`` for the thread; the thread is a daemon, so it never holds up the exit.
+- ``close`` waits at most its ``timeout_s`` for the thread; the thread is a daemon, so it never holds up the exit.
 - A resumed run continues the MLflow run whose id stands in ``mlflow_run.json``.
 mlflow is imported on the thread: importing it takes seconds, creating its SQLite tables some more.
 """
@@ -39,7 +39,7 @@ _RUN_FILE = "mlflow_run.json"
 
 # Read by mlflow at import. Its defaults retry a dead server for minutes before anyone hears of it, and report usage to
 # its makers; what the user sets in the environment wins.
-ENVIRONMENT = {
+_ENVIRONMENT = {
     "MLFLOW_DISABLE_TELEMETRY": "true",
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2",
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "30",
@@ -59,7 +59,7 @@ class _Artifact:
     path: Path
 
 
-def cut(text: str, limit: int = _MAX_PARAM_CHARACTERS) -> str:
+def _cut(text: str, limit: int = _MAX_PARAM_CHARACTERS) -> str:
     """The text, or its head and tail around a note of its length, at most ``limit`` characters in all."""
     if len(text) <= limit:
         return text
@@ -69,7 +69,7 @@ def cut(text: str, limit: int = _MAX_PARAM_CHARACTERS) -> str:
     return (text[:head] + note + text[len(text) - tail :])[:limit]
 
 
-def flatten(params: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+def _flatten(params: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
     """Nested mappings as dotted names and texts; lists as JSON, enums as their value, None and "" as such.
 
     Values longer than MLflow takes are cut in the middle.
@@ -78,9 +78,9 @@ def flatten(params: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
     for key, value in params.items():
         name = f"{prefix}{key}"
         if isinstance(value, Mapping) and value:
-            flat.update(flatten(value, f"{name}."))
+            flat.update(_flatten(value, f"{name}."))
         else:
-            flat[_valid_name(name)] = cut(_as_text(value))
+            flat[_valid_name(name)] = _cut(_as_text(value))
     return flat
 
 
@@ -111,22 +111,18 @@ class Tracker:
         enabled: bool = True,
         uri: str = "",
         experiment: str = "megatron_rl",
-        run_name: str = "",
         params: Mapping[str, Any] | None = None,
         resume: bool = False,
         max_queue: int = 2000,
-        close_timeout_s: float = 30.0,
         warn: Callable[[str], None] = logger.warning,
     ):
         self._output_dir = Path(output_dir).resolve()
         self._uri = uri or f"sqlite:///{self._output_dir}/mlflow.db"
         self._own_store = not uri
         self._experiment = experiment
-        self._run_name = run_name or self._output_dir.name
-        self._params = flatten(params or {})
+        self._params = _flatten(params or {})
         self._resume = resume
         self._max_queue = max_queue
-        self._close_timeout_s = close_timeout_s
         self._warn = warn
         self._warned = False
         self._queue: deque[_Point | _Artifact] = deque()
@@ -140,11 +136,6 @@ class Tracker:
             self._thread = threading.Thread(target=self._work, name="mlflow", daemon=True)
             self._thread.start()
 
-    @property
-    def run_id(self) -> str | None:
-        """Id of the MLflow run; None until the thread has reached the store."""
-        return self._run_id
-
     def log(self, step: int, metrics: Mapping[str, Any], *, time_s: float | None = None) -> None:
         """Queue the metrics of a step. ``time_s``: Unix time; pass the time of ``metrics.jsonl`` to tell doubles."""
         numbers, _ = as_numbers(metrics)
@@ -155,22 +146,22 @@ class Tracker:
         """Queue a file; it is read when its turn comes, so a file that is rewritten goes up as it is then."""
         self._put(_Artifact(Path(path)))
 
-    def close(self, status: str = "FINISHED") -> None:
-        """End the run (FINISHED, FAILED or KILLED); returns after at most ``close_timeout_s``. Safe to call twice."""
+    def close(self, status: str = "FINISHED", timeout_s: float = 30.0) -> None:
+        """End the run (FINISHED, FAILED or KILLED); returns after at most ``timeout_s``. Safe to call twice."""
         if self._thread is None:
             return
         with self._changed:
             self._final_status = status
             self._changed.notify()
-        self._thread.join(self._close_timeout_s)
+        self._thread.join(timeout_s)
         with self._changed:
             num_missing = len(self._queue) + self._num_left_out
         if self._thread.is_alive():
-            self._warn_once(f"still not done {self._close_timeout_s:.0f} s after the end of the run")
+            self._warn_once(f"still not done {timeout_s:.0f} s after the end of the run")
         if num_missing:
             self._warn(
                 f"MLflow: {num_missing} entries did not reach {self._uri}; metrics.jsonl has them all, "
-                "and megatron_rl.tracking.upload_metrics sends them later"
+                "and megatron_rl.tracking.mlflow.upload_metrics sends them later"
             )
         self._thread = None
 
@@ -209,7 +200,7 @@ class Tracker:
                 return
             # Whatever a store, its driver or a plugin raises must not reach training: that is this module's promise.
             except Exception as error:
-                self._warn_once(f"{type(error).__name__}: {cut(str(error), 300)}")
+                self._warn_once(f"{type(error).__name__}: {_cut(str(error), 300)}")
                 if closing:
                     return
                 with self._changed:
@@ -218,7 +209,7 @@ class Tracker:
 
     def _connect(self) -> None:
         """Import mlflow, open the store, find or create the experiment and the run, log the parameters."""
-        for name, value in ENVIRONMENT.items():
+        for name, value in _ENVIRONMENT.items():
             os.environ.setdefault(name, value)
         for name, level in _CHATTY_LOGGERS.items():
             logging.getLogger(name).setLevel(level)
@@ -229,7 +220,7 @@ class Tracker:
         self._client = tracking.MlflowClient(tracking_uri=self._uri)
         run = self._earlier_run() if self._resume else None
         if run is None:
-            run = self._client.create_run(self._experiment_id(), run_name=self._run_name)
+            run = self._client.create_run(self._experiment_id(), run_name=self._output_dir.name)
         else:
             self._client.update_run(run.info.run_id, status="RUNNING")
         self._log_params(run.info.run_id, run.data.params)
@@ -270,20 +261,20 @@ class Tracker:
         """Send entries in order; an entry leaves the queue once it was sent or the store refused it for good."""
         while True:
             with self._changed:
-                entries = self._next_entries()
-            if not entries:
+                head = self._head()
+            if not head:
                 return
-            first = entries[0]
-            problem = self._send_artifact(first) if isinstance(first, _Artifact) else self._send_points(entries)
+            problem = self._send_artifact(head) if isinstance(head, _Artifact) else self._send_points(head)
+            num_sent = 1 if isinstance(head, _Artifact) else len(head)
             if problem:
                 self._warn_once(problem)
             with self._changed:
-                self._num_left_out += len(entries) if problem else 0
-                for _ in entries:
+                self._num_left_out += num_sent if problem else 0
+                for _ in range(num_sent):
                     self._queue.popleft()
 
     def _send_points(self, points: list[_Point]) -> str:
-        """Log points together; the problem if the store refuses them as invalid, which trying again cannot mend."""
+        """Log points together; the problem if the store refuses them as invalid, which trying again cannot fix."""
         entities = importlib.import_module("mlflow.entities")
         exceptions = importlib.import_module("mlflow.exceptions")
         metrics = [
@@ -296,7 +287,7 @@ class Tracker:
                 self._client.log_batch(self._run_id, metrics=metrics[first : first + _MAX_METRICS_PER_REQUEST])
         except exceptions.MlflowException as error:
             if error.error_code in ("INVALID_PARAMETER_VALUE", "BAD_REQUEST"):
-                return f"the store refuses a metric: {cut(str(error), 300)}"
+                return f"the store refuses a metric: {_cut(str(error), 300)}"
             raise
         return ""
 
@@ -305,21 +296,21 @@ class Tracker:
         try:
             self._client.log_artifact(self._run_id, str(artifact.path))
         except Exception as error:  # an artifact store has its own drivers, and metrics must not queue behind them
-            return f"artifact {artifact.path.name}: {type(error).__name__}: {cut(str(error), 300)}"
+            return f"artifact {artifact.path.name}: {type(error).__name__}: {_cut(str(error), 300)}"
         return ""
 
-    def _next_entries(self) -> list[_Point | _Artifact]:
+    def _head(self) -> _Artifact | list[_Point]:
         """An artifact, or as many points from the head of the queue as fit in one request."""
-        entries: list[_Point | _Artifact] = []
+        points: list[_Point] = []
         num_metrics = 0
         for entry in self._queue:
             if isinstance(entry, _Artifact):
-                return entries or [entry]
+                return points or entry
             num_metrics += len(entry.metrics)
-            if entries and num_metrics > _MAX_METRICS_PER_REQUEST:
+            if points and num_metrics > _MAX_METRICS_PER_REQUEST:
                 break
-            entries.append(entry)
-        return entries
+            points.append(entry)
+        return points
 
 
 def upload_metrics(
@@ -337,12 +328,11 @@ def upload_metrics(
         experiment=experiment,
         resume=True,
         max_queue=len(rows) + 1,
-        close_timeout_s=timeout_s,
         warn=problems.append,
     )
     for row in rows:
         tracker.log(row.step, row.metrics, time_s=row.time_s)
-    tracker.close("FINISHED")
+    tracker.close(timeout_s=timeout_s)
     for problem in problems:
         logger.warning(problem)
     return not problems

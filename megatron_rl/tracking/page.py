@@ -102,7 +102,7 @@ td { padding: 3px 18px 3px 0; vertical-align: top; overflow-wrap: anywhere; }
 td:first-child { color: var(--muted); }
 """
 
-_MARKS = {"good": "✓", "look": "!", "none": "–"}
+_MARKS = {"good": "✓", "look": "!", "none": "&ndash;"}
 
 
 def render(page: Page) -> str:

@@ -24,6 +24,8 @@ logger = logging.getLogger(__name__)
 
 LANES = ("rollout", "trainer", "host")
 """Order of the lanes from the top; other names follow below."""
+OVERLAP = ("generate", "update_critic")
+"""The two stages whose overlap is the point of windows: the critic learns while the next window is generated."""
 
 _MICROSECONDS = 1_000_000
 
@@ -82,13 +84,12 @@ def assign_tracks(spans: Sequence[Span]) -> list[int]:
     numbers = [0] * len(spans)
     for index in sorted(range(len(spans)), key=lambda index: (spans[index].start_s, -spans[index].end_s)):
         span = spans[index]
-        for number, open_ends in enumerate(tracks):
+        for open_ends in tracks:
             while open_ends and open_ends[-1] <= span.start_s:
                 open_ends.pop()
-            if not open_ends or span.end_s <= open_ends[-1]:
-                break
-        else:
-            number = len(tracks)
+        fits = (number for number, ends in enumerate(tracks) if not ends or span.end_s <= ends[-1])
+        number = next(fits, len(tracks))
+        if number == len(tracks):
             tracks.append([])
         tracks[number].append(span.end_s)
         numbers[index] = number

@@ -32,10 +32,10 @@ def test_params_metrics_and_artifacts_arrive_and_a_resumed_run_goes_on(tmp_path)
 
 def test_a_dead_store_is_a_warning_and_costs_the_caller_nothing(tmp_path):
     warnings = []
-    tracker = open_tracker(tmp_path, warnings, uri="http://127.0.0.1:9", close_timeout_s=20.0)
+    tracker = open_tracker(tmp_path, warnings, uri="http://127.0.0.1:9")
     started_s = time.monotonic()
     for step in range(200):
         tracker.log(step, {"reward/mean": 0.5})
     assert time.monotonic() - started_s < 5.0
-    tracker.close()
+    tracker.close(timeout_s=20.0)
     assert any("MLflow" in text for text in warnings)

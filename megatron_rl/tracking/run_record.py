@@ -1,0 +1,92 @@
+"""What a run left in its folder, read for the report. Any file may be missing, and a run that is still going reads well."""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+
+from megatron_rl.tracking.metrics_file import MetricsRow, read_metrics
+from megatron_rl.tracking.timeline import Span, read_timeline
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """What the run's folder holds."""
+
+    name: str
+    steps: np.ndarray
+    """[N] step numbers, ascending, each once."""
+    columns: Mapping[str, np.ndarray]
+    """Metric name to [N] values, NaN where a step lacks the metric."""
+    times_s: np.ndarray
+    """[N] Unix times of the lines."""
+    spans: Sequence[Span]
+    config: Mapping[str, Any]
+    config_text: str
+    summary: Mapping[str, Any]
+
+    def values(self, name: str) -> np.ndarray:
+        """[N] float64; all NaN if no step has the metric."""
+        return self.columns.get(name, np.full(len(self.steps), np.nan))
+
+    def finite(self, name: str) -> np.ndarray:
+        """[M] the finite values in order."""
+        values = self.values(name)
+        return values[np.isfinite(values)]
+
+    def setting(self, dotted: str) -> Any:
+        """A configuration value, None if the file does not have it."""
+        node: Any = self.config
+        for key in dotted.split("."):
+            node = node.get(key) if isinstance(node, Mapping) else None
+        return node
+
+    def hours(self) -> np.ndarray:
+        """[N] training time in hours at the end of each step: pauses between a crash and its resume do not count."""
+        step_s = self.values("step/time_s")
+        if np.isfinite(step_s).any():
+            return np.cumsum(np.nan_to_num(step_s)) / 3600
+        return (self.times_s - self.times_s[:1]) / 3600
+
+
+def load_run(output_dir: str | Path) -> RunRecord:
+    """Read the run's folder. Raises FileNotFoundError if there is no such folder; damaged files count as missing."""
+    folder = Path(output_dir)
+    if not folder.is_dir():
+        raise FileNotFoundError(f"{folder}: expected the output folder of a run (run.output_dir), found none")
+    by_step: dict[int, MetricsRow] = {}
+    for row in read_metrics(folder / "metrics.jsonl"):
+        earlier = by_step[row.step].metrics if row.step in by_step else {}
+        by_step[row.step] = MetricsRow(row.step, row.time_s, {**earlier, **row.metrics})
+    rows = [by_step[step] for step in sorted(by_step)]
+    columns: dict[str, np.ndarray] = {}
+    for index, row in enumerate(rows):
+        for name, value in row.metrics.items():
+            columns.setdefault(name, np.full(len(rows), np.nan))[index] = value
+    config_text = _text(folder / "config.yaml")
+    return RunRecord(
+        name=folder.resolve().name,
+        steps=np.array([row.step for row in rows], dtype=np.int64),
+        columns=columns,
+        times_s=np.array([row.time_s for row in rows]),
+        spans=read_timeline(folder / "timeline.json"),
+        config=_mapping(yaml.safe_load, config_text, yaml.YAMLError),
+        config_text=config_text,
+        summary=_mapping(json.loads, _text(folder / "summary.json"), ValueError),
+    )
+
+
+def _text(path: Path) -> str:
+    return path.read_text(errors="replace") if path.exists() else ""
+
+
+def _mapping(parse: Callable[[str], Any], text: str, error: type[Exception]) -> Mapping[str, Any]:
+    try:
+        parsed = parse(text) if text else {}
+    except error:
+        return {}
+    return parsed if isinstance(parsed, Mapping) else {}
