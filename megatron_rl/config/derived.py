@@ -4,9 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.config.schema import (
-    Config,
-)
+from megatron_rl.config.schema import Config
 from megatron_rl.errors import ConfigError
 
 
@@ -15,7 +13,7 @@ def read_model_json(path: Path) -> dict[str, Any]:
 
     What a vision-language model says of its language model (``text_config``) stands beside the rest.
     """
-    model = _read_json(path)
+    model = read_json(path)
     text = model.get("text_config")
     return {**model, **text, "model_type": model.get("model_type")} if isinstance(text, dict) else model
 
@@ -32,7 +30,7 @@ def model_has_vision(config: Config) -> bool | None:
     return isinstance(read_model_json(path).get("vision_config"), dict) if path.is_file() else None
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
     try:
         model = json.loads(path.read_text())
     except (json.JSONDecodeError, UnicodeDecodeError) as error:

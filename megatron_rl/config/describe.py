@@ -53,6 +53,12 @@ def batch_arithmetic(config: Config, world_size: int) -> list[Quantity]:
     ]
     if config.algorithm.advantage is AdvantageKind.egae:
         rows.append(
-            row("samples per critic update", min(batch.critic_minibatch_size, samples), per_micro, "up to ", critic_ranks)
+            row(
+                "samples per critic update",
+                min(batch.critic_minibatch_size, samples),
+                per_micro,
+                "up to ",
+                critic_ranks,
+            )
         )
     return rows

@@ -351,7 +351,7 @@ def test_an_attention_plan_keeps_padding_below_a_single_padded_call() -> None:
 
 
 def test_the_configuration_check_knows_exactly_the_families_of_the_table():
-    from megatron_rl.config.checks import SUPPORTED_MODEL_TYPES
+    from megatron_rl.config.checks.model import SUPPORTED_MODEL_TYPES
 
     assert sorted(FAMILIES) == sorted(SUPPORTED_MODEL_TYPES)
 

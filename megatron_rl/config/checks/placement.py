@@ -7,7 +7,7 @@ from megatron_rl.config.schema import Placement, RolloutConfig, WeightSync
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
-def colocation_problems(rollout: RolloutConfig, num_ranks: int) -> Iterator[str]:
+def problems(rollout: RolloutConfig, num_ranks: int) -> Iterator[str]:
     """Why the servers cannot share the devices of ``num_ranks`` trainer ranks (0: not known yet); nothing if apart."""
     if rollout.placement is not Placement.colocated:
         return

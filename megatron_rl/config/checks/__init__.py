@@ -1,0 +1,40 @@
+"""What must hold before anything starts. Every problem is found at once, with key and remedy.
+
+What one field can say alone (a bound) stands at the field in the schema; here stands what holds between fields, files
+and models: one module a subject, each with a function ``problems`` that yields one message per problem.
+"""
+
+from megatron_rl.config.checks import (
+    algorithm,
+    data,
+    files,
+    layouts,
+    model,
+    optimizers,
+    placement,
+    policy,
+    ranges,
+    rollout,
+)
+from megatron_rl.config.checks.commands import RL_COMMANDS
+from megatron_rl.config.schema import Config
+from megatron_rl.errors import ConfigError
+
+__all__ = ["RL_COMMANDS", "check_config"]
+
+
+def check_config(config: Config, *, command: str, world_size: int | None = None) -> None:
+    """Raise ConfigError listing every problem of ``config`` for a command of the command line, such as ``train``.
+
+    ``world_size`` None: the number of ranks is not known yet (a dry run outside a launcher).
+    """
+    problems = [*ranges.problems(config), *optimizers.problems(config, command), *files.problems(config, command)]
+    problems += [*data.problems(config.data), *layouts.problems(config, world_size), *rollout.problems(config.rollout)]
+    problems += policy.problems(config)
+    if command in RL_COMMANDS:
+        ranks = config.parallel.num_ranks if world_size is None else world_size
+        problems += [*placement.problems(config.rollout, ranks), *algorithm.problems(config)]
+    if not problems and config.policy.path:
+        problems += model.problems(config, command)
+    if problems:
+        raise ConfigError("\n".join(problems))

@@ -1,0 +1,147 @@
+"""Methods that exclude each other, or that lack what they work on."""
+
+from collections.abc import Iterator
+
+from megatron_rl.config.derived import effective_window_tokens
+from megatron_rl.config.schema import (
+    AdvantageKind,
+    AlgorithmConfig,
+    Config,
+    CorrectionConfig,
+    CorrectionWeight,
+    KlEstimator,
+    KlPlace,
+    Mode,
+    OldPolicy,
+    Overlong,
+    Rejection,
+)
+
+_COMPARING = (AdvantageKind.group, AdvantageKind.group_mean, AdvantageKind.rloo, AdvantageKind.reinforce_pp_baseline)
+
+
+def problems(config: Config) -> Iterator[str]:
+    yield from _windows(config)
+    yield from _full_responses(config)
+    yield from _comparisons(config)
+    yield from _correction(config.algorithm.correction)
+    yield from _kl(config.algorithm, config.batch.num_prompts_per_step * config.batch.num_samples_per_prompt)
+    yield from _without_critic(config)
+    yield from _dialogue(config)
+
+
+def _windows(config: Config) -> Iterator[str]:
+    batch, algorithm = config.batch, config.algorithm
+    if batch.window_tokens > batch.max_response_tokens:
+        yield (
+            f"batch.window_tokens: a window of {batch.window_tokens} tokens is longer than the response budget "
+            f"batch.max_response_tokens={batch.max_response_tokens}; lower it, or set 0 for a window as long as the response"
+        )
+    window = effective_window_tokens(config)
+    if config.schedule.mode is Mode.sync and window != batch.max_response_tokens:
+        yield (
+            f"batch.window_tokens: schedule.mode=sync generates full responses, but the window is {window} of "
+            f"{batch.max_response_tokens} tokens; set batch.window_tokens=0 or schedule.mode=tppo"
+        )
+    if window <= algorithm.ignore_boundary_tokens:
+        yield (
+            f"algorithm.ignore_boundary_tokens: leaving out {algorithm.ignore_boundary_tokens} tokens of a window "
+            f"of {window} leaves nothing to train on; lower it or raise batch.window_tokens"
+        )
+    if algorithm.overlong is Overlong.soft and algorithm.overlong_buffer_tokens > batch.max_response_tokens:
+        yield (
+            f"algorithm.overlong_buffer_tokens: {algorithm.overlong_buffer_tokens} tokens are more than the budget "
+            f"batch.max_response_tokens={batch.max_response_tokens}"
+        )
+
+
+def _full_responses(config: Config) -> Iterator[str]:
+    if config.schedule.mode is not Mode.tppo:
+        return
+    algorithm = config.algorithm
+    if algorithm.advantage is not AdvantageKind.egae:
+        yield (
+            f"schedule.mode: algorithm.advantage={algorithm.advantage.value} compares full responses, but windows end the "
+            "responses to a prompt in different steps; set schedule.mode=sync, or algorithm.advantage=egae"
+        )
+    full_only = {
+        "algorithm.dynamic_sampling.enabled": algorithm.dynamic_sampling.enabled,
+        "reward.process.path": bool(config.reward.process.path),
+    }
+    for key, used in full_only.items():
+        if used:
+            yield f"{key}: needs full responses, with windows their first tokens are trained too early; set schedule.mode=sync"
+
+
+def _comparisons(config: Config) -> Iterator[str]:
+    if config.batch.num_samples_per_prompt >= 2:
+        return
+    key, advantage = "batch.num_samples_per_prompt", config.algorithm.advantage
+    if advantage in _COMPARING:
+        yield f"{key}: algorithm.advantage={advantage.value} compares the responses to one prompt; set at least 2"
+    if config.algorithm.dynamic_sampling.enabled:
+        yield f"{key}: algorithm.dynamic_sampling needs at least 2 responses to a prompt"
+
+
+def _correction(correction: CorrectionConfig) -> Iterator[str]:
+    corrects = correction.weight is not CorrectionWeight.none or correction.rejection is not Rejection.none
+    if correction.old_policy is OldPolicy.rollout and (corrects or correction.veto_below):
+        yield (
+            "algorithm.correction.old_policy: with the engine's own log-probs there is nothing to correct; "
+            "set recomputed, or weight=none, rejection=none and veto_below=0"
+        )
+    if correction.weight in (CorrectionWeight.token, CorrectionWeight.sequence) and correction.max_weight < 1:
+        yield f"algorithm.correction.max_weight: expected at least 1, or agreeing engines are changed, got {correction.max_weight}"
+    if correction.weight is CorrectionWeight.icepop:
+        yield from _around_one("icepop", correction.icepop_low, correction.icepop_high)
+    if correction.rejection in (Rejection.token, Rejection.sequence, Rejection.geometric):
+        yield from _around_one("rejection", correction.rejection_low, correction.rejection_high)
+
+
+def _around_one(name: str, low: float, high: float) -> Iterator[str]:
+    if not low <= 1 <= high:
+        yield (
+            f"algorithm.correction.{name}_low, {name}_high: expected low <= 1 <= high, so that engines that agree are "
+            f"left alone, got {low} and {high}"
+        )
+
+
+def _kl(algorithm: AlgorithmConfig, num_responses: int) -> Iterator[str]:
+    kl = algorithm.kl
+    if kl.place is KlPlace.loss and kl.estimator is KlEstimator.k1:
+        yield "algorithm.kl.estimator: the gradient of k1 in the loss is 0 on average; set k2 or k3, or kl.place=reward"
+    if not kl.target:
+        return
+    if kl.horizon <= 0.2 * num_responses:
+        yield f"algorithm.kl.horizon: expected more than a fifth of the {num_responses} responses of a step, got {kl.horizon}"
+    if kl.place is KlPlace.none:
+        yield "algorithm.kl.target: the adaptive coefficient needs algorithm.kl.place=reward or loss"
+    if not kl.coef:
+        yield "algorithm.kl.coef: the adaptive controller multiplies it, so it must start above 0"
+
+
+def _without_critic(config: Config) -> Iterator[str]:
+    if config.algorithm.advantage is AdvantageKind.egae:
+        return
+    without = f"algorithm.advantage={config.algorithm.advantage.value} has no critic"
+    if config.critic.warmup_steps:
+        yield f"critic.warmup_steps: {without}; set 0"
+    if config.critic.path:
+        yield f"critic.path: {without}; leave it empty"
+    if config.critic.parallel and not config.reward.process.path:
+        yield f"critic.parallel: {without}; leave it out"
+    if config.environment.name == "pag":
+        yield f"environment.name: pag scores turn by turn, which needs algorithm.advantage=egae; {without}"
+
+
+def _dialogue(config: Config) -> Iterator[str]:
+    if not config.environment.name:
+        if config.environment.options:
+            yield "environment.options: given without environment.name; name one of the environments, or remove them"
+        if config.algorithm.normalize_by_role:
+            yield "algorithm.normalize_by_role: needs an environment with several roles (environment.name=pag)"
+        return
+    if config.reward.process.path:
+        yield "reward.process.path: rewards of lines are for single responses; leave environment.name empty"
+    if config.reward.require_think:
+        yield "reward.require_think: turns of a dialogue are graded as they stand; set false"
