@@ -4,7 +4,6 @@ Whoever keeps state inside a server (weight sync: its process group and the curr
 ``incarnation`` and sets that state up again once the number has changed. Only servers started here are ever stopped.
 """
 
-import json
 import logging
 import os
 import time
@@ -22,9 +21,9 @@ from megatron_rl.rollout.sglang.server import (
     SglangServer,
     count_gpus,
     detect_device,
-    fetch_json,
     is_healthy,
 )
+from megatron_rl.system.http import HttpError, get_once
 
 logger = logging.getLogger(__name__)
 
@@ -36,8 +35,6 @@ class Server(Protocol):
 
     @property
     def url(self) -> str: ...
-
-    def alive(self) -> bool: ...
 
     def healthy(self, timeout_s: float = 5.0) -> bool: ...
 
@@ -55,9 +52,6 @@ class _AttachedServer:
         self.incarnation = 1
         self._progress = progress
         self._identity = self._read_identity()
-
-    def alive(self) -> bool:
-        return self.healthy()
 
     def healthy(self, timeout_s: float = 5.0) -> bool:
         """The server answers; notices when it is not the process that answered before."""
@@ -163,24 +157,6 @@ class ServerPool:
     def urls(self) -> list[str]:
         return [server.url for server in self.servers]
 
-    @property
-    def incarnations(self) -> dict[str, int]:
-        """By URL; a number that changes means a new process without the state given to the old one."""
-        return {server.url: server.incarnation for server in self.servers}
-
-    def alive(self) -> dict[str, bool]:
-        return {server.url: server.alive() for server in self.servers}
-
-    def restart_dead(self) -> list[str]:
-        """Start every dead server again (attached ones: wait for them) and return their URLs.
-
-        They hold the weights they were started with. Raises ServerError when a server cannot be brought back.
-        """
-        dead = [server for server in self.servers if not server.alive()]
-        for server in dead:
-            server.restart()
-        return [server.url for server in dead]
-
     def stop(self) -> None:
         """Without grace: a server holds nothing that the run does not have, and its own way out takes seconds."""
         for server in self.servers:
@@ -195,12 +171,16 @@ class ServerPool:
 
 def _ask(url: str, path: str, timeout_s: float = 10.0) -> dict[str, Any]:
     try:
-        return fetch_json(url + path, timeout_s)
-    except (OSError, json.JSONDecodeError) as error:
-        raise ServerError(
-            f"no SGLang server answers at {url} ({type(error).__name__}: {error}). Expected {path} to answer within "
-            f"{timeout_s:.0f} s: check the address in rollout.urls and that the server is up (GET {url}/health)."
-        ) from error
+        answer = get_once(url + path, timeout_s=timeout_s)
+        if answer.status == 200:
+            return answer.json()
+        problem = f"it answered {answer.status}: {answer.text[:200]}"
+    except (HttpError, ValueError) as error:
+        problem = f"{error}" if isinstance(error, HttpError) else f"{type(error).__name__}: {error}"
+    raise ServerError(
+        f"no SGLang server answers at {url} ({problem}). Expected {path} to answer within {timeout_s:.0f} s: check the "
+        f"address in rollout.urls and that the server is up (GET {url}/health)."
+    )
 
 
 def _first_free_gpu(rollout: RolloutConfig, note: Progress) -> int:

@@ -1,6 +1,6 @@
 """Token ids in, token ids and log-probs out: the asyncio client of SGLang's HTTP API.
 
-``generate`` waits for a free place at a server (at most ``max_inflight_requests`` are under way at each), then at most
+``generate`` waits for a free place at a server (at most ``max_inflight_requests`` are in progress at each), then at most
 ``request_timeout_s`` for the answer; a failed attempt is repeated at most ``max_retries`` times, on another live server
 if there is one. Calls that arrive within ``tick_s`` travel in one HTTP request of up to ``max_batch_size`` samples,
 which saves a third of the CPU time at small models. A sample comes back with the slowest of its batch; one that was
@@ -22,7 +22,6 @@ from collections.abc import Callable, Collection, Coroutine, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
-import aiohttp
 import orjson
 
 from megatron_rl.errors import UserError
@@ -37,19 +36,14 @@ from megatron_rl.rollout.sglang.wire import (
     parse_generation,
     validate,
 )
+from megatron_rl.system.http import HttpError, HttpSession, NoAnswer, pauses_s
 
 logger = logging.getLogger(__name__)
 
 _PROBE_TIMEOUT_S = 20.0
 """A server that does not answer /health for so long is lost; one that is gone refuses the connection at once."""
-CONNECT_TIMEOUT_S = 30.0
-KEEPALIVE_S = 2.0
-"""SGLang closes idle connections after 5 s by default; a shorter time here avoids sending into a closing one."""
 _MAX_ABORTS_AT_ONCE = 64
-"""Abort calls under way at one server; each is a small HTTP request."""
-_PAUSE_MODES = ("abort", "in_place", "retract")
-
-_CONNECTION_ERRORS = (aiohttp.ClientError, asyncio.TimeoutError, OSError)
+"""Abort calls in progress at one server; each is a small HTTP request."""
 
 
 class ServerLost(UserError, RuntimeError):
@@ -62,7 +56,7 @@ class ServerLost(UserError, RuntimeError):
         self.reason = reason
         super().__init__(
             f"SGLang server {url} is lost: {reason}. The caller waited {waited_s:.1f} s over {num_attempts} "
-            "attempt(s). Look at the server's log, restart it (ServerPool.restart_dead), send it the current weights "
+            "attempt(s). Look at the server's log, restart it (SglangServer.restart), send it the current weights "
             "and name it to the client's restore(); if it is only slow, raise rollout.request_timeout_s."
         )
 
@@ -84,7 +78,7 @@ class _ServerState:
     num_inflight: int = 0
     waiting: deque[_Pending] = field(default_factory=deque)
     sent: dict[str, _Pending] = field(default_factory=dict)
-    """Requests under way, by the id they were sent with."""
+    """Requests in progress, by the id they were sent with."""
     flush_scheduled: bool = False
 
     @property
@@ -93,7 +87,7 @@ class _ServerState:
 
 
 class SglangClient:
-    """Sends to all ``urls``. An async context manager; ``close`` ends what is under way."""
+    """Sends to all ``urls``. An async context manager; ``close`` ends what is in progress."""
 
     def __init__(
         self,
@@ -122,7 +116,7 @@ class SglangClient:
         self.control_timeout_s = control_timeout_s
         self._on_server_lost = on_server_lost
         self._servers = {url.rstrip("/"): _ServerState(url.rstrip("/")) for url in urls}
-        self._session: aiohttp.ClientSession | None = None
+        self._http = HttpSession()
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def __aenter__(self) -> Self:
@@ -132,16 +126,14 @@ class SglangClient:
         await self.close()
 
     async def close(self) -> None:
-        """Cancel the requests under way (the servers abort them) and close all connections."""
+        """Cancel the requests in progress (the servers abort them) and close all connections."""
         for server in self._servers.values():
             while server.waiting:
                 server.waiting.popleft().answer.cancel()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        if self._session is not None:
-            await self._session.close()
-            self._session = None
+        await self._http.close()
 
     @property
     def live_urls(self) -> list[str]:
@@ -163,13 +155,13 @@ class SglangClient:
         validate(request, self.vocab_size)
         started_at = time.monotonic()
         failed_url, reason = "", "it was lost before and not restored"
-        for attempt in range(self.max_retries + 1):
+        for attempt, pause_s in enumerate((0.0, *pauses_s(self.max_retries, self.backoff_s))):
             server = self._choose(sticky_key, failed_url)
             if server is None:
                 lost_url = failed_url or next(iter(self._servers))
                 raise ServerLost(lost_url, time.monotonic() - started_at, attempt, reason)
             if server.url == failed_url:
-                await asyncio.sleep(self.backoff_s * 2 ** (attempt - 1))
+                await asyncio.sleep(pause_s)
             try:
                 return await self._attempt(server, request, attempt, alone)
             except AttemptFailed as error:
@@ -177,45 +169,20 @@ class SglangClient:
                 logger.info("attempt %d of request %s failed: %s", attempt + 1, request.rid, reason)
         raise ServerLost(failed_url, time.monotonic() - started_at, self.max_retries + 1, reason)
 
-    async def pause(self, mode: str = "retract") -> None:
-        """Stop generating on all live servers until ``continue_generation``.
-
-        abort: requests under way come back with what they have; in_place: they stay, with their KV cache (which new
-        weights make wrong); retract: they are queued and their cache is computed anew.
-        """
-        if mode not in _PAUSE_MODES:
-            raise ValueError(f"pause mode is one of {_PAUSE_MODES}, got {mode!r}")
-        await self._control("POST", "/pause_generation", {"mode": mode})
-
-    async def continue_generation(self) -> None:
-        await self._control("POST", "/continue_generation", {})
-
-    async def flush_cache(self) -> None:
-        """Empty the prefix caches. Raises RequestRejected while requests run: pause with ``retract`` first."""
-        await self._control("POST", "/flush_cache", {})
-
-    async def abort_all(self) -> None:
-        """End all requests now: each comes back as ``abort`` with the tokens it has (none if it was never sent)."""
-        for server in self._servers.values():
-            while server.waiting:
-                pending = server.waiting.popleft()
-                if not pending.answer.done():
-                    pending.answer.set_result(NOTHING_GENERATED)
-        await self._control("POST", "/abort_request", {"abort_all": True})
-
     async def abort(self, rids: Collection[str]) -> None:
-        """End the requests ``rids`` now, as ``abort_all`` does with all; other ids are passed over.
+        """End the requests ``rids`` now; other ids are passed over.
 
-        A request that reaches the server at the same moment may escape: call again for what has not come back. A
-        server that does not take the call is left alone; its requests end by their own time limit.
+        Each comes back as ``abort`` with the tokens it has (none if it was never sent). A request that reaches the
+        server at the same moment may escape: call again for what has not come back. A server that does not take the
+        call is left alone; its requests end by their own time limit.
         """
         limit = asyncio.Semaphore(_MAX_ABORTS_AT_ONCE)
 
         async def abort_one(server: _ServerState, rid: str) -> None:
             async with limit:
                 try:
-                    await self._http(server, "POST", "/abort_request", {"rid": rid}, self.control_timeout_s)
-                except _CONNECTION_ERRORS as error:
+                    await self._http.post(server.url + "/abort_request", {"rid": rid}, timeout_s=self.control_timeout_s)
+                except HttpError as error:
                     logger.info("abort of %s at %s failed: %s", rid, server.url, error)
 
         for server in self._servers.values():
@@ -229,10 +196,6 @@ class SglangClient:
             if p.request.rid in rids
         ]
         await asyncio.gather(*[abort_one(server, rid) for server, rid in sent])
-
-    async def model_info(self) -> dict[str, dict[str, Any]]:
-        """By URL: what each live server says about its model, ``weight_version`` included."""
-        return {url: orjson.loads(content) for url, content in (await self._control("GET", "/model_info")).items()}
 
     def _choose(self, sticky_key: int | str | None, failed_url: str) -> _ServerState | None:
         """The server to try next: another one than the last time if there is one, None if all are lost."""
@@ -287,7 +250,7 @@ class SglangClient:
             for pending in batch:
                 pending.answer.cancel()
             raise
-        except Exception as error:  # whatever went wrong, nobody may wait for ever
+        except Exception as error:  # whatever went wrong, nobody may wait forever
             outcomes = [error] * len(batch)
         finally:
             server.num_inflight -= len(batch)
@@ -304,12 +267,12 @@ class SglangClient:
 
     async def _outcomes(self, server: _ServerState, batch: list[_Pending]) -> list[Generation | Exception]:
         requests = [pending.request for pending in batch]
-        body = generate_body(requests, [pending.rid for pending in batch])
+        body = orjson.dumps(generate_body(requests, [pending.rid for pending in batch]))
         try:
-            status, content = await self._http(server, "POST", "/generate", body, self.request_timeout_s)
-        except _CONNECTION_ERRORS as error:
+            answer = await self._http.post(server.url + "/generate", body, timeout_s=self.request_timeout_s)
+        except HttpError as error:
             return [await self._diagnose(server, _describe(error, self.request_timeout_s))] * len(batch)
-        if status == 400 and len(batch) > 1:
+        if answer.status == 400 and len(batch) > 1:
             # One sample is at fault, and SGLang refuses them all: find out which by sending each alone. New ids,
             # because SGLang may have begun with some of them.
             singles = [replace(pending, rid=_sent_rid(f"{pending.rid[:-1]}#alone")) for pending in batch]
@@ -320,19 +283,18 @@ class SglangClient:
                 for single in singles:
                     del server.sent[single.rid]
             return [outcome for (outcome,) in outcomes]
-        text = content[:500].decode(errors="replace")
-        if status == 400:
-            return [RequestRejected(f"server {server.url} refused request {requests[0].rid!r}: {text}")]
-        if status != 200:
-            return [await self._diagnose(server, f"it answered {status}: {text}")] * len(batch)
-        return [_outcome(request, answer) for request, answer in zip(requests, orjson.loads(content), strict=True)]
+        if answer.status == 400:
+            return [RequestRejected(f"server {server.url} refused request {requests[0].rid!r}: {answer.text[:500]}")]
+        if answer.status != 200:
+            return [await self._diagnose(server, f"it answered {answer.status}: {answer.text[:500]}")] * len(batch)
+        samples = orjson.loads(answer.content)
+        return [_outcome(request, sample) for request, sample in zip(requests, samples, strict=True)]
 
     async def _diagnose(self, server: _ServerState, reason: str) -> AttemptFailed:
         """After a failure: is the server gone? Marks it as lost then."""
         try:
-            status, _ = await self._http(server, "GET", "/health", None, _PROBE_TIMEOUT_S)
-            healthy = status == 200
-        except _CONNECTION_ERRORS:
+            healthy = (await self._http.get(server.url + "/health", timeout_s=_PROBE_TIMEOUT_S)).status == 200
+        except HttpError:
             healthy = False
         if not healthy:
             self._mark_lost(server, reason)
@@ -350,39 +312,6 @@ class SglangClient:
         if self._on_server_lost is not None:
             self._on_server_lost(server.url, reason)
 
-    async def _control(self, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, bytes]:
-        """The same call to all live servers at once; their answers by URL."""
-
-        async def call(server: _ServerState) -> bytes:
-            started_at = time.monotonic()
-            try:
-                status, content = await self._http(server, method, path, body, self.control_timeout_s)
-            except _CONNECTION_ERRORS as error:
-                reason = f"{path}: {_describe(error, self.control_timeout_s)}"
-                await self._diagnose(server, reason)
-                raise ServerLost(server.url, time.monotonic() - started_at, 1, reason) from error
-            if status != 200:
-                error_type = RequestRejected if status == 400 else BadAnswer
-                raise error_type(f"server {server.url}{path} answered {status}: {content[:500].decode()}")
-            return content
-
-        live = [server for server in self._servers.values() if server.live]
-        answers = await asyncio.gather(*[call(server) for server in live])
-        return {server.url: answer for server, answer in zip(live, answers, strict=True)}
-
-    async def _http(
-        self, server: _ServerState, method: str, path: str, body: dict[str, Any] | None, timeout_s: float
-    ) -> tuple[int, bytes]:
-        if self._session is None:
-            connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S)
-            self._session = aiohttp.ClientSession(
-                connector=connector, headers={"Content-Type": "application/json"}, raise_for_status=False
-            )
-        timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=CONNECT_TIMEOUT_S)
-        data = None if body is None else orjson.dumps(body)
-        async with self._session.request(method, server.url + path, data=data, timeout=timeout) as response:
-            return response.status, await response.read()
-
 
 def _sent_rid(rid: str) -> str:
     """The id with an end mark: "r-1" would otherwise begin "r-10"."""
@@ -396,7 +325,7 @@ def _outcome(request: GenerationRequest, answer: dict[str, Any]) -> Generation |
         return error
 
 
-def _describe(error: BaseException, timeout_s: float) -> str:
-    if isinstance(error, asyncio.TimeoutError):
+def _describe(error: HttpError, timeout_s: float) -> str:
+    if isinstance(error, NoAnswer) and error.timed_out:
         return f"no answer within {timeout_s:.0f} s"
-    return f"{type(error).__name__}: {error}"
+    return str(error)

@@ -53,7 +53,7 @@ class ServerMemory:
         deadline_s = time.monotonic() + self._timeout_s
         while busy := [
             server.url
-            for server, reply in zip(calls.servers, calls.post("/flush_cache", allow_refusal=True))
+            for server, reply in zip(calls.servers, calls.post("/flush_cache", allow_refusal=True), strict=True)
             if not reply.ok
         ]:
             if time.monotonic() > deadline_s:

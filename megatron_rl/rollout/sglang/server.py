@@ -10,7 +10,6 @@ weight-sync group, current weights) sees that it is gone. Every wait has a deadl
 """
 
 import contextlib
-import json
 import logging
 import os
 import signal
@@ -19,7 +18,6 @@ import subprocess
 import sys
 import threading
 import time
-import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,6 +27,7 @@ import psutil
 
 from megatron_rl.errors import UserError
 from megatron_rl.rollout.sglang.diagnosis import last_lines, port_taken, start_failure
+from megatron_rl.system.http import HttpError, get_once
 
 logger = logging.getLogger(__name__)
 
@@ -255,7 +254,7 @@ class SglangServer:
         if self._num_restarts >= self.max_restarts:
             raise ServerError(
                 f"server {self.url} died again after {self.max_restarts} restarts; its log is {self.log_path}. "
-                "Mend the cause named there, or raise rollout.max_restarts."
+                "Fix the cause named there, or raise rollout.max_restarts."
             )
         self._num_restarts += 1
         self._progress(f"restarting server {self.url}, restart {self._num_restarts} of {self.max_restarts}")
@@ -405,23 +404,12 @@ def count_gpus() -> int:
     return torch.cuda.device_count()
 
 
-_direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-"""Servers are reached directly: a cluster's HTTP proxy knows nothing of them."""
-
-
 def is_healthy(url: str, timeout_s: float) -> bool:
     """A server answers there that it is up."""
     try:
-        with _direct.open(f"{url}/health", timeout=timeout_s) as response:
-            return response.status == 200
-    except OSError:  # no connection, time-out, or an HTTP error such as 503 while it starts
+        return get_once(f"{url}/health", timeout_s=timeout_s).status == 200
+    except HttpError:
         return False
-
-
-def fetch_json(url: str, timeout_s: float) -> dict[str, Any]:
-    """GET a JSON object. Raises OSError (no answer, an HTTP error) or json.JSONDecodeError."""
-    with _direct.open(url, timeout=timeout_s) as response:
-        return json.load(response)
 
 
 def port_is_free(host: str, port: int) -> bool:

@@ -331,7 +331,7 @@ def test_a_hanging_server_is_given_up_after_the_retries():
     assert len(server.bodies) == 3
 
 
-def test_abort_all_returns_what_was_never_sent_as_an_empty_abort():
+def test_an_abort_returns_what_was_never_sent_as_an_empty_abort():
     release = asyncio.Event()
 
     async def wait(body):
@@ -343,7 +343,7 @@ def test_abort_all_returns_what_was_never_sent_as_an_empty_abort():
         calls = [asyncio.ensure_future(client.generate(request_of(f"r{i}"))) for i in range(3)]
         while not server.bodies:
             await asyncio.sleep(0.001)
-        await client.abort_all()
+        await client.abort({"r0", "r1", "r2"})
         release.set()
         return await asyncio.gather(*calls)
 
@@ -368,20 +368,6 @@ def test_closing_the_client_leaves_no_caller_waiting():
         assert [type(outcome) for outcome in outcomes] == [asyncio.CancelledError] * 2
 
     run_with([server], scenario, max_inflight_requests=1)
-
-
-def test_control_calls_reach_every_live_server():
-    servers = [FakeServer(), FakeServer()]
-
-    async def scenario(client, urls):
-        await client.pause("retract")
-        await client.flush_cache()
-        await client.continue_generation()
-        with pytest.raises(ValueError, match="pause mode"):
-            await client.pause("later")
-
-    run_with(servers, scenario)
-    assert all(s.controls == ["pause_generation", "flush_cache", "continue_generation"] for s in servers)
 
 
 def test_what_was_asked_for_alone_travels_alone_and_in_order():

@@ -1,0 +1,190 @@
+"""HTTP with JSON bodies: sessions for an event loop (``HttpSession``) and for plain threads (``HttpThread``).
+
+Invariants: every request has a deadline; an answer of any status comes back as an ``Answer``, and what is no answer
+raises one of two errors; redirects are not followed; machines are reached directly, without a cluster's HTTP proxy,
+unless ``use_proxy`` says otherwise.
+
+``NoAnswer``: not reached, the connection broke, or the deadline passed. Asking again may help.
+``HttpError``, its base: no HTTP, a malformed URL, an answer that is too long. Asking again will not help.
+"""
+
+import asyncio
+import json
+import random
+import threading
+from collections.abc import Coroutine, Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, Self, TypeVar
+
+import aiohttp
+
+KEEPALIVE_S = 2.0
+"""SGLang closes idle connections after 5 s by default; a shorter time here avoids sending into a closing one."""
+_CHUNK_BYTES = 1 << 16
+
+Result = TypeVar("Result")
+
+
+class HttpError(Exception):
+    """The request did not get an answer that can be read. Its text is the cause's type and words."""
+
+
+class NoAnswer(HttpError):
+    """No answer came. ``timed_out``: the deadline passed; False where no connection was made in its time."""
+
+    def __init__(self, reason: str, *, timed_out: bool) -> None:
+        super().__init__(reason)
+        self.timed_out = timed_out
+
+
+@dataclass(frozen=True)
+class Answer:
+    status: int
+    reason: str
+    """The status in words."""
+    content: bytes
+
+    @property
+    def text(self) -> str:
+        return self.content.decode(errors="replace")
+
+    def json(self) -> Any:
+        """Raises ValueError (RecursionError where it is nested too deeply)."""
+        return json.loads(self.text)
+
+
+class HttpSession:
+    """Kept-alive connections for one event loop; the number of requests in progress has no limit here."""
+
+    def __init__(
+        self, *, connect_timeout_s: float = 30.0, max_answer_bytes: int | None = None, use_proxy: bool = False
+    ) -> None:
+        """``use_proxy``: as HTTP_PROXY and its like say."""
+        self._connect_timeout_s = connect_timeout_s
+        self._max_answer_bytes = max_answer_bytes
+        self._use_proxy = use_proxy
+        self._session: aiohttp.ClientSession | None = None
+
+    async def get(self, url: str, *, timeout_s: float | None) -> Answer:
+        return await self.request("GET", url, timeout_s=timeout_s)
+
+    async def post(
+        self, url: str, body: Any, *, timeout_s: float | None, headers: dict[str, str] | None = None
+    ) -> Answer:
+        return await self.request("POST", url, body, timeout_s=timeout_s, headers=headers)
+
+    async def request(
+        self, method: str, url: str, body: Any = None, *, timeout_s: float | None, headers: dict[str, str] | None = None
+    ) -> Answer:
+        """One request and its whole answer.
+
+        ``body``: bytes that are JSON already, or what JSON can be made of; None sends none. ``timeout_s`` covers
+        connecting, sending and reading; None: the caller ends the wait. Raises NoAnswer or HttpError.
+        """
+        data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
+        timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=self._connect_timeout_s)
+        try:
+            async with self._opened().request(
+                method, url, data=data, headers=headers, timeout=timeout, allow_redirects=False
+            ) as response:
+                return Answer(response.status, response.reason or "", await self._read(response))
+        except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, OSError, TimeoutError) as error:
+            timed_out = isinstance(error, TimeoutError) and not isinstance(error, aiohttp.ConnectionTimeoutError)
+            raise NoAnswer(_described(error), timed_out=timed_out) from error
+        except (aiohttp.ClientError, ValueError) as error:
+            raise HttpError(_described(error)) from error
+
+    async def close(self) -> None:
+        if self._session is not None:
+            await self._session.close()
+            self._session = None
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        await self.close()
+
+    def _opened(self) -> aiohttp.ClientSession:
+        if self._session is None:  # not in __init__: aiohttp wants the running event loop
+            self._session = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S),
+                headers={"Content-Type": "application/json"},
+                trust_env=self._use_proxy,
+            )
+        return self._session
+
+    async def _read(self, response: aiohttp.ClientResponse) -> bytes:
+        if self._max_answer_bytes is None:
+            return await response.read()
+        content = bytearray()
+        async for part in response.content.iter_chunked(_CHUNK_BYTES):
+            content += part
+            if len(content) > self._max_answer_bytes:
+                response.close()
+                raise HttpError(f"the answer is longer than {self._max_answer_bytes} bytes")
+        return bytes(content)
+
+
+class HttpThread:
+    """HTTP for callers without an event loop: the requests run on the loop of a thread of its own.
+
+    Usable from any thread. Not across a fork: the child has no such thread. ``close`` cancels requests in progress.
+    """
+
+    def __init__(self, session: HttpSession | None = None) -> None:
+        """``session``: one that nobody has used yet, with other settings than the defaults."""
+        self.session = session or HttpSession()
+        """For coroutines given to ``submit`` only."""
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="http", daemon=True)
+        self._thread.start()
+
+    def submit(self, work: Coroutine[Any, Any, Result]) -> Future[Result]:
+        """Run ``work``, which uses ``session``, on the thread; returns at once."""
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    def request(self, method: str, url: str, body: Any = None, *, timeout_s: float) -> Answer:
+        """As in HttpSession; blocks the calling thread."""
+        return self.submit(self.session.request(method, url, body, timeout_s=timeout_s)).result()
+
+    def close(self) -> None:
+        self.submit(self._finish()).result()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    async def _finish(self) -> None:
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self.session.close()
+
+
+def get_once(url: str, *, timeout_s: float) -> Answer:
+    """GET from a thread without an event loop, over a connection of its own. Raises NoAnswer or HttpError."""
+    with HttpThread() as http:
+        return http.request("GET", url, timeout_s=timeout_s)
+
+
+def pauses_s(num_retries: int, first_s: float, *, factor: float = 2.0, jitter: float = 0.0) -> Iterator[float]:
+    """Seconds to wait before each further try: ``first_s``, then ``factor`` times as long as the one before.
+
+    ``jitter`` 0.5 draws each from half to one and a half times its length, so that many callers do not come back at
+    the same moment.
+    """
+    for retry in range(num_retries):
+        pause_s = first_s * factor**retry
+        yield pause_s * random.uniform(1 - jitter, 1 + jitter) if jitter else pause_s
+
+
+def _described(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"
