@@ -1,1 +1,21 @@
-"""The commands of ``megatron-rl``: one file each."""
+"""The commands of ``megatron-rl``, one file each: ``add_arguments(parser)`` and ``run(arguments)``, the exit status.
+
+The command line imports the file of the command that is called and no other. What a file imports at its top is paid
+before the arguments are read, by the launcher of the ranks too: Megatron and SGLang are imported inside ``run``.
+"""
+
+COMMANDS = {
+    "train": "train a policy with reinforcement learning (see: megatron-rl presets)",
+    "sft": "supervised warm start on reference responses",
+    "critic-pretrain": "regress the critic onto returns of the frozen policy",
+    "reward-train": "train a reward model on preferences or line labels",
+    "serve": "start one SGLang server in the foreground",
+    "score": "grade the responses of a JSONL file",
+    "select-prompts": "keep the prompts that are worth training on",
+    "label-lines": "label the lines of programs that can still be completed to a right one",
+    "doctor": "check that parallel layouts compute the same on this machine",
+    "convert": "convert a model between a Hugging Face folder and Megatron's distributed checkpoint",
+    "report": "write report.html of a run",
+    "presets": "list the presets",
+}
+"""Name -> what it does, in the order of the help."""

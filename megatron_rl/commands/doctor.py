@@ -5,17 +5,19 @@ for each number of ranks, and are compared with the reference layout: loss, grad
 in float32.
 """
 
+import argparse
 import json
 import math
 import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from rich.console import Console
 from rich.table import Table
 
 from megatron_rl.config.layout import layout_problems, parse_layout, ranks_needed
@@ -30,6 +32,35 @@ _NOTICEABLE = 10.0
 """The reference must move its weights by as many tolerances: an update that does nothing agrees with everything."""
 _LOG_TAIL_LINES = 15
 _SP_ADDED = "run with sp: this model's experts or latent attention need it with tensor parallelism"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--invariance", action="store_true", required=True, help="compare one update in each layout")
+    parser.add_argument("--model", required=True, help="Hugging Face model folder")
+    parser.add_argument("--layouts", required=True, help='such as "tp2,pp2,ep2,cp2,tp2+sp+pp2,pp2+vpp2,dp2"')
+    parser.add_argument("--reference", default="tp1", help="the layout that the others are compared with")
+    parser.add_argument("--role", default="policy", choices=("policy", "critic"))
+    parser.add_argument("--max-tokens-per-microbatch", type=int, default=64)
+    parser.add_argument("--tolerance", type=float, default=1e-5, help="relative, for loss, gradient norm and weights")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    findings = check_invariance(
+        arguments.model,
+        arguments.layouts.split(","),
+        reference=arguments.reference,
+        role=arguments.role,
+        max_tokens_per_microbatch=arguments.max_tokens_per_microbatch,
+        tolerance=arguments.tolerance,
+    )
+    Console().print(findings_table(findings))
+    for reason in reasons(findings):
+        print(reason)
+    return 1 if any(finding.is_bad for finding in findings) else 0
+
+
+_Row = dict[str, Any]
+"""One layout's measurement as ``invariance.py`` writes it: layout, loss, grad_norm, difference, moved."""
 
 
 class DoctorError(UserError):
@@ -85,28 +116,13 @@ def check_invariance(
         return alone + [
             Finding(layout, sizes[layout], verdict="refused", reason=refusals[layout]) for layout in layouts
         ]
-    measured: dict[str, dict[str, float]] = {}
-    failures: dict[str, str] = {}
-    with tempfile.TemporaryDirectory(prefix="megatron-rl-doctor-") as scratch:
-        for num_ranks in sorted(
-            {sizes[layout] for layout in (reference, *wanted)}, key=lambda n: n != sizes[reference]
-        ):
-            group = [layout for layout in wanted if sizes[layout] == num_ranks]
-            is_reference = num_ranks == sizes[reference]
-            job = {
-                "model": str(model),
-                "role": role,
-                "layouts": [reference, *group] if is_reference else group,
-                "reference_folder": scratch,
-                "out": f"{scratch}/ranks{num_ranks}.json",
-                "is_reference": is_reference,
-                "lengths": list(lengths),
-                "max_tokens_per_microbatch": max_tokens_per_microbatch,
-            }
-            for row in _run(job, num_ranks, Path(scratch), timeout_s, failures):
-                measured[row["layout"]] = row
-            if is_reference and reference not in measured:
-                raise DoctorError(f"the reference layout {reference} failed: {failures[reference]}")
+    job = {
+        "model": str(model),
+        "role": role,
+        "lengths": list(lengths),
+        "max_tokens_per_microbatch": max_tokens_per_microbatch,
+    }
+    measured, failures = _measure(job, reference, {layout: sizes[layout] for layout in (reference, *wanted)}, timeout_s)
     base = measured[reference]
     if base["moved"] < _NOTICEABLE * tolerance:
         raise DoctorError(
@@ -120,8 +136,30 @@ def check_invariance(
         elif layout not in measured:
             rows.append(Finding(layout, sizes[layout], verdict="FAILED", reason=failures[layout], is_bad=True))
         else:
-            rows.append(_judge(layout, sizes[layout], measured[layout], base, tolerance))
+            rows.append(_compare(layout, sizes[layout], measured[layout], base, tolerance))
     return [row if row.layout in (*asked, reference) or row.reason else replace(row, reason=_SP_ADDED) for row in rows]
+
+
+def _measure(
+    job: dict[str, Any], reference: str, sizes: Mapping[str, int], timeout_s: float
+) -> tuple[dict[str, _Row], dict[str, str]]:
+    """(measurements, why others failed) by layout; one launch for each number of ranks, the reference's first."""
+    measured: dict[str, _Row] = {}
+    failures: dict[str, str] = {}
+    with tempfile.TemporaryDirectory(prefix="megatron-rl-doctor-") as scratch:
+        for num_ranks in sorted(set(sizes.values()), key=lambda size: size != sizes[reference]):
+            is_reference = num_ranks == sizes[reference]
+            launch = job | {
+                "layouts": [layout for layout, size in sizes.items() if size == num_ranks],
+                "reference_folder": scratch,
+                "out": f"{scratch}/ranks{num_ranks}.json",
+                "is_reference": is_reference,
+            }
+            for row in _run(launch, num_ranks, Path(scratch), timeout_s, failures):
+                measured[str(row["layout"])] = row
+            if is_reference and reference not in measured:
+                raise DoctorError(f"the reference layout {reference} failed: {failures[reference]}")
+    return measured, failures
 
 
 def findings_table(findings: Sequence[Finding]) -> Table:
@@ -131,9 +169,8 @@ def findings_table(findings: Sequence[Finding]) -> Table:
         table.add_column(name, justify="left" if is_text else "right", overflow="fold", no_wrap=name == "layout")
     for row in findings:
         numbers = (f"{row.loss:.7g}", f"{row.grad_norm:.7g}", f"{row.difference:.1e}")
-        texts = [
-            text if value == value else "-" for text, value in zip(numbers, (row.loss, row.grad_norm, row.difference))
-        ]
+        values = (row.loss, row.grad_norm, row.difference)
+        texts = ["-" if math.isnan(value) else text for text, value in zip(numbers, values, strict=True)]
         table.add_row(row.layout, str(row.num_ranks), *texts, row.verdict)
     return table
 
@@ -143,7 +180,7 @@ def reasons(findings: Sequence[Finding]) -> list[str]:
     return [f"{row.layout} {row.verdict}: {row.reason}" for row in findings if row.reason]
 
 
-def _judge(layout: str, num_ranks: int, row: dict[str, float], base: dict[str, float], tolerance: float) -> Finding:
+def _compare(layout: str, num_ranks: int, row: _Row, base: _Row, tolerance: float) -> Finding:
     off = [
         name
         for name, error in (
@@ -184,8 +221,8 @@ def _size_and_refusal(hf_config: "PretrainedConfig", layout: str) -> tuple[int, 
 
 
 def _run(
-    job: dict, num_ranks: int, scratch: Path, timeout_s: float, failures: dict[str, str]
-) -> Iterator[dict[str, float]]:
+    job: dict[str, Any], num_ranks: int, scratch: Path, timeout_s: float, failures: dict[str, str]
+) -> Iterator[_Row]:
     """Measurements of all layouts that run; why the others did not goes into ``failures``.
 
     A layout that fails ends its launch: those after it get another one.
@@ -204,7 +241,7 @@ def _run(
             job = {**job, "is_reference": False}
 
 
-def _launch(job: dict, num_ranks: int, scratch: Path, timeout_s: float) -> str:
+def _launch(job: dict[str, Any], num_ranks: int, scratch: Path, timeout_s: float) -> str:
     """Run ``job`` on ``num_ranks`` ranks; why it failed, or ""."""
     job_file = scratch / f"job{num_ranks}.json"
     job_file.write_text(json.dumps(job))
@@ -224,7 +261,7 @@ def _launch(job: dict, num_ranks: int, scratch: Path, timeout_s: float) -> str:
     return "" if code == 0 else _reason(log.read_text(errors="replace"))
 
 
-def _stop(process: subprocess.Popen) -> None:
+def _stop(process: subprocess.Popen[bytes]) -> None:
     """torchrun passes the signal on to its ranks and waits for them."""
     if process.poll() is None:
         process.terminate()

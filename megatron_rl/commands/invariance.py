@@ -103,7 +103,7 @@ def with_images(batch: PackedBatch, hf_config: PretrainedConfig, seed: int) -> P
     for token in special:
         tokens[tokens == token] = next(i for i in range(text_config(hf_config).vocab_size) if i not in special)
     grids, owners = [], []
-    for index, (start, length) in enumerate(zip(batch.cu_seqlens.tolist(), batch.lengths.tolist())):
+    for index, (start, length) in enumerate(zip(batch.cu_seqlens[:-1].tolist(), batch.lengths.tolist(), strict=True)):
         size = next((size for size in _IMAGE_SIZES if size[0] * size[1] + 4 <= length), None)
         if size is None or index % 3 == 2:
             continue

@@ -15,6 +15,7 @@ Who waits for whom: a row waits for its own K completions and their grades; at m
 the same time, enough to keep the servers busy.
 """
 
+import argparse
 import asyncio
 import hashlib
 import json
@@ -27,7 +28,10 @@ from typing import Any, TextIO
 
 from rich.console import Console
 
+from megatron_rl.commands.recipe import add_recipe
+from megatron_rl.config.checks import check_config
 from megatron_rl.config.derived import model_vocab_size, read_model_json
+from megatron_rl.config.load import load_config
 from megatron_rl.config.schema import Config
 from megatron_rl.data.code_lines import ENTRY_POINT_FIELD, CodeLine, code_lines
 from megatron_rl.data.prompts import RowContent, read_content, tokenize
@@ -44,8 +48,8 @@ from megatron_rl.rewards.workers.event_loop import start_runner
 from megatron_rl.rollout.frozen import open_frozen_rollout
 from megatron_rl.rollout.server_pool import open_servers
 from megatron_rl.rollout.sglang.wire import GenerationRequest, RequestImages
-from megatron_rl.system.progress import progress_bar
 from megatron_rl.system.signals import clean_stop, run_until_stopped
+from megatron_rl.system.terminal import progress_bar, say
 
 _Complete = Callable[[GenerationRequest], Awaitable[Sequence[int]]]
 """A request to the token ids it generated."""
@@ -54,6 +58,16 @@ Grade = Callable[[Sequence[RewardItem]], Awaitable[list[Score]]]
 _KEY_FIELD = "label_key"
 _LABEL_FIELDS = ("line_labels", "first_bad_line", "num_completions_graded", _KEY_FIELD)
 """What a labelled row has beside the input's fields."""
+
+
+add_arguments = add_recipe
+
+
+def run(arguments: argparse.Namespace) -> int:
+    config = load_config(arguments.config, arguments.overrides)
+    check_config(config, command="label-lines")
+    label_lines(config, dry_run=arguments.dry_run, note=say)
+    return 0
 
 
 class _Ungraded(Exception):

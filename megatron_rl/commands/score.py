@@ -1,13 +1,15 @@
-"""Score a file of responses: JSONL in, the same rows with ``score``, ``detail`` and ``error`` out, in the same order.
+"""`megatron-rl score`: grades a file of responses. JSONL in, the same rows with ``score``, ``detail`` and ``error`` out.
 
-Invariants: every row is checked before the first one is scored, so bad data is refused with its place (file, line,
+Invariants: rows keep their order; every row is checked before the first one is scored, so bad data is refused with its place (file, line,
 field); the output appears whole or not at all; memory holds a few thousand rows, whatever the size of the file.
 
 Who waits for whom: reading runs ahead of scoring by ``_BATCHES_AHEAD`` batches; writing waits for the oldest batch.
 """
 
+import argparse
 import concurrent.futures
 import json
+import os
 import re
 import time
 from collections import Counter, defaultdict, deque
@@ -16,15 +18,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
 from rich.table import Table
 
+from megatron_rl.commands.recipe import options_of
 from megatron_rl.data.trajectory import Score
 from megatron_rl.rewards.registry import RewardError, resolve
 from megatron_rl.rewards.row_form import Row, RowForm
 from megatron_rl.rewards.workers.event_loop import AsyncRewardRunner, start_runner
 from megatron_rl.rewards.workers.processes import RewardRunner
 from megatron_rl.system.files import written_whole
-from megatron_rl.system.progress import progress_bar
+from megatron_rl.system.terminal import progress_bar
 
 _BATCH_ROWS = 1024
 _BATCHES_AHEAD = 2
@@ -32,6 +36,30 @@ _BATCHES_AHEAD = 2
 MAX_REPORTED = 5
 """Bad rows that an error message names, and kinds of errors that a summary shows."""
 _MAX_ERROR_CHARS = 80
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--reward", required=True, help="a registered reward, or package.module:function")
+    parser.add_argument("--input", required=True, help="JSONL with the fields response and answer")
+    parser.add_argument("--output", required=True, help="JSONL that receives score, detail and error next to them")
+    parser.add_argument("--num-workers", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--max-concurrency", type=int, default=256, help="rows in progress at a server that is asked")
+    parser.add_argument("--timeout-s", type=float, default=5.0)
+    parser.add_argument("options", nargs="*", metavar="key=value", help="options of the reward")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    summary = score_file(
+        arguments.reward,
+        arguments.input,
+        arguments.output,
+        num_workers=arguments.num_workers,
+        max_concurrency=arguments.max_concurrency,
+        timeout_s=arguments.timeout_s,
+        options=options_of(arguments.options),
+    )
+    Console().print(summary.table())
+    return 0
 
 
 @dataclass(frozen=True)
@@ -79,7 +107,6 @@ def score_file(
     max_concurrency: int = 256,
     timeout_s: float = 5.0,
     options: Mapping[str, Any] | None = None,
-    progress: bool = True,
     skip_bad_rows: bool = False,
 ) -> Summary:
     """Score every row of a JSONL file.
@@ -93,7 +120,6 @@ def score_file(
         max_concurrency: Rows under way, for a reward that asks a server.
         timeout_s: Seconds one row may take.
         options: Keyword arguments of the reward.
-        progress: Show a progress bar on standard error.
         skip_bad_rows: Leave bad rows out instead of refusing the file.
 
     Raises:
@@ -113,7 +139,7 @@ def score_file(
             max_concurrency=max_concurrency,
         ) as runner,
         written_whole(output_path) as output,
-        progress_bar(f"reward {name}", num_rows, shown=progress) as advance,
+        progress_bar(f"reward {name}", num_rows) as advance,
     ):
         started_at = time.monotonic()
         num_scored, total = 0, 0.0
@@ -185,7 +211,8 @@ def _read(path: Path, form: RowForm) -> Iterator[tuple[int, Row, str]]:
 
 def _check_rows(path: Path, form: RowForm, skip_bad_rows: bool) -> tuple[int, int]:
     """(number of good rows, number of bad rows); raises RewardError for bad rows unless they may be skipped."""
-    num_good, num_bad, reported = 0, 0, []
+    num_good, num_bad = 0, 0
+    reported: list[str] = []
     for number, _, problem in _read(path, form):
         if not problem:
             num_good += 1
@@ -195,6 +222,6 @@ def _check_rows(path: Path, form: RowForm, skip_bad_rows: bool) -> tuple[int, in
             reported.append(f"{path}:{number}: {problem}")
     if num_bad and not skip_bad_rows:
         places = "\n".join(reported)
-        raise RewardError(f"{num_bad} of {num_good + num_bad} rows are bad; mend them or skip bad rows:\n{places}")
+        raise RewardError(f"{num_bad} of {num_good + num_bad} rows are bad; fix them or skip bad rows:\n{places}")
     return num_good, num_bad
 

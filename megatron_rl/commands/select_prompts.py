@@ -5,6 +5,7 @@ responses, decides, and reads the prompts again to write the kept rows as they a
 same bytes. Nothing is written before everything could be read; each file appears whole or not at all.
 """
 
+import argparse
 import json
 import math
 from collections import Counter
@@ -12,9 +13,13 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
 from rich.table import Table
 
+from megatron_rl.commands.recipe import add_recipe
+from megatron_rl.config.checks import check_config
 from megatron_rl.config.derived import model_has_vision, model_vocab_size
+from megatron_rl.config.load import load_config
 from megatron_rl.config.schema import Config, Init, SelectionRule
 from megatron_rl.data.parts import moved_row
 from megatron_rl.data.prompts import PromptSet, check_files, load_prompts, read_content, with_reward_fields
@@ -32,12 +37,29 @@ from megatron_rl.selection.rules import TOO_LONG, PromptScores, Verdict, select
 from megatron_rl.selection.scores import Candidates, read_candidates, read_scores
 from megatron_rl.selection.tables import Report, report_paths, write_report
 from megatron_rl.system.files import written_whole
-from megatron_rl.system.progress import progress_bar
+from megatron_rl.system.terminal import progress_bar, say
 
 _SCORES_NAME = "select_scores.jsonl"
 """In run.output_dir: the graded responses, when select_prompts.scores_path names none."""
 
 Note = Callable[[str], None]
+
+
+add_arguments = add_recipe
+
+
+def run(arguments: argparse.Namespace) -> int:
+    config = load_config(arguments.config, arguments.overrides)
+    check_config(config, command="select-prompts")
+    check_selection(config)
+    candidates = check_inputs(config)
+    if arguments.dry_run:
+        Console().print(plan_table(config, candidates))
+        return 0
+    for table in select_prompts(config, candidates, note=say).tables():
+        Console().print(table)
+    say(f"kept prompts: {config.select_prompts.output_path}")
+    return 0
 
 
 def check_selection(config: Config) -> None:
@@ -80,7 +102,7 @@ def check_inputs(config: Config) -> Candidates:
     return candidates
 
 
-def select_prompts(config: Config, candidates: Candidates, note: Note, *, progress: bool = True) -> Report:
+def select_prompts(config: Config, candidates: Candidates, note: Note) -> Report:
     """Write the kept rows and the report; DataError when nothing is kept."""
     rule = config.select_prompts
     notes = []
@@ -90,7 +112,7 @@ def select_prompts(config: Config, candidates: Candidates, note: Note, *, progre
     if rule.scores_path:
         scores_path = rule.scores_path
     else:
-        scores_path, prompt_set = _score_prompts(config, note, progress=progress)
+        scores_path, prompt_set = _score_prompts(config, note)
         too_long = candidates.types.keys() - {prompt.id for prompt in prompt_set.prompts}
     table = read_scores(scores_path, candidates.types, id_field=config.data.id_field)
     if table.num_foreign:
@@ -193,7 +215,7 @@ def _json_line(row: Mapping[str, Any], place: str) -> str:
 # ------------------------------------------------------------------------------------------------ the policy's responses
 
 
-def _score_prompts(config: Config, note: Note, *, progress: bool) -> tuple[str, PromptSet]:
+def _score_prompts(config: Config, note: Note) -> tuple[str, PromptSet]:
     """Generate and grade what run.output_dir lacks; (path of the scores, the prompts that are not too long)."""
     from megatron_rl.data.tokenizer import Tokenizer
     from megatron_rl.rewards.router import check_prompts, wanted_row_fields
@@ -221,7 +243,7 @@ def _score_prompts(config: Config, note: Note, *, progress: bool) -> tuple[str, 
         if num_missing < num_all:
             note(f"{num_all - num_missing:,} of {num_all:,} responses are in {scores.path} already")
         if num_missing:
-            with progress_bar("responses", num_all, completed=num_all - num_missing, shown=progress) as advance:
+            with progress_bar("responses", num_all, completed=num_all - num_missing) as advance:
                 _generate(config, prompt_set, plan, scores, tokenizer.decode, note, advance)
     return str(folder / _SCORES_NAME), prompt_set
 

@@ -1,73 +1,26 @@
-"""Supervised fine-tuning on reference responses: the warm start before reinforcement learning."""
+"""`megatron-rl sft`: supervised warm start on reference responses."""
 
-from collections import deque
-from collections.abc import Iterator, Sequence
-from statistics import mean
+import argparse
 
-import numpy as np
-import torch
-from rich.console import Console
-
+from megatron_rl.commands.recipe import add_recipe, run_on_ranks
 from megatron_rl.config.schema import Config
-from megatron_rl.data.batch import PackedBatch, cu_seqlens_of
-from megatron_rl.data.prompts import Solution, load_solutions
-from megatron_rl.data.tokenizer import Tokenizer
-from megatron_rl.data.vision import Vision
-from megatron_rl.errors import UserError
-from megatron_rl.step.experience import tail_mask
-from megatron_rl.system.progress import progress_bar
-from megatron_rl.training.trainer_group import TrainerGroup
 
-_NUM_RECENT = 10
-"""Steps whose mean loss decides about an early end."""
+add_arguments = add_recipe
 
 
-def run_sft(config: Config, group: TrainerGroup) -> None:
-    """At most sft.num_steps optimizer steps in a seeded order of epochs; then the checkpoint in sft.output_path."""
-    tokenizer = Tokenizer(config.policy.path)
-    solutions = load_solutions(config.sft.train_files or config.data.train_files, config.data, tokenizer)
-    batches = epoch_batches(len(solutions), config.sft.batch_size, config.run.seed)
-    console = Console()
-    for note in group.notes:
-        console.print(note)
-    with progress_bar("sft", config.sft.num_steps, console=console) as advance:
-        recent: deque[float] = deque(maxlen=_NUM_RECENT)
-        for step in range(1, config.sft.num_steps + 1):
-            batch = solution_batch([solutions[i] for i in next(batches)], tokenizer.vision)
-            tokens = float(batch.fields["mask"].sum())
-            result = group.update("policy", batch, objective="sft", denominators={"mask": tokens})
-            if result.skipped:
-                raise UserError(f"sft: the gradient of step {step} is not finite; lower sft.optimizer.lr={result.lr:g}")
-            loss = result.metrics["lm_loss"][0] / result.metrics["lm_loss"][1]
-            recent.append(loss)
-            done = step == config.sft.num_steps or (
-                len(recent) == _NUM_RECENT and mean(recent) <= config.sft.stop_at_loss
-            )
-            advance(note=f"loss {loss:.4f}")
-            if not console.is_terminal and (step % 25 == 0 or step == 1 or done):
-                console.print(
-                    f"sft step {step}/{config.sft.num_steps}  loss {loss:.4f}  grad norm {result.grad_norm:.2f}"
-                )
-            if done:
-                break
-    group.save_hf("policy", config.sft.output_path)
-    console.print(f"sft: wrote {config.sft.output_path}")
+def run(arguments: argparse.Namespace) -> int:
+    return run_on_ranks("sft", arguments, check_inputs=_check_inputs, work=_work)
 
 
-def epoch_batches(num_rows: int, batch_size: int, seed: int) -> Iterator[list[int]]:
-    """Endless row indices: each epoch in its own seeded order, batches never mix epochs unless rows are too few."""
-    generator = np.random.default_rng(seed)
-    while True:
-        order = generator.permutation(num_rows)
-        for start in range(0, max(1, num_rows - batch_size + 1), batch_size):
-            yield order[start : start + batch_size].tolist()
+def _check_inputs(config: Config) -> None:
+    from megatron_rl.config.derived import model_has_vision
+    from megatron_rl.data.prompts import check_files
+
+    files = config.sft.train_files or config.data.train_files
+    check_files(files, config.data, with_response=True, takes_images=model_has_vision(config))
 
 
-def solution_batch(solutions: Sequence[Solution], vision: Vision | None = None) -> PackedBatch:
-    """Prompt and response back to back; the mask is on the response. ``vision`` cuts the prompts' images."""
-    rows = [[*solution.prompt_ids, *solution.response_ids] for solution in solutions]
-    tokens = torch.tensor([token for row in rows for token in row], dtype=torch.int64)
-    lengths = torch.tensor([len(row) for row in rows], dtype=torch.int64)
-    responses = torch.tensor([len(solution.response_ids) for solution in solutions], dtype=torch.int64)
-    images = None if vision is None else vision.batch([solution.images for solution in solutions])
-    return PackedBatch(tokens, cu_seqlens_of(lengths), {"mask": tail_mask(lengths, responses)}, images)
+def _work(config: Config) -> None:
+    from megatron_rl.supervised.fine_tuning import sft
+
+    sft(config)

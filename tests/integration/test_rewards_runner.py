@@ -325,7 +325,7 @@ def write_rows(path: Path, rows: list) -> Path:
 def test_score_file_keeps_rows_and_order(tmp_path: Path) -> None:
     rows = [{"id": index, "response": f"so {index}", "answer": index if index % 2 else "x+1"} for index in range(3000)]
     source = write_rows(tmp_path / "in.jsonl", rows)
-    summary = score_file("math", source, tmp_path / "out.jsonl", options={"extract": "last_number"}, progress=False)
+    summary = score_file("math", source, tmp_path / "out.jsonl", options={"extract": "last_number"})
     scored = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
     assert [{key: row[key] for key in ("id", "response", "answer")} for row in scored] == rows
     assert all(row["score"] == (1.0 if row["id"] % 2 else None) for row in scored)
@@ -337,7 +337,7 @@ def test_score_file_keeps_rows_and_order(tmp_path: Path) -> None:
 
 def test_score_file_takes_required_options_from_the_rows_and_may_replace_its_input(tmp_path: Path) -> None:
     path = write_rows(tmp_path / "rows.jsonl", [{"response": "ab", "answer": "", "bonus": 3}])
-    score_file(f"{HOSTILE}:with_fields", path, path, num_workers=1, progress=False)
+    score_file(f"{HOSTILE}:with_fields", path, path, num_workers=1)
     assert json.loads(path.read_text())["score"] == 5.0
 
 
@@ -366,7 +366,7 @@ def test_a_failing_scoring_leaves_the_old_output_alone(tmp_path: Path, monkeypat
 
     monkeypatch.setattr(RewardRunner, "submit", fail)
     with pytest.raises(RewardError, match="no workers"):
-        score_file("math", source, output, num_workers=1, progress=False)
+        score_file("math", source, output, num_workers=1)
     assert output.read_text() == "old"
     assert {path.name for path in tmp_path.iterdir()} == {"in.jsonl", "out.jsonl"}
 

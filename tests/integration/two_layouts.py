@@ -9,11 +9,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.commands.train import rl_engines
 from megatron_rl.config.layout import parse_layout
 from megatron_rl.config.schema import BatchConfig, Config, CriticConfig, ParallelConfig, PolicyConfig, RunConfig
 from megatron_rl.parallel import topology as topologies
 from megatron_rl.training import losses
+from megatron_rl.training.engines import rl_engines
 from megatron_rl.training.trainer_group import TrainerGroup, Worker
 from tests.integration.engine_worker import ALGORITHM, OPTIMIZER, make_batch
 

@@ -14,8 +14,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from megatron_rl.commands.reward_train import BradleyTerry, Pairwise, example_batch
-from megatron_rl.commands.sft import solution_batch
 from megatron_rl.config.schema import Config, DataConfig
 from megatron_rl.data import images as images_module
 from megatron_rl.data.images import ImageSource, decode
@@ -31,6 +29,8 @@ from megatron_rl.rollout.sglang.wire import validate
 from megatron_rl.rollout.windows import WindowGenerator
 from megatron_rl.step.experience import window_batch
 from megatron_rl.step.parity import EngineMismatch, compare_logprobs, sample_for_parity
+from megatron_rl.supervised.fine_tuning import solution_batch
+from megatron_rl.supervised.reward_models import BradleyTerry, Pairwise, example_batch
 from tests.tiny_vision import MAX_TOKENS, write_vision_files
 from tests.unit.rollout.test_windows import SAMPLING, Engine, Talk
 

@@ -1,4 +1,4 @@
-"""Laws of reward-model training: megatron_rl/data/preferences.py, commands/reward_train.py, rewards/judges/templates.py."""
+"""Laws of reward-model training: megatron_rl/data/preferences.py, supervised/reward_models.py, rewards/judges/templates.py."""
 
 import json
 from dataclasses import replace
@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from megatron_rl import algorithms
-from megatron_rl.commands.reward_train import build_kind, on_last_tokens, packed, training_config
 from megatron_rl.config.schema import Config, DataConfig, RewardModelKind, RewardTrainConfig
 from megatron_rl.data.batch import PackedBatch, cu_seqlens_of
 from megatron_rl.data.preferences import (
@@ -30,6 +29,8 @@ from megatron_rl.rewards.judges.templates import (
     render_pairwise,
     word_token,
 )
+from megatron_rl.supervised.reward_models import build_kind, on_last_tokens, packed
+from megatron_rl.supervised.reward_training import training_config
 from megatron_rl.training import losses
 from megatron_rl.training.engine import UpdateResult
 from tests.word_models import write_tokenizer

@@ -1,11 +1,19 @@
-"""The progress bar of every command."""
+"""What commands say on the terminal: lines and progress bars, on standard error."""
 
+import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+
+def say(text: str) -> None:
+    """One line; ranks other than the first say who they are."""
+    rank = os.environ.get("RANK", "0")
+    print(text if rank == "0" else f"rank {rank}: {text}", file=sys.stderr, flush=True)
 
 
 class Advance(Protocol):
@@ -16,9 +24,9 @@ class Advance(Protocol):
 
 @contextmanager
 def progress_bar(
-    title: str, total: int, *, completed: int = 0, console: Console | None = None, shown: bool | None = None
+    title: str, total: int, *, completed: int = 0, console: Console | None = None
 ) -> Iterator[Advance]:
-    """A bar on ``console`` (standard error), shown where that is a terminal unless ``shown`` says otherwise."""
+    """A bar on ``console`` (standard error by default), shown where that is a terminal."""
     console = console or Console(stderr=True)
     columns = (
         TextColumn("{task.description}"),
@@ -27,8 +35,7 @@ def progress_bar(
         TextColumn("{task.fields[note]}"),
         TimeRemainingColumn(),
     )
-    is_shown = console.is_terminal if shown is None else shown
-    with Progress(*columns, console=console, disable=not is_shown) as progress:
+    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
         task = progress.add_task(title, total=total, completed=completed, note="")
 
         def advance(count: int = 1, *, note: str = "") -> None:

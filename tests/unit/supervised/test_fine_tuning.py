@@ -2,8 +2,9 @@
 
 from itertools import islice
 
-from megatron_rl.commands.sft import epoch_batches, solution_batch
 from megatron_rl.data.prompts import Solution
+from megatron_rl.supervised.epochs import epoch_batches
+from megatron_rl.supervised.fine_tuning import solution_batch
 
 
 def test_an_epoch_shows_every_row_once_when_batches_divide_it():

@@ -1,0 +1,51 @@
+"""`megatron-rl convert`: a model between a Hugging Face folder and Megatron's distributed checkpoint."""
+
+import argparse
+import os
+
+from megatron_rl.system.terminal import say
+
+_UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--input", required=True, help="folder with the model")
+    parser.add_argument("--output", required=True, help="folder to make; it must not exist")
+    parser.add_argument("--to", required=True, choices=("megatron", "hf"))
+    parser.add_argument("--config-from", help="folder with config.json and tokenizer, if not the input")
+    parser.add_argument("--max-shard-size", type=_bytes, default="2GB", help="of a safetensors file, as 500MB or 2GB")
+    parser.add_argument("--mtp", choices=("keep", "drop"), help="what becomes of multi-token-prediction layers")
+    parser.add_argument("--tensor-parallel-size", type=int, default=1, help="check that the model splits so")
+    parser.add_argument("--pipeline-parallel-size", type=int, default=1, help="check that the model splits so")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    # Nothing is computed; models are only described, which the layers for GPUs cannot do without memory.
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    from megatron_rl.config.schema import Mtp, ParallelConfig
+    from megatron_rl.models.hf.conversion import convert
+
+    done = convert(
+        arguments.input,
+        arguments.output,
+        to=arguments.to,
+        config_folder=arguments.config_from,
+        parallel=ParallelConfig(
+            tensor_parallel_size=arguments.tensor_parallel_size,
+            pipeline_parallel_size=arguments.pipeline_parallel_size,
+            sequence_parallel=arguments.tensor_parallel_size > 1,
+        ),
+        mtp=Mtp(arguments.mtp) if arguments.mtp else None,
+        max_shard_bytes=arguments.max_shard_size,
+    )
+    say(f"{arguments.output}: {done.num_tensors} tensors, {done.num_bytes / 1e9:.3f} GB")
+    if done.left_out:
+        say(f"left out {len(done.left_out)} tensors of the input: {', '.join(done.left_out[:5])}")
+    return 0
+
+
+def _bytes(text: str) -> int:
+    number, unit = text[:-2], text[-2:].upper()
+    if unit not in _UNITS or not number.isdigit() or int(number) == 0:
+        raise argparse.ArgumentTypeError(f"expected a size such as 500MB or 2GB, got {text!r}")
+    return int(number) * _UNITS[unit]

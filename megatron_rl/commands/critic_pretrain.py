@@ -1,0 +1,18 @@
+"""`megatron-rl critic-pretrain`: value pretraining on responses of the frozen policy."""
+
+import argparse
+
+from megatron_rl.commands.recipe import add_recipe, check_rl_inputs, run_on_ranks
+from megatron_rl.config.schema import Config
+
+add_arguments = add_recipe
+
+
+def run(arguments: argparse.Namespace) -> int:
+    return run_on_ranks("critic-pretrain", arguments, check_inputs=check_rl_inputs, work=_work, writes_output_dir=True)
+
+
+def _work(config: Config) -> None:
+    from megatron_rl.step.driver import critic_pretrain
+
+    critic_pretrain(config)

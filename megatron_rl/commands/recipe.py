@@ -1,0 +1,88 @@
+"""What commands share that take a recipe: their arguments, the checks before anything starts, the start of the ranks."""
+
+import argparse
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from megatron_rl.config.checks import check_config
+from megatron_rl.config.load import load_config
+from megatron_rl.config.schema import Config
+
+_CHECKED = "MEGATRON_RL_INPUTS_ARE_CHECKED"
+"""Set for the ranks by the process that has read all data files before it started them."""
+
+
+def add_recipe(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--config", required=True, action="append", help="YAML recipe; a later one overrides")
+    parser.add_argument("--dry-run", action="store_true", help="print what would be done and exit")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="override a key of the recipe")
+
+
+def options_of(words: Sequence[str]) -> dict[str, Any]:
+    """``key=value`` words as options; values are read as YAML, dots nest."""
+    from omegaconf import OmegaConf
+
+    options = OmegaConf.to_container(OmegaConf.from_dotlist(list(words)))
+    return {str(key): value for key, value in options.items()} if isinstance(options, dict) else {}
+
+
+def run_on_ranks(
+    command: str,
+    arguments: argparse.Namespace,
+    *,
+    check_inputs: Callable[[Config], None],
+    work: Callable[[Config], None],
+    writes_output_dir: bool = False,
+) -> int:
+    """Check the recipe, then do ``work`` on every rank; where no launcher has made them, torchrun is started for them.
+
+    ``check_inputs`` looks at everything outside the recipe that a run would trip over later. It is called once, by the
+    process that the user started or by rank 0 of an outer launcher.
+    """
+    config = load_config(arguments.config, arguments.overrides)
+    is_rank = "RANK" in os.environ
+    world_size = int(os.environ["WORLD_SIZE"]) if is_rank else None
+    check_config(config, command=command, world_size=world_size)
+    if os.environ.get("RANK", "0") == "0" and _CHECKED not in os.environ:
+        check_inputs(config)
+    if arguments.dry_run:
+        from megatron_rl.commands.dry_run import print_plan
+
+        print_plan(config, command=command, world_size=world_size or config.parallel.num_ranks or 1)
+        return 0
+    if writes_output_dir:
+        from megatron_rl.run.output import check_output_dir
+
+        check_output_dir(config)
+    if not is_rank and config.parallel.num_ranks > 1:
+        from megatron_rl.system.torchrun import run_under_torchrun
+
+        recipes = [f"--config={path}" for path in arguments.config]
+        os.environ[_CHECKED] = "1"
+        try:
+            return run_under_torchrun(config.parallel.num_ranks, [command, *recipes, *arguments.overrides])
+        finally:
+            del os.environ[_CHECKED]
+    work(config)
+    return 0
+
+
+def check_rl_inputs(config: Config) -> None:
+    """Data rows, the rewards and their options, the environment: of the commands that generate responses."""
+    from megatron_rl.config.derived import model_has_vision
+    from megatron_rl.data.prompts import check_files
+    from megatron_rl.data.sampler import check_mixtures
+    from megatron_rl.environments import registry as environments
+    from megatron_rl.rewards.router import check_types, routes_of
+
+    data, takes_images = config.data, model_has_vision(config)
+    routes_of(config.reward)
+    if config.environment.name:
+        environments.build(config.environment.name, config.environment.options)
+    num_by_type = check_files(data.train_files, data, with_response=False, takes_images=takes_images)
+    check_mixtures(data.mixture, data.curriculum, num_by_type)
+    check_types(config.reward, num_by_type)
+    if data.eval_files:
+        num_by_type = check_files(data.eval_files, data, with_response=False, takes_images=takes_images)
+        check_types(config.reward, num_by_type)

@@ -1,0 +1,1 @@
+"""Training on given texts: the supervised warm start and reward models."""

@@ -1,0 +1,283 @@
+"""The three kinds of reward models: what their examples are, how they learn from them, how they are measured.
+
+Every example becomes token sequences; a step is one optimizer step on a batch of examples.
+
+- bradley_terry: a value head scores whole responses; -log sigmoid(s_chosen - s_rejected). The scores of a batch are
+  computed first, without gradient; what each of them contributes then goes through the objective "score", so the two
+  responses of a pair may lie in different micro-batches and ranks.
+- pairwise: the language model judges two responses with one word (the pairwise generative reward model of Seed1.5-VL,
+  arXiv 2505.07062). Every pair is seen in both orders, so the place of a response says nothing; only the judgement token
+  is learned.
+- process: the value after each line of a program is regressed to its label (PRLCoder's +1 and -1); neutral lines train
+  nothing.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from megatron_rl import algorithms
+from megatron_rl.config.schema import Config, RewardModelKind
+from megatron_rl.data.batch import PackedBatch, cu_seqlens_of
+from megatron_rl.data.code_lines import code_lines, end_tokens, token_texts
+from megatron_rl.data.images import ImageRef
+from megatron_rl.data.preferences import load_labelled_programs, load_preferences
+from megatron_rl.data.prompts import RowContent, encode_response, tokenize
+from megatron_rl.data.tokenizer import Tokenizer
+from megatron_rl.data.trajectory import Prompt
+from megatron_rl.data.vision import Vision
+from megatron_rl.errors import DataError, UserError
+from megatron_rl.rewards.judges.templates import render_pairwise, word_token
+from megatron_rl.training.engine import UpdateResult
+from megatron_rl.training.trainer_group import TrainerGroup
+
+Ids = tuple[int, ...]
+Predictions = dict[str, np.ndarray]
+"""Name -> one number an example (or a line); chunks are put end to end."""
+
+
+@dataclass(frozen=True)
+class Example:
+    sequences: tuple[Ids, ...]
+    """Token ids, each beginning with a prompt."""
+    labels: Mapping[int, int]
+    """Position in the (only) sequence -> label of the line that ends there; empty but for ``process``."""
+    images: tuple[ImageRef, ...] = ()
+    """Of the prompt that all sequences begin with."""
+
+    @property
+    def num_tokens(self) -> int:
+        return max(map(len, self.sequences))
+
+
+class Kind(Protocol):
+    """How one kind of reward model makes examples, learns from them and is measured."""
+
+    engine: str
+    """"critic" (value head) or "policy" (language-model head)."""
+
+    def examples(self, files: Sequence[str]) -> list[Example]: ...
+
+    def update(self, group: TrainerGroup, examples: Sequence[Example]) -> tuple[UpdateResult, dict[str, float]]:
+        """One optimizer step; metrics from before it."""
+
+    def predict(self, group: TrainerGroup, examples: Sequence[Example]) -> Predictions: ...
+
+    def metrics(self, predictions: Predictions) -> dict[str, float]: ...
+
+
+def build_kind(config: Config, tokenizer: Tokenizer) -> Kind:
+    kinds: dict[RewardModelKind, Callable[[Config, Tokenizer], Kind]] = {
+        RewardModelKind.bradley_terry: BradleyTerry,
+        RewardModelKind.pairwise: Pairwise,
+        RewardModelKind.process: _ProcessLabels,
+    }
+    return kinds[config.reward_train.kind](config, tokenizer)
+
+
+class BradleyTerry:
+    """The score of a response is the value after its last token, which is the end-of-text token."""
+
+    engine = "critic"
+
+    def __init__(self, config: Config, tokenizer: Tokenizer) -> None:
+        self._data, self._tokenizer = config.data, tokenizer
+
+    def examples(self, files: Sequence[str]) -> list[Example]:
+        """Sequences: (prompt + chosen, prompt + rejected)."""
+        examples = []
+        for row in load_preferences(files, self._data):
+            prompt = tokenize(row.content, self._data, self._tokenizer)
+            pair = (_with_response(row.content, prompt, text, self._tokenizer) for text in (row.chosen, row.rejected))
+            examples.append(Example(tuple(pair), {}, prompt.images))
+        return examples
+
+    def update(self, group: TrainerGroup, examples: Sequence[Example]) -> tuple[UpdateResult, dict[str, float]]:
+        batch = example_batch(examples, self._tokenizer.vision)
+        predictions = self._scores(group, batch)
+        of_pairs = algorithms.bradley_terry_coefficients(*map(torch.from_numpy, predictions.values()))
+        coefs = torch.stack(of_pairs, dim=1).flatten() / len(examples)
+        batch = batch.with_fields(score_coefs=on_last_tokens(batch, coefs))
+        return group.update("critic", batch, objective="score", denominators={}), self.metrics(predictions)
+
+    def predict(self, group: TrainerGroup, examples: Sequence[Example]) -> Predictions:
+        return self._scores(group, example_batch(examples, self._tokenizer.vision))
+
+    def _scores(self, group: TrainerGroup, batch: PackedBatch) -> Predictions:
+        _, scores = group.values(batch)
+        chosen, rejected = scores.view(-1, 2).double().unbind(1)
+        return {"chosen": chosen.numpy(), "rejected": rejected.numpy()}
+
+    def metrics(self, predictions: Predictions) -> dict[str, float]:
+        loss = algorithms.bradley_terry_loss(*map(torch.from_numpy, predictions.values()))
+        return {"loss": float(loss.sum / loss.denominator), **_means(loss.metrics)}
+
+
+class Pairwise:
+    """A judge that answers YES or NO to: is the first response better than the second one?"""
+
+    engine = "policy"
+
+    def __init__(self, config: Config, tokenizer: Tokenizer) -> None:
+        settings = config.reward_train
+        self._data, self._tokenizer = config.data, tokenizer
+        self._yes, self._no = (word_token(tokenizer.encode, word) for word in (settings.yes_word, settings.no_word))
+        if self._yes == self._no:
+            raise UserError("reward_train.yes_word and no_word are the same token; the judge needs two words")
+
+    def examples(self, files: Sequence[str]) -> list[Example]:
+        """Sequences: both orders, each with the right word: (chosen first: YES, chosen second: NO)."""
+        examples = []
+        for row in load_preferences(files, self._data):
+            prompt = row.content.text
+            texts = (
+                render_pairwise(prompt, row.chosen, row.rejected),
+                render_pairwise(prompt, row.rejected, row.chosen),
+            )
+            words = (self._yes, self._no)
+            examples.append(
+                Example(
+                    tuple(
+                        (*tokenize(replace(row.content, prompt=text, images=()), self._data, self._tokenizer).token_ids, word)
+                        for text, word in zip(texts, words, strict=True)
+                    ),
+                    {},
+                )
+            )
+        return examples
+
+    def update(self, group: TrainerGroup, examples: Sequence[Example]) -> tuple[UpdateResult, dict[str, float]]:
+        batch = packed([sequence for example in examples for sequence in example.sequences])
+        batch = batch.with_fields(mask=on_last_tokens(batch, torch.ones(batch.num_sequences)) != 0)
+        result = group.update("policy", batch, objective="sft", denominators={"mask": float(batch.num_sequences)})
+        total, count = result.metrics["lm_loss"]
+        return result, {"loss": total / count}
+
+    def predict(self, group: TrainerGroup, examples: Sequence[Example]) -> Predictions:
+        """p(first is better) when the chosen response stands first, and when it stands second."""
+        logprobs = {}
+        for name, word in (("yes", self._yes), ("no", self._no)):
+            batch = packed([(*sequence[:-1], word) for example in examples for sequence in example.sequences])
+            batch = batch.with_fields(mask=on_last_tokens(batch, torch.ones(batch.num_sequences)) != 0)
+            answer = group.logprobs(batch, temperature=1.0)
+            logprobs[name] = answer[batch.cu_seqlens[1:] - 1].double().view(-1, 2)
+        first = torch.sigmoid(logprobs["yes"] - logprobs["no"])
+        mass = (logprobs["yes"].exp() + logprobs["no"].exp()).mean(dim=1)
+        return {"chosen_first": first[:, 0].numpy(), "chosen_second": first[:, 1].numpy(), "mass": mass.numpy()}
+
+    def metrics(self, predictions: Predictions) -> dict[str, float]:
+        first, second = (torch.from_numpy(predictions[name]) for name in ("chosen_first", "chosen_second"))
+        scores = torch.as_tensor(algorithms.pairwise_score(first, second))
+        tiny = torch.finfo(torch.float64).tiny
+        return {
+            "loss": -0.5 * float((first.clamp(min=tiny).log() + (1.0 - second).clamp(min=tiny).log()).mean()),
+            "accuracy": float((torch.sign(scores - 0.5) / 2 + 0.5).mean()),
+            "accuracy_chosen_first": float((first > 0.5).double().mean()),
+            "accuracy_chosen_second": float((second < 0.5).double().mean()),
+            "margin": float((2.0 * scores - 1.0).mean()),
+            **_means(algorithms.swap_consistency(first, second)),
+            "judgement_mass": float(predictions["mass"].mean()),
+        }
+
+
+class _ProcessLabels:
+    """The value read after the token that ends a line is the line's score."""
+
+    engine = "critic"
+
+    def __init__(self, config: Config, tokenizer: Tokenizer) -> None:
+        self._data, self._tokenizer = config.data, tokenizer
+        self._comment_prefixes = config.reward.process.comment_prefixes
+
+    def examples(self, files: Sequence[str]) -> list[Example]:
+        """One sequence each; rows whose lines are all neutral have nothing to teach and are left out."""
+        examples = []
+        for row in load_labelled_programs(files, self._data, self._comment_prefixes):
+            prompt = tokenize(row.content, self._data, self._tokenizer)
+            num_prompt = len(prompt.token_ids)
+            sequence = _with_response(row.content, prompt, row.response, self._tokenizer)
+            pieces = token_texts(sequence[num_prompt:-1], self._tokenizer.decode)
+            lines = code_lines("".join(pieces), entry_point=row.entry_point, comment_prefixes=self._comment_prefixes)
+            if len(lines) != len(row.labels):
+                raise DataError(
+                    f"{row.content.place}: the tokenizer turns a program of {len(row.labels)} lines into one of "
+                    f"{len(lines)}; it must keep line ends"
+                )
+            # values[t] is read before token t: the value after a line is the one before the next token.
+            labels = {
+                num_prompt + token + 1: label
+                for token, label in zip(end_tokens(lines, pieces), row.labels, strict=True)
+                if label
+            }
+            if labels:
+                examples.append(Example((sequence,), labels, prompt.images))
+        return examples
+
+    def update(self, group: TrainerGroup, examples: Sequence[Example]) -> tuple[UpdateResult, dict[str, float]]:
+        batch = self._batch(examples)
+        count = float(batch.fields["mask"].sum())
+        result = group.update("critic", batch, objective="critic", denominators={"mask": count})
+        return result, {"loss": result.metrics["squared_error"][0] / result.metrics["squared_error"][1]}
+
+    def predict(self, group: TrainerGroup, examples: Sequence[Example]) -> Predictions:
+        batch = self._batch(examples)
+        values, _ = group.values(batch)
+        mask = batch.fields["mask"]
+        return {"values": values[mask].double().numpy(), "labels": batch.fields["returns"][mask].double().numpy()}
+
+    def _batch(self, examples: Sequence[Example]) -> PackedBatch:
+        batch = example_batch(examples, self._tokenizer.vision)
+        labels = torch.zeros(len(batch.tokens))
+        for start, example in zip(batch.cu_seqlens[:-1].tolist(), examples, strict=True):
+            for position, label in example.labels.items():
+                labels[start + position] = label
+        return batch.with_fields(mask=labels != 0, returns=labels, old_values=torch.zeros_like(labels))
+
+    def metrics(self, predictions: Predictions) -> dict[str, float]:
+        values, labels = predictions["values"], predictions["labels"]
+        good, bad = values[labels > 0], values[labels < 0]
+        metrics = {
+            "loss": float(np.square(values - labels).mean()),
+            "accuracy": float((np.sign(values) == labels).mean()),
+            "good_share": float((labels > 0).mean()),
+        }
+        if len(good) and len(bad):
+            metrics["margin"] = float(good.mean() - bad.mean())
+        return metrics
+
+
+def _means(metrics: Mapping[str, tuple[torch.Tensor, torch.Tensor]]) -> dict[str, float]:
+    return {name: float(total / count) for name, (total, count) in metrics.items()}
+
+
+def packed(sequences: Sequence[Ids]) -> PackedBatch:
+    tokens = torch.tensor([token for sequence in sequences for token in sequence], dtype=torch.int64)
+    return PackedBatch(tokens, cu_seqlens_of(torch.tensor([len(sequence) for sequence in sequences])))
+
+
+def example_batch(examples: Sequence[Example], vision: Vision | None) -> PackedBatch:
+    """All sequences of the examples, each with its prompt's images."""
+    batch = packed([sequence for example in examples for sequence in example.sequences])
+    if vision is None:
+        return batch
+    images = vision.batch([example.images for example in examples for _ in example.sequences])
+    return replace(batch, images=images)
+
+
+def on_last_tokens(batch: PackedBatch, numbers: torch.Tensor) -> torch.Tensor:
+    """[T] float32: numbers [N] on the last token of each sequence, 0 elsewhere."""
+    field = torch.zeros(len(batch.tokens))
+    field[batch.cu_seqlens[1:] - 1] = numbers.to(field)
+    return field
+
+
+def _with_response(content: RowContent, prompt: Prompt, response: str, tokenizer: Tokenizer) -> Ids:
+    unknown = tokenizer.unknown_text(response)
+    if unknown:
+        raise DataError(f"{content.place}: the tokenizer does not know {unknown!r} of a response; clean the data")
+    return (*prompt.token_ids, *encode_response(response, content.place, "response", tokenizer), tokenizer.eos_id)
+
+

@@ -1,0 +1,159 @@
+"""`megatron-rl reward-train`: reward models from preferences or line labels, on Megatron. Three kinds, one loop.
+
+The value-head kinds write critics: critic.path and reward.process.path take them as they are.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import numpy as np
+from rich.console import Console
+
+from megatron_rl.config.schema import Config, RewardModelKind
+from megatron_rl.data.tokenizer import Tokenizer
+from megatron_rl.errors import DataError, UserError
+from megatron_rl.parallel.topology import Topology
+from megatron_rl.rewards.judges.templates import PAIRWISE_TEMPLATE
+from megatron_rl.supervised.epochs import epoch_batches
+from megatron_rl.supervised.reward_models import Example, Kind, build_kind
+from megatron_rl.system.terminal import progress_bar
+from megatron_rl.training.engine import Engine
+from megatron_rl.training.ranks import trainer_ranks
+from megatron_rl.training.trainer_group import TrainerGroup
+
+_RECORD_FILE = "reward_training.json"
+"""Beside the weights: what the model is and how its training went."""
+_PRINT_EVERY_STEPS = 25
+_EVALUATION_CHUNK = 256
+"""Examples predicted at a time."""
+
+
+
+def _reward_engine(kind: RewardModelKind) -> str:
+    """Name and role of the engine that a kind trains."""
+    return "policy" if kind is RewardModelKind.pairwise else "critic"
+
+
+def training_config(config: Config) -> Config:
+    """The configuration of the ranks: values are regressed without PPO's clip."""
+    return replace(config, algorithm=replace(config.algorithm, value_clip_low=0.0, value_clip_high=0.0))
+
+
+def reward_train(config: Config) -> None:
+    """Every rank calls it: trains the reward model and writes it to reward_train.output_path."""
+    config = training_config(config)
+
+    def build(topology: Topology) -> dict[str, Engine]:
+        role = _reward_engine(config.reward_train.kind)
+        policy = config.policy
+        engine = Engine(
+            role,
+            policy.path,
+            parallel=config.parallel,
+            topology=topology,
+            optimizer=config.reward_train.optimizer,
+            init=policy.init,
+            dtype=policy.dtype,
+            recompute=policy.recompute,
+            vision=policy.vision,
+            seed=config.run.seed,
+        )
+        return {role: engine}
+
+    with trainer_ranks(config, build) as group:
+        if group is not None:
+            _run_reward_training(config, group)
+
+
+def _run_reward_training(config: Config, group: TrainerGroup) -> None:
+    """reward_train.num_steps optimizer steps in a seeded order of epochs; then the model in reward_train.output_path."""
+    settings = config.reward_train
+    kind = build_kind(config, Tokenizer(config.policy.path))
+    console = Console()
+    train = _fitting(kind, settings.train_files, config, console)
+    held_out = _fitting(kind, settings.eval_files, config, console) if settings.eval_files else []
+    batches = epoch_batches(len(train), settings.batch_size, config.run.seed)
+    history: list[dict[str, float]] = []
+    if held_out:
+        history.append(
+            {"step": 0, **_report(console, 0, "held out, before training", _evaluate(kind, group, held_out))}
+        )
+    with progress_bar("reward-train", settings.num_steps, console=console) as advance:
+        for step in range(1, settings.num_steps + 1):
+            result, metrics = kind.update(group, [train[i] for i in next(batches)])
+            if result.skipped:
+                raise UserError(
+                    f"reward-train: the gradient of step {step} is not finite; "
+                    f"lower reward_train.optimizer.lr={result.lr:g}"
+                )
+            advance(note=f"loss {metrics['loss']:.4f}")
+            row = {"step": step, "lr": result.lr, "grad_norm": result.grad_norm, **_named("train", metrics)}
+            last = step == settings.num_steps
+            if not console.is_terminal and (step % _PRINT_EVERY_STEPS == 0 or step == 1 or last):
+                _report(console, step, f"of {settings.num_steps}", metrics)
+            if held_out and (last or (settings.eval_every_steps and step % settings.eval_every_steps == 0)):
+                row |= _report(console, step, "held out", _evaluate(kind, group, held_out))
+            history.append(row)
+    group.save_hf(kind.engine, settings.output_path)
+    _write_record(config, len(train), len(held_out), history)
+    console.print(f"reward-train: wrote {settings.output_path} ({settings.kind.value})")
+
+
+def _fitting(kind: Kind, files: Sequence[str], config: Config, console: Console) -> list[Example]:
+    """The examples of at most reward_train.max_tokens; says how many were longer."""
+    limit = config.reward_train.max_tokens
+    examples = kind.examples(files)
+    fitting = [example for example in examples if example.num_tokens <= limit]
+    if not fitting:
+        raise DataError(
+            f"{', '.join(files)}: no example is left of {len(examples)}; all are longer than "
+            f"reward_train.max_tokens={limit} or have no labelled line"
+        )
+    if len(fitting) < len(examples):
+        console.print(
+            f"reward-train: {len(examples) - len(fitting)} of {len(examples)} examples are longer than {limit} tokens "
+            "and are left out"
+        )
+    return fitting
+
+
+def _evaluate(kind: Kind, group: TrainerGroup, examples: Sequence[Example]) -> dict[str, float]:
+    """Metrics over all examples."""
+    starts = range(0, len(examples), _EVALUATION_CHUNK)
+    parts = [kind.predict(group, examples[start : start + _EVALUATION_CHUNK]) for start in starts]
+    return kind.metrics({name: np.concatenate([part[name] for part in parts]) for name in parts[0]})
+
+
+def _report(console: Console, step: int, what: str, metrics: Mapping[str, float]) -> dict[str, float]:
+    numbers = "  ".join(f"{name} {value:.4f}" for name, value in metrics.items())
+    console.print(f"reward-train step {step} {what}: {numbers}", highlight=False, soft_wrap=True)
+    return _named("eval", metrics)
+
+
+def _named(place: str, metrics: Mapping[str, float]) -> dict[str, float]:
+    return {f"{place}/{name}": value for name, value in metrics.items()}
+
+
+def _write_record(config: Config, num_train: int, num_eval: int, history: Sequence[Mapping[str, float]]) -> None:
+    settings = asdict(config.reward_train)
+    record = {
+        "kind": config.reward_train.kind.value,
+        "num_train_examples": num_train,
+        "num_eval_examples": num_eval,
+        "seed": config.run.seed,
+        "base_model": config.policy.path,
+        "train_files": settings["train_files"],
+        "eval_files": settings["eval_files"],
+        "history": list(history),
+    }
+    if config.reward_train.kind is RewardModelKind.pairwise:
+        record["judge"] = {
+            "template": PAIRWISE_TEMPLATE,
+            "yes_word": settings["yes_word"],
+            "no_word": settings["no_word"],
+            "use_chat_template": config.data.use_chat_template,
+        }
+    path = Path(config.reward_train.output_path) / _RECORD_FILE
+    path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
