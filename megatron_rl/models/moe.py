@@ -27,7 +27,8 @@ from megatron_rl.config.schema import (
 )
 from megatron_rl.data.batch import ROUTES, PackedBatch
 from megatron_rl.errors import ModelError
-from megatron_rl.families.tables import dims, family_of
+from megatron_rl.families.facts import dims
+from megatron_rl.families.family import family_of
 from megatron_rl.models.context import split_here
 from megatron_rl.models.layers import has_transformer_engine
 from megatron_rl.models.precision import pack_alignment

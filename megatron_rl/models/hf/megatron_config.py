@@ -1,7 +1,6 @@
 """From a Hugging Face config.json to Megatron's configuration, refusing what would silently compute something else."""
 
 import importlib.util
-import json
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +21,10 @@ from megatron_rl.config.layout import (
 from megatron_rl.config.schema import ParallelConfig, Recompute
 from megatron_rl.cpu.torchvision import declare_torchvision_ops
 from megatron_rl.errors import ModelError
-from megatron_rl.families.tables import FAMILIES, dims, family_of, has_experts, router_groups, sees, text_config
+from megatron_rl.families.facts import dims, has_experts, read_json_object, router_groups, sees, text_config
+from megatron_rl.families.family import families, family_of
 from megatron_rl.families.transforms import padded_vocab_size
-from megatron_rl.families.vision_shapes import num_deepstack
+from megatron_rl.families.vision_encoder import num_deepstack
 
 _ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 """Those whose frequencies do not depend on the length of the sequence at hand."""
@@ -47,13 +47,9 @@ def load_hf_config(path: str | Path) -> PretrainedConfig:
     file = folder / "config.json"
     if not file.is_file():
         raise FileNotFoundError(f"{folder} holds no config.json; a Hugging Face model folder is expected")
-    try:
-        model_type = json.loads(file.read_text()).get("model_type")
-    except (ValueError, AttributeError) as error:
-        raise ModelError(f"{file} is not a JSON object: {error}") from error
-    if model_type not in FAMILIES:
-        supported = ", ".join(sorted(FAMILIES))
-        raise ModelError(f"{file}: model_type {model_type!r} is not supported; supported: {supported}")
+    model_type = read_json_object(file).get("model_type")
+    if model_type not in families():
+        raise ModelError(f"{file}: model_type {model_type!r} is not supported; supported: {', '.join(families())}")
     # Configurations of some families import torchvision, for models that this project never builds.
     declare_torchvision_ops()
     try:

@@ -12,7 +12,7 @@ from pathlib import Path
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from megatron_rl.families.tables import text_config
+from megatron_rl.families.facts import text_config
 from megatron_rl.models.hf.sources import CheckpointSource, WeightsError
 
 

@@ -26,16 +26,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-from megatron_rl.families.tables import (
-    VALUE_HEAD,
-    Entry,
-    Role,
-    canonical_name,
-    dims,
-    entries,
-    stacked_shapes,
-    text_config,
-)
+from megatron_rl.families.facts import dims, text_config
+from megatron_rl.families.parameters import VALUE_HEAD, Entry, Role, canonical_name, entries, stacked_shapes
 from megatron_rl.families.transforms import Shard, Sliceable
 from megatron_rl.models.hf.mtp import is_mtp, mtp_tensors
 from megatron_rl.models.hf.sources import INDEX_FILE, SINGLE_FILE, CheckpointSource, TensorSource, WeightsError
