@@ -48,6 +48,18 @@ def has_vision(model: Mapping[str, Any]) -> bool:
     return family is not None and family.vision is not None
 
 
+def vision_token_ids(config: ModelConfig) -> tuple[int, ...]:
+    """Ids that stand for or around images: no response may contain them. Empty without vision."""
+    vision = family_of(config).vision
+    found = (getattr(config, name, None) for name in (vision.token_ids if vision is not None else ()))
+    return tuple(sorted({token for token in found if isinstance(token, int)}))
+
+
+def vision_titles() -> list[str]:
+    """The names of the families that see, as people write them."""
+    return sorted({family.vision.title for family in families().values() if family.vision is not None})
+
+
 def sees(config: ModelConfig) -> bool:
     """Whether the model takes images."""
     return family_of(config).vision is not None
@@ -62,6 +74,12 @@ def has_experts(config: ModelConfig) -> list[bool]:
     """For each decoder layer, whether it is a mixture of experts; all False in a dense model."""
     experts, text = family_of(config).experts, text_config(config)
     return [experts is not None and experts.in_layer(text, index) for index in range(text.num_hidden_layers)]
+
+
+def uses_only_experts(config: ModelConfig) -> bool:
+    """Every layer is a mixture of experts with a size of its own: nothing has the model's intermediate size."""
+    experts = family_of(config).experts
+    return experts is not None and experts.ffn_size != "intermediate_size" and all(has_experts(config))
 
 
 def num_experts(config: ModelConfig) -> int:

@@ -115,7 +115,8 @@ def _check_flex(settings: MoeConfig, parallel: ParallelConfig, where: str) -> No
 
 def _has_expert_bias(hf_config: PretrainedConfig) -> bool:
     """The family's routers add a bias to the scores before they choose."""
-    return bool(family_of(hf_config).transformer_kwargs(hf_config).get("moe_router_enable_expert_bias"))
+    experts = family_of(hf_config).experts
+    return experts is not None and experts.has_bias
 
 
 class Routing:
