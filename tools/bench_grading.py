@@ -10,6 +10,7 @@ from rich.table import Table
 
 from megatron_rl.data.trajectory import Score
 from megatron_rl.rewards.rules import math as math_reward
+from megatron_rl.rewards.workers.calls import RunnerSettings
 from megatron_rl.rewards.workers.processes import RewardRunner
 
 HANG = "hang"
@@ -72,13 +73,15 @@ def measure_grading(num_answers: int, num_workers: int, repeats: int) -> Table:
         table.add_row(name, f"{number}", f"{seconds:.3f}", f"{number / seconds:,.0f}")
 
     short, symbolic = short_answers(num_answers), expressions(num_answers // 20)
-    with RewardRunner("math", num_workers=num_workers, timeout_s=TIMEOUT_S) as runner:
+    with RewardRunner("math", RunnerSettings(num_workers=num_workers, timeout_s=TIMEOUT_S)) as runner:
         for name, graded in (("short, plain numbers", short), ("LaTeX expressions", symbolic)):
             runner.score_many_blocking(graded.items[:NUM_WARM_ITEMS])
             add(name, len(graded.items), min(seconds_to_score(runner, graded) for _ in range(repeats)))
 
     # The hanging answer keeps one worker to itself until its deadline: with one more, the others have as many as before.
-    with RewardRunner(f"{__name__}:math_or_hang", num_workers=num_workers + 1, timeout_s=TIMEOUT_S) as runner:
+    with RewardRunner(
+        f"{__name__}:math_or_hang", RunnerSettings(num_workers=num_workers + 1, timeout_s=TIMEOUT_S)
+    ) as runner:
         runner.score_many_blocking(short.items[:NUM_WARM_ITEMS])
         undisturbed_s = min(seconds_to_score(runner, short) for _ in range(repeats))
         others_s, hanging_s = seconds_beside_a_hanging_answer(runner, short)

@@ -42,6 +42,7 @@ from megatron_rl.errors import DataError, UserError
 from megatron_rl.rewards.lines.dense import PASSED_FROM
 from megatron_rl.rewards.lines.labels import LineSearch, line_labels, scored_lines
 from megatron_rl.rewards.registry import check_options, resolve
+from megatron_rl.rewards.router import runner_settings
 from megatron_rl.rewards.row_form import RowForm
 from megatron_rl.rewards.workers.calls import RewardItem
 from megatron_rl.rewards.workers.event_loop import start_runner
@@ -106,7 +107,13 @@ class Labeller:
     """Labels single rows; knows how to ask, not how many at a time."""
 
     def __init__(
-        self, config: Config, tokenizer: Tokenizer, form: RowForm, complete: _Complete, grade: Grade, context_tokens: int
+        self,
+        config: Config,
+        tokenizer: Tokenizer,
+        form: RowForm,
+        complete: _Complete,
+        grade: Grade,
+        context_tokens: int,
     ) -> None:
         self._settings = config.label_lines
         self._rollout = config.rollout
@@ -379,20 +386,13 @@ def _label_open_jobs(
         clean_stop(),
         start_runner(
             reward.name,
-            num_workers=reward.num_workers,
-            timeout_s=reward.timeout_s,
+            runner_settings(reward),
             options=reward.options,
             row_fields=form.fields,
-            max_concurrency=reward.max_concurrency,
-            memory_limit_mb=reward.memory_limit_mb,
-            max_retries=reward.max_retries,
-            start_timeout_s=reward.start_timeout_s,
         ) as runner,
         open_servers(config, log_dir, note, load_weights=True) as servers,
         open(output_path, "a", encoding="utf-8") as output,
-        progress_bar(
-            "label-lines", summary.num_rows, completed=summary.num_done_before, console=console
-        ) as advance,
+        progress_bar("label-lines", summary.num_rows, completed=summary.num_done_before, console=console) as advance,
     ):
 
         async def run() -> None:

@@ -25,8 +25,8 @@ from megatron_rl.commands.recipe import options_of
 from megatron_rl.data.trajectory import Score
 from megatron_rl.rewards.registry import RewardError, resolve
 from megatron_rl.rewards.row_form import Row, RowForm
-from megatron_rl.rewards.workers.event_loop import AsyncRewardRunner, start_runner
-from megatron_rl.rewards.workers.processes import RewardRunner
+from megatron_rl.rewards.workers.calls import CallQueue, RunnerSettings
+from megatron_rl.rewards.workers.event_loop import start_runner
 from megatron_rl.system.files import written_whole
 from megatron_rl.system.terminal import progress_bar
 
@@ -132,11 +132,9 @@ def score_file(
     with (
         start_runner(
             name,
-            num_workers=num_workers,
-            timeout_s=timeout_s,
+            RunnerSettings(num_workers=num_workers, timeout_s=timeout_s, max_concurrency=max_concurrency),
             options=options,
             row_fields=form.fields,
-            max_concurrency=max_concurrency,
         ) as runner,
         written_whole(output_path) as output,
         progress_bar(f"reward {name}", num_rows) as advance,
@@ -169,7 +167,7 @@ def score_file(
     )
 
 
-def _scored_rows(runner: RewardRunner | AsyncRewardRunner, path: Path, form: RowForm) -> Iterator[tuple[Row, Score]]:
+def _scored_rows(runner: CallQueue, path: Path, form: RowForm) -> Iterator[tuple[Row, Score]]:
     """The good rows of a file with their scores, in order."""
     waiting: deque[tuple[list[Row], concurrent.futures.Future[list[Score]]]] = deque()
     for batch in _batches(path, form):
@@ -224,4 +222,3 @@ def _check_rows(path: Path, form: RowForm, skip_bad_rows: bool) -> tuple[int, in
         places = "\n".join(reported)
         raise RewardError(f"{num_bad} of {num_good + num_bad} rows are bad; fix them or skip bad rows:\n{places}")
     return num_good, num_bad
-

@@ -35,9 +35,8 @@ from megatron_rl.rewards.registry import (
     wall_limit_s,
 )
 from megatron_rl.rewards.rules.format import split_thought
-from megatron_rl.rewards.workers.calls import RewardItem
-from megatron_rl.rewards.workers.event_loop import AsyncRewardRunner, start_runner
-from megatron_rl.rewards.workers.processes import RewardRunner
+from megatron_rl.rewards.workers.calls import CallQueue, RewardItem, RunnerSettings
+from megatron_rl.rewards.workers.event_loop import start_runner
 
 _ANY_TYPE = ""
 """Key of the only route when reward.by_type is empty."""
@@ -227,12 +226,24 @@ def check_prompts(config: RewardConfig, prompts: Iterable[Prompt]) -> None:
             problems = route.reward.check_prompts(group, route.options)
         if problems:
             raise RewardError(
-                f"reward {route.reward.name} cannot grade the data: {len(problems)} problems. Mend the rows, or name the "
+                f"reward {route.reward.name} cannot grade the data: {len(problems)} problems. Fix the rows, or name the "
                 "fields that it reads in data.reward_fields:\n" + "\n".join(problems[:MAX_REPORTED])
             )
 
 
 # ------------------------------------------------------------------------------------------------------------ the run
+
+
+def runner_settings(config: RewardConfig, timeout_s: float | None = None) -> RunnerSettings:
+    """``timeout_s``: of one route; None: the configuration's."""
+    return RunnerSettings(
+        num_workers=config.num_workers,
+        timeout_s=timeout_s or config.timeout_s,
+        memory_limit_mb=config.memory_limit_mb,
+        max_concurrency=config.max_concurrency,
+        max_retries=config.max_retries,
+        start_timeout_s=config.start_timeout_s,
+    )
 
 
 def build_rewards(config: RewardConfig) -> "RewardRouter":
@@ -242,21 +253,16 @@ def build_rewards(config: RewardConfig) -> "RewardRouter":
         RewardError: as ``routes_of``, or a reward that does not start; nothing is left running then.
     """
     routes = routes_of(config)
-    runners: dict[Any, RewardRunner | AsyncRewardRunner] = {}
+    runners: dict[Any, CallQueue] = {}
     with ExitStack() as started:
         for route in routes.values():
             if route.key not in runners:
                 runners[route.key] = started.enter_context(
                     start_runner(
                         route.reward.name,
-                        num_workers=config.num_workers,
-                        timeout_s=route.timeout_s,
+                        runner_settings(config, timeout_s=route.timeout_s),
                         options=route.options,
                         row_fields=route.row_fields,
-                        max_concurrency=config.max_concurrency,
-                        max_retries=config.max_retries,
-                        memory_limit_mb=config.memory_limit_mb,
-                        start_timeout_s=config.start_timeout_s,
                     )
                 )
         return RewardRouter(config, routes, runners, started.pop_all())
@@ -269,7 +275,7 @@ class RewardRouter:
         self,
         config: RewardConfig,
         routes: Mapping[str, Route],
-        runners: Mapping[Any, RewardRunner | AsyncRewardRunner],
+        runners: Mapping[Any, CallQueue],
         started: ExitStack,
     ) -> None:
         self._config = config

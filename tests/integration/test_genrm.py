@@ -15,6 +15,7 @@ from megatron_rl.data.trajectory import Score
 from megatron_rl.rewards.judges.templates import JUDGE_TEMPLATE, TemplateError, render_judge, render_pairwise
 from megatron_rl.rewards.registry import RewardError
 from megatron_rl.rewards.router import GradedItem, build_rewards
+from megatron_rl.rewards.workers.calls import RunnerSettings
 from megatron_rl.rewards.workers.event_loop import start_runner
 from megatron_rl.rollout.sglang.server import ServerOptions, SglangServer
 from tests.tiny_models import make_tiny_model
@@ -66,7 +67,9 @@ def probability(model_path):
 
 def score(name: str, items: list[tuple], options: dict[str, Any], **settings: Any) -> list[Score]:
     fields = ("prompt", "anchor" if name == "pairwise" else "reference")
-    with start_runner(name, options={**WORDS, **options}, row_fields=fields, timeout_s=60.0, **settings) as runner:
+    with start_runner(
+        name, RunnerSettings(timeout_s=60.0, **settings), options={**WORDS, **options}, row_fields=fields
+    ) as runner:
         return runner.score_many_blocking(items)
 
 
@@ -131,7 +134,7 @@ def test_a_judge_that_dies_leaves_responses_unscored_and_serves_again_after_its_
     """Last: it kills the server."""
     item = ("hello", "ref", {"prompt": "p"})
     options = {"url": server.url, **WORDS}
-    with start_runner("genrm", options=options, row_fields=("prompt",), timeout_s=20.0, max_retries=1) as runner:
+    with start_runner("genrm", RunnerSettings(timeout_s=20.0), options=options, row_fields=("prompt",)) as runner:
         (before,) = runner.score_many_blocking([item])
         server.stop(grace_s=0.0)
         (down,) = runner.score_many_blocking([item])

@@ -16,6 +16,7 @@ import pytest
 from megatron_rl.commands.score import score_file
 from megatron_rl.data.trajectory import Score
 from megatron_rl.rewards.registry import RewardError
+from megatron_rl.rewards.workers.calls import RunnerSettings
 from megatron_rl.rewards.workers.frames import pack
 from megatron_rl.rewards.workers.processes import RewardAlarm, RewardRunner, check_error_rate
 
@@ -57,7 +58,7 @@ def mark(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 
 def hostile_runner(**settings) -> RewardRunner:
-    return RewardRunner(f"{HOSTILE}:score", **{"num_workers": 2, "timeout_s": 1.0, **settings})
+    return RewardRunner(f"{HOSTILE}:score", RunnerSettings(**{"timeout_s": 1.0, **settings}))
 
 
 # ---------------------------------------------------------------------------------------------------------- hostility
@@ -118,7 +119,7 @@ def test_a_fork_that_returns_from_the_reward_does_not_answer_for_the_worker() ->
 
 def test_a_crash_is_tried_again_and_a_lasting_one_given_up(tmp_path: Path) -> None:
     options = {"mark": str(tmp_path / "tried")}
-    with RewardRunner(f"{HOSTILE}:crash_once", options=options, num_workers=1) as runner:
+    with RewardRunner(f"{HOSTILE}:crash_once", RunnerSettings(num_workers=1), options=options) as runner:
         assert [score.value for score in runner.score_many_blocking([("ok", ""), ("crash", "")])] == [1.0, 1.0]
     with hostile_runner(max_retries=2, num_workers=1) as runner:
         (score,) = runner.score_many_blocking([("exit", "")])
@@ -127,7 +128,7 @@ def test_a_crash_is_tried_again_and_a_lasting_one_given_up(tmp_path: Path) -> No
 
 def test_pathological_answers_leave_the_math_reward_working() -> None:
     hostile = ["\\boxed{9**9**9**9}", "\\boxed{9^{9^{9^{9}}}}", "\\boxed{" * 100_000, "\x00\ud800" * 1000]
-    with RewardRunner("math", num_workers=2, timeout_s=4.0) as runner:
+    with RewardRunner("math", RunnerSettings(timeout_s=4.0)) as runner:
         items = [(text, "\\sqrt{2}") for text in hostile] + [("\\boxed{2^{1/2}}", "\\sqrt{2}"), ("so 4", "4")] * 20
         scores = runner.score_many_blocking(items)
     assert all(score.value in (0.0, None) for score in scores[: len(hostile)])
@@ -138,7 +139,7 @@ def test_pathological_answers_leave_the_math_reward_working() -> None:
 
 
 def test_workers_are_light_and_lead_their_own_group() -> None:
-    with RewardRunner(f"{HOSTILE}:process_facts", num_workers=1) as runner:
+    with RewardRunner(f"{HOSTILE}:process_facts", RunnerSettings(num_workers=1)) as runner:
         (score,) = runner.score_many_blocking([("", "")])
     pid, parent, group = map(int, score.detail.split())
     assert score.value == 0.0, "a worker imported torch"
@@ -162,8 +163,9 @@ def test_close_leaves_no_process_and_ends_the_calls_under_way(mark: str) -> None
 def test_everything_dies_with_a_killed_trainer_even_if_a_fork_of_it_lives_on(mark: str) -> None:
     script = (
         "import os, time\n"
+        "from megatron_rl.rewards.workers.calls import RunnerSettings\n"
         "from megatron_rl.rewards.workers.processes import RewardRunner\n"
-        f"runner = RewardRunner({HOSTILE + ':score'!r}, num_workers=2, timeout_s=60)\n"
+        f"runner = RewardRunner({HOSTILE + ':score'!r}, RunnerSettings(timeout_s=60))\n"
         "runner.submit([('loop', ''), ('stop', '')])\n"
         "time.sleep(0.5)\n"
         "fork = os.fork()  # holds the runner's sockets open\n"
@@ -238,7 +240,7 @@ def test_items_travel_in_chunks_and_thousands_are_scored_a_second(monkeypatch: p
 
     monkeypatch.setattr("megatron_rl.rewards.workers.processes.pack", count)
     items = [("4,12,122,134", "134")] * 5000
-    with RewardRunner("math", num_workers=2, options={"separator": ","}) as runner:
+    with RewardRunner("math", options={"separator": ","}) as runner:
         started_at = time.monotonic()
         scores = runner.score_many_blocking(items)
         seconds = time.monotonic() - started_at
@@ -248,7 +250,9 @@ def test_items_travel_in_chunks_and_thousands_are_scored_a_second(monkeypatch: p
 
 
 def test_row_fields_reach_the_reward_and_options_are_checked() -> None:
-    with RewardRunner(f"{HOSTILE}:with_fields", options={"scale": 2.0}, row_fields=["bonus"], num_workers=1) as runner:
+    with RewardRunner(
+        f"{HOSTILE}:with_fields", RunnerSettings(num_workers=1), options={"scale": 2.0}, row_fields=["bonus"]
+    ) as runner:
         scores = runner.score_many_blocking([("ab", "", {"bonus": 1.0}), ("ab", "", {"bonus": 2.0})])
     assert [score.value for score in scores] == [6.0, 8.0]
 
@@ -293,7 +297,7 @@ def test_a_reward_that_loads_only_in_the_trainer_is_refused(
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(RewardError, match=message):
-        RewardRunner(f"{module}:score", start_timeout_s=2.0 if "sleep" in action else 30.0)
+        RewardRunner(f"{module}:score", RunnerSettings(start_timeout_s=2.0 if "sleep" in action else 30.0))
     assert wait_until_gone(mark) == set()
 
 
@@ -373,6 +377,6 @@ def test_a_failing_scoring_leaves_the_old_output_alone(tmp_path: Path, monkeypat
 
 def test_closing_while_the_first_workers_are_being_forked_ends() -> None:
     for pause_s in (0.0, 0.005, 0.02, 0.05):
-        runner = RewardRunner("math", num_workers=2)
+        runner = RewardRunner("math")
         time.sleep(pause_s)
         runner.close()

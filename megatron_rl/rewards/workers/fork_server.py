@@ -16,27 +16,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_rl.rewards.registry import RewardError
+from megatron_rl.rewards.workers.calls import RunnerSettings
 from megatron_rl.rewards.workers.frames import HEADER, SLOT_BYTES, Slot, unpack
 
 _REPLY_TIMEOUT_S = 30.0
 CLOSE_TIMEOUT_S = 10.0
-MAX_FRAME_BYTES = 1 << 26
+_MAX_FRAME_BYTES = 1 << 26
 """More than any chunk of results: detail and error are cut in the worker."""
 
 
 class ForkServerLost(RuntimeError):
     """The fork server died or does not answer; its workers are gone with it."""
-
-
-@dataclass(frozen=True)
-class ForkServerSettings:
-    path: str
-    """Import path of the reward."""
-    options: dict[str, Any]
-    num_workers: int
-    timeout_s: float
-    memory_limit_mb: int
-    start_timeout_s: float
 
 
 @dataclass
@@ -51,7 +41,7 @@ class Worker:
         """The next message; None once the worker is dead or talks nonsense."""
         try:
             (length,) = HEADER.unpack(await self.reader.readexactly(HEADER.size))
-            if length > MAX_FRAME_BYTES:
+            if length > _MAX_FRAME_BYTES:
                 return None
             return unpack(await self.reader.readexactly(length))
         except (asyncio.IncompleteReadError, ConnectionError, ValueError):
@@ -59,7 +49,13 @@ class Worker:
 
 
 class ForkServerClient:
-    def __init__(self, settings: ForkServerSettings) -> None:
+    """Args:
+    path: Import path of the reward.
+    """
+
+    def __init__(self, path: str, options: dict[str, Any], settings: RunnerSettings) -> None:
+        self._path = path
+        self._options = options
         self._settings = settings
         self._memory_fd = os.memfd_create("megatron_rl_rewards")
         os.ftruncate(self._memory_fd, SLOT_BYTES * settings.num_workers)
@@ -90,8 +86,8 @@ class ForkServerClient:
             "control_fd": theirs.fileno(),
             "memory_fd": self._memory_fd,
             "sys_path": sys.path,
-            "path": settings.path,
-            "options": settings.options,
+            "path": self._path,
+            "options": self._options,
             "timeout_s": settings.timeout_s,
             "memory_limit_mb": settings.memory_limit_mb,
         }
@@ -103,12 +99,12 @@ class ForkServerClient:
         except (ForkServerLost, BrokenPipeError) as error:
             self.stop(patience_s=0)
             raise RewardError(
-                f"reward {settings.path}: its process did not start within {settings.start_timeout_s:g} s "
+                f"reward {self._path}: its process did not start within {settings.start_timeout_s:g} s "
                 f"({error}); does the module import in a plain python process?"
             ) from error
         if "error" in reply:
             self.stop()
-            raise RewardError(f"reward {settings.path} does not load in its worker process: {reply['error']}")
+            raise RewardError(f"reward {self._path} does not load in its worker process: {reply['error']}")
 
     async def fork(self, slot_index: int) -> Worker:
         ours, theirs = socket.socketpair()

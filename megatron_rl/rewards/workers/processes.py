@@ -9,8 +9,8 @@ Invariants:
 - Whatever a reward started is dead after ``close``, and when the trainer is killed.
 
 Who waits for whom: callers wait for a future. The runner's own thread runs an event loop with one task a worker; each
-task waits for its worker, at most until the item's deadline, then has the fork server kill and replace it. The thread also
-owns the fork server: it outlives any event loop of the callers, and its end is the fork server's end.
+task waits for its worker, at most until the item's deadline, then has the fork server kill and replace it. The
+thread also owns the fork server: it outlives any event loop of the callers, and its end is the fork server's end.
 """
 
 import asyncio
@@ -20,19 +20,18 @@ import re
 import signal
 import threading
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from megatron_rl.data.trajectory import Score
 from megatron_rl.rewards.registry import RewardError, check_options, resolve
-from megatron_rl.rewards.workers.calls import Item, RewardItem, open_call
+from megatron_rl.rewards.workers.calls import CallQueue, Item, RunnerSettings
 from megatron_rl.rewards.workers.fork_server import (
     CLOSE_TIMEOUT_S,
     ForkServerClient,
     ForkServerLost,
-    ForkServerSettings,
     Worker,
 )
 from megatron_rl.rewards.workers.frames import pack
@@ -65,18 +64,13 @@ class _Chunk:
         return self.items[position] if 0 <= position < len(self.items) else None
 
 
-class RewardRunner:
-    """Persistent workers for one reward. Usable from any thread and any event loop; close it when done.
+class RewardRunner(CallQueue):
+    """Persistent worker processes for one plain reward.
 
     Args:
         name: Registry name or import path of the reward.
-        num_workers: Worker processes.
-        timeout_s: Seconds one item may take.
         options: Keyword arguments of every call.
         row_fields: Keyword arguments that every item brings as its third part.
-        memory_limit_mb: What one worker may allocate beyond what it starts with.
-        max_retries: Times an item is tried again after its worker died at it. A time-out is final.
-        start_timeout_s: Seconds that importing the reward may take.
 
     Raises:
         RewardError: unknown reward, wrong options, or a reward that does not load in a worker.
@@ -85,78 +79,32 @@ class RewardRunner:
     def __init__(
         self,
         name: str,
+        settings: RunnerSettings | None = None,
         *,
-        num_workers: int = 2,
-        timeout_s: float = 5.0,
         options: Mapping[str, Any] | None = None,
         row_fields: Sequence[str] = (),
-        memory_limit_mb: int = 2048,
-        max_retries: int = 1,
-        start_timeout_s: float = 60.0,
     ) -> None:
         reward = resolve(name)
         check_options(reward, options or {}, row_fields)
+        self._settings = settings = settings or RunnerSettings()
         if reward.is_async:
+            raise RewardError(f"reward {name!r} is async: start_runner (event_loop.py) starts the runner that it needs")
+        if settings.num_workers < 1 or settings.timeout_s <= 0:
             raise RewardError(
-                f"reward {name!r} is async: start_runner (async_runner.py) starts the runner that it needs"
+                f"reward {name!r}: expected num_workers >= 1 and timeout_s > 0, "
+                f"got {settings.num_workers} and {settings.timeout_s}"
             )
-        if num_workers < 1 or timeout_s <= 0:
-            raise RewardError(
-                f"reward {name!r}: expected num_workers >= 1 and timeout_s > 0, got {num_workers} and {timeout_s}"
-            )
-        self.name = name
-        self._timeout_s = timeout_s
-        self._max_retries = max_retries
-        self._num_workers = num_workers
-        self._settings = ForkServerSettings(
-            reward.path, dict(options or {}), num_workers, timeout_s, memory_limit_mb, start_timeout_s
-        )
-        self._pending: deque[Item] = deque()
-        self._calls: set[concurrent.futures.Future[list[Score]]] = set()
-        self._lock = threading.Lock()
-        """Guards ``_calls`` and ``_failure``: once there is a failure, nothing more is queued."""
-        self._failure: RewardError | None = None
+        super().__init__(name)
+        self._fork_server = ForkServerClient(reward.path, dict(options or {}), settings)
         self._num_restarts = 0
         self._num_consecutive_crashes = 0
-        self._loop = asyncio.new_event_loop()
         started: concurrent.futures.Future[None] = concurrent.futures.Future()
         self._thread = threading.Thread(target=self._run_thread, args=(started,), name="reward-runner", daemon=True)
         self._thread.start()
         started.result()
 
-    # ---------------------------------------------------------------------------------------------------- for callers
-
-    async def score_many(self, items: Sequence[RewardItem]) -> list[Score]:
-        """Scores in the order of ``items``. Cancelling the call drops its items."""
-        return await asyncio.wrap_future(self.submit(items))
-
-    def score_many_blocking(self, items: Sequence[RewardItem]) -> list[Score]:
-        """Like score_many, for callers without an event loop."""
-        return self.submit(items).result()
-
-    def submit(self, items: Sequence[RewardItem]) -> concurrent.futures.Future[list[Score]]:
-        """Queue ``items`` and return at once. Every item ends by its deadline, so the future ends without one.
-
-        Raises:
-            RewardError: an item that is not (response, answer), or a runner that is closed or has failed.
-        """
-        future, queued = open_call(items)
-        if not queued:
-            return future
-        with self._lock:
-            if self._failure is not None:
-                raise self._failure
-            self._calls.add(future)
-            self._loop.call_soon_threadsafe(self._enqueue, queued)
-        future.add_done_callback(self._forget)
-        return future
-
-    def _forget(self, future: concurrent.futures.Future[list[Score]]) -> None:
-        with self._lock:
-            self._calls.discard(future)
-
     def close(self) -> None:
-        """Stop all processes. Calls under way end with a RewardError. Closing twice is fine."""
+        """Stop all processes. Calls in progress end with a RewardError. Closing twice is fine."""
         with self._lock:
             if self._failure is None:
                 self._loop.call_soon_threadsafe(self._stop.set)
@@ -167,12 +115,6 @@ class RewardRunner:
             raise RewardError(
                 f"reward runner {self.name!r} waited {patience_s:g} s for its processes to end; they end with this one"
             )
-
-    def __enter__(self) -> "RewardRunner":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     # -------------------------------------------------------------------------------------------- the runner's thread
 
@@ -191,34 +133,26 @@ class RewardRunner:
         self._stop = asyncio.Event()
         self._work = asyncio.Event()
         self._reviving = asyncio.Lock()
-        self._fork_server = ForkServerClient(self._settings)
         try:
             await self._fork_server.start()
         except (RewardError, OSError):
             self._fork_server.release()
             raise
         started.set_result(None)
-        tasks = [asyncio.create_task(self._run_worker(slot)) for slot in range(self._num_workers)]
+        tasks = [asyncio.create_task(self._run_worker(slot)) for slot in range(self._settings.num_workers)]
         stop = asyncio.create_task(self._stop.wait())
         try:
             finished, _ = await asyncio.wait([stop, *tasks], return_when=asyncio.FIRST_COMPLETED)
             errors = [task.exception() for task in finished if task is not stop and task.exception()]
             how = f"failed: {errors[0]}" if errors else "is closed"
-            with self._lock:
-                self._failure = RewardError(f"reward runner {self.name!r} {how}")
+            self._refuse(RewardError(f"reward runner {self.name!r} {how}"))
         finally:
             for task in [stop, *tasks]:
                 task.cancel()
             await asyncio.gather(stop, *tasks, return_exceptions=True)
             self._fork_server.stop()
             self._fork_server.release()
-            with self._lock:
-                unfinished = list(self._calls)
-            for future in unfinished:
-                try:
-                    future.set_exception(self._failure)
-                except concurrent.futures.InvalidStateError:
-                    pass  # cancelled by its caller
+            self._end_calls()
 
     def _enqueue(self, items: list[Item]) -> None:
         self._pending.extend(items)
@@ -238,7 +172,7 @@ class RewardRunner:
         while True:
             chunk: list[Item] = []
             num_chars = 0
-            size = min(_MAX_CHUNK_ITEMS, max(1, len(self._pending) // (2 * self._num_workers)))
+            size = min(_MAX_CHUNK_ITEMS, max(1, len(self._pending) // (2 * self._settings.num_workers)))
             while self._pending and len(chunk) < size and num_chars < _MAX_CHUNK_CHARS:
                 item = self._pending.popleft()
                 if item.wanted:
@@ -291,7 +225,7 @@ class RewardRunner:
         reading = asyncio.ensure_future(worker.read_frame())
         try:
             while True:
-                await asyncio.wait({reading}, timeout=min(_STALL_S, self._timeout_s))
+                await asyncio.wait({reading}, timeout=min(_STALL_S, self._settings.timeout_s))
                 if not reading.done():
                     if await self._watch(worker, chunk):
                         return False
@@ -321,17 +255,17 @@ class RewardRunner:
         position, since = worker.slot.progress()
         slow = chunk.item_at(position)
         age_s = time.monotonic() - max(since, chunk.sent_at)
-        if slow is not None and age_s > min(_STALL_S, self._timeout_s):
+        if slow is not None and age_s > min(_STALL_S, self._settings.timeout_s):
             worker.slot.set_limit(position + 1)
             self._give_back(chunk, but=slow)
-        if age_s <= self._timeout_s + (_PICKUP_GRACE_S if slow is None else 0):
+        if age_s <= self._settings.timeout_s + (_PICKUP_GRACE_S if slow is None else 0):
             return False
         await self._fork_server.kill(worker)
         if slow is None:
             self._give_back(chunk)
             self._count_crash("did not take its work")
         elif worker.slot.progress() == (position, since):
-            slow.finish(Score(None, error=f"timed out after {self._timeout_s:g} s"))
+            slow.finish(Score(None, error=f"timed out after {self._settings.timeout_s:g} s"))
         else:  # it came to an end between the look and the kill
             self._requeue([slow], first=False)
         return True
@@ -346,7 +280,7 @@ class RewardRunner:
             self._count_crash(_how_it_ended(status))
             return
         culprit.num_crashes += 1
-        if culprit.num_crashes > self._max_retries:
+        if culprit.num_crashes > self._settings.max_retries:
             tries = f", {culprit.num_crashes} times" if culprit.num_crashes > 1 else ""
             culprit.finish(Score(None, error=f"the worker {_how_it_ended(status)} at this response{tries}"))
         else:
@@ -409,6 +343,6 @@ def check_error_rate(scores: Sequence[Score], max_error_rate: float, *, what: st
     frequent = "; ".join(f"{count}x {examples[kind]}" for kind, count in kinds.most_common(3))
     raise RewardAlarm(
         f"{sum(kinds.values())} of {len(scores)} responses of {what} could not be scored ({rate:.1%}, allowed "
-        f"{max_error_rate:.1%}). Most frequent: {frequent}. Mend the reward, raise reward.timeout_s, "
+        f"{max_error_rate:.1%}). Most frequent: {frequent}. Fix the reward, raise reward.timeout_s, "
         "or raise reward.max_error_rate if this is expected"
     )

@@ -22,6 +22,7 @@ from megatron_rl.rewards.judges.pairwise import combine
 from megatron_rl.rewards.judges.templates import PAIRWISE_TEMPLATE
 from megatron_rl.rewards.registry import RewardError, check_options, resolve
 from megatron_rl.rewards.workers import event_loop as async_runner
+from megatron_rl.rewards.workers.calls import RunnerSettings
 from megatron_rl.rewards.workers.event_loop import start_runner
 from megatron_rl.rewards.workers.session import CallFailed, Transient
 from tests.tiny_models import make_tokenizer
@@ -43,7 +44,7 @@ def ask(name: str, handler: Callable, *items: tuple, **options: Any) -> tuple[li
     template = PAIR if name == "pairwise" else POINT
     with local_service(handler) as service:
         full = {"url": service.url, "template": template, **options}
-        with start_runner(name, options=full, row_fields=FIELDS[name], timeout_s=5.0) as runner:
+        with start_runner(name, options=full, row_fields=FIELDS[name]) as runner:
             return runner.score_many_blocking(list(items)), service
 
 
@@ -300,7 +301,9 @@ def test_the_questions_of_a_server_that_is_down_go_to_the_others():
         broken = lambda path, body: web.Response(status=503) if path == "/generate" else working(path, body)  # noqa: E731
         with local_service(broken) as down:
             options = {"url": [one.url, down.url, two.url], "template": POINT}
-            with start_runner("genrm", options=options, row_fields=("prompt",), max_concurrency=8) as runner:
+            with start_runner(
+                "genrm", RunnerSettings(max_concurrency=8), options=options, row_fields=("prompt",)
+            ) as runner:
                 scores = runner.score_many_blocking([("r", "a", {"prompt": "p"})] * 100)
             assert [s.value for s in scores] == [pytest.approx(0.5)] * 100
             assert sum(path == "/generate" for path, _ in down.requests) <= 8

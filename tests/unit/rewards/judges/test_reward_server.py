@@ -9,6 +9,7 @@ from megatron_rl.data.trajectory import Prompt, Score
 from megatron_rl.rewards.judges.reward_server import check_prompts, read_verdict
 from megatron_rl.rewards.registry import RewardError, check_options, resolve
 from megatron_rl.rewards.workers import event_loop as async_runner
+from megatron_rl.rewards.workers.calls import RunnerSettings
 from megatron_rl.rewards.workers.event_loop import start_runner
 from tests.unit.local_service import Handler, Sleep, local_service
 
@@ -21,7 +22,7 @@ def fast(monkeypatch: pytest.MonkeyPatch) -> None:
 def score(handler: Handler, *items: tuple, timeout_s: float = 2.0, **options: Any) -> tuple[list[Score], Any]:
     with local_service(handler) as service:
         full = {"url": f"{service.url}/grade", **options}
-        with start_runner("http", options=full, row_fields=("row",), timeout_s=timeout_s) as runner:
+        with start_runner("http", RunnerSettings(timeout_s=timeout_s), options=full, row_fields=("row",)) as runner:
             return runner.score_many_blocking(list(items)), service
 
 
@@ -114,7 +115,7 @@ def test_a_slow_answer_times_out_and_the_others_do_not_wait():
 def test_a_service_that_is_not_there_leaves_items_unscored():
     with local_service(length_share) as service:
         url = service.url
-    with start_runner("http", options={"url": url}, timeout_s=2.0) as runner:
+    with start_runner("http", RunnerSettings(timeout_s=2.0), options={"url": url}) as runner:
         (found,) = runner.score_many_blocking([("r", "a")])
     assert found.value is None and "no answer" in found.error
 

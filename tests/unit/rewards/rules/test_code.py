@@ -19,6 +19,7 @@ from megatron_rl.rewards.registry import RewardError, check_options, resolve, ro
 from megatron_rl.rewards.rules.code import score
 from megatron_rl.rewards.sandbox.source import BadTests, compose, infer_entry_point, prelude, read_tests
 from megatron_rl.rewards.sandbox.values import Unsendable, decode, encode, read_text, write_text
+from megatron_rl.rewards.workers.calls import RunnerSettings
 from megatron_rl.rewards.workers.processes import RewardRunner
 
 DATA = Path(os.environ.get("MEGATRON_RL_DATA", Path(__file__).parents[4] / "../shared/data"))
@@ -163,9 +164,10 @@ json_values = st.recursive(
 
 @given(
     json_values
-    | st.tuples(st.sampled_from(["list", "dict", "set", "int", "bytes", "decimal", "range", "ndarray", "date", "deque"]), json_values).map(
-        list
-    )
+    | st.tuples(
+        st.sampled_from(["list", "dict", "set", "int", "bytes", "decimal", "range", "ndarray", "date", "deque"]),
+        json_values,
+    ).map(list)
 )
 def test_nonsense_is_refused_with_a_value_error(data: object) -> None:
     with contextlib.suppress(ValueError):
@@ -259,7 +261,7 @@ def test_workers_grade_hostile_programs_and_leave_nothing() -> None:
         (code, "", {"tests": "assert f(3) == 9"}) for code in (square, loop, square, bomb, "import os; os._exit(0)")
     ]
     options = {"time_limit_s": 0.3, "wall_limit_s": 20.0}
-    with RewardRunner("code", num_workers=2, timeout_s=30.0, options=options, row_fields=["tests"]) as runner:
+    with RewardRunner("code", RunnerSettings(timeout_s=30.0), options=options, row_fields=["tests"]) as runner:
         scores = runner.score_many_blocking(items)
         assert [result.value for result in scores] == [1.0, 0.0, 1.0, 0.0, 0.0], scores
     assert helpers_below(os.getpid()) == []

@@ -10,6 +10,7 @@ import pytest
 from megatron_rl.data.trajectory import Score
 from megatron_rl.rewards.registry import RewardError, check_options, resolve
 from megatron_rl.rewards.workers import event_loop as async_runner
+from megatron_rl.rewards.workers.calls import RunnerSettings
 from megatron_rl.rewards.workers.event_loop import AsyncRewardRunner, start_runner
 from megatron_rl.rewards.workers.processes import RewardRunner
 from tests.unit.rewards import async_rewards
@@ -23,8 +24,8 @@ def fast_and_fresh(monkeypatch: pytest.MonkeyPatch) -> None:
     async_rewards.calls.clear()
 
 
-def misbehaving(**settings) -> AsyncRewardRunner:
-    return AsyncRewardRunner(f"{PATH}:misbehave", **{"timeout_s": 0.3, **settings})
+def misbehaving(options: dict | None = None, **settings) -> AsyncRewardRunner:
+    return AsyncRewardRunner(f"{PATH}:misbehave", RunnerSettings(**{"timeout_s": 0.3, **settings}), options=options)
 
 
 ERRORS = {
@@ -93,7 +94,7 @@ def test_tries_and_pauses_end_by_the_deadline(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_no_more_than_max_concurrency_items_are_under_way():
-    with AsyncRewardRunner(f"{PATH}:crowd", max_concurrency=7) as runner:
+    with AsyncRewardRunner(f"{PATH}:crowd", RunnerSettings(max_concurrency=7)) as runner:
         scores = runner.score_many_blocking([("", "")] * 60)
     assert [s.value for s in scores] == [1.0] * 60
     assert async_rewards.most_under_way == 7
