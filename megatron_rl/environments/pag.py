@@ -4,8 +4,9 @@ A dialogue is y1 v1 [y2 v2 ...]: answers of the role ``policy``, verdicts of the
 verdict "correct", with a verdict that cannot be read, or with the last attempt. Turns are independent: each is an
 episode, rewarded at its last token.
 
-Rewards (papers 5.2): R_y(t) is the run's reward of the answer, plus ``bonus * (R_y(t) - R_y(t-1))`` from the second
-answer on; R_v(t) is 1 where the verdict agrees with the reward's opinion of y_t, else 0, also if it cannot be read.
+Rewards: R_y(t) is the run's reward of the answer, plus ``bonus * (R_y(t) - R_y(t-1))`` from the second answer on (the
+paper's shaping, with alpha = ``bonus``). R_v(t) is 1 where the verdict agrees with the reward's opinion of y_t, else 0,
+also if it cannot be read.
 """
 
 from collections.abc import Mapping, Sequence
@@ -112,7 +113,7 @@ class Pag(Environment):
         found = {"revised": float(len(grades) > 1)}
         for name, grade in (("first_accuracy", grades[min(grades)]), ("final_accuracy", grades[max(grades)])):
             if grade.value is not None:
-                found[name] = float(self._is_correct(grade))
+                found[name] = float(grade.value >= self.correct_from)
         verdicts = [(i, turn) for i, turn in enumerate(turns) if turn.role == VERIFIER]
         if verdicts:
             unreadable = [self.verdict(turn.text) is None for _, turn in verdicts]
@@ -129,11 +130,8 @@ class Pag(Environment):
             return Score(0.0, "the verdict cannot be read")
         if grade.value is None:
             return Score(None, error=f"the answer that it judges could not be scored: {grade.error}")
-        truth = self._is_correct(grade)
+        truth = grade.value >= self.correct_from
         return Score(float(said == truth), f"said {_word(said)}, the answer is {_word(truth)}")
-
-    def _is_correct(self, grade: Score) -> bool:
-        return grade.value >= self.correct_from
 
 
 def _word(is_correct: bool) -> str:
@@ -142,5 +140,5 @@ def _word(is_correct: bool) -> str:
 
 def _letters(text: str) -> str:
     """Lower case, one space between words, nothing behind the last letter or digit and no markup around words."""
-    words = (word.strip("*_`'\"“”‘’().,:;!?\\$ ") for word in text.lower().split())
+    words = (word.strip("*_`'\"“”\u2018\u2019().,:;!?\\$ ") for word in text.lower().split())
     return " ".join(word for word in words if word)

@@ -6,7 +6,8 @@
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from megatron_rl.rewards.registry import Score, register
+    from megatron_rl.data.trajectory import Score
+    from megatron_rl.rewards.registry import register
 
 __all__ = ["Score", "register"]
 

@@ -14,7 +14,7 @@ Invariant: importing this module imports no reward; looking a name up imports on
 
 import inspect
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from importlib import import_module
@@ -23,8 +23,8 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 from megatron_rl.data.trajectory import Prompt, Score
 from megatron_rl.errors import UserError
 
-ScoreFunction = Callable[..., "float | Score"]
-OptionsHook = Callable[[Mapping[str, Any]], None]
+ScoreFunction = Callable[..., "float | Score | Awaitable[float | Score]"]
+OptionsHook = Callable[[Mapping[str, Any]], "Awaitable[None] | None"]
 Range = tuple[float, float]
 PromptsHook = Callable[[Sequence[Prompt], Mapping[str, Any]], list[str]]
 RangeOfOptions = Callable[[Mapping[str, Any]], "Range | None"]

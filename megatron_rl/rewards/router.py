@@ -19,6 +19,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from megatron_rl.config.schema import RewardConfig, RewardRouteConfig
@@ -299,7 +300,7 @@ class RewardRouter:
         Raises:
             RewardError: a prompt type without a reward, or a runner that is closed or has failed.
         """
-        scores: list[Score | None] = [None] * len(items)
+        scores: dict[int, Score] = {}
         asked: dict[Any, list[tuple[int, RewardItem]]] = defaultdict(list)
         for index, item in enumerate(items):
             route = self._route_of(item)
@@ -318,7 +319,7 @@ class RewardRouter:
                 scores[index] = self._label(route.finish(score), item, route)
 
         futures = {key: self._runners[key].submit([item for _, item in pairs]) for key, pairs in asked.items()}
-        return _gather(futures, store, scores)
+        return _gather(futures, store, lambda: [scores[index] for index in range(len(items))])
 
     def close(self) -> None:
         """Stop everything that was started for the rewards."""
@@ -363,23 +364,27 @@ class RewardRouter:
 def _gather(
     futures: Mapping[Any, concurrent.futures.Future[list[Score]]],
     store: Callable[[Any, list[Score]], None],
-    scores: list[Score | None],
+    result: Callable[[], list[Score]],
 ) -> concurrent.futures.Future[list[Score]]:
-    """A future of ``scores`` that ends when all of ``futures`` have been stored there, or with the first failure."""
+    """A future of ``result()`` that ends when all of ``futures`` have been stored, or with the first failure."""
     combined: concurrent.futures.Future[list[Score]] = concurrent.futures.Future()
+    if not futures:
+        combined.set_result(result())
+        return combined
     threads_waiting = iter(range(len(futures) - 1, -1, -1))  # next() is atomic: the one that draws 0 is the last
 
     def on_done(key: Any, future: concurrent.futures.Future[list[Score]]) -> None:
-        try:
-            store(key, future.result())
-            if next(threads_waiting) == 0:
-                combined.set_result(scores)
-        except concurrent.futures.InvalidStateError:
-            pass  # the caller has cancelled it, or another reward failed before
-        except (Exception, concurrent.futures.CancelledError) as error:
-            if not combined.done():
-                with suppress(concurrent.futures.InvalidStateError):
-                    combined.set_exception(error)
+        # It may have ended: the caller has cancelled it, or another reward failed before.
+        with suppress(concurrent.futures.InvalidStateError):
+            try:
+                store(key, future.result())
+                if next(threads_waiting) > 0:
+                    return
+                scores = result()
+            except Exception as error:
+                combined.set_exception(error)
+                return
+            combined.set_result(scores)
 
     def on_cancel(future: concurrent.futures.Future[list[Score]]) -> None:
         if future.cancelled():
@@ -388,7 +393,5 @@ def _gather(
 
     combined.add_done_callback(on_cancel)
     for key, future in futures.items():
-        future.add_done_callback(lambda done, key=key: on_done(key, done))
-    if not futures:
-        combined.set_result(scores)
+        future.add_done_callback(partial(on_done, key))
     return combined

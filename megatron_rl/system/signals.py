@@ -2,13 +2,14 @@
 
 import asyncio
 import ctypes
+import os
 import signal
 from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-PR_SET_PDEATHSIG = 1
+_PR_SET_PDEATHSIG = 1
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -77,6 +78,12 @@ def leave_signals_to_the_driver() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
-def die_with_parent() -> None:
-    """SIGTERM for this process when the launcher is killed (Linux), so that no rank is left behind."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+def die_with_parent(parent_pid: int | None = None, signal_number: int = signal.SIGTERM) -> None:
+    """``signal_number`` for this process when its parent ends, so that nothing is left behind (Linux).
+
+    Precisely: when the thread ends that started this process. With ``parent_pid``, a parent that ended before the
+    kernel knew of this ends the process at once.
+    """
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal_number, 0, 0, 0)
+    if parent_pid is not None and os.getppid() != parent_pid:
+        os._exit(1)

@@ -24,7 +24,7 @@ PASSED_FROM = 1.0
 """A score of at least this means that all tests passed."""
 
 
-def line_rewards(scores: Sequence[float], neutral: Sequence[bool], weight: float) -> np.ndarray:
+def line_rewards(scores: Sequence[float] | np.ndarray, neutral: Sequence[bool], weight: float) -> np.ndarray:
     """[L] float32: weight / (number of lines that are not neutral) * score, and 0 on neutral lines.
 
     Scores are the model's; they are cut to [-1, 1], the range of the labels, which bounds the sum. Raises ValueError
@@ -79,7 +79,7 @@ class ProcessRewarder:
         """
         if len(values_of_tokens) != len(trajectories):
             raise ValueError(f"expected values of {len(trajectories)} trajectories, got {len(values_of_tokens)}")
-        return [self._rewards_of(t, values) for t, values in zip(trajectories, values_of_tokens)]
+        return [self._rewards_of(t, values) for t, values in zip(trajectories, values_of_tokens, strict=True)]
 
     def _rewards_of(self, trajectory: Trajectory, values: np.ndarray) -> np.ndarray:
         num_tokens = trajectory.num_response_tokens

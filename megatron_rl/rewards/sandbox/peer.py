@@ -399,8 +399,6 @@ class Remote:
             return NotImplemented
         return _COMPARISONS[operation](held, other)
 
-    __hash__ = None  # set below
-
 
 def _delegate(operation: str) -> Callable[..., Any]:
     return lambda self, *arguments: self._operate(operation, *arguments)

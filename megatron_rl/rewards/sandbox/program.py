@@ -95,7 +95,7 @@ def _verdict_of_tests(task: dict[str, Any], connection: socket.socket) -> Verdic
     if entry_point and "candidate" in tests.names:
         namespace["candidate"] = peer.name(entry_point)
     solution = types.ModuleType("solution")
-    solution.__getattr__ = peer.name  # for ``from solution import ...``
+    vars(solution)["__getattr__"] = peer.name  # for ``from solution import ...``
     sys.modules["solution"] = solution
     verdict = run_tests(tests, namespace)
     if peer.unsendable:

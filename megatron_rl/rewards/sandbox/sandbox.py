@@ -25,12 +25,12 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple, Self
 
 from megatron_rl.rewards.sandbox.supervisor import HEADER
 
-START_TIMEOUT_S = 30.0
-GRACE_S = 5.0
+_START_TIMEOUT_S = 30.0
+_GRACE_S = 5.0
 """Beyond the deadline, for the supervisor to kill and answer; then it is lost itself."""
 _MAX_VERDICT_BYTES = 1 << 16
 LEVELS = ("namespaces", "filter")
@@ -104,8 +104,7 @@ class Sandbox:
         self._levels = [level] if level else [*LEVELS, *(["none"] if allow_unsandboxed else [])]
         self._preload = list(preload)
         self._lock = threading.Lock()
-        self._process: subprocess.Popen[bytes] | None = None
-        self._control: socket.socket | None = None
+        self._supervisor: _Supervisor | None = None
         self.level = ""
         """The level in use, once started."""
 
@@ -115,12 +114,20 @@ class Sandbox:
         Raises:
             SandboxError: no level works here, with what the kernel refused.
         """
+        self._started()
+
+    def _started(self) -> "_Supervisor":
         failures = []
         for level in self._levels:
-            failure = self._start(level)
+            self.close()
+            self._supervisor = supervisor = self._launched(level)
+            try:
+                failure = _reply(supervisor.control, time.monotonic() + _START_TIMEOUT_S)["failure"]
+            except _Lost as error:
+                failure = f"{level}: the supervisor {error}"
             if not failure:
                 self.level = level
-                return
+                return supervisor
             failures.append(failure)
         self.close()
         raise SandboxError(
@@ -128,9 +135,7 @@ class Sandbox:
             "namespaces or has Landlock, in a container as well; or set allow_unsandboxed=true to run them without"
         )
 
-    def _start(self, level: str) -> str:
-        """Why the supervisor did not start, or ""."""
-        self.close()
+    def _launched(self, level: str) -> "_Supervisor":
         ours, theirs = socket.socketpair()
         start = {
             "control_fd": theirs.fileno(),
@@ -141,7 +146,7 @@ class Sandbox:
         }
         kept = {name: os.environ[name] for name in ("LD_LIBRARY_PATH", "TMPDIR") if name in os.environ}
         with theirs:
-            self._process = subprocess.Popen(
+            process = subprocess.Popen(
                 [sys.executable, "-s", "-c", _BOOT, json.dumps(start)],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
@@ -159,11 +164,7 @@ class Sandbox:
                     "MKL_NUM_THREADS": "1",
                 },
             )
-        self._control = ours
-        try:
-            return self._reply(time.monotonic() + START_TIMEOUT_S)["failure"]
-        except _Lost as error:
-            return f"{level}: the supervisor {error}"
+        return _Supervisor(process, ours)
 
     def run(self, program: Program, limits: ProgramLimits = ProgramLimits(), *, partial: bool = False) -> Outcome:
         """Run a program with its tests.
@@ -189,6 +190,11 @@ class Sandbox:
         self, program: Program, limits: ProgramLimits, partial: bool, *, together: bool, wall_s: float
     ) -> Outcome | None:
         """None: these tests must run in the program's interpreter."""
+        code = {
+            "prompt_code": program.prompt_code,
+            "entry_point": program.entry_point,
+            "setup": program.setup,
+        }
         request = {
             "limits": {
                 "time_s": limits.time_s,
@@ -197,17 +203,12 @@ class Sandbox:
                 "disk_bytes": limits.disk_mb << 20,
                 "num_processes": limits.num_processes,
             },
-            "program": {
-                "code": program.code,
-                "prompt_code": program.prompt_code,
-                "entry_point": program.entry_point,
-                "setup": program.setup,
-            },
+            "program": {"code": program.code, **code},
             "together": together,
         }
         key = secrets.token_hex(16)
-        task = {**request["program"], "tests": _plain(program.tests), "partial": partial, "key": key}
-        del task["code"]
+        tests = program.tests if isinstance(program.tests, str) else list(program.tests)
+        task = {**code, "tests": tests, "partial": partial, "key": key}
         reply, text = self._exchange(json.dumps(request).encode(), json.dumps(task).encode(), wall_s)
         if reply["failure"]:
             raise SandboxError(reply["failure"])
@@ -216,93 +217,101 @@ class Sandbox:
     def _exchange(self, request: bytes, task: bytes, wall_s: float) -> tuple[dict[str, Any], bytes]:
         """Give a request to the supervisor; a lost supervisor is replaced once."""
         for last_try in (False, True):
-            if self._process is None or self._process.poll() is not None:
-                self.start()
+            supervisor = self._supervisor
+            if supervisor is None or supervisor.process.poll() is not None:
+                supervisor = self._started()
             ours, theirs = socket.socketpair()
             with ours:
                 try:
                     with theirs:
-                        self._control.sendall(HEADER.pack(len(request)) + request)
-                        socket.send_fds(self._control, [b"f"], [theirs.fileno()])
-                    return self._converse(ours, task, time.monotonic() + wall_s + GRACE_S)
+                        supervisor.control.sendall(HEADER.pack(len(request)) + request)
+                        socket.send_fds(supervisor.control, [b"f"], [theirs.fileno()])
+                    return _converse(supervisor.control, ours, task, time.monotonic() + wall_s + _GRACE_S)
                 except (_Lost, OSError) as error:
                     self.close()
                     if last_try:
                         raise SandboxError(f"the sandbox's supervisor {error}") from error
         raise AssertionError("the last try returns or raises")
 
-    def _converse(self, channel: socket.socket, task: bytes, deadline: float) -> tuple[dict[str, Any], bytes]:
-        """Write the task to the referee and read its verdict, until the supervisor replies."""
-        channel.setblocking(False)
-        rest, verdict, open_for_reading = memoryview(task), b"", True
-        while True:
-            readable, writable, _ = select.select(
-                [self._control, *([channel] if open_for_reading else [])],
-                [channel] if rest is not None else [],
-                [],
-                max(deadline - time.monotonic(), 0),
-            )
-            if not readable and not writable:
-                raise _Lost("does not answer")
-            if writable:
-                rest = _write_some(channel, rest)
-            if channel in readable:
-                part = _read_some(channel)
-                verdict += part
-                open_for_reading = bool(part) and len(verdict) <= _MAX_VERDICT_BYTES
-            if self._control in readable:
-                reply = self._reply(deadline)
-                while open_for_reading and (part := _read_some(channel)) and len(verdict) <= _MAX_VERDICT_BYTES:
-                    verdict += part
-                return reply, verdict
-
-    def _reply(self, deadline: float) -> dict[str, Any]:
-        length = HEADER.unpack(self._receive(HEADER.size, deadline))[0]
-        return json.loads(self._receive(length, deadline))
-
-    def _receive(self, size: int, deadline: float) -> bytes:
-        parts = []
-        while size:
-            self._control.settimeout(max(deadline - time.monotonic(), 0.001))
-            try:
-                part = self._control.recv(size)
-            except TimeoutError as error:
-                raise _Lost("does not answer") from error
-            except OSError as error:
-                raise _Lost(f"is gone: {error}") from error
-            if not part:
-                raise _Lost("is gone")
-            parts.append(part)
-            size -= len(part)
-        self._control.settimeout(None)
-        return b"".join(parts)
-
     def close(self) -> None:
         """End the supervisor and all that it runs. It can be started again."""
-        if self._control is not None:
-            self._control.close()
-            self._control = None
-        if self._process is not None:
-            try:
-                self._process.wait(GRACE_S)
-            except subprocess.TimeoutExpired:
-                self._process.kill()
-                self._process.wait()
-            self._process = None
+        if self._supervisor is None:
+            return
+        process, control = self._supervisor
+        self._supervisor = None
+        control.close()
+        try:
+            process.wait(_GRACE_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
 
-    def __enter__(self) -> "Sandbox":
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
 
 
+class _Supervisor(NamedTuple):
+    process: subprocess.Popen[bytes]
+    control: socket.socket
+
+
 class _Lost(Exception):
     """The supervisor died or does not answer."""
 
 
-def _plain(tests: str | Sequence[str]) -> str | list[str]:
-    return tests if isinstance(tests, str) else list(tests)
+def _converse(
+    control: socket.socket, channel: socket.socket, task: bytes, deadline: float
+) -> tuple[dict[str, Any], bytes]:
+    """Write the task to the referee and read its verdict, until the supervisor replies."""
+    channel.setblocking(False)
+    rest: memoryview | None = memoryview(task)
+    verdict, open_for_reading = b"", True
+    while True:
+        readable, writable, _ = select.select(
+            [control, *([channel] if open_for_reading else [])],
+            [channel] if rest is not None else [],
+            [],
+            max(deadline - time.monotonic(), 0),
+        )
+        if not readable and not writable:
+            raise _Lost("does not answer")
+        if rest is not None and writable:
+            rest = _write_some(channel, rest)
+        if channel in readable:
+            part = _read_some(channel)
+            verdict += part
+            open_for_reading = bool(part) and len(verdict) <= _MAX_VERDICT_BYTES
+        if control in readable:
+            reply = _reply(control, deadline)
+            while open_for_reading and (part := _read_some(channel)) and len(verdict) <= _MAX_VERDICT_BYTES:
+                verdict += part
+            return reply, verdict
+
+
+def _reply(control: socket.socket, deadline: float) -> dict[str, Any]:
+    length = HEADER.unpack(_receive(control, HEADER.size, deadline))[0]
+    return json.loads(_receive(control, length, deadline))
+
+
+def _receive(control: socket.socket, size: int, deadline: float) -> bytes:
+    parts = []
+    while size:
+        control.settimeout(max(deadline - time.monotonic(), 0.001))
+        try:
+            part = control.recv(size)
+        except TimeoutError as error:
+            raise _Lost("does not answer") from error
+        except OSError as error:
+            raise _Lost(f"is gone: {error}") from error
+        if not part:
+            raise _Lost("is gone")
+        parts.append(part)
+        size -= len(part)
+    control.settimeout(None)
+    return b"".join(parts)
 
 
 def _write_some(channel: socket.socket, rest: memoryview) -> memoryview | None:

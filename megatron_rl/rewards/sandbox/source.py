@@ -12,6 +12,7 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from types import CodeType
+from typing import TypeGuard
 
 _ONE_INTERPRETER = {
     "asyncio", "await", "inspect", "mock", "patch", "MagicMock", "monkeypatch", "capsys", "redirect_stdout", "stdout",
@@ -185,7 +186,7 @@ def _asserted(node: ast.stmt) -> ast.stmt:
     return node
 
 
-def _is_test(node: ast.stmt) -> bool:
+def _is_test(node: ast.stmt) -> TypeGuard[ast.FunctionDef | ast.ClassDef]:
     if isinstance(node, ast.FunctionDef):
         required = len(node.args.args) + len(node.args.posonlyargs) - len(node.args.defaults)
         return node.name.startswith("test") and required == 0

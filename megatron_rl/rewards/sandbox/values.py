@@ -46,24 +46,14 @@ def _encode(value: Any, export: Export) -> Any:
         return value
     if kind is int:
         return value if -_MAX_JSON_INT < value < _MAX_JSON_INT else ["int", hex(value)]
+    if kind in _LEAVES:
+        return [kind.__name__.lower(), *_LEAVES[kind](value)]
     if kind in _SEQUENCES:
         return [kind.__name__, [_encode(item, export) for item in value]]
     if kind in _MAPPINGS:
         return ["dict", [[_encode(key, export), _encode(item, export)] for key, item in value.items()]]
-    if kind in (bytes, bytearray):
-        return [kind.__name__, value.hex()]
-    if kind is complex:
-        return ["complex", value.real, value.imag]
-    if kind is range:
-        return ["range", *(_encode(part, export) for part in (value.start, value.stop, value.step))]
-    if kind is Fraction:
-        return ["fraction", _encode(value.numerator, export), _encode(value.denominator, export)]
-    if kind is Decimal:
-        return ["decimal", str(value)]
-    if kind in (datetime.date, datetime.time, datetime.datetime):
-        return [kind.__name__, value.isoformat()]
-    if kind is datetime.timedelta:
-        return ["timedelta", value.days, value.seconds, value.microseconds]
+    if kind in _PARTS:
+        return [kind.__name__.lower(), *(_encode(part, export) for part in _PARTS[kind](value))]
     if kind is deque:
         return ["deque", [_encode(item, export) for item in value], value.maxlen]
     numpy = sys.modules.get("numpy")
@@ -117,6 +107,22 @@ def _decode(data: Any, import_reference: Import) -> Any:
     return import_reference(data)
 
 
+_LEAVES: dict[type, Callable[[Any], tuple[Any, ...]]] = {
+    bytes: lambda value: (value.hex(),),
+    bytearray: lambda value: (value.hex(),),
+    complex: lambda value: (value.real, value.imag),
+    Decimal: lambda value: (str(value),),
+    datetime.date: lambda value: (value.isoformat(),),
+    datetime.time: lambda value: (value.isoformat(),),
+    datetime.datetime: lambda value: (value.isoformat(),),
+    datetime.timedelta: lambda value: (value.days, value.seconds, value.microseconds),
+}
+"""By type, JSON values that say all of it."""
+_PARTS: dict[type, Callable[[Any], tuple[Any, ...]]] = {
+    range: lambda value: (value.start, value.stop, value.step),
+    Fraction: lambda value: (value.numerator, value.denominator),
+}
+"""By type, values that are encoded themselves."""
 _SEQUENCES = {list, tuple, set, frozenset}
 _MAPPINGS = {dict, OrderedDict, defaultdict, Counter}
 """They travel as a dict; each equals a dict with the same items."""

@@ -77,7 +77,8 @@ class AsyncRewardRunner(CallQueue):
         reward = resolve(name)
         check_options(reward, options or {}, row_fields)
         self._settings = settings = settings or RunnerSettings()
-        if not reward.is_async:
+        function = reward.function
+        if not inspect.iscoroutinefunction(function):
             raise RewardError(f"reward {name!r} is a plain function: RewardRunner runs it in worker processes")
         if settings.max_concurrency < 1 or settings.timeout_s <= 0 or settings.max_retries < 0:
             raise RewardError(
@@ -85,7 +86,7 @@ class AsyncRewardRunner(CallQueue):
                 f"got {settings.max_concurrency}, {settings.timeout_s} and {settings.max_retries}"
             )
         super().__init__(name)
-        self._function = reward.function
+        self._function = function
         self._options = dict(options or {})
         self._in_progress: set[asyncio.Task[None]] = set()
         self._left_behind: set[asyncio.Task[Score | Exception]] = set()

@@ -53,6 +53,10 @@ class ForkServerClient:
     path: Import path of the reward.
     """
 
+    _process: subprocess.Popen[bytes]
+    """Since ``start``, and another one after each further start."""
+    _control: socket.socket
+
     def __init__(self, path: str, options: dict[str, Any], settings: RunnerSettings) -> None:
         self._path = path
         self._options = options
@@ -60,8 +64,6 @@ class ForkServerClient:
         self._memory_fd = os.memfd_create("megatron_rl_rewards")
         os.ftruncate(self._memory_fd, SLOT_BYTES * settings.num_workers)
         self._memory = mmap.mmap(self._memory_fd, 0)
-        self._process: subprocess.Popen[bytes] | None = None
-        self._control: socket.socket | None = None
         self._asking = asyncio.Lock()
 
     async def start(self) -> None:
@@ -93,7 +95,9 @@ class ForkServerClient:
         }
         theirs.close()
         try:
-            with self._process.stdin as stdin:
+            stdin = self._process.stdin
+            assert stdin is not None, "stdin=PIPE makes one"
+            with stdin:
                 stdin.write(json.dumps(start).encode())
             reply = await self._reply(settings.start_timeout_s)
         except (ForkServerLost, BrokenPipeError) as error:

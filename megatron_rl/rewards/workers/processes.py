@@ -244,7 +244,8 @@ class RewardRunner(CallQueue):
         finally:
             reading.cancel()
 
-    def _record(self, chunk: _Chunk, results: list[tuple[int, float | None, str, str, dict[str, float]]]) -> None:
+    def _record(self, chunk: _Chunk, results: list[list[Any]]) -> None:
+        """Results are [position, value, detail, error, metrics]."""
         if results:
             self._num_consecutive_crashes = 0
         for position, *result in results:

@@ -26,9 +26,9 @@ from types import FrameType
 from typing import Any
 
 from megatron_rl.rewards.workers.frames import HEADER, IDLE, Slot, pack, unpack
+from megatron_rl.system.signals import die_with_parent
 
-PR_SET_PDEATHSIG = 1
-PR_SET_CHILD_SUBREAPER = 36
+_PR_SET_CHILD_SUBREAPER = 36
 _FLUSH_S = 0.02
 """A worker holds results back for at most this long, plus the item it is at."""
 _MAX_TEXT = 500
@@ -40,15 +40,8 @@ _MAX_SWEEPS = 100
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-def die_with_parent(parent_pid: int, signal_number: int) -> None:
-    """Ask the kernel for ``signal_number`` when the parent (precisely: the thread that started us) ends."""
-    _libc.prctl(PR_SET_PDEATHSIG, signal_number, 0, 0, 0)
-    if os.getppid() != parent_pid:
-        os._exit(1)  # it ended before the request took effect
-
-
 def _adopt_orphans() -> None:
-    _libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def _child_pids() -> list[int]:
@@ -83,11 +76,10 @@ class _ForkServer:
             if not body:
                 return
             request = unpack(body)
-            reply = (
-                {"pid": self._fork(request["slot"], files[0])}
-                if request["do"] == "fork"
-                else {"status": self._kill(request["pid"])}
-            )
+            if request["do"] == "fork":
+                reply = {"pid": self._fork(request["slot"], files[0])}
+            else:
+                reply = {"status": self._kill(request["pid"])}
             self._control.send(json.dumps(reply).encode())
 
     def _fork(self, slot: int, file: int) -> int:
@@ -222,6 +214,7 @@ def failed(error: str) -> Result:
 def as_result(outcome: Any) -> Result:
     """What a reward returned, a finite number or a Score, as plain and bounded data."""
     metrics: dict[str, float] = {}
+    value: float | None
     if isinstance(outcome, (int, float)):
         value, detail, error = float(outcome), "", ""
     elif hasattr(outcome, "value") and hasattr(outcome, "detail") and hasattr(outcome, "error"):

@@ -54,7 +54,7 @@ def command(pid: str) -> bytes:
 
 def survivors(sandbox: Sandbox) -> list[int]:
     """Processes that a program of ``sandbox`` started: forks have the helper's command line, others the mark."""
-    helper = sandbox._process.pid
+    helper = sandbox._supervisor.process.pid
     own = command(str(helper))
     commands = {int(pid): command(pid) for pid in os.listdir("/proc") if pid.isdigit()}
     return [pid for pid, text in commands.items() if pid != helper and text and (text == own or MARK.encode() in text)]
@@ -218,14 +218,14 @@ def test_many_callers_share_a_sandbox(sandbox: Sandbox) -> None:
 def test_a_lost_helper_is_replaced() -> None:
     with Sandbox() as fresh:
         assert fresh.run(Program(SQUARE, TESTS), PATIENT).passed
-        first = fresh._process.pid
+        first = fresh._supervisor.process.pid
         os.kill(first, 9)
         assert fresh.run(Program(SQUARE, TESTS), PATIENT).passed
-        assert fresh._process.pid != first
+        assert fresh._supervisor.process.pid != first
 
 
 def test_everything_ends_with_a_killed_helper(sandbox: Sandbox) -> None:
-    threading.Timer(0.3, sandbox._process.kill).start()
+    threading.Timer(0.3, sandbox._supervisor.process.kill).start()
     endless = "import os, time\ntry: os.fork()\nexcept OSError: pass\nwhile True: pass"
     outcome = sandbox.run(Program(endless, TESTS), ProgramLimits(time_s=1.0, wall_s=20.0))
     assert not outcome.passed  # the second helper ran it to its limit
@@ -238,7 +238,7 @@ def test_everything_ends_with_a_killed_helper(sandbox: Sandbox) -> None:
 def test_everything_ends_with_a_killed_client() -> None:
     script = (
         "from megatron_rl.rewards.sandbox.sandbox import *\n"
-        "s = Sandbox(); s.start(); print(s._process.pid, flush=True)\n"
+        "s = Sandbox(); s.start(); print(s._supervisor.process.pid, flush=True)\n"
         "s.run(Program('import os, time\\nos.fork()\\ntime.sleep(1000)', 'assert f()'), ProgramLimits(time_s=100, wall_s=100))\n"
     )
     client = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
@@ -276,7 +276,7 @@ def test_folders_of_killed_helpers_are_removed() -> None:
         except SandboxError as error:
             pytest.skip(f"this kernel cannot: {error}")
         assert not old.exists() and living.exists()
-        folders = set(memory.glob(f"megatron_rl_sandbox_{sandbox._process.pid}_*"))
+        folders = set(memory.glob(f"megatron_rl_sandbox_{sandbox._supervisor.process.pid}_*"))
         assert len(folders) == 1
     living.rmdir()
     assert not folders.pop().exists()
