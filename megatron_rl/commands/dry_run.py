@@ -9,7 +9,8 @@ from megatron_rl.config.describe import batch_arithmetic, data_parallel_size
 from megatron_rl.config.layout import expert_tensor_size
 from megatron_rl.config.load import config_to_yaml
 from megatron_rl.config.schema import Config, ParallelConfig
-from megatron_rl.step.stages import check_graph, graph_of
+from megatron_rl.step.graph import check_graph
+from megatron_rl.step.stages import graph_of
 
 
 def print_plan(config: Config, *, command: str, world_size: int) -> None:
@@ -66,7 +67,7 @@ def _stage_table(config: Config) -> Table:
     table.add_column("waits for (k-1: of the step before)", overflow="fold")
     table.add_column("makes", overflow="fold")
     for stage in graph:
-        waits = [*stage.needs, *(f"{product}(k-1)" for product in stage.needs_previous)]
+        waits = [f"{product}(k-{distance})" if distance else product for product, distance in stage.waits_for]
         runs_on = "+".join(sorted(resource.value for resource in stage.occupies))
-        table.add_row(stage.name, runs_on, ", ".join(waits), ", ".join(stage.makes))
+        table.add_row(stage.name, runs_on, ", ".join(waits), ", ".join(stage.products))
     return table

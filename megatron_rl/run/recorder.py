@@ -3,16 +3,25 @@
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_rl.config.load import config_to_yaml, flat_params
 from megatron_rl.config.schema import Config
-from megatron_rl.step.stages import StageRun
 from megatron_rl.system.files import write_whole
 from megatron_rl.tracking.console import TrainingConsole
 from megatron_rl.tracking.metrics_file import MetricsWriter
 from megatron_rl.tracking.mlflow import Tracker
 from megatron_rl.tracking.timeline import Span, Timeline, read_timeline
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    step: int
+    """Steps done before it."""
+    accuracy: float
+    elapsed_s: float
+    """Since the first step began; 0 before it."""
 
 
 class Recorder:
@@ -26,7 +35,7 @@ class Recorder:
         earlier = read_timeline(self._folder / "timeline.json") if config.run.resume else []
         self.timeline = Timeline(spans=[span for span in earlier if span.step <= first_step])
         self.running: Callable[[], list[tuple[str, float]]] = list
-        """Tells the stages under way; the stage runner is put here once there is one."""
+        """Tells the stages in progress; the stage runner is put here once there is one."""
         self.console = TrainingConsole(
             config.run.num_steps, title=title, first_step=first_step, running=lambda: self.running()
         )
@@ -43,9 +52,10 @@ class Recorder:
             warn=self.console.warning,
         )
         self._tracker.log_artifact(self._folder / "config.yaml")
-        self._last_end_s = time.time()
+        self._started_s = self._last_end_s = time.time()
         self._num_tokens = 0.0
         self.num_steps_done = first_step
+        self.evaluations: list[Evaluation] = []
         self._stage_seconds: dict[str, float] = {}
         self._report_thread: threading.Thread | None = None
 
@@ -66,10 +76,9 @@ class Recorder:
         self._tracker.close("FINISHED" if kind is None else "KILLED" if interrupted else "FAILED", timeout_s=10.0)
         self._metrics.close()
 
-    def stage_done(self, run: StageRun, started_s: float, ended_s: float) -> None:
-        """The stage runner reports here."""
-        name = run.stage.name
-        self.timeline.add(Span(name, run.stage.resource.value, started_s, ended_s, run.step + 1))
+    def stage_done(self, name: str, lane: str, step: int, started_s: float, ended_s: float) -> None:
+        """A stage of a step has run; ``lane`` is the timeline's row (the stage runner reports here)."""
+        self.timeline.add(Span(name, lane, started_s, ended_s, step + 1))
         self._stage_seconds[name] = self._stage_seconds.get(name, 0.0) + ended_s - started_s
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
@@ -96,9 +105,17 @@ class Recorder:
             self._report_thread = threading.Thread(target=self._write_report, name="report", daemon=True)
             self._report_thread.start()
 
+    def evaluated(self, num_steps_done: int, accuracy: float) -> None:
+        elapsed_s = self.elapsed_s if num_steps_done else 0.0
+        self.evaluations.append(Evaluation(num_steps_done, accuracy, elapsed_s))
+
     def start_clock(self) -> None:
-        """The first step's time counts from here."""
-        self._last_end_s = time.time()
+        """The first step's time, and the run's, count from here."""
+        self._started_s = self._last_end_s = time.time()
+
+    @property
+    def elapsed_s(self) -> float:
+        return time.time() - self._started_s
 
     @property
     def num_tokens_generated(self) -> int:

@@ -9,18 +9,9 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_rl.config.schema import Config
-from megatron_rl.run.recorder import Recorder
+from megatron_rl.run.recorder import Evaluation, Recorder
 from megatron_rl.system.files import write_whole
 from megatron_rl.tracking.console import duration, summary_table
-
-
-@dataclass(frozen=True)
-class Evaluation:
-    step: int
-    """Steps done before it."""
-    accuracy: float
-    elapsed_s: float
-    """Since the first step began."""
 
 
 @dataclass(frozen=True)
@@ -40,13 +31,13 @@ class Summary:
         return self.tokens_generated / self.wall_s if self.wall_s else 0.0
 
 
-def summarize(config: Config, recorder: Recorder, evaluations: Sequence[Evaluation], *, wall_s: float) -> Summary:
+def summarize(config: Config, recorder: Recorder) -> Summary:
     return Summary(
         mode=config.schedule.mode.value,
         num_steps=recorder.num_steps_done,
-        wall_s=wall_s,
+        wall_s=recorder.elapsed_s,
         tokens_generated=recorder.num_tokens_generated,
-        evaluations=tuple(evaluations),
+        evaluations=tuple(recorder.evaluations),
         stage_seconds=recorder.stage_seconds,
         critic_overlap_s=recorder.timeline.overlap_seconds("generate", "update_critic"),
     )

@@ -6,7 +6,6 @@ sampling sorted out leaves the pool and is counted.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 from megatron_rl.config.derived import effective_window_tokens
 from megatron_rl.config.schema import Config, Mode
@@ -19,14 +18,6 @@ from megatron_rl.step.grading import Grader
 Group = list[Trajectory]
 
 
-@dataclass
-class Collected:
-    trajectories: list[Trajectory]
-    num_carried: int
-    """Responses that go on from an earlier step."""
-    metrics: dict[str, float] = field(default_factory=dict)
-
-
 class Collector:
     def __init__(self, config: Config, pool: SlotPool, rollout: RolloutService, grader: Grader) -> None:
         self._config = config
@@ -35,27 +26,40 @@ class Collector:
         self._grader = grader
         self._window_tokens = effective_window_tokens(config)
 
-    async def collect(self, step: int) -> Collected:
-        """Generate the step's responses; with dynamic sampling they are graded too."""
+    async def collect(self, step: int) -> tuple[list[Trajectory], dict[str, float]]:
+        """Generate the step's responses, and say how; with dynamic sampling they are graded too.
+
+        The metrics count the responses that go on from an earlier step, and what was discarded.
+        """
         if self._config.algorithm.dynamic_sampling.enabled:
             return await self._mixed_groups(step)
         trajectories = self._pool.fill(step)
-        num_carried = self._pool.num_carried
+        metrics = {"rollout/num_carried": float(self._pool.num_carried)}
         await self._generate(trajectories, step)
         if self._config.schedule.mode is Mode.tppo or self._config.rollout.over_sampling == 1.0:
-            return Collected(trajectories, num_carried)
+            return trajectories, metrics
         kept = [t for group in self._complete_groups(trajectories) for t in group]
         num_wanted = self._num_groups * self._config.batch.num_samples_per_prompt
         num_discarded = self._discard_all_but(trajectories, kept[:num_wanted])
-        return Collected(kept[:num_wanted], num_carried, {"rollout/num_discarded": float(num_discarded)})
+        return kept[:num_wanted], metrics | {"rollout/num_discarded": float(num_discarded)}
 
-    async def _mixed_groups(self, step: int) -> Collected:
-        """DAPO's dynamic sampling: generate until there are enough groups with right and wrong responses (papers 4.2)."""
+    async def _mixed_groups(self, step: int) -> tuple[list[Trajectory], dict[str, float]]:
+        """Dynamic sampling (DAPO, arXiv 2503.14476, eq. 11): generate until enough groups have right and wrong responses."""
         settings = self._config.algorithm.dynamic_sampling
         useful: list[Group] = []
         counts = {"all_right": 0, "all_wrong": 0, "unscored": 0}
         rewards: list[float] = []
-        for num_rounds in range(1, settings.max_rounds + 1):
+        num_rounds = 0
+        while len(useful) < self._num_groups:
+            if num_rounds == settings.max_rounds:
+                raise UserError(
+                    f"algorithm.dynamic_sampling: after {num_rounds} rounds of generation step {step + 1} has "
+                    f"{len(useful)} of {self._num_groups} groups with right and wrong responses ({counts['all_right']} "
+                    f"were right throughout, {counts['all_wrong']} wrong throughout, {counts['unscored']} without "
+                    "scores); give prompts of fitting difficulty (megatron-rl select-prompts), more samples per "
+                    "prompt, or raise algorithm.dynamic_sampling.max_rounds"
+                )
+            num_rounds += 1
             trajectories = self._pool.fill(step)
             await self._generate(trajectories, step)
             groups = self._complete_groups(trajectories)
@@ -68,18 +72,9 @@ class Collector:
                     useful.append(group)
                 else:
                     counts[kind] += 1
-            if len(useful) >= self._num_groups:
-                break
-        else:
-            raise UserError(
-                f"algorithm.dynamic_sampling: after {settings.max_rounds} rounds of generation step {step + 1} has "
-                f"{len(useful)} of {self._num_groups} groups with right and wrong responses ({counts['all_right']} were "
-                f"right throughout, {counts['all_wrong']} wrong throughout, {counts['unscored']} without scores); give "
-                "prompts of fitting difficulty (megatron-rl select-prompts), more samples a prompt, or raise "
-                "algorithm.dynamic_sampling.max_rounds"
-            )
         num_groups = len(useful) + sum(counts.values())
         metrics = {
+            "rollout/num_carried": 0.0,
             "dynamic_sampling/reward_mean": sum(rewards) / len(rewards),
             "dynamic_sampling/num_rounds": float(num_rounds),
             "dynamic_sampling/useful_share": len(useful) / num_groups,
@@ -87,20 +82,23 @@ class Collector:
             "dynamic_sampling/all_wrong_share": counts["all_wrong"] / num_groups,
             "dynamic_sampling/num_left_over": float(len(useful) - self._num_groups),
         }
-        return Collected([t for group in useful[: self._num_groups] for t in group], 0, metrics)
+        return [t for group in useful[: self._num_groups] for t in group], metrics
 
     async def _generate(self, trajectories: Sequence[Trajectory], step: int) -> None:
-        is_enough = None
-        if self._config.rollout.over_sampling > 1.0:
-            is_enough = lambda: self._num_missing(trajectories, step) <= 0  # noqa: E731
-        await self._rollout.generate(trajectories, step=step, window_tokens=self._window_tokens, is_enough=is_enough)
+        def is_enough() -> bool:
+            """As many windows or, of full responses, groups are complete as the step wants."""
+            if self._config.schedule.mode is Mode.sync:
+                return len(self._complete_groups(trajectories)) >= self._num_groups
+            num_complete = sum(t.finished or t.window_tokens(step) >= self._window_tokens for t in trajectories)
+            return num_complete >= self._num_groups * self._config.batch.num_samples_per_prompt
 
-    def _num_missing(self, trajectories: Sequence[Trajectory], step: int) -> int:
-        """Windows or, for full responses, groups that are still to be completed."""
-        if self._config.schedule.mode is Mode.sync:
-            return self._num_groups - len(self._complete_groups(trajectories))
-        num_slots = self._num_groups * self._config.batch.num_samples_per_prompt
-        return num_slots - sum(t.finished or t.window_tokens(step) >= self._window_tokens for t in trajectories)
+        over_samples = self._config.rollout.over_sampling > 1.0
+        await self._rollout.generate(
+            trajectories,
+            step=step,
+            window_tokens=self._window_tokens,
+            is_enough=is_enough if over_samples else None,
+        )
 
     @property
     def _num_groups(self) -> int:

@@ -37,11 +37,11 @@ from megatron_rl.run.output import claimed_output_dir
 from megatron_rl.run.recorder import Recorder
 from megatron_rl.run.summary import Summary, print_summary, summarize, write_summary
 from megatron_rl.step.collect import Collector
-from megatron_rl.step.evaluation import EvaluationLog, Evaluator
-from megatron_rl.step.experience import ResponseRules
+from megatron_rl.step.evaluation import Evaluator
 from megatron_rl.step.grading import Grader
-from megatron_rl.step.loop import TrainingLoop
+from megatron_rl.step.loop import Parts, TrainingLoop
 from megatron_rl.step.parity import compare_logprobs, generate_for_parity, sample_for_parity
+from megatron_rl.step.pieces import ResponseRules
 from megatron_rl.step.runner import StageRunner
 from megatron_rl.step.stages import graph_of
 from megatron_rl.training.engines import rl_engines
@@ -121,10 +121,16 @@ def _drive(config: Config, group: TrainerGroup, *, freeze_policy: bool) -> Summa
         grader = Grader(config.reward, rewards, tokenizer.decode, environment)
         rollout = stack.enter_context(_rollout(config, group, tokenizer, event_loop, runner, recorder, environment))
         rollout.weight_version = restored["weight_version"]
-        log = EvaluationLog(config, runner.stop_after)
-        evaluator = Evaluator(config, eval_set.prompts, rollout=rollout, grader=grader, start=start, on_result=log)
-        loop = TrainingLoop(
+        evaluator = Evaluator(
             config,
+            eval_set.prompts,
+            rollout=rollout,
+            grader=grader,
+            start=start,
+            recorder=recorder,
+            stop_after=runner.stop_after,
+        )
+        parts = Parts(
             group=group,
             pool=pool,
             collector=Collector(config, pool, rollout, grader),
@@ -142,14 +148,12 @@ def _drive(config: Config, group: TrainerGroup, *, freeze_policy: bool) -> Summa
             vision=tokenizer.vision,
             stop_after=runner.stop_after,
         )
+        loop = TrainingLoop(config, parts)
         loop.load_state(restored)
-        _before_first_step(
-            config, group, rollout, evaluator, recorder, runner, train_set, first_step, tokenizer.vision
-        )
+        _before_first_step(config, group, rollout, evaluator, recorder, runner, train_set, first_step, tokenizer.vision)
         recorder.start_clock()
-        log.start_clock()
         runner.run(loop.actions(graph), first_step, config.run.num_steps - 1)
-        summary = summarize(config, recorder, log.evaluations, wall_s=log.elapsed_s)
+        summary = summarize(config, recorder)
         write_summary(folder, summary)
         if not freeze_policy:
             group.save_hf("policy", str(folder / "policy"))

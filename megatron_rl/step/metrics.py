@@ -8,13 +8,12 @@ from megatron_rl.data.trajectory import Trajectory
 from megatron_rl.step.experience import Advantages
 
 
-def rollout_metrics(trajectories: Sequence[Trajectory], *, step: int, num_carried: int) -> dict[str, float]:
+def rollout_metrics(trajectories: Sequence[Trajectory], *, step: int) -> dict[str, float]:
     """Lengths are of finished responses; tokens are those that this step generated."""
     finished = [t for t in trajectories if t.finished]
     metrics = {
         "rollout/num_slots": len(trajectories),
         "rollout/num_finished": len(finished),
-        "rollout/num_carried": num_carried,
         "rollout/finished_share": len(finished) / len(trajectories),
         "rollout/prompt_tokens_mean": _mean([len(t.prompt.token_ids) for t in trajectories]),
         "step/tokens_generated": sum(t.window_tokens(step) for t in trajectories),
@@ -61,7 +60,7 @@ _NUM_POSITIONS = 4
 
 
 def critic_metrics(batch: PackedBatch) -> dict[str, float]:
-    """How well the values of generation time foretold the returns.
+    """How well the values of generation time predicted the returns.
 
     ``advantage_q1`` to ``_q4``: mean of return minus value in each quarter of the response; a critic without
     initialisation bias has no slope there (VC-PPO).
@@ -72,7 +71,9 @@ def critic_metrics(batch: PackedBatch) -> dict[str, float]:
         "critic/value_mean": float(values[mask].mean()),
         "critic/return_mean": float(returns[mask].mean()),
     }
-    advantage, count = algorithms.value_by_position(values, returns, mask, batch.cu_seqlens, _NUM_POSITIONS)["advantage"]
+    advantage, count = algorithms.value_by_position(values, returns, mask, batch.cu_seqlens, _NUM_POSITIONS)[
+        "advantage"
+    ]
     for index in range(_NUM_POSITIONS):
         if count[index]:
             metrics[f"critic/advantage_q{index + 1}"] = float(advantage[index] / count[index])

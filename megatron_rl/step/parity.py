@@ -12,7 +12,7 @@ from megatron_rl.data.trajectory import Prompt, Trajectory
 from megatron_rl.data.vision import Vision
 from megatron_rl.errors import UserError
 from megatron_rl.rollout.service import RolloutService
-from megatron_rl.step.experience import window_batch
+from megatron_rl.step.packing import window_batch
 from megatron_rl.training.trainer_group import TrainerGroup
 
 MAX_TOKENS = 64

@@ -17,7 +17,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-from megatron_rl.step.stages import Frontier, Resource, Stage, StageRun
+from megatron_rl.step.graph import Frontier, Resource, Stage, StageRun
 
 Action = Callable[[int], Any]
 HEARTBEAT_S = 10.0
@@ -30,9 +30,10 @@ class StageRunner:
         event_loop: asyncio.AbstractEventLoop,
         *,
         stall_timeout_s: float,
-        on_span: Callable[[StageRun, float, float], None],
+        on_span: Callable[[str, str, int, float, float], None],
         heartbeat: Callable[[], None],
     ) -> None:
+        """``on_span`` hears of every stage that has run: name, resource, step, start and end in seconds."""
         self._graph = graph
         self._actions: Mapping[str, Action] = {}
         self._event_loop = event_loop
@@ -42,7 +43,7 @@ class StageRunner:
         self._events: queue.Queue[Callable[[], None]] = queue.Queue()
         self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="host")
         self._lock = threading.RLock()  # guards the frontier and the start times
-        self._frontier: Frontier | None = None
+        self._frontier = Frontier(graph, 0, -1)  # nothing to run before ``run``
         self._ended = False
         self._started_s: dict[StageRun, float] = {}
 
@@ -78,7 +79,7 @@ class StageRunner:
             self._threads.shutdown(wait=False, cancel_futures=True)
 
     def running(self) -> list[tuple[str, float]]:
-        """(stage, seconds so far) of the stages under way (from any thread)."""
+        """(stage, seconds so far) of the stages in progress (from any thread)."""
         now_s = time.time()
         return [(stage_run.stage.name, now_s - started_s) for stage_run, started_s in list(self._started_s.items())]
 
@@ -137,7 +138,8 @@ class StageRunner:
 
     def _complete(self, stage_run: StageRun, ended_s: float) -> None:
         with self._lock:
-            self._on_span(stage_run, self._started_s.pop(stage_run), ended_s)
+            started_s, stage = self._started_s.pop(stage_run), stage_run.stage
+            self._on_span(stage.name, stage.resource.value, stage_run.step, started_s, ended_s)
             self._frontier.finish(stage_run)
             if not self._ended:
                 self._launch_ready()
@@ -151,9 +153,8 @@ class StageRunner:
             except queue.Empty:
                 self._heartbeat()
             if time.monotonic() > deadline_s:
-                running = self._frontier.running if self._frontier else ()
-                waiting = ", ".join(f"{r.stage.name} of step {r.step}" for r in running) or "the rollout side"
+                running = ", ".join(f"{r.stage.name} of step {r.step}" for r in self._frontier.running)
                 raise TimeoutError(
-                    f"the trainer waited {self._stall_timeout_s:.0f} s for {waiting} without an answer; look at the "
+                    f"the trainer waited {self._stall_timeout_s:.0f} s for {running or 'the rollout side'} without an answer; look at the "
                     "server logs in the output folder, or raise rollout.request_timeout_s"
                 )

@@ -1,46 +1,49 @@
-"""The training step as a graph of stages, declared as data.
+"""THE TABLE: the training step, one row a stage. README, docs, ``--dry-run`` and the loop share it.
 
-A stage names the products it needs (of this step, or of the step before) and those it makes, and the resource it
-runs on. What may overlap follows from the graph alone: in ``tppo`` mode generation does not need the critic, so the
-critic update of step k runs while the window of step k + 1 is generated; in ``sync`` mode it needs it, so nothing
-overlaps. Where several stages are ready for one resource, the earlier step goes first, then the earlier line here.
-
-Colocated, servers and trainer share their devices: stages of either occupy both, the servers sleep from the end of
-generation until the publish, and the publish comes after everything that the trainer has to do.
+What may overlap follows from the table alone (``graph.py``): in ``tppo`` mode generation does not need the critic, so
+the critic update of step k runs while the window of step k + 1 is generated. In ``sync`` mode it does, so nothing
+overlaps. Products are fields of the step's ``StepState``, or of the run (``OF_THE_RUN``). Without an option its
+stages do not exist, and a product that is marked ``?`` is waited for only where some stage makes it.
 """
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
-from enum import Enum
+from collections.abc import Collection, Sequence
+from dataclasses import replace
 
 from megatron_rl.config.schema import AdvantageKind, Config, KlPlace, Mode, Placement
+from megatron_rl.step.graph import Resource, Stage
 
+ROLLOUT, TRAINER, HOST = Resource.rollout, Resource.trainer, Resource.host
 
-class Resource(Enum):
-    rollout = "rollout"
-    """The SGLang servers, driven from the asyncio thread."""
-    trainer = "trainer"
-    """The Megatron ranks; one stage at a time, on the main thread."""
-    host = "host"
-    """The driver's CPU: rewards and advantages."""
+STEP = (
+    # stage                     runs on  makes                             needs                             needs of the step before
+    Stage("generate",           ROLLOUT, "trajectories batch",             "",                               "served_weights pool"),
+    Stage("sleep",              TRAINER, "free_devices",                   "batch",                          only_with="colocated"),
+    Stage("score",              HOST,    "finished",                       "trajectories"),
+    Stage("old_logprobs",       TRAINER, "old_logprobs",                   "batch",                          "policy"),
+    Stage("reference_logprobs", TRAINER, "reference_logprobs",             "batch",                          only_with="reference"),
+    Stage("values",             TRAINER, "values",                         "batch",                          "critic", only_with="critic"),
+    Stage("process_rewards",    TRAINER, "line_rewards",                   "finished",                       only_with="process_rewards"),
+    Stage("advantages",         HOST,    "policy_batch critic_batch pool", "finished old_logprobs reference_logprobs?"
+                                                                           " values? line_rewards?"),
+    Stage("update_policy",      TRAINER, "policy",                         "policy_batch"),
+    Stage("publish",            TRAINER, "served_weights",                 "policy"),
+    Stage("evaluate",           ROLLOUT, "evaluation",                     "served_weights"),
+    Stage("update_critic",      TRAINER, "critic",                         "critic_batch",                   only_with="critic"),
+    Stage("checkpoint",         TRAINER, "saved",                          "policy pool critic?"),
+    Stage("record",             HOST,    "recorded",                       "saved served_weights evaluation", "recorded"),
+)  # fmt: skip
 
-
-@dataclass(frozen=True)
-class Stage:
-    name: str
-    resource: Resource
-    makes: tuple[str, ...]
-    needs: tuple[str, ...] = ()
-    """Products of the same step."""
-    needs_previous: tuple[str, ...] = ()
-    """Products of the step before; the first step of a run finds them given."""
-    does: str = ""
-    shares_devices: bool = False
-    """It has the devices of trainer and servers to itself."""
-
-    @property
-    def occupies(self) -> frozenset[Resource]:
-        return frozenset({Resource.rollout, Resource.trainer} if self.shares_devices else {self.resource})
+OF_THE_RUN = {
+    "pool": "the slots: finished responses have left, unfinished ones go on in the next step",
+    "policy": "the policy's updated weights",
+    "critic": "the critic's updated weights",
+    "served_weights": "the policy's weights on every server",
+    "free_devices": "the servers have given their memory back (servers and trainer on the same devices)",
+    "evaluation": "accuracy on held-out prompts, where one is due",
+    "saved": "a checkpoint, where one is due",
+    "recorded": "metrics, display and report",
+}
+"""Products that outlive a step."""
 
 
 def graph_of(config: Config) -> tuple[Stage, ...]:
@@ -62,196 +65,48 @@ def step_graph(
     process_rewards: bool = False,
     colocated: bool = False,
 ) -> tuple[Stage, ...]:
-    """Without a critic, a reference policy or a process reward model their stages do not exist."""
-    graph = _step_graph(mode, critic=critic, reference=reference, process_rewards=process_rewards)
+    """The rows of the table that exist under these options, with their needs resolved."""
+    options = {"critic": critic, "reference": reference, "process_rewards": process_rewards, "colocated": colocated}
+    generate, *others = STEP
+    if mode is Mode.sync:
+        generate = replace(generate, needs_before=f"{generate.needs_before} critic?")
+    graph = _resolved([generate, *others], {name for name, is_on in options.items() if is_on})
     return _with_turns(graph) if colocated else graph
 
 
-def _step_graph(mode: Mode, *, critic: bool, reference: bool, process_rewards: bool) -> tuple[Stage, ...]:
-    rollout, trainer, host = Resource.rollout, Resource.trainer, Resource.host
-    waits_for_critic = ("critic",) if critic and mode is Mode.sync else ()
-    optional: dict[str, tuple[Stage, ...]] = {
-        "reference": (
-            Stage(
-                "reference_logprobs", trainer, ("reference_logprobs",), ("segments",), (), "log-probs of the reference"
-            ),
-        )
-        * reference,
-        "process": (
-            Stage("process_rewards", trainer, ("line_rewards",), ("scores",), (), "rewards of lines, from a model"),
-        )
-        * process_rewards,
-        "values": (
-            Stage("values", trainer, ("values",), ("segments",), ("critic",), "critic values of the window's tokens"),
-        )
-        * critic,
-        "update_critic": (
-            Stage(
-                "update_critic",
-                trainer,
-                ("critic",),
-                ("advantages",),
-                (),
-                "value loss on finished responses, all windows",
-            ),
-        )
-        * critic,
-    }
-    advantages_need = [
-        product for name in ("reference", "process", "values") for s in optional[name] for product in s.makes
-    ]
-    return (
-        Stage(
-            "generate",
-            rollout,
-            ("segments",),
-            (),
-            ("served_weights", "carried", *waits_for_critic),
-            "one window of new tokens a slot",
-        ),
-        Stage("score", host, ("scores",), ("segments",), (), "rewards of what ended in this step"),
-        Stage(
-            "old_logprobs", trainer, ("old_logprobs",), ("segments",), ("policy",), "log-probs of the window's tokens"
-        ),
-        *optional["reference"],
-        *optional["values"],
-        *optional["process"],
-        Stage(
-            "advantages",
-            host,
-            ("advantages", "carried"),
-            ("scores", "old_logprobs", *advantages_need),
-            (),
-            "advantages; finished responses leave the pool",
-        ),
-        Stage("update_policy", trainer, ("policy",), ("advantages",), (), "policy loss on the window's tokens"),
-        Stage("publish", trainer, ("served_weights",), ("policy",), (), "new weights to every server"),
-        Stage("evaluate", rollout, ("evaluation",), ("served_weights",), (), "greedy answers to held-out prompts"),
-        *optional["update_critic"],
-        Stage(
-            "checkpoint",
-            trainer,
-            ("saved",),
-            ("policy", "carried", *(("critic",) if critic else ())),
-            (),
-            "weights, optimizers, pool, sampler",
-        ),
-        Stage(
-            "record",
-            host,
-            ("recorded",),
-            ("saved", "served_weights", "evaluation"),
-            ("recorded",),
-            "metrics, display, report",
-        ),
-    )
+def stage_table_markdown() -> str:
+    """The table as README and docs show it."""
+    rows = [["stage", "runs on", "makes", "needs", "needs of the step before", "only with"], ["---"] * 6]
+    for s in STEP:
+        products = (words.replace(" ", ", ") for words in (s.makes, s.needs, s.needs_before))
+        rows.append([f"`{s.name}`", s.resource.value, *products, s.only_with.replace("_", " ")])
+    return "".join(f"| {' | '.join(cells)} |\n" for cells in rows)
+
+
+def _resolved(table: Sequence[Stage], options: Collection[str]) -> tuple[Stage, ...]:
+    stages = [stage for stage in table if not stage.only_with or stage.only_with in options]
+    made = {product for stage in stages for product in stage.products}
+
+    def existing(words: str) -> str:
+        return " ".join(w.removesuffix("?") for w in words.split() if not w.endswith("?") or w[:-1] in made)
+
+    return tuple(replace(s, needs=existing(s.needs), needs_before=existing(s.needs_before)) for s in stages)
 
 
 def _with_turns(graph: Sequence[Stage]) -> tuple[Stage, ...]:
-    """The graph for servers on the trainer's devices."""
-    sleep = Stage("sleep", Resource.trainer, ("free_devices",), ("segments",), (), "servers give their memory back")
+    """Colocated: servers and trainer take turns on the devices that they share.
+
+    The servers sleep from the end of generation until the publish, and the publish comes after everything that the
+    trainer has to do.
+    """
+    last = " ".join(stage.makes for stage in graph if stage.name in ("update_critic", "checkpoint"))
     turns = []
     for stage in graph:
-        needs = stage.needs
+        more = ""
         if stage.name == "publish":
-            needs = (*needs, *(product for name in ("update_critic", "checkpoint") for product in _makes(graph, name)))
-        elif stage.resource is Resource.trainer:
-            needs = (*needs, *sleep.makes)
-        turns.append(replace(stage, needs=needs))
-        if stage.name == "generate":
-            turns.append(sleep)
-    return tuple(replace(stage, shares_devices=stage.resource is not Resource.host) for stage in turns)
-
-
-def _makes(graph: Sequence[Stage], name: str) -> tuple[str, ...]:
-    return next((stage.makes for stage in graph if stage.name == name), ())
-
-
-def check_graph(graph: Sequence[Stage]) -> None:
-    """ValueError when a name is doubled, a product is made twice or never, or a step waits for itself."""
-    names = [stage.name for stage in graph]
-    makers = [product for stage in graph for product in stage.makes]
-    for kind, items in (("stage", names), ("product", makers)):
-        doubled = {item for item in items if items.count(item) > 1}
-        if doubled:
-            raise ValueError(f"stage graph: {kind} {sorted(doubled)} is declared twice")
-    for stage in graph:
-        missing = (set(stage.needs) | set(stage.needs_previous)) - set(makers)
-        if missing:
-            raise ValueError(f"stage graph: {stage.name} needs {sorted(missing)}, which no stage makes")
-    made: set[str] = set()
-    waiting = list(graph)
-    while waiting:
-        ready = [stage for stage in waiting if made.issuperset(stage.needs)]
-        if not ready:
-            raise ValueError(f"stage graph: {[s.name for s in waiting]} wait for each other within one step")
-        made.update(product for stage in ready for product in stage.makes)
-        waiting = [stage for stage in waiting if stage not in ready]
-
-
-@dataclass(frozen=True)
-class StageRun:
-    """One stage of one step."""
-
-    stage: Stage
-    step: int
-
-
-class Frontier:
-    """Which stage runs are ready. Pure bookkeeping: ``ready()`` lists, ``start()`` and ``finish()`` advance.
-
-    At most two steps are open at a time: a step opens when the step before it has opened and its own first stage
-    could run.
-    """
-
-    def __init__(self, graph: Sequence[Stage], first_step: int, last_step: int) -> None:
-        check_graph(graph)
-        self._graph = tuple(graph)
-        self._last_step = last_step
-        self._made = {(product, first_step - 1) for stage in graph for product in stage.makes}
-        self._open = [StageRun(stage, first_step) for stage in graph] if first_step <= last_step else []
-        self._newest = min(first_step, last_step)
-        self._running: list[StageRun] = []
-
-    @property
-    def done(self) -> bool:
-        return not self._open and not self._running and self._newest >= self._last_step
-
-    @property
-    def running(self) -> tuple[StageRun, ...]:
-        return tuple(self._running)
-
-    def ready(self) -> list[StageRun]:
-        """Runs that may start now, in order of precedence, at most one for each free resource."""
-        busy = {resource for run in self._running for resource in run.stage.occupies}
-        found: list[StageRun] = []
-        for run in self._candidates():
-            if busy.isdisjoint(run.stage.occupies) and self._has_what_it_needs(run):
-                busy |= run.stage.occupies
-                found.append(run)
-        return found
-
-    def start(self, run: StageRun) -> None:
-        if run.step > self._newest:
-            self._newest = run.step
-            self._open += [StageRun(stage, run.step) for stage in self._graph]
-        self._open.remove(run)
-        self._running.append(run)
-
-    def finish(self, run: StageRun) -> None:
-        self._running.remove(run)
-        self._made.update((product, run.step) for product in run.stage.makes)
-        self._made = {(product, step) for product, step in self._made if step >= self._newest - 2}
-
-    def stop_after(self, step: int) -> None:
-        """Open no step after ``step``; an already open later step still runs to its end."""
-        self._last_step = min(self._last_step, max(step, self._newest))
-
-    def _candidates(self) -> Iterable[StageRun]:
-        yield from self._open
-        if self._newest < self._last_step and not any(run.step < self._newest for run in self._open):
-            yield from (StageRun(stage, self._newest + 1) for stage in self._graph if not stage.needs)
-
-    def _has_what_it_needs(self, run: StageRun) -> bool:
-        here = all((product, run.step) in self._made for product in run.stage.needs)
-        return here and all((product, run.step - 1) in self._made for product in run.stage.needs_previous)
+            more = last
+        elif stage.resource is TRAINER and stage.name != "sleep":
+            more = "free_devices"
+        shared = stage.resource is not HOST
+        turns.append(replace(stage, needs=f"{stage.needs} {more}".strip(), shares_devices=shared))
+    return tuple(turns)

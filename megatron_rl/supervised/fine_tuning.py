@@ -6,6 +6,7 @@ from statistics import mean
 
 import torch
 from rich.console import Console
+from torch import Tensor
 
 from megatron_rl.config.schema import Config
 from megatron_rl.data.batch import PackedBatch, cu_seqlens_of
@@ -14,7 +15,6 @@ from megatron_rl.data.tokenizer import Tokenizer
 from megatron_rl.data.vision import Vision
 from megatron_rl.errors import UserError
 from megatron_rl.parallel.topology import Topology
-from megatron_rl.step.experience import tail_mask
 from megatron_rl.supervised.epochs import epoch_batches
 from megatron_rl.system.terminal import progress_bar
 from megatron_rl.training.engine import Engine
@@ -77,3 +77,9 @@ def solution_batch(solutions: Sequence[Solution], vision: Vision | None = None) 
     responses = torch.tensor([len(solution.response_ids) for solution in solutions], dtype=torch.int64)
     images = None if vision is None else vision.batch([solution.images for solution in solutions])
     return PackedBatch(tokens, cu_seqlens_of(lengths), {"mask": tail_mask(lengths, responses)}, images)
+
+
+def tail_mask(lengths: Tensor, tails: Tensor) -> Tensor:
+    """[T] bool: the last tails[n] tokens of each of N sequences of lengths [N]."""
+    ends = lengths.cumsum(0).repeat_interleave(lengths)
+    return torch.arange(int(lengths.sum())) >= ends - tails.repeat_interleave(lengths)

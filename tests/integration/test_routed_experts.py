@@ -23,7 +23,7 @@ from megatron_rl.rollout.sglang.client import SglangClient
 from megatron_rl.rollout.sglang.routes import SERVER_FLAG, RouteShape, route_shape
 from megatron_rl.rollout.sglang.server import ServerOptions, SglangServer
 from megatron_rl.rollout.windows import Sampling, WindowGenerator
-from megatron_rl.step.experience import window_batch, window_routes, with_routes
+from megatron_rl.step.packing import window_batch, window_routes, with_routes
 from megatron_rl.tracking.metrics_file import read_metrics
 from megatron_rl.training.engine import Engine
 from tests.tiny_families import make_family_model

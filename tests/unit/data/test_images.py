@@ -27,7 +27,7 @@ from megatron_rl.errors import DataError
 from megatron_rl.rollout.service import dialogue_of
 from megatron_rl.rollout.sglang.wire import validate
 from megatron_rl.rollout.windows import WindowGenerator
-from megatron_rl.step.experience import window_batch
+from megatron_rl.step.packing import window_batch
 from megatron_rl.step.parity import EngineMismatch, compare_logprobs, sample_for_parity
 from megatron_rl.supervised.fine_tuning import solution_batch
 from megatron_rl.supervised.reward_models import BradleyTerry, Pairwise, example_batch

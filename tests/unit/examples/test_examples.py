@@ -9,7 +9,8 @@ from megatron_rl.config.checks import RL_COMMANDS, check_config
 from megatron_rl.config.describe import batch_arithmetic
 from megatron_rl.config.load import load_config, preset_names
 from megatron_rl.errors import ConfigError
-from megatron_rl.step.stages import check_graph, graph_of
+from megatron_rl.step.graph import check_graph
+from megatron_rl.step.stages import graph_of
 
 ROOT = Path(__file__).resolve().parents[3]
 BASE = ROOT / "examples" / "recipes" / "arithmetic.yaml"

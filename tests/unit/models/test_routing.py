@@ -25,7 +25,7 @@ from megatron_rl.models.routing import (
 )
 from megatron_rl.rollout.sglang.routes import BadRoutes, RouteShape, decode_routes
 from megatron_rl.rollout.sglang.wire import BadAnswer, GenerationRequest, generate_body, parse_generation
-from megatron_rl.step.experience import window_routes
+from megatron_rl.step.packing import window_routes
 
 SHAPE = RouteShape(num_layers=2, top_k=2, num_experts=4)
 

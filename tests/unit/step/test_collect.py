@@ -67,22 +67,24 @@ def collect(parts, step=0):
 
 
 def test_every_trained_group_is_mixed_and_whole():
-    """0 < accuracy < 1 in every group, discarded as a whole or not at all (papers 4.4)."""
-    found = collect(collector(is_right=lambda group, sample: float(group % 3 == 2 and sample == 0), dynamic=True))
+    """0 < accuracy < 1 in every group, discarded as a whole or not at all (DAPO, arXiv 2503.14476, eq. 11)."""
+    found, metrics = collect(
+        collector(is_right=lambda group, sample: float(group % 3 == 2 and sample == 0), dynamic=True)
+    )
     groups = {}
-    for t in found.trajectories:
+    for t in found:
         groups.setdefault(t.group_id, []).append(t.score.value)
     assert all(sorted(scores) == [0.0, 0.0, 1.0] for scores in groups.values()) and len(groups) == 2
-    assert found.metrics["dynamic_sampling/num_rounds"] == 3
-    assert found.metrics["dynamic_sampling/all_wrong_share"] == pytest.approx(4 / 6)
-    assert found.metrics["dynamic_sampling/reward_mean"] == pytest.approx(2 / 18)
+    assert metrics["dynamic_sampling/num_rounds"] == 3
+    assert metrics["dynamic_sampling/all_wrong_share"] == pytest.approx(4 / 6)
+    assert metrics["dynamic_sampling/reward_mean"] == pytest.approx(2 / 18)
 
 
 def test_dynamic_sampling_starts_no_round_more_than_it_needs_and_leaves_the_pool_empty():
     parts = collector(is_right=lambda group, sample: float(sample == 0), dynamic=True)
-    found = collect(parts)
-    assert parts[2].num_calls == 1 and len(found.trajectories) == 6 and parts[1].num_carried == 0
-    assert [t.group_id for t in collect(parts, 1).trajectories[::NUM_SAMPLES]] == [2, 3]
+    found, _ = collect(parts)
+    assert parts[2].num_calls == 1 and len(found) == 6 and parts[1].num_carried == 0
+    assert [t.group_id for t in collect(parts, 1)[0][::NUM_SAMPLES]] == [2, 3]
 
 
 def test_dynamic_sampling_gives_up_after_its_rounds_and_says_what_it_saw():
@@ -98,23 +100,22 @@ def test_a_group_with_an_unscored_member_is_not_mixed():
 def test_over_sampling_takes_the_groups_that_are_complete_first_and_drops_the_tail():
     slow = lambda i: 90 if i // NUM_SAMPLES == 1 else 4  # noqa: E731
     parts = collector(lengths=slow, over_sampling=2.0)
-    found = collect(parts)
-    assert len(found.trajectories) == 6 and all(t.stopped for t in found.trajectories)
-    assert 1 not in {t.group_id for t in found.trajectories}
-    assert found.metrics == {"rollout/num_discarded": 6.0} and all(
-        t in found.trajectories for t in parts[1].fill(1)[:6]
-    )
+    found, metrics = collect(parts)
+    assert len(found) == 6 and all(t.stopped for t in found)
+    assert 1 not in {t.group_id for t in found}
+    assert metrics == {"rollout/num_carried": 0.0, "rollout/num_discarded": 6.0}
+    assert all(t in found for t in parts[1].fill(1)[:6])
 
 
 def test_over_sampling_in_windows_keeps_every_token_of_the_aborted():
     parts = collector(lengths=lambda i: 50, over_sampling=2.0, mode=Mode.tppo, window_tokens=10)
-    found = collect(parts)
-    assert sorted(t.window_tokens(0) for t in found.trajectories) == [1] * 6 + [10] * 6
-    assert not found.metrics and parts[1].num_carried == 12
+    found, metrics = collect(parts)
+    assert sorted(t.window_tokens(0) for t in found) == [1] * 6 + [10] * 6
+    assert metrics == {"rollout/num_carried": 0.0} and parts[1].num_carried == 12
 
 
 def test_without_options_a_step_is_one_window_of_every_slot():
     parts = collector(lengths=lambda i: 12, mode=Mode.tppo, window_tokens=8)
-    found = collect(parts)
-    assert [t.window_tokens(0) for t in found.trajectories] == [8] * 6 and found.num_carried == 0
-    assert collect(parts, 1).num_carried == 6
+    found, metrics = collect(parts)
+    assert [t.window_tokens(0) for t in found] == [8] * 6 and metrics["rollout/num_carried"] == 0
+    assert collect(parts, 1)[1]["rollout/num_carried"] == 6

@@ -1,4 +1,4 @@
-"""Which tokens train what (papers 1.4): the T-PPO invariants of papers 1.8 that live between pool and losses."""
+"""Which tokens train what: the invariants of T-PPO (arXiv 2506.15050) that live between pool and losses."""
 
 import math
 
@@ -10,18 +10,11 @@ from hypothesis import strategies as st
 from megatron_rl import algorithms
 from megatron_rl.config.schema import AdvantageKind, AlgorithmConfig, Bootstrap, LambdaKind, Normalization, Overlong
 from megatron_rl.data.trajectory import Prompt, Score, Segment, Trajectory, message_segment
-from megatron_rl.step.experience import (
-    ResponseRules,
-    Signals,
-    compared_advantages,
-    keep_signals,
-    policy_batch,
-    response_batch,
-    tail_mask,
-    window_advantages,
-    window_batch,
-)
+from megatron_rl.step.batches import keep_signals, policy_batch, response_batch
+from megatron_rl.step.experience import Signals, compared_advantages, window_advantages
 from megatron_rl.step.metrics import advantage_metrics, reward_metrics, rollout_metrics
+from megatron_rl.step.packing import window_batch
+from megatron_rl.step.pieces import ResponseRules
 
 WINDOW = 4
 RAW = AlgorithmConfig(
@@ -213,12 +206,6 @@ def test_the_positive_lm_mask_covers_all_windows_of_positive_finished_responses_
     assert trained.fields["lm_mask"].tolist() == [False] * 3 + [True] * 6 + [False] * (9 + 11)
 
 
-def test_tail_mask_against_brute_force():
-    lengths, tails = [5, 1, 4], [2, 0, 4]
-    expected = [i >= n - t for n, t in zip(lengths, tails) for i in range(n)]
-    assert tail_mask(torch.tensor(lengths), torch.tensor(tails)).tolist() == expected
-
-
 def test_metrics_are_split_by_finished_and_unfinished_and_rewards_are_of_finished_ones():
     group = [trajectory([4], stopped=False), trajectory([2], stopped=True, score=Score(1.0), id=1)]
     batch, found = advantages(group, 0, [0.2, 0.4, 0.5, 0.6, 0.5, 0.5])
@@ -228,7 +215,7 @@ def test_metrics_are_split_by_finished_and_unfinished_and_rewards_are_of_finishe
     assert reward_metrics([group[1]]) == {"reward/num_unscored": 0, "reward/mean": 1, "reward/accuracy": 1}
     judged = trajectory([2], stopped=True, score=Score(0.7))
     assert reward_metrics([judged]) == {"reward/num_unscored": 0, "reward/mean": 0.7}
-    assert rollout_metrics(group, step=0, num_carried=1)["rollout/finished_share"] == 0.5
+    assert rollout_metrics(group, step=0)["rollout/finished_share"] == 0.5
 
 
 def dialogue(turns, *, step=0, done=True, rewards=(), id=0):
@@ -265,13 +252,16 @@ def test_messages_of_the_environment_train_nothing():
 
 
 def test_turns_are_episodes_of_their_own():
-    """Perturbing the reward of turn k + 1 leaves the advantages of turns up to k as they were (papers 5.4)."""
+    """Perturbing the reward of turn k + 1 leaves the advantages of turns up to k as they were (PAG, arXiv 2506.10406)."""
     values = [0.1, 0.4, 0.2, 0.6, 0.3, 0.5]
     one, two = (
-        advantages([dialogue([3, 2, 1], rewards=[0.0, 1.0, last])], 0, values, rules=INDEPENDENT)[1].raw for last in (0, 1)
+        advantages([dialogue([3, 2, 1], rewards=[0.0, 1.0, last])], 0, values, rules=INDEPENDENT)[1].raw
+        for last in (0, 1)
     )
     assert torch.equal(one[:10], two[:10]) and one[-1] != two[-1]
-    alone = algorithms.gae(torch.tensor([0.0, 1.0]), torch.tensor([0.6, 0.3]), torch.tensor([0, 2]), gamma=1.0, lam=0.95)
+    alone = algorithms.gae(
+        torch.tensor([0.0, 1.0]), torch.tensor([0.6, 0.3]), torch.tensor([0, 2]), gamma=1.0, lam=0.95
+    )
     torch.testing.assert_close(one[8:10], alone)
 
 
@@ -370,7 +360,10 @@ def test_advantages_without_a_critic_against_brute_force(responses):
         (AdvantageKind.group_mean, [o - sum(others(i, True)) / len(others(i, True)) for i, o in enumerate(outcomes)]),
         (
             AdvantageKind.rloo,
-            [o - sum(others(i, False)) / len(others(i, False)) if others(i, False) else 0 for i, o in enumerate(outcomes)],
+            [
+                o - sum(others(i, False)) / len(others(i, False)) if others(i, False) else 0
+                for i, o in enumerate(outcomes)
+            ],
         ),
     ):
         found = compared_advantages(rewards, cu, torch.tensor(groups), scored, kind)

@@ -1,15 +1,18 @@
-"""The stage graph: what may overlap, in which order, and that every stage of every step runs once."""
+"""The table of stages: what may overlap, that every stage of every step runs once, and who shares the table."""
 
-import asyncio
+import inspect
 import itertools
-import threading
-import time
+from dataclasses import fields
+from pathlib import Path
 
 import pytest
 
+import megatron_rl
 from megatron_rl.config.schema import Config, Mode, Placement
-from megatron_rl.step.runner import StageRunner
-from megatron_rl.step.stages import Frontier, Resource, Stage, check_graph, graph_of, step_graph
+from megatron_rl.step.graph import Frontier, Resource, check_graph
+from megatron_rl.step.loop import TrainingLoop
+from megatron_rl.step.stages import OF_THE_RUN, STEP, graph_of, stage_table_markdown, step_graph
+from megatron_rl.step.state import StepState
 
 
 def simulate(mode, durations, steps, **pieces):
@@ -87,7 +90,9 @@ def test_colocated_servers_and_trainer_take_turns(mode, critic):
 def test_colocated_servers_sleep_exactly_while_the_trainer_works(mode):
     """Replays a run: what needs the servers finds them awake, what needs the trainer's memory finds them asleep."""
     asleep = False
-    for name, _, _start, _end in sorted(simulate(mode, COLOCATED, 4, colocated=True), key=lambda entry: (entry[2], entry[3])):
+    for name, _, _start, _end in sorted(
+        simulate(mode, COLOCATED, 4, colocated=True), key=lambda entry: (entry[2], entry[3])
+    ):
         if name in ("sleep", "publish"):
             assert asleep == (name == "publish")
             asleep = name == "sleep"
@@ -112,108 +117,26 @@ def test_evaluation_comes_before_the_next_generation():
     assert span(log, "generate", 1)[0] >= span(log, "evaluate", 0)[1]
 
 
-def test_broken_graphs_are_refused():
-    host = Resource.host
-    with pytest.raises(ValueError, match="no stage makes"):
-        check_graph([Stage("a", host, ("x",), ("y",))])
-    with pytest.raises(ValueError, match="wait for each other"):
-        check_graph([Stage("a", host, ("x",), ("y",)), Stage("b", host, ("y",), ("x",))])
-    with pytest.raises(ValueError, match="declared twice"):
-        check_graph([Stage("a", host, ("x",)), Stage("b", host, ("x",))])
+def test_every_product_is_a_field_of_the_steps_state_or_outlives_the_step():
+    state = {field.name for field in fields(StepState)}
+    products = {product for stage in STEP for product in stage.products}
+    assert not state & set(OF_THE_RUN)
+    assert products <= state | set(OF_THE_RUN) and set(OF_THE_RUN) <= products
 
 
-GRAPH = (
-    Stage("fetch", Resource.rollout, ("data",), needs_previous=("weights",)),
-    Stage("work", Resource.trainer, ("weights",), ("data",)),
-)
+def test_what_is_needed_of_the_step_before_outlives_a_step():
+    assert {product for stage in STEP for product in stage.needs_before.split()} <= set(OF_THE_RUN)
 
 
-@pytest.fixture
-def event_loop():
-    loop = asyncio.new_event_loop()
-    thread = threading.Thread(target=loop.run_forever, daemon=True)
-    thread.start()
-    yield loop
-    loop.call_soon_threadsafe(loop.stop)
-    thread.join()
+def test_the_loop_has_one_method_for_every_stage_in_the_order_of_the_table():
+    methods = [name for name, _ in inspect.getmembers(TrainingLoop, inspect.isfunction) if not name.startswith("_")]
+    in_order = sorted(methods, key=lambda name: inspect.getsourcelines(getattr(TrainingLoop, name))[1])
+    assert [name for name in in_order if name not in ("load_state", "actions")] == [stage.name for stage in STEP]
 
 
-def make_runner(event_loop, **options):
-    settings = dict(stall_timeout_s=5.0, on_span=lambda *span: None, heartbeat=lambda: None) | options
-    return StageRunner(GRAPH, event_loop, **settings)
-
-
-def test_trainer_stages_run_on_the_calling_thread_and_coroutines_may_borrow_it(event_loop):
-    threads, order = [], []
-
-    async def fetch(step):
-        borrowed = runner.call_on_trainer(lambda: threads.append(threading.current_thread()))
-        await asyncio.wrap_future(borrowed)
-        order.append(("fetch", step))
-
-    def work(step):
-        threads.append(threading.current_thread())
-        order.append(("work", step))
-
-    runner = make_runner(event_loop)
-    runner.run({"fetch": fetch, "work": work}, 0, 2)
-    assert set(threads) == {threading.current_thread()} and len(threads) == 6
-    assert order == [(name, step) for step in range(3) for name in ("fetch", "work")]
-
-
-def test_a_stage_without_an_action_is_refused(event_loop):
-    with pytest.raises(ValueError, match="work"):
-        make_runner(event_loop).run({"fetch": print}, 0, 1)
-
-
-def test_a_failing_stage_ends_the_run_with_its_own_error(event_loop):
-    async def fetch(step):
-        raise LookupError("no servers")
-
-    with pytest.raises(LookupError, match="no servers"):
-        make_runner(event_loop).run({"fetch": fetch, "work": lambda step: None}, 0, 1)
-
-
-def test_a_stall_names_the_stage_and_the_wait(event_loop, monkeypatch):
-    monkeypatch.setattr("megatron_rl.step.runner.HEARTBEAT_S", 0.05)
-    beats = []
-
-    async def fetch(step):
-        await asyncio.sleep(60)
-
-    runner = make_runner(event_loop, stall_timeout_s=0.3, heartbeat=lambda: beats.append(time.time()))
-    with pytest.raises(TimeoutError, match="fetch of step 0"):
-        runner.run({"fetch": fetch, "work": lambda step: None}, 0, 0)
-    assert len(beats) >= 3
-
-
-def test_stop_after_opens_no_further_step(event_loop):
-    done = []
-
-    async def fetch(step):
-        if step == 1:
-            runner.stop_after(1)
-
-    runner = make_runner(event_loop)
-    runner.run({"fetch": fetch, "work": done.append}, 0, 99)
-    assert done == [0, 1]
-
-
-def test_generation_starts_while_the_calling_thread_is_inside_a_trainer_stage(event_loop):
-    """The critic update waits here for the next window: it must not hold back the launch of it."""
-    started = {step: threading.Event() for step in range(4)}
-
-    def update_critic(step):
-        assert step == 2 or started[step + 1].wait(5.0), f"generation of step {step + 1} did not start beside update_critic"
-
-    async def generate(step):
-        started[step].set()
-
-    async def evaluate(step):
-        await asyncio.sleep(0.05)  # ends while the critic update runs
-
-    graph = step_graph(Mode.tppo)
-    actions = {stage.name: lambda step: None for stage in graph}
-    actions |= {"generate": generate, "evaluate": evaluate, "update_critic": update_critic}
-    runner = StageRunner(graph, event_loop, stall_timeout_s=5.0, on_span=lambda *span: None, heartbeat=lambda: None)
-    runner.run(actions, 0, 2)
+def test_the_readme_shows_the_table():
+    readme = (Path(megatron_rl.__file__).parents[1] / "README.md").read_text()
+    assert stage_table_markdown() in readme, (
+        "README.md shows another table than step/stages.py; put in what "
+        "`python -c 'from megatron_rl.step.stages import *; print(stage_table_markdown())'` prints"
+    )

@@ -2,9 +2,11 @@
 
 from itertools import islice
 
+import torch
+
 from megatron_rl.data.prompts import Solution
 from megatron_rl.supervised.epochs import epoch_batches
-from megatron_rl.supervised.fine_tuning import solution_batch
+from megatron_rl.supervised.fine_tuning import solution_batch, tail_mask
 
 
 def test_an_epoch_shows_every_row_once_when_batches_divide_it():
@@ -32,3 +34,9 @@ def test_the_mask_is_on_the_response_alone():
     assert batch.tokens.tolist() == [5, 6, 7, 8, 1, 5, 9, 9, 1]
     assert batch.fields["mask"].tolist() == [False] * 3 + [True] * 2 + [False] + [True] * 3
     assert batch.cu_seqlens.tolist() == [0, 5, 9]
+
+
+def test_tail_mask_against_brute_force():
+    lengths, tails = [5, 1, 4], [2, 0, 4]
+    expected = [i >= n - t for n, t in zip(lengths, tails) for i in range(n)]
+    assert tail_mask(torch.tensor(lengths), torch.tensor(tails)).tolist() == expected

@@ -1,0 +1,110 @@
+"""What the two losses read: the policy's batch of one window, the critic's batch of whole responses. Pure.
+
+Laws: the policy trains on this step's window; the critic sees a finished response once, over all its windows, with
+the values that were read when its tokens were generated (T-PPO, arXiv 2506.15050); what could not be scored trains
+nothing.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from megatron_rl import algorithms
+from megatron_rl.config.schema import AlgorithmConfig, CorrectionWeight, Overlong
+from megatron_rl.data.batch import ROUTES, PackedBatch, cu_seqlens_of
+from megatron_rl.data.trajectory import Trajectory
+from megatron_rl.data.vision import Vision
+from megatron_rl.step.experience import Advantages, Signals
+from megatron_rl.step.packing import on_mask, pack, response_field
+from megatron_rl.step.pieces import SINGLE_RESPONSE, ResponseRules, response_pieces, terminal_rewards
+
+
+def policy_batch(
+    trajectories: Sequence[Trajectory],
+    batch: PackedBatch,
+    old_logprobs: Tensor,
+    advantages: Advantages,
+    algorithm: AlgorithmConfig,
+    kl_fields: Mapping[str, Tensor] | None = None,
+) -> tuple[PackedBatch, dict[str, float]]:
+    """What the policy loss reads, and how far trainer and engine are apart (the correction's metrics).
+
+    Fields: ``mask`` (the counted tokens), ``advantages``, ``old_logprobs``; ``weights`` with a correction;
+    ``kl_fields`` (``KlPenalty``) with a KL term in the loss; ``lm_mask`` with positive examples.
+    """
+    settings = algorithm.correction
+    correction = algorithms.mismatch_correction(
+        batch.fields["rollout_logprobs"],
+        old_logprobs,
+        advantages.mask,
+        batch.cu_seqlens,
+        weight=settings.weight.value,
+        max_weight=settings.max_weight,
+        icepop_low=settings.icepop_low,
+        icepop_high=settings.icepop_high,
+        rejection=settings.rejection.value,
+        rejection_low=settings.rejection_low,
+        rejection_high=settings.rejection_high,
+        veto_below=settings.veto_below,
+        normalize=settings.normalize,
+    )
+    fields = {"mask": correction.mask, "advantages": advantages.advantages, "old_logprobs": old_logprobs}
+    if settings.weight is not CorrectionWeight.none:
+        fields["weights"] = correction.weights
+    fields |= kl_fields or {}
+    if algorithm.positive_lm_coef:
+        fields["lm_mask"] = _positive_mask(trajectories, algorithm.positive_lm_threshold)
+    return batch.only(ROUTES).with_fields(**fields), correction.metrics
+
+
+def response_batch(
+    trajectories: Sequence[Trajectory],
+    algorithm: AlgorithmConfig,
+    rules: ResponseRules = SINGLE_RESPONSE,
+    vision: Vision | None = None,
+) -> PackedBatch | None:
+    """Finished responses over all windows: mask, Monte-Carlo returns and the values of generation time.
+
+    None when none of them could be scored.
+    """
+    trajectories = [t for t in trajectories if algorithm.overlong is not Overlong.filter or t.stopped]
+    pieces = [p for row, t in enumerate(trajectories) for p in response_pieces(t, row, algorithm, rules)]
+    useful = {p.row for p in pieces if p.scored}
+    if not useful:
+        return None
+    if len(useful) < len(trajectories):
+        return response_batch([trajectories[row] for row in sorted(useful)], algorithm, rules, vision)
+    sizes = torch.tensor([p.num_tokens for p in pieces], dtype=torch.int64)
+    cu_pieces = cu_seqlens_of(sizes)
+    rewards = terminal_rewards(pieces, cu_pieces)
+    if any(t.token_rewards for t in trajectories):
+        rewards = rewards + torch.tensor([r for t in trajectories for r in t.token_rewards])
+    generated = response_field([t.generated_mask() for t in trajectories], trajectories, bool)
+    scored = torch.tensor([p.scored for p in pieces], dtype=torch.bool).repeat_interleave(sizes)
+    old_values = torch.tensor([v for t in trajectories for v in t.old_values])
+    fields = {
+        "returns": on_mask(algorithms.monte_carlo_returns(rewards, cu_pieces, gamma=algorithm.gamma), generated),
+        "old_values": on_mask(old_values, generated),
+        "mask": on_mask(scored, generated),
+    }
+    return pack(trajectories, fields, vision)
+
+
+def keep_signals(trajectories: Sequence[Trajectory], batch: PackedBatch, signals: Signals, step: int) -> None:
+    """Each trajectory remembers its new tokens' values (the anchor of the value clip) and rewards for the critic."""
+    windows = [t.window_tokens(step) for t in trajectories]
+    for name, values in (("old_values", signals.values), ("token_rewards", signals.token_rewards)):
+        if values is not None:
+            for trajectory, new_values in zip(trajectories, values[batch.fields["mask"]].split(windows), strict=True):
+                getattr(trajectory, name).extend(new_values.tolist())
+
+
+def _positive_mask(trajectories: Sequence[Trajectory], threshold: float) -> Tensor:
+    """[T] bool: generated tokens, all windows, of finished responses with a reward of at least ``threshold``."""
+    masks = []
+    for t in trajectories:
+        value = None if t.score is None else t.score.value
+        is_positive = t.finished and value is not None and value >= threshold
+        masks.append(t.generated_mask() & is_positive)
+    return response_field(masks, trajectories, bool)

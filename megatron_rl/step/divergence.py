@@ -1,0 +1,75 @@
+"""What the policy pays for leaving the reference: a KL penalty in the rewards, or a KL term in the loss."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_rl import algorithms
+from megatron_rl.config.schema import KlConfig, KlPlace
+from megatron_rl.step.state import StepState
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """How far the policy was from the reference in one step, and where it is charged."""
+
+    token_rewards: Tensor | None
+    """[T] float32: the rewards of lines less the penalty; None where there are neither."""
+    loss_fields: dict[str, Tensor] = field(default_factory=dict)
+    """With the term in the loss: ``reference_logprobs`` and ``kl_coefs``, both [T] float32."""
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+class KlPenalty:
+    """Owns the coefficient, which moves with ``algorithm.kl.target``."""
+
+    def __init__(self, settings: KlConfig) -> None:
+        self._settings = settings
+        self._controller = (
+            algorithms.AdaptiveKlController(settings.coef, settings.target, settings.horizon)
+            if settings.target
+            else None
+        )
+
+    def state(self) -> dict[str, Any] | None:
+        """What a checkpoint keeps; None for a constant coefficient."""
+        return self._controller.state() if self._controller else None
+
+    def load_state(self, state: dict[str, Any] | None) -> None:
+        if self._controller and state:
+            self._controller.load_state(state)
+
+    def charge(self, state: StepState) -> Divergence:
+        """Measure the step's divergence on the window's tokens and charge it; moves the coefficient for the next step."""
+        kl = self._settings
+        if kl.place is KlPlace.none:
+            return Divergence(state.line_rewards)
+        coef = self._controller.coef if self._controller else kl.coef
+        by_sequence = [kl.coef_by_type.get(t.prompt.type, coef) for t in state.trajectories]
+        coefs = torch.tensor(by_sequence, dtype=torch.float32).repeat_interleave(state.batch.lengths)
+        mask = state.batch.fields["mask"]
+        divergence = algorithms.kl_estimate(
+            state.old_logprobs[mask], state.reference_logprobs[mask], kl.estimator.value
+        )
+        per_response = float(divergence.sum()) / len(state.trajectories)
+        metrics = {
+            "kl/reference_per_response": per_response,
+            "kl/reference_per_token": float(divergence.sum()) / max(len(divergence), 1),
+            "kl/coef": coef,
+        }
+        if self._controller:
+            self._controller.update(per_response, len(state.trajectories))
+        if kl.place is KlPlace.loss:
+            fields = {"reference_logprobs": state.reference_logprobs, "kl_coefs": coefs}
+            return Divergence(state.line_rewards, fields, metrics)
+        rewards = algorithms.kl_penalized_rewards(
+            torch.zeros(len(mask)) if state.line_rewards is None else state.line_rewards,
+            state.old_logprobs,
+            state.reference_logprobs,
+            mask,
+            coefs,
+            kl.estimator.value,
+        )
+        return Divergence(rewards, metrics=metrics)

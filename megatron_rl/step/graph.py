@@ -1,0 +1,147 @@
+"""The mechanics of the step graph: what a stage is, which graphs are sound, and which stages may run now. Pure.
+
+A stage waits for products, each at a step distance: 0 is its own step, 1 the step before, n the n-th step before. How
+far one step may run ahead of another follows from these numbers alone.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+
+class Resource(Enum):
+    rollout = "rollout"
+    """The SGLang servers, driven from the asyncio thread."""
+    trainer = "trainer"
+    """The Megatron ranks; one stage at a time, on the main thread."""
+    host = "host"
+    """The driver's CPU: rewards and advantages."""
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One row of the table; a column with several products separates them by spaces."""
+
+    name: str
+    resource: Resource
+    makes: str
+    needs: str = ""
+    """Products of the same step; ``x?`` only where some stage makes x."""
+    needs_before: str = ""
+    """Products of the step before, or of the n-th step before (``x:n``); the first step of a run finds them given."""
+    only_with: str = ""
+    """The option without which the stage does not exist."""
+    shares_devices: bool = False
+    """It has the devices of trainer and servers to itself."""
+
+    @property
+    def products(self) -> tuple[str, ...]:
+        return tuple(self.makes.split())
+
+    @property
+    def waits_for(self) -> tuple[tuple[str, int], ...]:
+        """(product, step distance) of everything that must be there before it starts."""
+        before = (word.partition(":") for word in self.needs_before.split())
+        return (
+            *((product, 0) for product in self.needs.split()),
+            *((product, int(distance or 1)) for product, _, distance in before),
+        )
+
+    @property
+    def occupies(self) -> frozenset[Resource]:
+        return frozenset({Resource.rollout, Resource.trainer} if self.shares_devices else {self.resource})
+
+
+@dataclass(frozen=True)
+class StageRun:
+    """One stage of one step."""
+
+    stage: Stage
+    step: int
+
+
+def check_graph(graph: Sequence[Stage]) -> None:
+    """ValueError when a name is doubled, a product is made twice or never, or a step waits for itself."""
+    products = [product for stage in graph for product in stage.products]
+    for kind, items in (("stage", [stage.name for stage in graph]), ("product", products)):
+        doubled = sorted(item for item, count in Counter(items).items() if count > 1)
+        if doubled:
+            raise ValueError(f"stage graph: {kind} {doubled} is declared twice")
+    for stage in graph:
+        missing = {product for product, _ in stage.waits_for} - set(products)
+        if missing:
+            raise ValueError(f"stage graph: {stage.name} needs {sorted(missing)}, which no stage makes")
+    made: set[str] = set()
+    waiting = list(graph)
+    while waiting:
+        ready = [s for s in waiting if all(product in made for product, distance in s.waits_for if distance == 0)]
+        if not ready:
+            raise ValueError(f"stage graph: {[s.name for s in waiting]} wait for each other within one step")
+        made.update(product for stage in ready for product in stage.products)
+        waiting = [stage for stage in waiting if stage not in ready]
+
+
+class Frontier:
+    """Which stage runs are ready. Pure bookkeeping: ``ready()`` lists, ``start()`` and ``finish()`` advance.
+
+    Where several stages are ready for one resource, the earlier step goes first, then the earlier row. A step opens
+    when one of its first stages starts. With a longest distance of n, at most n + 1 steps have stages that have not
+    started yet.
+    """
+
+    def __init__(self, graph: Sequence[Stage], first_step: int, last_step: int) -> None:
+        check_graph(graph)
+        self._graph = tuple(graph)
+        self._reach = max([1, *(distance for stage in graph for _, distance in stage.waits_for)])
+        self._last_step = last_step
+        given = range(first_step - self._reach, first_step)
+        self._made = {(product, step) for stage in graph for product in stage.products for step in given}
+        self._open = [StageRun(stage, first_step) for stage in graph] if first_step <= last_step else []
+        self._newest = min(first_step, last_step)
+        self._running: list[StageRun] = []
+
+    @property
+    def done(self) -> bool:
+        return not self._open and not self._running and self._newest >= self._last_step
+
+    @property
+    def running(self) -> tuple[StageRun, ...]:
+        return tuple(self._running)
+
+    def ready(self) -> list[StageRun]:
+        """Runs that may start now, in order of precedence, at most one for each free resource."""
+        busy = {resource for run in self._running for resource in run.stage.occupies}
+        found: list[StageRun] = []
+        for run in self._candidates():
+            if busy.isdisjoint(run.stage.occupies) and self._has_what_it_needs(run):
+                busy |= run.stage.occupies
+                found.append(run)
+        return found
+
+    def start(self, run: StageRun) -> None:
+        if run.step > self._newest:
+            self._newest = run.step
+            self._open += [StageRun(stage, run.step) for stage in self._graph]
+        self._open.remove(run)
+        self._running.append(run)
+
+    def finish(self, run: StageRun) -> None:
+        self._running.remove(run)
+        self._made.update((product, run.step) for product in run.stage.products)
+        # The oldest open step is newest - reach, and it looks back by reach: what is older is asked for no more.
+        self._made = {(product, step) for product, step in self._made if step >= self._newest - 2 * self._reach}
+
+    def stop_after(self, step: int) -> None:
+        """Open no step after ``step``; an already open later step still runs to its end."""
+        self._last_step = min(self._last_step, max(step, self._newest))
+
+    def _candidates(self) -> Iterable[StageRun]:
+        yield from self._open
+        may_open = self._newest < self._last_step
+        if may_open and not any(run.step <= self._newest - self._reach for run in self._open):
+            firsts = (s for s in self._graph if all(distance for _, distance in s.waits_for))
+            yield from (StageRun(stage, self._newest + 1) for stage in firsts)
+
+    def _has_what_it_needs(self, run: StageRun) -> bool:
+        return all((product, run.step - distance) in self._made for product, distance in run.stage.waits_for)

@@ -1,0 +1,114 @@
+"""The pieces over which one advantage estimate runs: windows of responses, or of the turns of a dialogue. Pure.
+
+A dialogue with independent turns (PAG, arXiv 2506.10406) is cut at the turns' borders: every turn is an episode.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron_rl import algorithms
+from megatron_rl.config.schema import AlgorithmConfig, Overlong
+from megatron_rl.data.trajectory import POLICY, Score, Trajectory, Turn
+
+
+@dataclass(frozen=True)
+class ResponseRules:
+    """How the responses of a run are built; the default is one response without an environment."""
+
+    independent_turns: bool = False
+    """No advantage or return crosses a turn's border."""
+    masks_hot_tokens: bool = False
+    """FIRE's hot tokens leave the policy loss."""
+
+
+SINGLE_RESPONSE = ResponseRules()
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Generated tokens over which one advantage estimate runs: a response's window, or one turn's part of it."""
+
+    row: int
+    """Index of the trajectory."""
+    num_tokens: int
+    length: int
+    """Generated tokens of the whole response or turn so far."""
+    ended: bool
+    outcome: float
+    """Reward on the last token; 0 where the piece has not ended or could not be scored."""
+    scored: bool
+    role: str
+
+
+def window_pieces(
+    trajectories: Sequence[Trajectory], step: int, algorithm: AlgorithmConfig, rules: ResponseRules
+) -> list[Piece]:
+    """The pieces of this step's window in the order of its tokens; a trajectory without new tokens has none."""
+    pieces = []
+    for row, trajectory in enumerate(trajectories):
+        if not rules.independent_turns:
+            if trajectory.window_tokens(step):
+                pieces.append(_whole_piece(row, trajectory, trajectory.window_tokens(step), algorithm))
+            continue
+        new_tokens: Counter[int] = Counter()
+        for segment in trajectory.segments:
+            if segment.generated and segment.step == step:
+                new_tokens[segment.turn] += len(segment.token_ids)
+        pieces += [
+            _turn_piece(row, trajectory, turn, n) for turn in trajectory.turns() if (n := new_tokens[turn.index])
+        ]
+    return pieces
+
+
+def response_pieces(trajectory: Trajectory, row: int, algorithm: AlgorithmConfig, rules: ResponseRules) -> list[Piece]:
+    """The pieces of a finished response over all its windows."""
+    if not rules.independent_turns:
+        return [_whole_piece(row, trajectory, trajectory.num_generated_tokens, algorithm)]
+    return [_turn_piece(row, trajectory, turn, len(turn.token_ids)) for turn in trajectory.turns()]
+
+
+def terminal_rewards(pieces: Sequence[Piece], cu_pieces: Tensor) -> Tensor:
+    """[W] float32, zero but for the outcome on the last token of each non-empty piece; cu_pieces [P+1]."""
+    outcomes = torch.tensor([p.outcome for p in pieces])
+    rewards = torch.zeros(int(cu_pieces[-1]))
+    nonempty = cu_pieces[1:] > cu_pieces[:-1]
+    rewards[cu_pieces[1:][nonempty] - 1] = outcomes[nonempty].to(torch.float32)
+    return rewards
+
+
+def _whole_piece(row: int, trajectory: Trajectory, num_tokens: int, algorithm: AlgorithmConfig) -> Piece:
+    ended, value = trajectory.finished, _value(trajectory.score)
+    scored = not ended or value is not None
+    outcome = _shaped(value, trajectory, algorithm) if ended and value is not None else 0.0
+    return Piece(row, num_tokens, trajectory.num_generated_tokens, ended, outcome, scored, POLICY)
+
+
+def _shaped(value: float, trajectory: Trajectory, algorithm: AlgorithmConfig) -> float:
+    """The score of a finished response and, near the end of the budget, DAPO's soft penalty (arXiv 2503.14476, eq. 13)."""
+    outcome = float(value)
+    if algorithm.overlong is Overlong.soft:
+        penalty = algorithms.soft_overlong_penalty(
+            torch.tensor([float(trajectory.num_response_tokens)]),
+            max_length=trajectory.max_response_tokens,
+            buffer=algorithm.overlong_buffer_tokens,
+        )
+        outcome += algorithm.overlong_factor * float(penalty)
+    return outcome
+
+
+def _turn_piece(row: int, trajectory: Trajectory, turn: Turn, num_tokens: int) -> Piece:
+    score = trajectory.turn_scores.get(turn.index)
+    value = _value(score)
+    ended = turn.ended or trajectory.finished
+    # A turn without a score has not been asked about: it trains with outcome 0. One whose grader failed does not.
+    scored = score is None or value is not None
+    outcome = float(value) if ended and value is not None else 0.0
+    return Piece(row, num_tokens, len(turn.token_ids), ended, outcome, scored, turn.role)
+
+
+def _value(score: Score | None) -> float | None:
+    return None if score is None else score.value

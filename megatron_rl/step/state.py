@@ -1,0 +1,36 @@
+"""What the stages of one step hand to each other; stages of different steps share only the run's parts."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from megatron_rl.data.batch import PackedBatch
+from megatron_rl.data.trajectory import Trajectory
+
+
+@dataclass(repr=False, eq=False)
+class StepState:
+    """The products of a step's stages, named as in the table. A field without a default is there once it is made."""
+
+    trajectories: list[Trajectory]
+    batch: PackedBatch
+    """Prompts and responses so far; ``mask`` is on the tokens of this step's window."""
+    finished: list[Trajectory] = field(init=False)
+    """Finished in this step, and scored."""
+    old_logprobs: Tensor = field(init=False)
+    """[T] float32, where the batch's ``mask`` is on."""
+    reference_logprobs: Tensor = field(init=False)
+    """[T] float32, likewise."""
+    values: Tensor | None = None
+    """[T] float32, V(s_t); None without a critic."""
+    final_values: Tensor | None = None
+    """[N] float32, V after the last token of each trajectory; made with ``values``."""
+    line_rewards: Tensor | None = None
+    """[T] float32; None without a process reward model."""
+    policy_batch: PackedBatch = field(init=False)
+    critic_batch: PackedBatch | None = None
+    """None without a critic, and in a step without a finished, scored response."""
+    pool_state: dict[str, Any] = field(default_factory=dict)
+    """The pool as the checkpoint keeps it; empty where none is due."""
+    metrics: dict[str, float] = field(default_factory=dict)

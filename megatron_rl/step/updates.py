@@ -1,0 +1,74 @@
+"""A step's optimizer steps: passes over a batch in shuffled mini-batches, and what they say together."""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from megatron_rl.config.schema import Config
+from megatron_rl.data.batch import PackedBatch
+from megatron_rl.training.batching import split_minibatches
+from megatron_rl.training.engine import UpdateResult
+from megatron_rl.training.losses import policy_denominators
+from megatron_rl.training.trainer_group import TrainerGroup
+
+_SHORT_NAMES = {"policy_loss": "loss", "value_loss": "loss", "approx_kl_k3": "kl"}
+"""Metrics whose prefix says the rest."""
+
+
+def train_policy(config: Config, group: TrainerGroup, batch: PackedBatch, step: int) -> dict[str, float]:
+    """One pass over the window's tokens; denominators are those of the whole mini-batch. Returns metrics."""
+    results = []
+    for minibatch in _minibatches(config, batch, config.batch.policy_minibatch_size, 1, step):
+        denominators = policy_denominators(minibatch, config.algorithm)
+        if denominators["mask"]:
+            results.append(
+                group.update(
+                    "policy",
+                    minibatch,
+                    objective="policy",
+                    denominators=denominators,
+                    temperature=config.rollout.temperature,
+                )
+            )
+    return update_metrics("policy", results)
+
+
+def train_critic(config: Config, group: TrainerGroup, batch: PackedBatch, step: int) -> dict[str, float]:
+    """``critic.num_epochs`` passes over whole responses. Returns metrics."""
+    results = []
+    for minibatch in _minibatches(config, batch, config.batch.critic_minibatch_size, config.critic.num_epochs, step):
+        denominators = {"mask": float(minibatch.fields["mask"].sum())}
+        if denominators["mask"]:
+            results.append(group.update("critic", minibatch, objective="critic", denominators=denominators))
+    return update_metrics("critic", results)
+
+
+def _minibatches(config: Config, batch: PackedBatch, size: int, num_epochs: int, step: int) -> Iterator[PackedBatch]:
+    generator = torch.Generator().manual_seed(config.run.seed * 1_000_003 + step)
+    for _ in range(num_epochs):
+        for indices in split_minibatches(batch.num_sequences, size, generator):
+            yield batch.select(indices)
+
+
+def update_metrics(prefix: str, results: Sequence[UpdateResult]) -> dict[str, float]:
+    """Means over a step's optimizer steps, each metric over its own denominator; empty without a step."""
+    if not results:
+        return {}
+    sums: dict[str, list[float]] = {}
+    for result in results:
+        for name, (total, denominator) in result.metrics.items():
+            pair = sums.setdefault(name, [0.0, 0.0])
+            pair[0], pair[1] = pair[0] + total, pair[1] + denominator
+    metrics = {
+        f"{prefix}/{_SHORT_NAMES.get(name, name)}": total / denominator
+        for name, (total, denominator) in sums.items()
+        if denominator
+    }
+    metrics[f"{prefix}/grad_norm"] = max(r.grad_norm for r in results)
+    metrics[f"{prefix}/lr"] = results[-1].lr
+    metrics[f"{prefix}/num_updates"] = float(sum(not r.skipped for r in results))
+    metrics[f"{prefix}/num_skipped"] = float(sum(r.skipped for r in results))
+    for name in results[0].plan:
+        total = sum(result.plan[name] for result in results)
+        metrics[f"perf/{prefix}_{name}"] = total if name.startswith("num_") else total / len(results)
+    return metrics

@@ -1,0 +1,110 @@
+"""The stage runner: which thread runs what, how a run ends, and what a stall says."""
+
+import asyncio
+import threading
+import time
+
+import pytest
+
+from megatron_rl.config.schema import Mode
+from megatron_rl.step.graph import Resource, Stage
+from megatron_rl.step.runner import StageRunner
+from megatron_rl.step.stages import step_graph
+
+GRAPH = (
+    Stage("fetch", Resource.rollout, "data", needs_before="weights"),
+    Stage("work", Resource.trainer, "weights", "data"),
+)
+
+
+@pytest.fixture
+def event_loop():
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, daemon=True)
+    thread.start()
+    yield loop
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join()
+
+
+def make_runner(event_loop, **options):
+    settings = dict(stall_timeout_s=5.0, on_span=lambda *span: None, heartbeat=lambda: None) | options
+    return StageRunner(GRAPH, event_loop, **settings)
+
+
+def test_trainer_stages_run_on_the_calling_thread_and_coroutines_may_borrow_it(event_loop):
+    threads, order = [], []
+
+    async def fetch(step):
+        borrowed = runner.call_on_trainer(lambda: threads.append(threading.current_thread()))
+        await asyncio.wrap_future(borrowed)
+        order.append(("fetch", step))
+
+    def work(step):
+        threads.append(threading.current_thread())
+        order.append(("work", step))
+
+    runner = make_runner(event_loop)
+    runner.run({"fetch": fetch, "work": work}, 0, 2)
+    assert set(threads) == {threading.current_thread()} and len(threads) == 6
+    assert order == [(name, step) for step in range(3) for name in ("fetch", "work")]
+
+
+def test_a_stage_without_an_action_is_refused(event_loop):
+    with pytest.raises(ValueError, match="work"):
+        make_runner(event_loop).run({"fetch": print}, 0, 1)
+
+
+def test_a_failing_stage_ends_the_run_with_its_own_error(event_loop):
+    async def fetch(step):
+        raise LookupError("no servers")
+
+    with pytest.raises(LookupError, match="no servers"):
+        make_runner(event_loop).run({"fetch": fetch, "work": lambda step: None}, 0, 1)
+
+
+def test_a_stall_names_the_stage_and_the_wait(event_loop, monkeypatch):
+    monkeypatch.setattr("megatron_rl.step.runner.HEARTBEAT_S", 0.05)
+    beats = []
+
+    async def fetch(step):
+        await asyncio.sleep(60)
+
+    runner = make_runner(event_loop, stall_timeout_s=0.3, heartbeat=lambda: beats.append(time.time()))
+    with pytest.raises(TimeoutError, match="fetch of step 0"):
+        runner.run({"fetch": fetch, "work": lambda step: None}, 0, 0)
+    assert len(beats) >= 3
+
+
+def test_stop_after_opens_no_further_step(event_loop):
+    done = []
+
+    async def fetch(step):
+        if step == 1:
+            runner.stop_after(1)
+
+    runner = make_runner(event_loop)
+    runner.run({"fetch": fetch, "work": done.append}, 0, 99)
+    assert done == [0, 1]
+
+
+def test_generation_starts_while_the_calling_thread_is_inside_a_trainer_stage(event_loop):
+    """The critic update waits here for the next window: it must not hold back the launch of it."""
+    started = {step: threading.Event() for step in range(4)}
+
+    def update_critic(step):
+        assert step == 2 or started[step + 1].wait(5.0), (
+            f"generation of step {step + 1} did not start during update_critic"
+        )
+
+    async def generate(step):
+        started[step].set()
+
+    async def evaluate(step):
+        await asyncio.sleep(0.05)  # ends while the critic update runs
+
+    graph = step_graph(Mode.tppo)
+    actions = {stage.name: lambda step: None for stage in graph}
+    actions |= {"generate": generate, "evaluate": evaluate, "update_critic": update_critic}
+    runner = StageRunner(graph, event_loop, stall_timeout_s=5.0, on_span=lambda *span: None, heartbeat=lambda: None)
+    runner.run(actions, 0, 2)
