@@ -26,9 +26,11 @@ setup(
     long_description=(ROOT / "README.md").read_text(),
     long_description_content_type="text/markdown",
     license="Apache-2.0",
+    license_files=["LICENSE"],
+    author="The megatron_rl authors",
     python_requires=">=3.11",
     packages=find_packages(include=["megatron_rl", "megatron_rl.*"]),
-    package_data={"megatron_rl.config": ["presets/*.yaml"]},
+    package_data={"megatron_rl": ["py.typed"], "megatron_rl.config": ["presets/*.yaml"]},
     install_requires=[],  # a CPU and a GPU machine need different builds of the same packages: choose an extra
     extras_require={"cpu": pins("cpu.txt"), "gpu": pins("gpu.txt"), "test": pins("test.txt")},
     entry_points={
