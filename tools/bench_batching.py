@@ -72,7 +72,7 @@ def karmarkar_karp(weights: Sequence[float], num_parts: int) -> list[list[int]]:
         # Largest first; parts that are not there are empty. The largest of one meets the smallest of the other.
         overlap = max(0, len(first) + len(second) - num_parts)
         united = first[: len(first) - overlap] + second[: len(second) - overlap]
-        pairs = zip(first[len(first) - overlap :], reversed(second[len(second) - overlap :]))
+        pairs = zip(first[len(first) - overlap :], reversed(second[len(second) - overlap :]), strict=True)
         united += [(weight + other, items + others) for (weight, items), (other, others) in pairs]
         united.sort(key=lambda part: -part[0])
         heapq.heappush(heap, entry(united, number))
