@@ -7,7 +7,6 @@ same bytes. Nothing is written before everything could be read; each file appear
 
 import argparse
 import json
-import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -72,12 +71,6 @@ def check_selection(config: Config) -> None:
         problems.append(f"select_prompts.output_path: {rule.output_path} is a folder; give a file")
     if rule.scores_path and not Path(rule.scores_path).exists():
         problems.append(f"select_prompts.scores_path: {rule.scores_path} does not exist; leave it empty to generate")
-    if not 0 < rule.keep_share <= 1:
-        problems.append(f"select_prompts.keep_share: expected more than 0 and up to 1, got {rule.keep_share}")
-    if not 0 < rule.max_pass_rate <= 1:
-        problems.append(f"select_prompts.max_pass_rate: expected more than 0 and up to 1, got {rule.max_pass_rate}")
-    if not (math.isfinite(rule.min_spread) and rule.min_spread > 0):
-        problems.append(f"select_prompts.min_spread: expected more than 0, got {rule.min_spread}")
     if not rule.scores_path and rule.rule is not SelectionRule.lowest and rule.num_samples < 2:
         problems.append(
             f"select_prompts.num_samples: rule={rule.rule.value} compares responses to a prompt; expected at least 2 "

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from megatron_rl.config.schema import Config, ParallelConfig
+from megatron_rl.config.schema.bounds import bound_problems
 from megatron_rl.errors import ConfigError
 
 SHORT_NAMES = {
@@ -53,10 +54,7 @@ def ranks_needed(parallel: ParallelConfig, data_parallel_size: int = 1) -> int:
 
 def layout_problems(parallel: ParallelConfig, world_size: int | None) -> Iterator[str]:
     """Everything in ``parallel`` that excludes itself or does not fit ``world_size`` ranks (None or 0: not known)."""
-    fields = [
-        (f"parallel.{name}", getattr(parallel, name), 0 if short == "etp" else 1) for short, name in SHORT_NAMES.items()
-    ]
-    too_small = [f"{key}: expected at least {least}, got {value}" for key, value, least in fields if value < least]
+    too_small = list(bound_problems("parallel", parallel))
     if too_small:
         yield from too_small
         return

@@ -13,11 +13,11 @@ from megatron_rl.config.checks import (
     optimizers,
     placement,
     policy,
-    ranges,
     rollout,
 )
 from megatron_rl.config.checks.commands import RL_COMMANDS
 from megatron_rl.config.schema import Config
+from megatron_rl.config.schema.bounds import bound_problems
 from megatron_rl.errors import ConfigError
 
 __all__ = ["RL_COMMANDS", "check_config"]
@@ -28,7 +28,7 @@ def check_config(config: Config, *, command: str, world_size: int | None = None)
 
     ``world_size`` None: the number of ranks is not known yet (a dry run outside a launcher).
     """
-    problems = [*ranges.problems(config), *optimizers.problems(config, command), *files.problems(config, command)]
+    problems = [*bound_problems("", config), *optimizers.problems(config, command), *files.problems(config, command)]
     problems += [*data.problems(config.data), *layouts.problems(config, world_size), *rollout.problems(config.rollout)]
     problems += policy.problems(config)
     if command in RL_COMMANDS:
@@ -37,4 +37,5 @@ def check_config(config: Config, *, command: str, world_size: int | None = None)
     if not problems and config.policy.path:
         problems += model.problems(config, command)
     if problems:
-        raise ConfigError("\n".join(problems))
+        # A layout's own check repeats what is out of bounds in it.
+        raise ConfigError("\n".join(dict.fromkeys(problems)))

@@ -23,6 +23,4 @@ def problems(config: Config, world_size: int | None) -> Iterator[str]:
             f"critic.parallel.num_ranks: the critic lies on the policy's ranks, parallel.num_ranks={parallel.num_ranks}; "
             f"leave it at 0, got {own.num_ranks}"
         )
-    if not own.collective_timeout_s > 0:
-        yield f"critic.parallel.collective_timeout_s: expected more than 0, got {own.collective_timeout_s}"
     yield from (of_critic(problem) for problem in layout_problems(own, ranks))

@@ -33,9 +33,6 @@ def problems(config: Config) -> Iterator[str]:
 
 
 def _load_balancing(moe: MoeConfig) -> Iterator[str]:
-    for name, value in (("aux_loss_coef", moe.aux_loss_coef), ("bias_update_rate", moe.bias_update_rate)):
-        if value < 0:
-            yield f"policy.moe.{name}: expected at least 0, got {value}"
     if (moe.aux_loss_coef > 0) != (moe.load_balancing is LoadBalancing.aux_loss):
         yield (
             f"policy.moe.aux_loss_coef: got {moe.aux_loss_coef} with load_balancing={moe.load_balancing.value}; "

@@ -3,24 +3,41 @@
 from dataclasses import dataclass
 from enum import Enum
 
+from megatron_rl.config.schema.bounds import above, at_least, below_one
+
 
 class DecayStyle(Enum):
+    """How the learning rate goes from lr to min_lr."""
+
     constant = "constant"
+    """It does not: lr after the warm-up."""
     linear = "linear"
+    """In a straight line over decay_steps."""
     cosine = "cosine"
+    """Along half a cosine over decay_steps."""
 
 
 @dataclass
 class OptimizerConfig:
-    lr: float = 1.0e-6
-    min_lr: float = 0.0
-    warmup_steps: int = 0
+    """AdamW (Megatron's distributed optimizer) and its learning rate."""
+
+    lr: float = above(0, default=1.0e-6)
+    """Learning rate after the warm-up, the largest of the run."""
+    min_lr: float = at_least(0, default=0.0)
+    """Learning rate at the end of the decay; at most lr."""
+    warmup_steps: int = at_least(0, default=0)
     """Optimizer steps of linear warm-up."""
     decay_style: DecayStyle = DecayStyle.constant
-    decay_steps: int = 0
+    """How the learning rate goes from lr to min_lr."""
+    decay_steps: int = at_least(0, default=0)
     """Optimizer steps until min_lr is reached; required by linear and cosine."""
-    weight_decay: float = 0.1
-    beta1: float = 0.9
-    beta2: float = 0.95
-    eps: float = 1.0e-8
-    max_grad_norm: float = 1.0
+    weight_decay: float = at_least(0, default=0.1)
+    """Decoupled weight decay, multiplied by the learning rate."""
+    beta1: float = below_one(default=0.9)
+    """Decay of the mean of gradients, per optimizer step."""
+    beta2: float = below_one(default=0.95)
+    """Decay of the mean of squared gradients, per optimizer step."""
+    eps: float = above(0, default=1.0e-8)
+    """Added to the root of the mean squared gradient."""
+    max_grad_norm: float = above(0, default=1.0)
+    """Gradients with a larger norm over the whole model are scaled down to it."""

@@ -21,6 +21,8 @@ from megatron_rl.config.schema.run import EvalConfig, RunConfig, ScheduleConfig,
 
 @dataclass
 class Config:
+    """A whole recipe: one field per section."""
+
     preset: str = ""
     """Name of a preset whose values lie under this file's."""
     run: RunConfig = field(default_factory=RunConfig)

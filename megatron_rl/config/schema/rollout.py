@@ -4,17 +4,24 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
+from megatron_rl.config.schema.bounds import above, at_least, bounded, items_at_least, positive_share
+
+_MAX_HOT_TOP_K = 4096
+"""SGLang's limit for exact log-probs after top-k."""
+
 
 class Placement(Enum):
     """Where the SGLang servers run."""
 
     disaggregated = "disaggregated"
-    """On devices of their own."""
+    """On devices of their own: generation and training may overlap."""
     colocated = "colocated"
     """On the trainer's devices: servers and trainer take turns, and weights go from memory to memory (CUDA IPC)."""
 
 
 class WeightSync(Enum):
+    """How new weights reach servers on devices of their own."""
+
     broadcast = "broadcast"
     """Over a process group of the trainer and the servers' workers (NCCL or gloo)."""
     disk = "disk"
@@ -22,6 +29,8 @@ class WeightSync(Enum):
 
 
 class FireLoss(Enum):
+    """Whether the hot token is trained."""
+
     mask = "mask"
     """The hot token trains nothing."""
     keep = "keep"
@@ -32,53 +41,69 @@ class FireLoss(Enum):
 class FireConfig:
     """FIRE: the first token of a response is sampled hot, the others as usual."""
 
-    temperature: float = 0.0
+    temperature: float = at_least(0, default=0.0)
     """Of the hot token; 0 means no hot token."""
-    top_k: int = 16
+    top_k: int = bounded(
+        f"-1 (off) or 1 to {_MAX_HOT_TOP_K}", lambda value: value == -1 or 1 <= value <= _MAX_HOT_TOP_K, default=16
+    )
+    """The hot token is one of this many likeliest ones; -1 means of all."""
     after: str = ""
     """The hot token is the first one after this text; empty: the first of the response."""
-    banned_token_ids: list[int] = field(default_factory=list)
-    """Never sampled hot, besides the tokenizer's special tokens."""
+    banned_token_ids: list[int] = field(default_factory=list, metadata=items_at_least(0))
+    """Never sampled hot, in addition to the tokenizer's special tokens."""
     loss: FireLoss = FireLoss.mask
+    """Whether the hot token is trained."""
 
 
 @dataclass
 class RolloutConfig:
+    """The SGLang servers: where they run, how they sample, how weights reach them."""
+
     placement: Placement = Placement.disaggregated
-    """colocated: server i takes the devices of the trainer ranks i * T to i * T + T - 1, with T = tensor_parallel_size."""
+    """Where the servers run. colocated: server i takes the devices of the trainer ranks i * T to i * T + T - 1, with
+    T = tensor_parallel_size."""
     urls: list[str] = field(default_factory=list)
     """Running SGLang servers to attach to; empty: start num_servers here."""
-    num_servers: int = 1
-    tensor_parallel_size: int = 1
+    num_servers: int = at_least(1, default=1)
+    """Servers that the run starts."""
+    tensor_parallel_size: int = at_least(1, default=1)
     """Devices (on a CPU: processes) that share one server's model."""
     host: str = "127.0.0.1"
-    port: int = 0
+    """Address that the started servers listen on."""
+    port: int = at_least(0, default=0)
     """Port of the first server, the next one up for each further server; 0 means any free port."""
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = -1
+    temperature: float = above(0, default=1.0)
+    """Sampling temperature of training responses; the trainer's log-probs are taken at the same one."""
+    top_p: float = positive_share(default=1.0)
+    """Sample among the likeliest tokens that together have this probability; 1 means among all."""
+    top_k: int = bounded("-1 (off) or at least 1", lambda value: value == -1 or value >= 1, default=-1)
+    """Sample among this many likeliest tokens; -1 means among all."""
     deterministic: bool = True
     """Seed every sample on its own, so that a resumed run samples the same tokens."""
-    stop_token_ids: list[int] = field(default_factory=list)
-    """Besides the tokenizer's end-of-text token."""
-    over_sampling: float = 1.0
+    stop_token_ids: list[int] = field(default_factory=list, metadata=items_at_least(0))
+    """Tokens that end a response, in addition to the tokenizer's end-of-text token."""
+    over_sampling: float = at_least(1, default=1.0)
     """Start this many times the responses of a step, stop when enough are complete."""
     fire: FireConfig = field(default_factory=FireConfig)
-    max_inflight_requests: int = 512
-    """Requests under way at one server; further ones wait."""
-    request_timeout_s: float = 300.0
-    max_retries: int = 3
+    max_inflight_requests: int = at_least(1, default=512)
+    """Requests in progress at one server; further ones wait."""
+    request_timeout_s: float = above(0, default=300.0)
+    """Longest wait for the answer to one request; then it is sent again."""
+    max_retries: int = at_least(0, default=3)
     """Times one request is sent again after a server failed."""
-    start_timeout_s: float = 300.0
-    max_restarts: int = 3
+    start_timeout_s: float = above(0, default=300.0)
+    """Longest wait for a server that was started to answer."""
+    max_restarts: int = at_least(0, default=3)
     """Times a server that died is started again in one run."""
     weight_sync: WeightSync = WeightSync.broadcast
-    weight_sync_timeout_s: float = 300.0
+    """How new weights reach servers on devices of their own. disk is for servers that no process group reaches."""
+    weight_sync_timeout_s: float = above(0, default=300.0)
     """Longest wait for one answer of a server or one bucket."""
-    bucket_bytes: int = 67108864
+    bucket_bytes: int = at_least(1, default=67108864)
     """Weights travel in flat buckets of at most this size."""
-    max_logprob_difference: float = 1.0e-4
+    max_logprob_difference: float = at_least(0, default=1.0e-4)
     """Largest difference between Megatron's and SGLang's log-probs that lets a run start; 0 skips the check."""
-    num_parity_prompts: int = 16
+    num_parity_prompts: int = at_least(1, default=16)
+    """Prompts whose responses are compared in that check."""
     server_args: dict[str, Any] = field(default_factory=dict)
     """More SGLang server options, as flag name without dashes: value (true for a bare flag)."""

@@ -3,50 +3,67 @@
 from dataclasses import dataclass
 from enum import Enum
 
+from megatron_rl.config.schema.bounds import at_least, bounded, share
+
 
 @dataclass
 class RunConfig:
-    output_dir: str = "outputs/run"
+    """The run: its folder, its length, its checkpoints."""
+
+    output_dir: str = bounded("a folder", bool, default="outputs/run")
     """Everything the run writes lies under this folder."""
-    num_steps: int = 100
+    num_steps: int = at_least(1, default=100)
     """Steps of the training loop in all (a resumed run continues up to this number)."""
-    seed: int = 1
+    seed: int = at_least(0, default=1)
+    """Of everything random: fresh weights, the order of prompts and mini-batches, samples."""
     resume: bool = False
     """Continue from the newest checkpoint under output_dir."""
     overwrite: bool = False
     """Allow a run to start over in a folder that already holds one."""
-    save_every_steps: int = 0
+    save_every_steps: int = at_least(0, default=0)
     """Write a checkpoint every so many steps; 0 means only at the end."""
 
 
 class Mode(Enum):
+    """What a step generates and what overlaps."""
+
     sync = "sync"
     """Full responses; nothing overlaps (the PPO baseline)."""
     tppo = "tppo"
-    """One window a step; the critic update runs while the next window is generated."""
+    """One window per step; the critic update runs while the next window is generated."""
 
 
 @dataclass
 class ScheduleConfig:
+    """How generation and training follow each other."""
+
     mode: Mode = Mode.tppo
+    """What a step generates and what overlaps."""
 
 
 @dataclass
 class EvalConfig:
-    every_steps: int = 0
+    """Evaluation on data.eval_files, with full responses."""
+
+    every_steps: int = at_least(0, default=0)
     """Evaluate on eval_files every so many steps; 0 means only before and after."""
-    num_prompts: int = 0
-    """0 means all of them."""
-    temperature: float = 0.0
-    stop_at_accuracy: float = 0.0
+    num_prompts: int = at_least(0, default=0)
+    """Prompts of an evaluation, the first of the files; 0 means all of them."""
+    temperature: float = at_least(0, default=0.0)
+    """Sampling temperature of an evaluation; 0 means the likeliest token each time."""
+    stop_at_accuracy: float = share(default=0.0)
     """End the run once the accuracy reaches this; 0 means never."""
 
 
 @dataclass
 class TrackingConfig:
+    """Where metrics go besides the output folder."""
+
     mlflow: bool = True
+    """Log metrics and parameters to MLflow; a server that is down never stops a run."""
     mlflow_uri: str = ""
-    """Empty: a SQLite store in the output folder."""
+    """Address of the tracking server; empty: a SQLite store in the output folder."""
     experiment: str = "megatron_rl"
-    report_every_steps: int = 20
+    """Name of MLflow's experiment that the run is listed under."""
+    report_every_steps: int = at_least(0, default=20)
     """Rewrite report.html every so many steps (and at the end)."""
