@@ -22,7 +22,7 @@ from transformers import PretrainedConfig
 from megatron_rl.config.layout import parse_layout
 from megatron_rl.config.schema import AlgorithmConfig, OptimizerConfig, ParallelConfig
 from megatron_rl.data.batch import Images, PackedBatch, cu_seqlens_of
-from megatron_rl.families.tables import sees, text_config
+from megatron_rl.families.facts import sees, text_config
 from megatron_rl.parallel import topology as topologies
 from megatron_rl.training import losses
 from megatron_rl.training.batching import plan_microbatches

@@ -30,7 +30,7 @@ from rich.console import Console
 
 from megatron_rl.commands.recipe import add_recipe
 from megatron_rl.config.checks import check_config
-from megatron_rl.config.derived import model_vocab_size, read_model_json
+from megatron_rl.config.derived import model_vocab_size, policy_model
 from megatron_rl.config.load import load_config
 from megatron_rl.config.schema import Config
 from megatron_rl.data.code_lines import ENTRY_POINT_FIELD, CodeLine, code_lines
@@ -377,8 +377,7 @@ def _label_open_jobs(
 ) -> None:
     settings, reward = config.label_lines, config.reward
     console = Console(stderr=True)
-    model = read_model_json(Path(config.policy.path) / "config.json")
-    model = model.get("text_config", model)
+    model = policy_model(config)
     rows_under_way = max(
         2, config.rollout.max_inflight_requests * config.rollout.num_servers // settings.num_completions
     )

@@ -1,43 +1,29 @@
 """What follows from a configuration and the model folder it names."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 from megatron_rl.config.schema import Config
-from megatron_rl.errors import ConfigError
+from megatron_rl.errors import ConfigError, ModelError
+from megatron_rl.families.facts import has_vision, read_model_json
 
 
-def read_model_json(path: Path) -> dict[str, Any]:
-    """config.json of a model folder; ConfigError when it is not a JSON object.
-
-    What a vision-language model says of its language model (``text_config``) stands beside the rest.
-    """
-    model = read_json(path)
-    text = model.get("text_config")
-    return {**model, **text, "model_type": model.get("model_type")} if isinstance(text, dict) else model
+def policy_model(config: Config) -> dict[str, Any]:
+    """config.json of the policy's folder (``facts.read_model_json``); ConfigError when it is not a JSON object."""
+    try:
+        return read_model_json(config.policy.path)
+    except ModelError as error:
+        raise ConfigError(f"policy.path: {error}") from error
 
 
 def model_vocab_size(config: Config) -> int:
     """Of the policy's folder; a vision-language model's is that of its language model."""
-    model = read_model_json(Path(config.policy.path) / "config.json")
-    return model.get("text_config", model)["vocab_size"]
+    return policy_model(config)["vocab_size"]
 
 
 def model_has_vision(config: Config) -> bool | None:
     """Whether the policy's folder is that of a vision-language model; None where there is no config.json."""
-    path = Path(config.policy.path) / "config.json"
-    return isinstance(read_model_json(path).get("vision_config"), dict) if path.is_file() else None
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    try:
-        model = json.loads(path.read_text())
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"policy.path: {path} is not valid JSON: {error}") from error
-    if not isinstance(model, dict):
-        raise ConfigError(f"policy.path: {path}: expected a JSON object, got {type(model).__name__}")
-    return model
+    return has_vision(policy_model(config)) if (Path(config.policy.path) / "config.json").is_file() else None
 
 
 def effective_window_tokens(config: Config) -> int:

@@ -1,13 +1,13 @@
 """The one place where text becomes tokens: a thin view of the model folder's Hugging Face tokenizer."""
 
 import functools
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.data.vision import Vision, has_vision
+from megatron_rl.data.vision import Vision
 from megatron_rl.errors import DataError
+from megatron_rl.families.facts import has_vision, read_model_json
 
 Message = dict[str, Any]
 """One turn of a chat: role, content and whatever else the chat template reads."""
@@ -43,8 +43,7 @@ class Tokenizer:
         config_file = self.path / "config.json"
         if not config_file.is_file():
             return
-        model = json.loads(config_file.read_text())
-        vocab_size = model.get("text_config", model).get("vocab_size")
+        vocab_size = read_model_json(self.path).get("vocab_size")
         largest = max(self._tokenizer.get_vocab().values())
         if vocab_size is not None and largest >= vocab_size:
             raise DataError(
@@ -56,7 +55,7 @@ class Tokenizer:
     def vision(self) -> Vision | None:
         """The model's image processor; None for a model without vision. DataError where it is missing."""
         config_file = self.path / "config.json"
-        if not config_file.is_file() or not has_vision(json.loads(config_file.read_text())):
+        if not config_file.is_file() or not has_vision(read_model_json(self.path)):
             return None
         return Vision(self.path)
 

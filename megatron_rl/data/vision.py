@@ -6,7 +6,6 @@ Token counts follow from image sizes alone; patches are cut when a batch needs t
 """
 
 import base64
-import json
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
@@ -19,23 +18,12 @@ from torch import Tensor
 from megatron_rl.data.batch import Images
 from megatron_rl.data.images import ImageFacts, ImageRef, ImageSource, decode, digest_of, inspect, png_bytes
 from megatron_rl.errors import DataError
+from megatron_rl.families.facts import as_config, read_model_json, vision_titles, vision_token_ids
 
 _PATCH_CACHE_BYTES = 1 << 30
 _WIRE_CACHE_BYTES = 1 << 28
-_VISION_TOKEN_FIELDS = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
-"""Fields of config.json with the ids that only prompts may contain."""
 
 T = TypeVar("T")
-
-
-def vision_token_ids(model: dict[str, Any]) -> tuple[int, ...]:
-    """Ids that stand for or around images in a model's config.json: no response may contain them. Empty without vision."""
-    return tuple(sorted({model[name] for name in _VISION_TOKEN_FIELDS if isinstance(model.get(name), int)}))
-
-
-def has_vision(model: dict[str, Any]) -> bool:
-    """Whether config.json is that of a vision-language model."""
-    return isinstance(model.get("vision_config"), dict) and isinstance(model.get("image_token_id"), int)
 
 
 def collapse(token_ids: Sequence[int], image_token_id: int, counts: Sequence[int]) -> list[int]:
@@ -78,12 +66,12 @@ class Vision:
     def __init__(self, path: str | Path) -> None:
         """DataError where the folder has no image processor of a kind that is supported."""
         self.path = Path(path)
-        model = json.loads((self.path / "config.json").read_text())
+        model = read_model_json(self.path)
         self.image_token_id: int = model["image_token_id"]
         self.video_token_id: int | None = model.get("video_token_id")
         self.start_token_id: int = model["vision_start_token_id"]
         self.end_token_id: int = model["vision_end_token_id"]
-        self.banned_token_ids = vision_token_ids(model)
+        self.banned_token_ids = vision_token_ids(as_config(model))
         self._processor = _image_processor(self.path)
         self._patch_size: int = self._processor.patch_size
         self.merge_size: int = self._processor.merge_size
@@ -226,7 +214,7 @@ def _image_processor(path: Path) -> Any:
     if not isinstance(processor, Qwen2VLImageProcessor):
         raise DataError(
             f"{path}: image processor {type(processor).__name__} is not supported; supported is Qwen2VLImageProcessor, "
-            "which Qwen2.5-VL and Qwen3-VL have"
+            f"which {' and '.join(vision_titles())} have"
         )
     return processor
 

@@ -14,7 +14,8 @@ from transformers import PretrainedConfig
 
 from megatron_rl.config.schema import ParallelConfig, Recompute
 from megatron_rl.data.batch import PackedBatch
-from megatron_rl.families.tables import VALUE_HEAD, text_config
+from megatron_rl.families.facts import text_config
+from megatron_rl.families.parameters import VALUE_HEAD
 from megatron_rl.models.context import rows_of_tokens, sum_over_context
 from megatron_rl.models.hf.sources import RandomSource
 from megatron_rl.models.hf.weights import fill

@@ -27,7 +27,8 @@ from megatron_rl.config.schema import (
 )
 from megatron_rl.data.batch import ROUTES, PackedBatch
 from megatron_rl.errors import ModelError
-from megatron_rl.families.tables import dims, family_of
+from megatron_rl.families.facts import dims
+from megatron_rl.families.family import family_of
 from megatron_rl.models.context import split_here
 from megatron_rl.models.layers import has_transformer_engine
 from megatron_rl.models.precision import pack_alignment
@@ -114,7 +115,8 @@ def _check_flex(settings: MoeConfig, parallel: ParallelConfig, where: str) -> No
 
 def _has_expert_bias(hf_config: PretrainedConfig) -> bool:
     """The family's routers add a bias to the scores before they choose."""
-    return bool(family_of(hf_config).transformer_kwargs(hf_config).get("moe_router_enable_expert_bias"))
+    experts = family_of(hf_config).experts
+    return experts is not None and experts.has_bias
 
 
 class Routing:

@@ -18,8 +18,8 @@ from transformers import PretrainedConfig
 
 from megatron_rl.config.schema import Fp8, MoeConfig, ParallelConfig, Recompute
 from megatron_rl.data.batch import PackedBatch
-from megatron_rl.families.tables import sees, text_config
-from megatron_rl.families.vision_shapes import build_encoder, num_deepstack
+from megatron_rl.families.facts import sees, text_config
+from megatron_rl.families.vision_encoder import build_encoder, num_deepstack
 from megatron_rl.models.context import ContextAttention, ContextSeqParams, plan_context, split_here, zigzag
 from megatron_rl.models.dispatch import install_dispatcher
 from megatron_rl.models.gpt import PackedGPTModel, unwrap

@@ -12,8 +12,7 @@ from transformers import PretrainedConfig
 
 from megatron_rl.config.schema import Fp8, MoeConfig, ParallelConfig, Recompute
 from megatron_rl.data.batch import PackedBatch
-from megatron_rl.data.vision import vision_token_ids
-from megatron_rl.families.tables import text_config
+from megatron_rl.families.facts import text_config, vision_token_ids
 from megatron_rl.models.context import rows_of_tokens, sum_over_context
 from megatron_rl.models.hf.sources import RandomSource
 from megatron_rl.models.hf.weights import fill
@@ -48,7 +47,7 @@ def build_policy(
         moe=moe,
         fp8=fp8,
     )
-    excluded = vision_token_ids(hf_config.to_dict())
+    excluded = vision_token_ids(hf_config)
     for chunk in chunks:
         chunk.fp32_head = fp32_head
         chunk.excluded_token_ids = excluded

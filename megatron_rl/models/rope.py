@@ -12,7 +12,7 @@ from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from megatron_rl.families.tables import family_of
+from megatron_rl.families.family import family_of
 from megatron_rl.models.hf.megatron_config import inverse_frequencies
 
 

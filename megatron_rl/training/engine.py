@@ -47,7 +47,7 @@ from megatron_rl.config.schema import (
     VisionConfig,
 )
 from megatron_rl.data.batch import PackedBatch
-from megatron_rl.families.tables import text_config
+from megatron_rl.families.facts import text_config
 from megatron_rl.models import critic, policy
 from megatron_rl.models.hf.megatron_config import load_hf_config
 from megatron_rl.models.hf.mtp import check_kept, mtp_note

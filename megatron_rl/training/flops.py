@@ -18,7 +18,8 @@ from math import prod
 
 from transformers import PretrainedConfig
 
-from megatron_rl.families.tables import Role, dims, entries, text_config
+from megatron_rl.families.facts import dims, text_config
+from megatron_rl.families.parameters import Role, entries
 
 _QUERIES = ("self_attn.q_proj.weight", "self_attn.q_b_proj.weight")
 """Tensors whose rows are the queries of all heads."""

@@ -9,14 +9,14 @@ The trainer waits for each server at most ``timeout_s``; a server answers after 
 """
 
 import hashlib
-import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any, Literal
 
 import torch
 
+from megatron_rl.families.sglang_names import joined_name
 from megatron_rl.weights.plan import ServerAddress, shorten, unique_addresses
 from megatron_rl.weights.server_calls import ServerCallError, ServerCalls
 
@@ -27,27 +27,6 @@ _VOCAB_MULTIPLE = 64
 """SGLang pads embedding and output rows with zeros to a multiple of this."""
 _VOCAB_LAYERS = ("embed_tokens.weight", "lm_head.weight")
 
-_JOINED = {
-    "q_proj": ("qkv_proj", 0),
-    "k_proj": ("qkv_proj", 1),
-    "v_proj": ("qkv_proj", 2),
-    "gate_proj": ("gate_up_proj", 0),
-    "up_proj": ("gate_up_proj", 1),
-    "q_a_proj": ("fused_qkv_a_proj_with_mqa", 0),
-    "kv_a_proj_with_mqa": ("fused_qkv_a_proj_with_mqa", 1),
-}
-"""Hugging Face module -> (SGLang module, place among the parts that are joined along the first dimension)."""
-
-_EXPERT_PARTS = {
-    "gate_proj": ("w13_weight", 0, 2),
-    "w1": ("w13_weight", 0, 2),
-    "up_proj": ("w13_weight", 1, 2),
-    "w3": ("w13_weight", 1, 2),
-    "down_proj": ("w2_weight", 0, 1),
-    "w2": ("w2_weight", 0, 1),
-}
-"""Projection of one expert -> (SGLang parameter, place within the expert, parts of an expert)."""
-
 _SERVER_DTYPES = {
     "float32": torch.float32,
     "float": torch.float32,
@@ -56,8 +35,6 @@ _SERVER_DTYPES = {
     "half": torch.float16,
 }
 """SGLang's --dtype; "auto" tells nothing."""
-
-_EXPERT = re.compile(r"^(?P<prefix>.*\.experts)\.(?P<expert>\d+)\.(?P<projection>\w+)\.weight$")
 
 
 class WeightMismatchError(RuntimeError):
@@ -113,25 +90,6 @@ def compare_checksums(
         return _compare_with_trainer(checksums, _SERVER_DTYPES.get(infos[0]["dtype"]), stream)
     _walk(stream)
     return _compare_with_each_other(checksums, f"The servers were not compared with the trainer: {obstacle}.")
-
-
-def joined_name(name: str, server_names: Collection[str]) -> tuple[str, int] | None:
-    """The server parameter that holds the Hugging Face tensor ``name``, and the place of this part in it."""
-    if name in server_names:
-        return name, 0
-    expert = _EXPERT.match(name)
-    if expert and expert["projection"] in _EXPERT_PARTS:
-        parameter, place, parts_per_expert = _EXPERT_PARTS[expert["projection"]]
-        joined = f"{expert['prefix']}.{parameter}"
-        return (joined, int(expert["expert"]) * parts_per_expert + place) if joined in server_names else None
-    modules = name.split(".")
-    for i, module in enumerate(modules):
-        if module in _JOINED:
-            parameter, place = _JOINED[module]
-            joined = ".".join([*modules[:i], parameter, *modules[i + 1 :]])
-            if joined in server_names:
-                return joined, place
-    return None
 
 
 class _ParameterHash:

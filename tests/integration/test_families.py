@@ -15,7 +15,7 @@ from torch import Tensor
 from megatron_rl.cli import main
 from megatron_rl.config.schema import Dtype, Mtp, ParallelConfig
 from megatron_rl.cpu.torchvision import declare_torchvision_ops
-from megatron_rl.families.tables import VALUE_HEAD
+from megatron_rl.families.parameters import VALUE_HEAD
 from megatron_rl.models import critic, policy
 from megatron_rl.models.hf.conversion import convert
 from megatron_rl.models.hf.megatron_config import load_hf_config

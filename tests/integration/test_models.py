@@ -13,7 +13,7 @@ from megatron_rl.config.schema import ParallelConfig, Recompute
 from megatron_rl.cpu.torchvision import declare_torchvision_ops
 from megatron_rl.data.batch import PackedBatch
 from megatron_rl.data.vision import vision_token_ids
-from megatron_rl.families.tables import VALUE_HEAD
+from megatron_rl.families.parameters import VALUE_HEAD
 from megatron_rl.models import critic, policy
 from megatron_rl.models.hf.megatron_config import load_hf_config
 from megatron_rl.models.hf.sources import RandomSource, WeightsError

@@ -13,7 +13,7 @@ from megatron_rl.commands.doctor import check_invariance
 from megatron_rl.config.schema import ParallelConfig, Recompute
 from megatron_rl.data.batch import PackedBatch
 from megatron_rl.errors import ModelError
-from megatron_rl.families.tables import VALUE_HEAD
+from megatron_rl.families.parameters import VALUE_HEAD
 from megatron_rl.models import critic, policy
 from megatron_rl.models.hf.conversion import convert
 from megatron_rl.models.hf.megatron_config import load_hf_config

@@ -5,37 +5,22 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.config.checks.commands import RL_COMMANDS, SERVED_COMMANDS
-from megatron_rl.config.derived import read_json, read_model_json
+from megatron_rl.config.derived import policy_model
 from megatron_rl.config.layout import experts_problem, layers_problem, of_critic
 from megatron_rl.config.schema import Config, LoadBalancing, MoeConfig, ParallelConfig, VisionConfig
+from megatron_rl.errors import ConfigError, ModelError
+from megatron_rl.families.facts import as_config, expert_ffn_size, num_experts, read_json_object, uses_only_experts
+from megatron_rl.families.family import families
 from megatron_rl.families.sglang_limits import engine_problems, split_problems
-
-SUPPORTED_MODEL_TYPES = (
-    "deepseek_v3",
-    "glm4_moe",
-    "llama",
-    "mixtral",
-    "qwen2",
-    "qwen2_5_vl",
-    "qwen3",
-    "qwen3_moe",
-    "qwen3_vl",
-    "qwen3_vl_moe",
-)
-"""The families of families/tables.py, which needs Megatron to be imported."""
-
-_SPARSE_MODEL_TYPES = ("qwen3_moe", "qwen3_vl_moe")
-"""Families whose layers all have experts, unless config.json says otherwise; their intermediate_size is not used then."""
-_NUM_EXPERTS_FIELDS = ("num_experts", "num_local_experts", "n_routed_experts")
-"""How the families' config.json call the number of experts of a layer."""
 
 
 def problems(config: Config, command: str) -> Iterator[str]:
     path = Path(config.policy.path) / "config.json"
-    model = read_model_json(path)
+    model = policy_model(config)
     model_type = model.get("model_type")
-    if model_type not in SUPPORTED_MODEL_TYPES:
-        yield f"policy.path: {path}: model_type {model_type!r} is not supported; supported are {', '.join(SUPPORTED_MODEL_TYPES)}"
+    family = families().get(model_type)
+    if family is None:
+        yield f"policy.path: {path}: model_type {model_type!r} is not supported; supported are {', '.join(families())}"
         return
     yield from _lengths(config, command, model, path)
     if command in SERVED_COMMANDS:
@@ -43,7 +28,7 @@ def problems(config: Config, command: str) -> Iterator[str]:
         yield from split_problems(model, config.rollout.tensor_parallel_size, path)
     yield from _moe(config.policy.moe, model, path)
     for name, settings in (("policy", config.policy.vision), ("critic", config.critic.vision)):
-        if "vision_config" not in model and settings != VisionConfig():
+        if family.vision is None and settings != VisionConfig():
             yield f"{name}.vision: {model_type} ({path}) has no vision encoder; leave both settings true"
     yield from _divisions(config.parallel, model, path)
     if config.critic.parallel:
@@ -71,8 +56,8 @@ def _divisions(parallel: ParallelConfig, model: dict[str, Any], path: Path) -> I
     """Sizes of the model that do not divide by those of the layout."""
     tp = parallel.tensor_parallel_size
     names = ["num_attention_heads", "num_key_value_heads"]
-    is_sparse = model.get("model_type") in _SPARSE_MODEL_TYPES and not model.get("mlp_only_layers")
-    if not (is_sparse and model.get("decoder_sparse_step", 1) == 1):
+    facts = as_config({"num_hidden_layers": 0, **model})
+    if not uses_only_experts(facts):
         names.append("intermediate_size")
     for name in names:
         if name in model and model[name] % tp:
@@ -80,21 +65,20 @@ def _divisions(parallel: ParallelConfig, model: dict[str, Any], path: Path) -> I
     problem = layers_problem(parallel, model["num_hidden_layers"]) if "num_hidden_layers" in model else None
     if problem:
         yield f"parallel.pipeline_parallel_size: {problem} ({path})"
-    num_experts = next((model[name] for name in _NUM_EXPERTS_FIELDS if model.get(name)), 0)
-    problem = experts_problem(parallel, num_experts, model.get("moe_intermediate_size", 0))
+    problem = experts_problem(parallel, num_experts(facts), expert_ffn_size(facts))
     if problem:
         yield f"parallel: the {problem} ({path})"
 
 
 def _moe(moe: MoeConfig, model: dict[str, Any], path: Path) -> Iterator[str]:
-    text_model = model.get("text_config", model)
-    if not any(text_model.get(name) for name in _NUM_EXPERTS_FIELDS):
+    experts = families()[model["model_type"]].experts
+    if experts is None or not num_experts(as_config(model)):
         for name, value in (("load_balancing", moe.load_balancing), ("routing_replay", moe.routing_replay)):
             if value.value != "none":
                 yield f"policy.moe.{name}={value.value}: needs an MoE model, and {path} is dense; set it to none"
-    elif moe.load_balancing is LoadBalancing.bias and "topk_method" not in text_model and "n_group" not in text_model:
+    elif moe.load_balancing is LoadBalancing.bias and not experts.has_bias:
         yield (
-            f"policy.moe.load_balancing=bias: the routers of {model.get('model_type')} have no expert bias ({path}); use "
+            f"policy.moe.load_balancing=bias: the routers of {model['model_type']} have no expert bias ({path}); use "
             "aux_loss or none"
         )
 
@@ -103,7 +87,10 @@ def _largest_token_id(path: Path) -> int:
     """-1 where there is no tokenizer.json, or one of a kind that lists its vocabulary in another way."""
     if not path.is_file():
         return -1
-    tokenizer = read_json(path)
+    try:
+        tokenizer = read_json_object(path)
+    except ModelError as error:
+        raise ConfigError(f"policy.path: {error}") from error
     vocabulary = tokenizer.get("model", {}).get("vocab", {})
     size = len(vocabulary) - 1 if isinstance(vocabulary, list) else max(vocabulary.values(), default=-1)
     return max([size, *(token["id"] for token in tokenizer.get("added_tokens", []))])

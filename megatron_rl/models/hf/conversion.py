@@ -47,16 +47,8 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from transformers import PretrainedConfig
 
 from megatron_rl.config.schema import Mtp, ParallelConfig
-from megatron_rl.families.tables import (
-    VALUE_HEAD,
-    Entry,
-    Role,
-    canonical_name,
-    dims,
-    entries,
-    stacked_shapes,
-    text_config,
-)
+from megatron_rl.families.facts import dims, text_config
+from megatron_rl.families.parameters import VALUE_HEAD, Entry, Role, canonical_name, entries, stacked_shapes
 from megatron_rl.families.transforms import Shard
 from megatron_rl.models import critic, policy
 from megatron_rl.models.hf.megatron_config import check_layout, load_hf_config

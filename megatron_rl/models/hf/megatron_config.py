@@ -1,7 +1,6 @@
 """From a Hugging Face config.json to Megatron's configuration, refusing what would silently compute something else."""
 
 import importlib.util
-import json
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +21,10 @@ from megatron_rl.config.layout import (
 from megatron_rl.config.schema import ParallelConfig, Recompute
 from megatron_rl.cpu.torchvision import declare_torchvision_ops
 from megatron_rl.errors import ModelError
-from megatron_rl.families.tables import FAMILIES, dims, family_of, has_experts, router_groups, sees, text_config
+from megatron_rl.families.facts import dims, read_json_object, router_groups, sees, text_config, uses_only_experts
+from megatron_rl.families.family import families, family_of
 from megatron_rl.families.transforms import padded_vocab_size
-from megatron_rl.families.vision_shapes import num_deepstack
+from megatron_rl.families.vision_encoder import num_deepstack
 
 _ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 """Those whose frequencies do not depend on the length of the sequence at hand."""
@@ -47,13 +47,9 @@ def load_hf_config(path: str | Path) -> PretrainedConfig:
     file = folder / "config.json"
     if not file.is_file():
         raise FileNotFoundError(f"{folder} holds no config.json; a Hugging Face model folder is expected")
-    try:
-        model_type = json.loads(file.read_text()).get("model_type")
-    except (ValueError, AttributeError) as error:
-        raise ModelError(f"{file} is not a JSON object: {error}") from error
-    if model_type not in FAMILIES:
-        supported = ", ".join(sorted(FAMILIES))
-        raise ModelError(f"{file}: model_type {model_type!r} is not supported; supported: {supported}")
+    model_type = read_json_object(file).get("model_type")
+    if model_type not in families():
+        raise ModelError(f"{file}: model_type {model_type!r} is not supported; supported: {', '.join(families())}")
     # Configurations of some families import torchvision, for models that this project never builds.
     declare_torchvision_ops()
     try:
@@ -101,7 +97,7 @@ def _check_features(config: PretrainedConfig, file: Path) -> None:
             "first_k_dense_replace, decoder_sparse_step, mlp_only_layers and the number of experts)"
         )
     if sizes["experts"]:
-        _check_router(text_config(config), sizes["experts"], file)
+        _check_router(config, sizes["experts"], file)
     if sees(config):
         _check_vision(config, file)
     try:
@@ -143,10 +139,11 @@ def _check_vision(config: PretrainedConfig, file: Path) -> None:
 
 
 def _check_router(config: PretrainedConfig, experts: int, file: Path) -> None:
-    chosen = config.num_experts_per_tok
+    text = text_config(config)
+    chosen = text.num_experts_per_tok
     if not 0 < chosen <= experts:
         raise ModelError(f"{file}: num_experts_per_tok {chosen} is not in [1, {experts}], the number of experts")
-    if chosen == 1 and getattr(config, "norm_topk_prob", True):
+    if chosen == 1 and getattr(text, "norm_topk_prob", True):
         raise ModelError(
             f"{file}: num_experts_per_tok 1 with normalised probabilities gives every expert the weight 1, which "
             "Megatron Core does not compute; expected at least 2, or norm_topk_prob false"
@@ -269,9 +266,9 @@ def transformer_class(hf_config: PretrainedConfig) -> type[TransformerConfig]:
 def check_layout(hf_config: PretrainedConfig, parallel: ParallelConfig) -> None:
     """Raises ValueError, naming the keys, where the model cannot be split as ``parallel`` says."""
     sizes, tp = dims(hf_config), parallel.tensor_parallel_size
-    moe_layers, text = has_experts(hf_config), text_config(hf_config)
+    text = text_config(hf_config)
     split = {"num_key_value_heads": sizes["groups"], "num_attention_heads": sizes["heads"]}
-    if not all(moe_layers) or not hasattr(text, "moe_intermediate_size"):
+    if not uses_only_experts(hf_config):
         split["intermediate_size"] = sizes["ffn"]
     for name, size in split.items():
         if size % tp != 0:

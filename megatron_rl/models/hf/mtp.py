@@ -12,18 +12,18 @@ from pathlib import Path
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from megatron_rl.families.tables import text_config
+from megatron_rl.families.facts import num_mtp_layers, text_config
+from megatron_rl.families.family import family_of
 from megatron_rl.models.hf.sources import CheckpointSource, WeightsError
 
 
 def is_mtp(config: PretrainedConfig, name: str) -> bool:
     """Whether tensor ``name`` belongs to a multi-token-prediction layer.
 
-    Files number them after the decoder's layers, and config.json counts them in ``num_nextn_predict_layers``.
+    Files number them after the decoder's layers, and config.json counts them (``Family.num_mtp_layers``).
     """
     match = re.match(r"model\.layers\.(\d+)\.", name)
-    config = text_config(config)
-    first, count = config.num_hidden_layers, getattr(config, "num_nextn_predict_layers", None) or 0
+    first, count = text_config(config).num_hidden_layers, num_mtp_layers(config)
     return match is not None and first <= int(match[1]) < first + count
 
 
@@ -42,10 +42,9 @@ def mtp_tensors(config: PretrainedConfig, folder: str | Path) -> Iterator[tuple[
 def check_kept(config: PretrainedConfig, folder: str | Path, *, remedy: str) -> None:
     """Raises WeightsError where ``folder`` holds no such tensor, so that there is nothing to keep."""
     if not mtp_names(config, CheckpointSource(folder)):
-        layers = getattr(config, "num_nextn_predict_layers", None) or 0
         raise WeightsError(
-            f"{folder} holds no tensors of multi-token-prediction layers (config.json: num_nextn_predict_layers "
-            f"{layers}), so there is nothing to keep; {remedy}"
+            f"{folder} holds no tensors of multi-token-prediction layers (config.json: {family_of(config).num_mtp_layers} "
+            f"{num_mtp_layers(config)}), so there is nothing to keep; {remedy}"
         )
 
 

@@ -26,16 +26,9 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-from megatron_rl.families.tables import (
-    VALUE_HEAD,
-    Entry,
-    Role,
-    canonical_name,
-    dims,
-    entries,
-    stacked_shapes,
-    text_config,
-)
+from megatron_rl.families.facts import dims, text_config
+from megatron_rl.families.family import families
+from megatron_rl.families.parameters import VALUE_HEAD, Entry, Role, canonical_name, entries, stacked_shapes
 from megatron_rl.families.transforms import Shard, Sliceable
 from megatron_rl.models.hf.mtp import is_mtp, mtp_tensors
 from megatron_rl.models.hf.sources import INDEX_FILE, SINGLE_FILE, CheckpointSource, TensorSource, WeightsError
@@ -370,8 +363,9 @@ class FolderWriter:
     def _write_config(self) -> None:
         config = json.loads((self.source / "config.json").read_text())
         config.pop("torch_dtype", None)
-        if config.get("num_nextn_predict_layers") and not self.keeps_mtp:
-            config["num_nextn_predict_layers"] = 0
+        count = families()[config["model_type"]].num_mtp_layers
+        if config.get(count) and not self.keeps_mtp:
+            config[count] = 0
         config["dtype"] = str(self.dtype).removeprefix("torch.")
         (self.folder / "config.json").write_text(json.dumps(config, indent=2))
 

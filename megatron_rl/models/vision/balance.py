@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from megatron_rl.data.batch import Images, cu_seqlens_of
-from megatron_rl.families.vision_shapes import num_deepstack
+from megatron_rl.families.vision_encoder import num_deepstack
 from megatron_rl.models.vision.encoder import encode
 
 

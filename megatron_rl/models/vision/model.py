@@ -16,6 +16,7 @@ from transformers import PretrainedConfig
 
 from megatron_rl.data.batch import Images, PackedBatch
 from megatron_rl.errors import ModelError
+from megatron_rl.families.family import family_of
 from megatron_rl.models.context import split_here
 from megatron_rl.models.gpt import PackedGPTModel
 from megatron_rl.models.moe import local_rows
@@ -58,10 +59,10 @@ class VisionGPTModel(PackedGPTModel):
         """Learn what the tokens and positions of this model mean; once, after it is built."""
         self.hf_config = hf_config
         rope = hf_config.text_config.rope_parameters
-        interleaved = hf_config.model_type != "qwen2_5_vl"
+        vision = family_of(hf_config).vision
         # Real numbers also where a model is built on the meta device.
         with torch.device("cpu"):
-            self.rope_axes = rope_axes(rope["mrope_section"], interleaved=interleaved)
+            self.rope_axes = rope_axes(rope["mrope_section"], interleaved=vision is not None and vision.interleaves_positions)
 
     def visual_inputs(self, batch: PackedBatch, device: torch.device) -> tuple[Tensor, VisualInput]:
         """positions [3, P] of the pack with its padding, and the images.

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron_rl.config.derived import read_model_json
 from megatron_rl.config.schema import Config, RoutingReplay
 from megatron_rl.errors import ModelError
+from megatron_rl.families.facts import as_config, num_experts, read_model_json
 
 SERVER_FLAG = "enable-return-routed-experts"
 
@@ -38,15 +38,14 @@ def returns_routes(config: Config) -> bool:
 
 def route_shape(model_path: str | Path) -> RouteShape:
     """Of the model in a Hugging Face folder; ModelError where it has no experts."""
-    path = Path(model_path) / "config.json"
-    config = read_model_json(path)
-    config = config.get("text_config", config)
-    counts = [config[name] for name in ("num_experts", "num_local_experts", "n_routed_experts") if config.get(name)]
-    if not counts:
+    model = as_config(read_model_json(model_path))
+    experts = num_experts(model)
+    if not experts:
         raise ModelError(
-            f"policy.moe.routing_replay needs a mixture-of-experts model, but {path} names no experts; set it to none"
+            "policy.moe.routing_replay needs a mixture-of-experts model, but "
+            f"{Path(model_path) / 'config.json'} names no experts; set it to none"
         )
-    return RouteShape(config["num_hidden_layers"], config["num_experts_per_tok"], counts[0])
+    return RouteShape(model.num_hidden_layers, model.num_experts_per_tok, experts)
 
 
 def decode_routes(encoded: str, num_tokens: int, shape: RouteShape) -> np.ndarray:

@@ -43,7 +43,7 @@ def test_the_command_grades_rows_by_a_service(tmp_path: Path, capsys: pytest.Cap
 
 def test_the_summary_has_the_means_of_metrics(tmp_path: Path):
     source = write(tmp_path / "in.jsonl", [{"response": r, "answer": ""} for r in ("detail", "detail", "good", "raise")])
-    summary = score_file(f"{PATH}:misbehave", source, tmp_path / "out.jsonl", progress=False)
+    summary = score_file(f"{PATH}:misbehave", source, tmp_path / "out.jsonl")
     assert summary.metrics == {"mass": 0.25}
     assert summary.num_unscored == 1 and summary.mean_score == pytest.approx((0.5 + 0.5 + 4) / 3)
     assert summary.errors == {"ValueError: the reward's own mistake": 1}

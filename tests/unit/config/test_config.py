@@ -188,7 +188,7 @@ def test_a_tokenizer_larger_than_the_model_is_refused(recipe, tmp_path, vocab):
 
 def test_broken_json_in_the_model_folder_names_the_file(recipe, tmp_path):
     (tmp_path / "model" / "config.json").write_text("{")
-    assert "config.json is not valid JSON" in problems(recipe)
+    assert "config.json is not a JSON object" in problems(recipe)
 
 
 def test_the_number_of_ranks_must_be_the_launchers(recipe):

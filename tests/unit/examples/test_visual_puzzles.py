@@ -144,9 +144,10 @@ def test_pictures_show_what_the_answers_say(puzzles):
 
 
 def test_the_untrained_model_is_one_that_sglang_takes(task):
+    from megatron_rl.families.facts import with_text
     from megatron_rl.families.sglang_limits import engine_problems
 
     config = json.loads((task / "model" / "config.json").read_text())
-    assert list(engine_problems(config, "config.json")) == []
+    assert list(engine_problems(with_text(config), "config.json")) == []
     assert len(config["vision_config"]["deepstack_visual_indexes"]) == 3
     assert config["vision_config"]["intermediate_size"] % 32 == 0

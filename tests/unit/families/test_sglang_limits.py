@@ -7,6 +7,7 @@ import pytest
 
 from megatron_rl.config.checks import check_config
 from megatron_rl.errors import ConfigError
+from megatron_rl.families.facts import with_text
 from megatron_rl.families.sglang_limits import engine_problems, split_problems
 from tests.unit.config.test_moe_settings import SPARSE, load
 
@@ -14,7 +15,7 @@ YARN = dict(rope_type="yarn", rope_theta=1e4, factor=8.0, original_max_position_
 
 
 def problems(**model: Any) -> list[str]:
-    return list(engine_problems(model, "config.json"))
+    return list(engine_problems(with_text(model), "config.json"))
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import hashlib
 import pytest
 import torch
 
-from megatron_rl.weights.verify import _compare_with_each_other, _compare_with_trainer, joined_name
+from megatron_rl.weights.verify import _compare_with_each_other, _compare_with_trainer
 
 URL = "http://server"
 
@@ -69,12 +69,6 @@ def test_a_server_in_another_dtype_may_keep_single_parameters_in_the_trainers():
 def test_parameters_of_one_side_only_are_listed():
     report = compare({"norm.weight": torch.ones(1), "lm_head.weight": torch.ones(1)}, {"norm.weight": "x", "bias": "y"})
     assert report.uncompared == ("lm_head.weight", "bias")
-
-
-def test_names_the_server_holds_itself_are_not_joined():
-    assert joined_name("mlp.gate_proj.weight", {"mlp.gate_proj.weight"}) == ("mlp.gate_proj.weight", 0)
-    assert joined_name("mlp.up_proj.bias", {"mlp.gate_up_proj.bias"}) == ("mlp.gate_up_proj.bias", 1)
-    assert joined_name("mlp.up_proj.bias", {"norm.weight"}) is None
 
 
 def test_servers_are_compared_rank_by_rank_with_one_of_the_same_size():

@@ -12,7 +12,9 @@ from transformers import AutoConfig, PretrainedConfig
 
 from megatron_rl.config.schema import ParallelConfig
 from megatron_rl.cpu.torchvision import declare_torchvision_ops
-from megatron_rl.families.tables import FAMILIES, VALUE_HEAD, canonical_name, dims, entries, stacked_shapes
+from megatron_rl.families.facts import dims
+from megatron_rl.families.family import families
+from megatron_rl.families.parameters import VALUE_HEAD, canonical_name, entries, stacked_shapes
 from megatron_rl.families.transforms import QKV, Columns, GatedMLP, Replicated, Rows, Shard, Transform, Vocabulary
 from megatron_rl.models.hf.megatron_config import inverse_frequencies, load_hf_config, megatron_config
 from megatron_rl.models.hf.mtp import is_mtp
@@ -72,7 +74,7 @@ def shards_of(transform: Transform, tensors: list[Tensor], sizes: dict[str, int]
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", families())
 @pytest.mark.parametrize("role", ["policy", "critic"])
 def test_shards_put_together_are_the_original_bits(family: str, role: str, tp: int) -> None:
     config = make_config(family)
@@ -165,7 +167,7 @@ def test_names_and_shapes_are_those_of_transformers(family: str, tied: bool) -> 
     assert found == expected
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", families())
 def test_a_critic_has_a_value_head_in_place_of_the_language_model_head(family: str) -> None:
     config = make_config(family)
     names = {role: {n for entry in entries(config, role) for n in entry.hf} for role in ("policy", "critic")}
@@ -348,12 +350,6 @@ def test_an_attention_plan_keeps_padding_below_a_single_padded_call() -> None:
     lengths = tuple(range(20, 111))
     plan = plan_attention(lengths, torch.device("cpu"))
     assert len(plan.pad) < 1.2 * sum(lengths) and len(plan.shapes) <= 12
-
-
-def test_the_configuration_check_knows_exactly_the_families_of_the_table():
-    from megatron_rl.config.checks.model import SUPPORTED_MODEL_TYPES
-
-    assert sorted(FAMILIES) == sorted(SUPPORTED_MODEL_TYPES)
 
 
 HUB_CONFIGS: dict[str, dict[str, Any]] = {

@@ -195,7 +195,7 @@ def test_humaneval_solutions_pass_and_mutated_ones_fail(tmp_path: Path) -> None:
     bad += [{**row, "response": "    return None\n"} for row in rows]
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in [*good, *whole, *bad]))
-    score_file("code", path, path, timeout_s=60.0, options={"time_limit_s": 20.0, "wall_limit_s": 50.0}, progress=False)
+    score_file("code", path, path, timeout_s=60.0, options={"time_limit_s": 20.0, "wall_limit_s": 50.0})
     scored = [json.loads(line) for line in path.open()]
     assert [row["task_id"] for row in scored[: len(good) + len(whole)] if row["score"] != 1.0] == []
     assert [row["task_id"] for row in scored[len(good) + len(whole) :] if row["score"] != 0.0] == []

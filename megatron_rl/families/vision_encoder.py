@@ -6,28 +6,34 @@ from collections.abc import Mapping
 
 import torch
 from torch import nn
-from transformers import AutoModel, PretrainedConfig
-from transformers.initialization import no_init_weights
+
+from megatron_rl.families.family import ModelConfig
+
+VISION_KWARGS = dict(apply_rope_fusion=False)
+"""What every vision-language model adds to TransformerConfig: the fused kernel knows one position per token."""
 
 
-def build_encoder(vision_config: PretrainedConfig) -> nn.Module:
+def build_encoder(vision_config: ModelConfig) -> nn.Module:
     """The module with uninitialised weights, float32, on torch's current device."""
+    from transformers import AutoModel
+    from transformers.initialization import no_init_weights
+
     with no_init_weights():
         return AutoModel.from_config(vision_config, attn_implementation="sdpa")
 
 
-def parameter_shapes(vision_config: PretrainedConfig) -> Mapping[str, tuple[int, ...]]:
+def parameter_shapes(vision_config: ModelConfig) -> Mapping[str, tuple[int, ...]]:
     """Name and shape of each of the encoder's parameters, in its order."""
     return _shapes(type(vision_config), vision_config.to_json_string(use_diff=False))
 
 
 @functools.lru_cache(maxsize=8)
-def _shapes(config_class: type[PretrainedConfig], json_text: str) -> dict[str, tuple[int, ...]]:
+def _shapes(config_class: type, json_text: str) -> dict[str, tuple[int, ...]]:
     with torch.device("meta"):
         encoder = build_encoder(config_class.from_dict(json.loads(json_text)))
     return {name: tuple(parameter.shape) for name, parameter in encoder.named_parameters()}
 
 
-def num_deepstack(vision_config: PretrainedConfig) -> int:
+def num_deepstack(vision_config: ModelConfig) -> int:
     """Layers of the language model that get features of their own."""
     return len(getattr(vision_config, "deepstack_visual_indexes", None) or ())

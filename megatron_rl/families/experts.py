@@ -1,0 +1,67 @@
+"""What families with experts share: the rules of their layers, and what their routers mean to Megatron."""
+
+from typing import Any
+
+from megatron_rl.families.facts import dims, has_experts, router_groups, text_config
+from megatron_rl.families.family import ModelConfig, Rule
+from megatron_rl.families.rules import gated_mlp
+from megatron_rl.families.transforms import Columns, GatedMLP, Replicated
+
+
+def expert_mlp(prefix: str, gate: str, up: str, down: str) -> tuple[Rule, ...]:
+    """A router and its experts, by a checkpoint's names."""
+    expert = f"{prefix}.experts.{{expert}}"
+    return (
+        Rule("mlp.router.weight", {f"{prefix}.gate.weight": ("experts", "hidden")}, Replicated()),
+        Rule(
+            "mlp.experts.{expert}.linear_fc1.weight",
+            {f"{expert}.{gate}.weight": ("expert_ffn", "hidden"), f"{expert}.{up}.weight": ("expert_ffn", "hidden")},
+            GatedMLP(),
+        ),
+        Rule(
+            "mlp.experts.{expert}.linear_fc2.weight",
+            {f"{expert}.{down}.weight": ("hidden", "expert_ffn")},
+            Columns(),
+        ),
+    )
+
+
+EXPERTS = expert_mlp("mlp", "gate_proj", "up_proj", "down_proj")
+BIASED_EXPERTS = (
+    *EXPERTS,
+    Rule("mlp.router.expert_bias", {"mlp.gate.e_score_correction_bias": ("experts",)}, Replicated()),
+    *gated_mlp("mlp.shared_experts", "mlp.shared_experts", "shared_ffn"),
+)
+"""DeepSeek-V3's: a bias on the router's choice, and experts that every token goes to."""
+
+
+def moe_kwargs(config: ModelConfig) -> dict[str, Any]:
+    """Fields of Megatron's TransformerConfig for a model with experts in some layers."""
+    sizes, moe_layers = dims(config), has_experts(config)
+    kwargs = dict(
+        num_moe_experts=sizes["experts"],
+        moe_ffn_hidden_size=sizes["expert_ffn"],
+        moe_router_topk=text_config(config).num_experts_per_tok,
+        moe_router_load_balancing_type="none",
+        moe_aux_loss_coeff=0.0,
+        moe_router_dtype="fp32",
+    )
+    if not all(moe_layers):
+        kwargs["moe_layer_freq"] = [int(is_moe) for is_moe in moe_layers]
+    return kwargs
+
+
+def biased_router_kwargs(config: ModelConfig) -> dict[str, Any]:
+    """The router of DeepSeek-V3: sigmoid scores, a bias for the choice alone, the choice limited to some groups."""
+    groups, chosen_groups = router_groups(config)
+    limits_groups = chosen_groups < groups
+    return dict(
+        moe_kwargs(config),
+        moe_shared_expert_intermediate_size=dims(config)["shared_ffn"],
+        moe_router_score_function="sigmoid",
+        moe_router_enable_expert_bias=True,
+        moe_router_bias_update_rate=0.0,
+        moe_router_num_groups=groups if limits_groups else None,
+        moe_router_group_topk=chosen_groups if limits_groups else None,
+        moe_router_topk_scaling_factor=config.routed_scaling_factor,
+    )

@@ -1,0 +1,38 @@
+"""GLM-4.5 and later: attention as in Qwen3 (bias and norms optional), experts as in DeepSeek-V3."""
+
+from typing import Any
+
+from megatron_rl.families.experts import BIASED_EXPERTS, biased_router_kwargs
+from megatron_rl.families.facts import has_experts
+from megatron_rl.families.family import Experts, Family, ModelConfig, Rule, Served
+from megatron_rl.families.rules import ATTENTION, DENSE_MLP, NORMS, QK_NORM, QKV_BIAS
+
+
+def _layer(config: ModelConfig, index: int) -> tuple[Rule, ...]:
+    bias = QKV_BIAS if config.attention_bias else ()
+    norm = QK_NORM if config.use_qk_norm else ()
+    mlp = BIASED_EXPERTS if has_experts(config)[index] else DENSE_MLP
+    return (*NORMS, *ATTENTION, *bias, *norm, *mlp)
+
+
+def _transformer_kwargs(config: ModelConfig) -> dict[str, Any]:
+    return dict(
+        biased_router_kwargs(config), add_qkv_bias=bool(config.attention_bias), qk_layernorm=bool(config.use_qk_norm)
+    )
+
+
+FAMILY = Family(
+    layer=_layer,
+    transformer_kwargs=_transformer_kwargs,
+    forbidden={"norm_topk_prob": True},
+    experts=Experts(
+        # 1 is the default of transformers, where config.json leaves it out.
+        in_layer=lambda config, index: index >= getattr(config, "first_k_dense_replace", 1),
+        number=("n_routed_experts", "num_local_experts"),
+        groups=("n_group", "topk_group"),
+        has_bias=True,
+    ),
+    takes_partial_rotary=True,
+    num_mtp_layers="num_nextn_predict_layers",
+    served=Served(is_never_tied=True),
+)

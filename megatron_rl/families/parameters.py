@@ -1,0 +1,97 @@
+"""Every parameter of a model: which of Megatron's is which Hugging Face tensors, of which shape, by which transform."""
+
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+from megatron_rl.families.facts import dims, text_config
+from megatron_rl.families.family import ModelConfig, Rule, family_of
+from megatron_rl.families.transforms import Dims, Replicated, Transform, Vocabulary
+from megatron_rl.families.vision_encoder import parameter_shapes
+
+Role = Literal["policy", "critic"]
+VALUE_HEAD = "value_head.weight"
+"""The critic's value head, under one name in Megatron's place (output_layer.weight) and in files."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A rule for one parameter of the whole model: all indices and sizes filled in."""
+
+    megatron: str
+    hf: dict[str, tuple[int, ...]]
+    """Whole tensors' names and shapes."""
+    transform: Transform
+    part: tuple[int, int] | None = None
+    """(index, count): it is this one of so many parts of its tensors, along their first dimension. Parts of one tensor
+    follow one another."""
+
+    @property
+    def shapes(self) -> list[tuple[int, ...]]:
+        """What the transform takes and gives: the shapes of whole tensors, or of its parts of them."""
+        return [shape if self.part is None else shape[1:] for shape in self.hf.values()]
+
+
+_EMBEDDING = Rule("embedding.word_embeddings.weight", {"embed_tokens.weight": ("vocab", "hidden")}, Vocabulary())
+_FINAL_NORM = Rule("decoder.final_layernorm.weight", {"norm.weight": ("hidden",)}, Replicated())
+_LM_HEAD = Rule("output_layer.weight", {"lm_head.weight": ("vocab", "hidden")}, Vocabulary())
+_VALUE_OUTPUT = Rule("output_layer.weight", {VALUE_HEAD: ("one", "hidden")}, Replicated())
+
+
+def entries(config: ModelConfig, role: Role) -> list[Entry]:
+    """Every parameter of the whole model, in the order of Hugging Face files: encoder, embedding, layers, norm, head."""
+    sizes, family = dims(config), family_of(config)
+    rules, text = [], "model."
+    if family.vision is not None:
+        text = family.vision.text_prefix
+        for name, shape in parameter_shapes(config.vision_config).items():
+            rules.append(Entry(f"vision.{name}", {family.vision.encoder_prefix + name: shape}, Replicated()))
+    rules.append(_fill(_EMBEDDING, sizes, hf_prefix=text))
+    for layer in range(text_config(config).num_hidden_layers):
+        for rule in family.layer(config, layer):
+            experts = range(sizes["experts"]) if "{expert}" in rule.megatron else [0]
+            rules.extend(
+                _fill(rule, sizes, f"decoder.layers.{layer}.", f"{text}layers.{layer}.", expert) for expert in experts
+            )
+    rules.append(_fill(_FINAL_NORM, sizes, hf_prefix=text))
+    if role == "critic":
+        rules.append(_fill(_VALUE_OUTPUT, sizes))
+    elif not config.tie_word_embeddings:
+        rules.append(_fill(_LM_HEAD, sizes))
+    return rules
+
+
+def stacked_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """The tensors that hold all experts of a layer, with their shapes in the hub's files; none in most families."""
+    stacked = (entry for entry in entries(config, "policy") if entry.part is not None)
+    return {name: shape for entry in stacked for name, shape in entry.hf.items()}
+
+
+def _fill(rule: Rule, sizes: Dims, megatron_prefix: str = "", hf_prefix: str = "", expert: int = 0) -> Entry:
+    return Entry(
+        megatron=megatron_prefix + rule.megatron.format(expert=expert),
+        hf={hf_prefix + name.format(expert=expert): tuple(sizes[d] for d in shape) for name, shape in rule.hf.items()},
+        transform=rule.transform,
+        part=(expert, sizes["experts"]) if rule.is_stacked else None,
+    )
+
+
+_OTHER_SPELLINGS = (
+    # Transformer Engine folds a norm into the linear layer after it ...
+    (re.compile(r"self_attention\.linear_qkv\.layer_norm_(weight|bias)$"), r"input_layernorm.\1"),
+    (re.compile(r"mlp\.linear_fc1\.layer_norm_(weight|bias)$"), r"pre_mlp_layernorm.\1"),
+    (
+        re.compile(r"self_attention\.linear_(q|kv)_up_proj\.layer_norm_(weight|bias)$"),
+        r"self_attention.\1_layernorm.\2",
+    ),
+    # ... and its grouped linear layers number the experts at the end; Megatron's own keep a list of them.
+    (re.compile(r"mlp\.experts\.(linear_fc[12])\.weight(\d+)$"), r"mlp.experts.\2.\1.weight"),
+    (re.compile(r"mlp\.experts\.local_experts\."), "mlp.experts."),
+)
+
+
+def canonical_name(name: str) -> str:
+    """A Megatron parameter's name as the tables spell it, whichever layer implementation it comes from."""
+    for pattern, replacement in _OTHER_SPELLINGS:
+        name = pattern.sub(replacement, name)
+    return name

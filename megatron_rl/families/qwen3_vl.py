@@ -1,0 +1,15 @@
+"""Qwen3-VL, dense: the language model of Qwen3, whose first layers take features of their own from the encoder."""
+
+from megatron_rl.families.family import Family, Vision
+from megatron_rl.families.rules import ATTENTION, DENSE_MLP, NORMS, QK_NORM
+from megatron_rl.families.vision_encoder import VISION_KWARGS
+
+VISION = Vision(
+    encoder_prefix="model.visual.", text_prefix="model.language_model.", title="Qwen3-VL", interleaves_positions=True
+)
+FAMILY = Family(
+    layer=lambda config, index: (*NORMS, *ATTENTION, *QK_NORM, *DENSE_MLP),
+    transformer_kwargs=lambda config: dict(VISION_KWARGS, qk_layernorm=True),
+    forbidden={"attention_bias": False},
+    vision=VISION,
+)

@@ -1,0 +1,40 @@
+"""Qwen3-VL with experts, which its files hold stacked."""
+
+from megatron_rl.families.experts import moe_kwargs
+from megatron_rl.families.facts import has_experts
+from megatron_rl.families.family import Experts, Family, ModelConfig, Rule, Served
+from megatron_rl.families.qwen3_moe import NUM_EXPERTS, in_layer
+from megatron_rl.families.qwen3_vl import VISION
+from megatron_rl.families.rules import ATTENTION, DENSE_MLP, NORMS, QK_NORM
+from megatron_rl.families.transforms import Columns, GatedMLP, Replicated, Transposed
+from megatron_rl.families.vision_encoder import VISION_KWARGS
+
+_STACKED_EXPERTS = (
+    Rule("mlp.router.weight", {"mlp.gate.weight": ("experts", "hidden")}, Replicated()),
+    Rule(
+        "mlp.experts.{expert}.linear_fc1.weight",
+        {"mlp.experts.gate_up_proj": ("experts", "hidden", "expert_gate_up")},
+        Transposed(GatedMLP(), halves=True),
+        is_stacked=True,
+    ),
+    Rule(
+        "mlp.experts.{expert}.linear_fc2.weight",
+        {"mlp.experts.down_proj": ("experts", "expert_ffn", "hidden")},
+        Transposed(Columns()),
+        is_stacked=True,
+    ),
+)
+
+
+def _layer(config: ModelConfig, index: int) -> tuple[Rule, ...]:
+    return (*NORMS, *ATTENTION, *QK_NORM, *(_STACKED_EXPERTS if has_experts(config)[index] else DENSE_MLP))
+
+
+FAMILY = Family(
+    layer=_layer,
+    transformer_kwargs=lambda config: dict(moe_kwargs(config), **VISION_KWARGS, qk_layernorm=True),
+    forbidden={"attention_bias": False},
+    experts=Experts(in_layer=in_layer, number=NUM_EXPERTS),
+    vision=VISION,
+    served=Served(is_sparse_everywhere=True),
+)
