@@ -98,7 +98,8 @@ def check_invariance(
     with it; their rows say so. Raises ConfigError or ModelError for a layout that is no layout or a model that is none,
     DoctorError where the reference cannot run or its update is too small to compare.
     """
-    from megatron_rl.models.hf.megatron_config import load_hf_config, needs_sequence_parallelism
+    from megatron_rl.models.hf.megatron_config import needs_sequence_parallelism
+    from megatron_rl.models.hf.model_config import load_hf_config
 
     hf_config = load_hf_config(model)
     asked = list(dict.fromkeys(layouts))

@@ -8,6 +8,7 @@ from typing import Any
 from megatron_rl.config.checks import check_config
 from megatron_rl.config.load import load_config
 from megatron_rl.config.schema import Config
+from megatron_rl.errors import ConfigError
 
 _CHECKED = "MEGATRON_RL_INPUTS_ARE_CHECKED"
 """Set for the ranks by the process that has read all data files before it started them."""
@@ -45,6 +46,7 @@ def run_on_ranks(
     world_size = int(os.environ["WORLD_SIZE"]) if is_rank else None
     check_config(config, command=command, world_size=world_size)
     if os.environ.get("RANK", "0") == "0" and _CHECKED not in os.environ:
+        _check_megatron_fields(config)
         check_inputs(config)
     if arguments.dry_run:
         from megatron_rl.commands.dry_run import print_plan
@@ -66,6 +68,20 @@ def run_on_ranks(
             del os.environ[_CHECKED]
     work(config)
     return 0
+
+
+def _check_megatron_fields(config: Config) -> None:
+    """``policy.megatron`` and ``critic.megatron``, against the Megatron that is installed; imported only if they are set."""
+    if not (config.policy.megatron or config.critic.megatron):
+        return
+    try:
+        from megatron_rl.models.megatron_fields import checked_fields
+    except ImportError as error:
+        raise ConfigError(
+            f"policy.megatron, critic.megatron: their fields cannot be checked, for Megatron Core cannot be imported: {error}"
+        ) from error
+    checked_fields(config.policy.megatron, key="policy.megatron")
+    checked_fields(config.critic.megatron, key="critic.megatron")
 
 
 def check_rl_inputs(config: Config) -> None:

@@ -19,6 +19,7 @@ from megatron_rl.families.parameters import VALUE_HEAD
 from megatron_rl.models.context import rows_of_tokens, sum_over_context
 from megatron_rl.models.hf.sources import RandomSource
 from megatron_rl.models.hf.weights import fill
+from megatron_rl.models.megatron_fields import PLAIN, MegatronSettings
 from megatron_rl.models.packed import PackedGPTModel, build_chunks, forward, sequence_starts, unwrap
 
 __all__ = ["ValueHead", "build_critic", "final_values", "forward", "token_values"]
@@ -52,6 +53,7 @@ def build_critic(
     *,
     dtype: torch.dtype,
     recompute: Recompute = Recompute.none,
+    settings: MegatronSettings = PLAIN,
     seed: int | None,
 ) -> list[PackedGPTModel]:
     """This rank's part of the critic; arguments, weights and errors as in ``policy.build_policy``.
@@ -59,7 +61,9 @@ def build_critic(
     The value head is always initialised (normal with ``initializer_range``), also with ``seed`` None: a policy's
     checkpoint has none to load.
     """
-    chunks = build_chunks(hf_config, parallel, dtype=dtype, recompute=recompute, share_embeddings=False)
+    chunks = build_chunks(
+        hf_config, parallel, dtype=dtype, recompute=recompute, share_embeddings=False, settings=settings
+    )
     text = text_config(hf_config)
     head_seed = _DEFAULT_HEAD_SEED if seed is None else seed
     initial = RandomSource(head_seed, text.initializer_range).read(VALUE_HEAD, (1, text.hidden_size))

@@ -93,7 +93,9 @@ def check_moe(
     if settings.dispatcher is Dispatcher.flex:
         _check_flex(settings, parallel, where)
     if settings.grouped_gemm is GroupedGemm.always and not has_transformer_engine():
-        missing = "Transformer Engine, which is not installed" if torch.cuda.is_available() else "a GPU; none is present"
+        missing = (
+            "Transformer Engine, which is not installed" if torch.cuda.is_available() else "a GPU; none is present"
+        )
         raise ModelError(f"{where}.grouped_gemm=always: needs {missing}; set auto or never")
 
 

@@ -16,8 +16,9 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-from megatron_rl.config.schema import Fp8, MoeConfig, ParallelConfig, Recompute
+from megatron_rl.config.schema import ParallelConfig, Recompute
 from megatron_rl.data.batch import PackedBatch
+from megatron_rl.errors import ModelError
 from megatron_rl.families.facts import sees, text_config
 from megatron_rl.families.vision_encoder import build_encoder, num_deepstack
 from megatron_rl.models.context import ContextAttention, ContextSeqParams, plan_context, split_here, zigzag
@@ -33,6 +34,7 @@ from megatron_rl.models.layers import (
     plan_attention,
     swap_layers,
 )
+from megatron_rl.models.megatron_fields import MegatronSettings, checked_fields
 from megatron_rl.models.moe import check_moe, moe_kwargs
 from megatron_rl.models.precision import check_fp8, fp8_kwargs, pack_alignment
 from megatron_rl.models.rope import install_rope
@@ -53,23 +55,28 @@ def build_chunks(
     dtype: torch.dtype,
     recompute: Recompute,
     share_embeddings: bool,
-    moe: MoeConfig = MoeConfig(),
-    fp8: Fp8 = Fp8.none,
+    settings: MegatronSettings,
 ) -> list[PackedGPTModel]:
     """This rank's pipeline stage with uninitialised weights, on its device; several chunks where it is interleaved.
 
-    The process groups exist already.
+    The process groups exist already. ModelError for settings that this model or machine cannot follow.
     """
-    check_moe(moe, hf_config, parallel)
-    check_fp8(fp8, dtype)
-    overrides = moe_kwargs(moe, hf_config) | fp8_kwargs(fp8)
+    check_moe(settings.moe, hf_config, parallel)
+    check_fp8(settings.fp8, dtype)
+    given = checked_fields(settings.fields)
+    overrides = moe_kwargs(settings.moe, hf_config) | fp8_kwargs(settings.fp8) | given
     kwargs, model_kwargs = megatron_config(hf_config, parallel, dtype=dtype, recompute=recompute, **overrides)
     model_kwargs["share_embeddings_and_output_weights"] = share_embeddings
-    config = transformer_class(hf_config)(**kwargs)
+    try:
+        config = transformer_class(hf_config)(**kwargs)
+    except (AssertionError, ValueError) as error:
+        if not given:
+            raise
+        raise ModelError(f"Megatron refuses this model with the fields {given}: {error}") from error
     stages = range(parallel.virtual_pipeline_size) if parallel.virtual_pipeline_size > 1 else [None]
     chunks = [_build_chunk(config, stage, hf_config, model_kwargs, dtype) for stage in stages]
     for chunk in chunks:
-        install_dispatcher(chunk, moe.dispatcher)
+        install_dispatcher(chunk, settings.moe.dispatcher)
     if sees(hf_config):
         for chunk in chunks:
             _let_see(chunk, hf_config, dtype, recompute)

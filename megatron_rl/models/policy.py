@@ -10,13 +10,14 @@ from megatron.core import parallel_state, tensor_parallel
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-from megatron_rl.config.schema import Fp8, MoeConfig, ParallelConfig, Recompute
+from megatron_rl.config.schema import ParallelConfig, Recompute
 from megatron_rl.data.batch import PackedBatch
 from megatron_rl.families.facts import text_config, vision_token_ids
 from megatron_rl.models.context import rows_of_tokens, sum_over_context
 from megatron_rl.models.hf.sources import RandomSource
 from megatron_rl.models.hf.weights import fill
 from megatron_rl.models.logprobs import DEFAULT_CHUNK_SIZE, token_logprobs_and_entropy
+from megatron_rl.models.megatron_fields import PLAIN, MegatronSettings
 from megatron_rl.models.packed import PackedGPTModel, build_chunks, forward, sequence_starts, unwrap
 
 __all__ = ["build_policy", "forward", "token_logprobs"]
@@ -28,8 +29,7 @@ def build_policy(
     *,
     dtype: torch.dtype,
     recompute: Recompute = Recompute.none,
-    moe: MoeConfig = MoeConfig(),
-    fp8: Fp8 = Fp8.none,
+    settings: MegatronSettings = PLAIN,
     fp32_head: bool = False,
     seed: int | None,
 ) -> list[PackedGPTModel]:
@@ -44,8 +44,7 @@ def build_policy(
         dtype=dtype,
         recompute=recompute,
         share_embeddings=bool(hf_config.tie_word_embeddings),
-        moe=moe,
-        fp8=fp8,
+        settings=settings,
     )
     excluded = vision_token_ids(hf_config)
     for chunk in chunks:

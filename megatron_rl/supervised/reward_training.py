@@ -58,6 +58,7 @@ def reward_train(config: Config) -> None:
             dtype=policy.dtype,
             recompute=policy.recompute,
             vision=policy.vision,
+            megatron=policy.megatron,
             seed=config.run.seed,
         )
         return {role: engine}

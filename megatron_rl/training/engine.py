@@ -49,10 +49,11 @@ from megatron_rl.config.schema import (
 from megatron_rl.data.batch import PackedBatch
 from megatron_rl.families.facts import text_config
 from megatron_rl.models import critic, policy
-from megatron_rl.models.hf.megatron_config import load_hf_config
+from megatron_rl.models.hf.model_config import load_hf_config
 from megatron_rl.models.hf.mtp import check_kept, mtp_note
 from megatron_rl.models.hf.weights import Destination, expected_names, export_weights, load_weights, save_hf
 from megatron_rl.models.logprobs import DEFAULT_CHUNK_SIZE
+from megatron_rl.models.megatron_fields import MegatronSettings
 from megatron_rl.models.moe import Routing
 from megatron_rl.models.vision.encoder import freeze
 from megatron_rl.parallel.topology import Topology
@@ -110,6 +111,7 @@ class Engine:
         fp32_head: bool = False,
         mtp: Mtp = Mtp.drop,
         vision: VisionConfig = VisionConfig(),
+        megatron: Mapping[str, Any] | None = None,
         seed: int = 1,
     ) -> None:
         """``path`` is a Hugging Face folder; ``optimizer=None`` makes a model that only answers (a reference).
@@ -117,6 +119,7 @@ class Engine:
         ``moe``: how a policy's experts are chosen; with replay it follows the field ``routes`` of its batches.
         ``fp8``, ``fp32_head``: a policy's precision. ``mtp``: whether ``save_hf`` carries the multi-token-prediction
         layers of ``path`` along. ``vision``: what of a vision-language model's encoder learns.
+        ``megatron``: fields of TransformerConfig (``models.megatron_fields``).
         """
         if role not in ("policy", "critic"):
             raise ValueError(f"role is 'policy' or 'critic', got {role!r}")
@@ -125,9 +128,10 @@ class Engine:
         self.topology = topology
         self.path = Path(path)
         self.hf_config = load_hf_config(path)
-        build = critic.build_critic
+        settings = MegatronSettings(moe=moe, fp8=fp8, fields=megatron or {})
+        build = functools.partial(critic.build_critic, settings=settings)
         if role == "policy":
-            build = functools.partial(policy.build_policy, moe=moe, fp8=fp8, fp32_head=fp32_head)
+            build = functools.partial(policy.build_policy, settings=settings, fp32_head=fp32_head)
         torch_dtype = getattr(torch, dtype.value)
         self._tokens_per_chunk = max(DEFAULT_CHUNK_SIZE, _LOGITS_PER_CHUNK // text_config(self.hf_config).vocab_size)
         loads = init is Init.checkpoint

@@ -71,6 +71,7 @@ def build_engine(
         dtype=model.dtype,
         recompute=model.recompute,
         vision=model.vision,
+        megatron=model.megatron,
         **(_policy_settings(model) if isinstance(model, PolicyConfig) else {}),
         seed=config.run.seed,
     )

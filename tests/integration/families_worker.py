@@ -13,7 +13,8 @@ import torch
 from megatron_rl.config.schema import Init, OptimizerConfig, ParallelConfig
 from megatron_rl.errors import ModelError
 from megatron_rl.models import policy
-from megatron_rl.models.hf.megatron_config import check_layout, load_hf_config
+from megatron_rl.models.hf.megatron_config import check_layout
+from megatron_rl.models.hf.model_config import load_hf_config
 from megatron_rl.models.hf.weights import load_weights
 from megatron_rl.parallel import topology
 from megatron_rl.training.engine import Engine

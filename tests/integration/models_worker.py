@@ -14,7 +14,7 @@ from torch import Tensor
 from megatron_rl.config.schema import ParallelConfig
 from megatron_rl.data.batch import PackedBatch, cu_seqlens_of
 from megatron_rl.models import critic, policy
-from megatron_rl.models.hf.megatron_config import load_hf_config
+from megatron_rl.models.hf.model_config import load_hf_config
 from megatron_rl.models.hf.weights import export_weights, load_weights, save_hf
 from megatron_rl.models.packed import unwrap
 from megatron_rl.parallel import collectives, topology

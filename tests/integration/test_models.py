@@ -15,7 +15,7 @@ from megatron_rl.data.batch import PackedBatch
 from megatron_rl.data.vision import vision_token_ids
 from megatron_rl.families.parameters import VALUE_HEAD
 from megatron_rl.models import critic, policy
-from megatron_rl.models.hf.megatron_config import load_hf_config
+from megatron_rl.models.hf.model_config import load_hf_config
 from megatron_rl.models.hf.sources import RandomSource, WeightsError
 from megatron_rl.models.hf.weights import expected_names, export_weights, load_weights, save_hf
 from megatron_rl.parallel import topology

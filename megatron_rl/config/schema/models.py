@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Any
 
 from megatron_rl.config.schema.bounds import at_least
 from megatron_rl.config.schema.optimizer import OptimizerConfig
@@ -163,6 +164,8 @@ class PolicyConfig:
     """What becomes of the multi-token-prediction layers of a checkpoint, which are never trained."""
     moe: MoeConfig = field(default_factory=MoeConfig)
     vision: VisionConfig = field(default_factory=VisionConfig)
+    megatron: dict[str, Any] = field(default_factory=dict)
+    """Fields of Megatron's TransformerConfig by their own names, e.g. {moe_shared_expert_overlap: true}; see docs/models.md."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
 
 
@@ -183,6 +186,8 @@ class CriticConfig:
     parallel: ParallelConfig | None = None
     """A layout of its own over the same ranks, for the critic and the process reward model; null: as the policy."""
     vision: VisionConfig = field(default_factory=VisionConfig)
+    megatron: dict[str, Any] = field(default_factory=dict)
+    """As policy.megatron, for the critic and the process reward model; it takes nothing over from the policy's."""
     optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=2.0e-6))
 
 

@@ -51,7 +51,8 @@ from megatron_rl.families.facts import dims, text_config
 from megatron_rl.families.parameters import VALUE_HEAD, Entry, Role, canonical_name, entries, stacked_shapes
 from megatron_rl.families.transforms import Shard
 from megatron_rl.models import critic, policy
-from megatron_rl.models.hf.megatron_config import check_layout, load_hf_config
+from megatron_rl.models.hf.megatron_config import check_layout
+from megatron_rl.models.hf.model_config import load_hf_config
 from megatron_rl.models.hf.mtp import is_mtp, mtp_names, mtp_tensors
 from megatron_rl.models.hf.sources import INDEX_FILE, SINGLE_FILE, CheckpointSource, WeightsError
 from megatron_rl.models.hf.weights import (

@@ -62,7 +62,9 @@ class VisionGPTModel(PackedGPTModel):
         vision = family_of(hf_config).vision
         # Real numbers also where a model is built on the meta device.
         with torch.device("cpu"):
-            self.rope_axes = rope_axes(rope["mrope_section"], interleaved=vision is not None and vision.interleaves_positions)
+            self.rope_axes = rope_axes(
+                rope["mrope_section"], interleaved=vision is not None and vision.interleaves_positions
+            )
 
     def visual_inputs(self, batch: PackedBatch, device: torch.device) -> tuple[Tensor, VisualInput]:
         """positions [3, P] of the pack with its padding, and the images.

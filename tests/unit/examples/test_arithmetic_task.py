@@ -131,7 +131,8 @@ def test_every_text_is_one_token_a_label_or_digit_and_decodes_to_itself(task: Pa
 
 def test_the_model_folder_is_one_that_training_accepts(task: Path) -> None:
     from megatron_rl.config.schema import ParallelConfig
-    from megatron_rl.models.hf.megatron_config import check_layout, load_hf_config
+    from megatron_rl.models.hf.megatron_config import check_layout
+    from megatron_rl.models.hf.model_config import load_hf_config
 
     config = load_hf_config(task / "model")
     assert config.vocab_size == len(make_task.vocabulary())

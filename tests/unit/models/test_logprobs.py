@@ -127,9 +127,7 @@ def test_logits_of_more_than_a_chunk_never_exist() -> None:
     n, chunk_size = 400, 10
     hidden, weight, targets = inputs(n)
     with LargestTensor() as largest:
-        logprobs, entropy = token_logprobs_and_entropy(
-            hidden, weight, targets, vocab_size=VOCAB, chunk_size=chunk_size
-        )
+        logprobs, entropy = token_logprobs_and_entropy(hidden, weight, targets, vocab_size=VOCAB, chunk_size=chunk_size)
         (logprobs.sum() + entropy.sum()).backward()
     assert max(chunk_size * VOCAB, n * HIDDEN) <= largest.elements < n * VOCAB
 

@@ -15,7 +15,8 @@ from megatron_rl.cpu.torchvision import declare_torchvision_ops
 from megatron_rl.data.batch import Images
 from megatron_rl.errors import ModelError
 from megatron_rl.families.vision_encoder import build_encoder
-from megatron_rl.models.hf.megatron_config import _check_vision, check_layout
+from megatron_rl.models.hf.megatron_config import check_layout
+from megatron_rl.models.hf.model_config import _check_vision
 from megatron_rl.models.vision.balance import assign_images, image_flops
 from megatron_rl.models.vision.positions import image_rows, mrope_angles, mrope_positions, rope_axes
 from tests.tiny_families import VISION_SHAPES, VISION_TOKENS

@@ -15,8 +15,10 @@ from megatron_rl.cpu.torchvision import declare_torchvision_ops
 from megatron_rl.families.facts import dims
 from megatron_rl.families.family import families
 from megatron_rl.families.parameters import VALUE_HEAD, canonical_name, entries, stacked_shapes
+from megatron_rl.families.rope import inverse_frequencies
 from megatron_rl.families.transforms import QKV, Columns, GatedMLP, Replicated, Rows, Shard, Transform, Vocabulary
-from megatron_rl.models.hf.megatron_config import inverse_frequencies, load_hf_config, megatron_config
+from megatron_rl.models.hf.megatron_config import megatron_config
+from megatron_rl.models.hf.model_config import load_hf_config
 from megatron_rl.models.hf.mtp import is_mtp
 from megatron_rl.models.hf.sources import INDEX_FILE, CheckpointSource, RandomSource, WeightsError
 from megatron_rl.models.hf.weights import assemble, read_entry
@@ -62,7 +64,9 @@ def make_config(family: str, **overrides: Any) -> PretrainedConfig:
         shape = {**VISION_SHAPES[family], "tie_word_embeddings": False, **overrides}
         heads = dict(num_attention_heads=8, num_key_value_heads=4, hidden_size=48)
         vision = {**shape["vision_config"], "out_hidden_size": 48}
-        return AutoConfig.for_model(**{**shape, "text_config": {**shape["text_config"], **heads}, "vision_config": vision})
+        return AutoConfig.for_model(
+            **{**shape, "text_config": {**shape["text_config"], **heads}, "vision_config": vision}
+        )
     if family == "qwen2":
         # Its heads are always hidden_size / num_attention_heads wide.
         sizes.pop("head_dim")
@@ -207,7 +211,9 @@ def test_a_model_folder_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="config.json is not a JSON object"):
         load_hf_config(tmp_path)
     for fields in ({"model_type": "gpt2"}, {}):
-        with pytest.raises(ValueError, match="supported: deepseek_v3, glm4_moe, llama, mixtral, qwen2, qwen2_5_vl, qwen3"):
+        with pytest.raises(
+            ValueError, match="supported: deepseek_v3, glm4_moe, llama, mixtral, qwen2, qwen2_5_vl, qwen3"
+        ):
             load_hf_config(write_config(tmp_path, **fields))
 
 

@@ -1,0 +1,32 @@
+"""Rotary positions of a model, as transformers has them."""
+
+from typing import Any
+
+import torch
+
+from megatron_rl.families.facts import dims, text_config
+from megatron_rl.families.family import ModelConfig, family_of
+
+
+def rope_parameters(config: ModelConfig) -> dict[str, Any]:
+    """transformers 5 keeps everything in ``rope_parameters``; older versions in two fields."""
+    config = text_config(config)
+    rope = getattr(config, "rope_parameters", None)
+    if rope is None:
+        rope = {"rope_theta": config.rope_theta, **(getattr(config, "rope_scaling", None) or {})}
+    return {"rope_type": "default", **rope}
+
+
+def inverse_frequencies(config: ModelConfig) -> tuple[torch.Tensor, float]:
+    """([rotated dimensions / 2] float32, the factor on cosine and sine) of the rotary embedding, as transformers has it."""
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    rope = rope_parameters(config)
+    # Real numbers also where a model is built on the meta device.
+    with torch.device("cpu"):
+        if rope["rope_type"] == "default":
+            head = text_config(config).qk_rope_head_dim if family_of(config).is_latent else dims(config)["head_dim"]
+            size = int(head * rope.get("partial_rotary_factor", 1.0))
+            return 1.0 / (rope["rope_theta"] ** (torch.arange(0, size, 2, dtype=torch.float32) / size)), 1.0
+        frequencies, factor = ROPE_INIT_FUNCTIONS[rope["rope_type"]](text_config(config), torch.device("cpu"))
+        return frequencies, float(factor)

@@ -1,0 +1,165 @@
+"""A Hugging Face config.json, refused where Megatron would silently compute something else."""
+
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub.errors import StrictDataclassError
+from transformers import AutoConfig, PretrainedConfig
+
+from megatron_rl.cpu.torchvision import declare_torchvision_ops
+from megatron_rl.errors import ModelError
+from megatron_rl.families.facts import dims, read_json_object, router_groups, sees, text_config
+from megatron_rl.families.family import families, family_of
+from megatron_rl.families.rope import inverse_frequencies, rope_parameters
+from megatron_rl.families.vision_encoder import num_deepstack
+
+_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+"""Those whose frequencies do not depend on the length of the sequence at hand."""
+
+
+def load_hf_config(path: str | Path) -> PretrainedConfig:
+    """Read and check ``path``/config.json.
+
+    Errors: FileNotFoundError where folder or file is missing, ModelError for malformed JSON, a model family that is not
+    supported, or a feature of it that is not.
+    """
+    folder = Path(path)
+    if not folder.is_dir():
+        raise FileNotFoundError(f"model folder {folder} does not exist; a path is a local folder, not a hub repository")
+    file = folder / "config.json"
+    if not file.is_file():
+        raise FileNotFoundError(f"{folder} holds no config.json; a Hugging Face model folder is expected")
+    model_type = read_json_object(file).get("model_type")
+    if model_type not in families():
+        raise ModelError(f"{file}: model_type {model_type!r} is not supported; supported: {', '.join(families())}")
+    # Configurations of some families import torchvision, for models that this project never builds.
+    declare_torchvision_ops()
+    try:
+        config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    except (AttributeError, KeyError, TypeError, ValueError, StrictDataclassError) as error:
+        reason = " ".join(str(error).split())
+        raise ModelError(f"{file} is not a configuration that transformers takes: {reason}") from error
+    _check_features(config, file)
+    return config
+
+
+def _check_features(config: PretrainedConfig, file: Path) -> None:
+    _check_fields(config, file)
+    _check_attention(config, file)
+    _check_experts(config, file)
+    if sees(config):
+        _check_vision(config, file)
+    _check_rope(config, file)
+
+
+def _check_fields(config: PretrainedConfig, file: Path) -> None:
+    expected: dict[str, Any] = {"hidden_act": "silu", "attention_dropout": 0.0, **family_of(config).forbidden}
+    for name, value in expected.items():
+        found = getattr(text_config(config), name, value)
+        # null, false and 0 say the same.
+        if found != value and (found or value):
+            raise ModelError(f"{file}: {name} = {found!r} is not supported for {config.model_type}, only {value!r}")
+    if getattr(config, "quantization_config", None):
+        raise ModelError(
+            f"{file}: quantization_config: quantised weights are not read; give a copy in bfloat16 or float32, "
+            "without quantization_config"
+        )
+
+
+def _check_attention(config: PretrainedConfig, file: Path) -> None:
+    family, sizes, rope = family_of(config), dims(config), rope_parameters(config)
+    if rope["rope_type"] not in _ROPE_TYPES:
+        supported = ", ".join(_ROPE_TYPES)
+        raise ModelError(f"{file}: rope_type {rope['rope_type']!r} is not supported; supported: {supported}")
+    partial = rope.get("partial_rotary_factor", 1.0)
+    if partial != 1.0 and not family.takes_partial_rotary:
+        raise ModelError(
+            f"{file}: partial_rotary_factor {partial} is not supported for {config.model_type}, only 1.0: "
+            "transformers rotates whole heads in this family"
+        )
+    if sizes["heads"] % sizes["groups"] != 0:
+        raise ModelError(
+            f"{file}: num_attention_heads {sizes['heads']} does not divide by num_key_value_heads {sizes['groups']}"
+        )
+    if family.is_latent and sizes["heads"] != sizes["groups"]:
+        raise ModelError(
+            f"{file}: num_key_value_heads {sizes['groups']} is not num_attention_heads {sizes['heads']}; with latent "
+            "attention every head has a key of its own"
+        )
+
+
+def _check_experts(config: PretrainedConfig, file: Path) -> None:
+    if family_of(config).experts is None:
+        return
+    experts = dims(config)["experts"]
+    if not experts:
+        raise ModelError(
+            f"{file}: no layer of this {config.model_type} is a mixture of experts; Megatron Core needs one (see "
+            "first_k_dense_replace, decoder_sparse_step, mlp_only_layers and the number of experts)"
+        )
+    _check_router(config, experts, file)
+
+
+def _check_rope(config: PretrainedConfig, file: Path) -> None:
+    sizes, rope = dims(config), rope_parameters(config)
+    try:
+        frequencies, _ = inverse_frequencies(config)
+    except (KeyError, TypeError, ZeroDivisionError) as error:
+        raise ModelError(f"{file}: rope_parameters {rope} are not complete: {error!r}") from error
+    partial = rope.get("partial_rotary_factor", 1.0)
+    is_latent = family_of(config).is_latent
+    rotated = text_config(config).qk_rope_head_dim if is_latent else int(sizes["head_dim"] * partial)
+    if 2 * len(frequencies) != rotated or not frequencies.isfinite().all():
+        raise ModelError(
+            f"{file}: rope_parameters {rope} give {len(frequencies)} frequencies, finite or not, for {rotated} rotary "
+            "dimensions of a head; expected a finite one for every two (see factor, head_dim, qk_rope_head_dim)"
+        )
+
+
+def _check_vision(config: PretrainedConfig, file: Path) -> None:
+    text, vision = config.text_config, config.vision_config
+    if vision.out_hidden_size != text.hidden_size:
+        raise ModelError(
+            f"{file}: vision_config.out_hidden_size {vision.out_hidden_size} is not text_config.hidden_size "
+            f"{text.hidden_size}"
+        )
+    for name in ("image_token_id", "video_token_id"):
+        if not 0 <= getattr(config, name) < text.vocab_size:
+            raise ModelError(
+                f"{file}: {name} {getattr(config, name)} is not in the vocabulary of {text.vocab_size} tokens"
+            )
+    if num_deepstack(vision) > text.num_hidden_layers:
+        raise ModelError(
+            f"{file}: vision_config.deepstack_visual_indexes names {num_deepstack(vision)} layers, more than "
+            f"text_config.num_hidden_layers {text.num_hidden_layers}"
+        )
+    section = rope_parameters(config).get("mrope_section")
+    head_dim = dims(config)["head_dim"]
+    if not isinstance(section, list) or len(section) != 3 or 2 * sum(section) != head_dim:
+        raise ModelError(
+            f"{file}: rope_parameters.mrope_section {section} is not three numbers that add up to {head_dim // 2}, half "
+            "of a head"
+        )
+
+
+def _check_router(config: PretrainedConfig, experts: int, file: Path) -> None:
+    text = text_config(config)
+    chosen = text.num_experts_per_tok
+    if not 0 < chosen <= experts:
+        raise ModelError(f"{file}: num_experts_per_tok {chosen} is not in [1, {experts}], the number of experts")
+    if chosen == 1 and getattr(text, "norm_topk_prob", True):
+        raise ModelError(
+            f"{file}: num_experts_per_tok 1 with normalised probabilities gives every expert the weight 1, which "
+            "Megatron Core does not compute; expected at least 2, or norm_topk_prob false"
+        )
+    groups, chosen_groups = router_groups(config)
+    if not 0 < chosen_groups <= groups or experts % groups:
+        raise ModelError(
+            f"{file}: n_group {groups} and topk_group {chosen_groups} do not fit {experts} experts; expected groups of "
+            "equal size and 1 <= topk_group <= n_group"
+        )
+    if chosen_groups < groups and chosen // chosen_groups != 2:
+        raise ModelError(
+            f"{file}: num_experts_per_tok {chosen} with topk_group {chosen_groups}: Megatron Core scores a group by its "
+            f"best {chosen // chosen_groups} experts, transformers by its best 2; only two experts a group are supported"
+        )

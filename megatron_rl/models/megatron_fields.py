@@ -1,0 +1,136 @@
+"""Megatron's own settings: ``policy.megatron`` and ``critic.megatron`` give fields of its TransformerConfig directly.
+
+A field passes through unless this trainer sets it by another key, or relies on it. What passes is checked by name and
+type against the dataclass of the Megatron that is installed.
+"""
+
+import dataclasses
+import difflib
+import enum
+import types
+import typing
+from collections.abc import Mapping
+from typing import Any
+
+from megatron.core.transformer import TransformerConfig
+
+from megatron_rl.config.schema import Fp8, MoeConfig
+from megatron_rl.errors import ModelError
+
+ADJUSTABLE = (
+    "apply_rope_fusion bias_activation_fusion bias_dropout_fusion gradient_accumulation_fusion masked_softmax_fusion "
+    "persist_layer_norm"
+).split()
+"""Fields that this trainer sets too, as a mere default."""
+
+_MODEL = "config.json of the model's folder says it"
+_SAMPLING = "the servers would compute another model than the trainer"
+_WIRED = "this trainer's passes over packs rely on their value"
+_SET_BY: dict[str, str] = {
+    "num_layers hidden_size num_attention_heads num_query_groups kv_channels ffn_hidden_size normalization "
+    "layernorm_epsilon layernorm_zero_centered_gamma gated_linear_unit activation_func glu_linear_offset "
+    "activation_func_clamp_value add_bias_linear add_qkv_bias qk_layernorm qk_l2_norm attention_output_gate "
+    "apply_residual_connection_post_layernorm multi_latent_attention q_lora_rank kv_lora_rank qk_head_dim "
+    "qk_pos_emb_head_dim v_head_dim rope_type rotary_base rotary_percent rotary_scaling_factor rotary_interleaved "
+    "original_max_position_embeddings beta_fast beta_slow mscale mscale_all_dim mrope_section no_rope_freq "
+    "softmax_scale softmax_type window_size window_attn_skip_freq experimental_attention_variant "
+    "linear_attention_freq is_hybrid_model num_moe_experts moe_layer_freq moe_ffn_hidden_size moe_router_topk "
+    "moe_router_topk_limited_devices moe_shared_expert_intermediate_size moe_shared_expert_gate "
+    "moe_router_num_groups moe_router_group_topk moe_router_pre_softmax moe_router_topk_scaling_factor "
+    "moe_router_score_function moe_router_enable_expert_bias moe_apply_probs_on_input moe_latent_size": _MODEL,
+    "mtp_num_layers mtp_loss_scaling_factor mtp_standalone": "multi-token-prediction layers are never built",
+    "attention_dropout hidden_dropout moe_expert_capacity_factor moe_input_jitter_eps moe_token_dropping "
+    "moe_pad_expert_input_to_capacity moe_router_force_load_balancing": _SAMPLING,
+    "tensor_model_parallel_size": "parallel.tensor_parallel_size sets it",
+    "pipeline_model_parallel_size": "parallel.pipeline_parallel_size sets it",
+    "virtual_pipeline_model_parallel_size": "parallel.virtual_pipeline_size sets it",
+    "pipeline_model_parallel_layout num_layers_in_first_pipeline_stage num_layers_in_last_pipeline_stage "
+    "account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split": "parallel.pipeline_layers sets it",
+    "sequence_parallel": "parallel.sequence_parallel sets it",
+    "context_parallel_size hierarchical_context_parallel_sizes hybrid_context_parallel "
+    "max_seqlen_per_dp_cp_rank": "parallel.context_parallel_size sets it",
+    "expert_model_parallel_size moe_extended_tp": "parallel.expert_parallel_size sets it",
+    "expert_tensor_parallel_size": "parallel.expert_tensor_parallel_size sets it",
+    "fp16 bf16 params_dtype pipeline_dtype autocast_dtype enable_autocast": "policy.dtype and critic.dtype set it",
+    "recompute_granularity recompute_method recompute_num_layers recompute_modules "
+    "moe_layer_recompute": "policy.recompute and critic.recompute set it",
+    "fp8 fp8_recipe fp8_param fp4 fp4_recipe fp4_param": "policy.fp8 sets it",
+    "moe_router_dtype": "policy.moe.router_dtype sets it",
+    "moe_router_load_balancing_type": "policy.moe.load_balancing sets it",
+    "moe_aux_loss_coeff moe_z_loss_coeff": "policy.moe.aux_loss_coef sets it",
+    "moe_router_bias_update_rate": "policy.moe.bias_update_rate sets it",
+    "moe_enable_routing_replay": "policy.moe.routing_replay sets it",
+    "moe_token_dispatcher_type moe_enable_deepep": "policy.moe.dispatcher sets it",
+    "moe_grouped_gemm moe_use_legacy_grouped_gemm": "policy.moe.grouped_gemm sets it",
+    "calculate_per_token_loss variable_seq_lengths use_cpu_initialization perform_initialization "
+    "init_model_with_meta_device deallocate_pipeline_outputs overlap_p2p_comm batch_p2p_comm use_ring_exchange_p2p "
+    "cuda_graph_scope cuda_graph_impl enable_cuda_graph external_cuda_graph flash_decode test_mode "
+    "heterogeneous_block_specs use_inference_optimized_layers transformer_impl "
+    "overlap_moe_expert_parallel_comm fine_grained_activation_offloading": _WIRED,
+}
+REFUSED = {name: reason for names, reason in _SET_BY.items() for name in names.split()}
+"""Field -> why it cannot be given."""
+
+
+@dataclasses.dataclass(frozen=True)
+class MegatronSettings:
+    """How a run wants a model computed, whatever the model."""
+
+    moe: MoeConfig = dataclasses.field(default_factory=MoeConfig)
+    fp8: Fp8 = Fp8.none
+    fields: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """Of TransformerConfig, as ``policy.megatron`` or ``critic.megatron`` gives them."""
+
+
+PLAIN = MegatronSettings()
+
+
+def checked_fields(fields: Mapping[str, Any], *, key: str = "megatron") -> dict[str, Any]:
+    """``fields`` with the values that TransformerConfig takes; ModelError, listing every problem, where it takes none.
+
+    ``key``: where they stand in the configuration.
+    """
+    hints = typing.get_type_hints(TransformerConfig)
+    known = [field.name for field in dataclasses.fields(TransformerConfig) if not field.name.startswith("_")]
+    values, problems = {}, []
+    for name, value in fields.items():
+        hint = hints.get(name)
+        if name in REFUSED:
+            problems.append(f"{key}.{name}: it cannot be given here: {REFUSED[name]}")
+        elif name not in known:
+            near = difflib.get_close_matches(name, [other for other in known if other not in REFUSED], n=3)
+            guess = f"; did you mean {' or '.join(near)}?" if near else ""
+            problems.append(f"{key}.{name}: Megatron's TransformerConfig has no such field{guess}")
+        elif isinstance(hint, type) and issubclass(hint, enum.Enum) and value in hint.__members__:
+            values[name] = hint[value]
+        elif not _fits(value, hint):
+            problems.append(f"{key}.{name}: expected {_described(hint)}, got {value!r}")
+        else:
+            values[name] = value
+    if problems:
+        raise ModelError("\n".join(problems))
+    return values
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType):
+        return any(_fits(value, argument) for argument in arguments)
+    if origin is typing.Literal:
+        return value in arguments
+    if origin is list:
+        return isinstance(value, list) and all(_fits(item, arguments[0]) for item in value)
+    if hint is float:
+        return isinstance(value, int | float) and not isinstance(value, bool)
+    if hint in (bool, int, str, list, type(None)):
+        # True is an int to Python, but a mistake in a configuration.
+        return type(value) is hint
+    return False
+
+
+def _described(hint: Any) -> str:
+    if isinstance(hint, type) and issubclass(hint, enum.Enum):
+        return f"one of {', '.join(hint.__members__)}"
+    if typing.get_origin(hint) is None and isinstance(hint, type):
+        return hint.__name__
+    return str(hint).replace("typing.", "")

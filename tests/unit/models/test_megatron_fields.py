@@ -1,0 +1,113 @@
+"""Megatron's own settings: what passes through to TransformerConfig, and what is refused with its reason."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.transformer.enums import AttnBackend
+from transformers import AutoConfig
+
+from megatron_rl.cli import main
+from megatron_rl.config.load import load_config
+from megatron_rl.config.schema import Fp8, MoeConfig, ParallelConfig, Recompute
+from megatron_rl.errors import ModelError
+from megatron_rl.models import critic, policy
+from megatron_rl.models.hf.megatron_config import megatron_config
+from megatron_rl.models.megatron_fields import ADJUSTABLE, REFUSED, MegatronSettings, checked_fields
+from megatron_rl.models.moe import moe_kwargs
+from megatron_rl.models.precision import fp8_kwargs
+from megatron_rl.parallel import topology
+from tests.tiny_families import COMMON, SHAPES, VISION_SHAPES
+from tests.unit.config.test_moe_settings import DENSE, load
+
+
+@pytest.fixture
+def single_rank() -> Iterator[ParallelConfig]:
+    topology.initialize(ParallelConfig(), seed=1)
+    try:
+        yield ParallelConfig()
+    finally:
+        topology.destroy()
+
+
+@pytest.mark.parametrize("build", [policy.build_policy, critic.build_critic])
+def test_a_given_field_is_in_the_built_model(build: Any, single_rank: ParallelConfig) -> None:
+    config = AutoConfig.for_model(**{**COMMON, **SHAPES["qwen3_wide_heads_yarn"]})
+    settings = MegatronSettings(fields={"init_method_std": 0.5, "bias_dropout_fusion": True})
+    (chunk,) = build(config, single_rank, dtype=torch.float32, settings=settings, seed=1)
+    assert chunk.config.init_method_std == 0.5 and chunk.config.bias_dropout_fusion
+    assert chunk.decoder.layers[0].config.init_method_std == 0.5
+
+
+def test_what_megatron_refuses_names_the_fields_that_were_given(single_rank: ParallelConfig) -> None:
+    config = AutoConfig.for_model(**{**COMMON, **SHAPES["qwen3_wide_heads_yarn"]})
+    settings = MegatronSettings(fields={"cpu_offloading": True, "cpu_offloading_num_layers": 99})
+    with pytest.raises(
+        ModelError, match="Megatron refuses this model with the fields .*'cpu_offloading_num_layers': 99"
+    ):
+        policy.build_policy(config, single_rank, dtype=torch.float32, settings=settings, seed=None)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"moe_shared_expert_overlp": True}, "no such field; did you mean moe_shared_expert_overlap"),
+        ({"nothing_alike_at_all": 1}, "policy.megatron.nothing_alike_at_all: .* no such field$"),
+        ({"num_layers": 4}, "policy.megatron.num_layers: .* config.json of the model's folder says it"),
+        ({"bf16": True}, "policy.dtype and critic.dtype set it"),
+        ({"tensor_model_parallel_size": 2}, "parallel.tensor_parallel_size sets it"),
+        ({"recompute_granularity": "full"}, "policy.recompute and critic.recompute set it"),
+        ({"moe_aux_loss_coeff": 0.1}, "policy.moe.aux_loss_coef sets it"),
+        ({"variable_seq_lengths": False}, "passes over packs rely on"),
+        ({"moe_permute_fusion": "yes"}, "policy.megatron.moe_permute_fusion: expected bool, got 'yes'"),
+        ({"init_method_std": True}, "init_method_std: expected float, got True"),
+        ({"finalize_model_grads_func": "f"}, "finalize_model_grads_func: expected Optional.*Callable"),
+        ({"attention_backend": "quick"}, "attention_backend: expected one of flash, fused"),
+    ],
+)
+def test_fields_that_cannot_be_given_are_refused_with_the_reason(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ModelError, match=message):
+        checked_fields(fields, key="policy.megatron")
+
+
+def test_every_problem_is_found_at_once() -> None:
+    with pytest.raises(ModelError) as error:
+        checked_fields({"num_layers": 4, "moe_permute_fusion": 1}, key="critic.megatron")
+    assert [line.split(":")[0] for line in str(error.value).splitlines()] == [
+        "critic.megatron.num_layers",
+        "critic.megatron.moe_permute_fusion",
+    ]
+
+
+def test_values_have_the_types_of_the_dataclass() -> None:
+    given = {
+        "init_method_std": 1,
+        "activation_func_fp8_input_store": True,
+        "cpu_offloading_num_layers": 2,
+        "num_microbatches_with_partial_activation_checkpoints": None,
+        "cp_comm_type": ["p2p", "a2a"],
+        "cross_entropy_fusion_impl": "te",
+    }
+    assert checked_fields(given) == given
+    assert checked_fields({"attention_backend": "flash"}) == {"attention_backend": AttnBackend.flash}
+
+
+@pytest.mark.parametrize("shape", [*SHAPES, *VISION_SHAPES])
+def test_no_field_that_the_trainer_sets_can_be_given(shape: str) -> None:
+    fields = {**COMMON, **SHAPES[shape]} if shape in SHAPES else VISION_SHAPES[shape]
+    config = AutoConfig.for_model(**fields)
+    overrides = moe_kwargs(MoeConfig(), config) | fp8_kwargs(Fp8.hybrid)
+    for recompute in Recompute:
+        kwargs, _ = megatron_config(config, ParallelConfig(), dtype=torch.float32, recompute=recompute, **overrides)
+        assert kwargs.keys() - REFUSED.keys() - set(ADJUSTABLE) == set()
+
+
+def test_a_recipe_with_a_wrong_field_is_refused_before_anything_starts(tmp_path, capsys) -> None:
+    config = load(tmp_path, DENSE)
+    assert config.policy.megatron == {} and config.critic.megatron == {}
+    recipe = tmp_path / "recipe.yaml"
+    given = load_config(recipe, ["policy.megatron.moe_permute_fusion=true", "critic.megatron={num_layers: 3}"])
+    assert given.policy.megatron == {"moe_permute_fusion": True}
+    assert main(["train", f"--config={recipe}", "--dry-run", "critic.megatron={num_layers: 3}"]) != 0
+    assert "critic.megatron.num_layers" in capsys.readouterr().err
