@@ -1,4 +1,4 @@
-"""Advantages and returns of packed responses: GAE, EGAE, Monte-Carlo, length-adaptive lambda.
+"""Advantages and returns of packed responses: GAE, EGAE, Monte-Carlo, length-adaptive lambda; any advantage by name.
 
 Sequences lie back to back in 1-D tensors; ``cu_seqlens`` [N+1] says where each starts. ``values[t]`` is V(s_t), read
 before token t is emitted; ``rewards[t]`` is what emitting token t earned.
@@ -7,11 +7,16 @@ Invariants: nothing here carries a gradient; no number crosses a sequence border
 for bit, because both run the same code and differ only in V at the sequence end; results are on the inputs' device.
 """
 
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from megatron_rl.algorithms.cpu_scan import advantages_one_by_one, has_numba
-from megatron_rl.algorithms.scan import advantages_by_blocks
+from megatron_rl.algorithms import registry
+from megatron_rl.algorithms.cpu_scan import advantages_one_by_one
+from megatron_rl.algorithms.sequences import sequence_index, sequence_sums
 from megatron_rl.algorithms.shapes import (
     check_cu_seqlens,
     check_float_vector,
@@ -21,6 +26,50 @@ from megatron_rl.algorithms.shapes import (
     describe,
     float_lengths,
 )
+
+
+@dataclass(frozen=True)
+class Episodes:
+    """What advantages are estimated from: the new tokens [T] of N responses or turns, the whole step's batch."""
+
+    rewards: Tensor
+    """[T] float32: the outcome on the last token of what finished, and token rewards (a KL penalty, say) on each."""
+    cu_seqlens: Tensor
+    """[N+1] int64."""
+    finished: Tensor
+    """[N] bool; False marks a window that was cut before its response ended."""
+    valid: Tensor
+    """[N] bool; False marks what could not be scored and trains nothing."""
+    group_ids: Tensor
+    """[N] int64: equal for the responses to one prompt."""
+    gamma: float
+    lam: float | Tensor
+    """GAE's lambda: one, or [N]."""
+    values: Tensor | None = None
+    """[T] of the critic, like ``rewards``; None without a critic."""
+    bootstrap: Tensor | None = None
+    """[N] the critic's value after the last token; None: not to be used (algorithm.bootstrap=copy_last)."""
+
+
+@torch.no_grad()
+def estimate_advantages(name: str, options: Mapping[str, Any], episodes: Episodes) -> Tensor:
+    """[T] by the advantage of a registered name or import path (``registry.advantage`` says what it is given).
+
+    Raises:
+        ValueError: unknown name, wrong options, or a result that is no number for each token or sequence.
+    """
+    bounds = check_cu_seqlens(episodes.cu_seqlens, len(episodes.rewards))
+    sequence_of = sequence_index(bounds, episodes.rewards.device)
+    outcomes = sequence_sums(episodes.rewards, sequence_of, len(bounds) - 1)
+    result = registry.ADVANTAGES.bind(name, options)(outcomes=outcomes, **vars(episodes))
+    num_tokens, num_sequences = len(sequence_of), len(bounds) - 1
+    if not isinstance(result, Tensor) or result.shape not in ((num_tokens,), (num_sequences,)):
+        raise ValueError(
+            f"advantage {name!r}: expected a number for each token, [{num_tokens}], or for each sequence, "
+            f"[{num_sequences}], got {describe(result)}"
+        )
+    # No sequence is empty, so where T = N each has one token and both readings agree.
+    return result if len(result) == num_tokens else result[sequence_of]
 
 
 @torch.no_grad()
@@ -47,6 +96,7 @@ def gae(rewards: Tensor, values: Tensor, cu_seqlens: Tensor, *, gamma: float = 1
     return _advantages_with_end_values(rewards, values, bounds, after_end, gamma, lam)
 
 
+@registry.advantage("egae")
 @torch.no_grad()
 def egae(
     rewards: Tensor,
@@ -120,15 +170,15 @@ def _advantages_with_end_values(
     """GAE [T] where ``after_end`` [N] is V of the state after each sequence's last token."""
     gamma = check_fraction("gamma", gamma)
     decay = gamma * _lambda_per_sequence(lam, len(bounds) - 1, values.device)
-    if values.device.type == "cpu" and has_numba():
-        return advantages_one_by_one(rewards, values, bounds, after_end, gamma, decay)
-    return advantages_by_blocks(rewards, values, bounds, after_end, gamma, decay)
+    # One pass over memory with a dependency from token to token: a GPU's tensors are faster brought here and back.
+    result = advantages_one_by_one(rewards.cpu(), values.cpu(), bounds, after_end.cpu(), gamma, decay.cpu())
+    return result.to(values.device)
 
 
 def _lambda_per_sequence(lam: float | Tensor, num_sequences: int, device: torch.device) -> Tensor:
     """``lam`` as float64 [N] on ``device``, checked to lie within [0, 1]."""
     if not isinstance(lam, Tensor) or lam.dim() == 0:
-        return torch.full((num_sequences,), check_fraction("lam", lam), dtype=torch.float64, device=device)
+        return torch.full((num_sequences,), check_fraction("lam", float(lam)), dtype=torch.float64, device=device)
     check_per_sequence("lam", lam, num_sequences)
     lambdas = lam.detach().to(device, torch.float64)
     outside = ~((lambdas >= 0) & (lambdas <= 1))

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megatron_rl.algorithms import registry
 from megatron_rl.algorithms.advantages import monte_carlo_returns
 from megatron_rl.algorithms.aggregation import counted_sequences
 from megatron_rl.algorithms.normalize import normalize_advantages
@@ -103,6 +104,37 @@ def reinforce_pp_advantages(
         groups = _groups(outcomes, group_ids, trained)
         to_go = to_go - groups.spread_out(groups.mean)[sequence_of]
     return normalize_advantages(to_go, mask, kind="whiten", eps=eps).to(rewards.dtype)
+
+
+@registry.advantage("group")
+def _group(outcomes: Tensor, group_ids: Tensor, valid: Tensor) -> Tensor:
+    """(R - mean) / std over the responses to one prompt (GRPO, DAPO)."""
+    return group_advantages(outcomes, group_ids, valid=valid)
+
+
+@registry.advantage("group_mean")
+def _group_mean(outcomes: Tensor, group_ids: Tensor, valid: Tensor) -> Tensor:
+    """R - mean over the responses to one prompt, without the division (Dr. GRPO)."""
+    return group_advantages(outcomes, group_ids, valid=valid, scale_by_std=False)
+
+
+@registry.advantage("rloo")
+def _rloo(outcomes: Tensor, group_ids: Tensor, valid: Tensor) -> Tensor:
+    """R - mean of the other responses to the prompt (REINFORCE leave-one-out)."""
+    return rloo_advantages(outcomes, group_ids, valid=valid)
+
+
+@registry.advantage("reinforce_pp")
+def _reinforce_pp(rewards: Tensor, valid: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """Reward-to-go, whitened over the whole batch (REINFORCE++)."""
+    return reinforce_pp_advantages(rewards, valid.repeat_interleave(cu_seqlens.diff()), cu_seqlens)
+
+
+@registry.advantage("reinforce_pp_baseline")
+def _reinforce_pp_baseline(rewards: Tensor, valid: Tensor, cu_seqlens: Tensor, group_ids: Tensor) -> Tensor:
+    """R - mean over the prompt's responses, then whitened over the whole batch."""
+    mask = valid.repeat_interleave(cu_seqlens.diff())
+    return reinforce_pp_advantages(rewards, mask, cu_seqlens, group_ids=group_ids)
 
 
 @dataclass(frozen=True)

@@ -11,25 +11,25 @@ Hand in the whole step's batch: means over the batch are then means over the ste
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron_rl.algorithms.loss import keep
-from megatron_rl.algorithms.mismatch import MAX_LOG_RATIO, effective_sample_size, mismatch_metrics
+from megatron_rl.algorithms import registry
+from megatron_rl.algorithms.loss import MAX_LOG_RATIO, keep
+from megatron_rl.algorithms.mismatch import effective_sample_size, mismatch_metrics
 from megatron_rl.algorithms.sequences import sequence_index, sequence_sums
 from megatron_rl.algorithms.shapes import (
-    check_choice,
     check_cu_seqlens,
     check_float_vector,
     check_mask,
     check_not_negative,
     check_same_kind,
+    describe,
 )
-
-WEIGHTS = ("none", "token", "sequence", "icepop")
-REJECTIONS = ("none", "token", "sequence", "geometric", "k2", "k3")
 
 
 @dataclass(frozen=True)
@@ -51,11 +51,11 @@ class Correction:
 
 
 @dataclass(frozen=True)
-class _Ratios:
-    """log rho in float64, 0 outside the mask; sequence numbers are spread over the sequences' tokens."""
+class LogRatios:
+    """log rho in float64, 0 outside the mask; numbers of a sequence are repeated for each of its tokens."""
 
     token: Tensor
-    """[T]"""
+    """[T] clamped to +- 20."""
     product: Tensor
     """[T] of the sequence: sum over its counted tokens, clamped like a token's."""
     sequence_of: Tensor
@@ -74,7 +74,7 @@ class _Ratios:
 
 
 @torch.no_grad()
-def mismatch_correction(
+def mismatch_correction(  # noqa: PLR0913  public, and each number is a term of the formula
     rollout_logprobs: Tensor,
     old_logprobs: Tensor,
     mask: Tensor,
@@ -89,6 +89,8 @@ def mismatch_correction(
     rejection_high: float = 2.0,
     veto_below: float = 0.0,
     normalize: bool = False,
+    weight_options: Mapping[str, Any] | None = None,
+    rejection_options: Mapping[str, Any] | None = None,
 ) -> Correction:
     """Importance weights and rejections for the difference between engine and trainer. Waits for the device.
 
@@ -106,6 +108,8 @@ def mismatch_correction(
             mean (rho - 1 - log rho) above it (in use: 0.001 to 0.01).
         veto_below: sequences with a token whose rho is below this leave the mask; 0: none (in use: 1e-4).
         normalize: divide the weights by their mean over the remaining tokens ("sequence": over sequences).
+        weight_options, rejection_options: of a ``weight`` or ``rejection`` by another registered name, or by import
+            path package.module:function.
 
     Raises:
         ValueError: shapes, dtypes, names or ranges do not fit, or a token to train has no number to compare.
@@ -113,29 +117,24 @@ def mismatch_correction(
     check_float_vector("rollout_logprobs", rollout_logprobs)
     check_same_kind("old_logprobs", old_logprobs, "rollout_logprobs", rollout_logprobs)
     check_mask(mask, "rollout_logprobs", rollout_logprobs)
-    check_choice("weight", weight, WEIGHTS)
-    check_choice("rejection", rejection, REJECTIONS)
     counted = mask != 0
     ratios = _ratios(rollout_logprobs, old_logprobs, counted, cu_seqlens)
     _check_comparable(ratios, rollout_logprobs, old_logprobs)
 
     vetoed = ratios.any_of_sequence(counted & (ratios.token.exp() < check_not_negative("veto_below", veto_below)))
-    kept = counted & ~vetoed & _accepted(ratios, rejection, rejection_low, rejection_high)
-    importance = keep(_importance(ratios, weight, icepop_low, icepop_high), kept)
-    truncated = kept & (importance > _bound(weight, max_weight))
-    raw = importance.clamp(max=_bound(weight, max_weight))
-    weights = raw / _mean_weight(raw, kept, ratios, weight) if normalize else raw
+    accepts = registry.REJECTIONS.bind(rejection, rejection_options)
+    accepted = accepts(ratios=ratios, rejection_low=rejection_low, rejection_high=rejection_high)
+    kept = counted & ~vetoed & _per_token(f"rejection {rejection!r}", accepted, ratios).bool()
+    weigh = registry.CORRECTION_WEIGHTS.bind(weight, weight_options)
+    importance = weigh(ratios=ratios, max_weight=max_weight, icepop_low=icepop_low, icepop_high=icepop_high)
+    importance = keep(_per_token(f"correction weight {weight!r}", importance, ratios).double(), kept)
+    entry = registry.CORRECTION_WEIGHTS.find(weight)
+    bound = _positive("max_weight", max_weight) if entry.bounded else math.inf
+    raw = importance.clamp(max=bound)
+    weights = raw / _mean_weight(raw, kept, ratios, entry.per_sequence) if normalize else raw
 
     metrics = mismatch_metrics(old_logprobs, rollout_logprobs, mask, cu_seqlens)
-    num_counted, remaining = max(int(counted.sum()), 1), raw[kept]
-    metrics |= {
-        "masked_share": int((counted & (raw == 0)).sum()) / num_counted,
-        "rejected_share": int((counted & ~kept).sum()) / num_counted,
-        "vetoed_sequence_share": _sequence_share(counted & vetoed, ratios),
-        "truncated_share": int(truncated.sum()) / max(len(remaining), 1),
-        "weight_mean": float(remaining.mean()) if len(remaining) else 1.0,
-        "weight_ess": effective_sample_size(remaining),
-    }
+    metrics |= _what_was_done(counted, vetoed, kept, kept & (importance > bound), raw, ratios)
     return Correction(weights.to(old_logprobs.dtype), kept, metrics)
 
 
@@ -171,7 +170,7 @@ def off_policy_sequence_mask(
     return counted & ~(left_behind & (advantages < 0))
 
 
-def _ratios(denominator: Tensor, numerator: Tensor, counted: Tensor, cu_seqlens: Tensor) -> _Ratios:
+def _ratios(denominator: Tensor, numerator: Tensor, counted: Tensor, cu_seqlens: Tensor) -> LogRatios:
     """log(numerator / denominator) of log-probs [T]."""
     bounds = check_cu_seqlens(cu_seqlens, len(numerator))
     difference = keep(numerator, counted).double() - keep(denominator, counted).double()
@@ -180,52 +179,107 @@ def _ratios(denominator: Tensor, numerator: Tensor, counted: Tensor, cu_seqlens:
     num_sequences = len(bounds) - 1
     product = sequence_sums(token, sequence_of, num_sequences).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     counts = sequence_sums(counted.double(), sequence_of, num_sequences)
-    return _Ratios(token, product[sequence_of], sequence_of, counts)
+    return LogRatios(token, product[sequence_of], sequence_of, counts)
 
 
-def _accepted(ratios: _Ratios, rejection: str, low: float, high: float) -> Tensor:
-    """[T] bool: tokens that the rejection rule lets pass."""
-    if rejection == "none":
-        return torch.ones_like(ratios.token, dtype=torch.bool)
-    if rejection == "k2":
-        return ratios.sequence_mean(0.5 * ratios.token.square()) <= check_not_negative("rejection_high", high)
-    if rejection == "k3":
-        distance = torch.expm1(ratios.token) - ratios.token
-        return ratios.sequence_mean(distance) <= check_not_negative("rejection_high", high)
+@registry.rejection("none")
+def _accept_all(ratios: LogRatios) -> Tensor:
+    """Nothing is left out."""
+    return torch.ones_like(ratios.token, dtype=torch.bool)
+
+
+@registry.rejection("token")
+def _accept_tokens(ratios: LogRatios, rejection_low: float, rejection_high: float) -> Tensor:
+    """Tokens with rho outside [low, high] leave."""
+    return _within(ratios.token, rejection_low, rejection_high)
+
+
+@registry.rejection("sequence")
+def _accept_sequences(ratios: LogRatios, rejection_low: float, rejection_high: float) -> Tensor:
+    """Responses with prod rho outside [low, high] leave (MIS)."""
+    return _within(ratios.product, rejection_low, rejection_high)
+
+
+@registry.rejection("geometric")
+def _accept_geometric(ratios: LogRatios, rejection_low: float, rejection_high: float) -> Tensor:
+    """Responses with exp(mean log rho) outside [low, high] leave."""
+    return _within(ratios.sequence_mean(ratios.token), rejection_low, rejection_high)
+
+
+@registry.rejection("k2")
+def _accept_k2(ratios: LogRatios, rejection_high: float) -> Tensor:
+    """Responses with mean (log rho)^2 / 2 above high leave."""
+    return ratios.sequence_mean(0.5 * ratios.token.square()) <= check_not_negative("rejection_high", rejection_high)
+
+
+@registry.rejection("k3")
+def _accept_k3(ratios: LogRatios, rejection_high: float) -> Tensor:
+    """Responses with mean (rho - 1 - log rho) above high leave."""
+    distance = torch.expm1(ratios.token) - ratios.token
+    return ratios.sequence_mean(distance) <= check_not_negative("rejection_high", rejection_high)
+
+
+def _within(log_ratio: Tensor, low: float, high: float) -> Tensor:
     _check_interval("rejection", low, high)
-    log_ratio = {
-        "token": ratios.token,
-        "sequence": ratios.product,
-        "geometric": ratios.sequence_mean(ratios.token),
-    }[rejection]
     return (log_ratio.exp() >= low) & (log_ratio.exp() <= high)
 
 
-def _importance(ratios: _Ratios, weight: str, icepop_low: float, icepop_high: float) -> Tensor:
-    """[T] float64 importance weights without a bound."""
-    if weight == "none":
-        return torch.ones_like(ratios.token)
-    if weight == "sequence":
-        return ratios.product.exp()
-    rho = ratios.token.exp()
-    if weight == "token":
-        return rho
+@registry.correction_weight("none")
+def _no_weight(ratios: LogRatios) -> Tensor:
+    """Samples count as if the trainer had drawn them."""
+    return torch.ones_like(ratios.token)
+
+
+@registry.correction_weight("token", bounded=True)
+def _token_weight(ratios: LogRatios) -> Tensor:
+    """min(rho_t, max_weight): token TIS."""
+    return ratios.token.exp()
+
+
+@registry.correction_weight("sequence", bounded=True, per_sequence=True)
+def _sequence_weight(ratios: LogRatios) -> Tensor:
+    """min(prod rho, max_weight): sequence TIS."""
+    return ratios.product.exp()
+
+
+@registry.correction_weight("icepop")
+def _icepop_weight(ratios: LogRatios, icepop_low: float, icepop_high: float) -> Tensor:
+    """rho_t inside [icepop_low, icepop_high], else 0; the denominator stays."""
     _check_interval("icepop", icepop_low, icepop_high)
+    rho = ratios.token.exp()
     return torch.where((rho >= icepop_low) & (rho <= icepop_high), rho, 0.0)
 
 
-def _bound(weight: str, max_weight: float) -> float:
-    """What the weights are cut to; IcePop has an interval instead."""
-    if weight not in ("token", "sequence"):
-        return math.inf
-    if not max_weight > 0.0:
-        raise ValueError(f"max_weight: expected a number above 0, got {max_weight!r}")
-    return float(max_weight)
+def _per_token(what: str, result: Tensor, ratios: LogRatios) -> Tensor:
+    if not isinstance(result, Tensor) or result.shape != ratios.token.shape:
+        raise ValueError(f"{what}: expected [{len(ratios.token)}], a number for each token, got {describe(result)}")
+    return result
 
 
-def _mean_weight(weights: Tensor, kept: Tensor, ratios: _Ratios, weight: str) -> Tensor:
+def _positive(name: str, value: float) -> float:
+    if not value > 0.0:
+        raise ValueError(f"{name}: expected a number above 0, got {value!r}")
+    return float(value)
+
+
+def _what_was_done(
+    counted: Tensor, vetoed: Tensor, kept: Tensor, truncated: Tensor, raw: Tensor, ratios: LogRatios
+) -> dict[str, float]:
+    """Metrics of ``Correction`` from masks [T] bool and from the weights [T] before they are normalised."""
+    num_counted, remaining = max(int(counted.sum()), 1), raw[kept]
+    return {
+        "masked_share": int((counted & (raw == 0)).sum()) / num_counted,
+        "rejected_share": int((counted & ~kept).sum()) / num_counted,
+        "vetoed_sequence_share": _sequence_share(counted & vetoed, ratios),
+        "truncated_share": int(truncated.sum()) / max(len(remaining), 1),
+        "weight_mean": float(remaining.mean()) if len(remaining) else 1.0,
+        "weight_ess": effective_sample_size(remaining),
+    }
+
+
+def _mean_weight(weights: Tensor, kept: Tensor, ratios: LogRatios, per_sequence: bool) -> Tensor:
     """[] mean over the remaining tokens, or sequences; 1 where there is nothing to divide by."""
-    if weight == "sequence":
+    if per_sequence:
         sums, counts = (
             sequence_sums(values, ratios.sequence_of, len(ratios.counts)) for values in (weights, kept.double())
         )
@@ -235,7 +289,7 @@ def _mean_weight(weights: Tensor, kept: Tensor, ratios: _Ratios, weight: str) ->
     return torch.where(mean > 0, mean, 1.0)
 
 
-def _sequence_share(tokens: Tensor, ratios: _Ratios) -> float:
+def _sequence_share(tokens: Tensor, ratios: LogRatios) -> float:
     """Share of the sequences with counted tokens that hold one of ``tokens`` [T] bool."""
     hit = sequence_sums(tokens.double(), ratios.sequence_of, len(ratios.counts)) > 0
     return int(hit.sum()) / max(int((ratios.counts > 0).sum()), 1)
@@ -246,7 +300,7 @@ def _check_interval(name: str, low: float, high: float) -> None:
         raise ValueError(f"{name}_low, {name}_high: expected 0 <= low <= high, got {low!r} and {high!r}")
 
 
-def _check_comparable(ratios: _Ratios, rollout_logprobs: Tensor, old_logprobs: Tensor) -> None:
+def _check_comparable(ratios: LogRatios, rollout_logprobs: Tensor, old_logprobs: Tensor) -> None:
     """Refuse NaN: it would pass every bound and reach the loss as a weight."""
     unknown = ratios.token.isnan().nonzero()
     if len(unknown) > 0:

@@ -64,22 +64,8 @@ def thread_spans(bounds: Tensor, num_threads: int) -> list[tuple[int, int]]:
 
 
 @cache
-def has_numba() -> bool:
-    """Whether the loop can be compiled here; the scan over blocks (scan.py) needs torch alone, and more time."""
-    try:
-        compiled_loop()
-    except ImportError:
-        return False
-    return True
-
-
-@cache
 def compiled_loop() -> Callable[..., None]:
-    """``_advantage_loop``, compiled for the dtypes and strides of its calls as they come.
-
-    Raises:
-        ImportError: no numba.
-    """
+    """``_advantage_loop``, compiled for the dtypes and strides of its calls as they come."""
     import numba  # takes a third of a second, which importing the algorithms need not
 
     # Contraction makes a multiplication and an addition one instruction with one rounding.

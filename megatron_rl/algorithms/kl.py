@@ -19,13 +19,15 @@ Which one where, for tokens drawn from the policy that is trained:
 """
 
 import math
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron_rl.algorithms.loss import Loss, keep, mask_total, masked_sum
+from megatron_rl.algorithms import registry
+from megatron_rl.algorithms.loss import MAX_LOG_RATIO, Loss, keep, mask_total, masked_sum
 from megatron_rl.algorithms.shapes import (
-    check_choice,
     check_factor,
     check_float_vector,
     check_mask,
@@ -33,35 +35,49 @@ from megatron_rl.algorithms.shapes import (
     check_same_kind,
 )
 
-KINDS = ("k1", "k2", "k3")
-MAX_LOG_RATIO = 20.0
-"""k3 grows like pi_ref / pi: beyond exp(20) it is cut, and so is its gradient."""
 _MAX_RELATIVE_ERROR = 0.2
 """The adaptive controller never sees a KL further from its target than this share."""
 
 
-def kl_estimate(logprobs: Tensor, reference_logprobs: Tensor, kind: str) -> Tensor:
+@registry.kl_estimator("k1", has_gradient=False)
+def _k1(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
+    """d: unbiased, may be negative; the usual one in the reward."""
+    return logprobs - reference_logprobs
+
+
+@registry.kl_estimator("k2")
+def _k2(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
+    """d^2 / 2: its gradient in the loss is that of KL(policy || reference)."""
+    return 0.5 * (logprobs - reference_logprobs).square()
+
+
+@registry.kl_estimator("k3")
+def _k3(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
+    """exp(-d) - 1 + d: unbiased, never negative; the usual one in the loss."""
+    # It grows like pi_ref / pi: where that is cut, so is the gradient.
+    difference = (logprobs - reference_logprobs).clamp(min=-MAX_LOG_RATIO)
+    # A rounding of expm1 may leave -1e-9 where the policies agree; the clamp keeps the gradient at 0 itself.
+    return (torch.expm1(-difference) + difference).clamp(min=0.0)
+
+
+def kl_estimate(
+    logprobs: Tensor, reference_logprobs: Tensor, kind: str, options: Mapping[str, Any] | None = None
+) -> Tensor:
     """Estimate of KL(pi || pi_ref) on each token.
 
     Args:
         logprobs: [T] float32 or float64, of tokens drawn from pi; the gradient flows through them.
         reference_logprobs: [T] same dtype and device; taken as constants.
-        kind: "k1", "k2" or "k3", see the module.
+        kind: "k1", "k2" or "k3", see the module; another registered name, or package.module:function.
+        options: of the estimator.
 
     Returns:
         [T].
     """
     check_float_vector("logprobs", logprobs)
     check_same_kind("reference_logprobs", reference_logprobs, "logprobs", logprobs)
-    check_choice("kind", kind, KINDS)
-    difference = logprobs - reference_logprobs.detach()
-    if kind == "k1":
-        return difference
-    if kind == "k2":
-        return 0.5 * difference.square()
-    difference = difference.clamp(min=-MAX_LOG_RATIO)
-    # A rounding of expm1 may leave -1e-9 where the policies agree; the clamp keeps the gradient at 0 itself.
-    return (torch.expm1(-difference) + difference).clamp(min=0.0)
+    estimate = registry.KL_ESTIMATORS.bind(kind, options)
+    return estimate(logprobs=logprobs, reference_logprobs=reference_logprobs.detach())
 
 
 def kl_loss(
@@ -72,6 +88,7 @@ def kl_loss(
     kind: str,
     coefficients: Tensor,
     aggregation: Tensor | None = None,
+    options: Mapping[str, Any] | None = None,
 ) -> Loss:
     """``coefficients * kl_estimate``, to be added to the policy's loss.
 
@@ -82,9 +99,10 @@ def kl_loss(
         logprobs: [T] float32 or float64, with gradient, of the current policy.
         reference_logprobs: [T] same dtype and device.
         mask: [T] 0/1 of any real dtype.
-        kind: "k2" or "k3"; "k1" has no useful gradient, see the module.
+        kind: as for ``kl_estimate``; "k1" has no useful gradient, see the module.
         coefficients: [T] float32 or float64, constants: the KL coefficient of each token's sample.
         aggregation: [T] of ``token_coefficients``; None: every token counts alike.
+        options: of the estimator.
 
     Returns:
         Loss. Its denominator counts all tokens in the mask (sums ``aggregation``), so that it is that of the policy's
@@ -96,7 +114,7 @@ def kl_loss(
     coefficients = check_factor("coefficients", coefficients, "logprobs", logprobs)
     inside = (mask != 0) & (coefficients != 0)
     active = mask * inside
-    divergence = kl_estimate(keep(logprobs, inside), keep(reference_logprobs, inside), kind)
+    divergence = kl_estimate(keep(logprobs, inside), keep(reference_logprobs, inside), kind, options)
     token_loss = divergence * keep(coefficients, inside)
     denominator = mask_total(mask, logprobs.dtype)
     if aggregation is not None:
@@ -115,6 +133,7 @@ def kl_penalized_rewards(
     mask: Tensor,
     coefficients: Tensor,
     kind: str = "k1",
+    options: Mapping[str, Any] | None = None,
 ) -> Tensor:
     """Token rewards minus the KL penalty, ``r_t - coefficients_t kl_t`` (InstructGPT, arXiv 2203.02155).
 
@@ -123,7 +142,8 @@ def kl_penalized_rewards(
         logprobs, reference_logprobs: [T], same dtype and device; ``logprobs`` of the policy that drew the tokens.
         mask: [T] 0/1 of any real dtype: the tokens the policy generated.
         coefficients: [T] float32 or float64: the KL coefficient of each token's sample.
-        kind: "k1" is the valid one, see the module.
+        kind: as for ``kl_estimate``; "k1" is the valid one, see the module.
+        options: of the estimator.
 
     Returns:
         [T]; where the mask or the coefficient is 0, ``rewards`` unchanged, whatever the reference says there.
@@ -134,7 +154,8 @@ def kl_penalized_rewards(
     check_mask(mask, "rewards", rewards)
     coefficients = check_factor("coefficients", coefficients, "rewards", rewards)
     inside = (mask != 0) & (coefficients != 0)
-    penalty = keep(coefficients, inside) * kl_estimate(keep(logprobs, inside), keep(reference_logprobs, inside), kind)
+    divergence = kl_estimate(keep(logprobs, inside), keep(reference_logprobs, inside), kind, options)
+    penalty = keep(coefficients, inside) * divergence
     return torch.where(inside, rewards - penalty, rewards)
 
 

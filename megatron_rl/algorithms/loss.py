@@ -12,6 +12,9 @@ from torch import Tensor
 
 from megatron_rl.algorithms.shapes import check_factor
 
+MAX_LOG_RATIO = 20.0
+"""Log ratios are cut to +- this: exp(20) is 5e8, beyond it two policies have nothing in common and sums overflow."""
+
 
 @dataclass(frozen=True)
 class Loss:
@@ -21,8 +24,6 @@ class Loss:
     """[] without gradient: what the sum is to be divided by after the global reduction; 0 for an empty mask."""
     metrics: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
     """Name -> (sum, denominator), both [] without gradient; reduced by addition like the loss."""
-    maxima: dict[str, Tensor] = field(default_factory=dict)
-    """Name -> [] without gradient; reduced by maximum."""
 
 
 def keep(value: Tensor, mask: Tensor, filler: float = 0.0) -> Tensor:

@@ -8,12 +8,9 @@ kl = k3 = 0, ratio 1, effective sample size 1, chi^2 = 0.
 import torch
 from torch import Tensor
 
-from megatron_rl.algorithms.loss import keep
+from megatron_rl.algorithms.loss import MAX_LOG_RATIO, keep
 from megatron_rl.algorithms.sequences import sequence_index, sequence_sums
 from megatron_rl.algorithms.shapes import check_cu_seqlens, check_float_vector, check_mask, check_same_kind
-
-MAX_LOG_RATIO = 20.0
-"""Guard against overflow, as in the public correction code: log rho is clamped to +- this, before any statistic."""
 
 _EQUAL_POLICIES = {
     "kl": 0.0,

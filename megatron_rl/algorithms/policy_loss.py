@@ -12,8 +12,9 @@ import math
 import torch
 from torch import Tensor
 
+from megatron_rl.algorithms import registry
 from megatron_rl.algorithms.aggregation import counted_sequences, token_coefficients
-from megatron_rl.algorithms.loss import Loss, keep, mask_total, masked_sum, weighted_sum
+from megatron_rl.algorithms.loss import MAX_LOG_RATIO, Loss, keep, mask_total, masked_sum, weighted_sum
 from megatron_rl.algorithms.sequences import sequence_index, sequence_sums
 from megatron_rl.algorithms.shapes import (
     check_cu_seqlens,
@@ -23,13 +24,12 @@ from megatron_rl.algorithms.shapes import (
     check_same_kind,
 )
 
-MAX_LOG_RATIO = 20.0
-"""exp(20) is 5e8: beyond it a ratio says only that the two policies have nothing in common."""
 _MAX_SEQUENCE_LOG_RATIO = 10.0
 """GSPO's upper bound on the mean log ratio of a response, as in the public implementations."""
 
 
-def policy_loss(
+@registry.policy_loss("clip")
+def policy_loss(  # noqa: PLR0913  public, and each number is a term of the formula
     logprobs: Tensor,
     old_logprobs: Tensor,
     advantages: Tensor,
@@ -60,7 +60,7 @@ def policy_loss(
     Returns:
         Loss per token. Metrics: ``clip_fraction_low`` (ratio too small with A < 0), ``clip_fraction_high`` (ratio too
         large with A > 0), ``clip_fraction`` (both), ``dual_clip_fraction``, ``approx_kl_k1`` and ``approx_kl_k3``
-        (estimates of KL(old || new)), ``ratio_mean``; maximum ``ratio_max``.
+        (estimates of KL(old || new)), ``ratio_mean``.
 
     Raises:
         ValueError: shapes, dtypes or ranges do not fit.
@@ -80,10 +80,11 @@ def policy_loss(
         bounded = (token_loss > bound) & (advantages < 0)
         token_loss = torch.minimum(token_loss, bound)
     fractions = _clip_fractions(is_clipped & (advantages < 0), is_clipped & (advantages > 0))
-    metrics, maxima = _ratio_statistics(log_ratio, ratio, mask, {**fractions, "dual_clip_fraction": bounded})
-    return Loss(*weighted_sum(token_loss, mask, weights, coefficients), metrics, maxima)
+    metrics = _ratio_statistics(log_ratio, ratio, mask, {**fractions, "dual_clip_fraction": bounded})
+    return Loss(*weighted_sum(token_loss, mask, weights, coefficients), metrics)
 
 
+@registry.policy_loss("gspo", averages="sequence_mean")
 def gspo_loss(
     logprobs: Tensor,
     old_logprobs: Tensor,
@@ -109,7 +110,7 @@ def gspo_loss(
     Returns:
         Loss per sequence: the sum over sequences of the mean over their counted tokens; the denominator is the number
         of sequences with at least one. Metrics over tokens as for ``policy_loss``, without dual clip;
-        ``ratio_mean`` and ``ratio_max`` are of s_i, the KL estimates of single tokens.
+        ``ratio_mean`` is of s_i, the KL estimates are of single tokens.
     """
     old_logprobs, advantages = _constants(logprobs, old_logprobs, advantages, mask)
     clip_low = check_not_negative("clip_low", clip_low)
@@ -127,11 +128,12 @@ def gspo_loss(
     token_loss, is_clipped = _clipped_surrogate(ratio, advantages, clip_low, clip_high)
     fractions = _clip_fractions(is_clipped & (advantages < 0), is_clipped & (advantages > 0))
     log_ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    metrics, maxima = _ratio_statistics(log_ratio, ratio, mask, fractions)
+    metrics = _ratio_statistics(log_ratio, ratio, mask, fractions)
     total, _ = weighted_sum(token_loss, mask, weights, coefficients)
-    return Loss(total, counted_sequences(mask, bounds).to(logprobs.dtype).sum(), metrics, maxima)
+    return Loss(total, counted_sequences(mask, bounds).to(logprobs.dtype).sum(), metrics)
 
 
+@registry.policy_loss("cispo")
 def cispo_loss(
     logprobs: Tensor,
     old_logprobs: Tensor,
@@ -167,8 +169,8 @@ def cispo_loss(
     log_ratio = (kept.detach() - old_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     ratio = log_ratio.exp()
     token_loss = -ratio.clamp(lowest, highest) * advantages * kept
-    metrics, maxima = _ratio_statistics(log_ratio, ratio, mask, _clip_fractions(ratio < lowest, ratio > highest))
-    return Loss(*weighted_sum(token_loss, mask, weights, coefficients), metrics, maxima)
+    metrics = _ratio_statistics(log_ratio, ratio, mask, _clip_fractions(ratio < lowest, ratio > highest))
+    return Loss(*weighted_sum(token_loss, mask, weights, coefficients), metrics)
 
 
 def lm_loss(logprobs: Tensor, mask: Tensor) -> Loss:
@@ -208,8 +210,8 @@ def _clip_fractions(low: Tensor, high: Tensor) -> dict[str, Tensor]:
 @torch.no_grad()
 def _ratio_statistics(
     log_ratio: Tensor, ratio: Tensor, mask: Tensor, fractions: dict[str, Tensor]
-) -> tuple[dict[str, tuple[Tensor, Tensor]], dict[str, Tensor]]:
-    """Metrics and maxima that all policy losses share; every argument [T]."""
+) -> dict[str, tuple[Tensor, Tensor]]:
+    """The metrics that all policy losses share; every argument [T]."""
     per_token = {
         **fractions,
         "approx_kl_k1": -log_ratio,
@@ -217,6 +219,4 @@ def _ratio_statistics(
         "ratio_mean": ratio,
     }
     count = mask_total(mask, ratio.dtype)
-    metrics = {name: (masked_sum(value.to(ratio.dtype), mask), count) for name, value in per_token.items()}
-    # One more entry, so that an empty batch has a maximum: 0, below any ratio.
-    return metrics, {"ratio_max": torch.nn.functional.pad(keep(ratio, mask), (0, 1)).amax()}
+    return {name: (masked_sum(value.to(ratio.dtype), mask), count) for name, value in per_token.items()}

@@ -61,12 +61,6 @@ def check_factor(name: str, value: Tensor, like_name: str, like: Tensor) -> Tens
     return value.detach().to(like.dtype)
 
 
-def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
-    """Refuse anything but one of ``choices``."""
-    if value not in choices:
-        raise ValueError(f"{name}: expected one of {', '.join(choices)}, got {value!r}")
-
-
 def check_per_sequence(name: str, value: Tensor, num_sequences: int) -> None:
     """Refuse anything but a real-valued tensor of shape [N]."""
     if not isinstance(value, Tensor) or value.is_complex() or value.shape != (num_sequences,):

@@ -26,6 +26,13 @@ def model_has_vision(config: Config) -> bool | None:
     return has_vision(policy_model(config)) if (Path(config.policy.path) / "config.json").is_file() else None
 
 
+def needs_critic(config: Config) -> bool:
+    """Whether the run has a critic: its advantage reads values."""
+    from megatron_rl.algorithms import registry  # brings torch, which what only reads a configuration need not wait for
+
+    return registry.needs_critic(config.algorithm.advantage)
+
+
 def effective_window_tokens(config: Config) -> int:
     """New tokens a response may grow by in one step."""
     return config.batch.window_tokens or config.batch.max_response_tokens

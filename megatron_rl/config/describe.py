@@ -3,9 +3,9 @@
 import math
 from dataclasses import dataclass
 
-from megatron_rl.config.derived import effective_window_tokens
+from megatron_rl.config.derived import effective_window_tokens, needs_critic
 from megatron_rl.config.layout import critic_layout, ranks_of_replica
-from megatron_rl.config.schema import AdvantageKind, Config, ParallelConfig
+from megatron_rl.config.schema import Config, ParallelConfig
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ def batch_arithmetic(config: Config, world_size: int) -> list[Quantity]:
         Quantity("policy updates", updates, updates, "-"),
         Quantity("windows of the longest response", f"{math.ceil(batch.max_response_tokens / window):,}", "-", "-"),
     ]
-    if config.algorithm.advantage is AdvantageKind.egae:
+    if needs_critic(config):
         rows.append(
             row(
                 "samples per critic update",

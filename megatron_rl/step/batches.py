@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl import algorithms
-from megatron_rl.config.schema import AlgorithmConfig, CorrectionWeight, Overlong
+from megatron_rl.config.schema import AlgorithmConfig, Overlong
 from megatron_rl.data.batch import ROUTES, PackedBatch, cu_seqlens_of
 from megatron_rl.data.trajectory import Trajectory
 from megatron_rl.data.vision import Vision
@@ -39,18 +39,20 @@ def policy_batch(
         old_logprobs,
         advantages.mask,
         batch.cu_seqlens,
-        weight=settings.weight.value,
+        weight=settings.weight,
         max_weight=settings.max_weight,
         icepop_low=settings.icepop_low,
         icepop_high=settings.icepop_high,
-        rejection=settings.rejection.value,
+        rejection=settings.rejection,
         rejection_low=settings.rejection_low,
         rejection_high=settings.rejection_high,
         veto_below=settings.veto_below,
         normalize=settings.normalize,
+        weight_options=settings.weight_options,
+        rejection_options=settings.rejection_options,
     )
     fields = {"mask": correction.mask, "advantages": advantages.advantages, "old_logprobs": old_logprobs}
-    if settings.weight is not CorrectionWeight.none:
+    if settings.weight != "none":
         fields["weights"] = correction.weights
     fields |= kl_fields or {}
     if algorithm.positive_lm_coef:

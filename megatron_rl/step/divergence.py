@@ -51,7 +51,7 @@ class KlPenalty:
         coefs = torch.tensor(by_sequence, dtype=torch.float32).repeat_interleave(state.batch.lengths)
         mask = state.batch.fields["mask"]
         divergence = algorithms.kl_estimate(
-            state.old_logprobs[mask], state.reference_logprobs[mask], kl.estimator.value
+            state.old_logprobs[mask], state.reference_logprobs[mask], kl.estimator, kl.estimator_options
         )
         per_response = float(divergence.sum()) / len(state.trajectories)
         metrics = {
@@ -70,6 +70,7 @@ class KlPenalty:
             state.reference_logprobs,
             mask,
             coefs,
-            kl.estimator.value,
+            kl.estimator,
+            kl.estimator_options,
         )
         return Divergence(rewards, metrics=metrics)

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from megatron_rl import algorithms
-from megatron_rl.config.schema import AdvantageKind, AlgorithmConfig, Bootstrap, LambdaKind, Overlong
+from megatron_rl.algorithms.advantages import Episodes, estimate_advantages
+from megatron_rl.config.schema import AlgorithmConfig, Bootstrap, LambdaKind, Overlong
 from megatron_rl.data.batch import PackedBatch, cu_seqlens_of
 from megatron_rl.data.trajectory import Trajectory
 from megatron_rl.step.packing import on_mask, response_field
@@ -64,23 +65,20 @@ def window_advantages(
     counted = algorithms.boundary_mask(cu_pieces, ended, algorithm.ignore_boundary_tokens)
     counted &= torch.tensor([p.scored for p in pieces], dtype=torch.bool).repeat_interleave(sizes)
     counted &= ~_left_out(trajectories, algorithm, rules)[in_window]
-    if algorithm.advantage is AdvantageKind.egae:
-        final_values = None
-        if algorithm.bootstrap is Bootstrap.critic:
-            final_values = signals.final_values[torch.tensor([p.row for p in pieces], dtype=torch.int64)]
-        advantages = algorithms.egae(
-            rewards,
-            signals.values[in_window],
-            cu_pieces,
-            ended,
-            gamma=algorithm.gamma,
-            lam=_lambda(pieces, ended, window_tokens, algorithm),
-            bootstrap=final_values,
-        )
-    else:
-        groups = torch.tensor([trajectories[p.row].group_id for p in pieces], dtype=torch.int64)
-        scored = torch.tensor([p.scored for p in pieces], dtype=torch.bool)
-        advantages = compared_advantages(rewards, cu_pieces, groups, scored, algorithm.advantage)
+    with_bootstrap = algorithm.bootstrap is Bootstrap.critic and signals.final_values is not None
+    rows = torch.tensor([p.row for p in pieces], dtype=torch.int64)
+    episodes = Episodes(
+        rewards=rewards,
+        cu_seqlens=cu_pieces,
+        finished=ended,
+        valid=torch.tensor([p.scored for p in pieces], dtype=torch.bool),
+        group_ids=torch.tensor([trajectories[p.row].group_id for p in pieces], dtype=torch.int64),
+        gamma=algorithm.gamma,
+        lam=_lambda(pieces, ended, window_tokens, algorithm),
+        values=None if signals.values is None else signals.values[in_window],
+        bootstrap=signals.final_values[rows] if with_bootstrap else None,
+    )
+    advantages = estimate_advantages(algorithm.advantage, algorithm.advantage_options, episodes)
     if algorithm.normalize_by_role:
         roles = sorted({p.role for p in pieces})
         role_ids = torch.tensor([roles.index(p.role) for p in pieces]).repeat_interleave(sizes)
@@ -95,23 +93,6 @@ def window_advantages(
         raw=on_mask(advantages, in_window),
         ended=on_mask(ended.repeat_interleave(sizes), in_window),
     )
-
-
-def compared_advantages(
-    rewards: Tensor, cu_pieces: Tensor, groups: Tensor, scored: Tensor, kind: AdvantageKind
-) -> Tensor:
-    """Advantages without a critic: a response's summed reward against those of its group, on all its tokens [W]."""
-    sizes = cu_pieces[1:] - cu_pieces[:-1]
-    rows = torch.arange(len(sizes)).repeat_interleave(sizes)
-    outcomes = torch.zeros(len(sizes)).index_add_(0, rows, rewards)
-    if kind is AdvantageKind.rloo:
-        return algorithms.rloo_advantages(outcomes, groups, valid=scored)[rows]
-    if kind in (AdvantageKind.group, AdvantageKind.group_mean):
-        divide = kind is AdvantageKind.group
-        return algorithms.group_advantages(outcomes, groups, valid=scored, scale_by_std=divide)[rows]
-    mask = scored.repeat_interleave(sizes)
-    baseline_groups = groups if kind is AdvantageKind.reinforce_pp_baseline else None
-    return algorithms.reinforce_pp_advantages(rewards, mask, cu_pieces, group_ids=baseline_groups)
 
 
 def _left_out(trajectories: Sequence[Trajectory], algorithm: AlgorithmConfig, rules: ResponseRules) -> Tensor:

@@ -3,9 +3,9 @@
 from dataclasses import replace
 from typing import Any
 
+from megatron_rl.config.derived import needs_critic
 from megatron_rl.config.layout import critic_layout
 from megatron_rl.config.schema import (
-    AdvantageKind,
     Config,
     CriticConfig,
     Init,
@@ -30,11 +30,11 @@ def rl_engines(config: Config, *, freeze_policy: bool = False) -> BuildEngines:
     def build(topology: Topology) -> dict[str, Engine]:
         policy, critic = config.policy, config.critic
         critics = topology
-        if _uses_critic(config) or config.reward.process.path:
+        if needs_critic(config) or config.reward.process.path:
             critics = topologies.add_layout(critic_layout(config), seed=config.run.seed)
         trained = None if freeze_policy else policy.optimizer
         engines = {"policy": build_engine(config, topology, "policy", policy, trained)}
-        if _uses_critic(config):
+        if needs_critic(config):
             engines["critic"] = build_engine(config, critics, "critic", critic, critic.optimizer, path=critic.path)
         if config.algorithm.kl.place is not KlPlace.none:
             # The reference chooses its own experts: their routes are part of what it would have said.
@@ -45,10 +45,6 @@ def rl_engines(config: Config, *, freeze_policy: bool = False) -> BuildEngines:
         return engines
 
     return build
-
-
-def _uses_critic(config: Config) -> bool:
-    return config.algorithm.advantage is AdvantageKind.egae
 
 
 def build_engine(

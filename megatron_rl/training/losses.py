@@ -14,14 +14,16 @@ responses that have any. Metrics keep their sums and denominators apart; the eng
 """
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 from torch import Tensor
 
 from megatron_rl import algorithms
+from megatron_rl.algorithms import registry
 from megatron_rl.algorithms.loss import Loss, mask_total, masked_sum
 from megatron_rl.algorithms.policy_loss import lm_loss
 from megatron_rl.algorithms.value_loss import value_loss
-from megatron_rl.config.schema import Aggregation, AlgorithmConfig, KlPlace, PolicyLossKind
+from megatron_rl.config.schema import AlgorithmConfig, KlPlace
 from megatron_rl.data.batch import PackedBatch
 
 Metrics = Mapping[str, tuple[Tensor, Tensor]]
@@ -49,15 +51,19 @@ def build(objective: str, algorithm: AlgorithmConfig, denominators: Mapping[str,
 def policy_denominators(batch: PackedBatch, algorithm: AlgorithmConfig) -> dict[str, float]:
     """The denominators of ``policy_objective`` over a whole mini-batch."""
     mask = batch.fields["mask"]
-    kind = "sequence_mean" if _averages_sequences(algorithm) else "token_mean"
-    counts = {"mask": float(mask.sum()), "policy": float(algorithms.loss_denominator(mask, batch.cu_seqlens, kind))}
+    counts = {
+        "mask": float(mask.sum()),
+        "policy": algorithms.loss_denominator(mask, batch.cu_seqlens, *_aggregation(algorithm)),
+    }
     if "lm_mask" in batch.fields:
         counts["lm_mask"] = float(batch.fields["lm_mask"].sum())
     return counts
 
 
-def _averages_sequences(algorithm: AlgorithmConfig) -> bool:
-    return algorithm.aggregation is Aggregation.sequence_mean or algorithm.policy_loss is PolicyLossKind.gspo
+def _aggregation(algorithm: AlgorithmConfig) -> tuple[str, Mapping[str, Any]]:
+    """Name and options of the aggregation in force: the loss's own, or the configured one."""
+    averages = registry.POLICY_LOSSES.find(algorithm.policy_loss).averages
+    return (averages, {}) if averages else (algorithm.aggregation, algorithm.aggregation_options)
 
 
 def policy_objective(algorithm: AlgorithmConfig, denominators: Mapping[str, float]) -> LossFunction:
@@ -82,9 +88,10 @@ def policy_objective(algorithm: AlgorithmConfig, denominators: Mapping[str, floa
                 logprobs,
                 batch.fields["reference_logprobs"],
                 mask,
-                kind=algorithm.kl.estimator.value,
+                kind=algorithm.kl.estimator,
                 coefficients=batch.fields["kl_coefs"],
                 aggregation=_coefficients(algorithm, mask, batch),
+                options=algorithm.kl.estimator_options,
             )
             total = total + divergence.sum / divisor
             metrics |= _metric("kl_loss", divergence)
@@ -106,21 +113,29 @@ def _surrogate(algorithm: AlgorithmConfig, logprobs: Tensor, batch: PackedBatch)
             old_logprobs, logprobs.detach(), advantages, mask, batch.cu_seqlens, delta=algorithm.correction.opsm_delta
         ).to(logprobs.dtype)
         weights = kept if weights is None else weights * kept
-    clip = {"clip_low": algorithm.clip_low, "clip_high": algorithm.clip_high}
-    if algorithm.policy_loss is PolicyLossKind.gspo:
-        return algorithms.gspo_loss(logprobs, old_logprobs, advantages, mask, batch.cu_seqlens, weights=weights, **clip)
-    arguments = (logprobs, old_logprobs, advantages, mask)
-    if algorithm.policy_loss is PolicyLossKind.cispo:
-        return algorithms.cispo_loss(*arguments, weights=weights, coefficients=coefficients, **clip)
-    dual_clip = algorithm.dual_clip or None
-    return algorithms.policy_loss(*arguments, weights=weights, coefficients=coefficients, dual_clip=dual_clip, **clip)
+    loss = registry.POLICY_LOSSES.bind(algorithm.policy_loss, algorithm.policy_loss_options)(
+        logprobs=logprobs,
+        old_logprobs=old_logprobs,
+        advantages=advantages,
+        mask=mask,
+        cu_seqlens=batch.cu_seqlens,
+        weights=weights,
+        coefficients=coefficients,
+        clip_low=algorithm.clip_low,
+        clip_high=algorithm.clip_high,
+        dual_clip=algorithm.dual_clip or None,
+    )
+    if not isinstance(loss, Loss):
+        raise ValueError(f"policy loss {algorithm.policy_loss!r}: expected an algorithms.Loss, got {loss!r}")
+    return loss
 
 
 def _coefficients(algorithm: AlgorithmConfig, mask: Tensor, batch: PackedBatch) -> Tensor | None:
     """[T] what each token's loss counts; None: 1."""
-    if not _averages_sequences(algorithm):
+    name, options = _aggregation(algorithm)
+    if name == "token_mean":  # all are 1, and reading cu_seqlens would wait for the device
         return None
-    return algorithms.token_coefficients(mask, batch.cu_seqlens, "sequence_mean")
+    return algorithms.token_coefficients(mask, batch.cu_seqlens, name, options=options)
 
 
 def critic_objective(algorithm: AlgorithmConfig, denominators: Mapping[str, float]) -> LossFunction:

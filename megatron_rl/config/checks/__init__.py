@@ -30,10 +30,11 @@ def check_config(config: Config, *, command: str, world_size: int | None = None)
     """
     problems = [*bound_problems("", config), *optimizers.problems(config, command), *files.problems(config, command)]
     problems += [*data.problems(config.data), *layouts.problems(config, world_size), *rollout.problems(config.rollout)]
-    problems += policy.problems(config)
+    unknown = list(algorithm.unknown_pieces(config.algorithm))
+    problems += [*policy.problems(config), *unknown]
     if command in RL_COMMANDS:
         ranks = config.parallel.num_ranks if world_size is None else world_size
-        problems += [*placement.problems(config.rollout, ranks), *algorithm.problems(config)]
+        problems += [*placement.problems(config.rollout, ranks), *([] if unknown else algorithm.problems(config))]
     if not problems and config.policy.path:
         problems += model.problems(config, command)
     if problems:

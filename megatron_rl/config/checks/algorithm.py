@@ -1,29 +1,29 @@
 """Methods that exclude each other, or that lack what they work on."""
 
 from collections.abc import Iterator
+from operator import attrgetter
 
-from megatron_rl.config.derived import effective_window_tokens
-from megatron_rl.config.schema import (
-    AdvantageKind,
-    AlgorithmConfig,
-    Config,
-    CorrectionConfig,
-    CorrectionWeight,
-    KlEstimator,
-    KlPlace,
-    Mode,
-    OldPolicy,
-    Overlong,
-    Rejection,
-)
+from megatron_rl.algorithms import registry
+from megatron_rl.config.derived import effective_window_tokens, needs_critic
+from megatron_rl.config.schema import AlgorithmConfig, Config, CorrectionConfig, KlPlace, Mode, OldPolicy, Overlong
+from megatron_rl.system.plugins import PluginError, parameters
 
-_COMPARING = (AdvantageKind.group, AdvantageKind.group_mean, AdvantageKind.rloo, AdvantageKind.reinforce_pp_baseline)
+
+def unknown_pieces(algorithm: AlgorithmConfig) -> Iterator[str]:
+    """Names that no piece has, paths that do not import, options that a piece does not take."""
+    for key, seam in registry.SEAMS.items():
+        name, options = attrgetter(key, f"{key}_options")(algorithm)
+        try:
+            seam.check_options(seam.find(name), options)
+        except PluginError as error:
+            yield f"algorithm.{key}: {error}"
 
 
 def problems(config: Config) -> Iterator[str]:
     yield from _windows(config)
     yield from _full_responses(config)
     yield from _comparisons(config)
+    yield from _unread_inputs(config.algorithm)
     yield from _correction(config.algorithm.correction)
     yield from _kl(config.algorithm, config.batch.num_prompts_per_step * config.batch.num_samples_per_prompt)
     yield from _without_critic(config)
@@ -59,9 +59,9 @@ def _full_responses(config: Config) -> Iterator[str]:
     if config.schedule.mode is not Mode.tppo:
         return
     algorithm = config.algorithm
-    if algorithm.advantage is not AdvantageKind.egae:
+    if not needs_critic(config):
         yield (
-            f"schedule.mode: algorithm.advantage={algorithm.advantage.value} compares full responses, but windows end the "
+            f"schedule.mode: algorithm.advantage={algorithm.advantage} compares full responses, but windows end the "
             "responses to a prompt in different steps; set schedule.mode=sync, or algorithm.advantage=egae"
         )
     full_only = {
@@ -77,24 +77,41 @@ def _comparisons(config: Config) -> Iterator[str]:
     if config.batch.num_samples_per_prompt >= 2:
         return
     key, advantage = "batch.num_samples_per_prompt", config.algorithm.advantage
-    if advantage in _COMPARING:
-        yield f"{key}: algorithm.advantage={advantage.value} compares the responses to one prompt; set at least 2"
+    if registry.needs_groups(advantage):
+        yield f"{key}: algorithm.advantage={advantage} compares the responses to one prompt; set at least 2"
     if config.algorithm.dynamic_sampling.enabled:
         yield f"{key}: algorithm.dynamic_sampling needs at least 2 responses to a prompt"
 
 
+def _unread_inputs(algorithm: AlgorithmConfig) -> Iterator[str]:
+    ignored = registry.POLICY_LOSSES.find(algorithm.policy_loss).ignored()
+    correction = algorithm.correction
+    if "weights" in ignored and (correction.weight != "none" or correction.opsm_delta):
+        yield (
+            f"algorithm.correction: algorithm.policy_loss={algorithm.policy_loss} has no parameter `weights`, so it "
+            "would ignore them; add it, or set weight=none and opsm_delta=0"
+        )
+    if "coefficients" in ignored and algorithm.aggregation != "token_mean":
+        yield (
+            f"algorithm.aggregation: algorithm.policy_loss={algorithm.policy_loss} has no parameter `coefficients`, so it "
+            "would ignore them; add it, or set token_mean"
+        )
+
+
 def _correction(correction: CorrectionConfig) -> Iterator[str]:
-    corrects = correction.weight is not CorrectionWeight.none or correction.rejection is not Rejection.none
+    weight = registry.CORRECTION_WEIGHTS.find(correction.weight)
+    rejection = registry.REJECTIONS.find(correction.rejection)
+    corrects = correction.weight != "none" or correction.rejection != "none"
     if correction.old_policy is OldPolicy.rollout and (corrects or correction.veto_below):
         yield (
             "algorithm.correction.old_policy: with the engine's own log-probs there is nothing to correct; "
             "set recomputed, or weight=none, rejection=none and veto_below=0"
         )
-    if correction.weight in (CorrectionWeight.token, CorrectionWeight.sequence) and correction.max_weight < 1:
+    if weight.bounded and correction.max_weight < 1:
         yield f"algorithm.correction.max_weight: expected at least 1, or agreeing engines are changed, got {correction.max_weight}"
-    if correction.weight is CorrectionWeight.icepop:
+    if "icepop_low" in parameters(weight.function):
         yield from _around_one("icepop", correction.icepop_low, correction.icepop_high)
-    if correction.rejection in (Rejection.token, Rejection.sequence, Rejection.geometric):
+    if "rejection_low" in parameters(rejection.function):
         yield from _around_one("rejection", correction.rejection_low, correction.rejection_high)
 
 
@@ -108,8 +125,8 @@ def _around_one(name: str, low: float, high: float) -> Iterator[str]:
 
 def _kl(algorithm: AlgorithmConfig, num_responses: int) -> Iterator[str]:
     kl = algorithm.kl
-    if kl.place is KlPlace.loss and kl.estimator is KlEstimator.k1:
-        yield "algorithm.kl.estimator: the gradient of k1 in the loss is 0 on average; set k2 or k3, or kl.place=reward"
+    if kl.place is KlPlace.loss and not registry.KL_ESTIMATORS.find(kl.estimator).has_gradient:
+        yield f"algorithm.kl.estimator: the gradient of {kl.estimator} in the loss is 0 on average; set k2 or k3, or kl.place=reward"
     if not kl.target:
         return
     if kl.horizon <= 0.2 * num_responses:
@@ -121,9 +138,9 @@ def _kl(algorithm: AlgorithmConfig, num_responses: int) -> Iterator[str]:
 
 
 def _without_critic(config: Config) -> Iterator[str]:
-    if config.algorithm.advantage is AdvantageKind.egae:
+    if needs_critic(config):
         return
-    without = f"algorithm.advantage={config.algorithm.advantage.value} has no critic"
+    without = f"algorithm.advantage={config.algorithm.advantage} has no critic"
     if config.critic.warmup_steps:
         yield f"critic.warmup_steps: {without}; set 0"
     if config.critic.path:

@@ -4,23 +4,20 @@ A recipe is a YAML file over this schema; ``key=value`` on the command line over
 field cannot say alone is checked across fields in ``checks``. No value is ever rewritten silently.
 """
 
+from enum import StrEnum
+from typing import Any
+
 from megatron_rl.config.schema.algorithm import (
-    AdvantageKind,
-    Aggregation,
     AlgorithmConfig,
     Bootstrap,
     CorrectionConfig,
-    CorrectionWeight,
     DynamicSamplingConfig,
     KlConfig,
-    KlEstimator,
     KlPlace,
     LambdaKind,
     Normalization,
     OldPolicy,
     Overlong,
-    PolicyLossKind,
-    Rejection,
 )
 from megatron_rl.config.schema.batch import BatchConfig
 from megatron_rl.config.schema.commands import (
@@ -58,14 +55,11 @@ from megatron_rl.config.schema.rollout import FireConfig, FireLoss, Placement, R
 from megatron_rl.config.schema.run import EvalConfig, Mode, RunConfig, ScheduleConfig, TrackingConfig
 
 __all__ = [
-    "AdvantageKind",
-    "Aggregation",
     "AlgorithmConfig",
     "BatchConfig",
     "Bootstrap",
     "Config",
     "CorrectionConfig",
-    "CorrectionWeight",
     "CriticConfig",
     "CriticPretrainConfig",
     "CurriculumPhase",
@@ -83,7 +77,6 @@ __all__ = [
     "GroupedGemm",
     "Init",
     "KlConfig",
-    "KlEstimator",
     "KlPlace",
     "LabelLinesConfig",
     "LambdaKind",
@@ -98,11 +91,9 @@ __all__ = [
     "ParallelConfig",
     "Placement",
     "PolicyConfig",
-    "PolicyLossKind",
     "ProcessRewardConfig",
     "Recompute",
     "ReferenceConfig",
-    "Rejection",
     "RewardConfig",
     "RewardModelKind",
     "RewardRouteConfig",
@@ -119,3 +110,21 @@ __all__ = [
     "VisionConfig",
     "WeightSync",
 ]
+
+_FORMER_ENUMS = {
+    "AdvantageKind": "advantage",
+    "Aggregation": "aggregation",
+    "CorrectionWeight": "correction.weight",
+    "KlEstimator": "kl.estimator",
+    "PolicyLossKind": "policy_loss",
+    "Rejection": "correction.rejection",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Enums of the time before import paths, for configurations written in Python: the registered names as strings."""
+    if name not in _FORMER_ENUMS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from megatron_rl.algorithms.registry import SEAMS
+
+    return StrEnum(name, {value: value for value in SEAMS[_FORMER_ENUMS[name]].names()})

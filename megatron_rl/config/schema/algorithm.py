@@ -2,45 +2,9 @@
 
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Any
 
 from megatron_rl.config.schema.bounds import above, at_least, bounded, items_at_least, share
-
-
-class AdvantageKind(Enum):
-    """Where advantages come from; only ``egae`` has a critic."""
-
-    egae = "egae"
-    """(E)GAE over the critic's values (PPO, VC-PPO, VAPO, T-PPO)."""
-    group = "group"
-    """(R - mean) / std over the responses to one prompt (GRPO, DAPO)."""
-    group_mean = "group_mean"
-    """R - mean over the responses to one prompt, without the division (Dr. GRPO)."""
-    rloo = "rloo"
-    """R - mean of the other responses to the prompt (REINFORCE leave-one-out)."""
-    reinforce_pp = "reinforce_pp"
-    """Reward-to-go, whitened over the whole batch (REINFORCE++)."""
-    reinforce_pp_baseline = "reinforce_pp_baseline"
-    """R - mean over the prompt's responses, then whitened over the whole batch."""
-
-
-class PolicyLossKind(Enum):
-    """The objective that moves the policy along the advantages."""
-
-    clip = "clip"
-    """PPO's clipped ratio, with clip-higher and dual clip."""
-    gspo = "gspo"
-    """Clipped ratio of whole sequences (length-normalised)."""
-    cispo = "cispo"
-    """Log-likelihood weighted by the clipped, constant ratio: no token loses its gradient."""
-
-
-class Aggregation(Enum):
-    """How token losses become one number; denominators are those of the whole mini-batch."""
-
-    token_mean = "token_mean"
-    """Every token counts the same, so long responses count more (DAPO)."""
-    sequence_mean = "sequence_mean"
-    """Mean over a response's tokens first, then over responses."""
 
 
 class LambdaKind(Enum):
@@ -94,25 +58,16 @@ class KlPlace(Enum):
     """Added to the policy's loss (GRPO)."""
 
 
-class KlEstimator(Enum):
-    """Estimates of the divergence from one token's d = log pi - log pi_ref."""
-
-    k1 = "k1"
-    """d: unbiased, may be negative; the usual one in the reward."""
-    k2 = "k2"
-    """d^2 / 2: its gradient in the loss is that of KL(policy || reference)."""
-    k3 = "k3"
-    """exp(-d) - 1 + d: unbiased, never negative; the usual one in the loss."""
-
-
 @dataclass
 class KlConfig:
     """KL divergence from the reference policy."""
 
     place: KlPlace = KlPlace.none
     """Where the divergence acts: in the reward, in the loss or nowhere."""
-    estimator: KlEstimator = KlEstimator.k3
-    """How it is estimated from one sampled token."""
+    estimator: str = "k3"
+    """How it is estimated from one sampled token: a registered KL estimator or package.module:function."""
+    estimator_options: dict[str, Any] = field(default_factory=dict)
+    """Parameters of the estimator."""
     coef: float = at_least(0, default=0.0)
     """What the divergence is multiplied by."""
     coef_by_type: dict[str, float] = field(default_factory=dict, metadata=items_at_least(0))
@@ -132,44 +87,16 @@ class OldPolicy(Enum):
     """The engine's log-probs stand for them: no recomputation (two policies)."""
 
 
-class CorrectionWeight(Enum):
-    """Importance weight of the engine's samples, rho = trainer / engine."""
-
-    none = "none"
-    """Samples count as if the trainer had drawn them."""
-    token = "token"
-    """min(rho_t, max_weight): token TIS."""
-    sequence = "sequence"
-    """min(prod rho, max_weight): sequence TIS."""
-    icepop = "icepop"
-    """rho_t inside [icepop_low, icepop_high], else 0; the denominator stays."""
-
-
-class Rejection(Enum):
-    """Which samples leave mask and denominator because engine and trainer disagree."""
-
-    none = "none"
-    """None of them."""
-    token = "token"
-    """Tokens with rho outside [low, high]."""
-    sequence = "sequence"
-    """Responses with prod rho outside [low, high]."""
-    geometric = "geometric"
-    """Responses with exp(mean log rho) outside [low, high]."""
-    k2 = "k2"
-    """Responses with mean (log rho)^2 / 2 above high."""
-    k3 = "k3"
-    """Responses with mean (rho - 1 - log rho) above high."""
-
-
 @dataclass
 class CorrectionConfig:
     """Corrections for the difference between the engine that samples and the trainer; rho = trainer / engine."""
 
     old_policy: OldPolicy = OldPolicy.recomputed
     """Whose log-probs are the old policy's. rollout saves a forward pass per step, but leaves nothing to correct."""
-    weight: CorrectionWeight = CorrectionWeight.none
-    """Importance weight of each token's loss."""
+    weight: str = "none"
+    """Importance weight of each token's loss: a registered correction weight or package.module:function."""
+    weight_options: dict[str, Any] = field(default_factory=dict)
+    """Parameters of the weight beyond max_weight, icepop_low and icepop_high."""
     max_weight: float = above(0, default=2.0)
     """Largest weight, with weight=token or sequence."""
     icepop_low: float = at_least(0, default=0.5)
@@ -178,8 +105,10 @@ class CorrectionConfig:
     """Largest rho that still trains, with weight=icepop; at least 1."""
     normalize: bool = False
     """Divide the weights by their mean over the batch."""
-    rejection: Rejection = Rejection.none
-    """Which tokens or responses are left out."""
+    rejection: str = "none"
+    """Which tokens or responses are left out: a registered rejection or package.module:function."""
+    rejection_options: dict[str, Any] = field(default_factory=dict)
+    """Parameters of the rejection beyond rejection_low and rejection_high."""
     rejection_low: float = at_least(0, default=0.5)
     """Lower limit of rejection=token, sequence and geometric; at most 1."""
     rejection_high: float = at_least(0, default=2.0)
@@ -206,12 +135,19 @@ class DynamicSamplingConfig:
 class AlgorithmConfig:
     """What is optimised: the pieces that a preset chooses."""
 
-    advantage: AdvantageKind = AdvantageKind.egae
-    """Where advantages come from; only egae has a critic."""
-    policy_loss: PolicyLossKind = PolicyLossKind.clip
-    """The objective that moves the policy along the advantages."""
-    aggregation: Aggregation = Aggregation.token_mean
-    """How token losses become one number."""
+    advantage: str = "egae"
+    """Where advantages come from: a registered advantage or package.module:function; one that reads values, as egae
+    does, brings a critic."""
+    advantage_options: dict[str, Any] = field(default_factory=dict)
+    """Parameters of the advantage beyond what every advantage is given."""
+    policy_loss: str = "clip"
+    """The objective that moves the policy along the advantages: a registered policy loss or package.module:function."""
+    policy_loss_options: dict[str, Any] = field(default_factory=dict)
+    """Parameters of the policy loss beyond what every policy loss is given, such as clip_low."""
+    aggregation: str = "token_mean"
+    """How token losses become one number: a registered aggregation or package.module:function."""
+    aggregation_options: dict[str, Any] = field(default_factory=dict)
+    """Parameters of the aggregation."""
     gamma: float = share(default=1.0)
     """Discount per token; 1 is usual for responses that are scored at their end."""
     lambda_policy: LambdaKind = LambdaKind.length_adaptive

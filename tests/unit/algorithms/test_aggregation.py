@@ -73,7 +73,9 @@ def test_no_tokens_at_all_are_accepted():
 
 def test_what_does_not_fit_is_refused_by_name():
     mask, bounds = torch.ones(4), torch.tensor([0, 4])
-    with pytest.raises(ValueError, match="kind: expected one of token_mean, sequence_mean, got 'mean'"):
+    with pytest.raises(
+        ValueError, match="unknown aggregation 'mean': expected one of token_mean, sequence_mean, or an import path"
+    ):
         token_coefficients(mask, bounds, "mean")
     with pytest.raises(ValueError, match="mask: expected a 1-D"):
         loss_denominator(mask.view(2, 2), bounds, "token_mean")

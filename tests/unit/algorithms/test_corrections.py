@@ -67,7 +67,11 @@ def brute_force(
         if kept:
             kept_sequences.append(kept)
     if normalize and kept_sequences:
-        mean = sum(weights[kept[0]] for kept in kept_sequences) / len(kept_sequences) if weight == "sequence" else sum(weights) / sum(mask)
+        mean = (
+            sum(weights[kept[0]] for kept in kept_sequences) / len(kept_sequences)
+            if weight == "sequence"
+            else sum(weights) / sum(mask)
+        )
         if mean > 0:
             weights = [w / mean for w in weights]
     return weights, mask
@@ -237,8 +241,14 @@ def test_off_policy_sequence_mask_is_its_definition(batch: Ragged, delta: float)
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({"weight": "tis"}, "weight: expected one of none, token, sequence, icepop, got 'tis'"),
-        ({"rejection": "mis"}, "rejection: expected one of none, token, sequence, geometric, k2, k3, got 'mis'"),
+        (
+            {"weight": "tis"},
+            "unknown correction weight 'tis': expected one of none, token, sequence, icepop, or an import path",
+        ),
+        (
+            {"rejection": "mis"},
+            "unknown rejection 'mis': expected one of none, token, sequence, geometric, k2, k3, or an import path",
+        ),
         ({"weight": "token", "max_weight": 0.0}, "max_weight: expected a number above 0, got 0.0"),
         ({"weight": "icepop", "icepop_low": 6.0}, "icepop_low, icepop_high: expected 0 <= low <= high"),
         ({"rejection": "token", "rejection_low": 3.0}, "rejection_low, rejection_high: expected 0 <= low <= high"),

@@ -42,7 +42,11 @@ def expected_gradient_of(kind: str) -> Tensor:
 def gradient_of_divergence(*, reverse: bool) -> Tensor:
     logits = policy_logits()
     logprobs = logits.log_softmax(0)
-    divergence = (logprobs.exp() * (logprobs - REFERENCE.log())).sum() if reverse else (REFERENCE * (REFERENCE.log() - logprobs)).sum()
+    divergence = (
+        (logprobs.exp() * (logprobs - REFERENCE.log())).sum()
+        if reverse
+        else (REFERENCE * (REFERENCE.log() - logprobs)).sum()
+    )
     return torch.autograd.grad(divergence, logits)[0]
 
 
@@ -228,7 +232,7 @@ class TestAdaptiveController:
 
 def test_what_does_not_fit_is_refused_by_name():
     three = torch.zeros(3)
-    with pytest.raises(ValueError, match="kind: expected one of k1, k2, k3, got 'k4'"):
+    with pytest.raises(ValueError, match="unknown KL estimator 'k4': expected one of k1, k2, k3, or an import path"):
         kl_estimate(three, three, "k4")
     with pytest.raises(ValueError, match="reference_logprobs: expected the form of logprobs"):
         kl_loss(three, three.double(), three, kind="k3", coefficients=three)

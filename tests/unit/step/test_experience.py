@@ -8,10 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_rl import algorithms
-from megatron_rl.config.schema import AdvantageKind, AlgorithmConfig, Bootstrap, LambdaKind, Normalization, Overlong
+from megatron_rl.algorithms.advantages import Episodes, estimate_advantages
+from megatron_rl.config.schema import AlgorithmConfig, Bootstrap, LambdaKind, Normalization, Overlong
 from megatron_rl.data.trajectory import Prompt, Score, Segment, Trajectory, message_segment
 from megatron_rl.step.batches import keep_signals, policy_batch, response_batch
-from megatron_rl.step.experience import Signals, compared_advantages, window_advantages
+from megatron_rl.step.experience import Signals, window_advantages
 from megatron_rl.step.metrics import advantage_metrics, reward_metrics, rollout_metrics
 from megatron_rl.step.packing import window_batch
 from megatron_rl.step.pieces import ResponseRules
@@ -357,22 +358,23 @@ def test_advantages_without_a_critic_against_brute_force(responses):
         return [o for j, (g, o) in enumerate(zip(groups, outcomes)) if g == groups[i] and (with_self or j != i)]
 
     for kind, expected in (
-        (AdvantageKind.group_mean, [o - sum(others(i, True)) / len(others(i, True)) for i, o in enumerate(outcomes)]),
+        ("group_mean", [o - sum(others(i, True)) / len(others(i, True)) for i, o in enumerate(outcomes)]),
         (
-            AdvantageKind.rloo,
+            "rloo",
             [
                 o - sum(others(i, False)) / len(others(i, False)) if others(i, False) else 0
                 for i, o in enumerate(outcomes)
             ],
         ),
     ):
-        found = compared_advantages(rewards, cu, torch.tensor(groups), scored, kind)
+        episodes = Episodes(rewards, cu, scored, scored, torch.tensor(groups), gamma=1.0, lam=1.0)
+        found = estimate_advantages(kind, {}, episodes)
         per_token = [e for e, size in zip(expected, sizes) for _ in range(size)]
         assert found.tolist() == pytest.approx(per_token, abs=1e-5)
 
 
 def test_a_run_without_a_critic_needs_no_values():
-    algorithm = AlgorithmConfig(**{**RAW.__dict__, "advantage": AdvantageKind.group_mean})
+    algorithm = AlgorithmConfig(**{**RAW.__dict__, "advantage": "group_mean"})
     pair = [trajectory([2], stopped=True, score=Score(r), id=i) for i, r in enumerate((1.0, 0.0))]
     batch = window_batch(pair, 0)
     found = window_advantages(pair, batch, Signals(), step=0, window_tokens=4, algorithm=algorithm)

@@ -1,4 +1,4 @@
-"""Laws of the two ways to run the recurrence, the CPU's loop and the GPU's scan over blocks, against Python floats."""
+"""Laws of the compiled loop that runs the recurrence, against Python floats."""
 
 import subprocess
 import sys
@@ -9,11 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megatron_rl.algorithms import advantages, cpu_scan, egae, gae, monte_carlo_returns, scan
+from megatron_rl.algorithms import cpu_scan
 from megatron_rl.algorithms.cpu_scan import advantages_one_by_one, thread_spans
-from megatron_rl.algorithms.scan import advantages_by_blocks
 
-WAYS = pytest.mark.parametrize("solve", [advantages_one_by_one, advantages_by_blocks])
 UNEVEN = [(1000,), (63, 64, 65, 1, 0, 0, 129, 700), (1,) * 300, (2, 3) * 100, (0, 0, 1, 2000, 0)]
 
 
@@ -43,51 +41,46 @@ def assert_near(actual: Tensor, expected: Tensor, tolerance: float = 1e-11) -> N
     torch.testing.assert_close(actual.double(), expected.double(), rtol=tolerance, atol=tolerance)
 
 
-@WAYS
-@pytest.mark.parametrize("slab_tokens", [64, 128, 448])
+@pytest.mark.parametrize("thread_tokens", [64, 128, 448])
 @pytest.mark.parametrize("lengths", UNEVEN)
 def test_result_is_the_recurrence_in_whatever_pieces(
-    monkeypatch: pytest.MonkeyPatch, solve, slab_tokens: int, lengths: tuple[int, ...]
+    monkeypatch: pytest.MonkeyPatch, thread_tokens: int, lengths: tuple[int, ...]
 ):
-    monkeypatch.setattr(scan, "CPU_SLAB_TOKENS", slab_tokens)
-    monkeypatch.setattr(cpu_scan, "MIN_TOKENS_PER_THREAD", slab_tokens)
+    monkeypatch.setattr(cpu_scan, "MIN_TOKENS_PER_THREAD", thread_tokens)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
     rewards, values, bounds, after_end, decay = batch_of(lengths)
-    actual = solve(rewards, values, bounds, after_end, 0.99, decay)
+    actual = advantages_one_by_one(rewards, values, bounds, after_end, 0.99, decay)
     assert_near(actual, by_definition(rewards, values, bounds, after_end, 0.99, decay))
 
 
-@WAYS
-def test_any_stride_is_read(solve):
+def test_any_stride_is_read():
     rewards, values, bounds, after_end, decay = batch_of((70, 5, 0, 200))
-    expected = solve(rewards, values, bounds, after_end, 0.9, decay)
+    expected = advantages_one_by_one(rewards, values, bounds, after_end, 0.9, decay)
     spread = torch.stack([rewards, values], dim=1)
-    assert torch.equal(solve(spread[:, 0], spread[:, 1], bounds, after_end, 0.9, decay), expected)
+    assert torch.equal(advantages_one_by_one(spread[:, 0], spread[:, 1], bounds, after_end, 0.9, decay), expected)
     constant = torch.full((1,), 0.25, dtype=torch.float64).expand(len(rewards))
     assert torch.equal(
-        solve(rewards, constant, bounds, after_end, 0.9, decay),
-        solve(rewards, constant.contiguous(), bounds, after_end, 0.9, decay),
+        advantages_one_by_one(rewards, constant, bounds, after_end, 0.9, decay),
+        advantages_one_by_one(rewards, constant.contiguous(), bounds, after_end, 0.9, decay),
     )
 
 
-@WAYS
-def test_nothing_crosses_a_border_not_even_nan(solve):
+def test_nothing_crosses_a_border_not_even_nan():
     lengths = (70, 0, 330, 64, 1, 800)
     rewards, values, bounds, after_end, decay = batch_of(lengths)
-    before = solve(rewards, values, bounds, after_end, 1.0, decay)
+    before = advantages_one_by_one(rewards, values, bounds, after_end, 1.0, decay)
     for start, end in zip(bounds.tolist(), bounds.tolist()[1:]):
         disturbed = values.clone()
         disturbed[start:end] = torch.nan
-        after = solve(rewards, disturbed, bounds, after_end, 1.0, decay)
+        after = advantages_one_by_one(rewards, disturbed, bounds, after_end, 1.0, decay)
         assert torch.equal(after[:start], before[:start]) and torch.equal(after[end:], before[end:])
         assert after[start:end].isnan().all()
 
 
-@WAYS
-def test_after_end_is_not_read_for_empty_sequences(solve):
+def test_after_end_is_not_read_for_empty_sequences():
     rewards, values, bounds, after_end, decay = batch_of((0, 5, 0, 0, 7, 0))
     after_end[[0, 2, 3, 5]] = torch.nan
-    assert not solve(rewards, values, bounds, after_end, 1.0, decay).isnan().any()
+    assert not advantages_one_by_one(rewards, values, bounds, after_end, 1.0, decay).isnan().any()
 
 
 @pytest.mark.parametrize("gamma, lam", [(1.0, 0.95), (1.0, 1.0 - 1 / (0.05 * 24576)), (0.999, 1.0)])
@@ -95,12 +88,10 @@ def test_float32_does_not_drift_with_the_length(gamma: float, lam: float):
     rewards, values, bounds, after_end, _ = batch_of((24576, 3, 8000), torch.float32)
     decay = torch.full((3,), gamma * lam, dtype=torch.float64)
     exact = by_definition(rewards, values, bounds, after_end, gamma, decay)
-    by_loop = advantages_one_by_one(rewards, values, bounds, after_end, gamma, decay)
-    by_blocks = advantages_by_blocks(rewards, values, bounds, after_end, gamma, decay)
-    assert by_loop.dtype == by_blocks.dtype == torch.float32
+    found = advantages_one_by_one(rewards, values, bounds, after_end, gamma, decay)
+    assert found.dtype == torch.float32
     # The loop rounds once: half a unit in the last place of float32.
-    torch.testing.assert_close(by_loop.double(), exact, rtol=2**-24, atol=1e-12)
-    assert (by_blocks.double() - exact).abs().max() < 3e-6 * exact.abs().max()
+    torch.testing.assert_close(found.double(), exact, rtol=2**-24, atol=1e-12)
 
 
 @settings(max_examples=30)
@@ -136,29 +127,6 @@ def test_a_small_batch_starts_no_thread(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(torch, "get_num_threads", lambda: 64)
     rewards, values, bounds, after_end, decay = batch_of((300, 400))
     advantages_one_by_one(rewards, values, bounds, after_end, 1.0, decay)
-
-
-def test_without_numba_the_scan_over_blocks_does_the_work(monkeypatch: pytest.MonkeyPatch):
-    rewards, values, bounds, after_end, _ = batch_of((70, 0, 300, 1))
-    lam, finished = torch.tensor([0.9, 0.5, 1.0, 0.0]), torch.tensor([1, 0, 0, 1])
-
-    def everything() -> list[Tensor]:
-        return [
-            gae(rewards, values, bounds, gamma=0.99, lam=lam),
-            egae(rewards, values, bounds, finished, lam=lam, bootstrap=after_end),
-            monte_carlo_returns(rewards, bounds, gamma=0.9),
-        ]
-
-    compiled = everything()
-    monkeypatch.setitem(sys.modules, "numba", None)
-    cpu_scan.compiled_loop.cache_clear()
-    cpu_scan.has_numba.cache_clear()
-    try:
-        monkeypatch.setattr(advantages, "advantages_one_by_one", None)
-        for with_numba, without in zip(compiled, everything(), strict=True):
-            assert_near(without, with_numba)
-    finally:
-        cpu_scan.has_numba.cache_clear()
 
 
 def test_importing_the_algorithms_does_not_import_numba():

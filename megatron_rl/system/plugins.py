@@ -1,0 +1,232 @@
+"""What a recipe names: a registered name, or an import path ``package.module:name``.
+
+A room that others may add to has a ``Registry``. Its decorator gives a function (or class) a name; an import path finds
+one without a name too. A plug-in is given the registry's ``inputs`` that it names as parameters. Its other parameters
+are options, and they are checked here against its signature, before a run starts.
+
+Invariant: importing a registry imports no plug-in; looking a name up imports the modules of the registry's packages.
+"""
+
+import difflib
+import inspect
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from pkgutil import iter_modules
+from types import NoneType, UnionType
+from typing import Any, Generic, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from megatron_rl.errors import UserError
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+class PluginError(UserError, ValueError):
+    """A plug-in that cannot be found, or options that it does not take."""
+
+
+@dataclass(frozen=True)
+class Plugin:
+    """What is known of one; a room with more to say of its plug-ins extends it by fields with defaults."""
+
+    name: str
+    """As the recipe says it: the registered name, or the import path."""
+    function: Callable[..., Any]
+
+
+Entry = TypeVar("Entry", bound=Plugin)
+
+
+class Registry(Generic[Entry]):
+    """The plug-ins of one kind."""
+
+    def __init__(
+        self,
+        kind: str,
+        entry: type[Entry],
+        *,
+        packages: Sequence[str],
+        options_key: str,
+        inputs: Collection[str] = (),
+        error: type[UserError] = PluginError,
+    ):
+        """
+        Args:
+            kind: noun for messages, such as "reward".
+            entry: made of name, function and what the decorator was told.
+            packages: whose modules, not those of their sub-packages, register plug-ins.
+            options_key: configuration key of the options, for messages.
+            inputs: what every plug-in may name as a parameter and is given by the caller.
+            error: what is raised.
+        """
+        self.kind = kind
+        self.inputs = tuple(inputs)
+        self._entry = entry
+        self._packages = list(packages)
+        self._options_key = options_key
+        self._error = error
+        self._by_name: dict[str, Entry] = {}
+        self._by_function: dict[Callable[..., Any], Entry] = {}
+
+    def register(self, name: str, **facts: Any) -> Callable[[Function], Function]:
+        """Decorator: make a function available as ``name``; ``facts`` are the further fields of the entry."""
+
+        def add(function: Function) -> Function:
+            known = self._by_name.get(name)
+            if known is not None and path_of(known.function) != path_of(function):
+                raise self._error(
+                    f"{self.kind} {name!r} is {path_of(known.function)} already; give {path_of(function)} another name"
+                )
+            self._by_name[name] = self._by_function[function] = self._entry(name, function, **facts)
+            return function
+
+        return add
+
+    def names(self) -> list[str]:
+        """Of all registered plug-ins, in the order of their registration."""
+        while self._packages:
+            package = self._packages.pop()
+            for module in iter_modules(import_module(package).__path__):
+                import_module(f"{package}.{module.name}")
+        return list(self._by_name)
+
+    def summaries(self) -> dict[str, str]:
+        """The first line of each plug-in's docstring, for documentation."""
+        return {n: (inspect.getdoc(self._by_name[n].function) or "").partition("\n")[0] for n in self.names()}
+
+    def find(self, name: str) -> Entry:
+        """The plug-in of a registered name or of an import path.
+
+        Raises:
+            PluginError: (or the registry's own error) unknown name, a module that does not import or lacks the name.
+        """
+        if ":" in name:
+            function = self._import(name)
+            return self._by_function.get(function) or self._entry(name, function)
+        names = self.names()
+        if name not in names:
+            raise self._error(
+                f"unknown {self.kind} {name!r}: expected one of {', '.join(names)}, "
+                f"or an import path package.module:name{_suggestion(name, names)}"
+            )
+        return self._by_name[name]
+
+    def bind(self, name: str, options: Mapping[str, Any] | None = None) -> Callable[..., Any]:
+        """The plug-in with its options: call it with all inputs by keyword, it is given those that it names."""
+        plugin, options = self.find(name), dict(options or {})
+        self.check_options(plugin, options)
+        wanted = set(self.inputs).intersection(parameters(plugin.function))
+
+        def call(**inputs: Any) -> Any:
+            return plugin.function(**{key: value for key, value in inputs.items() if key in wanted}, **options)
+
+        return call
+
+    def check_options(self, plugin: Entry, options: Mapping[str, Any], *, given: Collection[str] = ()) -> None:
+        """Refuse options that a plug-in does not take, misses, or takes with another type.
+
+        Args:
+            given: parameters that the caller sets besides ``inputs``.
+
+        Raises:
+            PluginError: (or the registry's own error) naming the option, what was expected and what came.
+        """
+        what, given = f"{self.kind} {plugin.name!r}", {*self.inputs, *given}
+        named = [name for name in parameters(plugin.function) if name not in given]
+        for name in options:
+            if name in given:
+                raise self._error(f"{what}: {name} is given by the caller, it is no option of {self._options_key}")
+            if name not in named and not _takes_any(plugin.function):
+                raise self._error(
+                    f"{what} has no option {name!r}; its options: {', '.join(named) or 'none'}{_suggestion(name, named)}"
+                )
+        missing = [name for name in required(plugin.function) if name not in given and name not in options]
+        if missing:
+            raise self._error(f"{what} needs {', '.join(missing)}; set it under {self._options_key}")
+        for name, value in options.items():
+            expected = _expected_instead(value, _hints(plugin.function).get(name, Any))
+            if expected:
+                raise self._error(f"{what}: option {name} must be {expected}, got {value!r}")
+
+    def _import(self, path: str) -> Callable[..., Any]:
+        module_name, _, qualified_name = path.partition(":")
+        try:
+            module = import_module(module_name)
+        except Exception as error:  # importing runs foreign code, which may raise anything
+            raise self._error(
+                f"{self.kind} {path!r}: module {module_name!r} does not import ({type(error).__name__}: {error}); "
+                "expected package.module:name with the module on PYTHONPATH"
+            ) from error
+        found: Any = module
+        for part in qualified_name.split("."):
+            if not hasattr(found, part):
+                own = [k for k, v in vars(module).items() if getattr(v, "__module__", "") == module_name]
+                raise self._error(
+                    f"{self.kind} {path!r}: {module_name} has no {qualified_name!r}; it has {sorted(own)}"
+                    f"{_suggestion(qualified_name, own)}"
+                )
+            found = getattr(found, part)
+        if not callable(found):
+            raise self._error(f"{self.kind} {path!r}: expected a plain function or a class, got {found!r}")
+        return found
+
+
+def path_of(function: Callable[..., Any]) -> str:
+    """Where a function is found: its import path."""
+    return f"{function.__module__}:{function.__qualname__}"
+
+
+@cache
+def parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
+    """The parameters that can be passed by keyword."""
+    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    return {name: p for name, p in inspect.signature(function).parameters.items() if p.kind in named}
+
+
+def required(function: Callable[..., Any]) -> list[str]:
+    """Those of the ``parameters`` that have no default."""
+    return [name for name, p in parameters(function).items() if p.default is p.empty]
+
+
+def _takes_any(function: Callable[..., Any]) -> bool:
+    return any(p.kind is p.VAR_KEYWORD for p in inspect.signature(function).parameters.values())
+
+
+@cache
+def _hints(function: Callable[..., Any]) -> Mapping[str, Any]:
+    try:
+        return get_type_hints(function.__init__ if inspect.isclass(function) else function)
+    except NameError:  # imported for type checkers only: nothing to check against
+        return {}
+
+
+_WORDS = {
+    bool: "true or false",
+    int: "an integer",
+    float: "a number",
+    str: "a string",
+    list: "a list",
+    dict: "a mapping",
+    NoneType: "null",
+}
+
+
+def _expected_instead(value: Any, hint: Any) -> str:
+    """What an annotation expects instead of ``value``; "" where it fits, or is of no type that a YAML file holds."""
+    if get_origin(hint) in (Union, UnionType):
+        expected = [_expected_instead(value, part) for part in get_args(hint)]
+        return "" if "" in expected else " or ".join(expected)
+    if get_origin(hint) is Literal:
+        return "" if value in get_args(hint) else f"one of {', '.join(map(repr, get_args(hint)))}"
+    kind = get_origin(hint) or hint
+    if kind not in _WORDS:
+        return ""
+    fits = isinstance(value, (int, float) if kind is float else kind)
+    # True is an int in Python, but nobody who writes it means 1.
+    return "" if fits and (kind is bool or not isinstance(value, bool)) else _WORDS[kind]
+
+
+def _suggestion(name: str, names: Collection[str]) -> str:
+    close = difflib.get_close_matches(name, names, n=1)
+    return f"; did you mean {close[0]!r}?" if close else ""
