@@ -17,5 +17,6 @@ COMMANDS = {
     "convert": "convert a model between a Hugging Face folder and Megatron's distributed checkpoint",
     "report": "write report.html of a run",
     "presets": "list the presets",
+    "config": "explain every key of a recipe: type, default, bound, meaning",
 }
 """Name -> what it does, in the order of the help."""

@@ -10,6 +10,7 @@ A short name is sizes joined by "+": ``tp2``, ``tp2+sp+pp2``, ``ep2+etp1``, ``pp
 import re
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 from megatron_rl.config.schema import Config, ParallelConfig
 from megatron_rl.config.schema.bounds import bound_problems
@@ -149,7 +150,7 @@ def parse_layout(text: str, base: ParallelConfig | None = None) -> tuple[Paralle
 
     Raises ConfigError for a word that is no size.
     """
-    sizes: dict[str, int | bool | list[int]] = {}
+    sizes: dict[str, Any] = {}
     data_parallel_size = 1
     for word in re.split(r"[+·*]|(?<=\d)(?=[a-z])", text.strip()):
         match = re.fullmatch(r"([a-z]+?)(\d+)", word)

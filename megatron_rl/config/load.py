@@ -4,19 +4,23 @@ Layers, later ones win: the schema's defaults, the preset, the recipe files in t
 merged on its own so that an error can name the layer, the key and the remedy.
 """
 
-import difflib
 from collections.abc import Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
+from typing import Any
 
 import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
-from megatron_rl.config.schema import Config, CriticConfig, ParallelConfig
+from megatron_rl.config.keys import near_misses
+from megatron_rl.config.schema import Config
 from megatron_rl.errors import ConfigError
 
 PRESETS = Path(__file__).parent / "presets"
+
+RENAMED: dict[str, str] = {}
+"""Former name of a key or section -> its name now. A recipe that still has the former one is refused with the new one."""
 
 
 def load_config(paths: str | Path | Sequence[str | Path] | None, overrides: Sequence[str] = ()) -> Config:
@@ -31,7 +35,8 @@ def load_config(paths: str | Path | Sequence[str | Path] | None, overrides: Sequ
     for origin, layer in layers:
         merged = _merge(merged, layer, origin)
     try:
-        return OmegaConf.to_object(merged)
+        config: Any = OmegaConf.to_object(merged)
+        return config
     except OmegaConfBaseException as error:
         raise ConfigError(f"{', '.join(map(str, files))}: {_first_line(error)}") from error
 
@@ -45,7 +50,7 @@ def flat_params(config: Config) -> dict[str, object]:
     """section.key -> value, for trackers."""
     flat: dict[str, object] = {}
 
-    def walk(node: object, prefix: str) -> None:
+    def walk(node: Any, prefix: str) -> None:
         for item in fields(node):
             value = getattr(node, item.name)
             if is_dataclass(value):
@@ -96,11 +101,12 @@ def _parse_overrides(overrides: Sequence[str]) -> DictConfig:
 
 
 def _merge(base: DictConfig, layer: DictConfig, origin: str) -> DictConfig:
-    for name in layer:
+    for name in map(str, layer):
         if isinstance(base.get(name), DictConfig) and not isinstance(layer[name], DictConfig):
             raise ConfigError(f"{origin}: {name}: expected a section with keys, got {layer[name]!r}")
     try:
-        return OmegaConf.merge(base, layer)
+        merged: Any = OmegaConf.merge(base, layer)
+        return merged
     except ConfigKeyError as error:
         key = str(error.full_key)
         raise ConfigError(f"{origin}: unknown key {key!r}{_suggestion(key)}") from error
@@ -110,17 +116,10 @@ def _merge(base: DictConfig, layer: DictConfig, origin: str) -> DictConfig:
 
 
 def _suggestion(key: str) -> str:
-    known = _known_keys()
-    name = key.rsplit(".", 1)[-1]
-    close = (
-        difflib.get_close_matches(key, known, n=1, cutoff=0.6) or [k for k in known if k.rsplit(".", 1)[-1] == name][:1]
-    )
+    if key in RENAMED:
+        return f"; it is called {RENAMED[key]!r} now"
+    close = near_misses(key)
     return f"; did you mean {close[0]!r}?" if close else f"; sections are {', '.join(f.name for f in fields(Config))}"
-
-
-def _known_keys() -> list[str]:
-    every_section = Config(critic=CriticConfig(parallel=ParallelConfig()))
-    return [*flat_params(every_section), *(f.name for f in fields(Config))]
 
 
 def _first_line(error: Exception) -> str:

@@ -50,8 +50,8 @@ def bound_problems(key: str, value: object, bound: Bound | None = None) -> Itera
     """One message for every value under ``key`` that is out of its bound; ``bound`` is that of ``value`` or of its items."""
     if is_dataclass(value):
         for item in fields(value):
-            name = f"{key}.{item.name}" if key else item.name
-            yield from bound_problems(name, getattr(value, item.name), item.metadata.get("bound"))
+            full = f"{key}.{item.name}" if key else item.name
+            yield from bound_problems(full, getattr(value, item.name), item.metadata.get("bound"))
     elif isinstance(value, dict | list):
         named = value if isinstance(value, dict) else dict(enumerate(value))
         for name, part in named.items():

@@ -32,7 +32,7 @@ class DataConfig:
     train_files: list[str] = field(default_factory=list)
     """Prompts: JSONL or Parquet files, or folders of local Hugging Face datasets."""
     eval_files: list[str] = field(default_factory=list)
-    """Prompts of evaluations, in the same formats; none of them is trained on."""
+    """Prompts of evaluations, in the same formats."""
     id_field: str = "id"
     """Column of a row's id. Optional in the file; the place file:line stands in for it."""
     prompt_field: str = "prompt"

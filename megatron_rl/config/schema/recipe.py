@@ -1,4 +1,4 @@
-"""The whole configuration: one section a field."""
+"""The whole configuration."""
 
 from dataclasses import dataclass, field
 
@@ -21,7 +21,7 @@ from megatron_rl.config.schema.run import EvalConfig, RunConfig, ScheduleConfig,
 
 @dataclass
 class Config:
-    """A whole recipe: one field per section."""
+    """One section per subject, each with its keys."""
 
     preset: str = ""
     """Name of a preset whose values lie under this file's."""

@@ -88,7 +88,7 @@ class RolloutConfig:
     max_inflight_requests: int = at_least(1, default=512)
     """Requests in progress at one server; further ones wait."""
     request_timeout_s: float = above(0, default=300.0)
-    """Longest wait for the answer to one request; then it is sent again."""
+    """Longest wait for the answer to one request; then it counts as failed and is sent again."""
     max_retries: int = at_least(0, default=3)
     """Times one request is sent again after a server failed."""
     start_timeout_s: float = above(0, default=300.0)

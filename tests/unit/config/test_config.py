@@ -8,7 +8,8 @@ import pytest
 from megatron_rl.commands.dry_run import print_plan
 from megatron_rl.config.checks import check_config
 from megatron_rl.config.describe import batch_arithmetic
-from megatron_rl.config.load import config_to_yaml, load_config, preset_names
+from megatron_rl.config.keys import sections
+from megatron_rl.config.load import RENAMED, config_to_yaml, load_config, preset_names
 from megatron_rl.config.schema import Config, Mode
 from megatron_rl.errors import ConfigError
 
@@ -90,6 +91,23 @@ def test_a_broken_recipe_is_an_error_with_file_key_and_remedy(tmp_path, text, ex
         load_config(file)
     for part in expected:
         assert part in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("former", "text"),
+    [("batch.window", "batch: {window: 3}"), ("generation", "generation: {num_servers: 2}")],
+)
+def test_a_renamed_key_or_section_is_refused_with_its_new_name(tmp_path, monkeypatch, former, text):
+    monkeypatch.setitem(RENAMED, former, "rollout.num_servers")
+    file = tmp_path / "recipe.yaml"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=rf"recipe.yaml: unknown key '{former}'; it is called 'rollout.num_servers' now"):
+        load_config(file)
+
+
+def test_renamed_keys_are_gone_and_their_new_names_exist():
+    known = {key.name for section in sections() for key in section.keys} | {section.name for section in sections()}
+    assert not known & set(RENAMED) and set(RENAMED.values()) <= known
 
 
 def test_a_missing_recipe_and_a_malformed_override_are_errors(tmp_path, recipe):

@@ -1,0 +1,119 @@
+"""Every key of a recipe and what the schema says of it: for the documentation, `megatron-rl config` and near misses."""
+
+import ast
+import difflib
+import inspect
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, is_dataclass
+from enum import Enum
+from functools import cache
+from typing import Any, get_args, get_origin
+
+import yaml
+
+from megatron_rl.config.schema import Config
+
+
+@dataclass(frozen=True)
+class Key:
+    name: str
+    """In full: batch.window_tokens."""
+    type: str
+    """As Python writes it; ``choice`` for one of ``choices``."""
+    default: str
+    """As a recipe writes it."""
+    bound: str
+    """What a value must be, or empty."""
+    choices: dict[str, str]
+    """Value -> meaning."""
+    meaning: str
+
+
+@dataclass(frozen=True)
+class Section:
+    name: str
+    """In full: algorithm.kl; N and TYPE stand for an item of a list and a prompt type. Empty: the top of a recipe."""
+    schema: type
+    """Sections of the same one have the same keys; their defaults may differ."""
+    meaning: str
+    keys: tuple[Key, ...]
+
+
+@cache
+def sections() -> tuple[Section, ...]:
+    """All of them, in the schema's order, a section before those inside it."""
+    return tuple(_sections("", Config()))
+
+
+def near_misses(name: str, *, limit: int = 1) -> list[str]:
+    """Keys and sections that ``name`` may have meant, the most similar first."""
+    known = [key.name for section in sections() for key in section.keys]
+    known += [section.name for section in sections() if section.name]
+    last = name.rsplit(".", 1)[-1]
+    same_end = [other for other in known if other.rsplit(".", 1)[-1] == last]
+    return (difflib.get_close_matches(name, known, n=limit, cutoff=0.6) or same_end)[:limit]
+
+
+def _sections(name: str, value: Any) -> Iterator[Section]:
+    texts = _texts_below(type(value))
+    keys: list[Key] = []
+    inside: list[Section] = []
+    for item in fields(value):
+        part, full = getattr(value, item.name), f"{name}.{item.name}".lstrip(".")
+        nested = _nested(item.type)
+        if not is_dataclass(part):
+            bound = item.metadata.get("bound")
+            expected = bound.expected if bound else ""
+            keys.append(Key(full, _type(item.type), _shown(part), expected, _choices(item.type), texts[item.name]))
+        if nested:
+            inside += _sections(full + _placeholder(item.type), part if is_dataclass(part) else nested())
+    yield Section(name, type(value), _clean(type(value).__doc__ or ""), tuple(keys))
+    yield from inside
+
+
+def _nested(annotation: Any) -> Any:
+    """The class of the section that a field is, may be or holds several of; None for a plain value."""
+    kinds: tuple[Any, ...] = (annotation, *get_args(annotation))
+    return next((kind for kind in kinds if is_dataclass(kind)), None)
+
+
+def _placeholder(annotation: Any) -> str:
+    origin: Any = get_origin(annotation)
+    return {list: ".N", dict: ".TYPE"}.get(origin, "")
+
+
+def _type(annotation: Any) -> str:
+    if _nested(annotation):
+        return {".N": "list of sections", ".TYPE": "sections by type"}.get(_placeholder(annotation), "section or null")
+    if inspect.isclass(annotation) and issubclass(annotation, Enum):
+        return "choice"
+    return str(annotation).replace("typing.", "") if get_args(annotation) else annotation.__name__
+
+
+def _choices(annotation: Any) -> dict[str, str]:
+    if not (inspect.isclass(annotation) and issubclass(annotation, Enum)):
+        return {}
+    texts = _texts_below(annotation)
+    return {str(member.value): texts[member.name] for member in annotation}
+
+
+def _shown(value: object) -> str:
+    plain = value.value if isinstance(value, Enum) else value
+    return yaml.safe_dump(plain, default_flow_style=True, width=1000).removesuffix("\n...\n").strip()
+
+
+def _texts_below(schema: type) -> dict[str, str]:
+    """Name -> the text below it in the source, for the fields of a dataclass or the members of an Enum; empty for none."""
+    (body,) = ast.parse(inspect.getsource(schema)).body
+    assert isinstance(body, ast.ClassDef)
+    texts = {}
+    for node, following in zip(body.body, [*body.body[1:], ast.Pass()], strict=True):
+        if isinstance(node, ast.AnnAssign | ast.Assign):
+            (target,) = node.targets if isinstance(node, ast.Assign) else [node.target]
+            below = following.value if isinstance(following, ast.Expr) else None
+            texts[ast.unparse(target)] = _clean(str(below.value)) if isinstance(below, ast.Constant) else ""
+    return texts
+
+
+def _clean(text: str) -> str:
+    return " ".join(text.replace("``", "").split())
