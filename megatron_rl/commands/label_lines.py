@@ -37,7 +37,7 @@ from megatron_rl.data.code_lines import ENTRY_POINT_FIELD, CodeLine, code_lines
 from megatron_rl.data.prompts import RowContent, read_content, tokenize
 from megatron_rl.data.rows import read_rows
 from megatron_rl.data.tokenizer import Tokenizer
-from megatron_rl.data.trajectory import Score
+from megatron_rl.data.trajectory import Prompt, Score
 from megatron_rl.errors import DataError, UserError
 from megatron_rl.rewards.lines.dense import PASSED_FROM
 from megatron_rl.rewards.lines.labels import LineSearch, line_labels, scored_lines
@@ -46,9 +46,10 @@ from megatron_rl.rewards.router import runner_settings
 from megatron_rl.rewards.row_form import RowForm
 from megatron_rl.rewards.workers.calls import RewardItem
 from megatron_rl.rewards.workers.event_loop import start_runner
-from megatron_rl.rollout.frozen import open_frozen_rollout
+from megatron_rl.rollout.recovery import RecoveringClient
+from megatron_rl.rollout.sampling import Sampling, named_seed
 from megatron_rl.rollout.server_pool import open_servers
-from megatron_rl.rollout.sglang.wire import GenerationRequest, RequestImages
+from megatron_rl.rollout.sglang.wire import GenerationRequest
 from megatron_rl.system.signals import clean_stop, run_until_stopped
 from megatron_rl.system.terminal import progress_bar, say
 
@@ -116,8 +117,9 @@ class Labeller:
         context_tokens: int,
     ) -> None:
         self._settings = config.label_lines
-        self._rollout = config.rollout
-        self._seed = config.run.seed
+        self._sampling = Sampling.of(
+            config.rollout, tokenizer, seed=config.run.seed if config.rollout.deterministic else None
+        )
         self._comment_prefixes = config.reward.process.comment_prefixes
         self._tokenizer = tokenizer
         self._form = form
@@ -161,28 +163,18 @@ class Labeller:
             )
         answers = await asyncio.gather(
             *[
-                self._complete(self._request(job, token_ids, room, num_lines, sample))
+                self._sample(job, token_ids, room, f"label-{job.key}-{num_lines}-{sample}-")
                 for sample in range(self._settings.num_completions)
             ]
         )
         texts = [prefix + self._tokenizer.decode(answer) for answer in answers]
         return await self._grade([self._form.item({**job.row, "response": text}) for text in texts])
 
-    def _request(self, job: Job, token_ids: Sequence[int], room: int, num_lines: int, sample: int) -> GenerationRequest:
-        name = f"label-{job.key}-{num_lines}-{sample}-"
-        digest = hashlib.sha256(f"{self._seed} {name}".encode()).digest()
-        vision = self._tokenizer.vision
-        return GenerationRequest(
-            rid=name,
-            input_ids=token_ids,
-            max_new_tokens=room,
-            temperature=self._rollout.temperature,
-            top_p=self._rollout.top_p,
-            top_k=self._rollout.top_k,
-            stop_token_ids=(self._tokenizer.eos_id, *self._rollout.stop_token_ids),
-            banned_token_ids=vision.banned_token_ids if vision is not None else (),
-            seed=int.from_bytes(digest[:4], "big") % (2**31 - 1) if self._rollout.deterministic else None,
-            images=RequestImages(vision.image_token_id) if vision is not None else None,
+    async def _sample(self, job: Job, token_ids: Sequence[int], room: int, name: str) -> Sequence[int]:
+        prompt = Prompt(job.key, job.prompt_ids, source=job.content.place)
+        seed = named_seed(self._sampling.seed, name)
+        return await self._complete(
+            await self._sampling.request(prompt, token_ids, rid=name, max_new_tokens=room, seed=seed)
         )
 
 
@@ -396,7 +388,9 @@ def _label_open_jobs(
     ):
 
         async def run() -> None:
-            async with open_frozen_rollout(config, servers, vocab_size=model_vocab_size(config), warn=note) as rollout:
+            async with RecoveringClient(
+                config.rollout, servers, vocab_size=model_vocab_size(config), warn=note
+            ) as rollout:
 
                 async def complete(request: GenerationRequest) -> Sequence[int]:
                     # The completions of one prefix share a server, and its cache holds the prefix once.

@@ -212,22 +212,17 @@ def _score_prompts(config: Config, note: Note) -> tuple[str, PromptSet]:
     """Generate and grade what run.output_dir lacks; (path of the scores, the prompts that are not too long)."""
     from megatron_rl.data.tokenizer import Tokenizer
     from megatron_rl.rewards.router import check_prompts, wanted_row_fields
+    from megatron_rl.rollout.sampling import Sampling
 
     data = with_reward_fields(config.data, wanted_row_fields(config.reward))
     tokenizer = Tokenizer(config.policy.path)
     prompt_set = load_prompts(data.train_files, data, tokenizer, max_prompt_tokens=config.batch.max_prompt_tokens)
     check_prompts(config.reward, prompt_set.prompts)
     folder = Path(config.run.output_dir)
-    rollout = config.rollout
     plan = SamplingPlan(
-        seed=config.run.seed,
+        Sampling.of(config.rollout, tokenizer, seed=config.run.seed),
         num_samples=config.select_prompts.num_samples,
         max_new_tokens=config.batch.max_response_tokens,
-        temperature=rollout.temperature,
-        top_p=rollout.top_p,
-        top_k=rollout.top_k,
-        stop_token_ids=(tokenizer.eos_id, *rollout.stop_token_ids),
-        vision=tokenizer.vision,
     )
     with open_score_file(folder / _SCORES_NAME, settings_of(config)) as scores:
         missing = missing_samples(prompt_set.prompts, plan.num_samples, scores.done)
@@ -252,13 +247,13 @@ def _generate(
 ) -> None:
     """Servers and rewards for as long as responses are missing."""
     from megatron_rl.rewards.router import build_rewards
-    from megatron_rl.rollout.frozen import open_frozen_rollout
+    from megatron_rl.rollout.recovery import RecoveringClient
     from megatron_rl.rollout.server_pool import open_servers
     from megatron_rl.system.signals import clean_stop, run_until_stopped
 
     async def run() -> None:
-        async with open_frozen_rollout(
-            config, servers, vocab_size=model_vocab_size(config), warn=note
+        async with RecoveringClient(
+            config.rollout, servers, vocab_size=model_vocab_size(config), warn=note
         ) as rollout:
             await generate_scores(
                 prompt_set.prompts,

@@ -1,9 +1,10 @@
 """What follows from a configuration and the model folder it names."""
 
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from megatron_rl.config.schema import Config
+from megatron_rl.config.schema import Config, Placement, RolloutConfig
 from megatron_rl.errors import ConfigError, ModelError
 from megatron_rl.families.facts import has_vision, read_model_json
 
@@ -36,3 +37,19 @@ def needs_critic(config: Config) -> bool:
 def effective_window_tokens(config: Config) -> int:
     """New tokens a response may grow by in one step."""
     return config.batch.window_tokens or config.batch.max_response_tokens
+
+
+@dataclass(frozen=True)
+class ServerPlacement:
+    """What rollout.placement and rollout.weight_sync come to; nothing else reads the two."""
+
+    shares_devices: bool
+    """The servers have the trainer ranks' devices: they sleep while it works, and start from its first GPU."""
+    weight_method: Literal["broadcast", "disk", "colocated"]
+    """How weights reach them; colocated: from memory to memory."""
+
+
+def server_placement(rollout: RolloutConfig) -> ServerPlacement:
+    if rollout.placement is Placement.colocated:
+        return ServerPlacement(shares_devices=True, weight_method="colocated")
+    return ServerPlacement(shares_devices=False, weight_method=rollout.weight_sync.value)

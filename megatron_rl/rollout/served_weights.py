@@ -5,12 +5,20 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron_rl.config.schema import Config, Placement, WeightSync
+from megatron_rl.config.derived import server_placement
+from megatron_rl.config.schema import Config
 from megatron_rl.models.hf.weights import Destination
 from megatron_rl.training.export import ControlLink, ControlRanks, patience_s, source_ranks
 from megatron_rl.training.trainer_group import TrainerGroup
 from megatron_rl.weights.plan import ServerAddress
 from megatron_rl.weights.publish import PublishResult, WeightPublisher
+
+_DESTINATIONS = {
+    "broadcast": Destination.stage,
+    "disk": Destination.driver,
+    "colocated": Destination.everywhere,
+}
+"""Where each method wants a tensor whole."""
 
 
 class ServedWeights:
@@ -19,7 +27,7 @@ class ServedWeights:
     def __init__(self, config: Config, group: TrainerGroup, engine: str) -> None:
         self._group = group
         self._engine = engine
-        self._rollout = config.rollout
+        self._method = server_placement(config.rollout).weight_method
         self._timeout_s = patience_s(config)
 
     @property
@@ -34,15 +42,13 @@ class ServedWeights:
     def publish(self, publisher: WeightPublisher, servers: Sequence[ServerAddress], version: int) -> PublishResult:
         """Collective over the trainer ranks. Raises WeightSyncError."""
         options: dict[str, Any] = {"expected": self.expected}
-        destination = Destination.stage
-        if self._rollout.placement is Placement.colocated:
-            destination, options["ranks"] = Destination.everywhere, ControlRanks(self._timeout_s)
-        elif self._rollout.weight_sync is WeightSync.disk:
-            destination = Destination.driver
-        else:
+        if self._method == "colocated":
+            options["ranks"] = ControlRanks(self._timeout_s)
+        elif self._method == "broadcast":
             ranks = source_ranks(self._group.topology_of(self._engine))[1:]
             options["links"] = [ControlLink(rank, self._timeout_s) for rank in ranks]
-        return publisher.publish(self._group.export_weights(self._engine, destination), servers, version, **options)
+        weights = self._group.export_weights(self._engine, _DESTINATIONS[self._method])
+        return publisher.publish(weights, servers, version, **options)
 
     def free_memory(self) -> None:
         """Give what the ranks' allocators hold unused back to their devices: the servers beside them need it."""

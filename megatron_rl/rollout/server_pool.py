@@ -12,7 +12,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from megatron_rl.config.schema import Config, Placement, RolloutConfig
+from megatron_rl.config.derived import server_placement
+from megatron_rl.config.schema import Config, RolloutConfig
 from megatron_rl.rollout.sglang.routes import SERVER_FLAG, returns_routes
 from megatron_rl.rollout.sglang.server import (
     Progress,
@@ -153,6 +154,9 @@ class ServerPool:
             server.model_info()
         return cls(servers)
 
+    def at(self, url: str) -> Server:
+        return next(server for server in self.servers if server.url == url)
+
     @property
     def urls(self) -> list[str]:
         return [server.url for server in self.servers]
@@ -211,7 +215,7 @@ def open_servers(
     ``load_weights``, ``tokenizer``: as in ServerOptions. Raises ServerError when one does not come up or answer.
     """
     rollout = config.rollout
-    colocated = rollout.placement is Placement.colocated
+    shares_devices = server_placement(rollout).shares_devices
     if rollout.urls:
         note(f"attaching to {len(rollout.urls)} SGLang servers: {', '.join(rollout.urls)}")
         if config.policy.fp32_head:
@@ -228,8 +232,8 @@ def open_servers(
         load_weights=load_weights,
         tokenizer=tokenizer,
         device=detect_device(),
-        first_gpu=0 if colocated or load_weights else _first_free_gpu(rollout, note),
-        can_sleep=colocated,
+        first_gpu=0 if shares_devices or load_weights else _first_free_gpu(rollout, note),
+        can_sleep=shares_devices,
         server_args={
             SERVER_FLAG: returns_routes(config),
             "enable-fp32-lm-head": config.policy.fp32_head,

@@ -11,18 +11,20 @@ import asyncio
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_rl.config.schema import Config, FireConfig, Placement, RolloutConfig
+from megatron_rl.config.derived import model_vocab_size, server_placement
+from megatron_rl.config.schema import Config
 from megatron_rl.data.tokenizer import Tokenizer
 from megatron_rl.data.trajectory import Trajectory
-from megatron_rl.environments.base import Environment, EnvironmentFault, Message
-from megatron_rl.rollout.server_pool import Server, ServerPool, open_servers
-from megatron_rl.rollout.sglang.client import ServerLost, SglangClient
+from megatron_rl.environments.base import Environment
+from megatron_rl.rollout.plan import GenerationPlan, plan_of
+from megatron_rl.rollout.recovery import RecoveringClient
+from megatron_rl.rollout.server_pool import ServerPool, open_servers
 from megatron_rl.rollout.sglang.memory import KV_CACHE, WEIGHTS, ServerMemory
-from megatron_rl.rollout.sglang.routes import RouteShape, returns_routes, route_shape
-from megatron_rl.rollout.windows import Dialogue, Fire, Sampling, WindowGenerator
+from megatron_rl.rollout.windows import Window
 from megatron_rl.weights.plan import ServerAddress
 from megatron_rl.weights.publish import PublishResult, WeightPublisher, WeightSyncError
 from megatron_rl.weights.server_calls import ServerCallError
@@ -32,50 +34,56 @@ if TYPE_CHECKING:
     from megatron_rl.rollout.served_weights import ServedWeights
 
 
+@dataclass(frozen=True)
+class TrainerSide:
+    """What the rollout side asks of the driver."""
+
+    weights: "ServedWeights"
+    """The policy's current ones (collective); asked for on the main thread only."""
+    call_on_trainer: Callable[[Callable[[], Any]], Future]
+    """Runs a function on the main thread, between its other work."""
+    note: Callable[[str], None]
+    warn: Callable[[str], None]
+    while_waiting: Callable[[], None] = lambda: None
+    """Called every few seconds on the main thread while it waits for servers: the other trainer ranks wait for it."""
+
+
 class RolloutService:
-    """``weights`` are the policy's current ones (collective); they are asked for on the main thread only."""
+    """``publish``, ``sleep`` and ``wake`` on the main thread, ``generate`` on the event loop."""
 
     def __init__(
         self,
-        config: RolloutConfig,
+        config: Config,
         servers: ServerPool,
-        client: SglangClient,
         publisher: WeightPublisher,
-        tokenizer: Tokenizer,
-        *,
-        stop_token_ids: Sequence[int],
-        fire: Fire | None = None,
-        dialogue: Dialogue | None = None,
-        routes: RouteShape | None = None,
-        seed: int,
-        weights: "ServedWeights",
-        call_on_trainer: Callable[[Callable[[], Any]], Future],
-        warn: Callable[[str], None],
-        while_waiting: Callable[[], None] = lambda: None,
+        plan: GenerationPlan,
+        trainer: TrainerSide,
     ) -> None:
-        self._config = config
+        self._config = config.rollout
         self._servers = servers
-        self._client = client
         self._publisher = publisher
-        self._stop_token_ids = tuple(stop_token_ids)
-        self._seed = seed if config.deterministic else None
-        self._weights = weights
-        self._call_on_trainer = call_on_trainer
-        self._warn = warn
-        self._while_waiting = while_waiting
-        self._fire = fire
-        self._dialogue = dialogue
-        self._routes = routes
-        self._vision = tokenizer.vision
-        self._generator = WindowGenerator(
-            client, self._wait_for_recovery, decode=tokenizer.decode, vision=tokenizer.vision, warn=warn
+        self._plan = plan
+        self._trainer = trainer
+        self._live = RecoveringClient(
+            config.rollout,
+            servers,
+            vocab_size=model_vocab_size(config),
+            warn=trainer.warn,
+            readmit=self._readmit_on_trainer,
         )
-        self._recoveries: dict[str, asyncio.Task] = {}
-        self._restarting: set[str] = set()
-        self._memory = ServerMemory(config.weight_sync_timeout_s) if config.placement is Placement.colocated else None
+        sleeps = server_placement(config.rollout).shares_devices
+        self._memory = ServerMemory(config.rollout.weight_sync_timeout_s) if sleeps else None
         self._asleep = False
         self.weight_version = 0
-        self.num_restarts = 0
+
+    @property
+    def num_restarts(self) -> int:
+        """Of servers, in this run."""
+        return self._live.num_restarts
+
+    async def close(self) -> None:
+        """Ends the requests in progress and the recoveries (asyncio thread)."""
+        await self._live.close()
 
     def publish(self) -> PublishResult:
         """The policy's weights, as a new version, to every server; colocated ones are awake afterwards."""
@@ -88,14 +96,14 @@ class RolloutService:
             return
         self._asleep = True
         for address in self._addresses():
-            if address.url in self._restarting:
+            if address.url in self._live.restarting:
                 continue  # it is put to sleep at the end of its recovery
             try:
                 self._memory.sleep([address])
             except ServerCallError as error:
                 if self._is_well(address.url):
                     raise
-                self._warn(f"{error}. It will be started again for the next weights")
+                self._trainer.warn(f"{error}. It will be started again for the next weights")
 
     def wake(self) -> None:
         """Colocated servers that sleep get the weights they had: these do not survive a sleep."""
@@ -105,7 +113,7 @@ class RolloutService:
     def differing_weights(self) -> list[str]:
         """Parameters of which a server holds other bytes than the trainer (slow; main thread, collective)."""
         self.wake()
-        report = compare_checksums(self._addresses(), self._weights.whole(), self._config.weight_sync_timeout_s)
+        report = compare_checksums(self._addresses(), self._trainer.weights.whole(), self._config.weight_sync_timeout_s)
         return sorted({name for names in report.differing.values() for name in names})
 
     async def generate(
@@ -117,74 +125,42 @@ class RolloutService:
         temperature: float | None = None,
         kind: str = "train",
         is_enough: Callable[[], bool] | None = None,
-        on_progress: Callable[[int], None] = lambda tokens: None,
     ) -> None:
         """Grow every trajectory by one window; dialogues are answered by the run's environment.
 
         ``temperature`` None: the run's own. Hot tokens (FIRE) are for ``kind`` train alone. Once ``is_enough()`` says
         yes, the rest is aborted and keeps the tokens it has.
         """
-        sampling = Sampling(
-            temperature=self._config.temperature if temperature is None else temperature,
-            top_p=self._config.top_p if temperature is None else 1.0,
-            top_k=self._config.top_k if temperature is None else -1,
-            stop_token_ids=self._stop_token_ids,
-            seed=self._seed,
-            routes=self._routes if kind == "train" else None,
-            banned_token_ids=self._vision.banned_token_ids if self._vision is not None else (),
-        )
-        await self._generator.generate(
-            trajectories,
+        plan = self._plan if kind == "train" else self._plan.without_training()
+        if temperature is not None:
+            plan = plan.at_temperature(temperature)
+        window = Window(
+            self._live.client,
+            self._live.recovered,
+            plan,
             step=step,
-            window_tokens=window_tokens,
+            num_tokens=window_tokens,
             weight_version=self.weight_version,
-            sampling=sampling,
             kind=kind,
-            fire=self._fire if kind == "train" else None,
-            dialogue=self._dialogue,
-            is_enough=is_enough,
-            on_progress=on_progress,
+            warn=self._trainer.warn,
         )
+        await window.fill(trajectories, is_enough)
 
-    def server_lost(self, url: str, reason: str) -> None:
-        """The client's call (asyncio thread) when a server stops answering: bring it back beside the others."""
-        self._warn(
-            f"the SGLang server at {url} is lost ({reason}); its responses continue from their last token elsewhere"
-        )
-        self._restarting.add(url)
-        self._recoveries[url] = asyncio.get_running_loop().create_task(self._bring_back(url))
-
-    async def _bring_back(self, url: str) -> None:
-        await asyncio.to_thread(self._server_at(url).restart)
-        self.num_restarts += 1
-        await asyncio.wrap_future(self._call_on_trainer(lambda: self._readmit(url)))
-        self._client.restore(url)
-        self._warn(f"the SGLang server at {url} serves again, with weight version {self.weight_version}")
-
-    async def _wait_for_recovery(self, lost: ServerLost) -> None:
-        """Return once some server serves again; raise when none came back, or when a live one keeps failing."""
-        if self._client.live_urls:
-            raise lost
-        waiting = set(self._recoveries.values())
-        while not self._client.live_urls:
-            if not waiting:
-                raise lost
-            done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-            if not waiting:
-                for task in done:
-                    task.result()
+    async def _readmit_on_trainer(self, url: str) -> str:
+        await asyncio.wrap_future(self._trainer.call_on_trainer(lambda: self._readmit(url)))
+        return f"weight version {self.weight_version}"
 
     def _readmit(self, url: str) -> None:
         """A restarted server into the state of the others (main thread)."""
-        if self._asleep:
+        if self._memory is not None and self._asleep:
             self._memory.sleep(self._addresses(url))
         else:
             self._send(self._addresses(url))
-        self._restarting.discard(url)
+        self._live.restarting.discard(url)
 
     def _send_to_all(self) -> PublishResult:
         """To every server that lives; one that died unnoticed is started again first."""
-        addresses = [address for address in self._addresses() if address.url not in self._restarting]
+        addresses = [address for address in self._addresses() if address.url not in self._live.restarting]
         if not addresses:
             raise WeightSyncError(
                 f"no SGLang server is there to take weight version {self.weight_version}: all of "
@@ -196,28 +172,24 @@ class RolloutService:
             dead = [address.url for address in addresses if not self._is_well(address.url)]
             if not dead:
                 raise
-            self._warn(f"{error} Starting {', '.join(dead)} again")
+            self._trainer.warn(f"{error} Starting {', '.join(dead)} again")
             for url in dead:
-                self._server_at(url).restart(self._while_waiting)
-                self.num_restarts += 1
-            result = self._send([address for address in self._addresses() if address.url not in self._restarting])
+                self._live.restart(url, self._trainer.while_waiting)
+            result = self._send([address for address in self._addresses() if address.url not in self._live.restarting])
         self._asleep = False
         return result
 
     def _send(self, addresses: list[ServerAddress]) -> PublishResult:
         if self._memory is not None:
-            self._weights.free_memory()
+            self._trainer.weights.free_memory()
             self._memory.wake(addresses, WEIGHTS)
-        result = self._weights.publish(self._publisher, addresses, self.weight_version)
+        result = self._trainer.weights.publish(self._publisher, addresses, self.weight_version)
         if self._memory is not None:
             self._memory.wake(addresses, KV_CACHE)
         return result
 
-    def _server_at(self, url: str) -> Server:
-        return next(server for server in self._servers.servers if server.url == url)
-
     def _is_well(self, url: str) -> bool:
-        return self._server_at(url).healthy()
+        return self._servers.at(url).healthy()
 
     def _addresses(self, only_url: str = "") -> list[ServerAddress]:
         size = self._config.tensor_parallel_size
@@ -232,108 +204,32 @@ class RolloutService:
 def open_rollout(
     config: Config,
     event_loop: asyncio.AbstractEventLoop,
+    trainer: TrainerSide,
     *,
-    log_dir: Path,
     tokenizer: Tokenizer,
     environment: Environment | None,
-    stop_token_ids: Sequence[int],
-    vocab_size: int,
-    weights: "ServedWeights",
-    call_on_trainer: Callable[[Callable[[], Any]], Future],
-    note: Callable[[str], None],
-    warn: Callable[[str], None],
-    while_waiting: Callable[[], None],
 ) -> Iterator[RolloutService]:
-    """Servers started (or attached to), a client on ``event_loop`` and the weight sync; all of it closed at the end.
-
-    ``while_waiting`` is called every few seconds (on the main thread) while it waits for servers to start: the other
-    trainer ranks wait for it.
-    """
-    rollout = config.rollout
-    fire = fire_of(rollout.fire, tokenizer)
-    dialogue = dialogue_of(environment, tokenizer, chat=config.data.use_chat_template)
-    token_stops = single_token_stops(environment.stop_strings, tokenizer) if environment is not None else {}
-    needs_text = bool(dialogue and dialogue.server_stops) or bool(fire and fire.after)
+    """Servers started (or attached to), a client on ``event_loop`` and the weight sync; all of it closed at the end."""
+    plan = plan_of(config, tokenizer, environment)
+    folder = Path(config.run.output_dir)
     # The trainer sends its own weights before the first request.
     with open_servers(
-        config, log_dir, note, load_weights=False, tokenizer=needs_text, while_waiting=while_waiting
+        config,
+        folder / "logs",
+        trainer.note,
+        load_weights=False,
+        tokenizer=plan.needs_text,
+        while_waiting=trainer.while_waiting,
     ) as servers:
-        client = SglangClient(
-            servers.urls,
-            vocab_size=vocab_size,
-            max_inflight_requests=rollout.max_inflight_requests,
-            request_timeout_s=rollout.request_timeout_s,
-            max_retries=rollout.max_retries,
-            on_server_lost=lambda url, reason: service.server_lost(url, reason),
-        )
         publisher = WeightPublisher(
-            rollout.bucket_bytes,
-            rollout.weight_sync_timeout_s,
-            method="colocated" if rollout.placement is Placement.colocated else rollout.weight_sync.value,
-            folder=Path(config.run.output_dir).resolve() / "weights",
+            config.rollout.bucket_bytes,
+            config.rollout.weight_sync_timeout_s,
+            method=server_placement(config.rollout).weight_method,
+            folder=folder.resolve() / "weights",
         )
-        service = RolloutService(
-            rollout,
-            servers,
-            client,
-            publisher,
-            tokenizer,
-            stop_token_ids=[*stop_token_ids, *token_stops.values()],
-            fire=fire,
-            dialogue=dialogue,
-            routes=route_shape(config.policy.path) if returns_routes(config) else None,
-            seed=config.run.seed,
-            weights=weights,
-            call_on_trainer=call_on_trainer,
-            warn=warn,
-            while_waiting=while_waiting,
-        )
+        service = RolloutService(config, servers, publisher, plan, trainer)
         try:
             yield service
         finally:
-            asyncio.run_coroutine_threadsafe(client.close(), event_loop).result(timeout=10)
+            asyncio.run_coroutine_threadsafe(service.close(), event_loop).result(timeout=10)
             publisher.close()
-
-
-def fire_of(fire: FireConfig, tokenizer: Tokenizer) -> Fire | None:
-    """None when it is off. Special tokens are never sampled hot: at a high temperature all tokens are about equal."""
-    if not fire.temperature:
-        return None
-    banned = {*fire.banned_token_ids, *tokenizer.special_ids}
-    return Fire(fire.temperature, fire.top_k, fire.after, tuple(sorted(banned)))
-
-
-def dialogue_of(environment: Environment | None, tokenizer: Tokenizer, *, chat: bool) -> Dialogue | None:
-    if environment is None:
-        return None
-
-    def encode_message(message: Message, last_token_id: int) -> list[int]:
-        ids = tokenizer.encode_message(message.text, chat=chat and not message.verbatim, last_token_id=last_token_id)
-        if tokenizer.vision is not None and not set(ids).isdisjoint(tokenizer.vision.banned_token_ids):
-            raise EnvironmentFault(
-                f"a message of the environment spells an image or video token: {message.text[:80]!r}; messages of "
-                "dialogues are text, images belong to prompts"
-            )
-        return ids
-
-    token_stops = single_token_stops(environment.stop_strings, tokenizer)
-    server_stops = tuple(text for text in environment.stop_strings if text not in token_stops)
-    return Dialogue(environment, encode_message, server_stops)
-
-
-def single_token_stops(stop_strings: Sequence[str], tokenizer: Tokenizer) -> dict[str, int]:
-    """Those stop strings that are one token each, with their ids: servers need no tokenizer for them.
-
-    Raises EnvironmentFault for a string that does not survive the tokenizer: the environment would never see it.
-    """
-    ids = {}
-    for text in stop_strings:
-        encoded = tokenizer.encode(text)
-        if tokenizer.decode(encoded) != text:
-            raise EnvironmentFault(
-                f"stop string {text!r} becomes {tokenizer.decode(encoded)!r} in the tokens of {tokenizer.path}: the "
-                "environment could not see it. Choose other tags, or a tokenizer that has them as ordinary tokens"
-            )
-        if len(encoded) == 1:
-            ids[text] = encoded[0]
-    return ids

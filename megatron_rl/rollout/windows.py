@@ -19,16 +19,15 @@ import contextlib
 import logging
 from bisect import bisect_left
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from megatron_rl.data.trajectory import RouteRecord, Segment, Trajectory, message_segment
-from megatron_rl.data.vision import Vision
 from megatron_rl.environments.base import Environment, EnvironmentFault, Message, turn_views
 from megatron_rl.errors import UserError
-from megatron_rl.rollout.sglang.client import GenerationRequest, ServerLost, SglangClient
-from megatron_rl.rollout.sglang.image_inputs import images_of_request, sent_ids
-from megatron_rl.rollout.sglang.routes import RouteShape
-from megatron_rl.rollout.sglang.wire import Generation
+from megatron_rl.rollout.plan import Decode, Fire, GenerationPlan
+from megatron_rl.rollout.sampling import trajectory_seed
+from megatron_rl.rollout.sglang.client import ServerLost, SglangClient
+from megatron_rl.rollout.sglang.wire import Generation, GenerationRequest
 
 logger = logging.getLogger(__name__)
 
@@ -39,123 +38,73 @@ ABORT_REPEAT_S = 0.5
 ABORT_TIMEOUT_S = 60.0
 """Requests that have not come back so long after their abort are given up, with the tokens of this request."""
 
-Decode = Callable[[Sequence[int]], str]
-
-
-@dataclass(frozen=True)
-class Sampling:
-    temperature: float
-    top_p: float
-    top_k: int
-    stop_token_ids: tuple[int, ...]
-    seed: int | None
-    """Base of the per-trajectory seeds; None lets the server draw."""
-    routes: RouteShape | None = None
-    """Keep the experts of all tokens with the trajectories."""
-    banned_token_ids: tuple[int, ...] = ()
-    """Never sampled: those that stand for images."""
-
-
-@dataclass(frozen=True)
-class Fire:
-    """FIRE (arXiv 2410.21236): one token of each response is sampled hot."""
-
-    temperature: float
-    top_k: int
-    after: str
-    """The hot token is the first one after this text; empty: the first of the response."""
-    banned_token_ids: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Dialogue:
-    """Who answers the model's turns, and how its words become tokens."""
-
-    environment: Environment
-    encode_message: Callable[[Message, int], list[int]]
-    """(message, last token of the history) -> ids."""
-    server_stops: tuple[str, ...] = ()
-    """Those of the environment's stop strings that servers look for as text; the others are stop tokens, or are found
-    here alone."""
-
 
 class StaleWeights(UserError, RuntimeError):
     """A server answered with another weight version than the published one."""
 
 
-class WindowGenerator:
-    """``recover(lost)`` returns when a server with current weights serves again after the last one was lost."""
+class Window:
+    """One step's window of some trajectories. Filled once."""
 
     def __init__(
         self,
         client: SglangClient,
-        recover: Callable[[ServerLost], Awaitable[None]],
-        *,
-        decode: Decode,
-        vision: Vision | None = None,
-        warn: Callable[[str], None] = logger.warning,
-    ) -> None:
-        """``vision``: of the model's folder, if it has one."""
-        self._client = client
-        self._vision = vision
-        self._recover = recover
-        self._decode = decode
-        self._warn = warn
-
-    async def generate(
-        self,
-        trajectories: Sequence[Trajectory],
+        recovered: Callable[[ServerLost], Awaitable[None]],
+        plan: GenerationPlan,
         *,
         step: int,
-        window_tokens: int,
+        num_tokens: int,
         weight_version: int,
-        sampling: Sampling,
         kind: str,
-        fire: Fire | None = None,
-        dialogue: Dialogue | None = None,
-        is_enough: Callable[[], bool] | None = None,
-        on_progress: Callable[[int], None] = lambda tokens: None,
+        warn: Callable[[str], None] = logger.warning,
+    ) -> None:
+        """``recovered(lost)`` returns when a server with current weights serves again after the last one was lost.
+
+        ``num_tokens``: that a trajectory may grow by. ``kind`` starts the request ids, so that training and evaluation
+        never share one. Trajectories that are dialogues are answered by ``plan.dialogue``.
+        """
+        self._client = client
+        self._recovered = recovered
+        self._plan = plan
+        self._step = step
+        self._num_tokens = num_tokens
+        self._weight_version = weight_version
+        self._kind = kind
+        self._warn = warn
+        self._rids_in_progress: set[str] = set()
+        self._cut = False
+        """Enough was generated: no further request is sent."""
+
+    async def fill(
+        self, trajectories: Sequence[Trajectory], is_enough: Callable[[], bool] | None = None
     ) -> None:
         """Append this step's segments; returns when every trajectory is finished or its window is full.
 
-        ``kind`` starts the request ids, so that training and evaluation never share one. ``dialogue`` answers those
-        of the trajectories that are dialogues. ``is_enough()`` is asked whenever a trajectory is through; once it says
-        yes, the others are cut and keep what they have.
+        ``is_enough()`` is asked whenever a trajectory is through; once it says yes, the others are cut and keep what
+        they have.
         """
-        window = _Window(
-            self._client,
-            self._recover,
-            self._decode,
-            vision=self._vision,
-            step=step,
-            window_tokens=window_tokens,
-            weight_version=weight_version,
-            sampling=sampling,
-            kind=kind,
-            fire=fire,
-            dialogue=dialogue,
-            alone=is_enough is not None,
-            on_progress=on_progress,
-        )
-        tasks = [asyncio.create_task(window.fill(t)) for t in trajectories]
+        tasks = [asyncio.create_task(self._grow(t, alone=is_enough is not None)) for t in trajectories]
         try:
             if is_enough is None:
                 await asyncio.gather(*tasks)
             else:
-                await self._until_enough(tasks, window, is_enough)
+                await self._until_enough(tasks, is_enough)
         finally:
             for task in tasks:
                 task.cancel()
 
-    async def _until_enough(
-        self, tasks: Sequence[asyncio.Task[None]], window: "_Window", is_enough: Callable[[], bool]
-    ) -> None:
+    async def _until_enough(self, tasks: Sequence[asyncio.Task[None]], is_enough: Callable[[], bool]) -> None:
         event_loop = asyncio.get_running_loop()
         done: list[asyncio.Task[None]] = []
         num_checked = 0
         some_done = asyncio.Event()
+
+        def note_done(task: asyncio.Task[None]) -> None:
+            done.append(task)
+            some_done.set()
+
         for task in tasks:
-            task.add_done_callback(lambda task: (done.append(task), some_done.set()))
+            task.add_done_callback(note_done)
 
         def num_running() -> int:
             nonlocal num_checked
@@ -168,10 +117,10 @@ class WindowGenerator:
             await some_done.wait()
             some_done.clear()
             await asyncio.sleep(_ENOUGH_POLL_S)
-        window.cut = True
+        self._cut = True
         deadline_s = event_loop.time() + ABORT_TIMEOUT_S
         while num_running() and event_loop.time() < deadline_s:
-            await self._client.abort(window.rids_under_way)
+            await self._client.abort(self._rids_in_progress)
             with contextlib.suppress(asyncio.TimeoutError):
                 async with asyncio.timeout(ABORT_REPEAT_S):
                     while num_running():
@@ -184,139 +133,99 @@ class WindowGenerator:
                 "on from the tokens of their last answer"
             )
 
-
-class _Window:
-    """One call of ``WindowGenerator.generate``: what all its trajectories share."""
-
-    def __init__(
-        self,
-        client: SglangClient,
-        recover: Callable[[ServerLost], Awaitable[None]],
-        decode: Decode,
-        *,
-        vision: Vision | None,
-        step: int,
-        window_tokens: int,
-        weight_version: int,
-        sampling: Sampling,
-        kind: str,
-        fire: Fire | None,
-        dialogue: Dialogue | None,
-        alone: bool,
-        on_progress: Callable[[int], None],
-    ) -> None:
-        self._client = client
-        self._recover = recover
-        self._decode = decode
-        self._vision = vision
-        self._step = step
-        self._window_tokens = window_tokens
-        self._weight_version = weight_version
-        self._sampling = sampling
-        self._kind = kind
-        self._fire = fire
-        self._dialogue = dialogue
-        self._alone = alone
-        self._on_progress = on_progress
-        self.rids_under_way: set[str] = set()
-        self.cut = False
-        """Enough was generated: no further request is sent."""
-
-    async def fill(self, trajectory: Trajectory) -> None:
+    async def _grow(self, trajectory: Trajectory, *, alone: bool) -> None:
         """Grow one trajectory until it is finished, its window is full or the window was cut."""
         attempt = 0
         self._answer_turn(trajectory)
-        while not self.cut and (room := self._room(trajectory)) > 0:
+        while not self._cut and (room := self._room(trajectory)) > 0:
             attempt += 1
-            hot = hot_token_is_next(trajectory, self._fire, self._decode)
+            hot = hot_token_is_next(trajectory, self._plan.fire, self._plan.decode)
             rid = f"{self._kind}-{self._step}-{trajectory.id}-{attempt}"
-            images = await images_of_request(self._vision, trajectory.prompt)
-            request = replace(self._request(trajectory, rid, room, hot=hot), images=images)
-            if self.cut:
+            request = await self._request(trajectory, rid, room, hot=hot)
+            if self._cut:
                 return  # enough was generated while the images were read
-            self.rids_under_way.add(request.rid)
+            self._rids_in_progress.add(rid)
             try:
-                answer = await self._client.generate(request, alone=self._alone)
+                answer = await self._client.generate(request, alone=alone)
             except ServerLost as lost:
-                await self._recover(lost)
+                await self._recovered(lost)
                 continue
             finally:
-                self.rids_under_way.discard(request.rid)
+                self._rids_in_progress.discard(rid)
             if answer.token_ids:
-                self._check_version(answer)
-                segment = self._segment(trajectory, answer, hot=hot)
-                trajectory.segments.append(segment)
-                if answer.routes is not None:
-                    # What was sampled behind a stop string is gone, and its routes with it.
-                    num_kept = len(trajectory.token_ids)
-                    trajectory.routes = RouteRecord(self._step, answer.routes[:num_kept])
-                self._on_progress(len(segment.token_ids))
+                self._append(trajectory, answer, hot=hot)
                 self._answer_turn(trajectory)
+
+    def _append(self, trajectory: Trajectory, answer: Generation, *, hot: bool) -> None:
+        self._check_version(answer)
+        trajectory.segments.append(self._segment(trajectory, answer, hot=hot))
+        if answer.routes is not None:
+            # What was sampled behind a stop string is gone, and its routes with it.
+            num_kept = len(trajectory.token_ids)
+            trajectory.routes = RouteRecord(self._step, answer.routes[:num_kept])
 
     def _room(self, trajectory: Trajectory) -> int:
         """Tokens that may come next: 0 when the trajectory is finished or its window is full."""
         if trajectory.finished:
             return 0
         rooms = [
-            self._window_tokens - trajectory.window_tokens(self._step),
+            self._num_tokens - trajectory.window_tokens(self._step),
             trajectory.max_response_tokens - trajectory.num_response_tokens,
         ]
         if trajectory.max_turn_tokens:
             rooms.append(trajectory.max_turn_tokens - trajectory.num_turn_tokens)
         return min(rooms)
 
-    def _request(self, trajectory: Trajectory, rid: str, room: int, *, hot: bool) -> GenerationRequest:
-        sampling = self._sampling
-        request = GenerationRequest(
+    async def _request(self, trajectory: Trajectory, rid: str, room: int, *, hot: bool) -> GenerationRequest:
+        sampling, fire = self._plan.sampling, self._plan.fire
+        request = await sampling.request(
+            trajectory.prompt,
+            trajectory.token_ids,
             rid=rid,
-            input_ids=sent_ids(self._vision, trajectory.prompt, trajectory.token_ids),
             max_new_tokens=room,
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-            stop_token_ids=sampling.stop_token_ids,
-            stop_strings=self._server_stops(trajectory),
-            banned_token_ids=sampling.banned_token_ids,
-            seed=None if sampling.seed is None else _trajectory_seed(sampling.seed, trajectory.id),
-            routes=sampling.routes,
-            prompt_name=trajectory.prompt.source or trajectory.prompt.id,
+            seed=trajectory_seed(sampling.seed, trajectory.id),
         )
-        if not hot:
-            return request
-        return replace(
-            request,
-            max_new_tokens=1,
-            temperature=self._fire.temperature,
-            top_k=self._fire.top_k,
-            stop_strings=(),
-            banned_token_ids=tuple({*sampling.banned_token_ids, *self._fire.banned_token_ids}),
-            # The engine's usual log-prob is taken before top-k: at a high temperature far from what was sampled from.
-            logprobs_after_top_k=self._fire.top_k > 0,
-        )
+        if hot and fire is not None:
+            return replace(
+                request,
+                max_new_tokens=1,
+                temperature=fire.temperature,
+                top_k=fire.top_k,
+                banned_token_ids=tuple({*request.banned_token_ids, *fire.banned_token_ids}),
+                # The engine's usual log-prob is taken before top-k: at a high temperature far from what was sampled from.
+                logprobs_after_top_k=fire.top_k > 0,
+            )
+        return replace(request, stop_strings=self._server_stops(trajectory))
 
     def _turn_stops(self, trajectory: Trajectory) -> tuple[str, ...]:
-        return self._dialogue.environment.stop_strings if self._dialogue and trajectory.dialogue else ()
+        dialogue = self._plan.dialogue
+        return dialogue.environment.stop_strings if dialogue and trajectory.dialogue else ()
 
     def _server_stops(self, trajectory: Trajectory) -> tuple[str, ...]:
-        stops = self._dialogue.server_stops if self._dialogue and trajectory.dialogue else ()
-        return (*stops, self._fire.after) if self._awaits_marker(trajectory) else stops
+        dialogue, marker = self._plan.dialogue, self._awaited_marker(trajectory)
+        stops = dialogue.server_stops if dialogue and trajectory.dialogue else ()
+        return (*stops, marker) if marker else stops
 
-    def _awaits_marker(self, trajectory: Trajectory) -> bool:
-        return _awaits_hot_token(trajectory, self._fire) and self._fire.after != ""
+    def _awaited_marker(self, trajectory: Trajectory) -> str:
+        """The text behind which the hot token comes, while it is still to come; else empty."""
+        fire = self._plan.fire
+        return fire.after if fire is not None and _awaits_hot_token(trajectory, fire) else ""
 
     def _segment(self, trajectory: Trajectory, answer: Generation, *, hot: bool) -> Segment:
         """The answer's tokens up to the first text that ends the turn or calls for the hot token."""
-        before = _current_turn_ids(trajectory)
+        before, decode = _current_turn_ids(trajectory), self._plan.decode
         turn_ids = [*before, *answer.token_ids]
-        ends = {"stop": end_of_text(turn_ids, self._turn_stops(trajectory), self._decode)}
-        if self._awaits_marker(trajectory) and not hot:
-            ends["length"] = end_of_text(turn_ids, [self._fire.after], self._decode)
+        texts = {"stop": self._turn_stops(trajectory)}
+        marker = self._awaited_marker(trajectory)
+        if marker and not hot:
+            texts["length"] = (marker,)
+        ends = {reason: end_of_text(turn_ids, wanted, decode) for reason, wanted in texts.items()}
         # A text that ended among earlier tokens has had its effect.
-        ends = {reason: end for reason, end in ends.items() if end is not None and end > len(before)}
+        new_ends = {reason: end for reason, end in ends.items() if end is not None and end > len(before)}
         reason, num_new = answer.finish_reason, len(answer.token_ids)
-        if ends:
-            reason = min(ends, key=lambda name: (ends[name], name == "length"))
-            num_new = ends[reason] - len(before)
+        if new_ends:
+            reason = min(new_ends, key=lambda name: (new_ends[name], name == "length"))
+            num_new = new_ends[reason] - len(before)
         elif answer.stop_string and answer.stop_string not in self._turn_stops(trajectory):
             reason = "length"
         return Segment(
@@ -332,15 +241,16 @@ class _Window:
 
     def _answer_turn(self, trajectory: Trajectory) -> None:
         """Let the environment answer the turn that has just ended: a message joins the history, or the dialogue ends."""
-        if self._dialogue is None or not trajectory.dialogue or trajectory.env_done or not trajectory.turn_is_over:
+        dialogue = self._plan.dialogue
+        if dialogue is None or not trajectory.dialogue or trajectory.env_done or not trajectory.turn_is_over:
             return
         if trajectory.finished and trajectory.segments[-1].finish_reason != "stop":
             return  # the budget cut the turn; one that stopped on the budget's last token may have been the last word
-        message = _ask_environment(self._dialogue.environment, trajectory, self._decode)
+        message = _ask_environment(dialogue.environment, trajectory, self._plan.decode)
         if message is None:
             trajectory.env_done = True
             return
-        token_ids = self._dialogue.encode_message(message, trajectory.token_ids[-1])
+        token_ids = dialogue.encode_message(message, trajectory.token_ids[-1])
         if trajectory.num_response_tokens + len(token_ids) >= trajectory.max_response_tokens:
             trajectory.out_of_room = True
             return
@@ -382,15 +292,16 @@ def _current_turn_ids(trajectory: Trajectory) -> list[int]:
     return [token for s in trajectory.segments if s.generated and s.turn == turn for token in s.token_ids]
 
 
-def _awaits_hot_token(trajectory: Trajectory, fire: Fire | None) -> bool:
-    """FIRE is on and the response, in its first turn, has no hot token yet; only its very start will do without ``after``."""
-    if fire is None or trajectory.current_turn > 0 or any(segment.hot for segment in trajectory.segments):
+def _awaits_hot_token(trajectory: Trajectory, fire: Fire) -> bool:
+    """The response, in its first turn, has no hot token yet; only its very start will do without ``after``."""
+    if trajectory.current_turn > 0 or any(segment.hot for segment in trajectory.segments):
         return False
     return bool(fire.after) or trajectory.num_response_tokens == 0
 
 
 def hot_token_is_next(trajectory: Trajectory, fire: Fire | None, decode: Decode) -> bool:
-    if not _awaits_hot_token(trajectory, fire):
+    """The next token of the response is FIRE's hot one."""
+    if fire is None or not _awaits_hot_token(trajectory, fire):
         return False
     turn_ids = _current_turn_ids(trajectory)
     return not fire.after or end_of_text(turn_ids, [fire.after], decode) == len(turn_ids)
@@ -406,8 +317,3 @@ def end_of_text(token_ids: Sequence[int], texts: Sequence[str], decode: Decode) 
     if not texts or not contains(len(token_ids)):
         return None
     return bisect_left(range(len(token_ids)), True, key=contains)
-
-
-def _trajectory_seed(base: int, trajectory_id: int) -> int:
-    """One seed a trajectory, the same in every window: the engine hashes it with the token's position."""
-    return (base * 1_000_003 + trajectory_id * 7_919) % (2**31 - 1)

@@ -10,7 +10,6 @@ grades, then the next one starts.
 
 import asyncio
 import fcntl
-import hashlib
 import json
 import os
 from collections import defaultdict
@@ -22,11 +21,10 @@ from typing import Any, TextIO
 
 from megatron_rl.config.schema import Config
 from megatron_rl.data.trajectory import Prompt, Score
-from megatron_rl.data.vision import Vision
 from megatron_rl.errors import UserError
 from megatron_rl.rewards.router import GradedItem
 from megatron_rl.rewards.workers.processes import check_error_rate
-from megatron_rl.rollout.sglang.image_inputs import images_of_request, sent_ids
+from megatron_rl.rollout.sampling import Sampling, sample_seed, text_digest
 from megatron_rl.rollout.sglang.wire import Generation, GenerationRequest
 from megatron_rl.system.files import written_whole
 
@@ -40,40 +38,20 @@ Grade = Callable[[Sequence[GradedItem]], Awaitable[Sequence[Score]]]
 
 @dataclass(frozen=True)
 class SamplingPlan:
-    """How responses are sampled; the same for every prompt."""
+    """What is generated; the same for every prompt."""
 
-    seed: int
+    sampling: Sampling
     num_samples: int
     max_new_tokens: int
-    temperature: float
-    top_p: float
-    top_k: int
-    stop_token_ids: tuple[int, ...]
-    vision: Vision | None = None
 
     async def request(self, prompt: Prompt, sample: int) -> GenerationRequest:
-        return GenerationRequest(
-            rid=f"select-{_digest(prompt.id).hex()}-{sample}",
-            input_ids=sent_ids(self.vision, prompt, prompt.token_ids),
+        return await self.sampling.request(
+            prompt,
+            prompt.token_ids,
+            rid=f"select-{text_digest(prompt.id).hex()}-{sample}",
             max_new_tokens=self.max_new_tokens,
-            temperature=self.temperature,
-            top_p=self.top_p,
-            top_k=self.top_k,
-            stop_token_ids=self.stop_token_ids,
-            banned_token_ids=self.vision.banned_token_ids if self.vision is not None else (),
-            seed=sample_seed(self.seed, prompt.id, sample),
-            images=await images_of_request(self.vision, prompt),
-            prompt_name=prompt.source or prompt.id,
+            seed=sample_seed(self.sampling.seed, prompt.id, sample),
         )
-
-
-def sample_seed(base: int, prompt_id: str, sample: int) -> int:
-    """A seed for one sample, below 2^31, whatever else is generated."""
-    return int.from_bytes(_digest(f"{base}/{sample}/{prompt_id}")) % (2**31 - 1)
-
-
-def _digest(text: str) -> bytes:
-    return hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=12).digest()
 
 
 def settings_of(config: Config) -> dict[str, Any]:

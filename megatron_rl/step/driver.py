@@ -11,10 +11,9 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
-from pathlib import Path
 
 from megatron_rl.algorithms.settling import Settling
-from megatron_rl.config.derived import effective_window_tokens, model_vocab_size
+from megatron_rl.config.derived import effective_window_tokens
 from megatron_rl.config.schema import (
     Config,
     FireLoss,
@@ -31,7 +30,7 @@ from megatron_rl.environments.registry import build as build_environment
 from megatron_rl.rewards.lines.dense import ProcessRewarder, program_types
 from megatron_rl.rewards.router import build_rewards, check_prompts, wanted_row_fields
 from megatron_rl.rollout.served_weights import ServedWeights
-from megatron_rl.rollout.service import RolloutService, open_rollout
+from megatron_rl.rollout.service import RolloutService, TrainerSide, open_rollout
 from megatron_rl.run.checkpoints import Saver
 from megatron_rl.run.output import claimed_output_dir
 from megatron_rl.run.recorder import Recorder
@@ -202,20 +201,14 @@ def _rollout(
     recorder: Recorder,
     environment: Environment | None,
 ) -> AbstractContextManager[RolloutService]:
-    return open_rollout(
-        config,
-        event_loop,
-        log_dir=Path(config.run.output_dir) / "logs",
-        tokenizer=tokenizer,
-        environment=environment,
-        stop_token_ids=[tokenizer.eos_id, *config.rollout.stop_token_ids],
-        vocab_size=model_vocab_size(config),
+    trainer = TrainerSide(
         weights=ServedWeights(config, group, "policy"),
         call_on_trainer=runner.call_on_trainer,
         note=recorder.console.note,
         warn=recorder.console.warning,
         while_waiting=group.heartbeat,
     )
+    return open_rollout(config, event_loop, trainer, tokenizer=tokenizer, environment=environment)
 
 
 def _before_first_step(

@@ -13,10 +13,11 @@ from megatron_rl.data.tokenizer import Tokenizer
 from megatron_rl.data.trajectory import Prompt, Trajectory
 from megatron_rl.environments.base import Environment, EnvironmentFault, Message
 from megatron_rl.environments.calculator import Calculator
-from megatron_rl.rollout.service import dialogue_of, single_token_stops
+from megatron_rl.rollout.plan import Fire, GenerationPlan, dialogue_of, single_token_stops
+from megatron_rl.rollout.sampling import Sampling
 from megatron_rl.rollout.sglang.client import SglangClient
 from megatron_rl.rollout.sglang.server import ServerOptions, SglangServer
-from megatron_rl.rollout.windows import Fire, Sampling, WindowGenerator, end_of_text
+from megatron_rl.rollout.windows import Window, end_of_text
 from tests.tiny_models import CHARACTERS, DEFAULT_CONFIG, EOS_TOKEN_ID, make_tiny_model
 
 VOCAB_SIZE = DEFAULT_CONFIG["vocab_size"]
@@ -89,21 +90,24 @@ def dialogue_with_text_stops(environment, tokenizer):
     return replace(made, server_stops=environment.stop_strings)
 
 
-def generate(server, tokenizer, trajectories, *, window=100, steps=1, environment=None, **options):
+def generate(
+    server, tokenizer, trajectories, *, window=100, steps=1, environment=None, fire=None, is_enough=None
+):
     async def main():
         async with SglangClient([server.url], vocab_size=VOCAB_SIZE, request_timeout_s=120) as client:
-            made = WindowGenerator(client, None, decode=tokenizer.decode)
+            dialogue = dialogue_with_text_stops(environment, tokenizer) if environment else None
+            plan = GenerationPlan(SAMPLING, tokenizer.decode, fire=fire, dialogue=dialogue)
             for step in range(steps):
-                await made.generate(
-                    trajectories,
+                made = Window(
+                    client,
+                    None,
+                    plan,
                     step=step,
-                    window_tokens=window,
+                    num_tokens=window,
                     weight_version=LOADED,
-                    sampling=SAMPLING,
                     kind=f"test{id(trajectories)}",
-                    dialogue=dialogue_with_text_stops(environment, tokenizer) if environment else None,
-                    **options,
                 )
+                await made.fill(trajectories, is_enough)
 
     asyncio.run(asyncio.wait_for(main(), 300))
     return trajectories

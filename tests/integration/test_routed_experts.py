@@ -19,10 +19,12 @@ from megatron_rl.config.schema import Init, MoeConfig, ParallelConfig, RoutingRe
 from megatron_rl.data.batch import ROUTES, PackedBatch, cu_seqlens_of
 from megatron_rl.data.trajectory import Prompt, Trajectory
 from megatron_rl.parallel import topology as topologies
+from megatron_rl.rollout.plan import GenerationPlan
+from megatron_rl.rollout.sampling import Sampling
 from megatron_rl.rollout.sglang.client import SglangClient
 from megatron_rl.rollout.sglang.routes import SERVER_FLAG, RouteShape, route_shape
 from megatron_rl.rollout.sglang.server import ServerOptions, SglangServer
-from megatron_rl.rollout.windows import Sampling, WindowGenerator
+from megatron_rl.rollout.windows import Window
 from megatron_rl.step.packing import window_batch, window_routes, with_routes
 from megatron_rl.tracking.metrics_file import read_metrics
 from megatron_rl.training.engine import Engine
@@ -105,16 +107,12 @@ def windows(model_path, url) -> list[PackedBatch]:
     async def generate() -> list[PackedBatch]:
         batches = []
         async with SglangClient([url], vocab_size=101) as client:
-            generator = WindowGenerator(client, recover=None, decode=str)
+            plan = GenerationPlan(sampling, decode=str)
             for step in range(2):
-                await generator.generate(
-                    trajectories,
-                    step=step,
-                    window_tokens=WINDOW_TOKENS,
-                    weight_version="default",
-                    sampling=sampling,
-                    kind="train",
+                window = Window(
+                    client, None, plan, step=step, num_tokens=WINDOW_TOKENS, weight_version="default", kind="train"
                 )
+                await window.fill(trajectories)
                 batches.append(with_routes(window_batch(trajectories, step), window_routes(trajectories, step)))
         return batches
 

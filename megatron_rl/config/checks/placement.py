@@ -2,14 +2,15 @@
 
 from collections.abc import Iterator
 
-from megatron_rl.config.schema import Placement, RolloutConfig, WeightSync
+from megatron_rl.config.derived import server_placement
+from megatron_rl.config.schema import RolloutConfig, WeightSync
 
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
 def problems(rollout: RolloutConfig, num_ranks: int) -> Iterator[str]:
     """Why the servers cannot share the devices of ``num_ranks`` trainer ranks (0: not known yet); nothing if apart."""
-    if rollout.placement is not Placement.colocated:
+    if not server_placement(rollout).shares_devices:
         return
     num_servers, size = len(rollout.urls) or rollout.num_servers, rollout.tensor_parallel_size
     if num_ranks and size >= 1 and num_servers * size != num_ranks:

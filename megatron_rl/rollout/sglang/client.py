@@ -2,7 +2,7 @@
 
 ``generate`` waits for a free place at a server (at most ``max_inflight_requests`` are in progress at each), then at most
 ``request_timeout_s`` for the answer; a failed attempt is repeated at most ``max_retries`` times, on another live server
-if there is one. Calls that arrive within ``tick_s`` travel in one HTTP request of up to ``max_batch_size`` samples,
+if there is one. Calls that arrive within ``_TICK_S`` travel in one HTTP request of up to ``max_batch_size`` samples,
 which saves a third of the CPU time at small models. A sample comes back with the slowest of its batch; one that was
 asked for ``alone`` comes back at once.
 
@@ -42,6 +42,8 @@ logger = logging.getLogger(__name__)
 
 _PROBE_TIMEOUT_S = 20.0
 """A server that does not answer /health for so long is lost; one that is gone refuses the connection at once."""
+_TICK_S = 0.002
+_ABORT_TIMEOUT_S = 60.0
 _MAX_ABORTS_AT_ONCE = 64
 """Abort calls in progress at one server; each is a small HTTP request."""
 
@@ -98,9 +100,7 @@ class SglangClient:
         request_timeout_s: float = 300.0,
         max_retries: int = 3,
         max_batch_size: int = 32,
-        tick_s: float = 0.002,
         backoff_s: float = 0.5,
-        control_timeout_s: float = 60.0,
         on_server_lost: Callable[[str, str], None] | None = None,
     ) -> None:
         """``on_server_lost(url, reason)`` is called once each time a server is lost."""
@@ -111,9 +111,7 @@ class SglangClient:
         self.request_timeout_s = request_timeout_s
         self.max_retries = max_retries
         self.max_batch_size = max_batch_size
-        self.tick_s = tick_s
         self.backoff_s = backoff_s
-        self.control_timeout_s = control_timeout_s
         self._on_server_lost = on_server_lost
         self._servers = {url.rstrip("/"): _ServerState(url.rstrip("/")) for url in urls}
         self._http = HttpSession()
@@ -181,7 +179,7 @@ class SglangClient:
         async def abort_one(server: _ServerState, rid: str) -> None:
             async with limit:
                 try:
-                    await self._http.post(server.url + "/abort_request", {"rid": rid}, timeout_s=self.control_timeout_s)
+                    await self._http.post(server.url + "/abort_request", {"rid": rid}, timeout_s=_ABORT_TIMEOUT_S)
                 except HttpError as error:
                     logger.info("abort of %s at %s failed: %s", rid, server.url, error)
 
@@ -218,7 +216,7 @@ class SglangClient:
     def _schedule_flush(self, server: _ServerState) -> None:
         if server.waiting and not server.flush_scheduled:
             server.flush_scheduled = True
-            asyncio.get_running_loop().call_later(self.tick_s, self._flush, server)
+            asyncio.get_running_loop().call_later(_TICK_S, self._flush, server)
 
     def _flush(self, server: _ServerState) -> None:
         """Send what waits for the server, in batches, as far as places are free."""

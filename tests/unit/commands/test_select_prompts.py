@@ -12,8 +12,9 @@ from megatron_rl.cli import main
 from megatron_rl.data.trajectory import Prompt, Score
 from megatron_rl.errors import UserError
 from megatron_rl.rewards.workers.processes import RewardAlarm
+from megatron_rl.rollout.sampling import Sampling, sample_seed
 from megatron_rl.rollout.sglang.wire import Generation
-from megatron_rl.selection.generate import SamplingPlan, generate_scores, open_score_file, sample_seed
+from megatron_rl.selection.generate import SamplingPlan, generate_scores, open_score_file
 
 NUM_EACH = 30
 
@@ -195,7 +196,8 @@ async def cannot_grade(items):
 
 
 PROMPTS = [Prompt(f"p{i}", (i, i + 1), type="ab"[i % 2]) for i in range(40)]
-PLAN = SamplingPlan(seed=1, num_samples=4, max_new_tokens=4, temperature=1, top_p=1, top_k=-1, stop_token_ids=(0,))
+SAMPLING = Sampling(temperature=1, top_p=1, top_k=-1, stop_token_ids=(0,), seed=1)
+PLAN = SamplingPlan(SAMPLING, num_samples=4, max_new_tokens=4)
 
 
 def generate(path, engine, *, plan=PLAN, grade=grade, settings=None, prompts=PROMPTS, under_way=3):
@@ -246,7 +248,7 @@ def test_more_samples_are_added_to_those_that_are_there(tmp_path):
     generate(path, FakeEngine())
     before = by_sample(path)
     engine = FakeEngine()
-    generate(path, engine, plan=SamplingPlan(**{**PLAN.__dict__, "num_samples": 6}))
+    generate(path, engine, plan=SamplingPlan(SAMPLING, num_samples=6, max_new_tokens=4))
     assert engine.calls == {p.id: 2 for p in PROMPTS}
     assert before.items() <= by_sample(path).items()
 

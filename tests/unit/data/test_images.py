@@ -24,9 +24,9 @@ from megatron_rl.data.trajectory import Prompt, Segment, Trajectory
 from megatron_rl.data.vision import Vision, collapse, expand
 from megatron_rl.environments.base import EnvironmentFault, Message
 from megatron_rl.errors import DataError
-from megatron_rl.rollout.service import dialogue_of
+from megatron_rl.rollout.plan import GenerationPlan, dialogue_of
 from megatron_rl.rollout.sglang.wire import validate
-from megatron_rl.rollout.windows import WindowGenerator
+from megatron_rl.rollout.windows import Window
 from megatron_rl.step.packing import window_batch
 from megatron_rl.step.parity import EngineMismatch, compare_logprobs, sample_for_parity
 from megatron_rl.supervised.fine_tuning import solution_batch
@@ -310,15 +310,14 @@ def test_every_request_has_one_image_token_an_image_and_bans_them_in_the_answer(
     rows = [{"prompt": "<image>or<image>?", "images": ["a.png", "a.png"]}, {"prompt": "?"}]
     prompts, vision, engine = load(tokenizer, write(tmp_path, *rows)), tokenizer.vision, Engine(end_weight=0.0)
     trajectories = [Trajectory(i, prompt, i, 0, 8) for i, prompt in enumerate(prompts)]
-    sampling = replace(SAMPLING, banned_token_ids=vision.banned_token_ids)
+    plan = GenerationPlan(replace(SAMPLING, vision=vision), decode=str)
 
     async def recover(lost):
         raise lost
 
-    generator = WindowGenerator(engine, recover, decode=str, vision=vision)
     for step in (0, 1):
-        window = dict(step=step, window_tokens=3, weight_version=1, sampling=sampling, kind="train")
-        asyncio.run(generator.generate(trajectories, **window))
+        window = Window(engine, recover, plan, step=step, num_tokens=3, weight_version=1, kind="train")
+        asyncio.run(window.fill(trajectories))
     assert len(engine.requests) == 4
     for request in engine.requests:
         validate(request, 101)

@@ -16,18 +16,12 @@ from hypothesis import strategies as st
 
 from megatron_rl.data.trajectory import Prompt, Trajectory
 from megatron_rl.environments.base import Environment, EnvironmentFault, Message
-from megatron_rl.rollout import windows as generator_module
+from megatron_rl.rollout import windows as windows_module
+from megatron_rl.rollout.plan import Dialogue, Fire, GenerationPlan
+from megatron_rl.rollout.sampling import Sampling
 from megatron_rl.rollout.sglang.client import ServerLost
 from megatron_rl.rollout.sglang.wire import NOTHING_GENERATED, Generation
-from megatron_rl.rollout.windows import (
-    Dialogue,
-    Fire,
-    Sampling,
-    StaleWeights,
-    WindowGenerator,
-    end_of_text,
-    hot_token_is_next,
-)
+from megatron_rl.rollout.windows import StaleWeights, Window, end_of_text, hot_token_is_next
 
 EOS = 0
 WORDS = ["", "a", "b", "#", "ab", "b#"]
@@ -139,21 +133,14 @@ def generate(
         recovered.append(lost)
 
     warnings = []
-    made = WindowGenerator(engine, recover, decode=decode, warn=warnings.append)
-    call = made.generate(
-        trajectories,
-        step=step,
-        window_tokens=window,
-        weight_version=1,
-        sampling=sampling,
-        kind="train",
-        fire=fire,
-        dialogue=Dialogue(environment, encode, environment.stop_strings) if environment else None,
-        **options,
+    dialogue = Dialogue(environment, encode, environment.stop_strings) if environment else None
+    plan = GenerationPlan(sampling, decode, fire=fire, dialogue=dialogue)
+    made = Window(
+        engine, recover, plan, step=step, num_tokens=window, weight_version=1, kind="train", warn=warnings.append
     )
 
     async def main():
-        await asyncio.wait_for(call, 20)
+        await asyncio.wait_for(made.fill(trajectories, **options), 20)
 
     asyncio.run(main())
     return recovered, warnings
@@ -409,8 +396,8 @@ def test_an_abort_that_never_comes_back_has_a_deadline(monkeypatch):
         async def abort(self, rids):
             self.asked = self.__dict__.get("asked", 0) + 1
 
-    monkeypatch.setattr(generator_module, "ABORT_TIMEOUT_S", 0.2)
-    monkeypatch.setattr(generator_module, "ABORT_REPEAT_S", 0.05)
+    monkeypatch.setattr(windows_module, "ABORT_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(windows_module, "ABORT_REPEAT_S", 0.05)
     trajectories = [new_trajectory(id=i, dialogue=False) for i in range(3)]
     engine = Deaf(hold={1})
     _, warnings = generate(engine, trajectories, is_enough=lambda: sum(t.finished for t in trajectories) >= 2)

@@ -1,0 +1,116 @@
+"""How a run generates: what is the same for all its windows."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from megatron_rl.config.schema import Config, FireConfig
+from megatron_rl.data.tokenizer import Tokenizer
+from megatron_rl.environments.base import Environment, EnvironmentFault, Message
+from megatron_rl.rollout.sampling import Sampling
+from megatron_rl.rollout.sglang.routes import returns_routes, route_shape
+
+Decode = Callable[[Sequence[int]], str]
+
+
+@dataclass(frozen=True)
+class Fire:
+    """FIRE (arXiv 2410.21236): one token of each response is sampled hot."""
+
+    temperature: float
+    top_k: int
+    after: str
+    """The hot token is the first one after this text; empty: the first of the response."""
+    banned_token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Dialogue:
+    """Who answers the model's turns, and how its words become tokens."""
+
+    environment: Environment
+    encode_message: Callable[[Message, int], list[int]]
+    """(message, last token of the history) -> ids."""
+    server_stops: tuple[str, ...] = ()
+    """Those of the environment's stop strings that servers look for as text; the others are stop tokens, or are found
+    in the answers."""
+
+
+@dataclass(frozen=True)
+class GenerationPlan:
+    sampling: Sampling
+    decode: Decode
+    fire: Fire | None = None
+    dialogue: Dialogue | None = None
+
+    @property
+    def needs_text(self) -> bool:
+        """Servers must look for texts, and need a tokenizer for it."""
+        return bool(self.dialogue and self.dialogue.server_stops) or bool(self.fire and self.fire.after)
+
+    def without_training(self) -> "GenerationPlan":
+        """For responses that train nothing: no hot tokens, no routes."""
+        return replace(self, sampling=replace(self.sampling, routes=None), fire=None)
+
+    def at_temperature(self, temperature: float) -> "GenerationPlan":
+        """At another temperature, from all tokens."""
+        return replace(self, sampling=replace(self.sampling, temperature=temperature, top_p=1.0, top_k=-1))
+
+
+def plan_of(config: Config, tokenizer: Tokenizer, environment: Environment | None) -> GenerationPlan:
+    """Raises EnvironmentFault for stop strings that the tokenizer does not carry."""
+    sampling = Sampling.of(config.rollout, tokenizer, seed=config.run.seed if config.rollout.deterministic else None)
+    token_stops = single_token_stops(environment.stop_strings, tokenizer) if environment is not None else {}
+    return GenerationPlan(
+        sampling=replace(
+            sampling,
+            stop_token_ids=(*sampling.stop_token_ids, *token_stops.values()),
+            routes=route_shape(config.policy.path) if returns_routes(config) else None,
+        ),
+        decode=tokenizer.decode,
+        fire=fire_of(config.rollout.fire, tokenizer),
+        dialogue=dialogue_of(environment, tokenizer, chat=config.data.use_chat_template),
+    )
+
+
+def fire_of(fire: FireConfig, tokenizer: Tokenizer) -> Fire | None:
+    """None when it is off. Special tokens are never sampled hot: at a high temperature all tokens are about equal."""
+    if not fire.temperature:
+        return None
+    banned = {*fire.banned_token_ids, *tokenizer.special_ids}
+    return Fire(fire.temperature, fire.top_k, fire.after, tuple(sorted(banned)))
+
+
+def dialogue_of(environment: Environment | None, tokenizer: Tokenizer, *, chat: bool) -> Dialogue | None:
+    if environment is None:
+        return None
+
+    def encode_message(message: Message, last_token_id: int) -> list[int]:
+        ids = tokenizer.encode_message(message.text, chat=chat and not message.verbatim, last_token_id=last_token_id)
+        if tokenizer.vision is not None and not set(ids).isdisjoint(tokenizer.vision.banned_token_ids):
+            raise EnvironmentFault(
+                f"a message of the environment spells an image or video token: {message.text[:80]!r}; messages of "
+                "dialogues are text, images belong to prompts"
+            )
+        return ids
+
+    token_stops = single_token_stops(environment.stop_strings, tokenizer)
+    server_stops = tuple(text for text in environment.stop_strings if text not in token_stops)
+    return Dialogue(environment, encode_message, server_stops)
+
+
+def single_token_stops(stop_strings: Sequence[str], tokenizer: Tokenizer) -> dict[str, int]:
+    """Those stop strings that are one token each, with their ids: servers need no tokenizer for them.
+
+    Raises EnvironmentFault for a string that does not survive the tokenizer: the environment would never see it.
+    """
+    ids = {}
+    for text in stop_strings:
+        encoded = tokenizer.encode(text)
+        if tokenizer.decode(encoded) != text:
+            raise EnvironmentFault(
+                f"stop string {text!r} becomes {tokenizer.decode(encoded)!r} in the tokens of {tokenizer.path}: the "
+                "environment could not see it. Choose other tags, or a tokenizer that has them as ordinary tokens"
+            )
+        if len(encoded) == 1:
+            ids[text] = encoded[0]
+    return ids

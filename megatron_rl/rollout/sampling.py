@@ -1,0 +1,88 @@
+"""One sample of the policy: its request to a server, and its seed.
+
+Invariant: a seed follows from run.seed and from what the sample is of, never from when or where it is generated, so a
+run that goes on after a kill samples what an uninterrupted one would have.
+"""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megatron_rl.config.schema import RolloutConfig
+from megatron_rl.data.tokenizer import Tokenizer
+from megatron_rl.data.trajectory import Prompt
+from megatron_rl.data.vision import Vision
+from megatron_rl.rollout.sglang.image_inputs import images_of_request, sent_ids
+from megatron_rl.rollout.sglang.routes import RouteShape
+from megatron_rl.rollout.sglang.wire import GenerationRequest
+
+_MAX_SEED = 2**31 - 1
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How every token is sampled."""
+
+    temperature: float
+    top_p: float
+    top_k: int
+    stop_token_ids: tuple[int, ...]
+    seed: int | None
+    """Base of the samples' seeds; None lets the server draw."""
+    vision: Vision | None = None
+    """Of the model's folder, if it has one. Tokens that stand for images are never sampled then."""
+    routes: RouteShape | None = None
+    """Keep the experts of all tokens with the trajectories."""
+
+    @classmethod
+    def of(cls, rollout: RolloutConfig, tokenizer: Tokenizer, *, seed: int | None) -> "Sampling":
+        """As the configuration says; the tokenizer's end-of-text token stops a response too."""
+        return cls(
+            temperature=rollout.temperature,
+            top_p=rollout.top_p,
+            top_k=rollout.top_k,
+            stop_token_ids=(tokenizer.eos_id, *rollout.stop_token_ids),
+            seed=seed,
+            vision=tokenizer.vision,
+        )
+
+    async def request(
+        self, prompt: Prompt, token_ids: Sequence[int], *, rid: str, max_new_tokens: int, seed: int | None
+    ) -> GenerationRequest:
+        """For one sample that continues ``token_ids`` (the prompt, and what follows it). Reads the prompt's images."""
+        return GenerationRequest(
+            rid=rid,
+            input_ids=sent_ids(self.vision, prompt, token_ids),
+            max_new_tokens=max_new_tokens,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            stop_token_ids=self.stop_token_ids,
+            banned_token_ids=self.vision.banned_token_ids if self.vision is not None else (),
+            seed=seed,
+            routes=self.routes,
+            images=await images_of_request(self.vision, prompt),
+            prompt_name=prompt.source or prompt.id,
+        )
+
+
+def trajectory_seed(base: int | None, trajectory_id: int) -> int | None:
+    """One seed per trajectory, the same in every window: the engine hashes it with the token's position."""
+    return None if base is None else (base * 1_000_003 + trajectory_id * 7_919) % _MAX_SEED
+
+
+def sample_seed(base: int | None, prompt_id: str, sample: int) -> int | None:
+    """One seed per sample of a prompt."""
+    return None if base is None else int.from_bytes(text_digest(f"{base}/{sample}/{prompt_id}")) % _MAX_SEED
+
+
+def named_seed(base: int | None, name: str) -> int | None:
+    """One seed per name."""
+    if base is None:
+        return None
+    return int.from_bytes(hashlib.sha256(f"{base} {name}".encode()).digest()[:4], "big") % _MAX_SEED
+
+
+def text_digest(text: str) -> bytes:
+    """12 bytes that stand for ``text``."""
+    return hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=12).digest()

@@ -1,0 +1,38 @@
+"""Laws of requests and seeds: they follow from what a sample is of, and a run that goes on samples the same."""
+
+import asyncio
+import hashlib
+
+import pytest
+
+from megatron_rl.data.trajectory import Prompt
+from megatron_rl.rollout.sampling import Sampling, named_seed, sample_seed, text_digest, trajectory_seed
+
+SAMPLING = Sampling(temperature=0.7, top_p=0.9, top_k=5, stop_token_ids=(2, 3), seed=11)
+
+
+def test_seeds_are_those_of_saved_runs():
+    assert trajectory_seed(7, 12) == 7 * 1_000_003 + 12 * 7_919
+    assert trajectory_seed(10**6, 0) == 10**6 * 1_000_003 % (2**31 - 1)
+    digest = hashlib.blake2b(b"3/4/p\xc3\xa4", digest_size=12).digest()
+    assert sample_seed(3, "pä", 4) == int.from_bytes(digest, "big") % (2**31 - 1)
+    digest = hashlib.sha256(b"3 label-x-1-0-").digest()
+    assert named_seed(3, "label-x-1-0-") == int.from_bytes(digest[:4], "big") % (2**31 - 1)
+
+
+def test_without_a_base_the_server_draws():
+    assert trajectory_seed(None, 1) is sample_seed(None, "p", 1) is named_seed(None, "n") is None
+
+
+def test_any_text_has_a_digest_and_others_another():
+    texts = ["", "a", "ä", "\ud800", "a" * 1000]
+    assert len({text_digest(text) for text in texts}) == len(texts)
+
+
+@pytest.mark.parametrize(("prompt", "name"), [(Prompt("p", (5, 6), source="f:3"), "f:3"), (Prompt("p", (5, 6)), "p")])
+def test_a_request_says_all_that_sampling_says_and_names_its_prompt(prompt, name):
+    request = asyncio.run(SAMPLING.request(prompt, (5, 6, 9), rid="r", max_new_tokens=4, seed=1))
+    assert (request.rid, tuple(request.input_ids), request.max_new_tokens, request.seed) == ("r", (5, 6, 9), 4, 1)
+    assert (request.temperature, request.top_p, request.top_k) == (0.7, 0.9, 5)
+    assert tuple(request.stop_token_ids) == (2, 3) and request.prompt_name == name
+    assert request.images is None and tuple(request.banned_token_ids) == ()
