@@ -174,6 +174,11 @@ class Trajectory:
         return [*self.prompt.token_ids, *self.response_ids]
 
     @property
+    def reward(self) -> float | None:
+        """The score's value; None: it has no score yet, or could not be scored."""
+        return None if self.score is None else self.score.value
+
+    @property
     def stopped(self) -> bool:
         """It ended by itself: no budget cut it."""
         if self.dialogue:

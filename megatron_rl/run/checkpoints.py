@@ -20,26 +20,17 @@ _NUM_KEPT = 2
 
 
 class Saver:
-    """``enabled=False``: nothing is ever due (value pretraining writes its critic alone)."""
-
-    def __init__(
-        self,
-        config: Config,
-        group: TrainerGroup,
-        *,
-        engines: Sequence[str] = ("policy", "critic"),
-        enabled: bool = True,
-    ) -> None:
+    def __init__(self, config: Config, group: TrainerGroup, *, engines: Sequence[str]) -> None:
+        """``engines``: names of those that train (value pretraining keeps its critic alone)."""
         self._engines = tuple(engines)
         self._config = config
-        self._enabled = enabled
         self._group = group
         self._folder = Path(config.run.output_dir) / "checkpoints"
 
     def due(self, step: int) -> bool:
         """After every run.save_every_steps steps and after the last one."""
         every = self._config.run.save_every_steps
-        return self._enabled and (step + 1 == self._config.run.num_steps or (every > 0 and (step + 1) % every == 0))
+        return step + 1 == self._config.run.num_steps or (every > 0 and (step + 1) % every == 0)
 
     def save(self, step: int, driver: dict[str, Any], *, weight_version: int) -> None:
         """``driver`` is what the driver itself goes on from: the pool, the KL controller."""

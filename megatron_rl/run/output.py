@@ -1,7 +1,6 @@
 """The output folder of a run: who may write into it, and what is left at the end."""
 
 import fcntl
-import json
 import os
 import shutil
 from collections.abc import Iterator
@@ -52,7 +51,3 @@ def claimed_output_dir(config: Config) -> Iterator[Path]:
                 path = folder / name
                 shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
         yield folder
-
-
-def _read_summary(folder: str | Path) -> dict:
-    return json.loads((Path(folder) / "summary.json").read_text())

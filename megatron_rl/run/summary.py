@@ -61,7 +61,7 @@ def print_summary(folder: str | Path, summary: Summary) -> None:
     rows += [
         ("steps", f"{summary.num_steps}"),
         ("wall-clock time", duration(summary.wall_s)),
-        ("tokens generated", f"{summary.tokens_generated:,} ({summary.tokens_per_s:,.0f} a second)"),
+        ("tokens generated", f"{summary.tokens_generated:,} ({summary.tokens_per_s:,.0f} per second)"),
         ("critic update hidden behind generation", duration(summary.critic_overlap_s)),
         ("report", str(folder / "report.html")),
         ("timeline", f"{folder / 'timeline.json'} (open it in Perfetto)"),

@@ -106,7 +106,6 @@ def _positive_mask(trajectories: Sequence[Trajectory], threshold: float) -> Tens
     """[T] bool: generated tokens, all windows, of finished responses with a reward of at least ``threshold``."""
     masks = []
     for t in trajectories:
-        value = None if t.score is None else t.score.value
-        is_positive = t.finished and value is not None and value >= threshold
+        is_positive = t.finished and t.reward is not None and t.reward >= threshold
         masks.append(t.generated_mask() & is_positive)
     return response_field(masks, trajectories, bool)

@@ -1,4 +1,4 @@
-"""Which responses a step works on: one window a slot, over-sampling with abort, or groups with a mixed outcome.
+"""Which responses a step works on: one window per slot, over-sampling with abort, or groups with a mixed outcome.
 
 Laws: windows (``schedule.mode=tppo``) keep every token: a response that was aborted has a shorter window and goes on in
 the next step. Full responses (``sync``) are taken in whole groups: what over-sampling cut short and what dynamic
@@ -65,7 +65,7 @@ class Collector:
             groups = self._complete_groups(trajectories)
             await self._grader.grade([t for group in groups for t in group], step)
             self._discard_all_but(trajectories, [])
-            rewards += [t.score.value for group in groups for t in group if t.score.value is not None]
+            rewards += [t.reward for group in groups for t in group if t.reward is not None]
             for group in groups:
                 kind = outcome_kind(group, settings.correct_from)
                 if kind == "mixed":
@@ -121,7 +121,8 @@ class Collector:
 
 def outcome_kind(group: Sequence[Trajectory], correct_from: float) -> str:
     """all_right, all_wrong, mixed, or unscored when a member has no score; by the score before any shaping."""
-    if any(t.score is None or t.score.value is None for t in group):
+    rewards = [t.reward for t in group if t.reward is not None]
+    if len(rewards) < len(group):
         return "unscored"
-    num_right = sum(t.score.value >= correct_from for t in group)
+    num_right = sum(reward >= correct_from for reward in rewards)
     return "all_wrong" if num_right == 0 else "all_right" if num_right == len(group) else "mixed"

@@ -49,7 +49,7 @@ class Evaluator:
             trajectories, step=step, window_tokens=budget, temperature=temperature, kind="eval"
         )
         await self._grader.grade(trajectories, step)
-        values = [t.score.value for t in trajectories if t.score.value is not None]
+        values = [t.reward for t in trajectories if t.reward is not None]
         accuracy = sum(values) / len(values) if values else float("nan")
         self._recorder.evaluated(step + 1, accuracy)
         goal = self._config.eval.stop_at_accuracy

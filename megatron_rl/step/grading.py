@@ -27,18 +27,17 @@ class Grader:
         self._decode = decode
         self._environment = environment
 
-    async def grade(self, trajectories: Sequence[Trajectory], step: int) -> list[Score]:
+    async def grade(self, trajectories: Sequence[Trajectory], step: int) -> None:
         """Score what ended in ``step`` and has no score yet; RewardAlarm when too much of it cannot be scored."""
-        if self._environment is None:
-            ended = [t for t in trajectories if t.finished and t.score is None]
-            scores = await self._ask([(t, self._decode(t.response_ids)) for t in ended])
-            for trajectory, score in zip(ended, scores):
-                trajectory.score = score
-            return scores
-        return await self._grade_turns(trajectories, step)
+        if self._environment is not None:
+            await self._grade_turns(self._environment, trajectories, step)
+            return
+        ended = [t for t in trajectories if t.finished and t.score is None]
+        scores = await self._ask([(t, self._decode(t.response_ids)) for t in ended])
+        for trajectory, score in zip(ended, scores, strict=True):
+            trajectory.score = score
 
-    async def _grade_turns(self, trajectories: Sequence[Trajectory], step: int) -> list[Score]:
-        environment = self._environment
+    async def _grade_turns(self, environment: Environment, trajectories: Sequence[Trajectory], step: int) -> None:
         views = {t.id: turn_views(t, self._decode) for t in trajectories if t.turn_ended(step) or t.finished}
         open_ = [t for t in trajectories if t.id in views and t.score is None]
         asked = []
@@ -48,7 +47,7 @@ class Grader:
                 if text is not None and index not in t.turn_grades:
                     asked.append((t, index, text))
         grades = await self._ask([(t, text) for t, _, text in asked])
-        for (t, index, _), grade in zip(asked, grades):
+        for (t, index, _), grade in zip(asked, grades, strict=True):
             t.turn_grades[index] = grade
         for t in open_:
             turns = views[t.id]
@@ -58,7 +57,6 @@ class Grader:
                     t.turn_scores[index] = reward
             if t.finished:
                 t.score = environment.outcome(t.prompt, turns, t.turn_grades)
-        return grades
 
     async def _ask(self, texts: Sequence[tuple[Trajectory, str]]) -> list[Score]:
         items = [

@@ -1,4 +1,4 @@
-"""The training loop: one method a stage, in the order of the table (``stages.py``), run by its graph.
+"""The training loop: one method per stage, in the order of the table (``stages.py``), run by its graph.
 
 Produces: updated weights, checkpoints, metrics. Consumes: prompts. Rollout stages are coroutines on the asyncio
 thread; trainer stages run on the main thread and are collective over all ranks; host stages run next to them. What

@@ -33,7 +33,7 @@ def rollout_metrics(trajectories: Sequence[Trajectory], *, step: int) -> dict[st
 
 def reward_metrics(finished: Sequence[Trajectory]) -> dict[str, float]:
     """Over finished responses alone; an accuracy where every reward is 0 or 1, as verifiers give them."""
-    rewards = [t.score.value for t in finished if t.score.value is not None]
+    rewards = [t.reward for t in finished if t.reward is not None]
     metrics = {"reward/num_unscored": float(len(finished) - len(rewards))}
     if rewards:
         metrics["reward/mean"] = _mean(rewards)

@@ -15,8 +15,8 @@ from megatron_rl.rollout.service import RolloutService
 from megatron_rl.step.packing import window_batch
 from megatron_rl.training.trainer_group import TrainerGroup
 
-MAX_TOKENS = 64
-"""Sampled tokens a prompt: enough to meet positions, caches and norms, short enough for a start."""
+_MAX_TOKENS = 64
+"""Sampled tokens per prompt: enough to reach positions, caches and norms, few enough to start quickly."""
 
 
 class EngineMismatch(UserError):
@@ -30,8 +30,8 @@ class Parity:
 
 
 def sample_for_parity(config: Config, prompts: Sequence[Prompt]) -> list[Trajectory]:
-    """Fresh responses to the first prompts; where there are prompts with images, half of them are such."""
-    budget = min(MAX_TOKENS, config.batch.max_response_tokens)
+    """Fresh responses to the first prompts; where there are prompts with images, half of them have images."""
+    budget = min(_MAX_TOKENS, config.batch.max_response_tokens)
     number = config.rollout.num_parity_prompts
     with_images = [prompt for prompt in prompts if prompt.images][: (number + 1) // 2]
     text = [prompt for prompt in prompts if not prompt.images][: number - len(with_images)]
@@ -42,7 +42,7 @@ def sample_for_parity(config: Config, prompts: Sequence[Prompt]) -> list[Traject
 
 
 async def generate_for_parity(rollout: RolloutService, trajectories: Sequence[Trajectory]) -> None:
-    await rollout.generate(trajectories, step=0, window_tokens=MAX_TOKENS, kind="parity")
+    await rollout.generate(trajectories, step=0, window_tokens=_MAX_TOKENS, kind="parity")
 
 
 def compare_logprobs(

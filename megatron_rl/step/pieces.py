@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megatron_rl import algorithms
 from megatron_rl.config.schema import AlgorithmConfig, Overlong
-from megatron_rl.data.trajectory import POLICY, Score, Trajectory, Turn
+from megatron_rl.data.trajectory import POLICY, Trajectory, Turn
 
 
 @dataclass(frozen=True)
@@ -81,15 +81,15 @@ def terminal_rewards(pieces: Sequence[Piece], cu_pieces: Tensor) -> Tensor:
 
 
 def _whole_piece(row: int, trajectory: Trajectory, num_tokens: int, algorithm: AlgorithmConfig) -> Piece:
-    ended, value = trajectory.finished, _value(trajectory.score)
-    scored = not ended or value is not None
-    outcome = _shaped(value, trajectory, algorithm) if ended and value is not None else 0.0
+    ended, reward = trajectory.finished, trajectory.reward
+    scored = not ended or reward is not None
+    outcome = _shaped(reward, trajectory, algorithm) if ended and reward is not None else 0.0
     return Piece(row, num_tokens, trajectory.num_generated_tokens, ended, outcome, scored, POLICY)
 
 
-def _shaped(value: float, trajectory: Trajectory, algorithm: AlgorithmConfig) -> float:
-    """The score of a finished response and, near the end of the budget, DAPO's soft penalty (arXiv 2503.14476, eq. 13)."""
-    outcome = float(value)
+def _shaped(reward: float, trajectory: Trajectory, algorithm: AlgorithmConfig) -> float:
+    """The reward of a finished response and, near the end of the budget, DAPO's soft penalty (arXiv 2503.14476, eq. 13)."""
+    outcome = float(reward)
     if algorithm.overlong is Overlong.soft:
         penalty = algorithms.soft_overlong_penalty(
             torch.tensor([float(trajectory.num_response_tokens)]),
@@ -102,13 +102,9 @@ def _shaped(value: float, trajectory: Trajectory, algorithm: AlgorithmConfig) ->
 
 def _turn_piece(row: int, trajectory: Trajectory, turn: Turn, num_tokens: int) -> Piece:
     score = trajectory.turn_scores.get(turn.index)
-    value = _value(score)
+    value = None if score is None else score.value
     ended = turn.ended or trajectory.finished
     # A turn without a score has not been asked about: it trains with outcome 0. One whose grader failed does not.
     scored = score is None or value is not None
     outcome = float(value) if ended and value is not None else 0.0
     return Piece(row, num_tokens, len(turn.token_ids), ended, outcome, scored, turn.role)
-
-
-def _value(score: Score | None) -> float | None:
-    return None if score is None else score.value

@@ -1,4 +1,4 @@
-"""Runs the stage graph: trainer stages on the calling thread, the others beside it.
+"""Runs the stage graph: trainer stages on the calling thread, the others on threads next to it.
 
 Whichever thread ends a stage launches the rollout and host stages that became ready, so that generation starts while
 the calling thread is inside a trainer stage.
@@ -19,7 +19,7 @@ from typing import Any
 
 from megatron_rl.step.graph import Frontier, Resource, Stage, StageRun
 
-Action = Callable[[int], Any]
+_Action = Callable[[int], Any]
 HEARTBEAT_S = 10.0
 
 
@@ -35,7 +35,7 @@ class StageRunner:
     ) -> None:
         """``on_span`` hears of every stage that has run: name, resource, step, start and end in seconds."""
         self._graph = graph
-        self._actions: Mapping[str, Action] = {}
+        self._actions: Mapping[str, _Action] = {}
         self._event_loop = event_loop
         self._stall_timeout_s = stall_timeout_s
         self._on_span = on_span
@@ -47,7 +47,7 @@ class StageRunner:
         self._ended = False
         self._started_s: dict[StageRun, float] = {}
 
-    def run(self, actions: Mapping[str, Action], first_step: int, last_step: int) -> None:
+    def run(self, actions: Mapping[str, _Action], first_step: int, last_step: int) -> None:
         """Run steps first_step..last_step; the first stage that fails ends it with its own exception.
 
         ``actions`` maps every stage's name to a function of the step: a plain one, or a coroutine function.

@@ -1,4 +1,4 @@
-"""THE TABLE: the training step, one row a stage. README, docs, ``--dry-run`` and the loop share it.
+"""THE TABLE: the training step, one row per stage. README, docs, ``--dry-run`` and the loop share it.
 
 What may overlap follows from the table alone (``graph.py``): in ``tppo`` mode generation does not need the critic, so
 the critic update of step k runs while the window of step k + 1 is generated. In ``sync`` mode it does, so nothing

@@ -11,7 +11,7 @@ from megatron_rl.data.trajectory import Trajectory
 
 @dataclass(repr=False, eq=False)
 class StepState:
-    """The products of a step's stages, named as in the table. A field without a default is there once it is made."""
+    """The products of a step's stages, named as in the table. A field without a default exists once it is made."""
 
     trajectories: list[Trajectory]
     batch: PackedBatch

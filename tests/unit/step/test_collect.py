@@ -93,7 +93,7 @@ def test_dynamic_sampling_gives_up_after_its_rounds_and_says_what_it_saw():
 
 
 def test_a_group_with_an_unscored_member_is_not_mixed():
-    group = [SimpleNamespace(score=Score(value)) for value in (1.0, 0.0, None)]
+    group = [SimpleNamespace(reward=value) for value in (1.0, 0.0, None)]
     assert outcome_kind(group, 1.0) == "unscored" and outcome_kind(group[:2], 1.0) == "mixed"
 
 

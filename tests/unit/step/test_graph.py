@@ -89,7 +89,7 @@ OPTIONS = [
 
 
 @pytest.mark.parametrize("mode", list(Mode))
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(st.sampled_from(OPTIONS), st.randoms(use_true_random=False))
 def test_with_distances_of_one_the_order_is_that_of_two_open_steps(mode, options, rng):
     graph, seconds = step_graph(mode, **options), random_seconds(rng)
@@ -146,10 +146,10 @@ def test_generation_runs_as_many_steps_ahead_as_the_distance_says(distance):
     assert all(starts[k] < published[k - distance + 1] for k in range(distance, 8))
 
 
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(st.integers(1, 4), st.sampled_from(list(Mode)), st.randoms(use_true_random=False))
 def test_whatever_the_distance_every_stage_runs_once_and_finds_what_it_waits_for(distance, mode, rng):
-    graph, num_steps = running_ahead(distance, mode), 9
+    graph, num_steps = running_ahead(distance, mode), 7
     log = simulate(Frontier(graph, 0, num_steps - 1), random_seconds(rng))
     assert Counter((name, step) for name, step, _, _ in log) == {
         (s.name, k): 1 for s in graph for k in range(num_steps)
