@@ -5,30 +5,19 @@ serve its commands until it says stop, and end when it is gone.
 """
 
 import asyncio
-import functools
-import math
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
+from typing import Any
 
 from megatron_rl.algorithms.settling import Settling
 from megatron_rl.config.derived import effective_window_tokens
-from megatron_rl.config.schema import (
-    Config,
-    FireLoss,
-    Mode,
-)
-from megatron_rl.data.prompts import PromptSet, load_prompts, with_reward_fields
-from megatron_rl.data.sampler import PromptSampler
+from megatron_rl.config.schema import Config, FireLoss, Mode
+from megatron_rl.data.prompts import PromptSet
 from megatron_rl.data.slots import SlotPool
-from megatron_rl.data.tokenizer import Tokenizer
-from megatron_rl.data.trajectory import POLICY, Prompt, Trajectory
-from megatron_rl.data.vision import Vision
-from megatron_rl.environments.base import Environment
-from megatron_rl.environments.registry import build as build_environment
 from megatron_rl.rewards.lines.dense import ProcessRewarder, program_types
-from megatron_rl.rewards.router import build_rewards, check_prompts, wanted_row_fields
+from megatron_rl.rewards.router import RewardRouter, build_rewards
 from megatron_rl.rollout.served_weights import ServedWeights
 from megatron_rl.rollout.service import RolloutService, TrainerSide, open_rollout
 from megatron_rl.run.checkpoints import Saver
@@ -38,6 +27,7 @@ from megatron_rl.run.summary import Summary, print_summary, summarize, write_sum
 from megatron_rl.step.collect import Collector
 from megatron_rl.step.evaluation import Evaluator
 from megatron_rl.step.grading import Grader
+from megatron_rl.step.inputs import Inputs, describe_prompts, make_inputs
 from megatron_rl.step.loop import Parts, TrainingLoop
 from megatron_rl.step.parity import compare_logprobs, generate_for_parity, sample_for_parity
 from megatron_rl.step.pieces import ResponseRules
@@ -84,24 +74,12 @@ def _drive(config: Config, group: TrainerGroup, *, freeze_policy: bool) -> Summa
     """The driver's part of a run, from the claimed folder to the summary."""
     with ExitStack() as stack:
         folder = stack.enter_context(claimed_output_dir(config))
-        tokenizer = Tokenizer(config.policy.path)
-        environment = _environment(config)
-        start = functools.partial(_new_trajectory, config, environment)
-        train_set, eval_set = _prompt_sets(config, tokenizer)
-        pool = _slot_pool(config, train_set, start)
-        settling = _settling(config) if freeze_policy else None
-        trained = [
-            name
-            for name in ("policy", "critic")
-            if name in group.engine_names and not (freeze_policy and name == "policy")
-        ]
+        inputs = make_inputs(config)
+        frozen = ("policy",) if freeze_policy else ()
+        trained = [name for name in ("policy", "critic") if name in group.engine_names and name not in frozen]
         saver = Saver(config, group, engines=trained)
-        restored = (
-            saver.load() if config.run.resume else {"num_steps_done": 0, "weight_version": 0, "pool": pool.state()}
-        )
-        pool.load_state(restored["pool"])
-        if tokenizer.vision is not None:
-            tokenizer.vision.check_known(image for prompt in pool.prompts for image in prompt.images)
+        restored = saver.load() if config.run.resume else _beginning(inputs.pool)
+        inputs.go_on_from(restored["pool"])
         first_step = restored["num_steps_done"]
         recorder = stack.enter_context(Recorder(config, first_step=first_step, title=_title(config, freeze_policy)))
         event_loop = stack.enter_context(_event_loop_thread())
@@ -114,42 +92,17 @@ def _drive(config: Config, group: TrainerGroup, *, freeze_policy: bool) -> Summa
             heartbeat=group.heartbeat,
         )
         recorder.running = runner.running
-        for text in (*group.notes, _describe_prompts(train_set)):
+        for text in (*group.notes, describe_prompts(inputs.train_set)):
             recorder.console.note(text)
         rewards = stack.enter_context(build_rewards(config.reward))
-        grader = Grader(config.reward, rewards, tokenizer.decode, environment)
-        rollout = stack.enter_context(_rollout(config, group, tokenizer, event_loop, runner, recorder, environment))
+        rollout = stack.enter_context(_rollout(config, group, inputs, event_loop, runner, recorder))
         rollout.weight_version = restored["weight_version"]
-        evaluator = Evaluator(
-            config,
-            eval_set.prompts,
-            rollout=rollout,
-            grader=grader,
-            start=start,
-            recorder=recorder,
-            stop_after=runner.stop_after,
-        )
-        parts = Parts(
-            group=group,
-            pool=pool,
-            collector=Collector(config, pool, rollout, grader),
-            rollout=rollout,
-            grader=grader,
-            evaluator=evaluator,
-            recorder=recorder,
-            saver=saver,
-            rules=ResponseRules(
-                independent_turns=environment is not None and environment.turns_are_independent,
-                masks_hot_tokens=config.rollout.fire.loss is FireLoss.mask,
-            ),
-            process_rewarder=ProcessRewarder(config.reward.process, tokenizer.decode, program_types(config.reward)),
-            settling=settling,
-            vision=tokenizer.vision,
-            stop_after=runner.stop_after,
-        )
+        parts = _parts(config, group, inputs, rollout, rewards, recorder, saver, runner)
+        if freeze_policy:
+            parts = replace(parts, settling=_settling(config))
         loop = TrainingLoop(config, parts)
         loop.load_state(restored)
-        _before_first_step(config, group, rollout, evaluator, recorder, runner, train_set, first_step, tokenizer.vision)
+        _before_first_step(config, parts, runner, inputs.train_set, first_step)
         recorder.start_clock()
         runner.run(loop.actions(graph), first_step, config.run.num_steps - 1)
         summary = summarize(config, recorder)
@@ -159,31 +112,47 @@ def _drive(config: Config, group: TrainerGroup, *, freeze_policy: bool) -> Summa
     return summary
 
 
-def _environment(config: Config) -> Environment | None:
-    if not config.environment.name:
-        return None
-    return build_environment(config.environment.name, config.environment.options)
+def _beginning(pool: SlotPool) -> dict[str, Any]:
+    """What a checkpoint of a run that has not begun would hold."""
+    return {"num_steps_done": 0, "weight_version": 0, "pool": pool.state()}
 
 
-def _new_trajectory(
+def _parts(
     config: Config,
-    environment: Environment | None,
-    prompt: Prompt,
-    id: int,
-    *,
-    group_id: int | None = None,
-    sample_index: int = 0,
-) -> Trajectory:
-    """A response that has not begun, as the run's environment and budgets want it."""
-    return Trajectory(
-        id=id,
-        prompt=prompt,
-        group_id=id if group_id is None else group_id,
-        sample_index=sample_index,
-        max_response_tokens=config.batch.max_response_tokens,
-        dialogue=environment is not None,
-        max_turn_tokens=config.environment.max_turn_tokens if environment is not None else 0,
-        next_role=environment.first_role() if environment is not None else POLICY,
+    group: TrainerGroup,
+    inputs: Inputs,
+    rollout: RolloutService,
+    rewards: RewardRouter,
+    recorder: Recorder,
+    saver: Saver,
+    runner: StageRunner,
+) -> Parts:
+    tokenizer, environment = inputs.tokenizer, inputs.environment
+    grader = Grader(config.reward, rewards, tokenizer.decode, environment)
+    return Parts(
+        group=group,
+        pool=inputs.pool,
+        collector=Collector(config, inputs.pool, rollout, grader),
+        rollout=rollout,
+        grader=grader,
+        evaluator=Evaluator(
+            config,
+            inputs.eval_set.prompts,
+            rollout=rollout,
+            grader=grader,
+            start=inputs.start,
+            recorder=recorder,
+            stop_after=runner.stop_after,
+        ),
+        recorder=recorder,
+        saver=saver,
+        rules=ResponseRules(
+            independent_turns=environment is not None and environment.turns_are_independent,
+            masks_hot_tokens=config.rollout.fire.loss is FireLoss.mask,
+        ),
+        process_rewarder=ProcessRewarder(config.reward.process, tokenizer.decode, program_types(config.reward)),
+        vision=tokenizer.vision,
+        stop_after=runner.stop_after,
     )
 
 
@@ -195,11 +164,10 @@ def _settling(config: Config) -> Settling:
 def _rollout(
     config: Config,
     group: TrainerGroup,
-    tokenizer: Tokenizer,
+    inputs: Inputs,
     event_loop: asyncio.AbstractEventLoop,
     runner: StageRunner,
     recorder: Recorder,
-    environment: Environment | None,
 ) -> AbstractContextManager[RolloutService]:
     trainer = TrainerSide(
         weights=ServedWeights(config, group, "policy"),
@@ -208,28 +176,21 @@ def _rollout(
         warn=recorder.console.warning,
         while_waiting=group.heartbeat,
     )
-    return open_rollout(config, event_loop, trainer, tokenizer=tokenizer, environment=environment)
+    return open_rollout(config, event_loop, trainer, tokenizer=inputs.tokenizer, environment=inputs.environment)
 
 
 def _before_first_step(
-    config: Config,
-    group: TrainerGroup,
-    rollout: RolloutService,
-    evaluator: Evaluator,
-    recorder: Recorder,
-    runner: StageRunner,
-    train_set: PromptSet,
-    first_step: int,
-    vision: Vision | None,
+    config: Config, parts: Parts, runner: StageRunner, train_set: PromptSet, first_step: int
 ) -> None:
     """Current weights on every server, the two engines compared, and where the policy starts from."""
+    rollout, recorder, evaluator = parts.rollout, parts.recorder, parts.evaluator
     result = rollout.publish()
     recorder.console.note(f"weights on the servers: {result.num_bytes:,} bytes in {result.seconds:.2f} s")
     if config.rollout.max_logprob_difference:
         trajectories = sample_for_parity(config, train_set.prompts)
         runner.wait_for(generate_for_parity(rollout, trajectories))
         rollout.sleep()
-        parity = compare_logprobs(config, group, trajectories, rollout.differing_weights, vision)
+        parity = compare_logprobs(config, parts.group, trajectories, rollout.differing_weights, parts.vision)
         recorder.console.note(
             f"Megatron and SGLang agree on {parity.num_tokens} sampled tokens: log-probs differ by at most "
             f"{parity.max_difference:.1e} (allowed: {config.rollout.max_logprob_difference:g})"
@@ -239,42 +200,6 @@ def _before_first_step(
         metrics = runner.wait_for(evaluator.evaluate(-1))
         recorder.log(0, metrics)
         recorder.console.note(f"before training: accuracy {metrics['eval/accuracy']:.1%} on held-out prompts")
-
-
-def _prompt_sets(config: Config, tokenizer: Tokenizer) -> tuple[PromptSet, PromptSet]:
-    """Prompts to train and to evaluate on, with every field that a reward reads."""
-    data = with_reward_fields(config.data, wanted_row_fields(config.reward))
-    limit = config.batch.max_prompt_tokens
-    train_set = load_prompts(data.train_files, data, tokenizer, max_prompt_tokens=limit)
-    eval_set = PromptSet((), 0)
-    if data.eval_files:
-        eval_set = load_prompts(data.eval_files, data, tokenizer, max_prompt_tokens=limit)
-    check_prompts(config.reward, [*train_set.prompts, *eval_set.prompts])
-    return train_set, eval_set
-
-
-def _describe_prompts(prompts: PromptSet) -> str:
-    by_type = ", ".join(f"{count:,} {name or 'without type'}" for name, count in prompts.num_by_type.items())
-    left_out = {"longer than batch.max_prompt_tokens": prompts.num_too_long, "duplicate ids": prompts.num_duplicates}
-    dropped = ", ".join(f"{count:,} {why}" for why, count in left_out.items() if count)
-    return f"prompts to train on: {by_type}" + (f"; left out: {dropped}" if dropped else "")
-
-
-def _slot_pool(config: Config, train_set: PromptSet, start: Callable[..., Trajectory]) -> SlotPool:
-    batch, data = config.batch, config.data
-    num_prompts = math.ceil(batch.num_prompts_per_step * config.rollout.over_sampling)
-    return SlotPool(
-        PromptSampler(
-            train_set.prompts,
-            seed=config.run.seed,
-            shuffle=data.shuffle,
-            mixture=data.mixture,
-            curriculum=data.curriculum,
-        ),
-        start,
-        num_slots=num_prompts * batch.num_samples_per_prompt,
-        num_samples_per_prompt=batch.num_samples_per_prompt,
-    )
 
 
 @contextmanager

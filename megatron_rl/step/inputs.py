@@ -1,0 +1,108 @@
+"""What a run works on: its prompts, the slots they fill, and the environment that answers them."""
+
+import functools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_rl.config.schema import (
+    Config,
+)
+from megatron_rl.data.prompts import PromptSet, load_prompts, with_reward_fields
+from megatron_rl.data.sampler import PromptSampler
+from megatron_rl.data.slots import SlotPool
+from megatron_rl.data.tokenizer import Tokenizer
+from megatron_rl.data.trajectory import POLICY, Prompt, Trajectory
+from megatron_rl.environments.base import Environment
+from megatron_rl.environments.registry import build as build_environment
+from megatron_rl.rewards.router import check_prompts, wanted_row_fields
+
+
+@dataclass(frozen=True)
+class Inputs:
+    tokenizer: Tokenizer
+    environment: Environment | None
+    start: Callable[..., Trajectory]
+    """A response to a prompt that has not begun, as the run's environment and budgets want it."""
+    train_set: PromptSet
+    eval_set: PromptSet
+    pool: SlotPool
+
+    def go_on_from(self, pool: dict[str, Any]) -> None:
+        """Responses in progress, as a checkpoint holds them; their images must be among the data still."""
+        self.pool.load_state(pool)
+        if self.tokenizer.vision is not None:
+            self.tokenizer.vision.check_known(image for prompt in self.pool.prompts for image in prompt.images)
+
+
+def make_inputs(config: Config) -> Inputs:
+    tokenizer = Tokenizer(config.policy.path)
+    environment = _environment(config)
+    start = functools.partial(_new_trajectory, config, environment)
+    train_set, eval_set = _prompt_sets(config, tokenizer)
+    return Inputs(tokenizer, environment, start, train_set, eval_set, _slot_pool(config, train_set, start))
+
+
+def _environment(config: Config) -> Environment | None:
+    if not config.environment.name:
+        return None
+    return build_environment(config.environment.name, config.environment.options)
+
+
+def _new_trajectory(
+    config: Config,
+    environment: Environment | None,
+    prompt: Prompt,
+    id: int,
+    *,
+    group_id: int | None = None,
+    sample_index: int = 0,
+) -> Trajectory:
+    """A response that has not begun, as the run's environment and budgets want it."""
+    return Trajectory(
+        id=id,
+        prompt=prompt,
+        group_id=id if group_id is None else group_id,
+        sample_index=sample_index,
+        max_response_tokens=config.batch.max_response_tokens,
+        dialogue=environment is not None,
+        max_turn_tokens=config.environment.max_turn_tokens if environment is not None else 0,
+        next_role=environment.first_role() if environment is not None else POLICY,
+    )
+
+
+def _prompt_sets(config: Config, tokenizer: Tokenizer) -> tuple[PromptSet, PromptSet]:
+    """Prompts to train and to evaluate on, with every field that a reward reads."""
+    data = with_reward_fields(config.data, wanted_row_fields(config.reward))
+    limit = config.batch.max_prompt_tokens
+    train_set = load_prompts(data.train_files, data, tokenizer, max_prompt_tokens=limit)
+    eval_set = PromptSet((), 0)
+    if data.eval_files:
+        eval_set = load_prompts(data.eval_files, data, tokenizer, max_prompt_tokens=limit)
+    check_prompts(config.reward, [*train_set.prompts, *eval_set.prompts])
+    return train_set, eval_set
+
+
+def describe_prompts(prompts: PromptSet) -> str:
+    by_type = ", ".join(f"{count:,} {name or 'without type'}" for name, count in prompts.num_by_type.items())
+    left_out = {"longer than batch.max_prompt_tokens": prompts.num_too_long, "duplicate ids": prompts.num_duplicates}
+    dropped = ", ".join(f"{count:,} {why}" for why, count in left_out.items() if count)
+    return f"prompts to train on: {by_type}" + (f"; left out: {dropped}" if dropped else "")
+
+
+def _slot_pool(config: Config, train_set: PromptSet, start: Callable[..., Trajectory]) -> SlotPool:
+    batch, data = config.batch, config.data
+    num_prompts = math.ceil(batch.num_prompts_per_step * config.rollout.over_sampling)
+    return SlotPool(
+        PromptSampler(
+            train_set.prompts,
+            seed=config.run.seed,
+            shuffle=data.shuffle,
+            mixture=data.mixture,
+            curriculum=data.curriculum,
+        ),
+        start,
+        num_slots=num_prompts * batch.num_samples_per_prompt,
+        num_samples_per_prompt=batch.num_samples_per_prompt,
+    )
