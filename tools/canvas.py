@@ -8,6 +8,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
+from matplotlib.path import Path
 
 from megatron_rl.tracking.charts import LIGHT
 
@@ -90,20 +91,21 @@ def arrow(
     *,
     color: str = "ink",
     both: bool = False,
-    bend: float = 0.0,
+    curved: bool = False,
     at: Point | None = None,
 ) -> None:
+    """From ``start`` to ``end``; ``curved`` leaves and arrives horizontally. ``words`` stand above the middle, or at ``at``."""
+    dx, dy = (30.0, 0.0) if curved else ((end[0] - start[0]) / 3, (end[1] - start[1]) / 3)
+    corners = [start, (start[0] + dx, start[1] + dy), (end[0] - dx, end[1] - dy), end]
     axes.add_patch(
         FancyArrowPatch(
-            start,
-            end,
+            path=Path(corners, [Path.MOVETO, Path.CURVE4, Path.CURVE4, Path.CURVE4]),
             arrowstyle="<|-|>" if both else "-|>",
             mutation_scale=10,
             linewidth=1.3,
             color=LIGHT[color],
             shrinkA=0,
             shrinkB=0,
-            connectionstyle=f"arc3,rad={bend}",
         )
     )
     if words:

@@ -20,7 +20,8 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
 from megatron_rl.config.schema import Mode
-from megatron_rl.step.stages import Resource, Stage, step_graph
+from megatron_rl.step.graph import Resource, Stage
+from megatron_rl.step.stages import step_graph
 from megatron_rl.system.files import write_whole
 from megatron_rl.tracking.charts import LIGHT, STAGE_COLORS
 from megatron_rl.tracking.timeline import Span, overlap_intervals, overlap_seconds, read_timeline
@@ -162,19 +163,19 @@ def graph() -> Figure:
         color=MUTED,
     )
     places = _places(axes, stages)
-    makers = {product: stage.name for stage in stages for product in stage.makes}
-    needs = {stage.name: {makers[product] for product in stage.needs} for stage in stages}
+    makers = {product: stage.name for stage in stages for product in stage.products}
+    needs = {stage.name: {makers[product] for product in stage.needs.split()} for stage in stages}
     for stage in stages:
         x, y = places[stage.name]
         for other in sorted(_direct(needs, stage.name)):
             from_x, from_y = places[other]
             start, end = (from_x + BOX_WIDTH, from_y + BOX_HEIGHT / 2), (x, y + BOX_HEIGHT / 2)
-            arrow(axes, start, end, color="muted", bend=0.0 if from_y == y else 0.06)
+            arrow(axes, start, end, color="muted", curved=from_y != y)
     for stage in stages:
         x, y = places[stage.name]
         rectangle(axes, (x, y, BOX_WIDTH, BOX_HEIGHT), fill="#ffffff", edge=LIGHT[LANES[stage.resource][1]], line=1.6)
         text(axes, (x + BOX_WIDTH / 2, y + BOX_HEIGHT / 2), stage.name, bold=True, ha="center", size=9.5)
-        before = " + ".join(stage.needs_previous)
+        before = " + ".join(stage.needs_before.split())
         if before:
             text(axes, (x + BOX_WIDTH / 2, y - 9), before, size=8, color=LIGHT["orange"], ha="center")
     text(
@@ -190,10 +191,10 @@ def graph() -> Figure:
 
 def _places(axes: Axes, stages: Sequence[Stage]) -> dict[str, tuple[float, float]]:
     """Top left corners: a column per depth in the graph, a band per resource. Draws the bands."""
-    makers = {product: stage for stage in stages for product in stage.makes}
+    makers = {product: stage for stage in stages for product in stage.products}
 
     def depth(stage: Stage) -> int:
-        return max((depth(makers[product]) + 1 for product in stage.needs), default=0)
+        return max((depth(makers[product]) + 1 for product in stage.needs.split()), default=0)
 
     places, top = {}, 74
     for resource, (name, color) in LANES.items():

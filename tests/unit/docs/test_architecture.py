@@ -1,0 +1,90 @@
+"""What the documentation says about the code: pictures, rooms and floors, file names and links."""
+
+import ast
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[3]
+PACKAGE = ROOT / "megatron_rl"
+PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("examples/*/README.md")]
+ARCHITECTURE = ROOT / "docs" / "architecture.md"
+
+
+def floors():
+    """Room to floor, as the table says."""
+    rows = re.findall(r"^\| (\d) \| ([`\w ]+) \|", ARCHITECTURE.read_text(), re.MULTILINE)
+    return {room: int(floor) for floor, rooms in rows for room in re.findall(r"`(\w+)`", rooms)}
+
+
+def rooms():
+    return {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
+
+
+def imported_rooms(path):
+    """Rooms that a module imports for running; an import for types alone says nothing about the floors."""
+    tree = ast.parse(path.read_text())
+    types_only = [node for node in ast.walk(tree) if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"]
+    left_out = {id(inner) for node in types_only for inner in ast.walk(node)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and id(node) not in left_out and (node.module or "").startswith("megatron_rl."):
+            yield node.module.split(".")[1]
+
+
+def test_every_room_has_a_floor():
+    assert floors().keys() == rooms()
+
+
+@pytest.mark.parametrize("room", sorted(rooms()))
+def test_a_room_imports_from_lower_floors_only(room):
+    level = floors()
+    for path in (PACKAGE / room).rglob("*.py"):
+        for other in imported_rooms(path):
+            assert other == room or other == "errors" or level[other] < level[room], f"{path} imports {other}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_files_that_a_page_names_exist(page):
+    for name in re.findall(r"`((?:\w+/)+\w+\.(?:py|sh|yaml))`", page.read_text()):
+        assert any((base / name).exists() for base in (ROOT, PACKAGE, page.parent)), f"{page.name}: {name}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page):
+    for target in re.findall(r"\]\(([^)#\s]+)(?:#[\w-]+)?\)", page.read_text()):
+        if not target.startswith("http"):
+            assert (page.parent / target).exists(), f"{page.name}: {target}"
+
+
+def test_every_page_is_in_the_index():
+    linked = re.findall(r"\]\(([\w.]+\.md)\)", (ROOT / "docs" / "README.md").read_text())
+    assert sorted(linked) == sorted(path.name for path in ROOT.glob("docs/*.md") if path.name != "README.md")
+
+
+def test_pictures_are_those_of_the_code(monkeypatch):
+    """Stale? python tools/draw_pictures.py"""
+    monkeypatch.syspath_prepend(ROOT / "tools")
+    sys.modules.pop("canvas", None)
+    from canvas import as_svg
+    from draw_pictures import PICTURES
+
+    for name, draw in PICTURES.items():
+        stored = ROOT / "docs" / "pictures" / f"{name}.svg"
+        assert stored.stat().st_size < 200_000
+        assert stored.read_text() == as_svg(draw()), f"{name} is stale: run python tools/draw_pictures.py"
+
+
+def test_a_picture_of_windows_follows_the_laws_of_the_pool(monkeypatch):
+    """No token is lost or doubled, slots are constant, and a response keeps its slot until it ends."""
+    monkeypatch.syspath_prepend(ROOT / "tools")
+    from draw_pictures import LENGTHS, NUM_SLOTS, WINDOW, windows_of_tppo
+
+    bars = windows_of_tppo(4)
+    assert len(bars) == 4 * NUM_SLOTS and all(bar.length <= WINDOW for bar in bars)
+    for response in {bar.response for bar in bars}:
+        own = [bar for bar in bars if bar.response == response]
+        assert len({bar.slot for bar in own}) == 1
+        ended = own[-1].ends
+        assert sum(bar.length for bar in own) == LENGTHS[response] if ended else all(b.length == WINDOW for b in own)
