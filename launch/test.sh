@@ -5,7 +5,7 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 bash launch/setup.sh
-# One thread a process: the ranks and servers of a test share the cores.
+# One thread per process: the ranks and servers of a test share the cores.
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 # Two files at a time; "-n 0" shows the output of one test as it runs.
 exec .venv/bin/python -m pytest -n 2 --dist loadfile -m "not gpu" "$@"

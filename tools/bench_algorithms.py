@@ -120,7 +120,7 @@ def computations(batch: Batch) -> dict[str, Callable[[], Tensor]]:
         REFERENCE: lambda: gae_by_time_steps(batch.rewards, batch.values),
         "loop, TD errors first": lambda: gae_from_deltas_by_time_steps(batch.rewards, batch.values),
         "gae, equal lengths": lambda: gae(rewards, values, batch.equal, lam=LAM),
-        "gae, equal lengths, a lambda a sequence": lambda: gae(rewards, values, batch.equal, lam=lambdas),
+        "gae, equal lengths, one lambda per sequence": lambda: gae(rewards, values, batch.equal, lam=lambdas),
         "egae, ragged": lambda: egae(rewards, values, batch.ragged, batch.finished, lam=LAM),
         "egae, ragged, length-adaptive lambda": lambda: egae(
             rewards, values, batch.ragged, batch.finished, lam=adaptive

@@ -201,10 +201,10 @@ def measure(
 ) -> Table:
     costs = [cost(length) for length in lengths]
     tokens = sum(lengths)
-    title = f"{len(lengths)} sequences, {tokens:,} tokens, {num_ranks} ranks, {budget:,} tokens a micro-batch"
+    title = f"{len(lengths)} sequences, {tokens:,} tokens, {num_ranks} ranks, {budget:,} tokens per micro-batch"
     table = Table("plan", title=title)
     columns = [
-        "micro-batches a rank",
+        "micro-batches per rank",
         "idle %, ranks",
         "idle %, rounds",
         "padding %",

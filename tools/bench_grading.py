@@ -66,7 +66,7 @@ def expressions(count: int) -> Graded:
 def measure_grading(num_answers: int, num_workers: int, repeats: int) -> Table:
     """Best of ``repeats``, but for hanging answers, of which each costs its deadline."""
     table = Table(title=f"grading, {num_workers} workers, best of {repeats}")
-    for column in ("answers", "number", "seconds", "answers a second"):
+    for column in ("answers", "number", "seconds", "answers per second"):
         table.add_column(column, justify="left" if column == "answers" else "right")
 
     def add(name: str, number: int, seconds: float) -> None:
@@ -86,7 +86,7 @@ def measure_grading(num_answers: int, num_workers: int, repeats: int) -> Table:
         undisturbed_s = min(seconds_to_score(runner, short) for _ in range(repeats))
         others_s, hanging_s = seconds_beside_a_hanging_answer(runner, short)
     add("short, with one worker more", num_answers, undisturbed_s)
-    add("the same beside one that hangs", num_answers, others_s)
+    add("the same next to one that hangs", num_answers, others_s)
     table.caption = f"the hanging answer itself was given up after {hanging_s:.1f} s; its deadline is {TIMEOUT_S:g} s"
     return table
 

@@ -299,7 +299,7 @@ def weight_sync(job: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def sync_methods(num_gpus: int) -> dict[str, str]:
-    """Ways to a server, with what they go through. NCCL takes one process a GPU; on one GPU the server shares it."""
+    """Ways to a server, with what they go through. NCCL takes one process per GPU; on one GPU the server shares it."""
     if num_gpus > 1:
         return {"broadcast": "NCCL", "disk": "files"}
     if num_gpus == 1:

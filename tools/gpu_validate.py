@@ -4,7 +4,7 @@
     python tools/gpu_validate.py --device cpu --tiny --sections environment,parity,training
 
 Sections: what is installed; log-probs and one update of every family's tiny model against the CPU path; training steps of
-random models with tokens a second, MFU and memory; weight sync to a real SGLang server; T-PPO steps from end to end.
+random models with tokens per second, MFU and memory; weight sync to a real SGLang server; T-PPO steps from end to end.
 Each section is a process with a deadline: one that fails or hangs is named in the table and the others go on. Exit
 status 1 if any failed. ``--device cpu --tiny`` runs the same code on the CPU.
 """
@@ -356,7 +356,7 @@ def _tppo_recipe(scratch: Path, *, on_cpu: bool, num_steps: int) -> Path:
         "data": {"train_files": [str(scratch / "train.jsonl")]},
         "rollout": {
             "max_logprob_difference": 1e-3 if on_cpu else 0.5,
-            # NCCL takes one process a GPU: on the trainer's only one the server shares it.
+            # NCCL takes one process per GPU: on the trainer's only one the server shares it.
             "placement": "colocated" if not on_cpu and _num_gpus() == 1 else "disaggregated",
             "server_args": {"mem-fraction-static": 0.3},
         },

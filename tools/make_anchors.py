@@ -3,7 +3,7 @@
     megatron-rl score --reward NAME --input responses.jsonl --output scored.jsonl
     python tools/make_anchors.py --scored scored.jsonl --prompts prompts.jsonl --output prompts_with_anchors.jsonl
 
-``scored.jsonl`` has one row a response (id, response, score), several to an id; an unscored one (score null) and one
+``scored.jsonl`` has one row per response (id, response, score), several to an id; an unscored one (score null) and one
 whose thought has no proper form cannot be an anchor. The anchor is the response's solution, without its thought.
 
 The choice depends on the responses only, not on their order: the highest score wins, then the shorter solution, then

@@ -47,7 +47,7 @@ class BadRow(Exception):
 
 @dataclass(frozen=True)
 class Context:
-    """What a converter may need beside the row."""
+    """What a converter may need besides the row."""
 
     file: Path
     """The file or folder that the row comes from."""
@@ -233,7 +233,7 @@ LETTERS = "ABCDEFGHIJ"
 
 
 def multimodal(row: Row, context: Context) -> dict[str, Any]:
-    """Pictures as files: embedded ones are written beside the output, those given by path are checked."""
+    """Pictures as files: embedded ones are written next to the output, those given by path are checked."""
     question = text_of(row, "question", "problem", "query", "prompt")
     images = _images(row, context)
     marks = question.count(_IMAGE_MARK)

@@ -60,7 +60,7 @@ def tables(runs: Sequence[Reached]) -> list[Table]:
     head.add_row("steps", *(f"{run.step}" for run in runs))
     head.add_row("accuracy there", *(f"{run.accuracy:.1%}" for run in runs))
     head.add_row("training time without evaluations", *(f"{run.training_s:.1f} s" for run in runs))
-    head.add_row("seconds a step", *(f"{run.training_s / run.step:.2f}" for run in runs))
+    head.add_row("seconds per step", *(f"{run.training_s / run.step:.2f}" for run in runs))
     head.add_row("tokens generated", *(f"{run.tokens:,.0f}" for run in runs))
     for name in sorted(runs[0].stage_seconds, key=lambda stage: -runs[0].stage_seconds[stage]):
         stages.add_row(name, *(f"{run.stage_seconds.get(name, 0.0):.1f}" for run in runs))

@@ -153,7 +153,7 @@ def write_model_folder(folder: Path) -> None:
 def write_task(
     output: Path, counts: dict[str, int], chains: ChainDistribution, haste: Haste, seed: int, *, overwrite: bool
 ) -> None:
-    """Write everything into a folder beside ``output`` and rename it at the end.
+    """Write everything into a folder next to ``output`` and rename it at the end.
 
     Raises FileExistsError if ``output`` is there and ``overwrite`` is off.
     """

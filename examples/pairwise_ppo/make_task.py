@@ -51,7 +51,7 @@ def preferences(count: int, *, held_out: bool, seed: int) -> Iterator[dict[str, 
 
 
 def prompts(count: int, *, held_out: bool, seed: int) -> Iterator[dict[str, str]]:
-    """One row a prompt, since a prompt has one anchor."""
+    """One row per prompt, since a prompt has one anchor."""
     generator = random.Random(f"{seed} prompts {held_out}")
     seen = set()
     for digits in digit_rows(count, held_out=held_out, seed=seed):

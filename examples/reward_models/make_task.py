@@ -4,7 +4,7 @@ Preferences: digits are to be sorted; the sorted row is chosen over a row of the
 
     prompt "7 2 9:"   chosen "2 7 9"   rejected "7 2 9"
 
-Programs assign letters; a line is spoilt if it uses a letter without a value, and nothing after it can mend that::
+Programs assign letters; a line is wrong if it uses a letter without a value, and nothing after it can fix that::
 
     a = 4         1
     # note        0
