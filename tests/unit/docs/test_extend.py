@@ -81,7 +81,7 @@ def test_the_advantage_is_that_of_the_window(recipe):
     batch = window_batch(trajectories, 0)
     found = window_advantages(trajectories, batch, Signals(), step=0, window_tokens=100, algorithm=algorithm)
     expected = torch.tensor([2.0, 0.0, 0.0, 4.0, -4.0, 0.0]).repeat_interleave(3)
-    assert torch.equal(found.values[batch.fields["mask"]], expected)
+    assert torch.equal(found.advantages[found.mask], expected)
 
 
 def test_the_loss_is_the_formula_and_does_not_depend_on_the_cut(recipe):
