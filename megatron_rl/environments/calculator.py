@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 
 from megatron_rl.data.trajectory import Prompt, Score
 from megatron_rl.environments.base import Environment, Message, TurnView
+from megatron_rl.environments.registry import register
 
 _MAX_CHARACTERS = 200
 MAX_DIGITS = 50
@@ -26,6 +27,7 @@ class _CalculatorError(ValueError):
     """An expression that has no result here; the text is what the model reads."""
 
 
+@register("calculator")
 class Calculator(Environment):
     def __init__(
         self,

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 
 from megatron_rl.data.trajectory import POLICY, Prompt, Score
 from megatron_rl.environments.base import Environment, Message, TurnView
+from megatron_rl.environments.registry import register
 
 VERIFIER = "verifier"
 
@@ -26,6 +27,7 @@ REVISE_PROMPT = (
 )
 
 
+@register("pag")
 class Pag(Environment):
     roles = (POLICY, VERIFIER)
     turns_are_independent = True

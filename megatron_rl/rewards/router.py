@@ -166,14 +166,15 @@ def _rescaling(values: Sequence[float], declared: Range | None, reward: Reward, 
 def _check_commensurable(routes: Mapping[str, Route]) -> None:
     if len({route.key for route in routes.values()}) == 1 and len({route.range for route in routes.values()}) == 1:
         return
-    unknown = [type_ for type_, route in routes.items() if route.range is None]
+    ranges = {type_: route.range for type_, route in routes.items() if route.range is not None}
+    unknown = [type_ for type_ in routes if type_ not in ranges]
     if unknown:
         raise RewardError(
             f"reward.by_type mixes rewards, but the range of {', '.join(routes[t].reward.name for t in unknown)} "
             f"(type {', '.join(unknown)}) is not declared; add range=(low, high) to its @register"
         )
-    if len({route.range for route in routes.values()}) > 1:
-        found = ", ".join(f"{t}: {r.reward.name} [{r.range[0]:g}, {r.range[1]:g}]" for t, r in routes.items())
+    if len(set(ranges.values())) > 1:
+        found = ", ".join(f"{t}: {routes[t].reward.name} [{low:g}, {high:g}]" for t, (low, high) in ranges.items())
         raise RewardError(
             f"reward.by_type mixes rewards of different ranges ({found}), and one critic learns from all of them; "
             "set rescale_to: [0, 1] where the range differs"

@@ -2,7 +2,8 @@
 
 A room that others may add to has a ``Registry``. Its decorator gives a function (or class) a name; an import path finds
 one without a name too. A plug-in is given the registry's ``inputs`` that it names as parameters. Its other parameters
-are options, and they are checked here against its signature, before a run starts.
+are options, and they are checked here against its signature, before a run starts. A parameter whose default is a
+dataclass stands for its fields: each of them is an option (``arguments``).
 
 Invariant: importing a registry imports no plug-in; looking a name up imports the modules of the registry's packages.
 """
@@ -10,7 +11,7 @@ Invariant: importing a registry imports no plug-in; looking a name up imports th
 import difflib
 import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import cache
 from importlib import import_module
 from pkgutil import iter_modules
@@ -117,9 +118,10 @@ class Registry(Generic[Entry]):
         plugin, options = self.find(name), dict(options or {})
         self.check_options(plugin, options)
         wanted = set(self.inputs).intersection(parameters(plugin.function))
+        bound = arguments(plugin.function, options)
 
         def call(**inputs: Any) -> Any:
-            return plugin.function(**{key: value for key, value in inputs.items() if key in wanted}, **options)
+            return plugin.function(**{key: value for key, value in inputs.items() if key in wanted}, **bound)
 
         return call
 
@@ -137,7 +139,7 @@ class Registry(Generic[Entry]):
         for name in options:
             if name in given:
                 raise self._error(f"{what}: {name} is given by the caller, it is no option of {self._options_key}")
-            if name not in named and not _takes_any(plugin.function):
+            if name not in named and not takes_any(plugin.function):
                 raise self._error(
                     f"{what} has no option {name!r}; its options: {', '.join(named) or 'none'}{_suggestion(name, named)}"
                 )
@@ -179,9 +181,29 @@ def path_of(function: Callable[..., Any]) -> str:
 
 @cache
 def parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
-    """The parameters that can be passed by keyword."""
+    """The parameters that can be passed by keyword, and the fields of those whose default is a dataclass."""
     named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    return {name: p for name, p in inspect.signature(function).parameters.items() if p.kind in named}
+    found = {}
+    for name, parameter in inspect.signature(function).parameters.items():
+        group = parameter.default
+        if is_dataclass(group):
+            for own in fields(group):
+                default = getattr(group, own.name)
+                found[own.name] = inspect.Parameter(own.name, inspect.Parameter.KEYWORD_ONLY, default=default)
+        elif parameter.kind in named:
+            found[name] = parameter
+    return found
+
+
+def arguments(function: Callable[..., Any], options: Mapping[str, Any]) -> dict[str, Any]:
+    """``options`` as keyword arguments of ``function``: fields of a dataclass are put into one."""
+    keywords = dict(options)
+    for name, parameter in inspect.signature(function).parameters.items():
+        group = parameter.default
+        if is_dataclass(group) and not isinstance(group, type):
+            own = {f.name: keywords.pop(f.name) for f in fields(group) if f.name in keywords}
+            keywords[name] = replace(group, **own)
+    return keywords
 
 
 def required(function: Callable[..., Any]) -> list[str]:
@@ -189,14 +211,18 @@ def required(function: Callable[..., Any]) -> list[str]:
     return [name for name, p in parameters(function).items() if p.default is p.empty]
 
 
-def _takes_any(function: Callable[..., Any]) -> bool:
+def takes_any(function: Callable[..., Any]) -> bool:
     return any(p.kind is p.VAR_KEYWORD for p in inspect.signature(function).parameters.values())
 
 
 @cache
 def _hints(function: Callable[..., Any]) -> Mapping[str, Any]:
+    groups = [type(p.default) for p in inspect.signature(function).parameters.values() if is_dataclass(p.default)]
     try:
-        return get_type_hints(function.__init__ if inspect.isclass(function) else function)
+        found = get_type_hints(function.__init__ if inspect.isclass(function) else function)
+        for group in groups:
+            found.update(get_type_hints(group))
+        return found
     except NameError:  # imported for type checkers only: nothing to check against
         return {}
 

@@ -18,7 +18,7 @@ import math
 import re
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -40,6 +40,10 @@ _DOWN_S = 5.0
 _turns = itertools.count()
 _down_until: dict[str, float] = {}
 """By URL, monotonic seconds."""
+_Words = tuple[tuple[str, ...], tuple[str, ...]]
+"""Surface forms of yes, and of no."""
+_Ids = tuple[tuple[int, ...], tuple[int, ...]]
+"""Tokens of yes, and of no."""
 _server_words: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[tuple[str, str], int]] = WeakKeyDictionary()
 
 
@@ -52,30 +56,37 @@ class Judgement:
 
 
 @dataclass(frozen=True)
-class JudgeSettings:
-    """How to reach a judge and what its words are."""
+class JudgeOptions:
+    """How to reach a judge, what its words are and what it reads of a response."""
 
-    urls: tuple[str, ...]
-    yes_words: tuple[str, ...]
-    no_words: tuple[str, ...]
-    tokenizer_path: str
+    url: str | list[str] = ""
+    """The judge's SGLang server, or several that take turns; must be set."""
+    tokenizer_path: str = ""
     """Folder of the judge's tokenizer, for token-exact texts; empty: the server's own tokenizer."""
-    chat: bool
+    yes_words: list[str] | None = None
+    """Surface forms of "yes", each one token."""
+    no_words: list[str] | None = None
+    """Surface forms of "no"."""
+    chat: bool = False
     """The text is a user message in the tokenizer's chat template."""
+    require_think: bool = False
+    """A response without a thought scores 0."""
+    opened_by_prompt: bool = False
+    """The prompt ends with ``<think>`` already."""
 
-    @classmethod
-    def of(cls, options: Mapping[str, Any]) -> "JudgeSettings":
-        url = options.get("url") or ""
-        return cls(
-            urls=tuple(u.rstrip("/") for u in ([url] if isinstance(url, str) else url)),
-            yes_words=tuple(options.get("yes_words") or (YES_WORD,)),
-            no_words=tuple(options.get("no_words") or (NO_WORD,)),
-            tokenizer_path=options.get("tokenizer_path") or "",
-            chat=bool(options.get("chat")),
-        )
+    @property
+    def urls(self) -> list[str]:
+        return [url.rstrip("/") for url in ([self.url] if isinstance(self.url, str) else self.url)]
+
+    @property
+    def words(self) -> _Words:
+        return tuple(self.yes_words or (YES_WORD,)), tuple(self.no_words or (NO_WORD,))
 
 
-def check_judge(name: str, options: Mapping[str, Any], template: str, fields: Sequence[str]) -> None:
+DEFAULT_OPTIONS = JudgeOptions()
+
+
+def check_judge(name: str, options: Mapping[str, Any], template: str, template_fields: Sequence[str]) -> None:
     """Raise UserError for options of a judge that cannot work; asks no server."""
     if isinstance(options.get("url"), list):
         for url in options["url"]:
@@ -88,11 +99,12 @@ def check_judge(name: str, options: Mapping[str, Any], template: str, fields: Se
             isinstance(words, list) and words and all(isinstance(w, str) and w for w in words)
         ):
             raise RewardError(f"reward {name!r}: option {key} must be a list of words, got {words!r}")
-    settings = JudgeSettings.of(options)
-    both = set(settings.yes_words) & set(settings.no_words)
+    settings = _options_of(options)
+    yes_words, no_words = settings.words
+    both = set(yes_words) & set(no_words)
     if both:
         raise RewardError(f"reward {name!r}: {sorted(both)} stand in yes_words and in no_words")
-    check_template(template, fields)
+    check_template(template, template_fields)
     if settings.chat and not settings.tokenizer_path:
         raise RewardError(f"reward {name!r}: option chat needs tokenizer_path, whose chat template is to be used")
     if settings.tokenizer_path:
@@ -101,20 +113,26 @@ def check_judge(name: str, options: Mapping[str, Any], template: str, fields: Se
                 f"reward {name!r}: option tokenizer_path: {settings.tokenizer_path} has no tokenizer_config.json; "
                 "give the judge's model folder, or leave it out to use the server's tokenizer"
             )
-        _local_words(settings)
+        _local_ids(settings.tokenizer_path, settings.words)
         _check_training(name, settings, template)
 
 
-def _check_training(name: str, settings: JudgeSettings, template: str) -> None:
+def _options_of(options: Mapping[str, Any]) -> JudgeOptions:
+    """The part of a reward's options that is a judge's."""
+    return JudgeOptions(**{f.name: options[f.name] for f in fields(JudgeOptions) if f.name in options})
+
+
+def _check_training(name: str, settings: JudgeOptions, template: str) -> None:
     """A judge that `reward-train` wrote is asked as it was trained; its folder says how."""
     path = Path(settings.tokenizer_path, _TRAINING_RECORD)
     trained = json.loads(path.read_text(encoding="utf-8")).get("judge") if path.is_file() else None
     if not trained:
         return
+    yes_words, no_words = settings.words
     asked = {
         "template": (template, trained["template"]),
-        "yes_words": ([*settings.yes_words], [trained["yes_word"]]),
-        "no_words": ([*settings.no_words], [trained["no_word"]]),
+        "yes_words": ([*yes_words], [trained["yes_word"]]),
+        "no_words": ([*no_words], [trained["no_word"]]),
         "chat": (settings.chat, trained["use_chat_template"]),
     }
     different = [f"{key} is {now!r}, was {then!r}" for key, (now, then) in asked.items() if now != then]
@@ -127,7 +145,7 @@ def _check_training(name: str, settings: JudgeSettings, template: str) -> None:
 
 async def prepare_judge(options: Mapping[str, Any]) -> None:
     """See that every server answers and knows the words; raises RewardError, Transient or CallFailed."""
-    settings = JudgeSettings.of(options)
+    settings = _options_of(options)
     for url in settings.urls:
         info = await get_json(f"{url}/model_info")
         if not isinstance(info, dict) or "model_path" not in info:
@@ -135,7 +153,7 @@ async def prepare_judge(options: Mapping[str, Any]) -> None:
         await _word_ids(settings, url)
 
 
-def solution_of(response: str, *, require_think: bool, opened_by_prompt: bool) -> str | None:
+def solution_of(response: str, *, require_think: bool = False, opened_by_prompt: bool = False) -> str | None:
     """What of a response is judged: all of it, or what follows its thought; None if the thought has no proper form.
 
     A response without tags is judged whole, unless a thought is required. Anything else (a tag that is missing, or
@@ -148,7 +166,7 @@ def solution_of(response: str, *, require_think: bool, opened_by_prompt: bool) -
     return None if parts is None else parts[1]
 
 
-def defused(text: str, settings: JudgeSettings) -> str:
+def defused(text: str, settings: JudgeOptions) -> str:
     """``text`` without spellings of the judge's control tokens: a response must not end its turn and judge itself.
 
     Known only where the tokenizer is (``tokenizer_path``); with the server's tokenizer the text stays as it is.
@@ -161,7 +179,7 @@ def defused(text: str, settings: JudgeSettings) -> str:
     return text
 
 
-async def judge(texts: Sequence[str], settings: JudgeSettings) -> list[Judgement]:
+async def judge(texts: Sequence[str], settings: JudgeOptions) -> list[Judgement]:
     """The judgements of ``texts``, in one request to one of the servers, which take turns.
 
     Raises:
@@ -235,30 +253,31 @@ def _log_sum_exp(values: Sequence[float]) -> float:
     return largest + math.log(sum(math.exp(value - largest) for value in values))
 
 
-async def _word_ids(settings: JudgeSettings, url: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
+async def _word_ids(settings: JudgeOptions, url: str) -> _Ids:
+    words = settings.words
     if settings.tokenizer_path:
-        return _local_words(settings)
+        return _local_ids(settings.tokenizer_path, words)
     known = _server_words.setdefault(asyncio.get_running_loop(), {})
-    for word in (*settings.yes_words, *settings.no_words):
+    for word in itertools.chain(*words):
         if (url, word) not in known:
             answer = await post_json(f"{url}/tokenize", {"prompt": word, "add_special_tokens": False})
             tokens = answer.get("tokens") if isinstance(answer, dict) else None
             if not isinstance(tokens, list):
                 raise RewardError(f"{url}/tokenize answered {str(answer)[:200]}; set option tokenizer_path instead")
             known[url, word] = word_token(lambda _: tokens, word)  # noqa: B023 (called at once)
-    return _split(settings, {word: known[url, word] for word in (*settings.yes_words, *settings.no_words)})
+    return _split(words, {word: known[url, word] for word in itertools.chain(*words)})
 
 
 @cache
-def _local_words(settings: JudgeSettings) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    encode = _tokenizer(settings.tokenizer_path).encode
-    return _split(settings, {word: word_token(encode, word) for word in (*settings.yes_words, *settings.no_words)})
+def _local_ids(tokenizer_path: str, words: _Words) -> _Ids:
+    encode = _tokenizer(tokenizer_path).encode
+    return _split(words, {word: word_token(encode, word) for word in itertools.chain(*words)})
 
 
-def _split(settings: JudgeSettings, ids: Mapping[str, int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _split(words: _Words, ids: Mapping[str, int]) -> _Ids:
     """Ids of both judgements, without repetition."""
-    yes, no = ({ids[word]: None for word in words} for words in (settings.yes_words, settings.no_words))
-    shared = [word for word in settings.no_words if ids[word] in yes]
+    yes, no = ({ids[word]: None for word in forms} for forms in words)
+    shared = [word for word in words[1] if ids[word] in yes]
     if shared:
         raise RewardError(f"the tokenizer gives {shared} of no_words the token of a yes word")
     return tuple(yes), tuple(no)

@@ -16,9 +16,10 @@ from typing import Any
 
 from megatron_rl.data.trajectory import Prompt, Score
 from megatron_rl.rewards.judges.judge import (
+    DEFAULT_OPTIONS,
     FORMAT_FAILURE,
     Judgement,
-    JudgeSettings,
+    JudgeOptions,
     check_judge,
     defused,
     judge,
@@ -29,7 +30,7 @@ from megatron_rl.rewards.judges.templates import PAIRWISE_FIELDS, PAIRWISE_TEMPL
 from megatron_rl.rewards.registry import register
 
 
-def check(options: Mapping[str, Any]) -> None:
+def _check(options: Mapping[str, Any]) -> None:
     check_judge("pairwise", options, options.get("template", PAIRWISE_TEMPLATE), PAIRWISE_FIELDS)
 
 
@@ -71,13 +72,13 @@ def combine(forward: float, backward: float) -> tuple[float, dict[str, float]]:
 
 
 def _bare(text: str) -> str | None:
-    return solution_of(text, require_think=False, opened_by_prompt=False)
+    return solution_of(text)
 
 
 @register(
     "pairwise",
     prepare=prepare_judge,
-    check=check,
+    check=_check,
     check_prompts=check_prompts,
     range=(0.0, 1.0),
     row_fields={"anchor": ("anchor",)},
@@ -89,41 +90,25 @@ async def score(
     *,
     prompt: str,
     anchor: str = "",
-    url: str | list[str] = "",
-    tokenizer_path: str = "",
     template: str = PAIRWISE_TEMPLATE,
-    yes_words: list[str] | None = None,
-    no_words: list[str] | None = None,
-    chat: bool = False,
-    require_think: bool = False,
-    opened_by_prompt: bool = False,
+    options: JudgeOptions = DEFAULT_OPTIONS,
 ) -> Score:
     """Half the probability that the response is preferred as first of two, and half of that as second.
 
     Args:
         prompt: Text of the prompt; a row field.
         anchor: What the response is compared with; a row field. The answer if there is none.
-        url: The judge's SGLang server, or several that take turns; must be set.
-        tokenizer_path: Folder of the judge's tokenizer; without it the server's tokenizer is used.
         template: The judge's text with {prompt}, {first} and {second}; as in training (`reward-train`).
-        yes_words: Surface forms of "the first is better", each one token.
-        no_words: Surface forms of "it is not".
-        chat: The text is a user message in the tokenizer's chat template.
-        require_think: A response without a thought scores 0.
-        opened_by_prompt: The prompt ends with ``<think>`` already.
     """
-    solution = solution_of(response, require_think=require_think, opened_by_prompt=opened_by_prompt)
+    solution = solution_of(response, require_think=options.require_think, opened_by_prompt=options.opened_by_prompt)
     if solution is None:
         return Score(0.0, FORMAT_FAILURE)
     other = _bare(anchor or answer)
     if not other:
         return Score(None, error="no anchor: the row has neither a proper 'anchor' nor an answer")
-    settings = JudgeSettings.of(
-        dict(url=url, yes_words=yes_words, no_words=no_words, tokenizer_path=tokenizer_path, chat=chat)
-    )
-    first, second = defused(solution, settings), defused(other, settings)
+    first, second = defused(solution, options), defused(other, options)
     texts = [render_pairwise(prompt, *pair, template) for pair in ((first, second), (second, first))]
-    forward, backward = await judge(texts, settings)
+    forward, backward = await judge(texts, options)
     return _score(forward, backward)
 
 

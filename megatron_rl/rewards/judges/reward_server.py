@@ -11,6 +11,7 @@ read as 0. A refused batch is asked again one by one, so that one bad item does 
 import asyncio
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -24,9 +25,9 @@ _TICK_S = 0.005
 _batches: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[str, "_Batch"]] = WeakKeyDictionary()
 
 
-def check(options: Mapping[str, Any]) -> None:
+def _check(options: Mapping[str, Any]) -> None:
     check_url("http", options.get("url"))
-    low, high = value_range(options)
+    low, high = _value_range(options)
     if not (math.isfinite(low) and math.isfinite(high) and low < high):
         raise RewardError(f"reward 'http': expected low < high, got {low} and {high}")
     if options.get("batch_size", 1) < 1:
@@ -53,15 +54,31 @@ def check_prompts(prompts: Sequence[Prompt], options: Mapping[str, Any]) -> list
     ]
 
 
-def value_range(options: Mapping[str, Any]) -> tuple[float, float]:
+def _value_range(options: Mapping[str, Any]) -> tuple[float, float]:
     return float(options.get("low", 0.0)), float(options.get("high", 1.0))
+
+
+@dataclass(frozen=True)
+class HttpOptions:
+    url: str = ""
+    """Where to POST to; must be set."""
+    fields: list[str] | None = None
+    """Names of the row's fields that go along; all that the run reads if not given."""
+    low: float = 0.0
+    """Smallest score the service may give."""
+    high: float = 1.0
+    """Largest one."""
+    batch_size: int = 1
+    """Items in one request, at most."""
+    headers: dict[str, str] | None = None
+    """Further HTTP headers."""
 
 
 @register(
     "http",
-    check=check,
+    check=_check,
     check_prompts=check_prompts,
-    range=value_range,
+    range=_value_range,
     row_fields={"row": ("*",)},
     answer_required=False,
 )
@@ -69,36 +86,25 @@ async def score(
     response: str,
     answer: str,
     *,
-    url: str = "",
-    fields: list[str] | None = None,
-    low: float = 0.0,
-    high: float = 1.0,
-    batch_size: int = 1,
-    headers: dict[str, str] | None = None,
     row: dict[str, Any] | None = None,
+    options: HttpOptions = HttpOptions(),
 ) -> Score:
     """What the service says.
 
     Args:
-        url: Where to POST to; must be set.
-        fields: Names of the row's fields that go along; all that the run reads if not given.
-        low: Smallest score the service may give.
-        high: Largest one.
-        batch_size: Items in one request, at most.
-        headers: Further HTTP headers.
         row: The item's row; not an option.
     """
-    row = row or {}
+    row, fields = row or {}, options.fields
     missing = [name for name in fields or () if name not in row]
     if missing:
         return Score(None, error=f"the row lacks {', '.join(missing)}")
     sent = {name: row[name] for name in fields} if fields is not None else row
     body = {**sent, "response": response, "answer": answer}
-    if batch_size == 1:
-        verdict = await post_json(url, body, headers=headers)
+    if options.batch_size == 1:
+        verdict = await post_json(options.url, body, headers=options.headers)
     else:
-        verdict = await _ask_in_batch(url, body, batch_size, headers)
-    return read_verdict(verdict, low, high)
+        verdict = await _ask_in_batch(options.url, body, options.batch_size, options.headers)
+    return read_verdict(verdict, options.low, options.high)
 
 
 def read_verdict(verdict: Any, low: float, high: float) -> Score:

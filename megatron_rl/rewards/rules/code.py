@@ -4,15 +4,15 @@
 or memory, or ends early, has failed its tests. Tests that cannot be run, and a sandbox that does not work, are unscored.
 """
 
+import asyncio
 import functools
-import http.client
 import json
 import os
 import time
-import urllib.error
 import urllib.parse
-import urllib.request
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib import import_module
 from typing import Any
 
 from megatron_rl.data.code_lines import extract_code
@@ -43,8 +43,52 @@ def _check_limits(options: Mapping[str, Any]) -> None:
         raise RewardError("reward 'code': an external sandbox says passed or not; leave out partial_credit or url")
 
 
+@dataclass(frozen=True)
+class CodeOptions:
+    time_limit_s: float = 3.0
+    """Seconds for program and tests; waiting for a CPU does not count."""
+    wall_limit_s: float = 4.5
+    """Seconds by the clock. A program that runs until then has failed, or is unscored if the machine was so busy that
+    it had less than a tenth of its time. reward.timeout_s must be larger."""
+    memory_limit_mb: int = 512
+    """Of one process, and of all processes of a program together."""
+    disk_limit_mb: int = 16
+    """Size of the folder that a program can write to."""
+    process_limit: int = 16
+    """Processes and threads at a time."""
+    partial_credit: bool = False
+    """The share of asserts that hold, instead of all or nothing."""
+    allow_unsandboxed: bool = False
+    """Where the kernel can confine nothing, run with resource limits only."""
+    preload: str = ""
+    """Modules that programs often import, separated by spaces; loaded once."""
+    url: str = ""
+    """An external sandbox instead of the built-in one."""
+
+    @property
+    def limits(self) -> ProgramLimits:
+        return ProgramLimits(
+            time_s=self.time_limit_s,
+            memory_mb=self.memory_limit_mb,
+            disk_mb=self.disk_limit_mb,
+            num_processes=self.process_limit,
+            wall_s=self.wall_limit_s,
+        )
+
+
+def _prepare(options: Mapping[str, Any]) -> None:
+    if options.get("url"):
+        import_module("megatron_rl.system.http")
+
+
 @register(
-    "code", check=_check_limits, range=(0.0, 1.0), row_fields=_ROW_FIELDS, answer_required=False, owns_processes=True
+    "code",
+    prepare=_prepare,
+    check=_check_limits,
+    range=(0.0, 1.0),
+    row_fields=_ROW_FIELDS,
+    answer_required=False,
+    owns_processes=True,
 )
 def score(
     response: str,
@@ -54,15 +98,7 @@ def score(
     entry_point: str = "",
     prompt_code: str = "",
     setup: str | Sequence[str] = "",
-    time_limit_s: float = 3.0,
-    wall_limit_s: float = 4.5,
-    memory_limit_mb: int = 512,
-    disk_limit_mb: int = 16,
-    process_limit: int = 16,
-    partial_credit: bool = False,
-    allow_unsandboxed: bool = False,
-    preload: str = "",
-    url: str = "",
+    options: CodeOptions = CodeOptions(),
 ) -> Score:
     """Run the response's code with its tests.
 
@@ -74,16 +110,6 @@ def score(
         entry_point: The tested function; needed for ``check(candidate)``, else taken from ``prompt_code``.
         prompt_code: Code that the response continues, or whose imports and helpers it may rely on.
         setup: Source that runs before the response and before the tests.
-        time_limit_s: Seconds for program and tests; waiting for a CPU does not count.
-        wall_limit_s: Seconds by the clock. A program that runs until then has failed, or is unscored if the machine was
-            so busy that it had less than a tenth of its time. reward.timeout_s must be larger.
-        memory_limit_mb: Of one process, and of all processes of a program together.
-        disk_limit_mb: Size of the folder that a program can write to.
-        process_limit: Processes and threads at a time.
-        partial_credit: The share of asserts that hold, instead of all or nothing.
-        allow_unsandboxed: Where the kernel can confine nothing, run with resource limits only.
-        preload: Modules that programs often import, separated by spaces; loaded once.
-        url: An external sandbox instead of the built-in one.
     """
     tests = tests or answer
     if not tests or not (isinstance(tests, str) or all(isinstance(test, str) for test in tests)):
@@ -94,16 +120,16 @@ def score(
         )
     setup = setup if isinstance(setup, str) else "\n".join(setup)
     program = Program(extract_code(response, entry_point), tests, prompt_code, entry_point, setup)
-    limits = ProgramLimits(time_limit_s, memory_limit_mb, disk_limit_mb, process_limit, wall_limit_s)
-    if url:
-        return _ask_sandbox(url, program, limits)
+    if options.url:
+        return asyncio.run(_ask_sandbox(options.url, program, options.limits))
     try:
-        outcome = _sandbox(os.getpid(), allow_unsandboxed, preload).run(program, limits, partial=partial_credit)
+        sandbox = _sandbox(os.getpid(), options.allow_unsandboxed, options.preload)
+        outcome = sandbox.run(program, options.limits, partial=options.partial_credit)
     except BadTestsError as error:
         return Score(None, error=f"bad tests: {error}")
     except SandboxError as error:
         return Score(None, error=f"sandbox: {error}")
-    return Score(outcome.share if partial_credit else float(outcome.passed), outcome.detail)
+    return Score(outcome.share if options.partial_credit else float(outcome.passed), outcome.detail)
 
 
 @functools.lru_cache(maxsize=4)
@@ -115,40 +141,47 @@ def _sandbox(pid: int, allow_unsandboxed: bool, preload: str) -> Sandbox:
 # -------------------------------------------------------------------------------------------------- external sandbox
 
 
-def _ask_sandbox(url: str, program: Program, limits: ProgramLimits) -> Score:
+async def _ask_sandbox(url: str, program: Program, limits: ProgramLimits) -> Score:
     """POST {code, tests, entry_point, prompt_code, setup, time_limit_s, memory_limit_mb}; expects {passed, detail}.
 
     A failing server is tried again, and never makes a response fail.
     """
-    body = json.dumps(
-        {
-            "code": program.code,
-            "tests": program.tests if isinstance(program.tests, str) else "\n".join(program.tests),
-            "entry_point": program.entry_point,
-            "prompt_code": program.prompt_code,
-            "setup": program.setup,
-            "time_limit_s": limits.time_s,
-            "memory_limit_mb": limits.memory_mb,
-        }
-    ).encode()
-    request = urllib.request.Request(url, body, {"Content-Type": "application/json"})
+    from megatron_rl.system.http import (
+        HttpError,
+        HttpSession,
+    )  # imports aiohttp, which the built-in sandbox does without
+
+    body = {
+        "code": program.code,
+        "tests": program.tests if isinstance(program.tests, str) else "\n".join(program.tests),
+        "entry_point": program.entry_point,
+        "prompt_code": program.prompt_code,
+        "setup": program.setup,
+        "time_limit_s": limits.time_s,
+        "memory_limit_mb": limits.memory_mb,
+    }
     deadline = time.monotonic() + limits.time_s + 1.0
     error = ""
-    for attempt in range(_URL_TRIES):
-        patience_s = deadline - time.monotonic()
-        if patience_s <= 0:
-            break
-        if attempt:
-            time.sleep(min(_URL_RETRY_S, patience_s))
-        try:
-            with urllib.request.urlopen(request, timeout=max(patience_s, 0.1)) as reply:
-                return _read_reply(reply.read(_MAX_REPLY_BYTES))
-        except urllib.error.HTTPError as failure:
-            error = f"HTTP {failure.code} {failure.reason}"
-            if failure.code < 500 and failure.code != 429:
+    async with HttpSession(max_answer_bytes=_MAX_REPLY_BYTES, use_proxy=True) as session:
+        for attempt in range(_URL_TRIES):
+            patience_s = deadline - time.monotonic()
+            if patience_s <= 0:
                 break
-        except (OSError, http.client.HTTPException, ValueError) as failure:
-            error = f"{type(failure).__name__}: {failure}"
+            if attempt:
+                await asyncio.sleep(min(_URL_RETRY_S, patience_s))
+            try:
+                reply = await session.post(url, body, timeout_s=max(patience_s, 0.1))
+                if reply.status == 200:
+                    return _read_reply(reply.content)
+            except HttpError as failure:
+                error = str(failure)
+                continue
+            except ValueError as failure:
+                error = f"{type(failure).__name__}: {failure}"
+                continue
+            error = f"HTTP {reply.status} {reply.reason}"
+            if reply.status < 500 and reply.status != 429:
+                break
     return Score(None, error=f"sandbox {url}: {error or 'no reply in time'}")
 
 

@@ -74,7 +74,7 @@ def score(
     opened_by_prompt: bool = False,
     then: str = "",
     then_options: dict[str, Any] | None = None,
-) -> "float | Score":
+) -> float | Score:
     """0 without the format; else 1, or what the reward ``then`` gives the solution.
 
     Args:
@@ -87,4 +87,5 @@ def score(
         return Score(0.0, f"not of the form {'' if opened_by_prompt else OPEN}thought{CLOSE}solution")
     if not then:
         return Score(1.0, "format holds")
-    return _resolve_once(then).function(parts[1], answer, **(then_options or {}))
+    inner = _resolve_once(then)
+    return inner.function(parts[1], answer, **inner.arguments(then_options or {}))

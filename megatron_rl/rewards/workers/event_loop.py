@@ -88,6 +88,7 @@ class AsyncRewardRunner(CallQueue):
         super().__init__(name)
         self._function = function
         self._options = dict(options or {})
+        self._arguments = reward.arguments(self._options)
         self._in_progress: set[asyncio.Task[None]] = set()
         self._left_behind: set[asyncio.Task[Score | Exception]] = set()
         self._num_beats = 0
@@ -215,7 +216,7 @@ class AsyncRewardRunner(CallQueue):
     async def _call(self, item: Item) -> Score | Exception:
         response, answer, fields = item.payload
         try:
-            return Score(*as_result(await self._function(response, answer, **self._options, **fields)))
+            return Score(*as_result(await self._function(response, answer, **self._arguments, **fields)))
         except asyncio.CancelledError:
             raise  # by the deadline, by close, or by the reward itself: the one who waits can tell
         except _TRANSIENT as error:

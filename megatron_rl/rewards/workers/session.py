@@ -5,20 +5,17 @@
 """
 
 import asyncio
-import json
 from typing import Any
 from weakref import WeakKeyDictionary
 
-import aiohttp
+from megatron_rl.system.http import HttpError, HttpSession, NoAnswer
 
-MAX_ANSWER_BYTES = 1 << 24
-CONNECT_TIMEOUT_S = 10.0
-KEEPALIVE_S = 2.0
-"""Shorter than servers keep idle connections, so that nothing is sent into one that is being closed."""
-MAX_SHOWN = 200
+_MAX_ANSWER_BYTES = 1 << 24
+_CONNECT_TIMEOUT_S = 10.0
+_MAX_SHOWN = 200
 """Characters of a server's answer that an error shows."""
 
-_sessions: WeakKeyDictionary[asyncio.AbstractEventLoop, aiohttp.ClientSession] = WeakKeyDictionary()
+_sessions: WeakKeyDictionary[asyncio.AbstractEventLoop, HttpSession] = WeakKeyDictionary()
 
 
 class Transient(Exception):
@@ -29,14 +26,10 @@ class CallFailed(Exception):
     """A server refused the request, or its answer cannot be read."""
 
 
-def _session() -> aiohttp.ClientSession:
+def _session() -> HttpSession:
     loop = asyncio.get_running_loop()
     if loop not in _sessions:
-        # No limit here: the runner bounds what is under way.
-        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S)
-        _sessions[loop] = aiohttp.ClientSession(
-            connector=connector, timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S)
-        )
+        _sessions[loop] = HttpSession(connect_timeout_s=_CONNECT_TIMEOUT_S, max_answer_bytes=_MAX_ANSWER_BYTES)
     return _sessions[loop]
 
 
@@ -53,7 +46,7 @@ async def post_json(url: str, body: Any, *, headers: dict[str, str] | None = Non
     Raises:
         Transient, CallFailed: see above; the message names the URL and what came.
     """
-    return await _call("POST", url, headers=headers, json=body)
+    return await _call("POST", url, body, headers=headers)
 
 
 async def get_json(url: str) -> Any:
@@ -61,32 +54,18 @@ async def get_json(url: str) -> Any:
     return await _call("GET", url)
 
 
-async def _call(method: str, url: str, **request: Any) -> Any:
+async def _call(method: str, url: str, body: Any = None, *, headers: dict[str, str] | None = None) -> Any:
     try:
-        async with _session().request(method, url, allow_redirects=False, **request) as response:
-            content = await _read(url, response)
-            status = response.status
-    except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, ConnectionError, TimeoutError) as error:
-        raise Transient(f"{url}: no answer ({type(error).__name__}: {error})") from error
-    except (aiohttp.ClientError, ValueError) as error:
-        raise CallFailed(f"{url}: {type(error).__name__}: {error}") from error
-    text = content.decode(errors="replace")
-    if status == 429 or status >= 500:
-        raise Transient(f"{url} answered {status}: {text[:MAX_SHOWN]}")
-    if status != 200:
-        raise CallFailed(f"{url} answered {status}: {text[:MAX_SHOWN]}")
+        answer = await _session().request(method, url, body, timeout_s=None, headers=headers)
+    except NoAnswer as error:
+        raise Transient(f"{url}: no answer ({error})") from error
+    except HttpError as error:
+        raise CallFailed(f"{url}: {error}") from error
+    if answer.status == 429 or answer.status >= 500:
+        raise Transient(f"{url} answered {answer.status}: {answer.text[:_MAX_SHOWN]}")
+    if answer.status != 200:
+        raise CallFailed(f"{url} answered {answer.status}: {answer.text[:_MAX_SHOWN]}")
     try:
-        return json.loads(text)
+        return answer.json()
     except (ValueError, RecursionError) as error:
-        raise CallFailed(f"{url}: expected JSON, got {text[:MAX_SHOWN]!r}") from error
-
-
-async def _read(url: str, response: aiohttp.ClientResponse) -> bytes:
-    parts, num_bytes = [], 0
-    async for part in response.content.iter_chunked(1 << 16):
-        parts.append(part)
-        num_bytes += len(part)
-        if num_bytes > MAX_ANSWER_BYTES:
-            response.close()
-            raise CallFailed(f"{url}: the answer is longer than {MAX_ANSWER_BYTES} bytes")
-    return b"".join(parts)
+        raise CallFailed(f"{url}: expected JSON, got {answer.text[:_MAX_SHOWN]!r}") from error

@@ -75,12 +75,12 @@ class _ForkServer:
             body, files, _, _ = socket.recv_fds(self._control, 1 << 16, 1)
             if not body:
                 return
-            request = unpack(body)
-            if request["do"] == "fork":
-                reply = {"pid": self._fork(request["slot"], files[0])}
-            else:
-                reply = {"status": self._kill(request["pid"])}
-            self._control.send(json.dumps(reply).encode())
+            self._control.send(json.dumps(self._answer(unpack(body), files)).encode())
+
+    def _answer(self, request: dict[str, Any], files: list[int]) -> dict[str, int]:
+        if request["do"] == "fork":
+            return {"pid": self._fork(request["slot"], files[0])}
+        return {"status": self._kill(request["pid"])}
 
     def _fork(self, slot: int, file: int) -> int:
         fork_server_pid = os.getpid()
@@ -131,7 +131,7 @@ class Scorer:
     def __init__(
         self,
         function: Callable[..., Any],
-        options: dict[str, Any],
+        arguments: dict[str, Any],
         *,
         timeout_s: float,
         memory_bytes: int,
@@ -139,7 +139,7 @@ class Scorer:
     ) -> None:
         self._function = function
         self._owns_processes = owns_processes
-        self._options = options
+        self._arguments = arguments
         self._cpu_s = math.ceil(2 * timeout_s) + 1
         self._memory_bytes = memory_bytes
 
@@ -189,7 +189,7 @@ class Scorer:
         resource.setrlimit(resource.RLIMIT_CPU, (int(time.process_time()) + self._cpu_s, self._cpu_hard_limit))
         retire = False
         try:
-            result = as_result(self._function(response, answer, **self._options, **fields))
+            result = as_result(self._function(response, answer, **self._arguments, **fields))
         except MemoryError:
             limit = self._memory_bytes >> 20
             result = failed(f"MemoryError: needs more than the worker's {limit} MB")
@@ -279,7 +279,7 @@ def main() -> None:
         return
     scorer = Scorer(
         reward.function,
-        start["options"],
+        reward.arguments(start["options"]),
         timeout_s=start["timeout_s"],
         memory_bytes=start["memory_limit_mb"] << 20,
         owns_processes=reward.owns_processes,

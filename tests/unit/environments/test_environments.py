@@ -18,6 +18,7 @@ from megatron_rl.environments.base import EnvironmentFault, Message, TurnView, t
 from megatron_rl.environments.calculator import Calculator, answer
 from megatron_rl.environments.pag import REVISE_PROMPT, VERIFY_PROMPT, Pag
 from megatron_rl.rollout.plan import dialogue_of, fire_of
+from megatron_rl.system import plugins
 from tests.tiny_models import make_tokenizer
 
 PROMPT = Prompt("p", (1,), answer="7")
@@ -229,8 +230,8 @@ def test_environments_are_found_by_name_and_by_path():
     [
         ("nobody", {}, "expected one of calculator, pag"),
         ("no.such.module:X", {}, "does not import"),
-        ("megatron_rl.environments.pag:Nobody", {}, r"named 'Nobody'; it has \['Environment', 'Pag'\]"),
-        ("megatron_rl.environments.pag:VERIFIER", {}, "no subclass"),
+        ("megatron_rl.environments.pag:Nobody", {}, r"has no 'Nobody'; it has \['Pag'"),
+        ("megatron_rl.environments.pag:VERIFIER", {}, "expected a plain function or a class, got 'verifier'"),
         ("megatron_rl.environments.base:Environment", {}, "lacks the methods"),
         ("pag", {"max_attempt": 3}, "no option 'max_attempt'; its options: max_attempts"),
         ("pag", {"max_attempts": "3"}, "max_attempts must be an integer, got '3'"),
@@ -263,7 +264,7 @@ class Roleless(Calculator):
 def test_every_option_of_a_builtin_has_a_type_that_is_checked():
     for name in registry.available():
         for parameter in inspect.signature(registry.resolve(name)).parameters.values():
-            assert parameter.annotation in registry._EXPECTED
+            assert parameter.annotation in plugins._WORDS
 
 
 def dialogue_with(*segments, **fields):

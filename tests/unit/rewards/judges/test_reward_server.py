@@ -121,7 +121,7 @@ def test_a_service_that_is_not_there_leaves_items_unscored():
 
 
 def test_an_endless_answer_is_cut_off(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("megatron_rl.rewards.workers.session.MAX_ANSWER_BYTES", 1 << 16)
+    monkeypatch.setattr("megatron_rl.rewards.workers.session._MAX_ANSWER_BYTES", 1 << 16)
     (found,), _ = score(lambda path, body: web.Response(text="x" * (1 << 20)), ("r", "a"))
     assert found.value is None and "longer than" in found.error
 

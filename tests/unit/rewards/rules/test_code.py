@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from megatron_rl.commands.score import score_file
 from megatron_rl.data.code_lines import extract_code
 from megatron_rl.rewards.registry import RewardError, check_options, resolve, row_arguments
-from megatron_rl.rewards.rules.code import score
+from megatron_rl.rewards.rules.code import CodeOptions, score
 from megatron_rl.rewards.sandbox.source import BadTests, compose, infer_entry_point, prelude, read_tests
 from megatron_rl.rewards.sandbox.values import Unsendable, decode, encode, read_text, write_text
 from megatron_rl.rewards.workers.calls import RunnerSettings
@@ -233,7 +233,9 @@ def test_what_cannot_be_tested_is_unscored(fields: dict) -> None:
 
 def test_partial_credit_is_the_share_of_asserts() -> None:
     tests = ["assert f(1) == 1", "assert f(2) == 2", "assert f(3) == 9"]
-    assert score("def f(x): return x", tests=tests, partial_credit=True).value == pytest.approx(2 / 3)
+    assert score("def f(x): return x", tests=tests, options=CodeOptions(partial_credit=True)).value == pytest.approx(
+        2 / 3
+    )
     assert score("def f(x): return x", tests=tests).value == 0.0
 
 
@@ -333,20 +335,22 @@ def url() -> Iterator[str]:
 
 
 def test_an_external_sandbox_decides(url: str) -> None:
-    result = score("```python\nright\n```", tests=["assert a", "assert b"], url=url, memory_limit_mb=100)
+    result = score(
+        "```python\nright\n```", tests=["assert a", "assert b"], options=CodeOptions(url=url, memory_limit_mb=100)
+    )
     assert (result.value, result.detail) == (1.0, "said so")
-    assert score("wrong", tests="assert a", url=url).value == 0.0
+    assert score("wrong", tests="assert a", options=CodeOptions(url=url)).value == 0.0
     sent = FakeSandbox.requests[0]
     assert (sent["code"], sent["tests"], sent["memory_limit_mb"]) == ("right\n", "assert a\nassert b", 100)
 
 
 def test_a_failing_external_sandbox_is_tried_again_and_never_fails_a_response(url: str) -> None:
     FakeSandbox.num_failures = 2
-    assert score("right", tests="assert a", url=url).value == 1.0
+    assert score("right", tests="assert a", options=CodeOptions(url=url)).value == 1.0
     FakeSandbox.num_failures = 100
-    result = score("right", tests="assert a", url=url)
+    result = score("right", tests="assert a", options=CodeOptions(url=url))
     assert result.value is None and "503" in result.error
     FakeSandbox.num_failures = 0
     for code in ("nonsense", "no json"):
-        assert score(code, tests="assert a", url=url).value is None
-    assert score("right", tests="assert a", url="http://127.0.0.1:9/run").value is None
+        assert score(code, tests="assert a", options=CodeOptions(url=url)).value is None
+    assert score("right", tests="assert a", options=CodeOptions(url="http://127.0.0.1:9/run")).value is None
