@@ -53,7 +53,7 @@ class Environment(ABC):
     turns_are_independent: bool = False
     """Returns are cut at the end of a turn: each is an episode whose prompt is the dialogue so far."""
     stop_strings: tuple[str, ...] = ()
-    """A turn ends with any of these, besides the stop tokens."""
+    """A turn ends with any of these, in addition to the stop tokens."""
 
     def first_role(self) -> str:
         return self.roles[0]

@@ -1,6 +1,6 @@
 """Environments by name: a registered one (``pag``) or an import path (``package.module:Class``).
 
-A module of this package that registers an environment is found by itself. Invariant: importing this module imports no
+Modules of this package are searched for environments. Invariant: importing this module imports no
 environment; an unknown name or option is refused before a run starts.
 """
 

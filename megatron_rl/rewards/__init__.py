@@ -13,7 +13,7 @@ __all__ = ["Score", "register"]
 
 
 def __getattr__(name: str) -> Any:
-    """On first use: the sandbox's processes are in this package and must import nothing beside the sandbox."""
+    """On first use: the sandbox's processes are in this package and must import nothing but the sandbox."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has {', '.join(__all__)}")
     from megatron_rl.rewards import registry

@@ -9,7 +9,7 @@ Options are the function's keyword parameters. They are checked against its sign
 keyword parameter without a default that the options leave out is a row field: every item must bring it along. A reward
 may name further row fields, which are passed on where a row has them (``row_arguments``).
 
-A module in ``rules`` or ``judges`` that registers a reward is found by itself. Invariant: importing this module imports
+Modules of ``rules`` and ``judges`` are searched for rewards. Invariant: importing this module imports
 no reward; an import path imports its own module only; a registered name imports the modules of ``rules`` and
 ``judges``, which import nothing large before they are used.
 """
@@ -48,7 +48,7 @@ class Reward(plugins.Plugin):
     check: OptionsHook | None = None
     """Called with the options before a run starts, for what the signature cannot say; raises RewardError."""
     range: Range | _RangeOfOptions | None = None
-    """Smallest and largest value; None if nobody declared it. Rewards of one run must agree on it (router.py)."""
+    """Smallest and largest value; None if it is not declared. Rewards of one run must agree on it (router.py)."""
     row_fields: Mapping[str, Sequence[str]] = field(default_factory=dict)
     """Parameters that a row may set: for each, the row's field names that mean it, the first one present counts."""
     answer_required: bool = True
@@ -138,7 +138,7 @@ def _response_and_answer(function: Callable[..., Any]) -> list[str]:
 
 
 def wall_limit_s(reward: Reward, options: Mapping[str, Any]) -> float | None:
-    """After how many seconds the reward itself gives an item up; None for a reward without the option."""
+    """Seconds after which the reward itself gives up an item; None for a reward without the option."""
     keywords = _option_parameters(reward.function)
     if "wall_limit_s" not in keywords:
         return None

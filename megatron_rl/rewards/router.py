@@ -43,7 +43,7 @@ _ANY_TYPE = ""
 """Key of the only route when reward.by_type is empty."""
 _RANGE_TOLERANCE = 1e-6
 _NOT_THOUGHT = "not of the form <think>thought</think>solution"
-MAX_REPORTED = 5
+_MAX_REPORTED = 5
 
 
 @dataclass(frozen=True)
@@ -229,7 +229,7 @@ def check_prompts(config: RewardConfig, prompts: Iterable[Prompt]) -> None:
         if problems:
             raise RewardError(
                 f"reward {route.reward.name} cannot grade the data: {len(problems)} problems. Fix the rows, or name the "
-                "fields that it reads in data.reward_fields:\n" + "\n".join(problems[:MAX_REPORTED])
+                "fields that it reads in data.reward_fields:\n" + "\n".join(problems[:_MAX_REPORTED])
             )
 
 

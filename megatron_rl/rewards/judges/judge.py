@@ -31,7 +31,7 @@ from megatron_rl.rewards.rules.format import CLOSE, OPEN, split_thought
 from megatron_rl.rewards.workers.session import CallFailed, Transient, get_json, post_json
 
 _TRAINING_RECORD = "reward_training.json"
-"""Beside the weights of a judge that `reward-train` wrote: its template and words."""
+"""Next to the weights of a judge that `reward-train` wrote: its template and words."""
 FORMAT_FAILURE = "the thought has no proper form; not judged"
 
 _DOWN_S = 5.0
@@ -103,7 +103,7 @@ def check_judge(name: str, options: Mapping[str, Any], template: str, template_f
     yes_words, no_words = settings.words
     both = set(yes_words) & set(no_words)
     if both:
-        raise RewardError(f"reward {name!r}: {sorted(both)} stand in yes_words and in no_words")
+        raise RewardError(f"reward {name!r}: {sorted(both)} are both in yes_words and in no_words")
     check_template(template, template_fields)
     if settings.chat and not settings.tokenizer_path:
         raise RewardError(f"reward {name!r}: option chat needs tokenizer_path, whose chat template is to be used")

@@ -2,11 +2,11 @@
 
     s(x, y, a) = 0.5 * [ p(1st better | x, y, a) + 1 - p(1st better | x, a, y) ]
 
-Both orders are asked in one request, which cancels the judge's liking for a place. 0.5 means on a par with the anchor.
+Both orders are asked in one request, which cancels the judge's preference for a position. 0.5 means as good as the anchor.
 
 Laws: s is in [0, 1]; s(x, y, a) + s(x, a, y) = 1; s(x, a, a) = 0.5. A prompt has one anchor during a run, so that the
 reward is a function of prompt and response. The judge sees solutions only: a thought without its proper form scores
-exactly 0 and is not judged. The judge's liking for a place is logged: ``swap_consistency`` (both orders name the same
+exactly 0 and is not judged. The judge's preference for a position is logged: ``swap_consistency`` (both orders name the same
 winner), ``position_gap`` |p(1st | y, a) - (1 - p(1st | a, y))| and ``first_bias``, the same without the bars.
 """
 

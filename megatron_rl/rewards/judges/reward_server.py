@@ -119,7 +119,7 @@ def read_verdict(verdict: Any, low: float, high: float) -> Score:
     if not isinstance(value, (int, float)) or not math.isfinite(value):
         return Score(None, detail, f"expected a finite number as score, got {str(value)[:80]!r}")
     if not low <= value <= high:
-        return Score(None, detail, f"the score {value:g} lies outside [{low:g}, {high:g}] (options low and high)")
+        return Score(None, detail, f"the score {value:g} is outside [{low:g}, {high:g}] (options low and high)")
     return Score(float(value), detail)
 
 
@@ -136,7 +136,7 @@ class _Batch:
     async def send(self) -> None:
         try:
             verdicts = await self._verdicts()
-        except Exception as error:  # every waiting item must hear of it
+        except Exception as error:  # every waiting item must get it
             verdicts = [error] * len(self.bodies)
         for answer, verdict in zip(self.answers, verdicts, strict=True):
             if answer.done():

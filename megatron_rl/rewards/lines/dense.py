@@ -32,7 +32,7 @@ def line_rewards(scores: Sequence[float] | np.ndarray, neutral: Sequence[bool], 
     """
     values, counts = np.asarray(scores, dtype=np.float64), ~np.asarray(neutral, dtype=bool)
     if values.shape != counts.shape:
-        raise ValueError(f"expected one score a line, got {len(values)} scores for {len(counts)} lines")
+        raise ValueError(f"expected one score per line, got {len(values)} scores for {len(counts)} lines")
     if not np.isfinite(values[counts]).all():
         raise ValueError("the process reward model gave a score that is not finite; look at its training")
     rewards = np.zeros(len(values))

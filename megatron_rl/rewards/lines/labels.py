@@ -1,7 +1,7 @@
 """Which lines of a program can still be completed to a right one (arXiv 2410.17621). Pure.
 
 A prefix of m lines is *recoverable* if one of K sampled completions passes all tests. Whether it is falls with m, so a
-binary search finds the first line that spoils the program, with log2(lines) questions instead of one a line. Labels are
+binary search finds the first line that spoils the program, with log2(lines) questions instead of one per line. Labels are
 +1 up to that line, -1 from it on, 0 on neutral lines, which are no part of the search.
 """
 
@@ -50,7 +50,7 @@ def scored_lines(lines: Sequence[CodeLine]) -> list[CodeLine]:
 
 
 def line_labels(lines: Sequence[CodeLine], first_bad: int) -> list[int]:
-    """One label a line; ``first_bad`` counts the lines that are not neutral, from 1."""
+    """One label per line; ``first_bad`` counts the lines that are not neutral, from 1."""
     labels, number = [], 0
     for line in lines:
         number += not line.neutral

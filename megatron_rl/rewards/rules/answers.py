@@ -1,4 +1,4 @@
-r"""Reads final answers: where they stand in a response, and which number they say.
+r"""Reads final answers: where they are in a response, and which number they say.
 
 Plain numbers are read here, exactly, as fractions: integers, decimals, thousands separators, signs, currencies,
 percent, fractions, mixed numbers, powers of ten, LaTeX spellings of all these, units behind them. Everything else is
@@ -183,7 +183,7 @@ def parse_number(text: str) -> Number | None:
 
 
 def _is_unit(tail: str) -> bool:
-    """Whether what stands behind a number leaves it that number: nothing, punctuation or a unit.
+    """Whether what follows a number leaves it that number: nothing, punctuation or a unit.
 
     A single letter is no unit (5x is not 5) unless LaTeX marks it as text, which arrives here in parentheses.
     """

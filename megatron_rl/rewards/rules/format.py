@@ -39,13 +39,13 @@ def _inner(options: Mapping[str, Any]) -> Reward | None:
     return _resolve_once(options["then"]) if options.get("then") else None
 
 
-def prepare(options: Mapping[str, Any]) -> None:
+def _prepare(options: Mapping[str, Any]) -> None:
     inner = _inner(options)
     if inner is not None and inner.prepare is not None:
         inner.prepare(options.get("then_options") or {})
 
 
-def check(options: Mapping[str, Any]) -> None:
+def _check(options: Mapping[str, Any]) -> None:
     inner = _inner(options)
     if inner is None:
         return
@@ -57,7 +57,7 @@ def check(options: Mapping[str, Any]) -> None:
     check_options(inner, options.get("then_options") or {})
 
 
-def value_range(options: Mapping[str, Any]) -> tuple[float, float] | None:
+def _value_range(options: Mapping[str, Any]) -> tuple[float, float] | None:
     """A response without the format gets 0, so 0 belongs to the range whatever the other reward does."""
     inner = _inner(options)
     if inner is None:
@@ -66,7 +66,7 @@ def value_range(options: Mapping[str, Any]) -> tuple[float, float] | None:
     return None if inside is None else (min(0.0, inside[0]), max(0.0, inside[1]))
 
 
-@register("format", prepare=prepare, check=check, range=value_range, answer_required=False)
+@register("format", prepare=_prepare, check=_check, range=_value_range, answer_required=False)
 def score(
     response: str,
     answer: str,

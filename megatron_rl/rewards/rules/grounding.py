@@ -17,7 +17,7 @@ _NUMBER = re.compile(r"-?[0-9]{1,9}(?:\.[0-9]{1,9})?")
 
 
 def _tag_content(text: str, tag: str) -> str | None:
-    """What stands in the last ``<tag>...</tag>``."""
+    """The content of the last ``<tag>...</tag>``."""
     end = text.rfind(f"</{tag}>")
     start = text.rfind(f"<{tag}>", 0, max(end, 0))
     return text[start + len(tag) + 2 : end] if start >= 0 else None
@@ -71,7 +71,7 @@ def score_box(response: str, answer: str, *, min_iou: float = 0.0) -> Score:
 
 @register("point", range=(0.0, 1.0))
 def score_point(response: str, answer: str) -> Score:
-    """1.0 if the response's point lies in the box ``answer``, its border included."""
+    """1.0 if the response's point is in the box ``answer``, its border included."""
     truth = _truth_box(answer)
     if isinstance(truth, Score):
         return truth

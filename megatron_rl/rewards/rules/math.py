@@ -141,7 +141,7 @@ def _compare_symbolic(candidate: str, answer: str, detail: str) -> Score:
             return parse(anchored, parsing_timeout=None, raise_on_error=True)
         except MemoryError:
             raise
-        except Exception:  # math-verify raises what it likes on text that is no mathematics
+        except Exception:  # on text that is no mathematics, math-verify raises many kinds
             return []
 
     truth = read(answer)

@@ -24,7 +24,7 @@ _FIRST_GUEST_UID, _NUM_GUEST_UIDS = 61184, 4335
 @dataclass(frozen=True)
 class Limits:
     time_s: float
-    """Since the start, less what the processes waited for a CPU: a busy machine fails nobody."""
+    """Since the start, less what the processes waited for a CPU: a busy machine fails no program."""
     wall_s: float
     """Since the start, whatever the machine did; a program that had less than its fair share is unscored."""
     memory_bytes: int

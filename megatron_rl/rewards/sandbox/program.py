@@ -1,7 +1,7 @@
 """What runs in a confined process: the tested code (``play``), its tests (``referee``), or both in one (``together``).
 
 A verdict is a JSON object: ``kind`` is "ran" (with ``num_passed``, ``num_failed`` and ``detail``), "bad_tests" (the data is at fault) or
-"inseparable" (the tests must run beside the tested code).
+"inseparable" (the tests must run in the interpreter of the tested code).
 
 Invariants: all assertions of the tests must have been reached and held for a verdict without failures; tests that ended
 early for any reason have failed. Under ``referee`` the tested code has no way to the verdict: it is in another process,

@@ -183,7 +183,7 @@ class Sandbox:
                 rest_s = max(deadline - time.monotonic(), 0.1)
                 outcome = self._run(program, limits, partial, together=True, wall_s=rest_s)
             if outcome is None:
-                raise SandboxError("a program beside its tests was told to run apart from them")
+                raise SandboxError("a program that shares the interpreter of its tests was told to run apart from them")
             return outcome
 
     def _run(

@@ -1,6 +1,6 @@
 """From the code of a response, a prompt and tests to what is run: pure functions on source text.
 
-Invariants: a response that defines the entry point stands on its own (only what the prompt has before the entry point's
+Invariants: a response that defines the entry point is a whole program (only what the prompt has before the entry point's
 definition goes in front of it); any other response continues the prompt. Helpers of the prompt that tests use come from
 the prompt, never from the response. Nothing here runs code of a response, but compiling it may exhaust memory or the
 parser's stack: only processes of the sandbox do that.
@@ -36,7 +36,7 @@ class Tests:
     functions: tuple[str, ...]
     """Functions ``test_...`` without parameters, and test case classes, in the order of the source."""
     one_interpreter: bool
-    """They can only run beside the tested code."""
+    """They can only run in the interpreter of the tested code."""
 
 
 # ------------------------------------------------------------------------------------------------------------ program
@@ -180,7 +180,7 @@ def _calls_check(body: Sequence[ast.stmt]) -> bool:
 
 
 def _asserted(node: ast.stmt) -> ast.stmt:
-    """A comparison that stands alone (``f(1) == 2``) is meant as an assert."""
+    """A comparison as a statement (``f(1) == 2``) is meant as an assert."""
     if isinstance(node, ast.Expr) and isinstance(node.value, ast.Compare):
         return ast.copy_location(ast.Assert(node.value, None), node)
     return node

@@ -1,11 +1,11 @@
 """What the runner and its worker processes say to each other.
 
-Two channels a worker:
+Two channels per worker:
 
 - A stream socket carries frames: a length and a JSON document. JSON, not pickle: what a worker sends back may have been
   touched by an untrusted response, and reading it must not run code.
 - A slot of shared memory says which item the worker is at and since when. The runner reads it without asking, so a
-  worker that hangs, stops or dies still tells which item is to blame, and the worker pays no system call for it.
+  worker that hangs, stops or dies still says which item is to blame, and the worker pays no system call for it.
 
 Invariant: a slot has one writer for each field: the worker writes ``position`` and ``since`` while it owns a chunk, the
 runner writes ``limit``, and resets the slot only between chunks.

@@ -8,7 +8,7 @@ Invariants:
   workers. With every worker at a hanging item, the queue waits for the first deadline.
 - Whatever a reward started is dead after ``close``, and when the trainer is killed.
 
-Who waits for whom: callers wait for a future. The runner's own thread runs an event loop with one task a worker; each
+Who waits for whom: callers wait for a future. The runner's own thread runs an event loop with one task per worker; each
 task waits for its worker, at most until the item's deadline, then has the fork server kill and replace it. The
 thread also owns the fork server: it outlives any event loop of the callers, and its end is the fork server's end.
 """

@@ -63,7 +63,7 @@ def describe(error: BaseException) -> str:
 class _ForkServer:
     """Forks and kills workers on request."""
 
-    def __init__(self, control: socket.socket, memory: mmap.mmap, scorer: "Scorer") -> None:
+    def __init__(self, control: socket.socket, memory: mmap.mmap, scorer: "_Scorer") -> None:
         self._control = control
         self._memory = memory
         self._scorer = scorer
@@ -125,7 +125,7 @@ class _ForkServer:
 # ----------------------------------------------------------------------------------------------------------- a worker
 
 
-class Scorer:
+class _Scorer:
     """Runs the reward on chunks of items, one at a time."""
 
     def __init__(
@@ -246,7 +246,7 @@ def _left_processes() -> bool:
 # -------------------------------------------------------------------------------------------------------------- start
 
 
-def silence() -> None:
+def _silence() -> None:
     """Point standard output and error at nothing: a reward that prints gigabytes must not fill a log."""
     null = os.open(os.devnull, os.O_RDWR)
     for stream in (0, 1, 2):
@@ -254,17 +254,17 @@ def silence() -> None:
     os.close(null)
 
 
-def leave(_signal_number: int, _frame: FrameType | None) -> None:
+def _leave(_signal_number: int, _frame: FrameType | None) -> None:
     raise SystemExit(0)
 
 
 def main() -> None:
     """Entry point of the fork server; its settings come as JSON on standard input."""
     start = json.load(sys.stdin)
-    signal.signal(signal.SIGTERM, leave)
+    signal.signal(signal.SIGTERM, _leave)
     die_with_parent(start["parent_pid"], signal.SIGTERM)
     _adopt_orphans()
-    silence()
+    _silence()
     control = socket.socket(fileno=start["control_fd"])
     memory = mmap.mmap(start["memory_fd"], 0)
     sys.path[:] = start["sys_path"]
@@ -277,7 +277,7 @@ def main() -> None:
     except BaseException as error:  # any failure to load is the runner's to report
         control.send(json.dumps({"error": describe(error)}).encode())
         return
-    scorer = Scorer(
+    scorer = _Scorer(
         reward.function,
         reward.arguments(start["options"]),
         timeout_s=start["timeout_s"],

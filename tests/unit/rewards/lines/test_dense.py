@@ -66,7 +66,7 @@ def test_bad_scores_are_refused():
     with pytest.raises(ValueError, match="not finite"):
         line_rewards([float("nan")], [False], 1.0)
     assert line_rewards([float("nan")], [True], 1.0).tolist() == [0.0]
-    with pytest.raises(ValueError, match="one score a line"):
+    with pytest.raises(ValueError, match="one score per line"):
         line_rewards([1.0], [], 1.0)
 
 
