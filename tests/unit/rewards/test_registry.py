@@ -1,0 +1,78 @@
+"""Laws of megatron_rl/rewards/registry.py: what a reward imports, how it is found and how its options are checked."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_rl.rewards import registry, rules
+from megatron_rl.rewards.registry import RewardError, check_options, resolve
+from megatron_rl.rewards.rules.code import CodeOptions
+
+NEW_REWARD = """
+from megatron_rl.rewards import Score, register
+
+@register("even", range=(0.0, 1.0), answer_required=False)
+def score(response, answer):
+    return Score(float(len(response) % 2 == 0))
+"""
+
+
+def modules_after(code: str) -> set[str]:
+    """Modules of the package that a fresh interpreter has imported after ``code``."""
+    code += "\nimport sys; print(*(name for name in sys.modules if name.startswith('megatron_rl.')))"
+    return set(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split())
+
+
+def test_a_new_file_in_a_room_of_rewards_is_all_that_a_reward_needs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "even_length.py").write_text(NEW_REWARD)
+    monkeypatch.setattr(rules, "__path__", [*rules.__path__, str(tmp_path)])
+    monkeypatch.setattr(registry._registry, "_packages", [rules.__name__])
+    try:
+        assert "even" in registry.available()
+        assert resolve("even").function("ab", "").value == 1.0
+        assert resolve(f"{rules.__name__}.even_length:score") is resolve("even")
+    finally:
+        del registry._registry._by_name["even"]
+
+
+def test_a_worker_imports_its_own_reward_only() -> None:
+    found = modules_after(
+        "from megatron_rl.rewards.registry import resolve\nresolve('megatron_rl.rewards.rules.regex:score')"
+    )
+    rooms = ("megatron_rl.rewards.rules.", "megatron_rl.rewards.judges.", "megatron_rl.rewards.sandbox.")
+    assert {name for name in found if name.startswith(rooms)} == {"megatron_rl.rewards.rules.regex"}
+
+
+def test_the_sandbox_imports_nothing_of_the_trainer() -> None:
+    found = modules_after("import megatron_rl.rewards.sandbox.supervisor")
+    assert {name for name in found if not name.startswith("megatron_rl.rewards.sandbox")} <= {
+        "megatron_rl.rewards",
+        "megatron_rl.cpu",
+        "megatron_rl.cpu.hook",
+    }
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"time_limit": 1.0}, "no option 'time_limit'; its options: .*time_limit_s.*did you mean 'time_limit_s'"),
+        ({"process_limit": 1.5}, "option process_limit must be an integer, got 1.5"),
+        ({"partial_credit": 1}, "option partial_credit must be true or false, got 1"),
+        ({"response": "x"}, "response is given by the caller"),
+    ],
+)
+def test_options_of_a_dataclass_are_checked_like_any_other(options: dict, message: str) -> None:
+    with pytest.raises(RewardError, match=message):
+        check_options(resolve("code"), options)
+
+
+def test_options_of_a_dataclass_reach_the_function_as_one_value() -> None:
+    reward = resolve("code")
+    assert reward.arguments({"disk_limit_mb": 3, "setup": "x = 1"}) == {
+        "setup": "x = 1",
+        "options": CodeOptions(disk_limit_mb=3),
+    }
