@@ -109,7 +109,8 @@ def run_rank(arguments: dict) -> None:
 @contextmanager
 def open_servers(arguments: dict, group) -> Iterator[list]:
     from megatron_rl.rollout.server_pool import ServerPool
-    from megatron_rl.rollout.sglang.server import ServerOptions, detect_device
+    from megatron_rl.rollout.sglang.options import ServerOptions
+    from megatron_rl.rollout.sglang.server import detect_device
     from megatron_rl.weights.plan import ServerAddress
 
     size = arguments["server_tp"]

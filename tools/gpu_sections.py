@@ -254,7 +254,8 @@ def training(job: dict[str, Any]) -> list[dict[str, Any]]:
 
 def weight_sync(job: dict[str, Any]) -> list[dict[str, Any]]:
     """Publishes of a random model to a real SGLang server: seconds and bytes; afterwards the checksums are compared."""
-    from megatron_rl.rollout.sglang.server import ServerOptions, SglangServer, detect_device
+    from megatron_rl.rollout.sglang.options import ServerOptions
+    from megatron_rl.rollout.sglang.server import SglangServer, detect_device
     from megatron_rl.weights.publish import WeightPublisher
     from megatron_rl.weights.verify import compare_checksums
 

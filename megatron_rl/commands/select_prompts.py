@@ -8,7 +8,7 @@ same bytes. Nothing is written before everything could be read; each file appear
 import argparse
 import json
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -221,6 +221,7 @@ def _score_prompts(config: Config, note: Note) -> tuple[str, PromptSet]:
     folder = Path(config.run.output_dir)
     plan = SamplingPlan(
         Sampling.of(config.rollout, tokenizer, seed=config.run.seed),
+        tokenizer.decode,
         num_samples=config.select_prompts.num_samples,
         max_new_tokens=config.batch.max_response_tokens,
     )
@@ -232,7 +233,7 @@ def _score_prompts(config: Config, note: Note) -> tuple[str, PromptSet]:
             note(f"{num_all - num_missing:,} of {num_all:,} responses are in {scores.path} already")
         if num_missing:
             with progress_bar("responses", num_all, completed=num_all - num_missing) as advance:
-                _generate(config, prompt_set, plan, scores, tokenizer.decode, note, advance)
+                _generate(config, prompt_set, plan, scores, note, advance)
     return str(folder / _SCORES_NAME), prompt_set
 
 
@@ -241,7 +242,6 @@ def _generate(
     prompt_set: PromptSet,
     plan: SamplingPlan,
     scores: ScoreFile,
-    decode: Callable[[Sequence[int]], str],
     note: Note,
     advance: Callable[[int], None],
 ) -> None:
@@ -261,9 +261,8 @@ def _generate(
                 scores,
                 generate=lambda request, prompt_id: rollout.generate(request, sticky_key=prompt_id),
                 grade=rewards.score_many,
-                decode=decode,
                 # Twice what fits, so that a prompt whose last response is being graded leaves no hole.
-                num_prompts_under_way=max(
+                num_prompts_in_progress=max(
                     1, 2 * config.rollout.max_inflight_requests * num_servers // plan.num_samples
                 ),
                 max_error_rate=config.reward.max_error_rate,

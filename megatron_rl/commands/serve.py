@@ -16,7 +16,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     from megatron_rl.commands.recipe import options_of
-    from megatron_rl.rollout.sglang.server import ServerOptions, detect_device, serve
+    from megatron_rl.rollout.sglang.options import ServerOptions
+    from megatron_rl.rollout.sglang.server import detect_device, serve
 
     options = ServerOptions(
         model_path=arguments.model_path,

@@ -48,9 +48,10 @@ def find_spec(
         with _prepared() if fullname == PACKAGE else contextlib.nullcontext():
             run_module(module)
             if getattr(module, "torch", None) is torch:
-                module.torch = _torch_for_megatron
+                vars(module)["torch"] = _torch_for_megatron
 
-    spec.loader.exec_module = exec_module
+    loader: Any = spec.loader
+    loader.exec_module = exec_module
     return spec
 
 
@@ -189,9 +190,15 @@ def _redirect_methods() -> None:
     def tensor_type(self: torch.Tensor, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
         return _TypeName(real_type(self)) if dtype is None else real_type(self, dtype, *args, **kwargs)
 
-    torch.Tensor.type = tensor_type
-    torch.Tensor.cuda = lambda self, *args, **kwargs: self
-    torch.nn.Module.cuda = lambda self, *args, **kwargs: self
+    def stay(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return self
+
+    for owner, name, method in (
+        (torch.Tensor, "type", tensor_type),
+        (torch.Tensor, "cuda", stay),
+        (torch.nn.Module, "cuda", stay),
+    ):
+        setattr(owner, name, method)
 
 
 def _redirect_functions() -> None:

@@ -7,9 +7,9 @@ from torch.nn.functional import scaled_dot_product_attention
 
 
 class BatchedTorchNativeAttnBackend(TorchNativeAttnBackend):
-    """``torch_native`` with one padded attention call for a decode batch, where SGLang makes one a sequence."""
+    """``torch_native`` with one padded attention call for a decode batch, where SGLang makes one per sequence."""
 
-    def _run_sdpa_forward_decode(
+    def _run_sdpa_forward_decode(  # noqa: PLR0913  SGLang calls it so
         self,
         query: Tensor,
         output: Tensor,
@@ -25,7 +25,7 @@ class BatchedTorchNativeAttnBackend(TorchNativeAttnBackend):
         is_cross_attn: bool = False,
         sliding_window_size: int | None = None,
     ) -> Tensor:
-        """Attention of one new token a sequence over its cached tokens.
+        """Attention of one new token per sequence over its cached tokens.
 
         query, output: [sequences, heads, head size]; k_cache, v_cache: [slots, KV heads, head size];
         req_to_token: [requests, context] cache slot of each token; req_pool_indices, seq_lens: [sequences].

@@ -5,6 +5,8 @@ sglang``, which is why everything else of SGLang is imported inside the hooks. T
 ``apply_server_args_defaults`` in the launching process; ``init_backend`` and ``post_load_model`` in each scheduler.
 """
 
+from typing import Any
+
 import torch
 from sglang.srt.platforms.cpu import CpuDeviceMixin
 from sglang.srt.platforms.device_mixin import PlatformEnum
@@ -21,13 +23,13 @@ class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):
     _enum = PlatformEnum.OOT
     capabilities = PlatformCapabilities()
 
-    def is_pin_memory_available(self, device=None) -> bool:
+    def is_pin_memory_available(self, device: Any = None) -> bool:
         return False
 
     def get_default_attention_backend(self) -> str:
         return "torch_native"
 
-    def apply_server_args_defaults(self, server_args) -> None:
+    def apply_server_args_defaults(self, server_args: Any) -> None:
         from sglang.srt.arg_groups import choices
 
         # Allow --enable-deterministic-inference (which makes seeds count) with this backend.
@@ -56,7 +58,7 @@ class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):
         host_pool.ALLOC_MEMORY_FUNCS["cpu"] = lambda dims, dtype, **_: torch.empty(dims, dtype=dtype)
         ATTENTION_BACKENDS["torch_native"] = BatchedTorchNativeAttnBackend
 
-    def post_load_model(self, model) -> None:
+    def post_load_model(self, model: Any) -> None:
         """Let DeepSeek's attention use the latent KV pool.
 
         SGLang's fallback prefills with expanded keys and values, which ``torch_native`` answers from the latent pool:

@@ -8,6 +8,7 @@ SGLang imports once the platform is chosen.
 
 import multiprocessing
 import os
+from typing import Any
 
 from megatron_rl.cpu.torchvision import declare_torchvision_ops
 
@@ -37,5 +38,5 @@ def _fork_workers() -> None:
     HookRegistry.register("sglang.srt.entrypoints.engine._set_envs_and_config", _choose_fork, HookType.AFTER)
 
 
-def _choose_fork(result: None, *args, **kwargs) -> None:
+def _choose_fork(result: None, *args: Any, **kwargs: Any) -> None:
     multiprocessing.set_start_method("fork", force=True)

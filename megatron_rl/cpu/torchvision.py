@@ -1,16 +1,16 @@
-"""torchvision beside a CPU build of torch."""
+"""torchvision with a CPU build of torch."""
 
 _torchvision_library = None
 """Keeps the declared operators alive: torch forgets them with the Library object."""
 
 
 def declare_torchvision_ops() -> None:
-    """Make ``import torchvision`` work beside a CPU build of torch.
+    """Make ``import torchvision`` work with a CPU build of torch.
 
-    PyPI's torchvision is built for CUDA: its compiled part cannot load beside CPU torch, and the import then fails at
+    PyPI's torchvision is built for CUDA: its compiled part cannot load with CPU torch, and the import then fails at
     ``register_fake("torchvision::nms")``. Declaring the operators it registers unconditionally is enough. SGLang and
     ``transformers`` models import torchvision, so every process that uses either calls this first. Calling it again,
-    or beside a CUDA build of torch, does nothing.
+    or with a CUDA build of torch, does nothing.
     """
     global _torchvision_library
     import torch

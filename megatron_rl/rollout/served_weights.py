@@ -1,4 +1,4 @@
-"""What the servers get from the trainer: the driver's side of the weights' way."""
+"""What the servers get from the trainer: the driver's side of weight sync."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -51,5 +51,5 @@ class ServedWeights:
         return publisher.publish(weights, servers, version, **options)
 
     def free_memory(self) -> None:
-        """Give what the ranks' allocators hold unused back to their devices: the servers beside them need it."""
+        """Give what the ranks' allocators hold unused back to their devices: the servers on the same devices need it."""
         self._group.free_memory()

@@ -14,16 +14,9 @@ from typing import Any, Protocol
 
 from megatron_rl.config.derived import server_placement
 from megatron_rl.config.schema import Config, RolloutConfig
+from megatron_rl.rollout.sglang.options import ServerOptions
 from megatron_rl.rollout.sglang.routes import SERVER_FLAG, returns_routes
-from megatron_rl.rollout.sglang.server import (
-    Progress,
-    ServerError,
-    ServerOptions,
-    SglangServer,
-    count_gpus,
-    detect_device,
-    is_healthy,
-)
+from megatron_rl.rollout.sglang.server import Progress, ServerError, SglangServer, count_gpus, detect_device, is_healthy
 from megatron_rl.system.http import HttpError, get_once
 
 logger = logging.getLogger(__name__)

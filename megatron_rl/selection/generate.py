@@ -4,7 +4,7 @@ Invariants: a sample's seed depends on run.seed, the prompt's id and the sample'
 and started again samples what an uninterrupted one would have; a row is written once, after it was graded; what is in
 the file is never generated again. A file made with other settings is refused, not mixed.
 
-Who waits for whom: so many prompts are under way that the servers are full; each waits for its own responses and
+Who waits for whom: so many prompts are in progress that the servers are full. Each waits for its own responses and
 grades, then the next one starts.
 """
 
@@ -41,6 +41,7 @@ class SamplingPlan:
     """What is generated; the same for every prompt."""
 
     sampling: Sampling
+    decode: Callable[[Sequence[int]], str]
     num_samples: int
     max_new_tokens: int
 
@@ -116,16 +117,16 @@ def open_score_file(path: Path, settings: Mapping[str, Any]) -> Iterator[ScoreFi
 
 
 def _check_settings(path: Path, settings: Mapping[str, Any]) -> None:
-    beside = path.with_suffix(".settings.json")
+    settings_path = path.with_suffix(".settings.json")
     if path.stat().st_size == 0:
-        with written_whole(beside) as file:
+        with written_whole(settings_path) as file:
             json.dump(settings, file, indent=2)
         return
     try:
-        before = json.loads(beside.read_text())
+        before = json.loads(settings_path.read_text())
     except (OSError, ValueError) as error:
         raise UserError(
-            f"{path} has scores, but {beside.name} beside it does not say how they were made ({error}); delete {path} "
+            f"{path} has scores, but {settings_path.name} next to it does not say how they were made ({error}); delete {path} "
             "or give another run.output_dir"
         ) from error
     changed = [key for key in settings if before.get(key) != settings[key]]
@@ -165,8 +166,7 @@ async def generate_scores(
     *,
     generate: Generate,
     grade: Grade,
-    decode: Callable[[Sequence[int]], str],
-    num_prompts_under_way: int,
+    num_prompts_in_progress: int,
     max_error_rate: float,
     on_scored: Callable[[int], None] = lambda responses: None,
 ) -> None:
@@ -180,7 +180,7 @@ async def generate_scores(
             samples = missing[prompt.id]
             requests = [await plan.request(prompt, i) for i in samples]
             answers = await asyncio.gather(*[generate(request, prompt.id) for request in requests])
-            texts = [decode(answer.token_ids) for answer in answers]
+            texts = [plan.decode(answer.token_ids) for answer in answers]
             found = await grade([_item(prompt, text) for text in texts])
             scores.append([_row(prompt, *parts) for parts in zip(samples, texts, answers, found, strict=True)])
             graded.extend(found)
@@ -188,7 +188,7 @@ async def generate_scores(
             if len(graded) >= _MIN_RESPONSES_FOR_ALARM:
                 check_error_rate(graded, max_error_rate, what="the prompts so far")
 
-    workers = [asyncio.create_task(work()) for _ in range(num_prompts_under_way)]
+    workers = [asyncio.create_task(work()) for _ in range(num_prompts_in_progress)]
     try:
         await asyncio.gather(*workers)
     finally:

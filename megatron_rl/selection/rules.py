@@ -111,10 +111,13 @@ def _pass_rate_reasons(prompts: Sequence[PromptScores], *, max_pass_rate: float,
 
 def _spread_reasons(prompts: Sequence[PromptScores], *, min_spread: float) -> list[str]:
     """Keep max - mean >= ``min_spread``: where sampling finds something better (Seed1.5-VL, arXiv 2505.07062)."""
-    return [
-        _unscored(prompt) or ("" if max(prompt.scores) - prompt.mean >= min_spread - _ROUNDING else NO_SPREAD)
-        for prompt in prompts
-    ]
+
+    def reason(prompt: PromptScores) -> str:
+        if prompt.mean is None:
+            return _unscored(prompt)
+        return "" if max(prompt.scores) - prompt.mean >= min_spread - _ROUNDING else NO_SPREAD
+
+    return [reason(prompt) for prompt in prompts]
 
 
 def z_scores(prompts: Sequence[PromptScores]) -> list[float | None]:
@@ -165,7 +168,7 @@ class TypeSummary:
 
 
 def summarize(verdicts: Sequence[Verdict]) -> list[TypeSummary]:
-    """One entry a type, by name."""
+    """One entry per type, by name."""
     by_type: dict[str, list[Verdict]] = defaultdict(list)
     for verdict in verdicts:
         by_type[verdict.type].append(verdict)

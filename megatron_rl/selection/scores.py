@@ -1,6 +1,6 @@
 """Scores of responses from a file, brought together with the prompts they belong to.
 
-The file has one row a response: the prompt's id and ``score``, a number or null for "could not be scored". What
+The file has one row per response: the prompt's id and ``score``, a number or null for "could not be scored". What
 ``megatron-rl score`` writes is such a file, and so is what ``generate.py`` leaves.
 """
 
@@ -51,7 +51,7 @@ class ScoreTable:
     """Rows whose id is none of the prompts'."""
 
     def of(self, types: Mapping[str, str]) -> list[PromptScores]:
-        """One entry a prompt, in the order of ``types``; those without rows have no scores."""
+        """One entry per prompt, in the order of ``types``; those without rows have no scores."""
         return [
             PromptScores(
                 id=prompt_id,

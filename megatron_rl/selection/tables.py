@@ -1,7 +1,7 @@
 """The report of a selection: what was dropped and why, by type; as Markdown, as JSON and on the terminal.
 
-Beside ``kept.jsonl`` lie ``kept.report.md``, ``kept.report.json`` (settings and tables) and ``kept.verdicts.jsonl``
-(one row a prompt).
+Next to ``kept.jsonl`` are ``kept.report.md``, ``kept.report.json`` (settings and tables) and ``kept.verdicts.jsonl``
+(one row per prompt).
 """
 
 import json
@@ -21,7 +21,7 @@ class Report:
     settings: Mapping[str, Any]
     verdicts: Sequence[Verdict]
     notes: Sequence[str]
-    """What a reader must know beside the numbers."""
+    """What a reader must know besides the numbers."""
 
     @property
     def types(self) -> list[TypeSummary]:
@@ -37,8 +37,9 @@ class Report:
         for i, name in enumerate(_HEADER):
             overview.add_column(name, justify="right" if i else "left")
         reasons = Table(title="dropped", title_justify="left")
-        for name, justify in (("type", "left"), ("reason", "left"), ("prompts", "right")):
-            reasons.add_column(name, justify=justify)
+        reasons.add_column("type")
+        reasons.add_column("reason")
+        reasons.add_column("prompts", justify="right")
         for summary in self.types:
             overview.add_row(*_row(summary))
             for reason, number in summary.dropped.items():
@@ -47,7 +48,7 @@ class Report:
 
 
 def report_paths(output_path: str | Path) -> dict[str, Path]:
-    """Where the parts of the report lie."""
+    """Where the parts of the report are, by the end of their name."""
     path = Path(output_path)
     stem = path.name.removesuffix(".jsonl")
     return {name: path.with_name(f"{stem}.{name}") for name in ("report.md", "report.json", "verdicts.jsonl")}

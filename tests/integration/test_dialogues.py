@@ -16,7 +16,8 @@ from megatron_rl.environments.calculator import Calculator
 from megatron_rl.rollout.plan import Fire, GenerationPlan, dialogue_of, single_token_stops
 from megatron_rl.rollout.sampling import Sampling
 from megatron_rl.rollout.sglang.client import SglangClient
-from megatron_rl.rollout.sglang.server import ServerOptions, SglangServer
+from megatron_rl.rollout.sglang.options import ServerOptions
+from megatron_rl.rollout.sglang.server import SglangServer
 from megatron_rl.rollout.windows import Window, end_of_text
 from tests.tiny_models import CHARACTERS, DEFAULT_CONFIG, EOS_TOKEN_ID, make_tiny_model
 

@@ -19,7 +19,8 @@ import torch
 from megatron_rl.cpu.torchvision import declare_torchvision_ops
 from megatron_rl.rollout.server_pool import ServerPool
 from megatron_rl.rollout.sglang.client import ServerLost, SglangClient
-from megatron_rl.rollout.sglang.server import ServerError, ServerOptions, SglangServer, group_members
+from megatron_rl.rollout.sglang.options import ServerOptions
+from megatron_rl.rollout.sglang.server import ServerError, SglangServer, group_members
 from megatron_rl.rollout.sglang.wire import Generation, GenerationRequest, RequestRejected
 from tests.tiny_models import DEFAULT_CONFIG, make_tiny_model
 
@@ -262,7 +263,8 @@ def test_a_killed_server_is_reported_restarted_and_serves_on(server):
 
 PARENT = """
 import sys, time
-from megatron_rl.rollout.sglang.server import ServerOptions, SglangServer
+from megatron_rl.rollout.sglang.options import ServerOptions
+from megatron_rl.rollout.sglang.server import SglangServer
 server = SglangServer(ServerOptions(sys.argv[1]), sys.argv[2])
 server.start()
 print(server.pid, flush=True)

@@ -22,8 +22,9 @@ from megatron_rl.parallel import topology as topologies
 from megatron_rl.rollout.plan import GenerationPlan
 from megatron_rl.rollout.sampling import Sampling
 from megatron_rl.rollout.sglang.client import SglangClient
+from megatron_rl.rollout.sglang.options import ServerOptions
 from megatron_rl.rollout.sglang.routes import SERVER_FLAG, RouteShape, route_shape
-from megatron_rl.rollout.sglang.server import ServerOptions, SglangServer
+from megatron_rl.rollout.sglang.server import SglangServer
 from megatron_rl.rollout.windows import Window
 from megatron_rl.step.packing import window_batch, window_routes, with_routes
 from megatron_rl.tracking.metrics_file import read_metrics

@@ -15,7 +15,8 @@ import requests
 import torch
 
 from megatron_rl.cpu.torchvision import declare_torchvision_ops
-from megatron_rl.rollout.sglang.server import ServerOptions, SglangServer, free_port
+from megatron_rl.rollout.sglang.options import ServerOptions
+from megatron_rl.rollout.sglang.server import SglangServer, free_port
 from megatron_rl.weights.buckets import take_part
 from megatron_rl.weights.disk import read_shapes
 from megatron_rl.weights.plan import CoverageError

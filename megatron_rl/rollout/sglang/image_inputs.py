@@ -1,4 +1,4 @@
-"""Prompts with images on their way to SGLang: one image token an image, and the images beside the ids."""
+"""Prompts with images on their way to SGLang: one image token per image, and the images next to the ids."""
 
 import asyncio
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ from megatron_rl.rollout.sglang.wire import RequestImages
 
 
 async def images_of_request(vision: Vision | None, prompt: Prompt) -> RequestImages | None:
-    """The prompt's images, read and encoded beside the event loop; None for a model without vision."""
+    """The prompt's images, read and encoded on another thread than the event loop's; None for a model without vision."""
     if vision is None:
         return None
     if not prompt.images:

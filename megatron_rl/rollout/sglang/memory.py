@@ -14,7 +14,7 @@ from megatron_rl.weights.server_calls import ServerCallError, ServerCalls
 WEIGHTS = ("weights", "cuda_graph")
 """What a server needs to take new weights."""
 KV_CACHE = ("kv_cache",)
-POLL_S = 0.02
+_POLL_S = 0.02
 
 
 class ServerMemory:
@@ -61,4 +61,4 @@ class ServerMemory:
                     f"the trainer waited {self._timeout_s:g} s for {', '.join(busy)} to become idle before its sleep; "
                     "somebody else sends requests there, or a request hangs: look into the server's log"
                 )
-            time.sleep(POLL_S)
+            time.sleep(_POLL_S)

@@ -18,20 +18,19 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import psutil
 
 from megatron_rl.errors import UserError
 from megatron_rl.rollout.sglang.diagnosis import last_lines, port_taken, start_failure
+from megatron_rl.rollout.sglang.options import ServerOptions, server_command, server_environment
 from megatron_rl.system.http import HttpError, get_once
 
 logger = logging.getLogger(__name__)
 
-POLL_S = 0.1
+_POLL_S = 0.1
 _WAITING_S = 5.0
 _PROGRESS_S = 15.0
 _STOP_GRACE_S = 15.0
@@ -43,109 +42,6 @@ Progress = Callable[[str], None]
 
 class ServerError(UserError, RuntimeError):
     """A server did not start, did not come up in time, or cannot be restarted; the message names the remedy."""
-
-
-@dataclass(frozen=True)
-class ServerOptions:
-    model_path: str
-    """A Hugging Face model folder."""
-    host: str = "127.0.0.1"
-    port: int = 0
-    """0 means any free port."""
-    dtype: str = "float32"
-    tensor_parallel_size: int = 1
-    deterministic: bool = False
-    """Requests carry seeds; without it SGLang ignores them."""
-    load_weights: bool = True
-    """False starts with random weights, for a trainer that sends its own before the first request."""
-    tokenizer: bool = False
-    """True lets the server speak text (stop strings, chat); training sends and receives token ids only."""
-    device: str = "cpu"
-    """cpu or cuda."""
-    first_gpu: int = 0
-    """Of the machine's GPUs, the one that the first tensor-parallel rank takes."""
-    can_sleep: bool = False
-    """On a GPU: SGLang's memory saver, which lets the server give its memory back between generations."""
-    num_threads: int = 1
-    """CPU threads of each tensor-parallel rank, where the model runs on the CPU."""
-    server_args: Mapping[str, Any] = field(default_factory=dict)
-    """More SGLang options, as flag name without dashes: value (True for a bare flag, a list for several values)."""
-    env: Mapping[str, str] = field(default_factory=dict)
-    """More environment variables, e.g. CUDA_VISIBLE_DEVICES."""
-
-
-def server_command(options: ServerOptions, port: int) -> list[str]:
-    """The command line of a server; ``server_args`` come last and win over what is set here."""
-    flags: dict[str, Any] = {
-        "model-path": options.model_path,
-        "host": options.host,
-        "port": port,
-        "dtype": options.dtype,
-        "tensor-parallel-size": options.tensor_parallel_size,
-        "device": options.device,
-        "log-level-http": "warning",
-        "enable-deterministic-inference": options.deterministic,
-        "skip-tokenizer-init": not options.tokenizer,
-        "skip-server-warmup": True,
-    }
-    if not options.load_weights:
-        flags["load-format"] = "dummy"
-    if options.device == "cpu":
-        # An idle scheduler polls without a pause otherwise, and takes a whole core from the trainer.
-        flags["sleep-on-idle"] = True
-    else:
-        flags["base-gpu-id"] = options.first_gpu
-        flags["enable-memory-saver"] = options.can_sleep
-    flags |= {name.lstrip("-").replace("_", "-"): value for name, value in options.server_args.items()}
-    command = [sys.executable, "-m", "sglang.launch_server"]
-    for name, value in flags.items():
-        if value is None or value is False:
-            continue
-        command.append(f"--{name}")
-        if value is not True:
-            values = value if isinstance(value, (list, tuple)) else [value]
-            command += [str(item) for item in values]
-    return command
-
-
-def server_environment(options: ServerOptions, base: Mapping[str, str], cores: Sequence[int]) -> dict[str, str]:
-    """The environment of a server: ``base`` without the launcher's own variables, plus what SGLang needs.
-
-    ``cores`` are the CPUs this process may use; tensor-parallel ranks on a CPU take ``num_threads`` of them each.
-    """
-    # torchrun's variables would make the server's own process group look for the trainer's rendezvous.
-    inherited = {name: value for name, value in base.items() if name not in _TORCHRUN_VARIABLES}
-    env = {
-        **inherited,
-        # Otherwise /health generates a token: slow, and 503 after 20 s while generation is paused.
-        "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",
-        # Longer than the client keeps an idle connection, so that it never sends into one that is being closed.
-        "SGLANG_TIMEOUT_KEEP_ALIVE": "60",
-        # What the vision encoder made of an image would be kept over weight updates, and nothing empties that cache.
-        "SGLANG_VLM_CACHE_SIZE_MB": "0",
-        "PYTHONUNBUFFERED": "1",
-    }
-    if options.device == "cpu":
-        env["OMP_NUM_THREADS"] = str(options.num_threads)
-        if options.tensor_parallel_size > 1:
-            env["SGLANG_CPU_OMP_THREADS_BIND"] = _core_binding(options, cores)
-    return {**env, **options.env}
-
-
-_TORCHRUN_VARIABLES = frozenset(
-    "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE GROUP_RANK ROLE_RANK ROLE_NAME ROLE_WORLD_SIZE GROUP_WORLD_SIZE "
-    "MASTER_ADDR MASTER_PORT TORCHELASTIC_RESTART_COUNT TORCHELASTIC_MAX_RESTARTS TORCHELASTIC_RUN_ID "
-    "TORCHELASTIC_USE_AGENT_STORE TORCHELASTIC_ERROR_FILE TORCH_NCCL_ASYNC_ERROR_HANDLING".split()
-)
-
-
-def _core_binding(options: ServerOptions, cores: Sequence[int]) -> str:
-    """Cores of each tensor-parallel rank in SGLang's notation: ``0,1|2,3``; ranks share where there are too few."""
-    per_rank = []
-    for rank in range(options.tensor_parallel_size):
-        first = rank * options.num_threads
-        per_rank.append(",".join(str(cores[(first + i) % len(cores)]) for i in range(options.num_threads)))
-    return "|".join(per_rank)
 
 
 # Runs before the server in its process: ask the kernel to kill it when its parent dies, then become the server.
@@ -229,7 +125,7 @@ class SglangServer:
             if exit_code is None:
                 return
             log = last_lines(self.log_path, self._log_start)
-            # SGLang goes on for a while without its port, and what it says then buries the reason.
+            # SGLang goes on for a while without its port, and what it says then hides the reason.
             lost_port = port_taken(last_lines(self.log_path, self._log_start, count=1000))
             self.stop()
             if not (self.options.port == 0 and lost_port and attempt < _MAX_PORT_ATTEMPTS):
@@ -350,7 +246,7 @@ class SglangServer:
                 next_progress += _PROGRESS_S
                 newest = last_lines(self.log_path, self._log_start, count=1)
                 self._progress(f"waiting for server {self.url} ({waited_s:.0f} s): {newest[:160]}")
-            time.sleep(POLL_S)
+            time.sleep(_POLL_S)
 
 
 def _check_model_folder(model_path: str) -> None:
@@ -374,7 +270,7 @@ def serve(options: ServerOptions, log_path: str | Path, *, start_timeout_s: floa
         server.start()
         _say(f"server {server.url} is ready (model {options.model_path}, log {log_path}); Ctrl-C stops it")
         while server.alive():
-            time.sleep(POLL_S)
+            time.sleep(_POLL_S)
         _say(f"server {server.url} ended by itself; its log {log_path} ends:\n{last_lines(Path(log_path), 0)}")
         return 1
     except KeyboardInterrupt:
@@ -427,7 +323,7 @@ def _wait_port_free(host: str, port: int, timeout_s: float = 10.0) -> None:
     """Give the kernel a moment to release the port of a killed server."""
     deadline = time.monotonic() + timeout_s
     while not port_is_free(host, port) and time.monotonic() < deadline:
-        time.sleep(POLL_S)
+        time.sleep(_POLL_S)
 
 
 def _check_port(host: str, port: int) -> None:

@@ -1,7 +1,7 @@
 """What goes over the wire to SGLang's ``/generate`` and back, as pure functions.
 
 Invariants: no token id outside the vocabulary gets into a request (one such id kills the server's scheduler), and no
-image token without its image (which hangs it); an answer has one finite log-prob a token, and belongs to a prompt of
+image token without its image (which hangs it); an answer has one finite log-prob per token, and belongs to a prompt of
 as many tokens as ours; a response whose last token is a stop token is finished by ``stop``.
 """
 
@@ -31,7 +31,7 @@ class RequestImages:
 @dataclass(frozen=True)
 class GenerationRequest:
     rid: str
-    """Unique among the requests under way."""
+    """Unique among the requests in progress."""
     input_ids: Sequence[int]
     max_new_tokens: int
     temperature: float = 1.0
@@ -69,7 +69,7 @@ class Generation:
     token_ids: tuple[int, ...]
     """The stop token included."""
     logprobs: tuple[float, ...]
-    """One a token: log-softmax of logits / temperature, before top-p and top-k unless the request says otherwise."""
+    """One per token: log-softmax of logits / temperature, before top-p and top-k unless the request says otherwise."""
     finish_reason: str
     """stop, length, or abort (cut from outside: continue from the last token)."""
     weight_version: str
@@ -130,7 +130,7 @@ def validate(request: GenerationRequest, vocab_size: int) -> None:
     ):
         problem = (
             f"{list(request.input_ids).count(request.images.token_id)} image tokens for {len(request.images.data)} images: "
-            "the server would wait for the others for ever"
+            "the server would wait for the others forever"
         )
     if problem is not None:
         raise RequestRejected(f"request {request.rid!r}: {problem}")

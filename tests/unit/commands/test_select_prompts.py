@@ -4,6 +4,7 @@ import asyncio
 import json
 import random
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -197,7 +198,7 @@ async def cannot_grade(items):
 
 PROMPTS = [Prompt(f"p{i}", (i, i + 1), type="ab"[i % 2]) for i in range(40)]
 SAMPLING = Sampling(temperature=1, top_p=1, top_k=-1, stop_token_ids=(0,), seed=1)
-PLAN = SamplingPlan(SAMPLING, num_samples=4, max_new_tokens=4)
+PLAN = SamplingPlan(SAMPLING, lambda ids: "".join(map(str, ids)), num_samples=4, max_new_tokens=4)
 
 
 def generate(path, engine, *, plan=PLAN, grade=grade, settings=None, prompts=PROMPTS, under_way=3):
@@ -209,8 +210,7 @@ def generate(path, engine, *, plan=PLAN, grade=grade, settings=None, prompts=PRO
                 scores,
                 generate=engine.generate,
                 grade=grade,
-                decode=lambda ids: "".join(map(str, ids)),
-                num_prompts_under_way=under_way,
+                num_prompts_in_progress=under_way,
                 max_error_rate=0.1,
             )
         )
@@ -248,7 +248,7 @@ def test_more_samples_are_added_to_those_that_are_there(tmp_path):
     generate(path, FakeEngine())
     before = by_sample(path)
     engine = FakeEngine()
-    generate(path, engine, plan=SamplingPlan(SAMPLING, num_samples=6, max_new_tokens=4))
+    generate(path, engine, plan=replace(PLAN, num_samples=6))
     assert engine.calls == {p.id: 2 for p in PROMPTS}
     assert before.items() <= by_sample(path).items()
 

@@ -95,6 +95,6 @@ def test_servers_of_a_run_compute_the_head_as_the_trainer_does(
     config = load(tmp_path, DENSE)
     config = replace(config, policy=replace(config.policy, fp32_head=fp32_head))
     pool.open_servers(config, tmp_path, lambda text: None, load_weights=False)
-    from megatron_rl.rollout.sglang.server import server_command
+    from megatron_rl.rollout.sglang.options import server_command
 
     assert ("--enable-fp32-lm-head" in server_command(started[0], 1)) is fp32_head

@@ -11,16 +11,8 @@ from megatron_rl.config.schema import RolloutConfig
 from megatron_rl.rollout import server_pool as pool
 from megatron_rl.rollout.server_pool import ServerPool
 from megatron_rl.rollout.sglang.diagnosis import last_lines, port_taken, remedy, start_failure
-from megatron_rl.rollout.sglang.server import (
-    ServerError,
-    ServerOptions,
-    SglangServer,
-    free_port,
-    group_members,
-    port_is_free,
-    server_command,
-    server_environment,
-)
+from megatron_rl.rollout.sglang.options import ServerOptions, server_command, server_environment
+from megatron_rl.rollout.sglang.server import ServerError, SglangServer, free_port, group_members, port_is_free
 
 
 def flags_of(command: list[str]) -> dict[str, list[str]]:

@@ -1,0 +1,109 @@
+"""What an SGLang server is started with: its command line and its environment. Pure."""
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class ServerOptions:
+    model_path: str
+    """A Hugging Face model folder."""
+    host: str = "127.0.0.1"
+    port: int = 0
+    """0 means any free port."""
+    dtype: str = "float32"
+    tensor_parallel_size: int = 1
+    deterministic: bool = False
+    """Requests carry seeds; without it SGLang ignores them."""
+    load_weights: bool = True
+    """False starts with random weights, for a trainer that sends its own before the first request."""
+    tokenizer: bool = False
+    """True lets the server speak text (stop strings, chat); training sends and receives token ids only."""
+    device: str = "cpu"
+    """cpu or cuda."""
+    first_gpu: int = 0
+    """Of the machine's GPUs, the one that the first tensor-parallel rank takes."""
+    can_sleep: bool = False
+    """On a GPU: SGLang's memory saver, which lets the server give its memory back between generations."""
+    num_threads: int = 1
+    """CPU threads of each tensor-parallel rank, where the model runs on the CPU."""
+    server_args: Mapping[str, Any] = field(default_factory=dict)
+    """More SGLang options, as flag name without dashes: value (True for a bare flag, a list for several values)."""
+    env: Mapping[str, str] = field(default_factory=dict)
+    """More environment variables, e.g. CUDA_VISIBLE_DEVICES."""
+
+
+def server_command(options: ServerOptions, port: int) -> list[str]:
+    """The command line of a server; ``server_args`` come last and win over what is set here."""
+    flags: dict[str, Any] = {
+        "model-path": options.model_path,
+        "host": options.host,
+        "port": port,
+        "dtype": options.dtype,
+        "tensor-parallel-size": options.tensor_parallel_size,
+        "device": options.device,
+        "log-level-http": "warning",
+        "enable-deterministic-inference": options.deterministic,
+        "skip-tokenizer-init": not options.tokenizer,
+        "skip-server-warmup": True,
+    }
+    if not options.load_weights:
+        flags["load-format"] = "dummy"
+    if options.device == "cpu":
+        # An idle scheduler polls without a pause otherwise, and takes a whole core from the trainer.
+        flags["sleep-on-idle"] = True
+    else:
+        flags["base-gpu-id"] = options.first_gpu
+        flags["enable-memory-saver"] = options.can_sleep
+    flags |= {name.lstrip("-").replace("_", "-"): value for name, value in options.server_args.items()}
+    command = [sys.executable, "-m", "sglang.launch_server"]
+    for name, value in flags.items():
+        if value is None or value is False:
+            continue
+        command.append(f"--{name}")
+        if value is not True:
+            values = value if isinstance(value, (list, tuple)) else [value]
+            command += [str(item) for item in values]
+    return command
+
+
+def server_environment(options: ServerOptions, base: Mapping[str, str], cores: Sequence[int]) -> dict[str, str]:
+    """The environment of a server: ``base`` without the launcher's own variables, plus what SGLang needs.
+
+    ``cores`` are the CPUs this process may use; tensor-parallel ranks on a CPU take ``num_threads`` of them each.
+    """
+    # torchrun's variables would make the server's own process group look for the trainer's rendezvous.
+    inherited = {name: value for name, value in base.items() if name not in _TORCHRUN_VARIABLES}
+    env = {
+        **inherited,
+        # Otherwise /health generates a token: slow, and 503 after 20 s while generation is paused.
+        "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",
+        # Longer than the client keeps an idle connection, so that it never sends into one that is being closed.
+        "SGLANG_TIMEOUT_KEEP_ALIVE": "60",
+        # What the vision encoder made of an image would be kept over weight updates, and nothing empties that cache.
+        "SGLANG_VLM_CACHE_SIZE_MB": "0",
+        "PYTHONUNBUFFERED": "1",
+    }
+    if options.device == "cpu":
+        env["OMP_NUM_THREADS"] = str(options.num_threads)
+        if options.tensor_parallel_size > 1:
+            env["SGLANG_CPU_OMP_THREADS_BIND"] = _core_binding(options, cores)
+    return {**env, **options.env}
+
+
+_TORCHRUN_VARIABLES = frozenset(
+    "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE GROUP_RANK ROLE_RANK ROLE_NAME ROLE_WORLD_SIZE GROUP_WORLD_SIZE "
+    "MASTER_ADDR MASTER_PORT TORCHELASTIC_RESTART_COUNT TORCHELASTIC_MAX_RESTARTS TORCHELASTIC_RUN_ID "
+    "TORCHELASTIC_USE_AGENT_STORE TORCHELASTIC_ERROR_FILE TORCH_NCCL_ASYNC_ERROR_HANDLING".split()
+)
+
+
+def _core_binding(options: ServerOptions, cores: Sequence[int]) -> str:
+    """Cores of each tensor-parallel rank in SGLang's notation: ``0,1|2,3``; ranks share where there are too few."""
+    per_rank = []
+    for rank in range(options.tensor_parallel_size):
+        first = rank * options.num_threads
+        per_rank.append(",".join(str(cores[(first + i) % len(cores)]) for i in range(options.num_threads)))
+    return "|".join(per_rank)
