@@ -65,8 +65,9 @@ def window_advantages(
     counted = algorithms.boundary_mask(cu_pieces, ended, algorithm.ignore_boundary_tokens)
     counted &= torch.tensor([p.scored for p in pieces], dtype=torch.bool).repeat_interleave(sizes)
     counted &= ~_left_out(trajectories, algorithm, rules)[in_window]
-    with_bootstrap = algorithm.bootstrap is Bootstrap.critic and signals.final_values is not None
-    rows = torch.tensor([p.row for p in pieces], dtype=torch.int64)
+    bootstrap = None
+    if algorithm.bootstrap is Bootstrap.critic and signals.final_values is not None:
+        bootstrap = signals.final_values[torch.tensor([p.row for p in pieces], dtype=torch.int64)]
     episodes = Episodes(
         rewards=rewards,
         cu_seqlens=cu_pieces,
@@ -76,7 +77,7 @@ def window_advantages(
         gamma=algorithm.gamma,
         lam=_lambda(pieces, ended, window_tokens, algorithm),
         values=None if signals.values is None else signals.values[in_window],
-        bootstrap=signals.final_values[rows] if with_bootstrap else None,
+        bootstrap=bootstrap,
     )
     advantages = estimate_advantages(algorithm.advantage, algorithm.advantage_options, episodes)
     if algorithm.normalize_by_role:

@@ -67,7 +67,7 @@ def _aggregation(algorithm: AlgorithmConfig) -> tuple[str, Mapping[str, Any]]:
 
 
 def policy_objective(algorithm: AlgorithmConfig, denominators: Mapping[str, float]) -> LossFunction:
-    """Reads what ``experience.policy_batch`` makes: mask, old_logprobs, advantages, and what the settings add to them.
+    """Reads what ``step.batches.policy_batch`` makes: mask, old_logprobs, advantages, and what the settings add to them.
 
     A mini-batch without positive examples (``denominators["lm_mask"]`` 0 or absent) has no LM term.
     """

@@ -15,7 +15,7 @@ from megatron_rl.step.batches import keep_signals, policy_batch, response_batch
 from megatron_rl.step.experience import Signals, window_advantages
 from megatron_rl.step.metrics import advantage_metrics, reward_metrics, rollout_metrics
 from megatron_rl.step.packing import window_batch
-from megatron_rl.step.pieces import ResponseRules
+from megatron_rl.step.pieces import SINGLE_RESPONSE, ResponseRules
 
 WINDOW = 4
 RAW = AlgorithmConfig(
@@ -37,7 +37,7 @@ def trajectory(windows, *, stopped, score=None, prompt_tokens=3, budget=100, fir
     return Trajectory(id, prompt, 0, 0, budget, segments, score=score)
 
 
-def advantages(trajectories, step, window_values, algorithm=RAW, final=None, rules=ResponseRules()):
+def advantages(trajectories, step, window_values, algorithm=RAW, final=None, rules=SINGLE_RESPONSE):
     """window_values: the values of this step's tokens, all trajectories back to back."""
     batch = window_batch(trajectories, step)
     values = torch.zeros(len(batch.tokens))
