@@ -3,7 +3,7 @@
 import argparse
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from megatron_rl.config.keys import Key, Section, near_misses, sections
 from megatron_rl.errors import ConfigError
@@ -65,7 +65,7 @@ def _print(keys: Sequence[Key], inside: Sequence[Section]) -> None:
             table.add_column(heading, overflow="fold")
         table.add_column("meaning", ratio=1, min_width=30)
         for key in section.keys:
-            choices = [f"{value}: {meaning}" for value, meaning in key.choices.items()]
+            choices = [f"{value}: {meaning}" for value, meaning in _choices(key).items()]
             cells = (key.name, key.type, key.default, key.bound, "\n".join([key.meaning, *choices]))
             table.add_row(*map(Text, cells))
         console.print(table)
@@ -77,7 +77,17 @@ def _facts(key: Key) -> Iterator[tuple[str, str]]:
     yield "default", key.default
     if key.bound:
         yield "bound", key.bound
-    yield from (("choice" if i == 0 else "", f"{value}: {text}") for i, (value, text) in enumerate(key.choices.items()))
+    yield from (("choice", f"{value}: {text}") for value, text in _choices(key).items())
+
+
+def _choices(key: Key) -> Mapping[str, str]:
+    """Value -> meaning; of a piece of the algorithm, its registered names."""
+    if not key.name.startswith("algorithm."):
+        return key.choices
+    from megatron_rl.algorithms.registry import SEAMS  # brings torch, which other sections need not wait for
+
+    seam = SEAMS.get(key.name.removeprefix("algorithm."))
+    return seam.summaries() if seam else key.choices
 
 
 def markdown() -> str:
@@ -108,7 +118,7 @@ def _first_of_its_kind(section: Section) -> Section:
 def _table(section: Section) -> str:
     lines = ["| key | type | default | bound | meaning |", "|---|---|---|---|---|"]
     for key in section.keys:
-        meaning = "<br>".join([key.meaning, *(f"`{value}`: {text}" for value, text in key.choices.items())])
+        meaning = "<br>".join([key.meaning, *(f"`{value}`: {text}" for value, text in _choices(key).items())])
         name = key.name.removeprefix(f"{section.name}.")
         default = key.default if key.default != "''" else "empty"
         cells = (f"`{name}`", f"`{key.type}`" if "[" in key.type else key.type, default, key.bound, meaning)

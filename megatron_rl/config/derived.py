@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from megatron_rl.config.schema import Config, Placement, RolloutConfig
+from megatron_rl.config.schema import Config, KlPlace, Placement, RolloutConfig
 from megatron_rl.errors import ConfigError, ModelError
 from megatron_rl.families.facts import has_vision, read_model_json
 
@@ -32,6 +32,16 @@ def needs_critic(config: Config) -> bool:
     from megatron_rl.algorithms import registry  # brings torch, which what only reads a configuration need not wait for
 
     return registry.needs_critic(config.algorithm.advantage)
+
+
+def needs_reference(config: Config) -> bool:
+    """Whether the run has a reference policy: KL acts somewhere."""
+    return config.algorithm.kl.place is not KlPlace.none
+
+
+def num_responses_per_step(config: Config) -> int:
+    """Responses that a step trains on, all samples of all prompts."""
+    return config.batch.num_prompts_per_step * config.batch.num_samples_per_prompt
 
 
 def effective_window_tokens(config: Config) -> int:

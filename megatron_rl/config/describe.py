@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 
-from megatron_rl.config.derived import effective_window_tokens, needs_critic
+from megatron_rl.config.derived import effective_window_tokens, needs_critic, num_responses_per_step
 from megatron_rl.config.layout import critic_layout, ranks_of_replica
 from megatron_rl.config.schema import Config, ParallelConfig
 
@@ -29,7 +29,7 @@ def batch_arithmetic(config: Config, world_size: int) -> list[Quantity]:
     """
     batch, ranks = config.batch, data_parallel_size(config.parallel, world_size)
     critic_ranks = data_parallel_size(critic_layout(config), world_size)
-    samples = batch.num_prompts_per_step * batch.num_samples_per_prompt
+    samples = num_responses_per_step(config)
     window = effective_window_tokens(config)
     longest = batch.max_prompt_tokens + batch.max_response_tokens
     budget = batch.max_tokens_per_microbatch

@@ -27,7 +27,7 @@ SHORT_NAMES = {
 
 
 def critic_layout(config: Config) -> ParallelConfig:
-    """How the critic and the process reward model lie on the ranks."""
+    """How the critic and the process reward model are laid out over the ranks."""
     return config.critic.parallel or config.parallel
 
 

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from megatron_rl.algorithms.settling import Settling
-from megatron_rl.config.derived import effective_window_tokens
+from megatron_rl.config.derived import effective_window_tokens, num_responses_per_step
 from megatron_rl.config.schema import Config, FireLoss, Mode
 from megatron_rl.data.prompts import PromptSet
 from megatron_rl.data.slots import SlotPool
@@ -218,7 +218,7 @@ def _event_loop_thread() -> Iterator[asyncio.AbstractEventLoop]:
 def _title(config: Config, freeze_policy: bool) -> str:
     name = "critic pretraining" if freeze_policy else config.preset or config.schedule.mode.value
     window = effective_window_tokens(config)
-    return f"{name}: {config.batch.num_prompts_per_step * config.batch.num_samples_per_prompt} slots, window {window} tokens"
+    return f"{name}: {num_responses_per_step(config)} slots, window {window} tokens"
 
 
 def _stall_timeout_s(config: Config) -> float:

@@ -9,8 +9,8 @@ stages do not exist, and a product that is marked ``?`` is waited for only where
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 
-from megatron_rl.config.derived import needs_critic, server_placement
-from megatron_rl.config.schema import Config, KlPlace, Mode
+from megatron_rl.config.derived import needs_critic, needs_reference, server_placement
+from megatron_rl.config.schema import Config, Mode
 from megatron_rl.step.graph import Resource, Stage
 
 ROLLOUT, TRAINER, HOST = Resource.rollout, Resource.trainer, Resource.host
@@ -52,7 +52,7 @@ def graph_of(config: Config) -> tuple[Stage, ...]:
     return step_graph(
         config.schedule.mode,
         critic=needs_critic(config),
-        reference=config.algorithm.kl.place is not KlPlace.none,
+        reference=needs_reference(config),
         process_rewards=bool(config.reward.process.path),
         colocated=server_placement(config.rollout).shares_devices,
     )

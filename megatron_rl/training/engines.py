@@ -3,13 +3,12 @@
 from dataclasses import replace
 from typing import Any
 
-from megatron_rl.config.derived import needs_critic
+from megatron_rl.config.derived import needs_critic, needs_reference
 from megatron_rl.config.layout import critic_layout
 from megatron_rl.config.schema import (
     Config,
     CriticConfig,
     Init,
-    KlPlace,
     Mtp,
     OptimizerConfig,
     PolicyConfig,
@@ -36,7 +35,7 @@ def rl_engines(config: Config, *, freeze_policy: bool = False) -> BuildEngines:
         engines = {"policy": build_engine(config, topology, "policy", policy, trained)}
         if needs_critic(config):
             engines["critic"] = build_engine(config, critics, "critic", critic, critic.optimizer, path=critic.path)
-        if config.algorithm.kl.place is not KlPlace.none:
+        if needs_reference(config):
             # The reference chooses its own experts: their routes are part of what it would have said.
             own_choice = replace(policy, mtp=Mtp.drop, moe=replace(policy.moe, routing_replay=RoutingReplay.none))
             engines["reference"] = build_engine(config, topology, "policy", own_choice, None, path=config.reference.path)

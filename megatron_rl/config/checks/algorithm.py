@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from operator import attrgetter
 
 from megatron_rl.algorithms import registry
-from megatron_rl.config.derived import effective_window_tokens, needs_critic
+from megatron_rl.config.derived import effective_window_tokens, needs_critic, num_responses_per_step
 from megatron_rl.config.schema import AlgorithmConfig, Config, CorrectionConfig, KlPlace, Mode, OldPolicy, Overlong
 from megatron_rl.system.plugins import PluginError, parameters
 
@@ -25,7 +25,7 @@ def problems(config: Config) -> Iterator[str]:
     yield from _comparisons(config)
     yield from _unread_inputs(config.algorithm)
     yield from _correction(config.algorithm.correction)
-    yield from _kl(config.algorithm, config.batch.num_prompts_per_step * config.batch.num_samples_per_prompt)
+    yield from _kl(config.algorithm, num_responses_per_step(config))
     yield from _without_critic(config)
     yield from _dialogue(config)
 

@@ -4,7 +4,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megatron_rl.config.checks.commands import RL_COMMANDS
-from megatron_rl.config.schema import Config, Init, KlPlace
+from megatron_rl.config.derived import needs_reference
+from megatron_rl.config.schema import Config, Init
 
 
 def problems(config: Config, command: str) -> Iterator[str]:
@@ -58,7 +59,7 @@ def _folders_read(config: Config, command: str) -> dict[str, str]:
     if command in RL_COMMANDS:
         optional = {
             "critic.path": config.critic.path,
-            "reference.path": config.reference.path if config.algorithm.kl.place is not KlPlace.none else "",
+            "reference.path": config.reference.path if needs_reference(config) else "",
             "reward.process.path": config.reward.process.path,
         }
         folders |= {key: path for key, path in optional.items() if path}

@@ -20,7 +20,7 @@ def problems(config: Config, world_size: int | None) -> Iterator[str]:
         return
     if own.num_ranks not in (0, parallel.num_ranks):
         yield (
-            f"critic.parallel.num_ranks: the critic lies on the policy's ranks, parallel.num_ranks={parallel.num_ranks}; "
+            f"critic.parallel.num_ranks: the critic uses the policy's ranks, parallel.num_ranks={parallel.num_ranks}; "
             f"leave it at 0, got {own.num_ranks}"
         )
     yield from (of_critic(problem) for problem in layout_problems(own, ranks))

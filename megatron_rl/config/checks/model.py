@@ -18,7 +18,7 @@ def problems(config: Config, command: str) -> Iterator[str]:
     path = Path(config.policy.path) / "config.json"
     model = policy_model(config)
     model_type = model.get("model_type")
-    family = families().get(model_type)
+    family = families().get(model_type or "")
     if family is None:
         yield f"policy.path: {path}: model_type {model_type!r} is not supported; supported are {', '.join(families())}"
         return

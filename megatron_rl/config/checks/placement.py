@@ -1,4 +1,4 @@
-"""Servers on the trainer's devices: the arithmetic of who sits beside whom. Pure."""
+"""Servers on the trainer's devices: which rank shares its device with which server."""
 
 from collections.abc import Iterator
 
