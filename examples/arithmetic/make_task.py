@@ -81,11 +81,11 @@ class Problem:
 
     @property
     def prompt(self) -> str:
-        return " ".join(f"{label}:{term}" for label, term in zip(LABELS, self.terms)) + "="
+        return " ".join(f"{label}:{term}" for label, term in zip(LABELS, self.terms, strict=False)) + "="
 
     @property
     def response(self) -> str:
-        steps = zip(LABELS[1:], self.terms[1:], self.totals)
+        steps = zip(LABELS[1:], self.terms[1:], self.totals, strict=False)
         return "".join(f" {label}:{term}={total:02d}" for label, term, total in steps)
 
     def hasty_response(self, num_totals: int) -> str:

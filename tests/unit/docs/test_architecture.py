@@ -37,6 +37,12 @@ def test_every_room_has_a_floor():
     assert floors().keys() == rooms()
 
 
+def test_the_readme_names_every_room_once():
+    layout = (ROOT / "README.md").read_text().partition("## Layout")[2].partition("\n## ")[0]
+    named = [room for row in re.findall(r"^\| `megatron_rl/(.*?) \|", layout, re.MULTILINE) for room in re.findall(r"\w+", row)]
+    assert sorted(named) == sorted(rooms())
+
+
 @pytest.mark.parametrize("room", sorted(rooms()))
 def test_a_room_imports_from_lower_floors_only(room):
     level = floors()
