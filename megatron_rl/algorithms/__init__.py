@@ -8,17 +8,12 @@ from megatron_rl.algorithms.advantages import egae, gae, length_adaptive_lambda,
 from megatron_rl.algorithms.aggregation import loss_denominator, token_coefficients
 from megatron_rl.algorithms.comparisons import group_advantages, reinforce_pp_advantages, rloo_advantages
 from megatron_rl.algorithms.corrections import Correction, mismatch_correction, off_policy_sequence_mask
-from megatron_rl.algorithms.diagnostics import (
-    split_statistics,
-    split_statistics_of,
-    split_statistics_stats,
-    value_by_position,
-)
+from megatron_rl.algorithms.diagnostics import value_by_position
 from megatron_rl.algorithms.kl import AdaptiveKlController, kl_estimate, kl_loss, kl_penalized_rewards
 from megatron_rl.algorithms.loss import Loss
 from megatron_rl.algorithms.mismatch import mismatch_metrics
 from megatron_rl.algorithms.normalize import boundary_mask, normalize_advantages
-from megatron_rl.algorithms.overlong import overlong_filter_mask, soft_overlong_penalty
+from megatron_rl.algorithms.overlong import soft_overlong_penalty
 from megatron_rl.algorithms.policy_loss import cispo_loss, gspo_loss, lm_loss, policy_loss
 from megatron_rl.algorithms.preference_losses import (
     bradley_terry_coefficients,
@@ -26,7 +21,7 @@ from megatron_rl.algorithms.preference_losses import (
     pairwise_score,
     swap_consistency,
 )
-from megatron_rl.algorithms.turns import role_normalize, turn_bonus
+from megatron_rl.algorithms.turns import role_normalize
 from megatron_rl.algorithms.value_loss import (
     explained_variance,
     explained_variance_of,
@@ -60,19 +55,14 @@ __all__ = [
     "monte_carlo_returns",
     "normalize_advantages",
     "off_policy_sequence_mask",
-    "overlong_filter_mask",
     "pairwise_score",
     "policy_loss",
     "reinforce_pp_advantages",
     "rloo_advantages",
     "role_normalize",
     "soft_overlong_penalty",
-    "split_statistics",
-    "split_statistics_of",
-    "split_statistics_stats",
     "swap_consistency",
     "token_coefficients",
-    "turn_bonus",
     "value_by_position",
     "value_loss",
 ]

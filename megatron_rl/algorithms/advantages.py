@@ -189,11 +189,11 @@ def _lambda_per_sequence(lam: float | Tensor, num_sequences: int, device: torch.
 
 @torch.no_grad()
 def length_adaptive_lambda(lengths: Tensor, *, alpha: float = 0.05, floor: float = 0.95) -> Tensor:
-    """lambda = clamp(1 - 1 / (alpha * length), floor, 1), one a sequence (VAPO, arXiv 2504.05118; floor from T-PPO).
+    """lambda = clamp(1 - 1 / (alpha * length), floor, 1), one per sequence (VAPO, arXiv 2504.05118; floor from T-PPO).
 
     Args:
         lengths: [N] true response lengths in tokens, without prompt and padding; integer or float, at least 0.
-        alpha: 1 / (alpha * length) is the share of the signal lost a token; more than 0.
+        alpha: 1 / (alpha * length) is the share of the signal lost per token; more than 0.
         floor: smallest lambda, within [0, 1]; a length of 0 gets it.
 
     Returns:

@@ -35,7 +35,7 @@ def group_advantages(
     ``scale_by_std=False`` only subtracts the mean (Dr. GRPO, arXiv 2503.20783).
 
     Args:
-        rewards: [N] float32 or float64, one a response.
+        rewards: [N] float32 or float64, one per response.
         group_ids: [N] integer; equal numbers are one group, in any order.
         valid: [N] of any real dtype; 0 leaves a response out. None: all take part.
 

@@ -4,8 +4,8 @@
 over its *counted* tokens. A correction is per-token data, weights and a mask; it knows no loss and carries no gradient.
 
 Laws: engines that agree (rho = 1) give weights of exactly 1 and the mask unchanged, as long as 1 lies within the
-bounds; weights are 0 outside the mask;
-rejection and veto change the mask, and so the denominator of the loss; weights, IcePop's zeros among them, do not.
+bounds; weights are 0 outside the mask; rejection and veto change the mask, and so the denominator of the loss; weights,
+IcePop's zeros among them, do not.
 
 Hand in the whole step's batch: means over the batch are then means over the step.
 """
@@ -97,8 +97,7 @@ def mismatch_correction(  # noqa: PLR0913  public, and each number is a term of 
     Args:
         rollout_logprobs: [T] float32 or float64: log mu, the engine's, at sampling.
         old_logprobs: [T] same dtype and device: log pi_old, the trainer's, before the update.
-        mask: [T] 0/1 of any real dtype: the tokens to train.
-        cu_seqlens: [N+1] int32 or int64.
+        mask, cu_seqlens: [T] 0/1 of any real dtype: the tokens to train; [N+1] int32 or int64.
         weight: "none"; "token": min(rho_t, max_weight), token TIS; "sequence": min(prod rho, max_weight) on each of
             the sequence's tokens, sequence TIS; "icepop": rho_t within [icepop_low, icepop_high], else 0.
         max_weight: more than 0 (in use: 1.5 to 5 for tokens, 2 to 10 for sequences); read with "token" and "sequence".
@@ -108,8 +107,7 @@ def mismatch_correction(  # noqa: PLR0913  public, and each number is a term of 
             mean (rho - 1 - log rho) above it (in use: 0.001 to 0.01).
         veto_below: sequences with a token whose rho is below this leave the mask; 0: none (in use: 1e-4).
         normalize: divide the weights by their mean over the remaining tokens ("sequence": over sequences).
-        weight_options, rejection_options: of a ``weight`` or ``rejection`` by another registered name, or by import
-            path package.module:function.
+        weight_options, rejection_options: of a ``weight`` or ``rejection`` that is a package.module:function.
 
     Raises:
         ValueError: shapes, dtypes, names or ranges do not fit, or a token to train has no number to compare.
@@ -150,7 +148,7 @@ def off_policy_sequence_mask(
     Args:
         old_logprobs: [T] float32 or float64, of the policy that the samples count as drawn from.
         logprobs: [T] same dtype and device, of the current policy; no gradient is taken.
-        advantages: [T] same dtype and device; one number a response, or token by token.
+        advantages: [T] same dtype and device; one number per response, or token by token.
         mask: [T] 0/1 of any real dtype.
         cu_seqlens: [N+1] int32 or int64; a sequence must not be split over calls.
         delta: at least 0 (in use: 1e-4 to 0.5).

@@ -42,7 +42,7 @@ def advantages_one_by_one(
     result = np.empty(len(reward_array), dtype=reward_array.dtype)
 
     def run(span: tuple[int, int]) -> None:
-        loop(reward_array, value_array, bound_array, after_array, gamma, decay_array, *span, result)
+        loop(reward_array, value_array, bound_array, after_array, gamma, decay_array, span, result)
 
     spans = thread_spans(bounds, torch.get_num_threads())
     if len(spans) == 1:
@@ -54,7 +54,7 @@ def advantages_one_by_one(
 
 
 def thread_spans(bounds: Tensor, num_threads: int) -> list[tuple[int, int]]:
-    """Ranges of sequences with about equally many tokens, one a thread; a small batch stays in one piece."""
+    """Ranges of sequences with about equally many tokens, one per thread; a small batch stays in one piece."""
     num_tokens, num_sequences = int(bounds[-1]), len(bounds) - 1
     num_threads = max(1, min(num_threads, num_tokens // MIN_TOKENS_PER_THREAD))
     shares = torch.tensor([num_tokens * thread // num_threads for thread in range(1, num_threads)], dtype=torch.int64)
@@ -79,12 +79,11 @@ def _advantage_loop(
     after_end: np.ndarray,
     gamma: float,
     decay: np.ndarray,
-    first: int,
-    stop: int,
+    span: tuple[int, int],
     result: np.ndarray,
 ) -> None:
-    """Sequences first..stop-1 of ``advantages_one_by_one`` into ``result`` [T]."""
-    for sequence in range(first, stop):
+    """The sequences from span[0] up to but not including span[1] of ``advantages_one_by_one`` into ``result`` [T]."""
+    for sequence in range(span[0], span[1]):
         factor = decay[sequence]
         next_value = after_end[sequence]
         advantage = 0.0

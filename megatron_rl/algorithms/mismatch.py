@@ -36,7 +36,7 @@ def mismatch_metrics(
         cu_seqlens: [N+1] int32 or int64.
 
     Returns:
-        kl: estimate of KL(mu || pi_old) a token, k1: mean of -log rho.
+        kl: estimate of KL(mu || pi_old) per token, k1: mean of -log rho.
         k3: the same by mean of rho - 1 - log rho; never negative.
         max_abs_log_ratio: largest |log rho|.
         ppl_ratio: the trainer's perplexity over the engine's, exp(mean of -log rho in a sequence), mean over sequences.
@@ -62,7 +62,7 @@ def mismatch_metrics(
     counts = sequence_sums(inside.double(), sequence_of, len(bounds) - 1)
     sums = sequence_sums(log_rho, sequence_of, len(bounds) - 1)[counts > 0]
     means = sums / counts[counts > 0]
-    metrics = {
+    metrics: dict[str, Tensor | float] = {
         "kl": -tokens.mean(),
         "k3": (torch.expm1(tokens) - tokens).mean(),
         "max_abs_log_ratio": tokens.abs().max(),

@@ -28,7 +28,7 @@ def swap_consistency(p_first_ab: Tensor, p_first_ba: Tensor) -> dict[str, tuple[
     """How little the judge minds the order.
 
     Args:
-        p_first_ab, p_first_ba: [P] float32 or float64, one a pair.
+        p_first_ab, p_first_ba: [P] float32 or float64, one per pair.
 
     Returns:
         As (sum, count), to be merged by addition:
@@ -89,7 +89,7 @@ def bradley_terry_coefficients(chosen: Tensor, rejected: Tensor) -> tuple[Tensor
 
 
 def _check_probabilities(*probabilities: float | Tensor) -> None:
-    for name, value in zip(("p_first_ab", "p_first_ba"), probabilities):
+    for name, value in zip(("p_first_ab", "p_first_ba"), probabilities, strict=True):
         inside = (value >= 0.0) & (value <= 1.0)
         if not (bool(inside.all()) if isinstance(inside, Tensor) else inside):
             raise ValueError(f"{name}: expected probabilities within [0, 1], got {describe(value)} with others")

@@ -10,7 +10,7 @@ options of the recipe (``<key>_options``). In this module T tokens of N sequence
         return outcomes - baseline
 
 A recipe then says ``algorithm.advantage: outcome`` where the function is in this package. From elsewhere it is
-``my_package.my_module:outcome``, and the decorator is needed only for what cannot be read from the signature.
+``my_package.my_module:outcome``, and a decorator, without a name, is needed only for what a signature cannot say.
 """
 
 from collections.abc import Callable
@@ -107,7 +107,7 @@ def needs_groups(advantage_name: str) -> bool:
     return "group_ids" in required(ADVANTAGES.find(advantage_name).function)
 
 
-def advantage(name: str) -> Callable[[Function], Function]:
+def advantage(name: str = "") -> Callable[[Function], Function]:
     """Register an advantage: a function of the fields of ``advantages.Episodes`` and of
 
     outcomes: [N] the rewards of each sequence, summed.
@@ -119,7 +119,7 @@ def advantage(name: str) -> Callable[[Function], Function]:
     return ADVANTAGES.register(name)
 
 
-def policy_loss(name: str, *, averages: str = "") -> Callable[[Function], Function]:
+def policy_loss(name: str = "", *, averages: str = "") -> Callable[[Function], Function]:
     """Register a policy loss: a function of
 
     logprobs: [T] float32, with gradient: of the policy in training.
@@ -137,7 +137,7 @@ def policy_loss(name: str, *, averages: str = "") -> Callable[[Function], Functi
 
 
 def aggregation(
-    name: str, *, denominator: Callable[[Tensor, Tensor], Tensor] | None = None
+    name: str = "", *, denominator: Callable[[Tensor, Tensor], Tensor] | None = None
 ) -> Callable[[Function], Function]:
     """Register an aggregation: a function of ``mask`` [T] and ``cu_seqlens`` [N+1] that returns what each token's loss
     is multiplied by, [T], of any float dtype and on the mask's device; what stands outside the mask is not read.
@@ -148,7 +148,7 @@ def aggregation(
     return AGGREGATIONS.register(name, denominator=denominator)
 
 
-def kl_estimator(name: str, *, has_gradient: bool = True) -> Callable[[Function], Function]:
+def kl_estimator(name: str = "", *, has_gradient: bool = True) -> Callable[[Function], Function]:
     """Register an estimator of KL(pi || pi_ref) on tokens drawn from pi: a function of ``logprobs`` and
     ``reference_logprobs`` [T] that returns [T]; the gradient flows through ``logprobs``.
 
@@ -158,7 +158,7 @@ def kl_estimator(name: str, *, has_gradient: bool = True) -> Callable[[Function]
 
 
 def correction_weight(
-    name: str, *, bounded: bool = False, per_sequence: bool = False
+    name: str = "", *, bounded: bool = False, per_sequence: bool = False
 ) -> Callable[[Function], Function]:
     """Register an importance weight of the engine's samples: a function of
 
@@ -171,7 +171,7 @@ def correction_weight(
     return CORRECTION_WEIGHTS.register(name, bounded=bounded, per_sequence=per_sequence)
 
 
-def rejection(name: str) -> Callable[[Function], Function]:
+def rejection(name: str = "") -> Callable[[Function], Function]:
     """Register a rule for which samples stay: a function of
 
     ratios: ``corrections.LogRatios`` of pi_old over mu, 0 outside the mask.

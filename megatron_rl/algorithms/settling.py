@@ -13,23 +13,18 @@ from dataclasses import asdict, dataclass, field
 from statistics import mean
 from typing import Any
 
-import torch
-from torch import Tensor
-
 _MIN_EXPLAINED_VARIANCE = 0.05
 
 
 @dataclass
 class Settling:
-    """Fed once a step; remembers two windows. ``state`` and ``load_state`` carry it over a restart."""
+    """Fed once per step; remembers two windows. ``state`` and ``load_state`` carry it over a restart."""
 
     window: int
-    """Steps in each of the two windows; 0: never settled before max_steps."""
+    """Steps in each of the two windows; 0: never settled."""
     tolerance: float
     """Relative change of the value loss, and change of the explained variance, that count as none."""
     min_steps: int = 0
-    max_steps: int = 0
-    """0 means no end but settling."""
     min_explained_variance: float = _MIN_EXPLAINED_VARIANCE
     num_steps: int = 0
     num_calm_steps: int = 0
@@ -37,10 +32,10 @@ class Settling:
     variances: list[float] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        if self.window < 0 or self.tolerance < 0 or self.min_steps < 0 or self.max_steps < 0:
+        if self.window < 0 or self.tolerance < 0 or self.min_steps < 0:
             raise ValueError(
-                "window, tolerance, min_steps and max_steps must be 0 or more, got "
-                f"{self.window}, {self.tolerance}, {self.min_steps} and {self.max_steps}"
+                "window, tolerance and min_steps must be 0 or more, got "
+                f"{self.window}, {self.tolerance} and {self.min_steps}"
             )
 
     def update(self, value_loss: float, explained_variance: float) -> bool:
@@ -59,8 +54,6 @@ class Settling:
 
     @property
     def done(self) -> bool:
-        if self.max_steps and self.num_steps >= self.max_steps:
-            return True
         return self.settled and self.num_steps >= self.min_steps
 
     def state(self) -> dict[str, Any]:
@@ -85,25 +78,3 @@ class Settling:
             and abs(variance_now - variance_before) <= self.tolerance
             and variance_now >= self.min_explained_variance
         )
-
-
-def position_slope(values: Tensor, cu_seqlens: Tensor) -> tuple[float, float]:
-    """(slope, its standard error) of values [T] against the relative position in their response, from 0 to 1.
-
-    A critic without initialisation bias has none on its own policy's samples (VC-PPO): the slope lies within a few
-    standard errors of 0. Responses of one token say nothing about it. The error takes responses, not tokens, as
-    independent: values inside one go together. (0, inf) when fewer than two responses can tell.
-    """
-    slopes = []
-    for first, last in zip(cu_seqlens[:-1].tolist(), cu_seqlens[1:].tolist()):
-        if last - first < 2:
-            continue
-        position = torch.linspace(0.0, 1.0, last - first, dtype=torch.float64)
-        centred = position - 0.5
-        spread = float(centred.square().sum())
-        slopes.append(float((centred * values[first:last].double().cpu()).sum()) / spread)
-    if len(slopes) < 2:
-        return (mean(slopes) if slopes else 0.0), math.inf
-    centre = mean(slopes)
-    deviation = math.sqrt(sum((s - centre) ** 2 for s in slopes) / (len(slopes) - 1))
-    return centre, deviation / math.sqrt(len(slopes))

@@ -65,7 +65,7 @@ def check_per_sequence(name: str, value: Tensor, num_sequences: int) -> None:
     """Refuse anything but a real-valued tensor of shape [N]."""
     if not isinstance(value, Tensor) or value.is_complex() or value.shape != (num_sequences,):
         raise ValueError(
-            f"{name}: expected a tensor of shape [{num_sequences}], one entry a sequence, got {describe(value)}"
+            f"{name}: expected a tensor of shape [{num_sequences}], one entry per sequence, got {describe(value)}"
         )
 
 

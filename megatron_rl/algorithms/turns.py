@@ -2,35 +2,14 @@
 
 Turns are independent when ``cu_seqlens`` is cut at their borders: each turn is then a sequence of its own for GAE,
 EGAE and returns, with the dialogue before it as prompt, and no reward of a later turn reaches an earlier one. So what
-is left for this module is the shaping of the turns' rewards and the normalisation by role.
+is left for this module is the normalisation by role.
 """
-
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from megatron_rl.algorithms.normalize import normalize_advantages
 from megatron_rl.algorithms.shapes import INDEX_DTYPES, check_float_vector, check_mask, describe
-
-
-@torch.no_grad()
-def turn_bonus(correct: Sequence[float] | Tensor, alpha: float = 1.0) -> Tensor:
-    """Reward of a policy turn for being better than the one before: ``alpha * (R_t - R_{t-1})``, 0 for the first.
-
-    Args:
-        correct: [K] reward (1 right, 0 wrong) of each policy turn of one dialogue, in order: numbers, or a 1-D tensor
-            of any real dtype.
-        alpha: weight; 0 switches the shaping off.
-
-    Returns:
-        [K] in the dtype of a float tensor, float64 otherwise. The sum telescopes: alpha * (last - first).
-    """
-    rewards = correct.detach() if isinstance(correct, Tensor) else torch.tensor(list(correct), dtype=torch.float64)
-    if rewards.dim() != 1 or rewards.is_complex():
-        raise ValueError(f"correct: expected one number a turn, [K], got {describe(correct)}")
-    rewards = rewards if rewards.is_floating_point() else rewards.double()
-    return float(alpha) * (rewards - torch.cat([rewards[:1], rewards[:-1]]))
 
 
 @torch.no_grad()

@@ -25,7 +25,7 @@ def value_loss(
 ) -> Loss:
     """Squared error of the critic, clipped around its old values.
 
-    ``0.5 * max((v - R)^2, (clip(v, v_old - clip_low, v_old + clip_high) - R)^2)`` a token. The factor 0.5 is part of
+    ``0.5 * max((v - R)^2, (clip(v, v_old - clip_low, v_old + clip_high) - R)^2)`` per token. The factor 0.5 is part of
     the sum, so the gradient of an unclipped token is ``v - R``.
 
     Args:

@@ -131,8 +131,9 @@ def _facts(data: bytes, name: str) -> ImageFacts:
 def _check_shape(image: "Image", name: str) -> None:
     width, height = image.size
     # A photo in the multi-picture format is still: the further ones are previews and depths.
-    if getattr(image, "n_frames", 1) > 1 and image.format != "MPO":
-        raise DataError(f"image {name}: it is animated ({image.n_frames} frames); give a video part with its frames")
+    num_frames = getattr(image, "n_frames", 1)
+    if num_frames > 1 and image.format != "MPO":
+        raise DataError(f"image {name}: it is animated ({num_frames} frames); give a video part with its frames")
     if min(width, height) < 1 or max(width, height) > _MAX_ASPECT * min(width, height):
         raise DataError(
             f"image {name}: {width} x {height} pixels; expected at least 1 x 1 and at most {_MAX_ASPECT} times as long "

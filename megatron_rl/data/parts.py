@@ -40,10 +40,10 @@ class Folder:
 
 
 def folder_of(place: str, data: DataConfig) -> Folder:
-    """``place`` is "file:line" of a row: paths start beside the data file, or at data.image_dir."""
+    """``place`` is "file:line" of a row: paths start next to the data file, or at data.image_dir."""
     name = Path(place.rsplit(":", 1)[0])
-    beside = name if name.is_dir() else name.parent
-    path = Path(data.image_dir) if data.image_dir else beside
+    folder_of_file = name if name.is_dir() else name.parent
+    path = Path(data.image_dir) if data.image_dir else folder_of_file
     return Folder(path, data.max_video_tokens, tuple(data.video_frame_tokens))
 
 

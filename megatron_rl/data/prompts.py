@@ -307,7 +307,8 @@ def _message(message: Any, where: str, folder: Folder) -> tuple[Message, list[Im
     """A message, its content as text or as parts, and the images of its parts."""
     if not isinstance(message, Mapping):
         raise DataError(f"{where}: expected an object with role and content, got {describe(message)}")
-    content, images = message.get("content"), []
+    content = message.get("content")
+    images: list[ImageSource] = []
     if isinstance(content, list):
         content, images = content_parts(content, where, folder)
     for name, value in (("role", message.get("role")), ("content", content)):

@@ -4,7 +4,7 @@ Invariants: rows come in the order of the files, and inside a folder in the orde
 ("file:line", or "file:row n" counted from 1 where there are no lines) that is the same in every run; one batch of rows
 is in memory at a time (a JSON array is read whole).
 
-A dataset folder is what ``datasets`` saves to disk (state.json beside Arrow files, several splits under
+A dataset folder is what ``datasets`` saves to disk (state.json next to Arrow files, several splits under
 dataset_dict.json) or a folder of data files whose names or subfolders say the split. ``datasets`` is not needed.
 """
 

@@ -53,7 +53,7 @@ class PromptSampler:
         last = mixture or (num_by_type if weighted else {_EVERYTHING: 1.0})
         self._shares = [_shares(weights) for weights in [*(phase.mixture for phase in curriculum), last]]
         self._phase = 0
-        self._counts = Counter()
+        self._counts: Counter[str] = Counter()
 
     def draw(self, step: int = 0) -> Prompt:
         """The next prompt, for training step ``step`` (which chooses the phase)."""

@@ -1,4 +1,4 @@
-"""The slot pool: a constant number of responses under way (T-PPO's successive batching, papers 1.3).
+"""The slot pool: a constant number of responses in progress (T-PPO's successive batching, arXiv 2506.15050).
 
 Laws: every step works on exactly ``num_slots`` trajectories; unfinished ones come first, in the order in which they
 were started, and fresh prompts fill the rest; a trajectory leaves only when it is finished or discarded by name; none
@@ -57,7 +57,7 @@ class SlotPool:
 
     @property
     def prompts(self) -> list[Prompt]:
-        """Those of the responses under way and of those that come next."""
+        """Those of the responses in progress and of those that come next."""
         return [trajectory.prompt for trajectory in (*self._slots, *self._fresh)]
 
     def _start_group(self, prompt: Prompt) -> None:

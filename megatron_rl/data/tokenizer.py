@@ -62,6 +62,8 @@ class Tokenizer:
     @property
     def image_text(self) -> str:
         """How an image is spelled in a text: its marks and one image token. Only of models with vision."""
+        if self.vision is None:
+            raise DataError(f"{self.path}: a model without vision has no spelling for an image")
         ids = (self.vision.start_token_id, self.vision.image_token_id, self.vision.end_token_id)
         return "".join(self._tokenizer.convert_ids_to_tokens(list(ids)))
 

@@ -44,7 +44,7 @@ class Segment:
 
     token_ids: tuple[int, ...]
     rollout_logprobs: tuple[float, ...]
-    """mu: the engine's log-probs at sampling, one a token; zeros in a message."""
+    """mu: the engine's log-probs at sampling, one per token; zeros in a message."""
     weight_version: int
     finish_reason: str
     """stop (the turn ended by itself: a stop token or a stop string of the environment, which the last tokens are),
@@ -110,7 +110,7 @@ class Score:
     detail: str = ""
     error: str = ""
     metrics: dict[str, float] = field(default_factory=dict)
-    """Numbers beside the score that are averaged over a step."""
+    """Further numbers, which are averaged over a step."""
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,7 @@ class Trajectory:
     old_values: list[float] = field(default_factory=list)
     """Critic values of the generated tokens, each from the step that generated it."""
     token_rewards: list[float] = field(default_factory=list)
-    """Rewards of the generated tokens besides the outcome (KL penalty, lines); empty where there are none."""
+    """Rewards of the generated tokens in addition to the outcome (KL penalty, lines); empty where there are none."""
     score: Score | None = None
     """Of the whole response or dialogue."""
     dialogue: bool = False
@@ -213,7 +213,7 @@ class Trajectory:
         """The turns that have tokens, in order. Every one but the last has ended."""
         starts = np.cumsum([0, *(len(segment.token_ids) for segment in self.segments)])
         by_turn: dict[int, list[tuple[int, Segment]]] = {}
-        for start, segment in zip(starts.tolist(), self.segments):
+        for start, segment in zip(starts[:-1].tolist(), self.segments, strict=True):
             if segment.generated and segment.token_ids:
                 by_turn.setdefault(segment.turn, []).append((start, segment))
         current, is_over = self.current_turn, self.turn_is_over

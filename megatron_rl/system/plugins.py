@@ -70,16 +70,20 @@ class Registry(Generic[Entry]):
         self._by_name: dict[str, Entry] = {}
         self._by_function: dict[Callable[..., Any], Entry] = {}
 
-    def register(self, name: str, **facts: Any) -> Callable[[Function], Function]:
-        """Decorator: make a function available as ``name``; ``facts`` are the further fields of the entry."""
+    def register(self, name: str = "", **facts: Any) -> Callable[[Function], Function]:
+        """Decorator: make a function available as ``name``; ``facts`` are the further fields of the entry.
+
+        Without a name the function is still only found by its import path, now with its facts.
+        """
 
         def add(function: Function) -> Function:
+            path = path_of(function)
             known = self._by_name.get(name)
-            if known is not None and path_of(known.function) != path_of(function):
-                raise self._error(
-                    f"{self.kind} {name!r} is {path_of(known.function)} already; give {path_of(function)} another name"
-                )
-            self._by_name[name] = self._by_function[function] = self._entry(name, function, **facts)
+            if known is not None and path_of(known.function) != path:
+                raise self._error(f"{self.kind} {name!r} is {path_of(known.function)} already; give {path} another name")
+            self._by_function[function] = self._entry(name or path, function, **facts)
+            if name:
+                self._by_name[name] = self._by_function[function]
             return function
 
         return add

@@ -1,16 +1,11 @@
 """Laws of the critic diagnostics: definitions by loops, merging by addition."""
 
-import statistics
-
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_rl.algorithms import (
-    split_statistics,
-    split_statistics_of,
-    split_statistics_stats,
     value_by_position,
 )
 from tests.unit.algorithms.ragged import Ragged, assert_close, ragged
@@ -69,38 +64,3 @@ class TestValueByPosition:
         for num_bins in (0, 1.5):
             with pytest.raises(ValueError, match="num_bins: expected a whole number of at least 1"):
                 value_by_position(torch.zeros(1), torch.zeros(1), torch.ones(1), torch.tensor([0, 1]), num_bins)
-
-
-class TestSplitStatistics:
-    @given(ragged(max_length=20))
-    def test_is_mean_and_deviation_of_each_side(self, batch: Ragged):
-        x = batch.normal()
-        finished = (batch.uniform_of_sequence() < 0.5).repeat_interleave(batch.cu_seqlens.diff())
-        found = split_statistics(x, batch.mask, finished)
-        for side, flags in (("finished", finished), ("unfinished", ~finished)):
-            numbers = x[batch.mask & flags].tolist()
-            assert found[f"{side}_count"] == len(numbers)
-            if numbers:
-                assert found[f"{side}_mean"] == pytest.approx(statistics.fmean(numbers), abs=1e-12)
-                assert found[f"{side}_std"] == pytest.approx(statistics.pstdev(numbers), abs=1e-6)
-            else:
-                assert f"{side}_mean" not in found and f"{side}_std" not in found
-
-    def test_batches_merge_by_addition(self):
-        x = torch.randn(50, generator=torch.Generator().manual_seed(0))
-        finished, mask = torch.arange(50) % 3 == 0, torch.arange(50) % 5 != 0
-        parts = [split_statistics_stats(x[p], mask[p], finished[p]) for p in (slice(0, 7), slice(7, 50))]
-        assert split_statistics_of(sum(parts)) == pytest.approx(split_statistics(x, mask, finished))
-
-    def test_equal_numbers_have_no_deviation(self):
-        assert split_statistics(torch.full((7,), 0.1), torch.ones(7), torch.ones(7))["finished_std"] == 0.0
-
-    def test_no_tokens_at_all_are_accepted(self):
-        nothing = torch.zeros(0)
-        assert split_statistics(nothing, nothing, nothing) == {"finished_count": 0.0, "unfinished_count": 0.0}
-
-    def test_what_does_not_fit_is_refused_by_name(self):
-        with pytest.raises(ValueError, match="finished: expected one flag a token"):
-            split_statistics(torch.zeros(3), torch.ones(3), torch.ones(2))
-        with pytest.raises(ValueError, match=r"stats: expected the \[2, 3\] tensor"):
-            split_statistics_of(torch.zeros(5))

@@ -1,12 +1,12 @@
-"""Laws of the soft overlong penalty and of overlong filtering."""
+"""Laws of the soft overlong penalty."""
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_rl.algorithms import overlong_filter_mask, soft_overlong_penalty
-from tests.unit.algorithms.ragged import Ragged, assert_close, ragged
+from megatron_rl.algorithms import soft_overlong_penalty
+from tests.unit.algorithms.ragged import assert_close
 
 
 def test_golden_penalties():
@@ -33,19 +33,8 @@ def test_penalty_is_the_other_common_form_up_to_the_budget(length: int, buffer: 
     assert_close(found, [other])
 
 
-@given(ragged())
-def test_filter_takes_out_every_token_of_truncated_responses(batch: Ragged):
-    truncated = batch.uniform_of_sequence() < 0.5
-    corners = batch.cu_seqlens.tolist()
-    expected = [not cut for cut, a, b in zip(truncated.tolist(), corners, corners[1:]) for _ in range(a, b)]
-    for flags in (truncated, truncated.long(), truncated.double()):
-        assert overlong_filter_mask(flags, batch.cu_seqlens).tolist() == expected
-
-
 def test_bad_arguments_are_refused():
     with pytest.raises(ValueError, match="buffer: expected 0 <= buffer"):
         soft_overlong_penalty(torch.tensor([1]), max_length=10, buffer=11)
     with pytest.raises(ValueError, match="lengths: expected a 1-D integer or float"):
         soft_overlong_penalty(torch.tensor([[1]]), max_length=10, buffer=1)
-    with pytest.raises(ValueError, match=r"truncated: expected a tensor of shape \[1\]"):
-        overlong_filter_mask(torch.ones(2), torch.tensor([0, 3]))

@@ -13,7 +13,6 @@ from megatron_rl.algorithms import (
     monte_carlo_returns,
     normalize_advantages,
     role_normalize,
-    turn_bonus,
 )
 from tests.unit.algorithms.ragged import Ragged, assert_close, ragged
 
@@ -43,28 +42,6 @@ def test_rewards_of_a_later_turn_leave_earlier_turns_unchanged(
     # Not so in one episode: the law is the cut's doing.
     whole = torch.tensor([0, len(rewards)])
     assert (monte_carlo_returns(rewards, whole) != monte_carlo_returns(perturbed, whole))[:border].all()
-
-
-class TestTurnBonus:
-    @given(st.lists(st.sampled_from([0.0, 1.0]), max_size=6), st.sampled_from([0.0, 1.0, 5.0]))
-    def test_is_the_weighted_difference_to_the_turn_before(self, correct: list[float], alpha: float):
-        expected = [alpha * (b - a) for a, b in zip(correct[:1] + correct, correct)]
-        assert turn_bonus(correct, alpha).tolist() == expected
-        assert turn_bonus(torch.tensor(correct), alpha).tolist() == expected
-
-    def test_golden_bonuses(self):
-        assert turn_bonus([False, True]).tolist() == [0.0, 1.0]
-        assert turn_bonus([1, 0], alpha=2.0).tolist() == [0.0, -2.0]
-        assert turn_bonus(torch.tensor([True, True])).tolist() == [0.0, 0.0]
-        assert turn_bonus([]).tolist() == []
-
-    @given(st.lists(st.floats(-1, 1), min_size=1, max_size=6))
-    def test_telescopes(self, rewards: list[float]):
-        assert float(turn_bonus(rewards).sum()) == pytest.approx(rewards[-1] - rewards[0], abs=1e-12)
-
-    def test_other_shapes_are_refused(self):
-        with pytest.raises(ValueError, match=r"correct: expected one number a turn, \[K\]"):
-            turn_bonus(torch.zeros(2, 2))
 
 
 class TestRoleNormalize:
