@@ -7,7 +7,7 @@ Invariants:
 
 - Prefixes and completions are token ids of the model's tokenizer; a completion's program is the prefix's text followed
   by the completion's text.
-- A finished row is appended at once and never labelled again: a run that is killed loses the rows under way, and the
+- A finished row is appended at once and never labelled again: a run that is killed loses the rows in progress, and the
   same command goes on after them. An output that belongs to other rows or settings is refused.
 - What could not be graded is no failure: a row where that decides is left out and counted; the next run tries it again.
 
@@ -341,7 +341,7 @@ def label_lines(config: Config, *, note: Callable[[str], None], dry_run: bool = 
     if summary.num_ungraded > config.reward.max_error_rate * len(jobs):
         raise UserError(
             f"{summary.num_ungraded} of {len(jobs)} rows could not be graded, more than "
-            f"reward.max_error_rate={config.reward.max_error_rate:g}; mend the reward and run the command again"
+            f"reward.max_error_rate={config.reward.max_error_rate:g}; fix the reward and run the command again"
         )
     return summary
 

@@ -12,7 +12,7 @@ import json
 import os
 import re
 import time
-from collections import Counter, defaultdict, deque
+from collections import Counter, deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,7 +33,7 @@ from megatron_rl.system.terminal import progress_bar
 _BATCH_ROWS = 1024
 _BATCHES_AHEAD = 2
 """So that the workers have something to do while results are written."""
-MAX_REPORTED = 5
+_MAX_REPORTED = 5
 """Bad rows that an error message names, and kinds of errors that a summary shows."""
 _MAX_ERROR_CHARS = 80
 
@@ -117,7 +117,7 @@ def score_file(
             reward requires and ``options`` does not set.
         output_path: May be the input itself.
         num_workers: Worker processes, for a reward that computes.
-        max_concurrency: Rows under way, for a reward that asks a server.
+        max_concurrency: Rows in progress, for a reward that asks a server.
         timeout_s: Seconds one row may take.
         options: Keyword arguments of the reward.
         skip_bad_rows: Leave bad rows out instead of refusing the file.
@@ -139,32 +139,48 @@ def score_file(
         written_whole(output_path) as output,
         progress_bar(f"reward {name}", num_rows) as advance,
     ):
+        tally = _Tally()
         started_at = time.monotonic()
-        num_scored, total = 0, 0.0
-        metrics: dict[str, list[float]] = defaultdict(lambda: [0, 0.0])
-        errors: Counter[str] = Counter()
         for row, score in _scored_rows(runner, input_path, form):
             output.write(json.dumps({**row, "score": score.value, "detail": score.detail, "error": score.error}) + "\n")
-            if score.value is not None:
-                num_scored += 1
-                total += score.value
-            else:
-                errors[re.sub(r"\d+", "N", score.error)[:_MAX_ERROR_CHARS]] += 1
-            for key, number in score.metrics.items():
-                metrics[key][0] += 1
-                metrics[key][1] += number
+            tally.add(score)
             advance()
         seconds = time.monotonic() - started_at
-    return Summary(
-        reward=name,
-        num_rows=num_rows,
-        num_unscored=num_rows - num_scored,
-        num_skipped=num_skipped,
-        mean_score=total / num_scored if num_scored else None,
-        seconds=seconds,
-        metrics={key: total / count for key, (count, total) in metrics.items()},
-        errors=dict(errors.most_common(MAX_REPORTED)),
-    )
+    return tally.summary(name, num_skipped=num_skipped, seconds=seconds)
+
+
+class _Tally:
+    """What the scores of a file add up to; sums alone, for files may be long."""
+
+    def __init__(self) -> None:
+        self._num_rows = self._num_scored = 0
+        self._total = 0.0
+        self._metrics: dict[str, tuple[int, float]] = {}
+        """Name -> (count, sum)."""
+        self._errors: Counter[str] = Counter()
+
+    def add(self, score: Score) -> None:
+        self._num_rows += 1
+        if score.value is not None:
+            self._num_scored += 1
+            self._total += score.value
+        else:
+            self._errors[re.sub(r"\d+", "N", score.error)[:_MAX_ERROR_CHARS]] += 1
+        for key, number in score.metrics.items():
+            count, total = self._metrics.get(key, (0, 0.0))
+            self._metrics[key] = (count + 1, total + number)
+
+    def summary(self, reward: str, *, num_skipped: int, seconds: float) -> Summary:
+        return Summary(
+            reward=reward,
+            num_rows=self._num_rows,
+            num_unscored=self._num_rows - self._num_scored,
+            num_skipped=num_skipped,
+            mean_score=self._total / self._num_scored if self._num_scored else None,
+            seconds=seconds,
+            metrics={key: total / count for key, (count, total) in self._metrics.items()},
+            errors=dict(self._errors.most_common(_MAX_REPORTED)),
+        )
 
 
 def _scored_rows(runner: CallQueue, path: Path, form: RowForm) -> Iterator[tuple[Row, Score]]:
@@ -216,7 +232,7 @@ def _check_rows(path: Path, form: RowForm, skip_bad_rows: bool) -> tuple[int, in
             num_good += 1
             continue
         num_bad += 1
-        if len(reported) < MAX_REPORTED:
+        if len(reported) < _MAX_REPORTED:
             reported.append(f"{path}:{number}: {problem}")
     if num_bad and not skip_bad_rows:
         places = "\n".join(reported)
