@@ -59,6 +59,7 @@ class GenerationPlan:
 def plan_of(config: Config, tokenizer: Tokenizer, environment: Environment | None) -> GenerationPlan:
     """Raises EnvironmentFault for stop strings that the tokenizer does not carry."""
     sampling = Sampling.of(config.rollout, tokenizer, seed=config.run.seed if config.rollout.deterministic else None)
+    # A stop string of one token needs no text on the server: its id does the same.
     token_stops = single_token_stops(environment.stop_strings, tokenizer) if environment is not None else {}
     return GenerationPlan(
         sampling=replace(
@@ -81,11 +82,13 @@ def fire_of(fire: FireConfig, tokenizer: Tokenizer) -> Fire | None:
 
 
 def dialogue_of(environment: Environment | None, tokenizer: Tokenizer, *, chat: bool) -> Dialogue | None:
+    """None without an environment. ``chat``: messages go through the chat template, unless they are ``verbatim``."""
     if environment is None:
         return None
 
     def encode_message(message: Message, last_token_id: int) -> list[int]:
         ids = tokenizer.encode_message(message.text, chat=chat and not message.verbatim, last_token_id=last_token_id)
+        # Such a token without its image would hang the server.
         if tokenizer.vision is not None and not set(ids).isdisjoint(tokenizer.vision.banned_token_ids):
             raise EnvironmentFault(
                 f"a message of the environment spells an image or video token: {message.text[:80]!r}; messages of "

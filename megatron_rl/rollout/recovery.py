@@ -79,6 +79,7 @@ class RecoveringClient:
             if not waiting:
                 raise lost
             done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            # A failure counts only when no other server can come back any more.
             if not waiting:
                 for task in done:
                     task.result()
@@ -90,6 +91,7 @@ class RecoveringClient:
 
     def _server_lost(self, url: str, reason: str) -> None:
         self._warn(f"the SGLang server at {url} is lost ({reason}); it is started again, its requests go to the others")
+        # At once: a publish on the main thread must pass this server over from now on.
         self.restarting.add(url)
         self._recoveries[url] = asyncio.get_running_loop().create_task(self._bring_back(url))
 

@@ -85,4 +85,5 @@ def named_seed(base: int | None, name: str) -> int | None:
 
 def text_digest(text: str) -> bytes:
     """12 bytes that stand for ``text``."""
+    # Ids come from JSON, which may hold half a surrogate pair.
     return hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=12).digest()

@@ -45,6 +45,7 @@ class ServedWeights:
         if self._method == "colocated":
             options["ranks"] = ControlRanks(self._timeout_s)
         elif self._method == "broadcast":
+            # The first source is this rank itself.
             ranks = source_ranks(self._group.topology_of(self._engine))[1:]
             options["links"] = [ControlLink(rank, self._timeout_s) for rank in ranks]
         weights = self._group.export_weights(self._engine, _DESTINATIONS[self._method])

@@ -6,22 +6,19 @@ Whoever keeps state inside a server (weight sync: its process group and the curr
 
 import logging
 import os
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from megatron_rl.config.derived import server_placement
 from megatron_rl.config.schema import Config, RolloutConfig
+from megatron_rl.rollout.sglang.attached import AttachedServer
 from megatron_rl.rollout.sglang.options import ServerOptions
-from megatron_rl.rollout.sglang.routes import SERVER_FLAG, returns_routes
-from megatron_rl.rollout.sglang.server import Progress, ServerError, SglangServer, count_gpus, detect_device, is_healthy
-from megatron_rl.system.http import HttpError, get_once
+from megatron_rl.rollout.sglang.routes import returns_routes
+from megatron_rl.rollout.sglang.server import Progress, SglangServer, count_gpus, detect_device
 
 logger = logging.getLogger(__name__)
-
-_ATTACH_POLL_S = 1.0
 
 
 class Server(Protocol):
@@ -35,55 +32,6 @@ class Server(Protocol):
     def restart(self, while_waiting: Callable[[], None] = ...) -> None: ...
 
     def stop(self, grace_s: float = ...) -> None: ...
-
-
-class _AttachedServer:
-    """A server that somebody else started. It is watched, never stopped; ``restart`` waits until it is back."""
-
-    def __init__(self, url: str, *, timeout_s: float = 300.0, progress: Progress = logger.info) -> None:
-        self.url = url.rstrip("/")
-        self.timeout_s = timeout_s
-        self.incarnation = 1
-        self._progress = progress
-        self._identity = self._read_identity()
-
-    def healthy(self, timeout_s: float = 5.0) -> bool:
-        """The server answers; notices when it is not the process that answered before."""
-        if not is_healthy(self.url, timeout_s):
-            return False
-        identity = self._read_identity()
-        if identity != self._identity:
-            self._identity = identity
-            self.incarnation += 1
-        return True
-
-    def restart(self, while_waiting: Callable[[], None] = lambda: None) -> None:
-        """Wait until whoever runs the server has started it again. Raises ServerError after ``timeout_s``."""
-        deadline = time.monotonic() + self.timeout_s
-        self._progress(f"waiting up to {self.timeout_s:.0f} s for server {self.url}, which this run did not start")
-        while not self.healthy():
-            if time.monotonic() > deadline:
-                raise ServerError(
-                    f"server {self.url} did not come back within {self.timeout_s:.0f} s; this run attached to it and "
-                    "cannot start it. Start it again, or take it out of rollout.urls."
-                )
-            time.sleep(_ATTACH_POLL_S)
-            while_waiting()
-
-    def stop(self, grace_s: float = 0.0) -> None:
-        """Nothing: it is not ours."""
-
-    def model_info(self) -> dict[str, Any]:
-        """What the server says about its model. Raises ServerError if no SGLang server answers there."""
-        return _ask(self.url, "/model_info")
-
-    def _read_identity(self) -> tuple[Any, ...]:
-        info = _ask(self.url, "/server_info")
-        return tuple(info.get(name) for name in _IDENTITY_FIELDS)
-
-
-_IDENTITY_FIELDS = ("startup_time", "random_seed", "launch_command")
-"""Fields of /server_info that differ between two processes under the same URL."""
 
 
 class ServerPool:
@@ -127,6 +75,7 @@ class ServerPool:
         ]
         pool = cls(servers)
         try:
+            # All processes first, then the waiting: they load their models at the same time.
             for server in servers:
                 server.spawn()
             for server in servers:
@@ -142,12 +91,13 @@ class ServerPool:
         """Attach to running servers. Raises ServerError if one does not answer as an SGLang server."""
         if len(set(urls)) != len(urls):
             raise ValueError(f"rollout.urls names a server twice: {list(urls)}")
-        servers = [_AttachedServer(url, timeout_s=timeout_s, progress=progress) for url in urls]
+        servers = [AttachedServer(url, timeout_s=timeout_s, progress=progress) for url in urls]
         for server in servers:
             server.model_info()
         return cls(servers)
 
     def at(self, url: str) -> Server:
+        """The server with one of ``urls``."""
         return next(server for server in self.servers if server.url == url)
 
     @property
@@ -164,20 +114,6 @@ class ServerPool:
 
     def __exit__(self, *exc_info: object) -> None:
         self.stop()
-
-
-def _ask(url: str, path: str, timeout_s: float = 10.0) -> dict[str, Any]:
-    try:
-        answer = get_once(url + path, timeout_s=timeout_s)
-        if answer.status == 200:
-            return answer.json()
-        problem = f"it answered {answer.status}: {answer.text[:200]}"
-    except (HttpError, ValueError) as error:
-        problem = f"{error}" if isinstance(error, HttpError) else f"{type(error).__name__}: {error}"
-    raise ServerError(
-        f"no SGLang server answers at {url} ({problem}). Expected {path} to answer within {timeout_s:.0f} s: check the "
-        f"address in rollout.urls and that the server is up (GET {url}/health)."
-    )
 
 
 def _first_free_gpu(rollout: RolloutConfig, note: Progress) -> int:
@@ -225,13 +161,12 @@ def open_servers(
         load_weights=load_weights,
         tokenizer=tokenizer,
         device=detect_device(),
+        # With weights of their own they serve a command that has no trainer: all GPUs are theirs.
         first_gpu=0 if shares_devices or load_weights else _first_free_gpu(rollout, note),
         can_sleep=shares_devices,
-        server_args={
-            SERVER_FLAG: returns_routes(config),
-            "enable-fp32-lm-head": config.policy.fp32_head,
-            **rollout.server_args,
-        },
+        returns_routes=returns_routes(config),
+        fp32_head=config.policy.fp32_head,
+        server_args=rollout.server_args,
     )
     return ServerPool.start(
         options,

@@ -156,6 +156,7 @@ class RolloutService:
             self._memory.sleep(self._addresses(url))
         else:
             self._send(self._addresses(url))
+        # On this thread, where publishes run: the next one finds the server like the others, or not at all.
         self._live.restarting.discard(url)
 
     def _send_to_all(self) -> PublishResult:
@@ -169,6 +170,7 @@ class RolloutService:
         try:
             result = self._send(addresses)
         except (WeightSyncError, ServerCallError) as error:
+            # Only a dead server explains the failure: with all of them well, the trainer's side is at fault.
             dead = [address.url for address in addresses if not self._is_well(address.url)]
             if not dead:
                 raise
@@ -181,6 +183,7 @@ class RolloutService:
 
     def _send(self, addresses: list[ServerAddress]) -> PublishResult:
         if self._memory is not None:
+            # Servers wake into the memory that the trainer's allocators would keep for themselves.
             self._trainer.weights.free_memory()
             self._memory.wake(addresses, WEIGHTS)
         result = self._trainer.weights.publish(self._publisher, addresses, self.weight_version)

@@ -144,7 +144,7 @@ def _read_done(path: Path) -> dict[str, set[int]]:
     with open(path, "rb") as file:
         for line in file:
             if not line.endswith(b"\n"):
-                break
+                break  # a kill cut it short
             row = json.loads(line)
             done[row["id"]].add(row["sample"])
             num_good_bytes += len(line)
@@ -172,6 +172,7 @@ async def generate_scores(
 ) -> None:
     """Generate, grade and save what the file lacks. RewardAlarm when too many responses cannot be scored."""
     missing = missing_samples(prompts, plan.num_samples, scores.done)
+    # One iterator for all workers: each takes the next prompt when it is free.
     queue = iter([prompt for prompt in prompts if prompt.id in missing])
     graded: list[Score] = []
 
@@ -182,6 +183,7 @@ async def generate_scores(
             answers = await asyncio.gather(*[generate(request, prompt.id) for request in requests])
             texts = [plan.decode(answer.token_ids) for answer in answers]
             found = await grade([_item(prompt, text) for text in texts])
+            # Together: a row that is in the file is complete, and its sample is never generated again.
             scores.append([_row(prompt, *parts) for parts in zip(samples, texts, answers, found, strict=True)])
             graded.extend(found)
             on_scored(len(found))

@@ -92,6 +92,7 @@ def _lowest_reasons(prompts: Sequence[PromptScores], *, keep_share: float) -> li
             by_type[prompt.type].append((prompt.mean, prompt.id))
     kept: set[tuple[str, str]] = set()
     for name, ranked in by_type.items():
+        # As it was written: in floats 0.29 * 100 is less than 29.
         number = max(1, math.floor(Fraction(repr(keep_share)) * len(ranked)))
         kept |= {(name, prompt_id) for _, prompt_id in sorted(ranked)[:number]}
     return [_unscored(prompt) or ("" if (prompt.type, prompt.id) in kept else ABOVE_SHARE) for prompt in prompts]

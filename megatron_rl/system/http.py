@@ -90,6 +90,7 @@ class HttpSession:
             ) as response:
                 return Answer(response.status, response.reason or "", await self._read(response))
         except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, OSError, TimeoutError) as error:
+            # That of connecting is a TimeoutError too, but the machine was not reached: another fault, another remedy.
             timed_out = isinstance(error, TimeoutError) and not isinstance(error, aiohttp.ConnectionTimeoutError)
             raise NoAnswer(_described(error), timed_out=timed_out) from error
         except (aiohttp.ClientError, ValueError) as error:
@@ -165,7 +166,7 @@ class HttpThread:
         tasks = asyncio.all_tasks() - {asyncio.current_task()}
         for task in tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)  # their connections go back to the session first
         await self.session.close()
 
 

@@ -23,7 +23,7 @@ from megatron_rl.rollout.plan import GenerationPlan
 from megatron_rl.rollout.sampling import Sampling
 from megatron_rl.rollout.sglang.client import SglangClient
 from megatron_rl.rollout.sglang.options import ServerOptions
-from megatron_rl.rollout.sglang.routes import SERVER_FLAG, RouteShape, route_shape
+from megatron_rl.rollout.sglang.routes import RouteShape, route_shape
 from megatron_rl.rollout.sglang.server import SglangServer
 from megatron_rl.rollout.windows import Window
 from megatron_rl.step.packing import window_batch, window_routes, with_routes
@@ -83,7 +83,7 @@ def model_path(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def url(model_path, tmp_path_factory) -> Iterator[str]:
-    options = ServerOptions(str(model_path), deterministic=True, server_args={SERVER_FLAG: True})
+    options = ServerOptions(str(model_path), deterministic=True, returns_routes=True)
     with SglangServer(options, tmp_path_factory.mktemp("log") / "sglang.log", start_timeout_s=400.0) as server:
         yield server.url
 

@@ -198,6 +198,7 @@ class SglangClient:
     def _choose(self, sticky_key: int | str | None, failed_url: str) -> _ServerState | None:
         """The server to try next: another one than the last time if there is one, None if all are lost."""
         live = [server for server in self._servers.values() if server.live]
+        # Where only the one that failed is left it is asked again: it lives, and may have been busy.
         candidates = [server for server in live if server.url != failed_url] or live
         if not candidates:
             return None
@@ -225,6 +226,7 @@ class SglangClient:
             room = min(self.max_batch_size, self.max_inflight_requests - server.num_inflight)
             batch: list[_Pending] = []
             while server.waiting and len(batch) < room:
+                # A sample comes back with the slowest of its batch: one that is wanted alone neither joins nor leads one.
                 if batch and (server.waiting[0].alone or batch[0].alone):
                     break
                 pending = server.waiting.popleft()
@@ -290,6 +292,7 @@ class SglangClient:
 
     async def _diagnose(self, server: _ServerState, reason: str) -> AttemptFailed:
         """After a failure: is the server gone? Marks it as lost then."""
+        # A time-out alone says little: the request may have queued behind long ones.
         try:
             healthy = (await self._http.get(server.url + "/health", timeout_s=_PROBE_TIMEOUT_S)).status == 200
         except HttpError:
@@ -303,6 +306,7 @@ class SglangClient:
             return
         server.live = False
         logger.warning("SGLang server %s is lost: %s", server.url, reason)
+        # What was not sent yet goes to the next server at its next attempt.
         while server.waiting:
             pending = server.waiting.popleft()
             if not pending.answer.done():

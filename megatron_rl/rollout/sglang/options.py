@@ -5,6 +5,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from megatron_rl.rollout.sglang.routes import SERVER_FLAG
+
 
 @dataclass(frozen=True)
 class ServerOptions:
@@ -27,6 +29,10 @@ class ServerOptions:
     """Of the machine's GPUs, the one that the first tensor-parallel rank takes."""
     can_sleep: bool = False
     """On a GPU: SGLang's memory saver, which lets the server give its memory back between generations."""
+    returns_routes: bool = False
+    """Answers say which experts each token went to."""
+    fp32_head: bool = False
+    """The output layer computes in float32, whatever ``dtype`` is."""
     num_threads: int = 1
     """CPU threads of each tensor-parallel rank, where the model runs on the CPU."""
     server_args: Mapping[str, Any] = field(default_factory=dict)
@@ -48,6 +54,8 @@ def server_command(options: ServerOptions, port: int) -> list[str]:
         "enable-deterministic-inference": options.deterministic,
         "skip-tokenizer-init": not options.tokenizer,
         "skip-server-warmup": True,
+        SERVER_FLAG: options.returns_routes,
+        "enable-fp32-lm-head": options.fp32_head,
     }
     if not options.load_weights:
         flags["load-format"] = "dummy"
