@@ -56,7 +56,7 @@ class Calculator(Environment):
 
     def respond(self, prompt: Prompt, turns: Sequence[TurnView]) -> Message | None:
         expression = self._call(turns[-1])
-        if expression is None or len(turns) > self.max_calls:
+        if expression is None or len(turns) > self.max_calls:  # every turn before the last was a call
             return None
         return Message(self.result.replace("{}", answer(expression)), verbatim=True)
 

@@ -101,7 +101,7 @@ class Pag(Environment):
         grade = grades[index]
         if index == 0 or not self.bonus:
             return grade
-        before = grades[index - 2]
+        before = grades[index - 2]  # the verdict on it is between them
         if grade.value is None or before.value is None:
             return Score(None, error=grade.error or f"the bonus needs the score of the answer before: {before.error}")
         return Score(grade.value + self.bonus * (grade.value - before.value), grade.detail)

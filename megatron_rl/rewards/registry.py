@@ -161,6 +161,7 @@ def check_options(reward: Reward, options: Mapping[str, Any], row_fields: Sequen
             raise RewardError(
                 f"reward {reward.name!r} has no option {name!r}; its options: {', '.join(keywords) or 'none'}"
             )
+    # A row field that the options set is an option like any other.
     from_rows = [name for name in row_fields if name not in options]
     _registry.check_options(reward, options, given=[*_response_and_answer(reward.function), *from_rows])
     try:

@@ -42,6 +42,7 @@ from megatron_rl.rewards.workers.event_loop import start_runner
 _ANY_TYPE = ""
 """Key of the only route when reward.by_type is empty."""
 _RANGE_TOLERANCE = 1e-6
+"""Relative: a float that is rounded outwards is still in the range."""
 _NOT_THOUGHT = "not of the form <think>thought</think>solution"
 _MAX_REPORTED = 5
 
@@ -222,6 +223,7 @@ def check_prompts(config: RewardConfig, prompts: Iterable[Prompt]) -> None:
             for name in route.required
             if p.fields.get(name) is None
         ]
+        # A reward that is named by its path has not said whether it needs an answer.
         if route.reward.answer_required and ":" not in route.reward.name:
             problems += [f"{p.source or p.id}: it has no answer" for p in group if not p.answer]
         if not problems and route.reward.check_prompts is not None:

@@ -22,8 +22,8 @@ from typing import Any, TextIO
 from megatron_rl.config.schema import Config
 from megatron_rl.data.trajectory import Prompt, Score
 from megatron_rl.errors import UserError
+from megatron_rl.rewards.alarm import check_error_rate
 from megatron_rl.rewards.router import GradedItem
-from megatron_rl.rewards.workers.processes import check_error_rate
 from megatron_rl.rollout.sampling import Sampling, sample_seed, text_digest
 from megatron_rl.rollout.sglang.wire import Generation, GenerationRequest
 from megatron_rl.system.files import written_whole

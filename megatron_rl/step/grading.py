@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from megatron_rl.config.schema import RewardConfig
 from megatron_rl.data.trajectory import Score, Trajectory
 from megatron_rl.environments.base import Environment, turn_views, turns_to_score
+from megatron_rl.rewards.alarm import check_error_rate
 from megatron_rl.rewards.router import GradedItem, RewardRouter
-from megatron_rl.rewards.workers.processes import check_error_rate
 
 
 class Grader:

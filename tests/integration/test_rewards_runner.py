@@ -15,10 +15,11 @@ import pytest
 
 from megatron_rl.commands.score import score_file
 from megatron_rl.data.trajectory import Score
+from megatron_rl.rewards.alarm import RewardAlarm, check_error_rate
 from megatron_rl.rewards.registry import RewardError
 from megatron_rl.rewards.workers.calls import RunnerSettings
 from megatron_rl.rewards.workers.frames import pack
-from megatron_rl.rewards.workers.processes import RewardAlarm, RewardRunner, check_error_rate
+from megatron_rl.rewards.workers.processes import RewardRunner
 
 HOSTILE = "tests.integration.hostile_rewards"
 ROOT = Path(__file__).parents[2]

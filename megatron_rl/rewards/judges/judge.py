@@ -103,7 +103,7 @@ def check_judge(name: str, options: Mapping[str, Any], template: str, template_f
     yes_words, no_words = settings.words
     both = set(yes_words) & set(no_words)
     if both:
-        raise RewardError(f"reward {name!r}: {sorted(both)} are both in yes_words and in no_words")
+        raise RewardError(f"reward {name!r}: {sorted(both)} are in both yes_words and no_words")
     check_template(template, template_fields)
     if settings.chat and not settings.tokenizer_path:
         raise RewardError(f"reward {name!r}: option chat needs tokenizer_path, whose chat template is to be used")
@@ -191,6 +191,7 @@ async def judge(texts: Sequence[str], settings: JudgeOptions) -> list[Judgement]
     unique = list(dict.fromkeys(texts))
     ids = [*yes_ids, *no_ids]
     body: dict[str, Any] = {
+        # The sampled token is not used, only the log-probs at its place.
         "sampling_params": {"max_new_tokens": 1, "temperature": 0},
         "return_logprob": True,
         "token_ids_logprob": [ids] * len(unique),

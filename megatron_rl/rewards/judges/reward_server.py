@@ -177,7 +177,7 @@ async def _ask_in_batch(url: str, body: dict[str, Any], batch_size: int, headers
 
 
 def _send(loop: asyncio.AbstractEventLoop, key: str, batch: _Batch) -> None:
-    if batch.sending is None:
+    if batch.sending is None:  # it is full, or its time is up: whichever came first
         if _batches[loop].get(key) is batch:
             del _batches[loop][key]
         batch.sending = loop.create_task(batch.send())

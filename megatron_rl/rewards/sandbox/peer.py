@@ -341,6 +341,7 @@ class Remote:
     """An object of the player, as the tests see it."""
 
     def __init__(self, referee: Referee, reference: list[Any]) -> None:
+        # Past __setattr__ below, which would ask the player.
         object.__setattr__(self, "_referee", referee)
         object.__setattr__(self, "_reference", reference)
 

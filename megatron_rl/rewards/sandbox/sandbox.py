@@ -180,6 +180,7 @@ class Sandbox:
             deadline = time.monotonic() + limits.wall_s
             outcome = self._run(program, limits, partial, together=False, wall_s=limits.wall_s)
             if outcome is None:
+                # Both runs together have one deadline.
                 rest_s = max(deadline - time.monotonic(), 0.1)
                 outcome = self._run(program, limits, partial, together=True, wall_s=rest_s)
             if outcome is None:
@@ -286,6 +287,7 @@ def _converse(
             open_for_reading = bool(part) and len(verdict) <= _MAX_VERDICT_BYTES
         if control in readable:
             reply = _reply(control, deadline)
+            # The reply may overtake the end of the verdict, which is in the socket by then.
             while open_for_reading and (part := _read_some(channel)) and len(verdict) <= _MAX_VERDICT_BYTES:
                 verdict += part
             return reply, verdict

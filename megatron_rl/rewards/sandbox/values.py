@@ -41,7 +41,7 @@ def encode(value: Any, export: Export) -> Any:
 
 
 def _encode(value: Any, export: Export) -> Any:
-    kind = type(value)
+    kind = type(value)  # not isinstance: a subclass may behave differently, so it stays where it is
     if kind in _JSON_TYPES:
         return value
     if kind is int:
@@ -56,7 +56,7 @@ def _encode(value: Any, export: Export) -> Any:
         return [kind.__name__.lower(), *(_encode(part, export) for part in _PARTS[kind](value))]
     if kind is deque:
         return ["deque", [_encode(item, export) for item in value], value.maxlen]
-    numpy = sys.modules.get("numpy")
+    numpy = sys.modules.get("numpy")  # without an import of it there is no value of its types
     if numpy is not None and isinstance(value, (numpy.ndarray, numpy.generic)) and _DTYPE.fullmatch(value.dtype.str):
         tag = "ndarray" if isinstance(value, numpy.ndarray) else "generic"
         return [tag, _encode(value.tolist(), export), value.dtype.str]

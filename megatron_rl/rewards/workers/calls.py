@@ -115,6 +115,7 @@ class CallQueue(ABC):
             if self._failure is not None:
                 raise self._failure
             self._calls.add(future)
+            # Inside the lock: a runner that ends now either refuses this call or finds it.
             self._loop.call_soon_threadsafe(self._enqueue, queued)
         future.add_done_callback(self._forget)
         return future

@@ -93,7 +93,7 @@ class ForkServerClient:
             "timeout_s": settings.timeout_s,
             "memory_limit_mb": settings.memory_limit_mb,
         }
-        theirs.close()
+        theirs.close()  # only the child may hold its end, or its death would not be seen here
         try:
             stdin = self._process.stdin
             assert stdin is not None, "stdin=PIPE makes one"

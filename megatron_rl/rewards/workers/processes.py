@@ -16,11 +16,9 @@ thread also owns the fork server: it outlives any event loop of the callers, and
 import asyncio
 import concurrent.futures
 import os
-import re
 import signal
 import threading
 import time
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -45,10 +43,6 @@ _PICKUP_GRACE_S = 5.0
 _MAX_CONSECUTIVE_CRASHES = 8
 """Workers that may end in a row without any result and without an item to blame."""
 _MAX_FORK_SERVER_RESTARTS = 3
-
-
-class RewardAlarm(RewardError):
-    """More responses of a step could not be scored than the configuration allows."""
 
 
 @dataclass
@@ -142,6 +136,7 @@ class RewardRunner(CallQueue):
         tasks = [asyncio.create_task(self._run_worker(slot)) for slot in range(self._settings.num_workers)]
         stop = asyncio.create_task(self._stop.wait())
         try:
+            # A worker's task ends by an error only, and the first error is the runner's end.
             finished, _ = await asyncio.wait([stop, *tasks], return_when=asyncio.FIRST_COMPLETED)
             errors = [task.exception() for task in finished if task is not stop and task.exception()]
             how = f"failed: {errors[0]}" if errors else "is closed"
@@ -152,7 +147,7 @@ class RewardRunner(CallQueue):
             await asyncio.gather(stop, *tasks, return_exceptions=True)
             self._fork_server.stop()
             self._fork_server.release()
-            self._end_calls()
+            self._end_calls()  # last: a caller that goes on finds no process left
 
     def _enqueue(self, items: list[Item]) -> None:
         self._pending.extend(items)
@@ -161,7 +156,7 @@ class RewardRunner(CallQueue):
     def _requeue(self, items: list[Item], *, first: bool) -> None:
         wanted = [item for item in items if item.wanted]
         if first:
-            self._pending.extendleft(reversed(wanted))
+            self._pending.extendleft(reversed(wanted))  # extendleft turns the order around
         else:
             self._pending.extend(wanted)
         if wanted:
@@ -189,7 +184,7 @@ class RewardRunner(CallQueue):
         chunk: list[Item] = []
         try:
             while True:
-                generation = self._num_restarts
+                generation = self._num_restarts  # before the fork: another task may restart the server meanwhile
                 try:
                     worker = worker or await self._fork_server.fork(slot_index)
                     chunk, frame = _frame(await self._take_chunk())
@@ -218,7 +213,10 @@ class RewardRunner(CallQueue):
     # --------------------------------------------------------------------------------------------- one chunk of items
 
     async def _score_chunk(self, worker: Worker, items: list[Item], frame: bytes) -> bool:
-        """Score a chunk, packed in ``frame``; True if the worker can take another. What is left undone goes back to the queue."""
+        """Score a chunk, packed in ``frame``; True if the worker can take another.
+
+        What is left undone goes back to the queue.
+        """
         worker.slot.reset(len(items))
         chunk = _Chunk(items, time.monotonic())
         worker.writer.write(frame)
@@ -255,7 +253,7 @@ class RewardRunner(CallQueue):
         """A worker has been quiet: spread its chunk if one item is slow, kill it past the deadline (then True)."""
         position, since = worker.slot.progress()
         slow = chunk.item_at(position)
-        age_s = time.monotonic() - max(since, chunk.sent_at)
+        age_s = time.monotonic() - max(since, chunk.sent_at)  # the slot may show a time from before this chunk
         if slow is not None and age_s > min(_STALL_S, self._settings.timeout_s):
             worker.slot.set_limit(position + 1)
             self._give_back(chunk, but=slow)
@@ -285,7 +283,7 @@ class RewardRunner(CallQueue):
             tries = f", {culprit.num_crashes} times" if culprit.num_crashes > 1 else ""
             culprit.finish(Score(None, error=f"the worker {_how_it_ended(status)} at this response{tries}"))
         else:
-            self._requeue([culprit], first=False)
+            self._requeue([culprit], first=False)  # at the end: it may cost another worker
 
     def _give_back(self, chunk: _Chunk, *, but: Item | None = None) -> None:
         """Queue what is unfinished in a chunk, once, ahead of everything else."""
@@ -319,31 +317,3 @@ def _how_it_ended(status: int) -> str:
         hint = " (used up its CPU time)" if number == signal.SIGXCPU else ""
         return f"died of {signal.Signals(number).name}{hint}"
     return f"exited with code {os.WEXITSTATUS(status)}"
-
-
-def _error_rate(scores: Sequence[Score]) -> float:
-    """Share of ``scores`` without a value; 0 for none."""
-    return sum(score.value is None for score in scores) / len(scores) if scores else 0.0
-
-
-def check_error_rate(scores: Sequence[Score], max_error_rate: float, *, what: str = "this step") -> float:
-    """Stop a run whose grader fails too often to be trusted.
-
-    Returns:
-        The error rate, in [0, 1].
-
-    Raises:
-        RewardAlarm: the rate is above ``max_error_rate``; the message has the three most frequent errors.
-    """
-    rate = _error_rate(scores)
-    if rate <= max_error_rate:
-        return rate
-    # Digits are dropped, so that the same failure on different responses counts as one.
-    kinds = Counter(re.sub(r"\d+", "N", score.error) for score in scores if score.value is None)
-    examples = {re.sub(r"\d+", "N", score.error): score.error for score in scores if score.value is None}
-    frequent = "; ".join(f"{count}x {examples[kind]}" for kind, count in kinds.most_common(3))
-    raise RewardAlarm(
-        f"{sum(kinds.values())} of {len(scores)} responses of {what} could not be scored ({rate:.1%}, allowed "
-        f"{max_error_rate:.1%}). Most frequent: {frequent}. Fix the reward, raise reward.timeout_s, "
-        "or raise reward.max_error_rate if this is expected"
-    )

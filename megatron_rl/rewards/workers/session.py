@@ -27,7 +27,7 @@ class CallFailed(Exception):
 
 
 def _session() -> HttpSession:
-    loop = asyncio.get_running_loop()
+    loop = asyncio.get_running_loop()  # connections belong to the loop that made them
     if loop not in _sessions:
         _sessions[loop] = HttpSession(connect_timeout_s=_CONNECT_TIMEOUT_S, max_answer_bytes=_MAX_ANSWER_BYTES)
     return _sessions[loop]

@@ -1,13 +1,13 @@
 """The processes that score: a fork server that loads the reward once, and the workers it forks.
 
-The fork server (``python -m megatron_rl.rewards.workers.worker``) never runs a reward. It answers one request at a time: ``fork`` a
-worker, or ``kill`` one and say how it ended. Forking after the import makes a replacement worker a matter of
-milliseconds. The fork server and each worker adopt their orphaned descendants, so a process that a reward started can be
-found and killed even if it left the worker's process group.
+The fork server (``python -m megatron_rl.rewards.workers.worker``) never runs a reward. It answers one request at a
+time: ``fork`` a worker, or ``kill`` one and say how it ended. Forking after the import makes a replacement worker a
+matter of milliseconds. The fork server and each worker adopt their orphaned descendants, so a process that a reward
+started can be found and killed even if it left the worker's process group.
 
-Who dies with whom: a worker dies with the fork server (parent-death signal). The fork server ends, after killing everything
-below it, when its control socket closes or the runner's thread dies. Nothing here waits without end except for the next
-request, and that wait ends with the runner.
+Who dies with whom: a worker dies with the fork server (parent-death signal). The fork server ends, after killing
+everything below it, when its control socket closes or the runner's thread dies. Nothing here waits without end except
+for the next request, and that wait ends with the runner.
 """
 
 import ctypes

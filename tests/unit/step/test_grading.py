@@ -7,7 +7,7 @@ import pytest
 from megatron_rl.config.schema import RewardConfig
 from megatron_rl.data.trajectory import Prompt, Score, Segment, Trajectory, message_segment
 from megatron_rl.environments.pag import Pag
-from megatron_rl.rewards.workers.processes import RewardAlarm
+from megatron_rl.rewards.alarm import RewardAlarm
 from megatron_rl.step.grading import Grader
 
 WORDS = {1: "seven", 2: "The answer is wrong", 3: "eight", 4: "The answer is correct", 9: ""}
