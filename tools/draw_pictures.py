@@ -2,6 +2,7 @@
 
     python tools/draw_pictures.py                                     # all of them into docs/pictures
     python tools/draw_pictures.py --record outputs/tppo outputs/ppo   # take docs/pictures/timeline.json anew from two runs
+    python tools/draw_pictures.py --curve outputs/arithmetic/tppo     # docs/quickstart.png, the curve of a run
 
 A picture depends on what it shows and on the pinned matplotlib alone, so drawing twice gives the same bytes; a test compares.
 SVG with letters as outlines on a light card: the same on every machine, readable on a light and on a dark page.
@@ -13,6 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 from canvas import CARD, INK, LINE, MUTED, arrow, as_png, as_svg, canvas, rectangle, text
 from machine_pictures import placements, processes
 from matplotlib.axes import Axes
@@ -23,7 +25,8 @@ from megatron_rl.config.schema import Mode
 from megatron_rl.step.graph import Resource, Stage
 from megatron_rl.step.stages import step_graph
 from megatron_rl.system.files import write_whole
-from megatron_rl.tracking.charts import LIGHT, STAGE_COLORS
+from megatron_rl.tracking.charts import LIGHT, STAGE_COLORS, smooth, smoothing_span
+from megatron_rl.tracking.run_record import load_run
 from megatron_rl.tracking.timeline import Span, overlap_intervals, overlap_seconds, read_timeline
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -36,7 +39,10 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=FOLDER)
     parser.add_argument("--png", action="store_true", help="PNG instead of SVG, to look at")
     parser.add_argument("--record", type=Path, nargs=2, metavar="RUN", help="output folders of a T-PPO and of a PPO run")
+    parser.add_argument("--curve", type=Path, metavar="RUN", help="output folder of the run whose accuracy is drawn")
     arguments = parser.parse_args()
+    if arguments.curve:
+        write_whole(ROOT / "docs" / "quickstart.png", as_png(curve(arguments.curve)))
     if arguments.record:
         write_whole(RECORD, json.dumps(record(*arguments.record), indent=None) + "\n")
     arguments.output.mkdir(parents=True, exist_ok=True)
@@ -304,6 +310,26 @@ def _recorded(axes: Axes, top: float, title: str, spans: Sequence[Span], length_
                     )
     for second in range(int(length_s) + 1):
         text(axes, (left + second * scale, top + 120), f"{second} s", size=8, color=MUTED, ha="center")
+
+
+def curve(folder: Path) -> Figure:
+    """Accuracy of a run over steps and over training time. Not among PICTURES: it takes all metrics of a run."""
+    run = load_run(folder)
+    training, evaluation = run.values("reward/accuracy") * 100, run.values("eval/accuracy") * 100
+    known, evaluated = np.isfinite(training), np.isfinite(evaluation)
+    figure = Figure(figsize=(11.4, 4.2), layout="constrained")
+    for place, (x, label) in enumerate([(run.steps, "training step"), (run.hours() * 60, "training time (minutes)")]):
+        axes = figure.add_subplot(1, 2, place + 1)
+        axes.plot(x[known], training[known], color=LIGHT["blue"], linewidth=0.8, alpha=0.3)
+        smoothed = smooth(training[known], smoothing_span(len(run.steps)))
+        axes.plot(x[known], smoothed, color=LIGHT["blue"], linewidth=1.8, label="training, smoothed")
+        axes.plot(x[evaluated], evaluation[evaluated], color=LIGHT["orange"], marker="o", markersize=4.5, label="evaluation")
+        axes.set(xlabel=label, ylabel="% correct" if place == 0 else "")
+        axes.set_ylim(0, None)
+        axes.grid(axis="y", color=LINE, linewidth=0.6)
+        axes.spines[["top", "right", "left"]].set_visible(False)
+    figure.axes[0].legend(frameon=False)
+    return figure
 
 
 PICTURES: dict[str, Callable[[], Figure]] = {
