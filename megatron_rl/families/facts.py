@@ -85,14 +85,15 @@ def uses_only_experts(config: ModelConfig) -> bool:
 def num_experts(config: ModelConfig) -> int:
     """Of one layer, also where no layer has them; 0 for a dense family."""
     experts, text = family_of(config).experts, text_config(config)
-    names = experts.number if experts is not None else ()
-    return next((number for name in names if (number := getattr(text, name, None))), 0)
+    numbers = [getattr(text, name, None) or 0 for name in experts.number] if experts is not None else []
+    return next(filter(None, numbers), 0)
 
 
 def expert_ffn_size(config: ModelConfig) -> int:
     """Inner features of one expert; those of a layer where there are none."""
     experts, text = family_of(config).experts, text_config(config)
-    return getattr(text, experts.ffn_size if experts is not None else "", None) or getattr(text, "intermediate_size", 0)
+    own = getattr(text, experts.ffn_size, 0) if experts is not None else 0
+    return own or getattr(text, "intermediate_size", 0)
 
 
 def router_groups(config: ModelConfig) -> tuple[int, int]:

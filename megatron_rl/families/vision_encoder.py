@@ -2,7 +2,8 @@
 
 import functools
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import nn
@@ -24,13 +25,13 @@ def build_encoder(vision_config: ModelConfig) -> nn.Module:
 
 def parameter_shapes(vision_config: ModelConfig) -> Mapping[str, tuple[int, ...]]:
     """Name and shape of each of the encoder's parameters, in its order."""
-    return _shapes(type(vision_config), vision_config.to_json_string(use_diff=False))
+    return _shapes(vision_config.to_json_string(use_diff=False), type(vision_config).from_dict)
 
 
 @functools.lru_cache(maxsize=8)
-def _shapes(config_class: type, json_text: str) -> dict[str, tuple[int, ...]]:
+def _shapes(json_text: str, config_of: Callable[[dict[str, Any]], ModelConfig]) -> dict[str, tuple[int, ...]]:
     with torch.device("meta"):
-        encoder = build_encoder(config_class.from_dict(json.loads(json_text)))
+        encoder = build_encoder(config_of(json.loads(json_text)))
     return {name: tuple(parameter.shape) for name, parameter in encoder.named_parameters()}
 
 

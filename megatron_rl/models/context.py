@@ -16,13 +16,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from megatron.core import parallel_state
-from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from megatron_rl.models.layers import PackedAttention
 from megatron_rl.models.precision import pack_alignment
 
 NOWHERE = -1
@@ -87,113 +84,6 @@ def sum_over_context(values: Tensor, config: TransformerConfig) -> Tensor:
     if config.context_parallel_size == 1:
         return values
     return _Sum.apply(values, parallel_state.get_context_parallel_group())
-
-
-class ContextAttention(PackedAttention):
-    """Causal attention of this rank's queries to all keys and values of a pack, which are gathered over the group.
-
-    For machines without Transformer Engine: simple rather than fast, the mask of a bucket is a tensor.
-    """
-
-    is_context_parallel = True
-
-    def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Tensor | None = None,
-        attn_mask_type: Any = None,
-        attention_bias: Tensor | None = None,
-        packed_seq_params: "ContextSeqParams | None" = None,
-    ) -> Tensor:
-        """query [L, heads, d], key [L, groups, d], value [L, groups, e] -> [L, heads * e]."""
-        if packed_seq_params is None or packed_seq_params.plan is None:
-            raise ValueError(
-                "ContextAttention needs ContextSeqParams with a plan: call the model through models.packed"
-            )
-        group, plan = parallel_state.get_context_parallel_group(), packed_seq_params.plan
-        keys, values = (_GatherRows.apply(t, group).index_select(0, plan.key_rows) for t in (key, value))
-        queries = query.index_select(0, plan.query_rows)
-        attended = []
-        query_sizes = [n * longest // group.size() for n, longest in plan.shapes]
-        key_sizes = [n * longest for n, longest in plan.shapes]
-        parts = zip(queries.split(query_sizes), keys.split(key_sizes), values.split(key_sizes), strict=True)
-        for (n, _), positions, (q, k, v) in zip(plan.shapes, plan.positions, parts, strict=True):
-            q, k, v = (part.unflatten(0, (n, -1)).transpose(1, 2) for part in (q, k, v))
-            mask = positions[:, None] >= torch.arange(k.shape[2], device=k.device)
-            context = F.scaled_dot_product_attention(
-                q, k, v, attn_mask=mask, scale=self.softmax_scale, enable_gqa=query.shape[1] != key.shape[1]
-            )
-            attended.append(context.transpose(1, 2).flatten(0, 1))
-        return torch.cat(attended).index_select(0, plan.unsort).flatten(1)
-
-
-@dataclass(frozen=True)
-class ContextPlan:
-    """Attention calls of one rank: sequences of the same padded length share one, so nothing is padded twice."""
-
-    shapes: list[tuple[int, int]]
-    """(sequences, padded length) of each call."""
-    positions: list[Tensor]
-    """[length / ranks] of each call: the positions of this rank's queries."""
-    query_rows: Tensor
-    """[L]: the calls' queries end to end, as rows of this rank."""
-    key_rows: Tensor
-    """[L * ranks]: the calls' keys end to end, as rows of the gathered tensor."""
-    unsort: Tensor
-    """[L]: where each of this rank's rows is among the calls' queries."""
-
-
-@dataclass
-class ContextSeqParams(PackedSeqParams):
-    """Megatron's description of a pack (with the padded lengths), with the plan of ``ContextAttention`` beside it."""
-
-    plan: ContextPlan | None = None
-
-
-@functools.lru_cache(maxsize=64)
-def plan_context(lengths: tuple[int, ...], num_ranks: int, rank: int, device: torch.device) -> ContextPlan:
-    """The calls for sequences of padded ``lengths``."""
-    num_rows = sum(lengths) // num_ranks
-    members: dict[int, list[int]] = {}
-    start = 0
-    for length in lengths:
-        if length:
-            members.setdefault(length, []).append(start)
-        start += length // num_ranks
-    shapes, positions, query_rows, key_rows = [], [], [], []
-    for length, starts in members.items():
-        share = torch.arange(length // num_ranks)
-        # Row (rank, i) of a sequence holds position zigzag(rank)[i]: sorted by position they are in order.
-        order = torch.cat([zigzag(length, num_ranks, r) for r in range(num_ranks)]).argsort()
-        rows = torch.cat([share + r * num_rows for r in range(num_ranks)])[order]
-        firsts = torch.tensor(starts)[:, None]
-        shapes.append((len(starts), length))
-        positions.append(zigzag(length, num_ranks, rank).to(device))
-        query_rows.append((firsts + share).flatten())
-        key_rows.append((firsts + rows).flatten())
-    queries = torch.cat(query_rows)
-    return ContextPlan(
-        shapes, positions, queries.to(device), torch.cat(key_rows).to(device), queries.argsort().to(device)
-    )
-
-
-class _GatherRows(torch.autograd.Function):
-    """[L, ...] of each rank -> [L * ranks, ...]; a row's gradient is the sum of what all ranks have for it."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        gathered = rows.new_empty((rows.shape[0] * group.size(), *rows.shape[1:]))
-        dist.all_gather_into_tensor(gathered, rows.contiguous(), group=group)
-        return gathered
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        mine = grad.new_empty((grad.shape[0] // ctx.group.size(), *grad.shape[1:]))
-        dist.reduce_scatter_tensor(mine, grad.contiguous(), group=ctx.group)
-        return mine, None
 
 
 class _Sum(torch.autograd.Function):

@@ -19,6 +19,7 @@ from megatron_rl.families.parameters import VALUE_HEAD
 from megatron_rl.models.context import rows_of_tokens, sum_over_context
 from megatron_rl.models.hf.sources import RandomSource
 from megatron_rl.models.hf.weights import fill
+from megatron_rl.models.layers import mark_split_gradients
 from megatron_rl.models.megatron_fields import PLAIN, MegatronSettings
 from megatron_rl.models.packed import PackedGPTModel, build_chunks, forward, sequence_starts, unwrap
 
@@ -34,8 +35,7 @@ class ValueHead(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(initial_weight.to(config.params_dtype))
         self.sequence_parallel = config.sequence_parallel
-        # Under sequence parallelism each rank sees part of the tokens: Megatron sums such gradients over the group.
-        self.weight.sequence_parallel = config.sequence_parallel
+        mark_split_gradients(self, config.sequence_parallel)
 
     def forward(
         self, hidden: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None

@@ -28,7 +28,7 @@ class PackedAllGatherDispatcher(MoEAllGatherTokenDispatcher):
             dist.all_reduce(longest, dist.ReduceOp.MAX, group=self.tp_ep_group)
             padding = (0, 0, 0, int(longest) - len(rows))
             rows, probs = F.pad(rows, padding), F.pad(probs, padding)
-            self.routing_map = F.pad(self.routing_map, padding)
+            self.routing_map: Tensor = F.pad(self.routing_map, padding)
         return rows, probs
 
     def combine_postprocess(self, hidden: Tensor) -> Tensor:

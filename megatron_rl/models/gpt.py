@@ -1,5 +1,7 @@
 """The language model of this project inside Megatron's wrappers."""
 
+from typing import Any
+
 from megatron.core.models.gpt import GPTModel
 from torch import nn
 
@@ -17,6 +19,7 @@ class PackedGPTModel(GPTModel):
 
 def unwrap(chunk: nn.Module) -> PackedGPTModel:
     """The model inside Megatron's wrappers (distributed data parallel)."""
-    while not isinstance(chunk, PackedGPTModel):
-        chunk = chunk.module
-    return chunk
+    inner: Any = chunk
+    while not isinstance(inner, PackedGPTModel):
+        inner = inner.module
+    return inner

@@ -1,7 +1,7 @@
 """Log-probabilities and entropies from hidden states, without ever holding the logits of more than a chunk of tokens.
 
 The vocabulary is split over the tensor-parallel group; each rank computes its columns of the logits in float32 and
-the group exchanges four numbers a token. The backward pass computes the logits again, chunk by chunk.
+the group exchanges four numbers per token. The backward pass computes the logits again, chunk by chunk.
 
     logp(t) = z_t - log Z,   H = log Z - E[z],   z = logits / temperature
     d logp / d z_i = [i = t] - p_i,   d H / d z_i = -p_i (log p_i + H)
@@ -11,6 +11,7 @@ others, as it is in SGLang, so that both sides speak of the same distribution.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -44,7 +45,20 @@ def token_logprobs_and_entropy(
     """
     if temperature <= 0:
         raise ValueError(f"temperature is positive, got {temperature}; score greedy samples at temperature 1")
-    return _ChunkedLogprobs.apply(hidden, weight, targets, vocab_size, temperature, group, chunk_size, tuple(excluded))
+    return _ChunkedLogprobs.apply(
+        hidden, weight, targets, _Head(vocab_size, temperature, group, chunk_size, tuple(excluded))
+    )
+
+
+@dataclass(frozen=True)
+class _Head:
+    """What is known of the output layer beyond its weight; as the arguments of ``token_logprobs_and_entropy``."""
+
+    vocab_size: int
+    temperature: float
+    group: dist.ProcessGroup | None
+    chunk_size: int
+    excluded: tuple[int, ...]
 
 
 class _ChunkedLogprobs(torch.autograd.Function):
@@ -54,29 +68,26 @@ class _ChunkedLogprobs(torch.autograd.Function):
         hidden: Tensor,
         weight: Tensor,
         targets: Tensor,
-        vocab_size: int,
-        temperature: float,
-        group: dist.ProcessGroup | None,
-        chunk_size: int,
-        excluded: tuple[int, ...],
+        head: _Head,
     ) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
-        rank = 0 if group is None else group.rank()
+        rank = 0 if head.group is None else head.group.rank()
         first_id = rank * weight.shape[0]
-        rows = min(max(vocab_size - first_id, 0), weight.shape[0])
+        rows = min(max(head.vocab_size - first_id, 0), weight.shape[0])
         local_targets = targets - first_id
-        columns = [token - first_id for token in excluded if first_id <= token < first_id + rows]
+        columns = [token - first_id for token in head.excluded if first_id <= token < first_id + rows]
         parts = []
-        for start in range(0, hidden.shape[0], chunk_size):
-            chunk = slice(start, start + chunk_size)
-            scores = _logits(hidden[chunk], weight[:rows]) / temperature
+        for start in range(0, hidden.shape[0], head.chunk_size):
+            chunk = slice(start, start + head.chunk_size)
+            scores = _logits(hidden[chunk], weight[:rows]) / head.temperature
             scores[:, columns] = _EXCLUDED_SCORE
-            parts.append(_statistics(scores, local_targets[chunk], group))
+            parts.append(_statistics(scores, local_targets[chunk], head.group))
         dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
         empty = torch.zeros(3, 0, dtype=dtype, device=hidden.device)
         logprobs, entropy, log_normalizer = torch.cat([empty, *parts], dim=1)
         ctx.save_for_backward(hidden, weight, local_targets, log_normalizer, entropy)
-        ctx.rows, ctx.temperature, ctx.chunk_size, ctx.columns = rows, temperature, chunk_size, columns
+        ctx.rows, ctx.columns = rows, columns
+        ctx.temperature, ctx.chunk_size = head.temperature, head.chunk_size
         return logprobs, entropy
 
     @staticmethod
@@ -103,7 +114,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
             grad_scores /= ctx.temperature
             grad_hidden[chunk] = grad_scores @ weight[:rows].to(grad_scores.dtype)
             grad_weight[:rows] += grad_scores.t() @ hidden[chunk].to(grad_scores.dtype)
-        return grad_hidden, grad_weight.to(weight.dtype), None, None, None, None, None, None
+        return grad_hidden, grad_weight.to(weight.dtype), None, None
 
 
 def _logits(hidden: Tensor, weight: Tensor) -> Tensor:

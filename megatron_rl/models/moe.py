@@ -30,6 +30,7 @@ from megatron_rl.errors import ModelError
 from megatron_rl.families.facts import dims
 from megatron_rl.families.family import family_of
 from megatron_rl.models.context import split_here
+from megatron_rl.models.gpt import unwrap
 from megatron_rl.models.layers import has_transformer_engine
 from megatron_rl.models.precision import pack_alignment
 from megatron_rl.models.routing import (
@@ -129,7 +130,7 @@ class Routing:
 
     def __init__(self, settings: MoeConfig, chunks: Sequence[nn.Module]) -> None:
         self._settings = settings
-        self._config = chunks[0].config
+        self._config = unwrap(chunks[0]).config
         self._routers = routers(chunks)
         self._has_experts = bool(self._config.num_moe_experts)
         self._traces: list[RoutingTrace] = []
@@ -137,8 +138,8 @@ class Routing:
 
     def begin(
         self, microbatches: Sequence[PackedBatch], stand_ins: Sequence[bool], *, trains: bool, records: bool
-    ) -> list[RoutingTrace | None]:
-        """One trace a micro-batch; ``stand_ins`` says which of them hold no real token. Collective if ``trains``."""
+    ) -> Sequence[RoutingTrace | None]:
+        """One trace per micro-batch; ``stand_ins`` says which of them hold no real token. Collective if ``trains``."""
         if not self._has_experts:
             return [None] * len(microbatches)
         scale = 0.0
@@ -164,7 +165,8 @@ class Routing:
     def take_routes(self) -> list[Tensor]:
         """Routes [T, L, K] int16 of each micro-batch of the recording pass just made; every model-parallel peer calls it."""
         traces, self._traces = self._traces, []
-        return [gather_routes(trace.recorded)[:size] for trace, size in zip(traces, self._sizes, strict=True)]
+        recorded = [trace.recorded for trace in traces if trace.recorded is not None]
+        return [gather_routes(routes)[:size] for routes, size in zip(recorded, self._sizes, strict=True)]
 
     @torch.no_grad()
     def finish_update(self, *, skipped: bool) -> dict[str, tuple[float, float]]:

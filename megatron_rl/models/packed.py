@@ -21,19 +21,18 @@ from megatron_rl.data.batch import PackedBatch
 from megatron_rl.errors import ModelError
 from megatron_rl.families.facts import sees, text_config
 from megatron_rl.families.vision_encoder import build_encoder, num_deepstack
-from megatron_rl.models.context import ContextAttention, ContextSeqParams, plan_context, split_here, zigzag
+from megatron_rl.models.attention import (
+    ContextAttention,
+    PackedAttention,
+    PlannedSeqParams,
+    plan_attention,
+    plan_context,
+)
+from megatron_rl.models.context import split_here, zigzag
 from megatron_rl.models.dispatch import install_dispatcher
 from megatron_rl.models.gpt import PackedGPTModel, unwrap
 from megatron_rl.models.hf.megatron_config import megatron_config, transformer_class
-from megatron_rl.models.layers import (
-    PackedAttention,
-    PlannedSeqParams,
-    block_spec,
-    has_transformer_engine,
-    keep_float32,
-    plan_attention,
-    swap_layers,
-)
+from megatron_rl.models.layers import block_spec, has_transformer_engine, keep_float32, swap_layers
 from megatron_rl.models.megatron_fields import MegatronSettings, checked_fields
 from megatron_rl.models.moe import check_moe, moe_kwargs
 from megatron_rl.models.precision import check_fp8, fp8_kwargs, pack_alignment
@@ -189,7 +188,7 @@ def _split_sequence_params(
     common = _pack_description(lengths, device)
     if has_transformer_engine():
         return positions, PackedSeqParams(**common)
-    return positions, ContextSeqParams(plan=plan_context(lengths, num_ranks, rank, device), **common)
+    return positions, PlannedSeqParams(plan=plan_context(lengths, num_ranks, rank, device), **common)
 
 
 def _pack_description(lengths: tuple[int, ...], device: torch.device) -> dict[str, Any]:

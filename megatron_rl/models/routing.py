@@ -129,9 +129,10 @@ class _Choice:
     Only ``get_replay_topk`` is called by Megatron.
     """
 
-    def __init__(self) -> None:
-        self.wanted: Tensor | None = None
-        self.chosen: Tensor | None = None
+    wanted: Tensor | None = None
+    """[T_local, K] routes to follow; None: none."""
+    chosen: Tensor
+    """[T_local, K] ids, after each call."""
 
     def get_replay_topk(
         self, scores: Tensor, topk: int, num_groups: int | None, group_topk: int | None, compute_topk: Any

@@ -1,4 +1,4 @@
-"""Whom a rank waited for: each notes in the world's store what it is doing, so that a time-out can name who did not come.
+"""Names the rank that a timed-out collective was waiting for: each rank records its current work in the key-value store.
 
 A collective of Megatron's that waits too long says neither for whom nor what for. Inside ``with working(what)`` such an
 error becomes a ``CollectiveTimeout`` that does. The ranks do their work in the same order, so equal counts are equal
@@ -24,13 +24,13 @@ GRACE_S = 5.0
 _ASK_S = 10.0
 """Longest wait for the store, whose own process may be the one that stands still."""
 
-_counts: Iterator[int] = itertools.count(1)
+_numbers: Iterator[int] = itertools.count(1)
 
 
 class Note(NamedTuple):
-    """What a rank last began; ``count`` is 0 before the first."""
+    """What a rank last began; ``number`` counts from 1, 0 is before the first."""
 
-    count: int
+    number: int
     what: str
     gave_up: bool = False
     """It waited too long itself."""
@@ -40,16 +40,16 @@ class Note(NamedTuple):
 def working(what: str) -> Iterator[None]:
     """Around one piece of collective work that all ranks do."""
     plane, rank, start = topology.control_plane(), dist.get_rank(), time.monotonic()
-    count = next(_counts)
-    plane.store.set(f"progress/{rank}", f"{count} begun {what}")
+    number = next(_numbers)
+    plane.store.set(f"progress/{rank}", f"{number} begun {what}")
     try:
         yield
     except RuntimeError as error:
         if isinstance(error, CollectiveTimeout) or not _is_timeout(error):
             raise
         elapsed_s = time.monotonic() - start
-        notes = _notes_of_all(f"{count} late {what}")
-        raise CollectiveTimeout(account(rank, Note(count, what), elapsed_s, notes)) from error
+        notes = _notes_of_all(f"{number} late {what}")
+        raise CollectiveTimeout(account(rank, Note(number, what), elapsed_s, notes)) from error
 
 
 def _is_timeout(error: RuntimeError) -> bool:
@@ -63,15 +63,15 @@ def account(rank: int, own: Note, elapsed_s: float, notes: Sequence[Note] | None
     if notes is None:
         return f"{waited} one that cannot be named, for the process that holds the store does not answer"
     behind = {
-        peer: f"which is at the {note.what}" if note.count else "which has begun nothing"
+        peer: f"which is at the {note.what}" if note.number else "which has begun nothing"
         for peer, note in enumerate(notes)
-        if note.count < own.count
+        if note.number < own.number
     }
     if not behind:
         behind = {
             peer: "which began it and has not come through"
             for peer, note in enumerate(notes)
-            if peer != rank and note.count == own.count and not note.gave_up
+            if peer != rank and note.number == own.number and not note.gave_up
         }
     if not behind:
         return f"{waited} others, as did every other rank that is in it; look for a slow network or a lost message"
@@ -101,5 +101,5 @@ def _notes_of_all(own: str) -> list[Note] | None:
 
 
 def _read(text: bytes) -> Note:
-    count, state, what = text.decode().split(" ", 2)
-    return Note(int(count), what, gave_up=state == "late")
+    number, state, what = text.decode().split(" ", 2)
+    return Note(int(number), what, gave_up=state == "late")

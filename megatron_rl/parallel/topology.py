@@ -24,6 +24,8 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
 
 from megatron_rl.config.layout import expert_tensor_size, layout_problems, ranks_of_replica
 from megatron_rl.config.schema import ParallelConfig
@@ -98,7 +100,7 @@ class _Layout:
 class ControlPlane:
     group: dist.ProcessGroup
     timeout_s: float
-    store: dist.Store
+    store: Store
     """Keys and values that all ranks see, of this world alone."""
 
 
@@ -131,7 +133,7 @@ def initialize(parallel: ParallelConfig, *, seed: int) -> Topology:
     if on_gpu:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
     # A prefix of its own for each world: keys of an earlier one would be taken for live addresses.
-    store = dist.PrefixStore(f"megatron_rl/{next(_generations)}", _rendezvous_store())
+    store = PrefixStore(f"megatron_rl/{next(_generations)}", _rendezvous_store())
     dist.init_process_group(
         "nccl" if on_gpu else "gloo", store=store, rank=rank, world_size=world_size, timeout=timeout
     )
@@ -237,9 +239,9 @@ def control_plane() -> ControlPlane:
 
 
 @functools.cache
-def _rendezvous_store() -> dist.Store:
+def _rendezvous_store() -> Store:
     """The world's key-value store, met once in a process: rank 0's server keeps its port."""
     if "RANK" not in os.environ:
-        return dist.HashStore()
-    store, _, _ = next(dist.rendezvous("env://"))
+        return dist.HashStore()  # type: ignore[attr-defined]  # torch has it, but does not say so
+    store, _, _ = next(rendezvous("env://"))
     return store

@@ -12,7 +12,7 @@ from torch import Tensor
 from megatron_rl.config.schema import ParallelConfig, Recompute
 from megatron_rl.cpu.torchvision import declare_torchvision_ops
 from megatron_rl.data.batch import PackedBatch
-from megatron_rl.data.vision import vision_token_ids
+from megatron_rl.families.facts import vision_token_ids
 from megatron_rl.families.parameters import VALUE_HEAD
 from megatron_rl.models import critic, policy
 from megatron_rl.models.hf.model_config import load_hf_config
@@ -64,7 +64,7 @@ def make_sequences(vocab_size: int) -> tuple[list[Tensor], list[Tensor]]:
 def hf_outputs(model: Any, sequences: list[Tensor], temperature: float) -> tuple[list[Tensor], list[Tensor]]:
     """Per sequence (logprobs, entropy) in the alignment of data/batch.py, by full logits, one sequence at a time."""
     logprobs, entropies = [], []
-    excluded = torch.tensor(vision_token_ids(model.config.to_dict()), dtype=torch.int64)
+    excluded = torch.tensor(vision_token_ids(model.config), dtype=torch.int64)
     for tokens in sequences:
         logits = model(tokens[None]).logits[0].index_fill(-1, excluded, -1e9)
         log_p = (logits / temperature).log_softmax(-1)[:-1]

@@ -8,12 +8,8 @@ each within those over the expert-tensor-parallel ranks.
 """
 
 import itertools
-import json
-import os
 import re
-import shutil
-import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -21,35 +17,20 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from megatron_rl.families.facts import dims, text_config
-from megatron_rl.families.family import families
 from megatron_rl.families.parameters import VALUE_HEAD, Entry, Role, canonical_name, entries, stacked_shapes
-from megatron_rl.families.transforms import Shard, Sliceable
+from megatron_rl.families.transforms import Dims, Shard, Sliceable
+from megatron_rl.models.hf.folder import FolderWriter, appearing
 from megatron_rl.models.hf.mtp import is_mtp, mtp_tensors
-from megatron_rl.models.hf.sources import INDEX_FILE, SINGLE_FILE, CheckpointSource, TensorSource, WeightsError
+from megatron_rl.models.hf.sources import CheckpointSource, TensorSource, WeightsError
 from megatron_rl.models.packed import unwrap
 from megatron_rl.parallel import collectives
-from megatron_rl.system.files import replace_folder
 
 _MAX_SHARD_BYTES = 5 * 1024**3
-COPIED_FILES = (
-    "tokenizer*",
-    "vocab*",
-    "merges.txt",
-    "*.model",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template*",
-    "generation_config.json",
-    "*processor_config.json",
-)
-"""What goes with the weights into a saved folder: tokenizer, generation settings and image processor."""
-IGNORED_TENSORS = re.compile(r"rotary_emb\.inv_freq$|^lm_head\.weight$|^score\.weight$")
+_IGNORED_TENSORS = re.compile(r"rotary_emb\.inv_freq$|^lm_head\.weight$|^score\.weight$")
 """Tensors of a checkpoint that a model may leave unread: derived ones, and heads that it has no use for."""
 _EXPERT = re.compile(r"(\.mlp\.experts\.)(\d+)(\.)")
 
@@ -82,18 +63,30 @@ def load_weights(
     source = CheckpointSource(path, stacked_shapes(hf_config))
     expected = expected_names(hf_config, role)
     fresh = [VALUE_HEAD] if role == "critic" and VALUE_HEAD not in source else []
-    unknown = [
-        name
-        for name in source.files
-        if name not in expected and not IGNORED_TENSORS.search(name) and not is_mtp(hf_config, name)
-    ]
-    if unknown:
-        raise WeightsError(
-            f"{path} holds {len(unknown)} tensors that a {role} of model_type {hf_config.model_type} with "
-            f"{text_config(hf_config).num_hidden_layers} layers has no place for, {unknown[0]} first; check config.json and the path"
-        )
+    unused(hf_config, source, expected)
     fill(chunks, hf_config, source, role=role, skip=fresh)
     return fresh
+
+
+def unused(hf_config: PretrainedConfig, source: CheckpointSource, expected: Collection[str]) -> list[str]:
+    """Tensors of ``source`` that are not among ``expected``; WeightsError where a model of this kind has none of that name."""
+    names = [name for name in source.files if name not in expected]
+    refuse_unknown(
+        hf_config,
+        source.folder,
+        [name for name in names if not _IGNORED_TENSORS.search(name) and not is_mtp(hf_config, name)],
+    )
+    return names
+
+
+def refuse_unknown(hf_config: PretrainedConfig, folder: str | Path, unknown: Sequence[str]) -> None:
+    """WeightsError if there are any: tensors of ``folder`` that the model has no place for."""
+    if unknown:
+        raise WeightsError(
+            f"{folder} holds {len(unknown)} tensors that a {hf_config.model_type} of "
+            f"{text_config(hf_config).num_hidden_layers} layers has no place for: {', '.join(unknown[:5])}; check "
+            "config.json and the path"
+        )
 
 
 def fill(
@@ -165,13 +158,18 @@ def export_weights(
     yield from assemble(collected())
 
 
+def own_tensors(tensors: Iterable[tuple[str, Tensor | None]]) -> Iterator[tuple[str, Tensor]]:
+    """Those of ``export_weights`` or ``assemble`` that this rank has."""
+    return ((name, tensor) for name, tensor in tensors if tensor is not None)
+
+
 def read_entry(source: TensorSource, entry: Entry) -> list[Sliceable]:
     """What the entry's transform takes."""
     part = entry.part[0] if entry.part is not None else None
     return [source.read(name, shape, part) for name, shape in entry.hf.items()]
 
 
-def assemble(parts: Iterable[tuple[Entry, list[Tensor | None]]]) -> Iterator[tuple[str, Tensor | None]]:
+def assemble(parts: Iterable[tuple[Entry, Sequence[Tensor | None]]]) -> Iterator[tuple[str, Tensor | None]]:
     """Whole tensors by name, in order, from what the entries' transforms gave; a None stays one."""
     whole: dict[str, Tensor] = {}
     for entry, tensors in parts:
@@ -202,7 +200,7 @@ class _Owner:
     is_here: bool
 
 
-def _owner(entry: Entry, stage: int, sizes: dict[str, int]) -> _Owner:
+def _owner(entry: Entry, stage: int, sizes: Dims) -> _Owner:
     """Who holds ``entry`` on pipeline stage ``stage``."""
     rank, expert = dist.get_rank(), _expert_of(entry.megatron)
     group = parallel_state.get_tensor_model_parallel_group()
@@ -220,19 +218,12 @@ def _collect(
     owner: _Owner,
     target: int,
     dtype: torch.dtype,
-    sizes: dict[str, int],
+    sizes: Dims,
     to: Destination,
 ) -> list[Tensor | None]:
     """The full tensors of ``entry`` on rank ``target`` (or on all ranks), Nones elsewhere."""
-    rank, group = dist.get_rank(), owner.group
-    full: list[Tensor] | None = None
-    if owner.is_here:
-        shards = [parameter.detach()]
-        if entry.transform.is_split and group.size() > 1:
-            shards = [torch.empty_like(parameter) for _ in range(group.size())] if rank == owner.first else None
-            dist.gather(parameter.detach().contiguous(), shards, group=group, group_dst=0)
-        if rank == owner.first:
-            full = [tensor.contiguous() for tensor in entry.transform.export(shards, sizes)]
+    rank = dist.get_rank()
+    full = _put_together(entry, parameter, owner, sizes) if owner.is_here else None
     if full is None and (rank == target or to is Destination.everywhere):
         full = [torch.empty(shape, dtype=dtype, device=_device()) for shape in entry.shapes]
     if full is None:
@@ -245,6 +236,20 @@ def _collect(
         elif owner.first != target:
             dist.recv(tensor, src=owner.first)
     return list(full) if rank == target or to is Destination.everywhere else [None] * len(full)
+
+
+def _put_together(entry: Entry, parameter: Tensor | None, owner: _Owner, sizes: Dims) -> list[Tensor] | None:
+    """The full tensors of ``entry`` on rank ``owner.first``, None on the others of its group; collective over the group."""
+    rank, group = dist.get_rank(), owner.group
+    if parameter is None:
+        raise WeightsError(f"rank {rank} does not hold Megatron's parameter {entry.megatron}, though it should")
+    shards = [parameter.detach()]
+    if entry.transform.is_split and group.size() > 1:
+        shards = [torch.empty_like(parameter) for _ in range(group.size())] if rank == owner.first else []
+        dist.gather(parameter.detach().contiguous(), shards or None, group=group, group_dst=0)
+    if rank != owner.first:
+        return None
+    return [tensor.contiguous() for tensor in entry.transform.export(shards, sizes)]
 
 
 def save_hf(
@@ -260,118 +265,41 @@ def save_hf(
     """Write the model as a Hugging Face folder; all ranks call it, rank 0 writes.
 
     config.json and the tokenizer come from ``source_folder``, and with ``keep_mtp`` the tensors of its
-    multi-token-prediction layers. The folder is written beside ``target_folder`` under another name and renamed when
+    multi-token-prediction layers. The folder is written next to ``target_folder`` under another name and renamed when
     whole, so that no file of the target is ever half written; a target that exists is moved aside for the moment of the
     renaming, then deleted. An OSError while writing is raised on every rank.
     """
+    tensors = export_weights(chunks, hf_config, role=role)
     failure: str | None = None
-    writer: FolderWriter | None = None
     if dist.get_rank() == 0:
         try:
-            writer = FolderWriter(Path(source_folder), Path(target_folder), max_shard_bytes, keeps_mtp=keep_mtp)
+            with appearing(Path(target_folder)) as folder:
+                source, target = Path(source_folder), Path(target_folder)
+                writer = FolderWriter(
+                    source, folder, target=target, max_shard_bytes=max_shard_bytes, keeps_mtp=keep_mtp
+                )
+                for name, tensor in own_tensors(tensors):
+                    writer.add(name, tensor)
+                if keep_mtp:
+                    _add_mtp(writer, hf_config, source_folder)
+                writer.finish()
         except OSError as error:
             failure = str(error)
-    for name, tensor in export_weights(chunks, hf_config, role=role):
-        # After a failure the other ranks' tensors are still taken: they would wait for it otherwise.
-        if writer is not None and failure is None:
-            try:
-                writer.add(name, tensor)
-            except OSError as error:
-                failure = str(error)
-    if writer is not None and failure is None:
-        try:
-            for name, tensor in mtp_tensors(hf_config, source_folder) if keep_mtp else ():
-                writer.add(name, tensor)
-            writer.finish()
-        except (OSError, WeightsError) as error:
-            failure = str(error)
-    if writer is not None and failure is not None:
-        writer.discard()
+    # After a failure the other ranks' tensors are still taken: they would wait for it otherwise.
+    for _ in tensors:
+        pass
     failure = collectives.broadcast_object(failure, what=f"the saved model {target_folder}")
     if failure is not None:
         raise OSError(f"rank 0 could not write {target_folder}: {failure}")
 
 
-class FolderWriter:
-    """Collects tensors into safetensors files of at most ``max_shard_bytes`` in a temporary folder."""
-
-    def __init__(self, source: Path, target: Path, max_shard_bytes: int, *, keeps_mtp: bool = False) -> None:
-        """``source`` has config.json and the tokenizer; ``keeps_mtp``: multi-token-prediction layers are among the tensors."""
-        target.parent.mkdir(parents=True, exist_ok=True)
-        self.keeps_mtp = keeps_mtp
-        self.source, self.target, self.max_shard_bytes = source, target, max_shard_bytes
-        self.folder = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
-        self.pending: dict[str, Tensor] = {}
-        self.pending_bytes = 0
-        self.shards: list[list[str]] = []
-        self.total_bytes = 0
-        self.dtype: torch.dtype | None = None
-
-    def add(self, name: str, tensor: Tensor) -> None:
-        size = tensor.numel() * tensor.element_size()
-        if self.pending and self.pending_bytes + size > self.max_shard_bytes:
-            self._flush()
-        # A copy where the tensor is the live parameter, or a view that safetensors would refuse.
-        self.pending[name] = tensor.detach().cpu().clone()
-        self.pending_bytes += size
-        self.total_bytes += size
-        self.dtype = self.dtype or tensor.dtype
-
-    def finish(self) -> None:
-        """Write what is pending, config.json and the tokenizer; the target appears."""
-        self._write_index()
-        self._write_config()
-        for pattern in COPIED_FILES:
-            for file in self.source.glob(pattern):
-                if file.is_file():
-                    shutil.copy2(file, self.folder)
-        self._publish()
-
-    def finish_weights(self) -> None:
-        """The same without config.json and tokenizer: a folder of weights alone."""
-        self._write_index()
-        self._publish()
-
-    def _write_index(self) -> None:
-        self._flush()
-        if len(self.shards) == 1:
-            os.rename(self._shard_path(0), self.folder / SINGLE_FILE)
-        else:
-            weight_map = {}
-            for i, names in enumerate(self.shards):
-                file = f"model-{i + 1:05d}-of-{len(self.shards):05d}.safetensors"
-                os.rename(self._shard_path(i), self.folder / file)
-                weight_map.update(dict.fromkeys(names, file))
-            index = {"metadata": {"total_size": self.total_bytes}, "weight_map": weight_map}
-            (self.folder / INDEX_FILE).write_text(json.dumps(index, indent=2))
-
-    def discard(self) -> None:
-        shutil.rmtree(self.folder, ignore_errors=True)
-
-    def _flush(self) -> None:
-        try:
-            save_file(self.pending, self._shard_path(len(self.shards)), metadata={"format": "pt"})
-        except SafetensorError as error:
-            # Of an error while writing it keeps the text alone; tensors that cannot be serialised do not come here.
-            raise OSError(f"{self.target} could not be written: {error}") from error
-        self.shards.append(list(self.pending))
-        self.pending, self.pending_bytes = {}, 0
-
-    def _shard_path(self, index: int) -> Path:
-        return self.folder / f"shard-{index}.safetensors"
-
-    def _write_config(self) -> None:
-        config = json.loads((self.source / "config.json").read_text())
-        config.pop("torch_dtype", None)
-        count = families()[config["model_type"]].num_mtp_layers
-        if config.get(count) and not self.keeps_mtp:
-            config[count] = 0
-        config["dtype"] = str(self.dtype).removeprefix("torch.")
-        (self.folder / "config.json").write_text(json.dumps(config, indent=2))
-
-    def _publish(self) -> None:
-        self.folder.chmod(0o755)  # mkdtemp's own mode shuts everyone else out
-        replace_folder(self.folder, self.target)
+def _add_mtp(writer: FolderWriter, hf_config: PretrainedConfig, folder: str | Path) -> None:
+    try:
+        for name, tensor in mtp_tensors(hf_config, folder):
+            writer.add(name, tensor)
+    except WeightsError as error:
+        # Rank 0 is alone here: the others learn of an OSError.
+        raise OSError(str(error)) from error
 
 
 def _expert_of(name: str) -> int | None:
@@ -399,7 +327,9 @@ def _named_parameters(chunks: Sequence[nn.Module]) -> Iterator[tuple[str, Tensor
             match = re.match(r"decoder\.layers\.(\d+)\.(.+)", name)
             if match:
                 name = f"decoder.layers.{numbers[int(match[1])]}.{match[2]}"
-            name = _EXPERT.sub(lambda match: f"{match[1]}{int(match[2]) + first_expert}{match[3]}", name)
+            expert = _expert_of(name)
+            if expert is not None:
+                name = _EXPERT.sub(rf"\g<1>{expert + first_expert}\3", name)
             yield name, parameter
 
 

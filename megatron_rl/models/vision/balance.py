@@ -25,7 +25,7 @@ from megatron_rl.models.vision.encoder import encode
 
 
 def assign_images(costs: Sequence[float], num_ranks: int, homes: Sequence[range] | None = None) -> list[int]:
-    """The rank that encodes each image: the dearest first, each to the rank with the least to do so far.
+    """The rank that encodes each image: the heaviest first, each to the least loaded rank.
 
     Where several have as little, one of the image's ``homes``, the ranks whose batch it is in, then the lowest. No rank
     has more than the mean cost of a rank and the cost of one image.
@@ -69,7 +69,7 @@ def encode_balanced(
     batches = range(0, group.size(), num_peers)
     images_of = [[i for i, rank in enumerate(batch_of_image) if rank == first] for first in batches]
     listed = [image for own in images_of for image in own]
-    homes = [range(first, first + num_peers) for first, own in zip(batches, images_of) for _ in own]
+    homes = [range(first, first + num_peers) for first, own in zip(batches, images_of, strict=True) for _ in own]
     costs = [image_flops(vision_config, grids[image].tolist()) for image in listed]
     ranks = assign_images(costs, group.size(), homes)
     plan = _Plan(
@@ -122,7 +122,7 @@ def _gather_grids(own: Tensor, group: dist.ProcessGroup, device: torch.device) -
     gathered = torch.zeros((group.size() * longest, 3), dtype=torch.int64, device=device)
     dist.all_gather_into_tensor(gathered, padded, group=group)
     real = counts.tolist()
-    return torch.cat([part[:n] for part, n in zip(gathered.cpu().split(longest), real)]), real
+    return torch.cat([part[:n] for part, n in zip(gathered.cpu().split(longest), real, strict=True)]), real
 
 
 class _Plan:
@@ -149,7 +149,7 @@ class _Plan:
 
 def _exchange_patches(images: Images, plan: _Plan, group: dist.ProcessGroup, like: Tensor) -> Tensor:
     """The patches that this rank encodes, in the order of the images."""
-    starts = dict(zip(plan.own, cu_seqlens_of(images.grids.prod(-1)).tolist()))
+    starts = dict(zip(plan.own, cu_seqlens_of(images.grids.prod(-1)).tolist()[:-1], strict=True))
 
     def rows(image: int) -> Tensor:
         return torch.arange(starts[image], starts[image] + plan.sizes[image])
@@ -170,7 +170,8 @@ def _exchange_features(features: Tensor, plan: _Plan, group: dist.ProcessGroup, 
         return features
     sizes = [size // patches_per_token for size in plan.sizes]
     mine = [i for i, rank in enumerate(plan.ranks) if rank == plan.me]
-    starts = dict(zip(mine, cu_seqlens_of(torch.tensor([sizes[i] for i in mine], dtype=torch.int64)).tolist()))
+    bounds = cu_seqlens_of(torch.tensor([sizes[i] for i in mine], dtype=torch.int64)).tolist()
+    starts = dict(zip(mine, bounds[:-1], strict=True))
     sent = [plan.encoded_for(plan.me, rank) for rank in range(plan.num_ranks)]
     received = [plan.encoded_for(rank, plan.me) for rank in range(plan.num_ranks)]
     nothing = torch.zeros(0, dtype=torch.int64)

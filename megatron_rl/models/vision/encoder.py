@@ -8,20 +8,25 @@ that width is called the adapter; the rest is the encoder proper.
 import functools
 import importlib.util
 from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from megatron_rl.config.schema import Recompute
+from megatron_rl.models.layers import mark_split_gradients
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 ADAPTER = ("merger.", "deepstack_merger_list.")
 """Beginnings of the names of the adapter's parameters."""
 
 
 def prepare_encoder(
-    encoder: nn.Module, *, dtype: torch.dtype, recompute: Recompute, sequence_parallel: bool
-) -> nn.Module:
+    encoder: "PreTrainedModel", *, dtype: torch.dtype, recompute: Recompute, sequence_parallel: bool
+) -> "PreTrainedModel":
     """Cast and mark the encoder for training on this rank's device."""
     frequencies = {name: buffer.clone() for name, buffer in encoder.named_buffers()}
     encoder.to(dtype)
@@ -35,13 +40,11 @@ def prepare_encoder(
             encoder.set_attn_implementation("flash_attention_2")
     if recompute is Recompute.full:
         _recompute_blocks(encoder)
-    for parameter in encoder.parameters():
-        # With sequence parallelism each rank has the gradient of its own rows alone: Megatron sums gradients so marked.
-        parameter.sequence_parallel = sequence_parallel
+    mark_split_gradients(encoder, sequence_parallel)
     return encoder
 
 
-def _recompute_blocks(encoder: nn.Module) -> None:
+def _recompute_blocks(encoder: "PreTrainedModel") -> None:
     """As ``gradient_checkpointing_enable``, which also makes the input need a gradient: frozen blocks would run backward."""
     for block in encoder.blocks:
         block.gradient_checkpointing = True

@@ -120,7 +120,8 @@ def _padded(positions: Tensor, lengths: list[int], config: TransformerConfig) ->
     padded_lengths = split_here(tuple(lengths), config).lengths
     padded = positions.new_zeros((3, sum(padded_lengths)))
     start = padded_start = 0
-    for length, padded_length in zip(lengths, padded_lengths):
+    # The padding may end with a sequence of its own.
+    for length, padded_length in zip(lengths, padded_lengths, strict=False):
         padded[:, padded_start : padded_start + length] = positions[:, start : start + length]
         start, padded_start = start + length, padded_start + padded_length
     return padded

@@ -34,7 +34,7 @@ def image_rows(
             f"{sum(counts)}; expand each image's token with the image processor's grid, and keep the token out of "
             "what is sampled"
         )
-    if not counts:
+    if images is None or not counts:
         return []
     ends = torch.tensor(lengths).cumsum(0)
     found = list(rows.split(counts))

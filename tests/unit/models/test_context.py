@@ -4,7 +4,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_rl.models.context import NOWHERE, plan_context, split_pack, zigzag
+from megatron_rl.models.attention import plan_context
+from megatron_rl.models.context import NOWHERE, split_pack, zigzag
 
 LENGTHS = st.lists(st.integers(0, 30), min_size=1, max_size=8).filter(any)
 RANKS = st.integers(2, 4)

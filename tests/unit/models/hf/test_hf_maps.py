@@ -17,12 +17,12 @@ from megatron_rl.families.family import families
 from megatron_rl.families.parameters import VALUE_HEAD, canonical_name, entries, stacked_shapes
 from megatron_rl.families.rope import inverse_frequencies
 from megatron_rl.families.transforms import QKV, Columns, GatedMLP, Replicated, Rows, Shard, Transform, Vocabulary
+from megatron_rl.models.attention import plan_attention
 from megatron_rl.models.hf.megatron_config import megatron_config
 from megatron_rl.models.hf.model_config import load_hf_config
 from megatron_rl.models.hf.mtp import is_mtp
 from megatron_rl.models.hf.sources import INDEX_FILE, CheckpointSource, RandomSource, WeightsError
 from megatron_rl.models.hf.weights import assemble, read_entry
-from megatron_rl.models.layers import plan_attention
 from tests.tiny_families import COMMON, SHAPES, VISION_SHAPES
 
 declare_torchvision_ops()

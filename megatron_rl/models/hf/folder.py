@@ -1,0 +1,123 @@
+"""Model folders as Hugging Face has them: safetensors, config.json, tokenizer. They appear once they are complete."""
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+
+from megatron_rl.families.family import families
+from megatron_rl.models.hf.sources import INDEX_FILE, SINGLE_FILE
+from megatron_rl.system.files import replace_folder
+
+_COPIED_FILES = (
+    "tokenizer*",
+    "vocab*",
+    "merges.txt",
+    "*.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template*",
+    "generation_config.json",
+    "*processor_config.json",
+)
+"""What goes with the weights into a saved folder: tokenizer, generation settings and image processor."""
+
+
+@contextmanager
+def appearing(target: Path) -> Iterator[Path]:
+    """A temporary folder next to ``target`` that takes its name when the block succeeds, else vanishes. Raises OSError."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    folder = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+    try:
+        yield folder
+        folder.chmod(0o755)  # mkdtemp's own mode shuts everyone else out
+        replace_folder(folder, target)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def copy_files(source: Path, target: Path, *further: str) -> None:
+    """What goes with the weights, and files of the names ``further``, from folder to folder. Raises OSError."""
+    for pattern in (*further, *_COPIED_FILES):
+        for file in source.glob(pattern):
+            if file.is_file():
+                shutil.copy2(file, target)
+
+
+class FolderWriter:
+    """Collects tensors into safetensors files of at most ``max_shard_bytes`` in ``folder``."""
+
+    def __init__(
+        self, source: Path, folder: Path, *, target: Path, max_shard_bytes: int, keeps_mtp: bool = False
+    ) -> None:
+        """``source`` has config.json and the tokenizer; ``target`` is what errors call the folder.
+
+        ``keeps_mtp``: multi-token-prediction layers are among the tensors.
+        """
+        self.source, self.folder, self.target, self.max_shard_bytes = source, folder, target, max_shard_bytes
+        self.keeps_mtp = keeps_mtp
+        self.pending: dict[str, Tensor] = {}
+        self.pending_bytes = 0
+        self.shards: list[list[str]] = []
+        self.total_bytes = 0
+        self.dtype: torch.dtype | None = None
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        """Write a copy of ``tensor``, sooner or later. Raises OSError."""
+        size = tensor.numel() * tensor.element_size()
+        if self.pending and self.pending_bytes + size > self.max_shard_bytes:
+            self._flush()
+        # A copy where the tensor is the live parameter, or a view that safetensors would refuse.
+        self.pending[name] = tensor.detach().cpu().clone()
+        self.pending_bytes += size
+        self.total_bytes += size
+        self.dtype = self.dtype or tensor.dtype
+
+    def finish(self) -> None:
+        """Write what is pending, config.json and the tokenizer."""
+        self.finish_weights()
+        self._write_config()
+        copy_files(self.source, self.folder)
+
+    def finish_weights(self) -> None:
+        """Write what is pending, without config.json and tokenizer: a folder of weights alone."""
+        self._flush()
+        if len(self.shards) == 1:
+            os.rename(self._shard_path(0), self.folder / SINGLE_FILE)
+        else:
+            weight_map = {}
+            for i, names in enumerate(self.shards):
+                file = f"model-{i + 1:05d}-of-{len(self.shards):05d}.safetensors"
+                os.rename(self._shard_path(i), self.folder / file)
+                weight_map.update(dict.fromkeys(names, file))
+            index = {"metadata": {"total_size": self.total_bytes}, "weight_map": weight_map}
+            (self.folder / INDEX_FILE).write_text(json.dumps(index, indent=2))
+
+    def _flush(self) -> None:
+        try:
+            save_file(self.pending, self._shard_path(len(self.shards)), metadata={"format": "pt"})
+        except SafetensorError as error:
+            # Of an error while writing it keeps the text alone; tensors that cannot be serialised do not come here.
+            raise OSError(f"{self.target} could not be written: {error}") from error
+        self.shards.append(list(self.pending))
+        self.pending, self.pending_bytes = {}, 0
+
+    def _shard_path(self, index: int) -> Path:
+        return self.folder / f"shard-{index}.safetensors"
+
+    def _write_config(self) -> None:
+        config = json.loads((self.source / "config.json").read_text())
+        config.pop("torch_dtype", None)
+        count = families()[config["model_type"]].num_mtp_layers
+        if config.get(count) and not self.keeps_mtp:
+            config[count] = 0
+        config["dtype"] = str(self.dtype).removeprefix("torch.")
+        (self.folder / "config.json").write_text(json.dumps(config, indent=2))
