@@ -60,7 +60,7 @@ class Vision:
     title: str
     """The family's name as people write it."""
     interleaves_positions: bool
-    """Rotary dimensions of time, height and width take turns; else they lie one after the other."""
+    """Rotary dimensions of time, height and width take turns; else they follow one another."""
     image_processor: str = "Qwen2VLImageProcessor"
     """The class of transformers that cuts images into patches."""
     token_ids: tuple[str, ...] = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")

@@ -125,7 +125,7 @@ class GatedMLP:
 
 @dataclass(frozen=True)
 class Transposed:
-    """Another transform of one tensor that files hold transposed; ``halves``: of the two that lie in it side by side."""
+    """Another transform of one tensor that files hold transposed; ``halves``: of the two that it holds side by side."""
 
     inner: Transform
     halves: bool = False

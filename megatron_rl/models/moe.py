@@ -46,7 +46,7 @@ _ROUTER_DTYPES = {RouterDtype.fp32: "fp32", RouterDtype.fp64: "fp64", RouterDtyp
 
 
 def moe_kwargs(settings: MoeConfig, hf_config: PretrainedConfig) -> dict[str, Any]:
-    """Fields of TransformerConfig that lie over those of the family; none for a dense model."""
+    """Fields of TransformerConfig that replace those of the family; none for a dense model."""
     if not dims(hf_config)["experts"]:
         return {}
     return dict(

@@ -40,6 +40,7 @@ from megatron_rl.models.rope import install_rope
 from megatron_rl.models.routing import ROUTERS, RoutingTrace, follow_traces, with_trace
 from megatron_rl.models.vision.encoder import prepare_encoder
 from megatron_rl.models.vision.model import DeepstackLayer, VisionGPTModel
+from megatron_rl.parallel.topology import local_device
 
 __all__ = ["PackedGPTModel", "build_chunks", "forward", "sequence_starts", "unwrap"]
 
@@ -148,7 +149,7 @@ def _model_inputs(batch: PackedBatch, config: TransformerConfig) -> tuple[Tensor
     """tokens [1, T'], positions [1, T'] and sequence parameters, T' the padded length of this rank's part."""
     if len(batch.tokens) == 0:
         raise ValueError("an empty batch cannot pass through the model; leave the micro-batch out on every rank")
-    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    device = local_device()
     lengths, tokens = tuple(batch.lengths.tolist()), batch.tokens.to(device)
     if config.context_parallel_size > 1:
         split = split_here(lengths, config)

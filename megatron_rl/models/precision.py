@@ -1,6 +1,6 @@
 """8-bit floating point through Transformer Engine: which models and machines can have it, and what it means to Megatron.
 
-Only the inputs of matrix products are cast, with a scale a tensor; parameters stay in bfloat16 beside float32 main
+Only the inputs of matrix products are cast, with one scale per tensor; parameters stay in bfloat16 next to float32 main
 weights, so that checkpoints, exports and the optimizer are those of a bfloat16 run.
 """
 

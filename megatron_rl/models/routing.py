@@ -43,7 +43,7 @@ class RoutingTrace:
     rows: Tensor
     """[T_local] int64: the pack's row of each token on this rank; -1 for padding."""
     real: Tensor
-    """[R] int64: the entries of ``rows`` that are no padding; kept, for each look for them would make a GPU wait."""
+    """[R] int64: the entries of ``rows`` that are no padding; kept, because finding them makes a GPU wait."""
     sequences: Tensor
     """[T_local] int64: index of its sequence; -1 for padding."""
     sequence_lengths: Tensor
@@ -118,13 +118,13 @@ class TracedRouter(TopKRouter):
             trace.sequences,
             trace.sequence_lengths,
             topk=self.topk,
-            # One sequence's tokens may lie on several of these ranks.
+            # One sequence's tokens may be on several of these ranks.
             group=parallel_state.get_tensor_and_context_parallel_group(),
         )
 
 
 class _Choice:
-    """In the place of Megatron's RouterReplay, whose global list and one record a layer suit one micro-batch at a time.
+    """In the place of Megatron's RouterReplay, whose global list and one record per layer suit one micro-batch at a time.
 
     Only ``get_replay_topk`` is called by Megatron.
     """
@@ -242,7 +242,7 @@ def new_trace(
     records: bool = False,
     aux_loss_scale: float = 0.0,
 ) -> RoutingTrace:
-    """A trace for a micro-batch of sequences ``cu_seqlens`` [N+1] whose pack lies on this rank as ``rows`` say."""
+    """A trace for a micro-batch of sequences ``cu_seqlens`` [N+1] whose pack is on this rank as ``rows`` say."""
     device, num_tokens = rows.device, int(cu_seqlens[-1])
     cu_seqlens = cu_seqlens.to(device)
     # A row that begins several sequences (empty ones before it) belongs to the last of them.

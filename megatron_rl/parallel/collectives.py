@@ -3,7 +3,7 @@
 Every rank calls the same functions in the same order. Each call has a deadline (by default
 ``parallel.collective_timeout_s``) and raises ``CollectiveTimeout``, which says which rank waited for which one, for
 what and how long; a peer that died raises at once. Batches travel as raw tensors: a short JSON header, then one flat
-buffer a rank.
+buffer per rank.
 """
 
 import json
@@ -82,7 +82,7 @@ def send_batches(
     Tensors of any shape and dtype, on the CPU; names and shapes may differ between ranks.
     """
     if len(payloads) != dist.get_world_size():
-        raise ValueError(f"one payload a rank: expected {dist.get_world_size()}, got {len(payloads)}")
+        raise ValueError(f"one payload per rank: expected {dist.get_world_size()}, got {len(payloads)}")
     for peer, payload in enumerate(payloads[1:], start=1):
         entries = [[name, _dtype_name(tensor.dtype), list(tensor.shape)] for name, tensor in payload.items()]
         header = _bytes_tensor(json.dumps(entries).encode())

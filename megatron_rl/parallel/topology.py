@@ -164,7 +164,7 @@ def add_layout(parallel: ParallelConfig, *, seed: int) -> Topology:
         pp_size=parallel.pipeline_parallel_size,
         dp_rank=place.dp_rank,
         dp_size=world_size // ranks_of_replica(parallel),
-        device=torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu"),
+        device=local_device(),
         cp_rank=place.cp_rank,
         cp_size=parallel.context_parallel_size,
         layout=len(_layouts),
@@ -230,6 +230,11 @@ def destroy() -> None:
     _layouts.clear()
     _active = 0
     dist.destroy_process_group()
+
+
+def local_device() -> torch.device:
+    """Where this rank's tensors are."""
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
 def control_plane() -> ControlPlane:

@@ -22,6 +22,7 @@ from megatron_rl.families.family import family_of
 from megatron_rl.families.rope import rope_parameters
 from megatron_rl.families.transforms import padded_vocab_size
 from megatron_rl.families.vision_encoder import num_deepstack
+from megatron_rl.models.layers import has_transformer_engine
 
 _RECOMPUTE_KWARGS: dict[Recompute, dict[str, Any]] = {
     Recompute.none: {},
@@ -123,7 +124,7 @@ def _kernels() -> dict[str, Any]:
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
         persist_layer_norm=False,
-        apply_rope_fusion=on_gpu and importlib.util.find_spec("transformer_engine") is not None,
+        apply_rope_fusion=has_transformer_engine(),
         gradient_accumulation_fusion=on_gpu and importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None,
     )
 

@@ -161,5 +161,5 @@ def _check_router(config: PretrainedConfig, experts: int, file: Path) -> None:
     if chosen_groups < groups and chosen // chosen_groups != 2:
         raise ModelError(
             f"{file}: num_experts_per_tok {chosen} with topk_group {chosen_groups}: Megatron Core scores a group by its "
-            f"best {chosen // chosen_groups} experts, transformers by its best 2; only two experts a group are supported"
+            f"best {chosen // chosen_groups} experts, transformers by its best 2; only two experts per group are supported"
         )

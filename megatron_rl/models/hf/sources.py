@@ -111,7 +111,7 @@ class CheckpointSource:
                     ways[found != shape] = name
         if len(ways) == 2:
             raise WeightsError(
-                f"{self.folder}: each expert of {ways[True]} lies as transformers saves it, of {ways[False]} as on the hub "
+                f"{self.folder}: each expert of {ways[True]} is stored as transformers saves it, of {ways[False]} as on the hub "
                 "(transposed); bring all files from one place"
             )
         return True in ways

@@ -28,6 +28,7 @@ from megatron_rl.models.hf.mtp import is_mtp, mtp_tensors
 from megatron_rl.models.hf.sources import CheckpointSource, TensorSource, WeightsError
 from megatron_rl.models.packed import unwrap
 from megatron_rl.parallel import collectives
+from megatron_rl.parallel.topology import local_device
 
 _MAX_SHARD_BYTES = 5 * 1024**3
 _IGNORED_TENSORS = re.compile(r"rotary_emb\.inv_freq$|^lm_head\.weight$|^score\.weight$")
@@ -225,7 +226,7 @@ def _collect(
     rank = dist.get_rank()
     full = _put_together(entry, parameter, owner, sizes) if owner.is_here else None
     if full is None and (rank == target or to is Destination.everywhere):
-        full = [torch.empty(shape, dtype=dtype, device=_device()) for shape in entry.shapes]
+        full = [torch.empty(shape, dtype=dtype, device=local_device()) for shape in entry.shapes]
     if full is None:
         return [None] * len(entry.hf)
     for tensor in full:
@@ -331,7 +332,3 @@ def _named_parameters(chunks: Sequence[nn.Module]) -> Iterator[tuple[str, Tensor
             if expert is not None:
                 name = _EXPERT.sub(rf"\g<1>{expert + first_expert}\3", name)
             yield name, parameter
-
-
-def _device() -> torch.device:
-    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")

@@ -43,7 +43,7 @@ def image_rows(
         if int(own[-1] - own[0]) + 1 != len(own) or places != [sequence, sequence]:
             raise ModelError(
                 f"image {index} of a batch stands for {len(own)} tokens in a row of sequence {sequence}, but the image "
-                f"tokens in its place lie at {own[0]} to {own[-1]}, in sequences {places[0]} to {places[1]}; images "
+                f"tokens in its place are at {own[0]} to {own[-1]}, in sequences {places[0]} to {places[1]}; images "
                 "come in the order of their tokens"
             )
     return found
@@ -68,7 +68,7 @@ def mrope_positions(lengths: Sequence[int], images: Images | None, rows: Sequenc
 def rope_axes(section: Sequence[int], *, interleaved: bool) -> Tensor:
     """[half of the rotary dimensions] int64: whether a pair of dimensions turns with time (0), height (1) or width (2).
 
-    ``section``: pairs of each. They lie one after the other, or interleaved with time in the places left over.
+    ``section``: pairs of each. They follow one another, or interleaved with time in the places left over.
     """
     if not interleaved:
         return torch.repeat_interleave(torch.arange(3), torch.tensor(section))
