@@ -78,7 +78,7 @@ def test_positions_and_angles_are_those_of_transformers(shape: str, seed: int) -
     ("tokens", "sequences", "message"),
     [
         ([7, IMAGE, IMAGE], [0], r"holds 2 image tokens .*stand for 4"),
-        ([IMAGE, IMAGE, 7, IMAGE, IMAGE], [0], r"image 0 .* lie at 0 to 4"),
+        ([IMAGE, IMAGE, 7, IMAGE, IMAGE], [0], r"image 0 .* are at 0 to 4"),
         ([IMAGE] * 4, [1], r"in a row of sequence 1, .* in sequences 0 to 0"),
     ],
     ids=["too few", "apart", "another sequence"],

@@ -154,7 +154,7 @@ def test_a_square_stack_of_experts_follows_the_others(tmp_path: Path) -> None:
     assert torch.equal(source.read("other", (2, 3, 6), 1)[:2], other[1, :2])
     both = dict(a=torch.zeros(2, 6, 4), b=torch.zeros(2, 4, 6))
     save_file(both, tmp_path / "model.safetensors")
-    with pytest.raises(WeightsError, match="expert of b lies as transformers saves it, of a as on the hub"):
+    with pytest.raises(WeightsError, match="expert of b is stored as transformers saves it, of a as on the hub"):
         CheckpointSource(tmp_path, {"a": (2, 6, 4), "b": (2, 6, 4)})
 
 
