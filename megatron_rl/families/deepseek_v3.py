@@ -2,10 +2,10 @@
 
 from typing import Any
 
+from megatron_rl.families.blocks import DENSE_MLP, NORMS
 from megatron_rl.families.experts import BIASED_EXPERTS, biased_router_kwargs
 from megatron_rl.families.facts import has_experts
 from megatron_rl.families.family import JOINED, Experts, Family, ModelConfig, Rule, Served
-from megatron_rl.families.rules import DENSE_MLP, NORMS
 from megatron_rl.families.transforms import Columns, Replicated, Rows
 
 _LATENT_QUERY = (

@@ -2,10 +2,10 @@
 
 from typing import Any
 
+from megatron_rl.families.blocks import ATTENTION, DENSE_MLP, NORMS, QK_NORM, QKV_BIAS
 from megatron_rl.families.experts import BIASED_EXPERTS, biased_router_kwargs
 from megatron_rl.families.facts import has_experts
 from megatron_rl.families.family import Experts, Family, ModelConfig, Rule, Served
-from megatron_rl.families.rules import ATTENTION, DENSE_MLP, NORMS, QK_NORM, QKV_BIAS
 
 
 def _layer(config: ModelConfig, index: int) -> tuple[Rule, ...]:

@@ -39,7 +39,7 @@ from megatron_rl.models.precision import check_fp8, fp8_kwargs, pack_alignment
 from megatron_rl.models.rope import install_rope
 from megatron_rl.models.routing import ROUTERS, RoutingTrace, follow_traces, with_trace
 from megatron_rl.models.vision.encoder import prepare_encoder
-from megatron_rl.models.vision.model import DeepstackLayer, VisionGPTModel
+from megatron_rl.models.vision.vision_gpt import DeepstackLayer, VisionGPTModel
 from megatron_rl.parallel.topology import local_device
 
 __all__ = ["PackedGPTModel", "build_chunks", "forward", "sequence_starts", "unwrap"]

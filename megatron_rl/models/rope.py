@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from megatron_rl.families.family import family_of
-from megatron_rl.families.rope import inverse_frequencies
+from megatron_rl.families.rotary import inverse_frequencies
 
 
 class _LatentRotaryEmbedding(RotaryEmbedding):

@@ -391,15 +391,15 @@ def interrupt(*_: Any) -> None:
 @pytest.mark.parametrize(
     ("place", "failure", "code"),
     [
-        ("TorchCommonSaveStrategy.save_common", fill_the_disk, 2),
-        ("save_config", fill_the_disk, 2),
-        ("_copy_config", interrupt, 130),
+        ("torch_dist.TorchCommonSaveStrategy.save_common", fill_the_disk, 2),
+        ("torch_dist.save_config", fill_the_disk, 2),
+        ("conversion.copy_files", interrupt, 130),
     ],
 )
 def test_a_conversion_that_breaks_off_leaves_nothing(
     place: str, failure: Any, code: int, tmp_path: Path, models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(f"megatron_rl.models.hf.conversion.{place}", failure)
+    monkeypatch.setattr(f"megatron_rl.models.hf.{place}", failure)
     arguments = ["convert", f"--input={models['qwen3_wide_heads_yarn']}", f"--output={tmp_path / 'out'}"]
     assert main([*arguments, "--to=megatron"]) == code
     assert list(tmp_path.iterdir()) == []
@@ -409,8 +409,8 @@ def test_a_conversion_that_is_killed_leaves_no_target_and_can_be_repeated(
     tmp_path: Path, models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Killed as if by SIGKILL: nothing is cleaned up, not even the temporary folder."""
-    monkeypatch.setattr("megatron_rl.models.hf.conversion.shutil.rmtree", lambda *args, **kwargs: None)
-    monkeypatch.setattr("megatron_rl.models.hf.conversion._copy_config", interrupt)
+    monkeypatch.setattr("megatron_rl.models.hf.folder.shutil.rmtree", lambda *args, **kwargs: None)
+    monkeypatch.setattr("megatron_rl.models.hf.conversion.copy_files", interrupt)
     source, target = models["qwen3_wide_heads_yarn"], tmp_path / "out"
     with pytest.raises(KeyboardInterrupt):
         convert(source, target, to="megatron", max_shard_bytes=SHARD_BYTES)

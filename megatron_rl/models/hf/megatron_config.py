@@ -19,7 +19,7 @@ from megatron_rl.config.schema import ParallelConfig, Recompute
 from megatron_rl.errors import ModelError
 from megatron_rl.families.facts import dims, sees, text_config, uses_only_experts
 from megatron_rl.families.family import family_of
-from megatron_rl.families.rope import rope_parameters
+from megatron_rl.families.rotary import rope_parameters
 from megatron_rl.families.transforms import padded_vocab_size
 from megatron_rl.families.vision_encoder import num_deepstack
 from megatron_rl.models.layers import has_transformer_engine

@@ -10,7 +10,7 @@ from megatron_rl.cpu.torchvision import declare_torchvision_ops
 from megatron_rl.errors import ModelError
 from megatron_rl.families.facts import dims, read_json_object, router_groups, sees, text_config
 from megatron_rl.families.family import families, family_of
-from megatron_rl.families.rope import inverse_frequencies, rope_parameters
+from megatron_rl.families.rotary import inverse_frequencies, rope_parameters
 from megatron_rl.families.vision_encoder import num_deepstack
 
 _ROPE_TYPES = ("default", "linear", "llama3", "yarn")

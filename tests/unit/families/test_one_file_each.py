@@ -22,7 +22,7 @@ NEW_FAMILY = '''
 
 from megatron_rl.families.experts import EXPERTS, moe_kwargs
 from megatron_rl.families.family import Experts, Family, Served, Vision
-from megatron_rl.families.rules import ATTENTION, NORMS
+from megatron_rl.families.blocks import ATTENTION, NORMS
 
 
 def _problems(model, where):

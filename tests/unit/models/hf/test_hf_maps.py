@@ -15,7 +15,7 @@ from megatron_rl.cpu.torchvision import declare_torchvision_ops
 from megatron_rl.families.facts import dims
 from megatron_rl.families.family import families
 from megatron_rl.families.parameters import VALUE_HEAD, canonical_name, entries, stacked_shapes
-from megatron_rl.families.rope import inverse_frequencies
+from megatron_rl.families.rotary import inverse_frequencies
 from megatron_rl.families.transforms import QKV, Columns, GatedMLP, Replicated, Rows, Shard, Transform, Vocabulary
 from megatron_rl.models.attention import plan_attention
 from megatron_rl.models.hf.megatron_config import megatron_config
