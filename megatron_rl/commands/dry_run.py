@@ -4,11 +4,11 @@ from rich.console import Console
 from rich.syntax import Syntax
 from rich.table import Table
 
-from megatron_rl.config.checks import RL_COMMANDS
 from megatron_rl.config.describe import batch_arithmetic, data_parallel_size
 from megatron_rl.config.layout import expert_tensor_size
 from megatron_rl.config.load import config_to_yaml
 from megatron_rl.config.schema import Config, ParallelConfig
+from megatron_rl.config.schema.commands import RL_COMMANDS
 from megatron_rl.step.graph import check_graph
 from megatron_rl.step.stages import graph_of
 

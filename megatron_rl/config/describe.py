@@ -1,4 +1,4 @@
-"""What a configuration means in numbers: the batch arithmetic and the stage graph, stated once and printed at start."""
+"""What a configuration means in numbers: the batch arithmetic, stated once and printed at start."""
 
 import math
 from dataclasses import dataclass

@@ -1,26 +1,24 @@
 """What must hold before anything starts. Every problem is found at once, with key and remedy.
 
 What one field can say alone (a bound) stands at the field in the schema; here stands what holds between fields, files
-and models: one module a subject, each with a function ``problems`` that yields one message per problem.
+and models: one module per subject, each with a function ``problems`` that yields one message per problem.
 """
 
 from megatron_rl.config.checks import (
     algorithm,
     data,
-    files,
     layouts,
-    model,
+    model_folder,
+    models,
     optimizers,
+    paths,
     placement,
-    policy,
     rollout,
 )
-from megatron_rl.config.checks.commands import RL_COMMANDS
 from megatron_rl.config.schema import Config
 from megatron_rl.config.schema.bounds import bound_problems
+from megatron_rl.config.schema.commands import RL_COMMANDS
 from megatron_rl.errors import ConfigError
-
-__all__ = ["RL_COMMANDS", "check_config"]
 
 
 def check_config(config: Config, *, command: str, world_size: int | None = None) -> None:
@@ -28,15 +26,15 @@ def check_config(config: Config, *, command: str, world_size: int | None = None)
 
     ``world_size`` None: the number of ranks is not known yet (a dry run outside a launcher).
     """
-    problems = [*bound_problems("", config), *optimizers.problems(config, command), *files.problems(config, command)]
+    problems = [*bound_problems("", config), *optimizers.problems(config, command), *paths.problems(config, command)]
     problems += [*data.problems(config.data), *layouts.problems(config, world_size), *rollout.problems(config.rollout)]
     unknown = list(algorithm.unknown_pieces(config.algorithm))
-    problems += [*policy.problems(config), *unknown]
+    problems += [*models.problems(config), *unknown]
     if command in RL_COMMANDS:
         ranks = config.parallel.num_ranks if world_size is None else world_size
         problems += [*placement.problems(config.rollout, ranks), *([] if unknown else algorithm.problems(config))]
     if not problems and config.policy.path:
-        problems += model.problems(config, command)
+        problems += model_folder.problems(config, command)
     if problems:
         # A layout's own check repeats what is out of bounds in it.
         raise ConfigError("\n".join(dict.fromkeys(problems)))

@@ -1,4 +1,4 @@
-"""The configuration schema: one dataclass a section, a docstring under each field, units in the names.
+"""The configuration schema: one dataclass per section, a docstring under each field, units in the names.
 
 A recipe is a YAML file over this schema; ``key=value`` on the command line overrides it (``load.py``). What one
 field cannot say alone is checked across fields in ``checks``. No value is ever rewritten silently.
@@ -19,7 +19,6 @@ from megatron_rl.config.schema.algorithm import (
     OldPolicy,
     Overlong,
 )
-from megatron_rl.config.schema.batch import BatchConfig
 from megatron_rl.config.schema.commands import (
     CriticPretrainConfig,
     LabelLinesConfig,
@@ -49,10 +48,10 @@ from megatron_rl.config.schema.models import (
 )
 from megatron_rl.config.schema.optimizer import DecayStyle, OptimizerConfig
 from megatron_rl.config.schema.parallel import ParallelConfig
-from megatron_rl.config.schema.recipe import Config
 from megatron_rl.config.schema.rewards import EnvironmentConfig, ProcessRewardConfig, RewardConfig, RewardRouteConfig
 from megatron_rl.config.schema.rollout import FireConfig, FireLoss, Placement, RolloutConfig, WeightSync
-from megatron_rl.config.schema.run import EvalConfig, Mode, RunConfig, ScheduleConfig, TrackingConfig
+from megatron_rl.config.schema.root import Config
+from megatron_rl.config.schema.run import BatchConfig, EvalConfig, Mode, RunConfig, ScheduleConfig, TrackingConfig
 
 __all__ = [
     "AlgorithmConfig",

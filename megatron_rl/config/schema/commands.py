@@ -1,4 +1,4 @@
-"""Sections of the commands besides `megatron-rl train`."""
+"""The sections of single commands, and which commands need what."""
 
 import math
 from dataclasses import dataclass, field
@@ -6,6 +6,11 @@ from enum import Enum
 
 from megatron_rl.config.schema.bounds import at_least, bounded, positive_share
 from megatron_rl.config.schema.optimizer import OptimizerConfig
+
+RL_COMMANDS = ("train", "critic-pretrain")
+"""They sample responses and score them."""
+SERVED_COMMANDS = (*RL_COMMANDS, "select-prompts", "label-lines")
+"""They sample from SGLang servers."""
 
 
 @dataclass

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.config.checks import RL_COMMANDS
 from megatron_rl.config.load import load_config
+from megatron_rl.config.schema.commands import RL_COMMANDS
 from megatron_rl.data.preferences import check_reward_files
 from megatron_rl.data.prompts import check_files, read_content
 from megatron_rl.data.rows import read_rows

@@ -5,9 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.config.checks import RL_COMMANDS, check_config
+from megatron_rl.config.checks import check_config
 from megatron_rl.config.describe import batch_arithmetic
 from megatron_rl.config.load import load_config, preset_names
+from megatron_rl.config.schema.commands import RL_COMMANDS
 from megatron_rl.errors import ConfigError
 from megatron_rl.step.graph import check_graph
 from megatron_rl.step.stages import graph_of

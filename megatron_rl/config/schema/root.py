@@ -3,7 +3,6 @@
 from dataclasses import dataclass, field
 
 from megatron_rl.config.schema.algorithm import AlgorithmConfig
-from megatron_rl.config.schema.batch import BatchConfig
 from megatron_rl.config.schema.commands import (
     CriticPretrainConfig,
     LabelLinesConfig,
@@ -16,7 +15,7 @@ from megatron_rl.config.schema.models import CriticConfig, PolicyConfig, Referen
 from megatron_rl.config.schema.parallel import ParallelConfig
 from megatron_rl.config.schema.rewards import EnvironmentConfig, RewardConfig
 from megatron_rl.config.schema.rollout import RolloutConfig
-from megatron_rl.config.schema.run import EvalConfig, RunConfig, ScheduleConfig, TrackingConfig
+from megatron_rl.config.schema.run import BatchConfig, EvalConfig, RunConfig, ScheduleConfig, TrackingConfig
 
 
 @dataclass

@@ -4,10 +4,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.config.checks.commands import RL_COMMANDS, SERVED_COMMANDS
 from megatron_rl.config.derived import policy_model
 from megatron_rl.config.layout import experts_problem, layers_problem, of_critic
 from megatron_rl.config.schema import Config, LoadBalancing, MoeConfig, ParallelConfig, VisionConfig
+from megatron_rl.config.schema.commands import RL_COMMANDS, SERVED_COMMANDS
 from megatron_rl.errors import ConfigError, ModelError
 from megatron_rl.families.facts import as_config, expert_ffn_size, num_experts, read_json_object, uses_only_experts
 from megatron_rl.families.family import families

@@ -3,9 +3,9 @@
 from collections.abc import Iterator
 from pathlib import Path
 
-from megatron_rl.config.checks.commands import RL_COMMANDS
 from megatron_rl.config.derived import needs_reference
 from megatron_rl.config.schema import Config, Init
+from megatron_rl.config.schema.commands import RL_COMMANDS
 
 
 def problems(config: Config, command: str) -> Iterator[str]:
