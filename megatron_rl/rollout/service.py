@@ -20,7 +20,7 @@ from megatron_rl.config.schema import Config
 from megatron_rl.data.tokenizer import Tokenizer
 from megatron_rl.data.trajectory import Trajectory
 from megatron_rl.environments.base import Environment
-from megatron_rl.rollout.plan import GenerationPlan, plan_of
+from megatron_rl.rollout.generation import GenerationPlan, plan_of
 from megatron_rl.rollout.recovery import RecoveringClient
 from megatron_rl.rollout.server_pool import ServerPool, open_servers
 from megatron_rl.rollout.sglang.memory import KV_CACHE, WEIGHTS, ServerMemory

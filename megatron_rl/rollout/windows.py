@@ -24,7 +24,7 @@ from dataclasses import replace
 from megatron_rl.data.trajectory import RouteRecord, Segment, Trajectory, message_segment
 from megatron_rl.environments.base import Environment, EnvironmentFault, Message, turn_views
 from megatron_rl.errors import UserError
-from megatron_rl.rollout.plan import Decode, Fire, GenerationPlan
+from megatron_rl.rollout.generation import Decode, Fire, GenerationPlan
 from megatron_rl.rollout.sampling import trajectory_seed
 from megatron_rl.rollout.sglang.client import ServerLost, SglangClient
 from megatron_rl.rollout.sglang.wire import Generation, GenerationRequest

@@ -13,7 +13,7 @@ from megatron_rl.data.tokenizer import Tokenizer
 from megatron_rl.data.trajectory import Prompt, Trajectory
 from megatron_rl.environments.base import Environment, EnvironmentFault, Message
 from megatron_rl.environments.calculator import Calculator
-from megatron_rl.rollout.plan import Fire, GenerationPlan, dialogue_of, single_token_stops
+from megatron_rl.rollout.generation import Fire, GenerationPlan, dialogue_of, single_token_stops
 from megatron_rl.rollout.sampling import Sampling
 from megatron_rl.rollout.sglang.client import SglangClient
 from megatron_rl.rollout.sglang.options import ServerOptions

@@ -19,7 +19,7 @@ from megatron_rl.config.schema import Init, MoeConfig, ParallelConfig, RoutingRe
 from megatron_rl.data.batch import ROUTES, PackedBatch, cu_seqlens_of
 from megatron_rl.data.trajectory import Prompt, Trajectory
 from megatron_rl.parallel import topology as topologies
-from megatron_rl.rollout.plan import GenerationPlan
+from megatron_rl.rollout.generation import GenerationPlan
 from megatron_rl.rollout.sampling import Sampling
 from megatron_rl.rollout.sglang.client import SglangClient
 from megatron_rl.rollout.sglang.options import ServerOptions

@@ -24,7 +24,7 @@ from megatron_rl.data.trajectory import Prompt, Segment, Trajectory
 from megatron_rl.data.vision import Vision, collapse, expand
 from megatron_rl.environments.base import EnvironmentFault, Message
 from megatron_rl.errors import DataError
-from megatron_rl.rollout.plan import GenerationPlan, dialogue_of
+from megatron_rl.rollout.generation import GenerationPlan, dialogue_of
 from megatron_rl.rollout.sglang.wire import validate
 from megatron_rl.rollout.windows import Window
 from megatron_rl.step.packing import window_batch

@@ -17,7 +17,7 @@ from megatron_rl.environments import base, calculator, registry
 from megatron_rl.environments.base import EnvironmentFault, Message, TurnView, turn_views, turns_to_score
 from megatron_rl.environments.calculator import Calculator, answer
 from megatron_rl.environments.pag import REVISE_PROMPT, VERIFY_PROMPT, Pag
-from megatron_rl.rollout.plan import dialogue_of, fire_of
+from megatron_rl.rollout.generation import dialogue_of, fire_of
 from megatron_rl.system import plugins
 from tests.tiny_models import make_tokenizer
 

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from megatron_rl.data.trajectory import Prompt, Trajectory
 from megatron_rl.environments.base import Environment, EnvironmentFault, Message
 from megatron_rl.rollout import windows as windows_module
-from megatron_rl.rollout.plan import Dialogue, Fire, GenerationPlan
+from megatron_rl.rollout.generation import Dialogue, Fire, GenerationPlan
 from megatron_rl.rollout.sampling import Sampling
 from megatron_rl.rollout.sglang.client import ServerLost
 from megatron_rl.rollout.sglang.wire import NOTHING_GENERATED, Generation
