@@ -1,4 +1,4 @@
-"""Laws of routing replay, balance and load metrics on real Megatron Core (papers 11.4, 11.6), over layouts.
+"""Laws of routing replay, balance and load metrics on real Megatron Core (R3: arXiv 2510.11370), over layouts.
 
 Two launches of routing_worker.py (1 and 2 ranks), each running all of its layouts; the tests compare their results.
 """

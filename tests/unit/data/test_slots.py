@@ -1,4 +1,4 @@
-"""The slot pool's laws: T-PPO's successive batching (papers 1.3, invariants 5, 9, 11 and 12 of 1.8)."""
+"""The slot pool's laws: T-PPO's successive batching (T-PPO, arXiv 2506.15050)."""
 
 import json
 import math

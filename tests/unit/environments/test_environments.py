@@ -1,4 +1,4 @@
-"""Environments: PAG's branches and rewards (papers 5.2 and 5.4), the calculator, names and options, message tokens."""
+"""Environments: PAG's branches and rewards (arXiv 2506.10406), the calculator, names and options, message tokens."""
 
 import inspect
 import math

@@ -83,7 +83,7 @@ def test_the_share_is_exact(share, number, kept):
 
 
 def test_a_hard_type_does_not_crowd_out_the_others():
-    """A share over all prompts would keep the hard type alone (papers 7.5)."""
+    """A share over all prompts would keep the hard type alone (arXiv 2503.22230)."""
     prompts = [PromptScores(f"h{i}", "hard", (0.01 * i,)) for i in range(10)]
     prompts += [PromptScores(f"e{i}", "easy", (0.9 + 0.01 * i,)) for i in range(10)]
     assert {i for i, reason in reasons(prompts, keep_share=0.2).items() if not reason} == {"h0", "h1", "e0", "e1"}
