@@ -102,7 +102,7 @@ def test_the_policy_objective_is_the_sum_of_its_three_terms():
 
 
 def test_kl_is_weighed_by_prompt_type_and_prompts_without_it_ignore_the_reference():
-    """The loss on verifiable samples is independent of the reference model (Seed1.5-VL, arXiv 2505.07062, section on hybrid reinforcement learning)."""
+    """The loss on verifiable samples is independent of the reference model (arXiv 2505.07062)."""
     algorithm = VARIANTS["policy-sequence-mean"]
     batch, outputs = make_batch(), make_outputs("policy")
     total, metrics = losses.policy_objective(algorithm, counts(batch, algorithm))(outputs, batch)
