@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_rl.algorithms import registry
+from megatron_rl.algorithms import register
 from megatron_rl.algorithms.cpu_scan import advantages_one_by_one
 from megatron_rl.algorithms.sequences import sequence_index, sequence_sums
 from megatron_rl.algorithms.shapes import (
@@ -53,7 +53,7 @@ class Episodes:
 
 @torch.no_grad()
 def estimate_advantages(name: str, options: Mapping[str, Any], episodes: Episodes) -> Tensor:
-    """[T] by the advantage of a registered name or import path (``registry.advantage`` says what it is given).
+    """[T] by the advantage of a registered name or import path (``register.advantage`` says what it is given).
 
     Raises:
         ValueError: unknown name, wrong options, or a result that is no number for each token or sequence.
@@ -61,7 +61,7 @@ def estimate_advantages(name: str, options: Mapping[str, Any], episodes: Episode
     bounds = check_cu_seqlens(episodes.cu_seqlens, len(episodes.rewards))
     sequence_of = sequence_index(bounds, episodes.rewards.device)
     outcomes = sequence_sums(episodes.rewards, sequence_of, len(bounds) - 1)
-    result = registry.ADVANTAGES.bind(name, options)(outcomes=outcomes, **vars(episodes))
+    result = register.ADVANTAGES.bind(name, options)(outcomes=outcomes, **vars(episodes))
     num_tokens, num_sequences = len(sequence_of), len(bounds) - 1
     if not isinstance(result, Tensor) or result.shape not in ((num_tokens,), (num_sequences,)):
         raise ValueError(
@@ -96,7 +96,7 @@ def gae(rewards: Tensor, values: Tensor, cu_seqlens: Tensor, *, gamma: float = 1
     return _advantages_with_end_values(rewards, values, bounds, after_end, gamma, lam)
 
 
-@registry.advantage("egae")
+@register.advantage("egae")
 @torch.no_grad()
 def egae(
     rewards: Tensor,

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_rl.algorithms import registry
+from megatron_rl.algorithms import register
 from megatron_rl.algorithms.sequences import sequence_index, sequence_sums
 from megatron_rl.algorithms.shapes import check_cu_seqlens, check_mask_vector, describe
 
 
-@registry.aggregation("token_mean")
+@register.aggregation("token_mean")
 def _token_mean(mask: Tensor) -> Tensor:
     """Every token counts the same, so long responses count more (DAPO, arXiv 2503.14476)."""
     return torch.ones_like(mask, dtype=torch.float64)
@@ -25,7 +25,7 @@ def _num_counted_sequences(mask: Tensor, cu_seqlens: Tensor) -> Tensor:
     return counted_sequences(mask, check_cu_seqlens(cu_seqlens, len(mask))).sum()
 
 
-@registry.aggregation("sequence_mean", denominator=_num_counted_sequences)
+@register.aggregation("sequence_mean", denominator=_num_counted_sequences)
 def _sequence_mean(mask: Tensor, cu_seqlens: Tensor) -> Tensor:
     """Mean over a response's tokens first, then over responses (GRPO, arXiv 2402.03300)."""
     bounds = check_cu_seqlens(cu_seqlens, len(mask))
@@ -58,7 +58,7 @@ def token_coefficients(
     """
     check_mask_vector(mask)
     check_cu_seqlens(cu_seqlens, len(mask))
-    coefficients = registry.AGGREGATIONS.bind(kind, options)(mask=mask, cu_seqlens=cu_seqlens)
+    coefficients = register.AGGREGATIONS.bind(kind, options)(mask=mask, cu_seqlens=cu_seqlens)
     if not isinstance(coefficients, Tensor) or coefficients.shape != mask.shape or coefficients.is_complex():
         raise ValueError(f"aggregation {kind!r}: expected a number for each token, got {describe(coefficients)}")
     return torch.where(mask != 0, coefficients, 0.0).to(dtype)
@@ -69,7 +69,7 @@ def loss_denominator(mask: Tensor, cu_seqlens: Tensor, kind: str, options: Mappi
     its own denominator, or the sum of its coefficients. Waits for the device.
     """
     coefficients = token_coefficients(mask, cu_seqlens, kind, dtype=torch.float64, options=options)
-    denominator = registry.AGGREGATIONS.find(kind).denominator
+    denominator = register.AGGREGATIONS.find(kind).denominator
     return float((coefficients * mask).sum() if denominator is None else denominator(mask, cu_seqlens))
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_rl.algorithms import registry
+from megatron_rl.algorithms import register
 from megatron_rl.algorithms.advantages import monte_carlo_returns
 from megatron_rl.algorithms.aggregation import counted_sequences
 from megatron_rl.algorithms.normalize import normalize_advantages
@@ -106,31 +106,31 @@ def reinforce_pp_advantages(
     return normalize_advantages(to_go, mask, kind="whiten", eps=eps).to(rewards.dtype)
 
 
-@registry.advantage("group")
+@register.advantage("group")
 def _group(outcomes: Tensor, group_ids: Tensor, valid: Tensor) -> Tensor:
     """(R - mean) / std over the responses to one prompt (GRPO, DAPO)."""
     return group_advantages(outcomes, group_ids, valid=valid)
 
 
-@registry.advantage("group_mean")
+@register.advantage("group_mean")
 def _group_mean(outcomes: Tensor, group_ids: Tensor, valid: Tensor) -> Tensor:
     """R - mean over the responses to one prompt, without the division (Dr. GRPO)."""
     return group_advantages(outcomes, group_ids, valid=valid, scale_by_std=False)
 
 
-@registry.advantage("rloo")
+@register.advantage("rloo")
 def _rloo(outcomes: Tensor, group_ids: Tensor, valid: Tensor) -> Tensor:
     """R - mean of the other responses to the prompt (REINFORCE leave-one-out)."""
     return rloo_advantages(outcomes, group_ids, valid=valid)
 
 
-@registry.advantage("reinforce_pp")
+@register.advantage("reinforce_pp")
 def _reinforce_pp(rewards: Tensor, valid: Tensor, cu_seqlens: Tensor) -> Tensor:
     """Reward-to-go, whitened over the whole batch (REINFORCE++)."""
     return reinforce_pp_advantages(rewards, valid.repeat_interleave(cu_seqlens.diff()), cu_seqlens)
 
 
-@registry.advantage("reinforce_pp_baseline")
+@register.advantage("reinforce_pp_baseline")
 def _reinforce_pp_baseline(rewards: Tensor, valid: Tensor, cu_seqlens: Tensor, group_ids: Tensor) -> Tensor:
     """R - mean over the prompt's responses, then whitened over the whole batch."""
     mask = valid.repeat_interleave(cu_seqlens.diff())

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_rl.algorithms import registry
+from megatron_rl.algorithms import register
 from megatron_rl.algorithms.loss import MAX_LOG_RATIO, keep
 from megatron_rl.algorithms.mismatch import effective_sample_size, mismatch_metrics
 from megatron_rl.algorithms.sequences import sequence_index, sequence_sums
@@ -120,13 +120,13 @@ def mismatch_correction(  # noqa: PLR0913  public, and each number is a term of 
     _check_comparable(ratios, rollout_logprobs, old_logprobs)
 
     vetoed = ratios.any_of_sequence(counted & (ratios.token.exp() < check_not_negative("veto_below", veto_below)))
-    accepts = registry.REJECTIONS.bind(rejection, rejection_options)
+    accepts = register.REJECTIONS.bind(rejection, rejection_options)
     accepted = accepts(ratios=ratios, rejection_low=rejection_low, rejection_high=rejection_high)
     kept = counted & ~vetoed & _per_token(f"rejection {rejection!r}", accepted, ratios).bool()
-    weigh = registry.CORRECTION_WEIGHTS.bind(weight, weight_options)
+    weigh = register.CORRECTION_WEIGHTS.bind(weight, weight_options)
     importance = weigh(ratios=ratios, max_weight=max_weight, icepop_low=icepop_low, icepop_high=icepop_high)
     importance = keep(_per_token(f"correction weight {weight!r}", importance, ratios).double(), kept)
-    entry = registry.CORRECTION_WEIGHTS.find(weight)
+    entry = register.CORRECTION_WEIGHTS.find(weight)
     bound = _positive("max_weight", max_weight) if entry.bounded else math.inf
     raw = importance.clamp(max=bound)
     weights = raw / _mean_weight(raw, kept, ratios, entry.per_sequence) if normalize else raw
@@ -180,37 +180,37 @@ def _ratios(denominator: Tensor, numerator: Tensor, counted: Tensor, cu_seqlens:
     return LogRatios(token, product[sequence_of], sequence_of, counts)
 
 
-@registry.rejection("none")
+@register.rejection("none")
 def _accept_all(ratios: LogRatios) -> Tensor:
     """Nothing is left out."""
     return torch.ones_like(ratios.token, dtype=torch.bool)
 
 
-@registry.rejection("token")
+@register.rejection("token")
 def _accept_tokens(ratios: LogRatios, rejection_low: float, rejection_high: float) -> Tensor:
     """Tokens with rho outside [low, high] leave."""
     return _within(ratios.token, rejection_low, rejection_high)
 
 
-@registry.rejection("sequence")
+@register.rejection("sequence")
 def _accept_sequences(ratios: LogRatios, rejection_low: float, rejection_high: float) -> Tensor:
     """Responses with prod rho outside [low, high] leave (MIS)."""
     return _within(ratios.product, rejection_low, rejection_high)
 
 
-@registry.rejection("geometric")
+@register.rejection("geometric")
 def _accept_geometric(ratios: LogRatios, rejection_low: float, rejection_high: float) -> Tensor:
     """Responses with exp(mean log rho) outside [low, high] leave."""
     return _within(ratios.sequence_mean(ratios.token), rejection_low, rejection_high)
 
 
-@registry.rejection("k2")
+@register.rejection("k2")
 def _accept_k2(ratios: LogRatios, rejection_high: float) -> Tensor:
     """Responses with mean (log rho)^2 / 2 above high leave."""
     return ratios.sequence_mean(0.5 * ratios.token.square()) <= check_not_negative("rejection_high", rejection_high)
 
 
-@registry.rejection("k3")
+@register.rejection("k3")
 def _accept_k3(ratios: LogRatios, rejection_high: float) -> Tensor:
     """Responses with mean (rho - 1 - log rho) above high leave."""
     distance = torch.expm1(ratios.token) - ratios.token
@@ -222,25 +222,25 @@ def _within(log_ratio: Tensor, low: float, high: float) -> Tensor:
     return (log_ratio.exp() >= low) & (log_ratio.exp() <= high)
 
 
-@registry.correction_weight("none")
+@register.correction_weight("none")
 def _no_weight(ratios: LogRatios) -> Tensor:
     """Samples count as if the trainer had drawn them."""
     return torch.ones_like(ratios.token)
 
 
-@registry.correction_weight("token", bounded=True)
+@register.correction_weight("token", bounded=True)
 def _token_weight(ratios: LogRatios) -> Tensor:
     """min(rho_t, max_weight): token TIS."""
     return ratios.token.exp()
 
 
-@registry.correction_weight("sequence", bounded=True, per_sequence=True)
+@register.correction_weight("sequence", bounded=True, per_sequence=True)
 def _sequence_weight(ratios: LogRatios) -> Tensor:
     """min(prod rho, max_weight): sequence TIS."""
     return ratios.product.exp()
 
 
-@registry.correction_weight("icepop")
+@register.correction_weight("icepop")
 def _icepop_weight(ratios: LogRatios, icepop_low: float, icepop_high: float) -> Tensor:
     """rho_t inside [icepop_low, icepop_high], else 0; the denominator stays."""
     _check_interval("icepop", icepop_low, icepop_high)

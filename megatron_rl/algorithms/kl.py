@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_rl.algorithms import registry
+from megatron_rl.algorithms import register
 from megatron_rl.algorithms.loss import MAX_LOG_RATIO, Loss, keep, mask_total, masked_sum
 from megatron_rl.algorithms.shapes import (
     check_factor,
@@ -39,19 +39,19 @@ _MAX_RELATIVE_ERROR = 0.2
 """The adaptive controller never sees a KL further from its target than this share."""
 
 
-@registry.kl_estimator("k1", has_gradient=False)
+@register.kl_estimator("k1", has_gradient=False)
 def _k1(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
     """d: unbiased, may be negative; the usual one in the reward."""
     return logprobs - reference_logprobs
 
 
-@registry.kl_estimator("k2")
+@register.kl_estimator("k2")
 def _k2(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
     """d^2 / 2: its gradient in the loss is that of KL(policy || reference)."""
     return 0.5 * (logprobs - reference_logprobs).square()
 
 
-@registry.kl_estimator("k3")
+@register.kl_estimator("k3")
 def _k3(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
     """exp(-d) - 1 + d: unbiased, never negative; the usual one in the loss."""
     # It grows like pi_ref / pi: where that is cut, so is the gradient.
@@ -76,7 +76,7 @@ def kl_estimate(
     """
     check_float_vector("logprobs", logprobs)
     check_same_kind("reference_logprobs", reference_logprobs, "logprobs", logprobs)
-    estimate = registry.KL_ESTIMATORS.bind(kind, options)
+    estimate = register.KL_ESTIMATORS.bind(kind, options)
     return estimate(logprobs=logprobs, reference_logprobs=reference_logprobs.detach())
 
 

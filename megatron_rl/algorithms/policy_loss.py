@@ -12,7 +12,7 @@ import math
 import torch
 from torch import Tensor
 
-from megatron_rl.algorithms import registry
+from megatron_rl.algorithms import register
 from megatron_rl.algorithms.aggregation import counted_sequences, token_coefficients
 from megatron_rl.algorithms.loss import MAX_LOG_RATIO, Loss, keep, mask_total, masked_sum, weighted_sum
 from megatron_rl.algorithms.sequences import sequence_index, sequence_sums
@@ -28,7 +28,7 @@ _MAX_SEQUENCE_LOG_RATIO = 10.0
 """GSPO's upper bound on the mean log ratio of a response, as in the public implementations."""
 
 
-@registry.policy_loss("clip")
+@register.policy_loss("clip")
 def policy_loss(  # noqa: PLR0913  public, and each number is a term of the formula
     logprobs: Tensor,
     old_logprobs: Tensor,
@@ -84,7 +84,7 @@ def policy_loss(  # noqa: PLR0913  public, and each number is a term of the form
     return Loss(*weighted_sum(token_loss, mask, weights, coefficients), metrics)
 
 
-@registry.policy_loss("gspo", averages="sequence_mean")
+@register.policy_loss("gspo", averages="sequence_mean")
 def gspo_loss(
     logprobs: Tensor,
     old_logprobs: Tensor,
@@ -133,7 +133,7 @@ def gspo_loss(
     return Loss(total, counted_sequences(mask, bounds).to(logprobs.dtype).sum(), metrics)
 
 
-@registry.policy_loss("cispo")
+@register.policy_loss("cispo")
 def cispo_loss(
     logprobs: Tensor,
     old_logprobs: Tensor,

@@ -84,7 +84,7 @@ def _choices(key: Key) -> Mapping[str, str]:
     """Value -> meaning; of a piece of the algorithm, its registered names."""
     if not key.name.startswith("algorithm."):
         return key.choices
-    from megatron_rl.algorithms.registry import SEAMS  # brings torch, which other sections need not wait for
+    from megatron_rl.algorithms.register import SEAMS  # brings torch, which other sections need not wait for
 
     seam = SEAMS.get(key.name.removeprefix("algorithm."))
     return seam.summaries() if seam else key.choices

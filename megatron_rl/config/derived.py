@@ -29,9 +29,9 @@ def model_has_vision(config: Config) -> bool | None:
 
 def needs_critic(config: Config) -> bool:
     """Whether the run has a critic: its advantage reads values."""
-    from megatron_rl.algorithms import registry  # brings torch, which what only reads a configuration need not wait for
+    from megatron_rl.algorithms import register  # brings torch, which what only reads a configuration need not wait for
 
-    return registry.needs_critic(config.algorithm.advantage)
+    return register.needs_critic(config.algorithm.advantage)
 
 
 def needs_reference(config: Config) -> bool:

@@ -19,7 +19,7 @@ from typing import Any
 from torch import Tensor
 
 from megatron_rl import algorithms
-from megatron_rl.algorithms import registry
+from megatron_rl.algorithms import register
 from megatron_rl.algorithms.loss import Loss, mask_total, masked_sum
 from megatron_rl.algorithms.policy_loss import lm_loss
 from megatron_rl.algorithms.value_loss import value_loss
@@ -62,7 +62,7 @@ def policy_denominators(batch: PackedBatch, algorithm: AlgorithmConfig) -> dict[
 
 def _aggregation(algorithm: AlgorithmConfig) -> tuple[str, Mapping[str, Any]]:
     """Name and options of the aggregation in force: the loss's own, or the configured one."""
-    averages = registry.POLICY_LOSSES.find(algorithm.policy_loss).averages
+    averages = register.POLICY_LOSSES.find(algorithm.policy_loss).averages
     return (averages, {}) if averages else (algorithm.aggregation, algorithm.aggregation_options)
 
 
@@ -113,7 +113,7 @@ def _surrogate(algorithm: AlgorithmConfig, logprobs: Tensor, batch: PackedBatch)
             old_logprobs, logprobs.detach(), advantages, mask, batch.cu_seqlens, delta=algorithm.correction.opsm_delta
         ).to(logprobs.dtype)
         weights = kept if weights is None else weights * kept
-    loss = registry.POLICY_LOSSES.bind(algorithm.policy_loss, algorithm.policy_loss_options)(
+    loss = register.POLICY_LOSSES.bind(algorithm.policy_loss, algorithm.policy_loss_options)(
         logprobs=logprobs,
         old_logprobs=old_logprobs,
         advantages=advantages,

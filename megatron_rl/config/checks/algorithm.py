@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from operator import attrgetter
 
-from megatron_rl.algorithms import registry
+from megatron_rl.algorithms import register
 from megatron_rl.config.derived import effective_window_tokens, needs_critic, num_responses_per_step
 from megatron_rl.config.schema import AlgorithmConfig, Config, CorrectionConfig, KlPlace, Mode, OldPolicy, Overlong
 from megatron_rl.system.plugins import PluginError, parameters
@@ -11,7 +11,7 @@ from megatron_rl.system.plugins import PluginError, parameters
 
 def unknown_pieces(algorithm: AlgorithmConfig) -> Iterator[str]:
     """Names that no piece has, paths that do not import, options that a piece does not take."""
-    for key, seam in registry.SEAMS.items():
+    for key, seam in register.SEAMS.items():
         name, options = attrgetter(key, f"{key}_options")(algorithm)
         try:
             seam.check_options(seam.find(name), options)
@@ -77,14 +77,14 @@ def _comparisons(config: Config) -> Iterator[str]:
     if config.batch.num_samples_per_prompt >= 2:
         return
     key, advantage = "batch.num_samples_per_prompt", config.algorithm.advantage
-    if registry.needs_groups(advantage):
+    if register.needs_groups(advantage):
         yield f"{key}: algorithm.advantage={advantage} compares the responses to one prompt; set at least 2"
     if config.algorithm.dynamic_sampling.enabled:
         yield f"{key}: algorithm.dynamic_sampling needs at least 2 responses to a prompt"
 
 
 def _unread_inputs(algorithm: AlgorithmConfig) -> Iterator[str]:
-    ignored = registry.POLICY_LOSSES.find(algorithm.policy_loss).ignored()
+    ignored = register.POLICY_LOSSES.find(algorithm.policy_loss).ignored()
     correction = algorithm.correction
     if "weights" in ignored and (correction.weight != "none" or correction.opsm_delta):
         yield (
@@ -99,8 +99,8 @@ def _unread_inputs(algorithm: AlgorithmConfig) -> Iterator[str]:
 
 
 def _correction(correction: CorrectionConfig) -> Iterator[str]:
-    weight = registry.CORRECTION_WEIGHTS.find(correction.weight)
-    rejection = registry.REJECTIONS.find(correction.rejection)
+    weight = register.CORRECTION_WEIGHTS.find(correction.weight)
+    rejection = register.REJECTIONS.find(correction.rejection)
     corrects = correction.weight != "none" or correction.rejection != "none"
     if correction.old_policy is OldPolicy.rollout and (corrects or correction.veto_below):
         yield (
@@ -125,7 +125,7 @@ def _around_one(name: str, low: float, high: float) -> Iterator[str]:
 
 def _kl(algorithm: AlgorithmConfig, num_responses: int) -> Iterator[str]:
     kl = algorithm.kl
-    if kl.place is KlPlace.loss and not registry.KL_ESTIMATORS.find(kl.estimator).has_gradient:
+    if kl.place is KlPlace.loss and not register.KL_ESTIMATORS.find(kl.estimator).has_gradient:
         yield f"algorithm.kl.estimator: the gradient of {kl.estimator} in the loss is 0 on average; set k2 or k3, or kl.place=reward"
     if not kl.target:
         return

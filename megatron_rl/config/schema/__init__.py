@@ -124,6 +124,6 @@ def __getattr__(name: str) -> Any:
     """Enums of the time before import paths, for configurations written in Python: the registered names as strings."""
     if name not in _FORMER_ENUMS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from megatron_rl.algorithms.registry import SEAMS
+    from megatron_rl.algorithms.register import SEAMS
 
     return StrEnum(name, {value: value for value in SEAMS[_FORMER_ENUMS[name]].names()})

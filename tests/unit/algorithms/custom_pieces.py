@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from megatron_rl.algorithms import Loss, registry
+from megatron_rl.algorithms import Loss, register
 from megatron_rl.algorithms.corrections import LogRatios
 
 
@@ -39,7 +39,7 @@ def unclipped(
     return Loss((token_loss * counted).sum(), counted.sum().detach())
 
 
-@registry.policy_loss(averages="sequence_mean")
+@register.policy_loss(averages="sequence_mean")
 def first_tokens(logprobs: Tensor, advantages: Tensor, cu_seqlens: Tensor, weights: Tensor | None = None) -> Loss:
     """Policy loss: -A log pi of each response's first token; an average over sequences, and it says so."""
     first = cu_seqlens[:-1]
@@ -53,7 +53,7 @@ def _num_sequences(mask: Tensor, cu_seqlens: Tensor) -> Tensor:
     return torch.tensor(len(cu_seqlens) - 1)
 
 
-@registry.aggregation(denominator=_num_sequences)
+@register.aggregation(denominator=_num_sequences)
 def fixed_length(mask: Tensor, *, length: int) -> Tensor:
     """Aggregation: every token counts 1 / length and the sum is divided by the number of responses (Dr. GRPO)."""
     return torch.full(mask.shape, 1.0 / length)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron_rl import algorithms
-from megatron_rl.algorithms import registry
+from megatron_rl.algorithms import register
 from megatron_rl.algorithms.advantages import Episodes, estimate_advantages
 from megatron_rl.config import schema
 from megatron_rl.config.checks.algorithm import problems, unknown_pieces
@@ -81,14 +81,14 @@ def policy_loss_of(algorithm: AlgorithmConfig, batch: PackedBatch) -> tuple[floa
 def test_an_advantage_by_import_path_compares_responses():
     algorithm = AlgorithmConfig(advantage=custom("above_best_other"), advantage_options={"margin": 0.25}, **RAW)
     assert advantages_of(algorithm) == pytest.approx([0.25, 0.25, -1.25, -0.75, -0.75, -0.75])
-    assert not needs_critic(Config(algorithm=algorithm)) and registry.needs_groups(algorithm.advantage)
+    assert not needs_critic(Config(algorithm=algorithm)) and register.needs_groups(algorithm.advantage)
 
 
 def test_an_advantage_by_import_path_that_reads_values_brings_a_critic():
     algorithm = AlgorithmConfig(advantage=custom("td_errors"), gamma=0.5, **RAW)
     found = advantages_of(algorithm, values=(0.2, 0.4, 0.6, 0.1, 0.2, 0.3))
     assert found == pytest.approx([0.0, 0.6, -0.6, 0.0, -0.05, 0.2])
-    assert needs_critic(Config(algorithm=algorithm)) and not registry.needs_groups(algorithm.advantage)
+    assert needs_critic(Config(algorithm=algorithm)) and not register.needs_groups(algorithm.advantage)
 
 
 def test_a_policy_loss_by_import_path_is_given_what_it_names():
@@ -230,12 +230,12 @@ def test_a_recipe_names_pieces_and_their_options(tmp_path):
 
 def test_one_name_means_one_piece():
     with pytest.raises(ValueError, match="advantage 'rloo' is .*_rloo already; give .* another name"):
-        registry.advantage("rloo")(lambda outcomes: outcomes)
+        register.advantage("rloo")(lambda outcomes: outcomes)
 
 
-@pytest.mark.parametrize("key", registry.SEAMS)
+@pytest.mark.parametrize("key", register.SEAMS)
 def test_every_registered_piece_has_a_line_of_text(key: str):
-    assert all(registry.SEAMS[key].summaries().values())
+    assert all(register.SEAMS[key].summaries().values())
 
 
 def test_the_former_enums_hold_the_registered_names():

@@ -3,9 +3,9 @@
 A piece is a function. It is given those inputs of its kind that it names as parameters; its other parameters are
 options of the recipe (``<key>_options``). In this module T tokens of N sequences lie back to back.
 
-    from megatron_rl.algorithms import registry
+    from megatron_rl.algorithms import register
 
-    @registry.advantage("outcome")
+    @register.advantage("outcome")
     def outcome(outcomes: Tensor, *, baseline: float = 0.0) -> Tensor:
         return outcomes - baseline
 
