@@ -5,8 +5,8 @@ far one step may run ahead of another follows from these numbers alone.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
 from enum import Enum
 
 
@@ -27,7 +27,7 @@ class Stage:
     resource: Resource
     makes: str
     needs: str = ""
-    """Products of the same step; ``x?`` only where some stage makes x."""
+    """Products of the same step; ``x?``: only where some stage makes x."""
     needs_before: str = ""
     """Products of the step before, or of the n-th step before (``x:n``); the first step of a run finds them given."""
     only_with: str = ""
@@ -59,6 +59,17 @@ class StageRun:
 
     stage: Stage
     step: int
+
+
+def resolve(table: Sequence[Stage], options: Collection[str]) -> tuple[Stage, ...]:
+    """The rows that exist under these options; of the needs marked ``?`` those that one of them makes."""
+    stages = [stage for stage in table if not stage.only_with or stage.only_with in options]
+    made = {product for stage in stages for product in stage.products}
+
+    def existing(words: str) -> str:
+        return " ".join(w.removesuffix("?") for w in words.split() if not w.endswith("?") or w[:-1] in made)
+
+    return tuple(replace(s, needs=existing(s.needs), needs_before=existing(s.needs_before)) for s in stages)
 
 
 def check_graph(graph: Sequence[Stage]) -> None:

@@ -74,6 +74,7 @@ class TrainingLoop:
         return {stage.name: getattr(self, stage.name) for stage in graph}
 
     async def generate(self, step: int) -> None:
+        """New tokens of every slot: one window, or full responses."""
         trajectories, metrics = await self._parts.collector.collect(step)
         # On a thread next to the event loop: images are read and cut there.
         batch = await asyncio.to_thread(window_batch, trajectories, step, self._parts.vision)
@@ -82,15 +83,17 @@ class TrainingLoop:
         self._states[step] = StepState(trajectories, batch, metrics=metrics)
 
     def sleep(self, step: int) -> None:
-        """Colocated: the servers make room for the trainer."""
+        """The servers make room for the trainer."""
         self._parts.rollout.sleep()
 
     async def score(self, step: int) -> None:
+        """Rewards of what ended in this step."""
         state = self._states[step]
         await self._parts.grader.grade(state.trajectories, step)
         state.finished = [t for t in state.trajectories if t.finished]
 
     def old_logprobs(self, step: int) -> None:
+        """Log-probs of the window's tokens under the policy that is about to be updated."""
         state, group, temperature = self._states[step], self._parts.group, self._config.rollout.temperature
         if self._config.algorithm.correction.old_policy is OldPolicy.rollout:
             state.old_logprobs = state.batch.fields["rollout_logprobs"]
@@ -101,20 +104,24 @@ class TrainingLoop:
             state.old_logprobs = group.logprobs(state.batch, temperature=temperature)
 
     def reference_logprobs(self, step: int) -> None:
+        """Log-probs of the window's tokens under the reference policy."""
         state, temperature = self._states[step], self._config.rollout.temperature
         state.reference_logprobs = self._parts.group.logprobs(state.batch, temperature=temperature, engine="reference")
 
     def values(self, step: int) -> None:
+        """The critic's values of the window's tokens."""
         state = self._states[step]
         state.values, state.final_values = self._parts.group.values(state.batch)
 
     def process_rewards(self, step: int) -> None:
+        """Rewards of lines, from a process reward model."""
         state = self._states[step]
         after = values_after_tokens(state.batch, *self._parts.group.values(state.batch, engine="process"))
         rewards = self._parts.process_rewarder.dense_rewards(state.trajectories, after)
         state.line_rewards = response_field(rewards, state.trajectories)
 
     def advantages(self, step: int) -> None:
+        """What the two losses read; finished responses leave the pool."""
         state, parts, algorithm = self._states[step], self._parts, self._config.algorithm
         divergence = self._kl_penalty.charge(state)
         signals = Signals(state.values, state.final_values, divergence.token_rewards)
@@ -144,11 +151,13 @@ class TrainingLoop:
         state.pool_state = parts.pool.state() if parts.saver.due(step) else {}
 
     def update_policy(self, step: int) -> None:
+        """The policy loss on the window's tokens, once the critic is warm."""
         if step >= self._critic_warmup_steps:
             state = self._states[step]
             state.metrics |= train_policy(self._config, self._parts.group, state.policy_batch, step)
 
     def publish(self, step: int) -> None:
+        """New weights to every server; while the policy rests, the servers only wake."""
         if step >= self._critic_warmup_steps:
             result = self._parts.rollout.publish()
             self._states[step].metrics |= {"sync/seconds": result.seconds, "sync/bytes": float(result.num_bytes)}
@@ -156,9 +165,11 @@ class TrainingLoop:
             self._parts.rollout.wake()
 
     async def evaluate(self, step: int) -> None:
+        """Full responses to held-out prompts, where it is time for them."""
         self._states[step].metrics |= await self._parts.evaluator.evaluate_if_due(step)
 
     def update_critic(self, step: int) -> None:
+        """The value loss on finished responses, over all their windows."""
         state, parts = self._states[step], self._parts
         if state.critic_batch is None:
             return
@@ -170,6 +181,7 @@ class TrainingLoop:
             parts.stop_after(step)
 
     def checkpoint(self, step: int) -> None:
+        """Weights, optimizers, pool and sampler, where it is time for them."""
         parts = self._parts
         if parts.saver.due(step):
             settling = parts.settling.state() if parts.settling else None
@@ -177,5 +189,6 @@ class TrainingLoop:
             parts.saver.save(step, driver, weight_version=parts.rollout.weight_version)
 
     def record(self, step: int) -> None:
+        """Metrics, display and report; the step's state is gone."""
         metrics = self._states.pop(step).metrics
         self._parts.recorder.end(step, metrics, num_server_restarts=self._parts.rollout.num_restarts)

@@ -6,12 +6,12 @@ overlaps. Products are fields of the step's ``StepState``, or of the run (``OF_T
 stages do not exist, and a product that is marked ``?`` is waited for only where some stage makes it.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from megatron_rl.config.derived import needs_critic, needs_reference, server_placement
 from megatron_rl.config.schema import Config, Mode
-from megatron_rl.step.graph import Resource, Stage
+from megatron_rl.step.graph import Resource, Stage, resolve
 
 ROLLOUT, TRAINER, HOST = Resource.rollout, Resource.trainer, Resource.host
 
@@ -71,7 +71,7 @@ def step_graph(
     generate, *others = STEP
     if mode is Mode.sync:
         generate = replace(generate, needs_before=f"{generate.needs_before} critic?")
-    graph = _resolved([generate, *others], {name for name, is_on in options.items() if is_on})
+    graph = resolve([generate, *others], {name for name, is_on in options.items() if is_on})
     return _with_turns(graph) if colocated else graph
 
 
@@ -82,16 +82,6 @@ def stage_table_markdown() -> str:
         products = (words.replace(" ", ", ") for words in (s.makes, s.needs, s.needs_before))
         rows.append([f"`{s.name}`", s.resource.value, *products, s.only_with.replace("_", " ")])
     return "".join(f"| {' | '.join(cells)} |\n" for cells in rows)
-
-
-def _resolved(table: Sequence[Stage], options: Collection[str]) -> tuple[Stage, ...]:
-    stages = [stage for stage in table if not stage.only_with or stage.only_with in options]
-    made = {product for stage in stages for product in stage.products}
-
-    def existing(words: str) -> str:
-        return " ".join(w.removesuffix("?") for w in words.split() if not w.endswith("?") or w[:-1] in made)
-
-    return tuple(replace(s, needs=existing(s.needs), needs_before=existing(s.needs_before)) for s in stages)
 
 
 def _with_turns(graph: Sequence[Stage]) -> tuple[Stage, ...]:
