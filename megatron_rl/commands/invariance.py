@@ -22,7 +22,7 @@ from transformers import PretrainedConfig
 from megatron_rl.config.layout import parse_layout
 from megatron_rl.config.schema import AlgorithmConfig, OptimizerConfig, ParallelConfig
 from megatron_rl.data.batch import Images, PackedBatch, cu_seqlens_of
-from megatron_rl.families.facts import sees, text_config
+from megatron_rl.families.facts import sees, text_config, vision_token_ids
 from megatron_rl.parallel import topology as topologies
 from megatron_rl.training import losses
 from megatron_rl.training.batching import plan_microbatches
@@ -98,7 +98,7 @@ def make_batch(lengths: list[int], vocab_size: int, role: str, seed: int, pad_to
 
 def with_images(batch: PackedBatch, hf_config: PretrainedConfig, seed: int) -> PackedBatch:
     """An image after the first token of two sequences out of three, where it fits; the loss leaves its tokens out."""
-    vision, special = hf_config.vision_config, _special_tokens(hf_config)
+    vision, special = hf_config.vision_config, vision_token_ids(hf_config)
     merge_size, tokens, mask = vision.spatial_merge_size, batch.tokens.clone(), batch.fields["mask"].clone()
     for token in special:
         tokens[tokens == token] = next(i for i in range(text_config(hf_config).vocab_size) if i not in special)
@@ -118,11 +118,6 @@ def with_images(batch: PackedBatch, hf_config: PretrainedConfig, seed: int) -> P
     patches = torch.randn(int(grid.prod(-1).sum()), values, generator=torch.Generator().manual_seed(seed))
     images = Images(patches, grid, torch.tensor(owners, dtype=torch.int64))
     return replace(batch.with_fields(mask=mask), tokens=tokens, images=images)
-
-
-def _special_tokens(hf_config: PretrainedConfig) -> list[int]:
-    names = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
-    return [getattr(hf_config, name) for name in names]
 
 
 def _measure(

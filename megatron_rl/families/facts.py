@@ -34,6 +34,7 @@ def with_text(model: Mapping[str, Any]) -> dict[str, Any]:
     """``model`` with what a vision-language model says of its language model (``text_config``) next to the rest."""
     rest = {name: value for name, value in model.items() if name != "text_config"}
     text = model.get("text_config")
+    # The inner model_type (qwen3_vl_text) is that of no family.
     return {**rest, **text, "model_type": model.get("model_type")} if isinstance(text, dict) else dict(model)
 
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_rl.errors import ModelError
 
+# The tables' transforms need torch; the check of a configuration imports this module and should not wait for it.
 if TYPE_CHECKING:
     from megatron_rl.families.transforms import Transform
 
@@ -61,8 +62,6 @@ class Vision:
     """The family's name as people write it."""
     interleaves_positions: bool
     """Rotary dimensions of time, height and width take turns; else they follow one another."""
-    image_processor: str = "Qwen2VLImageProcessor"
-    """The class of transformers that cuts images into patches."""
     token_ids: tuple[str, ...] = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
     """Fields of config.json with the ids that only prompts may contain."""
 
@@ -132,6 +131,7 @@ class Family:
 @functools.cache
 def families() -> Mapping[str, Family]:
     """All families by model_type, sorted; the files are imported at the first call."""
+    # The package's path, not this file's folder: another package may add a folder to it.
     package = importlib.import_module(__package__)
     modules = (
         importlib.import_module(f"{__package__}.{found.name}") for found in pkgutil.iter_modules(package.__path__)

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 Dims = Mapping[str, int]
-"""Sizes by name: hidden, q, kv, groups, head_dim, ffn, vocab, ... (``families.dims``)."""
+"""Sizes by name: hidden, q, kv, groups, head_dim, ffn, vocab, ... (``facts.dims``)."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,8 @@ class Sliceable(Protocol):
 
 
 class Transform(Protocol):
+    """One way from a checkpoint's tensors to a parameter of Megatron's, and back."""
+
     is_split: bool
     """Whether each tensor-parallel rank holds another part (else all hold the same)."""
 
@@ -97,6 +99,7 @@ class QKV:
     def load(self, tensors: Sequence[Sliceable], dims: Dims, shard: Shard) -> Tensor:
         groups = shard.range(dims["groups"])
         parts = []
+        # Megatron's order is group by group, so a rank's share is whole groups of queries with their key and value.
         for tensor, total in zip(tensors, (dims["q"], dims["kv"], dims["kv"]), strict=True):
             rows_per_group = total // dims["groups"]
             part = tensor[groups.start * rows_per_group : groups.stop * rows_per_group]
@@ -116,6 +119,7 @@ class GatedMLP:
     is_split = True
 
     def load(self, tensors: Sequence[Sliceable], dims: Dims, shard: Shard) -> Tensor:
+        # Cut before they are joined: half of a joined tensor would be the whole gate.
         return torch.cat([tensor[shard.range(_length(tensor, 0))] for tensor in tensors])
 
     def export(self, shards: Sequence[Tensor], dims: Dims) -> list[Tensor]:
@@ -135,6 +139,7 @@ class Transposed:
         (tensor,) = tensors
         num_columns = _length(tensor, 1)
         width = num_columns // (2 if self.halves else 1)
+        # Views instead of a transposed copy: of a file, only the slices that this rank holds are read.
         views = [_TransposedView(tensor, start, width) for start in range(0, num_columns, width)]
         return self.inner.load(views, dims, shard).contiguous()
 
@@ -165,6 +170,7 @@ class Vocabulary:
 
     def load(self, tensors: Sequence[Sliceable], dims: Dims, shard: Shard) -> Tensor:
         rows = shard.range(padded_vocab_size(dims["vocab"], shard.size))
+        # A rank may hold nothing but padding.
         part = tensors[0][min(rows.start, dims["vocab"]) : min(rows.stop, dims["vocab"])]
         return F.pad(part, (0, 0, 0, rows.stop - rows.start - part.shape[0]))
 

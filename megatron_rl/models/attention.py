@@ -59,6 +59,7 @@ def plan_attention(lengths: Sequence[int], device: torch.device) -> AttentionPla
         places = torch.arange(int(sizes.max()))
         rows = first[:, None] + torch.minimum(places, sizes[:, None] - 1)
         real = places < sizes[:, None]
+        # Only real places get a way back: the copies in the padding have no row of their own.
         unpad[rows[real]] = placed + real.flatten().nonzero()[:, 0]
         placed += rows.numel()
         shapes.append((rows.shape[0], rows.shape[1]))
@@ -82,6 +83,7 @@ def _bucket(order: Sequence[int], lengths: Sequence[int]) -> list[list[int]]:
         for start in range(end - 1, -1, -1):
             count += len(members[distinct[start]])
             candidates.append((best[start][0] + count * distinct[end - 1] + _BUCKET_COST_TOKENS, start))
+        # Ties go to the smaller start, hence fewer calls: the plan must be the same in every pass.
         best.append(min(candidates))
     groups, end = [], len(distinct)
     while end > 0:
@@ -199,6 +201,7 @@ class ContextAttention(PackedAttention):
 
     def _attended(self, query: Tensor, key: Tensor, value: Tensor, plan: Any) -> Tensor:
         group = parallel_state.get_context_parallel_group()
+        # Gathered at once, then cut into calls: one collective per layer, whatever the number of sequences.
         keys, values = (_GatherRows.apply(t, group).index_select(0, plan.key_rows) for t in (key, value))
         query_sizes = [n * longest // group.size() for n, longest in plan.shapes]
         key_sizes = [n * longest for n, longest in plan.shapes]
@@ -206,6 +209,7 @@ class ContextAttention(PackedAttention):
         parts = zip(plan.shapes, plan.positions, queries, keys.split(key_sizes), values.split(key_sizes), strict=True)
         attended = []
         for (n, longest), positions, q, k, v in parts:
+            # Not is_causal: this rank's queries are two parts of the sequence, its keys are all of it.
             mask = positions[:, None] >= torch.arange(longest, device=k.device)
             attended.append(self._call(n, q, k, v, mask))
         return torch.cat(attended).index_select(0, plan.unsort).flatten(1)

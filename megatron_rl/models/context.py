@@ -43,6 +43,7 @@ def split_pack(lengths: tuple[int, ...], num_ranks: int, rank: int, multiple: in
     """The rows of ``rank`` of ``num_ranks``, L a multiple of ``multiple``; on the CPU."""
     unit = 2 * num_ranks
     padded = [-(-length // unit) * unit for length in lengths]
+    # The fill-up is a sequence of its own, a multiple of 2 * ranks like the others.
     rest = -sum(padded) % (unit * multiple)
     padded += [rest] if rest else []
     tokens = []

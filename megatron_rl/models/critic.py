@@ -40,6 +40,7 @@ class ValueHead(nn.Module):
     def forward(
         self, hidden: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
     ) -> tuple[Tensor, None]:
+        # In float32 whatever the model's dtype: values are regressed, and bfloat16 has three digits.
         values = F.linear(hidden.float(), self.weight.float())
         if self.sequence_parallel:
             # Every rank goes on with the same values, so backward takes its slice instead of a sum.
@@ -65,6 +66,7 @@ def build_critic(
         hf_config, parallel, dtype=dtype, recompute=recompute, share_embeddings=False, settings=settings
     )
     text = text_config(hf_config)
+    # By seed and name, not from torch's generator: every layout starts from the same head.
     head_seed = _DEFAULT_HEAD_SEED if seed is None else seed
     initial = RandomSource(head_seed, text.initializer_range).read(VALUE_HEAD, (1, text.hidden_size))
     for chunk in chunks:
@@ -88,6 +90,7 @@ def final_values(chunk: nn.Module, output: Tensor, batch: PackedBatch) -> Tensor
     """[N] float32: the value after the last token of each sequence (0 for an empty one). Differentiable."""
     after = _values_after_tokens(chunk, output, batch)
     ends = batch.cu_seqlens[1:].to(output.device)
+    # An empty sequence has no last token: any row is read, then its value is set to 0.
     return after[(ends - 1).clamp(min=0)].masked_fill(batch.lengths.to(output.device) == 0, 0.0)
 
 

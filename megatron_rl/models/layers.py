@@ -111,6 +111,7 @@ def keep_float32(model: nn.Module) -> None:
 
 def swap_layers(spec: Any, table: dict[type, type]) -> Any:
     """``spec`` with the classes in ``table`` replaced, anywhere in the tree of module specs."""
+    # A spec is a tree of classes, ModuleSpecs, dataclasses of specs and lists of them; anything else is an option.
     if isinstance(spec, type):
         return table.get(spec, spec)
     if isinstance(spec, ModuleSpec):

@@ -70,6 +70,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
         targets: Tensor,
         head: _Head,
     ) -> tuple[Tensor, Tensor]:
+        # A loss without entropy leaves its gradient None, which saves the second product below.
         ctx.set_materialize_grads(False)
         rank = 0 if head.group is None else head.group.rank()
         first_id = rank * weight.shape[0]
@@ -83,6 +84,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
             scores[:, columns] = _EXCLUDED_SCORE
             parts.append(_statistics(scores, local_targets[chunk], head.group))
         dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+        # Without a single token there is no part to take the dtype from.
         empty = torch.zeros(3, 0, dtype=dtype, device=hidden.device)
         logprobs, entropy, log_normalizer = torch.cat([empty, *parts], dim=1)
         ctx.save_for_backward(hidden, weight, local_targets, log_normalizer, entropy)
@@ -138,10 +140,12 @@ def _statistics(scores: Tensor, local_targets: Tensor, group: dist.ProcessGroup 
     maximum = scores.amax(1) if rows > 0 else scores.new_full((n,), float("-inf"))
     if group is not None and group.size() > 1:
         dist.all_reduce(maximum, dist.ReduceOp.MAX, group=group)
+    # In place: a second [n, rows] would double what a chunk needs.
     scores -= maximum[:, None]
     here, column = _columns(local_targets, rows)
     target_score = scores.gather(1, column[:, None])[:, 0] if rows > 0 else scores.new_zeros(n)
     weights = scores.exp()
+    # One collective for all three sums.
     sums = torch.stack([weights.sum(1), (weights * scores).sum(1), torch.where(here, target_score, 0.0)])
     if group is not None and group.size() > 1:
         dist.all_reduce(sums, group=group)

@@ -148,6 +148,7 @@ class Routing:
         replays = self._settings.routing_replay is not RoutingReplay.none
         self._traces, self._sizes = [], []
         for batch, is_stand_in in zip(microbatches, stand_ins, strict=True):
+            # A stand-in's tokens are nobody's: they take part in collectives, and count nowhere.
             self._sizes.append(0 if is_stand_in else len(batch.tokens))
             rows = local_rows(batch.lengths.tolist(), self._config).to(batch.tokens.device)
             self._traces.append(
@@ -181,6 +182,7 @@ class Routing:
                 if value is not None:
                     extra[index] += value
         totals = torch.cat([extra, torch.stack([trace.loads for trace in traces]).sum(0).flatten()])
+        # Over all ranks, also those that share tokens: each counted its own part of them.
         dist.all_reduce(totals)
         loads = totals[2:].view(self._config.num_layers, -1)
         if self._settings.load_balancing is LoadBalancing.bias and not skipped:

@@ -107,6 +107,7 @@ def _build_chunk(
     model.real_vocab_size = text_config(hf_config).vocab_size
     follow_traces(model)
     model.to(dtype)
+    # The cast takes the routers' biases along, which Megatron keeps in float32.
     keep_float32(model)
     if torch.cuda.is_available():
         model.cuda()

@@ -83,6 +83,7 @@ def send_batches(
     """
     if len(payloads) != dist.get_world_size():
         raise ValueError(f"one payload per rank: expected {dist.get_world_size()}, got {len(payloads)}")
+    # Rank by rank, so that a time-out names the one that does not answer.
     for peer, payload in enumerate(payloads[1:], start=1):
         entries = [[name, _dtype_name(tensor.dtype), list(tensor.shape)] for name, tensor in payload.items()]
         header = _bytes_tensor(json.dumps(entries).encode())

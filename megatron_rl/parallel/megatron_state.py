@@ -26,10 +26,12 @@ _NAMES = {
 
 
 def capture() -> Capture:
+    """What Megatron's globals are now; copies nothing."""
     return {name: getattr(module, name) for module, names in _NAMES.items() for name in names}
 
 
 def restore(captured: Capture) -> None:
+    """Make Megatron's globals those that were captured."""
     for module, names in _NAMES.items():
         for name in names:
             setattr(module, name, captured[name])

@@ -169,6 +169,7 @@ def add_layout(parallel: ParallelConfig, *, seed: int) -> Topology:
         cp_size=parallel.context_parallel_size,
         layout=len(_layouts),
     )
+    # Megatron refuses to make groups where some are: the ones in use are put aside first.
     if _layouts:
         _layouts[_active].variables = megatron_state.capture()
     megatron_state.clear()
@@ -224,6 +225,7 @@ def destroy() -> None:
     _control_plane = None
     if not dist.is_initialized():
         return
+    # Megatron destroys the groups of its globals alone, so each layout's have to be in place.
     for layout in reversed(_layouts):
         _switch_to(layout.topology.layout)
         parallel_state.destroy_model_parallel()

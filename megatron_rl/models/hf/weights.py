@@ -147,6 +147,7 @@ def export_weights(
             stage = next((s for s, names in enumerate(held) if key in names), None)
             if stage is None:
                 raise WeightsError(f"no pipeline stage holds Megatron's parameter {entry.megatron}")
+            # With ``stage`` the stages go at their own pace: none waits for another's tensors.
             if to is Destination.stage and stage != pp_group.rank():
                 continue
             target = _first_rank_of(stage) if to is Destination.stage else 0
@@ -322,6 +323,7 @@ def _named_parameters(chunks: Sequence[nn.Module]) -> Iterator[tuple[str, Tensor
         first_expert = (
             num_experts // model.config.expert_model_parallel_size * parallel_state.get_expert_model_parallel_rank()
         )
+        # The routers' biases are buffers to Megatron, and weights to a checkpoint.
         biases = ((name, buffer) for name, buffer in model.named_buffers() if name.endswith(".expert_bias"))
         for name, parameter in itertools.chain(model.named_parameters(), biases):
             name = canonical_name(name)

@@ -82,6 +82,7 @@ def encode_balanced(
     patches = _exchange_patches(images, plan, group, parameter)
     mine = [i for i, rank in enumerate(ranks) if rank == plan.me]
     width = 1 + num_deepstack(vision_config)
+    # The encoder has no collectives, so a rank without images leaves it out; it still meets the others in the exchanges.
     if mine:
         features = encode(encoder, patches, grids[[listed[i] for i in mine]].to(parameter.device))
     else:
