@@ -254,6 +254,7 @@ def training(job: dict[str, Any]) -> list[dict[str, Any]]:
 
 def weight_sync(job: dict[str, Any]) -> list[dict[str, Any]]:
     """Publishes of a random model to a real SGLang server: seconds and bytes; afterwards the checksums are compared."""
+    from megatron_rl.config.derived import WeightMethod
     from megatron_rl.rollout.sglang.options import ServerOptions
     from megatron_rl.rollout.sglang.server import SglangServer, detect_device
     from megatron_rl.weights.publish import WeightPublisher
@@ -285,7 +286,7 @@ def weight_sync(job: dict[str, Any]) -> list[dict[str, Any]]:
         graphs = _cuda_graphs(server.url)
         for method, name in sync_methods(num_gpus).items():
             publisher = WeightPublisher(
-                job["bucket_bytes"], 300.0, method=method, folder=Path(job["scratch"]) / "weights"
+                job["bucket_bytes"], 300.0, method=WeightMethod(method), folder=Path(job["scratch"]) / "weights"
             )
             for _ in range(job["num_publishes"]):
                 version += 1

@@ -1,8 +1,9 @@
 """What follows from a configuration and the model folder it names."""
 
 from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from megatron_rl.config.schema import Config, KlPlace, Placement, RolloutConfig
 from megatron_rl.errors import ConfigError, ModelError
@@ -49,17 +50,27 @@ def effective_window_tokens(config: Config) -> int:
     return config.batch.window_tokens or config.batch.max_response_tokens
 
 
+class WeightMethod(Enum):
+    """How weights reach the servers."""
+
+    broadcast = "broadcast"
+    """Over process groups of the trainer's source ranks and the servers' workers."""
+    disk = "disk"
+    """Through safetensors in a folder that trainer and servers see under the same path."""
+    colocated = "colocated"
+    """Through memory of the devices that trainer and servers share."""
+
+
 @dataclass(frozen=True)
 class ServerPlacement:
     """What rollout.placement and rollout.weight_sync come to; nothing else reads the two."""
 
     shares_devices: bool
     """The servers have the trainer ranks' devices: they sleep while it works, and start from its first GPU."""
-    weight_method: Literal["broadcast", "disk", "colocated"]
-    """How weights reach them; colocated: from memory to memory."""
+    weight_method: WeightMethod
 
 
 def server_placement(rollout: RolloutConfig) -> ServerPlacement:
     if rollout.placement is Placement.colocated:
-        return ServerPlacement(shares_devices=True, weight_method="colocated")
-    return ServerPlacement(shares_devices=False, weight_method=rollout.weight_sync.value)
+        return ServerPlacement(shares_devices=True, weight_method=WeightMethod.colocated)
+    return ServerPlacement(shares_devices=False, weight_method=WeightMethod(rollout.weight_sync.value))

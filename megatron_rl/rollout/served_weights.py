@@ -5,18 +5,18 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron_rl.config.derived import server_placement
+from megatron_rl.config.derived import WeightMethod, server_placement
 from megatron_rl.config.schema import Config
 from megatron_rl.models.hf.weights import Destination
-from megatron_rl.training.export import ControlLink, ControlRanks, patience_s, source_ranks
+from megatron_rl.training.export import control_link, control_ranks, patience_s, source_ranks
 from megatron_rl.training.trainer_group import TrainerGroup
 from megatron_rl.weights.plan import ServerAddress
 from megatron_rl.weights.publish import PublishResult, WeightPublisher
 
 _DESTINATIONS = {
-    "broadcast": Destination.stage,
-    "disk": Destination.driver,
-    "colocated": Destination.everywhere,
+    WeightMethod.broadcast: Destination.stage,
+    WeightMethod.disk: Destination.driver,
+    WeightMethod.colocated: Destination.everywhere,
 }
 """Where each method wants a tensor whole."""
 
@@ -42,12 +42,12 @@ class ServedWeights:
     def publish(self, publisher: WeightPublisher, servers: Sequence[ServerAddress], version: int) -> PublishResult:
         """Collective over the trainer ranks. Raises WeightSyncError."""
         options: dict[str, Any] = {"expected": self.expected}
-        if self._method == "colocated":
-            options["ranks"] = ControlRanks(self._timeout_s)
-        elif self._method == "broadcast":
+        if self._method is WeightMethod.colocated:
+            options["ranks"] = control_ranks(self._timeout_s)
+        elif self._method is WeightMethod.broadcast:
             # The first source is this rank itself.
             ranks = source_ranks(self._group.topology_of(self._engine))[1:]
-            options["links"] = [ControlLink(rank, self._timeout_s) for rank in ranks]
+            options["links"] = [control_link(rank, self._timeout_s) for rank in ranks]
         weights = self._group.export_weights(self._engine, _DESTINATIONS[self._method])
         return publisher.publish(weights, servers, version, **options)
 

@@ -1,22 +1,26 @@
 """Weights on their way from the Megatron ranks to the servers: which rank does what.
 
-``WeightExport`` is every rank's part; the driver's is ``rollout/served_weights.py``. With servers of their own devices the first rank of
-each pipeline stage sends its stage's tensors; with servers on the trainer's devices every rank holds every tensor for
-the server worker beside it; through files rank 0 writes all of them.
+``WeightExport`` is every rank's part; the driver's is ``rollout/served_weights.py``. With servers on
+devices of their own the first rank of each pipeline stage sends its stage's tensors; with servers on the trainer's
+devices every rank holds every tensor for the server worker next to it; through files rank 0 writes all of them.
 """
 
-from typing import Any
+from collections.abc import Iterable, Iterator
+from functools import partial
 
 import torch
+from torch import Tensor
 
 from megatron_rl.config.schema import Config
 from megatron_rl.models.hf.weights import Destination
 from megatron_rl.parallel import collectives
 from megatron_rl.parallel.topology import Topology
 from megatron_rl.training.engine import Engine
-from megatron_rl.weights import colocated
-from megatron_rl.weights.buckets import take_part
-from megatron_rl.weights.senders import StageRank
+from megatron_rl.weights.buckets import walk_to_end
+from megatron_rl.weights.colocated import Ranks, follow
+from megatron_rl.weights.senders import Link, StageRank
+
+_WHAT = "word on the weight sync"
 
 
 class WeightExport:
@@ -31,17 +35,25 @@ class WeightExport:
         """Walk the engine's stream and do with it what ``to`` asks of this rank (any but rank 0)."""
         stream, topology = engine.export_weights(to), engine.topology
         if to is Destination.everywhere:
-            colocated.follow(stream, self._bucket_bytes, topology.device, ControlRanks(self._timeout_s))
+            follow(whole(stream), self._bucket_bytes, topology.device, control_ranks(self._timeout_s))
         elif to is Destination.stage and topology.rank in source_ranks(topology):
             if self._stage is None:
-                self._stage = StageRank(ControlLink(0, self._timeout_s), self._bucket_bytes)
-            self._stage.serve(stream, topology.device)
+                self._stage = StageRank(control_link(0, self._timeout_s), self._bucket_bytes)
+            self._stage.serve(whole(stream), topology.device)
         else:
-            take_part(stream)
+            walk_to_end(stream)
 
     def close(self) -> None:
         if self._stage is not None:
             self._stage.close()
+
+
+def whole(weights: Iterable[tuple[str, Tensor | None]]) -> Iterator[tuple[str, Tensor]]:
+    """The same stream on a rank that gets every tensor (``Destination``)."""
+    for name, tensor in weights:
+        if tensor is None:
+            raise ValueError(f"{name} was put together on another rank: this one does not send it")
+        yield name, tensor
 
 
 def source_ranks(topology: Topology) -> list[int]:
@@ -54,34 +66,21 @@ def patience_s(config: Config) -> float:
     return config.parallel.collective_timeout_s + 2 * config.rollout.weight_sync_timeout_s
 
 
-class ControlLink:
+def control_link(rank: int, timeout_s: float) -> Link:
     """Messages to and from one rank on the control plane."""
-
-    def __init__(self, rank: int, timeout_s: float) -> None:
-        self.rank = rank
-        self._timeout_s = timeout_s
-
-    def send(self, message: Any) -> None:
-        collectives.send_object(message, self.rank, what=_WHAT, timeout_s=self._timeout_s)
-
-    def receive(self) -> Any:
-        return collectives.receive_object(self.rank, what=_WHAT, timeout_s=self._timeout_s)
+    return Link(
+        rank,
+        send=partial(collectives.send_object, peer=rank, what=_WHAT, timeout_s=timeout_s),
+        receive=partial(collectives.receive_object, rank, what=_WHAT, timeout_s=timeout_s),
+    )
 
 
-class ControlRanks:
-    """What all ranks say to each other on the control plane (``colocated.Ranks``)."""
-
-    def __init__(self, timeout_s: float) -> None:
-        self._timeout_s = timeout_s
-
-    def gather(self, handle: str) -> list[str]:
-        return collectives.gather_objects(handle, what=_WHAT, timeout_s=self._timeout_s)
-
-    def agree(self, go_on: bool) -> bool:
-        return collectives.broadcast_object(go_on, what=_WHAT, timeout_s=self._timeout_s)
-
-
-_WHAT = "word on the weight sync"
+def control_ranks(timeout_s: float) -> Ranks:
+    """What all ranks say to each other on the control plane."""
+    return Ranks(
+        gather=partial(collectives.gather_objects, what=_WHAT, timeout_s=timeout_s),
+        agree=partial(collectives.broadcast_object, what=_WHAT, timeout_s=timeout_s),
+    )
 
 
 def free_cached_memory() -> None:

@@ -8,26 +8,30 @@ import uuid
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
-from megatron_rl.weights.plan import Coverage, ServerAddress
-from megatron_rl.weights.senders import LocalSource, Offer, RemoteSource
-from megatron_rl.weights.server_calls import ServerCalls
+import torch
+
+from megatron_rl.weights.buckets import Bucket, BucketStream, NamedTensors
+from megatron_rl.weights.plan import Coverage, GroupSpec, ServerAddress
+from megatron_rl.weights.senders import RemoteSource
+from megatron_rl.weights.server_calls import ServerCallError, ServerCalls, wait_for_all
 from megatron_rl.weights.sync_group import SyncGroup
 
 
 @dataclass(frozen=True)
-class Parcel:
-    """A bucket on its way: what the servers are asked, and the start of its journey."""
+class UpdateRequest:
+    """What the servers are asked for one bucket, and how its bytes set out."""
 
     path: str
-    bodies: tuple[dict, ...]
-    """One a server."""
+    bodies: tuple[dict[str, Any], ...]
+    """One per server."""
     num_bytes: int
-    last: bool
-    """Nothing comes after it."""
     start: Callable[[ServerCalls], list[Future]]
-    """Called once the servers have been asked; what is left to be waited for."""
+    """Called once the servers have been asked; returns what is left to be waited for."""
+    needs_session: bool = True
+    """Whether the server takes it only between /begin_weight_update and /end_weight_update."""
 
 
 class Connections:
@@ -39,38 +43,40 @@ class Connections:
         self._master_address = master_address
         self._servers: tuple[ServerAddress, ...] = ()
         self._names: tuple[str, ...] = ()
-        self._local: SyncGroup | None = None
+        self._own: SyncGroup | None = None
         self._on_servers: dict[ServerAddress, tuple[str, ...]] = {}
 
-    def connect(self, local: LocalSource, remote: Sequence[RemoteSource], calls: ServerCalls) -> tuple[str, ...]:
-        """The groups' names, one a source; raises ServerCallError."""
-        if self._local is None or self._servers != calls.servers or len(self._names) != 1 + len(remote):
-            self._make(local, remote, calls)
-        local.use(self._local)
-        return self._names
+    def connect(self, remote: Sequence[RemoteSource], calls: ServerCalls) -> tuple[SyncGroup, tuple[str, ...]]:
+        """This process's group, and the names of all, one per source; raises ServerCallError."""
+        own = self._own
+        if own is None or self._servers != calls.servers or len(self._names) != 1 + len(remote):
+            own = self._make(remote, calls)
+        return own, self._names
 
     def close(self) -> None:
         """Forget the groups; this process's end is closed, the other sources close theirs themselves."""
         self._servers = ()
-        if self._local is not None:
-            self._local.close()
-            self._local = None
+        if self._own is not None:
+            self._own.close()
+            self._own = None
 
     def leave_servers(self) -> None:
         """Have the servers destroy their ends; raises ServerCallError for one that does not answer."""
         self._forget_on(tuple(self._on_servers))
 
-    def _make(self, local: LocalSource, remote: Sequence[RemoteSource], calls: ServerCalls) -> None:
+    def _make(self, remote: Sequence[RemoteSource], calls: ServerCalls) -> SyncGroup:
         self.close()
         calls.get("/model_info")  # an unreachable server would leave the others waiting for it inside the rendezvous
         self._forget_on(calls.servers)
         run = uuid.uuid4().hex[:12]
         self._names = tuple(f"weight-sync-{run}-{stage}" for stage in range(1 + len(remote)))
         self._on_servers.update({address: self._names for address in calls.servers})
-        self._local = local.open_group(calls, self._names[0], self.backend, self._timeout_s, self._master_address)
-        for name, source in zip(self._names[1:], remote):
-            source.open_group(calls, name, self.backend, self._timeout_s)
+        spec = GroupSpec(self._names[0], calls.servers, self.backend, self._timeout_s)
+        self._own = _open_own(spec, self._master_address, calls)
+        for name, source in zip(self._names[1:], remote, strict=True):
+            source.open_group(calls, replace(spec, name=name))
         self._servers = calls.servers
+        return self._own
 
     def _forget_on(self, servers: tuple[ServerAddress, ...]) -> None:
         """Destroy the groups that an earlier connection left on ``servers``; one that is gone already is fine."""
@@ -81,40 +87,77 @@ class Connections:
         with ServerCalls(known, self._timeout_s) as calls:
             for stage in range(max(map(len, names))):
                 bodies = [{"group_name": own[min(stage, len(own) - 1)]} for own in names]
-                calls.post_each("/destroy_weights_update_group", bodies, allow_refusal=True)
+                calls.accepts("/destroy_weights_update_group", bodies)
 
 
-def broadcast_parcels(
-    sources: Sequence[LocalSource | RemoteSource],
-    names: Sequence[str],
-    num_servers: int,
-    version: int,
-    coverage: Coverage,
-) -> Iterator[Parcel]:
-    """The sources' buckets in turns, until each has given its last one.
+class GroupSender:
+    """The driver's part of one publish: sends the buckets of its own stage and says when the other sources send theirs."""
 
-    Raises CoverageError before a parcel with a wrong tensor, or TensorStreamError, instead of giving it out.
-    """
-    waiting = deque(zip(sources, names, strict=True))
-    while waiting:
-        source, name = waiting.popleft()
-        offer = source.offer()
-        if not offer.last:
-            waiting.append((source, name))
-        for spec in offer.specs:
-            coverage.add(spec)
-        coverage.check(complete=not waiting)
-        body = _body(offer, name, version, last=not waiting)
-        yield Parcel(
-            "/update_weights_from_distributed", (body,) * num_servers, offer.num_bytes, not waiting, source.send
-        )
+    def __init__(
+        self,
+        connections: Connections,
+        remote: Sequence[RemoteSource],
+        named_tensors: NamedTensors,
+        bucket_bytes: int,
+        device: torch.device,
+    ) -> None:
+        self._connections = connections
+        self._remote = remote
+        self._stream = BucketStream(named_tensors, bucket_bytes, device)
+        # At once: the other ranks wait for rank 0 in the stream's first collectives.
+        self._stream.prepare()
+
+    def requests(self, calls: ServerCalls, version: int, coverage: Coverage) -> Iterator[UpdateRequest]:
+        """The sources' buckets in turns, until each has given its last one.
+
+        Raises ServerCallError where no group came about; CoverageError before a bucket with a wrong tensor, or
+        TensorStreamError, instead of giving it out.
+        """
+        group, names = self._connections.connect(self._remote, calls)
+
+        def send_own(calls: ServerCalls) -> list[Future]:
+            return [calls.run(group.broadcast, self._stream.take().flat)]
+
+        offers = [self._stream.look, *(source.offer for source in self._remote)]
+        starts = [send_own, *(source.send for source in self._remote)]
+        waiting = deque(zip(names, offers, starts, strict=True))
+        while waiting:
+            name, offer, start = waiting.popleft()
+            bucket = offer()
+            if not bucket.last:
+                waiting.append((name, offer, start))
+            for spec in bucket.specs:
+                coverage.add(spec)
+            coverage.check(complete=not waiting)
+            body = _body(bucket, name, version, last=not waiting)
+            bodies = (body,) * len(calls.servers)
+            yield UpdateRequest("/update_weights_from_distributed", bodies, bucket.num_bytes, start)
+
+    def finish(self, *, failed: bool) -> str:
+        """Let the other sources go and walk the own stream to its end; returns what went wrong there."""
+        notes = [source.finish(failed=failed) for source in self._remote]
+        notes.append(self._stream.finish())
+        return "; ".join(note for note in notes if note)
 
 
-def _body(offer: Offer, group_name: str, version: int, *, last: bool) -> dict:
+def _open_own(spec: GroupSpec, master_address: str | None, calls: ServerCalls) -> SyncGroup:
+    group = SyncGroup(spec, master_address)
+    futures = calls.submit("/init_weights_update_group", group.join_bodies())
+    futures.append(calls.run(group.open))
+    try:
+        what = f"all servers to join the group at {group.address}:{group.port}"
+        wait_for_all(futures, group.connect_timeout_s, what)
+    except ServerCallError:
+        group.close()
+        raise
+    return group
+
+
+def _body(bucket: Bucket, group_name: str, version: int, *, last: bool) -> dict[str, Any]:
     return {
-        "names": [spec.name for spec in offer.specs],
-        "dtypes": [str(spec.dtype).removeprefix("torch.") for spec in offer.specs],
-        "shapes": [list(spec.shape) for spec in offer.specs],
+        "names": [spec.name for spec in bucket.specs],
+        "dtypes": [str(spec.dtype).removeprefix("torch.") for spec in bucket.specs],
+        "shapes": [list(spec.shape) for spec in bucket.specs],
         "group_name": group_name,
         "load_format": "flattened_bucket",
         "flush_cache": last,

@@ -1,7 +1,7 @@
 """The way to servers on the trainer's own devices: buckets by CUDA IPC, on a CPU by shared memory.
 
 Every trainer rank fills the same buckets from the same stream of full tensors, on its own device, and hands the worker
-beside it a handle: worker t of server s reads the memory of rank s * tp_size + t. What travels by HTTP is the handle
+next to it a handle: worker t of server s reads the memory of rank s * tp_size + t. What travels by HTTP is the handle
 alone.
 
 Who waits for whom: at each bucket every rank gives its handle to the driver and waits for its word; the driver waits
@@ -14,53 +14,60 @@ A server unpickles what it is sent, so whoever reaches its port can run code in 
 
 import base64
 import io
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from multiprocessing.reduction import ForkingPickler
 from types import SimpleNamespace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.multiprocessing
 
-from megatron_rl.weights.broadcast import Parcel
-from megatron_rl.weights.buckets import Bucket, NamedTensors, Shelf, drain
+from megatron_rl.weights.broadcast import UpdateRequest
+from megatron_rl.weights.buckets import Bucket, BucketStream, NamedTensors
 from megatron_rl.weights.plan import Coverage, ServerAddress
 from megatron_rl.weights.server_calls import ServerCalls
 
 
-class Ranks(Protocol):
-    """What the ranks say to each other; both are collective and raise RuntimeError when a rank is lost."""
+@dataclass(frozen=True)
+class Ranks:
+    """What the ranks say to each other; both are collective and raise RuntimeError when a rank is lost.
 
-    def gather(self, handle: str) -> list[str]:
-        """The handles of all ranks, by rank, on the driver."""
+    The defaults are those of a trainer of one rank.
+    """
 
-    def agree(self, go_on: bool) -> bool:
-        """The driver's word, on every rank."""
+    gather: Callable[[str], list[str]] = lambda handle: [handle]
+    """The handles of all ranks, by rank, on the driver."""
+    agree: Callable[[bool], bool] = lambda go_on: go_on
+    """The driver's word, on every rank."""
 
 
 class ColocatedSender:
     """The driver's part of one publish."""
 
     def __init__(self, named_tensors: NamedTensors, bucket_bytes: int, device: torch.device, ranks: Ranks) -> None:
-        self._shelf = _shelf(named_tensors, bucket_bytes, device)
+        self._stream = _bucket_stream(named_tensors, bucket_bytes, device)
         self._ranks = ranks
         # The other ranks wait for this one inside the stream until each has a bucket.
-        self._shelf.prepare()
+        self._stream.prepare()
         self._owes_word = False
         """The other ranks have given their handles, or had the last bucket, and wait."""
         self._ended = False
 
-    def parcels(self, servers: Sequence[ServerAddress], version: int, coverage: Coverage) -> Iterator[Parcel]:
-        """The buckets as requests. Raises CoverageError before a parcel with a wrong tensor is given out."""
-        while (bucket := self._shelf.look()) is not None:
+    def requests(self, calls: ServerCalls, version: int, coverage: Coverage) -> Iterator[UpdateRequest]:
+        """The buckets as requests. Raises CoverageError before a bucket with a wrong tensor is given out."""
+        last = False
+        while not last:
+            bucket = self._stream.look()
+            last = bucket.last
             handles = self._ranks.gather(handle_of(bucket))
             self._owes_word = True
             for spec in bucket.specs:
                 coverage.add(spec)
-            coverage.check(complete=bucket.last)
-            bodies = tuple(_bodies(handles, servers, version, last=bucket.last))
-            yield Parcel("/update_weights_from_tensor", bodies, bucket.flat.numel(), bucket.last, self._go_on)
+            coverage.check(complete=last)
+            bodies = tuple(_bodies(handles, calls.servers, version, last=last))
+            yield UpdateRequest("/update_weights_from_tensor", bodies, bucket.num_bytes, self._go_on)
 
     def finish(self, *, failed: bool) -> str:
         """Let the other ranks go, and walk the stream to its end with them."""
@@ -73,28 +80,31 @@ class ColocatedSender:
             self._ranks.agree(not failed)
         except RuntimeError as error:
             return f"a rank is lost: {error}"
-        return drain(self._shelf.stream)
+        return self._stream.finish()
 
     def _go_on(self, calls: ServerCalls) -> list[Future]:
         self._ranks.agree(True)
-        self._owes_word = self._shelf.take().last
+        self._owes_word = self._stream.take().last
         return []
 
 
 def follow(named_tensors: NamedTensors, bucket_bytes: int, device: torch.device, ranks: Ranks) -> None:
     """One publish on a rank other than the driver's."""
-    shelf = _shelf(named_tensors, bucket_bytes, device)
-    while (bucket := shelf.look()) is not None:
+    stream = _bucket_stream(named_tensors, bucket_bytes, device)
+    last = False
+    while not last:
+        bucket = stream.look()
+        last = bucket.last
         ranks.gather(handle_of(bucket))
         if not ranks.agree(True):
-            drain(shelf.stream)
+            stream.finish()
             return
-        shelf.take()
+        stream.take()
     ranks.agree(True)
 
 
 def handle_of(bucket: Bucket) -> str:
-    """What a server needs to read the bucket where it lies, in SGLang's notation of a flattened bucket."""
+    """What a server needs to read the bucket in place, in SGLang's notation of a flattened bucket."""
     metadata, start = [], 0
     for spec in bucket.specs:
         end = start + spec.num_bytes
@@ -124,15 +134,15 @@ def handle_of(bucket: Bucket) -> str:
     return base64.b64encode(pickled.getvalue()).decode()
 
 
-def _shelf(named_tensors: NamedTensors, bucket_bytes: int, device: torch.device) -> Shelf:
+def _bucket_stream(named_tensors: NamedTensors, bucket_bytes: int, device: torch.device) -> BucketStream:
     # A server on a GPU answers before its copies have run, and torch keeps memory whose handle is still held.
-    return Shelf(named_tensors, bucket_bytes, device, reuse_buffers=device.type != "cuda")
+    return BucketStream(named_tensors, bucket_bytes, device, reuse_buffers=device.type != "cuda")
 
 
 def _bodies(
     handles: Sequence[str], servers: Sequence[ServerAddress], version: int, *, last: bool
 ) -> Iterator[dict[str, Any]]:
-    """One request a server."""
+    """One request per server."""
     for server in servers:
         yield {
             "serialized_named_tensors": list(handles[server.first_rank : server.first_rank + server.tp_size]),

@@ -1,43 +1,58 @@
-"""Weights as safetensors: the fallback way to the servers, and the shapes that a checkpoint's headers declare."""
+"""The way to the servers through files, for clusters that cannot build a process group: safetensors in a folder that
+trainer and servers share.
+"""
 
 import json
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
 from safetensors.torch import save_file
 
-from megatron_rl.weights.plan import Coverage, Placement, TensorSpec, place
+from megatron_rl.weights.broadcast import UpdateRequest
+from megatron_rl.weights.buckets import BucketStream, NamedTensors
+from megatron_rl.weights.plan import Coverage, Slice, TensorSpec, place
+from megatron_rl.weights.server_calls import ServerCalls
 
 _INDEX_NAME = "model.safetensors.index.json"
 _VERSION_PREFIX = "weights-"
 
 
-def read_shapes(folder: str | Path) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of all tensors in a folder's safetensors; reads headers only. Raises FileNotFoundError."""
-    files = sorted(Path(folder).glob("*.safetensors"))
-    if not files:
-        raise FileNotFoundError(f"no *.safetensors in {folder}: expected a Hugging Face checkpoint folder")
-    shapes = {}
-    for file in files:
-        with safe_open(file, framework="pt") as tensors:
-            for name in tensors.keys():  # noqa: SIM118  (a safetensors file is no mapping)
-                shapes[name] = tuple(tensors.get_slice(name).get_shape())
-    return shapes
+class DiskSender:
+    """The driver's part of one publish; the folder keeps the newest version that all servers took."""
 
+    def __init__(self, named_tensors: NamedTensors, folder: Path, shard_bytes: int) -> None:
+        self._stream = BucketStream(named_tensors, shard_bytes, torch.device("cpu"))
+        self._folder = folder
+        self._shard_bytes = shard_bytes
+        self._written: Path | None = None
 
-def count_bytes(folder: Path) -> int:
-    """Bytes of the safetensors in ``folder``; raises FileNotFoundError where there are none."""
-    files = list(folder.glob("*.safetensors"))
-    if not files:
-        raise FileNotFoundError(f"no *.safetensors in {folder}: expected a Hugging Face checkpoint folder")
-    return sum(file.stat().st_size for file in files)
+    def requests(self, calls: ServerCalls, version: int, coverage: Coverage) -> Iterator[UpdateRequest]:
+        """One request, once the whole stream is written; raises CoverageError for a stream with wrong tensors."""
+        folder = write_version(self._stream.tensors, self._folder, version, self._shard_bytes, coverage)
+        body = {
+            "model_path": str(folder.absolute()),
+            "load_format": "auto",  # a server started with dummy weights would otherwise "load" dummy weights again
+            "weight_version": str(version),
+            "flush_cache": True,
+        }
+        num_bytes = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+        # One call loads and flushes, and the flush is refused while the last answered request is being put away.
+        calls.wait_until_idle("it loads new weights")
+        self._written = folder
+        bodies = (body,) * len(calls.servers)
+        yield UpdateRequest("/update_weights_from_disk", bodies, num_bytes, lambda calls: [], needs_session=False)
+
+    def finish(self, *, failed: bool) -> str:
+        """Remove older versions, unless servers may still need them, and walk the stream to its end."""
+        if self._written is not None and not failed:
+            remove_other_versions(self._folder, keep=self._written)
+        return self._stream.finish()
 
 
 def write_version(
-    named_tensors: Iterable[tuple[str, torch.Tensor]],
+    named_tensors: NamedTensors,
     folder: Path,
     version: int,
     shard_bytes: int,
@@ -69,11 +84,11 @@ def remove_other_versions(folder: Path, keep: Path) -> None:
 
 
 def _write_shards(
-    named_tensors: Iterable[tuple[str, torch.Tensor]], folder: Path, shard_bytes: int, coverage: Coverage
+    named_tensors: NamedTensors, folder: Path, shard_bytes: int, coverage: Coverage
 ) -> None:
     weight_map: dict[str, str] = {}
     shard: dict[str, torch.Tensor] = {}
-    placement: Placement | None = None
+    placed: Slice | None = None
 
     def write_shard(index: int) -> None:
         file_name = f"model-{index:05d}.safetensors"
@@ -85,11 +100,12 @@ def _write_shards(
         spec = TensorSpec(name, tuple(tensor.shape), tensor.dtype)
         coverage.add(spec)
         coverage.check(complete=False)
-        previous, placement = placement, place(spec, placement, shard_bytes)
-        if previous is not None and placement.bucket != previous.bucket:
+        previous, placed = placed, place(spec, placed, shard_bytes)
+        if previous is not None and placed.bucket != previous.bucket:
             write_shard(previous.bucket)
         # A copy: safetensors refuses tensors that share memory, as slices of one fused weight do.
         shard[name] = tensor.detach().to("cpu", copy=True).contiguous()
     coverage.check(complete=True)
-    write_shard(placement.bucket)
+    if placed is not None:
+        write_shard(placed.bucket)
     (folder / _INDEX_NAME).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))

@@ -1,6 +1,6 @@
 """Which tensor travels in which bucket, which rank receives it, and whether all that should travel does. Pure.
 
-Weights travel in flat byte buckets. A plan is made while the tensors stream by (``place`` needs only the placement
+Weights travel in flat byte buckets. A plan is made while the tensors stream by (``place`` needs only the slice
 before), so the trainer never holds the whole model. Invariants:
 
 - every tensor is placed exactly once and the order of the stream is kept;
@@ -9,14 +9,15 @@ before), so the trainer never holds the whole model. Invariants:
 - rank 0 of a sync group is a source rank of the trainer; the ranks after it are the workers of the servers, in order.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+import itertools
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import NamedTuple
 
 import torch
 
-MAX_NAMES_SHOWN = 8
+_MAX_NAMES_SHOWN = 8
 """Names an error spells out before it only counts."""
 
 
@@ -47,7 +48,9 @@ class TensorSpec:
 
 
 @dataclass(frozen=True)
-class Placement:
+class Slice:
+    """The bytes of one tensor among those of all buckets."""
+
     spec: TensorSpec
     bucket: int
     """Index of the bucket, counted from 0."""
@@ -60,37 +63,48 @@ class Placement:
 
 
 @dataclass(frozen=True)
-class RankPlan:
-    world_size: int
-    """The source rank and all server workers."""
-    offsets: tuple[int, ...]
-    """Rank of the first worker of each server."""
+class GroupSpec:
+    """A process group to be made: source rank 0 and, after it, the workers of ``servers`` in their order.
+
+    Raises ValueError without servers and for one without workers.
+    """
+
+    name: str
+    servers: tuple[ServerAddress, ...]
+    backend: str
+    """Of torch.distributed: nccl or gloo."""
+    timeout_s: float
+    """Longest wait for a broadcast."""
+
+    def __post_init__(self) -> None:
+        tp_sizes = [server.tp_size for server in self.servers]
+        if not tp_sizes or min(tp_sizes) < 1:
+            raise ValueError(f"expected at least one server, each with tp_size >= 1, got tp sizes {tp_sizes}")
+
+    @property
+    def world_size(self) -> int:
+        """The source rank and all server workers."""
+        return 1 + sum(server.tp_size for server in self.servers)
+
+    @property
+    def first_ranks(self) -> tuple[int, ...]:
+        """Rank of the first worker of each server."""
+        sizes = [server.tp_size for server in self.servers[:-1]]
+        return tuple(itertools.accumulate(sizes, initial=1))
 
 
-def place(spec: TensorSpec, previous: Placement | None, bucket_bytes: int) -> Placement:
+def place(spec: TensorSpec, previous: Slice | None, bucket_bytes: int) -> Slice:
     """Where ``spec`` goes, given where the tensor before it went (None for the first)."""
     if bucket_bytes <= 0:
         raise ValueError(f"bucket_bytes must be positive, got {bucket_bytes}")
     if spec.num_bytes == 0:
         raise ValueError(f"{spec.name} has shape {list(spec.shape)}: a tensor without elements cannot be sent")
     if previous is None:
-        return Placement(spec, bucket=0, offset=0)
+        return Slice(spec, bucket=0, offset=0)
     fits = previous.end + spec.num_bytes <= bucket_bytes and previous.end % spec.dtype.itemsize == 0
     if fits:
-        return Placement(spec, previous.bucket, previous.end)
-    return Placement(spec, previous.bucket + 1, offset=0)
-
-
-def assign_ranks(tp_sizes: Sequence[int]) -> RankPlan:
-    """Ranks of the servers' workers behind the source rank 0; ``tp_sizes`` has one entry a server."""
-    if not tp_sizes or min(tp_sizes) < 1:
-        raise ValueError(f"expected at least one server, each with tp_size >= 1, got tp sizes {list(tp_sizes)}")
-    offsets = []
-    next_rank = 1
-    for tp_size in tp_sizes:
-        offsets.append(next_rank)
-        next_rank += tp_size
-    return RankPlan(world_size=next_rank, offsets=tuple(offsets))
+        return Slice(spec, previous.bucket, previous.end)
+    return Slice(spec, previous.bucket + 1, offset=0)
 
 
 def unique_addresses(servers: Sequence[ServerAddress | tuple[str, int, int]]) -> tuple[ServerAddress, ...]:
@@ -136,23 +150,15 @@ class Coverage:
             if missing:
                 problems["missing"] = missing
         if problems:
-            listed = "; ".join(f"{kind}: {shorten(names)}" for kind, names in problems.items())
+            listed = "; ".join(f"{kind}: {_shorten(names)}" for kind, names in problems.items())
             raise CoverageError(
                 f"the tensors on offer are not the served model's: {listed}. Check the Hugging Face name mapping of "
                 "this model family and that the trainer and the servers use the same config.json"
             )
 
 
-def check_coverage(specs: Iterable[TensorSpec], expected: Mapping[str, Sequence[int]]) -> None:
-    """Check a whole list at once (at start-up, before any weights move); raises CoverageError."""
-    coverage = Coverage(expected)
-    for spec in specs:
-        coverage.add(spec)
-    coverage.check(complete=True)
-
-
-def shorten(names: list[str]) -> str:
+def _shorten(names: list[str]) -> str:
     """The first names of a long list, for an error message."""
-    shown = ", ".join(names[:MAX_NAMES_SHOWN])
-    left = len(names) - MAX_NAMES_SHOWN
+    shown = ", ".join(names[:_MAX_NAMES_SHOWN])
+    left = len(names) - _MAX_NAMES_SHOWN
     return f"{shown} and {left} more" if left > 0 else shown

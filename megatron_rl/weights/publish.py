@@ -19,32 +19,31 @@ Invariants:
 
 Who waits for whom: the driver waits for the servers, at most ``timeout_s`` at each step (a session, a bucket, a check),
 and for the other sources' buckets. A server waits inside a broadcast for its source. Opening a session waits until the
-server's running requests finish, unless ``pause`` moves them back to its queue first. Trainer ranks that send nothing
-wait only inside the stream.
+server's running requests finish. Trainer ranks that send nothing wait only inside the stream.
 """
 
 import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, Protocol
 
 import torch
 
+from megatron_rl.config.derived import WeightMethod
 from megatron_rl.errors import UserError
-from megatron_rl.weights import disk
-from megatron_rl.weights.broadcast import Connections, Parcel, broadcast_parcels
-from megatron_rl.weights.buckets import NamedTensors, TensorStreamError, drain, guarded
+from megatron_rl.weights.broadcast import Connections, GroupSender, UpdateRequest
+from megatron_rl.weights.buckets import NamedTensors, TensorStreamError
 from megatron_rl.weights.colocated import ColocatedSender, Ranks
+from megatron_rl.weights.disk import DiskSender
 from megatron_rl.weights.plan import Coverage, ServerAddress, unique_addresses
-from megatron_rl.weights.senders import Link, LocalSource, RemoteSource
+from megatron_rl.weights.senders import Link, RemoteSource
 from megatron_rl.weights.server_calls import ServerCallError, ServerCalls, wait_for_all
 from megatron_rl.weights.sync_group import device_of
 
 logger = logging.getLogger(__name__)
 
-CPU = torch.device("cpu")
 
 class WeightSyncError(UserError, RuntimeError):
     """A publish did not complete. The next one starts from scratch; until then servers may hold mixed weights."""
@@ -56,16 +55,11 @@ class PublishResult:
     num_bytes: int
     """Payload, counted once however many servers received it."""
     num_buckets: int
+    """Files count as one."""
 
 
 class WeightPublisher:
-    """The driver's end of weight sync; keeps the process groups between publishes.
-
-    ``method="disk"`` goes through safetensors under ``folder`` (which the servers must see under the same path), for
-    clusters that cannot build a group; ``method="colocated"`` through memory on the devices that servers and trainer
-    ranks share. ``master_address`` is where servers reach this process; by default the local address of the route
-    towards them.
-    """
+    """The driver's end of weight sync; keeps the process groups between publishes."""
 
     def __init__(
         self,
@@ -73,22 +67,25 @@ class WeightPublisher:
         timeout_s: float,
         backend: str | None = None,
         *,
-        method: Literal["broadcast", "disk", "colocated"] = "broadcast",
+        method: WeightMethod = WeightMethod.broadcast,
         folder: str | Path | None = None,
         master_address: str | None = None,
-    ):
-        if method not in ("broadcast", "disk", "colocated"):
-            raise ValueError(f"method is broadcast, disk or colocated, got {method!r}")
-        if method == "disk" and folder is None:
-            raise ValueError("method='disk' needs a folder that trainer and servers share")
+    ) -> None:
+        """``folder`` is where ``WeightMethod.disk`` writes. ``backend``: of torch.distributed; None: nccl with GPUs, else gloo.
+
+        ``master_address`` is where servers reach this process; None: the local address of the route towards them.
+        """
+        self._folder: Path | None = None
+        if method is WeightMethod.disk:
+            if folder is None:
+                raise ValueError("WeightMethod.disk needs a folder that trainer and servers share")
+            self._folder = Path(folder)
         self._method = method
         self._bucket_bytes = bucket_bytes
         self._timeout_s = timeout_s
-        self._folder = Path(folder) if method == "disk" else None
         self._connections = Connections(
             backend or ("nccl" if torch.cuda.is_available() else "gloo"), timeout_s, master_address
         )
-        self._paused: set[ServerAddress] = set()
 
     def publish(
         self,
@@ -97,7 +94,6 @@ class WeightPublisher:
         version: int,
         *,
         expected: Mapping[str, Sequence[int]] | None = None,
-        pause: bool = False,
         links: Sequence[Link] = (),
         ranks: Ranks | None = None,
     ) -> PublishResult:
@@ -105,44 +101,27 @@ class WeightPublisher:
 
         ``named_tensors`` are what this rank has to send: everything, or with ``links`` to the other stages' sources
         (whose ranks are inside ``StageRank.serve``) the tensors of its own stage. ``ranks``: the others of a colocated
-        trainer, inside ``colocated.follow``. ``expected`` maps the model's own names to shapes (``disk.read_shapes``
-        reads them from a checkpoint); tensors that do not match are refused before their bucket is sent. ``pause``
-        moves running requests back to the servers' queues for the time of the update and recomputes their prefixes
-        with the new weights. Raises WeightSyncError.
+        trainer, inside ``colocated.follow``. ``expected`` maps the model's own names to shapes; tensors that do not
+        match are refused before their bucket is sent. Raises WeightSyncError.
         """
         addresses = unique_addresses(servers)
         with ServerCalls(addresses, self._timeout_s) as calls:
             transfer = _Transfer(calls, version, started=time.perf_counter())
-            way = self._way(named_tensors, links, ranks)
+            sender = self._sender(named_tensors, links, ranks or Ranks())
             try:
-                self._pause_if_asked(calls, pause)
-                way.send(transfer, Coverage(expected))
-                notes = way.finish(failed=False)
+                transfer.send_all(sender.requests(calls, version, Coverage(expected)))
+                notes = sender.finish(failed=False)
                 if notes:
                     raise TensorStreamError(notes)
                 transfer.check_version()
-                self._continue_paused(calls)
             except Exception as error:
-                self._clean_up(transfer)
-                also = way.finish(failed=True)
+                self._connections.close()
+                also = sender.finish(failed=True)
                 message = transfer.describe_failure(error) + (f" Afterwards: {also}." if also else "")
                 raise WeightSyncError(message) from error
             except BaseException:
                 self._connections.close()
                 raise
-        return transfer.result()
-
-    def publish_from_disk(
-        self, folder: str | Path, servers: Sequence[ServerAddress | tuple[str, int, int]], version: int
-    ) -> PublishResult:
-        """Let the servers load safetensors that are already in ``folder``; raises WeightSyncError."""
-        with ServerCalls(unique_addresses(servers), self._timeout_s) as calls:
-            transfer = _Transfer(calls, version, started=time.perf_counter())
-            try:
-                transfer.load_from_disk(Path(folder))
-                transfer.check_version()
-            except (ServerCallError, OSError) as error:
-                raise WeightSyncError(transfer.describe_failure(error)) from error
         return transfer.result()
 
     def close(self) -> None:
@@ -153,100 +132,25 @@ class WeightPublisher:
         except ServerCallError as error:
             logger.warning("the weight sync group was not closed on every server: %s", error)
 
-    def _way(self, named_tensors: NamedTensors, links: Sequence[Link], ranks: Ranks | None) -> "_Way":
+    def _sender(
+        self, named_tensors: NamedTensors, links: Sequence[Link], ranks: Ranks
+    ) -> GroupSender | ColocatedSender | DiskSender:
+        """What sends this publish. Each gives ``requests`` and has a ``finish`` that walks every rank's stream to its
+        end and returns what else went wrong; a second call of it does nothing.
+        """
         if self._folder is not None:
-            return _ThroughDisk(named_tensors, self._folder, self._bucket_bytes)
-        if self._method == "colocated":
-            device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else CPU
-            return _ThroughMemory(ColocatedSender(named_tensors, self._bucket_bytes, device, ranks or _Alone()))
+            return DiskSender(named_tensors, self._folder, self._bucket_bytes)
+        if self._method is WeightMethod.colocated:
+            device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+            return ColocatedSender(named_tensors, self._bucket_bytes, device, ranks)
+        remote = [RemoteSource(link) for link in links]
         device = device_of(self._connections.backend)
-        local = LocalSource(named_tensors, self._bucket_bytes, device)
-        return _ThroughGroups(local, [RemoteSource(link) for link in links], self._connections)
-
-    def _pause_if_asked(self, calls: ServerCalls, pause: bool) -> None:
-        if pause:
-            self._paused.update(calls.servers)
-            calls.post("/pause_generation", {"mode": "retract"})
-
-    def _continue_paused(self, calls: ServerCalls) -> None:
-        if self._paused.intersection(calls.servers):
-            calls.post("/continue_generation")
-            self._paused.difference_update(calls.servers)
-
-    def _clean_up(self, transfer: "_Transfer") -> None:
-        """After a failure: free servers inside a broadcast; paused ones go on only if their weights are untouched."""
-        self._connections.close()
-        if not transfer.touched:
-            try:
-                self._continue_paused(transfer.calls)
-            except ServerCallError as error:
-                logger.warning("a paused server could not be resumed after a failed publish: %s", error)
-
-
-class _Way(Protocol):
-    """How the weights of one publish reach the servers."""
-
-    def send(self, transfer: "_Transfer", coverage: Coverage) -> None: ...
-
-    def finish(self, *, failed: bool) -> str:
-        """Walk every rank's stream to its end; returns what else went wrong. A second call does nothing."""
-
-
-@dataclass
-class _ThroughGroups:
-    local: LocalSource
-    remote: Sequence[RemoteSource]
-    connections: Connections
-
-    def send(self, transfer: "_Transfer", coverage: Coverage) -> None:
-        names = self.connections.connect(self.local, self.remote, transfer.calls)
-        sources, num_servers = [self.local, *self.remote], len(transfer.calls.servers)
-        transfer.send_all(broadcast_parcels(sources, names, num_servers, transfer.version, coverage))
-
-    def finish(self, *, failed: bool) -> str:
-        notes = [source.finish(failed=failed) for source in (*self.remote, self.local)]
-        return "; ".join(note for note in notes if note)
-
-
-@dataclass
-class _ThroughMemory:
-    sender: ColocatedSender
-
-    def send(self, transfer: "_Transfer", coverage: Coverage) -> None:
-        transfer.send_all(self.sender.parcels(transfer.calls.servers, transfer.version, coverage))
-
-    def finish(self, *, failed: bool) -> str:
-        return self.sender.finish(failed=failed)
-
-
-class _ThroughDisk:
-    def __init__(self, named_tensors: NamedTensors, folder: Path, shard_bytes: int) -> None:
-        self._stream = guarded(named_tensors)
-        self._folder = folder
-        self._shard_bytes = shard_bytes
-
-    def send(self, transfer: "_Transfer", coverage: Coverage) -> None:
-        folder = disk.write_version(self._stream, self._folder, transfer.version, self._shard_bytes, coverage)
-        transfer.load_from_disk(folder)
-        disk.remove_other_versions(self._folder, keep=folder)
-
-    def finish(self, *, failed: bool) -> str:
-        return drain(self._stream)
-
-
-class _Alone:
-    """A trainer of one rank."""
-
-    def gather(self, handle: str) -> list[str]:
-        return [handle]
-
-    def agree(self, go_on: bool) -> bool:
-        return go_on
+        return GroupSender(self._connections, remote, named_tensors, self._bucket_bytes, device)
 
 
 @dataclass
 class _Transfer:
-    """One publish under way: counts what was sent and turns a failure into a message."""
+    """One publish in progress: counts what was sent and turns a failure into a message."""
 
     calls: ServerCalls
     version: int
@@ -255,37 +159,27 @@ class _Transfer:
     num_buckets: int = 0
     touched: bool = False
     """Some server may hold other weights than before."""
-    _in_flight: list = field(default_factory=list)
+    _in_flight: list[Future] = field(default_factory=list)
 
-    def send_all(self, parcels: Iterator[Parcel]) -> None:
+    def send_all(self, requests: Iterator[UpdateRequest]) -> None:
         session_open = False
         try:
-            for parcel in parcels:
-                if not session_open:
+            for request in requests:
+                if request.needs_session and not session_open:
                     self._begin()
                     session_open = True
                 self._wait_for_bucket()
-                self._start(parcel)
+                self._start(request)
         except (TensorStreamError, ValueError):
-            # Let the bucket under way arrive: a broken broadcast would only hide the real error.
+            # Let the bucket in progress arrive: a broken broadcast would only hide the real error.
             self._wait_for_bucket()
             raise
         self._wait_for_bucket()
-        self.calls.post("/end_weight_update")
-
-    def load_from_disk(self, folder: Path) -> None:
-        self.num_bytes = disk.count_bytes(folder)
-        body = {
-            "model_path": str(folder.absolute()),
-            "load_format": "auto",  # a server started with dummy weights would otherwise "load" dummy weights again
-            "weight_version": str(self.version),
-            "flush_cache": True,
-        }
-        self.touched = True
-        self.calls.post("/update_weights_from_disk", body)
+        if session_open:
+            self.calls.post("/end_weight_update")
 
     def check_version(self) -> None:
-        for server, info in zip(self.calls.servers, self.calls.get("/model_info")):
+        for server, info in zip(self.calls.servers, self.calls.get("/model_info"), strict=True):
             if info["weight_version"] != str(self.version):
                 raise ServerCallError(
                     f"{server.url} took every bucket but shows weight version {info['weight_version']!r} instead of "
@@ -306,18 +200,17 @@ class _Transfer:
 
     def _begin(self) -> None:
         """Open a session on every server; one that a failed publish left open is closed first."""
-        refused = [not reply.ok for reply in self.calls.post("/begin_weight_update", allow_refusal=True)]
-        if not any(refused):
+        if all(self.calls.accepts("/begin_weight_update")):
             return
-        self.calls.post("/end_weight_update", allow_refusal=True)
+        self.calls.accepts("/end_weight_update")
         self.calls.post("/begin_weight_update")
 
-    def _start(self, parcel: Parcel) -> None:
+    def _start(self, request: UpdateRequest) -> None:
         self.touched = True
         self.num_buckets += 1
-        self.num_bytes += parcel.num_bytes
-        self._in_flight = self.calls.submit(parcel.path, parcel.bodies)
-        self._in_flight += parcel.start(self.calls)
+        self.num_bytes += request.num_bytes
+        self._in_flight = self.calls.submit(request.path, request.bodies)
+        self._in_flight += request.start(self.calls)
 
     def _wait_for_bucket(self) -> None:
         in_flight, self._in_flight = self._in_flight, []

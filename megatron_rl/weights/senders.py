@@ -1,127 +1,56 @@
-"""Source ranks: those that put tensors together and broadcast them to the servers, one a pipeline stage.
+"""Source ranks: those that put tensors together and broadcast them to the servers, one per pipeline stage.
 
 Every source has a process group of its own with all the servers' workers, so that stages gather and fill buckets at the
 same time and no tensor travels through rank 0. Buckets travel one at a time, the sources taking turns.
 
-Who waits for whom: a source other than rank 0 (``StageRank``) prepares a bucket and waits for the driver's word; the
+Who waits for whom: a source other than rank 0 (``StageRank``) prepares a bucket and waits for the driver's message; the
 driver waits for a source's next bucket. Nothing moves without the driver, so groups are made in the order of the
-stages and every server sees all broadcasts in one order: with two of them under way, two servers could wait for each
-other's. Invariants: a source has at most one broadcast under way and one bucket prepared; its stream is walked to the
+stages and every server sees all broadcasts in one order: with two of them in progress, two servers could wait for each
+other's. Invariants: a source has at most one broadcast in progress and one bucket prepared; its stream is walked to the
 end whatever happens, for the ranks inside its collectives.
 """
 
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 
-from megatron_rl.weights.buckets import NamedTensors, Shelf, TensorStreamError, drain
-from megatron_rl.weights.plan import ServerAddress, TensorSpec
+from megatron_rl.weights.buckets import NO_BYTES, Bucket, BucketStream, NamedTensors, TensorStreamError
+from megatron_rl.weights.plan import GroupSpec
 from megatron_rl.weights.server_calls import ServerCallError, ServerCalls, wait_for_all
-from megatron_rl.weights.sync_group import SyncGroup, join_bodies, listen
+from megatron_rl.weights.sync_group import SyncGroup
 
 
-class Link(Protocol):
-    """Messages between the driver and one other rank, in order; ``receive`` raises RuntimeError when the rank is lost."""
+@dataclass(frozen=True)
+class Message:
+    """What the driver asks of a source, and what the source answers.
+
+    join      make ``group``; answered twice: with the ``bodies`` for the servers, then once all workers have joined
+    describe  show the next ``bucket``; answered with it, without its bytes
+    send      broadcast the bucket that was shown; not answered, the servers' answers tell
+    end       the publish is over; answered
+    abort     the publish failed: leave the group; answered
+    answer    ``failure`` says why there is not what was asked for
+    """
+
+    verb: Literal["join", "describe", "send", "end", "abort", "answer"]
+    group: GroupSpec | None = None
+    bodies: tuple[dict, ...] = ()
+    """One per server."""
+    bucket: Bucket | None = None
+    failure: str = ""
+
+
+@dataclass(frozen=True)
+class Link:
+    """Messages between the driver and one other rank, in order; both raise RuntimeError when the rank is lost."""
 
     rank: int
     """The rank at the other end."""
-
-    def send(self, message: Any) -> None: ...
-
-    def receive(self) -> Any: ...
-
-
-@dataclass(frozen=True)
-class Offer:
-    """A bucket that is ready to travel."""
-
-    specs: tuple[TensorSpec, ...]
-    num_bytes: int
-    last: bool
-    """It is the source's last one."""
-    failure: str = ""
-    """Why there is no bucket; ``specs`` is empty then."""
-
-
-@dataclass(frozen=True)
-class Join:
-    """To a source: make a group with these servers; answered by _Meeting, then Report."""
-
-    name: str
-    servers: tuple[ServerAddress, ...]
-    backend: str
-    timeout_s: float
-
-
-@dataclass(frozen=True)
-class _Meeting:
-    address: str
-    port: int
-
-
-@dataclass(frozen=True)
-class Show:
-    """To a source: describe the next bucket; answered by Offer."""
-
-
-@dataclass(frozen=True)
-class Send:
-    """To a source: broadcast the bucket that you offered. Not answered: the servers' answers tell."""
-
-
-@dataclass(frozen=True)
-class End:
-    """To a source: the publish is over; answered by Report."""
-
-    failed: bool
-
-
-@dataclass(frozen=True)
-class Report:
-    failure: str
-
-
-class LocalSource:
-    """The driver's own stage: rank 0."""
-
-    name = "rank 0"
-
-    def __init__(self, named_tensors: NamedTensors, bucket_bytes: int, device: torch.device) -> None:
-        """Fills the first bucket at once: the other ranks wait for rank 0 in the stream's first collectives."""
-        self._group: SyncGroup | None = None
-        self._shelf = Shelf(named_tensors, bucket_bytes, device)
-        self._shelf.prepare()
-
-    def open_group(
-        self, calls: ServerCalls, name: str, backend: str, timeout_s: float, address: str | None
-    ) -> SyncGroup:
-        group, rendezvous = listen(name, calls.servers, backend, timeout_s, address)
-        bodies = join_bodies(name, calls.servers, backend, rendezvous.address, rendezvous.port)
-        futures = calls.submit("/init_weights_update_group", bodies)
-        futures.append(calls.run(group.open, rendezvous))
-        try:
-            what = f"all servers to join the group at {rendezvous.address}:{rendezvous.port}"
-            wait_for_all(futures, rendezvous.timeout_s, what)
-        except ServerCallError:
-            group.close()
-            raise
-        return group
-
-    def use(self, group: SyncGroup) -> None:
-        self._group = group
-
-    def offer(self) -> Offer:
-        """The next bucket; raises TensorStreamError or ValueError where there is none."""
-        bucket = self._shelf.look()
-        return Offer(bucket.specs, bucket.flat.numel(), bucket.last)
-
-    def send(self, calls: ServerCalls) -> list[Future]:
-        return [calls.run(self._group.broadcast, self._shelf.take().flat)]
-
-    def finish(self, *, failed: bool) -> str:
-        return drain(self._shelf.stream)
+    send: Callable[[Message], None]
+    receive: Callable[[], Message]
 
 
 class RemoteSource:
@@ -132,26 +61,27 @@ class RemoteSource:
         self._link = link
         self._ended = False
 
-    def open_group(self, calls: ServerCalls, name: str, backend: str, timeout_s: float) -> None:
-        self._link.send(Join(name, calls.servers, backend, timeout_s))
-        meeting = self._link.receive()
-        if isinstance(meeting, Report):
-            raise ServerCallError(f"{self.name}: {meeting.failure}")
-        bodies = join_bodies(name, calls.servers, backend, meeting.address, meeting.port)
-        futures = calls.submit("/init_weights_update_group", bodies)
-        report = self._link.receive()
-        futures.append(calls.run(_raise_if, f"{self.name}: {report.failure}" if report.failure else ""))
-        wait_for_all(futures, timeout_s, f"all servers to join the group of {self.name}")
+    def open_group(self, calls: ServerCalls, group: GroupSpec) -> None:
+        """Have the rank and the servers make a group; raises ServerCallError."""
+        self._link.send(Message("join", group=group))
+        answer = self._link.receive()
+        if answer.failure:
+            raise ServerCallError(f"{self.name}: {answer.failure}")
+        futures = calls.submit("/init_weights_update_group", answer.bodies)
+        joined = self._link.receive()
+        futures.append(calls.run(_raise_if, f"{self.name}: {joined.failure}" if joined.failure else ""))
+        wait_for_all(futures, group.timeout_s, f"all servers to join the group of {self.name}")
 
-    def offer(self) -> Offer:
-        self._link.send(Show())
-        offer = self._link.receive()
-        if offer.failure:
-            raise TensorStreamError(f"{self.name}: {offer.failure}")
-        return offer
+    def offer(self) -> Bucket:
+        """The rank's next bucket, without its bytes; raises TensorStreamError where there is none."""
+        self._link.send(Message("describe"))
+        answer = self._link.receive()
+        if answer.bucket is None:
+            raise TensorStreamError(f"{self.name}: {answer.failure}")
+        return answer.bucket
 
     def send(self, calls: ServerCalls) -> list[Future]:
-        self._link.send(Send())
+        self._link.send(Message("send"))
         return []
 
     def finish(self, *, failed: bool) -> str:
@@ -160,11 +90,11 @@ class RemoteSource:
             return ""
         self._ended = True
         try:
-            self._link.send(End(failed))
-            report = self._link.receive()
+            self._link.send(Message("abort" if failed else "end"))
+            answer = self._link.receive()
         except RuntimeError as error:
             return f"{self.name} is lost: {error}"
-        return f"{self.name}: {report.failure}" if report.failure else ""
+        return f"{self.name}: {answer.failure}" if answer.failure else ""
 
 
 class StageRank:
@@ -178,64 +108,64 @@ class StageRank:
 
     def serve(self, named_tensors: NamedTensors, device: torch.device) -> None:
         """One publish, as the driver's messages say. Raises RuntimeError when the driver is lost."""
-        shelf = Shelf(named_tensors, self._bucket_bytes, device)
-        shelf.prepare()
-        travelling: Future | None = None
+        stream = BucketStream(named_tensors, self._bucket_bytes, device)
+        stream.prepare()
+        broadcast: Future | None = None
         while True:
-            message = self._link.receive()
-            if isinstance(message, Join):
-                self._join(message)
-            elif isinstance(message, Show):
-                failure = _outcome(travelling)
-                travelling = None
-                self._link.send(Offer((), 0, last=True, failure=failure) if failure else _described(shelf))
-            elif isinstance(message, Send):
-                travelling = self._threads.submit(self._group.broadcast, shelf.take().flat)
-                shelf.prepare()
-            else:
-                if message.failed:
-                    self.close()  # frees servers inside a broadcast, and ends one that is under way here
-                failures = [_outcome(travelling), drain(shelf.stream)]
-                self._link.send(Report("; ".join(failure for failure in failures if failure)))
-                return
+            match self._link.receive():
+                case Message(verb="join", group=GroupSpec() as spec):
+                    self._join(spec)
+                case Message(verb="describe"):
+                    failure, broadcast = _outcome(broadcast), None
+                    self._link.send(Message("answer", failure=failure) if failure else _described(stream))
+                case Message(verb="send") if self._group is not None:
+                    broadcast = self._threads.submit(self._group.broadcast, stream.take().flat)
+                    stream.prepare()
+                case Message(verb="end" | "abort" as verb):
+                    if verb == "abort":
+                        self.close()  # frees servers inside a broadcast, and ends one that is in progress here
+                    failures = [_outcome(broadcast), stream.finish()]
+                    self._link.send(Message("answer", failure="; ".join(failure for failure in failures if failure)))
+                    return
+                case message:
+                    raise RuntimeError(f"the driver asked a source for what cannot be done now: {message}")
 
     def close(self) -> None:
         if self._group is not None:
             self._group.close()
             self._group = None
 
-    def _join(self, message: Join) -> None:
+    def _join(self, spec: GroupSpec) -> None:
         self.close()
         try:
-            group, rendezvous = listen(message.name, message.servers, message.backend, message.timeout_s)
+            group = SyncGroup(spec)
         except OSError as error:
-            self._link.send(Report(f"no way to the servers: {error}"))
+            self._link.send(Message("answer", failure=f"no way to the servers: {error}"))
             return
-        self._link.send(_Meeting(rendezvous.address, rendezvous.port))
+        self._link.send(Message("answer", bodies=tuple(group.join_bodies())))
         try:
-            group.open(rendezvous)
+            group.open()
         except ServerCallError as error:
             group.close()
-            self._link.send(Report(str(error)))
+            self._link.send(Message("answer", failure=str(error)))
             return
         self._group = group
-        self._link.send(Report(""))
+        self._link.send(Message("answer"))
 
 
-def _described(shelf: Shelf) -> Offer:
-    """The next bucket for a peer: a failure in words."""
+def _described(stream: BucketStream) -> Message:
+    """The next bucket for a peer: without its bytes, a failure in words."""
     try:
-        bucket = shelf.look()
+        return Message("answer", bucket=replace(stream.look(), flat=NO_BYTES))
     except (TensorStreamError, ValueError) as error:
-        return Offer((), 0, last=True, failure=str(error))
-    return Offer(bucket.specs, bucket.flat.numel(), bucket.last)
+        return Message("answer", failure=str(error))
 
 
-def _outcome(travelling: Future | None) -> str:
+def _outcome(broadcast: Future | None) -> str:
     """Wait for a broadcast; what went wrong with it."""
-    if travelling is None or travelling.exception() is None:
+    if broadcast is None or broadcast.exception() is None:
         return ""
-    return str(travelling.exception())
+    return str(broadcast.exception())
 
 
 def _raise_if(failure: str) -> None:

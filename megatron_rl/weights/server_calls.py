@@ -1,22 +1,22 @@
 """HTTP calls to several SGLang servers at once, each with a deadline and an error that names who waited for whom."""
 
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
-from typing import Any
-
-import requests
+from typing import Any, Self
 
 from megatron_rl.errors import UserError
+from megatron_rl.system.http import HttpError, HttpSession, HttpThread, NoAnswer
 from megatron_rl.weights.plan import ServerAddress
 
-CONNECT_TIMEOUT_S = 10.0
+_CONNECT_TIMEOUT_S = 10.0
 _REPORT_GRACE_S = 1.0
 """After a first failure the other waits get this long to report theirs: together they tell which side is at fault."""
+_POLL_S = 0.02
 
 _SILENCE_REMEDIES = {
-    "/begin_weight_update": "a server finishes its running requests first: let generation end, abort it, or publish "
-    "with pause=True; if it runs none, it hangs: restart it",
+    "/begin_weight_update": "a server finishes its running requests first: let generation end or abort it; if it runs "
+    "none, it hangs: restart it",
     "/init_weights_update_group": "the server must reach the trainer's master address and port, both sides need a "
     "network interface they share (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME), and its tp_size must be the one stated",
 }
@@ -32,84 +32,106 @@ class ServerCallError(UserError, RuntimeError):
     """A server was not reached, did not answer in time or refused."""
 
 
-@dataclass(frozen=True)
-class Reply:
-    ok: bool
-    body: dict[str, Any]
-
-
 class ServerCalls:
-    """One kept-alive connection and one thread a server, and one more thread for the trainer's own part.
+    """One kept-alive connection per server, and one thread for the trainer's own part.
 
-    Lives for one publish: a call that was given up at its deadline still occupies its connection, and servers close
-    idle connections after a few seconds anyhow.
+    Lives for one publish: servers close idle connections after a few seconds anyhow. Calls given up at a deadline end
+    with it.
     """
 
-    def __init__(self, servers: Sequence[ServerAddress], timeout_s: float):
+    def __init__(self, servers: Sequence[ServerAddress], timeout_s: float) -> None:
         self.servers = tuple(servers)
         self.timeout_s = timeout_s
-        self._sessions = [requests.Session() for _ in self.servers]
-        for session in self._sessions:
-            session.trust_env = False  # no HTTP proxy between trainer and servers
-        self._threads = ThreadPoolExecutor(len(self.servers) + 1, thread_name_prefix="weight-sync")
+        self._http = HttpThread(HttpSession(connect_timeout_s=_CONNECT_TIMEOUT_S))
+        self._threads = ThreadPoolExecutor(1, thread_name_prefix="weight-sync")
 
-    def __enter__(self) -> "ServerCalls":
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        # Without waiting: threads of abandoned calls end at their own deadlines.
+        # Without waiting: a broadcast that was abandoned ends at its own deadline.
         self._threads.shutdown(wait=False, cancel_futures=True)
-        for session in self._sessions:
-            session.close()
+        self._http.close()
 
     def run(self, function: Callable[..., Any], *args: Any) -> Future:
+        """Have the trainer's own part done in a thread."""
         return self._threads.submit(function, *args)
 
-    def submit(self, path: str, bodies: Sequence[dict], allow_refusal: bool = False) -> list[Future]:
-        """POST ``bodies[i]`` to server i; the futures give Reply or raise ServerCallError."""
-        return [
-            self._threads.submit(self._call, "POST", server.url, session, path, body, allow_refusal)
-            for server, session, body in zip(self.servers, self._sessions, bodies, strict=True)
-        ]
+    def submit(self, path: str, bodies: Sequence[dict[str, Any] | None]) -> list[Future]:
+        """POST ``bodies[i]`` to server i; the futures give the answer's body or raise ServerCallError."""
+        return self._submit("POST", path, bodies)
 
-    def post_each(self, path: str, bodies: Sequence[dict], allow_refusal: bool = False) -> list[Reply]:
-        return wait_for_all(self.submit(path, bodies, allow_refusal), self.timeout_s, f"answers to POST {path}")
+    def post(self, path: str, body: dict[str, Any] | None = None) -> list[dict[str, Any]]:
+        """The answers' bodies, one per server; raises ServerCallError."""
+        return wait_for_all(self.submit(path, self._same(body or {})), self.timeout_s, f"answers to POST {path}")
 
-    def post(self, path: str, body: dict | None = None, allow_refusal: bool = False) -> list[Reply]:
-        return self.post_each(path, [body or {}] * len(self.servers), allow_refusal)
+    def accepts(self, path: str, bodies: Sequence[dict[str, Any] | None] | None = None) -> list[bool]:
+        """POST where a server may refuse: whether each took it. Raises ServerCallError for one that does not answer."""
+        futures = self._submit("POST", path, bodies or self._same({}), may_refuse=True)
+        return [body is not None for body in wait_for_all(futures, self.timeout_s, f"answers to POST {path}")]
 
     def get(self, path: str) -> list[dict[str, Any]]:
-        futures = [
-            self._threads.submit(self._call, "GET", server.url, session, path, None, False)
-            for server, session in zip(self.servers, self._sessions)
-        ]
-        return [reply.body for reply in wait_for_all(futures, self.timeout_s, f"answers to GET {path}")]
+        """The answers' bodies, one per server; raises ServerCallError."""
+        return wait_for_all(self._submit("GET", path, self._same(None)), self.timeout_s, f"answers to GET {path}")
 
-    def _call(
-        self, method: str, url: str, session: requests.Session, path: str, body: dict | None, allow_refusal: bool
-    ) -> Reply:
+    def wait_until_idle(self, before: str) -> None:
+        """Wait until no server has a request; raises ServerCallError after ``timeout_s``.
+
+        A server answers a request before it has put it away, and until then it neither sleeps nor flushes its cache.
+        ``before`` says what the wait is for.
+        """
+        deadline_s = time.monotonic() + self.timeout_s
+        while busy := [
+            server.url
+            for server, idle in zip(self.servers, self.accepts("/flush_cache"), strict=True)
+            if not idle
+        ]:
+            if time.monotonic() > deadline_s:
+                raise ServerCallError(
+                    f"the trainer waited {self.timeout_s:g} s for {', '.join(busy)} to become idle before {before}; "
+                    "somebody else sends requests there, or a request hangs: look into the server's log"
+                )
+            time.sleep(_POLL_S)
+
+    def _same(self, body: dict[str, Any] | None) -> list[dict[str, Any] | None]:
+        return [body] * len(self.servers)
+
+    def _submit(
+        self, method: str, path: str, bodies: Sequence[dict[str, Any] | None], *, may_refuse: bool = False
+    ) -> list[Future]:
+        return [
+            self._http.submit(self._call(method, server.url, path, body, may_refuse))
+            for server, body in zip(self.servers, bodies, strict=True)
+        ]
+
+    async def _call(
+        self, method: str, url: str, path: str, body: dict[str, Any] | None, may_refuse: bool
+    ) -> dict[str, Any] | None:
+        """The answer's body ({} where it is no JSON object); None where the server refused and may."""
         try:
-            response = session.request(method, url + path, json=body, timeout=(CONNECT_TIMEOUT_S, self.timeout_s))
-        except requests.exceptions.ReadTimeout as error:
-            remedy = _SILENCE_REMEDIES.get(path, _DEFAULT_REMEDY)
+            answer = await self._http.session.request(method, url + path, body, timeout_s=self.timeout_s)
+        except HttpError as error:
+            if isinstance(error, NoAnswer) and error.timed_out:
+                remedy = _SILENCE_REMEDIES.get(path, _DEFAULT_REMEDY)
+                raise ServerCallError(
+                    f"the trainer waited {self.timeout_s:g} s for {url} to answer {method} {path}; {remedy}"
+                ) from error
             raise ServerCallError(
-                f"the trainer waited {self.timeout_s:g} s for {url} to answer {method} {path}; {remedy}"
-            ) from error
-        except requests.exceptions.RequestException as error:
-            raise ServerCallError(
-                f"{url} is unreachable or died during {method} {path} ({type(error).__name__}); {_DEFAULT_REMEDY}"
+                f"{url} is unreachable or died during {method} {path} ({error}); {_DEFAULT_REMEDY}"
             ) from error
         try:
-            content = response.json()
-        except ValueError:
+            content = answer.json()
+        except (ValueError, RecursionError):
             content = {}
         if not isinstance(content, dict):
             content = {}
-        if not response.ok and not allow_refusal:
-            said = content.get("message") or response.text[:500]
-            remedy = _REFUSAL_REMEDIES.get(path, _DEFAULT_REMEDY)
-            raise ServerCallError(f"{url} answered {method} {path} with {response.status_code}: {said}; {remedy}")
-        return Reply(response.ok, content)
+        if answer.status < 400:
+            return content
+        if may_refuse:
+            return None
+        said = content.get("message") or answer.text[:500]
+        remedy = _REFUSAL_REMEDIES.get(path, _DEFAULT_REMEDY)
+        raise ServerCallError(f"{url} answered {method} {path} with {answer.status}: {said}; {remedy}")
 
 
 def wait_for_all(futures: Sequence[Future], timeout_s: float, what: str) -> list[Any]:
@@ -117,7 +139,7 @@ def wait_for_all(futures: Sequence[Future], timeout_s: float, what: str) -> list
 
     Every future has a deadline of its own; ``timeout_s`` (plus a grace) is the net under them.
     """
-    done, pending = wait(futures, timeout=timeout_s + CONNECT_TIMEOUT_S, return_when=FIRST_EXCEPTION)
+    done, pending = wait(futures, timeout=timeout_s + _CONNECT_TIMEOUT_S, return_when=FIRST_EXCEPTION)
     if pending and any(future.exception() for future in done):
         _, pending = wait(pending, timeout=_REPORT_GRACE_S)
     errors = [future.exception() for future in futures if future.done() and future.exception()]

@@ -1,55 +1,70 @@
-"""The extra process group between a source rank of the trainer (its rank 0) and the workers of the SGLang servers.
+"""The extra process group between a source rank of the trainer and the workers of the SGLang servers.
 
-It stands beside the trainer's own groups and knows nothing of them. A server's end waits up to 30 minutes inside a
+It stands next to the trainer's own groups and knows nothing of them. A server's end waits up to 30 minutes inside a
 broadcast (SGLang's default), so what frees it after a failure is the source closing its sockets: ``SyncGroup`` is the
 only owner of the torch objects, and nothing else, an exception's traceback included, may keep them alive.
 """
 
 import ipaddress
 import socket
-from dataclasses import dataclass
 from datetime import timedelta
 from urllib.parse import urlsplit
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, TCPStore  # torch.distributed has them, but not for type checkers
 from torch.distributed import distributed_c10d
 
-from megatron_rl.weights.plan import ServerAddress, assign_ranks
+from megatron_rl.weights.plan import GroupSpec
 from megatron_rl.weights.server_calls import ServerCallError
 
 MAX_CONNECT_S = 60.0
 """Joining takes well under a second once everybody is there. A server that waits for a missing one serves nothing."""
 
 
-@dataclass(frozen=True)
-class Rendezvous:
-    """Where the servers' workers meet a source rank that waits for them."""
-
-    address: str
-    store: dist.TCPStore
-    world_size: int
-    timeout_s: float
-
-    @property
-    def port(self) -> int:
-        return self.store.port
-
-
 class SyncGroup:
-    """The source rank's end of one group. Opened once, closed once."""
+    """The source rank's end of one group. Opened once, closed once; it listens for the workers from the start."""
 
-    def __init__(self, name: str, servers: tuple[ServerAddress, ...], backend: str, timeout_s: float):
-        self.name = name
-        self.servers = servers
-        self._backend = backend
-        self._timeout_s = timeout_s
+    def __init__(self, spec: GroupSpec, address: str | None = None) -> None:
+        """``address``: where servers reach this process; None: the local address of the route towards them.
+
+        Raises OSError where there is no such route.
+        """
+        self.spec = spec
+        self.address = address or _local_address_towards([server.url for server in spec.servers])
+        self.connect_timeout_s = min(spec.timeout_s, MAX_CONNECT_S)
+        # Port 0: the store picks a free port itself, and never the one an earlier group may still occupy.
+        self._store: TCPStore | None = TCPStore(
+            self.address,
+            0,
+            spec.world_size,
+            is_master=True,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=self.connect_timeout_s),
+        )
+        self.port = self._store.port
         self._process_group: dist.ProcessGroup | None = None
         self._closed = False
 
-    def open(self, rendezvous: Rendezvous) -> None:
+    def join_bodies(self) -> list[dict]:
+        """What each server is asked at /init_weights_update_group."""
+        return [
+            {
+                "master_address": self.address,
+                "master_port": self.port,
+                "rank_offset": first_rank,
+                "world_size": self.spec.world_size,
+                "group_name": self.spec.name,
+                "backend": self.spec.backend,
+            }
+            for first_rank in self.spec.first_ranks
+        ]
+
+    def open(self) -> None:
         """Wait until all workers joined; raises ServerCallError. May run in a thread of its own."""
-        world_size, connect_timeout_s = rendezvous.world_size, rendezvous.timeout_s
+        world_size, store, self._store = self.spec.world_size, self._store, None
+        if store is None:
+            raise RuntimeError(f"the group {self.spec.name} was opened before: make a new one")
         failure = ""
         try:
             # torch's public API has no group that spans processes outside the default group. SGLang makes the
@@ -58,21 +73,21 @@ class SyncGroup:
                 world_size,
                 0,
                 [],
-                dist.Backend(self._backend),
-                dist.PrefixStore(self.name, rendezvous.store),
-                group_name=self.name,
-                timeout=timedelta(seconds=connect_timeout_s),
+                dist.Backend(self.spec.backend),
+                PrefixStore(self.spec.name, store),
+                group_name=distributed_c10d.GroupName(self.spec.name),
+                timeout=timedelta(seconds=self.connect_timeout_s),
             )
             distributed_c10d._world.pg_group_ranks[self._process_group] = {rank: rank for rank in range(world_size)}
-            self._process_group.set_timeout(timedelta(seconds=self._timeout_s))
+            self._process_group.set_timeout(timedelta(seconds=self.spec.timeout_s))
         except RuntimeError as error:
             failure = _first_sentence(error)
         if self._closed:
             self._destroy()  # the caller gave up before the group came about
         if failure:
             raise ServerCallError(
-                f"the trainer waited {connect_timeout_s:g} s for {world_size - 1} server workers to join the weight "
-                f"sync group: {failure}"
+                f"the trainer waited {self.connect_timeout_s:g} s for {world_size - 1} server workers to join the "
+                f"weight sync group: {failure}"
             )
 
     def broadcast(self, flat: torch.Tensor) -> None:
@@ -98,51 +113,18 @@ class SyncGroup:
         process_group, self._process_group = self._process_group, None
         if process_group is None:
             return
-        if self._backend == "nccl":
-            process_group.abort()  # a broadcast under way would otherwise never return
+        if self.spec.backend == "nccl":
+            process_group.abort()  # a broadcast in progress would otherwise never return
         dist.destroy_process_group(process_group)
 
 
 def device_of(backend: str) -> torch.device:
-    """Where the bytes of a broadcast must lie."""
+    """Where the bytes of a broadcast must be."""
     return torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else torch.device("cpu")
 
 
-def listen(
-    name: str, servers: tuple[ServerAddress, ...], backend: str, timeout_s: float, address: str | None = None
-) -> tuple[SyncGroup, Rendezvous]:
-    """A group that is not open yet and the rendezvous for ``group.open``; called on the source rank.
-
-    ``address``: where servers reach this process; None: the local address of the route towards them.
-    """
-    address = address or _local_address_towards([server.url for server in servers])
-    world_size = assign_ranks([server.tp_size for server in servers]).world_size
-    connect_timeout_s = min(timeout_s, MAX_CONNECT_S)
-    # Port 0: the store picks a free port itself, and never the one an earlier group may still occupy.
-    store = dist.TCPStore(
-        address, 0, world_size, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=connect_timeout_s)
-    )
-    return SyncGroup(name, servers, backend, timeout_s), Rendezvous(address, store, world_size, connect_timeout_s)
-
-
-def join_bodies(name: str, servers: tuple[ServerAddress, ...], backend: str, address: str, port: int) -> list[dict]:
-    """What each server is asked at /init_weights_update_group."""
-    ranks = assign_ranks([server.tp_size for server in servers])
-    return [
-        {
-            "master_address": address,
-            "master_port": port,
-            "rank_offset": offset,
-            "world_size": ranks.world_size,
-            "group_name": name,
-            "backend": backend,
-        }
-        for offset in ranks.offsets
-    ]
-
-
 def _local_address_towards(urls: list[str]) -> str:
-    """This machine's address on the route to the servers; one that is not loopback if any of them lies elsewhere."""
+    """This machine's address on the route to the servers; one that is not loopback if any of them is elsewhere."""
     addresses = []
     for url in urls:
         parts = urlsplit(url)

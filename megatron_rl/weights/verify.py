@@ -1,6 +1,6 @@
 """Do the servers hold the weights they should? Compares checksums without moving any weights.
 
-SGLang's ``/weights_checker`` hashes each parameter as it lies in the server. On CPU that is the first 8 bytes of the
+SGLang's ``/weights_checker`` hashes each parameter as the server holds it. On CPU that is the first 8 bytes of the
 SHA-256 of the parameter's bytes, which the trainer can compute from its own tensors: it joins q/k/v, gate/up and the
 experts as SGLang does and pads the vocabulary. Where the bytes cannot be rebuilt (shards of tensor parallelism, GPU
 servers, which hash differently) the servers are compared with each other instead, and the report says so.
@@ -9,7 +9,7 @@ The trainer waits for each server at most ``timeout_s``; a server answers after 
 """
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any, Literal
@@ -17,10 +17,9 @@ from typing import Any, Literal
 import torch
 
 from megatron_rl.families.sglang_names import joined_name
-from megatron_rl.weights.plan import ServerAddress, shorten, unique_addresses
+from megatron_rl.weights.buckets import NamedTensors, walk_to_end
+from megatron_rl.weights.plan import ServerAddress, unique_addresses
 from megatron_rl.weights.server_calls import ServerCallError, ServerCalls
-
-NamedTensors = Iterable[tuple[str, torch.Tensor]]
 
 _HASH_BYTES = 8
 _VOCAB_MULTIPLE = 64
@@ -37,14 +36,10 @@ _SERVER_DTYPES = {
 """SGLang's --dtype; "auto" tells nothing."""
 
 
-class WeightMismatchError(RuntimeError):
-    """Weights on a server are not what they should be."""
-
-
 @dataclass(frozen=True)
 class ChecksumReport:
     reference: Literal["trainer", "servers", "nothing"]
-    """What the servers' checksums were held against; ``note`` says why where it is not the trainer."""
+    """What the servers' checksums were compared with; ``note`` says why where it is not the trainer."""
     num_compared: int
     """Parameters compared, summed over servers and their ranks."""
     differing: Mapping[str, tuple[str, ...]]
@@ -52,16 +47,6 @@ class ChecksumReport:
     uncompared: tuple[str, ...]
     """Parameters that only one side has."""
     note: str
-
-    def raise_if_different(self) -> None:
-        if not self.differing:
-            return
-        where = "; ".join(f"{url}: {shorten(list(names))}" for url, names in self.differing.items())
-        against = "the trainer's weights" if self.reference == "trainer" else "those of another server"
-        raise WeightMismatchError(
-            f"server weights differ from {against}. {where}. {self.note} Publish the weights again and compare once "
-            "more; if they still differ, the name mapping of this model family or a server is at fault"
-        )
 
 
 def compare_checksums(
@@ -77,25 +62,26 @@ def compare_checksums(
     stream = iter(named_tensors or ())
     with ServerCalls(unique_addresses(servers), timeout_s) as calls:
         try:
+            answers = calls.post("/weights_checker", {"action": "checksum"})
             checksums = {
-                server.url: [rank["checksums"] for rank in reply.body["ranks"]]
-                for server, reply in zip(calls.servers, calls.post("/weights_checker", {"action": "checksum"}))
+                server.url: [rank["checksums"] for rank in answer["ranks"]]
+                for server, answer in zip(calls.servers, answers, strict=True)
             }
             infos = calls.get("/server_info")
         except ServerCallError:
-            _walk(stream)
+            walk_to_end(stream)
             raise
     obstacle = "no trainer tensors were given" if named_tensors is None else _obstacle(checksums, infos)
     if not obstacle:
         return _compare_with_trainer(checksums, _SERVER_DTYPES.get(infos[0]["dtype"]), stream)
-    _walk(stream)
+    walk_to_end(stream)
     return _compare_with_each_other(checksums, f"The servers were not compared with the trainer: {obstacle}.")
 
 
 class _ParameterHash:
     """The checksum of one server parameter, from parts that may come out of order.
 
-    Hashes the bytes in the trainer's dtype and in the server's: a server keeps some parameters in float32 beside a
+    Hashes the bytes in the trainer's dtype and in the server's: a server keeps some parameters in float32 next to a
     bfloat16 model, and equal bytes in either prove equal weights. Parts wait in memory until those before them came.
     """
 
@@ -124,11 +110,11 @@ class _ParameterHash:
 
     def _update(self, tensor: torch.Tensor) -> None:
         if not self._hashes:
-            self._hashes = {dtype: hashlib.sha256() for dtype in {tensor.dtype, self._server_dtype} - {None}}
+            self._hashes = {dtype: hashlib.sha256() for dtype in (tensor.dtype, self._server_dtype or tensor.dtype)}
         self._num_rows += tensor.shape[0] if tensor.dim() else 1
         self._row_numel = prod(tensor.shape[1:])
         for dtype, hasher in self._hashes.items():
-            hasher.update(memoryview(tensor.to(dtype).contiguous().view(-1).view(torch.uint8).numpy()))
+            hasher.update(tensor.to(dtype).contiguous().view(-1).view(torch.uint8).numpy().data)
 
 
 def _compare_with_trainer(
@@ -172,7 +158,7 @@ def _compare_with_each_other(checksums: Mapping[str, list[dict[str, str]]], note
         if reference == url:
             continue
         names = []
-        for rank, (own, other) in enumerate(zip(ranks, checksums[reference])):
+        for rank, (own, other) in enumerate(zip(ranks, checksums[reference], strict=True)):
             for name in own.keys() | other.keys():
                 num_compared += 1
                 if own.get(name) != other.get(name):
@@ -193,8 +179,3 @@ def _obstacle(checksums: Mapping[str, list[dict[str, str]]], infos: Sequence[Map
     if len({info["dtype"] for info in infos}) > 1:
         return "they run in different dtypes"
     return ""
-
-
-def _walk(stream: NamedTensors) -> None:
-    for _ in stream:
-        pass

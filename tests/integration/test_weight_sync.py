@@ -13,15 +13,16 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 import requests
 import torch
+from safetensors.torch import load_file
 
+from megatron_rl.config.derived import WeightMethod
 from megatron_rl.cpu.torchvision import declare_torchvision_ops
 from megatron_rl.rollout.sglang.options import ServerOptions
 from megatron_rl.rollout.sglang.server import SglangServer, free_port
-from megatron_rl.weights.buckets import take_part
-from megatron_rl.weights.disk import read_shapes
+from megatron_rl.weights.buckets import walk_to_end
 from megatron_rl.weights.plan import CoverageError
 from megatron_rl.weights.publish import WeightPublisher, WeightSyncError
-from megatron_rl.weights.verify import WeightMismatchError, compare_checksums
+from megatron_rl.weights.verify import compare_checksums
 from tests.tiny_models import make_tiny_model
 
 TIMEOUT_S = 60.0
@@ -44,7 +45,7 @@ class Setup:
         self.model_path = model_path
         self.servers = servers
         self.model = AutoModelForCausalLM.from_pretrained(model_path)
-        self.expected = read_shapes(model_path)
+        self.expected = {name: tuple(weight.shape) for name, weight in load_file(model_path / "model.safetensors").items()}
         self.version = 0
 
     @property
@@ -201,15 +202,13 @@ def test_a_corrupted_parameter_is_found_by_its_checksum(setup, publisher):
     name = "model.layers.1.self_attn.qkv_proj.weight"
     report = compare_checksums(setup.addresses, setup.weights().items())
     assert report.differing == {second[0]: (name,)}
-    with pytest.raises(WeightMismatchError, match=name):
-        report.raise_if_different()
     among_servers = compare_checksums(setup.addresses)
     assert (among_servers.reference, among_servers.differing) == ("servers", {second[0]: (name,)})
     assert compare_checksums([first]).reference == "nothing"
 
 
 def test_weights_go_through_a_shared_folder_where_no_group_can_be_made(setup, publisher, tmp_path):
-    through_disk = WeightPublisher(BUCKET_BYTES, TIMEOUT_S, method="disk", folder=tmp_path)
+    through_disk = WeightPublisher(BUCKET_BYTES, TIMEOUT_S, method=WeightMethod.disk, folder=tmp_path)
     for _ in range(2):
         version = setup.train()
         through_disk.publish(setup.weights().items(), setup.addresses, version, expected=setup.expected)
@@ -218,12 +217,10 @@ def test_weights_go_through_a_shared_folder_where_no_group_can_be_made(setup, pu
     with pytest.raises(WeightSyncError, match="wrong shape"):
         wrong = setup.weights() | {"model.norm.weight": torch.zeros(7)}
         through_disk.publish(wrong.items(), setup.addresses, version + 1, expected=setup.expected)
-    with pytest.raises(WeightSyncError, match="safetensors"):
-        through_disk.publish_from_disk(tmp_path / "nowhere", setup.addresses, version + 1)
     setup.assert_in_sync()
 
 
-def test_running_requests_are_waited_for_or_paused(setup, publisher):
+def test_running_requests_are_waited_for(setup, publisher):
     num_tokens = 120
     server = setup.servers[0]
     impatient = WeightPublisher(BUCKET_BYTES, 2.0, backend="gloo")
@@ -237,30 +234,26 @@ def test_running_requests_are_waited_for_or_paused(setup, publisher):
         with ThreadPoolExecutor() as threads:
             running = threads.submit(setup.generate, server, num_tokens)
             time.sleep(0.5)
-            with pytest.raises(WeightSyncError, match="finishes its running requests first.*pause=True"):
+            with pytest.raises(WeightSyncError, match="finishes its running requests first"):
                 impatient.publish(setup.weights().items(), setup.addresses, setup.version)
             assert not running.done()
             requests.post(f"{server.url}/abort_request", json={"abort_all": True}, timeout=30)
             running.result()
 
+            slow_down(0.01)
             running = threads.submit(setup.generate, server, num_tokens)
-            time.sleep(1.0)
-            publisher.publish(setup.weights().items(), setup.addresses, setup.train(), pause=True)
+            time.sleep(0.5)
             assert not running.done()
-            slow_down(None)
+            publisher.publish(setup.weights().items(), setup.addresses, setup.train())
             answer = running.result()
     finally:
         slow_down(None)
         impatient.close()
+    setup.assert_in_sync()
     assert len(answer["output_ids"]) == num_tokens
-    spans = answer["meta_info"]["weight_versions"]
-    assert [span["version"] for span in spans] == [str(setup.version - 1), str(setup.version)]
-    boundary = spans[1]["start"]
-    assert 0 < boundary < num_tokens
-    # Tokens after the update come from the new weights alone: their prefix was computed again.
-    assert setup.logprob_error(answer, start=boundary) < MAX_LOGPROB_ERROR
+    assert answer["meta_info"]["weight_version"] == str(setup.version - 1)
     setup.model.load_state_dict(old, strict=False)
-    assert setup.logprob_error(answer, end=boundary) < MAX_LOGPROB_ERROR
+    assert setup.logprob_error(answer) < MAX_LOGPROB_ERROR
 
 
 def test_a_server_that_hangs_inside_a_broadcast_ends_in_an_error_at_the_deadline(setup):
@@ -336,14 +329,14 @@ def test_an_unreachable_server_is_named_at_once(setup):
 
 def test_a_server_that_shows_another_version_afterwards_is_an_error(setup, tmp_path):
     with answering_server({"success": True, "weight_version": "41"}) as url:
-        publisher = WeightPublisher(BUCKET_BYTES, TIMEOUT_S, method="disk", folder=tmp_path)
+        publisher = WeightPublisher(BUCKET_BYTES, TIMEOUT_S, method=WeightMethod.disk, folder=tmp_path)
         with pytest.raises(WeightSyncError, match="shows weight version '41' instead of '42'"):
             publisher.publish(setup.weights().items(), [(url, 1, 0)], 42)
 
 
 def test_other_trainer_ranks_walk_the_whole_stream():
     stream = iter([("a", torch.zeros(1)), ("b", torch.zeros(1))])
-    take_part(stream)
+    walk_to_end(stream)
     assert next(stream, None) is None
 
 

@@ -5,16 +5,14 @@ a CPU nothing is given back, and all else is the same). Its weights do not survi
 by a publish. The caller waits until a server is idle, and for its answers, at most ``timeout_s`` each.
 """
 
-import time
 from collections.abc import Sequence
 
 from megatron_rl.weights.plan import ServerAddress
-from megatron_rl.weights.server_calls import ServerCallError, ServerCalls
+from megatron_rl.weights.server_calls import ServerCalls
 
 WEIGHTS = ("weights", "cuda_graph")
 """What a server needs to take new weights."""
 KV_CACHE = ("kv_cache",)
-_POLL_S = 0.02
 
 
 class ServerMemory:
@@ -30,7 +28,7 @@ class ServerMemory:
         if not awake:
             return
         with ServerCalls(awake, self._timeout_s) as calls:
-            self._wait_until_idle(calls)
+            calls.wait_until_idle("its sleep")
             calls.post("/release_memory_occupation", {"tags": [*WEIGHTS, *KV_CACHE]})
         for server in awake:
             # A restarted server is another address: what an older one released is forgotten here.
@@ -47,18 +45,3 @@ class ServerMemory:
             calls.post("/resume_memory_occupation", {"tags": list(tags)})
         for server in asleep:
             self._released[server].difference_update(tags)
-
-    def _wait_until_idle(self, calls: ServerCalls) -> None:
-        """A server answers a request before it has put it away, and one that is told to sleep before dies."""
-        deadline_s = time.monotonic() + self._timeout_s
-        while busy := [
-            server.url
-            for server, reply in zip(calls.servers, calls.post("/flush_cache", allow_refusal=True), strict=True)
-            if not reply.ok
-        ]:
-            if time.monotonic() > deadline_s:
-                raise ServerCallError(
-                    f"the trainer waited {self._timeout_s:g} s for {', '.join(busy)} to become idle before its sleep; "
-                    "somebody else sends requests there, or a request hangs: look into the server's log"
-                )
-            time.sleep(_POLL_S)

@@ -4,6 +4,7 @@ import base64
 import pickle
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -35,7 +36,7 @@ def test_a_handle_lets_another_read_the_bucket_where_it_lies():
     flat[:24].view(torch.float32).copy_(torch.arange(6.0))
     flat[24:26].view(torch.bfloat16).fill_(1.5)
     strategy = torch.multiprocessing.get_sharing_strategy()
-    handle = handle_of(Bucket(specs, flat[:26], last=True))
+    handle = handle_of(Bucket(specs, last=True, flat=flat[:26]))
     assert torch.multiprocessing.get_sharing_strategy() == strategy
     seen = read(handle)
     assert torch.equal(seen["a"], torch.arange(6.0).view(2, 3)) and seen["b"].item() == 1.5
@@ -82,7 +83,7 @@ def stream_of(rank: int, walked: list[str]):
 
 
 def publish(act, expected=EXPECTED):
-    """Run ``act(sender, parcels)`` as the driver beside followers; returns what each rank walked."""
+    """Run ``act(sender, requests)`` as the driver next to followers; returns what each rank walked."""
     room, walked = Room(), [[] for _ in range(NUM_RANKS)]
     with ThreadPoolExecutor(NUM_RANKS) as threads:
         followers = [
@@ -91,7 +92,7 @@ def publish(act, expected=EXPECTED):
         ]
         sender = ColocatedSender(stream_of(0, walked[0]), BUCKET_BYTES, CPU, room.seat(0))
         try:
-            act(sender, sender.parcels(SERVERS, 7, Coverage(expected)))
+            act(sender, sender.requests(SimpleNamespace(servers=SERVERS), 7, Coverage(expected)))
         except Exception:
             assert sender.finish(failed=True) == ""
             raise
@@ -107,55 +108,55 @@ def test_each_worker_reads_the_rank_beside_it_and_every_tensor_arrives_once():
     received = [{} for _ in range(NUM_RANKS)]
     versions = []
 
-    def act(sender, parcels):
-        for parcel in parcels:
-            for server, body in zip(SERVERS, parcel.bodies, strict=True):
+    def act(sender, requests):
+        for request in requests:
+            for server, body in zip(SERVERS, request.bodies, strict=True):
                 for worker, handle in enumerate(body["serialized_named_tensors"]):
                     found = {name: tensor.clone() for name, tensor in read(handle).items()}
                     assert not found.keys() & received[server.first_rank + worker].keys()
                     received[server.first_rank + worker] |= found
-            versions.append((parcel.last, parcel.bodies[0].get("weight_version"), parcel.bodies[0]["flush_cache"]))
-            parcel.start(None)
+            versions.append((request.bodies[0].get("weight_version"), request.bodies[0]["flush_cache"]))
+            request.start(None)
 
     publish(act)
     for rank, tensors in enumerate(received):
         assert list(tensors) == list(WEIGHTS)
         assert all(torch.equal(tensors[name], WEIGHTS[name] + 100 * rank) for name in WEIGHTS)
-    assert versions == [(False, None, False)] * (len(versions) - 1) + [(True, "7", True)] and len(versions) == 3
+    assert versions == [(None, False)] * (len(versions) - 1) + [("7", True)] and len(versions) == 3
 
 
 def test_a_bucket_stays_intact_until_the_driver_speaks_after_the_next_one():
-    def act(sender, parcels):
+    def act(sender, requests):
         earlier = None
-        for parcel in parcels:
+        for request in requests:
             if earlier is not None:  # servers may still be reading it
                 for name, tensor in earlier.items():
                     assert torch.equal(tensor, WEIGHTS[name] + 300)
-            earlier = read(parcel.bodies[1]["serialized_named_tensors"][1])
-            parcel.start(None)
+            earlier = read(request.bodies[1]["serialized_named_tensors"][1])
+            request.start(None)
 
     publish(act)
 
 
 @pytest.mark.parametrize("sent", [0, 1, 2])
 def test_a_failure_at_any_bucket_lets_all_ranks_through(sent):
-    def act(sender, parcels):
-        for i, parcel in enumerate(parcels):
+    def act(sender, requests):
+        for i, request in enumerate(requests):
             if i == sent:
                 raise ConnectionError("a server died")
-            parcel.start(None)
+            request.start(None)
 
     with pytest.raises(ConnectionError):
         publish(act)
 
 
 def test_a_failure_before_and_after_all_buckets_lets_all_ranks_through():
-    def before(sender, parcels):
+    def before(sender, requests):
         raise ConnectionError("cannot wake")
 
-    def after(sender, parcels):
-        for parcel in parcels:
-            parcel.start(None)
+    def after(sender, requests):
+        for request in requests:
+            request.start(None)
         raise ConnectionError("the last bucket")
 
     for act in (before, after):
@@ -166,4 +167,4 @@ def test_a_failure_before_and_after_all_buckets_lets_all_ranks_through():
 @pytest.mark.parametrize("change", [{"absent": (1,)}, {"layer2": (9,)}])
 def test_wrong_tensors_are_refused_and_all_ranks_get_through(change):
     with pytest.raises(CoverageError):
-        publish(lambda sender, parcels: [parcel.start(None) for parcel in parcels], EXPECTED | change)
+        publish(lambda sender, requests: [request.start(None) for request in requests], EXPECTED | change)

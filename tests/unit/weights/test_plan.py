@@ -8,13 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_rl.weights.plan import (
-    MAX_NAMES_SHOWN,
+    _MAX_NAMES_SHOWN,
     Coverage,
     CoverageError,
-    Placement,
+    GroupSpec,
+    ServerAddress,
+    Slice,
     TensorSpec,
-    assign_ranks,
-    check_coverage,
     place,
 )
 
@@ -26,27 +26,27 @@ spec_lists = st.lists(st.tuples(shapes, st.sampled_from(DTYPES)), max_size=40).m
 )
 
 
-def place_all(specs: list[TensorSpec], bucket_bytes: int) -> list[Placement]:
-    placements: list[Placement] = []
+def place_all(specs: list[TensorSpec], bucket_bytes: int) -> list[Slice]:
+    slices: list[Slice] = []
     for spec in specs:
-        placements.append(place(spec, placements[-1] if placements else None, bucket_bytes))
-    return placements
+        slices.append(place(spec, slices[-1] if slices else None, bucket_bytes))
+    return slices
 
 
-def by_bucket(placements: list[Placement]) -> list[list[Placement]]:
-    grouped: list[list[Placement]] = []
-    for placement in placements:
-        if placement.bucket == len(grouped):
+def by_bucket(slices: list[Slice]) -> list[list[Slice]]:
+    grouped: list[list[Slice]] = []
+    for slice_ in slices:
+        if slice_.bucket == len(grouped):
             grouped.append([])
-        grouped[placement.bucket].append(placement)
+        grouped[slice_.bucket].append(slice_)
     return grouped
 
 
 @given(spec_lists, st.integers(1, 400))
 def test_every_tensor_is_placed_once_and_in_order(specs, bucket_bytes):
-    placements = place_all(specs, bucket_bytes)
-    assert [placement.spec for placement in placements] == specs
-    indices = [placement.bucket for placement in placements]
+    slices = place_all(specs, bucket_bytes)
+    assert [slice_.spec for slice_ in slices] == specs
+    indices = [slice_.bucket for slice_ in slices]
     # Buckets are numbered without gaps and only the newest is filled: streaming is possible.
     assert all(later - earlier in (0, 1) for earlier, later in itertools.pairwise(indices))
     assert indices[:1] in ([], [0])
@@ -56,10 +56,10 @@ def test_every_tensor_is_placed_once_and_in_order(specs, bucket_bytes):
 def test_tensors_lie_back_to_back_and_aligned_inside_a_bucket(specs, bucket_bytes):
     for bucket in by_bucket(place_all(specs, bucket_bytes)):
         position = 0
-        for placement in bucket:
-            assert placement.offset == position
-            assert placement.offset % placement.spec.dtype.itemsize == 0
-            position = placement.end
+        for slice_ in bucket:
+            assert slice_.offset == position
+            assert slice_.offset % slice_.spec.dtype.itemsize == 0
+            position = slice_.end
 
 
 @given(spec_lists, st.integers(1, 400))
@@ -81,8 +81,8 @@ def test_a_bucket_is_closed_only_when_the_next_tensor_cannot_join_it(specs, buck
 def test_a_tensor_that_would_be_unaligned_opens_a_new_bucket():
     odd = TensorSpec("odd", (3,), torch.bfloat16)
     wide = TensorSpec("wide", (1,), torch.float32)
-    assert [placement.bucket for placement in place_all([odd, wide], 1000)] == [0, 1]
-    assert [placement.bucket for placement in place_all([wide, odd], 1000)] == [0, 0]
+    assert [slice_.bucket for slice_ in place_all([odd, wide], 1000)] == [0, 1]
+    assert [slice_.bucket for slice_ in place_all([wide, odd], 1000)] == [0, 0]
 
 
 def test_a_scalar_has_the_bytes_of_one_item():
@@ -100,21 +100,34 @@ def test_a_tensor_without_elements_is_refused():
         place(TensorSpec("empty", (3, 0), torch.float32), None, 100)
 
 
+def group_of(tp_sizes: list[int]) -> GroupSpec:
+    servers = tuple(ServerAddress(f"http://server{i}", tp_size, 1) for i, tp_size in enumerate(tp_sizes))
+    return GroupSpec("group", servers, "gloo", 1.0)
+
+
 @given(st.lists(st.integers(1, 8), min_size=1, max_size=10))
 def test_server_ranks_tile_the_world_behind_the_source(tp_sizes):
-    plan = assign_ranks(tp_sizes)
-    ranks = [0] + [offset + i for offset, tp_size in zip(plan.offsets, tp_sizes) for i in range(tp_size)]
-    assert ranks == list(range(plan.world_size))
+    group = group_of(tp_sizes)
+    ranks = [0] + [first + i for first, tp_size in zip(group.first_ranks, tp_sizes, strict=True) for i in range(tp_size)]
+    assert ranks == list(range(group.world_size))
 
 
 @pytest.mark.parametrize("tp_sizes", [[], [1, 0]])
 def test_a_world_without_workers_is_refused(tp_sizes):
     with pytest.raises(ValueError, match="tp_size"):
-        assign_ranks(tp_sizes)
+        group_of(tp_sizes)
 
 
 EXPECTED = {"embed": (8, 4), "norm": (4,)}
 EMBED, NORM = TensorSpec("embed", (8, 4), torch.float32), TensorSpec("norm", (4,), torch.float32)
+
+
+def check_coverage(specs: list[TensorSpec], expected: dict[str, tuple[int, ...]]) -> None:
+    """What a publish does with a whole stream."""
+    coverage = Coverage(expected)
+    for spec in specs:
+        coverage.add(spec)
+    coverage.check(complete=True)
 
 
 def test_exact_coverage_passes():
@@ -155,6 +168,6 @@ def test_an_empty_stream_is_refused_even_without_expected_names():
 
 
 def test_long_lists_of_names_are_cut_with_a_count():
-    expected = {f"layer.{i:02d}": (1,) for i in range(MAX_NAMES_SHOWN + 3)}
+    expected = {f"layer.{i:02d}": (1,) for i in range(_MAX_NAMES_SHOWN + 3)}
     with pytest.raises(CoverageError, match="layer.08 and 2 more"):
         check_coverage([TensorSpec("layer.00", (1,), torch.float32)], expected)

@@ -2,13 +2,17 @@
 
 import pytest
 import torch
+from aiohttp import web
+from safetensors.torch import load_file
 
-from megatron_rl.weights.broadcast import broadcast_parcels
-from megatron_rl.weights.buckets import Bucket, fill_buckets
-from megatron_rl.weights.disk import read_shapes, remove_other_versions, write_version
-from megatron_rl.weights.plan import Coverage, CoverageError, unique_addresses
-from megatron_rl.weights.publish import WeightPublisher
-from megatron_rl.weights.senders import LocalSource
+from megatron_rl.config.derived import WeightMethod
+from megatron_rl.weights.broadcast import GroupSender
+from megatron_rl.weights.buckets import Bucket, BucketStream
+from megatron_rl.weights.disk import remove_other_versions, write_version
+from megatron_rl.weights.plan import Coverage, CoverageError, ServerAddress, unique_addresses
+from megatron_rl.weights.publish import WeightPublisher, WeightSyncError
+from megatron_rl.weights.server_calls import ServerCalls
+from tests.unit.local_service import local_service
 
 CPU = torch.device("cpu")
 WEIGHTS = {
@@ -32,18 +36,44 @@ def unpack(bucket: Bucket) -> dict[str, torch.Tensor]:
 
 
 def filled(weights=WEIGHTS, bucket_bytes=64):
-    return fill_buckets(iter(weights.items()), bucket_bytes, CPU)
+    stream, last = BucketStream(weights.items(), bucket_bytes, CPU), False
+    while not last:
+        bucket = stream.take()
+        last = bucket.last
+        yield bucket
 
 
-def parcels(*streams, bucket_bytes=64, expected=None):
-    """What the servers are asked, bucket by bucket; a stream a source."""
-    sources = [LocalSource(stream.items(), bucket_bytes, CPU) for stream in streams]
-    names = [f"group{i}" for i in range(len(sources))]
-    given = broadcast_parcels(sources, names, 1, 7, Coverage(expected))
-    for parcel in given:
-        source = sources[names.index(parcel.bodies[0]["group_name"])]
-        source._shelf.take()
-        yield parcel.bodies[0]
+class OtherSource:
+    """A source on another rank, without the rank."""
+
+    def __init__(self, stream, bucket_bytes):
+        self._stream = BucketStream(stream.items(), bucket_bytes, CPU)
+        self.offer = self._stream.look
+
+    def send(self, calls):
+        self._stream.take()
+        return []
+
+
+class NoGroup:
+    """Connections whose broadcasts go nowhere."""
+
+    broadcast = staticmethod(lambda flat: None)
+
+    def connect(self, remote, calls):
+        return self, [f"group{i}" for i in range(1 + len(remote))]
+
+
+def bodies_of(*streams, bucket_bytes=64, expected=None):
+    """What the servers are asked, bucket by bucket; one stream per source."""
+    own, *others = streams
+    remote = [OtherSource(stream, bucket_bytes) for stream in others]
+    sender = GroupSender(NoGroup(), remote, own.items(), bucket_bytes, CPU)
+    with ServerCalls([ServerAddress("http://server", 1, 1)], 1.0) as calls:
+        for request in sender.requests(calls, 7, Coverage(expected)):
+            for future in request.start(calls):
+                future.result()
+            yield request.bodies[0]
 
 
 @pytest.mark.parametrize("bucket_bytes", [1, 64, 100, 10_000])
@@ -75,7 +105,7 @@ def test_a_bucket_with_an_unexpected_tensor_is_never_given_out():
     expected = {name: tuple(weight.shape) for name, weight in WEIGHTS.items() if name != "odd"}
     given_out = []
     with pytest.raises(CoverageError, match="unexpected: odd"):
-        for body in parcels(WEIGHTS, bucket_bytes=48, expected=expected):
+        for body in bodies_of(WEIGHTS, bucket_bytes=48, expected=expected):
             given_out += body["names"]
     assert given_out in ([], ["embed"])
 
@@ -84,7 +114,7 @@ def test_the_final_bucket_is_held_back_when_a_tensor_is_missing():
     expected = {name: tuple(weight.shape) for name, weight in WEIGHTS.items()} | {"absent": (1,)}
     versions = []
     with pytest.raises(CoverageError, match="missing: absent"):
-        for body in parcels(WEIGHTS, bucket_bytes=48, expected=expected):
+        for body in bodies_of(WEIGHTS, bucket_bytes=48, expected=expected):
             versions.append(body.get("weight_version"))
     assert versions and set(versions) == {None}
 
@@ -93,7 +123,7 @@ def test_sources_take_turns_and_the_version_goes_with_the_last_bucket_of_all():
     names = list(WEIGHTS)
     first, second = ({n: WEIGHTS[n] for n in part} for part in (names[:5], names[5:]))
     expected = {name: tuple(weight.shape) for name, weight in WEIGHTS.items()}
-    bodies = list(parcels(first, second, bucket_bytes=48, expected=expected))
+    bodies = list(bodies_of(first, second, bucket_bytes=48, expected=expected))
     groups = [body["group_name"] for body in bodies]
     assert groups[:3] == ["group0", "group1", "group0"] and groups.count("group1") == 1
     assert sorted(name for body in bodies for name in body["names"]) == sorted(WEIGHTS)
@@ -103,15 +133,17 @@ def test_sources_take_turns_and_the_version_goes_with_the_last_bucket_of_all():
 
 def test_a_tensor_that_two_stages_send_is_refused():
     with pytest.raises(CoverageError, match="duplicate: embed"):
-        list(parcels({"embed": WEIGHTS["embed"]}, {"embed": WEIGHTS["embed"]}))
+        list(bodies_of({"embed": WEIGHTS["embed"]}, {"embed": WEIGHTS["embed"]}))
 
 
 @pytest.mark.parametrize(("shard_bytes", "num_files"), [(64, 4), (10_000, 2)])
 def test_a_written_version_declares_the_shapes_it_was_given(tmp_path, shard_bytes, num_files):
     folder = write_version(WEIGHTS.items(), tmp_path, 3, shard_bytes, Coverage())
     assert folder == tmp_path / "weights-3"
-    assert read_shapes(folder) == {name: tuple(weight.shape) for name, weight in WEIGHTS.items()}
-    assert len(list(folder.glob("*.safetensors"))) == num_files
+    files = list(folder.glob("*.safetensors"))
+    written = {name: tuple(tensor.shape) for file in files for name, tensor in load_file(file).items()}
+    assert written == {name: tuple(weight.shape) for name, weight in WEIGHTS.items()}
+    assert len(files) == num_files
 
 
 def test_a_refused_version_leaves_no_files(tmp_path):
@@ -126,9 +158,29 @@ def test_only_the_kept_version_survives(tmp_path):
     assert list(tmp_path.iterdir()) == [folders[1]]
 
 
-def test_a_folder_without_safetensors_is_named(tmp_path):
-    with pytest.raises(FileNotFoundError, match=str(tmp_path)):
-        read_shapes(tmp_path)
+def test_a_server_that_is_still_busy_with_its_last_answer_is_asked_again_before_it_loads_files(tmp_path):
+    refusals = [True, True]
+
+    def answer(path, body):
+        if path == "/flush_cache" and refusals:
+            refusals.pop()
+            return web.json_response({}, status=400)
+        return {"weight_version": "3"}
+
+    with local_service(answer) as service:
+        publisher = WeightPublisher(64, 5.0, method=WeightMethod.disk, folder=tmp_path)
+        publisher.publish(WEIGHTS.items(), [(service.url, 1, 1)], 3)
+    asked = [path for path, _ in service.requests]
+    assert asked == ["/flush_cache"] * 3 + ["/update_weights_from_disk", "/model_info"]
+
+
+def test_older_files_stay_until_a_version_was_loaded(tmp_path):
+    with local_service(lambda path, body: web.json_response({}, status=500 if "disk" in path else 200)) as service:
+        write_version(WEIGHTS.items(), tmp_path, 2, 64, Coverage())
+        publisher = WeightPublisher(64, 5.0, method=WeightMethod.disk, folder=tmp_path)
+        with pytest.raises(WeightSyncError, match="the same path"):
+            publisher.publish(WEIGHTS.items(), [(service.url, 1, 1)], 3)
+    assert {path.name for path in tmp_path.iterdir()} == {"weights-2", "weights-3"}
 
 
 @pytest.mark.parametrize("servers", [[], [("http://a:1", 1, 0), ("http://a:1/", 1, 1)]])
@@ -139,4 +191,4 @@ def test_no_servers_and_a_server_twice_are_refused(servers):
 
 def test_the_disk_method_needs_a_folder():
     with pytest.raises(ValueError, match="folder"):
-        WeightPublisher(64, 1.0, method="disk")
+        WeightPublisher(64, 1.0, method=WeightMethod.disk)

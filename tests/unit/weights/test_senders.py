@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megatron_rl.weights.buckets import TensorStreamError
-from megatron_rl.weights.plan import ServerAddress
+from megatron_rl.weights.plan import GroupSpec, ServerAddress
 from megatron_rl.weights.senders import RemoteSource, StageRank
 from megatron_rl.weights.server_calls import ServerCallError, ServerCalls
 
@@ -98,7 +98,7 @@ def test_a_group_that_no_server_joins_is_an_error_of_the_driver_and_the_source_s
     monkeypatch.setattr("megatron_rl.weights.sync_group.MAX_CONNECT_S", 0.5)
     stage = Stage(WEIGHTS.items())
     with ServerCalls(NOBODY, 5.0) as calls, pytest.raises(ServerCallError, match="127.0.0.1:9 is unreachable"):
-        stage.source.open_group(calls, "name", "gloo", 5.0)
+        stage.source.open_group(calls, GroupSpec("name", NOBODY, "gloo", 5.0))
     assert not stage.source.offer().last
     assert stage.source.finish(failed=True) == ""
     assert stage.has_ended() and stage.walked == list(WEIGHTS)
