@@ -38,7 +38,7 @@ _EVEN_ENOUGH = 1e-3
 _WORTH_TOPPING_UP = 1e-2
 """Idle share of a round from which on sequences of later rounds may fill it."""
 _NUM_RECEIVERS = 16
-"""Of the idlest ranks that may take work from the dearest one at a time."""
+"""Of the least loaded ranks that may take work from the heaviest one at a time."""
 _MAX_EXCHANGES_PER_RANK = 2
 """Bounds, with _NUM_RECEIVERS, the time that evening out may take."""
 _TIGHT_BUDGETS = (1.003, 1.01)
@@ -94,9 +94,9 @@ def plan_microbatches(
     num_packed, budgets = len(packed), _tight_budgets(batch, len(packed), max_tokens_per_microbatch)
     found = [_distribute(batch, packed, max_tokens_per_microbatch, num_dp_ranks)]
     for budget in budgets:
-        packed = _fill_cheapest(batch, range(len(ordered)), num_packed, budget)
-        if packed is not None:
-            found.append(_distribute(batch, packed, budget, num_dp_ranks))
+        tighter = _fill_cheapest(batch, range(len(ordered)), num_packed, budget)
+        if tighter is not None:
+            found.append(_distribute(batch, tighter, budget, num_dp_ranks))
     return [[sorted(longest_first[s] for s in m.sequences) for m in rank] for rank in _most_even(found)]
 
 
@@ -109,8 +109,8 @@ def plan_statistics(plan: Plan, lengths: Sequence[int], cost: CostFunction = flo
         num_microbatches=len(plan[0]),
         num_stand_ins=sum(not microbatch for rank in plan for microbatch in rank),
         rank_imbalance=_idle_share([[sum(rank) for rank in cost_of]]),
-        microbatch_imbalance=_idle_share(list(zip(*cost_of))),
-        padding_share=_idle_share(list(zip(*tokens_of))),
+        microbatch_imbalance=_idle_share(list(zip(*cost_of, strict=True))),
+        padding_share=_idle_share(list(zip(*tokens_of, strict=True))),
     )
 
 
@@ -248,14 +248,14 @@ def _fill_fullest(batch: _Batch, num_microbatches: int, budget: int) -> list[_Mi
 
 
 def _distribute(batch: _Batch, packed: list[_Microbatch], budget: int, num_dp_ranks: int) -> list[list[_Microbatch]]:
-    """Rank -> its micro-batches: rounds of neighbours in cost, dearest first, each as even as it gets, then dealt."""
+    """Rank -> its micro-batches: rounds of neighbours in cost, heaviest first, each as even as it gets, then dealt."""
     rounds = []
     packed = sorted(packed, key=lambda microbatch: -microbatch.cost)
     while packed:
         members, packed = packed[:num_dp_ranks], packed[num_dp_ranks:]
         _even_out(batch, members, budget)
         if packed and _idle_share([[microbatch.cost for microbatch in members]]) > _WORTH_TOPPING_UP:
-            # Sequences that make a micro-batch dear by themselves: together they make one dear round and not many.
+            # Sequences that make a micro-batch heavy by themselves: together they make one heavy round and not many.
             by_longest = sorted([*members, *packed], key=lambda m: min(m.sequences, default=len(batch.lengths)))
             members, packed = by_longest[:num_dp_ranks], by_longest[num_dp_ranks:]
             _even_out(batch, members, budget)
@@ -270,30 +270,30 @@ def _distribute(batch: _Batch, packed: list[_Microbatch], budget: int, num_dp_ra
 
 
 def _even_out(batch: _Batch, members: list[_Microbatch], budget: int) -> None:
-    """Lower the dearest micro-batch of a round by moving or swapping sequences, as long as that helps."""
+    """Lower the heaviest micro-batch of a round by moving or swapping sequences, as long as that helps."""
     mean = sum(microbatch.cost for microbatch in members) / len(members)
     for _ in range(_MAX_EXCHANGES_PER_RANK * len(members)):
         members.sort(key=lambda microbatch: microbatch.cost)
-        dearest = members[-1]
-        pairs = ((dearest, other, dearest.cost, dearest.cost - other.cost) for other in members[:-1][:_NUM_RECEIVERS])
-        if dearest.cost <= (1 + _EVEN_ENOUGH) * mean or not _exchange(batch, pairs, budget, _EVEN_ENOUGH * mean):
+        heaviest = members[-1]
+        pairs = ((heaviest, other, heaviest.cost, heaviest.cost - other.cost) for other in members[:-1][:_NUM_RECEIVERS])
+        if heaviest.cost <= (1 + _EVEN_ENOUGH) * mean or not _exchange(batch, pairs, budget, _EVEN_ENOUGH * mean):
             return
 
 
 def _even_out_ranks(batch: _Batch, ranks: list[list[_Microbatch]], budget: int) -> None:
-    """Lower the dearest rank in the same way; no micro-batch gets dearer than the dearest of its round."""
-    highest = [max(microbatch.cost for microbatch in members) for members in zip(*ranks)]
+    """Lower the heaviest rank in the same way; no micro-batch gets heavier than the heaviest of its round."""
+    highest = [max(microbatch.cost for microbatch in members) for members in zip(*ranks, strict=True)]
     mean = sum(microbatch.cost for rank in ranks for microbatch in rank) / len(ranks)
     for _ in range(_MAX_EXCHANGES_PER_RANK * len(ranks)):
         total_of = [sum(microbatch.cost for microbatch in rank) for rank in ranks]
-        *others, dearest = sorted(range(len(ranks)), key=lambda rank: (total_of[rank], rank))
+        *others, heaviest = sorted(range(len(ranks)), key=lambda rank: (total_of[rank], rank))
         pairs = (
-            (own, other, limit, total_of[dearest] - total_of[rank])
+            (own, other, limit, total_of[heaviest] - total_of[rank])
             for rank in others[:_NUM_RECEIVERS]
-            for own in ranks[dearest]
-            for other, limit in zip(ranks[rank], highest)
+            for own in ranks[heaviest]
+            for other, limit in zip(ranks[rank], highest, strict=True)
         )
-        if total_of[dearest] <= (1 + _EVEN_ENOUGH) * mean or not _exchange(batch, pairs, budget, _EVEN_ENOUGH * mean):
+        if total_of[heaviest] <= (1 + _EVEN_ENOUGH) * mean or not _exchange(batch, pairs, budget, _EVEN_ENOUGH * mean):
             return
 
 
@@ -321,11 +321,12 @@ def _best_exchange(
     [cost].
     """
     # Nothing is the shortest thing to get in return, but the last sequence is not given for nothing.
-    returns: list[int | None] = sorted(receiver.sequences, reverse=True)
-    costs, lengths = [batch.costs[s] for s in returns], [batch.lengths[s] for s in returns]
+    shortest_first = sorted(receiver.sequences, reverse=True)
+    returns: list[int | None] = [*shortest_first]
+    costs, lengths = [batch.costs[s] for s in shortest_first], [batch.lengths[s] for s in shortest_first]
     if len(giver.sequences) > 1:
         returns, costs, lengths = [None, *returns], [0.0, *costs], [0, *lengths]
-    best = (0.0, -1, None)
+    best: tuple[float, int, int | None] = (0.0, -1, None)
     for given in giver.sequences:
         within_budget = bisect_left(lengths, batch.lengths[given] - (budget - receiver.tokens))
         within_limit = bisect_left(costs, batch.costs[given] - (limit - receiver.cost))
@@ -341,18 +342,18 @@ def _best_exchange(
 
 
 def _top_up(batch: _Batch, members: Sequence[_Microbatch], later: Sequence[_Microbatch], budget: int) -> None:
-    """Use a round's idle time: fill its members from ``later`` rounds, none above the dearest.
+    """Use a round's idle time: fill its members from ``later`` rounds, none above the heaviest.
 
-    A sequence so long that its micro-batch is dearer than the others would otherwise make its rank the last one.
+    A sequence so long that its micro-batch is heavier than the others would otherwise make its rank the last one.
     """
-    dearest = max(microbatch.cost for microbatch in members)
+    heaviest = max(microbatch.cost for microbatch in members)
     # Each keeps its longest sequence, so that none runs empty.
     offers = sorted((s, m) for m in later for s in sorted(m.sequences)[1:])
     for member in sorted(members, key=lambda microbatch: microbatch.cost):
         while True:
-            # The longest that fits is also the dearest that fits.
+            # The longest that fits is also the heaviest that fits.
             by_tokens = bisect_left(offers, member.tokens - budget, key=lambda offer: -batch.lengths[offer[0]])
-            by_cost = bisect_left(offers, member.cost - dearest, key=lambda offer: -batch.costs[offer[0]])
+            by_cost = bisect_left(offers, member.cost - heaviest, key=lambda offer: -batch.costs[offer[0]])
             first = max(by_tokens, by_cost)
             if first == len(offers):
                 break
@@ -361,31 +362,31 @@ def _top_up(batch: _Batch, members: Sequence[_Microbatch], later: Sequence[_Micr
 
 
 def _deal(rounds: Sequence[Sequence[_Microbatch]], num_dp_ranks: int) -> list[list[_Microbatch]]:
-    """In every round the rank with the least to do so far takes the dearest micro-batch, and so on."""
+    """In every round the rank with the least to do so far takes the heaviest micro-batch, and so on."""
     ranks: list[list[_Microbatch]] = [[] for _ in range(num_dp_ranks)]
     load = [0.0] * num_dp_ranks
     for members in rounds:
-        dearest_first = sorted(members, key=lambda microbatch: -microbatch.cost)
-        idlest_first = sorted(range(num_dp_ranks), key=lambda rank: (load[rank], rank))
-        for rank, microbatch in zip(idlest_first, dearest_first, strict=True):
+        heaviest_first = sorted(members, key=lambda microbatch: -microbatch.cost)
+        least_loaded_first = sorted(range(num_dp_ranks), key=lambda rank: (load[rank], rank))
+        for rank, microbatch in zip(least_loaded_first, heaviest_first, strict=True):
             ranks[rank].append(microbatch)
             load[rank] += microbatch.cost
     return [_cheap_ends(rank) for rank in ranks]
 
 
-def _cheap_ends(dearest_first: list[_Microbatch]) -> list[_Microbatch]:
-    """The cheapest at both ends, the dearest in the middle."""
-    cheapest_first = dearest_first[::-1]
+def _cheap_ends(heaviest_first: list[_Microbatch]) -> list[_Microbatch]:
+    """The cheapest at both ends, the heaviest in the middle."""
+    cheapest_first = heaviest_first[::-1]
     return cheapest_first[0::2] + cheapest_first[1::2][::-1]
 
 
 def _most_even(found: Sequence[list[list[_Microbatch]]]) -> list[list[_Microbatch]]:
     """The ranks with the least idle time; among about equal ones those with the most even rounds, in cost and tokens."""
     rank_idle = [_idle_share([[sum(m.cost for m in rank) for rank in ranks]]) for ranks in found]
-    even = [ranks for ranks, idle in zip(found, rank_idle) if idle <= min(rank_idle) + _EVEN_ENOUGH]
+    even = [ranks for ranks, idle in zip(found, rank_idle, strict=True) if idle <= min(rank_idle) + _EVEN_ENOUGH]
 
     def round_idle(ranks: list[list[_Microbatch]]) -> float:
-        rounds = list(zip(*ranks))
+        rounds = list(zip(*ranks, strict=True))
         by_cost = _idle_share([[m.cost for m in members] for members in rounds])
         return by_cost + _idle_share([[m.tokens for m in members] for members in rounds])
 

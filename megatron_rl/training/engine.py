@@ -48,7 +48,9 @@ from megatron_rl.config.schema import (
 )
 from megatron_rl.data.batch import PackedBatch
 from megatron_rl.families.facts import text_config
+from megatron_rl.families.parameters import Role
 from megatron_rl.models import critic, policy
+from megatron_rl.models.gpt import PackedGPTModel
 from megatron_rl.models.hf.model_config import load_hf_config
 from megatron_rl.models.hf.mtp import check_kept, mtp_note
 from megatron_rl.models.hf.weights import Destination, expected_names, export_weights, load_weights, save_hf
@@ -95,9 +97,9 @@ class Engine:
     """One policy or critic: its model chunks on this rank and, if it trains, gradients, optimizer and schedule."""
 
     @_in_own_layout
-    def __init__(
+    def __init__(  # noqa: PLR0913 (the engine is the public face of training: one keyword per setting)
         self,
-        role: str,
+        role: Role,
         path: str | Path,
         *,
         parallel: ParallelConfig,
@@ -106,11 +108,11 @@ class Engine:
         init: Init = Init.checkpoint,
         dtype: Dtype = Dtype.float32,
         recompute: Recompute = Recompute.none,
-        moe: MoeConfig = MoeConfig(),
+        moe: MoeConfig | None = None,
         fp8: Fp8 = Fp8.none,
         fp32_head: bool = False,
         mtp: Mtp = Mtp.drop,
-        vision: VisionConfig = VisionConfig(),
+        vision: VisionConfig | None = None,
         megatron: Mapping[str, Any] | None = None,
         seed: int = 1,
     ) -> None:
@@ -123,7 +125,8 @@ class Engine:
         """
         if role not in ("policy", "critic"):
             raise ValueError(f"role is 'policy' or 'critic', got {role!r}")
-        self.role = role
+        moe, vision = moe or MoeConfig(), vision or VisionConfig()
+        self.role: Role = role
         self.parallel = parallel
         self.topology = topology
         self.path = Path(path)
@@ -169,7 +172,8 @@ class Engine:
         """
         self._expect_role("policy")
         outputs = self._forward(microbatches, temperature, record_routes=record_routes)
-        return [output["logprobs"][: len(batch.tokens)] for output, batch in zip(outputs, microbatches)]
+        # Before the last stage there are no outputs.
+        return [output["logprobs"][: len(batch.tokens)] for output, batch in zip(outputs, microbatches, strict=False)]
 
     @property
     def routes_shape(self) -> tuple[int, int]:
@@ -191,7 +195,7 @@ class Engine:
         outputs = self._forward(microbatches, temperature=1.0)
         return [
             (output["values"][: len(batch.tokens)], output["final_values"][: batch.num_sequences])
-            for output, batch in zip(outputs, microbatches)
+            for output, batch in zip(outputs, microbatches, strict=False)
         ]
 
     @_in_own_layout
@@ -221,15 +225,6 @@ class Engine:
         step = guarded_step(optimizer, self._scheduler)
         loads = self._routing.finish_update(skipped=step.skipped)
         return UpdateResult(step.grad_norm, step.lr, self._reduce(metrics) | loads, step.skipped)
-
-    @_in_own_layout
-    def count_tokens(self, microbatches: Sequence[PackedBatch], names: Sequence[str]) -> dict[str, float]:
-        """Sum of each per-token field over all micro-batches of all ranks: the denominators of token means."""
-        counts = torch.zeros(len(names), dtype=torch.float64, device=self.topology.device)
-        for batch in microbatches:
-            counts += torch.stack([batch.fields[name].sum().to(counts) for name in names])
-        dist.all_reduce(counts, group=parallel_state.get_data_parallel_group())
-        return dict(zip(names, counts.tolist()))
 
     def export_weights(self, to: Destination = Destination.driver) -> Iterator[tuple[str, Tensor | None]]:
         """Hugging Face names and, where ``to`` says, whole tensors; every rank must exhaust it, for it gathers."""
@@ -324,7 +319,7 @@ class Engine:
 
             return policy.forward(chunk, batch, trace), consume_output
 
-        iterators = [zip(batches, traces) for _ in models]
+        iterators = [zip(batches, traces, strict=True) for _ in models]
         results = get_forward_backward_func()(
             forward_step_func=forward_step,
             data_iterator=iterators if len(models) > 1 else iterators[0],
@@ -346,14 +341,14 @@ class Engine:
             pairs = torch.stack([value for microbatch in metrics for name in names for value in microbatch[name]])
             totals = pairs.detach().to(torch.float64).view(len(metrics), len(names), 2).sum(0)
             dist.all_reduce(totals, group=parallel_state.get_data_parallel_group())
-            result = [{name: (total, denominator) for name, (total, denominator) in zip(names, totals.tolist())}]
+            result = [{name: (total, denominator) for name, (total, denominator) in zip(names, totals.tolist(), strict=True)}]
         if self.topology.pp_size > 1:
             last_rank = parallel_state.get_pipeline_model_parallel_last_rank()
             dist.broadcast_object_list(result, last_rank, parallel_state.get_pipeline_model_parallel_group())
         return result[0]
 
 
-def _with_gradients(chunks: Sequence[torch.nn.Module], dtype: torch.dtype) -> list[DistributedDataParallel]:
+def _with_gradients(chunks: Sequence[PackedGPTModel], dtype: torch.dtype) -> list[DistributedDataParallel]:
     """Wrap the chunks in Megatron's DDP (contiguous gradient buffers), set up for undivided losses."""
     settings = DistributedDataParallelConfig(
         use_distributed_optimizer=True, grad_reduce_in_fp32=dtype is not torch.float32

@@ -14,6 +14,7 @@ from megatron_rl.config.schema import (
     PolicyConfig,
     RoutingReplay,
 )
+from megatron_rl.families.parameters import Role
 from megatron_rl.parallel import topology as topologies
 from megatron_rl.parallel.topology import Topology
 from megatron_rl.training.engine import Engine
@@ -49,7 +50,7 @@ def rl_engines(config: Config, *, freeze_policy: bool = False) -> BuildEngines:
 def build_engine(
     config: Config,
     topology: Topology,
-    role: str,
+    role: Role,
     model: PolicyConfig | CriticConfig,
     optimizer: OptimizerConfig | None,
     *,

@@ -1,6 +1,6 @@
 """Checkpoints of one model in Megatron's distributed format (torch_dist): weights, optimizer state, schedule.
 
-Invariants: a folder of the final name is complete (it is written beside and renamed); a resumed run is bitwise equal
+Invariants: a folder of the final name is complete (it is written under another name and renamed); a resumed run is bitwise equal
 for the same layout, and equal up to rounding for another one, because the optimizer state is stored in the shape of the
 weights ("fully_reshardable"); hyperparameters come from the configuration, never from the checkpoint. All ranks call
 each function together and wait for each other at its barriers, for at most the collective time-out. The folder must be
@@ -27,6 +27,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from megatron_rl.errors import UserError
+from megatron_rl.models.gpt import PackedGPTModel
 from megatron_rl.system.files import replace_folder
 from megatron_rl.training.optimizer import torch_adam_parts
 
@@ -47,7 +48,7 @@ class _CheckpointError(UserError):
 
 def save_checkpoint(
     folder: str | Path,
-    chunks: Sequence[torch.nn.Module],
+    chunks: Sequence[PackedGPTModel],
     optimizer: MegatronOptimizer,
     scheduler: OptimizerParamScheduler,
 ) -> None:
@@ -76,7 +77,7 @@ def save_checkpoint(
 
 def load_checkpoint(
     folder: str | Path,
-    chunks: Sequence[torch.nn.Module],
+    chunks: Sequence[PackedGPTModel],
     optimizer: MegatronOptimizer,
     scheduler: OptimizerParamScheduler,
 ) -> None:
@@ -112,7 +113,7 @@ def load_checkpoint(
 
 
 def _sharded_state(
-    chunks: Sequence[torch.nn.Module], optimizer: MegatronOptimizer, *, is_loading: bool
+    chunks: Sequence[PackedGPTModel], optimizer: MegatronOptimizer, *, is_loading: bool
 ) -> dict[str, Any]:
     metadata = {**_FORMAT, "dp_cp_group": _data_parallel_group()}
     state = {_chunk_key(index): chunk.sharded_state_dict(metadata=metadata) for index, chunk in enumerate(chunks)}

@@ -8,9 +8,11 @@ not a long generation.
 
 import itertools
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from enum import Enum
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,26 +21,40 @@ from torch import Tensor
 from megatron_rl.config.schema import Config
 from megatron_rl.data.batch import Images, PackedBatch, cu_seqlens_of
 from megatron_rl.models.hf.weights import Destination
-from megatron_rl.parallel import collectives
-from megatron_rl.parallel import stragglers as progress
+from megatron_rl.parallel import collectives, stragglers
 from megatron_rl.parallel.topology import Topology, coordinates
 from megatron_rl.training import losses
 from megatron_rl.training.batching import Plan, padded_share, plan_microbatches, plan_statistics
 from megatron_rl.training.engine import Engine, UpdateResult
-from megatron_rl.training.export import WeightExport, free_cached_memory
+from megatron_rl.training.export import WeightExport, free_cached_memory, whole
 from megatron_rl.training.flops import flops_cost
+from megatron_rl.weights.buckets import walk_to_end
 
 
 @dataclass(frozen=True)
 class Command:
+    """What all ranks do with one engine. It is pickled: ``action`` is a module's function, or a partial of one."""
+
     name: str
-    engine: str = ""
-    arguments: dict[str, Any] = field(default_factory=dict)
+    """As messages call it."""
+    engine: str
+    action: "Callable[[Worker, Engine, list[PackedBatch]], Any]"
+    """A rank's part; it gets the rank's own micro-batches."""
     sends_batches: bool = False
     gathers: bool = False
+    """The action gives a 1-D tensor on ranks that report, None on the others; the driver gets them all."""
 
     def __str__(self) -> str:
-        return f"{self.name} of the engine {self.engine}" if self.engine else self.name
+        return f"{self.name} of the engine {self.engine}"
+
+
+class Notice(Enum):
+    """What the driver says that concerns no engine."""
+
+    heartbeat = "heartbeat"
+    free_memory = "free_memory"
+    """Give unused device memory back."""
+    stop = "stop"
 
 
 class Worker:
@@ -58,47 +74,30 @@ class Worker:
         except RuntimeError as error:
             if not _connection_lost(error):
                 raise
-            # The rank that went away has said why, or was told to stop: a second account would only bury the first.
+            # The rank that went away has said why, or was told to stop: a second account would only hide the first.
             sys.exit(1)
         finally:
             self.export.close()
 
     def _serve_one(self) -> bool:
         command = collectives.broadcast_object(None, what="its next command")
-        if command.name == "stop":
-            return False
+        if isinstance(command, Notice):
+            self.heed(command)
+            return command is not Notice.stop
         payload = collectives.receive(what=f"the batches of the {command}") if command.sends_batches else {}
         result = self.execute(command, _unpack(payload))
         if command.gathers:
             collectives.gather_tensors(result, what=f"the results of the {command}")
         return True
 
+    def heed(self, notice: Notice) -> None:
+        if notice is Notice.free_memory:
+            free_cached_memory()
+
     def execute(self, command: Command, microbatches: list[PackedBatch]) -> Any:
         """This rank's part of ``command``."""
-        if command.name == "heartbeat":
-            return None
-        if command.name == "free_memory":
-            return free_cached_memory()
-        with progress.working(str(command)):
-            return self._execute(command, microbatches)
-
-    def _execute(self, command: Command, microbatches: list[PackedBatch]) -> Any:
-        engine, arguments = self.engines[command.engine], command.arguments
-        if command.name == "logprobs":
-            return _joined(engine, engine.logprobs(microbatches, **arguments))
-        if command.name == "take_routes":
-            routes = _joined(engine, [part.flatten() for part in engine.take_routes()])
-            # As bytes: gloo has no 16-bit integers.
-            return routes if routes is None else routes.to(torch.int16).view(torch.uint8)
-        if command.name == "values":
-            outputs = engine.values(microbatches)
-            return _joined(engine, [part for values, final in outputs for part in (values, final)])
-        if command.name == "update":
-            objective = losses.build(arguments["objective"], self.config.algorithm, arguments["denominators"])
-            return engine.update(microbatches, objective, temperature=arguments["temperature"])
-        if command.name == "export":
-            return self.export.take_part(engine, arguments["to"])
-        return getattr(engine, command.name)(arguments["folder"])
+        with stragglers.working(str(command)):
+            return command.action(self, self.engines[command.engine], microbatches)
 
 
 @dataclass(frozen=True)
@@ -144,19 +143,15 @@ class TrainerGroup:
 
     def logprobs(self, batch: PackedBatch, *, temperature: float, engine: str = "policy") -> Tensor:
         """[T] float32 log-probs of the policy (or the reference) where fields["mask"], else 0."""
-        command = Command("logprobs", engine, {"temperature": temperature}, sends_batches=True, gathers=True)
-        plan, results = self._answers(command, batch)
-        (logprobs,) = _restore(batch, plan, results, per_sequence=False)
+        _, logprobs = self._logprobs(batch, engine, temperature=temperature, record_routes=False)
         return logprobs
 
     def logprobs_and_routes(
         self, batch: PackedBatch, *, temperature: float, engine: str = "policy"
     ) -> tuple[Tensor, Tensor]:
         """``logprobs``, and the experts that this pass chose: [T, layers, k] int16 (``data.batch.ROUTES``)."""
-        arguments = {"temperature": temperature, "record_routes": True}
-        plan, results = self._answers(Command("logprobs", engine, arguments, sends_batches=True, gathers=True), batch)
-        (logprobs,) = _restore(batch, plan, results, per_sequence=False)
-        gathered = self._call(Command("take_routes", engine, gathers=True))
+        plan, logprobs = self._logprobs(batch, engine, temperature=temperature, record_routes=True)
+        gathered = self._call(Command("take_routes", engine, _take_routes, gathers=True))
         shape = self._worker.engines[engine].routes_shape
         routes = torch.zeros((len(batch.tokens), *shape), dtype=torch.int16)
         starts, lengths = batch.cu_seqlens[:-1], batch.lengths
@@ -171,7 +166,7 @@ class TrainerGroup:
 
     def values(self, batch: PackedBatch, *, engine: str = "critic") -> tuple[Tensor, Tensor]:
         """(values [T], final_values [N]) of the critic (or a reward model), float32."""
-        plan, results = self._answers(Command("values", engine, {}, sends_batches=True, gathers=True), batch)
+        plan, results = self._answers(Command("values", engine, _values, sends_batches=True, gathers=True), batch)
         values, final_values = _restore(batch, plan, results, per_sequence=True)
         return values, final_values
 
@@ -185,9 +180,9 @@ class TrainerGroup:
         temperature: float = 1.0,
     ) -> UpdateResult:
         """One optimizer step of ``engine`` on ``batch``; denominators are those of losses.build, over the whole batch."""
-        arguments = {"objective": objective, "denominators": denominators, "temperature": temperature}
+        action = partial(_update, objective=objective, denominators=denominators, temperature=temperature)
         plan = self._plan(engine, batch)
-        result = self._call(Command("update", engine, arguments, sends_batches=True), batch, plan)
+        result = self._call(Command("update", engine, action, sends_batches=True), _payloads(batch, plan))
         return replace(result, plan=self._plan_metrics(engine, batch, plan))
 
     def export_weights(self, engine: str, to: Destination = Destination.driver) -> Iterator[tuple[str, Tensor]]:
@@ -196,25 +191,25 @@ class TrainerGroup:
         The other ranks begin at once and do what ``to`` asks of them (``WeightExport``). An iterator that was begun
         runs its gathers to their end, however it is left.
         """
-        command = Command("export", engine, {"to": to})
+        command = Command("export", engine, partial(_export, to=to))
         collectives.broadcast_object(command, what=str(command))
-        return _run_out(self._worker.engines[engine].export_weights(to), progress.working(str(command)))
+        return _to_its_end(self._worker.engines[engine].export_weights(to), stragglers.working(str(command)))
 
     def expected_weights(self, engine: str) -> dict[str, tuple[int, ...]]:
         """Hugging Face name -> shape of every tensor that export_weights gives."""
         return self._worker.engines[engine].expected_weights()
 
     def save_hf(self, engine: str, folder: str) -> None:
-        self._call(Command("save_hf", engine, {"folder": folder}))
+        self._call(Command("save_hf", engine, partial(_save_hf, folder=folder)))
 
     def save_state(self, engine: str, folder: str) -> None:
-        self._call(Command("save_state", engine, {"folder": folder}))
+        self._call(Command("save_state", engine, partial(_save_state, folder=folder)))
 
     def load_state(self, engine: str, folder: str) -> None:
-        self._call(Command("load_state", engine, {"folder": folder}))
+        self._call(Command("load_state", engine, partial(_load_state, folder=folder)))
 
     def heartbeat(self) -> None:
-        self._call(Command("heartbeat"))
+        self._tell(Notice.heartbeat)
 
     def topology_of(self, engine: str) -> Topology:
         """This rank's place in the engine's layout."""
@@ -222,11 +217,19 @@ class TrainerGroup:
 
     def free_memory(self) -> None:
         """Every rank gives unused device memory back."""
-        self._call(Command("free_memory"))
+        self._tell(Notice.free_memory)
 
     def stop(self) -> None:
         """Let the other ranks leave ``Worker.serve``."""
-        collectives.broadcast_object(Command("stop"))
+        self._tell(Notice.stop)
+
+    def _logprobs(
+        self, batch: PackedBatch, engine: str, *, temperature: float, record_routes: bool
+    ) -> tuple[Plan, Tensor]:
+        action = partial(_logprobs, temperature=temperature, record_routes=record_routes)
+        plan, results = self._answers(Command("logprobs", engine, action, sends_batches=True, gathers=True), batch)
+        (logprobs,) = _restore(batch, plan, results, per_sequence=False)
+        return plan, logprobs
 
     def _plan(self, engine: str, batch: PackedBatch) -> Plan:
         parallel = self._worker.engines[engine].parallel
@@ -257,15 +260,16 @@ class TrainerGroup:
         }
 
     def _answers(self, command: Command, batch: PackedBatch) -> tuple[Plan, list[Tensor]]:
+        """The plan and, by data-parallel rank, what was reported for it."""
         plan = self._plan(command.engine, batch)
-        gathered = self._call(command, batch, plan)
+        gathered = self._call(command, _payloads(batch, plan))
         return plan, [gathered[rank] for rank in self._places[command.engine].reporters]
 
-    def _call(self, command: Command, batch: PackedBatch | None = None, plan: Plan | None = None) -> Any:
+    def _call(self, command: Command, payloads: Sequence[dict[str, Tensor]] = ()) -> Any:
+        """This rank's result, or all ranks' where the command gathers; ``payloads``: one per data-parallel rank."""
         collectives.broadcast_object(command, what=str(command))
         microbatches: list[PackedBatch] = []
         if command.sends_batches:
-            payloads = [_pack(batch, microbatch_indices) for microbatch_indices in plan]
             dp_ranks = self._places[command.engine].dp_ranks
             own = collectives.send_batches(
                 [payloads[dp_rank] for dp_rank in dp_ranks], what=f"the batches of the {command}"
@@ -276,24 +280,77 @@ class TrainerGroup:
             return collectives.gather_tensors(result, what=f"the results of the {command}")
         return result
 
+    def _tell(self, notice: Notice) -> None:
+        collectives.broadcast_object(notice, what=notice.value)
+        self._worker.heed(notice)
 
-def _run_out(
-    weights: Iterator[tuple[str, Tensor]], working: AbstractContextManager[None]
+
+def _logprobs(
+    worker: Worker, engine: Engine, microbatches: list[PackedBatch], *, temperature: float, record_routes: bool
+) -> Tensor | None:
+    return _joined(engine, engine.logprobs(microbatches, temperature=temperature, record_routes=record_routes))
+
+
+def _take_routes(worker: Worker, engine: Engine, microbatches: list[PackedBatch]) -> Tensor | None:
+    routes = _joined(engine, [part.flatten() for part in engine.take_routes()])
+    # As bytes: gloo has no 16-bit integers.
+    return routes if routes is None else routes.to(torch.int16).view(torch.uint8)
+
+
+def _values(worker: Worker, engine: Engine, microbatches: list[PackedBatch]) -> Tensor | None:
+    return _joined(engine, [part for values, final in engine.values(microbatches) for part in (values, final)])
+
+
+def _update(
+    worker: Worker,
+    engine: Engine,
+    microbatches: list[PackedBatch],
+    *,
+    objective: str,
+    denominators: dict[str, float],
+    temperature: float,
+) -> UpdateResult:
+    loss = losses.build(objective, worker.config.algorithm, denominators)
+    return engine.update(microbatches, loss, temperature=temperature)
+
+
+def _export(worker: Worker, engine: Engine, microbatches: list[PackedBatch], *, to: Destination) -> None:
+    worker.export.take_part(engine, to)
+
+
+def _save_hf(worker: Worker, engine: Engine, microbatches: list[PackedBatch], *, folder: str) -> None:
+    engine.save_hf(folder)
+
+
+def _save_state(worker: Worker, engine: Engine, microbatches: list[PackedBatch], *, folder: str) -> None:
+    engine.save_state(folder)
+
+
+def _load_state(worker: Worker, engine: Engine, microbatches: list[PackedBatch], *, folder: str) -> None:
+    engine.load_state(folder)
+
+
+def _to_its_end(
+    weights: Iterator[tuple[str, Tensor | None]], working: AbstractContextManager[None]
 ) -> Iterator[tuple[str, Tensor]]:
     try:
         # Not "yield from": closing this generator must not close the other one before its gathers are through.
         with working:
-            for item in weights:  # noqa: UP028
+            for item in whole(weights):  # noqa: UP028
                 yield item
     finally:
-        for _ in weights:
-            pass
+        walk_to_end(weights)
 
 
 def _connection_lost(error: RuntimeError) -> bool:
     """A peer's process ended while this rank waited for it, here or inside one of Megatron's collectives."""
     lost_words = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
     return isinstance(error, collectives.PeerLost) or any(words in str(error) for words in lost_words)
+
+
+def _payloads(batch: PackedBatch, plan: Plan) -> list[dict[str, Tensor]]:
+    """By data-parallel rank."""
+    return [_pack(batch, microbatches) for microbatches in plan]
 
 
 def _pack(batch: PackedBatch, microbatches: Sequence[Sequence[int]]) -> dict[str, Tensor]:
@@ -341,7 +398,7 @@ def _restore(
     """Undo the plan: per-token [T] and, if the results carry them, per-sequence [N] numbers in the batch's order."""
     starts, lengths = batch.cu_seqlens[:-1].tolist(), batch.lengths.tolist()
     tokens, sequences = torch.zeros(len(batch.tokens)), torch.zeros(batch.num_sequences)
-    for microbatches, result in zip(plan, results):
+    for microbatches, result in zip(plan, results, strict=True):
         position = 0
         for indices in microbatches:
             for index in indices:

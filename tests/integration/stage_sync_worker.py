@@ -26,7 +26,7 @@ from megatron_rl.system.signals import die_with_parent
 from megatron_rl.training.engine import Engine
 from megatron_rl.training.trainer_group import Command, TrainerGroup, Worker
 from megatron_rl.weights.plan import ServerAddress
-from megatron_rl.weights.publish import WeightPublisher, WeightSyncError
+from megatron_rl.weights.publish import Method, WeightPublisher, WeightSyncError
 
 NUM_RANKS, TP_SIZE = 4, 2
 SECOND_STAGE = 2
@@ -35,20 +35,17 @@ PROMPT = [3 + i % 60 for i in range(20)]
 NUM_TOKENS = 6
 
 
-class ScenarioWorker(Worker):
-    """Takes two more commands: change all weights, and let one rank's next stream fail."""
+def change(worker: Worker, engine: Engine, microbatches: list[PackedBatch]) -> None:
+    with torch.no_grad():
+        for chunk in engine.chunks:
+            for parameter in chunk.parameters():
+                parameter.mul_(1.02)
 
-    def execute(self, command: Command, microbatches: list[PackedBatch]) -> Any:
-        engine = self.engines["policy"]
-        if command.name == "change":
-            with torch.no_grad():
-                for chunk in engine.chunks:
-                    for parameter in chunk.parameters():
-                        parameter.mul_(1.02)
-        elif command.name == "fail" and self.topology.rank == SECOND_STAGE:
-            engine.export_weights = failing(engine, engine.export_weights)
-        elif command.name not in ("change", "fail"):
-            return super().execute(command, microbatches)
+
+def fail(worker: Worker, engine: Engine, microbatches: list[PackedBatch]) -> None:
+    """One rank's next stream fails."""
+    if worker.topology.rank == SECOND_STAGE:
+        engine.export_weights = failing(engine, engine.export_weights)
 
 
 def failing(engine: Engine, export: Callable[..., Iterator]) -> Callable[..., Iterator]:
@@ -72,7 +69,7 @@ class Driver:
         self.results: dict[str, Any] = {}
 
     def change(self) -> None:
-        self.group._call(Command("change", "policy"))
+        self.group._call(Command("change", "policy", change))
 
     def publish(self, publisher: WeightPublisher, placement: Placement = Placement.disaggregated) -> None:
         self.version += 1
@@ -129,10 +126,10 @@ def scenario(driver: Driver, bucket_bytes: int) -> None:
     driver.compare("without a publish")
     driver.publish(by_stage)
     driver.compare("second publish, same groups")
-    driver.group._call(Command("fail", "policy"))
+    driver.group._call(Command("fail", "policy", fail))
     driver.expect_failure("failing rank", by_stage)
 
-    by_memory = WeightPublisher(bucket_bytes, 60.0, method="colocated")
+    by_memory = WeightPublisher(bucket_bytes, 60.0, method=Method.colocated)
     driver.change()
     driver.publish(by_memory, Placement.colocated)
     driver.compare("colocated")
@@ -165,7 +162,7 @@ def main() -> None:
     die_with_parent()
     topology = topologies.initialize(config.parallel, seed=1)
     engine = Engine("policy", model, parallel=config.parallel, topology=topology, optimizer=None)
-    worker = ScenarioWorker(config, topology, {"policy": engine})
+    worker = Worker(config, topology, {"policy": engine})
     if topology.rank == 0:
         options = ServerOptions(
             str(model), load_weights=False, tensor_parallel_size=TP_SIZE, server_args={"max-total-tokens": 4000}
