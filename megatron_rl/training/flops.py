@@ -1,10 +1,10 @@
 """What a model computes for a sequence, by its length: the cost that micro-batches are balanced by. Pure.
 
-Counted are matrix products of the language model's forward pass, two operations a multiply-add:
+Counted are matrix products of the language model's forward pass, two operations per multiply-add:
 
 - every weight matrix that a token passes: 2 * size, of a mixture's experts only the share that a token is routed to;
 - causal attention: each token's query against the keys up to its own, and as many values: length * (length + 1) / 2
-  pairs of tokens, each 2 * (rows of all queries + columns of all outputs) operations a layer.
+  pairs of tokens, each 2 * (rows of all queries + columns of all outputs) operations per layer.
 
 The shapes come from the family's table, so a new family counts without a line here. A backward pass does each of the
 products twice more (flash attention computes the scores once again), which moves the balance of the two parts little.
@@ -23,7 +23,7 @@ from megatron_rl.families.parameters import Role, entries
 
 _QUERIES = ("self_attn.q_proj.weight", "self_attn.q_b_proj.weight")
 """Tensors whose rows are the queries of all heads."""
-OUTPUTS = ("self_attn.o_proj.weight",)
+_OUTPUTS = ("self_attn.o_proj.weight",)
 """Tensors whose columns are the attended values of all heads."""
 
 
@@ -64,4 +64,4 @@ def _passed_weights(name: str, shape: tuple[int, ...], routed_share: float) -> f
 def _attention_width(shapes: Mapping[str, tuple[int, ...]]) -> int:
     """Query rows plus output columns over all layers: multiply-adds of one pair of tokens."""
     queries = sum(shape[0] for name, shape in shapes.items() if name.endswith(_QUERIES))
-    return queries + sum(shape[1] for name, shape in shapes.items() if name.endswith(OUTPUTS))
+    return queries + sum(shape[1] for name, shape in shapes.items() if name.endswith(_OUTPUTS))

@@ -200,15 +200,19 @@ class TrainerGroup:
         return self._worker.engines[engine].expected_weights()
 
     def save_hf(self, engine: str, folder: str) -> None:
+        """Write the model as a Hugging Face folder."""
         self._call(Command("save_hf", engine, partial(_save_hf, folder=folder)))
 
     def save_state(self, engine: str, folder: str) -> None:
+        """Write weights, optimizer state and schedule."""
         self._call(Command("save_state", engine, partial(_save_state, folder=folder)))
 
     def load_state(self, engine: str, folder: str) -> None:
+        """Continue from what ``save_state`` wrote, in this or another layout."""
         self._call(Command("load_state", engine, partial(_load_state, folder=folder)))
 
     def heartbeat(self) -> None:
+        """Tell the other ranks that the driver lives: their wait for a command begins anew."""
         self._tell(Notice.heartbeat)
 
     def topology_of(self, engine: str) -> Topology:

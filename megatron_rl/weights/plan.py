@@ -22,6 +22,8 @@ _MAX_NAMES_SHOWN = 8
 
 
 class ServerAddress(NamedTuple):
+    """A server that takes weights."""
+
     url: str
     tp_size: int
     """Workers of the server that receive weights, each with a rank of its own."""

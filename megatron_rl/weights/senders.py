@@ -81,6 +81,7 @@ class RemoteSource:
         return answer.bucket
 
     def send(self, calls: ServerCalls) -> list[Future]:
+        """Let the rank broadcast the bucket it offered; there is nothing to wait for here."""
         self._link.send(Message("send"))
         return []
 
