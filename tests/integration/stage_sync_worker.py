@@ -16,6 +16,7 @@ from typing import Any
 import requests
 import torch
 
+from megatron_rl.config.derived import WeightMethod
 from megatron_rl.config.schema import Config, ParallelConfig, Placement, PolicyConfig, RolloutConfig
 from megatron_rl.data.batch import PackedBatch
 from megatron_rl.parallel import topology as topologies
@@ -26,7 +27,7 @@ from megatron_rl.system.signals import die_with_parent
 from megatron_rl.training.engine import Engine
 from megatron_rl.training.trainer_group import Command, TrainerGroup, Worker
 from megatron_rl.weights.plan import ServerAddress
-from megatron_rl.weights.publish import Method, WeightPublisher, WeightSyncError
+from megatron_rl.weights.publish import WeightPublisher, WeightSyncError
 
 NUM_RANKS, TP_SIZE = 4, 2
 SECOND_STAGE = 2
@@ -129,7 +130,7 @@ def scenario(driver: Driver, bucket_bytes: int) -> None:
     driver.group._call(Command("fail", "policy", fail))
     driver.expect_failure("failing rank", by_stage)
 
-    by_memory = WeightPublisher(bucket_bytes, 60.0, method=Method.colocated)
+    by_memory = WeightPublisher(bucket_bytes, 60.0, method=WeightMethod.colocated)
     driver.change()
     driver.publish(by_memory, Placement.colocated)
     driver.compare("colocated")
