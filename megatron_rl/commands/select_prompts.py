@@ -32,9 +32,9 @@ from megatron_rl.selection.generate import (
     open_score_file,
     settings_of,
 )
-from megatron_rl.selection.rules import TOO_LONG, PromptScores, Verdict, select
 from megatron_rl.selection.scores import Candidates, read_candidates, read_scores
 from megatron_rl.selection.tables import Report, report_paths, write_report
+from megatron_rl.selection.verdicts import TOO_LONG, PromptScores, Verdict, select
 from megatron_rl.system.files import written_whole
 from megatron_rl.system.terminal import progress_bar, say
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from rich.table import Table
 
-from megatron_rl.selection.rules import TypeSummary, Verdict, summarize
+from megatron_rl.selection.verdicts import TypeSummary, Verdict, summarize
 from megatron_rl.system.files import written_whole
 
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_rl.config.schema import SelectionRule, SelectPromptsConfig
-from megatron_rl.selection.rules import (
+from megatron_rl.selection.verdicts import (
     ABOVE_SHARE,
     NEVER_SOLVED,
     NO_ROW,
