@@ -1,19 +1,18 @@
 """What must hold before anything starts. Every problem is found at once, with key and remedy.
 
 What one field can say alone (a bound) stands at the field in the schema; here stands what holds between fields, files
-and models: one module per subject, each with a function ``problems`` that yields one message per problem.
+and models: one module per subject, whose functions yield one message per problem.
 """
 
 from megatron_rl.config.checks import (
-    algorithm,
-    data,
+    combinations,
     layouts,
+    learning_rates,
     model_folder,
-    models,
-    optimizers,
     paths,
-    placement,
-    rollout,
+    policy_settings,
+    prompt_content,
+    servers,
 )
 from megatron_rl.config.schema import Config
 from megatron_rl.config.schema.bounds import bound_problems
@@ -26,13 +25,19 @@ def check_config(config: Config, *, command: str, world_size: int | None = None)
 
     ``world_size`` None: the number of ranks is not known yet (a dry run outside a launcher).
     """
-    problems = [*bound_problems("", config), *optimizers.problems(config, command), *paths.problems(config, command)]
-    problems += [*data.problems(config.data), *layouts.problems(config, world_size), *rollout.problems(config.rollout)]
-    unknown = list(algorithm.unknown_pieces(config.algorithm))
-    problems += [*models.problems(config), *unknown]
+    problems = [
+        *bound_problems("", config),
+        *learning_rates.problems(config, command),
+        *paths.problems(config, command),
+    ]
+    problems += [*prompt_content.problems(config.data), *layouts.problems(config, world_size)]
+    problems += [*servers.address_problems(config.rollout), *policy_settings.problems(config)]
+    unknown = list(combinations.unknown_pieces(config.algorithm))
+    problems += unknown
     if command in RL_COMMANDS:
         ranks = config.parallel.num_ranks if world_size is None else world_size
-        problems += [*placement.problems(config.rollout, ranks), *([] if unknown else algorithm.problems(config))]
+        problems += servers.placement_problems(config.rollout, ranks)
+        problems += [] if unknown else combinations.problems(config)
     if not problems and config.policy.path:
         problems += model_folder.problems(config, command)
     if problems:

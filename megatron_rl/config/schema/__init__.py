@@ -46,7 +46,7 @@ from megatron_rl.config.schema.models import (
     RoutingReplay,
     VisionConfig,
 )
-from megatron_rl.config.schema.optimizer import DecayStyle, OptimizerConfig
+from megatron_rl.config.schema.optimizers import DecayStyle, OptimizerConfig
 from megatron_rl.config.schema.parallel import ParallelConfig
 from megatron_rl.config.schema.rewards import EnvironmentConfig, ProcessRewardConfig, RewardConfig, RewardRouteConfig
 from megatron_rl.config.schema.rollout import FireConfig, FireLoss, Placement, RolloutConfig, WeightSync

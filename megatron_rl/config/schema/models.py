@@ -5,7 +5,7 @@ from enum import Enum
 from typing import Any
 
 from megatron_rl.config.schema.bounds import at_least
-from megatron_rl.config.schema.optimizer import OptimizerConfig
+from megatron_rl.config.schema.optimizers import OptimizerConfig
 from megatron_rl.config.schema.parallel import ParallelConfig
 
 

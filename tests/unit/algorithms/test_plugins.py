@@ -11,7 +11,7 @@ from megatron_rl import algorithms
 from megatron_rl.algorithms import register
 from megatron_rl.algorithms.advantages import Episodes, estimate_advantages
 from megatron_rl.config import schema
-from megatron_rl.config.checks.algorithm import problems, unknown_pieces
+from megatron_rl.config.checks.combinations import problems, unknown_pieces
 from megatron_rl.config.derived import needs_critic
 from megatron_rl.config.load import load_config
 from megatron_rl.config.schema import (

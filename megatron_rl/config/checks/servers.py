@@ -1,4 +1,4 @@
-"""Servers on the trainer's devices: which rank shares its device with which server."""
+"""Where servers are: their addresses, and which rank shares its device with which server."""
 
 from collections.abc import Iterator
 
@@ -8,7 +8,17 @@ from megatron_rl.config.schema import RolloutConfig, WeightSync
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
-def problems(rollout: RolloutConfig, num_ranks: int) -> Iterator[str]:
+def address_problems(rollout: RolloutConfig) -> Iterator[str]:
+    yield from (
+        f"rollout.urls: {url!r} is not an address; expected http://host:port"
+        for url in rollout.urls
+        if not url.startswith(("http://", "https://"))
+    )
+    if rollout.port > 65535 - rollout.num_servers:
+        yield f"rollout.port: expected 0 (any free port) or a port up to {65535 - rollout.num_servers}, got {rollout.port}"
+
+
+def placement_problems(rollout: RolloutConfig, num_ranks: int) -> Iterator[str]:
     """Why the servers cannot share the devices of ``num_ranks`` trainer ranks (0: not known yet); nothing if apart."""
     if not server_placement(rollout).shares_devices:
         return
