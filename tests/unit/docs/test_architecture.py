@@ -1,6 +1,9 @@
-"""What the documentation says about the code: pictures, rooms and floors, file names and links."""
+"""What the documentation says about the code: pictures, rooms and floors, file names and links.
 
-import ast
+That rooms keep to their floors is held by ``tests/unit/test_house.py``.
+"""
+
+import configparser
 import re
 import sys
 from pathlib import Path
@@ -13,42 +16,24 @@ PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("examples/*/REA
 ARCHITECTURE = ROOT / "docs" / "architecture.md"
 
 
-def floors():
-    """Room to floor, as the table says."""
-    rows = re.findall(r"^\| (\d) \| ([`\w ]+) \|", ARCHITECTURE.read_text(), re.MULTILINE)
-    return {room: int(floor) for floor, rooms in rows for room in re.findall(r"`(\w+)`", rooms)}
-
-
 def rooms():
     return {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
 
 
-def imported_rooms(path):
-    """Rooms that a module imports for running; an import for types alone says nothing about the floors."""
-    tree = ast.parse(path.read_text())
-    types_only = [node for node in ast.walk(tree) if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"]
-    left_out = {id(inner) for node in types_only for inner in ast.walk(node)}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and id(node) not in left_out and (node.module or "").startswith("megatron_rl."):
-            yield node.module.split(".")[1]
-
-
-def test_every_room_has_a_floor():
-    assert floors().keys() == rooms()
+def test_the_table_of_floors_is_that_of_the_import_linter():
+    rows = re.findall(r"^\| (\d+) \| ([`\w ]+) \|", ARCHITECTURE.read_text(), re.MULTILINE)
+    table = [set(re.findall(r"\w+", names)) for _, names in rows]
+    contracts = configparser.ConfigParser()
+    contracts.read(ROOT / ".importlinter")
+    layers = [set(re.findall(r"\w+", line)) for line in contracts["importlinter:contract:floors"]["layers"].split("\n") if line]
+    assert table == [layer & rooms() for layer in layers if layer & rooms()]
+    assert [int(floor) for floor, _ in rows] == list(range(len(rows), 0, -1))
 
 
 def test_the_readme_names_every_room_once():
     layout = (ROOT / "README.md").read_text().partition("## Layout")[2].partition("\n## ")[0]
     named = [room for row in re.findall(r"^\| `megatron_rl/(.*?) \|", layout, re.MULTILINE) for room in re.findall(r"\w+", row)]
     assert sorted(named) == sorted(rooms())
-
-
-@pytest.mark.parametrize("room", sorted(rooms()))
-def test_a_room_imports_from_lower_floors_only(room):
-    level = floors()
-    for path in (PACKAGE / room).rglob("*.py"):
-        for other in imported_rooms(path):
-            assert other == room or other == "errors" or level[other] < level[room], f"{path} imports {other}"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
