@@ -20,6 +20,8 @@ _NUM_KEPT = 2
 
 
 class Saver:
+    """Writes checkpoints when they are due and removes old ones; reads the newest."""
+
     def __init__(self, config: Config, group: TrainerGroup, *, engines: Sequence[str]) -> None:
         """``engines``: names of those that train (value pretraining keeps its critic alone)."""
         self._engines = tuple(engines)

@@ -17,6 +17,8 @@ from megatron_rl.tracking.timeline import Span, Timeline, read_timeline
 
 @dataclass(frozen=True)
 class Evaluation:
+    """Accuracy on held-out prompts at one moment of the run."""
+
     step: int
     """Steps done before it."""
     accuracy: float
@@ -106,6 +108,7 @@ class Recorder:
             self._report_thread.start()
 
     def evaluated(self, num_steps_done: int, accuracy: float) -> None:
+        """Remember an evaluation for the summary."""
         elapsed_s = self.elapsed_s if num_steps_done else 0.0
         self.evaluations.append(Evaluation(num_steps_done, accuracy, elapsed_s))
 
@@ -115,6 +118,7 @@ class Recorder:
 
     @property
     def elapsed_s(self) -> float:
+        """Since the first step began."""
         return time.time() - self._started_s
 
     @property

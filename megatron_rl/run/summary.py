@@ -16,6 +16,8 @@ from megatron_rl.tracking.console import duration, summary_table
 
 @dataclass(frozen=True)
 class Summary:
+    """What summary.json holds."""
+
     mode: str
     num_steps: int
     wall_s: float

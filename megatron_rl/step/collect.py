@@ -19,6 +19,8 @@ Group = list[Trajectory]
 
 
 class Collector:
+    """Fills the pool's slots and has them generated; the only one who decides what a step works on."""
+
     def __init__(self, config: Config, pool: SlotPool, rollout: RolloutService, grader: Grader) -> None:
         self._config = config
         self._pool = pool

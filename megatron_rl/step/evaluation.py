@@ -53,6 +53,7 @@ class Evaluator:
         accuracy = sum(values) / len(values) if values else float("nan")
         self._recorder.evaluated(step + 1, accuracy)
         goal = self._config.eval.stop_at_accuracy
+        # The evaluation before training ends nothing: there would be no step to stop after.
         if step >= 0 and goal and accuracy >= goal:
             self._stop_after(step)
         return {

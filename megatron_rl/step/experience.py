@@ -22,6 +22,8 @@ from megatron_rl.step.pieces import SINGLE_RESPONSE, Piece, ResponseRules, termi
 
 @dataclass(frozen=True)
 class Advantages:
+    """Of one window's batch; 0 and False outside the window."""
+
     advantages: Tensor
     """[T] normalised, on the window's tokens."""
     mask: Tensor

@@ -15,6 +15,8 @@ from megatron_rl.rewards.router import GradedItem, RewardRouter
 
 
 class Grader:
+    """Asks the run's reward, and the environment where there is one; scores are put on the trajectories."""
+
     def __init__(
         self,
         config: RewardConfig,

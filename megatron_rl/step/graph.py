@@ -11,6 +11,8 @@ from enum import Enum
 
 
 class Resource(Enum):
+    """What a stage occupies while it runs; each carries one stage at a time."""
+
     rollout = "rollout"
     """The SGLang servers, driven from the asyncio thread."""
     trainer = "trainer"

@@ -56,10 +56,13 @@ class Parts:
 
 
 class TrainingLoop:
+    """The stages of the driver (rank 0); ``actions`` hands them to the stage runner."""
+
     def __init__(self, config: Config, parts: Parts) -> None:
         self._config = config
         self._parts = parts
         self._kl_penalty = KlPenalty(config.algorithm.kl)
+        # A critic that trains alone never counts as warm.
         self._critic_warmup_steps = config.run.num_steps if parts.settling else config.critic.warmup_steps
         self._states: dict[int, StepState] = {}
 

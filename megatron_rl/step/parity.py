@@ -25,6 +25,8 @@ class EngineMismatch(UserError):
 
 @dataclass(frozen=True)
 class Parity:
+    """How well the two engines agree: the largest difference of log-probs, in nats, over the sampled tokens."""
+
     max_difference: float
     num_tokens: int
 

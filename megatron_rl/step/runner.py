@@ -24,6 +24,8 @@ HEARTBEAT_S = 10.0
 
 
 class StageRunner:
+    """Owns the frontier of the running steps; one ``run`` per runner."""
+
     def __init__(
         self,
         graph: Sequence[Stage],
@@ -64,6 +66,7 @@ class StageRunner:
                         return
                     self._launch_ready()
                     ready = [r for r in self._frontier.ready() if r.stage.resource is Resource.trainer]
+                    # Calls that wait for this thread (weights for a restarted server) go before the next stage.
                     if ready and self._events.empty():
                         self._start(ready[0])
                     else:
@@ -155,6 +158,6 @@ class StageRunner:
             if time.monotonic() > deadline_s:
                 running = ", ".join(f"{r.stage.name} of step {r.step}" for r in self._frontier.running)
                 raise TimeoutError(
-                    f"the trainer waited {self._stall_timeout_s:.0f} s for {running or 'the rollout side'} without an answer; look at the "
-                    "server logs in the output folder, or raise rollout.request_timeout_s"
+                    f"the trainer waited {self._stall_timeout_s:.0f} s for {running or 'the rollout side'} without an "
+                    "answer; look at the server logs in the output folder, or raise rollout.request_timeout_s"
                 )
