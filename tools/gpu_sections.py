@@ -311,9 +311,9 @@ def sync_methods(num_gpus: int) -> dict[str, str]:
 
 def _cuda_graphs(url: str) -> dict[str, str]:
     """Whether the server decodes with CUDA graphs, as it says."""
-    import requests
+    from megatron_rl.system.http import get_once
 
-    info = requests.get(f"{url}/server_info", timeout=60).json()
+    info = get_once(f"{url}/server_info", timeout_s=60).json()
     on_gpu = torch.cuda.is_available()
     return {"cuda_graphs": "no GPU" if not on_gpu else "off" if info.get("disable_cuda_graph") else "on"}
 
