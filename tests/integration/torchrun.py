@@ -12,13 +12,14 @@ REPOSITORY = Path(__file__).parents[2]
 def run_ranks(num_ranks: int, module: str, *arguments: object, log: Path, timeout_s: float) -> None:
     """Run ``python -m module`` on ``num_ranks`` ranks to its end; a failure shows the end of the log.
 
-    Nothing is left of it, whatever happens; one rank runs without a launcher.
+    Nothing is left of it, whatever happens. The ranks are forked from one process that has imported what all of them
+    need (``forked_ranks.py``): imports are most of what a small launch costs. That torchrun starts ranks as well is
+    tested with the commands themselves.
     """
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={num_ranks}"]
     inherited = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
     with log.open("w") as out:
         process = subprocess.Popen(
-            [sys.executable, *(launcher if num_ranks > 1 else []), "-m", module, *map(str, arguments)],
+            [sys.executable, "-m", "tests.integration.forked_ranks", str(num_ranks), module, *map(str, arguments)],
             cwd=REPOSITORY,
             env={**inherited, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)},
             stdout=out,
