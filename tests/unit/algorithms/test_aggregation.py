@@ -36,25 +36,25 @@ def test_coefficients_sum_to_the_denominator(batch: Ragged):
         assert_close(loss.denominator, loss_denominator(batch.mask, batch.cu_seqlens, kind))
 
 
-@given(ragged())
-def test_denominators_and_sums_add_up_over_micro_batches_of_whole_sequences(batch: Ragged):
+@pytest.mark.parametrize("kind", ["token_mean", "sequence_mean"])
+@given(batch=ragged())
+def test_denominators_and_sums_add_up_over_micro_batches_of_whole_sequences(batch: Ragged, kind: str):
     new, old, advantages = batch.logprobs(), batch.logprobs(), batch.normal()
     corners = batch.cu_seqlens.tolist()
-    for kind in ("token_mean", "sequence_mean"):
 
-        def loss_of(first: int, last: int) -> tuple[float, float]:
-            piece = slice(corners[first], corners[last])
-            bounds = batch.cu_seqlens[first : last + 1] - corners[first]
-            coefficients = token_coefficients(batch.mask[piece], bounds, kind, dtype=torch.float64)
-            loss = policy_loss(
-                new[piece], old[piece], advantages[piece], batch.mask[piece], coefficients=coefficients, **CLIP
-            )
-            return float(loss.sum), loss_denominator(batch.mask[piece], bounds, kind)
+    def loss_of(first: int, last: int) -> tuple[float, float]:
+        piece = slice(corners[first], corners[last])
+        bounds = batch.cu_seqlens[first : last + 1] - corners[first]
+        coefficients = token_coefficients(batch.mask[piece], bounds, kind, dtype=torch.float64)
+        loss = policy_loss(
+            new[piece], old[piece], advantages[piece], batch.mask[piece], coefficients=coefficients, **CLIP
+        )
+        return float(loss.sum), loss_denominator(batch.mask[piece], bounds, kind)
 
-        whole = loss_of(0, batch.num_sequences)
-        parts = [loss_of(n, n + 1) for n in range(batch.num_sequences)]
-        assert whole[0] == pytest.approx(sum(part[0] for part in parts), abs=1e-9)
-        assert whole[1] == sum(part[1] for part in parts)
+    whole = loss_of(0, batch.num_sequences)
+    parts = [loss_of(n, n + 1) for n in range(batch.num_sequences)]
+    assert whole[0] == pytest.approx(sum(part[0] for part in parts), abs=1e-9)
+    assert whole[1] == sum(part[1] for part in parts)
 
 
 def test_masks_of_every_dtype_mean_the_same():
