@@ -1,23 +1,25 @@
 """Megatron's own settings: what passes through to TransformerConfig, and what is refused with its reason."""
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from megatron.core.transformer.enums import AttnBackend
 from transformers import AutoConfig
 
 from megatron_rl.cli import main
 from megatron_rl.config.load import load_config
-from megatron_rl.config.schema import Fp8, MoeConfig, ParallelConfig, Recompute
+from megatron_rl.config.schema import Fp8, Init, KlPlace, MoeConfig, ParallelConfig, Recompute
 from megatron_rl.errors import ModelError
 from megatron_rl.models import critic, policy
+from megatron_rl.models.gpt import unwrap
 from megatron_rl.models.hf.megatron_config import megatron_config
 from megatron_rl.models.megatron_fields import ADJUSTABLE, REFUSED, MegatronSettings, checked_fields
 from megatron_rl.models.moe import moe_kwargs
 from megatron_rl.models.precision import fp8_kwargs
 from megatron_rl.parallel import topology
+from megatron_rl.training.engines import rl_engines
 from tests.tiny_families import COMMON, SHAPES, VISION_SHAPES
 from tests.unit.config.test_moe_settings import DENSE, load
 
@@ -38,6 +40,20 @@ def test_a_given_field_is_in_the_built_model(build: Any, single_rank: ParallelCo
     (chunk,) = build(config, single_rank, dtype=torch.float32, settings=settings, seed=1)
     assert chunk.config.init_method_std == 0.5 and chunk.config.bias_dropout_fusion
     assert chunk.decoder.layers[0].config.init_method_std == 0.5
+
+
+def test_the_engines_of_a_run_have_the_fields_of_its_recipe(tmp_path: Path) -> None:
+    config = load(tmp_path, {**DENSE, "hidden_size": 32, "head_dim": 8})
+    config.policy.init, config.algorithm.kl.place = Init.random, KlPlace.loss
+    config.policy.megatron, config.critic.megatron = {"init_method_std": 0.5}, {"init_method_std": 0.25}
+    place = topology.initialize(config.parallel, seed=1)
+    try:
+        engines = rl_engines(config)(place)
+        found = {name: unwrap(engine.chunks[0]).config.init_method_std for name, engine in engines.items()}
+    finally:
+        topology.destroy()
+    # The reference is the policy as it was: it computes as the policy does.
+    assert found == {"policy": 0.5, "critic": 0.25, "reference": 0.5}
 
 
 def test_what_megatron_refuses_names_the_fields_that_were_given(single_rank: ParallelConfig) -> None:
@@ -90,6 +106,8 @@ def test_values_have_the_types_of_the_dataclass() -> None:
         "cross_entropy_fusion_impl": "te",
     }
     assert checked_fields(given) == given
+    from megatron.core.transformer.enums import AttnBackend
+
     assert checked_fields({"attention_backend": "flash"}) == {"attention_backend": AttnBackend.flash}
 
 

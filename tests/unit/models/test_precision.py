@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from megatron.core.transformer import TransformerConfig
 
 from megatron_rl.config.checks import check_config
 from megatron_rl.config.schema import Dtype, Fp8, Init, Mtp
@@ -16,7 +15,9 @@ from megatron_rl.rollout import server_pool as pool
 from tests.unit.config.test_moe_settings import DENSE, load
 
 
-def megatron(**fields: Any) -> TransformerConfig:
+def megatron(**fields: Any) -> Any:
+    from megatron.core.transformer import TransformerConfig
+
     sizes = dict(num_layers=2, hidden_size=64, num_attention_heads=4, use_cpu_initialization=True)
     return TransformerConfig(**sizes, **fields)
 
