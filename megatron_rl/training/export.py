@@ -58,6 +58,7 @@ def whole(weights: Iterable[tuple[str, Tensor | None]]) -> Iterator[tuple[str, T
 
 def source_ranks(topology: Topology) -> list[int]:
     """The first rank of each pipeline stage."""
+    # Ranks are numbered stage by stage.
     return [stage * (topology.world_size // topology.pp_size) for stage in range(topology.pp_size)]
 
 

@@ -113,6 +113,7 @@ class _Places:
     def of(cls, engine: Engine) -> "_Places":
         num_ranks, last_stage = engine.topology.world_size, engine.topology.pp_size - 1
         places = [coordinates(rank, num_ranks, engine.parallel) for rank in range(num_ranks)]
+        # One rank per data-parallel rank has the outputs: its tensor- and context-parallel peers have the same ones.
         reporters = {
             place.dp_rank: rank
             for rank, place in enumerate(places)

@@ -68,6 +68,7 @@ class Connections:
         self.close()
         calls.get("/model_info")  # an unreachable server would leave the others waiting for it inside the rendezvous
         self._forget_on(calls.servers)
+        # Never a name used before: after a failure a server may still have a group of that name.
         run = uuid.uuid4().hex[:12]
         self._names = tuple(f"weight-sync-{run}-{stage}" for stage in range(1 + len(remote)))
         self._on_servers.update({address: self._names for address in calls.servers})
@@ -86,6 +87,7 @@ class Connections:
         names = [self._on_servers.pop(server) for server in known]
         with ServerCalls(known, self._timeout_s) as calls:
             for stage in range(max(map(len, names))):
+                # Where a server has fewer groups than another, its last one is named again and refused.
                 bodies = [{"group_name": own[min(stage, len(own) - 1)]} for own in names]
                 calls.accepts("/destroy_weights_update_group", bodies)
 
@@ -128,6 +130,7 @@ class GroupSender:
                 waiting.append((name, offer, start))
             for spec in bucket.specs:
                 coverage.add(spec)
+            # All sources count together: a tensor that one lacks may still come from another.
             coverage.check(complete=not waiting)
             body = _body(bucket, name, version, last=not waiting)
             bodies = (body,) * len(calls.servers)

@@ -117,7 +117,7 @@ def _fill_buckets(
             yield Bucket(tuple(specs), last=False, flat=flat[: previous.end])
             specs = []
         if not specs:
-            turn = placed.bucket % 2
+            turn = placed.bucket % 2  # not the buffer of the bucket before, which may still be read
             if spec.num_bytes > bucket_bytes or not reuse_buffers:
                 flat = torch.empty(max(spec.num_bytes, bucket_bytes), dtype=torch.uint8, device=device)
             else:

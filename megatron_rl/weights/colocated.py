@@ -62,7 +62,7 @@ class ColocatedSender:
             bucket = self._stream.look()
             last = bucket.last
             handles = self._ranks.gather(handle_of(bucket))
-            self._owes_word = True
+            self._owes_word = True  # from here on a failure must be said to them
             for spec in bucket.specs:
                 coverage.add(spec)
             coverage.check(complete=last)

@@ -103,6 +103,7 @@ def place(spec: TensorSpec, previous: Slice | None, bucket_bytes: int) -> Slice:
         raise ValueError(f"{spec.name} has shape {list(spec.shape)}: a tensor without elements cannot be sent")
     if previous is None:
         return Slice(spec, bucket=0, offset=0)
+    # No gap can be left for alignment: SGLang takes the tensors back to back.
     fits = previous.end + spec.num_bytes <= bucket_bytes and previous.end % spec.dtype.itemsize == 0
     if fits:
         return Slice(spec, previous.bucket, previous.end)

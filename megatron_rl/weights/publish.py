@@ -110,6 +110,7 @@ class WeightPublisher:
             sender = self._sender(named_tensors, links, ranks or Ranks())
             try:
                 transfer.send_all(sender.requests(calls, version, Coverage(expected)))
+                # Before the version is checked: the other ranks need not wait for that.
                 notes = sender.finish(failed=False)
                 if notes:
                     raise TensorStreamError(notes)
@@ -119,7 +120,7 @@ class WeightPublisher:
                 also = sender.finish(failed=True)
                 message = transfer.describe_failure(error) + (f" Afterwards: {also}." if also else "")
                 raise WeightSyncError(message) from error
-            except BaseException:
+            except BaseException:  # the process is to end: only the servers are freed
                 self._connections.close()
                 raise
         return transfer.result()

@@ -117,11 +117,12 @@ class StageRank:
                 case Message(verb="join", group=GroupSpec() as spec):
                     self._join(spec)
                 case Message(verb="describe"):
+                    # The buffer of the bucket before is filled again from the next one on: it must have left.
                     failure, broadcast = _outcome(broadcast), None
                     self._link.send(Message("answer", failure=failure) if failure else _described(stream))
                 case Message(verb="send") if self._group is not None:
                     broadcast = self._threads.submit(self._group.broadcast, stream.take().flat)
-                    stream.prepare()
+                    stream.prepare()  # the stream's collectives run here while the bucket travels
                 case Message(verb="end" | "abort" as verb):
                     if verb == "abort":
                         self.close()  # frees servers inside a broadcast, and ends one that is in progress here

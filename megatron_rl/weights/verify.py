@@ -105,6 +105,7 @@ class _ParameterHash:
         if self._waiting:
             return set()
         if self._name.endswith(_VOCAB_LAYERS):
+            # Here and not where a part is added: only after the last one is the number of rows known.
             self._update(torch.zeros(-self._num_rows % _VOCAB_MULTIPLE, self._row_numel))
         return {hasher.digest()[:_HASH_BYTES].hex() for hasher in self._hashes.values()}
 
@@ -137,6 +138,7 @@ def _compare_with_trainer(
     for name, parameter_hash in hashes.items():
         accepted = parameter_hash.checksums()
         for url, ranks in checksums.items():
+            # One rank per server: others are an obstacle to this comparison.
             if ranks[0].get(name) not in accepted:
                 differing[url].append(name)
     return ChecksumReport(
