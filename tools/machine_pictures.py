@@ -30,7 +30,7 @@ def _trainer_node(axes: Axes) -> None:
         (40, 84, 310, 234),
         "rank 0: the driver",
         "main thread: trainer stages and publish\n"
-        "thread rollout: asyncio; generate, evaluate\nthreads host: score, advantages, record\n"
+        "thread rollout: asyncio; generate, score, evaluate\nthreads host: advantages, record\n"
         "threads reward-*: graders, async rewards\nthreads mlflow, report: no stage waits for them",
         color="green",
     )
