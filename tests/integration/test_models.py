@@ -177,7 +177,7 @@ def test_recomputation_does_not_change_gradients(
             parameter.copy_(parameter.grad)
     for name, gradient in export_weights([chunk], config):
         expected = reference["policy_gradients"][name]
-        torch.testing.assert_close(gradient, expected, atol=1e-5, rtol=1e-4, msg=lambda text: f"{name}: {text}")
+        torch.testing.assert_close(gradient, expected, atol=1e-5, rtol=1e-4, msg=f"{name}: {{}}".format)
 
 
 def test_masked_tokens_get_no_logprob_and_give_no_gradient(models: Any, single_rank: ParallelConfig) -> None:

@@ -25,6 +25,12 @@ async def misbehave(response: str, answer: str, *, scale: float = 1.0) -> "float
     """What the first word of the response says, else its length."""
     calls[response] += 1
     kind, _, rest = response.partition(" ")
+    await _wait(kind, rest)
+    _fail(kind, response)
+    return _answers().get(kind, scale * len(response))
+
+
+async def _wait(kind: str, rest: str) -> None:
     match kind:
         case "sleep":
             await asyncio.sleep(float(rest))
@@ -36,15 +42,19 @@ async def misbehave(response: str, answer: str, *, scale: float = 1.0) -> "float
                     continue
         case "block":
             time.sleep(float(rest))
+        case "cancel":
+            asyncio.current_task().cancel()
+            await asyncio.sleep(0)
+
+
+def _fail(kind: str, response: str) -> None:
+    match kind:
         case "raise":
             raise ValueError("the reward's own mistake")
         case "exit":
             raise SystemExit(3)
         case "interrupt":
             raise KeyboardInterrupt
-        case "cancel":
-            asyncio.current_task().cancel()
-            await asyncio.sleep(0)
         case "cancelled":
             raise asyncio.CancelledError
         case "transient":
@@ -52,13 +62,11 @@ async def misbehave(response: str, answer: str, *, scale: float = 1.0) -> "float
         case "once":
             if calls[response] == 1:
                 raise ConnectionResetError("try again")
-        case "nan":
-            return float("nan")
-        case "nothing":
-            return None  # type: ignore[return-value]
-        case "detail":
-            return Score(0.5, "half", metrics={"mass": 0.25, "strange": float("inf")})
-    return scale * len(response)
+
+
+def _answers() -> dict[str, float | Score | None]:
+    detail = Score(0.5, "half", metrics={"mass": 0.25, "strange": float("inf")})
+    return {"nan": float("nan"), "nothing": None, "detail": detail}
 
 
 async def crowd(response: str, answer: str) -> float:

@@ -28,7 +28,10 @@ def trajectory(text, score, *, finished=True, prompt="p:"):
     return Trajectory(0, prompt, 0, 0, room, segments=[segment], score=score)
 
 
-def rewards_of(text, score, values=None, config=ProcessRewardConfig(), **options):
+DEFAULTS = ProcessRewardConfig()
+
+
+def rewards_of(text, score, values=None, config=DEFAULTS, **options):
     t = trajectory(text, score, **options)
     values = np.ones(len(text), dtype=np.float32) if values is None else values
     (rewards,) = ProcessRewarder(config, decode).dense_rewards([t], [values])

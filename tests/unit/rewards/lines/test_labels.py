@@ -54,7 +54,7 @@ def test_labels_fall_once_also_when_the_oracle_contradicts_itself(num_lines, ran
 def test_a_search_refuses_answers_and_results_at_the_wrong_time():
     search = LineSearch(2, passes=False)
     with pytest.raises(ValueError, match="not over"):
-        search.first_bad
+        assert search.first_bad
     search.answer(True)
     with pytest.raises(ValueError, match="over"):
         search.answer(True)

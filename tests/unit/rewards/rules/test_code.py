@@ -8,6 +8,7 @@ import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 from hypothesis import given
@@ -298,7 +299,7 @@ def helpers_below(pid: int) -> list[int]:
 class FakeSandbox(BaseHTTPRequestHandler):
     """Runs nothing: passes code that has the word ``right``."""
 
-    requests: list[dict] = []
+    requests: ClassVar[list[dict]] = []
     num_failures = 0
 
     def do_POST(self) -> None:
