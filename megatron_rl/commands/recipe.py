@@ -89,7 +89,7 @@ def check_rl_inputs(config: Config) -> None:
     from megatron_rl.config.derived import model_has_vision
     from megatron_rl.data.prompts import check_files
     from megatron_rl.data.sampler import check_mixtures
-    from megatron_rl.environments import registry as environments
+    from megatron_rl.environments import by_name as environments
     from megatron_rl.rewards.router import check_types, routes_of
 
     data, takes_images = config.data, model_has_vision(config)

@@ -8,7 +8,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from megatron_rl.tracking.report import write_report
+    from megatron_rl.tracking.run_report import write_report
 
     print(write_report(arguments.output_dir))
     return 0

@@ -133,7 +133,9 @@ class Recorder:
     def _write_report(self) -> None:
         try:
             self.timeline.write(self._folder / "timeline.json")
-            from megatron_rl.tracking.report import write_report  # matplotlib takes a second that only the driver needs
+            from megatron_rl.tracking.run_report import (
+                write_report,  # matplotlib takes a second that only the driver needs
+            )
 
             write_report(self._folder)
         except Exception as error:

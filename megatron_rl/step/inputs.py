@@ -15,7 +15,7 @@ from megatron_rl.data.slots import SlotPool
 from megatron_rl.data.tokenizer import Tokenizer
 from megatron_rl.data.trajectory import POLICY, Prompt, Trajectory
 from megatron_rl.environments.base import Environment
-from megatron_rl.environments.registry import build as build_environment
+from megatron_rl.environments.by_name import build as build_environment
 from megatron_rl.rewards.router import check_prompts, wanted_row_fields
 
 

@@ -67,11 +67,7 @@ def test_a_file_name_stands_for_one_thing() -> None:
     for path in MODULES:
         if path.name != "__init__.py":
             places[path.name].append(str(path.relative_to(ROOT)))
-    assert {name: found for name, found in places.items() if len(found) > 1 and name not in SAME_SUBJECT} == {}
-
-
-SAME_SUBJECT = ("registry.py", "report.py")
-"""What is found by name, whatever it is; a command and what it calls."""
+    assert {name: found for name, found in places.items() if len(found) > 1} == {}
 
 
 @pytest.mark.parametrize("room", PURE)

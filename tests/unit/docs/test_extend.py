@@ -14,7 +14,7 @@ from megatron_rl.config.load import load_config
 from megatron_rl.data.batch import PackedBatch
 from megatron_rl.data.trajectory import Prompt, Score, Segment, Trajectory
 from megatron_rl.environments.base import TurnView
-from megatron_rl.environments.registry import build
+from megatron_rl.environments.by_name import build
 from megatron_rl.errors import ConfigError
 from megatron_rl.step.experience import Signals, window_advantages
 from megatron_rl.step.packing import window_batch
