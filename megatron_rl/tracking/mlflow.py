@@ -170,7 +170,7 @@ class Tracker:
             return
         with self._changed:
             if len(self._queue) >= self._max_queue:
-                self._num_left_out += 1
+                self._num_left_out += 1  # the newest, not the oldest: the thread may be sending that one
                 return
             self._queue.append(entry)
             self._changed.notify()
@@ -305,7 +305,7 @@ class Tracker:
         num_metrics = 0
         for entry in self._queue:
             if isinstance(entry, _Artifact):
-                return points or entry
+                return points or entry  # the points before it go first: a store shows a run in its own order
             num_metrics += len(entry.metrics)
             if points and num_metrics > _MAX_METRICS_PER_REQUEST:
                 break

@@ -17,7 +17,7 @@ class Panel:
     legend: tuple[tuple[str, str], ...] = ()
     """(words, colour name)."""
     latest: str = ""
-    """The newest value, beside the title."""
+    """The newest value, next to the title."""
     missing: str = ""
     wide: bool = False
 

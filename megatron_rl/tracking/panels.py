@@ -207,7 +207,7 @@ def _panel(run: RunRecord, spec: _PanelSpec) -> Panel:
     for line in spec.lines:
         values = run.values(line.metric) * scale
         logged = np.isfinite(values)
-        if spec.log:
+        if spec.log:  # log-prob differences have a sign, and many steps have none at all
             values = np.where(values == 0, np.nan, np.abs(values))
         if not logged.any() or not np.isfinite(values).any():
             continue
@@ -275,6 +275,7 @@ def _choose_window(spans: Sequence[Span], num_steps: int = _NUM_TIMELINE_STEPS) 
     """
     steps = sorted({span.step for span in spans})
     candidates = steps[:-1] if len(steps) > num_steps else steps
+    # Only the last 50: an old stretch that overlaps says nothing about how the run goes now.
     for end in range(len(candidates), max(num_steps, len(candidates) - 50) - 1, -1):
         chosen = set(candidates[end - num_steps : end])
         window = [span for span in spans if span.step in chosen]

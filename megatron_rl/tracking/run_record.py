@@ -61,6 +61,7 @@ def load_run(output_dir: str | Path) -> RunRecord:
     by_step: dict[int, MetricsRow] = {}
     for row in read_metrics(folder / "metrics.jsonl"):
         earlier = by_step[row.step].metrics if row.step in by_step else {}
+        # A step that was logged in two lines has the metrics of both.
         by_step[row.step] = MetricsRow(row.step, row.time_s, {**earlier, **row.metrics})
     rows = [by_step[step] for step in sorted(by_step)]
     columns: dict[str, np.ndarray] = {}

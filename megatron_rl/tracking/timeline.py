@@ -82,6 +82,7 @@ def assign_tracks(spans: Sequence[Span]) -> list[int]:
     """Track number of every span of one lane: spans on a track nest or follow each other, never cross."""
     tracks: list[list[float]] = []  # for each track, the ends of the spans that are open, outermost first
     numbers = [0] * len(spans)
+    # Longer spans first where two start together: the shorter one then nests.
     for index in sorted(range(len(spans)), key=lambda index: (spans[index].start_s, -spans[index].end_s)):
         span = spans[index]
         for open_ends in tracks:
