@@ -1,12 +1,12 @@
-"""Errors that are the user's to mend. The command line prints their text without a traceback."""
+"""Errors that are the user's to fix. The command line prints their text without a traceback."""
 
 
 class UserError(Exception):
-    """Says what was expected, what came and how to mend it."""
+    """Says what was expected, what came and how to fix it."""
 
 
 class ConfigError(UserError):
-    """A configuration key that is unknown, of the wrong type or impossible beside another."""
+    """A configuration key that is unknown, of the wrong type or impossible next to another."""
 
 
 class DataError(UserError):

@@ -84,7 +84,7 @@ def measure_grading(num_answers: int, num_workers: int, repeats: int) -> Table:
     ) as runner:
         runner.score_many_blocking(short.items[:NUM_WARM_ITEMS])
         undisturbed_s = min(seconds_to_score(runner, short) for _ in range(repeats))
-        others_s, hanging_s = seconds_beside_a_hanging_answer(runner, short)
+        others_s, hanging_s = seconds_next_to_a_hanging_answer(runner, short)
     add("short, with one worker more", num_answers, undisturbed_s)
     add("the same next to one that hangs", num_answers, others_s)
     table.caption = f"the hanging answer itself was given up after {hanging_s:.1f} s; its deadline is {TIMEOUT_S:g} s"
@@ -99,7 +99,7 @@ def seconds_to_score(runner: RewardRunner, graded: Graded) -> float:
     return seconds
 
 
-def seconds_beside_a_hanging_answer(runner: RewardRunner, graded: Graded) -> tuple[float, float]:
+def seconds_next_to_a_hanging_answer(runner: RewardRunner, graded: Graded) -> tuple[float, float]:
     """(seconds until all of ``graded`` are scored, seconds until a hanging one in their midst is given up)."""
     middle = len(graded.items) // 2
     started_at = time.perf_counter()

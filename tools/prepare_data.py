@@ -487,7 +487,7 @@ def _check(outcome: Outcome, skip_bad_rows: bool, bad_path: Path) -> None:
     if outcome.bad and not skip_bad_rows:
         shown = "\n".join(f"  {entry['place']}: {entry['reason']}" for entry in outcome.bad[:MAX_SHOWN])
         raise UserError(
-            f"{len(outcome.bad):,} of {outcome.num_read:,} rows are bad; nothing was written. Mend them, or leave them "
+            f"{len(outcome.bad):,} of {outcome.num_read:,} rows are bad; nothing was written. Fix them, or leave them "
             f"out with --skip-bad-rows. All are listed in {bad_path}:\n{shown}"
         )
     if not outcome.num_written:

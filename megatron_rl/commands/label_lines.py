@@ -11,7 +11,7 @@ Invariants:
   same command goes on after them. An output that belongs to other rows or settings is refused.
 - What could not be graded is no failure: a row where that decides is left out and counted; the next run tries it again.
 
-Who waits for whom: a row waits for its own K completions and their grades; at most ``max_rows_under_way`` rows run at
+Who waits for whom: a row waits for its own K completions and their grades; at most ``max_rows_in_progress`` rows run at
 the same time, enough to keep the servers busy.
 """
 
@@ -59,7 +59,7 @@ Grade = Callable[[Sequence[RewardItem]], Awaitable[list[Score]]]
 
 _KEY_FIELD = "label_key"
 _LABEL_FIELDS = ("line_labels", "first_bad_line", "num_completions_graded", _KEY_FIELD)
-"""What a labelled row has beside the input's fields."""
+"""What a labelled row has in addition to the input's fields."""
 
 
 add_arguments = add_recipe
@@ -281,7 +281,7 @@ async def label_rows(
     output: TextIO,
     summary: LabelSummary,
     *,
-    max_rows_under_way: int,
+    max_rows_in_progress: int,
     advance: Callable[[], None] = lambda: None,
     warn: Callable[[str], None] = print,
 ) -> None:
@@ -305,7 +305,7 @@ async def label_rows(
                 summary.num_without_lines += not any(row["line_labels"])
             advance()
 
-    tasks = [asyncio.create_task(work()) for _ in range(min(max_rows_under_way, len(jobs)))]
+    tasks = [asyncio.create_task(work()) for _ in range(min(max_rows_in_progress, len(jobs)))]
     try:
         await asyncio.gather(*tasks)
     finally:
@@ -370,7 +370,7 @@ def _label_open_jobs(
     settings, reward = config.label_lines, config.reward
     console = Console(stderr=True)
     model = policy_model(config)
-    rows_under_way = max(
+    rows_in_progress = max(
         2, config.rollout.max_inflight_requests * config.rollout.num_servers // settings.num_completions
     )
     log_dir = output_path.parent / f"{output_path.name}.logs"
@@ -405,7 +405,7 @@ def _label_open_jobs(
                     labeller,
                     output,
                     summary,
-                    max_rows_under_way=rows_under_way,
+                    max_rows_in_progress=rows_in_progress,
                     advance=advance,
                     warn=note,
                 )

@@ -74,7 +74,7 @@ class Summary:
     seconds: float
     """Wall-clock time of the scoring, without starting the workers."""
     metrics: dict[str, float] = field(default_factory=dict)
-    """Means of what the reward says beside the score, over the rows where it says it."""
+    """Means of what the reward says besides the score, over the rows where it says it."""
     errors: dict[str, int] = field(default_factory=dict)
     """The most frequent reasons why rows went unscored."""
 

@@ -24,7 +24,7 @@ from megatron_rl.training.ranks import trainer_ranks
 from megatron_rl.training.trainer_group import TrainerGroup
 
 _RECORD_FILE = "reward_training.json"
-"""Beside the weights: what the model is and how its training went."""
+"""Next to the weights: what the model is and how its training went."""
 _PRINT_EVERY_STEPS = 25
 _EVALUATION_CHUNK = 256
 """Examples predicted at a time."""

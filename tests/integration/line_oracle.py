@@ -1,4 +1,4 @@
-"""A reward that knows which programs can be mended: none that holds the word ``bad``."""
+"""A reward that knows which programs can be fixed: none that holds the word ``bad``."""
 
 from megatron_rl.data.trajectory import Score
 

@@ -16,7 +16,7 @@ import torch
 from megatron_rl.cpu import hook
 from megatron_rl.cpu import megatron as cpu
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the CPU layer is not installed beside a GPU")
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the CPU layer is not installed next to a GPU")
 
 NAMES = {
     "megatron.core.tensor_parallel.random": ["_get_cuda_rng_state", "_set_cuda_rng_state"],
@@ -34,7 +34,7 @@ def test_megatron_core_is_the_version_that_the_layer_was_written_for() -> None:
     found = version("megatron-core")
     assert found.startswith("0.16."), (
         f"megatron-core {found} is installed; the CPU layer was written for 0.16: run this file's tests and "
-        "test_models.py, mend megatron_rl/cpu/megatron.py where they fail, then name the new version here"
+        "test_models.py, fix megatron_rl/cpu/megatron.py where they fail, then name the new version here"
     )
 
 

@@ -194,13 +194,13 @@ def test_a_second_run_into_the_same_folder_is_refused_and_resuming_goes_on(finis
     layouts = ("parallel.context_parallel_size=2", "critic.parallel.pipeline_parallel_size=2")
     status, output = run(folder, "train", f"run.output_dir={folder}/whole", "run.num_steps=7", *layouts)
     assert status == 0, output
-    assert tokens_under_way(folder / "whole") == tokens_under_way(output_dir)
+    assert tokens_in_progress(folder / "whole") == tokens_in_progress(output_dir)
     whole = {row.step: row.metrics for row in read_metrics(folder / "whole" / "metrics.jsonl")}
     for name in ("step/tokens_generated", "rollout/num_finished", "policy/grad_norm", "critic/loss"):
         assert whole[7][name] == pytest.approx(rows[7][name], rel=1e-3), name
 
 
-def tokens_under_way(output_dir):
+def tokens_in_progress(output_dir):
     """(prompt, response) tokens of every response that the last checkpoint holds."""
     pool = json.loads((output_dir / "checkpoints" / "step-7" / "driver.json").read_text())["pool"]
     return [(t["prompt"]["token_ids"], [s["token_ids"] for s in t["segments"]]) for t in pool["slots"]]

@@ -23,7 +23,7 @@ class Sleep:
 class Service:
     url: str = ""
     requests: list[tuple[str, Any]] = field(default_factory=list)
-    most_under_way: int = 0
+    most_in_progress: int = 0
 
 
 @contextmanager
@@ -31,12 +31,12 @@ def local_service(handler: Handler) -> Iterator[Service]:
     """A server on a free port that answers every POST and GET by ``handler``."""
     service = Service()
     loop = asyncio.new_event_loop()
-    under_way = 0
+    in_progress = 0
 
     async def answer(request: web.Request) -> web.Response:
-        nonlocal under_way
-        under_way += 1
-        service.most_under_way = max(service.most_under_way, under_way)
+        nonlocal in_progress
+        in_progress += 1
+        service.most_in_progress = max(service.most_in_progress, in_progress)
         try:
             text = await request.text()
             body = json.loads(text) if text else None
@@ -47,7 +47,7 @@ def local_service(handler: Handler) -> Iterator[Service]:
                 found = {"score": 1.0}
             return found if isinstance(found, web.StreamResponse) else web.json_response(found)
         finally:
-            under_way -= 1
+            in_progress -= 1
 
     async def start() -> web.AppRunner:
         app = web.Application(client_max_size=1 << 26)

@@ -32,7 +32,7 @@ def test_the_command_grades_rows_by_a_service(tmp_path: Path, capsys: pytest.Cap
     with local_service(grade) as service:
         arguments = ["--reward", "http", "--input", str(source), "--output", str(tmp_path / "out.jsonl")]
         assert main(["score", *arguments, "--max-concurrency", "3", f"url={service.url}"]) == 0
-        assert service.most_under_way <= 3
+        assert service.most_in_progress <= 3
     found = read(tmp_path / "out.jsonl")
     assert [row["score"] for row in found] == [1.0 if n % 2 else None for n in range(10)]
     assert [row["error"] for row in found] == ["" if n % 2 else f"row {n}" for n in range(10)]

@@ -1,4 +1,4 @@
-"""The configuration says what is wrong, where, and how to mend it, before anything starts."""
+"""The configuration says what is wrong, where, and how to fix it, before anything starts."""
 
 import json
 import re

@@ -11,8 +11,8 @@ from megatron_rl.rewards.workers.session import Transient
 
 calls: Counter[str] = Counter()
 """How often each response was asked for."""
-under_way = 0
-most_under_way = 0
+in_progress = 0
+most_in_progress = 0
 
 
 async def exact(response: str, answer: str) -> float:
@@ -70,12 +70,12 @@ def _answers() -> dict[str, float | Score | None]:
 
 
 async def crowd(response: str, answer: str) -> float:
-    """Notes how many calls are under way at once."""
-    global under_way, most_under_way
-    under_way += 1
-    most_under_way = max(most_under_way, under_way)
+    """Notes how many calls are in progress at once."""
+    global in_progress, most_in_progress
+    in_progress += 1
+    most_in_progress = max(most_in_progress, in_progress)
     await asyncio.sleep(0.01)
-    under_way -= 1
+    in_progress -= 1
     return 1.0
 
 

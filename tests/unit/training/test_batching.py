@@ -183,11 +183,11 @@ def test_cheap_microbatches_run_first_and_last():
     lengths = long_tailed_lengths(300, seed=5)
     plan = plan_microbatches(lengths, 4, 32_768, cost=attention_cost)
     rounds = list(zip(*([sum(attention_cost(lengths[i]) for i in m) for m in rank] for rank in plan)))
-    dearest = [max(members) for members in rounds]
-    top = dearest.index(max(dearest))
-    assert 0 < top < len(dearest) - 1
-    assert dearest[: top + 1] == sorted(dearest[: top + 1])
-    assert dearest[top:] == sorted(dearest[top:], reverse=True)
+    heaviest = [max(members) for members in rounds]
+    top = heaviest.index(max(heaviest))
+    assert 0 < top < len(heaviest) - 1
+    assert heaviest[: top + 1] == sorted(heaviest[: top + 1])
+    assert heaviest[top:] == sorted(heaviest[top:], reverse=True)
 
 
 def test_statistics_of_a_plan_by_hand():

@@ -97,7 +97,7 @@ def test_no_more_than_max_concurrency_items_are_under_way():
     with AsyncRewardRunner(f"{PATH}:crowd", RunnerSettings(max_concurrency=7)) as runner:
         scores = runner.score_many_blocking([("", "")] * 60)
     assert [s.value for s in scores] == [1.0] * 60
-    assert async_rewards.most_under_way == 7
+    assert async_rewards.most_in_progress == 7
 
 
 def test_options_reach_the_reward_and_metrics_and_details_come_back():
