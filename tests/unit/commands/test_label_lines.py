@@ -83,7 +83,7 @@ class Setting:
                 labeller,
                 output,
                 self.summary,
-                max_rows_under_way=4,
+                max_rows_in_progress=4,
                 warn=self.warnings.append,
             )
         )

@@ -201,7 +201,7 @@ SAMPLING = Sampling(temperature=1, top_p=1, top_k=-1, stop_token_ids=(0,), seed=
 PLAN = SamplingPlan(SAMPLING, lambda ids: "".join(map(str, ids)), num_samples=4, max_new_tokens=4)
 
 
-def generate(path, engine, *, plan=PLAN, grade=grade, settings=None, prompts=PROMPTS, under_way=3):
+def generate(path, engine, *, plan=PLAN, grade=grade, settings=None, prompts=PROMPTS, in_progress=3):
     with open_score_file(path, settings or {"seed": 1}) as scores:
         asyncio.run(
             generate_scores(
@@ -210,7 +210,7 @@ def generate(path, engine, *, plan=PLAN, grade=grade, settings=None, prompts=PRO
                 scores,
                 generate=engine.generate,
                 grade=grade,
-                num_prompts_in_progress=under_way,
+                num_prompts_in_progress=in_progress,
                 max_error_rate=0.1,
             )
         )
@@ -230,7 +230,7 @@ def test_every_prompt_gets_its_samples_and_a_seed_of_its_own(tmp_path):
 
 @pytest.mark.parametrize("fail_after", [1, 37, 150])
 def test_a_killed_run_continues_and_ends_with_the_same_scores(tmp_path, fail_after):
-    generate(tmp_path / "whole.jsonl", FakeEngine(), under_way=1)
+    generate(tmp_path / "whole.jsonl", FakeEngine(), in_progress=1)
     path = tmp_path / "killed.jsonl"
     with pytest.raises(UserError, match="engine died"):
         generate(path, FakeEngine(fail_after))

@@ -175,17 +175,17 @@ def test_over_all_steps_the_policy_trains_every_token_once_but_for_the_ignored_o
     trained = [[0] * n for n in lengths]
     num_windows = [math.ceil(n / WINDOW) for n in lengths]
     for step in range(max(num_windows)):
-        under_way = [i for i, count in enumerate(num_windows) if step < count]
+        in_progress = [i for i, count in enumerate(num_windows) if step < count]
         shown = [
             trajectory(
                 [min(WINDOW, lengths[i] - k * WINDOW) for k in range(step + 1)],
                 stopped=step == num_windows[i] - 1,
                 score=Score(1.0) if step == num_windows[i] - 1 else None,
             )
-            for i in under_way
+            for i in in_progress
         ]
         batch, found = advantages(shown, step, [0.5] * sum(t.window_tokens(step) for t in shown), algorithm)
-        for i, t, start in zip(under_way, shown, batch.cu_seqlens.tolist()):
+        for i, t, start in zip(in_progress, shown, batch.cu_seqlens.tolist()):
             for position in range(t.num_response_tokens):
                 trained[i][position] += int(found.mask[start + 3 + position])
     for i, counts in enumerate(trained):
