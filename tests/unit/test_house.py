@@ -70,6 +70,16 @@ def test_a_file_name_stands_for_one_thing() -> None:
     assert {name: found for name, found in places.items() if len(found) > 1} == {}
 
 
+def test_requirements_name_what_is_imported(trees: dict[Path, ast.Module]) -> None:
+    """torch and SGLang come in different builds for CPU and GPU machines: their pins stand in cpu.txt, gpu.txt, sglang.txt."""
+    lines = (ROOT / "requirements" / "common.txt").read_text().splitlines()
+    pinned = {line.split("==")[0].lower().replace("-", "_") for line in lines if "==" in line}
+    imported = {name for tree in trees.values() for name in _imported(tree)} - set(sys.stdlib_module_names)
+    package_of = {"PIL": "pillow", "yaml": "pyyaml", "megatron": "megatron_core"}
+    needed = {package_of.get(name, name).lower() for name in imported - {"megatron_rl", "torch", "sglang"}}
+    assert needed - pinned == set()
+
+
 @pytest.mark.parametrize("room", PURE)
 def test_pure_code_names_no_process_group(room: str) -> None:
     paths = sorted((PACKAGE / room).rglob("*.py")) if (PACKAGE / room).is_dir() else [PACKAGE / room]
@@ -102,3 +112,14 @@ def _names(tree: ast.Module) -> list[str]:
         targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
         names += [target.id for target in targets if isinstance(target, ast.Name)]
     return names
+
+
+def _imported(tree: ast.Module) -> list[str]:
+    """Packages that a module imports, at its top or inside functions."""
+    names = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names.append(node.module)
+    return [name.split(".")[0] for name in names]
