@@ -34,4 +34,4 @@ class _FirstImport(importlib.abc.MetaPathFinder):
             return None
         from megatron_rl.cpu import megatron
 
-        return megatron.find_spec(fullname, path, target)
+        return megatron.find_spec(fullname, path, target, is_first=fullname == PACKAGE)

@@ -24,8 +24,6 @@ from typing import Any
 
 import torch
 
-from megatron_rl.cpu.hook import PACKAGE
-
 CPU = torch.device("cpu")
 FACTORIES = ("tensor", "zeros", "empty", "ones", "full", "arange", "as_tensor")
 """Functions of torch that Megatron calls with ``device="cuda"`` or ``pin_memory=True``."""
@@ -34,9 +32,12 @@ _torch_for_megatron: types.ModuleType | None = None
 
 
 def find_spec(
-    fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None
+    fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None, *, is_first: bool = False
 ) -> importlib.machinery.ModuleSpec | None:
-    """Of a module of Megatron Core, which gets the private ``torch`` after it has run. None where CUDA is available."""
+    """Of a module of Megatron Core, which gets the private ``torch`` after it has run. None where CUDA is available.
+
+    ``is_first``: it is the package itself, whose import comes before that of all its modules.
+    """
     if torch.cuda.is_available():
         return None
     spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
@@ -45,7 +46,7 @@ def find_spec(
     run_module = spec.loader.exec_module
 
     def exec_module(module: types.ModuleType) -> None:
-        with _prepared() if fullname == PACKAGE else contextlib.nullcontext():
+        with _prepared() if is_first else contextlib.nullcontext():
             run_module(module)
             if getattr(module, "torch", None) is torch:
                 vars(module)["torch"] = _torch_for_megatron

@@ -171,7 +171,7 @@ class PolicyConfig:
 
 @dataclass
 class CriticConfig:
-    """The model that predicts values; only algorithm.advantage=egae has one."""
+    """The model that predicts values; only an advantage that reads values has one (egae)."""
 
     path: str = ""
     """A critic, reward model or process reward model with a value head; empty: the policy's weights with a fresh head."""
