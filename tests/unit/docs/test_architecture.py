@@ -1,6 +1,6 @@
 """What the documentation says about the code: pictures, rooms and floors, file names and links.
 
-That rooms keep to their floors is held by ``tests/unit/test_house.py``.
+That rooms keep to their floors is held by ``tests/test_house.py``.
 """
 
 import configparser
