@@ -14,7 +14,6 @@ second thread watches the first: a reward that blocks the event loop fails the c
 
 import asyncio
 import inspect
-import random
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -26,6 +25,7 @@ from megatron_rl.rewards.workers.calls import CallQueue, Item, RunnerSettings
 from megatron_rl.rewards.workers.processes import RewardRunner
 from megatron_rl.rewards.workers.session import CallFailed, Transient, close_session
 from megatron_rl.rewards.workers.worker import as_result, describe, failed
+from megatron_rl.system.http import pauses_s
 
 BACKOFF_S = 0.25
 """Pause before the second try, on average; it doubles with each further one."""
@@ -188,9 +188,8 @@ class AsyncRewardRunner(CallQueue):
         deadline = self._loop.time() + self._settings.timeout_s
         outcome = await self._try(item, deadline)
         num_tries = 1
-        while not isinstance(outcome, Score) and num_tries <= self._settings.max_retries:
-            pause_s = BACKOFF_S * 2 ** (num_tries - 1) * random.uniform(0.5, 1.5)
-            if self._loop.time() + pause_s + _MIN_TRY_S > deadline:
+        for pause_s in pauses_s(self._settings.max_retries, BACKOFF_S, jitter=0.5):
+            if isinstance(outcome, Score) or self._loop.time() + pause_s + _MIN_TRY_S > deadline:
                 break
             await asyncio.sleep(pause_s)
             outcome = await self._try(item, deadline)
