@@ -65,7 +65,8 @@ def window_advantages(
     if signals.token_rewards is not None:
         rewards = rewards + signals.token_rewards[in_window]
     counted = algorithms.boundary_mask(cu_pieces, ended, algorithm.ignore_boundary_tokens)
-    counted &= torch.tensor([p.scored for p in pieces], dtype=torch.bool).repeat_interleave(sizes)
+    scored = torch.tensor([p.scored for p in pieces], dtype=torch.bool)
+    counted &= scored.repeat_interleave(sizes)
     counted &= ~_left_out(trajectories, algorithm, rules)[in_window]
     bootstrap = None
     if algorithm.bootstrap is Bootstrap.critic and signals.final_values is not None:
@@ -74,7 +75,7 @@ def window_advantages(
         rewards=rewards,
         cu_seqlens=cu_pieces,
         finished=ended,
-        valid=torch.tensor([p.scored for p in pieces], dtype=torch.bool),
+        valid=scored,
         group_ids=torch.tensor([trajectories[p.row].group_id for p in pieces], dtype=torch.int64),
         gamma=algorithm.gamma,
         lam=_lambda(pieces, ended, window_tokens, algorithm),

@@ -74,10 +74,11 @@ def policy_objective(algorithm: AlgorithmConfig, denominators: Mapping[str, floa
     num_tokens, divisor = _positive(denominators, "mask"), _positive(denominators, "policy")
     num_lm_tokens = denominators.get("lm_mask", 0.0)
     with_lm = algorithm.positive_lm_coef != 0.0 and num_lm_tokens > 0
+    policy_loss = register.POLICY_LOSSES.bind(algorithm.policy_loss, algorithm.policy_loss_options)
 
     def objective(outputs: Mapping[str, Tensor], batch: PackedBatch) -> tuple[Tensor, Metrics]:
         mask, logprobs = batch.fields["mask"], outputs["logprobs"]
-        surrogate = _surrogate(algorithm, logprobs, batch)
+        surrogate = _surrogate(algorithm, policy_loss, logprobs, batch)
         entropy = Loss(masked_sum(outputs["entropy"], mask), mask_total(mask, logprobs.dtype))
         total = surrogate.sum / divisor
         metrics = {**surrogate.metrics, **_metric("policy_loss", surrogate), **_metric("entropy", entropy)}
@@ -104,8 +105,10 @@ def policy_objective(algorithm: AlgorithmConfig, denominators: Mapping[str, floa
     return objective
 
 
-def _surrogate(algorithm: AlgorithmConfig, logprobs: Tensor, batch: PackedBatch) -> Loss:
-    """The policy loss proper, in the configured form."""
+def _surrogate(
+    algorithm: AlgorithmConfig, policy_loss: Callable[..., Any], logprobs: Tensor, batch: PackedBatch
+) -> Loss:
+    """The policy loss proper: ``policy_loss`` on the batch's fields, with weights and coefficients as configured."""
     mask, old_logprobs, advantages = (batch.fields[name] for name in ("mask", "old_logprobs", "advantages"))
     weights, coefficients = batch.fields.get("weights"), _coefficients(algorithm, mask, batch)
     if algorithm.correction.opsm_delta:  # takes loss away from responses; denominators stay those of all tokens
@@ -113,7 +116,7 @@ def _surrogate(algorithm: AlgorithmConfig, logprobs: Tensor, batch: PackedBatch)
             old_logprobs, logprobs.detach(), advantages, mask, batch.cu_seqlens, delta=algorithm.correction.opsm_delta
         ).to(logprobs.dtype)
         weights = kept if weights is None else weights * kept
-    loss = register.POLICY_LOSSES.bind(algorithm.policy_loss, algorithm.policy_loss_options)(
+    loss = policy_loss(
         logprobs=logprobs,
         old_logprobs=old_logprobs,
         advantages=advantages,
