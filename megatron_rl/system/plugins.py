@@ -89,12 +89,12 @@ class Registry(Generic[Entry]):
         return add
 
     def names(self) -> list[str]:
-        """Of all registered plug-ins, in the order of their registration."""
+        """Of all registered plug-ins, by module, and within one in the order of registration: not by who imported what first."""
         while self._packages:
             package = self._packages.pop()
             for module in iter_modules(import_module(package).__path__):
                 import_module(f"{package}.{module.name}")
-        return list(self._by_name)
+        return sorted(self._by_name, key=lambda name: self._by_name[name].function.__module__)
 
     def summaries(self) -> dict[str, str]:
         """The first line of each plug-in's docstring, for documentation."""
@@ -184,11 +184,17 @@ def path_of(function: Callable[..., Any]) -> str:
 
 
 @cache
+def _signature(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
+    # Losses are bound for every update: reading a signature costs more than all the rest.
+    return inspect.signature(function).parameters
+
+
+@cache
 def parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
     """The parameters that can be passed by keyword, and the fields of those whose default is a dataclass."""
     named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     found = {}
-    for name, parameter in inspect.signature(function).parameters.items():
+    for name, parameter in _signature(function).items():
         group = parameter.default
         if is_dataclass(group):
             for own in fields(group):
@@ -202,7 +208,7 @@ def parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
 def arguments(function: Callable[..., Any], options: Mapping[str, Any]) -> dict[str, Any]:
     """``options`` as keyword arguments of ``function``: fields of a dataclass are put into one."""
     keywords = dict(options)
-    for name, parameter in inspect.signature(function).parameters.items():
+    for name, parameter in _signature(function).items():
         group = parameter.default
         if is_dataclass(group) and not isinstance(group, type):
             own = {f.name: keywords.pop(f.name) for f in fields(group) if f.name in keywords}
@@ -216,12 +222,12 @@ def required(function: Callable[..., Any]) -> list[str]:
 
 
 def takes_any(function: Callable[..., Any]) -> bool:
-    return any(p.kind is p.VAR_KEYWORD for p in inspect.signature(function).parameters.values())
+    return any(p.kind is p.VAR_KEYWORD for p in _signature(function).values())
 
 
 @cache
 def _hints(function: Callable[..., Any]) -> Mapping[str, Any]:
-    groups = [type(p.default) for p in inspect.signature(function).parameters.values() if is_dataclass(p.default)]
+    groups = [type(p.default) for p in _signature(function).values() if is_dataclass(p.default)]
     try:
         found = get_type_hints(function.__init__ if inspect.isclass(function) else function)
         for group in groups:

@@ -43,6 +43,22 @@ def test_without_a_name_a_decorator_leaves_the_list_of_names_alone() -> None:
     assert registry.names() == ["shout"] and registry.find(SELF + "anything").name == SELF + "anything"
 
 
+def test_the_names_are_in_the_same_order_whichever_module_was_imported_first() -> None:
+    def of_module(module: str) -> Any:
+        def voice(text: str) -> str:
+            return text
+
+        voice.__module__ = module
+        return voice
+
+    entries = [("b2", "rooms.b"), ("a2", "rooms.a"), ("b1", "rooms.b"), ("a1", "rooms.a")]
+    for order in (entries, [entries[1], entries[3], entries[0], entries[2]]):
+        registry = Registry("voice", Plugin, packages=[], options_key="voice.options", inputs=["text"])
+        for name, module in order:
+            registry.register(name)(of_module(module))
+        assert registry.names() == ["a2", "a1", "b2", "b1"]
+
+
 def test_a_bound_plug_in_is_given_the_inputs_that_it_names() -> None:
     registry = make_registry()
     assert registry.bind("shout", {"times": 2})(text="hear", voice="unread") == "HEAR!!"
