@@ -69,12 +69,14 @@ class SlotPool:
     def state(self) -> dict[str, Any]:
         """JSON-ready; contains mid-response trajectories whole."""
         return {
-            "sampler": self._sampler.state(),
             "slots": [t.to_dict() for t in self._slots],
             "fresh": [t.to_dict() for t in self._fresh],
-            "next_id": self._next_id,
-            "next_group": self._next_group,
+            **self.position(),
         }
+
+    def position(self) -> dict[str, Any]:
+        """The part of ``state`` that says which prompts and ids come next."""
+        return {"sampler": self._sampler.state(), "next_id": self._next_id, "next_group": self._next_group}
 
     def load_state(self, state: dict[str, Any]) -> None:
         self._sampler.load_state(state["sampler"])

@@ -9,6 +9,7 @@ from pathlib import Path
 from megatron_rl.config.load import config_to_yaml, flat_params
 from megatron_rl.config.schema import Config
 from megatron_rl.system.files import write_whole
+from megatron_rl.system.memory import host_used_share
 from megatron_rl.tracking.console import TrainingConsole
 from megatron_rl.tracking.metrics_file import MetricsWriter
 from megatron_rl.tracking.mlflow import Tracker
@@ -97,6 +98,7 @@ class Recorder:
         metrics["step/time_s"] = now_s - self._last_end_s
         metrics["step/tokens_per_s"] = metrics["step/tokens_generated"] / metrics["step/time_s"]
         metrics["rollout/num_server_restarts"] = float(num_server_restarts)
+        metrics["memory/host_used_share"] = host_used_share()
         self._last_end_s = now_s
         self._num_tokens += metrics["step/tokens_generated"]
         self.num_steps_done = step + 1

@@ -13,8 +13,7 @@ from typing import Any
 
 from megatron_rl.algorithms.settling import Settling
 from megatron_rl.config.derived import effective_window_tokens, num_responses_per_step
-from megatron_rl.config.schema import Config, FireLoss, Mode
-from megatron_rl.data.prompts import PromptSet
+from megatron_rl.config.schema import Config, FireLoss, HealthAction, Mode
 from megatron_rl.data.slots import SlotPool
 from megatron_rl.rewards.lines.dense import ProcessRewarder, program_types
 from megatron_rl.rewards.router import RewardRouter, build_rewards
@@ -29,10 +28,11 @@ from megatron_rl.step.evaluation import Evaluator
 from megatron_rl.step.grading import Grader
 from megatron_rl.step.inputs import Inputs, describe_prompts, make_inputs
 from megatron_rl.step.loop import Parts, TrainingLoop
-from megatron_rl.step.parity import compare_logprobs, generate_for_parity, sample_for_parity
+from megatron_rl.step.parity import ParityCheck
 from megatron_rl.step.pieces import ResponseRules
 from megatron_rl.step.runner import StageRunner
 from megatron_rl.step.stages import graph_of
+from megatron_rl.step.watchdog import Watchdog
 from megatron_rl.training.engines import rl_engines
 from megatron_rl.training.ranks import trainer_ranks
 from megatron_rl.training.trainer_group import TrainerGroup
@@ -102,7 +102,7 @@ def _drive(config: Config, group: TrainerGroup, *, freeze_policy: bool) -> Summa
             parts = replace(parts, settling=_settling(config))
         loop = TrainingLoop(config, parts)
         loop.load_state(restored)
-        _before_first_step(config, parts, runner, inputs.train_set, first_step)
+        _before_first_step(config, parts, runner, first_step)
         recorder.start_clock()
         runner.run(loop.actions(graph), first_step, config.run.num_steps - 1)
         summary = summarize(config, recorder)
@@ -128,7 +128,8 @@ def _parts(
     runner: StageRunner,
 ) -> Parts:
     tokenizer, environment = inputs.tokenizer, inputs.environment
-    grader = Grader(config.reward, rewards, tokenizer.decode, environment)
+    stop_on_errors = config.health.reward_errors is HealthAction.stop
+    grader = Grader(config.reward, rewards, tokenizer.decode, environment, stop_on_errors=stop_on_errors)
     return Parts(
         group=group,
         pool=inputs.pool,
@@ -153,6 +154,15 @@ def _parts(
         process_rewarder=ProcessRewarder(config.reward.process, tokenizer.decode, program_types(config.reward)),
         vision=tokenizer.vision,
         stop_after=runner.stop_after,
+        parity=ParityCheck(
+            config,
+            inputs.train_set.prompts,
+            group=group,
+            rollout=rollout,
+            vision=tokenizer.vision,
+            wait_for=runner.wait_for,
+        ),
+        watchdog=Watchdog(config.health, max_error_rate=config.reward.max_error_rate),
     )
 
 
@@ -179,23 +189,17 @@ def _rollout(
     return open_rollout(config, event_loop, trainer, tokenizer=inputs.tokenizer, environment=inputs.environment)
 
 
-def _before_first_step(
-    config: Config, parts: Parts, runner: StageRunner, train_set: PromptSet, first_step: int
-) -> None:
+def _before_first_step(config: Config, parts: Parts, runner: StageRunner, first_step: int) -> None:
     """Current weights on every server, the two engines compared, and where the policy starts from."""
     rollout, recorder, evaluator = parts.rollout, parts.recorder, parts.evaluator
     result = rollout.publish()
     recorder.console.note(f"weights on the servers: {result.num_bytes:,} bytes in {result.seconds:.2f} s")
     if config.rollout.max_logprob_difference:
-        trajectories = sample_for_parity(config, train_set.prompts)
-        runner.wait_for(generate_for_parity(rollout, trajectories))
-        rollout.sleep()
-        parity = compare_logprobs(config, parts.group, trajectories, rollout.differing_weights, parts.vision)
+        parity = parts.parity.compare()
         recorder.console.note(
             f"Megatron and SGLang agree on {parity.num_tokens} sampled tokens: log-probs differ by at most "
             f"{parity.max_difference:.1e} (allowed: {config.rollout.max_logprob_difference:g})"
         )
-        rollout.wake()
     if first_step == 0 and evaluator.due(config.run.num_steps - 1):
         metrics = runner.wait_for(evaluator.evaluate(-1))
         recorder.log(0, metrics)

@@ -23,11 +23,14 @@ class Grader:
         rewards: RewardRouter,
         decode: Callable[[Sequence[int]], str],
         environment: Environment | None = None,
+        *,
+        stop_on_errors: bool = True,
     ) -> None:
-        self._config = config
+        """``stop_on_errors`` False: too many errors are left to the watchdog."""
         self._rewards = rewards
         self._decode = decode
         self._environment = environment
+        self._max_error_rate = config.max_error_rate if stop_on_errors else 1.0
 
     async def grade(self, trajectories: Sequence[Trajectory], step: int) -> None:
         """Score what ended in ``step`` and has no score yet; RewardAlarm when too much of it cannot be scored."""
@@ -66,7 +69,7 @@ class Grader:
             for p, text in ((t.prompt, text) for t, text in texts)
         ]
         scores = await self._rewards.score_many(items)
-        check_error_rate(scores, max_error_rate=self._config.max_error_rate)
+        check_error_rate(scores, max_error_rate=self._max_error_rate)
         return scores
 
     def metrics(self, finished: Sequence[Trajectory]) -> dict[str, float]:

@@ -12,7 +12,7 @@ from typing import Any
 
 from megatron_rl.algorithms.settling import Settling
 from megatron_rl.config.derived import effective_window_tokens
-from megatron_rl.config.schema import Config, OldPolicy, RoutingReplay
+from megatron_rl.config.schema import Config, HealthAction, OldPolicy, RoutingReplay
 from megatron_rl.data.slots import SlotPool
 from megatron_rl.data.vision import Vision
 from megatron_rl.rewards.lines.dense import ProcessRewarder, values_after_tokens
@@ -26,11 +26,13 @@ from megatron_rl.step.divergence import KlPenalty
 from megatron_rl.step.evaluation import Evaluator
 from megatron_rl.step.experience import Signals, window_advantages
 from megatron_rl.step.grading import Grader
-from megatron_rl.step.graph import Stage
+from megatron_rl.step.graph import Resource, Stage
 from megatron_rl.step.packing import response_field, window_batch, window_routes, with_routes
+from megatron_rl.step.parity import EngineMismatch, ParityCheck
 from megatron_rl.step.pieces import SINGLE_RESPONSE, ResponseRules
 from megatron_rl.step.state import StepState
 from megatron_rl.step.updates import train_critic, train_policy
+from megatron_rl.step.watchdog import Finding, RollBack, TrainingDied, Watchdog
 from megatron_rl.training.trainer_group import TrainerGroup
 
 
@@ -49,6 +51,8 @@ class Parts:
     process_rewarder: ProcessRewarder
     stop_after: Callable[[int], None]
     """Opens no step after this one."""
+    parity: ParityCheck
+    watchdog: Watchdog
     rules: ResponseRules = SINGLE_RESPONSE
     settling: Settling | None = None
     """With it the critic trains alone until it has settled (value pretraining)."""
@@ -71,10 +75,15 @@ class TrainingLoop:
         self._kl_penalty.load_state(driver.get("kl"))
         if self._parts.settling and driver.get("settling"):
             self._parts.settling.load_state(driver["settling"])
+        if driver.get("watchdog"):
+            self._parts.watchdog.load_state(driver["watchdog"])
 
     def actions(self, graph: Sequence[Stage]) -> dict[str, Callable[[int], Any]]:
         """Stage name -> what to do in a step."""
-        return {stage.name: getattr(self, stage.name) for stage in graph}
+        return {
+            stage.name: self._measured(stage.name) if stage.resource is Resource.trainer else getattr(self, stage.name)
+            for stage in graph
+        }
 
     async def generate(self, step: int) -> None:
         """New tokens of every slot: one window, or full responses."""
@@ -164,6 +173,8 @@ class TrainingLoop:
         if step >= self._critic_warmup_steps:
             result = self._parts.rollout.publish()
             self._states[step].metrics |= {"sync/seconds": result.seconds, "sync/bytes": float(result.num_bytes)}
+            if self._parts.parity.due(step):
+                self._compare_engines(step)
         else:
             self._parts.rollout.wake()
 
@@ -185,13 +196,55 @@ class TrainingLoop:
 
     def checkpoint(self, step: int) -> None:
         """Weights, optimizers, pool and sampler, where it is time for them."""
-        parts = self._parts
+        parts, state = self._parts, self._states[step]
+        policy_trains = step >= self._critic_warmup_steps
+        findings = parts.watchdog.observe(step, state.metrics, policy_trains=policy_trains)
+        state.metrics |= parts.watchdog.metrics()
+        self._act_on(findings)
         if parts.saver.due(step):
             settling = parts.settling.state() if parts.settling else None
-            driver = {"pool": self._states[step].pool_state, "kl": self._kl_penalty.state(), "settling": settling}
+            driver = {
+                "pool": state.pool_state,
+                "kl": self._kl_penalty.state(),
+                "settling": settling,
+                "watchdog": parts.watchdog.state(),
+            }
             parts.saver.save(step, driver, weight_version=parts.rollout.weight_version)
 
     def record(self, step: int) -> None:
         """Metrics, display and report; the step's state is gone."""
         metrics = self._states.pop(step).metrics
         self._parts.recorder.end(step, metrics, num_server_restarts=self._parts.rollout.num_restarts)
+
+    def _measured(self, stage: str) -> Callable[[int], None]:
+        """The stage's action, and then how much memory the ranks used in it."""
+        action = getattr(self, stage)
+
+        def act(step: int) -> None:
+            action(step)
+            peaks = self._parts.group.memory_peaks()
+            self._states[step].metrics |= {
+                f"memory/{stage}_host_gib": peaks.host_gib,
+                f"memory/{stage}_device_gib": peaks.device_gib,
+            }
+
+        return act
+
+    def _compare_engines(self, step: int) -> None:
+        parts = self._parts
+        try:
+            parity = parts.parity.compare()
+        except EngineMismatch as error:
+            self._act_on(parts.watchdog.found("parity", str(error)))
+        else:
+            self._states[step].metrics["mismatch/parity_max"] = parity.max_difference
+
+    def _act_on(self, findings: Sequence[Finding]) -> None:
+        """Warn, or end the run; the severest action wins."""
+        messages = {action: [f.message for f in findings if f.action is action] for action in HealthAction}
+        for message in messages[HealthAction.warn]:
+            self._parts.recorder.console.warning(message)
+        if messages[HealthAction.stop]:
+            raise TrainingDied("; ".join(messages[HealthAction.stop]))
+        if messages[HealthAction.roll_back]:
+            raise RollBack("; ".join(messages[HealthAction.roll_back]), self._parts.pool.position())

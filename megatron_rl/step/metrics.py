@@ -35,6 +35,8 @@ def reward_metrics(finished: Sequence[Trajectory]) -> dict[str, float]:
     """Over finished responses alone; an accuracy where every reward is 0 or 1, as verifiers give them."""
     rewards = [t.reward for t in finished if t.reward is not None]
     metrics = {"reward/num_unscored": float(len(finished) - len(rewards))}
+    if finished:
+        metrics["reward/error_rate"] = metrics["reward/num_unscored"] / len(finished)
     if rewards:
         metrics["reward/mean"] = _mean(rewards)
         if all(reward in (0, 1) for reward in rewards):

@@ -1,7 +1,8 @@
-"""Before training: the same sampled tokens must have the same log-probs in Megatron and in SGLang."""
+"""The same sampled tokens must have the same log-probs in Megatron and in SGLang: before training, and again during it."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,6 +32,46 @@ class Parity:
     num_tokens: int
 
 
+class ParityCheck:
+    """Compares the engines on fresh responses to the first prompts. The servers must hold the trainer's weights."""
+
+    def __init__(
+        self,
+        config: Config,
+        prompts: Sequence[Prompt],
+        *,
+        group: TrainerGroup,
+        rollout: RolloutService,
+        vision: Vision | None,
+        wait_for: Callable[[Coroutine[Any, Any, None]], None],
+    ) -> None:
+        """``wait_for`` runs a coroutine on the asyncio thread to its end."""
+        self._config = config
+        self._prompts = prompts
+        self._group = group
+        self._rollout = rollout
+        self._vision = vision
+        self._wait_for = wait_for
+
+    def due(self, step: int) -> bool:
+        """After every rollout.parity_every_steps steps, if there is a limit."""
+        rollout = self._config.rollout
+        every = rollout.parity_every_steps
+        return bool(rollout.max_logprob_difference and every) and (step + 1) % every == 0
+
+    def compare(self) -> Parity:
+        """On the main thread, collective; the servers are awake before and after. EngineMismatch beyond the limit."""
+        rollout, trajectories = self._rollout, sample_for_parity(self._config, self._prompts)
+        self._wait_for(rollout.generate(trajectories, step=0, window_tokens=_MAX_TOKENS, kind="parity"))
+        rollout.sleep()
+        try:
+            return compare_logprobs(
+                self._config, self._group, trajectories, rollout.differing_weights, self._vision
+            )
+        finally:
+            rollout.wake()
+
+
 def sample_for_parity(config: Config, prompts: Sequence[Prompt]) -> list[Trajectory]:
     """Fresh responses to the first prompts; where there are prompts with images, half of them have images."""
     budget = min(_MAX_TOKENS, config.batch.max_response_tokens)
@@ -41,10 +82,6 @@ def sample_for_parity(config: Config, prompts: Sequence[Prompt]) -> list[Traject
     return [
         Trajectory(id=i, prompt=p, group_id=i, sample_index=0, max_response_tokens=budget) for i, p in enumerate(chosen)
     ]
-
-
-async def generate_for_parity(rollout: RolloutService, trajectories: Sequence[Trajectory]) -> None:
-    await rollout.generate(trajectories, step=0, window_tokens=_MAX_TOKENS, kind="parity")
 
 
 def compare_logprobs(
@@ -102,5 +139,6 @@ def _what_to_check(differing: list[str]) -> str:
         )
     return (
         "The weights are equal, so the forward passes differ. Check the servers' --dtype against policy.dtype, rope scaling "
-        "and attention backend, or raise the threshold for bfloat16 (differences of a few 0.01 are usual)"
+        "and attention backend, top_p and top_k (log-probs are taken before them), or raise the threshold for bfloat16 "
+        "(differences of a few 0.01 are usual)"
     )

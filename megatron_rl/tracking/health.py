@@ -60,6 +60,13 @@ def _incident_checks(run: RunRecord) -> list[Check]:
         words = f"{count} responses in {int((unscored > 0).sum())} steps" if count else "in all steps"
         checks.append(Check("Responses without a score" if count else "Every response scored",
                             "look" if count else "good", words))
+    findings = run.finite("health/num_findings")
+    if len(findings):
+        count = int(findings.max())
+        signs = run.finite("health/num_signs")
+        words = f"{count} times; signs in {int((signs > 0).sum())} steps" if count else ""
+        checks.append(Check("Signs that training has died" if count else "No sign that training has died",
+                            "look" if count else "good", words))
     restarts = run.finite("rollout/num_server_restarts")
     if len(restarts):
         count = int(restarts.max())

@@ -28,6 +28,7 @@ from megatron_rl.training.batching import Plan, padded_share, plan_microbatches,
 from megatron_rl.training.engine import Engine, UpdateResult
 from megatron_rl.training.export import WeightExport, free_cached_memory, whole
 from megatron_rl.training.flops import flops_cost
+from megatron_rl.training.memory import MemoryPeaks, take_memory_peaks
 from megatron_rl.weights.buckets import walk_to_end
 
 
@@ -54,6 +55,8 @@ class Notice(Enum):
     heartbeat = "heartbeat"
     free_memory = "free_memory"
     """Give unused device memory back."""
+    report_memory = "report_memory"
+    """Say how much memory was used since the last report."""
     stop = "stop"
 
 
@@ -90,9 +93,13 @@ class Worker:
             collectives.gather_tensors(result, what=f"the results of the {command}")
         return True
 
-    def heed(self, notice: Notice) -> None:
+    def heed(self, notice: Notice) -> list[Tensor | None]:
+        """Do as told; the driver gets what the ranks report, by rank."""
         if notice is Notice.free_memory:
             free_cached_memory()
+        elif notice is Notice.report_memory:
+            return collectives.gather_tensors(take_memory_peaks(), what="the ranks' memory")
+        return []
 
     def execute(self, command: Command, microbatches: list[PackedBatch]) -> Any:
         """This rank's part of ``command``."""
@@ -224,6 +231,10 @@ class TrainerGroup:
         """Every rank gives unused device memory back."""
         self._tell(Notice.free_memory)
 
+    def memory_peaks(self) -> MemoryPeaks:
+        """The largest of all ranks since the last call."""
+        return MemoryPeaks.largest(self._tell(Notice.report_memory))
+
     def stop(self) -> None:
         """Let the other ranks leave ``Worker.serve``."""
         self._tell(Notice.stop)
@@ -285,9 +296,9 @@ class TrainerGroup:
             return collectives.gather_tensors(result, what=f"the results of the {command}")
         return result
 
-    def _tell(self, notice: Notice) -> None:
+    def _tell(self, notice: Notice) -> list[Tensor | None]:
         collectives.broadcast_object(notice, what=notice.value)
-        self._worker.heed(notice)
+        return self._worker.heed(notice)
 
 
 def _logprobs(

@@ -115,6 +115,7 @@ def finished_run(folder):
         "run.num_steps=5",
         "run.save_every_steps=2",
         "eval.every_steps=2",
+        "rollout.parity_every_steps=3",
     )
     try:
         wait_until(lambda: read_metrics(output_dir / "metrics.jsonl"), process, "the evaluation before training")
@@ -149,6 +150,16 @@ def test_a_run_survives_the_death_of_its_server_and_loses_no_token(finished_run)
 
 def test_megatron_and_sglang_are_compared_before_training(finished_run):
     assert "Megatron and SGLang agree on" in finished_run[1]
+
+
+def test_the_engines_are_compared_again_during_the_run_and_memory_is_measured_by_stage(finished_run):
+    output_dir, _ = finished_run
+    steps = {row.step: row.metrics for row in read_metrics(output_dir / "metrics.jsonl")}
+    compared = {step for step, metrics in steps.items() if "mismatch/parity_max" in metrics}
+    assert compared == {3} and steps[3]["mismatch/parity_max"] < 1e-4
+    for stage in ("old_logprobs", "values", "update_policy", "publish", "update_critic", "checkpoint"):
+        assert 0.05 < steps[4][f"memory/{stage}_host_gib"] < 20
+    assert 0 < steps[4]["memory/host_used_share"] < 1
 
 
 def test_the_critic_learns_while_the_next_window_is_generated(finished_run):

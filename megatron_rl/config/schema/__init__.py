@@ -29,6 +29,7 @@ from megatron_rl.config.schema.commands import (
     SftConfig,
 )
 from megatron_rl.config.schema.data import CurriculumPhase, DataConfig, DuplicateIds
+from megatron_rl.config.schema.health import HealthAction, HealthConfig
 from megatron_rl.config.schema.models import (
     CriticConfig,
     Dispatcher,
@@ -74,6 +75,8 @@ __all__ = [
     "FireLoss",
     "Fp8",
     "GroupedGemm",
+    "HealthAction",
+    "HealthConfig",
     "Init",
     "KlConfig",
     "KlPlace",

@@ -75,9 +75,9 @@ class RolloutConfig:
     temperature: float = above(0, default=1.0)
     """Sampling temperature of training responses; the trainer's log-probs are taken at the same one."""
     top_p: float = positive_share(default=1.0)
-    """Sample among the likeliest tokens that together have this probability; 1 means among all, as training needs it."""
+    """Sample among the likeliest tokens that together have this probability; 1 means among all."""
     top_k: int = bounded("-1 (off) or at least 1", lambda value: value == -1 or value >= 1, default=-1)
-    """Sample among this many likeliest tokens; -1 means among all, as training needs it."""
+    """Sample among this many likeliest tokens; -1 means among all."""
     deterministic: bool = True
     """Seed every sample on its own, so that a resumed run samples the same tokens."""
     stop_token_ids: list[int] = field(default_factory=list, metadata=items_at_least(0))
@@ -105,5 +105,7 @@ class RolloutConfig:
     """Largest difference between Megatron's and SGLang's log-probs that lets a run start; 0 skips the check."""
     num_parity_prompts: int = at_least(1, default=16)
     """Prompts whose responses are compared in that check."""
+    parity_every_steps: int = at_least(0, default=100)
+    """Compare again after every so many steps (health.parity says what a difference does); 0 means only before the first."""
     server_args: dict[str, Any] = field(default_factory=dict)
     """More SGLang server options, as flag name without dashes: value (true for a bare flag)."""

@@ -11,6 +11,7 @@ from megatron_rl.config.schema.commands import (
     SftConfig,
 )
 from megatron_rl.config.schema.data import DataConfig
+from megatron_rl.config.schema.health import HealthConfig
 from megatron_rl.config.schema.models import CriticConfig, PolicyConfig, ReferenceConfig
 from megatron_rl.config.schema.parallel import ParallelConfig
 from megatron_rl.config.schema.rewards import EnvironmentConfig, RewardConfig
@@ -37,6 +38,7 @@ class Config:
     reward: RewardConfig = field(default_factory=RewardConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
+    health: HealthConfig = field(default_factory=HealthConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
     sft: SftConfig = field(default_factory=SftConfig)
     critic_pretrain: CriticPretrainConfig = field(default_factory=CriticPretrainConfig)

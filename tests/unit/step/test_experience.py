@@ -213,7 +213,8 @@ def test_metrics_are_split_by_finished_and_unfinished_and_rewards_are_of_finishe
     metrics = advantage_metrics(batch, found)
     assert (metrics["advantage/finished_tokens"], metrics["advantage/unfinished_tokens"]) == (2, 4)
     assert metrics["advantage/finished_mean"] == pytest.approx((0.475 + 0.5) / 2)
-    assert reward_metrics([group[1]]) == {"reward/num_unscored": 0, "reward/mean": 1, "reward/accuracy": 1}
+    expected = {"reward/num_unscored": 0, "reward/error_rate": 0, "reward/mean": 1, "reward/accuracy": 1}
+    assert reward_metrics([group[1]]) == expected
     judged = trajectory([2], stopped=True, score=Score(0.7))
     assert reward_metrics([judged]) == {"reward/num_unscored": 0, "reward/mean": 0.7}
     assert rollout_metrics(group, step=0)["rollout/finished_share"] == 0.5

@@ -6,12 +6,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_rl.config.schema import Config
+from megatron_rl.config.schema import Config, HealthAction, HealthConfig
 from megatron_rl.data.batch import PackedBatch, cu_seqlens_of
 from megatron_rl.data.trajectory import Prompt, Score, Segment, Trajectory
 from megatron_rl.step.grading import Grader
 from megatron_rl.step.loop import Parts, TrainingLoop
+from megatron_rl.step.parity import EngineMismatch, Parity
 from megatron_rl.step.state import StepState
+from megatron_rl.step.watchdog import RollBack, TrainingDied, Watchdog
 from megatron_rl.training.engine import UpdateResult
 
 
@@ -30,7 +32,7 @@ def make_loop(group, rewards=None, warmup_steps=0, minibatch_size=2):
     config = Config()
     config.critic.warmup_steps = warmup_steps
     config.batch.policy_minibatch_size = config.batch.critic_minibatch_size = minibatch_size
-    unused = dict.fromkeys(("pool", "collector", "rollout", "evaluator", "recorder", "saver"))
+    unused = dict.fromkeys(("pool", "collector", "rollout", "evaluator", "recorder", "saver", "parity", "watchdog"))
     grader = Grader(config.reward, rewards, str)
     return TrainingLoop(
         config, Parts(group=group, grader=grader, process_rewarder=None, stop_after=lambda step: None, **unused)
@@ -114,3 +116,70 @@ def test_only_finished_responses_are_scored_and_too_many_failures_stop_the_run()
     with pytest.raises(RuntimeError, match="could not be scored"):
         asyncio.run(loop.score(0))
     assert [(i.response, i.answer) for i in asked[0]] == [("[5]", "2")] and going_on.score is None
+
+
+def make_watched_loop(action, *, compare=None):
+    """A loop whose policy's gradient is zero in every step, and what it said, saved and compared."""
+    health = HealthConfig(patience_steps=2, gradient=action, parity=action)
+    seen = SimpleNamespace(warnings=[], saved=[])
+    console = SimpleNamespace(warning=seen.warnings.append)
+    saver = SimpleNamespace(due=lambda step: True, save=lambda step, driver, **rest: seen.saved.append(driver))
+    rollout = SimpleNamespace(weight_version=1, publish=lambda: SimpleNamespace(seconds=0.1, num_bytes=8))
+    parts = Parts(
+        group=RecordingGroup(),
+        pool=SimpleNamespace(position=lambda: {"next_id": 7}),
+        collector=None,
+        rollout=rollout,
+        grader=None,
+        evaluator=None,
+        recorder=SimpleNamespace(console=console),
+        saver=saver,
+        process_rewarder=None,
+        stop_after=lambda step: None,
+        parity=SimpleNamespace(due=lambda step: compare is not None, compare=compare),
+        watchdog=Watchdog(health),
+    )
+    loop = TrainingLoop(Config(), parts)
+    for step in range(4):
+        loop._states[step] = state_of(policy_batch=batch_of([[1]]))
+        loop._states[step].metrics |= {"policy/num_updates": 1.0, "policy/grad_norm": 0.0}
+    return loop, seen
+
+
+def test_a_dead_policy_is_warned_of_and_its_watchdog_is_in_the_checkpoint():
+    loop, seen = make_watched_loop(HealthAction.warn)
+    for step in range(4):
+        loop.checkpoint(step)
+    assert len(seen.warnings) == 2 and "the gradient of the policy is zero" in seen.warnings[0]
+    assert loop._states[3].metrics["health/num_signs"] == 1
+    assert [driver["watchdog"]["num_steps"]["gradient"] for driver in seen.saved] == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(("action", "raised"), [(HealthAction.stop, TrainingDied), (HealthAction.roll_back, RollBack)])
+def test_a_dead_policy_that_ends_the_run_is_not_saved(action, raised):
+    loop, seen = make_watched_loop(action)
+    loop.checkpoint(0)
+    with pytest.raises(raised, match="the gradient of the policy is zero") as caught:
+        loop.checkpoint(1)
+    assert len(seen.saved) == 1 and not seen.warnings
+    assert raised is TrainingDied or caught.value.position == {"next_id": 7}
+
+
+@pytest.mark.parametrize("action", [HealthAction.ignore, HealthAction.warn, HealthAction.stop])
+def test_a_comparison_that_fails_during_the_run_does_what_the_configuration_says(action):
+    def differ():
+        raise EngineMismatch("they differ")
+
+    loop, seen = make_watched_loop(action, compare=differ)
+    if action is HealthAction.stop:
+        with pytest.raises(TrainingDied, match="they differ"):
+            loop.publish(0)
+    else:
+        loop.publish(0)
+        assert seen.warnings == (["they differ"] if action is HealthAction.warn else [])
+
+
+def test_engines_that_agree_during_the_run_leave_their_difference_in_the_metrics():
+    loop, _ = make_watched_loop(HealthAction.stop, compare=lambda: Parity(1e-6, 40))
+    loop.publish(0)
+    assert loop._states[0].metrics["mismatch/parity_max"] == 1e-6

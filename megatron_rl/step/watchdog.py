@@ -1,0 +1,196 @@
+"""Says when training has died: collapsed entropy or reward, zero or non-finite gradients, a growing mismatch.
+
+Pure: it reads the metrics of each step, once, in order, and keeps what it remembers in ``state`` (part of a
+checkpoint, so that a resumed run warns in the same steps). What to do is the configuration's choice (``health.*``).
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_rl.config.schema import HealthAction, HealthConfig
+from megatron_rl.errors import UserError
+
+_AT_ONCE = ("reward_errors",)
+_NO_GRADIENT = 1e-10
+"""Gradient norms of models that learn are larger by many orders; float32 rounding of a dead one need not be exactly 0."""
+_NUM_STANDARD_ERRORS = 6.0
+"""The best of many noisy means lies some three standard errors too high, the worst as far too low."""
+
+
+class TrainingDied(UserError):
+    """A sign whose action is to stop the run."""
+
+
+class RollBack(Exception):
+    """A sign whose action is to return to the last good checkpoint."""
+
+    def __init__(self, message: str, position: dict[str, Any]) -> None:
+        """``position``: where the prompts go on (``SlotPool.position``)."""
+        super().__init__(message)
+        self.position = position
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A sign that has held long enough to act on."""
+
+    sign: str
+    """The key of ``HealthConfig`` that has its action."""
+    action: HealthAction
+    message: str
+    """What was seen, since when, and what usually helps."""
+
+
+class Watchdog:
+    """``observe`` every step; ``healthy`` tells whether the last step showed no sign at all."""
+
+    def __init__(self, config: HealthConfig, *, max_error_rate: float = 1.0) -> None:
+        self._config = config
+        self._max_error_rate = max_error_rate
+        self._num_steps: dict[str, int] = {}
+        """By sign: steps in a row that have shown it."""
+        self._rewards = _Rewards(config.patience_steps)
+        self._num_findings = 0
+        self.num_rollbacks = 0
+
+    @property
+    def healthy(self) -> bool:
+        """No sign in the last step: a checkpoint of this moment is a good one."""
+        return not self._num_steps
+
+    def observe(self, step: int, metrics: Mapping[str, float], *, policy_trains: bool = True) -> list[Finding]:
+        """What is to be acted on after ``step`` (from 0); ``policy_trains`` False: the policy rests in this step."""
+        seen = dict(self._signs(metrics, policy_trains))
+        self._num_steps = {sign: self._num_steps.get(sign, 0) + 1 for sign in seen}
+        findings = []
+        for sign, words in seen.items():
+            patience = 1 if sign in _AT_ONCE else self._config.patience_steps
+            held = self._num_steps[sign]
+            if held % patience == 0:
+                since = f"step {step + 1}" if held == 1 else f"steps {step + 2 - held} to {step + 1}"
+                findings += self.found(sign, f"{since}: {words}")
+        return findings
+
+    def found(self, sign: str, message: str) -> list[Finding]:
+        """A sign that somebody else has seen; counted, and empty if it is to be ignored."""
+        self._num_findings += 1
+        action: HealthAction = getattr(self._config, sign)
+        return [] if action is HealthAction.ignore else [Finding(sign, action, message)]
+
+    def metrics(self) -> dict[str, float]:
+        """Signs of the last step; findings and returns to an earlier checkpoint of the whole run."""
+        return {
+            "health/num_signs": float(len(self._num_steps)),
+            "health/num_findings": float(self._num_findings),
+            "health/num_rollbacks": float(self.num_rollbacks),
+        }
+
+    def state(self) -> dict[str, Any]:
+        """JSON-ready."""
+        return {
+            "num_steps": self._num_steps,
+            "num_findings": self._num_findings,
+            "num_rollbacks": self.num_rollbacks,
+            "rewards": self._rewards.state(),
+        }
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        self._num_steps = dict(state["num_steps"])
+        self._num_findings, self.num_rollbacks = state["num_findings"], state["num_rollbacks"]
+        self._rewards.load_state(state["rewards"])
+
+    def _signs(self, metrics: Mapping[str, float], policy_trains: bool) -> Iterator[tuple[str, str]]:
+        config = self._config
+        entropy = metrics.get("policy/entropy", math.inf)
+        if entropy < config.min_entropy:
+            yield "entropy", (
+                f"the policy's entropy is {entropy:.1e} nats per token, below health.min_entropy={config.min_entropy:g}: "
+                "it hardly samples any more. Lower policy.optimizer.lr, raise algorithm.entropy_coef or clip_high"
+            )
+        reward = _first(metrics, ("dynamic_sampling/reward_mean", "reward/accuracy", "reward/mean"))
+        if reward is not None and (fall := self._rewards.fall(reward, config.max_reward_drop)):
+            yield "reward_drop", (
+                f"the mean reward fell from {fall[0]:.3g} to {fall[1]:.3g}. Lower policy.optimizer.lr, or return to an "
+                "earlier checkpoint"
+            )
+        gradient = next(_gradient_words(metrics, policy_trains), None)
+        if gradient:
+            yield "gradient", gradient
+        mismatch = metrics.get("mismatch/k3", 0.0)
+        if config.max_mismatch and not mismatch <= config.max_mismatch:
+            yield "mismatch", (
+                f"trainer and servers disagree: mismatch/k3 is {mismatch:.2g} nats per token, more than "
+                f"health.max_mismatch={config.max_mismatch:g}. Compare their dtypes and kernels, use "
+                "algorithm.correction, or policy.moe.routing_replay with experts"
+            )
+        if metrics.get("reward/error_rate", 0.0) > self._max_error_rate:
+            yield "reward_errors", (
+                f"{metrics['reward/error_rate']:.1%} of the responses could not be scored, more than "
+                f"reward.max_error_rate={self._max_error_rate:g}. The reward's log says why"
+            )
+
+
+def _gradient_words(metrics: Mapping[str, float], policy_trains: bool) -> Iterator[str]:
+    for model in ("policy", "critic"):
+        num_updates, num_skipped = metrics.get(f"{model}/num_updates"), metrics.get(f"{model}/num_skipped", 0.0)
+        if num_skipped:
+            yield (
+                f"{num_skipped:.0f} of {num_skipped + (num_updates or 0):.0f} updates of the {model} were skipped, their "
+                f"gradients were not finite. Lower {model}.optimizer.lr, or look for an overflow in {model}.dtype"
+            )
+        elif num_updates and metrics.get(f"{model}/grad_norm", math.inf) < _NO_GRADIENT:
+            yield (
+                f"the gradient of the {model} is zero: it learns nothing. All rewards or advantages are equal, or the "
+                f"{model} has collapsed; return to an earlier checkpoint with a lower {model}.optimizer.lr"
+            )
+    if policy_trains and not metrics.get("policy/num_updates") and not metrics.get("policy/num_skipped"):
+        yield (
+            "the policy had no token to train on: every response is masked, unscored or rejected. Look at the rewards' "
+            "errors, algorithm.correction and algorithm.overlong"
+        )
+
+
+class _Rewards:
+    """The mean reward over the last ``span`` steps, against the best that such a mean has been."""
+
+    def __init__(self, span: int) -> None:
+        self._span = span
+        self._recent: list[float] = []
+        self._best = -math.inf
+        self._num_changes = 0
+        self._squared_changes = 0.0
+
+    def fall(self, reward: float, max_drop: float) -> tuple[float, float] | None:
+        """(best, now) if the mean that ends with ``reward`` has fallen too far; then the best stays what it was."""
+        if not math.isfinite(reward):
+            return None
+        change = reward - self._recent[-1] if self._recent else 0.0
+        self._recent = [*self._recent, reward][-self._span :]
+        now, best = sum(self._recent) / len(self._recent), self._best
+        # A change between two steps has twice the variance of a step, a mean of ``span`` steps one span-th of it.
+        noise = math.sqrt(self._squared_changes / max(self._num_changes, 1) / 2 / self._span)
+        enough = best > -math.inf and self._num_changes >= 2 * self._span
+        drop = max(max_drop * abs(best), _NUM_STANDARD_ERRORS * noise) if enough else math.inf
+        if 0 < best - now >= drop:
+            return best, now
+        # Noise and best are taken only while nothing has fallen, so that a fall does not hide itself.
+        self._num_changes += 1
+        self._squared_changes += change * change
+        if len(self._recent) == self._span:
+            self._best = max(best, now)
+        return None
+
+    def state(self) -> dict[str, Any]:
+        best = self._best if self._best > -math.inf else None
+        return {"recent": self._recent, "best": best, "changes": [self._num_changes, self._squared_changes]}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        self._recent = list(state["recent"])
+        self._best = -math.inf if state["best"] is None else state["best"]
+        self._num_changes, self._squared_changes = state["changes"]
+
+
+def _first(metrics: Mapping[str, float], names: tuple[str, ...]) -> float | None:
+    return next((metrics[name] for name in names if name in metrics), None)
