@@ -139,6 +139,5 @@ def _what_to_check(differing: list[str]) -> str:
         )
     return (
         "The weights are equal, so the forward passes differ. Check the servers' --dtype against policy.dtype, rope scaling "
-        "and attention backend, top_p and top_k (log-probs are taken before them), or raise the threshold for bfloat16 "
-        "(differences of a few 0.01 are usual)"
+        "and attention backend, or raise the threshold for bfloat16 (differences of a few 0.01 are usual)"
     )

@@ -5,9 +5,20 @@ from operator import attrgetter
 
 from megatron_rl.algorithms import register
 from megatron_rl.config.derived import effective_window_tokens, needs_critic, num_responses_per_step
-from megatron_rl.config.schema import AlgorithmConfig, Config, CorrectionConfig, KlPlace, Mode, OldPolicy, Overlong
+from megatron_rl.config.schema import (
+    AlgorithmConfig,
+    Config,
+    CorrectionConfig,
+    KlPlace,
+    Mode,
+    OldPolicy,
+    Overlong,
+    RolloutConfig,
+)
 from megatron_rl.system.plugins import PluginError, parameters
 
+_SPECULATION_THRESHOLDS = ("speculative-accept-threshold-single", "speculative-accept-threshold-acc")
+"""SGLang accepts drafted tokens with more than their probability where these are below 1."""
 
 def unknown_pieces(algorithm: AlgorithmConfig) -> Iterator[str]:
     """Names that no piece has, paths that do not import, options that a piece does not take."""
@@ -28,6 +39,7 @@ def problems(config: Config) -> Iterator[str]:
     yield from _kl(config.algorithm, num_responses_per_step(config))
     yield from _without_critic(config)
     yield from _dialogue(config)
+    yield from _whole_distribution(config.rollout)
 
 
 def _windows(config: Config) -> Iterator[str]:
@@ -162,3 +174,22 @@ def _dialogue(config: Config) -> Iterator[str]:
         yield "reward.process.path: rewards of lines are for single responses; leave environment.name empty"
     if config.reward.require_think:
         yield "reward.require_think: turns of a dialogue are graded as they stand; set false"
+
+
+def _whole_distribution(rollout: RolloutConfig) -> Iterator[str]:
+    """Training responses come from the distribution whose log-probs the trainer computes: that over all tokens.
+
+    A truncated sampler draws from another one, and neither side's log-probs would show the difference.
+    """
+    why = "The trainer's log-probs are over all tokens, so a truncated sampler would make every ratio wrong unseen"
+    for key, value, off in (("top_p", rollout.top_p, 1), ("top_k", rollout.top_k, -1)):
+        if value != off:
+            yield (
+                f"rollout.{key}: responses that train are sampled among all tokens, set {off}, got {value}. {why}; "
+                f"evaluations may truncate: eval.{key}"
+            )
+    for name, value in rollout.server_args.items():
+        flag = name.lstrip("-").replace("_", "-")
+        exact = flag in _SPECULATION_THRESHOLDS and value in (1, 1.0, "1", "1.0")
+        if flag == "preferred-sampling-params" or (flag in _SPECULATION_THRESHOLDS and not exact):
+            yield f"rollout.server_args.{name}: it changes what tokens are sampled from; leave it out. {why}"

@@ -75,9 +75,9 @@ class RolloutConfig:
     temperature: float = above(0, default=1.0)
     """Sampling temperature of training responses; the trainer's log-probs are taken at the same one."""
     top_p: float = positive_share(default=1.0)
-    """Sample among the likeliest tokens that together have this probability; 1 means among all."""
+    """Sample among the likeliest tokens that together have this probability; 1 means among all, as training needs it."""
     top_k: int = bounded("-1 (off) or at least 1", lambda value: value == -1 or value >= 1, default=-1)
-    """Sample among this many likeliest tokens; -1 means among all."""
+    """Sample among this many likeliest tokens; -1 means among all, as training needs it."""
     deterministic: bool = True
     """Seed every sample on its own, so that a resumed run samples the same tokens."""
     stop_token_ids: list[int] = field(default_factory=list, metadata=items_at_least(0))

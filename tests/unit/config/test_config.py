@@ -255,6 +255,10 @@ def test_a_later_recipe_overrides_an_earlier_one_and_may_choose_the_preset(recip
         (["preset=grpo", "critic.warmup_steps=5"], "critic.warmup_steps.*no critic"),
         (["algorithm.normalize_by_role=true"], "normalize_by_role.*environment"),
         (["rollout.over_sampling=0.5"], "over_sampling"),
+        (["rollout.top_p=0.7"], r"rollout.top_p.*set 1, got 0.7.*log-probs are over all tokens.*eval.top_p"),
+        (["rollout.top_k=50"], r"rollout.top_k.*set -1, got 50.*eval.top_k"),
+        (['rollout.server_args={preferred_sampling_params: \'{"min_p": 0.1}\'}'], "preferred_sampling_params.*sampled from"),
+        (["rollout.server_args={--speculative-accept-threshold-acc: 0.9}"], "threshold-acc.*sampled from"),
     ],
 )
 def test_pieces_that_exclude_each_other_are_refused_with_the_reason(recipe, overrides, words):
