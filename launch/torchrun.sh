@@ -4,7 +4,8 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source launch/env.sh
-exec "$VENV/bin/python" -m torch.distributed.run \
+# torchrun, but a stop signal is the driver's, which saves and leaves: torchrun itself would kill the ranks 30 s later.
+exec "$VENV/bin/python" -m megatron_rl.system.torchrun \
     --nnodes "${NUM_NODES:-1}" --node-rank "${NODE_RANK:-0}" --nproc-per-node "${RANKS_PER_NODE:-$DEFAULT_RANKS_PER_NODE}" \
     --master-addr "${MASTER_ADDR:-127.0.0.1}" --master-port "${MASTER_PORT:-29500}" \
     --module megatron_rl.cli "$@"

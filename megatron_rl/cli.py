@@ -1,4 +1,7 @@
-"""`megatron-rl <command>`. Arguments in, exit status out: 0 done, 1 failed, 2 the user's mistake, 130 interrupted."""
+"""`megatron-rl <command>`. Arguments in, exit status out.
+
+0 done, 1 failed, 2 the user's mistake, 75 stopped by a signal and to be continued, 130 interrupted.
+"""
 
 import argparse
 import os
@@ -9,6 +12,7 @@ from importlib import import_module
 
 from megatron_rl.commands import COMMANDS
 from megatron_rl.errors import UserError
+from megatron_rl.system.signals import INTERRUPTED, STOPPED, StopRequested
 from megatron_rl.system.terminal import say
 
 
@@ -23,10 +27,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (UserError, OSError) as error:
         say(f"error: {error}")
         return 2
+    except StopRequested as stop:
+        if os.environ.get("RANK", "0") == "0":
+            say(f"stopped: {stop}; run.resume=auto goes on from the newest checkpoint (exit status {STOPPED})")
+        return STOPPED
     except KeyboardInterrupt:
         if "RANK" not in os.environ:
             say("interrupted: everything this run started has been stopped")
-        return 130
+        return INTERRUPTED
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:

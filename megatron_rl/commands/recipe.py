@@ -9,6 +9,7 @@ from megatron_rl.config.checks import check_config
 from megatron_rl.config.load import load_config
 from megatron_rl.config.schema import Config
 from megatron_rl.errors import ConfigError
+from megatron_rl.system.signals import StopRequested, stopped_by_signals
 
 _CHECKED = "MEGATRON_RL_INPUTS_ARE_CHECKED"
 """Set for the ranks by the process that has read all data files before it started them."""
@@ -38,9 +39,28 @@ def run_on_ranks(
 ) -> int:
     """Check the recipe, then do ``work`` on every rank; where no launcher has made them, torchrun is started for them.
 
+    ``writes_output_dir``: it is a run with checkpoints, which goes on later when a signal stops it.
     ``check_inputs`` looks at everything outside the recipe that a run would trip over later. It is called once, by the
     process that the user started or by rank 0 of an outer launcher.
     """
+    try:
+        with stopped_by_signals():
+            return _run_on_ranks(command, arguments, check_inputs, work, goes_on=writes_output_dir)
+    except StopRequested as stop:
+        if writes_output_dir:
+            raise
+        # Nothing of it can be continued, so a scheduler that tries again would do so forever.
+        raise KeyboardInterrupt from stop
+
+
+def _run_on_ranks(
+    command: str,
+    arguments: argparse.Namespace,
+    check_inputs: Callable[[Config], None],
+    work: Callable[[Config], None],
+    *,
+    goes_on: bool,
+) -> int:
     config = load_config(arguments.config, arguments.overrides)
     is_rank = "RANK" in os.environ
     world_size = int(os.environ["WORLD_SIZE"]) if is_rank else None
@@ -53,7 +73,7 @@ def run_on_ranks(
 
         print_plan(config, command=command, world_size=world_size or config.parallel.num_ranks or 1)
         return 0
-    if writes_output_dir:
+    if goes_on:
         from megatron_rl.run.output import check_output_dir
 
         check_output_dir(config)

@@ -6,7 +6,7 @@ is lost or doubled.
 """
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 from megatron_rl.data.sampler import PromptSampler
@@ -68,11 +68,12 @@ class SlotPool:
 
     def state(self) -> dict[str, Any]:
         """JSON-ready; contains mid-response trajectories whole."""
-        return {
-            "slots": [t.to_dict() for t in self._slots],
-            "fresh": [t.to_dict() for t in self._fresh],
-            **self.position(),
-        }
+        return self.snapshot()()
+
+    def snapshot(self) -> Callable[[], dict[str, Any]]:
+        """What gives the ``state`` of this moment later on. Cheap: tokens are shared, so it may be taken every step."""
+        slots, fresh, rest = [t.copy() for t in self._slots], [t.copy() for t in self._fresh], self.position()
+        return lambda: {"slots": [t.to_dict() for t in slots], "fresh": [t.to_dict() for t in fresh], **rest}
 
     def position(self) -> dict[str, Any]:
         """The part of ``state`` that says which prompts and ids come next."""

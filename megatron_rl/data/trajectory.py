@@ -259,6 +259,11 @@ class Trajectory:
         lengths = [len(segment.token_ids) for segment in self.segments]
         return np.repeat(np.array(flags, dtype=bool), np.array(lengths, dtype=np.int64))
 
+    def copy(self) -> Self:
+        """As it is now, whatever happens to this one; what cannot change is shared."""
+        lists = {name: list(getattr(self, name)) for name in ("segments", "old_values", "token_rewards")}
+        return replace(self, **lists, turn_grades=dict(self.turn_grades), turn_scores=dict(self.turn_scores))
+
     def to_dict(self) -> dict[str, Any]:
         """A JSON-ready copy, for checkpoints."""
         state = asdict(replace(self, routes=None))

@@ -28,6 +28,8 @@ class Saver:
         self._config = config
         self._group = group
         self._folder = Path(config.run.output_dir) / "checkpoints"
+        self.newest_step = -1
+        """Of the checkpoints that this process has written."""
 
     def due(self, step: int) -> bool:
         """After every run.save_every_steps steps and after the last one."""
@@ -42,6 +44,7 @@ class Saver:
         state = {"num_steps_done": step + 1, "weight_version": weight_version, **driver}
         write_whole(target / "driver.json", json.dumps(state))
         write_whole(self._folder / "latest.json", json.dumps({"folder": target.name}))
+        self.newest_step = step
         self._remove_old()
 
     def load(self) -> dict[str, Any]:

@@ -33,6 +33,7 @@ from megatron_rl.step.pieces import ResponseRules
 from megatron_rl.step.runner import StageRunner
 from megatron_rl.step.stages import graph_of
 from megatron_rl.step.watchdog import Watchdog
+from megatron_rl.system.signals import StopRequested, StopSignals
 from megatron_rl.training.engines import rl_engines
 from megatron_rl.training.ranks import trainer_ranks
 from megatron_rl.training.trainer_group import TrainerGroup
@@ -42,9 +43,10 @@ _STALL_MARGIN_S = 60.0
 
 def train(config: Config) -> None:
     """T-PPO or PPO, as the configuration says; leaves metrics, report, checkpoint and the policy in run.output_dir."""
-    with trainer_ranks(config, rl_engines(config)) as group:
+    signals = StopSignals(config.run.stop_grace_s)
+    with trainer_ranks(config, rl_engines(config), signals) as group:
         if group is not None:
-            summary = _drive(config, group, freeze_policy=False)
+            summary = _drive(config, group, signals, freeze_policy=False)
     if group is not None:
         print_summary(config.run.output_dir, summary)
 
@@ -64,14 +66,15 @@ def critic_pretrain(config: Config) -> None:
         schedule=replace(config.schedule, mode=Mode.sync),
         eval=replace(config.eval, every_steps=0, stop_at_accuracy=0.0),
     )
-    with trainer_ranks(config, rl_engines(config, freeze_policy=True)) as group:
+    signals = StopSignals(config.run.stop_grace_s)
+    with trainer_ranks(config, rl_engines(config, freeze_policy=True), signals) as group:
         if group is not None:
-            _drive(config, group, freeze_policy=True)
+            _drive(config, group, signals, freeze_policy=True)
             group.save_hf("critic", pretrain.output_path)
 
 
-def _drive(config: Config, group: TrainerGroup, *, freeze_policy: bool) -> Summary:
-    """The driver's part of a run, from the claimed folder to the summary."""
+def _drive(config: Config, group: TrainerGroup, signals: StopSignals, *, freeze_policy: bool) -> Summary:
+    """The driver's part of a run, from the claimed folder to the summary; StopRequested if a signal ended it."""
     with ExitStack() as stack:
         folder = stack.enter_context(claimed_output_dir(config))
         inputs = make_inputs(config)
@@ -90,6 +93,7 @@ def _drive(config: Config, group: TrainerGroup, *, freeze_policy: bool) -> Summa
             stall_timeout_s=_stall_timeout_s(config),
             on_span=recorder.stage_done,
             heartbeat=group.heartbeat,
+            stop_requested=lambda: signals.requested,
         )
         recorder.running = runner.running
         for text in (*group.notes, describe_prompts(inputs.train_set)):
@@ -104,9 +108,13 @@ def _drive(config: Config, group: TrainerGroup, *, freeze_policy: bool) -> Summa
         loop.load_state(restored)
         _before_first_step(config, parts, runner, first_step)
         recorder.start_clock()
-        runner.run(loop.actions(graph), first_step, config.run.num_steps - 1)
+        with signals.deferred(runner.wake):
+            runner.run(loop.actions(graph), first_step, config.run.num_steps - 1)
+            num_steps_done = loop.close_stopped() if signals.requested else config.run.num_steps
         summary = summarize(config, recorder)
         write_summary(folder, summary)
+        if signals.requested:
+            raise StopRequested(f"{signals.requested} after step {num_steps_done} of {config.run.num_steps}")
         if not freeze_policy:
             group.save_hf("policy", str(folder / "policy"))
     return summary

@@ -149,6 +149,18 @@ class Frontier:
         """Open no step after ``step``; an already open later step still runs to its end."""
         self._last_step = min(self._last_step, max(step, self._newest))
 
+    def wind_up(self, lasting: Collection[str]) -> None:
+        """Open nothing more, and drop what the newest consistent state does not need.
+
+        ``lasting`` are products of which there is one. A step that has begun to make them goes on until it has made them
+        all; of what it makes besides, and of the steps that have not begun to, nothing more is started.
+        """
+        self._last_step = self._newest
+        waiting = set(self._open)
+        makes_them = [stage for stage in self._graph if not set(lasting).isdisjoint(stage.products)]
+        begun = {run.step for run in self._open if any(StageRun(s, run.step) not in waiting for s in makes_them)}
+        self._open = [run for run in self._open if run.step in begun and run.stage in makes_them]
+
     def _candidates(self) -> Iterable[StageRun]:
         yield from self._open
         may_open = self._newest < self._last_step

@@ -69,6 +69,10 @@ class TrainingLoop:
         # A critic that trains alone never counts as warm.
         self._critic_warmup_steps = config.run.num_steps if parts.settling else config.critic.warmup_steps
         self._states: dict[int, StepState] = {}
+        self._newest_trained = self._examined = -1
+        """The newest step that has begun to change the models; -1: none of this process."""
+        self._published = False
+        """The servers have what that step made."""
 
     def load_state(self, driver: dict[str, Any]) -> None:
         """What ``checkpoint`` wrote, besides the pool."""
@@ -160,10 +164,12 @@ class TrainingLoop:
         state.metrics |= step_metrics.advantage_metrics(state.batch, advantages)
         state.metrics |= {f"mismatch/{name}": value for name, value in mismatch.items()}
         parts.pool.release_finished()
-        state.pool_state = parts.pool.state() if parts.saver.due(step) else {}
+        # Before the next step changes them; a run that is asked to stop saves the newest step that was trained.
+        state.pool_state, state.kl_state = parts.pool.snapshot(), self._kl_penalty.state()
 
     def update_policy(self, step: int) -> None:
         """The policy loss on the window's tokens, once the critic is warm."""
+        self._newest_trained, self._published = step, False
         if step >= self._critic_warmup_steps:
             state = self._states[step]
             state.metrics |= train_policy(self._config, self._parts.group, state.policy_batch, step)
@@ -177,6 +183,7 @@ class TrainingLoop:
                 self._compare_engines(step)
         else:
             self._parts.rollout.wake()
+        self._published = True
 
     async def evaluate(self, step: int) -> None:
         """Full responses to held-out prompts, where it is time for them."""
@@ -196,25 +203,49 @@ class TrainingLoop:
 
     def checkpoint(self, step: int) -> None:
         """Weights, optimizers, pool and sampler, where it is time for them."""
-        parts, state = self._parts, self._states[step]
-        policy_trains = step >= self._critic_warmup_steps
-        findings = parts.watchdog.observe(step, state.metrics, policy_trains=policy_trains)
-        state.metrics |= parts.watchdog.metrics()
-        self._act_on(findings)
-        if parts.saver.due(step):
-            settling = parts.settling.state() if parts.settling else None
-            driver = {
-                "pool": state.pool_state,
-                "kl": self._kl_penalty.state(),
-                "settling": settling,
-                "watchdog": parts.watchdog.state(),
-            }
-            parts.saver.save(step, driver, weight_version=parts.rollout.weight_version)
+        self._examine(step)
+        if self._parts.saver.due(step):
+            self._save(step)
 
     def record(self, step: int) -> None:
-        """Metrics, display and report; the step's state is gone."""
-        metrics = self._states.pop(step).metrics
-        self._parts.recorder.end(step, metrics, num_server_restarts=self._parts.rollout.num_restarts)
+        """Metrics, display and report; of the step's state only what a checkpoint needs is left."""
+        state = self._states[step]
+        self._parts.recorder.end(step, state.metrics, num_server_restarts=self._parts.rollout.num_restarts)
+        self._states = {other: kept for other, kept in self._states.items() if other > step} | {step: state.saved_part()}
+
+    def close_stopped(self) -> int:
+        """After a run that was asked to stop: the newest trained step is recorded and saved; returns the steps done."""
+        step, parts = self._newest_trained, self._parts
+        if step < 0:
+            return parts.recorder.num_steps_done
+        if self._examined < step:
+            self._examine(step)
+        if parts.recorder.num_steps_done <= step:
+            self.record(step)
+        if parts.saver.newest_step != step:
+            self._save(step)
+        return step + 1
+
+    def _examine(self, step: int) -> None:
+        parts, metrics = self._parts, self._states[step].metrics
+        self._examined = step
+        findings = parts.watchdog.observe(step, metrics, policy_trains=step >= self._critic_warmup_steps)
+        metrics |= parts.watchdog.metrics()
+        self._act_on(findings)
+
+    def _save(self, step: int) -> None:
+        state, parts = self._states[step], self._parts
+        driver = {
+            "pool": state.pool_state(),
+            "kl": state.kl_state,
+            "settling": parts.settling.state() if parts.settling else None,
+            "watchdog": parts.watchdog.state(),
+            # For a run that is killed before it has written them down.
+            "metrics": state.metrics,
+        }
+        # Of the next step: the servers may not have it yet.
+        will_publish = not self._published and step >= self._critic_warmup_steps
+        parts.saver.save(step, driver, weight_version=parts.rollout.weight_version + will_publish)
 
     def _measured(self, stage: str) -> Callable[[int], None]:
         """The stage's action, and then how much memory the ranks used in it."""

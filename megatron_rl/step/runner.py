@@ -18,6 +18,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from megatron_rl.step.graph import Frontier, Resource, Stage, StageRun
+from megatron_rl.step.stages import LASTING
 
 _Action = Callable[[int], Any]
 HEARTBEAT_S = 10.0
@@ -34,14 +35,22 @@ class StageRunner:
         stall_timeout_s: float,
         on_span: Callable[[str, str, int, float, float], None],
         heartbeat: Callable[[], None],
+        stop_requested: Callable[[], object] = bool,
     ) -> None:
-        """``on_span`` hears of every stage that has run: name, resource, step, start and end in seconds."""
+        """
+        Args:
+            on_span: hears of every stage that has run: name, resource, step, start and end in seconds.
+            stop_requested: whether the run is asked to end; looked at between stages, and after ``wake``.
+        """
         self._graph = graph
         self._actions: Mapping[str, _Action] = {}
         self._event_loop = event_loop
         self._stall_timeout_s = stall_timeout_s
         self._on_span = on_span
         self._heartbeat = heartbeat
+        self._stop_requested = stop_requested
+        self._winding_up = False
+        self._running_coroutines: dict[StageRun, Future] = {}
         self._events: queue.Queue[Callable[[], None]] = queue.Queue()
         self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="host")
         self._lock = threading.RLock()  # guards the frontier and the start times
@@ -52,7 +61,9 @@ class StageRunner:
     def run(self, actions: Mapping[str, _Action], first_step: int, last_step: int) -> None:
         """Run steps first_step..last_step; the first stage that fails ends it with its own exception.
 
-        ``actions`` maps every stage's name to a function of the step: a plain one, or a coroutine function.
+        ``actions`` maps every stage's name to a function of the step: a plain one, or a coroutine function. A run that
+        is asked to stop returns early: with the models as the last step leaves them that began to change them, and
+        without what else that step and later ones had still to do.
         """
         missing = [stage.name for stage in self._graph if stage.name not in actions]
         if missing:
@@ -61,6 +72,8 @@ class StageRunner:
         self._frontier = Frontier(self._graph, first_step, last_step)
         try:
             while True:
+                if self._stop_requested() and not self._winding_up:
+                    self._wind_up()
                 with self._lock:
                     if self._frontier.done:
                         return
@@ -80,6 +93,18 @@ class StageRunner:
             with self._lock:
                 self._ended = True  # what still runs launches nothing any more
             self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def wake(self) -> None:
+        """Look again whether the run is asked to stop (from any thread)."""
+        self._events.put(lambda: None)
+
+    def _wind_up(self) -> None:
+        with self._lock:
+            self._winding_up = True
+            self._frontier.wind_up(LASTING)
+            abandoned = list(self._running_coroutines.values())
+        for future in abandoned:
+            future.cancel()
 
     def running(self) -> list[tuple[str, float]]:
         """(stage, seconds so far) of the stages in progress (from any thread)."""
@@ -125,17 +150,22 @@ class StageRunner:
 
     def _launch(self, stage_run: StageRun) -> None:
         action = self._actions[stage_run.stage.name]
-        if inspect.iscoroutinefunction(action):
+        is_coroutine = inspect.iscoroutinefunction(action)
+        if is_coroutine:
             future = asyncio.run_coroutine_threadsafe(action(stage_run.step), self._event_loop)
+            self._running_coroutines[stage_run] = future
         else:
             future = self._threads.submit(action, stage_run.step)
 
         def completed(done: Future) -> None:
+            self._running_coroutines.pop(stage_run, None)
+            abandoned = is_coroutine and self._winding_up
             try:
-                if not done.cancelled() and done.exception() is None:
+                if abandoned or (not done.cancelled() and done.exception() is None):
                     self._complete(stage_run, time.time())
             finally:
-                self._events.put(lambda: done.result())  # wakes the calling thread; a failure is raised there
+                # Wakes the calling thread; a failure is raised there, but not that of what nobody waits for any more.
+                self._events.put((lambda: None) if abandoned else done.result)
 
         future.add_done_callback(completed)
 

@@ -46,6 +46,9 @@ OF_THE_RUN = {
 }
 """Products that outlive a step."""
 
+LASTING = ("policy", "critic")
+"""Of these, products of which there is one: a step that has begun to make them has to end before the run can stop."""
+
 
 def graph_of(config: Config) -> tuple[Stage, ...]:
     """The stages of a step under a configuration."""

@@ -1,5 +1,6 @@
 """What the stages of one step hand to each other; stages of different steps share only the run's parts."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,6 +32,13 @@ class StepState:
     policy_batch: PackedBatch = field(init=False)
     critic_batch: PackedBatch | None = None
     """None without a critic, and in a step without a finished, scored response."""
-    pool_state: dict[str, Any] = field(default_factory=dict)
-    """The pool as the checkpoint keeps it; empty where none is due."""
+    pool_state: Callable[[], dict[str, Any]] = dict
+    """Gives the pool as it was when the finished responses had left it."""
+    kl_state: dict[str, Any] | None = None
+    """Of the KL controller, at the same moment."""
     metrics: dict[str, float] = field(default_factory=dict)
+
+    def saved_part(self) -> "StepState":
+        """What a checkpoint of this step needs; the rest may be forgotten."""
+        empty = PackedBatch(self.batch.tokens[:0], self.batch.cu_seqlens[:1], {})
+        return StepState([], empty, pool_state=self.pool_state, kl_state=self.kl_state, metrics=self.metrics)

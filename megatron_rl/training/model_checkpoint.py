@@ -5,11 +5,9 @@ for the same layout, and equal up to rounding for another one, because the optim
 weights ("fully_reshardable"); hyperparameters come from the configuration, never from the checkpoint. All ranks call
 each function together and wait for each other at its barriers, for at most the collective time-out. The folder must be
 on a file system that all ranks share.
-
-The script of a process that saves must be guarded by ``if __name__ == "__main__"``: the writer spawns a helper process
-that imports it again.
 """
 
+import queue
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -21,6 +19,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.serialization import get_default_save_sharded_strategy
+from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
@@ -62,6 +61,9 @@ def save_checkpoint(
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
     dist.barrier()
+    # Megatron hands results over in a queue of a helper process, for saves that run next to the training. Such a helper
+    # outlives a rank that is killed; here nobody but this process reads the queue.
+    filesystem_async._results_queue = queue.Queue()
     strategy = FullyParallelSaveStrategyWrapper(
         get_default_save_sharded_strategy("torch_dist"), _data_parallel_group(), do_cache_distribution=False
     )

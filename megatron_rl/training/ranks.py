@@ -1,14 +1,15 @@
 """The trainer ranks of a run: the driver on rank 0, the others serving it."""
 
+import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 from megatron_rl.config.schema import (
     Config,
 )
 from megatron_rl.parallel import topology as topologies
 from megatron_rl.parallel.topology import Topology
-from megatron_rl.system.signals import clean_stop, die_with_parent, leave_signals_to_the_driver
+from megatron_rl.system.signals import StopSignals, die_with_parent, leave_signals_to_the_driver
 from megatron_rl.training.engine import Engine
 from megatron_rl.training.trainer_group import TrainerGroup, Worker
 
@@ -16,20 +17,27 @@ BuildEngines = Callable[[Topology], Mapping[str, Engine]]
 
 
 @contextmanager
-def trainer_ranks(config: Config, build_engines: BuildEngines) -> Iterator[TrainerGroup | None]:
-    """Yields the group on rank 0; on the other ranks it serves until the driver says stop, then yields None."""
+def trainer_ranks(
+    config: Config, build_engines: BuildEngines, signals: StopSignals | None = None
+) -> Iterator[TrainerGroup | None]:
+    """Yields the group on rank 0; on the other ranks it serves until the driver says stop, then yields None.
+
+    ``signals``: those of the driver, for a caller that has more to do on one than to leave.
+    """
     die_with_parent()
-    topology = topologies.initialize(config.parallel, seed=config.run.seed)
-    try:
-        worker = Worker(config, topology, build_engines(topology))
-        if topology.rank != 0:
-            leave_signals_to_the_driver()
-            worker.serve()
-            yield None
-            return
-        with clean_stop():
+    is_driver = os.environ.get("RANK", "0") == "0"
+    signals = signals or StopSignals(config.run.stop_grace_s)
+    with signals.heard() if is_driver else nullcontext():
+        topology = topologies.initialize(config.parallel, seed=config.run.seed)
+        try:
+            worker = Worker(config, topology, build_engines(topology))
+            if topology.rank != 0:
+                leave_signals_to_the_driver()
+                worker.serve()
+                yield None
+                return
             group = TrainerGroup(worker)
             yield group
             group.stop()
-    finally:
-        topologies.destroy()
+        finally:
+            topologies.destroy()

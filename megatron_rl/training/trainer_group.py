@@ -77,8 +77,9 @@ class Worker:
         except RuntimeError as error:
             if not _connection_lost(error):
                 raise
-            # The rank that went away has said why, or was told to stop: a second account would only hide the first.
-            sys.exit(1)
+            # The rank that went away has said why, or was told to stop: a second account would only hide the first, and
+            # a failure of this rank's own could be taken for it.
+            sys.exit(0)
         finally:
             self.export.close()
 

@@ -12,6 +12,7 @@ import time
 import psutil
 import pytest
 
+from megatron_rl.system.signals import STOPPED
 from megatron_rl.tracking.metrics_file import read_metrics
 from megatron_rl.tracking.timeline import overlap_seconds, read_timeline
 from tests.tiny_models import make_tiny_model
@@ -217,7 +218,7 @@ def tokens_in_progress(output_dir):
     return [(t["prompt"]["token_ids"], [s["token_ids"] for s in t["segments"]]) for t in pool["slots"]]
 
 
-def test_ctrl_c_stops_every_child(folder, tmp_path):
+def test_ctrl_c_saves_and_stops_every_child(folder, tmp_path):
     process = start(folder, "train", f"run.output_dir={tmp_path}/run", "run.num_steps=500")
     try:
         wait_until(lambda: len(read_metrics(tmp_path / "run" / "metrics.jsonl")) > 2, process, "the second step")
@@ -227,7 +228,9 @@ def test_ctrl_c_stops_every_child(folder, tmp_path):
         output, _ = process.communicate(timeout=120)
     finally:
         stop_tree(process)
-    assert process.returncode == 130 and "interrupted" in output and "Traceback" not in output
+    assert process.returncode == STOPPED and "run.resume=auto" in output and "Traceback" not in output
+    steps_done = json.loads((tmp_path / "run" / "summary.json").read_text())["num_steps"]
+    assert steps_done >= 2 and (tmp_path / "run" / "checkpoints" / f"step-{steps_done}" / "driver.json").is_file()
     _, alive = psutil.wait_procs(children, timeout=10)
     assert not alive
 

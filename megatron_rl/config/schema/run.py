@@ -22,6 +22,8 @@ class RunConfig:
     """Allow a run to start over in a folder that already holds one."""
     save_every_steps: int = at_least(0, default=0)
     """Write a checkpoint every so many steps; 0 means only at the end."""
+    stop_grace_s: float = at_least(0, default=90.0)
+    """On SIGTERM, SIGUSR1, SIGHUP or Ctrl-C the run has this long to end its step and to save, and 20 s more to leave."""
 
 
 @dataclass

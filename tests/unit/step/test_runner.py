@@ -23,6 +23,7 @@ def event_loop():
     thread = threading.Thread(target=loop.run_forever, daemon=True)
     thread.start()
     yield loop
+    asyncio.run_coroutine_threadsafe(asyncio.sleep(0.01), loop).result(5.0)  # what was cancelled ends
     loop.call_soon_threadsafe(loop.stop)
     thread.join()
 
@@ -108,3 +109,41 @@ def test_generation_starts_while_the_calling_thread_is_inside_a_trainer_stage(ev
     actions |= {"generate": generate, "evaluate": evaluate, "update_critic": update_critic}
     runner = StageRunner(graph, event_loop, stall_timeout_s=5.0, on_span=lambda *span: None, heartbeat=lambda: None)
     runner.run(actions, 0, 2)
+
+
+@pytest.mark.parametrize("mode", list(Mode))
+@pytest.mark.parametrize("moment", ["generate", "score", "advantages", "update_policy", "publish", "evaluate", "update_critic"])
+def test_a_run_that_is_asked_to_stop_ends_with_all_models_after_the_same_step(event_loop, mode, moment):
+    """Whatever stage of step 2 is in progress; generation and evaluation are left, not waited for."""
+    graph, asked, done = step_graph(mode), threading.Event(), []
+
+    def action(name):
+        async def on_the_loop(step):
+            if asked_in(name, step):
+                await asyncio.sleep(60)
+
+        def plain(step):
+            asked_in(name, step)
+            done.append((name, step))
+
+        return on_the_loop if name in ("generate", "score", "evaluate") else plain
+
+    def asked_in(name, step):
+        if (name, step) == (moment, 2):
+            asked.set()
+            runner.wake()
+        return (name, step) == (moment, 2)
+
+    runner = StageRunner(
+        graph,
+        event_loop,
+        stall_timeout_s=20.0,
+        on_span=lambda *span: None,
+        heartbeat=lambda: None,
+        stop_requested=asked.is_set,
+    )
+    runner.run({stage.name: action(stage.name) for stage in graph}, 0, 99)
+    updates = [max(step for name, step in done if name == stage) for stage in ("update_policy", "update_critic")]
+    began = moment in ("update_policy", "publish", "evaluate", "update_critic")
+    assert updates == ([2, 2] if began else [1, 1])
+    assert not any(step > 2 for _, step in done)
