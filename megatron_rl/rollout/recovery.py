@@ -1,8 +1,10 @@
-"""The client of a run's servers, and what happens when one of them dies.
+"""The client of a run's servers, and what happens when one of them dies or hangs.
 
-A server that is lost is started again next to the others, made like them (``readmit``), and gets requests again. While
-no server is left, callers of ``recovered`` and ``generate`` wait for the first one that comes back. ServerError when
-none can be brought back.
+A server that is lost is started again next to the others, made like them (``readmit``), and gets requests again; for one
+that others run, the same once it is back. While no server is left, callers of ``recovered`` and ``generate`` wait for the
+first one that comes back. A server is *given up* when its restarts are used up, or when it was lost so often without a
+good answer in between: that is said, with the number of those that are left, and the run goes on with them. An attached
+one is taken again whenever it comes back. The error of the last one is raised when none is left.
 
 One RecoveringClient belongs to one event loop; the servers outlive it.
 """
@@ -12,8 +14,10 @@ from collections.abc import Awaitable, Callable
 from typing import Self
 
 from megatron_rl.config.schema import RolloutConfig
+from megatron_rl.errors import UserError
 from megatron_rl.rollout.server_pool import ServerPool
 from megatron_rl.rollout.sglang.client import ServerLost, SglangClient
+from megatron_rl.rollout.sglang.server import ServerError
 from megatron_rl.rollout.sglang.wire import Generation, GenerationRequest
 
 
@@ -40,15 +44,22 @@ class RecoveringClient:
             max_inflight_requests=config.max_inflight_requests,
             request_timeout_s=config.request_timeout_s,
             max_retries=config.max_retries,
+            hang_timeout_s=config.hang_timeout_s,
+            api_key=servers.api_key,
             on_server_lost=self._server_lost,
         )
         self.restarting: set[str] = set()
         """URLs of servers that were lost and are not like the others yet; ``readmit`` takes its one out."""
         self.num_restarts = 0
+        self._max_restarts = config.max_restarts
+        self._num_barren: dict[str, int] = {}
+        """Times that a server was lost on end without a good answer in between."""
         self._servers = servers
         self._warn = warn
         self._readmit = readmit
-        self._recoveries: dict[str, asyncio.Task[None]] = {}
+        self._recoveries: dict[str, asyncio.Task[Exception | None]] = {}
+        self._returns: list[asyncio.Task[None]] = []
+        """Waits for attached servers that were given up; nobody waits for these."""
 
     async def __aenter__(self) -> Self:
         return self
@@ -56,10 +67,17 @@ class RecoveringClient:
     async def __aexit__(self, *exc_info: object) -> None:
         await self.close()
 
+    @property
+    def num_live(self) -> int:
+        """Servers that get requests now."""
+        return len(self.client.live_urls)
+
     async def close(self) -> None:
-        for task in self._recoveries.values():
+        self._servers.abandon_restarts()  # their threads would keep the process
+        tasks = [*self._recoveries.values(), *self._returns]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._recoveries.values(), return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
         await self.client.close()
 
     async def generate(self, request: GenerationRequest, *, sticky_key: int | str | None = None) -> Generation:
@@ -72,32 +90,83 @@ class RecoveringClient:
 
     async def recovered(self, lost: ServerLost) -> None:
         """Return once some server serves again; raise when none came back, or when a live one keeps failing."""
-        if self.client.live_urls:
+        if lost.url in self.client.live_urls:
             raise lost
         waiting = set(self._recoveries.values())
+        failure: Exception = lost
         while not self.client.live_urls:
-            if not waiting:
-                raise lost
-            done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
             # A failure counts only when no other server can come back any more.
             if not waiting:
-                for task in done:
-                    task.result()
+                raise failure
+            done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            failure = next((error for task in done if (error := task.result())), failure)
 
     def restart(self, url: str, while_waiting: Callable[[], None]) -> None:
         """Start a server again and wait for it (not on the event loop). Raises ServerError."""
         self._servers.at(url).restart(while_waiting)
         self.num_restarts += 1
 
+    def give_up(self, url: str, error: Exception) -> None:
+        """Send no more requests to a server that cannot be brought back, and say so."""
+        self.restarting.add(url)
+        self.client.drop(url)
+        left = self._servers.urls
+        left = [other for other in left if other in self.client.live_urls or self._comes_back(other, but=url)]
+        again = "" if self._servers.at(url).is_ours else " It is taken again should it come back."
+        self._warn(
+            f"the SGLang server at {url} is given up: {error} {len(left)} of {len(self._servers.urls)} servers are "
+            f"left.{again}"
+        )
+
+    def _comes_back(self, url: str, *, but: str) -> bool:
+        task = self._recoveries.get(url)
+        return url != but and task is not None and not task.done()
+
     def _server_lost(self, url: str, reason: str) -> None:
-        self._warn(f"the SGLang server at {url} is lost ({reason}); it is started again, its requests go to the others")
+        how = "it is started again" if self._servers.at(url).is_ours else "it is taken again once it is back"
+        self._warn(f"the SGLang server at {url} is lost ({reason}); {how}, its responses continue on the others")
         # At once: a publish on the main thread must pass this server over from now on.
         self.restarting.add(url)
-        self._recoveries[url] = asyncio.get_running_loop().create_task(self._bring_back(url))
+        self._recoveries[url] = asyncio.get_running_loop().create_task(self._bring_back(url, reason))
 
-    async def _bring_back(self, url: str) -> None:
-        await asyncio.to_thread(self._servers.at(url).restart)
-        self.num_restarts += 1
-        held = await self._readmit(url)
-        self.client.restore(url)
-        self._warn(f"the SGLang server at {url} serves again, with {held}")
+    async def _bring_back(self, url: str, reason: str) -> Exception | None:
+        """None once the server serves again, else why it does not: nobody may wait for this task."""
+        server = self._servers.at(url)
+        self._num_barren[url] = 0 if self.client.has_served(url) else self._num_barren.get(url, 0) + 1
+        try:
+            if self._num_barren[url] > self._max_restarts:
+                raise ServerError(f"it gave no good answer since it was brought back {self._max_restarts} times: {reason}.")
+            await self._restart_and_readmit(url)
+            return None
+        except Exception as error:  # whatever it is, it must be said, and the others go on
+            self.give_up(url, error)
+            if not server.is_ours and isinstance(error, ServerError):
+                self._returns.append(asyncio.create_task(self._await_return(url)))
+            return error
+
+    async def _restart_and_readmit(self, url: str) -> None:
+        while True:
+            await asyncio.to_thread(self._servers.at(url).restart)
+            self.num_restarts += 1
+            try:
+                held = await self._readmit(url)
+            except UserError as error:
+                # It died again, or hangs, while it took the weights: the next restart, until they are used up.
+                self._num_barren[url] += 1
+                if self._num_barren[url] > self._max_restarts:
+                    raise
+                self._warn(f"the SGLang server at {url} did not take the weights: {error}")
+                continue
+            self.client.restore(url)
+            self._warn(f"the SGLang server at {url} serves again, with {held}")
+            return
+
+    async def _await_return(self, url: str) -> None:
+        """An attached server that did not come back in time may do so later."""
+        while True:
+            try:
+                return await self._restart_and_readmit(url)
+            except ServerError:
+                continue
+            except Exception as error:
+                return self.give_up(url, error)

@@ -23,6 +23,8 @@ logger = logging.getLogger(__name__)
 
 class Server(Protocol):
     incarnation: int
+    is_ours: bool
+    """Started here, so that it can be started again."""
 
     @property
     def url(self) -> str: ...
@@ -31,16 +33,20 @@ class Server(Protocol):
 
     def restart(self, while_waiting: Callable[[], None] = ...) -> None: ...
 
+    def abandon(self) -> None: ...
+
     def stop(self, grace_s: float = ...) -> None: ...
 
 
 class ServerPool:
     """The servers of a run, in a fixed order. A context manager that stops those it started."""
 
-    def __init__(self, servers: Sequence[Server]) -> None:
+    def __init__(self, servers: Sequence[Server], *, api_key: str = "") -> None:
+        """``api_key``: that requests to any of them carry."""
         if not servers:
             raise ValueError("a pool has at least one server")
         self.servers = tuple(servers)
+        self.api_key = api_key
 
     @classmethod
     def start(
@@ -73,7 +79,7 @@ class ServerPool:
             )
             for i in range(num_servers)
         ]
-        pool = cls(servers)
+        pool = cls(servers, api_key=options.api_key)
         try:
             # All processes first, then the waiting: they load their models at the same time.
             for server in servers:
@@ -87,14 +93,16 @@ class ServerPool:
         return pool
 
     @classmethod
-    def attach(cls, urls: Sequence[str], *, timeout_s: float = 300.0, progress: Progress = logger.info) -> "ServerPool":
+    def attach(
+        cls, urls: Sequence[str], *, timeout_s: float = 300.0, api_key: str = "", progress: Progress = logger.info
+    ) -> "ServerPool":
         """Attach to running servers. Raises ServerError if one does not answer as an SGLang server."""
         if len(set(urls)) != len(urls):
             raise ValueError(f"rollout.urls names a server twice: {list(urls)}")
-        servers = [AttachedServer(url, timeout_s=timeout_s, progress=progress) for url in urls]
+        servers = [AttachedServer(url, timeout_s=timeout_s, api_key=api_key, progress=progress) for url in urls]
         for server in servers:
             server.model_info()
-        return cls(servers)
+        return cls(servers, api_key=api_key)
 
     def at(self, url: str) -> Server:
         """The server with one of ``urls``."""
@@ -104,8 +112,14 @@ class ServerPool:
     def urls(self) -> list[str]:
         return [server.url for server in self.servers]
 
+    def abandon_restarts(self) -> None:
+        """The run ends: restarts in progress end too, and no other begins."""
+        for server in self.servers:
+            server.abandon()
+
     def stop(self) -> None:
         """Without grace: a server holds nothing that the run does not have, and its own way out takes seconds."""
+        self.abandon_restarts()
         for server in self.servers:
             server.stop(grace_s=0.0)
 

@@ -24,6 +24,7 @@ from megatron_rl.rollout.generation import GenerationPlan, plan_of
 from megatron_rl.rollout.recovery import RecoveringClient
 from megatron_rl.rollout.server_pool import ServerPool, open_servers
 from megatron_rl.rollout.sglang.memory import KV_CACHE, WEIGHTS, ServerMemory
+from megatron_rl.rollout.sglang.server import ServerError
 from megatron_rl.rollout.windows import Window
 from megatron_rl.weights.plan import ServerAddress
 from megatron_rl.weights.publish import PublishResult, WeightPublisher, WeightSyncError
@@ -32,6 +33,10 @@ from megatron_rl.weights.verify import compare_checksums
 
 if TYPE_CHECKING:
     from megatron_rl.rollout.served_weights import ServedWeights
+
+
+_WELL_TIMEOUT_S = 20.0
+"""A server that has not recovered from a failed publish by then is started again."""
 
 
 @dataclass(frozen=True)
@@ -80,6 +85,11 @@ class RolloutService:
     def num_restarts(self) -> int:
         """Of servers, in this run."""
         return self._live.num_restarts
+
+    @property
+    def num_live_servers(self) -> int:
+        """Servers that get requests now."""
+        return self._live.num_live
 
     async def close(self) -> None:
         """Ends the requests in progress and the recoveries (asyncio thread)."""
@@ -161,25 +171,38 @@ class RolloutService:
 
     def _send_to_all(self) -> PublishResult:
         """To every server that lives; one that died unnoticed is started again first."""
-        addresses = [address for address in self._addresses() if address.url not in self._live.restarting]
+        addresses = self._addresses_now()
         if not addresses:
             raise WeightSyncError(
                 f"no SGLang server is there to take weight version {self.weight_version}: all of "
-                f"{', '.join(self._servers.urls)} are being restarted; look into their logs"
+                f"{', '.join(self._servers.urls)} were lost or given up; look into their logs"
             )
         try:
             result = self._send(addresses)
         except (WeightSyncError, ServerCallError) as error:
-            # Only a dead server explains the failure: with all of them well, the trainer's side is at fault.
+            # Only a dead server, or another process in its place, explains the failure: else the trainer is at fault.
             dead = [address.url for address in addresses if not self._is_well(address.url)]
-            if not dead:
+            if not dead and self._addresses_now() == addresses:
                 raise
-            self._trainer.warn(f"{error} Starting {', '.join(dead)} again")
+            if dead:
+                self._trainer.warn(f"{error} Starting {', '.join(dead)} again")
             for url in dead:
-                self._live.restart(url, self._trainer.while_waiting)
-            result = self._send([address for address in self._addresses() if address.url not in self._live.restarting])
+                self._restart_or_give_up(url)
+            result = self._send(self._addresses_now())
         self._asleep = False
         return result
+
+    def _addresses_now(self) -> list[ServerAddress]:
+        return [address for address in self._addresses() if address.url not in self._live.restarting]
+
+    def _restart_or_give_up(self, url: str) -> None:
+        """Raises ServerError where no other server is left."""
+        try:
+            self._live.restart(url, self._trainer.while_waiting)
+        except ServerError as error:
+            self._live.give_up(url, error)
+            if not self._addresses_now():
+                raise
 
     def _send(self, addresses: list[ServerAddress]) -> PublishResult:
         if self._memory is not None:
@@ -192,7 +215,7 @@ class RolloutService:
         return result
 
     def _is_well(self, url: str) -> bool:
-        return self._servers.at(url).healthy()
+        return self._servers.at(url).healthy(_WELL_TIMEOUT_S)
 
     def _addresses(self, only_url: str = "") -> list[ServerAddress]:
         size = self._config.tensor_parallel_size

@@ -23,9 +23,9 @@ from dataclasses import replace
 
 from megatron_rl.data.trajectory import RouteRecord, Segment, Trajectory, message_segment
 from megatron_rl.environments.base import Environment, EnvironmentFault, Message, turn_views
-from megatron_rl.errors import UserError
 from megatron_rl.rollout.generation import Decode, Fire, GenerationPlan
 from megatron_rl.rollout.sampling import trajectory_seed
+from megatron_rl.rollout.sglang.answers import StaleWeights
 from megatron_rl.rollout.sglang.client import ServerLost, SglangClient
 from megatron_rl.rollout.sglang.wire import Generation, GenerationRequest
 
@@ -37,10 +37,6 @@ ABORT_REPEAT_S = 0.5
 """An abort that overtook its request is sent again after this."""
 ABORT_TIMEOUT_S = 60.0
 """Requests that have not come back so long after their abort are given up, with the tokens of this request."""
-
-
-class StaleWeights(UserError, RuntimeError):
-    """A server answered with another weight version than the published one."""
 
 
 class Window:
@@ -185,6 +181,7 @@ class Window:
             max_new_tokens=room,
             seed=trajectory_seed(sampling.seed, trajectory.id),
         )
+        request = replace(request, weight_version=str(self._weight_version))
         if hot and fire is not None:
             return replace(
                 request,

@@ -209,8 +209,9 @@ class TrainingLoop:
 
     def record(self, step: int) -> None:
         """Metrics, display and report; of the step's state only what a checkpoint needs is left."""
-        state = self._states[step]
-        self._parts.recorder.end(step, state.metrics, num_server_restarts=self._parts.rollout.num_restarts)
+        state, rollout = self._states[step], self._parts.rollout
+        state.metrics["rollout/num_live_servers"] = float(rollout.num_live_servers)
+        self._parts.recorder.end(step, state.metrics, num_server_restarts=rollout.num_restarts)
         self._states = {other: kept for other, kept in self._states.items() if other > step} | {step: state.saved_part()}
 
     def close_stopped(self) -> int:

@@ -22,6 +22,7 @@ import aiohttp
 KEEPALIVE_S = 2.0
 """SGLang closes idle connections after 5 s by default; a shorter time here avoids sending into a closing one."""
 _CHUNK_BYTES = 1 << 16
+_MAX_ONCE_BYTES = 1 << 26
 
 Result = TypeVar("Result")
 
@@ -44,6 +45,8 @@ class Answer:
     reason: str
     """The status in words."""
     content: bytes
+    retry_after_s: float | None = None
+    """How long the server asks to wait, where it says so in seconds."""
 
     @property
     def text(self) -> str:
@@ -66,8 +69,8 @@ class HttpSession:
         self._use_proxy = use_proxy
         self._session: aiohttp.ClientSession | None = None
 
-    async def get(self, url: str, *, timeout_s: float | None) -> Answer:
-        return await self.request("GET", url, timeout_s=timeout_s)
+    async def get(self, url: str, *, timeout_s: float | None, headers: dict[str, str] | None = None) -> Answer:
+        return await self.request("GET", url, timeout_s=timeout_s, headers=headers)
 
     async def post(
         self, url: str, body: Any, *, timeout_s: float | None, headers: dict[str, str] | None = None
@@ -75,12 +78,20 @@ class HttpSession:
         return await self.request("POST", url, body, timeout_s=timeout_s, headers=headers)
 
     async def request(
-        self, method: str, url: str, body: Any = None, *, timeout_s: float | None, headers: dict[str, str] | None = None
+        self,
+        method: str,
+        url: str,
+        body: Any = None,
+        *,
+        timeout_s: float | None,
+        headers: dict[str, str] | None = None,
+        max_answer_bytes: int | None = None,
     ) -> Answer:
         """One request and its whole answer.
 
         ``body``: bytes that are JSON already, or what JSON can be made of; None sends none. ``timeout_s`` covers
-        connecting, sending and reading; None: the caller ends the wait. Raises NoAnswer or HttpError.
+        connecting, sending and reading; None: the caller ends the wait. ``max_answer_bytes``: None: the session's.
+        Raises NoAnswer or HttpError.
         """
         data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
         timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=self._connect_timeout_s)
@@ -88,7 +99,9 @@ class HttpSession:
             async with self._opened().request(
                 method, url, data=data, headers=headers, timeout=timeout, allow_redirects=False
             ) as response:
-                return Answer(response.status, response.reason or "", await self._read(response))
+                content = await self._read(response, max_answer_bytes or self._max_answer_bytes)
+                wait_s = _seconds(response.headers.get("Retry-After", ""))
+                return Answer(response.status, response.reason or "", content, wait_s)
         except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, OSError, TimeoutError) as error:
             # That of connecting is a TimeoutError too, but the machine was not reached: another fault, another remedy.
             timed_out = isinstance(error, TimeoutError) and not isinstance(error, aiohttp.ConnectionTimeoutError)
@@ -116,15 +129,15 @@ class HttpSession:
             )
         return self._session
 
-    async def _read(self, response: aiohttp.ClientResponse) -> bytes:
-        if self._max_answer_bytes is None:
+    async def _read(self, response: aiohttp.ClientResponse, max_bytes: int | None) -> bytes:
+        if max_bytes is None:
             return await response.read()
         content = bytearray()
         async for part in response.content.iter_chunked(_CHUNK_BYTES):
             content += part
-            if len(content) > self._max_answer_bytes:
+            if len(content) > max_bytes:
                 response.close()
-                raise HttpError(f"the answer is longer than {self._max_answer_bytes} bytes")
+                raise HttpError(f"the answer is longer than {max_bytes} bytes")
         return bytes(content)
 
 
@@ -170,10 +183,10 @@ class HttpThread:
         await self.session.close()
 
 
-def get_once(url: str, *, timeout_s: float) -> Answer:
+def get_once(url: str, *, timeout_s: float, headers: dict[str, str] | None = None) -> Answer:
     """GET from a thread without an event loop, over a connection of its own. Raises NoAnswer or HttpError."""
-    with HttpThread() as http:
-        return http.request("GET", url, timeout_s=timeout_s)
+    with HttpThread(HttpSession(max_answer_bytes=_MAX_ONCE_BYTES)) as http:
+        return http.submit(http.session.get(url, timeout_s=timeout_s, headers=headers)).result()
 
 
 def pauses_s(num_retries: int, first_s: float, *, factor: float = 2.0, jitter: float = 0.0) -> Iterator[float]:
@@ -185,6 +198,16 @@ def pauses_s(num_retries: int, first_s: float, *, factor: float = 2.0, jitter: f
     for retry in range(num_retries):
         pause_s = first_s * factor**retry
         yield pause_s * random.uniform(1 - jitter, 1 + jitter) if jitter else pause_s
+
+
+def bearer(key: str) -> dict[str, str]:
+    """The header that carries an API key; none for an empty key."""
+    return {"Authorization": f"Bearer {key}"} if key else {}
+
+
+def _seconds(text: str) -> float | None:
+    # A date is allowed there too; a server that sends one is asked again after the usual pause.
+    return float(text) if text.isascii() and text.isdigit() and len(text) < 10 else None
 
 
 def _described(error: BaseException) -> str:

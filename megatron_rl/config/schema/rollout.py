@@ -90,7 +90,10 @@ class RolloutConfig:
     request_timeout_s: float = above(0, default=300.0)
     """Longest wait for the answer to one request; then it counts as failed and is sent again."""
     max_retries: int = at_least(0, default=3)
-    """Times one request is sent again after a server failed."""
+    """Times one request is sent again after a server failed or gave a bad answer."""
+    hang_timeout_s: float = at_least(0, default=120.0)
+    """A server with requests in progress that gives no answer and, when asked, no token for so long is lost, whatever its
+    /health says; 0: never."""
     start_timeout_s: float = above(0, default=300.0)
     """Longest wait for a server that was started to answer."""
     max_restarts: int = at_least(0, default=3)

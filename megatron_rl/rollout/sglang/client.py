@@ -1,47 +1,59 @@
 """Token ids in, token ids and log-probs out: the asyncio client of SGLang's HTTP API.
 
 ``generate`` waits for a free place at a server (at most ``max_inflight_requests`` are in progress at each), then at most
-``request_timeout_s`` for the answer; a failed attempt is repeated at most ``max_retries`` times, on another live server
-if there is one. Calls that arrive within ``_TICK_S`` travel in one HTTP request of up to ``max_batch_size`` samples,
-which saves a third of the CPU time at small models. A sample comes back with the slowest of its batch; one that was
-asked for ``alone`` comes back at once.
+``request_timeout_s`` for the answer; a failed attempt, or a bad answer, is repeated at most ``max_retries`` times, on
+another live server if there is one. A server that asks for patience (429, 503) gets up to ``request_timeout_s`` of it.
+Calls that arrive within ``_TICK_S`` travel in one HTTP request of up to ``max_batch_size`` samples, which saves a third
+of the CPU time at small models. A sample comes back with the slowest of its batch; one that was asked for ``alone``
+comes back at once.
 
-A server that no longer answers is *lost*: it gets no request until ``restore`` names it, because a restarted server
-holds old weights until somebody sends it new ones. With no server left, ``generate`` raises ``ServerLost``.
+A server is *lost* when its machine does not answer, when its engine shows no sign of life for ``hang_timeout_s``
+(``liveness.py``), or when ``_MAX_BAD_ANSWERS`` answers on end were bad. It gets no request until ``restore`` names it,
+because a restarted server holds old weights until somebody sends it new ones. With no server left, ``generate`` raises
+``ServerLost``.
 
 Invariants: every attempt has a request id of its own, and none is the beginning of another (SGLang aborts all that begin
-with the id given); what an aborted request had generated is returned, not dropped.
-One client belongs to one event loop.
+with the id given); what an aborted request had generated is returned, not dropped; what comes back has been checked
+(``wire.parse_generation``). One client belongs to one event loop.
 """
 
 import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Coroutine, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 import orjson
 
 from megatron_rl.errors import UserError
+from megatron_rl.rollout.sglang.answers import BadAnswer, KeyRefused, as_list, mismatch, shown
+from megatron_rl.rollout.sglang.liveness import shows_life
 from megatron_rl.rollout.sglang.wire import (
+    BUSY_STATUSES,
     NOTHING_GENERATED,
     AttemptFailed,
-    BadAnswer,
     Generation,
     GenerationRequest,
+    PromptMismatch,
     RequestRejected,
+    ServerBusy,
     generate_body,
+    max_answer_bytes,
     parse_generation,
     validate,
 )
-from megatron_rl.system.http import HttpError, HttpSession, NoAnswer, pauses_s
+from megatron_rl.system.http import Answer, HttpError, HttpSession, NoAnswer, bearer
 
 logger = logging.getLogger(__name__)
 
-_PROBE_TIMEOUT_S = 20.0
-"""A server that does not answer /health for so long is lost; one that is gone refuses the connection at once."""
+_PROBE_TIMEOUT_S = 60.0
+"""For a sign of life after a failure, where hang_timeout_s is 0."""
+_MAX_BAD_ANSWERS = 3
+"""So many on end, and the server is lost: each may be an accident, all of them are not."""
+_MAX_PAUSE_S = 30.0
+"""Longest wait before a busy server is asked again."""
 _TICK_S = 0.002
 _ABORT_TIMEOUT_S = 60.0
 _MAX_ABORTS_AT_ONCE = 64
@@ -81,6 +93,15 @@ class _ServerState:
     waiting: deque[_Pending] = field(default_factory=deque)
     sent: dict[str, _Pending] = field(default_factory=dict)
     """Requests in progress, by the id they were sent with."""
+    tasks: set[asyncio.Task[None]] = field(default_factory=set)
+    """Its HTTP requests in progress."""
+    watch: asyncio.Task[None] | None = None
+    sign_of_life_at: float = 0.0
+    """When it last answered, or was idle."""
+    num_bad: int = 0
+    """Bad answers on end."""
+    num_good: int = 0
+    """Answers since it was last restored."""
     flush_scheduled: bool = False
 
     @property
@@ -91,6 +112,11 @@ class _ServerState:
 class SglangClient:
     """Sends to all ``urls``. An async context manager; ``close`` ends what is in progress."""
 
+    max_batch_size = 32
+    """Samples of one HTTP request."""
+    first_pause_s = 0.5
+    """Before the first repetition at the same server; each further one waits twice as long."""
+
     def __init__(
         self,
         urls: Sequence[str],
@@ -99,23 +125,24 @@ class SglangClient:
         max_inflight_requests: int = 512,
         request_timeout_s: float = 300.0,
         max_retries: int = 3,
-        max_batch_size: int = 32,
-        backoff_s: float = 0.5,
+        hang_timeout_s: float = 120.0,
+        api_key: str = "",
         on_server_lost: Callable[[str, str], None] | None = None,
     ) -> None:
-        """``on_server_lost(url, reason)`` is called once each time a server is lost."""
+        """``hang_timeout_s`` 0: no engine counts as hung. ``on_server_lost(url, reason)`` is called once each time a
+        server is lost.
+        """
         if not urls:
             raise ValueError("the client needs the URL of at least one server")
         self.vocab_size = vocab_size
         self.max_inflight_requests = max_inflight_requests
         self.request_timeout_s = request_timeout_s
         self.max_retries = max_retries
-        self.max_batch_size = max_batch_size
-        self.backoff_s = backoff_s
+        self.hang_timeout_s = hang_timeout_s
+        self._api_key = api_key
         self._on_server_lost = on_server_lost
         self._servers = {url.rstrip("/"): _ServerState(url.rstrip("/")) for url in urls}
         self._http = HttpSession()
-        self._tasks: set[asyncio.Task[None]] = set()
 
     async def __aenter__(self) -> Self:
         return self
@@ -128,9 +155,10 @@ class SglangClient:
         for server in self._servers.values():
             while server.waiting:
                 server.waiting.popleft().answer.cancel()
-        for task in self._tasks:
+        tasks = [task for server in self._servers.values() for task in (*server.tasks, server.watch) if task]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
         await self._http.close()
 
     @property
@@ -139,7 +167,17 @@ class SglangClient:
 
     def restore(self, url: str) -> None:
         """A lost server is back and has the current weights: send it requests again."""
-        self._servers[url.rstrip("/")].live = True
+        server = self._servers[url.rstrip("/")]
+        server.live = True
+        server.num_bad = server.num_good = 0
+
+    def drop(self, url: str) -> None:
+        """Send a server that was given up no more requests."""
+        self._servers[url].live = False
+
+    def has_served(self, url: str) -> bool:
+        """The server has given a good answer since it was last restored, or since the beginning."""
+        return self._servers[url].num_good > 0
 
     async def generate(
         self, request: GenerationRequest, *, sticky_key: int | str | None = None, alone: bool = False
@@ -148,24 +186,38 @@ class SglangClient:
 
         Requests with the same ``sticky_key`` go to the same server while it lives, so that a group shares its prefix
         cache; without a key the least loaded server is taken. ``alone``: it is not batched, for a caller that wants
-        each sample as soon as it is complete. Raises RequestRejected, BadAnswer or ServerLost.
+        each sample as soon as it is complete. Raises RequestRejected, PromptMismatch, BadAnswer, KeyRefused or
+        ServerLost.
         """
         validate(request, self.vocab_size)
         started_at = time.monotonic()
-        failed_url, reason = "", "it was lost before and not restored"
-        for attempt, pause_s in enumerate((0.0, *pauses_s(self.max_retries, self.backoff_s))):
-            server = self._choose(sticky_key, failed_url)
+        failed_urls: list[str] = []
+        failure: AttemptFailed | BadAnswer = AttemptFailed("it was lost before and not restored")
+        num_busy = 0
+        while len(failed_urls) - num_busy <= self.max_retries:
+            server = self._choose(sticky_key, failed_urls)
             if server is None:
-                lost_url = failed_url or next(iter(self._servers))
-                raise ServerLost(lost_url, time.monotonic() - started_at, attempt, reason)
-            if server.url == failed_url:
-                await asyncio.sleep(pause_s)
+                break
+            if server.url in failed_urls:
+                await asyncio.sleep(self._pause_s(failure, len(failed_urls)))
             try:
-                return await self._attempt(server, request, attempt, alone)
-            except AttemptFailed as error:
-                failed_url, reason = server.url, str(error)
-                logger.info("attempt %d of request %s failed: %s", attempt + 1, request.rid, reason)
-        raise ServerLost(failed_url, time.monotonic() - started_at, self.max_retries + 1, reason)
+                return await self._attempt(server, request, len(failed_urls), alone)
+            except (AttemptFailed, BadAnswer) as error:
+                failure = error
+            failed_urls.append(server.url)
+            logger.info("attempt %d of request %s failed: %s", len(failed_urls), request.rid, failure)
+            # Being asked to wait is no failure, for as long as a whole request may take.
+            waited_s = time.monotonic() - started_at
+            num_busy += isinstance(failure, ServerBusy) and waited_s < self.request_timeout_s
+        if isinstance(failure, BadAnswer) and self.live_urls:
+            raise failure
+        lost_url = failed_urls[-1] if failed_urls else next(iter(self._servers))
+        raise ServerLost(lost_url, time.monotonic() - started_at, len(failed_urls), str(failure))
+
+    def _pause_s(self, failure: Exception, num_attempts: int) -> float:
+        """Before the same server is asked again."""
+        asked_s = failure.retry_after_s if isinstance(failure, ServerBusy) else None
+        return min(_MAX_PAUSE_S, max(asked_s or 0.0, self.first_pause_s * 2.0 ** min(num_attempts - 1, 10)))
 
     async def abort(self, rids: Collection[str]) -> None:
         """End the requests ``rids`` now; other ids are passed over.
@@ -179,7 +231,9 @@ class SglangClient:
         async def abort_one(server: _ServerState, rid: str) -> None:
             async with limit:
                 try:
-                    await self._http.post(server.url + "/abort_request", {"rid": rid}, timeout_s=_ABORT_TIMEOUT_S)
+                    await self._http.post(
+                        server.url + "/abort_request", {"rid": rid}, timeout_s=_ABORT_TIMEOUT_S, headers=bearer(self._api_key)
+                    )
                 except HttpError as error:
                     logger.info("abort of %s at %s failed: %s", rid, server.url, error)
 
@@ -195,11 +249,12 @@ class SglangClient:
         ]
         await asyncio.gather(*[abort_one(server, rid) for server, rid in sent])
 
-    def _choose(self, sticky_key: int | str | None, failed_url: str) -> _ServerState | None:
-        """The server to try next: another one than the last time if there is one, None if all are lost."""
+    def _choose(self, sticky_key: int | str | None, failed_urls: Sequence[str]) -> _ServerState | None:
+        """The server to try next: one that has not failed if there is one, else not the last; None if all are lost."""
         live = [server for server in self._servers.values() if server.live]
+        fresh = [server for server in live if server.url not in failed_urls]
         # Where only the one that failed is left it is asked again: it lives, and may have been busy.
-        candidates = [server for server in live if server.url != failed_url] or live
+        candidates = fresh or [server for server in live if server.url not in failed_urls[-1:]] or live
         if not candidates:
             return None
         if sticky_key is not None:
@@ -233,13 +288,13 @@ class SglangClient:
                 if not pending.answer.done():  # its caller may have been cancelled
                     batch.append(pending)
             if batch:
+                if not server.num_inflight:
+                    server.sign_of_life_at = time.monotonic()
                 server.num_inflight += len(batch)
-                self._run(self._send(server, batch))
-
-    def _run(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+                task = asyncio.get_running_loop().create_task(self._send(server, batch))
+                server.tasks.add(task)
+                task.add_done_callback(server.tasks.discard)
+                self._watch(server)
 
     async def _send(self, server: _ServerState, batch: list[_Pending]) -> None:
         """One HTTP request for the batch; every sample of it gets its answer or its error."""
@@ -269,48 +324,116 @@ class SglangClient:
         requests = [pending.request for pending in batch]
         body = orjson.dumps(generate_body(requests, [pending.rid for pending in batch]))
         try:
-            answer = await self._http.post(server.url + "/generate", body, timeout_s=self.request_timeout_s)
+            answer = await self._http.request(
+                "POST",
+                server.url + "/generate",
+                body,
+                timeout_s=self.request_timeout_s,
+                headers=bearer(self._api_key),
+                max_answer_bytes=max_answer_bytes(requests),
+            )
         except HttpError as error:
-            return [await self._diagnose(server, _describe(error, self.request_timeout_s))] * len(batch)
+            if isinstance(error, NoAnswer):
+                return [await self._diagnose(server, _describe(error, self.request_timeout_s))] * len(batch)
+            return [self._bad(server, str(error))] * len(batch)
+        server.sign_of_life_at = time.monotonic()
         if answer.status == 400 and len(batch) > 1:
-            # One sample is at fault, and SGLang refuses them all: find out which by sending each alone. New ids,
-            # because SGLang may have begun with some of them.
-            singles = [replace(pending, rid=_sent_rid(f"{pending.rid[:-1]}#alone")) for pending in batch]
-            server.sent.update({single.rid: single for single in singles})
-            try:
-                outcomes = await asyncio.gather(*[self._outcomes(server, [single]) for single in singles])
-            finally:
-                for single in singles:
-                    del server.sent[single.rid]
-            return [outcome for (outcome,) in outcomes]
-        if answer.status == 400:
-            return [RequestRejected(f"server {server.url} refused request {requests[0].rid!r}: {answer.text[:500]}")]
+            return await self._one_by_one(server, batch)
         if answer.status != 200:
-            return [await self._diagnose(server, f"it answered {answer.status}: {answer.text[:500]}")] * len(batch)
-        samples = orjson.loads(answer.content)
-        return [_outcome(request, sample) for request, sample in zip(requests, samples, strict=True)]
+            return [await self._refused(server, answer, requests[0].rid)] * len(batch)
+        try:
+            samples = as_list(orjson.loads(answer.content), "the answer")
+            if len(samples) != len(batch):
+                raise BadAnswer(f"{len(samples)} answers came to {len(batch)} requests")
+        except (ValueError, BadAnswer) as error:
+            return [self._bad(server, f"{error}; it begins with {shown(answer.text[:200])}")] * len(batch)
+        return [self._outcome(server, pending, sample) for pending, sample in zip(batch, samples, strict=True)]
+
+    async def _one_by_one(self, server: _ServerState, batch: list[_Pending]) -> list[Generation | Exception]:
+        # One sample is at fault, and SGLang refuses them all: find out which by sending each alone. New ids,
+        # because SGLang may have begun with some of them.
+        singles = [replace(pending, rid=_sent_rid(f"{pending.rid[:-1]}#alone")) for pending in batch]
+        server.sent.update({single.rid: single for single in singles})
+        try:
+            outcomes = await asyncio.gather(*[self._outcomes(server, [single]) for single in singles])
+        finally:
+            for single in singles:
+                del server.sent[single.rid]
+        return [outcome for (outcome,) in outcomes]
+
+    async def _refused(self, server: _ServerState, answer: Answer, rid: str) -> Exception:
+        text = f"it answered {answer.status}: {answer.text[:500]}"
+        if answer.status == 400:
+            return RequestRejected(f"server {server.url} refused request {rid!r}: {answer.text[:500]}")
+        if answer.status in (401, 403):
+            return KeyRefused(server.url, answer.status, has_key=bool(self._api_key))
+        failed = await self._diagnose(server, text)
+        if answer.status in BUSY_STATUSES and server.live:
+            return ServerBusy(str(failed), answer.retry_after_s)
+        return failed
+
+    def _outcome(self, server: _ServerState, pending: _Pending, sample: Any) -> Generation | Exception:
+        try:
+            generation = parse_generation(pending.request, sample, self.vocab_size)
+            if (rid := sample["meta_info"].get("id", pending.rid)) != pending.rid:
+                raise mismatch("meta_info.id", repr(pending.rid), rid)
+        except BadAnswer as error:
+            return self._bad(server, str(error), type(error))
+        except (RequestRejected, PromptMismatch, AttemptFailed) as error:
+            return error
+        server.num_bad = 0
+        server.num_good += 1
+        return generation
+
+    def _bad(self, server: _ServerState, reason: str, kind: type[BadAnswer] = BadAnswer) -> BadAnswer:
+        """The error of an answer that cannot be used; too many on end, and the server is lost."""
+        error = kind(f"the SGLang server at {server.url} gave a bad answer: {reason}")
+        server.num_bad += kind.server_at_fault
+        if server.num_bad >= _MAX_BAD_ANSWERS:
+            self._mark_lost(server, f"{server.num_bad} bad answers on end, the last one: {reason}")
+        return error
 
     async def _diagnose(self, server: _ServerState, reason: str) -> AttemptFailed:
         """After a failure: is the server gone? Marks it as lost then."""
         # A time-out alone says little: the request may have queued behind long ones.
-        try:
-            healthy = (await self._http.get(server.url + "/health", timeout_s=_PROBE_TIMEOUT_S)).status == 200
-        except HttpError:
-            healthy = False
-        if not healthy:
+        if server.live and not await self._shows_life(server):
             self._mark_lost(server, reason)
         return AttemptFailed(f"{server.url}: {reason}")
+
+    async def _shows_life(self, server: _ServerState) -> bool:
+        timeout_s = self.hang_timeout_s / 2 or _PROBE_TIMEOUT_S
+        return await shows_life(self._http, server.url, api_key=self._api_key, timeout_s=timeout_s)
+
+    def _watch(self, server: _ServerState) -> None:
+        if self.hang_timeout_s and (server.watch is None or server.watch.done()):
+            server.watch = asyncio.get_running_loop().create_task(self._watch_for_life(server))
+
+    async def _watch_for_life(self, server: _ServerState) -> None:
+        """While requests are in progress: once none has come back for half of ``hang_timeout_s``, ask for a token."""
+        while server.live and server.num_inflight:
+            quiet_s = time.monotonic() - server.sign_of_life_at
+            if quiet_s < self.hang_timeout_s / 2:
+                await asyncio.sleep(self.hang_timeout_s / 2 - quiet_s)
+            elif await self._shows_life(server):
+                server.sign_of_life_at = time.monotonic()
+            elif time.monotonic() - server.sign_of_life_at >= self.hang_timeout_s:
+                self._mark_lost(server, f"its engine hangs: no answer and no token for {self.hang_timeout_s:g} s")
+            else:
+                await asyncio.sleep(min(1.0, self.hang_timeout_s / 10))
 
     def _mark_lost(self, server: _ServerState, reason: str) -> None:
         if not server.live:
             return
-        server.live = False
         logger.warning("SGLang server %s is lost: %s", server.url, reason)
-        # What was not sent yet goes to the next server at its next attempt.
-        while server.waiting:
-            pending = server.waiting.popleft()
+        server.live = False
+        # What it has, and what was not sent yet, goes to the next server at its next attempt.
+        for pending in (*server.waiting, *server.sent.values()):
             if not pending.answer.done():
                 pending.answer.set_exception(AttemptFailed(f"{server.url}: {reason}"))
+        server.waiting.clear()
+        for task in server.tasks:
+            if task is not asyncio.current_task():
+                task.cancel()
         if self._on_server_lost is not None:
             self._on_server_lost(server.url, reason)
 
@@ -318,13 +441,6 @@ class SglangClient:
 def _sent_rid(rid: str) -> str:
     """The id with an end mark: "r-1" would otherwise begin "r-10"."""
     return f"{rid};"
-
-
-def _outcome(request: GenerationRequest, answer: dict[str, Any]) -> Generation | Exception:
-    try:
-        return parse_generation(request, answer)
-    except (RequestRejected, BadAnswer, AttemptFailed) as error:
-        return error
 
 
 def _describe(error: HttpError, timeout_s: float) -> str:

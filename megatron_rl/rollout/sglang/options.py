@@ -33,6 +33,8 @@ class ServerOptions:
     """Answers say which experts each token went to."""
     fp32_head: bool = False
     """The output layer computes in float32, whatever ``dtype`` is."""
+    api_key: str = field(default="", repr=False)
+    """That every request must carry; empty: none."""
     num_threads: int = 1
     """CPU threads of each tensor-parallel rank, where the model runs on the CPU."""
     server_args: Mapping[str, Any] = field(default_factory=dict)

@@ -26,7 +26,7 @@ import psutil
 from megatron_rl.errors import UserError
 from megatron_rl.rollout.sglang.diagnosis import last_lines, port_taken, start_failure
 from megatron_rl.rollout.sglang.options import ServerOptions, server_command, server_environment
-from megatron_rl.system.http import HttpError, get_once
+from megatron_rl.system.http import HttpError, bearer, get_once
 
 logger = logging.getLogger(__name__)
 
@@ -59,6 +59,8 @@ os.execv(sys.argv[2], sys.argv[2:])
 class SglangServer:
     """One server process. ``start`` returns once it answers; the log goes to ``log_path``."""
 
+    is_ours = True
+
     def __init__(
         self,
         options: ServerOptions,
@@ -76,7 +78,9 @@ class SglangServer:
         self.port = options.port
         self._progress = progress
         self._process: subprocess.Popen[bytes] | None = None
-        self._num_restarts = 0
+        self.num_restarts = 0
+        """That count against ``max_restarts``; a run that goes on sets it."""
+        self._abandoned = threading.Event()
         self._started_at = 0.0
         self._log_start = 0
 
@@ -104,6 +108,8 @@ class SglangServer:
         """Start the process only; ``wait_ready`` must follow."""
         if self.alive():
             raise ServerError(f"server {self.url} already runs as process {self.pid}: stop() it or use restart()")
+        if self._abandoned.is_set():
+            raise ServerError(f"server {self.url} is not started again: the run ends")
         _check_model_folder(self.options.model_path)
         if self.port == 0:
             self.port = free_port(self.options.host)
@@ -138,8 +144,12 @@ class SglangServer:
         return self._process is not None and self._process.poll() is None
 
     def healthy(self, timeout_s: float = 5.0) -> bool:
-        """The process runs and answers within ``timeout_s``."""
-        return self.alive() and is_healthy(self.url, timeout_s)
+        """The process runs and answers within ``timeout_s``, its scheduler too."""
+        return self.alive() and is_healthy(self.url, timeout_s) and _scheduler_answers(self, timeout_s)
+
+    def abandon(self) -> None:
+        """The run ends: no restart from now on, and one in progress ends with ServerError."""
+        self._abandoned.set()
 
     def restart(self, while_waiting: Callable[[], None] = lambda: None) -> None:
         """Stop what is left of the server and start it again under the same URL, with a new incarnation.
@@ -147,13 +157,13 @@ class SglangServer:
         It comes up with the weights of its model folder: send it current ones before it serves. Raises ServerError
         once ``max_restarts`` are used up.
         """
-        if self._num_restarts >= self.max_restarts:
+        if self.num_restarts >= self.max_restarts:
             raise ServerError(
                 f"server {self.url} died again after {self.max_restarts} restarts; its log is {self.log_path}. "
                 "Fix the cause named there, or raise rollout.max_restarts."
             )
-        self._num_restarts += 1
-        self._progress(f"restarting server {self.url}, restart {self._num_restarts} of {self.max_restarts}")
+        self.num_restarts += 1
+        self._progress(f"restarting server {self.url}, restart {self.num_restarts} of {self.max_restarts}")
         self.stop(grace_s=0.0)
         _wait_port_free(self.options.host, self.port)
         self.start(while_waiting)
@@ -221,14 +231,15 @@ class SglangServer:
 
     def _wait_healthy(self, while_waiting: Callable[[], None]) -> int | None:
         """None once the server answers, its exit code if it ends before. Raises ServerError at the deadline."""
-        assert self._process is not None, "spawn() comes first"
+        process = self._process
+        assert process is not None, "spawn() comes first"
         next_progress = self._started_at + _PROGRESS_S
         next_call = time.monotonic() + _WAITING_S
         while True:
             if time.monotonic() > next_call:
                 next_call += _WAITING_S
                 while_waiting()
-            exit_code = self._process.poll()
+            exit_code = process.poll()
             if exit_code is not None:
                 return exit_code
             if is_healthy(self.url, timeout_s=2.0):
@@ -246,7 +257,8 @@ class SglangServer:
                 next_progress += _PROGRESS_S
                 newest = last_lines(self.log_path, self._log_start, count=1)
                 self._progress(f"waiting for server {self.url} ({waited_s:.0f} s): {newest[:160]}")
-            time.sleep(_POLL_S)
+            if self._abandoned.wait(_POLL_S):
+                raise ServerError(f"server {self.url} is not waited for any more: the run ends")
 
 
 def _check_model_folder(model_path: str) -> None:
@@ -306,6 +318,15 @@ def is_healthy(url: str, timeout_s: float) -> bool:
         return get_once(f"{url}/health", timeout_s=timeout_s).status == 200
     except HttpError:
         return False
+
+
+def _scheduler_answers(server: SglangServer, timeout_s: float) -> bool:
+    """It has a part in this answer: one that is stuck does not give it."""
+    try:
+        answer = get_once(f"{server.url}/server_info", timeout_s=timeout_s, headers=bearer(server.options.api_key))
+    except HttpError:
+        return False
+    return answer.status == 200
 
 
 def port_is_free(host: str, port: int) -> bool:

@@ -1,8 +1,9 @@
 """What goes over the wire to SGLang's ``/generate`` and back, as pure functions.
 
 Invariants: no token id outside the vocabulary gets into a request (one such id kills the server's scheduler), and no
-image token without its image (which hangs it); an answer has one finite log-prob per token, and belongs to a prompt of
-as many tokens as ours; a response whose last token is a stop token is finished by ``stop``.
+image token without its image (which hangs it); every id, count and sign of an answer has been checked
+(``answers.py``), and it belongs to a prompt of as many tokens as ours; a response whose last token is a stop token is
+finished by ``stop``.
 """
 
 import math
@@ -13,6 +14,18 @@ from typing import Any
 import numpy as np
 
 from megatron_rl.errors import UserError
+from megatron_rl.rollout.sglang.answers import (
+    BadAnswer,
+    StaleWeights,
+    as_count,
+    as_logprobs,
+    as_object,
+    as_text,
+    as_token_ids,
+    as_token_logprobs,
+    mismatch,
+    shown,
+)
 from megatron_rl.rollout.sglang.routes import SERVER_FLAG, BadRoutes, RouteShape, decode_routes
 
 
@@ -53,6 +66,8 @@ class GenerationRequest:
     """Ask which experts each token went to, in a model of this shape."""
     images: RequestImages | None = None
     """Of requests to a vision-language model, also without images."""
+    weight_version: str = ""
+    """The answer must have been sampled by this one; empty: by any."""
     prompt_name: str = ""
     """For messages: where the prompt comes from."""
 
@@ -90,20 +105,30 @@ NOTHING_GENERATED = Generation((), (), "abort", "", 0)
 """The answer to a request that was aborted before it was sent."""
 
 
-class RequestRejected(ValueError):
+_MAX_ID = 1 << 31
+
+
+class RequestRejected(UserError, ValueError):
     """The request itself is at fault: sending it again cannot help."""
 
 
-class BadAnswer(RuntimeError):
-    """The server answered something that must not be trained on."""
-
-
-class PromptMismatch(UserError, BadAnswer):
+class PromptMismatch(UserError, RuntimeError):
     """The server's prompt has another number of tokens than ours: its images are cut in another way."""
 
 
 class AttemptFailed(Exception):
     """One attempt failed in a way that the next one may not."""
+
+
+class ServerBusy(AttemptFailed):
+    """The server, or a gateway before it, asks for patience."""
+
+    def __init__(self, reason: str, retry_after_s: float | None = None) -> None:
+        super().__init__(reason)
+        self.retry_after_s = retry_after_s
+
+
+BUSY_STATUSES = frozenset((429, 503))
 
 
 def validate(request: GenerationRequest, vocab_size: int) -> None:
@@ -170,49 +195,96 @@ def _sampling_params(request: GenerationRequest) -> dict[str, Any]:
     return params
 
 
-def parse_generation(request: GenerationRequest, answer: dict[str, Any]) -> Generation:
-    """One sample of an answer. Raises RequestRejected, BadAnswer or AttemptFailed."""
-    meta = answer["meta_info"]
-    finish = meta["finish_reason"]
-    if finish["type"] == "abort" and finish.get("status_code") is not None:
-        error = RequestRejected if finish["status_code"] == 400 else AttemptFailed
-        raise error(f"request {request.rid!r} was refused: {finish.get('message')}")
-    _check_prompt(request, meta)
-    token_ids = tuple(answer["output_ids"])
-    # A request that was aborted while it queued has no log-probs and no cache statistics.
-    logprobs = tuple(entry[0] for entry in meta.get("output_token_logprobs", ()))
-    if request.logprobs_after_top_k and token_ids:
-        logprobs = tuple(meta["output_token_sampling_logprobs"])
-    matched = finish.get("matched") if finish["type"] == "stop" else None
-    if len(logprobs) != len(token_ids):
-        raise BadAnswer(
-            f"request {request.rid!r}: the server returned {len(token_ids)} tokens and {len(logprobs)} log-probs"
-        )
-    if not all(logprob is not None and math.isfinite(logprob) for logprob in logprobs):
-        raise BadAnswer(
-            f"request {request.rid!r}: the server returned a log-prob that is not finite. Its weights hold NaN or "
-            "infinity: look at the loss and gradient norm of the last steps"
-        )
+def max_answer_bytes(requests: Sequence[GenerationRequest]) -> int:
+    """No honest answer to ``generate_body(requests)`` is longer."""
+    num_bytes = 1 << 20
+    for request in requests:
+        # A token has its id, its log-prob and, where a tokenizer is loaded, its text; a hot one also all ids of the top-k.
+        num_bytes += request.max_new_tokens * (256 + (16 * request.top_k if request.logprobs_after_top_k else 0))
+        if request.routes is not None:
+            num_tokens = request.num_prompt_tokens + request.max_new_tokens
+            num_bytes += 6 * num_tokens * request.routes.num_layers * request.routes.top_k  # base64 of int32
+    return num_bytes
+
+
+def parse_generation(request: GenerationRequest, answer: Any, vocab_size: int = _MAX_ID) -> Generation:
+    """One sample of an answer. Raises RequestRejected, PromptMismatch, BadAnswer or AttemptFailed, and nothing else."""
+    sample = as_object(answer, "the sample")
+    meta = as_object(sample.get("meta_info"), "meta_info")
+    finish = as_object(meta.get("finish_reason"), "finish_reason")
+    reason = as_text(finish.get("type"), "finish_reason.type")
+    if reason == "abort" and finish.get("status_code") is not None:
+        raise _refusal(request, finish)
+    token_ids = as_token_ids(
+        sample.get("output_ids"), "output_ids", most=request.max_new_tokens, vocab_size=vocab_size
+    )
+    _check_counts(request, meta, len(token_ids))
     return Generation(
         token_ids=token_ids,
-        logprobs=logprobs,
-        finish_reason=_finish_reason(request, finish["type"], token_ids),
-        weight_version=str(meta["weight_version"]),
-        cached_tokens=meta.get("cached_tokens", 0),
-        stop_string=matched if isinstance(matched, str) else "",
+        logprobs=_logprobs(request, meta, token_ids),
+        finish_reason=_finish_reason(request, reason, token_ids),
+        weight_version=_weight_version(request, meta, len(token_ids)),
+        cached_tokens=as_count(meta.get("cached_tokens", 0), "cached_tokens", most=request.num_prompt_tokens + request.max_new_tokens),
+        stop_string=_stop_string(request, finish) if reason == "stop" else "",
         routes=_routes(request, meta, len(token_ids)),
     )
 
 
-def _check_prompt(request: GenerationRequest, meta: dict[str, Any]) -> None:
+def _refusal(request: GenerationRequest, finish: dict[str, Any]) -> Exception:
+    status, message = finish["status_code"], shown(finish.get("message"))
+    if type(status) is not int:
+        return mismatch("finish_reason.status_code", "a whole number", status)
+    text = f"request {request.rid!r} was refused with {status}: {message}"
+    if status == 400:
+        return RequestRejected(text)
+    return ServerBusy(text) if status in BUSY_STATUSES else AttemptFailed(text)
+
+
+def _check_counts(request: GenerationRequest, meta: dict[str, Any], num_new: int) -> None:
+    if meta.get("completion_tokens", num_new) != num_new:
+        raise mismatch("completion_tokens", f"{num_new}, the number of output_ids", meta["completion_tokens"])
     # A request that was aborted while it queued does not say how long its prompt is.
     found = meta.get("prompt_tokens", request.num_prompt_tokens)
-    if found != request.num_prompt_tokens:
-        raise PromptMismatch(
-            f"prompt {request.prompt_name or request.rid}: {request.num_prompt_tokens} tokens here, but {found} on the "
-            "server. They must count the same image tokens: look whether the server's model folder has the "
-            "preprocessor_config.json and tokenizer of policy.path, and whether rollout.server_args change its image sizes"
+    if found == request.num_prompt_tokens and type(found) is int:
+        return
+    if request.images is None or type(found) is not int or found < 0:
+        raise mismatch("prompt_tokens", f"{request.num_prompt_tokens}", found)
+    raise PromptMismatch(
+        f"prompt {request.prompt_name or request.rid}: {request.num_prompt_tokens} tokens here, but {found} on the "
+        "server. They must count the same image tokens: look whether the server's model folder has the "
+        "preprocessor_config.json and tokenizer of policy.path, and whether rollout.server_args change its image sizes"
+    )
+
+
+def _logprobs(request: GenerationRequest, meta: dict[str, Any], token_ids: tuple[int, ...]) -> tuple[float, ...]:
+    if request.logprobs_after_top_k and token_ids:
+        name = "output_token_sampling_logprobs"
+        return as_logprobs(meta.get(name), name, token_ids)
+    # A request that was aborted while it queued has no log-probs and no cache statistics.
+    return as_token_logprobs(meta.get("output_token_logprobs", []), "output_token_logprobs", token_ids)
+
+
+def _weight_version(request: GenerationRequest, meta: dict[str, Any], num_new: int) -> str:
+    version = meta.get("weight_version", "") if num_new == 0 else meta.get("weight_version")
+    version = as_text(version, "weight_version")
+    if num_new and request.weight_version not in ("", version):
+        raise StaleWeights(
+            f"weight_version: the server sampled with version {shown(version)}, but version {request.weight_version} "
+            "was published; it was restarted, or another trainer is attached to it"
         )
+    return version
+
+
+def _stop_string(request: GenerationRequest, finish: dict[str, Any]) -> str:
+    """The text that ended the response, if one of the request's did."""
+    matched = finish.get("matched")
+    if type(matched) is str and matched in request.stop_strings:
+        return matched
+    # Whole numbers are token ids: the model's own, or some of the request's. SGLang also ends with a text of its own
+    # where the sampler met NaN.
+    if matched is not None and type(matched) not in (int, list):
+        raise mismatch("finish_reason.matched", "a token id or one of the request's stop strings", matched)
+    return ""
 
 
 def _routes(request: GenerationRequest, meta: dict[str, Any], num_new: int) -> np.ndarray | None:
@@ -221,19 +293,23 @@ def _routes(request: GenerationRequest, meta: dict[str, Any], num_new: int) -> n
     encoded = meta.get("routed_experts")
     if encoded is None:
         raise BadAnswer(
-            f"request {request.rid!r}: the server does not say which experts its tokens went to; start it with "
+            f"routed_experts: the server does not say which experts its tokens went to; start it with "
             f"--{SERVER_FLAG}, or set policy.moe.routing_replay to R2 or none"
         )
     try:
-        return decode_routes(encoded, request.num_prompt_tokens + num_new - 1, request.routes)
+        return decode_routes(
+            as_text(encoded, "routed_experts"), request.num_prompt_tokens + num_new - 1, request.routes
+        )
     except BadRoutes as error:
-        raise BadAnswer(f"request {request.rid!r}: {error}; look whether the server runs the same model") from error
+        raise BadAnswer(f"routed_experts: {error}; look whether the server runs the same model") from error
 
 
 def _finish_reason(request: GenerationRequest, reason: str, token_ids: tuple[int, ...]) -> str:
-    # SGLang looks at the length first: a stop token in the last place would pass for an unfinished response.
-    if reason == "length" and token_ids[-1] in request.stop_token_ids:
-        return "stop"
     if reason not in ("stop", "length", "abort"):
-        raise BadAnswer(f"request {request.rid!r}: unknown finish reason {reason!r}")
-    return reason
+        raise mismatch("finish_reason.type", "stop, length or abort", reason)
+    if reason == "abort":
+        return reason
+    if not token_ids:
+        raise mismatch("output_ids", f"at least one token, as it ended by {reason}", [])
+    # SGLang looks at the length first: a stop token in the last place would pass for an unfinished response.
+    return "stop" if reason == "length" and token_ids[-1] in request.stop_token_ids else reason

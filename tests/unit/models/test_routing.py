@@ -24,7 +24,8 @@ from megatron_rl.models.routing import (
     updated_bias,
 )
 from megatron_rl.rollout.sglang.routes import BadRoutes, RouteShape, decode_routes
-from megatron_rl.rollout.sglang.wire import BadAnswer, GenerationRequest, generate_body, parse_generation
+from megatron_rl.rollout.sglang.answers import BadAnswer
+from megatron_rl.rollout.sglang.wire import GenerationRequest, generate_body, parse_generation
 from megatron_rl.step.packing import window_routes
 
 SHAPE = RouteShape(num_layers=2, top_k=2, num_experts=4)
@@ -61,7 +62,7 @@ def answer_with(**meta) -> dict:
         "output_ids": [7, 8],
         "meta_info": {
             "finish_reason": {"type": "length"},
-            "output_token_logprobs": [[-0.1], [-0.2]],
+            "output_token_logprobs": [[-0.1, 7, None], [-0.2, 8, None]],
             "weight_version": "1",
             **meta,
         },

@@ -16,6 +16,7 @@ class Restartable:
     """Stands in for a server process; ``restart`` starts ``fake`` again on its port."""
 
     incarnation = 1
+    is_ours = True
 
     def __init__(self, url, fake, *, fails=False):
         self.url, self.fake, self.fails, self.num_restarts = url, fake, fails, 0
@@ -24,8 +25,11 @@ class Restartable:
         self.num_restarts += 1
         if self.fails:
             raise ServerError("it died again")
-        self.fake.healthy = True
-        self.fake.handler = None
+        self.fake.healthy, self.fake.probe_s, self.fake.handler = True, 0.0, None
+
+
+    def abandon(self):
+        pass
 
 
 def run(scenario, num_servers=1, **options):
@@ -41,7 +45,7 @@ def run(scenario, num_servers=1, **options):
         fakes = [FakeServer(broken) for _ in range(num_servers)]
         servers = [Restartable(await fake.start(), fake, fails=fails) for fake in fakes]
         for fake in fakes:
-            fake.healthy = False
+            fake.healthy, fake.probe_s = False, None
         warnings = []
         try:
             async with RecoveringClient(

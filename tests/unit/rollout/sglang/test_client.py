@@ -2,15 +2,17 @@
 
 import asyncio
 import math
+import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
 from aiohttp import web
 
+from megatron_rl.rollout.sglang.answers import BadAnswer, KeyRefused, StaleWeights
 from megatron_rl.rollout.sglang.client import ServerLost, SglangClient
+from megatron_rl.rollout.sglang.liveness import PROBE_RID
 from megatron_rl.rollout.sglang.wire import (
-    BadAnswer,
     Generation,
     GenerationRequest,
     PromptMismatch,
@@ -52,11 +54,18 @@ class FakeServer:
         self.max_inflight = 0
         self.healthy = True
         self.handler = handler
+        self.probe_s: float | None = 0.0
+        """Until it gives a token when asked for one; None: it refuses at once."""
+        self.scheduler_works = True
+        self.num_running = 0
+        """That it claims to have."""
 
     async def start(self) -> str:
         app = web.Application()
         app.router.add_post("/generate", self._generate)
         app.router.add_get("/health", self._health)
+        app.router.add_get("/health_generate", self._health_generate)
+        app.router.add_get("/v1/loads", self._loads)
         app.router.add_post("/{control}", self._control)
         self._runner = web.AppRunner(app, shutdown_timeout=0.1)
         await self._runner.setup()
@@ -70,12 +79,23 @@ class FakeServer:
     async def _health(self, http_request: web.Request) -> web.Response:
         return web.Response(status=200 if self.healthy else 503)
 
+    async def _health_generate(self, http_request: web.Request) -> web.Response:
+        return web.Response(status=200 if self.scheduler_works else 503)
+
+    async def _loads(self, http_request: web.Request) -> web.Response:
+        return web.json_response({"loads": [{"num_running_reqs": self.num_running, "num_waiting_reqs": 0}]})
+
     async def _control(self, http_request: web.Request) -> web.Response:
         self.controls.append(http_request.match_info["control"])
         return web.Response()
 
     async def _generate(self, http_request: web.Request) -> web.Response:
         body = await http_request.json()
+        if body["rid"][0].startswith(PROBE_RID):
+            if self.probe_s is None:
+                return web.Response(status=500)
+            await asyncio.sleep(self.probe_s)
+            return web.json_response([{"output_ids": [1]}])
         self.bodies.append(body)
         self.num_inflight += len(body["rid"])
         self.max_inflight = max(self.max_inflight, self.num_inflight)
@@ -88,14 +108,19 @@ class FakeServer:
 
 
 def run_with(
-    servers: list[FakeServer], scenario: Callable[[SglangClient, list[str]], Awaitable[Any]], **options: Any
+    servers: list[FakeServer],
+    scenario: Callable[[SglangClient, list[str]], Awaitable[Any]],
+    *,
+    max_batch_size: int = 32,
+    **options: Any,
 ) -> Any:
     """Run ``scenario(client, urls)`` against the started servers and stop everything."""
 
     async def main() -> Any:
         urls = [await server.start() for server in servers]
         try:
-            async with SglangClient(urls, **{"vocab_size": VOCAB_SIZE, "backoff_s": 0.01, **options}) as client:
+            async with SglangClient(urls, **{"vocab_size": VOCAB_SIZE, **options}) as client:
+                client.first_pause_s, client.max_batch_size = 0.01, max_batch_size
                 return await asyncio.wait_for(scenario(client, urls), 20)
         finally:
             for server in servers:
@@ -283,7 +308,7 @@ def test_a_server_error_is_retried_under_a_new_request_id():
 
 def test_a_lost_server_fails_over_and_is_reported_once():
     async def break_connection(body):
-        broken.healthy = False
+        broken.healthy, broken.probe_s = False, None
         raise ConnectionResetError
 
     broken, good = FakeServer(break_connection), FakeServer()
@@ -316,19 +341,198 @@ def test_without_a_live_server_the_error_names_it_until_it_is_restored():
     run_with([server], scenario)
 
 
-def test_a_hanging_server_is_given_up_after_the_retries():
-    async def hang(body):
-        await asyncio.sleep(30)
+async def hang(body: dict[str, Any]) -> None:
+    await asyncio.sleep(30)
 
+
+def test_requests_that_take_too_long_are_given_up_after_the_retries():
     server = FakeServer(hang)
 
     async def scenario(client, urls):
         with pytest.raises(ServerLost, match="no answer within") as caught:
             await client.generate(request_of())
-        assert caught.value.num_attempts == 3
+        assert caught.value.num_attempts == 3 and client.live_urls == urls
 
     run_with([server], scenario, request_timeout_s=0.05, max_retries=2)
     assert len(server.bodies) == 3
+
+
+@pytest.mark.parametrize(("scheduler_works", "num_running"), [(False, 3), (True, 0)])
+def test_an_engine_that_hangs_behind_a_healthy_page_is_lost_and_its_responses_continue_elsewhere(
+    scheduler_works, num_running
+):
+    stuck, good = FakeServer(hang), FakeServer()
+    stuck.probe_s, stuck.scheduler_works, stuck.num_running = 30.0, scheduler_works, num_running
+    lost: list[str] = []
+
+    async def scenario(client, urls):
+        started_at = time.monotonic()
+        generations = await generate_many(20)(client, urls)
+        assert time.monotonic() - started_at < 5.0  # far below request_timeout_s
+        assert client.live_urls == [urls[1]] and lost == [urls[0]]
+        return generations
+
+    options = {"hang_timeout_s": 0.6, "on_server_lost": lambda url, reason: lost.append(url)}
+    generations = run_with([stuck, good], scenario, **options)
+    assert [generation.token_ids for generation in generations] == [(i + 1,) for i in range(20)]
+
+
+@pytest.mark.parametrize("progress", ["a token", "requests in progress", "answers"])
+def test_a_busy_engine_is_not_hung(progress):
+    async def slow(body):
+        await asyncio.sleep(1.5 if body["rid"] == ["first;"] else 0.1)
+
+    server = FakeServer(slow)
+    server.probe_s = 0.0 if progress == "a token" else 30.0
+    server.num_running = 1 if progress == "requests in progress" else 0
+
+    async def scenario(client, urls):
+        first = asyncio.ensure_future(client.generate(request_of("first")))
+        while not first.done():
+            if progress == "answers":
+                await client.generate(request_of(f"r{len(server.bodies)}"))
+            await asyncio.sleep(0.01)
+        assert client.live_urls == urls
+        return await first
+
+    assert run_with([server], scenario, hang_timeout_s=0.8, max_batch_size=1).token_ids == (7,)
+    assert len([body for body in server.bodies if body["rid"] == ["first;"]]) == 1
+
+
+@pytest.mark.parametrize("num_servers", [1, 2])
+def test_bad_answers_are_retried_elsewhere_and_the_last_one_is_named(num_servers):
+    async def lie(body):
+        return web.json_response([{"output_ids": "no"} for _ in body["rid"]])
+
+    async def page(body):
+        return web.Response(text="<html>gateway</html>")
+
+    liars = [FakeServer(lie), FakeServer(page)][:num_servers]
+    good = FakeServer()
+
+    async def scenario(client, urls):
+        assert (await client.generate(request_of())).token_ids == (7,)
+        for server in (*liars, good):
+            server.handler = lie
+        with pytest.raises(BadAnswer, match=r"http://127.0.0.1:\d+ gave a bad answer: meta_info: expected a JSON object"):
+            await client.generate(request_of("second"))
+
+    run_with([*liars, good], scenario, max_retries=num_servers)
+
+
+def test_a_server_that_only_gives_bad_answers_is_lost_and_weights_that_hold_nan_are_no_servers_fault():
+    async def page(body):
+        return web.Response(text="<html>gateway</html>")
+
+    async def nan(body):
+        return web.json_response([answer_of(rid, [1]) | {"meta_info": NAN_META} for rid in body["rid"]])
+
+    lost: list[tuple[str, str]] = []
+
+    async def scenario(client, urls):
+        assert len(await generate_many(40)(client, urls)) == 40
+        assert [url for url, _ in lost] == [urls[0]] and "3 bad answers on end" in lost[0][1] and "<html>" in lost[0][1]
+        servers[1].handler = nan
+        with pytest.raises(BadAnswer, match="not finite"):
+            await client.generate(request_of("second"))
+        assert client.live_urls == [urls[1]]
+
+    servers = [FakeServer(page), FakeServer()]
+    run_with(servers, scenario, max_batch_size=1, on_server_lost=lambda url, reason: lost.append((url, reason)))
+
+
+NAN_META = {"finish_reason": {"type": "length"}, "weight_version": "7", "output_token_logprobs": [[None, 1, None]]}
+
+
+def test_another_weight_version_is_asked_of_another_server():
+    other, good = FakeServer(), FakeServer()
+
+    async def old(body):
+        answers = [answer_of(rid, [1]) for rid in body["rid"]]
+        for answer in answers:
+            answer["meta_info"]["weight_version"] = "default"
+        return web.json_response(answers)
+
+    async def scenario(client, urls):
+        answers = [await client.generate(request_of(f"r{i}", weight_version="7")) for i in range(6)]
+        assert {answer.weight_version for answer in answers} == {"7"}
+        other.handler = good.handler = old
+        with pytest.raises(StaleWeights, match="version 'default', but version 7 was published"):
+            await client.generate(request_of("stale", weight_version="7"))
+
+    other.handler = old
+    run_with([other, good], scenario, max_retries=1)
+
+
+@pytest.mark.parametrize("status", [429, 503])
+def test_a_busy_gateway_is_given_time_and_not_an_attempt(status):
+    async def busy(body):
+        if len(server.bodies) < 8:
+            return web.Response(status=status, headers={"Retry-After": "0"})
+
+    server = FakeServer(busy)
+    (generation,) = run_with([server], generate_many(1), max_retries=0)
+    assert generation.token_ids == (1,) and len(server.bodies) == 8
+
+
+def test_a_gateway_that_stays_busy_is_given_up_at_the_deadline():
+    async def busy(body):
+        return web.Response(status=503, text="try later")
+
+    async def scenario(client, urls):
+        with pytest.raises(ServerLost, match="503: try later"):
+            await client.generate(request_of())
+
+    run_with([FakeServer(busy)], scenario, max_retries=0, request_timeout_s=0.3)
+
+
+@pytest.mark.parametrize(("key", "words"), [("", "it asks for an API key"), ("k", "is not the server's")])
+def test_a_refused_key_names_the_server_and_the_setting(key, words):
+    async def refuse(body):
+        return web.json_response({"error": "Unauthorized"}, status=401)
+
+    server = FakeServer(refuse)
+
+    async def scenario(client, urls):
+        with pytest.raises(KeyRefused, match=f"{urls[0]} answered 401: .*{words}.*rollout.api_key_env"):
+            await client.generate(request_of())
+
+    run_with([server], scenario, api_key=key)
+    assert len(server.bodies) == 1
+
+
+def test_answers_without_an_end_and_compressed_bombs_are_cut_off():
+    async def endless(body):
+        return web.Response(body=b"[" + b" " * (3 << 20))
+
+    async def bomb(body):
+        response = web.Response(body=b"[" + b" " * (64 << 20))
+        response.enable_compression(web.ContentCoding.gzip)
+        return response
+
+    async def scenario(client, urls):
+        with pytest.raises(BadAnswer, match="longer than 10"):
+            await client.generate(request_of())
+
+    for handler in (endless, bomb):
+        run_with([FakeServer(handler)], scenario, max_retries=1)
+
+
+def test_a_redirect_is_not_followed():
+    target = FakeServer()
+
+    async def scenario(client, urls):
+        async def redirect(body):
+            return web.Response(status=302, headers={"Location": urls[1] + "/generate"})
+
+        servers[0].handler = redirect
+        client.drop(urls[1])
+        with pytest.raises(ServerLost, match="302"):
+            await client.generate(request_of())
+
+    servers = [FakeServer(), target]
+    run_with(servers, scenario, max_retries=1)
+    assert target.bodies == []
 
 
 def test_an_abort_returns_what_was_never_sent_as_an_empty_abort():
@@ -468,7 +672,7 @@ def test_log_probs_after_top_k_and_the_matched_text_are_read():
     assert parse_generation(request_of(), answer).logprobs == (-0.5,)
     by_text = answer_of("r", [3], {"type": "stop", "matched": "</calc>"})
     by_token = answer_of("r", [3], {"type": "stop", "matched": 3})
-    assert parse_generation(request_of(), by_text).stop_string == "</calc>"
+    assert parse_generation(request_of(stop_strings=("</calc>",)), by_text).stop_string == "</calc>"
     assert parse_generation(request_of(), by_token).stop_string == ""
 
 

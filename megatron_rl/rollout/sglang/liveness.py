@@ -1,0 +1,104 @@
+"""Does a server's engine still work? ``/health`` of one that hangs goes on saying so: only a token proves it.
+
+``shows_life`` asks for one token. An engine with a long queue is not hung: where the token does not come in time, a
+scheduler that answers and has requests in progress counts too. ``/health_generate`` is SGLang's question to its
+scheduler, which answers between two steps of the engine, also of a full one.
+"""
+
+import asyncio
+import uuid
+from typing import Any
+
+import orjson
+
+from megatron_rl.system.http import HttpError, HttpSession, HttpThread, bearer
+
+PROBE_RID = "probe-"
+"""Starts the ids of requests that ask for a sign of life."""
+_HTTP_TIMEOUT_S = 20.0
+"""Even ``/health`` does not answer for so long: the process itself is stopped or gone."""
+_PAUSE_S = 1.0
+
+_TOKEN, _SOMETHING_ELSE, _NOTHING = "token", "something else", "nothing"
+"""What came back from the question for a token. A server that refuses it may work; one that is silent does not."""
+
+
+async def shows_life(http: HttpSession, url: str, *, api_key: str, timeout_s: float) -> bool:
+    """The engine gives a token within ``timeout_s``, or then works on others."""
+    headers = bearer(api_key)
+    token = asyncio.create_task(_ask_for_token(http, url, headers, timeout_s))
+    health = asyncio.create_task(_status(http, url + "/health", headers, min(timeout_s, _HTTP_TIMEOUT_S)))
+    scheduler = asyncio.create_task(_scheduler_answers(http, url, headers, timeout_s))
+    try:
+        # Whatever is known first: a token, or that nothing is there to give one.
+        await asyncio.wait((token, health), return_when=asyncio.FIRST_COMPLETED)
+        if token.done() and token.result() == _TOKEN:
+            return True
+        if await health != 200:
+            return token.done() and token.result() == _TOKEN
+        said = await token
+        if said == _TOKEN or not await scheduler:
+            return said == _TOKEN
+        # Requests are counted after the question for a token has ended: it counts itself.
+        return said == _SOMETHING_ELSE or await _has_requests(http, url, headers)
+    finally:
+        for task in (token, health, scheduler):
+            task.cancel()
+        await asyncio.gather(token, health, scheduler, return_exceptions=True)
+
+
+def gives_token(url: str, *, api_key: str, timeout_s: float) -> bool:
+    """From a thread without an event loop: the engine gives a token within ``timeout_s``."""
+    with HttpThread() as http:
+        return http.submit(_ask_for_token(http.session, url, bearer(api_key), timeout_s)).result() == _TOKEN
+
+
+async def _ask_for_token(http: HttpSession, url: str, headers: dict[str, str], timeout_s: float) -> str:
+    body = {"rid": [f"{PROBE_RID}{uuid.uuid4().hex};"], "input_ids": [[0]], "sampling_params": [{"max_new_tokens": 1}]}
+    try:
+        answer = await http.post(url + "/generate", body, timeout_s=timeout_s, headers=headers)
+    except HttpError:
+        return _NOTHING
+    samples = _json(answer.content)
+    sample = samples[0] if isinstance(samples, list) and samples else None
+    has_token = answer.status == 200 and isinstance(sample, dict) and bool(sample.get("output_ids"))
+    return _TOKEN if has_token else _SOMETHING_ELSE
+
+
+async def _scheduler_answers(http: HttpSession, url: str, headers: dict[str, str], timeout_s: float) -> bool:
+    """It answers within ``timeout_s``; True as well where the server has no such question."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            while (status := await _status(http, url + "/health_generate", headers, timeout_s)) not in (200, 404, 405):
+                await asyncio.sleep(_PAUSE_S if status else timeout_s)
+    except TimeoutError:
+        return False
+    return True
+
+
+async def _has_requests(http: HttpSession, url: str, headers: dict[str, str]) -> bool:
+    try:
+        answer = await http.get(url + "/v1/loads", timeout_s=_HTTP_TIMEOUT_S, headers=headers)
+    except HttpError:
+        return False
+    content = _json(answer.content)
+    loads = content.get("loads") if isinstance(content, dict) else None
+    return isinstance(loads, list) and any(
+        isinstance(load, dict) and bool(load.get("num_running_reqs") or load.get("num_waiting_reqs")) for load in loads
+    )
+
+
+async def _status(http: HttpSession, url: str, headers: dict[str, str], timeout_s: float) -> int:
+    """Of the answer; 0 where none comes."""
+    try:
+        return (await http.get(url, timeout_s=timeout_s, headers=headers)).status
+    except HttpError:
+        return 0
+
+
+def _json(content: bytes) -> Any:
+    """None where it is not JSON."""
+    try:
+        return orjson.loads(content)
+    except ValueError:
+        return None
