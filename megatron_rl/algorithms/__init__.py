@@ -9,6 +9,8 @@ from megatron_rl.algorithms.aggregation import loss_denominator, token_coefficie
 from megatron_rl.algorithms.comparisons import group_advantages, reinforce_pp_advantages, rloo_advantages
 from megatron_rl.algorithms.corrections import Correction, mismatch_correction, off_policy_sequence_mask
 from megatron_rl.algorithms.diagnostics import value_by_position
+from megatron_rl.algorithms.dppo import dppo_kl_loss, dppo_tv_loss
+from megatron_rl.algorithms.gmpo import gmpo_loss
 from megatron_rl.algorithms.kl import AdaptiveKlController, kl_estimate, kl_loss, kl_penalized_rewards
 from megatron_rl.algorithms.loss import Loss
 from megatron_rl.algorithms.mismatch import mismatch_metrics
@@ -21,6 +23,7 @@ from megatron_rl.algorithms.preference_losses import (
     pairwise_score,
     swap_consistency,
 )
+from megatron_rl.algorithms.sapo import sapo_loss
 from megatron_rl.algorithms.turns import role_normalize
 from megatron_rl.algorithms.value_loss import (
     explained_variance,
@@ -37,11 +40,14 @@ __all__ = [
     "bradley_terry_coefficients",
     "bradley_terry_loss",
     "cispo_loss",
+    "dppo_kl_loss",
+    "dppo_tv_loss",
     "egae",
     "explained_variance",
     "explained_variance_of",
     "explained_variance_stats",
     "gae",
+    "gmpo_loss",
     "group_advantages",
     "gspo_loss",
     "kl_estimate",
@@ -60,6 +66,7 @@ __all__ = [
     "reinforce_pp_advantages",
     "rloo_advantages",
     "role_normalize",
+    "sapo_loss",
     "soft_overlong_penalty",
     "swap_consistency",
     "token_coefficients",

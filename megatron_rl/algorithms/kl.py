@@ -9,8 +9,10 @@ KL(pi || pi_ref), the reverse KL (Schulman, "Approximating KL divergence", 2020)
 
 Which one where, for tokens drawn from the policy that is trained:
 
-- in the reward, k1: the policy gradient of a return that holds -k1 is the gradient of the reverse KL. k2 and k3 only
-  change the size of the penalty and follow no divergence exactly.
+- in the reward, k1: the policy gradient of a return that holds -k1 is the gradient of the reverse KL. With k3 it is
+  E[grad log pi k3] = grad KL(pi || pi_ref) - grad KL(pi_ref || pi), whose leading terms cancel near pi_ref: almost no
+  pull, and not towards the reference. k2 punishes a token that has become less likely like one that has become more
+  likely. The configuration refuses both there.
 - in the loss, k2: its gradient ``d * grad log pi`` is in expectation that of the reverse KL.
 - in the loss, k3 (GRPO): ``(1 - pi_ref / pi) grad log pi`` is in expectation that of the *forward* KL(pi_ref || pi);
   near pi_ref the two agree.
@@ -39,19 +41,19 @@ _MAX_RELATIVE_ERROR = 0.2
 """The adaptive controller never sees a KL further from its target than this share."""
 
 
-@register.kl_estimator("k1", has_gradient=False)
+@register.kl_estimator("k1", places=("reward",))
 def _k1(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
     """d: unbiased, may be negative; the usual one in the reward."""
     return logprobs - reference_logprobs
 
 
-@register.kl_estimator("k2")
+@register.kl_estimator("k2", places=("loss",))
 def _k2(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
     """d^2 / 2: its gradient in the loss is that of KL(policy || reference)."""
     return 0.5 * (logprobs - reference_logprobs).square()
 
 
-@register.kl_estimator("k3")
+@register.kl_estimator("k3", places=("loss",))
 def _k3(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
     """exp(-d) - 1 + d: unbiased, never negative; the usual one in the loss."""
     # It grows like pi_ref / pi: where that is cut, so is the gradient.

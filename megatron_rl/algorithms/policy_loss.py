@@ -1,5 +1,7 @@
 """Losses of the policy: PPO's clipped surrogate, GSPO, CISPO, and the language-model loss on positive examples.
 
+Others have files of their own (``dppo``, ``gmpo``, ``sapo``) and share what checks arguments and makes metrics here.
+
 Masks are 0/1 tensors of any real dtype; a fractional float mask weighs loss, denominator and metrics alike.
 
 Two kinds of constant per-token factors enter a loss: ``weights`` correct for samples that another policy drew (see
@@ -65,7 +67,7 @@ def policy_loss(  # noqa: PLR0913  public, and each number is a term of the form
     Raises:
         ValueError: shapes, dtypes or ranges do not fit.
     """
-    old_logprobs, advantages = _constants(logprobs, old_logprobs, advantages, mask)
+    old_logprobs, advantages = as_constants(logprobs, old_logprobs, advantages, mask)
     clip_low = check_not_negative("clip_low", clip_low)
     clip_high = check_not_negative("clip_high", clip_high)
     if dual_clip is not None and not (math.isfinite(dual_clip) and dual_clip > 1.0):
@@ -79,8 +81,8 @@ def policy_loss(  # noqa: PLR0913  public, and each number is a term of the form
         bound = advantages.abs() * dual_clip
         bounded = (token_loss > bound) & (advantages < 0)
         token_loss = torch.minimum(token_loss, bound)
-    fractions = _clip_fractions(is_clipped & (advantages < 0), is_clipped & (advantages > 0))
-    metrics = _ratio_statistics(log_ratio, ratio, mask, {**fractions, "dual_clip_fraction": bounded})
+    fractions = clip_fractions(is_clipped & (advantages < 0), is_clipped & (advantages > 0))
+    metrics = ratio_metrics(log_ratio, ratio, mask, {**fractions, "dual_clip_fraction": bounded})
     return Loss(*weighted_sum(token_loss, mask, weights, coefficients), metrics)
 
 
@@ -112,7 +114,7 @@ def gspo_loss(
         of sequences with at least one. Metrics over tokens as for ``policy_loss``, without dual clip;
         ``ratio_mean`` is of s_i, the KL estimates are of single tokens.
     """
-    old_logprobs, advantages = _constants(logprobs, old_logprobs, advantages, mask)
+    old_logprobs, advantages = as_constants(logprobs, old_logprobs, advantages, mask)
     clip_low = check_not_negative("clip_low", clip_low)
     clip_high = check_not_negative("clip_high", clip_high)
     bounds = check_cu_seqlens(cu_seqlens, len(logprobs))
@@ -126,9 +128,9 @@ def gspo_loss(
         means = sequence_sums((log_ratio * coefficients * mask).double(), sequence_of, len(bounds) - 1)
     ratio = (means[sequence_of].to(logprobs.dtype) + (kept - kept.detach())).clamp(max=_MAX_SEQUENCE_LOG_RATIO).exp()
     token_loss, is_clipped = _clipped_surrogate(ratio, advantages, clip_low, clip_high)
-    fractions = _clip_fractions(is_clipped & (advantages < 0), is_clipped & (advantages > 0))
+    fractions = clip_fractions(is_clipped & (advantages < 0), is_clipped & (advantages > 0))
     log_ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    metrics = _ratio_statistics(log_ratio, ratio, mask, fractions)
+    metrics = ratio_metrics(log_ratio, ratio, mask, fractions)
     total, _ = weighted_sum(token_loss, mask, weights, coefficients)
     return Loss(total, counted_sequences(mask, bounds).to(logprobs.dtype).sum(), metrics)
 
@@ -161,7 +163,7 @@ def cispo_loss(
         Loss per token. Metrics as for ``policy_loss``, without dual clip; the clip fractions count the ratios outside
         the range, whatever the advantage.
     """
-    old_logprobs, advantages = _constants(logprobs, old_logprobs, advantages, mask)
+    old_logprobs, advantages = as_constants(logprobs, old_logprobs, advantages, mask)
     lowest = 1.0 - check_not_negative("clip_low", clip_low)
     highest = 1.0 + check_not_negative("clip_high", clip_high)
 
@@ -169,7 +171,7 @@ def cispo_loss(
     log_ratio = (kept.detach() - old_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     ratio = log_ratio.exp()
     token_loss = -ratio.clamp(lowest, highest) * advantages * kept
-    metrics = _ratio_statistics(log_ratio, ratio, mask, _clip_fractions(ratio < lowest, ratio > highest))
+    metrics = ratio_metrics(log_ratio, ratio, mask, clip_fractions(ratio < lowest, ratio > highest))
     return Loss(*weighted_sum(token_loss, mask, weights, coefficients), metrics)
 
 
@@ -187,7 +189,7 @@ def lm_loss(logprobs: Tensor, mask: Tensor) -> Loss:
     return Loss(-masked_sum(logprobs, mask), mask_total(mask, logprobs.dtype))
 
 
-def _constants(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+def as_constants(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
     """``old_logprobs`` and ``advantages`` [T], checked, without gradient and 0 outside the mask."""
     check_float_vector("logprobs", logprobs)
     check_same_kind("old_logprobs", old_logprobs, "logprobs", logprobs)
@@ -203,12 +205,12 @@ def _clipped_surrogate(ratio: Tensor, advantages: Tensor, clip_low: float, clip_
     return torch.maximum(unclipped, clipped), clipped > unclipped
 
 
-def _clip_fractions(low: Tensor, high: Tensor) -> dict[str, Tensor]:
+def clip_fractions(low: Tensor, high: Tensor) -> dict[str, Tensor]:
     return {"clip_fraction": low | high, "clip_fraction_low": low, "clip_fraction_high": high}
 
 
 @torch.no_grad()
-def _ratio_statistics(
+def ratio_metrics(
     log_ratio: Tensor, ratio: Tensor, mask: Tensor, fractions: dict[str, Tensor]
 ) -> dict[str, tuple[Tensor, Tensor]]:
     """The metrics that all policy losses share; every argument [T]."""

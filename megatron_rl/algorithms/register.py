@@ -29,7 +29,7 @@ class PolicyLoss(Plugin):
 
     def ignored(self) -> list[str]:
         """Inputs that others rely on and that this loss does not read."""
-        unread = {"weights", "coefficients"}.difference(parameters(self.function))
+        unread = {"weights", "coefficients", "dual_clip"}.difference(parameters(self.function))
         return sorted(unread - {"coefficients"} if self.averages else unread)
 
 
@@ -41,8 +41,8 @@ class Aggregation(Plugin):
 
 @dataclass(frozen=True)
 class KlEstimator(Plugin):
-    has_gradient: bool = True
-    """Its gradient is not 0 in expectation, so it is good for something in the loss."""
+    places: tuple[str, ...] = ("reward", "loss")
+    """Where it pulls towards the reference: the values of ``algorithm.kl.place`` it may be used with."""
 
 
 @dataclass(frozen=True)
@@ -90,6 +90,7 @@ SEAMS: dict[str, Registry[Any]] = {
     "advantage": ADVANTAGES,
     "policy_loss": POLICY_LOSSES,
     "aggregation": AGGREGATIONS,
+    "critic_aggregation": AGGREGATIONS,
     "kl.estimator": KL_ESTIMATORS,
     "correction.weight": CORRECTION_WEIGHTS,
     "correction.rejection": REJECTIONS,
@@ -148,13 +149,15 @@ def aggregation(
     return AGGREGATIONS.register(name, denominator=denominator)
 
 
-def kl_estimator(name: str = "", *, has_gradient: bool = True) -> Callable[[Function], Function]:
+def kl_estimator(name: str = "", *, places: tuple[str, ...] = ("reward", "loss")) -> Callable[[Function], Function]:
     """Register an estimator of KL(pi || pi_ref) on tokens drawn from pi: a function of ``logprobs`` and
     ``reference_logprobs`` [T] that returns [T]; the gradient flows through ``logprobs``.
 
-    ``has_gradient=False``: not to be used in the loss.
+    ``places``: "reward" where the policy gradient of the estimate as a cost pulls towards the reference, as that of d
+    does; "loss" where its own gradient does. Elsewhere the configuration refuses it. One that is named by its import
+    path alone has not said, and is taken in both.
     """
-    return KL_ESTIMATORS.register(name, has_gradient=has_gradient)
+    return KL_ESTIMATORS.register(name, places=places)
 
 
 def correction_weight(

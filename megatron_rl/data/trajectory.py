@@ -137,6 +137,10 @@ class Trajectory:
     """Critic values of the generated tokens, each from the step that generated it."""
     token_rewards: list[float] = field(default_factory=list)
     """Rewards of the generated tokens in addition to the outcome (KL penalty, lines); empty where there are none."""
+    left_out: list[int] = field(default_factory=list)
+    """Offsets in the response of generated tokens that did not train the policy; kept for the loss on positive examples."""
+    reference_kl: float = 0.0
+    """KL from the reference policy so far, summed over the generated tokens, each from the step that generated it."""
     score: Score | None = None
     """Of the whole response or dialogue."""
     dialogue: bool = False

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl import algorithms
-from megatron_rl.config.schema import AlgorithmConfig, Overlong
+from megatron_rl.config.schema import AlgorithmConfig, OldPolicy, Overlong
 from megatron_rl.data.batch import ROUTES, PackedBatch, cu_seqlens_of
 from megatron_rl.data.trajectory import Trajectory
 from megatron_rl.data.vision import Vision
@@ -27,8 +27,11 @@ def policy_batch(
     advantages: Advantages,
     algorithm: AlgorithmConfig,
     kl_fields: Mapping[str, Tensor] | None = None,
+    rules: ResponseRules = SINGLE_RESPONSE,
 ) -> tuple[PackedBatch, dict[str, float]]:
     """What the policy loss reads, and how far trainer and engine are apart (the correction's metrics).
+
+    Without recomputed log-probs there is nothing to tell them apart by: no metrics.
 
     Fields: ``mask`` (the counted tokens), ``advantages``, ``old_logprobs``; ``weights`` with a correction;
     ``kl_fields`` (``KlPenalty``) with a KL term in the loss; ``lm_mask`` with positive examples.
@@ -56,8 +59,11 @@ def policy_batch(
         fields["weights"] = correction.weights
     fields |= kl_fields or {}
     if algorithm.positive_lm_coef:
-        fields["lm_mask"] = _positive_mask(trajectories, algorithm.positive_lm_threshold)
-    return batch.only(ROUTES).with_fields(**fields), correction.metrics
+        in_window = batch.fields["mask"]
+        positive = _positive_mask(trajectories, algorithm, rules)
+        fields["lm_mask"] = positive & (correction.mask | ~in_window)
+    compared = settings.old_policy is OldPolicy.recomputed
+    return batch.only(ROUTES).with_fields(**fields), correction.metrics if compared else {}
 
 
 def response_batch(
@@ -66,7 +72,7 @@ def response_batch(
     rules: ResponseRules = SINGLE_RESPONSE,
     vision: Vision | None = None,
 ) -> PackedBatch | None:
-    """Finished responses over all windows: mask, Monte-Carlo returns and the values of generation time.
+    """Finished responses over all windows: mask, returns of ``lambda_critic`` and the values of generation time.
 
     None when none of them could be scored.
     """
@@ -86,11 +92,19 @@ def response_batch(
     scored = torch.tensor([p.scored for p in pieces], dtype=torch.bool).repeat_interleave(sizes)
     old_values = torch.tensor([v for t in trajectories for v in t.old_values])
     fields = {
-        "returns": on_mask(algorithms.monte_carlo_returns(rewards, cu_pieces, gamma=algorithm.gamma), generated),
+        "returns": on_mask(_critic_targets(rewards, old_values, cu_pieces, algorithm), generated),
         "old_values": on_mask(old_values, generated),
         "mask": on_mask(scored, generated),
     }
     return pack(trajectories, fields, vision)
+
+
+def _critic_targets(rewards: Tensor, old_values: Tensor, cu_pieces: Tensor, algorithm: AlgorithmConfig) -> Tensor:
+    """[W] V + A^lambda of finished pieces; Monte-Carlo returns at lambda 1 (VC-PPO, arXiv 2503.01491)."""
+    if algorithm.lambda_critic == 1.0:  # the same, without the values' rounding
+        return algorithms.monte_carlo_returns(rewards, cu_pieces, gamma=algorithm.gamma)
+    advantages = algorithms.gae(rewards, old_values, cu_pieces, gamma=algorithm.gamma, lam=algorithm.lambda_critic)
+    return advantages + old_values
 
 
 def keep_signals(trajectories: Sequence[Trajectory], batch: PackedBatch, signals: Signals, step: int) -> None:
@@ -102,10 +116,33 @@ def keep_signals(trajectories: Sequence[Trajectory], batch: PackedBatch, signals
                 getattr(trajectory, name).extend(new_values.tolist())
 
 
-def _positive_mask(trajectories: Sequence[Trajectory], threshold: float) -> Tensor:
-    """[T] bool: generated tokens, all windows, of finished responses with a reward of at least ``threshold``."""
-    masks = []
+def keep_left_out(trajectories: Sequence[Trajectory], batch: PackedBatch, trained: Tensor) -> None:
+    """Each trajectory remembers which of its new tokens the policy's mask ``trained`` [T] does not hold."""
+    rows = (batch.fields["mask"] & ~trained).split(batch.lengths.tolist())
+    for trajectory, row in zip(trajectories, rows, strict=True):
+        trajectory.left_out += (row.nonzero()[:, 0] - len(trajectory.prompt.token_ids)).tolist()
+
+
+def _positive_mask(trajectories: Sequence[Trajectory], algorithm: AlgorithmConfig, rules: ResponseRules) -> Tensor:
+    """[T] bool: tokens of finished responses with the full reward, over all windows, that the policy's masks held.
+
+    Of a dialogue whose turns are scored one by one: of the turns with the full score. What overlong=filter takes out
+    is taken out with all its windows.
+    """
+    threshold, masks = algorithm.positive_lm_threshold, []
     for t in trajectories:
-        is_positive = t.finished and t.reward is not None and t.reward >= threshold
-        masks.append(t.generated_mask() & is_positive)
+        mask = t.generated_mask() & (t.stopped if algorithm.overlong is Overlong.filter else t.finished)
+        mask[t.left_out] = False
+        is_positive = t.reward is not None and t.reward >= threshold
+        if not rules.independent_turns and not t.turn_scores:
+            masks.append(mask & is_positive)
+            continue
+        for turn in t.turns():
+            score = t.turn_scores.get(turn.index)
+            if score is not None:
+                is_positive_turn = score.value is not None and score.value >= threshold
+            else:
+                is_positive_turn = is_positive and not rules.independent_turns
+            mask[turn.start : turn.start + len(turn.token_ids)] &= is_positive_turn
+        masks.append(mask)
     return response_field(masks, trajectories, bool)

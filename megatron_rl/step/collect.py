@@ -46,7 +46,7 @@ class Collector:
         return kept[:num_wanted], metrics | {"rollout/num_discarded": float(num_discarded)}
 
     async def _mixed_groups(self, step: int) -> tuple[list[Trajectory], dict[str, float]]:
-        """Dynamic sampling (DAPO, arXiv 2503.14476, eq. 11): generate until enough groups have right and wrong responses."""
+        """Dynamic sampling (DAPO, arXiv 2503.14476, eq. 11): generate until enough groups have differing rewards."""
         settings = self._config.algorithm.dynamic_sampling
         useful: list[Group] = []
         counts = {"all_right": 0, "all_wrong": 0, "unscored": 0}
@@ -56,7 +56,7 @@ class Collector:
             if num_rounds == settings.max_rounds:
                 raise UserError(
                     f"algorithm.dynamic_sampling: after {num_rounds} rounds of generation step {step + 1} has "
-                    f"{len(useful)} of {self._num_groups} groups with right and wrong responses ({counts['all_right']} "
+                    f"{len(useful)} of {self._num_groups} groups whose responses got different rewards ({counts['all_right']} "
                     f"were right throughout, {counts['all_wrong']} wrong throughout, {counts['unscored']} without "
                     "scores); give prompts of fitting difficulty (megatron-rl select-prompts), more samples per "
                     "prompt, or raise algorithm.dynamic_sampling.max_rounds"
@@ -122,9 +122,14 @@ class Collector:
 
 
 def outcome_kind(group: Sequence[Trajectory], correct_from: float) -> str:
-    """all_right, all_wrong, mixed, or unscored when a member has no score; by the score before any shaping."""
+    """mixed when the rewards differ, all_right or all_wrong when they are equal, unscored when a member has none.
+
+    By the score before any shaping. With rewards of 0 and 1 this is DAPO's rule; partial credit and judges' scores
+    differ without being right or wrong, and teach all the same.
+    """
     rewards = [t.reward for t in group if t.reward is not None]
     if len(rewards) < len(group):
         return "unscored"
-    num_right = sum(reward >= correct_from for reward in rewards)
-    return "all_wrong" if num_right == 0 else "all_right" if num_right == len(group) else "mixed"
+    if min(rewards) < max(rewards):
+        return "mixed"
+    return "all_right" if rewards[0] >= correct_from else "all_wrong"

@@ -8,6 +8,8 @@ from torch import Tensor
 
 from megatron_rl import algorithms
 from megatron_rl.config.schema import KlConfig, KlPlace
+from megatron_rl.data.trajectory import Trajectory
+from megatron_rl.step.packing import on_mask
 from megatron_rl.step.state import StepState
 
 
@@ -41,6 +43,29 @@ class KlPenalty:
         if self._controller and state:
             self._controller.load_state(state)
 
+    def _measure(self, state: StepState, divergence: Tensor) -> dict[str, float]:
+        """KL of finished responses, each summed over its windows (``divergence`` [W] is of this step's).
+
+        Where it moves the coefficient, of those that are charged by it: a prompt type may have one of its own.
+        """
+        row_sums = on_mask(divergence, state.batch.fields["mask"]).split(state.batch.lengths.tolist())
+        for trajectory, row in zip(state.trajectories, row_sums, strict=True):
+            trajectory.reference_kl += float(row.double().sum())
+        own, coef = self._settings.coef_by_type, self._settings.coef
+
+        def counts(trajectory: Trajectory) -> bool:
+            type_ = trajectory.prompt.type
+            charged = type_ not in own if self._controller else own.get(type_, coef) > 0
+            return trajectory.finished and charged
+
+        measured = [t.reference_kl for t in state.trajectories if counts(t)]
+        if not measured:
+            return {}
+        per_response = sum(measured) / len(measured)
+        if self._controller:
+            self._controller.update(per_response, len(measured))
+        return {"kl/reference_per_response": per_response}
+
     def charge(self, state: StepState) -> Divergence:
         """Measure the step's divergence on the window's tokens and charge it; moves the coefficient for the next step."""
         kl = self._settings
@@ -53,14 +78,8 @@ class KlPenalty:
         divergence = algorithms.kl_estimate(
             state.old_logprobs[mask], state.reference_logprobs[mask], kl.estimator, kl.estimator_options
         )
-        per_response = float(divergence.sum()) / len(state.trajectories)
-        metrics = {
-            "kl/reference_per_response": per_response,
-            "kl/reference_per_token": float(divergence.sum()) / max(len(divergence), 1),
-            "kl/coef": coef,
-        }
-        if self._controller:
-            self._controller.update(per_response, len(state.trajectories))
+        metrics = {"kl/reference_per_token": float(divergence.sum()) / max(len(divergence), 1), "kl/coef": coef}
+        metrics |= self._measure(state, divergence)
         if kl.place is KlPlace.loss:
             fields = {"reference_logprobs": state.reference_logprobs, "kl_coefs": coefs}
             return Divergence(state.line_rewards, fields, metrics)

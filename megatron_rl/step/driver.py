@@ -62,6 +62,9 @@ def critic_pretrain(config: Config) -> None:
         config,
         run=replace(config.run, num_steps=pretrain.num_steps),
         critic=replace(config.critic, optimizer=pretrain.optimizer),
+        # The critic is to know the policy's responses as they come, not those of mixed groups or the quick ones.
+        algorithm=replace(config.algorithm, dynamic_sampling=replace(config.algorithm.dynamic_sampling, enabled=False)),
+        rollout=replace(config.rollout, over_sampling=1.0),
         batch=replace(config.batch, window_tokens=0),
         schedule=replace(config.schedule, mode=Mode.sync),
         eval=replace(config.eval, every_steps=0, stop_at_accuracy=0.0),

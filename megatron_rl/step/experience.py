@@ -111,7 +111,8 @@ def _left_out(trajectories: Sequence[Trajectory], algorithm: AlgorithmConfig, ru
 def _lambda(pieces: Sequence[Piece], ended: Tensor, window_tokens: int, algorithm: AlgorithmConfig) -> float | Tensor:
     if algorithm.lambda_policy is LambdaKind.constant:
         return algorithm.lambda_value
-    lengths = torch.tensor([p.length for p in pieces], dtype=torch.float32).clamp(min=1)
+    # Integers: near 1 a float32 rounding, raised to the power of the length, would show.
+    lengths = torch.tensor([p.length for p in pieces], dtype=torch.int64).clamp(min=1)
     # An unfinished response is expected to go on for about half a window (T-PPO, arXiv 2506.15050).
     lengths = lengths + (~ended) * (window_tokens // 2)
     return algorithms.length_adaptive_lambda(lengths, alpha=algorithm.lambda_alpha, floor=algorithm.lambda_value)

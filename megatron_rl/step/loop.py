@@ -20,7 +20,7 @@ from megatron_rl.rollout.service import RolloutService
 from megatron_rl.run.checkpoints import Saver
 from megatron_rl.run.recorder import Recorder
 from megatron_rl.step import metrics as step_metrics
-from megatron_rl.step.batches import keep_signals, policy_batch, response_batch
+from megatron_rl.step.batches import keep_left_out, keep_signals, policy_batch, response_batch
 from megatron_rl.step.collect import Collector
 from megatron_rl.step.divergence import KlPenalty
 from megatron_rl.step.evaluation import Evaluator
@@ -152,8 +152,16 @@ class TrainingLoop:
         )
         keep_signals(state.trajectories, state.batch, signals, step)
         state.policy_batch, mismatch = policy_batch(
-            state.trajectories, state.batch, state.old_logprobs, advantages, algorithm, divergence.loss_fields
+            state.trajectories,
+            state.batch,
+            state.old_logprobs,
+            advantages,
+            algorithm,
+            divergence.loss_fields,
+            parts.rules,
         )
+        if algorithm.positive_lm_coef:
+            keep_left_out(state.trajectories, state.batch, state.policy_batch.fields["mask"])
         if state.values is not None:
             state.critic_batch = response_batch(state.finished, algorithm, parts.rules, parts.vision)
         # Books are kept here: from the next window on, the unfinished trajectories change.

@@ -8,7 +8,7 @@ from megatron_rl.config.schema import Config
 from megatron_rl.data.batch import PackedBatch
 from megatron_rl.training.batching import split_minibatches
 from megatron_rl.training.engine import UpdateResult
-from megatron_rl.training.losses import policy_denominators
+from megatron_rl.training.losses import critic_denominators, policy_denominators
 from megatron_rl.training.trainer_group import TrainerGroup
 
 _SHORT_NAMES = {"policy_loss": "loss", "value_loss": "loss", "approx_kl_k3": "kl"}
@@ -37,7 +37,7 @@ def train_critic(config: Config, group: TrainerGroup, batch: PackedBatch, step: 
     """``critic.num_epochs`` passes over whole responses. Returns metrics."""
     results = []
     for minibatch in _minibatches(config, batch, config.batch.critic_minibatch_size, config.critic.num_epochs, step):
-        denominators = {"mask": float(minibatch.fields["mask"].sum())}
+        denominators = critic_denominators(minibatch, config.algorithm)
         if denominators["mask"]:
             results.append(group.update("critic", minibatch, objective="critic", denominators=denominators))
     return update_metrics("critic", results)

@@ -30,7 +30,6 @@ _EVALUATION_CHUNK = 256
 """Examples predicted at a time."""
 
 
-
 def _reward_engine(kind: RewardModelKind) -> str:
     """Name and role of the engine that a kind trains."""
     return "policy" if kind is RewardModelKind.pairwise else "critic"
@@ -38,7 +37,16 @@ def _reward_engine(kind: RewardModelKind) -> str:
 
 def training_config(config: Config) -> Config:
     """The configuration of the ranks: values are regressed without PPO's clip."""
-    return replace(config, algorithm=replace(config.algorithm, value_clip_low=0.0, value_clip_high=0.0))
+    return replace(
+        config,
+        algorithm=replace(
+            config.algorithm,
+            value_clip_low=0.0,
+            value_clip_high=0.0,
+            critic_aggregation="token_mean",
+            critic_aggregation_options={},
+        ),
+    )
 
 
 def reward_train(config: Config) -> None:

@@ -5,12 +5,12 @@ and micro-batches: the micro-batches' losses add up to the mini-batch's loss, wh
 
     policy: sum(L) / n(policy) - entropy_coef * sum(H) / n(mask) + sum(kl_coef * KL) / n(policy)
             + positive_lm_coef * sum(-log pi) / n(lm_mask)
-    critic: sum(L_value) / n(mask)
+    critic: sum(L_value) / n(value), which is n(mask) with token means
     sft:    sum(-log pi) / n(mask)
     score:  sum(score_coefs * V after the last token), whose coefficients come divided
 
-with n(field) = ``denominators[field]``: tokens for mask and lm_mask; for policy the tokens, or with sequence means the
-responses that have any. Metrics keep their sums and denominators apart; the engine adds them up.
+with n(field) = ``denominators[field]``: tokens for mask and lm_mask; for policy and value the tokens, or with sequence
+means the responses that have any. Metrics keep their sums and denominators apart; the engine adds them up.
 """
 
 from collections.abc import Callable, Mapping
@@ -60,6 +60,16 @@ def policy_denominators(batch: PackedBatch, algorithm: AlgorithmConfig) -> dict[
     return counts
 
 
+def critic_denominators(batch: PackedBatch, algorithm: AlgorithmConfig) -> dict[str, float]:
+    """The denominators of ``critic_objective`` over a whole mini-batch."""
+    mask = batch.fields["mask"]
+    aggregation = algorithm.critic_aggregation, algorithm.critic_aggregation_options
+    return {
+        "mask": float(mask.sum()),
+        "value": algorithms.loss_denominator(mask, batch.cu_seqlens, *aggregation),
+    }
+
+
 def _aggregation(algorithm: AlgorithmConfig) -> tuple[str, Mapping[str, Any]]:
     """Name and options of the aggregation in force: the loss's own, or the configured one."""
     averages = register.POLICY_LOSSES.find(algorithm.policy_loss).averages
@@ -91,7 +101,7 @@ def policy_objective(algorithm: AlgorithmConfig, denominators: Mapping[str, floa
                 mask,
                 kind=algorithm.kl.estimator,
                 coefficients=batch.fields["kl_coefs"],
-                aggregation=_coefficients(algorithm, mask, batch),
+                aggregation=_coefficients(_aggregation(algorithm), mask, batch),
                 options=algorithm.kl.estimator_options,
             )
             total = total + divergence.sum / divisor
@@ -110,7 +120,7 @@ def _surrogate(
 ) -> Loss:
     """The policy loss proper: ``policy_loss`` on the batch's fields, with weights and coefficients as configured."""
     mask, old_logprobs, advantages = (batch.fields[name] for name in ("mask", "old_logprobs", "advantages"))
-    weights, coefficients = batch.fields.get("weights"), _coefficients(algorithm, mask, batch)
+    weights, coefficients = batch.fields.get("weights"), _coefficients(_aggregation(algorithm), mask, batch)
     if algorithm.correction.opsm_delta:  # takes loss away from responses; denominators stay those of all tokens
         kept = algorithms.off_policy_sequence_mask(
             old_logprobs, logprobs.detach(), advantages, mask, batch.cu_seqlens, delta=algorithm.correction.opsm_delta
@@ -133,9 +143,9 @@ def _surrogate(
     return loss
 
 
-def _coefficients(algorithm: AlgorithmConfig, mask: Tensor, batch: PackedBatch) -> Tensor | None:
+def _coefficients(aggregation: tuple[str, Mapping[str, Any]], mask: Tensor, batch: PackedBatch) -> Tensor | None:
     """[T] what each token's loss counts; None: 1."""
-    name, options = _aggregation(algorithm)
+    name, options = aggregation
     if name == "token_mean":  # all are 1, and reading cu_seqlens would wait for the device
         return None
     return algorithms.token_coefficients(mask, batch.cu_seqlens, name, options=options)
@@ -143,7 +153,8 @@ def _coefficients(algorithm: AlgorithmConfig, mask: Tensor, batch: PackedBatch) 
 
 def critic_objective(algorithm: AlgorithmConfig, denominators: Mapping[str, float]) -> LossFunction:
     """Reads the fields mask, returns and old_values."""
-    num_tokens = _positive(denominators, "mask")
+    aggregation = algorithm.critic_aggregation, algorithm.critic_aggregation_options
+    divisor = _positive(denominators, "mask" if algorithm.critic_aggregation == "token_mean" else "value")
     clipped = algorithm.value_clip_low != 0.0 or algorithm.value_clip_high != 0.0
     clip_low, clip_high = (algorithm.value_clip_low, algorithm.value_clip_high) if clipped else (None, None)
 
@@ -155,8 +166,9 @@ def critic_objective(algorithm: AlgorithmConfig, denominators: Mapping[str, floa
             batch.fields["mask"],
             clip_low=clip_low,
             clip_high=clip_high,
+            coefficients=_coefficients(aggregation, batch.fields["mask"], batch),
         )
-        return loss.sum / num_tokens, {**loss.metrics, **_metric("value_loss", loss)}
+        return loss.sum / divisor, {**loss.metrics, **_metric("value_loss", loss)}
 
     return objective
 

@@ -65,7 +65,7 @@ from tests.integration.presets_worker import run_all
 run_all(sys.argv[1], sys.argv[2], json.loads(sys.argv[3]))
 """
 RUNS = {
-    "tppo": ["policy.moe.routing_replay=R3", "batch.window_tokens=8"],
+    "tppo": ["policy.moe.routing_replay=R3", "batch.window_tokens=8", "critic.warmup_steps=1"],
     "grpo": ["policy.moe.routing_replay=R2", "policy.recompute=full"],
 }
 """Preset and what it is run with."""
@@ -215,7 +215,9 @@ def test_a_run_replays_the_routes_of_every_token_it_trains(runs, preset):
     assert f"== {preset} ended with 0" in output, output[-6000:]
     rows = {row.step: row.metrics for row in read_metrics(folder / preset / "metrics.jsonl")}
     assert sorted(rows) == [1, 2, 3]
-    for metrics in rows.values():
+    for step, metrics in rows.items():
+        if preset == "tppo" and step == 1:
+            continue  # the critic warms up
         # The engine knows no route of a sequence's last token, which no log-prob depends on.
         share = metrics["policy/moe_replayed_share"]
         assert share == 1.0 if preset == "grpo" else 0.9 < share < 1.0

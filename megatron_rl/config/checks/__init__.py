@@ -37,7 +37,7 @@ def check_config(config: Config, *, command: str, world_size: int | None = None)
     if command in RL_COMMANDS:
         ranks = config.parallel.num_ranks if world_size is None else world_size
         problems += servers.placement_problems(config.rollout, ranks)
-        problems += [] if unknown else combinations.problems(config)
+        problems += [] if unknown else combinations.problems(config, command)
     if not problems and config.policy.path:
         problems += model_folder.problems(config, command)
     if problems:

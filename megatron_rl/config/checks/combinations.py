@@ -9,6 +9,7 @@ from megatron_rl.config.schema import (
     AlgorithmConfig,
     Config,
     CorrectionConfig,
+    FireLoss,
     KlPlace,
     Mode,
     OldPolicy,
@@ -20,6 +21,7 @@ from megatron_rl.system.plugins import PluginError, parameters
 _SPECULATION_THRESHOLDS = ("speculative-accept-threshold-single", "speculative-accept-threshold-acc")
 """SGLang accepts drafted tokens with more than their probability where these are below 1."""
 
+
 def unknown_pieces(algorithm: AlgorithmConfig) -> Iterator[str]:
     """Names that no piece has, paths that do not import, options that a piece does not take."""
     for key, seam in register.SEAMS.items():
@@ -30,14 +32,17 @@ def unknown_pieces(algorithm: AlgorithmConfig) -> Iterator[str]:
             yield f"algorithm.{key}: {error}"
 
 
-def problems(config: Config) -> Iterator[str]:
+def problems(config: Config, command: str = "train") -> Iterator[str]:
     yield from _windows(config)
     yield from _full_responses(config)
     yield from _comparisons(config)
     yield from _unread_inputs(config.algorithm)
     yield from _correction(config.algorithm.correction)
     yield from _kl(config.algorithm, num_responses_per_step(config))
+    yield from _hot_tokens(config)
     yield from _without_critic(config)
+    if command == "train":
+        yield from _untrained_critic(config)
     yield from _dialogue(config)
     yield from _whole_distribution(config.rollout)
 
@@ -108,6 +113,11 @@ def _unread_inputs(algorithm: AlgorithmConfig) -> Iterator[str]:
             f"algorithm.aggregation: algorithm.policy_loss={algorithm.policy_loss} has no parameter `coefficients`, so it "
             "would ignore them; add it, or set token_mean"
         )
+    if algorithm.dual_clip and "dual_clip" in ignored:
+        yield (
+            f"algorithm.dual_clip: algorithm.policy_loss={algorithm.policy_loss} has no parameter `dual_clip`, so it would "
+            "ignore it; set algorithm.dual_clip=0"
+        )
 
 
 def _correction(correction: CorrectionConfig) -> Iterator[str]:
@@ -137,8 +147,17 @@ def _around_one(name: str, low: float, high: float) -> Iterator[str]:
 
 def _kl(algorithm: AlgorithmConfig, num_responses: int) -> Iterator[str]:
     kl = algorithm.kl
-    if kl.place is KlPlace.loss and not register.KL_ESTIMATORS.find(kl.estimator).has_gradient:
-        yield f"algorithm.kl.estimator: the gradient of {kl.estimator} in the loss is 0 on average; set k2 or k3, or kl.place=reward"
+    places = register.KL_ESTIMATORS.find(kl.estimator).places
+    if kl.place is KlPlace.loss and "loss" not in places:
+        yield (
+            f"algorithm.kl.estimator: the gradient of {kl.estimator} in the loss is 0 on average; set "
+            "algorithm.kl.estimator=k3 or k2, or algorithm.kl.place=reward"
+        )
+    if kl.place is KlPlace.reward and "reward" not in places:
+        yield (
+            f"algorithm.kl.estimator: {kl.estimator} in the reward does not pull towards the reference (it punishes tokens "
+            "that have become less likely too); set algorithm.kl.estimator=k1, or algorithm.kl.place=loss"
+        )
     if not kl.target:
         return
     if kl.horizon <= 0.2 * num_responses:
@@ -147,6 +166,26 @@ def _kl(algorithm: AlgorithmConfig, num_responses: int) -> Iterator[str]:
         yield "algorithm.kl.target: the adaptive coefficient needs algorithm.kl.place=reward or loss"
     if not kl.coef:
         yield "algorithm.kl.coef: the adaptive controller multiplies it, so it must start above 0"
+
+
+def _hot_tokens(config: Config) -> Iterator[str]:
+    fire, correction = config.rollout.fire, config.algorithm.correction
+    corrected = correction.weight != "none" or correction.old_policy is OldPolicy.rollout
+    if fire.temperature and fire.loss is FireLoss.keep and not corrected:
+        yield (
+            "rollout.fire.loss: keep trains tokens that were drawn at another temperature as if the policy had drawn them; "
+            "set algorithm.correction.weight=token, or rollout.fire.loss=mask"
+        )
+
+
+def _untrained_critic(config: Config) -> Iterator[str]:
+    """A fresh value head says random numbers, and advantages would be made of them."""
+    if needs_critic(config) and not config.critic.path and not config.critic.warmup_steps:
+        yield (
+            "critic.path: the critic would start with a random value head and steer the policy from the first step; "
+            "pretrain it (megatron-rl critic-pretrain --config ... critic_pretrain.output_path=FOLDER) and set "
+            "critic.path=FOLDER, start from a reward model, or let it learn alone first (critic.warmup_steps; 10 is in use)"
+        )
 
 
 def _without_critic(config: Config) -> Iterator[str]:

@@ -65,7 +65,7 @@ class KlConfig:
     place: KlPlace = KlPlace.none
     """Where the divergence acts: in the reward, in the loss or nowhere."""
     estimator: str = "k3"
-    """How it is estimated from one sampled token: a registered KL estimator or package.module:function."""
+    """How it is estimated from one sampled token: k1 in the reward, k3 or k2 in the loss, or package.module:function."""
     estimator_options: dict[str, Any] = field(default_factory=dict)
     """Parameters of the estimator."""
     coef: float = at_least(0, default=0.0)
@@ -73,7 +73,8 @@ class KlConfig:
     coef_by_type: dict[str, float] = field(default_factory=dict, metadata=items_at_least(0))
     """Coefficient of prompts of a type (data.type_field); other types use ``coef``."""
     target: float = at_least(0, default=0.0)
-    """KL per response that the adaptive controller steers to; 0 means a fixed coefficient."""
+    """KL per response, over all its windows, that the adaptive controller steers ``coef`` to; 0 means a fixed one.
+    Prompts with a coefficient of their own (``coef_by_type``) are not measured."""
     horizon: int = at_least(1, default=10000)
     """Responses over which the adaptive controller acts."""
 
@@ -121,14 +122,15 @@ class CorrectionConfig:
 
 @dataclass
 class DynamicSamplingConfig:
-    """Only groups of responses with a mixed outcome are trained on (DAPO); needs schedule.mode=sync."""
+    """Only groups of responses whose rewards differ are trained on (DAPO); needs schedule.mode=sync."""
 
     enabled: bool = False
-    """Replace groups whose responses are all correct or all wrong by new prompts."""
+    """Replace groups whose responses all have the same reward by new prompts."""
     max_rounds: int = at_least(1, default=10)
     """Rounds of generation in one step before the run stops."""
     correct_from: float = 1.0
-    """A score of at least this, before any shaping, counts as correct."""
+    """A score of at least this, before any shaping, counts as correct: for select-prompts, and where what was left out
+    is counted."""
 
 
 @dataclass
@@ -151,25 +153,31 @@ class AlgorithmConfig:
     gamma: float = share(default=1.0)
     """Discount per token; 1 is usual for responses that are scored at their end."""
     lambda_policy: LambdaKind = LambdaKind.length_adaptive
-    """Lambda of the policy's advantages; the critic's targets are always Monte-Carlo returns (lambda 1)."""
+    """Lambda of the policy's advantages."""
     lambda_value: float = share(default=0.95)
     """The constant lambda, or the floor of the length-adaptive one."""
     lambda_alpha: float = above(0, default=0.05)
     """Length-adaptive lambda is 1 - 1 / (lambda_alpha * length)."""
+    lambda_critic: float = share(default=1.0)
+    """Lambda of the critic's targets; 1: Monte-Carlo returns (VC-PPO); that of the policy: ordinary PPO."""
+    critic_aggregation: str = "token_mean"
+    """As ``aggregation``, for the critic's loss; sequence_mean: a long response counts as much as a short one."""
+    critic_aggregation_options: dict[str, Any] = field(default_factory=dict)
+    """Parameters of the critic's aggregation."""
     bootstrap: Bootstrap = Bootstrap.copy_last
     """Where the value at the edge of a window comes from, for responses that go on."""
     ignore_boundary_tokens: int = at_least(0, default=8)
     """Last tokens of an unfinished window that the policy loss leaves out."""
     normalization: Normalization = Normalization.scale
     """What is done to the advantages of a step before the loss."""
-    advantage_clamp: float = at_least(0, default=10.0)
+    advantage_clamp: float = at_least(0, default=0.0)
     """Advantages are clamped to +-this after normalisation; 0 means no clamp."""
     clip_low: float = at_least(0, default=0.2)
     """The ratio of new to old policy is clipped below 1 - this."""
     clip_high: float = at_least(0, default=0.28)
     """The ratio is clipped above 1 + this; more than clip_low keeps exploration alive (clip-higher, DAPO)."""
     dual_clip: float = bounded(
-        "more than 1 (3 and 10 are in use), or 0 for none", lambda value: value == 0 or value > 1, default=10.0
+        "more than 1 (3 and 10 are in use), or 0 for none", lambda value: value == 0 or value > 1, default=0.0
     )
     """Lower bound c * A for negative advantages; 0 means none."""
     value_clip_low: float = at_least(0, default=0.5)

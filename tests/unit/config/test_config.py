@@ -101,7 +101,9 @@ def test_a_renamed_key_or_section_is_refused_with_its_new_name(tmp_path, monkeyp
     monkeypatch.setitem(RENAMED, former, "rollout.num_servers")
     file = tmp_path / "recipe.yaml"
     file.write_text(text)
-    with pytest.raises(ConfigError, match=rf"recipe.yaml: unknown key '{former}'; it is called 'rollout.num_servers' now"):
+    with pytest.raises(
+        ConfigError, match=rf"recipe.yaml: unknown key '{former}'; it is called 'rollout.num_servers' now"
+    ):
         load_config(file)
 
 
@@ -130,9 +132,15 @@ def test_a_missing_recipe_and_a_malformed_override_are_errors(tmp_path, recipe):
             ["parallel.tensor_parallel_size=4", "parallel.num_ranks=4"],
             ["parallel.tensor_parallel_size", "num_key_value_heads=2"],
         ),
-        (["parallel.tensor_parallel_size=2", "parallel.num_ranks=3"], ["3 ranks do not divide by parallel.tensor_parallel_size 2"]),
+        (
+            ["parallel.tensor_parallel_size=2", "parallel.num_ranks=3"],
+            ["3 ranks do not divide by parallel.tensor_parallel_size 2"],
+        ),
         (["parallel.pipeline_parallel_size=3", "parallel.num_ranks=3"], ["num_hidden_layers 2"]),
-        (["parallel.expert_parallel_size=2", "parallel.num_ranks=2"], ["no experts", "parallel.expert_parallel_size 2"]),
+        (
+            ["parallel.expert_parallel_size=2", "parallel.num_ranks=2"],
+            ["no experts", "parallel.expert_parallel_size 2"],
+        ),
         (["parallel.context_parallel_size=2", "parallel.num_ranks=3"], ["parallel.context_parallel_size 2"]),
         (["parallel.sequence_parallel=true"], ["parallel.sequence_parallel"]),
         (["batch.max_response_tokens=300"], ["max_position_embeddings", "256"]),
@@ -155,11 +163,23 @@ def test_impossible_combinations_name_the_key(recipe, overrides, expected):
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [
-        (["critic.parallel.tensor_parallel_size=3"], ["4 ranks do not divide by critic.parallel.tensor_parallel_size 3"]),
-        (["critic.parallel.virtual_pipeline_size=2"], ["critic.parallel.virtual_pipeline_size", "critic.parallel.pipeline"]),
-        (["critic.parallel.tensor_parallel_size=4"], ["critic.parallel.tensor_parallel_size: 4 does not divide num_key"]),
+        (
+            ["critic.parallel.tensor_parallel_size=3"],
+            ["4 ranks do not divide by critic.parallel.tensor_parallel_size 3"],
+        ),
+        (
+            ["critic.parallel.virtual_pipeline_size=2"],
+            ["critic.parallel.virtual_pipeline_size", "critic.parallel.pipeline"],
+        ),
+        (
+            ["critic.parallel.tensor_parallel_size=4"],
+            ["critic.parallel.tensor_parallel_size: 4 does not divide num_key"],
+        ),
         (["critic.parallel.pipeline_layers=[3]"], ["critic.parallel.pipeline_parallel_size: num_hidden_layers 2"]),
-        (["critic.parallel.expert_parallel_size=2"], ["critic.parallel: the layers have no experts", "critic.parallel.exp"]),
+        (
+            ["critic.parallel.expert_parallel_size=2"],
+            ["critic.parallel: the layers have no experts", "critic.parallel.exp"],
+        ),
         (["critic.parallel.num_ranks=2"], ["critic.parallel.num_ranks", "parallel.num_ranks=4"]),
         (["critic.parallel.collective_timeout_s=0"], ["critic.parallel.collective_timeout_s"]),
         (["preset=grpo", "critic.parallel.sequence_parallel=false"], ["critic.parallel: ", "no critic"]),
@@ -177,7 +197,9 @@ def test_a_critic_with_a_layout_of_its_own_is_described_beside_the_policy(recipe
     config = load_config(recipe, [*overrides, "batch.critic_minibatch_size=64", "batch.policy_minibatch_size=32"])
     check_config(config, command="train")
     rows = {row.name: row for row in batch_arithmetic(config, world_size=8)}
-    assert rows["samples per policy update"].per_rank == "8" and rows["samples per critic update"].per_rank == "up to 16"
+    assert (
+        rows["samples per policy update"].per_rank == "8" and rows["samples per critic update"].per_rank == "up to 16"
+    )
     print_plan(config, command="train", world_size=8)
     shown = capsys.readouterr().out
     assert "policy: 8 ranks = tensor 2 x pipeline 1 x data 4" in shown
@@ -249,7 +271,12 @@ def test_a_later_recipe_overrides_an_earlier_one_and_may_choose_the_preset(recip
         ),
         (["algorithm.correction.rejection=token", "algorithm.correction.rejection_low=3"], "rejection_low.*low <= 1"),
         (["algorithm.correction.weight=sequence", "algorithm.correction.max_weight=0.5"], "max_weight.*at least 1"),
-        (["algorithm.kl.place=loss", "algorithm.kl.estimator=k1"], "kl.estimator.*k2 or k3"),
+        (["algorithm.kl.place=loss", "algorithm.kl.estimator=k1"], "kl.estimator=k3 or k2"),
+        (["algorithm.kl.place=reward", "algorithm.kl.coef=0.1"], "k3 in the reward.*set algorithm.kl.estimator=k1"),
+        (["algorithm.kl.place=reward", "algorithm.kl.estimator=k2"], "k2 in the reward.*kl.place=loss"),
+        (["preset=gspo", "algorithm.dual_clip=3"], "algorithm.dual_clip.*gspo.*would ignore.*dual_clip=0"),
+        (["preset=cispo", "algorithm.dual_clip=3"], "algorithm.dual_clip.*cispo"),
+        (["rollout.fire.temperature=30", "rollout.fire.loss=keep"], "fire.loss.*correction.weight=token"),
         (["data.system_prompt=hello"], "data.system_prompt.*use_chat_template"),
         (["algorithm.kl.target=0.1"], "algorithm.kl.target.*place"),
         (["preset=grpo", "critic.warmup_steps=5"], "critic.warmup_steps.*no critic"),
@@ -268,13 +295,30 @@ def test_pieces_that_exclude_each_other_are_refused_with_the_reason(recipe, over
     assert re.search(words, str(error.value))
 
 
+@pytest.mark.parametrize("preset", ["vapo", "vc_ppo", "tppo", "ppo", "pag", "seed_vl_hybrid", ""])
+def test_a_random_value_head_never_steers_the_policy(recipe, preset):
+    """A critic comes from somewhere, or learns alone first; critic-pretrain is where it may start from nothing."""
+    overrides = ["batch.window_tokens=0", f"preset={preset}", "schedule.mode=sync", "critic.warmup_steps=0"]
+    if preset == "seed_vl_hybrid":
+        overrides += ["batch.max_prompt_tokens=64", "batch.max_response_tokens=96"]
+    message = problems(recipe, *overrides)
+    assert "critic.path" in message and "megatron-rl critic-pretrain" in message and "critic.warmup_steps" in message
+    check_config(load_config(recipe, [*overrides, "critic.warmup_steps=10"]), command="train")
+    pretrain = [*overrides, "critic_pretrain.output_path=somewhere"]
+    check_config(load_config(recipe, pretrain), command="critic-pretrain")
+
+
 COLOCATED = "rollout.placement=colocated"
 
 
 @pytest.mark.parametrize(
     ("overrides", "world_size", "message"),
     [
-        (["rollout.num_servers=2"], 4, r"2 x rollout.tensor_parallel_size 1 = 2 is not the 4 trainer ranks.*num_servers=4"),
+        (
+            ["rollout.num_servers=2"],
+            4,
+            r"2 x rollout.tensor_parallel_size 1 = 2 is not the 4 trainer ranks.*num_servers=4",
+        ),
         (["rollout.tensor_parallel_size=3"], 4, "a rollout.tensor_parallel_size that divides 4"),
         (["rollout.urls=[http://a:1]"], 2, "the rollout.urls 1 x .*list 2 of them"),
         (["rollout.tensor_parallel_size=0"], 2, "rollout.tensor_parallel_size: expected at least 1"),

@@ -97,6 +97,24 @@ def test_a_group_with_an_unscored_member_is_not_mixed():
     assert outcome_kind(group, 1.0) == "unscored" and outcome_kind(group[:2], 1.0) == "mixed"
 
 
+@pytest.mark.parametrize(
+    ("rewards", "kind"),
+    [
+        ((1.0, 0.0), "mixed"),
+        ((0.2, 0.8), "mixed"),
+        ((0.0, 0.99), "mixed"),
+        ((1.0, 2.0), "mixed"),
+        ((-1.0, 1.0), "mixed"),
+        ((0.3, 0.3), "all_wrong"),
+        ((0.0, 0.0), "all_wrong"),
+        ((1.0, 1.0), "all_right"),
+    ],
+)
+def test_a_group_is_kept_when_its_rewards_differ_whatever_their_range(rewards, kind):
+    """std > 0, as in the public implementations: partial credit and judges' scores need not reach 1."""
+    assert outcome_kind([SimpleNamespace(reward=value) for value in rewards], 1.0) == kind
+
+
 def test_over_sampling_takes_the_groups_that_are_complete_first_and_drops_the_tail():
     slow = lambda i: 90 if i // NUM_SAMPLES == 1 else 4  # noqa: E731
     parts = collector(lengths=slow, over_sampling=2.0)

@@ -55,3 +55,43 @@ def test_a_step_is_charged_with_the_coefficient_from_before_its_own_measurement(
     goes_on = KlPenalty(settings)
     goes_on.load_state(penalty.state())
     assert goes_on.charge(state_of()).metrics == penalty.charge(state_of()).metrics
+
+
+def windows_of_kl(windows, *, type="math", id=0, finished=True, step=0):
+    """A response whose last window is of ``step``; its earlier ones have been charged already."""
+    segments = [
+        Segment((5,) * n, (-1.0,) * n, 0, "stop" if finished and k == len(windows) - 1 else "length", k)
+        for k, n in enumerate(windows)
+    ]
+    return Trajectory(id, Prompt("p", (1,), type=type), id, 0, 999, segments)
+
+
+def charge(penalty, group, step, per_token):
+    state = StepState(group, window_batch(group, step))
+    state.old_logprobs = torch.zeros(len(state.batch.tokens))
+    state.reference_logprobs = torch.full((len(state.batch.tokens),), -per_token)
+    return penalty.charge(state).metrics
+
+
+def test_the_adaptive_coefficient_sees_whole_responses_and_not_windows():
+    """0.01 nats a token and 12 tokens in windows of 8 and 4: 0.12 nats, where the mean over slots and steps is 0.06."""
+    penalty = KlPenalty(KlConfig(place=KlPlace.reward, estimator="k1", coef=1.0, target=0.1, horizon=100))
+    response = windows_of_kl([8], finished=False)
+    first = charge(penalty, [response], 0, 0.01)
+    assert "kl/reference_per_response" not in first
+    response = Trajectory.from_dict(response.to_dict())  # the checkpoint between the steps
+    response.segments.append(Segment((5,) * 4, (-1.0,) * 4, 0, "stop", 1))
+    second = charge(penalty, [response, windows_of_kl([0, 8], id=1, finished=False)], 1, 0.01)
+    assert second["kl/reference_per_response"] == pytest.approx(0.12) and second["kl/coef"] == 1.0
+    assert charge(penalty, [windows_of_kl([1])], 0, 0.0)["kl/coef"] == pytest.approx(1 + 0.2 / 100)
+
+
+def test_prompts_with_a_coefficient_of_their_own_do_not_move_the_common_one():
+    settings = KlConfig(place=KlPlace.loss, coef=1.0, coef_by_type={"free": 0.0}, target=1.0, horizon=100)
+    alone = charge(KlPenalty(settings), [windows_of_kl([4])], 0, 0.25)
+    together = charge(KlPenalty(settings), [windows_of_kl([4]), windows_of_kl([400], id=1, type="free")], 0, 0.25)
+    assert together["kl/reference_per_response"] == alone["kl/reference_per_response"]
+    by_type = KlConfig(place=KlPlace.loss, coef=0.0, coef_by_type={"math": 0.5})
+    assert charge(KlPenalty(by_type), [windows_of_kl([4]), windows_of_kl([400], id=1, type="free")], 0, 0.25)[
+        "kl/reference_per_response"
+    ] == pytest.approx(4 * (2.718281828**-0.25 - 1 + 0.25), rel=1e-4)

@@ -1,6 +1,7 @@
 """Which tokens train what: the invariants of T-PPO (arXiv 2506.15050) that live between pool and losses."""
 
 import math
+import random
 
 import pytest
 import torch
@@ -9,9 +10,17 @@ from hypothesis import strategies as st
 
 from megatron_rl import algorithms
 from megatron_rl.algorithms.advantages import Episodes, estimate_advantages
-from megatron_rl.config.schema import AlgorithmConfig, Bootstrap, LambdaKind, Normalization, Overlong
+from megatron_rl.config.schema import (
+    AlgorithmConfig,
+    Bootstrap,
+    CorrectionConfig,
+    LambdaKind,
+    Normalization,
+    OldPolicy,
+    Overlong,
+)
 from megatron_rl.data.trajectory import Prompt, Score, Segment, Trajectory, message_segment
-from megatron_rl.step.batches import keep_signals, policy_batch, response_batch
+from megatron_rl.step.batches import keep_left_out, keep_signals, policy_batch, response_batch
 from megatron_rl.step.experience import Signals, window_advantages
 from megatron_rl.step.metrics import advantage_metrics, reward_metrics, rollout_metrics
 from megatron_rl.step.packing import window_batch
@@ -205,6 +214,131 @@ def test_the_positive_lm_mask_covers_all_windows_of_positive_finished_responses_
     batch, found = advantages(group, 1, [0.0] * 8, algorithm)
     trained, _ = policy_batch(group, batch, torch.zeros(len(batch.tokens)), found, algorithm)
     assert trained.fields["lm_mask"].tolist() == [False] * 3 + [True] * 6 + [False] * (9 + 11)
+
+
+def _random_positive_case(rng: random.Random):
+    """Responses and dialogues in their last window, half of them with scores of 1, under random rules."""
+    algorithm = AlgorithmConfig(
+        **{
+            **RAW.__dict__,
+            "positive_lm_coef": 0.1,
+            "overlong": rng.choice([Overlong.none, Overlong.filter]),
+            "ignore_boundary_tokens": rng.choice([0, 1]),
+            "correction": CorrectionConfig(
+                rejection=rng.choice(["none", "token", "sequence"]), veto_below=rng.choice([0.0, 0.01])
+            ),
+        }
+    )
+    rules = ResponseRules(independent_turns=rng.random() < 0.5, masks_hot_tokens=rng.random() < 0.5)
+    group = []
+    for id in range(6):
+        if rules.independent_turns:
+            scores = [rng.choice([0.0, 1.0, 2.0]) for _ in range(rng.randint(1, 3))]
+            talk = dialogue([rng.randint(1, 3) for _ in scores], rewards=scores, id=id, done=rng.random() < 0.8)
+            if rng.random() < 0.3:
+                talk.turn_scores[0] = Score(None, error="died")
+            group.append(talk)
+        else:
+            stopped = rng.random() < 0.6
+            score = Score(rng.choice([0.0, 1.0, None])) if stopped or rng.random() < 0.5 else None
+            response = trajectory([rng.randint(2, 4)], stopped=stopped, score=score, id=id)
+            if score is not None and not stopped:
+                response.max_response_tokens = response.num_response_tokens
+            first = response.segments[0]
+            hot = Segment(first.token_ids[:1], (-0.5,), 0, "length", 0, hot=rng.random() < 0.5)
+            rest = Segment(first.token_ids[1:], first.rollout_logprobs[1:], 0, first.finish_reason, 0)
+            response.segments = [hot, rest]
+            group.append(response)
+    return group, algorithm, rules
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_what_trains_nothing_is_not_imitated_either(seed):
+    """The tokens of the loss on positive examples are among those of the policy loss: hot, cut, rejected ones are not."""
+    rng = random.Random(seed)
+    group, algorithm, rules = _random_positive_case(rng)
+    num_new = sum(t.window_tokens(0) for t in group)
+    batch, found = advantages(group, 0, [0.0] * num_new, algorithm, rules=rules)
+    ratios = torch.tensor([rng.choice([0.0, 0.0, -1.5, -9.0]) for _ in range(len(batch.tokens))])
+    old = torch.where(batch.fields["mask"], -0.5 + ratios, 0.0)
+    trained, _ = policy_batch(group, batch, old, found, algorithm, rules=rules)
+    imitated, mask = trained.fields["lm_mask"], trained.fields["mask"]
+    assert not (imitated & ~mask).any()
+    for t, start in zip(group, batch.cu_seqlens.tolist()):
+        for turn in t.turns():
+            score = t.turn_scores.get(turn.index) if rules.independent_turns else t.score
+            is_positive = t.finished and score is not None and score.value is not None and score.value >= 1.0
+            first = start + len(t.prompt.token_ids) + turn.start
+            span = slice(first, first + len(turn.token_ids))
+            expected = mask[span] if is_positive else torch.zeros_like(mask[span])
+            assert torch.equal(imitated[span], expected)
+
+
+def test_what_was_left_out_of_an_earlier_window_stays_out_of_the_loss_on_positive_examples():
+    algorithm = AlgorithmConfig(
+        **{
+            **RAW.__dict__,
+            "positive_lm_coef": 0.1,
+            "ignore_boundary_tokens": 1,
+            "correction": CorrectionConfig(rejection="token"),
+        }
+    )
+    early = trajectory([4], stopped=False)
+    batch, found = advantages([early], 0, [0.0] * 4, algorithm)
+    old = torch.where(batch.fields["mask"], -0.5, 0.0)
+    old[4] = -5.0
+    trained, _ = policy_batch([early], batch, old, found, algorithm)
+    keep_left_out([early], batch, trained.fields["mask"])
+    assert early.left_out == [1, 3]
+    late = Trajectory.from_dict(early.to_dict())
+    late.segments.append(Segment((7, 7), (-0.5, -0.5), 1, "stop", 1))
+    late.score = Score(1.0)
+    batch, found = advantages([late], 1, [0.0] * 2, algorithm)
+    trained, _ = policy_batch([late], batch, torch.where(batch.fields["mask"], -0.5, 0.0), found, algorithm)
+    assert trained.fields["lm_mask"].int().tolist() == [0] * 3 + [1, 0, 1, 0, 1, 1]
+
+
+@pytest.mark.parametrize("lam", [0.0, 0.5, 0.95, 1.0])
+def test_with_one_lambda_for_both_the_critics_targets_are_the_textbooks(lam):
+    """R_t = A_t + V(s_t) with the policy's own advantages (ordinary PPO, arXiv 1707.06347), whatever the windows were."""
+    values, reward = [0.2, 0.4, 0.5, 0.6, 0.1], 0.75
+    algorithm = AlgorithmConfig(**{**RAW.__dict__, "lambda_value": lam, "lambda_critic": lam, "gamma": 0.9})
+    for windows in ([5], [2, 2, 1]):
+        response = cut_with_values(trajectory(windows, stopped=True, score=Score(reward)), values)
+        found = response_batch([response], algorithm).fields["returns"][3:]
+        expected = []
+        for t in range(5):
+            deltas = [(0.9 * values[k + 1] if k < 4 else reward) - values[k] for k in range(t, 5)]
+            expected.append(values[t] + sum((0.9 * lam) ** i * delta for i, delta in enumerate(deltas)))
+        torch.testing.assert_close(found, torch.tensor(expected), atol=1e-6, rtol=0)
+    whole = cut_with_values(trajectory([5], stopped=True, score=Score(reward)), values)
+    _, policy = advantages([whole], 0, values, algorithm)
+    torch.testing.assert_close(policy.raw[3:], torch.tensor(expected) - torch.tensor(values), atol=1e-6, rtol=0)
+
+
+def test_the_critics_targets_are_cut_at_the_turns_for_any_lambda():
+    talk = dialogue([2, 1], rewards=[0.25, 1.0])
+    talk.old_values = [0.5, 0.0, 0.25]
+    found = response_batch([talk], AlgorithmConfig(**{**RAW.__dict__, "lambda_critic": 0.5}), INDEPENDENT)
+    assert found.fields["returns"].tolist() == pytest.approx([0, 0, 0, 0.5 * 0.25 + 0.5 * 0.0, 0.25, 0, 0, 1.0])
+
+
+def test_an_old_policy_that_is_the_engines_leaves_no_mismatch_to_report():
+    algorithm = AlgorithmConfig(**{**RAW.__dict__, "correction": CorrectionConfig(old_policy=OldPolicy.rollout)})
+    response = trajectory([3], stopped=True, score=Score(1.0))
+    for chosen, is_compared in ((algorithm, False), (RAW, True)):
+        batch, found = advantages([response], 0, [0.0] * 3, chosen)
+        trained, metrics = policy_batch([response], batch, batch.fields["rollout_logprobs"], found, chosen)
+        assert bool(metrics) is is_compared and int(trained.fields["mask"].sum()) == 3
+
+
+def test_lambda_of_a_long_response_is_exact():
+    """1 - 1 / (0.05 l) in float32 is off by 5e-4 of the signal after 24,576 tokens."""
+    algorithm = AlgorithmConfig(**{**RAW.__dict__, "lambda_policy": LambdaKind.length_adaptive})
+    length = 24576
+    response = trajectory([length], stopped=True, score=Score(1.0), budget=length)
+    _, found = advantages([response], 0, [0.0] * length, algorithm)
+    assert float(found.raw[3]) == pytest.approx((1 - 1 / (0.05 * length)) ** (length - 1), rel=1e-6)
 
 
 def test_metrics_are_split_by_finished_and_unfinished_and_rewards_are_of_finished_ones():

@@ -39,17 +39,22 @@ def make_outputs(objective: str) -> dict[str, torch.Tensor]:
 
 
 def counts(batch: PackedBatch, algorithm: AlgorithmConfig = ALGORITHM) -> dict[str, float]:
-    return losses.policy_denominators(batch, algorithm)
+    return losses.policy_denominators(batch, algorithm) | losses.critic_denominators(batch, algorithm)
 
 
 KL_IN_LOSS = KlConfig(place=KlPlace.loss, estimator="k3", coef=0.1)
 VARIANTS = {
     "critic": ALGORITHM,
+    "critic-sequence-mean": AlgorithmConfig(critic_aggregation="sequence_mean"),
     "sft": ALGORITHM,
     "policy": ALGORITHM,
     "policy-sequence-mean": AlgorithmConfig(aggregation="sequence_mean", kl=KL_IN_LOSS),
     "policy-gspo": AlgorithmConfig(policy_loss="gspo", kl=KL_IN_LOSS),
     "policy-cispo": AlgorithmConfig(policy_loss="cispo", clip_low=1.0, clip_high=4.0),
+    "policy-sapo": AlgorithmConfig(policy_loss="sapo", aggregation="sequence_mean"),
+    "policy-gmpo": AlgorithmConfig(policy_loss="gmpo", clip_low=0.4, clip_high=0.4),
+    "policy-dppo-tv": AlgorithmConfig(policy_loss="dppo_tv", clip_low=0.05, clip_high=0.05),
+    "policy-dppo-kl": AlgorithmConfig(policy_loss="dppo_kl", clip_low=0.01, clip_high=0.01),
     "policy-opsm": AlgorithmConfig(correction=CorrectionConfig(opsm_delta=0.01)),
 }
 
@@ -143,6 +148,23 @@ def test_value_clips_of_zero_mean_no_clipping():
     errors = (outputs["values"] - batch.fields["returns"])[batch.fields["mask"]]
     torch.testing.assert_close(loss, 0.5 * errors.square().mean())
     torch.testing.assert_close(metrics["value_loss"][0], 0.5 * errors.square().sum().detach())
+
+
+def test_the_critics_responses_count_alike_when_it_is_averaged_by_responses():
+    """Mean per response, then over the responses with counted tokens; a long one weighs no more than a short one."""
+    batch, outputs = make_batch(), make_outputs("critic")
+    algorithm = AlgorithmConfig(value_clip_low=0.0, value_clip_high=0.0, critic_aggregation="sequence_mean")
+    batch.fields["mask"][:5] = False
+    loss, metrics = losses.critic_objective(algorithm, counts(batch, algorithm))(outputs, batch)
+    means = []
+    for start, end in zip(batch.cu_seqlens.tolist(), batch.cu_seqlens[1:].tolist()):
+        errors = (outputs["values"] - batch.fields["returns"])[start:end][batch.fields["mask"][start:end]]
+        means += [float(0.5 * errors.detach().square().mean())] if len(errors) else []
+    assert len(means) == 3
+    assert loss.item() == pytest.approx(sum(means) / 3, rel=1e-5)
+    assert metrics["value_loss"][1].item() == pytest.approx(3)
+    with pytest.raises(ValueError, match="denominators\\['value'\\]"):
+        losses.critic_objective(algorithm, {"mask": 3.0})
 
 
 @pytest.mark.parametrize("objective", ["policy", "critic", "sft"])
