@@ -13,6 +13,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from megatron_rl.tracking.console import accuracy_text
 from megatron_rl.tracking.metrics_file import read_metrics
 
 
@@ -22,7 +23,8 @@ class Reached:
 
     name: str
     step: int
-    accuracy: float
+    accuracy: str
+    """With its standard error: the moment of a first passage is as uncertain."""
     training_s: float
     """Wall-clock time of training: without the evaluations, which both runs pay alike."""
     tokens: float
@@ -43,7 +45,8 @@ def reached(folder: Path, accuracy: float) -> Reached:
                 stage = name.removeprefix("time/").removesuffix("_s")
                 stages[stage] = stages.get(stage, 0.0) + value
         if metrics.get("eval/accuracy", 0.0) >= accuracy:
-            return Reached(folder.name, row.step, metrics["eval/accuracy"], seconds, tokens, stages)
+            measured = accuracy_text(metrics["eval/accuracy"], metrics.get("eval/accuracy_stderr"))
+            return Reached(folder.name, row.step, measured, seconds, tokens, stages)
     best = max((row.metrics.get("eval/accuracy", 0.0) for row in rows), default=0.0)
     sys.exit(
         f"compare: {folder} did not reach {accuracy:.1%}; its best evaluation is {best:.1%} after {len(rows)} steps"
@@ -58,7 +61,7 @@ def tables(runs: Sequence[Reached]) -> list[Table]:
         for run in runs:
             table.add_column(run.name, justify="right")
     head.add_row("steps", *(f"{run.step}" for run in runs))
-    head.add_row("accuracy there", *(f"{run.accuracy:.1%}" for run in runs))
+    head.add_row("accuracy there", *(run.accuracy for run in runs))
     head.add_row("training time without evaluations", *(f"{run.training_s:.1f} s" for run in runs))
     head.add_row("seconds per step", *(f"{run.training_s / run.step:.2f}" for run in runs))
     head.add_row("tokens generated", *(f"{run.tokens:,.0f}" for run in runs))

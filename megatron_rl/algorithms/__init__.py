@@ -16,6 +16,7 @@ from megatron_rl.algorithms.loss import Loss
 from megatron_rl.algorithms.mismatch import mismatch_metrics
 from megatron_rl.algorithms.normalize import boundary_mask, normalize_advantages
 from megatron_rl.algorithms.overlong import soft_overlong_penalty
+from megatron_rl.algorithms.pass_at_k import mean_and_error, pass_at_k
 from megatron_rl.algorithms.policy_loss import cispo_loss, gspo_loss, lm_loss, policy_loss
 from megatron_rl.algorithms.preference_losses import (
     bradley_terry_coefficients,
@@ -56,12 +57,14 @@ __all__ = [
     "length_adaptive_lambda",
     "lm_loss",
     "loss_denominator",
+    "mean_and_error",
     "mismatch_correction",
     "mismatch_metrics",
     "monte_carlo_returns",
     "normalize_advantages",
     "off_policy_sequence_mask",
     "pairwise_score",
+    "pass_at_k",
     "policy_loss",
     "reinforce_pp_advantages",
     "rloo_advantages",

@@ -106,7 +106,7 @@ def _check_megatron_fields(config: Config) -> None:
 
 def check_rl_inputs(config: Config) -> None:
     """Data rows, the rewards and their options, the environment: of the commands that generate responses."""
-    from megatron_rl.config.derived import model_has_vision
+    from megatron_rl.config.derived import eval_sets, model_has_vision
     from megatron_rl.data.prompts import check_files
     from megatron_rl.data.sampler import check_mixtures
     from megatron_rl.environments import by_name as environments
@@ -119,6 +119,6 @@ def check_rl_inputs(config: Config) -> None:
     num_by_type = check_files(data.train_files, data, with_response=False, takes_images=takes_images)
     check_mixtures(data.mixture, data.curriculum, num_by_type)
     check_types(config.reward, num_by_type)
-    if data.eval_files:
-        num_by_type = check_files(data.eval_files, data, with_response=False, takes_images=takes_images)
+    for eval_set in eval_sets(config).values():
+        num_by_type = check_files(eval_set.files, data, with_response=False, takes_images=takes_images)
         check_types(config.reward, num_by_type)

@@ -1,11 +1,11 @@
 """What follows from a configuration and the model folder it names."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.config.schema import Config, KlPlace, Placement, RolloutConfig
+from megatron_rl.config.schema import Config, EvalSetConfig, KlPlace, Placement, RolloutConfig
 from megatron_rl.errors import ConfigError, ModelError
 from megatron_rl.families.facts import has_vision, read_model_json
 
@@ -43,6 +43,31 @@ def needs_reference(config: Config) -> bool:
 def num_responses_per_step(config: Config) -> int:
     """Responses that a step trains on, all samples of all prompts."""
     return config.batch.num_prompts_per_step * config.batch.num_samples_per_prompt
+
+
+@dataclass(frozen=True)
+class EvalSet:
+    """``EvalSetConfig`` with every setting filled in."""
+
+    files: list[str]
+    num_prompts: int
+    num_samples: int
+    temperature: float
+    top_p: float
+    top_k: int
+
+
+def eval_sets(config: Config) -> dict[str, EvalSet]:
+    """The sets of an evaluation by name; data.eval_files is the one whose name is empty."""
+    named = {"": EvalSetConfig(files=config.data.eval_files)} if config.data.eval_files else config.eval.sets
+
+    def setting(one: EvalSetConfig, name: str) -> Any:
+        own = getattr(one, name)
+        return getattr(config.eval, name) if own is None else own
+
+    return {
+        name: EvalSet(**{item.name: setting(one, item.name) for item in fields(EvalSet)}) for name, one in named.items()
+    }
 
 
 def effective_window_tokens(config: Config) -> int:

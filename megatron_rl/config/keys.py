@@ -32,7 +32,7 @@ class Key:
 @dataclass(frozen=True)
 class Section:
     name: str
-    """In full: algorithm.kl; N and TYPE stand for an item of a list and a prompt type. Empty: the top of a recipe."""
+    """In full: algorithm.kl; N and NAME stand for an item of a list and a name of the user's. Empty: the top of a recipe."""
     schema: type
     """Sections of the same one have the same keys; their defaults may differ."""
     meaning: str
@@ -79,12 +79,12 @@ def _nested(annotation: Any) -> Any:
 
 def _placeholder(annotation: Any) -> str:
     origin: Any = get_origin(annotation)
-    return {list: ".N", dict: ".TYPE"}.get(origin, "")
+    return {list: ".N", dict: ".NAME"}.get(origin, "")
 
 
 def _type(annotation: Any) -> str:
     if _nested(annotation):
-        return {".N": "list of sections", ".TYPE": "sections by type"}.get(_placeholder(annotation), "section or null")
+        return {".N": "list of sections", ".NAME": "sections by name"}.get(_placeholder(annotation), "section or null")
     if inspect.isclass(annotation) and issubclass(annotation, Enum):
         return "choice"
     return str(annotation).replace("typing.", "") if get_args(annotation) else annotation.__name__

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from megatron_rl.config.schema import Config, FireConfig
 from megatron_rl.data.tokenizer import Tokenizer
 from megatron_rl.environments.base import Environment, EnvironmentFault, Message
-from megatron_rl.rollout.sampling import Sampling
+from megatron_rl.rollout.sampling import Draw, Sampling
 from megatron_rl.rollout.sglang.routes import returns_routes, route_shape
 
 Decode = Callable[[Sequence[int]], str]
@@ -47,13 +47,10 @@ class GenerationPlan:
         """Servers must look for texts, and need a tokenizer for it."""
         return bool(self.dialogue and self.dialogue.server_stops) or bool(self.fire and self.fire.after)
 
-    def without_training(self) -> "GenerationPlan":
-        """For responses that train nothing: no hot tokens, no routes."""
-        return replace(self, sampling=replace(self.sampling, routes=None), fire=None)
-
-    def at_temperature(self, temperature: float) -> "GenerationPlan":
-        """At another temperature, from all tokens."""
-        return replace(self, sampling=replace(self.sampling, temperature=temperature, top_p=1.0, top_k=-1))
+    def without_training(self, draw: Draw | None) -> "GenerationPlan":
+        """For responses that train nothing: no hot tokens, no routes; drawn as the run's own, or in another way."""
+        sampling = self.sampling if draw is None else self.sampling.drawn(draw)
+        return replace(self, sampling=replace(sampling, routes=None), fire=None)
 
 
 def plan_of(config: Config, tokenizer: Tokenizer, environment: Environment | None) -> GenerationPlan:

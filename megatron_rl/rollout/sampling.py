@@ -6,7 +6,7 @@ run that goes on after a kill samples what an uninterrupted one would have.
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron_rl.config.schema import RolloutConfig
 from megatron_rl.data.tokenizer import Tokenizer
@@ -17,6 +17,17 @@ from megatron_rl.rollout.sglang.routes import RouteShape
 from megatron_rl.rollout.sglang.wire import GenerationRequest
 
 _MAX_SEED = 2**31 - 1
+
+
+@dataclass(frozen=True)
+class Draw:
+    """How samples are drawn that train nothing."""
+
+    temperature: float
+    top_p: float = 1.0
+    top_k: int = -1
+    name: str = ""
+    """Draws with different names have different seeds; the empty name has those of the run."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +56,11 @@ class Sampling:
             seed=seed,
             vision=tokenizer.vision,
         )
+
+    def drawn(self, draw: Draw) -> "Sampling":
+        """The same in another way."""
+        seed = named_seed(self.seed, f"draw {draw.name}") if draw.name else self.seed
+        return replace(self, temperature=draw.temperature, top_p=draw.top_p, top_k=draw.top_k, seed=seed)
 
     async def request(
         self, prompt: Prompt, token_ids: Sequence[int], *, rid: str, max_new_tokens: int, seed: int | None

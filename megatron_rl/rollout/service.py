@@ -22,6 +22,7 @@ from megatron_rl.data.trajectory import Trajectory
 from megatron_rl.environments.base import Environment
 from megatron_rl.rollout.generation import GenerationPlan, plan_of
 from megatron_rl.rollout.recovery import RecoveringClient
+from megatron_rl.rollout.sampling import Draw
 from megatron_rl.rollout.server_pool import ServerPool, open_servers
 from megatron_rl.rollout.sglang.memory import KV_CACHE, WEIGHTS, ServerMemory
 from megatron_rl.rollout.sglang.server import ServerError
@@ -132,18 +133,16 @@ class RolloutService:
         *,
         step: int,
         window_tokens: int,
-        temperature: float | None = None,
+        draw: Draw | None = None,
         kind: str = "train",
         is_enough: Callable[[], bool] | None = None,
     ) -> None:
         """Grow every trajectory by one window; dialogues are answered by the run's environment.
 
-        ``temperature`` None: the run's own. Hot tokens (FIRE) are for ``kind`` train alone. Once ``is_enough()`` says
-        yes, the rest is aborted and keeps the tokens it has.
+        ``kind`` train is for training: it alone has hot tokens (FIRE) and is drawn as the run says. Others may have a
+        ``draw`` of their own. Once ``is_enough()`` says yes, the rest is aborted and keeps the tokens it has.
         """
-        plan = self._plan if kind == "train" else self._plan.without_training()
-        if temperature is not None:
-            plan = plan.at_temperature(temperature)
+        plan = self._plan if kind == "train" else self._plan.without_training(draw)
         window = Window(
             self._live.client,
             self._live.recovered,

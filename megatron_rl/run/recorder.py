@@ -23,6 +23,8 @@ class Evaluation:
     step: int
     """Steps done before it."""
     accuracy: float
+    accuracy_stderr: float | None
+    """Over prompts; None where a single prompt says nothing of it."""
     elapsed_s: float
     """Since the first step began; 0 before it."""
 
@@ -109,10 +111,10 @@ class Recorder:
             self._report_thread = threading.Thread(target=self._write_report, name="report", daemon=True)
             self._report_thread.start()
 
-    def evaluated(self, num_steps_done: int, accuracy: float) -> None:
+    def evaluated(self, num_steps_done: int, accuracy: float, accuracy_stderr: float | None) -> None:
         """Remember an evaluation for the summary."""
         elapsed_s = self.elapsed_s if num_steps_done else 0.0
-        self.evaluations.append(Evaluation(num_steps_done, accuracy, elapsed_s))
+        self.evaluations.append(Evaluation(num_steps_done, accuracy, accuracy_stderr, elapsed_s))
 
     def start_clock(self) -> None:
         """The first step's time, and the run's, count from here."""

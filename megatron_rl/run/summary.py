@@ -11,7 +11,7 @@ from rich.table import Table
 from megatron_rl.config.schema import Config
 from megatron_rl.run.recorder import Evaluation, Recorder
 from megatron_rl.system.files import write_whole
-from megatron_rl.tracking.console import duration, summary_table
+from megatron_rl.tracking.console import accuracy_text, duration, summary_table
 
 
 @dataclass(frozen=True)
@@ -53,11 +53,13 @@ def print_summary(folder: str | Path, summary: Summary) -> None:
     folder = Path(folder)
     rows: list[tuple[str, str]] = []
     if summary.evaluations:
-        first, last = summary.evaluations[0].accuracy, summary.evaluations[-1].accuracy
+        first, last = summary.evaluations[0], summary.evaluations[-1]
+        points = 100 * (last.accuracy - first.accuracy)
         rows.append(
             (
                 "accuracy on held-out prompts",
-                f"{first:.1%} before, {last:.1%} after ({100 * (last - first):+.1f} points)",
+                f"{accuracy_text(first.accuracy, first.accuracy_stderr)} before, "
+                f"{accuracy_text(last.accuracy, last.accuracy_stderr)} after ({points:+.1f} points)",
             )
         )
     rows += [

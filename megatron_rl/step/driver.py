@@ -34,6 +34,7 @@ from megatron_rl.step.runner import StageRunner
 from megatron_rl.step.stages import graph_of
 from megatron_rl.step.watchdog import Watchdog
 from megatron_rl.system.signals import StopRequested, StopSignals
+from megatron_rl.tracking.console import evaluation_text
 from megatron_rl.training.engines import rl_engines
 from megatron_rl.training.ranks import trainer_ranks
 from megatron_rl.training.trainer_group import TrainerGroup
@@ -99,7 +100,7 @@ def _drive(config: Config, group: TrainerGroup, signals: StopSignals, *, freeze_
             stop_requested=lambda: signals.requested,
         )
         recorder.running = runner.running
-        for text in (*group.notes, describe_prompts(inputs.train_set)):
+        for text in (*group.notes, *describe_prompts(inputs)):
             recorder.console.note(text)
         rewards = stack.enter_context(build_rewards(config.reward))
         rollout = stack.enter_context(_rollout(config, group, inputs, event_loop, runner, recorder))
@@ -149,7 +150,7 @@ def _parts(
         grader=grader,
         evaluator=Evaluator(
             config,
-            inputs.eval_set.prompts,
+            {name: one.prompts for name, one in inputs.eval_sets.items()},
             rollout=rollout,
             grader=grader,
             start=inputs.start,
@@ -214,7 +215,7 @@ def _before_first_step(config: Config, parts: Parts, runner: StageRunner, first_
     if first_step == 0 and evaluator.due(config.run.num_steps - 1):
         metrics = runner.wait_for(evaluator.evaluate(-1))
         recorder.log(0, metrics)
-        recorder.console.note(f"before training: accuracy {metrics['eval/accuracy']:.1%} on held-out prompts")
+        recorder.console.note(f"before training: accuracy {evaluation_text(metrics)} on held-out prompts")
 
 
 @contextmanager

@@ -1,21 +1,35 @@
-"""Evaluation: full responses (never windows) to held-out prompts, scored by the run's own reward."""
+"""Evaluation: full responses (never windows) to held-out prompts, scored by the run's own reward.
 
-from collections.abc import Callable, Sequence
+Laws: every prompt of every set gets its own number of responses, each with a seed of its own that is the same in every
+evaluation of a run, so that a resumed run measures what an uninterrupted one would have; a set's numbers do not depend
+on the other sets. Prompts count alike, however many of their responses could be scored.
+"""
 
+import asyncio
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
+
+from megatron_rl.algorithms.pass_at_k import mean_and_error, pass_at_k, powers_up_to
+from megatron_rl.config.derived import EvalSet, eval_sets
 from megatron_rl.config.schema import Config
 from megatron_rl.data.trajectory import Prompt, Trajectory
+from megatron_rl.rollout.sampling import Draw
 from megatron_rl.rollout.service import RolloutService
 from megatron_rl.run.recorder import Recorder
 from megatron_rl.step.grading import Grader
 
+Samples = list[list[Trajectory]]
+"""By prompt."""
+
 
 class Evaluator:
-    """``start`` makes a fresh trajectory; ``stop_after`` is called once eval.stop_at_accuracy is reached."""
+    """``prompts`` by set; ``start`` makes a fresh trajectory; ``stop_after`` is called at eval.stop_at_accuracy."""
 
     def __init__(
         self,
         config: Config,
-        prompts: Sequence[Prompt],
+        prompts: Mapping[str, Sequence[Prompt]],
         *,
         rollout: RolloutService,
         grader: Grader,
@@ -24,7 +38,8 @@ class Evaluator:
         stop_after: Callable[[int], None],
     ) -> None:
         self._config = config
-        self._prompts = prompts[: config.eval.num_prompts or None]
+        self._sets = eval_sets(config)
+        self._prompts = {name: prompts[name][: one.num_prompts or None] for name, one in self._sets.items()}
         self._rollout = rollout
         self._grader = grader
         self._start = start
@@ -35,30 +50,79 @@ class Evaluator:
         """After every eval.every_steps steps and after the last one, when there is something to evaluate on."""
         every = self._config.eval.every_steps
         last = step + 1 == self._config.run.num_steps
-        return bool(self._prompts) and (last or (every > 0 and (step + 1) % every == 0))
+        return bool(self._sets) and (last or (every > 0 and (step + 1) % every == 0))
 
     async def evaluate_if_due(self, step: int) -> dict[str, float]:
         return await self.evaluate(step) if self.due(step) else {}
 
     async def evaluate(self, step: int) -> dict[str, float]:
-        """Metrics; accuracy is the mean score of the responses that could be scored. Step -1: before training."""
-        budget = self._config.batch.max_response_tokens
-        trajectories = [self._start(prompt, index) for index, prompt in enumerate(self._prompts)]
-        temperature = self._config.eval.temperature
-        await self._rollout.generate(
-            trajectories, step=step, window_tokens=budget, temperature=temperature, kind="eval"
-        )
-        await self._grader.grade(trajectories, step)
-        values = [t.reward for t in trajectories if t.reward is not None]
-        accuracy = sum(values) / len(values) if values else float("nan")
-        self._recorder.evaluated(step + 1, accuracy)
+        """Metrics over all sets, and over each that has a name. Step -1: before training."""
+        samples = {name: self._fresh(name, one) for name, one in self._sets.items()}
+        tasks = [asyncio.create_task(self._generate(name, samples[name], step)) for name in self._sets]
+        try:
+            await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+        everything = list(chain.from_iterable(samples.values()))
+        await self._grader.grade(_flat(everything), step)
+        metrics = self._metrics("eval", everything)
+        for name in filter(None, samples):
+            metrics |= self._metrics(f"eval/{name}", samples[name])
+        accuracy = metrics["eval/accuracy"]
+        self._recorder.evaluated(step + 1, accuracy, metrics.get("eval/accuracy_stderr"))
         goal = self._config.eval.stop_at_accuracy
         # The evaluation before training ends nothing: there would be no step to stop after.
         if step >= 0 and goal and accuracy >= goal:
             self._stop_after(step)
-        return {
-            "eval/accuracy": accuracy,
-            "eval/num_unscored": float(len(trajectories) - len(values)),
-            "eval/response_tokens_mean": sum(t.num_response_tokens for t in trajectories) / len(trajectories),
-            **{f"eval/{name}": value for name, value in self._grader.metrics(trajectories).items()},
-        }
+        return metrics
+
+    def _fresh(self, name: str, one: EvalSet) -> Samples:
+        prompts = self._prompts[name]
+        # Sample 0 of a prompt has the same seed whatever the number of samples is.
+        return [
+            [self._start(prompt, sample * len(prompts) + index) for sample in range(one.num_samples)]
+            for index, prompt in enumerate(prompts)
+        ]
+
+    async def _generate(self, name: str, samples: Samples, step: int) -> None:
+        one = self._sets[name]
+        await self._rollout.generate(
+            _flat(samples),
+            step=step,
+            window_tokens=self._config.batch.max_response_tokens,
+            draw=Draw(one.temperature, one.top_p, one.top_k, name),
+            kind=f"eval-{name}" if name else "eval",
+        )
+
+    def _metrics(self, prefix: str, samples: Samples) -> dict[str, float]:
+        trajectories = _flat(samples)
+        scores = [[t.reward for t in group if t.reward is not None] for group in samples]
+        numbers = score_metrics(scores)
+        numbers["num_unscored"] = float(len(trajectories) - sum(map(len, scores)))
+        numbers["response_tokens_mean"] = sum(t.num_response_tokens for t in trajectories) / len(trajectories)
+        return {f"{prefix}/{name}": value for name, value in (numbers | self._grader.metrics(trajectories)).items()}
+
+
+def score_metrics(scores: Sequence[Sequence[float]]) -> dict[str, float]:
+    """accuracy (avg@k), its standard error over prompts and pass@k, from the scores of each prompt's responses.
+
+    A prompt without a score says nothing, one with fewer than k nothing about pass@k; a number that no prompt says
+    anything about is left out, but for the accuracy, which is nan then.
+    """
+    known = [list(of_prompt) for of_prompt in scores if of_prompt]
+    accuracy, error = mean_and_error([sum(of_prompt) / len(of_prompt) for of_prompt in known])
+    metrics = {"accuracy": accuracy}
+    if len(known) > 1:
+        metrics["accuracy_stderr"] = error
+    best: dict[int, list[float]] = defaultdict(list)
+    most = max(map(len, scores), default=0)
+    for of_prompt in known if most > 1 else ():
+        for k in powers_up_to(most):
+            if k <= len(of_prompt):
+                best[k].append(pass_at_k(of_prompt, k))
+    return metrics | {f"pass@{k}": mean_and_error(values)[0] for k, values in sorted(best.items())}
+
+
+def _flat(samples: Samples) -> list[Trajectory]:
+    return list(chain.from_iterable(samples))

@@ -2,13 +2,12 @@
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_rl.config.schema import (
-    Config,
-)
+from megatron_rl.config.derived import eval_sets
+from megatron_rl.config.schema import Config
 from megatron_rl.data.prompts import PromptSet, load_prompts, with_reward_fields
 from megatron_rl.data.sampler import PromptSampler
 from megatron_rl.data.slots import SlotPool
@@ -26,7 +25,8 @@ class Inputs:
     start: Callable[..., Trajectory]
     """A response to a prompt that has not begun, as the run's environment and budgets want it."""
     train_set: PromptSet
-    eval_set: PromptSet
+    eval_sets: dict[str, PromptSet]
+    """By name; that of data.eval_files is empty."""
     pool: SlotPool
 
     def go_on_from(self, pool: dict[str, Any]) -> None:
@@ -40,8 +40,8 @@ def make_inputs(config: Config) -> Inputs:
     tokenizer = Tokenizer(config.policy.path)
     environment = _environment(config)
     start = functools.partial(_new_trajectory, config, environment)
-    train_set, eval_set = _prompt_sets(config, tokenizer)
-    return Inputs(tokenizer, environment, start, train_set, eval_set, _slot_pool(config, train_set, start))
+    train_set, eval_sets = _prompt_sets(config, tokenizer)
+    return Inputs(tokenizer, environment, start, train_set, eval_sets, _slot_pool(config, train_set, start))
 
 
 def _environment(config: Config) -> Environment | None:
@@ -72,23 +72,28 @@ def _new_trajectory(
     )
 
 
-def _prompt_sets(config: Config, tokenizer: Tokenizer) -> tuple[PromptSet, PromptSet]:
+def _prompt_sets(config: Config, tokenizer: Tokenizer) -> tuple[PromptSet, dict[str, PromptSet]]:
     """Prompts to train and to evaluate on, with every field that a reward reads."""
     data = with_reward_fields(config.data, wanted_row_fields(config.reward))
     limit = config.batch.max_prompt_tokens
     train_set = load_prompts(data.train_files, data, tokenizer, max_prompt_tokens=limit)
-    eval_set = PromptSet((), 0)
-    if data.eval_files:
-        eval_set = load_prompts(data.eval_files, data, tokenizer, max_prompt_tokens=limit)
-    check_prompts(config.reward, [*train_set.prompts, *eval_set.prompts])
-    return train_set, eval_set
+    held_out = {
+        name: load_prompts(one.files, data, tokenizer, max_prompt_tokens=limit)
+        for name, one in eval_sets(config).items()
+    }
+    check_prompts(config.reward, [*train_set.prompts, *(p for one in held_out.values() for p in one.prompts)])
+    return train_set, held_out
 
 
-def describe_prompts(prompts: PromptSet) -> str:
-    by_type = ", ".join(f"{count:,} {name or 'without type'}" for name, count in prompts.num_by_type.items())
-    left_out = {"longer than batch.max_prompt_tokens": prompts.num_too_long, "duplicate ids": prompts.num_duplicates}
-    dropped = ", ".join(f"{count:,} {why}" for why, count in left_out.items() if count)
-    return f"prompts to train on: {by_type}" + (f"; left out: {dropped}" if dropped else "")
+def describe_prompts(inputs: Inputs) -> Iterator[str]:
+    """A line on each set of prompts: how many there are of each type, and how many were left out."""
+    sets = {"train on": inputs.train_set}
+    sets |= {f"evaluate on ({name})" if name else "evaluate on": one for name, one in inputs.eval_sets.items()}
+    for purpose, prompts in sets.items():
+        by_type = ", ".join(f"{count:,} {name or 'without type'}" for name, count in prompts.num_by_type.items())
+        left_out = {"longer than batch.max_prompt_tokens": prompts.num_too_long, "duplicate ids": prompts.num_duplicates}
+        dropped = ", ".join(f"{count:,} {why}" for why, count in left_out.items() if count)
+        yield f"prompts to {purpose}: {by_type}" + (f"; left out: {dropped}" if dropped else "")
 
 
 def _slot_pool(config: Config, train_set: PromptSet, start: Callable[..., Trajectory]) -> SlotPool:

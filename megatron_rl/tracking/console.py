@@ -10,11 +10,12 @@ The live display is drawn by rich's own thread twice a second; ``update`` only s
 
 import io
 import os
+import re
 import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TextIO
 
 from rich.console import Console, Group, RenderableType
@@ -149,12 +150,33 @@ def _headline(metrics: Mapping[str, float]) -> list[tuple[str, str]]:
     formats: list[tuple[str, str, Callable[[float], str]]] = [
         ("reward/mean", "reward", lambda value: f"{value:.3f}"),
         ("reward/accuracy", "accuracy", lambda value: f"{value:.1%}"),
-        ("eval/accuracy", "eval", lambda value: f"{value:.1%}"),
+        ("eval/accuracy", "eval", lambda _: evaluation_text(metrics)),
         ("rollout/finished_share", "finished", lambda value: f"{value:.0%}"),
         ("rollout/response_tokens_mean", "length", lambda value: f"{value:.0f}"),
         ("step/tokens_per_s", "tokens/s", compact),
     ]
     return [(label, text(metrics[name])) for name, label, text in formats if name in metrics]
+
+
+def accuracy_text(accuracy: float, stderr: float | None) -> str:
+    """An accuracy with its standard error, where there is one."""
+    return f"{accuracy:.1%}" if stderr is None else f"{accuracy:.1%} ± {stderr:.1%}"
+
+
+def evaluation_text(metrics: Mapping[str, float]) -> str:
+    """Of all sets together, and of each by its name."""
+
+    def text(prefix: str) -> str:
+        return accuracy_text(metrics[f"{prefix}/accuracy"], metrics.get(f"{prefix}/accuracy_stderr"))
+
+    sets = ", ".join(f"{name} {text(f'eval/{name}')}" for name in evaluation_sets(metrics))
+    return text("eval") + (f" ({sets})" if sets else "")
+
+
+def evaluation_sets(metrics: Iterable[str]) -> list[str]:
+    """Names of an evaluation's sets, from the names of metrics; eval/reward/... is over all of them."""
+    found = (re.fullmatch("eval/([^/]+)/accuracy", name) for name in metrics)
+    return [match[1] for match in found if match and match[1] not in ("reward", "dialogue")]
 
 
 def summary_table(rows: Sequence[tuple[str, Any]], title: str = "") -> Table:
@@ -201,7 +223,7 @@ class TrainingConsole:
         self._step = first_step
         self._metrics: dict[str, float] = {}
         self._history: dict[str, deque[float]] = {}
-        self._evaluations: deque[tuple[int, float]] = deque(maxlen=3)
+        self._evaluations: deque[tuple[int, str]] = deque(maxlen=3)
         self._num_warnings = 0
         self._live = None
         if live:
@@ -230,7 +252,7 @@ class TrainingConsole:
                 if name in numbers:
                     self._history.setdefault(name, deque(maxlen=_NUM_HISTORY)).append(numbers[name])
             if "eval/accuracy" in numbers:
-                self._evaluations.append((step, numbers["eval/accuracy"]))
+                self._evaluations.append((step, evaluation_text(numbers)))
         due = now_s - self._last_plain_s >= self._plain_interval_s
         if self._live is None and (due or step >= self._num_steps or "eval/accuracy" in numbers):
             self._last_plain_s = now_s
@@ -264,7 +286,7 @@ class TrainingConsole:
         if self._metrics:
             parts += [self._numbers(width), *self._stages(width)]
         if self._evaluations:
-            recent = "  ".join(f"{accuracy:.1%} at step {step}" for step, accuracy in reversed(self._evaluations))
+            recent = "  ".join(f"{accuracy} at step {step}" for step, accuracy in reversed(self._evaluations))
             parts.append(_row("eval", Text(recent)))
         running = "  ".join(f"{name} {seconds:.0f} s" for name, seconds in self._running())
         if running:

@@ -93,8 +93,8 @@ def _as_text(value: Any) -> str:
 
 
 def _valid_name(name: str) -> str:
-    """A name that MLflow takes: others than letters, digits, _ - . / and blank become _."""
-    return re.sub(r"[^\w\-. /]", "_", name)[:250]
+    """A name that MLflow takes: pass@4 becomes pass_at_4, and what is no letter, digit, _ - . / or blank becomes _."""
+    return re.sub(r"[^\w\-. /]", "_", name.replace("@", "_at_"))[:250]
 
 
 class Tracker:

@@ -3,17 +3,19 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import cycle
 
 import numpy as np
 
 from megatron_rl.tracking import charts
 from megatron_rl.tracking.charts import Series, smooth, smoothing_span
-from megatron_rl.tracking.console import STAGE_STYLES, compact
+from megatron_rl.tracking.console import STAGE_STYLES, compact, evaluation_sets
 from megatron_rl.tracking.page import Panel, Section
 from megatron_rl.tracking.run_record import RunRecord
 from megatron_rl.tracking.timeline import LANES, OVERLAP, Span, overlap_seconds
 
 _NUM_TIMELINE_STEPS = 3
+_COLORS = ("orange", "blue", "green", "violet", "teal", "red", "pink", "yellow")
 
 
 @dataclass(frozen=True)
@@ -56,11 +58,12 @@ _LEARNING = (
         "No step has scored a response yet.",
     ),
     _PanelSpec(
-        "Accuracy", "Share of responses with the right answer: sampled in training, and on the evaluation prompts.",
+        "Accuracy", "Share of responses with the right answer: sampled in training, and on the evaluation "
+        "prompts, in a band of one standard error.",
         "% correct",
         (
             _Line("reward/accuracy", "training", "blue", smoothed=True),
-            _Line("eval/accuracy", "evaluation", "orange", "points"),
+            _Line("eval/accuracy", "evaluation", "orange", "points", spread="eval/accuracy_stderr"),
         ),
         "Neither training nor evaluation has logged an accuracy.", percent=True,
     ),
@@ -196,8 +199,22 @@ def report_sections(run: RunRecord) -> tuple[Section, ...]:
 
 
 def _methods(run: RunRecord) -> list[Section]:
-    logged = [spec for spec in _METHODS if any(len(run.finite(line.metric)) for line in spec.lines)]
+    logged = [spec for spec in (*_evaluation_specs(run), *_METHODS) if any(len(run.finite(line.metric)) for line in spec.lines)]
     return [Section("Methods", tuple(_panel(run, spec) for spec in logged))] if logged else []
+
+
+def _evaluation_specs(run: RunRecord) -> list[_PanelSpec]:
+    """Of evaluations with several sets, or with several responses per prompt."""
+    sets = tuple(
+        _Line(f"eval/{name}/accuracy", name, color, "points", spread=f"eval/{name}/accuracy_stderr")
+        for name, color in zip(evaluation_sets(run.columns), cycle(_COLORS), strict=False)
+    )
+    best = sorted((name for name in run.columns if name.startswith("eval/pass@")), key=lambda name: int(name[10:]))
+    ks = tuple(_Line(name, name[5:], color, "points") for name, color in zip(best, cycle(_COLORS), strict=False))
+    return [
+        _PanelSpec("Evaluation by set", "Each set in a band of one standard error.", "% correct", sets, "", percent=True),
+        _PanelSpec("Best of k", "Expected best of k responses to an evaluation prompt.", "% correct", ks, "", percent=True),
+    ]
 
 
 def _panel(run: RunRecord, spec: _PanelSpec) -> Panel:

@@ -15,7 +15,7 @@ import numpy as np
 
 from megatron_rl.system.files import write_whole
 from megatron_rl.tracking.charts import smooth, smoothing_span
-from megatron_rl.tracking.console import compact, duration
+from megatron_rl.tracking.console import accuracy_text, compact, duration
 from megatron_rl.tracking.health import health_checks
 from megatron_rl.tracking.page import Page, render
 from megatron_rl.tracking.panels import report_sections
@@ -55,7 +55,9 @@ def _headline(run: RunRecord) -> tuple[tuple[str, str, str], ...]:
     evaluations = run.finite("eval/accuracy")
     if len(evaluations):
         remark = f"from {evaluations[0]:.1%}" if len(evaluations) > 1 else "one evaluation"
-        tiles.append(("Evaluation accuracy", f"{evaluations[-1]:.1%}", remark))
+        errors = run.values("eval/accuracy_stderr")[np.isfinite(run.values("eval/accuracy"))]
+        newest = accuracy_text(evaluations[-1], float(errors[-1]) if np.isfinite(errors[-1]) else None)
+        tiles.append(("Evaluation accuracy", newest, remark))
     rewards = run.finite("reward/mean")
     if len(rewards):
         smoothed = smooth(rewards, smoothing_span(len(rewards)))

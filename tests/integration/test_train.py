@@ -37,7 +37,11 @@ batch:
   critic_minibatch_size: 8
   max_tokens_per_microbatch: 256
 algorithm: {{ignore_boundary_tokens: 2}}
-data: {{train_files: ["{folder}/train.jsonl"], eval_files: ["{folder}/eval.jsonl"]}}
+data: {{train_files: ["{folder}/train.jsonl"]}}
+eval:
+  sets:
+    greedy: {{files: ["{folder}/eval.jsonl"]}}
+    drawn: {{files: ["{folder}/eval.jsonl"], num_samples: 3, temperature: 1.0, top_p: 0.95}}
 reward: {{name: math}}
 sft: {{num_steps: 4, batch_size: 8, output_path: "{folder}/sft"}}
 critic_pretrain: {{num_steps: 2, output_path: "{folder}/critic"}}
@@ -175,12 +179,25 @@ def test_the_policy_rests_during_critic_warm_up_and_moves_after_it(finished_run)
     assert rows[2]["policy/num_updates"] == 2 and rows[2]["policy/grad_norm"] > 0
 
 
+def test_sets_are_evaluated_side_by_side_each_sampled_in_its_own_way(finished_run):
+    output_dir, output = finished_run
+    rows = {row.step: row.metrics for row in read_metrics(output_dir / "metrics.jsonl")}
+    assert sorted(step for step in rows if "eval/accuracy" in rows[step]) == [0, 2, 4, 5]
+    assert {"eval/accuracy_stderr", "eval/greedy/accuracy", "eval/drawn/pass@1", "eval/drawn/pass@3"} <= set(rows[5])
+    # The same prompts with other responses.
+    lengths = [[rows[step][f"eval/{name}/response_tokens_mean"] for step in (0, 2, 4, 5)] for name in ("greedy", "drawn")]
+    assert lengths[0] != lengths[1]
+    assert "prompts to evaluate on (drawn): 4" in output and "± " in output
+
+
 def test_mlflow_holds_params_metrics_and_artifacts(finished_run):
     with sqlite3.connect(finished_run[0] / "mlflow.db") as store:
         params = dict(store.execute("select key, value from params"))
         steps = {row[0] for row in store.execute("select step from metrics where key = 'step/tokens_generated'")}
+        evaluated = {row[0] for row in store.execute("select key from metrics where key like 'eval/drawn/%'")}
         (status,) = store.execute("select status from runs").fetchone()
     assert params["batch.window_tokens"] == "10" and steps == {1, 2, 3, 4, 5} and status == "FINISHED"
+    assert {"eval/drawn/accuracy_stderr", "eval/drawn/pass_at_3"} <= evaluated
     names = {path.name for path in (finished_run[0] / "mlflow_artifacts").rglob("*") if path.is_file()}
     assert {"config.yaml", "report.html"} <= names
 
@@ -210,6 +227,11 @@ def test_a_second_run_into_the_same_folder_is_refused_and_resuming_goes_on(finis
     whole = {row.step: row.metrics for row in read_metrics(folder / "whole" / "metrics.jsonl")}
     for name in ("step/tokens_generated", "rollout/num_finished", "policy/grad_norm", "critic/loss"):
         assert whole[7][name] == pytest.approx(rows[7][name], rel=1e-3), name
+    # An evaluation's samples are the same ones too.
+    measured = [name for name in whole[7] if name.startswith("eval/")]
+    assert "eval/drawn/pass@3" in measured and {name: whole[7][name] for name in measured} == {
+        name: rows[7][name] for name in measured
+    }
 
 
 def tokens_in_progress(output_dir):

@@ -12,6 +12,7 @@ from megatron_rl.config.checks import (
     paths,
     policy_settings,
     prompt_content,
+    sampled_sets,
     servers,
 )
 from megatron_rl.config.schema import Config
@@ -38,6 +39,7 @@ def check_config(config: Config, *, command: str, world_size: int | None = None)
         ranks = config.parallel.num_ranks if world_size is None else world_size
         problems += servers.placement_problems(config.rollout, ranks)
         problems += [] if unknown else combinations.problems(config, command)
+        problems += sampled_sets.problems(config)
     if not problems and config.policy.path:
         problems += model_folder.problems(config, command)
     if problems:

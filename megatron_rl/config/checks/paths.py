@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from pathlib import Path
 
-from megatron_rl.config.derived import needs_reference
+from megatron_rl.config.derived import eval_sets, needs_reference
 from megatron_rl.config.schema import Config, Init
 from megatron_rl.config.schema.commands import RL_COMMANDS
 
@@ -15,8 +15,8 @@ def problems(config: Config, command: str) -> Iterator[str]:
         yield f"{first}: expected at least one file, got none"
     for key, names in read.items():
         yield from (f"{key}: {name} does not exist" for name in names if not Path(name).exists())
-    if command == "train" and config.eval.every_steps and not config.data.eval_files:
-        yield "data.eval_files: eval.every_steps is set, but there is no file to evaluate on"
+    if command == "train" and config.eval.every_steps and not eval_sets(config):
+        yield "data.eval_files: eval.every_steps is set, but there is no file to evaluate on; give some, or eval.sets"
     if command == "train" and config.eval.stop_at_accuracy and not config.eval.every_steps:
         yield "eval.every_steps: eval.stop_at_accuracy needs evaluations; set eval.every_steps"
     output = _output(config, command)
@@ -37,7 +37,8 @@ def _files_read(config: Config, command: str) -> dict[str, list[str]]:
         return {"reward_train.train_files": reward.train_files, "reward_train.eval_files": reward.eval_files}
     if command == "label-lines":
         return {"label_lines.input_path": [path for path in [config.label_lines.input_path] if path]}
-    return {"data.train_files": data.train_files, "data.eval_files": data.eval_files}
+    named = {f"eval.sets.{name}.files": one.files for name, one in config.eval.sets.items()}
+    return {"data.train_files": data.train_files, "data.eval_files": data.eval_files, **named}
 
 
 def _output(config: Config, command: str) -> tuple[str, str] | None:

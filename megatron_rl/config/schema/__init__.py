@@ -52,7 +52,15 @@ from megatron_rl.config.schema.parallel import ParallelConfig
 from megatron_rl.config.schema.rewards import EnvironmentConfig, ProcessRewardConfig, RewardConfig, RewardRouteConfig
 from megatron_rl.config.schema.rollout import FireConfig, FireLoss, Placement, RolloutConfig, WeightSync
 from megatron_rl.config.schema.root import Config
-from megatron_rl.config.schema.run import BatchConfig, EvalConfig, Mode, RunConfig, ScheduleConfig, TrackingConfig
+from megatron_rl.config.schema.run import (
+    BatchConfig,
+    EvalConfig,
+    EvalSetConfig,
+    Mode,
+    RunConfig,
+    ScheduleConfig,
+    TrackingConfig,
+)
 
 __all__ = [
     "AlgorithmConfig",
@@ -71,6 +79,7 @@ __all__ = [
     "DynamicSamplingConfig",
     "EnvironmentConfig",
     "EvalConfig",
+    "EvalSetConfig",
     "FireConfig",
     "FireLoss",
     "Fp8",

@@ -42,6 +42,10 @@ def below_one(*, default: _T) -> _T:
     return bounded("a number from 0 up to but not including 1", lambda value: 0 <= value < 1, default=default)
 
 
+def num_likeliest(*, default: _T) -> _T:
+    return bounded("-1 (off) or at least 1", lambda value: value == -1 or value >= 1, default=default)
+
+
 def bounded(expected: str, holds: Callable[[Any], bool], *, default: _T) -> _T:
     return field(default=default, metadata={"bound": Bound(expected, holds)})
 
@@ -56,5 +60,5 @@ def bound_problems(key: str, value: object, bound: Bound | None = None) -> Itera
         named = value if isinstance(value, dict) else dict(enumerate(value))
         for name, part in named.items():
             yield from bound_problems(f"{key}.{name}", part, bound)
-    elif bound and not bound.holds(value):
+    elif bound and value is not None and not bound.holds(value):
         yield f"{key}: expected {bound.expected}, got {'nothing' if value == '' else value}"

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from megatron_rl.config.schema.bounds import above, at_least, bounded, items_at_least, positive_share
+from megatron_rl.config.schema.bounds import above, at_least, bounded, items_at_least, num_likeliest, positive_share
 
 _MAX_HOT_TOP_K = 4096
 """SGLang's limit for exact log-probs after top-k."""
@@ -76,7 +76,7 @@ class RolloutConfig:
     """Sampling temperature of training responses; the trainer's log-probs are taken at the same one."""
     top_p: float = positive_share(default=1.0)
     """Sample among the likeliest tokens that together have this probability; 1 means among all, as training needs it."""
-    top_k: int = bounded("-1 (off) or at least 1", lambda value: value == -1 or value >= 1, default=-1)
+    top_k: int = num_likeliest(default=-1)
     """Sample among this many likeliest tokens; -1 means among all, as training needs it."""
     deterministic: bool = True
     """Seed every sample on its own, so that a resumed run samples the same tokens."""

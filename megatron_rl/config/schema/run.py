@@ -1,9 +1,9 @@
 """The run itself: its folder and length, how much one step does, its schedule, evaluation and tracking."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 
-from megatron_rl.config.schema.bounds import at_least, bounded, share
+from megatron_rl.config.schema.bounds import at_least, bounded, num_likeliest, positive_share, share
 
 
 @dataclass
@@ -66,17 +66,43 @@ class ScheduleConfig:
 
 
 @dataclass
+class EvalSetConfig:
+    """A set of prompts with a name; what is null is as in eval."""
+
+    files: list[str] = field(default_factory=list)
+    """Prompts, in the formats of data.train_files."""
+    num_prompts: int | None = at_least(0, default=None)
+    """The first so many prompts of its files; 0 means all of them."""
+    num_samples: int | None = at_least(1, default=None)
+    """Responses per prompt."""
+    temperature: float | None = at_least(0, default=None)
+    """Sampling temperature; 0 means the likeliest token each time."""
+    top_p: float | None = positive_share(default=None)
+    """Sample among the likeliest tokens that together have this probability."""
+    top_k: int | None = num_likeliest(default=None)
+    """Sample among this many likeliest tokens."""
+
+
+@dataclass
 class EvalConfig:
-    """Evaluation on data.eval_files, with full responses."""
+    """Evaluation on data.eval_files or on sets with names, with full responses."""
 
     every_steps: int = at_least(0, default=0)
-    """Evaluate on eval_files every so many steps; 0 means only before and after."""
+    """Evaluate every so many steps; 0 means only before and after."""
     num_prompts: int = at_least(0, default=0)
-    """Prompts of an evaluation, the first of the files; 0 means all of them."""
+    """Prompts of a set, the first of its files; 0 means all of them."""
+    num_samples: int = at_least(1, default=1)
+    """Responses per prompt (the papers: 32). The accuracy is their mean; above 1 there is pass@k too."""
     temperature: float = at_least(0, default=0.0)
     """Sampling temperature of an evaluation; 0 means the likeliest token each time."""
+    top_p: float = positive_share(default=1.0)
+    """Sample among the likeliest tokens that together have this probability; 1 means among all."""
+    top_k: int = num_likeliest(default=-1)
+    """Sample among this many likeliest tokens; -1 means among all."""
     stop_at_accuracy: float = share(default=0.0)
-    """End the run once the accuracy reaches this; 0 means never."""
+    """End the run once eval/accuracy, the mean over the prompts of all sets, reaches this; 0 means never."""
+    sets: dict[str, EvalSetConfig] = field(default_factory=dict)
+    """Several sets at once, by name, in the place of data.eval_files; metrics are eval/<name>/..."""
 
 
 @dataclass

@@ -7,6 +7,7 @@ import pytest
 
 from megatron_rl.commands.dry_run import print_plan
 from megatron_rl.config.checks import check_config
+from megatron_rl.config.derived import EvalSet, eval_sets
 from megatron_rl.config.describe import batch_arithmetic
 from megatron_rl.config.keys import sections
 from megatron_rl.config.load import RENAMED, config_to_yaml, load_config, preset_names
@@ -306,6 +307,43 @@ def test_a_random_value_head_never_steers_the_policy(recipe, preset):
     check_config(load_config(recipe, [*overrides, "critic.warmup_steps=10"]), command="train")
     pretrain = [*overrides, "critic_pretrain.output_path=somewhere"]
     check_config(load_config(recipe, pretrain), command="critic-pretrain")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["eval.num_samples=32"], "eval.num_samples: 32 samples at temperature 0 are 32 times the same.*set eval.temperature"),
+        (["eval.top_p=0.7"], "eval.top_p, top_k: temperature 0 takes the likeliest token.*got 0.7 and -1"),
+        (["eval.top_k=5"], "eval.top_p, top_k: temperature 0.*got 1.0 and 5"),
+        (["eval.sets={}", "eval.temperature=1", "eval.top_p=0"], "eval.top_p: expected more than 0 and up to 1, got 0"),
+        (["eval.num_samples=0"], "eval.num_samples: expected at least 1, got 0"),
+        (["eval.sets.a.files=[FILE]"], "eval.sets: data.eval_files is a set already"),
+        (["data.eval_files=[]", "eval.sets.a.num_samples=2", "eval.sets.a.files=[FILE]"], "eval.sets.a.num_samples: 2 samples"),
+        (["data.eval_files=[]", "eval.sets.a={}"], "eval.sets.a.files: expected at least one file, got none"),
+        (["data.eval_files=[]", "eval.sets.a.files=[/nowhere]"], "eval.sets.a.files: /nowhere does not exist"),
+        (["data.eval_files=[]", "eval.sets={'a/b': {files: [FILE]}}"], "eval.sets: 'a/b' becomes part of metrics"),
+        (["data.eval_files=[]", "eval.sets.reward.files=[FILE]"], "eval.sets: 'reward'.*none of reward, dialogue"),
+        (["data.eval_files=[]", "eval.sets.a={files: [FILE], num_samples: -1}"], "eval.sets.a.num_samples: expected at least 1"),
+        (["data.eval_files=[]", "eval.every_steps=2"], "data.eval_files.*or eval.sets"),
+    ],
+)
+def test_an_evaluation_that_cannot_be_sampled_or_named_is_refused(recipe, tmp_path, overrides, words):
+    file = str(tmp_path / "train.jsonl")
+    overrides = [f"data.eval_files=[{file}]", *(item.replace("FILE", file) for item in overrides)]
+    assert re.search(words, problems(recipe, *overrides))
+
+
+def test_what_a_set_does_not_say_is_as_in_eval(recipe, tmp_path):
+    file = str(tmp_path / "train.jsonl")
+    sets = f"eval.sets={{a: {{files: [{file}], num_samples: 8, top_p: 0.9}}, b: {{files: [{file}], temperature: 0, num_samples: 1}}}}"
+    config = load_config(recipe, ["eval.temperature=0.6", "eval.num_samples=32", "eval.num_prompts=5", sets])
+    check_config(config, command="train")
+    assert eval_sets(config) == {
+        "a": EvalSet([file], 5, 8, 0.6, 0.9, -1),
+        "b": EvalSet([file], 5, 1, 0.0, 1.0, -1),
+    }
+    config = load_config(recipe, [f"data.eval_files=[{file}]", "eval.temperature=1"])
+    assert eval_sets(config) == {"": EvalSet([file], 0, 1, 1.0, 1.0, -1)} and eval_sets(load_config(recipe)) == {}
 
 
 COLOCATED = "rollout.placement=colocated"

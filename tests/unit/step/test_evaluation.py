@@ -1,55 +1,157 @@
-"""When a run evaluates, what it remembers of it, and when an accuracy ends the run."""
+"""When a run evaluates, on which responses, what it says of them, and when an accuracy ends the run."""
 
 import asyncio
+import itertools
+import statistics
 from types import SimpleNamespace
 
 import pytest
 
-from megatron_rl.config.schema import Config
+from megatron_rl.config.schema import Config, EvalSetConfig
 from megatron_rl.data.trajectory import Prompt, Score, Segment, Trajectory
-from megatron_rl.step.evaluation import Evaluator
+from megatron_rl.rollout.sampling import Sampling, trajectory_seed
+from megatron_rl.step.evaluation import Evaluator, score_metrics
+
+SAMPLING = Sampling(temperature=1.0, top_p=1.0, top_k=-1, stop_token_ids=(0,), seed=7)
 
 
-def evaluator(rewards, *, goal=0.0, every_steps=2):
-    """Response i gets rewards[i]; None: it cannot be scored. Also what was recorded, and the steps that ended the run."""
-    config = Config()
-    config.run.num_steps, config.eval.every_steps, config.eval.stop_at_accuracy = 5, every_steps, goal
+class Bench:
+    """An evaluator of some sets, by name: ``rewards[name][prompt][sample]``; None: it cannot be scored."""
 
-    async def generate(trajectories, **settings):
-        for trajectory in trajectories:
-            trajectory.segments.append(Segment((5,), (-1.0,), 0, "stop", settings["step"]))
+    def __init__(self, rewards, *, goal=0.0, every_steps=2, sets=None):
+        config = Config()
+        config.run.num_steps, config.eval.every_steps, config.eval.stop_at_accuracy = 5, every_steps, goal
+        if list(rewards) == [""]:
+            config.data.eval_files = ["some.jsonl"]
+        else:
+            config.eval.sets = sets or {name: EvalSetConfig(files=["some.jsonl"]) for name in rewards}
+        self.config, self.rewards = config, rewards
+        self.calls, self.recorded, self.stops, self.requests = [], [], [], []
+        prompts = {name: [Prompt(f"{name}:{i}", (1,)) for i in range(len(found))] for name, found in rewards.items()}
+        self.seen = {}
+        self.evaluator = Evaluator(
+            config,
+            prompts,
+            rollout=SimpleNamespace(generate=self.generate),
+            grader=SimpleNamespace(grade=self.grade, metrics=lambda trajectories: {"reward/seen": len(trajectories)}),
+            start=lambda prompt, id: Trajectory(id, prompt, id, 0, 9),
+            recorder=SimpleNamespace(evaluated=lambda *seen: self.recorded.append(seen)),
+            stop_after=self.stops.append,
+        )
 
-    async def grade(trajectories, step):
-        for trajectory in trajectories:
-            trajectory.score = Score(rewards[trajectory.id])
+    async def generate(self, trajectories, *, step, window_tokens, draw, kind):
+        self.calls.append((kind, draw, [(t.prompt.id, t.id) for t in trajectories]))
+        sampling = SAMPLING.drawn(draw)
+        for t in trajectories:
+            self.requests.append((f"{kind}-{t.id}", t.prompt.id, trajectory_seed(sampling.seed, t.id)))
+            t.segments.append(Segment((5,), (-1.0,), 0, "stop", step))
 
-    recorded, stops = [], []
-    found = Evaluator(
-        config,
-        [Prompt(str(i), (1,)) for i in range(len(rewards))],
-        rollout=SimpleNamespace(generate=generate),
-        grader=SimpleNamespace(grade=grade, metrics=lambda trajectories: {}),
-        start=lambda prompt, id: Trajectory(id, prompt, id, 0, 9),
-        recorder=SimpleNamespace(evaluated=lambda *seen: recorded.append(seen)),
-        stop_after=stops.append,
-    )
-    return found, recorded, stops
+    async def grade(self, trajectories, step):
+        seen = {}
+        for t in trajectories:
+            sample = seen[t.prompt.id] = seen.get(t.prompt.id, -1) + 1
+            name, index = t.prompt.id.split(":")
+            t.score = Score(self.rewards[name][int(index)][sample])
+
+    def run(self, step=1):
+        return asyncio.run(self.evaluator.evaluate(step))
+
+
+def alone(*rewards, **settings):
+    """One response to each prompt of the set without a name."""
+    return Bench({"": [[reward] for reward in rewards]}, **settings)
 
 
 def test_evaluations_are_due_after_every_n_steps_and_after_the_last_one():
-    assert [evaluator([1.0])[0].due(step) for step in range(5)] == [False, True, False, True, True]
-    assert not any(evaluator([])[0].due(step) for step in range(5))
+    assert [alone(1.0).evaluator.due(step) for step in range(5)] == [False, True, False, True, True]
+    assert not any(Bench({}).evaluator.due(step) for step in range(5))
 
 
 def test_accuracy_is_the_mean_of_the_responses_that_could_be_scored():
-    found, recorded, _ = evaluator([1.0, 0.0, None, 1.0])
-    metrics = asyncio.run(found.evaluate_if_due(1))
+    bench = alone(1.0, 0.0, None, 1.0)
+    metrics = asyncio.run(bench.evaluator.evaluate_if_due(1))
+    error = statistics.stdev([1, 0, 1]) / 3**0.5
     assert metrics["eval/accuracy"] == pytest.approx(2 / 3) and metrics["eval/num_unscored"] == 1
-    assert recorded == [(2, pytest.approx(2 / 3))]
+    assert metrics["eval/accuracy_stderr"] == pytest.approx(error)
+    assert bench.recorded == [(2, pytest.approx(2 / 3), pytest.approx(error))]
+    assert not [name for name in metrics if "pass@" in name]
 
 
 @pytest.mark.parametrize(("goal", "step", "expected"), [(0.5, 1, [1]), (0.75, 1, []), (0.0, 1, []), (0.5, -1, [])])
 def test_an_accuracy_that_is_reached_in_training_ends_the_run(goal, step, expected):
-    found, _, stops = evaluator([1.0, 0.0], goal=goal)
-    asyncio.run(found.evaluate(step))
-    assert stops == expected
+    bench = alone(1.0, 0.0, goal=goal)
+    bench.run(step)
+    assert bench.stops == expected
+
+
+def two_sets():
+    sets = {
+        "aime": EvalSetConfig(files=["a"], num_samples=4, temperature=0.6, top_p=0.95, num_prompts=2),
+        "math.500": EvalSetConfig(files=["b"], top_k=20, temperature=1.0),
+    }
+    rewards = {"aime": [[1, 0, 0, 0], [1, 1, None, 0], [0, 0, 0, 0]], "math.500": [[1], [0]]}
+    return Bench(rewards, sets=sets, goal=0.47)
+
+
+def test_each_set_has_its_own_number_of_prompts_and_samples_and_is_drawn_in_its_own_way():
+    bench = two_sets()
+    metrics = bench.run()
+    drawn = {kind: (draw.temperature, draw.top_p, draw.top_k, len(asked)) for kind, draw, asked in bench.calls}
+    assert drawn == {"eval-aime": (0.6, 0.95, -1, 8), "eval-math.500": (1.0, 1.0, 20, 2)}
+    assert metrics["eval/aime/accuracy"] == pytest.approx((1 / 4 + 2 / 3) / 2)
+    assert metrics["eval/math.500/accuracy"] == 0.5 and metrics["eval/aime/num_unscored"] == 1
+    assert metrics["eval/aime/pass@1"] == pytest.approx(metrics["eval/aime/accuracy"])
+    assert metrics["eval/aime/pass@2"] == pytest.approx((2 / 4 + 1) / 2)
+    assert metrics["eval/aime/pass@4"] == 1.0, "of the first prompt alone: the second has three scores"
+    assert metrics["eval/aime/reward/seen"] == 8 and metrics["eval/reward/seen"] == 10
+
+
+def test_all_prompts_of_all_sets_count_alike_in_the_accuracy_that_ends_a_run():
+    bench = two_sets()
+    metrics = bench.run()
+    means = [1 / 4, 2 / 3, 1, 0]
+    assert metrics["eval/accuracy"] == pytest.approx(statistics.fmean(means))
+    assert metrics["eval/accuracy_stderr"] == pytest.approx(statistics.stdev(means) / 2)
+    assert bench.stops == [1]
+
+
+def test_every_response_has_its_own_request_and_seed_and_the_same_ones_in_the_next_evaluation():
+    first, again = two_sets(), two_sets()
+    first.run(1), again.run(3)
+    assert len({rid for rid, _, _ in first.requests}) == len({seed for _, _, seed in first.requests}) == 10
+    assert first.requests == again.requests
+
+
+def test_the_samples_of_a_set_do_not_depend_on_other_sets_nor_the_first_ones_on_the_number_of_samples():
+    def seeds(num_samples, *names):
+        sets = {name: EvalSetConfig(files=["a"], num_samples=num_samples, temperature=1.0) for name in names}
+        bench = Bench({name: [[1] * 4, [0] * 4] for name in names}, sets=sets)
+        bench.run()
+        found = {}
+        for _, prompt, seed in bench.requests:
+            found.setdefault(prompt, []).append(seed)
+        return found
+
+    both, one, fewer = seeds(4, "a", "b"), seeds(4, "b"), seeds(2, "a", "b")
+    assert {name: both[name] for name in one} == one
+    assert {name: found[:2] for name, found in both.items()} == fewer
+
+
+def test_the_error_is_over_prompts_so_that_samples_that_agree_do_not_shrink_it():
+    """32 equal samples of 4 prompts say as much as one each; counting responses, the error would be 5.7 times smaller."""
+    once = score_metrics([[1], [0], [1], [0]])
+    often = score_metrics([[1] * 32, [0] * 32, [1] * 32, [0] * 32])
+    assert often["accuracy_stderr"] == once["accuracy_stderr"] > 0.28
+
+
+def test_a_prompt_counts_once_however_many_of_its_responses_could_be_scored():
+    for kept in itertools.product([1, 2, 5], repeat=2):
+        found = score_metrics([[1.0] * kept[0], [0.0] * kept[1], []])
+        assert found["accuracy"] == 0.5
+
+
+def test_a_set_without_a_score_says_so_and_nothing_more():
+    bench = Bench({"a": [[None]], "b": [[1]]})
+    metrics = bench.run()
+    assert metrics["eval/a/accuracy"] != metrics["eval/a/accuracy"] and metrics["eval/accuracy"] == 1.0
+    assert "eval/a/accuracy_stderr" not in metrics and metrics["eval/a/num_unscored"] == 1

@@ -102,6 +102,14 @@ def test_without_a_terminal_a_step_is_one_plain_line():
     assert plain_line(1, 2, {}, None) == "step 1/2"
 
 
+def test_an_evaluation_is_shown_with_its_standard_error_and_its_sets():
+    numbers = {
+        "eval/accuracy": 0.5, "eval/accuracy_stderr": 0.021, "eval/aime/accuracy": 0.25, "eval/math.500/accuracy": 0.75,
+        "eval/math.500/accuracy_stderr": 0.03, "eval/reward/accuracy": 0.1, "eval/aime/reward/accuracy": 0.1,
+    }  # fmt: skip
+    assert "eval 50.0% ± 2.1% (aime 25.0%, math.500 75.0% ± 3.0%)" in plain_line(1, 2, numbers, None)
+
+
 def test_a_closed_pipe_does_not_end_a_run():
     class Closed(io.StringIO):
         def write(self, text):
@@ -119,3 +127,14 @@ def test_the_report_is_one_file_and_says_what_is_missing(tmp_path):
     page = write_report(tmp_path).read_text()
     assert "<script src" not in page and "http://" not in page.replace("http://www.w3.org", "")
     assert "80.0" in page and "svg" in page
+    assert "Evaluation by set" not in page and "Best of k" not in page
+
+
+def test_the_report_draws_sets_and_the_best_of_k_and_gives_the_standard_error(tmp_path):
+    with MetricsWriter(tmp_path / "metrics.jsonl") as writer:
+        for step in range(1, 4):
+            numbers = {f"eval/{name}accuracy{what}": 0.3 for name in ("", "aime/", "math/") for what in ("", "_stderr")}
+            writer.log(step, numbers | {f"eval/pass@{k}": k / 10 for k in (1, 2, 4)})
+    page = write_report(tmp_path).read_text()
+    assert "Evaluation by set" in page and "Best of k" in page and "aime" in page and "pass@4" in page
+    assert "30.0% ± 30.0%" in page
