@@ -3,7 +3,8 @@
 import argparse
 
 from megatron_rl.commands.recipe import add_recipe, run_on_ranks
-from megatron_rl.config.schema import Config
+from megatron_rl.config.schema import Config, RewardModelKind
+from megatron_rl.errors import ConfigError
 
 add_arguments = add_recipe
 
@@ -13,9 +14,19 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _check_inputs(config: Config) -> None:
-    from megatron_rl.data.preferences import check_reward_files
+    from megatron_rl.data.preferences import check_reward_files, load_preferences
+    from megatron_rl.rewards.judges.pairwise import training_texts
 
     check_reward_files(config)
+    settings = config.reward_train
+    if settings.kind is not RewardModelKind.pairwise:
+        return
+    if config.data.system_prompt:
+        raise ConfigError("data.system_prompt: a judge is asked without a system message; leave it empty")
+    for row in load_preferences([*settings.train_files, *settings.eval_files], config.data):
+        training_texts(
+            row.content.text, row.chosen, row.rejected, place=row.content.place, tokenizer_path=config.policy.path
+        )
 
 
 def _work(config: Config) -> None:

@@ -30,7 +30,8 @@ from megatron_rl.data.tokenizer import Tokenizer
 from megatron_rl.data.trajectory import Prompt
 from megatron_rl.data.vision import Vision
 from megatron_rl.errors import DataError, UserError
-from megatron_rl.rewards.judges.templates import render_pairwise, word_token
+from megatron_rl.rewards.judges.pairwise import training_texts
+from megatron_rl.rewards.judges.templates import word_token
 from megatron_rl.training.engine import UpdateResult
 from megatron_rl.training.trainer_group import TrainerGroup
 
@@ -129,13 +130,18 @@ class Pairwise:
             raise UserError("reward_train.yes_word and no_word are the same token; the judge needs two words")
 
     def examples(self, files: Sequence[str]) -> list[Example]:
-        """Sequences: both orders, each with the right word: (chosen first: YES, chosen second: NO)."""
+        """Sequences: both orders, each with the right word: (chosen first: YES, chosen second: NO).
+
+        The judge reads what it is asked about later: solutions, without thoughts and control tokens.
+        """
         examples = []
         for row in load_preferences(files, self._data):
-            prompt = row.content.text
-            texts = (
-                render_pairwise(prompt, row.chosen, row.rejected),
-                render_pairwise(prompt, row.rejected, row.chosen),
+            texts = training_texts(
+                row.content.text,
+                row.chosen,
+                row.rejected,
+                place=row.content.place,
+                tokenizer_path=str(self._tokenizer.path),
             )
             words = (self._yes, self._no)
             examples.append(

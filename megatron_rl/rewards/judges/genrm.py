@@ -14,10 +14,9 @@ from megatron_rl.rewards.judges.judge import (
     FORMAT_FAILURE,
     JudgeOptions,
     check_judge,
-    defused,
     judge,
+    judged_text,
     prepare_judge,
-    solution_of,
 )
 from megatron_rl.rewards.judges.templates import JUDGE_TEMPLATE, render_judge
 from megatron_rl.rewards.registry import register
@@ -63,11 +62,11 @@ async def score(
         reference: What the response is compared with; a row field (or ``anchor``). The answer if there is none.
         template: The judge's text with {prompt}, {reference} and {response}.
     """
-    solution = solution_of(response, require_think=options.require_think, opened_by_prompt=options.opened_by_prompt)
+    solution = judged_text(response, options)
     if solution is None:
         return Score(0.0, FORMAT_FAILURE)
     truth = reference or answer
     if not truth and "{reference}" in template:
         return Score(None, error="no reference: the row has neither 'reference' nor 'anchor' nor an answer")
-    (found,) = await judge([render_judge(prompt, defused(solution, options), truth, template)], options)
+    (found,) = await judge([render_judge(prompt, solution, truth, template)], options)
     return Score(found.probability, f"p(right) {found.probability:.4f}", metrics={"judgement_mass": found.mass})

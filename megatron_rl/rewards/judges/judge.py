@@ -179,6 +179,14 @@ def defused(text: str, settings: JudgeOptions) -> str:
     return text
 
 
+def judged_text(response: str, settings: JudgeOptions) -> str | None:
+    """What a judge reads of a response, in its training and when it is asked; None if the thought has no proper form."""
+    solution = solution_of(
+        response, require_think=settings.require_think, opened_by_prompt=settings.opened_by_prompt
+    )
+    return None if solution is None else defused(solution, settings)
+
+
 async def judge(texts: Sequence[str], settings: JudgeOptions) -> list[Judgement]:
     """The judgements of ``texts``, in one request to one of the servers, which take turns.
 

@@ -12,19 +12,20 @@ winner), ``position_gap`` |p(1st | y, a) - (1 - p(1st | a, y))| and ``first_bias
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from megatron_rl.data.trajectory import Prompt, Score
+from megatron_rl.errors import DataError
 from megatron_rl.rewards.judges.judge import (
     DEFAULT_OPTIONS,
     FORMAT_FAILURE,
     Judgement,
     JudgeOptions,
     check_judge,
-    defused,
     judge,
+    judged_text,
     prepare_judge,
-    solution_of,
 )
 from megatron_rl.rewards.judges.templates import PAIRWISE_FIELDS, PAIRWISE_TEMPLATE, render_pairwise
 from megatron_rl.rewards.registry import register
@@ -43,7 +44,7 @@ def check_prompts(prompts: Sequence[Prompt], options: Mapping[str, Any]) -> list
         anchor = prompt.fields.get("anchor") or prompt.answer
         if not anchor:
             problems.append(f"{place}: no anchor: the row has neither 'anchor' nor an answer")
-        elif _bare(anchor) is None:
+        elif _read_of_anchor(anchor, DEFAULT_OPTIONS) is None:
             problems.append(
                 f"{place}: the anchor's thought has no proper form; expected <think>thought</think>solution"
             )
@@ -71,8 +72,42 @@ def combine(forward: float, backward: float) -> tuple[float, dict[str, float]]:
     return 0.5 * (forward + behind), metrics
 
 
-def _bare(text: str) -> str | None:
-    return solution_of(text)
+def _read_of_anchor(text: str, settings: JudgeOptions) -> str | None:
+    """What the judge reads of a text that is no response of the policy, whose thought is written out if it has one."""
+    return judged_text(text, replace(settings, require_think=False, opened_by_prompt=False))
+
+
+def both_orders(prompt: str, first: str, second: str, template: str = PAIRWISE_TEMPLATE) -> tuple[str, str]:
+    """The two texts of a pair, from what the judge reads of each response: ``first`` before ``second``, and behind it."""
+    return render_pairwise(prompt, first, second, template), render_pairwise(prompt, second, first, template)
+
+
+def training_texts(prompt: str, chosen: str, rejected: str, *, place: str, tokenizer_path: str) -> tuple[str, str]:
+    """``both_orders`` of a row of preferences, exactly as the judge is asked about such responses.
+
+    Args:
+        place: Of the row, for errors.
+        tokenizer_path: Of the judge that learns from it.
+
+    Raises:
+        DataError: a thought without its proper form, or nothing left that tells the two apart.
+    """
+    settings = JudgeOptions(tokenizer_path=tokenizer_path)
+    read = {"chosen": _read_of_anchor(chosen, settings), "rejected": _read_of_anchor(rejected, settings)}
+    for field, text in read.items():
+        if text is None:
+            raise DataError(
+                f"{place}: field {field!r}: its thought has no proper form; a judge is asked about solutions alone, so expected "
+                "<think>thought</think>solution, or a solution without tags"
+            )
+        if not text.strip():
+            raise DataError(f"{place}: field {field!r}: nothing is left of it without control tokens; take the row out")
+    if read["chosen"] == read["rejected"]:
+        raise DataError(
+            f"{place}: fields 'chosen' and 'rejected' have the same solution, {str(read['chosen'])[:80]!r}, and a judge is "
+            "asked about solutions alone; take the row out"
+        )
+    return both_orders(prompt, read["chosen"] or "", read["rejected"] or "")
 
 
 @register(
@@ -100,15 +135,13 @@ async def score(
         anchor: What the response is compared with; a row field. The answer if there is none.
         template: The judge's text with {prompt}, {first} and {second}; as in training (`reward-train`).
     """
-    solution = solution_of(response, require_think=options.require_think, opened_by_prompt=options.opened_by_prompt)
+    solution = judged_text(response, options)
     if solution is None:
         return Score(0.0, FORMAT_FAILURE)
-    other = _bare(anchor or answer)
+    other = _read_of_anchor(anchor or answer, options)
     if not other:
         return Score(None, error="no anchor: the row has neither a proper 'anchor' nor an answer")
-    first, second = defused(solution, options), defused(other, options)
-    texts = [render_pairwise(prompt, *pair, template) for pair in ((first, second), (second, first))]
-    forward, backward = await judge(texts, options)
+    forward, backward = await judge(both_orders(prompt, solution, other, template), options)
     return _score(forward, backward)
 
 
