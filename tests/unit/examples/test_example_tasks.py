@@ -17,11 +17,14 @@ from megatron_rl.data.trajectory import Prompt
 from megatron_rl.rewards.judges.pairwise import check_prompts
 from tests.unit.examples.test_examples import ROOT, command_of
 
-TEXT_EXAMPLES = ("calculator", "pag", "pairwise_ppo", "reward_models")
+TEXT_EXAMPLES = ("calculator", "fire", "line_rewards", "pag", "pairwise_ppo", "prompt_selection", "reward_models")
 EXAMPLES = (*TEXT_EXAMPLES, "seed_vl_hybrid")
 """The last has pictures: its own laws are in test_visual_puzzles.py."""
 SIZES = {
+    "fire": ["--num-train", "300", "--num-sft", "300", "--num-held-out", "100"],
+    "line_rewards": ["--num-train", "300", "--num-sft", "300", "--num-held-out", "100", "--num-label", "80"],
     "pairwise_ppo": ["--num-train", "300", "--num-held-out", "100"],
+    "prompt_selection": ["--num-pool", "300", "--num-sft", "300", "--num-held-out", "50"],
     "reward_models": ["--num-train", "300", "--num-held-out", "100"],
     "seed_vl_hybrid": ["--num-train", "20", "--num-held-out", "10", "--num-judgements", "20"],
 }
@@ -61,11 +64,15 @@ def test_what_a_recipe_names_is_written_and_readable(recipe, tasks, monkeypatch)
     monkeypatch.chdir(tasks)
     config, command = load_config(recipe), command_of(recipe)
     files = files_of(config)
-    assert files and [name for name in files if not Path(name).is_file()] == []
+    of_task = {name for name in files if "/task/" in name}
+    """What is named outside of it, a command of run.sh writes."""
+    assert files and [name for name in of_task if not Path(name).is_file()] == []
+    assert of_task == set(files) or (recipe.parent / "run.sh").is_file()
     if command in RL_COMMANDS:
-        assert check_files(config.data.train_files, config.data, with_response=False)
-        assert check_files(config.data.eval_files, config.data, with_response=False)
-    if command == "reward-train":
+        for named in (config.data.train_files, config.data.eval_files):
+            if set(named) <= of_task:
+                assert check_files(named, config.data, with_response=False)
+    if command == "reward-train" and of_task == set(files):
         check_reward_files(config)
     if config.sft.output_path:
         data = replace(config.data, answer_required=False, reward_fields=[])
@@ -76,7 +83,7 @@ def test_what_a_recipe_names_is_written_and_readable(recipe, tasks, monkeypatch)
 def test_what_scripts_and_readme_name_is_written(name, tasks):
     folder = ROOT / "examples" / name
     texts = [path.read_text() for path in (*folder.glob("*.sh"), folder / "README.md", *folder.glob("*.yaml"))]
-    named = {found for text in texts for found in re.findall(rf"(?:\$O|outputs/{name})/(task/[\w./]*\w)", text)}
+    named = {found for text in texts for found in re.findall(rf"(?:\$O|outputs/{name})/(task/[\w./]*\w)(?!\w|\.?\$)", text)}
     assert "task/model" in named
     assert [path for path in sorted(named) if not (tasks / "outputs" / name / path).exists()] == []
 
@@ -115,8 +122,8 @@ def test_no_held_out_prompt_is_trained_on(name, tasks):
     """The programs of reward_models all have the same prompt."""
     rows = {file.name: rows_of(file) for file in (tasks / "outputs" / name / "task").glob("*.jsonl")}
     prompts = {file: {row["prompt"] for row in found} for file, found in rows.items() if "line_labels" not in found[0]}
-    held_out = {file for file in prompts if file.endswith("held_out.jsonl") or file == "eval.jsonl"}
-    trained = {file for file in prompts if file.endswith("train.jsonl") or file == "sft.jsonl"}
+    held_out = {file for file in prompts if "held_out" in file or file == "eval.jsonl"}
+    trained = prompts.keys() - held_out
     assert held_out and trained
     assert not set().union(*(prompts[f] for f in held_out)) & set().union(*(prompts[f] for f in trained))
 

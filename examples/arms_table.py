@@ -1,0 +1,69 @@
+"""A number of the runs under a folder, by arm and step: mean over the seeds, and its standard error.
+
+Runs are folders called ARM-SEED, as the run.sh of fire, line_rewards and prompt_selection name them. The standard error is
+that over seeds (the spread of repeated training); with one seed there is none.
+
+    python examples/arms_table.py outputs/fire/runs [--metric eval/accuracy] [--steps 0 10 20]
+"""
+
+import argparse
+import statistics
+import sys
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron_rl.tracking.metrics_file import read_metrics
+
+Curve = dict[int, float]
+"""Step -> number; step 0 is before training."""
+
+
+def curves(folder: Path, metric: str) -> dict[str, list[Curve]]:
+    """Arm -> a curve per seed, both in the order of their names; a run that lacks the metric has no curve."""
+    found: dict[str, list[Curve]] = defaultdict(list)
+    for file in sorted(folder.glob("*-*/metrics.jsonl")):
+        rows = read_metrics(file)
+        curve = {row.step: row.metrics[metric] for row in rows if metric in row.metrics}
+        if curve:
+            found[file.parent.name.rpartition("-")[0]].append(curve)
+    return dict(found)
+
+
+def cell(numbers: Sequence[float], *, percent: bool) -> str:
+    """``mean ± standard error``; empty without numbers."""
+    if not numbers:
+        return ""
+    scale, digits, unit = (100, 1, " %") if percent else (1, 2, "")
+    error = statistics.stdev(numbers) / len(numbers) ** 0.5 if len(numbers) > 1 else None
+    spread = "" if error is None else f" ± {error * scale:.{digits}f}"
+    return f"{statistics.fmean(numbers) * scale:.{digits}f}{spread}{unit}"
+
+
+def table(arms: dict[str, list[Curve]], steps: Sequence[int], *, percent: bool) -> str:
+    """In Markdown."""
+    lines = [f"| steps | {' | '.join(map(str, steps))} |", "|---" * (len(steps) + 1) + "|"]
+    for arm, found in arms.items():
+        cells = [cell([curve[step] for curve in found if step in curve], percent=percent) for step in steps]
+        lines.append(f"| `{arm}` ({len(found)} seed{'s' * (len(found) > 1)}) | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--metric", default="eval/accuracy", help="a name of metrics.jsonl")
+    parser.add_argument("--steps", type=int, nargs="+", default=[], help="columns; default: every step with the number")
+    options = parser.parse_args(arguments)
+    arms = curves(options.folder, options.metric)
+    if not arms:
+        print(f"error: no run under {options.folder} has {options.metric}; start some with run.sh", file=sys.stderr)
+        return 2
+    steps = options.steps or sorted({step for found in arms.values() for curve in found for step in curve})
+    print(f"{options.metric} after so many steps\n")
+    print(table(arms, steps, percent="accuracy" in options.metric or options.metric.endswith("_share")))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
