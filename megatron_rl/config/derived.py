@@ -5,7 +5,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.config.schema import Config, EvalSetConfig, KlPlace, Placement, RolloutConfig
+from megatron_rl.config.schema import Config, EvalSetConfig, KlPlace, Mode, Placement, RolloutConfig
 from megatron_rl.errors import ConfigError, ModelError
 from megatron_rl.families.facts import has_vision, read_model_json
 
@@ -73,6 +73,14 @@ def eval_sets(config: Config) -> dict[str, EvalSet]:
 def effective_window_tokens(config: Config) -> int:
     """New tokens a response may grow by in one step."""
     return config.batch.window_tokens or config.batch.max_response_tokens
+
+
+def window_jitter_tokens(config: Config) -> int:
+    """First windows have from window - this + 1 to window tokens; 0 without windows."""
+    window = effective_window_tokens(config)
+    if config.schedule.mode is Mode.sync or window >= config.batch.max_response_tokens:
+        return 0
+    return min(config.batch.window_jitter_tokens, window)
 
 
 class WeightMethod(Enum):

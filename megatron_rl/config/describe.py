@@ -3,7 +3,12 @@
 import math
 from dataclasses import dataclass
 
-from megatron_rl.config.derived import effective_window_tokens, needs_critic, num_responses_per_step
+from megatron_rl.config.derived import (
+    effective_window_tokens,
+    needs_critic,
+    num_responses_per_step,
+    window_jitter_tokens,
+)
 from megatron_rl.config.layout import critic_layout, ranks_of_replica
 from megatron_rl.config.schema import Config, ParallelConfig
 
@@ -20,6 +25,12 @@ class Quantity:
 
 def data_parallel_size(parallel: ParallelConfig, world_size: int) -> int:
     return world_size // ranks_of_replica(parallel)
+
+
+def _most_windows(config: Config) -> int:
+    """Steps that a response of the whole budget takes, when its first window is the shortest."""
+    window, jitter = effective_window_tokens(config), window_jitter_tokens(config)
+    return math.ceil((config.batch.max_response_tokens + max(jitter - 1, 0)) / window)
 
 
 def batch_arithmetic(config: Config, world_size: int) -> list[Quantity]:
@@ -49,7 +60,7 @@ def batch_arithmetic(config: Config, world_size: int) -> list[Quantity]:
         row("trained sequence tokens", samples * longest, max(budget, longest), "up to "),
         row("samples per policy update", minibatch, per_micro),
         Quantity("policy updates", updates, updates, "-"),
-        Quantity("windows of the longest response", f"{math.ceil(batch.max_response_tokens / window):,}", "-", "-"),
+        Quantity("windows of the longest response", f"{_most_windows(config):,}", "-", "-"),
     ]
     if needs_critic(config):
         rows.append(

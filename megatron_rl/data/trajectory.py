@@ -137,6 +137,8 @@ class Trajectory:
     """Critic values of the generated tokens, each from the step that generated it."""
     token_rewards: list[float] = field(default_factory=list)
     """Rewards of the generated tokens in addition to the outcome (KL penalty, lines); empty where there are none."""
+    first_window_tokens: int = 0
+    """Most tokens of its first window, where that is to be shorter than the others; 0: as the others."""
     left_out: list[int] = field(default_factory=list)
     """Offsets in the response of generated tokens that did not train the policy; kept for the loss on positive examples."""
     reference_kl: float = 0.0
@@ -196,6 +198,12 @@ class Trajectory:
     def window_tokens(self, step: int) -> int:
         """Number of tokens that the model generated in ``step``."""
         return sum(len(segment.token_ids) for segment in self._generated_by(step))
+
+    def window_room(self, step: int, window_tokens: int) -> int:
+        """Tokens that it may still grow by in ``step``, by its window alone; 0 when the window is full."""
+        grown = self.window_tokens(step)
+        is_first = self.num_generated_tokens == grown
+        return (self.first_window_tokens if is_first and self.first_window_tokens else window_tokens) - grown
 
     def generated_mask(self) -> np.ndarray:
         """[response tokens] bool: the model's own tokens, not those of messages."""

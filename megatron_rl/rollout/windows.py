@@ -165,7 +165,7 @@ class Window:
         if trajectory.finished:
             return 0
         rooms = [
-            self._num_tokens - trajectory.window_tokens(self._step),
+            trajectory.window_room(self._step, self._num_tokens),
             trajectory.max_response_tokens - trajectory.num_response_tokens,
         ]
         if trajectory.max_turn_tokens:

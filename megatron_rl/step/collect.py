@@ -91,7 +91,7 @@ class Collector:
             """As many windows or, of full responses, groups are complete as the step wants."""
             if self._config.schedule.mode is Mode.sync:
                 return len(self._complete_groups(trajectories)) >= self._num_groups
-            num_complete = sum(t.finished or t.window_tokens(step) >= self._window_tokens for t in trajectories)
+            num_complete = sum(t.finished or t.window_room(step, self._window_tokens) <= 0 for t in trajectories)
             return num_complete >= self._num_groups * self._config.batch.num_samples_per_prompt
 
         over_samples = self._config.rollout.over_sampling > 1.0

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_rl.config.derived import eval_sets
+from megatron_rl.config.derived import effective_window_tokens, eval_sets, window_jitter_tokens
 from megatron_rl.config.schema import Config
 from megatron_rl.data.prompts import PromptSet, load_prompts, with_reward_fields
 from megatron_rl.data.sampler import PromptSampler
@@ -16,6 +16,7 @@ from megatron_rl.data.trajectory import POLICY, Prompt, Trajectory
 from megatron_rl.environments.base import Environment
 from megatron_rl.environments.by_name import build as build_environment
 from megatron_rl.rewards.router import check_prompts, wanted_row_fields
+from megatron_rl.rollout.sampling import text_digest
 
 
 @dataclass(frozen=True)
@@ -72,6 +73,18 @@ def _new_trajectory(
     )
 
 
+def first_window_tokens(config: Config, trajectory_id: int) -> int:
+    """Most tokens of a response's first window (batch.window_jitter_tokens); 0: as the others.
+
+    By run.seed and the response alone, so that it does not matter when or where it starts.
+    """
+    jitter = window_jitter_tokens(config)
+    if not jitter:
+        return 0
+    draw = int.from_bytes(text_digest(f"{config.run.seed}/first window/{trajectory_id}"))
+    return effective_window_tokens(config) - draw % jitter
+
+
 def _prompt_sets(config: Config, tokenizer: Tokenizer) -> tuple[PromptSet, dict[str, PromptSet]]:
     """Prompts to train and to evaluate on, with every field that a reward reads."""
     data = with_reward_fields(config.data, wanted_row_fields(config.reward))
@@ -98,6 +111,12 @@ def describe_prompts(inputs: Inputs) -> Iterator[str]:
 
 def _slot_pool(config: Config, train_set: PromptSet, start: Callable[..., Trajectory]) -> SlotPool:
     batch, data = config.batch, config.data
+
+    def start_in_phase(prompt: Prompt, id: int, *, group_id: int, sample_index: int) -> Trajectory:
+        trajectory = start(prompt, id, group_id=group_id, sample_index=sample_index)
+        trajectory.first_window_tokens = first_window_tokens(config, id)
+        return trajectory
+
     num_prompts = math.ceil(batch.num_prompts_per_step * config.rollout.over_sampling)
     return SlotPool(
         PromptSampler(
@@ -107,7 +126,7 @@ def _slot_pool(config: Config, train_set: PromptSet, start: Callable[..., Trajec
             mixture=data.mixture,
             curriculum=data.curriculum,
         ),
-        start,
+        start_in_phase,
         num_slots=num_prompts * batch.num_samples_per_prompt,
         num_samples_per_prompt=batch.num_samples_per_prompt,
     )

@@ -28,6 +28,7 @@ batch:
   max_prompt_tokens: 32
   max_response_tokens: 24
   window_tokens: 10
+  window_jitter_tokens: 0
   policy_minibatch_size: 8
   critic_minibatch_size: 8
   max_tokens_per_microbatch: 256

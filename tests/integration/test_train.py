@@ -33,6 +33,7 @@ batch:
   max_prompt_tokens: 32
   max_response_tokens: 24
   window_tokens: 10
+  window_jitter_tokens: 3
   policy_minibatch_size: 8
   critic_minibatch_size: 8
   max_tokens_per_microbatch: 256
@@ -148,8 +149,8 @@ def test_a_run_survives_the_death_of_its_server_and_loses_no_token(finished_run)
         carried_on = 16 - metrics["rollout/num_finished"]
         if step < 5:
             assert rows[step + 1]["rollout/num_carried"] == carried_on
-        # Every unfinished response filled its window, whatever happened to the server.
-        assert metrics["step/tokens_generated"] >= 10 * carried_on
+        # Every unfinished response filled its window, whatever happened to the server; first windows have 8 to 10 tokens.
+        assert metrics["step/tokens_generated"] >= 8 * carried_on
         assert metrics["mismatch/max_abs_log_ratio"] < 1e-3
 
 

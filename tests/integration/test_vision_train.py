@@ -25,6 +25,7 @@ batch:
   max_prompt_tokens: 100
   max_response_tokens: 12
   window_tokens: 5
+  window_jitter_tokens: 0
   policy_minibatch_size: 8
   critic_minibatch_size: 8
   max_tokens_per_microbatch: 200

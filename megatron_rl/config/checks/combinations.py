@@ -4,7 +4,12 @@ from collections.abc import Iterator
 from operator import attrgetter
 
 from megatron_rl.algorithms import register
-from megatron_rl.config.derived import effective_window_tokens, needs_critic, num_responses_per_step
+from megatron_rl.config.derived import (
+    effective_window_tokens,
+    needs_critic,
+    num_responses_per_step,
+    window_jitter_tokens,
+)
 from megatron_rl.config.schema import (
     AlgorithmConfig,
     Config,
@@ -64,6 +69,12 @@ def _windows(config: Config) -> Iterator[str]:
         yield (
             f"algorithm.ignore_boundary_tokens: leaving out {algorithm.ignore_boundary_tokens} tokens of a window "
             f"of {window} leaves nothing to train on; lower it or raise batch.window_tokens"
+        )
+    if 0 < window_jitter_tokens(config) <= algorithm.ignore_boundary_tokens < window:
+        yield (
+            f"batch.window_jitter_tokens: moving the edges of windows by less than {window_jitter_tokens(config)} leaves "
+            f"positions that never train, for algorithm.ignore_boundary_tokens={algorithm.ignore_boundary_tokens} before "
+            f"each are left out; raise it above that, or set 0 for full windows"
         )
     if algorithm.overlong is Overlong.soft and algorithm.overlong_buffer_tokens > batch.max_response_tokens:
         yield (

@@ -40,6 +40,10 @@ class BatchConfig:
     """Budget of a response over all its windows (L_max)."""
     window_tokens: int = at_least(0, default=0)
     """New tokens a response may grow by in one step (W); 0 means max_response_tokens."""
+    window_jitter_tokens: int = at_least(0, default=128)
+    """A response's first window is shorter by a random number of tokens below this (at most a window), so that the edges
+    of windows, whose tokens the policy loss leaves out, do not fall on the same positions in every response; 0: all
+    windows are full. Only with windows."""
     policy_minibatch_size: int = at_least(1, default=512)
     """Responses in one policy optimizer step, over all ranks."""
     critic_minibatch_size: int = at_least(1, default=512)

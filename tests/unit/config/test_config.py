@@ -126,6 +126,7 @@ def test_a_missing_recipe_and_a_malformed_override_are_errors(tmp_path, recipe):
         (["batch.window_tokens=200"], ["batch.window_tokens", "longer than the response budget"]),
         (["schedule.mode=sync"], ["batch.window_tokens", "sync"]),
         (["algorithm.ignore_boundary_tokens=40"], ["algorithm.ignore_boundary_tokens"]),
+        (["batch.window_jitter_tokens=8"], ["batch.window_jitter_tokens", "never train", "ignore_boundary_tokens=8"]),
         (["policy.path=/nowhere"], ["policy.path", "config.json"]),
         (["data.train_files=[/nowhere.jsonl]"], ["data.train_files", "/nowhere.jsonl"]),
         (["data.train_files=[]"], ["data.train_files", "got none"]),
@@ -248,6 +249,9 @@ def test_batch_arithmetic_counts_prompts_samples_and_tokens(recipe):
     assert rows["samples (slots)"].per_step == "32"
     assert rows["samples (slots)"].per_rank == "16"
     assert rows["new tokens (window)"].per_step == "up to 1,024"
+    assert rows["windows of the longest response"].per_step == "4"  # its first window may have one token
+    full = load_config(recipe, ["batch.window_jitter_tokens=0"])
+    rows = {row.name: row for row in batch_arithmetic(full, world_size=2)}
     assert rows["windows of the longest response"].per_step == "3"
 
 

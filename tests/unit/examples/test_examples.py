@@ -56,5 +56,6 @@ def test_the_ppo_baseline_differs_from_tppo_in_the_mode_alone():
     one, two = (flat_params(load_config(ROOT / "examples" / "arithmetic" / f"{mode}.yaml")) for mode in ("tppo", "ppo"))
     differing = {key for key in one if one[key] != two[key] and not key.startswith(("sft.", "critic_pretrain."))}
     assert differing == {
-        "preset", "run.output_dir", "schedule.mode", "batch.window_tokens", "algorithm.ignore_boundary_tokens",
+        "preset", "run.output_dir", "schedule.mode", "batch.window_tokens", "batch.window_jitter_tokens",
+        "algorithm.ignore_boundary_tokens",
     }  # fmt: skip

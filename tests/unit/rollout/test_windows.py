@@ -428,3 +428,18 @@ def test_tokens_of_other_weights_are_refused():
 def test_the_end_of_a_text_is_the_first_token_that_completes_it(token_ids, texts):
     ends = [n for n in range(len(token_ids) + 1) if any(text in decode(token_ids[:n]) for text in texts)]
     assert end_of_text(token_ids, texts, decode) == (ends[0] if ends else None)
+
+
+def test_a_shorter_first_window_is_followed_by_full_ones_and_changes_no_token():
+    plain, moved = (new_trajectory(budget=24, dialogue=False) for _ in range(2))
+    moved.first_window_tokens = 5
+    grown = []
+    for trajectory in (plain, moved):
+        step = 0
+        while not trajectory.finished:
+            generate(Engine(), [trajectory], step=step, window=8)
+            if trajectory is moved:
+                grown.append(trajectory.window_tokens(step))
+            step += 1
+    assert grown[0] == 5 and all(n == 8 for n in grown[1:-1]) and grown[-1] <= 8
+    assert tokens_of(plain)[0] == tokens_of(moved)[0]

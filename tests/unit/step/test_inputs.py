@@ -1,0 +1,68 @@
+"""Where windows end: their edges move from response to response, so that every position trains in some of them."""
+
+import math
+
+import pytest
+
+from megatron_rl.config.schema import Config, Mode
+from megatron_rl.data.trajectory import Prompt, Segment, Trajectory
+from megatron_rl.step.inputs import first_window_tokens
+
+
+def config(*, window=64, jitter=16, budget=200, n_ignore=8, mode=Mode.tppo, seed=0):
+    made = Config()
+    made.schedule.mode, made.run.seed = mode, seed
+    made.batch.window_tokens, made.batch.max_response_tokens = window, budget
+    made.batch.window_jitter_tokens, made.algorithm.ignore_boundary_tokens = jitter, n_ignore
+    return made
+
+
+def edges(settings, id):
+    """(lengths of the windows of a response of the whole budget, positions where an unfinished window ends)."""
+    trajectory = Trajectory(id, Prompt("p", (1,)), id, 0, settings.batch.max_response_tokens)
+    trajectory.first_window_tokens = first_window_tokens(settings, id)
+    lengths = []
+    while not trajectory.finished:
+        step = len(lengths)
+        left = trajectory.max_response_tokens - trajectory.num_response_tokens
+        count = min(trajectory.window_room(step, settings.batch.window_tokens), left)
+        trajectory.segments.append(Segment((7,) * count, (-1.0,) * count, 0, "length", step))
+        assert trajectory.window_room(step, settings.batch.window_tokens) == 0 or trajectory.finished
+        lengths.append(count)
+    ends = [sum(lengths[: k + 1]) for k in range(len(lengths) - 1)]
+    return lengths, ends
+
+
+@pytest.mark.parametrize(
+    ("window", "jitter", "n_ignore"), [(64, 16, 8), (64, 128, 8), (10, 4, 2), (7, 7, 3), (4, 4, 2)]
+)
+def test_every_position_trains_in_some_response_and_edges_are_spread(window, jitter, n_ignore):
+    settings = config(window=window, jitter=jitter, n_ignore=n_ignore, budget=3 * window)
+    first_edges, times_left_out = [], [0] * settings.batch.max_response_tokens
+    for id in range(600):
+        lengths, ends = edges(settings, id)
+        assert sum(lengths) == settings.batch.max_response_tokens
+        assert window - min(jitter, window) < lengths[0] <= window and all(n == window for n in lengths[1:-1])
+        assert len(lengths) <= math.ceil(settings.batch.max_response_tokens / window) + 1
+        first_edges.append(ends[0])
+        for end in ends:
+            for position in range(max(end - n_ignore, end - window, 0), end):
+                times_left_out[position] += 1
+    assert set(first_edges) == set(range(window - min(jitter, window) + 1, window + 1))
+    # A position is left out with a chance of about n_ignore / jitter, and never always.
+    assert max(times_left_out) < 600 * min(0.95, n_ignore / min(jitter, window) + 0.1)
+
+
+def test_without_jitter_the_same_positions_are_left_out_of_every_response():
+    settings = config(jitter=0)
+    assert {tuple(edges(settings, id)[1]) for id in range(50)} == {(64, 128, 192)}
+
+
+def test_first_windows_follow_from_seed_and_response_alone():
+    one, again, other = ([first_window_tokens(config(seed=s), id) for id in range(40)] for s in (3, 3, 4))
+    assert one == again != other
+
+
+@pytest.mark.parametrize("change", [{"mode": Mode.sync}, {"window": 0}, {"window": 200}, {"jitter": 0}])
+def test_full_responses_have_no_first_window(change):
+    assert first_window_tokens(config(**change), 5) == 0
