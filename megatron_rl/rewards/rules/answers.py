@@ -1,116 +1,119 @@
-r"""Reads final answers: where they are in a response, and which number they say.
+r"""Finds where the final answer of a response stands: boxes, ``####``, "the answer is", formulas; and who hedges.
 
-Plain numbers are read here, exactly, as fractions: integers, decimals, thousands separators, signs, currencies,
-percent, fractions, mixed numbers, powers of ten, LaTeX spellings of all these, units behind them. Everything else is
-for the symbolic comparison.
+An answer counts only where the response commits to it. Words that list alternatives, deny or doubt ("1 or 2", "not 7",
+"maybe") make a sentence no answer.
 
-Invariants: every function takes time linear in the text, whatever the text; numbers longer than ``MAX_NUMBER_CHARS``
-are not numbers; only ASCII digits are digits.
+Invariant: every function takes time linear in the text, whatever the text.
 """
 
 import re
-from dataclasses import dataclass
-from fractions import Fraction
 
-MAX_NUMBER_CHARS = 256
 MAX_ANSWER_CHARS = 1000
 """An anchored answer longer than this is no answer."""
+_MAX_GAP_CHARS = 60
+"""Between two boxes or formulas that belong together."""
 
-_MARGIN_CHARS = 32
-"""How far left of a number its meaning may be decided: by a sign, a caret, the top of a LaTeX fraction."""
-_STEP_CHARS = MAX_NUMBER_CHARS + 2 * _MARGIN_CHARS
-
-_SCALES = {"thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
-_MATH_WORDS = frozenset(
-    "pi sqrt log ln exp sin cos tan cot sec csc arcsin arccos arctan inf infty infinity mod and or to half".split()
-)
-"""Words behind a number that make it something else than a number with a unit."""
-
-_NUMBER = re.compile(
-    r"""
-    (?= [-+$.0-9] )                                            # most positions fail here, which is quick
-    (?<![A-Za-z0-9_.^]) (?<!\^-) (?<![\^_]\{) (?<!\^\{-)       # not inside a word, an exponent or an index
-    (?P<in_date> (?<= [0-9]/ ) )?                              # in 12/25/2020, no two parts are a fraction
-    (?P<sign> (?<![0-9A-Za-z)\]}%]) [-+] )? \$?                # 5-3 is two numbers, no sign; -$5
-    (?P<sign_after> (?<=\$) [-+] )?                            # $-5
-    (?> (?P<mixed> [0-9]+ ) [ ]+ (?= [0-9]+/[0-9]+ (?![0-9./]) ) )?
-    (?> (?P<whole> [0-9]{1,3} (?:,[0-9]{3})+ (?![0-9]) | [0-9]+ )? (?P<decimals> \.[0-9]+ )? )
-    (?<= [0-9] )
-    (?: [eE] (?P<exponent> [-+]?[0-9]{1,3} ) (?![0-9A-Za-z]) )?
-    (?: \s* (?: \\times | \\cdot | [\u00d7*x] ) \s* 10 \s* \^ \s* \{? (?P<power> [-+]?[0-9]{1,3} ) (?![0-9]) \}? )?
-    (?(in_date) | (?: [ ]?/[ ]? (?P<denominator> [0-9]+ ) (?! [0-9]*/ | \.?[0-9] ) )? )
-    (?! \s* \^ )                                               # 10^5 is not 10
-    (?P<percent> \s?% )?
-    (?: \s+ (?P<scale> thousand | million | billion | trillion ) \b )?
-    """,
-    re.VERBOSE,
-)
-_INTEGER = re.compile(r"-?[0-9]+")
+_THINK = re.compile(r"<(/?)think>")
 _BRACES = re.compile(r"\\(?:boxed|fbox)\s*\{|\\[{}]|[{}]")
-_ANSWER_PHRASE = re.compile(r"(?i)\banswer\s*(?:is|[:=])[ \t:=]*")
-_SENTENCE_END = re.compile(r"\n|[.!?](?=\s|$)")
-_LATEX_FRACTION = re.compile(r"([0-9]?)\s*\\[dt]?frac\s*(?:\{\s*([0-9]+)\s*\}\s*\{\s*([0-9]+)\s*\}|([0-9])([0-9]))")
-_LATEX_TEXT = re.compile(r"\\(?:text|textbf|mathrm|mathbf|mbox|operatorname)\s*\{([^{}]*)\}")
-_SPELLINGS = (
-    ("\u2212", "-"),
-    (r"\$", "$"),
-    ("€", "$"),
-    ("£", "$"),
-    ("¥", "$"),
-    (r"\%", "%"),
-    ("{,}", ","),
-    (r"\,", ""),
-    (r"\!", ""),
-    (r"\;", " "),
-    (r"\ ", " "),
-    ("~", " "),
-    (r"\left", ""),
-    (r"\right", ""),
-    (r"^\circ", "°"),
-    (r"^{\circ}", "°"),
+_ANSWER_PHRASE = re.compile(r"(?i)\banswer\s*(?:is|[:=])(?!n['\u2019]?t)[ \t:=*_]*")
+_ANY_ANSWER = re.compile(
+    r"(?i)\banswers?\s+(?:is|are|was|isn['\u2019]?t|cannot|can|could|may|might|would)\b|\banswer\s*[:=]"
+)
+_SENTENCE_END = re.compile(r"\n|[.!?](?=[\s*\"]|$)")
+_FORMULA = re.compile(
+    r"""\$\$ (?P<a>[^$]{1,1000}?) \$\$ | \\\[ (?P<b>.{1,1000}?) \\\] | \\\( (?P<c>.{1,1000}?) \\\)
+    | (?<![\\0-9]) \$ (?![0-9,. ]*[ ][A-Za-z]{2}) (?P<d>(?:[^$\\]|\\.){1,1000}?) \$ (?![0-9])""",
+    re.VERBOSE | re.DOTALL,
+)
+_DELIMITERS = re.compile(r"\\[()\[\]]|\\(?:quad|qquad|text|textbf|mathrm|left|right)(?![A-Za-z])|[$\s*_{}~]|\\[,; ]")
+_JOINS = re.compile(r"(?i)[,;&]|\b(?:and|or)\b")
+_PARTS = re.compile(
+    r"(?i)\b(?:no|not|wait|actually|instead|but|wrong|correction|correct|rather|then|so|thus|hence|therefore|gives)\b|[.!?:]\s|\n\s*\n"
+)
+_DOUBT = re.compile(
+    r"""(?ix) \b(?: or | either | neither | nor | maybe | perhaps | possibly | might | may | could | unsure | uncertain
+    | unknown | unclear | refuse | decline | cannot | can['\u2019]t | whether | doubt | unless | guess(?:es|ing)? ) \b"""
+)
+_DENIAL = re.compile(
+    r"""(?ix) \b(?: not | never | between | about | approximately | roughly | around | almost | nearly | if | wrong | incorrect
+    | impossible | except | anything\ but | other\ than | up\ to | at\ (?:least|most) | one\ of | some | any | no\ longer
+    | least | most | (?:more|less|greater|fewer|larger|smaller|lower|higher)\ than | over | under | above | below | exceeds? )\b
+    | n['\u2019]t\b | [<>\u2260\u2264\u2265\u2248~] | != | \\(?:neq?|leq?|geq?|lt|gt|leqslant|geqslant)(?![A-Za-z])"""
+)
+_HARMLESS = re.compile(
+    r"""(?ix) \b(?:that|which|who)\s+(?:could|may|might|can)\s+(?!be\s*(?:[-$0-9\\]|$)) | \bthe\s+(?:most|least)\b
+    | << [^<>]{0,80} >> | </?[a-z]{1,10}> | <\|[^<>]{0,30}\|> | [-=]>"""
+)
+"""The number of points that could be in the domain; calculator marks, tags and arrows."""
+_EXPLANATION = re.compile(
+    r"(?i)[,;]?\s+\(?(?:because|since|as|which|where|given|due|for|that\s+is|so\s+that)\b|\s+\((?=[A-Za-z ]{8})"
+)
+_CONCLUSION = re.compile(r"(?i)\b(?:so|thus|hence|therefore)\b")
+_SECOND_THOUGHT = re.compile(
+    r"(?i)[\s.!?*]*(?:or|and|maybe|perhaps|no|not|nope|wait|actually|alternatively|but|however|hmm|unless|otherwise|either)\b"
 )
 
 
-@dataclass(frozen=True)
-class Number:
-    """A number as read: ``50%`` has value 50 and is a percentage."""
-
-    value: Fraction
-    percent: bool = False
-
-    def equals(self, other: "Number") -> bool:
-        """Exact equality. 50% equals 50% and, where the other side has no sign, both 50 and 0.5."""
-        if self.value == other.value:
-            return True
-        if self.percent == other.percent:
-            return False
-        percentage, plain = (self, other) if self.percent else (other, self)
-        return percentage.value / 100 == plain.value
-
-    def __str__(self) -> str:
-        return f"{self.value}{'%' if self.percent else ''}"
+def solution_of(response: str) -> str | None:
+    """The response without its thought; None if the thought does not end."""
+    last = None
+    for match in _THINK.finditer(response):
+        last = match
+    if last is None:
+        return response
+    return response[last.end() :] if last.group(1) else None
 
 
 # ---------------------------------------------------------------------------------------------------- where it stands
 
 
-def boxed_answer(text: str) -> str | None:
-    r"""The content of the last closed ``\boxed{...}``; of the inner one if they nest."""
+def _boxes(text: str) -> list[tuple[int, int, int]]:
+    """(start of the command, start and end of the content) of the closed boxes that hold no other, in order."""
     if "\\boxed" not in text and "\\fbox" not in text:
-        return None
-    openings: list[int | None] = []  # for each open brace: where a box's content starts, or None
-    best: tuple[int, int] | None = None
+        return []
+    openings: list[tuple[int, int] | None] = []  # for each open brace: where a box and its content start, or None
+    boxes: list[tuple[int, int, int]] = []
     for match in _BRACES.finditer(text):
         token = match.group()
         if token == "{":
             openings.append(None)
         elif token.startswith(("\\boxed", "\\fbox")):
-            openings.append(match.end())
+            openings.append((match.start(), match.end()))
         elif token == "}" and openings:
-            start = openings.pop()
-            if start is not None and (best is None or start > best[0]):
-                best = (start, match.start())
-    return text[best[0] : best[1]].strip() if best else None
+            opening = openings.pop()
+            if opening is not None and (not boxes or opening[0] > boxes[-1][0]):
+                boxes.append((*opening, match.start()))
+    return boxes
+
+
+def boxed_answer(text: str) -> str | None:
+    r"""The content of the last closed ``\boxed{...}``; of the inner one if they nest.
+
+    Boxes that stand together, ``\boxed{1} and \boxed{2}``, are one answer, separated by semicolons.
+    """
+    boxes = _boxes(text)
+    if not boxes:
+        return None
+    group = [boxes[-1]]
+    for box in reversed(boxes[:-1]):
+        if not _belong_together(text[box[2] + 1 : group[-1][0]]):
+            break
+        group.append(box)
+    contents = dict.fromkeys(text[start:end].strip() for _, start, end in reversed(group))
+    return "; ".join(contents)
+
+
+def open_box(text: str) -> str:
+    r"""What follows a ``\boxed{`` that is never closed; else the text."""
+    return text.rpartition("\\boxed{")[2] if "\\boxed{" in text and not _boxes(text) else text
+
+
+def _belong_together(between: str) -> bool:
+    """Whether two boxes or formulas with this between them are parts of one answer."""
+    if len(between) > _MAX_GAP_CHARS or _PARTS.search(between):
+        return False
+    rest = _DELIMITERS.sub(" ", between).strip()
+    return not rest or bool(_JOINS.search(rest))
 
 
 def hash_answer(text: str) -> str | None:
@@ -120,124 +123,58 @@ def hash_answer(text: str) -> str | None:
 
 
 def phrase_answer(text: str) -> str | None:
-    """What follows the last "answer is" or "answer:", to the end of its sentence."""
-    start = None
+    """What follows the last "answer is" or "answer:", to the end of its sentence; "" if the sentence hedges or denies."""
+    found = None
     for match in _ANSWER_PHRASE.finditer(text):
-        start = match.end()
-    if start is None:
+        found = match
+    if found is None:
         return None
-    tail = text[start : start + MAX_ANSWER_CHARS + 1].lstrip()
+    tail = text[found.end() : found.end() + MAX_ANSWER_CHARS + 1].lstrip()
     end = _SENTENCE_END.search(tail)
-    return (tail[: end.start()] if end else tail).strip(" *_`") or None
+    sentence = (tail[: end.start()] if end else tail).strip(" *_`")
+    lead = text[max(0, found.start() - 200) : found.start()]
+    lead = _CONCLUSION.split(_SENTENCE_END.split(lead)[-1])[-1]
+    if (
+        _DOUBT.search(lead)
+        or _DENIAL.search(re.split("[,;:]", lead)[-1])
+        or (end and _SECOND_THOUGHT.match(tail, end.end()))
+    ):
+        return ""
+    return sentence
 
 
-# -------------------------------------------------------------------------------------------------- what number it is
+def before_explanation(sentence: str) -> str:
+    """The sentence up to "because" and the like."""
+    match = _EXPLANATION.search(sentence)
+    return sentence[: match.start()] if match else sentence
 
 
-def _respell(text: str) -> str:
-    """Rewrite LaTeX and Unicode spellings that numbers use."""
-    for spelling, plain in _SPELLINGS:
-        text = text.replace(spelling, plain)
-    return _LATEX_FRACTION.sub(_plain_fraction, text)
+def hedged(text: str) -> bool:
+    """Whether the words of ``text`` list alternatives, deny or doubt."""
+    text = _HARMLESS.sub(" ", text)
+    return bool(_DOUBT.search(text) or _DENIAL.search(text))
 
 
-def _plain_fraction(match: re.Match[str]) -> str:
-    whole, top, bottom, short_top, short_bottom = match.groups()
-    return f"{whole}{' ' if whole else ''}{top or short_top}/{bottom or short_bottom}"
+def hedged_near(text: str, position: int) -> bool:
+    """Whether the sentence around ``position`` doubts, or its clause there denies."""
+    start = max(0, position - 400)
+    before, after = text[start:position], text[position : position + 200]
+    sentence = _SENTENCE_END.split(_HARMLESS.sub(" ", before))[-1]
+    rest = _SENTENCE_END.split(after)[0]
+    clause = re.split(r"[,;:=]", sentence)[-1]
+    return bool(_DOUBT.search(sentence + rest) or _DENIAL.search(clause) or _DENIAL.search(re.split("[,;:=]", rest)[0]))
 
 
-def _to_number(match: re.Match[str]) -> Number | None:
-    part = match.groupdict()
-    value = Fraction(int((part["whole"] or "0").replace(",", "")))
-    if part["decimals"]:
-        value += Fraction(int(part["decimals"][1:]), 10 ** (len(part["decimals"]) - 1))
-    if part["exponent"] or part["power"]:
-        value *= Fraction(10) ** int(part["exponent"] or part["power"])
-    if part["denominator"]:
-        if int(part["denominator"]) == 0:
-            return None
-        value /= int(part["denominator"])
-    value = (value + int(part["mixed"] or 0)) * _SCALES.get(part["scale"] or "", 1)
-    if "-" in (part["sign"], part["sign_after"]):
-        value = -value
-    return Number(value, percent=bool(part["percent"]))
-
-
-def parse_number(text: str) -> Number | None:
-    """The number that ``text`` is as a whole, units and "x =" aside; None if it is anything else."""
-    if len(text) > MAX_NUMBER_CHARS:
+def last_formula(text: str) -> tuple[str, int, int] | None:
+    r"""(content, start, end) of the last ``$...$``, ``\(...\)`` or ``\[...\]``, with those that belong to it."""
+    offset = max(0, len(text) - 4 * MAX_ANSWER_CHARS)
+    matches = [match for match in _FORMULA.finditer(text, offset)]
+    if not matches:
         return None
-    if _INTEGER.fullmatch(text):
-        return Number(Fraction(int(text)))
-    text = _LATEX_TEXT.sub(r" (\1)", _respell(text)).strip()
-    for left, right in ((r"\(", r"\)"), (r"\[", r"\]"), ("$$", "$$"), ("$", "$")):
-        if text.startswith(left) and text.endswith(right) and len(text) > len(left) + len(right):
-            text = text[len(left) : -len(right)].strip()
-    text = text.strip("*_` \t\r\n")
-    if text.count("=") == 1:
-        text = text.partition("=")[2].strip()
-    match = _NUMBER.match(text)
-    if match is None or not _is_unit(text[match.end() :]):
-        return None
-    return _to_number(match)
-
-
-def _is_unit(tail: str) -> bool:
-    """Whether what follows a number leaves it that number: nothing, punctuation or a unit.
-
-    A single letter is no unit (5x is not 5) unless LaTeX marks it as text, which arrives here in parentheses.
-    """
-    tail = tail.strip(" \t\r\n.!$*_`")
-    if not tail:
-        return True
-    tail = re.sub(r"(?:\^\{?[23]\}?|[²³])$", "", tail)
-    if re.fullmatch(r"\([^()0-9]*\)", tail):
-        return _MATH_WORDS.isdisjoint(tail.strip("()").lower().split())
-    if not re.fullmatch(r"[A-Za-z°][A-Za-z°'\-/. ]*", tail):
-        return False
-    words = re.findall(r"[A-Za-z]+|°", tail)
-    first = words[0]
-    return (len(first) > 1 or first == "°") and _MATH_WORDS.isdisjoint(word.lower() for word in words)
-
-
-def last_number(text: str, separator: str = "") -> tuple[Number, str] | None:
-    """The last number in ``text``, and how it is written.
-
-    Args:
-        separator: Stands between numbers; with "," as separator, 122,134 is the numbers 122 and 134.
-    """
-    if separator:
-        text = text.replace(separator, "\n")
-    end = 1 + max(text.rfind(digit) for digit in "0123456789")
-    # The pattern is quadratic on long runs of digits and commas, so it only sees a window; a short one mostly does.
-    window_chars = 64
-    while end > 0:
-        start = max(0, end - window_chars)
-        found = _last_match(text[start : end + 16])
-        if found is not None and (start == 0 or found[1].start() >= _MARGIN_CHARS):
-            number, match = found
-            return None if len(match.group()) > MAX_NUMBER_CHARS else (number, match.group().strip())
-        if window_chars < 2 * _STEP_CHARS:
-            window_chars = 2 * _STEP_CHARS
-        elif found is not None and len(found[1].group()) > MAX_NUMBER_CHARS:
-            return None
-        else:
-            end = start + _STEP_CHARS if start > 0 else 0
-    return None
-
-
-def _last_match(text: str) -> tuple[Number, re.Match[str]] | None:
-    for match in reversed(list(_NUMBER.finditer(_respell(text)))):
-        number = _to_number(match)
-        if number is not None:
-            return number, match
-    return None
-
-
-def first_number(text: str) -> tuple[Number, str] | None:
-    """The first number in a short text, and how it is written."""
-    for match in _NUMBER.finditer(_respell(text[:MAX_NUMBER_CHARS])):
-        number = _to_number(match)
-        if number is not None:
-            return number, match.group().strip()
-    return None
+    group = [matches[-1]]
+    for match in reversed(matches[:-1]):
+        if not _belong_together(text[match.end() : group[-1].start()]):
+            break
+        group.append(match)
+    contents = ["".join(filter(None, match.groups())).strip() for match in reversed(group)]
+    return "; ".join(contents), group[-1].start(), group[0].end()

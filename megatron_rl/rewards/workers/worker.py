@@ -218,18 +218,25 @@ def as_result(outcome: Any) -> Result:
     if isinstance(outcome, (int, float)):
         value, detail, error = float(outcome), "", ""
     elif hasattr(outcome, "value") and hasattr(outcome, "detail") and hasattr(outcome, "error"):
-        value = None if outcome.value is None else float(outcome.value)
+        value = None if outcome.value is None else _number(outcome.value)
         detail, error = str(outcome.detail)[:_MAX_TEXT], str(outcome.error)[:_MAX_TEXT]
         if hasattr(outcome, "metrics"):
             pairs = [(str(name)[:_MAX_TEXT], float(number)) for name, number in outcome.metrics.items()]
             metrics = {name: number for name, number in pairs[:_MAX_METRICS] if math.isfinite(number)}
     else:
-        value, detail, error = float(outcome), "", ""  # a numpy scalar, or a TypeError that says what came
+        value, detail, error = _number(outcome), "", ""  # a numpy scalar, or a TypeError that says what came
     if value is not None and not math.isfinite(value):
         return None, detail, f"the reward returned {value}; expected a finite number", metrics
     if value is None and not error:
         error = "the reward returned no value and no error"
     return value, detail, error, metrics
+
+
+def _number(value: Any) -> float:
+    """``value`` as a float, but no text: "1.0" is a reward that forgot to convert what it read."""
+    if isinstance(value, (str, bytes, bytearray)):
+        raise TypeError(f"the reward returned the text {value[:40]!r}; expected a number or a Score")
+    return float(value)
 
 
 def _left_processes() -> bool:
