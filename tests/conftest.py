@@ -3,4 +3,6 @@
 from hypothesis import settings
 
 settings.register_profile("megatron_rl", deadline=None)
+# Many more broken inputs, other ones in each run: see tests/fuzz.py.
+settings.register_profile("fuzz", deadline=None)
 settings.load_profile("megatron_rl")

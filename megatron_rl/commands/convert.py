@@ -2,6 +2,7 @@
 
 import argparse
 import os
+from pathlib import Path
 
 from megatron_rl.system.terminal import say
 
@@ -24,6 +25,7 @@ def run(arguments: argparse.Namespace) -> int:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     from megatron_rl.config.schema import Mtp, ParallelConfig
     from megatron_rl.models.hf.conversion import convert
+    from megatron_rl.models.hf.folder import uncopied_files
 
     done = convert(
         arguments.input,
@@ -41,6 +43,9 @@ def run(arguments: argparse.Namespace) -> int:
     say(f"{arguments.output}: {done.num_tensors} tensors, {done.num_bytes / 1e9:.3f} GB")
     if done.left_out:
         say(f"left out {len(done.left_out)} tensors of the input: {', '.join(done.left_out[:5])}")
+    uncopied = uncopied_files(Path(arguments.config_from or arguments.input))
+    if uncopied:
+        say(f"not carried along: {', '.join(uncopied)}")
     return 0
 
 

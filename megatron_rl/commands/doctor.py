@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
-from megatron_rl.config.layout import layout_problems, parse_layout, ranks_needed
+from megatron_rl.config.layout import layout_problems, parse_layout, ranks_needed, ranks_of_replica
 from megatron_rl.errors import UserError
 
 if TYPE_CHECKING:
@@ -31,6 +31,7 @@ _DEFAULT_LENGTHS = (9, 17, 33, 6, 21, 12, 40, 8, 26, 15)
 _NOTICEABLE = 10.0
 """The reference must move its weights by as many tolerances: an update that does nothing agrees with everything."""
 _LOG_TAIL_LINES = 15
+_LAYOUT_WIDTH = len("reference")
 _SP_ADDED = "run with sp: this model's experts or latent attention need it with tensor parallelism"
 
 
@@ -138,7 +139,16 @@ def check_invariance(
             rows.append(Finding(layout, sizes[layout], verdict="FAILED", reason=failures[layout], is_bad=True))
         else:
             rows.append(_compare(layout, sizes[layout], measured[layout], base, tolerance))
-    return [row if row.layout in (*asked, reference) or row.reason else replace(row, reason=_SP_ADDED) for row in rows]
+    return [row if row.reason else replace(row, reason=_run_otherwise(row, (*asked, reference))) for row in rows]
+
+
+def _run_otherwise(row: Finding, asked: Sequence[str]) -> str:
+    """How a layout was run in another way than asked for; empty where it was not."""
+    parallel, replicas = parse_layout(row.layout)
+    actual = row.num_ranks // ranks_of_replica(parallel)
+    notes = [] if row.layout in asked else [_SP_ADDED]
+    notes += [f"run with dp{actual}, the fewest replicas that fit its experts"] if actual > replicas > 1 else []
+    return "; ".join(notes)
 
 
 def _measure(
@@ -165,9 +175,13 @@ def _measure(
 
 def findings_table(findings: Sequence[Finding]) -> Table:
     table = Table(title="one update in each layout, float32", title_justify="left")
-    for name in ("layout", "ranks", "loss", "gradient norm", "weights differ by", "verdict"):
+    # Numbers stay whole in 80 columns; long names of layouts fold.
+    for name in ("layout", "ranks", "loss", "gradient\nnorm", "weights\ndiffer by", "verdict"):
         is_text = name in ("layout", "verdict")
-        table.add_column(name, justify="left" if is_text else "right", overflow="fold", no_wrap=name == "layout")
+        least = _LAYOUT_WIDTH if name == "layout" else None
+        table.add_column(
+            name, justify="left" if is_text else "right", overflow="fold", no_wrap=not is_text, min_width=least
+        )
     for row in findings:
         numbers = (f"{row.loss:.7g}", f"{row.grad_norm:.7g}", f"{row.difference:.1e}")
         values = (row.loss, row.grad_norm, row.difference)

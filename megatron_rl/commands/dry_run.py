@@ -1,5 +1,7 @@
 """`--dry-run`: the resolved configuration, for reinforcement learning also the batch arithmetic and the stage graph."""
 
+import os
+
 from rich.console import Console
 from rich.syntax import Syntax
 from rich.table import Table
@@ -12,6 +14,9 @@ from megatron_rl.config.schema.commands import RL_COMMANDS
 from megatron_rl.step.graph import check_graph
 from megatron_rl.step.stages import graph_of
 
+_MOST_DEVICES = 8
+"""GPUs of a usual machine; their number is not asked for here, where torch may see none."""
+
 
 def print_plan(config: Config, *, command: str, world_size: int) -> None:
     console = Console()
@@ -23,9 +28,21 @@ def print_plan(config: Config, *, command: str, world_size: int) -> None:
         console.print(_arithmetic_table(config, world_size))
         console.rule(f"stages of a step (schedule.mode={config.schedule.mode.value})")
         console.print(_stage_table(config))
+    for note in _notes(config, world_size):
+        console.print(f"note: {note}", soft_wrap=True)
     console.print(
         f"dry run: the configuration is good for `megatron-rl {command}`; nothing was started", soft_wrap=True
     )
+
+
+def _notes(config: Config, world_size: int) -> list[str]:
+    cores = os.cpu_count() or 1
+    if config.parallel.num_ranks <= max(cores, _MOST_DEVICES) or "RANK" in os.environ:
+        return []
+    return [
+        f"parallel.num_ranks={world_size} is more than this machine has ({cores} cores); without a launcher such as srun or "
+        "torchrun on several machines, all of them start here"
+    ]
 
 
 def _arithmetic_table(config: Config, world_size: int) -> Table:

@@ -5,6 +5,7 @@ import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from megatron_rl.commands.model_checks import check_models
 from megatron_rl.config.checks import check_config
 from megatron_rl.config.load import load_config
 from megatron_rl.config.schema import Config
@@ -67,6 +68,7 @@ def _run_on_ranks(
     check_config(config, command=command, world_size=world_size)
     if os.environ.get("RANK", "0") == "0" and _CHECKED not in os.environ:
         _check_megatron_fields(config)
+        check_models(config, command)
         check_inputs(config)
     if arguments.dry_run:
         from megatron_rl.commands.dry_run import print_plan

@@ -8,9 +8,12 @@ Who waits for whom: reading runs ahead of scoring by ``_BATCHES_AHEAD`` batches;
 
 import argparse
 import concurrent.futures
+import contextlib
 import json
 import os
 import re
+import shutil
+import tempfile
 import time
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping
@@ -22,6 +25,7 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_rl.commands.recipe import options_of
+from megatron_rl.data.rows import parse_row
 from megatron_rl.data.trajectory import Score
 from megatron_rl.rewards.registry import RewardError, resolve
 from megatron_rl.rewards.row_form import Row, RowForm
@@ -113,7 +117,7 @@ def score_file(
 
     Args:
         name: Registry name or import path of the reward.
-        input_path: Rows with ``response`` and ``answer`` (some rewards need none), and a field for every option that the
+        input_path: A file or a pipe. Rows with ``response`` and ``answer`` (some rewards need none), and a field for every option that the
             reward requires and ``options`` does not set.
         output_path: May be the input itself.
         num_workers: Worker processes, for a reward that computes.
@@ -126,27 +130,40 @@ def score_file(
         RewardError: unknown reward, wrong options, or bad rows (with file, line and field).
         OSError: a file that cannot be read or written.
     """
-    input_path, output_path = Path(input_path), Path(output_path)
     form = RowForm(resolve(name), options or {})
-    num_rows, num_skipped = _check_rows(input_path, form, skip_bad_rows)
-    with (
-        start_runner(
-            name,
-            RunnerSettings(num_workers=num_workers, timeout_s=timeout_s, max_concurrency=max_concurrency),
-            options=options,
-            row_fields=form.fields,
-        ) as runner,
-        written_whole(output_path) as output,
-        progress_bar(f"reward {name}", num_rows) as advance,
-    ):
-        tally = _Tally()
-        started_at = time.monotonic()
-        for row, score in _scored_rows(runner, input_path, form):
-            output.write(json.dumps({**row, "score": score.value, "detail": score.detail, "error": score.error}) + "\n")
-            tally.add(score)
-            advance()
-        seconds = time.monotonic() - started_at
+    with _readable_twice(Path(input_path)) as rows_path:
+        num_rows, num_skipped = _check_rows(rows_path, str(input_path), form, skip_bad_rows)
+        with (
+            start_runner(
+                name,
+                RunnerSettings(num_workers=num_workers, timeout_s=timeout_s, max_concurrency=max_concurrency),
+                options=options,
+                row_fields=form.fields,
+            ) as runner,
+            written_whole(Path(output_path)) as output,
+            progress_bar(f"reward {name}", num_rows) as advance,
+        ):
+            tally = _Tally()
+            started_at = time.monotonic()
+            for row, score in _scored_rows(runner, rows_path, form):
+                result = {**row, "score": score.value, "detail": score.detail, "error": score.error}
+                output.write(json.dumps(result) + "\n")
+                tally.add(score)
+                advance()
+            seconds = time.monotonic() - started_at
     return tally.summary(name, num_skipped=num_skipped, seconds=seconds)
+
+
+@contextlib.contextmanager
+def _readable_twice(path: Path) -> Iterator[Path]:
+    """``path``, or a copy of what a pipe gives: rows are checked before they are scored."""
+    if path.is_file() or path.is_dir() or not path.exists():
+        yield path
+        return
+    with tempfile.NamedTemporaryFile(suffix=".jsonl") as copy, path.open("rb") as pipe:
+        shutil.copyfileobj(pipe, copy)
+        copy.flush()
+        yield Path(copy.name)
 
 
 class _Tally:
@@ -215,15 +232,11 @@ def _read(path: Path, form: RowForm) -> Iterator[tuple[int, Row, str]]:
         for number, line in enumerate(file, start=1):
             if not line.strip():
                 continue
-            try:
-                row = json.loads(line)
-            except (ValueError, RecursionError) as error:
-                yield number, {}, f"not a JSON object: {error}"
-                continue
-            yield number, row, form.problem(row)
+            row, problem = parse_row(line, is_first=number == 1)
+            yield number, row, problem or form.problem(row)
 
 
-def _check_rows(path: Path, form: RowForm, skip_bad_rows: bool) -> tuple[int, int]:
+def _check_rows(path: Path, name: str, form: RowForm, skip_bad_rows: bool) -> tuple[int, int]:
     """(number of good rows, number of bad rows); raises RewardError for bad rows unless they may be skipped."""
     num_good, num_bad = 0, 0
     reported: list[str] = []
@@ -233,7 +246,7 @@ def _check_rows(path: Path, form: RowForm, skip_bad_rows: bool) -> tuple[int, in
             continue
         num_bad += 1
         if len(reported) < _MAX_REPORTED:
-            reported.append(f"{path}:{number}: {problem}")
+            reported.append(f"{name}:{number}: {problem}")
     if num_bad and not skip_bad_rows:
         places = "\n".join(reported)
         raise RewardError(f"{num_bad} of {num_good + num_bad} rows are bad; fix them or skip bad rows:\n{places}")

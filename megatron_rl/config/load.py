@@ -1,7 +1,8 @@
 """From a YAML recipe and ``key=value`` overrides to a checked, typed Config.
 
-Layers, later ones win: the schema's defaults, the preset, the recipe files in their order, the overrides. Each layer is
-merged on its own so that an error can name the layer, the key and the remedy.
+Layers, later ones win: the schema's defaults, the preset, the recipe files in their order, the overrides in theirs. Each
+layer is checked on its own so that an error can name the layer, the key and the remedy. Mappings are merged name by name;
+an empty one (``reward.options={}``) takes away what the layers before it gave. YAML and interpolations are OmegaConf's.
 """
 
 from collections.abc import Sequence
@@ -11,39 +12,47 @@ from typing import Any
 
 import yaml
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
+from omegaconf.errors import OmegaConfBaseException
 
-from megatron_rl.config.keys import near_misses
 from megatron_rl.config.schema import Config
+from megatron_rl.config.schema.bounds import shown
+from megatron_rl.config.typed import RENAMED, merged, plain, typed
 from megatron_rl.errors import ConfigError
 
-PRESETS = Path(__file__).parent / "presets"
+__all__ = ["RENAMED", "config_to_yaml", "flat_params", "load_config", "preset_names"]
 
-RENAMED: dict[str, str] = {}
-"""Former name of a key or section -> its name now. A recipe that still has the former one is refused with the new one."""
+PRESETS = Path(__file__).parent / "presets"
 
 
 def load_config(paths: str | Path | Sequence[str | Path] | None, overrides: Sequence[str] = ()) -> Config:
     """Read one or more recipe files; raises ConfigError naming the file or override, the key and the remedy."""
     files = [paths] if isinstance(paths, (str, Path)) else list(paths or [])
-    recipes = [(str(path), _read_yaml(Path(path))) for path in files]
-    layers = [*recipes, ("the command line", _parse_overrides(overrides))]
+    layers = [(str(path), _read_yaml(Path(path))) for path in files]
+    layers += [("the command line", _parse_override(item)) for item in overrides]
     preset = next((layer["preset"] for _, layer in reversed(layers) if layer.get("preset")), "")
     if preset:
         layers.insert(0, (f"preset {preset}", _read_preset(preset)))
-    merged = OmegaConf.structured(Config)
+    values = plain(Config())
     for origin, layer in layers:
-        merged = _merge(merged, layer, origin)
+        try:
+            typed("", layer, Config, is_layer=True)
+        except ConfigError as error:
+            raise ConfigError(f"{origin}: {error}") from error
+        values = merged(values, layer, Config)
+    origins = ", ".join(map(str, files)) or "the command line"
     try:
-        config: Any = OmegaConf.to_object(merged)
+        config: Any = typed("", _resolved(values), Config)
         return config
-    except OmegaConfBaseException as error:
-        raise ConfigError(f"{', '.join(map(str, files))}: {_first_line(error)}") from error
+    except ConfigError as error:
+        raise ConfigError(f"{origins}: {error}") from error
+    except (OmegaConfBaseException, RecursionError) as error:
+        key = getattr(error, "full_key", None) or "?"
+        raise ConfigError(f"{origins}: {key}: {_first_line(error)}") from error
 
 
 def config_to_yaml(config: Config) -> str:
     """The whole resolved configuration; load_config reads it back to an equal Config."""
-    return OmegaConf.to_yaml(OmegaConf.structured(config))
+    return OmegaConf.to_yaml(OmegaConf.create(plain(config)))
 
 
 def flat_params(config: Config) -> dict[str, object]:
@@ -66,61 +75,68 @@ def preset_names() -> list[str]:
     return sorted(file.stem for file in PRESETS.glob("*.yaml"))
 
 
-def _read_yaml(path: Path) -> DictConfig:
+def _read_yaml(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise ConfigError(
             f"configuration file {path} does not exist; pass a YAML file, for example examples/arithmetic/tppo.yaml"
         )
     try:
         loaded = OmegaConf.load(path)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{path}: not valid YAML: {error}") from error
-    except OmegaConfBaseException as error:
+        if isinstance(loaded, DictConfig):
+            return _plain_layer(loaded)
+        found = f"got a {type(loaded).__name__}"
+    except (yaml.YAMLError, ValueError, TypeError) as error:
+        raise ConfigError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from error
+    except (OmegaConfBaseException, RecursionError) as error:
         raise ConfigError(f"{path}: {_first_line(error)}") from error
-    if not isinstance(loaded, DictConfig):
-        raise ConfigError(f"{path}: expected sections with keys (a YAML mapping), got a {type(loaded).__name__}")
-    return loaded
+    except OSError as error:
+        # So OmegaConf calls a file that holds a single value, too.
+        found = _first_line(error)
+    raise ConfigError(f"{path}: expected sections with keys (a YAML mapping), {found}")
 
 
-def _read_preset(name: str) -> DictConfig:
+def _read_preset(name: object) -> dict[str, Any]:
     if name not in preset_names():
-        raise ConfigError(f"preset: {name!r} is not a preset; choose one of {', '.join(preset_names())}")
+        raise ConfigError(f"preset: {shown(name)} is not a preset; choose one of {', '.join(preset_names())}")
     return _read_yaml(PRESETS / f"{name}.yaml")
 
 
-def _parse_overrides(overrides: Sequence[str]) -> DictConfig:
-    for item in overrides:
-        key, equals, _ = item.partition("=")
-        if not equals or not key.strip():
-            raise ConfigError(f"override {item!r}: expected key=value, for example batch.window_tokens=24")
+def _parse_override(item: str) -> dict[str, Any]:
+    key, equals, _ = item.partition("=")
+    if not equals or not key.strip():
+        raise ConfigError(f"override {item!r}: expected key=value, for example batch.window_tokens=24")
+    if not _is_utf8(item):
+        raise ConfigError(f"override {item!r}: expected text that can be written as UTF-8")
     try:
         # "key=" means empty text; YAML would read it as null, which no field takes.
-        return OmegaConf.from_dotlist([f"{item}''" if item.endswith("=") else item for item in overrides])
-    except (yaml.YAMLError, OmegaConfBaseException) as error:
-        raise ConfigError(f"overrides {list(overrides)}: {_first_line(error)}") from error
+        return _plain_layer(OmegaConf.from_dotlist([f"{item}''" if item.endswith("=") else item]))
+    except (yaml.YAMLError, OmegaConfBaseException, RecursionError, TypeError, ValueError, IndexError) as error:
+        raise ConfigError(f"override {item!r}: {_first_line(error)}") from error
 
 
-def _merge(base: DictConfig, layer: DictConfig, origin: str) -> DictConfig:
-    for name in map(str, layer):
-        if isinstance(base.get(name), DictConfig) and not isinstance(layer[name], DictConfig):
-            raise ConfigError(f"{origin}: {name}: expected a section with keys, got {layer[name]!r}")
-    try:
-        merged: Any = OmegaConf.merge(base, layer)
-        return merged
-    except ConfigKeyError as error:
-        key = str(error.full_key)
-        raise ConfigError(f"{origin}: unknown key {key!r}{_suggestion(key)}") from error
-    except OmegaConfBaseException as error:
-        key = getattr(error, "full_key", "") or "?"
-        raise ConfigError(f"{origin}: {key}: {_first_line(error)}") from error
+def _is_utf8(text: str) -> bool:
+    """False for bytes of the command line that are no UTF-8: Python reads them as lone surrogates."""
+    return text.encode(errors="ignore").decode() == text
 
 
-def _suggestion(key: str) -> str:
-    if key in RENAMED:
-        return f"; it is called {RENAMED[key]!r} now"
-    close = near_misses(key)
-    return f"; did you mean {close[0]!r}?" if close else f"; sections are {', '.join(f.name for f in fields(Config))}"
+def _plain_layer(layer: DictConfig) -> dict[str, Any]:
+    content: Any = OmegaConf.to_container(layer)
+    return content
+
+
+def _resolved(values: dict[str, Any]) -> dict[str, Any]:
+    """Interpolations replaced by what they name."""
+    if not _has_interpolation(values):
+        return values
+    resolved: Any = OmegaConf.to_container(OmegaConf.create(values), resolve=True)
+    return resolved
+
+
+def _has_interpolation(value: Any) -> bool:
+    if isinstance(value, dict | list):
+        return any(map(_has_interpolation, value.values() if isinstance(value, dict) else value))
+    return isinstance(value, str) and "${" in value
 
 
 def _first_line(error: Exception) -> str:
-    return str(error).splitlines()[0]
+    return next(iter(str(error).splitlines()), type(error).__name__)

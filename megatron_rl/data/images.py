@@ -6,7 +6,6 @@ white behind what is transparent, and everybody who cuts or sends an image start
 """
 
 import base64
-import binascii
 import functools
 import hashlib
 import io
@@ -89,12 +88,16 @@ def image_source(value: Any, folder: Path, where: str) -> ImageSource:
             raise DataError(f"{where}: expected data:image/png;base64,..., got {value[:40]!r}")
         try:
             return ImageSource(name=where, data=base64.b64decode(encoded, validate=True))
-        except binascii.Error as error:
+        except ValueError as error:
             raise DataError(f"{where}: the data URL is not base64: {error}") from error
     if value.startswith(("http://", "https://")):
         raise DataError(f"{where}: {value[:60]} is an address; download the image and give its path")
     path = folder / value.removeprefix("file://")
-    if not path.is_file():
+    try:
+        is_there = path.is_file()
+    except OSError as error:  # a name that no file can have
+        raise DataError(f"{where}: image {str(path)[:80]}: {error.strerror}") from error
+    if not is_there:
         raise DataError(f"{where}: image {path} does not exist; paths start at {folder} (data.image_dir)")
     return ImageSource(name=str(path), path=str(path))
 
@@ -174,12 +177,12 @@ def _opened(data: bytes, name: str) -> "Image":
             return Image.open(io.BytesIO(data))
     except UnidentifiedImageError as error:
         raise DataError(f"image {name}: not an image that can be read ({len(data)} bytes); give PNG or JPEG") from error
-    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
+    except Exception as error:  # as in ``_load``
         raise DataError(f"image {name}: cannot be read: {error}") from error
 
 
 def _load(image: "Image", name: str) -> None:
     try:
         image.load()
-    except (OSError, ValueError, SyntaxError, EOFError) as error:
+    except Exception as error:  # Pillow's readers of damaged files raise what they stumble over
         raise DataError(f"image {name}: the file is damaged or cut short: {error}; copy it again") from error

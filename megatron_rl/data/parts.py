@@ -160,8 +160,8 @@ def _timestamps(part: Mapping[str, Any], num_frames: int, place: str) -> list[fl
     if (given is None) == (fps is None):
         raise DataError(f"{place}: expected either timestamps (seconds, one a frame) or fps, got {_which(given, fps)}")
     if fps is not None:
-        if not _is_number(fps) or fps <= 0:
-            raise DataError(f"{place}: fps: expected a number above 0, got {describe(fps)}")
+        if not _is_number(fps) or fps < _MIN_FPS:
+            raise DataError(f"{place}: fps: expected a number above 0 (at least {_MIN_FPS:g}), got {describe(fps)}")
         return [i / fps for i in range(num_frames)]
     if not isinstance(given, list) or len(given) != num_frames or not all(map(_is_number, given)):
         raise DataError(f"{place}: timestamps: expected {num_frames} numbers, one a frame, got {describe(given)}")
@@ -174,6 +174,9 @@ def _timestamps(part: Mapping[str, Any], num_frames: int, place: str) -> list[fl
     if given[0] < 0:
         raise DataError(f"{place}: timestamps: expected seconds from 0, got {given[0]}")
     return [float(seconds) for seconds in given]
+
+
+_MIN_FPS = 1e-6
 
 
 def _which(given: Any, fps: Any) -> str:

@@ -4,6 +4,7 @@ A row that cannot be used is an error with file, line and field; prompts that ar
 counted, and so are doubled ids where the configuration says so. Formats and places: ``rows.py``.
 """
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -155,7 +156,7 @@ def check_files(
 def read_content(row: Row, place: str, data: DataConfig) -> RowContent:
     """The mapped fields of a row; DataError with place and field for one that cannot be used."""
     found = lookup(row, data.id_field)
-    if isinstance(found, (dict, list, bool, bytes)):
+    if isinstance(found, (dict, list, bool, bytes)) or found in (math.inf, -math.inf):
         raise DataError(f"{place}: field {data.id_field!r}: expected text or a number, got {describe(found)}")
     prompt, images = _prompt(row, place, data)
     return RowContent(
@@ -320,11 +321,12 @@ def _message(message: Any, where: str, folder: Folder) -> tuple[Message, list[Im
 
 def _answer(row: Row, place: str, data: DataConfig) -> str:
     value = lookup(row, data.answer_field)
-    missing = is_missing(value) or value == ""
+    is_blank = isinstance(value, str) and not value.strip()
+    missing = is_missing(value) or is_blank
     if missing and not data.answer_required:
         return ""
-    if missing or isinstance(value, (dict, list, bytes)):
-        got = "empty text" if value == "" else describe(value)
+    if missing or isinstance(value, (dict, list, bytes, bool)) or value in (math.inf, -math.inf):
+        got = "empty text" if is_blank else describe(value)
         hint = "; set data.answer_required=false if the reward needs none" if missing else ""
         raise DataError(f"{place}: field {data.answer_field!r}: expected text or a number, got {got}{hint}")
     return str(value)
@@ -359,7 +361,7 @@ def _reward_fields(row: Row, paths: Sequence[str], place: str) -> dict[str, Any]
 
 def _text_field(row: Row, path: str, place: str) -> str:
     value = lookup(row, path)
-    if not isinstance(value, str) or not value:
+    if not isinstance(value, str) or not value.strip():
         raise DataError(
             f"{place}: field {path!r}: expected non-empty text, got {describe(value)}; fields here are {sorted(row)}"
         )

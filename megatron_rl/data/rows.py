@@ -2,18 +2,21 @@
 
 Invariants: rows come in the order of the files, and inside a folder in the order of its shards; every row has a place
 ("file:line", or "file:row n" counted from 1 where there are no lines) that is the same in every run; one batch of rows
-is in memory at a time (a JSON array is read whole).
+is in memory at a time (a JSON array is read whole). Every text in a row can be written as UTF-8, no name stands twice in an
+object, and nothing is nested deeper than code that walks through it can go.
 
 A dataset folder is what ``datasets`` saves to disk (state.json next to Arrow files, several splits under
 dataset_dict.json) or a folder of data files whose names or subfolders say the split. ``datasets`` is not needed.
 """
 
+import codecs
 import gzip
 import json
 import math
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from megatron_rl.errors import DataError
 
@@ -25,6 +28,10 @@ _SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".json.gz", ".parquet", ".arrow")
 _SPLIT_NAMES = ("train", "training", "validation", "valid", "val", "dev", "test", "testing", "eval", "evaluation")
 """What a file or subfolder of a dataset folder is called when it holds a split."""
 
+
+_MAX_DEPTH = 64
+"""Lists and objects within each other."""
+_UTF16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 
 OnBadRow = Callable[[str, str], None]
 """(place, what is wrong)."""
@@ -57,6 +64,10 @@ def read_rows(
         elif path.is_file():
             for row, place in _read_file(path, on_bad_row):
                 yield row, f"{name}:{place}"
+        elif path.exists():
+            raise DataError(
+                f"{name} is no file but a pipe or device, and data is read several times; write it to a file first"
+            )
         else:
             raise DataError(
                 f"data file {name} does not exist; give the path of a JSONL or Parquet file, or of a dataset folder"
@@ -113,6 +124,8 @@ def _dataset_files(folder: Path, split: str) -> list[Path]:
     """The data files of ``split``, in order. A folder without splits is taken whole, whatever ``split`` says."""
     if (folder / "dataset_dict.json").is_file():
         splits = _read_json(folder / "dataset_dict.json").get("splits", [])
+        if not isinstance(splits, list) or not all(isinstance(name, str) for name in splits):
+            raise DataError(f"{folder}/dataset_dict.json: splits: expected a list of names, got {describe(splits)}")
         if split not in splits:
             raise DataError(f"{folder}: no split {split!r}; its splits are {', '.join(splits)}: set data.split")
         return _dataset_files(folder / split, split)
@@ -122,7 +135,9 @@ def _dataset_files(folder: Path, split: str) -> list[Path]:
         file for file in folder.rglob("*") if file.is_file() and _is_data(file) and not _is_hidden(file, folder)
     )
     if not files:
-        raise DataError(f"{folder}: no data files; expected state.json and Arrow files, or files {', '.join(_SUFFIXES)}")
+        raise DataError(
+            f"{folder}: no data files; expected state.json and Arrow files, or files {', '.join(_SUFFIXES)}"
+        )
     by_split = {file: _split_of(file, folder, split) for file in files}
     chosen = [file for file in files if by_split[file] == split]
     found = sorted({name for name in by_split.values() if name})
@@ -138,7 +153,15 @@ def _saved_files(folder: Path) -> list[Path]:
         raise DataError(
             f"{folder}: the dataset is a selection over an indices file; save it again after dataset.flatten_indices()"
         )
-    files = [folder / entry["filename"] for entry in state.get("_data_files", [])]
+    entries = state.get("_data_files", [])
+    names = (
+        [entry.get("filename") if isinstance(entry, dict) else None for entry in entries or ()]
+        if isinstance(entries, list)
+        else [None]
+    )
+    if not all(isinstance(name, str) and Path(name).name == name for name in names):
+        raise DataError(f"{folder}/state.json: _data_files: expected objects with the filename of a file in the folder")
+    files = [folder / str(name) for name in names]
     missing = [file.name for file in files if not file.is_file()]
     if missing:
         raise DataError(f"{folder}: state.json names {missing[0]}, which is not there; copy the folder again")
@@ -171,64 +194,109 @@ def _read_file(path: Path, on_bad_row: OnBadRow) -> Iterator[tuple[Row, str]]:
 
 def _read_json_rows(path: Path, on_bad_row: OnBadRow) -> Iterator[tuple[Row, str]]:
     try:
-        with _open_text(path) as lines:
+        with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as lines:
             if path.name.endswith((".json", ".json.gz")) and _starts_with_bracket(lines):
-                yield from _read_array(path, lines, on_bad_row)
+                yield from _read_array(path, lines.read(), on_bad_row)
                 return
             for number, line in enumerate(lines, start=1):
                 if not line.strip():
                     continue
-                row, problem = _parse(line)
+                row, problem = parse_row(line, is_first=number == 1)
                 if problem:
                     on_bad_row(f"{path}:{number}", problem)
                 else:
                     yield row, str(number)
-    except UnicodeDecodeError as error:
-        raise DataError(f"{path}: not UTF-8 text: {error}; expected one JSON object a line") from error
-    except (EOFError, gzip.BadGzipFile) as error:
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise DataError(f"{path}: not a whole gzip file: {error}; copy it again") from error
 
 
-def _open_text(path: Path) -> TextIO:
-    return gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else open(path, encoding="utf-8")
-
-
-def _starts_with_bracket(lines: TextIO) -> bool:
-    start = lines.read(1)
-    while start.isspace():
-        start = lines.read(1)
+def _starts_with_bracket(lines: Any) -> bool:
+    start = lines.read(len(codecs.BOM_UTF8)).removeprefix(codecs.BOM_UTF8).lstrip()
+    while not start and (more := lines.read(1)):
+        start = more.lstrip()
     lines.seek(0)
-    return start == "["
+    return start.startswith(b"[")
 
 
-def _read_array(path: Path, text: TextIO, on_bad_row: OnBadRow) -> Iterator[tuple[Row, str]]:
-    try:
-        rows = json.loads(text.read())
-    except (ValueError, RecursionError) as error:
-        raise DataError(
-            f"{path}: not valid JSON: {error}; expected an array of objects, or one object a line"
-        ) from error
+def _read_array(path: Path, content: bytes, on_bad_row: OnBadRow) -> Iterator[tuple[Row, str]]:
+    rows, problem = _parsed(content, is_first=True)
+    if problem:
+        raise DataError(f"{path}: {problem}; expected an array of objects, or one object a line")
     for number, row in enumerate(rows, start=1):
-        if isinstance(row, dict):
-            yield row, f"row {number}"
+        problem = _problem(row)
+        if problem:
+            on_bad_row(f"{path}:row {number}", problem)
         else:
-            on_bad_row(f"{path}:row {number}", f"expected a JSON object, got {type(row).__name__}")
+            yield row, f"row {number}"
 
 
-def _parse(text: str) -> tuple[Row, str]:
-    """(object, what is wrong with the text or "")."""
+def parse_row(line: bytes, *, is_first: bool) -> tuple[Row, str]:
+    """(the object that a line holds, what is wrong with it or ""). The first line may begin with UTF-8's mark."""
+    row, problem = _parsed(line, is_first=is_first)
+    problem = f"{problem}; expected one object a line" if problem else _problem(row)
+    return ({}, problem) if problem else (row, "")
+
+
+def _parsed(content: bytes, *, is_first: bool) -> tuple[Any, str]:
     try:
-        row = json.loads(text)
+        text = (content.removeprefix(codecs.BOM_UTF8) if is_first else content).decode()
+    except UnicodeDecodeError as error:
+        line = content.count(b"\n", 0, error.start) + 1
+        where = f" in line {line}" if line > 1 else ""
+        kind = "UTF-16; convert it with iconv -f UTF-16 -t UTF-8" if content.startswith(_UTF16) else str(error)
+        return {}, f"not UTF-8 text{where}: {kind}"
+    try:
+        return json.loads(text, object_pairs_hook=_unique), ""
     except (ValueError, RecursionError) as error:
-        return {}, f"not valid JSON: {error}; expected one object a line"
-    return (row, "") if isinstance(row, dict) else ({}, f"expected a JSON object, got {type(row).__name__}")
+        return {}, f"not valid JSON: {error}"
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> Row:
+    content = dict(pairs)
+    if len(content) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"field {next(name for name in names if names.count(name) > 1)!r} stands in an object twice")
+    return content
+
+
+def _problem(row: Any) -> str:
+    """Why a value from JSON is no row that code can walk through and write; "" if it is one."""
+    if not isinstance(row, dict):
+        return f"expected a JSON object, got {type(row).__name__}"
+    for name, value in row.items():
+        problem = _unusable(value) or _unusable(name)
+        if problem:
+            return f"field {name!r}: {problem}"
+    return ""
+
+
+def _unusable(value: Any) -> str:
+    level = [value]
+    for _ in range(_MAX_DEPTH):
+        texts = [part for part in level if isinstance(part, str)]
+        if not all(map(_is_writable, texts)):
+            return "half of a surrogate pair, which is no character, is in a text; clean the data"
+        inside = [part for part in level if isinstance(part, dict | list)]
+        if not inside:
+            return ""
+        level = [
+            part for node in inside for part in (list(node) + list(node.values()) if isinstance(node, dict) else node)
+        ]
+    return f"nested deeper than {_MAX_DEPTH} levels"
+
+
+def _is_writable(text: str) -> bool:
+    if text.isascii():
+        return True
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _read_json(path: Path) -> Row:
-    try:
-        row, problem = _parse(path.read_text(encoding="utf-8"))
-    except UnicodeDecodeError as error:
-        raise DataError(f"{path}: not UTF-8 text: {error}; copy the folder again") from error
+    row, problem = parse_row(path.read_bytes(), is_first=True)
     if problem:
         refuse(str(path), problem)
     return row
@@ -243,7 +311,7 @@ def _read_batches(path: Path, batches: Any) -> Iterator[tuple[Row, str]]:
             for row in batch.to_pylist():
                 number += 1
                 yield row, f"row {number}"
-    except (pyarrow.ArrowException, OSError) as error:
+    except (pyarrow.ArrowException, OSError, ValueError, OverflowError) as error:
         kind = path.suffix.lstrip(".").capitalize()
         raise DataError(
             f"{path}: not a whole {kind} file (after row {number}): {str(error).splitlines()[0]}; copy it again"

@@ -3,7 +3,7 @@
 from typing import Any
 
 from megatron_rl.families.blocks import DENSE_MLP, NORMS
-from megatron_rl.families.experts import BIASED_EXPERTS, biased_router_kwargs
+from megatron_rl.families.experts import biased_experts, biased_router_kwargs
 from megatron_rl.families.facts import has_experts
 from megatron_rl.families.family import JOINED, Experts, Family, ModelConfig, Rule, Served
 from megatron_rl.families.transforms import Columns, Replicated, Rows
@@ -30,7 +30,7 @@ _LATENT_KEY_VALUE = (
 
 def _layer(config: ModelConfig, index: int) -> tuple[Rule, ...]:
     query = _PLAIN_QUERY if config.q_lora_rank is None else _LATENT_QUERY
-    mlp = BIASED_EXPERTS if has_experts(config)[index] else DENSE_MLP
+    mlp = biased_experts(config) if has_experts(config)[index] else DENSE_MLP
     return (*NORMS, *query, *_LATENT_KEY_VALUE, *mlp)
 
 

@@ -27,12 +27,16 @@ def expert_mlp(prefix: str, gate: str, up: str, down: str) -> tuple[Rule, ...]:
 
 
 EXPERTS = expert_mlp("mlp", "gate_proj", "up_proj", "down_proj")
-BIASED_EXPERTS = (
+_BIASED_EXPERTS = (
     *EXPERTS,
     Rule("mlp.router.expert_bias", {"mlp.gate.e_score_correction_bias": ("experts",)}, Replicated()),
-    *gated_mlp("mlp.shared_experts", "mlp.shared_experts", "shared_ffn"),
 )
-"""DeepSeek-V3's: a bias on the router's choice, and experts that every token goes to."""
+_SHARED_EXPERTS = gated_mlp("mlp.shared_experts", "mlp.shared_experts", "shared_ffn")
+
+
+def biased_experts(config: ModelConfig) -> tuple[Rule, ...]:
+    """DeepSeek-V3's: a bias on the router's choice, and, where there are some, experts that every token goes to."""
+    return (*_BIASED_EXPERTS, *_SHARED_EXPERTS) if dims(config)["shared_ffn"] else _BIASED_EXPERTS
 
 
 def moe_kwargs(config: ModelConfig) -> dict[str, Any]:
@@ -57,7 +61,7 @@ def biased_router_kwargs(config: ModelConfig) -> dict[str, Any]:
     limits_groups = chosen_groups < groups
     return dict(
         moe_kwargs(config),
-        moe_shared_expert_intermediate_size=dims(config)["shared_ffn"],
+        moe_shared_expert_intermediate_size=dims(config)["shared_ffn"] or None,
         moe_router_score_function="sigmoid",
         moe_router_enable_expert_bias=True,
         moe_router_bias_update_rate=0.0,

@@ -12,22 +12,45 @@ from typing import Any
 
 from megatron_rl.errors import ModelError
 from megatron_rl.families.family import ModelConfig, families, family_of
+from megatron_rl.families.fields import field_problems
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
-    """ModelError when the file is not a JSON object."""
+    """ModelError when the file is not a JSON object, or says something twice."""
     try:
-        content = json.loads(path.read_text())
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        content = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_unique)
+    except (ValueError, RecursionError) as error:
         raise ModelError(f"{path} is not a JSON object: {error}") from error
     if not isinstance(content, dict):
         raise ModelError(f"{path} is not a JSON object, but a {type(content).__name__}")
     return content
 
 
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object; readers differ in which of two equal names they take."""
+    content = dict(pairs)
+    if len(content) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"{next(name for name in names if names.count(name) > 1)!r} stands in it twice")
+    return content
+
+
 def read_model_json(folder: str | Path) -> dict[str, Any]:
-    """config.json of a model folder (``with_text``); ModelError when it is not a JSON object."""
-    return with_text(read_json_object(Path(folder) / "config.json"))
+    """config.json of a model folder (``with_text``).
+
+    ModelError when it is not a JSON object, or when a field of a family that is supported cannot be right.
+    """
+    file = Path(folder) / "config.json"
+    model = read_json_object(file)
+    # Fields of other models may be called the same and mean something else.
+    problems = list(field_problems(model)) if is_supported(model.get("model_type")) else []
+    if problems:
+        raise ModelError(f"{file}: {'; '.join(problems)}")
+    return with_text(model)
+
+
+def is_supported(model_type: Any) -> bool:
+    return isinstance(model_type, str) and model_type in families()
 
 
 def with_text(model: Mapping[str, Any]) -> dict[str, Any]:
@@ -45,8 +68,8 @@ def as_config(model: Mapping[str, Any]) -> ModelConfig:
 
 def has_vision(model: Mapping[str, Any]) -> bool:
     """Whether ``model``, from ``read_model_json``, is a vision-language model of a family that is supported."""
-    family = families().get(model.get("model_type", ""))
-    return family is not None and family.vision is not None
+    model_type = model.get("model_type")
+    return is_supported(model_type) and families()[str(model_type)].vision is not None
 
 
 def vision_token_ids(config: ModelConfig) -> tuple[int, ...]:
@@ -130,7 +153,7 @@ def dims(config: ModelConfig) -> Mapping[str, int]:
         "experts": num_experts(config) if any(has_experts(config)) else 0,
         "expert_ffn": expert_ffn,
         "expert_gate_up": 2 * expert_ffn,
-        "shared_ffn": expert_ffn * getattr(text, "n_shared_experts", 0),
+        "shared_ffn": expert_ffn * (getattr(text, "n_shared_experts", None) or 0),
     }
     if family.is_latent:
         content, position = text.qk_nope_head_dim, text.qk_rope_head_dim

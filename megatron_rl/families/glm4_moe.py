@@ -3,7 +3,7 @@
 from typing import Any
 
 from megatron_rl.families.blocks import ATTENTION, DENSE_MLP, NORMS, QK_NORM, QKV_BIAS
-from megatron_rl.families.experts import BIASED_EXPERTS, biased_router_kwargs
+from megatron_rl.families.experts import biased_experts, biased_router_kwargs
 from megatron_rl.families.facts import has_experts
 from megatron_rl.families.family import Experts, Family, ModelConfig, Rule, Served
 
@@ -11,7 +11,7 @@ from megatron_rl.families.family import Experts, Family, ModelConfig, Rule, Serv
 def _layer(config: ModelConfig, index: int) -> tuple[Rule, ...]:
     bias = QKV_BIAS if config.attention_bias else ()
     norm = QK_NORM if config.use_qk_norm else ()
-    mlp = BIASED_EXPERTS if has_experts(config)[index] else DENSE_MLP
+    mlp = biased_experts(config) if has_experts(config)[index] else DENSE_MLP
     return (*NORMS, *ATTENTION, *bias, *norm, *mlp)
 
 

@@ -1,5 +1,6 @@
 """What a row of a file must look like for a reward, and how it becomes an item to score."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -38,4 +39,6 @@ class RowForm:
             return f"field 'response': expected text, got {type(row['response']).__name__}"
         if "answer" in needed and (not isinstance(row["answer"], (str, int, float)) or isinstance(row["answer"], bool)):
             return f"field 'answer': expected text or a number, got {type(row['answer']).__name__}"
+        if isinstance(row.get("answer"), float) and not math.isfinite(row["answer"]):
+            return f"field 'answer': expected text or a number, got {row['answer']}"
         return ""

@@ -53,7 +53,14 @@ from megatron_rl.models import critic, policy
 from megatron_rl.models.gpt import PackedGPTModel
 from megatron_rl.models.hf.model_config import load_hf_config
 from megatron_rl.models.hf.mtp import check_kept, mtp_note
-from megatron_rl.models.hf.weights import Destination, expected_names, export_weights, load_weights, save_hf
+from megatron_rl.models.hf.weights import (
+    Destination,
+    expected_names,
+    export_weights,
+    load_weights,
+    save_hf,
+    unread_note,
+)
 from megatron_rl.models.logprobs import DEFAULT_CHUNK_SIZE
 from megatron_rl.models.megatron_fields import MegatronSettings
 from megatron_rl.models.moe import Routing
@@ -140,6 +147,7 @@ class Engine:
         loads = init is Init.checkpoint
         self._keeps_mtp = mtp is Mtp.keep
         self.mtp_note = mtp_note(self.hf_config, path, keeps=self._keeps_mtp) if loads and role == "policy" else ""
+        self.unread_note = unread_note(self.hf_config, path, role) if loads else ""
         if self._keeps_mtp:
             check_kept(self.hf_config, path, remedy="set policy.mtp=drop")
         initial_seed = None if loads else seed

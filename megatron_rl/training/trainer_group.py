@@ -147,8 +147,10 @@ class TrainerGroup:
     @property
     def notes(self) -> list[str]:
         """What is worth knowing about the models as they were loaded, for the display."""
-        policy = self._worker.engines.get("policy")
-        return [policy.mtp_note] if policy is not None and policy.mtp_note else []
+        engines = self._worker.engines
+        notes = [engines["policy"].mtp_note] if "policy" in engines else []
+        notes += [engine.unread_note for engine in engines.values()]
+        return list(dict.fromkeys(filter(None, notes)))
 
     def logprobs(self, batch: PackedBatch, *, temperature: float, engine: str = "policy") -> Tensor:
         """[T] float32 log-probs of the policy (or the reference) where fields["mask"], else 0."""

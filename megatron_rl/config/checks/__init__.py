@@ -16,7 +16,7 @@ from megatron_rl.config.checks import (
     servers,
 )
 from megatron_rl.config.schema import Config
-from megatron_rl.config.schema.bounds import bound_problems
+from megatron_rl.config.schema.bounds import bound_problems, kind_problems
 from megatron_rl.config.schema.commands import RL_COMMANDS
 from megatron_rl.errors import ConfigError
 
@@ -26,6 +26,9 @@ def check_config(config: Config, *, command: str, world_size: int | None = None)
 
     ``world_size`` None: the number of ranks is not known yet (a dry run outside a launcher).
     """
+    unusable = list(kind_problems(config))
+    if unusable:
+        raise ConfigError("\n".join(unusable))
     problems = [
         *bound_problems("", config),
         *learning_rates.problems(config, command),

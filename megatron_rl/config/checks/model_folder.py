@@ -9,7 +9,14 @@ from megatron_rl.config.layout import experts_problem, layers_problem, of_critic
 from megatron_rl.config.schema import Config, LoadBalancing, MoeConfig, ParallelConfig, VisionConfig
 from megatron_rl.config.schema.commands import RL_COMMANDS, SERVED_COMMANDS
 from megatron_rl.errors import ConfigError, ModelError
-from megatron_rl.families.facts import as_config, expert_ffn_size, num_experts, read_json_object, uses_only_experts
+from megatron_rl.families.facts import (
+    as_config,
+    expert_ffn_size,
+    is_supported,
+    num_experts,
+    read_json_object,
+    uses_only_experts,
+)
 from megatron_rl.families.family import families
 from megatron_rl.families.sglang_limits import engine_problems, split_problems
 
@@ -18,7 +25,7 @@ def problems(config: Config, command: str) -> Iterator[str]:
     path = Path(config.policy.path) / "config.json"
     model = policy_model(config)
     model_type = model.get("model_type")
-    family = families().get(model_type or "")
+    family = families()[str(model_type)] if is_supported(model_type) else None
     if family is None:
         yield f"policy.path: {path}: model_type {model_type!r} is not supported; supported are {', '.join(families())}"
         return
@@ -43,6 +50,10 @@ def _lengths(config: Config, command: str, model: dict[str, Any], path: Path) ->
             f"policy.path: vocabulary mismatch: the largest id in {path.parent / 'tokenizer.json'} is {largest}, but {path} "
             f"says vocab_size={model['vocab_size']}; use the tokenizer that belongs to this checkpoint"
         )
+    tokens = {"stop_token_ids": config.rollout.stop_token_ids, "fire.banned_token_ids": config.rollout.fire.banned_token_ids}
+    for key, token_ids in tokens.items():
+        if token_ids and max(token_ids) >= model.get("vocab_size", max(token_ids) + 1):
+            yield f"rollout.{key}: {max(token_ids)} is not in the vocabulary of {model['vocab_size']} tokens ({path})"
     context = model.get("max_position_embeddings", 0)
     longest = config.batch.max_prompt_tokens + config.batch.max_response_tokens
     if context and longest > context and command in (*RL_COMMANDS, "select-prompts"):
@@ -60,7 +71,7 @@ def _divisions(parallel: ParallelConfig, model: dict[str, Any], path: Path) -> I
     if not uses_only_experts(facts):
         names.append("intermediate_size")
     for name in names:
-        if name in model and model[name] % tp:
+        if model.get(name) and model[name] % tp:
             yield f"parallel.tensor_parallel_size: {tp} does not divide {name}={model[name]} of {path}"
     problem = layers_problem(parallel, model["num_hidden_layers"]) if "num_hidden_layers" in model else None
     if problem:

@@ -22,8 +22,16 @@ def problems(config: Config, command: str) -> Iterator[str]:
     output = _output(config, command)
     if output and not output[1]:
         yield f"{output[0]}: expected a place for the result, got nothing"
-    for key, path in _folders_read(config, command).items():
+    yield from _not_a_folder("run.output_dir", config.run.output_dir)
+    for key, path in folders_read(config, command).items():
         yield from _model_folder(key, path, weights=key != "policy.path" or config.policy.init is Init.checkpoint)
+
+
+def _not_a_folder(key: str, path: str) -> Iterator[str]:
+    """Where a file stands in the way of a folder."""
+    for place in (Path(path), *Path(path).parents):
+        if place.exists() and not place.is_dir():
+            yield f"{key}: expected a folder, but {place} is a file; give another one"
 
 
 def _files_read(config: Config, command: str) -> dict[str, list[str]]:
@@ -52,7 +60,7 @@ def _output(config: Config, command: str) -> tuple[str, str] | None:
     }.get(command)
 
 
-def _folders_read(config: Config, command: str) -> dict[str, str]:
+def folders_read(config: Config, command: str) -> dict[str, str]:
     """Key -> folder of a model that the command loads."""
     folders = {"policy.path": config.policy.path}
     if command == "select-prompts" and config.select_prompts.scores_path:

@@ -102,7 +102,7 @@ def _to_megatron(
     role: Role = "critic" if VALUE_HEAD in checkpoint else "policy"
     expected = expected_names(config, role)
     left_out = [
-        name for name in unused(config, checkpoint, expected) if mtp is not Mtp.keep or not is_mtp(config, name)
+        name for name in unused(config, checkpoint, role) if mtp is not Mtp.keep or not is_mtp(config, name)
     ]
     kept = _kept(config, source, mtp)
     dtypes = {

@@ -6,6 +6,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from fnmatch import fnmatch
 from pathlib import Path
 
 import torch
@@ -50,6 +51,13 @@ def copy_files(source: Path, target: Path, *further: str) -> None:
         for file in source.glob(pattern):
             if file.is_file():
                 shutil.copy2(file, target)
+
+
+def uncopied_files(source: Path) -> list[str]:
+    """Names of files in ``source`` that neither ``copy_files`` nor a conversion of weights takes along."""
+    taken = ("config.json", "*.safetensors", INDEX_FILE, "*.distcp", "common.pt", "metadata.json", ".*", *_COPIED_FILES)
+    files = sorted(file.name for file in source.iterdir() if file.is_file())
+    return [name for name in files if not any(fnmatch(name, pattern) for pattern in taken)]
 
 
 class FolderWriter:

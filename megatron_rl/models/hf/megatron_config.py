@@ -153,12 +153,9 @@ def transformer_class(hf_config: PretrainedConfig) -> type[TransformerConfig]:
 
 def check_layout(hf_config: PretrainedConfig, parallel: ParallelConfig) -> None:
     """Raises ValueError, naming the keys, where the model cannot be split as ``parallel`` says."""
-    sizes, tp = dims(hf_config), parallel.tensor_parallel_size
-    text = text_config(hf_config)
-    split = {"num_key_value_heads": sizes["groups"], "num_attention_heads": sizes["heads"]}
-    if not uses_only_experts(hf_config):
-        split["intermediate_size"] = sizes["ffn"]
-    for name, size in split.items():
+    text, tp = text_config(hf_config), parallel.tensor_parallel_size
+    sizes = dims(hf_config)
+    for name, size in _split_sizes(hf_config).items():
         if size % tp != 0:
             raise ModelError(f"the model's {name} {size} does not divide by parallel.tensor_parallel_size {tp}")
     layers = layers_problem(parallel, text.num_hidden_layers)
@@ -176,6 +173,21 @@ def check_layout(hf_config: PretrainedConfig, parallel: ParallelConfig) -> None:
             )
     if family_of(hf_config).is_latent and tp > 1 and not parallel.sequence_parallel:
         raise ModelError("latent attention with tensor parallelism needs parallel.sequence_parallel=true")
+
+
+def _split_sizes(hf_config: PretrainedConfig) -> dict[str, int]:
+    """What tensor-parallel ranks share out, by the names of config.json."""
+    sizes = dims(hf_config)
+    split = {"num_key_value_heads": sizes["groups"], "num_attention_heads": sizes["heads"]}
+    if not uses_only_experts(hf_config):
+        split["intermediate_size"] = sizes["ffn"]
+    if sizes["experts"]:
+        split["moe_intermediate_size x n_shared_experts"] = sizes["shared_ffn"]
+    if family_of(hf_config).is_latent:
+        # Megatron builds them split before they are made whole.
+        split["q_lora_rank"] = sizes["q_latent"]
+        split["kv_lora_rank + qk_rope_head_dim"] = sizes["kv_down"]
+    return split
 
 
 def needs_sequence_parallelism(hf_config: PretrainedConfig) -> bool:

@@ -3,12 +3,11 @@
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, PretrainedConfig
 
 from megatron_rl.cpu.torchvision import declare_torchvision_ops
 from megatron_rl.errors import ModelError
-from megatron_rl.families.facts import dims, read_json_object, router_groups, sees, text_config
+from megatron_rl.families.facts import dims, is_supported, read_model_json, router_groups, sees, text_config
 from megatron_rl.families.family import families, family_of
 from megatron_rl.families.rotary import inverse_frequencies, rope_parameters
 from megatron_rl.families.vision_encoder import num_deepstack
@@ -29,14 +28,14 @@ def load_hf_config(path: str | Path) -> PretrainedConfig:
     file = folder / "config.json"
     if not file.is_file():
         raise FileNotFoundError(f"{folder} holds no config.json; a Hugging Face model folder is expected")
-    model_type = read_json_object(file).get("model_type")
-    if model_type not in families():
+    model_type = read_model_json(folder).get("model_type")
+    if not is_supported(model_type):
         raise ModelError(f"{file}: model_type {model_type!r} is not supported; supported: {', '.join(families())}")
     # Configurations of some families import torchvision, for models that this project never builds.
     declare_torchvision_ops()
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True)
-    except (AttributeError, KeyError, TypeError, ValueError, StrictDataclassError) as error:
+    except Exception as error:  # its constructors check what they like, in their own ways
         reason = " ".join(str(error).split())
         raise ModelError(f"{file} is not a configuration that transformers takes: {reason}") from error
     _check_features(config, file)
@@ -54,6 +53,8 @@ def _check_features(config: PretrainedConfig, file: Path) -> None:
 
 def _check_fields(config: PretrainedConfig, file: Path) -> None:
     expected: dict[str, Any] = {"hidden_act": "silu", "attention_dropout": 0.0, **family_of(config).forbidden}
+    if any(kind != "full_attention" for kind in getattr(text_config(config), "layer_types", None) or ()):
+        expected["layer_types"] = ["full_attention"] * text_config(config).num_hidden_layers
     for name, value in expected.items():
         found = getattr(text_config(config), name, value)
         # null, false and 0 say the same.
@@ -104,7 +105,7 @@ def _check_rope(config: PretrainedConfig, file: Path) -> None:
     sizes, rope = dims(config), rope_parameters(config)
     try:
         frequencies, _ = inverse_frequencies(config)
-    except (KeyError, TypeError, ZeroDivisionError) as error:
+    except (LookupError, TypeError, ValueError, ArithmeticError, RuntimeError) as error:
         raise ModelError(f"{file}: rope_parameters {rope} are not complete: {error!r}") from error
     partial = rope.get("partial_rotary_factor", 1.0)
     is_latent = family_of(config).is_latent
@@ -162,4 +163,10 @@ def _check_router(config: PretrainedConfig, experts: int, file: Path) -> None:
         raise ModelError(
             f"{file}: num_experts_per_tok {chosen} with topk_group {chosen_groups}: Megatron Core scores a group by its "
             f"best {chosen // chosen_groups} experts, transformers by its best 2; only two experts per group are supported"
+        )
+    per_group = experts // groups
+    if groups > 1 and (per_group < 2 or chosen > chosen_groups * per_group):
+        raise ModelError(
+            f"{file}: n_group {groups} and topk_group {chosen_groups} leave {per_group} experts per group, for "
+            f"num_experts_per_tok {chosen}; expected at least 2 per group, and enough in topk_group of them"
         )

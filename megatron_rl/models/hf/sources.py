@@ -118,14 +118,15 @@ class CheckpointSource:
 
     def _from_index(self, index: Path) -> dict[str, str]:
         try:
-            listed = json.loads(index.read_text())["weight_map"]
-        except (ValueError, KeyError, TypeError) as error:
+            listed = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise WeightsError(f"{index} is not an index with a weight_map: {error!r}") from error
         if not isinstance(listed, dict) or not all(isinstance(file, str) for file in listed.values()):
             raise WeightsError(f"{index}: weight_map is not an object of tensor names and file names")
         files: dict[str, str] = {}
         for file in sorted(set(listed.values())):
-            if Path(file).name != file:
+            # The name of "a/.." is "..", which is a folder.
+            if Path(file).name != file or file in ("", ".", "..") or "\0" in file:
                 raise WeightsError(f"{index}: {file!r} is not the name of a file in its folder")
             for name in self._file(file).keys():  # noqa: SIM118  (a safetensors file is no mapping)
                 if name in files:
@@ -145,6 +146,10 @@ class CheckpointSource:
 
     def __contains__(self, name: str) -> bool:
         return name in self.files
+
+    def is_empty(self, name: str) -> bool:
+        """Whether the tensor has no elements."""
+        return 0 in self._file(self.files[name]).get_slice(name).get_shape()
 
     def read(self, name: str, shape: tuple[int, ...], part: int | None = None) -> Sliceable:
         if name not in self.files:

@@ -9,7 +9,7 @@ each within those over the expert-tensor-parallel ranks.
 
 import itertools
 import re
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -31,8 +31,10 @@ from megatron_rl.parallel import collectives
 from megatron_rl.parallel.topology import local_device
 
 _MAX_SHARD_BYTES = 5 * 1024**3
-_IGNORED_TENSORS = re.compile(r"rotary_emb\.inv_freq$|^lm_head\.weight$|^score\.weight$")
-"""Tensors of a checkpoint that a model may leave unread: derived ones, and heads that it has no use for."""
+_FREQUENCIES = re.compile(r"\brotary_emb\.inv_freq$")
+"""Old files hold them; transformers and this trainer compute them from config.json, whatever they say."""
+_LM_HEAD, _SCORE_HEAD = "lm_head.weight", "score.weight"
+_ROWS_PER_COMPARISON = 4096
 _EXPERT = re.compile(r"(\.mlp\.experts\.)(\d+)(\.)")
 
 
@@ -61,23 +63,66 @@ def load_weights(
     an optimizer that keeps its own copy of the weights has to be told. Errors: FileNotFoundError, or ``WeightsError``
     for broken files, missing or unknown tensors and other shapes than config.json says.
     """
-    source = CheckpointSource(path, stacked_shapes(hf_config))
-    expected = expected_names(hf_config, role)
-    fresh = [VALUE_HEAD] if role == "critic" and VALUE_HEAD not in source else []
-    unused(hf_config, source, expected)
+    source, fresh = checked_source(hf_config, path, role)
     fill(chunks, hf_config, source, role=role, skip=fresh)
     return fresh
 
 
-def unused(hf_config: PretrainedConfig, source: CheckpointSource, expected: Collection[str]) -> list[str]:
-    """Tensors of ``source`` that are not among ``expected``; WeightsError where a model of this kind has none of that name."""
+def checked_source(hf_config: PretrainedConfig, path: str | Path, role: Role) -> tuple[CheckpointSource, list[str]]:
+    """(the safetensors of ``path``, the tensors that they may lack), after every tensor has been found with its shape.
+
+    Reads headers, and of numbers an output head that config.json ties. Errors as of ``load_weights``.
+    """
+    source = CheckpointSource(path, stacked_shapes(hf_config))
+    fresh = [VALUE_HEAD] if role == "critic" and VALUE_HEAD not in source else []
+    for entry in entries(hf_config, role):
+        if not any(name in fresh for name in entry.hf):
+            read_entry(source, entry)
+    unused(hf_config, source, role)
+    return source, fresh
+
+
+def unused(hf_config: PretrainedConfig, source: CheckpointSource, role: Role) -> list[str]:
+    """Tensors of ``source`` that a model of this role leaves unread, all without effect or named in ``unread_note``.
+
+    WeightsError for a tensor that a model of this kind has no place for, and for a head that differs from what it is tied to.
+    """
+    expected = expected_names(hf_config, role)
     names = [name for name in source.files if name not in expected]
+    known = {_LM_HEAD, _SCORE_HEAD}
+    unknown = [name for name in names if not _FREQUENCIES.search(name) and not is_mtp(hf_config, name)]
+    # A tensor without elements says nothing: transformers saves such for n_shared_experts 0.
     refuse_unknown(
-        hf_config,
-        source.folder,
-        [name for name in names if not _IGNORED_TENSORS.search(name) and not is_mtp(hf_config, name)],
+        hf_config, source.folder, [name for name in unknown if name not in known and not source.is_empty(name)]
     )
+    if _LM_HEAD in names and role == "policy":
+        _check_tied_head(hf_config, source)
     return names
+
+
+def unread_note(hf_config: PretrainedConfig, path: str | Path, role: Role) -> str:
+    """What of ``path`` a model of this role leaves unread although it was trained; empty where that is nothing."""
+    source = CheckpointSource(path)
+    if _SCORE_HEAD not in source or (role == "critic" and VALUE_HEAD in source):
+        return ""
+    fate = "the critic starts with a fresh value head" if role == "critic" else "a policy has no use for it"
+    return f"{path}: {_SCORE_HEAD}, the head of a classifier, is not read: {fate}"
+
+
+def _check_tied_head(hf_config: PretrainedConfig, source: CheckpointSource) -> None:
+    """A copy of the embedding may stand in the file; another head would be dropped (transformers keeps it)."""
+    embedding = next(
+        entry for entry in entries(hf_config, "policy") if entry.megatron == "embedding.word_embeddings.weight"
+    )
+    ((name, shape),) = embedding.hf.items()
+    head, tied = source.read(_LM_HEAD, shape), source.read(name, shape)
+    for start in range(0, shape[0], _ROWS_PER_COMPARISON):
+        rows = slice(start, start + _ROWS_PER_COMPARISON)
+        if not torch.equal(head[rows].double(), tied[rows].double()):
+            raise WeightsError(
+                f"{source.folder}: {_LM_HEAD} differs from {name}, but config.json says tie_word_embeddings=true, so it would "
+                f"not be used; set tie_word_embeddings=false to use it, or take {_LM_HEAD} out of the file"
+            )
 
 
 def refuse_unknown(hf_config: PretrainedConfig, folder: str | Path, unknown: Sequence[str]) -> None:

@@ -235,7 +235,7 @@ def test_a_model_folder_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
         (
             "llama",
             dict(rope_parameters=dict(rope_type="yarn", rope_theta=1e4, factor=0.0)),
-            "rope_parameters .* finite or not",
+            "rope_parameters.factor: expected a number above 0, got 0.0",
         ),
         ("llama", dict(num_attention_heads="many"), "num_attention_heads"),
         ("qwen3", dict(head_dim=11), "even rotary dimension"),
@@ -248,6 +248,9 @@ def test_a_model_folder_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
         ("deepseek_v3", dict(scoring_func="softmax"), "scoring_func"),
         ("deepseek_v3", dict(rms_norm_eps=1e-5), "rms_norm_eps"),
         ("deepseek_v3", dict(n_group=3), "n_group 3"),
+        ("deepseek_v3", dict(n_group=4, topk_group=2, num_experts_per_tok=4), "leave 1 experts per group"),
+        ("qwen2", dict(layer_types=["full_attention", "sliding_attention"]), "layer_types"),
+        ("glm4_moe", dict(routed_scaling_factor=0.0), "routed_scaling_factor: expected a number above 0"),
         ("deepseek_v3", dict(first_k_dense_replace=2), "no layer of this deepseek_v3"),
         ("qwen3_moe", dict(mlp_only_layers=[0, 1]), "no layer of this qwen3_moe"),
         ("deepseek_v3", dict(topk_group=1, num_experts_per_tok=3), "best 3 experts"),

@@ -1,0 +1,83 @@
+"""What the check of a layout lets pass, Megatron builds: on every rank's place, without memory."""
+
+import functools
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from megatron_rl.config.layout import layout_problems, ranks_needed
+from megatron_rl.config.schema import ParallelConfig
+from megatron_rl.errors import ModelError
+from megatron_rl.models import critic, policy
+from megatron_rl.models.hf.megatron_config import check_layout
+from megatron_rl.models.hf.model_config import load_hf_config
+from megatron_rl.parallel import topology
+from tests.odd_models import FAMILIES, odd_config
+
+NUM_BUILT = 6
+"""Of a family."""
+
+
+def random_layout(draw: random.Random, num_layers: int) -> ParallelConfig:
+    tp = draw.choice([1, 2, 2, 3])
+    pp = draw.choice([1, 1, 2, 3])
+    layers = draw.choice([[], [], [max(1, num_layers - pp + 1), *[1] * (pp - 1)]])
+    return ParallelConfig(
+        tensor_parallel_size=tp,
+        sequence_parallel=tp > 1 and draw.random() < 0.8,
+        pipeline_parallel_size=pp,
+        pipeline_layers=layers,
+        virtual_pipeline_size=2 if pp > 1 and not layers and draw.random() < 0.2 else 1,
+        context_parallel_size=draw.choice([1, 1, 1, 2]),
+        expert_parallel_size=(ep := draw.choice([1, 1, 2, 3])),
+        expert_tensor_parallel_size=draw.choice([0, 1, 2]) if ep > 1 else 0,
+    )
+
+
+def build(hf_config: Any, parallel: ParallelConfig, rank: int, world_size: int) -> None:
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+    try:
+        topology.add_layout(parallel, seed=0)
+        with torch.device("meta"):
+            policy.build_policy(hf_config, parallel, dtype=torch.float32, seed=None)
+            critic.build_critic(hf_config, parallel, dtype=torch.float32, seed=None)
+    finally:
+        topology.destroy()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_layout_that_is_not_refused_is_built(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Groups of gloo would look for the other ranks.
+    groups = functools.partial(parallel_state.initialize_model_parallel, create_gloo_process_groups=False)
+    monkeypatch.setattr(parallel_state, "initialize_model_parallel", groups)
+    built = refused = 0
+    for seed in range(40):
+        if built >= NUM_BUILT:
+            break
+        (tmp_path / "config.json").write_text(json.dumps(odd_config(family, seed)))
+        try:
+            hf_config = load_hf_config(tmp_path)
+        except ModelError:
+            continue
+        draw = random.Random(f"{family}/{seed}")
+        for _ in range(6):
+            text = getattr(hf_config, "text_config", hf_config)
+            parallel = random_layout(draw, text.num_hidden_layers)
+            if list(layout_problems(parallel, None)):
+                continue
+            try:
+                check_layout(hf_config, parallel)
+            except ModelError:
+                refused += 1
+                continue
+            world_size = ranks_needed(parallel)
+            build(hf_config, parallel, draw.randrange(world_size), world_size)
+            built += 1
+    assert built >= NUM_BUILT and refused, (built, refused)
