@@ -24,6 +24,7 @@ from megatron_rl.algorithms.preference_losses import (
     pairwise_score,
     swap_consistency,
 )
+from megatron_rl.algorithms.remax import remax_advantages
 from megatron_rl.algorithms.sapo import sapo_loss
 from megatron_rl.algorithms.turns import role_normalize
 from megatron_rl.algorithms.value_loss import (
@@ -67,6 +68,7 @@ __all__ = [
     "pass_at_k",
     "policy_loss",
     "reinforce_pp_advantages",
+    "remax_advantages",
     "rloo_advantages",
     "role_normalize",
     "sapo_loss",

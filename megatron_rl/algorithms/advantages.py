@@ -49,6 +49,8 @@ class Episodes:
     """[T] of the critic, like ``rewards``; None without a critic."""
     bootstrap: Tensor | None = None
     """[N] the critic's value after the last token; None: not to be used (algorithm.bootstrap=copy_last)."""
+    baselines: Tensor | None = None
+    """[N] the reward of the greedy response to the same prompt; None: none was generated."""
 
 
 @torch.no_grad()

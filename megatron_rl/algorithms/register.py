@@ -67,7 +67,7 @@ ADVANTAGES: Registry[Plugin] = _registry(
     "advantage",
     Plugin,
     "advantage",
-    "rewards outcomes values cu_seqlens finished valid group_ids bootstrap gamma lam",
+    "rewards outcomes values cu_seqlens finished valid group_ids bootstrap baselines gamma lam",
 )
 POLICY_LOSSES: Registry[PolicyLoss] = _registry(
     "policy loss",
@@ -108,6 +108,11 @@ def needs_groups(advantage_name: str) -> bool:
     return "group_ids" in required(ADVANTAGES.find(advantage_name).function)
 
 
+def needs_greedy(advantage_name: str) -> bool:
+    """Whether an advantage compares with the greedy response to the prompt: it cannot do without ``baselines``."""
+    return "baselines" in required(ADVANTAGES.find(advantage_name).function)
+
+
 def advantage(name: str = "") -> Callable[[Function], Function]:
     """Register an advantage: a function of the fields of ``advantages.Episodes`` and of
 
@@ -115,7 +120,8 @@ def advantage(name: str = "") -> Callable[[Function], Function]:
 
     It returns advantages [T], or [N] where all tokens of a sequence share one. A function that needs ``values`` gives
     the run a critic; without one the run must generate full responses (schedule.mode=sync). A function that needs
-    ``group_ids`` asks for at least two responses to a prompt.
+    ``group_ids`` asks for at least two responses to a prompt, and for one that needs ``baselines`` a further response to
+    each prompt is generated greedily, which trains nothing.
     """
     return ADVANTAGES.register(name)
 

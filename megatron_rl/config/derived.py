@@ -35,6 +35,13 @@ def needs_critic(config: Config) -> bool:
     return register.needs_critic(config.algorithm.advantage)
 
 
+def needs_greedy(config: Config) -> bool:
+    """Whether each prompt gets one more response, the likeliest token each time: the baseline of its advantages."""
+    from megatron_rl.algorithms import register  # as above
+
+    return register.needs_greedy(config.algorithm.advantage)
+
+
 def needs_reference(config: Config) -> bool:
     """Whether the run has a reference policy: KL acts somewhere."""
     return config.algorithm.kl.place is not KlPlace.none
@@ -68,6 +75,11 @@ def eval_sets(config: Config) -> dict[str, EvalSet]:
     return {
         name: EvalSet(**{item.name: setting(one, item.name) for item in fields(EvalSet)}) for name, one in named.items()
     }
+
+
+def responses_per_group(config: Config) -> int:
+    """Responses to one prompt: those that train, and the greedy one where there is one."""
+    return config.batch.num_samples_per_prompt + needs_greedy(config)
 
 
 def effective_window_tokens(config: Config) -> int:

@@ -137,6 +137,8 @@ class Trajectory:
     """Critic values of the generated tokens, each from the step that generated it."""
     token_rewards: list[float] = field(default_factory=list)
     """Rewards of the generated tokens in addition to the outcome (KL penalty, lines); empty where there are none."""
+    greedy: bool = False
+    """The likeliest token each time: a baseline for the responses of its group, which trains nothing."""
     first_window_tokens: int = 0
     """Most tokens of its first window, where that is to be shorter than the others; 0: as the others."""
     left_out: list[int] = field(default_factory=list)
@@ -273,7 +275,8 @@ class Trajectory:
 
     def copy(self) -> Self:
         """As it is now, whatever happens to this one; what cannot change is shared."""
-        lists = {name: list(getattr(self, name)) for name in ("segments", "old_values", "token_rewards")}
+        names = ("segments", "old_values", "token_rewards", "left_out")
+        lists: dict[str, Any] = {name: list(getattr(self, name)) for name in names}
         return replace(self, **lists, turn_grades=dict(self.turn_grades), turn_scores=dict(self.turn_scores))
 
     def to_dict(self) -> dict[str, Any]:

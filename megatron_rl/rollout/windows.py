@@ -192,7 +192,8 @@ class Window:
                 # The engine's usual log-prob is taken before top-k: at a high temperature far from what was sampled from.
                 logprobs_after_top_k=fire.top_k > 0,
             )
-        return replace(request, stop_strings=self._server_stops(trajectory))
+        temperature = 0.0 if trajectory.greedy else request.temperature
+        return replace(request, temperature=temperature, stop_strings=self._server_stops(trajectory))
 
     def _turn_stops(self, trajectory: Trajectory) -> tuple[str, ...]:
         dialogue = self._plan.dialogue
@@ -291,7 +292,7 @@ def _current_turn_ids(trajectory: Trajectory) -> list[int]:
 
 def _awaits_hot_token(trajectory: Trajectory, fire: Fire) -> bool:
     """The response, in its first turn, has no hot token yet; only its very start will do without ``after``."""
-    if trajectory.current_turn > 0 or any(segment.hot for segment in trajectory.segments):
+    if trajectory.greedy or trajectory.current_turn > 0 or any(segment.hot for segment in trajectory.segments):
         return False
     return bool(fire.after) or trajectory.num_response_tokens == 0
 

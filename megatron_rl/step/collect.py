@@ -7,7 +7,7 @@ sampling sorted out leaves the pool and is counted.
 
 from collections.abc import Sequence
 
-from megatron_rl.config.derived import effective_window_tokens
+from megatron_rl.config.derived import effective_window_tokens, responses_per_group
 from megatron_rl.config.schema import Config, Mode
 from megatron_rl.data.slots import SlotPool
 from megatron_rl.data.trajectory import Trajectory
@@ -27,6 +27,7 @@ class Collector:
         self._rollout = rollout
         self._grader = grader
         self._window_tokens = effective_window_tokens(config)
+        self._group_size = responses_per_group(config)
 
     async def collect(self, step: int) -> tuple[list[Trajectory], dict[str, float]]:
         """Generate the step's responses, and say how; with dynamic sampling they are graded too.
@@ -41,7 +42,7 @@ class Collector:
         if self._config.schedule.mode is Mode.tppo or self._config.rollout.over_sampling == 1.0:
             return trajectories, metrics
         kept = [t for group in self._complete_groups(trajectories) for t in group]
-        num_wanted = self._num_groups * self._config.batch.num_samples_per_prompt
+        num_wanted = self._num_groups * self._group_size
         num_discarded = self._discard_all_but(trajectories, kept[:num_wanted])
         return kept[:num_wanted], metrics | {"rollout/num_discarded": float(num_discarded)}
 
@@ -111,8 +112,7 @@ class Collector:
         groups: dict[int, Group] = {}
         for trajectory in trajectories:
             groups.setdefault(trajectory.group_id, []).append(trajectory)
-        size = self._config.batch.num_samples_per_prompt
-        return [group for group in groups.values() if len(group) == size and all(t.finished for t in group)]
+        return [group for group in groups.values() if len(group) == self._group_size and all(t.finished for t in group)]
 
     def _discard_all_but(self, trajectories: Sequence[Trajectory], kept: Sequence[Trajectory]) -> int:
         kept_ids = {t.id for t in kept}
@@ -127,8 +127,9 @@ def outcome_kind(group: Sequence[Trajectory], correct_from: float) -> str:
     By the score before any shaping. With rewards of 0 and 1 this is DAPO's rule; partial credit and judges' scores
     differ without being right or wrong, and teach all the same.
     """
-    rewards = [t.reward for t in group if t.reward is not None]
-    if len(rewards) < len(group):
+    sampled = [t for t in group if not t.greedy]
+    rewards = [t.reward for t in sampled if t.reward is not None]
+    if len(rewards) < len(sampled):
         return "unscored"
     if min(rewards) < max(rewards):
         return "mixed"

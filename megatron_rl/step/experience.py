@@ -4,7 +4,7 @@ Laws: the policy sees only tokens of this step's window (T-PPO, arXiv 2506.15050
 environment train nothing; what could not be scored trains nothing and is counted.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -44,6 +44,8 @@ class Signals:
     """V after the last token of each trajectory."""
     token_rewards: Tensor | None = None
     """Rewards besides the outcome: a KL penalty, rewards of lines."""
+    greedy_rewards: Mapping[int, float] | None = None
+    """By group: the reward of the greedy response, where there is one. A group that is missing trains nothing."""
 
 
 def window_advantages(
@@ -65,7 +67,11 @@ def window_advantages(
     if signals.token_rewards is not None:
         rewards = rewards + signals.token_rewards[in_window]
     counted = algorithms.boundary_mask(cu_pieces, ended, algorithm.ignore_boundary_tokens)
+    groups = [trajectories[p.row].group_id for p in pieces]
+    greedy = signals.greedy_rewards
     scored = torch.tensor([p.scored for p in pieces], dtype=torch.bool)
+    if greedy is not None:
+        scored &= torch.tensor([group in greedy for group in groups], dtype=torch.bool)
     counted &= scored.repeat_interleave(sizes)
     counted &= ~_left_out(trajectories, algorithm, rules)[in_window]
     bootstrap = None
@@ -76,11 +82,12 @@ def window_advantages(
         cu_seqlens=cu_pieces,
         finished=ended,
         valid=scored,
-        group_ids=torch.tensor([trajectories[p.row].group_id for p in pieces], dtype=torch.int64),
+        group_ids=torch.tensor(groups, dtype=torch.int64),
         gamma=algorithm.gamma,
         lam=_lambda(pieces, ended, window_tokens, algorithm),
         values=None if signals.values is None else signals.values[in_window],
         bootstrap=bootstrap,
+        baselines=None if greedy is None else torch.tensor([greedy.get(group, 0.0) for group in groups]),
     )
     advantages = estimate_advantages(algorithm.advantage, algorithm.advantage_options, episodes)
     if algorithm.normalize_by_role:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_rl.config.derived import effective_window_tokens, eval_sets, window_jitter_tokens
+from megatron_rl.config.derived import effective_window_tokens, eval_sets, responses_per_group, window_jitter_tokens
 from megatron_rl.config.schema import Config
 from megatron_rl.data.prompts import PromptSet, load_prompts, with_reward_fields
 from megatron_rl.data.sampler import PromptSampler
@@ -111,10 +111,12 @@ def describe_prompts(inputs: Inputs) -> Iterator[str]:
 
 def _slot_pool(config: Config, train_set: PromptSet, start: Callable[..., Trajectory]) -> SlotPool:
     batch, data = config.batch, config.data
+    num_samples = responses_per_group(config)
 
-    def start_in_phase(prompt: Prompt, id: int, *, group_id: int, sample_index: int) -> Trajectory:
+    def start_for_training(prompt: Prompt, id: int, *, group_id: int, sample_index: int) -> Trajectory:
         trajectory = start(prompt, id, group_id=group_id, sample_index=sample_index)
         trajectory.first_window_tokens = first_window_tokens(config, id)
+        trajectory.greedy = sample_index >= batch.num_samples_per_prompt
         return trajectory
 
     num_prompts = math.ceil(batch.num_prompts_per_step * config.rollout.over_sampling)
@@ -126,7 +128,7 @@ def _slot_pool(config: Config, train_set: PromptSet, start: Callable[..., Trajec
             mixture=data.mixture,
             curriculum=data.curriculum,
         ),
-        start_in_phase,
-        num_slots=num_prompts * batch.num_samples_per_prompt,
-        num_samples_per_prompt=batch.num_samples_per_prompt,
+        start_for_training,
+        num_slots=num_prompts * num_samples,
+        num_samples_per_prompt=num_samples,
     )

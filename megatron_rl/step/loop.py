@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_rl.algorithms.settling import Settling
-from megatron_rl.config.derived import effective_window_tokens
+from megatron_rl.config.derived import effective_window_tokens, needs_greedy
 from megatron_rl.config.schema import Config, HealthAction, OldPolicy, RoutingReplay
 from megatron_rl.data.slots import SlotPool
 from megatron_rl.data.vision import Vision
@@ -29,7 +29,7 @@ from megatron_rl.step.grading import Grader
 from megatron_rl.step.graph import Resource, Stage
 from megatron_rl.step.packing import response_field, window_batch, window_routes, with_routes
 from megatron_rl.step.parity import EngineMismatch, ParityCheck
-from megatron_rl.step.pieces import SINGLE_RESPONSE, ResponseRules
+from megatron_rl.step.pieces import SINGLE_RESPONSE, ResponseRules, greedy_rewards
 from megatron_rl.step.state import StepState
 from megatron_rl.step.updates import train_critic, train_policy
 from megatron_rl.step.watchdog import Finding, RollBack, TrainingDied, Watchdog
@@ -91,12 +91,13 @@ class TrainingLoop:
 
     async def generate(self, step: int) -> None:
         """New tokens of every slot: one window, or full responses."""
-        trajectories, metrics = await self._parts.collector.collect(step)
+        slots, metrics = await self._parts.collector.collect(step)
+        trajectories = [t for t in slots if t.window_tokens(step) and not t.greedy]
         # On a thread next to the event loop: images are read and cut there.
         batch = await asyncio.to_thread(window_batch, trajectories, step, self._parts.vision)
         if self._config.policy.moe.routing_replay is RoutingReplay.R3:
             batch = with_routes(batch, window_routes(trajectories, step))
-        self._states[step] = StepState(trajectories, batch, metrics=metrics)
+        self._states[step] = StepState(trajectories, batch, slots, metrics=metrics)
 
     def sleep(self, step: int) -> None:
         """The servers make room for the trainer."""
@@ -105,8 +106,8 @@ class TrainingLoop:
     async def score(self, step: int) -> None:
         """Rewards of what ended in this step."""
         state = self._states[step]
-        await self._parts.grader.grade(state.trajectories, step)
-        state.finished = [t for t in state.trajectories if t.finished]
+        await self._parts.grader.grade(state.slots, step)
+        state.finished = [t for t in state.slots if t.finished and not t.greedy]
 
     def old_logprobs(self, step: int) -> None:
         """Log-probs of the window's tokens under the policy that is about to be updated."""
@@ -140,7 +141,8 @@ class TrainingLoop:
         """What the two losses read; finished responses leave the pool."""
         state, parts, algorithm = self._states[step], self._parts, self._config.algorithm
         divergence = self._kl_penalty.charge(state)
-        signals = Signals(state.values, state.final_values, divergence.token_rewards)
+        greedy = greedy_rewards(state.slots, algorithm) if needs_greedy(self._config) else None
+        signals = Signals(state.values, state.final_values, divergence.token_rewards, greedy)
         advantages = window_advantages(
             state.trajectories,
             state.batch,
@@ -166,8 +168,10 @@ class TrainingLoop:
             state.critic_batch = response_batch(state.finished, algorithm, parts.rules, parts.vision)
         # Books are kept here: from the next window on, the unfinished trajectories change.
         state.metrics |= divergence.metrics
-        state.metrics |= step_metrics.rollout_metrics(state.trajectories, step=step)
+        state.metrics |= step_metrics.rollout_metrics(state.slots, step=step)
         state.metrics |= step_metrics.reward_metrics(state.finished)
+        if greedy:
+            state.metrics["reward/greedy_mean"] = sum(greedy.values()) / len(greedy)
         state.metrics |= parts.grader.metrics(state.finished)
         state.metrics |= step_metrics.advantage_metrics(state.batch, advantages)
         state.metrics |= {f"mismatch/{name}": value for name, value in mismatch.items()}

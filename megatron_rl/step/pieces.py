@@ -71,6 +71,12 @@ def response_pieces(trajectory: Trajectory, row: int, algorithm: AlgorithmConfig
     return [_turn_piece(row, trajectory, turn, len(turn.token_ids)) for turn in trajectory.turns()]
 
 
+def greedy_rewards(trajectories: Sequence[Trajectory], algorithm: AlgorithmConfig) -> dict[int, float]:
+    """Group -> reward of its greedy response, shaped like the others'; groups without a score for it are missing."""
+    greedy = [t for t in trajectories if t.greedy and t.finished]
+    return {t.group_id: _shaped(t.reward, t, algorithm) for t in greedy if t.reward is not None}
+
+
 def terminal_rewards(pieces: Sequence[Piece], cu_pieces: Tensor) -> Tensor:
     """[W] float32, zero but for the outcome on the last token of each non-empty piece; cu_pieces [P+1]."""
     outcomes = torch.tensor([p.outcome for p in pieces])

@@ -15,8 +15,12 @@ class StepState:
     """The products of a step's stages, named as in the table. A field without a default exists once it is made."""
 
     trajectories: list[Trajectory]
+    """The rows of ``batch``: what grew in this step and trains."""
     batch: PackedBatch
     """Prompts and responses so far; ``mask`` is on the tokens of this step's window."""
+    slots: list[Trajectory] = field(default_factory=list)
+    """All that the step worked on: also what was cut before its first new token, and greedy responses, which train
+    nothing; empty: as ``trajectories``."""
     finished: list[Trajectory] = field(init=False)
     """Finished in this step, and scored."""
     old_logprobs: Tensor = field(init=False)
@@ -37,6 +41,9 @@ class StepState:
     kl_state: dict[str, Any] | None = None
     """Of the KL controller, at the same moment."""
     metrics: dict[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.slots = self.slots or self.trajectories
 
     def saved_part(self) -> "StepState":
         """What a checkpoint of this step needs; the rest may be forgotten."""

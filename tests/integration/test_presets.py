@@ -53,6 +53,8 @@ EXPECTED = {
     "grpo": ("kl/reference_per_token", "policy/kl_loss"),
     "reinforce_pp": ("kl/reference_per_token",),
     "rloo": ("kl/reference_per_response",),
+    "remax": ("reward/greedy_mean",),
+    "sapo": ("policy/gate_slope",),
     "vapo": ("critic/explained_variance", "critic/advantage_q1"),
     "pag": ("dialogue/first_accuracy", "dialogue/final_accuracy"),
     "pairwise_ppo": ("reward/swap_consistency",),

@@ -1,7 +1,7 @@
 """The data model of responses and dialogues: masks, turns, budgets and checkpoints."""
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, fields
 
 import numpy as np
 from hypothesis import given
@@ -124,3 +124,12 @@ def test_a_state_from_before_dialogues_loads():
             del segment[name]
     t = Trajectory.from_dict(json.loads(json.dumps(state)))
     assert t.finished and t.score == Score(0.5) and t.turns()[0].role == "policy"
+
+
+def test_a_copy_shares_nothing_that_can_change():
+    """A checkpoint is written from it while the next step goes on."""
+    trajectory = Trajectory(0, Prompt("p", (1,)), 0, 0, 10)
+    copied = trajectory.copy()
+    for one in fields(Trajectory):
+        value = getattr(trajectory, one.name)
+        assert not isinstance(value, list | dict) or value is not getattr(copied, one.name), one.name

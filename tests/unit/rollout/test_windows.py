@@ -443,3 +443,20 @@ def test_a_shorter_first_window_is_followed_by_full_ones_and_changes_no_token():
             step += 1
     assert grown[0] == 5 and all(n == 8 for n in grown[1:-1]) and grown[-1] <= 8
     assert tokens_of(plain)[0] == tokens_of(moved)[0]
+
+
+def test_a_greedy_response_takes_the_likeliest_tokens_and_is_never_hot():
+    greedy, sampled = new_trajectory(dialogue=False), new_trajectory(id=1, dialogue=False)
+    greedy.greedy = True
+    asked = []
+
+    class Asked(Engine):
+        async def generate(self, request, **options):
+            asked.append((request.rid.split("-")[2], request.temperature))
+            return await super().generate(request, **options)
+
+    fire = Fire(temperature=30.0, top_k=16, after="", banned_token_ids=())
+    generate(Asked(), [greedy, sampled], fire=fire)
+    assert {temperature for id, temperature in asked if id == "0"} == {0.0}
+    assert {temperature for id, temperature in asked if id == "1"} == {30.0, SAMPLING.temperature}
+    assert not greedy.hot_mask().any() and sampled.hot_mask()[0]

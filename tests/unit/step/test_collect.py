@@ -93,7 +93,7 @@ def test_dynamic_sampling_gives_up_after_its_rounds_and_says_what_it_saw():
 
 
 def test_a_group_with_an_unscored_member_is_not_mixed():
-    group = [SimpleNamespace(reward=value) for value in (1.0, 0.0, None)]
+    group = [SimpleNamespace(reward=value, greedy=False) for value in (1.0, 0.0, None)]
     assert outcome_kind(group, 1.0) == "unscored" and outcome_kind(group[:2], 1.0) == "mixed"
 
 
@@ -112,7 +112,7 @@ def test_a_group_with_an_unscored_member_is_not_mixed():
 )
 def test_a_group_is_kept_when_its_rewards_differ_whatever_their_range(rewards, kind):
     """std > 0, as in the public implementations: partial credit and judges' scores need not reach 1."""
-    assert outcome_kind([SimpleNamespace(reward=value) for value in rewards], 1.0) == kind
+    assert outcome_kind([SimpleNamespace(reward=value, greedy=False) for value in rewards], 1.0) == kind
 
 
 def test_over_sampling_takes_the_groups_that_are_complete_first_and_drops_the_tail():
@@ -137,3 +137,13 @@ def test_without_options_a_step_is_one_window_of_every_slot():
     found, metrics = collect(parts)
     assert [t.window_tokens(0) for t in found] == [8] * 6 and metrics["rollout/num_carried"] == 0
     assert collect(parts, 1)[1]["rollout/num_carried"] == 6
+
+
+def test_a_greedy_response_belongs_to_its_group_and_is_no_sample():
+    """Over-sampling waits for it; dynamic sampling asks the samples alone."""
+    group = [
+        SimpleNamespace(reward=value, greedy=greedy) for value, greedy in ((1.0, False), (1.0, False), (0.0, True))
+    ]
+    assert outcome_kind(group, 1.0) == "all_right"
+    unscored = [SimpleNamespace(reward=None, greedy=True), *group[:1], SimpleNamespace(reward=0.0, greedy=False)]
+    assert outcome_kind(unscored, 1.0) == "mixed"

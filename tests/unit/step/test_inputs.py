@@ -1,12 +1,15 @@
 """Where windows end: their edges move from response to response, so that every position trains in some of them."""
 
+import functools
 import math
+from collections import Counter
 
 import pytest
 
 from megatron_rl.config.schema import Config, Mode
+from megatron_rl.data.prompts import PromptSet
 from megatron_rl.data.trajectory import Prompt, Segment, Trajectory
-from megatron_rl.step.inputs import first_window_tokens
+from megatron_rl.step.inputs import _new_trajectory, _slot_pool, first_window_tokens
 
 
 def config(*, window=64, jitter=16, budget=200, n_ignore=8, mode=Mode.tppo, seed=0):
@@ -66,3 +69,18 @@ def test_first_windows_follow_from_seed_and_response_alone():
 @pytest.mark.parametrize("change", [{"mode": Mode.sync}, {"window": 0}, {"window": 200}, {"jitter": 0}])
 def test_full_responses_have_no_first_window(change):
     assert first_window_tokens(config(**change), 5) == 0
+
+
+@pytest.mark.parametrize(("advantage", "num_greedy"), [("remax", 1), ("rloo", 0)])
+def test_a_pool_has_one_greedy_response_per_prompt_where_the_advantage_compares_with_it(advantage, num_greedy):
+    settings = config(mode=Mode.sync, window=0)
+    settings.algorithm.advantage = advantage
+    settings.batch.num_prompts_per_step, settings.batch.num_samples_per_prompt = 3, 2
+    prompts = PromptSet(tuple(Prompt(str(i), (i,)) for i in range(5)), 0)
+    pool = _slot_pool(settings, prompts, functools.partial(_new_trajectory, settings, None))
+    slots = pool.fill()
+    assert len(slots) == 3 * (2 + num_greedy)
+    by_group = Counter((t.group_id, t.greedy) for t in slots)
+    assert all(by_group[group, False] == 2 and by_group[group, True] == num_greedy for group in range(3))
+    again = [Trajectory.from_dict(t.to_dict()).greedy for t in slots]
+    assert again == [t.greedy for t in slots]
