@@ -41,7 +41,7 @@ def same(first: Meaning, second: Meaning) -> bool:
 
 def _single(meaning: Meaning) -> Meaning:
     """The one thing of a list or set of one."""
-    while isinstance(meaning, Group) and len(meaning.items) == 1 and meaning.kind in (*BARE, "{"):
+    while isinstance(meaning, Group) and len(set(meaning.items)) == 1 and meaning.kind in (*BARE, "{"):
         meaning = meaning.items[0]
     return meaning
 

@@ -165,12 +165,20 @@ def _digits(node: Any) -> float:
             return abs(math.log10(abs(float(node)) or 1.0))
         parts = [_digits(part) for part in node.args]
         if getattr(node, "is_Pow", False):
-            return float(max(1.0, parts[0]) * 10.0 ** parts[1])
+            return float(max(1.0, parts[0]) * _size(node.args[1], parts[1]))
         if isinstance(node, factorial | factorial2 | gamma | binomial):
             return float(max(parts) * 10.0 ** max(parts))
         return max(parts, default=0.0) + math.log10(len(parts) or 1) if getattr(node, "is_Add", False) else sum(parts)
     except (OverflowError, ValueError):
         return math.inf
+
+
+def _size(exponent: Any, digits: float) -> float:
+    """The absolute value of an exponent, of which only as much is computed as is safe."""
+    if unknowns(exponent):
+        return 1.0 if digits < 3 else 10.0**digits
+    number = _number(exponent) if digits < 1000 else None
+    return float(10.0**digits if number is None else abs(number))
 
 
 # ------------------------------------------------------------------------------------------------------------- equality

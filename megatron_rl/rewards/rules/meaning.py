@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 
 from megatron_rl.rewards.rules.expressions import Unreadable, Value, read_value, same_value, unknowns
-from megatron_rl.rewards.rules.plain_numbers import respell
+from megatron_rl.rewards.rules.plain_numbers import GREEK, respell
 
 _MAX_WORDS = 4
 _PROSE = re.compile(r"(?<![A-Za-z\\{])[A-Za-z]*[a-z]{3}(?![A-Za-z}])")
@@ -89,7 +89,10 @@ _COMMAND = {name: re.compile(re.escape(name) + r"(?![A-Za-z])") for name, _ in _
 _PLAIN_NAMES = re.compile(r"(?<![A-Za-z\\])(sqrt|pi|sin|cos|tan|log|ln|exp|infinity|infty|inf|oo|theta)(?![A-Za-z])")
 _THOUSANDS = re.compile(r"(?<![0-9.,])([1-9][0-9]{0,2})((?:,[0-9]{3})+)(?![0-9]|,[0-9])")
 _NAME = re.compile(
-    r"""(?: [A-Za-z] | \\[A-Za-z]+ | \\text\{[A-Za-z ]+\} | [A-Z]{2,4} | [A-Za-z]+(?=\s*\() | [A-Za-z]{3,}(?:\ [A-Za-z]+)* )
+    r"(?: [A-Za-z] | "
+    + GREEK
+    + r""" | \\text\{[A-Za-z\ ]+\} | [A-Z]{2,4} | [A-Za-z]+(?=\s*\()
+    | [A-Za-z]{3,}(?:\ [A-Za-z]+)* )
     '* (?: _(?: [A-Za-z0-9] | \{[^{}]*\} | \\[a-z]+ ) )? '* (?: \s*\([^()=]*\) )? (?:\s*\^\\circ)?""",
     re.VERBOSE,
 )
@@ -139,6 +142,9 @@ def _respell(text: str) -> str:
             text = _COMMAND[name].sub(plain.replace("\\", r"\\"), text)
     text = re.sub(r"\\[\[\]()]|\$", " ", text)
     text = _TEXT.sub(_plain_text, text)
+    text = re.sub(r"\\q?quad(?=[A-Za-z](?:_|\s*=))", ", ", text)
+    text = re.sub(r"\\not\s*=", r"\\ne ", text)
+    text = re.sub(r"^\s*\\approx(?![a-z])", "", text)
     text = _GLUED.sub(r" \1 ", text).replace("**", "^")
     text = re.sub(r"(?<![A-Za-z\\])\*", r"\\cdot ", text)
     text = _PLAIN_NAMES.sub(_latex_name, text)

@@ -52,8 +52,14 @@ _LATEX_FRACTION = re.compile(
 )
 _REPEATING = re.compile(r"([0-9]{0,20})\.([0-9]{0,20})\\(?:overline|bar|dot)\s*\{?([0-9]{1,20})\}?")
 _LATEX_TEXT = re.compile(r"\\(?:text|textbf|textnormal|textit|textrm|mathrm|mathbf|mbox|operatorname)\s*\{([^{}]*)\}")
+GREEK = (
+    r"\\(?:(?:var)?(?:epsilon|theta|phi|rho|sigma)|alpha|beta|gamma|delta|zeta|eta|iota|kappa|lambda|mu|nu|xi|tau|upsilon|chi"
+    r"|psi|omega|ell|Gamma|Delta|Theta|Lambda|Sigma|Phi|Psi|Omega)(?![A-Za-z])"
+)
+"""Pattern of the LaTeX commands that may name a number."""
 _ASSIGNED = re.compile(
-    r"(?:[A-Za-z]|\\[A-Za-z]+|[A-Za-z]+ ?\([^()=<>]{1,40}\)|[A-Za-z]{3,}(?: [A-Za-z]+){0,4})(?:_(?:[A-Za-z0-9]|\{[A-Za-z0-9]+\}))? *= *"
+    rf"(?:[A-Za-z]|{GREEK}|[A-Za-z]+ ?\([^()=<>]{{1,40}}\)|[A-Za-z]{{3,}}(?: [A-Za-z]+){{0,4}})"
+    r"(?:_(?:[A-Za-z0-9]|\{[A-Za-z0-9]+\}))? *= *"
 )
 """What a number may be called: x, x_1, f(3), P(A), total cost."""
 _INVISIBLE = re.compile("[\u00ad\u200b-\u200f\u2060-\u2064\ufeff\ufe0f]")

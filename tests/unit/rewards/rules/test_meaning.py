@@ -213,6 +213,10 @@ def test_a_decimal_stands_for_what_it_cannot_write_from_six_places_on(top: int, 
         ("7", "\\text{not } 7", 0.0),
         ("7", "7 \\text{ is wrong}", 0.0),
         ("7", "7?", 0.0),
+        ("7", "\\not= 7", 0.0),
+        ("7", "\\approx 7", 1.0),
+        ("7", "7, 7", 1.0),
+        ("x_{1}=10^{\\frac{1+\\sqrt{3}}{6}},\\quadx_{2}=2", "10^{\\frac{\\sqrt{3}+1}{6}}, 2", 1.0),
     ],
 )
 def test_values_however_they_are_written(truth: str, candidate: str, value: float) -> None:
