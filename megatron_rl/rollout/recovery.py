@@ -112,11 +112,15 @@ class RecoveringClient:
         self.client.drop(url)
         left = self._servers.urls
         left = [other for other in left if other in self.client.live_urls or self._comes_back(other, but=url)]
-        again = "" if self._servers.at(url).is_ours else " It is taken again should it come back."
+        again = " It is taken again should it come back." if self._may_return(url) else ""
         self._warn(
             f"the SGLang server at {url} is given up: {error} {len(left)} of {len(self._servers.urls)} servers are "
             f"left.{again}"
         )
+
+    def _may_return(self, url: str) -> bool:
+        """Others run it, and it was not given up for what it answers."""
+        return not self._servers.at(url).is_ours and self._num_barren.get(url, 0) <= self._max_restarts
 
     def _comes_back(self, url: str, *, but: str) -> bool:
         task = self._recoveries.get(url)
@@ -131,7 +135,6 @@ class RecoveringClient:
 
     async def _bring_back(self, url: str, reason: str) -> Exception | None:
         """None once the server serves again, else why it does not: nobody may wait for this task."""
-        server = self._servers.at(url)
         self._num_barren[url] = 0 if self.client.has_served(url) else self._num_barren.get(url, 0) + 1
         try:
             if self._num_barren[url] > self._max_restarts:
@@ -140,7 +143,7 @@ class RecoveringClient:
             return None
         except Exception as error:  # whatever it is, it must be said, and the others go on
             self.give_up(url, error)
-            if not server.is_ours and isinstance(error, ServerError):
+            if isinstance(error, ServerError) and self._may_return(url):
                 self._returns.append(asyncio.create_task(self._await_return(url)))
             return error
 

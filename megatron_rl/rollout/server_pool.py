@@ -6,6 +6,7 @@ Whoever keeps state inside a server (weight sync: its process group and the curr
 
 import logging
 import os
+import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -159,11 +160,12 @@ def open_servers(
     """
     rollout = config.rollout
     shares_devices = server_placement(rollout).shares_devices
+    api_key = os.environ[rollout.api_key_env].strip() if rollout.api_key_env else ""
     if rollout.urls:
         note(f"attaching to {len(rollout.urls)} SGLang servers: {', '.join(rollout.urls)}")
         if config.policy.fp32_head:
             note("policy.fp32_head: attached servers compute such a head only if started with --enable-fp32-lm-head")
-        return ServerPool.attach(rollout.urls, timeout_s=rollout.start_timeout_s, progress=note)
+        return ServerPool.attach(rollout.urls, timeout_s=rollout.start_timeout_s, api_key=api_key, progress=note)
     note(f"starting {rollout.num_servers} SGLang server(s); logs in {log_dir}")
     options = ServerOptions(
         model_path=config.policy.path,
@@ -180,6 +182,7 @@ def open_servers(
         can_sleep=shares_devices,
         returns_routes=returns_routes(config),
         fp32_head=config.policy.fp32_head,
+        api_key=api_key or secrets.token_hex(32),
         server_args=rollout.server_args,
     )
     return ServerPool.start(

@@ -8,6 +8,7 @@ of its own recovery. Colocated servers sleep from ``sleep`` to the next ``publis
 """
 
 import asyncio
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -24,9 +25,12 @@ from megatron_rl.rollout.generation import GenerationPlan, plan_of
 from megatron_rl.rollout.recovery import RecoveringClient
 from megatron_rl.rollout.sampling import Draw
 from megatron_rl.rollout.server_pool import ServerPool, open_servers
+from megatron_rl.rollout.sglang.answers import BadAnswer, KeyRefused
+from megatron_rl.rollout.sglang.client import ServerLost
 from megatron_rl.rollout.sglang.memory import KV_CACHE, WEIGHTS, ServerMemory
 from megatron_rl.rollout.sglang.server import ServerError
 from megatron_rl.rollout.windows import Window
+from megatron_rl.system.http import ApiKey
 from megatron_rl.weights.plan import ServerAddress
 from megatron_rl.weights.publish import PublishResult, WeightPublisher, WeightSyncError
 from megatron_rl.weights.server_calls import ServerCallError
@@ -36,6 +40,10 @@ if TYPE_CHECKING:
     from megatron_rl.rollout.served_weights import ServedWeights
 
 
+logger = logging.getLogger(__name__)
+
+_SERVER_ERRORS = (ServerError, ServerLost, BadAnswer, KeyRefused, WeightSyncError, ServerCallError)
+_CLOSE_TIMEOUT_S = 5.0
 _WELL_TIMEOUT_S = 20.0
 """A server that has not recovered from a failed publish by then is started again."""
 
@@ -91,6 +99,10 @@ class RolloutService:
     def num_live_servers(self) -> int:
         """Servers that get requests now."""
         return self._live.num_live
+
+    @property
+    def lost_urls(self) -> set[str]:
+        return set(self._live.restarting)
 
     async def close(self) -> None:
         """Ends the requests in progress and the recoveries (asyncio thread)."""
@@ -219,10 +231,24 @@ class RolloutService:
     def _addresses(self, only_url: str = "") -> list[ServerAddress]:
         size = self._config.tensor_parallel_size
         return [
-            ServerAddress(server.url, size, server.incarnation, first_rank=size * i)
+            ServerAddress(server.url, size, server.incarnation, first_rank=size * i, api_key=ApiKey(self._servers.api_key))
             for i, server in enumerate(self._servers.servers)
             if only_url in ("", server.url)
         ]
+
+
+def _close(
+    service: RolloutService, publisher: WeightPublisher, servers: ServerPool, event_loop: asyncio.AbstractEventLoop
+) -> None:
+    """Within seconds, whatever became of the servers: they, and what happened before, must not be waited for."""
+    servers.abandon_restarts()
+    closing = asyncio.run_coroutine_threadsafe(service.close(), event_loop)
+    try:
+        closing.result(timeout=_CLOSE_TIMEOUT_S)
+    except TimeoutError:
+        logger.warning("the requests in progress did not end within %.0f s", _CLOSE_TIMEOUT_S)
+    # Servers of this run are killed next: only those that live on must forget the groups.
+    publisher.close({server.url for server in servers.servers if server.is_ours} | service.lost_urls)
 
 
 @contextmanager
@@ -255,6 +281,9 @@ def open_rollout(
         service = RolloutService(config, servers, publisher, plan, trainer)
         try:
             yield service
+        except _SERVER_ERRORS as error:
+            # Before the clean-up, which may have to wait for what is broken.
+            trainer.warn(f"the run ends: {error}")
+            raise
         finally:
-            asyncio.run_coroutine_threadsafe(service.close(), event_loop).result(timeout=10)
-            publisher.close()
+            _close(service, publisher, servers, event_loop)

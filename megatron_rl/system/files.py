@@ -8,6 +8,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TextIO
 
+import psutil
+
 
 @contextmanager
 def written_whole(path: str | Path) -> Iterator[TextIO]:
@@ -48,3 +50,13 @@ def replace_folder(partial: Path, folder: Path) -> None:
         os.rename(folder, replaced)
     os.rename(partial, folder)
     shutil.rmtree(replaced, ignore_errors=True)
+
+
+def new_temporary_folder(purpose: str) -> Path:
+    """For the caller to remove. Those that killed processes left behind for the same ``purpose`` are removed now."""
+    prefix = f"megatron_rl-{purpose}-"
+    for left in Path(tempfile.gettempdir()).glob(f"{prefix}*"):
+        pid = left.name.removeprefix(prefix).partition("-")[0]
+        if pid.isdecimal() and not psutil.pid_exists(int(pid)):
+            shutil.rmtree(left, ignore_errors=True)
+    return Path(tempfile.mkdtemp(prefix=f"{prefix}{os.getpid()}-"))

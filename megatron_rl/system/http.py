@@ -200,6 +200,13 @@ def pauses_s(num_retries: int, first_s: float, *, factor: float = 2.0, jitter: f
         yield pause_s * random.uniform(1 - jitter, 1 + jitter) if jitter else pause_s
 
 
+class ApiKey(str):
+    """Shown as *** in messages that print what holds it."""
+
+    def __repr__(self) -> str:
+        return "'***'" if self else "''"
+
+
 def bearer(key: str) -> dict[str, str]:
     """The header that carries an API key; none for an empty key."""
     return {"Authorization": f"Bearer {key}"} if key else {}

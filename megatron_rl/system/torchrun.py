@@ -9,7 +9,7 @@ import os
 import shutil
 import signal
 import sys
-import tempfile
+import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -18,20 +18,23 @@ from typing import TYPE_CHECKING
 
 import psutil
 
+from megatron_rl.system.files import new_temporary_folder
 from megatron_rl.system.signals import INTERRUPTED, STOP_SIGNALS, STOPPED, StopRequested
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 _USERS_MISTAKE = 2
-_FOLDER_PREFIX = "megatron_rl-ranks-"
-"""Of torchrun's own files, in the folder for temporary ones; the launcher's process id and a dash follow."""
 
 
 def run_under_torchrun(num_ranks: int, arguments: Sequence[str]) -> int:
     """Run ``megatron-rl <arguments>`` on num_ranks ranks of this machine; returns the exit status of what ended the run."""
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // num_ranks)))
-    return launch(["--standalone", "--nproc-per-node", str(num_ranks), "--module", "megatron_rl.cli", *arguments])
+    from megatron_rl.system.stores import LOCAL_RENDEZVOUS, register_local_rendezvous
+
+    register_local_rendezvous()
+    meet = ["--rdzv-backend", LOCAL_RENDEZVOUS, "--rdzv-id", uuid.uuid4().hex]
+    return launch([*meet, "--nproc-per-node", str(num_ranks), "--module", "megatron_rl.cli", *arguments])
 
 
 def launch(arguments: Sequence[str]) -> int:
@@ -112,13 +115,9 @@ def _ranks() -> dict[int, psutil.Process]:
 @contextmanager
 def _temporary_folder() -> Iterator[Path]:
     """Gone at the end; so are those of launchers that were killed."""
-    for left in Path(tempfile.gettempdir()).glob(f"{_FOLDER_PREFIX}*"):
-        pid = left.name.removeprefix(_FOLDER_PREFIX).partition("-")[0]
-        if pid.isdecimal() and not psutil.pid_exists(int(pid)):
-            shutil.rmtree(left, ignore_errors=True)
-    folder = tempfile.mkdtemp(prefix=f"{_FOLDER_PREFIX}{os.getpid()}-")
+    folder = new_temporary_folder("ranks")
     try:
-        yield Path(folder)
+        yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 

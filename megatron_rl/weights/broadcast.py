@@ -4,9 +4,10 @@ Groups are kept between publishes and made again, all of them in the order of th
 incarnation changed or a publish failed.
 """
 
+import time
 import uuid
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Any
@@ -60,14 +61,17 @@ class Connections:
             self._own.close()
             self._own = None
 
-    def leave_servers(self) -> None:
-        """Have the servers destroy their ends; raises ServerCallError for one that does not answer."""
-        self._forget_on(tuple(self._on_servers))
+    def leave_servers(self, timeout_s: float, *, but: Collection[str]) -> None:
+        """Have the servers destroy their ends, apart from the URLs ``but``; raises ServerCallError for one that is mute.
+
+        A server is given ``timeout_s`` for all its groups.
+        """
+        self._forget_on(tuple(server for server in self._on_servers if server.url not in but), timeout_s)
 
     def _make(self, remote: Sequence[RemoteSource], calls: ServerCalls) -> SyncGroup:
         self.close()
         calls.get("/model_info")  # an unreachable server would leave the others waiting for it inside the rendezvous
-        self._forget_on(calls.servers)
+        self._forget_on(calls.servers, self._timeout_s)
         # Never a name used before: after a failure a server may still have a group of that name.
         run = uuid.uuid4().hex[:12]
         self._names = tuple(f"weight-sync-{run}-{stage}" for stage in range(1 + len(remote)))
@@ -79,14 +83,16 @@ class Connections:
         self._servers = calls.servers
         return self._own
 
-    def _forget_on(self, servers: tuple[ServerAddress, ...]) -> None:
+    def _forget_on(self, servers: tuple[ServerAddress, ...], timeout_s: float) -> None:
         """Destroy the groups that an earlier connection left on ``servers``; one that is gone already is fine."""
         known = tuple(server for server in servers if server in self._on_servers)
         if not known:
             return
         names = [self._on_servers.pop(server) for server in known]
-        with ServerCalls(known, self._timeout_s) as calls:
+        deadline_s = time.monotonic() + timeout_s
+        with ServerCalls(known, timeout_s) as calls:
             for stage in range(max(map(len, names))):
+                calls.timeout_s = max(0.1, deadline_s - time.monotonic())
                 # Where a server has fewer groups than another, its last one is named again and refused.
                 bodies = [{"group_name": own[min(stage, len(own) - 1)]} for own in names]
                 calls.accepts("/destroy_weights_update_group", bodies)

@@ -17,6 +17,8 @@ from typing import NamedTuple
 
 import torch
 
+from megatron_rl.system.http import ApiKey
+
 _MAX_NAMES_SHOWN = 8
 """Names an error spells out before it only counts."""
 
@@ -31,6 +33,8 @@ class ServerAddress(NamedTuple):
     """Changes when the server is started again: a new process knows nothing of an old sync group."""
     first_rank: int = 0
     """Colocated: the trainer rank on the device of the server's first worker; the next ranks go with the next workers."""
+    api_key: ApiKey = ApiKey()
+    """That the server's requests must carry."""
 
 
 class CoverageError(ValueError):

@@ -24,7 +24,7 @@ server's running requests finish. Trainer ranks that send nothing wait only insi
 
 import logging
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -43,6 +43,9 @@ from megatron_rl.weights.server_calls import ServerCallError, ServerCalls, wait_
 from megatron_rl.weights.sync_group import device_of
 
 logger = logging.getLogger(__name__)
+
+
+_CLOSE_TIMEOUT_S = 3.0
 
 
 class WeightSyncError(UserError, RuntimeError):
@@ -125,11 +128,14 @@ class WeightPublisher:
                 raise
         return transfer.result()
 
-    def close(self) -> None:
-        """Leave the groups on both sides; a server that does not answer any more is left alone."""
+    def close(self, lost_urls: Collection[str] = ()) -> None:
+        """Leave the groups on both sides, within seconds; a server that does not answer any more is left alone.
+
+        ``lost_urls``: servers that are not even asked.
+        """
         self._connections.close()
         try:
-            self._connections.leave_servers()
+            self._connections.leave_servers(min(self._timeout_s, _CLOSE_TIMEOUT_S), but=lost_urls)
         except ServerCallError as error:
             logger.warning("the weight sync group was not closed on every server: %s", error)
 

@@ -6,7 +6,7 @@ from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from typing import Any, Self
 
 from megatron_rl.errors import UserError
-from megatron_rl.system.http import HttpError, HttpSession, HttpThread, NoAnswer
+from megatron_rl.system.http import Answer, HttpError, HttpSession, HttpThread, NoAnswer, bearer
 from megatron_rl.weights.plan import ServerAddress
 
 _CONNECT_TIMEOUT_S = 10.0
@@ -25,6 +25,20 @@ _REFUSAL_REMEDIES = {
     "/update_weights_from_disk": "trainer and servers must see the folder under the same path",
 }
 """What to try when a server answers with an error."""
+_FIELDS: dict[str, dict[str, type]] = {
+    "/init_weights_update_group": {"success": bool},
+    "/begin_weight_update": {"success": bool},
+    "/update_weights_from_distributed": {"success": bool},
+    "/update_weights_from_tensor": {"success": bool},
+    "/update_weights_from_disk": {"success": bool},
+    "/end_weight_update": {"success": bool},
+    "/model_info": {"weight_version": str},
+    "/server_info": {"device": str, "dtype": str},
+    "/weights_checker": {"ranks": list},
+}
+"""What a good answer holds. A page of a gateway has none of it, and would pass for weights that arrived."""
+_TEXT_PATHS = frozenset(("/flush_cache",))
+_MAX_ANSWER_BYTES = 1 << 28
 _DEFAULT_REMEDY = "look into the server's log, restart it if it hangs or died, and publish again"
 
 
@@ -42,7 +56,7 @@ class ServerCalls:
     def __init__(self, servers: Sequence[ServerAddress], timeout_s: float) -> None:
         self.servers = tuple(servers)
         self.timeout_s = timeout_s
-        self._http = HttpThread(HttpSession(connect_timeout_s=_CONNECT_TIMEOUT_S))
+        self._http = HttpThread(HttpSession(connect_timeout_s=_CONNECT_TIMEOUT_S, max_answer_bytes=_MAX_ANSWER_BYTES))
         self._threads = ThreadPoolExecutor(1, thread_name_prefix="weight-sync")
 
     def __enter__(self) -> Self:
@@ -100,16 +114,17 @@ class ServerCalls:
         self, method: str, path: str, bodies: Sequence[dict[str, Any] | None], *, may_refuse: bool = False
     ) -> list[Future]:
         return [
-            self._http.submit(self._call(method, server.url, path, body, may_refuse))
+            self._http.submit(self._call(method, server, path, body, may_refuse))
             for server, body in zip(self.servers, bodies, strict=True)
         ]
 
     async def _call(
-        self, method: str, url: str, path: str, body: dict[str, Any] | None, may_refuse: bool
+        self, method: str, server: ServerAddress, path: str, body: dict[str, Any] | None, may_refuse: bool
     ) -> dict[str, Any] | None:
         """The answer's body ({} where it is no JSON object); None where the server refused and may."""
+        url, headers = server.url, bearer(server.api_key)
         try:
-            answer = await self._http.session.request(method, url + path, body, timeout_s=self.timeout_s)
+            answer = await self._http.session.request(method, url + path, body, timeout_s=self.timeout_s, headers=headers)
         except HttpError as error:
             if isinstance(error, NoAnswer) and error.timed_out:
                 remedy = _SILENCE_REMEDIES.get(path, _DEFAULT_REMEDY)
@@ -119,19 +134,34 @@ class ServerCalls:
             raise ServerCallError(
                 f"{url} is unreachable or died during {method} {path} ({error}); {_DEFAULT_REMEDY}"
             ) from error
-        try:
-            content = answer.json()
-        except (ValueError, RecursionError):
-            content = {}
-        if not isinstance(content, dict):
-            content = {}
-        if answer.status < 400:
+        is_json, content = _read(answer)
+        is_json = is_json or path in _TEXT_PATHS
+        if answer.status == 200 and content.get("success", True) is True:
+            missing = [name for name, kind in _FIELDS.get(path, {}).items() if not isinstance(content.get(name), kind)]
+            if missing or not is_json:
+                raise ServerCallError(
+                    f"{url} answered {method} {path} without {' and '.join(missing) or 'JSON'}, but with "
+                    f"{answer.text[:200]!r}; is it an SGLang server, of a version that requirements/ names?"
+                )
             return content
-        if may_refuse:
+        if answer.status in (401, 403):
+            remedy = "set rollout.api_key_env to the environment variable that holds the server's API key"
+            raise ServerCallError(f"{url} answered {method} {path} with {answer.status}: it refuses the key; {remedy}")
+        # A gateway's fault, or a redirect, is no refusal of the server's.
+        if may_refuse and answer.status in (200, 400, 404):
             return None
         said = content.get("message") or answer.text[:500]
         remedy = _REFUSAL_REMEDIES.get(path, _DEFAULT_REMEDY)
         raise ServerCallError(f"{url} answered {method} {path} with {answer.status}: {said}; {remedy}")
+
+
+def _read(answer: Answer) -> tuple[bool, dict[str, Any]]:
+    """Whether it is JSON; {} where it is no object: some answers are null."""
+    try:
+        content = answer.json()
+    except (ValueError, RecursionError):
+        return False, {}
+    return True, content if isinstance(content, dict) else {}
 
 
 def wait_for_all(futures: Sequence[Future], timeout_s: float, what: str) -> list[Any]:

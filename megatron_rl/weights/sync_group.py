@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore  # torch.distributed has them, but not for type checkers
 from torch.distributed import distributed_c10d
 
+from megatron_rl.system.stores import listening_store
 from megatron_rl.weights.plan import GroupSpec
 from megatron_rl.weights.server_calls import ServerCallError
 
@@ -28,19 +29,14 @@ class SyncGroup:
     def __init__(self, spec: GroupSpec, address: str | None = None) -> None:
         """``address``: where servers reach this process; None: the local address of the route towards them.
 
-        Raises OSError where there is no such route.
+        It listens there only. Raises OSError where there is no such route, or the address is not this machine's.
         """
         self.spec = spec
         self.address = address or _local_address_towards([server.url for server in spec.servers])
         self.connect_timeout_s = min(spec.timeout_s, MAX_CONNECT_S)
-        # Port 0: the store picks a free port itself, and never the one an earlier group may still occupy.
-        self._store: TCPStore | None = TCPStore(
-            self.address,
-            0,
-            spec.world_size,
-            is_master=True,
-            wait_for_workers=False,
-            timeout=timedelta(seconds=self.connect_timeout_s),
+        # A free port, and never the one an earlier group may still occupy.
+        self._store: TCPStore | None = listening_store(
+            self.address, world_size=spec.world_size, timeout_s=self.connect_timeout_s
         )
         self.port = self._store.port
         self._process_group: dist.ProcessGroup | None = None

@@ -64,7 +64,7 @@ def compare_checksums(
         try:
             answers = calls.post("/weights_checker", {"action": "checksum"})
             checksums = {
-                server.url: [rank["checksums"] for rank in answer["ranks"]]
+                server.url: _of_ranks(server.url, answer["ranks"])
                 for server, answer in zip(calls.servers, answers, strict=True)
             }
             infos = calls.get("/server_info")
@@ -76,6 +76,17 @@ def compare_checksums(
         return _compare_with_trainer(checksums, _SERVER_DTYPES.get(infos[0]["dtype"]), stream)
     walk_to_end(stream)
     return _compare_with_each_other(checksums, f"The servers were not compared with the trainer: {obstacle}.")
+
+
+def _of_ranks(url: str, ranks: list[Any]) -> list[dict[str, str]]:
+    """Each rank's checksums by parameter. Raises ServerCallError for another form."""
+    found = [rank.get("checksums") if isinstance(rank, dict) else None for rank in ranks]
+    if found and all(isinstance(own, dict) and set(map(type, own.values())) <= {str} for own in found):
+        return [own for own in found if own is not None]
+    raise ServerCallError(
+        f"{url} answered POST /weights_checker without the checksums of its ranks; is it an SGLang server, of a version that "
+        "requirements/ names?"
+    )
 
 
 class _ParameterHash:

@@ -1,8 +1,10 @@
 """The commands as a user runs them: two torchrun ranks, a real SGLang server, real MLflow; and what goes wrong."""
 
+import contextlib
 import json
 import os
 import random
+import re
 import signal
 import sqlite3
 import subprocess
@@ -102,6 +104,16 @@ def descendants(pid):
         return []
 
 
+def addresses_listened_on(pid):
+    """[address, process] of every port on which the run takes connections."""
+    found = set()
+    for process in (psutil.Process(pid), *descendants(pid)):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            connections = process.net_connections("inet")
+            found |= {(c.laddr.ip, process.name()) for c in connections if c.status == psutil.CONN_LISTEN}
+    return sorted(found)
+
+
 def wait_until(condition, process, what):
     deadline = time.monotonic() + TIMEOUT_S
     while not condition():
@@ -127,6 +139,7 @@ def finished_run(folder):
         wait_until(lambda: read_metrics(output_dir / "metrics.jsonl"), process, "the evaluation before training")
         servers = [p for p in descendants(process.pid) if "sglang" in " ".join(p.cmdline()) or "sglang" in p.name()]
         assert servers
+        (output_dir / "listeners.json").write_text(json.dumps(addresses_listened_on(process.pid)))
         for server in servers:
             if server.is_running():
                 server.kill()
@@ -152,6 +165,24 @@ def test_a_run_survives_the_death_of_its_server_and_loses_no_token(finished_run)
         # Every unfinished response filled its window, whatever happened to the server; first windows have 8 to 10 tokens.
         assert metrics["step/tokens_generated"] >= 8 * carried_on
         assert metrics["mismatch/max_abs_log_ratio"] < 1e-3
+
+
+def test_a_run_on_one_machine_takes_connections_from_that_machine_only(finished_run):
+    """SECURITY.md names no exception for such a run."""
+    listeners = json.loads((finished_run[0] / "listeners.json").read_text())
+    assert len(listeners) > 3  # the launcher, ranks, the server and its scheduler
+    assert {address for address, _ in listeners} == {"127.0.0.1"}
+
+
+def test_the_key_of_the_servers_stands_nowhere(finished_run):
+    """A run that names no key gives its servers a random one."""
+    output_dir, output = finished_run
+    log = (output_dir / "logs" / "sglang-0.log").read_text()
+    (key,) = set(re.findall(r"'api_key': '([0-9a-f]{64})'", log))
+    assert (output_dir / "logs" / "sglang-0.log").stat().st_mode & 0o077 == 0
+    others = [path for path in output_dir.rglob("*") if path.is_file() and path.suffix != ".log"]
+    assert len(others) > 5 and not [path for path in others if key.encode() in path.read_bytes()]
+    assert key not in output
 
 
 def test_megatron_and_sglang_are_compared_before_training(finished_run):

@@ -1,10 +1,12 @@
 """Where servers are: their addresses, and which rank shares its device with which server."""
 
+import os
 from collections.abc import Iterator
 
 from megatron_rl.config.derived import server_placement
 from megatron_rl.config.schema import RolloutConfig, WeightSync
 
+_KEY_FLAGS = ("api-key", "admin-api-key")
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
@@ -14,8 +16,25 @@ def address_problems(rollout: RolloutConfig) -> Iterator[str]:
         for url in rollout.urls
         if not url.startswith(("http://", "https://"))
     )
+    yield from key_problems(rollout)
     if rollout.port > 65535 - rollout.num_servers:
         yield f"rollout.port: expected 0 (any free port) or a port up to {65535 - rollout.num_servers}, got {rollout.port}"
+
+
+def key_problems(rollout: RolloutConfig) -> Iterator[str]:
+    key = os.environ.get(rollout.api_key_env, "").strip() if rollout.api_key_env else ""
+    if rollout.api_key_env and not key:
+        yield f"rollout.api_key_env: the environment variable {rollout.api_key_env} is not set; export it with the servers' key"
+    elif key.startswith("-") or not (key.isascii() and key.isprintable()) or " " in key:
+        yield (
+            f"rollout.api_key_env: the key in {rollout.api_key_env} must be ASCII without spaces, and not begin with a dash: "
+            "it travels in a header and on SGLang's command line"
+        )
+    if named := [name for name in rollout.server_args if name.lstrip("-").replace("_", "-") in _KEY_FLAGS]:
+        yield (
+            f"rollout.server_args: {named[0]} would stand in recipes and process lists; export the key in an environment "
+            "variable and name that in rollout.api_key_env"
+        )
 
 
 def placement_problems(rollout: RolloutConfig, num_ranks: int) -> Iterator[str]:

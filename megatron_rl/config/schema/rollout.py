@@ -110,5 +110,8 @@ class RolloutConfig:
     """Prompts whose responses are compared in that check."""
     parity_every_steps: int = at_least(0, default=100)
     """Compare again after every so many steps (health.parity says what a difference does); 0 means only before the first."""
+    api_key_env: str = ""
+    """Name of the environment variable that holds the servers' API key; empty: servers that the run starts get a random
+    one, attached ones are asked without."""
     server_args: dict[str, Any] = field(default_factory=dict)
     """More SGLang server options, as flag name without dashes: value (true for a bare flag)."""

@@ -1,8 +1,10 @@
 """What an SGLang server is started with: its command line and its environment. Pure."""
 
+import json
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from megatron_rl.rollout.sglang.routes import SERVER_FLAG
@@ -43,8 +45,11 @@ class ServerOptions:
     """More environment variables, e.g. CUDA_VISIBLE_DEVICES."""
 
 
-def server_command(options: ServerOptions, port: int) -> list[str]:
-    """The command line of a server; ``server_args`` come last and win over what is set here."""
+def server_command(options: ServerOptions, port: int, config_file: str = "") -> list[str]:
+    """The command line of a server; ``server_args`` come last and win over what is set here.
+
+    ``config_file``: of ``secret_config``, for what a command line would show to everybody on the machine.
+    """
     flags: dict[str, Any] = {
         "model-path": options.model_path,
         "host": options.host,
@@ -67,7 +72,9 @@ def server_command(options: ServerOptions, port: int) -> list[str]:
     else:
         flags["base-gpu-id"] = options.first_gpu
         flags["enable-memory-saver"] = options.can_sleep
-    flags |= {name.lstrip("-").replace("_", "-"): value for name, value in options.server_args.items()}
+    flags |= _given_flags(options)
+    if config_file:
+        flags["config"] = config_file
     command = [sys.executable, "-m", "sglang.launch_server"]
     for name, value in flags.items():
         if value is None or value is False:
@@ -77,6 +84,16 @@ def server_command(options: ServerOptions, port: int) -> list[str]:
             values = value if isinstance(value, (list, tuple)) else [value]
             command += [str(item) for item in values]
     return command
+
+
+def secret_config(options: ServerOptions) -> str:
+    """The server's configuration file (YAML) with the API key; a file that server_args name is taken over."""
+    given = _given_flags(options).get("config")
+    return f"api-key: {json.dumps(options.api_key)}\n" + (Path(given).read_text() if given else "")
+
+
+def _given_flags(options: ServerOptions) -> dict[str, Any]:
+    return {name.lstrip("-").replace("_", "-"): value for name, value in options.server_args.items()}
 
 
 def server_environment(options: ServerOptions, base: Mapping[str, str], cores: Sequence[int]) -> dict[str, str]:

@@ -12,6 +12,7 @@ weight-sync group, current weights) sees that it is gone. Every wait has a deadl
 import contextlib
 import logging
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -25,7 +26,14 @@ import psutil
 
 from megatron_rl.errors import UserError
 from megatron_rl.rollout.sglang.diagnosis import last_lines, port_taken, start_failure
+from megatron_rl.rollout.sglang.leftovers import (
+    forget_shared_memory,
+    remove_shared_memory,
+    temporary_files_in,
+    write_secret,
+)
 from megatron_rl.rollout.sglang.options import ServerOptions, server_command, server_environment
+from megatron_rl.system.files import new_temporary_folder
 from megatron_rl.system.http import HttpError, bearer, get_once
 
 logger = logging.getLogger(__name__)
@@ -46,12 +54,17 @@ class ServerError(UserError, RuntimeError):
 
 # Runs before the server in its process: ask the kernel to kill it when its parent dies, then become the server.
 # It cannot be a function called between fork and exec: the trainer has threads, and Python is not safe there.
+# SGLang's workers meet in a file that has no name and goes with the process. Its own way is a TCPStore, which listens on
+# all addresses and asks nobody who he is.
 _DIE_WITH_PARENT = """
 import ctypes, os, signal, sys
 PR_SET_PDEATHSIG = 1
 ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 if os.getppid() != int(sys.argv[1]):
     sys.exit("the process that started this server died")
+if "--dist-init-addr" not in sys.argv:
+    store = f"file:///proc/{os.getpid()}/fd/{os.memfd_create('store', 0)}"
+    os.environ.setdefault("SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE", store)
 os.execv(sys.argv[2], sys.argv[2:])
 """
 
@@ -83,6 +96,8 @@ class SglangServer:
         self._abandoned = threading.Event()
         self._started_at = 0.0
         self._log_start = 0
+        self._folder: Path | None = None
+        """Of the process's temporary files."""
 
     @property
     def url(self) -> str:
@@ -117,7 +132,8 @@ class SglangServer:
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         self._log_start = self.log_path.stat().st_size if self.log_path.exists() else 0
         self._started_at = time.monotonic()
-        self._process = self._spawn_watched(server_command(self.options, self.port))
+        self._folder = new_temporary_folder("sglang")
+        self._process = self._spawn_watched(server_command(self.options, self.port, write_secret(self.options, self._folder)))
         self.incarnation += 1
 
     def wait_ready(self, while_waiting: Callable[[], None] = lambda: None) -> None:
@@ -129,8 +145,10 @@ class SglangServer:
         for attempt in range(1, _MAX_PORT_ATTEMPTS + 1):
             exit_code = self._wait_healthy(while_waiting)
             if exit_code is None:
+                if self.pid is not None:
+                    forget_shared_memory(group_members(self.pid), self.url, self.options)
                 return
-            log = last_lines(self.log_path, self._log_start)
+            log = self._last_lines()
             # SGLang goes on for a while without its port, and what it says then hides the reason.
             lost_port = port_taken(last_lines(self.log_path, self._log_start, count=1000))
             self.stop()
@@ -179,8 +197,17 @@ class SglangServer:
                 process.wait(grace_s)
             except subprocess.TimeoutExpired:
                 logger.warning("server %s did not stop within %.0f s and is killed", self.url, grace_s)
+        pids = group_members(process.pid)
         _kill_group(process.pid)
         process.wait()
+        remove_shared_memory(pids)
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _last_lines(self, count: int = 25) -> str:
+        """Of this process's log, fit to be shown."""
+        lines = last_lines(self.log_path, self._log_start, count)
+        return lines.replace(self.options.api_key, "***") if self.options.api_key else lines
 
     def __enter__(self) -> "SglangServer":
         self.start()
@@ -218,14 +245,16 @@ class SglangServer:
         return started[0]
 
     def _popen(self, command: list[str]) -> subprocess.Popen[bytes]:
-        cores = sorted(os.sched_getaffinity(0))
-        with self.log_path.open("ab") as log:
+        assert self._folder is not None, "spawn() makes it"
+        environment = server_environment(self.options, os.environ, sorted(os.sched_getaffinity(0)))
+        # SGLang writes its options into the log, the key among them.
+        with open(self.log_path, "ab", opener=lambda path, flags: os.open(path, flags, 0o600)) as log:
             return subprocess.Popen(
                 [sys.executable, "-S", "-c", _DIE_WITH_PARENT, str(os.getpid()), *command],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env=server_environment(self.options, os.environ, cores),
+                env=environment | temporary_files_in(self._folder),
                 start_new_session=True,  # a group of its own, and Ctrl-C in the terminal reaches the trainer only
             )
 
@@ -246,7 +275,7 @@ class SglangServer:
                 return None
             waited_s = time.monotonic() - self._started_at
             if waited_s > self.start_timeout_s:
-                log = last_lines(self.log_path, self._log_start)
+                log = self._last_lines()
                 self.stop(grace_s=0.0)
                 raise ServerError(
                     f"server {self.url} did not answer within {self.start_timeout_s:.0f} s of its start and was "
@@ -255,7 +284,7 @@ class SglangServer:
                 )
             if time.monotonic() > next_progress:
                 next_progress += _PROGRESS_S
-                newest = last_lines(self.log_path, self._log_start, count=1)
+                newest = self._last_lines(count=1)
                 self._progress(f"waiting for server {self.url} ({waited_s:.0f} s): {newest[:160]}")
             if self._abandoned.wait(_POLL_S):
                 raise ServerError(f"server {self.url} is not waited for any more: the run ends")
@@ -283,7 +312,7 @@ def serve(options: ServerOptions, log_path: str | Path, *, start_timeout_s: floa
         _say(f"server {server.url} is ready (model {options.model_path}, log {log_path}); Ctrl-C stops it")
         while server.alive():
             time.sleep(_POLL_S)
-        _say(f"server {server.url} ended by itself; its log {log_path} ends:\n{last_lines(Path(log_path), 0)}")
+        _say(f"server {server.url} ended by itself; its log {log_path} ends:\n{server._last_lines()}")
         return 1
     except KeyboardInterrupt:
         _say("stopping")

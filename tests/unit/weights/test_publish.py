@@ -165,7 +165,7 @@ def test_a_server_that_is_still_busy_with_its_last_answer_is_asked_again_before_
         if path == "/flush_cache" and refusals:
             refusals.pop()
             return web.json_response({}, status=400)
-        return {"weight_version": "3"}
+        return {"weight_version": "3", "success": True}
 
     with local_service(answer) as service:
         publisher = WeightPublisher(64, 5.0, method=WeightMethod.disk, folder=tmp_path)
