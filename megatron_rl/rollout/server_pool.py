@@ -26,6 +26,8 @@ class Server(Protocol):
     incarnation: int
     is_ours: bool
     """Started here, so that it can be started again."""
+    num_restarts: int
+    """In this run, also before it was interrupted."""
 
     @property
     def url(self) -> str: ...

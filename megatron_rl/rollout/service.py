@@ -95,6 +95,16 @@ class RolloutService:
         """Of servers, in this run."""
         return self._live.num_restarts
 
+    def restarts(self) -> list[int]:
+        """Of each server so far, for a checkpoint."""
+        return [server.num_restarts for server in self._servers.servers]
+
+    def count_restarts(self, earlier: Sequence[int]) -> None:
+        """What ``restarts`` gave before the run was interrupted counts against ``max_restarts`` too."""
+        for server, number in zip(self._servers.servers, earlier, strict=False):
+            server.num_restarts += number
+        self._live.num_restarts += sum(earlier)
+
     @property
     def num_live_servers(self) -> int:
         """Servers that get requests now."""

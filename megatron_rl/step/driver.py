@@ -105,6 +105,7 @@ def _drive(config: Config, group: TrainerGroup, signals: StopSignals, *, freeze_
         rewards = stack.enter_context(build_rewards(config.reward))
         rollout = stack.enter_context(_rollout(config, group, inputs, event_loop, runner, recorder))
         rollout.weight_version = restored["weight_version"]
+        rollout.count_restarts(restored.get("server_restarts", []))
         parts = _parts(config, group, inputs, rollout, rewards, recorder, saver, runner)
         if freeze_policy:
             parts = replace(parts, settling=_settling(config))

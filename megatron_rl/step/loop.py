@@ -253,6 +253,7 @@ class TrainingLoop:
             "kl": state.kl_state,
             "settling": parts.settling.state() if parts.settling else None,
             "watchdog": parts.watchdog.state(),
+            "server_restarts": parts.rollout.restarts(),
             # For a run that is killed before it has written them down.
             "metrics": state.metrics,
         }

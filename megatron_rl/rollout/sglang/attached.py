@@ -28,6 +28,7 @@ class AttachedServer:
         self.url = url.rstrip("/")
         self.timeout_s = timeout_s
         self.incarnation = 1
+        self.num_restarts = 0
         self._api_key = api_key
         self._progress = progress
         self._abandoned = threading.Event()
@@ -63,6 +64,7 @@ class AttachedServer:
             if self._abandoned.wait(_POLL_S):
                 raise ServerError(f"server {self.url} is not waited for any more: the run ends")
             while_waiting()
+        self.num_restarts += 1
 
     def abandon(self) -> None:
         """The run ends: wait no longer."""

@@ -1,16 +1,22 @@
 """Laws of server start-up that need no server: command line, environment, refusals and diagnosis."""
 
+import re
 import socket
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
+import yaml
 
+from megatron_rl import cli
+from megatron_rl.config.checks.servers import address_problems
 from megatron_rl.config.schema import RolloutConfig
 from megatron_rl.rollout import server_pool as pool
 from megatron_rl.rollout.server_pool import ServerPool
 from megatron_rl.rollout.sglang.diagnosis import last_lines, port_taken, remedy, start_failure
+from megatron_rl.rollout.sglang.leftovers import write_secret
 from megatron_rl.rollout.sglang.options import ServerOptions, server_command, server_environment
 from megatron_rl.rollout.sglang.server import ServerError, SglangServer, free_port, group_members, port_is_free
 
@@ -206,3 +212,60 @@ def test_last_lines_begin_after_the_earlier_runs_and_are_cut(tmp_path):
     assert lines == ["line 48", "line 49", "x" * 500]
     assert "old run" not in last_lines(log, start, count=1000)
     assert last_lines(tmp_path / "absent", 0) == ""
+
+
+def test_a_key_is_in_no_command_line_environment_or_repr(tmp_path):
+    options = ServerOptions("/m", api_key="s3cret", server_args={"mem-fraction-static": 0.5})
+    path = write_secret(options, tmp_path)
+    command = server_command(options, 1234, path)
+    assert flags_of(command)["--config"] == [path] and path.startswith(str(tmp_path)) and path.endswith(".yaml")
+    assert Path(path).stat().st_mode & 0o077 == 0
+    assert yaml.safe_load(Path(path).read_text()) == {"api-key": "s3cret"}
+    shown = [" ".join(command), repr(options), str(server_environment(options, {}, [0]))]
+    assert not [text for text in shown if "s3cret" in text]
+    assert write_secret(ServerOptions("/m"), tmp_path) == ""
+    assert "--config" not in flags_of(server_command(ServerOptions("/m"), 1))
+
+
+def test_a_configuration_file_of_the_users_is_taken_over(tmp_path):
+    (tmp_path / "own.yaml").write_text("mem-fraction-static: 0.5\n")
+    (tmp_path / "private").mkdir()
+    options = ServerOptions("/m", api_key="k", server_args={"config": str(tmp_path / "own.yaml")})
+    path = write_secret(options, tmp_path / "private")
+    assert yaml.safe_load(Path(path).read_text()) == {"api-key": "k", "mem-fraction-static": 0.5}
+    assert flags_of(server_command(options, 1, path))["--config"] == [path]
+
+
+def test_nothing_is_started_again_once_the_run_ends(tmp_path, model_folder):
+    server = SglangServer(ServerOptions(model_folder), tmp_path / "log")
+    server.abandon()
+    with pytest.raises(ServerError, match="the run ends"):
+        server.restart()
+    assert server.pid is None
+
+
+@pytest.mark.parametrize(
+    ("key", "server_args", "names"),
+    [
+        (None, {}, "environment variable RUN_KEY is not set"),
+        ("  ", {}, "is not set"),
+        ("-x", {}, "not begin with a dash"),
+        ("a b", {}, "without spaces"),
+        ("ключ", {}, "ASCII"),
+        ("good", {"api_key": "x"}, "api_key would stand in recipes"),
+        ("good", {"--admin-api-key": "x"}, "process lists"),
+    ],
+)
+def test_a_key_that_cannot_travel_or_would_be_seen_is_refused(monkeypatch, key, server_args, names):
+    monkeypatch.delenv("RUN_KEY", raising=False)
+    if key is not None:
+        monkeypatch.setenv("RUN_KEY", key)
+    (problem,) = address_problems(RolloutConfig(api_key_env="RUN_KEY", server_args=server_args))
+    assert re.search(names, problem)
+
+
+@pytest.mark.parametrize(("host", "words"), [("0.0.0.0", []), ("10.0.0.7", []), ("127.0.0.1", ["--api-key-env", "NO_SUCH"])])
+def test_serve_refuses_a_door_without_a_key(host, words, capsys, monkeypatch):
+    monkeypatch.delenv("NO_SUCH", raising=False)
+    assert cli.main(["serve", "--model-path", "/m", "--host", host, *words]) == 2
+    assert "api-key-env" in capsys.readouterr().err
