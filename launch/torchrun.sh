@@ -4,8 +4,12 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source launch/env.sh
+if [ "${NUM_NODES:-1}" = 1 ]; then
+    meet=(--standalone)  # at 127.0.0.1
+else
+    meet=(--nnodes "$NUM_NODES" --node-rank "${NODE_RANK:-0}"
+        --master-addr "${MASTER_ADDR:-127.0.0.1}" --master-port "${MASTER_PORT:-29500}")
+fi
 # torchrun, but a stop signal is the driver's, which saves and leaves: torchrun itself would kill the ranks 30 s later.
-exec "$VENV/bin/python" -m megatron_rl.system.torchrun \
-    --nnodes "${NUM_NODES:-1}" --node-rank "${NODE_RANK:-0}" --nproc-per-node "${RANKS_PER_NODE:-$DEFAULT_RANKS_PER_NODE}" \
-    --master-addr "${MASTER_ADDR:-127.0.0.1}" --master-port "${MASTER_PORT:-29500}" \
-    --module megatron_rl.cli "$@"
+exec "$VENV/bin/python" -m megatron_rl.system.torchrun "${meet[@]}" \
+    --nproc-per-node "${RANKS_PER_NODE:-$DEFAULT_RANKS_PER_NODE}" --module megatron_rl.cli "$@"

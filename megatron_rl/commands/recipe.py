@@ -2,11 +2,14 @@
 
 import argparse
 import os
+import socket
 from collections.abc import Callable, Sequence
 from typing import Any
+from urllib.parse import urlsplit
 
 from megatron_rl.commands.model_checks import check_models
 from megatron_rl.config.checks import check_config
+from megatron_rl.config.checks.servers import LOOPBACK
 from megatron_rl.config.load import load_config
 from megatron_rl.config.schema import Config
 from megatron_rl.errors import ConfigError
@@ -14,6 +17,7 @@ from megatron_rl.system.signals import StopRequested, stopped_by_signals
 
 _CHECKED = "MEGATRON_RL_INPUTS_ARE_CHECKED"
 """Set for the ranks by the process that has read all data files before it started them."""
+_LOOPBACK_INTERFACE = "lo"
 
 
 def add_recipe(parser: argparse.ArgumentParser) -> None:
@@ -79,6 +83,7 @@ def _run_on_ranks(
         from megatron_rl.run.output import check_output_dir
 
         check_output_dir(config)
+    _stay_on_this_machine(config)
     if not is_rank and config.parallel.num_ranks > 1:
         from megatron_rl.system.torchrun import run_under_torchrun
 
@@ -90,6 +95,14 @@ def _run_on_ranks(
             del os.environ[_CHECKED]
     work(config)
     return 0
+
+
+def _stay_on_this_machine(config: Config) -> None:
+    """Where all ranks and servers are here, gloo listens here only; else it takes the interface of the host's name."""
+    one_machine = os.environ.get("LOCAL_WORLD_SIZE", "1") == os.environ.get("WORLD_SIZE", "1")
+    addresses = [config.rollout.host, *(urlsplit(url).hostname for url in config.rollout.urls)]
+    if one_machine and set(addresses) <= set(LOOPBACK) and _LOOPBACK_INTERFACE in dict(socket.if_nameindex()).values():
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", _LOOPBACK_INTERFACE)
 
 
 def _check_megatron_fields(config: Config) -> None:

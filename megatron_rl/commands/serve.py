@@ -4,10 +4,8 @@ import argparse
 import os
 from pathlib import Path
 
+from megatron_rl.config.checks.servers import LOOPBACK
 from megatron_rl.errors import UserError
-
-_LOOPBACK = ("127.0.0.1", "::1", "localhost")
-
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -56,7 +54,7 @@ def _api_key(arguments: argparse.Namespace) -> str:
         raise UserError(f"--api-key-env {name}: this environment variable is not set; export it with the key")
     if key.startswith("-") or not (key.isascii() and key.isprintable()) or " " in key:
         raise UserError(f"--api-key-env {name}: the key must be ASCII without spaces, and not begin with a dash")
-    if not key and arguments.host not in _LOOPBACK and not arguments.without_api_key:
+    if not key and arguments.host not in LOOPBACK and not arguments.without_api_key:
         raise UserError(
             f"--host {arguments.host}: whoever reaches this server could change its weights. Export a key (openssl rand -hex "
             "32) on this machine and the trainer's, and name its variable: --api-key-env here, rollout.api_key_env there. "

@@ -30,21 +30,23 @@ _USERS_MISTAKE = 2
 def run_under_torchrun(num_ranks: int, arguments: Sequence[str]) -> int:
     """Run ``megatron-rl <arguments>`` on num_ranks ranks of this machine; returns the exit status of what ended the run."""
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // num_ranks)))
-    from megatron_rl.system.stores import LOCAL_RENDEZVOUS, register_local_rendezvous
-
-    register_local_rendezvous()
-    meet = ["--rdzv-backend", LOCAL_RENDEZVOUS, "--rdzv-id", uuid.uuid4().hex]
-    return launch([*meet, "--nproc-per-node", str(num_ranks), "--module", "megatron_rl.cli", *arguments])
+    return launch(["--standalone", "--nproc-per-node", str(num_ranks), "--module", "megatron_rl.cli", *arguments])
 
 
 def launch(arguments: Sequence[str]) -> int:
-    """torchrun with ``arguments``; the exit status as in ``run_under_torchrun``."""
+    """torchrun with ``arguments`` (``--standalone``, where it is there, comes first); the exit status as in ``run_under_torchrun``."""
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main as torchrun
+
+    from megatron_rl.system.stores import LOCAL_RENDEZVOUS, register_local_rendezvous
 
     # The ranks say themselves why they failed; the launcher's own account of it only buries that.
     for name in ("agent.server.api", "multiprocessing.api"):
         logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(logging.CRITICAL)
+    if arguments[:1] == ["--standalone"]:
+        # torchrun's own store for one machine listens on all of its addresses.
+        register_local_rendezvous()
+        arguments = ["--rdzv-backend", LOCAL_RENDEZVOUS, "--rdzv-id", uuid.uuid4().hex, *arguments[1:]]
     with _temporary_folder() as folder, _Forwarder().installed() as forwarder:
         try:
             # SIGQUIT alone is left to torchrun, which insists on one.

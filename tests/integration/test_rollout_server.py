@@ -20,7 +20,7 @@ from megatron_rl.cpu.torchvision import declare_torchvision_ops
 from megatron_rl.rollout.server_pool import ServerPool
 from megatron_rl.rollout.sglang.client import ServerLost, SglangClient
 from megatron_rl.rollout.sglang.options import ServerOptions
-from megatron_rl.rollout.sglang.server import ServerError, SglangServer, group_members
+from megatron_rl.rollout.sglang.server import ServerError, SglangServer, group_members, is_healthy
 from megatron_rl.rollout.sglang.wire import Generation, GenerationRequest, RequestRejected
 from tests.tiny_models import DEFAULT_CONFIG, make_tiny_model
 
@@ -222,6 +222,34 @@ def test_an_unknown_model_type_is_an_error_that_says_so(model_path, tmp_path):
     with pytest.raises(ServerError, match="(?s)exited with code.*Likely remedy.*model_type.*strange"):
         server.start()
     assert server.pid is None
+
+
+def test_a_full_engine_is_not_hung_and_a_stopped_one_is_found_behind_its_healthy_page(server):
+    """The process that answers HTTP lives on; only the scheduler is stopped."""
+
+    async def scenario(client: SglangClient) -> list[Generation]:
+        calls = [client.generate(request_of(f"busy-{i}", seed=i, max_new_tokens=100)) for i in range(4)]
+        busy = await asyncio.gather(*calls)
+        assert client.live_urls == [server.url]
+        (scheduler,) = [p for p in map(psutil.Process, group_members(server.pid)) if "scheduler" in p.name()]
+        scheduler.suspend()
+        try:
+            began = time.monotonic()
+            with pytest.raises(ServerLost, match="its engine hangs"):
+                await client.generate(request_of("hung"))
+            assert server.alive() and is_healthy(server.url, 5.0) and not await asyncio.to_thread(server.healthy)
+            assert time.monotonic() - began < 60  # far below request_timeout_s
+        finally:
+            scheduler.resume()
+        client.restore(server.url)
+        return [*busy, await client.generate(request_of("again", seed=0, max_new_tokens=100))]
+
+    slow_down(server.url, 0.12)
+    try:
+        answers = run(server.url, scenario, hang_timeout_s=8.0)
+    finally:
+        slow_down(server.url, 0.0)
+    assert answers[-1].token_ids == answers[0].token_ids
 
 
 def test_a_killed_server_is_reported_restarted_and_serves_on(server):

@@ -7,7 +7,7 @@ from megatron_rl.config.derived import server_placement
 from megatron_rl.config.schema import RolloutConfig, WeightSync
 
 _KEY_FLAGS = ("api-key", "admin-api-key")
-_LOOPBACK = ("127.0.0.1", "::1", "localhost")
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
 def address_problems(rollout: RolloutConfig) -> Iterator[str]:
@@ -52,7 +52,7 @@ def placement_problems(rollout: RolloutConfig, num_ranks: int) -> Iterator[str]:
             f"{num_servers} x rollout.tensor_parallel_size {size} = {num_servers * size} is not the {num_ranks} trainer "
             f"ranks; {remedy}"
         )
-    if not rollout.urls and rollout.host not in _LOOPBACK:
+    if not rollout.urls and rollout.host not in LOOPBACK:
         yield (
             f"rollout.host={rollout.host}: colocated servers read pickles that anyone who reaches their port could send; "
             "leave it at 127.0.0.1"

@@ -55,9 +55,8 @@ print("rank", dist.get_rank(), "listens", *sorted(found), flush=True)
 def test_ranks_started_here_meet_on_this_machine_alone(tmp_path):
     program = (
         "import sys\n"
-        "from megatron_rl.system import stores, torchrun\n"
-        "stores.register_local_rendezvous()\n"
-        "sys.exit(torchrun.launch(['--rdzv-backend', stores.LOCAL_RENDEZVOUS, '--nproc-per-node', '2', sys.argv[1]]))\n"
+        "from megatron_rl.system import torchrun\n"
+        "sys.exit(torchrun.launch(['--standalone', '--nproc-per-node', '2', sys.argv[1]]))\n"
     )
     (tmp_path / "ranks.py").write_text(RANKS)
     command = [sys.executable, "-c", program, str(tmp_path / "ranks.py")]
