@@ -12,7 +12,7 @@ from megatron_rl.config.checks import check_config
 from megatron_rl.config.checks.servers import LOOPBACK
 from megatron_rl.config.load import load_config
 from megatron_rl.config.schema import Config
-from megatron_rl.errors import ConfigError
+from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.system.signals import StopRequested, stopped_by_signals
 
 _CHECKED = "MEGATRON_RL_INPUTS_ARE_CHECKED"
@@ -134,6 +134,12 @@ def check_rl_inputs(config: Config) -> None:
     num_by_type = check_files(data.train_files, data, with_response=False, takes_images=takes_images)
     check_mixtures(data.mixture, data.curriculum, num_by_type)
     check_types(config.reward, num_by_type)
+    unknown = set(config.batch.num_samples_by_type) - {*num_by_type, *config.reward.by_type}
+    if unknown:
+        raise DataError(
+            f"batch.num_samples_by_type: no prompt has the type {', '.join(map(repr, sorted(unknown)))}; the types in "
+            f"data.train_files are {', '.join(map(repr, sorted(num_by_type)))}"
+        )
     for eval_set in eval_sets(config).values():
         num_by_type = check_files(eval_set.files, data, with_response=False, takes_images=takes_images)
         check_types(config.reward, num_by_type)

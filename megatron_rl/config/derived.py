@@ -5,7 +5,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.config.schema import Config, EvalSetConfig, KlPlace, Mode, Placement, RolloutConfig
+from megatron_rl.config.schema import BatchConfig, Config, EvalSetConfig, KlPlace, Mode, Placement, RolloutConfig
 from megatron_rl.errors import ConfigError, ModelError
 from megatron_rl.families.facts import has_vision, read_model_json
 
@@ -45,6 +45,11 @@ def needs_greedy(config: Config) -> bool:
 def needs_reference(config: Config) -> bool:
     """Whether the run has a reference policy: KL acts somewhere."""
     return config.algorithm.kl.place is not KlPlace.none
+
+
+def block_size(batch: BatchConfig) -> int:
+    """Responses that go together so that groups of all sizes fill a step exactly: those of the largest group."""
+    return max(batch.num_samples_per_prompt, *batch.num_samples_by_type.values(), 1)
 
 
 def num_responses_per_step(config: Config) -> int:

@@ -41,6 +41,7 @@ def batch_arithmetic(config: Config, world_size: int) -> list[Quantity]:
     batch, ranks = config.batch, data_parallel_size(config.parallel, world_size)
     critic_ranks = data_parallel_size(critic_layout(config), world_size)
     samples = num_responses_per_step(config)
+    smallest = min([batch.num_samples_per_prompt, *batch.num_samples_by_type.values()])
     window = effective_window_tokens(config)
     longest = batch.max_prompt_tokens + batch.max_response_tokens
     budget = batch.max_tokens_per_microbatch
@@ -54,7 +55,7 @@ def batch_arithmetic(config: Config, world_size: int) -> list[Quantity]:
     per_micro = max(1, budget // longest)
     updates = f"{math.ceil(samples / minibatch):,}"
     rows = [
-        row("prompts", batch.num_prompts_per_step, 0),
+        row("prompts", samples // smallest, 0, "up to " if batch.num_samples_by_type else ""),
         row("samples (slots)", samples, per_micro),
         row("new tokens (window)", samples * window, min(budget, per_micro * window), "up to "),
         row("trained sequence tokens", samples * longest, max(budget, longest), "up to "),

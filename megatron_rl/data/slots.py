@@ -3,14 +3,20 @@
 Laws: every step works on exactly ``num_slots`` trajectories; unfinished ones come first, in the order in which they
 were started, and fresh prompts fill the rest; a trajectory leaves only when it is finished or discarded by name; none
 is lost or doubled.
+
+Prompts of some types may have fewer samples than others. Groups of one size begin together, as many as make up the
+largest group: a block. So a pool that is empty is filled with whole groups, and every prompt begins in the order of its
+size's draws; the first ones of a block wait for the others.
 """
 
-from collections import deque
-from collections.abc import Callable, Iterable
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain
 from typing import Any, Protocol
 
 from megatron_rl.data.sampler import PromptSampler
 from megatron_rl.data.trajectory import Prompt, Trajectory
+from megatron_rl.errors import DataError
 
 
 class _StartTrajectory(Protocol):
@@ -20,13 +26,28 @@ class _StartTrajectory(Protocol):
 
 
 class SlotPool:
+    """``num_samples_by_type``: of the types that do not have ``num_samples_per_prompt``.
+
+    Every number of samples divides the largest, and that divides ``num_slots``.
+    """
+
     def __init__(
-        self, sampler: PromptSampler, start: _StartTrajectory, *, num_slots: int, num_samples_per_prompt: int
+        self,
+        sampler: PromptSampler,
+        start: _StartTrajectory,
+        *,
+        num_slots: int,
+        num_samples_per_prompt: int,
+        num_samples_by_type: Mapping[str, int] | None = None,
     ) -> None:
         self._sampler = sampler
         self._start = start
         self._num_slots = num_slots
         self._num_samples = num_samples_per_prompt
+        self._by_type = dict(num_samples_by_type or {})
+        self._block_size = max(num_samples_per_prompt, *self._by_type.values(), 1)
+        self._waiting: dict[int, list[Trajectory]] = {}
+        """By number of samples: groups that wait for their block to be full."""
         self._slots: list[Trajectory] = []
         self._fresh: deque[Trajectory] = deque()
         self._next_id = 0
@@ -36,7 +57,7 @@ class SlotPool:
         """The trajectories of ``step``: carried ones, then fresh ones; always num_slots of them."""
         while len(self._slots) < self._num_slots:
             if not self._fresh:
-                self._start_group(self._sampler.draw(step))
+                self._start_block(step)
             self._slots.append(self._fresh.popleft())
         return list(self._slots)
 
@@ -58,13 +79,40 @@ class SlotPool:
     @property
     def prompts(self) -> list[Prompt]:
         """Those of the responses in progress and of those that come next."""
-        return [trajectory.prompt for trajectory in (*self._slots, *self._fresh)]
+        return [trajectory.prompt for trajectory in (*self._slots, *self._fresh, *chain(*self._waiting.values()))]
 
-    def _start_group(self, prompt: Prompt) -> None:
-        for sample_index in range(self._num_samples):
-            self._fresh.append(self._start(prompt, self._next_id, group_id=self._next_group, sample_index=sample_index))
-            self._next_id += 1
-        self._next_group += 1
+    def _start_block(self, step: int) -> None:
+        """Draw prompts until there is a block of one size."""
+        while True:
+            prompt = self._sampler.draw(step)
+            size = self._group_size(prompt)
+            waiting = self._waiting.setdefault(size, [])
+            waiting += self._new_group(prompt, size)
+            if len(waiting) == self._block_size:
+                self._fresh.extend(self._waiting.pop(size))
+                return
+
+    def _new_group(self, prompt: Prompt, size: int) -> list[Trajectory]:
+        first, group = self._next_id, self._next_group
+        self._next_id, self._next_group = first + size, group + 1
+        return [self._start(prompt, first + i, group_id=group, sample_index=i) for i in range(size)]
+
+    def _by_size(self, waiting: Sequence[Trajectory]) -> dict[int, list[Trajectory]]:
+        """What waits in a checkpoint; DataError when its groups have other sizes than now."""
+        found: dict[int, list[Trajectory]] = {}
+        members = Counter(t.group_id for t in waiting)
+        for t in waiting:
+            size = self._group_size(t.prompt)
+            if members[t.group_id] != size or self._block_size % size:
+                raise DataError(
+                    f"batch.num_samples_by_type: in the checkpoint {members[t.group_id]} responses to a prompt of type "
+                    f"{t.prompt.type!r} wait, but it has {size} now; resume with the numbers of then, or start a new run"
+                )
+            found.setdefault(size, []).append(t)
+        return found
+
+    def _group_size(self, prompt: Prompt) -> int:
+        return self._by_type.get(prompt.type, self._num_samples)
 
     def state(self) -> dict[str, Any]:
         """JSON-ready; contains mid-response trajectories whole."""
@@ -72,8 +120,9 @@ class SlotPool:
 
     def snapshot(self) -> Callable[[], dict[str, Any]]:
         """What gives the ``state`` of this moment later on. Cheap: tokens are shared, so it may be taken every step."""
-        slots, fresh, rest = [t.copy() for t in self._slots], [t.copy() for t in self._fresh], self.position()
-        return lambda: {"slots": [t.to_dict() for t in slots], "fresh": [t.to_dict() for t in fresh], **rest}
+        kept = {"slots": self._slots, "fresh": self._fresh, "waiting": chain(*self._waiting.values())}
+        copies, rest = {name: [t.copy() for t in held] for name, held in kept.items()}, self.position()
+        return lambda: {**{name: [t.to_dict() for t in held] for name, held in copies.items()}, **rest}
 
     def position(self) -> dict[str, Any]:
         """The part of ``state`` that says which prompts and ids come next."""
@@ -83,4 +132,17 @@ class SlotPool:
         self._sampler.load_state(state["sampler"])
         self._slots = [Trajectory.from_dict(t) for t in state["slots"]]
         self._fresh = deque(Trajectory.from_dict(t) for t in state["fresh"])
+        self._waiting = self._by_size([Trajectory.from_dict(t) for t in state.get("waiting", ())])
         self._next_id, self._next_group = state["next_id"], state["next_group"]
+
+
+def full_blocks(groups: Iterable[Sequence[Trajectory]], block_size: int) -> list[list[Trajectory]]:
+    """Whole groups put together, those of one size in their order, until they are ``block_size`` each; the rest is left out."""
+    blocks = []
+    open_: dict[int, list[Trajectory]] = {}
+    for group in groups:
+        block = open_.setdefault(len(group), [])
+        block += group
+        if len(block) == block_size:
+            blocks.append(open_.pop(len(group)))
+    return blocks

@@ -6,10 +6,11 @@ sampling sorted out leaves the pool and is counted.
 """
 
 from collections.abc import Sequence
+from itertools import chain
 
-from megatron_rl.config.derived import effective_window_tokens, responses_per_group
+from megatron_rl.config.derived import block_size, effective_window_tokens, needs_greedy, num_responses_per_step
 from megatron_rl.config.schema import Config, Mode
-from megatron_rl.data.slots import SlotPool
+from megatron_rl.data.slots import SlotPool, full_blocks
 from megatron_rl.data.trajectory import Trajectory
 from megatron_rl.errors import UserError
 from megatron_rl.rollout.service import RolloutService
@@ -27,7 +28,10 @@ class Collector:
         self._rollout = rollout
         self._grader = grader
         self._window_tokens = effective_window_tokens(config)
-        self._group_size = responses_per_group(config)
+        self._num_greedy = int(needs_greedy(config))
+        # Where all prompts have the same number of samples, a block is a group.
+        self._block_size = block_size(config.batch) + self._num_greedy
+        self._num_blocks = num_responses_per_step(config) // block_size(config.batch)
 
     async def collect(self, step: int) -> tuple[list[Trajectory], dict[str, float]]:
         """Generate the step's responses, and say how; with dynamic sampling they are graded too.
@@ -41,10 +45,9 @@ class Collector:
         await self._generate(trajectories, step)
         if self._config.schedule.mode is Mode.tppo or self._config.rollout.over_sampling == 1.0:
             return trajectories, metrics
-        kept = [t for group in self._complete_groups(trajectories) for t in group]
-        num_wanted = self._num_groups * self._group_size
-        num_discarded = self._discard_all_but(trajectories, kept[:num_wanted])
-        return kept[:num_wanted], metrics | {"rollout/num_discarded": float(num_discarded)}
+        kept = list(chain(*self._blocks(self._complete_groups(trajectories))[: self._num_blocks]))
+        num_discarded = self._discard_all_but(trajectories, kept)
+        return kept, metrics | {"rollout/num_discarded": float(num_discarded)}
 
     async def _mixed_groups(self, step: int) -> tuple[list[Trajectory], dict[str, float]]:
         """Dynamic sampling (DAPO, arXiv 2503.14476, eq. 11): generate until enough groups have differing rewards."""
@@ -53,11 +56,13 @@ class Collector:
         counts = {"all_right": 0, "all_wrong": 0, "unscored": 0}
         rewards: list[float] = []
         num_rounds = 0
-        while len(useful) < self._num_groups:
+        blocks = f"blocks of {self._block_size} responses" if self._config.batch.num_samples_by_type else "groups"
+        while len(self._blocks(useful)) < self._num_blocks:
             if num_rounds == settings.max_rounds:
                 raise UserError(
                     f"algorithm.dynamic_sampling: after {num_rounds} rounds of generation step {step + 1} has "
-                    f"{len(useful)} of {self._num_groups} groups whose responses got different rewards ({counts['all_right']} "
+                    f"{len(self._blocks(useful))} of {self._num_blocks} {blocks} whose responses got different "
+                    f"rewards ({counts['all_right']} "
                     f"were right throughout, {counts['all_wrong']} wrong throughout, {counts['unscored']} without "
                     "scores); give prompts of fitting difficulty (megatron-rl select-prompts), more samples per "
                     "prompt, or raise algorithm.dynamic_sampling.max_rounds"
@@ -76,6 +81,7 @@ class Collector:
                 else:
                     counts[kind] += 1
         num_groups = len(useful) + sum(counts.values())
+        kept = list(chain(*self._blocks(useful)[: self._num_blocks]))
         metrics = {
             "rollout/num_carried": 0.0,
             "dynamic_sampling/reward_mean": sum(rewards) / len(rewards),
@@ -83,17 +89,17 @@ class Collector:
             "dynamic_sampling/useful_share": len(useful) / num_groups,
             "dynamic_sampling/all_right_share": counts["all_right"] / num_groups,
             "dynamic_sampling/all_wrong_share": counts["all_wrong"] / num_groups,
-            "dynamic_sampling/num_left_over": float(len(useful) - self._num_groups),
+            "dynamic_sampling/num_left_over": float(len(useful) - len({t.group_id for t in kept})),
         }
-        return [t for group in useful[: self._num_groups] for t in group], metrics
+        return kept, metrics
 
     async def _generate(self, trajectories: Sequence[Trajectory], step: int) -> None:
         def is_enough() -> bool:
             """As many windows or, of full responses, groups are complete as the step wants."""
             if self._config.schedule.mode is Mode.sync:
-                return len(self._complete_groups(trajectories)) >= self._num_groups
+                return len(self._blocks(self._complete_groups(trajectories))) >= self._num_blocks
             num_complete = sum(t.finished or t.window_room(step, self._window_tokens) <= 0 for t in trajectories)
-            return num_complete >= self._num_groups * self._config.batch.num_samples_per_prompt
+            return num_complete >= num_responses_per_step(self._config)
 
         over_samples = self._config.rollout.over_sampling > 1.0
         await self._rollout.generate(
@@ -103,16 +109,21 @@ class Collector:
             is_enough=is_enough if over_samples else None,
         )
 
-    @property
-    def _num_groups(self) -> int:
-        return self._config.batch.num_prompts_per_step
+    def _blocks(self, groups: Sequence[Group]) -> list[Group]:
+        return full_blocks(groups, self._block_size)
 
     def _complete_groups(self, trajectories: Sequence[Trajectory]) -> list[Group]:
         """Groups with every member here and finished, in the order in which they were started."""
         groups: dict[int, Group] = {}
         for trajectory in trajectories:
             groups.setdefault(trajectory.group_id, []).append(trajectory)
-        return [group for group in groups.values() if len(group) == self._group_size and all(t.finished for t in group)]
+        batch = self._config.batch
+
+        def is_complete(group: Group) -> bool:
+            size = batch.num_samples_by_type.get(group[0].prompt.type, batch.num_samples_per_prompt)
+            return len(group) == size + self._num_greedy and all(t.finished for t in group)
+
+        return [group for group in groups.values() if is_complete(group)]
 
     def _discard_all_but(self, trajectories: Sequence[Trajectory], kept: Sequence[Trajectory]) -> int:
         kept_ids = {t.id for t in kept}

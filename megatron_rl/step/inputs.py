@@ -6,7 +6,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_rl.config.derived import effective_window_tokens, eval_sets, responses_per_group, window_jitter_tokens
+from megatron_rl.config.derived import (
+    block_size,
+    effective_window_tokens,
+    eval_sets,
+    needs_greedy,
+    responses_per_group,
+    window_jitter_tokens,
+)
 from megatron_rl.config.schema import Config
 from megatron_rl.data.prompts import PromptSet, load_prompts, with_reward_fields
 from megatron_rl.data.sampler import PromptSampler
@@ -111,7 +118,7 @@ def describe_prompts(inputs: Inputs) -> Iterator[str]:
 
 def _slot_pool(config: Config, train_set: PromptSet, start: Callable[..., Trajectory]) -> SlotPool:
     batch, data = config.batch, config.data
-    num_samples = responses_per_group(config)
+    num_samples, block = responses_per_group(config), block_size(batch)
 
     def start_for_training(prompt: Prompt, id: int, *, group_id: int, sample_index: int) -> Trajectory:
         trajectory = start(prompt, id, group_id=group_id, sample_index=sample_index)
@@ -119,7 +126,7 @@ def _slot_pool(config: Config, train_set: PromptSet, start: Callable[..., Trajec
         trajectory.greedy = sample_index >= batch.num_samples_per_prompt
         return trajectory
 
-    num_prompts = math.ceil(batch.num_prompts_per_step * config.rollout.over_sampling)
+    num_started = batch.num_samples_per_prompt * math.ceil(batch.num_prompts_per_step * config.rollout.over_sampling)
     return SlotPool(
         PromptSampler(
             train_set.prompts,
@@ -129,6 +136,8 @@ def _slot_pool(config: Config, train_set: PromptSet, start: Callable[..., Trajec
             curriculum=data.curriculum,
         ),
         start_for_training,
-        num_slots=num_prompts * num_samples,
+        # A greedy response comes on top of those that train; then all groups have one size.
+        num_slots=math.ceil(num_started / block) * (block + needs_greedy(config)),
         num_samples_per_prompt=num_samples,
+        num_samples_by_type=batch.num_samples_by_type,
     )

@@ -1,10 +1,11 @@
 """Methods that exclude each other, or that lack what they work on."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from operator import attrgetter
 
 from megatron_rl.algorithms import register
 from megatron_rl.config.derived import (
+    block_size,
     effective_window_tokens,
     needs_critic,
     num_responses_per_step,
@@ -102,13 +103,35 @@ def _full_responses(config: Config) -> Iterator[str]:
 
 
 def _comparisons(config: Config) -> Iterator[str]:
-    if config.batch.num_samples_per_prompt >= 2:
-        return
-    key, advantage = "batch.num_samples_per_prompt", config.algorithm.advantage
-    if register.needs_groups(advantage):
-        yield f"{key}: algorithm.advantage={advantage} compares the responses to one prompt; set at least 2"
-    if config.algorithm.dynamic_sampling.enabled:
-        yield f"{key}: algorithm.dynamic_sampling needs at least 2 responses to a prompt"
+    batch, advantage = config.batch, config.algorithm.advantage
+    sizes = {"batch.num_samples_per_prompt": batch.num_samples_per_prompt}
+    sizes |= {f"batch.num_samples_by_type.{name}": size for name, size in batch.num_samples_by_type.items()}
+    for key, size in sizes.items():
+        if size < 2 and register.needs_groups(advantage):
+            yield f"{key}: algorithm.advantage={advantage} compares the responses to one prompt; set at least 2"
+        if size < 2 and config.algorithm.dynamic_sampling.enabled:
+            yield f"{key}: algorithm.dynamic_sampling needs at least 2 responses to a prompt"
+    if batch.num_samples_by_type:
+        yield from _blocks(config, sizes)
+
+
+def _blocks(config: Config, sizes: Mapping[str, int]) -> Iterator[str]:
+    """``sizes``: of the groups, by key."""
+    block, why = block_size(config.batch), "a step is filled with whole groups"
+    if register.needs_greedy(config.algorithm.advantage):
+        yield (
+            f"batch.num_samples_by_type: algorithm.advantage={config.algorithm.advantage} adds a greedy response to each group, "
+            "so groups of several sizes would not fill the same slots; leave it empty"
+        )
+    for key, size in sizes.items():
+        # Numbers below 1 are out of their bound, which is told elsewhere.
+        if size >= 1 and block % size:
+            yield f"{key}: {size} does not divide {block}, the largest number of samples; {why}"
+    if num_responses_per_step(config) % block:
+        yield (
+            f"batch.num_prompts_per_step: {num_responses_per_step(config)} slots (times num_samples_per_prompt) do not divide "
+            f"by {block}, the largest number of samples; {why}"
+        )
 
 
 def _unread_inputs(algorithm: AlgorithmConfig) -> Iterator[str]:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from enum import Enum
 
-from megatron_rl.config.schema.bounds import at_least, bounded, num_likeliest, positive_share, share
+from megatron_rl.config.schema.bounds import at_least, bounded, items_at_least, num_likeliest, positive_share, share
 
 
 @dataclass
@@ -34,6 +34,9 @@ class BatchConfig:
     """Prompts whose responses are generated at the same time; times num_samples_per_prompt: the slots of a step."""
     num_samples_per_prompt: int = at_least(1, default=16)
     """Responses per prompt; advantages that compare responses need at least 2."""
+    num_samples_by_type: dict[str, int] = field(default_factory=dict, metadata=items_at_least(1))
+    """Responses per prompt of a type (a judged prompt once, a verifiable one 4 times); the others have num_samples_per_prompt.
+    The slots of a step stay as many, so the number of its prompts varies."""
     max_prompt_tokens: int = at_least(1, default=2048)
     """Longest prompt; longer ones are left out and counted."""
     max_response_tokens: int = at_least(1, default=24576)

@@ -337,6 +337,30 @@ def test_an_evaluation_that_cannot_be_sampled_or_named_is_refused(recipe, tmp_pa
     assert re.search(words, problems(recipe, *overrides))
 
 
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["batch.num_samples_by_type={a: 3}"], "num_samples_by_type.a: 3 does not divide 16, the largest number"),
+        (["batch.num_samples_by_type={a: 24}"], "batch.num_samples_per_prompt: 16 does not divide 24"),
+        (["batch.num_samples_by_type={a: 32}", "batch.num_prompts_per_step=3"], "num_prompts_per_step: 48 slots.*by 32"),
+        (["batch.num_samples_by_type={a: 0}"], "batch.num_samples_by_type.a: expected at least 1, got 0"),
+        (["preset=grpo", "batch.num_samples_by_type={a: 1}"], "num_samples_by_type.a: algorithm.advantage=group compares"),
+        (["preset=remax", "batch.num_samples_by_type={a: 1}"], "num_samples_by_type: algorithm.advantage=remax adds a greedy"),
+        (["preset=dapo", "batch.num_samples_by_type={a: 1}"], "num_samples_by_type.a: algorithm.dynamic_sampling needs"),
+        (["batch.num_samples_per_prompt=0", "batch.num_samples_by_type={a: 2}"], "num_samples_per_prompt: expected at least 1"),
+    ],
+)
+def test_numbers_of_samples_that_cannot_fill_a_step_with_whole_groups_are_refused(recipe, overrides, words):
+    assert re.search(words, problems(recipe, "batch.window_tokens=0", *overrides))
+
+
+def test_numbers_of_samples_by_type_leave_the_slots_of_a_step_as_they_are(recipe):
+    config = load_config(recipe, ["batch.num_prompts_per_step=8", "batch.num_samples_by_type={judged: 1, hard: 32}"])
+    check_config(config, command="train")
+    rows = {row.name: row for row in batch_arithmetic(config, world_size=2)}
+    assert rows["samples (slots)"].per_step == "128" and rows["prompts"].per_step == "up to 128"
+
+
 def test_what_a_set_does_not_say_is_as_in_eval(recipe, tmp_path):
     file = str(tmp_path / "train.jsonl")
     sets = f"eval.sets={{a: {{files: [{file}], num_samples: 8, top_p: 0.9}}, b: {{files: [{file}], temperature: 0, num_samples: 1}}}}"

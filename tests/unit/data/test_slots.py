@@ -12,8 +12,95 @@ from hypothesis import strategies as st
 from megatron_rl.data.sampler import PromptSampler
 from megatron_rl.data.slots import SlotPool
 from megatron_rl.data.trajectory import Prompt, Segment, Trajectory
+from megatron_rl.errors import DataError
 
 PROMPTS = [Prompt(id=str(i), token_ids=(i,)) for i in range(7)]
+
+
+SIZES = st.sampled_from([(4, 1), (8, 1), (8, 4, 2), (2, 6, 3), (1, 4), (3, 3)])
+"""Responses per prompt by default, and of the types a, b."""
+
+
+def typed_pool(sizes, num_blocks, *, mixture=None, seed=0, prompts=30):
+    types = ["", *"ab"][: len(sizes)]
+    prompts = [Prompt(id=str(i), token_ids=(i,), type=types[i * 7 % len(types)]) for i in range(prompts)]
+
+    def start(prompt, id, *, group_id, sample_index):
+        return Trajectory(id, prompt, group_id, sample_index, max_response_tokens=10)
+
+    sampler = PromptSampler(prompts, seed=seed, mixture=mixture)
+    return SlotPool(
+        sampler,
+        start,
+        num_slots=num_blocks * max(sizes),
+        num_samples_per_prompt=sizes[0],
+        num_samples_by_type=dict(zip(types[1:], sizes[1:], strict=True)),
+    )
+
+
+def finish(trajectories, step=0):
+    for trajectory in trajectories:
+        trajectory.segments.append(Segment((1,), (0.0,), step, "stop", step))
+
+
+@given(sizes=SIZES, num_blocks=st.integers(1, 5), seed=st.integers(0, 9))
+def test_full_responses_fill_the_same_slots_with_whole_groups_of_each_types_size(sizes, num_blocks, seed):
+    pool, by_type = typed_pool(sizes, num_blocks, seed=seed), dict(zip(["", "a", "b"], sizes))
+    for step in range(8):
+        batch = pool.fill(step)
+        assert len(batch) == num_blocks * max(sizes)
+        groups = Counter(t.group_id for t in batch)
+        assert all(groups[t.group_id] == by_type[t.prompt.type] for t in batch)
+        assert all(len({t.prompt.id for t in batch if t.group_id == group}) == 1 for group in groups)
+        assert sorted((t.group_id, t.sample_index) for t in batch) == sorted(
+            (group, i) for group, size in groups.items() for i in range(size)
+        )
+        finish(batch, step)
+        assert len(pool.release_finished()) == len(batch)
+
+
+def test_weights_of_a_mixture_count_prompts_whatever_their_numbers_of_samples():
+    pool = typed_pool((8, 1, 2), 4, mixture={"": 1, "a": 2, "b": 1}, prompts=60)
+    groups = Counter()
+    for step in range(50):
+        batch = pool.fill(step)
+        groups.update({(t.group_id, t.prompt.type) for t in batch})
+        finish(batch, step)
+        pool.release_finished()
+    seen = Counter(type_ for _, type_ in groups)
+    total = seen.total()
+    # Up to the block of each size that is not full yet.
+    assert abs(seen["a"] - total / 2) <= 8 and abs(seen[""] - total / 4) <= 8 and abs(seen["b"] - total / 4) <= 8
+
+
+@given(sizes=SIZES, num_blocks=st.integers(1, 3), num_before=st.integers(0, 5), window=st.integers(1, 10))
+def test_a_resumed_pool_goes_on_with_the_groups_that_wait(sizes, num_blocks, num_before, window):
+    def steps(pool, first, count):
+        seen = []
+        for step in range(first, first + count):
+            batch = pool.fill(step)
+            seen.append([(t.id, t.group_id, t.prompt.id, t.num_response_tokens) for t in batch])
+            for t in batch:
+                grow(t, window, step, [1 + i * 5 % 13 for i in range(1000)])
+            pool.release_finished()
+        return seen
+
+    whole = typed_pool(sizes, num_blocks)
+    expected = steps(whole, 0, num_before + 4)[num_before:]
+    first = typed_pool(sizes, num_blocks)
+    steps(first, 0, num_before)
+    again = typed_pool(sizes, num_blocks)
+    again.load_state(json.loads(json.dumps(first.state())))
+    assert steps(again, num_before, 4) == expected
+
+
+def test_waiting_groups_of_other_sizes_than_now_are_refused():
+    pool = typed_pool((4, 1), 1)
+    while not (state := pool.state())["waiting"]:
+        finish(pool.fill())
+        pool.release_finished()
+    with pytest.raises(DataError, match="batch.num_samples_by_type: in the checkpoint 1 responses.*'a' wait, but it has 2 now"):
+        typed_pool((4, 2), 1).load_state(state)
 
 
 def make_pool(num_slots=12, num_samples=4, budget=10, seed=0):

@@ -51,13 +51,17 @@ def collector(*, lengths=lambda i: 4, is_right=lambda group, sample: 1.0, num_pr
     config.rollout.over_sampling = over_sampling
     config.algorithm.dynamic_sampling.enabled = settings.get("dynamic", False)
     config.algorithm.dynamic_sampling.max_rounds = settings.get("max_rounds", 4)
-    prompts = [Prompt(str(i), (i,)) for i in range(50)]
+    by_type = config.batch.num_samples_by_type = settings.get("by_type", {})
+    prompts = [Prompt(str(i), (i,), type=["", *by_type][i % (1 + len(by_type))]) for i in range(50)]
 
     def start(prompt, id, *, group_id, sample_index):
         return Trajectory(id, prompt, group_id, sample_index, 100)
 
     num_slots = int(num_prompts * over_sampling) * NUM_SAMPLES
-    pool = SlotPool(PromptSampler(prompts, seed=0), start, num_slots=num_slots, num_samples_per_prompt=NUM_SAMPLES)
+    sampler = PromptSampler(prompts, seed=0)
+    pool = SlotPool(
+        sampler, start, num_slots=num_slots, num_samples_per_prompt=NUM_SAMPLES, num_samples_by_type=by_type
+    )
     engine = Engine(lengths)
     return Collector(config, pool, engine, Grader(is_right)), pool, engine
 
@@ -78,6 +82,35 @@ def test_every_trained_group_is_mixed_and_whole():
     assert metrics["dynamic_sampling/num_rounds"] == 3
     assert metrics["dynamic_sampling/all_wrong_share"] == pytest.approx(4 / 6)
     assert metrics["dynamic_sampling/reward_mean"] == pytest.approx(2 / 18)
+
+
+@pytest.mark.parametrize("how", [{"dynamic": True, "max_rounds": 40}, {"over_sampling": 2.0}, {}])
+def test_a_step_has_the_same_slots_and_whole_groups_whatever_the_sizes_by_type(how):
+    by_type, num_prompts = {"large": 12, "small": 2}, 12  # the others have 3; a block has 12
+    parts = collector(
+        by_type=by_type,
+        num_prompts=num_prompts,
+        lengths=lambda i: 90 if i % 17 == 0 and how.get("over_sampling") else 4,
+        is_right=lambda group, sample: float(group % 3 != 0 and sample == 0),
+        **how,
+    )
+    for step in range(4):
+        found, metrics = collect(parts, step)
+        assert len(found) == num_prompts * NUM_SAMPLES and all(t.stopped for t in found)
+        groups = {}
+        for t in found:
+            groups.setdefault(t.group_id, []).append(t)
+        for members in groups.values():
+            assert len(members) == by_type.get(members[0].prompt.type, NUM_SAMPLES)
+        if how.get("dynamic"):
+            assert all(len({t.reward for t in members}) == 2 for members in groups.values())
+            assert metrics["dynamic_sampling/num_left_over"] >= 0
+        parts[1].discard([t for t in found])
+
+
+def test_dynamic_sampling_says_how_many_blocks_it_has():
+    with pytest.raises(UserError, match=r"0 of 1 blocks of 6 responses whose"):
+        collect(collector(dynamic=True, by_type={"a": 6}))
 
 
 def test_dynamic_sampling_starts_no_round_more_than_it_needs_and_leaves_the_pool_empty():
