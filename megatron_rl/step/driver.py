@@ -58,8 +58,18 @@ def critic_pretrain(config: Config) -> None:
     It starts from critic.path (a reward model) or the policy's weights with a fresh value head, and writes the critic
     that `train` takes as critic.path. Its checkpoints in run.output_dir hold the critic alone; run.resume goes on.
     """
+    output_path, config = config.critic_pretrain.output_path, pretraining_config(config)
+    signals = StopSignals(config.run.stop_grace_s)
+    with trainer_ranks(config, rl_engines(config, freeze_policy=True), signals) as group:
+        if group is not None:
+            _drive(config, group, signals, freeze_policy=True)
+            group.save_hf("critic", output_path)
+
+
+def pretraining_config(config: Config) -> Config:
+    """As value pretraining runs: full responses as the policy gives them, the critic's own steps and learning rate."""
     pretrain = config.critic_pretrain
-    config = replace(
+    return replace(
         config,
         run=replace(config.run, num_steps=pretrain.num_steps),
         critic=replace(config.critic, optimizer=pretrain.optimizer),
@@ -70,11 +80,6 @@ def critic_pretrain(config: Config) -> None:
         schedule=replace(config.schedule, mode=Mode.sync),
         eval=replace(config.eval, every_steps=0, stop_at_accuracy=0.0),
     )
-    signals = StopSignals(config.run.stop_grace_s)
-    with trainer_ranks(config, rl_engines(config, freeze_policy=True), signals) as group:
-        if group is not None:
-            _drive(config, group, signals, freeze_policy=True)
-            group.save_hf("critic", pretrain.output_path)
 
 
 def _drive(config: Config, group: TrainerGroup, signals: StopSignals, *, freeze_policy: bool) -> Summary:

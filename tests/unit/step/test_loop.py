@@ -1,6 +1,7 @@
 """Which updates a step takes: the laws of T-PPO (arXiv 2506.15050) that the loop itself keeps."""
 
 import asyncio
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -183,3 +184,29 @@ def test_engines_that_agree_during_the_run_leave_their_difference_in_the_metrics
     loop, _ = make_watched_loop(HealthAction.stop, compare=lambda: Parity(1e-6, 40))
     loop.publish(0)
     assert loop._states[0].metrics["mismatch/parity_max"] == 1e-6
+
+
+def test_only_what_grew_and_trains_is_a_row_of_the_trainers_batches_and_all_of_it_is_scored():
+    """A response aborted before its first new token waits; a greedy one is scored as a baseline; both fill slots."""
+
+    def response(id, step, *, greedy=False):
+        segments = [Segment((5,), (-1.0,), 0, "length", 0)]
+        if step:
+            segments.append(Segment((5, 6), (-1.0, -1.0), 0, "stop", step))
+        return Trajectory(id, Prompt("p", (1,), answer="2"), id, 0, 9, segments, greedy=greedy)
+
+    slots = [response(0, 1), response(1, 0), response(2, 1, greedy=True), response(3, 1)]
+
+    async def collect(step):
+        return slots, {}
+
+    async def score_many(items):
+        return [Score(float(len(items)))] * len(items)
+
+    loop = make_loop(RecordingGroup(), SimpleNamespace(score_many=score_many))
+    loop._parts = replace(loop._parts, collector=SimpleNamespace(collect=collect))
+    asyncio.run(loop.generate(1))
+    state = loop._states[1]
+    assert [t.id for t in state.trajectories] == [0, 3] and state.batch.num_sequences == 2 and state.slots == slots
+    asyncio.run(loop.score(1))
+    assert [t.id for t in state.finished] == [0, 3] and slots[2].reward == 3.0 and slots[1].score is None
