@@ -40,21 +40,17 @@ def odd_config(family: str, seed: int) -> dict[str, Any]:
     text = _text(family, draw)
     if "vl" not in family:
         return text
-    ids = draw.sample(range(90, text["vocab_size"]), 4) if draw.random() < 0.3 else [90, 91, 92, 93]
     names = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
     tie = text.pop("tie_word_embeddings")
-    text["model_type"] = {
-        "qwen2_5_vl": "qwen2_5_vl_text",
-        "qwen3_vl": "qwen3_vl_text",
-        "qwen3_vl_moe": "qwen3_vl_moe_text",
-    }[family]
-    return {
-        "model_type": family,
-        "text_config": text,
-        "vision_config": _vision(family, text, draw),
-        **({"tie_word_embeddings": tie} if tie is not None else {}),
-        **dict(zip(names, [90, 91, 92, 93] if ids else ids, strict=True)),
-    }
+    if draw.random() < 0.15:
+        text["tie_word_embeddings"] = draw.random() < 0.5
+    around = {"vision_config": _vision(family, text, draw), **dict(zip(names, [90, 91, 92, 93], strict=True))}
+    around |= {"tie_word_embeddings": tie} if tie is not None else {}
+    if family == "qwen2_5_vl" and draw.random() < 0.4:
+        # As the first files on the hub: the language model's fields next to the rest.
+        return {**text, **around, "model_type": family}
+    text["model_type"] = f"{family}_text"
+    return {"model_type": family, "text_config": text, **around}
 
 
 def _text(family: str, draw: random.Random) -> dict[str, Any]:
@@ -78,14 +74,15 @@ def _text(family: str, draw: random.Random) -> dict[str, Any]:
         "pad_token_id": 0,
         draw.choice(["dtype", "torch_dtype"]): draw.choice(["float32", "bfloat16"]),
     }
-    if hidden % heads or (hidden // heads) % 2 or draw.random() < 0.5:
+    if hidden % heads or (hidden // heads) % 2 or draw.random() < 0.5 or family == "glm4_moe":
         text["head_dim"] = 2 * draw.randint(2, 12)
     elif draw.random() < 0.2:
         text["head_dim"] = None
     if family in ("qwen2", "qwen2_5_vl"):
         # The family has no head_dim of its own.
         text["hidden_size"] = heads * 2 * draw.randint(2, 8)
-        text.pop("head_dim", None)
+        if draw.random() < 0.7:
+            text.pop("head_dim", None)
     if draw.random() < 0.15:
         text["num_key_value_heads"] = heads
     if draw.random() < 0.1:
@@ -119,15 +116,15 @@ def _experts(family: str, text: dict[str, Any], draw: random.Random) -> None:
     elif family == "mixtral":
         text |= {"num_local_experts": experts, "num_experts_per_tok": chosen, "sliding_window": None}
     elif family in ("deepseek_v3", "glm4_moe"):
-        groups = draw.choice([1, 1, 2, 4])
+        groups, chosen_groups = draw.choice([(1, 1), (1, 1), (2, 1), (4, 2), (4, 1), (2, 2), (3, 2), (4, 3)])
         text |= {
-            "n_routed_experts": draw.choice([8, 12, 16]) if groups > 1 else experts,
+            "n_routed_experts": groups * draw.choice([2, 2, 3, 5, 1]) if groups > 1 else experts,
             "n_group": groups,
-            "topk_group": draw.randint(1, groups),
-            "num_experts_per_tok": draw.choice([2, 4, 4]) if groups > 1 else chosen,
+            "topk_group": chosen_groups,
+            "num_experts_per_tok": 2 * chosen_groups + (draw.random() < 0.2) if groups > 1 else chosen,
             "n_shared_experts": draw.choice([0, 1, 1, 2, 3]),
             "moe_intermediate_size": draw.choice([9, 16, 31]),
-            "first_k_dense_replace": draw.choice([0, 1, 1, 2]),
+            "first_k_dense_replace": draw.randint(0, text["num_hidden_layers"] - (draw.random() < 0.9)),
             "routed_scaling_factor": draw.choice([1.0, 1.8, 2.5]),
             "norm_topk_prob": draw.random() < 0.95,
             "num_nextn_predict_layers": draw.choice([0, 0, 1]),
@@ -140,7 +137,7 @@ def _experts(family: str, text: dict[str, Any], draw: random.Random) -> None:
             "qk_nope_head_dim": draw.choice([4, 10, 7]),
             "qk_rope_head_dim": draw.choice([4, 6, 8]),
             "v_head_dim": draw.choice([6, 14, 5]),
-            "rms_norm_eps": draw.choice([1e-6, 1e-6, 1e-6, 1e-5]),
+            "rms_norm_eps": draw.choice([1e-6] * 9 + [1e-5]),
         }
         if draw.random() < 0.9:
             text["num_key_value_heads"] = text["num_attention_heads"]
@@ -158,12 +155,19 @@ def _rope(family: str, text: dict[str, Any], draw: random.Random) -> None:
     elif draw.random() < _ODD:
         rope["partial_rotary_factor"] = 0.5
     if "vl" in family:
-        half = (text.get("head_dim") or text["hidden_size"] // text["num_attention_heads"]) // 2
+        # Where it is left out, Qwen3-VL's heads have 128 dimensions whatever the hidden size.
+        default = 128 if "qwen3" in family else text["hidden_size"] // text["num_attention_heads"]
+        half = (text.get("head_dim") or default) // 2
         first = draw.randint(0, half // 3)
         second = draw.randint(0, (half - first) // 2)
         rope["mrope_section"] = [half - first - second, first, second]
         if "qwen3" in family:
             rope["mrope_interleaved"] = True
+    _put_rope(kind, rope, family, text, draw)
+
+
+def _put_rope(kind: str, rope: dict[str, Any], family: str, text: dict[str, Any], draw: random.Random) -> None:
+    """In transformers 5's one field, or in the older two."""
     theta = draw.choice([10000.0, 10000, 500000.0, 1e6])
     if draw.random() < 0.5:
         text["rope_parameters"] = {"rope_theta": theta, "rope_type": kind, **rope}
@@ -171,7 +175,9 @@ def _rope(family: str, text: dict[str, Any], draw: random.Random) -> None:
     text["rope_theta"] = theta
     if "partial_rotary_factor" in rope and draw.random() < 0.7:
         text["partial_rotary_factor"] = rope.pop("partial_rotary_factor")
-    if rope:
+    if rope and kind == "default" and family == "qwen2_5_vl":
+        text["rope_scaling"] = {"type": "mrope", **rope}
+    elif rope:
         text["rope_scaling"] = {draw.choice(["type", "rope_type"]): kind, **rope}
     elif draw.random() < 0.3:
         text["rope_scaling"] = None

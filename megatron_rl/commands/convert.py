@@ -4,6 +4,7 @@ import argparse
 import os
 from pathlib import Path
 
+from megatron_rl.system.arguments import positive_int
 from megatron_rl.system.terminal import say
 
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
@@ -16,8 +17,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config-from", help="folder with config.json and tokenizer, if not the input")
     parser.add_argument("--max-shard-size", type=_bytes, default="2GB", help="of a safetensors file, as 500MB or 2GB")
     parser.add_argument("--mtp", choices=("keep", "drop"), help="what becomes of multi-token-prediction layers")
-    parser.add_argument("--tensor-parallel-size", type=int, default=1, help="check that the model splits so")
-    parser.add_argument("--pipeline-parallel-size", type=int, default=1, help="check that the model splits so")
+    parser.add_argument("--tensor-parallel-size", type=positive_int, default=1, help="check that the model splits so")
+    parser.add_argument("--pipeline-parallel-size", type=positive_int, default=1, help="check that the model splits so")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -51,6 +52,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _bytes(text: str) -> int:
     number, unit = text[:-2], text[-2:].upper()
-    if unit not in _UNITS or not number.isdigit() or int(number) == 0:
+    if unit not in _UNITS or not number.isdecimal() or len(number) > 9 or int(number) == 0:
         raise argparse.ArgumentTypeError(f"expected a size such as 500MB or 2GB, got {text!r}")
     return int(number) * _UNITS[unit]

@@ -22,6 +22,7 @@ from rich.table import Table
 
 from megatron_rl.config.layout import layout_problems, parse_layout, ranks_needed, ranks_of_replica
 from megatron_rl.errors import UserError
+from megatron_rl.system.arguments import positive_int, positive_number
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -31,6 +32,7 @@ _DEFAULT_LENGTHS = (9, 17, 33, 6, 21, 12, 40, 8, 26, 15)
 _NOTICEABLE = 10.0
 """The reference must move its weights by as many tolerances: an update that does nothing agrees with everything."""
 _LOG_TAIL_LINES = 15
+_MAX_RANKS_PER_CORE = 16
 _LAYOUT_WIDTH = len("reference")
 _SP_ADDED = "run with sp: this model's experts or latent attention need it with tensor parallelism"
 
@@ -41,8 +43,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--layouts", required=True, help='such as "tp2,pp2,ep2,cp2,tp2+sp+pp2,pp2+vpp2,dp2"')
     parser.add_argument("--reference", default="tp1", help="the layout that the others are compared with")
     parser.add_argument("--role", default="policy", choices=("policy", "critic"))
-    parser.add_argument("--max-tokens-per-microbatch", type=int, default=64)
-    parser.add_argument("--tolerance", type=float, default=1e-5, help="relative, for loss, gradient norm and weights")
+    parser.add_argument("--max-tokens-per-microbatch", type=positive_int, default=64)
+    parser.add_argument("--tolerance", type=positive_number, default=1e-5, help="relative, for loss, gradient norm and weights")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -232,6 +234,9 @@ def _size_and_refusal(hf_config: "PretrainedConfig", layout: str) -> tuple[int, 
         return num_ranks, str(error)
     if torch.cuda.is_available() and num_ranks > torch.cuda.device_count():
         return num_ranks, f"needs {num_ranks} GPUs, this machine has {torch.cuda.device_count()}"
+    cores = os.cpu_count() or 1
+    if num_ranks > _MAX_RANKS_PER_CORE * cores:
+        return num_ranks, f"needs {num_ranks} ranks, too many for the {cores} cores of this machine"
     return num_ranks, ""
 
 

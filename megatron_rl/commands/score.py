@@ -31,6 +31,7 @@ from megatron_rl.rewards.registry import RewardError, resolve
 from megatron_rl.rewards.row_form import Row, RowForm
 from megatron_rl.rewards.workers.calls import CallQueue, RunnerSettings
 from megatron_rl.rewards.workers.event_loop import start_runner
+from megatron_rl.system.arguments import positive_int, positive_number
 from megatron_rl.system.files import written_whole
 from megatron_rl.system.terminal import progress_bar
 
@@ -46,9 +47,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--reward", required=True, help="a registered reward, or package.module:function")
     parser.add_argument("--input", required=True, help="JSONL with the fields response and answer")
     parser.add_argument("--output", required=True, help="JSONL that receives score, detail and error next to them")
-    parser.add_argument("--num-workers", type=int, default=os.cpu_count() or 1)
-    parser.add_argument("--max-concurrency", type=int, default=256, help="rows in progress at a server that is asked")
-    parser.add_argument("--timeout-s", type=float, default=5.0)
+    parser.add_argument("--num-workers", type=positive_int, default=os.cpu_count() or 1)
+    parser.add_argument("--max-concurrency", type=positive_int, default=256, help="rows in progress at a server that is asked")
+    parser.add_argument("--timeout-s", type=positive_number, default=5.0)
     parser.add_argument("options", nargs="*", metavar="key=value", help="options of the reward")
 
 

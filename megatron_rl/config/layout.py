@@ -7,6 +7,7 @@ A short name is sizes joined by "+": ``tp2``, ``tp2+sp+pp2``, ``ep2+etp1``, ``pp
 ``sp``.
 """
 
+import math
 import re
 from collections.abc import Iterator
 from dataclasses import replace
@@ -47,10 +48,11 @@ def expert_tensor_size(parallel: ParallelConfig) -> int:
 
 def ranks_needed(parallel: ParallelConfig, data_parallel_size: int = 1) -> int:
     """The fewest ranks that this layout runs on, with at least ``data_parallel_size`` replicas."""
-    ranks = ranks_of_replica(parallel) * data_parallel_size
-    while (ranks // parallel.pipeline_parallel_size) % _ranks_of_experts(parallel):
-        ranks += ranks_of_replica(parallel)
-    return ranks
+    in_stage = ranks_of_replica(parallel) // parallel.pipeline_parallel_size
+    experts = _ranks_of_experts(parallel)
+    # The experts' groups fill a stage's ranks with so many replicas, twice as many, and so on.
+    fitting = experts // math.gcd(experts, in_stage)
+    return ranks_of_replica(parallel) * fitting * -(-data_parallel_size // fitting)
 
 
 def layout_problems(parallel: ParallelConfig, world_size: int | None) -> Iterator[str]:
@@ -153,8 +155,8 @@ def parse_layout(text: str, base: ParallelConfig | None = None) -> tuple[Paralle
     sizes: dict[str, Any] = {}
     data_parallel_size = 1
     for word in re.split(r"[+·*]|(?<=\d)(?=[a-z])", text.strip()):
-        match = re.fullmatch(r"([a-z]+?)(\d+)", word)
-        stages = re.fullmatch(r"layers(\d+(?:/\d+)*)", word)
+        match = re.fullmatch(r"([a-z]+?)(\d{1,9})", word)
+        stages = re.fullmatch(r"layers(\d{1,9}(?:/\d{1,9})*)", word)
         if word == "sp":
             sizes["sequence_parallel"] = True
         elif stages:

@@ -1,6 +1,8 @@
 """`megatron-rl score` with a reward that asks a service: fields of the row, metrics and errors in the summary."""
 
+import concurrent.futures
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +10,7 @@ import pytest
 
 from megatron_rl.cli import main
 from megatron_rl.commands.score import score_file
+from megatron_rl.rewards.registry import RewardError
 from tests.unit.local_service import local_service
 
 PATH = "tests.unit.rewards.async_rewards"
@@ -62,3 +65,41 @@ def test_a_reward_without_its_server_is_refused_in_one_line(tmp_path: Path, rewa
     arguments = ["--reward", reward, "--input", str(source), "--output", str(tmp_path / "out.jsonl")]
     assert main(["score", *arguments]) == 2
     assert "set option url" in capsys.readouterr().err
+
+
+def test_a_pipe_is_read_once_and_graded_whole(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    rows = [{"response": "a", "hidden": "a", "n": n} for n in range(3)]
+    content = b"\xef\xbb\xbf" + "".join(json.dumps(row) + "\n" for row in rows).encode()
+    with local_service(grade) as service, concurrent.futures.ThreadPoolExecutor() as threads:
+        written = threads.submit((tmp_path / "pipe").write_bytes, content)
+        summary = score_file("http", tmp_path / "pipe", tmp_path / "out.jsonl", options={"url": service.url})
+        assert written.result() == len(content)
+    assert (summary.num_rows, summary.mean_score) == (3, 1.0)
+    assert [row["score"] for row in read(tmp_path / "out.jsonl")] == [1.0] * 3
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        (b'{"response": "\\ud800", "answer": "1"}', "field 'response': half of a surrogate pair"),
+        (b'{"response": "1", "answer": NaN}', "field 'answer': expected text or a number, got nan"),
+        (b'{"response": "1", "answer": "1", "answer": "2"}', "field 'answer' stands in an object twice"),
+        (b"\xff\xfe{\0}\0", "UTF-16"),
+        (b"[" * 100_000, "not valid JSON"),
+    ],
+)
+def test_a_row_that_cannot_be_graded_is_told_with_its_line(tmp_path: Path, line: bytes, words: str) -> None:
+    (tmp_path / "in.jsonl").write_bytes(b'{"response": "1", "answer": "1"}\n' + line + b"\n")
+    with pytest.raises(RewardError, match="in.jsonl:2: ") as error:
+        score_file("math", tmp_path / "in.jsonl", tmp_path / "out.jsonl")
+    assert words in str(error.value) and not (tmp_path / "out.jsonl").exists()
+
+
+@pytest.mark.parametrize("arguments", [["--num-workers", "0"], ["--timeout-s", "nan"], ["--max-concurrency", "-3"]])
+def test_a_flag_that_is_no_number_above_0_is_refused_by_its_name(
+    arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    with pytest.raises(SystemExit):
+        main(["score", "--reward", "math", "--input", "a", "--output", "b", *arguments])
+    assert f"argument {arguments[0]}: expected" in capsys.readouterr().err

@@ -1,0 +1,22 @@
+"""Types for argparse: numbers that must be above 0, so that a wrong one is told with its flag."""
+
+import argparse
+import math
+
+
+def positive_int(text: str) -> int:
+    """Errors: ArgumentTypeError, which argparse prints with the flag."""
+    if not text.isdecimal() or not 0 < len(text) < 16 or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"expected a whole number above 0, got {text!r}")
+    return int(text)
+
+
+def positive_number(text: str) -> float:
+    """Finite, and at most 1e7, which is four months as seconds. Errors as of ``positive_int``."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not 0 < number <= 1e7:
+        raise argparse.ArgumentTypeError(f"expected a number above 0 and up to 1e7, got {text!r}")
+    return number
