@@ -19,4 +19,6 @@ fi
 train_arm random "data.train_files=[$O/task/random.jsonl]" "$@"
 train_arm lowest "data.train_files=[$O/lowest.jsonl]" "$@"
 train_arm pass_rate "data.train_files=[$O/pass_rate.jsonl]" "$@"
-.venv/bin/python examples/arms_table.py $O/runs
+for set in short long; do
+    .venv/bin/python examples/arms_table.py $O/runs --metric eval/$set/accuracy
+done

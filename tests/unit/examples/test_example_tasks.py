@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_rl.config.derived import eval_sets
 from megatron_rl.config.load import load_config
 from megatron_rl.config.schema.commands import RL_COMMANDS
 from megatron_rl.data.preferences import check_reward_files
@@ -48,10 +49,14 @@ def tasks(tmp_path_factory):
     return root
 
 
+def eval_files(config):
+    return [file for one in eval_sets(config).values() for file in one.files]
+
+
 def files_of(config):
     return [
-        *config.data.train_files, *config.data.eval_files, *config.sft.train_files, *config.reward_train.train_files,
-        *config.reward_train.eval_files, *filter(None, [config.label_lines.input_path]),
+        *config.data.train_files, *config.sft.train_files, *config.reward_train.train_files,
+        *config.reward_train.eval_files, *filter(None, [config.label_lines.input_path]), *eval_files(config),
     ]  # fmt: skip
 
 
@@ -69,7 +74,7 @@ def test_what_a_recipe_names_is_written_and_readable(recipe, tasks, monkeypatch)
     assert files and [name for name in of_task if not Path(name).is_file()] == []
     assert of_task == set(files) or (recipe.parent / "run.sh").is_file()
     if command in RL_COMMANDS:
-        for named in (config.data.train_files, config.data.eval_files):
+        for named in (config.data.train_files, eval_files(config)):
             if set(named) <= of_task:
                 assert check_files(named, config.data, with_response=False)
     if command == "reward-train" and of_task == set(files):
