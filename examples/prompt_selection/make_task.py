@@ -6,8 +6,9 @@ in the wrong order. Falling order is rarer than rising::
     prompt "rising 7294:"       response "2479"
     prompt "falling 72941865:"  response "98765421"
 
-The pool of new prompts is like life: most are short, some are long, and a few are broken (their reference is wrong, so
-no response to them is ever right). ``random.jsonl`` holds a random share of the pool, to compare a selection with.
+In the pool of new prompts most are short, some are long, and a few are broken (their reference is wrong, so
+no response to them is ever right). ``random.jsonl`` holds a random share of the pool, to compare a selection with, and
+``original.jsonl`` as many short prompts, which stand for what the policy was trained on before.
 
 Invariants: the same arguments write the same bytes; a prompt belongs to training or is held out, by its hash; the pool
 repeats no prompt.
@@ -26,13 +27,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from characters import write_rows
 from words import joined, near_miss, write_model_folder
 
-SHORT, LONG = (3, 5), (6, 8)
+SHORT, LONG = (3, 4), (6, 8)
 """Digits of a prompt, from and to."""
 FALLING_SHARE = 0.3
 """Of the prompts; the others are rising."""
 HELD_OUT_SHARE = 5
 """One in so many prompts is held out."""
-BROKEN_SHARE = 0.015
+BROKEN_SHARE = 0.01
 """Of the pool."""
 SELECTED_SHARE = 0.1
 """Of the pool: select_prompts.keep_share of select.yaml."""
@@ -73,10 +74,10 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--output", type=Path, required=True, help="folder that receives the task")
     parser.add_argument("--num-pool", type=int, default=2400)
-    parser.add_argument("--num-sft", type=int, default=10000)
+    parser.add_argument("--num-sft", type=int, default=6000)
     parser.add_argument("--num-held-out", type=int, default=200, help="prompts of each of the two lengths")
-    parser.add_argument("--pool-long-share", type=float, default=0.1)
-    parser.add_argument("--careless-share", type=float, default=0.75, help="near misses among the long solutions of sft")
+    parser.add_argument("--pool-long-share", type=float, default=0.05)
+    parser.add_argument("--careless-share", type=float, default=0.85, help="near misses among the long solutions of sft")
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args(arguments)
     output, seed = options.output, options.seed
@@ -86,6 +87,8 @@ def main(arguments: list[str]) -> int:
     share = random.Random(f"{seed} random").sample(pool, round(len(pool) * SELECTED_SHARE))
     write_rows(output / "pool.jsonl", pool)
     write_rows(output / "random.jsonl", share)
+    original = prompts("original", len(share), long_share=0.0, held_out=False, seed=seed)
+    write_rows(output / "original.jsonl", original)
     for kind, long_share in (("short", 0.0), ("long", 1.0)):
         held_out = prompts(kind, options.num_held_out, long_share=long_share, held_out=True, seed=seed)
         write_rows(output / f"held_out_{kind}.jsonl", held_out)

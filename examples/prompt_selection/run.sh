@@ -18,6 +18,7 @@ if [ ! -f $O/lowest.jsonl ]; then
 fi
 train_arm random "data.train_files=[$O/task/random.jsonl]" "$@"
 train_arm lowest "data.train_files=[$O/lowest.jsonl]" "$@"
+train_arm original_and_lowest "data.train_files=[$O/task/original.jsonl,$O/lowest.jsonl]" "$@"
 train_arm pass_rate "data.train_files=[$O/pass_rate.jsonl]" "$@"
 for set in short long; do
     .venv/bin/python examples/arms_table.py $O/runs --metric eval/$set/accuracy

@@ -17,7 +17,7 @@ SCRIPTS = {
     "arithmetic/warm_start.sh outputs/arithmetic": 2,
     "fire/run.sh": 1 + 3,
     "line_rewards/run.sh": 1 + 2 + 1 + 4,
-    "prompt_selection/run.sh": 1 + 2 + 3,
+    "prompt_selection/run.sh": 1 + 2 + 4,
     "recipes/run.sh all": 2 + len(list((ROOT / "examples" / "recipes").glob("*.yaml"))) - 1,
 }
 """A script with its arguments -> how many commands with a recipe it runs for one seed."""
