@@ -1,71 +1,114 @@
 """Checkpoints of a run: what training continues from, complete or not there at all.
 
 ``checkpoints/step-N/`` holds the state after N steps: the trained models (weights, optimizers, schedules), the slot
-pool with its mid-response trajectories, and the sampler. ``latest.json`` is written last and names the newest one.
+pool with its mid-response trajectories, and the sampler. What is in the folder and how damage is told:
+``checkpoint_folder.py``. Here: when they are written, which are kept, and which one a run goes on from.
 """
 
 import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from megatron_rl.config.schema import Config
 from megatron_rl.errors import UserError
+from megatron_rl.run import checkpoint_folder as folders
+from megatron_rl.run.checkpoint_folder import DamagedCheckpoint
+from megatron_rl.run.resuming import candidates, way_back
 from megatron_rl.system.files import write_whole
+from megatron_rl.training.model_checkpoint import CheckpointError, CheckpointNotSaved
 from megatron_rl.training.trainer_group import TrainerGroup
-
-_NUM_KEPT = 2
-"""Newest checkpoints that stay on disk."""
 
 
 class Saver:
-    """Writes checkpoints when they are due and removes old ones; reads the newest."""
+    """Writes checkpoints when they are due, removes those that the keep rules do not hold, and reads one back."""
 
-    def __init__(self, config: Config, group: TrainerGroup, *, engines: Sequence[str]) -> None:
-        """``engines``: names of those that train (value pretraining keeps its critic alone)."""
-        self._engines = tuple(engines)
-        self._config = config
+    def __init__(
+        self,
+        config: Config,
+        group: TrainerGroup,
+        *,
+        engines: Sequence[str],
+        accuracies: Callable[[], Mapping[int, float]] = dict,
+    ) -> None:
+        """
+        Args:
+            engines: names of those that train (value pretraining keeps its critic alone).
+            accuracies: of the evaluations so far, by steps done; for run.keep_best.
+        """
+        self._engines = list(engines)
+        self._config = config.run
         self._group = group
         self._folder = Path(config.run.output_dir) / "checkpoints"
+        self._accuracies = accuracies
+        self._missed = False
         self.newest_step = -1
         """Of the checkpoints that this process has written."""
+        self.num_failed = 0
+        """Checkpoints that could not be written."""
+        self.skipped: list[str] = []
+        """What ``load`` passed over, and why."""
 
     def due(self, step: int) -> bool:
-        """After every run.save_every_steps steps and after the last one."""
-        every = self._config.run.save_every_steps
-        return step + 1 == self._config.run.num_steps or (every > 0 and (step + 1) % every == 0)
+        """After every run.save_every_steps steps, after the last one, and in the step after one that failed."""
+        every = self._config.save_every_steps
+        return self._missed or step + 1 == self._config.num_steps or (every > 0 and (step + 1) % every == 0)
 
-    def save(self, step: int, driver: dict[str, Any], *, weight_version: int) -> None:
-        """``driver`` is what the driver itself goes on from: the pool, the KL controller."""
-        target = self._folder / f"step-{step + 1}"
-        for engine in self._engines:
-            self._group.save_state(engine, str(target / engine))
+    def save(self, step: int, driver: dict[str, Any], *, weight_version: int, healthy: bool = True) -> str:
+        """Empty, or why nothing could be saved: the run may go on, and the next step tries again.
+
+        ``driver`` is what the driver itself goes on from: the pool, the KL controller. ``healthy``: the newest such
+        checkpoint is kept, whatever the keep rules say.
+        """
+        target = self._folder / folders.folder_name(step + 1)
         state = {"num_steps_done": step + 1, "weight_version": weight_version, **driver}
-        write_whole(target / "driver.json", json.dumps(state))
-        write_whole(self._folder / "latest.json", json.dumps({"folder": target.name}))
+        try:
+            folders.begin(target)
+            for engine in self._engines:
+                self._group.save_state(engine, str(target / engine))
+            write_whole(target / "driver.json", json.dumps(state))
+            folders.write_manifest(target, self._engines, healthy=healthy)
+            folders.write_latest(target)
+        except (CheckpointNotSaved, OSError) as error:
+            self._missed = True
+            self.num_failed += 1
+            if not (target / "manifest.json").exists():
+                shutil.rmtree(target, ignore_errors=True)
+            return str(error)
+        self._missed = False
         self.newest_step = step
         self._remove_old()
+        return ""
 
-    def load(self) -> dict[str, Any]:
-        """Bring every rank back to the newest checkpoint; returns the driver's part of it."""
-        target = _newest_checkpoint(self._config.run.output_dir)
-        if target is None:
-            raise UserError(
-                f"run.resume: {self._folder} holds no complete checkpoint; start without run.resume, or point "
-                "run.output_dir at the run to continue"
-            )
-        for engine in self._engines:
-            self._group.load_state(engine, str(target / engine))
-        return json.loads((target / "driver.json").read_text())
+    def load(self, take: Callable[[dict[str, Any]], None]) -> dict[str, Any] | None:
+        """Bring every rank back to the newest whole checkpoint; returns the driver's part of it, which ``take`` takes in.
+
+        None with run.resume=auto where there is none. With run.resume=true a newest one that is damaged is refused.
+        """
+        for folder in candidates(self._folder):
+            try:
+                folders.check_folder(folder, self._engines)
+                state = folders.read_driver(folder)
+                for engine in self._engines:
+                    self._group.load_state(engine, str(folder / engine))
+                _take_in(take, state, folder)
+                return state
+            except (CheckpointError, DamagedCheckpoint) as error:
+                if self._config.resume != "auto":
+                    raise UserError(f"{error}\n{way_back(self._folder, folder, self._engines)}") from error
+                self.skipped.append(f"passed over checkpoint {folder.name}: {error}")
+        return None
 
     def _remove_old(self) -> None:
-        saved = sorted(self._folder.glob("step-*"), key=lambda folder: int(folder.name.removeprefix("step-")))
-        for folder in saved[:-_NUM_KEPT]:
-            shutil.rmtree(folder)
+        for folder in folders.removable(self._folder, self.newest_step + 1, self._config, self._accuracies()):
+            shutil.rmtree(folder, ignore_errors=True)
 
 
-def _newest_checkpoint(output_dir: str | Path) -> Path | None:
-    folder = Path(output_dir) / "checkpoints"
-    latest = folder / "latest.json"
-    return folder / json.loads(latest.read_text())["folder"] if latest.is_file() else None
+def _take_in(take: Callable[[dict[str, Any]], None], state: dict[str, Any], folder: Path) -> None:
+    try:
+        take(state)
+    except UserError:
+        raise
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        raise DamagedCheckpoint(f"{folder / 'driver.json'} does not hold the state of a run: {error!r}") from error

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from megatron_rl.config.schema import Config
 from megatron_rl.errors import UserError
+from megatron_rl.run.resuming import check_resume
 
 _RUN_FILES = (
     "metrics.jsonl", "timeline.json", "report.html", "summary.json", "config.yaml", "mlflow_run.json", "checkpoints", "policy",
@@ -23,11 +24,12 @@ def check_output_dir(config: Config) -> None:
         raise UserError(f"run.output_dir: {folder} is a file; give a folder")
     if config.run.resume and config.run.overwrite:
         raise UserError("run.resume, run.overwrite: one continues a run and the other deletes it; set only one of them")
+    check_resume(config)
     if config.run.resume or config.run.overwrite or not (folder / "metrics.jsonl").exists():
         return
     raise UserError(
-        f"run.output_dir: {folder} already holds a run; continue it with run.resume=true, start over with "
-        "run.overwrite=true (deletes it), or give another folder"
+        f"run.output_dir: {folder} already holds a run; continue it with run.resume=true (run.resume=auto, if it may have "
+        "no checkpoint yet), start over with run.overwrite=true (deletes it), or give another folder"
     )
 
 

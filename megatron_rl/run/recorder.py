@@ -2,16 +2,17 @@
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from megatron_rl.config.load import config_to_yaml, flat_params
 from megatron_rl.config.schema import Config
 from megatron_rl.system.files import write_whole
 from megatron_rl.system.memory import host_used_share
 from megatron_rl.tracking.console import TrainingConsole
-from megatron_rl.tracking.metrics_file import MetricsWriter
+from megatron_rl.tracking.metrics_file import MetricsRow, MetricsWriter, read_metrics
 from megatron_rl.tracking.mlflow import Tracker
 from megatron_rl.tracking.timeline import Span, Timeline, read_timeline
 
@@ -32,12 +33,17 @@ class Evaluation:
 class Recorder:
     """A context manager around the run; leaving it writes the report and ends the MLflow run."""
 
-    def __init__(self, config: Config, *, first_step: int, title: str) -> None:
+    def __init__(self, config: Config, *, restored: Mapping[str, Any] | None, title: str) -> None:
+        """``restored``: the driver's part of the checkpoint that the run goes on from; None for a run that begins.
+
+        The books of the run up to there are taken over; what the folder holds of later steps is repeated, and goes.
+        """
+        first_step = restored["num_steps_done"] if restored else 0
         self._config = config
         self._folder = Path(config.run.output_dir)
         self._folder.mkdir(parents=True, exist_ok=True)
         write_whole(self._folder / "config.yaml", config_to_yaml(config))
-        earlier = read_timeline(self._folder / "timeline.json") if config.run.resume else []
+        earlier = read_timeline(self._folder / "timeline.json") if restored else []
         self.timeline = Timeline(spans=[span for span in earlier if span.step <= first_step])
         self.running: Callable[[], list[tuple[str, float]]] = list
         """Tells the stages in progress; the stage runner is put here once there is one."""
@@ -45,24 +51,30 @@ class Recorder:
             config.run.num_steps, title=title, first_step=first_step, running=lambda: self.running()
         )
         # Steps are written down counting from 1: those after the checkpoint are repeated, so their lines go.
-        resume_step = first_step + 1 if config.run.resume else None
-        self._metrics = MetricsWriter(self._folder / "metrics.jsonl", resume_step=resume_step)
+        self._metrics = MetricsWriter(
+            self._folder / "metrics.jsonl",
+            resume_step=first_step + 1 if restored else 0,
+            warn=self.console.warning,
+        )
         self._tracker = Tracker(
             self._folder,
             enabled=config.tracking.mlflow,
             uri=config.tracking.mlflow_uri,
             experiment=config.tracking.experiment,
             params=flat_params(config),
-            resume=config.run.resume,
+            resume=bool(config.run.resume),
             warn=self.console.warning,
         )
         self._tracker.log_artifact(self._folder / "config.yaml")
         self._started_s = self._last_end_s = time.time()
-        self._num_tokens = 0.0
+        self._earlier_s = self._num_tokens = 0.0
+        self._earlier_restarts = 0.0
         self.num_steps_done = first_step
         self.evaluations: list[Evaluation] = []
         self._stage_seconds: dict[str, float] = {}
         self._report_thread: threading.Thread | None = None
+        if restored:
+            self._take_over(first_step, restored.get("metrics") or {})
 
     def __enter__(self) -> "Recorder":
         self.console.__enter__()
@@ -81,10 +93,44 @@ class Recorder:
         self._tracker.close("FINISHED" if kind is None else "KILLED" if interrupted else "FAILED", timeout_s=10.0)
         self._metrics.close()
 
+    def _take_over(self, first_step: int, newest: Mapping[str, float]) -> None:
+        """The sums of the run so far. ``newest``: of the last step, whose row a kill may have prevented."""
+        rows = read_metrics(self._folder / "metrics.jsonl")
+        if newest and first_step not in [row.step for row in rows]:
+            self.log(first_step, dict(newest))
+            rows.append(MetricsRow(first_step, time.time(), dict(newest)))
+        for row in rows:
+            self._earlier_s += row.metrics.get("step/time_s", 0.0)
+            self._num_tokens += row.metrics.get("step/tokens_generated", 0.0)
+            self._earlier_restarts = row.metrics.get("rollout/num_server_restarts", self._earlier_restarts)
+            if "eval/accuracy" in row.metrics:
+                accuracy, error = row.metrics["eval/accuracy"], row.metrics.get("eval/accuracy_stderr")
+                self.evaluations.append(Evaluation(row.step, accuracy, error, self._earlier_s))
+            for name, seconds in row.metrics.items():
+                if name.startswith("time/"):
+                    self._add_stage(name.removeprefix("time/").removesuffix("_s"), seconds)
+
+    def add_to_newest(self, metrics: dict[str, float]) -> None:
+        """What the last step of the run so far had still to measure."""
+        self._metrics.add_to_last(self.num_steps_done, metrics)
+        self._tracker.log(self.num_steps_done, metrics)
+
+    def keep_timeline(self) -> None:
+        """On disk, as far as it is: a run that is killed goes on with it."""
+        self.timeline.write(self._folder / "timeline.json")
+
+    @property
+    def accuracies(self) -> dict[int, float]:
+        """Of all evaluations of the run, by steps done before them."""
+        return {evaluation.step: evaluation.accuracy for evaluation in self.evaluations}
+
+    def _add_stage(self, name: str, seconds: float) -> None:
+        self._stage_seconds[name] = self._stage_seconds.get(name, 0.0) + seconds
+
     def stage_done(self, name: str, lane: str, step: int, started_s: float, ended_s: float) -> None:
         """A stage of a step has run; ``lane`` is the timeline's row (the stage runner reports here)."""
         self.timeline.add(Span(name, lane, started_s, ended_s, step + 1))
-        self._stage_seconds[name] = self._stage_seconds.get(name, 0.0) + ended_s - started_s
+        self._add_stage(name, ended_s - started_s)
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         """Numbers of a moment of its own: the evaluation before the first step is step 0."""
@@ -99,7 +145,7 @@ class Recorder:
         metrics = metrics | {f"time/{name}_s": duration for name, duration in seconds.items()}
         metrics["step/time_s"] = now_s - self._last_end_s
         metrics["step/tokens_per_s"] = metrics["step/tokens_generated"] / metrics["step/time_s"]
-        metrics["rollout/num_server_restarts"] = float(num_server_restarts)
+        metrics["rollout/num_server_restarts"] = self._earlier_restarts + num_server_restarts
         metrics["memory/host_used_share"] = host_used_share()
         self._last_end_s = now_s
         self._num_tokens += metrics["step/tokens_generated"]
@@ -122,8 +168,8 @@ class Recorder:
 
     @property
     def elapsed_s(self) -> float:
-        """Since the first step began."""
-        return time.time() - self._started_s
+        """Since the first step began; of a run that was resumed, the steps before count as long as they took."""
+        return self._earlier_s + time.time() - self._started_s
 
     @property
     def num_tokens_generated(self) -> int:

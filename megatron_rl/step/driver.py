@@ -89,11 +89,16 @@ def _drive(config: Config, group: TrainerGroup, signals: StopSignals, *, freeze_
         inputs = make_inputs(config)
         frozen = ("policy",) if freeze_policy else ()
         trained = [name for name in ("policy", "critic") if name in group.engine_names and name not in frozen]
-        saver = Saver(config, group, engines=trained)
-        restored = saver.load() if config.run.resume else _beginning(inputs.pool)
-        inputs.go_on_from(restored["pool"])
+        saver = Saver(config, group, engines=trained, accuracies=lambda: recorder.accuracies)
+        found = saver.load(lambda state: inputs.go_on_from(state["pool"])) if config.run.resume else None
+        restored = found or _beginning(inputs.pool)
         first_step = restored["num_steps_done"]
-        recorder = stack.enter_context(Recorder(config, first_step=first_step, title=_title(config, freeze_policy)))
+        recorder = stack.enter_context(
+            Recorder(config, restored=found, title=_title(config, freeze_policy))
+        )
+        for text in saver.skipped:
+            recorder.console.warning(text)
+        recorder.console.note(_checkpoint_note(config, first_step if found else None))
         event_loop = stack.enter_context(_event_loop_thread())
         graph = graph_of(config)
         runner = StageRunner(
@@ -109,17 +114,18 @@ def _drive(config: Config, group: TrainerGroup, signals: StopSignals, *, freeze_
             recorder.console.note(text)
         rewards = stack.enter_context(build_rewards(config.reward))
         rollout = stack.enter_context(_rollout(config, group, inputs, event_loop, runner, recorder))
-        rollout.weight_version = restored["weight_version"]
+        # The weights of a checkpoint are published under the number that they had.
+        rollout.weight_version = max(0, restored["weight_version"] - 1)
         rollout.count_restarts(restored.get("server_restarts", []))
         parts = _parts(config, group, inputs, rollout, rewards, recorder, saver, runner)
         if freeze_policy:
             parts = replace(parts, settling=_settling(config))
         loop = TrainingLoop(config, parts)
         loop.load_state(restored)
-        _before_first_step(config, parts, runner, first_step)
+        last_step = _before_first_step(config, parts, runner, first_step)
         recorder.start_clock()
         with signals.deferred(runner.wake):
-            runner.run(loop.actions(graph), first_step, config.run.num_steps - 1)
+            runner.run(loop.actions(graph), first_step, last_step)
             num_steps_done = loop.close_stopped() if signals.requested else config.run.num_steps
         summary = summarize(config, recorder)
         write_summary(folder, summary)
@@ -128,6 +134,13 @@ def _drive(config: Config, group: TrainerGroup, signals: StopSignals, *, freeze_
         if not freeze_policy:
             group.save_hf("policy", str(folder / "policy"))
     return summary
+
+
+def _checkpoint_note(config: Config, first_step: int | None) -> str:
+    run = config.run
+    begin = "" if first_step is None else f"goes on after step {first_step}; "
+    every = f"every {run.save_every_steps} steps" if run.save_every_steps else "at the end only (run.save_every_steps=0)"
+    return f"{begin}checkpoints: {every}, and when a signal stops the run; the newest {run.keep_last} are kept"
 
 
 def _beginning(pool: SlotPool) -> dict[str, Any]:
@@ -207,8 +220,11 @@ def _rollout(
     return open_rollout(config, event_loop, trainer, tokenizer=inputs.tokenizer, environment=inputs.environment)
 
 
-def _before_first_step(config: Config, parts: Parts, runner: StageRunner, first_step: int) -> None:
-    """Current weights on every server, the two engines compared, and where the policy starts from."""
+def _before_first_step(config: Config, parts: Parts, runner: StageRunner, first_step: int) -> int:
+    """Current weights on every server, the two engines compared, and where the policy starts from.
+
+    Returns the last step of the run: one that reached its goal before it was stopped has none left.
+    """
     rollout, recorder, evaluator = parts.rollout, parts.recorder, parts.evaluator
     result = rollout.publish()
     recorder.console.note(f"weights on the servers: {result.num_bytes:,} bytes in {result.seconds:.2f} s")
@@ -222,6 +238,11 @@ def _before_first_step(config: Config, parts: Parts, runner: StageRunner, first_
         metrics = runner.wait_for(evaluator.evaluate(-1))
         recorder.log(0, metrics)
         recorder.console.note(f"before training: accuracy {evaluation_text(metrics)} on held-out prompts")
+    if first_step and evaluator.due(first_step - 1) and first_step not in recorder.accuracies:
+        recorder.add_to_newest(runner.wait_for(evaluator.evaluate(first_step - 1)))
+    goal = config.eval.stop_at_accuracy
+    reached = first_step and goal and recorder.accuracies.get(first_step, 0.0) >= goal
+    return first_step - 1 if reached else config.run.num_steps - 1
 
 
 @contextmanager

@@ -218,6 +218,7 @@ class TrainingLoop:
         self._examine(step)
         if self._parts.saver.due(step):
             self._save(step)
+        self._states[step].metrics["checkpoint/num_failed"] = float(self._parts.saver.num_failed)
 
     def record(self, step: int) -> None:
         """Metrics, display and report; of the step's state only what a checkpoint needs is left."""
@@ -259,7 +260,11 @@ class TrainingLoop:
         }
         # Of the next step: the servers may not have it yet.
         will_publish = not self._published and step >= self._critic_warmup_steps
-        parts.saver.save(step, driver, weight_version=parts.rollout.weight_version + will_publish)
+        version = parts.rollout.weight_version + will_publish
+        problem = parts.saver.save(step, driver, weight_version=version, healthy=parts.watchdog.healthy)
+        if problem:
+            parts.recorder.console.warning(f"no checkpoint after step {step + 1}: {problem}; the next step tries again")
+        parts.recorder.keep_timeline()
 
     def _measured(self, stage: str) -> Callable[[int], None]:
         """The stage's action, and then how much memory the ranks used in it."""

@@ -67,6 +67,9 @@ def _status_of(failure: "ChildFailedError", forwarder: "_Forwarder") -> int:
     if forwarder.requested:
         status = failure.failures.get(0, first).exitcode
         return status if status > 0 else STOPPED  # a rank that was still starting had nothing to save
+    if -first.exitcode in STOP_SIGNALS:  # sent to a rank that did not listen yet
+        print(f"stopped: rank {rank} was sent {signal.Signals(-first.exitcode).name}", file=sys.stderr, flush=True)
+        return STOPPED
     if first.exitcode < 0:
         print(_killed_by(rank, -first.exitcode), file=sys.stderr, flush=True)
         return 1

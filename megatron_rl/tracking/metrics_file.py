@@ -8,6 +8,7 @@ Invariants:
 - After a resume every step stands once: lines at the resumed step and later are dropped before the first new line.
 - Values that JSON cannot hold are the strings "NaN", "Infinity" and "-Infinity", so that any JSON reader copes.
 - Writing never raises into training: on a full disk the lines wait in memory and go out with a later one.
+- A file that somebody removes or replaces is noticed at the next line, and written again whole.
 Nobody waits for anybody: ``log`` formats and writes on the caller's thread (well under a millisecond).
 """
 
@@ -17,7 +18,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -99,15 +100,34 @@ class MetricsWriter:
     everything and appends; 0 starts the file over. Raises OSError only from the constructor, before training begins.
     """
 
-    def __init__(self, path: str | Path, *, resume_step: int | None = None):
+    def __init__(
+        self, path: str | Path, *, resume_step: int | None = None, warn: Callable[[str], None] = logger.warning
+    ):
         self.path = Path(path)
+        self._warn = warn
+        self._lines: list[bytes] = []
+        """All of the file: what writes it again when somebody has removed it."""
         self._lock = threading.Lock()
         self._unwritten = b""
         self._warned: set[str] = set()
         self.path.parent.mkdir(parents=True, exist_ok=True)
         if self.path.exists():
             self._keep_whole_lines(resume_step)
+        self._open()
+
+    def _open(self) -> None:
         self._descriptor = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+
+    def add_to_last(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Give the last line, if it is of ``step``, further metrics; else append a line with these."""
+        with self._lock:
+            last = _decode(self._lines[-1]) if self._lines else None
+            if last is not None and last.step == step:
+                numbers, _ = as_numbers(metrics)
+                self._lines[-1] = _encode(step, last.time_s, {**last.metrics, **numbers})
+                self._write_again()
+                return
+        self.log(step, metrics)
 
     def log(self, step: int, metrics: Mapping[str, Any], *, time_s: float | None = None) -> None:
         """Append one line. What is no number is left out with one warning a name; a failed write waits for the next."""
@@ -116,6 +136,8 @@ class MetricsWriter:
             self._warn_once(name, f"metric {name!r}: expected a number, got {type(metrics[name]).__name__}; left out")
         line = _encode(step, time.time() if time_s is None else time_s, numbers)
         with self._lock:
+            self._notice_removal()
+            self._lines.append(line)
             self._unwritten += line
             self._drain()
 
@@ -127,6 +149,28 @@ class MetricsWriter:
             self._drain()
             os.close(self._descriptor)
             self._descriptor = -1
+
+    def _notice_removal(self) -> None:
+        """An open file that was removed or replaced takes what is written with it."""
+        try:
+            found, ours = os.stat(self.path), os.fstat(self._descriptor)
+            if (found.st_dev, found.st_ino) == (ours.st_dev, ours.st_ino):
+                return
+        except FileNotFoundError:
+            pass
+        except OSError:
+            return
+        self._warn(f"{self.path} was removed or replaced while the run writes it; it is written again, whole")
+        self._write_again()
+
+    def _write_again(self) -> None:
+        try:
+            write_whole(self.path, b"".join(self._lines))
+            os.close(self._descriptor)
+            self._open()
+            self._unwritten = b""
+        except OSError as error:
+            self._warn_once("", f"cannot write {self.path} ({error}); lines wait in memory. Free space on its disk")
 
     def _drain(self) -> None:
         try:
@@ -140,7 +184,7 @@ class MetricsWriter:
     def _warn_once(self, topic: str, text: str) -> None:
         if topic not in self._warned:
             self._warned.add(topic)
-            logger.warning(text)
+            self._warn(text)
 
     def _keep_whole_lines(self, resume_step: int | None) -> None:
         lines = self.path.read_bytes().splitlines(keepends=True)
@@ -151,6 +195,7 @@ class MetricsWriter:
                 kept.append(line)
         if len(kept) < len(lines):
             write_whole(self.path, b"".join(kept))
+        self._lines = kept
 
     def __enter__(self) -> "MetricsWriter":
         return self

@@ -5,7 +5,8 @@ Invariants:
   the newest entry is left out and counted.
 - A failure is one warning. The thread keeps its entries and tries again with growing pauses, so a store that comes
   back gets everything that still was in the queue. ``metrics.jsonl`` is complete in any case, and ``upload_metrics``
-  brings a store up to date from it (logging a point twice leaves one point).
+  brings a store up to date from it.
+- A continued run logs every step of a metric once: what the store has of an earlier part of the run is not sent again.
 - ``close`` waits at most its ``timeout_s`` for the thread; the thread is a daemon, so it never holds up the exit.
 - A resumed run continues the MLflow run whose id stands in ``mlflow_run.json``.
 mlflow is imported on the thread: importing it takes seconds, creating its SQLite tables some more.
@@ -131,6 +132,8 @@ class Tracker:
         self._final_status: str | None = None
         self._client: Any = None
         self._run_id: str | None = None
+        self._continues = False
+        self._steps_before: dict[str, set[int]] = {}
         self._thread: threading.Thread | None = None
         if enabled:
             self._thread = threading.Thread(target=self._work, name="mlflow", daemon=True)
@@ -222,6 +225,7 @@ class Tracker:
         if run is None:
             run = self._client.create_run(self._experiment_id(), run_name=self._output_dir.name)
         else:
+            self._continues = True
             self._client.update_run(run.info.run_id, status="RUNNING")
         self._log_params(run.info.run_id, run.data.params)
         write_whole(self._output_dir / _RUN_FILE, json.dumps({"uri": self._uri, "run_id": run.info.run_id}) + "\n")
@@ -281,6 +285,7 @@ class Tracker:
             entities.Metric(name, value, point.time_ms, point.step)
             for point in points
             for name, value in point.metrics.items()
+            if point.step not in self._known_steps(name)
         ]
         try:
             for first in range(0, len(metrics), _MAX_METRICS_PER_REQUEST):
@@ -290,6 +295,14 @@ class Tracker:
                 return f"the store refuses a metric: {_cut(str(error), 300)}"
             raise
         return ""
+
+    def _known_steps(self, name: str) -> set[int]:
+        """Steps of a metric that an earlier part of the run has logged: repeated after a resume, they stay single."""
+        if not self._continues:
+            return set()
+        if name not in self._steps_before:
+            self._steps_before[name] = {m.step for m in self._client.get_metric_history(self._run_id, name)}
+        return self._steps_before[name]
 
     def _send_artifact(self, artifact: _Artifact) -> str:
         """Upload a file; the problem if that failed. The file stays in the output folder, so it is not tried again."""

@@ -2,12 +2,17 @@
 
 Invariants: a folder of the final name is complete (it is written under another name and renamed); a resumed run is bitwise equal
 for the same layout, and equal up to rounding for another one, because the optimizer state is stored in the shape of the
-weights ("fully_reshardable"); hyperparameters come from the configuration, never from the checkpoint. All ranks call
+weights ("fully_reshardable"); hyperparameters come from the configuration, never from the checkpoint; before anything
+is loaded, every file has been compared with the checksums that its writer left, and no pickle may import what a
+checkpoint does not need. All ranks call
 each function together and wait for each other at its barriers, for at most the collective time-out. The folder must be
 on a file system that all ranks share.
 """
 
+import json
+import os
 import queue
+import re
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -24,10 +29,16 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyPara
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_rl.errors import UserError
 from megatron_rl.models.gpt import PackedGPTModel
-from megatron_rl.system.files import replace_folder
+from megatron_rl.models.hf.torch_dist import check_metadata
+from megatron_rl.parallel import collectives
+from megatron_rl.parallel.collectives import CollectiveTimeout, PeerLost
+from megatron_rl.system.checksums import checksums, damaged, parse_checksums
+from megatron_rl.system.files import replace_folder, write_whole
+from megatron_rl.system.pickles import BadPickle
 from megatron_rl.training.optimizer import torch_adam_parts
 
 _FORMAT = {
@@ -39,10 +50,20 @@ _FORMAT = {
     "chained_optim_avoid_prefix": True,
 }
 _EXPERTS_ARE_SPLIT = "experts_are_split"
+_SMALLEST_BYTES = 1 << 20
+_WEIGHTS_ONLY = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
 
 
-class _CheckpointError(UserError):
-    """This checkpoint cannot be continued in this layout."""
+_CHECKSUMS_FILE = "checksums.json"
+_WRITERS_FILE = re.compile(r"__(\d+)_\d+\.distcp")
+
+
+class CheckpointNotSaved(UserError):
+    """It could not be written (the disk is full, say), and nothing of it is left. Every rank raises it."""
+
+
+class CheckpointError(UserError):
+    """A checkpoint that is damaged, or that cannot be continued in this layout. Every rank raises it."""
 
 
 def save_checkpoint(
@@ -51,16 +72,36 @@ def save_checkpoint(
     optimizer: MegatronOptimizer,
     scheduler: OptimizerParamScheduler,
 ) -> None:
-    """Write ``folder``; one that exists is replaced once the new one is complete.
+    """Write ``folder``; one that exists is replaced once the new one is complete. Raises CheckpointNotSaved.
 
     ``chunks`` are the bare GPTModel chunks (no DDP around them).
     """
     folder = Path(folder)
     partial = folder.with_name(folder.name + ".partial")
-    if dist.get_rank() == 0:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-    dist.barrier()
+    try:
+        with _raised_together(CheckpointNotSaved, f"{folder} could not be written"):
+            if dist.get_rank() == 0:
+                shutil.rmtree(partial, ignore_errors=True)
+                partial.mkdir(parents=True)
+                _check_room(partial)
+        with _raised_together(CheckpointNotSaved, f"{folder} could not be written"):
+            _write(partial, chunks, optimizer, scheduler)
+        with _raised_together(CheckpointNotSaved, f"{folder} could not be written"):
+            _write_checksums(partial)
+            if dist.get_rank() == 0:
+                replace_folder(partial, folder)
+    except CheckpointNotSaved:
+        if dist.get_rank() == 0:
+            shutil.rmtree(partial, ignore_errors=True)
+        raise
+
+
+def _write(
+    folder: Path,
+    chunks: Sequence[PackedGPTModel],
+    optimizer: MegatronOptimizer,
+    scheduler: OptimizerParamScheduler,
+) -> None:
     # Megatron hands results over in a queue of a helper process, for saves that run next to the training. Such a helper
     # outlives a rank that is killed; here nobody but this process reads the queue.
     filesystem_async._results_queue = queue.Queue()
@@ -70,11 +111,7 @@ def save_checkpoint(
     state = _sharded_state(chunks, optimizer, is_loading=False)
     state["num_optimizer_steps"] = scheduler.num_steps
     state[_EXPERTS_ARE_SPLIT] = _experts_are_split()
-    dist_checkpointing.save(state, str(partial), strategy, content_metadata=_FORMAT)
-    dist.barrier()
-    if dist.get_rank() == 0:
-        replace_folder(partial, folder)
-    dist.barrier()
+    dist_checkpointing.save(state, str(folder), strategy, content_metadata=_FORMAT)
 
 
 def load_checkpoint(
@@ -85,17 +122,24 @@ def load_checkpoint(
 ) -> None:
     """Restore in place what ``save_checkpoint`` wrote, from the same or another parallel layout.
 
-    Raises FileNotFoundError where there is no complete checkpoint; _CheckpointError where the experts of one layout are
-    split over ranks and those of the other are not; Megatron's CheckpointingException where the
-    checkpoint is of another model.
+    Raises CheckpointError where there is no whole checkpoint, where it is of another model, and where the experts of one
+    layout are split over ranks and those of the other are not.
     """
-    if not dist_checkpointing.check_is_distributed_checkpoint(str(folder)):
-        raise FileNotFoundError(
-            f"expected a complete checkpoint in {folder}, found none; give the folder that a save ended in"
-        )
+    folder = Path(folder)
+    _agree("\n".join(_problems(folder)), CheckpointError)
+    with _raised_together(CheckpointError, f"{folder} cannot be loaded, is it of another model?"), _only_tensors_unpickled():
+        _load(folder, chunks, optimizer, scheduler)
+
+
+def _load(
+    folder: Path,
+    chunks: Sequence[PackedGPTModel],
+    optimizer: MegatronOptimizer,
+    scheduler: OptimizerParamScheduler,
+) -> None:
     saved = dist_checkpointing.load_common_state_dict(str(folder)).get(_EXPERTS_ARE_SPLIT)
     if saved is not None and saved != _experts_are_split():
-        raise _CheckpointError(
+        raise CheckpointError(
             f"{folder} was written with parallel.expert_parallel_size {'above 1' if saved else '1'}, and this run has "
             f"{parallel_state.get_expert_model_parallel_world_size()}: Megatron keeps the optimizer state of experts that "
             "are split apart from the rest, and cannot turn one into the other; continue with a size on the same side of "
@@ -112,6 +156,98 @@ def load_checkpoint(
     scheduler.num_steps = 0
     scheduler.step(state["num_optimizer_steps"])
     _give_each_parameter_its_own_step(optimizer)
+
+
+def _write_checksums(folder: Path) -> None:
+    """Each rank reads what it has written, so that no rank reads everything; rank 0 writes them down."""
+    names = [file.name for file in folder.iterdir()]
+    rank = dist.get_rank()
+    found = collectives.gather_objects(
+        checksums(folder, [name for name in names if _writer(name) == rank]), what=f"its checksums of {folder}"
+    )
+    if rank == 0:
+        write_whole(folder / _CHECKSUMS_FILE, json.dumps({name: sums for part in found for name, sums in part.items()}))
+
+
+def _writer(name: str) -> int:
+    written = _WRITERS_FILE.fullmatch(name)
+    return int(written[1]) if written else 0
+
+
+def _problems(folder: Path) -> Iterator[str]:
+    """What is wrong with this rank's share of the files; every file is the share of one rank."""
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    if not (folder / "metadata.json").is_file():
+        yield f"{folder} holds no whole checkpoint; give the folder that a save ended in"
+        return
+    try:
+        expected = parse_checksums(json.loads((folder / _CHECKSUMS_FILE).read_bytes()))
+    except FileNotFoundError:
+        expected = {}  # written before there were checksums
+    except (OSError, ValueError, RecursionError) as error:
+        yield f"{folder / _CHECKSUMS_FILE} cannot be read: {error}"
+        return
+    by_size = sorted(expected, key=lambda name: expected[name][0], reverse=True)
+    yield from damaged(folder, {name: expected[name] for name in by_size[rank::num_ranks]})
+    if rank == 0:
+        try:
+            check_metadata(folder)
+        except BadPickle as error:
+            yield str(error)
+
+
+@contextmanager
+def _raised_together(kind: type[UserError], text: str) -> Iterator[None]:
+    """What goes wrong inside on one rank is raised as ``kind`` on all of them, so that they go on together."""
+    problem = ""
+    try:
+        yield
+    except (CollectiveTimeout, PeerLost):
+        raise
+    except CheckpointError as error:
+        problem = str(error)
+    # Whatever the libraries under Megatron make of a full disk or of another model's files; torch's is no Exception.
+    except (Exception, CheckpointException) as error:
+        problem = f"{text}: {_words(error)}"
+    _agree(problem, kind)
+
+
+def _agree(problem: str, kind: type[UserError]) -> None:
+    problems = collectives.gather_objects(problem, what="whether its part of the checkpoint is well")
+    said = collectives.broadcast_object(
+        "\n".join(dict.fromkeys(filter(None, problems))), what="whether the checkpoint is well"
+    )
+    if said:
+        raise kind(said)
+
+
+def _words(error: BaseException) -> str:
+    """One line; torch wraps the failures of all ranks."""
+    if isinstance(error, CheckpointException) and error.failures:
+        error = next(iter(error.failures.values()))[0]
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+
+
+def _check_room(folder: Path) -> None:
+    """OSError on a full disk, before the ranks write together: one that fails alone leaves the others waiting."""
+    probe = folder / ".probe"
+    with open(probe, "wb") as file:
+        os.posix_fallocate(file.fileno(), 0, _SMALLEST_BYTES)
+    probe.unlink()
+
+
+@contextmanager
+def _only_tensors_unpickled() -> Iterator[None]:
+    """torch would unpickle the objects among the tensors without limits; inside, it takes plain data and tensors only."""
+    before = os.environ.get(_WEIGHTS_ONLY)
+    os.environ[_WEIGHTS_ONLY] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_WEIGHTS_ONLY]
+        else:
+            os.environ[_WEIGHTS_ONLY] = before
 
 
 def _sharded_state(

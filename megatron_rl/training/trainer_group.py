@@ -9,7 +9,7 @@ not a long generation.
 import itertools
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import partial
@@ -29,6 +29,7 @@ from megatron_rl.training.engine import Engine, UpdateResult
 from megatron_rl.training.export import WeightExport, free_cached_memory, whole
 from megatron_rl.training.flops import flops_cost
 from megatron_rl.training.memory import MemoryPeaks, take_memory_peaks
+from megatron_rl.training.model_checkpoint import CheckpointError, CheckpointNotSaved
 from megatron_rl.weights.buckets import walk_to_end
 
 
@@ -215,11 +216,11 @@ class TrainerGroup:
         self._call(Command("save_hf", engine, partial(_save_hf, folder=folder)))
 
     def save_state(self, engine: str, folder: str) -> None:
-        """Write weights, optimizer state and schedule."""
+        """Write weights, optimizer state and schedule. Raises CheckpointNotSaved; the group goes on."""
         self._call(Command("save_state", engine, partial(_save_state, folder=folder)))
 
     def load_state(self, engine: str, folder: str) -> None:
-        """Continue from what ``save_state`` wrote, in this or another layout."""
+        """Continue from what ``save_state`` wrote, in this or another layout. Raises CheckpointError; the group goes on."""
         self._call(Command("load_state", engine, partial(_load_state, folder=folder)))
 
     def heartbeat(self) -> None:
@@ -342,11 +343,23 @@ def _save_hf(worker: Worker, engine: Engine, microbatches: list[PackedBatch], *,
 
 
 def _save_state(worker: Worker, engine: Engine, microbatches: list[PackedBatch], *, folder: str) -> None:
-    engine.save_state(folder)
+    with _said_by_the_driver(worker):
+        engine.save_state(folder)
 
 
 def _load_state(worker: Worker, engine: Engine, microbatches: list[PackedBatch], *, folder: str) -> None:
-    engine.load_state(folder)
+    with _said_by_the_driver(worker):
+        engine.load_state(folder)
+
+
+@contextmanager
+def _said_by_the_driver(worker: Worker) -> Iterator[None]:
+    """Of what all ranks raise about a checkpoint, the driver's is enough: it decides how to go on."""
+    try:
+        yield
+    except (CheckpointError, CheckpointNotSaved):
+        if worker.topology.rank == 0:
+            raise
 
 
 def _to_its_end(

@@ -16,12 +16,18 @@ class RunConfig:
     """Steps of the training loop in all (a resumed run continues up to this number)."""
     seed: int = at_least(0, default=1)
     """Of everything random: fresh weights, the order of prompts and mini-batches, samples."""
-    resume: bool = False
-    """Continue from the newest checkpoint under output_dir."""
+    resume: bool | str = bounded("true, false or auto", lambda value: value in (True, False, "auto"), default=False)
+    """Continue from the newest checkpoint under output_dir; auto: from the newest whole one, or start where there is none."""
     overwrite: bool = False
     """Allow a run to start over in a folder that already holds one."""
-    save_every_steps: int = at_least(0, default=0)
-    """Write a checkpoint every so many steps; 0 means only at the end."""
+    save_every_steps: int = at_least(0, default=20)
+    """Write a checkpoint every so many steps; 0 means only at the end and when a signal stops the run."""
+    keep_last: int = at_least(1, default=2)
+    """Newest checkpoints that stay on disk. The newest one of healthy training stays, too, whatever its age."""
+    keep_every_steps: int = at_least(0, default=0)
+    """Checkpoints of steps that this number divides stay, too; 0 means none."""
+    keep_best: int = at_least(0, default=0)
+    """So many checkpoints of the highest eval/accuracy stay, too (of steps that were evaluated)."""
     stop_grace_s: float = at_least(0, default=90.0)
     """On SIGTERM, SIGUSR1, SIGHUP or Ctrl-C the run has this long to end its step and to save, and 20 s more to leave."""
 

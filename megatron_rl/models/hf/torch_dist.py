@@ -1,6 +1,6 @@
 """Megatron's distributed checkpoints (torch_dist), written and read one parameter at a time, in one process.
 
-Their ``.metadata`` is a pickle, like all of Megatron's: read only checkpoints that you trust.
+Their ``.metadata`` is a pickle: it is loaded once ``check_metadata`` has seen that it imports the classes of metadata alone.
 """
 
 import io
@@ -43,6 +43,33 @@ from megatron_rl.config.schema import ParallelConfig
 from megatron_rl.families.parameters import Entry, Role, canonical_name, entries
 from megatron_rl.models import critic, policy
 from megatron_rl.models.hf.sources import WeightsError
+from megatron_rl.system.pickles import BadPickle, check_pickle
+
+_METADATA_MODULE = "torch.distributed.checkpoint.metadata"
+_METADATA_NAMES = {
+    "torch.Size",
+    "torch.serialization._get_layout",
+    "torch.distributed.checkpoint.filesystem._StorageInfo",
+    "collections.OrderedDict",
+    *(f"torch.{name}" for name, value in vars(torch).items() if isinstance(value, torch.dtype | torch.memory_format)),
+    *(
+        f"{_METADATA_MODULE}.{name}"
+        for name in (
+            "Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "TensorProperties", "ChunkStorageMetadata",
+            "MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING",
+        )
+    ),
+    *(
+        f"torch.distributed.checkpoint.planner.{name}"
+        for name in ("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData")
+    ),
+}  # fmt: skip
+"""What the metadata of tensors and plain objects is made of, in the releases of torch since 2.0."""
+
+
+def check_metadata(folder: Path) -> None:
+    """BadPickle unless ``.metadata`` is a pickle of a checkpoint's metadata and of nothing else."""
+    check_pickle(folder / ".metadata", _METADATA_NAMES)
 
 
 @dataclass(frozen=True)
@@ -207,8 +234,11 @@ class MegatronCheckpoint:
             raise WeightsError(f"{folder} is in the format {config.sharded_backend!r}; only torch_dist is read")
         self._reader = FileSystemReader(folder)
         try:
+            check_metadata(folder)
             metadata = self._reader.read_metadata()
-        except (OSError, EOFError, pickle.UnpicklingError, AttributeError, ImportError, ValueError) as error:
+        except BadPickle as error:
+            raise WeightsError(f"{error}; fetch it again, from someone you trust") from error
+        except (OSError, EOFError, pickle.UnpicklingError, AttributeError, ImportError, ValueError, TypeError) as error:
             raise WeightsError(f"{folder / '.metadata'} cannot be read: {error!r}; fetch it again") from error
         self._reader.set_up_storage_reader(metadata, is_coordinator=True)
         self.tensors: dict[str, TensorStorageMetadata] = {

@@ -133,7 +133,7 @@ def make_watched_loop(action, *, compare=None):
         rollout=rollout,
         grader=None,
         evaluator=None,
-        recorder=SimpleNamespace(console=console),
+        recorder=SimpleNamespace(keep_timeline=lambda: None, console=console),
         saver=saver,
         process_rewarder=None,
         stop_after=lambda step: None,

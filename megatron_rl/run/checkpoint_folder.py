@@ -1,0 +1,182 @@
+"""``checkpoints/`` of a run as files: which are there, what they say of themselves, which are whole as far as sizes tell.
+
+``step-N/`` holds a folder per model, ``driver.json`` and, written last, ``manifest.json`` with sizes and checksums of the
+files that are the driver's; each model's folder has ``checksums.json`` of its own. ``latest.json`` names the newest
+one. No Megatron, no torch: a folder can be looked at before anything starts.
+"""
+
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_rl.config.schema import RunConfig
+from megatron_rl.errors import UserError
+from megatron_rl.system.checksums import Checksums, checksums, damaged, parse_checksums
+from megatron_rl.system.files import write_whole
+
+MODEL_CHECKSUMS = "checksums.json"
+_LATEST, _MANIFEST, _DRIVER = "latest.json", "manifest.json", "driver.json"
+_NAME = re.compile(r"step-(0|[1-9][0-9]{0,11})")
+
+
+class DamagedCheckpoint(UserError):
+    """Says which file, and what is wrong with it."""
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What is known of a checkpoint without its contents."""
+
+    healthy: bool = True
+    """Training showed no sign of having died when it was saved."""
+    files: Mapping[str, tuple[int, str]] | None = None
+    """None: written before there were manifests."""
+
+
+def folder_name(num_steps: int) -> str:
+    return f"step-{num_steps}"
+
+
+def num_steps_of(folder: Path) -> int:
+    return int(folder.name.removeprefix("step-"))
+
+
+def saved_folders(checkpoints: Path) -> list[Path]:
+    """``step-N`` folders, newest first, whole or not."""
+    try:
+        found = [path for path in checkpoints.iterdir() if _NAME.fullmatch(path.name) and path.is_dir()]
+    except OSError:
+        return []
+    return sorted(found, key=num_steps_of, reverse=True)
+
+
+def write_manifest(folder: Path, models: list[str], *, healthy: bool) -> None:
+    """The last file of a checkpoint. Raises OSError."""
+    names = [_DRIVER, *(f"{model}/{MODEL_CHECKSUMS}" for model in models)]
+    content = {"healthy": healthy, "files": checksums(folder, names)}
+    write_whole(folder / _MANIFEST, json.dumps(content))
+
+
+def begin(folder: Path) -> None:
+    """An earlier checkpoint of this name counts no more."""
+    (folder / _MANIFEST).unlink(missing_ok=True)
+
+
+def write_latest(folder: Path) -> None:
+    write_whole(folder.parent / _LATEST, json.dumps({"folder": folder.name}))
+
+
+def latest_folder(checkpoints: Path) -> Path | None:
+    """The one that ``latest.json`` names; None where there is no such file. Raises DamagedCheckpoint."""
+    path = checkpoints / _LATEST
+    if not path.exists():
+        return None
+    content = _json(path)
+    name = content.get("folder")
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise DamagedCheckpoint(f"{path} names {name!r}; expected step-N, a folder next to it")
+    if not (checkpoints / name).is_dir():
+        raise DamagedCheckpoint(f"{path} names {name}, which is not there")
+    return checkpoints / name
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Raises DamagedCheckpoint."""
+    path = folder / _MANIFEST
+    if not path.exists():
+        return Manifest()
+    content = _json(path)
+    try:
+        files = parse_checksums(content.get("files"))
+    except ValueError as error:
+        raise DamagedCheckpoint(f"{path}: {error}") from error
+    if not isinstance(content.get("healthy"), bool) or _DRIVER not in files:
+        raise DamagedCheckpoint(f"{path} is no manifest of a checkpoint")
+    return Manifest(content["healthy"], files)
+
+
+def read_driver(folder: Path) -> dict[str, Any]:
+    """The driver's part. Raises DamagedCheckpoint."""
+    path = folder / _DRIVER
+    state = _json(path)
+    steps, version = state.get("num_steps_done"), state.get("weight_version")
+    if type(steps) is not int or type(version) is not int or not isinstance(state.get("pool"), dict):
+        raise DamagedCheckpoint(f"{path} does not hold the state of a run")
+    if steps != num_steps_of(folder):
+        raise DamagedCheckpoint(f"{path} is of {steps} steps, its folder of {num_steps_of(folder)}")
+    return state
+
+
+def check_folder(folder: Path, models: list[str]) -> None:
+    """All but the contents of the models' files, which their ranks compare. Raises DamagedCheckpoint."""
+    manifest = read_manifest(folder)
+    if manifest.files is not None:
+        _raise_first(damaged(folder, manifest.files))
+    for model in models:
+        _raise_first(_wrong_sizes(folder / model))
+    if not (folder / _DRIVER).is_file():
+        raise DamagedCheckpoint(f"{folder / _DRIVER} is missing")
+
+
+def removable(checkpoints: Path, newest: int, rules: RunConfig, accuracies: Mapping[int, float]) -> list[Path]:
+    """What no rule keeps: neither the newest ones nor those of every k-th step, of the best evaluations, of healthy training.
+
+    ``newest``: steps done at the newest one; what is there of later steps is of a future that the run has left.
+    ``accuracies``: of the evaluations, by steps done.
+    """
+    everything = saved_folders(checkpoints)
+    saved = {num_steps_of(f): f for f in everything if num_steps_of(f) <= newest and (f / _DRIVER).is_file()}
+    kept = set(list(saved)[: rules.keep_last])
+    if rules.keep_every_steps:
+        kept |= {steps for steps in saved if steps % rules.keep_every_steps == 0}
+    evaluated = [steps for steps in saved if math.isfinite(accuracies.get(steps, math.nan))]
+    kept |= set(sorted(evaluated, key=lambda steps: -accuracies[steps])[: rules.keep_best])
+    kept |= set([steps for steps, folder in saved.items() if _is_healthy(folder)][:1])
+    return [folder for folder in everything if folder not in [saved[steps] for steps in kept]]
+
+
+def _is_healthy(folder: Path) -> bool:
+    try:
+        return read_manifest(folder).healthy
+    except DamagedCheckpoint:
+        return False
+
+
+def _wrong_sizes(model: Path) -> Iterator[str]:
+    if not (model / "metadata.json").is_file():
+        yield f"{model / 'metadata.json'} is missing"
+        return
+    expected: Checksums = {}
+    if (model / MODEL_CHECKSUMS).exists():
+        try:
+            expected = parse_checksums(_json(model / MODEL_CHECKSUMS))
+        except ValueError as error:
+            yield f"{model / MODEL_CHECKSUMS}: {error}"
+            return
+    for name, (size, _) in expected.items():
+        path = model / name
+        if not path.is_file():
+            yield f"{path} is missing"
+        elif path.stat().st_size != size:
+            yield f"{path} has {path.stat().st_size} bytes instead of {size}"
+
+
+def _raise_first(problems: Iterator[str]) -> None:
+    for problem in problems:
+        raise DamagedCheckpoint(problem)
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_bytes())
+    except OSError as error:
+        raise DamagedCheckpoint(f"{path} cannot be read ({error.strerror})") from error
+    except (ValueError, RecursionError) as error:
+        raise DamagedCheckpoint(f"{path} is not whole JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise DamagedCheckpoint(f"{path}: expected an object of JSON, got a {type(content).__name__}")
+    return content

@@ -1,0 +1,48 @@
+"""A look into a pickle before a library loads it: which names it imports. Nothing of it is run."""
+
+import pickle
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+
+class BadPickle(ValueError):
+    """No pickle, a damaged one, or one that imports what it has no business with."""
+
+
+def check_pickle(path: Path, allowed: Collection[str]) -> None:
+    """BadPickle unless the file is a whole pickle that imports ``allowed`` names alone (as module.name)."""
+    try:
+        with open(path, "rb") as file:
+            _Reader(file, allowed).load()
+    except OSError as error:
+        raise BadPickle(f"{path} cannot be read ({error.strerror})") from error
+    except BadPickle as error:
+        raise BadPickle(f"{path} {error}") from None
+    # A pickle is a program for a small machine: a damaged one makes it do anything that it can, and run out of memory.
+    except (Exception, MemoryError) as error:
+        raise BadPickle(f"{path} is damaged: {type(error).__name__}: {error}") from error
+
+
+class _Reader(pickle.Unpickler):
+    def __init__(self, file: Any, allowed: Collection[str]) -> None:
+        super().__init__(file)
+        self._allowed = allowed
+
+    def find_class(self, module: str, name: str) -> Any:
+        if f"{module}.{name}" not in self._allowed:
+            raise BadPickle(f"wants to import {module}.{name}, which no checkpoint needs; it was not loaded")
+        return _Inert
+
+
+class _Inert:
+    """Stands for every class and function: takes anything, does nothing."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> "_Inert":
+        return object.__new__(cls)
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def __setstate__(self, state: Any) -> None:
+        pass

@@ -1,0 +1,171 @@
+"""Checkpoints that were damaged, cut, forged: each is refused in a line that names the file, and nothing of it is run."""
+
+import io
+import json
+import os
+import pickle
+import random
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed.checkpoint import FileSystemReader
+
+from megatron_rl.config.schema import AlgorithmConfig, OptimizerConfig, ParallelConfig
+from megatron_rl.data.batch import PackedBatch
+from megatron_rl.models.hf.sources import WeightsError
+from megatron_rl.models.hf.torch_dist import MegatronCheckpoint
+from megatron_rl.parallel import topology
+from megatron_rl.system.checksums import checksums
+from megatron_rl.training import losses
+from megatron_rl.training.engine import Engine
+from megatron_rl.training.model_checkpoint import CheckpointError, CheckpointNotSaved
+from tests.tiny_models import make_tiny_model
+
+
+@pytest.fixture(scope="module")
+def place():
+    yield topology.initialize(ParallelConfig(), seed=1)
+    topology.destroy()
+
+
+@pytest.fixture(scope="module")
+def engine(place, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model")
+    make_tiny_model(folder, num_hidden_layers=1, hidden_size=32, intermediate_size=32, vocab_size=80)
+    return Engine("policy", folder, parallel=ParallelConfig(), topology=place, optimizer=OptimizerConfig(lr=1e-2))
+
+
+@pytest.fixture(scope="module")
+def saved(engine, tmp_path_factory):
+    update(engine)
+    folder = tmp_path_factory.mktemp("checkpoint") / "policy"
+    engine.save_state(folder)
+    return folder
+
+
+@pytest.fixture
+def folder(saved, tmp_path):
+    return Path(shutil.copytree(saved, tmp_path / "policy"))
+
+
+def update(engine):
+    tokens = torch.arange(3, 19)
+    batch = PackedBatch(tokens, torch.tensor([0, 16]), {"mask": tokens > 5})
+    engine.update([batch], losses.build("sft", AlgorithmConfig(), {"mask": float(batch.fields["mask"].sum())}))
+
+
+def weights(engine):
+    return {name: tensor.clone() for name, tensor in engine.export_weights() if tensor is not None}
+
+
+def flip_a_bit(path, rng):
+    content = bytearray(path.read_bytes())
+    content[rng.randrange(len(content))] ^= 1 << rng.randrange(8)
+    path.write_bytes(content)
+
+
+def zero_a_page(path, rng):
+    content = bytearray(path.read_bytes())
+    start = rng.randrange(max(1, len(content) - 4096))
+    content[start : start + 4096] = bytes(len(content[start : start + 4096]))
+    path.write_bytes(content)
+
+
+def cut(path, rng):
+    os.truncate(path, rng.randrange(path.stat().st_size))
+
+
+DAMAGES = [flip_a_bit, zero_a_page, cut, lambda path, rng: path.write_bytes(b""), lambda path, rng: path.unlink()]
+
+
+@pytest.mark.parametrize("name", ["__0_0.distcp", "__0_1.distcp", "common.pt", ".metadata", "metadata.json", "checksums.json"])
+def test_a_damaged_file_is_named_and_nothing_is_loaded(engine, saved, folder, name):
+    rng, before = random.Random(name), weights(engine)
+    for damage in DAMAGES:
+        shutil.copy(saved / name, folder / name)
+        damage(folder / name, rng)
+        if name == "checksums.json" and not (folder / name).exists():
+            continue  # a checkpoint of the time before there were any
+        if (folder / name).exists() and (folder / name).read_bytes() == (saved / name).read_bytes():
+            continue  # zeros among zeros
+        with pytest.raises(CheckpointError) as refused:
+            engine.load_state(folder)
+        first = str(refused.value).splitlines()[0]
+        # A damaged list of checksums may name any file.
+        assert str(folder) in first and (name in first or name in ("checksums.json", "metadata.json"))
+    after = weights(engine)
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_without_checksums_an_older_checkpoint_is_loaded_and_a_broken_one_refused(engine, folder):
+    (folder / "checksums.json").unlink()
+    engine.load_state(folder)
+    cut(folder / "__0_0.distcp", random.Random(0))
+    with pytest.raises(CheckpointError, match="cannot be loaded"):
+        engine.load_state(folder)
+
+
+class RunsACommand:
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.system, (f"touch {self.path}",)
+
+
+def metadata_with(folder, thing):
+    """The checkpoint's own metadata, with ``thing`` in a place where torch keeps what it does not look at."""
+    metadata = FileSystemReader(folder).read_metadata()
+    metadata.planner_data = [metadata.planner_data, thing]
+    return pickle.dumps(metadata)
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_pickle_that_would_run_code_is_refused_by_name(engine, folder, tmp_path, whole):
+    witness = tmp_path / "ran"
+    thing = RunsACommand(witness)
+    content = metadata_with(folder, thing) if whole else pickle.dumps(thing)
+    (folder / ".metadata").write_bytes(content)
+    sums = json.loads((folder / "checksums.json").read_text()) | checksums(folder, [".metadata"])
+    (folder / "checksums.json").write_text(json.dumps(sums))  # whoever forges the one forges the other
+    with pytest.raises(CheckpointError, match=r"\.metadata wants to import posix\.system"):
+        engine.load_state(folder)
+    with pytest.raises(WeightsError, match=r"posix\.system"):
+        MegatronCheckpoint(folder)
+    assert not witness.exists()
+
+
+def test_objects_among_the_tensors_and_the_common_part_run_no_code_either(engine, folder, tmp_path):
+    witness = tmp_path / "ran"
+    (folder / "checksums.json").unlink()
+    stream = io.BytesIO()
+    torch.save(RunsACommand(witness), stream)
+    metadata = FileSystemReader(folder).read_metadata()
+    objects = {i.fqn: info for i, info in metadata.storage_data.items() if "_extra_state" in i.fqn}
+    for info in objects.values():
+        content = bytearray((folder / info.relative_path).read_bytes())
+        info.offset, info.length = len(content), len(stream.getvalue())
+        (folder / info.relative_path).write_bytes(content + stream.getvalue())
+    assert objects
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(CheckpointError):
+        engine.load_state(folder)
+    (folder / "common.pt").write_bytes(stream.getvalue())
+    with pytest.raises(CheckpointError):
+        engine.load_state(folder)
+    assert not witness.exists()
+
+
+def test_a_full_disk_leaves_nothing_behind_and_the_next_save_works(engine, saved, tmp_path, monkeypatch):
+    def full(folder):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("megatron_rl.training.model_checkpoint._check_room", full)
+        with pytest.raises(CheckpointNotSaved, match="No space left"):
+            engine.save_state(tmp_path / "state")
+    assert not list(tmp_path.iterdir())
+    engine.save_state(tmp_path / "state")
+    engine.load_state(tmp_path / "state")

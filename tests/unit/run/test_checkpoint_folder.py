@@ -1,0 +1,198 @@
+"""The folder of checkpoints: which one a run goes on from, which are kept, and what damage says."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_rl.config.schema import Config, RunConfig
+from megatron_rl.errors import UserError
+from megatron_rl.run import checkpoint_folder as folders
+from megatron_rl.run.checkpoint_folder import DamagedCheckpoint
+from megatron_rl.run.checkpoints import Saver
+from megatron_rl.run.output import check_output_dir
+from megatron_rl.system.checksums import checksums
+from megatron_rl.training.model_checkpoint import CheckpointError, CheckpointNotSaved
+
+
+class Ranks:
+    """Stand in for the trainer ranks: a model is a file of text."""
+
+    def __init__(self):
+        self.loaded, self.full_disk = [], False
+
+    def save_state(self, engine, folder):
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        if self.full_disk:
+            raise CheckpointNotSaved("No space left on device")
+        (folder / "weights").write_text(f"{engine} of {folder.parent.name}")
+        (folder / "metadata.json").write_text("{}")
+        (folder / "checksums.json").write_text(json.dumps(checksums(folder, ["weights", "metadata.json"])))
+
+    def load_state(self, engine, folder):
+        if (Path(folder) / "weights").read_text() != f"{engine} of {Path(folder).parent.name}":
+            raise CheckpointError(f"{folder}/weights has another content")
+        self.loaded.append(Path(folder).parent.name)
+
+
+def make_saver(path, accuracies=dict, **keys):
+    config = Config(run=RunConfig(output_dir=str(path), num_steps=100, **keys))
+    return Saver(config, Ranks(), engines=["policy"], accuracies=accuracies)
+
+
+def save_steps(saver, *steps, **options):
+    for num_steps in steps:
+        assert not saver.save(num_steps - 1, {"pool": {}}, weight_version=num_steps, **options)
+
+
+def names(path):
+    return sorted(folder.name for folder in folders.saved_folders(path / "checkpoints"))
+
+
+def truncate(path):
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def replace_first(path):
+    path.write_bytes(b"?" + path.read_bytes()[1:])
+
+
+def point_outside(path):
+    path.write_text(json.dumps({"folder": "../../../etc"}))
+
+
+DAMAGE = {
+    "policy/weights": (truncate, replace_first, Path.unlink),
+    "policy/checksums.json": (truncate, replace_first, Path.unlink),
+    "driver.json": (truncate, replace_first, Path.unlink),
+    "manifest.json": (truncate, replace_first),
+}
+
+
+@pytest.mark.parametrize(("name", "damage"), [(name, d) for name, kinds in DAMAGE.items() for d in kinds])
+def test_a_damaged_checkpoint_is_named_and_auto_takes_the_older_one(tmp_path, name, damage):
+    save_steps(make_saver(tmp_path), 3, 6)
+    damage(tmp_path / "checkpoints" / "step-6" / name)
+    saver = make_saver(tmp_path, resume="auto")
+    assert saver.load(lambda state: None)["num_steps_done"] == 3
+    assert len(saver.skipped) == 1 and "step-6" in saver.skipped[0] and Path(name).name in saver.skipped[0]
+    with pytest.raises(UserError, match=rf"(?s){Path(name).name}.*step-3 is whole: run.resume=auto"):
+        make_saver(tmp_path, resume=True).load(lambda state: None)
+
+
+@pytest.mark.parametrize("damage", [truncate, point_outside, lambda path: path.write_text("[1]"), lambda p: p.write_text("")])
+def test_a_damaged_latest_json_is_refused_in_a_line_and_auto_needs_none(tmp_path, damage):
+    save_steps(make_saver(tmp_path), 3, 6)
+    (tmp_path / "metrics.jsonl").touch()
+    damage(tmp_path / "checkpoints" / "latest.json")
+    with pytest.raises(UserError, match=r"latest\.json") as refused:
+        check_output_dir(Config(run=RunConfig(output_dir=str(tmp_path), resume=True)))
+    assert "\n" not in str(refused.value) or "run.resume=auto" in str(refused.value)
+    assert make_saver(tmp_path, resume="auto").load(lambda state: None)["num_steps_done"] == 6
+
+
+def test_what_was_not_written_to_its_end_is_passed_over(tmp_path):
+    save_steps(make_saver(tmp_path), 3, 6)
+    (tmp_path / "checkpoints" / "latest.json").write_text(json.dumps({"folder": "step-3"}))
+    saver = make_saver(tmp_path, resume="auto")
+    assert saver.load(lambda state: None)["num_steps_done"] == 6  # whole, but killed before it became the latest
+    (tmp_path / "checkpoints" / "step-6" / "manifest.json").unlink()
+    assert make_saver(tmp_path, resume="auto").load(lambda state: None)["num_steps_done"] == 3
+
+
+def test_without_a_checkpoint_auto_starts_and_true_names_the_ways_out_before_anything_starts(tmp_path):
+    (tmp_path / "metrics.jsonl").touch()
+    check_output_dir(Config(run=RunConfig(output_dir=str(tmp_path), resume="auto")))
+    assert make_saver(tmp_path, resume="auto").load(lambda state: None) is None
+    with pytest.raises(UserError, match=r"run\.resume=auto starts.*run\.overwrite=true"):
+        check_output_dir(Config(run=RunConfig(output_dir=str(tmp_path), resume=True)))
+
+
+def test_a_state_that_cannot_be_taken_in_is_damage_too(tmp_path):
+    save_steps(make_saver(tmp_path), 3, 6)
+
+    def take(state):
+        if state["num_steps_done"] == 6:
+            state["pool"]["slots"]
+
+    saver = make_saver(tmp_path, resume="auto")
+    assert saver.load(take)["num_steps_done"] == 3 and "does not hold the state of a run" in saver.skipped[0]
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3)
+    | st.dictionaries(
+        st.sampled_from(["folder", "files", "healthy", "driver.json", "pool", "num_steps_done", "weight_version", "../x"]),
+        inner,
+        max_size=4,
+    ),
+    max_leaves=8,
+)
+
+
+@given(name=st.sampled_from(["manifest.json", "driver.json", "policy/checksums.json"]), content=JSON | st.binary(max_size=40))
+def test_whatever_a_file_holds_the_answer_is_a_sentence_or_the_older_checkpoint(tmp_path_factory, name, content):
+    path = tmp_path_factory.mktemp("fuzz")
+    save_steps(make_saver(path), 3, 6)
+    written = content if isinstance(content, bytes) else json.dumps(content).encode()
+    (path / "checkpoints" / "step-6" / name).write_bytes(written)
+    saver = make_saver(path, resume="auto")
+    assert saver.load(lambda state: None)["num_steps_done"] == 3 and len(saver.skipped) == 1
+    (path / "checkpoints" / "latest.json").write_bytes(written)
+    try:
+        assert folders.latest_folder(path / "checkpoints").parent == path / "checkpoints"
+    except DamagedCheckpoint as error:
+        assert "latest.json" in str(error)
+    shutil.rmtree(path)
+
+
+@given(
+    steps=st.sets(st.integers(1, 30), min_size=1, max_size=8).map(sorted),
+    unhealthy=st.sets(st.integers(1, 30)),
+    accuracies=st.dictionaries(st.integers(1, 30), st.floats(0, 1) | st.just(float("nan"))),
+    keep_last=st.integers(1, 3),
+    keep_every_steps=st.integers(0, 4),
+    keep_best=st.integers(0, 2),
+)
+def test_the_keep_rules_against_brute_force(tmp_path_factory, steps, unhealthy, accuracies, keep_last, keep_every_steps, keep_best):
+    path = tmp_path_factory.mktemp("kept")
+    rules = dict(keep_last=keep_last, keep_every_steps=keep_every_steps, keep_best=keep_best)
+    saver = make_saver(path, lambda: accuracies, **rules)
+    on_disk = []
+    for step in steps:
+        save_steps(saver, step, healthy=step not in unhealthy)
+        on_disk.append(step)
+        healthy = [s for s in on_disk if s not in unhealthy]
+        best = sorted((s for s in on_disk if accuracies.get(s, -1) >= 0), key=lambda s: (-accuracies[s], -s))[:keep_best]
+        on_disk = [
+            s
+            for s in on_disk
+            if s in on_disk[-keep_last:]
+            or (keep_every_steps and s % keep_every_steps == 0)
+            or s in best
+            or s in healthy[-1:]
+        ]
+        assert names(path) == sorted(f"step-{s}" for s in on_disk)
+    shutil.rmtree(path)
+
+
+def test_a_future_that_the_run_has_left_goes_with_the_next_checkpoint(tmp_path):
+    save_steps(make_saver(tmp_path), 3, 6, 9)
+    save_steps(make_saver(tmp_path), 4)
+    assert "step-4" in names(tmp_path) and "step-9" not in names(tmp_path)
+
+
+def test_what_could_not_be_written_leaves_nothing_and_is_tried_again_in_the_next_step(tmp_path):
+    saver = make_saver(tmp_path, save_every_steps=3)
+    save_steps(saver, 3)
+    saver._group.full_disk = True
+    assert "No space left" in saver.save(5, {"pool": {}}, weight_version=1)
+    assert names(tmp_path) == ["step-3"] and saver.num_failed == 1 and saver.due(6)
+    saver._group.full_disk = False
+    save_steps(saver, 7)
+    assert not saver.due(7) and names(tmp_path) == ["step-3", "step-7"]
