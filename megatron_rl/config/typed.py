@@ -93,6 +93,7 @@ def _single(key: str, value: Any, wanted: Any) -> Any:
         raise ConfigError(f"{key}: expected one of {', '.join(choices)}, got {shown(value)}")
     readers: dict[Any, tuple[str, Callable[[Any], Any]]] = {
         bool: ("true or false", _truth),
+        bool | str: ("true, false or a word", lambda word: _TRUTH.get(str(word).lower(), _text(word))),
         int: ("a whole number", _whole),
         float: ("a number", _number),
         str: ("text", _text),

@@ -131,7 +131,8 @@ def not_null(annotation: Any) -> Any:
     """``annotation`` without "or null"."""
     if not isinstance(annotation, types.UnionType):
         return annotation
-    return next(kind for kind in get_args(annotation) if kind is not type(None))
+    kinds = [kind for kind in get_args(annotation) if kind is not type(None)]
+    return kinds[0] if len(kinds) == 1 else annotation
 
 
 def _expected(key: str, value: object, annotation: Any, bound: Bound | None) -> str:
