@@ -68,7 +68,6 @@ class Recorder:
         self._tracker.log_artifact(self._folder / "config.yaml")
         self._started_s = self._last_end_s = time.time()
         self._earlier_s = self._num_tokens = 0.0
-        self._earlier_restarts = 0.0
         self.num_steps_done = first_step
         self.evaluations: list[Evaluation] = []
         self._stage_seconds: dict[str, float] = {}
@@ -102,7 +101,6 @@ class Recorder:
         for row in rows:
             self._earlier_s += row.metrics.get("step/time_s", 0.0)
             self._num_tokens += row.metrics.get("step/tokens_generated", 0.0)
-            self._earlier_restarts = row.metrics.get("rollout/num_server_restarts", self._earlier_restarts)
             if "eval/accuracy" in row.metrics:
                 accuracy, error = row.metrics["eval/accuracy"], row.metrics.get("eval/accuracy_stderr")
                 self.evaluations.append(Evaluation(row.step, accuracy, error, self._earlier_s))
@@ -145,7 +143,7 @@ class Recorder:
         metrics = metrics | {f"time/{name}_s": duration for name, duration in seconds.items()}
         metrics["step/time_s"] = now_s - self._last_end_s
         metrics["step/tokens_per_s"] = metrics["step/tokens_generated"] / metrics["step/time_s"]
-        metrics["rollout/num_server_restarts"] = self._earlier_restarts + num_server_restarts
+        metrics["rollout/num_server_restarts"] = float(num_server_restarts)
         metrics["memory/host_used_share"] = host_used_share()
         self._last_end_s = now_s
         self._num_tokens += metrics["step/tokens_generated"]
