@@ -25,7 +25,7 @@ from megatron_rl.rollout.generation import GenerationPlan, plan_of
 from megatron_rl.rollout.recovery import RecoveringClient
 from megatron_rl.rollout.sampling import Draw
 from megatron_rl.rollout.server_pool import ServerPool, open_servers
-from megatron_rl.rollout.sglang.answers import BadAnswer, KeyRefused
+from megatron_rl.rollout.sglang.answer_checks import BadAnswer, KeyRefused
 from megatron_rl.rollout.sglang.client import ServerLost
 from megatron_rl.rollout.sglang.memory import KV_CACHE, WEIGHTS, ServerMemory
 from megatron_rl.rollout.sglang.server import ServerError

@@ -25,7 +25,7 @@ from megatron_rl.data.trajectory import RouteRecord, Segment, Trajectory, messag
 from megatron_rl.environments.base import Environment, EnvironmentFault, Message, turn_views
 from megatron_rl.rollout.generation import Decode, Fire, GenerationPlan
 from megatron_rl.rollout.sampling import trajectory_seed
-from megatron_rl.rollout.sglang.answers import StaleWeights
+from megatron_rl.rollout.sglang.answer_checks import StaleWeights
 from megatron_rl.rollout.sglang.client import ServerLost, SglangClient
 from megatron_rl.rollout.sglang.wire import Generation, GenerationRequest
 

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from megatron_rl.rollout.sglang.answers import BadAnswer, KeyRefused, as_object
+from megatron_rl.rollout.sglang.answer_checks import BadAnswer, KeyRefused, as_object
 from megatron_rl.rollout.sglang.liveness import gives_token
 from megatron_rl.rollout.sglang.server import Progress, ServerError, is_healthy
 from megatron_rl.system.http import HttpError, bearer, get_once

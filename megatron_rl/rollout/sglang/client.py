@@ -28,7 +28,7 @@ from typing import Any, Self
 import orjson
 
 from megatron_rl.errors import UserError
-from megatron_rl.rollout.sglang.answers import BadAnswer, KeyRefused, as_list, mismatch, shown
+from megatron_rl.rollout.sglang.answer_checks import BadAnswer, KeyRefused, as_list, mismatch, shown
 from megatron_rl.rollout.sglang.liveness import shows_life
 from megatron_rl.rollout.sglang.wire import (
     BUSY_STATUSES,

@@ -2,7 +2,7 @@
 
 Invariants: no token id outside the vocabulary gets into a request (one such id kills the server's scheduler), and no
 image token without its image (which hangs it); every id, count and sign of an answer has been checked
-(``answers.py``), and it belongs to a prompt of as many tokens as ours; a response whose last token is a stop token is
+(``answer_checks.py``), and it belongs to a prompt of as many tokens as ours; a response whose last token is a stop token is
 finished by ``stop``.
 """
 
@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from megatron_rl.errors import UserError
-from megatron_rl.rollout.sglang.answers import (
+from megatron_rl.rollout.sglang.answer_checks import (
     BadAnswer,
     StaleWeights,
     as_count,

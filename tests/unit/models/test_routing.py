@@ -23,7 +23,7 @@ from megatron_rl.models.routing import (
     sequence_balance_loss,
     updated_bias,
 )
-from megatron_rl.rollout.sglang.answers import BadAnswer
+from megatron_rl.rollout.sglang.answer_checks import BadAnswer
 from megatron_rl.rollout.sglang.routes import BadRoutes, RouteShape, decode_routes
 from megatron_rl.rollout.sglang.wire import GenerationRequest, generate_body, parse_generation
 from megatron_rl.step.packing import window_routes

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from megatron_rl.rollout.sglang.answers import BadAnswer, KeyRefused, StaleWeights
+from megatron_rl.rollout.sglang.answer_checks import BadAnswer, KeyRefused, StaleWeights
 from megatron_rl.rollout.sglang.client import ServerLost, SglangClient
 from megatron_rl.rollout.sglang.liveness import PROBE_RID
 from megatron_rl.rollout.sglang.wire import (

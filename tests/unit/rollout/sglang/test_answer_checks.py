@@ -16,7 +16,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from megatron_rl.errors import UserError
-from megatron_rl.rollout.sglang.answers import BadAnswer
+from megatron_rl.rollout.sglang.answer_checks import BadAnswer
 from megatron_rl.rollout.sglang.routes import RouteShape
 from megatron_rl.rollout.sglang.wire import AttemptFailed, Generation, GenerationRequest, parse_generation
 from tests.unit.rollout.sglang.test_client import VOCAB_SIZE, FakeServer, run_with
