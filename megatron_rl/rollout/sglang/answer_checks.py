@@ -2,7 +2,7 @@
 
 A gateway, another server on the same port or a broken device can answer anything with status 200. Nothing of it is
 trained on before its types, counts, ids and signs have been checked here; ``BadAnswer`` names the field and what came.
-The checks run in C over whole lists: about 0.15 microseconds per token.
+The checks run in C over whole lists: per token they cost about as much as reading the JSON.
 """
 
 import math
@@ -104,14 +104,15 @@ def as_logprobs(value: Any, field: str, token_ids: Sequence[int]) -> tuple[float
     kinds = set(map(type, logprobs))
     if not kinds <= {float, int, type(None)}:
         raise mismatch(field, "numbers", next(x for x in logprobs if type(x) not in (float, int, type(None))))
-    if type(None) in kinds or not all(map(math.isfinite, logprobs)):
+    # Of finite ones the sum is finite, unless they are as good as infinite.
+    if type(None) in kinds or not math.isfinite(sum(logprobs)):
         raise NotFinite(
             f"{field}: the server returned a log-prob that is not finite. Its weights hold NaN or infinity: look at the "
             "loss and gradient norm of the last steps"
         )
     if logprobs and max(logprobs) > _MAX_POSITIVE:
         raise mismatch(field, "log-probs of at most 0", max(logprobs))
-    return tuple(map(float, logprobs))
+    return tuple(logprobs if int not in kinds else map(float, logprobs))
 
 
 def as_token_logprobs(value: Any, field: str, token_ids: Sequence[int]) -> tuple[float, ...]:
@@ -122,8 +123,8 @@ def as_token_logprobs(value: Any, field: str, token_ids: Sequence[int]) -> tuple
     if set(map(type, entries)) != {list} or set(map(len, entries)) != {3}:
         broken = next(entry for entry in entries if type(entry) is not list or len(entry) != 3)
         raise mismatch(field, "entries [log-prob, token id, text]", broken)
-    logprobs, ids, _ = zip(*entries, strict=True)
-    if ids != tuple(token_ids):
+    ids = [entry[1] for entry in entries]
+    if ids != list(token_ids):
         theirs, ours = next((a, b) for a, b in zip(ids, token_ids, strict=True) if a != b)
         raise mismatch(field, f"the log-prob of token {ours}", f"that of token {shown(theirs)}")
-    return as_logprobs(list(logprobs), field, token_ids)
+    return as_logprobs([entry[0] for entry in entries], field, token_ids)

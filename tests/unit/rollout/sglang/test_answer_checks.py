@@ -160,13 +160,13 @@ def test_checking_an_answer_costs_little_next_to_reading_it():
     content = orjson.dumps({"output_ids": [i % 100 for i in range(num)], "meta_info": meta})
     best = {"read": math.inf, "check": math.inf}
     for _ in range(5):
-        began = time.perf_counter()
+        began = time.process_time()
         answer = orjson.loads(content)
-        middle = time.perf_counter()
+        middle = time.process_time()
         parse_generation(request, answer, 100)
         best["read"] = min(best["read"], middle - began)
-        best["check"] = min(best["check"], time.perf_counter() - middle)
-    assert best["check"] < 10 * best["read"], best  # slow Python per token would be 30 times as slow
+        best["check"] = min(best["check"], time.process_time() - middle)
+    assert best["check"] < 8 * best["read"], best  # slow Python per token would be 30 times as slow
 
 
 BODIES = st.one_of(
