@@ -118,12 +118,13 @@ def describe_prompts(inputs: Inputs) -> Iterator[str]:
 
 def _slot_pool(config: Config, train_set: PromptSet, start: Callable[..., Trajectory]) -> SlotPool:
     batch, data = config.batch, config.data
-    num_samples, block = responses_per_group(config), block_size(batch)
+    num_samples, block, with_greedy = responses_per_group(config), block_size(batch), needs_greedy(config)
 
     def start_for_training(prompt: Prompt, id: int, *, group_id: int, sample_index: int) -> Trajectory:
         trajectory = start(prompt, id, group_id=group_id, sample_index=sample_index)
         trajectory.first_window_tokens = first_window_tokens(config, id)
-        trajectory.greedy = sample_index >= batch.num_samples_per_prompt
+        # A type may have more samples than num_samples_per_prompt, but then there is no greedy response.
+        trajectory.greedy = with_greedy and sample_index >= batch.num_samples_per_prompt
         return trajectory
 
     num_started = batch.num_samples_per_prompt * math.ceil(batch.num_prompts_per_step * config.rollout.over_sampling)
@@ -137,7 +138,7 @@ def _slot_pool(config: Config, train_set: PromptSet, start: Callable[..., Trajec
         ),
         start_for_training,
         # A greedy response comes on top of those that train; then all groups have one size.
-        num_slots=math.ceil(num_started / block) * (block + needs_greedy(config)),
+        num_slots=math.ceil(num_started / block) * (block + with_greedy),
         num_samples_per_prompt=num_samples,
         num_samples_by_type=batch.num_samples_by_type,
     )

@@ -84,3 +84,13 @@ def test_a_pool_has_one_greedy_response_per_prompt_where_the_advantage_compares_
     assert all(by_group[group, False] == 2 and by_group[group, True] == num_greedy for group in range(3))
     again = [Trajectory.from_dict(t.to_dict()).greedy for t in slots]
     assert again == [t.greedy for t in slots]
+
+
+def test_a_type_with_more_samples_than_the_others_has_no_greedy_one_among_them():
+    settings = config(mode=Mode.sync, window=0)
+    settings.algorithm.advantage = "egae"
+    settings.batch.num_prompts_per_step, settings.batch.num_samples_per_prompt = 4, 1
+    settings.batch.num_samples_by_type = {"many": 4}
+    prompts = PromptSet(tuple(Prompt(str(i), (i,), type="many") for i in range(5)), 0)
+    slots = _slot_pool(settings, prompts, functools.partial(_new_trajectory, settings, None)).fill()
+    assert {t.sample_index for t in slots} == {0, 1, 2, 3} and not any(t.greedy for t in slots)
