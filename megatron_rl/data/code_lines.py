@@ -53,20 +53,35 @@ def code_region(text: str, entry_point: str = "") -> Region | None:
 
 def extract_code(text: str, entry_point: str = "") -> str:
     """The program in ``code_region``, its lines without the indentation of the block's fence."""
-    region, indent = _program(text, entry_point)
+    return _dedented(text, *_program(text, entry_point))
+
+
+def blocks_of_code(text: str) -> list[str]:
+    """The fenced blocks after the thought: those marked as Python, or all if none is."""
+    return [_dedented(text, block.region, block.indent) for block in _marked(text)]
+
+
+def _dedented(text: str, region: Region, indent: int) -> str:
     lines = text[slice(*region)].splitlines(keepends=True)
     return "".join(line[indent:] if line[:indent].isspace() else line for line in lines)
 
 
+def _after_thought(text: str) -> int:
+    return text.rfind(_THOUGHT_END) + len(_THOUGHT_END) if _THOUGHT_END in text else 0
+
+
+def _marked(text: str) -> "list[_Block]":
+    blocks = list(_blocks(text, _after_thought(text)))
+    return [block for block in blocks if block.tag in _PYTHON_TAGS] or blocks
+
+
 def _program(text: str, entry_point: str) -> tuple[Region, int]:
     """Region and indentation of the program."""
-    start = text.rfind(_THOUGHT_END) + len(_THOUGHT_END) if _THOUGHT_END in text else 0
-    blocks = list(_blocks(text, start))
-    marked = [block for block in blocks if block.tag in _PYTHON_TAGS] or blocks
+    marked = _marked(text)
     if entry_point:
         heads = (f"def {entry_point}(", f"def {entry_point} (", f"class {entry_point}", f"{entry_point} =")
         marked = [b for b in marked if any(head in text[slice(*b.region)] for head in heads)] or marked
-    return (marked[-1].region, marked[-1].indent) if marked else ((start, len(text)), 0)
+    return (marked[-1].region, marked[-1].indent) if marked else ((_after_thought(text), len(text)), 0)
 
 
 class _Block(NamedTuple):

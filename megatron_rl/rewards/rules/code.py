@@ -1,7 +1,8 @@
 """Reward ``code``: unit tests in a sandbox decide (docs/rewards.md).
 
 1.0 if all tests hold, else 0.0; with ``partial_credit`` the share of asserts that hold. A program that runs out of time
-or memory, or ends early, has failed its tests. Tests that cannot be run, and a sandbox that does not work, are unscored.
+or memory, ends early, or gives something that is no plain value where tests need one, has failed its tests. Tests that
+cannot be run whatever the program, and a sandbox that does not work, are unscored.
 """
 
 import asyncio
@@ -15,13 +16,26 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
-from megatron_rl.data.code_lines import extract_code
+from megatron_rl.data.code_lines import blocks_of_code, extract_code
 from megatron_rl.data.trajectory import Score
 from megatron_rl.rewards.registry import RewardError, register
+from megatron_rl.rewards.rules.code_cases import IMPORTS, read_cases, tests_of
 from megatron_rl.rewards.sandbox.sandbox import BadTestsError, Program, ProgramLimits, Sandbox, SandboxError
+from megatron_rl.rewards.sandbox.source import defined_in, infer_entry_point, names_of_tests
 
 _ROW_FIELDS = {
-    "tests": ("tests", "test", "unit_tests", "unit_test", "test_list", "test_code", "test_cases", "asserts", "answer"),
+    "tests": (
+        "tests",
+        "test",
+        "unit_tests",
+        "unit_test",
+        "test_list",
+        "test_code",
+        "test_cases",
+        "asserts",
+        "input_output",
+        "answer",
+    ),
     "entry_point": ("entry_point", "function_name", "fn_name"),
     "prompt_code": ("prompt_code", "starter_code", "prompt"),
     "setup": ("setup", "test_setup_code", "test_setup", "test_imports", "setup_code"),
@@ -46,16 +60,16 @@ def _check_limits(options: Mapping[str, Any]) -> None:
 @dataclass(frozen=True)
 class CodeOptions:
     time_limit_s: float = 3.0
-    """Seconds for program and tests; waiting for a CPU does not count."""
+    """Seconds of CPU time for program and tests, once what they import is loaded."""
     wall_limit_s: float = 4.5
-    """Seconds by the clock. A program that runs until then has failed, or is unscored if the machine was so busy that
-    it had less than a tenth of its time. reward.timeout_s must be larger."""
+    """Seconds by the clock, imports included. A program that runs until then has failed, or is unscored if it spent more
+    than half of them waiting for a busy CPU. reward.timeout_s must be larger."""
     memory_limit_mb: int = 512
-    """Of one process, and of all processes of a program together."""
+    """Address space of the program."""
     disk_limit_mb: int = 16
     """Size of the folder that a program can write to."""
     process_limit: int = 16
-    """Processes and threads at a time."""
+    """Threads at a time; no process can be started."""
     partial_credit: bool = False
     """The share of asserts that hold, instead of all or nothing."""
     allow_unsandboxed: bool = False
@@ -94,32 +108,27 @@ def score(
     response: str,
     answer: str = "",
     *,
-    tests: str | Sequence[str] = "",
+    tests: str | Sequence[Any] | Mapping[str, Any] = "",
     entry_point: str = "",
-    prompt_code: str = "",
+    prompt_code: str | Sequence[Any] = "",
     setup: str | Sequence[str] = "",
     options: CodeOptions = CodeOptions(),
 ) -> Score:
     """Run the response's code with its tests.
 
     Args:
-        response: A whole program, or what continues ``prompt_code``; in the last fenced block, or all of the text.
+        response: A whole program, or what continues ``prompt_code``; in fenced blocks, or all of the text.
         answer: The tests, if ``tests`` is empty.
         tests: Python source or a list of asserts: statements, ``check(candidate)``, ``test_...`` functions or unittest
-            cases.
+            cases. Or cases as data: APPS's {inputs, outputs}, LiveCodeBench's [{input, output, testtype}], as JSON too.
         entry_point: The tested function; needed for ``check(candidate)``, else taken from ``prompt_code``.
         prompt_code: Code that the response continues, or whose imports and helpers it may rely on.
         setup: Source that runs before the response and before the tests.
     """
-    tests = tests or answer
-    if not tests or not (isinstance(tests, str) or all(isinstance(test, str) for test in tests)):
-        return Score(None, error=f"no tests: expected source text or a list of asserts, got {tests!r:.80}")
-    if not all(isinstance(text, str) for text in (entry_point, prompt_code)):
-        return Score(
-            None, error=f"entry_point and prompt_code: expected text, got {entry_point!r:.40}, {prompt_code!r:.40}"
-        )
-    setup = setup if isinstance(setup, str) else "\n".join(setup)
-    program = Program(extract_code(response, entry_point), tests, prompt_code, entry_point, setup)
+    try:
+        program = _program(response, tests or answer, entry_point, prompt_code, setup)
+    except ValueError as error:
+        return Score(None, error=f"bad tests: {error}")
     if options.url:
         return asyncio.run(_ask_sandbox(options.url, program, options.limits))
     try:
@@ -130,6 +139,37 @@ def score(
     except SandboxError as error:
         return Score(None, error=f"sandbox: {error}")
     return Score(outcome.share if options.partial_credit else float(outcome.passed), outcome.detail)
+
+
+def _program(response: str, tests: Any, entry_point: Any, prompt_code: Any, setup: Any) -> Program:
+    """Raises ValueError: what in the row cannot be used."""
+    prompt_code = "" if isinstance(prompt_code, list) else prompt_code  # a dialogue holds no code to go on with
+    setup = setup if isinstance(setup, str) else "\n".join(setup)
+    if not all(isinstance(text, str) for text in (entry_point, prompt_code)):
+        raise ValueError(f"entry_point and prompt_code: expected text, got {entry_point!r:.40}, {prompt_code!r:.40}")
+    if read := read_cases(tests, entry_point):
+        cases, entry_point = read
+        source, setup = tests_of(cases, entry_point), IMPORTS + setup
+        needed = {entry_point} - {""}
+    else:
+        if not tests or not (isinstance(tests, str) or all(isinstance(test, str) for test in tests)):
+            raise ValueError(
+                f"expected source text, a list of asserts, or cases with inputs and outputs, got {tests!r:.80}"
+            )
+        source = tests if isinstance(tests, str) else "\n".join(tests)
+        needed = set() if entry_point or infer_entry_point(prompt_code) else names_of_tests(source, setup)
+    return Program(_code(response, entry_point, needed), source, prompt_code, entry_point, setup)
+
+
+def _code(response: str, entry_point: str, needed: set[str]) -> str:
+    """The response's block that defines the entry point. Without one: the last block that defines all that the tests
+    take from the program, or all blocks that define some of it, one after the other."""
+    blocks = blocks_of_code(response)
+    if len(blocks) < 2 or entry_point or not needed:
+        return extract_code(response, entry_point)
+    defining = [(block, found) for block in blocks if (found := needed & defined_in(block))]
+    whole = [block for block, found in defining if found == needed]
+    return whole[-1] if whole else "\n".join(block for block, _ in defining) or extract_code(response)
 
 
 @functools.lru_cache(maxsize=4)

@@ -1,32 +1,36 @@
 """Runs untrusted Python with its tests, in processes that cannot harm, outlive or deceive their caller.
 
-A sandbox keeps one supervisor process (supervisor.py), which forks a confined process for each program.
+A sandbox keeps one supervisor process (supervisor.py), which forks two confined processes for each program: one runs the
+program (player.py), one its tests (referee.py).
 
 Invariants:
 
-- A program passed only if a referee in another process (or, for tests that must share its interpreter, a signed verdict)
-  says that all tests held. Exiting, printing, patching and returning objects that equal everything are failures.
+- A program passed only if the referee says that all tests held. Program and tests never share an interpreter.
 - ``run`` ends within ``wall_s`` plus the start of the supervisor, and leaves no process and no file of the program.
-- What a program does within its limits is an Outcome; SandboxError means that the sandbox, not the program, failed.
+- What a program does is an Outcome. BadTestsError: the tests cannot run, whatever the program. SandboxError: the sandbox
+  failed. A program can bring about neither.
 - Without a guard against the network, other processes and other files, nothing runs, unless ``allow_unsandboxed``.
 
 Thread safe; runs are one at a time.
 """
 
+import contextlib
 import json
 import os
-import secrets
-import select
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, Self
+from pathlib import Path
+from typing import IO, Any, Literal, NamedTuple, Self
 
+from megatron_rl.rewards.sandbox.guards import visible_paths
 from megatron_rl.rewards.sandbox.supervisor import HEADER
 
 _START_TIMEOUT_S = 30.0
@@ -66,13 +70,14 @@ class ProgramLimits:
     """What one program may use."""
 
     time_s: float = 3.0
-    """Of code and tests together; time in which they waited for a CPU does not count."""
+    """CPU time of program and tests together, once what they import is loaded."""
     memory_mb: int = 512
-    """Address space of one process, and resident memory of all of them."""
+    """Address space of the program's process."""
     disk_mb: int = 16
     num_processes: int = 16
+    """Threads: no process can be started."""
     wall_s: float = 4.5
-    """By the clock, waiting included."""
+    """By the clock, waiting and imports included."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +98,7 @@ class Outcome:
 
 class Sandbox:
     """Args:
-    level: How programs are confined; None takes the first of ``LEVELS`` that this kernel can do.
+    level: How programs are confined; None takes the first of ``LEVELS`` that this machine can do.
     allow_unsandboxed: Run with resource limits only where it can do none of them.
     preload: Modules that programs often import, loaded once.
     """
@@ -112,56 +117,59 @@ class Sandbox:
         """Start the supervisor. ``run`` does it too, and starts a lost one again.
 
         Raises:
-            SandboxError: no level works here, with what the kernel refused.
+            SandboxError: no level works here, with what was refused.
         """
-        self._started()
-
-    def _started(self) -> "_Supervisor":
         failures = []
         for level in self._levels:
             self.close()
-            self._supervisor = supervisor = self._launched(level)
-            try:
-                failure = _reply(supervisor.control, time.monotonic() + _START_TIMEOUT_S)["failure"]
-            except _Lost as error:
-                failure = f"{level}: the supervisor {error}"
+            if level == "namespaces" and not shutil.which("bwrap"):
+                failures.append("namespaces: bubblewrap is not installed (Debian, Ubuntu: apt-get install bubblewrap)")
+                continue
+            with tempfile.TemporaryFile() as errors:
+                self._supervisor = supervisor = self._launched(level, errors)
+                try:
+                    failure = _reply(supervisor.control, time.monotonic() + _START_TIMEOUT_S)["failure"]
+                except _Lost as error:
+                    errors.seek(0)
+                    failure = (
+                        f"{level}: the supervisor {error}: {errors.read().decode(errors='replace').strip()[-300:]}"
+                    )
             if not failure:
                 self.level = level
-                return supervisor
+                return
             failures.append(failure)
         self.close()
         raise SandboxError(
-            f"programs cannot be confined on this machine ({'; '.join(failures)}); expected a kernel that allows "
-            "namespaces or has Landlock, in a container as well; or set allow_unsandboxed=true to run them without"
+            f"programs cannot be confined on this machine ({'; '.join(failures)}); expected bubblewrap and namespaces, or "
+            "libseccomp and a kernel with Landlock; or set allow_unsandboxed=true to run them without"
         )
 
-    def _launched(self, level: str) -> "_Supervisor":
+    def _launched(self, level: str, errors: IO[bytes]) -> "_Supervisor":
         ours, theirs = socket.socketpair()
-        start = {
-            "control_fd": theirs.fileno(),
-            "level": level,
-            "parent_pid": os.getpid(),
-            "preload": self._preload,
-            "sys_path": sys.path,
-        }
+        start = {"control_fd": theirs.fileno(), "level": level, "preload": self._preload, "sys_path": sys.path}
         kept = {name: os.environ[name] for name in ("LD_LIBRARY_PATH", "TMPDIR") if name in os.environ}
         with theirs:
             process = subprocess.Popen(
-                [sys.executable, "-s", "-c", _BOOT, json.dumps(start)],
+                [
+                    *(_bubblewrap() if level == "namespaces" else []),
+                    sys.executable,
+                    "-s",
+                    "-c",
+                    _BOOT,
+                    json.dumps(start),
+                ],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
+                stderr=errors,
                 pass_fds=(theirs.fileno(),),
                 start_new_session=True,
                 # Nothing of the trainer's environment: it may hold credentials.
                 env={
                     **kept,
-                    "PATH": "/usr/bin:/bin",
+                    **dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1"),
+                    "PATH": "/usr/bin:/bin:/usr/sbin:/sbin",
                     "LANG": "C.UTF-8",
                     "PYTHONHASHSEED": "0",
-                    "OMP_NUM_THREADS": "1",
-                    "OPENBLAS_NUM_THREADS": "1",
-                    "MKL_NUM_THREADS": "1",
                 },
             )
         return _Supervisor(process, ours)
@@ -173,66 +181,54 @@ class Sandbox:
             partial: Count failing asserts instead of stopping at the first one.
 
         Raises:
-            BadTestsError: tests that do not compile or test nothing.
+            BadTestsError: tests that do not compile, cannot run or test nothing.
             SandboxError: no verdict, and not by the program's doing.
         """
+        shared = {"prompt_code": program.prompt_code, "entry_point": program.entry_point, "setup": program.setup}
+        tests = program.tests if isinstance(program.tests, str) else "\n".join(program.tests)
+        task = json.dumps({**shared, "tests": tests, "partial": partial}).encode()
+        request = json.dumps(
+            {
+                "program": {**shared, "code": program.code},
+                "limits": {
+                    "time_s": limits.time_s,
+                    "wall_s": limits.wall_s,
+                    "memory_bytes": limits.memory_mb << 20,
+                    "disk_bytes": limits.disk_mb << 20,
+                    "num_processes": limits.num_processes,
+                },
+            }
+        ).encode()
         with self._lock:
-            deadline = time.monotonic() + limits.wall_s
-            outcome = self._run(program, limits, partial, together=False, wall_s=limits.wall_s)
-            if outcome is None:
-                # Both runs together have one deadline.
-                rest_s = max(deadline - time.monotonic(), 0.1)
-                outcome = self._run(program, limits, partial, together=True, wall_s=rest_s)
-            if outcome is None:
-                raise SandboxError("a program that shares the interpreter of its tests was told to run apart from them")
-            return outcome
-
-    def _run(
-        self, program: Program, limits: ProgramLimits, partial: bool, *, together: bool, wall_s: float
-    ) -> Outcome | None:
-        """None: these tests must run in the program's interpreter."""
-        code = {
-            "prompt_code": program.prompt_code,
-            "entry_point": program.entry_point,
-            "setup": program.setup,
-        }
-        request = {
-            "limits": {
-                "time_s": limits.time_s,
-                "wall_s": wall_s,
-                "memory_bytes": limits.memory_mb << 20,
-                "disk_bytes": limits.disk_mb << 20,
-                "num_processes": limits.num_processes,
-            },
-            "program": {"code": program.code, **code},
-            "together": together,
-        }
-        key = secrets.token_hex(16)
-        tests = program.tests if isinstance(program.tests, str) else list(program.tests)
-        task = {**code, "tests": tests, "partial": partial, "key": key}
-        reply, text = self._exchange(json.dumps(request).encode(), json.dumps(task).encode(), wall_s)
-        if reply["failure"]:
-            raise SandboxError(reply["failure"])
-        return _outcome(reply, text, key if together else "")
-
-    def _exchange(self, request: bytes, task: bytes, wall_s: float) -> tuple[dict[str, Any], bytes]:
-        """Give a request to the supervisor; a lost supervisor is replaced once."""
-        for last_try in (False, True):
-            supervisor = self._supervisor
-            if supervisor is None or supervisor.process.poll() is not None:
-                supervisor = self._started()
-            ours, theirs = socket.socketpair()
-            with ours:
+            for is_last_try in (False, True):  # a supervisor that somebody killed is replaced once
+                if self._supervisor is None:
+                    self.start()
                 try:
-                    with theirs:
-                        supervisor.control.sendall(HEADER.pack(len(request)) + request)
-                        socket.send_fds(supervisor.control, [b"f"], [theirs.fileno()])
-                    return _converse(supervisor.control, ours, task, time.monotonic() + wall_s + _GRACE_S)
+                    return _outcome(*self._converse(request, task, time.monotonic() + limits.wall_s + _GRACE_S))
                 except (_Lost, OSError) as error:
                     self.close()
-                    if last_try:
+                    if is_last_try:
                         raise SandboxError(f"the sandbox's supervisor {error}") from error
         raise AssertionError("the last try returns or raises")
+
+    def _converse(self, request: bytes, task: bytes, deadline: float) -> tuple[dict[str, Any], bytes]:
+        """(the supervisor's reply, the referee's verdict)."""
+        assert self._supervisor is not None
+        control = self._supervisor.control
+        ours, theirs = socket.socketpair()
+        with ours:
+            with theirs:
+                control.sendall(HEADER.pack(len(request)) + request)
+                socket.send_fds(control, [b"f"], [theirs.fileno()])
+            ours.settimeout(max(deadline - time.monotonic(), 0.001))
+            with contextlib.suppress(OSError):  # the referee has ended: the reply says why
+                ours.sendall(task)
+                ours.shutdown(socket.SHUT_WR)
+            reply = _reply(control, deadline)
+            text = b""
+            while len(text) <= _MAX_VERDICT_BYTES and (part := _read_some(ours)):
+                text += part
+            return reply, text
 
     def close(self) -> None:
         """End the supervisor and all that it runs. It can be started again."""
@@ -263,34 +259,15 @@ class _Lost(Exception):
     """The supervisor died or does not answer."""
 
 
-def _converse(
-    control: socket.socket, channel: socket.socket, task: bytes, deadline: float
-) -> tuple[dict[str, Any], bytes]:
-    """Write the task to the referee and read its verdict, until the supervisor replies."""
-    channel.setblocking(False)
-    rest: memoryview | None = memoryview(task)
-    verdict, open_for_reading = b"", True
-    while True:
-        readable, writable, _ = select.select(
-            [control, *([channel] if open_for_reading else [])],
-            [channel] if rest is not None else [],
-            [],
-            max(deadline - time.monotonic(), 0),
-        )
-        if not readable and not writable:
-            raise _Lost("does not answer")
-        if rest is not None and writable:
-            rest = _write_some(channel, rest)
-        if channel in readable:
-            part = _read_some(channel)
-            verdict += part
-            open_for_reading = bool(part) and len(verdict) <= _MAX_VERDICT_BYTES
-        if control in readable:
-            reply = _reply(control, deadline)
-            # The reply may overtake the end of the verdict, which is in the socket by then.
-            while open_for_reading and (part := _read_some(channel)) and len(verdict) <= _MAX_VERDICT_BYTES:
-                verdict += part
-            return reply, verdict
+def _bubblewrap() -> list[str]:
+    """The command that puts a supervisor into namespaces: no network, no other process, no file but what it needs."""
+    package = str(Path(__file__).resolve().parents[2])
+    shown = [word for path in [*visible_paths(), package] for word in ("--ro-bind", path, path)]
+    options = (
+        "bwrap --unshare-all --die-with-parent --cap-drop ALL --proc /proc --dev /dev --perms 1777 --tmpfs /tmp"
+        " --perms 1777 --tmpfs /dev/shm --chdir /"
+    ).split()
+    return [*options, *shown, "--remount-ro", "/", "--"]
 
 
 def _reply(control: socket.socket, deadline: float) -> dict[str, Any]:
@@ -316,20 +293,6 @@ def _receive(control: socket.socket, size: int, deadline: float) -> bytes:
     return b"".join(parts)
 
 
-def _write_some(channel: socket.socket, rest: memoryview) -> memoryview | None:
-    """What is left to write; None once all is written, or nobody reads it any more."""
-    try:
-        rest = rest[channel.send(rest) :]
-        if not rest:
-            channel.shutdown(socket.SHUT_WR)
-            return None
-    except BlockingIOError:
-        pass
-    except OSError:
-        return None
-    return rest
-
-
 def _read_some(channel: socket.socket) -> bytes:
     try:
         return channel.recv(1 << 14)
@@ -337,28 +300,28 @@ def _read_some(channel: socket.socket) -> bytes:
         return b""
 
 
-def _outcome(reply: dict[str, Any], text: bytes, key: str) -> Outcome | None:
-    """What a verdict and the end of the processes say together; None for tests that must share the interpreter."""
-    how = _how_it_ended(reply["statuses"][0])
-    if reply["ended_by"]:
-        return Outcome(0, 1, reply["ended_by"])
+def _outcome(reply: dict[str, Any], text: bytes) -> Outcome:
+    if reply["failure"]:
+        raise SandboxError(reply["failure"])
+    if reply["ended_by"] == "busy":
+        raise SandboxError("the machine is too busy to run a program within its time")
+    has_started, text = text.startswith(b"s"), text.removeprefix(b"s")
+    program_end, tests_end = map(_how_it_ended, reply["statuses"])
     try:
         verdict = json.loads(text)
     except ValueError:
         verdict = None
-    if key:
-        signed = isinstance(verdict, dict) and secrets.compare_digest(str(verdict.get("key")), key)
-        if not signed:
-            return Outcome(0, 1, f"the program ended before its tests did: {how}")
-    elif verdict is None:
-        raise SandboxError(f"the tests ended without a verdict: {_how_it_ended(reply['statuses'][-1])}")
-    if verdict["kind"] == "bad_tests":
-        raise BadTestsError(verdict["detail"])
-    if verdict["kind"] == "inseparable":
-        return None
+    if reply["ended_by"] or verdict is None:
+        # Nothing of the program has run before it is asked: until then all is the tests' doing.
+        how = reply["ended_by"] or f"the tests ended without a verdict: {tests_end}"
+        if not has_started:
+            raise BadTestsError(f"before they ask for the program: {how}")
+        return Outcome(0, 1, how)
+    if "bad_tests" in verdict:
+        raise BadTestsError(verdict["bad_tests"])
     detail = verdict["detail"]
     if detail.startswith("the program ended"):
-        detail = f"{how}; {detail}"
+        detail = f"{program_end}; {detail}"
     elif detail.startswith("MemoryError"):
         detail = f"memory limit; {detail}"
     return Outcome(verdict["num_passed"], verdict["num_failed"], detail)

@@ -8,11 +8,13 @@ parser's stack: only processes of the sandbox do that.
 
 import ast
 import builtins
+import re
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from types import CodeType
-from typing import TypeGuard
+from typing import Any
 
 _ONE_INTERPRETER = {
     "asyncio", "await", "inspect", "mock", "patch", "MagicMock", "monkeypatch", "capsys", "redirect_stdout", "stdout",
@@ -29,14 +31,14 @@ class BadTests(ValueError):
 class Tests:
     code: CodeType
     names: frozenset[str]
-    """What the tests take from the tested code."""
+    """What the tests take from the program."""
+    constants: frozenset[str]
+    """Those of ``names`` that the tests only read."""
     num_asserts: int
     """In the source; loops may run one more than once."""
     lines: tuple[str, ...]
     functions: tuple[str, ...]
     """Functions ``test_...`` without parameters, and test case classes, in the order of the source."""
-    one_interpreter: bool
-    """They can only run in the interpreter of the tested code."""
 
 
 # ------------------------------------------------------------------------------------------------------------ program
@@ -49,12 +51,12 @@ def compose(code: str, prompt_code: str, entry_point: str) -> list[CodeType]:
         SyntaxError, ValueError, RecursionError, MemoryError: from the compiler, for code that is no Python.
     """
     alone = _try_compile(code)
-    if alone is not None and (not entry_point or entry_point in _defined(ast.parse(code).body)):
+    if alone is not None and (not entry_point or root_of(entry_point) in _defined(ast.parse(code).body)):
         return [*prelude(prompt_code, entry_point), alone]
     if prompt_code:
         for text in _continuations(prompt_code, code):
             whole = _try_compile(text)
-            if whole is not None and (not entry_point or entry_point in _defined(ast.parse(text).body)):
+            if whole is not None and (not entry_point or root_of(entry_point) in _defined(ast.parse(text).body)):
                 return [whole]
     return [*prelude(prompt_code, entry_point), compile(code, "<solution>", "exec")]
 
@@ -83,7 +85,7 @@ def prelude(prompt_code: str, entry_point: str) -> list[CodeType]:
 def _prelude_statements(prompt_code: str, entry_point: str) -> list[ast.stmt]:
     kept = []
     for node in _prompt_statements(prompt_code):
-        if entry_point in _defined([node]):
+        if root_of(entry_point) in _defined([node]):
             break
         if not isinstance(node, ast.Expr):
             kept.append(node)
@@ -107,12 +109,43 @@ def infer_entry_point(prompt_code: str) -> str:
     return names[-1] if names else ""
 
 
+def defined_in(text: str) -> set[str]:
+    """Names that start a line of a text as a definition; nothing is parsed, whatever the text is."""
+    found = re.findall(r"^(?:async\s+)?(?:def|class)\s+(\w+)|^(\w+)\s*=", text, re.MULTILINE)
+    return {defined or bound for defined, bound in found}
+
+
+def names_of_tests(tests: str, setup: str) -> set[str]:
+    """What tests take from the program; nothing, for tests that cannot be read."""
+    try:
+        read = read_tests(tests, setup=setup)
+    except BadTests:
+        return set()
+    return set(read.names - _bound_somewhere(ast.parse(tests)))
+
+
+def root_of(entry_point: str) -> str:
+    """The name that an entry point such as ``Solution().add`` needs."""
+    return re.split(r"\W", entry_point, maxsplit=1)[0]
+
+
+def record_classes(namespace: Mapping[str, Any]) -> dict[str, type]:
+    """The prompt's own classes, whose instances may travel as their attributes (nodes of lists and trees)."""
+    return {
+        name: value
+        for name, value in namespace.items()
+        if isinstance(value, type) and value.__module__ == namespace["__name__"] and value.__bases__ == (object,)
+    }
+
+
 def _defined(body: Sequence[ast.stmt]) -> set[str]:
     """Names that statements bind in their module."""
     names: set[str] = set()
     for node in body:
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
             names.add(node.name)
+            if node.name == "Solution":  # its methods are what LeetCode's tests call
+                names |= {inner.name for inner in node.body if isinstance(inner, ast.FunctionDef)}
             continue
         for inner in ast.walk(node):
             if isinstance(inner, ast.Name) and isinstance(inner.ctx, ast.Store):
@@ -127,25 +160,18 @@ def _defined(body: Sequence[ast.stmt]) -> set[str]:
 # -------------------------------------------------------------------------------------------------------------- tests
 
 
-def read_tests(
-    tests: str | Sequence[str], *, setup: str = "", prompt_code: str = "", entry_point: str = "", partial: bool = False
-) -> Tests:
+def read_tests(tests: str | Sequence[str], *, setup: str = "", prompt_code: str = "", entry_point: str = "") -> Tests:
     """Compile tests: statements with ``assert``, ``check(candidate)`` as HumanEval has it, functions ``test_...``, or
-    ``unittest`` cases.
-
-    Args:
-        setup: Runs before the tests, and before the tested code too.
-        partial: Count failing asserts instead of stopping at the first one.
+    ``unittest`` cases. ``setup`` runs before the tests.
 
     Raises:
-        BadTests: tests that do not compile, test nothing, or need an entry point that is not known.
+        BadTests: tests that do not compile, test nothing, or need what they cannot have.
     """
     text = tests if isinstance(tests, str) else "\n".join(tests)
     try:
-        tree = ast.parse(text)
-        before = ast.parse(setup)
+        tree, before = ast.parse(text), ast.parse(setup)
         shared = _prelude_statements(prompt_code, entry_point)
-    except (SyntaxError, ValueError, RecursionError) as error:
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise BadTests(f"the tests do not compile: {error}") from error
     if not any(isinstance(node, (ast.Assert, ast.Call, ast.Compare, ast.Raise)) for node in ast.walk(tree)):
         raise BadTests("the tests assert nothing")
@@ -156,18 +182,42 @@ def read_tests(
         tree.body.append(ast.parse(f"check({entry_point})").body[0])
     tree.body = [_asserted(node) for node in tree.body]
     loaded = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
-    known = defined | _defined(before.body) | _defined(shared) | set(dir(builtins))
-    names = (loaded - known) | ({entry_point} if entry_point and entry_point not in defined else set())
+    known = defined | _defined(before.body) | _defined(shared) | _RUN_PROGRAM
+    entry = {root_of(entry_point)} - {""} - defined
+    names = frozenset((loaded - known - set(dir(builtins)) - {"__name__", "__file__"}) | entry)
+    constants = names - _used_as_functions(tree) - _bound_somewhere(tree) - entry - {"candidate"}
+    _check_runnable(tree, names, constants, prompt_code)
     num_asserts = sum(isinstance(node, ast.Assert) for node in ast.walk(tree))
-    one_interpreter = bool(_identifiers(tree) & _ONE_INTERPRETER) or _names_classes(tree, names)
-    if partial:
-        tree = _CountAsserts().visit(tree)
+    functions = tuple(node.name for node in tree.body if _is_test(node))  # type: ignore[attr-defined]
     try:
-        code = compile(ast.fix_missing_locations(tree), "<tests>", "exec")
-    except (SyntaxError, ValueError, RecursionError) as error:
+        code = compile(ast.fix_missing_locations(_MarkAsserts().visit(tree)), "<tests>", "exec")
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise BadTests(f"the tests do not compile: {error}") from error
-    functions = [node.name for node in tree.body if _is_test(node)]
-    return Tests(code, frozenset(names), num_asserts, tuple(text.splitlines()), tuple(functions), one_interpreter)
+    return Tests(code, names, constants, num_asserts, tuple(text.splitlines()), functions)
+
+
+_RUN_PROGRAM = {"run_program"}
+"""What the tests may call to run the program as a script: run_program(what it reads) -> what it prints."""
+
+
+def _check_runnable(tree: ast.AST, names: frozenset[str], constants: frozenset[str], prompt: str) -> None:
+    """Refuse tests that cannot run whatever the program is. Raises BadTests."""
+    if looks := _identifiers(tree) & _ONE_INTERPRETER:
+        raise BadTests(f"the tests look into the program's interpreter ({min(looks)}), which they do not share")
+    if _names_classes(tree, names):
+        raise BadTests(
+            "the tests use a class of the program in isinstance, in except or as a base: it stays with the program"
+        )
+    guarded = {id(inner) for node in ast.walk(tree) if isinstance(node, ast.Try) for inner in ast.walk(node)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import | ast.ImportFrom) and id(node) not in guarded:
+            modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else [node.module or "."]
+            for module in {name.partition(".")[0] for name in modules} - {"solution"}:
+                if not module or find_spec(module) is None:
+                    raise BadTests(f"the tests import {module or 'a relative module'}, which is not installed")
+    unknown = [name for name in sorted(constants) if not re.search(rf"\b{name}\b", prompt)]
+    if unknown and constants != names:
+        raise BadTests(f"the tests read {unknown[0]}, which neither they nor the prompt define")
 
 
 def _calls_check(body: Sequence[ast.stmt]) -> bool:
@@ -179,6 +229,29 @@ def _calls_check(body: Sequence[ast.stmt]) -> bool:
     )
 
 
+def _used_as_functions(tree: ast.AST) -> set[str]:
+    """Names that are called, asked for attributes or passed on."""
+    found: set[str] = set()
+    for node in ast.walk(tree):
+        used = [node.func, *node.args, *(word.value for word in node.keywords)] if isinstance(node, ast.Call) else []
+        used += [node.value] if isinstance(node, ast.Attribute) else []
+        found |= {inner.id for inner in used if isinstance(inner, ast.Name)}
+    return found
+
+
+def _bound_somewhere(tree: ast.AST) -> set[str]:
+    """Local variables, parameters and the like."""
+    found = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.ExceptHandler)):
+            found.add(node.name or "")
+        elif isinstance(node, ast.arg):
+            found.add(node.arg)
+        elif isinstance(node, (ast.Import, ast.ImportFrom)):
+            found |= {(alias.asname or alias.name).partition(".")[0] for alias in node.names}
+    return found
+
+
 def _asserted(node: ast.stmt) -> ast.stmt:
     """A comparison as a statement (``f(1) == 2``) is meant as an assert."""
     if isinstance(node, ast.Expr) and isinstance(node.value, ast.Compare):
@@ -186,7 +259,7 @@ def _asserted(node: ast.stmt) -> ast.stmt:
     return node
 
 
-def _is_test(node: ast.stmt) -> TypeGuard[ast.FunctionDef | ast.ClassDef]:
+def _is_test(node: ast.stmt) -> bool:
     if isinstance(node, ast.FunctionDef):
         required = len(node.args.args) + len(node.args.posonlyargs) - len(node.args.defaults)
         return node.name.startswith("test") and required == 0
@@ -197,39 +270,41 @@ def _identifiers(tree: ast.AST) -> set[str]:
     """Names, attributes, imports and parameters; ``await`` stands for whatever is asynchronous."""
     found: set[str] = set()
     for node in ast.walk(tree):
-        if isinstance(node, ast.Name):
-            found.add(node.id)
-        elif isinstance(node, ast.Attribute):
-            found.add(node.attr)
-        elif isinstance(node, ast.arg):
-            found.add(node.arg)
+        if isinstance(node, (ast.Await, ast.AsyncFunctionDef)):
+            found.add("await")
         elif isinstance(node, ast.alias):
             found |= set(node.name.split("."))
-        elif isinstance(node, (ast.Await, ast.AsyncFunctionDef)):
-            found.add("await")
+        else:
+            found |= {value for key in ("id", "attr", "arg") if isinstance(value := getattr(node, key, None), str)}
     return found
 
 
-def _names_classes(tree: ast.AST, names: frozenset[str] | set[str]) -> bool:
-    """Whether tests use a name of the tested code as a class of exceptions or as a base class."""
+def _names_classes(tree: ast.AST, names: frozenset[str]) -> bool:
+    """Whether tests use a name of the program as a class that they look into."""
 
-    def uses(node: ast.AST | None) -> bool:
-        return node is not None and any(isinstance(inner, ast.Name) and inner.id in names for inner in ast.walk(node))
+    def uses(nodes: Sequence[ast.AST | None]) -> bool:
+        return any(
+            isinstance(inner, ast.Name) and inner.id in names for node in nodes if node for inner in ast.walk(node)
+        )
 
     for node in ast.walk(tree):
-        if isinstance(node, ast.ExceptHandler) and uses(node.type):
+        if isinstance(node, ast.ExceptHandler) and uses([node.type]):
             return True
-        if isinstance(node, ast.ClassDef) and any(uses(base) for base in node.bases):
+        if isinstance(node, ast.ClassDef) and uses(node.bases):
             return True
         if isinstance(node, ast.Call):
             called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
-            if called in ("raises", "assertRaises", "issubclass") and node.args and uses(node.args[0]):
+            if called in ("raises", "assertRaises", "issubclass", "assertRaisesRegex") and uses(node.args[:1]):
+                return True
+            if called in ("isinstance", "issubclass", "assertIsInstance", "assertNotIsInstance") and uses(
+                node.args[1:2]
+            ):
                 return True
     return False
 
 
-class _CountAsserts(ast.NodeTransformer):
-    """``assert x`` becomes ``with __case__: assert x``; the context manager counts and swallows the failure."""
+class _MarkAsserts(ast.NodeTransformer):
+    """``assert x`` becomes ``with __case__: assert x``, whose end says whether it held."""
 
     def visit_Assert(self, node: ast.Assert) -> ast.AST:
         item = ast.withitem(ast.Name("__case__", ast.Load()), None)

@@ -1,163 +1,220 @@
-"""Python values as JSON, between a referee that is trusted and a program that is not.
+"""Plain values as JSON, between tests that are trusted and a program that is not.
 
-Invariants: decoding builds only values of the types below, so a decoded value has no behaviour of the sender's; a value
-of any other type, subclasses of plain ones included, travels as a reference to the object, which stays where it is.
+A message is {"values": [...], "nodes": [...]}: containers that can change are nodes, named by their number, so that two names
+for one list, cycles and long chains travel; all else stands inline. A container that was known before keeps its number.
+
+Invariant: decoding makes values of the types below only, by constructors that run nothing of the sender's.
 """
 
+import base64
 import datetime
 import json
 import re
 import sys
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from decimal import Decimal
 from fractions import Fraction
 from typing import Any
 
-_JSON_TYPES = {str, bool, type(None), float}
+_MAX_DEPTH = 50
+"""Of tuples in tuples: hashing them recurses in C."""
 _MAX_JSON_INT = 1 << 63
-_DTYPE = re.compile(r"[<>|=][biufcSU][0-9]{1,4}")
+_DTYPE = re.compile(r"[<>|=][biufc][0-9]{1,2}")
+_MAPPINGS = {dict, OrderedDict, defaultdict, Counter}
+"""They travel as a dict; each equals a dict with the same items."""
+_PLAIN_ROWS: dict[str, tuple[type, Callable[[Any], Any], Callable[[Any], Any]]] = {
+    "int": (int, hex, lambda text: int(text, 16)),
+    "bytes": (bytes, bytes.hex, bytes.fromhex),
+    "complex": (complex, lambda value: [value.real, value.imag], lambda parts: complex(*parts)),
+    "decimal": (Decimal, str, Decimal),
+    "fraction": (Fraction, str, Fraction),
+    "range": (range, lambda value: [hex(n) for n in (value.start, value.stop, value.step)],
+              lambda parts: range(*(int(part, 16) for part in parts))),
+    "date": (datetime.date, datetime.date.isoformat, datetime.date.fromisoformat),
+    "time": (datetime.time, datetime.time.isoformat, datetime.time.fromisoformat),
+    "datetime": (datetime.datetime, datetime.datetime.isoformat, datetime.datetime.fromisoformat),
+    "timedelta": (datetime.timedelta, lambda value: [value.days, value.seconds, value.microseconds],
+                  lambda parts: datetime.timedelta(*parts)),
+}  # fmt: skip
+"""Tag: type, to JSON, from JSON."""
+_TAGS = {kind: (tag, to_json) for tag, (kind, to_json, _) in _PLAIN_ROWS.items()}
 
-Export = Callable[[Any], list[Any]]
-"""Turns an object that is no plain value into a reference, or raises Unsendable."""
+Export = Callable[[Any], list[Any] | tuple[Any]]
+"""Turns an object that is no plain value into a reference, or into (plain value,), or raises Unsendable."""
 Import = Callable[[list[Any]], Any]
-"""Turns a reference of the other side into something usable."""
+Records = Mapping[str, type]
+"""Classes that both sides have from the prompt: their instances travel as attributes."""
 
 
 class Unsendable(Exception):
     """A value that cannot be given to the other side."""
 
 
-def encode(value: Any, export: Export) -> Any:
-    """``value`` as JSON values: scalars as they are, everything else as [tag, ...].
+def write_text(data: Any) -> bytes:
+    """JSON in which lone surrogates, NaN and infinities survive."""
+    return json.dumps(data, separators=(",", ":"), check_circular=False).encode()
 
-    Raises:
-        Unsendable: nested too deeply, or refused by ``export``.
+
+def encode(
+    values: Sequence[Any], export: Export, records: Records, known: Sequence[Any] = ()
+) -> tuple[dict[str, Any], list[Any]]:
+    """(message, containers) of ``values``; exact types only, a subclass is up to ``export``. Raises Unsendable.
+
+    Args:
+        known: containers that the other side has, in the order of their numbers; their content goes along.
     """
-    try:
-        return _encode(value, export)
-    except RecursionError:
-        raise Unsendable("a value that is nested too deeply, or contains itself") from None
+    encoder = _Encoder(export, records, known)
+    roots = [encoder.item(value) for value in values]
+    return {
+        "values": roots,
+        "nodes": [encoder.node(value) for value in encoder.objects],
+    }, encoder.objects  # it grows meanwhile
 
 
-def _encode(value: Any, export: Export) -> Any:
-    kind = type(value)  # not isinstance: a subclass may behave differently, so it stays where it is
-    if kind in _JSON_TYPES:
-        return value
-    if kind is int:
-        return value if -_MAX_JSON_INT < value < _MAX_JSON_INT else ["int", hex(value)]
-    if kind in _LEAVES:
-        return [kind.__name__.lower(), *_LEAVES[kind](value)]
-    if kind in _SEQUENCES:
-        return [kind.__name__, [_encode(item, export) for item in value]]
-    if kind in _MAPPINGS:
-        return ["dict", [[_encode(key, export), _encode(item, export)] for key, item in value.items()]]
-    if kind in _PARTS:
-        return [kind.__name__.lower(), *(_encode(part, export) for part in _PARTS[kind](value))]
-    if kind is deque:
-        return ["deque", [_encode(item, export) for item in value], value.maxlen]
+class _Encoder:
+    def __init__(self, export: Export, records: Records, known: Sequence[Any]) -> None:
+        self._export = export
+        self._containers = {list, set, deque, bytearray, *_MAPPINGS, *records.values()}
+        self.objects = list(known)
+        self._numbers = {id(value): number for number, value in enumerate(self.objects)}
+
+    def item(self, value: Any, depth: int = 0) -> Any:
+        kind = type(value)
+        if value is None or kind in (str, bool, float) or (kind is int and -_MAX_JSON_INT < value < _MAX_JSON_INT):
+            return value
+        if kind in (tuple, frozenset):
+            if depth > _MAX_DEPTH:
+                raise Unsendable(f"tuples nested more than {_MAX_DEPTH} deep")
+            return [kind.__name__, [self.item(part, depth + 1) for part in value]]
+        if kind in _TAGS:
+            tag, to_json = _TAGS[kind]
+            return [tag, to_json(value)]
+        array = _array(value)
+        if array and array[0] == "scalar":
+            return array
+        if array or kind in self._containers:
+            if id(value) not in self._numbers:
+                self._numbers[id(value)] = len(self.objects)
+                self.objects.append(value)
+            return [self._numbers[id(value)]]
+        reference = self._export(value)
+        return self.item(reference[0], depth + 1) if type(reference) is tuple else reference
+
+    def node(self, value: Any) -> list[Any]:
+        kind = type(value)
+        if kind in (list, set):
+            return [kind.__name__, [self.item(part) for part in value]]
+        if kind in _MAPPINGS:
+            return ["dict", [[self.item(key), self.item(part)] for key, part in value.items()]]
+        if kind is deque:
+            return ["deque", [self.item(part) for part in value], value.maxlen]
+        if kind is bytearray:
+            return ["bytearray", value.hex()]
+        return _array(value) or [
+            "record",
+            kind.__name__,
+            [[name, self.item(part)] for name, part in vars(value).items()],
+        ]
+
+
+def _array(value: Any) -> list[Any] | None:
     numpy = sys.modules.get("numpy")  # without an import of it there is no value of its types
-    if numpy is not None and isinstance(value, (numpy.ndarray, numpy.generic)) and _DTYPE.fullmatch(value.dtype.str):
-        tag = "ndarray" if isinstance(value, numpy.ndarray) else "generic"
-        return [tag, _encode(value.tolist(), export), value.dtype.str]
-    return export(value)
+    if numpy is None or (type(value) is not numpy.ndarray and not isinstance(value, numpy.generic)):
+        return None
+    if not _DTYPE.fullmatch(value.dtype.str):
+        return None
+    tag = "array" if type(value) is numpy.ndarray else "scalar"
+    return [tag, value.dtype.str, list(value.shape), base64.b64encode(value.tobytes()).decode()]
 
 
-def plain_base(value: Any) -> Any:
-    """The value of a plain type that an instance of a subclass holds; None if its class has no plain base."""
-    for base, copy in _BASES:
-        if isinstance(value, base):
-            return copy(value)
-    return None
-
-
-def decode(data: Any, import_reference: Import) -> Any:
-    """What ``encode`` was given.
+def decode(
+    message: Any, import_reference: Import, records: Records, known: Sequence[Any] = ()
+) -> tuple[list[Any], list[Any]]:
+    """(values, containers) of a message. The ``known`` containers, the first of the message, are changed in place.
 
     Raises:
         ValueError: no output of ``encode``.
     """
     try:
-        return _decode(data, import_reference)
-    except (TypeError, KeyError, IndexError, ArithmeticError, RecursionError) as error:
-        raise ValueError(f"not an encoded value: {error}") from error
+        nodes = message["nodes"]
+        objects = [_shell(node, records) for node in nodes]
+        if [type(old) for old in known] != [type(new) for new in objects[: len(known)]]:
+            raise ValueError("an argument has become something else")
+        objects[: len(known)] = known
+        decoder = _Decoder(objects, import_reference)
+        # All is read before anything changes: a message that breaks off half-way changes no argument.
+        contents = [decoder.content(node) for node in nodes]
+        for value, node, content in zip(objects, nodes, contents, strict=True):
+            _fill(value, node[0], content)
+        return [decoder.item(data) for data in message["values"]], objects
+    except (TypeError, KeyError, IndexError, AttributeError, ArithmeticError, RecursionError) as error:
+        raise ValueError(f"not an encoded value: {type(error).__name__}: {error}") from None
 
 
-def _decode(data: Any, import_reference: Import) -> Any:
-    if not isinstance(data, list):
-        return data
-    tag, *parts = data
-    if tag in _CONTAINERS:
-        return _CONTAINERS[tag](_decode(item, import_reference) for item in parts[0])
-    if tag == "dict":
-        return {_decode(key, import_reference): _decode(item, import_reference) for key, item in parts[0]}
-    if tag in _PLAIN:
-        return _PLAIN[tag](*parts)
-    if tag in ("range", "fraction"):
-        return (range if tag == "range" else Fraction)(*(_decode(part, import_reference) for part in parts))
-    if tag == "deque":
-        return deque((_decode(item, import_reference) for item in parts[0]), parts[1])
-    if tag in ("ndarray", "generic"):
-        import numpy
+class _Decoder:
+    def __init__(self, objects: list[Any], import_reference: Import) -> None:
+        self._objects, self._import = objects, import_reference
 
-        if not _DTYPE.fullmatch(parts[1]):
-            raise ValueError(f"not a plain dtype: {parts[1]!r}")
-        array = numpy.array(_decode(parts[0], import_reference), dtype=parts[1])
-        return array if tag == "ndarray" else array[()]
-    return import_reference(data)
+    def item(self, data: Any, depth: int = 0) -> Any:
+        if type(data) is dict:
+            raise ValueError("a bare JSON object")
+        if type(data) is not list:
+            return data
+        tag = data[0]
+        if type(tag) is int and tag >= 0:
+            return self._objects[tag]
+        if tag in ("tuple", "frozenset"):
+            if depth > _MAX_DEPTH + 1:
+                raise ValueError("nested too deeply")
+            return (tuple if tag == "tuple" else frozenset)([self.item(part, depth + 1) for part in data[1]])
+        if tag in _PLAIN_ROWS:
+            return _PLAIN_ROWS[tag][2](data[1])
+        return _from_array(data) if tag == "scalar" else self._import(data)
 
-
-_LEAVES: dict[type, Callable[[Any], tuple[Any, ...]]] = {
-    bytes: lambda value: (value.hex(),),
-    bytearray: lambda value: (value.hex(),),
-    complex: lambda value: (value.real, value.imag),
-    Decimal: lambda value: (str(value),),
-    datetime.date: lambda value: (value.isoformat(),),
-    datetime.time: lambda value: (value.isoformat(),),
-    datetime.datetime: lambda value: (value.isoformat(),),
-    datetime.timedelta: lambda value: (value.days, value.seconds, value.microseconds),
-}
-"""By type, JSON values that say all of it."""
-_PARTS: dict[type, Callable[[Any], tuple[Any, ...]]] = {
-    range: lambda value: (value.start, value.stop, value.step),
-    Fraction: lambda value: (value.numerator, value.denominator),
-}
-"""By type, values that are encoded themselves."""
-_SEQUENCES = {list, tuple, set, frozenset}
-_MAPPINGS = {dict, OrderedDict, defaultdict, Counter}
-"""They travel as a dict; each equals a dict with the same items."""
-_BASES: tuple[tuple[type, Callable[[Any], Any]], ...] = (
-    (int, int.__index__),
-    (float, float.__float__),
-    (str, str.__str__),
-    (list, lambda value: [*list.__iter__(value)]),
-    (tuple, lambda value: (*tuple.__iter__(value),)),
-    (dict, lambda value: dict(dict.items(value))),
-    (set, lambda value: {*set.__iter__(value)}),
-    (frozenset, lambda value: frozenset(frozenset.__iter__(value))),
-)
-_CONTAINERS: dict[str, Callable[..., Any]] = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}
-_PLAIN: dict[str, Callable[..., Any]] = {
-    "int": lambda text: int(text, 16),
-    "bytes": bytes.fromhex,
-    "bytearray": bytearray.fromhex,
-    "complex": complex,
-    "decimal": Decimal,
-    "date": datetime.date.fromisoformat,
-    "time": datetime.time.fromisoformat,
-    "datetime": datetime.datetime.fromisoformat,
-    "timedelta": datetime.timedelta,
-}
+    def content(self, node: Any) -> Any:
+        if node[0] in ("list", "set", "deque"):
+            return [self.item(part) for part in node[1]]
+        if node[0] == "dict":
+            return {self.item(key): self.item(part) for key, part in node[1]}
+        if node[0] == "record":
+            return {_name(name): self.item(part) for name, part in node[2]}
+        return bytes.fromhex(node[1]) if node[0] == "bytearray" else _from_array(node)
 
 
-def write_text(data: Any) -> bytes:
-    """JSON of encoded values; lone surrogates, NaN and infinities survive."""
-    return json.dumps(data, separators=(",", ":"), check_circular=False).encode()
+def _name(name: Any) -> str:
+    if type(name) is not str or name.startswith("__"):
+        raise ValueError("not the name of an attribute")
+    return name
 
 
-def read_text(text: bytes) -> Any:
-    """Raises ValueError: no JSON, or nested too deeply."""
-    try:
-        return json.loads(text)
-    except RecursionError as error:
-        raise ValueError("JSON that is nested too deeply") from error
+def _shell(node: Any, records: Records) -> Any:
+    if node[0] == "record":
+        return object.__new__(records[node[1]])
+    if node[0] == "array":
+        return _from_array(node)
+    return deque(maxlen=node[2]) if node[0] == "deque" else _SHELLS[node[0]]()
+
+
+_SHELLS: dict[str, Callable[[], Any]] = {"list": list, "set": set, "dict": dict, "bytearray": bytearray}
+
+
+def _fill(value: Any, tag: str, content: Any) -> None:
+    if tag in ("list", "bytearray"):
+        value[:] = content
+    elif tag == "array":
+        value[...] = content
+    else:
+        mapping = vars(value) if tag == "record" else value
+        mapping.clear()
+        (mapping.extend if tag == "deque" else mapping.update)(content)
+
+
+def _from_array(data: list[Any]) -> Any:
+    import numpy
+
+    _, dtype, shape, text = data
+    if not _DTYPE.fullmatch(dtype):
+        raise ValueError(f"not a numeric dtype: {dtype!r}")
+    array = numpy.frombuffer(base64.b64decode(text), dtype).reshape(shape).copy()
+    return array[()] if data[0] == "scalar" else array

@@ -19,7 +19,7 @@ from megatron_rl.data.code_lines import extract_code
 from megatron_rl.rewards.registry import RewardError, check_options, resolve, row_arguments
 from megatron_rl.rewards.rules.code import CodeOptions, score
 from megatron_rl.rewards.sandbox.source import BadTests, compose, infer_entry_point, prelude, read_tests
-from megatron_rl.rewards.sandbox.values import Unsendable, decode, encode, read_text, write_text
+from megatron_rl.rewards.sandbox.values import Unsendable, decode, encode, write_text
 from megatron_rl.rewards.workers.calls import RunnerSettings
 from megatron_rl.rewards.workers.processes import RewardRunner
 
@@ -102,7 +102,9 @@ def test_no_text_breaks_the_reading(response: str, prompt: str) -> None:
 
 def test_tests_name_what_they_take_from_the_program() -> None:
     tests = read_tests(
-        "import math\ny = 2\nassert math.isclose(f(y), helper(y) + Q) and len('a')", prompt_code=PROMPT, entry_point="f"
+        "import math\ny = 2\nassert math.isclose(f(y), helper(y) + Q) and len('a')",
+        prompt_code=PROMPT + "# with Q",
+        entry_point="f",
     )
     assert tests.names >= {"f", "Q"} and not tests.names & {"helper", "math", "y", "len", "isclose"}
     assert "len" in read_tests("assert len(3)", entry_point="len").names
@@ -153,7 +155,7 @@ def in_order(value: object) -> str:
 
 @given(plain)
 def test_plain_values_travel_unchanged(value: object) -> None:
-    received = decode(read_text(write_text(encode(value, refuse))), refuse)
+    (received,), _ = decode(json.loads(write_text(encode([value], refuse, {})[0])), refuse, {})
     assert received == value and in_order(received) == in_order(value)
 
 
@@ -166,13 +168,32 @@ json_values = st.recursive(
 @given(
     json_values
     | st.tuples(
-        st.sampled_from(["list", "dict", "set", "int", "bytes", "decimal", "range", "ndarray", "date", "deque"]),
+        st.sampled_from(["list", "dict", "set", "int", "bytes", "decimal", "range", "array", "date", "deque", "tuple"]),
         json_values,
     ).map(list)
 )
 def test_nonsense_is_refused_with_a_value_error(data: object) -> None:
-    with contextlib.suppress(ValueError):
-        decode(data, lambda reference: None)
+    for message in (
+        data,
+        {"values": [data], "nodes": []},
+        {"values": [[0]], "nodes": [data]},
+        {"values": [], "nodes": data},
+    ):
+        with contextlib.suppress(ValueError):
+            decode(message, lambda reference: None, {})
+
+
+def test_two_names_for_a_list_and_lists_that_hold_themselves_travel() -> None:
+    inner: list = [1]
+    outer = [inner, inner]
+    outer.append(outer)
+    message, containers = encode([outer], refuse, {})
+    (received,), _ = decode(json.loads(write_text(message)), refuse, {})
+    assert received[0] is received[1] and received[2] is received
+    received[0].append(2)
+    after, _ = encode([None], refuse, {}, [received, received[0]])
+    decode(json.loads(write_text(after)), refuse, {}, containers)
+    assert inner == [1, 2] and outer[0] is inner
 
 
 # ------------------------------------------------------------------------------------------------------------- reward
@@ -232,6 +253,74 @@ def test_what_cannot_be_tested_is_unscored(fields: dict) -> None:
     assert result.value is None and result.error
 
 
+SUM = "n = int(input())\nprint(sum(map(int, input().split())))"
+APPS = {"inputs": ["3\n1 2 3\n", "1\n5\n"], "outputs": ["6\n", "5"]}
+CALLS = {"fn_name": "add", "inputs": [[1, 2], [3, 4]], "outputs": [[3], 7]}
+LIVE = [{"input": "3\n1 2 3\n", "output": "6\n", "testtype": "stdin"}]
+LIVE_CALLS = [{"input": "[1, 2]\n3", "output": "[4, 5]", "testtype": "functional"}]
+PATIENT = CodeOptions(time_limit_s=20.0, wall_limit_s=60.0)
+
+
+@pytest.mark.parametrize(
+    ("code", "tests", "value"),
+    [
+        (SUM, APPS, 1.0),
+        (SUM, LIVE, 1.0),
+        (f"Read it:\n```python\n{SUM}\n```", APPS, 1.0),
+        ("import sys\nprint(sum(map(int, sys.stdin.buffer.read().split()[1:])))", APPS, 1.0),
+        ("import os, io\nread = io.BytesIO(os.read(0, os.fstat(0).st_size)).readline\nread()\n"
+         "os.write(1, str(sum(map(int, read().split()))).encode())", APPS, 1.0),
+        ("import threading\ndef main():\n    input()\n    print(sum(map(int, input().split())))\n"
+         "if __name__ == '__main__':\n    threading.Thread(target=main).start()", APPS, 1.0),
+        ("import sys\nprint(sum(map(int, sys.stdin.read().split()[1:])))\nsys.exit(0)", APPS, 1.0),
+        ("print(6)", APPS, 0.0),
+        ("print(6); print(5)", APPS, 0.0),
+        ("import os; os._exit(0)", APPS, 0.0),
+        ("raise SystemExit(1)", APPS, 0.0),
+        ("print(1 / 3)", {"inputs": [""], "outputs": ["0.33333333"]}, 1.0),
+        ("print(1000001)", {"inputs": [""], "outputs": ["1000000"]}, 0.0),
+        ("print('nan')", {"inputs": [""], "outputs": ["1.5"]}, 0.0),
+        ("def add(a, b): return a + b", CALLS, 1.0),
+        ("class Solution:\n    def add(self, a: int, b: int) -> Optional[int]: return a + b", CALLS, 1.0),
+        ("def add(a, b): return 3", CALLS, 0.0),
+        ("def sub(a, b): return 3", CALLS, 0.0),
+        ("class Solution:\n    def add(self, xs, n): return tuple(x + n for x in xs)", LIVE_CALLS, 1.0),
+        ("class X:\n    def __eq__(self, o): return True\ndef add(*a): return X()", LIVE_CALLS, 0.0),
+        ("class X(float):\n    def __eq__(self, o): return True\ndef add(*a): return X()", CALLS, 0.0),
+        (SUM, {"inputs": [], "outputs": []}, None),
+        (SUM, {"inputs": ["1"], "outputs": []}, None),
+        (SUM, [{"input": "1"}], None),
+        (SUM, {"inputs": [3], "outputs": ["1"]}, None),
+    ],
+)  # fmt: skip
+def test_cases_of_apps_and_livecodebench_are_graded(code: str, tests: object, value: float | None) -> None:
+    for form in (tests, json.dumps(tests)):
+        result = score(code, tests=form, entry_point="add" if tests is LIVE_CALLS else "", options=PATIENT)
+        assert result.value == value, result
+
+
+@pytest.mark.parametrize(
+    ("response", "tests", "value"),
+    [
+        ("```python\ndef f(x): return x * x\n```\nUse it:\n```python\nprint(f(input()))\n```", "assert f(2) == 4", 1.0),
+        (
+            "```python\ndef f(x): return x\n```\nBetter:\n```python\ndef f(x): return x * x\n```",
+            "assert f(2) == 4",
+            1.0,
+        ),
+        ("```python\ndef f(x): return x * x\n```\nWorse:\n```python\ndef f(x): return x\n```", "assert f(2) == 4", 0.0),
+        (
+            "```python\ndef f(x): return x * x\n```\nThen\n```python\ndef g(x): return f(x) + 1\n```",
+            "assert g(f(2)) == 17",
+            1.0,
+        ),
+        ("```python\ny = 2\n```", "assert f(2) == 4", 0.0),
+    ],
+)
+def test_of_several_blocks_those_count_that_define_what_the_tests_take(response: str, tests: str, value: float) -> None:
+    assert score(response, tests=tests, options=PATIENT).value == value
+
+
 def test_partial_credit_is_the_share_of_asserts() -> None:
     tests = ["assert f(1) == 1", "assert f(2) == 2", "assert f(3) == 9"]
     assert score("def f(x): return x", tests=tests, options=CodeOptions(partial_credit=True)).value == pytest.approx(
@@ -274,22 +363,21 @@ def helpers_below(pid: int) -> list[int]:
     """Sandbox helpers among the descendants of a process, this process's own left out."""
     parents: dict[int, int] = {}
     for name in os.listdir("/proc"):
-        try:
+        with contextlib.suppress(OSError, ValueError):
             parents[int(name)] = int(Path(f"/proc/{name}/stat").read_text().rpartition(")")[2].split()[1])
-        except (OSError, ValueError):
-            continue
+
+    def is_helper(candidate: int) -> bool:
+        with contextlib.suppress(OSError):
+            return "sandbox.supervisor" in Path(f"/proc/{candidate}/cmdline").read_text()
+        return False
+
     found = []
-    for candidate in parents:
-        try:
-            command = Path(f"/proc/{candidate}/cmdline").read_text()
-        except OSError:
-            continue
-        if "sandbox.supervisor" in command and parents[candidate] != pid:
-            ancestor = parents[candidate]
-            while ancestor not in (0, pid):
-                ancestor = parents.get(ancestor, 0)
-            if ancestor == pid:
-                found.append(candidate)
+    for candidate in filter(is_helper, parents):
+        ancestor, below = parents[candidate], candidate
+        while ancestor not in (0, pid):
+            ancestor, below = parents.get(ancestor, 0), ancestor
+        if ancestor == pid and not is_helper(below):
+            found.append(candidate)
     return found
 
 

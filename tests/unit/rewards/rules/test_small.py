@@ -118,7 +118,9 @@ def test_a_point_hits_inside_and_on_the_border_only(box) -> None:
     assert grounding.score_point(f"<point>{x1} {y2 + 0.5}</point>", answer).value == 0.0
 
 
-@pytest.mark.parametrize("content", ["", "1 2 3", "1 2 3 4 5", "3 3 1 1", "1 1 1 2", "a b c d", "nan 0 1 1", "0 0 inf 2"])
+@pytest.mark.parametrize(
+    "content", ["", "1 2 3", "1 2 3 4 5", "3 3 1 1", "1 1 1 2", "a b c d", "nan 0 1 1", "0 0 inf 2"]
+)
 def test_a_malformed_box_is_zero_in_a_response_and_unscored_in_the_truth(content: str) -> None:
     assert grounding.score_box(f"<bbox>{content}</bbox>", "0 0 9 9").value == 0.0
     assert grounding.score_box("<bbox>0 0 9 9</bbox>", content).value is None

@@ -1,4 +1,4 @@
-"""Programs and tests that hold: what tests may do with a program that runs in another process."""
+"""Programs and tests that hold: what tests may do with a program that runs in another process, and what they may not."""
 
 HONEST = {
     "arguments change in place": (
@@ -22,34 +22,33 @@ HONEST = {
         "def f(g):\n    try:\n        return g()\n    except ZeroDivisionError:\n        return 7",
         "assert f(lambda: 1 / 0) == 7",
     ),
-    "built-in functions are the program's own": ("def f(g):\n    return g(-3)", "assert f(abs) == 3 and f(str) == '-3'"),
+    "built-in functions are the program's own": (
+        "def f(g):\n    return g(-3)",
+        "assert f(abs) == 3 and f(str) == '-3'",
+    ),
     "library functions too": ("def f(g):\n    return g(4)", "import math\nassert f(math.sqrt) == 2"),
     "generators": ("def f(n):\n    yield from range(n)", "assert list(f(3)) == [0, 1, 2]\nassert sum(f(4)) == 6"),
     "endless iterators": (
         "import itertools\ndef f(): return itertools.count()",
         "g = f()\nassert [next(g), next(g)] == [0, 1]",
     ),
-    "views": ("def f(): return {1: 'a'}.items()", "assert list(f()) == [(1, 'a')] and len(f()) == 1"),
+    "views": ("def f(): return {1: 'a'}.items()", "assert list(f()) == [(1, 'a')]"),
     "objects": (
         "class S:\n    def __init__(self): self.a = []\n    def push(self, x): self.a.append(x); return self",
         "s = S()\ns.push(1).push(2)\nassert s.a == [1, 2]\ns.a = 5\nassert s.a == 5",
     ),
-    "operators": (
-        "class V:\n    def __init__(self, x): self.x = x\n    def __add__(self, o): return V(self.x + o.x)\n"
-        "    def __eq__(self, o): return self.x == o.x",
-        "assert V(1) + V(2) == V(3)\nassert isinstance(V(1), V) and V(1) != V(2)",
-    ),
     "subclasses of plain types": (
-        "class L(list): pass\ndef f(): return L([1])",
-        "a = f()\nassert a == [1] and a[0] == 1 and 1 in a\na.append(2)\nassert len(a) == 2 and a == [1, 2]",
+        "class L(str): pass\nclass I(int):\n    def __eq__(self, other): return False\n    __hash__ = int.__hash__\n"
+        "def f(): return L('a'), I(3)",
+        "assert f() == ('a', 3) and f()[0] + 'b' == 'ab'",
     ),
     "named tuples": (
         "from collections import namedtuple\nP = namedtuple('P', 'x y')\ndef f(): return P(1, 2)",
-        "assert f() == (1, 2) and f().y == 2\nx, y = f()\nassert x == 1",
+        "assert f() == (1, 2)\nx, y = f()\nassert x == 1",
     ),
     "data classes": (
         "from dataclasses import dataclass\n@dataclass\nclass D:\n    x: int = 1",
-        "assert D().x == 1 and D(2) == D(2) and D() != D(2)\nassert str(D()) == 'D(x=1)'",
+        "assert D().x == 1 and D(2).x == 2",
     ),
     "counters": (
         "from collections import Counter, defaultdict, deque\ndef f(): return Counter('aab'), defaultdict(int, x=1), deque([1])",
@@ -62,10 +61,6 @@ HONEST = {
     "bases of exceptions": (
         "class E(KeyError): pass\ndef f(): raise E('k')",
         "try:\n    f()\nexcept KeyError:\n    pass\nelse:\n    raise AssertionError",
-    ),
-    "exceptions of the program": (
-        "class E(Exception): pass\ndef f(): raise E('k')",
-        "try:\n    f()\nexcept E:\n    pass\nelse:\n    raise AssertionError",
     ),
     "plain values": (
         "def f(): return 10**400, 2.5, float('inf'), 1j, b'x', '\\ud800', None, True, frozenset([1]), range(3), {1, 2}",
@@ -81,14 +76,10 @@ HONEST = {
         "import datetime\nassert f(datetime.date(2024, 2, 28)) == datetime.date(2024, 2, 29)",
     ),
     "constants": ("LIMIT = 7", "assert LIMIT == 7 and LIMIT + 1 == 8 and 6 < LIMIT"),
-    "coroutines": ("async def f(x): return x", "import asyncio\nassert asyncio.run(f(1)) == 1"),
-    "objects of the tests": ("def f(node): return node.value", "class Node:\n    value = 3\nassert f(Node()) == 3"),
-    "what the program prints": (
-        "def f():\n    print('hello')",
-        "import io\nfrom contextlib import redirect_stdout\nwith redirect_stdout(io.StringIO()) as out:\n    f()\n"
-        "assert out.getvalue() == 'hello\\n'",
+    "test functions": (
+        "def f(x): return x * x",
+        "def test_a():\n    assert f(2) == 4\ndef test_b():\n    assert f(3) == 9",
     ),
-    "test functions": ("def f(x): return x * x", "def test_a():\n    assert f(2) == 4\ndef test_b():\n    assert f(3) == 9"),
     "test cases": (
         "def f(x): return x * x",
         "import unittest\nclass TestF(unittest.TestCase):\n    def test_a(self):\n        self.assertEqual(f(2), 4)",
@@ -109,3 +100,53 @@ HONEST = {
     ),
 }  # fmt: skip
 """(program, tests) by what they need."""
+
+NODES = """class Node:
+    def __init__(self, value, next=None): self.value, self.next = value, next
+def build(xs):
+    node = None
+    for x in reversed(xs): node = Node(x, node)
+    return node
+def values(node):
+    out = []
+    while node: out.append(node.value); node = node.next
+    return out
+"""
+"""A prompt with a class of its own."""
+
+OPERATED = {
+    "operators": (
+        "class V:\n    def __add__(s, o): return V()\n    def __eq__(s, o): return True",
+        "assert V() + V() == V()",
+    ),
+    "truth": ("class V: pass", "assert V()"),
+    "length": ("class V:\n    def __len__(s): return 3", "assert len(V()) == 3"),
+    "items": ("class V:\n    def __getitem__(s, i): return i", "assert V()[3] == 3"),
+    "iteration": ("class V:\n    def __iter__(s): return iter([1])", "assert list(V()) == [1]"),
+    "text": ("class V:\n    def __str__(s): return 'v'", "assert str(V()) == 'v'"),
+    "contexts": (
+        "class V:\n    def __enter__(s): return 1\n    def __exit__(s, *a): return True",
+        "with V() as x:\n    assert x == 2",
+    ),
+    "lists of its own": ("class V(list): pass", "assert V([1]) == [1]"),
+}
+"""What right programs lose: their objects are called and asked for attributes, nothing else. They fail."""
+
+INSEPARABLE = {
+    "classes": ("class V: pass", "assert isinstance(V(), V)"),
+    "exceptions": ("class E(Exception): pass\ndef f(): raise E", "try:\n    f()\nexcept E:\n    pass"),
+    "bases": ("class V: pass", "class W(V): pass\nassert W().x == 1"),
+    "coroutines": ("async def f(x): return x", "import asyncio\nassert asyncio.run(f(1)) == 1"),
+    "objects of the tests": ("def f(node): return node.value", "class Node:\n    value = 3\nassert f(Node()) == 3"),
+    "iterators": ("def f(x): return list(x)", "assert f(iter([1])) == [1]"),
+    "what is printed": (
+        "def f(): print('a')",
+        "from contextlib import redirect_stdout\nimport io\nwith redirect_stdout(io.StringIO()) as t:\n    f()\nassert t.getvalue()",
+    ),
+    "a missing module": ("def f(): return 1", "assert f() == 1\nimport nosuchmodule"),
+    "a missing file": ("def f(): return 1", "a = open('nosuchfile').read()\nassert f() == 1"),
+    "a missing name": ("def f(): return 1", "assert f() == EXPECTED"),
+    "nothing asked": ("def f(): return 1", "assert 1 == 1"),
+    "their own fault": ("def f(): return 1", "x = [][1]\nassert f() == 1"),
+}  # fmt: skip
+"""Tests that cannot be run, whatever the program: unscored."""

@@ -1,5 +1,6 @@
 """The sandbox: honest programs are judged rightly, hostile ones fail within their limits, and nothing is left of them."""
 
+import contextlib
 import os
 import shutil
 import socket
@@ -13,7 +14,6 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.rewards.sandbox import kernel
 from megatron_rl.rewards.sandbox import sandbox as sandbox_module
 from megatron_rl.rewards.sandbox.sandbox import (
     BadTestsError,
@@ -23,8 +23,8 @@ from megatron_rl.rewards.sandbox.sandbox import (
     Sandbox,
     SandboxError,
 )
-from tests.unit.rewards.sandbox.honest_programs import HONEST
-from tests.unit.rewards.sandbox.hostile_programs import CHEATS, GUARDED, LOOPS, MEMORY, SURVIVORS
+from tests.unit.rewards.sandbox.honest_programs import HONEST, INSEPARABLE, NODES, OPERATED
+from tests.unit.rewards.sandbox.hostile_programs import CHEATS, FORGED, GUARDED, LOOPS, MEMORY, SURVIVORS
 
 LIMITS = ProgramLimits(time_s=0.5, memory_mb=200, disk_mb=8, num_processes=12, wall_s=20.0)
 PATIENT = replace(LIMITS, time_s=15.0)
@@ -53,11 +53,17 @@ def command(pid: str) -> bytes:
 
 
 def survivors(sandbox: Sandbox) -> list[int]:
-    """Processes that a program of ``sandbox`` started: forks have the helper's command line, others the mark."""
-    helper = sandbox._supervisor.process.pid
-    own = command(str(helper))
-    commands = {int(pid): command(pid) for pid in os.listdir("/proc") if pid.isdigit()}
-    return [pid for pid, text in commands.items() if pid != helper and text and (text == own or MARK.encode() in text)]
+    """Processes that a program of ``sandbox`` started: forks of the supervisor, or others with the mark."""
+    below = {sandbox._supervisor.process.pid}
+    parents = {}
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        with contextlib.suppress(OSError):
+            parents[int(pid)] = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    for _ in range(4):
+        below |= {pid for pid, parent in parents.items() if parent in below}
+    num_own = 3 if sandbox.level == "namespaces" else 1  # bubblewrap is two processes around the supervisor
+    extra = [pid for pid in sorted(below) if command(str(pid))][num_own:]
+    return extra + [pid for pid in parents if MARK.encode() in command(str(pid))]
 
 
 def run(
@@ -89,14 +95,6 @@ def test_cheating_is_no_way_to_pass(sandbox: Sandbox, name: str) -> None:
     assert run(sandbox, SQUARE).passed
 
 
-@pytest.mark.parametrize("name", [name for name in CHEATS if not name.startswith(("returns", "hides"))])
-def test_cheating_is_no_way_to_pass_beside_the_tests_either(sandbox: Sandbox, name: str) -> None:
-    """Tests that look into the interpreter run in it, where a result that equals everything cannot be told."""
-    if name in ("searches memory for the tests", "closes its files"):
-        pytest.skip("it finds what is beside it: documented")
-    assert not run(sandbox, CHEATS[name], f"import inspect\n{TESTS}").passed
-
-
 @pytest.mark.parametrize("name", LOOPS)
 def test_a_program_that_does_not_end_fails_at_the_limit(sandbox: Sandbox, name: str) -> None:
     outcome = run(sandbox, LOOPS[name], limits=LIMITS)
@@ -113,8 +111,7 @@ def test_nothing_survives_a_program(sandbox: Sandbox, name: str) -> None:
 def test_memory_is_limited(sandbox: Sandbox, name: str) -> None:
     outcome = run(sandbox, MEMORY[name], limits=LIMITS)
     assert not outcome.passed
-    if sandbox.level == "namespaces":  # the other level refuses the processes before they take memory
-        assert "limit" in outcome.detail
+    assert "limit" in outcome.detail or "not permitted" in outcome.detail
 
 
 @pytest.mark.parametrize("name", GUARDED)
@@ -146,7 +143,7 @@ def test_the_environment_is_scrubbed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_each_program_has_an_empty_folder_of_its_own(sandbox: Sandbox) -> None:
     look = "import os\nbefore = os.listdir('.')\nos.makedirs('a/b')\nopen('a/b/c', 'w').write('x')\n"
-    look += "os.chmod('a/b', 0)\nos.chmod('a', 0)\ndef f(): return before"
+    look += "os.mkdir('a/d', 0)\nos.mkdir('d', 0)\ndef f(): return before"
     for _ in range(2):
         assert run(sandbox, look, "assert f() == []").passed
     where = "import os, tempfile\ndef f():\n    with tempfile.NamedTemporaryFile() as file:\n"
@@ -167,6 +164,40 @@ def test_tests_see_the_program_as_if_beside_it(sandbox: Sandbox, name: str) -> N
     assert outcome.passed and outcome.detail == ""
 
 
+@pytest.mark.parametrize("name", OPERATED)
+def test_objects_of_a_program_are_called_and_asked_for_attributes_only(sandbox: Sandbox, name: str) -> None:
+    code, tests = OPERATED[name]
+    outcome = run(sandbox, code, tests, entry_point="")
+    assert not outcome.passed and ("plain value" in outcome.detail or "TypeError" in outcome.detail), outcome
+
+
+@pytest.mark.parametrize("name", INSEPARABLE)
+def test_tests_that_cannot_run_are_unscored_whatever_the_program(sandbox: Sandbox, name: str) -> None:
+    code, tests = INSEPARABLE[name]
+    for program in (code, "", "raise SystemExit", "def f(*a): return 1"):
+        with pytest.raises(BadTestsError):
+            run(sandbox, program, tests, entry_point="")
+
+
+def test_instances_of_the_prompts_classes_travel_as_their_attributes(sandbox: Sandbox) -> None:
+    code = "class Solution:\n    def turn(self, head):\n        last = None\n        while head:\n"
+    code += "            head.next, last, head = last, head, head.next\n        return last"
+    tests = (
+        "def check(candidate):\n    long = list(range(2000))\n    assert values(candidate(build(long))) == long[::-1]"
+    )
+    assert run(sandbox, code, tests, prompt_code=NODES, entry_point="Solution().turn").passed
+    code = "def f(n):\n    a = Node(1); a.next = a; return a"
+    tests = "a = f(0)\nassert a.next.next.value == 1 and a.next is a"
+    assert run(sandbox, code, tests, prompt_code=NODES).passed
+
+
+@pytest.mark.parametrize("name", FORGED)
+def test_no_answer_of_a_program_is_asked_for_its_own_verdict(sandbox: Sandbox, name: str) -> None:
+    code, tests = FORGED[name]
+    outcome = run(sandbox, code, tests)
+    assert not outcome.passed, outcome
+
+
 @pytest.mark.parametrize(
     "tests",
     [
@@ -180,6 +211,8 @@ def test_tests_see_the_program_as_if_beside_it(sandbox: Sandbox, name: str) -> N
     ],
 )
 def test_failing_tests_fail_in_every_form(sandbox: Sandbox, tests: str) -> None:
+    if tests == "a = [1]\nf(a)":
+        tests += "\nassert a"
     assert not run(sandbox, SQUARE, tests).passed
 
 
@@ -298,17 +331,3 @@ def test_without_any_guard_nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None
         for name in ("leaves a daemon", "leaves another program"):
             assert not run(opened, SURVIVORS[name], limits=LIMITS).passed
         assert not run(opened, LOOPS["ignores signals"], limits=LIMITS).passed
-
-
-def test_the_filter_is_valid_for_both_machines(monkeypatch: pytest.MonkeyPatch) -> None:
-    for machine in ("x86_64", "aarch64"):
-        monkeypatch.setattr(kernel.platform, "machine", lambda name=machine: name)
-        for alone in (False, True):
-            program = list(kernel.INSTRUCTION.iter_unpack(kernel.filter_program(alone=alone, own_pid=1)))
-            for place, (operation, if_true, if_false, _) in enumerate(program):
-                jumps = operation & 0x07 == 0x05
-                assert not jumps or place + 1 + max(if_true, if_false) < len(program)
-            assert program[-1][0] == 0x06
-    monkeypatch.setattr(kernel.platform, "machine", lambda: "riscv64")
-    with pytest.raises(kernel.Unsupported, match="riscv64"):
-        kernel.filter_program(alone=True, own_pid=1)

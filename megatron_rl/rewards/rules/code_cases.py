@@ -1,0 +1,137 @@
+"""Test cases as data: the rows of APPS (``input_output``) and LiveCodeBench, written as tests for the sandbox. Pure.
+
+A case is a text that the program reads and one that it prints, or arguments of a function and its result. What is
+compared is at the end of this file: it runs with the tests, next to no line of the program.
+"""
+
+import inspect
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+IMPORTS = (
+    "from typing import *; from collections import *; from heapq import *; from bisect import *; from itertools import *\n"
+    "from functools import *; from math import *; from builtins import pow\n"
+    "import typing, collections, heapq, bisect, itertools, functools, math, sys, os, re, string, random, operator, copy, io\n"
+    "import json, datetime, time, statistics, fractions, decimal\n"
+)
+"""What these data sets let a program use without saying so."""
+
+
+@dataclass(frozen=True)
+class Case:
+    given: Any
+    """What is read, or the list of arguments."""
+    expected: tuple[Any, ...]
+    """What may be printed or returned; any of them is right."""
+
+
+def read_cases(tests: Any, function: str = "") -> tuple[list[Case], str] | None:
+    """(cases, name of the function or ""), or None if ``tests`` are no cases: source text, or a list of it.
+
+    Args:
+        tests: {"inputs", "outputs", "fn_name"?}, [{"input", "output", "testtype"?}, ...], or JSON text of either.
+        function: Where cases call a function but do not say its name.
+
+    Raises:
+        ValueError: cases that cannot be run, with the reason.
+    """
+    if isinstance(tests, str):
+        try:
+            tests = json.loads(tests)
+        except ValueError:
+            return None
+    if isinstance(tests, Mapping):
+        inputs, outputs = tests.get("inputs"), tests.get("outputs")
+        if not isinstance(inputs, list) or not isinstance(outputs, list) or len(inputs) != len(outputs) or not inputs:
+            raise ValueError("expected lists 'inputs' and 'outputs' of one length, which is not 0")
+        name = tests.get("fn_name") or ""
+        if not isinstance(name, str):
+            raise ValueError(f"expected the name of a function as fn_name, got {name!r:.40}")
+        make = _call if name else _printed
+        return [make(given, expected) for given, expected in zip(inputs, outputs, strict=True)], name
+    if (
+        not isinstance(tests, Sequence)
+        or isinstance(tests, str)
+        or not tests
+        or not all(isinstance(t, Mapping) for t in tests)
+    ):
+        return None
+    if not all("input" in test and "output" in test for test in tests):
+        raise ValueError("expected cases with 'input' and 'output'")
+    called = [test.get("testtype") == "functional" for test in tests]
+    if any(called) and not (all(called) and function):
+        raise ValueError("functional cases need the row's entry_point (fn_name), and no stdin cases next to them")
+    make = _call if any(called) else _printed
+    return [make(test["input"], test["output"]) for test in tests], function if any(called) else ""
+
+
+def _printed(given: Any, expected: Any) -> Case:
+    texts = ["\n".join(map(str, part)) if isinstance(part, list) else part for part in (given, expected)]
+    if not all(isinstance(text, str) for text in texts):
+        raise ValueError(f"expected texts as input and output, got {given!r:.40} and {expected!r:.40}")
+    return Case(texts[0], (texts[1],))
+
+
+def _call(given: Any, expected: Any) -> Case:
+    """Arguments are a list, or one JSON value per line; the result is a value, JSON text, or a list around it."""
+    if isinstance(given, str):
+        given = [json.loads(line) for line in given.splitlines() if line.strip()]
+    if not isinstance(given, list):
+        raise ValueError(f"expected a list of arguments, got {given!r:.40}")
+    if not isinstance(expected, str):
+        return Case(given, (expected, *(expected if isinstance(expected, list) and len(expected) == 1 else [])))
+    try:
+        return Case(given, (json.loads(expected),))
+    except ValueError:
+        return Case(given, (expected,))
+
+
+def tests_of(cases: Sequence[Case], function: str) -> str:
+    """Tests in Python. Cases stand in them as one JSON text, which is read faster than as many literals."""
+    data = json.dumps([[case.given, list(case.expected)] for case in cases])
+    check = (
+        f"any(same_result(_result, right) for _result in [{function}(*given)] for right in expected)"
+        if function
+        else "same_output(run_program(given), expected[0])"
+    )
+    lines = [f"given, expected = CASES[{number}]\nassert {check}" for number in range(len(cases))]
+    source = "\n".join(inspect.getsource(part) for part in (_close, same_output, same_result))
+    return "\n".join(["import json, math", source, f"CASES = json.loads({data!r})", *lines])
+
+
+# --------------------------------------------------------------------------------------------------------- comparisons
+
+
+def _close(got: float, expected: float) -> bool:
+    return got == expected or math.isclose(got, expected, rel_tol=1e-6, abs_tol=1e-9)
+
+
+def same_output(got: str, expected: str) -> bool:
+    """Line by line without the white space around; fractions that differ by 1e-6 of their size are the same."""
+    lines = [[line.split() for line in text.strip().splitlines()] for text in (got, expected)]
+    if [len(line) for line in lines[0]] != [len(line) for line in lines[1]]:
+        return False
+    words = [[word for line in text for word in line] for text in lines]
+    for one, other in zip(*words, strict=True):
+        if one != other:
+            try:
+                if other.lstrip("+-").isdigit() or not _close(float(one), float(other)):
+                    return False
+            except ValueError:
+                return False
+    return True
+
+
+def same_result(got: object, expected: object) -> bool:
+    """Tuples count as lists and keys of dicts as texts, as JSON has it; fractions as in ``same_output``."""
+    if isinstance(got, (list, tuple)) and isinstance(expected, list):
+        return len(got) == len(expected) and all(map(same_result, got, expected))
+    if isinstance(got, dict) and isinstance(expected, dict):
+        named = {str(key): value for key, value in got.items()}
+        return named.keys() == expected.keys() and all(same_result(named[key], expected[key]) for key in named)
+    if isinstance(got, (int, float)) and isinstance(expected, (int, float)) and float in (type(got), type(expected)):
+        return _close(got, expected)
+    return got == expected
