@@ -125,7 +125,7 @@ def make_watched_loop(action, *, compare=None):
     seen = SimpleNamespace(warnings=[], saved=[])
     console = SimpleNamespace(warning=seen.warnings.append)
     saver = SimpleNamespace(num_failed=0, due=lambda step: True, save=lambda step, driver, **rest: seen.saved.append(driver))
-    rollout = SimpleNamespace(weight_version=1, publish=lambda: SimpleNamespace(seconds=0.1, num_bytes=8))
+    rollout = SimpleNamespace(restarts=list, weight_version=1, publish=lambda: SimpleNamespace(seconds=0.1, num_bytes=8))
     parts = Parts(
         group=RecordingGroup(),
         pool=SimpleNamespace(position=lambda: {"next_id": 7}),
