@@ -135,11 +135,12 @@ def removable(checkpoints: Path, newest: int, rules: RunConfig, accuracies: Mapp
         kept |= {steps for steps in saved if steps % rules.keep_every_steps == 0}
     evaluated = [steps for steps in saved if math.isfinite(accuracies.get(steps, math.nan))]
     kept |= set(sorted(evaluated, key=lambda steps: -accuracies[steps])[: rules.keep_best])
-    kept |= set([steps for steps, folder in saved.items() if _is_healthy(folder)][:1])
+    kept |= set([steps for steps, folder in saved.items() if is_healthy(folder)][:1])
     return [folder for folder in everything if folder not in [saved[steps] for steps in kept]]
 
 
-def _is_healthy(folder: Path) -> bool:
+def is_healthy(folder: Path) -> bool:
+    """Whole as far as its manifest tells, and saved while training showed no sign of having died."""
     try:
         return read_manifest(folder).healthy
     except DamagedCheckpoint:

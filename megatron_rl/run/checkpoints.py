@@ -81,12 +81,20 @@ class Saver:
         self._remove_old()
         return ""
 
-    def load(self, take: Callable[[dict[str, Any]], None]) -> dict[str, Any] | None:
+    @property
+    def newest_healthy(self) -> Path | None:
+        """The checkpoint to return to when training has died."""
+        return next(filter(folders.is_healthy, candidates(self._folder)), None)
+
+    def load(self, take: Callable[[dict[str, Any]], None], *, healthy: bool = False) -> dict[str, Any] | None:
         """Bring every rank back to the newest whole checkpoint; returns the driver's part of it, which ``take`` takes in.
 
         None with run.resume=auto where there is none. With run.resume=true a newest one that is damaged is refused.
+        ``healthy``: only those that were saved while training showed no sign of having died.
         """
         for folder in candidates(self._folder):
+            if healthy and not folders.is_healthy(folder):
+                continue
             try:
                 folders.check_folder(folder, self._engines)
                 state = folders.read_driver(folder)

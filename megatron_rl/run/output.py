@@ -13,8 +13,9 @@ from megatron_rl.run.resuming import check_resume
 
 _RUN_FILES = (
     "metrics.jsonl", "timeline.json", "report.html", "summary.json", "config.yaml", "mlflow_run.json", "checkpoints", "policy",
+    "rolled_back_*.jsonl",
 )  # fmt: skip
-"""What a run leaves behind; the MLflow store stays, for it may hold other runs."""
+"""Patterns of what a run leaves behind; the MLflow store stays, for it may hold other runs."""
 
 
 def check_output_dir(config: Config) -> None:
@@ -49,7 +50,6 @@ def claimed_output_dir(config: Config) -> Iterator[Path]:
         lock.write(str(os.getpid()))
         lock.flush()
         if config.run.overwrite:
-            for name in _RUN_FILES:
-                path = folder / name
-                shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+            for path in [path for pattern in _RUN_FILES for path in folder.glob(pattern)]:
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
         yield folder

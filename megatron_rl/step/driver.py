@@ -5,10 +5,13 @@ serve its commands until it says stop, and end when it is gone.
 """
 
 import asyncio
+import functools
+import shutil
 import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from megatron_rl.algorithms.settling import Settling
@@ -32,7 +35,7 @@ from megatron_rl.step.parity import ParityCheck
 from megatron_rl.step.pieces import ResponseRules
 from megatron_rl.step.runner import StageRunner
 from megatron_rl.step.stages import graph_of
-from megatron_rl.step.watchdog import Watchdog
+from megatron_rl.step.watchdog import RollBack, Watchdog
 from megatron_rl.system.signals import StopRequested, StopSignals
 from megatron_rl.tracking.console import evaluation_text
 from megatron_rl.training.engines import rl_engines
@@ -84,13 +87,31 @@ def pretraining_config(config: Config) -> Config:
 
 def _drive(config: Config, group: TrainerGroup, signals: StopSignals, *, freeze_policy: bool) -> Summary:
     """The driver's part of a run, from the claimed folder to the summary; StopRequested if a signal ended it."""
+    back: RollBack | None = None
+    while True:
+        try:
+            return _drive_until_it_dies(config, group, signals, back, freeze_policy=freeze_policy)
+        except RollBack as found:
+            back = found
+            # Goes on in its own folder: what it had been told about an earlier run there is done.
+            config = replace(config, run=replace(config.run, resume="auto", overwrite=False))
+            folder = Path(config.run.output_dir)
+            shutil.copyfile(folder / "metrics.jsonl", folder / f"rolled_back_{found.number}.jsonl")
+
+
+def _drive_until_it_dies(
+    config: Config, group: TrainerGroup, signals: StopSignals, back: RollBack | None, *, freeze_policy: bool
+) -> Summary:
+    """``back``: why the run returns to its newest healthy checkpoint; raises RollBack when it has to do so."""
     with ExitStack() as stack:
         folder = stack.enter_context(claimed_output_dir(config))
         inputs = make_inputs(config)
         frozen = ("policy",) if freeze_policy else ()
         trained = [name for name in ("policy", "critic") if name in group.engine_names and name not in frozen]
         saver = Saver(config, group, engines=trained, accuracies=lambda: recorder.accuracies)
-        found = saver.load(lambda state: inputs.go_on_from(state["pool"])) if config.run.resume else None
+        position = back.position if back else {}
+        resume = functools.partial(saver.load, lambda state: inputs.go_on_from({**state["pool"], **position}))
+        found = resume(healthy=back is not None) if config.run.resume else None
         restored = found or _beginning(inputs.pool)
         first_step = restored["num_steps_done"]
         recorder = stack.enter_context(
@@ -122,6 +143,9 @@ def _drive(config: Config, group: TrainerGroup, signals: StopSignals, *, freeze_
             parts = replace(parts, settling=_settling(config))
         loop = TrainingLoop(config, parts)
         loop.load_state(restored)
+        if back:
+            parts.watchdog.num_rollbacks = back.number
+            recorder.console.warning(f"back to step {first_step}, with the prompts that come next: {back}")
         last_step = _before_first_step(config, parts, runner, first_step)
         recorder.start_clock()
         with signals.deferred(runner.wake):

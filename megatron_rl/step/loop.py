@@ -295,6 +295,21 @@ class TrainingLoop:
         for message in messages[HealthAction.warn]:
             self._parts.recorder.console.warning(message)
         if messages[HealthAction.stop]:
-            raise TrainingDied("; ".join(messages[HealthAction.stop]))
+            raise TrainingDied(f"{'; '.join(messages[HealthAction.stop])}. {self._way_back()}")
         if messages[HealthAction.roll_back]:
-            raise RollBack("; ".join(messages[HealthAction.roll_back]), self._parts.pool.position())
+            self._roll_back("; ".join(messages[HealthAction.roll_back]))
+
+    def _roll_back(self, why: str) -> None:
+        parts, limit = self._parts, self._config.health.max_rollbacks
+        number = parts.watchdog.num_rollbacks + 1
+        if number > limit:
+            raise TrainingDied(f"{why}. Already rolled back {limit} times (health.max_rollbacks). {self._way_back()}")
+        if parts.saver.newest_healthy is None:
+            raise TrainingDied(f"{why}. {self._way_back()}")
+        raise RollBack(why, parts.pool.position(), number)
+
+    def _way_back(self) -> str:
+        healthy = self._parts.saver.newest_healthy
+        if healthy is None:
+            return "No good checkpoint to return to: start again with other settings, and save earlier (run.save_every_steps)"
+        return f"The last good checkpoint is {healthy}: remove the later ones and go on with run.resume=true and other settings"

@@ -26,10 +26,15 @@ class TrainingDied(UserError):
 class RollBack(Exception):
     """A sign whose action is to return to the last good checkpoint."""
 
-    def __init__(self, message: str, position: dict[str, Any]) -> None:
-        """``position``: where the prompts go on (``SlotPool.position``)."""
+    def __init__(self, message: str, position: dict[str, Any], number: int) -> None:
+        """
+        Args:
+            position: where the prompts go on (``SlotPool.position``).
+            number: rollbacks of the run, with this one.
+        """
         super().__init__(message)
         self.position = position
+        self.number = number
 
 
 @dataclass(frozen=True)

@@ -314,6 +314,36 @@ def test_sft_and_critic_pretraining_write_models_that_train_takes(folder):
     assert status == 0 and "batch arithmetic" in output and "stages of a step" in output
 
 
+def test_a_run_that_has_died_returns_to_its_last_good_checkpoint_and_goes_on_with_other_prompts(folder):
+    output_dir = folder / "rolled_back"
+    # The reward of the third step's prompts fails, each time that they are asked.
+    rows = [{"prompt": f"{i:02d}+01=", "answer": "fail" if 8 <= i < 12 else "good"} for i in range(40)]
+    (folder / "failing.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    status, output = run(
+        folder,
+        "train",
+        f"run.output_dir={output_dir}",
+        "run.num_steps=4",
+        "run.save_every_steps=1",
+        "parallel.num_ranks=1",
+        "data.shuffle=false",
+        "batch.num_prompts_per_step=4",
+        "batch.window_tokens=0",
+        "schedule.mode=sync",
+        f"data.train_files=[{folder}/failing.jsonl]",
+        "data.eval_files=[]",
+        "reward.name=tests.integration.failing_reward:failing",
+        "health.reward_errors=roll_back",
+        "tracking.mlflow=false",
+    )
+    assert status == 0, output
+    assert "back to step 2, with the prompts that come next" in output
+    rows = {row.step: row.metrics for row in read_metrics(output_dir / "metrics.jsonl")}
+    assert [rows[step]["health/num_rollbacks"] for step in (1, 2, 3, 4)] == [0, 0, 1, 1]
+    assert rows[3]["reward/error_rate"] == 0 and (output_dir / "rolled_back_1.jsonl").is_file()
+    assert (output_dir / "policy" / "config.json").is_file()
+
+
 def test_a_port_in_use_is_told_before_training(folder, tmp_path):
     import socket
 

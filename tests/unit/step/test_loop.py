@@ -119,12 +119,18 @@ def test_only_finished_responses_are_scored_and_too_many_failures_stop_the_run()
     assert [(i.response, i.answer) for i in asked[0]] == [("[5]", "2")] and going_on.score is None
 
 
-def make_watched_loop(action, *, compare=None):
+def make_watched_loop(action, *, compare=None, healthy_checkpoint="step-1", num_rollbacks=0):
     """A loop whose policy's gradient is zero in every step, and what it said, saved and compared."""
     health = HealthConfig(patience_steps=2, gradient=action, parity=action)
     seen = SimpleNamespace(warnings=[], saved=[])
     console = SimpleNamespace(warning=seen.warnings.append)
-    saver = SimpleNamespace(num_failed=0, due=lambda step: True, save=lambda step, driver, **rest: seen.saved.append(driver))
+    saver = SimpleNamespace(
+        due=lambda step: True,
+        save=lambda step, driver, **rest: seen.saved.append(driver) or "",
+        newest_healthy=healthy_checkpoint,
+        newest_step=-1,
+        num_failed=0,
+    )
     rollout = SimpleNamespace(restarts=list, weight_version=1, publish=lambda: SimpleNamespace(seconds=0.1, num_bytes=8))
     parts = Parts(
         group=RecordingGroup(),
@@ -140,6 +146,7 @@ def make_watched_loop(action, *, compare=None):
         parity=SimpleNamespace(due=lambda step: compare is not None, compare=compare),
         watchdog=Watchdog(health),
     )
+    parts.watchdog.num_rollbacks = num_rollbacks
     loop = TrainingLoop(Config(), parts)
     for step in range(4):
         loop._states[step] = state_of(policy_batch=batch_of([[1]]))
@@ -163,7 +170,21 @@ def test_a_dead_policy_that_ends_the_run_is_not_saved(action, raised):
     with pytest.raises(raised, match="the gradient of the policy is zero") as caught:
         loop.checkpoint(1)
     assert len(seen.saved) == 1 and not seen.warnings
-    assert raised is TrainingDied or caught.value.position == {"next_id": 7}
+    if raised is RollBack:
+        assert (caught.value.position, caught.value.number) == ({"next_id": 7}, 1)
+    else:
+        assert "last good checkpoint is step-1" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("state", "words"),
+    [({"healthy_checkpoint": None}, "No good checkpoint"), ({"num_rollbacks": 2}, "Already rolled back 2 times")],
+)
+def test_a_run_that_cannot_go_back_any_more_stops(state, words):
+    loop, _ = make_watched_loop(HealthAction.roll_back, **state)
+    loop.checkpoint(0)
+    with pytest.raises(TrainingDied, match=words):
+        loop.checkpoint(1)
 
 
 @pytest.mark.parametrize("action", [HealthAction.ignore, HealthAction.warn, HealthAction.stop])
