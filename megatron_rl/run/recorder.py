@@ -10,7 +10,7 @@ from typing import Any
 from megatron_rl.config.load import config_to_yaml, flat_params
 from megatron_rl.config.schema import Config
 from megatron_rl.system.files import write_whole
-from megatron_rl.system.memory import host_used_share
+from megatron_rl.system.host_memory import host_used_share
 from megatron_rl.tracking.console import TrainingConsole
 from megatron_rl.tracking.metrics_file import MetricsRow, MetricsWriter, read_metrics
 from megatron_rl.tracking.mlflow import Tracker

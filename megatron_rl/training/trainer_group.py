@@ -28,7 +28,7 @@ from megatron_rl.training.batching import Plan, padded_share, plan_microbatches,
 from megatron_rl.training.engine import Engine, UpdateResult
 from megatron_rl.training.export import WeightExport, free_cached_memory, whole
 from megatron_rl.training.flops import flops_cost
-from megatron_rl.training.memory import MemoryPeaks, take_memory_peaks
+from megatron_rl.training.memory_peaks import MemoryPeaks, take_memory_peaks
 from megatron_rl.training.model_checkpoint import CheckpointError, CheckpointNotSaved
 from megatron_rl.weights.buckets import walk_to_end
 

@@ -29,7 +29,6 @@ from megatron_rl.config.schema.commands import (
     SftConfig,
 )
 from megatron_rl.config.schema.data import CurriculumPhase, DataConfig, DuplicateIds
-from megatron_rl.config.schema.health import HealthAction, HealthConfig
 from megatron_rl.config.schema.models import (
     CriticConfig,
     Dispatcher,
@@ -61,6 +60,7 @@ from megatron_rl.config.schema.run import (
     ScheduleConfig,
     TrackingConfig,
 )
+from megatron_rl.config.schema.signs import HealthAction, HealthConfig
 
 __all__ = [
     "AlgorithmConfig",

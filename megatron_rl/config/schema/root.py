@@ -11,12 +11,12 @@ from megatron_rl.config.schema.commands import (
     SftConfig,
 )
 from megatron_rl.config.schema.data import DataConfig
-from megatron_rl.config.schema.health import HealthConfig
 from megatron_rl.config.schema.models import CriticConfig, PolicyConfig, ReferenceConfig
 from megatron_rl.config.schema.parallel import ParallelConfig
 from megatron_rl.config.schema.rewards import EnvironmentConfig, RewardConfig
 from megatron_rl.config.schema.rollout import RolloutConfig
 from megatron_rl.config.schema.run import BatchConfig, EvalConfig, RunConfig, ScheduleConfig, TrackingConfig
+from megatron_rl.config.schema.signs import HealthConfig
 
 
 @dataclass

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.system.memory import host_used_share, take_host_peak_gib
+from megatron_rl.system.host_memory import host_used_share, take_host_peak_gib
 
 
 def test_a_peak_that_is_over_is_seen_once():

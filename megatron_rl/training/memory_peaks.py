@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_rl.system.memory import take_host_peak_gib
+from megatron_rl.system.host_memory import take_host_peak_gib
 
 
 @dataclass(frozen=True)
