@@ -15,9 +15,9 @@ import types
 from collections.abc import Callable
 from typing import Any
 
+from megatron_rl.rewards.sandbox.channel import Gone, Wire
 from megatron_rl.rewards.sandbox.source import compose, infer_entry_point, prelude, record_classes
 from megatron_rl.rewards.sandbox.values import Unsendable, decode, encode
-from megatron_rl.rewards.sandbox.wire import Gone, Wire
 
 _MAX_OUTPUT_BYTES = 8 << 20
 _PLAIN_BASES: tuple[tuple[type, Callable[[Any], Any]], ...] = (

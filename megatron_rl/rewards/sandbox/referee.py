@@ -18,9 +18,9 @@ from collections.abc import Callable
 from types import FunctionType
 from typing import Any
 
+from megatron_rl.rewards.sandbox.channel import Gone, Wire
 from megatron_rl.rewards.sandbox.source import BadTests, Tests, infer_entry_point, prelude, read_tests, record_classes
 from megatron_rl.rewards.sandbox.values import Unsendable, decode, encode
-from megatron_rl.rewards.sandbox.wire import Gone, Wire
 
 _MAX_DETAIL = 300
 _TESTS_MODULE = "tests"

@@ -30,10 +30,10 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from megatron_rl.rewards.sandbox.channel import Wire
 from megatron_rl.rewards.sandbox.guards import Guards, Limits, empty_folder, folder_bytes, limit_cpu, visible_paths
 from megatron_rl.rewards.sandbox.player import play
 from megatron_rl.rewards.sandbox.referee import judge
-from megatron_rl.rewards.sandbox.wire import Wire
 
 HEADER = struct.Struct("!I")
 _IDLE_FACTOR, _IDLE_S = 2.0, 1.0
