@@ -188,13 +188,27 @@ def test_everything_dies_with_a_killed_trainer_even_if_a_fork_of_it_lives_on(mar
     trainer.stdout.close()
 
 
-def test_a_killed_fork_server_is_replaced_and_no_item_lost(mark: str) -> None:
+def test_a_killed_fork_server_is_replaced_and_said_and_no_item_lost(mark: str, caplog: pytest.LogCaptureFixture) -> None:
     with hostile_runner(timeout_s=10.0) as runner:
         future = runner.submit([("sleep 0.05", "")] * 40)
         time.sleep(0.3)
         (fork_server,) = [pid for pid in marked_processes(mark) if parent_of(pid) == os.getpid()]
         os.kill(fork_server, signal.SIGKILL)
         assert [score.value for score in future.result(timeout=60)] == [1.0] * 40
+    (warning,) = caplog.messages
+    assert "fork server of the reward" in warning and "started again" in warning
+
+
+def test_a_killed_worker_is_said_once_and_its_work_done_by_another(mark: str, caplog: pytest.LogCaptureFixture) -> None:
+    with hostile_runner(timeout_s=10.0, num_workers=1) as runner:
+        for _ in range(2):
+            future = runner.submit([("sleep 0.5", "")] * 2)
+            time.sleep(0.3)
+            (worker,) = [pid for pid in marked_processes(mark) if parent_of(pid) != os.getpid()]
+            os.kill(worker, signal.SIGKILL)
+            assert [score.value for score in future.result(timeout=60)] == [1.0] * 2
+    (warning,) = caplog.messages
+    assert "a worker died of SIGKILL" in warning
 
 
 def parent_of(pid: int) -> int:

@@ -15,6 +15,7 @@ thread also owns the fork server: it outlives any event loop of the callers, and
 
 import asyncio
 import concurrent.futures
+import logging
 import os
 import signal
 import threading
@@ -34,6 +35,7 @@ from megatron_rl.rewards.workers.fork_server import (
 )
 from megatron_rl.rewards.workers.frames import pack
 
+logger = logging.getLogger(__name__)
 _MAX_CHUNK_ITEMS = 64
 _MAX_CHUNK_CHARS = 1 << 20
 _STALL_S = 0.1
@@ -92,6 +94,7 @@ class RewardRunner(CallQueue):
         self._fork_server = ForkServerClient(reward.path, dict(options or {}), settings)
         self._num_restarts = 0
         self._num_consecutive_crashes = 0
+        self._deaths_told: set[str] = set()
         started: concurrent.futures.Future[None] = concurrent.futures.Future()
         self._thread = threading.Thread(target=self._run_thread, args=(started,), name="reward-runner", daemon=True)
         self._thread.start()
@@ -207,6 +210,7 @@ class RewardRunner(CallQueue):
                     f"{error}, for the {_MAX_FORK_SERVER_RESTARTS + 1}th time; is the machine out of memory?"
                 )
             self._num_restarts += 1
+            logger.warning("reward %r: %s; it is started again and no response is lost", self.name, error)
             self._fork_server.stop()
             await self._fork_server.start()
 
@@ -272,6 +276,7 @@ class RewardRunner(CallQueue):
     async def _blame_crash(self, worker: Worker, chunk: _Chunk) -> None:
         """A worker died: blame the item it was at, hand the others on."""
         status = await self._fork_server.kill(worker)
+        self._tell_of_death(_how_it_ended(status))
         position, _ = worker.slot.progress()
         culprit = chunk.item_at(position)
         self._give_back(chunk, but=culprit)
@@ -284,6 +289,15 @@ class RewardRunner(CallQueue):
             culprit.finish(Score(None, error=f"the worker {_how_it_ended(status)} at this response{tries}"))
         else:
             self._requeue([culprit], first=False)  # at the end: it may cost another worker
+
+    def _tell_of_death(self, how: str) -> None:
+        """Once for each way to die: a reward that crashes at many responses shows in the errors of its scores."""
+        if how not in self._deaths_told:
+            self._deaths_told.add(how)
+            logger.warning(
+                "reward %r: a worker %s; another one takes its work (said once; what stays unscored says so itself)",
+                self.name, how,
+            )  # fmt: skip
 
     def _give_back(self, chunk: _Chunk, *, but: Item | None = None) -> None:
         """Queue what is unfinished in a chunk, once, ahead of everything else."""
