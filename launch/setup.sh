@@ -62,5 +62,11 @@ if [ "$FLAVOR" = cpu ]; then pip_install --no-deps -r requirements/sglang.txt; f
 say "3/3 megatron_rl itself"
 pip_install --no-deps --no-build-isolation -e .
 "$VENV/bin/python" -c 'import megatron_rl' || fail "megatron_rl does not import" "remove $VENV and run this again"
+# Only the reward `code` needs these, so that a machine without them is told and not refused.
+if ! "$VENV/bin/python" -c 'import pyseccomp' 2>/dev/null; then
+    say "note: libseccomp is missing, the reward code cannot run programs (Debian, Ubuntu: apt-get install libseccomp2)"
+elif ! command -v bwrap >/dev/null 2>&1; then
+    say "note: bubblewrap is missing, the reward code runs programs at level filter (Debian, Ubuntu: apt-get install bubblewrap)"
+fi
 printf '%s' "$wanted" >"$VENV/.megatron_rl"
 say "done"

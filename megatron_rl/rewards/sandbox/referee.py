@@ -166,7 +166,7 @@ class _Object:
         return object.__getattribute__(self, "_referee").ask("call", self, arguments, keywords)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") and name not in ("__name__", "__doc__"):
+        if (name.startswith("__") and name not in ("__name__", "__doc__")) or name in _COMPARISONS:
             raise _fault(self, name)
         return object.__getattribute__(self, "_referee").ask("get", self, name)
 
@@ -203,6 +203,11 @@ def _refuse(name: str) -> Any:
     return refuse
 
 
+_COMPARISONS = frozenset(
+    "equals equal eq isequal is_equal almost_equal almost_equals allclose isclose identical compare issubset issuperset "
+    "isdisjoint".split()
+)
+"""Methods that say whether an object is what the tests expect: the program would judge itself."""
 _BINARY = "add sub mul truediv floordiv mod divmod pow matmul and or xor lshift rshift".split()
 _REFUSED = (
     "eq ne lt le gt ge hash bool reversed contains getitem setitem delitem neg pos abs invert round trunc floor ceil index int "

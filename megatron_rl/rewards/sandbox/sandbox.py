@@ -201,7 +201,7 @@ class Sandbox:
         ).encode()
         with self._lock:
             for is_last_try in (False, True):  # a supervisor that somebody killed is replaced once
-                if self._supervisor is None:
+                if self._supervisor is None or self._supervisor.process.poll() is not None:
                     self.start()
                 try:
                     return _outcome(*self._converse(request, task, time.monotonic() + limits.wall_s + _GRACE_S))

@@ -331,6 +331,11 @@ FORGED = {
     ),
     "an exception with a forged name": (
         "class Skip(Exception): pass\nSkip.__name__ = 'StopIteration'\ndef f(x): raise Skip", "assert list(map(f, [2])) == []"),
+    "an object that judges itself": ("class X:\n    def equals(s, o): return True\ndef f(x): return X()", "assert f(2).equals(4)"),
+    "an object with every method": (
+        "class X:\n    def __getattr__(s, n): return lambda *a, **k: True\ndef f(x): return X()",
+        "assert f(2).issubset({4}) and f(2).isclose(4)",
+    ),
     "a skipped test": (
         "import unittest\ndef f(x): raise unittest.SkipTest('no')",
         "import unittest\nclass T(unittest.TestCase):\n    def test_a(self): self.assertEqual(f(2), 4)",

@@ -252,7 +252,8 @@ def test_a_lost_helper_is_replaced() -> None:
     with Sandbox() as fresh:
         assert fresh.run(Program(SQUARE, TESTS), PATIENT).passed
         first = fresh._supervisor.process.pid
-        os.kill(first, 9)
+        fresh._supervisor.process.kill()
+        fresh._supervisor.process.wait()
         assert fresh.run(Program(SQUARE, TESTS), PATIENT).passed
         assert fresh._supervisor.process.pid != first
 
