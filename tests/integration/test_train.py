@@ -17,6 +17,7 @@ import pytest
 from megatron_rl.system.signals import STOPPED
 from megatron_rl.tracking.metrics_file import read_metrics
 from megatron_rl.tracking.timeline import overlap_seconds, read_timeline
+from tests.same_runs import differences
 from tests.tiny_models import make_tiny_model
 
 TIMEOUT_S = 400
@@ -49,11 +50,16 @@ reward: {{name: math}}
 sft: {{num_steps: 4, batch_size: 8, output_path: "{folder}/sft"}}
 critic_pretrain: {{num_steps: 2, output_path: "{folder}/critic"}}
 """
+FINISHED_RUN = ("run.num_steps=5", "run.save_every_steps=2", "eval.every_steps=2", "rollout.parity_every_steps=3")
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("train")
+    return make_task(tmp_path_factory.mktemp("train"))
+
+
+def make_task(folder):
+    """A tiny model, data and recipe.yaml in ``folder``."""
     # Short responses from random weights: the end-of-text token is one of few.
     make_tiny_model(folder / "model", vocab_size=80)
     rng = random.Random(0)
@@ -130,10 +136,7 @@ def finished_run(folder):
         folder,
         "train",
         f"run.output_dir={output_dir}",
-        "run.num_steps=5",
-        "run.save_every_steps=2",
-        "eval.every_steps=2",
-        "rollout.parity_every_steps=3",
+        *FINISHED_RUN,
     )
     try:
         wait_until(lambda: read_metrics(output_dir / "metrics.jsonl"), process, "the evaluation before training")
@@ -241,6 +244,31 @@ def test_the_end_is_a_table_a_report_and_a_policy_that_loads(finished_run):
     assert (output_dir / "policy" / "config.json").is_file() and list((output_dir / "policy").glob("*.safetensors"))
 
 
+def test_ctrl_c_saves_and_stops_every_child_and_the_resumed_run_is_the_whole_one_bit_for_bit(finished_run, folder):
+    output_dir = folder / "stopped"
+    command = ("train", f"run.output_dir={output_dir}", "run.resume=auto", *FINISHED_RUN)
+    process = start(folder, *command)
+    try:
+        wait_until(lambda: len(read_metrics(output_dir / "metrics.jsonl")) > 2, process, "the second step")
+        children = descendants(process.pid)
+        assert len(children) > 4
+        process.send_signal(signal.SIGINT)
+        output, _ = process.communicate(timeout=120)
+    finally:
+        stop_tree(process)
+    assert process.returncode == STOPPED and "run.resume=auto" in output and "Traceback" not in output
+    steps_done = json.loads((output_dir / "summary.json").read_text())["num_steps"]
+    assert 2 <= steps_done < 5 and (output_dir / "checkpoints" / f"step-{steps_done}" / "driver.json").is_file()
+    _, alive = psutil.wait_procs(children, timeout=10)
+    assert not alive
+    status, output = run(folder, *command)
+    assert status == 0, output
+    assert differences(output_dir, finished_run[0]) == []
+    with sqlite3.connect(output_dir / "mlflow.db") as store:
+        steps = [row[0] for row in store.execute("select step from metrics where key = 'step/tokens_generated'")]
+    assert sorted(steps) == [1, 2, 3, 4, 5]
+
+
 def test_a_second_run_into_the_same_folder_is_refused_and_resuming_goes_on(finished_run, folder):
     output_dir, _ = finished_run
     status, output = run(folder, "train", f"run.output_dir={output_dir}")
@@ -270,23 +298,6 @@ def tokens_in_progress(output_dir):
     """(prompt, response) tokens of every response that the last checkpoint holds."""
     pool = json.loads((output_dir / "checkpoints" / "step-7" / "driver.json").read_text())["pool"]
     return [(t["prompt"]["token_ids"], [s["token_ids"] for s in t["segments"]]) for t in pool["slots"]]
-
-
-def test_ctrl_c_saves_and_stops_every_child(folder, tmp_path):
-    process = start(folder, "train", f"run.output_dir={tmp_path}/run", "run.num_steps=500")
-    try:
-        wait_until(lambda: len(read_metrics(tmp_path / "run" / "metrics.jsonl")) > 2, process, "the second step")
-        children = descendants(process.pid)
-        assert len(children) > 4
-        process.send_signal(signal.SIGINT)
-        output, _ = process.communicate(timeout=120)
-    finally:
-        stop_tree(process)
-    assert process.returncode == STOPPED and "run.resume=auto" in output and "Traceback" not in output
-    steps_done = json.loads((tmp_path / "run" / "summary.json").read_text())["num_steps"]
-    assert steps_done >= 2 and (tmp_path / "run" / "checkpoints" / f"step-{steps_done}" / "driver.json").is_file()
-    _, alive = psutil.wait_procs(children, timeout=10)
-    assert not alive
 
 
 def test_sft_and_critic_pretraining_write_models_that_train_takes(folder):
