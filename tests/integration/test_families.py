@@ -439,7 +439,7 @@ def reshape_model(folder: Path) -> None:
     [
         (lambda folder: cut(folder / "__0_0.distcp"), r"__0_0.distcp: \S+ cannot be read"),
         (lambda folder: (folder / "__0_0.distcp").unlink(), r"__0_0.distcp: \S+ cannot be read.*No such file"),
-        (lambda folder: cut(folder / ".metadata"), r".metadata cannot be read"),
+        (lambda folder: cut(folder / ".metadata"), r".metadata is damaged"),
         (lambda folder: (folder / "metadata.json").unlink(), "holds no metadata.json"),
         (lambda folder: (folder / "config.json").unlink(), "holds no config.json; .*--config-from"),
         (lose_key, "no tensor decoder.layers.mlp.linear_fc2.weight, of which model.layers.0.mlp.down_proj.weight"),

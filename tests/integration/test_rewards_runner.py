@@ -367,7 +367,7 @@ def test_bad_rows_are_refused_with_their_place_or_skipped(tmp_path: Path) -> Non
     source.write_text("\n".join([good, *bad, good]))
     with pytest.raises(RewardError, match="4 of 6 rows are bad") as raised:
         score_file("math", source, output)
-    for place in ("in.jsonl:2: field 'answer' is missing", ":3: not a JSON", ":4: field 'response'", ":6: expected"):
+    for place in ("in.jsonl:2: field 'answer' is missing", ":3: not valid JSON", ":4: field 'response'", ":6: expected"):
         assert place in str(raised.value)
     assert not output.exists()
     summary = score_file("math", source, output, skip_bad_rows=True)

@@ -51,6 +51,9 @@ _METADATA_NAMES = {
     "torch.serialization._get_layout",
     "torch.distributed.checkpoint.filesystem._StorageInfo",
     "collections.OrderedDict",
+    # The writer's folder, by torch and by ``convert``; Python 3.13 has its own module for it.
+    "pathlib.PosixPath",
+    "pathlib._local.PosixPath",
     *(f"torch.{name}" for name, value in vars(torch).items() if isinstance(value, torch.dtype | torch.memory_format)),
     *(
         f"{_METADATA_MODULE}.{name}"

@@ -75,6 +75,8 @@ def checked_source(hf_config: PretrainedConfig, path: str | Path, role: Role) ->
     """
     source = CheckpointSource(path, stacked_shapes(hf_config))
     fresh = [VALUE_HEAD] if role == "critic" and VALUE_HEAD not in source else []
+    if role == "policy" and VALUE_HEAD in source:  # said before the language head that a critic lacks
+        refuse_unknown(hf_config, source.folder, [VALUE_HEAD])
     for entry in entries(hf_config, role):
         if not any(name in fresh for name in entry.hf):
             read_entry(source, entry)
