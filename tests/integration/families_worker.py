@@ -4,6 +4,7 @@ argv: a folder that holds ``jobs.pt`` and receives ``results.pt``; ``checkpoints
 ranks save in Megatron's distributed format.
 """
 
+import queue
 import sys
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,10 @@ COUNTED_LAYOUTS: dict[str, ParallelConfig] = {
 
 def save_distributed(job: dict[str, Any], parallel: ParallelConfig, folder: Path, rank: int) -> None:
     from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
 
+    # Else a helper process of Megatron holds the results, and outlives this one.
+    filesystem_async._results_queue = queue.Queue()
     config = load_hf_config(job["path"])
     (chunk,) = policy.build_policy(config, parallel, dtype=torch.float32, seed=None)
     load_weights([chunk], config, job["path"])
