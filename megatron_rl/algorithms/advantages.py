@@ -22,6 +22,7 @@ from megatron_rl.algorithms.shapes import (
     check_float_vector,
     check_fraction,
     check_per_sequence,
+    check_positive,
     check_same_kind,
     describe,
     float_lengths,
@@ -204,6 +205,5 @@ def length_adaptive_lambda(lengths: Tensor, *, alpha: float = 0.05, floor: float
     """
     floating = float_lengths("lengths", lengths)
     check_fraction("floor", floor)
-    if not alpha > 0:
-        raise ValueError(f"alpha: expected a number above 0, got {alpha!r}")
+    check_positive("alpha", alpha)
     return (1.0 - 1.0 / (alpha * floating)).clamp(floor, 1.0)

@@ -27,6 +27,7 @@ from megatron_rl.algorithms.shapes import (
     check_float_vector,
     check_mask,
     check_not_negative,
+    check_positive,
     check_same_kind,
     describe,
 )
@@ -127,7 +128,7 @@ def mismatch_correction(  # noqa: PLR0913  public, and each number is a term of 
     importance = weigh(ratios=ratios, max_weight=max_weight, icepop_low=icepop_low, icepop_high=icepop_high)
     importance = keep(_per_token(f"correction weight {weight!r}", importance, ratios).double(), kept)
     entry = register.CORRECTION_WEIGHTS.find(weight)
-    bound = _positive("max_weight", max_weight) if entry.bounded else math.inf
+    bound = check_positive("max_weight", max_weight) if entry.bounded else math.inf
     raw = importance.clamp(max=bound)
     weights = raw / _mean_weight(raw, kept, ratios, entry.per_sequence) if normalize else raw
 
@@ -252,12 +253,6 @@ def _per_token(what: str, result: Tensor, ratios: LogRatios) -> Tensor:
     if not isinstance(result, Tensor) or result.shape != ratios.token.shape:
         raise ValueError(f"{what}: expected [{len(ratios.token)}], a number for each token, got {describe(result)}")
     return result
-
-
-def _positive(name: str, value: float) -> float:
-    if not value > 0.0:
-        raise ValueError(f"{name}: expected a number above 0, got {value!r}")
-    return float(value)
 
 
 def _what_was_done(

@@ -15,7 +15,7 @@ from torch import Tensor
 from megatron_rl.algorithms import register
 from megatron_rl.algorithms.loss import MAX_LOG_RATIO, Loss, keep, weighted_sum
 from megatron_rl.algorithms.policy_loss import as_constants, clip_fractions, ratio_metrics
-from megatron_rl.algorithms.shapes import check_not_negative
+from megatron_rl.algorithms.shapes import check_not_negative, check_positive
 
 
 @register.policy_loss("dppo_tv")
@@ -105,8 +105,7 @@ def _masked_loss(  # noqa: PLR0913  each number is a term of the formula
     coefficients: Tensor | None,
 ) -> Loss:
     clip_low, clip_high = check_not_negative("clip_low", clip_low), check_not_negative("clip_high", clip_high)
-    if not max_ratio > 0:
-        raise ValueError(f"max_ratio: expected a number above 0, got {max_ratio!r}")
+    check_positive("max_ratio", max_ratio)
     old_logprobs, advantages = as_constants(logprobs, old_logprobs, advantages, mask)
     kept = keep(logprobs, mask)
     now = kept.detach()

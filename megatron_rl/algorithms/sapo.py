@@ -6,6 +6,7 @@ from torch import Tensor
 from megatron_rl.algorithms import register
 from megatron_rl.algorithms.loss import MAX_LOG_RATIO, Loss, keep, mask_total, masked_sum, weighted_sum
 from megatron_rl.algorithms.policy_loss import as_constants, ratio_metrics
+from megatron_rl.algorithms.shapes import check_positive
 
 
 @register.policy_loss("sapo")
@@ -33,9 +34,8 @@ def sapo_loss(
     Returns:
         Loss per token. Metrics as for ``policy_loss``, with ``gate_slope`` (mean df/dr, 1 on policy) for the clip's.
     """
-    for name, tau in (("tau_positive", tau_positive), ("tau_negative", tau_negative)):
-        if not tau > 0:
-            raise ValueError(f"{name}: expected a number above 0, got {tau!r}")
+    check_positive("tau_positive", tau_positive)
+    check_positive("tau_negative", tau_negative)
     old_logprobs, advantages = as_constants(logprobs, old_logprobs, advantages, mask)
     log_ratio = (keep(logprobs, mask) - old_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     ratio = log_ratio.exp()

@@ -108,6 +108,13 @@ def check_not_negative(name: str, value: float) -> float:
     return number
 
 
+def check_positive(name: str, value: float) -> float:
+    """``value`` as a float above 0."""
+    if not value > 0.0:
+        raise ValueError(f"{name}: expected a number above 0, got {value!r}")
+    return float(value)
+
+
 def float_lengths(name: str, lengths: Tensor) -> Tensor:
     """[N] lengths as floats: float32 and float64 stay, integers become float64."""
     if not isinstance(lengths, Tensor) or lengths.dim() != 1 or lengths.is_complex() or lengths.dtype == torch.bool:
