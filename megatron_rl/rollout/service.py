@@ -158,11 +158,12 @@ class RolloutService:
         draw: Draw | None = None,
         kind: str = "train",
         is_enough: Callable[[], bool] | None = None,
-    ) -> None:
+    ) -> dict[int, float]:
         """Grow every trajectory by one window; dialogues are answered by the run's environment.
 
         ``kind`` train is for training: it alone has hot tokens (FIRE) and is drawn as the run says. Others may have a
-        ``draw`` of their own. Once ``is_enough()`` says yes, the rest is aborted and keeps the tokens it has.
+        ``draw`` of their own. Once ``is_enough()`` says yes, the rest is aborted and keeps the tokens it has. Returns the
+        seconds that the servers were at each one, by trajectory id.
         """
         plan = self._plan if kind == "train" else self._plan.without_training(draw)
         window = Window(
@@ -176,6 +177,7 @@ class RolloutService:
             warn=self._trainer.warn,
         )
         await window.fill(trajectories, is_enough)
+        return window.engine_s
 
     async def _readmit_on_trainer(self, url: str) -> str:
         await asyncio.wrap_future(self._trainer.call_on_trainer(lambda: self._readmit(url)))

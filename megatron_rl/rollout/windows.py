@@ -70,6 +70,8 @@ class Window:
         self._rids_in_progress: set[str] = set()
         self._cut = False
         """Enough was generated: no further request is sent."""
+        self.engine_s: dict[int, float] = {}
+        """By trajectory id: how long the servers were at its requests, as they say."""
 
     async def fill(
         self, trajectories: Sequence[Trajectory], is_enough: Callable[[], bool] | None = None
@@ -155,6 +157,7 @@ class Window:
     def _append(self, trajectory: Trajectory, answer: Generation, *, hot: bool) -> None:
         self._check_version(answer)
         trajectory.segments.append(self._segment(trajectory, answer, hot=hot))
+        self.engine_s[trajectory.id] = self.engine_s.get(trajectory.id, 0.0) + answer.seconds
         if answer.routes is not None:
             # What was sampled behind a stop string is gone, and its routes with it.
             num_kept = len(trajectory.token_ids)

@@ -71,6 +71,7 @@ class Recorder:
         self.num_steps_done = first_step
         self.evaluations: list[Evaluation] = []
         self._stage_seconds: dict[str, float] = {}
+        self._work: dict[tuple[str, int], dict[str, Any]] = {}
         self._report_thread: threading.Thread | None = None
         if restored:
             self._take_over(first_step, restored.get("metrics") or {})
@@ -125,9 +126,13 @@ class Recorder:
     def _add_stage(self, name: str, seconds: float) -> None:
         self._stage_seconds[name] = self._stage_seconds.get(name, 0.0) + seconds
 
+    def note_work(self, name: str, step: int, **facts: Any) -> None:
+        """What a stage that is about to end had to do; it goes with its span into the timeline."""
+        self._work[name, step] = facts
+
     def stage_done(self, name: str, lane: str, step: int, started_s: float, ended_s: float) -> None:
         """A stage of a step has run; ``lane`` is the timeline's row (the stage runner reports here)."""
-        self.timeline.add(Span(name, lane, started_s, ended_s, step + 1))
+        self.timeline.add(Span(name, lane, started_s, ended_s, step + 1, self._work.pop((name, step), {})))
         self._add_stage(name, ended_s - started_s)
 
     def log(self, step: int, metrics: dict[str, float]) -> None:

@@ -15,6 +15,7 @@ from megatron_rl.data.trajectory import Trajectory
 from megatron_rl.errors import UserError
 from megatron_rl.rollout.service import RolloutService
 from megatron_rl.step.grading import Grader
+from megatron_rl.step.work import generated_rows
 
 Group = list[Trajectory]
 
@@ -32,12 +33,15 @@ class Collector:
         # Where all prompts have the same number of samples, a block is a group.
         self._block_size = block_size(config.batch) + self._num_greedy
         self._num_blocks = num_responses_per_step(config) // block_size(config.batch)
+        self.rounds: list[dict[str, int | str]] = []
+        """What the newest step had generated, also of what it discarded (``work.generated_rows``)."""
 
     async def collect(self, step: int) -> tuple[list[Trajectory], dict[str, float]]:
         """Generate the step's responses, and say how; with dynamic sampling they are graded too.
 
         The metrics count the responses that go on from an earlier step, and what was discarded.
         """
+        self.rounds = []
         if self._config.algorithm.dynamic_sampling.enabled:
             return await self._mixed_groups(step)
         trajectories = self._pool.fill(step)
@@ -102,12 +106,13 @@ class Collector:
             return num_complete >= num_responses_per_step(self._config)
 
         over_samples = self._config.rollout.over_sampling > 1.0
-        await self._rollout.generate(
+        engine_s = await self._rollout.generate(
             trajectories,
             step=step,
             window_tokens=self._window_tokens,
             is_enough=is_enough if over_samples else None,
         )
+        self.rounds.append(generated_rows(trajectories, step, engine_s))
 
     def _blocks(self, groups: Sequence[Group]) -> list[Group]:
         return full_blocks(groups, self._block_size)

@@ -6,6 +6,7 @@ travels between stages of one step lies in that step's StepState; stages of diff
 """
 
 import asyncio
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -33,6 +34,7 @@ from megatron_rl.step.pieces import SINGLE_RESPONSE, ResponseRules, greedy_rewar
 from megatron_rl.step.state import StepState
 from megatron_rl.step.updates import train_critic, train_policy
 from megatron_rl.step.watchdog import Finding, RollBack, TrainingDied, Watchdog
+from megatron_rl.step.work import ChildrenClock
 from megatron_rl.training.trainer_group import TrainerGroup
 
 
@@ -73,6 +75,7 @@ class TrainingLoop:
         """The newest step that has begun to change the models; -1: none of this process."""
         self._published = False
         """The servers have what that step made."""
+        self._children = ChildrenClock()
 
     def load_state(self, driver: dict[str, Any]) -> None:
         """What ``checkpoint`` wrote, besides the pool."""
@@ -91,7 +94,10 @@ class TrainingLoop:
 
     async def generate(self, step: int) -> None:
         """New tokens of every slot: one window, or full responses."""
+        before_s = self._children.cpu_s()
         slots, metrics = await self._parts.collector.collect(step)
+        used_s = self._children.cpu_s() - before_s
+        self._parts.recorder.note_work("generate", step, cpu_s=used_s, rounds=self._parts.collector.rounds)
         trajectories = [t for t in slots if t.window_tokens(step) and not t.greedy]
         # On a thread next to the event loop: images are read and cut there.
         batch = await asyncio.to_thread(window_batch, trajectories, step, self._parts.vision)
@@ -267,12 +273,15 @@ class TrainingLoop:
         parts.recorder.keep_timeline()
 
     def _measured(self, stage: str) -> Callable[[int], None]:
-        """The stage's action, and then how much memory the ranks used in it."""
+        """The stage's action, and then how much memory and CPU time the ranks used in it."""
         action = getattr(self, stage)
 
         def act(step: int) -> None:
+            before_s = time.process_time()
             action(step)
             peaks = self._parts.group.memory_peaks()
+            cpu_s = time.process_time() - before_s + peaks.others_cpu_s
+            self._parts.recorder.note_work(stage, step, cpu_s=cpu_s)
             self._states[step].metrics |= {
                 f"memory/{stage}_host_gib": peaks.host_gib,
                 f"memory/{stage}_device_gib": peaks.device_gib,

@@ -94,6 +94,8 @@ class Generation:
     """The text that ended it, if one of stop_strings did."""
     routes: np.ndarray | None = None
     """[prompt + new tokens - 1, layers, k] int16 (``rollout.routing``), if the request asked."""
+    seconds: float = 0.0
+    """From the request's arrival at the server to its last token, as the server says; 0: it does not."""
 
 
 _BAN = -1.0e9
@@ -227,7 +229,13 @@ def parse_generation(request: GenerationRequest, answer: Any, vocab_size: int = 
         cached_tokens=as_count(meta.get("cached_tokens", 0), "cached_tokens", most=request.num_prompt_tokens + request.max_new_tokens),
         stop_string=_stop_string(request, finish) if reason == "stop" else "",
         routes=_routes(request, meta, len(token_ids)),
+        seconds=_seconds(meta.get("e2e_latency")),
     )
+
+
+def _seconds(latency: object) -> float:
+    """Only ever shown and fitted: what makes no sense counts as not said."""
+    return float(latency) if isinstance(latency, (int, float)) and 0 < latency < math.inf else 0.0
 
 
 def _refusal(request: GenerationRequest, finish: dict[str, Any]) -> Exception:

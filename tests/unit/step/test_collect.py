@@ -30,6 +30,7 @@ class Engine:
             count = 1 if cut else min(left, window_tokens)
             reason = "abort" if cut else "stop" if count == left else "length"
             trajectory.segments.append(Segment((5,) * count, (-1.0,) * count, 0, reason, step))
+        return {t.id: 0.5 for t in trajectories}
 
 
 class Grader:

@@ -225,8 +225,12 @@ def test_only_what_grew_and_trains_is_a_row_of_the_trainers_batches_and_all_of_i
         return [Score(float(len(items)))] * len(items)
 
     loop = make_loop(RecordingGroup(), SimpleNamespace(score_many=score_many))
-    loop._parts = replace(loop._parts, collector=SimpleNamespace(collect=collect))
+    noted = {}
+    recorder = SimpleNamespace(note_work=lambda stage, step, **facts: noted.update({(stage, step): facts}))
+    collector = SimpleNamespace(collect=collect, rounds=[{"rows": 4}])
+    loop._parts = replace(loop._parts, collector=collector, recorder=recorder)
     asyncio.run(loop.generate(1))
+    assert noted["generate", 1]["rounds"] == [{"rows": 4}] and noted["generate", 1]["cpu_s"] >= 0
     state = loop._states[1]
     assert [t.id for t in state.trajectories] == [0, 3] and state.batch.num_sequences == 2 and state.slots == slots
     asyncio.run(loop.score(1))

@@ -215,6 +215,13 @@ def test_an_abort_returns_its_partial_output():
     assert parse_generation(request_of(), queued) == Generation((), (), "abort", "7", 0)
 
 
+@pytest.mark.parametrize(("said", "taken"), [(1.5, 1.5), (None, 0.0), ("soon", 0.0), (-1, 0.0), (float("nan"), 0.0), ([2], 0.0)])
+def test_the_seconds_that_the_server_took_are_a_remark_that_no_answer_depends_on(said, taken):
+    answer = answer_of("r", [3, 4], {"type": "stop", "matched": 4})
+    answer["meta_info"]["e2e_latency"] = said
+    assert parse_generation(request_of(stop_token_ids=(4,)), answer).seconds == taken
+
+
 @pytest.mark.parametrize("logprob", [None, math.nan, -math.inf])
 def test_a_logprob_that_is_not_finite_is_an_error(logprob):
     answer = answer_of("r", [3, 4])
