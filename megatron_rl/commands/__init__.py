@@ -9,6 +9,7 @@ COMMANDS = {
     "sft": "supervised warm start on reference responses",
     "critic-pretrain": "regress the critic onto returns of the frozen policy",
     "reward-train": "train a reward model on preferences or line labels",
+    "evaluate": "measure policies on held-out prompts, one after the other on servers that start once",
     "serve": "start one SGLang server in the foreground",
     "score": "grade the responses of a JSONL file",
     "select-prompts": "keep the prompts that are worth training on",

@@ -1,6 +1,8 @@
-"""What the servers get from the trainer: the driver's side of weight sync."""
+"""What the servers get: from the trainer, the driver's side of weight sync; without a trainer, from a folder."""
 
+import time
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -10,8 +12,10 @@ from megatron_rl.config.schema import Config
 from megatron_rl.models.hf.weights import Destination
 from megatron_rl.training.export import control_link, control_ranks, patience_s, source_ranks
 from megatron_rl.training.trainer_group import TrainerGroup
+from megatron_rl.weights.disk import load_folder
 from megatron_rl.weights.plan import ServerAddress
 from megatron_rl.weights.publish import PublishResult, WeightPublisher
+from megatron_rl.weights.server_calls import ServerCalls
 
 _DESTINATIONS = {
     WeightMethod.broadcast: Destination.stage,
@@ -54,3 +58,24 @@ class ServedWeights:
     def free_memory(self) -> None:
         """Give what the ranks' allocators hold unused back to their devices: the servers on the same devices need it."""
         self._group.free_memory()
+
+
+class FolderWeights:
+    """Those of a Hugging Face folder, which the servers read themselves."""
+
+    def __init__(self, folder: Path, timeout_s: float) -> None:
+        self.folder = folder
+        self._timeout_s = timeout_s
+
+    def publish(self, publisher: WeightPublisher, servers: Sequence[ServerAddress], version: int) -> PublishResult:
+        """Raises ServerCallError."""
+        started_s = time.perf_counter()
+        with ServerCalls(servers, self._timeout_s) as calls:
+            num_bytes = load_folder(calls, self.folder, version)
+        return PublishResult(time.perf_counter() - started_s, num_bytes, num_buckets=1)
+
+    def whole(self) -> Iterator[tuple[str, Tensor]]:
+        raise NotImplementedError("the servers read the folder themselves")
+
+    def free_memory(self) -> None:
+        """There is none: no trainer shares their devices."""

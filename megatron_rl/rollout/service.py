@@ -14,7 +14,9 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
+
+from torch import Tensor
 
 from megatron_rl.config.derived import model_vocab_size, server_placement
 from megatron_rl.config.schema import Config
@@ -36,10 +38,6 @@ from megatron_rl.weights.publish import PublishResult, WeightPublisher, WeightSy
 from megatron_rl.weights.server_calls import ServerCallError
 from megatron_rl.weights.verify import compare_checksums
 
-if TYPE_CHECKING:
-    from megatron_rl.rollout.served_weights import ServedWeights
-
-
 logger = logging.getLogger(__name__)
 
 _SERVER_ERRORS = (ServerError, ServerLost, BadAnswer, KeyRefused, WeightSyncError, ServerCallError)
@@ -48,12 +46,28 @@ _WELL_TIMEOUT_S = 20.0
 """A server that has not recovered from a failed publish by then is started again."""
 
 
+class WeightSource(Protocol):
+    """``ServedWeights`` of a trainer, or ``FolderWeights``."""
+
+    def publish(self, publisher: WeightPublisher, servers: Sequence[ServerAddress], version: int) -> PublishResult:
+        """Bring the servers to this version. Raises WeightSyncError or ServerCallError."""
+        ...
+
+    def whole(self) -> Iterator[tuple[str, Tensor]]:
+        """All tensors, one after the other."""
+        ...
+
+    def free_memory(self) -> None:
+        """Give unused memory of the devices back that the servers share."""
+        ...
+
+
 @dataclass(frozen=True)
 class TrainerSide:
     """What the rollout side asks of the driver."""
 
-    weights: "ServedWeights"
-    """The policy's current ones (collective); asked for on the main thread only."""
+    weights: "WeightSource"
+    """What the servers are to have; asked for on the main thread only."""
     call_on_trainer: Callable[[Callable[[], Any]], Future]
     """Runs a function on the main thread, between its other work."""
     note: Callable[[str], None]

@@ -23,6 +23,7 @@ from megatron_rl.rewards.router import RewardRouter, build_rewards
 from megatron_rl.rollout.served_weights import ServedWeights
 from megatron_rl.rollout.service import RolloutService, TrainerSide, open_rollout
 from megatron_rl.run.checkpoints import Saver
+from megatron_rl.run.kept_policies import PolicyKeeper
 from megatron_rl.run.output import claimed_output_dir
 from megatron_rl.run.recorder import Recorder
 from megatron_rl.run.summary import Summary, print_summary, summarize, write_summary
@@ -74,7 +75,7 @@ def pretraining_config(config: Config) -> Config:
     pretrain = config.critic_pretrain
     return replace(
         config,
-        run=replace(config.run, num_steps=pretrain.num_steps),
+        run=replace(config.run, num_steps=pretrain.num_steps, stop_after_s=0.0, keep_policy_every_s=0.0),
         critic=replace(config.critic, optimizer=pretrain.optimizer),
         # The critic is to know the policy's responses as they come, not those of mixed groups or the quick ones.
         algorithm=replace(config.algorithm, dynamic_sampling=replace(config.algorithm.dynamic_sampling, enabled=False)),
@@ -120,12 +121,12 @@ def _drive_until_it_dies(
         for text in saver.skipped:
             recorder.console.warning(text)
         recorder.console.note(_checkpoint_note(config, first_step if found else None))
-        event_loop = stack.enter_context(_event_loop_thread())
+        event_loop = stack.enter_context(event_loop_thread())
         graph = graph_of(config)
         runner = StageRunner(
             graph,
             event_loop,
-            stall_timeout_s=_stall_timeout_s(config),
+            stall_timeout_s=stall_timeout_s(config),
             on_span=recorder.stage_done,
             heartbeat=group.heartbeat,
             stop_requested=lambda: signals.requested,
@@ -197,11 +198,12 @@ def _parts(
             rollout=rollout,
             grader=grader,
             start=inputs.start,
-            recorder=recorder,
+            on_accuracy=recorder.evaluated,
             stop_after=runner.stop_after,
         ),
         recorder=recorder,
         saver=saver,
+        keeper=PolicyKeeper(config.run, group, first_step=recorder.num_steps_done),
         rules=ResponseRules(
             independent_turns=environment is not None and environment.turns_are_independent,
             masks_hot_tokens=config.rollout.fire.loss is FireLoss.mask,
@@ -270,7 +272,7 @@ def _before_first_step(config: Config, parts: Parts, runner: StageRunner, first_
 
 
 @contextmanager
-def _event_loop_thread() -> Iterator[asyncio.AbstractEventLoop]:
+def event_loop_thread() -> Iterator[asyncio.AbstractEventLoop]:
     """An asyncio loop on a thread of its own: generation and grading run there while the main thread trains."""
     event_loop = asyncio.new_event_loop()
     thread = threading.Thread(target=event_loop.run_forever, name="rollout", daemon=True)
@@ -288,7 +290,7 @@ def _title(config: Config, freeze_policy: bool) -> str:
     return f"{name}: {num_responses_per_step(config)} slots, window {window} tokens"
 
 
-def _stall_timeout_s(config: Config) -> float:
+def stall_timeout_s(config: Config) -> float:
     """Longest honest silence of the rollout side: every retry of a request, and a server's restart."""
     rollout = config.rollout
     return rollout.request_timeout_s * (rollout.max_retries + 1) + rollout.start_timeout_s + _STALL_MARGIN_S

@@ -16,7 +16,6 @@ from megatron_rl.config.schema import Config
 from megatron_rl.data.trajectory import Prompt, Trajectory
 from megatron_rl.rollout.sampling import Draw
 from megatron_rl.rollout.service import RolloutService
-from megatron_rl.run.recorder import Recorder
 from megatron_rl.step.grading import Grader
 
 Samples = list[list[Trajectory]]
@@ -24,7 +23,10 @@ Samples = list[list[Trajectory]]
 
 
 class Evaluator:
-    """``prompts`` by set; ``start`` makes a fresh trajectory; ``stop_after`` is called at eval.stop_at_accuracy."""
+    """``prompts`` by set; ``start`` makes a fresh trajectory; ``stop_after`` is called at eval.stop_at_accuracy.
+
+    ``on_accuracy`` hears of every evaluation: steps done, accuracy over all sets, its standard error.
+    """
 
     def __init__(
         self,
@@ -34,7 +36,7 @@ class Evaluator:
         rollout: RolloutService,
         grader: Grader,
         start: Callable[[Prompt, int], Trajectory],
-        recorder: Recorder,
+        on_accuracy: Callable[[int, float, float | None], None],
         stop_after: Callable[[int], None],
     ) -> None:
         self._config = config
@@ -43,7 +45,7 @@ class Evaluator:
         self._rollout = rollout
         self._grader = grader
         self._start = start
-        self._recorder = recorder
+        self._on_accuracy = on_accuracy
         self._stop_after = stop_after
 
     def due(self, step: int) -> bool:
@@ -70,7 +72,7 @@ class Evaluator:
         for name in filter(None, samples):
             metrics |= self._metrics(f"eval/{name}", samples[name])
         accuracy = metrics["eval/accuracy"]
-        self._recorder.evaluated(step + 1, accuracy, metrics.get("eval/accuracy_stderr"))
+        self._on_accuracy(step + 1, accuracy, metrics.get("eval/accuracy_stderr"))
         goal = self._config.eval.stop_at_accuracy
         # The evaluation before training ends nothing: there would be no step to stop after.
         if step >= 0 and goal and accuracy >= goal:

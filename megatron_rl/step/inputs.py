@@ -26,15 +26,23 @@ from megatron_rl.rewards.router import check_prompts, wanted_row_fields
 from megatron_rl.rollout.sampling import text_digest
 
 
-@dataclass(frozen=True)
-class Inputs:
+@dataclass(frozen=True, kw_only=True)
+class EvalInputs:
+    """What an evaluation works on."""
+
     tokenizer: Tokenizer
     environment: Environment | None
     start: Callable[..., Trajectory]
     """A response to a prompt that has not begun, as the run's environment and budgets want it."""
-    train_set: PromptSet
     eval_sets: dict[str, PromptSet]
     """By name; that of data.eval_files is empty."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inputs(EvalInputs):
+    """What a run works on."""
+
+    train_set: PromptSet
     pool: SlotPool
 
     def go_on_from(self, pool: dict[str, Any]) -> None:
@@ -45,11 +53,31 @@ class Inputs:
 
 
 def make_inputs(config: Config) -> Inputs:
+    held_out = make_eval_inputs(config)
+    data = with_reward_fields(config.data, wanted_row_fields(config.reward))
+    train_set = load_prompts(
+        data.train_files, data, held_out.tokenizer, max_prompt_tokens=config.batch.max_prompt_tokens
+    )
+    check_prompts(config.reward, train_set.prompts)
+    return Inputs(**vars(held_out), train_set=train_set, pool=_slot_pool(config, train_set, held_out.start))
+
+
+def make_eval_inputs(config: Config) -> EvalInputs:
+    """Tokenizer, environment and the prompts to evaluate on, with every field that a reward reads."""
     tokenizer = Tokenizer(config.policy.path)
     environment = _environment(config)
-    start = functools.partial(_new_trajectory, config, environment)
-    train_set, eval_sets = _prompt_sets(config, tokenizer)
-    return Inputs(tokenizer, environment, start, train_set, eval_sets, _slot_pool(config, train_set, start))
+    data = with_reward_fields(config.data, wanted_row_fields(config.reward))
+    held_out = {
+        name: load_prompts(one.files, data, tokenizer, max_prompt_tokens=config.batch.max_prompt_tokens)
+        for name, one in eval_sets(config).items()
+    }
+    check_prompts(config.reward, [p for one in held_out.values() for p in one.prompts])
+    return EvalInputs(
+        tokenizer=tokenizer,
+        environment=environment,
+        start=functools.partial(_new_trajectory, config, environment),
+        eval_sets=held_out,
+    )
 
 
 def _environment(config: Config) -> Environment | None:
@@ -90,19 +118,6 @@ def first_window_tokens(config: Config, trajectory_id: int) -> int:
         return 0
     draw = int.from_bytes(text_digest(f"{config.run.seed}/first window/{trajectory_id}"))
     return effective_window_tokens(config) - draw % jitter
-
-
-def _prompt_sets(config: Config, tokenizer: Tokenizer) -> tuple[PromptSet, dict[str, PromptSet]]:
-    """Prompts to train and to evaluate on, with every field that a reward reads."""
-    data = with_reward_fields(config.data, wanted_row_fields(config.reward))
-    limit = config.batch.max_prompt_tokens
-    train_set = load_prompts(data.train_files, data, tokenizer, max_prompt_tokens=limit)
-    held_out = {
-        name: load_prompts(one.files, data, tokenizer, max_prompt_tokens=limit)
-        for name, one in eval_sets(config).items()
-    }
-    check_prompts(config.reward, [*train_set.prompts, *(p for one in held_out.values() for p in one.prompts)])
-    return train_set, held_out
 
 
 def describe_prompts(inputs: Inputs) -> Iterator[str]:

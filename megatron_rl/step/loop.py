@@ -19,6 +19,7 @@ from megatron_rl.data.vision import Vision
 from megatron_rl.rewards.lines.dense import ProcessRewarder, values_after_tokens
 from megatron_rl.rollout.service import RolloutService
 from megatron_rl.run.checkpoints import Saver
+from megatron_rl.run.kept_policies import PolicyKeeper
 from megatron_rl.run.recorder import Recorder
 from megatron_rl.step import metrics as step_metrics
 from megatron_rl.step.batches import keep_left_out, keep_signals, policy_batch, response_batch
@@ -50,6 +51,7 @@ class Parts:
     evaluator: Evaluator
     recorder: Recorder
     saver: Saver
+    keeper: PolicyKeeper
     process_rewarder: ProcessRewarder
     stop_after: Callable[[int], None]
     """Opens no step after this one."""
@@ -188,9 +190,12 @@ class TrainingLoop:
     def update_policy(self, step: int) -> None:
         """The policy loss on the window's tokens, once the critic is warm."""
         self._newest_trained, self._published = step, False
+        state, limit_s = self._states[step], self._config.run.stop_after_s
         if step >= self._critic_warmup_steps:
-            state = self._states[step]
             state.metrics |= train_policy(self._config, self._parts.group, state.policy_batch, step)
+        state.trained_s = self._parts.recorder.elapsed_s
+        if 0 < limit_s <= state.trained_s:
+            self._parts.stop_after(step)
 
     def publish(self, step: int) -> None:
         """New weights to every server; while the policy rests, the servers only wake."""
@@ -222,6 +227,7 @@ class TrainingLoop:
     def checkpoint(self, step: int) -> None:
         """Weights, optimizers, pool and sampler, where it is time for them."""
         self._examine(step)
+        self._parts.keeper.keep_if_due(step, self._states[step].trained_s)
         if self._parts.saver.due(step):
             self._save(step)
         self._states[step].metrics["checkpoint/num_failed"] = float(self._parts.saver.num_failed)

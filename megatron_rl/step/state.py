@@ -40,6 +40,8 @@ class StepState:
     """Gives the pool as it was when the finished responses had left it."""
     kl_state: dict[str, Any] | None = None
     """Of the KL controller, at the same moment."""
+    trained_s: float = 0.0
+    """Seconds of training at the end of the policy's update."""
     metrics: dict[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

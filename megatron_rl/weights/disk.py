@@ -6,6 +6,7 @@ import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -17,6 +18,7 @@ from megatron_rl.weights.server_calls import ServerCalls
 
 _INDEX_NAME = "model.safetensors.index.json"
 _VERSION_PREFIX = "weights-"
+_PATH = "/update_weights_from_disk"
 
 
 class DiskSender:
@@ -31,24 +33,39 @@ class DiskSender:
     def requests(self, calls: ServerCalls, version: int, coverage: Coverage) -> Iterator[UpdateRequest]:
         """One request, once the whole stream is written; raises CoverageError for a stream with wrong tensors."""
         folder = write_version(self._stream.tensors, self._folder, version, self._shard_bytes, coverage)
-        body = {
-            "model_path": str(folder.absolute()),
-            "load_format": "auto",  # a server started with dummy weights would otherwise "load" dummy weights again
-            "weight_version": str(version),
-            "flush_cache": True,
-        }
-        num_bytes = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+        body = _loading(folder, version)
+        num_bytes = _num_bytes(folder)
         # One call loads and flushes, and the flush is refused while the last answered request is being put away.
         calls.wait_until_idle("it loads new weights")
         self._written = folder
         bodies = (body,) * len(calls.servers)
-        yield UpdateRequest("/update_weights_from_disk", bodies, num_bytes, lambda calls: [], needs_session=False)
+        yield UpdateRequest(_PATH, bodies, num_bytes, lambda calls: [], needs_session=False)
 
     def finish(self, *, failed: bool) -> str:
         """Remove older versions, unless servers may still need them, and walk the stream to its end."""
         if self._written is not None and not failed:
             remove_other_versions(self._folder, keep=self._written)
         return self._stream.finish()
+
+
+def load_folder(calls: ServerCalls, folder: Path, version: int) -> int:
+    """Have all servers load the safetensors of a Hugging Face folder; returns their bytes. Raises ServerCallError."""
+    calls.wait_until_idle("it loads new weights")
+    calls.post(_PATH, _loading(folder, version))
+    return _num_bytes(folder)
+
+
+def _loading(folder: Path, version: int) -> dict[str, Any]:
+    return {
+        "model_path": str(folder.absolute()),
+        "load_format": "auto",  # a server started with dummy weights would otherwise "load" dummy weights again
+        "weight_version": str(version),
+        "flush_cache": True,
+    }
+
+
+def _num_bytes(folder: Path) -> int:
+    return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
 
 
 def write_version(

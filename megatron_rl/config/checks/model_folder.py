@@ -56,7 +56,7 @@ def _lengths(config: Config, command: str, model: dict[str, Any], path: Path) ->
             yield f"rollout.{key}: {max(token_ids)} is not in the vocabulary of {model['vocab_size']} tokens ({path})"
     context = model.get("max_position_embeddings", 0)
     longest = config.batch.max_prompt_tokens + config.batch.max_response_tokens
-    if context and longest > context and command in (*RL_COMMANDS, "select-prompts"):
+    if context and longest > context and command in (*RL_COMMANDS, "evaluate", "select-prompts"):
         yield (
             f"batch.max_prompt_tokens + batch.max_response_tokens: {longest} tokens do not fit the model's context of "
             f"{context} ({path}: max_position_embeddings)"

@@ -41,12 +41,19 @@ def _files_read(config: Config, command: str) -> dict[str, list[str]]:
         return {"sft.train_files": config.sft.train_files}
     if command in ("sft", "select-prompts"):
         return {"data.train_files": data.train_files}
+    if command == "evaluate":
+        return _eval_files(config)
     if command == "reward-train":
         return {"reward_train.train_files": reward.train_files, "reward_train.eval_files": reward.eval_files}
     if command == "label-lines":
         return {"label_lines.input_path": [path for path in [config.label_lines.input_path] if path]}
+    return {"data.train_files": data.train_files, **_eval_files(config)}
+
+
+def _eval_files(config: Config) -> dict[str, list[str]]:
+    """The sets with names first, where there are some."""
     named = {f"eval.sets.{name}.files": one.files for name, one in config.eval.sets.items()}
-    return {"data.train_files": data.train_files, "data.eval_files": data.eval_files, **named}
+    return {**named, "data.eval_files": config.data.eval_files}
 
 
 def _output(config: Config, command: str) -> tuple[str, str] | None:

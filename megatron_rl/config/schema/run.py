@@ -14,6 +14,9 @@ class RunConfig:
     """Everything the run writes lies under this folder."""
     num_steps: int = at_least(1, default=100)
     """Steps of the training loop in all (a resumed run continues up to this number)."""
+    stop_after_s: float = at_least(0, default=0.0)
+    """The step whose policy update ends so many seconds after the first step began, or later, is the last one (start-up
+    does not count; of a run that was resumed, the time before does); 0 means never."""
     seed: int = at_least(0, default=1)
     """Of everything random: fresh weights, the order of prompts and mini-batches, samples."""
     resume: bool | str = bounded("true, false or auto", lambda value: value in (True, False, "auto"), default=False)
@@ -28,6 +31,9 @@ class RunConfig:
     """Checkpoints of steps that this number divides stay, too; 0 means none."""
     keep_best: int = at_least(0, default=0)
     """So many checkpoints of the highest eval/accuracy stay, too (of steps that were evaluated)."""
+    keep_policy_every_s: float = at_least(0, default=0.0)
+    """Whenever so many more seconds of training have passed, keep the policy as a Hugging Face folder under policies/, for
+    `megatron-rl evaluate`; 0 means never."""
     stop_grace_s: float = at_least(0, default=90.0)
     """On SIGTERM, SIGUSR1, SIGHUP or Ctrl-C the run has this long to end its step and to save, and 20 s more to leave."""
 

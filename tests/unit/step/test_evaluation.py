@@ -35,7 +35,7 @@ class Bench:
             rollout=SimpleNamespace(generate=self.generate),
             grader=SimpleNamespace(grade=self.grade, metrics=lambda trajectories: {"reward/seen": len(trajectories)}),
             start=lambda prompt, id: Trajectory(id, prompt, id, 0, 9),
-            recorder=SimpleNamespace(evaluated=lambda *seen: self.recorded.append(seen)),
+            on_accuracy=lambda *seen: self.recorded.append(seen),
             stop_after=self.stops.append,
         )
 

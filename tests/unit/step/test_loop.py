@@ -33,11 +33,15 @@ def make_loop(group, rewards=None, warmup_steps=0, minibatch_size=2):
     config = Config()
     config.critic.warmup_steps = warmup_steps
     config.batch.policy_minibatch_size = config.batch.critic_minibatch_size = minibatch_size
-    unused = dict.fromkeys(("pool", "collector", "rollout", "evaluator", "recorder", "saver", "parity", "watchdog"))
-    grader = Grader(config.reward, rewards, str)
-    return TrainingLoop(
-        config, Parts(group=group, grader=grader, process_rewarder=None, stop_after=lambda step: None, **unused)
+    names = ("pool", "collector", "rollout", "evaluator", "saver", "keeper", "process_rewarder", "parity", "watchdog")
+    parts = Parts(
+        group=group,
+        grader=Grader(config.reward, rewards, str),
+        recorder=SimpleNamespace(elapsed_s=0.0),
+        stop_after=lambda step: None,
+        **dict.fromkeys(names),
     )
+    return TrainingLoop(config, parts)
 
 
 def state_of(trajectories=(), **made):
@@ -72,6 +76,17 @@ def test_the_policy_rests_until_the_critic_is_warm():
         loop._states[step] = state_of(policy_batch=batch_of([[1]]))
         loop.update_policy(step)
     assert len(group.updates) == 1
+
+
+def test_the_step_whose_update_ends_after_the_limit_is_the_last_one():
+    loop, stopped = make_loop(RecordingGroup()), []
+    loop._config.run.stop_after_s = 10.0
+    for step, elapsed_s in enumerate((4.0, 9.9, 10.0)):
+        clock = SimpleNamespace(elapsed_s=elapsed_s)
+        loop._parts = replace(loop._parts, recorder=clock, stop_after=stopped.append)
+        loop._states[step] = state_of(policy_batch=batch_of([[1]]))
+        loop.update_policy(step)
+    assert stopped == [2] and [loop._states[step].trained_s for step in range(3)] == [4.0, 9.9, 10.0]
 
 
 def test_denominators_count_the_whole_minibatch_and_empty_minibatches_take_no_step():
@@ -141,6 +156,7 @@ def make_watched_loop(action, *, compare=None, healthy_checkpoint="step-1", num_
         evaluator=None,
         recorder=SimpleNamespace(keep_timeline=lambda: None, console=console),
         saver=saver,
+        keeper=SimpleNamespace(keep_if_due=lambda step, trained_s: None),
         process_rewarder=None,
         stop_after=lambda step: None,
         parity=SimpleNamespace(due=lambda step: compare is not None, compare=compare),

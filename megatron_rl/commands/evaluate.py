@@ -1,0 +1,73 @@
+"""`megatron-rl evaluate`: accuracy of policies on data.eval_files or eval.sets, on servers that start once.
+
+    megatron-rl evaluate --config recipe.yaml --policies outputs/run/policies/* eval.num_samples=4
+
+The numbers are written to evaluation.json in each folder. A folder that has been measured with the same settings is
+passed over, so a command that was killed goes on where it was.
+"""
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron_rl.commands.recipe import add_recipe, check_eval_inputs
+from megatron_rl.config.checks import check_config
+from megatron_rl.config.load import load_config
+from megatron_rl.errors import DataError
+from megatron_rl.system.signals import clean_stop
+from megatron_rl.system.terminal import say
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_recipe(parser)
+    parser.add_argument(
+        "--policies", required=True, nargs="+", metavar="FOLDER", help="Hugging Face folders of one architecture"
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    # What follows --policies is its own for argparse, also a key=value.
+    words = [word for word in arguments.policies if "=" not in word or Path(word).exists()]
+    overrides = [*arguments.overrides, *(word for word in arguments.policies if word not in words)]
+    folders = [Path(word) for word in words]
+    if not folders:
+        raise DataError("--policies: expected at least one Hugging Face folder, got none")
+    config = load_config(arguments.config, [*overrides, f"policy.path={folders[0]}", "policy.init=checkpoint"])
+    check_config(config, command="evaluate")
+    check_eval_inputs(config)
+    _check_architecture(folders)
+    from megatron_rl.step.policies import evaluate_policies, missing_evaluations
+
+    missing = missing_evaluations(config, folders)
+    if len(missing) < len(folders):
+        say(f"{len(folders) - len(missing)} of {len(folders)} policies have been measured with these settings already")
+    if arguments.dry_run:
+        say(f"dry run: {len(missing)} policies would be measured; nothing was started")
+    elif missing:
+        from megatron_rl.tracking.console import evaluation_text
+
+        with clean_stop():
+            for number, (folder, metrics) in enumerate(evaluate_policies(config, missing, say), start=1):
+                say(f"{number}/{len(missing)} {folder}: accuracy {evaluation_text(metrics)}")
+    return 0
+
+
+def _check_architecture(folders: Sequence[Path]) -> None:
+    """DataError for a folder that is none of a policy, or whose config.json or tensors differ from the first one's."""
+    from megatron_rl.models.hf.model_config import load_hf_config
+    from megatron_rl.models.hf.weights import checked_source
+
+    first = None
+    for folder in folders:
+        if not (folder / "config.json").is_file():
+            raise DataError(f"--policies: {folder} has no config.json; expected a Hugging Face model folder")
+        config = load_hf_config(folder)
+        checked_source(config, folder, "policy")
+        described = config.to_dict() | {"_name_or_path": ""}
+        first = first or described
+        differing = [key for key in sorted({*first, *described}) if first.get(key) != described.get(key)]
+        if differing:
+            raise DataError(
+                f"--policies: {folder} is another architecture than {folders[0]} ({', '.join(differing)} in config.json); "
+                "measure them with commands of their own"
+            )
