@@ -6,6 +6,7 @@ travels between stages of one step lies in that step's StepState; stages of diff
 """
 
 import asyncio
+import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -99,7 +100,8 @@ class TrainingLoop:
         before_s = self._children.cpu_s()
         slots, metrics = await self._parts.collector.collect(step)
         used_s = self._children.cpu_s() - before_s
-        self._parts.recorder.note_work("generate", step, cpu_s=used_s, rounds=self._parts.collector.rounds)
+        rounds = self._parts.collector.rounds
+        self._parts.recorder.note_work("generate", step, cpu_s=used_s, cores=os.cpu_count() or 1, rounds=rounds)
         trajectories = [t for t in slots if t.window_tokens(step) and not t.greedy]
         # On a thread next to the event loop: images are read and cut there.
         batch = await asyncio.to_thread(window_batch, trajectories, step, self._parts.vision)
