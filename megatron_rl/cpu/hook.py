@@ -9,6 +9,8 @@ import sys
 import types
 from collections.abc import Sequence
 
+from megatron_rl.cpu import transformers_imports
+
 PACKAGE = "megatron.core"
 
 
@@ -25,11 +27,13 @@ def install() -> None:
 
 
 class _FirstImport(importlib.abc.MetaPathFinder):
-    """Asked for every module; answers for those of Megatron Core, and on a CPU alone."""
+    """Asked for every module; answers for those of Megatron Core, on a CPU alone, and two of transformers."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
+        if fullname in transformers_imports.MISSED:
+            return transformers_imports.find_spec(fullname, path, target)
         if fullname != PACKAGE and not fullname.startswith(PACKAGE + "."):
             return None
         from megatron_rl.cpu import megatron

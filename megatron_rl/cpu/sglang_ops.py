@@ -12,6 +12,7 @@ from sglang.srt.platforms.cpu import CpuDeviceMixin
 from sglang.srt.platforms.device_mixin import PlatformEnum
 from sglang.srt.platforms.interface import PlatformCapabilities, SRTPlatform
 
+from megatron_rl.cpu import sglang_start
 from megatron_rl.cpu.murmur import murmur_hash32
 
 _DEFAULT_MAX_TOTAL_TOKENS = 65536
@@ -41,6 +42,7 @@ class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):
         server_args.disable_overlap_schedule = True
         if server_args.max_total_tokens is None:
             server_args.max_total_tokens = _DEFAULT_MAX_TOTAL_TOKENS
+        sglang_start.leave_out_other_models(server_args)
 
     def init_backend(self) -> None:
         """Put PyTorch functions where SGLang would call Triton or sgl_kernel."""

@@ -10,6 +10,7 @@ import multiprocessing
 import os
 from typing import Any
 
+from megatron_rl.cpu import sglang_start
 from megatron_rl.cpu.torchvision import declare_torchvision_ops
 
 
@@ -21,6 +22,7 @@ def activate() -> str | None:
         return None
     # SGLang decorates small functions with torch.compile; on a CPU each would call a C++ compiler at the first request.
     os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
+    sglang_start.begin()
     declare_torchvision_ops()
     _fork_workers()
     return "megatron_rl.cpu.sglang_ops.TorchCpuPlatform"
@@ -39,4 +41,5 @@ def _fork_workers() -> None:
 
 
 def _choose_fork(result: None, *args: Any, **kwargs: Any) -> None:
+    sglang_start.end()
     multiprocessing.set_start_method("fork", force=True)
