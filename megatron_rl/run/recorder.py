@@ -127,12 +127,12 @@ class Recorder:
         self._stage_seconds[name] = self._stage_seconds.get(name, 0.0) + seconds
 
     def note_work(self, name: str, step: int, **facts: Any) -> None:
-        """What a stage that is about to end had to do; it goes with its span into the timeline."""
-        self._work[name, step] = facts
+        """What a stage had to do, said before or after its end; it goes with its span into the timeline."""
+        self._work.setdefault((name, step), {}).update(facts)
 
     def stage_done(self, name: str, lane: str, step: int, started_s: float, ended_s: float) -> None:
         """A stage of a step has run; ``lane`` is the timeline's row (the stage runner reports here)."""
-        self.timeline.add(Span(name, lane, started_s, ended_s, step + 1, self._work.pop((name, step), {})))
+        self.timeline.add(Span(name, lane, started_s, ended_s, step + 1, self._work.setdefault((name, step), {})))
         self._add_stage(name, ended_s - started_s)
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
@@ -151,6 +151,7 @@ class Recorder:
         metrics["rollout/num_server_restarts"] = float(num_server_restarts)
         metrics["memory/host_used_share"] = host_used_share()
         self._last_end_s = now_s
+        self._work = {key: facts for key, facts in self._work.items() if key[1] > step}
         self._num_tokens += metrics["step/tokens_generated"]
         self.num_steps_done = step + 1
         self.log(step + 1, metrics)

@@ -7,7 +7,7 @@ travels between stages of one step lies in that step's StepState; stages of diff
 
 import asyncio
 import os
-import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -74,6 +74,8 @@ class TrainingLoop:
         # A critic that trains alone never counts as warm.
         self._critic_warmup_steps = config.run.num_steps if parts.settling else config.critic.warmup_steps
         self._states: dict[int, StepState] = {}
+        self._num_trainer_stages_left: dict[int, int] = {}
+        """Step -> trainer stages that have not run."""
         self._newest_trained = self._examined = -1
         """The newest step that has begun to change the models; -1: none of this process."""
         self._published = False
@@ -90,6 +92,8 @@ class TrainingLoop:
 
     def actions(self, graph: Sequence[Stage]) -> dict[str, Callable[[int], Any]]:
         """Stage name -> what to do in a step."""
+        num_trainer_stages = sum(stage.resource is Resource.trainer for stage in graph)
+        self._num_trainer_stages_left = defaultdict(lambda: num_trainer_stages)
         return {
             stage.name: self._measured(stage.name) if stage.resource is Resource.trainer else getattr(self, stage.name)
             for stage in graph
@@ -240,6 +244,7 @@ class TrainingLoop:
         state.metrics["rollout/num_live_servers"] = float(rollout.num_live_servers)
         self._parts.recorder.end(step, state.metrics, num_server_restarts=rollout.num_restarts)
         self._states = {other: kept for other, kept in self._states.items() if other > step} | {step: state.saved_part()}
+        self._num_trainer_stages_left.pop(step, None)
 
     def close_stopped(self) -> int:
         """After a run that was asked to stop: the newest trained step is recorded and saved; returns the steps done."""
@@ -281,21 +286,26 @@ class TrainingLoop:
         parts.recorder.keep_timeline()
 
     def _measured(self, stage: str) -> Callable[[int], None]:
-        """The stage's action, and then how much memory and CPU time the ranks used in it."""
+        """The stage's action; after a step's last one the ranks say what memory and CPU time they used in each."""
         action = getattr(self, stage)
 
         def act(step: int) -> None:
-            before_s = time.process_time()
-            action(step)
-            peaks = self._parts.group.memory_peaks()
-            cpu_s = time.process_time() - before_s + peaks.others_cpu_s
-            self._parts.recorder.note_work(stage, step, cpu_s=cpu_s)
-            self._states[step].metrics |= {
-                f"memory/{stage}_host_gib": peaks.host_gib,
-                f"memory/{stage}_device_gib": peaks.device_gib,
-            }
+            with self._parts.group.stage(step, stage):
+                action(step)
+            self._num_trainer_stages_left[step] -= 1
+            if not self._num_trainer_stages_left[step]:
+                self._count_use()
 
         return act
+
+    def _count_use(self) -> None:
+        for (step, stage), use in self._parts.group.use_by_stage().items():
+            self._parts.recorder.note_work(stage, step, cpu_s=use.cpu_s)
+            if step in self._states:
+                self._states[step].metrics |= {
+                    f"memory/{stage}_host_gib": use.host_gib,
+                    f"memory/{stage}_device_gib": use.device_gib,
+                }
 
     def _compare_engines(self, step: int) -> None:
         parts = self._parts

@@ -6,7 +6,6 @@ driver sends heartbeats, so that a follower's deadline (parallel.collective_time
 not a long generation.
 """
 
-import itertools
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -19,7 +18,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl.config.schema import Config
-from megatron_rl.data.batch import Images, PackedBatch, cu_seqlens_of
+from megatron_rl.data.batch import PackedBatch
 from megatron_rl.models.hf.weights import Destination
 from megatron_rl.parallel import collectives, stragglers
 from megatron_rl.parallel.topology import Topology, coordinates
@@ -28,8 +27,9 @@ from megatron_rl.training.batching import Plan, padded_share, plan_microbatches,
 from megatron_rl.training.engine import Engine, UpdateResult
 from megatron_rl.training.export import WeightExport, free_cached_memory, whole
 from megatron_rl.training.flops import flops_cost
-from megatron_rl.training.memory_peaks import MemoryPeaks, take_memory_peaks
 from megatron_rl.training.model_checkpoint import CheckpointError, CheckpointNotSaved
+from megatron_rl.training.payloads import payloads_of, restore, unpack
+from megatron_rl.training.stage_use import StageAccount, StageOfStep, Use, of_all_ranks
 from megatron_rl.weights.buckets import walk_to_end
 
 
@@ -45,6 +45,8 @@ class Command:
     sends_batches: bool = False
     gathers: bool = False
     """The action gives a 1-D tensor on ranks that report, None on the others; the driver gets them all."""
+    stage: StageOfStep | None = None
+    """Whose work it is."""
 
     def __str__(self) -> str:
         return f"{self.name} of the engine {self.engine}"
@@ -56,8 +58,8 @@ class Notice(Enum):
     heartbeat = "heartbeat"
     free_memory = "free_memory"
     """Give unused device memory back."""
-    report_memory = "report_memory"
-    """Say how much memory was used since the last report."""
+    report_use = "report_use"
+    """Say what each stage used since the last report."""
     stop = "stop"
 
 
@@ -69,6 +71,7 @@ class Worker:
         self.topology = topology
         self.engines = engines
         self.export = WeightExport(config)
+        self.use = StageAccount()
 
     def serve(self) -> None:
         """Carry out the driver's commands until it says stop (every rank but 0)."""
@@ -89,18 +92,19 @@ class Worker:
         if isinstance(command, Notice):
             self.heed(command)
             return command is not Notice.stop
+        self.use.enter(command.stage)
         payload = collectives.receive(what=f"the batches of the {command}") if command.sends_batches else {}
-        result = self.execute(command, _unpack(payload))
+        result = self.execute(command, unpack(payload))
         if command.gathers:
             collectives.gather_tensors(result, what=f"the results of the {command}")
         return True
 
-    def heed(self, notice: Notice) -> list[Tensor | None]:
+    def heed(self, notice: Notice) -> list[Any]:
         """Do as told; the driver gets what the ranks report, by rank."""
         if notice is Notice.free_memory:
             free_cached_memory()
-        elif notice is Notice.report_memory:
-            return collectives.gather_tensors(take_memory_peaks(), what="the ranks' memory")
+        elif notice is Notice.report_use:
+            return collectives.gather_objects(self.use.take(), what="what the ranks used")
         return []
 
     def execute(self, command: Command, microbatches: list[PackedBatch]) -> Any:
@@ -138,6 +142,7 @@ class TrainerGroup:
 
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
+        self._stage: StageOfStep | None = None
         self._costs = {name: flops_cost(engine.hf_config, role=engine.role) for name, engine in worker.engines.items()}
         self._places = {name: _Places.of(engine) for name, engine in worker.engines.items()}
 
@@ -179,7 +184,7 @@ class TrainerGroup:
     def values(self, batch: PackedBatch, *, engine: str = "critic") -> tuple[Tensor, Tensor]:
         """(values [T], final_values [N]) of the critic (or a reward model), float32."""
         plan, results = self._answers(Command("values", engine, _values, sends_batches=True, gathers=True), batch)
-        values, final_values = _restore(batch, plan, results, per_sequence=True)
+        values, final_values = restore(batch, plan, results, per_sequence=True)
         return values, final_values
 
     def update(
@@ -194,7 +199,7 @@ class TrainerGroup:
         """One optimizer step of ``engine`` on ``batch``; denominators are those of losses.build, over the whole batch."""
         action = partial(_update, objective=objective, denominators=denominators, temperature=temperature)
         plan = self._plan(engine, batch)
-        result = self._call(Command("update", engine, action, sends_batches=True), _payloads(batch, plan))
+        result = self._call(Command("update", engine, action, sends_batches=True), payloads_of(batch, plan))
         return replace(result, plan=self._plan_metrics(engine, batch, plan))
 
     def export_weights(self, engine: str, to: Destination = Destination.driver) -> Iterator[tuple[str, Tensor]]:
@@ -204,7 +209,7 @@ class TrainerGroup:
         runs its gathers to their end, however it is left.
         """
         command = Command("export", engine, partial(_export, to=to))
-        collectives.broadcast_object(command, what=str(command))
+        self._announce(command)
         return _to_its_end(self._worker.engines[engine].export_weights(to), stragglers.working(str(command)))
 
     def expected_weights(self, engine: str) -> dict[str, tuple[int, ...]]:
@@ -235,9 +240,20 @@ class TrainerGroup:
         """Every rank gives unused device memory back."""
         self._tell(Notice.free_memory)
 
-    def memory_peaks(self) -> MemoryPeaks:
-        """The largest of all ranks since the last call."""
-        return MemoryPeaks.largest(self._tell(Notice.report_memory))
+    @contextmanager
+    def stage(self, step: int, name: str) -> Iterator[None]:
+        """What the ranks use inside counts as this stage's."""
+        self._stage = StageOfStep(step, name)
+        self._worker.use.enter(self._stage)
+        try:
+            yield
+        finally:
+            self._stage = None
+            self._worker.use.enter(None)
+
+    def use_by_stage(self) -> dict[StageOfStep, Use]:
+        """Memory and CPU time of all ranks since the last call."""
+        return of_all_ranks(self._tell(Notice.report_use))
 
     def stop(self) -> None:
         """Let the other ranks leave ``Worker.serve``."""
@@ -248,7 +264,7 @@ class TrainerGroup:
     ) -> tuple[Plan, Tensor]:
         action = partial(_logprobs, temperature=temperature, record_routes=record_routes)
         plan, results = self._answers(Command("logprobs", engine, action, sends_batches=True, gathers=True), batch)
-        (logprobs,) = _restore(batch, plan, results, per_sequence=False)
+        (logprobs,) = restore(batch, plan, results, per_sequence=False)
         return plan, logprobs
 
     def _plan(self, engine: str, batch: PackedBatch) -> Plan:
@@ -282,25 +298,28 @@ class TrainerGroup:
     def _answers(self, command: Command, batch: PackedBatch) -> tuple[Plan, list[Tensor]]:
         """The plan and, by data-parallel rank, what was reported for it."""
         plan = self._plan(command.engine, batch)
-        gathered = self._call(command, _payloads(batch, plan))
+        gathered = self._call(command, payloads_of(batch, plan))
         return plan, [gathered[rank] for rank in self._places[command.engine].reporters]
 
     def _call(self, command: Command, payloads: Sequence[dict[str, Tensor]] = ()) -> Any:
         """This rank's result, or all ranks' where the command gathers; ``payloads``: one per data-parallel rank."""
-        collectives.broadcast_object(command, what=str(command))
+        self._announce(command)
         microbatches: list[PackedBatch] = []
         if command.sends_batches:
             dp_ranks = self._places[command.engine].dp_ranks
             own = collectives.send_batches(
                 [payloads[dp_rank] for dp_rank in dp_ranks], what=f"the batches of the {command}"
             )
-            microbatches = _unpack(own)
+            microbatches = unpack(own)
         result = self._worker.execute(command, microbatches)
         if command.gathers:
             return collectives.gather_tensors(result, what=f"the results of the {command}")
         return result
 
-    def _tell(self, notice: Notice) -> list[Tensor | None]:
+    def _announce(self, command: Command) -> None:
+        collectives.broadcast_object(replace(command, stage=self._stage), what=str(command))
+
+    def _tell(self, notice: Notice) -> list[Any]:
         collectives.broadcast_object(notice, what=notice.value)
         return self._worker.heed(notice)
 
@@ -380,63 +399,8 @@ def _connection_lost(error: RuntimeError) -> bool:
     return isinstance(error, collectives.PeerLost) or any(words in str(error) for words in lost_words)
 
 
-def _payloads(batch: PackedBatch, plan: Plan) -> list[dict[str, Tensor]]:
-    """By data-parallel rank."""
-    return [_pack(batch, microbatches) for microbatches in plan]
-
-
-def _pack(batch: PackedBatch, microbatches: Sequence[Sequence[int]]) -> dict[str, Tensor]:
-    """One rank's micro-batches as one payload; ``_unpack`` is its inverse."""
-    chosen = batch.select([index for indices in microbatches for index in indices])
-    payload = {"tokens": chosen.tokens, "cu_seqlens": chosen.cu_seqlens}
-    payload["microbatch_sizes"] = torch.tensor([len(indices) for indices in microbatches], dtype=torch.int64)
-    if chosen.images is not None:
-        payload |= {f"images/{name}": values for name, values in vars(chosen.images).items()}
-    return payload | {f"field/{name}": values for name, values in chosen.fields.items()}
-
-
-def _unpack(payload: Mapping[str, Tensor]) -> list[PackedBatch]:
-    if not payload:
-        return []
-    fields = {name.removeprefix("field/"): t for name, t in payload.items() if name.startswith("field/")}
-    images = {name.removeprefix("images/"): t for name, t in payload.items() if name.startswith("images/")}
-    all_images = Images(**images) if images else None
-    borders = cu_seqlens_of(payload["microbatch_sizes"]).tolist()
-    microbatches = []
-    for first, last in itertools.pairwise(borders):
-        cu_seqlens = payload["cu_seqlens"][first : last + 1]
-        rows = slice(int(cu_seqlens[0]), int(cu_seqlens[-1]))
-        microbatches.append(
-            PackedBatch(
-                payload["tokens"][rows],
-                cu_seqlens - cu_seqlens[0],
-                {name: t[rows] for name, t in fields.items()},
-                all_images.select(range(first, last)) if all_images is not None else None,
-            )
-        )
-    return microbatches
-
-
 def _joined(engine: Engine, parts: Sequence[Tensor]) -> Tensor | None:
     """What an output rank reports: its parts end to end."""
     if not engine.is_output_rank:
         return None
     return torch.cat([part.cpu() for part in parts]) if parts else torch.zeros(0)
-
-
-def _restore(
-    batch: PackedBatch, plan: Sequence[Sequence[Sequence[int]]], results: Sequence[Tensor], *, per_sequence: bool
-) -> list[Tensor]:
-    """Undo the plan: per-token [T] and, if the results carry them, per-sequence [N] numbers in the batch's order."""
-    starts, lengths = batch.cu_seqlens[:-1].tolist(), batch.lengths.tolist()
-    tokens, sequences = torch.zeros(len(batch.tokens)), torch.zeros(batch.num_sequences)
-    for microbatches, result in zip(plan, results, strict=True):
-        position = 0
-        for indices in microbatches:
-            for index in indices:
-                tokens[starts[index] : starts[index] + lengths[index]] = result[position : position + lengths[index]]
-                position += lengths[index]
-            if per_sequence:
-                sequences[list(indices)] = result[position : position + len(indices)]
-                position += len(indices)
-    return [tokens, sequences] if per_sequence else [tokens]

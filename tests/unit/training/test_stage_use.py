@@ -1,0 +1,50 @@
+"""Memory and CPU time by stage: a rank's own account, and that of all ranks."""
+
+import pytest
+
+from megatron_rl.training.stage_use import StageAccount, StageOfStep, Use, of_all_ranks
+
+VALUES, UPDATE = StageOfStep(3, "values"), StageOfStep(3, "update_policy")
+
+
+@pytest.fixture
+def used(monkeypatch):
+    """What the process says it has used since it was asked last."""
+    answers: list[float] = []
+    monkeypatch.setattr(StageAccount, "_take_use", lambda account: Use(host_gib=(size := answers.pop(0)), cpu_s=size))
+    return answers
+
+
+def test_a_stage_gets_what_was_used_until_the_next_one(used):
+    account = StageAccount()
+    used += [9.0, 1.0, 2.0, 3.0]
+    account.enter(VALUES)  # 9 were used before it
+    account.enter(VALUES)  # a second command of the same stage asks nobody
+    account.enter(UPDATE)
+    account.enter(None)
+    assert account.take() == {VALUES: Use(1.0, 0.0, 1.0), UPDATE: Use(2.0, 0.0, 2.0)}
+    assert used == [3.0]
+    assert account.take() == {}
+
+
+def test_of_a_stage_in_two_parts_the_larger_memory_counts_and_all_cpu_time(used):
+    account = StageAccount()
+    used += [0.0, 5.0, 0.0, 4.0]
+    for stage in (VALUES, UPDATE, VALUES):
+        account.enter(stage)
+    assert account.take() == {VALUES: Use(5.0, 0.0, 9.0), UPDATE: Use(0.0, 0.0, 0.0)}
+
+
+def test_of_the_ranks_the_largest_memory_counts_and_all_cpu_time():
+    first = {VALUES: Use(1.0, 8.0, 0.5)}
+    second = {VALUES: Use(2.0, 3.0, 0.25), UPDATE: Use(1.0, 1.0, 1.0)}
+    assert of_all_ranks([first, second]) == {VALUES: Use(2.0, 8.0, 0.75), UPDATE: Use(1.0, 1.0, 1.0)}
+    assert of_all_ranks([]) == {}
+
+
+def test_an_account_measures_this_process():
+    account = StageAccount()
+    account.enter(VALUES)
+    sum(range(2_000_000))
+    use = account.take()[VALUES]
+    assert 0.01 < use.cpu_s < 60 and 0.01 < use.host_gib < 100
