@@ -16,13 +16,13 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 import numpy as np
+from megatron_rl.training.flops import ForwardFlops, flops_cost
 from rich.console import Console
 from rich.table import Table
 from transformers import AutoConfig
 
 from megatron_rl.cpu.torchvision import declare_torchvision_ops
 from megatron_rl.training.batching import CostFunction, Plan, plan_microbatches, plan_statistics
-from megatron_rl.training.flops import ForwardFlops, flops_cost
 
 SEVEN_BILLION = dict(
     hidden_size=3584,

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from megatron_rl.training.flops import flops_cost
 
 from megatron_rl.commands.invariance import OPTIMIZER, make_batch
 from megatron_rl.config.layout import parse_layout
@@ -25,7 +26,6 @@ from megatron_rl.parallel import topology as topologies
 from megatron_rl.training import losses
 from megatron_rl.training.batching import plan_microbatches
 from megatron_rl.training.engine import Engine
-from megatron_rl.training.flops import flops_cost
 
 SMALL: dict[str, Any] = dict(
     vocab_size=128,

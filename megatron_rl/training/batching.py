@@ -71,8 +71,8 @@ def plan_microbatches(
 ) -> Plan:
     """Per rank, per micro-batch: the indices into ``lengths``, ascending. No sequences give no micro-batches.
 
-    ``cost`` is what is balanced (``flops.flops_cost``), by default tokens; each rank's number of micro-batches is a
-    multiple of ``multiple_of``. Raises ValueError for a length, a number of ranks, a budget or a multiple below 1.
+    ``cost`` is what is balanced (``planning.flops.flops_cost``), by default tokens; each rank's number of micro-batches
+    is a multiple of ``multiple_of``. Raises ValueError for a length, a number of ranks, a budget or a multiple below 1.
     """
     numbers = {
         "num_dp_ranks": num_dp_ranks,

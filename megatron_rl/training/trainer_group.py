@@ -22,11 +22,11 @@ from megatron_rl.data.batch import PackedBatch
 from megatron_rl.models.hf.weights import Destination
 from megatron_rl.parallel import collectives, stragglers
 from megatron_rl.parallel.topology import Topology, coordinates
+from megatron_rl.planning.flops import flops_cost
 from megatron_rl.training import losses
 from megatron_rl.training.batching import Plan, padded_share, plan_microbatches, plan_statistics
 from megatron_rl.training.engine import Engine, UpdateResult
 from megatron_rl.training.export import WeightExport, free_cached_memory, whole
-from megatron_rl.training.flops import flops_cost
 from megatron_rl.training.model_checkpoint import CheckpointError, CheckpointNotSaved
 from megatron_rl.training.payloads import payloads_of, restore, unpack
 from megatron_rl.training.stage_use import StageAccount, StageOfStep, Use, of_all_ranks

@@ -12,14 +12,14 @@ Not counted: embeddings (no product), vision encoders (their cost follows from i
 the output layer runs for trained tokens alone.
 """
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 
-from transformers import PretrainedConfig
-
 from megatron_rl.families.facts import dims, text_config
-from megatron_rl.families.parameters import Role, entries
+from megatron_rl.families.family import ModelConfig, family_of
+from megatron_rl.families.parameters import Role
 
 _QUERIES = ("self_attn.q_proj.weight", "self_attn.q_b_proj.weight")
 """Tensors whose rows are the queries of all heads."""
@@ -40,28 +40,42 @@ class ForwardFlops:
         return length * (self.per_token + self.per_pair * (length + 1) / 2)
 
 
-def flops_cost(hf_config: PretrainedConfig, *, role: Role = "policy") -> ForwardFlops:
+def flops_cost(hf_config: ModelConfig, *, role: Role = "policy") -> ForwardFlops:
     """The cost function of a policy or critic, for ``batching.plan_microbatches``.
 
     Raises ValueError for a model family without a table.
     """
-    shapes = {name: shape for entry in entries(hf_config, role) for name, shape in entry.hf.items()}
-    text, experts = text_config(hf_config), dims(hf_config)["experts"]
-    routed_share = text.num_experts_per_tok / experts if experts else 0.0
-    per_token = 2.0 * sum(_passed_weights(name, shape, routed_share) for name, shape in shapes.items())
-    if role == "policy" and hf_config.tie_word_embeddings:
-        per_token += 2.0 * text.vocab_size * text.hidden_size
-    return ForwardFlops(per_token, 2.0 * _attention_width(shapes))
+    sizes, text = dims(hf_config), text_config(hf_config)
+    layers = Counter(_matrices(hf_config, layer) for layer in range(text.num_hidden_layers))
+    per_token = 2.0 * sum(
+        number * sum(_passed_weights(matrix, text, sizes) for matrix in layer) for layer, number in layers.items()
+    )
+    per_token += 2.0 * sizes["hidden"] * (1 if role == "critic" else sizes["vocab"])
+    pairs = sum(number * _attention_width(layer, sizes) for layer, number in layers.items())
+    return ForwardFlops(per_token, 2.0 * pairs)
 
 
-def _passed_weights(name: str, shape: tuple[int, ...], routed_share: float) -> float:
-    """Weights of a matrix that one token is multiplied with, on average."""
-    if len(shape) < 2 or "embed_tokens" in name or "visual" in name:
-        return 0.0
-    return prod(shape) * (routed_share if ".experts." in name else 1.0)
+_Matrix = tuple[str, tuple[str, ...], bool]
+"""(Hugging Face name inside a layer, shape by names of sizes, whether it holds all experts)."""
 
 
-def _attention_width(shapes: Mapping[str, tuple[int, ...]]) -> int:
-    """Query rows plus output columns over all layers: multiply-adds of one pair of tokens."""
-    queries = sum(shape[0] for name, shape in shapes.items() if name.endswith(_QUERIES))
-    return queries + sum(shape[1] for name, shape in shapes.items() if name.endswith(_OUTPUTS))
+def _matrices(config: ModelConfig, layer: int) -> tuple[_Matrix, ...]:
+    rules = family_of(config).layer(config, layer)
+    return tuple(
+        (name, shape, rule.is_stacked) for rule in rules for name, shape in rule.hf.items() if len(shape) > 1
+    )
+
+
+def _passed_weights(matrix: _Matrix, text: ModelConfig, sizes: Mapping[str, int]) -> float:
+    """Weights that one token is multiplied with, on average."""
+    name, shape, is_stacked = matrix
+    passed = prod(sizes[size] for size in shape)
+    if ".experts." in name:
+        passed *= text.num_experts_per_tok
+    return passed / sizes["experts"] if is_stacked else passed
+
+
+def _attention_width(layer: tuple[_Matrix, ...], sizes: Mapping[str, int]) -> int:
+    """Query rows plus output columns: multiply-adds of one pair of tokens."""
+    queries = sum(sizes[shape[0]] for name, shape, _ in layer if name.endswith(_QUERIES))
+    return queries + sum(sizes[shape[1]] for name, shape, _ in layer if name.endswith(_OUTPUTS))

@@ -1,4 +1,4 @@
-"""The cost of a sequence against what transformers' own models compute: megatron_rl/training/flops.py."""
+"""The cost of a sequence against what transformers' own models compute: megatron_rl/planning/flops.py."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from megatron_rl.cpu.torchvision import declare_torchvision_ops
-from megatron_rl.training.flops import flops_cost
+from megatron_rl.planning.flops import flops_cost
 
 declare_torchvision_ops()
 

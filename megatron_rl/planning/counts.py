@@ -1,0 +1,76 @@
+"""Numbers of parameters by how a layout spreads them, from the family's table. Pure."""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from megatron_rl.families.facts import dims, text_config
+from megatron_rl.families.family import ModelConfig, Rule, family_of
+from megatron_rl.families.transforms import Replicated
+from megatron_rl.families.vision_encoder import parameter_shapes
+
+
+@dataclass(frozen=True)
+class Parameters:
+    """Of a layer, or of several."""
+
+    split: int = 0
+    """Spread over the tensor-parallel group."""
+    replicated: int = 0
+    """Whole on every rank: norms, routers."""
+    experts: int = 0
+    """All experts', spread over the expert-parallel and the expert-tensor-parallel group."""
+
+    @property
+    def number(self) -> int:
+        return self.split + self.replicated + self.experts
+
+    @classmethod
+    def sum(cls, parts: Iterable["Parameters"]) -> "Parameters":
+        listed = list(parts)
+        return cls(*(sum(getattr(part, kind) for part in listed) for kind in ("split", "replicated", "experts")))
+
+
+def layer_parameters(config: ModelConfig) -> list[Parameters]:
+    """Of each decoder layer. Layers of one kind are counted once: a layer of 256 experts takes as long as a dense one."""
+    sizes, family = dims(config), family_of(config)
+    counted: dict[tuple[str, ...], Parameters] = {}
+    layers = [family.layer(config, index) for index in range(text_config(config).num_hidden_layers)]
+    for rules in layers:
+        if _kind(rules) not in counted:
+            kinds = {"split": 0, "replicated": 0, "experts": 0}
+            for rule in rules:
+                number = sum(math.prod(sizes[name] for name in shape) for shape in rule.hf.values())
+                # A stacked tensor holds all experts already.
+                if "{expert}" in rule.megatron:
+                    kinds["experts"] += number * (1 if rule.is_stacked else sizes["experts"])
+                else:
+                    kinds["replicated" if isinstance(rule.transform, Replicated) else "split"] += number
+            counted[_kind(rules)] = Parameters(**kinds)
+    return [counted[_kind(rules)] for rules in layers]
+
+
+def _kind(rules: tuple[Rule, ...]) -> tuple[str, ...]:
+    return tuple(rule.megatron for rule in rules)
+
+
+def embedding_parameters(config: ModelConfig) -> Parameters:
+    """Before the first layer: the embedding and, of a model that sees, its encoder."""
+    sizes = dims(config)
+    encoder = parameter_shapes(config.vision_config).values() if family_of(config).vision is not None else ()
+    return Parameters(split=sizes["vocab"] * sizes["hidden"], replicated=sum(map(math.prod, encoder)))
+
+
+def head_parameters(config: ModelConfig, *, is_critic: bool = False) -> Parameters:
+    """After the last layer: the norm and the output layer, also where it is tied to the embedding."""
+    hidden = dims(config)["hidden"]
+    if is_critic:
+        return Parameters(replicated=2 * hidden)
+    return Parameters(split=dims(config)["vocab"] * hidden, replicated=hidden)
+
+
+def num_parameters(config: ModelConfig) -> int:
+    """Of the whole policy, as its files count them."""
+    tied = embedding_parameters(config).split if config.tie_word_embeddings else 0
+    layers = Parameters.sum(layer_parameters(config)).number
+    return layers + embedding_parameters(config).number + head_parameters(config).number - tied

@@ -1,0 +1,50 @@
+"""What a GPU can do: the descriptions in ``gpus.yaml``, and those of a file of one's own."""
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from megatron_rl.errors import ConfigError
+
+_OWN = Path(__file__).with_name("gpus.yaml")
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """Peaks of one GPU and of its links, one direction each. Units: 1/s, bytes, bytes/s."""
+
+    source: str
+    """The document that says so."""
+    flops: Mapping[str, float]
+    """Data type (bfloat16, float8) -> operations per second of dense matrix products."""
+    hbm_bytes: float
+    hbm_bandwidth: float
+    nvlink_bandwidth: float
+    """To other GPUs of the machine."""
+    nic_bandwidth: float
+    """To other machines."""
+    per_machine: int
+    """GPUs of one machine."""
+
+
+def gpu(name: str, file: Path = _OWN) -> Gpu:
+    """The description of ``name``; ConfigError for a name that ``file`` does not have, or a field that is missing."""
+    described = _read(file)
+    if name not in described:
+        raise ConfigError(f"GPU {name!r} is not described in {file}; described: {', '.join(described)}")
+    names = {field.name for field in fields(Gpu)}
+    if described[name].keys() != names:
+        raise ConfigError(f"{file}: {name}: expected the fields {', '.join(sorted(names))}, got {', '.join(sorted(described[name]))}")
+    return Gpu(**described[name])
+
+
+@functools.cache
+def _read(file: Path) -> dict[str, dict[str, Any]]:
+    content = yaml.safe_load(file.read_text(encoding="utf-8"))
+    if not isinstance(content, dict) or not all(isinstance(fields, dict) for fields in content.values()):
+        raise ConfigError(f"{file}: expected names of GPUs with their fields")
+    return content
