@@ -16,12 +16,12 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 import numpy as np
-from megatron_rl.training.flops import ForwardFlops, flops_cost
 from rich.console import Console
 from rich.table import Table
 from transformers import AutoConfig
 
 from megatron_rl.cpu.torchvision import declare_torchvision_ops
+from megatron_rl.planning.flops import ForwardFlops, flops_cost
 from megatron_rl.training.batching import CostFunction, Plan, plan_microbatches, plan_statistics
 
 SEVEN_BILLION = dict(

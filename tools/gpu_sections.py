@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from megatron_rl.training.flops import flops_cost
 
 from megatron_rl.commands.invariance import OPTIMIZER, make_batch
 from megatron_rl.config.layout import parse_layout
@@ -23,6 +22,7 @@ from megatron_rl.cpu.torchvision import declare_torchvision_ops
 from megatron_rl.data.batch import PackedBatch
 from megatron_rl.models.layers import has_transformer_engine
 from megatron_rl.parallel import topology as topologies
+from megatron_rl.planning.flops import flops_cost
 from megatron_rl.training import losses
 from megatron_rl.training.batching import plan_microbatches
 from megatron_rl.training.engine import Engine
