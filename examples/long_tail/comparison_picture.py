@@ -1,0 +1,160 @@
+"""The picture of a comparison: accuracy over seconds of training with its intervals, and finished responses a second."""
+
+import io
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.backends.backend_svg import FigureCanvasSVG
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator, PercentFormatter
+
+from megatron_rl.tracking.charts import DARK, LIGHT
+
+_COLORS = ("orange", "blue", "teal", "violet", "green", "pink", "yellow", "sky", "red")
+"""Names of LIGHT and DARK: the baseline's, then those of the other arms."""
+_LEAST_GAP = 0.052
+"""Between the names at the ends of two lines, in heights of the panel."""
+
+Number = Mapping[str, Any]
+"""An Estimate: value, low, high, relation."""
+_ONE = {"value": 1.0, "low": 1.0, "high": 1.0, "relation": ""}
+
+
+def draw(found: Mapping[str, Any], path: Path) -> None:
+    """``path``.svg for light pages, ``path``-dark.svg and ``path``.png. ``found``: a Comparison as a dictionary."""
+    path.with_name(f"{path.name}.svg").write_text(_svg(_figure(found, LIGHT)))
+    path.with_name(f"{path.name}-dark.svg").write_text(_svg(_figure(found, DARK)))
+    figure = _figure(found, LIGHT)
+    figure.set_facecolor("white")
+    FigureCanvasAgg(figure)
+    figure.savefig(path.with_name(f"{path.name}.png"), dpi=150)
+
+
+def _figure(found: Mapping[str, Any], palette: Mapping[str, str]) -> Figure:
+    figure = Figure(figsize=(10.0, 4.6), facecolor="none")
+    left = figure.add_axes((0.065, 0.12, 0.475, 0.75))
+    above, below = figure.add_axes((0.745, 0.565, 0.225, 0.305)), figure.add_axes((0.745, 0.045, 0.225, 0.305))
+    arms = list(found["accuracy"])
+    colors = {name: palette[_COLORS[i % len(_COLORS)]] for i, name in enumerate(arms)}
+    _accuracy(left, found, colors, palette)
+    baseline, most = found["baseline"], max(found["num_seeds"].values())
+    finished = {name: speed["finished_per_s"] for name, speed in found["speed"].items()}
+    times = {name: f"   {one['value']:.2f} x" for name, one in found["times_finished"].items()}
+    _bars(above, finished, times, colors, palette)
+    faster = {name: found["times_faster"][name][-1] if name != baseline else _ONE for name in arms}
+    _bars(below, faster, dict.fromkeys(arms, " x"), colors, palette)
+    words = f"mean and 95 % interval over {most} seeds" if most > 1 else "one seed"
+    _title(left, "accuracy on held-out problems", f"over seconds of training; {words}", palette)
+    _title(above, "finished responses a second", f"steady state, and times {baseline}", palette)
+    _title(below, f"times faster than {baseline}", f"to an accuracy of {found['levels'][-1]:.1%}", palette)
+    return figure
+
+
+def _accuracy(axes: Axes, found: Mapping[str, Any], colors: Mapping[str, str], palette: Mapping[str, str]) -> None:
+    _plain(axes, palette)
+    axes.grid(axis="y", color=palette["line"], linewidth=0.6)
+    grid, tops = np.array(found["grid"]), []
+    for name, numbers in found["accuracy"].items():
+        values, low, high = (np.array([one[key] for one in numbers]) for key in ("value", "low", "high"))
+        tops += [values.max(), *(high[np.isfinite(high)])]
+        if np.isfinite(low).all():
+            axes.fill_between(grid, low, high, color=colors[name], alpha=0.16, linewidth=0)
+        axes.plot(grid, values, color=colors[name], linewidth=2.0, solid_capstyle="round")
+    bottom = min(one["value"] for numbers in found["accuracy"].values() for one in numbers)
+    margin = 0.06 * (max(tops) - bottom) or 0.01
+    axes.set_ylim(max(0.0, bottom - margin), min(1.0, max(tops) + margin))
+    axes.set_xlim(0, grid[-1])
+    axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+    axes.yaxis.set_major_locator(MaxNLocator(nbins=5))
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=6))
+    axes.set_xlabel("seconds", color=palette["muted"], fontsize=9.5, loc="right", labelpad=2)
+    ends = {name: numbers[-1]["value"] for name, numbers in found["accuracy"].items()}
+    for name, height in _spread(axes, ends).items():
+        axes.annotate(
+            name,
+            (1.0, height),
+            xycoords="axes fraction",
+            xytext=(6, 0),
+            textcoords="offset points",
+            va="center",
+            fontsize=9.5,
+            color=colors[name],
+            annotation_clip=False,
+        )
+
+
+def _spread(axes: Axes, ends: Mapping[str, float]) -> dict[str, float]:
+    """Heights, in shares of the panel, at which the names at the lines' ends do not touch."""
+    bottom, top = axes.get_ylim()
+    names = sorted(ends, key=lambda name: ends[name])
+    heights = [(ends[name] - bottom) / (top - bottom) for name in names]
+    for i in range(1, len(heights)):
+        heights[i] = max(heights[i], heights[i - 1] + _LEAST_GAP)
+    over = heights[-1] - 1.0
+    for i in range(len(heights) - 1, -1, -1):
+        highest = 1.0 if i == len(heights) - 1 else heights[i + 1] - _LEAST_GAP
+        heights[i] = min(heights[i], highest) if over > 0 else heights[i]
+    return dict(zip(names, heights, strict=True))
+
+
+def _bars(
+    axes: Axes,
+    numbers: Mapping[str, Number],
+    further: Mapping[str, str],
+    colors: Mapping[str, str],
+    palette: Mapping[str, str],
+) -> None:
+    """A bar with its interval for each arm; ``further`` words stand behind its number."""
+    _plain(axes, palette)
+    for row, (name, one) in enumerate(numbers.items()):
+        axes.barh(row, one["value"], height=0.62, color=colors[name], linewidth=0)
+        end = one["value"]
+        if np.isfinite([one["low"], one["high"]]).all():
+            axes.plot([one["low"], one["high"]], [row, row], color=palette["ink"], linewidth=1.1, solid_capstyle="butt")
+            end = max(end, one["high"])
+        axes.annotate(
+            f"{one['relation']}{one['value']:.{1 if one['value'] >= 10 else 2}f}" + further.get(name, ""),
+            (end, row),
+            xytext=(6, 0),
+            textcoords="offset points",
+            va="center",
+            fontsize=9.5,
+            color=palette["ink"],
+        )
+    axes.set_yticks(range(len(numbers)), list(numbers))
+    axes.tick_params(axis="y", labelcolor=palette["ink"], labelsize=9.5)
+    axes.set_ylim(max(len(numbers), 3) - 0.5, -0.5)
+    axes.set_xlim(0, 1.5 * max(one["value"] for one in numbers.values()))
+    axes.xaxis.set_visible(False)
+    axes.spines["bottom"].set_visible(False)
+    axes.spines["left"].set_visible(True)
+    axes.spines["left"].set_color(palette["line"])
+
+
+def _plain(axes: Axes, palette: Mapping[str, str]) -> None:
+    axes.set_facecolor("none")
+    for side in ("top", "right", "left"):
+        axes.spines[side].set_visible(False)
+    axes.spines["bottom"].set_color(palette["line"])
+    axes.set_axisbelow(True)
+    axes.tick_params(colors=palette["muted"], labelsize=9.5, length=0, pad=5)
+
+
+def _title(axes: Axes, title: str, below: str, palette: Mapping[str, str]) -> None:
+    corner = {"xycoords": "axes fraction", "textcoords": "offset points", "annotation_clip": False}
+    axes.annotate(title, (0, 1), xytext=(0, 26), fontsize=11.5, weight="bold", color=palette["ink"], **corner)
+    axes.annotate(below, (0, 1), xytext=(0, 11), fontsize=9.5, color=palette["muted"], **corner)
+
+
+def _svg(figure: Figure) -> str:
+    FigureCanvasSVG(figure)
+    stream = io.StringIO()
+    # Ids are hashes with this salt: without one they differ from run to run.
+    with matplotlib.rc_context({"svg.fonttype": "path", "svg.hashsalt": "megatron_rl"}):
+        figure.savefig(stream, format="svg", metadata={"Date": None, "Creator": None}, facecolor="none")
+    return "\n".join(line.rstrip() for line in stream.getvalue().splitlines()) + "\n"
