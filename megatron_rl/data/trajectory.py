@@ -197,8 +197,8 @@ class Trajectory:
     def finished(self) -> bool:
         return self.stopped or self.out_of_room or self.num_response_tokens >= self.max_response_tokens
 
-    def window_tokens(self, step: int) -> int:
-        """Number of tokens that the model generated in ``step``."""
+    def window_tokens(self, step: int | None) -> int:
+        """Number of tokens that the model generated in ``step``; None: in all steps."""
         return sum(len(segment.token_ids) for segment in self._generated_by(step))
 
     def window_room(self, step: int, window_tokens: int) -> int:
@@ -211,9 +211,9 @@ class Trajectory:
         """[response tokens] bool: the model's own tokens, not those of messages."""
         return self._per_token([segment.generated for segment in self.segments])
 
-    def window_mask(self, step: int) -> np.ndarray:
-        """[response tokens] bool: generated in ``step``."""
-        return self._per_token([segment.generated and segment.step == step for segment in self.segments])
+    def window_mask(self, step: int | None) -> np.ndarray:
+        """[response tokens] bool: generated in ``step``; None: in any step."""
+        return self._per_token([s.generated and step in (None, s.step) for s in self.segments])
 
     def hot_mask(self) -> np.ndarray:
         """[response tokens] bool: sampled hot (FIRE)."""
@@ -266,8 +266,8 @@ class Trajectory:
         turn = self.current_turn
         return (s for s in self.segments if s.generated and s.turn == turn)
 
-    def _generated_by(self, step: int) -> Iterator[Segment]:
-        return (segment for segment in self.segments if segment.generated and segment.step == step)
+    def _generated_by(self, step: int | None) -> Iterator[Segment]:
+        return (segment for segment in self.segments if segment.generated and step in (None, segment.step))
 
     def _per_token(self, flags: list[bool]) -> np.ndarray:
         lengths = [len(segment.token_ids) for segment in self.segments]

@@ -107,8 +107,11 @@ def _critic_targets(rewards: Tensor, old_values: Tensor, cu_pieces: Tensor, algo
     return advantages + old_values
 
 
-def keep_signals(trajectories: Sequence[Trajectory], batch: PackedBatch, signals: Signals, step: int) -> None:
-    """Each trajectory remembers its new tokens' values (the anchor of the value clip) and rewards for the critic."""
+def keep_signals(trajectories: Sequence[Trajectory], batch: PackedBatch, signals: Signals, step: int | None) -> None:
+    """Each trajectory remembers its new tokens' values (the anchor of the value clip) and rewards for the critic.
+
+    ``step`` None: all of its tokens are new here.
+    """
     windows = [t.window_tokens(step) for t in trajectories]
     for name, values in (("old_values", signals.values), ("token_rewards", signals.token_rewards)):
         if values is not None:

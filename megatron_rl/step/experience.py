@@ -53,12 +53,15 @@ def window_advantages(
     batch: PackedBatch,
     signals: Signals,
     *,
-    step: int,
+    step: int | None,
     window_tokens: int,
     algorithm: AlgorithmConfig,
     rules: ResponseRules = SINGLE_RESPONSE,
 ) -> Advantages:
-    """Advantages of this step's tokens: EGAE over the pieces, or the responses' outcomes against each other."""
+    """Advantages of this step's tokens: EGAE over the pieces, or the responses' outcomes against each other.
+
+    ``step`` None: of the tokens of all steps, over whole responses.
+    """
     in_window = batch.fields["mask"]
     pieces = window_pieces(trajectories, step, algorithm, rules)
     sizes = torch.tensor([p.num_tokens for p in pieces], dtype=torch.int64)

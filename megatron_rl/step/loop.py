@@ -14,7 +14,7 @@ from typing import Any
 
 from megatron_rl.algorithms.settling import Settling
 from megatron_rl.config.derived import effective_window_tokens, needs_greedy
-from megatron_rl.config.schema import Config, HealthAction, OldPolicy, RoutingReplay
+from megatron_rl.config.schema import Config, HealthAction, OldPolicy, RoutingReplay, TrainsOn
 from megatron_rl.data.slots import SlotPool
 from megatron_rl.data.vision import Vision
 from megatron_rl.rewards.lines.dense import ProcessRewarder, values_after_tokens
@@ -107,8 +107,10 @@ class TrainingLoop:
         rounds = self._parts.collector.rounds
         self._parts.recorder.note_work("generate", step, cpu_s=used_s, cores=os.cpu_count() or 1, rounds=rounds)
         trajectories = [t for t in slots if t.window_tokens(step) and not t.greedy]
+        if self._trained_window(step) is None:
+            trajectories = [t for t in trajectories if t.finished]
         # On a thread next to the event loop: images are read and cut there.
-        batch = await asyncio.to_thread(window_batch, trajectories, step, self._parts.vision)
+        batch = await asyncio.to_thread(window_batch, trajectories, self._trained_window(step), self._parts.vision)
         if self._config.policy.moe.routing_replay is RoutingReplay.R3:
             batch = with_routes(batch, window_routes(trajectories, step))
         self._states[step] = StepState(trajectories, batch, slots, metrics=metrics)
@@ -161,12 +163,12 @@ class TrainingLoop:
             state.trajectories,
             state.batch,
             signals,
-            step=step,
+            step=self._trained_window(step),
             window_tokens=effective_window_tokens(self._config),
             algorithm=algorithm,
             rules=parts.rules,
         )
-        keep_signals(state.trajectories, state.batch, signals, step)
+        keep_signals(state.trajectories, state.batch, signals, self._trained_window(step))
         state.policy_batch, mismatch = policy_batch(
             state.trajectories,
             state.batch,
@@ -258,6 +260,10 @@ class TrainingLoop:
         if parts.saver.newest_step != step:
             self._save(step)
         return step + 1
+
+    def _trained_window(self, step: int) -> int | None:
+        """The step whose tokens this one trains on; None: whole responses, over all their windows."""
+        return None if self._config.schedule.policy_trains_on is TrainsOn.responses else step
 
     def _examine(self, step: int) -> None:
         parts, metrics = self._parts, self._states[step].metrics

@@ -16,11 +16,16 @@ def pack(trajectories: Sequence[Trajectory], fields: dict[str, Tensor], vision: 
     rows = [np.asarray(t.token_ids, dtype=np.int64) for t in trajectories]
     lengths = torch.tensor([len(row) for row in rows], dtype=torch.int64)
     images = None if vision is None else vision.batch([t.prompt.images for t in trajectories])
-    return PackedBatch(torch.from_numpy(np.concatenate(rows)), cu_seqlens_of(lengths), fields, images)
+    tokens = np.concatenate([np.zeros(0, np.int64), *rows])
+    return PackedBatch(torch.from_numpy(tokens), cu_seqlens_of(lengths), fields, images)
 
 
-def window_batch(trajectories: Sequence[Trajectory], step: int, vision: Vision | None = None) -> PackedBatch:
+def window_batch(
+    trajectories: Sequence[Trajectory], step: int | None, vision: Vision | None = None
+) -> PackedBatch:
     """Prompt and response so far; ``mask`` is on the tokens that ``step`` generated, rollout_logprobs next to it.
+
+    ``step`` None: on all that the model generated.
 
     Every window of a response needs the prompt's images again, so ``vision`` cuts them in every step.
     """
@@ -55,7 +60,7 @@ def with_routes(batch: PackedBatch, routes: Tensor | None) -> PackedBatch:
 
 def response_field(parts: Sequence[np.ndarray], trajectories: Sequence[Trajectory], dtype: type = np.float32) -> Tensor:
     """[T]: one array over each response's tokens, zeros on the prompts."""
-    rows: list[np.ndarray] = []
+    rows: list[np.ndarray] = [np.zeros(0, dtype)]  # so that no trajectory at all is an empty field
     for part, trajectory in zip(parts, trajectories, strict=True):
         rows += [np.zeros(len(trajectory.prompt.token_ids), dtype), part.astype(dtype, copy=False)]
     return torch.from_numpy(np.concatenate(rows))

@@ -45,9 +45,12 @@ class Piece:
 
 
 def window_pieces(
-    trajectories: Sequence[Trajectory], step: int, algorithm: AlgorithmConfig, rules: ResponseRules
+    trajectories: Sequence[Trajectory], step: int | None, algorithm: AlgorithmConfig, rules: ResponseRules
 ) -> list[Piece]:
-    """The pieces of this step's window in the order of its tokens; a trajectory without new tokens has none."""
+    """The pieces of a step's window in the order of its tokens; a trajectory without new tokens has none.
+
+    ``step`` None: of all windows.
+    """
     pieces = []
     for row, trajectory in enumerate(trajectories):
         if not rules.independent_turns:
@@ -56,7 +59,7 @@ def window_pieces(
             continue
         new_tokens: Counter[int] = Counter()
         for segment in trajectory.segments:
-            if segment.generated and segment.step == step:
+            if segment.generated and step in (None, segment.step):
                 new_tokens[segment.turn] += len(segment.token_ids)
         pieces += [
             _turn_piece(row, trajectory, turn, n) for turn in trajectory.turns() if (n := new_tokens[turn.index])

@@ -160,6 +160,8 @@ class TrainerGroup:
 
     def logprobs(self, batch: PackedBatch, *, temperature: float, engine: str = "policy") -> Tensor:
         """[T] float32 log-probs of the policy (or the reference) where fields["mask"], else 0."""
+        if not batch.num_sequences:
+            return torch.zeros(0)
         _, logprobs = self._logprobs(batch, engine, temperature=temperature, record_routes=False)
         return logprobs
 
@@ -167,6 +169,8 @@ class TrainerGroup:
         self, batch: PackedBatch, *, temperature: float, engine: str = "policy"
     ) -> tuple[Tensor, Tensor]:
         """``logprobs``, and the experts that this pass chose: [T, layers, k] int16 (``data.batch.ROUTES``)."""
+        if not batch.num_sequences:
+            return torch.zeros(0), torch.zeros((0, *self._worker.engines[engine].routes_shape), dtype=torch.int16)
         plan, logprobs = self._logprobs(batch, engine, temperature=temperature, record_routes=True)
         gathered = self._call(Command("take_routes", engine, _take_routes, gathers=True))
         shape = self._worker.engines[engine].routes_shape
@@ -183,6 +187,8 @@ class TrainerGroup:
 
     def values(self, batch: PackedBatch, *, engine: str = "critic") -> tuple[Tensor, Tensor]:
         """(values [T], final_values [N]) of the critic (or a reward model), float32."""
+        if not batch.num_sequences:
+            return torch.zeros(0), torch.zeros(0)
         plan, results = self._answers(Command("values", engine, _values, sends_batches=True, gathers=True), batch)
         values, final_values = restore(batch, plan, results, per_sequence=True)
         return values, final_values

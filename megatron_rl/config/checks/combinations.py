@@ -21,6 +21,7 @@ from megatron_rl.config.schema import (
     OldPolicy,
     Overlong,
     RolloutConfig,
+    TrainsOn,
 )
 from megatron_rl.system.plugins import PluginError, parameters
 
@@ -41,6 +42,7 @@ def unknown_pieces(algorithm: AlgorithmConfig) -> Iterator[str]:
 def problems(config: Config, command: str = "train") -> Iterator[str]:
     yield from _windows(config)
     yield from _full_responses(config)
+    yield from _old_tokens(config)
     yield from _comparisons(config)
     yield from _unread_inputs(config.algorithm)
     yield from _correction(config.algorithm.correction)
@@ -100,6 +102,19 @@ def _full_responses(config: Config) -> Iterator[str]:
     for key, used in full_only.items():
         if used:
             yield f"{key}: needs full responses, with windows their first tokens are trained too early; set schedule.mode=sync"
+
+
+def _old_tokens(config: Config) -> Iterator[str]:
+    """Tokens that train steps after they were sampled are not the policy's own."""
+    correction, window = config.algorithm.correction, effective_window_tokens(config)
+    if config.schedule.policy_trains_on is TrainsOn.windows or window >= config.batch.max_response_tokens:
+        return
+    if correction.old_policy is OldPolicy.recomputed and correction.weight == "none":
+        yield (
+            "schedule.policy_trains_on: responses are trained on when they end, but older policies sampled their first windows; set "
+            "algorithm.correction.old_policy=rollout (ratios to the policy that sampled each token), or "
+            "algorithm.correction.weight=token (recomputed ratios, weighted)"
+        )
 
 
 def _comparisons(config: Config) -> Iterator[str]:

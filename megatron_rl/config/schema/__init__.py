@@ -59,6 +59,7 @@ from megatron_rl.config.schema.run import (
     RunConfig,
     ScheduleConfig,
     TrackingConfig,
+    TrainsOn,
 )
 from megatron_rl.config.schema.signs import HealthAction, HealthConfig
 
@@ -118,6 +119,7 @@ __all__ = [
     "SelectionRule",
     "SftConfig",
     "TrackingConfig",
+    "TrainsOn",
     "VisionConfig",
     "WeightSync",
 ]

@@ -76,12 +76,25 @@ class Mode(Enum):
     """One window per step; the critic update runs while the next window is generated."""
 
 
+class TrainsOn(Enum):
+    """Which tokens of a step the policy learns from; every token trains once."""
+
+    windows = "windows"
+    """All that the step generated, with EGAE where the response goes on (T-PPO)."""
+    responses = "responses"
+    """The responses that ended in the step, over all their windows: their advantages know the outcome, and no prefix is
+    computed again, but tokens are as old as their windows."""
+
+
 @dataclass
 class ScheduleConfig:
     """How generation and training follow each other."""
 
     mode: Mode = Mode.tppo
     """What a step generates and what overlaps."""
+    policy_trains_on: TrainsOn = TrainsOn.windows
+    """Which tokens of a step the policy learns from. With responses algorithm.correction has to say what becomes of tokens that
+    an older policy sampled: old_policy=rollout, or a weight."""
 
 
 @dataclass

@@ -96,6 +96,55 @@ def test_advantages_of_a_window_ignore_earlier_windows():
     assert torch.equal(one, two)
 
 
+def test_responses_that_train_at_their_end_have_the_advantages_of_one_pass():
+    """schedule.policy_trains_on=responses: over all windows at once, whatever step generated them."""
+    values = [0.2, 0.4, 0.5, 0.6, 0.55, 0.7, 0.8]
+    whole = trajectory([4, 3], stopped=True, score=Score(1.0), prompt_tokens=2, first_step=5)
+    other = trajectory([2], stopped=True, score=Score(0.0), prompt_tokens=1, first_step=6, id=1)
+    batch, found = advantages([whole, other], None, [*values, 0.3, 0.1])
+    assert found.mask.tolist() == [False] * 2 + [True] * 7 + [False] + [True] * 2 and found.ended[found.mask].all()
+    rewards, cu = torch.tensor([0.0] * 6 + [1, 0, 0]), torch.tensor([0, 7, 9])
+    plain = algorithms.gae(rewards, torch.tensor([*values, 0.3, 0.1]), cu, gamma=1.0, lam=0.95)
+    assert torch.equal(found.raw[found.mask], plain)
+    assert batch.fields["rollout_logprobs"][found.mask].tolist() == [-0.5] * 9
+    kept = torch.zeros(len(batch.tokens))
+    kept[batch.fields["mask"]] = torch.tensor([*values, 0.3, 0.1])
+    keep_signals([whole, other], batch, Signals(kept, torch.zeros(2)), None)
+    assert whole.old_values == pytest.approx(values) and other.old_values == pytest.approx([0.3, 0.1])
+    assert response_batch([whole, other], RAW).fields["mask"].tolist() == found.mask.tolist()
+
+
+@pytest.mark.parametrize("at_their_end", [False, True])
+@given(st.lists(st.lists(st.integers(1, 3), min_size=1, max_size=4), min_size=1, max_size=6))
+def test_every_generated_token_trains_the_policy_in_exactly_one_step(at_their_end, responses):
+    """Either in the step that generated it, or in the one in which its response ended."""
+    trained = [[0] * sum(windows) for windows in responses]
+    for step in range(4):
+        alive = [(id, windows) for id, windows in enumerate(responses) if len(windows) > step]
+        rows = []
+        for id, windows in alive:
+            ended = len(windows) == step + 1
+            rows.append(trajectory(windows[: step + 1], stopped=ended, score=Score(1.0) if ended else None, id=id))
+        if at_their_end:
+            rows = [t for t in rows if t.finished]
+        num_tokens = sum(t.window_tokens(None if at_their_end else step) for t in rows)
+        batch, found = advantages(rows, None if at_their_end else step, [0.5] * num_tokens, final=[0.0] * len(rows))
+        assert int(found.mask.sum()) == num_tokens
+        for t, mask in zip(rows, found.mask.split(batch.lengths.tolist()), strict=True):
+            for place in mask[3:].nonzero()[:, 0].tolist():
+                trained[t.id][place] += 1
+    assert all(count == 1 for counts in trained for count in counts)
+
+
+def test_a_step_in_which_nothing_ended_has_nothing_to_train_on():
+    batch, found = advantages([], None, [])
+    assert batch.num_sequences == 0 and len(found.mask) == 0
+    trained, metrics = policy_batch([], batch, torch.zeros(0), found, RAW)
+    assert trained.num_sequences == 0 and not any(math.isnan(value) for value in metrics.values())
+    assert response_batch([], RAW) is None
+    assert advantage_metrics(batch, found) == {"advantage/finished_tokens": 0, "advantage/unfinished_tokens": 0}
+
+
 def test_prompt_tokens_and_earlier_windows_train_nothing():
     batch, found = advantages([trajectory([4, 3], stopped=True, score=Score(1.0), prompt_tokens=5)], 1, [0.1, 0.2, 0.3])
     assert found.mask.tolist() == [False] * 9 + [True] * 3

@@ -7,15 +7,17 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_rl.config.schema import Config, HealthAction, HealthConfig
+from megatron_rl.config.schema import Config, HealthAction, HealthConfig, OldPolicy, TrainsOn
 from megatron_rl.data.batch import PackedBatch, cu_seqlens_of
 from megatron_rl.data.trajectory import Prompt, Score, Segment, Trajectory
 from megatron_rl.step.grading import Grader
 from megatron_rl.step.loop import Parts, TrainingLoop
+from megatron_rl.step.packing import window_batch
 from megatron_rl.step.parity import EngineMismatch, Parity
 from megatron_rl.step.state import StepState
 from megatron_rl.step.watchdog import RollBack, TrainingDied, Watchdog
 from megatron_rl.training.engine import UpdateResult
+from megatron_rl.training.trainer_group import TrainerGroup
 
 
 class RecordingGroup:
@@ -251,3 +253,39 @@ def test_only_what_grew_and_trains_is_a_row_of_the_trainers_batches_and_all_of_i
     assert [t.id for t in state.trajectories] == [0, 3] and state.batch.num_sequences == 2 and state.slots == slots
     asyncio.run(loop.score(1))
     assert [t.id for t in state.finished] == [0, 3] and slots[2].reward == 3.0 and slots[1].score is None
+
+
+def test_responses_that_train_at_their_end_are_the_rows_of_the_step_in_which_they_ended():
+    def response(id, *windows, stopped):
+        segments = [
+            Segment((5,) * n, (-1.0,) * n, 0, "stop" if stopped and k + 1 == len(windows) else "length", k)
+            for k, n in enumerate(windows)
+        ]
+        return Trajectory(id, Prompt("p", (1,), answer="2"), id, 0, 9, segments)
+
+    slots = [response(0, 2, 3, stopped=True), response(1, 2, 3, stopped=False)]
+
+    async def collect(step):
+        return slots, {}
+
+    loop = make_loop(RecordingGroup())
+    loop._config.schedule.policy_trains_on = TrainsOn.responses
+    loop._config.algorithm.correction.old_policy = OldPolicy.rollout
+    collector = SimpleNamespace(collect=collect, rounds=[])
+    recorder = SimpleNamespace(elapsed_s=0.0, note_work=lambda *stage, **facts: None)
+    loop._parts = replace(loop._parts, collector=collector, recorder=recorder)
+    asyncio.run(loop.generate(1))
+    state = loop._states[1]
+    assert [t.id for t in state.trajectories] == [0] and state.slots == slots
+    assert state.batch.fields["mask"].tolist() == [False] + [True] * 5
+    loop.old_logprobs(1)
+    assert state.old_logprobs.tolist() == [0.0] + [-1.0] * 5
+    slots[0].segments.pop()
+    asyncio.run(loop.generate(2))
+    assert loop._states[2].batch.num_sequences == 0
+
+
+def test_an_empty_batch_is_answered_without_asking_the_ranks():
+    group, empty = object.__new__(TrainerGroup), window_batch([], None)
+    assert len(group.logprobs(empty, temperature=1.0)) == 0
+    assert [len(found) for found in group.values(empty)] == [0, 0]
