@@ -8,15 +8,14 @@ says why. Tests hold both, and the page.
 """
 
 import argparse
-import json
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from published_steps import Point, model, nemo_points, verl_points
+
 from megatron_rl.config.layout import parse_layout, ranks_of_replica
 from megatron_rl.config.schema import ParallelConfig, Recompute
-from megatron_rl.families.facts import as_config
 from megatron_rl.planning.activations import layer_bytes
 from megatron_rl.planning.counts import num_parameters
 from megatron_rl.planning.gpus import gpu
@@ -26,37 +25,13 @@ from megatron_rl.planning.training_time import Work, training_seconds
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "estimates.md"
-MODELS = Path(__file__).parent / "published" / "models"
 BEGIN, END = "<!-- tools/published_points.py writes this table -->", "<!-- end of the table -->"
 
 MEGATRON_BRIDGE = "NVIDIA-NeMo/Megatron-Bridge@067f987df docs/performance-summary-archive.md"
 MBRIDGE = "ISEEKYAN/mbridge@10cb17f memory_estimator/README.md"
 PRIME_RL = "PrimeIntellect-ai/prime-rl@559b44772 benchmarks/baselines"
+RESHARD = "NVIDIA-NeMo/RL@7ea279abf docs/design-docs/nccl-reshard-refit.md"
 MILES = "radixark/miles@31f1ca961 docs/advanced/p2p-weight-transfer.md"
-
-
-@dataclass(frozen=True)
-class Point:
-    name: str
-    what: str
-    unit: str
-    published: float
-    ours: Callable[[], float]
-    source: str
-    """Document and row."""
-    within: float
-    """The relative error that it may have."""
-    is_fitted: bool = False
-    why: str = ""
-    """Of a row that lies further off."""
-
-    def error(self) -> float:
-        return self.ours() / self.published - 1
-
-
-def model(name: str) -> Any:
-    """The sizes in a model's config.json, as the hub has them."""
-    return as_config(json.loads((MODELS / f"{name}.json").read_text()))
 
 
 def training_points() -> Iterable[Point]:
@@ -158,8 +133,27 @@ def publish_points() -> Iterable[Point]:
             )  # fmt: skip
 
 
+def reshard_points() -> Iterable[Point]:
+    """NeMo-RL, shard to shard; the middle of the published range."""
+    why = "another implementation: it sends shards without gathering whole tensors first"
+    for name, title, size, stages, per_server, low, high in (
+        ("D6", "qwen3-30b-a3b", 61.1e9, 2, 8, 0.74, 1.00),
+        ("D7", "deepseek-v3", 1342e9, 16, 32, 2.39, 2.83),
+    ):
+
+        def ours(size: float = size, stages: int = stages, per_server: int = per_server) -> float:
+            return publish_seconds(
+                size, gpu("H100-80G"), way="point_to_point", num_stages=stages, num_server_gpus=8, gpus_per_server=per_server
+            )
+
+        yield Point(
+            name, f"reshard of {title}, {stages} stages to servers of {per_server} H100", "s", (low + high) / 2, ours,
+            f"{RESHARD}, {title}", 0.20, why=why,
+        )  # fmt: skip
+
+
 def points() -> list[Point]:
-    return [*training_points(), *memory_points(), *publish_points()]
+    return [*training_points(), *memory_points(), *nemo_points(), *verl_points(), *publish_points(), *reshard_points()]
 
 
 def table(rows: Iterable[Point]) -> str:

@@ -20,19 +20,49 @@ _BYTES = 2
 
 @dataclass(frozen=True)
 class ServerCosts:
-    """What an engine adds to the roofline [s], and the share of the peaks that it reaches."""
+    """What an engine adds to the roofline [s], and the share of the peaks that it reaches.
+
+    Round figures of engines with CUDA graphs. Two are from NeMo-RL's steps (docs/estimates.md): ``sequence_s`` was chosen with
+    C1 and C2 in sight, ``far_all_reduce_s`` fitted to C4.
+    """
 
     bandwidth: float = 0.75
     products: float = 0.5
     """Of the bfloat16 peak, in prefill."""
-    floor_s: float = 0.005
-    """Of a decode step: scheduling, starts of kernels, sampling."""
-    sequence_s: float = 50e-6
+    floor_s: float = 0.002
+    """Of a decode step: scheduling, sampling."""
+    layer_s: float = 40e-6
+    """Of a decode step, per layer: starts of kernels."""
+    sequence_s: float = 40e-6
     """Of a decode step, per running sequence."""
     all_reduce_s: float = 15e-6
     """Within a machine; two per layer."""
-    far_all_reduce_s: float = 75e-6
+    far_all_reduce_s: float = 110e-6
     """The same across machines."""
+
+
+StepSeconds = Callable[[float, float], float]
+"""(running sequences, mean tokens of their contexts) -> seconds of a decode step."""
+
+
+def decode_curve(config: ModelConfig, gpu: Gpu, *, num_gpus: int, costs: ServerCosts | None = None) -> StepSeconds:
+    """``decode_seconds`` of one server as a function, for those who ask often."""
+    costs = costs or ServerCosts()
+    layers, sizes = Parameters.sum(layer_parameters(config)), dims(config)
+    dense = (layers.split + layers.replicated + head_parameters(config).number) * _BYTES / num_gpus
+    experts = layers.experts * _BYTES / num_gpus
+    missed = 1 - text_config(config).num_experts_per_tok / sizes["experts"] if any(has_experts(config)) else 0.0
+    layer_s = costs.layer_s
+    if num_gpus > 1:
+        layer_s += 2 * (costs.far_all_reduce_s if num_gpus > gpu.per_machine else costs.all_reduce_s)
+    added, cache = costs.floor_s + text_config(config).num_hidden_layers * layer_s, kv_bytes(config, num_gpus)
+
+    def seconds(running: float, context_tokens: float) -> float:
+        # Of a mixture's experts, those are read that a token chose.
+        read = dense + experts * (1 - missed**running) + running * context_tokens * cache
+        return read / (gpu.hbm_bandwidth * costs.bandwidth) + added + costs.sequence_s * running
+
+    return seconds
 
 
 def decode_seconds(
@@ -45,13 +75,7 @@ def decode_seconds(
     costs: ServerCosts | None = None,
 ) -> float:
     """Seconds of one decode step: ``running`` sequences of ``context_tokens`` each, one token more for each."""
-    costs = costs or ServerCosts()
-    read = _weights_read(config, running) / num_gpus + running * context_tokens * kv_bytes(config, num_gpus)
-    latency = costs.far_all_reduce_s if num_gpus > gpu.per_machine else costs.all_reduce_s
-    all_reduces = 2 * text_config(config).num_hidden_layers * latency if num_gpus > 1 else 0.0
-    return (
-        read / (gpu.hbm_bandwidth * costs.bandwidth) + costs.floor_s + costs.sequence_s * running + all_reduces
-    )
+    return decode_curve(config, gpu, num_gpus=num_gpus, costs=costs)(running, context_tokens)
 
 
 def prefill_seconds(
@@ -78,12 +102,11 @@ def kv_tokens(config: ModelConfig, gpu: Gpu, *, num_gpus: int, memory_fraction: 
 
 
 def generation_seconds(
-    step_seconds: Callable[[float, float], float], lengths: Sequence[int], *, prompt_tokens: float, max_running: int
+    step_seconds: StepSeconds, lengths: Sequence[int], *, prompt_tokens: float, max_running: int
 ) -> float:
     """Seconds until a server has answered ``lengths`` [tokens of each response], started in this order.
 
-    ``step_seconds``: (running sequences, mean tokens of their contexts) -> seconds of a decode step. At most ``max_running``
-    run at once; each that ends lets the next one start.
+    At most ``max_running`` run at once; each that ends lets the next one start.
     """
     waiting, seconds, step = list(reversed(lengths)), 0.0, 0
     ends: list[int] = []  # decode steps at which running responses end
@@ -105,11 +128,15 @@ def generation_seconds(
     return seconds
 
 
-def _weights_read(config: ModelConfig, running: float) -> float:
-    """Bytes of weights that a decode step reads on all GPUs of a server; of a mixture's experts those that a token chose."""
-    layers, sizes = Parameters.sum(layer_parameters(config)), dims(config)
-    share = 1.0
-    if any(has_experts(config)):
-        share = 1 - (1 - text_config(config).num_experts_per_tok / sizes["experts"]) ** running
-    dense = layers.split + layers.replicated + head_parameters(config).number
-    return _BYTES * (dense + share * layers.experts)
+
+def stream_seconds(
+    step_seconds: StepSeconds, lengths: Sequence[int], *, prompt_tokens: float, max_running: int
+) -> float:
+    """Seconds per batch of a server that never waits for the longest of one: batches like ``lengths`` follow one another."""
+    # Filling and draining cancel in a difference of two runs that are both longer than what runs at once.
+    times = max(3, -(-3 * max_running // len(lengths)))
+    few, more = (
+        generation_seconds(step_seconds, [*lengths] * number, prompt_tokens=prompt_tokens, max_running=max_running)
+        for number in (times, 2 * times)
+    )
+    return (more - few) / times

@@ -19,6 +19,7 @@ from megatron_rl.planning.serving_time import (
     kv_bytes,
     kv_tokens,
     prefill_seconds,
+    stream_seconds,
 )
 from megatron_rl.planning.training_time import Efficiency, Work, bubble, training_seconds
 from tests.tiny_families import COMMON, SHAPES
@@ -61,7 +62,7 @@ def test_experts_cost_more_the_more_machines_they_are_on():
 
 def test_a_decode_step_reads_weights_and_cache():
     config = config_of("llama3_scaled")
-    costs = ServerCosts(bandwidth=1.0, floor_s=0.0, sequence_s=0.0, all_reduce_s=0.0)
+    costs = ServerCosts(bandwidth=1.0, floor_s=0.0, layer_s=0.0, sequence_s=0.0, all_reduce_s=0.0)
 
     def step(running: float, context: float) -> float:
         return decode_seconds(config, H100, num_gpus=1, running=running, context_tokens=context, costs=costs)
@@ -75,7 +76,7 @@ def test_a_decode_step_reads_weights_and_cache():
 
 def test_few_sequences_read_few_experts():
     config = config_of("qwen3_moe")
-    costs = ServerCosts(bandwidth=1.0, floor_s=0.0, sequence_s=0.0)
+    costs = ServerCosts(bandwidth=1.0, floor_s=0.0, layer_s=0.0, sequence_s=0.0)
     steps = [decode_seconds(config, H100, num_gpus=1, running=n, context_tokens=0, costs=costs) for n in (1, 2, 4, 400)]
     experts = 2 * 4 * 3 * 48 * 36 * 2 / H100.hbm_bandwidth  # layers, experts, matrices, bytes
     assert steps[3] - steps[0] == pytest.approx(experts / 2)  # a token chooses 2 of 4
@@ -121,6 +122,31 @@ def test_generation_is_its_decode_steps(max_running):
 
     expected = brute_force(step, lengths, 20, max_running)
     assert generation_seconds(step, lengths, prompt_tokens=20, max_running=max_running) == pytest.approx(expected)
+
+
+def test_servers_across_machines_pay_for_their_all_reduces():
+    config, costs = config_of("llama3_scaled"), ServerCosts()
+
+    def step(num_gpus: int) -> float:
+        return decode_seconds(config, H100, num_gpus=num_gpus, running=1, context_tokens=0)
+
+    assert step(8) - step(1) == pytest.approx(2 * 2 * costs.all_reduce_s, rel=0.01)
+    assert step(16) - step(8) == pytest.approx(2 * 2 * (costs.far_all_reduce_s - costs.all_reduce_s), rel=0.01)
+
+
+def test_a_stream_does_not_wait_for_the_longest():
+    """Steps of one second: 4 places are always full, so a batch takes its tokens / 4, and to its end 100 seconds."""
+    lengths = [100] + [10] * 30
+
+    def step(running: float, context: float) -> float:
+        return 1.0
+
+    def drained(lengths, max_running=4):
+        return generation_seconds(step, lengths, prompt_tokens=0, max_running=max_running)
+
+    assert drained(lengths) == 100
+    stream = stream_seconds(step, lengths, prompt_tokens=0, max_running=4)
+    assert stream == pytest.approx(sum(lengths) / 4, rel=0.05) and stream < drained(lengths[::-1])
 
 
 def test_a_publish_grows_with_bytes_and_servers():

@@ -1,0 +1,244 @@
+"""Published steps of other systems, for tools/published_points.py: the C rows, with the lengths that they are taken to have."""
+
+import functools
+import json
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import NormalDist, fmean
+from typing import Any
+
+from megatron_rl.config.layout import parse_layout, ranks_of_replica
+from megatron_rl.families.facts import as_config
+from megatron_rl.planning.counts import num_parameters
+from megatron_rl.planning.flops import flops_cost
+from megatron_rl.planning.gpus import Gpu, gpu
+from megatron_rl.planning.publish_time import publish_seconds
+from megatron_rl.planning.serving_time import decode_curve, generation_seconds, kv_tokens, stream_seconds
+from megatron_rl.planning.step_time import asynchronous_step_seconds, straggler_factor
+from megatron_rl.planning.training_time import REINFORCEMENT, Work, training_seconds
+
+NEMO_RL = "NVIDIA-NeMo/RL@7ea279abf docs/about/performance-summary.md, v0.6"
+VERL = "verl-project/verl@1dda039b9 docs/advance/fully_async.md"
+MODELS = Path(__file__).parent / "published" / "models"
+
+
+@dataclass(frozen=True)
+class Point:
+    name: str
+    what: str
+    unit: str
+    published: float
+    ours: Callable[[], float]
+    source: str
+    """Document and row."""
+    within: float
+    """The relative error that it may have."""
+    is_fitted: bool = False
+    why: str = ""
+    """Of a row that lies further off."""
+
+    def error(self) -> float:
+        return self.ours() / self.published - 1
+
+
+@functools.cache
+def model(name: str) -> Any:
+    """The sizes in a model's config.json, as the hub has them."""
+    return as_config(json.loads((MODELS / f"{name}.json").read_text()))
+
+
+def log_normal(number: int, mean: float, longest: int, sigma: float) -> list[int]:
+    """``number`` quantiles of a log-normal distribution cut at ``longest`` whose mean is ``mean`` after the cut; descending."""
+    normal = NormalDist()
+    shape = [sigma * normal.inv_cdf((index + 0.5) / number) for index in range(number)]
+    low, high = 0.0, 1.0e6
+    for _ in range(60):
+        middle = (low + high) / 2
+        lengths = [min(middle * 2.718281828**x, longest) for x in shape]
+        low, high = (middle, high) if fmean(lengths) < mean else (low, middle)
+    return sorted((max(round(length), 1) for length in lengths), reverse=True)
+
+
+@dataclass(frozen=True)
+class Servers:
+    number: int
+    gpus: int
+    memory_fraction: float
+    """That weights and KV cache may use."""
+    device: Gpu
+    most_running: int = 2**31
+
+    def generate(self, name: str, lengths: Sequence[int], prompt: int, *, drains: bool = True) -> float:
+        """Seconds per batch, to the end of its longest response or, without that wait, of a continuous stream."""
+        # Every server gets the same mixture; the one with the longest response is asked.
+        mine = list(lengths)[:: self.number]
+        room = kv_tokens(model(name), self.device, num_gpus=self.gpus, memory_fraction=self.memory_fraction)
+        running = min(int(room / (prompt + fmean(mine))), self.most_running)
+        curve = decode_curve(model(name), self.device, num_gpus=self.gpus)
+        seconds = generation_seconds if drains else stream_seconds
+        return seconds(curve, _mixed(mine), prompt_tokens=prompt, max_running=running)
+
+
+def _mixed(lengths: Sequence[int]) -> list[int]:
+    """The lengths in an order that has nothing to do with them, the same every time."""
+    return [lengths[index] for index in sorted(range(len(lengths)), key=lambda index: index * 0.6180339887 % 1)]
+
+
+PROMPT = 150
+"""Tokens of a mathematics problem in a chat template; the rows publish prompts and responses together."""
+
+
+@dataclass(frozen=True)
+class NemoRl:
+    """A row of NeMo-RL's summary. Passes: log-probs of policy and reference, update; recomputation where its recipe has it.
+
+    Weights go from shard to shard, without whole tensors in between.
+    """
+
+    model: str
+    sequences: int
+    mean: int
+    longest: int
+    """Tokens of a sequence with its prompt."""
+    servers: Servers
+    layout: str
+    ranks: int
+    passes: float
+    staleness: float = 0.0
+    updates: int = 1
+
+    def seconds(self) -> float:
+        parallel, _ = parse_layout(self.layout)
+        lengths = log_normal(self.sequences, self.mean - PROMPT, self.longest - PROMPT, 0.9)
+        packs = self.sequences * self.mean / self.longest / self.updates * ranks_of_replica(parallel) / self.ranks
+        work = Work([length + PROMPT for length in lengths], self.passes, max(round(packs), 1))
+        train = training_seconds(
+            model(self.model), parallel, gpu("H100-80G"), work, num_ranks=self.ranks, efficiency=REINFORCEMENT
+        )
+        publish = publish_seconds(
+            2 * num_parameters(model(self.model)),
+            gpu("H100-80G"),
+            way="point_to_point",
+            num_stages=parallel.pipeline_parallel_size,
+            num_server_gpus=self.servers.number * self.servers.gpus,
+            gpus_per_server=self.servers.gpus,
+        )
+        batch = self.servers.generate(self.model, lengths, PROMPT)
+        if not self.staleness:
+            return batch + train + publish
+        stream = self.servers.generate(self.model, lengths, PROMPT, drains=False)
+        return asynchronous_step_seconds(
+            train=train, stream=stream, publish=publish, batch=batch, staleness=self.staleness
+        )
+
+
+def nemo_points() -> Iterable[Point]:
+    h100 = gpu("H100-80G")
+    small = "0.36 million tokens a step: what 671B parameters cost beside the passes counts most, and is not in a closed form"
+    a3b, a22b, v3 = "qwen3-30b-a3b", "qwen3-235b-a22b", "deepseek-v3"
+    # name, what, published seconds, row, whether fitted, why it lies further off
+    rows: list[tuple[str, str, float, NemoRl, bool, str]] = [
+        ("C1", "on policy, 32 H100", 192,
+         NemoRl(a3b, 2048, 3203, 4096, Servers(16, 2, 0.6, h100), "ep8", 32, 5, updates=4), True, ""),
+        ("C2", "1 step off, 16 + 16 H100", 152,
+         NemoRl(a3b, 2048, 3201, 4096, Servers(8, 2, 0.8, h100), "pp2+ep8", 16, 5, 1, 4), True, ""),
+        ("C3", "8 steps off, 128 + 64 H100", 34.5,
+         NemoRl(a3b, 2048, 3206, 4096, Servers(32, 2, 0.8, h100), "ep8", 128, 5, 8, 4), False, ""),
+        ("C4", "on policy, 128 H100", 395,
+         NemoRl(a22b, 512, 5698, 8192, Servers(8, 16, 0.6, h100), "tp2+cp2+pp8+ep16+etp1", 128, 6), True, ""),
+        ("C5", "on policy, 256 H100", 312,
+         NemoRl(a22b, 512, 5713, 8192, Servers(16, 16, 0.6, h100), "tp2+cp2+pp8+ep16+etp1", 256, 6), False, ""),
+        ("C6", "1 step off, 128 + 128 H100", 231,
+         NemoRl(a22b, 512, 5721, 8192, Servers(16, 8, 0.88, h100), "tp4+pp8+ep16+etp1", 128, 6, 1), False, ""),
+        ("C7", "on policy, 256 H100", 134,
+         NemoRl(v3, 512, 701, 1536, Servers(8, 32, 0.6, h100), "pp16+ep16", 256, 6), False, small),
+        ("C8", "1 step off, 256 + 256 H100", 64.1,
+         NemoRl(v3, 512, 710, 1536, Servers(8, 32, 0.8, h100), "pp16+ep16", 256, 6, 1), False, small),
+    ]  # fmt: skip
+    for name, what, published, row, is_fitted, why in rows:
+        yield Point(
+            name, f"step of {row.model}, NeMo-RL, {what}", "s", published, functools.cache(row.seconds),
+            f"{NEMO_RL}, {row.model}", 0.20, is_fitted, why,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Verl:
+    """DAPO with Qwen2.5-Math-7B and responses of up to 28k on H20s. verl does not publish their lengths: these are a log-normal
+    body and a few that run to the limit, such that generation on 64 GPUs takes what was measured there."""
+
+    body_mean: float = 500.0
+    run_away: float = 0.002
+    share_of_peak: float = 0.581
+    """Fitted to update_actor at 64 GPUs."""
+    colocated_s: float = 51.4
+    """What a colocated step spends besides generation, log-probs and update; fitted to the step at 64 GPUs."""
+
+    NUMBER, LONGEST, UPDATE, GROUP = 512 * 16, 28 * 1024, 32 * 16, 4
+
+    def lengths(self) -> list[int]:
+        longest = [self.LONGEST] * round(self.NUMBER * self.run_away)
+        return longest + log_normal(self.NUMBER - len(longest), self.body_mean, self.LONGEST, 0.8)
+
+    def generation(self, gpus: int) -> float:
+        return self._servers(gpus).generate("qwen2.5-math-7b", self.lengths(), PROMPT)
+
+    def stream(self, gpus: int) -> float:
+        return self._servers(gpus).generate("qwen2.5-math-7b", self.lengths(), PROMPT, drains=False)
+
+    def passes(self, gpus: int, passes: float, sequences: int) -> float:
+        """Seconds of forward passes' worth over the batch, of which ``sequences`` at a time; sequences are shared by 4 GPUs."""
+        flops = flops_cost(model("qwen2.5-math-7b"))
+        costs = [flops(length + PROMPT) for length in self.lengths()]
+        factor = straggler_factor(costs, num_replicas=gpus // self.GROUP, sequences_per_update=sequences)
+        return passes * sum(costs) / (gpus * gpu("H20").flops["bfloat16"] * self.share_of_peak) * factor
+
+    def update(self, gpus: int) -> float:
+        return self.passes(gpus, 4, self.UPDATE)
+
+    def step(self, gpus: int) -> float:
+        """Colocated and synchronous."""
+        return self.generation(gpus) + self.passes(gpus, 1, self.NUMBER) + self.update(gpus) + self.colocated_s
+
+    def asynchronous(self, gpus: int) -> float:
+        """``gpus`` of each kind; responses go on over a publish, the servers' own log-probs are the old ones."""
+        return asynchronous_step_seconds(train=self.update(gpus), stream=self.stream(gpus), publish=self._publish(gpus))
+
+    def streamed(self, gpus: int) -> float:
+        """Without staleness: the trainer takes quarters of the batch as they are ready, the servers wait for its last update."""
+        return self.generation(gpus) + self.update(gpus) / 4 + self._publish(gpus)
+
+    def _publish(self, gpus: int) -> float:
+        size = 2 * num_parameters(model("qwen2.5-math-7b"))
+        return publish_seconds(
+            size, gpu("H20"), way="broadcast", num_stages=1, num_server_gpus=gpus, gpus_per_server=self.GROUP
+        )
+
+    def _servers(self, gpus: int) -> Servers:
+        return Servers(gpus // self.GROUP, self.GROUP, 0.8, gpu("H20"), 1024)
+
+
+def verl_points() -> Iterable[Point]:
+    verl = Verl()
+    other = "its run had longer responses: its generation and its update both take more than twice those of 64 GPUs"
+    rows: list[tuple[str, str, float, Callable[[], float], bool, str]] = [
+        ("C10", "generation, 64 H20, colocated", 150.72, lambda: verl.generation(64), True, ""),
+        ("C10", "update, 64 H20, colocated", 133.41, lambda: verl.update(64), True, ""),
+        ("C10", "step, 64 H20, colocated and synchronous", 365.28, lambda: verl.step(64), True, ""),
+        ("C10", "step, 128 H20, colocated and synchronous", 356.30, lambda: verl.step(128), False, ""),
+        ("C10", "step, 32 H20, colocated and synchronous", 790.10, lambda: verl.step(32), False, other),
+        ("C11", "step, 32 + 32 H20, fully asynchronous", 189.26, lambda: verl.asynchronous(32), False, ""),
+        ("C11", "its gain over 64 H20 in sync", 365.28 / 189.26, lambda: verl.step(64) / verl.asynchronous(32), False, ""),
+        ("C11", "step, 16 + 16 H20, fully asynchronous", 294.77, lambda: verl.asynchronous(16), False, ""),
+        ("C11", "step, 64 + 64 H20, fully asynchronous", 150.63, lambda: verl.asynchronous(64), False, ""),
+        ("C12", "step, 64 + 64 H20, staleness 0, streamed", 231.34, lambda: verl.streamed(64), False, ""),
+        ("C12", "step, 64 + 64 H20, staleness .1", 171.30, lambda: verl.asynchronous(64), False,
+         "a tenth of a batch ahead hides only a part of the tail; the closed form knows no part"),
+        ("C12", "step, 64 + 64 H20, staleness .3", 146.11, lambda: verl.asynchronous(64), False, ""),
+    ]  # fmt: skip
+    for name, what, published, ours, is_fitted, why in rows:
+        unit = "times" if "gain" in what else "s"
+        yield Point(
+            name, f"{what}: Qwen2.5-Math-7B, verl, 28k", unit, published, functools.cache(ours), f"{VERL}, {what}", 0.20, is_fitted, why
+        )
