@@ -1,0 +1,282 @@
+"""`megatron-rl simulate`: what a run would take, from a recipe and from what a finished run measured."""
+
+import argparse
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from megatron_rl.config.load import load_config
+from megatron_rl.config.schema import Config, Mode
+from megatron_rl.errors import UserError
+from megatron_rl.simulation.calibration import calibrated
+from megatron_rl.simulation.comparison import Replayed, observed, replay_fitted, replay_measured
+from megatron_rl.simulation.lengths import Lengths, named_lengths, read_lengths
+from megatron_rl.simulation.prediction import (
+    Outcome,
+    Prediction,
+    Workload,
+    mean_outcome,
+    outcome_of,
+    predict,
+    seconds_until,
+)
+from megatron_rl.simulation.recorded import RecordedRun, prompt_lengths, read_run, response_lengths
+from megatron_rl.simulation.scenario import Scenario, scenario_of
+from megatron_rl.simulation.timing import Timing, read_timing, write_timing
+from megatron_rl.system.arguments import positive_int, positive_number
+from megatron_rl.tracking.timeline import Timeline
+
+_STEPS_THAT_COUNT = 200
+_DEFAULT_PROMPTS = "fixed:length=200"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("words", nargs="*", metavar="RECIPE.yaml or key=value", help="what is simulated; with --run, changes to it")
+    add("--config", action="append", default=[], help="YAML recipe; a later one overrides")
+    add(
+        "--run", dest="from_run", type=Path, metavar="RUN", help="folder of a finished run: its costs, lengths and keys"
+    )
+    add("--against", type=Path, metavar="RUN", help="simulate this run's configuration and lengths, and show both")
+    add("--lengths", metavar="LENGTHS", help="name:key=value,... or a file or a run's folder: docs/simulate.md")
+    add("--prompts", metavar="LENGTHS", help=f"of prompts; without --run {_DEFAULT_PROMPTS}")
+    add("--timing", type=Path, metavar="FILE", help="YAML of costs, instead of a run's")
+    add("--save-timing", type=Path, metavar="FILE", help="write the costs that are used")
+    add("--windows", type=positive_int, nargs="+", metavar="TOKENS", help="compare these windows with sync")
+    add("--steps", type=positive_int, help=f"default: until the slots have settled, and {_STEPS_THAT_COUNT} more")
+    add("--seed", type=int, default=1, help="of the lengths that are drawn")
+    add("--tokens", type=positive_number, help="also the seconds until so many tokens are generated")
+    add("--responses", type=positive_number, help="also the seconds until so many responses have finished")
+    add("--replay", action="store_true", help="the run's own stages on the clock, beside the real seconds")
+    add("--trace", type=Path, metavar="FILE.json", help="write a timeline that opens in Perfetto")
+    add("--json", action="store_true", help="print numbers as JSON")
+
+
+@dataclass(frozen=True)
+class _Inputs:
+    scenario: Scenario
+    workload: Workload
+    timing: Timing
+    real: RecordedRun | None
+    """That the simulated configuration is the one of."""
+
+
+def run(arguments: argparse.Namespace) -> int:
+    paths = [*arguments.config, *(word for word in arguments.words if "=" not in word)]
+    overrides = [word for word in arguments.words if "=" in word]
+    source = read_run(arguments.from_run) if arguments.from_run else None
+    if arguments.replay:
+        if source is None:
+            raise UserError("--replay: expected --run RUN, the run that is replayed")
+        return _replay(source, arguments)
+    inputs = _inputs(arguments, source, paths, overrides)
+    if arguments.save_timing:
+        write_timing(arguments.save_timing, inputs.timing)
+    if arguments.windows:
+        return _compare_windows(arguments, inputs)
+    prediction = _predicted(arguments, inputs)
+    if arguments.trace:
+        timeline = Timeline(max_spans=max(len(prediction.spans), 1), spans=prediction.spans)
+        timeline.write(arguments.trace)
+    real = observed(inputs.real, inputs.scenario, inputs.timing) if inputs.real and inputs.real.rounds else None
+    _show(arguments, inputs, prediction, _beside(arguments, inputs, real) if real else None)
+    return 0
+
+
+def _inputs(
+    arguments: argparse.Namespace, source: RecordedRun | None, paths: Sequence[str], overrides: Sequence[str]
+) -> _Inputs:
+    target = read_run(arguments.against) if arguments.against else source
+    if not paths and target is None:
+        raise UserError(
+            "expected a recipe (megatron-rl simulate RECIPE.yaml ...) or --run RUN, the folder of a finished run"
+        )
+    recipes: list[str | Path] = [*([target.folder / "config.yaml"] if target else []), *paths]
+    scenario = scenario_of(load_config(recipes, overrides))
+    if arguments.timing:
+        timing = read_timing(arguments.timing)
+    elif source is not None:
+        timing = calibrated(source, _own_scenario(source))
+    else:
+        raise UserError(
+            "expected --run RUN or --timing FILE: without measured or given costs there is nothing to simulate with"
+        )
+    unchanged = target is not None and scenario == _own_scenario(target)
+    return _Inputs(scenario, _workload(arguments, target), timing, target if unchanged else None)
+
+
+def _own_scenario(run: RecordedRun) -> Scenario:
+    return scenario_of(_config_of(run))
+
+
+def _config_of(run: RecordedRun) -> Config:
+    return load_config(run.folder / "config.yaml")
+
+
+def _workload(arguments: argparse.Namespace, run: RecordedRun | None) -> Workload:
+    if arguments.lengths:
+        lengths = _lengths(arguments.lengths)
+    elif run is not None and run.rounds:
+        lengths = _lengths_of(run)
+    else:
+        raise UserError(
+            "expected --lengths, for example --lengths lognormal:median=2000,sigma=1,max=24576, or a run that has them"
+        )
+    if arguments.prompts:
+        return Workload(lengths, _lengths(arguments.prompts))
+    return Workload(lengths, prompt_lengths(run) if run is not None and run.rounds else named_lengths(_DEFAULT_PROMPTS))
+
+
+def _lengths(words: str) -> Lengths:
+    path = Path(words)
+    if path.is_dir():
+        return _lengths_of(read_run(path))
+    if path.name in ("metrics.jsonl", "timeline.json"):
+        return _lengths_of(read_run(path.parent))
+    return read_lengths(path) if path.is_file() else named_lengths(words)
+
+
+def _lengths_of(run: RecordedRun) -> Lengths:
+    if not run.rounds:
+        raise UserError(f"{run.folder}: the run's timeline does not say how long its responses were; give --lengths")
+    return response_lengths(run, carries=_config_of(run).schedule.mode is not Mode.sync)
+
+
+def _predicted(arguments: argparse.Namespace, inputs: _Inputs, scenario: Scenario | None = None) -> Prediction:
+    scenario = scenario or inputs.scenario
+    steps = arguments.steps or scenario.num_settling_steps + _STEPS_THAT_COUNT
+    return predict(scenario, inputs.workload, inputs.timing, num_steps=steps, seed=arguments.seed)
+
+
+def _beside(arguments: argparse.Namespace, inputs: _Inputs, real: Prediction) -> tuple[Outcome, Outcome]:
+    """(simulated, real) over the same steps: those of the real run, simulated with several seeds."""
+    num_steps = len(real.works)
+    seeds = range(arguments.seed, arguments.seed + max(1, -(-_STEPS_THAT_COUNT // num_steps)))
+    simulated = [
+        predict(inputs.scenario, inputs.workload, inputs.timing, num_steps=num_steps, seed=seed, first=real.first)
+        for seed in seeds
+    ]
+    return mean_outcome([outcome_of(one) for one in simulated]), outcome_of(real)
+
+
+def _replay(run: RecordedRun, arguments: argparse.Namespace) -> int:
+    scenario = _own_scenario(run)
+    found = {"measured seconds of every stage": replay_measured(run, scenario)}
+    if run.rounds:
+        timing = read_timing(arguments.timing) if arguments.timing else calibrated(run, scenario)
+        found["fitted costs of the recorded rows"] = replay_fitted(run, scenario, timing)
+    if arguments.json:
+        print(json.dumps({name: _replay_numbers(one) for name, one in found.items()}, indent=2))
+        return 0
+    table = Table(title=f"{run.folder}: {run.num_steps} steps, {scenario.mode.value}", title_justify="left")
+    for column in ("on the clock", "simulated s", "real s", "error", "median step error"):
+        table.add_column(column, justify="left" if column == "on the clock" else "right")
+    for name, one in found.items():
+        seconds = (f"{one.step_s.sum():.2f}", f"{one.real_step_s.sum():.2f}")
+        table.add_row(name, *seconds, f"{one.error:+.2%}", f"{one.step_error:.2%}")
+    Console().print(table)
+    return 0
+
+
+def _replay_numbers(one: Replayed) -> dict[str, float]:
+    return {
+        "simulated_s": float(one.step_s.sum()),
+        "real_s": float(one.real_step_s.sum()),
+        "error": one.error,
+        "median_step_error": one.step_error,
+    }
+
+
+def _compare_windows(arguments: argparse.Namespace, inputs: _Inputs) -> int:
+    base, most = inputs.scenario, inputs.scenario.max_response_tokens
+    too_long = [window for window in arguments.windows if window > most]
+    if too_long:
+        raise UserError(
+            f"--windows: {too_long} are longer than a response may become (batch.max_response_tokens={most})"
+        )
+    scenarios = {"sync": replace(base, mode=Mode.sync, window_tokens=most, jitter_tokens=0)}
+    for window in arguments.windows:
+        jitter = min(base.jitter_tokens or 128, window) if window < most else 0
+        scenarios[f"{window:,}"] = replace(base, mode=Mode.tppo, window_tokens=window, jitter_tokens=jitter)
+    outcomes = {name: outcome_of(_predicted(arguments, inputs, one)) for name, one in scenarios.items()}
+    if arguments.json:
+        print(json.dumps({name: asdict(outcome) for name, outcome in outcomes.items()}, indent=2))
+        return 0
+    print_windows(outcomes, title=f"{inputs.workload.lengths.text}, {base.num_slots} slots")
+    return 0
+
+
+def print_windows(outcomes: dict[str, Outcome], title: str) -> None:
+    table = Table(title=title, title_justify="left")
+    columns = ("window", "step s", "finished/s", "against sync", "tokens/s", "rollout idle", "trainer idle")
+    for column in (*columns, "unfinished", "prefixes"):
+        table.add_column(column, justify="right")
+    for name, one in outcomes.items():
+        gain = one.finished_per_s / max(outcomes["sync"].finished_per_s, 1e-12)
+        rates = (f"{one.step_s:.4g}", f"{one.finished_per_s:.4g}", f"{gain:.2f}", f"{one.tokens_per_s:,.0f}")
+        shares = (one.rollout_idle, one.trainer_idle, one.unfinished_share, one.prefix_share)
+        table.add_row(name, *rates, *(f"{share:.0%}" for share in shares))
+    Console().print(table)
+    print(
+        "unfinished: tokens trained in windows after which the response goes on; prefixes: tokens that passes read again"
+    )
+
+
+def _show(
+    arguments: argparse.Namespace, inputs: _Inputs, prediction: Prediction, pair: tuple[Outcome, Outcome] | None
+) -> None:
+    outcome, measured = pair or (outcome_of(prediction), None)
+    until = {
+        name: seconds_until(prediction, **{name: getattr(arguments, name)})
+        for name in ("tokens", "responses")
+        if getattr(arguments, name)
+    }
+    if arguments.json:
+        numbers = {"simulated": asdict(outcome), "seconds_until": until, "real": asdict(measured) if measured else None}
+        print(json.dumps(numbers | {"lengths": inputs.workload.lengths.text}, indent=2))
+        return
+    scenario = inputs.scenario
+    title = (
+        f"{scenario.mode.value}, {scenario.num_slots} slots on {scenario.num_servers} server(s), window "
+        f"{scenario.window_tokens:,} of {scenario.max_response_tokens:,} tokens; lengths: {inputs.workload.lengths.text}"
+    )
+    table = Table(title=title, title_justify="left")
+    table.add_column(f"means over {outcome.num_steps} steps")
+    for column in ("simulated", *(("real", "error") if measured else ())):
+        table.add_column(column, justify="right")
+    theirs = _lines(measured) if measured else {}
+    for name, (value, form) in _lines(outcome).items():
+        row = [name, form.format(value)]
+        if measured:
+            other = theirs.get(name, (0.0, ""))[0]
+            if name.startswith("oldest"):
+                row += ["", ""]  # a run does not record it
+                table.add_row(*row)
+                continue
+            differs = "" if "{:.0%}" in form else f"{value / other - 1:+.1%}" if other > 1e-3 else ""
+            row += [form.format(other), differs]
+        table.add_row(*row)
+    for name, seconds in until.items():
+        table.add_row(f"seconds until {getattr(arguments, name):,.0f} {name}", f"{seconds:,.0f}")
+    Console().print(table)
+
+
+def _lines(outcome: Outcome) -> dict[str, tuple[float, str]]:
+    """What a table says: name -> (value, format)."""
+    seconds, share = "{:.4g}", "{:.0%}"
+    return {
+        "seconds a step": (outcome.step_s, seconds),
+        **{f"  {name}": (value, seconds) for name, value in outcome.stage_s.items() if value >= 0.002 * outcome.step_s},
+        "rollout idle": (outcome.rollout_idle, share),
+        "trainer idle": (outcome.trainer_idle, share),
+        "finished responses a second": (outcome.finished_per_s, seconds),
+        "tokens a second": (outcome.tokens_per_s, "{:,.1f}"),
+        "trained tokens in unfinished windows": (outcome.unfinished_share, share),
+        "prefixes in the policy's passes": (outcome.prefix_share, share),
+        "tokens prefilled again a step": (outcome.reprefilled_per_step, "{:,.0f}"),
+        "oldest token at the critic, in versions": (outcome.oldest_age, "{:.0f}"),
+    }

@@ -1,0 +1,100 @@
+"""`megatron-rl simulate` as a user types it."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from megatron_rl.cli import main
+from megatron_rl.tracking.timeline import read_timeline
+from tests.unit.simulation.made_runs import make_config, make_run
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return make_run(tmp_path_factory.mktemp("made") / "run", make_config(num_prompts=16), num_steps=30)
+
+
+def numbers(capsys, *words):
+    assert main(["simulate", *map(str, words), "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_a_run_is_simulated_beside_itself_and_with_changes_alone(folder, capsys):
+    own = numbers(capsys, "--run", folder)
+    assert own["simulated"]["step_s"] == pytest.approx(own["real"]["step_s"], rel=0.08)
+    other = numbers(capsys, "--run", folder, "batch.window_tokens=300", "--steps", 60)
+    assert other["real"] is None
+    assert other["simulated"]["step_s"] > 1.2 * own["simulated"]["step_s"]
+    assert other["simulated"]["unfinished_share"] < own["simulated"]["unfinished_share"]
+
+
+def test_the_same_seed_gives_the_same_numbers(folder, capsys):
+    words = ("--run", folder, "schedule.mode=sync", "--steps", 20, "--seed")
+    first, again, other = (numbers(capsys, *words, seed) for seed in (1, 1, 2))
+    assert first == again != other
+
+
+def test_a_replay_has_both_errors(folder, capsys):
+    found = numbers(capsys, "--run", folder, "--replay")
+    measured, fitted = found.values()
+    assert abs(measured["error"]) < 0.01 and abs(fitted["error"]) < 0.03
+
+
+def test_windows_are_compared_with_sync(folder, capsys):
+    found = numbers(capsys, "--run", folder, "--windows", 96, 300, "--steps", 40)
+    assert list(found) == ["sync", "96", "300"]
+    assert found["96"]["prefix_share"] > found["300"]["prefix_share"] > found["sync"]["prefix_share"] == 0
+
+
+def test_costs_and_lengths_of_files_need_no_run_and_a_trace_opens(folder, capsys, tmp_path):
+    costs, trace, recipe = tmp_path / "costs.yaml", tmp_path / "trace.json", folder / "config.yaml"
+    main(["simulate", "--run", str(folder), "--save-timing", str(costs), "--steps", "30"])
+    capsys.readouterr()
+    found = numbers(
+        capsys, recipe, "--timing", costs, "--lengths", "fixed:length=90", "--steps", 12, "--trace", trace,
+        "--responses", 10_000,
+    )  # fmt: skip
+    assert found["simulated"]["finished_per_s"] > 0 and found["seconds_until"]["responses"] > 10
+    spans = read_timeline(trace)
+    assert {span.lane for span in spans} == {"rollout", "trainer", "host"} and max(span.step for span in spans) == 12
+
+
+def test_the_table_says_what_is_simulated(folder, capsys):
+    assert main(["simulate", "--run", str(folder)]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    for words in ("tppo, 64 slots on 1 server(s)", "seconds a step", "real", "error", "trainer idle"):
+        assert words in shown
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], "expected a recipe"),
+        (["RUN/config.yaml"], "expected --run RUN or --timing FILE"),
+        (["--replay"], "expected --run RUN, the run that is replayed"),
+        (["--run", "/nowhere"], "expected the output folder of a run"),
+        (["--run", "RUN", "--lengths", "gauss:mean=3"], "no distribution and no file"),
+        (["--run", "RUN", "--windows", "5000"], "longer than a response may become (batch.max_response_tokens=900)"),
+        (["--run", "RUN", "batch.window_token=5"], "batch.window_token"),
+        (["--run", "RUN", "algorithm.dynamic_sampling.enabled=true"], "depends on rewards"),
+        (["--run", "RUN", "batch.window_tokens=5000"], "batch.window_tokens=5000 is longer than a response may become"),
+        (["--run", "RUN", "batch.num_prompts_per_step=0"], "batch.num_prompts_per_step"),
+    ],
+)
+def test_mistakes_are_said_in_words(folder, capsys, words, said):
+    assert (
+        main(["simulate", *(word.replace("RUN", str(folder), 1) if word.startswith("RUN") else word for word in words)])
+        == 2
+    )
+    assert said in capsys.readouterr().err
+
+
+def test_neither_engine_is_imported(folder):
+    code = (
+        "import sys; from megatron_rl.cli import main; main(sys.argv[1:]); "
+        "sys.exit(bool({'megatron', 'sglang'} & set(sys.modules)))"
+    )
+    words = ["simulate", "--run", str(folder), "--steps", "12"]
+    assert subprocess.run([sys.executable, "-c", code, *words], capture_output=True, check=False).returncode == 0

@@ -1,0 +1,101 @@
+"""Folders of runs that never ran: simulated with known costs, and written as a real run writes itself."""
+
+from dataclasses import replace
+
+import numpy as np
+
+from megatron_rl.config.load import config_to_yaml
+from megatron_rl.config.schema import Config, Mode
+from megatron_rl.simulation.clock import Load, run_clock
+from megatron_rl.simulation.decoding import serve, spread
+from megatron_rl.simulation.lengths import named_lengths
+from megatron_rl.simulation.prediction import stage_seconds, work_of
+from megatron_rl.simulation.scenario import scenario_of
+from megatron_rl.simulation.slot_process import SlotProcess
+from megatron_rl.simulation.timing import Decode, Timing, Work
+from megatron_rl.tracking.timeline import Timeline
+
+TIMING = Timing(
+    Decode((1.0, 16.0, 64.0, 128.0), (0.010, 0.011, 0.016, 0.030), 2.0e-7),
+    Work(token_s=1.0e-5),
+    {
+        "generate": Work(token_s=2.0e-5, cores=1.2),
+        "score": Work(row_s=1.0e-3),
+        "old_logprobs": Work(token_s=3.0e-5, cores=1.6),
+        "values": Work(token_s=3.0e-5, cores=1.6),
+        "advantages": Work(token_s=1.0e-6),
+        "update_policy": Work(token_s=1.0e-4, update_s=0.02, cores=1.6),
+        "publish": Work(fixed_s=0.1),
+        "update_critic": Work(token_s=1.0e-4, update_s=0.02, cores=1.6),
+    },
+    between_s=0.001,
+    cores=2.0,
+)
+LENGTHS = "pareto:shape=1.15,mean=55,max=900"
+
+
+def make_config(mode="tppo", window_tokens=96, num_prompts=32):
+    config = Config()
+    config.schedule.mode = Mode(mode)
+    config.batch.num_prompts_per_step, config.batch.num_samples_per_prompt = num_prompts, 4
+    config.batch.max_response_tokens, config.batch.window_tokens = 900, 0 if mode == "sync" else window_tokens
+    config.batch.window_jitter_tokens = 16
+    config.batch.policy_minibatch_size = config.batch.critic_minibatch_size = 32
+    config.critic.warmup_steps = 0
+    return config
+
+
+def make_run(folder, config, *, num_steps=40, timing=TIMING, noise=0.0, seed=0):
+    """``noise``: standard deviation of the logarithm of every stage's seconds."""
+    scenario = scenario_of(config)
+    rng = np.random.default_rng(seed)
+    slots = SlotProcess(scenario, named_lengths(LENGTHS).draw, named_lengths("uniform:min=8,max=20").draw, rng)
+    works, rows = [], []
+
+    def load_of(run):
+        name, factor = run.stage.name, float(np.exp(noise * rng.standard_normal()))
+        if name == "generate":
+            window = slots.generate(run.step, timing)
+            works.append(work_of(window, run.step))
+            rows.append((window.generated, factor))
+        seconds = factor * stage_seconds(name, works[run.step], run.step, scenario, timing)
+        return Load(seconds, timing.stage(name).cores)
+
+    spans = run_clock(scenario.graph, load_of, num_steps, cores=timing.cores, between_s=timing.between_s)
+    written = [
+        replace(
+            span,
+            start_s=1e9 + span.start_s,
+            end_s=1e9 + span.end_s,
+            args=facts(span, rows[span.step - 1], works[span.step - 1], scenario, timing),
+        )
+        for span in spans
+    ]
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.yaml").write_text(config_to_yaml(config))
+    Timeline(spans=written).write(folder / "timeline.json")
+    return folder
+
+
+def facts(span, row, work, scenario, timing):
+    """As the loop notes them. CPU seconds: those of the work, whatever slowed it down."""
+    if not timing.stage(span.name).cores:
+        return {}
+    alone = stage_seconds(span.name, work, span.step - 1, scenario, timing)
+    found = {"cpu_s": alone * timing.stage(span.name).cores}
+    if span.name != "generate":
+        return found
+    generated, factor = row
+    finish_s = np.zeros(len(generated))
+    for own in spread(len(generated), scenario.num_servers):
+        served = serve((generated.prompt + generated.held)[own], generated.new[own], timing, scenario.limits)
+        finish_s[own] = served.finish_s * factor
+    # On a clock that a trainer stage beside it slows down: as much as it slowed the whole stage down, at its beginning.
+    lost = span.end_s - span.start_s - alone * factor
+    words = {name: getattr(generated, name) for name in ("prompt", "held", "new")}
+    words |= {"ended": generated.ended.astype(int), "ms": np.round(1000 * (finish_s + lost)).astype(int)}
+    text = {name: " ".join(map(str, values.tolist())) for name, values in words.items()}
+    return found | {
+        "cores": timing.cores,
+        "rounds": [{"rows": len(generated), "tokens": int(generated.new.sum()), **text}],
+    }

@@ -1,0 +1,70 @@
+"""The stage table on a clock: laws over random durations, and a run whose end can be worked out by hand."""
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_rl.config.schema import Mode
+from megatron_rl.simulation.clock import Load, run_clock
+from megatron_rl.step.stages import step_graph
+
+NUM_STEPS = 4
+SECONDS = {"generate": 4.0, "old_logprobs": 1.0, "values": 1.0, "update_policy": 2.0, "update_critic": 3.0}
+
+
+def run(mode, seconds=SECONDS, *, cores=0.0, wanted=0.0, **options):
+    graph = step_graph(mode, **options)
+    return run_clock(graph, lambda one: Load(seconds.get(one.stage.name, 0.0), wanted), NUM_STEPS, cores=cores)
+
+
+def test_a_synchronous_step_is_the_sum_of_its_stages():
+    assert run(Mode.sync)[-1].end_s == pytest.approx(NUM_STEPS * 11.0)
+
+
+def test_the_critic_hides_behind_the_next_window():
+    assert run(Mode.tppo)[-1].end_s == pytest.approx(NUM_STEPS * 8.0 + 3.0)
+
+
+def test_on_shared_devices_nothing_overlaps():
+    assert run(Mode.tppo, colocated=True)[-1].end_s == pytest.approx(NUM_STEPS * 11.0)
+
+
+def test_on_full_cores_what_overlaps_takes_as_long_as_one_after_the_other():
+    """Each stage wants all cores, so that an overlap gains nothing."""
+    assert run(Mode.tppo, cores=2.0, wanted=2.0)[-1].end_s == pytest.approx(NUM_STEPS * 11.0)
+
+
+def test_with_a_core_for_each_nothing_slows_down():
+    assert run(Mode.tppo, cores=2.0, wanted=1.0)[-1].end_s == pytest.approx(NUM_STEPS * 8.0 + 3.0)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_whatever_stages_take_each_finds_what_it_needs_and_its_resource_free(data):
+    mode = data.draw(st.sampled_from(list(Mode)))
+    graph = step_graph(mode, colocated=data.draw(st.booleans()), reference=data.draw(st.booleans()))
+    cores = data.draw(st.sampled_from([0.0, 1.0, 2.0]))
+    loads = {
+        (stage.name, step): Load(
+            data.draw(st.sampled_from([0.0, 0.3, 1.0, 2.5])), data.draw(st.sampled_from([0.0, 0.7, 1.5]))
+        )
+        for stage in graph
+        for step in range(NUM_STEPS)
+    }
+    spans = run_clock(graph, lambda one: loads[one.stage.name, one.step], NUM_STEPS, cores=cores, between_s=0.125)
+    found = {(span.name, span.step - 1): span for span in spans}
+    assert len(spans) == len(found) == len(loads)
+    makers = {product: stage for stage in graph for product in stage.products}
+    for stage in graph:
+        for step in range(NUM_STEPS):
+            span = found[stage.name, step]
+            assert span.end_s - span.start_s >= loads[stage.name, step].seconds - 1e-6
+            for product, back in stage.waits_for:
+                if step >= back:
+                    assert found[makers[product].name, step - back].end_s <= span.start_s + 1e-6
+    for resource in {one for stage in graph for one in stage.occupies}:
+        own = [found[stage.name, step] for stage in graph if resource in stage.occupies for step in range(NUM_STEPS)]
+        own.sort(key=lambda span: (span.start_s, span.end_s))
+        assert all(a.end_s <= b.start_s + 1e-6 for a, b in pairwise(own))
