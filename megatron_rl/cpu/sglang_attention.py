@@ -1,13 +1,66 @@
-"""SGLang's ``torch_native`` attention, faster on a CPU: one call for a whole decode batch."""
+"""SGLang's ``torch_native`` attention, faster on a CPU: it costs what the tokens held cost, and nothing is padded."""
+
+from typing import Any
 
 import torch
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
+
+from megatron_rl.cpu import attention_loop
+from megatron_rl.cpu.lanes import WIDTH
 
 
-class BatchedTorchNativeAttnBackend(TorchNativeAttnBackend):
-    """``torch_native`` with one padded attention call for a decode batch, where SGLang makes one per sequence."""
+class PagedTorchNativeAttnBackend(TorchNativeAttnBackend):
+    """``torch_native`` with one compiled call per layer, for decode and prefill, where SGLang makes one per sequence."""
+
+    def __init__(self, model_runner: Any) -> None:
+        super().__init__(model_runner)
+        self._rows: attention_loop.Rows | None = None
+        self._held: list[Tensor] = []
+        """What the addresses in ``_rows`` point to."""
+        self._scratch = torch.empty(0)
+
+    def init_forward_metadata(self, forward_batch: Any) -> None:
+        super().init_forward_metadata(forward_batch)
+        requests, lengths = forward_batch.req_pool_indices, forward_batch.seq_lens
+        if forward_batch.forward_mode.is_decode():
+            held = [requests.to(torch.int64), lengths.to(torch.int64) - 1]
+        elif forward_batch.extend_seq_lens is not None:
+            counts = forward_batch.extend_seq_lens.to(torch.int64)
+            held = [requests.to(torch.int64), lengths.to(torch.int64) - counts, counts]
+        else:
+            self._rows = None
+            return
+        self._held = held
+        addresses = [tensor.data_ptr() for tensor in held]
+        self._rows = attention_loop.Rows(len(requests), addresses[0], addresses[1], addresses[2] if len(addresses) > 2 else 0)
+
+    def _run_sdpa_forward_extend(  # noqa: PLR0913  SGLang calls it so
+        self,
+        query: Tensor,
+        output: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        req_to_token: Tensor,
+        req_pool_indices: Tensor,
+        seq_lens: Tensor,
+        extend_prefix_lens: Tensor,
+        extend_seq_lens: Tensor,
+        encoder_lens: Tensor | None = None,
+        scaling: float | None = None,
+        enable_gqa: bool = False,
+        causal: bool = False,
+        is_cross_attn: bool = False,
+        sliding_window_size: int | None = None,
+    ) -> Tensor:
+        if encoder_lens is None and causal and self._attend(
+            query, output, (k_cache, v_cache), req_to_token, scaling, sliding_window_size
+        ):
+            return output
+        return super()._run_sdpa_forward_extend(
+            query, output, k_cache, v_cache, req_to_token, req_pool_indices, seq_lens, extend_prefix_lens,
+            extend_seq_lens, encoder_lens, scaling, enable_gqa, causal, is_cross_attn, sliding_window_size,
+        )  # fmt: skip
 
     def _run_sdpa_forward_decode(  # noqa: PLR0913  SGLang calls it so
         self,
@@ -25,30 +78,61 @@ class BatchedTorchNativeAttnBackend(TorchNativeAttnBackend):
         is_cross_attn: bool = False,
         sliding_window_size: int | None = None,
     ) -> Tensor:
-        """Attention of one new token per sequence over its cached tokens.
+        if encoder_lens is None and self._attend(
+            query, output, (k_cache, v_cache), req_to_token, scaling, sliding_window_size
+        ):
+            return output
+        return super()._run_sdpa_forward_decode(
+            query, output, k_cache, v_cache, req_to_token, req_pool_indices, seq_lens,
+            encoder_lens, scaling, enable_gqa, causal, is_cross_attn, sliding_window_size,
+        )  # fmt: skip
 
-        query, output: [sequences, heads, head size]; k_cache, v_cache: [slots, KV heads, head size];
-        req_to_token: [requests, context] cache slot of each token; req_pool_indices, seq_lens: [sequences].
+    def _attend(
+        self,
+        query: Tensor,
+        output: Tensor,
+        cache: tuple[Tensor, Tensor],
+        req_to_token: Tensor,
+        scaling: float | None,
+        window: int | None,
+    ) -> bool:
+        """Causal attention of the batch's new tokens by ``attention_loop.attend``; False where it does not apply.
+
+        query, output: [new tokens, heads, head size]; cache: keys and values [slots, KV heads, head size];
+        req_to_token: [requests, context] cache slot of each token.
         """
-        windowed = sliding_window_size is not None and sliding_window_size > -1
-        if encoder_lens is not None or windowed:
-            return super()._run_sdpa_forward_decode(
-                query, output, k_cache, v_cache, req_to_token, req_pool_indices, seq_lens,
-                encoder_lens, scaling, enable_gqa, causal, is_cross_attn, sliding_window_size,
-            )  # fmt: skip
-        longest = int(seq_lens.max())
-        is_token = torch.arange(longest) < seq_lens[:, None]
-        # Padding reads slot 0, which always exists; the mask keeps it out of the result.
-        slots = torch.where(is_token, req_to_token[req_pool_indices, :longest], 0)
-        keys = k_cache[slots].to(query.dtype).transpose(1, 2)
-        values = v_cache[slots].to(query.dtype).transpose(1, 2)
-        attended = scaled_dot_product_attention(
-            query[:, :, None],
-            keys,
-            values,
-            attn_mask=is_token[:, None, None],
-            enable_gqa=enable_gqa,
-            scale=scaling,
+        keys, values = cache
+        if self._rows is None or self.use_sliding_window_kv_pool or not _fits(keys, values, req_to_token):
+            return False
+        num_heads, size = query.shape[1:]
+        if scaling is None:
+            scaling = size**-0.5
+        heads = attention_loop.Heads(
+            num_heads, keys.shape[1], size, values.shape[2], scaling, -1 if window is None else window
         )
-        output.copy_(attended[:, :, 0])
-        return output
+        in_floats = query.to(torch.float32).contiguous()
+        whole = output.dtype == torch.float32 and output.is_contiguous()
+        attended = output if whole else torch.empty(output.shape, dtype=torch.float32)
+        num_scratch = (size + 4 * WIDTH) * (req_to_token.shape[1] + 4 * WIDTH)
+        if len(self._scratch) < num_scratch:
+            self._scratch = torch.empty(num_scratch, dtype=torch.float32)
+        attention_loop.attend(
+            heads,
+            attention_loop.pages_of(keys, values, req_to_token),
+            self._rows,
+            in_floats.data_ptr(),
+            attended.data_ptr(),
+            self._scratch.data_ptr(),
+        )
+        if not whole:
+            output.copy_(attended)
+        return True
+
+
+def _fits(keys: Tensor, values: Tensor, req_to_token: Tensor) -> bool:
+    return (
+        keys.dtype == values.dtype
+        and keys.dtype in (torch.float32, torch.bfloat16)
+        and keys.stride(2) == values.stride(2) == req_to_token.stride(1) == 1
+        and req_to_token.dtype == torch.int32
+    )

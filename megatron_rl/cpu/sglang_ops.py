@@ -5,6 +5,7 @@ sglang``, which is why everything else of SGLang is imported inside the hooks. T
 ``apply_server_args_defaults`` in the launching process; ``init_backend`` and ``post_load_model`` in each scheduler.
 """
 
+import os
 from typing import Any
 
 import torch
@@ -15,6 +16,8 @@ from sglang.srt.platforms.interface import PlatformCapabilities, SRTPlatform
 from megatron_rl.cpu import sglang_start
 from megatron_rl.cpu.murmur import murmur_hash32
 
+STOCK_KERNELS = "MEGATRON_RL_STOCK_KERNELS"
+"""Environment variable: 1 lets SGLang compute with its own PyTorch fallbacks, to compare with."""
 _DEFAULT_MAX_TOTAL_TOKENS = 65536
 """Tokens in the KV pool. SGLang's own default would take 72 % of the machine's memory."""
 
@@ -51,14 +54,19 @@ class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):
         from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
         from sglang.srt.mem_cache.pool_host import common as host_pool
 
-        from megatron_rl.cpu.sglang_attention import BatchedTorchNativeAttnBackend
-
         # --enable-deterministic-inference swaps in Triton matmuls and calls sgl_kernel's hash.
         batch_invariant_ops.enable_batch_invariant_mode = lambda *args, **kwargs: None
         sampler.murmur_hash32 = murmur_hash32
         # --enable-return-routed-experts asks for memory pinned by CUDA.
         host_pool.ALLOC_MEMORY_FUNCS["cpu"] = lambda dims, dtype, **_: torch.empty(dims, dtype=dtype)
-        ATTENTION_BACKENDS["torch_native"] = BatchedTorchNativeAttnBackend
+        if os.environ.get(STOCK_KERNELS) != "1":
+            from megatron_rl.cpu import sglang_layers
+            from megatron_rl.cpu.sglang_attention import PagedTorchNativeAttnBackend
+
+            ATTENTION_BACKENDS["torch_native"] = PagedTorchNativeAttnBackend
+            sglang_layers.install(self.get_dispatch_key_name())
+            for backend in ("pytorch", "flashinfer"):
+                sampler.register_sampler_backend(backend, sglang_layers.CompiledSampler)
 
     def post_load_model(self, model: Any) -> None:
         """Let DeepSeek's attention use the latent KV pool.

@@ -1,0 +1,244 @@
+"""Attention of new tokens over SGLang's paged cache, as one compiled loop.
+
+Invariant: what a token gets is computed in one order of operations, whoever shares the batch with it and however much
+of its prefix was cached, down to the last bit. Decode multiplies the query with one key after the other, prefill with
+sixteen transposed keys at once; both add the same products in the same order. bfloat16 caches are computed in float32.
+
+Tensors come as addresses; the caller (``sglang_attention.py``) has checked their shapes and dtypes.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron_rl.cpu.lanes import (
+    WIDTH,
+    add,
+    float_at,
+    fma,
+    greater,
+    greatest_of,
+    int32_at,
+    int_at,
+    load,
+    mul,
+    put_float,
+    splat,
+    store,
+    sub,
+    sum_of,
+)
+from megatron_rl.cpu.loops import LOWEST, ONE, ZERO, Lanes, compiled, exp, inlined, part_of, put_part
+
+FEW_ROWS = 8
+"""So many rows of queries on one head of keys or fewer are multiplied row by row; more are worth transposing the keys."""
+
+
+class Heads(NamedTuple):
+    """Shapes of one layer's attention; ``scale`` multiplies the products."""
+
+    num: int
+    num_kv: int
+    size: int
+    value_size: int
+    scale: float
+    window: int
+    """A token sees so many before it, itself not counted; -1: all."""
+
+
+class Pages(NamedTuple):
+    """The cache of one layer and who owns its slots, by addresses and strides in elements."""
+
+    keys: int
+    values: int
+    key_slot: int
+    key_head: int
+    value_slot: int
+    value_head: int
+    is_half: int
+    """1: bfloat16, 0: float32."""
+    table: int
+    """[requests, context] int32: slot of each token of a request."""
+    table_row: int
+
+
+class Rows(NamedTuple):
+    """The new tokens of a batch, sequence by sequence, by addresses of int64 arrays."""
+
+    num_sequences: int
+    requests: int
+    """[sequences] row in the table."""
+    prefixes: int
+    """[sequences] tokens before the first new one."""
+    counts: int
+    """[sequences] new tokens; 0: one each."""
+
+
+def pages_of(keys: Tensor, values: Tensor, table: Tensor) -> Pages:
+    """keys, values: [slots, KV heads, size] of one dtype; table: [requests, context] int32; last axes dense."""
+    return Pages(
+        keys.data_ptr(),
+        values.data_ptr(),
+        keys.stride(0),
+        keys.stride(1),
+        values.stride(0),
+        values.stride(1),
+        int(keys.dtype == torch.bfloat16),
+        table.data_ptr(),
+        table.stride(0),
+    )
+
+
+@inlined
+def _softmax(scores: int, count: int) -> float:
+    """exp(score - greatest) over [count, padded to lanes] in place; returns 1 / their sum."""
+    padded = (count + WIDTH - 1) // WIDTH * WIDTH
+    for i in range(count, padded):
+        put_float(scores, i, LOWEST)
+    most = splat(LOWEST)
+    for i in range(0, padded, WIDTH):
+        most = greater(load(scores + 4 * i), most)
+    greatest = splat(greatest_of(most))
+    total = splat(ZERO)
+    for i in range(0, padded, WIDTH):
+        weights = exp(sub(load(scores + 4 * i), greatest))
+        store(scores + 4 * i, weights)
+        if i + WIDTH <= count:
+            total = add(total, weights)
+    for i in range(count, padded):
+        put_float(scores, i, ZERO)
+    if count < padded:
+        total = add(total, load(scores + 4 * (padded - WIDTH)))
+    return ONE / sum_of(total)
+
+
+@inlined
+def _scores_by_row(
+    pages: Pages, row: int, head: int, span: tuple[int, int], size: int, query: int, scale: float, scores: int
+) -> None:
+    """scale * query . key of the tokens span[0]..span[1] of a sequence; query: padded to lanes."""
+    element = 2 if pages.is_half else 4
+    first_key = pages.keys + element * head * pages.key_head
+    for token in range(span[0], span[1]):
+        key = first_key + element * int32_at(row, token) * pages.key_slot
+        total = splat(ZERO)
+        for part in range(0, size, WIDTH):
+            total = fma(load(query + 4 * part), part_of(key, part, size - part, pages.is_half), total)
+        put_float(scores, token - span[0], sum_of(total) * scale)
+
+
+@inlined
+def _transpose(pages: Pages, row: int, head: int, count: int, size: int, keys: int) -> int:
+    """The first count keys of a sequence as [size, padded to lanes; count, padded to two lanes]; returns a row's length."""
+    length = (count + 2 * WIDTH - 1) // WIDTH * WIDTH
+    element = 2 if pages.is_half else 4
+    first_key = pages.keys + element * head * pages.key_head
+    padded = (size + WIDTH - 1) // WIDTH * WIDTH
+    corner = keys + 4 * padded * length
+    for token in range(count):
+        key = first_key + element * int32_at(row, token) * pages.key_slot
+        for part in range(0, size, WIDTH):
+            store(corner, part_of(key, part, size - part, pages.is_half))
+            for lane in range(WIDTH):
+                put_float(keys, (part + lane) * length + token, float_at(corner, lane))
+    return length
+
+
+@inlined
+def _lane(query: int, keys: int, length: int, padded: int, lane: int) -> Lanes:
+    """What one lane of ``_scores_by_row`` sums up, of sixteen tokens at once; keys: transposed, from the first token."""
+    total = splat(ZERO)
+    for index in range(lane, padded, WIDTH):
+        total = fma(splat(float_at(query, index)), load(keys + 4 * index * length), total)
+    return total
+
+
+@inlined
+def _two_lanes(query: int, keys: int, length: int, padded: int, lane: int) -> Lanes:
+    return add(_lane(query, keys, length, padded, lane), _lane(query, keys, length, padded, lane + 8))
+
+
+@inlined
+def _four_lanes(query: int, keys: int, length: int, padded: int, lane: int) -> Lanes:
+    return add(_two_lanes(query, keys, length, padded, lane), _two_lanes(query, keys, length, padded, lane + 4))
+
+
+@inlined
+def _eight_lanes(query: int, keys: int, length: int, padded: int, lane: int) -> Lanes:
+    return add(_four_lanes(query, keys, length, padded, lane), _four_lanes(query, keys, length, padded, lane + 2))
+
+
+@inlined
+def _scores_by_lane(
+    keys: int, length: int, span: tuple[int, int], size: int, query: int, scale: float, scores: int
+) -> None:
+    """``_scores_by_row`` with transposed keys: the same sums in the same order (that of ``sum_of``), many at once."""
+    padded = (size + WIDTH - 1) // WIDTH * WIDTH
+    for token in range(span[0], span[1], WIDTH):
+        even = _eight_lanes(query, keys + 4 * token, length, padded, 0)
+        odd = _eight_lanes(query, keys + 4 * token, length, padded, 1)
+        store(scores + 4 * (token - span[0]), mul(add(even, odd), splat(scale)))
+
+
+@inlined
+def _mix(
+    pages: Pages, row: int, head: int, span: tuple[int, int], size: int, weights: int, factor: float, output: int
+) -> None:
+    """factor * sum of weight * value over the tokens span[0]..span[1] into output [size], in four interleaved sums."""
+    element = 2 if pages.is_half else 4
+    first, half = pages.values + element * head * pages.value_head, pages.is_half
+    stride = element * pages.value_slot
+    count = span[1] - span[0]
+    for part in range(0, size, WIDTH):
+        left = size - part
+        a, b, c, d = splat(ZERO), splat(ZERO), splat(ZERO), splat(ZERO)
+        whole = count // 4 * 4
+        for i in range(0, whole, 4):
+            t = span[0] + i
+            a = fma(splat(float_at(weights, i)), part_of(first + stride * int32_at(row, t), part, left, half), a)
+            b = fma(splat(float_at(weights, i + 1)), part_of(first + stride * int32_at(row, t + 1), part, left, half), b)
+            c = fma(splat(float_at(weights, i + 2)), part_of(first + stride * int32_at(row, t + 2), part, left, half), c)
+            d = fma(splat(float_at(weights, i + 3)), part_of(first + stride * int32_at(row, t + 3), part, left, half), d)
+        for i in range(whole, count):
+            a = fma(splat(float_at(weights, i)), part_of(first + stride * int32_at(row, span[0] + i), part, left, half), a)
+        mixed = mul(add(add(a, b), add(c, d)), splat(factor))
+        put_part(output, part, left, mixed)
+
+
+@compiled
+def attend(heads: Heads, pages: Pages, rows: Rows, query: int, output: int, scratch: int) -> None:
+    """Causal attention of new tokens over the cache, which holds their own keys and values already.
+
+    query: [new tokens, heads, size], output: [new tokens, heads, value_size], both float32 and contiguous;
+    scratch: [(size + 4 lanes) * (context + 4 lanes)] float32.
+    """
+    group = heads.num // heads.num_kv
+    size, scale = heads.size, np.float32(heads.scale)
+    padded_query = scratch
+    scores = padded_query + 4 * (size + WIDTH)
+    first = 0
+    for sequence in range(rows.num_sequences):
+        prefix = int_at(rows.prefixes, sequence)
+        count = int_at(rows.counts, sequence) if rows.counts else 1
+        row = pages.table + 4 * int_at(rows.requests, sequence) * pages.table_row
+        transposed = scores + 4 * (prefix + count + 2 * WIDTH)
+        for head in range(heads.num_kv):
+            length = 0
+            if count * group > FEW_ROWS:
+                length = _transpose(pages, row, head, prefix + count, size, transposed)
+            for new in range(count):
+                last = prefix + new + 1
+                span = (0 if heads.window < 0 else max(0, last - 1 - heads.window), last)
+                for member in range(group):
+                    index = (first + new) * heads.num + head * group + member
+                    for part in range(0, size, WIDTH):
+                        store(padded_query + 4 * part, part_of(query + 4 * index * size, part, size - part, 0))
+                    if length:
+                        _scores_by_lane(transposed, length, span, size, padded_query, scale, scores)
+                    else:
+                        _scores_by_row(pages, row, head, span, size, padded_query, scale, scores)
+                    factor = _softmax(scores, last - span[0])
+                    _mix(pages, row, head, span, heads.value_size, scores, factor, output + 4 * index * heads.value_size)
+        first += count
