@@ -143,7 +143,7 @@ class CompiledSampler(Sampler):
             or sampling_info.need_min_p_sampling
         )
         more = any(top_logprobs_nums) or any(ids is not None for ids in token_ids_logprobs) or logprob_logits is not None
-        fits = logits.dtype == torch.float32 and logits.is_contiguous() and len(logits) == len(positions)
+        fits = logits.dtype == torch.float32 and len(logits) == len(positions)
         seeded = sampling_info.sampling_seed is not None and self.rl_on_policy_target is None
         if more or not (whole and fits and seeded) or sampling_info.sampling_mask_batch_indices is not None:
             return super().forward(
@@ -159,8 +159,9 @@ class CompiledSampler(Sampler):
 
 
 def sampled(logits: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """One token per row and its log-prob. logits: [sequences, vocabulary] float32, overwritten; the others: [sequences]."""
+    """One token per row and its log-prob. logits: [sequences, vocabulary] float32, maybe overwritten; the others: [sequences]."""
     num_rows, size = logits.shape
+    logits = logits.contiguous()  # of a padded vocabulary it is a view
     tokens, logprobs = torch.empty(num_rows, dtype=torch.int64), torch.empty(num_rows)
     weights = torch.empty(size + WIDTH)
     temperatures = temperatures.to(torch.float32).contiguous()

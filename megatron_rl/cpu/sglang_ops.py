@@ -60,13 +60,15 @@ class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):
         # --enable-return-routed-experts asks for memory pinned by CUDA.
         host_pool.ALLOC_MEMORY_FUNCS["cpu"] = lambda dims, dtype, **_: torch.empty(dims, dtype=dtype)
         if os.environ.get(STOCK_KERNELS) != "1":
-            from megatron_rl.cpu import sglang_layers
+            from megatron_rl.cpu import attention_loop, sglang_layers, token_loops
             from megatron_rl.cpu.sglang_attention import PagedTorchNativeAttnBackend
 
             ATTENTION_BACKENDS["torch_native"] = PagedTorchNativeAttnBackend
             sglang_layers.install(self.get_dispatch_key_name())
             for backend in ("pytorch", "flashinfer"):
                 sampler.register_sampler_backend(backend, sglang_layers.CompiledSampler)
+            attention_loop.compile_now()
+            token_loops.compile_now()
 
     def post_load_model(self, model: Any) -> None:
         """Let DeepSeek's attention use the latent KV pool.

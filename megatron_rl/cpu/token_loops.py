@@ -173,3 +173,11 @@ def sample(logits: int, num_rows: int, size: int, draws: Draws, tokens: int, log
                 quotient = _MASK * np.exp(-best) * (1.0 + 1e-5)
         put_int(tokens, i, chosen)
         put_float(logprobs, i, np.float32(np.float64(float_at(row, chosen) - greatest) - np.log(np.float64(sum_of(total)))))
+
+
+def compile_now() -> None:
+    """Compile them, or read them from the cache: the first request need not wait for that."""
+    norm(0, 0, 0, 0, 0, 1, 1e-6)
+    gate(0, 0, 0, 1)
+    rotate(0, 0, 0, (1, 2, 1), 0, 0, 2)
+    sample(0, 0, 1, Draws(0, 0, 0), 0, 0, 0)
