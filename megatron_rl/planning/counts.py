@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from megatron_rl.families.facts import dims, text_config
+from megatron_rl.families.facts import dims, has_experts
 from megatron_rl.families.family import ModelConfig, Rule, family_of
 from megatron_rl.families.transforms import Replicated
 from megatron_rl.families.vision_encoder import parameter_shapes
@@ -32,26 +32,22 @@ class Parameters:
 
 
 def layer_parameters(config: ModelConfig) -> list[Parameters]:
-    """Of each decoder layer. Layers of one kind are counted once: a layer of 256 experts takes as long as a dense one."""
-    sizes, family = dims(config), family_of(config)
-    counted: dict[tuple[str, ...], Parameters] = {}
-    layers = [family.layer(config, index) for index in range(text_config(config).num_hidden_layers)]
-    for rules in layers:
-        if _kind(rules) not in counted:
-            kinds = {"split": 0, "replicated": 0, "experts": 0}
-            for rule in rules:
-                number = sum(math.prod(sizes[name] for name in shape) for shape in rule.hf.values())
-                # A stacked tensor holds all experts already.
-                if "{expert}" in rule.megatron:
-                    kinds["experts"] += number * (1 if rule.is_stacked else sizes["experts"])
-                else:
-                    kinds["replicated" if isinstance(rule.transform, Replicated) else "split"] += number
-            counted[_kind(rules)] = Parameters(**kinds)
-    return [counted[_kind(rules)] for rules in layers]
+    """Of each decoder layer. A family's layers differ in whether they have experts alone, so each kind is counted once."""
+    kinds = has_experts(config)
+    counted = {kind: _of_rules(config, family_of(config).layer(config, kinds.index(kind))) for kind in set(kinds)}
+    return [counted[kind] for kind in kinds]
 
 
-def _kind(rules: tuple[Rule, ...]) -> tuple[str, ...]:
-    return tuple(rule.megatron for rule in rules)
+def _of_rules(config: ModelConfig, rules: Iterable[Rule]) -> Parameters:
+    sizes, kinds = dims(config), {"split": 0, "replicated": 0, "experts": 0}
+    for rule in rules:
+        number = sum(math.prod(sizes[name] for name in shape) for shape in rule.hf.values())
+        # A stacked tensor holds all experts already.
+        if "{expert}" in rule.megatron:
+            kinds["experts"] += number * (1 if rule.is_stacked else sizes["experts"])
+        else:
+            kinds["replicated" if isinstance(rule.transform, Replicated) else "split"] += number
+    return Parameters(**kinds)
 
 
 def embedding_parameters(config: ModelConfig) -> Parameters:

@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 
-from megatron_rl.families.facts import dims, text_config
+from megatron_rl.families.facts import dims, has_experts, text_config
 from megatron_rl.families.family import ModelConfig, family_of
 from megatron_rl.families.parameters import Role
 
@@ -46,7 +46,9 @@ def flops_cost(hf_config: ModelConfig, *, role: Role = "policy") -> ForwardFlops
     Raises ValueError for a model family without a table.
     """
     sizes, text = dims(hf_config), text_config(hf_config)
-    layers = Counter(_matrices(hf_config, layer) for layer in range(text.num_hidden_layers))
+    # A family's layers differ in whether they have experts alone.
+    kinds = has_experts(hf_config)
+    layers = {_matrices(hf_config, kinds.index(kind)): number for kind, number in Counter(kinds).items()}
     per_token = 2.0 * sum(
         number * sum(_passed_weights(matrix, text, sizes) for matrix in layer) for layer, number in layers.items()
     )
