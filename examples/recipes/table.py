@@ -1,38 +1,126 @@
-"""Accuracies of the runs under a folder, side by side: ``python examples/recipes/table.py outputs/recipes``."""
+"""What the recipes reach over time: accuracy on held-out prompts after seconds of training, with standard errors.
 
+Reads runs called RECIPE-SEED, as run.sh names them, whose kept policies `megatron-rl evaluate` has measured. A standard error
+is that of the mean over seeds and of the held-out problems together: all runs answer the same problems, so more seeds make
+the first smaller and not the second. A run with one seed has the second alone, and is marked by its number of seeds.
+
+    python examples/recipes/table.py outputs/recipes --start outputs/arithmetic/sft
+"""
+
+import argparse
+import json
+import math
+import statistics
 import sys
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-from rich.console import Console
-from rich.table import Table
+import numpy as np
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from curves import Curve
+
+from megatron_rl.run.kept_policies import kept_policies
 from megatron_rl.tracking.metrics_file import read_metrics
 
-
-def accuracies(run: Path) -> dict[int, float]:
-    """Step -> greedy accuracy on held-out prompts; step 0 is before training."""
-    rows = read_metrics(run / "metrics.jsonl")
-    return {row.step: row.metrics["eval/accuracy"] for row in rows if "eval/accuracy" in row.metrics}
+QUARTERS = (0.25, 0.5, 0.75, 1.0)
 
 
-def main() -> int:
-    if len(sys.argv) != 2:
-        print("usage: table.py FOLDER", file=sys.stderr)
+@dataclass(frozen=True)
+class Run:
+    accuracy: Curve
+    """Over seconds of training."""
+    problems_error: float
+    """Of the last accuracy, over the held-out problems."""
+    num_steps: int
+    signal: tuple[float, float, float] | None
+    """With windows: the share of trained tokens whose response goes on, the standard deviation of their advantages and that
+    of the others; means over the steps, before normalisation."""
+
+
+def measured(folder: Path) -> tuple[float, float]:
+    """Accuracy of a policy and its standard error over the problems."""
+    metrics = json.loads((folder / "evaluation.json").read_text())["metrics"]
+    return metrics["eval/accuracy"], metrics.get("eval/accuracy_stderr", math.nan)
+
+
+def read_run(folder: Path, start: float) -> Run:
+    kept = kept_policies(folder)
+    found = [measured(one.folder) for one in kept]
+    curve = Curve(np.array([0.0, *(one.trained_s for one in kept)]), np.array([start, *(accuracy for accuracy, _ in found)]))
+    rows = [row.metrics for row in read_metrics(folder / "metrics.jsonl") if row.step > 0]
+    return Run(curve, found[-1][1], len(rows), _signal(rows))
+
+
+def _signal(rows: Sequence[dict[str, float]]) -> tuple[float, float, float] | None:
+    both = [row for row in rows if "advantage/unfinished_std" in row and "advantage/finished_std" in row]
+    if not both:
+        return None
+    going_on, ended = (sum(row[f"advantage/{kind}_tokens"] for row in rows) for kind in ("unfinished", "finished"))
+    stds = {kind: statistics.fmean(row[f"advantage/{kind}_std"] for row in both) for kind in ("unfinished", "finished")}
+    return going_on / (going_on + ended), stds["unfinished"], stds["finished"]
+
+
+def cell(runs: Sequence[Run], second: float) -> str:
+    """Mean and standard error, in per cent."""
+    values = [float(run.accuracy.at([second])[0]) for run in runs]
+    seeds_error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else 0.0
+    problems_error = statistics.fmean(run.problems_error for run in runs)
+    return f"{100 * statistics.fmean(values):.1f} ± {100 * math.hypot(seeds_error, problems_error):.1f} %"
+
+
+def table(recipes: dict[str, list[Run]], end_s: float) -> str:
+    """In Markdown; the best at the end stands first."""
+    seconds = [end_s * share for share in QUARTERS]
+    head = ["recipe", "seeds", "steps", "at the start", *(f"{second:.0f} s" for second in seconds)]
+    rows = [head, ["---"] * len(head)]
+    order = sorted(recipes, key=lambda name: -statistics.fmean(r.accuracy.at([end_s])[0] for r in recipes[name]))
+    for name in order:
+        runs = recipes[name]
+        steps = statistics.fmean(run.num_steps for run in runs)
+        start = f"{100 * runs[0].accuracy.values[0]:.1f} %"
+        rows.append([f"`{name}`", str(len(runs)), f"{steps:.0f}", start, *(cell(runs, second) for second in seconds)])
+    lines = [f"| {' | '.join(cells)} |" for cells in rows]
+    for name in order:
+        signals = [run.signal for run in recipes[name] if run.signal is not None]
+        if signals:
+            share, unfinished, finished = (statistics.fmean(column) for column in zip(*signals, strict=True))
+            lines += [
+                "",
+                f"`{name}`: {share:.0%} of the trained tokens lie in windows whose response goes on; their advantages have a standard "
+                f"deviation of {unfinished:.3f}, those of the others {finished:.3f}.",
+            ]
+    return "\n".join(lines)
+
+
+def read_recipes(folder: Path, start: Path) -> dict[str, list[Run]]:
+    found: dict[str, list[Run]] = defaultdict(list)
+    start_accuracy, _ = measured(start)
+    for policy in sorted(folder.glob("*-*/policy")):  # written when a run has come to its end
+        if kept_policies(policy.parent):
+            found[policy.parent.name.rpartition("-")[0]].append(read_run(policy.parent, start_accuracy))
+    return dict(found)
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("folder", type=Path, help="folder of the runs, called RECIPE-SEED")
+    parser.add_argument("--start", type=Path, required=True, help="the policy that all runs started from, evaluated")
+    options = parser.parse_args(arguments)
+    try:
+        recipes = read_recipes(options.folder, options.start)
+    except FileNotFoundError as error:
+        print(f"error: {error.filename} is missing: a policy was not evaluated; start run.sh again", file=sys.stderr)
         return 2
-    runs = {file.parent.name: accuracies(file.parent) for file in sorted(Path(sys.argv[1]).glob("*/metrics.jsonl"))}
-    if not runs:
-        print(f"error: no run under {sys.argv[1]}; start one with examples/recipes/run.sh", file=sys.stderr)
+    if not recipes:
+        print(f"error: no finished run under {options.folder}; start one with examples/recipes/run.sh", file=sys.stderr)
         return 2
-    steps = sorted({step for found in runs.values() for step in found})
-    table = Table(title="accuracy on held-out prompts after so many steps", title_justify="left")
-    table.add_column("recipe")
-    for step in steps:
-        table.add_column(str(step), justify="right")
-    for name, found in sorted(runs.items(), key=lambda item: -max(item[1].values(), default=0.0)):
-        table.add_row(name, *(f"{found[step]:.1%}" if step in found else "" for step in steps))
-    Console().print(table)
+    end_s = min(float(run.accuracy.times[-1]) for runs in recipes.values() for run in runs)
+    print(f"accuracy on held-out prompts after seconds of training\n\n{table(recipes, end_s)}")
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))
