@@ -138,7 +138,7 @@ def run_ours(asked: dict[str, Any]) -> list[dict[str, float]]:
     command = [sys.executable, "-m", "megatron_rl.cli", "train", "--config", str(folder / "empty.yaml"), *words]
     metrics = folder / "ours" / "metrics.jsonl"
     metrics.unlink(missing_ok=True)
-    cpu = _run(command, {"PYTHONPATH": str(Path(__file__).parent)}, metrics)
+    cpu = _run(command, {"PYTHONPATH": str(Path(__file__).resolve().parent)}, metrics)
     from megatron_rl.tracking.metrics_file import read_metrics
 
     trainer_stages = ("old_logprobs", "reference_logprobs", "update_policy")
@@ -148,7 +148,7 @@ def run_ours(asked: dict[str, Any]) -> list[dict[str, float]]:
             "tokens": row.metrics["step/tokens_generated"],
             "generation": row.metrics["time/generate_s"],
             "training": sum(row.metrics[f"time/{stage}_s"] for stage in trainer_stages),
-            "cpu": cpu[row.step] - cpu[row.step - 1] if row.step - 1 in cpu else math.nan,
+            "cpu": cpu.get(row.step, math.nan) - cpu.get(row.step - 1, math.nan),
             "reward": row.metrics["reward/mean"],
         }
         for row in read_metrics(metrics)

@@ -13,6 +13,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _work(config: Config) -> None:
-    from megatron_rl.step.driver import critic_pretrain
+    from megatron_rl.rollout.server_pool import spawned_servers
 
-    critic_pretrain(config)
+    # Before the import of Megatron, so that the servers load their libraries meanwhile.
+    with spawned_servers(config) as servers:
+        from megatron_rl.step.driver import critic_pretrain
+
+        critic_pretrain(config, servers)

@@ -7,10 +7,11 @@ Whoever keeps state inside a server (weight sync: its process group and the curr
 import logging
 import os
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from megatron_rl.config.derived import server_placement
 from megatron_rl.config.schema import Config, RolloutConfig
@@ -63,10 +64,25 @@ class ServerPool:
         progress: Progress = logger.info,
         while_waiting: Callable[[], None] = lambda: None,
     ) -> "ServerPool":
-        """Start ``num_servers`` equal servers at the same time, on ports from ``options.port`` up (0: any free ones).
+        """``spawn`` and ``wait_ready``. Raises ServerError, with no server left running, if one does not come up."""
+        pool = cls.spawn(options, num_servers, log_dir, start_timeout_s=start_timeout_s, max_restarts=max_restarts)
+        pool.wait_ready(progress, while_waiting)
+        return pool
 
-        On GPUs each takes the next ``options.tensor_parallel_size`` ones from ``options.first_gpu`` up. Raises
-        ServerError, with none left running, if one of them does not come up.
+    @classmethod
+    def spawn(
+        cls,
+        options: ServerOptions,
+        num_servers: int,
+        log_dir: str | Path,
+        *,
+        start_timeout_s: float = 300.0,
+        max_restarts: int = 3,
+    ) -> "ServerPool":
+        """The processes of ``num_servers`` equal servers, on ports from ``options.port`` up (0: any free ones).
+
+        On GPUs each takes the next ``options.tensor_parallel_size`` ones from ``options.first_gpu`` up. They load their
+        models at the same time; ``wait_ready`` must follow.
         """
         servers = [
             SglangServer(
@@ -78,22 +94,33 @@ class ServerPool:
                 Path(log_dir) / f"sglang-{i}.log",
                 start_timeout_s=start_timeout_s,
                 max_restarts=max_restarts,
-                progress=progress,
             )
             for i in range(num_servers)
         ]
         pool = cls(servers, api_key=options.api_key)
-        try:
-            # All processes first, then the waiting: they load their models at the same time.
+        with pool._stopped_on_failure():
             for server in servers:
                 server.spawn()
-            for server in servers:
-                server.wait_ready(while_waiting)
+        return pool
+
+    def wait_ready(
+        self, progress: Progress = logger.info, while_waiting: Callable[[], None] = lambda: None
+    ) -> None:
+        """Wait until all spawned servers answer. Raises ServerError, with none left running, if one does not."""
+        with self._stopped_on_failure():
+            for server in self.servers:
+                if isinstance(server, SglangServer):
+                    server.progress = progress
+                    server.wait_ready(while_waiting)
+
+    @contextmanager
+    def _stopped_on_failure(self) -> Iterator[None]:
+        try:
+            yield
         except BaseException:
-            for server in servers:
+            for server in self.servers:
                 server.stop(grace_s=0.0)
             raise
-        return pool
 
     @classmethod
     def attach(
@@ -147,6 +174,28 @@ def _first_free_gpu(rollout: RolloutConfig, note: Progress) -> int:
     return 0
 
 
+@contextmanager
+def spawned_servers(config: Config) -> Iterator[ServerPool | None]:
+    """On rank 0, the servers of a run, spawned before the trainer loads its libraries and models; ``open_servers`` takes them.
+
+    None where they have to wait: for what a dialogue or a hot token needs of them, and for devices that are not theirs
+    alone.
+    """
+    rollout = config.rollout
+    waits = bool(rollout.urls or config.environment.name or rollout.fire.after)
+    if waits or os.environ.get("RANK", "0") != "0" or server_placement(rollout).shares_devices:
+        yield None
+        return
+    notes: list[str] = []
+    options = _options(config, notes.append, load_weights=False, tokenizer=False)
+    if notes:  # too few GPUs
+        yield None
+        return
+    log_dir = Path(config.run.output_dir) / "logs"
+    with ServerPool.spawn(options, rollout.num_servers, log_dir, **_patience(rollout)) as servers:
+        yield servers
+
+
 def open_servers(
     config: Config,
     log_dir: Path,
@@ -155,21 +204,40 @@ def open_servers(
     load_weights: bool,
     tokenizer: bool = False,
     while_waiting: Callable[[], None] = lambda: None,
+    spawned: ServerPool | None = None,
 ) -> ServerPool:
     """The servers that a configuration asks for, started here or attached to; stopping leaves attached ones alone.
 
-    ``load_weights``, ``tokenizer``: as in ServerOptions. Raises ServerError when one does not come up or answer.
+    ``load_weights``, ``tokenizer``: as in ServerOptions. ``spawned``: by ``spawned_servers``, and only to be waited for.
+    Raises ServerError when one does not come up or answer.
     """
     rollout = config.rollout
-    shares_devices = server_placement(rollout).shares_devices
-    api_key = os.environ[rollout.api_key_env].strip() if rollout.api_key_env else ""
+    if spawned is not None:
+        note(f"waiting for {rollout.num_servers} SGLang server(s), started before the trainer; logs in {log_dir}")
+        spawned.wait_ready(note, while_waiting)
+        return spawned
+    api_key = _given_key(rollout)
     if rollout.urls:
         note(f"attaching to {len(rollout.urls)} SGLang servers: {', '.join(rollout.urls)}")
         if config.policy.fp32_head:
             note("policy.fp32_head: attached servers compute such a head only if started with --enable-fp32-lm-head")
         return ServerPool.attach(rollout.urls, timeout_s=rollout.start_timeout_s, api_key=api_key, progress=note)
     note(f"starting {rollout.num_servers} SGLang server(s); logs in {log_dir}")
-    options = ServerOptions(
+    options = _options(config, note, load_weights=load_weights, tokenizer=tokenizer)
+    return ServerPool.start(
+        options,
+        rollout.num_servers,
+        log_dir,
+        **_patience(rollout),
+        progress=note,
+        while_waiting=while_waiting,
+    )
+
+
+def _options(config: Config, note: Progress, *, load_weights: bool, tokenizer: bool) -> ServerOptions:
+    rollout = config.rollout
+    shares_devices = server_placement(rollout).shares_devices
+    return ServerOptions(
         model_path=config.policy.path,
         host=rollout.host,
         port=rollout.port,
@@ -184,15 +252,14 @@ def open_servers(
         can_sleep=shares_devices,
         returns_routes=returns_routes(config),
         fp32_head=config.policy.fp32_head,
-        api_key=api_key or secrets.token_hex(32),
+        api_key=_given_key(rollout) or secrets.token_hex(32),
         server_args=rollout.server_args,
     )
-    return ServerPool.start(
-        options,
-        rollout.num_servers,
-        log_dir,
-        start_timeout_s=rollout.start_timeout_s,
-        max_restarts=rollout.max_restarts,
-        progress=note,
-        while_waiting=while_waiting,
-    )
+
+
+def _given_key(rollout: RolloutConfig) -> str:
+    return os.environ[rollout.api_key_env].strip() if rollout.api_key_env else ""
+
+
+def _patience(rollout: RolloutConfig) -> dict[str, Any]:
+    return {"start_timeout_s": rollout.start_timeout_s, "max_restarts": rollout.max_restarts}

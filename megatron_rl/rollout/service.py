@@ -285,8 +285,9 @@ def open_rollout(
     *,
     tokenizer: Tokenizer,
     environment: Environment | None,
+    spawned: ServerPool | None = None,
 ) -> Iterator[RolloutService]:
-    """Servers started (or attached to), a client on ``event_loop`` and the weight sync; all of it closed at the end."""
+    """Servers as ``open_servers`` gets them, a client on ``event_loop`` and the weight sync; all of it closed at the end."""
     plan = plan_of(config, tokenizer, environment)
     folder = Path(config.run.output_dir)
     # The trainer sends its own weights before the first request.
@@ -297,6 +298,7 @@ def open_rollout(
         load_weights=False,
         tokenizer=plan.needs_text,
         while_waiting=trainer.while_waiting,
+        spawned=spawned,
     ) as servers:
         publisher = WeightPublisher(
             config.rollout.bucket_bytes,

@@ -21,6 +21,7 @@ from megatron_rl.data.slots import SlotPool
 from megatron_rl.rewards.lines.dense import ProcessRewarder, program_types
 from megatron_rl.rewards.router import RewardRouter, build_rewards
 from megatron_rl.rollout.served_weights import ServedWeights
+from megatron_rl.rollout.server_pool import ServerPool
 from megatron_rl.rollout.service import RolloutService, TrainerSide, open_rollout
 from megatron_rl.run.checkpoints import Saver
 from megatron_rl.run.kept_policies import PolicyKeeper
@@ -46,17 +47,20 @@ from megatron_rl.training.trainer_group import TrainerGroup
 _STALL_MARGIN_S = 60.0
 
 
-def train(config: Config) -> None:
-    """T-PPO or PPO, as the configuration says; leaves metrics, report, checkpoint and the policy in run.output_dir."""
+def train(config: Config, spawned: ServerPool | None = None) -> None:
+    """T-PPO or PPO, as the configuration says; leaves metrics, report, checkpoint and the policy in run.output_dir.
+
+    ``spawned``: servers that are starting already (``rollout.server_pool.spawned_servers``).
+    """
     signals = StopSignals(config.run.stop_grace_s)
     with trainer_ranks(config, rl_engines(config), signals) as group:
         if group is not None:
-            summary = _drive(config, group, signals, freeze_policy=False)
+            summary = _drive(config, group, signals, spawned, freeze_policy=False)
     if group is not None:
         print_summary(config.run.output_dir, summary)
 
 
-def critic_pretrain(config: Config) -> None:
+def critic_pretrain(config: Config, spawned: ServerPool | None = None) -> None:
     """Value pretraining (VC-PPO): the same loop with full responses of the frozen policy, until the critic has settled.
 
     It starts from critic.path (a reward model) or the policy's weights with a fresh value head, and writes the critic
@@ -66,7 +70,7 @@ def critic_pretrain(config: Config) -> None:
     signals = StopSignals(config.run.stop_grace_s)
     with trainer_ranks(config, rl_engines(config, freeze_policy=True), signals) as group:
         if group is not None:
-            _drive(config, group, signals, freeze_policy=True)
+            _drive(config, group, signals, spawned, freeze_policy=True)
             group.save_hf("critic", output_path)
 
 
@@ -86,14 +90,16 @@ def pretraining_config(config: Config) -> Config:
     )
 
 
-def _drive(config: Config, group: TrainerGroup, signals: StopSignals, *, freeze_policy: bool) -> Summary:
+def _drive(
+    config: Config, group: TrainerGroup, signals: StopSignals, spawned: ServerPool | None, *, freeze_policy: bool
+) -> Summary:
     """The driver's part of a run, from the claimed folder to the summary; StopRequested if a signal ended it."""
     back: RollBack | None = None
     while True:
         try:
-            return _drive_until_it_dies(config, group, signals, back, freeze_policy=freeze_policy)
+            return _drive_until_it_dies(config, group, signals, spawned, back, freeze_policy=freeze_policy)
         except RollBack as found:
-            back = found
+            back, spawned = found, None  # stopped with the attempt
             # Goes on in its own folder: what it had been told about an earlier run there is done.
             config = replace(config, run=replace(config.run, resume="auto", overwrite=False))
             folder = Path(config.run.output_dir)
@@ -101,7 +107,13 @@ def _drive(config: Config, group: TrainerGroup, signals: StopSignals, *, freeze_
 
 
 def _drive_until_it_dies(
-    config: Config, group: TrainerGroup, signals: StopSignals, back: RollBack | None, *, freeze_policy: bool
+    config: Config,
+    group: TrainerGroup,
+    signals: StopSignals,
+    spawned: ServerPool | None,
+    back: RollBack | None,
+    *,
+    freeze_policy: bool,
 ) -> Summary:
     """``back``: why the run returns to its newest healthy checkpoint; raises RollBack when it has to do so."""
     with ExitStack() as stack:
@@ -135,7 +147,7 @@ def _drive_until_it_dies(
         for text in (*group.notes, *describe_prompts(inputs)):
             recorder.console.note(text)
         rewards = stack.enter_context(build_rewards(config.reward))
-        rollout = stack.enter_context(_rollout(config, group, inputs, event_loop, runner, recorder))
+        rollout = stack.enter_context(_rollout(config, group, inputs, event_loop, runner, recorder, spawned))
         # The weights of a checkpoint are published under the number that they had.
         rollout.weight_version = max(0, restored["weight_version"] - 1)
         rollout.count_restarts(restored.get("server_restarts", []))
@@ -235,6 +247,7 @@ def _rollout(
     event_loop: asyncio.AbstractEventLoop,
     runner: StageRunner,
     recorder: Recorder,
+    spawned: ServerPool | None,
 ) -> AbstractContextManager[RolloutService]:
     trainer = TrainerSide(
         weights=ServedWeights(config, group, "policy"),
@@ -243,7 +256,9 @@ def _rollout(
         warn=recorder.console.warning,
         while_waiting=group.heartbeat,
     )
-    return open_rollout(config, event_loop, trainer, tokenizer=inputs.tokenizer, environment=inputs.environment)
+    return open_rollout(
+        config, event_loop, trainer, tokenizer=inputs.tokenizer, environment=inputs.environment, spawned=spawned
+    )
 
 
 def _before_first_step(config: Config, parts: Parts, runner: StageRunner, first_step: int) -> int:

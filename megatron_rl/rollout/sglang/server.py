@@ -89,7 +89,7 @@ class SglangServer:
         self.max_restarts = max_restarts
         self.incarnation = 0
         self.port = options.port
-        self._progress = progress
+        self.progress = progress
         self._process: subprocess.Popen[bytes] | None = None
         self.num_restarts = 0
         """That count against ``max_restarts``; a run that goes on sets it."""
@@ -181,7 +181,7 @@ class SglangServer:
                 "Fix the cause named there, or raise rollout.max_restarts."
             )
         self.num_restarts += 1
-        self._progress(f"restarting server {self.url}, restart {self.num_restarts} of {self.max_restarts}")
+        self.progress(f"restarting server {self.url}, restart {self.num_restarts} of {self.max_restarts}")
         self.stop(grace_s=0.0)
         _wait_port_free(self.options.host, self.port)
         self.start(while_waiting)
@@ -285,7 +285,7 @@ class SglangServer:
             if time.monotonic() > next_progress:
                 next_progress += _PROGRESS_S
                 newest = self._last_lines(count=1)
-                self._progress(f"waiting for server {self.url} ({waited_s:.0f} s): {newest[:160]}")
+                self.progress(f"waiting for server {self.url} ({waited_s:.0f} s): {newest[:160]}")
             if self._abandoned.wait(_POLL_S):
                 raise ServerError(f"server {self.url} is not waited for any more: the run ends")
 

@@ -12,7 +12,7 @@ import yaml
 
 from megatron_rl import cli
 from megatron_rl.config.checks.servers import address_problems
-from megatron_rl.config.schema import RolloutConfig
+from megatron_rl.config.schema import Config, Placement, RolloutConfig
 from megatron_rl.rollout import server_pool as pool
 from megatron_rl.rollout.server_pool import ServerPool
 from megatron_rl.rollout.sglang.diagnosis import last_lines, port_taken, remedy, start_failure
@@ -269,3 +269,49 @@ def test_serve_refuses_a_door_without_a_key(host, words, capsys, monkeypatch):
     monkeypatch.delenv("NO_SUCH", raising=False)
     assert cli.main(["serve", "--model-path", "/m", "--host", host, *words]) == 2
     assert "api-key-env" in capsys.readouterr().err
+
+
+def run_config(tmp_path, **rollout):
+    config = Config()
+    config.policy.path, config.run.output_dir = str(tmp_path), str(tmp_path / "run")
+    for name, value in rollout.items():
+        setattr(config.rollout, name, value)
+    return config
+
+
+@pytest.mark.parametrize(
+    ("rank", "rollout", "environment", "early"),
+    [
+        ("0", {}, "", True),
+        ("1", {}, "", False),
+        ("0", {"urls": ["http://127.0.0.1:1"]}, "", False),
+        ("0", {"placement": Placement.colocated}, "", False),
+        ("0", {}, "calculator", False),
+    ],
+)
+def test_servers_start_before_the_trainer_where_nothing_holds_them_up(
+    monkeypatch, tmp_path, rank, rollout, environment, early
+):
+    config = run_config(tmp_path, **rollout)
+    config.environment.name = environment
+    monkeypatch.setenv("RANK", rank)
+    events = []
+    monkeypatch.setattr(SglangServer, "spawn", lambda server: events.append("spawned"))
+    monkeypatch.setattr(SglangServer, "wait_ready", lambda server, while_waiting: events.append("ready"))
+    monkeypatch.setattr(SglangServer, "stop", lambda server, grace_s=0.0: events.append("stopped"))
+    with pool.spawned_servers(config) as servers:
+        assert events == ["spawned"] * early and (servers is not None) is early
+        if servers is not None:
+            assert pool.open_servers(config, tmp_path, events.append, load_weights=False, spawned=servers) is servers
+            assert events[1].startswith("waiting for 1 SGLang server(s)") and events[2] == "ready"
+    assert events[-1:] == ["stopped"] * early
+
+
+def test_spawned_servers_are_stopped_when_the_trainer_does_not_come_up(monkeypatch, tmp_path):
+    stopped = []
+    monkeypatch.setattr(SglangServer, "spawn", lambda server: None)
+    monkeypatch.setattr(SglangServer, "stop", lambda server, grace_s=0.0: stopped.append(server.url))
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(RuntimeError, match="no such model"), pool.spawned_servers(run_config(tmp_path, num_servers=2)):
+        raise RuntimeError("no such model")
+    assert len(stopped) == 2
