@@ -103,9 +103,7 @@ class ServerPool:
                 server.spawn()
         return pool
 
-    def wait_ready(
-        self, progress: Progress = logger.info, while_waiting: Callable[[], None] = lambda: None
-    ) -> None:
+    def wait_ready(self, progress: Progress = logger.info, while_waiting: Callable[[], None] = lambda: None) -> None:
         """Wait until all spawned servers answer. Raises ServerError, with none left running, if one does not."""
         with self._stopped_on_failure():
             for server in self.servers:
