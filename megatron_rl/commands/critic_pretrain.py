@@ -4,6 +4,7 @@ import argparse
 
 from megatron_rl.commands.recipe import add_recipe, check_rl_inputs, run_on_ranks
 from megatron_rl.config.schema import Config
+from megatron_rl.system.collector import collector_at_rest
 
 add_arguments = add_recipe
 
@@ -17,6 +18,7 @@ def _work(config: Config) -> None:
 
     # Before the import of Megatron, so that the servers load their libraries meanwhile.
     with spawned_servers(config) as servers:
-        from megatron_rl.step.driver import critic_pretrain
+        with collector_at_rest():
+            from megatron_rl.step.driver import critic_pretrain
 
         critic_pretrain(config, servers)

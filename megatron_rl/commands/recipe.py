@@ -13,6 +13,7 @@ from megatron_rl.config.checks.servers import LOOPBACK
 from megatron_rl.config.load import load_config
 from megatron_rl.config.schema import Config
 from megatron_rl.errors import ConfigError, DataError
+from megatron_rl.system.collector import collector_at_rest
 from megatron_rl.system.signals import StopRequested, stopped_by_signals
 
 _CHECKED = "MEGATRON_RL_INPUTS_ARE_CHECKED"
@@ -69,11 +70,12 @@ def _run_on_ranks(
     config = load_config(arguments.config, arguments.overrides)
     is_rank = "RANK" in os.environ
     world_size = int(os.environ["WORLD_SIZE"]) if is_rank else None
-    check_config(config, command=command, world_size=world_size)
-    if os.environ.get("RANK", "0") == "0" and _CHECKED not in os.environ:
-        _check_megatron_fields(config)
-        check_models(config, command)
-        check_inputs(config)
+    with collector_at_rest():  # the checks import half of what a run needs
+        check_config(config, command=command, world_size=world_size)
+        if os.environ.get("RANK", "0") == "0" and _CHECKED not in os.environ:
+            _check_megatron_fields(config)
+            check_models(config, command)
+            check_inputs(config)
     if arguments.dry_run:
         from megatron_rl.commands.dry_run import print_plan
 

@@ -9,6 +9,7 @@ from megatron_rl.config.schema import (
 )
 from megatron_rl.parallel import topology as topologies
 from megatron_rl.parallel.topology import Topology
+from megatron_rl.system.collector import collector_at_rest
 from megatron_rl.system.signals import StopSignals, die_with_parent, leave_signals_to_the_driver
 from megatron_rl.training.engine import Engine
 from megatron_rl.training.trainer_group import TrainerGroup, Worker
@@ -30,7 +31,8 @@ def trainer_ranks(
     with signals.heard() if is_driver else nullcontext():
         topology = topologies.initialize(config.parallel, seed=config.run.seed)
         try:
-            worker = Worker(config, topology, build_engines(topology))
+            with collector_at_rest():
+                worker = Worker(config, topology, build_engines(topology))
             if topology.rank != 0:
                 leave_signals_to_the_driver()
                 worker.serve()
