@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from published_steps import Point, model, nemo_points, verl_points
+from published_steps import Point, model, nemo_points, simulated_points, verl_points
 
 from megatron_rl.config.layout import parse_layout, ranks_of_replica
 from megatron_rl.config.schema import ParallelConfig, Recompute
@@ -153,7 +153,7 @@ def reshard_points() -> Iterable[Point]:
 
 
 def points() -> list[Point]:
-    return [*training_points(), *memory_points(), *nemo_points(), *verl_points(), *publish_points(), *reshard_points()]
+    return [*training_points(), *memory_points(), *nemo_points(), *simulated_points(), *verl_points(), *publish_points(), *reshard_points()]
 
 
 def table(rows: Iterable[Point]) -> str:

@@ -1,15 +1,15 @@
 """Published steps of other systems, for tools/published_points.py: the C rows, with the lengths that they are taken to have."""
 
 import functools
-import json
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import NormalDist, fmean
 from typing import Any
 
 from megatron_rl.config.layout import parse_layout, ranks_of_replica
-from megatron_rl.families.facts import as_config
+from megatron_rl.config.load import load_config
+from megatron_rl.families.facts import as_config, read_model_json
 from megatron_rl.planning.counts import num_parameters
 from megatron_rl.planning.flops import flops_cost
 from megatron_rl.planning.gpus import Gpu, gpu
@@ -17,6 +17,10 @@ from megatron_rl.planning.publish_time import publish_seconds
 from megatron_rl.planning.serving_time import decode_curve, generation_seconds, kv_tokens, stream_seconds
 from megatron_rl.planning.step_time import asynchronous_step_seconds, straggler_factor
 from megatron_rl.planning.training_time import REINFORCEMENT, Work, training_seconds
+from megatron_rl.simulation.estimated import estimated_kv_tokens, estimated_timing
+from megatron_rl.simulation.lengths import named_lengths
+from megatron_rl.simulation.prediction import Workload, outcome_of, predict
+from megatron_rl.simulation.scenario import scenario_of
 
 NEMO_RL = "NVIDIA-NeMo/RL@7ea279abf docs/about/performance-summary.md, v0.6"
 VERL = "verl-project/verl@1dda039b9 docs/advance/fully_async.md"
@@ -45,7 +49,7 @@ class Point:
 @functools.cache
 def model(name: str) -> Any:
     """The sizes in a model's config.json, as the hub has them."""
-    return as_config(json.loads((MODELS / f"{name}.json").read_text()))
+    return as_config(read_model_json(MODELS / name))
 
 
 def log_normal(number: int, mean: float, longest: int, sigma: float) -> list[int]:
@@ -161,6 +165,42 @@ def nemo_points() -> Iterable[Point]:
             name, f"step of {row.model}, NeMo-RL, {what}", "s", published, functools.cache(row.seconds),
             f"{NEMO_RL}, {row.model}", 0.20, is_fitted, why,
         )  # fmt: skip
+
+
+def simulated_points() -> Iterable[Point]:
+    """Two rows once more, on the stage table of this trainer's runs, as `megatron-rl simulate --gpu` does it."""
+    c1 = (
+        "parallel.num_ranks=32 parallel.expert_parallel_size=8 rollout.num_servers=16 rollout.tensor_parallel_size=2 "
+        "batch.num_prompts_per_step=64 batch.policy_minibatch_size=512"
+    )
+    c4 = (
+        "parallel.num_ranks=128 parallel.tensor_parallel_size=2 parallel.sequence_parallel=true parallel.context_parallel_size=2 "
+        "parallel.pipeline_parallel_size=8 parallel.pipeline_layers=[11,12,12,12,12,12,12,11] parallel.expert_parallel_size=16 "
+        "parallel.expert_tensor_parallel_size=1 policy.recompute=full rollout.num_servers=8 rollout.tensor_parallel_size=16 "
+        "batch.num_prompts_per_step=16 batch.policy_minibatch_size=512 batch.max_tokens_per_microbatch=8192"
+    )
+    for name, model_name, mean, longest, words, published in (
+        ("C1", "qwen3-30b-a3b", 3203, 4096, c1, 192),
+        ("C4", "qwen3-235b-a22b", 5698, 8192, c4, 395),
+    ):
+        ours = functools.cache(functools.partial(_simulated_step, model_name, mean - PROMPT, longest - PROMPT, words))
+        yield Point(
+            name, f"the same step of {model_name}, simulated on our stage table", "s", published, ours,
+            f"{NEMO_RL}, {model_name}", 0.20, is_fitted=True,
+        )  # fmt: skip
+
+
+def _simulated_step(model_name: str, mean: int, longest: int, words: str) -> float:
+    common = (
+        f"preset=grpo policy.path={MODELS / model_name} batch.num_samples_per_prompt=32 batch.max_response_tokens={longest} "
+        "rollout.placement=colocated rollout.max_inflight_requests=4096 rollout.server_args.mem-fraction-static=0.6"
+    )
+    config, device = load_config(None, [*common.split(), *words.split()]), gpu("H100-80G")
+    scenario = scenario_of(config)
+    room = replace(scenario.limits, kv_tokens=estimated_kv_tokens(config, device))
+    workload = Workload(named_lengths(f"lognormal:mean={mean},sigma=0.9,max={longest}"), named_lengths(f"fixed:length={PROMPT}"))
+    timing = estimated_timing(config, device)
+    return outcome_of(predict(replace(scenario, limits=room), workload, timing, num_steps=5, seed=1)).step_s
 
 
 @dataclass(frozen=True)

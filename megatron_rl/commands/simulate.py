@@ -12,8 +12,10 @@ from rich.table import Table
 from megatron_rl.config.load import load_config
 from megatron_rl.config.schema import Config, Mode
 from megatron_rl.errors import UserError
+from megatron_rl.planning.gpus import gpu
 from megatron_rl.simulation.calibration import calibrated
 from megatron_rl.simulation.comparison import Replayed, observed, replay_fitted, replay_measured
+from megatron_rl.simulation.estimated import estimated_kv_tokens, estimated_timing
 from megatron_rl.simulation.lengths import Lengths, named_lengths, read_lengths
 from megatron_rl.simulation.prediction import (
     Outcome,
@@ -45,6 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--lengths", metavar="LENGTHS", help="name:key=value,... or a file or a run's folder: docs/simulate.md")
     add("--prompts", metavar="LENGTHS", help=f"of prompts; without --run {_DEFAULT_PROMPTS}")
     add("--timing", type=Path, metavar="FILE", help="YAML of costs, instead of a run's")
+    add("--gpu", metavar="NAME", help="estimate the costs of the configuration on such GPUs: docs/estimates.md")
     add("--save-timing", type=Path, metavar="FILE", help="write the costs that are used")
     add("--windows", type=positive_int, nargs="+", metavar="TOKENS", help="compare these windows with sync")
     add("--steps", type=positive_int, help=f"default: until the slots have settled, and {_STEPS_THAT_COUNT} more")
@@ -96,14 +99,20 @@ def _inputs(
             "expected a recipe (megatron-rl simulate RECIPE.yaml ...) or --run RUN, the folder of a finished run"
         )
     recipes: list[str | Path] = [*([target.folder / "config.yaml"] if target else []), *paths]
-    scenario = scenario_of(load_config(recipes, overrides))
+    config = load_config(recipes, overrides)
+    scenario = scenario_of(config)
     if arguments.timing:
         timing = read_timing(arguments.timing)
+    elif arguments.gpu:
+        timing = estimated_timing(config, gpu(arguments.gpu))
+        limits = scenario.limits
+        kv_tokens = limits.kv_tokens or estimated_kv_tokens(config, gpu(arguments.gpu))
+        scenario = replace(scenario, limits=replace(limits, kv_tokens=kv_tokens))
     elif source is not None:
         timing = calibrated(source, _own_scenario(source))
     else:
         raise UserError(
-            "expected --run RUN or --timing FILE: without measured or given costs there is nothing to simulate with"
+            "expected --run RUN, --timing FILE or --gpu NAME: without measured, given or estimated costs there is nothing to simulate with"
         )
     unchanged = target is not None and scenario == _own_scenario(target)
     return _Inputs(scenario, _workload(arguments, target), timing, target if unchanged else None)

@@ -21,7 +21,7 @@ def test_a_published_point_is_met_or_says_why_not(point):
     assert "@" in point.source
     assert (abs(point.error()) > point.within) == bool(point.why), f"{point.error():+.1%} of {point.within:.1%}: {point.source}"
     if point.is_fitted:
-        assert abs(point.error()) < 0.08
+        assert abs(point.error()) < 0.15
     if point.name in REQUIRED and not point.what.startswith(tuple(EXCEPT)):
         assert not point.why
 
