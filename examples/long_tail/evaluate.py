@@ -22,7 +22,7 @@ from megatron_rl.cpu.torchvision import declare_torchvision_ops
 from megatron_rl.data.tokenizer import Tokenizer
 
 declare_torchvision_ops()
-from transformers import AutoModelForCausalLM  # noqa: E402
+from transformers import AutoModelForCausalLM
 
 TOKENS_AT_ONCE = 32768
 """Of a padded batch."""

@@ -1,6 +1,7 @@
 """Laws of examples/long_tail: right chains, the tail that was asked for, one right response, exact accuracies."""
 
 import importlib.util
+import itertools
 import json
 import math
 import random
@@ -75,7 +76,7 @@ def test_careless_solutions_forget_the_share_of_borrowed_tens_that_was_asked_for
     for row in make_task.rows("sft", 2000, quotients, 0.3, 1):
         dividend, divisor = numbers(row["prompt"])
         chain = [dividend, *numbers(row["response"])]
-        for before, after in zip(chain, chain[1:], strict=False):
+        for before, after in itertools.pairwise(chain):
             borrows = before % 10 < divisor % 10
             assert before - after in ((divisor, divisor - 10) if borrows else (divisor,))
             borrowed += borrows
