@@ -19,8 +19,8 @@ from megatron_rl.config.schema import ParallelConfig, Recompute
 from megatron_rl.planning.activations import layer_bytes
 from megatron_rl.planning.counts import num_parameters
 from megatron_rl.planning.gpus import gpu
-from megatron_rl.planning.memory import Passes, RankMemory, memory_by_rank
 from megatron_rl.planning.publish_time import publish_seconds
+from megatron_rl.planning.rank_memory import Passes, RankMemory, memory_by_rank
 from megatron_rl.planning.training_time import Work, training_seconds
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -1,4 +1,4 @@
-"""Memory of a rank against sums over single tensors, and its laws: megatron_rl/planning/{counts,activations,memory}.py."""
+"""Memory of a rank against sums over single tensors, and its laws: megatron_rl/planning/{counts,activations,rank_memory}.py."""
 
 import math
 from dataclasses import replace
@@ -13,7 +13,7 @@ from megatron_rl.families.parameters import entries
 from megatron_rl.families.transforms import Replicated
 from megatron_rl.planning.activations import layer_tensors
 from megatron_rl.planning.counts import num_parameters
-from megatron_rl.planning.memory import Passes, memory_by_rank
+from megatron_rl.planning.rank_memory import Passes, memory_by_rank
 from tests.tiny_families import COMMON, SHAPES, VISION_SHAPES
 
 declare_torchvision_ops()
