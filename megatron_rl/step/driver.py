@@ -107,13 +107,7 @@ def _drive(
 
 
 def _drive_until_it_dies(
-    config: Config,
-    group: TrainerGroup,
-    signals: StopSignals,
-    spawned: ServerPool | None,
-    back: RollBack | None,
-    *,
-    freeze_policy: bool,
+    config: Config, group: TrainerGroup, signals: StopSignals, spawned: ServerPool | None, back: RollBack | None, *, freeze_policy: bool
 ) -> Summary:
     """``back``: why the run returns to its newest healthy checkpoint; raises RollBack when it has to do so."""
     with ExitStack() as stack:
