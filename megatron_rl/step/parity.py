@@ -43,7 +43,7 @@ class ParityCheck:
         group: TrainerGroup,
         rollout: RolloutService,
         vision: Vision | None,
-        wait_for: Callable[[Coroutine[Any, Any, None]], None],
+        wait_for: Callable[[Coroutine[Any, Any, Any]], Any],
     ) -> None:
         """``wait_for`` runs a coroutine on the asyncio thread to its end."""
         self._config = config
