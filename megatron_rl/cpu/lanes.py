@@ -166,3 +166,8 @@ put_float = _instruction(
 put_int = _instruction(
     types.void, (_I64, _I64, _I64), lambda b, address, index, x: _put(b, _at(b, address, _INT64, index), x)
 )
+put_int32 = _instruction(
+    types.void,
+    (_I64, _I64, _I64),
+    lambda b, address, index, x: _put(b, _at(b, address, _INT32, index), b.trunc(x, _INT32)),
+)

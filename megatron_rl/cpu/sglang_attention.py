@@ -15,9 +15,9 @@ class PagedTorchNativeAttnBackend(TorchNativeAttnBackend):
 
     def __init__(self, model_runner: Any) -> None:
         super().__init__(model_runner)
-        self._rows: attention_loop.Rows | None = None
+        self.rows: attention_loop.Rows | None = None
         self._held: list[Tensor] = []
-        """What the addresses in ``_rows`` point to."""
+        """What the addresses in ``rows`` point to."""
         self._scratch = torch.empty(0)
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
@@ -29,11 +29,11 @@ class PagedTorchNativeAttnBackend(TorchNativeAttnBackend):
             counts = forward_batch.extend_seq_lens.to(torch.int64)
             held = [requests.to(torch.int64), lengths.to(torch.int64) - counts, counts]
         else:
-            self._rows = None
+            self.rows = None
             return
         self._held = held
         addresses = [tensor.data_ptr() for tensor in held]
-        self._rows = attention_loop.Rows(len(requests), addresses[0], addresses[1], addresses[2] if len(addresses) > 2 else 0)
+        self.rows = attention_loop.Rows(len(requests), addresses[0], addresses[1], addresses[2] if len(addresses) > 2 else 0)
 
     def _run_sdpa_forward_extend(  # noqa: PLR0913  SGLang calls it so
         self,
@@ -102,7 +102,7 @@ class PagedTorchNativeAttnBackend(TorchNativeAttnBackend):
         req_to_token: [requests, context] cache slot of each token.
         """
         keys, values = cache
-        if self._rows is None or self.use_sliding_window_kv_pool or not _fits(keys, values, req_to_token):
+        if self.rows is None or self.use_sliding_window_kv_pool or not _fits(keys, values, req_to_token):
             return False
         num_heads, size = query.shape[1:]
         if scaling is None:
@@ -119,7 +119,7 @@ class PagedTorchNativeAttnBackend(TorchNativeAttnBackend):
         attention_loop.attend(
             heads,
             attention_loop.pages_of(keys, values, req_to_token),
-            self._rows,
+            self.rows,
             in_floats.data_ptr(),
             attended.data_ptr(),
             self._scratch.data_ptr(),

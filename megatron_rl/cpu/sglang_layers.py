@@ -1,7 +1,7 @@
 """SGLang's small layers and its sampler on a CPU, each one compiled call where SGLang makes up to twenty of PyTorch's.
 
 Invariant: what a token gets depends on nothing else in the batch, down to the last bit, in dense float32 models. MKL
-multiplies a few rows by other code than many: small matrices get at least ``_MIN_ROWS``.
+multiplies a few rows by other code than many: small matrices get at least ``MIN_ROWS``.
 """
 
 from collections.abc import Callable
@@ -20,11 +20,7 @@ from torch import Tensor
 
 from megatron_rl.cpu import token_loops
 from megatron_rl.cpu.lanes import WIDTH
-
-_MIN_ROWS = 16
-"""From here on, each row of MKL's product is the same for any number of rows (measured with 2024.2)."""
-_MAX_PADDED_WEIGHTS = 1 << 20
-"""Of a matrix; a larger one is read from memory for each product, and more rows than asked for would cost."""
+from megatron_rl.cpu.layer_loop import MAX_PADDED_WEIGHTS, MIN_ROWS
 
 
 def install(dispatch_key: str) -> None:
@@ -99,13 +95,13 @@ def rotary_embedding(
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x: [..., in] -> [..., out]."""
     num_rows = len(x)
-    if x.dim() != 2 or not 0 < num_rows < _MIN_ROWS or weight.numel() > _MAX_PADDED_WEIGHTS:
+    if x.dim() != 2 or not 0 < num_rows < MIN_ROWS or weight.numel() > MAX_PADDED_WEIGHTS:
         return F.linear(x, weight, bias)
     return F.linear(_padded(x), weight, bias)[:num_rows]
 
 
 def _padded(x: Tensor) -> Tensor:
-    padded = x.new_zeros(_MIN_ROWS, x.shape[1])
+    padded = x.new_zeros(MIN_ROWS, x.shape[1])
     padded[: len(x)] = x
     return padded
 
@@ -114,7 +110,7 @@ def _with_enough_rows(compute: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def compute_lm_head(self: LogitsProcessor, hidden_states: Tensor, lm_head: Any, *args: Any, **kwargs: Any) -> Tensor:
         num_rows = len(hidden_states)
         weight = getattr(lm_head, "weight", None)
-        if not 0 < num_rows < _MIN_ROWS or weight is None or weight.numel() > _MAX_PADDED_WEIGHTS:
+        if not 0 < num_rows < MIN_ROWS or weight is None or weight.numel() > MAX_PADDED_WEIGHTS:
             return compute(self, hidden_states, lm_head, *args, **kwargs)
         return compute(self, _padded(hidden_states), lm_head, *args, **kwargs)[:num_rows]
 

@@ -79,4 +79,8 @@ class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):
         from sglang.srt.models.deepseek_common.attention_backend_handler import AttentionBackendRegistry
         from sglang.srt.models.deepseek_common.attention_forward_methods.forward_methods import AttnForwardMethod
 
+        if os.environ.get(STOCK_KERNELS) != "1":
+            from megatron_rl.cpu import sglang_dense
+
+            sglang_dense.fuse(model)
         AttentionBackendRegistry.register("torch_native", lambda attention, batch: AttnForwardMethod.MLA)

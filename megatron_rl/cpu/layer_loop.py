@@ -1,0 +1,159 @@
+"""All layers of a dense decoder (Llama, Qwen2, Qwen3) in one compiled call; matrices are multiplied by PyTorch's own MKL.
+
+Between the layers of a small model Python takes several times as long as the arithmetic. Everything is float32, and
+tensors come as addresses; the caller (``sglang_dense.py``) has checked shapes, dtypes and strides.
+
+Invariant: what a token gets depends on nothing else in the batch, down to the last bit, where matrices are small:
+MKL multiplies a few rows by other code than many, so that such a matrix gets at least ``MIN_ROWS``.
+"""
+
+import os
+from typing import NamedTuple
+
+import llvmlite.binding
+import torch
+from numba import types
+
+from megatron_rl.cpu.attention_loop import Heads, Pages, Rows, attend
+from megatron_rl.cpu.lanes import float_at, int_at, put_float, put_int32
+from megatron_rl.cpu.loops import ONE, ZERO, compiled, inlined
+from megatron_rl.cpu.token_loops import gate, norm, rotate
+
+MIN_ROWS = 16
+"""From here on, each row of MKL's product is the same for any number of rows (measured with 2024.2)."""
+MAX_PADDED_WEIGHTS = 1 << 20
+"""Of a matrix; a larger one is read from memory for each product, and more rows than asked for would cost."""
+TABLE = (
+    "input_norm qkv qkv_bias query_norm key_norm output output_bias mlp_norm gate_up down keys values".split()
+)
+"""Columns of the table of addresses, a row per layer; 0: the layer has none."""
+_ARGUMENTS = 64
+"""Bytes of the arguments of a product, at the beginning of the scratch memory."""
+
+_sgemm = types.ExternalFunction("sgemm_", types.void(*[types.int64] * 13))
+
+
+def has_mkl() -> bool:
+    """PyTorch's library brings ``sgemm_``; also makes it known to compiled code of this process."""
+    llvmlite.binding.load_library_permanently(os.path.join(os.path.dirname(torch.__file__), "lib", "libtorch_cpu.so"))
+    return llvmlite.binding.address_of_symbol("sgemm_") is not None
+
+
+class Sizes(NamedTuple):
+    """Of a model, and what all its layers share."""
+
+    num_layers: int
+    hidden: int
+    intermediate: int
+    rotary: int
+    is_neox: int
+    epsilon: float
+    cos_sin: int
+    """Address of [positions, rotary]."""
+
+
+class Tokens(NamedTuple):
+    """New tokens of a batch: how many, and addresses of [tokens] int64."""
+
+    num: int
+    positions: int
+    slots: int
+
+
+@inlined
+def _product(arguments: int, x: int, weight: int, bias: int, output: int, num_rows: int, num_in: int, num_out: int) -> None:
+    """output [rows, out] = x [rows, in] . weight [out, in] (+ bias)."""
+    rows = max(num_rows, MIN_ROWS) if num_in * num_out <= MAX_PADDED_WEIGHTS else num_rows
+    put_int32(arguments, 0, 84)  # "T"
+    put_int32(arguments, 1, 78)  # "N"
+    put_int32(arguments, 2, num_out)
+    put_int32(arguments, 3, rows)
+    put_int32(arguments, 4, num_in)
+    put_float(arguments, 5, ONE)
+    put_float(arguments, 6, ONE if bias else ZERO)
+    if bias:
+        for row in range(rows):
+            for i in range(num_out):
+                put_float(output, row * num_out + i, float_at(bias, i))
+    a = arguments
+    _sgemm(a, a + 4, a + 8, a + 12, a + 16, a + 20, weight, a + 16, x, a + 16, a + 24, output, a + 8)
+
+
+def scratch_floats(sizes: Sizes, heads: Heads, num_tokens: int) -> int:
+    """Of the memory that ``layers`` takes beside its result, without that of ``attend``."""
+    row = 2 * sizes.hidden + 3 * sizes.intermediate + (3 * heads.num + 2 * heads.num_kv) * heads.size
+    return _ARGUMENTS // 4 + max(num_tokens, MIN_ROWS) * row
+
+
+@compiled
+def layers(
+    sizes: Sizes, heads: Heads, pages: Pages, rows: Rows, tokens: Tokens, table: int, hidden: int, scratch: int
+) -> None:
+    """hidden [max(tokens, MIN_ROWS), hidden]: embeddings in, what goes into the last norm out.
+
+    table: [layers, columns of TABLE] int64; pages: as of any layer, keys and values are taken from the table;
+    scratch: ``scratch_floats`` and ``attend``'s, without NaN.
+    """
+    num, size = tokens.num, heads.size
+    num_rows = max(num, MIN_ROWS)
+    width = (heads.num + 2 * heads.num_kv) * size
+    normed = scratch + _ARGUMENTS
+    added = normed + 4 * num_rows * sizes.hidden
+    fused = added + 4 * num_rows * sizes.hidden
+    query = fused + 4 * num_rows * width
+    mixed = query + 4 * num_rows * heads.num * size
+    both = mixed + 4 * num_rows * heads.num * size
+    gated = both + 8 * num_rows * sizes.intermediate
+    rest = gated + 4 * num_rows * sizes.intermediate
+    for layer in range(sizes.num_layers):
+        row = table + 8 * 12 * layer
+        if layer:
+            norm(added, hidden, int_at(row, 0), normed, num, sizes.hidden, sizes.epsilon)
+        else:
+            norm(hidden, 0, int_at(row, 0), normed, num, sizes.hidden, sizes.epsilon)
+        _product(scratch, normed, int_at(row, 1), int_at(row, 2), fused, num, sizes.hidden, width)
+        if int_at(row, 3):
+            for i in range(num):
+                head = fused + 4 * i * width
+                norm(head, 0, int_at(row, 3), head, heads.num, size, sizes.epsilon)
+                head += 4 * heads.num * size
+                norm(head, 0, int_at(row, 4), head, heads.num_kv, size, sizes.epsilon)
+        shape = (heads.num + heads.num_kv, sizes.rotary, sizes.is_neox)
+        rotate(fused, width, num, shape, tokens.positions, sizes.cos_sin, size)
+        keys, values = int_at(row, 10), int_at(row, 11)
+        for i in range(num):
+            head, slot = fused + 4 * i * width, int_at(tokens.slots, i)
+            for j in range(heads.num * size):
+                put_float(query, i * heads.num * size + j, float_at(head, j))
+            head += 4 * heads.num * size
+            for kv in range(heads.num_kv):
+                for j in range(size):
+                    put_float(keys + 4 * (slot * pages.key_slot + kv * pages.key_head), j, float_at(head, kv * size + j))
+                    value = float_at(head, (heads.num_kv + kv) * size + j)
+                    put_float(values + 4 * (slot * pages.value_slot + kv * pages.value_head), j, value)
+        cache = Pages(
+            keys,
+            values,
+            pages.key_slot,
+            pages.key_head,
+            pages.value_slot,
+            pages.value_head,
+            0,
+            pages.table,
+            pages.table_row,
+        )
+        attend(heads, cache, rows, query, mixed, rest)
+        _product(scratch, mixed, int_at(row, 5), int_at(row, 6), added, num, heads.num * size, sizes.hidden)
+        norm(added, hidden, int_at(row, 7), normed, num, sizes.hidden, sizes.epsilon)
+        _product(scratch, normed, int_at(row, 8), 0, both, num, sizes.hidden, 2 * sizes.intermediate)
+        gate(both, gated, num, sizes.intermediate)
+        _product(scratch, gated, int_at(row, 9), 0, added, num, sizes.intermediate, sizes.hidden)
+    for i in range(num * sizes.hidden):
+        put_float(hidden, i, float_at(hidden, i) + float_at(added, i))
+
+
+def compile_now() -> None:
+    """Compile it, or read it from the cache: the first request need not wait for that."""
+    layers(
+        Sizes(0, 1, 1, 2, 1, 1e-6, 0), Heads(1, 1, 2, 2, 1.0, -1), Pages(*[0] * 9), Rows(0, 0, 0, 0), Tokens(0, 0, 0), 0, 0, 0
+    )

@@ -1,0 +1,138 @@
+"""Gives SGLang's dense decoders one compiled call for all their layers (``layer_loop.py``), where they fit it."""
+
+from typing import Any
+
+import torch
+from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
+from sglang.srt.layers.rotary_embedding.base import RotaryEmbedding
+from sglang.srt.model_executor.forward_context import get_attn_backend
+from sglang.srt.runtime_context import get_parallel
+from torch import Tensor
+
+from megatron_rl.cpu import layer_loop
+from megatron_rl.cpu.attention_loop import Heads, pages_of
+from megatron_rl.cpu.lanes import WIDTH
+from megatron_rl.cpu.sglang_attention import PagedTorchNativeAttnBackend
+
+_MODELS = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+_MAX_SCRATCH_FLOATS = 1 << 27
+
+
+def fuse(model: Any) -> None:
+    """Replace the forward of ``model.model``; a model that does not fit, or a call that asks for more, keeps its own."""
+    if _fits(model) and layer_loop.has_mkl():
+        layer_loop.compile_now()
+        model.model.forward = _FusedLayers(model.model)
+
+
+def _fits(model: Any) -> bool:
+    if type(model).__name__ not in _MODELS or any(p.dtype != torch.float32 for p in model.parameters()):
+        return False
+    layers = list(model.model.layers)
+    linears = [
+        linear
+        for layer in layers
+        for linear in (layer.self_attn.qkv_proj, layer.self_attn.o_proj, layer.mlp.gate_up_proj, layer.mlp.down_proj)
+    ]
+    rotary = layers[0].self_attn.rotary_emb
+    attentions = [layer.self_attn.attn for layer in layers]
+    return (
+        get_parallel().tp_size == get_parallel().pp_size == 1
+        and all(type(linear.quant_method) is UnquantizedLinearMethod for linear in linears)
+        and all(layer.mlp.gate_up_proj.bias is None and layer.mlp.down_proj.bias is None for layer in layers)
+        and type(rotary).forward_native is RotaryEmbedding.forward_native
+        and type(rotary).forward is RotaryEmbedding.forward
+        and rotary.cos_sin_cache.dtype == torch.float32
+        and all(layer.self_attn.rotary_emb is rotary for layer in layers)
+        and all(a.sliding_window_size == -1 and not a.logit_cap and a.qk_head_dim == a.v_head_dim for a in attentions)
+    )
+
+
+class _FusedLayers:
+    """``forward`` of SGLang's ``LlamaModel`` and ``Qwen2Model``."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self._own = model.forward
+        first = model.layers[0]
+        attention = first.self_attn.attn
+        self._heads = Heads(
+            attention.tp_q_head_num,
+            attention.tp_k_head_num,
+            attention.qk_head_dim,
+            attention.v_head_dim,
+            float(attention.scaling),
+            -1,
+        )
+        self._scratch = torch.zeros(0)
+
+    def _sizes(self) -> layer_loop.Sizes:
+        model, first = self._model, self._model.layers[0]
+        rotary = first.self_attn.rotary_emb
+        return layer_loop.Sizes(
+            len(model.layers),
+            model.norm.hidden_size,
+            first.mlp.down_proj.weight.shape[1],
+            rotary.rotary_dim,
+            int(rotary.is_neox_style),
+            float(model.norm.variance_epsilon),
+            rotary.cos_sin_cache.data_ptr(),
+        )
+
+    def _table(self, pool: Any) -> Tensor:
+        """[layers, columns] addresses. Read anew at each step: who updates weights may put them elsewhere."""
+
+        def address(tensor: Tensor | None) -> int:
+            return tensor.data_ptr() if tensor is not None else 0
+
+        return torch.tensor(
+            [
+                [
+                    address(layer.input_layernorm.weight),
+                    address(layer.self_attn.qkv_proj.weight),
+                    address(layer.self_attn.qkv_proj.bias),
+                    layer.self_attn.q_norm.weight.data_ptr() if hasattr(layer.self_attn, "q_norm") else 0,
+                    layer.self_attn.k_norm.weight.data_ptr() if hasattr(layer.self_attn, "k_norm") else 0,
+                    address(layer.self_attn.o_proj.weight),
+                    address(layer.self_attn.o_proj.bias),
+                    address(layer.post_attention_layernorm.weight),
+                    address(layer.mlp.gate_up_proj.weight),
+                    address(layer.mlp.down_proj.weight),
+                    pool.get_key_buffer(layer.self_attn.attn.layer_id).data_ptr(),
+                    pool.get_value_buffer(layer.self_attn.attn.layer_id).data_ptr(),
+                ]
+                for layer in self._model.layers
+            ]
+        )
+
+    def __call__(
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        forward_batch: Any,
+        input_embeds: Tensor | None = None,
+        pp_proxy_tensors: Any = None,
+    ) -> Any:
+        backend, model = get_attn_backend(), self._model
+        rows = backend.rows if isinstance(backend, PagedTorchNativeAttnBackend) else None
+        more = input_embeds is not None or pp_proxy_tensors is not None or model.layers_to_capture
+        if more or rows is None or backend.use_sliding_window_kv_pool or positions.dim() != 1:
+            return self._own(input_ids, positions, forward_batch, input_embeds, pp_proxy_tensors)
+        pool, requests = backend.token_to_kv_pool, backend.req_to_token_pool.req_to_token
+        pages = pages_of(pool.get_key_buffer(0), pool.get_value_buffer(0), requests)
+        sizes, heads, num = self._sizes(), self._heads, len(input_ids)
+        num_scratch = layer_loop.scratch_floats(sizes, heads, num)
+        num_scratch += (heads.size + 4 * WIDTH) * (requests.shape[1] + 4 * WIDTH)
+        if pages.is_half or num_scratch > _MAX_SCRATCH_FLOATS:
+            return self._own(input_ids, positions, forward_batch, input_embeds, pp_proxy_tensors)
+        if len(self._scratch) < num_scratch:
+            self._scratch = torch.zeros(num_scratch)
+        hidden = torch.zeros(max(num, layer_loop.MIN_ROWS), sizes.hidden)
+        hidden[:num] = model.embed_tokens(input_ids)
+        places = positions.to(torch.int64).contiguous(), forward_batch.out_cache_loc.to(torch.int64).contiguous()
+        tokens = layer_loop.Tokens(num, places[0].data_ptr(), places[1].data_ptr())
+        table = self._table(pool)
+        layer_loop.layers(
+            sizes, heads, pages, rows, tokens, table.data_ptr(), hidden.data_ptr(), self._scratch.data_ptr()
+        )
+        return model.norm(hidden[:num])
