@@ -125,8 +125,8 @@ class CompiledSampler(Sampler):
         logits_output: Any,
         sampling_info: Any,
         return_logprob: bool,
-        top_logprobs_nums: list[int],
-        token_ids_logprobs: list[list[int] | None],
+        top_logprobs_nums: Any,
+        token_ids_logprobs: Any,
         positions: Tensor,
         *,
         logprob_logits: Tensor | None = None,
@@ -138,7 +138,11 @@ class CompiledSampler(Sampler):
             or sampling_info.need_top_k_sampling
             or sampling_info.need_min_p_sampling
         )
-        more = any(top_logprobs_nums) or any(ids is not None for ids in token_ids_logprobs) or logprob_logits is not None
+        # Both lists are None where no request of the batch wants log-probs.
+        other_tokens = return_logprob and (
+            any(top_logprobs_nums) or any(ids is not None for ids in token_ids_logprobs)
+        )
+        more = other_tokens or logprob_logits is not None
         fits = logits.dtype == torch.float32 and len(logits) == len(positions)
         seeded = sampling_info.sampling_seed is not None and self.rl_on_policy_target is None
         if more or not (whole and fits and seeded) or sampling_info.sampling_mask_batch_indices is not None:
