@@ -20,6 +20,7 @@ from machine_pictures import placements, processes
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
+from window_pictures import gains, shares
 
 from megatron_rl.config.schema import Mode
 from megatron_rl.step.graph import Resource, Stage
@@ -338,6 +339,8 @@ PICTURES: dict[str, Callable[[], Figure]] = {
     "step_graph": graph,
     "processes": processes,
     "placements": placements,
+    "tppo_windows": gains,
+    "tppo_training": shares,
 }
 
 if __name__ == "__main__":

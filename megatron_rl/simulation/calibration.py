@@ -18,7 +18,7 @@ from megatron_rl.simulation.fitting import robust
 from megatron_rl.simulation.prediction import StepWork, is_due, work_of
 from megatron_rl.simulation.recorded import RecordedRun, Round
 from megatron_rl.simulation.scenario import Scenario
-from megatron_rl.simulation.slot_process import Rows, Window
+from megatron_rl.simulation.slot_process import Rows, Window, trained_rows
 from megatron_rl.simulation.timing import Decode, Timing, Work
 
 _ROWS_PER_ROUND = 24
@@ -72,7 +72,9 @@ def recorded_window(rounds: Sequence[Round], scenario: Scenario, timing: Timing)
     generated = rows[0]
     for more in rows[1:]:
         generated += more
-    return Window(generated, generated.pick(np.flatnonzero(generated.new > 0)), seconds)
+    # What over-sampling discarded a run does not say; groups are unknown.
+    trains = replace(scenario, num_slots=scenario.num_trained)
+    return Window(generated, trained_rows(generated, trains), seconds)
 
 
 def recorded_work(rounds: Sequence[Round], step: int, scenario: Scenario, timing: Timing) -> StepWork:

@@ -1,7 +1,7 @@
 """A run's steps on a clock, and what they come to. Pure and deterministic by its seed.
 
-A mode in which generation depends on when training ends (``async``) belongs into ``_Steps``: it is asked for each stage when
-the stage starts, so it may look at the clock.
+A mode in which what a step generates depends on when training ends (``async``) belongs into ``on_clock``: the clock asks for
+each stage's load at its start, so that a slot process may be advanced there instead of beforehand.
 """
 
 from collections.abc import Sequence
@@ -50,7 +50,9 @@ class StepWork:
     finished_new_tokens: int
     """New tokens in rows that ended in this step."""
     trained_tokens: int
-    """New tokens in rows that train."""
+    """Of the rows, those that the policy learns from."""
+    prompt_tokens: int
+    """Of the rows."""
     oldest_age: int
     """Versions between the oldest token of a finished response and the critic's pass over it."""
 
@@ -73,6 +75,7 @@ def work_of(window: Window, step: int) -> StepWork:
         finished_squares=_squares(ended),
         finished_new_tokens=int(ended.new.sum()),
         trained_tokens=int(rows.new.sum()),
+        prompt_tokens=int(rows.prompt.sum()),
         oldest_age=int((step - ended.born).max()) if len(ended) else 0,
     )
 
@@ -135,26 +138,28 @@ def predict(
     scenario: Scenario, workload: Workload, timing: Timing, *, num_steps: int, seed: int, first: int | None = None
 ) -> Prediction:
     """``num_steps`` steps; those from ``first`` on count, by default all but the ones in which the slots settle."""
-    steps = _Steps(scenario, workload, timing, seed)
-    spans = run_clock(scenario.graph, steps.load_of, num_steps, cores=timing.cores, between_s=timing.between_s)
-    settled = min(scenario.num_settling_steps, num_steps - 1) if first is None else first
-    return Prediction(scenario, spans, steps.works, settled)
+    works = simulated_works(scenario, workload, timing, num_steps=num_steps, seed=seed)
+    return on_clock(scenario, works, timing, first=first)
 
 
-class _Steps:
-    def __init__(self, scenario: Scenario, workload: Workload, timing: Timing, seed: int) -> None:
-        self._scenario, self._timing = scenario, timing
-        rng = np.random.default_rng(seed)
-        self._slots = SlotProcess(scenario, workload.lengths.draw, workload.prompts.draw, rng)
-        self.works: list[StepWork] = []
+def simulated_works(
+    scenario: Scenario, workload: Workload, timing: Timing, *, num_steps: int, seed: int
+) -> list[StepWork]:
+    """What each step has to do. In the modes that there are it does not depend on how long other stages take."""
+    rng = np.random.default_rng(seed)
+    slots = SlotProcess(scenario, workload.lengths.draw, workload.prompts.draw, rng)
+    return [work_of(slots.generate(step, timing), step) for step in range(num_steps)]
 
-    def load_of(self, run: StageRun) -> Load:
-        name, step = run.stage.name, run.step
-        if name == "generate":
-            self.works.append(work_of(self._slots.generate(step, self._timing), step))
+
+def on_clock(scenario: Scenario, works: Sequence[StepWork], timing: Timing, *, first: int | None = None) -> Prediction:
+    def load_of(run: StageRun) -> Load:
         # A run that is simulated goes on behind its last step.
-        seconds = stage_seconds(name, self.works[step], step, self._scenario, self._timing)
-        return Load(seconds, self._timing.stage(name).cores)
+        seconds = stage_seconds(run.stage.name, works[run.step], run.step, scenario, timing)
+        return Load(seconds, timing.stage(run.stage.name).cores)
+
+    spans = run_clock(scenario.graph, load_of, len(works), cores=timing.cores, between_s=timing.between_s)
+    settled = min(scenario.num_settling_steps, len(works) - 1) if first is None else first
+    return Prediction(scenario, spans, works, settled)
 
 
 @dataclass(frozen=True)
@@ -212,7 +217,6 @@ def outcome_of(prediction: Prediction) -> Outcome:
         return float(sum(getattr(work, name) for work in works))
 
     rows = max(total("row_tokens"), 1.0)
-    prompts = total("prefill_tokens") - total("carried_tokens")
     return Outcome(
         num_steps=count,
         step_s=wall_s / count,
@@ -222,7 +226,7 @@ def outcome_of(prediction: Prediction) -> Outcome:
         finished_per_s=total("num_finished") / wall_s,
         tokens_per_s=total("new_tokens") / wall_s,
         unfinished_share=1 - total("finished_new_tokens") / max(total("trained_tokens"), 1.0),
-        prefix_share=max((rows - total("trained_tokens") - prompts) / rows, 0.0),
+        prefix_share=(rows - total("trained_tokens") - total("prompt_tokens")) / rows,
         reprefilled_per_step=total("carried_tokens") / count,
         oldest_age=max((work.oldest_age for work in works), default=0),
     )

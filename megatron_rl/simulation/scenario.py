@@ -14,7 +14,7 @@ from megatron_rl.config.derived import (
     server_placement,
     window_jitter_tokens,
 )
-from megatron_rl.config.schema import Config, Mode, OldPolicy
+from megatron_rl.config.schema import Config, Mode, OldPolicy, TrainsOn
 from megatron_rl.config.schema.bounds import bound_problems, kind_problems
 from megatron_rl.errors import ConfigError
 from megatron_rl.simulation.decoding import Limits
@@ -39,6 +39,8 @@ class Scenario:
     reference: bool = False
     process_rewards: bool = False
     colocated: bool = False
+    whole_responses: bool = False
+    """The policy trains on responses when they end, over all their windows (schedule.policy_trains_on)."""
     recomputes_old: bool = True
     """Log-probs of the old policy come from a trainer pass of their own."""
     policy_minibatch_size: int = 512
@@ -116,6 +118,7 @@ def scenario_of(config: Config) -> Scenario:
         reference=needs_reference(config),
         process_rewards=bool(config.reward.process.path),
         colocated=server_placement(config.rollout).shares_devices,
+        whole_responses=config.schedule.policy_trains_on is TrainsOn.responses,
         recomputes_old=config.algorithm.correction.old_policy is not OldPolicy.rollout,
         policy_minibatch_size=batch.policy_minibatch_size,
         critic_minibatch_size=batch.critic_minibatch_size,

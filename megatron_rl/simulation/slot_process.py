@@ -64,7 +64,7 @@ class Window:
     generated: Rows
     """All requests, also those that were discarded."""
     trained: Rows
-    """What the trainer's passes read: rows that grew."""
+    """What the trainer's passes read; ``new`` are the tokens that train."""
     seconds: float
     """Of the slowest server."""
 
@@ -90,7 +90,7 @@ class SlotProcess:
         seconds = max(one.seconds for one in served)
         grown, seconds = self._cut_when_enough(wanted, served, seconds) if scenario.over_samples else (wanted, seconds)
         done = Rows(**{**vars(rows), "new": grown})
-        trained = self._trained(done)
+        trained = trained_rows(done, scenario)
         self._slots = self._carried(done)
         return Window(done, trained, seconds)
 
@@ -134,16 +134,19 @@ class SlotProcess:
         """When the last of each group ends; groups are whole in sync mode."""
         return finish_s.reshape(-1, self._scenario.group_size).max(axis=1)
 
-    def _trained(self, rows: Rows) -> Rows:
-        scenario = self._scenario
-        if scenario.mode is Mode.sync and scenario.over_samples:
-            whole = np.repeat(rows.ended.reshape(-1, scenario.group_size).all(axis=1), scenario.group_size)
-            kept = np.flatnonzero(whole)[: scenario.num_trained]
-            return rows.pick(kept)
-        return rows.pick(np.flatnonzero(rows.new > 0))
-
     def _carried(self, rows: Rows) -> Rows:
         if self._scenario.mode is Mode.sync:
             return rows.pick(np.zeros(0, dtype=np.int64))
         left = rows.pick(np.flatnonzero(~rows.ended))
         return Rows(**{**vars(left), "held": left.held + left.new, "new": np.zeros_like(left.new)})
+
+
+def trained_rows(rows: Rows, scenario: Scenario) -> Rows:
+    """Of what a step generated, the rows that the policy learns from."""
+    if scenario.whole_responses:
+        ended = rows.pick(np.flatnonzero(rows.ended))
+        return Rows(**{**vars(ended), "held": np.zeros_like(ended.held), "new": ended.held + ended.new})
+    if scenario.mode is Mode.sync and scenario.over_samples:
+        whole = np.repeat(rows.ended.reshape(-1, scenario.group_size).all(axis=1), scenario.group_size)
+        return rows.pick(np.flatnonzero(whole)[: scenario.num_trained])
+    return rows.pick(np.flatnonzero(rows.new > 0))
