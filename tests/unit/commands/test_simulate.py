@@ -80,7 +80,7 @@ def test_the_table_says_what_is_simulated(folder, capsys):
         (["--run", "RUN", "batch.window_token=5"], "batch.window_token"),
         (["--run", "RUN", "algorithm.dynamic_sampling.enabled=true"], "depends on rewards"),
         (["--run", "RUN", "batch.window_tokens=5000"], "batch.window_tokens=5000 is longer than a response may become"),
-        (["RUN/config.yaml", "--gpu", "H100-80G", "--lengths", "fixed:length=9"], "policy.path"),
+        (["RUN/config.yaml", "--gpu", "H100-80G", "--lengths", "fixed:length=9"], "parallel.num_ranks=0"),
         (["--run", "RUN", "batch.num_prompts_per_step=0"], "batch.num_prompts_per_step"),
     ],
 )
