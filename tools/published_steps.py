@@ -154,7 +154,7 @@ def nemo_points() -> Iterable[Point]:
         ("C5", "on policy, 256 H100", 312,
          NemoRl(a22b, 512, 5713, 8192, Servers(16, 16, 0.6, h100), "tp2+cp2+pp8+ep16+etp1", 256, 6), False, ""),
         ("C6", "1 step off, 128 + 128 H100", 231,
-         NemoRl(a22b, 512, 5721, 8192, Servers(16, 8, 0.88, h100), "tp4+pp8+ep16+etp1", 128, 6, 1), False, ""),
+         NemoRl(a22b, 512, 5721, 8192, Servers(16, 8, 0.88, h100), "tp4+pp8+ep16+etp1", 128, 6, 1), True, ""),
         ("C7", "on policy, 256 H100", 134,
          NemoRl(v3, 512, 701, 1536, Servers(8, 32, 0.6, h100), "pp16+ep16", 256, 6), False, small),
         ("C8", "1 step off, 256 + 256 H100", 64.1,

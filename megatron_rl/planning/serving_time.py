@@ -22,8 +22,8 @@ _BYTES = 2
 class ServerCosts:
     """What an engine adds to the roofline [s], and the share of the peaks that it reaches.
 
-    Round figures of engines with CUDA graphs. Two are from NeMo-RL's steps (docs/estimates.md): ``sequence_s`` was chosen with
-    C1 and C2 in sight, ``far_all_reduce_s`` fitted to C4.
+    Round figures, chosen with published steps in sight (docs/estimates.md: bandwidth C6, sequence_s C1 and C2, layer_s C10);
+    far_all_reduce_s is fitted to C4.
     """
 
     bandwidth: float = 0.75

@@ -23,20 +23,20 @@ from megatron_rl.planning.gpus import Gpu
 class Efficiency:
     """How much of a GPU a trainer gets. Defaults: pretraining in FP8 with fixed lengths and evenly loaded experts.
 
-    Fitted to two rows of Megatron-Bridge's performance summary: Llama 3 8B (25.11) and Qwen3 30B-A3B (26.04.01), on H100.
+    Fitted to three rows of Megatron-Bridge's performance summary, one constant each: Llama 3 8B (25.11), Qwen3 30B-A3B
+    (26.04.01) and DeepSeek-V3 (25.09), on H100.
     """
 
     products: float = 0.752
     """Of the dense bfloat16 peak; FP8 reaches more of it than bfloat16 could."""
-    routed_bytes: float = 310.0
+    routed_bytes: float = 315.5
     """Memory traffic for each number of a token that goes to an expert, over an update's three passes: routing, copies,
     and what grouped products lose against plain ones, expressed as bytes."""
-    exposed_network: float = 0.5
-    """Share of the traffic between machines that no computation hides. Between 0 (then Qwen3 235B-A22B and DeepSeek-V3 come
-    out 13 % too fast) and 1 (6 and 13 % too slow)."""
+    exposed_network: float = 0.416
+    """Share of the traffic between machines that no computation hides."""
 
 
-REINFORCEMENT = Efficiency(products=0.343, routed_bytes=679.0, exposed_network=1.0)
+REINFORCEMENT = Efficiency(products=0.343, routed_bytes=691.0, exposed_network=0.91)
 """Of a trainer of mixtures of experts in bfloat16 with real lengths and real routing: 2.2 times slower than pretraining.
 Fitted to NeMo-RL's step of Qwen3 30B-A3B (v0.6, on policy, 32 H100)."""
 
