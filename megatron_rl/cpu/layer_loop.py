@@ -85,6 +85,34 @@ def scratch_floats(sizes: Sizes, heads: Heads, num_tokens: int) -> int:
     return _ARGUMENTS // 4 + max(num_tokens, MIN_ROWS) * row
 
 
+@inlined
+def _norm_heads(heads: Heads, num: int, fused: int, query_norm: int, key_norm: int, epsilon: float) -> None:
+    """RMSNorm of every query and key, in place; fused: [num, query | key | value]."""
+    width = (heads.num + 2 * heads.num_kv) * heads.size
+    for i in range(num):
+        head = fused + 4 * i * width
+        norm(head, 0, query_norm, head, heads.num, heads.size, epsilon)
+        head += 4 * heads.num * heads.size
+        norm(head, 0, key_norm, head, heads.num_kv, heads.size, epsilon)
+
+
+@inlined
+def _part_heads(heads: Heads, num: int, fused: int, query: int, cache: Pages, slots: int) -> None:
+    """Of fused [num, query | key | value], queries into query [num, heads, size] and the others into the cache's slots."""
+    size, num_query = heads.size, heads.num * heads.size
+    width = num_query + 2 * heads.num_kv * size
+    for i in range(num):
+        source, slot = fused + 4 * i * width, int_at(slots, i)
+        for j in range(num_query):
+            put_float(query, i * num_query + j, float_at(source, j))
+        for kv in range(heads.num_kv):
+            key = cache.keys + 4 * (slot * cache.key_slot + kv * cache.key_head)
+            value = cache.values + 4 * (slot * cache.value_slot + kv * cache.value_head)
+            for j in range(size):
+                put_float(key, j, float_at(source, num_query + kv * size + j))
+                put_float(value, j, float_at(source, num_query + (heads.num_kv + kv) * size + j))
+
+
 @compiled
 def layers(
     sizes: Sizes, heads: Heads, pages: Pages, rows: Rows, tokens: Tokens, table: int, hidden: int, scratch: int
@@ -113,35 +141,14 @@ def layers(
             norm(hidden, 0, int_at(row, 0), normed, num, sizes.hidden, sizes.epsilon)
         _product(scratch, normed, int_at(row, 1), int_at(row, 2), fused, num, sizes.hidden, width)
         if int_at(row, 3):
-            for i in range(num):
-                head = fused + 4 * i * width
-                norm(head, 0, int_at(row, 3), head, heads.num, size, sizes.epsilon)
-                head += 4 * heads.num * size
-                norm(head, 0, int_at(row, 4), head, heads.num_kv, size, sizes.epsilon)
+            _norm_heads(heads, num, fused, int_at(row, 3), int_at(row, 4), sizes.epsilon)
         shape = (heads.num + heads.num_kv, sizes.rotary, sizes.is_neox)
         rotate(fused, width, num, shape, tokens.positions, sizes.cos_sin, size)
-        keys, values = int_at(row, 10), int_at(row, 11)
-        for i in range(num):
-            head, slot = fused + 4 * i * width, int_at(tokens.slots, i)
-            for j in range(heads.num * size):
-                put_float(query, i * heads.num * size + j, float_at(head, j))
-            head += 4 * heads.num * size
-            for kv in range(heads.num_kv):
-                for j in range(size):
-                    put_float(keys + 4 * (slot * pages.key_slot + kv * pages.key_head), j, float_at(head, kv * size + j))
-                    value = float_at(head, (heads.num_kv + kv) * size + j)
-                    put_float(values + 4 * (slot * pages.value_slot + kv * pages.value_head), j, value)
         cache = Pages(
-            keys,
-            values,
-            pages.key_slot,
-            pages.key_head,
-            pages.value_slot,
-            pages.value_head,
-            0,
-            pages.table,
-            pages.table_row,
-        )
+            int_at(row, 10), int_at(row, 11), pages.key_slot, pages.key_head, pages.value_slot, pages.value_head,
+            0, pages.table, pages.table_row,
+        )  # fmt: skip
+        _part_heads(heads, num, fused, query, cache, tokens.slots)
         attend(heads, cache, rows, query, mixed, rest)
         _product(scratch, mixed, int_at(row, 5), int_at(row, 6), added, num, heads.num * size, sizes.hidden)
         norm(added, hidden, int_at(row, 7), normed, num, sizes.hidden, sizes.epsilon)
