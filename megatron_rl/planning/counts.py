@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from megatron_rl.cpu.torchvision import declare_torchvision_ops
 from megatron_rl.families.facts import dims, has_experts
 from megatron_rl.families.family import ModelConfig, Rule, family_of
 from megatron_rl.families.transforms import Replicated
@@ -53,8 +54,18 @@ def _of_rules(config: ModelConfig, rules: Iterable[Rule]) -> Parameters:
 def embedding_parameters(config: ModelConfig) -> Parameters:
     """Before the first layer: the embedding and, of a model that sees, its encoder."""
     sizes = dims(config)
-    encoder = parameter_shapes(config.vision_config).values() if family_of(config).vision is not None else ()
+    encoder = parameter_shapes(_encoder_config(config)).values() if family_of(config).vision is not None else ()
     return Parameters(split=sizes["vocab"] * sizes["hidden"], replicated=sum(map(math.prod, encoder)))
+
+
+def _encoder_config(config: ModelConfig) -> ModelConfig:
+    """As transformers reads it, whose encoder is asked for its parameters, also where ``config`` is the file itself."""
+    if not isinstance(config.vision_config, dict):
+        return config.vision_config
+    declare_torchvision_ops()
+    from transformers import AutoConfig
+
+    return AutoConfig.for_model(config.model_type, vision_config=config.vision_config).vision_config
 
 
 def head_parameters(config: ModelConfig, *, is_critic: bool = False) -> Parameters:

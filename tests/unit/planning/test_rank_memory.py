@@ -9,6 +9,7 @@ from transformers import AutoConfig
 from megatron_rl.config.layout import expert_tensor_size, parse_layout
 from megatron_rl.config.schema import ParallelConfig, Recompute
 from megatron_rl.cpu.torchvision import declare_torchvision_ops
+from megatron_rl.families.facts import as_config, read_model_json
 from megatron_rl.families.parameters import entries
 from megatron_rl.families.transforms import Replicated
 from megatron_rl.planning.activations import layer_tensors
@@ -25,10 +26,14 @@ def config_of(name: str):
 
 
 @pytest.mark.parametrize("name", [*SHAPES, *VISION_SHAPES])
-def test_parameters_are_those_of_the_files(name):
+def test_parameters_are_those_of_the_files(name, tmp_path):
     config = config_of(name)
     shapes = {name: shape for entry in entries(config, "policy") for name, shape in entry.hf.items()}
     assert num_parameters(config) == sum(map(math.prod, shapes.values()))
+    if hasattr(config, "text_config"):
+        config.text_config.tie_word_embeddings = config.tie_word_embeddings
+    config.save_pretrained(tmp_path)
+    assert num_parameters(as_config(read_model_json(tmp_path))) == num_parameters(config)
 
 
 def on_rank(config, parallel, stage, role):
