@@ -5,7 +5,7 @@ operators, and run by ``transformers.generate``, in turns; medians are given. Le
 the difference of generating many tokens and one, divided by the tokens between, so that prefill and HTTP do not count.
 Processor milliseconds are the scheduler's own: they hold on a machine that others use too.
 
-    python tools/bench_decode.py --sequences 1 16 64 128 --lengths-held 64 256 1024
+    python tools/bench_decode.py --sequences 1 16 64 128 --lengths-held 64 256 1024 --prefill 64 300
     python tools/bench_decode.py --lengths pareto:1.15,55,900 --responses 512 --slots 128 --json mixture.json
 """
 
@@ -38,12 +38,15 @@ Run = Callable[[list[list[int]], list[int]], tuple[float, float]]
 
 def main() -> None:
     arguments = parse()
-    longest = max(arguments.lengths_held) + arguments.steps + 1
+    num_prefilled, prefilled = arguments.prefill or (0, 0)
+    longest = max(prefilled, *arguments.lengths_held) + arguments.steps + 1
     try:
         lengths = response_lengths(arguments.lengths, arguments.responses, arguments.seed) if arguments.lengths else []
     except (ValueError, OSError) as error:
         raise SystemExit(f"--lengths {arguments.lengths}: {error}") from error
-    num_cached = max([longest * max(arguments.sequences), (PROMPT_TOKENS + max([0, *lengths])) * arguments.slots])
+    num_cached = max(
+        longest * max(num_prefilled, *arguments.sequences), (PROMPT_TOKENS + max([0, *lengths])) * arguments.slots
+    )
     with tempfile.TemporaryDirectory() as folder, ExitStack() as engines:
         make_model(Path(folder), arguments, context=max(longest, PROMPT_TOKENS + max([0, *lengths])) + 16)
         runs = {
@@ -64,6 +67,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sequences", type=int, nargs="+", default=[1, 4, 16, 64, 128])
     parser.add_argument("--lengths-held", type=int, nargs="+", default=[64, 256, 1024], help="tokens of each sequence")
+    parser.add_argument("--prefill", type=int, nargs=2, metavar=("SEQUENCES", "TOKENS"), help="also: prompts without cache")
     parser.add_argument("--lengths", default="", help="pareto:SHAPE,MEAN,MOST, lognormal:MEDIAN,SIGMA,MOST, or a file")
     parser.add_argument("--responses", type=int, default=256, help="of --lengths")
     parser.add_argument("--slots", type=int, default=128, help="responses at once, of --lengths")
@@ -78,8 +82,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", default="")
     arguments = parser.parse_args()
-    for name in ("sequences", "lengths_held"):
-        if min(getattr(arguments, name)) < 1:
+    for name in ("sequences", "lengths_held", "prefill"):
+        if min(getattr(arguments, name) or [1]) < 1:
             parser.error(f"--{name.replace('_', '-')}: expected numbers of at least 1")
     for name in ("responses", "slots", "steps", "repeats", "threads", "layers"):
         if getattr(arguments, name) < 1:
@@ -154,7 +158,7 @@ def server_engine(folder: str, arguments: argparse.Namespace, engine: str, num_c
     from megatron_rl.rollout.sglang.options import ServerOptions
     from megatron_rl.rollout.sglang.server import SglangServer
 
-    at_once = arguments.slots if arguments.lengths else max(arguments.sequences)
+    at_once = most_at_once(arguments)
     options = ServerOptions(
         folder,
         deterministic=True,
@@ -176,6 +180,12 @@ def server_engine(folder: str, arguments: argparse.Namespace, engine: str, num_c
         yield run
     finally:
         server.stop(grace_s=0.0)
+
+
+def most_at_once(arguments: argparse.Namespace) -> int:
+    """Responses that an engine generates together."""
+    num_prefilled = (arguments.prefill or (0, 0))[0]
+    return arguments.slots if arguments.lengths else max(num_prefilled, *arguments.sequences)
 
 
 def processor_seconds(process: psutil.Process) -> float:
@@ -215,7 +225,7 @@ def transformers_engine(folder: str, arguments: argparse.Namespace) -> Iterator[
 
     torch.set_num_threads(arguments.threads)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    at_once = arguments.slots if arguments.lengths else max(arguments.sequences)
+    at_once = most_at_once(arguments)
 
     def run(prompts: list[list[int]], counts: list[int]) -> tuple[float, float]:
         before, began = time.process_time(), time.perf_counter()
@@ -230,8 +240,8 @@ def transformers_engine(folder: str, arguments: argparse.Namespace) -> Iterator[
     yield run
 
 
-def random_prompts(num: int, length: int, vocab: int) -> list[list[int]]:
-    generator = random.Random(f"{num} {length}")
+def random_prompts(num: int, length: int, vocab: int, salt: str = "") -> list[list[int]]:
+    generator = random.Random(f"{num} {length} {salt}")
     return [[generator.randrange(3, vocab) for _ in range(length)] for _ in range(num)]
 
 
@@ -250,7 +260,20 @@ def step_times(runs: dict[str, Run], arguments: argparse.Namespace) -> list[dict
                             tuple(1e3 * (b - a) / arguments.steps for a, b in zip(few, many, strict=True))
                         )
             cells.append(cell(f"{num} x {length}", measured))
-    return cells
+    return [*cells, *([prefill(runs, arguments)] if arguments.prefill else [])]
+
+
+def prefill(runs: dict[str, Run], arguments: argparse.Namespace) -> dict[str, Any]:
+    """Milliseconds until each of some prompts that nobody has seen before has its first token."""
+    num, length = arguments.prefill
+    measured: dict[str, list[tuple[float, ...]]] = {engine: [] for engine in runs}
+    for repeat in range(arguments.repeats + 1):
+        prompts = random_prompts(num, length, arguments.vocab, salt=f"prefill {repeat}")
+        for engine, run in runs.items():
+            times = run(prompts, [1] * num)
+            if repeat:
+                measured[engine].append(tuple(1e3 * value for value in times))
+    return cell(f"prefill {num} x {length}", measured)
 
 
 def finishing(runs: dict[str, Run], lengths: list[int], arguments: argparse.Namespace) -> list[dict[str, Any]]:

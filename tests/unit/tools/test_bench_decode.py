@@ -1,10 +1,11 @@
 """The lengths that tools/bench_decode.py forces."""
 
 import statistics
+from types import SimpleNamespace
 
 import pytest
 
-from tools.bench_decode import pareto_scale, response_lengths
+from tools.bench_decode import pareto_scale, prefill, response_lengths, step_times
 
 
 def test_a_cut_pareto_distribution_has_the_mean_asked_for():
@@ -28,3 +29,20 @@ def test_a_file_is_read_again_from_its_beginning(tmp_path):
 def test_a_wrong_distribution_is_refused(spec):
     with pytest.raises(ValueError, match="expected"):
         response_lengths(spec, 3, seed=0)
+
+
+def test_a_step_is_what_is_left_of_two_generations_and_prefill_sees_new_prompts():
+    seen = []
+
+    def run(prompts, counts):
+        seen.append(prompts)
+        return 0.5 + 0.002 * (counts[0] - 1), 0.1 + 0.001 * (counts[0] - 1)
+
+    settings = SimpleNamespace(
+        lengths_held=[8], sequences=[2], steps=10, repeats=2, vocab=64, prefill=[3, 5], engines=["ours"]
+    )
+    step, first = step_times({"ours": run}, settings)
+    assert step["ms"]["ours"] == pytest.approx(2.0) and step["processor_ms"]["ours"] == pytest.approx(1.0)
+    assert first["cell"] == "prefill 3 x 5" and first["ms"]["ours"] == pytest.approx(500)
+    assert seen[-1] != seen[-2] and len(seen[-1]) == 3
+    assert prefill({}, settings)["ms"] == {}
