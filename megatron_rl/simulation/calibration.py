@@ -190,7 +190,8 @@ def _stage_cost(name: str, seconds: dict[int, float], works: dict[int, StepWork]
     measured = np.array([seconds[step] for step in steps])
     if name in ("evaluate", "checkpoint"):
         due = np.array([is_due(name, step - 1, scenario) or step == steps[-1] for step in steps])
-        return Work(fixed_s=float(measured[due].mean()))
+        usual_s = float(measured[~due].mean()) if not due.all() else 0.0
+        return Work(fixed_s=usual_s, update_s=max(float(measured[due].mean()) - usual_s, 0.0))
     if name in _FIXED or name not in _UNITS:
         return Work(fixed_s=float(measured.mean()))
     chosen = [works[step] for step in steps]
@@ -223,7 +224,8 @@ def _fitted(units: dict[str, np.ndarray], measured: np.ndarray) -> Work:
     weights = np.concatenate([np.full(len(measured), deviation**-2), np.full(len(shares), _PRIOR_WEIGHT * mean**-2)])
     found = robust(np.concatenate([matrix, prior]), np.concatenate([measured, shares * mean]), weights)
     # Disturbed steps count little in the shape, but they are part of what steps take on this machine.
-    found *= measured.mean() / (matrix @ found).mean()
+    explained = float((matrix @ found).mean())
+    found = found * mean / explained if explained > 0 else shares * mean / np.maximum(matrix.mean(axis=0), 1e-300)
     return Work(**dict(zip(units, found.tolist(), strict=True)))
 
 

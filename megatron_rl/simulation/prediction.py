@@ -98,7 +98,7 @@ def stage_seconds(
     ):
         return 0.0
     if name in ("evaluate", "checkpoint"):
-        return cost.fixed_s if last or is_due(name, step, scenario) else 0.0
+        return cost.seconds(updates=last or is_due(name, step, scenario))
     if name == "update_policy":
         return cost.seconds(**rows, updates=ceil(work.num_rows / scenario.policy_minibatch_size))
     if name == "score":

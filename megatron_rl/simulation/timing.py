@@ -56,7 +56,7 @@ class Work:
     row_s: float = 0.0
     """Per request, sequence or response."""
     update_s: float = 0.0
-    """Per optimizer step."""
+    """Per optimizer step; of ``evaluate`` and ``checkpoint`` what a step takes longer in which one is due."""
     cores: float = 0.0
     """CPU cores that it keeps busy where nothing else runs; 0: it disturbs nobody."""
 
@@ -74,7 +74,7 @@ class Timing:
     """Of one server, per request."""
     stages: Mapping[str, Work] = field(default_factory=dict)
     """By the stage table's names; one that is missing takes no time. ``generate``: what comes on top of decode and prefill,
-    its tokens and rows are those of all servers. ``evaluate`` and ``checkpoint``: of a step in which one is due."""
+    its tokens and rows are those of all servers."""
     between_s: float = 0.0
     """From the moment a stage could start to its start: the driver's own work."""
     cores: float = 0.0

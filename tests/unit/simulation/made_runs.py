@@ -26,6 +26,7 @@ TIMING = Timing(
         "advantages": Work(token_s=1.0e-6),
         "update_policy": Work(token_s=1.0e-4, update_s=0.02, cores=1.6),
         "publish": Work(fixed_s=0.1),
+        "checkpoint": Work(fixed_s=0.01, update_s=1.5),
         "update_critic": Work(token_s=1.0e-4, update_s=0.02, cores=1.6),
     },
     between_s=0.001,
@@ -58,7 +59,8 @@ def make_run(folder, config, *, num_steps=40, timing=TIMING, noise=0.0, seed=0):
             window = slots.generate(run.step, timing)
             works.append(work_of(window, run.step))
             rows.append((window.generated, factor))
-        seconds = factor * stage_seconds(name, works[run.step], run.step, scenario, timing)
+        last = run.step == num_steps - 1
+        seconds = factor * stage_seconds(name, works[run.step], run.step, scenario, timing, last=last)
         return Load(seconds, timing.stage(name).cores)
 
     spans = run_clock(scenario.graph, load_of, num_steps, cores=timing.cores, between_s=timing.between_s)

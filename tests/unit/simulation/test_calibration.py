@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from megatron_rl.errors import UserError
-from megatron_rl.simulation.calibration import calibrated
+from megatron_rl.simulation.calibration import _fitted, calibrated
 from megatron_rl.simulation.comparison import observed, recorded_works, replay_fitted, replay_measured
 from megatron_rl.simulation.fitting import nonnegative
 from megatron_rl.simulation.prediction import Workload, outcome_of, predict
@@ -42,6 +42,15 @@ def test_a_synchronous_run_gives_its_costs_back(runs):
         assert (cost.token_s, cost.update_s) == pytest.approx((true.token_s, true.update_s), rel=0.05)
         assert cost.cores == pytest.approx(true.cores, rel=0.02)
     assert found.stage("publish").fixed_s == pytest.approx(0.1, rel=0.01)
+    checkpoint = found.stage("checkpoint")
+    assert (checkpoint.fixed_s, checkpoint.update_s) == pytest.approx((0.01, 1.5), rel=0.01)
+
+
+def test_a_stage_that_no_mixture_of_costs_explains_keeps_its_mean():
+    """What is left of a generate stage may be below zero but for one step that was disturbed."""
+    tokens, seconds = np.full(10, 100.0), np.array([-1.0] * 9 + [12.0])
+    found = _fitted({"token_s": tokens}, seconds)
+    assert np.mean(found.token_s * tokens) == pytest.approx(seconds.mean())
 
 
 def test_what_overlapped_is_told_apart_from_what_took_longer(runs):
