@@ -36,12 +36,14 @@ def run_clock(
     num_steps: int,
     *,
     cores: float = 0.0,
+    overlap_rate: float = 1.0,
     between_s: float = 0.0,
 ) -> list[Span]:
     """Spans of all stages of steps 0..num_steps-1, in the order in which they end; steps count from 1 in spans.
 
     ``load_of`` is asked when a stage starts, so of each stage in the order of the steps. ``cores``: of the machine, 0 for
-    any number. ``between_s`` passes before each stage begins to work.
+    any number; where several stages want some, they run at ``overlap_rate`` at most. ``between_s`` passes before each stage begins
+    to work.
     """
     frontier = Frontier(graph, 0, num_steps - 1)
     active: list[_Active] = []
@@ -52,7 +54,7 @@ def run_clock(
             frontier.start(run)
             load = load_of(run)
             active.append(_Active(run, load, now_s + between_s, between_s, load.seconds))
-        rate = _rate(active, cores)
+        rate = _rate(active, cores, overlap_rate)
         next_s = min(one.wait_s or one.left_s / (rate if one.load.cores else 1.0) for one in active)
         now_s += next_s
         for one in active:
@@ -68,9 +70,10 @@ def run_clock(
     return spans
 
 
-def _rate(active: Sequence[_Active], cores: float) -> float:
-    wanted = sum(one.load.cores for one in active if not one.wait_s)
-    return cores / wanted if 0 < cores < wanted else 1.0
+def _rate(active: Sequence[_Active], cores: float, overlap_rate: float) -> float:
+    wanted = [one.load.cores for one in active if one.load.cores and not one.wait_s]
+    full = cores / sum(wanted) if 0 < cores < sum(wanted) else 1.0
+    return min(full, overlap_rate) if len(wanted) > 1 else full
 
 
 def _less(value: float, taken: float) -> float:

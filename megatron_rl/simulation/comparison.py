@@ -66,7 +66,7 @@ def replay_fitted(run: RecordedRun, scenario: Scenario, timing: Timing) -> Repla
         seconds = stage_seconds(name, works[step], step - 1, scenario, timing, last=last)
         return Load(seconds, timing.stage(name).cores)
 
-    found = _replayed(run, scenario, load_of, {"cores": timing.cores, "between_s": timing.between_s})
+    found = _replayed(run, scenario, load_of, timing.sharing)
     # The first one compiles and fills caches, which no costs know.
     return Replayed(found.step_s[1:], found.real_step_s[1:]) if run.num_steps > 1 else found
 

@@ -13,71 +13,85 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_rl.simulation.fitting import usual_mean
 from megatron_rl.simulation.recorded import RecordedRun
 from megatron_rl.tracking.timeline import Span
 
 _LEAST_RATE = 0.1
+_FULL_RATE, _FULL_SHARE = 0.8, 0.85
+"""Where generation and the trainer together want more than this share of the cores, they usually run at this rate next to each
+other: two busy CPUs share more than cores. Measured on two cores of a shared machine."""
 
 
 @dataclass(frozen=True)
 class Contention:
     cores: float
     """Of the machine; 0: the run does not say."""
-    generate_cores: float
-    stage_cores: dict[str, float]
     rate: float
     """At which stages ran while generation and the trainer overlapped."""
     trainer: Sequence[Span]
     generate: Sequence[Span]
 
+    @property
+    def overlaps(self) -> bool:
+        """Enough of them that the run tells how much they slow each other down."""
+        overlap_s = sum(_overlap_s(span, self.generate) for span in self.trainer)
+        return self.cores > 0 and overlap_s > 0.05 * sum(map(_seconds, self.generate))
+
+    @property
+    def usual_rate(self) -> float:
+        """Of stages that overlap on a machine with such stages; a run says it exactly only if they did."""
+        wanted = [
+            sum(map(_cpu_s, s)) / max(sum(map(_seconds, s)), 1e-9) for s in (self.generate, self.trainer) if self.cores
+        ]
+        is_full = self.cores > 0 and sum(wanted) > _FULL_SHARE * self.cores
+        return min(_FULL_RATE if is_full else 1.0, self.rate)
+
     def alone(self, run: RecordedRun, name: str) -> dict[int, float]:
         """Seconds of a stage by step, as if nothing had run next to it."""
         others = self.trainer if name in ("generate", "evaluate") else self.generate
         slowed = name == "generate" or any(span.name == name for span in self.trainer)
-        return {
-            span.step: span.end_s - span.start_s - (1 - self.rate) * (_overlap_s(span, others) if slowed else 0.0)
-            for span in run.spans
-            if span.name == name
-        }
+        found: dict[int, float] = {}
+        for span in run.spans:
+            if span.name == name:
+                lost = (1 - self.rate) * _overlap_s(span, others) if slowed else 0.0
+                found[span.step] = found.get(span.step, 0.0) + _seconds(span) - lost
+        return found
 
-    def undisturbed(self, span: Span, times_s: np.ndarray) -> np.ndarray:
-        """Moments after the start of a generate stage, on a clock that stands still for what others took away."""
-        lost = [
-            (1 - self.rate)
-            * (np.minimum(times_s + span.start_s, other.end_s) - max(span.start_s, other.start_s)).clip(0)
-            for other in self.trainer
-            if other.end_s > span.start_s and other.start_s < span.end_s
-        ]
-        return times_s - np.sum(lost, axis=0) if lost else times_s
+    def undisturbed(self, starts_s: np.ndarray, ends_s: np.ndarray) -> np.ndarray:
+        """[intervals] seconds of generation between two moments, without what the trainer took away."""
+        lost = np.zeros(len(starts_s))
+        for other in self.trainer:
+            lost += (np.minimum(ends_s, other.end_s) - np.maximum(starts_s, other.start_s)).clip(0)
+        return ends_s - starts_s - (1 - self.rate) * lost
+
+    def stage_cores(self, run: RecordedRun) -> dict[str, float]:
+        """Cores that each stage keeps busy where nothing else runs."""
+        found = {}
+        for name in {span.name for span in (*self.trainer, *self.generate)}:
+            alone = self.alone(run, name)
+            spans = [span for span in (*self.trainer, *self.generate) if span.name == name]
+            seconds = sum(alone[step] for step in {span.step for span in spans})
+            found[name] = min(sum(map(_cpu_s, spans)) / max(seconds, 1e-9), self.cores)
+        return found if self.cores else {}
 
 
 def contention_of(run: RecordedRun, steps: Sequence[int]) -> Contention:
+    """The rate is the largest that CPU seconds allow."""
     chosen = set(steps)
     generate = [span for span in run.spans if span.name == "generate" and span.step in chosen]
     trainer = [span for span in run.spans if span.lane == "trainer" and span.args.get("cpu_s") and span.step in chosen]
     cores = max((float(span.args.get("cores", 0)) for span in generate), default=0.0)
     if not cores or not all("cpu_s" in span.args for span in generate):
-        return Contention(0.0, 0.0, {}, 1.0, trainer, generate)
+        return Contention(0.0, 1.0, trainer, generate)
     overlaps = {id(span): _overlap_s(span, generate) for span in trainer}
     overlapping = [span for span in trainer if overlaps[id(span)] > 0]
     rate = _common_rate(
         cores,
-        (sum(_cpu_s(span) for span in generate), sum(map(_seconds, generate))),
-        (sum(_cpu_s(span) for span in overlapping), sum(map(_seconds, overlapping))),
+        (sum(map(_cpu_s, generate)), sum(map(_seconds, generate))),
+        (sum(map(_cpu_s, overlapping)), sum(map(_seconds, overlapping))),
         sum(overlaps.values()),
     )
-    found = Contention(cores, 0.0, {}, rate, trainer, generate)
-    alone = found.alone(run, "generate")
-    generate_cores = usual_mean(np.array([_cpu_s(span) / max(alone[span.step], 1e-9) for span in generate]))
-    stage_cores = {}
-    for name in {span.name for span in trainer}:
-        alone = found.alone(run, name)
-        spans = [span for span in trainer if span.name == name]
-        stage_cores[name] = sum(map(_cpu_s, spans)) / max(sum(alone[span.step] for span in spans), 1e-9)
-    return Contention(
-        cores, min(generate_cores, cores), {k: min(v, cores) for k, v in stage_cores.items()}, rate, trainer, generate
-    )
+    return Contention(cores, rate, trainer, generate)
 
 
 def _common_rate(cores: float, generate: tuple[float, float], trainer: tuple[float, float], overlap_s: float) -> float:

@@ -1,6 +1,11 @@
 """Least squares with coefficients of at least 0, in which single disturbed measurements count little."""
 
+from collections.abc import Mapping
+
 import numpy as np
+
+_PRIOR_WEIGHT = 0.25
+"""Of a prior, in measurements."""
 
 
 def nonnegative(features: np.ndarray, targets: np.ndarray, weights: np.ndarray | None = None) -> np.ndarray:
@@ -51,9 +56,20 @@ def robust(features: np.ndarray, targets: np.ndarray, weights: np.ndarray, *, nu
     return found
 
 
-def usual_mean(values: np.ndarray) -> float:
-    """The mean without what lies more than 4 deviations from the median: a disturbed machine, a first call that compiles."""
-    middle = float(np.median(values))
-    deviation = 1.4826 * float(np.median(np.abs(values - middle)))
-    kept = np.abs(values - middle) <= 4 * deviation + 1e-9
-    return float(values[kept].mean())
+def mixture(units: Mapping[str, np.ndarray], measured: np.ndarray, prior: Mapping[str, float]) -> dict[str, float]:
+    """Costs of each unit, so that their sum is what was measured; its mean is kept.
+
+    units: name -> [measurements]. ``prior``: the part of the mean that each unit has where the measurements do not tell
+    them apart, because all of them are alike.
+    """
+    mean = float(measured.mean())
+    matrix = np.stack(list(units.values()), axis=1)
+    expected = np.array([prior[name] for name in units])
+    deviation = max(1.4826 * float(np.median(np.abs(measured - np.median(measured)))), 0.02 * mean)
+    weights = np.concatenate([np.full(len(measured), deviation**-2), np.full(len(expected), _PRIOR_WEIGHT * mean**-2)])
+    rows = np.concatenate([matrix, np.diag(matrix.mean(axis=0))])
+    found = robust(rows, np.concatenate([measured, expected]), weights)
+    # Disturbed steps count little in the shape, but they are part of what steps take on this machine.
+    explained = float((matrix @ found).mean())
+    found = found * mean / explained if explained > 0 else expected / np.maximum(matrix.mean(axis=0), 1e-300)
+    return dict(zip(units, found.tolist(), strict=True))

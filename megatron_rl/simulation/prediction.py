@@ -157,7 +157,7 @@ def on_clock(scenario: Scenario, works: Sequence[StepWork], timing: Timing, *, f
         seconds = stage_seconds(run.stage.name, works[run.step], run.step, scenario, timing)
         return Load(seconds, timing.stage(run.stage.name).cores)
 
-    spans = run_clock(scenario.graph, load_of, len(works), cores=timing.cores, between_s=timing.between_s)
+    spans = run_clock(scenario.graph, load_of, len(works), **timing.sharing)
     settled = min(scenario.num_settling_steps, len(works) - 1) if first is None else first
     return Prediction(scenario, spans, works, settled)
 

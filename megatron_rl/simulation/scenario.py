@@ -34,6 +34,8 @@ class Scenario:
     window_tokens: int
     jitter_tokens: int = 0
     num_servers: int = 1
+    ranks_per_server: float = 1.0
+    """Devices of the trainer over those of one server."""
     limits: Limits = field(default_factory=Limits)
     critic: bool = True
     reference: bool = False
@@ -107,6 +109,7 @@ def scenario_of(config: Config) -> Scenario:
         else effective_window_tokens(config),
         jitter_tokens=window_jitter_tokens(config),
         num_servers=len(config.rollout.urls) or config.rollout.num_servers,
+        ranks_per_server=max(config.parallel.num_ranks, 1) / config.rollout.tensor_parallel_size,
         limits=Limits(
             running=_option(server, "max-running-requests"),
             kv_tokens=_option(server, "max-total-tokens"),

@@ -79,6 +79,13 @@ class Timing:
     """From the moment a stage could start to its start: the driver's own work."""
     cores: float = 0.0
     """Of the machine that servers and trainer share; stages that want more of them together take turns. 0: none is shared."""
+    overlap_rate: float = 1.0
+    """Speed of stages that keep cores busy, while another one does: caches, memory and halves of a core are shared, too."""
+
+    @property
+    def sharing(self) -> dict[str, float]:
+        """As ``run_clock`` takes it."""
+        return {"cores": self.cores, "overlap_rate": self.overlap_rate, "between_s": self.between_s}
 
     def stage(self, name: str) -> Work:
         return self.stages.get(name, Work())

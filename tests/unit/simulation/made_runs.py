@@ -32,6 +32,7 @@ TIMING = Timing(
     between_s=0.001,
     cores=2.0,
 )
+ARRIVALS_S = 0.02
 LENGTHS = "pareto:shape=1.15,mean=55,max=900"
 
 
@@ -63,7 +64,7 @@ def make_run(folder, config, *, num_steps=40, timing=TIMING, noise=0.0, seed=0):
         seconds = factor * stage_seconds(name, works[run.step], run.step, scenario, timing, last=last)
         return Load(seconds, timing.stage(name).cores)
 
-    spans = run_clock(scenario.graph, load_of, num_steps, cores=timing.cores, between_s=timing.between_s)
+    spans = run_clock(scenario.graph, load_of, num_steps, **timing.sharing)
     written = [
         replace(
             span,
@@ -94,8 +95,11 @@ def facts(span, row, work, scenario, timing):
         finish_s[own] = served.finish_s * factor
     # On a clock that a trainer stage beside it slows down: as much as it slowed the whole stage down, at its beginning.
     lost = span.end_s - span.start_s - alone * factor
+    # Requests that travel together arrive later than those before them, and their seconds count from then.
+    arrived_s = ARRIVALS_S * (np.arange(len(generated)) // scenario.limits.http_batch)
+    seconds = np.maximum(finish_s + lost - arrived_s, 0.001)
     words = {name: getattr(generated, name) for name in ("prompt", "held", "new")}
-    words |= {"ended": generated.ended.astype(int), "ms": np.round(1000 * (finish_s + lost)).astype(int)}
+    words |= {"ended": generated.ended.astype(int), "ms": np.round(1000 * seconds).astype(int)}
     text = {name: " ".join(map(str, values.tolist())) for name, values in words.items()}
     return found | {
         "cores": timing.cores,

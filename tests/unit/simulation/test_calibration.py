@@ -1,6 +1,7 @@
 """Costs found again in runs that were made with them, and what they predict."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ from megatron_rl.simulation.calibration import _fitted, calibrated
 from megatron_rl.simulation.comparison import observed, recorded_works, replay_fitted, replay_measured
 from megatron_rl.simulation.fitting import nonnegative
 from megatron_rl.simulation.prediction import Workload, outcome_of, predict
-from megatron_rl.simulation.recorded import prompt_lengths, read_run, response_lengths
+from megatron_rl.simulation.recorded import RecordedRun, prompt_lengths, read_run, response_lengths
 from megatron_rl.simulation.scenario import scenario_of
 from megatron_rl.simulation.timing import read_timing, write_timing
 from tests.unit.simulation.made_runs import TIMING, make_config, make_run
@@ -61,6 +62,17 @@ def test_what_overlapped_is_told_apart_from_what_took_longer(runs):
     assert found.decode.seconds(np.array([1, 16, 64])) == pytest.approx(
         TIMING.decode.seconds(np.array([1, 16, 64])), rel=0.05
     )
+
+
+def test_a_run_in_which_nothing_overlaps_expects_what_overlaps_on_full_cores_to_be_slower(runs):
+    """Generation and the trainer want 2.8 cores of 2; a machine with room for both slows neither down."""
+    assert calibrated(*runs["sync"]).overlap_rate == 0.8
+    spans = [
+        replace(span, args=span.args | {"cores": 16} if "cores" in span.args else span.args)
+        for span in runs["sync"][0].spans
+    ]
+    roomy = RecordedRun(runs["sync"][0].folder, spans)
+    assert calibrated(roomy, runs["sync"][1]).overlap_rate == 1.0
 
 
 @pytest.mark.parametrize("name", ["sync", "window 96"])

@@ -40,6 +40,18 @@ def test_with_a_core_for_each_nothing_slows_down():
     assert run(Mode.tppo, cores=2.0, wanted=1.0)[-1].end_s == pytest.approx(NUM_STEPS * 8.0 + 3.0)
 
 
+def test_what_shares_caches_is_slowed_down_although_there_are_cores_for_all():
+    graph = step_graph(Mode.tppo)
+    spans = run_clock(
+        graph, lambda one: Load(SECONDS.get(one.stage.name, 0.0), 1.0), NUM_STEPS, cores=4.0, overlap_rate=0.8
+    )
+    found = {(span.name, span.step): span for span in spans}
+    critic, generate = found["update_critic", 1], found["generate", 2]
+    assert critic.end_s - critic.start_s == pytest.approx(3.0 / 0.8)
+    assert generate.end_s - generate.start_s == pytest.approx(4.0 + 3.0 / 0.8 - 3.0)
+    assert found["update_policy", 1].end_s - found["update_policy", 1].start_s == pytest.approx(2.0)
+
+
 @settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_whatever_stages_take_each_finds_what_it_needs_and_its_resource_free(data):

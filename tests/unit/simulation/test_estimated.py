@@ -36,7 +36,12 @@ def configured(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(MODEL))
 
     def make(*words: str) -> Config:
-        common = [f"policy.path={tmp_path}", "parallel.num_ranks=8", "rollout.num_servers=2", "rollout.tensor_parallel_size=2"]
+        common = [
+            f"policy.path={tmp_path}",
+            "parallel.num_ranks=8",
+            "rollout.num_servers=2",
+            "rollout.tensor_parallel_size=2",
+        ]
         return load_config(None, [*common, *words])
 
     return make
@@ -51,7 +56,12 @@ def test_stages_take_what_their_passes_take(configured):
     timing, lengths = estimated_timing(config, H100), np.array([100, 100, 3000])
     for name, passes in {"old_logprobs": 1, "values": 1, "update_policy": 4, "update_critic": 3}.items():
         expected = training_seconds(
-            model_of(config), config.parallel, H100, Work(lengths.tolist(), passes), num_ranks=8, efficiency=REINFORCEMENT
+            model_of(config),
+            config.parallel,
+            H100,
+            Work(lengths.tolist(), passes),
+            num_ranks=8,
+            efficiency=REINFORCEMENT,
         )
         seconds = timing.stage(name).seconds(tokens=lengths.sum(), squares=(lengths**2.0).sum(), rows=3, updates=1)
         assert seconds == pytest.approx(expected)
@@ -59,7 +69,9 @@ def test_stages_take_what_their_passes_take(configured):
 
 def test_a_pipeline_fills_once_per_update(configured):
     """The bubble is the same number of seconds however many packs follow."""
-    config = configured("parallel.pipeline_parallel_size=4", "parallel.virtual_pipeline_size=2", "batch.max_tokens_per_microbatch=4096")
+    config = configured(
+        "parallel.pipeline_parallel_size=4", "parallel.virtual_pipeline_size=2", "batch.max_tokens_per_microbatch=4096"
+    )
     cost = estimated_timing(config, H100).stage("update_policy")
     for packs in (4, 16):
         tokens = packs * 2 * 4096  # on two replicas
