@@ -14,6 +14,7 @@ import time
 import psutil
 import pytest
 
+from megatron_rl.cli import main
 from megatron_rl.system.signals import STOPPED
 from megatron_rl.tracking.metrics_file import read_metrics
 from megatron_rl.tracking.timeline import overlap_seconds, read_timeline
@@ -206,6 +207,23 @@ def test_the_critic_learns_while_the_next_window_is_generated(finished_run):
     spans = read_timeline(finished_run[0] / "timeline.json")
     assert overlap_seconds(spans, "generate", "update_critic") > 0
     assert {span.lane for span in spans} == {"rollout", "trainer", "host"}
+
+
+def test_a_run_says_what_its_stages_did_and_its_schedule_can_be_replayed(finished_run, capsys):
+    output_dir, _ = finished_run
+    rows = {row.step: row.metrics for row in read_metrics(output_dir / "metrics.jsonl")}
+    spans = read_timeline(output_dir / "timeline.json")
+    generated = {span.step: span.args for span in spans if span.name == "generate"}
+    assert {step: facts["rounds"][0]["tokens"] for step, facts in generated.items()} == {
+        step: row["step/tokens_generated"] for step, row in rows.items() if step
+    }
+    assert all(int(ms) > 0 for facts in generated.values() for ms in facts["rounds"][0]["ms"].split())
+    assert all(facts["cpu_s"] > 0 for facts in generated.values())
+    assert all(span.args["cpu_s"] > 0 for span in spans if span.name in ("values", "update_critic"))
+    assert main(["simulate", "--run", str(output_dir), "--replay", "--json"]) == 0
+    measured, fitted = json.loads(capsys.readouterr().out).values()
+    # Five steps of a second with evaluations: the gaps between stages on a busy machine are all that may differ.
+    assert abs(measured["error"]) < 0.1 and abs(fitted["error"]) < 0.5
 
 
 def test_the_policy_rests_during_critic_warm_up_and_moves_after_it(finished_run):
