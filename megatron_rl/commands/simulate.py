@@ -66,6 +66,8 @@ class _Inputs:
     timing: Timing
     real: RecordedRun | None
     """That the simulated configuration is the one of."""
+    guesses_overlap: bool
+    """Stages overlap that did not in the run that the costs are from."""
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -115,7 +117,9 @@ def _inputs(
             "expected --run RUN, --timing FILE or --gpu NAME: without measured, given or estimated costs there is nothing to simulate with"
         )
     unchanged = target is not None and scenario == _own_scenario(target)
-    return _Inputs(scenario, _workload(arguments, target), timing, target if unchanged else None)
+    calibrates = source is not None and not (arguments.timing or arguments.gpu)
+    guesses = calibrates and source is not None and _own_scenario(source).mode is Mode.sync and timing.overlap_rate < 1
+    return _Inputs(scenario, _workload(arguments, target), timing, target if unchanged else None, guesses)
 
 
 def _own_scenario(run: RecordedRun) -> Scenario:
@@ -215,11 +219,12 @@ def _compare_windows(arguments: argparse.Namespace, inputs: _Inputs) -> int:
     if arguments.json:
         print(json.dumps({name: asdict(outcome) for name, outcome in outcomes.items()}, indent=2))
         return 0
-    print_windows(outcomes, title=f"{inputs.workload.lengths.text}, {base.num_slots} slots")
+    title = f"{inputs.workload.lengths.text}, {base.num_slots} slots"
+    _print_windows(outcomes, title, inputs.timing if inputs.guesses_overlap else None)
     return 0
 
 
-def print_windows(outcomes: dict[str, Outcome], title: str) -> None:
+def _print_windows(outcomes: dict[str, Outcome], title: str, guess: Timing | None) -> None:
     table = Table(title=title, title_justify="left")
     columns = ("window", "step s", "finished/s", "against sync", "tokens/s", "rollout idle", "trainer idle")
     for column in (*columns, "unfinished", "prefixes"):
@@ -230,6 +235,8 @@ def print_windows(outcomes: dict[str, Outcome], title: str) -> None:
         shares = (one.rollout_idle, one.trainer_idle, one.unfinished_share, one.prefix_share)
         table.add_row(name, *rates, *(f"{share:.0%}" for share in shares))
     Console().print(table)
+    if guess is not None:
+        _say_guess(guess)
     print(
         "unfinished: tokens trained in windows after which the response goes on; prefixes: tokens that passes read again"
     )
@@ -272,6 +279,15 @@ def _show(
     for name, seconds in until.items():
         table.add_row(f"seconds until {getattr(arguments, name):,.0f} {name}", f"{seconds:,.0f}")
     Console().print(table)
+    if inputs.guesses_overlap and scenario.mode is not Mode.sync:
+        _say_guess(inputs.timing)
+
+
+def _say_guess(timing: Timing) -> None:
+    print(
+        f"note: nothing overlapped in the run that the costs are from; stages that share cores are taken to run at "
+        f"{timing.overlap_rate:g} of their speed then (overlap_rate of --save-timing)"
+    )
 
 
 def _lines(outcome: Outcome) -> dict[str, tuple[float, str]]:

@@ -68,6 +68,15 @@ def test_the_table_says_what_is_simulated(folder, capsys):
         assert words in shown
 
 
+def test_what_a_synchronous_run_cannot_say_of_overlaps_is_said(tmp_path, capsys):
+    sync = make_run(tmp_path / "sync", make_config("sync", num_prompts=8), num_steps=12)
+    words = ["simulate", "--run", str(sync), "--steps", "20"]
+    assert main([*words, "schedule.mode=tppo", "batch.window_tokens=96"]) == 0
+    assert "nothing overlapped in the run" in capsys.readouterr().out
+    assert main(words) == 0
+    assert "nothing overlapped" not in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
