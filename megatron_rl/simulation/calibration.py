@@ -46,10 +46,8 @@ def calibrated(run: RecordedRun, scenario: Scenario) -> Timing:
             f"--run {run.folder}: its timeline does not say what its generate stages did (a run of an earlier version); run "
             "it again for a few steps, replay it with --replay, or give --timing and --lengths"
         )
-    decode, shared = decode_costs(run, scenario, steps, contention_of(run, steps))
-    timing = Timing(
-        decode=decode, cores=shared.cores, overlap_rate=shared.rate if shared.overlaps else shared.usual_rate
-    )
+    decode, shared = decode_costs(run, scenario, steps, contention_of(run, steps, scenario.num_servers))
+    timing = Timing(decode=decode, cores=shared.cores, overlap_rate=shared.overlap_rate)
     works = {step: recorded_work(run.rounds[step], step, scenario, timing) for step in steps}
     stages, cores = {}, shared.stage_cores(run)
     for stage in scenario.graph:
@@ -65,17 +63,17 @@ def calibrated(run: RecordedRun, scenario: Scenario) -> Timing:
 
 def recorded_window(rounds: Sequence[Round], scenario: Scenario, timing: Timing) -> Window:
     """What a recorded generate stage did, and how long its servers take for it under ``timing``."""
-    rows, seconds = [], 0.0
+    rows, server_s = [], np.zeros(scenario.num_servers)
     for one in rounds:
         whole = all_rows(one)
-        seconds += max((s.seconds for s in served(whole, scenario, timing)), default=0.0)
+        server_s += np.array([each.seconds for each in served(whole, scenario, timing)])
         rows.append(whole)
     generated = rows[0]
     for more in rows[1:]:
         generated += more
     # What over-sampling discarded a run does not say; groups are unknown.
     trains = replace(scenario, num_slots=scenario.num_trained)
-    return Window(generated, trained_rows(generated, trains), seconds)
+    return Window(generated, trained_rows(generated, trains), tuple(server_s.tolist()))
 
 
 def recorded_work(rounds: Sequence[Round], step: int, scenario: Scenario, timing: Timing) -> StepWork:

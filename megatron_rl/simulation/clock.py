@@ -10,6 +10,9 @@ from dataclasses import dataclass
 from megatron_rl.step.graph import Frontier, Stage, StageRun
 from megatron_rl.tracking.timeline import Span
 
+FULL_SHARE = 0.85
+"""Of the cores: stages that together want more than this share slow each other down beyond the cores that they lack."""
+
 
 @dataclass(frozen=True)
 class Load:
@@ -19,6 +22,8 @@ class Load:
     """Where nothing slows it down."""
     cores: float = 0.0
     """That it keeps busy meanwhile; 0: it neither slows others down nor is slowed down."""
+    then: "Load | None" = None
+    """What the same stage goes on with."""
 
 
 @dataclass
@@ -42,8 +47,8 @@ def run_clock(
     """Spans of all stages of steps 0..num_steps-1, in the order in which they end; steps count from 1 in spans.
 
     ``load_of`` is asked when a stage starts, so of each stage in the order of the steps. ``cores``: of the machine, 0 for
-    any number; where several stages want some, they run at ``overlap_rate`` at most. ``between_s`` passes before each stage begins
-    to work.
+    any number; where several stages nearly fill them, they run at ``overlap_rate`` of what is left to each. ``between_s`` passes
+    before each stage begins to work.
     """
     frontier = Frontier(graph, 0, num_steps - 1)
     active: list[_Active] = []
@@ -62,6 +67,10 @@ def run_clock(
                 one.wait_s = _less(one.wait_s, next_s)
             else:
                 one.left_s = _less(one.left_s, next_s * (rate if one.load.cores else 1.0))
+        for one in active:
+            while not one.wait_s and not one.left_s and one.load.then is not None:
+                one.load = one.load.then
+                one.left_s = one.load.seconds
         for one in [one for one in active if not one.wait_s and not one.left_s]:
             active.remove(one)
             frontier.finish(one.run)
@@ -73,7 +82,7 @@ def run_clock(
 def _rate(active: Sequence[_Active], cores: float, overlap_rate: float) -> float:
     wanted = [one.load.cores for one in active if one.load.cores and not one.wait_s]
     full = cores / sum(wanted) if 0 < cores < sum(wanted) else 1.0
-    return min(full, overlap_rate) if len(wanted) > 1 else full
+    return full * overlap_rate if len(wanted) > 1 and sum(wanted) > FULL_SHARE * cores else full
 
 
 def _less(value: float, taken: float) -> float:

@@ -7,7 +7,7 @@ import numpy as np
 
 from megatron_rl.simulation.calibration import recorded_work
 from megatron_rl.simulation.clock import Load, run_clock
-from megatron_rl.simulation.prediction import Prediction, StepWork, stage_seconds
+from megatron_rl.simulation.prediction import Prediction, StepWork, stage_load
 from megatron_rl.simulation.recorded import RecordedRun
 from megatron_rl.simulation.scenario import Scenario
 from megatron_rl.simulation.timing import Timing
@@ -62,9 +62,7 @@ def replay_fitted(run: RecordedRun, scenario: Scenario, timing: Timing) -> Repla
     works = dict(zip(run.steps, recorded_works(run, scenario, timing), strict=True))
 
     def load_of(name: str, step: int) -> Load:
-        last = step == run.steps[-1]
-        seconds = stage_seconds(name, works[step], step - 1, scenario, timing, last=last)
-        return Load(seconds, timing.stage(name).cores)
+        return stage_load(name, works[step], step - 1, scenario, timing, last=step == run.steps[-1])
 
     found = _replayed(run, scenario, load_of, timing.sharing)
     # The first one compiles and fills caches, which no costs know.

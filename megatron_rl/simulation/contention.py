@@ -1,25 +1,26 @@
 """Generation and training on the cores of one machine: how much each wants, and how much they slow each other down.
 
-The timeline says the CPU seconds of a stage; while only one runs, these over its seconds are the cores that it wants. Where
-generation overlaps trainer stages all of them are taken to run at a common rate r, of a machine that is full then:
+The timeline says the CPU seconds of a stage; over the seconds that it would take alone these are the cores that it wants.
+Where generation overlaps trainer stages all of them are taken to run at a common rate r:
 
-    r (cpu_g / G + cpu_t / T) = cores, G and T the seconds without the other: G = measured - overlap (1 - r), T alike.
+    r = k min(1, cores / (servers * c_g + c_t)), c = CPU seconds / seconds alone, seconds alone = measured - overlap (1 - r)
 
-r is 1 where they find room next to each other, as servers on GPUs of their own do.
+k is 1 where they find room next to each other, as servers on GPUs of their own do; on full cores it is what the run's rows
+say, or _FULL_RATE: two busy CPUs share more than cores.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
+from megatron_rl.simulation.clock import FULL_SHARE
 from megatron_rl.simulation.recorded import RecordedRun
 from megatron_rl.tracking.timeline import Span
 
-_LEAST_RATE = 0.1
-_FULL_RATE, _FULL_SHARE = 0.8, 0.85
-"""Where generation and the trainer together want more than this share of the cores, they usually run at this rate next to each
-other: two busy CPUs share more than cores. Measured on two cores of a shared machine."""
+_LEAST_RATE = 0.25
+_FULL_RATE = 0.8
+"""Measured on two cores of a shared machine."""
 
 
 @dataclass(frozen=True)
@@ -30,21 +31,40 @@ class Contention:
     """At which stages ran while generation and the trainer overlapped."""
     trainer: Sequence[Span]
     generate: Sequence[Span]
+    num_servers: int
+    busy_s: float
+    """Of all servers together in the generate stages, as they were."""
+
+    @property
+    def overlap_s(self) -> float:
+        return sum(_overlap_s(span, self.generate) for span in self.trainer)
 
     @property
     def overlaps(self) -> bool:
         """Enough of them that the run tells how much they slow each other down."""
-        overlap_s = sum(_overlap_s(span, self.generate) for span in self.trainer)
-        return self.cores > 0 and overlap_s > 0.05 * sum(map(_seconds, self.generate))
+        return self.cores > 0 and self.overlap_s > 0.05 * sum(map(_seconds, self.generate))
 
     @property
-    def usual_rate(self) -> float:
-        """Of stages that overlap on a machine with such stages; a run says it exactly only if they did."""
-        wanted = [
-            sum(map(_cpu_s, s)) / max(sum(map(_seconds, s)), 1e-9) for s in (self.generate, self.trainer) if self.cores
-        ]
-        is_full = self.cores > 0 and sum(wanted) > _FULL_SHARE * self.cores
-        return min(_FULL_RATE if is_full else 1.0, self.rate)
+    def wanted(self) -> float:
+        """Cores that all servers and the trainer want together, at ``rate``."""
+        lost_s = (1 - self.rate) * self.overlap_s
+        server = sum(map(_cpu_s, self.generate)) / max(self.busy_s - self.num_servers * lost_s, 1e-9)
+        # The trainer's stages that overlap are those that count, where some do.
+        spans = [s for s in self.trainer if not self.overlaps or _overlap_s(s, self.generate) > 0]
+        trainer = sum(map(_cpu_s, spans)) / max(sum(map(_seconds, spans)) - lost_s, 1e-9)
+        return self.num_servers * min(server, self.cores) + min(trainer, self.cores)
+
+    @property
+    def share_of_cores(self) -> float:
+        """That is left to each while they overlap."""
+        return min(1.0, self.cores / max(self.wanted, 1e-9)) if self.cores else 1.0
+
+    @property
+    def overlap_rate(self) -> float:
+        """k: the rate, over the share of the cores."""
+        if self.overlaps:
+            return min(self.rate / self.share_of_cores, 1.0)
+        return _FULL_RATE if self.wanted > FULL_SHARE * self.cores > 0 else 1.0
 
     def alone(self, run: RecordedRun, name: str) -> dict[int, float]:
         """Seconds of a stage by step, as if nothing had run next to it."""
@@ -65,51 +85,42 @@ class Contention:
         return ends_s - starts_s - (1 - self.rate) * lost
 
     def stage_cores(self, run: RecordedRun) -> dict[str, float]:
-        """Cores that each stage keeps busy where nothing else runs."""
-        found = {}
-        for name in {span.name for span in (*self.trainer, *self.generate)}:
+        """Cores that each stage keeps busy where nothing else runs, of generate those of each server."""
+        if not self.cores:
+            return {}
+        lost_s = (1 - self.rate) * self.overlap_s * self.num_servers
+        found = {"generate": sum(map(_cpu_s, self.generate)) / max(self.busy_s - lost_s, 1e-9)}
+        for name in {span.name for span in self.trainer}:
             alone = self.alone(run, name)
-            spans = [span for span in (*self.trainer, *self.generate) if span.name == name]
-            seconds = sum(alone[step] for step in {span.step for span in spans})
-            found[name] = min(sum(map(_cpu_s, spans)) / max(seconds, 1e-9), self.cores)
-        return found if self.cores else {}
+            spans = [span for span in self.trainer if span.name == name]
+            found[name] = sum(map(_cpu_s, spans)) / max(sum(alone[step] for step in {s.step for s in spans}), 1e-9)
+        return {name: float(min(cores, self.cores)) for name, cores in found.items()}
 
 
-def contention_of(run: RecordedRun, steps: Sequence[int]) -> Contention:
-    """The rate is the largest that CPU seconds allow."""
+def contention_of(run: RecordedRun, steps: Sequence[int], num_servers: int) -> Contention:
+    """With the rate that CPU seconds speak for."""
     chosen = set(steps)
     generate = [span for span in run.spans if span.name == "generate" and span.step in chosen]
     trainer = [span for span in run.spans if span.lane == "trainer" and span.args.get("cpu_s") and span.step in chosen]
     cores = max((float(span.args.get("cores", 0)) for span in generate), default=0.0)
-    if not cores or not all("cpu_s" in span.args for span in generate):
-        return Contention(0.0, 1.0, trainer, generate)
-    overlaps = {id(span): _overlap_s(span, generate) for span in trainer}
-    overlapping = [span for span in trainer if overlaps[id(span)] > 0]
-    rate = _common_rate(
-        cores,
-        (sum(map(_cpu_s, generate)), sum(map(_seconds, generate))),
-        (sum(map(_cpu_s, overlapping)), sum(map(_seconds, overlapping))),
-        sum(overlaps.values()),
-    )
-    return Contention(cores, rate, trainer, generate)
+    if not all("cpu_s" in span.args for span in generate):
+        cores = 0.0
+    busy_s = sum(_busy_s(run, span, num_servers) for span in generate)
+    found = Contention(cores, 1.0, trainer, generate, num_servers, busy_s)
+    for _ in range(30 if found.overlaps else 0):
+        full = found.wanted > FULL_SHARE * cores
+        rate = (_FULL_RATE if full else 1.0) * found.share_of_cores
+        found = replace(found, rate=max((found.rate + rate) / 2, _LEAST_RATE))
+    return found
 
 
-def _common_rate(cores: float, generate: tuple[float, float], trainer: tuple[float, float], overlap_s: float) -> float:
-    """generate, trainer: (CPU seconds, seconds) of what overlapped."""
-    if not overlap_s:
-        return 1.0
-
-    def wanted(rate: float) -> float:
-        lost = overlap_s * (1 - rate)
-        return rate * sum(cpu / max(seconds - lost, 1e-9) for cpu, seconds in (generate, trainer))
-
-    low, high = _LEAST_RATE, 1.0
-    if wanted(1.0) <= cores * 0.999:
-        return 1.0
-    for _ in range(50):
-        middle = (low + high) / 2
-        low, high = (middle, high) if wanted(middle) < cores else (low, middle)
-    return (low + high) / 2
+def _busy_s(run: RecordedRun, span: Span, num_servers: int) -> float:
+    """Seconds of a generate stage in which servers had requests, summed over the servers."""
+    rounds = run.rounds.get(span.step, [])
+    if len(rounds) != 1 or len(rounds[0].new) < rounds[0].num_rows or not rounds[0].seconds.any():
+        return num_servers * _seconds(span)
+    own_s = [float(rounds[0].seconds[server::num_servers].max(initial=0.0)) for server in range(num_servers)]
+    return max(_seconds(span) - max(own_s), 0.0) + sum(own_s)
 
 
 def _cpu_s(span: Span) -> float:

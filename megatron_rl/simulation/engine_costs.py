@@ -18,7 +18,7 @@ from megatron_rl.simulation.scenario import Scenario
 from megatron_rl.simulation.slot_process import Rows
 from megatron_rl.simulation.timing import Decode, Timing, Work
 
-_RATES = np.arange(1.0, 0.39, -0.05)
+_RATES = [percent / 100 for percent in range(100, 25, -5)]
 _AS_GOOD = 1.05
 _REST = {"row_s": 0.4, "token_s": 0.3, "fixed_s": 0.3}
 """Shares that requests, tokens and the stage itself have in what is neither decode nor prefill, where a run does not say."""
@@ -61,11 +61,11 @@ def decode_costs(
     ends = _ends(run, scenario, steps, bases)
     if ends is None:
         return _decode(nodes, _from_totals(run, scenario, steps, (bases, shared))), shared
-    rates = [rate for rate in _RATES if rate <= shared.rate + 1e-9] if shared.overlaps else [shared.rate]
-    fits = [(*_fit(ends, replace(shared, rate=float(rate))), float(rate)) for rate in rates]
-    # Of rates that explain the rows about as well as the best one does, the usual one.
+    rates = [shared.rate, *_RATES] if shared.overlaps else [shared.rate]
+    fits = [(*_fit(ends, replace(shared, rate=rate)), rate) for rate in rates]
+    # Of rates that explain the rows about as well as the best one does, that which CPU seconds speak for.
     good = [fit for fit in fits if fit[0] <= _AS_GOOD * min(fits, key=lambda fit: fit[0])[0]]
-    _, found, rate = min(good, key=lambda fit: abs(fit[2] - shared.usual_rate))
+    _, found, rate = min(good, key=lambda fit: abs(fit[2] - shared.rate))
     return _decode(nodes, found), replace(shared, rate=rate)
 
 

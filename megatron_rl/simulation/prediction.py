@@ -33,8 +33,8 @@ class Workload:
 class StepWork:
     """The sums that costs are taken of, and what tables tell."""
 
-    generate_s: float
-    """Decode and prefill of the slowest server."""
+    server_s: tuple[float, ...]
+    """Decode and prefill of each server, rising."""
     num_requests: int
     new_tokens: int
     prefill_tokens: int
@@ -62,7 +62,7 @@ def work_of(window: Window, step: int) -> StepWork:
     ended = rows.pick(np.flatnonzero(rows.ended))
     sent = done.pick(np.flatnonzero(done.new > 0))
     return StepWork(
-        generate_s=window.seconds,
+        server_s=tuple(sorted(window.server_s)),
         num_requests=len(sent),
         new_tokens=int(done.new.sum()),
         prefill_tokens=int((sent.prompt + sent.held).sum()),
@@ -89,7 +89,7 @@ def stage_seconds(
     finished = {"tokens": work.finished_tokens, "squares": work.finished_squares, "rows": work.num_finished}
     policy_rests = step < scenario.critic_warmup_steps
     if name == "generate":
-        return work.generate_s + cost.seconds(tokens=work.new_tokens, rows=work.num_requests)
+        return max(work.server_s) + cost.seconds(tokens=work.new_tokens, rows=work.num_requests)
     if name == "update_critic":
         updates = ceil(work.num_finished / scenario.critic_minibatch_size)
         return scenario.critic_epochs * cost.seconds(**finished, updates=updates) if updates else 0.0
@@ -104,6 +104,17 @@ def stage_seconds(
     if name == "score":
         return cost.seconds(**finished)
     return cost.seconds(**rows) if name in _ROW_STAGES else cost.fixed_s
+
+
+def stage_load(name: str, work: StepWork, step: int, scenario: Scenario, timing: Timing, *, last: bool = False) -> Load:
+    """``stage_seconds`` and the cores that they take: of generate fewer and fewer, as one server after the other is through."""
+    seconds, cores = stage_seconds(name, work, step, scenario, timing, last=last), timing.stage(name).cores
+    if name != "generate":
+        return Load(seconds, cores)
+    load, times = None, (0.0, *work.server_s)
+    for index in range(len(times) - 1, 0, -1):
+        load = Load(times[index] - times[index - 1], cores * (len(times) - index), load)
+    return Load(seconds - times[-1], cores, load)
 
 
 def is_due(name: str, step: int, scenario: Scenario) -> bool:
@@ -154,8 +165,7 @@ def simulated_works(
 def on_clock(scenario: Scenario, works: Sequence[StepWork], timing: Timing, *, first: int | None = None) -> Prediction:
     def load_of(run: StageRun) -> Load:
         # A run that is simulated goes on behind its last step.
-        seconds = stage_seconds(run.stage.name, works[run.step], run.step, scenario, timing)
-        return Load(seconds, timing.stage(run.stage.name).cores)
+        return stage_load(run.stage.name, works[run.step], run.step, scenario, timing)
 
     spans = run_clock(scenario.graph, load_of, len(works), **timing.sharing)
     settled = min(scenario.num_settling_steps, len(works) - 1) if first is None else first

@@ -65,8 +65,8 @@ class Window:
     """All requests, also those that were discarded."""
     trained: Rows
     """What the trainer's passes read; ``new`` are the tokens that train."""
-    seconds: float
-    """Of the slowest server."""
+    server_s: tuple[float, ...]
+    """Of each server."""
 
 
 class SlotProcess:
@@ -87,12 +87,11 @@ class SlotProcess:
             serve((rows.prompt + rows.held)[own], wanted[own], timing, scenario.limits)
             for own in spread(len(rows), scenario.num_servers)
         ]
-        seconds = max(one.seconds for one in served)
-        grown, seconds = self._cut_when_enough(wanted, served, seconds) if scenario.over_samples else (wanted, seconds)
+        grown, until_s = self._cut_when_enough(wanted, served) if scenario.over_samples else (wanted, np.inf)
         done = Rows(**{**vars(rows), "new": grown})
         trained = trained_rows(done, scenario)
         self._slots = self._carried(done)
-        return Window(done, trained, seconds)
+        return Window(done, trained, tuple(min(one.seconds, until_s) for one in served))
 
     def _fill(self, step: int) -> None:
         missing = self._scenario.num_slots - len(self._slots)
@@ -115,7 +114,7 @@ class SlotProcess:
         zero = np.zeros(size, dtype=np.int64)
         return Rows(prompt, zero, zero, total, group, scenario.window_tokens - jitter, np.full(size, step))
 
-    def _cut_when_enough(self, wanted: np.ndarray, served: list[Served], seconds: float) -> tuple[np.ndarray, float]:
+    def _cut_when_enough(self, wanted: np.ndarray, served: list[Served]) -> tuple[np.ndarray, float]:
         """Tokens by row, and the moment at which enough of them are complete."""
         scenario = self._scenario
         places = spread(len(wanted), scenario.num_servers)
@@ -124,7 +123,7 @@ class SlotProcess:
             finish_s[own] = one.finish_s
         complete_s = self._whole_groups_s(finish_s) if scenario.mode is Mode.sync else finish_s
         needed = scenario.num_trained // (scenario.group_size if scenario.mode is Mode.sync else 1)
-        enough_s = min(seconds, float(np.sort(complete_s)[needed - 1]))
+        enough_s = float(np.sort(complete_s)[needed - 1])
         grown = np.empty_like(wanted)
         for own, one in zip(places, served, strict=True):
             grown[own] = one.tokens_at(enough_s, wanted[own])

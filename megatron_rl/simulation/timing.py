@@ -58,7 +58,7 @@ class Work:
     update_s: float = 0.0
     """Per optimizer step; of ``evaluate`` and ``checkpoint`` what a step takes longer in which one is due."""
     cores: float = 0.0
-    """CPU cores that it keeps busy where nothing else runs; 0: it disturbs nobody."""
+    """CPU cores that it keeps busy where nothing else runs, of ``generate`` those of each server; 0: it disturbs nobody."""
 
     def seconds(self, *, tokens: float = 0.0, squares: float = 0.0, rows: float = 0.0, updates: float = 0.0) -> float:
         parts = (self.token_s * tokens, self.square_s * squares, self.row_s * rows, self.update_s * updates)
@@ -80,7 +80,7 @@ class Timing:
     cores: float = 0.0
     """Of the machine that servers and trainer share; stages that want more of them together take turns. 0: none is shared."""
     overlap_rate: float = 1.0
-    """Speed of stages that keep cores busy, while another one does: caches, memory and halves of a core are shared, too."""
+    """Speed of stages that together fill the cores: caches, memory and halves of a core are shared, too."""
 
     @property
     def sharing(self) -> dict[str, float]:

@@ -6,10 +6,10 @@ import numpy as np
 
 from megatron_rl.config.load import config_to_yaml
 from megatron_rl.config.schema import Config, Mode
-from megatron_rl.simulation.clock import Load, run_clock
+from megatron_rl.simulation.clock import run_clock
 from megatron_rl.simulation.decoding import serve, spread
 from megatron_rl.simulation.lengths import named_lengths
-from megatron_rl.simulation.prediction import stage_seconds, work_of
+from megatron_rl.simulation.prediction import stage_load, stage_seconds, work_of
 from megatron_rl.simulation.scenario import scenario_of
 from megatron_rl.simulation.slot_process import SlotProcess
 from megatron_rl.simulation.timing import Decode, Timing, Work
@@ -31,6 +31,7 @@ TIMING = Timing(
     },
     between_s=0.001,
     cores=2.0,
+    overlap_rate=0.8,
 )
 ARRIVALS_S = 0.02
 LENGTHS = "pareto:shape=1.15,mean=55,max=900"
@@ -61,8 +62,7 @@ def make_run(folder, config, *, num_steps=40, timing=TIMING, noise=0.0, seed=0):
             works.append(work_of(window, run.step))
             rows.append((window.generated, factor))
         last = run.step == num_steps - 1
-        seconds = factor * stage_seconds(name, works[run.step], run.step, scenario, timing, last=last)
-        return Load(seconds, timing.stage(name).cores)
+        return scaled(stage_load(name, works[run.step], run.step, scenario, timing, last=last), factor)
 
     spans = run_clock(scenario.graph, load_of, num_steps, **timing.sharing)
     written = [
@@ -70,7 +70,7 @@ def make_run(folder, config, *, num_steps=40, timing=TIMING, noise=0.0, seed=0):
             span,
             start_s=1e9 + span.start_s,
             end_s=1e9 + span.end_s,
-            args=facts(span, rows[span.step - 1], works[span.step - 1], scenario, timing),
+            args=facts(span, spans, rows[span.step - 1], works[span.step - 1], scenario, timing),
         )
         for span in spans
     ]
@@ -80,12 +80,17 @@ def make_run(folder, config, *, num_steps=40, timing=TIMING, noise=0.0, seed=0):
     return folder
 
 
-def facts(span, row, work, scenario, timing):
+def scaled(load, factor):
+    return load and replace(load, seconds=factor * load.seconds, then=scaled(load.then, factor))
+
+
+def facts(span, spans, row, work, scenario, timing):
     """As the loop notes them. CPU seconds: those of the work, whatever slowed it down."""
     if not timing.stage(span.name).cores:
         return {}
     alone = stage_seconds(span.name, work, span.step - 1, scenario, timing)
-    found = {"cpu_s": alone * timing.stage(span.name).cores}
+    busy_s = sum(work.server_s) + alone - max(work.server_s) if span.name == "generate" else alone
+    found = {"cpu_s": busy_s * timing.stage(span.name).cores}
     if span.name != "generate":
         return found
     generated, factor = row
@@ -93,11 +98,19 @@ def facts(span, row, work, scenario, timing):
     for own in spread(len(generated), scenario.num_servers):
         served = serve((generated.prompt + generated.held)[own], generated.new[own], timing, scenario.limits)
         finish_s[own] = served.finish_s * factor
-    # On a clock that a trainer stage beside it slows down: as much as it slowed the whole stage down, at its beginning.
-    lost = span.end_s - span.start_s - alone * factor
+    # Next to a trainer stage, which goes on when the window begins, everything takes longer.
+    beside = [
+        other
+        for other in spans
+        if other.lane == "trainer" and other.start_s < span.end_s and other.end_s > span.start_s
+    ]
+    beside_s = max((other.end_s - span.start_s for other in beside), default=1.0)
+    lost_s = span.end_s - span.start_s - alone * factor if beside else 0.0
+    done_s = max(beside_s - lost_s, 1e-9)
+    finish_s = np.where(finish_s < done_s, finish_s * beside_s / done_s, finish_s + lost_s)
     # Requests that travel together arrive later than those before them, and their seconds count from then.
     arrived_s = ARRIVALS_S * (np.arange(len(generated)) // scenario.limits.http_batch)
-    seconds = np.maximum(finish_s + lost - arrived_s, 0.001)
+    seconds = np.maximum(finish_s - arrived_s, 0.001)
     words = {name: getattr(generated, name) for name in ("prompt", "held", "new")}
     words |= {"ended": generated.ended.astype(int), "ms": np.round(1000 * seconds).astype(int)}
     text = {name: " ".join(map(str, values.tolist())) for name, values in words.items()}

@@ -40,16 +40,29 @@ def test_with_a_core_for_each_nothing_slows_down():
     assert run(Mode.tppo, cores=2.0, wanted=1.0)[-1].end_s == pytest.approx(NUM_STEPS * 8.0 + 3.0)
 
 
-def test_what_shares_caches_is_slowed_down_although_there_are_cores_for_all():
+def test_on_full_cores_everything_is_slower_although_there_is_one_for_each():
     graph = step_graph(Mode.tppo)
     spans = run_clock(
-        graph, lambda one: Load(SECONDS.get(one.stage.name, 0.0), 1.0), NUM_STEPS, cores=4.0, overlap_rate=0.8
+        graph, lambda one: Load(SECONDS.get(one.stage.name, 0.0), 1.0), NUM_STEPS, cores=2.0, overlap_rate=0.8
     )
     found = {(span.name, span.step): span for span in spans}
     critic, generate = found["update_critic", 1], found["generate", 2]
     assert critic.end_s - critic.start_s == pytest.approx(3.0 / 0.8)
     assert generate.end_s - generate.start_s == pytest.approx(4.0 + 3.0 / 0.8 - 3.0)
     assert found["update_policy", 1].end_s - found["update_policy", 1].start_s == pytest.approx(2.0)
+
+
+def test_a_stage_that_goes_on_with_fewer_cores_is_slowed_down_less():
+    """Two servers of a core each, one of them idle after a second; the critic wants two cores of three."""
+    servers = Load(1.0, 2.0, Load(3.0, 1.0))
+    graph = step_graph(Mode.tppo)
+    loads = {"generate": servers, "update_critic": Load(3.0, 2.0)}
+    spans = run_clock(graph, lambda one: loads.get(one.stage.name, Load(0.0)), NUM_STEPS, cores=3.0)
+    found = {(span.name, span.step): span for span in spans}
+    generate, critic = found["generate", 2], found["update_critic", 1]
+    # Four cores of three are wanted until the first server is through, then three.
+    assert generate.end_s - generate.start_s == pytest.approx(1.0 * 4 / 3 + 3.0)
+    assert critic.end_s - critic.start_s == pytest.approx(1.0 * 4 / 3 + 2.0)
 
 
 @settings(max_examples=60, deadline=None)

@@ -72,6 +72,6 @@ def test_of_full_responses_whole_groups_train_and_the_rest_is_discarded():
 
 
 def test_a_step_ends_with_the_last_of_what_is_enough():
-    everything = process(Mode.sync, [5, 40], num_slots=2, num_trained=2, window=40).generate(0, TIMING).seconds
-    enough = process(Mode.sync, [5, 40], num_slots=2, num_trained=1, window=40).generate(0, TIMING).seconds
-    assert enough == pytest.approx(4.0) and everything == pytest.approx(39.0)
+    everything = process(Mode.sync, [5, 40], num_slots=2, num_trained=2, window=40).generate(0, TIMING).server_s
+    enough = process(Mode.sync, [5, 40], num_slots=2, num_trained=1, window=40).generate(0, TIMING).server_s
+    assert max(enough) == pytest.approx(4.0) and max(everything) == pytest.approx(39.0)
