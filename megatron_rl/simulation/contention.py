@@ -9,7 +9,7 @@ k is 1 where they find room next to each other, as servers on GPUs of their own 
 say, or _FULL_RATE: two busy CPUs share more than cores.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -34,10 +34,12 @@ class Contention:
     num_servers: int
     busy_s: float
     """Of all servers together in the generate stages, as they were."""
+    beside_s: Mapping[tuple[str, int], float]
+    """(stage, step) -> seconds for which generation and a trainer stage overlapped."""
 
     @property
     def overlap_s(self) -> float:
-        return sum(_overlap_s(span, self.generate) for span in self.trainer)
+        return sum(self.beside_s[span.name, span.step] for span in self.trainer)
 
     @property
     def overlaps(self) -> bool:
@@ -50,7 +52,8 @@ class Contention:
         lost_s = (1 - self.rate) * self.overlap_s
         server = sum(map(_cpu_s, self.generate)) / max(self.busy_s - self.num_servers * lost_s, 1e-9)
         # The trainer's stages that overlap are those that count, where some do.
-        spans = [s for s in self.trainer if not self.overlaps or _overlap_s(s, self.generate) > 0]
+        overlaps = self.overlaps
+        spans = [s for s in self.trainer if not overlaps or self.beside_s[s.name, s.step] > 0]
         trainer = sum(map(_cpu_s, spans)) / max(sum(map(_seconds, spans)) - lost_s, 1e-9)
         return self.num_servers * min(server, self.cores) + min(trainer, self.cores)
 
@@ -68,12 +71,10 @@ class Contention:
 
     def alone(self, run: RecordedRun, name: str) -> dict[int, float]:
         """Seconds of a stage by step, as if nothing had run next to it."""
-        others = self.trainer if name in ("generate", "evaluate") else self.generate
-        slowed = name == "generate" or any(span.name == name for span in self.trainer)
         found: dict[int, float] = {}
         for span in run.spans:
             if span.name == name:
-                lost = (1 - self.rate) * _overlap_s(span, others) if slowed else 0.0
+                lost = (1 - self.rate) * self.beside_s.get((name, span.step), 0.0)
                 found[span.step] = found.get(span.step, 0.0) + _seconds(span) - lost
         return found
 
@@ -106,7 +107,8 @@ def contention_of(run: RecordedRun, steps: Sequence[int], num_servers: int) -> C
     if not all("cpu_s" in span.args for span in generate):
         cores = 0.0
     busy_s = sum(_busy_s(run, span, num_servers) for span in generate)
-    found = Contention(cores, 1.0, trainer, generate, num_servers, busy_s)
+    beside_s = _beside_s(trainer, generate) | _beside_s(generate, trainer)
+    found = Contention(cores, 1.0, trainer, generate, num_servers, busy_s, beside_s)
     for _ in range(30 if found.overlaps else 0):
         full = found.wanted > FULL_SHARE * cores
         rate = (_FULL_RATE if full else 1.0) * found.share_of_cores
@@ -132,4 +134,18 @@ def _seconds(span: Span) -> float:
 
 
 def _overlap_s(span: Span, others: Sequence[Span]) -> float:
-    return sum(max(min(span.end_s, o.end_s) - max(span.start_s, o.start_s), 0.0) for o in others)
+    return sum(
+        max(min(span.end_s, o.end_s) - max(span.start_s, o.start_s), 0.0) for o in others if abs(o.step - span.step) < 3
+    )
+
+
+def _beside_s(spans: Sequence[Span], others: Sequence[Span]) -> dict[tuple[str, int], float]:
+    """Seconds that each of ``spans`` overlapped ``others``; by name and step, of neighbouring steps alone."""
+    by_step: dict[int, list[Span]] = {}
+    for other in others:
+        by_step.setdefault(other.step, []).append(other)
+    found: dict[tuple[str, int], float] = {}
+    for span in spans:
+        near = [other for step in range(span.step - 2, span.step + 3) for other in by_step.get(step, ())]
+        found[span.name, span.step] = found.get((span.name, span.step), 0.0) + _overlap_s(span, near)
+    return found

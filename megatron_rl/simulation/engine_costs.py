@@ -18,7 +18,11 @@ from megatron_rl.simulation.scenario import Scenario
 from megatron_rl.simulation.slot_process import Rows
 from megatron_rl.simulation.timing import Decode, Timing, Work
 
-_RATES = [percent / 100 for percent in range(100, 25, -5)]
+_RATES = (1.0, 0.8, 0.6, 0.4)
+_ALIKE = 0.2
+"""Prefixes whose number varies by less than this share of it from step to step do not tell what a prefill costs."""
+_SEEN = 0.02
+"""Share of the decode steps that must have run few responses, to say what a step costs that runs one."""
 _AS_GOOD = 1.05
 _REST = {"row_s": 0.4, "token_s": 0.3, "fixed_s": 0.3}
 """Shares that requests, tokens and the stage itself have in what is neither decode nor prefill, where a run does not say."""
@@ -33,6 +37,8 @@ class _Ends:
     starts_s: np.ndarray
     ends_s: np.ndarray
     """Unix times."""
+    nodes: tuple[float, ...]
+    """Of the decode curve."""
 
 
 def all_rows(one: Round) -> Rows:
@@ -95,6 +101,10 @@ def rest_costs(
         return Work(), Work()
     columns = {name: np.array(values, dtype=np.float64) for name, values in units.items()}
     prefill_s = min(forward_s * scenario.ranks_per_server * columns["prefix"].mean(), 0.8 * measured.mean())
+    if columns["prefix"].std() < _ALIKE * columns["prefix"].mean():
+        prefill = Work(token_s=prefill_s / columns.pop("prefix").mean())
+        left = {name: share * (measured.mean() - prefill_s) for name, share in _REST.items()}
+        return prefill, Work(**mixture(columns, measured - prefill_s, left))
     prior = {"prefix": prefill_s} | {name: share * (measured.mean() - prefill_s) for name, share in _REST.items()}
     found = mixture(columns, measured, prior)
     return Work(token_s=found.pop("prefix")), Work(**found)
@@ -134,7 +144,7 @@ def _ends(run: RecordedRun, scenario: Scenario, steps: Sequence[int], bases: Seq
             ends.append(begin_s + seconds[group][1:])
     if not features or not sum(map(len, features)):
         return None
-    return _Ends(np.concatenate(features), np.concatenate(starts), np.concatenate(ends))
+    return _Ends(np.concatenate(features), np.concatenate(starts), np.concatenate(ends), bases[0].decode.running)
 
 
 def _arrived_together(rows: Rows, seconds: np.ndarray, scenario: Scenario, *, sampled: bool) -> list[np.ndarray]:
@@ -163,12 +173,27 @@ def _fit(ends: _Ends, shared: Contention) -> tuple[float, np.ndarray]:
     measured = ends.ends_s - ends.starts_s
     alone = shared.undisturbed(ends.starts_s, ends.ends_s)
     # Noise grows with the decode steps between two ends.
-    found = robust(ends.features, alone, 1.0 / np.maximum(ends.features[:, 0], 1.0))
+    weights = 1.0 / np.maximum(ends.features[:, 0], 1.0)
+    expected = _expected(ends.features, float(alone.sum()), ends.nodes)
+    steps, few = ends.features[:, 0], ends.features[:, 0] - ends.features[:, 1]
+    if few.sum() > _SEEN * steps.sum() or len(ends.nodes) == 1:
+        found = robust(ends.features, alone, weights, expected=expected)
+    else:  # few responses never ran alone, so what a step itself costs the rows do not say
+        rest = alone - expected[0] * steps
+        found = np.concatenate([expected[:1], robust(ends.features[:, 1:], rest, weights, expected=expected[1:])])
     # Disturbed steps count little in the shape, but they are part of what steps take on this machine.
     found = found * alone.sum() / max(float((ends.features @ found).sum()), 1e-12)
     # In measured seconds: else the slowest rate, which leaves the least of them, would have the smallest errors.
     slowed = np.where(alone > 0, measured / np.maximum(alone, 1e-9), 1.0)
     return float(np.abs((ends.features @ found - alone) * slowed).sum() / measured.sum()), found
+
+
+def _expected(features: np.ndarray, seconds: float, nodes: tuple[float, ...]) -> np.ndarray:
+    """Coefficients of a step a third of which is the step's own, a third the running responses' and a third their context's."""
+    rises = np.diff(nodes)
+    steps, context = features[:, 0].sum(), features[:, -1].sum()
+    per_response = seconds / 3 / max(float((features[:, 1:-1] * rises).sum()), 1e-12)
+    return np.array([seconds / 3 / max(steps, 1e-12), *(per_response * rises), seconds / 3 / max(context, 1e-12)])
 
 
 def _from_totals(

@@ -4,6 +4,8 @@ from collections.abc import Mapping
 
 import numpy as np
 
+_PULL = 0.01
+"""Of expected coefficients, as a share of what the rows weigh, times the share of them that no coefficients explain."""
 _PRIOR_WEIGHT = 0.25
 """Of a prior, in measurements."""
 
@@ -44,15 +46,37 @@ def nonnegative(features: np.ndarray, targets: np.ndarray, weights: np.ndarray |
     return found / np.where(norms > 0, norms, 1.0)
 
 
-def robust(features: np.ndarray, targets: np.ndarray, weights: np.ndarray, *, num_rounds: int = 8) -> np.ndarray:
-    """As ``nonnegative``, with Huber's weights: beyond 2 deviations a row counts with its residual's first power."""
-    found = nonnegative(features, targets, weights)
+def robust(
+    features: np.ndarray,
+    targets: np.ndarray,
+    weights: np.ndarray,
+    *,
+    expected: np.ndarray | None = None,
+    num_rounds: int = 4,
+) -> np.ndarray:
+    """As ``nonnegative``, with Huber's weights: beyond 2 deviations a row counts with its residual's first power.
+
+    ``expected``: [features] coefficients that the found ones are drawn to a little, which decides what the rows leave open.
+    """
+    anchors, anchored, anchor_weights = features[:0], targets[:0], weights[:0]
+    if expected is not None:
+        plain = nonnegative(features, targets, weights)
+        unexplained = float((weights * (targets - features @ plain) ** 2).sum() / (weights * targets**2).sum())
+        curvature = (weights[:, None] * features**2).sum(axis=0)
+        pull = _PULL * unexplained * np.where(curvature > 0, curvature, curvature.max())
+        anchors, anchored, anchor_weights = np.eye(len(expected)), expected, pull
+
+    def fit(row_weights: np.ndarray) -> np.ndarray:
+        rows, wanted = np.concatenate([features, anchors]), np.concatenate([targets, anchored])
+        return nonnegative(rows, wanted, np.concatenate([row_weights, anchor_weights]))
+
+    found = fit(weights)
     for _ in range(num_rounds):
         residuals = np.abs(targets - features @ found) * np.sqrt(weights)
         deviation = 1.4826 * float(np.median(residuals))
         if deviation <= 0:
             break
-        found = nonnegative(features, targets, weights * np.minimum(1.0, 2 * deviation / np.maximum(residuals, 1e-300)))
+        found = fit(weights * np.minimum(1.0, 2 * deviation / np.maximum(residuals, 1e-300)))
     return found
 
 
