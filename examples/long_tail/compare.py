@@ -3,7 +3,7 @@
 Reads the runs that compare.sh leaves in a folder, called ARM-SEED: policies/*/kept.json and evaluation.json (accuracy at
 seconds of training; nothing was evaluated on that clock), metrics.jsonl and timeline.json. Speed is that of the steady
 state: the first ceil(L_max / W) steps, in which a pool that started with fresh prompts has no long responses to finish
-yet, are left out, and at least two. Prints Markdown; writes comparison.json, comparison.md and the picture (SVG for light
+yet, are left out, at least two and at most half of a run. Prints Markdown; writes comparison.json, comparison.md and the picture (SVG for light
 and dark pages, PNG) next to the runs.
 
     python examples/long_tail/compare.py outputs/long_tail/runs --start outputs/long_tail/sft [--baseline ppo]
@@ -77,7 +77,7 @@ def read_run(folder: Path, start_accuracy: float) -> Run:
     curve = Curve(np.array(times), np.array([start_accuracy, *(accuracy_of(one.folder) for one in kept)]))
     config = load_config([folder / "config.yaml"], [])
     num_windows = math.ceil(config.batch.max_response_tokens / effective_window_tokens(config))
-    left_out = max(num_windows, FEWEST_LEFT_OUT)
+    left_out = max(min(num_windows, len(rows) // 2), FEWEST_LEFT_OUT)
     if len(rows) <= left_out:
         raise MissingData(f"{folder} has {len(rows)} steps; its first {left_out} are no steady state: train for longer")
     return Run(folder.name, curve, steady_speed(rows[left_out:], read_timeline(folder / "timeline.json")))

@@ -43,12 +43,12 @@ PLACES = 4
 MAX_DIVISOR = 99
 EVAL_SHARE = 0.2
 """Share of all possible prompts that only eval may draw."""
-MAX_QUOTIENT = 200
+MAX_QUOTIENT = 420
 """Longer responses do not fit into the model."""
 BORROWED = "'"
 BELOW_ZERO = "<0"
 """In the place of the last digit of a number below zero, whose other digits are those of 10,000 more."""
-MAX_TOKENS = 1024
+MAX_TOKENS = 2176
 """Of prompt and response."""
 
 
@@ -90,7 +90,7 @@ class Problem:
         return self.careless_response(0.0, random.Random())
 
     def careless_response(self, slip_share: float, generator: random.Random) -> str:
-        """The solution of one who forgets that share of the tens that units borrow; cut off at 200 subtractions."""
+        """The solution of one who forgets that share of the tens that units borrow; cut off at 421 subtractions."""
         left, steps = self.dividend, []
         while left >= 0 and len(steps) <= MAX_QUOTIENT:
             borrows = left % 10 < self.divisor % 10 and generator.random() >= slip_share
@@ -192,7 +192,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--num-eval", type=at_least_one, default=2000, help="held-out prompts")
     parser.add_argument("--tail", type=float, default=1.15, help="index of the quotients' Pareto tail; less: heavier")
     parser.add_argument("--min-quotient", type=int, default=3)
-    parser.add_argument("--max-quotient", type=int, default=180)
+    parser.add_argument("--max-quotient", type=int, default=400)
     parser.add_argument("--slip-share", type=share, default=0.4, help="share of borrowed tens that sft solutions forget")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--overwrite", action="store_true", help="replace an output folder that is there already")

@@ -70,6 +70,8 @@ def test_the_steady_state_begins_when_the_longest_response_could_have_ended(fold
     assert found.speed["tokens_per_s"] == 50.0 and found.speed["s_per_step"] == 2.0
     assert (found.speed["rollout_idle"], found.speed["trainer_idle"]) == pytest.approx((0.25, 0.75))
     assert found.accuracy.values.tolist() == [0.2, 0.3, 0.4, 0.5] and found.accuracy.times[-1] == 20.5
+    short = write_run(folder / "runs" / "tppo-1-1", {20.0: 0.5}, window=1, num_steps=8, finished=(0.0, 0.0, 0.0, 0.0, 8.0))
+    assert comparison.read_run(short, 0.2).speed["finished_per_s"] == 4.0
 
 
 def test_idle_shares_are_those_of_a_fine_clock():
@@ -123,7 +125,7 @@ def test_more_seeds_of_one_arm_leave_the_pairs_to_those_that_both_have(folder):
         (lambda f: None, ("--baseline", "grpo"), "no run of 'grpo' among ppo, tppo-25"),
         (lambda f: None, ("--arms", "ppo", "async"), "no finished run of async"),
         (lambda f: None, ("--seconds", "60"), "has trained for 20.0 s only"),
-        (lambda f: write_run(f / "runs" / "tppo-1-1", {20.0: 0.5}, window=1), (), "its first 100 are no steady state"),
+        (lambda f: write_run(f / "runs" / "x-1", {20.0: 0.5}, num_steps=2), (), "its first 2 are no steady state"),
         (lambda f: write_run(f / "runs" / "x-1", {}), (), "run.keep_policy_every_s"),
     ],
 )

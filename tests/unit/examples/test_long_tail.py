@@ -139,8 +139,8 @@ def test_every_text_is_known_to_the_tokenizer_and_fits_into_the_recipes(task):
     tokenizer = Tokenizer(task / "model")
     batch = load_config(FOLDER / "tppo.yaml").batch
     assert batch.max_prompt_tokens + batch.max_response_tokens <= make_task.MAX_TOKENS
-    longest = make_task.Problem(180 * 55 + 54, 55).response
-    assert len(tokenizer.encode(longest)) + 1 == 5 * 181 + 1 <= batch.max_response_tokens
+    longest = make_task.Problem(400 * 24 + 23, 24).response
+    assert len(tokenizer.encode(longest)) + 1 == 5 * 401 + 1 <= batch.max_response_tokens
     for row in rows_of(task, "sft"):
         prompt_ids, response_ids = tokenizer.encode(row["prompt"]), tokenizer.encode(row["response"])
         assert (len(prompt_ids), len(response_ids)) == (11, 5 * row["response"].count(" "))
@@ -163,7 +163,7 @@ def test_the_recipes_differ_in_what_makes_a_window_and_what_their_search_found()
     [
         (("--tail", "0"), "a tail above 0"),
         (("--min-quotient", "0"), "1 <= min-quotient"),
-        (("--max-quotient", "201"), "max-quotient <= 200"),
+        (("--max-quotient", "421"), "max-quotient <= 420"),
         (("--min-quotient", "9", "--max-quotient", "4"), "min-quotient 9 and max-quotient 4"),
     ],
 )
