@@ -3,7 +3,8 @@
 Reads the runs that compare.sh leaves in a folder, called ARM-SEED: policies/*/kept.json and evaluation.json (accuracy at
 seconds of training; nothing was evaluated on that clock), metrics.jsonl and timeline.json. Speed is that of the steady
 state: the first ceil(L_max / W) steps, in which a pool that started with fresh prompts has no long responses to finish
-yet, are left out, at least two and at most half of a run. Prints Markdown; writes comparison.json, comparison.md and the picture (SVG for light
+yet, are left out: at least two, at most half of a run. Prints Markdown; writes comparison.json, comparison.md and
+the picture (SVG for light
 and dark pages, PNG) next to the runs.
 
     python examples/long_tail/compare.py outputs/long_tail/runs --start outputs/long_tail/sft [--baseline ppo]
