@@ -15,9 +15,9 @@ from megatron_rl.config.schema import AlgorithmConfig, OldPolicy, Overlong
 from megatron_rl.data.batch import ROUTES, PackedBatch, cu_seqlens_of
 from megatron_rl.data.trajectory import Trajectory
 from megatron_rl.data.vision import Vision
-from megatron_rl.step.experience import Advantages, Signals
+from megatron_rl.step.experience import Advantages, Signals, values_at_cut
 from megatron_rl.step.packing import on_mask, pack, response_field
-from megatron_rl.step.pieces import SINGLE_RESPONSE, ResponseRules, response_pieces, terminal_rewards
+from megatron_rl.step.pieces import SINGLE_RESPONSE, ResponseRules, response_pieces, terminal_rewards, window_pieces
 
 
 def policy_batch(
@@ -97,6 +97,51 @@ def response_batch(
         "mask": on_mask(scored, generated),
     }
     return pack(trajectories, fields, vision)
+
+
+def window_critic_batch(
+    trajectories: Sequence[Trajectory],
+    batch: PackedBatch,
+    signals: Signals,
+    *,
+    step: int,
+    algorithm: AlgorithmConfig,
+    rules: ResponseRules = SINGLE_RESPONSE,
+) -> PackedBatch | None:
+    """The tokens of this step's window for a critic that learns from each window at once: as ``response_batch``.
+
+    Targets are V + A^lambda_critic with EGAE where a response goes on (arXiv 2506.15050, eq. 6). None when no token counts.
+    """
+    if signals.values is None:
+        raise ValueError("window_critic_batch: expected values of the window's tokens, got none")
+    in_window = batch.fields["mask"]
+    pieces = window_pieces(trajectories, step, algorithm, rules)
+    sizes = torch.tensor([p.num_tokens for p in pieces], dtype=torch.int64)
+    cu_pieces, ended = cu_seqlens_of(sizes), torch.tensor([p.ended for p in pieces], dtype=torch.bool)
+    rewards = terminal_rewards(pieces, cu_pieces)
+    if signals.token_rewards is not None:
+        rewards = rewards + signals.token_rewards[in_window]
+    values = signals.values[in_window]
+    advantages = algorithms.egae(
+        rewards,
+        values,
+        cu_pieces,
+        ended,
+        gamma=algorithm.gamma,
+        lam=algorithm.lambda_critic,
+        bootstrap=values_at_cut(pieces, signals, algorithm),
+    )
+    filters = algorithm.overlong is Overlong.filter
+    is_cut = [filters and trajectories[p.row].finished and not trajectories[p.row].stopped for p in pieces]
+    counts = torch.tensor([p.scored and not cut for p, cut in zip(pieces, is_cut, strict=True)], dtype=torch.bool)
+    if not counts.any():
+        return None
+    fields = {
+        "returns": on_mask(values + advantages, in_window),
+        "old_values": on_mask(values, in_window),
+        "mask": on_mask(counts.repeat_interleave(sizes), in_window),
+    }
+    return PackedBatch(batch.tokens, batch.cu_seqlens, fields, batch.images)
 
 
 def _critic_targets(rewards: Tensor, old_values: Tensor, cu_pieces: Tensor, algorithm: AlgorithmConfig) -> Tensor:

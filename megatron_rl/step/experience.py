@@ -77,9 +77,6 @@ def window_advantages(
         scored &= torch.tensor([group in greedy for group in groups], dtype=torch.bool)
     counted &= scored.repeat_interleave(sizes)
     counted &= ~_left_out(trajectories, algorithm, rules)[in_window]
-    bootstrap = None
-    if algorithm.bootstrap is Bootstrap.critic and signals.final_values is not None:
-        bootstrap = signals.final_values[torch.tensor([p.row for p in pieces], dtype=torch.int64)]
     episodes = Episodes(
         rewards=rewards,
         cu_seqlens=cu_pieces,
@@ -89,7 +86,7 @@ def window_advantages(
         gamma=algorithm.gamma,
         lam=_lambda(pieces, ended, window_tokens, algorithm),
         values=None if signals.values is None else signals.values[in_window],
-        bootstrap=bootstrap,
+        bootstrap=values_at_cut(pieces, signals, algorithm),
         baselines=None if greedy is None else torch.tensor([greedy.get(group, 0.0) for group in groups]),
     )
     advantages = estimate_advantages(algorithm.advantage, algorithm.advantage_options, episodes)
@@ -107,6 +104,13 @@ def window_advantages(
         raw=on_mask(advantages, in_window),
         ended=on_mask(ended.repeat_interleave(sizes), in_window),
     )
+
+
+def values_at_cut(pieces: Sequence[Piece], signals: Signals, algorithm: AlgorithmConfig) -> Tensor | None:
+    """[pieces] V after each piece's last token, read where its response goes on; None: the last token's own (EGAE)."""
+    if algorithm.bootstrap is not Bootstrap.critic or signals.final_values is None:
+        return None
+    return signals.final_values[torch.tensor([p.row for p in pieces], dtype=torch.int64)]
 
 
 def _left_out(trajectories: Sequence[Trajectory], algorithm: AlgorithmConfig, rules: ResponseRules) -> Tensor:

@@ -15,6 +15,7 @@ from typing import Any
 from megatron_rl.algorithms.settling import Settling
 from megatron_rl.config.derived import effective_window_tokens, needs_greedy
 from megatron_rl.config.schema import Config, HealthAction, OldPolicy, RoutingReplay, TrainsOn
+from megatron_rl.data.batch import PackedBatch
 from megatron_rl.data.slots import SlotPool
 from megatron_rl.data.vision import Vision
 from megatron_rl.rewards.lines.dense import ProcessRewarder, values_after_tokens
@@ -23,7 +24,7 @@ from megatron_rl.run.checkpoints import Saver
 from megatron_rl.run.kept_policies import PolicyKeeper
 from megatron_rl.run.recorder import Recorder
 from megatron_rl.step import metrics as step_metrics
-from megatron_rl.step.batches import keep_left_out, keep_signals, policy_batch, response_batch
+from megatron_rl.step.batches import keep_left_out, keep_signals, policy_batch, response_batch, window_critic_batch
 from megatron_rl.step.collect import Collector
 from megatron_rl.step.divergence import KlPenalty
 from megatron_rl.step.evaluation import Evaluator
@@ -181,7 +182,7 @@ class TrainingLoop:
         if algorithm.positive_lm_coef:
             keep_left_out(state.trajectories, state.batch, state.policy_batch.fields["mask"])
         if state.values is not None:
-            state.critic_batch = response_batch(state.finished, algorithm, parts.rules, parts.vision)
+            state.critic_batch = self._critic_batch(step, signals)
         # Books are kept here: from the next window on, the unfinished trajectories change.
         state.metrics |= divergence.metrics
         state.metrics |= step_metrics.rollout_metrics(state.slots, step=step)
@@ -260,6 +261,14 @@ class TrainingLoop:
         if parts.saver.newest_step != step:
             self._save(step)
         return step + 1
+
+    def _critic_batch(self, step: int, signals: Signals) -> PackedBatch | None:
+        state, algorithm, rules = self._states[step], self._config.algorithm, self._parts.rules
+        if self._config.schedule.critic_trains_on is TrainsOn.responses:
+            return response_batch(state.finished, algorithm, rules, self._parts.vision)
+        return window_critic_batch(
+            state.trajectories, state.batch, signals, step=step, algorithm=algorithm, rules=rules
+        )
 
     def _trained_window(self, step: int) -> int | None:
         """The step whose tokens this one trains on; None: whole responses, over all their windows."""

@@ -109,6 +109,11 @@ def _old_tokens(config: Config) -> Iterator[str]:
     correction, window = config.algorithm.correction, effective_window_tokens(config)
     if config.schedule.policy_trains_on is TrainsOn.windows or window >= config.batch.max_response_tokens:
         return
+    if config.schedule.critic_trains_on is TrainsOn.windows:
+        yield (
+            "schedule.critic_trains_on: values are read of what the policy trains on, and with policy_trains_on=responses that is no "
+            "window; set responses"
+        )
     if correction.old_policy is OldPolicy.recomputed and correction.weight == "none":
         yield (
             "schedule.policy_trains_on: responses are trained on when they end, but older policies sampled their first windows; set "

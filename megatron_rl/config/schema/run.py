@@ -77,13 +77,12 @@ class Mode(Enum):
 
 
 class TrainsOn(Enum):
-    """Which tokens of a step the policy learns from; every token trains once."""
+    """Which tokens a model learns from in a step; every token trains it once."""
 
     windows = "windows"
-    """All that the step generated, with EGAE where the response goes on (T-PPO)."""
+    """All that the step generated; where a response goes on, with values in the place of the rest (EGAE)."""
     responses = "responses"
-    """The responses that ended in the step, over all their windows: their advantages know the outcome, and no prefix is
-    computed again, but tokens are as old as their windows."""
+    """The responses that ended in the step, over all their windows, with their outcome."""
 
 
 @dataclass
@@ -93,8 +92,10 @@ class ScheduleConfig:
     mode: Mode = Mode.tppo
     """What a step generates and what overlaps."""
     policy_trains_on: TrainsOn = TrainsOn.windows
-    """Which tokens of a step the policy learns from. With responses algorithm.correction has to say what becomes of tokens that
-    an older policy sampled: old_policy=rollout, or a weight."""
+    """What the policy learns from in a step; T-PPO: windows. With responses no prefix is computed twice, but tokens are as old as
+    their windows: algorithm.correction.old_policy=rollout, or a weight, has to say what becomes of that."""
+    critic_trains_on: TrainsOn = TrainsOn.responses
+    """What the critic learns from in a step; T-PPO: responses. With windows its targets are V + A^lambda_critic (EGAE)."""
 
 
 @dataclass

@@ -269,6 +269,10 @@ def test_a_later_recipe_overrides_an_earlier_one_and_may_choose_the_preset(recip
         (["preset=tppo", "algorithm.advantage=group"], "schedule.mode.*different steps"),
         (["preset=grpo", "batch.num_samples_per_prompt=1"], "num_samples_per_prompt.*at least 2"),
         (["preset=tppo", "schedule.policy_trains_on=responses"], "policy_trains_on: .*old_policy=rollout"),
+        (
+            ["preset=tppo", "schedule.policy_trains_on=responses", "schedule.critic_trains_on=windows"],
+            "schedule.critic_trains_on: .*set responses",
+        ),
         (["preset=tppo", "algorithm.dynamic_sampling.enabled=true"], "dynamic_sampling.enabled.*schedule.mode=sync"),
         (["preset=ppo", "algorithm.overlong=soft", "algorithm.overlong_buffer_tokens=99999"], "overlong_buffer_tokens"),
         (

@@ -13,10 +13,13 @@ from megatron_rl.config.load import load_config
 from megatron_rl.errors import ConfigError
 from tests.unit.examples.test_examples import ROOT
 
+ARMS = (ROOT / "examples" / "long_tail" / "arms.txt").read_text().splitlines()
+NUM_ARMS = sum(bool(line.strip()) and not line.startswith("#") for line in ARMS)
 SCRIPTS = {
     "arithmetic/warm_start.sh outputs/arithmetic": 2,
     "fire/run.sh": 1 + 3,
     "line_rewards/run.sh": 1 + 2 + 1 + 4,
+    "long_tail/compare.sh --seeds 1 2 --minutes 0.5 --tail 1.5": 2 + 2 * NUM_ARMS,
     "prompt_selection/run.sh": 1 + 2 + 4,
     "recipes/run.sh all": 2 + len(list((ROOT / "examples" / "recipes").glob("*.yaml"))) - 1,
 }

@@ -19,7 +19,7 @@ from megatron_rl.config.schema import (
     Overlong,
 )
 from megatron_rl.data.trajectory import Prompt, Score, Segment, Trajectory, message_segment
-from megatron_rl.step.batches import keep_signals, policy_batch, response_batch
+from megatron_rl.step.batches import keep_signals, policy_batch, response_batch, window_critic_batch
 from megatron_rl.step.experience import Signals, window_advantages
 from megatron_rl.step.metrics import advantage_metrics, reward_metrics, rollout_metrics
 from megatron_rl.step.packing import window_batch
@@ -134,6 +134,57 @@ def test_every_generated_token_trains_the_policy_in_exactly_one_step(at_their_en
             for place in mask[3:].nonzero()[:, 0].tolist():
                 trained[t.id][place] += 1
     assert all(count == 1 for counts in trained for count in counts)
+
+
+def critic_windows(trajectories, step, window_values, algorithm=RAW, final=None, token_rewards=None):
+    batch = window_batch(trajectories, step)
+    values = torch.zeros(len(batch.tokens))
+    values[batch.fields["mask"]] = torch.tensor(window_values)
+    signals = Signals(values, torch.zeros(len(trajectories)) if final is None else torch.tensor(final), token_rewards)
+    return window_critic_batch(trajectories, batch, signals, step=step, algorithm=algorithm)
+
+
+def test_a_critic_that_learns_from_windows_has_the_values_own_targets():
+    """V + A^lambda_critic over this step's tokens: Monte-Carlo where the response ends, the last value where it goes on."""
+    ends = trajectory([4, 3], stopped=True, score=Score(1.0))
+    goes_on = trajectory([4], stopped=False, first_step=1, id=1)
+    values = [0.5, 0.4, 0.7, 0.2, 0.4, 0.5, 0.6]
+    found = critic_windows([ends, goes_on], 1, values)
+    assert found.fields["mask"].tolist() == [False] * 7 + [True] * 3 + [False] * 3 + [True] * 4
+    on = found.fields["mask"]
+    assert found.fields["returns"][on].tolist() == pytest.approx([1.0] * 3 + [0.6] * 4)
+    assert found.fields["old_values"][on].tolist() == pytest.approx(values)
+    low = AlgorithmConfig(**{**RAW.__dict__, "lambda_critic": 0.9, "bootstrap": Bootstrap.critic})
+    cu, is_over = torch.tensor([0, 3, 7]), torch.tensor([True, False])
+    rewards = torch.tensor([0.0, 0, 1, 0, 0, 0, 0])
+    expected = algorithms.egae(
+        rewards, torch.tensor(values), cu, is_over, gamma=1.0, lam=0.9, bootstrap=torch.tensor([0.0, 0.9])
+    )
+    found = critic_windows([ends, goes_on], 1, values, low, final=[0.0, 0.9])
+    torch.testing.assert_close(found.fields["returns"][on], expected + torch.tensor(values))
+
+
+def test_windows_and_responses_teach_the_critic_the_same_where_one_window_holds_the_response():
+    pair = [trajectory([n], stopped=True, score=Score(r), id=n) for n, r in ((3, 1.0), (2, 0.0))]
+    values = [0.1, 0.5, 0.3, 0.2, 0.6]
+    for response, own in zip(pair, (values[:3], values[3:]), strict=True):
+        response.old_values = own
+    one, two = critic_windows(pair, 0, values), response_batch(pair, RAW)
+    assert torch.equal(one.tokens, two.tokens) and one.fields.keys() == two.fields.keys()
+    for name in one.fields:
+        torch.testing.assert_close(one.fields[name], two.fields[name])
+
+
+def test_what_the_critic_may_not_learn_from_is_left_out_of_windows_too():
+    lost = trajectory([2], stopped=True, score=Score(None, error="died"))
+    goes_on = trajectory([2], stopped=False, id=1)
+    found = critic_windows([lost, goes_on], 0, [0.5, 0.5, 0.1, 0.2], token_rewards=torch.tensor([0.0] * 8 + [-1.0, -2.0]))
+    assert found.fields["mask"].tolist() == [False] * 8 + [True] * 2
+    assert found.fields["returns"][-2:].tolist() == pytest.approx([0.2 - 3, 0.2 - 2])
+    assert critic_windows([lost], 0, [0.5, 0.5]) is None
+    cut = trajectory([4], stopped=False, score=Score(0.0), budget=4)
+    filtered = AlgorithmConfig(**{**RAW.__dict__, "overlong": Overlong.filter})
+    assert critic_windows([cut], 0, [0.5] * 4, filtered) is None
 
 
 def test_a_step_in_which_nothing_ended_has_nothing_to_train_on():
