@@ -10,11 +10,13 @@ import sqlite3
 import subprocess
 import sys
 import time
+from itertools import pairwise
 
 import psutil
 import pytest
 
 from megatron_rl.cli import main
+from megatron_rl.run.kept_policies import kept_policies
 from megatron_rl.system.signals import STOPPED
 from megatron_rl.tracking.metrics_file import read_metrics
 from megatron_rl.tracking.timeline import overlap_seconds, read_timeline
@@ -51,7 +53,13 @@ reward: {{name: math}}
 sft: {{num_steps: 4, batch_size: 8, output_path: "{folder}/sft"}}
 critic_pretrain: {{num_steps: 2, output_path: "{folder}/critic"}}
 """
-FINISHED_RUN = ("run.num_steps=5", "run.save_every_steps=2", "eval.every_steps=2", "rollout.parity_every_steps=3")
+FINISHED_RUN = (
+    "run.num_steps=5",
+    "run.save_every_steps=2",
+    "run.keep_policy_every_s=0.001",
+    "eval.every_steps=2",
+    "rollout.parity_every_steps=3",
+)
 
 
 @pytest.fixture(scope="module")
@@ -241,6 +249,23 @@ def test_sets_are_evaluated_side_by_side_each_sampled_in_its_own_way(finished_ru
     lengths = [[rows[step][f"eval/{name}/response_tokens_mean"] for step in (0, 2, 4, 5)] for name in ("greedy", "drawn")]
     assert lengths[0] != lengths[1]
     assert "prompts to evaluate on (drawn): 4" in output and "± " in output
+
+
+def test_kept_policies_answer_afterwards_as_they_did_in_the_run(finished_run, folder):
+    output_dir, _ = finished_run
+    kept = kept_policies(output_dir)
+    assert [one.step for one in kept] == [1, 2, 3, 4, 5]
+    assert all(0 < one.trained_s < other.trained_s for one, other in pairwise(kept))
+    folders = [str(one.folder) for one in kept if one.step in (2, 4, 5)]
+    status, output = run(folder, "evaluate", f"run.output_dir={folder}/evaluation", "--policies", *folders)
+    assert status == 0 and "3/3" in output, output
+    rows = {row.step: row.metrics for row in read_metrics(output_dir / "metrics.jsonl")}
+    found = {one.step: json.loads((one.folder / "evaluation.json").read_text()) for one in kept if one.step in (2, 4, 5)}
+    for step, written in found.items():
+        in_the_run = {name: value for name, value in rows[step].items() if name.startswith("eval/")}
+        assert in_the_run and {name: written["metrics"][name] for name in in_the_run} == in_the_run, step
+    # Another policy gives other responses: the servers did take the weights of each.
+    assert len({written["metrics"]["eval/drawn/response_tokens_mean"] for written in found.values()}) > 1
 
 
 def test_mlflow_holds_params_metrics_and_artifacts(finished_run):
