@@ -17,6 +17,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -265,6 +266,15 @@ def _markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
+def _finite(found: Any) -> Any:
+    """With None in the place of numbers that JSON does not have."""
+    if isinstance(found, dict):
+        return {name: _finite(value) for name, value in found.items()}
+    if isinstance(found, list):
+        return [_finite(value) for value in found]
+    return None if isinstance(found, float) and not math.isfinite(found) else found
+
+
 def read_arms(folder: Path, start: Path, names: Sequence[str]) -> list[Arm]:
     """In the order of ``names``; empty: all, in that of the alphabet. Folders are called ARM-SEED."""
     start_accuracy = accuracy_of(start)
@@ -311,7 +321,7 @@ def main(arguments: Sequence[str]) -> int:
     print(tables(found))
     folder = options.runs.parent
     (folder / "comparison.md").write_text(tables(found) + "\n")
-    (folder / "comparison.json").write_text(json.dumps(asdict(found), indent=2))
+    (folder / "comparison.json").write_text(json.dumps(_finite(asdict(found)), indent=2, allow_nan=False))
     draw(asdict(found), options.picture or folder / "comparison")
     return 0
 
