@@ -3,9 +3,8 @@
 Reads the runs that compare.sh leaves in a folder, called ARM-SEED: policies/*/kept.json and evaluation.json (accuracy at
 seconds of training; nothing was evaluated on that clock), metrics.jsonl and timeline.json. Speed is that of the steady
 state: the first ceil(L_max / W) steps, in which a pool that started with fresh prompts has no long responses to finish
-yet, are left out: at least two, at most half of a run. Prints Markdown; writes comparison.json, comparison.md and
-the picture (SVG for light
-and dark pages, PNG) next to the runs.
+yet, are left out, at least two and at most half of a run; an arm with a run that is too short for that is marked. Prints
+Markdown; writes comparison.json, comparison.md and the picture (SVG for light and dark pages, PNG) next to the runs.
 
     python examples/long_tail/compare.py outputs/long_tail/runs --start outputs/long_tail/sft [--baseline ppo]
 """
@@ -50,6 +49,8 @@ class Run:
     """Over seconds of training."""
     speed: dict[str, float]
     """Quantities of the steady state, by the names of SPEEDS."""
+    is_steady: bool
+    """The steps that were left out are as many as the longest response takes."""
 
 
 SPEEDS = {
@@ -82,7 +83,7 @@ def read_run(folder: Path, start_accuracy: float) -> Run:
     left_out = max(min(num_windows, len(rows) // 2), FEWEST_LEFT_OUT)
     if len(rows) <= left_out:
         raise MissingData(f"{folder} has {len(rows)} steps; its first {left_out} are no steady state: train for longer")
-    return Run(folder.name, curve, steady_speed(rows[left_out:], read_timeline(folder / "timeline.json")))
+    return Run(folder.name, curve, steady_speed(rows[left_out:], read_timeline(folder / "timeline.json")), left_out >= num_windows)
 
 
 def steady_speed(rows: Sequence[MetricsRow], spans: Sequence[Span]) -> dict[str, float]:
@@ -134,6 +135,7 @@ class Comparison:
     grid: list[float]
     levels: list[float]
     num_seeds: dict[str, int]
+    is_steady: dict[str, bool]
     accuracy: dict[str, list[Estimate]]
     """By arm, on the grid."""
     mean_accuracy: dict[str, Estimate]
@@ -152,7 +154,7 @@ def compare(arms: Sequence[Arm], baseline: Arm, grid: np.ndarray) -> Comparison:
     start = float(next(iter(baseline.runs.values())).accuracy.values[0])
     best = float(baseline.values(list(baseline.runs), grid).mean(axis=0).max())
     levels = [start + share * (best - start) for share in SHARES_OF_GAIN]
-    found = Comparison(baseline.name, grid.tolist(), levels, *({} for _ in range(8)))
+    found = Comparison(baseline.name, grid.tolist(), levels, *({} for _ in range(9)))
     for arm in arms:
         _add_arm(found, arm, grid)
         if arm is not baseline:
@@ -164,6 +166,7 @@ def _add_arm(found: Comparison, arm: Arm, grid: np.ndarray) -> None:
     seeds = list(arm.runs)
     values, name, number = arm.values(seeds, grid), arm.name, len(seeds)
     found.num_seeds[name] = number
+    found.is_steady[name] = all(run.is_steady for run in arm.runs.values())
     found.accuracy[name] = [bootstrap(number, lambda w, i=i: float(w @ values[:, i])) for i in range(len(grid))]
     areas = np.array([Curve(grid, row).mean() for row in values])
     found.mean_accuracy[name] = bootstrap(number, lambda w: float(w @ areas))
@@ -230,7 +233,7 @@ def _speed_table(found: Comparison) -> str:
     head = ["steady state", "seeds", *SPEEDS.values(), f"finished a second, times `{found.baseline}`"]
     rows = []
     for name, speed in found.speed.items():
-        cells = [f"`{name}`", str(found.num_seeds[name])]
+        cells = [f"`{name}`" + ("" if found.is_steady[name] else " *"), str(found.num_seeds[name])]
         for quantity, one in speed.items():
             share = quantity.endswith("_idle")
             digits = 0 if share or quantity == "tokens_per_s" else 3 if quantity == "s_per_finished" else 2
@@ -246,6 +249,11 @@ def _reading(found: Comparison) -> str:
         "In brackets: bootstrap intervals of 95 % over seeds; of ratios and differences over the seeds that both arms have. The "
         f"levels are the start and {shares} % of what `{found.baseline}` gains on it at its best. `>` and `<` stand before bounds: a "
         "run did not reach the level in its time; an interval is open where such runs leave it open."
+        + (
+            ""
+            if all(found.is_steady.values())
+            else " *: half of the steps were left out, fewer than the longest response may take: not quite the steady state."
+        )
     )
 
 

@@ -46,12 +46,13 @@ def _figure(found: Mapping[str, Any], palette: Mapping[str, str]) -> Figure:
     finished = {name: speed["finished_per_s"] for name, speed in found["speed"].items()}
     times = {name: f"   {one['value']:.2f} x" for name, one in found["times_finished"].items()}
     _bars(above, finished, times, colors, palette)
-    faster = {name: found["times_faster"][name][-1] if name != baseline else _ONE for name in arms}
+    middle = len(found["levels"]) // 2
+    faster = {name: found["times_faster"][name][middle] if name != baseline else _ONE for name in arms}
     _bars(below, faster, dict.fromkeys(arms, " x"), colors, palette)
     words = f"mean and 95 % interval over {most} seeds" if most > 1 else "one seed"
     _title(left, "accuracy on held-out problems", f"over seconds of training; {words}", palette)
     _title(above, "finished responses a second", f"steady state, and times {baseline}", palette)
-    _title(below, f"times faster than {baseline}", f"to an accuracy of {found['levels'][-1]:.1%}", palette)
+    _title(below, f"times faster than {baseline}", f"to an accuracy of {found['levels'][middle]:.1%}", palette)
     return figure
 
 
@@ -129,7 +130,8 @@ def _bars(
     axes.set_yticks(range(len(numbers)), list(numbers))
     axes.tick_params(axis="y", labelcolor=palette["ink"], labelsize=9.5)
     axes.set_ylim(max(len(numbers), 3) - 0.5, -0.5)
-    axes.set_xlim(0, 1.5 * max(one["value"] for one in numbers.values()))
+    ends = [one["high"] if np.isfinite(one["high"]) else one["value"] for one in numbers.values()]
+    axes.set_xlim(0, 1.75 * max(ends))  # room for the words behind the longest
     axes.xaxis.set_visible(False)
     axes.spines["bottom"].set_visible(False)
     axes.spines["left"].set_visible(True)

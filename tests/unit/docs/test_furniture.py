@@ -39,4 +39,4 @@ def test_the_readme_is_short_and_says_why_on_its_first_screen():
     lines = (ROOT / "README.md").read_text().splitlines()
     assert len(lines) < 200
     first_screen = "\n".join(lines[:20])
-    assert "Why T-PPO" in first_screen and "docs/pictures/timeline.svg" in first_screen
+    assert "Why T-PPO" in first_screen and "examples/long_tail/comparison.svg" in first_screen

@@ -71,7 +71,8 @@ def test_the_steady_state_begins_when_the_longest_response_could_have_ended(fold
     assert (found.speed["rollout_idle"], found.speed["trainer_idle"]) == pytest.approx((0.25, 0.75))
     assert found.accuracy.values.tolist() == [0.2, 0.3, 0.4, 0.5] and found.accuracy.times[-1] == 20.5
     short = write_run(folder / "runs" / "tppo-1-1", {20.0: 0.5}, window=1, num_steps=8, finished=(0.0, 0.0, 0.0, 0.0, 8.0))
-    assert comparison.read_run(short, 0.2).speed["finished_per_s"] == 4.0
+    one = comparison.read_run(short, 0.2)
+    assert one.speed["finished_per_s"] == 4.0 and found.is_steady and not one.is_steady
 
 
 def test_idle_shares_are_those_of_a_fine_clock():
