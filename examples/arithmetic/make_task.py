@@ -22,18 +22,15 @@ at most; the output folder appears whole or not at all. Short chains are few (10
 
 import argparse
 import hashlib
-import json
-import os
 import random
-import shutil
 import string
 import sys
-import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from task_folder import at_least_one, write_task_folder
 from tiny_model import SPECIAL_TOKENS, write_tiny_model
 
 UNKNOWN_TOKEN = SPECIAL_TOKENS[-1]
@@ -150,37 +147,6 @@ def write_model_folder(folder: Path) -> None:
     write_tiny_model(folder, vocabulary(), " ?[a-z]:|.", vocab_size=len(vocabulary()))
 
 
-def write_task(
-    output: Path, counts: dict[str, int], chains: ChainDistribution, haste: Haste, seed: int, *, overwrite: bool
-) -> None:
-    """Write everything into a folder next to ``output`` and rename it at the end.
-
-    Raises FileExistsError if ``output`` is there and ``overwrite`` is off.
-    """
-    if output.exists() and not overwrite:
-        raise FileExistsError(f"{output} is there already; give another --output, or --overwrite to replace it")
-    output.parent.mkdir(parents=True, exist_ok=True)
-    draft = Path(tempfile.mkdtemp(prefix=f".{output.name}-", dir=output.parent))
-    try:
-        os.chmod(draft, 0o755)
-        for name, count in counts.items():
-            with open(draft / f"{name}.jsonl", "w", encoding="utf-8") as file:
-                file.writelines(json.dumps(row) + "\n" for row in rows(name, count, chains, haste, seed))
-        write_model_folder(draft / "model")
-        if output.exists():
-            shutil.rmtree(output)
-        os.rename(draft, output)
-    finally:
-        shutil.rmtree(draft, ignore_errors=True)
-
-
-def at_least_one(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"expected at least 1, got {value}")
-    return value
-
-
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--output", type=Path, required=True, help="folder that receives the task")
@@ -205,7 +171,8 @@ def main(arguments: Sequence[str]) -> int:
     try:
         chains = ChainDistribution(options.min_terms, options.max_terms, options.length_decay)
         haste = Haste(options.hasty_share, options.hasty_totals)
-        write_task(options.output, counts, chains, haste, options.seed, overwrite=options.overwrite)
+        files = {name: rows(name, count, chains, haste, options.seed) for name, count in counts.items()}
+        write_task_folder(options.output, files, write_model_folder, overwrite=options.overwrite)
     except (ValueError, OSError) as error:
         print(f"make_task: error: {error}", file=sys.stderr)
         return 2

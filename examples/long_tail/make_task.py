@@ -24,18 +24,15 @@ right; the output folder appears whole or not at all.
 
 import argparse
 import hashlib
-import json
-import os
 import random
 import re
-import shutil
 import sys
-import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from task_folder import at_least_one, write_task_folder
 from tiny_model import SPECIAL_TOKENS, write_tiny_model
 
 PLACES = 4
@@ -146,37 +143,6 @@ def write_model_folder(folder: Path) -> None:
     write_tiny_model(folder, vocabulary(), r"from| take|:|<0| \d|\+\d0{2,3}(?!\d)|\d0(?!\d)|[+']", vocab_size=52, max_tokens=MAX_TOKENS)
 
 
-def write_task(
-    output: Path, counts: dict[str, int], quotients: Quotients, slip_share: float, seed: int, *, overwrite: bool
-) -> None:
-    """Write everything into a folder next to ``output`` and rename it at the end.
-
-    Raises FileExistsError if ``output`` is there and ``overwrite`` is off.
-    """
-    if output.exists() and not overwrite:
-        raise FileExistsError(f"{output} is there already; give another --output, or --overwrite to replace it")
-    output.parent.mkdir(parents=True, exist_ok=True)
-    draft = Path(tempfile.mkdtemp(prefix=f".{output.name}-", dir=output.parent))
-    try:
-        os.chmod(draft, 0o755)
-        for name, count in counts.items():
-            with open(draft / f"{name}.jsonl", "w", encoding="utf-8") as file:
-                file.writelines(json.dumps(row) + "\n" for row in rows(name, count, quotients, slip_share, seed))
-        write_model_folder(draft / "model")
-        if output.exists():
-            shutil.rmtree(output)
-        os.rename(draft, output)
-    finally:
-        shutil.rmtree(draft, ignore_errors=True)
-
-
-def at_least_one(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"expected at least 1, got {value}")
-    return value
-
-
 def share(text: str) -> float:
     value = float(text)
     if not 0.0 <= value <= 1.0:
@@ -204,7 +170,8 @@ def main(arguments: Sequence[str]) -> int:
     counts = {"train": options.num_train, "sft": options.num_sft, "eval": options.num_eval}
     try:
         quotients = Quotients(options.tail, options.min_quotient, options.max_quotient)
-        write_task(options.output, counts, quotients, options.slip_share, options.seed, overwrite=options.overwrite)
+        files = {name: rows(name, count, quotients, options.slip_share, options.seed) for name, count in counts.items()}
+        write_task_folder(options.output, files, write_model_folder, overwrite=options.overwrite)
     except (ValueError, OSError) as error:
         print(f"make_task: error: {error}", file=sys.stderr)
         return 2
