@@ -212,7 +212,7 @@ def attend(heads: Heads, pages: Pages, rows: Rows, query: int, output: int, scra
     """Causal attention of new tokens over the cache, which holds their own keys and values already.
 
     query: [new tokens, heads, size], output: [new tokens, heads, value_size], both float32 and contiguous;
-    scratch: [(size + 4 lanes) * (context + 4 lanes)] float32.
+    scratch: [``scratch_floats``] float32.
     """
     group = heads.num // heads.num_kv
     size, scale = heads.size, np.float32(heads.scale)
@@ -242,6 +242,11 @@ def attend(heads: Heads, pages: Pages, rows: Rows, query: int, output: int, scra
                     factor = _softmax(scores, last - span[0])
                     _mix(pages, row, head, span, heads.value_size, scores, factor, output + 4 * index * heads.value_size)
         first += count
+
+
+def scratch_floats(head_size: int, context: int) -> int:
+    """Of the memory that ``attend`` takes beside its result, for sequences of up to ``context`` tokens."""
+    return (head_size + 4 * WIDTH) * (context + 4 * WIDTH)
 
 
 def compile_now() -> None:

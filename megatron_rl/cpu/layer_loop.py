@@ -27,6 +27,7 @@ TABLE = (
     "input_norm qkv qkv_bias query_norm key_norm output output_bias mlp_norm gate_up down keys values".split()
 )
 """Columns of the table of addresses, a row per layer; 0: the layer has none."""
+_COLUMNS = len(TABLE)
 _ARGUMENTS = 64
 """Bytes of the arguments of a product, at the beginning of the scratch memory."""
 
@@ -134,7 +135,7 @@ def layers(
     gated = both + 8 * num_rows * sizes.intermediate
     rest = gated + 4 * num_rows * sizes.intermediate
     for layer in range(sizes.num_layers):
-        row = table + 8 * 12 * layer
+        row = table + 8 * _COLUMNS * layer
         if layer:
             norm(added, hidden, int_at(row, 0), normed, num, sizes.hidden, sizes.epsilon)
         else:

@@ -7,7 +7,6 @@ from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBack
 from torch import Tensor
 
 from megatron_rl.cpu import attention_loop
-from megatron_rl.cpu.lanes import WIDTH
 
 
 class PagedTorchNativeAttnBackend(TorchNativeAttnBackend):
@@ -113,7 +112,7 @@ class PagedTorchNativeAttnBackend(TorchNativeAttnBackend):
         in_floats = query.to(torch.float32).contiguous()
         whole = output.dtype == torch.float32 and output.is_contiguous()
         attended = output if whole else torch.empty(output.shape, dtype=torch.float32)
-        num_scratch = (size + 4 * WIDTH) * (req_to_token.shape[1] + 4 * WIDTH)
+        num_scratch = attention_loop.scratch_floats(size, req_to_token.shape[1])
         if len(self._scratch) < num_scratch:
             self._scratch = torch.empty(num_scratch, dtype=torch.float32)
         attention_loop.attend(

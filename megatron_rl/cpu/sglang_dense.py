@@ -10,8 +10,7 @@ from sglang.srt.runtime_context import get_parallel
 from torch import Tensor
 
 from megatron_rl.cpu import layer_loop
-from megatron_rl.cpu.attention_loop import Heads, pages_of
-from megatron_rl.cpu.lanes import WIDTH
+from megatron_rl.cpu.attention_loop import Heads, pages_of, scratch_floats
 from megatron_rl.cpu.sglang_attention import PagedTorchNativeAttnBackend
 
 _MODELS = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
@@ -122,7 +121,7 @@ class _FusedLayers:
         pages = pages_of(pool.get_key_buffer(0), pool.get_value_buffer(0), requests)
         sizes, heads, num = self._sizes(), self._heads, len(input_ids)
         num_scratch = layer_loop.scratch_floats(sizes, heads, num)
-        num_scratch += (heads.size + 4 * WIDTH) * (requests.shape[1] + 4 * WIDTH)
+        num_scratch += scratch_floats(heads.size, requests.shape[1])
         if pages.is_half or num_scratch > _MAX_SCRATCH_FLOATS:
             return self._own(input_ids, positions, forward_batch, input_embeds, pp_proxy_tensors)
         if len(self._scratch) < num_scratch:
