@@ -1,7 +1,7 @@
 """The pictures of docs/tppo_windows.md, drawn from the figures that ``window_ablation.py`` keeps."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from canvas import INK, LINE, MUTED, canvas, text
@@ -19,51 +19,49 @@ PAPER = 2.5
 
 def gains() -> Figure:
     """Gain over the window, a panel per tail."""
-    cells = json.loads(FIGURES.read_text())["cells"]
-    figure, axes = canvas(1060, 690)
-    text(
-        axes,
-        (24, 28),
+    figure, axes = _sheet(
         "Finished responses a second, times those of synchronous PPO: by window and tail",
-        size=12,
-        bold=True,
+        "Simulated: 32B, budget 24k tokens, mean 4k in every panel; training takes half as long as generation in a synchronous step",
     )
-    says = "Simulated: 32B, budget 24k tokens, mean 4k in every panel; training takes half as long as generation in a synchronous step"
-    text(axes, (24, 48), says, size=9.5, color=MUTED)
-    for number, tail in enumerate(TAILS):
-        left, top = 56 + (number % 3) * (WIDTH + 4), 84 + (number // 3) * (HEIGHT + 34)
-        _panel(axes, (left, top), tail, [f"W = {name}" for name in WINDOWS])
+    for corner, row in _panels(axes, [f"W = {name}" for name in WINDOWS]):
         for slots, color in COLORS.items():
-            found = cells[tail][str(slots)]["0.5"]["apart"]
-            _line(axes, (left, top), [found[name]["gain"] for name in WINDOWS], color)
-        alone = cells[tail]["64"]["0"]["apart"]
-        _line(axes, (left, top), [alone[name]["gain"] for name in WINDOWS], "grey", dashed=True)
+            found = row[str(slots)]["0.5"]["apart"]
+            _line(axes, corner, [found[name]["gain"] for name in WINDOWS], color)
+        alone = row["64"]["0"]["apart"]
+        _line(axes, corner, [alone[name]["gain"] for name in WINDOWS], "grey", dashed=True)
     _legend(axes, 660, "generation alone, 64 slots a server")
     return figure
 
 
 def shares() -> Figure:
     """Best gain over the share of training, trained on windows and on whole responses."""
-    cells = json.loads(FIGURES.read_text())["cells"]
-    figure, axes = canvas(1060, 690)
-    text(
-        axes,
-        (24, 28),
+    figure, axes = _sheet(
         "The best window's gain: by what training takes of a synchronous step's generation",
-        size=12,
-        bold=True,
+        "Solid: the policy trains on windows. Dashed: on responses when they end (schedule.policy_trains_on: responses), no prefix twice",
     )
-    says = "Solid: the policy trains on windows. Dashed: on responses when they end (schedule.policy_trains_on: responses), no prefix twice"
-    text(axes, (24, 48), says, size=9.5, color=MUTED)
-    for number, tail in enumerate(TAILS):
-        left, top = 56 + (number % 3) * (WIDTH + 4), 84 + (number // 3) * (HEIGHT + 34)
-        _panel(axes, (left, top), tail, [f"{share:g}" for share in TRAINING])
+    for corner, row in _panels(axes, [f"{share:g}" for share in TRAINING]):
         for slots, color in COLORS.items():
             for place in ("apart", "whole responses"):
-                best = [_best(cells[tail][str(slots)][f"{share:g}"][place]) for share in TRAINING]
-                _line(axes, (left, top), best, color, dashed=place != "apart")
+                best = [_best(row[str(slots)][f"{share:g}"][place]) for share in TRAINING]
+                _line(axes, corner, best, color, dashed=place != "apart")
     _legend(axes, 660, "")
     return figure
+
+
+def _sheet(title: str, says: str) -> tuple[Figure, Axes]:
+    figure, axes = canvas(1060, 690)
+    text(axes, (24, 28), title, size=12, bold=True)
+    text(axes, (24, 48), says, size=9.5, color=MUTED)
+    return figure, axes
+
+
+def _panels(axes: Axes, names: Sequence[str]) -> Iterator[tuple[tuple[float, float], Mapping[str, Any]]]:
+    """A panel per tail: its corner and its cells, by slots a server."""
+    cells = json.loads(FIGURES.read_text())["cells"]
+    for number, tail in enumerate(TAILS):
+        corner = 56 + (number % 3) * (WIDTH + 4), 84 + (number // 3) * (HEIGHT + 34)
+        _panel(axes, corner, tail, names)
+        yield corner, cells[tail]
 
 
 def _best(row: Mapping[str, Any]) -> float:
