@@ -56,11 +56,12 @@ def evaluate_policies(config: Config, folders: Sequence[Path], say: Say) -> Iter
             open_rollout(config, event_loop, trainer, tokenizer=inputs.tokenizer, environment=inputs.environment)
         )
         evaluator = _evaluator(config, inputs, rollout, rewards)
+        settings = _settings(config)
         for folder in folders:
             weights.folder = folder
             rollout.publish()
             metrics = runner.wait_for(evaluator.evaluate(-1))
-            write_whole(folder / _FILE, json.dumps({"settings": _settings(config), "metrics": metrics}, indent=2))
+            write_whole(folder / _FILE, json.dumps({"settings": settings, "metrics": metrics}, indent=2))
             yield folder, metrics
 
 
