@@ -48,7 +48,8 @@ processes = [launcher, *launcher.children(recursive=True)]
 dist.barrier()
 found = {c.laddr.ip for p in processes for c in p.net_connections("inet") if c.status == psutil.CONN_LISTEN}
 dist.barrier()
-print("rank", dist.get_rank(), "listens", *sorted(found), flush=True)
+line = " ".join(["rank", str(dist.get_rank()), "listens", *sorted(found)])
+os.write(1, (line + os.linesep).encode())  # in one piece: print writes a line in several, and two ranks share the pipe
 """
 
 
