@@ -5,7 +5,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.config.schema import BatchConfig, Config, EvalSetConfig, KlPlace, Mode, Placement, RolloutConfig
+from megatron_rl.config.schema import BatchConfig, Config, Dtype, EvalSetConfig, KlPlace, Mode, Placement, RolloutConfig
 from megatron_rl.errors import ConfigError, ModelError
 from megatron_rl.families.facts import has_vision, read_model_json
 
@@ -33,6 +33,11 @@ def needs_critic(config: Config) -> bool:
     from megatron_rl.algorithms import register  # brings torch, which what only reads a configuration need not wait for
 
     return register.needs_critic(config.algorithm.advantage)
+
+
+def critic_dtype(config: Config) -> Dtype:
+    """Of the critic and the process reward model."""
+    return config.critic.dtype or config.policy.dtype
 
 
 def needs_greedy(config: Config) -> bool:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from megatron_rl.config.derived import server_placement
-from megatron_rl.config.schema import Config, RolloutConfig
+from megatron_rl.config.schema import Config, Dtype, RolloutConfig
 from megatron_rl.rollout.sglang.attached import AttachedServer
 from megatron_rl.rollout.sglang.options import ServerOptions
 from megatron_rl.rollout.sglang.routes import returns_routes
@@ -217,9 +217,10 @@ def open_servers(
     api_key = _given_key(rollout)
     if rollout.urls:
         note(f"attaching to {len(rollout.urls)} SGLang servers: {', '.join(rollout.urls)}")
-        if config.policy.fp32_head:
-            note("policy.fp32_head: attached servers compute such a head only if started with --enable-fp32-lm-head")
-        return ServerPool.attach(rollout.urls, timeout_s=rollout.start_timeout_s, api_key=api_key, progress=note)
+        pool = ServerPool.attach(rollout.urls, timeout_s=rollout.start_timeout_s, api_key=api_key, progress=note)
+        for text in precision_notes(pool, config.policy.dtype.value):
+            note(text)
+        return pool
     note(f"starting {rollout.num_servers} SGLang server(s); logs in {log_dir}")
     options = _options(config, note, load_weights=load_weights, tokenizer=tokenizer)
     return ServerPool.start(
@@ -230,6 +231,20 @@ def open_servers(
         progress=note,
         while_waiting=while_waiting,
     )
+
+
+def precision_notes(pool: ServerPool, dtype: str) -> Iterator[str]:
+    """In what attached servers compute otherwise than the trainer, a line each."""
+    for server in pool.servers:
+        info = server.server_info() if isinstance(server, AttachedServer) else {}
+        served = info.get("dtype")
+        if served not in (None, "auto", dtype):
+            yield f"server {server.url} computes in {served}, the trainer in policy.dtype={dtype}; start it with --dtype {dtype}"
+        elif dtype != Dtype.float32.value and info.get("enable_fp32_lm_head") is False:
+            yield (
+                f"server {server.url} rounds logits to {dtype}, the trainer does not; start it with --enable-fp32-lm-head "
+                "(megatron-rl serve does)"
+            )
 
 
 def _options(config: Config, note: Progress, *, load_weights: bool, tokenizer: bool) -> ServerOptions:
@@ -249,7 +264,6 @@ def _options(config: Config, note: Progress, *, load_weights: bool, tokenizer: b
         first_gpu=0 if shares_devices or load_weights else _first_free_gpu(rollout, note),
         can_sleep=shares_devices,
         returns_routes=returns_routes(config),
-        fp32_head=config.policy.fp32_head,
         api_key=_given_key(rollout) or secrets.token_hex(32),
         server_args=rollout.server_args,
     )

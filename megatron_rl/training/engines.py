@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
-from megatron_rl.config.derived import needs_critic, needs_reference
+from megatron_rl.config.derived import critic_dtype, needs_critic, needs_reference
 from megatron_rl.config.layout import critic_layout
 from megatron_rl.config.schema import (
     Config,
@@ -64,7 +64,7 @@ def build_engine(
         topology=topology,
         optimizer=optimizer,
         init=Init.checkpoint if path else config.policy.init,
-        dtype=model.dtype,
+        dtype=model.dtype if isinstance(model, PolicyConfig) else critic_dtype(config),
         recompute=model.recompute,
         vision=model.vision,
         megatron=model.megatron,

@@ -157,7 +157,8 @@ class PolicyConfig:
     recompute: Recompute = Recompute.none
     """What the backward pass computes again, to keep less in memory."""
     fp32_head: bool = False
-    """Logits in float32 from float32 copies of hidden states and head, in the trainer and in the servers of the run."""
+    """The head's products and their gradients from float32 copies of hidden states and head. Logits are float32 without
+    it, in the trainer and in the servers that are started."""
     fp8: Fp8 = Fp8.none
     """Matrix products in 8-bit floating point, by Transformer Engine on GPUs; needs dtype=bfloat16."""
     mtp: Mtp = Mtp.drop
@@ -175,8 +176,8 @@ class CriticConfig:
 
     path: str = ""
     """A critic, reward model or process reward model with a value head; empty: the policy's weights with a fresh head."""
-    dtype: Dtype = Dtype.float32
-    """Of parameters and activations."""
+    dtype: Dtype | None = None
+    """Of parameters and activations; null: as the policy's."""
     recompute: Recompute = Recompute.none
     """What the backward pass computes again, to keep less in memory."""
     warmup_steps: int = at_least(0, default=0)

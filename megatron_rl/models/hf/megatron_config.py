@@ -19,7 +19,7 @@ from megatron_rl.config.schema import ParallelConfig, Recompute
 from megatron_rl.errors import ModelError
 from megatron_rl.families.facts import dims, sees, text_config, uses_only_experts
 from megatron_rl.families.family import family_of
-from megatron_rl.families.rotary import rope_parameters
+from megatron_rl.families.rotary import inverse_frequencies, rope_parameters
 from megatron_rl.families.transforms import padded_vocab_size
 from megatron_rl.families.vision_encoder import num_deepstack
 from megatron_rl.models.layers import has_transformer_engine
@@ -50,7 +50,7 @@ def megatron_config(
     kwargs = {
         **_architecture(hf_config),
         **_layout(parallel),
-        **_kernels(),
+        **_kernels(hf_config),
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
         "bf16": dtype == torch.bfloat16,
@@ -63,6 +63,7 @@ def megatron_config(
         **_latent_rope(hf_config),
         **overrides,
     }
+    _check_rope_fusion(hf_config, bool(kwargs["apply_rope_fusion"]))
     model_kwargs = dict(
         vocab_size=padded_vocab_size(sizes["vocab"], parallel.tensor_parallel_size),
         max_sequence_length=text.max_position_embeddings,
@@ -116,7 +117,7 @@ def _layout(parallel: ParallelConfig) -> dict[str, Any]:
     )
 
 
-def _kernels() -> dict[str, Any]:
+def _kernels(hf_config: PretrainedConfig) -> dict[str, Any]:
     on_gpu = torch.cuda.is_available()
     return dict(
         cuda_graph_scope=[],
@@ -124,9 +125,20 @@ def _kernels() -> dict[str, Any]:
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
         persist_layer_norm=False,
-        apply_rope_fusion=has_transformer_engine(),
+        # Of packs, Megatron's fused branch drops the factor on cosine and sine without a word.
+        apply_rope_fusion=has_transformer_engine() and inverse_frequencies(hf_config)[1] == 1.0,
         gradient_accumulation_fusion=on_gpu and importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None,
     )
+
+
+def _check_rope_fusion(hf_config: PretrainedConfig, is_fused: bool) -> None:
+    """Raises ModelError where ``policy.megatron`` or ``critic.megatron`` ask for what would be computed wrong."""
+    factor = inverse_frequencies(hf_config)[1]
+    if is_fused and factor != 1.0:
+        raise ModelError(
+            f"megatron.apply_rope_fusion=true: the model's rotary embedding has an attention factor of {factor:.6g} (yarn), "
+            "which Megatron's fused kernel leaves out for packed sequences; leave the field out"
+        )
 
 
 def _latent_rope(hf_config: PretrainedConfig) -> dict[str, Any]:

@@ -77,9 +77,13 @@ class AttachedServer:
         """What the server says about its model. Raises ServerError if no SGLang server answers there."""
         return _ask(self.url, "/model_info", self._api_key)
 
-    def _read_identity(self, timeout_s: float = 10.0) -> tuple[Any, ...]:
+    def server_info(self, timeout_s: float = 10.0) -> dict[str, Any]:
+        """The options that the server runs with, by SGLang's names. Raises ServerError as ``model_info``."""
         # The scheduler has a part in this answer: one that is stuck does not give it.
-        info = _ask(self.url, "/server_info", self._api_key, timeout_s)
+        return _ask(self.url, "/server_info", self._api_key, timeout_s)
+
+    def _read_identity(self, timeout_s: float = 10.0) -> tuple[Any, ...]:
+        info = self.server_info(timeout_s)
         return tuple(info.get(name) for name in _IDENTITY_FIELDS)
 
 

@@ -1,6 +1,5 @@
 """Precision settings: what they mean to Megatron and to the servers, and what is refused."""
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,8 @@ from megatron_rl.config.schema import Dtype, Fp8, Init, Mtp
 from megatron_rl.errors import ConfigError, ModelError
 from megatron_rl.models.precision import check_fp8, fp8_kwargs, pack_alignment
 from megatron_rl.rollout import server_pool as pool
+from megatron_rl.rollout.sglang.options import ServerOptions, server_command
+from megatron_rl.training import engines
 from tests.unit.config.test_moe_settings import DENSE, load
 
 
@@ -80,22 +81,51 @@ def test_layers_can_only_be_kept_from_a_checkpoint(tmp_path: Path) -> None:
 def test_attached_servers_are_not_taken_for_ones_that_were_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pool.ServerPool, "attach", lambda *args, **kwargs: None)
-    config, notes = load(tmp_path, DENSE), []
-    config.rollout.urls, config.policy.fp32_head = ["http://127.0.0.1:1"], True
-    pool.open_servers(config, tmp_path, notes.append, load_weights=False)
-    assert any("--enable-fp32-lm-head" in text for text in notes)
+    said: dict[str, Any] = {"dtype": "bfloat16", "enable_fp32_lm_head": False}
+    monkeypatch.setattr("megatron_rl.rollout.sglang.attached._ask", lambda *args: said)
+
+    def notes_of(dtype: Dtype) -> list[str]:
+        config, notes = load(tmp_path / dtype.value, DENSE), []
+        config.rollout.urls, config.policy.dtype = ["http://127.0.0.1:1"], dtype
+        pool.open_servers(config, tmp_path, notes.append, load_weights=False)
+        return notes[1:]  # after "attaching to ..."
+
+    for dtype in Dtype:
+        (tmp_path / dtype.value).mkdir()
+    (rounds,) = notes_of(Dtype.bfloat16)
+    assert "http://127.0.0.1:1 rounds logits to bfloat16" in rounds and "--enable-fp32-lm-head" in rounds
+    (other,) = notes_of(Dtype.float32)
+    assert "computes in bfloat16, the trainer in policy.dtype=float32" in other
 
 
-@pytest.mark.parametrize("fp32_head", [False, True])
-def test_servers_of_a_run_compute_the_head_as_the_trainer_does(
-    fp32_head: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("dtype", Dtype)
+@pytest.mark.parametrize("given", [{}, {"enable-fp32-lm-head": True}, {"--enable_fp32_lm_head": True}])
+def test_servers_that_are_started_compute_float32_logits_as_the_trainer_does(
+    dtype: Dtype, given: dict[str, bool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     started = []
     monkeypatch.setattr(pool.ServerPool, "start", lambda options, *args, **kwargs: started.append(options))
     config = load(tmp_path, DENSE)
-    config = replace(config, policy=replace(config.policy, fp32_head=fp32_head))
+    config.policy.dtype, config.rollout.server_args = dtype, given
     pool.open_servers(config, tmp_path, lambda text: None, load_weights=False)
-    from megatron_rl.rollout.sglang.options import server_command
+    expected = 1 if given or dtype is Dtype.bfloat16 else 0
+    assert server_command(started[0], 1).count("--enable-fp32-lm-head") == expected
 
-    assert ("--enable-fp32-lm-head" in server_command(started[0], 1)) is fp32_head
+
+def test_who_wants_rounded_logits_can_say_so() -> None:
+    options = ServerOptions(model_path="m", dtype="bfloat16", server_args={"enable-fp32-lm-head": False})
+    assert "--enable-fp32-lm-head" not in server_command(options, 1)
+
+
+@pytest.mark.parametrize("own", [None, *Dtype])
+def test_the_critic_computes_as_the_policy_unless_it_is_told_otherwise(own: Dtype | None, tmp_path: Path) -> None:
+    config = load(tmp_path, DENSE)
+    config.policy.dtype = Dtype.bfloat16
+    assert config.critic.dtype is None
+    config.critic.dtype = own
+    built = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engines, "Engine", lambda *args, **kwargs: built.append(kwargs["dtype"]))
+        engines.build_engine(config, None, "critic", config.critic, None)
+        engines.build_engine(config, None, "policy", config.policy, None)
+    assert built == [own or Dtype.bfloat16, Dtype.bfloat16]
