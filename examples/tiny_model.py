@@ -8,27 +8,27 @@ from typing import Any
 PAD, END, UNKNOWN = SPECIAL_TOKENS = ("<pad>", "<eos>", "<unk>")
 
 
-def model_config(vocab_size: int, *, max_tokens: int = 256) -> dict[str, Any]:
+def model_config(vocab_size: int, *, max_tokens: int = 256, hidden_size: int = 64) -> dict[str, Any]:
     """config.json, for random weights; the ids of the special tokens are their places in ``SPECIAL_TOKENS``.
 
-    ``initializer_range`` fits the width (about 0.6 / sqrt(hidden_size)); with the usual 0.02 so small a model learns
-    far more slowly. Heads divide by 2 and 4, for tensor parallelism.
+    ``initializer_range`` fits the width; with the usual 0.02 so small a model learns far more slowly. Heads have 16
+    dimensions: with a width of 64 they divide by 2 and 4, for tensor parallelism.
     """
     return {
         "architectures": ["Qwen3ForCausalLM"],
         "model_type": "qwen3",
         "vocab_size": vocab_size,
-        "hidden_size": 64,
-        "intermediate_size": 192,
+        "hidden_size": hidden_size,
+        "intermediate_size": 3 * hidden_size,
         "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 4,
+        "num_attention_heads": hidden_size // 16,
+        "num_key_value_heads": hidden_size // 16,
         "head_dim": 16,
         "hidden_act": "silu",
         "max_position_embeddings": max_tokens,
         "rope_theta": 10000.0,
         "rms_norm_eps": 1e-6,
-        "initializer_range": 0.08,
+        "initializer_range": round(0.64 / hidden_size**0.5, 3),
         "attention_bias": False,
         "attention_dropout": 0.0,
         "tie_word_embeddings": False,
@@ -41,10 +41,10 @@ def model_config(vocab_size: int, *, max_tokens: int = 256) -> dict[str, Any]:
 
 
 def write_tiny_model(
-    folder: Path, vocabulary: Sequence[str], pattern: str, *, vocab_size: int, max_tokens: int = 256
+    folder: Path, vocabulary: Sequence[str], pattern: str, *, vocab_size: int, max_tokens: int = 256, hidden_size: int = 64
 ) -> None:
-    """config.json and the tokenizer's files; see ``write_tokenizer``."""
-    write_json(folder / "config.json", model_config(vocab_size, max_tokens=max_tokens))
+    """config.json and the tokenizer's files; see ``model_config`` and ``write_tokenizer``."""
+    write_json(folder / "config.json", model_config(vocab_size, max_tokens=max_tokens, hidden_size=hidden_size))
     write_tokenizer(folder, vocabulary, pattern, max_tokens=max_tokens)
 
 

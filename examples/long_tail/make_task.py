@@ -139,8 +139,9 @@ def vocabulary() -> list[str]:
 
 
 def write_model_folder(folder: Path) -> None:
-    """An untrained model; ids beyond the vocabulary make its size divide by 4 for tensor parallelism."""
-    write_tiny_model(folder, vocabulary(), r"from| take|:|<0| \d|\+\d0{2,3}(?!\d)|\d0(?!\d)|[+']", vocab_size=52, max_tokens=MAX_TOKENS)
+    """An untrained model of 32 dimensions; ids beyond the vocabulary make its size divide by 4 for tensor parallelism."""
+    pattern = r"from| take|:|<0| \d|\+\d0{2,3}(?!\d)|\d0(?!\d)|[+']"
+    write_tiny_model(folder, vocabulary(), pattern, vocab_size=52, max_tokens=MAX_TOKENS, hidden_size=32)
 
 
 def share(text: str) -> float:

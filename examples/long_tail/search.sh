@@ -7,7 +7,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 HERE=examples/long_tail
 O=outputs/long_tail
 LIMIT_S=24
-TRIALS=("64 2.0e-4" "128 2.0e-4" "256 2.0e-4" "256 1.0e-4" "256 4.0e-4" "256 8.0e-4" "512 4.0e-4")
+TRIALS=("128 4.0e-4" "256 2.0e-4" "256 4.0e-4" "256 8.0e-4" "512 4.0e-4" "512 8.0e-4")
 OVERRIDES=()
 while [ $# -gt 0 ]; do
     case $1 in
