@@ -47,7 +47,7 @@ from megatron_rl.rewards.row_form import RowForm
 from megatron_rl.rewards.workers.calls import RewardItem
 from megatron_rl.rewards.workers.event_loop import start_runner
 from megatron_rl.rollout.recovery import RecoveringClient
-from megatron_rl.rollout.sampling import Sampling, named_seed
+from megatron_rl.rollout.sampling import Sampling, base_seed, named_seed
 from megatron_rl.rollout.server_pool import open_servers
 from megatron_rl.rollout.sglang.wire import GenerationRequest
 from megatron_rl.system.signals import clean_stop, run_until_stopped
@@ -117,9 +117,7 @@ class Labeller:
         context_tokens: int,
     ) -> None:
         self._settings = config.label_lines
-        self._sampling = Sampling.of(
-            config.rollout, tokenizer, seed=config.run.seed if config.rollout.deterministic else None
-        )
+        self._sampling = Sampling.of(config.rollout, tokenizer, seed=base_seed(config))
         self._comment_prefixes = config.reward.process.comment_prefixes
         self._tokenizer = tokenizer
         self._form = form

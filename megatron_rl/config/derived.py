@@ -9,6 +9,9 @@ from megatron_rl.config.schema import BatchConfig, Config, Dtype, EvalSetConfig,
 from megatron_rl.errors import ConfigError, ModelError
 from megatron_rl.families.facts import has_vision, read_model_json
 
+_ANSWER_S, _ANSWER_S_PER_TOKEN = 300.0, 0.25
+"""A slow server: 4 tokens per second and sequence, its queue included."""
+
 
 def policy_model(config: Config) -> dict[str, Any]:
     """config.json of the policy's folder (``facts.read_model_json``); ConfigError when it is not a JSON object."""
@@ -103,6 +106,22 @@ def window_jitter_tokens(config: Config) -> int:
     if config.schedule.mode is Mode.sync or window >= config.batch.max_response_tokens:
         return 0
     return min(config.batch.window_jitter_tokens, window)
+
+
+def servers_are_deterministic(rollout: RolloutConfig, device: str) -> bool:
+    """Whether the servers that a run starts on ``device``, cpu or cuda, heed the samples' seeds."""
+    return device == "cpu" if rollout.deterministic is None else rollout.deterministic
+
+
+def bucket_bytes(rollout: RolloutConfig, device: str) -> int:
+    """Largest flat bucket of a publish from ``device``, cpu or cuda."""
+    # A bucket costs one HTTP round and one turn of the servers' scheduler, tens of milliseconds whatever its size.
+    return rollout.bucket_bytes or (2**30 if device == "cuda" else 2**26)
+
+
+def answer_timeout_s(request_timeout_s: float, num_new_tokens: int) -> float:
+    """Longest wait for the answer to a request that may generate so many tokens (``rollout.request_timeout_s``)."""
+    return request_timeout_s or _ANSWER_S + _ANSWER_S_PER_TOKEN * num_new_tokens
 
 
 class WeightMethod(Enum):

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from megatron_rl.config.schema import Config, FireConfig
 from megatron_rl.data.tokenizer import Tokenizer
 from megatron_rl.environments.base import Environment, EnvironmentFault, Message
-from megatron_rl.rollout.sampling import Draw, Sampling
+from megatron_rl.rollout.sampling import Draw, Sampling, base_seed
 from megatron_rl.rollout.sglang.routes import returns_routes, route_shape
 
 Decode = Callable[[Sequence[int]], str]
@@ -55,7 +55,7 @@ class GenerationPlan:
 
 def plan_of(config: Config, tokenizer: Tokenizer, environment: Environment | None) -> GenerationPlan:
     """Raises EnvironmentFault for stop strings that the tokenizer does not carry."""
-    sampling = Sampling.of(config.rollout, tokenizer, seed=config.run.seed if config.rollout.deterministic else None)
+    sampling = Sampling.of(config.rollout, tokenizer, seed=base_seed(config))
     # A stop string of one token needs no text on the server: its id does the same.
     token_stops = single_token_stops(environment.stop_strings, tokenizer) if environment is not None else {}
     return GenerationPlan(

@@ -8,7 +8,7 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from megatron_rl.config.schema import RolloutConfig
+from megatron_rl.config.schema import Config, RolloutConfig
 from megatron_rl.data.tokenizer import Tokenizer
 from megatron_rl.data.trajectory import Prompt
 from megatron_rl.data.vision import Vision
@@ -80,6 +80,11 @@ class Sampling:
             images=await images_of_request(self.vision, prompt),
             prompt_name=prompt.source or prompt.id,
         )
+
+
+def base_seed(config: Config) -> int | None:
+    """Of all samples' seeds. Servers that are not deterministic ignore them, so only a plain false keeps them back."""
+    return None if config.rollout.deterministic is False else config.run.seed
 
 
 def trajectory_seed(base: int | None, trajectory_id: int) -> int | None:

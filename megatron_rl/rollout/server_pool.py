@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from megatron_rl.config.derived import server_placement
+from megatron_rl.config.derived import server_placement, servers_are_deterministic
 from megatron_rl.config.schema import Config, Dtype, RolloutConfig
 from megatron_rl.rollout.sglang.attached import AttachedServer
 from megatron_rl.rollout.sglang.options import ServerOptions
@@ -249,17 +249,17 @@ def precision_notes(pool: ServerPool, dtype: str) -> Iterator[str]:
 
 def _options(config: Config, note: Progress, *, load_weights: bool, tokenizer: bool) -> ServerOptions:
     rollout = config.rollout
-    shares_devices = server_placement(rollout).shares_devices
+    shares_devices, device = server_placement(rollout).shares_devices, detect_device()
     return ServerOptions(
         model_path=config.policy.path,
         host=rollout.host,
         port=rollout.port,
         dtype=config.policy.dtype.value,
         tensor_parallel_size=rollout.tensor_parallel_size,
-        deterministic=rollout.deterministic,
+        deterministic=servers_are_deterministic(rollout, device),
         load_weights=load_weights,
         tokenizer=tokenizer,
-        device=detect_device(),
+        device=device,
         # With weights of their own they serve a command that has no trainer: all GPUs are theirs.
         first_gpu=0 if shares_devices or load_weights else _first_free_gpu(rollout, note),
         can_sleep=shares_devices,

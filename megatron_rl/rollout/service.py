@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from megatron_rl.config.derived import model_vocab_size, server_placement
+from megatron_rl.config.derived import bucket_bytes, model_vocab_size, server_placement
 from megatron_rl.config.schema import Config
 from megatron_rl.data.tokenizer import Tokenizer
 from megatron_rl.data.trajectory import Trajectory
@@ -30,7 +30,7 @@ from megatron_rl.rollout.server_pool import ServerPool, open_servers
 from megatron_rl.rollout.sglang.answer_checks import BadAnswer, KeyRefused
 from megatron_rl.rollout.sglang.client import ServerLost
 from megatron_rl.rollout.sglang.memory import KV_CACHE, WEIGHTS, ServerMemory
-from megatron_rl.rollout.sglang.server import ServerError
+from megatron_rl.rollout.sglang.server import ServerError, detect_device
 from megatron_rl.rollout.windows import Window
 from megatron_rl.system.http import ApiKey
 from megatron_rl.weights.plan import ServerAddress
@@ -301,7 +301,7 @@ def open_rollout(
         spawned=spawned,
     ) as servers:
         publisher = WeightPublisher(
-            config.rollout.bucket_bytes,
+            bucket_bytes(config.rollout, detect_device()),
             config.rollout.weight_sync_timeout_s,
             method=server_placement(config.rollout).weight_method,
             folder=folder.resolve() / "weights",

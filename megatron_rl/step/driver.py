@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.algorithms.settling import Settling
-from megatron_rl.config.derived import effective_window_tokens, num_responses_per_step
+from megatron_rl.config.derived import answer_timeout_s, effective_window_tokens, num_responses_per_step
 from megatron_rl.config.schema import Config, FireLoss, HealthAction, Mode
 from megatron_rl.data.slots import SlotPool
 from megatron_rl.rewards.lines.dense import ProcessRewarder, program_types
@@ -302,4 +302,5 @@ def _title(config: Config, freeze_policy: bool) -> str:
 def stall_timeout_s(config: Config) -> float:
     """Longest honest silence of the rollout side: every retry of a request, and a server's restart."""
     rollout = config.rollout
-    return rollout.request_timeout_s * (rollout.max_retries + 1) + rollout.start_timeout_s + _STALL_MARGIN_S
+    answer_s = answer_timeout_s(rollout.request_timeout_s, config.batch.max_response_tokens)
+    return answer_s * (rollout.max_retries + 1) + rollout.start_timeout_s + _STALL_MARGIN_S

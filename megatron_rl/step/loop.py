@@ -210,7 +210,11 @@ class TrainingLoop:
         """New weights to every server; while the policy rests, the servers only wake."""
         if step >= self._critic_warmup_steps:
             result = self._parts.rollout.publish()
-            self._states[step].metrics |= {"sync/seconds": result.seconds, "sync/bytes": float(result.num_bytes)}
+            self._states[step].metrics |= {
+                "sync/seconds": result.seconds,
+                "sync/bytes": float(result.num_bytes),
+                "sync/buffer_bytes": float(result.buffer_bytes),
+            }
             if self._parts.parity.due(step):
                 self._compare_engines(step)
         else:

@@ -11,10 +11,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from megatron_rl.config.derived import bucket_bytes
 from megatron_rl.config.schema import Config
 from megatron_rl.models.hf.weights import Destination
 from megatron_rl.parallel import collectives
-from megatron_rl.parallel.topology import Topology
+from megatron_rl.parallel.topology import Topology, local_device
 from megatron_rl.training.engine import Engine
 from megatron_rl.weights.buckets import walk_to_end
 from megatron_rl.weights.colocated import Ranks, follow
@@ -27,7 +28,7 @@ class WeightExport:
     """A rank's part while the driver sends weights; keeps the rank's group with the servers."""
 
     def __init__(self, config: Config) -> None:
-        self._bucket_bytes = config.rollout.bucket_bytes
+        self._bucket_bytes = bucket_bytes(config.rollout, local_device().type)
         self._timeout_s = patience_s(config)
         self._stage: StageRank | None = None
 

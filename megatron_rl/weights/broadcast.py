@@ -124,7 +124,7 @@ class GroupSender:
         group, names = self._connections.connect(self._remote, calls)
 
         def send_own(calls: ServerCalls) -> list[Future]:
-            return [calls.run(group.broadcast, self._stream.take().flat)]
+            return [calls.run(group.broadcast, self._stream.take())]
 
         offers = [self._stream.look, *(source.offer for source in self._remote)]
         starts = [send_own, *(source.send for source in self._remote)]
@@ -141,6 +141,10 @@ class GroupSender:
             body = _body(bucket, name, version, last=not waiting)
             bodies = (body,) * len(calls.servers)
             yield UpdateRequest("/update_weights_from_distributed", bodies, bucket.num_bytes, start)
+
+    @property
+    def peak_buffer_bytes(self) -> int:
+        return self._stream.peak_buffer_bytes
 
     def finish(self, *, failed: bool) -> str:
         """Let the other sources go and walk the own stream to its end; returns what went wrong there."""

@@ -1,15 +1,18 @@
 """Flat buckets filled from a stream of tensors that is always walked to its end.
 
 Two buffers take turns, so that one bucket can travel while the next one is filled: a bucket is valid until the next
-but one is asked for.
+but one is asked for. On a GPU it is filled on a stream of its own (``side_streams.py``): whoever reads it waits for
+``ready`` first.
 """
 
+from collections import deque
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
 from megatron_rl.weights.plan import CoverageError, Slice, TensorSpec, place
+from megatron_rl.weights.side_streams import Done, side_stream
 
 NamedTensors = Iterable[tuple[str, torch.Tensor]]
 """Hugging Face names and full tensors, on CPU or GPU; each tensor is used before the next one is asked for."""
@@ -28,6 +31,8 @@ class Bucket:
     """The stream ends with it."""
     flat: torch.Tensor = field(default=NO_BYTES, compare=False)
     """The tensors' bytes back to back: uint8 [num_bytes]; empty where another rank holds them."""
+    ready: Done = field(default=None, compare=False)
+    """When ``flat`` holds them."""
 
     @property
     def num_bytes(self) -> int:
@@ -45,7 +50,9 @@ class BucketStream:
     ) -> None:
         """``reuse_buffers=False`` gives each bucket memory of its own on ``device``."""
         self.tensors = _guarded(named_tensors)
-        self._buckets = _fill_buckets(self.tensors, bucket_bytes, device, reuse_buffers=reuse_buffers)
+        self._buffers = _Buffers(bucket_bytes, device, reuse=reuse_buffers)
+        self._buckets = _fill_buckets(self.tensors, bucket_bytes, self._buffers)
+        self._side = side_stream(device, "fill")
         self._prepared: Bucket | None = None
         self._failure: Exception | None = None
 
@@ -54,7 +61,9 @@ class BucketStream:
         if self._prepared is not None or self._failure is not None:
             return
         try:
-            self._prepared = next(self._buckets, None)
+            with self._side.active():
+                bucket = next(self._buckets, None)
+            self._prepared = bucket and replace(bucket, ready=self._side.asked_so_far())
         except (TensorStreamError, ValueError) as error:
             self._failure = error
 
@@ -79,10 +88,18 @@ class BucketStream:
     def finish(self) -> str:
         """Walk what is left of the stream; returns what went wrong there, for an error that is raised already."""
         try:
-            walk_to_end(self.tensors)
+            with self._side.active():
+                walk_to_end(self.tensors)
         except TensorStreamError as error:
             return str(error)
+        finally:
+            self._side.join()  # the next update changes what is read there
         return ""
+
+    @property
+    def peak_buffer_bytes(self) -> int:
+        """Largest memory of its buckets at one time so far."""
+        return self._buffers.peak_bytes
 
 
 def walk_to_end(stream: Iterable) -> None:
@@ -103,10 +120,35 @@ def _guarded(named_tensors: NamedTensors) -> Iterator[tuple[str, torch.Tensor]]:
         ) from error
 
 
-def _fill_buckets(
-    stream: NamedTensors, bucket_bytes: int, device: torch.device, *, reuse_buffers: bool
-) -> Iterator[Bucket]:
-    buffers: dict[int, torch.Tensor] = {}
+class _Buffers:
+    """The memory of buckets, by turns."""
+
+    def __init__(self, bucket_bytes: int, device: torch.device, *, reuse: bool) -> None:
+        self._bucket_bytes, self._device, self._reuse = bucket_bytes, device, reuse
+        self._kept: dict[int, torch.Tensor] = {}
+        self._given: deque[int] = deque(maxlen=2)  # a bucket is valid until the next but one is asked for
+        self.peak_bytes = 0
+
+    def take(self, index: int, num_bytes: int) -> torch.Tensor:
+        """For bucket ``index``, whose first tensor has ``num_bytes``."""
+        turn = index % 2  # not the buffer of the bucket before, which may still be read
+        if num_bytes <= self._bucket_bytes and self._reuse:
+            if turn not in self._kept:
+                self._kept[turn] = self._empty(self._bucket_bytes)
+            self._given.append(0)
+            flat = self._kept[turn]
+        else:
+            flat = self._empty(max(num_bytes, self._bucket_bytes))
+            self._given.append(flat.numel())
+        held = sum(buffer.numel() for buffer in self._kept.values())
+        self.peak_bytes = max(self.peak_bytes, held + sum(self._given))
+        return flat
+
+    def _empty(self, num_bytes: int) -> torch.Tensor:
+        return torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+
+
+def _fill_buckets(stream: NamedTensors, bucket_bytes: int, buffers: _Buffers) -> Iterator[Bucket]:
     specs: list[TensorSpec] = []
     flat = NO_BYTES
     placed: Slice | None = None
@@ -117,13 +159,7 @@ def _fill_buckets(
             yield Bucket(tuple(specs), last=False, flat=flat[: previous.end])
             specs = []
         if not specs:
-            turn = placed.bucket % 2  # not the buffer of the bucket before, which may still be read
-            if spec.num_bytes > bucket_bytes or not reuse_buffers:
-                flat = torch.empty(max(spec.num_bytes, bucket_bytes), dtype=torch.uint8, device=device)
-            else:
-                if turn not in buffers:
-                    buffers[turn] = torch.empty(bucket_bytes, dtype=torch.uint8, device=device)
-                flat = buffers[turn]
+            flat = buffers.take(placed.bucket, spec.num_bytes)
         specs.append(spec)
         flat[placed.offset : placed.end].view(spec.dtype).view(spec.shape).copy_(tensor.detach())
     if placed is None:

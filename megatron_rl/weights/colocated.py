@@ -69,6 +69,10 @@ class ColocatedSender:
             bodies = tuple(_bodies(handles, calls.servers, version, last=last))
             yield UpdateRequest("/update_weights_from_tensor", bodies, bucket.num_bytes, self._go_on)
 
+    @property
+    def peak_buffer_bytes(self) -> int:
+        return self._stream.peak_buffer_bytes
+
     def finish(self, *, failed: bool) -> str:
         """Let the other ranks go, and walk the stream to its end with them."""
         if self._ended:
@@ -122,7 +126,8 @@ def handle_of(bucket: Bucket) -> str:
         start = end
     if bucket.flat.is_cuda:
         _name_devices_by_uuid()
-        torch.cuda.current_stream().synchronize()
+    if bucket.ready is not None:
+        bucket.ready.synchronize()
     # The other strategy sends a file descriptor, which needs a key that trainer and server do not share.
     strategy = torch.multiprocessing.get_sharing_strategy()
     torch.multiprocessing.set_sharing_strategy("file_system")

@@ -41,6 +41,10 @@ class DiskSender:
         bodies = (body,) * len(calls.servers)
         yield UpdateRequest(_PATH, bodies, num_bytes, lambda calls: [], needs_session=False)
 
+    @property
+    def peak_buffer_bytes(self) -> int:
+        return 0
+
     def finish(self, *, failed: bool) -> str:
         """Remove older versions, unless servers may still need them, and walk the stream to its end."""
         if self._written is not None and not failed:

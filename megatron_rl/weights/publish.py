@@ -4,7 +4,8 @@ The way of a publish: the tensors of a stream are copied into flat buckets; each
 HTTP and travels once, one bucket at a time. How it travels is the method: over process groups whose sources are the
 first ranks of the pipeline stages (``broadcast.py``, ``senders.py``), through memory of the devices that trainer and
 servers share (``colocated.py``), or the whole stream as files (``disk.py``). While bucket k travels, the next one of
-each source is gathered and filled, so a source holds two buckets and one tensor.
+each source is gathered and filled, on a GPU on a stream of its own (``side_streams.py``), so a source holds two buckets and
+one tensor.
 
 Invariants:
 
@@ -59,6 +60,8 @@ class PublishResult:
     """Payload, counted once however many servers received it."""
     num_buckets: int
     """Files count as one."""
+    buffer_bytes: int = 0
+    """Largest memory of this rank's buckets at one time; 0 where weights went as files."""
 
 
 class WeightPublisher:
@@ -118,6 +121,7 @@ class WeightPublisher:
                 if notes:
                     raise TensorStreamError(notes)
                 transfer.check_version()
+                transfer.buffer_bytes = sender.peak_buffer_bytes
             except Exception as error:
                 self._connections.close()
                 also = sender.finish(failed=True)
@@ -143,7 +147,7 @@ class WeightPublisher:
         self, named_tensors: NamedTensors, links: Sequence[Link], ranks: Ranks
     ) -> GroupSender | ColocatedSender | DiskSender:
         """What sends this publish. Each gives ``requests`` and has a ``finish`` that walks every rank's stream to its
-        end and returns what else went wrong; a second call of it does nothing.
+        end and returns what else went wrong; a second call of it does nothing. ``peak_buffer_bytes``: as in PublishResult.
         """
         if self._folder is not None:
             return DiskSender(named_tensors, self._folder, self._bucket_bytes)
@@ -164,6 +168,7 @@ class _Transfer:
     started: float
     num_bytes: int = 0
     num_buckets: int = 0
+    buffer_bytes: int = 0
     touched: bool = False
     """Some server may hold other weights than before."""
     _in_flight: list[Future] = field(default_factory=list)
@@ -194,7 +199,7 @@ class _Transfer:
                 )
 
     def result(self) -> PublishResult:
-        return PublishResult(time.perf_counter() - self.started, self.num_bytes, self.num_buckets)
+        return PublishResult(time.perf_counter() - self.started, self.num_bytes, self.num_buckets, self.buffer_bytes)
 
     def describe_failure(self, error: Exception) -> str:
         after_s = time.perf_counter() - self.started

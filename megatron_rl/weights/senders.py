@@ -121,7 +121,7 @@ class StageRank:
                     failure, broadcast = _outcome(broadcast), None
                     self._link.send(Message("answer", failure=failure) if failure else _described(stream))
                 case Message(verb="send") if self._group is not None:
-                    broadcast = self._threads.submit(self._group.broadcast, stream.take().flat)
+                    broadcast = self._threads.submit(self._group.broadcast, stream.take())
                     stream.prepare()  # the stream's collectives run here while the bucket travels
                 case Message(verb="end" | "abort" as verb):
                     if verb == "abort":
@@ -158,7 +158,7 @@ class StageRank:
 def _described(stream: BucketStream) -> Message:
     """The next bucket for a peer: without its bytes, a failure in words."""
     try:
-        return Message("answer", bucket=replace(stream.look(), flat=NO_BYTES))
+        return Message("answer", bucket=replace(stream.look(), flat=NO_BYTES, ready=None))
     except (TensorStreamError, ValueError) as error:
         return Message("answer", failure=str(error))
 

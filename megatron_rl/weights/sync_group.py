@@ -16,8 +16,10 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore  # torch.distribute
 from torch.distributed import distributed_c10d
 
 from megatron_rl.system.stores import listening_store
+from megatron_rl.weights.buckets import Bucket
 from megatron_rl.weights.plan import GroupSpec
 from megatron_rl.weights.server_calls import ServerCallError
+from megatron_rl.weights.side_streams import side_stream
 
 MAX_CONNECT_S = 60.0
 """Joining takes well under a second once everybody is there. A server that waits for a missing one serves nothing."""
@@ -86,19 +88,17 @@ class SyncGroup:
                 f"weight sync group: {failure}"
             )
 
-    def broadcast(self, flat: torch.Tensor) -> None:
-        """Send ``flat`` (uint8 [num_bytes]) to all workers; blocks until sent, raises ServerCallError."""
-        failure = ""
+    def broadcast(self, bucket: Bucket) -> None:
+        """Send the bucket to all workers; blocks until sent, raises ServerCallError. May run in a thread of its own."""
+        failure, side = "", side_stream(bucket.flat.device, "send")
         try:
-            if flat.is_cuda:
-                torch.cuda.set_device(flat.device)
-            dist.broadcast(flat, group_src=0, group=self._process_group)
-            if flat.is_cuda:
-                torch.cuda.current_stream().synchronize()
+            with side.active(after=bucket.ready):
+                dist.broadcast(bucket.flat, group_src=0, group=self._process_group)
+            side.wait()
         except RuntimeError as error:
             failure = _first_sentence(error)
         if failure:
-            raise ServerCallError(f"the broadcast of {flat.numel()} bytes failed: {failure}")
+            raise ServerCallError(f"the broadcast of {bucket.num_bytes} bytes failed: {failure}")
 
     def close(self) -> None:
         self._closed = True

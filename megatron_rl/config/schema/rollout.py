@@ -78,8 +78,11 @@ class RolloutConfig:
     """Sample among the likeliest tokens that together have this probability; 1 means among all, as training needs it."""
     top_k: int = num_likeliest(default=-1)
     """Sample among this many likeliest tokens; -1 means among all, as training needs it."""
-    deterministic: bool = True
-    """Seed every sample on its own, so that a resumed run samples the same tokens."""
+    deterministic: bool | None = None
+    """Servers sample every response by a seed of its own and compute it bit for bit the same whatever else they serve, so that
+    a resumed run samples the tokens that it would have sampled. On GPUs this costs a third of the speed of generation
+    (SGLang's own figure). null: on where the run's servers are on a CPU, off on GPUs; attached ones are what they were started as.
+    Without it a resumed run goes on from the same weights, optimizer and unfinished responses, and samples anew from there."""
     stop_token_ids: list[int] = field(default_factory=list, metadata=items_at_least(0))
     """Tokens that end a response, in addition to the tokenizer's end-of-text token."""
     over_sampling: float = at_least(1, default=1.0)
@@ -87,8 +90,9 @@ class RolloutConfig:
     fire: FireConfig = field(default_factory=FireConfig)
     max_inflight_requests: int = at_least(1, default=512)
     """Requests in progress at one server; further ones wait."""
-    request_timeout_s: float = above(0, default=300.0)
-    """Longest wait for the answer to one request; then it counts as failed and is sent again."""
+    request_timeout_s: float = at_least(0, default=0.0)
+    """Longest wait for the answer to one request; then it counts as failed and is sent again. 0: 300 s, and 0.25 s more for
+    each token that it may generate. (An engine that hangs is noticed by hang_timeout_s.)"""
     max_retries: int = at_least(0, default=3)
     """Times one request is sent again after a server failed or gave a bad answer."""
     hang_timeout_s: float = at_least(0, default=120.0)
@@ -102,8 +106,9 @@ class RolloutConfig:
     """How new weights reach servers on devices of their own. disk is for servers that no process group reaches."""
     weight_sync_timeout_s: float = above(0, default=300.0)
     """Longest wait for one answer of a server or one bucket."""
-    bucket_bytes: int = at_least(1, default=67108864)
-    """Weights travel in flat buckets of at most this size."""
+    bucket_bytes: int = at_least(0, default=0)
+    """Weights travel in flat buckets of at most this size; a source rank holds two, a server worker one. 0: 1 GiB on GPUs, 64
+    MiB on a CPU."""
     max_logprob_difference: float = at_least(0, default=1.0e-4)
     """Largest difference between Megatron's and SGLang's log-probs that lets a run start; 0 skips the check."""
     num_parity_prompts: int = at_least(1, default=16)

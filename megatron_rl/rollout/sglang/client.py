@@ -1,11 +1,11 @@
 """Token ids in, token ids and log-probs out: the asyncio client of SGLang's HTTP API.
 
 ``generate`` waits for a free place at a server (at most ``max_inflight_requests`` are in progress at each), then at most
-``request_timeout_s`` for the answer; a failed attempt, or a bad answer, is repeated at most ``max_retries`` times, on
-another live server if there is one. A server that asks for patience (429, 503) gets up to ``request_timeout_s`` of it.
-Calls that arrive within ``_TICK_S`` travel in one HTTP request of up to ``max_batch_size`` samples, which saves a third
-of the CPU time at small models. A sample comes back with the slowest of its batch; one that was asked for ``alone``
-comes back at once.
+``request_timeout_s`` (0: a time that follows from its tokens) for the answer; a failed attempt, or a bad answer, is repeated
+at most ``max_retries`` times, on another live server if there is one. A server that asks for patience (429, 503) gets as
+much of it. Short requests that arrive within ``_TICK_S`` travel in one HTTP request of up to ``max_batch_size`` samples,
+which saves a third of the CPU time at small models. A sample comes back, and gives its place free, with the slowest of its
+batch: so one of more than ``_MOST_BATCHED_TOKENS``, or asked for ``alone``, travels alone.
 
 A server is *lost* when its machine does not answer, when its engine shows no sign of life for ``hang_timeout_s``
 (``liveness.py``), or when ``_MAX_BAD_ANSWERS`` answers on end were bad. It gets no request until ``restore`` names it,
@@ -27,6 +27,7 @@ from typing import Any, Self
 
 import orjson
 
+from megatron_rl.config.derived import answer_timeout_s
 from megatron_rl.errors import UserError
 from megatron_rl.rollout.sglang.answer_checks import BadAnswer, KeyRefused, as_list, mismatch, shown
 from megatron_rl.rollout.sglang.liveness import shows_life
@@ -42,6 +43,7 @@ from megatron_rl.rollout.sglang.wire import (
     generate_body,
     max_answer_bytes,
     parse_generation,
+    sent_rid,
     validate,
 )
 from megatron_rl.system.http import Answer, HttpError, HttpSession, NoAnswer, bearer
@@ -55,6 +57,7 @@ _MAX_BAD_ANSWERS = 3
 _MAX_PAUSE_S = 30.0
 """Longest wait before a busy server is asked again."""
 _TICK_S = 0.002
+_MOST_BATCHED_TOKENS = 128
 _ABORT_TIMEOUT_S = 60.0
 _MAX_ABORTS_AT_ONCE = 64
 """Abort calls in progress at one server; each is a small HTTP request."""
@@ -123,7 +126,7 @@ class SglangClient:
         *,
         vocab_size: int,
         max_inflight_requests: int = 512,
-        request_timeout_s: float = 300.0,
+        request_timeout_s: float = 0.0,
         max_retries: int = 3,
         hang_timeout_s: float = 120.0,
         api_key: str = "",
@@ -208,11 +211,14 @@ class SglangClient:
             logger.info("attempt %d of request %s failed: %s", len(failed_urls), request.rid, failure)
             # Being asked to wait is no failure, for as long as a whole request may take.
             waited_s = time.monotonic() - started_at
-            num_busy += isinstance(failure, ServerBusy) and waited_s < self.request_timeout_s
+            num_busy += isinstance(failure, ServerBusy) and waited_s < self._patience_s([request])
         if isinstance(failure, BadAnswer) and self.live_urls:
             raise failure
         lost_url = failed_urls[-1] if failed_urls else next(iter(self._servers))
         raise ServerLost(lost_url, time.monotonic() - started_at, len(failed_urls), str(failure))
+
+    def _patience_s(self, requests: Sequence[GenerationRequest]) -> float:
+        return answer_timeout_s(self.request_timeout_s, max(request.max_new_tokens for request in requests))
 
     def _pause_s(self, failure: Exception, num_attempts: int) -> float:
         """Before the same server is asked again."""
@@ -263,7 +269,8 @@ class SglangClient:
 
     async def _attempt(self, server: _ServerState, request: GenerationRequest, attempt: int, alone: bool) -> Generation:
         # The server may still hold the request of an attempt whose connection broke, and refuses an id twice.
-        rid = _sent_rid(request.rid if attempt == 0 else f"{request.rid}#{attempt}")
+        rid = sent_rid(request.rid if attempt == 0 else f"{request.rid}#{attempt}")
+        alone = alone or request.max_new_tokens > _MOST_BATCHED_TOKENS
         pending = _Pending(request, rid, asyncio.get_running_loop().create_future(), alone)
         server.waiting.append(pending)
         self._schedule_flush(server)
@@ -328,13 +335,13 @@ class SglangClient:
                 "POST",
                 server.url + "/generate",
                 body,
-                timeout_s=self.request_timeout_s,
+                timeout_s=self._patience_s(requests),
                 headers=bearer(self._api_key),
                 max_answer_bytes=max_answer_bytes(requests),
             )
         except HttpError as error:
             if isinstance(error, NoAnswer):
-                return [await self._diagnose(server, _describe(error, self.request_timeout_s))] * len(batch)
+                return [await self._diagnose(server, _describe(error, self._patience_s(requests)))] * len(batch)
             return [self._bad(server, str(error))] * len(batch)
         server.sign_of_life_at = time.monotonic()
         if answer.status == 400 and len(batch) > 1:
@@ -352,7 +359,7 @@ class SglangClient:
     async def _one_by_one(self, server: _ServerState, batch: list[_Pending]) -> list[Generation | Exception]:
         # One sample is at fault, and SGLang refuses them all: find out which by sending each alone. New ids,
         # because SGLang may have begun with some of them.
-        singles = [replace(pending, rid=_sent_rid(f"{pending.rid[:-1]}#alone")) for pending in batch]
+        singles = [replace(pending, rid=sent_rid(f"{pending.rid[:-1]}#alone")) for pending in batch]
         server.sent.update({single.rid: single for single in singles})
         try:
             outcomes = await asyncio.gather(*[self._outcomes(server, [single]) for single in singles])
@@ -436,11 +443,6 @@ class SglangClient:
                 task.cancel()
         if self._on_server_lost is not None:
             self._on_server_lost(server.url, reason)
-
-
-def _sent_rid(rid: str) -> str:
-    """The id with an end mark: "r-1" would otherwise begin "r-10"."""
-    return f"{rid};"
 
 
 def _describe(error: HttpError, timeout_s: float) -> str:

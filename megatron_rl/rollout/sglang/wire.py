@@ -133,6 +133,11 @@ class ServerBusy(AttemptFailed):
 BUSY_STATUSES = frozenset((429, 503))
 
 
+def sent_rid(rid: str) -> str:
+    """The id with an end mark: "r-1" would otherwise begin "r-10"."""
+    return f"{rid};"
+
+
 def validate(request: GenerationRequest, vocab_size: int) -> None:
     """Raises RequestRejected if the request could harm the server or would be refused."""
     problem = None

@@ -7,11 +7,11 @@ import pytest
 
 from megatron_rl.commands.dry_run import print_plan
 from megatron_rl.config.checks import check_config
-from megatron_rl.config.derived import EvalSet, eval_sets
+from megatron_rl.config.derived import EvalSet, answer_timeout_s, bucket_bytes, eval_sets, servers_are_deterministic
 from megatron_rl.config.describe import batch_arithmetic
 from megatron_rl.config.keys import sections
 from megatron_rl.config.load import RENAMED, config_to_yaml, load_config, preset_names
-from megatron_rl.config.schema import Config, Mode
+from megatron_rl.config.schema import Config, Mode, RolloutConfig
 from megatron_rl.errors import ConfigError
 
 MODEL = {
@@ -404,3 +404,18 @@ def test_colocated_servers_and_trainer_ranks_are_counted_before_a_run(recipe, ov
 def test_a_colocated_layout_that_adds_up_is_taken(recipe):
     for overrides, world_size in ((["rollout.num_servers=2", "rollout.tensor_parallel_size=2"], 4), ([], None)):
         check_config(load_config(recipe, [COLOCATED, *overrides]), command="train", world_size=world_size)
+
+
+def test_what_a_device_decides_where_the_recipe_says_nothing():
+    default = RolloutConfig()
+    assert servers_are_deterministic(default, "cpu") and not servers_are_deterministic(default, "cuda")
+    assert bucket_bytes(default, "cpu") == 2**26 and bucket_bytes(default, "cuda") == 2**30
+    told = RolloutConfig(deterministic=True, bucket_bytes=1000)
+    assert servers_are_deterministic(told, "cuda") and not servers_are_deterministic(RolloutConfig(deterministic=False), "cpu")
+    assert bucket_bytes(told, "cpu") == bucket_bytes(told, "cuda") == 1000
+
+
+def test_a_request_has_time_for_its_tokens():
+    assert answer_timeout_s(0.0, 16) == 304.0
+    assert answer_timeout_s(0.0, 8192) > 30 * 60  # a window of 8K at 512 sequences on one GPU takes ten minutes and more
+    assert answer_timeout_s(7.0, 8192) == 7.0

@@ -59,7 +59,7 @@ def changed(key: str, value: object) -> Config:
         ("run.num_steps", 0, "run.num_steps: expected at least 1, got 0"),
         ("run.output_dir", "", "run.output_dir: expected a folder, got nothing"),
         ("batch.window_tokens", -1, "batch.window_tokens: expected at least 0, got -1"),
-        ("rollout.request_timeout_s", 0.0, "rollout.request_timeout_s: expected more than 0, got 0.0"),
+        ("rollout.start_timeout_s", 0.0, "rollout.start_timeout_s: expected more than 0, got 0.0"),
         ("algorithm.gamma", 1.5, "algorithm.gamma: expected a number from 0 to 1, got 1.5"),
         ("algorithm.gamma", float("nan"), "algorithm.gamma: expected a number from 0 to 1, got nan"),
         ("algorithm.entropy_coef", float("nan"), "algorithm.entropy_coef: expected at least 0, got nan"),

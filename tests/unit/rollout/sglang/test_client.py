@@ -593,6 +593,42 @@ def test_what_was_asked_for_alone_travels_alone_and_in_order():
     assert [body["rid"] for body in server.bodies] == [["r0;", "r1;"], ["r2;"], ["r3;"], ["r4;", "r5;"]]
 
 
+def test_a_long_request_holds_no_place_but_its_own():
+    """With a batch of the two, the third would wait for the slow one."""
+    others_done = asyncio.Event()
+
+    async def slow_first(body: dict[str, Any]) -> None:
+        if "slow;" in body["rid"]:
+            await others_done.wait()
+
+    server = FakeServer(slow_first)
+
+    async def scenario(client: SglangClient, urls: list[str]) -> None:
+        requests = [request_of(rid, max_new_tokens=1000) for rid in ("slow", "a", "b", "c", "d")]
+        slow, *others = [asyncio.ensure_future(client.generate(request)) for request in requests]
+        await asyncio.wait_for(asyncio.gather(*others), 10)
+        others_done.set()
+        await slow
+
+    run_with([server], scenario, max_inflight_requests=2)
+    assert all(len(body["rid"]) == 1 for body in server.bodies) and server.max_inflight == 2
+
+
+def test_a_request_waits_as_long_as_its_tokens_may_take(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("megatron_rl.config.derived._ANSWER_S", 0.05)
+    monkeypatch.setattr("megatron_rl.config.derived._ANSWER_S_PER_TOKEN", 0.002)
+
+    async def late(body: dict[str, Any]) -> None:
+        await asyncio.sleep(0.4)
+
+    async def scenario(client: SglangClient, urls: list[str]) -> None:
+        await client.generate(request_of("long", max_new_tokens=1000))
+        with pytest.raises(ServerLost, match="no answer within 0 s"):
+            await client.generate(request_of("short", max_new_tokens=10))
+
+    run_with([FakeServer(late)], scenario, max_retries=0)
+
+
 def test_aborting_by_id_ends_those_requests_and_no_other():
     aborted: list[str] = []
     released = asyncio.Event()
