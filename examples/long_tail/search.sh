@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The same search for both sides: batches and learning rates of the policy, every run for the same seconds of training.
+# The same search for both sides: batch, learning rate of the policy and mini-batch, every run for the same seconds of training.
 #   bash examples/long_tail/search.sh [--seconds 24] [--output outputs/long_tail] [key=value ...]
 # A run that has ended is not run again. At the end a table: mean accuracy over the time of training, and that at its end.
 set -euo pipefail
@@ -7,7 +7,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 HERE=examples/long_tail
 O=outputs/long_tail
 LIMIT_S=24
-TRIALS=("128 4.0e-4" "256 2.0e-4" "256 4.0e-4" "256 8.0e-4" "512 4.0e-4" "512 8.0e-4")
+TRIALS=("128 4.0e-4 64" "256 2.0e-4 64" "256 4.0e-4 64" "256 8.0e-4 64" "256 4.0e-4 32" "512 4.0e-4 64" "512 8.0e-4 64")
 OVERRIDES=()
 while [ $# -gt 0 ]; do
     case $1 in
@@ -21,13 +21,14 @@ done
 bash $HERE/warm_start.sh "$O"
 for recipe in ppo tppo; do
     for trial in "${TRIALS[@]}"; do
-        read -r batch rate <<< "$trial"
-        run=$O/search/$recipe-$batch-$rate
+        read -r batch rate minibatch <<< "$trial"
+        run=$O/search/$recipe-$batch-$rate-$minibatch
         [ -f "$run/policy/config.json" ] && continue  # written when a run has come to its end
-        printf '\n== %s, batch %s, learning rate %s\n' "$recipe" "$batch" "$rate"
+        printf '\n== %s, batch %s, learning rate %s, mini-batch %s\n' "$recipe" "$batch" "$rate" "$minibatch"
         .venv/bin/megatron-rl train --config "$HERE/$recipe.yaml" \
             policy.path="$O/sft" critic.path="$O/critic" data.train_files="[$O/task/train.jsonl]" \
             batch.num_prompts_per_step="$batch" policy.optimizer.lr="$rate" \
+            batch.policy_minibatch_size="$minibatch" batch.critic_minibatch_size="$minibatch" \
             run.output_dir="$run" run.overwrite=true run.num_steps=1000000 run.save_every_steps=0 \
             run.stop_after_s="$LIMIT_S" run.keep_policy_every_s="$(awk "BEGIN { print $LIMIT_S / 8 }")" \
             tracking.mlflow=false tracking.report_every_steps=0 ${OVERRIDES[@]+"${OVERRIDES[@]}"}
