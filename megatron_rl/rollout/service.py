@@ -248,6 +248,8 @@ class RolloutService:
             self._memory.wake(addresses, WEIGHTS)
         result = self._trainer.weights.publish(self._publisher, addresses, self.weight_version)
         if self._memory is not None:
+            # And again for the KV cache: the publish brought the policy's weights back.
+            self._trainer.weights.free_memory()
             self._memory.wake(addresses, KV_CACHE)
         return result
 

@@ -41,6 +41,7 @@ from megatron_rl.config.schema import (
     Init,
     MoeConfig,
     Mtp,
+    Offload,
     OptimizerConfig,
     ParallelConfig,
     Recompute,
@@ -69,6 +70,7 @@ from megatron_rl.parallel.topology import Topology
 from megatron_rl.training.batching import STAND_IN_TOKENS
 from megatron_rl.training.losses import LossFunction, Metrics
 from megatron_rl.training.model_checkpoint import load_checkpoint, save_checkpoint
+from megatron_rl.training.model_memory import ModelMemory
 from megatron_rl.training.optimizer import build_optimizer, build_scheduler, guarded_step
 
 _LOGITS_PER_CHUNK = 2**22
@@ -115,6 +117,7 @@ class Engine:
         init: Init = Init.checkpoint,
         dtype: Dtype = Dtype.float32,
         recompute: Recompute = Recompute.none,
+        offload: Offload = Offload.never,
         moe: MoeConfig | None = None,
         fp8: Fp8 = Fp8.none,
         fp32_head: bool = False,
@@ -126,8 +129,8 @@ class Engine:
         """``path`` is a Hugging Face folder; ``optimizer=None`` makes a model that only answers (a reference).
 
         ``moe``: how a policy's experts are chosen; with replay it follows the field ``routes`` of its batches.
-        ``fp8``, ``fp32_head``: a policy's precision. ``mtp``: whether ``save_hf`` carries the multi-token-prediction
-        layers of ``path`` along. ``vision``: what of a vision-language model's encoder learns.
+        ``offload``: what ``step_aside`` does. ``fp8``, ``fp32_head``: a policy's precision. ``mtp``: whether ``save_hf``
+        carries the multi-token-prediction layers of ``path`` along. ``vision``: what of a vision-language model's encoder learns.
         ``megatron``: fields of TransformerConfig (``models.megatron_fields``).
         """
         if role not in ("policy", "critic"):
@@ -156,6 +159,7 @@ class Engine:
             load_weights(self.chunks, self.hf_config, path, role=role)
         self._routing = Routing(moe, self.chunks)
         self._optimizer = None
+        self._replicas: list[DistributedDataParallel] = []
         if optimizer is None:
             for chunk in self.chunks:
                 chunk.requires_grad_(False)
@@ -164,6 +168,8 @@ class Engine:
             self._replicas = _with_gradients(self.chunks, torch_dtype)
             self._optimizer = build_optimizer(optimizer, self._replicas, torch_dtype)
             self._scheduler = build_scheduler(optimizer, self._optimizer)
+        moves = offload is Offload.always or (offload is Offload.auto and topology.device.type == "cuda")
+        self._memory = ModelMemory(self.chunks, self._replicas, self._optimizer, moves=moves)
 
     @property
     def is_output_rank(self) -> bool:
@@ -225,25 +231,26 @@ class Engine:
             # The second entry is Megatron's own token count; denominators are the loss's business, so it stays 0.
             return value, torch.zeros((), dtype=torch.int), metrics
 
-        for replica in self._replicas:
-            replica.train()
-            replica.zero_grad_buffer()
-        optimizer.zero_grad()
-        metrics = self._schedule(self._replicas, microbatches, scaled_loss, forward_only=False)
-        step = guarded_step(optimizer, self._scheduler)
+        with self._memory.training():
+            for replica in self._replicas:
+                replica.train()
+                replica.zero_grad_buffer()
+            metrics = self._schedule(self._replicas, microbatches, scaled_loss, forward_only=False)
+            step = guarded_step(optimizer, self._scheduler)
         loads = self._routing.finish_update(skipped=step.skipped)
         return UpdateResult(step.grad_norm, step.lr, self._reduce(metrics) | loads, step.skipped)
 
     def export_weights(self, to: Destination = Destination.driver) -> Iterator[tuple[str, Tensor | None]]:
         """Hugging Face names and, where ``to`` says, whole tensors; every rank must exhaust it, for it gathers."""
         weights = export_weights(self.chunks, self.hf_config, role=self.role, to=to)
-        while True:
-            # Between two tensors the caller is in its own layout: it may use another engine meanwhile.
-            with self.topology.active():
-                item = next(weights, None)
-            if item is None:
-                return
-            yield item
+        with self._memory.weights():
+            while True:
+                # Between two tensors the caller is in its own layout: it may use another engine meanwhile.
+                with self.topology.active():
+                    item = next(weights, None)
+                if item is None:
+                    return
+                yield item
 
     def expected_weights(self) -> dict[str, tuple[int, ...]]:
         """Name and shape of every tensor of ``export_weights``."""
@@ -252,17 +259,29 @@ class Engine:
     @_in_own_layout
     def save_hf(self, folder: str | Path) -> None:
         """Write config.json, safetensors and tokenizer to ``folder``; it appears once it is complete."""
-        save_hf(self.chunks, self.hf_config, self.path, folder, role=self.role, keep_mtp=self._keeps_mtp)
+        with self._memory.weights():
+            save_hf(self.chunks, self.hf_config, self.path, folder, role=self.role, keep_mtp=self._keeps_mtp)
 
     @_in_own_layout
     def save_state(self, folder: str | Path) -> None:
         """Write weights, optimizer state and schedule to ``folder``; it appears once it is complete."""
-        save_checkpoint(folder, self.chunks, self._trained(), self._scheduler)
+        optimizer = self._trained()
+        with self._memory.state(changes=False):
+            save_checkpoint(folder, self.chunks, optimizer, self._scheduler)
 
     @_in_own_layout
     def load_state(self, folder: str | Path) -> None:
         """Continue from what ``save_state`` wrote, in this or another parallel layout."""
-        load_checkpoint(folder, self.chunks, self._trained(), self._scheduler)
+        optimizer = self._trained()
+        with self._memory.state(changes=True):
+            load_checkpoint(folder, self.chunks, optimizer, self._scheduler)
+
+    def step_aside(self) -> None:
+        """Give way to another model or a server: what ``offload`` says leaves the device until the next call of a method.
+
+        Not collective; what an unfinished ``export_weights`` reads stays.
+        """
+        self._memory.step_aside()
 
     def _expect_role(self, role: str) -> None:
         if self.role != role:
@@ -298,7 +317,8 @@ class Engine:
         for chunk in self.chunks:
             chunk.eval()
         outputs = functools.partial(self._outputs, temperature=temperature)
-        return self._schedule(self.chunks, microbatches, outputs, forward_only=True, record_routes=record_routes)
+        with self._memory.weights():
+            return self._schedule(self.chunks, microbatches, outputs, forward_only=True, record_routes=record_routes)
 
     def _schedule(
         self,
@@ -349,7 +369,9 @@ class Engine:
             pairs = torch.stack([value for microbatch in metrics for name in names for value in microbatch[name]])
             totals = pairs.detach().to(torch.float64).view(len(metrics), len(names), 2).sum(0)
             dist.all_reduce(totals, group=parallel_state.get_data_parallel_group())
-            result = [{name: (total, denominator) for name, (total, denominator) in zip(names, totals.tolist(), strict=True)}]
+            result = [
+                {name: (total, denominator) for name, (total, denominator) in zip(names, totals.tolist(), strict=True)}
+            ]
         if self.topology.pp_size > 1:
             last_rank = parallel_state.get_pipeline_model_parallel_last_rank()
             dist.broadcast_object_list(result, last_rank, parallel_state.get_pipeline_model_parallel_group())

@@ -33,15 +33,21 @@ def rl_engines(config: Config, *, freeze_policy: bool = False) -> BuildEngines:
         if needs_critic(config) or config.reward.process.path:
             critics = topologies.add_layout(critic_layout(config), seed=config.run.seed)
         trained = None if freeze_policy else policy.optimizer
-        engines = {"policy": build_engine(config, topology, "policy", policy, trained)}
+        engines: dict[str, Engine] = {}
+
+        def add(name: str, engine: Engine) -> None:
+            engine.step_aside()  # room for the next one
+            engines[name] = engine
+
+        add("policy", build_engine(config, topology, "policy", policy, trained))
         if needs_critic(config):
-            engines["critic"] = build_engine(config, critics, "critic", critic, critic.optimizer, path=critic.path)
+            add("critic", build_engine(config, critics, "critic", critic, critic.optimizer, path=critic.path))
         if needs_reference(config):
             # The reference chooses its own experts: their routes are part of what it would have said.
             own_choice = replace(policy, mtp=Mtp.drop, moe=replace(policy.moe, routing_replay=RoutingReplay.none))
-            engines["reference"] = build_engine(config, topology, "policy", own_choice, None, path=config.reference.path)
+            add("reference", build_engine(config, topology, "policy", own_choice, None, path=config.reference.path))
         if config.reward.process.path:
-            engines["process"] = build_engine(config, critics, "critic", critic, None, path=config.reward.process.path)
+            add("process", build_engine(config, critics, "critic", critic, None, path=config.reward.process.path))
         return engines
 
     return build
@@ -66,6 +72,7 @@ def build_engine(
         init=Init.checkpoint if path else config.policy.init,
         dtype=model.dtype if isinstance(model, PolicyConfig) else critic_dtype(config),
         recompute=model.recompute,
+        offload=model.offload,
         vision=model.vision,
         megatron=model.megatron,
         **(_policy_settings(model) if isinstance(model, PolicyConfig) else {}),

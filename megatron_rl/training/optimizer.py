@@ -15,6 +15,7 @@ from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from torch import Tensor
 
 from megatron_rl.config.schema import DecayStyle, OptimizerConfig
 
@@ -96,7 +97,7 @@ def guarded_step(optimizer: MegatronOptimizer, scheduler: OptimizerParamSchedule
     if not skipped:
         scheduler.step(1)
         max_norm = optimizer.config.clip_grad
-        for part in _parts(optimizer):
+        for part in optimizer_parts(optimizer):
             parameters = part.get_parameters()
             if max_norm > 0.0 and parameters:
                 clip_grad_by_total_norm_fp32(parameters, max_norm, grad_norm)
@@ -106,19 +107,27 @@ def guarded_step(optimizer: MegatronOptimizer, scheduler: OptimizerParamSchedule
 
 def torch_adam_parts(optimizer: MegatronOptimizer) -> Iterator[MegatronOptimizer]:
     """The parts that run torch's AdamW, which is where neither Transformer Engine nor Apex brings a fused one."""
-    return (part for part in _parts(optimizer) if isinstance(part.optimizer, torch.optim.AdamW))
+    return (part for part in optimizer_parts(optimizer) if isinstance(part.optimizer, torch.optim.AdamW))
 
 
-def _parts(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
+def optimizer_parts(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
     return [part for part in optimizer.chained_optimizers if not part.is_stub_optimizer]
 
 
+def state_tensors(optimizer: MegatronOptimizer) -> Iterator[Tensor]:
+    """What the optimizer holds per parameter on this rank: main parameters (float32: views of the weights) and moments."""
+    for part in optimizer_parts(optimizer):
+        for group in part.optimizer.param_groups:
+            for parameter in group["params"]:
+                yield parameter
+                state = part.optimizer.state[parameter].values()
+                yield from (value for value in state if isinstance(value, Tensor) and value.ndim)
+
+
 def _create_adam_state(optimizer: MegatronOptimizer) -> None:
-    """torch's AdamW has no state before its first step, but Megatron asserts one in every save and every load."""
+    """No Adam has state before its first step, but a model may be saved, or wait in host memory, before that."""
+    for part in optimizer_parts(optimizer):
+        part.init_state_fn(part.optimizer, part.config)
     for part in torch_adam_parts(optimizer):
         for parameter in part.get_parameters():
-            part.optimizer.state[parameter].update(
-                step=torch.zeros((), dtype=torch.float32),
-                exp_avg=torch.zeros_like(parameter.data),
-                exp_avg_sq=torch.zeros_like(parameter.data),
-            )
+            part.optimizer.state[parameter]["step"] = torch.zeros((), dtype=torch.float32)

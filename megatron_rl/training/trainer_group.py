@@ -57,7 +57,7 @@ class Notice(Enum):
 
     heartbeat = "heartbeat"
     free_memory = "free_memory"
-    """Give unused device memory back."""
+    """Leave the device to the servers on it: all models step aside, and what the allocators hold unused goes back."""
     report_use = "report_use"
     """Say what each stage used since the last report."""
     stop = "stop"
@@ -102,13 +102,21 @@ class Worker:
     def heed(self, notice: Notice) -> list[Any]:
         """Do as told; the driver gets what the ranks report, by rank."""
         if notice is Notice.free_memory:
+            self.give_turn_to("")
             free_cached_memory()
         elif notice is Notice.report_use:
             return collectives.gather_objects(self.use.take(), what="what the ranks used")
         return []
 
+    def give_turn_to(self, name: str) -> None:
+        """Every other engine leaves the device to this one; an empty name: all do."""
+        for other, engine in self.engines.items():
+            if other != name:
+                engine.step_aside()
+
     def execute(self, command: Command, microbatches: list[PackedBatch]) -> Any:
         """This rank's part of ``command``."""
+        self.give_turn_to(command.engine)
         with stragglers.working(str(command)):
             return command.action(self, self.engines[command.engine], microbatches)
 
@@ -132,9 +140,7 @@ class _Places:
             for rank, place in enumerate(places)
             if place.tp_rank == 0 and place.cp_rank == 0 and place.pp_rank == last_stage
         }
-        return cls(
-            tuple(place.dp_rank for place in places), tuple(reporters[dp_rank] for dp_rank in sorted(reporters))
-        )
+        return cls(tuple(place.dp_rank for place in places), tuple(reporters[dp_rank] for dp_rank in sorted(reporters)))
 
 
 class TrainerGroup:
@@ -216,6 +222,7 @@ class TrainerGroup:
         """
         command = Command("export", engine, partial(_export, to=to))
         self._announce(command)
+        self._worker.give_turn_to(engine)
         return _to_its_end(self._worker.engines[engine].export_weights(to), stragglers.working(str(command)))
 
     def expected_weights(self, engine: str) -> dict[str, tuple[int, ...]]:
@@ -243,7 +250,7 @@ class TrainerGroup:
         return self._worker.engines[engine].topology
 
     def free_memory(self) -> None:
-        """Every rank gives unused device memory back."""
+        """Every rank leaves its device to the server on it, as far as the models' offload goes."""
         self._tell(Notice.free_memory)
 
     @contextmanager

@@ -10,7 +10,15 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.config.layout import parse_layout
-from megatron_rl.config.schema import BatchConfig, Config, CriticConfig, ParallelConfig, PolicyConfig, RunConfig
+from megatron_rl.config.schema import (
+    BatchConfig,
+    Config,
+    CriticConfig,
+    Offload,
+    ParallelConfig,
+    PolicyConfig,
+    RunConfig,
+)
 from megatron_rl.parallel import topology as topologies
 from megatron_rl.training import losses
 from megatron_rl.training.engines import rl_engines
@@ -31,16 +39,19 @@ CASES = {
     "dense": Case("qwen2", ("tp2+sp+pp2", "pp2"), ("tp1", "cp2")),
     "experts": Case("experts", ("ep2", "tp2+sp"), ("tp2+sp+ep2", "pp2+vpp2")),
 }
+ONE_RANK = ("tp1", "tp1")
 TIMEOUT_S = 120.0
 
 
 def config_of(case: Case, models: Path, layouts: tuple[str, str], seed: int) -> Config:
     base = ParallelConfig(collective_timeout_s=TIMEOUT_S)
     policy, critic = (parse_layout(layout, base)[0] for layout in layouts)
+    # One rank alone, which the others are compared with, keeps both models on its device.
+    offload = Offload.never if layouts == ONE_RANK else Offload.always
     return Config(
         run=RunConfig(seed=seed),
-        policy=PolicyConfig(path=str(models / case.model), optimizer=OPTIMIZER),
-        critic=CriticConfig(optimizer=OPTIMIZER, parallel=critic),
+        policy=PolicyConfig(path=str(models / case.model), optimizer=OPTIMIZER, offload=offload),
+        critic=CriticConfig(optimizer=OPTIMIZER, parallel=critic, offload=offload),
         parallel=policy,
         algorithm=ALGORITHM,
         batch=BatchConfig(max_tokens_per_microbatch=64),
@@ -77,9 +88,7 @@ def run_cases(models: Path, out: Path, *, num_ranks: int) -> dict[str, dict[str,
     found = {}
     for name, case in CASES.items():
         if num_ranks == 1:
-            found[name] = _run(
-                case, models, ("tp1", "tp1"), lambda group: {"begun": step(group), "resumed": step(group)}
-            )
+            found[name] = _run(case, models, ONE_RANK, lambda group: {"begun": step(group), "resumed": step(group)})
             continue
 
         def begin(group: TrainerGroup, folder: Path = out / name) -> dict[str, Any]:

@@ -38,6 +38,17 @@ class Recompute(Enum):
     """Every layer: least memory, about a third more time."""
 
 
+class Offload(Enum):
+    """Whether a model waits in host memory, pinned on GPUs, while another one, or the server on its device, works."""
+
+    auto = "auto"
+    """On GPUs; results are the same bit for bit, and each way costs what weights and optimizer state take over PCIe."""
+    always = "always"
+    """On a CPU, too."""
+    never = "never"
+    """Its weights and optimizer state stay on the device; gradients exist during an update only in any case."""
+
+
 class Mtp(Enum):
     """What becomes of the multi-token-prediction layers of a checkpoint, which are never trained."""
 
@@ -156,6 +167,8 @@ class PolicyConfig:
     """Of parameters and activations, in the trainer and in the servers of the run."""
     recompute: Recompute = Recompute.none
     """What the backward pass computes again, to keep less in memory."""
+    offload: Offload = Offload.auto
+    """Whether it, and the reference, wait in host memory while others work on their devices (docs/memory.md)."""
     fp32_head: bool = False
     """The head's products and their gradients from float32 copies of hidden states and head. Logits are float32 without
     it, in the trainer and in the servers that are started."""
@@ -180,6 +193,8 @@ class CriticConfig:
     """Of parameters and activations; null: as the policy's."""
     recompute: Recompute = Recompute.none
     """What the backward pass computes again, to keep less in memory."""
+    offload: Offload = Offload.auto
+    """Whether it, and the process reward model, wait in host memory while others work on their devices."""
     warmup_steps: int = at_least(0, default=0)
     """First steps in which only the critic learns."""
     num_epochs: int = at_least(1, default=1)

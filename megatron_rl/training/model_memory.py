@@ -1,0 +1,167 @@
+"""What of one model is on this rank's device, and when.
+
+Gradients exist during an update only. Weights and optimizer state of a model that steps aside wait in host memory, pinned
+on GPUs, until its next command. Storages are emptied and filled in place: Megatron's views of them (buckets, shards, main
+gradients) stay what they are, and so do the results, bit for bit. All of it is local to a rank; no rank waits for another.
+"""
+
+import mmap
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+
+import psutil
+import torch
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer import MegatronOptimizer
+from torch import Tensor
+
+from megatron_rl.errors import UserError
+from megatron_rl.training.optimizer import state_tensors
+
+_GB = 1e9
+
+
+class ModelMemory:
+    """The memory of one engine's model; a model without an optimizer has weights only."""
+
+    def __init__(
+        self,
+        chunks: Sequence[torch.nn.Module],
+        replicas: Sequence[DistributedDataParallel],
+        optimizer: MegatronOptimizer | None,
+        *,
+        moves: bool,
+    ) -> None:
+        """``moves``: whether ``step_aside`` empties the device; gradients come and go in any case."""
+        self._replicas = replicas
+        self._optimizer = optimizer
+        self._moves = moves
+        self._num_users = 0
+        self._weights = _Stash(lambda: (parameter.data for chunk in chunks for parameter in chunk.parameters()))
+        self._state = _Stash(lambda: state_tensors(optimizer) if optimizer else (), besides=self._weights)
+        self._free_gradients()
+
+    @contextmanager
+    def weights(self) -> Iterator[None]:
+        """Inside, the weights are on the device, whoever asks the model to step aside."""
+        self._weights.back()
+        self._num_users += 1
+        try:
+            yield
+        finally:
+            self._num_users -= 1
+
+    @contextmanager
+    def state(self, *, changes: bool) -> Iterator[None]:
+        """Inside, weights and optimizer state are on the device. ``changes``: they may be others afterwards."""
+        with self.weights():
+            self._state.back()
+            try:
+                yield
+            finally:
+                if changes:
+                    self._weights.is_copied = self._state.is_copied = False
+
+    @contextmanager
+    def training(self) -> Iterator[None]:
+        """``state``, and gradient buffers full of zeros that are gone afterwards."""
+        on_gpu = torch.cuda.is_available()
+        with self.state(changes=True):
+            for replica in self._replicas:
+                replica.restore_grad_buffers(synchronize=on_gpu)
+            try:
+                yield
+            finally:
+                if self._optimizer is not None:
+                    self._optimizer.zero_grad()  # drops the views of the buffers that are emptied next
+                self._free_gradients()
+
+    def step_aside(self) -> None:
+        """Make room for others: all that is not in use leaves the device."""
+        if self._moves and not self._num_users:
+            self._state.out()
+            self._weights.out()
+
+    def _free_gradients(self) -> None:
+        on_gpu = torch.cuda.is_available()
+        for replica in self._replicas:
+            replica.offload_grad_buffers(synchronize=on_gpu, empty_cache=on_gpu)
+
+
+class _Stash:
+    """The storages of some tensors, on the device or in host memory; the host memory is taken once and kept."""
+
+    def __init__(self, tensors: Callable[[], Iterable[Tensor]], *, besides: "_Stash | None" = None) -> None:
+        self._tensors = tensors
+        self._besides = besides
+        self._host: Tensor | None = None
+        self._emptied: list[tuple[torch.UntypedStorage, int]] = []
+        self.is_copied = False
+        """Host memory holds what is on the device: leaving copies nothing."""
+
+    def out(self) -> None:
+        """Empty the storages, after a copy to host memory where there is none yet."""
+        if self._emptied:
+            return
+        storages = self._storages()
+        sizes = [storage.nbytes() for storage in storages.values()]
+        if self._host is None or len(self._host) != sum(sizes):
+            self._host, self.is_copied = _host_memory(sum(sizes)), False
+        parts = self._host.split(sizes)
+        if not self.is_copied:
+            for storage, part in zip(storages.values(), parts, strict=True):
+                part.copy_(_bytes_of(storage), non_blocking=True)
+        _finish_copies()
+        self._emptied = list(zip(storages.values(), sizes, strict=True))
+        for storage, _ in self._emptied:
+            storage.resize_(0)
+        self.is_copied = True
+
+    def back(self) -> None:
+        """Fill the storages again."""
+        if not self._emptied or self._host is None:
+            return
+        parts = self._host.split([size for _, size in self._emptied])
+        for (storage, size), part in zip(self._emptied, parts, strict=True):
+            storage.resize_(size)
+            _bytes_of(storage).copy_(part, non_blocking=True)
+        _finish_copies()
+        self._emptied = []
+
+    def _storages(self) -> dict[int, torch.UntypedStorage]:
+        """By identity: tensors share them, and those of the float32 optimizer state are partly the weights' own."""
+        others = self._besides._storages() if self._besides else {}
+        found = (tensor.untyped_storage() for tensor in self._tensors())
+        return {one._cdata: one for one in found if one.nbytes() and one._cdata not in others}
+
+
+def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def _finish_copies() -> None:
+    """Other streams than the one that copies use the memory, too."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def _host_memory(num_bytes: int) -> Tensor:
+    """[num_bytes] uint8, pinned where there is a GPU. Raises UserError where the machine has not so much."""
+    if not num_bytes:
+        return torch.empty(0, dtype=torch.uint8)
+    ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    available = psutil.virtual_memory().available
+    if num_bytes * ranks_here > available:
+        raise UserError(
+            f"no host memory for a model that waits for its turn: {ranks_here} ranks of this machine need "
+            f"{num_bytes / _GB:.1f} GB each, and {available / _GB:.1f} GB are available; set policy.offload=never and "
+            "critic.offload=never, or use more ranks"
+        )
+    # Not torch's own pinned memory, which takes the next power of two.
+    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory.madvise(mmap.MADV_DONTFORK)  # pinned pages are copied at a fork, and checkpoints are written by forks
+    host = torch.frombuffer(memory, dtype=torch.uint8)
+    if torch.cuda.is_available():
+        torch.cuda.check_error(int(torch.cuda.cudart().cudaHostRegister(host.data_ptr(), num_bytes, 0)))
+    return host
