@@ -2,16 +2,29 @@
 # Make .venv and install megatron_rl with everything it needs. Idempotent: takes seconds when nothing changed.
 #   bash launch/setup.sh            # for this machine: GPU pins where nvidia-smi answers, else CPU pins
 #   FLAVOR=cpu bash launch/setup.sh # say it yourself (cpu or gpu)
+# For GPUs: requirements/gpu.lock, then Transformer Engine compiled against its torch. No GPU and no CUDA toolkit is needed
+# for that. Without Transformer Engine, where it does not compile: TRANSFORMER_ENGINE=no bash launch/setup.sh
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 say() { printf 'setup: %s\n' "$*"; }
 fail() { printf 'setup: error: %s\n' "$1" >&2; printf 'setup: remedy: %s\n' "$2" >&2; exit 1; }
 
-FLAVOR=${FLAVOR:-$(command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L >/dev/null 2>&1 && echo gpu || echo cpu)}
-[ -f "requirements/$FLAVOR.txt" ] || fail "FLAVOR=$FLAVOR is unknown" "use FLAVOR=cpu or FLAVOR=gpu"
+if [ -z "${FLAVOR:-}" ]; then
+    FLAVOR=cpu
+    if command -v nvidia-smi >/dev/null 2>&1; then
+        if nvidia-smi -L >/dev/null 2>&1; then
+            FLAVOR=gpu
+        else
+            say "note: nvidia-smi is here but names no GPU: installing for a CPU. FLAVOR=gpu installs for GPUs all the same"
+        fi
+    fi
+fi
+[ "$FLAVOR" = cpu ] || [ "$FLAVOR" = gpu ] || fail "FLAVOR=$FLAVOR is unknown" "use FLAVOR=cpu or FLAVOR=gpu"
 VENV=${VENV:-.venv}
-NEEDED_MIB=6000
+TRANSFORMER_ENGINE=${TRANSFORMER_ENGINE:-yes}
+# GPU: 11,000 installed, 5,000 of downloads that pip keeps, the rest to unpack and compile.
+if [ "$FLAVOR" = gpu ]; then NEEDED_MIB=18000; else NEEDED_MIB=6000; fi
 
 PYTHON=${PYTHON:-}
 if [ -z "$PYTHON" ]; then
@@ -28,15 +41,22 @@ fi
     fail "$PYTHON is $("$PYTHON" --version 2>&1)" "set PYTHON to a Python 3.11 or 3.12"
 
 # What is installed is a function of these; when none of them changed, there is nothing to do.
-wanted=$({ cat setup.py requirements/*.txt; echo "$FLAVOR"; "$PYTHON" --version; pwd; } | sha256sum | cut -d' ' -f1)
+wanted=$({ cat setup.py requirements/*.txt requirements/*.lock; echo "$FLAVOR $TRANSFORMER_ENGINE"; "$PYTHON" --version; pwd; } |
+    sha256sum | cut -d' ' -f1)
 if [ -x "$VENV/bin/megatron-rl" ] && [ "$(cat "$VENV/.megatron_rl" 2>/dev/null)" = "$wanted" ]; then
     say "$VENV is up to date"
     exit 0
 fi
 
-free_mib=$(df -Pm . | awk 'NR == 2 {print $4}')
-if [ ! -f "$VENV/.megatron_rl" ] && [ "$free_mib" -lt "$NEEDED_MIB" ]; then
-    fail "$free_mib MiB free in $(pwd), about $NEEDED_MIB needed" "free some space, or clone to a larger disk"
+# The packages are there already: what is new of them is little.
+if [ -f "$VENV/.megatron_rl" ]; then NEEDED_MIB=1000; fi
+if [ "$FLAVOR" = gpu ]; then
+    "$PYTHON" -I megatron_rl/system/gpu_stack.py "$VENV" "$NEEDED_MIB" || exit 1
+else
+    free_mib=$(df -Pm . | awk 'NR == 2 {print $4}')
+    if [ "$free_mib" -lt "$NEEDED_MIB" ]; then
+        fail "$free_mib MiB free in $(pwd), about $NEEDED_MIB needed" "free some space, or clone to a larger disk"
+    fi
 fi
 
 say "installing ($FLAVOR) into $VENV with $("$PYTHON" --version); the first time this takes some minutes"
@@ -51,15 +71,62 @@ pip_install() {
             fail "the disk is full" "free some space and run this again"
         elif grep -qiE 'connection|timed out|temporary failure|name resolution|max retries|proxy' "$log"; then
             fail "the package registry could not be reached" "check the network, or set PIP_INDEX_URL to a mirror; details: $log"
+        elif grep -qiE 'do not match the hashes' "$log"; then
+            fail "a package is not the one that was locked" "look at the registry or mirror it came from; details: $log"
         fi
-        fail "pip could not install the packages" "read $log"
+        fail "${failure:-pip could not install the packages}" "${remedy:-read $log}"
     fi
 }
-say "1/3 pinned packages (requirements/$FLAVOR.txt, requirements/test.txt)"
-pip_install -r "requirements/$FLAVOR.txt" -r requirements/test.txt
-say "2/3 SGLang (requirements/sglang.txt, without its CUDA dependencies on CPU)"
-if [ "$FLAVOR" = cpu ]; then pip_install --no-deps -r requirements/sglang.txt; fi
-say "3/3 megatron_rl itself"
+
+# The wheels of CUDA have no names to link by and no lib64; with them they are a toolkit, which SGLang's kernels compile with.
+complete_toolkit() {
+    toolkit=$(cd "$VENV"/lib/python3*/site-packages/nvidia/cu13 && pwd)
+    ln -sfn lib "$toolkit/lib64"
+    for library in "$toolkit"/lib/*.so.*; do
+        library=${library##*/}
+        [ -e "$toolkit/lib/${library%%.so.*}.so" ] || ln -s "$library" "$toolkit/lib/${library%%.so.*}.so"
+    done
+}
+
+compile_transformer_engine() {
+    # A compiler process takes up to 3 GiB.
+    jobs=$(($(awk '/MemAvailable/ {print $2}' /proc/meminfo) / 3145728))
+    if [ "$jobs" -gt "$(nproc)" ]; then jobs=$(nproc); fi
+    if [ "$jobs" -lt 1 ]; then jobs=1; fi
+    export MAX_JOBS=${MAX_JOBS:-$jobs}
+    say "3/4 Transformer Engine, compiled for this torch: about 30 minutes of one core, with $MAX_JOBS at a time"
+    failure="Transformer Engine does not compile"
+    remedy="read $log. TRANSFORMER_ENGINE=no bash launch/setup.sh goes on without it"
+    # Forced: its setup.py would take a wheel from elsewhere. Not cached: pip would give it to another torch.
+    NVTE_PYTORCH_FORCE_BUILD=TRUE NVTE_BUILD_USE_NVIDIA_WHEELS=1 NVTE_CUDA_ARCHS=${NVTE_CUDA_ARCHS:-90} CUDA_HOME=$toolkit \
+        pip_install --force-reinstall --no-cache-dir --no-deps --no-build-isolation --require-hashes -r requirements/gpu-build.lock
+    failure= remedy=
+}
+
+if [ "$FLAVOR" = gpu ]; then
+    say "1/4 locked packages (requirements/gpu.lock): 5 GB to download"
+    pip_install --no-deps --require-hashes -r requirements/gpu.lock
+    say "2/4 CUDA's compiler and headers, from its wheels"
+    complete_toolkit
+    compiled=$({ grep '^torch==' requirements/gpu.lock; cat requirements/gpu-build.lock; } | sha256sum | cut -d' ' -f1)
+    if [ "$TRANSFORMER_ENGINE" = no ]; then
+        rm -f "$VENV/.transformer_engine"
+        "$VENV/bin/python" -m pip uninstall -y transformer_engine transformer_engine_cu13 transformer_engine_torch >"$log" 2>&1
+        say "3/4 note: without Transformer Engine layers are plain PyTorch: slower, more memory, no fp8, no context parallelism"
+    elif [ "$(cat "$VENV/.transformer_engine" 2>/dev/null)" = "$compiled" ]; then
+        say "3/4 Transformer Engine is compiled for this torch already"
+    else
+        compile_transformer_engine
+        printf '%s' "$compiled" >"$VENV/.transformer_engine"
+    fi
+    say "4/4 megatron_rl itself"
+else
+    say "1/3 pinned packages (requirements/$FLAVOR.txt, requirements/test.txt)"
+    pip_install -r "requirements/$FLAVOR.txt" -r requirements/test.txt
+    say "2/3 SGLang (requirements/sglang.txt, without its CUDA dependencies)"
+    pip_install --no-deps -r requirements/sglang.txt
+    say "3/3 megatron_rl itself"
+fi
 pip_install --no-deps --no-build-isolation -e .
 "$VENV/bin/python" -c 'import megatron_rl' || fail "megatron_rl does not import" "remove $VENV and run this again"
 # Only the reward `code` needs these, so that a machine without them is told and not refused.

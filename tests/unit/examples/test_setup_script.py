@@ -1,0 +1,190 @@
+"""launch/setup.sh with every command faked: what it checks before it downloads, and what it installs in which order."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[3]
+COPIED = ("launch/setup.sh", "setup.py", "requirements", "megatron_rl/system/gpu_stack.py")
+PYTHON = """#!/bin/sh
+# A Python that makes environments without anything in them, and notes what is asked of theirs.
+if [ "$1" = -m ] && [ "$2" = venv ]; then
+    mkdir -p "$3/bin" "$3/lib/python3.11/site-packages/nvidia/cu13/lib"
+    touch "$3/lib/python3.11/site-packages/nvidia/cu13/lib/libcudart.so.13"
+    cp "$STUBS/venv_python" "$3/bin/python"
+    cp "$STUBS/venv_python" "$3/bin/megatron-rl"
+    exit 0
+fi
+exec REAL "$@"
+""".replace("REAL", sys.executable)
+VENV_PYTHON = """#!/bin/sh
+[ "$1" = -c ] && exit 0
+printf '%s|%s|%s\\n' "$*" "$NVTE_PYTORCH_FORCE_BUILD" "$CUDA_HOME" >>"$CALLS"
+case "$*" in
+    *"${FAILS:-nothing fails}"*) echo "ERROR: THESE PACKAGES DO NOT MATCH THE HASHES FROM THE REQUIREMENTS FILE."; exit 1 ;;
+esac
+"""
+
+
+@pytest.fixture
+def machine(tmp_path: Path):
+    """Runs setup.sh in a copy of what it reads; ``machine.calls()`` are the calls of the environment's Python."""
+    return Machine(tmp_path)
+
+
+class Machine:
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.bin = folder / "repository", folder / "bin"
+        for path in COPIED:
+            copy = shutil.copytree if (ROOT / path).is_dir() else shutil.copy
+            (self.folder / path).parent.mkdir(parents=True, exist_ok=True)
+            copy(ROOT / path, self.folder / path)
+        self.bin.mkdir()
+        self.command("python3.11", PYTHON)
+        self.command("venv_python", VENV_PYTHON)
+        for name in ("gcc", "g++"):
+            self.command(name, "#!/bin/sh\necho 12.2.0\n")
+        self.command("df", "#!/bin/sh\necho head\necho / 1 1 ${FREE_MIB:-999999} 1 /\n")
+        for name in "bash sh cat cut sha256sum awk grep tail dirname mkdir touch cp ln rm nproc env".split():
+            (self.bin / name).symlink_to(shutil.which(name))
+
+    def command(self, name: str, text: str) -> None:
+        (self.bin / name).write_text(text)
+        (self.bin / name).chmod(0o755)
+
+    def driver(self, version: str | None) -> None:
+        """``nvidia-smi`` of a GPU with this driver, or of none."""
+        answer = f'[ "$1" = -L ] && echo "GPU 0: H100" || echo {version}' if version else "exit 9"
+        self.command("nvidia-smi", f"#!/bin/sh\n{answer}\n")
+
+    def run(self, **environment: str) -> subprocess.CompletedProcess[str]:
+        paths = {"PATH": str(self.bin), "STUBS": str(self.bin), "CALLS": str(self.folder / "calls")}
+        home = {"HOME": str(self.folder)}
+        return subprocess.run(
+            ["bash", "launch/setup.sh"], cwd=self.folder, env=home | paths | environment, capture_output=True, text=True, timeout=60
+        )
+
+    def calls(self) -> list[str]:
+        path = self.folder / "calls"
+        return path.read_text().splitlines() if path.exists() else []
+
+
+def enough_disk(machine: Machine) -> None:
+    """The GPU's figure is measured, not faked: tests run on small disks too."""
+    script = machine.folder / "launch" / "setup.sh"
+    script.write_text(script.read_text().replace("NEEDED_MIB=18000", "NEEDED_MIB=1"))
+
+
+def test_a_gpu_machine_gets_the_lock_then_transformer_engine_then_the_package(machine):
+    machine.driver("580.65.06")
+    enough_disk(machine)
+    done = machine.run()
+    assert done.returncode == 0, done.stderr
+    locked, compiled, package = machine.calls()
+    assert "install --disable-pip-version-check --no-deps --require-hashes -r requirements/gpu.lock|" in locked
+    assert "--no-deps --no-build-isolation --require-hashes -r requirements/gpu-build.lock" in compiled
+    _, forced, toolkit = compiled.split("|")
+    assert forced == "TRUE"
+    assert package.split("|")[0].endswith("--no-deps --no-build-isolation -e .")
+    # A toolkit that programs can be linked with.
+    assert Path(toolkit).is_absolute()
+    assert os.readlink(f"{toolkit}/lib64") == "lib" and os.readlink(f"{toolkit}/lib/libcudart.so") == "libcudart.so.13"
+    for name in ("NVIDIA driver: 580.65.06", "glibc: ", "C++ compiler: GCC 12.2.0", "headers of Python: ", "free disk: "):
+        assert f"setup: {name}" in done.stdout
+
+
+def test_nothing_is_done_twice_and_a_new_lock_compiles_only_for_a_new_torch(machine):
+    machine.driver("580.65.06")
+    enough_disk(machine)
+    machine.run()
+    assert machine.run().stdout == "setup: .venv is up to date\n"
+    assert len(machine.calls()) == 3
+    lock = machine.folder / "requirements" / "gpu.lock"
+    lock.write_text(lock.read_text().replace("numpy==", "numpy==9"))
+    machine.run()
+    assert ["gpu-build" in call for call in machine.calls()[3:]] == [False, False]
+    lock.write_text(lock.read_text().replace("torch==2", "torch==3"))
+    machine.run()
+    assert ["gpu-build" in call for call in machine.calls()[5:]] == [False, True, False]
+
+
+def test_an_old_driver_is_refused_before_anything_is_downloaded(machine):
+    machine.driver("550.54.15")
+    enough_disk(machine)
+    done = machine.run()
+    assert done.returncode == 1 and machine.calls() == []
+    assert "NVIDIA driver: 550.54.15, needed: 580" in done.stderr and "remedy: install driver 580" in done.stderr
+
+
+def test_a_small_disk_is_refused_with_both_numbers(machine):
+    machine.driver("580.65.06")
+    script = machine.folder / "launch" / "setup.sh"
+    script.write_text(script.read_text().replace("NEEDED_MIB=18000", "NEEDED_MIB=99000000"))
+    done = machine.run()
+    assert done.returncode == 1 and machine.calls() == []
+    assert "needed: 99000000 MiB" in done.stderr
+    cpu = machine.run(FLAVOR="cpu", FREE_MIB="5999")
+    assert cpu.returncode == 1 and "5999 MiB free" in cpu.stderr and "6000 needed" in cpu.stderr
+
+
+def test_a_missing_compiler_is_refused(machine):
+    machine.driver("580.65.06")
+    enough_disk(machine)
+    (machine.bin / "g++").unlink()
+    done = machine.run()
+    assert done.returncode == 1 and machine.calls() == []
+    assert "C++ compiler: none" in done.stderr and "build-essential" in done.stderr
+
+
+def test_an_image_is_built_where_no_driver_is(machine):
+    enough_disk(machine)
+    done = machine.run(FLAVOR="gpu")
+    assert done.returncode == 0, done.stderr
+    assert "NVIDIA driver: none answers" in done.stdout
+    assert len(machine.calls()) == 3
+
+
+def test_a_cpu_machine_gets_its_pins_and_sglang_without_its_own(machine):
+    done = machine.run()
+    assert done.returncode == 0, done.stderr
+    pins, sglang, package = (call.split("|")[0] for call in machine.calls())
+    assert pins.endswith("install --disable-pip-version-check -r requirements/cpu.txt -r requirements/test.txt")
+    assert sglang.endswith("--no-deps -r requirements/sglang.txt")
+    assert package.endswith("-e .")
+
+
+def test_a_driver_that_does_not_answer_is_told_and_not_taken_for_a_cpu_machine_in_silence(machine):
+    machine.driver(None)
+    done = machine.run()
+    assert "names no GPU" in done.stdout and "FLAVOR=gpu" in done.stdout
+    assert "requirements/cpu.txt" in machine.calls()[0]
+
+
+def test_without_transformer_engine_what_is_missing_is_said(machine):
+    machine.driver("580.65.06")
+    enough_disk(machine)
+    done = machine.run(TRANSFORMER_ENGINE="no")
+    assert done.returncode == 0, done.stderr
+    assert "without Transformer Engine" in done.stdout
+    assert not any("gpu-build" in call for call in machine.calls())
+    assert any("uninstall -y transformer_engine transformer_engine_cu13 transformer_engine_torch" in call for call in machine.calls())
+
+
+@pytest.mark.parametrize(("fails", "error"), [("gpu-build.lock", "is not the one that was locked"), ("gpu.lock", "locked")])
+def test_what_fails_is_told_with_its_log_and_can_be_run_again(machine, fails, error):
+    machine.driver("580.65.06")
+    enough_disk(machine)
+    done = machine.run(FAILS=fails)
+    assert done.returncode == 1
+    assert error in done.stderr and "install.log" in done.stderr
+    assert machine.run().returncode == 0
+    assert "gpu-build.lock" in machine.calls()[-2]
+
+
+def test_an_unknown_flavor_is_refused(machine):
+    done = machine.run(FLAVOR="tpu")
+    assert done.returncode == 1 and "FLAVOR=cpu or FLAVOR=gpu" in done.stderr

@@ -1,0 +1,140 @@
+"""Resolves the pins of a GPU machine and writes what they come to, with hashes, for Python 3.11 and 3.12 on x86-64 Linux.
+
+    pip install uv
+    python tools/lock.py                     # requirements/gpu.lock and gpu-build.lock as of today
+    python tools/lock.py --as-of 2026-11-22  # what could be had on that day
+    python tools/lock.py --check             # resolves again as of the day of the locks: are they what comes out?
+
+uv reads the registry's metadata and downloads no wheels: it takes seconds, on any machine. A line of the lock is one
+package with the hashes of the files that fit; where the two Pythons need other versions, each has a line of its own.
+``gpu.lock`` holds wheels alone. ``gpu-build.lock`` holds what has to be compiled against the torch of the first.
+"""
+
+import argparse
+import datetime
+import hashlib
+import re
+import subprocess
+import sys
+import tempfile
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron_rl.errors import UserError
+
+ROOT = Path(__file__).resolve().parent.parent
+PYTHONS = ("3.11", "3.12")
+PLATFORM = "x86_64-manylinux_2_34"
+SOURCES = {"gpu.lock": ("gpu.txt", "test.txt"), "gpu-build.lock": ("gpu-build.txt",)}
+"""Pins by the lock that is made from them."""
+_FROM_WHEELS = "gpu.lock"
+_HEADER = "# Made by tools/lock.py as of {day} for Python {pythons} on {platform}. Never change it by hand.\n# pins: {digest}\n"
+
+Versions = Mapping[str, tuple[str, frozenset[str]]]
+"""(version, sha256 of its files) by package, for one Python."""
+
+
+def read_pins(names: Sequence[str], folder: Path = ROOT / "requirements") -> dict[str, str]:
+    """Version by package, as the registries write its name; of files and the files that they include."""
+    pins: dict[str, str] = {}
+    for name in names:
+        for line in (folder / name).read_text().splitlines():
+            requirement = line.split("#")[0].strip()
+            if requirement.startswith("-r "):
+                pins |= read_pins([requirement.removeprefix("-r ").strip()], folder)
+            elif requirement:
+                package, version = requirement.split("==")
+                pins[canonical(package)] = version
+    return pins
+
+
+def canonical(package: str) -> str:
+    return re.sub(r"[-_.]+", "-", package).lower()
+
+
+def digest(pins: Mapping[str, str]) -> str:
+    """Of the pins without their comments and order: a lock names those that it was made from."""
+    return hashlib.sha256("\n".join(f"{name}=={pins[name]}" for name in sorted(pins)).encode()).hexdigest()
+
+
+def lock_text(resolved: Mapping[str, Versions], day: str, pins: Mapping[str, str]) -> str:
+    """The lock of what each Python resolved to."""
+    lines: dict[tuple[str, str], str] = {}
+    for package in sorted(set().union(*resolved.values())):
+        found: dict[str, list[str]] = {}
+        for python, versions in resolved.items():
+            if package in versions:
+                found.setdefault(versions[package][0], []).append(python)
+        for version, pythons in found.items():
+            hashes = sorted(set().union(*(resolved[python][package][1] for python in pythons)))
+            marker = "" if len(pythons) == len(resolved) else f' ; python_version == "{pythons[0]}"'
+            lines[package, version] = " ".join([f"{package}=={version}{marker}", *(f"--hash=sha256:{one}" for one in hashes)])
+    header = _HEADER.format(day=day, pythons=" and ".join(resolved), platform=PLATFORM, digest=digest(pins))
+    return header + "".join(f"{line}\n" for line in lines.values())
+
+
+def locked(text: str) -> Iterator[tuple[str, str, str, list[str]]]:
+    """(package, version, Python or "" for all, sha256 of its files) of each line of a lock."""
+    for line in text.splitlines():
+        if not line.startswith("#"):
+            requirement, *hashes = line.split(" --hash=sha256:")
+            pin, _, marker = requirement.partition(" ; python_version == ")
+            package, version = pin.split("==")
+            yield package, version, marker.strip('"'), hashes
+
+
+def _resolve(name: str, python: str, day: str, scratch: Path) -> Versions:
+    out = scratch / "pylock.toml"
+    command = ["uv", "pip", "compile", "--quiet", "--no-config", "--upgrade", "--format", "pylock.toml"]
+    command += ["--python-version", python, "--python-platform", PLATFORM, "--exclude-newer", day, "--output-file", str(out)]
+    command += ["--only-binary", ":all:"] if name == _FROM_WHEELS else ["--no-deps"]
+    done = subprocess.run([*command, *SOURCES[name]], cwd=ROOT / "requirements", capture_output=True, text=True)
+    if done.returncode != 0:
+        raise UserError(f"{' and '.join(SOURCES[name])} cannot be resolved for Python {python}:\n{done.stderr.strip()}")
+    packages = tomllib.loads(out.read_text())["packages"]
+    return {package["name"]: (package["version"], _hashes(package)) for package in packages}
+
+
+def _hashes(package: Mapping[str, Any]) -> frozenset[str]:
+    files = package.get("wheels") or [package["sdist"]]
+    return frozenset(file["hashes"]["sha256"] for file in files)
+
+
+def make_lock(name: str, day: str) -> str:
+    """The text of a lock as of a day (ISO 8601). Raises UserError where the pins contradict each other."""
+    with tempfile.TemporaryDirectory(prefix="megatron-rl-lock-") as scratch:
+        resolved = {python: _resolve(name, python, day, Path(scratch)) for python in PYTHONS}
+    return lock_text(resolved, day, read_pins(SOURCES[name]))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--as-of", default=datetime.datetime.now(datetime.UTC).date().isoformat(), help="the day, YYYY-MM-DD")
+    parser.add_argument("--check", action="store_true", help="write nothing; 1 if a lock is not what its pins come to")
+    asked = parser.parse_args(arguments)
+    status = 0
+    try:
+        for name in SOURCES:
+            path = ROOT / "requirements" / name
+            if not asked.check:
+                path.write_text(make_lock(name, asked.as_of))
+                print(f"{path.relative_to(ROOT)}: {sum(1 for _ in locked(path.read_text()))} packages")
+                continue
+            text = path.read_text()
+            day = re.search(r" as of (\S+) ", text)
+            is_same = day is not None and make_lock(name, day[1]) == text
+            print(f"{path.relative_to(ROOT)}: {'as resolved' if is_same else 'NOT what its pins come to: run tools/lock.py'}")
+            status |= not is_same
+    except FileNotFoundError as error:
+        print(f"lock: error: {error}; uv does the resolving: pip install uv", file=sys.stderr)
+        return 1
+    except UserError as error:
+        print(f"lock: error: {error}", file=sys.stderr)
+        return 1
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())
