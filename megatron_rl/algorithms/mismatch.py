@@ -5,6 +5,9 @@ Sign convention, everywhere: ``log rho = log pi_old - log mu``, and the tokens w
 kl = k3 = 0, ratio 1, effective sample size 1, chi^2 = 0.
 """
 
+import math
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -21,6 +24,39 @@ _EQUAL_POLICIES = {
     "chi2_token": 0.0,
     "chi2_sequence": 0.0,
 }
+
+
+_OUTLIER = math.log(2)
+"""Nats: one engine calls the token more than twice as likely as the other."""
+
+
+@dataclass(frozen=True)
+class Figures:
+    """How far two engines are apart on the same sampled tokens; all 0 for none."""
+
+    mean: float
+    """Of |log rho|, nats."""
+    k3: float
+    """Mean of rho - 1 - log rho, nats."""
+    outliers: float
+    """Share of tokens with |log rho| above ln 2."""
+    max: float
+    """Largest |log rho|, nats."""
+
+
+def mismatch_figures(log_rho: Tensor) -> Figures:
+    """``log_rho`` [K], trainer minus engine. A difference that is not a number counts as infinite."""
+    if not len(log_rho):
+        return Figures(0.0, 0.0, 0.0, 0.0)
+    log_rho = log_rho.double()
+    difference = log_rho.abs().nan_to_num(nan=math.inf, posinf=math.inf)
+    clamped = log_rho.nan_to_num(nan=MAX_LOG_RATIO).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    return Figures(
+        mean=float(difference.mean()),
+        k3=float((torch.expm1(clamped) - clamped).mean()),
+        outliers=float((difference > _OUTLIER).double().mean()),
+        max=float(difference.max()),
+    )
 
 
 @torch.no_grad()

@@ -71,6 +71,7 @@ class Recorder:
         self.num_steps_done = first_step
         self.evaluations: list[Evaluation] = []
         self._stage_seconds: dict[str, float] = {}
+        self._noted: dict[str, float] = {}
         self._work: dict[tuple[str, int], dict[str, Any]] = {}
         self._report_thread: threading.Thread | None = None
         if restored:
@@ -114,6 +115,10 @@ class Recorder:
         self._metrics.add_to_last(self.num_steps_done, metrics)
         self._tracker.log(self.num_steps_done, metrics)
 
+    def note_metrics(self, metrics: dict[str, float]) -> None:
+        """What was measured before a step; it is logged with that step."""
+        self._noted |= metrics
+
     def keep_timeline(self) -> None:
         """On disk, as far as it is: a run that is killed goes on with it."""
         self.timeline.write(self._folder / "timeline.json")
@@ -145,7 +150,8 @@ class Recorder:
         """Write down a finished step; steps are counted from 1 from here on."""
         seconds = self.timeline.stage_seconds(step + 1)
         now_s = time.time()
-        metrics = metrics | {f"time/{name}_s": duration for name, duration in seconds.items()}
+        metrics = self._noted | metrics | {f"time/{name}_s": duration for name, duration in seconds.items()}
+        self._noted = {}
         metrics["step/time_s"] = now_s - self._last_end_s
         metrics["step/tokens_per_s"] = metrics["step/tokens_generated"] / metrics["step/time_s"]
         metrics["rollout/num_server_restarts"] = float(num_server_restarts)

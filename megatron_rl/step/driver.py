@@ -263,12 +263,10 @@ def _before_first_step(config: Config, parts: Parts, runner: StageRunner, first_
     rollout, recorder, evaluator = parts.rollout, parts.recorder, parts.evaluator
     result = rollout.publish()
     recorder.console.note(f"weights on the servers: {result.num_bytes:,} bytes in {result.seconds:.2f} s")
-    if config.rollout.max_logprob_difference:
+    if parts.parity.wanted:
         parity = parts.parity.compare()
-        recorder.console.note(
-            f"Megatron and SGLang agree on {parity.num_tokens} sampled tokens: log-probs differ by at most "
-            f"{parity.max_difference:.1e} (allowed: {config.rollout.max_logprob_difference:g})"
-        )
+        recorder.note_metrics(parity.metrics())
+        recorder.console.note(f"Megatron and SGLang agree on {parity.num_tokens} sampled tokens: {parity}")
     if first_step == 0 and evaluator.due(config.run.num_steps - 1):
         metrics = runner.wait_for(evaluator.evaluate(-1))
         recorder.log(0, metrics)

@@ -331,9 +331,10 @@ class TrainingLoop:
         try:
             parity = parts.parity.compare()
         except EngineMismatch as error:
+            self._states[step].metrics |= error.parity.metrics() if error.parity else {}
             self._act_on(parts.watchdog.found("parity", str(error)))
         else:
-            self._states[step].metrics["mismatch/parity_max"] = parity.max_difference
+            self._states[step].metrics |= parity.metrics()
 
     def _act_on(self, findings: Sequence[Finding]) -> None:
         """Warn, or end the run; the severest action wins."""

@@ -1,5 +1,11 @@
-"""The same sampled tokens must have the same log-probs in Megatron and in SGLang: before training, and again during it."""
+"""The same sampled tokens must have about the same log-probs in Megatron and in SGLang: before training, and again during it.
 
+How far apart they may be is said by four figures, for no single one sees everything: the mean moves with a fault that
+touches all tokens, outliers and k3 with one that touches few, and the largest difference says something where both sides
+compute exactly (``parity_bounds``).
+"""
+
+import math
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -7,29 +13,64 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_rl.config.schema import Config
+from megatron_rl.algorithms.mismatch import Figures, mismatch_figures
+from megatron_rl.config.schema import Config, RoutingReplay
 from megatron_rl.data.batch import PackedBatch
 from megatron_rl.data.trajectory import Prompt, Trajectory
 from megatron_rl.data.vision import Vision
 from megatron_rl.errors import UserError
 from megatron_rl.rollout.service import RolloutService
 from megatron_rl.step.packing import window_batch
+from megatron_rl.step.parity_bounds import has_expert_layers, kind_of_numbers, parity_bounds
 from megatron_rl.training.trainer_group import TrainerGroup
 
 _MAX_TOKENS = 64
 """Sampled tokens per prompt: enough to reach positions, caches and norms, few enough to start quickly."""
+_MUCH_MORE = 10.0
+"""Times that answers to images must be further off than those to text, on average, for the images to be at fault."""
+_KEYS = {
+    "mean": "rollout.parity_bounds.mean",
+    "k3": "rollout.parity_bounds.k3",
+    "outliers": "rollout.parity_bounds.outliers",
+    "max": "rollout.max_logprob_difference",
+}
+
+
+@dataclass(frozen=True)
+class Parity:
+    """How well the two engines agree on the sampled tokens, and how well they have to."""
+
+    figures: Figures
+    bounds: Figures
+    """Infinite where there is none."""
+    num_tokens: int
+
+    def __str__(self) -> str:
+        return ", ".join(self._said(name) for name in _WORDS)
+
+    def too_large(self) -> list[str]:
+        """Names of the figures beyond their bounds."""
+        return [name for name in _WORDS if not getattr(self.figures, name) <= getattr(self.bounds, name)]
+
+    def metrics(self) -> dict[str, float]:
+        return {f"mismatch/parity_{name}": value for name, value in vars(self.figures).items()}
+
+    def _said(self, name: str) -> str:
+        word, form = _WORDS[name]
+        bound = getattr(self.bounds, name)
+        return f"{word} {getattr(self.figures, name):{form}}" + ("" if math.isinf(bound) else f" (at most {bound:{form}})")
+
+
+_WORDS = {"mean": ("mean difference", ".2g"), "k3": ("k3", ".2g"), "outliers": ("beyond ln 2", ".2%"), "max": ("largest", ".2g")}
+"""Figure -> what it is called, and how it is written."""
 
 
 class EngineMismatch(UserError):
     """Megatron and SGLang disagree about the same tokens."""
 
-
-@dataclass(frozen=True)
-class Parity:
-    """How well the two engines agree: the largest difference of log-probs, in nats, over the sampled tokens."""
-
-    max_difference: float
-    num_tokens: int
+    def __init__(self, message: str, parity: Parity | None = None) -> None:
+        super().__init__(message)
+        self.parity = parity
 
 
 class ParityCheck:
@@ -54,13 +95,16 @@ class ParityCheck:
         self._wait_for = wait_for
 
     def due(self, step: int) -> bool:
-        """After every rollout.parity_every_steps steps, if there is a limit."""
-        rollout = self._config.rollout
-        every = rollout.parity_every_steps
-        return bool(rollout.max_logprob_difference and every) and (step + 1) % every == 0
+        """After every rollout.parity_every_steps steps, if engines are compared at all."""
+        every = self._config.rollout.parity_every_steps
+        return self.wanted and bool(every) and (step + 1) % every == 0
+
+    @property
+    def wanted(self) -> bool:
+        return self._config.rollout.max_logprob_difference != 0
 
     def compare(self) -> Parity:
-        """On the main thread, collective; the servers are awake before and after. EngineMismatch beyond the limit."""
+        """On the main thread, collective; the servers are awake before and after. EngineMismatch beyond a bound."""
         rollout, trajectories = self._rollout, sample_for_parity(self._config, self._prompts)
         self._wait_for(rollout.generate(trajectories, step=0, window_tokens=_MAX_TOKENS, kind="parity"))
         rollout.sleep()
@@ -91,38 +135,41 @@ def compare_logprobs(
     differing_weights: Callable[[], list[str]],
     vision: Vision | None = None,
 ) -> Parity:
-    """Raise EngineMismatch beyond rollout.max_logprob_difference; ``differing_weights`` is asked only then."""
+    """Raise EngineMismatch beyond a bound of ``parity_bounds``; ``differing_weights`` is asked only then."""
     batch = window_batch(trajectories, 0, vision)
     mask = batch.fields["mask"]
     ours = group.logprobs(batch, temperature=config.rollout.temperature)[mask]
     theirs = batch.fields["rollout_logprobs"][mask]
-    difference = (ours - theirs).abs()
     # NaN on either side compares false with everything: count it as infinitely far.
-    difference[difference.isnan()] = float("inf")
+    difference = (ours - theirs).abs().nan_to_num(nan=math.inf, posinf=math.inf)
+    bounds = parity_bounds(config, on_gpu=torch.cuda.is_available())
+    parity = Parity(mismatch_figures(ours - theirs), bounds, len(difference))
+    if not parity.too_large():
+        return parity
     worst = int(difference.argmax())
-    parity = Parity(float(difference[worst]), len(difference))
-    threshold = config.rollout.max_logprob_difference
-    if parity.max_difference > threshold:
-        raise EngineMismatch(
-            f"log-probs of {parity.num_tokens} sampled tokens differ between Megatron and SGLang by up to "
-            f"{parity.max_difference:.2e} (mean {float(difference.mean()):.2e}), more than "
-            f"rollout.max_logprob_difference={threshold:g}; at the worst token Megatron says {float(ours[worst]):.5f} and "
-            f"SGLang {float(theirs[worst]):.5f}. {_whose(trajectories, batch, difference, threshold)}"
-            f"{_what_to_check(differing_weights())}"
-        )
-    return parity
+    raise EngineMismatch(
+        f"log-probs of {parity.num_tokens} sampled tokens differ between Megatron and SGLang by more than {_computed(config)} "
+        f"explains: {parity}; at the worst token Megatron says {float(ours[worst]):.5f} and SGLang "
+        f"{float(theirs[worst]):.5f}. {_whose(trajectories, batch, difference)}{_what_to_check(config, differing_weights(), parity)}",
+        parity,
+    )
 
 
-def _whose(trajectories: Sequence[Trajectory], batch: PackedBatch, difference: Tensor, threshold: float) -> str:
+def _computed(config: Config) -> str:
+    kind = kind_of_numbers(config, on_gpu=torch.cuda.is_available())
+    return f"{kind} of {'a mixture of experts' if has_expert_layers(config) else 'a dense model'}"
+
+
+def _whose(trajectories: Sequence[Trajectory], batch: PackedBatch, difference: Tensor) -> str:
     """Which prompt the worst token belongs to, and whether it is the images; empty without images."""
-    if not any(t.prompt.images for t in trajectories):
+    with_images = torch.tensor([bool(t.prompt.images) for t in trajectories])
+    if not with_images.any():
         return ""
     rows = torch.arange(batch.num_sequences).repeat_interleave(batch.lengths)[batch.fields["mask"]]
     worst = trajectories[int(rows[difference.argmax()])].prompt
-    bad = {int(row) for row in rows[difference > threshold]}
-    num_text = sum(not trajectories[row].prompt.images for row in bad)
     where = f"The worst token answers {worst.source or worst.id} ({len(worst.images)} images). "
-    if num_text:
+    on_images, on_text = difference[with_images[rows]], difference[~with_images[rows]]
+    if not len(on_text) or float(on_images.mean()) < _MUCH_MORE * float(on_text.mean()):
         return where
     return (
         f"{where}Only prompts with images differ: look at the vision encoder's weights and the servers' "
@@ -130,14 +177,19 @@ def _whose(trajectories: Sequence[Trajectory], batch: PackedBatch, difference: T
     )
 
 
-def _what_to_check(differing: list[str]) -> str:
+def _what_to_check(config: Config, differing: list[str], parity: Parity) -> str:
     if differing:
         return (
             f"The servers hold other weights than the trainer: {', '.join(differing[:5])}"
             f"{' and more' if len(differing) > 5 else ''}. Check that the servers were started from the same config.json "
             "and that nobody else sends them weights"
         )
-    return (
-        "The weights are equal, so the forward passes differ. Check the servers' --dtype against policy.dtype, rope scaling "
-        "and attention backend, or raise the threshold for bfloat16 (differences of a few 0.01 are usual)"
+    keys = [_KEYS[name] for name in parity.too_large()]
+    advice = (
+        f"The weights are equal, so the forward passes differ. Check the servers' --dtype against "
+        f"policy.dtype={config.policy.dtype.value}, their --enable-fp32-lm-head, rope scaling and attention backend "
+        "(megatron-rl doctor compares them). "
     )
+    if has_expert_layers(config) and config.policy.moe.routing_replay is not RoutingReplay.R3:
+        advice += "policy.moe.routing_replay=R3 makes the trainer follow the servers' choice of experts. "
+    return f"{advice}docs/agreement.md says what is usual; if this is right for your model, raise {' and '.join(keys)}"

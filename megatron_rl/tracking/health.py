@@ -30,14 +30,14 @@ def _reward_check(run: RunRecord) -> Check:
 
 
 def _mismatch_check(run: RunRecord) -> Check:
-    ratios = run.finite("mismatch/max_abs_log_ratio")
-    limit = run.setting("rollout.max_logprob_difference")
-    if not len(ratios):
+    divergences = run.finite("mismatch/k3")
+    limit = run.setting("health.max_mismatch")
+    if not len(divergences):
         return Check("Engine and trainer", "none", "no mismatch was logged")
-    largest = f"largest log-prob difference {ratios.max():.1e}"
+    largest = f"largest k3 of a step {divergences.max():.1e}"
     if not isinstance(limit, int | float) or limit <= 0:
         return Check("Engine and trainer", "none", f"{largest}; no limit is set")
-    if ratios.max() <= limit:
+    if divergences.max() <= limit:
         return Check("Engine and trainer agree", "good", f"{largest}, limit {limit:.1e}")
     return Check("Engine and trainer differ", "look", f"{largest}, over the limit {limit:.1e}")
 

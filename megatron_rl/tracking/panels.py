@@ -177,7 +177,7 @@ _ENGINE = (
             _Line("mismatch/kl", "KL", "blue"),
             _Line("mismatch/k3", "k3", "teal"),
         ),
-        "The steps have not logged mismatch/*.", log=True, limit_setting="rollout.max_logprob_difference",
+        "The steps have not logged mismatch/*.", log=True, limit_setting="health.max_mismatch",
     ),
     _PanelSpec(
         "Throughput", "Generated tokens over the time of the whole step.", "tokens per second",
@@ -241,7 +241,7 @@ def _panel(run: RunRecord, spec: _PanelSpec) -> Panel:
     references = [(0.0, spec.zero_line)] if spec.zero_line else []
     limit = run.setting(spec.limit_setting) if spec.limit_setting else None
     if isinstance(limit, int | float) and limit > 0:
-        references.append((float(limit), f"limit at start {limit:g}"))
+        references.append((float(limit), f"limit of k3 {limit:g}"))
     svg = charts.line_chart(series, spec.unit, log=spec.log, references=references)
     # One line that says what the title says needs no legend, unless it has a raw and a smoothed form.
     if len(legend) == 1:

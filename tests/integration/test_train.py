@@ -205,7 +205,9 @@ def test_the_engines_are_compared_again_during_the_run_and_memory_is_measured_by
     output_dir, _ = finished_run
     steps = {row.step: row.metrics for row in read_metrics(output_dir / "metrics.jsonl")}
     compared = {step for step, metrics in steps.items() if "mismatch/parity_max" in metrics}
-    assert compared == {3} and steps[3]["mismatch/parity_max"] < 1e-4
+    # Before training, which goes with the first step, and after three steps.
+    assert compared == {1, 3} and steps[3]["mismatch/parity_max"] < 1e-4
+    assert 0 <= steps[1]["mismatch/parity_mean"] <= steps[1]["mismatch/parity_max"] < 1e-4
     for stage in ("old_logprobs", "values", "update_policy", "publish", "update_critic", "checkpoint"):
         assert 0.05 < steps[4][f"memory/{stage}_host_gib"] < 20
     assert 0 < steps[4]["memory/host_used_share"] < 1

@@ -50,7 +50,14 @@ from megatron_rl.config.schema.models import (
 from megatron_rl.config.schema.optimizers import DecayStyle, OptimizerConfig
 from megatron_rl.config.schema.parallel import ParallelConfig
 from megatron_rl.config.schema.rewards import EnvironmentConfig, ProcessRewardConfig, RewardConfig, RewardRouteConfig
-from megatron_rl.config.schema.rollout import FireConfig, FireLoss, Placement, RolloutConfig, WeightSync
+from megatron_rl.config.schema.rollout import (
+    FireConfig,
+    FireLoss,
+    ParityBoundsConfig,
+    Placement,
+    RolloutConfig,
+    WeightSync,
+)
 from megatron_rl.config.schema.root import Config
 from megatron_rl.config.schema.run import (
     BatchConfig,
@@ -103,6 +110,7 @@ __all__ = [
     "OptimizerConfig",
     "Overlong",
     "ParallelConfig",
+    "ParityBoundsConfig",
     "Placement",
     "PolicyConfig",
     "ProcessRewardConfig",

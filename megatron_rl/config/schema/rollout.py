@@ -56,6 +56,19 @@ class FireConfig:
 
 
 @dataclass
+class ParityBoundsConfig:
+    """Further bounds of the comparison of both engines' log-probs (docs/agreement.md); null: by dtype and by whether the
+    model has experts."""
+
+    mean: float | None = above(0, default=None)
+    """Mean difference, as a size, in nats."""
+    k3: float | None = above(0, default=None)
+    """Mean of ratio - 1 - log ratio (k3 estimate of the KL divergence), in nats."""
+    outliers: float | None = positive_share(default=None)
+    """Share of tokens that one engine calls more than twice as likely as the other."""
+
+
+@dataclass
 class RolloutConfig:
     """The SGLang servers: where they run, how they sample, how weights reach them."""
 
@@ -109,8 +122,10 @@ class RolloutConfig:
     bucket_bytes: int = at_least(0, default=0)
     """Weights travel in flat buckets of at most this size; a source rank holds two, a server worker one. 0: 1 GiB on GPUs, 64
     MiB on a CPU."""
-    max_logprob_difference: float = at_least(0, default=1.0e-4)
-    """Largest difference between Megatron's and SGLang's log-probs that lets a run start; 0 skips the check."""
+    max_logprob_difference: float | None = at_least(0, default=None)
+    """Largest difference between Megatron's and SGLang's log-probs of one sampled token that lets a run start; null: 1e-4 in
+    float32 on a CPU, else no bound of its own; 0 skips the check."""
+    parity_bounds: ParityBoundsConfig = field(default_factory=ParityBoundsConfig)
     num_parity_prompts: int = at_least(1, default=16)
     """Prompts whose responses are compared in that check."""
     parity_every_steps: int = at_least(0, default=100)

@@ -43,6 +43,6 @@ class HealthConfig:
     reward_errors: HealthAction = HealthAction.stop
     """More than reward.max_error_rate of a step's responses could not be scored. Acts at once."""
     parity: HealthAction = HealthAction.stop
-    """The comparison of rollout.parity_every_steps went beyond rollout.max_logprob_difference. Acts at once."""
+    """The comparison of rollout.parity_every_steps went beyond a bound (rollout.parity_bounds). Acts at once."""
     max_rollbacks: int = at_least(0, default=2)
     """Times that a run returns to an earlier checkpoint; then a sign that asks for it stops the run."""

@@ -9,6 +9,7 @@ from megatron_rl.config.checks import check_config
 from megatron_rl.errors import ConfigError
 from megatron_rl.families.facts import with_text
 from megatron_rl.families.sglang_limits import engine_problems, split_problems
+from tests.tiny_families import COMMON, SHAPES
 from tests.unit.config.test_moe_settings import SPARSE, load
 
 YARN = dict(rope_type="yarn", rope_theta=1e4, factor=8.0, original_max_position_embeddings=16)
@@ -63,6 +64,21 @@ def test_models_that_both_compute_alike_have_no_problem(model: dict[str, Any]) -
 def test_what_sglang_computes_otherwise_is_named_with_a_remedy(model: dict[str, Any], texts: list[str]) -> None:
     (problem,) = problems(**model)
     assert problem.startswith("policy.path: config.json: ") and all(text in problem for text in texts), problem
+
+
+REFUSED_SHAPES = {
+    "qwen2_yarn_one_group": "put attn_factor=",
+    "qwen3_moe": "store a copy of model.embed_tokens.weight",
+    "qwen3_moe_sparse_step": "takes every layer for a mixture of experts",
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_of_the_awkward_shapes_those_are_refused_that_a_server_computes_otherwise(shape: str) -> None:
+    """The others were compared on servers: log-probs within 1e-4."""
+    found = problems(**{**COMMON, **SHAPES[shape]})
+    assert bool(found) is (shape in REFUSED_SHAPES)
+    assert all(REFUSED_SHAPES[shape] in text for text in found)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from megatron_rl.models import critic, policy
 from megatron_rl.models.hf import megatron_config as translation
 from megatron_rl.models.hf.model_config import load_hf_config
 from megatron_rl.models.hf.weights import load_weights
-from megatron_rl.models.megatron_fields import MegatronSettings
+from megatron_rl.models.megatron_fields import PLAIN, MegatronSettings
 from megatron_rl.parallel import topology
 from tests.integration.models_worker import pack
 from tests.tiny_families import make_family_model
@@ -42,7 +42,7 @@ def fused_calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     topology.destroy()
 
 
-def logprobs(folder: Path, settings: MegatronSettings = MegatronSettings()) -> Tensor:
+def logprobs(folder: Path, settings: MegatronSettings = PLAIN) -> Tensor:
     config = load_hf_config(folder)
     (chunk,) = policy.build_policy(config, ParallelConfig(), dtype=torch.float32, settings=settings, seed=None)
     load_weights([chunk], config, folder)

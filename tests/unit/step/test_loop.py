@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from megatron_rl.algorithms.mismatch import Figures
 from megatron_rl.config.schema import Config, HealthAction, HealthConfig, OldPolicy, TrainsOn
 from megatron_rl.data.batch import PackedBatch, cu_seqlens_of
 from megatron_rl.data.trajectory import Prompt, Score, Segment, Trajectory
@@ -220,9 +221,22 @@ def test_a_comparison_that_fails_during_the_run_does_what_the_configuration_says
 
 
 def test_engines_that_agree_during_the_run_leave_their_difference_in_the_metrics():
-    loop, _ = make_watched_loop(HealthAction.stop, compare=lambda: Parity(1e-6, 40))
+    parity = Parity(Figures(mean=1e-7, k3=1e-13, outliers=0.0, max=1e-6), Figures(1.0, 1.0, 1.0, 1.0), 40)
+    loop, _ = make_watched_loop(HealthAction.stop, compare=lambda: parity)
     loop.publish(0)
-    assert loop._states[0].metrics["mismatch/parity_max"] == 1e-6
+    found = loop._states[0].metrics
+    assert {name: found[f"mismatch/parity_{name}"] for name in vars(parity.figures)} == vars(parity.figures)
+
+
+def test_engines_that_differ_leave_their_figures_in_the_metrics_too():
+    parity = Parity(Figures(mean=0.4, k3=0.3, outliers=0.2, max=3.0), Figures(0.1, 0.1, 0.1, 1.0), 40)
+
+    def differ():
+        raise EngineMismatch("they differ", parity)
+
+    loop, seen = make_watched_loop(HealthAction.warn, compare=differ)
+    loop.publish(0)
+    assert seen.warnings and loop._states[0].metrics["mismatch/parity_outliers"] == 0.2
 
 
 def test_only_what_grew_and_trains_is_a_row_of_the_trainers_batches_and_all_of_it_is_scored():
