@@ -15,7 +15,7 @@ COMMANDS = {
     "select-prompts": "keep the prompts that are worth training on",
     "label-lines": "label the lines of programs that can still be completed to a right one",
     "simulate": "predict what a run takes, from a recipe and what a finished run measured",
-    "doctor": "check that parallel layouts compute the same on this machine",
+    "doctor": "look whether this machine is fit for a run, and whether both engines and all layouts compute the same on it",
     "convert": "convert a model between a Hugging Face folder and Megatron's distributed checkpoint",
     "report": "write report.html of a run",
     "presets": "list the presets",

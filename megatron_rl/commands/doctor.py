@@ -1,16 +1,17 @@
-"""``megatron-rl doctor --invariance``: do the layouts that you mean to use compute the same, on your model and machine?
+"""``megatron-rl doctor``: is this machine fit for a run, and do both engines and all layouts compute the same on it?
 
-Layouts that cannot be are refused with the reason before anything starts. The others run under torchrun, one launch
-for each number of ranks, and are compared with the reference layout: loss, gradient norm and weights after one update,
-in float32.
+Without options it looks at the environment and at the ranks (``checkup.py``, ``rank_checkup.py``), with a recipe or a model
+also at both engines (``engine_checkup.py``): a line each, with a remedy for what fails.
+
+``--invariance``: layouts that cannot be are refused with the reason before anything starts. The others run under torchrun,
+one launch for each number of ranks, and are compared with the reference layout: loss, gradient norm and weights after one
+update.
 """
 
 import argparse
 import json
 import math
 import os
-import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -20,6 +21,8 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
+from megatron_rl.commands.launched import run_ranks
+from megatron_rl.commands.tolerances import DTYPES, Tolerances, default_dtype, differing, tolerances_for
 from megatron_rl.config.layout import layout_problems, parse_layout, ranks_needed, ranks_of_replica
 from megatron_rl.errors import UserError
 from megatron_rl.system.arguments import positive_int, positive_number
@@ -27,36 +30,51 @@ from megatron_rl.system.arguments import positive_int, positive_number
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-_DEFAULT_TOLERANCE = 1e-5
 _DEFAULT_LENGTHS = (9, 17, 33, 6, 21, 12, 40, 8, 26, 15)
-_NOTICEABLE = 10.0
-"""The reference must move its weights by as many tolerances: an update that does nothing agrees with everything."""
-_LOG_TAIL_LINES = 15
+_TIMEOUT_S = 1800.0
+"""Of one launch."""
 _MAX_RANKS_PER_CORE = 16
 _LAYOUT_WIDTH = len("reference")
 _SP_ADDED = "run with sp: this model's experts or latent attention need it with tensor parallelism"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--invariance", action="store_true", required=True, help="compare one update in each layout")
-    parser.add_argument("--model", required=True, help="Hugging Face model folder")
-    parser.add_argument("--layouts", required=True, help='such as "tp2,pp2,ep2,cp2,tp2+sp+pp2,pp2+vpp2,dp2"')
-    parser.add_argument("--reference", default="tp1", help="the layout that the others are compared with")
-    parser.add_argument("--role", default="policy", choices=("policy", "critic"))
-    parser.add_argument("--max-tokens-per-microbatch", type=positive_int, default=64)
-    parser.add_argument("--tolerance", type=positive_number, default=1e-5, help="relative, for loss, gradient norm and weights")
+    parser.add_argument("--config", action="append", default=[], help="YAML recipe whose engines are compared")
+    parser.add_argument("--model", help="Hugging Face model folder, in the place of a recipe")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="override a key of the recipe")
+    layouts = parser.add_argument_group("compare layouts instead")
+    layouts.add_argument("--invariance", action="store_true", help="compare one update in each layout")
+    layouts.add_argument("--layouts", help='such as "tp2,pp2,ep2,cp2,tp2+sp+pp2,pp2+vpp2,dp2"')
+    layouts.add_argument("--reference", default="tp1", help="the layout that the others are compared with")
+    layouts.add_argument("--role", default="policy", choices=("policy", "critic"))
+    layouts.add_argument("--max-tokens-per-microbatch", type=positive_int, default=64)
+    layouts.add_argument("--dtype", choices=DTYPES, help="bfloat16 on GPUs with Transformer Engine, else float32")
+    layouts.add_argument(
+        "--tolerance",
+        type=positive_number,
+        help="relative, of loss, gradient norm and weights; by default what the device's numbers allow",
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
+    if not arguments.invariance:
+        from megatron_rl.commands.doctor_lines import print_lines
+
+        return print_lines(arguments.config, arguments.model, arguments.overrides)
+    if not arguments.model or not arguments.layouts:
+        raise UserError("doctor --invariance needs --model FOLDER and --layouts, such as tp2,pp2,cp2")
+    if arguments.config or arguments.overrides:
+        raise UserError("doctor --invariance takes --model and --layouts, and no recipe")
     findings = check_invariance(
         arguments.model,
         arguments.layouts.split(","),
         reference=arguments.reference,
         role=arguments.role,
         max_tokens_per_microbatch=arguments.max_tokens_per_microbatch,
+        dtype=arguments.dtype,
         tolerance=arguments.tolerance,
     )
-    Console().print(findings_table(findings))
+    Console().print(findings_table(findings, arguments.dtype or _own_dtype()))
     for reason in reasons(findings):
         print(reason)
     return 1 if any(finding.is_bad for finding in findings) else 0
@@ -90,48 +108,50 @@ def check_invariance(
     *,
     reference: str = "tp1",
     role: str = "policy",
-    lengths: Sequence[int] = _DEFAULT_LENGTHS,
     max_tokens_per_microbatch: int = 64,
-    tolerance: float = _DEFAULT_TOLERANCE,
-    timeout_s: float = 1800.0,
+    dtype: str | None = None,
+    tolerance: float | None = None,
 ) -> list[Finding]:
     """The reference's row, then one for each of ``layouts`` in their order.
 
     Where the model's layers cannot be split over tensor-parallel ranks without sequence parallelism, layouts are run
-    with it; their rows say so. Raises ConfigError or ModelError for a layout that is no layout or a model that is none,
-    DoctorError where the reference cannot run or its update is too small to compare.
+    with it; their rows say so. ``dtype`` and ``tolerance`` None: by device, and what its numbers allow. Raises ConfigError or
+    ModelError for a layout that is no layout or a model that is none, DoctorError where the reference cannot run or its
+    update is too small to compare.
     """
+    from megatron_rl.families.facts import has_experts
     from megatron_rl.models.hf.megatron_config import needs_sequence_parallelism
     from megatron_rl.models.hf.model_config import load_hf_config
 
     hf_config = load_hf_config(model)
+    dtype = dtype or _own_dtype()
+    bounds = _tolerances(dtype, any(has_experts(hf_config))) if tolerance is None else _given(tolerance)
     asked = list(dict.fromkeys(layouts))
     if needs_sequence_parallelism(hf_config):
         reference, *layouts = dict.fromkeys(map(_with_sequence_parallelism, (reference, *layouts)))
     refusals: dict[str, str] = {}
     sizes: dict[str, int] = {}
     for layout in (reference, *layouts):
-        sizes[layout], refusals[layout] = _size_and_refusal(hf_config, layout)
+        sizes[layout], refusals[layout] = _size_and_refusal(hf_config, layout, dtype)
     if refusals[reference]:
         raise DoctorError(f"the reference layout {reference} cannot run: {refusals[reference]}; choose another one")
     wanted = [layout for layout in dict.fromkeys(layouts) if not refusals[layout] and layout != reference]
     if not wanted and all(refusals[layout] for layout in layouts):
-        alone = [Finding(reference, sizes[reference], verdict="reference")]
-        return alone + [
-            Finding(layout, sizes[layout], verdict="refused", reason=refusals[layout]) for layout in layouts
-        ]
+        alone = Finding(reference, sizes[reference], verdict="reference")
+        return [alone, *(Finding(name, sizes[name], verdict="refused", reason=refusals[name]) for name in layouts)]
     job = {
         "model": str(model),
         "role": role,
-        "lengths": list(lengths),
+        "lengths": list(_DEFAULT_LENGTHS),
         "max_tokens_per_microbatch": max_tokens_per_microbatch,
+        "dtype": dtype,
     }
-    measured, failures = _measure(job, reference, {layout: sizes[layout] for layout in (reference, *wanted)}, timeout_s)
+    measured, failures = _measure(job, reference, {layout: sizes[layout] for layout in (reference, *wanted)})
     base = measured[reference]
-    if base["moved"] < _NOTICEABLE * tolerance:
+    if base["moved"] < bounds.noticeable:
         raise DoctorError(
             f"the update moves no weight by more than {base['moved']:.1e} of its tensor's largest, too little to compare "
-            f"at a tolerance of {tolerance:.0e}; give longer sequences or a smaller tolerance"
+            f"at a tolerance of {bounds.weights:.0e}; give a smaller one (--tolerance)"
         )
     rows = [Finding(reference, sizes[reference], base["loss"], base["grad_norm"], 0.0, "reference")]
     for layout in layouts:
@@ -140,8 +160,28 @@ def check_invariance(
         elif layout not in measured:
             rows.append(Finding(layout, sizes[layout], verdict="FAILED", reason=failures[layout], is_bad=True))
         else:
-            rows.append(_compare(layout, sizes[layout], measured[layout], base, tolerance))
+            rows.append(_compare(layout, sizes[layout], measured[layout], base, bounds))
     return [row if row.reason else replace(row, reason=_run_otherwise(row, (*asked, reference))) for row in rows]
+
+
+def _own_dtype() -> str:
+    from megatron_rl.models.layers import has_transformer_engine
+
+    return default_dtype(has_engine=has_transformer_engine())
+
+
+def _tolerances(dtype: str, has_experts: bool) -> Tolerances:
+    import torch
+
+    from megatron_rl.models.layers import has_transformer_engine
+
+    return tolerances_for(
+        dtype, on_gpu=torch.cuda.is_available(), has_engine=has_transformer_engine(), has_experts=has_experts
+    )
+
+
+def _given(tolerance: float) -> Tolerances:
+    return Tolerances(tolerance, tolerance, tolerance, noticeable=10 * tolerance)
 
 
 def _run_otherwise(row: Finding, asked: Sequence[str]) -> str:
@@ -154,7 +194,7 @@ def _run_otherwise(row: Finding, asked: Sequence[str]) -> str:
 
 
 def _measure(
-    job: dict[str, Any], reference: str, sizes: Mapping[str, int], timeout_s: float
+    job: dict[str, Any], reference: str, sizes: Mapping[str, int]
 ) -> tuple[dict[str, _Row], dict[str, str]]:
     """(measurements, why others failed) by layout; one launch for each number of ranks, the reference's first."""
     measured: dict[str, _Row] = {}
@@ -168,15 +208,15 @@ def _measure(
                 "out": f"{scratch}/ranks{num_ranks}.json",
                 "is_reference": is_reference,
             }
-            for row in _run(launch, num_ranks, Path(scratch), timeout_s, failures):
+            for row in _run(launch, num_ranks, Path(scratch), failures):
                 measured[str(row["layout"])] = row
             if is_reference and reference not in measured:
                 raise DoctorError(f"the reference layout {reference} failed: {failures[reference]}")
     return measured, failures
 
 
-def findings_table(findings: Sequence[Finding]) -> Table:
-    table = Table(title="one update in each layout, float32", title_justify="left")
+def findings_table(findings: Sequence[Finding], dtype: str = "float32") -> Table:
+    table = Table(title=f"one update in each layout, {dtype}", title_justify="left")
     # Numbers stay whole in 80 columns; long names of layouts fold.
     for name in ("layout", "ranks", "loss", "gradient\nnorm", "weights\ndiffer by", "verdict"):
         is_text = name in ("layout", "verdict")
@@ -197,16 +237,8 @@ def reasons(findings: Sequence[Finding]) -> list[str]:
     return [f"{row.layout} {row.verdict}: {row.reason}" for row in findings if row.reason]
 
 
-def _compare(layout: str, num_ranks: int, row: _Row, base: _Row, tolerance: float) -> Finding:
-    off = [
-        name
-        for name, error in (
-            ("loss", abs(row["loss"] - base["loss"]) / abs(base["loss"])),
-            ("gradient norm", abs(row["grad_norm"] - base["grad_norm"]) / base["grad_norm"]),
-            ("weights", row["difference"]),
-        )
-        if not error <= tolerance
-    ]
+def _compare(layout: str, num_ranks: int, row: _Row, base: _Row, bounds: Tolerances) -> Finding:
+    off = differing(row, base, bounds)
     verdict = f"DIFFERS: {', '.join(off)}" if off else "same"
     return Finding(layout, num_ranks, row["loss"], row["grad_norm"], row["difference"], verdict, is_bad=bool(off))
 
@@ -216,12 +248,13 @@ def _with_sequence_parallelism(layout: str) -> str:
     return f"{layout}+sp" if parallel.tensor_parallel_size > 1 and not parallel.sequence_parallel else layout
 
 
-def _size_and_refusal(hf_config: "PretrainedConfig", layout: str) -> tuple[int, str]:
+def _size_and_refusal(hf_config: "PretrainedConfig", layout: str, dtype: str) -> tuple[int, str]:
     """(ranks of ``layout``, why it cannot run on this model and machine or "")."""
     import torch
 
     from megatron_rl.errors import ModelError
     from megatron_rl.models.hf.megatron_config import check_layout
+    from megatron_rl.models.layers import has_transformer_engine
 
     parallel, data_parallel_size = parse_layout(layout)
     problems = list(layout_problems(parallel, None))
@@ -232,6 +265,8 @@ def _size_and_refusal(hf_config: "PretrainedConfig", layout: str) -> tuple[int, 
         check_layout(hf_config, parallel)
     except ModelError as error:
         return num_ranks, str(error)
+    if dtype == "float32" and parallel.context_parallel_size > 1 and has_transformer_engine():
+        return num_ranks, "Transformer Engine has no attention for float32 with context parallelism; take --dtype bfloat16"
     if torch.cuda.is_available() and num_ranks > torch.cuda.device_count():
         return num_ranks, f"needs {num_ranks} GPUs, this machine has {torch.cuda.device_count()}"
     cores = os.cpu_count() or 1
@@ -241,7 +276,7 @@ def _size_and_refusal(hf_config: "PretrainedConfig", layout: str) -> tuple[int, 
 
 
 def _run(
-    job: dict[str, Any], num_ranks: int, scratch: Path, timeout_s: float, failures: dict[str, str]
+    job: dict[str, Any], num_ranks: int, scratch: Path, failures: dict[str, str]
 ) -> Iterator[_Row]:
     """Measurements of all layouts that run; why the others did not goes into ``failures``.
 
@@ -250,7 +285,7 @@ def _run(
     waiting, out = list(job["layouts"]), Path(job["out"])
     while waiting:
         out.unlink(missing_ok=True)
-        failure = _launch({**job, "layouts": waiting}, num_ranks, scratch, timeout_s)
+        failure = _launch({**job, "layouts": waiting}, num_ranks, scratch)
         done = json.loads(out.read_text()) if out.exists() else []
         yield from done
         waiting = waiting[len(done) :]
@@ -261,39 +296,8 @@ def _run(
             job = {**job, "is_reference": False}
 
 
-def _launch(job: dict[str, Any], num_ranks: int, scratch: Path, timeout_s: float) -> str:
+def _launch(job: dict[str, Any], num_ranks: int, scratch: Path) -> str:
     """Run ``job`` on ``num_ranks`` ranks; why it failed, or ""."""
     job_file = scratch / f"job{num_ranks}.json"
     job_file.write_text(json.dumps(job))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={num_ranks}"]
-    command += ["--module", "megatron_rl.commands.invariance", str(job_file)]
-    environment = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-    environment.setdefault("OMP_NUM_THREADS", "1")
-    log = scratch / f"log{num_ranks}"
-    with log.open("w") as output:
-        process = subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT)
-        try:
-            code = process.wait(timeout_s)
-        except subprocess.TimeoutExpired:
-            return f"no end after {timeout_s:g} s"
-        finally:
-            _stop(process)
-    return "" if code == 0 else _reason(log.read_text(errors="replace"))
-
-
-def _stop(process: subprocess.Popen[bytes]) -> None:
-    """torchrun passes the signal on to its ranks and waits for them."""
-    if process.poll() is None:
-        process.terminate()
-        try:
-            process.wait(30)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-
-
-def _reason(log: str) -> str:
-    """The last error line of the ranks, or the end of the log."""
-    lines = [line.split("]:", 1)[-1].strip(" :") for line in log.splitlines() if line.startswith("[rank")]
-    errors = [line for line in lines if "Error" in line and ":" in line]
-    return errors[-1] if errors else "\n".join(log.splitlines()[-_LOG_TAIL_LINES:])
+    return run_ranks("megatron_rl.commands.invariance", job_file, num_ranks, scratch / f"log{num_ranks}", _TIMEOUT_S)

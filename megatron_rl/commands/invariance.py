@@ -6,7 +6,8 @@ first layout is the reference and keeps its weights in files, tensor by tensor; 
 they stream by, so that no rank ever holds two models.
 
 The step is linear in the gradient (Adam's epsilon far above any gradient), so that a weight's difference is its
-gradient's difference and not rounding blown up to a full step.
+gradient's difference and not rounding blown up to a full step. In bfloat16 it is longer: what is compared has 8 bits, and
+the update has to be more than the last of them.
 """
 
 import gc
@@ -20,7 +21,7 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from megatron_rl.config.layout import parse_layout
-from megatron_rl.config.schema import AlgorithmConfig, OptimizerConfig, ParallelConfig
+from megatron_rl.config.schema import AlgorithmConfig, Dtype, OptimizerConfig, ParallelConfig
 from megatron_rl.data.batch import Images, PackedBatch, cu_seqlens_of
 from megatron_rl.families.facts import sees, text_config, vision_token_ids
 from megatron_rl.parallel import topology as topologies
@@ -29,6 +30,7 @@ from megatron_rl.training.batching import plan_microbatches
 from megatron_rl.training.engine import Engine
 
 OPTIMIZER = OptimizerConfig(lr=100.0, eps=100.0, weight_decay=0.0, max_grad_norm=0.0, warmup_steps=0)
+_BFLOAT16_LR = 100.0 * OPTIMIZER.lr
 PROMPT_TOKENS = 3
 """Leading tokens of each sequence that the loss leaves out."""
 _IMAGE_SIZES = ((3, 5), (4, 2), (1, 2))
@@ -49,6 +51,7 @@ class Job:
     """The first layout is what the others are compared with."""
     lengths: list[int] = field(default_factory=list)
     max_tokens_per_microbatch: int = 64
+    dtype: str = "float32"
     seed: int = 1
     collective_timeout_s: float = 600.0
 
@@ -123,7 +126,11 @@ def with_images(batch: PackedBatch, hf_config: PretrainedConfig, seed: int) -> P
 def _measure(
     job: Job, layout: str, parallel: ParallelConfig, place: topologies.Topology, *, is_reference: bool
 ) -> _Measurement | None:
-    engine = Engine(job.role, job.model, parallel=parallel, topology=place, optimizer=OPTIMIZER, seed=job.seed)
+    dtype = Dtype(job.dtype)
+    optimizer = OPTIMIZER if dtype is Dtype.float32 else replace(OPTIMIZER, lr=_BFLOAT16_LR)
+    engine = Engine(
+        job.role, job.model, parallel=parallel, topology=place, optimizer=optimizer, dtype=dtype, seed=job.seed
+    )
     folder = Path(job.reference_folder)
     if is_reference:
         _compare(engine, None, folder / "before")

@@ -36,7 +36,7 @@ from megatron_rl.system.http import ApiKey
 from megatron_rl.weights.plan import ServerAddress
 from megatron_rl.weights.publish import PublishResult, WeightPublisher, WeightSyncError
 from megatron_rl.weights.server_calls import ServerCallError
-from megatron_rl.weights.verify import compare_checksums
+from megatron_rl.weights.verify import ChecksumReport, compare_checksums
 
 logger = logging.getLogger(__name__)
 
@@ -125,6 +125,10 @@ class RolloutService:
         return self._live.num_live
 
     @property
+    def urls(self) -> list[str]:
+        return self._servers.urls
+
+    @property
     def lost_urls(self) -> set[str]:
         return set(self._live.restarting)
 
@@ -157,11 +161,14 @@ class RolloutService:
         if self._asleep:
             self._send_to_all()
 
-    def differing_weights(self) -> list[str]:
-        """Parameters of which a server holds other bytes than the trainer (slow; main thread, collective)."""
+    def compare_weights(self) -> ChecksumReport:
+        """What the servers hold against what the trainer has (slow; main thread, collective)."""
         self.wake()
-        report = compare_checksums(self._addresses(), self._trainer.weights.whole(), self._config.weight_sync_timeout_s)
-        return sorted({name for names in report.differing.values() for name in names})
+        return compare_checksums(self._addresses(), self._trainer.weights.whole(), self._config.weight_sync_timeout_s)
+
+    def differing_weights(self) -> list[str]:
+        """Parameters of which a server holds other bytes than the trainer; as ``compare_weights``."""
+        return sorted({name for names in self.compare_weights().differing.values() for name in names})
 
     async def generate(
         self,

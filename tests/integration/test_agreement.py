@@ -4,11 +4,13 @@ One server for the whole file; ``doctor`` comes last, for it sends the server we
 """
 
 import asyncio
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from megatron_rl.algorithms.mismatch import mismatch_figures
@@ -32,11 +34,19 @@ from tests.tiny_models import make_tiny_model
 NUM_PROMPTS, NUM_TOKENS = 16, 32
 
 
+EXPERT_SCALE = 2.0
+"""Experts that matter, as those of a trained model do."""
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("model")
-    sizes = dict(hidden_size=128, num_hidden_layers=4, num_experts=8, num_experts_per_tok=2, head_dim=32)
-    return make_tiny_model(folder, "qwen3_moe", dtype="bfloat16", **sizes)
+    sizes = dict(hidden_size=128, num_hidden_layers=2, num_experts=4, num_experts_per_tok=2, head_dim=32)
+    make_tiny_model(folder, "qwen3_moe", dtype="bfloat16", **sizes)
+    tensors = load_file(folder / "model.safetensors")
+    scaled = {name: tensor * EXPERT_SCALE if ".experts." in name else tensor for name, tensor in tensors.items()}
+    save_file(scaled, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +92,7 @@ def parity(engine: Engine, batch: PackedBatch, model: Path) -> Parity:
 
 def test_bfloat16_of_both_engines_is_within_the_bounds(engine: Engine, batch: PackedBatch, model: Path) -> None:
     found = parity(engine, batch, model)
-    assert found.num_tokens > 400 and found.too_large() == [], str(found)
+    assert found.num_tokens > 200 and found.too_large() == [], str(found)
     assert found.figures.max > 1e-3, "two engines in bfloat16 that agree to this are one engine"
 
 
@@ -93,10 +103,10 @@ def swapped(weight: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("parameter", "change"),
     [
-        ("layers.1.mlp.experts.local_experts.3.linear_fc1.weight", swapped),  # gate and up of one expert of 32
-        ("layers.2.mlp.router.weight", lambda weight: weight.roll(1, 0)),
-        ("layers.0.pre_mlp_layernorm.weight", torch.zeros_like),
-        ("layers.3.self_attention.linear_qkv.weight", lambda weight: weight.roll(32, 0)),  # off by one head
+        ("layers.1.mlp.experts.local_experts.3.linear_fc1.weight", swapped),  # gate and up of one expert
+        ("layers.1.mlp.router.weight", lambda weight: weight.roll(1, 0)),
+        ("layers.0.pre_mlp_layernorm.weight", torch.ones_like),
+        ("layers.0.self_attention.linear_qkv.weight", lambda weight: weight.roll(32, 0)),  # off by one head
     ],
 )
 def test_one_wrong_weight_is_not(
@@ -121,11 +131,11 @@ def test_doctor_has_a_line_for_ranks_servers_weights_and_logprobs(
     output = capfd.readouterr().out
     assert status == 0, output
     for line in (
-        "OK   all-reduce of ranks    2 ranks on 1 machine, gloo",
-        f"OK   SGLang's answer        attached to {url}",
-        "OK   weight sync            ",
-        "OK   weight checksums       ",
-        "OK   log-prob parity        ",
+        "all-reduce of ranks +2 ranks on 1 machine, gloo",
+        f"SGLang's answer +attached to {url}",
+        "weight sync +[0-9,]+ bytes",
+        "weight checksums +[0-9]+ parameters compared with the trainer's: equal",
+        "log-prob parity +[0-9]+ sampled tokens: mean difference",
     ):
-        assert line in output, output
+        assert re.search(f"^OK +{line}", output, re.MULTILINE), output
     assert "mean difference" in output and "beyond ln 2" in output and "0 failed" in output

@@ -10,8 +10,8 @@ from megatron_rl.config.schema.commands import RL_COMMANDS
 
 def problems(config: Config, command: str) -> Iterator[str]:
     read = _files_read(config, command)
-    first = next(iter(read))
-    if not read[first]:
+    first = next(iter(read), "")
+    if first and not read[first]:
         yield f"{first}: expected at least one file, got none"
     for key, names in read.items():
         yield from (f"{key}: {name} does not exist" for name in names if not Path(name).exists())
@@ -35,7 +35,7 @@ def _not_a_folder(key: str, path: str) -> Iterator[str]:
 
 
 def _files_read(config: Config, command: str) -> dict[str, list[str]]:
-    """Key -> files; the first key needs at least one."""
+    """Key -> files; the first key, if there is one, needs at least one."""
     data, reward = config.data, config.reward_train
     if command == "sft" and config.sft.train_files:
         return {"sft.train_files": config.sft.train_files}
@@ -43,6 +43,8 @@ def _files_read(config: Config, command: str) -> dict[str, list[str]]:
         return {"data.train_files": data.train_files}
     if command == "evaluate":
         return _eval_files(config)
+    if command == "doctor":
+        return {}
     if command == "reward-train":
         return {"reward_train.train_files": reward.train_files, "reward_train.eval_files": reward.eval_files}
     if command == "label-lines":

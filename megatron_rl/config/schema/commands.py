@@ -9,7 +9,7 @@ from megatron_rl.config.schema.optimizers import OptimizerConfig
 
 RL_COMMANDS = ("train", "critic-pretrain")
 """They sample responses and score them."""
-SERVED_COMMANDS = (*RL_COMMANDS, "evaluate", "select-prompts", "label-lines")
+SERVED_COMMANDS = (*RL_COMMANDS, "evaluate", "select-prompts", "label-lines", "doctor")
 """They sample from SGLang servers."""
 
 
