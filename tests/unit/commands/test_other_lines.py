@@ -5,11 +5,12 @@ from typing import Any
 
 import pytest
 
+from megatron_rl.commands import invariance
 from megatron_rl.commands.checkup import FAIL, OK, WARN
 from megatron_rl.commands.engine_checkup import checksum_line, random_prompts
 from megatron_rl.commands.rank_checkup import difference_lines
 from megatron_rl.commands.tolerances import Tolerances, default_dtype, differing, tolerances_for
-from megatron_rl.config.schema import Config
+from megatron_rl.config.schema import Config, Dtype, ParallelConfig
 from megatron_rl.weights.verify import ChecksumReport
 
 
@@ -91,3 +92,23 @@ def test_bfloat16_lets_noise_pass_and_faults_not(row: dict[str, float], expected
     half = tolerances_for("bfloat16", on_gpu=True, has_engine=True, has_experts=False)
     assert differing(row, BASE, half) == expected
     assert differing(NOISE, BASE, tolerances_for("float32", on_gpu=False, has_engine=False, has_experts=False))
+
+
+@pytest.mark.parametrize("dtype", Dtype)
+def test_layouts_are_compared_in_the_dtype_that_was_asked_for(dtype: Dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In bfloat16 with a longer step, so that the update is more than a weight's last bit."""
+    built: dict[str, Any] = {}
+
+    class Stop(Exception):
+        pass
+
+    def engine(*args: Any, **kwargs: Any) -> None:
+        built.update(kwargs)
+        raise Stop
+
+    monkeypatch.setattr(invariance, "Engine", engine)
+    job = invariance.Job("model", "policy", ["tp1"], "", "", is_reference=True, dtype=dtype.value)
+    with pytest.raises(Stop):
+        invariance._measure(job, "tp1", ParallelConfig(), SimpleNamespace(), is_reference=True)
+    assert built["dtype"] is dtype
+    assert built["optimizer"].lr == invariance.OPTIMIZER.lr * (100 if dtype is Dtype.bfloat16 else 1)
