@@ -2,9 +2,9 @@
 
 Invariants: a folder of the final name is complete (it is written under another name and renamed); a resumed run is bitwise equal
 for the same layout, and equal up to rounding for another one, because the optimizer state is stored in the shape of the
-weights ("fully_reshardable"); hyperparameters come from the configuration, never from the checkpoint; before anything
-is loaded, every file has been compared with the checksums that its writer left, and no pickle may import what a
-checkpoint does not need. All ranks call
+weights; no rank ever holds more of it than its own share; hyperparameters come from the configuration, never from the
+checkpoint; before anything is loaded, every file has been compared with the checksums that its writer left, and no pickle
+may import what a checkpoint does not need. All ranks call
 each function together and wait for each other at its barriers, for at most the collective time-out. The folder must be
 on a file system that all ranks share.
 """
@@ -17,7 +17,6 @@ import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from types import MethodType
 from typing import Any
 
 import torch
@@ -27,7 +26,6 @@ from megatron.core.dist_checkpointing.serialization import get_default_save_shar
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
 from megatron.core.optimizer import MegatronOptimizer
-from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch.distributed.checkpoint.api import CheckpointException
 
@@ -39,17 +37,10 @@ from megatron_rl.parallel.collectives import CollectiveTimeout, PeerLost
 from megatron_rl.system.checksums import checksums, damaged, parse_checksums
 from megatron_rl.system.files import replace_folder, write_whole
 from megatron_rl.system.pickles import BadPickle
-from megatron_rl.training.optimizer import torch_adam_parts
+from megatron_rl.training.optimizer import set_num_steps
+from megatron_rl.training.optimizer_shards import sharded_state
 
-_FORMAT = {
-    "singleton_local_shards": False,
-    # The other formats fail or mislead in Megatron Core 0.16.1: fully_sharded_model_space cannot be saved,
-    # dp_reshardable restores a stale Adam step.
-    "distrib_optim_sharding_type": "fully_reshardable",
-    "distrib_optim_fully_reshardable_mem_efficient": False,
-    "chained_optim_avoid_prefix": True,
-}
-_EXPERTS_ARE_SPLIT = "experts_are_split"
+_FORMAT = {"singleton_local_shards": False}
 _SMALLEST_BYTES = 1 << 20
 _WEIGHTS_ONLY = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
 
@@ -108,9 +99,8 @@ def _write(
     strategy = FullyParallelSaveStrategyWrapper(
         get_default_save_sharded_strategy("torch_dist"), _data_parallel_group(), do_cache_distribution=False
     )
-    state = _sharded_state(chunks, optimizer, is_loading=False)
+    state = _sharded_state(chunks, optimizer)
     state["num_optimizer_steps"] = scheduler.num_steps
-    state[_EXPERTS_ARE_SPLIT] = _experts_are_split()
     dist_checkpointing.save(state, str(folder), strategy, content_metadata=_FORMAT)
 
 
@@ -122,12 +112,14 @@ def load_checkpoint(
 ) -> None:
     """Restore in place what ``save_checkpoint`` wrote, from the same or another parallel layout.
 
-    Raises CheckpointError where there is no whole checkpoint, where it is of another model, and where the experts of one
-    layout are split over ranks and those of the other are not.
+    Raises CheckpointError where there is no whole checkpoint, and where it is of another model.
     """
     folder = Path(folder)
     _agree("\n".join(_problems(folder)), CheckpointError)
-    with _raised_together(CheckpointError, f"{folder} cannot be loaded, is it of another model?"), _only_tensors_unpickled():
+    with (
+        _raised_together(CheckpointError, f"{folder} cannot be loaded, is it of another model?"),
+        _only_tensors_unpickled(),
+    ):
         _load(folder, chunks, optimizer, scheduler)
 
 
@@ -137,25 +129,14 @@ def _load(
     optimizer: MegatronOptimizer,
     scheduler: OptimizerParamScheduler,
 ) -> None:
-    saved = dist_checkpointing.load_common_state_dict(str(folder)).get(_EXPERTS_ARE_SPLIT)
-    if saved is not None and saved != _experts_are_split():
-        raise CheckpointError(
-            f"{folder} was written with parallel.expert_parallel_size {'above 1' if saved else '1'}, and this run has "
-            f"{parallel_state.get_expert_model_parallel_world_size()}: Megatron keeps the optimizer state of experts that "
-            "are split apart from the rest, and cannot turn one into the other; continue with a size on the same side of "
-            "1, or start from the saved Hugging Face weights"
-        )
-    hyperparameters = [_hyperparameters(group) for group in optimizer.param_groups]
-    with torch.no_grad(), _steps_kept_in_place(optimizer):
-        state = dist_checkpointing.load(_sharded_state(chunks, optimizer, is_loading=True), str(folder))
+    with torch.no_grad():
+        # In place: what the sharded state points to are the weights and the optimizer's own tensors.
+        state = dist_checkpointing.load(_sharded_state(chunks, optimizer), str(folder))
         for index, chunk in enumerate(chunks):
             chunk.load_state_dict(state[_chunk_key(index)])
-        optimizer.load_state_dict(state["optimizer"])
-    for group, configured in zip(optimizer.param_groups, hyperparameters, strict=True):
-        group.update(configured)
     scheduler.num_steps = 0
     scheduler.step(state["num_optimizer_steps"])
-    _give_each_parameter_its_own_step(optimizer)
+    set_num_steps(optimizer, scheduler.num_steps)
 
 
 def _write_checksums(folder: Path) -> None:
@@ -250,17 +231,10 @@ def _only_tensors_unpickled() -> Iterator[None]:
             os.environ[_WEIGHTS_ONLY] = before
 
 
-def _sharded_state(
-    chunks: Sequence[PackedGPTModel], optimizer: MegatronOptimizer, *, is_loading: bool
-) -> dict[str, Any]:
+def _sharded_state(chunks: Sequence[PackedGPTModel], optimizer: MegatronOptimizer) -> dict[str, Any]:
     metadata = {**_FORMAT, "dp_cp_group": _data_parallel_group()}
-    state = {_chunk_key(index): chunk.sharded_state_dict(metadata=metadata) for index, chunk in enumerate(chunks)}
-    state["optimizer"] = optimizer.sharded_state_dict(state, is_loading=is_loading, metadata=metadata)
-    return state
-
-
-def _experts_are_split() -> bool:
-    return parallel_state.get_expert_model_parallel_world_size() > 1
+    weights = {_chunk_key(index): chunk.sharded_state_dict(metadata=metadata) for index, chunk in enumerate(chunks)}
+    return {**weights, "optimizer": sharded_state(optimizer, weights)}
 
 
 def _chunk_key(index: int) -> str:
@@ -270,37 +244,3 @@ def _chunk_key(index: int) -> str:
 
 def _data_parallel_group() -> dist.ProcessGroup:
     return parallel_state.get_data_parallel_group(with_context_parallel=True)
-
-
-def _hyperparameters(group: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in group.items() if name not in ("params", "step")}
-
-
-@contextmanager
-def _steps_kept_in_place(optimizer: MegatronOptimizer) -> Iterator[None]:
-    """Let torch's AdamW load "fully_reshardable" states.
-
-    They hold no step per parameter, while Megatron 0.16.1 copies every entry of AdamW's state, the step too, from the
-    loaded tensors and fails with KeyError. Here the current step stands in for the missing one.
-    """
-
-    def set_states(part: DistributedOptimizer, model_param: torch.nn.Parameter, tensors: dict[str, Any]) -> None:
-        group, order = part.model_param_group_index_map[model_param]
-        state = part.optimizer.state[part.optimizer.param_groups[group]["params"][order]]
-        DistributedOptimizer._set_main_param_and_optimizer_states(part, model_param, {"step": state["step"], **tensors})
-
-    parts = list(torch_adam_parts(optimizer))
-    for part in parts:
-        part._set_main_param_and_optimizer_states = MethodType(set_states, part)
-    try:
-        yield
-    finally:
-        for part in parts:
-            del part._set_main_param_and_optimizer_states
-
-
-def _give_each_parameter_its_own_step(optimizer: MegatronOptimizer) -> None:
-    """Megatron 0.16.1 loads one step tensor into all of AdamW's states; every parameter would then advance it."""
-    for part in torch_adam_parts(optimizer):
-        for state in part.optimizer.state.values():
-            state["step"] = state["step"].clone()

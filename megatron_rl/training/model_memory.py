@@ -34,7 +34,13 @@ class ModelMemory:
         moves: bool,
     ) -> None:
         """``moves``: whether ``step_aside`` empties the device; gradients come and go in any case."""
-        self._replicas = replicas
+        # As Megatron's offload_grad_buffers, which warns of its own use of typed storages.
+        storages = [
+            buffer.grad_data.untyped_storage()
+            for replica in replicas
+            for buffer in (*replica.buffers, *replica.expert_parallel_buffers)
+        ]
+        self._gradients = [(storage, storage.nbytes()) for storage in storages]
         self._optimizer = optimizer
         self._moves = moves
         self._num_users = 0
@@ -65,11 +71,10 @@ class ModelMemory:
 
     @contextmanager
     def training(self) -> Iterator[None]:
-        """``state``, and gradient buffers full of zeros that are gone afterwards."""
-        on_gpu = torch.cuda.is_available()
+        """``state``, and gradient buffers, of any content, that are gone afterwards."""
         with self.state(changes=True):
-            for replica in self._replicas:
-                replica.restore_grad_buffers(synchronize=on_gpu)
+            for storage, size in self._gradients:
+                storage.resize_(size)
             try:
                 yield
             finally:
@@ -79,14 +84,20 @@ class ModelMemory:
 
     def step_aside(self) -> None:
         """Make room for others: all that is not in use leaves the device."""
-        if self._moves and not self._num_users:
-            self._state.out()
-            self._weights.out()
+        if (
+            self._moves
+            and not self._num_users
+            and (self._state.out() | self._weights.out())
+            and torch.cuda.is_available()
+        ):
+            torch.cuda.empty_cache()  # large blocks of other sizes come next
 
     def _free_gradients(self) -> None:
-        on_gpu = torch.cuda.is_available()
-        for replica in self._replicas:
-            replica.offload_grad_buffers(synchronize=on_gpu, empty_cache=on_gpu)
+        _wait_for_device()
+        for storage, _ in self._gradients:
+            storage.resize_(0)
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
 
 
 class _Stash:
@@ -100,23 +111,25 @@ class _Stash:
         self.is_copied = False
         """Host memory holds what is on the device: leaving copies nothing."""
 
-    def out(self) -> None:
-        """Empty the storages, after a copy to host memory where there is none yet."""
+    def out(self) -> bool:
+        """Empty the storages, after a copy to host memory where there is none yet. False: they were empty."""
         if self._emptied:
-            return
+            return False
         storages = self._storages()
         sizes = [storage.nbytes() for storage in storages.values()]
         if self._host is None or len(self._host) != sum(sizes):
             self._host, self.is_copied = _host_memory(sum(sizes)), False
         parts = self._host.split(sizes)
+        _wait_for_device()
         if not self.is_copied:
             for storage, part in zip(storages.values(), parts, strict=True):
                 part.copy_(_bytes_of(storage), non_blocking=True)
-        _finish_copies()
+        _wait_for_device()
         self._emptied = list(zip(storages.values(), sizes, strict=True))
         for storage, _ in self._emptied:
             storage.resize_(0)
         self.is_copied = True
+        return bool(self._emptied)
 
     def back(self) -> None:
         """Fill the storages again."""
@@ -126,7 +139,7 @@ class _Stash:
         for (storage, size), part in zip(self._emptied, parts, strict=True):
             storage.resize_(size)
             _bytes_of(storage).copy_(part, non_blocking=True)
-        _finish_copies()
+        _wait_for_device()
         self._emptied = []
 
     def _storages(self) -> dict[int, torch.UntypedStorage]:
@@ -140,8 +153,8 @@ def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
-def _finish_copies() -> None:
-    """Other streams than the one that copies use the memory, too."""
+def _wait_for_device() -> None:
+    """Other streams than the one that copies use the memory, too: weights are gathered and sent on their own."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
 
@@ -163,5 +176,10 @@ def _host_memory(num_bytes: int) -> Tensor:
     memory.madvise(mmap.MADV_DONTFORK)  # pinned pages are copied at a fork, and checkpoints are written by forks
     host = torch.frombuffer(memory, dtype=torch.uint8)
     if torch.cuda.is_available():
-        torch.cuda.check_error(int(torch.cuda.cudart().cudaHostRegister(host.data_ptr(), num_bytes, 0)))
+        status = int(torch.cuda.cudart().cudaHostRegister(host.data_ptr(), num_bytes, 0))
+        if status:
+            raise UserError(
+                f"{num_bytes / _GB:.1f} GB of host memory could not be pinned (CUDA error {status}); raise the limit on locked "
+                "memory (ulimit -l), or set policy.offload=never and critic.offload=never"
+            )
     return host

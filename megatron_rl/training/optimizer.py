@@ -17,7 +17,12 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch import Tensor
 
-from megatron_rl.config.schema import DecayStyle, OptimizerConfig
+from megatron_rl.config.schema import DecayStyle, Moments, OptimizerConfig
+from megatron_rl.errors import UserError
+from megatron_rl.models.layers import has_transformer_engine
+
+_FUSED_MAIN = "master_param"
+"""Where Transformer Engine's Adam keeps main parameters with moments of another dtype than theirs."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +42,13 @@ def build_optimizer(
     Biases and vectors get no weight decay (Megatron's default). Build it after the weights are loaded: with bfloat16
     models the float32 main weights are copied here.
     """
+    has_small_moments = config.moments is Moments.bfloat16
+    if has_small_moments and not (has_transformer_engine() and dtype is torch.bfloat16):
+        raise UserError(
+            "optimizer.moments=bfloat16 needs Transformer Engine on a GPU and a bfloat16 model; set it to float32, or install "
+            "Transformer Engine (docs/cluster.md)"
+        )
+    moments_dtype = getattr(torch, config.moments.value)
     optimizer = get_megatron_optimizer(
         MegatronOptimizerConfig(
             optimizer="adam",
@@ -50,6 +62,11 @@ def build_optimizer(
             use_distributed_optimizer=True,
             bf16=dtype == torch.bfloat16,
             params_dtype=dtype,
+            use_precision_aware_optimizer=has_small_moments,
+            exp_avg_dtype=moments_dtype,
+            exp_avg_sq_dtype=moments_dtype,
+            # Checkpoints hold whole float32 weights, whatever optimizer goes on from them.
+            store_param_remainders=False,
         ),
         list(chunks),
     )
@@ -100,14 +117,21 @@ def guarded_step(optimizer: MegatronOptimizer, scheduler: OptimizerParamSchedule
         for part in optimizer_parts(optimizer):
             parameters = part.get_parameters()
             if max_norm > 0.0 and parameters:
-                clip_grad_by_total_norm_fp32(parameters, max_norm, grad_norm)
+                decoupled = part.config.use_precision_aware_optimizer
+                clip_grad_by_total_norm_fp32(parameters, max_norm, grad_norm, use_decoupled_grad=decoupled)
         optimizer.step_with_ready_grads()
     return StepResult(grad_norm, float(optimizer.param_groups[0]["lr"]), skipped)
 
 
-def torch_adam_parts(optimizer: MegatronOptimizer) -> Iterator[MegatronOptimizer]:
-    """The parts that run torch's AdamW, which is where neither Transformer Engine nor Apex brings a fused one."""
-    return (part for part in optimizer_parts(optimizer) if isinstance(part.optimizer, torch.optim.AdamW))
+def set_num_steps(optimizer: MegatronOptimizer, num_steps: int) -> None:
+    """As many steps lie behind every parameter: what corrects the bias of Adam's moments."""
+    for part in optimizer_parts(optimizer):
+        for group in part.optimizer.param_groups:
+            if not isinstance(part.optimizer, torch.optim.AdamW):
+                group["step"] = num_steps  # a fused Adam of Transformer Engine or Apex counts for all of a group
+                continue
+            for parameter in group["params"]:
+                part.optimizer.state[parameter]["step"] = torch.tensor(float(num_steps))
 
 
 def optimizer_parts(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
@@ -124,10 +148,20 @@ def state_tensors(optimizer: MegatronOptimizer) -> Iterator[Tensor]:
                 yield from (value for value in state if isinstance(value, Tensor) and value.ndim)
 
 
+def weight_states(part: MegatronOptimizer, weight: torch.nn.Parameter) -> dict[str, Tensor]:
+    """What ``part`` holds of its share of ``weight``, each 1-D: the main parameter ("param") and the moments."""
+    group, order = part.model_param_group_index_map[weight]
+    main = part.optimizer.param_groups[group]["params"][order]
+    moments = part.optimizer.state[main]
+    return {"param": moments.get(_FUSED_MAIN, main), **{name: moments[name] for name in ("exp_avg", "exp_avg_sq")}}
+
+
 def _create_adam_state(optimizer: MegatronOptimizer) -> None:
     """No Adam has state before its first step, but a model may be saved, or wait in host memory, before that."""
     for part in optimizer_parts(optimizer):
-        part.init_state_fn(part.optimizer, part.config)
-    for part in torch_adam_parts(optimizer):
-        for parameter in part.get_parameters():
-            part.optimizer.state[parameter]["step"] = torch.zeros((), dtype=torch.float32)
+        if not part.config.use_precision_aware_optimizer:
+            part.init_state_fn(part.optimizer, part.config)
+            continue
+        for parameter in part.get_parameters():  # Megatron 0.16.1 forgets an argument
+            part.optimizer.initialize_state(parameter, part.config.store_param_remainders)
+    set_num_steps(optimizer, 0)

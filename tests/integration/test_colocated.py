@@ -1,4 +1,4 @@
-"""A whole run with its server on the trainer's devices: turns, equal log-probs, and a server that dies."""
+"""A whole run with its server on the trainer's devices and models in host memory: turns, equal log-probs, a server that dies."""
 
 import itertools
 import json
@@ -19,8 +19,8 @@ NUM_STEPS = 4
 RECIPE = """
 preset: tppo
 run: {{num_steps: {num_steps}, seed: 3, output_dir: {folder}/run}}
-policy: {{path: {folder}/model, init: random, optimizer: {{lr: 1.0e-3}}}}
-critic: {{warmup_steps: 1, optimizer: {{lr: 1.0e-3}}}}
+policy: {{path: {folder}/model, init: random, offload: always, optimizer: {{lr: 1.0e-3}}}}
+critic: {{warmup_steps: 1, offload: always, optimizer: {{lr: 1.0e-3}}}}
 parallel: {{collective_timeout_s: 120}}
 batch:
   num_prompts_per_step: 8

@@ -37,7 +37,7 @@ class Case:
 
 CASES = {
     "dense": Case("qwen2", ("tp2+sp+pp2", "pp2"), ("tp1", "cp2")),
-    "experts": Case("experts", ("ep2", "tp2+sp"), ("tp2+sp+ep2", "pp2+vpp2")),
+    "experts": Case("experts", ("ep2", "tp2+sp"), ("tp2+sp", "pp2+vpp2+ep2")),
 }
 ONE_RANK = ("tp1", "tp1")
 TIMEOUT_S = 120.0

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from megatron_rl.config.derived import critic_dtype
 from megatron_rl.config.schema import (
     Config,
     Dtype,
@@ -9,6 +10,7 @@ from megatron_rl.config.schema import (
     Init,
     LoadBalancing,
     MoeConfig,
+    Moments,
     Mtp,
     OldPolicy,
     RoutingReplay,
@@ -22,6 +24,15 @@ def problems(config: Config) -> Iterator[str]:
             f"policy.fp8={policy.fp8.value}: needs parameters in bfloat16, got policy.dtype={policy.dtype.value}; set "
             "policy.dtype=bfloat16"
         )
+    for name, optimizer, dtype in (
+        ("policy", policy.optimizer, policy.dtype),
+        ("critic", config.critic.optimizer, critic_dtype(config)),
+    ):
+        if optimizer.moments is Moments.bfloat16 and dtype is not Dtype.bfloat16:
+            yield (
+                f"{name}.optimizer.moments=bfloat16: needs parameters in bfloat16, got {name}.dtype={dtype.value}; set "
+                f"{name}.dtype=bfloat16 or moments=float32"
+            )
     if policy.mtp is Mtp.keep and policy.init is Init.random:
         yield "policy.mtp=keep: fresh weights (policy.init=random) have no layers to keep; set it to drop"
     yield from _load_balancing(moe)

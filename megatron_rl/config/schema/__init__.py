@@ -47,7 +47,7 @@ from megatron_rl.config.schema.models import (
     RoutingReplay,
     VisionConfig,
 )
-from megatron_rl.config.schema.optimizers import DecayStyle, OptimizerConfig
+from megatron_rl.config.schema.optimizers import DecayStyle, Moments, OptimizerConfig
 from megatron_rl.config.schema.parallel import ParallelConfig
 from megatron_rl.config.schema.rewards import EnvironmentConfig, ProcessRewardConfig, RewardConfig, RewardRouteConfig
 from megatron_rl.config.schema.rollout import (
@@ -103,6 +103,7 @@ __all__ = [
     "LoadBalancing",
     "Mode",
     "MoeConfig",
+    "Moments",
     "Mtp",
     "Normalization",
     "Offload",

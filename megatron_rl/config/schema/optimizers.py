@@ -17,6 +17,15 @@ class DecayStyle(Enum):
     """Along half a cosine over decay_steps."""
 
 
+class Moments(Enum):
+    """Precision of Adam's two moments, in memory and in checkpoints."""
+
+    float32 = "float32"
+    """With the main weights 12 bytes per parameter."""
+    bfloat16 = "bfloat16"
+    """8 bytes; for bfloat16 models on GPUs with Transformer Engine. Updates differ by its rounding, a 256th of a moment."""
+
+
 @dataclass
 class OptimizerConfig:
     """AdamW (Megatron's distributed optimizer) and its learning rate."""
@@ -41,3 +50,5 @@ class OptimizerConfig:
     """Added to the root of the mean squared gradient."""
     max_grad_norm: float = above(0, default=1.0)
     """Gradients with a larger norm over the whole model are scaled down to it."""
+    moments: Moments = Moments.float32
+    """Precision of Adam's two moments."""
