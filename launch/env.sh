@@ -1,11 +1,28 @@
 # Sourced by the launch scripts: defaults that a site may set beforehand.
 VENV=${VENV:-.venv}
-if command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L >/dev/null 2>&1; then
-    DEFAULT_RANKS_PER_NODE=$(nvidia-smi -L | wc -l)
+# Trainer ranks and servers share an NCCL communicator: both sides need the same values, and SGLang takes these where a
+# server has none. Multi-node NVLink (GB200, GB300) wants 1 for both: export that for the trainer and for every server.
+export NCCL_CUMEM_ENABLE=${NCCL_CUMEM_ENABLE:-0}
+export NCCL_NVLS_ENABLE=${NCCL_NVLS_ENABLE:-0}
+export TOKENIZERS_PARALLELISM=${TOKENIZERS_PARALLELISM:-false}
+
+NUM_GPUS=0
+if [ -z "${CUDA_VISIBLE_DEVICES+set}" ]; then
+    NUM_GPUS=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU ') || true
+elif [ -n "$CUDA_VISIBLE_DEVICES" ] && nvidia-smi -L >/dev/null 2>&1; then
+    NUM_GPUS=$(echo "$CUDA_VISIBLE_DEVICES" | tr ',' '\n' | grep -cE '^ *([0-9]+|GPU-.*|MIG-.*)$') || true
+fi
+if [ "$NUM_GPUS" -gt 0 ]; then
+    DEFAULT_RANKS_PER_NODE=$NUM_GPUS
     # Megatron overlaps tensor-parallel communication with computation only when kernels are queued in order.
     export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-1}
 else
+    if [ "${MEGATRON_RL_REQUIRE_GPU:-0}" != 0 ]; then
+        echo "error: MEGATRON_RL_REQUIRE_GPU=$MEGATRON_RL_REQUIRE_GPU, but nvidia-smi names no GPU on $(hostname)" \
+            "(CUDA_VISIBLE_DEVICES=${CUDA_VISIBLE_DEVICES-unset}). Ask the scheduler for GPUs (sbatch --gpus-per-node=8)," \
+            "look at nvidia-smi, or set MEGATRON_RL_REQUIRE_GPU=0 to compute on CPUs" >&2
+        exit 2
+    fi
     DEFAULT_RANKS_PER_NODE=1
     export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 fi
-export TOKENIZERS_PARALLELISM=${TOKENIZERS_PARALLELISM:-false}

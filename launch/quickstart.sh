@@ -3,6 +3,7 @@
 #   bash launch/quickstart.sh                          # T-PPO
 #   bash launch/quickstart.sh --mode ppo               # the synchronous baseline from the same start
 #   bash launch/quickstart.sh run.num_steps=20         # further arguments override the recipe
+# Also on a GPU machine it computes on the CPU: the model is tiny, in float32, and every figure of it was measured there.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -13,7 +14,7 @@ while [ $# -gt 0 ]; do
     case $1 in
         --mode) MODE=${2:?--mode needs tppo or ppo}; shift 2 ;;
         --output) OUTPUT=${2:?--output needs a folder}; shift 2 ;;
-        -h | --help) sed -n '2,5s/^# \{0,1\}//p' "$0"; exit 0 ;;
+        -h | --help) sed -n '2,6s/^# \{0,1\}//p' "$0"; exit 0 ;;
         *=*) OVERRIDES+=("$1"); shift ;;
         *) echo "quickstart: error: unknown argument $1; expected --mode, --output or key=value" >&2; exit 2 ;;
     esac
@@ -24,6 +25,9 @@ case $MODE in
 esac
 
 bash launch/setup.sh
+# Whatever GPUs there are, torch and SGLang see none of them.
+export CUDA_VISIBLE_DEVICES= MEGATRON_RL_REQUIRE_GPU=0
+if nvidia-smi -L >/dev/null 2>&1; then echo "quickstart: on the CPU; for recipes on GPUs see examples/gpu/README.md"; fi
 started=$SECONDS
 step() { printf '\n== %s (%d s since the start)\n' "$1" $((SECONDS - started)); }
 

@@ -7,5 +7,10 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 bash launch/setup.sh
 # One thread per process: the ranks and servers of a test share the cores.
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+# All tests but those marked gpu compute on the CPU, several ranks and servers each, also where there is a GPU.
+case " $* " in
+    *" -m gpu "*) ;;
+    *) export CUDA_VISIBLE_DEVICES= MEGATRON_RL_REQUIRE_GPU=0 ;;
+esac
 # Two files at a time; "-n 0" shows the output of one test as it runs.
 exec .venv/bin/python -m pytest -n 2 --dist loadfile -m "not gpu" "$@"

@@ -2,11 +2,11 @@
 
 import argparse
 
-from megatron_rl.commands.recipe import add_recipe, check_rl_inputs, run_on_ranks
+from megatron_rl.commands.recipe import add_recipe_of_ranks, check_rl_inputs, run_on_ranks
 from megatron_rl.config.schema import Config
 from megatron_rl.system.collector import collector_at_rest
 
-add_arguments = add_recipe
+add_arguments = add_recipe_of_ranks
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -9,12 +9,16 @@ from urllib.parse import urlsplit
 
 from megatron_rl.commands.model_checks import check_models
 from megatron_rl.config.checks import check_config
-from megatron_rl.config.checks.servers import LOOPBACK
+from megatron_rl.config.checks.servers import Node
 from megatron_rl.config.load import load_config
 from megatron_rl.config.schema import Config
 from megatron_rl.errors import ConfigError, DataError
+from megatron_rl.system.addresses import LOOPBACK, interface_towards
+from megatron_rl.system.arguments import positive_int
 from megatron_rl.system.collector import collector_at_rest
+from megatron_rl.system.gpu_environment import REQUIRE_GPU, check_required_gpus, set_gpu_defaults
 from megatron_rl.system.signals import StopRequested, stopped_by_signals
+from megatron_rl.system.terminal import say
 
 _CHECKED = "MEGATRON_RL_INPUTS_ARE_CHECKED"
 """Set for the ranks by the process that has read all data files before it started them."""
@@ -25,6 +29,14 @@ def add_recipe(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config", required=True, action="append", help="YAML recipe; a later one overrides")
     parser.add_argument("--dry-run", action="store_true", help="print what would be done and exit")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="override a key of the recipe")
+
+
+def add_recipe_of_ranks(parser: argparse.ArgumentParser) -> None:
+    """For commands that ``run_on_ranks``."""
+    add_recipe(parser)
+    parser.add_argument(
+        "--gpus-per-node", type=positive_int, metavar="N", help="with --dry-run: GPUs of a node of the run, not of this machine"
+    )
 
 
 def options_of(words: Sequence[str]) -> dict[str, Any]:
@@ -71,7 +83,8 @@ def _run_on_ranks(
     is_rank = "RANK" in os.environ
     world_size = int(os.environ["WORLD_SIZE"]) if is_rank else None
     with collector_at_rest():  # the checks import half of what a run needs
-        check_config(config, command=command, world_size=world_size)
+        node = _driver_node(config, arguments, world_size)
+        check_config(config, command=command, world_size=world_size, node=node)
         if os.environ.get("RANK", "0") == "0" and _CHECKED not in os.environ:
             _check_megatron_fields(config)
             check_models(config, command)
@@ -85,7 +98,8 @@ def _run_on_ranks(
         from megatron_rl.run.output import check_output_dir
 
         check_output_dir(config)
-    _stay_on_this_machine(config)
+    _prepare_gpus(is_rank)
+    _choose_interface(config)
     if not is_rank and config.parallel.num_ranks > 1:
         from megatron_rl.system.torchrun import run_under_torchrun
 
@@ -99,12 +113,56 @@ def _run_on_ranks(
     return 0
 
 
-def _stay_on_this_machine(config: Config) -> None:
-    """Where all ranks and servers are here, gloo listens here only; else it takes the interface of the host's name."""
-    one_machine = os.environ.get("LOCAL_WORLD_SIZE", "1") == os.environ.get("WORLD_SIZE", "1")
-    addresses = [config.rollout.host, *(urlsplit(url).hostname for url in config.rollout.urls)]
-    if one_machine and set(addresses) <= set(LOOPBACK) and _LOOPBACK_INTERFACE in dict(socket.if_nameindex()).values():
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", _LOOPBACK_INTERFACE)
+def _driver_node(config: Config, arguments: argparse.Namespace, world_size: int | None) -> Node:
+    """Its GPUs and ranks; those of a dry run elsewhere are what it is told, and another node's rank knows nothing of it."""
+    if arguments.gpus_per_node and not arguments.dry_run:
+        raise ConfigError("--gpus-per-node is for --dry-run: a run counts the GPUs that it finds")
+    num_ranks = world_size or config.parallel.num_ranks or 1
+    from megatron_rl.rollout.sglang.server import count_gpus
+
+    num_gpus = arguments.gpus_per_node or count_gpus()
+    if os.environ.get("GROUP_RANK", "0") != "0":
+        return Node(0, 0)
+    if "LOCAL_WORLD_SIZE" in os.environ and not arguments.gpus_per_node:
+        return Node(num_gpus, int(os.environ["LOCAL_WORLD_SIZE"]))
+    # All of a run without a launcher start here; of a plan, or of ranks that srun started, as many as there are GPUs.
+    starts_here = world_size is None and not arguments.dry_run
+    return Node(num_gpus, num_ranks) if starts_here else Node.of(num_gpus, num_ranks)
+
+
+def _prepare_gpus(is_rank: bool) -> None:
+    """What has to be so before CUDA is in use. Raises UserError where a GPU is required and none is found."""
+    import torch
+
+    num_gpus = torch.cuda.device_count()
+    check_required_gpus(num_gpus)
+    if num_gpus:
+        set_gpu_defaults()
+    elif torch.version.cuda and "CUDA_VISIBLE_DEVICES" not in os.environ and not is_rank:
+        # A driver that does not answer, or a container without its GPUs, should not go unseen.
+        say(f"note: torch is made for CUDA {torch.version.cuda}, but finds no GPU: this computes on CPUs ({REQUIRE_GPU}=1 refuses to)")
+
+
+def _choose_interface(config: Config) -> None:
+    """The interface that gloo listens on: loopback where all ranks and servers are here, and nowhere else.
+
+    On several machines gloo takes the address of the host's name, which many a Linux has as 127.0.1.1.
+    """
+    if "GLOO_SOCKET_IFNAME" in os.environ:
+        return
+    hosts = [urlsplit(url).hostname or "" for url in config.rollout.urls]
+    others = [host for host in hosts if host not in LOOPBACK]
+    driver, world_size = os.environ.get("MASTER_ADDR", "127.0.0.1"), os.environ.get("WORLD_SIZE", "1")
+    # A launcher that says no LOCAL_WORLD_SIZE starts ranks here alone where they meet at loopback.
+    if world_size != os.environ.get("LOCAL_WORLD_SIZE", world_size if driver in LOOPBACK else "1"):
+        others = [driver]
+    if others:
+        interface = interface_towards(others[0])
+    else:
+        here = config.rollout.host in LOOPBACK and _LOOPBACK_INTERFACE in dict(socket.if_nameindex()).values()
+        interface = _LOOPBACK_INTERFACE if here else ""
+    if interface:
+        os.environ["GLOO_SOCKET_IFNAME"] = interface
 
 
 def _check_megatron_fields(config: Config) -> None:

@@ -1,19 +1,51 @@
-"""`megatron-rl serve`: one SGLang server in the foreground, for a trainer that attaches to it."""
+"""`megatron-rl serve`: SGLang servers in the foreground, for a trainer that attaches to them.
+
+    megatron-rl serve --model-path MODEL --num-servers 8 --dtype bfloat16 mem-fraction-static=0.8
+    megatron-rl serve --config recipe.yaml --trainer node0 --api-key-env SGLANG_KEY rollout.tensor_parallel_size=2
+
+With a recipe they are the servers that the run itself would start, with weights that the trainer sends, on all GPUs of this node.
+"""
 
 import argparse
 import os
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from megatron_rl.config.checks.servers import LOOPBACK
-from megatron_rl.errors import UserError
+from megatron_rl.config.checks.servers import flag_problems, key_problems
+from megatron_rl.config.derived import servers_are_deterministic
+from megatron_rl.config.schema import Config, RolloutConfig
+from megatron_rl.errors import ConfigError, UserError
+from megatron_rl.system.addresses import LOOPBACK, address_towards, interface_of, is_loopback
+from megatron_rl.system.arguments import positive_int, positive_number
+
+if TYPE_CHECKING:
+    from megatron_rl.rollout.sglang.options import ServerOptions
+
+_FIRST_GPU = "base-gpu-id"
+_LAST_PORT = 65535
+_ALL_ADDRESSES = ("0.0.0.0", "::")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model-path", required=True, help="Hugging Face model folder")
+    model = parser.add_mutually_exclusive_group(required=True)
+    model.add_argument("--model-path", help="Hugging Face model folder")
+    model.add_argument("--config", action="append", help="the trainer's YAML recipe, for model and settings of the servers")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on; others than 127.0.0.1 need a key")
-    parser.add_argument("--port", type=int, default=30000)
-    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"))
-    parser.add_argument("--tensor-parallel-size", type=int, default=1)
+    parser.add_argument("--trainer", metavar="NODE", help="in the place of --host: this machine's address towards that one")
+    parser.add_argument("--port", type=int, default=30000, help="of the first server; the next ones up for the others")
+    parser.add_argument(
+        "--num-servers", type=positive_int, help="default: 1, with --config as many as the GPUs hold (on a CPU rollout.num_servers)"
+    )
+    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="default: float32")
+    parser.add_argument("--tensor-parallel-size", type=positive_int, help="GPUs (on a CPU: processes) per server; default: 1")
+    parser.add_argument(
+        "--deterministic",
+        action=argparse.BooleanOptionalAction,
+        help="heed the seeds of requests; default: on a CPU, where it costs nothing. On GPUs it costs a quarter to a half of the speed",
+    )
+    parser.add_argument("--start-timeout-s", type=positive_number, default=1800.0, help="longest wait for a server to answer")
     parser.add_argument(
         "--api-key-env",
         metavar="NAME",
@@ -21,42 +53,139 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="environment variable with the key that every request must carry (rollout.api_key_env of the trainer)",
     )
     parser.add_argument("--without-api-key", action="store_true", help="let everybody in who reaches the address")
-    parser.add_argument("--log", default="sglang.log", help="file that receives the server's log")
-    parser.add_argument("server_args", nargs="*", metavar="flag=value", help="more SGLang options, without dashes")
+    parser.add_argument("--log", default="sglang.log", help="file for a server's log; several write sglang-0.log and so on")
+    parser.add_argument("--url-file", type=Path, help="file that gets the servers' URLs, a line each, once all of them answer")
+    parser.add_argument(
+        "words", nargs="*", metavar="name=value", help="more SGLang options, without dashes; with --config: keys of the recipe"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
+    from megatron_rl.rollout.serving import serve
+
+    options, num_servers = options_and_number(arguments)
+    return serve(
+        options,
+        num_servers,
+        Path(arguments.log),
+        start_timeout_s=arguments.start_timeout_s,
+        url_file=arguments.url_file,
+        say=lambda text: print(text, flush=True),
+    )
+
+
+def options_and_number(arguments: argparse.Namespace) -> "tuple[ServerOptions, int]":
+    """What the first server is started with, and how many there are. Raises UserError."""
+    from megatron_rl.rollout.sglang.server import count_gpus, detect_device
+
+    host = _own_address(arguments.trainer) if arguments.trainer else arguments.host
+    if arguments.url_file and host in _ALL_ADDRESSES:
+        raise UserError(f"--url-file: {host} is no address that a trainer could use; give --trainer NODE, or --host with one of them")
+    if not arguments.config:  # before the libraries are loaded
+        _api_key(arguments.api_key_env, host, without=arguments.without_api_key)
+    device = detect_device()
+    options, default_number, key_name = _of_recipe(arguments) if arguments.config else _of_model(arguments, device)
+    api_key = _api_key(key_name, host, without=arguments.without_api_key)
+    size, first_gpu = options.tensor_parallel_size, options.server_args.get(_FIRST_GPU, 0)
+    if not isinstance(first_gpu, int):
+        raise UserError(f"{_FIRST_GPU}={first_gpu}: expected the number of the first server's first GPU")
+    free_gpus = count_gpus() - first_gpu
+    number = arguments.num_servers or (free_gpus // size if arguments.config and free_gpus > 0 else default_number)
+    if device == "cuda" and not 0 < number * size <= free_gpus:
+        raise UserError(
+            f"{max(number, 1)} servers x {size} GPUs are more than the {free_gpus} of this machine from GPU {first_gpu} on; lower "
+            "--num-servers or the tensor-parallel size"
+        )
+    if not 0 <= arguments.port <= _LAST_PORT - number:
+        raise UserError(f"--port {arguments.port}: expected 0 (any free ports) or a port up to {_LAST_PORT - number}")
+    server_args = {name: value for name, value in options.server_args.items() if name != _FIRST_GPU}
+    if problems := list(flag_problems(server_args, num_servers=number, dtype=options.dtype, key="")):
+        raise ConfigError("\n".join(problems))
+    # gloo would listen on the address of the host's name, which many a Linux has as 127.0.1.1.
+    interface = "" if is_loopback(host) or "GLOO_SOCKET_IFNAME" in os.environ else interface_of(host)
+    options = replace(
+        options,
+        host=host,
+        port=arguments.port,
+        first_gpu=first_gpu,
+        api_key=api_key,
+        server_args=server_args,
+        env={"GLOO_SOCKET_IFNAME": interface} if interface else {},
+    )
+    return options, number
+
+
+def _of_model(arguments: argparse.Namespace, device: str) -> "tuple[ServerOptions, int, str]":
     from megatron_rl.commands.recipe import options_of
     from megatron_rl.rollout.sglang.options import ServerOptions
-    from megatron_rl.rollout.sglang.server import detect_device, serve
+    from megatron_rl.system.gpu_environment import nccl_values
 
-    api_key = _api_key(arguments)
     options = ServerOptions(
         model_path=arguments.model_path,
-        host=arguments.host,
-        port=arguments.port,
-        dtype=arguments.dtype,
-        tensor_parallel_size=arguments.tensor_parallel_size,
-        deterministic=True,
+        dtype=arguments.dtype or "float32",
+        tensor_parallel_size=arguments.tensor_parallel_size or 1,
+        deterministic=servers_are_deterministic(RolloutConfig(deterministic=arguments.deterministic), device),
         tokenizer=True,
-        device=detect_device(),
-        api_key=api_key,
-        server_args=options_of(arguments.server_args),
+        device=device,
+        nccl=nccl_values(os.environ),
+        server_args=_named(options_of(arguments.words)),
     )
-    return serve(options, Path(arguments.log))
+    return options, 1, arguments.api_key_env
 
 
-def _api_key(arguments: argparse.Namespace) -> str:
-    """Raises UserError where a key is missing, or cannot travel in a header."""
-    name = arguments.api_key_env
+def _of_recipe(arguments: argparse.Namespace) -> "tuple[ServerOptions, int, str]":
+    from megatron_rl.config.load import load_config
+    from megatron_rl.rollout.server_pool import server_options
+
+    config = load_config(arguments.config, _recipe_words(arguments))
+    _check_servers(config)
+    options = server_options(config, load_weights=False, tokenizer=True)
+    options = replace(options, server_args=_named(options.server_args))
+    return options, config.rollout.num_servers, config.rollout.api_key_env
+
+
+def _recipe_words(arguments: argparse.Namespace) -> Sequence[str]:
+    given = {
+        "policy.dtype": arguments.dtype,
+        "rollout.tensor_parallel_size": arguments.tensor_parallel_size,
+        "rollout.deterministic": arguments.deterministic,
+        "rollout.api_key_env": arguments.api_key_env or None,
+    }
+    return [*arguments.words, *(f"{key}={value}" for key, value in given.items() if value is not None)]
+
+
+def _check_servers(config: Config) -> None:
+    """What a server needs of a recipe; the trainer checks the rest of it."""
+    from megatron_rl.config.schema.bounds import bound_problems, kind_problems
+
+    problems = list(kind_problems(config)) or [*bound_problems("rollout", config.rollout), *key_problems(config.rollout)]
+    if not (Path(config.policy.path) / "config.json").is_file():
+        problems.append(f"policy.path: {config.policy.path or 'nothing'} is no Hugging Face model folder with a config.json")
+    if problems:
+        raise ConfigError("\n".join(problems))
+
+
+def _named(server_args: Any) -> dict[str, Any]:
+    return {name.lstrip("-").replace("_", "-"): value for name, value in server_args.items()}
+
+
+def _own_address(trainer: str) -> str:
+    try:
+        return address_towards(trainer)
+    except OSError as error:
+        raise UserError(f"--trainer {trainer}: {error}; expected the name or address of the driver's machine") from error
+
+
+def _api_key(name: str, host: str, *, without: bool) -> str:
+    """The key in the variable ``name``. Raises UserError where one is missing, or cannot travel in a header."""
     key = os.environ.get(name, "").strip() if name else ""
     if name and not key:
         raise UserError(f"--api-key-env {name}: this environment variable is not set; export it with the key")
     if key.startswith("-") or not (key.isascii() and key.isprintable()) or " " in key:
         raise UserError(f"--api-key-env {name}: the key must be ASCII without spaces, and not begin with a dash")
-    if not key and arguments.host not in LOOPBACK and not arguments.without_api_key:
+    if not key and host not in LOOPBACK and not without:
         raise UserError(
-            f"--host {arguments.host}: whoever reaches this server could change its weights. Export a key (openssl rand -hex "
+            f"--host {host}: whoever reaches this server could change its weights. Export a key (openssl rand -hex "
             "32) on this machine and the trainer's, and name its variable: --api-key-env here, rollout.api_key_env there. "
             "In a network that is the job's alone, --without-api-key"
         )

@@ -2,10 +2,10 @@
 
 import argparse
 
-from megatron_rl.commands.recipe import add_recipe, run_on_ranks
+from megatron_rl.commands.recipe import add_recipe_of_ranks, run_on_ranks
 from megatron_rl.config.schema import Config
 
-add_arguments = add_recipe
+add_arguments = add_recipe_of_ranks
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -30,6 +30,7 @@ from torch.distributed.rendezvous import rendezvous
 from megatron_rl.config.layout import expert_tensor_size, layout_problems, ranks_of_replica
 from megatron_rl.config.schema import ParallelConfig
 from megatron_rl.parallel import megatron_state
+from megatron_rl.system.gpu_environment import check_required_gpus, set_gpu_defaults
 
 _CONTROL_GROUP_TIMEOUT = timedelta(days=30)
 """Calls on the control group carry their own deadlines; the group's must not fire before them."""
@@ -120,8 +121,8 @@ def initialize(parallel: ParallelConfig, *, seed: int) -> Topology:
     """Join the world that torchrun (or srun, by RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT) describes.
 
     Without RANK in the environment this process is a world of its own. ``seed`` seeds Megatron's generators. After
-    ``destroy`` it may be called again, with another layout too. Errors: ValueError for a layout that does not fit,
-    RuntimeError when called twice, and torch's time-out error when a rank stays away.
+    ``destroy`` it may be called again, with another layout too. Errors: ValueError for a layout that does not fit, UserError
+    where a GPU is required and none is there, RuntimeError when called twice, and torch's time-out error when a rank stays away.
     """
     global _control_plane
     if dist.is_initialized():
@@ -130,7 +131,9 @@ def initialize(parallel: ParallelConfig, *, seed: int) -> Topology:
     coordinates(rank, world_size, parallel)
     timeout = timedelta(seconds=parallel.collective_timeout_s)
     on_gpu = torch.cuda.is_available()
+    check_required_gpus(int(on_gpu))
     if on_gpu:
+        set_gpu_defaults()  # also for ranks that srun or torchrun started without the launch scripts
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
     # A prefix of its own for each world: keys of an earlier one would be taken for live addresses.
     store = PrefixStore(f"megatron_rl/{next(_generations)}", _rendezvous_store())

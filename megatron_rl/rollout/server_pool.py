@@ -13,12 +13,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from megatron_rl.config.derived import server_placement, servers_are_deterministic
+from megatron_rl.config.derived import WeightMethod, server_placement, servers_are_deterministic
 from megatron_rl.config.schema import Config, Dtype, RolloutConfig
+from megatron_rl.rollout.sglang.agreement import disagreements, nccl_of
 from megatron_rl.rollout.sglang.attached import AttachedServer
 from megatron_rl.rollout.sglang.options import ServerOptions
 from megatron_rl.rollout.sglang.routes import returns_routes
-from megatron_rl.rollout.sglang.server import Progress, SglangServer, count_gpus, detect_device
+from megatron_rl.rollout.sglang.server import Progress, ServerError, SglangServer, count_gpus, detect_device
+from megatron_rl.system.gpu_environment import NCCL_DEFAULTS, nccl_values
 
 logger = logging.getLogger(__name__)
 
@@ -78,11 +80,12 @@ class ServerPool:
         *,
         start_timeout_s: float = 300.0,
         max_restarts: int = 3,
+        log_name: str = "sglang-{}.log",
     ) -> "ServerPool":
         """The processes of ``num_servers`` equal servers, on ports from ``options.port`` up (0: any free ones).
 
         On GPUs each takes the next ``options.tensor_parallel_size`` ones from ``options.first_gpu`` up. They load their
-        models at the same time; ``wait_ready`` must follow.
+        models at the same time; ``wait_ready`` must follow. ``log_name``: of the file in ``log_dir``, with the server's number.
         """
         servers = [
             SglangServer(
@@ -91,7 +94,7 @@ class ServerPool:
                     port=options.port + i if options.port else 0,
                     first_gpu=options.first_gpu + i * options.tensor_parallel_size,
                 ),
-                Path(log_dir) / f"sglang-{i}.log",
+                Path(log_dir) / log_name.format(i),
                 start_timeout_s=start_timeout_s,
                 max_restarts=max_restarts,
             )
@@ -159,7 +162,10 @@ class ServerPool:
 
 
 def _first_free_gpu(rollout: RolloutConfig, note: Progress) -> int:
-    """The first GPU behind those of the trainer's ranks on this machine; 0 where there are too few for both."""
+    """The first GPU behind those of the trainer's ranks on this machine; 0 where there are too few for both.
+
+    The latter gets this far with weights that travel by files alone (config/checks/servers.py).
+    """
     num_gpus, num_ranks = count_gpus(), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     needed = rollout.num_servers * rollout.tensor_parallel_size
     if num_gpus >= num_ranks + needed:
@@ -185,7 +191,8 @@ def spawned_servers(config: Config) -> Iterator[ServerPool | None]:
         yield None
         return
     notes: list[str] = []
-    options = _options(config, notes.append, load_weights=False, tokenizer=False)
+    first_gpu = _first_free_gpu(rollout, notes.append)
+    options = server_options(config, load_weights=False, tokenizer=False, first_gpu=first_gpu)
     if notes:  # too few GPUs
         yield None
         return
@@ -218,11 +225,15 @@ def open_servers(
     if rollout.urls:
         note(f"attaching to {len(rollout.urls)} SGLang servers: {', '.join(rollout.urls)}")
         pool = ServerPool.attach(rollout.urls, timeout_s=rollout.start_timeout_s, api_key=api_key, progress=note)
+        _check_attached(pool, config, note, has_trainer=not load_weights)
         for text in precision_notes(pool, config.policy.dtype.value):
             note(text)
         return pool
     note(f"starting {rollout.num_servers} SGLang server(s); logs in {log_dir}")
-    options = _options(config, note, load_weights=load_weights, tokenizer=tokenizer)
+    # With weights of their own they serve a command that has no trainer: all GPUs are theirs.
+    shared = load_weights or server_placement(rollout).shares_devices
+    first_gpu = 0 if shared else _first_free_gpu(rollout, note)
+    options = server_options(config, load_weights=load_weights, tokenizer=tokenizer, first_gpu=first_gpu)
     return ServerPool.start(
         options,
         rollout.num_servers,
@@ -247,9 +258,25 @@ def precision_notes(pool: ServerPool, dtype: str) -> Iterator[str]:
             )
 
 
-def _options(config: Config, note: Progress, *, load_weights: bool, tokenizer: bool) -> ServerOptions:
-    rollout = config.rollout
-    shares_devices, device = server_placement(rollout).shares_devices, detect_device()
+def _check_attached(pool: ServerPool, config: Config, note: Progress, *, has_trainer: bool) -> None:
+    """Raises ServerError for servers that this run cannot use."""
+    ours = server_options(config, load_weights=not has_trainer, tokenizer=False)
+    broadcasts = has_trainer and server_placement(config.rollout).weight_method is WeightMethod.broadcast
+    problems, silent = [], []
+    for server in pool.servers:
+        info = server.server_info() if isinstance(server, AttachedServer) else {}
+        problems += [f"server {server.url}: {problem}" for problem in disagreements(info, ours, broadcasts=broadcasts)]
+        silent += [server.url] if nccl_of(info).keys() != ours.nccl.keys() else []
+    if problems:
+        raise ServerError("\n".join(problems))
+    if broadcasts and silent and ours.device != "cpu" and ours.nccl != NCCL_DEFAULTS:
+        values = " ".join(f"{name}={value}" for name, value in ours.nccl.items())
+        note(f"{', '.join(silent)} do not say their NCCL variables: they must have been started with {values}, as the trainer")
+
+
+def server_options(config: Config, *, load_weights: bool, tokenizer: bool, first_gpu: int = 0) -> ServerOptions:
+    """Those of a server for this run; with ``num_servers`` of them the next ones differ in port and GPUs."""
+    rollout, device = config.rollout, detect_device()
     return ServerOptions(
         model_path=config.policy.path,
         host=rollout.host,
@@ -260,11 +287,11 @@ def _options(config: Config, note: Progress, *, load_weights: bool, tokenizer: b
         load_weights=load_weights,
         tokenizer=tokenizer,
         device=device,
-        # With weights of their own they serve a command that has no trainer: all GPUs are theirs.
-        first_gpu=0 if shares_devices or load_weights else _first_free_gpu(rollout, note),
-        can_sleep=shares_devices,
+        first_gpu=first_gpu,
+        can_sleep=server_placement(rollout).shares_devices,
         returns_routes=returns_routes(config),
         api_key=_given_key(rollout) or secrets.token_hex(32),
+        nccl=nccl_values(os.environ),
         server_args=rollout.server_args,
     )
 

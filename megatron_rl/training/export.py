@@ -5,6 +5,7 @@ devices of their own the first rank of each pipeline stage sends its stage's ten
 devices every rank holds every tensor for the server worker next to it; through files rank 0 writes all of them.
 """
 
+import os
 from collections.abc import Iterable, Iterator
 from functools import partial
 
@@ -39,7 +40,8 @@ class WeightExport:
             follow(whole(stream), self._bucket_bytes, topology.device, control_ranks(self._timeout_s))
         elif to is Destination.stage and topology.rank in source_ranks(topology):
             if self._stage is None:
-                self._stage = StageRank(control_link(0, self._timeout_s), self._bucket_bytes)
+                driver = os.environ.get("MASTER_ADDR", "")
+                self._stage = StageRank(control_link(0, self._timeout_s), self._bucket_bytes, driver=driver)
             self._stage.serve(whole(stream), topology.device)
         else:
             walk_to_end(stream)

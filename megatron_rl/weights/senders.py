@@ -101,8 +101,10 @@ class RemoteSource:
 class StageRank:
     """A source on a rank other than 0; keeps its group between publishes."""
 
-    def __init__(self, link: Link, bucket_bytes: int) -> None:
+    def __init__(self, link: Link, bucket_bytes: int, *, driver: str = "") -> None:
+        """``driver``: the driver's machine, for which 127.0.0.1 stands in the URLs of its servers."""
         self._link = link
+        self._driver = driver
         self._bucket_bytes = bucket_bytes
         self._group: SyncGroup | None = None
         self._threads = ThreadPoolExecutor(1, thread_name_prefix="weight-sync")
@@ -140,7 +142,7 @@ class StageRank:
     def _join(self, spec: GroupSpec) -> None:
         self.close()
         try:
-            group = SyncGroup(spec)
+            group = SyncGroup(spec, driver=self._driver)
         except OSError as error:
             self._link.send(Message("answer", failure=f"no way to the servers: {error}"))
             return

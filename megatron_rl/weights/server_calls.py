@@ -18,7 +18,8 @@ _SILENCE_REMEDIES = {
     "/begin_weight_update": "a server finishes its running requests first: let generation end or abort it; if it runs "
     "none, it hangs: restart it",
     "/init_weights_update_group": "the server must reach the trainer's master address and port, both sides need a "
-    "network interface they share (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME), and its tp_size must be the one stated",
+    "network interface they share (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME), and its tp_size must be the one stated; on GPUs "
+    "NCCL_CUMEM_ENABLE and NCCL_NVLS_ENABLE must be the same on both",
 }
 """What to try when a server does not answer in time."""
 _REFUSAL_REMEDIES = {

@@ -5,16 +5,18 @@ broadcast (SGLang's default), so what frees it after a failure is the source clo
 only owner of the torch objects, and nothing else, an exception's traceback included, may keep them alive.
 """
 
-import ipaddress
-import socket
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
-from urllib.parse import urlsplit
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore  # torch.distributed has them, but not for type checkers
 from torch.distributed import distributed_c10d
 
+from megatron_rl.system.addresses import address_towards_all
+from megatron_rl.system.gpu_environment import nccl_values
 from megatron_rl.system.stores import listening_store
 from megatron_rl.weights.buckets import Bucket
 from megatron_rl.weights.plan import GroupSpec
@@ -23,18 +25,23 @@ from megatron_rl.weights.side_streams import side_stream
 
 MAX_CONNECT_S = 60.0
 """Joining takes well under a second once everybody is there. A server that waits for a missing one serves nothing."""
+_AFTER_POLITE_ERROR_S = 60.0
+_WATCHDOG = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "2", "TORCH_NCCL_DUMP_ON_TIMEOUT": "0"}
+"""What torch reads when a group is made: on an error end the broadcast alone (ErrorHandlingMode, ProcessGroupNCCL.hpp), and write
+no dump, after which the heartbeat's monitor would end the process."""
 
 
 class SyncGroup:
     """The source rank's end of one group. Opened once, closed once; it listens for the workers from the start."""
 
-    def __init__(self, spec: GroupSpec, address: str | None = None) -> None:
+    def __init__(self, spec: GroupSpec, address: str | None = None, *, driver: str = "") -> None:
         """``address``: where servers reach this process; None: the local address of the route towards them.
 
-        It listens there only. Raises OSError where there is no such route, or the address is not this machine's.
+        It listens there only. ``driver``: its machine, where it is another one: a server at 127.0.0.1 is there, not here.
+        Raises OSError where there is no such route, or the address is not this machine's.
         """
         self.spec = spec
-        self.address = address or _local_address_towards([server.url for server in spec.servers])
+        self.address = address or address_towards_all([server.url for server in spec.servers], loopback_is=driver)
         self.connect_timeout_s = min(spec.timeout_s, MAX_CONNECT_S)
         # A free port, and never the one an earlier group may still occupy.
         self._store: TCPStore | None = listening_store(
@@ -43,6 +50,11 @@ class SyncGroup:
         self.port = self._store.port
         self._process_group: dist.ProcessGroup | None = None
         self._closed = False
+
+    @property
+    def timeout_s(self) -> float:
+        """Of a broadcast. The servers' HTTP answers are given up before NCCL's is: that error says which server it was."""
+        return self.spec.timeout_s + (_AFTER_POLITE_ERROR_S if self.spec.backend == "nccl" else 0.0)
 
     def join_bodies(self) -> list[dict]:
         """What each server is asked at /init_weights_update_group."""
@@ -67,17 +79,18 @@ class SyncGroup:
         try:
             # torch's public API has no group that spans processes outside the default group. SGLang makes the
             # servers' end with these same two calls.
-            self._process_group, _ = distributed_c10d._new_process_group_helper(
-                world_size,
-                0,
-                [],
-                dist.Backend(self.spec.backend),
-                PrefixStore(self.spec.name, store),
-                group_name=distributed_c10d.GroupName(self.spec.name),
-                timeout=timedelta(seconds=self.connect_timeout_s),
-            )
+            with _watchdog_spares_the_process():
+                self._process_group, _ = distributed_c10d._new_process_group_helper(
+                    world_size,
+                    0,
+                    [],
+                    dist.Backend(self.spec.backend),
+                    PrefixStore(self.spec.name, store),
+                    group_name=distributed_c10d.GroupName(self.spec.name),
+                    timeout=timedelta(seconds=self.connect_timeout_s),
+                )
             distributed_c10d._world.pg_group_ranks[self._process_group] = {rank: rank for rank in range(world_size)}
-            self._process_group.set_timeout(timedelta(seconds=self.spec.timeout_s))
+            self._process_group.set_timeout(timedelta(seconds=self.timeout_s))
         except RuntimeError as error:
             failure = _first_sentence(error)
         if self._closed:
@@ -85,7 +98,7 @@ class SyncGroup:
         if failure:
             raise ServerCallError(
                 f"the trainer waited {self.connect_timeout_s:g} s for {world_size - 1} server workers to join the "
-                f"weight sync group: {failure}"
+                f"weight sync group: {failure}{_nccl_hint(self.spec.backend)}"
             )
 
     def broadcast(self, bucket: Bucket) -> None:
@@ -98,7 +111,10 @@ class SyncGroup:
         except RuntimeError as error:
             failure = _first_sentence(error)
         if failure:
-            raise ServerCallError(f"the broadcast of {bucket.num_bytes} bytes failed: {failure}")
+            # NCCL makes its communicator at the first broadcast, and only then the two sides show that they differ.
+            raise ServerCallError(
+                f"the broadcast of {bucket.num_bytes} bytes failed: {failure}{_nccl_hint(self.spec.backend)}"
+            )
 
     def close(self) -> None:
         self._closed = True
@@ -119,17 +135,32 @@ def device_of(backend: str) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else torch.device("cpu")
 
 
-def _local_address_towards(urls: list[str]) -> str:
-    """This machine's address on the route to the servers; one that is not loopback if any of them is elsewhere."""
-    addresses = []
-    for url in urls:
-        parts = urlsplit(url)
-        family, _, _, _, target = socket.getaddrinfo(parts.hostname, parts.port or 80, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect(target)  # a datagram socket only looks up the route, nothing is sent
-            addresses.append(probe.getsockname()[0])
-    elsewhere = [address for address in addresses if not ipaddress.ip_address(address).is_loopback]
-    return (elsewhere or addresses)[0]
+@contextmanager
+def _watchdog_spares_the_process() -> Iterator[None]:
+    """A group made inside: when a broadcast fails, NCCL's watchdog ends the broadcast and not this process.
+
+    By default a server that dies, or a bucket that takes too long, would take the trainer with it. The heartbeat stays: a
+    watchdog that hangs itself is noticed.
+    """
+    before = {name: os.environ.get(name) for name in _WATCHDOG}
+    os.environ.update(_WATCHDOG)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            del os.environ[name]
+            if value is not None:
+                os.environ[name] = value
+
+
+def _nccl_hint(backend: str) -> str:
+    if backend != "nccl":
+        return ""
+    ours = " ".join(f"{name}={value}" for name, value in nccl_values(os.environ).items())
+    return (
+        f". Trainer and servers need the same values of NCCL's variables, and GPUs that no other process of the group has; here "
+        f"{ours}: start servers with the same in their environment (SGLang takes 0 where they are not set)"
+    )
 
 
 def _first_sentence(error: RuntimeError) -> str:

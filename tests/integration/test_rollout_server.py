@@ -18,6 +18,8 @@ import torch
 
 from megatron_rl.cpu.torchvision import declare_torchvision_ops
 from megatron_rl.rollout.server_pool import ServerPool
+from megatron_rl.rollout.sglang.agreement import disagreements, nccl_of
+from megatron_rl.rollout.sglang.attached import AttachedServer
 from megatron_rl.rollout.sglang.client import ServerLost, SglangClient
 from megatron_rl.rollout.sglang.options import ServerOptions
 from megatron_rl.rollout.sglang.server import ServerError, SglangServer, group_members, is_healthy
@@ -29,6 +31,7 @@ CONTEXT_TOKENS = DEFAULT_CONFIG["max_position_embeddings"]
 PROMPT = (5, 17, 40, 9, 33, 12)
 START_TIMEOUT_S = 400.0
 LOGPROB_TOLERANCE = 1e-4
+NCCL = {"NCCL_CUMEM_ENABLE": "1", "NCCL_NVLS_ENABLE": "0"}
 
 
 @pytest.fixture(scope="module")
@@ -39,9 +42,8 @@ def model_path(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def server(model_path, tmp_path_factory):
     log_path = tmp_path_factory.mktemp("log") / "sglang.log"
-    server = SglangServer(
-        ServerOptions(str(model_path), deterministic=True), log_path, start_timeout_s=START_TIMEOUT_S
-    )
+    options = ServerOptions(str(model_path), deterministic=True, nccl=NCCL)
+    server = SglangServer(options, log_path, start_timeout_s=START_TIMEOUT_S)
     try:
         server.start()
         yield server
@@ -62,6 +64,15 @@ def reference_logits(model, prompt, response) -> torch.Tensor:
     """[response tokens, vocabulary]: what each response token was drawn from."""
     logits = model(torch.tensor([[*prompt, *response]])).logits[0]
     return logits[len(prompt) - 1 : -1]
+
+
+def test_a_server_says_of_itself_what_a_run_that_attaches_compares(server):
+    """SGLang's names of these fields, and that it takes the labels as a place for NCCL's variables."""
+    info = AttachedServer(server.url).server_info()
+    assert nccl_of(info) == NCCL
+    assert (info["tp_size"], info["pp_size"], info["dp_size"], info["device"]) == (1, 1, 1, "cpu")
+    assert info["enable_memory_saver"] is info["enable_symm_mem"] is info["enable_nccl_nvls"] is False
+    assert not list(disagreements(info, server.options, broadcasts=True))
 
 
 def request_of(rid: str, prompt=PROMPT, **changes: Any) -> GenerationRequest:

@@ -15,22 +15,25 @@ from megatron_rl.config.checks import (
     sampled_sets,
     servers,
 )
+from megatron_rl.config.checks.servers import Node
 from megatron_rl.config.schema import Config
 from megatron_rl.config.schema.bounds import bound_problems, kind_problems
-from megatron_rl.config.schema.commands import RL_COMMANDS
+from megatron_rl.config.schema.commands import RL_COMMANDS, SERVED_COMMANDS
 from megatron_rl.errors import ConfigError
 
 
-def check_config(config: Config, *, command: str, world_size: int | None = None) -> None:
+def check_config(config: Config, *, command: str, world_size: int | None = None, node: Node | None = None) -> None:
     """Raise ConfigError listing every problem of ``config`` for a command of the command line, such as ``train``.
 
-    ``world_size`` None: the number of ranks is not known yet (a dry run outside a launcher).
+    ``world_size`` None: the number of ranks is not known yet (a dry run outside a launcher). ``node``: the driver's; None:
+    nothing is known of it.
     """
     unusable = list(kind_problems(config))
     if unusable:
         raise ConfigError("\n".join(unusable))
+    out_of_bounds = list(bound_problems("", config))
     problems = [
-        *bound_problems("", config),
+        *out_of_bounds,
         *learning_rates.problems(config, command),
         *paths.problems(config, command),
     ]
@@ -38,8 +41,14 @@ def check_config(config: Config, *, command: str, world_size: int | None = None)
     problems += [*servers.address_problems(config.rollout), *policy_settings.problems(config)]
     unknown = list(combinations.unknown_pieces(config.algorithm))
     problems += unknown
+    ranks = config.parallel.num_ranks if world_size is None else world_size
+    if command in SERVED_COMMANDS:
+        problems += servers.flag_problems(
+            config.rollout.server_args, num_servers=config.rollout.num_servers, dtype=config.policy.dtype.value
+        )
+    if node is not None and not out_of_bounds:
+        problems += servers.gpu_problems(config, node, ranks, command)
     if command in RL_COMMANDS:
-        ranks = config.parallel.num_ranks if world_size is None else world_size
         problems += servers.placement_problems(config.rollout, ranks)
         problems += [] if unknown else combinations.problems(config, command)
         problems += sampled_sets.problems(config)

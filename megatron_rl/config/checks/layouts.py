@@ -12,7 +12,7 @@ def problems(config: Config, world_size: int | None) -> Iterator[str]:
     if world_size is not None and parallel.num_ranks not in (0, world_size):
         yield (
             f"parallel.num_ranks: the configuration wants {parallel.num_ranks} ranks, but the launcher started {world_size}; "
-            "start as many, or set parallel.num_ranks=0 to take what the launcher gives"
+            "start as many (launch/torchrun.sh: RANKS_PER_NODE), or set parallel.num_ranks=0 to take what the launcher gives"
         )
     yield from layout_problems(parallel, ranks)
     own = config.critic.parallel

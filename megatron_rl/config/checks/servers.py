@@ -1,13 +1,50 @@
 """Where servers are: their addresses, and which rank shares its device with which server."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
-from megatron_rl.config.derived import server_placement
-from megatron_rl.config.schema import RolloutConfig, WeightSync
+import yaml
+
+from megatron_rl.config.derived import WeightMethod, server_placement
+from megatron_rl.config.layout import ranks_of_replica
+from megatron_rl.config.schema import Config, Dtype, RolloutConfig, WeightSync
+from megatron_rl.config.schema.commands import RL_COMMANDS
+from megatron_rl.system.addresses import LOOPBACK
+from megatron_rl.system.gpu_environment import expandable_segments, nccl_values
 
 _KEY_FLAGS = ("api-key", "admin-api-key")
-LOOPBACK = ("127.0.0.1", "::1", "localhost")
+_WORKER_FLAGS = {
+    "tensor-parallel-size": "set rollout.tensor_parallel_size (serve: --tensor-parallel-size)",
+    "pipeline-parallel-size": "leave it out: a pipelined server cannot take weights while it runs",
+    "data-parallel-size": "start more servers: rollout.num_servers (serve: --num-servers); attention by data is attn-dp-size",
+    "nnodes": "leave it out: a server's workers are on one node",
+}
+"""SGLang's options that change how many workers a server has -> what to do in their place."""
+_SHORT_FLAGS = {"tp": "tensor-parallel-size", "pp": "pipeline-parallel-size", "dp": "data-parallel-size"}
+_FEWEST_LETTERS = len("tensor-p")
+"""Of an abbreviation that can only mean one option."""
+_NCCL_FLAGS = {"enable-symm-mem": ("NCCL_CUMEM_ENABLE", "NCCL_NVLS_ENABLE"), "enable-nccl-nvls": ("NCCL_NVLS_ENABLE",)}
+"""SGLang's options that set NCCL's variables to 1 in a server, whatever its environment says."""
+_HALF_PRECISION_ATTENTION = ("fa3", "fa4", "flashinfer", "flashmla")
+
+
+@dataclass(frozen=True)
+class Node:
+    """A machine of the run, as far as it is known."""
+
+    num_gpus: int
+    """0: none, or not known."""
+    num_ranks: int
+    """Trainer ranks on it; 0: not known."""
+
+    @staticmethod
+    def of(num_gpus: int, num_ranks: int) -> "Node":
+        """One of as few nodes of ``num_gpus`` GPUs as ``num_ranks`` ranks need, which spread evenly over them."""
+        num_nodes = -(-num_ranks // num_gpus) if num_gpus else 1
+        return Node(num_gpus, -(-num_ranks // num_nodes) if num_nodes else 0)
 
 
 def address_problems(rollout: RolloutConfig) -> Iterator[str]:
@@ -57,8 +94,97 @@ def placement_problems(rollout: RolloutConfig, num_ranks: int) -> Iterator[str]:
             f"rollout.host={rollout.host}: colocated servers read pickles that anyone who reaches their port could send; "
             "leave it at 127.0.0.1"
         )
+    if setting := expandable_segments(os.environ):
+        yield (
+            f"rollout.placement=colocated: {setting} is set; weights travel as handles of GPU memory, which containers refuse for "
+            "expandable segments, and the servers' memory saver turns itself off. Unset it"
+        )
     if rollout.weight_sync is WeightSync.disk:
         yield (
             "rollout.weight_sync=disk: colocated servers get their weights from the trainer's memory; leave it at broadcast, "
             "or set rollout.placement=disaggregated"
         )
+
+
+def gpu_problems(config: Config, node: Node, num_ranks: int, command: str) -> Iterator[str]:
+    """Why the GPUs of the driver's node cannot hold its ranks, and the servers that it starts.
+
+    Only processes that take turns, or that no NCCL group joins, may share a GPU.
+    """
+    rollout, ranks, gpus = config.rollout, node.num_ranks, node.num_gpus
+    has_servers = command in RL_COMMANDS and not rollout.urls
+    placement = server_placement(rollout)
+    if ranks > gpus > 0:
+        yield f"{ranks} trainer ranks on a node of {gpus} GPUs: each needs one of its own; start {gpus} (RANKS_PER_NODE={gpus})"
+        return
+    if placement.shares_devices and has_servers and num_ranks > ranks > 0:
+        yield (
+            f"rollout.placement=colocated: the run starts its servers on the driver's node alone, which has {ranks} of the "
+            f"{num_ranks} trainer ranks; start those of each node there (bash launch/serve_sglang.sh --config RECIPE) and list "
+            "them in the order of the ranks in rollout.urls"
+        )
+    if not gpus or not has_servers or placement.shares_devices:
+        return
+    workers = rollout.num_servers * rollout.tensor_parallel_size
+    servers = f"rollout.num_servers={rollout.num_servers} x rollout.tensor_parallel_size={rollout.tensor_parallel_size}"
+    if ranks and ranks + workers > gpus and placement.weight_method is WeightMethod.broadcast:
+        yield (
+            f"{servers}: {workers} server workers and the {ranks} trainer ranks of this node need {ranks + workers} GPUs, and it "
+            f"has {gpus}. NCCL gives a GPU to one process of a group alone. " + "; ".join(_room_for_servers(config, node))
+        )
+
+
+def _room_for_servers(config: Config, node: Node) -> Iterator[str]:
+    """What to do where ranks and servers are more than the GPUs."""
+    gpus, size = node.num_gpus, config.rollout.tensor_parallel_size
+    replica = ranks_of_replica(config.parallel)
+    ranks = max(gpus // 2 // replica, 1) * replica
+    if gpus - ranks >= size:
+        servers = (gpus - ranks) // size
+        yield (
+            f"Start fewer ranks: parallel.num_ranks={ranks} rollout.num_servers={servers} (with launch/torchrun.sh: "
+            f"RANKS_PER_NODE={ranks})"
+        )
+    if node.num_ranks <= gpus and node.num_ranks % size == 0:
+        yield f"or let them take turns: rollout.placement=colocated rollout.num_servers={node.num_ranks // size}"
+    yield "or attach to servers on other nodes: rollout.urls. (A dry run for another machine: --gpus-per-node)"
+
+
+def flag_problems(server_args: Mapping[str, Any], *, num_servers: int, dtype: str, key: str = "rollout.server_args.") -> Iterator[str]:
+    """SGLang options that this program sets itself, or that no server can have with ``dtype``."""
+    given = {_flag(name): (name, value) for name, value in server_args.items()}
+    for flag, (_, value) in _flags_of_file(given).items():
+        given.setdefault(flag, (f"config: {flag}", value))
+    for flag, (name, value) in given.items():
+        if flag in _WORKER_FLAGS and str(value) != "1":
+            yield f"{key}{name}={value}: weight sync would wait for other workers than the server has; {_WORKER_FLAGS[flag]}"
+    if "base-gpu-id" in given and num_servers > 1:
+        name, value = given["base-gpu-id"]
+        yield f"{key}{name}={value}: all {num_servers} servers would take the same GPUs; leave it out, each takes the next ones"
+    for flag, changed in _NCCL_FLAGS.items():
+        if given.get(flag, ("", False))[1] is True and (unlike := [n for n in changed if nccl_values(os.environ)[n] != "1"]):
+            values = " ".join(f"{name}=1" for name in unlike)
+            yield f"{key}{given[flag][0]}: it makes the servers' NCCL unlike the trainer's; export {values} for the trainer too"
+    name, value = given.get("attention-backend", ("", ""))
+    if dtype == Dtype.float32.value and value in _HALF_PRECISION_ATTENTION:
+        yield f"{key}{name}={value}: it has no float32 kernels; take triton, or policy.dtype=bfloat16"
+
+
+def _flag(name: str) -> str:
+    """SGLang's long name of an option; its abbreviations are argparse's."""
+    flag = name.lstrip("-").replace("_", "-")
+    flag = _SHORT_FLAGS.get(flag.removesuffix("-size"), flag)
+    whole = [name for name in _WORKER_FLAGS if len(flag) >= _FEWEST_LETTERS and name.startswith(flag)]
+    return whole[0] if whole else flag
+
+
+def _flags_of_file(given: Mapping[str, tuple[str, Any]]) -> dict[str, tuple[str, Any]]:
+    """The options in the file that ``config`` names; SGLang itself complains of a file that is none."""
+    path = Path(str(given["config"][1])) if "config" in given else None
+    if path is None or not path.is_file():
+        return {}
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError):
+        return {}
+    return {_flag(str(name)): (str(name), value) for name, value in content.items()} if isinstance(content, dict) else {}

@@ -8,6 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.rollout.sglang.routes import SERVER_FLAG
+from megatron_rl.system.gpu_environment import without_expandable_segments
+
+SAID_LABELS = "extra_metric_labels"
+"""The field of /server_info, and the option, that carries ``ServerOptions.nccl``: SGLang tells its options and no environment."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +39,8 @@ class ServerOptions:
     """Answers say which experts each token went to."""
     api_key: str = field(default="", repr=False)
     """That every request must carry; empty: none."""
+    nccl: Mapping[str, str] = field(default_factory=dict)
+    """NCCL's variables that both ends of a group must share; the server gets them, and says so (``SAID_LABELS``)."""
     num_threads: int = 1
     """CPU threads of each tensor-parallel rank, where the model runs on the CPU."""
     server_args: Mapping[str, Any] = field(default_factory=dict)
@@ -71,6 +77,11 @@ def server_command(options: ServerOptions, port: int, config_file: str = "") -> 
     else:
         flags["base-gpu-id"] = options.first_gpu
         flags["enable-memory-saver"] = options.can_sleep
+        if options.dtype == "float32":
+            # SGLang's choices, fa3 on Hopper, have no kernels for it.
+            flags["attention-backend"] = "triton"
+    if options.nccl:
+        flags[SAID_LABELS.replace("_", "-")] = json.dumps(dict(options.nccl))
     flags |= _given_flags(options)
     if config_file:
         flags["config"] = config_file
@@ -102,8 +113,11 @@ def server_environment(options: ServerOptions, base: Mapping[str, str], cores: S
     """
     # torchrun's variables would make the server's own process group look for the trainer's rendezvous.
     inherited = {name: value for name, value in base.items() if name not in _TORCHRUN_VARIABLES}
+    if options.can_sleep or _given_flags(options).get("enable-memory-saver"):
+        inherited = without_expandable_segments(inherited)
     env = {
         **inherited,
+        **options.nccl,
         # Otherwise /health generates a token: slow, and 503 after 20 s while generation is paused.
         "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",
         # Longer than the client keeps an idle connection, so that it never sends into one that is being closed.

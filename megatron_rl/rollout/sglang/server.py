@@ -34,6 +34,7 @@ from megatron_rl.rollout.sglang.leftovers import (
 )
 from megatron_rl.rollout.sglang.options import ServerOptions, server_command, server_environment
 from megatron_rl.system.files import new_temporary_folder
+from megatron_rl.system.gpu_environment import check_required_gpus
 from megatron_rl.system.http import HttpError, bearer, get_once
 
 logger = logging.getLogger(__name__)
@@ -148,7 +149,7 @@ class SglangServer:
                 if self.pid is not None:
                     forget_shared_memory(group_members(self.pid), self.url, self.options)
                 return
-            log = self._last_lines()
+            log = self.log_end()
             # SGLang goes on for a while without its port, and what it says then hides the reason.
             lost_port = port_taken(last_lines(self.log_path, self._log_start, count=1000))
             self.stop()
@@ -204,7 +205,7 @@ class SglangServer:
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
 
-    def _last_lines(self, count: int = 25) -> str:
+    def log_end(self, count: int = 25) -> str:
         """Of this process's log, fit to be shown."""
         lines = last_lines(self.log_path, self._log_start, count)
         return lines.replace(self.options.api_key, "***") if self.options.api_key else lines
@@ -275,16 +276,17 @@ class SglangServer:
                 return None
             waited_s = time.monotonic() - self._started_at
             if waited_s > self.start_timeout_s:
-                log = self._last_lines()
+                log = self.log_end()
                 self.stop(grace_s=0.0)
                 raise ServerError(
                     f"server {self.url} did not answer within {self.start_timeout_s:.0f} s of its start and was "
-                    f"killed. Raise rollout.start_timeout_s if it was still loading; its log {self.log_path} ends:\n"
+                    f"killed. Raise rollout.start_timeout_s (serve: --start-timeout-s) if it was still loading; its log "
+                    f"{self.log_path} ends:\n"
                     + log
                 )
             if time.monotonic() > next_progress:
                 next_progress += _PROGRESS_S
-                newest = self._last_lines(count=1)
+                newest = self.log_end(count=1)
                 self.progress(f"waiting for server {self.url} ({waited_s:.0f} s): {newest[:160]}")
             if self._abandoned.wait(_POLL_S):
                 raise ServerError(f"server {self.url} is not waited for any more: the run ends")
@@ -298,41 +300,13 @@ def _check_model_folder(model_path: str) -> None:
         )
 
 
-def serve(options: ServerOptions, log_path: str | Path, *, start_timeout_s: float = 300.0) -> int:
-    """Run one server in the foreground until Ctrl-C, SIGTERM or its end; returns an exit code for the shell.
-
-    Must be called from the main thread, as it installs signal handlers.
-    """
-    # SIGINT too: a shell script that starts this in the background has it ignored.
-    for signal_number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(signal_number, signal.default_int_handler)
-    server = SglangServer(options, log_path, start_timeout_s=start_timeout_s, progress=_say)
-    try:
-        server.start()
-        _say(f"server {server.url} is ready (model {options.model_path}, log {log_path}); Ctrl-C stops it")
-        while server.alive():
-            time.sleep(_POLL_S)
-        _say(f"server {server.url} ended by itself; its log {log_path} ends:\n{server._last_lines()}")
-        return 1
-    except KeyboardInterrupt:
-        _say("stopping")
-        return 0
-    except ServerError as error:
-        _say(str(error))
-        return 1
-    finally:
-        server.stop()
-
-
-def _say(message: str) -> None:
-    print(message, flush=True)
-
-
 def detect_device() -> str:
-    """cuda where torch finds a GPU, else cpu."""
+    """cuda where torch finds a GPU, else cpu; UserError where a GPU is required and none is found."""
     import torch
 
-    return "cuda" if torch.cuda.is_available() else "cpu"
+    found = torch.cuda.is_available()
+    check_required_gpus(int(found))
+    return "cuda" if found else "cpu"
 
 
 def count_gpus() -> int:

@@ -19,6 +19,7 @@ from megatron_rl.rollout.sglang.diagnosis import last_lines, port_taken, remedy,
 from megatron_rl.rollout.sglang.leftovers import write_secret
 from megatron_rl.rollout.sglang.options import ServerOptions, server_command, server_environment
 from megatron_rl.rollout.sglang.server import ServerError, SglangServer, free_port, group_members, port_is_free
+from tests.unit.local_service import local_service
 
 
 def flags_of(command: list[str]) -> dict[str, list[str]]:
@@ -86,6 +87,45 @@ def test_tensor_parallel_ranks_get_cores_of_their_own(num_ranks, num_threads, co
 def test_a_gpu_server_keeps_its_thread_settings():
     env = server_environment(ServerOptions("/m", device="cuda"), {"OMP_NUM_THREADS": "8"}, cores=[0])
     assert env["OMP_NUM_THREADS"] == "8"
+
+
+def test_a_server_gets_the_trainers_nccl_variables_and_says_them(monkeypatch):
+    monkeypatch.setenv("NCCL_CUMEM_ENABLE", "1")
+    monkeypatch.delenv("NCCL_NVLS_ENABLE", raising=False)
+    options = pool.server_options(Config(), load_weights=False, tokenizer=False)
+    env = server_environment(options, {}, cores=[0])
+    assert (env["NCCL_CUMEM_ENABLE"], env["NCCL_NVLS_ENABLE"]) == ("1", "0")
+    assert "--extra-metric-labels" in server_command(options, 1)
+
+
+def test_a_server_that_sleeps_does_without_expandable_segments():
+    base = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True,max_split_size_mb:64"}
+    awake, asleep = (server_environment(ServerOptions("/m", device="cuda", can_sleep=one), base, [0]) for one in (False, True))
+    assert awake["PYTORCH_CUDA_ALLOC_CONF"] == base["PYTORCH_CUDA_ALLOC_CONF"]
+    assert asleep["PYTORCH_CUDA_ALLOC_CONF"] == "max_split_size_mb:64"
+    named = ServerOptions("/m", device="cuda", server_args={"enable_memory_saver": True})
+    assert server_environment(named, base, [0])["PYTORCH_CUDA_ALLOC_CONF"] == "max_split_size_mb:64"
+
+
+def test_float32_on_a_gpu_takes_an_attention_that_has_kernels_for_it():
+    def backend(**options):
+        return flags_of(server_command(ServerOptions("/m", deterministic=True, **options), 1)).get("--attention-backend")
+
+    assert backend(device="cuda", dtype="float32") == ["triton"]
+    assert backend(device="cuda", dtype="bfloat16") is None is backend(device="cpu", dtype="float32")
+    assert backend(device="cuda", dtype="float32", server_args={"attention_backend": "flex_attention"}) == ["flex_attention"]
+
+
+def test_attached_servers_are_compared_before_the_run_uses_them(tmp_path):
+    def answer(path, body):
+        return {"weight_version": "1", "tp_size": 2, "dp_size": 1, "device": "cpu"}
+
+    with local_service(answer) as service:
+        config = run_config(tmp_path, urls=[service.url])
+        with pytest.raises(ServerError, match=f"{service.url}: it has tp_size 2, rollout.tensor_parallel_size is 1"):
+            pool.open_servers(config, tmp_path, lambda text: None, load_weights=False)
+        config.rollout.tensor_parallel_size = 2
+        assert pool.open_servers(config, tmp_path, lambda text: None, load_weights=False).urls == [service.url]
 
 
 @pytest.fixture

@@ -1,0 +1,50 @@
+"""Whether a server that somebody else started is one that this run can use. Pure: compares its /server_info with our options."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from megatron_rl.rollout.sglang.options import SAID_LABELS, ServerOptions
+from megatron_rl.system.gpu_environment import NCCL_DEFAULTS
+
+_SINGLE = {
+    "pp_size": "a pipelined server gives two workers one rank of the weight sync group",
+    "dp_size": "SGLang takes no weights from a trainer with data-parallel replicas; start as many servers",
+}
+
+
+def disagreements(info: Mapping[str, Any], ours: ServerOptions, *, broadcasts: bool) -> Iterator[str]:
+    """What would make weight sync wait forever, or a sleep free nothing; a field that ``info`` lacks is believed.
+
+    ``ours``: what this run would start. ``broadcasts``: weights come over a process group of trainer and servers.
+    """
+    size = info.get("tp_size", ours.tensor_parallel_size)
+    if size != ours.tensor_parallel_size:
+        yield (
+            f"it has tp_size {size}, rollout.tensor_parallel_size is {ours.tensor_parallel_size}; set that to {size}, or start it "
+            f"with --tensor-parallel-size {ours.tensor_parallel_size}"
+        )
+    yield from (f"it has {name} {info[name]}: {reason}" for name, reason in _SINGLE.items() if info.get(name, 1) != 1)
+    device = info.get("device", ours.device)
+    if broadcasts and device != ours.device:
+        yield f"it runs on {device} and the trainer on {ours.device}: no process group has both; set rollout.weight_sync=disk"
+    if ours.device == "cpu":
+        return
+    if ours.can_sleep and info.get("enable_memory_saver") is False:
+        yield "it cannot give its memory to the trainer (rollout.placement=colocated); start it with enable-memory-saver=true"
+    if broadcasts:
+        theirs = nccl_of(info)
+        differing = [name for name, value in ours.nccl.items() if theirs.get(name, value) != value]
+        if differing:
+            said = ", ".join(f"{name} is {theirs[name]} there and {ours.nccl[name]} here" for name in differing)
+            yield f"NCCL would fail or hang: {said}; export the same values before both are started"
+
+
+def nccl_of(info: Mapping[str, Any]) -> dict[str, str]:
+    """NCCL's variables of a server: as it says them, or as SGLang sets them for its options; what is not said is left out."""
+    said = info.get(SAID_LABELS)
+    known = {name: str(said[name]) for name in NCCL_DEFAULTS if name in said} if isinstance(said, Mapping) else {}
+    if info.get("enable_symm_mem"):
+        known |= dict.fromkeys(NCCL_DEFAULTS, "1")
+    if info.get("enable_nccl_nvls"):
+        known["NCCL_NVLS_ENABLE"] = "1"
+    return known
