@@ -12,6 +12,8 @@ from megatron_rl.families.family import ModelConfig
 
 VISION_KWARGS = dict(apply_rope_fusion=False)
 """What every vision-language model adds to TransformerConfig: the fused kernel knows one position per token."""
+ADAPTER = ("merger.", "deepstack_merger_list.")
+"""Beginnings of the names of the adapter's parameters."""
 
 
 def build_encoder(vision_config: ModelConfig) -> nn.Module:

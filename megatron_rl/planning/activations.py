@@ -5,7 +5,7 @@ its input, a norm its input, flash attention its queries, keys, values and outpu
 only (gradients, collectives) are not counted. Experts are taken as evenly loaded.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from megatron_rl.config.layout import expert_tensor_size
@@ -13,28 +13,34 @@ from megatron_rl.config.schema import ParallelConfig, Recompute
 from megatron_rl.families.facts import dims, text_config
 from megatron_rl.families.family import ModelConfig, family_of
 
+_TOKENS_PER_CHUNK = 512
+"""Of the logits, as in models/logprobs.py ..."""
+_LOGITS_PER_CHUNK = 2**22
+"""... and training/engine.py."""
+
 
 @dataclass(frozen=True)
 class SavedTensor:
-    """``width`` numbers of ``num_bytes`` each, per token of the pack."""
+    """``width`` numbers per token of the pack."""
 
     name: str
     width: float
     spread: str
     """What shares it: "hidden" (the tensor-parallel group, under sequence parallelism), "heads" (always that group), or
     "gathered" (tokens at the experts, which the expert-tensor-parallel group gathers)."""
-    num_bytes: int = 2
+    in_float32: bool = False
+    """Whatever the model's dtype is."""
 
 
 def layer_tensors(config: ModelConfig, *, with_experts: bool) -> list[SavedTensor]:
-    """Of a decoder layer with or without experts, without recomputation, for a bfloat16 model."""
+    """Of a decoder layer with or without experts, without recomputation."""
     sizes = dims(config)
     attention = _latent_attention(sizes) if family_of(config).is_latent else _grouped_attention(sizes)
     tensors = [
         SavedTensor("input of the attention's norm", sizes["hidden"], "hidden"),
         SavedTensor("normed, input of the projections", sizes["hidden"], "hidden"),
         *attention,
-        SavedTensor("sums of the softmax", sizes["heads"], "heads", 4),
+        SavedTensor("sums of the softmax", sizes["heads"], "heads", in_float32=True),
         SavedTensor("input of the MLP's norm", sizes["hidden"], "hidden"),
         SavedTensor("normed, input of the MLP", sizes["hidden"], "hidden"),
     ]
@@ -43,7 +49,7 @@ def layer_tensors(config: ModelConfig, *, with_experts: bool) -> list[SavedTenso
     chosen = text_config(config).num_experts_per_tok
     return [
         *tensors,
-        SavedTensor("scores of the router", 2 * sizes["experts"], "hidden", 4),
+        SavedTensor("scores of the router", 2 * sizes["experts"], "hidden", in_float32=True),
         SavedTensor("copies sent to the experts", chosen * sizes["hidden"], "gathered"),
         *_gated_mlp("experts", chosen * sizes["expert_ffn"]),
         *(_gated_mlp("shared experts", sizes["shared_ffn"]) if sizes["shared_ffn"] else ()),
@@ -78,33 +84,59 @@ def _gated_mlp(name: str, width: int) -> list[SavedTensor]:
 
 
 def layer_bytes(
-    config: ModelConfig, parallel: ParallelConfig, recompute: Recompute, *, with_experts: bool
+    config: ModelConfig, parallel: ParallelConfig, recompute: Recompute, *, with_experts: bool, number_bytes: int = 2
 ) -> tuple[float, float]:
-    """(kept until the backward pass, computed again and held during this layer's), bytes per token of the pack."""
-    whole = sum(_bytes(tensor, parallel) for tensor in layer_tensors(config, with_experts=with_experts))
+    """(kept until the backward pass, computed again and held during this layer's), bytes per token of the pack.
+
+    ``number_bytes``: of a number in the model's dtype.
+    """
+
+    def total(tensors: Iterable[SavedTensor]) -> float:
+        return sum(_bytes(tensor, parallel, number_bytes) for tensor in tensors)
+
+    whole = total(layer_tensors(config, with_experts=with_experts))
     if recompute is Recompute.full:
-        hidden = SavedTensor("input of the layer", dims(config)["hidden"], "hidden")
-        return _bytes(hidden, parallel), whole
+        return total([SavedTensor("input of the layer", dims(config)["hidden"], "hidden")]), whole
     if recompute is Recompute.selective:
         # The core of attention: with flash attention that is its softmax's sums, and its output is the next input.
-        sums = SavedTensor("sums of the softmax", dims(config)["heads"], "heads", 4)
-        return whole - _bytes(sums, parallel), _bytes(sums, parallel)
+        sums = total([SavedTensor("sums of the softmax", dims(config)["heads"], "heads", in_float32=True)])
+        return whole - sums, sums
     return whole, 0.0
 
 
-def head_bytes(config: ModelConfig, parallel: ParallelConfig, *, with_logits: bool) -> float:
+def head_bytes(
+    config: ModelConfig, parallel: ParallelConfig, *, with_logits: bool, number_bytes: int = 2
+) -> float:
     """After the last layer, bytes per token of the pack: the norm and, where they are kept, logits in both precisions."""
     sizes = dims(config)
     norm = SavedTensor("input and output of the last norm", 2 * sizes["hidden"], "hidden")
-    logits = 6 * sizes["vocab"] / parallel.tensor_parallel_size if with_logits else 0.0
-    return _bytes(norm, parallel) + logits
+    logits = (4 + number_bytes) * sizes["vocab"] / parallel.tensor_parallel_size if with_logits else 0.0
+    return _bytes(norm, parallel, number_bytes) + logits
 
 
-def _bytes(tensor: SavedTensor, parallel: ParallelConfig) -> float:
+def chunked_logits_bytes(
+    config: ModelConfig, parallel: ParallelConfig, *, tokens: int, number_bytes: int = 2, updates: bool = True
+) -> float:
+    """What the policy's head holds while it turns the hidden states of a pack of ``tokens`` into log-probs, on the last stage.
+
+    Logits exist for a chunk of tokens, in float32 (``models/logprobs.py``): six of their size at a time in the backward
+    pass, two in the forward pass. The backward pass has the head's gradient twice in float32 and once as the model keeps it.
+    """
+    sizes, tp = dims(config), parallel.tensor_parallel_size
+    chunk = min(tokens, max(_TOKENS_PER_CHUNK, _LOGITS_PER_CHUNK // sizes["vocab"]))
+    logits = 4 * chunk * sizes["vocab"] / tp
+    # Of all tokens, gathered from the tensor-parallel ranks, and those of them that train; their gradient comes on top.
+    hidden = number_bytes * sizes["hidden"] * tokens / parallel.context_parallel_size
+    if not updates:
+        return 2 * logits + 2 * hidden
+    return 6 * logits + 3 * hidden + (8 + number_bytes) * sizes["vocab"] * sizes["hidden"] / tp
+
+
+def _bytes(tensor: SavedTensor, parallel: ParallelConfig, number_bytes: int) -> float:
     tp = parallel.tensor_parallel_size
     shared_by = {
         "hidden": tp if parallel.sequence_parallel else 1,
         "heads": tp,
         "gathered": tp / expert_tensor_size(parallel),
     }[tensor.spread]
-    return tensor.width * tensor.num_bytes / shared_by / parallel.context_parallel_size
+    return tensor.width * (4 if tensor.in_float32 else number_bytes) / shared_by / parallel.context_parallel_size

@@ -2,13 +2,13 @@
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from megatron_rl.cpu.torchvision import declare_torchvision_ops
 from megatron_rl.families.facts import dims, has_experts
 from megatron_rl.families.family import ModelConfig, Rule, family_of
-from megatron_rl.families.transforms import Replicated
-from megatron_rl.families.vision_encoder import parameter_shapes
+from megatron_rl.families.transforms import Replicated, padded_vocab_size
+from megatron_rl.families.vision_encoder import ADAPTER, parameter_shapes
 
 
 @dataclass(frozen=True)
@@ -21,15 +21,17 @@ class Parameters:
     """Whole on every rank: norms, routers."""
     experts: int = 0
     """All experts', spread over the expert-parallel and the expert-tensor-parallel group."""
+    biases: int = 0
+    """The routers' expert biases: in the files, but no parameters of Megatron's (float32 buffers, no gradient)."""
 
     @property
     def number(self) -> int:
-        return self.split + self.replicated + self.experts
+        return sum(getattr(self, field.name) for field in fields(self))
 
     @classmethod
     def sum(cls, parts: Iterable["Parameters"]) -> "Parameters":
         listed = list(parts)
-        return cls(*(sum(getattr(part, kind) for part in listed) for kind in ("split", "replicated", "experts")))
+        return cls(*(sum(getattr(part, field.name) for part in listed) for field in fields(cls)))
 
 
 def layer_parameters(config: ModelConfig) -> list[Parameters]:
@@ -40,22 +42,32 @@ def layer_parameters(config: ModelConfig) -> list[Parameters]:
 
 
 def _of_rules(config: ModelConfig, rules: Iterable[Rule]) -> Parameters:
-    sizes, kinds = dims(config), {"split": 0, "replicated": 0, "experts": 0}
+    sizes, kinds = dims(config), {"split": 0, "replicated": 0, "experts": 0, "biases": 0}
     for rule in rules:
         number = sum(math.prod(sizes[name] for name in shape) for shape in rule.hf.values())
         # A stacked tensor holds all experts already.
         if "{expert}" in rule.megatron:
             kinds["experts"] += number * (1 if rule.is_stacked else sizes["experts"])
+        elif rule.megatron.endswith(".expert_bias"):
+            kinds["biases"] += number
         else:
             kinds["replicated" if isinstance(rule.transform, Replicated) else "split"] += number
     return Parameters(**kinds)
 
 
-def embedding_parameters(config: ModelConfig) -> Parameters:
-    """Before the first layer: the embedding and, of a model that sees, its encoder."""
-    sizes = dims(config)
-    encoder = parameter_shapes(_encoder_config(config)).values() if family_of(config).vision is not None else ()
-    return Parameters(split=sizes["vocab"] * sizes["hidden"], replicated=sum(map(math.prod, encoder)))
+def embedding_parameters(config: ModelConfig, *, tensor_parallel_size: int = 1) -> Parameters:
+    """Before the first layer: the embedding, padded to a multiple of the ranks, and the encoder of a model that sees."""
+    vocab = padded_vocab_size(dims(config)["vocab"], tensor_parallel_size)
+    return Parameters(split=vocab * dims(config)["hidden"], replicated=sum(encoder_parameters(config)))
+
+
+def encoder_parameters(config: ModelConfig) -> tuple[int, int]:
+    """(of the vision tower, of its adapter); none in a model that sees nothing."""
+    if family_of(config).vision is None:
+        return 0, 0
+    sizes = {name: math.prod(shape) for name, shape in parameter_shapes(_encoder_config(config)).items()}
+    adapter = sum(size for name, size in sizes.items() if name.startswith(ADAPTER))
+    return sum(sizes.values()) - adapter, adapter
 
 
 def _encoder_config(config: ModelConfig) -> ModelConfig:
@@ -68,12 +80,12 @@ def _encoder_config(config: ModelConfig) -> ModelConfig:
     return AutoConfig.for_model(config.model_type, vision_config=config.vision_config).vision_config
 
 
-def head_parameters(config: ModelConfig, *, is_critic: bool = False) -> Parameters:
-    """After the last layer: the norm and the output layer, also where it is tied to the embedding."""
+def head_parameters(config: ModelConfig, *, is_critic: bool = False, tensor_parallel_size: int = 1) -> Parameters:
+    """After the last layer: the norm and the output layer (padded likewise), also where it is tied to the embedding."""
     hidden = dims(config)["hidden"]
     if is_critic:
         return Parameters(replicated=2 * hidden)
-    return Parameters(split=dims(config)["vocab"] * hidden, replicated=hidden)
+    return Parameters(split=padded_vocab_size(dims(config)["vocab"], tensor_parallel_size) * hidden, replicated=hidden)
 
 
 def num_parameters(config: ModelConfig) -> int:

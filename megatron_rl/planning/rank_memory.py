@@ -1,26 +1,55 @@
 """Bytes that a trainer rank needs for one model. Pure.
 
-Mixed precision with Megatron's distributed optimizer: weights in bfloat16 (2 bytes a parameter), gradients in float32 (4),
-and float32 weights with Adam's two moments (12), sharded over the ranks that hold the same parameters (ZeRO-1,
-arXiv 1910.02054): the data- and context-parallel ranks, for experts those of a stage that hold the same experts.
+Weights and gradients are on each rank that holds the parameter. The optimizer's state is sharded over the ranks that hold
+the same parameters (ZeRO-1, arXiv 1910.02054): the data- and context-parallel ranks, for experts those of a stage that
+hold the same experts. These three are exact: tests compare them with the parameters of ranks that Megatron has built.
+Megatron's buffers round each tensor up to 64 numbers, and each buffer to 128 of every rank; that is not counted.
 """
 
 from collections import Counter
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from megatron_rl.config.layout import expert_tensor_size
-from megatron_rl.config.schema import ParallelConfig, Recompute
+from megatron_rl.config.schema import Dtype, ParallelConfig, Recompute, VisionConfig
 from megatron_rl.families.facts import has_experts, text_config
 from megatron_rl.families.family import ModelConfig
 from megatron_rl.planning.activations import head_bytes, layer_bytes
-from megatron_rl.planning.counts import Parameters, embedding_parameters, head_parameters, layer_parameters
+from megatron_rl.planning.counts import (
+    Parameters,
+    embedding_parameters,
+    encoder_parameters,
+    head_parameters,
+    layer_parameters,
+)
 
-_WEIGHT_BYTES, _GRADIENT_BYTES, _OPTIMIZER_BYTES = 2, 4, 12
+
+class States(NamedTuple):
+    """How a model is kept: bytes of each parameter. The defaults: bfloat16 and Adam, all of it in float32."""
+
+    weight: int = 2
+    gradient: int = 4
+    """0: it does not train (a reference)."""
+    optimizer: int = 12
+    """Float32 weights and two moments."""
+    train_encoder: bool = True
+    """What of a vision encoder does not train has neither gradient nor optimizer state."""
+    train_adapter: bool = True
+
+
+def states_of(dtype: Dtype, *, trains: bool = True, vision: VisionConfig | None = None) -> States:
+    """Those of an engine (``training/engine.py``)."""
+    weight = 4 if dtype is Dtype.float32 else 2
+    if not trains:
+        return States(weight, 0, 0)
+    # Float32 weights are the optimizer's own.
+    vision = vision or VisionConfig()
+    return States(weight, 4, 8 if weight == 4 else 12, vision.train_encoder, vision.train_adapter)
 
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Of each rank of a pipeline stage [bytes]. A model that is only read (a reference) needs its weights alone."""
+    """Of each rank of a pipeline stage [bytes]."""
 
     weights: float
     gradients: float
@@ -43,39 +72,61 @@ class Passes:
     recompute: Recompute = Recompute.none
     keeps_logits: bool = False
     """Whether the logits of all tokens exist at once, as in Megatron's own loss; this trainer makes them in chunks."""
+    number_bytes: int = 2
+    """Of an activation in the model's dtype."""
+    forward_only: bool = False
+    """Nothing is kept for a backward pass: only what one layer holds at a time."""
 
 
 def memory_by_rank(
-    config: ModelConfig, parallel: ParallelConfig, passes: Passes, *, num_ranks: int, is_critic: bool = False
+    config: ModelConfig,
+    parallel: ParallelConfig,
+    passes: Passes,
+    *,
+    num_ranks: int,
+    is_critic: bool = False,
+    states: States | None = None,
 ) -> list[RankMemory]:
     """One entry per pipeline rank, in their order; the ranks of a stage are alike.
 
     ``parallel`` fits the model and ``num_ranks`` (``config.layout``). Not counted: what PyTorch's allocator wastes, buffers
     of collectives (NCCL takes some 1 to 10 GB, more with many groups), and images.
     """
-    layers, stages = layer_parameters(config), _layers_of_ranks(parallel, text_config(config).num_hidden_layers)
-    pipeline = parallel.pipeline_parallel_size
-    data = num_ranks / (parallel.tensor_parallel_size * pipeline)
-    experts = num_ranks / (pipeline * parallel.expert_parallel_size * expert_tensor_size(parallel))
+    stages, states = _layers_of_ranks(parallel, text_config(config).num_hidden_layers), states or States()
+    data = num_ranks / (parallel.tensor_parallel_size * parallel.pipeline_parallel_size)
+    of_expert = num_ranks / (parallel.pipeline_parallel_size * parallel.expert_parallel_size * expert_tensor_size(parallel))
     found = []
-    for rank, chunks in enumerate(stages):
-        held = [layers[layer] for chunk in chunks for layer in chunk]
-        held += [embedding_parameters(config)] if rank == 0 else []
-        if rank == pipeline - 1:
-            # In one stage a tied output layer is the embedding itself.
-            is_same = config.tie_word_embeddings and not is_critic and pipeline == 1
-            head = head_parameters(config, is_critic=is_critic)
-            held.append(Parameters(replicated=head.replicated) if is_same else head)
-        dense, expert = _on_rank(Parameters.sum(held), parallel)
+    for rank, (chunks, held) in enumerate(zip(stages, _parameters_of_ranks(config, parallel, is_critic), strict=True)):
+        dense, expert = _on_rank(held, parallel)
+        learns = (dense - (_frozen(config, states) if rank == 0 else 0)) if states.gradient else 0
         found.append(
             RankMemory(
-                weights=_WEIGHT_BYTES * (dense + expert),
-                gradients=_GRADIENT_BYTES * (dense + expert),
-                optimizer=_OPTIMIZER_BYTES * (dense / data + expert / experts),
+                weights=states.weight * (dense + expert),
+                gradients=states.gradient * (learns + expert),
+                optimizer=states.optimizer * (learns / data + expert / of_expert),
                 activations=_activations(config, parallel, passes, rank, chunks) if passes.tokens else 0.0,
             )
         )
     return found
+
+
+def _parameters_of_ranks(config: ModelConfig, parallel: ParallelConfig, is_critic: bool) -> list[Parameters]:
+    """Per pipeline rank: whole layers with what stands before the first and after the last one."""
+    layers, stages = layer_parameters(config), _layers_of_ranks(parallel, text_config(config).num_hidden_layers)
+    tp, last = parallel.tensor_parallel_size, len(stages) - 1
+    held = [[layers[layer] for chunk in chunks for layer in chunk] for chunks in stages]
+    held[0].append(embedding_parameters(config, tensor_parallel_size=tp))
+    head = head_parameters(config, is_critic=is_critic, tensor_parallel_size=tp)
+    # In one stage a tied output layer is the embedding itself.
+    is_same = config.tie_word_embeddings and not is_critic and last == 0
+    held[last].append(Parameters(replicated=head.replicated) if is_same else head)
+    return [Parameters.sum(parts) for parts in held]
+
+
+def _frozen(config: ModelConfig, states: States) -> int:
+    """Parameters of a vision encoder that do not train."""
+    tower, adapter = encoder_parameters(config)
+    return tower * (not states.train_encoder) + adapter * (not states.train_adapter)
 
 
 def _on_rank(parameters: Parameters, parallel: ParallelConfig) -> tuple[float, float]:
@@ -96,12 +147,15 @@ def _layers_of_ranks(parallel: ParallelConfig, num_layers: int) -> list[list[ran
 def _activations(
     config: ModelConfig, parallel: ParallelConfig, passes: Passes, rank: int, chunks: list[range]
 ) -> float:
-    """Bytes at the fullest moment: the packs under way on this stage, and what the backward pass computes again."""
-    has = has_experts(config)
+    """Bytes at the fullest moment: the packs in progress on this stage, and what the backward pass computes again."""
+    has, size = has_experts(config), passes.number_bytes
     kinds = Counter(has[layer] for chunk in chunks for layer in chunk)
-    by_kind = {kind: layer_bytes(config, parallel, passes.recompute, with_experts=kind) for kind in kinds}
+    recompute = Recompute.full if passes.forward_only else passes.recompute
+    by_kind = {kind: layer_bytes(config, parallel, recompute, with_experts=kind, number_bytes=size) for kind in kinds}
     kept = sum(number * by_kind[kind][0] for kind, number in kinds.items())
     again = max(again for _, again in by_kind.values())
+    if passes.forward_only:
+        return again * passes.tokens
     pipeline, virtual = parallel.pipeline_parallel_size, parallel.virtual_pipeline_size
     # One pack after the other: stage r has started p - r of them when the first comes back. Interleaved stages start
     # p packs of each of their chunks but the last, and two more for each later stage (arXiv 2104.04473).
@@ -109,7 +163,7 @@ def _activations(
     started = min(started, passes.num_packs * virtual)
     per_token = kept / virtual * started + again
     if rank == pipeline - 1:
-        per_token += head_bytes(config, parallel, with_logits=passes.keeps_logits)
+        per_token += head_bytes(config, parallel, with_logits=passes.keeps_logits, number_bytes=size)
     return per_token * passes.tokens
 
 

@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 
 from megatron_rl.config.schema import DecayStyle, OptimizerConfig
 from megatron_rl.training.optimizer import build_scheduler
+from tests.integration.collective_order import Call, disagreements, of_files
 from tests.integration.engine_worker import (
     LENGTHS,
     NUM_DRIFT_STEPS,
@@ -25,7 +26,7 @@ from tests.integration.engine_worker import (
     make_batch,
 )
 from tests.integration.torchrun import run_ranks
-from tests.integration.two_layouts import CASES
+from tests.integration.two_layouts import CASES, calls_file
 from tests.tiny_families import make_family_model
 from tests.tiny_models import make_tiny_model
 
@@ -69,7 +70,7 @@ def results(tmp_path_factory):
             log=out / "log.txt",
             timeout_s=LAUNCH_TIMEOUT_S,
         )
-        return {"models": folder / "models", **torch.load(out / "results.pt", weights_only=False)}
+        return {"models": folder / "models", "out": out, **torch.load(out / "results.pt", weights_only=False)}
 
     return of
 
@@ -209,6 +210,25 @@ def test_a_policy_and_a_critic_of_different_layouts_step_and_go_on_as_on_one_ran
     for engine in ("policy", "critic"):
         assert_same_step(found[engine], expected[engine])
         assert_same_weights(found[f"weights of {engine}"], expected[f"weights of {engine}"], RELATIVE)
+
+
+@pytest.mark.parametrize("part", ["begun", "resumed"])
+@pytest.mark.parametrize("case", CASES)
+def test_all_ranks_enqueue_the_collectives_of_all_groups_in_one_order(results, case, part):
+    """Two models in two layouts: values, log-probs, updates, weights put together, checkpoints."""
+    calls = of_files([calls_file(results(4)["out"], case, part, rank) for rank in range(4)])
+    assert len({call.group for call in calls[0]}) > 3
+    assert disagreements(calls) == []
+
+
+def test_crossed_and_missing_collectives_are_seen():
+    a, b = Call("a", (0, 1), "allreduce"), Call("b", (0, 1), "allreduce")
+    assert disagreements({0: [a, b, a], 1: [a, b, a]}) == []
+    assert "different orders" in disagreements({0: [a, b], 1: [b, a]})[0]
+    assert "different calls" in disagreements({0: [a, b], 1: [a]})[0]
+    # Three ranks, no two of which cross the same two groups.
+    ring = [Call(name, ranks, "broadcast") for name, ranks in (("c", (0, 1)), ("d", (1, 2)), ("e", (2, 0)))]
+    assert disagreements({0: [ring[2], ring[0]], 1: [ring[0], ring[1]], 2: [ring[1], ring[2]]})
 
 
 @pytest.mark.parametrize("case", CASES)

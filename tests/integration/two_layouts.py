@@ -5,9 +5,12 @@ it once more from the files, in another pair of layouts. One rank alone simply g
 """
 
 import dataclasses
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from megatron_rl.config.layout import parse_layout
 from megatron_rl.config.schema import (
@@ -23,6 +26,7 @@ from megatron_rl.parallel import topology as topologies
 from megatron_rl.training import losses
 from megatron_rl.training.engines import rl_engines
 from megatron_rl.training.trainer_group import TrainerGroup, Worker
+from tests.integration.collective_order import recorded
 from tests.integration.engine_worker import ALGORITHM, OPTIMIZER, make_batch
 
 
@@ -103,8 +107,21 @@ def run_cases(models: Path, out: Path, *, num_ranks: int) -> dict[str, dict[str,
             return {"resumed": step(group)}
 
         # Fresh value heads come from the seed: the resumed ones must get theirs from the file.
-        found[name] = _run(case, models, case.first, begin) | _run(case, models, case.then, go_on, seed=2)
+        begun = _recorded_run(out, name, "begun", case, models, case.first, begin)
+        found[name] = begun | _recorded_run(out, name, "resumed", case, models, case.then, go_on, seed=2)
     return found
+
+
+def calls_file(out: Path, name: str, part: str, rank: int) -> Path:
+    """The collectives of a rank in one part of a case."""
+    return out / f"calls-{name}-{part}-{rank}.pt"
+
+
+def _recorded_run(out: Path, name: str, part: str, *args: Any, **options: Any) -> dict[str, Any]:
+    with recorded() as calls:
+        seen = _run(*args, **options)
+    torch.save([tuple(call) for call in calls], calls_file(out, name, part, int(os.environ["RANK"])))
+    return seen
 
 
 def _run(

@@ -15,13 +15,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from megatron_rl.config.schema import Recompute
+from megatron_rl.families.vision_encoder import ADAPTER
 from megatron_rl.models.layers import mark_split_gradients
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-ADAPTER = ("merger.", "deepstack_merger_list.")
-"""Beginnings of the names of the adapter's parameters."""
 
 
 def prepare_encoder(

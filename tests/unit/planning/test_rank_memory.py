@@ -11,7 +11,7 @@ from megatron_rl.config.schema import ParallelConfig, Recompute
 from megatron_rl.cpu.torchvision import declare_torchvision_ops
 from megatron_rl.families.facts import as_config, read_model_json
 from megatron_rl.families.parameters import entries
-from megatron_rl.families.transforms import Replicated
+from megatron_rl.families.transforms import Replicated, Vocabulary, padded_vocab_size
 from megatron_rl.planning.activations import layer_tensors
 from megatron_rl.planning.counts import num_parameters
 from megatron_rl.planning.rank_memory import Passes, memory_by_rank
@@ -39,21 +39,25 @@ def test_parameters_are_those_of_the_files(name, tmp_path):
 def on_rank(config, parallel, stage, role):
     """(dense, expert) parameters of a rank of ``stage``, one tensor after the other."""
     layers = config.num_hidden_layers // parallel.pipeline_parallel_size
+    vocabulary = padded_vocab_size(config.vocab_size, parallel.tensor_parallel_size)
     dense = expert = 0.0
     for entry in entries(config, role):
         if entry.megatron.startswith("decoder.layers."):
             place = int(entry.megatron.split(".")[2]) // layers
         else:
             place = 0 if entry.megatron.startswith("embedding") else parallel.pipeline_parallel_size - 1
-        if place != stage:
+        if place != stage or entry.megatron.endswith(".expert_bias"):
             continue
-        size = sum(math.prod(shape) for shape in entry.shapes)
+        shapes = entry.shapes
+        if isinstance(entry.transform, Vocabulary):
+            shapes = [(vocabulary, shape[1]) for shape in shapes]
+        size = sum(math.prod(shape) for shape in shapes)
         if ".experts." in entry.megatron:
             expert += size / parallel.expert_parallel_size / expert_tensor_size(parallel)
         else:
             dense += size if isinstance(entry.transform, Replicated) else size / parallel.tensor_parallel_size
     if config.tie_word_embeddings and role == "policy" and 0 < stage == parallel.pipeline_parallel_size - 1:
-        dense += config.vocab_size * config.hidden_size / parallel.tensor_parallel_size
+        dense += vocabulary * config.hidden_size / parallel.tensor_parallel_size
     return dense, expert
 
 
@@ -90,7 +94,7 @@ def test_uneven_stages_hold_what_they_are_given(name):
 def test_activations_of_a_dense_layer_by_hand():
     """hidden 48, 4 heads of 26, 4 groups, MLP 80: 48 x 4 + (104 x 3) + (104 x 2) + 104 + 80 x 3 numbers, and 4 float32."""
     tensors = layer_tensors(config_of("llama3_scaled"), with_experts=False)
-    assert sum(tensor.width * tensor.num_bytes for tensor in tensors) == 2 * (192 + 312 + 208 + 104 + 240) + 16
+    assert sum(tensor.width * (4 if tensor.in_float32 else 2) for tensor in tensors) == 2 * (192 + 312 + 208 + 104 + 240) + 16
 
 
 def activations(parallel: ParallelConfig, tokens: int = 64, name: str = "qwen3_moe_sparse_step", **passes):
@@ -120,7 +124,7 @@ def test_recomputation_keeps_inputs_of_layers_and_one_layer():
     parallel, name = ParallelConfig(), "llama3_scaled"
     none, selective, full = (activations(parallel, name=name, recompute=recompute)[0] for recompute in Recompute)
     tensors = layer_tensors(config_of(name), with_experts=False)
-    one_layer = 64 * sum(tensor.width * tensor.num_bytes for tensor in tensors)
+    one_layer = 64 * sum(tensor.width * (4 if tensor.in_float32 else 2) for tensor in tensors)
     head = 64 * 2 * 2 * 48
     assert none == 2 * one_layer + head
     assert full == one_layer + 2 * 64 * 2 * 48 + head
