@@ -1,11 +1,13 @@
-"""`--dry-run`: the resolved configuration, for reinforcement learning also the batch arithmetic and the stage graph."""
+"""`--dry-run`: the resolved configuration, for reinforcement learning also the batch arithmetic, the stage graph and memory."""
 
 import os
+from pathlib import Path
 
 from rich.console import Console
 from rich.syntax import Syntax
 from rich.table import Table
 
+from megatron_rl.commands.memory_table import print_memory
 from megatron_rl.config.describe import batch_arithmetic, data_parallel_size
 from megatron_rl.config.layout import expert_tensor_size
 from megatron_rl.config.load import config_to_yaml
@@ -28,11 +30,18 @@ def print_plan(config: Config, *, command: str, world_size: int) -> None:
         console.print(_arithmetic_table(config, world_size))
         console.rule(f"stages of a step (schedule.mode={config.schedule.mode.value})")
         console.print(_stage_table(config))
+    if command == "train" and _has_model(config):
+        console.rule("memory")
+        print_memory(console, config, world_size)
     for note in _notes(config, world_size):
         console.print(f"note: {note}", soft_wrap=True)
     console.print(
         f"dry run: the configuration is good for `megatron-rl {command}`; nothing was started", soft_wrap=True
     )
+
+
+def _has_model(config: Config) -> bool:
+    return (Path(config.policy.path) / "config.json").is_file()
 
 
 def _notes(config: Config, world_size: int) -> list[str]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from megatron_rl.config.layout import expert_tensor_size
-from megatron_rl.config.schema import Dtype, ParallelConfig, Recompute, VisionConfig
+from megatron_rl.config.schema import Dtype, Moments, OptimizerConfig, ParallelConfig, Recompute, VisionConfig
 from megatron_rl.families.facts import has_experts, text_config
 from megatron_rl.families.family import ModelConfig
 from megatron_rl.planning.activations import head_bytes, layer_bytes
@@ -37,14 +37,14 @@ class States(NamedTuple):
     train_adapter: bool = True
 
 
-def states_of(dtype: Dtype, *, trains: bool = True, vision: VisionConfig | None = None) -> States:
-    """Those of an engine (``training/engine.py``)."""
+def states_of(dtype: Dtype, optimizer: OptimizerConfig | None, vision: VisionConfig) -> States:
+    """Those of an engine with these settings (``training/engine.py``)."""
     weight = 4 if dtype is Dtype.float32 else 2
-    if not trains:
+    if optimizer is None:
         return States(weight, 0, 0)
+    moments = 2 * (2 if optimizer.moments is Moments.bfloat16 else 4)
     # Float32 weights are the optimizer's own.
-    vision = vision or VisionConfig()
-    return States(weight, 4, 8 if weight == 4 else 12, vision.train_encoder, vision.train_adapter)
+    return States(weight, 4, moments + (0 if weight == 4 else 4), vision.train_encoder, vision.train_adapter)
 
 
 @dataclass(frozen=True)

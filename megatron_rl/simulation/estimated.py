@@ -15,6 +15,7 @@ from megatron_rl.families.family import ModelConfig
 from megatron_rl.planning.counts import num_parameters
 from megatron_rl.planning.gpus import Gpu
 from megatron_rl.planning.publish_time import publish_seconds
+from megatron_rl.planning.run_memory import memory_fraction
 from megatron_rl.planning.serving_time import decode_curve, kv_bytes, kv_tokens, prefill_seconds
 from megatron_rl.planning.training_time import REINFORCEMENT, training_seconds
 from megatron_rl.planning.training_time import Work as Batch
@@ -22,8 +23,6 @@ from megatron_rl.simulation.timing import Decode, Timing, Work
 
 _NODES = tuple(2.0**power for power in range(13))
 """Running responses between which a decode step's time is taken as linear."""
-_MEMORY_FRACTION = 0.85
-"""SGLang's mem-fraction-static where no server option says it."""
 
 
 def estimated_timing(config: Config, gpu: Gpu) -> Timing:
@@ -63,8 +62,7 @@ def estimated_timing(config: Config, gpu: Gpu) -> Timing:
 
 def estimated_kv_tokens(config: Config, gpu: Gpu) -> int:
     """Tokens that one server's cache holds; ConfigError where its weights do not fit."""
-    size, options = config.rollout.tensor_parallel_size, config.rollout.server_args
-    fraction = float(options.get("mem-fraction-static", options.get("mem_fraction_static", _MEMORY_FRACTION)))
+    size, fraction = config.rollout.tensor_parallel_size, memory_fraction(config)
     model = _model(config)
     tokens = int(kv_tokens(model, gpu, num_gpus=size, memory_fraction=fraction))
     if tokens < 1:

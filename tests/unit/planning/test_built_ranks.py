@@ -150,8 +150,9 @@ def test_any_tiny_model_in_any_layout_has_the_bytes_that_are_planned(data: st.Da
     parallel, num_ranks = data.draw(layouts(config))
     role, dtype = data.draw(st.sampled_from(["policy", "critic"])), data.draw(st.sampled_from(Dtype))
     vision = VisionConfig(train_encoder=data.draw(st.booleans()), train_adapter=data.draw(st.booleans()))
+    states = states_of(dtype, OptimizerConfig(), vision)
     planned = memory_by_rank(
-        config, parallel, NOTHING, num_ranks=num_ranks, is_critic=role == "critic", states=states_of(dtype, vision=vision)
+        config, parallel, NOTHING, num_ranks=num_ranks, is_critic=role == "critic", states=states
     )
     in_stage, optimizer = num_ranks // parallel.pipeline_parallel_size, 0
     for rank in range(num_ranks):
