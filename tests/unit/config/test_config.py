@@ -154,6 +154,11 @@ def test_a_missing_recipe_and_a_malformed_override_are_errors(tmp_path, recipe):
         (["eval.every_steps=5"], ["data.eval_files"]),
         (["run.num_steps=0"], ["run.num_steps"]),
         (["reward.max_error_rate=2"], ["reward.max_error_rate"]),
+        (["policy.optimizer.moments=bfloat16"], ["policy.optimizer.moments=bfloat16: needs parameters in bfloat16"]),
+        (
+            ["policy.dtype=bfloat16", "critic.dtype=float32", "critic.optimizer.moments=bfloat16"],
+            ["critic.optimizer.moments=bfloat16", "got critic.dtype=float32"],
+        ),
     ],
 )
 def test_impossible_combinations_name_the_key(recipe, overrides, expected):
