@@ -138,6 +138,7 @@ def _drive_until_it_dies(
             stop_requested=lambda: signals.requested,
         )
         recorder.running = runner.running
+        group.report_to(recorder.console.note)
         for text in (*group.notes, *describe_prompts(inputs)):
             recorder.console.note(text)
         rewards = stack.enter_context(build_rewards(config.reward))

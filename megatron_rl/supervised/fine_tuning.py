@@ -43,6 +43,7 @@ def _train(config: Config, group: TrainerGroup) -> None:
     solutions = load_solutions(config.sft.train_files or config.data.train_files, config.data, tokenizer)
     batches = epoch_batches(len(solutions), config.sft.batch_size, config.run.seed)
     console = Console()
+    group.report_to(console.print)
     for note in group.notes:
         console.print(note)
     with progress_bar("sft", config.sft.num_steps, console=console) as advance:

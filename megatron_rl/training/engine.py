@@ -257,10 +257,11 @@ class Engine:
         return expected_names(self.hf_config, self.role)
 
     @_in_own_layout
-    def save_hf(self, folder: str | Path) -> None:
-        """Write config.json, safetensors and tokenizer to ``folder``; it appears once it is complete."""
+    def save_hf(self, folder: str | Path, progress: Callable[[str], None] = lambda text: None) -> None:
+        """Write config.json, safetensors and tokenizer to ``folder``; it appears once it is complete. Rank 0 tells ``progress``."""
+        role, keep_mtp = self.role, self._keeps_mtp
         with self._memory.weights():
-            save_hf(self.chunks, self.hf_config, self.path, folder, role=self.role, keep_mtp=self._keeps_mtp)
+            save_hf(self.chunks, self.hf_config, self.path, folder, role=role, keep_mtp=keep_mtp, progress=progress)
 
     @_in_own_layout
     def save_state(self, folder: str | Path) -> None:

@@ -72,6 +72,8 @@ class Worker:
         self.engines = engines
         self.export = WeightExport(config)
         self.use = StageAccount()
+        self.note: Callable[[str], None] = lambda text: None
+        """Told how far long work is."""
 
     def serve(self) -> None:
         """Carry out the driver's commands until it says stop (every rank but 0)."""
@@ -229,8 +231,12 @@ class TrainerGroup:
         """Hugging Face name -> shape of every tensor that export_weights gives."""
         return self._worker.engines[engine].expected_weights()
 
+    def report_to(self, note: Callable[[str], None]) -> None:
+        """``note`` is told how far a long save is."""
+        self._worker.note = note
+
     def save_hf(self, engine: str, folder: str) -> None:
-        """Write the model as a Hugging Face folder."""
+        """Write the model as a Hugging Face folder, which all ranks must see."""
         self._call(Command("save_hf", engine, partial(_save_hf, folder=folder)))
 
     def save_state(self, engine: str, folder: str) -> None:
@@ -371,7 +377,7 @@ def _export(worker: Worker, engine: Engine, microbatches: list[PackedBatch], *, 
 
 
 def _save_hf(worker: Worker, engine: Engine, microbatches: list[PackedBatch], *, folder: str) -> None:
-    engine.save_hf(folder)
+    engine.save_hf(folder, worker.note)
 
 
 def _save_state(worker: Worker, engine: Engine, microbatches: list[PackedBatch], *, folder: str) -> None:

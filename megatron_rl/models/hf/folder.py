@@ -4,7 +4,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatch
 from pathlib import Path
@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from megatron_rl.families.family import families
+from megatron_rl.models.hf.shards import Header
 from megatron_rl.models.hf.sources import INDEX_FILE, SINGLE_FILE
 from megatron_rl.system.files import replace_folder
 
@@ -89,6 +90,19 @@ class FolderWriter:
         self.total_bytes += size
         self.dtype = self.dtype or tensor.dtype
 
+    def adopt(self, path: Path, tensors: Sequence[Header]) -> None:
+        """Take over a file of ``folder`` that a rank has written. Raises OSError."""
+        size = sum(header.num_bytes for header in tensors)
+        if not path.exists() or path.stat().st_size < size:
+            raise OSError(
+                "a rank on another machine has written a part of it that cannot be seen here; give a folder on a file "
+                "system that all ranks share"
+            )
+        os.rename(path, self._shard_path(len(self.shards)))
+        self.shards.append([header.name for header in tensors])
+        self.total_bytes += size
+        self.dtype = self.dtype or tensors[0].dtype
+
     def finish(self) -> None:
         """Write what is pending, config.json and the tokenizer."""
         self.finish_weights()
@@ -110,6 +124,8 @@ class FolderWriter:
             (self.folder / INDEX_FILE).write_text(json.dumps(index, indent=2))
 
     def _flush(self) -> None:
+        if not self.pending:
+            return
         try:
             save_file(self.pending, self._shard_path(len(self.shards)), metadata={"format": "pt"})
         except SafetensorError as error:

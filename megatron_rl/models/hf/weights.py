@@ -7,11 +7,11 @@ context-parallel ones) only the first take part. Experts have their own split: b
 each within those over the expert-tensor-parallel ranks.
 """
 
-import itertools
 import re
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from enum import Enum
+from math import prod
 from pathlib import Path
 
 import torch
@@ -21,21 +21,31 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from megatron_rl.families.facts import dims, text_config
-from megatron_rl.families.parameters import VALUE_HEAD, Entry, Role, canonical_name, entries, stacked_shapes
+from megatron_rl.families.parameters import VALUE_HEAD, Entry, Role, entries, stacked_shapes
 from megatron_rl.families.transforms import Dims, Shard, Sliceable
-from megatron_rl.models.hf.folder import FolderWriter, appearing
+from megatron_rl.models.hf.folder import FolderWriter
+from megatron_rl.models.hf.holders import (
+    any_expert,
+    expert_of,
+    first_rank_of,
+    held_by_stage,
+    holders,
+    named_parameters,
+    stage_of,
+)
 from megatron_rl.models.hf.mtp import is_mtp, mtp_tensors
+from megatron_rl.models.hf.saving import SharedSave
+from megatron_rl.models.hf.shards import Header, cut, least_loaded, part_path
 from megatron_rl.models.hf.sources import CheckpointSource, TensorSource, WeightsError
-from megatron_rl.models.packed import unwrap
-from megatron_rl.parallel import collectives
 from megatron_rl.parallel.topology import local_device
 
 _MAX_SHARD_BYTES = 5 * 1024**3
+_LEAST_BYTES = 64 * 1024**2
+"""A rank writes as much before the next one writes too: small models stay in few files."""
 _FREQUENCIES = re.compile(r"\brotary_emb\.inv_freq$")
 """Old files hold them; transformers and this trainer compute them from config.json, whatever they say."""
 _LM_HEAD, _SCORE_HEAD = "lm_head.weight", "score.weight"
 _ROWS_PER_COMPARISON = 4096
-_EXPERT = re.compile(r"(\.mlp\.experts\.)(\d+)(\.)")
 
 
 class Destination(Enum):
@@ -157,14 +167,14 @@ def fill(
     expert_shard = Shard(
         parallel_state.get_expert_tensor_parallel_rank(), parallel_state.get_expert_tensor_parallel_world_size()
     )
-    for name, parameter in _named_parameters(chunks):
+    for name, parameter in named_parameters(chunks):
         if name not in by_name:
             raise WeightsError(f"Megatron's parameter {name} has no rule for model_type {hf_config.model_type}")
         entry = by_name[name]
         if any(hf_name in skip for hf_name in entry.hf):
             continue
         value = entry.transform.load(
-            read_entry(source, entry), sizes, shard if _expert_of(name) is None else expert_shard
+            read_entry(source, entry), sizes, shard if expert_of(name) is None else expert_shard
         )
         if value.shape != parameter.shape:
             raise WeightsError(f"{name}: the tables give {tuple(value.shape)}, the model has {tuple(parameter.shape)}")
@@ -185,25 +195,20 @@ def export_weights(
     rank must exhaust the iterator, at about the same pace: ranks wait for each other at each tensor (with ``stage``,
     those of one stage), up to the groups' time-out.
     """
-    parameters = dict(_named_parameters(chunks))
+    parameters = dict(named_parameters(chunks))
     pp_group, sizes = parallel_state.get_pipeline_model_parallel_group(), dims(hf_config)
 
     def collected() -> Iterator[tuple[Entry, list[Tensor | None]]]:
         for entry in entries(hf_config, role):
-            key = _any_expert(entry.megatron)
-            stage = next((s for s, names in enumerate(held) if key in names), None)
-            if stage is None:
-                raise WeightsError(f"no pipeline stage holds Megatron's parameter {entry.megatron}")
+            stage = stage_of(entry, held)
             # With ``stage`` the stages go at their own pace: none waits for another's tensors.
             if to is Destination.stage and stage != pp_group.rank():
                 continue
-            target = _first_rank_of(stage) if to is Destination.stage else 0
-            owner, dtype = _owner(entry, stage, sizes), held[stage][key]
+            target = first_rank_of(stage) if to is Destination.stage else 0
+            owner, dtype = _owner(entry, stage, sizes), held[stage][any_expert(entry.megatron)]
             yield entry, _collect(entry, parameters.get(entry.megatron), owner, target, dtype, sizes, to)
 
-    held: list[dict[str, torch.dtype]] = [{} for _ in range(pp_group.size())]
-    # Pipeline peers hold the same experts, which may not be those of an entry: a stage has all of a layer's or none.
-    dist.all_gather_object(held, {_any_expert(name): p.dtype for name, p in parameters.items()}, group=pp_group)
+    held = held_by_stage(parameters)
     yield from assemble(collected())
 
 
@@ -235,11 +240,6 @@ def assemble(parts: Iterable[tuple[Entry, Sequence[Tensor | None]]]) -> Iterator
                 yield name, whole.pop(name, None)
 
 
-def _first_rank_of(stage: int) -> int:
-    """The first rank of pipeline stage ``stage``, by Megatron's order of ranks: stages are the slowest."""
-    return stage * (dist.get_world_size() // parallel_state.get_pipeline_model_parallel_world_size())
-
-
 @dataclass(frozen=True)
 class _Owner:
     """The ranks that put a tensor together: ``group`` of them, of which global rank ``first`` sends it on."""
@@ -251,9 +251,9 @@ class _Owner:
 
 def _owner(entry: Entry, stage: int, sizes: Dims) -> _Owner:
     """Who holds ``entry`` on pipeline stage ``stage``."""
-    rank, expert = dist.get_rank(), _expert_of(entry.megatron)
+    rank, expert = dist.get_rank(), expert_of(entry.megatron)
     group = parallel_state.get_tensor_model_parallel_group()
-    first = _first_rank_of(stage)
+    first = first_rank_of(stage)
     if expert is not None:
         group = parallel_state.get_expert_tensor_parallel_group()
         experts_per_rank = sizes["experts"] // parallel_state.get_expert_model_parallel_world_size()
@@ -295,7 +295,7 @@ def _put_together(entry: Entry, parameter: Tensor | None, owner: _Owner, sizes: 
     shards = [parameter.detach()]
     if entry.transform.is_split and group.size() > 1:
         shards = [torch.empty_like(parameter) for _ in range(group.size())] if rank == owner.first else []
-        dist.gather(parameter.detach().contiguous(), shards or None, group=group, group_dst=0)
+        dist.gather(parameter.detach().contiguous(), shards or None, dst=owner.first, group=group)
     if rank != owner.first:
         return None
     return [tensor.contiguous() for tensor in entry.transform.export(shards, sizes)]
@@ -310,36 +310,87 @@ def save_hf(
     role: Role = "policy",
     keep_mtp: bool = False,
     max_shard_bytes: int = _MAX_SHARD_BYTES,
+    progress: Callable[[str], None] = lambda text: None,
 ) -> None:
-    """Write the model as a Hugging Face folder; all ranks call it, rank 0 writes.
+    """Write the model as a Hugging Face folder; all ranks call it, and each writes files of its own (``saving.py``).
 
-    config.json and the tokenizer come from ``source_folder``, and with ``keep_mtp`` the tensors of its
-    multi-token-prediction layers. The folder is written next to ``target_folder`` under another name and renamed when
-    whole, so that no file of the target is ever half written; a target that exists is moved aside for the moment of the
-    renaming, then deleted. An OSError while writing is raised on every rank.
+    A tensor is put together and written by one of the ranks that hold it or a shard of it, so none leaves its stage.
+    config.json and the tokenizer come from ``source_folder``,
+    and with ``keep_mtp`` the tensors of its multi-token-prediction layers. The folder is written next to
+    ``target_folder``, which all ranks must see, under another name and renamed when whole, so that no file of the target
+    is ever half written; a target that exists is moved aside for the moment of the renaming, then deleted. An OSError
+    while writing is raised on every rank.
     """
-    tensors = export_weights(chunks, hf_config, role=role)
-    failure: str | None = None
-    if dist.get_rank() == 0:
-        try:
-            with appearing(Path(target_folder)) as folder:
-                source, target = Path(source_folder), Path(target_folder)
-                writer = FolderWriter(
-                    source, folder, target=target, max_shard_bytes=max_shard_bytes, keeps_mtp=keep_mtp
-                )
-                for name, tensor in own_tensors(tensors):
-                    writer.add(name, tensor)
-                if keep_mtp:
-                    _add_mtp(writer, hf_config, source_folder)
-                writer.finish()
-        except OSError as error:
-            failure = str(error)
-    # After a failure the other ranks' tensors are still taken: they would wait for it otherwise.
-    for _ in tensors:
-        pass
-    failure = collectives.broadcast_object(failure, what=f"the saved model {target_folder}")
-    if failure is not None:
-        raise OSError(f"rank 0 could not write {target_folder}: {failure}")
+    parameters, target = dict(named_parameters(chunks)), Path(target_folder)
+    plan = _plan_of_writers(hf_config, role, held_by_stage(parameters), min(_LEAST_BYTES, max_shard_bytes))
+    headers: list[list[Header]] = [[] for _ in range(dist.get_world_size())]
+    for planned in plan:
+        index, count = planned.entry.part or (0, 1)
+        if index == count - 1:
+            headers[planned.writer] += [Header(*item, planned.dtype) for item in planned.entry.hf.items()]
+
+    files = [cut(own, max_shard_bytes) for own in headers]
+
+    def finish(folder: Path) -> None:
+        writer = FolderWriter(
+            Path(source_folder), folder, target=target, max_shard_bytes=max_shard_bytes, keeps_mtp=keep_mtp
+        )
+        for rank, own in enumerate(files):
+            for index, file in enumerate(own):
+                writer.adopt(part_path(folder, rank, index), file)
+        if keep_mtp:
+            _add_mtp(writer, hf_config, source_folder)
+        writer.finish()
+
+    SharedSave(target, files, finish, progress).run(own_tensors(_to_write(plan, parameters, dims(hf_config))))
+
+
+@dataclass(frozen=True)
+class _Planned:
+    """Who writes the tensors of ``entry``."""
+
+    entry: Entry
+    stage: int
+    dtype: torch.dtype
+    writer: int
+
+
+def _plan_of_writers(
+    hf_config: PretrainedConfig, role: Role, held: Sequence[dict[str, torch.dtype]], least_bytes: int
+) -> list[_Planned]:
+    """The same on every rank."""
+    sizes, loads = dims(hf_config), [0] * dist.get_world_size()
+    plan = []
+    for entry in entries(hf_config, role):
+        stage = stage_of(entry, held)
+        dtype = held[stage][any_expert(entry.megatron)]
+        # The parts of one tensor must come together.
+        ranks = holders(entry, stage, sizes) if entry.part is None else [first_rank_of(stage)]
+        writer = least_loaded(loads, ranks, least_bytes)
+        loads[writer] += sum(map(prod, entry.shapes)) * dtype.itemsize
+        plan.append(_Planned(entry, stage, dtype, writer))
+    return plan
+
+
+def _to_write(
+    plan: Sequence[_Planned], parameters: dict[str, Tensor], sizes: Dims
+) -> Iterator[tuple[str, Tensor | None]]:
+    """The tensors that this rank is to write, as planned, and Nones; collective over the ranks that put them together."""
+
+    def collected() -> Iterator[tuple[Entry, list[Tensor | None]]]:
+        rank, stage = dist.get_rank(), parallel_state.get_pipeline_model_parallel_rank()
+        for planned in plan:
+            if planned.stage != stage:
+                continue
+            entry, owner = planned.entry, _owner(planned.entry, stage, sizes)
+            if entry.part is None:
+                # Its own group puts it together for the writer, whichever copy of the model that is.
+                size = owner.group.size()
+                owner = replace(owner, first=planned.writer, is_here=rank // size == planned.writer // size)
+            parameter = parameters.get(entry.megatron)
+            yield entry, _collect(entry, parameter, owner, planned.writer, planned.dtype, sizes, Destination.stage)
+
+    return assemble(collected())
 
 
 def _add_mtp(writer: FolderWriter, hf_config: PretrainedConfig, folder: str | Path) -> None:
@@ -349,35 +400,3 @@ def _add_mtp(writer: FolderWriter, hf_config: PretrainedConfig, folder: str | Pa
     except WeightsError as error:
         # Rank 0 is alone here: the others learn of an OSError.
         raise OSError(str(error)) from error
-
-
-def _expert_of(name: str) -> int | None:
-    """The expert that a parameter (by the tables' name) belongs to; None for what all ranks share."""
-    match = _EXPERT.search(name)
-    return int(match[2]) if match else None
-
-
-def _any_expert(name: str) -> str:
-    return _EXPERT.sub(r"\1*\3", name)
-
-
-def _named_parameters(chunks: Sequence[nn.Module]) -> Iterator[tuple[str, Tensor]]:
-    """Parameters of this rank under the tables' names: layers and experts numbered through the whole model."""
-    for chunk in chunks:
-        model = unwrap(chunk)
-        numbers = {i: layer.layer_number - 1 for i, layer in enumerate(model.decoder.layers)}
-        num_experts = model.config.num_moe_experts or 0
-        first_expert = (
-            num_experts // model.config.expert_model_parallel_size * parallel_state.get_expert_model_parallel_rank()
-        )
-        # The routers' biases are buffers to Megatron, and weights to a checkpoint.
-        biases = ((name, buffer) for name, buffer in model.named_buffers() if name.endswith(".expert_bias"))
-        for name, parameter in itertools.chain(model.named_parameters(), biases):
-            name = canonical_name(name)
-            match = re.match(r"decoder\.layers\.(\d+)\.(.+)", name)
-            if match:
-                name = f"decoder.layers.{numbers[int(match[1])]}.{match[2]}"
-            expert = _expert_of(name)
-            if expert is not None:
-                name = _EXPERT.sub(rf"\g<1>{expert + first_expert}\3", name)
-            yield name, parameter
