@@ -5,7 +5,17 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.config.schema import BatchConfig, Config, Dtype, EvalSetConfig, KlPlace, Mode, Placement, RolloutConfig
+from megatron_rl.config.schema import (
+    BatchConfig,
+    Config,
+    Dtype,
+    EvalSetConfig,
+    KlPlace,
+    Mode,
+    Placement,
+    RolloutConfig,
+    RunConfig,
+)
 from megatron_rl.errors import ConfigError, ModelError
 from megatron_rl.families.facts import has_vision, read_model_json
 
@@ -117,6 +127,11 @@ def bucket_bytes(rollout: RolloutConfig, device: str) -> int:
     """Largest flat bucket of a publish from ``device``, cpu or cuda."""
     # A bucket costs one HTTP round and one turn of the servers' scheduler, tens of milliseconds whatever its size.
     return rollout.bucket_bytes or (2**30 if device == "cuda" else 2**26)
+
+
+def saves_in_background(run: RunConfig, device: str) -> bool:
+    """Whether checkpoints of a trainer on ``device``, cpu or cuda, are written while it trains on."""
+    return device == "cuda" if run.async_save is None else run.async_save
 
 
 def answer_timeout_s(request_timeout_s: float, num_new_tokens: int) -> float:

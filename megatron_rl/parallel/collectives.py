@@ -22,6 +22,7 @@ from megatron_rl.parallel import topology
 _PAYLOAD_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.int32, torch.bool, torch.uint8)
 """Dtypes that ``gather_tensors`` carries, by their code on the wire."""
 _NO_TENSOR = -1
+_NO_BYTES = torch.zeros(0, dtype=torch.uint8)
 
 
 class CollectiveTimeout(UserError, RuntimeError):
@@ -30,6 +31,12 @@ class CollectiveTimeout(UserError, RuntimeError):
 
 class PeerLost(RuntimeError):
     """A rank is gone while another one waits for it; its own log says why."""
+
+
+def is_lost_connection(error: RuntimeError) -> bool:
+    """A peer's process ended while this rank waited for it, here or inside one of Megatron's collectives."""
+    lost_words = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
+    return isinstance(error, PeerLost) or any(words in str(error) for words in lost_words)
 
 
 def barrier(what: str = "barrier", *, timeout_s: float | None = None) -> None:
@@ -83,16 +90,24 @@ def send_batches(
     """
     if len(payloads) != dist.get_world_size():
         raise ValueError(f"one payload per rank: expected {dist.get_world_size()}, got {len(payloads)}")
+    of, header, flat = None, _NO_BYTES, _NO_BYTES
     # Rank by rank, so that a time-out names the one that does not answer.
     for peer, payload in enumerate(payloads[1:], start=1):
-        entries = [[name, _dtype_name(tensor.dtype), list(tensor.shape)] for name, tensor in payload.items()]
-        header = _bytes_tensor(json.dumps(entries).encode())
-        body = [t.contiguous().view(-1).view(torch.uint8) for t in payload.values() if t.numel() > 0]
-        flat = torch.cat(body) if body else torch.zeros(0, dtype=torch.uint8)
+        # Neighbours are tensor- and context-parallel peers: they are sent the same payload.
+        if payload is not of:
+            of, (header, flat) = payload, _flatten(payload)
         _send(torch.tensor([header.numel(), flat.numel()]), peer, what, timeout_s)
         _send(header, peer, what, timeout_s)
         _send(flat, peer, what, timeout_s)
     return payloads[0]
+
+
+def _flatten(payload: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """(header, all bytes back to back)."""
+    entries = [[name, _dtype_name(tensor.dtype), list(tensor.shape)] for name, tensor in payload.items()]
+    body = [t.contiguous().view(-1).view(torch.uint8) for t in payload.values() if t.numel() > 0]
+    flat = torch.cat(body) if body else _NO_BYTES
+    return _bytes_tensor(json.dumps(entries).encode()), flat
 
 
 def receive(*, what: str = "batches", timeout_s: float | None = None) -> dict[str, Tensor]:

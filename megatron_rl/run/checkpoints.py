@@ -8,17 +8,32 @@ pool with its mid-response trajectories, and the sampler. What is in the folder 
 import json
 import shutil
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron_rl.config.derived import saves_in_background
 from megatron_rl.config.schema import Config
 from megatron_rl.errors import UserError
+from megatron_rl.parallel.topology import local_device
 from megatron_rl.run import checkpoint_folder as folders
 from megatron_rl.run.checkpoint_folder import DamagedCheckpoint
 from megatron_rl.run.resuming import candidates, way_back
 from megatron_rl.system.files import write_whole
 from megatron_rl.training.model_checkpoint import CheckpointError, CheckpointNotSaved
 from megatron_rl.training.trainer_group import TrainerGroup
+
+
+@dataclass(frozen=True)
+class _Begun:
+    """A checkpoint that lacks what makes it count."""
+
+    step: int
+    target: Path
+    driver: str
+    """The text of driver.json."""
+    healthy: bool
 
 
 class Saver:
@@ -42,6 +57,8 @@ class Saver:
         self._group = group
         self._folder = Path(config.run.output_dir) / "checkpoints"
         self._accuracies = accuracies
+        self._in_background = saves_in_background(config.run, local_device().type)
+        self._begun: _Begun | None = None
         self._missed = False
         self.newest_step = -1
         """Of the checkpoints that this process has written."""
@@ -59,31 +76,56 @@ class Saver:
         """Empty, or why nothing could be saved: the run may go on, and the next step tries again.
 
         ``driver`` is what the driver itself goes on from: the pool, the KL controller. ``healthy``: the newest such
-        checkpoint is kept, whatever the keep rules say.
+        checkpoint is kept, whatever the keep rules say. With run.async_save the checkpoint counts once ``settle`` has
+        found it written; the one before is waited for here.
         """
+        problem = self.settle(wait=True)
         target = self._folder / folders.folder_name(step + 1)
         state = {"num_steps_done": step + 1, "weight_version": weight_version, **driver}
+        self._begun = _Begun(step, target, json.dumps(state), healthy)
+        begin = self._group.begin_save if self._in_background else self._group.save_state
         try:
             folders.begin(target)
             for engine in self._engines:
-                self._group.save_state(engine, str(target / engine))
-            write_whole(target / "driver.json", json.dumps(state))
-            folders.write_manifest(target, self._engines, healthy=healthy)
-            folders.write_latest(target)
+                begin(engine, str(target / engine))
         except (CheckpointNotSaved, OSError) as error:
-            self._missed = True
-            self.num_failed += 1
-            if not (target / "manifest.json").exists():
-                shutil.rmtree(target, ignore_errors=True)
-            return str(error)
-        self._missed = False
-        self.newest_step = step
+            if self._in_background:
+                with suppress(CheckpointNotSaved):  # what other models have begun
+                    self._group.finish_saves()
+            return self._failed(str(error))
+        return problem if self._in_background else self.settle(wait=True)
+
+    def settle(self, *, wait: bool) -> str:
+        """What was saved in the background counts, once it is written; empty, or why it could not be."""
+        begun = self._begun
+        if begun is None or not (wait or self._group.saves_are_written()):
+            return ""
+        try:
+            if self._in_background:
+                self._group.finish_saves()
+            write_whole(begun.target / "driver.json", begun.driver)
+            folders.write_manifest(begun.target, self._engines, healthy=begun.healthy)
+            folders.write_latest(begun.target)
+        except (CheckpointNotSaved, OSError) as error:
+            return self._failed(str(error))
+        self._begun, self._missed, self.newest_step = None, False, begun.step
         self._remove_old()
         return ""
 
+    def _failed(self, problem: str) -> str:
+        self._missed = True
+        self.num_failed += 1
+        begun, self._begun = self._begun, None
+        if begun is None:
+            return problem
+        if not (begun.target / "manifest.json").exists():
+            shutil.rmtree(begun.target, ignore_errors=True)
+        return f"after step {begun.step + 1}: {problem}"
+
     @property
     def newest_healthy(self) -> Path | None:
-        """The checkpoint to return to when training has died."""
+        """The checkpoint to return to when training has died; waits for one that is being written."""
+        self.settle(wait=True)
         return next(filter(folders.is_healthy, candidates(self._folder)), None)
 
     def load(self, take: Callable[[dict[str, Any]], None], *, healthy: bool = False) -> dict[str, Any] | None:
@@ -92,6 +134,8 @@ class Saver:
         None with run.resume=auto where there is none. With run.resume=true a newest one that is damaged is refused.
         ``healthy``: only those that were saved while training showed no sign of having died.
         """
+        if problem := self.settle(wait=True):
+            self.skipped.append(f"no checkpoint {problem}")
         for folder in candidates(self._folder):
             if healthy and not folders.is_healthy(folder):
                 continue

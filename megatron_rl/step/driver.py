@@ -159,6 +159,7 @@ def _drive_until_it_dies(
         with signals.deferred(runner.wake):
             runner.run(loop.actions(graph), first_step, last_step)
             num_steps_done = loop.close_stopped() if signals.requested else config.run.num_steps
+            loop.settle_save(wait=True)
         summary = summarize(config, recorder)
         write_summary(folder, summary)
         if signals.requested:

@@ -262,8 +262,10 @@ class TrainingLoop:
             self._examine(step)
         if parts.recorder.num_steps_done <= step:
             self.record(step)
+        self.settle_save(wait=True)
         if parts.saver.newest_step != step:
             self._save(step)
+            self.settle_save(wait=True)
         return step + 1
 
     def _critic_batch(self, step: int, signals: Signals) -> PackedBatch | None:
@@ -299,16 +301,23 @@ class TrainingLoop:
         # Of the next step: the servers may not have it yet.
         will_publish = not self._published and step >= self._critic_warmup_steps
         version = parts.rollout.weight_version + will_publish
-        problem = parts.saver.save(step, driver, weight_version=version, healthy=parts.watchdog.healthy)
-        if problem:
-            parts.recorder.console.warning(f"no checkpoint after step {step + 1}: {problem}; the next step tries again")
+        self._warn_of(parts.saver.save(step, driver, weight_version=version, healthy=parts.watchdog.healthy))
         parts.recorder.keep_timeline()
+
+    def settle_save(self, *, wait: bool) -> None:
+        """A checkpoint that was written in the background counts from here on, if it is written."""
+        self._warn_of(self._parts.saver.settle(wait=wait))
+
+    def _warn_of(self, problem: str) -> None:
+        if problem:
+            self._parts.recorder.console.warning(f"no checkpoint {problem}; the next step tries again")
 
     def _measured(self, stage: str) -> Callable[[int], None]:
         """The stage's action; after a step's last one the ranks say what memory and CPU time they used in each."""
         action = getattr(self, stage)
 
         def act(step: int) -> None:
+            self.settle_save(wait=False)
             with self._parts.group.stage(step, stage):
                 action(step)
             self._num_trainer_stages_left[step] -= 1

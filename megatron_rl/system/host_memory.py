@@ -6,6 +6,7 @@ from pathlib import Path
 import psutil
 
 _GIB = 1024.0**3
+_CGROUP = Path("/sys/fs/cgroup")
 
 
 def take_host_peak_gib() -> float:
@@ -22,3 +23,15 @@ def host_used_share() -> float:
     """Share of the machine's memory that cannot be given to anybody else, servers and graders included."""
     memory = psutil.virtual_memory()
     return 1.0 - memory.available / memory.total
+
+
+def available_bytes() -> int:
+    """Host memory that this process may still take: the machine's, or what its control group (a container, a job) is left."""
+    available = psutil.virtual_memory().available
+    try:
+        limit, used = (int((_CGROUP / name).read_text()) for name in ("memory.max", "memory.current"))
+        # Pages of files that nobody uses count as used there, and are given up first.
+        idle = re.search(r"^inactive_file (\d+)", (_CGROUP / "memory.stat").read_text(), re.MULTILINE)
+    except (OSError, ValueError):  # no control group (version 2), or "max"
+        return available
+    return min(available, max(0, limit - used + (int(idle[1]) if idle else 0)))

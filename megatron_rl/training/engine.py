@@ -69,7 +69,7 @@ from megatron_rl.models.vision.encoder import freeze
 from megatron_rl.parallel.topology import Topology
 from megatron_rl.training.batching import STAND_IN_TOKENS
 from megatron_rl.training.losses import LossFunction, Metrics
-from megatron_rl.training.model_checkpoint import load_checkpoint, save_checkpoint
+from megatron_rl.training.model_checkpoint import CheckpointWrite, begin_checkpoint, load_checkpoint
 from megatron_rl.training.model_memory import ModelMemory
 from megatron_rl.training.optimizer import build_optimizer, build_scheduler, guarded_step
 
@@ -160,6 +160,7 @@ class Engine:
         self._routing = Routing(moe, self.chunks)
         self._optimizer = None
         self._replicas: list[DistributedDataParallel] = []
+        self._save: CheckpointWrite | None = None
         if optimizer is None:
             for chunk in self.chunks:
                 chunk.requires_grad_(False)
@@ -263,12 +264,30 @@ class Engine:
         with self._memory.weights():
             save_hf(self.chunks, self.hf_config, self.path, folder, role=role, keep_mtp=keep_mtp, progress=progress)
 
-    @_in_own_layout
     def save_state(self, folder: str | Path) -> None:
         """Write weights, optimizer state and schedule to ``folder``; it appears once it is complete."""
+        self.begin_save(folder, in_background=False)
+        self.finish_save()
+
+    @_in_own_layout
+    def begin_save(self, folder: str | Path, *, in_background: bool) -> None:
+        """``save_state``, whose ``finish_save`` may come later: ``in_background`` the model may be used and trained meanwhile."""
+        self.finish_save()
         optimizer = self._trained()
         with self._memory.state(changes=False):
-            save_checkpoint(folder, self.chunks, optimizer, self._scheduler)
+            self._save = begin_checkpoint(folder, self.chunks, optimizer, self._scheduler, in_background=in_background)
+
+    @property
+    def save_is_written(self) -> bool:
+        """Whether ``finish_save`` would not wait for this rank."""
+        return self._save is None or self._save.is_written
+
+    @_in_own_layout
+    def finish_save(self) -> None:
+        """Wait for the save that was begun and make it appear; nothing where there is none."""
+        save, self._save = self._save, None
+        if save is not None:
+            save.finish()
 
     @_in_own_layout
     def load_state(self, folder: str | Path) -> None:

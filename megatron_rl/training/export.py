@@ -7,6 +7,7 @@ devices every rank holds every tensor for the server worker next to it; through 
 
 import os
 from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager
 from functools import partial
 
 import torch
@@ -57,6 +58,19 @@ def whole(weights: Iterable[tuple[str, Tensor | None]]) -> Iterator[tuple[str, T
         if tensor is None:
             raise ValueError(f"{name} was put together on another rank: this one does not send it")
         yield name, tensor
+
+
+def to_its_end(
+    weights: Iterator[tuple[str, Tensor | None]], working: AbstractContextManager[None]
+) -> Iterator[tuple[str, Tensor]]:
+    """``whole`` inside ``working``, which runs its gathers to their end however it is left."""
+    try:
+        # Not "yield from": closing this generator must not close the other one before its gathers are through.
+        with working:
+            for item in whole(weights):  # noqa: UP028
+                yield item
+    finally:
+        walk_to_end(weights)
 
 
 def source_ranks(topology: Topology) -> list[int]:

@@ -4,7 +4,8 @@ Invariants: a folder of the final name is complete (it is written under another 
 for the same layout, and equal up to rounding for another one, because the optimizer state is stored in the shape of the
 weights; no rank ever holds more of it than its own share; hyperparameters come from the configuration, never from the
 checkpoint; before anything is loaded, every file has been compared with the checksums that its writer left, and no pickle
-may import what a checkpoint does not need. All ranks call
+may import what a checkpoint does not need. A checkpoint may be written while the model trains on (``rank_write.py``). All
+ranks call
 each function together and wait for each other at its barriers, for at most the collective time-out. The folder must be
 on a file system that all ranks share.
 """
@@ -12,7 +13,6 @@ on a file system that all ranks share.
 import json
 import os
 import queue
-import re
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -24,6 +24,7 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.serialization import get_default_save_sharded_strategy
 from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
@@ -34,11 +35,12 @@ from megatron_rl.models.gpt import PackedGPTModel
 from megatron_rl.models.hf.torch_dist import check_metadata
 from megatron_rl.parallel import collectives
 from megatron_rl.parallel.collectives import CollectiveTimeout, PeerLost
-from megatron_rl.system.checksums import checksums, damaged, parse_checksums
+from megatron_rl.system.checksums import Checksums, checksums, damaged, parse_checksums
 from megatron_rl.system.files import replace_folder, write_whole
 from megatron_rl.system.pickles import BadPickle
 from megatron_rl.training.optimizer import set_num_steps
 from megatron_rl.training.optimizer_shards import sharded_state
+from megatron_rl.training.rank_write import RankWrite
 
 _FORMAT = {"singleton_local_shards": False}
 _SMALLEST_BYTES = 1 << 20
@@ -46,7 +48,6 @@ _WEIGHTS_ONLY = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
 
 
 _CHECKSUMS_FILE = "checksums.json"
-_WRITERS_FILE = re.compile(r"__(\d+)_\d+\.distcp")
 
 
 class CheckpointNotSaved(UserError):
@@ -55,6 +56,31 @@ class CheckpointNotSaved(UserError):
 
 class CheckpointError(UserError):
     """A checkpoint that is damaged, or that cannot be continued in this layout. Every rank raises it."""
+
+
+class CheckpointWrite:
+    """A checkpoint that is being written; nothing of the model is read any more."""
+
+    def __init__(self, folder: Path, partial: Path, files: RankWrite) -> None:
+        self._folder, self._partial, self._files = folder, partial, files
+
+    @property
+    def is_written(self) -> bool:
+        """Whether ``finish`` would not have to wait for this rank."""
+        return self._files.is_done
+
+    def finish(self) -> None:
+        """Wait for all ranks and give the folder its name; one that has it is replaced. Collective; CheckpointNotSaved."""
+        rank, text = dist.get_rank(), f"{self._folder} could not be written"
+        with _gone_if_not_saved(self._partial):
+            self._files.wait()
+            with _raised_together(CheckpointNotSaved, text):
+                for finalize in self._files.finalize:
+                    finalize()
+            with _raised_together(CheckpointNotSaved, text):
+                _write_checksums(self._partial, self._files.checksums)
+                if rank == 0:
+                    replace_folder(self._partial, self._folder)
 
 
 def save_checkpoint(
@@ -67,41 +93,60 @@ def save_checkpoint(
 
     ``chunks`` are the bare GPTModel chunks (no DDP around them).
     """
+    begin_checkpoint(folder, chunks, optimizer, scheduler, in_background=False).finish()
+
+
+def begin_checkpoint(
+    folder: str | Path,
+    chunks: Sequence[PackedGPTModel],
+    optimizer: MegatronOptimizer,
+    scheduler: OptimizerParamScheduler,
+    *,
+    in_background: bool,
+) -> CheckpointWrite:
+    """Begin to write ``folder``, which appears with ``finish``. Raises CheckpointNotSaved.
+
+    ``in_background``: once this returns the model may train on; a rank whose host memory has no room for a copy of its
+    share writes it at once instead.
+    """
     folder = Path(folder)
-    partial = folder.with_name(folder.name + ".partial")
-    try:
-        with _raised_together(CheckpointNotSaved, f"{folder} could not be written"):
+    partial, text = folder.with_name(folder.name + ".partial"), f"{folder} could not be written"
+    with _gone_if_not_saved(partial):
+        with _raised_together(CheckpointNotSaved, text):
             if dist.get_rank() == 0:
                 shutil.rmtree(partial, ignore_errors=True)
                 partial.mkdir(parents=True)
                 _check_room(partial)
-        with _raised_together(CheckpointNotSaved, f"{folder} could not be written"):
-            _write(partial, chunks, optimizer, scheduler)
-        with _raised_together(CheckpointNotSaved, f"{folder} could not be written"):
-            _write_checksums(partial)
-            if dist.get_rank() == 0:
-                replace_folder(partial, folder)
+        with _raised_together(CheckpointNotSaved, text):
+            request = _plan(partial, chunks, optimizer, scheduler)
+            return CheckpointWrite(folder, partial, RankWrite(request, partial, in_background=in_background))
+
+
+@contextmanager
+def _gone_if_not_saved(partial: Path) -> Iterator[None]:
+    try:
+        yield
     except CheckpointNotSaved:
         if dist.get_rank() == 0:
             shutil.rmtree(partial, ignore_errors=True)
         raise
 
 
-def _write(
+def _plan(
     folder: Path,
     chunks: Sequence[PackedGPTModel],
     optimizer: MegatronOptimizer,
     scheduler: OptimizerParamScheduler,
-) -> None:
-    # Megatron hands results over in a queue of a helper process, for saves that run next to the training. Such a helper
-    # outlives a rank that is killed; here nobody but this process reads the queue.
+) -> AsyncRequest:
+    # Megatron hands results over in a queue of a helper process, which outlives a rank that is killed. Here nobody but
+    # this process reads the queue, one per save.
     filesystem_async._results_queue = queue.Queue()
     strategy = FullyParallelSaveStrategyWrapper(
         get_default_save_sharded_strategy("torch_dist"), _data_parallel_group(), do_cache_distribution=False
     )
     state = _sharded_state(chunks, optimizer)
     state["num_optimizer_steps"] = scheduler.num_steps
-    dist_checkpointing.save(state, str(folder), strategy, content_metadata=_FORMAT)
+    return dist_checkpointing.save(state, str(folder), strategy, content_metadata=_FORMAT, async_sharded_save=True)
 
 
 def load_checkpoint(
@@ -139,20 +184,14 @@ def _load(
     set_num_steps(optimizer, scheduler.num_steps)
 
 
-def _write_checksums(folder: Path) -> None:
-    """Each rank reads what it has written, so that no rank reads everything; rank 0 writes them down."""
-    names = [file.name for file in folder.iterdir()]
+def _write_checksums(folder: Path, own: Checksums) -> None:
+    """``own``: of this rank's files. Rank 0 adds those of what it has written for all, and writes them down."""
     rank = dist.get_rank()
-    found = collectives.gather_objects(
-        checksums(folder, [name for name in names if _writer(name) == rank]), what=f"its checksums of {folder}"
-    )
+    found = collectives.gather_objects(own, what=f"its checksums of {folder}")
     if rank == 0:
-        write_whole(folder / _CHECKSUMS_FILE, json.dumps({name: sums for part in found for name, sums in part.items()}))
-
-
-def _writer(name: str) -> int:
-    written = _WRITERS_FILE.fullmatch(name)
-    return int(written[1]) if written else 0
+        sums = {name: checksum for part in found for name, checksum in part.items()}
+        sums |= checksums(folder, [file.name for file in folder.iterdir() if file.name not in sums])
+        write_whole(folder / _CHECKSUMS_FILE, json.dumps(sums))
 
 
 def _problems(folder: Path) -> Iterator[str]:

@@ -8,7 +8,7 @@ not a long generation.
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import partial
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl.config.schema import Config
-from megatron_rl.data.batch import PackedBatch
+from megatron_rl.data.batch import ROUTES, PackedBatch
 from megatron_rl.models.hf.weights import Destination
 from megatron_rl.parallel import collectives, stragglers
 from megatron_rl.parallel.topology import Topology, coordinates
@@ -26,11 +26,10 @@ from megatron_rl.planning.flops import flops_cost
 from megatron_rl.training import losses
 from megatron_rl.training.batching import Plan, padded_share, plan_microbatches, plan_statistics
 from megatron_rl.training.engine import Engine, UpdateResult
-from megatron_rl.training.export import WeightExport, free_cached_memory, whole
+from megatron_rl.training.export import WeightExport, free_cached_memory, to_its_end
 from megatron_rl.training.model_checkpoint import CheckpointError, CheckpointNotSaved
 from megatron_rl.training.payloads import payloads_of, restore, unpack
 from megatron_rl.training.stage_use import StageAccount, StageOfStep, Use, of_all_ranks
-from megatron_rl.weights.buckets import walk_to_end
 
 
 @dataclass(frozen=True)
@@ -60,6 +59,10 @@ class Notice(Enum):
     """Leave the device to the servers on it: all models step aside, and what the allocators hold unused goes back."""
     report_use = "report_use"
     """Say what each stage used since the last report."""
+    report_saves = "report_saves"
+    """Say whether all that is saved in the background is written."""
+    finish_saves = "finish_saves"
+    """Make what was saved in the background appear."""
     stop = "stop"
 
 
@@ -81,7 +84,7 @@ class Worker:
             while self._serve_one():
                 pass
         except RuntimeError as error:
-            if not _connection_lost(error):
+            if not collectives.is_lost_connection(error):
                 raise
             # The rank that went away has said why, or was told to stop: a second account would only hide the first, and
             # a failure of this rank's own could be taken for it.
@@ -108,6 +111,11 @@ class Worker:
             free_cached_memory()
         elif notice is Notice.report_use:
             return collectives.gather_objects(self.use.take(), what="what the ranks used")
+        elif notice is Notice.report_saves:
+            written = all(engine.save_is_written for engine in self.engines.values())
+            return collectives.gather_objects(written, what="whether its checkpoint is written")
+        elif notice is Notice.finish_saves:
+            self._finish_saves()
         return []
 
     def give_turn_to(self, name: str) -> None:
@@ -115,6 +123,16 @@ class Worker:
         for other, engine in self.engines.items():
             if other != name:
                 engine.step_aside()
+
+    def _finish_saves(self) -> None:
+        problems = []
+        for engine in self.engines.values():
+            try:
+                engine.finish_save()
+            except CheckpointNotSaved as error:
+                problems.append(str(error))  # the next engine's save is on its way, too
+        if problems and self.topology.rank == 0:
+            raise CheckpointNotSaved("; ".join(problems))
 
     def execute(self, command: Command, microbatches: list[PackedBatch]) -> Any:
         """This rank's part of ``command``."""
@@ -197,7 +215,8 @@ class TrainerGroup:
         """(values [T], final_values [N]) of the critic (or a reward model), float32."""
         if not batch.num_sequences:
             return torch.zeros(0), torch.zeros(0)
-        plan, results = self._answers(Command("values", engine, _values, sends_batches=True, gathers=True), batch)
+        command = Command("values", engine, _values, sends_batches=True, gathers=True)
+        plan, results = self._answers(command, batch.only())  # values are of tokens alone
         values, final_values = restore(batch, plan, results, per_sequence=True)
         return values, final_values
 
@@ -225,7 +244,7 @@ class TrainerGroup:
         command = Command("export", engine, partial(_export, to=to))
         self._announce(command)
         self._worker.give_turn_to(engine)
-        return _to_its_end(self._worker.engines[engine].export_weights(to), stragglers.working(str(command)))
+        return to_its_end(self._worker.engines[engine].export_weights(to), stragglers.working(str(command)))
 
     def expected_weights(self, engine: str) -> dict[str, tuple[int, ...]]:
         """Hugging Face name -> shape of every tensor that export_weights gives."""
@@ -242,6 +261,21 @@ class TrainerGroup:
     def save_state(self, engine: str, folder: str) -> None:
         """Write weights, optimizer state and schedule. Raises CheckpointNotSaved; the group goes on."""
         self._call(Command("save_state", engine, partial(_save_state, folder=folder)))
+
+    def begin_save(self, engine: str, folder: str) -> None:
+        """``save_state`` that goes on in the background: the engine may train on, and the folder appears with ``finish_saves``.
+
+        Raises CheckpointNotSaved.
+        """
+        self._call(Command("begin_save", engine, partial(_begin_save, folder=folder)))
+
+    def saves_are_written(self) -> bool:
+        """Whether ``finish_saves`` would not wait."""
+        return all(self._tell(Notice.report_saves))
+
+    def finish_saves(self) -> None:
+        """Wait for what ``begin_save`` began and make it appear. Raises CheckpointNotSaved; the group goes on."""
+        self._tell(Notice.finish_saves)
 
     def load_state(self, engine: str, folder: str) -> None:
         """Continue from what ``save_state`` wrote, in this or another layout. Raises CheckpointError; the group goes on."""
@@ -282,7 +316,8 @@ class TrainerGroup:
         self, batch: PackedBatch, engine: str, *, temperature: float, record_routes: bool
     ) -> tuple[Plan, Tensor]:
         action = partial(_logprobs, temperature=temperature, record_routes=record_routes)
-        plan, results = self._answers(Command("logprobs", engine, action, sends_batches=True, gathers=True), batch)
+        command = Command("logprobs", engine, action, sends_batches=True, gathers=True)
+        plan, results = self._answers(command, batch.only("mask", "lm_mask", ROUTES))
         (logprobs,) = restore(batch, plan, results, per_sequence=False)
         return plan, logprobs
 
@@ -385,6 +420,11 @@ def _save_state(worker: Worker, engine: Engine, microbatches: list[PackedBatch],
         engine.save_state(folder)
 
 
+def _begin_save(worker: Worker, engine: Engine, microbatches: list[PackedBatch], *, folder: str) -> None:
+    with _said_by_the_driver(worker):
+        engine.begin_save(folder, in_background=True)
+
+
 def _load_state(worker: Worker, engine: Engine, microbatches: list[PackedBatch], *, folder: str) -> None:
     with _said_by_the_driver(worker):
         engine.load_state(folder)
@@ -398,24 +438,6 @@ def _said_by_the_driver(worker: Worker) -> Iterator[None]:
     except (CheckpointError, CheckpointNotSaved):
         if worker.topology.rank == 0:
             raise
-
-
-def _to_its_end(
-    weights: Iterator[tuple[str, Tensor | None]], working: AbstractContextManager[None]
-) -> Iterator[tuple[str, Tensor]]:
-    try:
-        # Not "yield from": closing this generator must not close the other one before its gathers are through.
-        with working:
-            for item in whole(weights):  # noqa: UP028
-                yield item
-    finally:
-        walk_to_end(weights)
-
-
-def _connection_lost(error: RuntimeError) -> bool:
-    """A peer's process ended while this rank waited for it, here or inside one of Megatron's collectives."""
-    lost_words = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
-    return isinstance(error, collectives.PeerLost) or any(words in str(error) for words in lost_words)
 
 
 def _joined(engine: Engine, parts: Sequence[Tensor]) -> Tensor | None:

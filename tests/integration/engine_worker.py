@@ -224,11 +224,13 @@ def run_resumed(scenario: Scenario, models: Path, out: Path, place: topologies.T
         trial = Trial(scenario, role, models, place)
         folder = out / f"checkpoint-{role}-{scenario.name}"
         trial.update()
-        trial.engine.save_state(folder)
+        trial.engine.begin_save(folder, in_background=True)
+        kept = [dataclasses.asdict(trial.update())]  # while the files are written
+        trial.engine.finish_save()
         resumed = trial.new_engine(scenario, models, Init.random)
         resumed.load_state(folder)
         results[role] = {
-            "kept": [dataclasses.asdict(trial.update()) for _ in range(2)],
+            "kept": [*kept, dataclasses.asdict(trial.update())],
             "resumed": [dataclasses.asdict(trial.update(resumed)) for _ in range(2)],
             "kept weights": trial.weights(),
             "resumed weights": trial.weights(resumed),

@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -37,7 +37,7 @@ class CountingWriter(saving.RankWriter):
     """Sees how much each rank writes, and fails when told."""
 
     num_written = 0
-    at_tensor: dict[int, Any] = {}
+    at_tensor: ClassVar[dict[int, Any]] = {}
 
     def add(self, name: str, tensor: Tensor) -> None:
         self.num_added = getattr(self, "num_added", 0) + 1

@@ -6,6 +6,7 @@ import os
 import pickle
 import random
 import shutil
+import threading
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ from megatron_rl.models.hf.sources import WeightsError
 from megatron_rl.models.hf.torch_dist import MegatronCheckpoint
 from megatron_rl.parallel import topology
 from megatron_rl.system.checksums import checksums
-from megatron_rl.training import losses
+from megatron_rl.training import losses, rank_write
 from megatron_rl.training.engine import Engine
 from megatron_rl.training.model_checkpoint import CheckpointError, CheckpointNotSaved
 from tests.tiny_models import make_tiny_model
@@ -169,3 +170,69 @@ def test_a_full_disk_leaves_nothing_behind_and_the_next_save_works(engine, saved
     assert not list(tmp_path.iterdir())
     engine.save_state(tmp_path / "state")
     engine.load_state(tmp_path / "state")
+
+
+@pytest.fixture
+def gate(monkeypatch):
+    """Files of checkpoints are written once it is open."""
+    opened, write_file = threading.Event(), rank_write._write_file
+
+    def when_open(*arguments):
+        assert opened.wait(60)
+        return write_file(*arguments)
+
+    monkeypatch.setattr(rank_write, "_write_file", when_open)
+    return opened
+
+
+def test_what_is_written_in_the_background_is_the_state_at_its_beginning(engine, folder, gate):
+    before = weights(engine)
+    engine.begin_save(folder, in_background=True)
+    update(engine)
+    assert not engine.save_is_written
+    after = weights(engine)
+    assert any(not torch.equal(before[name], after[name]) for name in before)
+    gate.set()
+    engine.finish_save()
+    assert engine.save_is_written and not folder.with_name(folder.name + ".partial").exists()
+    engine.load_state(folder)
+    assert all(torch.equal(before[name], tensor) for name, tensor in weights(engine).items())
+    # Adam goes on from the moments of that moment, too: the same update again.
+    update(engine)
+    assert all(torch.equal(after[name], tensor) for name, tensor in weights(engine).items())
+
+
+def test_until_it_is_whole_the_checkpoint_before_stays(engine, folder, gate):
+    engine.load_state(folder)
+    before = weights(engine)
+    update(engine)
+    engine.begin_save(folder, in_background=True)
+    # As after a kill: what is there now can be gone on from.
+    left = Path(shutil.copytree(folder, folder.with_name("left")))
+    engine.load_state(left)
+    assert all(torch.equal(before[name], tensor) for name, tensor in weights(engine).items())
+    gate.set()
+    engine.finish_save()
+
+
+def test_a_disk_that_fails_in_the_background_is_told_at_the_end_and_leaves_the_checkpoint_before(
+    engine, folder, monkeypatch
+):
+    def full(*arguments):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(rank_write, "_write_file", full)
+    engine.begin_save(folder, in_background=True)
+    with pytest.raises(CheckpointNotSaved, match="could not be written: .*No space left on device"):
+        engine.finish_save()
+    assert not folder.with_name(folder.name + ".partial").exists()
+    engine.load_state(folder)
+
+
+def test_a_copy_that_has_no_room_is_not_made(engine, folder, monkeypatch, caplog):
+    monkeypatch.setattr(rank_write, "available_bytes", lambda: 1000)
+    monkeypatch.setattr(rank_write, "Thread", None)  # none is started
+    engine.begin_save(folder, in_background=True)
+    assert engine.save_is_written and "has no room" in caplog.text
+    engine.finish_save()
+    engine.load_state(folder)

@@ -291,7 +291,8 @@ def test_the_end_is_a_table_a_report_and_a_policy_that_loads(finished_run):
 
 def test_ctrl_c_saves_and_stops_every_child_and_the_resumed_run_is_the_whole_one_bit_for_bit(finished_run, folder):
     output_dir = folder / "stopped"
-    command = ("train", f"run.output_dir={output_dir}", "run.resume=auto", *FINISHED_RUN)
+    # Checkpoints in the background leave the same run, too.
+    command = ("train", f"run.output_dir={output_dir}", "run.resume=auto", "run.async_save=true", *FINISHED_RUN)
     process = start(folder, *command)
     try:
         wait_until(lambda: len(read_metrics(output_dir / "metrics.jsonl")) > 2, process, "the second step")
@@ -381,6 +382,7 @@ def test_a_run_that_has_died_returns_to_its_last_good_checkpoint_and_goes_on_wit
         f"run.output_dir={output_dir}",
         "run.num_steps=4",
         "run.save_every_steps=1",
+        "run.async_save=true",
         "parallel.num_ranks=1",
         "data.shuffle=false",
         "batch.num_prompts_per_step=4",

@@ -25,6 +25,10 @@ class RunConfig:
     """Allow a run to start over in a folder that already holds one."""
     save_every_steps: int = at_least(0, default=20)
     """Write a checkpoint every so many steps; 0 means only at the end and when a signal stops the run."""
+    async_save: bool | None = None
+    """Write checkpoints while training goes on, from a copy in host memory (each rank of its own share; where that has no
+    room, training waits). Until it is complete a kill leaves the one before. null: on GPUs yes; on a CPU, whose cores
+    would write and train at once, no."""
     keep_last: int = at_least(1, default=2)
     """Newest checkpoints that stay on disk. The newest one of healthy training stays, too, whatever its age."""
     keep_every_steps: int = at_least(0, default=0)

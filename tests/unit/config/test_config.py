@@ -7,11 +7,18 @@ import pytest
 
 from megatron_rl.commands.dry_run import print_plan
 from megatron_rl.config.checks import check_config
-from megatron_rl.config.derived import EvalSet, answer_timeout_s, bucket_bytes, eval_sets, servers_are_deterministic
+from megatron_rl.config.derived import (
+    EvalSet,
+    answer_timeout_s,
+    bucket_bytes,
+    eval_sets,
+    saves_in_background,
+    servers_are_deterministic,
+)
 from megatron_rl.config.describe import batch_arithmetic
 from megatron_rl.config.keys import sections
 from megatron_rl.config.load import RENAMED, config_to_yaml, load_config, preset_names
-from megatron_rl.config.schema import Config, Mode, RolloutConfig
+from megatron_rl.config.schema import Config, Mode, RolloutConfig, RunConfig
 from megatron_rl.errors import ConfigError
 
 MODEL = {
@@ -415,6 +422,8 @@ def test_what_a_device_decides_where_the_recipe_says_nothing():
     default = RolloutConfig()
     assert servers_are_deterministic(default, "cpu") and not servers_are_deterministic(default, "cuda")
     assert bucket_bytes(default, "cpu") == 2**26 and bucket_bytes(default, "cuda") == 2**30
+    assert saves_in_background(RunConfig(), "cuda") and not saves_in_background(RunConfig(), "cpu")
+    assert saves_in_background(RunConfig(async_save=True), "cpu")
     told = RolloutConfig(deterministic=True, bucket_bytes=1000)
     assert servers_are_deterministic(told, "cuda") and not servers_are_deterministic(RolloutConfig(deterministic=False), "cpu")
     assert bucket_bytes(told, "cpu") == bucket_bytes(told, "cuda") == 1000

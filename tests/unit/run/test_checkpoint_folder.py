@@ -23,6 +23,7 @@ class Ranks:
 
     def __init__(self):
         self.loaded, self.full_disk = [], False
+        self.begun, self.written = [], False
 
     def save_state(self, engine, folder):
         folder = Path(folder)
@@ -32,6 +33,18 @@ class Ranks:
         (folder / "weights").write_text(f"{engine} of {folder.parent.name}")
         (folder / "metadata.json").write_text("{}")
         (folder / "checksums.json").write_text(json.dumps(checksums(folder, ["weights", "metadata.json"])))
+
+    def begin_save(self, engine, folder):
+        self.begun.append((engine, folder))
+        self.written = False
+
+    def saves_are_written(self):
+        return self.written
+
+    def finish_saves(self):
+        begun, self.begun = self.begun, []
+        for engine, folder in begun:
+            self.save_state(engine, folder)
 
     def load_state(self, engine, folder):
         if (Path(folder) / "weights").read_text() != f"{engine} of {Path(folder).parent.name}":
@@ -196,3 +209,37 @@ def test_what_could_not_be_written_leaves_nothing_and_is_tried_again_in_the_next
     saver._group.full_disk = False
     save_steps(saver, 7)
     assert not saver.due(7) and names(tmp_path) == ["step-3", "step-7"]
+
+
+def test_what_is_written_in_the_background_counts_once_it_is_whole(tmp_path):
+    saver = make_saver(tmp_path, async_save=True)
+    save_steps(saver, 3)
+    assert names(tmp_path) == [] and not saver.settle(wait=False) and names(tmp_path) == []
+    assert saver.newest_step == -1 and folders.latest_folder(tmp_path / "checkpoints") is None
+    saver._group.written = True
+    assert not saver.settle(wait=False) and not saver.settle(wait=True)
+    assert saver.newest_step == 2 and folders.latest_folder(tmp_path / "checkpoints").name == "step-3"
+    save_steps(saver, 6, 9)  # the later one waits for the one before
+    assert folders.latest_folder(tmp_path / "checkpoints").name == "step-6"
+    assert saver.newest_healthy.name == "step-9"  # and so does a return
+    save_steps(saver, 12)
+    assert saver.load(lambda state: None)["num_steps_done"] == 12
+
+
+def test_the_driver_s_part_is_of_the_moment_of_the_save(tmp_path):
+    saver, state = make_saver(tmp_path, async_save=True), {"pool": {"slots": [1]}}
+    assert not saver.save(2, state, weight_version=1)
+    state["pool"]["slots"].append(2)
+    saver.settle(wait=True)
+    assert saver.load(lambda state: None)["pool"] == {"slots": [1]}
+
+
+def test_a_background_save_that_fails_is_counted_and_tried_again(tmp_path):
+    saver = make_saver(tmp_path, save_every_steps=3, async_save=True)
+    save_steps(saver, 3, 6)
+    saver._group.full_disk = True
+    assert "No space left" in saver.settle(wait=True)
+    assert names(tmp_path) == ["step-3"] and saver.num_failed == 1 and saver.due(6) and saver.newest_step == 2
+    saver._group.full_disk = False
+    save_steps(saver, 7)
+    assert not saver.settle(wait=True) and names(tmp_path) == ["step-3", "step-7"] and not saver.due(7)

@@ -149,7 +149,7 @@ def make_watched_loop(action, *, compare=None, healthy_checkpoint="step-1", num_
         newest_step=-1,
         num_failed=0,
     )
-    rollout = SimpleNamespace(restarts=list, weight_version=1, publish=lambda: SimpleNamespace(seconds=0.1, num_bytes=8))
+    rollout = SimpleNamespace(restarts=list, weight_version=1, publish=lambda: SimpleNamespace(seconds=0.1, num_bytes=8, buffer_bytes=0))
     parts = Parts(
         group=RecordingGroup(),
         pool=SimpleNamespace(position=lambda: {"next_id": 7}),
