@@ -26,3 +26,8 @@ else
     DEFAULT_RANKS_PER_NODE=1
     export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 fi
+# On GPUs: torchrun's own default is one thread per rank, and rank 0 packs a step's batches with them. On a CPU it is set above.
+if [ -z "${OMP_NUM_THREADS:-}" ]; then
+    OMP_NUM_THREADS=$(($(nproc) / ${RANKS_PER_NODE:-$DEFAULT_RANKS_PER_NODE}))
+    export OMP_NUM_THREADS=$((OMP_NUM_THREADS < 1 ? 1 : OMP_NUM_THREADS > 8 ? 8 : OMP_NUM_THREADS))
+fi

@@ -209,6 +209,9 @@ def _initialize_megatron(parallel: ParallelConfig, seed: int) -> None:
         expert_model_parallel_size=parallel.expert_parallel_size,
         expert_tensor_parallel_size=expert_tensor_size(parallel),
         distributed_timeout_minutes=parallel.collective_timeout_s / 60,
+        # Copies of the data-parallel groups for optimizer states that travel through the host, which none does here; gloo
+        # connects all pairs of each at once, NCCL's groups connect when they are used.
+        create_gloo_process_groups=False,
     )
     model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
 

@@ -69,6 +69,7 @@ def build_optimizer(
             store_param_remainders=False,
         ),
         list(chunks),
+        use_gloo_process_groups=False,
     )
     _create_adam_state(optimizer)
     return optimizer

@@ -18,7 +18,8 @@ def payloads_of(batch: PackedBatch, plan: Plan) -> list[dict[str, Tensor]]:
 def _pack(batch: PackedBatch, microbatches: Sequence[Sequence[int]]) -> dict[str, Tensor]:
     """One rank's micro-batches as one payload; ``unpack`` is its inverse."""
     chosen = batch.select([index for indices in microbatches for index in indices])
-    payload = {"tokens": chosen.tokens, "cu_seqlens": chosen.cu_seqlens}
+    # Ids of any vocabulary fit half the bytes.
+    payload = {"tokens": chosen.tokens.to(torch.int32), "cu_seqlens": chosen.cu_seqlens}
     payload["microbatch_sizes"] = torch.tensor([len(indices) for indices in microbatches], dtype=torch.int64)
     if chosen.images is not None:
         payload |= {f"images/{name}": values for name, values in vars(chosen.images).items()}
@@ -31,6 +32,7 @@ def unpack(payload: Mapping[str, Tensor]) -> list[PackedBatch]:
     fields = {name.removeprefix("field/"): t for name, t in payload.items() if name.startswith("field/")}
     images = {name.removeprefix("images/"): t for name, t in payload.items() if name.startswith("images/")}
     all_images = Images(**images) if images else None
+    tokens = payload["tokens"].to(torch.int64)
     borders = cu_seqlens_of(payload["microbatch_sizes"]).tolist()
     microbatches = []
     for first, last in itertools.pairwise(borders):
@@ -38,7 +40,7 @@ def unpack(payload: Mapping[str, Tensor]) -> list[PackedBatch]:
         rows = slice(int(cu_seqlens[0]), int(cu_seqlens[-1]))
         microbatches.append(
             PackedBatch(
-                payload["tokens"][rows],
+                tokens[rows],
                 cu_seqlens - cu_seqlens[0],
                 {name: t[rows] for name, t in fields.items()},
                 all_images.select(range(first, last)) if all_images is not None else None,
