@@ -138,7 +138,6 @@ def _drive_until_it_dies(
             stop_requested=lambda: signals.requested,
         )
         recorder.running = runner.running
-        group.report_to(recorder.console.note)
         for text in (*group.notes, *describe_prompts(inputs)):
             recorder.console.note(text)
         rewards = stack.enter_context(build_rewards(config.reward))
@@ -159,7 +158,7 @@ def _drive_until_it_dies(
         with signals.deferred(runner.wake):
             runner.run(loop.actions(graph), first_step, last_step)
             num_steps_done = loop.close_stopped() if signals.requested else config.run.num_steps
-            loop.settle_save(wait=True)
+            _warn_of_unsaved(recorder, saver.settle(wait=True))
         summary = summarize(config, recorder)
         write_summary(folder, summary)
         if signals.requested:
@@ -167,6 +166,11 @@ def _drive_until_it_dies(
         if not freeze_policy:
             group.save_hf("policy", str(folder / "policy"))
     return summary
+
+
+def _warn_of_unsaved(recorder: Recorder, problem: str) -> None:
+    if problem:
+        recorder.console.warning(f"no checkpoint {problem}")
 
 
 def _checkpoint_note(config: Config, first_step: int | None) -> str:
@@ -262,6 +266,7 @@ def _before_first_step(config: Config, parts: Parts, runner: StageRunner, first_
 
     Returns the last step of the run: one that reached its goal before it was stopped has none left.
     """
+    parts.group.report_to(parts.recorder.console.note)
     rollout, recorder, evaluator = parts.rollout, parts.recorder, parts.evaluator
     result = rollout.publish()
     recorder.console.note(f"weights on the servers: {result.num_bytes:,} bytes in {result.seconds:.2f} s")

@@ -262,10 +262,10 @@ class TrainingLoop:
             self._examine(step)
         if parts.recorder.num_steps_done <= step:
             self.record(step)
-        self.settle_save(wait=True)
+        self._settle_save(wait=True)
         if parts.saver.newest_step != step:
             self._save(step)
-            self.settle_save(wait=True)
+            self._settle_save(wait=True)
         return step + 1
 
     def _critic_batch(self, step: int, signals: Signals) -> PackedBatch | None:
@@ -304,7 +304,7 @@ class TrainingLoop:
         self._warn_of(parts.saver.save(step, driver, weight_version=version, healthy=parts.watchdog.healthy))
         parts.recorder.keep_timeline()
 
-    def settle_save(self, *, wait: bool) -> None:
+    def _settle_save(self, *, wait: bool) -> None:
         """A checkpoint that was written in the background counts from here on, if it is written."""
         self._warn_of(self._parts.saver.settle(wait=wait))
 
@@ -317,7 +317,7 @@ class TrainingLoop:
         action = getattr(self, stage)
 
         def act(step: int) -> None:
-            self.settle_save(wait=False)
+            self._settle_save(wait=False)
             with self._parts.group.stage(step, stage):
                 action(step)
             self._num_trainer_stages_left[step] -= 1

@@ -105,6 +105,9 @@ class UpdateResult:
 class Engine:
     """One policy or critic: its model chunks on this rank and, if it trains, gradients, optimizer and schedule."""
 
+    _save: CheckpointWrite | None = None
+    """Begun, not finished."""
+
     @_in_own_layout
     def __init__(  # noqa: PLR0913 (the engine is the public face of training: one keyword per setting)
         self,
@@ -160,7 +163,6 @@ class Engine:
         self._routing = Routing(moe, self.chunks)
         self._optimizer = None
         self._replicas: list[DistributedDataParallel] = []
-        self._save: CheckpointWrite | None = None
         if optimizer is None:
             for chunk in self.chunks:
                 chunk.requires_grad_(False)

@@ -446,6 +446,5 @@ class SglangClient:
 
 
 def _describe(error: HttpError, timeout_s: float) -> str:
-    if isinstance(error, NoAnswer) and error.timed_out:
-        return f"no answer within {timeout_s:.0f} s"
-    return str(error)
+    timed_out = isinstance(error, NoAnswer) and error.timed_out
+    return f"no answer within {timeout_s:.0f} s" if timed_out else str(error)
