@@ -67,11 +67,11 @@ from megatron_rl.models.megatron_fields import MegatronSettings
 from megatron_rl.models.moe import Routing
 from megatron_rl.models.vision.encoder import freeze
 from megatron_rl.parallel.topology import Topology
-from megatron_rl.training.batching import STAND_IN_TOKENS
 from megatron_rl.training.losses import LossFunction, Metrics
 from megatron_rl.training.model_checkpoint import CheckpointWrite, begin_checkpoint, load_checkpoint
 from megatron_rl.training.model_memory import ModelMemory
 from megatron_rl.training.optimizer import build_optimizer, build_scheduler, guarded_step
+from megatron_rl.training.payloads import on_device, stand_in
 
 _LOGITS_PER_CHUNK = 2**22
 """Logits that may exist at a time (16 MiB): a small vocabulary takes few chunks, and few all-reduces with them."""
@@ -140,9 +140,7 @@ class Engine:
             raise ValueError(f"role is 'policy' or 'critic', got {role!r}")
         moe, vision = moe or MoeConfig(), vision or VisionConfig()
         self.role: Role = role
-        self.parallel = parallel
-        self.topology = topology
-        self.path = Path(path)
+        self.parallel, self.topology, self.path = parallel, topology, Path(path)
         self.hf_config = load_hf_config(path)
         settings = MegatronSettings(moe=moe, fp8=fp8, fields=megatron or {})
         build = functools.partial(critic.build_critic, settings=settings)
@@ -156,23 +154,21 @@ class Engine:
         self.unread_note = unread_note(self.hf_config, path, role) if loads else ""
         if self._keeps_mtp:
             check_kept(self.hf_config, path, remedy="set policy.mtp=drop")
-        initial_seed = None if loads else seed
-        self.chunks = build(self.hf_config, parallel, dtype=torch_dtype, recompute=recompute, seed=initial_seed)
+        own_seed = None if loads else seed
+        self.chunks = build(self.hf_config, parallel, dtype=torch_dtype, recompute=recompute, seed=own_seed)
         if loads:
             load_weights(self.chunks, self.hf_config, path, role=role)
         self._routing = Routing(moe, self.chunks)
         self._optimizer = None
         self._replicas: list[DistributedDataParallel] = []
         if optimizer is None:
-            for chunk in self.chunks:
-                chunk.requires_grad_(False)
+            torch.nn.ModuleList(self.chunks).requires_grad_(False)
         else:
             freeze(self.chunks, train_encoder=vision.train_encoder, train_adapter=vision.train_adapter)
             self._replicas = _with_gradients(self.chunks, torch_dtype)
             self._optimizer = build_optimizer(optimizer, self._replicas, torch_dtype)
             self._scheduler = build_scheduler(optimizer, self._optimizer)
-        moves = offload is Offload.always or (offload is Offload.auto and topology.device.type == "cuda")
-        self._memory = ModelMemory(self.chunks, self._replicas, self._optimizer, moves=moves)
+        self._memory = ModelMemory(self.chunks, self._replicas, self._optimizer, moves=_moves(offload, topology))
 
     @property
     def is_output_rank(self) -> bool:
@@ -355,7 +351,7 @@ class Engine:
         # An interleaved schedule takes the micro-batches in groups of as many as there are stages.
         missing = -len(microbatches) % self.topology.pp_size if len(models) > 1 else 0
         empty = microbatches[0].select([])
-        batches = [_on_device(_stand_in(batch), self.topology.device) for batch in (*microbatches, *missing * [empty])]
+        batches = [on_device(stand_in(batch), self.topology.device) for batch in (*microbatches, *missing * [empty])]
         stand_ins = [*(batch.num_sequences == 0 for batch in microbatches), *missing * [True]]
         traces = self._routing.begin(batches, stand_ins, trains=not forward_only, records=record_routes)
 
@@ -436,29 +432,9 @@ def _finalize_undivided(model: list[torch.nn.Module], num_tokens: Tensor | None,
     finalize_model_grads(model, None, **options)
 
 
+def _moves(offload: Offload, topology: Topology) -> bool:
+    return offload is Offload.always or (offload is Offload.auto and topology.device.type == "cuda")
+
+
 def _bare(model: torch.nn.Module) -> torch.nn.Module:
     return model.module if isinstance(model, DistributedDataParallel) else model
-
-
-def _stand_in(batch: PackedBatch) -> PackedBatch:
-    """A batch without sequences becomes two tokens with every field 0, so that this rank joins every collective."""
-    if batch.num_sequences:
-        return batch
-    return PackedBatch(
-        tokens=batch.tokens.new_zeros(STAND_IN_TOKENS),
-        cu_seqlens=batch.cu_seqlens.new_tensor([0, STAND_IN_TOKENS]),
-        fields={name: values.new_zeros((STAND_IN_TOKENS, *values.shape[1:])) for name, values in batch.fields.items()},
-        images=batch.images,
-    )
-
-
-def _on_device(batch: PackedBatch, device: torch.device) -> PackedBatch:
-    if batch.tokens.device == device:
-        return batch
-    return PackedBatch(
-        tokens=batch.tokens.to(device),
-        cu_seqlens=batch.cu_seqlens.to(device),
-        fields={name: values.to(device) for name, values in batch.fields.items()},
-        # Each rank moves the patches of the images that it encodes.
-        images=batch.images,
-    )

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl.data.batch import Images, PackedBatch, cu_seqlens_of
-from megatron_rl.training.batching import Plan
+from megatron_rl.training.batching import STAND_IN_TOKENS, Plan
 
 
 def payloads_of(batch: PackedBatch, plan: Plan) -> list[dict[str, Tensor]]:
@@ -65,3 +65,28 @@ def restore(
                 sequences[list(indices)] = result[position : position + len(indices)]
                 position += len(indices)
     return [tokens, sequences] if per_sequence else [tokens]
+
+
+def stand_in(batch: PackedBatch) -> PackedBatch:
+    """A batch without sequences becomes two tokens with every field 0, so that this rank joins every collective."""
+    if batch.num_sequences:
+        return batch
+    return PackedBatch(
+        tokens=batch.tokens.new_zeros(STAND_IN_TOKENS),
+        cu_seqlens=batch.cu_seqlens.new_tensor([0, STAND_IN_TOKENS]),
+        fields={name: values.new_zeros((STAND_IN_TOKENS, *values.shape[1:])) for name, values in batch.fields.items()},
+        images=batch.images,
+    )
+
+
+def on_device(batch: PackedBatch, device: torch.device) -> PackedBatch:
+    """The batch where its model is, but for the images."""
+    if batch.tokens.device == device:
+        return batch
+    return PackedBatch(
+        tokens=batch.tokens.to(device),
+        cu_seqlens=batch.cu_seqlens.to(device),
+        fields={name: values.to(device) for name, values in batch.fields.items()},
+        # Each rank moves the patches of the images that it encodes.
+        images=batch.images,
+    )
