@@ -73,7 +73,9 @@ class CheckpointWrite:
         """Wait for all ranks and give the folder its name; one that has it is replaced. Collective; CheckpointNotSaved."""
         rank, text = dist.get_rank(), f"{self._folder} could not be written"
         with _gone_if_not_saved(self._partial):
-            self._files.wait()
+            # Before Megatron's part: there the ranks wait at a barrier for one that has failed.
+            with _raised_together(CheckpointNotSaved, text):
+                self._files.wait()
             with _raised_together(CheckpointNotSaved, text):
                 for finalize in self._files.finalize:
                     finalize()

@@ -27,7 +27,7 @@ _COPY_MARGIN = 1.25
 
 
 class RankWrite:
-    """Begins with its making. A failure is Megatron's to tell, on all ranks, when they finalise the save."""
+    """Begins with its making; ``wait`` comes before ``finalize``."""
 
     def __init__(self, request: AsyncRequest, folder: Path, *, in_background: bool) -> None:
         self.checksums: Checksums = {}
@@ -36,6 +36,7 @@ class RankWrite:
         """To be called by all ranks in this order, once all have written."""
         self._folder = folder
         self._thread: Thread | None = None
+        self._failure: Exception | None = None
         if request.async_fn is None:  # this rank has nothing to write
             return
         (transforms, _), (_, self._files, self._results) = request.async_fn.args, request.async_fn_args
@@ -52,8 +53,11 @@ class RankWrite:
         return self._thread is None or not self._thread.is_alive()
 
     def wait(self) -> None:
+        """Until this rank has written; raises what went wrong."""
         if self._thread is not None:
             self._thread.join()
+        if self._failure is not None:
+            raise self._failure
 
     def _has_room(self) -> bool:
         needed = sum(tensor.nbytes for _, _, (_, tensors) in self._files for _, tensor in tensors)
@@ -76,26 +80,24 @@ class RankWrite:
                 tensors[index] = (item, tensor.detach().to("cpu", copy=True))
 
     def _write(self, transforms: list[Any]) -> None:
-        written: dict[int, Any] | Exception = {}
         try:
             with ThreadPoolExecutor(len(self._files)) as threads:
                 written = dict(threads.map(lambda job: _write_file(transforms, *job), enumerate(self._files)))
-            failures = [result for result in written.values() if isinstance(result, Exception)]
-            if failures:
-                written = failures[0]
-            else:
-                self.checksums = checksums(self._folder, [name for _, name, _ in self._files])
+            self.checksums = checksums(self._folder, [name for _, name, _ in self._files])
+            self._results.put(written)
         except Exception as error:  # whatever it was, the other ranks must learn of it
-            written = error
+            self._failure = error
         # Megatron counts them once more when it finalises, and no longer looks inside.
         self._files[:] = [(path, name, ([], [])) for path, name, _ in self._files]
-        self._results.put(written)
 
 
 def _write_file(transforms: list[Any], index: int, file: Any) -> tuple[int, Any]:
-    """(index, Megatron's account of what was written, or the error)."""
+    """(index, Megatron's account of what was written). Raises what went wrong."""
     results: queue.Queue = queue.Queue()
     count: queue.Queue = queue.Queue()
     count.put(index)
     FileSystemWriterAsync.write_preloaded_data(transforms, index, file, results, count, use_fsync=True)
-    return results.get_nowait()
+    _, written = results.get_nowait()
+    if isinstance(written, Exception):
+        raise written
+    return index, written

@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -27,10 +28,12 @@ from megatron_rl.config.schema import (
     Recompute,
 )
 from megatron_rl.data.batch import PackedBatch, cu_seqlens_of
+from megatron_rl.parallel import collectives
 from megatron_rl.parallel import topology as topologies
-from megatron_rl.training import losses
+from megatron_rl.training import losses, rank_write
 from megatron_rl.training.batching import plan_microbatches
 from megatron_rl.training.engine import Engine, UpdateResult
+from megatron_rl.training.model_checkpoint import CheckpointNotSaved
 
 LENGTHS = [9, 17, 33, 6, 21, 12, 40, 8, 26, 15]
 PROMPT_TOKENS = 4
@@ -234,8 +237,27 @@ def run_resumed(scenario: Scenario, models: Path, out: Path, place: topologies.T
             "resumed": [dataclasses.asdict(trial.update(resumed)) for _ in range(2)],
             "kept weights": trial.weights(),
             "resumed weights": trial.weights(resumed),
+            "full disk": save_to_full_disk(resumed, folder, place),
         }
     return results
+
+
+def save_to_full_disk(engine: Engine, folder: Path, place: topologies.Topology) -> list[str]:
+    """What each rank says when the last one cannot write its files, and whether the checkpoint before is still loaded."""
+
+    def full(*arguments: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    said = ""
+    with pytest.MonkeyPatch.context() as patch:
+        if place.rank == place.world_size - 1:
+            patch.setattr(rank_write, "_write_file", full)
+        try:
+            engine.save_state(folder)
+        except CheckpointNotSaved as error:
+            said = str(error)
+    engine.load_state(folder)
+    return collectives.gather_objects(said)
 
 
 def run_drift(scenario: Scenario, models: Path, place: topologies.Topology) -> dict[str, Any]:

@@ -160,6 +160,9 @@ def test_a_resumed_run_is_bitwise_the_run_that_went_on(results, world_size, scen
     assert found["resumed weights"].keys() == found["kept weights"].keys()
     for name, value in found["kept weights"].items():
         assert torch.equal(found["resumed weights"][name], value), name
+    # A disk that is full under one rank is told to all, which then load the checkpoint before.
+    assert len(found["full disk"]) == world_size and len(set(found["full disk"])) == 1
+    assert "No space left on device" in found["full disk"][0]
 
 
 @pytest.mark.parametrize("world_size,scenario", cases(RESHARDED))
