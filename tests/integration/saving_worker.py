@@ -30,6 +30,8 @@ LAYOUTS: dict[str, ParallelConfig] = {
     "pp2_ep2": ParallelConfig(pipeline_parallel_size=2, expert_parallel_size=2),
     "tp2_sp_ep2_etp2": ParallelConfig(tensor_parallel_size=2, sequence_parallel=True, expert_parallel_size=2),
 }
+LAYOUTS_OF = {"qwen2": ["dp4", "tp2_sp_pp2"], "qwen3_vl_moe": ["dp4", "tp2_sp_ep2_etp2"]}
+"""Of other families: all."""
 FULL_RANK = 3
 
 
@@ -66,7 +68,7 @@ def main(folder: Path, *, kill: bool) -> None:
         ranks = topology.initialize(ParallelConfig(**{**vars(parallel), "collective_timeout_s": 60.0}), seed=1)
         for source in sorted((folder / "models").iterdir()):
             config = load_hf_config(source)
-            if parallel.expert_parallel_size > 1 and config.model_type == "qwen2":
+            if name not in LAYOUTS_OF.get(config.model_type, LAYOUTS):
                 continue
             chunks = policy.build_policy(config, parallel, dtype=torch.float32, seed=None)
             load_weights(chunks, config, source)
