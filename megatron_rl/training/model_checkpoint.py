@@ -5,8 +5,7 @@ for the same layout, and equal up to rounding for another one, because the optim
 weights; no rank ever holds more of it than its own share; hyperparameters come from the configuration, never from the
 checkpoint; before anything is loaded, every file has been compared with the checksums that its writer left, and no pickle
 may import what a checkpoint does not need. A checkpoint may be written while the model trains on (``rank_write.py``). All
-ranks call
-each function together and wait for each other at its barriers, for at most the collective time-out. The folder must be
+ranks call each function together and wait for each other at its barriers, for at most the collective time-out. The folder must be
 on a file system that all ranks share.
 """
 
