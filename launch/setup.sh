@@ -112,7 +112,7 @@ if [ "$FLAVOR" = gpu ]; then
     if [ "$TRANSFORMER_ENGINE" = no ]; then
         rm -f "$VENV/.transformer_engine"
         "$VENV/bin/python" -m pip uninstall -y transformer_engine transformer_engine_cu13 transformer_engine_torch >"$log" 2>&1
-        say "3/4 note: without Transformer Engine layers are plain PyTorch: slower, more memory, no fp8, no context parallelism"
+        say "3/4 note: without Transformer Engine every model and layout is computed by plain PyTorch layers: slower, with more memory, no fp8"
     elif [ "$(cat "$VENV/.transformer_engine" 2>/dev/null)" = "$compiled" ]; then
         say "3/4 Transformer Engine is compiled for this torch already"
     else
