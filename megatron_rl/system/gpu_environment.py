@@ -6,7 +6,9 @@ two sides have different values of ``NCCL_DEFAULTS``, which SGLang sets to 0 in 
 
 import os
 import socket
+import sysconfig
 from collections.abc import Mapping, MutableMapping
+from pathlib import Path
 
 from megatron_rl.errors import UserError
 
@@ -23,6 +25,15 @@ def set_gpu_defaults(environ: MutableMapping[str, str] = os.environ) -> None:
     # Megatron overlaps tensor-parallel communication with computation only when kernels are queued in order.
     for name, value in {**NCCL_DEFAULTS, "CUDA_DEVICE_MAX_CONNECTIONS": "1"}.items():
         environ.setdefault(name, value)
+
+
+def own_cuda_home() -> dict[str, str]:
+    """``CUDA_HOME`` of the toolkit that launch/setup.sh completes in this environment, of torch's CUDA; empty where none is.
+
+    SGLang compiles kernels at run time, and would take whatever ``nvcc`` is on the PATH, of another CUDA perhaps.
+    """
+    folder = Path(sysconfig.get_path("purelib")) / "nvidia" / "cu13"
+    return {"CUDA_HOME": str(folder)} if (folder / "bin" / "nvcc").exists() else {}
 
 
 def nccl_values(environ: Mapping[str, str]) -> dict[str, str]:

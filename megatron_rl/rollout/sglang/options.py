@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.rollout.sglang.routes import SERVER_FLAG
-from megatron_rl.system.gpu_environment import without_expandable_segments
+from megatron_rl.system.gpu_environment import own_cuda_home, without_expandable_segments
 
 SAID_LABELS = "extra_metric_labels"
 """The field of /server_info, and the option, that carries ``ServerOptions.nccl``: SGLang tells its options and no environment."""
@@ -116,6 +116,7 @@ def server_environment(options: ServerOptions, base: Mapping[str, str], cores: S
     if options.can_sleep or _given_flags(options).get("enable-memory-saver"):
         inherited = without_expandable_segments(inherited)
     env = {
+        **(own_cuda_home() if options.device != "cpu" else {}),
         **inherited,
         **options.nccl,
         # Otherwise /health generates a token: slow, and 503 after 20 s while generation is paused.

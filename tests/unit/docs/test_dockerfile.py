@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from megatron_rl.system.gpu_environment import NCCL_DEFAULTS
+
 ROOT = Path(__file__).resolve().parents[3]
 TEXT = (ROOT / "Dockerfile").read_text()
 
@@ -101,7 +103,7 @@ def test_the_last_layers_are_the_small_ones():
 
 def test_nccls_variables_are_those_of_trainer_and_servers():
     found = environment("gpu")
-    assert {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}.items() <= found.items()
+    assert NCCL_DEFAULTS.items() <= found.items()
     assert found["MEGATRON_RL_REQUIRE_GPU"] == "1"
     assert not any("NCCL_" in run for run in arguments("RUN", "gpu", "gpu-packages"))
 

@@ -1,5 +1,7 @@
 """Laws of environment variables about GPUs: required ones, NCCL's on both sides, expandable segments."""
 
+import sysconfig
+
 import pytest
 
 from megatron_rl.errors import UserError
@@ -8,6 +10,7 @@ from megatron_rl.system.gpu_environment import (
     check_required_gpus,
     expandable_segments,
     nccl_values,
+    own_cuda_home,
     set_gpu_defaults,
     without_expandable_segments,
 )
@@ -45,3 +48,11 @@ def test_a_server_that_sleeps_loses_expandable_segments_and_nothing_else(name, v
     assert bool(expandable_segments(environ)) is is_on
     kept = without_expandable_segments(environ)
     assert kept == {"PATH": "/bin"} | ({name: left} if left else {}) and environ[name] == value
+
+
+def test_the_toolkit_of_the_environment_is_named_where_it_has_a_compiler(monkeypatch, tmp_path):
+    monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
+    (tmp_path / "nvidia" / "cu13" / "bin").mkdir(parents=True)
+    assert own_cuda_home() == {}
+    (tmp_path / "nvidia" / "cu13" / "bin" / "nvcc").touch()
+    assert own_cuda_home() == {"CUDA_HOME": str(tmp_path / "nvidia" / "cu13")}

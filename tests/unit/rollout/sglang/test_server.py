@@ -89,6 +89,14 @@ def test_a_gpu_server_keeps_its_thread_settings():
     assert env["OMP_NUM_THREADS"] == "8"
 
 
+def test_a_gpu_server_compiles_with_the_toolkit_of_its_environment_unless_another_is_named(monkeypatch):
+    monkeypatch.setattr("megatron_rl.rollout.sglang.options.own_cuda_home", lambda: {"CUDA_HOME": "/venv/cu13"})
+    options = ServerOptions("/m", device="cuda")
+    assert server_environment(options, {}, cores=[0])["CUDA_HOME"] == "/venv/cu13"
+    assert server_environment(options, {"CUDA_HOME": "/usr/local/cuda"}, cores=[0])["CUDA_HOME"] == "/usr/local/cuda"
+    assert "CUDA_HOME" not in server_environment(ServerOptions("/m", device="cpu"), {}, cores=[0])
+
+
 def test_a_server_gets_the_trainers_nccl_variables_and_says_them(monkeypatch):
     monkeypatch.setenv("NCCL_CUMEM_ENABLE", "1")
     monkeypatch.delenv("NCCL_NVLS_ENABLE", raising=False)
