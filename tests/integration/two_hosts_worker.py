@@ -29,7 +29,7 @@ from tests.unit.local_service import local_service
 
 OWN = {"embed": torch.arange(64.0), "layer0": torch.arange(8.0)}
 OTHER = {"layer1": torch.arange(100.0, 130.0), "head": torch.full((50,), 7.0)}
-TIMEOUT_S = 20.0
+TIMEOUT_S = 60.0
 
 
 class Server:
