@@ -10,13 +10,13 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
-import psutil
 import torch
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
 from torch import Tensor
 
 from megatron_rl.errors import UserError
+from megatron_rl.system.host_memory import available_bytes
 from megatron_rl.training.optimizer import state_tensors
 
 _GB = 1e9
@@ -164,7 +164,7 @@ def _host_memory(num_bytes: int) -> Tensor:
     if not num_bytes:
         return torch.empty(0, dtype=torch.uint8)
     ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    available = psutil.virtual_memory().available
+    available = available_bytes()
     if num_bytes * ranks_here > available:
         raise UserError(
             f"no host memory for a model that waits for its turn: {ranks_here} ranks of this machine need "
@@ -173,7 +173,7 @@ def _host_memory(num_bytes: int) -> Tensor:
         )
     # Not torch's own pinned memory, which takes the next power of two.
     memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    memory.madvise(mmap.MADV_DONTFORK)  # pinned pages are copied at a fork, and checkpoints are written by forks
+    memory.madvise(mmap.MADV_DONTFORK)  # a fork would copy all pages that are pinned
     host = torch.frombuffer(memory, dtype=torch.uint8)
     if torch.cuda.is_available():
         status = int(torch.cuda.cudart().cudaHostRegister(host.data_ptr(), num_bytes, 0))
