@@ -1,7 +1,7 @@
 """`train --dry-run`: what a run keeps on a GPU, stage by stage, whether that fits, and which keys to change where not."""
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from enum import Enum
 
 from rich.console import Console
@@ -17,6 +17,7 @@ from megatron_rl.planning.run_memory import (
     STATES,
     RunMemory,
     RunModel,
+    memory_fraction,
     model_folders,
     models_of,
     run_memory,
@@ -43,18 +44,23 @@ def print_memory(console: Console, config: Config, world_size: int) -> None:
     ranks = {stage.rank for stage in memory.stages}
     which = ", ".join(f"{stage.name} {stage.rank}" for stage in memory.stages) if len(ranks) > 1 else str(*ranks)
     console.print(f"on the rank that holds most ({which}), all responses as long as they may be", soft_wrap=True)
+    console.print()
     console.print(_host_table(memory))
+    console.print()
     verdicts = {name: verdict(config, facts, gpu(name)) for name in _GPUS}
     console.print(_verdict_table(config, verdicts))
+    if "generate" in {stage.name for stage in memory.stages}:
+        share = memory_fraction(config)
+        console.print(f"servers that generate take {share:g} of the GPU (mem-fraction-static), weights and KV cache", soft_wrap=True)
     for line in _remedies(verdicts):
         console.print(line, soft_wrap=True)
 
 
-def _plain_table(*columns: str) -> Table:
-    """The first column is text, the others are numbers."""
+def _plain_table(*columns: str, texts: Container[str] = ()) -> Table:
+    """The first column and ``texts`` are words, the others numbers."""
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
     for index, column in enumerate(columns):
-        table.add_column(column, justify="right" if index else "left", no_wrap=True)
+        table.add_column(column, justify="right" if index and column not in texts else "left", no_wrap=True)
     return table
 
 
@@ -78,7 +84,8 @@ def _host_table(memory: RunMemory) -> Table:
 
 def _verdict_table(config: Config, verdicts: dict[str, Verdict]) -> Table:
     longest = config.batch.max_prompt_tokens + config.batch.max_response_tokens
-    table = _plain_table("GPU", "fullest stage", "GB", "fits", "KV cache of a server")
+    texts = ("fullest stage", "fits")
+    table = _plain_table("GPU", "fullest stage", "GB", "fits", "KV cache of a server", texts=texts)
     for name, found in verdicts.items():
         number = int(found.kv_tokens // longest)
         cache = f"{number} x {longest:,} tokens" if number > 0 else "too small"

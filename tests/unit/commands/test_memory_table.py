@@ -22,7 +22,7 @@ def test_no_number_is_cut_off(width):
     )
     text = printed(config, width)
     assert "…" not in text
-    tables = [line for line in text.splitlines() if not line.startswith(("to fit", "on the rank"))]
+    tables = [line for line in text.splitlines() if not line.startswith(("to fit", "on the rank", "servers that"))]
     assert max(map(len, tables)) <= 80
     for word in ("policy: gradients", "critic: optimizer", "activations", "logits", "routes", "NCCL", "server: weights", "KV cache"):
         assert word in text
