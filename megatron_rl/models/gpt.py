@@ -12,7 +12,7 @@ class PackedGPTModel(GPTModel):
     real_vocab_size: int
     """Tokens of the tokenizer's model; the output layer may be padded beyond it."""
     fp32_head: bool = False
-    """Logits are computed from float32 copies of hidden states and head."""
+    """The gradients of the logits stay in float32 next to a bfloat16 model too; the logits always are."""
     excluded_token_ids: tuple[int, ...]
     """Of a policy: ids that no response contains, those of images; they have no probability."""
 

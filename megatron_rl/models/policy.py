@@ -100,18 +100,16 @@ def token_logprobs(
         hidden = hidden.index_select(0, places)
     else:
         hidden = tensor_parallel.copy_to_tensor_model_parallel_region(hidden.index_select(0, places))
-    weight = _head_weight(model)
-    if model.fp32_head:
-        hidden, weight = hidden.float(), weight.float()
     logprobs, entropy = token_logprobs_and_entropy(
         hidden,
-        weight,
+        _head_weight(model),
         tokens[targets],
         vocab_size=model.real_vocab_size,
         temperature=temperature,
         group=parallel_state.get_tensor_model_parallel_group(),
         chunk_size=chunk_size,
         excluded=model.excluded_token_ids,
+        exact_gradients=model.fp32_head,
     )
     zeros = torch.zeros(len(tokens), dtype=logprobs.dtype, device=output.device)
     both = torch.stack([zeros.index_put((targets,), logprobs), zeros.index_put((targets,), entropy)])

@@ -2,11 +2,19 @@
 
 Megatron knows some of the scalings under other parameters. Its embeddings stay; only their frequencies are replaced,
 and the factor that some scalings put on cosine and sine is handed to the attention layers.
+
+Where no fused kernel rotates a pack (latent attention, positions of images, a factor, no Transformer Engine), Megatron
+reads the sequences' lengths back from the GPU in every layer. ``rotate_pack`` takes its place: the same numbers, and
+nothing waits for the GPU.
 """
 
 import math
+from typing import Any
 
 import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.models.common.embeddings import rope_utils
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor
@@ -43,3 +51,38 @@ def install_rope(model: GPTModel, hf_config: PretrainedConfig) -> None:
         model.config.yarn_rotary_scaling_factor = math.e
         model.config.yarn_mscale = 10 * (factor - 1)
         model.config.yarn_mscale_all_dim = 0.0
+
+
+def rotate_pack(
+    rows: Tensor, cu_seqlens: Tensor, freqs: Tensor, *args: Any, cp_group: dist.ProcessGroup | None = None, **kwargs: Any
+) -> Tensor:
+    """rows [T, heads, d] of this rank, cu_seqlens [N+1] of the whole pack, freqs [positions, 1, 1, d] -> rotated rows.
+
+    ``freqs`` has an entry for each position of the longest sequence or, as many as the pack has rows, for each of those.
+    """
+    group = cp_group or parallel_state.get_context_parallel_group()
+    angles = freqs.index_select(0, _angle_of_row(cu_seqlens, len(rows), len(freqs), group.size(), group.rank()))
+    return rope_utils._apply_rotary_pos_emb_bshd(rows.unsqueeze(1), angles, *args, **kwargs).squeeze(1)
+
+
+rope_utils._apply_rotary_pos_emb_thd = rotate_pack
+
+
+def _angle_of_row(cu_seqlens: Tensor, num_rows: int, num_angles: int, cp_size: int, cp_rank: int) -> Tensor:
+    """[num_rows] int64; found once for a pack: every layer asks with the same ``cu_seqlens``, so it is kept there."""
+    is_whole = num_angles == num_rows * cp_size
+    known: dict[tuple[int, int, bool], Tensor] = vars(cu_seqlens).setdefault("angle_of_row", {})
+    key = (cp_size, cp_rank, is_whole)
+    if key not in known:
+        starts, ends = cu_seqlens[:-1].long(), cu_seqlens[1:].long()
+        rows = torch.arange(num_rows, device=cu_seqlens.device)
+        owner = torch.searchsorted(ends // cp_size, rows, right=True)
+        starts, lengths = starts[owner], (ends - starts)[owner]
+        angles = rows - starts // cp_size
+        if cp_size > 1:
+            # The zigzag of ``context.py``: an early part of the sequence, then a late one.
+            part = lengths // (2 * cp_size)
+            late = lengths - (cp_rank + 1) * part + angles - part
+            angles = torch.where(angles < part, cp_rank * part + angles, late)
+        known[key] = angles + starts if is_whole else angles
+    return known[key]

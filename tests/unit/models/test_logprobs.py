@@ -101,6 +101,30 @@ def test_bfloat16_inputs_are_multiplied_in_float32() -> None:
     assert hidden.grad.dtype == weight.grad.dtype == torch.bfloat16
 
 
+@pytest.mark.parametrize("exact", [False, True])
+def test_gradients_next_to_a_bfloat16_model_are_off_by_a_thousandth_or_by_their_own_rounding(exact: bool) -> None:
+    generator = torch.Generator().manual_seed(3)
+    n, hidden_size, vocab_size = 300, 64, 3000
+    hidden = torch.randn(n, hidden_size, generator=generator).bfloat16().requires_grad_()
+    weight = (torch.randn(vocab_size, hidden_size, generator=generator) / 4).bfloat16().requires_grad_()
+    targets = torch.randint(0, vocab_size, (n,), generator=generator)
+    factors = torch.randn(n, generator=generator)
+    logprobs, entropy = token_logprobs_and_entropy(
+        hidden, weight, targets, vocab_size=vocab_size, exact_gradients=exact
+    )
+    ours = torch.autograd.grad((factors * logprobs).sum() - 0.1 * entropy.sum(), (hidden, weight))
+    copies = [tensor.detach().double().requires_grad_() for tensor in (hidden, weight)]
+    log_p = (copies[0] @ copies[1].t()).log_softmax(-1)
+    loss = (factors * log_p.gather(1, targets[:, None])[:, 0]).sum() + 0.1 * (log_p.exp() * log_p).sum()
+    for found, reference in zip(ours, torch.autograd.grad(loss, copies), strict=True):
+        rounded = (reference.bfloat16().double() - reference).norm() / reference.norm()
+        off = (found.double() - reference).norm() / reference.norm()
+        assert found.dtype == torch.bfloat16
+        assert off < rounded * (1.02 if exact else 1.6), (float(off), float(rounded))
+        # No bias: what is lost in one direction comes back in the other.
+        assert abs(float((found.double() * reference).sum() / reference.square().sum()) - 1) < 5e-4
+
+
 def test_no_tokens_give_empty_results_and_zero_gradients() -> None:
     hidden, weight, targets = inputs(1)
     hidden = hidden.detach()[:0].requires_grad_()
