@@ -39,4 +39,5 @@ def _shapes(json_text: str, config_of: Callable[[dict[str, Any]], ModelConfig]) 
 
 def num_deepstack(vision_config: ModelConfig) -> int:
     """Layers of the language model that get features of their own."""
-    return len(getattr(vision_config, "deepstack_visual_indexes", None) or ())
+    # One that names a layer past the last gives nothing.
+    return len(set(getattr(vision_config, "deepstack_visual_indexes", None) or ()) & set(range(vision_config.depth)))
