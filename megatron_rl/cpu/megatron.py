@@ -206,19 +206,12 @@ def _redirect_functions() -> None:
     """Functions of Megatron that reach the GPU in other ways than through the name ``torch``."""
     import megatron.core.tensor_parallel.mappings as mappings
     import megatron.core.tensor_parallel.random as rng
-    import megatron.core.transformer.moe.moe_utils as moe_utils
     import megatron.core.transformer.moe.token_dispatcher as token_dispatcher
-    import megatron.core.transformer.multi_latent_attention as multi_latent_attention
 
     # The tracked generator is the default CPU one.
     rng._get_cuda_rng_state = lambda device="cuda", clone=False, graph_safe=False: torch.get_rng_state()
     rng._set_cuda_rng_state = lambda new_state, device=-1, graph_safe=False: torch.set_rng_state(new_state)
     logging.getLogger(rng.__name__).addFilter(lambda record: "CPU RNG state changed" not in record.getMessage())
-    # Two names that 0.16.1 leaves undefined, or defines wrongly, where Transformer Engine is missing.
-    if not hasattr(moe_utils, "te_general_gemm"):
-        moe_utils.te_general_gemm = None
-    multi_latent_attention.HAVE_TE = False
-
     def maybe_move_tensor_to_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
         return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 

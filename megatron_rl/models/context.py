@@ -80,6 +80,13 @@ def split_here(lengths: tuple[int, ...], config: TransformerConfig) -> PackSplit
     return split_pack(lengths, config.context_parallel_size, rank, pack_alignment(config))
 
 
+def num_rows(lengths: Sequence[int], config: TransformerConfig) -> int:
+    """How many rows of hidden states each rank has of a pack, and hands to the next pipeline stage."""
+    rows = len(split_here(tuple(lengths), config).token_of_row) if config.context_parallel_size > 1 else sum(lengths)
+    rows += -rows % pack_alignment(config)
+    return rows // config.tensor_model_parallel_size if config.sequence_parallel else rows
+
+
 def sum_over_context(values: Tensor, config: TransformerConfig) -> Tensor:
     """``values``, zero where another rank has the number, whole on every rank; the gradient stays on each rank."""
     if config.context_parallel_size == 1:

@@ -1,13 +1,15 @@
 """Layers for machines without Transformer Engine, and the spec of a model that uses them."""
 
 import dataclasses
-import importlib.util
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from megatron.core.extensions import transformer_engine as te_layers
 from megatron.core.models.gpt.gpt_layer_specs import LNImpl, get_gpt_decoder_block_spec
+from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -22,9 +24,31 @@ _SPLIT_GRADIENT_MARK = "sequence_parallel"
 """The attribute that Megatron looks for."""
 
 
+if not te_layers.HAVE_TE:
+    # Megatron 0.16.1 leaves the one name undefined and the other wrong: without this no expert runs and no latent
+    # attention is built, on a GPU either.
+    vars(moe_utils).setdefault("te_general_gemm", None)
+    multi_latent_attention.HAVE_TE = False
+
+
 def has_transformer_engine() -> bool:
-    """Transformer Engine's layers are used wherever a GPU and the library are present."""
-    return torch.cuda.is_available() and importlib.util.find_spec("transformer_engine") is not None
+    """Transformer Engine's layers are used wherever there is a GPU and Megatron could import the library."""
+    return torch.cuda.is_available() and te_layers.HAVE_TE
+
+
+def layers_note(config: TransformerConfig) -> str:
+    """What a GPU without Transformer Engine costs this model, for the display; "" where nothing is missing."""
+    if not torch.cuda.is_available() or has_transformer_engine():
+        return ""
+    slow = ["norms, rotary embeddings and the optimizer in many small kernels"]
+    slow += ["experts one after the other"] if config.num_moe_experts else []
+    slow += ["latent attention without a fused kernel"] if config.multi_latent_attention else []
+    if config.context_parallel_size > 1:
+        slow += ["keys and values of whole sequences gathered on every rank, with masks of length x length"]
+    return (
+        f"Transformer Engine is missing on this GPU: layers in plain PyTorch take its place, right but slow "
+        f"({'; '.join(slow)}); install it for anything but a trial (docs/cluster.md)"
+    )
 
 
 def mark_split_gradients(module: nn.Module, sequence_parallel: bool) -> None:

@@ -18,8 +18,8 @@ from megatron_rl.config.schema import Fp8, MoeConfig
 from megatron_rl.errors import ModelError
 
 ADJUSTABLE = (
-    "apply_rope_fusion bias_activation_fusion bias_dropout_fusion gradient_accumulation_fusion masked_softmax_fusion "
-    "persist_layer_norm"
+    "apply_rope_fusion batch_p2p_sync bias_activation_fusion bias_dropout_fusion gradient_accumulation_fusion "
+    "masked_softmax_fusion moe_permute_fusion moe_router_fusion moe_shared_expert_overlap persist_layer_norm"
 ).split()
 """Fields that this trainer sets too, as a mere default."""
 
@@ -67,6 +67,7 @@ _SET_BY: dict[str, str] = {
     "cuda_graph_scope cuda_graph_impl enable_cuda_graph external_cuda_graph flash_decode test_mode "
     "heterogeneous_block_specs use_inference_optimized_layers transformer_impl "
     "overlap_moe_expert_parallel_comm fine_grained_activation_offloading": _WIRED,
+    "tp_comm_overlap": "Transformer Engine's buffers for it have one size, and packs differ in length",
 }
 REFUSED = {name: reason for names, reason in _SET_BY.items() for name in names.split()}
 """Field -> why it cannot be given."""

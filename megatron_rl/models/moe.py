@@ -45,10 +45,12 @@ from megatron_rl.models.routing import (
 _ROUTER_DTYPES = {RouterDtype.fp32: "fp32", RouterDtype.fp64: "fp64", RouterDtype.model: None}
 
 
-def moe_kwargs(settings: MoeConfig, hf_config: PretrainedConfig) -> dict[str, Any]:
+def moe_kwargs(settings: MoeConfig, hf_config: PretrainedConfig, parallel: ParallelConfig) -> dict[str, Any]:
     """Fields of TransformerConfig that replace those of the family; none for a dense model."""
-    if not dims(hf_config)["experts"]:
+    sizes, with_te = dims(hf_config), has_transformer_engine()
+    if not sizes["experts"]:
         return {}
+    are_split = parallel.expert_parallel_size * expert_tensor_size(parallel) > 1
     return dict(
         moe_router_dtype=_ROUTER_DTYPES[settings.router_dtype],
         moe_router_load_balancing_type="none",
@@ -57,6 +59,14 @@ def moe_kwargs(settings: MoeConfig, hf_config: PretrainedConfig) -> dict[str, An
         # Megatron's own all-gather refuses packs; ours takes its place in the built model (``dispatch.py``).
         moe_token_dispatcher_type="flex" if settings.dispatcher is Dispatcher.flex else "alltoall",
         moe_grouped_gemm=_uses_grouped_gemm(settings.grouped_gemm),
+        moe_permute_fusion=with_te,
+        # Its kernel knows no float64; what it cannot do in a pass, ``routing.TracedRouter`` sees.
+        moe_router_fusion=with_te and settings.router_dtype is RouterDtype.fp32,
+        # With all experts on one rank there is no dispatch to hide the shared ones behind.
+        moe_shared_expert_overlap=with_te
+        and settings.dispatcher is Dispatcher.alltoall
+        and bool(sizes["shared_ffn"])
+        and are_split,
     )
 
 

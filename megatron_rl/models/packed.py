@@ -64,12 +64,13 @@ def build_chunks(
     check_moe(settings.moe, hf_config, parallel)
     check_fp8(settings.fp8, dtype)
     given = checked_fields(settings.fields)
-    overrides = moe_kwargs(settings.moe, hf_config) | fp8_kwargs(settings.fp8) | given
+    overrides = moe_kwargs(settings.moe, hf_config, parallel) | fp8_kwargs(settings.fp8) | given
     kwargs, model_kwargs = megatron_config(hf_config, parallel, dtype=dtype, recompute=recompute, **overrides)
     model_kwargs["share_embeddings_and_output_weights"] = share_embeddings
     try:
         config = transformer_class(hf_config)(**kwargs)
-    except (AssertionError, ValueError) as error:
+    # ImportError: of a kernel that a field asks for.
+    except (AssertionError, ValueError, ImportError) as error:
         if not given:
             raise
         raise ModelError(f"Megatron refuses this model with the fields {given}: {error}") from error

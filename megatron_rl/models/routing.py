@@ -71,11 +71,22 @@ class RoutingTrace:
         complete = (routes > 0).all(-1) & (self.rows >= 0)
         return torch.where(complete[:, None], routes, 0)
 
-    def note(self, layer: int, ids: Tensor, wanted: Tensor | None) -> bool:
-        """Count (and record) the choice ``ids`` [T_local, K] of ``layer``; False if it was counted before."""
+    @property
+    def needs_ids(self) -> bool:
+        """Whether it follows or records choices, which a fused router neither takes nor tells."""
+        return self.replayed is not None or self.recorded is not None
+
+    def note(self, layer: int, routing_map: Tensor, ids: Tensor | None, wanted: Tensor | None) -> bool:
+        """Count (and record) the choice of ``layer``; False if it was counted before.
+
+        ``routing_map`` [T_local, E]; ``ids`` [T_local, K], the same by rank, or None where no one asked for it.
+        """
         if layer in self.seen:
             return False
         self.seen.add(layer)
+        if ids is None:
+            self.loads[layer] += routing_map[self.real].sum(0)
+            return True
         chosen = ids[self.real]
         self.loads[layer].index_add_(0, chosen.flatten(), self.loads.new_ones(chosen.numel()))
         if wanted is not None:
@@ -89,19 +100,27 @@ class RoutingTrace:
 class TracedRouter(TopKRouter):
     """Megatron's router, which asks the current trace what to follow and tells it what it chose."""
 
+    config: TransformerConfig
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.trace: RoutingTrace | None = None
         self.router_replay = _Choice()
+        self.may_fuse = self.config.moe_router_fusion
+        # Its own copy: passes that need ids switch the fused kernel off.
+        self.config = copy.copy(self.config)
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """probs and routing map, both [T_local, E]; logits are [T_local, 1, E]."""
         trace, choice, layer = self.trace, self.router_replay, self.layer_number - 1
         choice.wanted = None if trace is None else trace.wanted(layer)
+        self.config.moe_router_fusion = self.may_fuse and not (trace is not None and trace.needs_ids)
         probs, routing_map = super().routing(logits, padding_mask)
         if trace is None:
             return probs, routing_map
-        is_first_run = trace.note(layer, choice.chosen, choice.wanted)
+        is_fused = self.config.moe_router_fusion
+        ids = None if is_fused else choice.chosen
+        is_first_run = trace.note(layer, routing_map, ids, choice.wanted)
         if trace.aux_loss_scale:
             loss = self._balance_loss(logits.view(len(routing_map), -1), routing_map, trace)
             if is_first_run:

@@ -17,6 +17,11 @@ _TOKENS_PER_CHUNK = 512
 """Of the logits, as in models/logprobs.py ..."""
 _LOGITS_PER_CHUNK = 2**22
 """... and training/engine.py."""
+_NORMED = "normed, input of the projections"
+_RECOMPUTED = (
+    *("queries", "keys and values", "queries and keys with their positions"),
+    *("normed, input of the MLP", "gate and up of the MLP", "activated MLP", "activated experts"),
+)
 
 
 @dataclass(frozen=True)
@@ -38,7 +43,7 @@ def layer_tensors(config: ModelConfig, *, with_experts: bool) -> list[SavedTenso
     attention = _latent_attention(sizes) if family_of(config).is_latent else _grouped_attention(sizes)
     tensors = [
         SavedTensor("input of the attention's norm", sizes["hidden"], "hidden"),
-        SavedTensor("normed, input of the projections", sizes["hidden"], "hidden"),
+        SavedTensor(_NORMED, sizes["hidden"], "hidden"),
         *attention,
         SavedTensor("sums of the softmax", sizes["heads"], "heads", in_float32=True),
         SavedTensor("input of the MLP's norm", sizes["hidden"], "hidden"),
@@ -94,14 +99,19 @@ def layer_bytes(
     def total(tensors: Iterable[SavedTensor]) -> float:
         return sum(_bytes(tensor, parallel, number_bytes) for tensor in tensors)
 
-    whole = total(layer_tensors(config, with_experts=with_experts))
+    tensors = layer_tensors(config, with_experts=with_experts)
+    whole = total(tensors)
     if recompute is Recompute.full:
         return total([SavedTensor("input of the layer", dims(config)["hidden"], "hidden")]), whole
     if recompute is Recompute.selective:
-        # The core of attention: with flash attention that is its softmax's sums, and its output is the next input.
-        sums = total([SavedTensor("sums of the softmax", dims(config)["heads"], "heads", in_float32=True)])
-        return whole - sums, sums
+        again = total(tensor for tensor in tensors if _is_recomputed(tensor, config))
+        return whole - again, again
     return whole, 0.0
+
+
+def _is_recomputed(tensor: SavedTensor, config: ModelConfig) -> bool:
+    """Of ``Recompute.selective`` (models/hf/megatron_config.py); only latent attention has a first norm of its own."""
+    return tensor.name in _RECOMPUTED or (tensor.name == _NORMED and family_of(config).is_latent)
 
 
 def head_bytes(

@@ -25,14 +25,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.distributed import (
-    DistributedDataParallel,
-    DistributedDataParallelConfig,
-    finalize_model_grads,
-)
+from megatron.core.distributed import DistributedDataParallel
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
-from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from torch import Tensor
 
 from megatron_rl.config.schema import (
@@ -51,7 +45,7 @@ from megatron_rl.data.batch import PackedBatch
 from megatron_rl.families.facts import text_config
 from megatron_rl.families.parameters import Role
 from megatron_rl.models import critic, policy
-from megatron_rl.models.gpt import PackedGPTModel
+from megatron_rl.models.context import num_rows
 from megatron_rl.models.hf.model_config import load_hf_config
 from megatron_rl.models.hf.mtp import check_kept, mtp_note
 from megatron_rl.models.hf.weights import (
@@ -62,11 +56,14 @@ from megatron_rl.models.hf.weights import (
     save_hf,
     unread_note,
 )
+from megatron_rl.models.layers import layers_note
 from megatron_rl.models.logprobs import DEFAULT_CHUNK_SIZE
 from megatron_rl.models.megatron_fields import MegatronSettings
 from megatron_rl.models.moe import Routing
 from megatron_rl.models.vision.encoder import freeze
 from megatron_rl.parallel.topology import Topology
+from megatron_rl.parallel.transfers import stage_options
+from megatron_rl.training import replicas
 from megatron_rl.training.losses import LossFunction, Metrics
 from megatron_rl.training.model_checkpoint import CheckpointWrite, begin_checkpoint, load_checkpoint
 from megatron_rl.training.model_memory import ModelMemory
@@ -164,11 +161,19 @@ class Engine:
         if optimizer is None:
             torch.nn.ModuleList(self.chunks).requires_grad_(False)
         else:
-            freeze(self.chunks, train_encoder=vision.train_encoder, train_adapter=vision.train_adapter)
-            self._replicas = _with_gradients(self.chunks, torch_dtype)
-            self._optimizer = build_optimizer(optimizer, self._replicas, torch_dtype)
-            self._scheduler = build_scheduler(optimizer, self._optimizer)
+            self._make_trainable(optimizer, vision, torch_dtype)
         self._memory = ModelMemory(self.chunks, self._replicas, self._optimizer, moves=_moves(offload, topology))
+
+    def _make_trainable(self, optimizer: OptimizerConfig, vision: VisionConfig, dtype: torch.dtype) -> None:
+        freeze(self.chunks, train_encoder=vision.train_encoder, train_adapter=vision.train_adapter)
+        self._replicas = replicas.wrap(self.chunks, dtype)
+        self._optimizer = build_optimizer(optimizer, self._replicas, dtype)
+        self._scheduler = build_scheduler(optimizer, self._optimizer)
+
+    @property
+    def layers_note(self) -> str:
+        """What a GPU without Transformer Engine costs this model; "" where nothing is missing."""
+        return layers_note(self.chunks[0].config)
 
     @property
     def is_output_rank(self) -> bool:
@@ -236,11 +241,13 @@ class Engine:
                 replica.zero_grad_buffer()
             metrics = self._schedule(self._replicas, microbatches, scaled_loss, forward_only=False)
             step = guarded_step(optimizer, self._scheduler)
+            replicas.spread_weights(self._replicas)
         loads = self._routing.finish_update(skipped=step.skipped)
         return UpdateResult(step.grad_norm, step.lr, self._reduce(metrics) | loads, step.skipped)
 
     def export_weights(self, to: Destination = Destination.driver) -> Iterator[tuple[str, Tensor | None]]:
         """Hugging Face names and, where ``to`` says, whole tensors; every rank must exhaust it, for it gathers."""
+        replicas.wait_for_weights(self._replicas)
         weights = export_weights(self.chunks, self.hf_config, role=self.role, to=to)
         with self._memory.weights():
             while True:
@@ -258,6 +265,7 @@ class Engine:
     @_in_own_layout
     def save_hf(self, folder: str | Path, progress: Callable[[str], None] = lambda text: None) -> None:
         """Write config.json, safetensors and tokenizer to ``folder``; it appears once it is complete. Rank 0 tells ``progress``."""
+        replicas.wait_for_weights(self._replicas)
         role, keep_mtp = self.role, self._keeps_mtp
         with self._memory.weights():
             save_hf(self.chunks, self.hf_config, self.path, folder, role=role, keep_mtp=keep_mtp, progress=progress)
@@ -272,6 +280,7 @@ class Engine:
         """``save_state``, whose ``finish_save`` may come later: ``in_background`` the model may be used and trained meanwhile."""
         self.finish_save()
         optimizer = self._trained()
+        replicas.wait_for_weights(self._replicas)
         with self._memory.state(changes=False):
             self._save = begin_checkpoint(folder, self.chunks, optimizer, self._scheduler, in_background=in_background)
 
@@ -291,6 +300,7 @@ class Engine:
     def load_state(self, folder: str | Path) -> None:
         """Continue from what ``save_state`` wrote, in this or another parallel layout."""
         optimizer = self._trained()
+        replicas.wait_for_weights(self._replicas)
         with self._memory.state(changes=True):
             load_checkpoint(folder, self.chunks, optimizer, self._scheduler)
 
@@ -299,6 +309,7 @@ class Engine:
 
         Not collective; what an unfinished ``export_weights`` reads stays.
         """
+        replicas.wait_for_weights(self._replicas)
         self._memory.step_aside()
 
     def _expect_role(self, role: str) -> None:
@@ -351,7 +362,8 @@ class Engine:
         # An interleaved schedule takes the micro-batches in groups of as many as there are stages.
         missing = -len(microbatches) % self.topology.pp_size if len(models) > 1 else 0
         empty = microbatches[0].select([])
-        batches = [on_device(stand_in(batch), self.topology.device) for batch in (*microbatches, *missing * [empty])]
+        whole = [stand_in(batch) for batch in (*microbatches, *missing * [empty])]
+        batches = [on_device(batch, self.topology.device) for batch in whole]
         stand_ins = [*(batch.num_sequences == 0 for batch in microbatches), *missing * [True]]
         traces = self._routing.begin(batches, stand_ins, trains=not forward_only, records=record_routes)
 
@@ -366,14 +378,16 @@ class Engine:
             return policy.forward(chunk, batch, trace), consume_output
 
         iterators = [zip(batches, traces, strict=True) for _ in models]
+        config = self.chunks[0].config
         results = get_forward_backward_func()(
             forward_step_func=forward_step,
             data_iterator=iterators if len(models) > 1 else iterators[0],
             model=list(models) if len(models) > 1 else models[0],
             num_microbatches=len(batches),
-            # Both are overridden by the shapes that travel with each micro-batch (variable_seq_lengths).
+            # Both are overridden: the shapes between stages are those of each micro-batch.
             seq_length=max(len(batch.tokens) for batch in batches),
             micro_batch_size=1,
+            **stage_options(config, [num_rows(batch.lengths.tolist(), config) for batch in whole]),
             forward_only=forward_only,
             collect_non_loss_data=forward_only,
         )
@@ -394,42 +408,6 @@ class Engine:
             last_rank = parallel_state.get_pipeline_model_parallel_last_rank()
             dist.broadcast_object_list(result, last_rank, parallel_state.get_pipeline_model_parallel_group())
         return result[0]
-
-
-def _with_gradients(chunks: Sequence[PackedGPTModel], dtype: torch.dtype) -> list[DistributedDataParallel]:
-    """Wrap the chunks in Megatron's DDP (contiguous gradient buffers), set up for undivided losses."""
-    settings = DistributedDataParallelConfig(
-        use_distributed_optimizer=True, grad_reduce_in_fp32=dtype is not torch.float32
-    )
-    for chunk in chunks:
-        _mark_split_weights(chunk)
-        # "Per-token loss" is Megatron's name for: the schedule scales no loss and DDP sums instead of averaging.
-        chunk.config.calculate_per_token_loss = True
-        chunk.config.finalize_model_grads_func = _finalize_undivided
-        chunk.config.grad_scale_func = None
-    return [
-        DistributedDataParallel(config=chunk.config, ddp_config=settings, module=chunk, disable_bucketing=index > 0)
-        for index, chunk in enumerate(chunks)
-    ]
-
-
-def _mark_split_weights(chunk: torch.nn.Module) -> None:
-    """Say which weights are split over the tensor-parallel ranks.
-
-    Megatron marks them as it initialises them, so weights that come from elsewhere have no mark; an unmarked weight is
-    taken for a copy, and the gradient norm would count it on the first tensor-parallel rank only.
-    """
-    for module in chunk.modules():
-        if isinstance(module, (ColumnParallelLinear, VocabParallelEmbedding, RowParallelLinear)):
-            weight = module.weight
-            if weight is not None and not hasattr(weight, "tensor_model_parallel"):
-                dim = 1 if isinstance(module, RowParallelLinear) else 0
-                set_tensor_model_parallel_attributes(weight, is_parallel=True, dim=dim, stride=1)
-
-
-def _finalize_undivided(model: list[torch.nn.Module], num_tokens: Tensor | None, **options: Any) -> None:
-    """Megatron's reductions over data-, tensor- and pipeline-parallel ranks without its division by tokens."""
-    finalize_model_grads(model, None, **options)
 
 
 def _moves(offload: Offload, topology: Topology) -> bool:

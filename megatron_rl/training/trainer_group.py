@@ -181,7 +181,7 @@ class TrainerGroup:
         """What is worth knowing about the models as they were loaded, for the display."""
         engines = self._worker.engines
         notes = [engines["policy"].mtp_note] if "policy" in engines else []
-        notes += [engine.unread_note for engine in engines.values()]
+        notes += [note for engine in engines.values() for note in (engine.unread_note, engine.layers_note)]
         return list(dict.fromkeys(filter(None, notes)))
 
     def logprobs(self, batch: PackedBatch, *, temperature: float, engine: str = "policy") -> Tensor:

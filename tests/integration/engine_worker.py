@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
 from megatron_rl.config.layout import parse_layout
 from megatron_rl.config.schema import (
@@ -30,7 +31,7 @@ from megatron_rl.config.schema import (
 from megatron_rl.data.batch import PackedBatch, cu_seqlens_of
 from megatron_rl.parallel import collectives
 from megatron_rl.parallel import topology as topologies
-from megatron_rl.training import losses, rank_write
+from megatron_rl.training import losses, rank_write, replicas
 from megatron_rl.training.batching import plan_microbatches
 from megatron_rl.training.engine import Engine, UpdateResult
 from megatron_rl.training.model_checkpoint import CheckpointNotSaved
@@ -59,6 +60,8 @@ class Scenario:
     """Further sequences with all masks 0."""
     objectives: tuple[str, ...] = tuple(OBJECTIVES)
     dtype: Dtype = Dtype.float32
+    overlaps: bool = False
+    """Gradients and weights travel in small buckets while the ranks compute, as on GPUs."""
 
 
 SCENARIOS: dict[int, list[Scenario]] = {
@@ -69,16 +72,21 @@ SCENARIOS: dict[int, list[Scenario]] = {
         Scenario("split", max_tokens=48),
         Scenario("one-each", max_tokens=1, objectives=("policy",)),
         Scenario("recompute", recompute=Recompute.full),
+        Scenario("selective", recompute=Recompute.selective, objectives=("policy",)),
+        Scenario("selective-latent", model="latent", recompute=Recompute.selective, objectives=("policy",)),
         Scenario("masked-rows", masked_rows=3),
     ],
     2: [
         Scenario("dp2"),
         Scenario("dp2-split", max_tokens=48),
         Scenario("dp2-empty", all_on_first_rank=True, max_tokens=64),
+        Scenario("dp2-overlap", max_tokens=48, overlaps=True),
         Scenario("tp2", "tp2"),
         Scenario("tp2-tied", "tp2", model="qwen3-tied", objectives=("policy", "critic")),
         Scenario("tp2-sp", "tp2+sp", max_tokens=48),
         Scenario("tp2-sp-recompute", "tp2+sp", recompute=Recompute.full, objectives=("policy",)),
+        Scenario("tp2-sp-selective", "tp2+sp", recompute=Recompute.selective, objectives=("policy",)),
+        Scenario("cp2-latent-selective", "cp2", model="latent", recompute=Recompute.selective, objectives=("policy",)),
         Scenario("cp2-latent", "cp2", model="latent", max_tokens=48, objectives=("policy",)),
         Scenario("pp2", "pp2", max_tokens=48),
         Scenario("pp2-tied", "pp2", model="qwen3-tied", max_tokens=48, objectives=("policy", "critic")),
@@ -89,20 +97,25 @@ SCENARIOS: dict[int, list[Scenario]] = {
         Scenario("tp2-sp-pp2", "tp2+sp+pp2", max_tokens=48, objectives=("policy", "critic")),
         Scenario("tp2-sp-cp2-latent", "tp2+sp+cp2", model="latent", max_tokens=48, objectives=("policy",)),
         Scenario("pp2-dp2-empty", "pp2", all_on_first_rank=True, max_tokens=64, objectives=("policy",)),
+        Scenario("pp2-dp2-overlap", "pp2", max_tokens=48, overlaps=True, objectives=("policy", "critic")),
     ],
 }
 
 RESUMED: dict[int, list[Scenario]] = {
     1: [Scenario("resume")],
-    2: [Scenario("dp2", max_tokens=48), Scenario("tp2-sp", "tp2+sp")],
+    2: [
+        Scenario("dp2", max_tokens=48),
+        Scenario("tp2-sp", "tp2+sp"),
+        Scenario("dp2-overlap", max_tokens=48, overlaps=True),
+    ],
     4: [],
 }
-RESHARDED: dict[int, list[Scenario]] = {1: [], 2: RESUMED[2], 4: [Scenario("tp2-pp2", "tp2+pp2", max_tokens=48)]}
+RESHARDED: dict[int, list[Scenario]] = {1: [], 2: RESUMED[2][:2], 4: [Scenario("tp2-pp2", "tp2+pp2", max_tokens=48)]}
 POISONED: dict[int, list[Scenario]] = {1: RESUMED[1], 2: RESUMED[2], 4: RESHARDED[4]}
 
 DRIFTS: dict[int, list[Scenario]] = {
     1: [Scenario("experts", model="experts")],
-    2: [Scenario("experts-bfloat16", "ep2", model="experts", dtype=Dtype.bfloat16)],
+    2: [Scenario("experts-bfloat16", "ep2", model="experts", dtype=Dtype.bfloat16, overlaps=True)],
     4: [],
 }
 """Many small steps, in float32 and with bfloat16 weights."""
@@ -204,6 +217,11 @@ class Trial:
         """By Hugging Face name, on rank 0."""
         weights = (engine or self.engine).export_weights()
         return {name: value.detach().cpu().clone() for name, value in weights if value is not None}
+
+
+def set_overlap(overlaps: bool) -> None:
+    replicas._can_overlap = lambda chunks: overlaps
+    replicas._BUCKET_SIZE = 2000 if overlaps else None
 
 
 def parallel_of(scenario: Scenario) -> ParallelConfig:
@@ -336,7 +354,10 @@ def main() -> None:
     runs += [("poisoned", scenario, partial(run_poisoned, scenario, models)) for scenario in POISONED[world_size]]
     runs += [("drift", scenario, partial(run_drift, scenario, models)) for scenario in DRIFTS[world_size]]
     results: dict[str, Any] = {}
+    # The plan says all shapes: stages that tell each other would fail here.
+    P2PCommunicator._communicate_shapes = None
     for kind, scenario, run in runs:
+        set_overlap(scenario.overlaps)
         place = topologies.initialize(parallel_of(scenario), seed=1)
         results[f"{scenario.name}/{kind}"] = run(place)
         topologies.destroy()

@@ -27,7 +27,7 @@ NAMES = {
     "megatron.core.transformer.dot_product_attention": ["DotProductAttention"],
     "megatron.core.transformer.torch_norm": ["WrappedTorchNorm"],
 }
-"""What the CPU layer and the layers for it replace or stand in for, by module."""
+"""What the CPU layer and the layers without Transformer Engine replace or stand in for, by module."""
 
 
 def test_megatron_core_is_the_version_that_the_layer_was_written_for() -> None:

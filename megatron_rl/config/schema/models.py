@@ -33,7 +33,7 @@ class Recompute(Enum):
     none = "none"
     """Nothing: fastest, most memory."""
     selective = "selective"
-    """The core of attention: much memory for little time with long sequences."""
+    """Dense MLPs, activations of grouped experts, norms, latent attention's projections up: much memory for some time."""
     full = "full"
     """Every layer: least memory, about a third more time."""
 

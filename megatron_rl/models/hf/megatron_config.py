@@ -24,12 +24,6 @@ from megatron_rl.families.transforms import padded_vocab_size
 from megatron_rl.families.vision_encoder import num_deepstack
 from megatron_rl.models.layers import has_transformer_engine
 
-_RECOMPUTE_KWARGS: dict[Recompute, dict[str, Any]] = {
-    Recompute.none: {},
-    Recompute.selective: dict(recompute_granularity="selective", recompute_modules=["core_attn"]),
-    Recompute.full: dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1),
-}
-
 
 def megatron_config(
     hf_config: PretrainedConfig,
@@ -58,7 +52,7 @@ def megatron_config(
         # Weights come from a checkpoint or from RandomSource, so Megatron leaves memory as it finds it.
         "use_cpu_initialization": True,
         "perform_initialization": False,
-        **_RECOMPUTE_KWARGS[recompute],
+        **_recompute(recompute, hf_config, with_grouped_experts=bool(overrides.get("moe_grouped_gemm"))),
         **family_of(hf_config).transformer_kwargs(hf_config),
         **_latent_rope(hf_config),
         **overrides,
@@ -106,7 +100,7 @@ def _layout(parallel: ParallelConfig) -> dict[str, Any]:
         expert_model_parallel_size=parallel.expert_parallel_size,
         expert_tensor_parallel_size=expert_tensor_size(parallel),
         pipeline_model_parallel_layout=megatron_stages(parallel),
-        # Packs differ in length, and Megatron asks for this dispatcher with it, for dense models too.
+        # Packs differ in length (parallel/transfers.py), and Megatron asks for this dispatcher with it, for dense models too.
         variable_seq_lengths=True,
         moe_token_dispatcher_type="alltoall",
         # With gloo, freeing a sent output early corrupts what is still on its way.
@@ -114,11 +108,13 @@ def _layout(parallel: ParallelConfig) -> dict[str, Any]:
         # Batched messages cannot be told apart where two stages are each other's neighbours on both sides.
         overlap_p2p_comm=is_interleaved,
         batch_p2p_comm=not is_interleaved,
+        # A wait for the GPU after every message, for versions of PyTorch before 2.
+        batch_p2p_sync=False,
     )
 
 
 def _kernels(hf_config: PretrainedConfig) -> dict[str, Any]:
-    on_gpu = torch.cuda.is_available()
+    on_gpu, with_te = torch.cuda.is_available(), has_transformer_engine()
     return dict(
         cuda_graph_scope=[],
         bias_activation_fusion=on_gpu,
@@ -126,9 +122,29 @@ def _kernels(hf_config: PretrainedConfig) -> dict[str, Any]:
         masked_softmax_fusion=False,
         persist_layer_norm=False,
         # Of packs, Megatron's fused branch drops the factor on cosine and sine without a word.
-        apply_rope_fusion=has_transformer_engine() and inverse_frequencies(hf_config)[1] == 1.0,
-        gradient_accumulation_fusion=on_gpu and importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None,
+        apply_rope_fusion=with_te and inverse_frequencies(hf_config)[1] == 1.0,
+        # Of Megatron's own linear layers, by a kernel of Apex; Transformer Engine's have theirs (training/replicas.py).
+        gradient_accumulation_fusion=on_gpu
+        and not with_te
+        and importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None,
     )
+
+
+def _recompute(recompute: Recompute, hf_config: PretrainedConfig, *, with_grouped_experts: bool) -> dict[str, Any]:
+    """What the backward pass computes again.
+
+    Not the core of attention: flash attention keeps no scores, so that would cost time and save nothing.
+    """
+    if recompute is Recompute.none:
+        return {}
+    if recompute is Recompute.full:
+        return dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
+    modules = ["mlp"]
+    modules += ["mla_up_proj"] if family_of(hf_config).is_latent else []
+    # Without Transformer Engine, Megatron 0.16.1 finds a name missing when it recomputes a norm.
+    modules += ["layernorm"] if has_transformer_engine() else []
+    modules += ["moe_act"] if with_grouped_experts else []
+    return dict(recompute_granularity="selective", recompute_modules=modules)
 
 
 def _check_rope_fusion(hf_config: PretrainedConfig, is_fused: bool) -> None:

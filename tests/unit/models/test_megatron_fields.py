@@ -115,7 +115,7 @@ def test_values_have_the_types_of_the_dataclass() -> None:
 def test_no_field_that_the_trainer_sets_can_be_given(shape: str) -> None:
     fields = {**COMMON, **SHAPES[shape]} if shape in SHAPES else VISION_SHAPES[shape]
     config = AutoConfig.for_model(**fields)
-    overrides = moe_kwargs(MoeConfig(), config) | fp8_kwargs(Fp8.hybrid)
+    overrides = moe_kwargs(MoeConfig(), config, ParallelConfig()) | fp8_kwargs(Fp8.hybrid)
     for recompute in Recompute:
         kwargs, _ = megatron_config(config, ParallelConfig(), dtype=torch.float32, recompute=recompute, **overrides)
         assert kwargs.keys() - REFUSED.keys() - set(ADJUSTABLE) == set()

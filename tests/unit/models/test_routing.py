@@ -202,10 +202,14 @@ def test_a_layer_that_runs_again_is_counted_and_recorded_once():
         recorded=torch.zeros(3, 2, 2, dtype=torch.int32),
     )
     ids = torch.tensor([[0, 1], [1, 3], [2, 3]])
-    assert trace.note(1, ids, None)
-    assert not trace.note(1, ids, None)
+    routing_map = torch.zeros(3, 4, dtype=torch.bool).scatter(1, ids, True)
+    assert trace.note(1, routing_map, ids, None)
+    assert not trace.note(1, routing_map, ids, None)
     assert trace.loads.tolist() == [[0, 0, 0, 0], [1, 2, 0, 1]]
     assert trace.recorded[:, 1].tolist() == [[1, 2], [0, 0], [2, 4]] and (trace.recorded[:, 0] == 0).all()
+    # A fused router tells no ids.
+    assert trace.note(0, routing_map, None, None) and not trace.note(0, routing_map, None, None)
+    assert torch.equal(trace.loads[0], trace.loads[1])
 
 
 def test_padding_and_incomplete_records_are_free():

@@ -1,0 +1,115 @@
+"""The data-parallel replicas of one model: gradients travel while the backward pass goes on, weights after the step.
+
+On GPUs the gradients of a bucket of parameters (40 million, or a million per rank) are reduced as soon as they are
+there, and the ranks' parts of the new weights are gathered behind the next forward pass: each module waits for its own.
+Sums are the same, but taken bucket by bucket, so that their last bits may differ from those of one collective. On a CPU,
+and for a vision-language model, whose encoder has no gradient in a micro-batch without images, both happen at once.
+
+Invariant: whoever reads weights in another way than by a forward pass calls ``wait_for_weights`` first.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+from torch import Tensor
+
+from megatron_rl.models.gpt import PackedGPTModel
+from megatron_rl.models.vision.vision_gpt import VisionGPTModel
+
+_BUCKET_SIZE: int | None = None
+"""Parameters; None: Megatron's own number."""
+_TE_ACCUMULATES = "fuse_wgrad_accumulation"
+"""Attribute of Transformer Engine's linear layers: their products are added to the float32 gradients by the same kernel."""
+
+
+def wrap(chunks: Sequence[PackedGPTModel], dtype: torch.dtype) -> list[DistributedDataParallel]:
+    """Wrap the chunks in Megatron's DDP (contiguous gradient buffers), set up for undivided losses."""
+    overlaps = _can_overlap(chunks)
+    settings = DistributedDataParallelConfig(
+        use_distributed_optimizer=True,
+        grad_reduce_in_fp32=dtype is not torch.float32,
+        overlap_grad_reduce=overlaps,
+        overlap_param_gather=overlaps,
+        bucket_size=_BUCKET_SIZE,
+    )
+    for chunk in chunks:
+        _mark_split_weights(chunk)
+        _accumulate_in_place(chunk)
+        # "Per-token loss" is Megatron's name for: the schedule scales no loss and DDP sums instead of averaging.
+        chunk.config.calculate_per_token_loss = True
+        chunk.config.finalize_model_grads_func = _finalize_undivided
+        chunk.config.grad_scale_func = None
+    wrapped = [
+        DistributedDataParallel(config=chunk.config, ddp_config=settings, module=chunk, disable_bucketing=index > 0)
+        for index, chunk in enumerate(chunks)
+    ]
+    if overlaps:
+        syncs = [replica.no_sync for replica in wrapped]
+        chunks[0].config.no_sync_func = syncs if len(syncs) > 1 else syncs[0]
+        for replica in wrapped:
+            # Megatron's name for: whoever takes the step starts the gathers, and modules wait for theirs alone.
+            replica.overlap_param_gather_with_optimizer_step = True
+        for group in _bucket_groups(wrapped):
+            # Every rank begins with whole weights.
+            group.param_gather_dispatched = True
+    return wrapped
+
+
+def _can_overlap(chunks: Sequence[PackedGPTModel]) -> bool:
+    return torch.cuda.is_available() and not isinstance(chunks[0], VisionGPTModel)
+
+
+def spread_weights(replicas: Sequence[DistributedDataParallel]) -> None:
+    """After an optimizer step, also one that was skipped: start to gather the weights, where the step has not done so."""
+    for replica in replicas:
+        if replica.ddp_config.overlap_param_gather:
+            replica.start_param_sync(force_dispatch=True)
+
+
+def wait_for_weights(replicas: Sequence[DistributedDataParallel]) -> None:
+    """Until the weights are whole on this rank. Not collective."""
+    waiting = [group for group in _bucket_groups(replicas) if group.param_gather_handle is not None]
+    for group in waiting:
+        group.finish_param_sync(skip_next_bucket_dispatch=True)
+    if waiting and torch.cuda.is_available():
+        # The caller's stream waits so far, but the next to use the weights may be another one.
+        torch.cuda.current_stream().synchronize()
+
+
+def _bucket_groups(replicas: Sequence[DistributedDataParallel]) -> Iterator[Any]:
+    for replica in replicas:
+        yield from replica.bucket_groups + replica.expert_parallel_bucket_groups
+
+
+def _accumulate_in_place(chunk: torch.nn.Module) -> None:
+    """Transformer Engine's layers need no Apex for it, which the same field of Megatron's configuration would ask for."""
+    for module in chunk.modules():
+        if hasattr(module, _TE_ACCUMULATES):
+            setattr(module, _TE_ACCUMULATES, True)
+
+
+def _mark_split_weights(chunk: torch.nn.Module) -> None:
+    """Say which weights are split over the tensor-parallel ranks.
+
+    Megatron marks them as it initialises them, so weights that come from elsewhere have no mark; an unmarked weight is
+    taken for a copy, and the gradient norm would count it on the first tensor-parallel rank only.
+    """
+    for module in chunk.modules():
+        if isinstance(module, (ColumnParallelLinear, VocabParallelEmbedding, RowParallelLinear)):
+            weight = module.weight
+            if weight is not None and not hasattr(weight, "tensor_model_parallel"):
+                dim = 1 if isinstance(module, RowParallelLinear) else 0
+                set_tensor_model_parallel_attributes(weight, is_parallel=True, dim=dim, stride=1)
+
+
+def _finalize_undivided(model: list[torch.nn.Module], num_tokens: Tensor | None, **options: Any) -> None:
+    """Megatron's reductions over data-, tensor- and pipeline-parallel ranks without its division by tokens."""
+    finalize_model_grads(model, None, **options)
