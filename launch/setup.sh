@@ -125,6 +125,7 @@ else
     pip_install -r "requirements/$FLAVOR.txt" -r requirements/test.txt
     say "2/3 SGLang (requirements/sglang.txt, without its CUDA dependencies)"
     pip_install --no-deps -r requirements/sglang.txt
+    bash launch/te_python.sh "$VENV" >"$log" 2>&1 || fail "Transformer Engine's Python, for tests, could not be fetched" "read $log"
     say "3/3 megatron_rl itself"
 fi
 pip_install --no-deps --no-build-isolation -e .

@@ -9,17 +9,24 @@ from pathlib import Path
 REPOSITORY = Path(__file__).parents[2]
 
 
-def run_ranks(num_ranks: int, module: str, *arguments: object, log: Path, timeout_s: float) -> None:
+def run_ranks(
+    num_ranks: int,
+    module: str,
+    *arguments: object,
+    log: Path,
+    timeout_s: float,
+    launcher: tuple[object, ...] = ("tests.integration.forked_ranks",),
+) -> None:
     """Run ``python -m module`` on ``num_ranks`` ranks to its end; a failure shows the end of the log.
 
     Nothing is left of it, whatever happens. The ranks are forked from one process that has imported what all of them
     need (``forked_ranks.py``): imports are most of what a small launch costs. That torchrun starts ranks as well is
-    tested with the commands themselves.
+    tested with the commands themselves. ``launcher``: the module that forks, with its first arguments.
     """
     inherited = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
     with log.open("w") as out:
         process = subprocess.Popen(
-            [sys.executable, "-m", "tests.integration.forked_ranks", str(num_ranks), module, *map(str, arguments)],
+            [sys.executable, "-m", *map(str, (*launcher, num_ranks, module, *arguments))],
             cwd=REPOSITORY,
             env={**inherited, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)},
             stdout=out,
