@@ -100,8 +100,13 @@ def _mark_split_weights(chunk: torch.nn.Module) -> None:
     """Say which weights are split over the tensor-parallel ranks.
 
     Megatron marks them as it initialises them, so weights that come from elsewhere have no mark; an unmarked weight is
-    taken for a copy, and the gradient norm would count it on the first tensor-parallel rank only.
+    taken for a copy, and the gradient norm would count it on the first tensor-parallel rank only. Transformer Engine marks
+    the weights of all its linear layers, also those of latent attention that every rank holds whole: counted on each,
+    they would make the norm too large.
     """
+    for parameter in chunk.parameters():
+        if getattr(parameter, "sequence_parallel", False) and getattr(parameter, "tensor_model_parallel", False):
+            parameter.tensor_model_parallel = False
     for module in chunk.modules():
         if isinstance(module, (ColumnParallelLinear, VocabParallelEmbedding, RowParallelLinear)):
             weight = module.weight

@@ -142,7 +142,7 @@ def test_every_model_computes_what_the_own_layers_do(
         difference = (found["logprobs"] - expected["logprobs"]).abs().max()
         assert difference < 2e-4, (name, float(difference))
         # With experts, a near tie may fall differently after a step.
-        off = (found["logprobs_after"] - expected["logprobs_after"]).abs() > 1e-4
+        off = (found["logprobs_after"] - expected["logprobs_after"]).abs() > 1e-3
         assert off.float().mean() < 0.05, (name, int(off.sum()))
         assert (found["logprobs_after"] - found["logprobs"]).abs().mean() > 1e-3, name
         assert found["grad_norm"] == pytest.approx(expected["grad_norm"], rel=2e-4), name
