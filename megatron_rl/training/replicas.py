@@ -29,6 +29,9 @@ _BUCKET_SIZE: int | None = None
 _TE_ACCUMULATES = "fuse_wgrad_accumulation"
 """Attribute of Transformer Engine's linear layers: their products are added to the float32 gradients by the same kernel."""
 
+_GROUPED = "num_gemms"
+"""Attribute of its linear layers for several experts."""
+
 
 def wrap(chunks: Sequence[PackedGPTModel], dtype: torch.dtype) -> list[DistributedDataParallel]:
     """Wrap the chunks in Megatron's DDP (contiguous gradient buffers), set up for undivided losses."""
@@ -101,15 +104,19 @@ def _mark_split_weights(chunk: torch.nn.Module) -> None:
 
     Megatron marks them as it initialises them, so weights that come from elsewhere have no mark; an unmarked weight is
     taken for a copy, and the gradient norm would count it on the first tensor-parallel rank only. Transformer Engine marks
-    the weights of all its linear layers, also those of latent attention that every rank holds whole: counted on each,
-    they would make the norm too large.
+    the weights of all its linear layers, also those of latent attention that every rank holds whole, which the norm would
+    count on each; and of its grouped layers, 2.20 marks none.
     """
     for parameter in chunk.parameters():
         if getattr(parameter, "sequence_parallel", False) and getattr(parameter, "tensor_model_parallel", False):
             parameter.tensor_model_parallel = False
     for module in chunk.modules():
+        weights: list[Any] = []
         if isinstance(module, (ColumnParallelLinear, VocabParallelEmbedding, RowParallelLinear)):
-            weight = module.weight
+            weights = [module.weight]
+        elif hasattr(module, _GROUPED):
+            weights = list(module.parameters(recurse=False))
+        for weight in weights:
             if weight is not None and not hasattr(weight, "tensor_model_parallel"):
                 dim = 1 if isinstance(module, RowParallelLinear) else 0
                 set_tensor_model_parallel_attributes(weight, is_parallel=True, dim=dim, stride=1)
