@@ -24,6 +24,7 @@ from megatron_rl.planning import activations
 from megatron_rl.planning.rank_memory import Passes, States, memory_by_rank, states_of
 from megatron_rl.training import engine
 from megatron_rl.training.optimizer import build_optimizer
+from megatron_rl.training.replicas import wrap
 from tests.fake_world import fake_rank
 from tests.tiny_families import COMMON, SHAPES, VISION_SHAPES
 
@@ -128,7 +129,7 @@ def built(config: Any, parallel: ParallelConfig, role: str, dtype: torch.dtype, 
     chunks = BUILD[role](config, parallel, dtype=dtype, seed=None)
     weights = [parameter for chunk in chunks for parameter in chunk.parameters()]
     freeze(chunks, train_encoder=vision.train_encoder, train_adapter=vision.train_adapter)
-    replicas = engine._with_gradients(chunks, dtype)
+    replicas = wrap(chunks, dtype)
     optimizer = build_optimizer(OptimizerConfig(), replicas, dtype)
     gradients = [parameter.main_grad for parameter in weights if parameter.requires_grad]
     state = []
