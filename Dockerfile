@@ -24,7 +24,7 @@ WORKDIR /workspace
 FROM base AS pins
 COPY setup.py README.md LICENSE ./
 COPY requirements requirements
-COPY launch/setup.sh launch/setup.sh
+COPY launch/setup.sh launch/te_python.sh launch/
 COPY megatron_rl/__init__.py megatron_rl/
 COPY megatron_rl/cpu/__init__.py megatron_rl/cpu/hook.py megatron_rl/cpu/transformers_imports.py megatron_rl/cpu/
 COPY megatron_rl/system/gpu_stack.py megatron_rl/system/
