@@ -14,6 +14,7 @@ import math
 import os
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,6 +27,7 @@ from megatron_rl.commands.tolerances import DTYPES, Tolerances, default_dtype, d
 from megatron_rl.config.layout import layout_problems, parse_layout, ranks_needed, ranks_of_replica
 from megatron_rl.errors import UserError
 from megatron_rl.system.arguments import positive_int, positive_number
+from megatron_rl.system.signals import clean_stop
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -57,10 +59,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    if not arguments.invariance:
+    # Ranks and servers that were started here end with this process, also when a scheduler stops it.
+    with clean_stop() if "RANK" not in os.environ else nullcontext():
+        if arguments.invariance:
+            return _compare_layouts(arguments)
         from megatron_rl.commands.doctor_lines import print_lines
 
         return print_lines(arguments.config, arguments.model, arguments.overrides)
+
+
+def _compare_layouts(arguments: argparse.Namespace) -> int:
     if not arguments.model or not arguments.layouts:
         raise UserError("doctor --invariance needs --model FOLDER and --layouts, such as tp2,pp2,cp2")
     if arguments.config or arguments.overrides:
