@@ -12,9 +12,11 @@ from rich.console import Console
 from megatron_rl.commands.checkup import FAIL, SKIPPED, WARN, Line, environment_lines, show
 from megatron_rl.commands.launched import run_ranks
 from megatron_rl.config.checks import check_config
+from megatron_rl.config.checks.servers import Node, gpu_problems
 from megatron_rl.config.load import load_config
 from megatron_rl.config.schema import Config
-from megatron_rl.errors import UserError
+from megatron_rl.errors import ConfigError, UserError
+from megatron_rl.rollout.sglang.server import count_gpus
 from megatron_rl.system.gpu_environment import set_gpu_defaults
 
 _ENGINES = "both engines"
@@ -65,10 +67,16 @@ def _prepare_gpus() -> None:
 
 
 def _checked(recipes: Sequence[str], words: Sequence[str]) -> Config:
-    """Raises ConfigError for a recipe that no command would take."""
+    """Raises ConfigError for a recipe that `train` would not take, as far as it is about models, servers and GPUs."""
     config = load_config(recipes, words)
     world_size = int(os.environ["WORLD_SIZE"]) if "RANK" in os.environ else None
     check_config(config, command="doctor", world_size=world_size)
+    if os.environ.get("GROUP_RANK", "0") == "0":  # servers start on the driver's node
+        num_ranks = world_size or config.parallel.num_ranks or 1
+        node = Node(count_gpus(), int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks)))
+        problems = list(gpu_problems(config, node, num_ranks, "train"))
+        if problems:
+            raise ConfigError("\n".join(problems))
     return config
 
 

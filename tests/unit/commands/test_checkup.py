@@ -1,6 +1,7 @@
 """The lines of ``megatron-rl doctor``: what is OK, what is not, what to do, and how it looks in a terminal."""
 
 import io
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 from rich.console import Console
 
 from megatron_rl.cli import main
+from megatron_rl.commands import doctor_lines
 from megatron_rl.commands.checkup import (
     FAIL,
     OK,
@@ -25,6 +27,7 @@ from megatron_rl.commands.checkup import (
     variable_lines,
 )
 from megatron_rl.system.gpu_stack import Fact
+from tests.unit.config.test_moe_settings import DENSE, load
 
 ENGINE = {"version": "2.20.2", "cudnn": 92400, "flash_attn": "", "flash_attn_3": ""}
 REMEDY = "free some space, or choose a folder on a larger disk; a remedy has to stay readable too, whatever its length"
@@ -131,6 +134,15 @@ def test_this_environment_has_a_line_for_everything_and_none_of_them_fails() -> 
     assert FAIL not in found.values(), found
     assert {"torch", "sglang", "GPUs that torch sees", "NVIDIA driver", "glibc", "C++ compiler", "free disk"} <= found.keys()
     assert {"Transformer Engine", "package apex", "NCCL variables"} <= found.keys()
+
+
+def test_a_recipe_whose_servers_and_ranks_have_too_few_gpus_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    load(tmp_path, DENSE)
+    monkeypatch.setattr(doctor_lines, "count_gpus", lambda: 1)
+    assert main(["doctor", "--model", str(tmp_path / "model")]) == 2
+    assert "1 server workers and the 1 trainer ranks of this node need 2 GPUs" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
