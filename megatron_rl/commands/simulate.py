@@ -214,7 +214,8 @@ def _compare_windows(arguments: argparse.Namespace, inputs: _Inputs) -> int:
     scenarios = {"sync": replace(base, mode=Mode.sync, window_tokens=most, jitter_tokens=0)}
     for window in arguments.windows:
         jitter = min(base.jitter_tokens or 128, window) if window < most else 0
-        scenarios[f"{window:,}"] = replace(base, mode=Mode.tppo, window_tokens=window, jitter_tokens=jitter)
+        mode = Mode.tppo if base.mode is Mode.sync else base.mode
+        scenarios[f"{window:,}"] = replace(base, mode=mode, window_tokens=window, jitter_tokens=jitter)
     outcomes = {name: outcome_of(_predicted(arguments, inputs, one)) for name, one in scenarios.items()}
     if arguments.json:
         print(json.dumps({name: asdict(outcome) for name, outcome in outcomes.items()}, indent=2))

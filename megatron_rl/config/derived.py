@@ -15,6 +15,7 @@ from megatron_rl.config.schema import (
     Placement,
     RolloutConfig,
     RunConfig,
+    ScheduleConfig,
 )
 from megatron_rl.errors import ConfigError, ModelError
 from megatron_rl.families.facts import has_vision, read_model_json
@@ -137,6 +138,11 @@ def saves_in_background(run: RunConfig, device: str) -> bool:
 def answer_timeout_s(request_timeout_s: float, num_new_tokens: int) -> float:
     """Longest wait for the answer to a request that may generate so many tokens (``rollout.request_timeout_s``)."""
     return request_timeout_s or _ANSWER_S + _ANSWER_S_PER_TOKEN * num_new_tokens
+
+
+def runs_ahead(schedule: ScheduleConfig) -> bool:
+    """A window is generated while the step before trains, so that its tokens are one update old when they train."""
+    return schedule.mode is Mode.async_ and schedule.max_staleness > 0
 
 
 class WeightMethod(Enum):

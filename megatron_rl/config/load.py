@@ -1,6 +1,7 @@
 """From a YAML recipe and ``key=value`` overrides to a checked, typed Config.
 
-Layers, later ones win: the schema's defaults, the preset, the recipe files in their order, the overrides in theirs. Each
+Layers, later ones win: the schema's defaults, the preset, the recipe files in their order, the overrides in theirs. One
+default depends on other keys (``_decouple``). Each
 layer is checked on its own so that an error can name the layer, the key and the remedy. Mappings are merged name by name;
 an empty one (``reward.options={}``) takes away what the layers before it gave. YAML and interpolations are OmegaConf's.
 """
@@ -14,7 +15,8 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from megatron_rl.config.schema import Config
+from megatron_rl.config.derived import runs_ahead
+from megatron_rl.config.schema import Config, OldPolicy
 from megatron_rl.config.schema.bounds import shown
 from megatron_rl.config.typed import RENAMED, merged, plain, typed
 from megatron_rl.errors import ConfigError
@@ -41,13 +43,14 @@ def load_config(paths: str | Path | Sequence[str | Path] | None, overrides: Sequ
         values = merged(values, layer, Config)
     origins = ", ".join(map(str, files)) or "the command line"
     try:
-        config: Any = typed("", _resolved(values), Config)
-        return config
+        config: Config = typed("", _resolved(values), Config)
     except ConfigError as error:
         raise ConfigError(f"{origins}: {error}") from error
     except (OmegaConfBaseException, RecursionError) as error:
         key = getattr(error, "full_key", None) or "?"
         raise ConfigError(f"{origins}: {key}: {_first_line(error)}") from error
+    _decouple(config, [layer for _, layer in layers])
+    return config
 
 
 def config_to_yaml(config: Config) -> str:
@@ -73,6 +76,14 @@ def flat_params(config: Config) -> dict[str, object]:
 
 def preset_names() -> list[str]:
     return sorted(file.stem for file in PRESETS.glob("*.yaml"))
+
+
+def _decouple(config: Config, layers: Sequence[dict[str, Any]]) -> None:
+    """Tokens of an older policy train with the decoupled loss (arXiv 2505.24298), where no layer chooses a weight."""
+    correction = config.algorithm.correction
+    chosen = any("weight" in ((layer.get("algorithm") or {}).get("correction") or {}) for layer in layers)
+    if runs_ahead(config.schedule) and correction.old_policy is OldPolicy.recomputed and not chosen:
+        correction.weight = "token"
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:

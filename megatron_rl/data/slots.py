@@ -2,7 +2,8 @@
 
 Laws: every step works on exactly ``num_slots`` trajectories; unfinished ones come first, in the order in which they
 were started, and fresh prompts fill the rest; a trajectory leaves only when it is finished or discarded by name; none
-is lost or doubled.
+is lost or doubled. One that has finished has left its slot from the next step on, and stays in the pool, and so in
+checkpoints, until it is released: a step may be generated before the one before it has trained.
 
 Prompts of some types may have fewer samples than others. Groups of one size begin together, as many as make up the
 largest group: a block. So a pool that is empty is filled with whole groups, and every prompt begins in the order of its
@@ -52,29 +53,29 @@ class SlotPool:
         self._fresh: deque[Trajectory] = deque()
         self._next_id = 0
         self._next_group = 0
+        self.newest_generated = -1
+        """The newest step whose tokens are all here."""
 
     def fill(self, step: int = 0) -> list[Trajectory]:
         """The trajectories of ``step``: carried ones, then fresh ones; always num_slots of them."""
-        while len(self._slots) < self._num_slots:
+        slots = [t for t in self._slots if not _ended_by(t, step - 1)]
+        while len(slots) < self._num_slots:
             if not self._fresh:
                 self._start_block(step)
-            self._slots.append(self._fresh.popleft())
-        return list(self._slots)
+            slots.append(self._fresh.popleft())
+            self._slots.append(slots[-1])
+        return slots
 
-    def release_finished(self) -> list[Trajectory]:
-        """Take the finished trajectories out of the pool."""
-        finished = [t for t in self._slots if t.finished]
-        self._slots = [t for t in self._slots if not t.finished]
+    def release_finished(self, step: int | None = None) -> list[Trajectory]:
+        """Take out the trajectories that have finished, in ``step`` or before where one is given."""
+        finished = [t for t in self._slots if _ended_by(t, step)]
+        self._slots = [t for t in self._slots if not _ended_by(t, step)]
         return finished
 
     def discard(self, trajectories: Iterable[Trajectory]) -> None:
         """Take these out, finished or not; those that left already are passed over."""
         ids = {t.id for t in trajectories}
         self._slots = [t for t in self._slots if t.id not in ids]
-
-    @property
-    def num_carried(self) -> int:
-        return sum(1 for t in self._slots if t.segments)
 
     @property
     def prompts(self) -> list[Prompt]:
@@ -121,7 +122,8 @@ class SlotPool:
     def snapshot(self) -> Callable[[], dict[str, Any]]:
         """What gives the ``state`` of this moment later on. Cheap: tokens are shared, so it may be taken every step."""
         kept = {"slots": self._slots, "fresh": self._fresh, "waiting": chain(*self._waiting.values())}
-        copies, rest = {name: [t.copy() for t in held] for name, held in kept.items()}, self.position()
+        copies = {name: [t.copy() for t in held] for name, held in kept.items()}
+        rest = {"newest_generated": self.newest_generated, **self.position()}
         return lambda: {**{name: [t.to_dict() for t in held] for name, held in copies.items()}, **rest}
 
     def position(self) -> dict[str, Any]:
@@ -134,6 +136,12 @@ class SlotPool:
         self._fresh = deque(Trajectory.from_dict(t) for t in state["fresh"])
         self._waiting = self._by_size([Trajectory.from_dict(t) for t in state.get("waiting", ())])
         self._next_id, self._next_group = state["next_id"], state["next_group"]
+        self.newest_generated = state.get("newest_generated", -1)
+
+
+def _ended_by(trajectory: Trajectory, step: int | None) -> bool:
+    """It finished in ``step`` or before; None: whenever."""
+    return trajectory.finished and (step is None or trajectory.segments[-1].step <= step)
 
 
 def full_blocks(groups: Iterable[Sequence[Trajectory]], block_size: int) -> list[list[Trajectory]]:

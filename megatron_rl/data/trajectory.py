@@ -143,8 +143,8 @@ class Trajectory:
     """Most tokens of its first window, where that is to be shorter than the others; 0: as the others."""
     left_out: list[int] = field(default_factory=list)
     """Offsets in the response of generated tokens that did not train the policy; kept for the loss on positive examples."""
-    reference_kl: float = 0.0
-    """KL from the reference policy so far, summed over the generated tokens, each from the step that generated it."""
+    reference_kl: list[float] = field(default_factory=list)
+    """KL from the reference policy, summed over the generated tokens of each window that has trained."""
     score: Score | None = None
     """Of the whole response or dialogue."""
     dialogue: bool = False
@@ -273,9 +273,13 @@ class Trajectory:
         lengths = [len(segment.token_ids) for segment in self.segments]
         return np.repeat(np.array(flags, dtype=bool), np.array(lengths, dtype=np.int64))
 
+    def at_rest(self) -> Self:
+        """With the tokens of now, whatever grows later; signals and grades that are noted on one are on both."""
+        return replace(self, segments=list(self.segments))
+
     def copy(self) -> Self:
         """As it is now, whatever happens to this one; what cannot change is shared."""
-        names = ("segments", "old_values", "token_rewards", "left_out")
+        names = ("segments", "old_values", "token_rewards", "left_out", "reference_kl")
         lists: dict[str, Any] = {name: list(getattr(self, name)) for name in names}
         return replace(self, **lists, turn_grades=dict(self.turn_grades), turn_scores=dict(self.turn_scores))
 
@@ -296,6 +300,8 @@ class Trajectory:
             Segment(**dict(s, token_ids=tuple(s["token_ids"]), rollout_logprobs=tuple(s["rollout_logprobs"])))
             for s in state["segments"]
         ]
+        kl = state.get("reference_kl", [])
+        fields["reference_kl"] = [kl] if isinstance(kl, float) else list(kl)  # one sum over all windows, once
         fields["score"] = Score(**state["score"]) if state["score"] else None
         for name in ("turn_grades", "turn_scores"):
             scores = state.get(name, {})

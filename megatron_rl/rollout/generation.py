@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from megatron_rl.config.derived import runs_ahead
 from megatron_rl.config.schema import Config, FireConfig
 from megatron_rl.data.tokenizer import Tokenizer
 from megatron_rl.environments.base import Environment, EnvironmentFault, Message
@@ -41,6 +42,8 @@ class GenerationPlan:
     decode: Decode
     fire: Fire | None = None
     dialogue: Dialogue | None = None
+    trains_meanwhile: bool = False
+    """The policy is updated during a window: a server that starts again in it may get the version after the published one."""
 
     @property
     def needs_text(self) -> bool:
@@ -67,6 +70,7 @@ def plan_of(config: Config, tokenizer: Tokenizer, environment: Environment | Non
         decode=tokenizer.decode,
         fire=fire_of(config.rollout.fire, tokenizer),
         dialogue=dialogue_of(environment, tokenizer, chat=config.data.use_chat_template),
+        trains_meanwhile=runs_ahead(config.schedule),
     )
 
 

@@ -4,7 +4,8 @@ Who waits for whom: ``publish`` (main thread, collective over the trainer ranks)
 weights; ``generate`` (asyncio thread) waits for servers to answer. A lost server is restarted meanwhile and gets the
 current weights from the main thread, through ``call_on_trainer``, before it serves again. A publish covers the servers
 that live, and starts one that died since its last answer again; one that is being restarted gets its weights at the end
-of its own recovery. Colocated servers sleep from ``sleep`` to the next ``publish`` or ``wake`` (all main thread).
+of its own recovery. Where the trainer's policy has moved on by then, these are the newer ones, under their version.
+Colocated servers sleep from ``sleep`` to the next ``publish`` or ``wake`` (all main thread).
 """
 
 import asyncio
@@ -103,6 +104,17 @@ class RolloutService:
         self._memory = ServerMemory(config.rollout.weight_sync_timeout_s) if sleeps else None
         self._asleep = False
         self.weight_version = 0
+        """What the servers have."""
+        self._num_ahead = 0
+
+    @property
+    def trainer_version(self) -> int:
+        """Of the weights that the trainer has, and that a server gets which is started again."""
+        return self.weight_version + self._num_ahead
+
+    def weights_changed(self) -> None:
+        """The trainer has begun to change the policy since the last ``publish``."""
+        self._num_ahead = 1
 
     @property
     def num_restarts(self) -> int:
@@ -138,7 +150,7 @@ class RolloutService:
 
     def publish(self) -> PublishResult:
         """The policy's weights, as a new version, to every server; colocated ones are awake afterwards."""
-        self.weight_version += 1
+        self.weight_version, self._num_ahead = self.weight_version + 1, 0
         return self._send_to_all()
 
     def sleep(self) -> None:
@@ -202,7 +214,7 @@ class RolloutService:
 
     async def _readmit_on_trainer(self, url: str) -> str:
         await asyncio.wrap_future(self._trainer.call_on_trainer(lambda: self._readmit(url)))
-        return f"weight version {self.weight_version}"
+        return f"weight version {self.trainer_version}"
 
     def _readmit(self, url: str) -> None:
         """A restarted server into the state of the others (main thread)."""
@@ -253,7 +265,7 @@ class RolloutService:
             # Servers wake into the memory that the trainer's allocators would keep for themselves.
             self._trainer.weights.free_memory()
             self._memory.wake(addresses, WEIGHTS)
-        result = self._trainer.weights.publish(self._publisher, addresses, self.weight_version)
+        result = self._trainer.weights.publish(self._publisher, addresses, self.trainer_version)
         if self._memory is not None:
             # And again for the KV cache: the publish brought the policy's weights back.
             self._trainer.weights.free_memory()

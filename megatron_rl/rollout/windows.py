@@ -1,9 +1,10 @@
 """Generation in windows: every slot grows by at most ``window_tokens``, whatever happens to the servers.
 
 Laws: a trajectory continues from its last known token (prompt + all its segments), on whichever server answers; every
-token carries the weight version that sampled it, which must be the published one; a window that was cut (a server
-died, a request was aborted) is filled up by a further request of the same step, unless enough had been generated: then
-what was cut keeps its tokens and goes on in the next step.
+token carries the weight version that sampled it, which must be the published one (or the next one, on a server that was
+started again while the policy trained); a window that was cut (a server died, a request was aborted) is filled up by a
+further request of the same step, unless enough had been generated: then what was cut keeps its tokens and goes on in
+the next step.
 
 Dialogues: when a turn ends, the environment is asked at once and its message joins the history in the same step, also
 where the window ends with the turn, so that ``Trajectory.finished`` is right at the end of every step. Messages count
@@ -65,6 +66,9 @@ class Window:
         self._step = step
         self._num_tokens = num_tokens
         self._weight_version = weight_version
+        newest = weight_version + 1 if plan.trains_meanwhile else weight_version
+        self._versions = {str(version): version for version in (weight_version, newest)}
+        self._newest_version = str(newest)
         self._kind = kind
         self._warn = warn
         self._rids_in_progress: set[str] = set()
@@ -184,7 +188,7 @@ class Window:
             max_new_tokens=room,
             seed=trajectory_seed(sampling.seed, trajectory.id),
         )
-        request = replace(request, weight_version=str(self._weight_version))
+        request = replace(request, weight_version=str(self._weight_version), newest_version=self._newest_version)
         if hot and fire is not None:
             return replace(
                 request,
@@ -232,7 +236,7 @@ class Window:
         return Segment(
             token_ids=answer.token_ids[:num_new],
             rollout_logprobs=answer.logprobs[:num_new],
-            weight_version=self._weight_version,
+            weight_version=self._versions[answer.weight_version],
             finish_reason=reason,
             step=self._step,
             turn=trajectory.current_turn,
@@ -262,7 +266,7 @@ class Window:
         trajectory.next_role = message.next_role
 
     def _check_version(self, answer: Generation) -> None:
-        if answer.weight_version != str(self._weight_version):
+        if answer.weight_version not in self._versions:
             raise StaleWeights(
                 f"a server sampled with weight version {answer.weight_version!r}, but version {self._weight_version} "
                 "was published; another trainer may be attached to the same server"

@@ -157,7 +157,9 @@ class Recorder:
         metrics["rollout/num_server_restarts"] = float(num_server_restarts)
         metrics["memory/host_used_share"] = host_used_share()
         self._last_end_s = now_s
-        self._work = {key: facts for key, facts in self._work.items() if key[1] > step}
+        # In place: a later step's stages may note theirs meanwhile.
+        for key in [key for key in list(self._work) if key[1] <= step]:
+            del self._work[key]
         self._num_tokens += metrics["step/tokens_generated"]
         self.num_steps_done = step + 1
         self.log(step + 1, metrics)

@@ -1,8 +1,4 @@
-"""A run's steps on a clock, and what they come to. Pure and deterministic by its seed.
-
-A mode in which what a step generates depends on when training ends (``async``) belongs into ``on_clock``: the clock asks for
-each stage's load at its start, so that a slot process may be advanced there instead of beforehand.
-"""
+"""A run's steps on a clock, and what they come to. Pure and deterministic by its seed."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
@@ -156,7 +152,7 @@ def predict(
 def simulated_works(
     scenario: Scenario, workload: Workload, timing: Timing, *, num_steps: int, seed: int
 ) -> list[StepWork]:
-    """What each step has to do. In the modes that there are it does not depend on how long other stages take."""
+    """What each step has to do. In no mode does it depend on how long other stages take."""
     rng = np.random.default_rng(seed)
     slots = SlotProcess(scenario, workload.lengths.draw, workload.prompts.draw, rng)
     return [work_of(slots.generate(step, timing), step) for step in range(num_steps)]
@@ -238,7 +234,8 @@ def outcome_of(prediction: Prediction) -> Outcome:
         unfinished_share=1 - total("finished_new_tokens") / max(total("trained_tokens"), 1.0),
         prefix_share=(rows - total("trained_tokens") - total("prompt_tokens")) / rows,
         reprefilled_per_step=total("carried_tokens") / count,
-        oldest_age=max((work.oldest_age for work in works), default=0),
+        # A window that is generated ahead is one version old when it trains.
+        oldest_age=max((work.oldest_age + prediction.scenario.ahead for work in works), default=0),
     )
 
 

@@ -11,6 +11,7 @@ from megatron_rl.config.derived import (
     needs_greedy,
     needs_reference,
     num_responses_per_step,
+    runs_ahead,
     server_placement,
     window_jitter_tokens,
 )
@@ -41,6 +42,8 @@ class Scenario:
     reference: bool = False
     process_rewards: bool = False
     colocated: bool = False
+    ahead: bool = False
+    """A window is generated while the step before trains."""
     whole_responses: bool = False
     """The policy trains on responses when they end, over all their windows (schedule.policy_trains_on)."""
     recomputes_old: bool = True
@@ -65,6 +68,7 @@ class Scenario:
             reference=self.reference,
             process_rewards=self.process_rewards,
             colocated=self.colocated,
+            ahead=self.ahead,
         )
 
     @property
@@ -121,6 +125,7 @@ def scenario_of(config: Config) -> Scenario:
         reference=needs_reference(config),
         process_rewards=bool(config.reward.process.path),
         colocated=server_placement(config.rollout).shares_devices,
+        ahead=runs_ahead(config.schedule),
         whole_responses=config.schedule.policy_trains_on is TrainsOn.responses,
         recomputes_old=config.algorithm.correction.old_policy is not OldPolicy.rollout,
         policy_minibatch_size=batch.policy_minibatch_size,

@@ -1,7 +1,7 @@
 """Which responses a step works on: one window per slot, over-sampling with abort, or groups with a mixed outcome.
 
-Laws: windows (``schedule.mode=tppo``) keep every token: a response that was aborted has a shorter window and goes on in
-the next step. Full responses (``sync``) are taken in whole groups: what over-sampling cut short and what dynamic
+Laws: windows (``schedule.mode=tppo`` or ``async``) keep every token: a response that was aborted has a shorter window and
+goes on in the next step. Full responses (``sync``) are taken in whole groups: what over-sampling cut short and what dynamic
 sampling sorted out leaves the pool and is counted.
 """
 
@@ -45,9 +45,13 @@ class Collector:
         if self._config.algorithm.dynamic_sampling.enabled:
             return await self._mixed_groups(step)
         trajectories = self._pool.fill(step)
-        metrics = {"rollout/num_carried": float(self._pool.num_carried)}
-        await self._generate(trajectories, step)
-        if self._config.schedule.mode is Mode.tppo or self._config.rollout.over_sampling == 1.0:
+        num_carried = sum(any(segment.step < step for segment in t.segments) for t in trajectories)
+        metrics = {"rollout/num_carried": float(num_carried)}
+        if step > self._pool.newest_generated:
+            await self._generate(trajectories, step)
+        else:  # a checkpoint has brought its tokens
+            self.rounds.append(generated_rows(trajectories, step, {}))
+        if self._config.schedule.mode is not Mode.sync or self._config.rollout.over_sampling == 1.0:
             return trajectories, metrics
         kept = list(chain(*self._blocks(self._complete_groups(trajectories))[: self._num_blocks]))
         num_discarded = self._discard_all_but(trajectories, kept)
@@ -112,6 +116,7 @@ class Collector:
             window_tokens=self._window_tokens,
             is_enough=is_enough if over_samples else None,
         )
+        self._pool.newest_generated = step
         self.rounds.append(generated_rows(trajectories, step, engine_s))
 
     def _blocks(self, groups: Sequence[Group]) -> list[Group]:

@@ -50,7 +50,7 @@ class KlPenalty:
         """
         row_sums = on_mask(divergence, state.batch.fields["mask"]).split(state.batch.lengths.tolist())
         for trajectory, row in zip(state.trajectories, row_sums, strict=True):
-            trajectory.reference_kl += float(row.double().sum())
+            trajectory.reference_kl.append(float(row.double().sum()))
         own, coef = self._settings.coef_by_type, self._settings.coef
 
         def counts(trajectory: Trajectory) -> bool:
@@ -58,7 +58,7 @@ class KlPenalty:
             charged = type_ not in own if self._controller else own.get(type_, coef) > 0
             return trajectory.finished and charged
 
-        measured = [t.reference_kl for t in state.trajectories if counts(t)]
+        measured = [sum(t.reference_kl) for t in state.trajectories if counts(t)]
         if not measured:
             return {}
         per_response = sum(measured) / len(measured)

@@ -1,7 +1,8 @@
 """The mechanics of the step graph: what a stage is, which graphs are sound, and which stages may run now. Pure.
 
-A stage waits for products, each at a step distance: 0 is its own step, 1 the step before, n the n-th step before. How
-far one step may run ahead of another follows from these numbers alone.
+A stage waits for products, each at a step distance: 0 is its own step, 1 the step before, n the n-th step before, -n the
+n-th step after, or the last one of the run. How far one step may and must run ahead of another follows from these
+numbers alone.
 """
 
 from collections import Counter
@@ -31,7 +32,8 @@ class Stage:
     needs: str = ""
     """Products of the same step; ``x?``: only where some stage makes x."""
     needs_before: str = ""
-    """Products of the step before, or of the n-th step before (``x:n``); the first step of a run finds them given."""
+    """Products of the step before, of the n-th step before (``x:n``), which the first step of a run finds given, or of the
+    n-th step after (``x:-n``)."""
     only_with: str = ""
     """The option without which the stage does not exist."""
     shares_devices: bool = False
@@ -85,14 +87,25 @@ def check_graph(graph: Sequence[Stage]) -> None:
         missing = {product for product, _ in stage.waits_for} - set(products)
         if missing:
             raise ValueError(f"stage graph: {stage.name} needs {sorted(missing)}, which no stage makes")
-    made: set[str] = set()
-    waiting = list(graph)
-    while waiting:
-        ready = [s for s in waiting if all(product in made for product, distance in s.waits_for if distance == 0)]
-        if not ready:
-            raise ValueError(f"stage graph: {[s.name for s in waiting]} wait for each other within one step")
-        made.update(product for stage in ready for product in stage.products)
-        waiting = [stage for stage in waiting if stage not in ready]
+    _check_for_circles(graph)
+
+
+def _check_for_circles(graph: Sequence[Stage]) -> None:
+    """ValueError where stages wait for each other over a total distance of no step, or of steps to come."""
+    maker = {product: stage.name for stage in graph for product in stage.products}
+    # Bellman-Ford: with a step as long as this, only such a circle gets shorter each time round.
+    step = len(graph) + 1
+    length = dict.fromkeys(maker.values(), 0)
+    for _ in range(step):
+        shorter = {
+            stage.name: least
+            for stage in graph
+            for least in [min((length[maker[p]] + distance * step - 1 for p, distance in stage.waits_for), default=0)]
+            if least < length[stage.name]
+        }
+        length |= shorter
+    if shorter:
+        raise ValueError(f"stage graph: {sorted(shorter)} wait for each other within one step")
 
 
 class Frontier:
@@ -107,7 +120,7 @@ class Frontier:
         check_graph(graph)
         self._graph = tuple(graph)
         self._reach = max([1, *(distance for stage in graph for _, distance in stage.waits_for)])
-        self._last_step = last_step
+        self._first_step, self._last_step = first_step, last_step
         given = range(first_step - self._reach, first_step)
         self._made = {(product, step) for stage in graph for product in stage.products for step in given}
         self._open = [StageRun(stage, first_step) for stage in graph] if first_step <= last_step else []
@@ -149,24 +162,49 @@ class Frontier:
         """Open no step after ``step``; an already open later step still runs to its end."""
         self._last_step = min(self._last_step, max(step, self._newest))
 
-    def wind_up(self, lasting: Collection[str]) -> None:
-        """Open nothing more, and drop what the newest consistent state does not need.
+    def wind_up(self, lasting: Collection[str], keeper: str) -> frozenset[StageRun]:
+        """Drop what the newest consistent state does not need; returns those of the running stages that it does need.
 
-        ``lasting`` are products of which there is one. A step that has begun to make them goes on until it has made them
-        all; of what it makes besides, and of the steps that have not begun to, nothing more is started.
+        ``lasting`` are products of which there is one, ``keeper`` is the stage that keeps a step's state. Of the newest
+        step that has begun to make lasting products, what ``keeper`` waits for is still made, and nothing else.
         """
-        self._last_step = self._newest
-        waiting = set(self._open)
         makes_them = [stage for stage in self._graph if not set(lasting).isdisjoint(stage.products)]
-        begun = {run.step for run in self._open if any(StageRun(s, run.step) not in waiting for s in makes_them)}
-        self._open = [run for run in self._open if run.step in begun and run.stage in makes_them]
+        begun = [
+            step
+            for step in range(self._first_step, self._newest + 1)
+            if any(StageRun(stage, step) not in self._open for stage in makes_them)
+        ]
+        needed = self._what_leads_to(StageRun(next(s for s in self._graph if s.name == keeper), begun[-1])) if begun else set()
+        self._newest = max([self._newest, *(run.step for run in needed)])
+        self._last_step = self._newest
+        still_running = needed.intersection(self._running)
+        waiting = needed - still_running
+        steps = range(self._first_step, self._newest + 1)
+        self._open = [run for step in steps for stage in self._graph if (run := StageRun(stage, step)) in waiting]
+        return frozenset(still_running)
+
+    def _what_leads_to(self, goal: StageRun) -> set[StageRun]:
+        """Runs that have not ended, without which ``goal`` cannot start."""
+        maker = {product: stage for stage in self._graph for product in stage.products}
+        found: set[StageRun] = set()
+        unseen = [goal]
+        while unseen:
+            missing = set(self._waits_for(unseen.pop())) - self._made
+            new = {StageRun(maker[product], step) for product, step in missing} - found
+            found |= new
+            unseen += new
+        return found
 
     def _candidates(self) -> Iterable[StageRun]:
         yield from self._open
         may_open = self._newest < self._last_step
         if may_open and not any(run.step <= self._newest - self._reach for run in self._open):
-            firsts = (s for s in self._graph if all(distance for _, distance in s.waits_for))
+            firsts = (s for s in self._graph if all(distance > 0 for _, distance in s.waits_for))
             yield from (StageRun(stage, self._newest + 1) for stage in firsts)
 
     def _has_what_it_needs(self, run: StageRun) -> bool:
-        return all((product, run.step - distance) in self._made for product, distance in run.stage.waits_for)
+        return self._made.issuperset(self._waits_for(run))
+
+    def _waits_for(self, run: StageRun) -> list[tuple[str, int]]:
+        """(product, step); what a later step than the run's last would make, that one makes."""
+        return [(product, min(run.step - distance, self._last_step)) for product, distance in run.stage.waits_for]

@@ -79,8 +79,6 @@ class TrainingLoop:
         """Step -> trainer stages that have not run."""
         self._newest_trained = self._examined = -1
         """The newest step that has begun to change the models; -1: none of this process."""
-        self._published = False
-        """The servers have what that step made."""
         self._children = ChildrenClock()
 
     def load_state(self, driver: dict[str, Any]) -> None:
@@ -104,6 +102,8 @@ class TrainingLoop:
         """New tokens of every slot: one window, or full responses."""
         before_s = self._children.cpu_s()
         slots, metrics = await self._parts.collector.collect(step)
+        # The next window may be generated before this one has trained.
+        slots = [t if t.finished else t.at_rest() for t in slots]
         used_s = self._children.cpu_s() - before_s
         rounds = self._parts.collector.rounds
         self._parts.recorder.note_work("generate", step, cpu_s=used_s, cores=os.cpu_count() or 1, rounds=rounds)
@@ -155,7 +155,7 @@ class TrainingLoop:
         state.line_rewards = response_field(rewards, state.trajectories)
 
     def advantages(self, step: int) -> None:
-        """What the two losses read; finished responses leave the pool."""
+        """What the two losses read."""
         state, parts, algorithm = self._states[step], self._parts, self._config.algorithm
         divergence = self._kl_penalty.charge(state)
         greedy = greedy_rewards(state.slots, algorithm) if needs_greedy(self._config) else None
@@ -183,24 +183,22 @@ class TrainingLoop:
             keep_left_out(state.trajectories, state.batch, state.policy_batch.fields["mask"])
         if state.values is not None:
             state.critic_batch = self._critic_batch(step, signals)
-        # Books are kept here: from the next window on, the unfinished trajectories change.
         state.metrics |= divergence.metrics
         state.metrics |= step_metrics.rollout_metrics(state.slots, step=step)
+        state.metrics |= step_metrics.staleness_metrics(state.trajectories, self._trained_window(step), parts.rollout.weight_version)
         state.metrics |= step_metrics.reward_metrics(state.finished)
         if greedy:
             state.metrics["reward/greedy_mean"] = sum(greedy.values()) / len(greedy)
         state.metrics |= parts.grader.metrics(state.finished)
         state.metrics |= step_metrics.advantage_metrics(state.batch, advantages)
         state.metrics |= {f"mismatch/{name}": value for name, value in mismatch.items()}
-        parts.pool.release_finished()
-        # Before the next step changes them; a run that is asked to stop saves the newest step that was trained.
-        state.pool_state, state.kl_state = parts.pool.snapshot(), self._kl_penalty.state()
 
     def update_policy(self, step: int) -> None:
         """The policy loss on the window's tokens, once the critic is warm."""
-        self._newest_trained, self._published = step, False
+        self._newest_trained = step
         state, limit_s = self._states[step], self._config.run.stop_after_s
         if step >= self._critic_warmup_steps:
+            self._parts.rollout.weights_changed()
             state.metrics |= train_policy(self._config, self._parts.group, state.policy_batch, step)
         state.trained_s = self._parts.recorder.elapsed_s
         if 0 < limit_s <= state.trained_s:
@@ -208,6 +206,7 @@ class TrainingLoop:
 
     def publish(self, step: int) -> None:
         """New weights to every server; while the policy rests, the servers only wake."""
+        self._note_slots(step)
         if step >= self._critic_warmup_steps:
             result = self._parts.rollout.publish()
             self._states[step].metrics |= {
@@ -219,7 +218,6 @@ class TrainingLoop:
                 self._compare_engines(step)
         else:
             self._parts.rollout.wake()
-        self._published = True
 
     async def evaluate(self, step: int) -> None:
         """Full responses to held-out prompts, where it is time for them."""
@@ -250,7 +248,10 @@ class TrainingLoop:
         state, rollout = self._states[step], self._parts.rollout
         state.metrics["rollout/num_live_servers"] = float(rollout.num_live_servers)
         self._parts.recorder.end(step, state.metrics, num_server_restarts=rollout.num_restarts)
-        self._states = {other: kept for other, kept in self._states.items() if other > step} | {step: state.saved_part()}
+        # In place: another thread may add a later step's.
+        self._states[step] = state.saved_part()
+        for earlier in [other for other in list(self._states) if other < step]:
+            del self._states[earlier]
         self._num_trainer_stages_left.pop(step, None)
 
     def close_stopped(self) -> int:
@@ -287,10 +288,21 @@ class TrainingLoop:
         metrics |= parts.watchdog.metrics()
         self._act_on(findings)
 
+    def _note_slots(self, step: int) -> Callable[[], dict[str, Any]]:
+        """What gives the slots without what ended in this step; noted once, before a later step changes them.
+
+        They hold all tokens that are there by then: in async mode the next window's, which no later weights would sample.
+        """
+        state, pool = self._states[step], self._parts.pool
+        if state.pool_state is None:
+            pool.release_finished(step)
+            state.pool_state, state.kl_state = pool.snapshot(), self._kl_penalty.state()
+        return state.pool_state
+
     def _save(self, step: int) -> None:
-        state, parts = self._states[step], self._parts
+        state, parts, slots = self._states[step], self._parts, self._note_slots(step)
         driver = {
-            "pool": state.pool_state(),
+            "pool": slots(),
             "kl": state.kl_state,
             "settling": parts.settling.state() if parts.settling else None,
             "watchdog": parts.watchdog.state(),
@@ -298,9 +310,8 @@ class TrainingLoop:
             # For a run that is killed before it has written them down.
             "metrics": state.metrics,
         }
-        # Of the next step: the servers may not have it yet.
-        will_publish = not self._published and step >= self._critic_warmup_steps
-        version = parts.rollout.weight_version + will_publish
+        # The servers may not have that version yet.
+        version = parts.rollout.trainer_version
         self._warn_of(parts.saver.save(step, driver, weight_version=version, healthy=parts.watchdog.healthy))
         parts.recorder.keep_timeline()
 

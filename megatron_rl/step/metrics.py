@@ -31,6 +31,20 @@ def rollout_metrics(trajectories: Sequence[Trajectory], *, step: int) -> dict[st
     return {name: float(value) for name, value in metrics.items()}
 
 
+def staleness_metrics(trajectories: Sequence[Trajectory], step: int | None, version: int) -> dict[str, float]:
+    """Policy updates between the weights that sampled a token and ``version``, which it trains.
+
+    Over the tokens that the model generated in ``step``; None: in any step.
+    """
+    segments = [s for t in trajectories for s in t.segments if s.generated and step in (None, s.step)]
+    num_tokens = sum(len(s.token_ids) for s in segments)
+    if not num_tokens:
+        return {}
+    total = sum((version - s.weight_version) * len(s.token_ids) for s in segments)
+    oldest = max(version - s.weight_version for s in segments)
+    return {"rollout/staleness_mean": total / num_tokens, "rollout/staleness_max": float(oldest)}
+
+
 def reward_metrics(finished: Sequence[Trajectory]) -> dict[str, float]:
     """Over finished responses alone; an accuracy where every reward is 0 or 1, as verifiers give them."""
     rewards = [t.reward for t in finished if t.reward is not None]

@@ -18,7 +18,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from megatron_rl.step.graph import Frontier, Resource, Stage, StageRun
-from megatron_rl.step.stages import LASTING
+from megatron_rl.step.stages import KEEPER, LASTING
 
 _Action = Callable[[int], Any]
 HEARTBEAT_S = 10.0
@@ -50,6 +50,7 @@ class StageRunner:
         self._heartbeat = heartbeat
         self._stop_requested = stop_requested
         self._winding_up = False
+        self._abandoned: set[StageRun] = set()
         self._running_coroutines: dict[StageRun, Future] = {}
         self._events: queue.Queue[Callable[[], None]] = queue.Queue()
         self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="host")
@@ -62,8 +63,8 @@ class StageRunner:
         """Run steps first_step..last_step; the first stage that fails ends it with its own exception.
 
         ``actions`` maps every stage's name to a function of the step: a plain one, or a coroutine function. A run that
-        is asked to stop returns early: with the models as the last step leaves them that began to change them, and
-        without what else that step and later ones had still to do.
+        is asked to stop returns early: with models and slots as the last step leaves them that began to change the
+        models, and without what else that step and later ones had still to do.
         """
         missing = [stage.name for stage in self._graph if stage.name not in actions]
         if missing:
@@ -101,10 +102,11 @@ class StageRunner:
     def _wind_up(self) -> None:
         with self._lock:
             self._winding_up = True
-            self._frontier.wind_up(LASTING)
-            abandoned = list(self._running_coroutines.values())
-        for future in abandoned:
-            future.cancel()
+            still_needed = self._frontier.wind_up(LASTING, KEEPER)
+            futures = dict(self._running_coroutines)
+            self._abandoned = futures.keys() - still_needed
+        for stage_run in self._abandoned:
+            futures[stage_run].cancel()
 
     def running(self) -> list[tuple[str, float]]:
         """(stage, seconds so far) of the stages in progress (from any thread)."""
@@ -159,7 +161,7 @@ class StageRunner:
 
         def completed(done: Future) -> None:
             self._running_coroutines.pop(stage_run, None)
-            abandoned = is_coroutine and self._winding_up
+            abandoned = stage_run in self._abandoned
             try:
                 if abandoned or (not done.cancelled() and done.exception() is None):
                     self._complete(stage_run, time.time())

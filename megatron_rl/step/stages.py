@@ -2,14 +2,15 @@
 
 What may overlap follows from the table alone (``graph.py``): in ``tppo`` mode generation does not need the critic, so
 the critic update of step k runs while the window of step k + 1 is generated. In ``sync`` mode it does, so nothing
-overlaps. Products are fields of the step's ``StepState``, or of the run (``OF_THE_RUN``). Without an option its
+overlaps. In ``async`` mode the window of step k + 1 is generated while step k trains (``_one_window_ahead``).
+Products are fields of the step's ``StepState``, or of the run (``OF_THE_RUN``). Without an option its
 stages do not exist, and a product that is marked ``?`` is waited for only where some stage makes it.
 """
 
 from collections.abc import Sequence
 from dataclasses import replace
 
-from megatron_rl.config.derived import needs_critic, needs_reference, server_placement
+from megatron_rl.config.derived import needs_critic, needs_reference, runs_ahead, server_placement
 from megatron_rl.config.schema import Config, Mode
 from megatron_rl.step.graph import Resource, Stage, resolve
 
@@ -17,14 +18,14 @@ ROLLOUT, TRAINER, HOST = Resource.rollout, Resource.trainer, Resource.host
 
 STEP = (
     # stage                     runs on  makes                             needs                             needs of the step before
-    Stage("generate",           ROLLOUT, "trajectories batch",             "",                               "served_weights pool"),
+    Stage("generate",           ROLLOUT, "trajectories batch pool",        "",                               "served_weights pool"),
     Stage("sleep",              TRAINER, "free_devices",                   "batch",                          only_with="colocated"),
     Stage("score",              HOST,    "finished",                       "trajectories"),
     Stage("old_logprobs",       TRAINER, "old_logprobs",                   "batch",                          "policy"),
     Stage("reference_logprobs", TRAINER, "reference_logprobs",             "batch",                          only_with="reference"),
     Stage("values",             TRAINER, "values",                         "batch",                          "critic", only_with="critic"),
     Stage("process_rewards",    TRAINER, "line_rewards",                   "finished",                       only_with="process_rewards"),
-    Stage("advantages",         HOST,    "policy_batch critic_batch pool", "finished old_logprobs reference_logprobs?"
+    Stage("advantages",         HOST,    "policy_batch critic_batch",      "finished old_logprobs reference_logprobs?"
                                                                            " values? line_rewards?"),
     Stage("update_policy",      TRAINER, "policy",                         "policy_batch"),
     Stage("publish",            TRAINER, "served_weights",                 "policy"),
@@ -35,7 +36,7 @@ STEP = (
 )  # fmt: skip
 
 OF_THE_RUN = {
-    "pool": "the slots: finished responses have left, unfinished ones go on in the next step",
+    "pool": "the slots, each grown by its window: what has finished leaves, the rest goes on in the next step",
     "policy": "the policy's updated weights",
     "critic": "the critic's updated weights",
     "served_weights": "the policy's weights on every server",
@@ -48,6 +49,8 @@ OF_THE_RUN = {
 
 LASTING = ("policy", "critic")
 """Of these, products of which there is one: a step that has begun to make them has to end before the run can stop."""
+KEEPER = "checkpoint"
+"""The stage that keeps a step's state; a run that stops makes what it waits for."""
 
 
 def graph_of(config: Config) -> tuple[Stage, ...]:
@@ -58,6 +61,7 @@ def graph_of(config: Config) -> tuple[Stage, ...]:
         reference=needs_reference(config),
         process_rewards=bool(config.reward.process.path),
         colocated=server_placement(config.rollout).shares_devices,
+        ahead=runs_ahead(config.schedule),
     )
 
 
@@ -68,14 +72,20 @@ def step_graph(
     reference: bool = False,
     process_rewards: bool = False,
     colocated: bool = False,
+    ahead: bool = True,
 ) -> tuple[Stage, ...]:
-    """The rows of the table that exist under these options, with their needs resolved."""
+    """The rows of the table that exist under these options, with their needs resolved.
+
+    ``ahead``: ``async`` mode generates one window ahead; without it (``schedule.max_staleness=0``) it is ``tppo``.
+    """
     options = {"critic": critic, "reference": reference, "process_rewards": process_rewards, "colocated": colocated}
     generate, *others = STEP
     if mode is Mode.sync:
         generate = replace(generate, needs_before=f"{generate.needs_before} critic?")
     graph = resolve([generate, *others], {name for name, is_on in options.items() if is_on})
-    return _with_turns(graph) if colocated else graph
+    if colocated:
+        return _with_turns(graph)
+    return _one_window_ahead(graph) if mode is Mode.async_ and ahead else graph
 
 
 def stage_table_markdown() -> str:
@@ -85,6 +95,22 @@ def stage_table_markdown() -> str:
         products = (words.replace(" ", ", ") for words in (s.makes, s.needs, s.needs_before))
         rows.append([f"`{s.name}`", s.resource.value, *products, s.only_with.replace("_", " ")])
     return "".join(f"| {' | '.join(cells)} |\n" for cells in rows)
+
+
+def _one_window_ahead(graph: Sequence[Stage]) -> tuple[Stage, ...]:
+    """The window of step k + 1 is generated while step k trains, with the weights that step k - 1 published.
+
+    Always with those, never sooner ones: so tokens depend on no stage's duration, and a run that goes on is the same run.
+    Hence a publish waits for the next window, and has servers and trainer to itself: it meets no running request. The
+    slots are kept, with that window's tokens, before the step after changes them.
+    """
+    changes = {
+        "generate": {"needs_before": "served_weights:2 pool"},
+        "advantages": {"needs_before": "served_weights"},
+        "publish": {"needs_before": "pool:-1", "shares_devices": True},
+        "checkpoint": {"needs_before": "pool:-1"},
+    }
+    return tuple(replace(stage, **changes.get(stage.name, {})) for stage in graph)
 
 
 def _with_turns(graph: Sequence[Stage]) -> tuple[Stage, ...]:

@@ -36,8 +36,8 @@ class StepState:
     policy_batch: PackedBatch = field(init=False)
     critic_batch: PackedBatch | None = None
     """None without a critic, and in a step without a finished, scored response."""
-    pool_state: Callable[[], dict[str, Any]] = dict
-    """Gives the pool as it was when the finished responses had left it."""
+    pool_state: Callable[[], dict[str, Any]] | None = None
+    """Gives the pool as it was when the finished responses had left it; None: they have not yet."""
     kl_state: dict[str, Any] | None = None
     """Of the KL controller, at the same moment."""
     trained_s: float = 0.0

@@ -9,6 +9,8 @@ from megatron_rl.config.derived import (
     effective_window_tokens,
     needs_critic,
     num_responses_per_step,
+    runs_ahead,
+    server_placement,
     window_jitter_tokens,
 )
 from megatron_rl.config.schema import (
@@ -21,6 +23,7 @@ from megatron_rl.config.schema import (
     OldPolicy,
     Overlong,
     RolloutConfig,
+    RoutingReplay,
     TrainsOn,
 )
 from megatron_rl.system.plugins import PluginError, parameters
@@ -41,6 +44,7 @@ def unknown_pieces(algorithm: AlgorithmConfig) -> Iterator[str]:
 
 def problems(config: Config, command: str = "train") -> Iterator[str]:
     yield from _windows(config)
+    yield from _overlap(config)
     yield from _full_responses(config)
     yield from _old_tokens(config)
     yield from _comparisons(config)
@@ -86,8 +90,23 @@ def _windows(config: Config) -> Iterator[str]:
         )
 
 
+def _overlap(config: Config) -> Iterator[str]:
+    if not runs_ahead(config.schedule):
+        return
+    if server_placement(config.rollout).shares_devices:
+        yield (
+            "schedule.mode: async generates while the trainer trains, but with rollout.placement=colocated they take turns on "
+            "the same devices; set rollout.placement=disaggregated, or schedule.mode=tppo"
+        )
+    if config.policy.moe.routing_replay is RoutingReplay.R3:
+        yield (
+            "policy.moe.routing_replay: with schedule.mode=async checkpoints hold a window that has not trained yet, but not the "
+            "servers' routes of it (R3); set R2 or none"
+        )
+
+
 def _full_responses(config: Config) -> Iterator[str]:
-    if config.schedule.mode is not Mode.tppo:
+    if config.schedule.mode is Mode.sync:
         return
     algorithm = config.algorithm
     if not needs_critic(config):
@@ -107,6 +126,13 @@ def _full_responses(config: Config) -> Iterator[str]:
 def _old_tokens(config: Config) -> Iterator[str]:
     """Tokens that train steps after they were sampled are not the policy's own."""
     correction, window = config.algorithm.correction, effective_window_tokens(config)
+    uncorrected = correction.old_policy is OldPolicy.recomputed and correction.weight == "none"
+    if runs_ahead(config.schedule) and uncorrected:
+        yield (
+            "algorithm.correction.weight: with schedule.mode=async the policy before the newest update sampled the tokens, and "
+            "weight=none trains them as if the newest had; set token (decoupled loss, the default there), or "
+            "algorithm.correction.old_policy=rollout"
+        )
     if config.schedule.policy_trains_on is TrainsOn.windows or window >= config.batch.max_response_tokens:
         return
     if config.schedule.critic_trains_on is TrainsOn.windows:
@@ -114,7 +140,7 @@ def _old_tokens(config: Config) -> Iterator[str]:
             "schedule.critic_trains_on: values are read of what the policy trains on, and with policy_trains_on=responses that is no "
             "window; set responses"
         )
-    if correction.old_policy is OldPolicy.recomputed and correction.weight == "none":
+    if uncorrected and not runs_ahead(config.schedule):
         yield (
             "schedule.policy_trains_on: responses are trained on when they end, but older policies sampled their first windows; set "
             "algorithm.correction.old_policy=rollout (ratios to the policy that sampled each token), or "

@@ -95,7 +95,8 @@ class CorrectionConfig:
     old_policy: OldPolicy = OldPolicy.recomputed
     """Whose log-probs are the old policy's. rollout saves a forward pass per step, but leaves nothing to correct."""
     weight: str = "none"
-    """Importance weight of each token's loss: a registered correction weight or package.module:function."""
+    """Importance weight of each token's loss: a registered correction weight or package.module:function. With
+    schedule.mode=async, whose tokens an older policy sampled, the default is token (decoupled loss)."""
     weight_options: dict[str, Any] = field(default_factory=dict)
     """Parameters of the weight beyond max_weight, icepop_low and icepop_high."""
     max_weight: float = above(0, default=2.0)

@@ -78,6 +78,8 @@ class Mode(Enum):
     """Full responses; nothing overlaps (the PPO baseline)."""
     tppo = "tppo"
     """One window per step; the critic update runs while the next window is generated."""
+    async_ = "async"
+    """One window per step, generated while the step before trains: servers and trainer both work all the time."""
 
 
 class TrainsOn(Enum):
@@ -100,6 +102,9 @@ class ScheduleConfig:
     their windows: algorithm.correction.old_policy=rollout, or a weight, has to say what becomes of that."""
     critic_trains_on: TrainsOn = TrainsOn.responses
     """What the critic learns from in a step; T-PPO: responses. With windows its targets are V + A^lambda_critic (EGAE)."""
+    max_staleness: int = at_least(0, default=1)
+    """Of mode async: most policy updates between the weights that sample a window's tokens and the update that they train.
+    Weights are published between two windows, so that 1 hides all there is to hide, and more changes nothing; 0 is tppo."""
 
 
 @dataclass

@@ -68,6 +68,8 @@ class GenerationRequest:
     """Of requests to a vision-language model, also without images."""
     weight_version: str = ""
     """The answer must have been sampled by this one; empty: by any."""
+    newest_version: str = ""
+    """Where there is one, it may also have been sampled by this one."""
     prompt_name: str = ""
     """For messages: where the prompt comes from."""
 
@@ -280,7 +282,8 @@ def _logprobs(request: GenerationRequest, meta: dict[str, Any], token_ids: tuple
 def _weight_version(request: GenerationRequest, meta: dict[str, Any], num_new: int) -> str:
     version = meta.get("weight_version", "") if num_new == 0 else meta.get("weight_version")
     version = as_text(version, "weight_version")
-    if num_new and request.weight_version not in ("", version):
+    expected = {request.weight_version, request.newest_version or request.weight_version}
+    if num_new and expected.isdisjoint({"", version}):
         raise StaleWeights(
             f"weight_version: the server sampled with version {shown(version)}, but version {request.weight_version} "
             "was published; it was restarted, or another trainer is attached to it"

@@ -286,6 +286,11 @@ def test_a_later_recipe_overrides_an_earlier_one_and_may_choose_the_preset(recip
             "schedule.critic_trains_on: .*set responses",
         ),
         (["preset=tppo", "algorithm.dynamic_sampling.enabled=true"], "dynamic_sampling.enabled.*schedule.mode=sync"),
+        (["schedule.mode=async", "algorithm.advantage=group"], "schedule.mode.*different steps"),
+        (["schedule.mode=async", "algorithm.correction.weight=none"], "correction.weight: .*set token"),
+        (["schedule.mode=async", "rollout.placement=colocated"], "schedule.mode: .*take turns.*disaggregated"),
+        (["schedule.mode=async", "policy.moe.routing_replay=R3"], "routing_replay: .*checkpoints.*set R2"),
+        (["schedule.mode=async", "schedule.max_staleness=-1"], "max_staleness: expected at least 0"),
         (["preset=ppo", "algorithm.overlong=soft", "algorithm.overlong_buffer_tokens=99999"], "overlong_buffer_tokens"),
         (
             ["algorithm.correction.old_policy=rollout", "algorithm.correction.weight=token"],
@@ -315,6 +320,19 @@ def test_pieces_that_exclude_each_other_are_refused_with_the_reason(recipe, over
     with pytest.raises(ConfigError) as error:
         check_config(config, command="train")
     assert re.search(words, str(error.value))
+
+
+def test_tokens_of_an_older_policy_train_with_the_decoupled_loss_unless_something_else_is_chosen(recipe):
+    def weight(*overrides):
+        config = load_config(recipe, ["schedule.mode=async", *overrides])
+        check_config(config, command="train")
+        assert load_config(None, [f"algorithm.correction={{weight: {config.algorithm.correction.weight}}}"])
+        return config.algorithm.correction.weight
+
+    assert weight() == "token" and weight("algorithm.correction.weight=icepop") == "icepop"
+    assert weight("algorithm.correction.old_policy=rollout") == "none"
+    assert weight("schedule.max_staleness=0") == weight("schedule.mode=tppo") == "none"
+    assert weight("schedule.policy_trains_on=responses") == "token"
 
 
 @pytest.mark.parametrize("preset", ["vapo", "vc_ppo", "tppo", "ppo", "pag", "seed_vl_hybrid", ""])

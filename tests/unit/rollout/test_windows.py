@@ -125,6 +125,7 @@ def generate(
     fire=None,
     sampling=SAMPLING,
     encode=encode,
+    trains_meanwhile=False,
     **options,
 ):
     recovered = []
@@ -134,7 +135,7 @@ def generate(
 
     warnings = []
     dialogue = Dialogue(environment, encode, environment.stop_strings) if environment else None
-    plan = GenerationPlan(sampling, decode, fire=fire, dialogue=dialogue)
+    plan = GenerationPlan(sampling, decode, fire=fire, dialogue=dialogue, trains_meanwhile=trains_meanwhile)
     made = Window(
         engine, recover, plan, step=step, num_tokens=window, weight_version=1, kind="train", warn=warnings.append
     )
@@ -422,6 +423,16 @@ def test_a_lost_server_costs_no_token():
 def test_tokens_of_other_weights_are_refused():
     with pytest.raises(StaleWeights, match="'0', but version 1"):
         generate(Engine(version="0"), [new_trajectory()])
+
+
+def test_a_server_that_starts_again_while_the_policy_trains_may_have_the_version_after_the_published_one():
+    for version in ("1", "2"):
+        t = new_trajectory(dialogue=False)
+        generate(Engine(version=version), [t], trains_meanwhile=True)
+        assert {segment.weight_version for segment in t.segments} == {int(version)}
+    for version in ("0", "3"):
+        with pytest.raises(StaleWeights):
+            generate(Engine(version=version), [new_trajectory()], trains_meanwhile=True)
 
 
 @given(st.lists(st.integers(0, 5), max_size=12), st.lists(st.sampled_from(["a", "ab", "b#", "#a#"]), max_size=2))

@@ -27,6 +27,10 @@ def test_the_critic_hides_behind_the_next_window():
     assert run(Mode.tppo)[-1].end_s == pytest.approx(NUM_STEPS * 8.0 + 3.0)
 
 
+def test_a_window_that_is_generated_ahead_hides_behind_the_training_of_the_step_before():
+    assert run(Mode.async_)[-1].end_s == pytest.approx(4.0 + NUM_STEPS * 7.0)
+
+
 def test_on_shared_devices_nothing_overlaps():
     assert run(Mode.tppo, colocated=True)[-1].end_s == pytest.approx(NUM_STEPS * 11.0)
 
@@ -88,7 +92,8 @@ def test_whatever_stages_take_each_finds_what_it_needs_and_its_resource_free(dat
             assert span.end_s - span.start_s >= loads[stage.name, step].seconds - 1e-6
             for product, back in stage.waits_for:
                 if step >= back:
-                    assert found[makers[product].name, step - back].end_s <= span.start_s + 1e-6
+                    made = found[makers[product].name, min(step - back, NUM_STEPS - 1)]
+                    assert made.end_s <= span.start_s + 1e-6
     for resource in {one for stage in graph for one in stage.occupies}:
         own = [found[stage.name, step] for stage in graph if resource in stage.occupies for step in range(NUM_STEPS)]
         own.sort(key=lambda span: (span.start_s, span.end_s))

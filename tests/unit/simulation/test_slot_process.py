@@ -31,7 +31,7 @@ def process(mode, lengths, *, num_slots=6, num_trained=None, group_size=1, windo
 def test_slots_grow_as_they_do_token_by_token(mode, lengths, window):
     window = 40 if mode is Mode.sync else window
     found, drawn = process(mode, lengths, window=window), iter(lengths)
-    brute = SlotsTokenByToken(lambda: (0, min(next(drawn), 40), window), 6, window, carries=mode is Mode.tppo)
+    brute = SlotsTokenByToken(lambda: (0, min(next(drawn), 40), window), 6, window, carries=mode is not Mode.sync)
     for step in range(10):
         rows = found.generate(step, TIMING).generated
         expected = brute.step()

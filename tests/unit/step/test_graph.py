@@ -24,9 +24,23 @@ def test_broken_graphs_are_refused():
         check_graph([Stage("a", host, "x"), Stage("b", host, "x")])
 
 
+def test_a_circle_through_a_later_step_is_refused():
+    trainer = Resource.trainer
+    ahead = [Stage("a", trainer, "x", needs_before="y:2"), Stage("b", trainer, "y", needs_before="x:-1")]
+    check_graph(ahead)
+    with pytest.raises(ValueError, match="wait for each other"):
+        check_graph([replace(ahead[0], needs_before="y:1"), ahead[1]])
+
+
+def test_a_stage_may_wait_for_a_later_step_and_in_the_last_one_waits_for_its_own():
+    graph = [Stage("a", Resource.host, "x", needs_before="x:2"), Stage("b", Resource.trainer, "y", "x", needs_before="x:-1")]
+    log = simulate(Frontier(graph, 0, 2), lambda name, step: 1.0)
+    assert [(name, step, start) for name, step, start, _ in log if name == "b"] == [("b", 0, 2.0), ("b", 1, 3.0), ("b", 2, 4.0)]
+
+
 def test_a_need_says_how_many_steps_back_it_looks():
-    stage = Stage("a", Resource.host, "x", needs="y z", needs_before="x w:3")
-    assert stage.waits_for == (("y", 0), ("z", 0), ("x", 1), ("w", 3))
+    stage = Stage("a", Resource.host, "x", needs="y z", needs_before="x w:3 v:-1")
+    assert stage.waits_for == (("y", 0), ("z", 0), ("x", 1), ("w", 3), ("v", -1))
 
 
 class TwoStepFrontier:
@@ -88,7 +102,11 @@ OPTIONS = [
 ]
 
 
-@pytest.mark.parametrize("mode", list(Mode))
+IN_STEP = (Mode.sync, Mode.tppo)
+"""Modes in which no step is generated before the one before has trained."""
+
+
+@pytest.mark.parametrize("mode", IN_STEP)
 @settings(max_examples=25)
 @given(st.sampled_from(OPTIONS), st.randoms(use_true_random=False))
 def test_with_distances_of_one_the_order_is_that_of_two_open_steps(mode, options, rng):
@@ -111,6 +129,11 @@ RECORDED = {
     (Mode.sync, False): """
         generate0 score0 old_logprobs0 values0 advantages0 update_policy0 publish0 evaluate0 update_critic0
         checkpoint0 generate1 record0 old_logprobs1 score1 values1 advantages1 update_policy1 publish1 evaluate1
+        update_critic1 checkpoint1 record1
+    """,
+    (Mode.async_, False): """
+        generate0 score0 old_logprobs0 generate1 values0 score1 advantages0 update_policy0 publish0 evaluate0
+        update_critic0 checkpoint0 record0 old_logprobs1 values1 advantages1 update_policy1 publish1 evaluate1
         update_critic1 checkpoint1 record1
     """,
     (Mode.tppo, True): """
@@ -147,7 +170,7 @@ def test_generation_runs_as_many_steps_ahead_as_the_distance_says(distance):
 
 
 @settings(max_examples=25)
-@given(st.integers(1, 4), st.sampled_from(list(Mode)), st.randoms(use_true_random=False))
+@given(st.integers(1, 4), st.sampled_from(IN_STEP), st.randoms(use_true_random=False))
 def test_whatever_the_distance_every_stage_runs_once_and_finds_what_it_waits_for(distance, mode, rng):
     graph, num_steps = running_ahead(distance, mode), 7
     log = simulate(Frontier(graph, 0, num_steps - 1), random_seconds(rng))

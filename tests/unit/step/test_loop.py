@@ -42,7 +42,7 @@ def make_loop(group, rewards=None, warmup_steps=0, minibatch_size=2):
         grader=Grader(config.reward, rewards, str),
         recorder=SimpleNamespace(elapsed_s=0.0),
         stop_after=lambda step: None,
-        **dict.fromkeys(names),
+        **dict.fromkeys(names) | {"rollout": SimpleNamespace(weights_changed=lambda: None)},
     )
     return TrainingLoop(config, parts)
 
@@ -149,10 +149,12 @@ def make_watched_loop(action, *, compare=None, healthy_checkpoint="step-1", num_
         newest_step=-1,
         num_failed=0,
     )
-    rollout = SimpleNamespace(restarts=list, weight_version=1, publish=lambda: SimpleNamespace(seconds=0.1, num_bytes=8, buffer_bytes=0))
+    rollout = SimpleNamespace(restarts=list, trainer_version=1, publish=lambda: SimpleNamespace(seconds=0.1, num_bytes=8, buffer_bytes=0))
     parts = Parts(
         group=RecordingGroup(),
-        pool=SimpleNamespace(position=lambda: {"next_id": 7}),
+        pool=SimpleNamespace(
+            position=lambda: {"next_id": 7}, release_finished=lambda step: [], snapshot=lambda: lambda: {"next_id": 5}
+        ),
         collector=None,
         rollout=rollout,
         grader=None,
@@ -180,6 +182,7 @@ def test_a_dead_policy_is_warned_of_and_its_watchdog_is_in_the_checkpoint():
     assert len(seen.warnings) == 2 and "the gradient of the policy is zero" in seen.warnings[0]
     assert loop._states[3].metrics["health/num_signs"] == 1
     assert [driver["watchdog"]["num_steps"]["gradient"] for driver in seen.saved] == [1, 2, 3, 4]
+    assert seen.saved[0]["pool"] == {"next_id": 5}
 
 
 @pytest.mark.parametrize(("action", "raised"), [(HealthAction.stop, TrainingDied), (HealthAction.roll_back, RollBack)])

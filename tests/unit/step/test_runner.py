@@ -111,7 +111,7 @@ def test_generation_starts_while_the_calling_thread_is_inside_a_trainer_stage(ev
     runner.run(actions, 0, 2)
 
 
-@pytest.mark.parametrize("mode", list(Mode))
+@pytest.mark.parametrize("mode", [Mode.sync, Mode.tppo])
 @pytest.mark.parametrize("moment", ["generate", "score", "advantages", "update_policy", "publish", "evaluate", "update_critic"])
 def test_a_run_that_is_asked_to_stop_ends_with_all_models_after_the_same_step(event_loop, mode, moment):
     """Whatever stage of step 2 is in progress; generation and evaluation are left, not waited for."""
@@ -147,3 +147,49 @@ def test_a_run_that_is_asked_to_stop_ends_with_all_models_after_the_same_step(ev
     began = moment in ("update_policy", "publish", "evaluate", "update_critic")
     assert updates == ([2, 2] if began else [1, 1])
     assert not any(step > 2 for _, step in done)
+
+
+@pytest.mark.parametrize("asked_during", ["generate", "update_policy"])
+def test_a_run_that_generates_ahead_ends_its_window_before_it_stops(event_loop, asked_during):
+    """Its tokens belong to the state after the step that trains meanwhile: no later weights would sample them again."""
+    graph, asked, generated, trained = step_graph(Mode.async_), threading.Event(), [], []
+    training, generating = threading.Event(), threading.Event()
+
+    async def generate(step):
+        if step == 3:
+            generating.set()
+            while not training.is_set():
+                await asyncio.sleep(0.01)
+            if asked_during == "generate":
+                asked.set()
+                runner.wake()
+            await asyncio.sleep(0.2)
+        generated.append(step)
+
+    async def evaluate(step):
+        if step == 1:  # the window of step 3 cannot begin before the run is asked to stop
+            while asked_during == "update_policy" and not asked.is_set():
+                await asyncio.sleep(0.01)
+
+    def update_policy(step):
+        if step == 2:
+            training.set()
+            if asked_during == "update_policy":
+                asked.set()
+                runner.wake()
+            else:
+                assert asked.wait(5.0)
+        trained.append(step)
+
+    actions = {stage.name: lambda step: None for stage in graph}
+    actions |= {"generate": generate, "evaluate": evaluate, "update_policy": update_policy}
+    runner = StageRunner(
+        graph,
+        event_loop,
+        stall_timeout_s=5.0,
+        on_span=lambda *span: None,
+        heartbeat=lambda: None,
+        stop_requested=asked.is_set,
+    )
+    runner.run(actions, 0, 99)
+    assert trained[-1] == 2 and generated == [0, 1, 2, 3]

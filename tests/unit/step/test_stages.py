@@ -64,10 +64,29 @@ def test_in_sync_nothing_overlaps():
 
 @pytest.mark.parametrize("mode", list(Mode))
 def test_a_window_is_generated_with_the_weights_of_the_step_before_and_valued_by_its_critic(mode):
-    log = simulate(mode, DURATIONS, 4)
+    """In async mode with those of the step before that, whose training goes on meanwhile."""
+    log, lag = simulate(mode, DURATIONS, 4), 2 if mode is Mode.async_ else 1
     for step in range(1, 4):
-        assert span(log, "generate", step)[0] >= span(log, "publish", step - 1)[1]
+        if step >= lag:
+            assert span(log, "generate", step)[0] >= span(log, "publish", step - lag)[1]
         assert span(log, "values", step)[0] >= span(log, "update_critic", step - 1)[1]
+
+
+def test_in_async_a_step_takes_as_long_as_the_longer_half_and_the_publish():
+    """The trainer has 7 s a step, the servers 4 or 9; between two windows both wait for the publish of 0.5 s."""
+    for generate_s, step_s in ((4.0, 7.5), (9.0, 9.5)):
+        log = simulate(Mode.async_, DURATIONS | {"generate": generate_s}, 8)
+        published = [end for name, _, _, end in log if name == "publish"]
+        assert [later - one for one, later in itertools.pairwise(published[1:-1])] == [pytest.approx(step_s)] * 5
+
+
+def test_async_without_staleness_is_tppo():
+    assert step_graph(Mode.async_, reference=True, ahead=False) == step_graph(Mode.tppo, reference=True)
+    config = Config()
+    config.schedule.mode, config.schedule.max_staleness = Mode.async_, 0
+    assert graph_of(config) == graph_of(Config())
+    config.schedule.max_staleness = 3
+    assert graph_of(config) == step_graph(Mode.async_)
 
 
 COLOCATED = DURATIONS | {"evaluate": 2.0, "sleep": 0.1, "reference_logprobs": 1.0, "score": 0.3, "checkpoint": 0.5}

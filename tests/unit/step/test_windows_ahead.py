@@ -1,0 +1,361 @@
+"""Mode async by the loop's own code, with stand-ins for servers, trainer and clock: its laws over random durations.
+
+A token says which response and which place it is of, and its log-prob by which weights it was sampled, so that what
+trains can be told from what should.
+"""
+
+import asyncio
+import functools
+import inspect
+import json
+import random
+from collections import Counter
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_rl.config.schema import Config, HealthAction, HealthConfig, KlPlace, Mode, TrainsOn
+from megatron_rl.data.sampler import PromptSampler
+from megatron_rl.data.slots import SlotPool
+from megatron_rl.data.trajectory import Prompt, Score, Segment, Trajectory
+from megatron_rl.step.collect import Collector
+from megatron_rl.step.grading import Grader
+from megatron_rl.step.graph import Frontier
+from megatron_rl.step.loop import Parts, TrainingLoop
+from megatron_rl.step.stages import KEEPER, LASTING, graph_of
+from megatron_rl.step.watchdog import Watchdog
+from megatron_rl.training.engine import UpdateResult
+
+BUDGET, WINDOW, NUM_SLOTS, NUM_STEPS = 12, 3, 6, 7
+LENGTHS = random.Random(7).choices(range(1, BUDGET + 3), k=500)
+PROMPT = 999
+
+
+class Killed(Exception):
+    pass
+
+
+class Ranks:
+    """Stands in for the trainer ranks: their models are numbers of updates."""
+
+    def __init__(self, policy=0, critic=0):
+        self.policy, self.critic = policy, critic
+        self.trained = {"policy": [], "critic": []}
+        """(step, number of policy updates before it, tokens, numbers that they train with)"""
+        self.step = 0
+
+    def stage(self, step, name):
+        self.step = step
+        return nullcontext()
+
+    def use_by_stage(self):
+        return {}
+
+    def logprobs(self, batch, *, temperature, engine="policy"):
+        return -0.01 * (1 + (self.policy if engine == "policy" else 0)) * torch.ones(len(batch.tokens))
+
+    def values(self, batch):
+        values = 0.001 * batch.tokens.float() + 0.1 * self.critic
+        return values, values[batch.cu_seqlens[1:] - 1]
+
+    def update(self, engine, batch, *, objective, denominators, temperature=1.0):
+        mask = batch.fields["mask"]
+        numbers = batch.fields["advantages" if engine == "policy" else "returns"][mask]
+        if engine == "policy":
+            numbers = numbers * batch.fields["weights"][mask]
+        self.trained[engine].append((self.step, self.policy, batch.tokens[mask].tolist(), numbers.tolist()))
+        return UpdateResult(1.0, 1e-3, {f"{objective}_loss": (1.0, 1.0)}, skipped=False)
+
+
+class Servers:
+    """Stands in for the rollout side; the weights that it got are the trainer's number of updates at that moment."""
+
+    def __init__(self, ranks, version=0):
+        self.ranks, self.weights, self.weight_version, self.trainer_version = ranks, ranks.policy, version, version
+        self.sampled_by, self.evaluated, self.generating = {}, [], False
+        self.num_live_servers, self.num_restarts = 1, 0
+        self.sizes = []
+
+    def weights_changed(self):
+        self.trainer_version = self.weight_version + 1
+
+    def publish(self):
+        assert not self.generating, "a publish met running requests"
+        self.weights = self.ranks.policy
+        self.weight_version = self.trainer_version
+        return SimpleNamespace(seconds=0.0, num_bytes=0)
+
+    def wake(self):
+        pass
+
+    def restarts(self):
+        return []
+
+    async def generate(self, trajectories, *, step, window_tokens, is_enough=None):
+        self.sizes.append(len(trajectories))
+        for t in trajectories:
+            first = t.num_response_tokens
+            count = min(window_tokens, LENGTHS[t.id] - first, BUDGET - first)
+            if count <= 0:
+                continue
+            tokens = tuple(BUDGET * t.id + first + i for i in range(count))
+            self.sampled_by |= dict.fromkeys(tokens, self.weights)
+            reason = "stop" if first + count == LENGTHS[t.id] else "length"
+            mu = (-0.01 * (1 + self.weights),) * count
+            t.segments.append(Segment(tokens, mu, self.weight_version, reason, step))
+        return {}
+
+
+async def scored(items):
+    return [Score(float(len(item.response) % 2)) for item in items]
+
+
+class Recorder:
+    elapsed_s, num_steps_done = 0.0, 0
+
+    def __init__(self):
+        self.rows = {}
+        self.console = SimpleNamespace(warning=lambda text: None)
+
+    def note_work(self, *stage, **facts):
+        pass
+
+    def keep_timeline(self):
+        pass
+
+    def end(self, step, metrics, *, num_server_restarts):
+        self.num_steps_done = step + 1
+        self.keep(step, metrics)
+
+    def keep(self, step, metrics):
+        of_the_process = ("rollout/num_live_servers", "checkpoint/num_failed", "sync/")
+        self.rows[step] = {name: value for name, value in metrics.items() if not name.startswith(of_the_process)}
+
+
+class Saver:
+    """Keeps what a real one writes down, as text."""
+
+    num_failed = 0
+
+    def __init__(self, ranks, every):
+        self.ranks, self.every, self.newest_step, self.newest = ranks, every, -1, None
+
+    def due(self, step):
+        return (step + 1) % self.every == 0
+
+    def save(self, step, driver, *, weight_version, healthy):
+        self.newest_step = step
+        self.newest = json.dumps(
+            {"step": step, "version": weight_version, "models": [self.ranks.policy, self.ranks.critic], **driver}
+        )
+        return ""
+
+
+class ToyRun:
+    """A run of the loop, from its start or from a checkpoint, whose stages end in an order that ``rng`` draws."""
+
+    def __init__(self, config, rng, checkpoint=None, save_every=2):
+        self.config, self.rng = config, rng
+        state = json.loads(checkpoint) if checkpoint else {"step": -1, "version": 1, "models": [0, 0]}
+        self.first_step = state["step"] + 1
+        self.ranks, self.recorder = Ranks(*state["models"]), Recorder()
+        self.servers = Servers(self.ranks, state["version"])
+        self.acted = set()
+        prompts = [Prompt(str(i), (PROMPT,)) for i in range(11)]
+        self.pool = SlotPool(PromptSampler(prompts, seed=1), self.start, num_slots=NUM_SLOTS, num_samples_per_prompt=2)
+        grader = Grader(config.reward, SimpleNamespace(score_many=scored), lambda ids: "x" * (sum(ids) % 7))
+        self.saver = Saver(self.ranks, save_every)
+        self.loop = TrainingLoop(
+            config,
+            Parts(
+                group=self.ranks,
+                pool=self.pool,
+                collector=Collector(config, self.pool, self.servers, grader),
+                rollout=self.servers,
+                grader=grader,
+                evaluator=SimpleNamespace(evaluate_if_due=self.evaluate),
+                recorder=self.recorder,
+                saver=self.saver,
+                keeper=SimpleNamespace(keep_if_due=lambda step, trained_s: None),
+                process_rewarder=None,
+                stop_after=lambda step: None,
+                parity=SimpleNamespace(due=lambda step: False),
+                watchdog=Watchdog(HealthConfig(**dict.fromkeys(("entropy", "reward_drop", "mismatch"), HealthAction.ignore))),
+            ),
+        )
+        if checkpoint:
+            self.pool.load_state(state["pool"])
+            self.recorder.keep(state["step"], state["metrics"])
+        self.loop.load_state(state)
+        self.loop._children = SimpleNamespace(cpu_s=lambda: 0.0)
+
+    @staticmethod
+    def start(prompt, id, *, group_id, sample_index):
+        return Trajectory(id, prompt, group_id, sample_index, BUDGET)
+
+    async def evaluate(self, step):
+        self.servers.evaluated.append((step, self.servers.weights))
+        return {}
+
+    def go(self, *, kill_after=None, stop_after=None):
+        """To the end; Killed after so many stages; wound up as by a signal after so many, and saved."""
+        graph, num_done = graph_of(self.config), 0
+        actions, frontier = self.loop.actions(graph), Frontier(graph, self.first_step, NUM_STEPS - 1)
+        left = {}
+        while not frontier.done:
+            for run in frontier.ready():
+                frontier.start(run)
+                left[run] = self.rng.choice([0.0, 0.1, 1.0, 3.0])
+                self.servers.generating |= run.stage.name == "generate"
+                if run.stage.name != "update_policy" and self.rng.random() < 0.5:
+                    self.act(actions, run)  # at its start, else at its end: whatever comes between must not matter
+                    left[run] += 1e-9
+            run = min(left, key=left.get)
+            passed = left.pop(run)
+            left = {other: max(seconds - passed, 0.0) for other, seconds in left.items()}
+            if run not in self.acted:
+                self.act(actions, run)
+            self.servers.generating &= run.stage.name != "generate"
+            frontier.finish(run)
+            num_done += 1
+            if num_done == kill_after:
+                raise Killed
+            if num_done == stop_after:
+                needed = frontier.wind_up(LASTING, KEEPER)
+                for abandoned in [run for run in left if run.stage.name in ("generate", "score", "evaluate")]:
+                    if abandoned not in needed:
+                        del left[abandoned]
+                        frontier.finish(abandoned)
+                        self.servers.generating &= abandoned.stage.name != "generate"
+        if stop_after:
+            self.loop.close_stopped()
+        return self
+
+    def act(self, actions, run):
+        self.acted.add(run)
+        found = actions[run.stage.name](run.step)
+        if inspect.iscoroutine(found):
+            asyncio.run(found)
+        if run.stage.name == "update_policy":
+            self.ranks.policy += 1
+        if run.stage.name == "update_critic":
+            self.ranks.critic += 1
+
+    def history(self, until=NUM_STEPS):
+        """All that trained, by step; metrics; slots at the end."""
+        updates = {
+            name: [one for one in self.ranks.trained[name] if one[0] < until] for name in ("policy", "critic")
+        }
+        return updates, {step: row for step, row in self.recorder.rows.items() if step < until}
+
+
+def make_config(mode=Mode.async_, **schedule):
+    config = Config()
+    config.run.num_steps, config.critic.warmup_steps = NUM_STEPS, schedule.pop("warmup", 0)
+    config.batch.num_prompts_per_step, config.batch.num_samples_per_prompt = NUM_SLOTS // 2, 2
+    config.batch.max_response_tokens, config.batch.window_tokens = BUDGET, WINDOW
+    config.batch.policy_minibatch_size = config.batch.critic_minibatch_size = NUM_SLOTS
+    config.algorithm.ignore_boundary_tokens = 0
+    config.algorithm.correction.weight = "token"
+    config.schedule.mode = mode
+    for name, value in schedule.items():
+        setattr(config.schedule, name, value)
+    return config
+
+
+RANDOM = st.randoms(use_true_random=False)
+quick = settings(max_examples=15, deadline=None)
+NUM_RUNS = 11 * NUM_STEPS
+"""Stage runs of a run."""
+
+
+@functools.cache
+def whole():
+    """What every run of the configuration has to come to."""
+    return ToyRun(make_config(), random.Random(0)).go()
+
+
+@quick
+@given(RANDOM, st.sampled_from([TrainsOn.windows, TrainsOn.responses]))
+def test_every_token_trains_the_policy_once_and_every_response_the_critic_once(rng, policy_trains_on):
+    run = ToyRun(make_config(policy_trains_on=policy_trains_on), rng).go()
+
+    counts = {name: Counter(t for _, _, tokens, _ in run.ranks.trained[name] for t in tokens) for name in run.ranks.trained}
+    assert set(counts["policy"].values()) == set(counts["critic"].values()) == {1}
+    assert all(count == NUM_SLOTS for count in run.servers.sizes) and len(run.servers.sizes) == NUM_STEPS
+    if policy_trains_on is TrainsOn.windows:
+        assert set(counts["policy"]) == set(run.servers.sampled_by)
+    else:
+        assert set(counts["policy"]) == set(counts["critic"])
+    ended = Counter(t // BUDGET for t in counts["critic"])
+    assert all(number == min(LENGTHS[id], BUDGET) for id, number in ended.items())
+    in_progress = {t for t in run.servers.sampled_by if t // BUDGET not in ended}
+    assert {t // BUDGET for t in in_progress} == {t["id"] for t in run.pool.state()["slots"]}
+
+
+@quick
+@given(RANDOM, st.integers(0, 2))
+def test_no_token_is_more_than_one_update_old_when_it_trains(rng, warmup):
+    run = ToyRun(make_config(warmup=warmup), rng).go()
+    for step, _, tokens, _ in run.ranks.trained["policy"]:
+        # Weights of the toy move in every step, also while the policy rests; it is not published then.
+        found = {step - run.servers.sampled_by[t] for t in tokens}
+        assert step >= warmup and (warmup or found == {min(step, 1)})
+    for step, row in run.recorder.rows.items():
+        most = float(step > warmup)
+        assert row["rollout/staleness_max"] == row["rollout/staleness_mean"] == most
+
+
+@quick
+@given(RANDOM)
+def test_what_is_sampled_and_trained_depends_on_no_stages_duration(rng):
+    run = ToyRun(make_config(), rng).go()
+    assert run.history() == whole().history()
+    assert run.servers.evaluated == [(step, step + 1) for step in range(NUM_STEPS)]
+
+
+@quick
+@given(RANDOM, st.integers(1, NUM_RUNS - 1), st.integers(1, 3))
+def test_a_run_that_is_killed_goes_on_as_the_same_run(rng, kill_after, save_every):
+    run = ToyRun(make_config(), rng, save_every=save_every)
+    with pytest.raises(Killed):
+        run.go(kill_after=kill_after)
+    again = ToyRun(make_config(), rng, run.saver.newest, save_every).go()
+    assert_same_run(run, again)
+
+
+@quick
+@given(RANDOM, st.integers(1, NUM_RUNS - 1))
+def test_a_run_that_is_asked_to_stop_saves_and_goes_on_as_the_same_run(rng, stop_after):
+    run = ToyRun(make_config(), rng, save_every=99).go(stop_after=stop_after)
+    newest = max((step for step, *_ in run.ranks.trained["policy"]), default=-1)
+    assert run.saver.newest_step == newest
+    assert_same_run(run, ToyRun(make_config(), rng, run.saver.newest).go())
+
+
+def assert_same_run(run, again):
+    earlier, rows = run.history(until=again.first_step)
+    later, later_rows = again.history()
+    updates, expected_rows = whole().history()
+    assert {name: earlier[name] + later[name] for name in updates} == updates
+    assert rows | later_rows == expected_rows
+    assert again.pool.state() == whole().pool.state()
+
+
+def test_without_staleness_it_is_tppo():
+    """Token for token, number for number."""
+    runs = [ToyRun(make_config(mode, max_staleness=0), random.Random(1)).go() for mode in (Mode.async_, Mode.tppo)]
+    assert runs[0].history() == runs[1].history() != whole().history()
+    assert all(row["rollout/staleness_max"] == 0 for row in runs[0].recorder.rows.values())
+    assert runs[0].pool.state() == runs[1].pool.state()
+
+
+def test_a_kl_penalty_is_measured_over_all_windows_of_a_response():
+    config = make_config()
+    config.algorithm.kl.place, config.algorithm.kl.estimator, config.algorithm.kl.coef = KlPlace.reward, "k1", 0.1
+    one, two = (ToyRun(config, random.Random(seed)).go() for seed in (3, 4))
+    assert one.history() == two.history() and any("kl/reference_per_response" in row for row in one.recorder.rows.values())
