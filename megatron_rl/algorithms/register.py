@@ -119,7 +119,7 @@ def advantage(name: str = "") -> Callable[[Function], Function]:
     outcomes: [N] the rewards of each sequence, summed.
 
     It returns advantages [T], or [N] where all tokens of a sequence share one. A function that needs ``values`` gives
-    the run a critic; without one the run must generate full responses (schedule.mode=sync). A function that needs
+    the run a critic; without one, in windows, a group trains when all of its responses have ended. A function that needs
     ``group_ids`` asks for at least two responses to a prompt, and for one that needs ``baselines`` a further response to
     each prompt is generated greedily, which trains nothing.
     """

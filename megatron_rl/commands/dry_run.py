@@ -90,10 +90,10 @@ def _stage_table(config: Config) -> Table:
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column("stage", no_wrap=True)
     table.add_column("runs on", no_wrap=True)
-    table.add_column("waits for (k-1: of the step before)", overflow="fold")
+    table.add_column("waits for (k-1: of the step before; k+1: of the one after)", overflow="fold")
     table.add_column("makes", overflow="fold")
     for stage in graph:
-        waits = [f"{product}(k-{distance})" if distance else product for product, distance in stage.waits_for]
+        waits = [f"{product}(k{-distance:+})" if distance else product for product, distance in stage.waits_for]
         runs_on = "+".join(sorted(resource.value for resource in stage.occupies))
         table.add_row(stage.name, runs_on, ", ".join(waits), ", ".join(stage.products))
     return table

@@ -16,6 +16,7 @@ from megatron_rl.config.schema import (
     RolloutConfig,
     RunConfig,
     ScheduleConfig,
+    TrainsOn,
 )
 from megatron_rl.errors import ConfigError, ModelError
 from megatron_rl.families.facts import has_vision, read_model_json
@@ -143,6 +144,16 @@ def answer_timeout_s(request_timeout_s: float, num_new_tokens: int) -> float:
 def runs_ahead(schedule: ScheduleConfig) -> bool:
     """A window is generated while the step before trains, so that its tokens are one update old when they train."""
     return schedule.mode is Mode.async_ and schedule.max_staleness > 0
+
+
+def trains_whole_responses(config: Config) -> bool:
+    """The policy trains on responses that have ended, over all their windows."""
+    return config.schedule.policy_trains_on is TrainsOn.responses or trains_whole_groups(config)
+
+
+def trains_whole_groups(config: Config) -> bool:
+    """In windows and without a critic: all responses to a prompt train together, in the step in which the last one ends."""
+    return config.schedule.mode is not Mode.sync and not needs_critic(config)
 
 
 class WeightMethod(Enum):

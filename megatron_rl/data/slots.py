@@ -40,7 +40,10 @@ class SlotPool:
         num_slots: int,
         num_samples_per_prompt: int,
         num_samples_by_type: Mapping[str, int] | None = None,
+        holds_groups: bool = False,
     ) -> None:
+        """``holds_groups``: what has finished is released once all of its group has."""
+        self._holds_groups = holds_groups
         self._sampler = sampler
         self._start = start
         self._num_slots = num_slots
@@ -68,9 +71,23 @@ class SlotPool:
 
     def release_finished(self, step: int | None = None) -> list[Trajectory]:
         """Take out the trajectories that have finished, in ``step`` or before where one is given."""
-        finished = [t for t in self._slots if _ended_by(t, step)]
-        self._slots = [t for t in self._slots if not _ended_by(t, step)]
+        whole = {t.group_id for group in self._whole_groups(step) for t in group}
+        leaves = {t.id for t in self._slots if _ended_by(t, step) and (not self._holds_groups or t.group_id in whole)}
+        finished = [t for t in self._slots if t.id in leaves]
+        self._slots = [t for t in self._slots if t.id not in leaves]
         return finished
+
+    def ended_groups(self, step: int) -> list[list[Trajectory]]:
+        """The groups of which the last response ended in ``step``, in the order in which they were started."""
+        return [group for group in self._whole_groups(step) if any(t.segments[-1].step == step for t in group)]
+
+    def _whole_groups(self, step: int | None) -> list[list[Trajectory]]:
+        """All of their responses are here and finished, in ``step`` or before."""
+        groups: dict[int, list[Trajectory]] = {}
+        for t in self._slots:
+            if _ended_by(t, step):
+                groups.setdefault(t.group_id, []).append(t)
+        return [group for group in groups.values() if len(group) == self._group_size(group[0].prompt)]
 
     def discard(self, trajectories: Iterable[Trajectory]) -> None:
         """Take these out, finished or not; those that left already are passed over."""

@@ -13,9 +13,10 @@ from megatron_rl.config.derived import (
     num_responses_per_step,
     runs_ahead,
     server_placement,
+    trains_whole_responses,
     window_jitter_tokens,
 )
-from megatron_rl.config.schema import Config, Mode, OldPolicy, TrainsOn
+from megatron_rl.config.schema import Config, Mode, OldPolicy
 from megatron_rl.config.schema.bounds import bound_problems, kind_problems
 from megatron_rl.errors import ConfigError
 from megatron_rl.simulation.decoding import Limits
@@ -126,7 +127,7 @@ def scenario_of(config: Config) -> Scenario:
         process_rewards=bool(config.reward.process.path),
         colocated=server_placement(config.rollout).shares_devices,
         ahead=runs_ahead(config.schedule),
-        whole_responses=config.schedule.policy_trains_on is TrainsOn.responses,
+        whole_responses=trains_whole_responses(config),
         recomputes_old=config.algorithm.correction.old_policy is not OldPolicy.rollout,
         policy_minibatch_size=batch.policy_minibatch_size,
         critic_minibatch_size=batch.critic_minibatch_size,

@@ -1,8 +1,9 @@
 """Which responses a step works on: one window per slot, over-sampling with abort, or groups with a mixed outcome.
 
 Laws: windows (``schedule.mode=tppo`` or ``async``) keep every token: a response that was aborted has a shorter window and
-goes on in the next step. Full responses (``sync``) are taken in whole groups: what over-sampling cut short and what dynamic
-sampling sorted out leaves the pool and is counted.
+goes on in the next step. Without a critic a group trains in the step in which its last response ends, and with dynamic
+sampling not at all where its rewards are equal. Full responses (``sync``) are taken in whole groups: what over-sampling
+cut short and what dynamic sampling sorted out leaves the pool and is counted.
 """
 
 from collections.abc import Sequence
@@ -42,7 +43,8 @@ class Collector:
         The metrics count the responses that go on from an earlier step, and what was discarded.
         """
         self.rounds = []
-        if self._config.algorithm.dynamic_sampling.enabled:
+        sorts_out = self._config.algorithm.dynamic_sampling.enabled
+        if sorts_out and self._config.schedule.mode is Mode.sync:
             return await self._mixed_groups(step)
         trajectories = self._pool.fill(step)
         num_carried = sum(any(segment.step < step for segment in t.segments) for t in trajectories)
@@ -51,11 +53,35 @@ class Collector:
             await self._generate(trajectories, step)
         else:  # a checkpoint has brought its tokens
             self.rounds.append(generated_rows(trajectories, step, {}))
+        if sorts_out:
+            await self._grader.grade(trajectories, step)
+            metrics |= self._kinds(self._pool.ended_groups(step))
         if self._config.schedule.mode is not Mode.sync or self._config.rollout.over_sampling == 1.0:
             return trajectories, metrics
         kept = list(chain(*self._blocks(self._complete_groups(trajectories))[: self._num_blocks]))
         num_discarded = self._discard_all_but(trajectories, kept)
         return kept, metrics | {"rollout/num_discarded": float(num_discarded)}
+
+    def ended_groups(self, step: int) -> list[Trajectory]:
+        """The responses that train, where groups train whole: of the groups whose last one ended in ``step``.
+
+        With dynamic sampling only groups whose rewards differ; what it leaves out has had its slots, and no other prompt
+        takes its place in this step.
+        """
+        settings, groups = self._config.algorithm.dynamic_sampling, self._pool.ended_groups(step)
+        if settings.enabled:
+            groups = [group for group in groups if outcome_kind(group, settings.correct_from) == "mixed"]
+        return list(chain(*groups))
+
+    def _kinds(self, groups: Sequence[Group]) -> dict[str, float]:
+        """What dynamic sampling makes of the groups that ended in a step."""
+        if not groups:
+            return {}
+        kinds = [outcome_kind(group, self._config.algorithm.dynamic_sampling.correct_from) for group in groups]
+        names = {"mixed": "useful", "all_right": "all_right", "all_wrong": "all_wrong"}
+        shares = {f"dynamic_sampling/{name}_share": kinds.count(kind) / len(kinds) for kind, name in names.items()}
+        rewards = [t.reward for group in groups for t in group if t.reward is not None]
+        return shares | ({"dynamic_sampling/reward_mean": sum(rewards) / len(rewards)} if rewards else {})
 
     async def _mixed_groups(self, step: int) -> tuple[list[Trajectory], dict[str, float]]:
         """Dynamic sampling (DAPO, arXiv 2503.14476, eq. 11): generate until enough groups have differing rewards."""

@@ -12,6 +12,7 @@ from megatron_rl.config.derived import (
     eval_sets,
     needs_greedy,
     responses_per_group,
+    trains_whole_groups,
     window_jitter_tokens,
 )
 from megatron_rl.config.schema import Config
@@ -156,4 +157,5 @@ def _slot_pool(config: Config, train_set: PromptSet, start: Callable[..., Trajec
         num_slots=math.ceil(num_started / block) * (block + with_greedy),
         num_samples_per_prompt=num_samples,
         num_samples_by_type=batch.num_samples_by_type,
+        holds_groups=trains_whole_groups(config),
     )

@@ -13,7 +13,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_rl.algorithms.settling import Settling
-from megatron_rl.config.derived import effective_window_tokens, needs_greedy
+from megatron_rl.config.derived import (
+    effective_window_tokens,
+    needs_greedy,
+    trains_whole_groups,
+    trains_whole_responses,
+)
 from megatron_rl.config.schema import Config, HealthAction, OldPolicy, RoutingReplay, TrainsOn
 from megatron_rl.data.batch import PackedBatch
 from megatron_rl.data.slots import SlotPool
@@ -108,7 +113,9 @@ class TrainingLoop:
         rounds = self._parts.collector.rounds
         self._parts.recorder.note_work("generate", step, cpu_s=used_s, cores=os.cpu_count() or 1, rounds=rounds)
         trajectories = [t for t in slots if t.window_tokens(step) and not t.greedy]
-        if self._trained_window(step) is None:
+        if trains_whole_groups(self._config):
+            trajectories = self._parts.collector.ended_groups(step)
+        elif self._trained_window(step) is None:
             trajectories = [t for t in trajectories if t.finished]
         # On a thread next to the event loop: images are read and cut there.
         batch = await asyncio.to_thread(window_batch, trajectories, self._trained_window(step), self._parts.vision)
@@ -279,7 +286,7 @@ class TrainingLoop:
 
     def _trained_window(self, step: int) -> int | None:
         """The step whose tokens this one trains on; None: whole responses, over all their windows."""
-        return None if self._config.schedule.policy_trains_on is TrainsOn.responses else step
+        return None if trains_whole_responses(self._config) else step
 
     def _examine(self, step: int) -> None:
         parts, metrics = self._parts, self._states[step].metrics

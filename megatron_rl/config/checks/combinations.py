@@ -11,6 +11,7 @@ from megatron_rl.config.derived import (
     num_responses_per_step,
     runs_ahead,
     server_placement,
+    trains_whole_responses,
     window_jitter_tokens,
 )
 from megatron_rl.config.schema import (
@@ -109,13 +110,13 @@ def _full_responses(config: Config) -> Iterator[str]:
     if config.schedule.mode is Mode.sync:
         return
     algorithm = config.algorithm
-    if not needs_critic(config):
+    if register.needs_greedy(algorithm.advantage):
         yield (
-            f"schedule.mode: algorithm.advantage={algorithm.advantage} compares full responses, but windows end the "
-            "responses to a prompt in different steps; set schedule.mode=sync, or algorithm.advantage=egae"
+            f"schedule.mode: algorithm.advantage={algorithm.advantage} compares with a greedy response of the same weights, but "
+            "windows of one response have several; set schedule.mode=sync"
         )
     full_only = {
-        "algorithm.dynamic_sampling.enabled": algorithm.dynamic_sampling.enabled,
+        "algorithm.dynamic_sampling.enabled": algorithm.dynamic_sampling.enabled and needs_critic(config),
         "reward.process.path": bool(config.reward.process.path),
     }
     for key, used in full_only.items():
@@ -133,9 +134,9 @@ def _old_tokens(config: Config) -> Iterator[str]:
             "weight=none trains them as if the newest had; set token (decoupled loss, the default there), or "
             "algorithm.correction.old_policy=rollout"
         )
-    if config.schedule.policy_trains_on is TrainsOn.windows or window >= config.batch.max_response_tokens:
+    if not trains_whole_responses(config) or window >= config.batch.max_response_tokens:
         return
-    if config.schedule.critic_trains_on is TrainsOn.windows:
+    if needs_critic(config) and config.schedule.critic_trains_on is TrainsOn.windows:
         yield (
             "schedule.critic_trains_on: values are read of what the policy trains on, and with policy_trains_on=responses that is no "
             "window; set responses"

@@ -123,10 +123,10 @@ class CorrectionConfig:
 
 @dataclass
 class DynamicSamplingConfig:
-    """Only groups of responses whose rewards differ are trained on (DAPO); needs schedule.mode=sync."""
+    """Only groups of responses whose rewards differ are trained on (DAPO); not with a critic in windows."""
 
     enabled: bool = False
-    """Replace groups whose responses all have the same reward by new prompts."""
+    """Replace groups whose responses all have the same reward by new prompts; in windows they are left out alone."""
     max_rounds: int = at_least(1, default=10)
     """Rounds of generation in one step before the run stops."""
     correct_from: float = 1.0

@@ -278,7 +278,8 @@ def test_a_later_recipe_overrides_an_earlier_one_and_may_choose_the_preset(recip
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        (["preset=tppo", "algorithm.advantage=group"], "schedule.mode.*different steps"),
+        (["preset=tppo", "algorithm.advantage=group"], "policy_trains_on: .*older policies.*old_policy=rollout"),
+        (["preset=remax", "schedule.mode=tppo", "batch.window_tokens=32"], "schedule.mode: .*greedy.*schedule.mode=sync"),
         (["preset=grpo", "batch.num_samples_per_prompt=1"], "num_samples_per_prompt.*at least 2"),
         (["preset=tppo", "schedule.policy_trains_on=responses"], "policy_trains_on: .*old_policy=rollout"),
         (
@@ -286,7 +287,6 @@ def test_a_later_recipe_overrides_an_earlier_one_and_may_choose_the_preset(recip
             "schedule.critic_trains_on: .*set responses",
         ),
         (["preset=tppo", "algorithm.dynamic_sampling.enabled=true"], "dynamic_sampling.enabled.*schedule.mode=sync"),
-        (["schedule.mode=async", "algorithm.advantage=group"], "schedule.mode.*different steps"),
         (["schedule.mode=async", "algorithm.correction.weight=none"], "correction.weight: .*set token"),
         (["schedule.mode=async", "rollout.placement=colocated"], "schedule.mode: .*take turns.*disaggregated"),
         (["schedule.mode=async", "policy.moe.routing_replay=R3"], "routing_replay: .*checkpoints.*set R2"),
@@ -333,6 +333,13 @@ def test_tokens_of_an_older_policy_train_with_the_decoupled_loss_unless_somethin
     assert weight("algorithm.correction.old_policy=rollout") == "none"
     assert weight("schedule.max_staleness=0") == weight("schedule.mode=tppo") == "none"
     assert weight("schedule.policy_trains_on=responses") == "token"
+
+
+@pytest.mark.parametrize("preset", ["grpo", "dapo", "gspo", "rloo", "reinforce_pp"])
+def test_presets_without_a_critic_run_in_windows(recipe, preset):
+    words = [f"preset={preset}", "batch.num_samples_per_prompt=4", "algorithm.overlong_buffer_tokens=8", "batch.window_tokens=32"]
+    check_config(load_config(recipe, [*words, "schedule.mode=async"]), command="train")
+    check_config(load_config(recipe, [*words, "schedule.mode=tppo", "algorithm.correction.weight=token"]), command="train")
 
 
 @pytest.mark.parametrize("preset", ["vapo", "vc_ppo", "tppo", "ppo", "pag", "seed_vl_hybrid", ""])

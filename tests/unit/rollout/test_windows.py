@@ -125,7 +125,6 @@ def generate(
     fire=None,
     sampling=SAMPLING,
     encode=encode,
-    trains_meanwhile=False,
     **options,
 ):
     recovered = []
@@ -135,7 +134,7 @@ def generate(
 
     warnings = []
     dialogue = Dialogue(environment, encode, environment.stop_strings) if environment else None
-    plan = GenerationPlan(sampling, decode, fire=fire, dialogue=dialogue, trains_meanwhile=trains_meanwhile)
+    plan = GenerationPlan(sampling, decode, fire=fire, dialogue=dialogue)
     made = Window(
         engine, recover, plan, step=step, num_tokens=window, weight_version=1, kind="train", warn=warnings.append
     )
@@ -426,13 +425,16 @@ def test_tokens_of_other_weights_are_refused():
 
 
 def test_a_server_that_starts_again_while_the_policy_trains_may_have_the_version_after_the_published_one():
-    for version in ("1", "2"):
-        t = new_trajectory(dialogue=False)
-        generate(Engine(version=version), [t], trains_meanwhile=True)
-        assert {segment.weight_version for segment in t.segments} == {int(version)}
+    def versions_from(server):
+        plan, t = GenerationPlan(SAMPLING, decode, trains_meanwhile=True), new_trajectory(dialogue=False)
+        window = Window(Engine(version=server), None, plan, step=0, num_tokens=9, weight_version=1, kind="train")
+        asyncio.run(window.fill([t]))
+        return {segment.weight_version for segment in t.segments}
+
+    assert [versions_from("1"), versions_from("2")] == [{1}, {2}]
     for version in ("0", "3"):
         with pytest.raises(StaleWeights):
-            generate(Engine(version=version), [new_trajectory()], trains_meanwhile=True)
+            versions_from(version)
 
 
 @given(st.lists(st.integers(0, 5), max_size=12), st.lists(st.sampled_from(["a", "ab", "b#", "#a#"]), max_size=2))

@@ -152,33 +152,30 @@ def test_a_run_that_is_asked_to_stop_ends_with_all_models_after_the_same_step(ev
 @pytest.mark.parametrize("asked_during", ["generate", "update_policy"])
 def test_a_run_that_generates_ahead_ends_its_window_before_it_stops(event_loop, asked_during):
     """Its tokens belong to the state after the step that trains meanwhile: no later weights would sample them again."""
-    graph, asked, generated, trained = step_graph(Mode.async_), threading.Event(), [], []
-    training, generating = threading.Event(), threading.Event()
+    graph, generated, trained = step_graph(Mode.async_), [], []
+    asked, training = threading.Event(), threading.Event()
+
+    def ask(moment):
+        if moment == asked_during:
+            asked.set()
+            runner.wake()
 
     async def generate(step):
         if step == 3:
-            generating.set()
-            while not training.is_set():
-                await asyncio.sleep(0.01)
-            if asked_during == "generate":
-                asked.set()
-                runner.wake()
+            await asyncio.to_thread(training.wait, 5.0)
+            ask("generate")
             await asyncio.sleep(0.2)
         generated.append(step)
 
     async def evaluate(step):
-        if step == 1:  # the window of step 3 cannot begin before the run is asked to stop
-            while asked_during == "update_policy" and not asked.is_set():
-                await asyncio.sleep(0.01)
+        if step == 1 and asked_during == "update_policy":  # the window of step 3 has not begun when the run is asked
+            await asyncio.to_thread(asked.wait, 5.0)
 
     def update_policy(step):
         if step == 2:
             training.set()
-            if asked_during == "update_policy":
-                asked.set()
-                runner.wake()
-            else:
-                assert asked.wait(5.0)
+            ask("update_policy")
+            assert asked.wait(5.0)
         trained.append(step)
 
     actions = {stage.name: lambda step: None for stage in graph}

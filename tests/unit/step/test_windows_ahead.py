@@ -18,7 +18,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_rl.config.schema import Config, HealthAction, HealthConfig, KlPlace, Mode, TrainsOn
+from megatron_rl.config.derived import trains_whole_groups
+from megatron_rl.config.schema import Config, HealthAction, HealthConfig, KlPlace, Mode, Normalization, TrainsOn
 from megatron_rl.data.sampler import PromptSampler
 from megatron_rl.data.slots import SlotPool
 from megatron_rl.data.trajectory import Prompt, Score, Segment, Trajectory
@@ -77,6 +78,7 @@ class Servers:
     def __init__(self, ranks, version=0):
         self.ranks, self.weights, self.weight_version, self.trainer_version = ranks, ranks.policy, version, version
         self.sampled_by, self.evaluated, self.generating = {}, [], False
+        self.ended = {}
         self.num_live_servers, self.num_restarts = 1, 0
         self.sizes = []
 
@@ -107,6 +109,8 @@ class Servers:
             reason = "stop" if first + count == LENGTHS[t.id] else "length"
             mu = (-0.01 * (1 + self.weights),) * count
             t.segments.append(Segment(tokens, mu, self.weight_version, reason, step))
+            if t.finished:
+                self.ended[t.id] = step
         return {}
 
 
@@ -166,7 +170,9 @@ class ToyRun:
         self.servers = Servers(self.ranks, state["version"])
         self.acted = set()
         prompts = [Prompt(str(i), (PROMPT,)) for i in range(11)]
-        self.pool = SlotPool(PromptSampler(prompts, seed=1), self.start, num_slots=NUM_SLOTS, num_samples_per_prompt=2)
+        sizes = {"num_slots": NUM_SLOTS, "num_samples_per_prompt": 2}
+        holds = trains_whole_groups(config)
+        self.pool = SlotPool(PromptSampler(prompts, seed=1), self.start, **sizes, holds_groups=holds)
         grader = Grader(config.reward, SimpleNamespace(score_many=scored), lambda ids: "x" * (sum(ids) % 7))
         self.saver = Saver(self.ranks, save_every)
         self.loop = TrainingLoop(
@@ -267,16 +273,24 @@ def make_config(mode=Mode.async_, **schedule):
     return config
 
 
+def group_config(mode=Mode.async_, *, dynamic=False):
+    """GRPO in windows, or what DAPO makes of it."""
+    config = make_config(mode)
+    config.algorithm.advantage, config.algorithm.normalization = "group", Normalization.none
+    config.algorithm.dynamic_sampling.enabled = dynamic
+    return config
+
+
 RANDOM = st.randoms(use_true_random=False)
-quick = settings(max_examples=15, deadline=None)
+quick = settings(max_examples=12, deadline=None)
 NUM_RUNS = 11 * NUM_STEPS
-"""Stage runs of a run."""
+"""Stage runs of a run with a critic; without one it has 9 a step."""
 
 
 @functools.cache
-def whole():
+def whole(make=make_config):
     """What every run of the configuration has to come to."""
-    return ToyRun(make_config(), random.Random(0)).go()
+    return ToyRun(make(), random.Random(0)).go()
 
 
 @quick
@@ -319,13 +333,13 @@ def test_what_is_sampled_and_trained_depends_on_no_stages_duration(rng):
 
 
 @quick
-@given(RANDOM, st.integers(1, NUM_RUNS - 1), st.integers(1, 3))
-def test_a_run_that_is_killed_goes_on_as_the_same_run(rng, kill_after, save_every):
-    run = ToyRun(make_config(), rng, save_every=save_every)
+@given(RANDOM, st.integers(1, 9 * NUM_STEPS - 1), st.integers(1, 3), st.sampled_from([make_config, group_config]))
+def test_a_run_that_is_killed_goes_on_as_the_same_run(rng, kill_after, save_every, make):
+    run = ToyRun(make(), rng, save_every=save_every)
     with pytest.raises(Killed):
         run.go(kill_after=kill_after)
-    again = ToyRun(make_config(), rng, run.saver.newest, save_every).go()
-    assert_same_run(run, again)
+    again = ToyRun(make(), rng, run.saver.newest, save_every).go()
+    assert_same_run(run, again, make)
 
 
 @quick
@@ -337,13 +351,38 @@ def test_a_run_that_is_asked_to_stop_saves_and_goes_on_as_the_same_run(rng, stop
     assert_same_run(run, ToyRun(make_config(), rng, run.saver.newest).go())
 
 
-def assert_same_run(run, again):
+def assert_same_run(run, again, make=make_config):
     earlier, rows = run.history(until=again.first_step)
     later, later_rows = again.history()
-    updates, expected_rows = whole().history()
+    updates, expected_rows = whole(make).history()
     assert {name: earlier[name] + later[name] for name in updates} == updates
     assert rows | later_rows == expected_rows
-    assert again.pool.state() == whole().pool.state()
+    assert again.pool.state() == whole(make).pool.state()
+
+
+@quick
+@given(RANDOM, st.sampled_from([Mode.tppo, Mode.async_]), st.booleans())
+def test_without_a_critic_a_group_trains_once_when_all_of_its_responses_have_ended(rng, mode, dynamic):
+    run = ToyRun(group_config(mode, dynamic=dynamic), rng).go()
+    assert all(count == NUM_SLOTS for count in run.servers.sizes)
+    trained = {}
+    for step, _, tokens, _ in run.ranks.trained["policy"]:
+        for t in tokens:
+            trained.setdefault(t // BUDGET, []).append((step, t))
+    groups = {id // 2 for id in run.servers.ended if id ^ 1 in run.servers.ended}
+    if dynamic:
+        differs = {group for group in groups if toy_reward(2 * group) != toy_reward(2 * group + 1)}
+        assert differs < groups
+        groups = differs
+    assert groups and set(trained) == {2 * group + i for group in groups for i in (0, 1)}
+    for id, found in trained.items():
+        last = max(run.servers.ended[2 * (id // 2)], run.servers.ended[2 * (id // 2) + 1])
+        length = min(LENGTHS[id], BUDGET)
+        assert sorted(found) == [(last, BUDGET * id + place) for place in range(length)]
+
+
+def toy_reward(id):
+    return sum(BUDGET * id + place for place in range(min(LENGTHS[id], BUDGET))) % 7 % 2
 
 
 def test_without_staleness_it_is_tppo():
