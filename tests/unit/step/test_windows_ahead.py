@@ -89,7 +89,7 @@ class Servers:
         assert not self.generating, "a publish met running requests"
         self.weights = self.ranks.policy
         self.weight_version = self.trainer_version
-        return SimpleNamespace(seconds=0.0, num_bytes=0)
+        return SimpleNamespace(seconds=0.0, num_bytes=0, buffer_bytes=0)
 
     def wake(self):
         pass
@@ -150,6 +150,9 @@ class Saver:
 
     def due(self, step):
         return (step + 1) % self.every == 0
+
+    def settle(self, *, wait):
+        return ""
 
     def save(self, step, driver, *, weight_version, healthy):
         self.newest_step = step
