@@ -25,7 +25,7 @@ def main(checkout: str, output: str) -> None:
     extension = CUDAExtension(
         NAME,
         [f"csrc/megatron/fused_weight_gradient_{name}" for name in SOURCES],
-        include_dirs=["csrc"],
+        include_dirs=[os.path.abspath("csrc")],  # ninja compiles in another folder
         extra_compile_args={
             "cxx": ["-O3"],
             # torch switches these conversions off for its own kernels; Apex's are written with them.
