@@ -109,7 +109,7 @@ def _mark_split_weights(chunk: torch.nn.Module) -> None:
     """
     for parameter in chunk.parameters():
         if getattr(parameter, "sequence_parallel", False) and getattr(parameter, "tensor_model_parallel", False):
-            parameter.tensor_model_parallel = False
+            vars(parameter)["tensor_model_parallel"] = False
     for module in chunk.modules():
         weights: list[Any] = []
         if isinstance(module, (ColumnParallelLinear, VocabParallelEmbedding, RowParallelLinear)):
