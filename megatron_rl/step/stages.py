@@ -9,6 +9,7 @@ stages do not exist, and a product that is marked ``?`` is waited for only where
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from megatron_rl.config.derived import needs_critic, needs_reference, runs_ahead, server_placement
 from megatron_rl.config.schema import Config, Mode
@@ -104,7 +105,7 @@ def _one_window_ahead(graph: Sequence[Stage]) -> tuple[Stage, ...]:
     Hence a publish waits for the next window, and has servers and trainer to itself: it meets no running request. The
     slots are kept, with that window's tokens, before the step after changes them.
     """
-    changes = {
+    changes: dict[str, dict[str, Any]] = {
         "generate": {"needs_before": "served_weights:2 pool"},
         "advantages": {"needs_before": "served_weights"},
         "publish": {"needs_before": "pool:-1", "shares_devices": True},

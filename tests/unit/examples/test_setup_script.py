@@ -43,6 +43,7 @@ class Machine:
             copy = shutil.copytree if (ROOT / path).is_dir() else shutil.copy
             (self.folder / path).parent.mkdir(parents=True, exist_ok=True)
             copy(ROOT / path, self.folder / path)
+        (self.folder / "launch" / "te_python.sh").write_text('echo "te_python $1" >>"$CALLS"\n')
         self.bin.mkdir()
         self.command("python3.11", PYTHON)
         self.command("venv_python", VENV_PYTHON)
@@ -151,7 +152,8 @@ def test_an_image_is_built_where_no_driver_is(machine):
 def test_a_cpu_machine_gets_its_pins_and_sglang_without_its_own(machine):
     done = machine.run()
     assert done.returncode == 0, done.stderr
-    pins, sglang, package = (call.split("|")[0] for call in machine.calls())
+    pins, sglang, stand_ins, package = (call.split("|")[0] for call in machine.calls())
+    assert stand_ins == "te_python .venv"
     assert pins.endswith("install --disable-pip-version-check -r requirements/cpu.txt -r requirements/test.txt")
     assert sglang.endswith("--no-deps -r requirements/sglang.txt")
     assert package.endswith("-e .")
