@@ -63,8 +63,14 @@ WINDOWS = {"1/12": BUDGET // 12, "1/6": BUDGET // 6, "1/3": BUDGET // 3, "1/2": 
 SLOTS = (16, 64, 512)
 TRAINING = (0.0, 0.25, 0.5, 1.0)
 """Seconds of all trainer stages over those of generation, in the synchronous step."""
-PLACES = {"apart": (False, False), "colocated": (True, False), "whole responses": (False, True)}
-"""Name -> (servers and trainer share devices, the policy trains on responses when they end)."""
+PLACES: dict[str, dict[str, bool]] = {
+    "apart": {},
+    "colocated": {"colocated": True},
+    "whole responses": {"whole_responses": True},
+    "ahead": {"ahead": True},
+    "ahead, whole responses": {"ahead": True, "whole_responses": True},
+}
+"""Name -> what is so in the scenario; ahead: schedule.mode=async, compared with sync apart."""
 STEPS_THAT_COUNT = 40
 
 MODEL = {  # Qwen2.5-32B
@@ -99,6 +105,9 @@ def main() -> None:
 
 def scenario(window: int, slots: int, *, mode: Mode = Mode.tppo, place: str = "apart") -> Scenario:
     room = int(kv_tokens(as_config(MODEL), gpu("H100-80G"), num_gpus=8, memory_fraction=0.85))
+    options = PLACES[place]
+    if options.get("ahead") and mode is not Mode.sync:
+        mode = Mode.async_
     return Scenario(
         mode=mode,
         num_trained=NUM_SLOTS,
@@ -109,8 +118,7 @@ def scenario(window: int, slots: int, *, mode: Mode = Mode.tppo, place: str = "a
         jitter_tokens=128 if window < BUDGET else 0,
         num_servers=NUM_SLOTS // slots,
         limits=Limits(kv_tokens=room),
-        colocated=PLACES[place][0],
-        whole_responses=PLACES[place][1],
+        **options,
     )
 
 
@@ -330,6 +338,8 @@ TABLES: dict[str, Callable[[Mapping[str, Any]], str]] = {
     "gains": lambda figures: gains(figures, "apart", "0.5"),
     "gains colocated": lambda figures: gains(figures, "colocated", "0.5"),
     "gains whole": lambda figures: gains(figures, "whole responses", "0.5"),
+    "gains ahead": lambda figures: gains(figures, "ahead", "0.5"),
+    "gains ahead whole": lambda figures: gains(figures, "ahead, whole responses", "0.5"),
     "inside": inside,
     "best": best,
     "reality": reality,

@@ -66,6 +66,7 @@ def test_a_killed_run_goes_on_as_the_same_run_bit_for_bit(folder, whole):
         saved = output_dir / "checkpoints" / "step-2" / "manifest.json"
         wait_until(lambda: saved.exists() and len(read_metrics(output_dir / "metrics.jsonl")) >= 3, process, "step 3")
         os.killpg(process.pid, signal.SIGKILL)
+        process.wait(timeout=60)  # what it started dies with it
     finally:
         stop_tree(process)
     status, output = run(folder, *command)
