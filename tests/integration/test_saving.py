@@ -2,7 +2,6 @@
 each rank its share; a disk that fills up, or a kill, leaves the folder before."""
 
 import json
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +93,3 @@ def test_a_kill_in_the_middle_leaves_the_folder_before(tmp_path: Path) -> None:
         run_ranks(NUM_RANKS, "tests.integration.saving_worker", tmp_path, "kill", log=tmp_path / "log.txt", timeout_s=100)
     found, original = tensors_of(tmp_path / "target"), load_file(source / "model.safetensors")
     assert found.keys() == original.keys() and all(torch.equal(found[name], original[name]) for name in original)
-    # What was written until then lies beside it, under another name.
-    (left,) = [path for path in tmp_path.iterdir() if path.name.startswith(".target")]
-    assert subprocess.run(["du", "-s", left], check=True, capture_output=True)

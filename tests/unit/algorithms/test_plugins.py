@@ -12,7 +12,7 @@ from megatron_rl.algorithms import register
 from megatron_rl.algorithms.advantages import Episodes, estimate_advantages
 from megatron_rl.config import schema
 from megatron_rl.config.checks.combinations import problems, unknown_pieces
-from megatron_rl.config.derived import needs_critic
+from megatron_rl.config.derived import needs_critic, trains_whole_groups
 from megatron_rl.config.load import load_config
 from megatron_rl.config.schema import (
     AlgorithmConfig,
@@ -207,10 +207,11 @@ def test_a_loss_that_would_ignore_the_correction_or_the_aggregation_is_refused()
     assert "algorithm.aggregation: algorithm.policy_loss=" in found and "no parameter `coefficients`" in found
 
 
-def test_with_windows_an_advantage_by_import_path_needs_a_critic():
-    found = "\n".join(problems(Config(algorithm=AlgorithmConfig(advantage=custom("above_best_other")))))
-    assert "schedule.mode" in found and "set schedule.mode=sync" in found
-    assert "schedule.mode" not in "\n".join(problems(Config(algorithm=AlgorithmConfig(advantage=custom("td_errors")))))
+@pytest.mark.parametrize(("name", "in_groups"), [("above_best_other", True), ("td_errors", False)])
+def test_with_windows_an_advantage_by_import_path_that_reads_no_values_trains_whole_groups(name, in_groups):
+    config = Config(algorithm=AlgorithmConfig(advantage=custom(name)))
+    assert trains_whole_groups(config) is in_groups
+    assert "schedule.mode" not in "\n".join(problems(config))
 
 
 def test_a_result_of_another_shape_is_refused_by_the_name_of_the_advantage():

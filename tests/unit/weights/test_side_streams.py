@@ -124,21 +124,24 @@ def test_buckets_are_filled_on_one_stream_and_sent_on_another_once_they_are_fill
 
 def test_the_next_bucket_is_filled_while_one_is_sent_and_not_in_its_memory():
     """On the host, whose order both devices share."""
-    filled, sent = threading.Event(), []
+    changed, copied_bytes, sent = threading.Condition(), [0], []
 
     class Group:
         def broadcast(self, bucket):
             before = bucket.flat.clone()
-            filled.clear()
-            if not bucket.last:
-                assert filled.wait(20), "nothing was filled while a bucket travelled"
+            up_to_here = sum(one.nbytes for one in sent) + bucket.flat.nbytes
+            with changed:
+                more = bucket.last or changed.wait_for(lambda: copied_bytes[0] > up_to_here, 20)
+            assert more, "nothing was filled while a bucket travelled"
             assert torch.equal(bucket.flat, before)
             sent.append(before)
 
     def gathered():
         for name, tensor in WEIGHTS.items():
             yield name, tensor
-            filled.set()  # it has been copied
+            with changed:
+                copied_bytes[0] += tensor.nbytes
+                changed.notify_all()
 
     connections = SimpleNamespace(connect=lambda remote, calls: (Group(), ["group"]))
     sender = publish(connections, gathered())
