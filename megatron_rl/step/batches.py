@@ -15,7 +15,7 @@ from megatron_rl.config.schema import AlgorithmConfig, OldPolicy, Overlong
 from megatron_rl.data.batch import ROUTES, PackedBatch, cu_seqlens_of
 from megatron_rl.data.trajectory import Trajectory
 from megatron_rl.data.vision import Vision
-from megatron_rl.step.experience import Advantages, Signals, values_at_cut
+from megatron_rl.step.experience import Advantages, Signals, piece_tokens, values_at_cut
 from megatron_rl.step.packing import on_mask, pack, response_field
 from megatron_rl.step.pieces import SINGLE_RESPONSE, ResponseRules, response_pieces, terminal_rewards, window_pieces
 
@@ -116,11 +116,7 @@ def window_critic_batch(
         raise ValueError("window_critic_batch: expected values of the window's tokens, got none")
     in_window = batch.fields["mask"]
     pieces = window_pieces(trajectories, step, algorithm, rules)
-    sizes = torch.tensor([p.num_tokens for p in pieces], dtype=torch.int64)
-    cu_pieces, ended = cu_seqlens_of(sizes), torch.tensor([p.ended for p in pieces], dtype=torch.bool)
-    rewards = terminal_rewards(pieces, cu_pieces)
-    if signals.token_rewards is not None:
-        rewards = rewards + signals.token_rewards[in_window]
+    sizes, cu_pieces, ended, rewards = piece_tokens(pieces, signals, in_window)
     values = signals.values[in_window]
     advantages = algorithms.egae(
         rewards,

@@ -6,6 +6,7 @@ environment train nothing; what could not be scored trains nothing and is counte
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -64,11 +65,7 @@ def window_advantages(
     """
     in_window = batch.fields["mask"]
     pieces = window_pieces(trajectories, step, algorithm, rules)
-    sizes = torch.tensor([p.num_tokens for p in pieces], dtype=torch.int64)
-    cu_pieces, ended = cu_seqlens_of(sizes), torch.tensor([p.ended for p in pieces], dtype=torch.bool)
-    rewards = terminal_rewards(pieces, cu_pieces)
-    if signals.token_rewards is not None:
-        rewards = rewards + signals.token_rewards[in_window]
+    sizes, cu_pieces, ended, rewards = piece_tokens(pieces, signals, in_window)
     counted = algorithms.boundary_mask(cu_pieces, ended, algorithm.ignore_boundary_tokens)
     groups = [trajectories[p.row].group_id for p in pieces]
     greedy = signals.greedy_rewards
@@ -104,6 +101,29 @@ def window_advantages(
         raw=on_mask(advantages, in_window),
         ended=on_mask(ended.repeat_interleave(sizes), in_window),
     )
+
+
+class PieceTokens(NamedTuple):
+    """Pieces, and the rewards of their tokens."""
+
+    sizes: Tensor
+    """[pieces] int64, tokens."""
+    cu_seqlens: Tensor
+    """[pieces + 1]"""
+    ended: Tensor
+    """[pieces] bool; False where the response goes on."""
+    rewards: Tensor
+    """[tokens]"""
+
+
+def piece_tokens(pieces: Sequence[Piece], signals: Signals, in_window: Tensor) -> PieceTokens:
+    """``in_window``, bool [T]: the pieces' tokens among those of the batch, in their order."""
+    sizes = torch.tensor([p.num_tokens for p in pieces], dtype=torch.int64)
+    cu_pieces, ended = cu_seqlens_of(sizes), torch.tensor([p.ended for p in pieces], dtype=torch.bool)
+    rewards = terminal_rewards(pieces, cu_pieces)
+    if signals.token_rewards is not None:
+        rewards = rewards + signals.token_rewards[in_window]
+    return PieceTokens(sizes, cu_pieces, ended, rewards)
 
 
 def values_at_cut(pieces: Sequence[Piece], signals: Signals, algorithm: AlgorithmConfig) -> Tensor | None:
