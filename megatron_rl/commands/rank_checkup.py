@@ -25,6 +25,8 @@ from megatron_rl.system.gpu_environment import nccl_values
 TIMEOUT_S = 120.0
 _BYTES = {"nccl": 1 << 28, "gloo": 1 << 22}
 _NUM_TIMED = 5
+_SLOW_GB_S = 10.0
+"""Sockets; any NVLink or InfiniBand is faster."""
 _NAME = "all-reduce of ranks"
 _SAME = ("python", "torch", "megatron-core", "sglang")
 """What all ranks must have in the same version."""
@@ -121,10 +123,6 @@ def _sum_line(backend: str, everybody: Sequence[Mapping[str, Any]]) -> Line:
     is_slow = backend == "nccl" and bus < _SLOW_GB_S
     remedy = "NCCL_DEBUG=INFO says which way it takes: NVLink and InfiniBand give 100 GB/s and more" if is_slow else ""
     return Line(_NAME, WARN if is_slow else OK, text, remedy)
-
-
-_SLOW_GB_S = 10.0
-"""Sockets; any NVLink or InfiniBand is faster."""
 
 
 if __name__ == "__main__":
