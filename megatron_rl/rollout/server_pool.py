@@ -7,7 +7,7 @@ Whoever keeps state inside a server (weight sync: its process group and the curr
 import logging
 import os
 import secrets
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -225,8 +225,9 @@ def open_servers(
     if rollout.urls:
         note(f"attaching to {len(rollout.urls)} SGLang servers: {', '.join(rollout.urls)}")
         pool = ServerPool.attach(rollout.urls, timeout_s=rollout.start_timeout_s, api_key=api_key, progress=note)
-        _check_attached(pool, config, note, has_trainer=not load_weights)
-        for text in precision_notes(pool, config.policy.dtype.value):
+        infos = {s.url: s.server_info() for s in pool.servers if isinstance(s, AttachedServer)}
+        _check_attached(infos, config, note, has_trainer=not load_weights)
+        for text in _precision_notes(infos, config.policy.dtype.value):
             note(text)
         return pool
     note(f"starting {rollout.num_servers} SGLang server(s); logs in {log_dir}")
@@ -244,29 +245,27 @@ def open_servers(
     )
 
 
-def precision_notes(pool: ServerPool, dtype: str) -> Iterator[str]:
-    """In what attached servers compute otherwise than the trainer, a line each."""
-    for server in pool.servers:
-        info = server.server_info() if isinstance(server, AttachedServer) else {}
+def _precision_notes(infos: Mapping[str, Mapping[str, Any]], dtype: str) -> Iterator[str]:
+    """In what attached servers compute otherwise than the trainer, a line each; ``infos``: what they run with, by URL."""
+    for url, info in infos.items():
         served = info.get("dtype")
         if served not in (None, "auto", dtype):
-            yield f"server {server.url} computes in {served}, the trainer in policy.dtype={dtype}; start it with --dtype {dtype}"
+            yield f"server {url} computes in {served}, the trainer in policy.dtype={dtype}; start it with --dtype {dtype}"
         elif dtype != Dtype.float32.value and info.get("enable_fp32_lm_head") is False:
             yield (
-                f"server {server.url} rounds logits to {dtype}, the trainer does not; start it with --enable-fp32-lm-head "
+                f"server {url} rounds logits to {dtype}, the trainer does not; start it with --enable-fp32-lm-head "
                 "(megatron-rl serve does)"
             )
 
 
-def _check_attached(pool: ServerPool, config: Config, note: Progress, *, has_trainer: bool) -> None:
+def _check_attached(infos: Mapping[str, Mapping[str, Any]], config: Config, note: Progress, *, has_trainer: bool) -> None:
     """Raises ServerError for servers that this run cannot use."""
     ours = server_options(config, load_weights=not has_trainer, tokenizer=False)
     broadcasts = has_trainer and server_placement(config.rollout).weight_method is WeightMethod.broadcast
     problems, silent = [], []
-    for server in pool.servers:
-        info = server.server_info() if isinstance(server, AttachedServer) else {}
-        problems += [f"server {server.url}: {problem}" for problem in disagreements(info, ours, broadcasts=broadcasts)]
-        silent += [server.url] if nccl_of(info).keys() != ours.nccl.keys() else []
+    for url, info in infos.items():
+        problems += [f"server {url}: {problem}" for problem in disagreements(info, ours, broadcasts=broadcasts)]
+        silent += [url] if nccl_of(info).keys() != ours.nccl.keys() else []
     if problems:
         raise ServerError("\n".join(problems))
     if broadcasts and silent and ours.device != "cpu" and ours.nccl != NCCL_DEFAULTS:
