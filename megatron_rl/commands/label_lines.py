@@ -393,7 +393,7 @@ def _label_open_jobs(
                 async def complete(request: GenerationRequest) -> Sequence[int]:
                     # The completions of one prefix share a server, and its cache holds the prefix once.
                     key = request.rid.rsplit("-", 2)[0]
-                    return (await rollout.generate(request, sticky_key=key)).token_ids
+                    return (await rollout.generate(request, sticky_key=key)).token_ids.tolist()
 
                 labeller = Labeller(
                     config, tokenizer, form, complete, runner.score_many, model.get("max_position_embeddings", 0)

@@ -8,8 +8,9 @@ prompt, messages included, never exceed ``max_response_tokens``; a response is f
 dialogue once its environment does, and both when the budget is used up.
 """
 
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
+from functools import cached_property
 from typing import Any, Self
 
 import numpy as np
@@ -37,14 +38,20 @@ class Prompt:
     images: tuple[ImageRef, ...] = ()
     """In the order of their tokens."""
 
+    @cached_property
+    def token_array(self) -> np.ndarray:
+        """[prompt tokens] int32: ``token_ids``."""
+        return read_only(self.token_ids, np.int32)
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, eq=False)
 class Segment:
     """What one generation call returned for one trajectory, or one message of the environment."""
 
-    token_ids: tuple[int, ...]
-    rollout_logprobs: tuple[float, ...]
-    """mu: the engine's log-probs at sampling, one per token; zeros in a message."""
+    token_ids: np.ndarray
+    """[n] int32, read-only; made from any sequence of whole numbers."""
+    rollout_logprobs: np.ndarray
+    """mu: the engine's log-probs at sampling, [n] float32, read-only; zeros in a message."""
     weight_version: int
     finish_reason: str
     """stop (the turn ended by itself: a stop token or a stop string of the environment, which the last tokens are),
@@ -58,14 +65,31 @@ class Segment:
     hot: bool = False
     """Sampled by FIRE at its own temperature; rollout_logprobs are those of that temperature."""
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "token_ids", read_only(self.token_ids, np.int32))
+        object.__setattr__(self, "rollout_logprobs", read_only(self.rollout_logprobs, np.float32))
+
     @property
     def generated(self) -> bool:
         return self.role != ENVIRONMENT
 
 
-def message_segment(token_ids: tuple[int, ...], *, weight_version: int, step: int, turn: int) -> Segment:
+def read_only(values: Any, dtype: type) -> np.ndarray:
+    """``values`` as an array of ``dtype`` that cannot be written to; what is one already is shared, not copied."""
+    array = np.asarray(values, dtype=dtype).view()
+    array.flags.writeable = False
+    return array
+
+
+def joined(parts: Iterable[np.ndarray], dtype: type) -> np.ndarray:
+    """``parts`` back to back; no parts at all are an empty array."""
+    return np.concatenate([np.zeros(0, dtype), *parts])
+
+
+def message_segment(token_ids: Sequence[int], *, weight_version: int, step: int, turn: int) -> Segment:
     """A message of the environment, in answer to ``turn``."""
-    return Segment(token_ids, (0.0,) * len(token_ids), weight_version, "message", step, turn, ENVIRONMENT)
+    logprobs = np.zeros(len(token_ids), np.float32)
+    return Segment(np.array(token_ids, np.int32), logprobs, weight_version, "message", step, turn, ENVIRONMENT)
 
 
 @dataclass(frozen=True)
@@ -84,8 +108,13 @@ class Turn:
         return self.segments[0].role
 
     @property
-    def token_ids(self) -> tuple[int, ...]:
-        return tuple(token for segment in self.segments for token in segment.token_ids)
+    def token_ids(self) -> np.ndarray:
+        """[num_tokens] int32"""
+        return joined((segment.token_ids for segment in self.segments), np.int32)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(segment.token_ids) for segment in self.segments)
 
     @property
     def finish_reason(self) -> str:
@@ -123,7 +152,7 @@ class RouteRecord:
     """[tokens of request and answer - 1, layers, k] int16, expert id + 1; 0: no record."""
 
 
-@dataclass
+@dataclass(eq=False)
 class Trajectory:
     id: int
     prompt: Prompt
@@ -133,16 +162,17 @@ class Trajectory:
     max_response_tokens: int
     """Most tokens after the prompt, messages included."""
     segments: list[Segment] = field(default_factory=list)
-    old_values: list[float] = field(default_factory=list)
-    """Critic values of the generated tokens, each from the step that generated it."""
-    token_rewards: list[float] = field(default_factory=list)
-    """Rewards of the generated tokens in addition to the outcome (KL penalty, lines); empty where there are none."""
+    old_values: list[np.ndarray] = field(default_factory=list)
+    """Critic values of the generated tokens: a float32 array per window, from the step that generated it."""
+    token_rewards: list[np.ndarray] = field(default_factory=list)
+    """Likewise rewards in addition to the outcome (KL penalty, lines); empty where there are none."""
     greedy: bool = False
     """The likeliest token each time: a baseline for the responses of its group, which trains nothing."""
     first_window_tokens: int = 0
     """Most tokens of its first window, where that is to be shorter than the others; 0: as the others."""
-    left_out: list[int] = field(default_factory=list)
-    """Offsets in the response of generated tokens that did not train the policy; kept for the loss on positive examples."""
+    left_out: list[np.ndarray] = field(default_factory=list)
+    """Offsets in the response, int32 per window, of generated tokens that did not train the policy; kept for the loss on
+    positive examples."""
     reference_kl: list[float] = field(default_factory=list)
     """KL from the reference policy, summed over the generated tokens of each window that has trained."""
     score: Score | None = None
@@ -165,9 +195,9 @@ class Trajectory:
     """Only with routing replay R3. Not part of checkpoints: the next step's request replaces it."""
 
     @property
-    def response_ids(self) -> list[int]:
-        """All tokens after the prompt, messages included."""
-        return [token for segment in self.segments for token in segment.token_ids]
+    def response_ids(self) -> np.ndarray:
+        """[response tokens] int32: all tokens after the prompt, messages included."""
+        return joined((segment.token_ids for segment in self.segments), np.int32)
 
     @property
     def num_response_tokens(self) -> int:
@@ -178,8 +208,18 @@ class Trajectory:
         return sum(len(segment.token_ids) for segment in self.segments if segment.generated)
 
     @property
-    def token_ids(self) -> list[int]:
-        return [*self.prompt.token_ids, *self.response_ids]
+    def token_ids(self) -> np.ndarray:
+        """[num_tokens] int32: prompt and response."""
+        return joined(self.token_parts(), np.int32)
+
+    def token_parts(self) -> list[np.ndarray]:
+        """The pieces of ``token_ids``, for those who put many together at once."""
+        return [self.prompt.token_array, *(segment.token_ids for segment in self.segments)]
+
+    @property
+    def num_tokens(self) -> int:
+        """Of prompt and response."""
+        return len(self.prompt.token_ids) + self.num_response_tokens
 
     @property
     def reward(self) -> float | None:
@@ -221,14 +261,14 @@ class Trajectory:
 
     def rollout_logprobs(self) -> np.ndarray:
         """[response tokens] float32; 0 on the tokens of messages."""
-        return np.array([x for s in self.segments for x in s.rollout_logprobs], dtype=np.float32)
+        return joined((segment.rollout_logprobs for segment in self.segments), np.float32)
 
     def turns(self) -> list[Turn]:
         """The turns that have tokens, in order. Every one but the last has ended."""
         starts = np.cumsum([0, *(len(segment.token_ids) for segment in self.segments)])
         by_turn: dict[int, list[tuple[int, Segment]]] = {}
         for start, segment in zip(starts[:-1].tolist(), self.segments, strict=True):
-            if segment.generated and segment.token_ids:
+            if segment.generated and len(segment.token_ids):
                 by_turn.setdefault(segment.turn, []).append((start, segment))
         current, is_over = self.current_turn, self.turn_is_over
         return [
@@ -279,29 +319,34 @@ class Trajectory:
 
     def copy(self) -> Self:
         """As it is now, whatever happens to this one; what cannot change is shared."""
-        names = ("segments", "old_values", "token_rewards", "left_out", "reference_kl")
-        lists: dict[str, Any] = {name: list(getattr(self, name)) for name in names}
+        lists: dict[str, Any] = {name: list(getattr(self, name)) for name in ("segments", *_BY_WINDOW)}
         return replace(self, **lists, turn_grades=dict(self.turn_grades), turn_scores=dict(self.turn_scores))
 
     def to_dict(self) -> dict[str, Any]:
-        """A JSON-ready copy, for checkpoints."""
-        state = asdict(replace(self, routes=None))
-        del state["routes"]
+        """A copy for checkpoints: JSON-ready but for its arrays, which are shared."""
+        state = {one.name: getattr(self, one.name) for one in fields(self) if one.name != "routes"}
+        state["prompt"] = asdict(self.prompt) | {"token_ids": self.prompt.token_array}
+        state["segments"] = [dict(vars(segment)) for segment in self.segments]
+        for name in _BY_WINDOW:
+            state[name] = list(state[name])
+        state["score"] = None if self.score is None else asdict(self.score)
         for name in ("turn_grades", "turn_scores"):
-            state[name] = {str(turn): score for turn, score in state[name].items()}
+            state[name] = {str(turn): asdict(score) for turn, score in state[name].items()}
         return state
 
     @classmethod
     def from_dict(cls, state: Mapping[str, Any]) -> Self:
-        """The inverse of ``to_dict``; a state written before dialogues lacks their fields, which take their defaults."""
+        """The inverse of ``to_dict``, with arrays or with lists; what older states lack takes its default."""
         fields = dict(state)
-        fields["prompt"] = _prompt(state["prompt"])
-        fields["segments"] = [
-            Segment(**dict(s, token_ids=tuple(s["token_ids"]), rollout_logprobs=tuple(s["rollout_logprobs"])))
-            for s in state["segments"]
-        ]
+        fields["prompt"] = prompt_of(state["prompt"])
+        fields["segments"] = [Segment(**segment) for segment in state["segments"]]
         kl = state.get("reference_kl", [])
         fields["reference_kl"] = [kl] if isinstance(kl, float) else list(kl)  # one sum over all windows, once
+        for name, dtype in _ARRAYS_BY_WINDOW.items():
+            parts = state.get(name, [])
+            # Once all windows were one list of numbers.
+            parts = parts if all(isinstance(part, np.ndarray | list) for part in parts) else [parts]
+            fields[name] = [read_only(part, dtype) for part in parts]
         fields["score"] = Score(**state["score"]) if state["score"] else None
         for name in ("turn_grades", "turn_scores"):
             scores = state.get(name, {})
@@ -309,7 +354,14 @@ class Trajectory:
         return cls(**fields)
 
 
-def _prompt(state: Mapping[str, Any]) -> Prompt:
-    """A state written before prompts had images lacks them."""
+_ARRAYS_BY_WINDOW = {"old_values": np.float32, "token_rewards": np.float32, "left_out": np.int32}
+_BY_WINDOW = (*_ARRAYS_BY_WINDOW, "reference_kl")
+
+
+def prompt_of(state: Mapping[str, Any] | Prompt) -> Prompt:
+    """From a checkpoint; a state written before prompts had images lacks them."""
+    if isinstance(state, Prompt):
+        return state
     images = tuple(ImageRef(**dict(image, grid=tuple(image["grid"]))) for image in state.get("images", ()))
-    return Prompt(**dict(state, token_ids=tuple(state["token_ids"]), images=images))
+    token_ids = tuple(np.asarray(state["token_ids"]).tolist())
+    return Prompt(**dict(state, token_ids=token_ids, images=images))

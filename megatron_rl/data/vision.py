@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -26,23 +27,25 @@ _WIRE_CACHE_BYTES = 1 << 28
 T = TypeVar("T")
 
 
-def collapse(token_ids: Sequence[int], image_token_id: int, counts: Sequence[int]) -> list[int]:
-    """One image token for each run of ``counts[i]``; the inverse of ``expand``.
+def collapse(token_ids: Sequence[int] | np.ndarray, image_token_id: int, counts: Sequence[int]) -> np.ndarray:
+    """int32: one image token for each run of ``counts[i]``; the inverse of ``expand``.
 
     ValueError where the image tokens are not those of ``counts`` images.
     """
-    collapsed: list[int] = []
-    position = 0
+    ids = np.asarray(token_ids, dtype=np.int32)
+    is_image = ids == image_token_id
+    places = np.flatnonzero(is_image)
+    first = 0
+    kept = ~is_image
     for count in counts:
-        start = _next(token_ids, image_token_id, position)
-        run = token_ids[start : start + count]
-        if start < 0 or len(run) < count or any(token != image_token_id for token in run):
+        run = places[first : first + count]
+        if len(run) < count or run[-1] - run[0] != count - 1:
             raise ValueError(f"expected runs of {list(counts)} image tokens, and one of {count} is not there")
-        collapsed += [*token_ids[position:start], image_token_id]
-        position = start + count
-    if _next(token_ids, image_token_id, position) >= 0:
-        raise ValueError(f"expected {sum(counts)} image tokens, got {list(token_ids).count(image_token_id)}")
-    return [*collapsed, *token_ids[position:]]
+        kept[run[0]] = True
+        first += count
+    if first < len(places):
+        raise ValueError(f"expected {first} image tokens, got {len(places)}")
+    return ids[kept]
 
 
 def expand(token_ids: Sequence[int], image_token_id: int, counts: Sequence[int]) -> list[int]:
@@ -54,10 +57,6 @@ def expand(token_ids: Sequence[int], image_token_id: int, counts: Sequence[int])
     return [
         token for given in token_ids for token in ([given] * next(remaining) if given == image_token_id else [given])
     ]
-
-
-def _next(token_ids: Sequence[int], wanted: int, start: int) -> int:
-    return next((i for i in range(start, len(token_ids)) if token_ids[i] == wanted), -1)
 
 
 class Vision:
@@ -102,7 +101,7 @@ class Vision:
     def expanded(self, token_ids: Sequence[int], refs: Sequence[ImageRef]) -> list[int]:
         return expand(token_ids, self.image_token_id, [self.num_tokens(ref) for ref in refs])
 
-    def collapsed(self, token_ids: Sequence[int], refs: Sequence[ImageRef]) -> list[int]:
+    def collapsed(self, token_ids: Sequence[int] | np.ndarray, refs: Sequence[ImageRef]) -> np.ndarray:
         """``token_ids`` (prompt and response) with one image token an image."""
         return collapse(token_ids, self.image_token_id, [self.num_tokens(ref) for ref in refs])
 

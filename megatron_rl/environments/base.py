@@ -85,10 +85,11 @@ def turn_views(trajectory: Trajectory, decode: Callable[[Sequence[int]], str]) -
     """The turns that have ended."""
     return [
         TurnView(
-            turn.role, decode(turn.token_ids), turn.token_ids, "stop" if turn.finish_reason == "stop" else "length"
+            turn.role, decode(ids), tuple(ids), "stop" if turn.finish_reason == "stop" else "length"
         )
         for turn in trajectory.turns()
         if turn.ended
+        for ids in [turn.token_ids.tolist()]
     ]
 
 

@@ -8,6 +8,8 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from megatron_rl.config.schema import Config, RolloutConfig
 from megatron_rl.data.tokenizer import Tokenizer
 from megatron_rl.data.trajectory import Prompt
@@ -63,7 +65,7 @@ class Sampling:
         return replace(self, temperature=draw.temperature, top_p=draw.top_p, top_k=draw.top_k, seed=seed)
 
     async def request(
-        self, prompt: Prompt, token_ids: Sequence[int], *, rid: str, max_new_tokens: int, seed: int | None
+        self, prompt: Prompt, token_ids: Sequence[int] | np.ndarray, *, rid: str, max_new_tokens: int, seed: int | None
     ) -> GenerationRequest:
         """For one sample that continues ``token_ids`` (the prompt, and what follows it). Reads the prompt's images."""
         return GenerationRequest(

@@ -154,7 +154,7 @@ class Window:
                 continue
             finally:
                 self._rids_in_progress.discard(rid)
-            if answer.token_ids:
+            if len(answer.token_ids):
                 self._append(trajectory, answer, hot=hot)
                 self._answer_turn(trajectory)
 
@@ -164,7 +164,7 @@ class Window:
         self.engine_s[trajectory.id] = self.engine_s.get(trajectory.id, 0.0) + answer.seconds
         if answer.routes is not None:
             # What was sampled behind a stop string is gone, and its routes with it.
-            num_kept = len(trajectory.token_ids)
+            num_kept = trajectory.num_tokens
             trajectory.routes = RouteRecord(self._step, answer.routes[:num_kept])
 
     def _room(self, trajectory: Trajectory) -> int:
@@ -218,24 +218,17 @@ class Window:
 
     def _segment(self, trajectory: Trajectory, answer: Generation, *, hot: bool) -> Segment:
         """The answer's tokens up to the first text that ends the turn or calls for the hot token."""
-        before, decode = _current_turn_ids(trajectory), self._plan.decode
-        turn_ids = [*before, *answer.token_ids]
-        texts = {"stop": self._turn_stops(trajectory)}
-        marker = self._awaited_marker(trajectory)
-        if marker and not hot:
-            texts["length"] = (marker,)
-        ends = {reason: end_of_text(turn_ids, wanted, decode) for reason, wanted in texts.items()}
-        # A text that ended among earlier tokens has had its effect.
-        new_ends = {reason: end for reason, end in ends.items() if end is not None and end > len(before)}
-        reason, num_new = answer.finish_reason, len(answer.token_ids)
+        new_ends = self._new_ends(trajectory, answer, hot=hot)
+        token_ids, logprobs, reason = answer.token_ids, answer.logprobs, answer.finish_reason
         if new_ends:
             reason = min(new_ends, key=lambda name: (new_ends[name], name == "length"))
-            num_new = new_ends[reason] - len(before)
+            # A copy: a part would hold all of them in memory.
+            token_ids, logprobs = token_ids[: new_ends[reason]].copy(), logprobs[: new_ends[reason]].copy()
         elif answer.stop_string and answer.stop_string not in self._turn_stops(trajectory):
             reason = "length"
         return Segment(
-            token_ids=answer.token_ids[:num_new],
-            rollout_logprobs=answer.logprobs[:num_new],
+            token_ids=token_ids,
+            rollout_logprobs=logprobs,
             weight_version=self._versions[answer.weight_version],
             finish_reason=reason,
             step=self._step,
@@ -243,6 +236,20 @@ class Window:
             role=trajectory.next_role,
             hot=hot,
         )
+
+    def _new_ends(self, trajectory: Trajectory, answer: Generation, *, hot: bool) -> dict[str, int]:
+        """By finish reason: how many of the answer's tokens lead up to a text that ends something."""
+        texts = {"stop": self._turn_stops(trajectory)}
+        marker = self._awaited_marker(trajectory)
+        if marker and not hot:
+            texts["length"] = (marker,)
+        if not any(texts.values()):
+            return {}
+        before, decode = _current_turn_ids(trajectory), self._plan.decode
+        turn_ids = [*before, *answer.token_ids.tolist()]
+        ends = {reason: end_of_text(turn_ids, wanted, decode) for reason, wanted in texts.items()}
+        # A text that ended among earlier tokens has had its effect.
+        return {reason: end - len(before) for reason, end in ends.items() if end is not None and end > len(before)}
 
     def _answer_turn(self, trajectory: Trajectory) -> None:
         """Let the environment answer the turn that has just ended: a message joins the history, or the dialogue ends."""
@@ -255,12 +262,12 @@ class Window:
         if message is None:
             trajectory.env_done = True
             return
-        token_ids = dialogue.encode_message(message, trajectory.token_ids[-1])
+        token_ids = dialogue.encode_message(message, int(trajectory.token_ids[-1]))
         if trajectory.num_response_tokens + len(token_ids) >= trajectory.max_response_tokens:
             trajectory.out_of_room = True
             return
         segment = message_segment(
-            tuple(token_ids), weight_version=self._weight_version, step=self._step, turn=trajectory.current_turn
+            token_ids, weight_version=self._weight_version, step=self._step, turn=trajectory.current_turn
         )
         trajectory.segments.append(segment)
         trajectory.next_role = message.next_role
@@ -294,7 +301,7 @@ def _ask_environment(environment: Environment, trajectory: Trajectory, decode: D
 
 def _current_turn_ids(trajectory: Trajectory) -> list[int]:
     turn = trajectory.current_turn
-    return [token for s in trajectory.segments if s.generated and s.turn == turn for token in s.token_ids]
+    return [token for s in trajectory.segments if s.generated and s.turn == turn for token in s.token_ids.tolist()]
 
 
 def _awaits_hot_token(trajectory: Trajectory, fire: Fire) -> bool:

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from megatron_rl.config.derived import saves_in_background
 from megatron_rl.config.schema import Config
 from megatron_rl.errors import UserError
@@ -82,7 +84,7 @@ class Saver:
         problem = self.settle(wait=True)
         target = self._folder / folders.folder_name(step + 1)
         state = {"num_steps_done": step + 1, "weight_version": weight_version, **driver}
-        self._begun = _Begun(step, target, json.dumps(state), healthy)
+        self._begun = _Begun(step, target, json.dumps(state, default=np.ndarray.tolist), healthy)
         begin = self._group.begin_save if self._in_background else self._group.save_state
         try:
             folders.begin(target)

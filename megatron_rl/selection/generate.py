@@ -181,7 +181,7 @@ async def generate_scores(
             samples = missing[prompt.id]
             requests = [await plan.request(prompt, i) for i in samples]
             answers = await asyncio.gather(*[generate(request, prompt.id) for request in requests])
-            texts = [plan.decode(answer.token_ids) for answer in answers]
+            texts = [plan.decode(answer.token_ids.tolist()) for answer in answers]
             found = await grade([_item(prompt, text) for text in texts])
             # Together: a row that is in the file is complete, and its sample is never generated again.
             scores.append([_row(prompt, *parts) for parts in zip(samples, texts, answers, found, strict=True)])

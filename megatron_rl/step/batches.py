@@ -5,15 +5,17 @@ the values that were read when its tokens were generated (T-PPO, arXiv 2506.1505
 nothing.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from megatron_rl import algorithms
 from megatron_rl.config.schema import AlgorithmConfig, OldPolicy, Overlong
 from megatron_rl.data.batch import ROUTES, PackedBatch, cu_seqlens_of
-from megatron_rl.data.trajectory import Trajectory
+from megatron_rl.data.trajectory import Trajectory, joined
 from megatron_rl.data.vision import Vision
 from megatron_rl.step.experience import Advantages, Signals, piece_tokens, values_at_cut
 from megatron_rl.step.packing import on_mask, pack, response_field
@@ -87,10 +89,10 @@ def response_batch(
     cu_pieces = cu_seqlens_of(sizes)
     rewards = terminal_rewards(pieces, cu_pieces)
     if any(t.token_rewards for t in trajectories):
-        rewards = rewards + torch.tensor([r for t in trajectories for r in t.token_rewards])
+        rewards = rewards + _noted(t.token_rewards for t in trajectories)
     generated = response_field([t.generated_mask() for t in trajectories], trajectories, bool)
     scored = torch.tensor([p.scored for p in pieces], dtype=torch.bool).repeat_interleave(sizes)
-    old_values = torch.tensor([v for t in trajectories for v in t.old_values])
+    old_values = _noted(t.old_values for t in trajectories)
     fields = {
         "returns": on_mask(_critic_targets(rewards, old_values, cu_pieces, algorithm), generated),
         "old_values": on_mask(old_values, generated),
@@ -157,14 +159,22 @@ def keep_signals(trajectories: Sequence[Trajectory], batch: PackedBatch, signals
     for name, values in (("old_values", signals.values), ("token_rewards", signals.token_rewards)):
         if values is not None:
             for trajectory, new_values in zip(trajectories, values[batch.fields["mask"]].split(windows), strict=True):
-                getattr(trajectory, name).extend(new_values.tolist())
+                if len(new_values):  # a copy: a part would hold the whole step's in memory
+                    getattr(trajectory, name).append(new_values.to(torch.float32).numpy().copy())
 
 
 def keep_left_out(trajectories: Sequence[Trajectory], batch: PackedBatch, trained: Tensor) -> None:
     """Each trajectory remembers which of its new tokens the policy's mask ``trained`` [T] does not hold."""
     rows = (batch.fields["mask"] & ~trained).split(batch.lengths.tolist())
     for trajectory, row in zip(trajectories, rows, strict=True):
-        trajectory.left_out += (row.nonzero()[:, 0] - len(trajectory.prompt.token_ids)).tolist()
+        offsets = row.nonzero()[:, 0] - len(trajectory.prompt.token_ids)
+        if len(offsets):
+            trajectory.left_out.append(offsets.to(torch.int32).numpy())
+
+
+def _noted(by_trajectory: Iterable[Sequence[np.ndarray]]) -> Tensor:
+    """[all generated tokens] float32: what trajectories remember of theirs."""
+    return torch.from_numpy(joined(chain.from_iterable(by_trajectory), np.float32))
 
 
 def _positive_mask(trajectories: Sequence[Trajectory], algorithm: AlgorithmConfig, rules: ResponseRules) -> Tensor:
@@ -176,7 +186,7 @@ def _positive_mask(trajectories: Sequence[Trajectory], algorithm: AlgorithmConfi
     threshold, masks = algorithm.positive_lm_threshold, []
     for t in trajectories:
         mask = t.generated_mask() & (t.stopped if algorithm.overlong is Overlong.filter else t.finished)
-        mask[t.left_out] = False
+        mask[joined(t.left_out, np.int32)] = False
         is_positive = t.reward is not None and t.reward >= threshold
         if not rules.independent_turns and not t.turn_scores:
             masks.append(mask & is_positive)
@@ -187,6 +197,6 @@ def _positive_mask(trajectories: Sequence[Trajectory], algorithm: AlgorithmConfi
                 is_positive_turn = score.value is not None and score.value >= threshold
             else:
                 is_positive_turn = is_positive and not rules.independent_turns
-            mask[turn.start : turn.start + len(turn.token_ids)] &= is_positive_turn
+            mask[turn.start : turn.start + turn.num_tokens] &= is_positive_turn
         masks.append(mask)
     return response_field(masks, trajectories, bool)

@@ -38,7 +38,7 @@ class Grader:
             await self._grade_turns(self._environment, trajectories, step)
             return
         ended = [t for t in trajectories if t.finished and t.score is None]
-        scores = await self._ask([(t, self._decode(t.response_ids)) for t in ended])
+        scores = await self._ask([(t, self._decode(t.response_ids.tolist())) for t in ended])
         for trajectory, score in zip(ended, scores, strict=True):
             trajectory.score = score
 

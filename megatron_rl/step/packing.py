@@ -7,17 +7,16 @@ import torch
 from torch import Tensor
 
 from megatron_rl.data.batch import ROUTES, PackedBatch, cu_seqlens_of
-from megatron_rl.data.trajectory import Trajectory
+from megatron_rl.data.trajectory import Trajectory, joined
 from megatron_rl.data.vision import Vision
 
 
 def pack(trajectories: Sequence[Trajectory], fields: dict[str, Tensor], vision: Vision | None = None) -> PackedBatch:
     """Prompts and responses so far with per-token ``fields`` [T]; ``vision`` cuts the images of the prompts."""
-    rows = [np.asarray(t.token_ids, dtype=np.int64) for t in trajectories]
-    lengths = torch.tensor([len(row) for row in rows], dtype=torch.int64)
+    lengths = torch.tensor([t.num_tokens for t in trajectories], dtype=torch.int64)
     images = None if vision is None else vision.batch([t.prompt.images for t in trajectories])
-    tokens = np.concatenate([np.zeros(0, np.int64), *rows])
-    return PackedBatch(torch.from_numpy(tokens), cu_seqlens_of(lengths), fields, images)
+    tokens = joined((part for t in trajectories for part in t.token_parts()), np.int32)
+    return PackedBatch(torch.from_numpy(tokens.astype(np.int64)), cu_seqlens_of(lengths), fields, images)
 
 
 def window_batch(
@@ -46,11 +45,12 @@ def window_routes(trajectories: Sequence[Trajectory], step: int) -> Tensor | Non
     (shape,) = shapes
     rows = []
     for trajectory, record in zip(trajectories, records, strict=True):
-        routes = torch.zeros((len(trajectory.token_ids), *shape), dtype=torch.int16)
+        num_missing = trajectory.num_tokens
         if record is not None:
-            routes[: len(record)] = torch.from_numpy(record)
-        rows.append(routes)
-    return torch.cat(rows)
+            rows.append(record)
+            num_missing -= len(record)
+        rows.append(np.zeros((num_missing, *shape), dtype=np.int16))
+    return torch.from_numpy(np.concatenate(rows))
 
 
 def with_routes(batch: PackedBatch, routes: Tensor | None) -> PackedBatch:

@@ -71,7 +71,7 @@ def response_pieces(trajectory: Trajectory, row: int, algorithm: AlgorithmConfig
     """The pieces of a finished response over all its windows."""
     if not rules.independent_turns:
         return [_whole_piece(row, trajectory, trajectory.num_generated_tokens, algorithm)]
-    return [_turn_piece(row, trajectory, turn, len(turn.token_ids)) for turn in trajectory.turns()]
+    return [_turn_piece(row, trajectory, turn, turn.num_tokens) for turn in trajectory.turns()]
 
 
 def greedy_rewards(trajectories: Sequence[Trajectory], algorithm: AlgorithmConfig) -> dict[int, float]:
@@ -116,4 +116,4 @@ def _turn_piece(row: int, trajectory: Trajectory, turn: Turn, num_tokens: int) -
     # A turn without a score has not been asked about: it trains with outcome 0. One whose grader failed does not.
     scored = score is None or value is not None
     outcome = float(value) if ended and value is not None else 0.0
-    return Piece(row, num_tokens, len(turn.token_ids), ended, outcome, scored, turn.role)
+    return Piece(row, num_tokens, turn.num_tokens, ended, outcome, scored, turn.role)

@@ -117,7 +117,7 @@ def generate(
 @torch.no_grad()
 def expected_logprobs(reference, trajectory):
     """[response tokens]: at temperature 1, given everything before."""
-    tokens = torch.tensor([trajectory.token_ids])
+    tokens = torch.from_numpy(trajectory.token_ids)[None].long()
     logprobs = torch.log_softmax(reference(tokens).logits[0].double(), -1)
     start = len(trajectory.prompt.token_ids)
     return logprobs[start - 1 : -1].gather(1, tokens[0, start:, None])[:, 0]
@@ -125,9 +125,9 @@ def expected_logprobs(reference, trajectory):
 
 def parts_of(trajectory):
     return (
-        trajectory.response_ids,
+        trajectory.response_ids.tolist(),
         trajectory.generated_mask().tolist(),
-        [(turn.role, turn.token_ids) for turn in trajectory.turns()],
+        [(turn.role, turn.token_ids.tolist()) for turn in trajectory.turns()],
         trajectory.env_done,
     )
 
@@ -145,9 +145,9 @@ def test_a_dialogue_in_windows_is_the_dialogue_in_one_piece_and_its_history_is_t
         assert difference[generated].abs().max() < LOGPROB_TOLERANCE
         for turn in t.turns()[:-1]:
             assert turn.finish_reason == "stop"
-            assert tokenizer.decode(turn.token_ids[-1:]) in (*Vowels.stop_strings, "")
+            assert tokenizer.decode(turn.token_ids[-1:].tolist()) in (*Vowels.stop_strings, "")
         messages = "".join(f"({i})" for i in range(1, len(t.turns()) + (t.segments[-1].role == "environment")))
-        assert tokenizer.decode([x for x, own in zip(t.response_ids, t.generated_mask()) if not own]) == messages
+        assert tokenizer.decode([x for x, own in zip(t.response_ids.tolist(), t.generated_mask()) if not own]) == messages
 
 
 def test_stop_strings_of_one_token_need_no_text_on_the_server(tokenizer):
@@ -168,7 +168,7 @@ def test_hot_tokens_come_from_the_hot_distribution_and_the_rest_from_the_usual_o
             logits = reference(torch.tensor([t.prompt.token_ids])).logits[0, -1].double()
         logits[list(banned)] = float("-inf")
         top = logits.topk(HOT_TOP_K)
-        hot = t.response_ids[0]
+        hot = int(t.response_ids[0])
         assert hot in top.indices
         mu = torch.log_softmax(top.values / HOT_TEMPERATURE, -1)[top.indices == hot]
         assert float(mu) == pytest.approx(float(t.rollout_logprobs()[0]), abs=LOGPROB_TOLERANCE)
@@ -180,23 +180,23 @@ def test_fire_at_the_runs_own_temperature_changes_nothing(server, tokenizer):
     fire = Fire(SAMPLING.temperature, SAMPLING.top_k, after="", banned_token_ids=())
     plain = generate(server, tokenizer, new_trajectories(12, dialogue=False))
     fired = generate(server, tokenizer, new_trajectories(12, dialogue=False), fire=fire)
-    assert [t.response_ids for t in fired] == [t.response_ids for t in plain]
+    assert [t.response_ids.tolist() for t in fired] == [t.response_ids.tolist() for t in plain]
     for one, two in zip(fired, plain):
         assert one.rollout_logprobs() == pytest.approx(two.rollout_logprobs(), abs=LOGPROB_TOLERANCE)
 
 
 def test_the_hot_token_comes_after_the_marker(server, tokenizer):
     plain = generate(server, tokenizer, new_trajectories(12, dialogue=False))
-    ids = plain[0].response_ids
+    ids = plain[0].response_ids.tolist()
     place = next(i for i in range(5, len(ids)) if min(ids[i], ids[i + 1]) > 2)  # two characters, no special token
     marker = tokenizer.decode(ids[place : place + 2])
     end = end_of_text(ids, [marker], tokenizer.decode)
     fire = Fire(HOT_TEMPERATURE, HOT_TOP_K, after=marker, banned_token_ids=())
     whole = generate(server, tokenizer, new_trajectories(12, dialogue=False), fire=fire)
     pieces = generate(server, tokenizer, new_trajectories(12, dialogue=False), fire=fire, window=end - 1, steps=12)
-    assert [t.response_ids for t in pieces] == [t.response_ids for t in whole]
+    assert [t.response_ids.tolist() for t in pieces] == [t.response_ids.tolist() for t in whole]
     assert all(t.finished for t in pieces)
-    assert whole[0].response_ids[:end] == ids[:end] and whole[0].hot_mask().nonzero()[0].tolist() == [end]
+    assert whole[0].response_ids[:end].tolist() == ids[:end] and whole[0].hot_mask().nonzero()[0].tolist() == [end]
 
 
 def slow_down(server, seconds_per_forward):
@@ -222,6 +222,6 @@ def test_over_sampling_aborts_the_tail_and_loses_no_token(server, tokenizer):
     for i in long_ones:
         assert not cut[i].finished and 0 < cut[i].num_response_tokens < whole[i].num_response_tokens
         assert cut[i].segments[-1].finish_reason == "abort"
-        assert cut[i].response_ids == whole[i].response_ids[: cut[i].num_response_tokens]
+        assert cut[i].response_ids.tolist() == whole[i].response_ids[: cut[i].num_response_tokens].tolist()
     generate(server, tokenizer, cut)
-    assert [t.response_ids for t in cut] == [t.response_ids for t in whole]
+    assert [t.response_ids.tolist() for t in cut] == [t.response_ids.tolist() for t in whole]

@@ -89,7 +89,7 @@ class ProcessRewarder:
         weight = self._weight(trajectory)
         if not weight:
             return rewards
-        pieces = token_texts(trajectory.response_ids, self._decode)
+        pieces = token_texts(trajectory.response_ids.tolist(), self._decode)
         lines = code_lines(
             "".join(pieces),
             entry_point=str(trajectory.prompt.fields.get(ENTRY_POINT_FIELD, "")),

@@ -5,10 +5,10 @@ trained on before its types, counts, ids and signs have been checked here; ``Bad
 The checks run in C over whole lists: per token they cost about as much as reading the JSON.
 """
 
-import math
 import reprlib
-from collections.abc import Sequence
 from typing import Any
+
+import numpy as np
 
 from megatron_rl.errors import UserError
 
@@ -81,41 +81,40 @@ def as_list(value: Any, field: str) -> list[Any]:
     return value
 
 
-def as_token_ids(value: Any, field: str, *, most: int, vocab_size: int) -> tuple[int, ...]:
-    """At most ``most`` ids, each below ``vocab_size``."""
+def as_token_ids(value: Any, field: str, *, most: int, vocab_size: int) -> np.ndarray:
+    """[n] int32: at most ``most`` ids, each below ``vocab_size``."""
     ids = as_list(value, field)
     if len(ids) > most:
         raise mismatch(field, f"at most the {most} tokens that were asked for", f"{len(ids)} tokens")
-    if not ids:
-        return ()
-    if set(map(type, ids)) != {int}:
+    if not set(map(type, ids)) <= {int}:
         raise mismatch(field, "whole numbers", next(token for token in ids if type(token) is not int))
-    if min(ids) < 0 or max(ids) >= vocab_size:
+    if ids and (min(ids) < 0 or max(ids) >= vocab_size):
         outside = next(token for token in ids if not 0 <= token < vocab_size)
         raise mismatch(field, f"token ids of the vocabulary (0 to {vocab_size - 1})", outside)
-    return tuple(ids)
+    return np.array(ids, dtype=np.int32)
 
 
-def as_logprobs(value: Any, field: str, token_ids: Sequence[int]) -> tuple[float, ...]:
-    """One log-prob per token: finite and not above 0. Raises NotFinite for null, NaN and infinities."""
+def as_logprobs(value: Any, field: str, token_ids: np.ndarray) -> np.ndarray:
+    """[n] float32: one log-prob per token, finite and not above 0. Raises NotFinite for null, NaN and infinities."""
     logprobs = as_list(value, field)
     if len(logprobs) != len(token_ids):
         raise BadAnswer(f"{field}: the server returned {len(token_ids)} tokens and {len(logprobs)} log-probs")
     kinds = set(map(type, logprobs))
     if not kinds <= {float, int, type(None)}:
         raise mismatch(field, "numbers", next(x for x in logprobs if type(x) not in (float, int, type(None))))
-    # Of finite ones the sum is finite, unless they are as good as infinite.
-    if type(None) in kinds or not math.isfinite(sum(logprobs)):
+    with np.errstate(over="ignore"):  # what is as good as infinite
+        array = np.array(logprobs, dtype=np.float64).astype(np.float32)
+    if not np.isfinite(array).all():
         raise NotFinite(
             f"{field}: the server returned a log-prob that is not finite. Its weights hold NaN or infinity: look at the "
             "loss and gradient norm of the last steps"
         )
-    if logprobs and max(logprobs) > _MAX_POSITIVE:
+    if len(array) and array.max() > _MAX_POSITIVE:
         raise mismatch(field, "log-probs of at most 0", max(logprobs))
-    return tuple(logprobs if int not in kinds else map(float, logprobs))
+    return array
 
 
-def as_token_logprobs(value: Any, field: str, token_ids: Sequence[int]) -> tuple[float, ...]:
+def as_token_logprobs(value: Any, field: str, token_ids: np.ndarray) -> np.ndarray:
     """As ``as_logprobs``, of SGLang's entries [log-prob, token id, text]: each must be of its own token."""
     entries = as_list(value, field)
     if len(entries) != len(token_ids) or not entries:
@@ -123,8 +122,8 @@ def as_token_logprobs(value: Any, field: str, token_ids: Sequence[int]) -> tuple
     if set(map(type, entries)) != {list} or set(map(len, entries)) != {3}:
         broken = next(entry for entry in entries if type(entry) is not list or len(entry) != 3)
         raise mismatch(field, "entries [log-prob, token id, text]", broken)
-    ids = [entry[1] for entry in entries]
-    if ids != list(token_ids):
-        theirs, ours = next((a, b) for a, b in zip(ids, token_ids, strict=True) if a != b)
+    ids, expected = [entry[1] for entry in entries], token_ids.tolist()
+    if ids != expected:
+        theirs, ours = next((a, b) for a, b in zip(ids, expected, strict=True) if a != b)
         raise mismatch(field, f"the log-prob of token {ours}", f"that of token {shown(theirs)}")
     return as_logprobs([entry[0] for entry in entries], field, token_ids)

@@ -329,7 +329,8 @@ class SglangClient:
 
     async def _outcomes(self, server: _ServerState, batch: list[_Pending]) -> list[Generation | Exception]:
         requests = [pending.request for pending in batch]
-        body = orjson.dumps(generate_body(requests, [pending.rid for pending in batch]))
+        rids = [pending.rid for pending in batch]
+        body = orjson.dumps(generate_body(requests, rids), option=orjson.OPT_SERIALIZE_NUMPY)
         try:
             answer = await self._http.request(
                 "POST",

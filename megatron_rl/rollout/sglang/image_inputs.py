@@ -3,6 +3,8 @@
 import asyncio
 from collections.abc import Sequence
 
+import numpy as np
+
 from megatron_rl.data.trajectory import Prompt
 from megatron_rl.data.vision import Vision
 from megatron_rl.rollout.sglang.wire import RequestImages
@@ -18,8 +20,8 @@ async def images_of_request(vision: Vision | None, prompt: Prompt) -> RequestIma
     return RequestImages(vision.image_token_id, data, sum(vision.num_tokens(image) for image in prompt.images))
 
 
-def sent_ids(vision: Vision | None, prompt: Prompt, token_ids: Sequence[int]) -> tuple[int, ...]:
+def sent_ids(vision: Vision | None, prompt: Prompt, token_ids: Sequence[int] | np.ndarray) -> Sequence[int] | np.ndarray:
     """``token_ids`` (the prompt, and what follows it) as a request carries them."""
     if vision is None or not prompt.images:
-        return tuple(token_ids)
-    return tuple(vision.collapsed(token_ids, prompt.images))
+        return token_ids
+    return vision.collapsed(token_ids, prompt.images)

@@ -5,18 +5,21 @@ also for the prefix, which it computed (or had cached) under the weights that sa
 trajectory's newest request is therefore the record of all its tokens, and replaces the one before.
 """
 
-import base64
 import binascii
+import itertools
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import pybase64
 
 from megatron_rl.config.schema import Config, RoutingReplay
 from megatron_rl.errors import ModelError
 from megatron_rl.families.facts import as_config, num_experts, read_model_json
 
 SERVER_FLAG = "enable-return-routed-experts"
+_ROWS_AT_ONCE = 1 << 15
+"""As many columns of them stay in a core's cache."""
 
 
 class BadRoutes(ValueError):
@@ -55,7 +58,7 @@ def decode_routes(encoded: str, num_tokens: int, shape: RouteShape) -> np.ndarra
     one expert is named twice there is no record. Raises BadRoutes for another size or an unknown expert.
     """
     try:
-        ids = np.frombuffer(base64.b64decode(encoded, validate=True), dtype=np.int32)
+        ids = np.frombuffer(pybase64.b64decode(encoded, validate=True), dtype=np.int32)
     except (binascii.Error, ValueError) as error:
         raise BadRoutes(f"routed experts are not base64 of int32: {error}") from error
     wanted = (num_tokens, shape.num_layers, shape.top_k)
@@ -65,7 +68,20 @@ def decode_routes(encoded: str, num_tokens: int, shape: RouteShape) -> np.ndarra
         )
     if ids.size and not (ids.min() >= -1 and ids.max() < shape.num_experts):
         raise BadRoutes(f"routed experts are ids below {shape.num_experts}, got {ids.min()} to {ids.max()}")
-    routes = (ids.reshape(wanted) + 1).astype(np.int16)
-    in_order = np.sort(routes, axis=-1)
-    has_record = (in_order[..., 0] > 0) & (np.diff(in_order, axis=-1) > 0).all(-1)
-    return np.where(has_record[..., None], routes, np.int16(0))
+    routes = np.add(ids.reshape(wanted), 1, dtype=np.int16, casting="unsafe")
+    _drop_incomplete(routes.reshape(-1, shape.top_k))
+    return routes
+
+
+def _drop_incomplete(rows: np.ndarray) -> None:
+    """In ``rows`` [n, k], those that are not k different experts become 0.
+
+    Every two columns are compared: sorting n short rows takes ten times as long.
+    """
+    for start in range(0, len(rows), _ROWS_AT_ONCE):
+        block = rows[start : start + _ROWS_AT_ONCE]
+        columns = np.ascontiguousarray(block.T)
+        incomplete = (columns == 0).any(0)
+        for first, second in itertools.combinations(columns, 2):
+            incomplete |= first == second
+        block[incomplete] = 0

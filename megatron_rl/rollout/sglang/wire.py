@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from megatron_rl.data.trajectory import read_only
 from megatron_rl.errors import UserError
 from megatron_rl.rollout.sglang.answer_checks import (
     BadAnswer,
@@ -45,7 +46,7 @@ class RequestImages:
 class GenerationRequest:
     rid: str
     """Unique among the requests in progress."""
-    input_ids: Sequence[int]
+    input_ids: Sequence[int] | np.ndarray
     max_new_tokens: int
     temperature: float = 1.0
     """0 is greedy; its log-probs are those of temperature 1."""
@@ -81,12 +82,12 @@ class GenerationRequest:
         return len(self.input_ids) - len(self.images.data) + self.images.num_tokens
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Generation:
-    token_ids: tuple[int, ...]
-    """The stop token included."""
-    logprobs: tuple[float, ...]
-    """One per token: log-softmax of logits / temperature, before top-p and top-k unless the request says otherwise."""
+    token_ids: np.ndarray
+    """[n] int32, the stop token included."""
+    logprobs: np.ndarray
+    """[n] float32: log-softmax of logits / temperature, before top-p and top-k unless the request says otherwise."""
     finish_reason: str
     """stop, length, or abort (cut from outside: continue from the last token)."""
     weight_version: str
@@ -99,13 +100,17 @@ class Generation:
     seconds: float = 0.0
     """From the request's arrival at the server to its last token, as the server says; 0: it does not."""
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "token_ids", read_only(self.token_ids, np.int32))
+        object.__setattr__(self, "logprobs", read_only(self.logprobs, np.float32))
+
 
 _BAN = -1.0e9
 """Added to a banned token's logit: no temperature in use brings it back."""
 _MAX_RENORMALISED_TOP_K = 4096
 """SGLang's limit for log-probs after top-k."""
 
-NOTHING_GENERATED = Generation((), (), "abort", "", 0)
+NOTHING_GENERATED = Generation(np.zeros(0, np.int32), np.zeros(0, np.float32), "abort", "", 0)
 """The answer to a request that was aborted before it was sent."""
 
 
@@ -142,13 +147,13 @@ def sent_rid(rid: str) -> str:
 
 def validate(request: GenerationRequest, vocab_size: int) -> None:
     """Raises RequestRejected if the request could harm the server or would be refused."""
-    problem = None
-    if len(request.input_ids) == 0:
+    problem, ids = None, np.asarray(request.input_ids)
+    if len(ids) == 0:
         problem = "input_ids is empty: expected at least one token"
-    elif min(request.input_ids) < 0 or max(request.input_ids) >= vocab_size:
-        position, token = next((i, t) for i, t in enumerate(request.input_ids) if not 0 <= t < vocab_size)
+    elif ids.min() < 0 or ids.max() >= vocab_size:
+        position = int(np.argmax((ids < 0) | (ids >= vocab_size)))
         problem = (
-            f"input_ids[{position}] is {token}, outside the vocabulary of {vocab_size}: it would kill the server. "
+            f"input_ids[{position}] is {ids[position]}, outside the vocabulary of {vocab_size}: it would kill the server. "
             "Check that the tokenizer belongs to the model"
         )
     elif request.max_new_tokens < 1:
@@ -159,22 +164,17 @@ def validate(request: GenerationRequest, vocab_size: int) -> None:
         problem = f"banned_token_ids {list(request.banned_token_ids)}: expected ids below the vocabulary's {vocab_size}"
     elif request.logprobs_after_top_k and not 1 <= request.top_k <= _MAX_RENORMALISED_TOP_K:
         problem = f"log-probs after top-k need 1 <= top_k <= {_MAX_RENORMALISED_TOP_K}, got top_k={request.top_k}"
-    elif request.images is not None and (
-        list(request.input_ids).count(request.images.token_id) != len(request.images.data)
-    ):
-        problem = (
-            f"{list(request.input_ids).count(request.images.token_id)} image tokens for {len(request.images.data)} images: "
-            "the server would wait for the others forever"
-        )
+    elif request.images is not None and (count := int((ids == request.images.token_id).sum())) != len(request.images.data):
+        problem = f"{count} image tokens for {len(request.images.data)} images: the server would wait for the others forever"
     if problem is not None:
         raise RequestRejected(f"request {request.rid!r}: {problem}")
 
 
 def generate_body(requests: Sequence[GenerationRequest], rids: Sequence[str]) -> dict[str, Any]:
-    """The JSON body of one ``/generate`` call for all ``requests``."""
-    body = {
+    """The body of one ``/generate`` call for all ``requests``: JSON, but for ids that are arrays."""
+    body: dict[str, Any] = {
         "rid": list(rids),
-        "input_ids": [list(request.input_ids) for request in requests],
+        "input_ids": [request.input_ids for request in requests],
         "sampling_params": [_sampling_params(request) for request in requests],
         "return_logprob": True,
     }
@@ -271,8 +271,8 @@ def _check_counts(request: GenerationRequest, meta: dict[str, Any], num_new: int
     )
 
 
-def _logprobs(request: GenerationRequest, meta: dict[str, Any], token_ids: tuple[int, ...]) -> tuple[float, ...]:
-    if request.logprobs_after_top_k and token_ids:
+def _logprobs(request: GenerationRequest, meta: dict[str, Any], token_ids: np.ndarray) -> np.ndarray:
+    if request.logprobs_after_top_k and len(token_ids):
         name = "output_token_sampling_logprobs"
         return as_logprobs(meta.get(name), name, token_ids)
     # A request that was aborted while it queued has no log-probs and no cache statistics.
@@ -320,12 +320,12 @@ def _routes(request: GenerationRequest, meta: dict[str, Any], num_new: int) -> n
         raise BadAnswer(f"routed_experts: {error}; look whether the server runs the same model") from error
 
 
-def _finish_reason(request: GenerationRequest, reason: str, token_ids: tuple[int, ...]) -> str:
+def _finish_reason(request: GenerationRequest, reason: str, token_ids: np.ndarray) -> str:
     if reason not in ("stop", "length", "abort"):
         raise mismatch("finish_reason.type", "stop, length or abort", reason)
     if reason == "abort":
         return reason
-    if not token_ids:
+    if not len(token_ids):
         raise mismatch("output_ids", f"at least one token, as it ended by {reason}", [])
     # SGLang looks at the length first: a stop token in the last place would pass for an unfinished response.
     return "stop" if reason == "length" and token_ids[-1] in request.stop_token_ids else reason

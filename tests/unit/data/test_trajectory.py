@@ -1,7 +1,7 @@
 """The data model of responses and dialogues: masks, turns, budgets and checkpoints."""
 
 import json
-from dataclasses import asdict, fields
+from dataclasses import fields
 
 import numpy as np
 from hypothesis import given
@@ -42,7 +42,8 @@ def test_masks_tell_generated_tokens_from_messages_and_windows_from_each_other()
     assert (t.num_response_tokens, t.num_generated_tokens) == (10, 7)
     assert [t.window_tokens(step) for step in range(3)] == [3, 3, 1]
     assert t.rollout_logprobs().tolist() == [-0.5] * 4 + [0.0] * 3 + [-0.5] * 3
-    assert t.token_ids == [1, 2, *t.response_ids]
+    assert t.token_ids.tolist() == [1, 2, *t.response_ids.tolist()]
+    assert t.num_tokens == len(t.token_ids)
 
 
 def test_turns_span_windows_and_end_in_the_step_of_their_last_token():
@@ -51,7 +52,7 @@ def test_turns_span_windows_and_end_in_the_step_of_their_last_token():
     assert (policy.role, policy.start, policy.ended, policy.finish_reason, policy.last_step) == (
         "policy", 0, True, "stop", 1,
     )  # fmt: skip
-    assert (verifier.role, verifier.start, verifier.token_ids, verifier.ended) == ("verifier", 7, (0, 1, 0), True)
+    assert (verifier.role, verifier.start, tuple(verifier.token_ids.tolist()), verifier.ended) == ("verifier", 7, (0, 1, 0), True)
     assert [turn.index for turn in t.turn_ended(1)] == [0] and [turn.index for turn in t.turn_ended(2)] == [1]
     assert [verifier.tokens_of(step) for step in range(3)] == [0, 2, 1]
 
@@ -103,7 +104,7 @@ def test_masks_cover_the_response_and_agree_with_the_turns(parts):
     for turn in t.turns():
         assert not of_turns[turn.start : turn.start + len(turn.token_ids)].any()
         of_turns[turn.start : turn.start + len(turn.token_ids)] = True
-        assert tuple(t.response_ids[turn.start :][: len(turn.token_ids)]) == turn.token_ids
+        assert t.response_ids[turn.start :][: turn.num_tokens].tolist() == turn.token_ids.tolist()
         assert sum(turn.tokens_of(step) for step in range(3)) == len(turn.token_ids)
     assert np.array_equal(of_turns, t.generated_mask())
 
@@ -112,17 +113,26 @@ def test_a_dialogue_survives_a_checkpoint():
     t = dialogue(*TWO_TURNS, next_role="policy", max_turn_tokens=7, score=Score(1.0))
     t.turn_grades[0] = Score(1.0, "right")
     t.turn_scores[1] = Score(None, error="died", metrics={"seconds": 1.0})
-    assert Trajectory.from_dict(json.loads(json.dumps(t.to_dict()))) == t
+    t.old_values = [np.array([0.1, 0.2], np.float32), np.array([0.3], np.float32)]
+    state = json.loads(as_json(t))
+    assert as_json(Trajectory.from_dict(state)) == as_json(t)
+    assert [part.dtype for part in Trajectory.from_dict(state).old_values] == [np.float32] * 2
+
+
+def as_json(t):
+    return json.dumps(t.to_dict(), default=np.ndarray.tolist)
 
 
 def test_a_state_from_before_dialogues_loads():
-    state = asdict(Trajectory(3, PROMPT, 0, 0, 9, [generated(2, 0, reason="stop")], score=Score(0.5)))
+    state = json.loads(as_json(Trajectory(3, PROMPT, 0, 0, 9, [generated(2, 0, reason="stop")], score=Score(0.5))))
+    state["old_values"], state["left_out"] = [0.25, 0.5], [1]  # one list over all windows
     for name in ("dialogue", "max_turn_tokens", "next_role", "env_done", "out_of_room", "turn_grades", "turn_scores"):
         del state[name]
     for segment in state["segments"]:
         for name in ("turn", "role", "hot"):
             del segment[name]
-    t = Trajectory.from_dict(json.loads(json.dumps(state)))
+    t = Trajectory.from_dict(state)
+    assert [part.tolist() for part in (*t.old_values, *t.left_out)] == [[0.25, 0.5], [1]]
     assert t.finished and t.score == Score(0.5) and t.turns()[0].role == "policy"
 
 

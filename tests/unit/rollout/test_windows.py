@@ -10,6 +10,7 @@ import json
 import random
 from dataclasses import dataclass, field, replace
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -75,7 +76,7 @@ class Engine:
     def sample(self, request):
         tokens, reason, matched = [], "length", ""
         while len(tokens) < request.max_new_tokens:
-            history = (*request.input_ids, *tokens)
+            history = (*map(int, request.input_ids), *tokens)
             key = (request.seed, len(history), history, request.temperature, request.top_k)
             weights = [0.0 if t in request.banned_token_ids else 1.0 for t in range(len(WORDS))]
             weights[EOS] *= self.end_weight
@@ -149,11 +150,11 @@ def generate(
 def tokens_of(trajectory):
     """All that must not depend on how the response was cut into windows."""
     return (
-        trajectory.response_ids,
+        trajectory.response_ids.tolist(),
         trajectory.rollout_logprobs().tolist(),
         trajectory.generated_mask().tolist(),
         trajectory.hot_mask().tolist(),
-        [(turn.index, turn.role, turn.start, turn.token_ids, turn.ended) for turn in trajectory.turns()],
+        [(turn.index, turn.role, turn.start, turn.token_ids.tolist(), turn.ended) for turn in trajectory.turns()],
         (trajectory.finished, trajectory.stopped, trajectory.env_done, trajectory.out_of_room),
     )
 
@@ -162,7 +163,7 @@ def in_windows(trajectory, window, **options):
     """Generate step by step to the end, through a checkpoint before each step."""
     engine, step = Engine(), 0
     while not trajectory.finished:
-        trajectory = Trajectory.from_dict(json.loads(json.dumps(trajectory.to_dict())))
+        trajectory = Trajectory.from_dict(json.loads(json.dumps(trajectory.to_dict(), default=np.ndarray.tolist)))
         before = trajectory.num_generated_tokens
         generate(engine, [trajectory], step=step, window=window, **options)
         grown = trajectory.num_generated_tokens - before
@@ -242,9 +243,9 @@ def test_a_message_is_tokenised_once_and_the_history_only_grows():
 
     t = new_trajectory(budget=60)
     generate(engine, [t], environment=Talk(num_turns=3), encode=counting)
-    histories = [request.input_ids for request in engine.requests]
+    histories = [request.input_ids.tolist() for request in engine.requests]
     assert all(later[: len(earlier)] == earlier for earlier, later in itertools.pairwise(histories))
-    assert len(encoded) == 2 == t.response_ids.count(MESSAGE_ID) // 2
+    assert len(encoded) == 2 == t.response_ids.tolist().count(MESSAGE_ID) // 2
     assert encoded == [turn.token_ids[-1] for turn in t.turns()[:-1]]
 
 
@@ -310,7 +311,7 @@ def test_fire_at_the_runs_own_temperature_changes_nothing(seed, budget, window):
     plain, fired = (new_trajectory(id=seed, budget=budget, dialogue=False) for _ in range(2))
     generate(Engine(), [plain], window=window)
     generate(Engine(), [fired], window=window, fire=fire)
-    assert fired.response_ids == plain.response_ids
+    assert fired.response_ids.tolist() == plain.response_ids.tolist()
     assert fired.rollout_logprobs().tolist() == plain.rollout_logprobs().tolist()
     assert fired.finished == plain.finished and fired.window_tokens(0) == plain.window_tokens(0)
 
@@ -373,7 +374,7 @@ def test_what_enough_cuts_keeps_its_tokens_and_goes_on_in_the_next_step():
     generate(Engine(end_weight=0.0), [cut], step=1)
     whole = new_trajectory(id=2, budget=12, dialogue=False)
     generate(Engine(end_weight=0.0), [whole])
-    assert cut.response_ids == whole.response_ids and cut.finished
+    assert cut.response_ids.tolist() == whole.response_ids.tolist() and cut.finished
     assert (cut.window_tokens(0), cut.window_tokens(1)) == (6, 6)
 
 

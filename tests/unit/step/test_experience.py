@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -91,7 +92,7 @@ def test_the_advantage_at_a_window_edge_is_zero_before_normalisation():
 def test_advantages_of_a_window_ignore_earlier_windows():
     now = trajectory([4, 3], stopped=True, score=Score(1.0))
     before = trajectory([4, 3], stopped=True, score=Score(1.0))
-    before.old_values = [9.0] * 4
+    before.old_values = [np.array([9.0] * 4, np.float32)]
     one, two = (advantages([t], 1, [0.2, 0.4, 0.5])[1].advantages for t in (now, before))
     assert torch.equal(one, two)
 
@@ -110,7 +111,8 @@ def test_responses_that_train_at_their_end_have_the_advantages_of_one_pass():
     kept = torch.zeros(len(batch.tokens))
     kept[batch.fields["mask"]] = torch.tensor([*values, 0.3, 0.1])
     keep_signals([whole, other], batch, Signals(kept, torch.zeros(2)), None)
-    assert whole.old_values == pytest.approx(values) and other.old_values == pytest.approx([0.3, 0.1])
+    assert np.concatenate(whole.old_values).tolist() == pytest.approx(values)
+    assert np.concatenate(other.old_values).tolist() == pytest.approx([0.3, 0.1])
     assert response_batch([whole, other], RAW).fields["mask"].tolist() == found.mask.tolist()
 
 
@@ -168,7 +170,7 @@ def test_windows_and_responses_teach_the_critic_the_same_where_one_window_holds_
     pair = [trajectory([n], stopped=True, score=Score(r), id=n) for n, r in ((3, 1.0), (2, 0.0))]
     values = [0.1, 0.5, 0.3, 0.2, 0.6]
     for response, own in zip(pair, (values[:3], values[3:]), strict=True):
-        response.old_values = own
+        response.old_values = [np.array(own, np.float32)]
     one, two = critic_windows(pair, 0, values), response_batch(pair, RAW)
     assert torch.equal(one.tokens, two.tokens) and one.fields.keys() == two.fields.keys()
     for name in one.fields:
@@ -218,7 +220,7 @@ def test_a_response_cut_at_the_whole_budget_counts_as_finished_and_is_scored():
 
 
 def cut_with_values(response, values):
-    response.old_values = list(values)
+    response.old_values = [np.array(values, np.float32)]
     return response
 
 
@@ -273,7 +275,7 @@ def test_values_are_remembered_from_the_step_that_generated_the_token():
         values = torch.zeros(len(batch.tokens))
         values[batch.fields["mask"]] = torch.tensor(new)
         keep_signals([shown], batch, Signals(values), step)
-    assert response.old_values == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.5, 0.6])
+    assert np.concatenate(response.old_values).tolist() == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.5, 0.6])
 
 
 @settings(max_examples=30, deadline=None)
@@ -323,7 +325,7 @@ def test_with_one_lambda_for_both_the_critics_targets_are_the_textbooks(lam):
 
 def test_the_critics_targets_are_cut_at_the_turns_for_any_lambda():
     talk = dialogue([2, 1], rewards=[0.25, 1.0])
-    talk.old_values = [0.5, 0.0, 0.25]
+    talk.old_values = [np.array([0.5, 0.0, 0.25], np.float32)]
     found = response_batch([talk], AlgorithmConfig(**{**RAW.__dict__, "lambda_critic": 0.5}), INDEPENDENT)
     assert found.fields["returns"].tolist() == pytest.approx([0, 0, 0, 0.5 * 0.25 + 0.5 * 0.0, 0.25, 0, 0, 1.0])
 
@@ -388,7 +390,7 @@ def test_messages_of_the_environment_train_nothing():
     talk = dialogue([3, 2], rewards=[1.0, 0.0])
     _batch, found = advantages([talk], 0, [0.5] * 5, rules=INDEPENDENT)
     assert found.mask.tolist() == [False] * 3 + [True] * 3 + [False] * 2 + [True] * 2
-    talk.old_values = [0.5] * 5
+    talk.old_values = [np.array([0.5] * 5, np.float32)]
     assert response_batch([talk], RAW, INDEPENDENT).fields["mask"].tolist() == found.mask.tolist()
 
 
@@ -408,7 +410,7 @@ def test_turns_are_episodes_of_their_own():
 
 def test_the_critics_targets_are_cut_at_the_turns():
     talk = dialogue([2, 1], rewards=[0.25, 1.0])
-    talk.old_values = [0.0] * 3
+    talk.old_values = [np.array([0.0] * 3, np.float32)]
     assert response_batch([talk], RAW, INDEPENDENT).fields["returns"].tolist() == [0, 0, 0, 0.25, 0.25, 0, 0, 1.0]
 
 
@@ -427,7 +429,7 @@ def test_a_turn_that_could_not_be_scored_trains_nothing_and_its_neighbours_do():
     talk.turn_scores = {0: Score(1.0), 1: Score(None, error="died")}
     _, found = advantages([talk], 0, [0.5] * 4, rules=INDEPENDENT)
     assert found.mask.tolist() == [False] * 3 + [True] * 2 + [False] * 4
-    talk.old_values = [0.5] * 4
+    talk.old_values = [np.array([0.5] * 4, np.float32)]
     assert response_batch([talk], RAW, INDEPENDENT).fields["mask"].tolist() == found.mask.tolist()
 
 
@@ -444,7 +446,7 @@ def test_roles_are_normalised_apart():
 def test_hot_tokens_are_context_for_the_policy_loss_and_ordinary_states_for_the_critic():
     hot = Segment((9,), (-3.0,), 0, "length", 0, hot=True)
     response = Trajectory(0, Prompt("p", (1,)), 0, 0, 9, [hot, Segment((7, 7), (-0.5,) * 2, 0, "stop", 0)])
-    response.score, response.old_values = Score(1.0), [0.0] * 3
+    response.score, response.old_values = Score(1.0), [np.zeros(3, np.float32)]
     _, masked = advantages([response], 0, [0.0] * 3, rules=ResponseRules(masks_hot_tokens=True))
     _, kept = advantages([response], 0, [0.0] * 3)
     assert masked.mask.tolist() == [False, False, True, True] and kept.mask.tolist() == [False, True, True, True]
@@ -481,7 +483,7 @@ def test_rewards_of_tokens_reach_the_advantages_and_later_the_critic():
     assert found.raw[-2:].tolist() == pytest.approx([-0.5 + 0.95 * -0.25, -0.25])
     keep_signals([response], batch, signals, 0)
     whole = trajectory([2, 1], stopped=True, score=Score(1.0))
-    whole.old_values, whole.token_rewards = [0.0] * 3, [*response.token_rewards, 0.0]
+    whole.old_values, whole.token_rewards = [np.zeros(3, np.float32)], [*response.token_rewards, np.zeros(1, np.float32)]
     assert response_batch([whole], RAW).fields["returns"][3:].tolist() == pytest.approx([0.25, 0.75, 1.0])
 
 

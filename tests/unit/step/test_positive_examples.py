@@ -97,7 +97,7 @@ def test_what_was_left_out_of_an_earlier_window_stays_out_of_the_loss_on_positiv
     old[4] = -5.0
     trained, _ = policy_batch([early], batch, old, found, algorithm)
     keep_left_out([early], batch, trained.fields["mask"])
-    assert early.left_out == [1, 3]
+    assert [part.tolist() for part in early.left_out] == [[1, 3]]
     late = Trajectory.from_dict(early.to_dict())
     late.segments.append(Segment((7, 7), (-0.5, -0.5), 1, "stop", 1))
     late.score = Score(1.0)

@@ -88,14 +88,15 @@ def assert_believable(request: GenerationRequest, generation: Generation) -> Non
     """What training needs of a sample, said another way than the parser does."""
     assert isinstance(generation, Generation)
     assert len(generation.token_ids) == len(generation.logprobs) <= request.max_new_tokens
-    for token, logprob in zip(generation.token_ids, generation.logprobs, strict=True):
-        assert type(token) is int and 0 <= token < VOCAB_SIZE
-        assert type(logprob) is float and math.isfinite(logprob) and logprob <= 1e-3
-    assert generation.finish_reason == "abort" or (generation.finish_reason in ("stop", "length") and generation.token_ids)
-    assert not generation.token_ids or generation.weight_version == request.weight_version
+    assert (generation.token_ids.dtype, generation.logprobs.dtype) == (np.int32, np.float32)
+    for token, logprob in zip(generation.token_ids.tolist(), generation.logprobs.tolist(), strict=True):
+        assert 0 <= token < VOCAB_SIZE
+        assert math.isfinite(logprob) and logprob <= 1e-3
+    assert generation.finish_reason == "abort" or (generation.finish_reason in ("stop", "length") and len(generation.token_ids))
+    assert not len(generation.token_ids) or generation.weight_version == request.weight_version
     assert generation.stop_string in ("", *request.stop_strings)
     assert type(generation.cached_tokens) is int and generation.cached_tokens >= 0
-    if request.routes is not None and generation.token_ids:
+    if request.routes is not None and len(generation.token_ids):
         assert generation.routes.shape == (len(request.input_ids) + len(generation.token_ids) - 1, 2, 2)
         assert generation.routes.min() >= 0 and generation.routes.max() <= SHAPE.num_experts
 
