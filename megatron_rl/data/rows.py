@@ -335,5 +335,6 @@ def _arrow_batches(path: Path) -> Iterator[Any]:
         reader = pyarrow.ipc.open_file(source) if is_file_format else pyarrow.ipc.open_stream(source)
         batches = (reader.get_batch(i) for i in range(reader.num_record_batches)) if is_file_format else reader
         for batch in batches:
+            batch.validate(full=True)  # its offsets are the file's own: damaged ones would crash the process
             for start in range(0, batch.num_rows, ROWS_PER_BATCH):
                 yield batch.slice(start, ROWS_PER_BATCH)

@@ -111,6 +111,16 @@ def test_damaged_files_are_read_or_refused(folder, data):
         check_files([str(file)], DataConfig(), with_response=False)
 
 
+def test_an_arrow_file_with_any_one_byte_damaged_does_not_crash_the_process(folder):
+    whole = whole_file(folder / "whole" / "rows.arrow")
+    file = folder / "damaged.arrow"
+    for place in range(len(whole)):
+        for byte in (0xFF, whole[place] ^ 1):
+            file.write_bytes(whole[:place] + bytes([byte]) + whole[place + 1 :])
+            with taken_or_refused(str(file), "data.reward_fields"):
+                check_files([str(file)], DataConfig(), with_response=False)
+
+
 @mutations(100)
 @given(data=st.data())
 def test_columns_of_other_types_are_read_or_refused(folder, data):
