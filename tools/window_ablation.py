@@ -236,6 +236,7 @@ def compared(folder: Path, timing: Timing) -> dict[str, Any]:
         "drawn_trainer_idle": drawn.trainer_idle,
     }
     name = "sync" if one.mode is Mode.sync else f"window {one.window_tokens}"
+    name += ", async" * (one.mode is Mode.async_) + ", whole responses" * one.whole_responses
     return {"run": name, **{key: float(f"{value:.4g}") for key, value in found.items()}}
 
 
