@@ -4,6 +4,9 @@ import hashlib
 import json
 from pathlib import Path
 
+import numpy as np
+
+from megatron_rl.run.checkpoint_folder import read_driver
 from megatron_rl.tracking.metrics_file import read_metrics
 
 _MEASURED = (
@@ -35,7 +38,7 @@ def differences(run: Path, whole: Path) -> list[str]:
 
 def _driver(checkpoint: Path) -> dict[str, object]:
     """Slots, controllers, counters; its metrics are rows too."""
-    state = json.loads((checkpoint / "driver.json").read_text())
+    state = json.loads(json.dumps(read_driver(checkpoint), default=np.ndarray.tolist))
     for slot in state["pool"]["slots"]:
         for segment in slot["segments"]:
             del segment["rollout_logprobs"]

@@ -133,7 +133,7 @@ class SlotPool:
         return self._by_type.get(prompt.type, self._num_samples)
 
     def state(self) -> dict[str, Any]:
-        """JSON-ready; contains mid-response trajectories whole."""
+        """JSON-ready but for its arrays; contains mid-response trajectories whole."""
         return self.snapshot()()
 
     def snapshot(self) -> Callable[[], dict[str, Any]]:
@@ -141,7 +141,15 @@ class SlotPool:
         kept = {"slots": self._slots, "fresh": self._fresh, "waiting": chain(*self._waiting.values())}
         copies = {name: [t.copy() for t in held] for name, held in kept.items()}
         rest = {"newest_generated": self.newest_generated, **self.position()}
-        return lambda: {**{name: [t.to_dict() for t in held] for name, held in copies.items()}, **rest}
+
+        def state() -> dict[str, Any]:
+            # A prompt is written once for all of its samples.
+            prompts = {id(t.prompt): t.prompt for t in chain(*copies.values())}
+            places = {key: index for index, key in enumerate(prompts)}
+            held = {name: [t.to_dict(places[id(t.prompt)]) for t in own] for name, own in copies.items()}
+            return {"prompts": [prompt.to_dict() for prompt in prompts.values()], **held, **rest}
+
+        return state
 
     def position(self) -> dict[str, Any]:
         """The part of ``state`` that says which prompts and ids come next."""
@@ -149,9 +157,10 @@ class SlotPool:
 
     def load_state(self, state: dict[str, Any]) -> None:
         self._sampler.load_state(state["sampler"])
-        self._slots = [Trajectory.from_dict(t) for t in state["slots"]]
-        self._fresh = deque(Trajectory.from_dict(t) for t in state["fresh"])
-        self._waiting = self._by_size([Trajectory.from_dict(t) for t in state.get("waiting", ())])
+        prompts = [Prompt.from_dict(prompt) for prompt in state.get("prompts", ())]
+        self._slots = [Trajectory.from_dict(t, prompts) for t in state["slots"]]
+        self._fresh = deque(Trajectory.from_dict(t, prompts) for t in state["fresh"])
+        self._waiting = self._by_size([Trajectory.from_dict(t, prompts) for t in state.get("waiting", ())])
         self._next_id, self._next_group = state["next_id"], state["next_group"]
         self.newest_generated = state.get("newest_generated", -1)
 

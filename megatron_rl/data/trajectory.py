@@ -43,6 +43,17 @@ class Prompt:
         """[prompt tokens] int32: ``token_ids``."""
         return read_only(self.token_ids, np.int32)
 
+    def to_dict(self) -> dict[str, Any]:
+        """For checkpoints: JSON-ready but for its array."""
+        return asdict(self) | {"token_ids": self.token_array}
+
+    @classmethod
+    def from_dict(cls, state: Mapping[str, Any]) -> Self:
+        """The inverse of ``to_dict``; a state written before prompts had images lacks them."""
+        images = tuple(ImageRef(**dict(image, grid=tuple(image["grid"]))) for image in state.get("images", ()))
+        token_ids = tuple(np.asarray(state["token_ids"]).tolist())
+        return cls(**dict(state, token_ids=token_ids, images=images))
+
 
 @dataclass(frozen=True, eq=False)
 class Segment:
@@ -322,10 +333,13 @@ class Trajectory:
         lists: dict[str, Any] = {name: list(getattr(self, name)) for name in ("segments", *_BY_WINDOW)}
         return replace(self, **lists, turn_grades=dict(self.turn_grades), turn_scores=dict(self.turn_scores))
 
-    def to_dict(self) -> dict[str, Any]:
-        """A copy for checkpoints: JSON-ready but for its arrays, which are shared."""
+    def to_dict(self, prompt_index: int | None = None) -> dict[str, Any]:
+        """A copy for checkpoints: JSON-ready but for its arrays, which are shared.
+
+        ``prompt_index``: stands for the prompt, which is kept elsewhere.
+        """
         state = {one.name: getattr(self, one.name) for one in fields(self) if one.name != "routes"}
-        state["prompt"] = asdict(self.prompt) | {"token_ids": self.prompt.token_array}
+        state["prompt"] = self.prompt.to_dict() if prompt_index is None else prompt_index
         state["segments"] = [dict(vars(segment)) for segment in self.segments]
         for name in _BY_WINDOW:
             state[name] = list(state[name])
@@ -335,10 +349,10 @@ class Trajectory:
         return state
 
     @classmethod
-    def from_dict(cls, state: Mapping[str, Any]) -> Self:
+    def from_dict(cls, state: Mapping[str, Any], prompts: Sequence[Prompt] = ()) -> Self:
         """The inverse of ``to_dict``, with arrays or with lists; what older states lack takes its default."""
-        fields = dict(state)
-        fields["prompt"] = prompt_of(state["prompt"])
+        fields, prompt = dict(state), state["prompt"]
+        fields["prompt"] = prompts[prompt] if isinstance(prompt, int) else Prompt.from_dict(prompt)
         fields["segments"] = [Segment(**segment) for segment in state["segments"]]
         kl = state.get("reference_kl", [])
         fields["reference_kl"] = [kl] if isinstance(kl, float) else list(kl)  # one sum over all windows, once
@@ -356,12 +370,3 @@ class Trajectory:
 
 _ARRAYS_BY_WINDOW = {"old_values": np.float32, "token_rewards": np.float32, "left_out": np.int32}
 _BY_WINDOW = (*_ARRAYS_BY_WINDOW, "reference_kl")
-
-
-def prompt_of(state: Mapping[str, Any] | Prompt) -> Prompt:
-    """From a checkpoint; a state written before prompts had images lacks them."""
-    if isinstance(state, Prompt):
-        return state
-    images = tuple(ImageRef(**dict(image, grid=tuple(image["grid"]))) for image in state.get("images", ()))
-    token_ids = tuple(np.asarray(state["token_ids"]).tolist())
-    return Prompt(**dict(state, token_ids=token_ids, images=images))

@@ -1,20 +1,25 @@
 """``checkpoints/`` of a run as files: which are there, what they say of themselves, which are whole as far as sizes tell.
 
-``step-N/`` holds a folder per model, ``driver.json`` and, written last, ``manifest.json`` with sizes and checksums of the
-files that are the driver's; each model's folder has ``checksums.json`` of its own. ``latest.json`` names the newest
-one. No Megatron, no torch: a folder can be looked at before anything starts.
+``step-N/`` holds a folder per model, ``driver.json`` with the arrays of its responses beside it (``driver.int32.npy``, one
+file per dtype, see ``flat_arrays.py``) and, written last, ``manifest.json`` with sizes and checksums of the files that are
+the driver's; each model's folder has ``checksums.json`` of its own. ``latest.json`` names the newest one. No Megatron, no
+torch: a folder can be looked at before anything starts.
 """
 
 import json
 import math
+import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.errors import UserError
+from megatron_rl.run.flat_arrays import put_together
 from megatron_rl.system.checksums import Checksums, checksums, damaged, parse_checksums
 from megatron_rl.system.files import write_whole
 
@@ -54,16 +59,32 @@ def saved_folders(checkpoints: Path) -> list[Path]:
     return sorted(found, key=num_steps_of, reverse=True)
 
 
-def write_manifest(folder: Path, models: list[str], *, healthy: bool) -> None:
+def write_driver(folder: Path, state: Mapping[str, Any], arrays: Mapping[str, Sequence[np.ndarray]]) -> Checksums:
+    """The driver's part as ``flat_arrays.taken_apart`` gives it; returns what ``write_manifest`` says of its files.
+
+    Raises OSError.
+    """
+    names = {name: f"driver.{name}.npy" for name in arrays}
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, parts in arrays.items():
+        with open(folder / names[name], "wb") as file:
+            np.save(file, np.concatenate(parts), allow_pickle=False)
+            file.flush()
+            os.fsync(file.fileno())
+    write_whole(folder / _DRIVER, json.dumps({**state, "arrays": names}))
+    return checksums(folder, [_DRIVER, *names.values()])
+
+
+def write_manifest(folder: Path, models: list[str], driver: Checksums, *, healthy: bool) -> None:
     """The last file of a checkpoint. Raises OSError."""
-    names = [_DRIVER, *(f"{model}/{MODEL_CHECKSUMS}" for model in models)]
-    content = {"healthy": healthy, "files": checksums(folder, names)}
-    write_whole(folder / _MANIFEST, json.dumps(content))
+    files = driver | checksums(folder, [f"{model}/{MODEL_CHECKSUMS}" for model in models])
+    write_whole(folder / _MANIFEST, json.dumps({"healthy": healthy, "files": files}))
 
 
 def begin(folder: Path) -> None:
     """An earlier checkpoint of this name counts no more."""
-    (folder / _MANIFEST).unlink(missing_ok=True)
+    for name in (_MANIFEST, _DRIVER):
+        (folder / name).unlink(missing_ok=True)
 
 
 def write_latest(folder: Path) -> None:
@@ -108,7 +129,13 @@ def read_driver(folder: Path) -> dict[str, Any]:
         raise DamagedCheckpoint(f"{path} does not hold the state of a run")
     if steps != num_steps_of(folder):
         raise DamagedCheckpoint(f"{path} is of {steps} steps, its folder of {num_steps_of(folder)}")
-    return state
+    try:
+        names = dict(state.pop("arrays", {}))  # checkpoints that lack it hold their numbers as JSON
+        arrays = {name: np.load(folder / Path(file).name, allow_pickle=False) for name, file in names.items()}
+        whole: dict[str, Any] = put_together(state, arrays)
+    except (OSError, TypeError, ValueError) as error:
+        raise DamagedCheckpoint(f"{path}: its arrays cannot be read: {error}") from error
+    return whole
 
 
 def check_folder(folder: Path, models: list[str]) -> None:

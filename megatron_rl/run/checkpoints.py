@@ -5,15 +5,14 @@ pool with its mid-response trajectories, and the sampler. What is in the folder 
 ``checkpoint_folder.py``. Here: when they are written, which are kept, and which one a run goes on from.
 """
 
-import json
 import shutil
 from collections.abc import Callable, Mapping, Sequence
+from concurrent import futures
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from megatron_rl.config.derived import saves_in_background
 from megatron_rl.config.schema import Config
@@ -21,8 +20,9 @@ from megatron_rl.errors import UserError
 from megatron_rl.parallel.topology import local_device
 from megatron_rl.run import checkpoint_folder as folders
 from megatron_rl.run.checkpoint_folder import DamagedCheckpoint
+from megatron_rl.run.flat_arrays import taken_apart
 from megatron_rl.run.resuming import candidates, way_back
-from megatron_rl.system.files import write_whole
+from megatron_rl.system.checksums import Checksums
 from megatron_rl.training.model_checkpoint import CheckpointError, CheckpointNotSaved
 from megatron_rl.training.trainer_group import TrainerGroup
 
@@ -33,9 +33,9 @@ class _Begun:
 
     step: int
     target: Path
-    driver: str
-    """The text of driver.json."""
     healthy: bool
+    driver: "Future[Checksums]"
+    """The driver's files, which a thread writes."""
 
 
 class Saver:
@@ -60,6 +60,7 @@ class Saver:
         self._folder = Path(config.run.output_dir) / "checkpoints"
         self._accuracies = accuracies
         self._in_background = saves_in_background(config.run, local_device().type)
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint-driver")
         self._begun: _Begun | None = None
         self._missed = False
         self.newest_step = -1
@@ -83,46 +84,45 @@ class Saver:
         """
         problem = self.settle(wait=True)
         target = self._folder / folders.folder_name(step + 1)
-        state = {"num_steps_done": step + 1, "weight_version": weight_version, **driver}
-        self._begun = _Begun(step, target, json.dumps(state, default=np.ndarray.tolist), healthy)
+        state, arrays = taken_apart({"num_steps_done": step + 1, "weight_version": weight_version, **driver})
         begin = self._group.begin_save if self._in_background else self._group.save_state
         try:
             folders.begin(target)
+            self._begun = _Begun(step, target, healthy, self._writer.submit(folders.write_driver, target, state, arrays))
             for engine in self._engines:
                 begin(engine, str(target / engine))
         except (CheckpointNotSaved, OSError) as error:
             if self._in_background:
                 with suppress(CheckpointNotSaved):  # what other models have begun
                     self._group.finish_saves()
-            return self._failed(str(error))
+            return self._failed(step, str(error))
         return problem if self._in_background else self.settle(wait=True)
 
     def settle(self, *, wait: bool) -> str:
         """What was saved in the background counts, once it is written; empty, or why it could not be."""
         begun = self._begun
-        if begun is None or not (wait or self._group.saves_are_written()):
+        if begun is None or not (wait or (begun.driver.done() and self._group.saves_are_written())):
             return ""
         try:
             if self._in_background:
                 self._group.finish_saves()
-            write_whole(begun.target / "driver.json", begun.driver)
-            folders.write_manifest(begun.target, self._engines, healthy=begun.healthy)
+            folders.write_manifest(begun.target, self._engines, begun.driver.result(), healthy=begun.healthy)
             folders.write_latest(begun.target)
         except (CheckpointNotSaved, OSError) as error:
-            return self._failed(str(error))
+            return self._failed(begun.step, str(error))
         self._begun, self._missed, self.newest_step = None, False, begun.step
         self._remove_old()
         return ""
 
-    def _failed(self, problem: str) -> str:
+    def _failed(self, step: int, problem: str) -> str:
         self._missed = True
         self.num_failed += 1
         begun, self._begun = self._begun, None
-        if begun is None:
-            return problem
-        if not (begun.target / "manifest.json").exists():
+        if begun is not None:
+            futures.wait([begun.driver])
+        if begun is not None and not (begun.target / "manifest.json").exists():
             shutil.rmtree(begun.target, ignore_errors=True)
-        return f"after step {begun.step + 1}: {problem}"
+        return f"after step {step + 1}: {problem}"
 
     @property
     def newest_healthy(self) -> Path | None:

@@ -16,6 +16,7 @@ import psutil
 import pytest
 
 from megatron_rl.cli import main
+from megatron_rl.run.checkpoint_folder import read_driver
 from megatron_rl.run.kept_policies import kept_policies
 from megatron_rl.system.signals import STOPPED
 from megatron_rl.tracking.metrics_file import read_metrics
@@ -342,8 +343,9 @@ def test_a_second_run_into_the_same_folder_is_refused_and_resuming_goes_on(finis
 
 def tokens_in_progress(output_dir):
     """(prompt, response) tokens of every response that the last checkpoint holds."""
-    pool = json.loads((output_dir / "checkpoints" / "step-7" / "driver.json").read_text())["pool"]
-    return [(t["prompt"]["token_ids"], [s["token_ids"] for s in t["segments"]]) for t in pool["slots"]]
+    pool = read_driver(output_dir / "checkpoints" / "step-7")["pool"]
+    prompts = [prompt["token_ids"].tolist() for prompt in pool["prompts"]]
+    return [(prompts[t["prompt"]], [s["token_ids"].tolist() for s in t["segments"]]) for t in pool["slots"]]
 
 
 def test_sft_and_critic_pretraining_write_models_that_train_takes(folder):

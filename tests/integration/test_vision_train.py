@@ -78,6 +78,6 @@ def test_images_pass_through_windows_weight_updates_and_a_resume(folder):
         assert metrics[step]["mismatch/max_abs_log_ratio"] < 1e-3
         assert metrics[step].get("policy/num_updates", 0) == (step > 1)
     state = json.loads((folder / "run" / "checkpoints" / "step-4" / "driver.json").read_text())
-    images = [image for t in state["pool"]["slots"] for image in t["prompt"]["images"]]
+    images = [image for prompt in state["pool"]["prompts"] for image in prompt["images"]]
     assert images and all(len(json.dumps(image)) < 1000 for image in images)
     assert (folder / "run" / "policy" / "processor_config.json").is_file(), "the policy can be served as it is"

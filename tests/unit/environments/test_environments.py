@@ -283,7 +283,7 @@ def test_independent_turns_are_due_when_they_end_and_continuous_dialogues_when_t
     assert turns_to_score(Calculator(), open_, 0) == [] and turns_to_score(Calculator(), done, 1) == [1]
     assert [view.role for view in turn_views(open_, str)] == ["policy"]
     assert [(view.role, view.text, view.finish_reason) for view in turn_views(done, str)][1] == (
-        "verifier", "(5, 6, 5, 6)", "stop",
+        "verifier", "[5, 6, 5, 6]", "stop",
     )  # fmt: skip
 
 

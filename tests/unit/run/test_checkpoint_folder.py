@@ -4,6 +4,7 @@ import json
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -14,6 +15,7 @@ from megatron_rl.run import checkpoint_folder as folders
 from megatron_rl.run.checkpoint_folder import DamagedCheckpoint
 from megatron_rl.run.checkpoints import Saver
 from megatron_rl.run.output import check_output_dir
+from megatron_rl.run.resuming import candidates
 from megatron_rl.system.checksums import checksums
 from megatron_rl.training.model_checkpoint import CheckpointError, CheckpointNotSaved
 
@@ -59,7 +61,8 @@ def make_saver(path, accuracies=dict, **keys):
 
 def save_steps(saver, *steps, **options):
     for num_steps in steps:
-        assert not saver.save(num_steps - 1, {"pool": {}}, weight_version=num_steps, **options)
+        pool = {"slots": [np.full(3, num_steps, np.int32)]}
+        assert not saver.save(num_steps - 1, {"pool": pool}, weight_version=num_steps, **options)
 
 
 def names(path):
@@ -82,6 +85,7 @@ DAMAGE = {
     "policy/weights": (truncate, replace_first, Path.unlink),
     "policy/checksums.json": (truncate, replace_first, Path.unlink),
     "driver.json": (truncate, replace_first, Path.unlink),
+    "driver.int32.npy": (truncate, replace_first, Path.unlink),
     "manifest.json": (truncate, replace_first),
 }
 
@@ -130,7 +134,7 @@ def test_a_state_that_cannot_be_taken_in_is_damage_too(tmp_path):
 
     def take(state):
         if state["num_steps_done"] == 6:
-            state["pool"]["slots"]
+            state["pool"]["lost"]
 
     saver = make_saver(tmp_path, resume="auto")
     assert saver.load(take)["num_steps_done"] == 3 and "does not hold the state of a run" in saver.skipped[0]
@@ -148,7 +152,10 @@ JSON = st.recursive(
 )
 
 
-@given(name=st.sampled_from(["manifest.json", "driver.json", "policy/checksums.json"]), content=JSON | st.binary(max_size=40))
+FILES = ["manifest.json", "driver.json", "driver.int32.npy", "policy/checksums.json"]
+
+
+@given(name=st.sampled_from(FILES), content=JSON | st.binary(max_size=40))
 def test_whatever_a_file_holds_the_answer_is_a_sentence_or_the_older_checkpoint(tmp_path_factory, name, content):
     path = tmp_path_factory.mktemp("fuzz")
     save_steps(make_saver(path), 3, 6)
@@ -214,7 +221,8 @@ def test_what_could_not_be_written_leaves_nothing_and_is_tried_again_in_the_next
 def test_what_is_written_in_the_background_counts_once_it_is_whole(tmp_path):
     saver = make_saver(tmp_path, async_save=True)
     save_steps(saver, 3)
-    assert names(tmp_path) == [] and not saver.settle(wait=False) and names(tmp_path) == []
+    assert not candidates(tmp_path / "checkpoints") and not saver.settle(wait=False)
+    assert not candidates(tmp_path / "checkpoints")
     assert saver.newest_step == -1 and folders.latest_folder(tmp_path / "checkpoints") is None
     saver._group.written = True
     assert not saver.settle(wait=False) and not saver.settle(wait=True)
@@ -243,3 +251,26 @@ def test_a_background_save_that_fails_is_counted_and_tried_again(tmp_path):
     saver._group.full_disk = False
     save_steps(saver, 7)
     assert not saver.settle(wait=True) and names(tmp_path) == ["step-3", "step-7"] and not saver.due(7)
+
+
+def test_arrays_of_the_driver_are_files_and_come_back_and_numbers_of_an_older_checkpoint_load_too(tmp_path):
+    saver = make_saver(tmp_path)
+    save_steps(saver, 3)
+    folder = tmp_path / "checkpoints" / "step-3"
+    (found,) = saver.load(lambda state: None)["pool"]["slots"]
+    assert found.dtype == np.int32 and found.tolist() == [3, 3, 3]
+    assert folders.read_manifest(folder).files.keys() >= {"driver.json", "driver.int32.npy"}
+    state = json.loads((folder / "driver.json").read_text())
+    del state["arrays"]
+    state["pool"]["slots"] = [[3, 3, 3]]
+    (folder / "driver.json").write_text(json.dumps(state))
+    assert folders.read_driver(folder)["pool"]["slots"] == [[3, 3, 3]]
+
+
+def test_a_run_that_is_killed_while_it_writes_a_checkpoint_again_leaves_none_of_that_name(tmp_path):
+    """latest.json names it already, and it has no manifest: neither the old files nor the new ones may count."""
+    save_steps(make_saver(tmp_path), 3, 6)
+    folder = tmp_path / "checkpoints" / "step-6"
+    folders.begin(folder)
+    saver = make_saver(tmp_path, resume="auto")
+    assert saver.load(lambda state: None)["num_steps_done"] == 3 and "driver.json is missing" in saver.skipped[0]
