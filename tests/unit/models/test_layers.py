@@ -50,7 +50,10 @@ def test_a_gpu_without_it_is_said_aloud(
     assert layers.layers_note(config, 23170) == ""
 
 
-@pytest.mark.parametrize("failure", ["OSError('libcudart.so.13: cannot open')", "ImportError('undefined symbol')", "ModuleNotFoundError('no part', name='part')"])
+@pytest.mark.parametrize(
+    "failure",
+    ["OSError('libcudart.so.13: cannot open')", "ImportError('undefined symbol')", "ModuleNotFoundError('no part', name='part')"],
+)
 def test_a_broken_transformer_engine_counts_as_missing_and_says_why(
     failure: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
