@@ -120,6 +120,11 @@ def window_jitter_tokens(config: Config) -> int:
     return min(config.batch.window_jitter_tokens, window)
 
 
+def are_attached(rollout: RolloutConfig) -> bool:
+    """Whether others run the servers."""
+    return bool(rollout.urls or rollout.urls_file)
+
+
 def servers_are_deterministic(rollout: RolloutConfig, device: str) -> bool:
     """Whether the servers that a run starts on ``device``, cpu or cuda, heed the samples' seeds."""
     return device == "cpu" if rollout.deterministic is None else rollout.deterministic
@@ -137,7 +142,7 @@ def saves_in_background(run: RunConfig, device: str) -> bool:
 
 
 def answer_timeout_s(request_timeout_s: float, num_new_tokens: int) -> float:
-    """Longest wait for the answer to a request that may generate so many tokens (``rollout.request_timeout_s``)."""
+    """Longest silence of a server at a request that may generate so many tokens (``rollout.request_timeout_s``)."""
     return request_timeout_s or _ANSWER_S + _ANSWER_S_PER_TOKEN * num_new_tokens
 
 

@@ -27,8 +27,8 @@ from megatron_rl.environments.base import Environment, EnvironmentFault, Message
 from megatron_rl.rollout.generation import Decode, Fire, GenerationPlan
 from megatron_rl.rollout.sampling import trajectory_seed
 from megatron_rl.rollout.sglang.answer_checks import StaleWeights
-from megatron_rl.rollout.sglang.client import ServerLost, SglangClient
-from megatron_rl.rollout.sglang.wire import Generation, GenerationRequest
+from megatron_rl.rollout.sglang.client import SglangClient
+from megatron_rl.rollout.sglang.wire import Generation, GenerationRequest, ServerLost
 
 logger = logging.getLogger(__name__)
 
@@ -188,7 +188,14 @@ class Window:
             max_new_tokens=room,
             seed=trajectory_seed(sampling.seed, trajectory.id),
         )
-        request = replace(request, weight_version=str(self._weight_version), newest_version=self._newest_version)
+        request = replace(
+            request,
+            weight_version=str(self._weight_version),
+            newest_version=self._newest_version,
+            response_name=f"{self._kind}-{trajectory.id}",
+            # Others hold little that they share next to what they have of their own.
+            group_name="" if trajectory.segments else trajectory.prompt.id,
+        )
         if hot and fire is not None:
             return replace(
                 request,

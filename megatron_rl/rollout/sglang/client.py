@@ -1,11 +1,12 @@
 """Token ids in, token ids and log-probs out: the asyncio client of SGLang's HTTP API.
 
-``generate`` waits for a free place at a server (at most ``max_inflight_requests`` are in progress at each), then at most
-``request_timeout_s`` (0: a time that follows from its tokens) for the answer; a failed attempt, or a bad answer, is repeated
-at most ``max_retries`` times, on another live server if there is one. A server that asks for patience (429, 503) gets as
-much of it. Short requests that arrive within ``_TICK_S`` travel in one HTTP request of up to ``max_batch_size`` samples,
-which saves a third of the CPU time at small models. A sample comes back, and gives its place free, with the slowest of its
-batch: so one of more than ``_MOST_BATCHED_TOKENS``, or asked for ``alone``, travels alone.
+``generate`` waits for a free place at a server (at most ``max_inflight_requests`` are in progress at each, and no more than
+its KV cache holds: ``queues.py``), then for the answer, until the server has made no progress for ``request_timeout_s``; a
+failed attempt, or a bad answer, is repeated at most ``max_retries`` times, on another live server if there is one. A server
+that asks for patience (429, 503) gets as much of it as a request may take. Short requests that arrive within ``_TICK_S``
+travel in one HTTP request of up to ``max_batch_size`` samples, which saves a third of the CPU time at small models. A sample
+comes back, and gives its place free, with the slowest of its batch: so one of more than ``_MOST_BATCHED_TOKENS``, or asked
+for ``alone``, travels alone.
 
 A server is *lost* when its machine does not answer, when its engine shows no sign of life for ``hang_timeout_s``
 (``liveness.py``), or when ``_MAX_BAD_ANSWERS`` answers on end were bad. It gets no request until ``restore`` names it,
@@ -20,17 +21,25 @@ with the id given); what an aborted request had generated is returned, not dropp
 import asyncio
 import logging
 import time
-from collections import deque
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Collection, Hashable, Sequence
+from dataclasses import replace
 from typing import Any, Self
 
 import orjson
 
 from megatron_rl.config.derived import answer_timeout_s
-from megatron_rl.errors import UserError
 from megatron_rl.rollout.sglang.answer_checks import BadAnswer, KeyRefused, as_list, mismatch, shown
-from megatron_rl.rollout.sglang.liveness import shows_life
+from megatron_rl.rollout.sglang.liveness import kv_tokens, progress_of, shows_life, while_it_progresses
+from megatron_rl.rollout.sglang.queues import (
+    Homes,
+    NewTokens,
+    Pending,
+    ServerQueue,
+    candidates,
+    choose,
+    names_of,
+    take_over,
+)
 from megatron_rl.rollout.sglang.wire import (
     BUSY_STATUSES,
     NOTHING_GENERATED,
@@ -40,6 +49,7 @@ from megatron_rl.rollout.sglang.wire import (
     PromptMismatch,
     RequestRejected,
     ServerBusy,
+    ServerLost,
     generate_body,
     max_answer_bytes,
     parse_generation,
@@ -59,57 +69,10 @@ _MAX_PAUSE_S = 30.0
 _TICK_S = 0.002
 _MOST_BATCHED_TOKENS = 128
 _ABORT_TIMEOUT_S = 60.0
+_ABORT_REPEAT_S = 0.5
+"""An abort that overtook its request is sent again after this."""
 _MAX_ABORTS_AT_ONCE = 64
 """Abort calls in progress at one server; each is a small HTTP request."""
-
-
-class ServerLost(UserError, RuntimeError):
-    """No live server answered. ``url`` is the last one tried, ``waited_s`` how long the caller waited in all."""
-
-    def __init__(self, url: str, waited_s: float, num_attempts: int, reason: str) -> None:
-        self.url = url
-        self.waited_s = waited_s
-        self.num_attempts = num_attempts
-        self.reason = reason
-        super().__init__(
-            f"SGLang server {url} is lost: {reason}. The caller waited {waited_s:.1f} s over {num_attempts} "
-            "attempt(s). Look at the server's log, restart it (SglangServer.restart), send it the current weights "
-            "and name it to the client's restore(); if it is only slow, raise rollout.request_timeout_s."
-        )
-
-
-@dataclass
-class _Pending:
-    """A request that waits for its answer from one server."""
-
-    request: GenerationRequest
-    rid: str
-    answer: asyncio.Future[Generation]
-    alone: bool = False
-
-
-@dataclass
-class _ServerState:
-    url: str
-    live: bool = True
-    num_inflight: int = 0
-    waiting: deque[_Pending] = field(default_factory=deque)
-    sent: dict[str, _Pending] = field(default_factory=dict)
-    """Requests in progress, by the id they were sent with."""
-    tasks: set[asyncio.Task[None]] = field(default_factory=set)
-    """Its HTTP requests in progress."""
-    watch: asyncio.Task[None] | None = None
-    sign_of_life_at: float = 0.0
-    """When it last answered, or was idle."""
-    num_bad: int = 0
-    """Bad answers on end."""
-    num_good: int = 0
-    """Answers since it was last restored."""
-    flush_scheduled: bool = False
-
-    @property
-    def load(self) -> int:
-        return self.num_inflight + len(self.waiting)
 
 
 class SglangClient:
@@ -144,7 +107,9 @@ class SglangClient:
         self.hang_timeout_s = hang_timeout_s
         self._api_key = api_key
         self._on_server_lost = on_server_lost
-        self._servers = {url.rstrip("/"): _ServerState(url.rstrip("/")) for url in urls}
+        self._servers = {url.rstrip("/"): ServerQueue(url.rstrip("/")) for url in urls}
+        self._homes = Homes()
+        self._new_tokens = NewTokens()
         self._http = HttpSession()
 
     async def __aenter__(self) -> Self:
@@ -156,8 +121,8 @@ class SglangClient:
     async def close(self) -> None:
         """Cancel the requests in progress (the servers abort them) and close all connections."""
         for server in self._servers.values():
-            while server.waiting:
-                server.waiting.popleft().answer.cancel()
+            for pending in server.drain():
+                pending.answer.cancel()
         tasks = [task for server in self._servers.values() for task in (*server.tasks, server.watch) if task]
         for task in tasks:
             task.cancel()
@@ -166,17 +131,36 @@ class SglangClient:
 
     @property
     def live_urls(self) -> list[str]:
-        return [server.url for server in self._servers.values() if server.live]
+        return [server.url for server in self._servers.values() if server.is_candidate]
 
     def restore(self, url: str) -> None:
         """A lost server is back and has the current weights: send it requests again."""
         server = self._servers[url.rstrip("/")]
-        server.live = True
+        server.live, server.leaving, server.capacity = True, False, None
         server.num_bad = server.num_good = 0
 
     def drop(self, url: str) -> None:
         """Send a server that was given up no more requests."""
         self._servers[url].live = False
+
+    def join(self, url: str) -> None:
+        """One more server, which gets requests once ``restore`` names it; also one that has left."""
+        self._servers.setdefault(url, ServerQueue(url)).live = False
+
+    async def leave(self, url: str, timeout_s: float = _ABORT_TIMEOUT_S) -> None:
+        """Send a server no more requests; returns once it has none.
+
+        Those in progress come back as ``abort`` with the tokens they have; what waits there, and what does not come back in
+        time, is sent to other servers.
+        """
+        (server := self._servers[url]).leaving = True
+        server.fail(server.drain(), "it leaves")
+        deadline_s = time.monotonic() + timeout_s
+        while server.live and server.sent and time.monotonic() < deadline_s:
+            await self.abort({pending.request.rid for pending in server.sent.values()})
+            await asyncio.wait(server.tasks, timeout=_ABORT_REPEAT_S)
+        server.live = False
+        server.fail(server.sent.values(), "it has left")
 
     def has_served(self, url: str) -> bool:
         """The server has given a good answer since it was last restored, or since the beginning."""
@@ -187,10 +171,10 @@ class SglangClient:
     ) -> Generation:
         """Generate one sample.
 
-        Requests with the same ``sticky_key`` go to the same server while it lives, so that a group shares its prefix
-        cache; without a key the least loaded server is taken. ``alone``: it is not batched, for a caller that wants
-        each sample as soon as it is complete. Raises RequestRejected, PromptMismatch, BadAnswer, KeyRefused or
-        ServerLost.
+        Requests with the same ``sticky_key`` (else: of one ``response_name`` or ``group_name``) go to the same server while
+        it lives and holds not much more than the others, so that a group shares its prefix cache; others go to the least
+        loaded server. ``alone``: it is not batched, for a caller that wants each sample as soon as it is complete. Raises
+        RequestRejected, PromptMismatch, BadAnswer, KeyRefused or ServerLost.
         """
         validate(request, self.vocab_size)
         started_at = time.monotonic()
@@ -198,16 +182,22 @@ class SglangClient:
         failure: AttemptFailed | BadAnswer = AttemptFailed("it was lost before and not restored")
         num_busy = 0
         while len(failed_urls) - num_busy <= self.max_retries:
-            server = self._choose(sticky_key, failed_urls)
-            if server is None:
-                break
-            if server.url in failed_urls:
+            servers = candidates(self._servers.values(), failed_urls)
+            if servers and all(server.url in failed_urls for server in servers):
                 await asyncio.sleep(self._pause_s(failure, len(failed_urls)))
+                servers = candidates(self._servers.values(), failed_urls)
+            if not servers:
+                break
+            pending = self._pending(request, failed_urls, alone=alone, sticky_key=sticky_key)
+            server = choose(servers, pending, self._homes)
+            server.push(pending)
+            self._homes.note(pending)
+            self._schedule_flush(server)
             try:
-                return await self._attempt(server, request, len(failed_urls), alone)
+                return await pending.answer
             except (AttemptFailed, BadAnswer) as error:
                 failure = error
-            failed_urls.append(server.url)
+            failed_urls.append(pending.url)
             logger.info("attempt %d of request %s failed: %s", len(failed_urls), request.rid, failure)
             # Being asked to wait is no failure, for as long as a whole request may take.
             waited_s = time.monotonic() - started_at
@@ -234,7 +224,7 @@ class SglangClient:
         """
         limit = asyncio.Semaphore(_MAX_ABORTS_AT_ONCE)
 
-        async def abort_one(server: _ServerState, rid: str) -> None:
+        async def abort_one(server: ServerQueue, rid: str) -> None:
             async with limit:
                 try:
                     await self._http.post(
@@ -255,57 +245,61 @@ class SglangClient:
         ]
         await asyncio.gather(*[abort_one(server, rid) for server, rid in sent])
 
-    def _choose(self, sticky_key: int | str | None, failed_urls: Sequence[str]) -> _ServerState | None:
-        """The server to try next: one that has not failed if there is one, else not the last; None if all are lost."""
-        live = [server for server in self._servers.values() if server.live]
-        fresh = [server for server in live if server.url not in failed_urls]
-        # Where only the one that failed is left it is asked again: it lives, and may have been busy.
-        candidates = fresh or [server for server in live if server.url not in failed_urls[-1:]] or live
-        if not candidates:
-            return None
-        if sticky_key is not None:
-            return candidates[hash(sticky_key) % len(candidates)]
-        return min(candidates, key=lambda server: server.load)
-
-    async def _attempt(self, server: _ServerState, request: GenerationRequest, attempt: int, alone: bool) -> Generation:
+    def _pending(
+        self, request: GenerationRequest, failed_urls: Sequence[str], *, alone: bool, sticky_key: Hashable | None
+    ) -> Pending:
         # The server may still hold the request of an attempt whose connection broke, and refuses an id twice.
-        rid = sent_rid(request.rid if attempt == 0 else f"{request.rid}#{attempt}")
-        alone = alone or request.max_new_tokens > _MOST_BATCHED_TOKENS
-        pending = _Pending(request, rid, asyncio.get_running_loop().create_future(), alone)
-        server.waiting.append(pending)
-        self._schedule_flush(server)
-        return await pending.answer
+        rid = sent_rid(f"{request.rid}#{len(failed_urls)}" if failed_urls else request.rid)
+        return Pending(
+            request,
+            rid,
+            asyncio.get_running_loop().create_future(),
+            alone=alone or request.max_new_tokens > _MOST_BATCHED_TOKENS,
+            tokens=request.num_prompt_tokens + self._new_tokens.expected(request.max_new_tokens),
+            names=names_of(request, sticky_key),
+            group=sticky_key if sticky_key is not None else request.group_name or None,
+            refused=frozenset(failed_urls),
+        )
 
-    def _schedule_flush(self, server: _ServerState) -> None:
-        if server.waiting and not server.flush_scheduled:
+    def _schedule_flush(self, server: ServerQueue) -> None:
+        if not server.flush_scheduled:
             server.flush_scheduled = True
             asyncio.get_running_loop().call_later(_TICK_S, self._flush, server)
 
-    def _flush(self, server: _ServerState) -> None:
-        """Send what waits for the server, in batches, as far as places are free."""
+    def _flush(self, server: ServerQueue) -> None:
+        """Send what waits for the server, in batches, as far as places and its KV cache are free."""
         server.flush_scheduled = False
-        while server.waiting and server.num_inflight < self.max_inflight_requests:
-            room = min(self.max_batch_size, self.max_inflight_requests - server.num_inflight)
-            batch: list[_Pending] = []
-            while server.waiting and len(batch) < room:
-                # A sample comes back with the slowest of its batch: one that is wanted alone neither joins nor leads one.
-                if batch and (server.waiting[0].alone or batch[0].alone):
-                    break
-                pending = server.waiting.popleft()
-                if not pending.answer.done():  # its caller may have been cancelled
-                    batch.append(pending)
-            if batch:
-                if not server.num_inflight:
-                    server.sign_of_life_at = time.monotonic()
-                server.num_inflight += len(batch)
-                task = asyncio.get_running_loop().create_task(self._send(server, batch))
-                server.tasks.add(task)
-                task.add_done_callback(server.tasks.discard)
-                self._watch(server)
+        if not server.live:
+            return
+        if server.capacity is None and server.waiting:
+            server.flush_scheduled = True  # nothing is sent meanwhile
+            server.start(self._ask_capacity(server))
+            return
+        most = self.max_inflight_requests
+        while server.waiting or (server.num_inflight < most and take_over(server, self._servers.values(), self._homes)):
+            was_idle = not server.num_inflight
+            batch = server.next_batch(self.max_batch_size, most)
+            if not batch:
+                break
+            if was_idle:
+                server.sign_of_life_at = time.monotonic()
+            for pending in batch:
+                self._new_tokens.sent(pending.rid, pending.request.max_new_tokens)
+            server.start(self._send(server, batch))
+            self._watch(server)
 
-    async def _send(self, server: _ServerState, batch: list[_Pending]) -> None:
+    async def _ask_capacity(self, server: ServerQueue) -> None:
+        """Before the first request: how many tokens its KV cache holds."""
+        try:
+            server.capacity, server.says_load = await kv_tokens(self._http, server.url, api_key=self._api_key)
+        finally:
+            server.flush_scheduled = False
+        self._flush(server)
+
+    async def _send(self, server: ServerQueue, batch: list[Pending]) -> None:
         """One HTTP request for the batch; every sample of it gets its answer or its error."""
         server.sent.update({pending.rid: pending for pending in batch})
+        outcomes: list[Generation | Exception] = [AttemptFailed("it was given up")] * len(batch)
         try:
             outcomes = await self._outcomes(server, batch)
         except asyncio.CancelledError:
@@ -315,9 +309,10 @@ class SglangClient:
         except Exception as error:  # whatever went wrong, nobody may wait forever
             outcomes = [error] * len(batch)
         finally:
-            server.num_inflight -= len(batch)
-            for pending in batch:
+            server.ended(batch)
+            for pending, outcome in zip(batch, outcomes, strict=True):
                 del server.sent[pending.rid]
+                self._new_tokens.ended(pending.rid, pending.request.max_new_tokens, outcome)
             self._schedule_flush(server)
         for pending, outcome in zip(batch, outcomes, strict=True):
             if pending.answer.done():
@@ -327,22 +322,15 @@ class SglangClient:
             else:
                 pending.answer.set_result(outcome)
 
-    async def _outcomes(self, server: _ServerState, batch: list[_Pending]) -> list[Generation | Exception]:
+    async def _outcomes(self, server: ServerQueue, batch: list[Pending]) -> list[Generation | Exception]:
         requests = [pending.request for pending in batch]
         rids = [pending.rid for pending in batch]
         body = orjson.dumps(generate_body(requests, rids), option=orjson.OPT_SERIALIZE_NUMPY)
         try:
-            answer = await self._http.request(
-                "POST",
-                server.url + "/generate",
-                body,
-                timeout_s=self._patience_s(requests),
-                headers=bearer(self._api_key),
-                max_answer_bytes=max_answer_bytes(requests),
-            )
+            answer = await self._answer(server, body, requests)
         except HttpError as error:
             if isinstance(error, NoAnswer):
-                return [await self._diagnose(server, _describe(error, self._patience_s(requests)))] * len(batch)
+                return [await self._diagnose(server, str(error))] * len(batch)
             return [self._bad(server, str(error))] * len(batch)
         server.sign_of_life_at = time.monotonic()
         if answer.status == 400 and len(batch) > 1:
@@ -357,7 +345,26 @@ class SglangClient:
             return [self._bad(server, f"{error}; it begins with {shown(answer.text[:200])}")] * len(batch)
         return [self._outcome(server, pending, sample) for pending, sample in zip(batch, samples, strict=True)]
 
-    async def _one_by_one(self, server: _ServerState, batch: list[_Pending]) -> list[Generation | Exception]:
+    async def _answer(self, server: ServerQueue, body: bytes, requests: Sequence[GenerationRequest]) -> Answer:
+        """Waits as long as the server makes progress. Raises NoAnswer once it has made none for its time, or HttpError."""
+        limit_s = self._patience_s(requests)
+        if server.says_load and not self.request_timeout_s:  # a long window is no longer silent
+            limit_s = answer_timeout_s(0.0, 0)
+
+        async def progress() -> Any:
+            return await progress_of(self._http, server.url, api_key=self._api_key) if server.says_load else server.num_good
+
+        asked = self._http.request(
+            "POST",
+            server.url + "/generate",
+            body,
+            timeout_s=None,
+            headers=bearer(self._api_key),
+            max_answer_bytes=max_answer_bytes(requests),
+        )
+        return await while_it_progresses(asked, server.num_good, progress, limit_s)
+
+    async def _one_by_one(self, server: ServerQueue, batch: list[Pending]) -> list[Generation | Exception]:
         # One sample is at fault, and SGLang refuses them all: find out which by sending each alone. New ids,
         # because SGLang may have begun with some of them.
         singles = [replace(pending, rid=sent_rid(f"{pending.rid[:-1]}#alone")) for pending in batch]
@@ -369,7 +376,7 @@ class SglangClient:
                 del server.sent[single.rid]
         return [outcome for (outcome,) in outcomes]
 
-    async def _refused(self, server: _ServerState, answer: Answer, rid: str) -> Exception:
+    async def _refused(self, server: ServerQueue, answer: Answer, rid: str) -> Exception:
         text = f"it answered {answer.status}: {answer.text[:500]}"
         if answer.status == 400:
             return RequestRejected(f"server {server.url} refused request {rid!r}: {answer.text[:500]}")
@@ -380,7 +387,7 @@ class SglangClient:
             return ServerBusy(str(failed), answer.retry_after_s)
         return failed
 
-    def _outcome(self, server: _ServerState, pending: _Pending, sample: Any) -> Generation | Exception:
+    def _outcome(self, server: ServerQueue, pending: Pending, sample: Any) -> Generation | Exception:
         try:
             generation = parse_generation(pending.request, sample, self.vocab_size)
             if (rid := sample["meta_info"].get("id", pending.rid)) != pending.rid:
@@ -393,7 +400,7 @@ class SglangClient:
         server.num_good += 1
         return generation
 
-    def _bad(self, server: _ServerState, reason: str, kind: type[BadAnswer] = BadAnswer) -> BadAnswer:
+    def _bad(self, server: ServerQueue, reason: str, kind: type[BadAnswer] = BadAnswer) -> BadAnswer:
         """The error of an answer that cannot be used; too many on end, and the server is lost."""
         error = kind(f"the SGLang server at {server.url} gave a bad answer: {reason}")
         server.num_bad += kind.server_at_fault
@@ -401,22 +408,22 @@ class SglangClient:
             self._mark_lost(server, f"{server.num_bad} bad answers on end, the last one: {reason}")
         return error
 
-    async def _diagnose(self, server: _ServerState, reason: str) -> AttemptFailed:
+    async def _diagnose(self, server: ServerQueue, reason: str) -> AttemptFailed:
         """After a failure: is the server gone? Marks it as lost then."""
         # A time-out alone says little: the request may have queued behind long ones.
         if server.live and not await self._shows_life(server):
             self._mark_lost(server, reason)
         return AttemptFailed(f"{server.url}: {reason}")
 
-    async def _shows_life(self, server: _ServerState) -> bool:
+    async def _shows_life(self, server: ServerQueue) -> bool:
         timeout_s = self.hang_timeout_s / 2 or _PROBE_TIMEOUT_S
         return await shows_life(self._http, server.url, api_key=self._api_key, timeout_s=timeout_s)
 
-    def _watch(self, server: _ServerState) -> None:
+    def _watch(self, server: ServerQueue) -> None:
         if self.hang_timeout_s and (server.watch is None or server.watch.done()):
             server.watch = asyncio.get_running_loop().create_task(self._watch_for_life(server))
 
-    async def _watch_for_life(self, server: _ServerState) -> None:
+    async def _watch_for_life(self, server: ServerQueue) -> None:
         """While requests are in progress: once none has come back for half of ``hang_timeout_s``, ask for a token."""
         while server.live and server.num_inflight:
             quiet_s = time.monotonic() - server.sign_of_life_at
@@ -429,23 +436,15 @@ class SglangClient:
             else:
                 await asyncio.sleep(min(1.0, self.hang_timeout_s / 10))
 
-    def _mark_lost(self, server: _ServerState, reason: str) -> None:
+    def _mark_lost(self, server: ServerQueue, reason: str) -> None:
         if not server.live:
             return
         logger.warning("SGLang server %s is lost: %s", server.url, reason)
         server.live = False
         # What it has, and what was not sent yet, goes to the next server at its next attempt.
-        for pending in (*server.waiting, *server.sent.values()):
-            if not pending.answer.done():
-                pending.answer.set_exception(AttemptFailed(f"{server.url}: {reason}"))
-        server.waiting.clear()
+        server.fail([*server.drain(), *server.sent.values()], reason)
         for task in server.tasks:
             if task is not asyncio.current_task():
                 task.cancel()
-        if self._on_server_lost is not None:
+        if self._on_server_lost is not None and not server.leaving:
             self._on_server_lost(server.url, reason)
-
-
-def _describe(error: HttpError, timeout_s: float) -> str:
-    timed_out = isinstance(error, NoAnswer) and error.timed_out
-    return f"no answer within {timeout_s:.0f} s" if timed_out else str(error)

@@ -7,16 +7,18 @@ scheduler, which answers between two steps of the engine, also of a full one.
 
 import asyncio
 import uuid
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
 import orjson
 
-from megatron_rl.system.http import HttpError, HttpSession, HttpThread, bearer
+from megatron_rl.system.http import Answer, HttpError, HttpSession, HttpThread, NoAnswer, bearer
 
 PROBE_RID = "probe-"
 """Starts the ids of requests that ask for a sign of life."""
 _HTTP_TIMEOUT_S = 20.0
 """Even ``/health`` does not answer for so long: the process itself is stopped or gone."""
+_ASK_TIMEOUT_S = 5.0
 _PAUSE_S = 1.0
 
 _TOKEN, _SOMETHING_ELSE, _NOTHING = "token", "something else", "nothing"
@@ -76,24 +78,76 @@ async def _scheduler_answers(http: HttpSession, url: str, headers: dict[str, str
     return True
 
 
-async def _has_requests(http: HttpSession, url: str, headers: dict[str, str]) -> bool:
+async def kv_tokens(http: HttpSession, url: str, *, api_key: str) -> tuple[int, bool]:
+    """How many tokens the server's KV cache holds, over its data-parallel parts, and whether it says what it does.
+
+    0 where it does not say how many.
+    """
+    headers = bearer(api_key)
+    loads = await _loads(http, url, headers, _ASK_TIMEOUT_S) or []
+    # Before its first step a scheduler has said nothing of itself; the server has.
+    info = _json((await _got(http, url + "/server_info", headers, _ASK_TIMEOUT_S)).content)
+    said = [load.get("max_total_num_tokens") for load in loads]
+    started_with = info.get("max_total_num_tokens") if isinstance(info, dict) else 0
+    return sum(map(_count, said)) or _count(started_with), any(size is not None for size in said)
+
+
+def _count(value: object) -> int:
+    return value if isinstance(value, int) and value > 0 else 0
+
+
+async def progress_of(http: HttpSession, url: str, *, api_key: str) -> Any:
+    """What differs between two looks while requests grow; None where nothing runs or waits."""
+    loads = await _loads(http, url, bearer(api_key), _HTTP_TIMEOUT_S)
+    if loads is None:
+        return object()  # one look that failed says nothing; whether the server lives, others ask
+    busy = any(load.get("num_running_reqs") or load.get("num_waiting_reqs") for load in loads)
+    # The scheduler's clock goes on where generation stands still.
+    return [{name: value for name, value in load.items() if name != "timestamp"} for load in loads] if busy else None
+
+
+async def while_it_progresses(
+    answer: Coroutine[Any, Any, Answer], before: Any, progress: Callable[[], Awaitable[Any]], limit_s: float
+) -> Answer:
+    """``answer``, waited for as long as ``progress()``, asked every ``limit_s``, gives something else than ``before``.
+
+    Raises NoAnswer once it gives the same again, or None.
+    """
+    asked = asyncio.ensure_future(answer)
     try:
-        answer = await http.get(url + "/v1/loads", timeout_s=_HTTP_TIMEOUT_S, headers=headers)
-    except HttpError:
-        return False
-    content = _json(answer.content)
+        while not (await asyncio.wait((asked,), timeout=limit_s))[0]:
+            now = await progress()
+            if now is None or now == before:
+                raise NoAnswer(f"no answer within {limit_s:.0f} s, and no progress meanwhile", timed_out=True)
+            before = now
+        return asked.result()
+    finally:
+        asked.cancel()
+
+
+async def _has_requests(http: HttpSession, url: str, headers: dict[str, str]) -> bool:
+    loads = await _loads(http, url, headers, _HTTP_TIMEOUT_S) or []
+    return any(load.get("num_running_reqs") or load.get("num_waiting_reqs") for load in loads)
+
+
+async def _loads(http: HttpSession, url: str, headers: dict[str, str], timeout_s: float) -> list[dict[str, Any]] | None:
+    """What the server says of its work, a part each; None where it says nothing."""
+    content = _json((await _got(http, url + "/v1/loads?include=core", headers, timeout_s)).content)
     loads = content.get("loads") if isinstance(content, dict) else None
-    return isinstance(loads, list) and any(
-        isinstance(load, dict) and bool(load.get("num_running_reqs") or load.get("num_waiting_reqs")) for load in loads
-    )
+    return [load for load in loads if isinstance(load, dict)] if isinstance(loads, list) else None
+
+
+async def _got(http: HttpSession, url: str, headers: dict[str, str], timeout_s: float) -> Answer:
+    """Status 0 where no answer comes."""
+    try:
+        return await http.get(url, timeout_s=timeout_s, headers=headers)
+    except HttpError as error:
+        return Answer(0, str(error), b"")
 
 
 async def _status(http: HttpSession, url: str, headers: dict[str, str], timeout_s: float) -> int:
     """Of the answer; 0 where none comes."""
-    try:
-        return (await http.get(url, timeout_s=timeout_s, headers=headers)).status
-    except HttpError:
-        return 0
+    return (await _got(http, url, headers, timeout_s)).status
 
 
 def _json(content: bytes) -> Any:

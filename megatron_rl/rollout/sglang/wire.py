@@ -73,6 +73,10 @@ class GenerationRequest:
     """Where there is one, it may also have been sampled by this one."""
     prompt_name: str = ""
     """For messages: where the prompt comes from."""
+    response_name: str = ""
+    """Requests of one name continue one response: each begins with what the one before held."""
+    group_name: str = ""
+    """Requests of one name begin with the same prompt."""
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -135,6 +139,21 @@ class ServerBusy(AttemptFailed):
     def __init__(self, reason: str, retry_after_s: float | None = None) -> None:
         super().__init__(reason)
         self.retry_after_s = retry_after_s
+
+
+class ServerLost(UserError, RuntimeError):
+    """No live server answered. ``url`` is the last one tried, ``waited_s`` how long the caller waited in all."""
+
+    def __init__(self, url: str, waited_s: float, num_attempts: int, reason: str) -> None:
+        self.url = url
+        self.waited_s = waited_s
+        self.num_attempts = num_attempts
+        self.reason = reason
+        super().__init__(
+            f"SGLang server {url} is lost: {reason}. The caller waited {waited_s:.1f} s over {num_attempts} "
+            "attempt(s). Look at the server's log, restart it (SglangServer.restart), send it the current weights "
+            "and name it to the client's restore(); if it is only slow, raise rollout.request_timeout_s."
+        )
 
 
 BUSY_STATUSES = frozenset((429, 503))

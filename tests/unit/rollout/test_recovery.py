@@ -13,8 +13,8 @@ from megatron_rl.config.schema import RolloutConfig
 from megatron_rl.rollout.recovery import RecoveringClient
 from megatron_rl.rollout.server_pool import ServerPool
 from megatron_rl.rollout.sglang.answer_checks import BadAnswer
-from megatron_rl.rollout.sglang.client import ServerLost
 from megatron_rl.rollout.sglang.server import ServerError
+from megatron_rl.rollout.sglang.wire import ServerLost
 from tests.unit.rollout.sglang.test_client import FakeServer, request_of
 
 
