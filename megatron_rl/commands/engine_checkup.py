@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.commands.checkup import FAIL, OK, SKIPPED, WARN, Line
-from megatron_rl.config.derived import server_placement
+from megatron_rl.config.derived import are_attached, server_placement
 from megatron_rl.config.load import load_config
 from megatron_rl.config.schema import Config, FireConfig, HealthConfig
 from megatron_rl.data.tokenizer import Tokenizer
@@ -110,7 +110,7 @@ def _refused(work: Callable[[], Any]) -> Future[Any]:
 
 
 def _answer_lines(config: Config, rollout: RolloutService, notes: list[str], seconds: float) -> Iterator[Line]:
-    how = "attached to" if config.rollout.urls else "started"
+    how = "attached to" if are_attached(config.rollout) else "started"
     urls = ", ".join(rollout.urls)
     yield Line(_ANSWER, OK, f"{how} {urls} in {seconds:.0f} s, {config.policy.dtype.value}")
     for text in notes:

@@ -19,6 +19,7 @@ from megatron_rl.system.collector import collector_at_rest
 from megatron_rl.system.gpu_environment import REQUIRE_GPU, check_required_gpus, set_gpu_defaults
 from megatron_rl.system.signals import StopRequested, stopped_by_signals
 from megatron_rl.system.terminal import say
+from megatron_rl.system.url_files import named_urls
 
 _CHECKED = "MEGATRON_RL_INPUTS_ARE_CHECKED"
 """Set for the ranks by the process that has read all data files before it started them."""
@@ -143,6 +144,12 @@ def _prepare_gpus(is_rank: bool) -> None:
         say(f"note: torch is made for CUDA {torch.version.cuda}, but finds no GPU: this computes on CPUs ({REQUIRE_GPU}=1 refuses to)")
 
 
+def _attached_urls(config: Config) -> list[str]:
+    """As far as they are known."""
+    rollout = config.rollout
+    return rollout.urls or (named_urls(rollout.urls_file) if rollout.urls_file else [])
+
+
 def _choose_interface(config: Config) -> None:
     """The interface that gloo listens on: loopback where all ranks and servers are here, and nowhere else.
 
@@ -150,7 +157,7 @@ def _choose_interface(config: Config) -> None:
     """
     if "GLOO_SOCKET_IFNAME" in os.environ:
         return
-    hosts = [urlsplit(url).hostname or "" for url in config.rollout.urls]
+    hosts = [urlsplit(url).hostname or "" for url in _attached_urls(config)]
     others = [host for host in hosts if host not in LOOPBACK]
     driver, world_size = os.environ.get("MASTER_ADDR", "127.0.0.1"), os.environ.get("WORLD_SIZE", "1")
     # A launcher that says no LOCAL_WORLD_SIZE starts ranks here alone where they meet at loopback.

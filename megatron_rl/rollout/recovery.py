@@ -6,6 +6,8 @@ first one that comes back. A server is *given up* when its restarts are used up,
 good answer in between: that is said, with the number of those that are left, and the run goes on with them. An attached
 one is taken again whenever it comes back. The error of the last one is raised when none is left.
 
+A server may also ``join`` the others, and ``leave`` them (``membership.py``).
+
 One RecoveringClient belongs to one event loop; the servers outlive it.
 """
 
@@ -15,14 +17,18 @@ from typing import Self
 
 from megatron_rl.config.schema import RolloutConfig
 from megatron_rl.errors import UserError
-from megatron_rl.rollout.server_pool import ServerPool
-from megatron_rl.rollout.sglang.client import ServerLost, SglangClient
+from megatron_rl.rollout.server_pool import Server, ServerPool
+from megatron_rl.rollout.sglang.client import SglangClient
 from megatron_rl.rollout.sglang.server import ServerError
-from megatron_rl.rollout.sglang.wire import Generation, GenerationRequest
+from megatron_rl.rollout.sglang.wire import Generation, GenerationRequest, ServerLost
 
 
 async def _serves_at_once(url: str) -> str:
     return "the weights of its model folder"
+
+
+async def _at_once() -> None:
+    pass
 
 
 class RecoveringClient:
@@ -36,8 +42,12 @@ class RecoveringClient:
         vocab_size: int,
         warn: Callable[[str], None],
         readmit: Callable[[str], Awaitable[str]] = _serves_at_once,
+        settled: Callable[[], Awaitable[None]] = _at_once,
     ) -> None:
-        """``readmit(url)`` gives a restarted server what the others have; returns what that is, for a message."""
+        """``readmit(url)`` gives a restarted server what the others have; returns what that is, for a message.
+
+        ``settled()`` returns once no publish is in progress that began before.
+        """
         self.client = SglangClient(
             servers.urls,
             vocab_size=vocab_size,
@@ -57,8 +67,9 @@ class RecoveringClient:
         self._servers = servers
         self._warn = warn
         self._readmit = readmit
+        self._settled = settled
         self._recoveries: dict[str, asyncio.Task[Exception | None]] = {}
-        self._returns: list[asyncio.Task[None]] = []
+        self._returns: dict[str, asyncio.Task[None]] = {}
         """Waits for attached servers that were given up; nobody waits for these."""
 
     async def __aenter__(self) -> Self:
@@ -74,7 +85,7 @@ class RecoveringClient:
 
     async def close(self) -> None:
         self._servers.abandon_restarts()  # their threads would keep the process
-        tasks = [*self._recoveries.values(), *self._returns]
+        tasks = [*self._recoveries.values(), *self._returns.values()]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -118,6 +129,43 @@ class RecoveringClient:
             f"left.{again}"
         )
 
+    @property
+    def urls(self) -> list[str]:
+        """Of all servers of the run, also those that do not serve now."""
+        return self._servers.urls
+
+    def join(self, server: Server) -> None:
+        """One more server, which others run; it serves once it is like the others."""
+        url = server.url
+        self.restarting.add(url)  # before it is known: a publish must pass it over until it was made like the others
+        self._servers.add(server)
+        self.client.join(url)
+        self._recoveries[url] = asyncio.get_running_loop().create_task(self._take_in(url))
+
+    async def _take_in(self, url: str) -> Exception | None:
+        try:
+            held = await self._readmit(url)
+        except Exception as error:  # whatever it is, the others go on
+            self._servers.remove(url)
+            self._warn(f"the SGLang server at {url} could not join: {error}")
+            return error
+        self.client.restore(url)
+        self._warn(f"the SGLang server at {url} has joined, with {held}: {self.num_live} serve")
+        return None
+
+    async def leave(self, url: str) -> None:
+        """Have a server's requests back, with the tokens they have, and forget it; returns once nothing holds it any more."""
+        self.restarting.add(url)
+        tasks = [task for tasks in (self._recoveries, self._returns) if (task := tasks.pop(url, None)) is not None]
+        self._servers.at(url).abandon()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self.client.leave(url)
+        await self._settled()
+        self._servers.remove(url)
+        self._warn(f"the SGLang server at {url} has left, and may be stopped: {self.num_live} serve")
+
     def _may_return(self, url: str) -> bool:
         """Others run it, and it was not given up for what it answers."""
         return not self._servers.at(url).is_ours and self._num_barren.get(url, 0) <= self._max_restarts
@@ -144,7 +192,7 @@ class RecoveringClient:
         except Exception as error:  # whatever it is, it must be said, and the others go on
             self.give_up(url, error)
             if isinstance(error, ServerError) and self._may_return(url):
-                self._returns.append(asyncio.create_task(self._await_return(url)))
+                self._returns[url] = asyncio.create_task(self._await_return(url))
             return error
 
     async def _restart_and_readmit(self, url: str) -> None:

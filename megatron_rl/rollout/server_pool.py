@@ -7,13 +7,14 @@ Whoever keeps state inside a server (weight sync: its process group and the curr
 import logging
 import os
 import secrets
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from megatron_rl.config.derived import WeightMethod, server_placement, servers_are_deterministic
+from megatron_rl.config.derived import WeightMethod, are_attached, server_placement, servers_are_deterministic
 from megatron_rl.config.schema import Config, Dtype, RolloutConfig
 from megatron_rl.rollout.sglang.agreement import disagreements, nccl_of
 from megatron_rl.rollout.sglang.attached import AttachedServer
@@ -21,8 +22,11 @@ from megatron_rl.rollout.sglang.options import ServerOptions
 from megatron_rl.rollout.sglang.routes import returns_routes
 from megatron_rl.rollout.sglang.server import Progress, ServerError, SglangServer, count_gpus, detect_device
 from megatron_rl.system.gpu_environment import NCCL_DEFAULTS, nccl_values
+from megatron_rl.system.url_files import named_urls
 
 logger = logging.getLogger(__name__)
+
+_POLL_S = 1.0
 
 
 class Server(Protocol):
@@ -45,7 +49,7 @@ class Server(Protocol):
 
 
 class ServerPool:
-    """The servers of a run, in a fixed order. A context manager that stops those it started."""
+    """The servers of a run, in the order in which they came. A context manager that stops those it started."""
 
     def __init__(self, servers: Sequence[Server], *, api_key: str = "") -> None:
         """``api_key``: that requests to any of them carry."""
@@ -135,6 +139,13 @@ class ServerPool:
             server.model_info()
         return cls(servers, api_key=api_key)
 
+    def add(self, server: Server) -> None:
+        # A new tuple: another thread may be walking the old one.
+        self.servers = (*self.servers, server)
+
+    def remove(self, url: str) -> None:
+        self.servers = tuple(server for server in self.servers if server.url != url)
+
     def at(self, url: str) -> Server:
         """The server with one of ``urls``."""
         return next(server for server in self.servers if server.url == url)
@@ -186,7 +197,7 @@ def spawned_servers(config: Config) -> Iterator[ServerPool | None]:
     alone.
     """
     rollout = config.rollout
-    waits = bool(rollout.urls or config.environment.name or rollout.fire.after)
+    waits = bool(are_attached(rollout) or config.environment.name or rollout.fire.after)
     if waits or os.environ.get("RANK", "0") != "0" or server_placement(rollout).shares_devices:
         yield None
         return
@@ -222,9 +233,10 @@ def open_servers(
         spawned.wait_ready(note, while_waiting)
         return spawned
     api_key = _given_key(rollout)
-    if rollout.urls:
-        note(f"attaching to {len(rollout.urls)} SGLang servers: {', '.join(rollout.urls)}")
-        pool = ServerPool.attach(rollout.urls, timeout_s=rollout.start_timeout_s, api_key=api_key, progress=note)
+    if are_attached(rollout):
+        urls = rollout.urls or _awaited_urls(rollout, while_waiting)
+        note(f"attaching to {len(urls)} SGLang servers: {', '.join(urls)}")
+        pool = ServerPool.attach(urls, timeout_s=rollout.start_timeout_s, api_key=api_key, progress=note)
         infos = {s.url: s.server_info() for s in pool.servers if isinstance(s, AttachedServer)}
         _check_attached(infos, config, note, has_trainer=not load_weights)
         for text in _precision_notes(infos, config.policy.dtype.value):
@@ -243,6 +255,29 @@ def open_servers(
         progress=note,
         while_waiting=while_waiting,
     )
+
+
+def _awaited_urls(rollout: RolloutConfig, while_waiting: Callable[[], None]) -> list[str]:
+    deadline_s = time.monotonic() + rollout.start_timeout_s
+    while not (urls := named_urls(rollout.urls_file)):
+        if time.monotonic() > deadline_s:
+            raise ServerError(
+                f"rollout.urls_file {rollout.urls_file} named no server within {rollout.start_timeout_s:.0f} s (rollout.start_timeout_s); "
+                "expected a URL per line, in a file, or in files *.urls of a folder (megatron-rl serve --url-file writes them)"
+            )
+        while_waiting()
+        time.sleep(_POLL_S)
+    return urls
+
+
+def attach_one(url: str, config: Config, note: Progress) -> AttachedServer:
+    """A server that joins a run that trains. Raises ServerError for one that it cannot use."""
+    pool = ServerPool.attach(
+        [url], timeout_s=config.rollout.start_timeout_s, api_key=_given_key(config.rollout), progress=note
+    )
+    (server,) = (one for one in pool.servers if isinstance(one, AttachedServer))
+    _check_attached({url: server.server_info()}, config, note, has_trainer=True)
+    return server
 
 
 def _precision_notes(infos: Mapping[str, Mapping[str, Any]], dtype: str) -> Iterator[str]:

@@ -25,13 +25,14 @@ from megatron_rl.data.tokenizer import Tokenizer
 from megatron_rl.data.trajectory import Trajectory
 from megatron_rl.environments.base import Environment
 from megatron_rl.rollout.generation import GenerationPlan, plan_of
+from megatron_rl.rollout.membership import follow
 from megatron_rl.rollout.recovery import RecoveringClient
 from megatron_rl.rollout.sampling import Draw
-from megatron_rl.rollout.server_pool import ServerPool, open_servers
+from megatron_rl.rollout.server_pool import Server, ServerPool, attach_one, open_servers
 from megatron_rl.rollout.sglang.answer_checks import BadAnswer, KeyRefused
-from megatron_rl.rollout.sglang.client import ServerLost
 from megatron_rl.rollout.sglang.memory import KV_CACHE, WEIGHTS, ServerMemory
 from megatron_rl.rollout.sglang.server import ServerError, detect_device
+from megatron_rl.rollout.sglang.wire import ServerLost
 from megatron_rl.rollout.windows import Window
 from megatron_rl.system.http import ApiKey
 from megatron_rl.weights.plan import ServerAddress
@@ -90,7 +91,7 @@ class RolloutService:
     ) -> None:
         self._config = config.rollout
         self._servers = servers
-        self._publisher = publisher
+        self.publisher = publisher
         self._plan = plan
         self._trainer = trainer
         self._live = RecoveringClient(
@@ -99,6 +100,7 @@ class RolloutService:
             vocab_size=model_vocab_size(config),
             warn=trainer.warn,
             readmit=self._readmit_on_trainer,
+            settled=self._settled,
         )
         sleeps = server_placement(config.rollout).shares_devices
         self._memory = ServerMemory(config.rollout.weight_sync_timeout_s) if sleeps else None
@@ -212,6 +214,16 @@ class RolloutService:
         await window.fill(trajectories, is_enough)
         return window.engine_s
 
+    async def follow_file(self, path: Path, attach: Callable[[str], Server]) -> None:
+        """Until it is cancelled: the servers are those that ``path`` names (``membership.follow``)."""
+        while not self.weight_version:  # the first publish gives everybody the weights
+            await asyncio.sleep(0.1)
+        await follow(path, self._live, attach, self._trainer.warn)
+
+    async def _settled(self) -> None:
+        """Publishes that have begun are through."""
+        await asyncio.wrap_future(self._trainer.call_on_trainer(lambda: None))
+
     async def _readmit_on_trainer(self, url: str) -> str:
         await asyncio.wrap_future(self._trainer.call_on_trainer(lambda: self._readmit(url)))
         return f"weight version {self.trainer_version}"
@@ -265,7 +277,7 @@ class RolloutService:
             # Servers wake into the memory that the trainer's allocators would keep for themselves.
             self._trainer.weights.free_memory()
             self._memory.wake(addresses, WEIGHTS)
-        result = self._trainer.weights.publish(self._publisher, addresses, self.trainer_version)
+        result = self._trainer.weights.publish(self.publisher, addresses, self.trainer_version)
         if self._memory is not None:
             # And again for the KV cache: the publish brought the policy's weights back.
             self._trainer.weights.free_memory()
@@ -285,7 +297,7 @@ class RolloutService:
 
 
 def _close(
-    service: RolloutService, publisher: WeightPublisher, servers: ServerPool, event_loop: asyncio.AbstractEventLoop
+    service: RolloutService, publisher: WeightPublisher | None, servers: ServerPool, event_loop: asyncio.AbstractEventLoop
 ) -> None:
     """Within seconds, whatever became of the servers: they, and what happened before, must not be waited for."""
     servers.abandon_restarts()
@@ -295,7 +307,18 @@ def _close(
     except TimeoutError:
         logger.warning("the requests in progress did not end within %.0f s", _CLOSE_TIMEOUT_S)
     # Servers of this run are killed next: only those that live on must forget the groups.
-    publisher.close({server.url for server in servers.servers if server.is_ours} | service.lost_urls)
+    if publisher is not None:
+        publisher.close({server.url for server in servers.servers if server.is_ours} | service.lost_urls)
+
+
+def _following(
+    config: Config, service: RolloutService, event_loop: asyncio.AbstractEventLoop, note: Callable[[str], None]
+) -> Future[None] | None:
+    """Where a file names the servers: what reads it again and again."""
+    if not config.rollout.urls_file:
+        return None
+    followed = service.follow_file(Path(config.rollout.urls_file), lambda url: attach_one(url, config, note))
+    return asyncio.run_coroutine_threadsafe(followed, event_loop)
 
 
 @contextmanager
@@ -307,8 +330,12 @@ def open_rollout(
     tokenizer: Tokenizer,
     environment: Environment | None,
     spawned: ServerPool | None = None,
+    publisher: WeightPublisher | None = None,
 ) -> Iterator[RolloutService]:
-    """Servers as ``open_servers`` gets them, a client on ``event_loop`` and the weight sync; all of it closed at the end."""
+    """Servers as ``open_servers`` gets them, a client on ``event_loop`` and the weight sync; all of it closed at the end.
+
+    ``publisher``: of other servers of the run, which lives on: source ranks are in the groups of one publisher only.
+    """
     plan = plan_of(config, tokenizer, environment)
     folder = Path(config.run.output_dir)
     # The trainer sends its own weights before the first request.
@@ -321,13 +348,14 @@ def open_rollout(
         while_waiting=trainer.while_waiting,
         spawned=spawned,
     ) as servers:
-        publisher = WeightPublisher(
+        is_shared, publisher = publisher is not None, publisher or WeightPublisher(
             bucket_bytes(config.rollout, detect_device()),
             config.rollout.weight_sync_timeout_s,
             method=server_placement(config.rollout).weight_method,
             folder=folder.resolve() / "weights",
         )
         service = RolloutService(config, servers, publisher, plan, trainer)
+        following = _following(config, service, event_loop, trainer.note)
         try:
             yield service
         except _SERVER_ERRORS as error:
@@ -335,4 +363,6 @@ def open_rollout(
             trainer.warn(f"the run ends: {error}")
             raise
         finally:
-            _close(service, publisher, servers, event_loop)
+            if following is not None:
+                following.cancel()
+            _close(service, None if is_shared else publisher, servers, event_loop)

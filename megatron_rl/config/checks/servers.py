@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from megatron_rl.config.derived import WeightMethod, server_placement
+from megatron_rl.config.derived import WeightMethod, are_attached, server_placement
 from megatron_rl.config.layout import ranks_of_replica
 from megatron_rl.config.schema import Config, Dtype, RolloutConfig, WeightSync
 from megatron_rl.config.schema.commands import RL_COMMANDS
@@ -20,7 +20,7 @@ _WORKER_FLAGS = {
     "tensor-parallel-size": "set rollout.tensor_parallel_size (serve: --tensor-parallel-size)",
     "pipeline-parallel-size": "leave it out: a pipelined server cannot take weights while it runs",
     "data-parallel-size": "start more servers: rollout.num_servers (serve: --num-servers); attention by data is attn-dp-size",
-    "nnodes": "leave it out: a server's workers are on one node",
+    "nnodes": "leave it out: a run starts servers on its own node, megatron-rl serve --num-nodes starts one over several",
 }
 """SGLang's options that change how many workers a server has -> what to do in their place."""
 _SHORT_FLAGS = {"tp": "tensor-parallel-size", "pp": "pipeline-parallel-size", "dp": "data-parallel-size"}
@@ -28,6 +28,13 @@ _FEWEST_LETTERS = len("tensor-p")
 """Of an abbreviation that can only mean one option."""
 _NCCL_FLAGS = {"enable-symm-mem": ("NCCL_CUMEM_ENABLE", "NCCL_NVLS_ENABLE"), "enable-nccl-nvls": ("NCCL_NVLS_ENABLE",)}
 """SGLang's options that set NCCL's variables to 1 in a server, whatever its environment says."""
+RANDOM_DRAFT = (
+    "servers that a trainer feeds start with random weights, and it sends those of the policy alone: neither multi-token-prediction "
+    "layers nor another draft model. Nearly every guess of a random draft is wrong. Read from its folder it stays as it was made "
+    "(what is sampled is exact whatever it guesses)"
+)
+_WITHOUT_DRAFT_MODEL = "NGRAM"
+"""The speculative algorithm that guesses from the text itself."""
 _HALF_PRECISION_ATTENTION = ("fa3", "fa4", "flashinfer", "flashmla")
 
 
@@ -53,9 +60,23 @@ def address_problems(rollout: RolloutConfig) -> Iterator[str]:
         for url in rollout.urls
         if not url.startswith(("http://", "https://"))
     )
+    if rollout.urls and rollout.urls_file:
+        yield "rollout.urls_file: rollout.urls names servers too; keep one of them"
+    if rollout.urls_file and not Path(rollout.urls_file).parent.is_dir():
+        yield f"rollout.urls_file: {rollout.urls_file} cannot appear: there is no folder {Path(rollout.urls_file).parent}"
     yield from key_problems(rollout)
     if rollout.port > 65535 - rollout.num_servers:
         yield f"rollout.port: expected 0 (any free port) or a port up to {65535 - rollout.num_servers}, got {rollout.port}"
+
+
+def fleet_problems(config: Config) -> Iterator[str]:
+    """Why eval.urls cannot evaluate beside training."""
+    urls = config.eval.urls
+    yield from (f"eval.urls: {url!r} is not an address; expected http://host:port" for url in urls if not url.startswith(("http://", "https://")))
+    if both := {url.rstrip("/") for url in urls} & {url.rstrip("/") for url in config.rollout.urls}:
+        yield f"eval.urls: {min(both)} is one of rollout.urls too; a server has one model at a time, so name others or none"
+    if urls and server_placement(config.rollout).shares_devices:
+        yield "eval.urls: rollout.placement=colocated sends weights inside the trainer's devices alone; leave eval.urls empty"
 
 
 def key_problems(rollout: RolloutConfig) -> Iterator[str]:
@@ -78,6 +99,8 @@ def placement_problems(rollout: RolloutConfig, num_ranks: int) -> Iterator[str]:
     """Why the servers cannot share the devices of ``num_ranks`` trainer ranks (0: not known yet); nothing if apart."""
     if not server_placement(rollout).shares_devices:
         return
+    if rollout.urls_file:
+        yield "rollout.urls_file: colocated servers share the trainer's devices, so none joins or leaves; list them in rollout.urls"
     num_servers, size = len(rollout.urls) or rollout.num_servers, rollout.tensor_parallel_size
     if num_ranks and size >= 1 and num_servers * size != num_ranks:
         counted = "the rollout.urls" if rollout.urls else "rollout.num_servers"
@@ -112,7 +135,7 @@ def gpu_problems(config: Config, node: Node, num_ranks: int, command: str) -> It
     Only processes that take turns, or that no NCCL group joins, may share a GPU.
     """
     rollout, ranks, gpus = config.rollout, node.num_ranks, node.num_gpus
-    has_servers = command in RL_COMMANDS and not rollout.urls
+    has_servers = command in RL_COMMANDS and not are_attached(rollout)
     placement = server_placement(rollout)
     if ranks > gpus > 0:
         yield f"{ranks} trainer ranks on a node of {gpus} GPUs: each needs one of its own; start {gpus} (RANKS_PER_NODE={gpus})"
@@ -150,8 +173,18 @@ def _room_for_servers(config: Config, node: Node) -> Iterator[str]:
     yield "or attach to servers on other nodes: rollout.urls. (A dry run for another machine: --gpus-per-node)"
 
 
-def flag_problems(server_args: Mapping[str, Any], *, num_servers: int, dtype: str, key: str = "rollout.server_args.") -> Iterator[str]:
-    """SGLang options that this program sets itself, or that no server can have with ``dtype``."""
+def flag_problems(
+    server_args: Mapping[str, Any],
+    *,
+    num_servers: int,
+    dtype: str,
+    key: str = "rollout.server_args.",
+    loads_weights: bool = False,
+) -> Iterator[str]:
+    """SGLang options that this program sets itself, or that no server can have with ``dtype``.
+
+    ``loads_weights``: the servers have those of their folder from the start, and wait for no trainer's.
+    """
     given = {_flag(name): (name, value) for name, value in server_args.items()}
     for flag, (_, value) in _flags_of_file(given).items():
         given.setdefault(flag, (f"config: {flag}", value))
@@ -165,6 +198,9 @@ def flag_problems(server_args: Mapping[str, Any], *, num_servers: int, dtype: st
         if given.get(flag, ("", False))[1] is True and (unlike := [n for n in changed if nccl_values(os.environ)[n] != "1"]):
             values = " ".join(f"{name}=1" for name in unlike)
             yield f"{key}{given[flag][0]}: it makes the servers' NCCL unlike the trainer's; export {values} for the trainer too"
+    name, value = given.get("speculative-algorithm", ("", ""))
+    if value and str(value).upper() != _WITHOUT_DRAFT_MODEL and not loads_weights and "speculative-draft-load-format" not in given:
+        yield f"{key}{name}={value}: {RANDOM_DRAFT}. Add speculative-draft-load-format=auto, or leave speculative decoding out"
     name, value = given.get("attention-backend", ("", ""))
     if dtype == Dtype.float32.value and value in _HALF_PRECISION_ATTENTION:
         yield f"{key}{name}={value}: it has no float32 kernels; take triton, or policy.dtype=bfloat16"

@@ -77,6 +77,10 @@ class RolloutConfig:
     T = tensor_parallel_size."""
     urls: list[str] = field(default_factory=list)
     """Running SGLang servers to attach to; empty: start num_servers here."""
+    urls_file: str = ""
+    """In the place of urls: a file with a URL per line, or a folder of files *.urls (megatron-rl serve --url-file). It is read
+    again while the run goes on: servers that are new in it get the present weights and join, those that it no longer names
+    give their requests back with the tokens they have, and leave. docs/servers.md"""
     num_servers: int = at_least(1, default=1)
     """Servers that the run starts."""
     tensor_parallel_size: int = at_least(1, default=1)
@@ -102,10 +106,11 @@ class RolloutConfig:
     """Start this many times the responses of a step, stop when enough are complete."""
     fire: FireConfig = field(default_factory=FireConfig)
     max_inflight_requests: int = at_least(1, default=512)
-    """Requests in progress at one server; further ones wait."""
+    """Requests in progress at one server; further ones wait, also those that its KV cache would not hold besides."""
     request_timeout_s: float = at_least(0, default=0.0)
-    """Longest wait for the answer to one request; then it counts as failed and is sent again. 0: 300 s, and 0.25 s more for
-    each token that it may generate. (An engine that hangs is noticed by hang_timeout_s.)"""
+    """Longest wait for the answer to one request while its server makes no progress with any; then it counts as failed and is sent
+    again. However long a window takes, it is waited for while tokens come. 0: 300 s; for a server that does not say what it
+    holds (/v1/loads), 0.25 s more for each token that the request may generate. (An engine that hangs is noticed by hang_timeout_s.)"""
     max_retries: int = at_least(0, default=3)
     """Times one request is sent again after a server failed or gave a bad answer."""
     hang_timeout_s: float = at_least(0, default=120.0)

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from megatron_rl.config.checks.servers import RANDOM_DRAFT
 from megatron_rl.rollout.sglang.options import SAID_LABELS, ServerOptions
 from megatron_rl.system.gpu_environment import NCCL_DEFAULTS
 
@@ -13,7 +14,7 @@ _SINGLE = {
 
 
 def disagreements(info: Mapping[str, Any], ours: ServerOptions, *, broadcasts: bool) -> Iterator[str]:
-    """What would make weight sync wait forever, or a sleep free nothing; a field that ``info`` lacks is believed.
+    """What would make weight sync wait forever, a sleep free nothing, or drafts random; a field that ``info`` lacks is believed.
 
     ``ours``: what this run would start. ``broadcasts``: weights come over a process group of trainer and servers.
     """
@@ -24,6 +25,10 @@ def disagreements(info: Mapping[str, Any], ours: ServerOptions, *, broadcasts: b
             f"with --tensor-parallel-size {ours.tensor_parallel_size}"
         )
     yield from (f"it has {name} {info[name]}: {reason}" for name, reason in _SINGLE.items() if info.get(name, 1) != 1)
+    algorithm = info.get("speculative_algorithm")
+    random = info.get("load_format") == "dummy" and not info.get("speculative_draft_load_format")
+    if algorithm and algorithm != "NGRAM" and random and not ours.load_weights:
+        yield f"its speculative_algorithm {algorithm} guesses at random: {RANDOM_DRAFT}. Start it with --speculative-draft-load-format auto"
     device = info.get("device", ours.device)
     if broadcasts and device != ours.device:
         yield f"it runs on {device} and the trainer on {ours.device}: no process group has both; set rollout.weight_sync=disk"

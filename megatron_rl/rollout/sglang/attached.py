@@ -32,6 +32,13 @@ class AttachedServer:
         self._api_key = api_key
         self._progress = progress
         self._abandoned = threading.Event()
+        behind = workers_behind(self.url, api_key)
+        if behind is not None:
+            raise ServerError(
+                f"{self.url} is a router (sglang-router, SGLang Model Gateway), no server. Weights must reach every server behind it, a "
+                "response that is cut must return with its tokens, and this client itself keeps groups together and balances tokens, so "
+                f"it needs their own addresses. List them: rollout.urls=[{','.join(behind) or 'http://SERVER:PORT,...'}]"
+            )
         self._identity = self._read_identity()
 
     def healthy(self, timeout_s: float = 5.0) -> bool:
@@ -89,6 +96,20 @@ class AttachedServer:
 
 _IDENTITY_FIELDS = ("startup_time", "random_seed", "launch_command")
 """Fields of /server_info that differ between two processes under the same URL."""
+
+
+def workers_behind(url: str, api_key: str, timeout_s: float = 10.0) -> list[str] | None:
+    """URLs of the servers behind an sglang-router (SGLang Model Gateway); None where there is none."""
+    try:
+        answer = get_once(url + "/workers", timeout_s=timeout_s, headers=bearer(api_key))
+        content = answer.json() if answer.status == 200 else None
+    except (HttpError, ValueError, RecursionError):
+        return None
+    workers = content.get("workers") if isinstance(content, dict) else None
+    if not isinstance(workers, list):
+        return None
+    urls = [worker.get("url") if isinstance(worker, dict) else worker for worker in workers]
+    return [found for found in urls if isinstance(found, str)]
 
 
 def _ask(url: str, path: str, api_key: str, timeout_s: float = 10.0) -> dict[str, Any]:

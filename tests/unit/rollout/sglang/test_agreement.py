@@ -9,7 +9,7 @@ from megatron_rl.rollout.sglang.agreement import disagreements, nccl_of
 from megatron_rl.rollout.sglang.options import SAID_LABELS, ServerOptions, server_command
 
 OURS = ServerOptions(
-    "/m", tensor_parallel_size=2, device="cuda", nccl={"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
+    "/m", load_weights=False, tensor_parallel_size=2, device="cuda", nccl={"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
 )
 GOOD = {"tp_size": 2, "pp_size": 1, "dp_size": 1, "device": "cuda", "enable_memory_saver": False}
 
@@ -25,6 +25,9 @@ GOOD = {"tp_size": 2, "pp_size": 1, "dp_size": 1, "device": "cuda", "enable_memo
         ({SAID_LABELS: {"NCCL_CUMEM_ENABLE": "1", "NCCL_NVLS_ENABLE": "0"}}, ["NCCL_CUMEM_ENABLE is 1 there and 0 here"]),
         ({SAID_LABELS: {"team": "red"}}, []),
         ({SAID_LABELS: None}, []),
+        ({"speculative_algorithm": "EAGLE", "load_format": "dummy"}, ["EAGLE guesses at random", "--speculative-draft-load-format auto"]),
+        ({"speculative_algorithm": "EAGLE", "load_format": "dummy", "speculative_draft_load_format": "auto"}, []),
+        ({"speculative_algorithm": "NGRAM", "load_format": "dummy"}, []),
         ({"enable_nccl_nvls": True}, ["NCCL_NVLS_ENABLE is 1 there and 0 here"]),
         ({"enable_symm_mem": True}, ["NCCL_CUMEM_ENABLE is 1 there", "NCCL_NVLS_ENABLE is 1 there"]),
     ],

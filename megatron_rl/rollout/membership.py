@@ -1,0 +1,58 @@
+"""Servers join and leave while a run goes on: the file or folder ``rollout.urls_file`` is read again and again.
+
+Laws: a server that joins has the present weights before its first request; one that leaves gets no further request, and
+those in progress come back with the tokens that they have, and go on elsewhere; the last server never leaves. What the file
+says is tried again later where it cannot be done now, and nothing here ends a run.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from megatron_rl.errors import UserError
+from megatron_rl.rollout.recovery import RecoveringClient
+from megatron_rl.rollout.server_pool import Server
+from megatron_rl.system.url_files import named_urls
+
+_POLL_S = 2.0
+_AGAIN_S = 60.0
+"""After which a server that could not join is tried again."""
+
+
+async def follow(
+    path: Path, live: RecoveringClient, attach: Callable[[str], Server], warn: Callable[[str], None]
+) -> None:
+    """Until it is cancelled. ``attach(url)`` looks whether a run can use that server (on a thread); raises UserError if not."""
+    not_before: dict[str, float] = {}
+    said = ""
+
+    def say_once(text: str) -> None:
+        nonlocal said
+        if text and text != said:
+            warn(text)
+        said = text
+
+    while True:
+        await asyncio.sleep(_POLL_S)
+        try:
+            named = await asyncio.to_thread(named_urls, path)
+        except (UserError, OSError) as error:
+            say_once(f"rollout.urls_file: {error}; the servers stay as they are")
+            continue
+        for url in named:
+            if url in live.urls or time.monotonic() < not_before.get(url, 0.0):
+                continue
+            try:
+                live.join(await asyncio.to_thread(attach, url))
+            except UserError as error:
+                warn(f"the SGLang server at {url} cannot join: {error}")
+            not_before[url] = time.monotonic() + _AGAIN_S
+        gone = [url for url in live.urls if url not in named]
+        if gone and not set(named) & set(live.client.live_urls):
+            say_once(f"rollout.urls_file {path} names no server that serves: {', '.join(gone)} stay until it does")
+            continue
+        say_once("")
+        await asyncio.gather(*[live.leave(url) for url in gone])
+        for url in gone:
+            not_before.pop(url, None)
