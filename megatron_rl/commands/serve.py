@@ -2,6 +2,9 @@
 
     megatron-rl serve --model-path MODEL --num-servers 8 --dtype bfloat16 mem-fraction-static=0.8
     megatron-rl serve --config recipe.yaml --trainer node0 --api-key-env SGLANG_KEY rollout.tensor_parallel_size=2
+    megatron-rl serve --config recipe.yaml --num-nodes 2 --node-rank 1 --first-node node4 rollout.tensor_parallel_size=16
+
+The last is one server over two nodes: the same command on each, with its own --node-rank. The first one has the address.
 
 With a recipe they are the servers that the run itself would start, with weights that the trainer sends, on all GPUs of this node.
 """
@@ -25,6 +28,8 @@ if TYPE_CHECKING:
 
 _FIRST_GPU = "base-gpu-id"
 _LAST_PORT = 65535
+_MEETING_PORT = 100
+"""Where the nodes of one server meet: so far above its own port. It asks nobody for a key."""
 _ALL_ADDRESSES = ("0.0.0.0", "::")
 
 
@@ -38,6 +43,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--num-servers", type=positive_int, help="default: 1, with --config as many as the GPUs hold (on a CPU rollout.num_servers)"
     )
+    parser.add_argument("--num-nodes", type=positive_int, default=1, help="nodes of one server, where its GPUs are more than a node has")
+    parser.add_argument("--node-rank", type=int, default=0, help="number of this node among them, from 0; requests go to node 0")
+    parser.add_argument("--first-node", metavar="NODE", default="", help="name or address of node 0, which the others reach it by")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="default: float32")
     parser.add_argument("--tensor-parallel-size", type=positive_int, help="GPUs (on a CPU: processes) per server; default: 1")
     parser.add_argument(
@@ -89,17 +97,22 @@ def options_and_number(arguments: argparse.Namespace) -> "tuple[ServerOptions, i
     size, first_gpu = options.tensor_parallel_size, options.server_args.get(_FIRST_GPU, 0)
     if not isinstance(first_gpu, int):
         raise UserError(f"{_FIRST_GPU}={first_gpu}: expected the number of the first server's first GPU")
+    spread = _over_nodes(arguments, size)
+    here = size // arguments.num_nodes
     free_gpus = count_gpus() - first_gpu
-    number = arguments.num_servers or (free_gpus // size if arguments.config and free_gpus > 0 else default_number)
-    if device == "cuda" and not 0 < number * size <= free_gpus:
+    number = arguments.num_servers or (free_gpus // here if arguments.config and free_gpus > 0 else default_number)
+    number = 1 if spread else number
+    if device == "cuda" and not 0 < number * here <= free_gpus:
         raise UserError(
-            f"{max(number, 1)} servers x {size} GPUs are more than the {free_gpus} of this machine from GPU {first_gpu} on; lower "
-            "--num-servers or the tensor-parallel size"
+            f"{max(number, 1)} servers x {here} GPUs are more than the {free_gpus} of this machine from GPU {first_gpu} on; lower "
+            "--num-servers or the tensor-parallel size, or spread one server over several nodes (--num-nodes)"
         )
     if not 0 <= arguments.port <= _LAST_PORT - number:
         raise UserError(f"--port {arguments.port}: expected 0 (any free ports) or a port up to {_LAST_PORT - number}")
     server_args = {name: value for name, value in options.server_args.items() if name != _FIRST_GPU}
-    if problems := list(flag_problems(server_args, num_servers=number, dtype=options.dtype, key="")):
+    if problems := list(
+        flag_problems(server_args, num_servers=number, dtype=options.dtype, key="", loads_weights=options.load_weights)
+    ):
         raise ConfigError("\n".join(problems))
     # gloo would listen on the address of the host's name, which many a Linux has as 127.0.1.1.
     interface = "" if is_loopback(host) or "GLOO_SOCKET_IFNAME" in os.environ else interface_of(host)
@@ -109,10 +122,35 @@ def options_and_number(arguments: argparse.Namespace) -> "tuple[ServerOptions, i
         port=arguments.port,
         first_gpu=first_gpu,
         api_key=api_key,
-        server_args=server_args,
+        server_args=server_args | spread,
         env={"GLOO_SOCKET_IFNAME": interface} if interface else {},
     )
     return options, number
+
+
+def _over_nodes(arguments: argparse.Namespace, size: int) -> dict[str, Any]:
+    """SGLang's options of one server over several nodes, of ``size`` GPUs in all; none on one node. Raises UserError."""
+    number, rank, first = arguments.num_nodes, arguments.node_rank, arguments.first_node
+    if number == 1:
+        if rank or first:
+            raise UserError("--node-rank and --first-node are for one server over several nodes; add --num-nodes")
+        return {}
+    problem = ""
+    if not 0 <= rank < number:
+        problem = f"--node-rank {rank}: expected 0 to {number - 1} with --num-nodes {number}"
+    elif not first:
+        problem = "--num-nodes: name the node with --node-rank 0 to all of them, --first-node NODE"
+    elif size % number:
+        problem = f"{size} GPUs do not spread evenly over {number} nodes; set a tensor-parallel size that {number} divides"
+    elif (arguments.num_servers or 1) > 1:
+        problem = f"--num-servers {arguments.num_servers}: with --num-nodes one command is a node's part of one server; start each alone"
+    elif arguments.port == 0 or arguments.port + _MEETING_PORT > _LAST_PORT:
+        problem = f"--port {arguments.port}: all nodes of a server need the same one, from 1 to {_LAST_PORT - _MEETING_PORT}"
+    elif arguments.url_file and rank:
+        problem = "--url-file: the first node alone has an address for requests; leave it out on the others"
+    if problem:
+        raise UserError(problem)
+    return {"nnodes": number, "node-rank": rank, "dist-init-addr": f"{first}:{arguments.port + _MEETING_PORT}"}
 
 
 def _of_model(arguments: argparse.Namespace, device: str) -> "tuple[ServerOptions, int, str]":

@@ -62,6 +62,40 @@ def test_without_gpus_a_recipe_says_how_many(recipe):
     assert options("--config", recipe)[1] == 3
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_one_server_may_lie_on_several_nodes(gpus, recipe, rank):
+    words = ["--num-nodes", "2", "--node-rank", str(rank), "--first-node", "n3", "rollout.tensor_parallel_size=16"]
+    found, number = options("--config", recipe, *words)
+    assert number == 1 and found.tensor_parallel_size == 16
+    flags = server_command(found, 30000)
+    for flag, value in {"--nnodes": "2", "--node-rank": str(rank), "--dist-init-addr": "n3:30100", "--port": "30000"}.items():
+        assert flags[flags.index(flag) + 1] == value
+
+
+@pytest.mark.parametrize(
+    ("words", "names"),
+    [
+        (["--node-rank", "1"], "add --num-nodes"),
+        (["--num-nodes", "2"], "--first-node NODE"),
+        (["--num-nodes", "2", "--first-node", "n", "--node-rank", "2"], "expected 0 to 1"),
+        (["--num-nodes", "3", "--first-node", "n", "--tensor-parallel-size", "16"], "16 GPUs do not spread evenly over 3 nodes"),
+        (["--num-nodes", "2", "--first-node", "n", "--num-servers", "2", "--tensor-parallel-size", "16"], "start each alone"),
+        (["--num-nodes", "2", "--first-node", "n", "--port", "0", "--tensor-parallel-size", "16"], "the same one"),
+        (["--num-nodes", "2", "--first-node", "n", "--node-rank", "1", "--url-file", "u", "--tensor-parallel-size=16"], "the first node"),
+        (["--num-nodes", "2", "--first-node", "n", "--tensor-parallel-size", "32"], "16 GPUs are more than the 8"),
+    ],
+)
+def test_a_server_over_nodes_that_cannot_come_about_is_refused(gpus, words, names):
+    with pytest.raises(UserError, match=names):
+        options("--model-path", "/m", *words)
+
+
+def test_drafts_are_random_only_where_a_trainer_sends_the_weights(gpus, recipe):
+    assert options("--model-path", "/m", "speculative-algorithm=NEXTN")[0].server_args
+    with pytest.raises(UserError, match="random draft"):
+        options("--config", recipe, "rollout.server_args.speculative-algorithm=NEXTN")
+
+
 def test_servers_get_gpus_and_ports_one_after_the_other(gpus, monkeypatch, tmp_path):
     started = []
     monkeypatch.setattr(SglangServer, "spawn", lambda server: started.append(server))

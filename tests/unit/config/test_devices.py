@@ -74,7 +74,9 @@ def test_ranks_spread_over_as_few_nodes_as_they_need(gpus, ranks, here):
         ({"pp-size": 2}, "pp-size=2.*cannot take weights"),
         ({"dp_size": 8}, "dp_size=8.*num_servers"),
         ({"data-parallel-size": 2}, "num_servers"),
-        ({"nnodes": 2}, "nnodes"),
+        ({"nnodes": 2}, "nnodes=2.*serve --num-nodes"),
+        ({"speculative-algorithm": "EAGLE"}, "random weights.*speculative-draft-load-format=auto"),
+        ({"speculative_algorithm": "NEXTN", "speculative-num-steps": 3}, "neither multi-token-prediction layers"),
         ({"base-gpu-id": 4}, "base-gpu-id=4.*same GPUs"),
         ({"attention-backend": "fa3"}, "no float32 kernels; take triton"),
     ],
@@ -85,7 +87,16 @@ def test_options_that_change_a_servers_workers_are_refused_with_what_to_do(serve
 
 
 @pytest.mark.parametrize(
-    "server_args", [{"tp-size": 1}, {"dp": 1}, {"mem-fraction-static": 0.8}, {"tokenizer-worker-num": 2}, {"attention-backend": "triton"}]
+    "server_args",
+    [
+        {"tp-size": 1},
+        {"dp": 1},
+        {"mem-fraction-static": 0.8},
+        {"tokenizer-worker-num": 2},
+        {"attention-backend": "triton"},
+        {"speculative-algorithm": "NGRAM"},
+        {"speculative-algorithm": "NEXTN", "speculative-draft-load-format": "auto"},
+    ],
 )
 def test_other_options_pass(server_args):
     assert not list(flag_problems(server_args, num_servers=1, dtype="float32"))

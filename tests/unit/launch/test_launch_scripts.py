@@ -28,12 +28,13 @@ if sys.argv[1] == "serve":
     if os.environ.get("SERVERS_FAIL"):
         sys.exit(1)
     signal.signal(signal.SIGHUP, lambda *_: sys.exit(0))
-    path = sys.argv[sys.argv.index("--url-file") + 1]
     time.sleep(0.3)
     node = os.environ["SLURMD_NODENAME"]
-    with open(path + ".part", "w") as file:
-        file.write(f"http://{node}:30000\\nhttp://{node}:30001\\n")
-    os.rename(path + ".part", path)
+    if "--url-file" in sys.argv:
+        path = sys.argv[sys.argv.index("--url-file") + 1]
+        with open(path + ".part", "w") as file:
+            file.write(f"http://{node}:30000\\nhttp://{node}:30001\\n")
+        os.rename(path + ".part", path)
     time.sleep(30)
     sys.exit("nobody stopped the servers")
 """
@@ -109,6 +110,20 @@ def test_rollout_nodes_serve_the_recipe_and_the_others_train_with_their_addresse
         assert words[words.index("--master-addr") + 1] == env["MASTER_ADDR"] == "n1"
         assert env["MEGATRON_RL_REQUIRE_GPU"] == "1"
     assert sorted(words[words.index("--node-rank") + 1] for words, _ in training) == ["0", "1"]
+
+
+def test_a_server_over_two_nodes_is_started_on_both_and_has_one_address(site):
+    done, calls = run(site, *TRAINING, ROLLOUT_NODES="2", SERVER_NODES="2")
+    assert done.returncode == 0, done.stderr
+    serving = sorted([words for name, words, _ in calls if name == "megatron-rl"], key=lambda words: words[words.index("--node-rank") + 1])
+    for rank, words in enumerate(serving):
+        at = words.index("--num-nodes")
+        assert words[at : at + 6] == ["--num-nodes", "2", "--node-rank", str(rank), "--first-node", "n3"]
+        assert ("--url-file" in words) == (rank == 0)
+    (urls,) = {words[-2] for name, words, _ in calls if name == "python"}
+    assert urls.count("http://n3") and "http://n4" not in urls
+    done, _ = run(site, *TRAINING, ROLLOUT_NODES="3", SERVER_NODES="2")
+    assert done.returncode == 2 and "ROLLOUT_NODES=3 do not make whole servers of SERVER_NODES=2" in done.stderr
 
 
 def test_the_words_of_the_script_are_words_of_serve(site):
