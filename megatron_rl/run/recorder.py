@@ -72,6 +72,9 @@ class Recorder:
         self.evaluations: list[Evaluation] = []
         self._stage_seconds: dict[str, float] = {}
         self._noted: dict[str, float] = {}
+        self._early: dict[int, dict[str, float]] = {}
+        """By step: what was measured beside it before it was written down."""
+        self._lock = threading.Lock()
         self._work: dict[tuple[str, int], dict[str, Any]] = {}
         self._report_thread: threading.Thread | None = None
         if restored:
@@ -110,10 +113,14 @@ class Recorder:
                 if name.startswith("time/"):
                     self._add_stage(name.removeprefix("time/").removesuffix("_s"), seconds)
 
-    def add_to_newest(self, metrics: dict[str, float]) -> None:
-        """What the last step of the run so far had still to measure."""
-        self._metrics.add_to_last(self.num_steps_done, metrics)
-        self._tracker.log(self.num_steps_done, metrics)
+    def add_to(self, step: int, metrics: dict[str, float]) -> None:
+        """What was measured of a step, counted from 1, beside or after it (from any thread)."""
+        with self._lock:
+            if step > self.num_steps_done:
+                self._early.setdefault(step, {}).update(metrics)
+                return
+        self._metrics.add_to(step, metrics)
+        self._tracker.log(step, metrics)
 
     def note_metrics(self, metrics: dict[str, float]) -> None:
         """What was measured before a step; it is logged with that step."""
@@ -161,8 +168,10 @@ class Recorder:
         for key in [key for key in list(self._work) if key[1] <= step]:
             del self._work[key]
         self._num_tokens += metrics["step/tokens_generated"]
-        self.num_steps_done = step + 1
-        self.log(step + 1, metrics)
+        with self._lock:
+            metrics |= self._early.pop(step + 1, {})
+            self.log(step + 1, metrics)
+            self.num_steps_done = step + 1
         self.console.update(step + 1, metrics)
         every = self._config.tracking.report_every_steps
         if every and (step + 1) % every == 0 and (self._report_thread is None or not self._report_thread.is_alive()):

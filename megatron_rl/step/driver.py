@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.algorithms.settling import Settling
-from megatron_rl.config.derived import answer_timeout_s, effective_window_tokens, num_responses_per_step
+from megatron_rl.config.derived import answer_timeout_s, effective_window_tokens, eval_sets, num_responses_per_step
 from megatron_rl.config.schema import Config, FireLoss, HealthAction, Mode
 from megatron_rl.data.slots import SlotPool
 from megatron_rl.rewards.lines.dense import ProcessRewarder, program_types
@@ -29,7 +29,7 @@ from megatron_rl.run.output import claimed_output_dir
 from megatron_rl.run.recorder import Recorder
 from megatron_rl.run.summary import Summary, print_summary, summarize, write_summary
 from megatron_rl.step.collect import Collector
-from megatron_rl.step.evaluation import Evaluator
+from megatron_rl.step.evaluation import Evaluator, Fleet
 from megatron_rl.step.grading import Grader
 from megatron_rl.step.inputs import Inputs, describe_prompts, make_inputs
 from megatron_rl.step.loop import Parts, TrainingLoop
@@ -121,9 +121,7 @@ def _drive_until_it_dies(
         found = resume(healthy=back is not None) if config.run.resume else None
         restored = found or _beginning(inputs.pool)
         first_step = restored["num_steps_done"]
-        recorder = stack.enter_context(
-            Recorder(config, restored=found, title=_title(config, freeze_policy))
-        )
+        recorder = stack.enter_context(Recorder(config, restored=found, title=_title(config, freeze_policy)))
         for text in saver.skipped:
             recorder.console.warning(text)
         recorder.console.note(_checkpoint_note(config, first_step if found else None))
@@ -146,6 +144,7 @@ def _drive_until_it_dies(
         rollout.weight_version = max(0, restored["weight_version"] - 1)
         rollout.count_restarts(restored.get("server_restarts", []))
         parts = _parts(config, group, inputs, rollout, rewards, recorder, saver, runner)
+        parts = _with_fleet(stack, config, parts, inputs, event_loop, runner)
         if freeze_policy:
             parts = replace(parts, settling=_settling(config))
         loop = TrainingLoop(config, parts)
@@ -159,6 +158,7 @@ def _drive_until_it_dies(
             runner.run(loop.actions(graph), first_step, last_step)
             num_steps_done = loop.close_stopped() if signals.requested else config.run.num_steps
             _warn_of_unsaved(recorder, saver.settle(wait=True))
+            runner.wait_for(parts.evaluator.idle(at_once=bool(signals.requested)))
         summary = summarize(config, recorder)
         write_summary(folder, summary)
         if signals.requested:
@@ -249,15 +249,40 @@ def _rollout(
     recorder: Recorder,
     spawned: ServerPool | None,
 ) -> AbstractContextManager[RolloutService]:
-    trainer = TrainerSide(
+    trainer = _trainer_side(config, group, runner, recorder)
+    return open_rollout(
+        config, event_loop, trainer, tokenizer=inputs.tokenizer, environment=inputs.environment, spawned=spawned
+    )
+
+
+def _with_fleet(
+    stack: ExitStack, config: Config, parts: Parts, inputs: Inputs, event_loop: asyncio.AbstractEventLoop, runner: StageRunner
+) -> Parts:
+    """Where servers for evaluation alone are named, they evaluate."""
+    if not (config.eval.urls and eval_sets(config)):
+        return parts
+    trainer = _trainer_side(config, parts.group, runner, parts.recorder)
+    own = replace(config, rollout=replace(config.rollout, urls=config.eval.urls, urls_file=""))
+    opened = open_rollout(
+        own,
+        event_loop,
+        trainer,
+        tokenizer=inputs.tokenizer,
+        environment=inputs.environment,
+        publisher=parts.rollout.publisher,
+    )
+    fleet = Fleet(stack.enter_context(opened), runner.wait_for)
+    parts.evaluator.move_to(fleet.rollout)
+    return replace(parts, fleet=fleet)
+
+
+def _trainer_side(config: Config, group: TrainerGroup, runner: StageRunner, recorder: Recorder) -> TrainerSide:
+    return TrainerSide(
         weights=ServedWeights(config, group, "policy"),
         call_on_trainer=runner.call_on_trainer,
         note=recorder.console.note,
         warn=recorder.console.warning,
         while_waiting=group.heartbeat,
-    )
-    return open_rollout(
-        config, event_loop, trainer, tokenizer=inputs.tokenizer, environment=inputs.environment, spawned=spawned
     )
 
 
@@ -270,6 +295,8 @@ def _before_first_step(config: Config, parts: Parts, runner: StageRunner, first_
     rollout, recorder, evaluator = parts.rollout, parts.recorder, parts.evaluator
     result = rollout.publish()
     recorder.console.note(f"weights on the servers: {result.num_bytes:,} bytes in {result.seconds:.2f} s")
+    if parts.fleet is not None:
+        parts.fleet.rollout.publish()
     if parts.parity.wanted:
         parity = parts.parity.compare()
         recorder.note_metrics(parity.metrics())
@@ -279,7 +306,7 @@ def _before_first_step(config: Config, parts: Parts, runner: StageRunner, first_
         recorder.log(0, metrics)
         recorder.console.note(f"before training: accuracy {evaluation_text(metrics)} on held-out prompts")
     if first_step and evaluator.due(first_step - 1) and first_step not in recorder.accuracies:
-        recorder.add_to_newest(runner.wait_for(evaluator.evaluate(first_step - 1)))
+        recorder.add_to(first_step, runner.wait_for(evaluator.evaluate(first_step - 1)))
     goal = config.eval.stop_at_accuracy
     reached = first_step and goal and recorder.accuracies.get(first_step, 0.0) >= goal
     return first_step - 1 if reached else config.run.num_steps - 1
@@ -307,5 +334,6 @@ def _title(config: Config, freeze_policy: bool) -> str:
 def stall_timeout_s(config: Config) -> float:
     """Longest honest silence of the rollout side: every retry of a request, and a server's restart."""
     rollout = config.rollout
-    answer_s = answer_timeout_s(rollout.request_timeout_s, config.batch.max_response_tokens)
+    # A request may take longer than its time-out while tokens come.
+    answer_s = max(rollout.request_timeout_s, answer_timeout_s(0.0, config.batch.max_response_tokens))
     return answer_s * (rollout.max_retries + 1) + rollout.start_timeout_s + _STALL_MARGIN_S

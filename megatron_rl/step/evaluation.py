@@ -7,19 +7,31 @@ on the other sets. Prompts count alike, however many of their responses could be
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import chain
+from typing import Any
 
 from megatron_rl.algorithms.pass_at_k import mean_and_error, pass_at_k, powers_up_to
 from megatron_rl.config.derived import EvalSet, eval_sets
 from megatron_rl.config.schema import Config
 from megatron_rl.data.trajectory import Prompt, Trajectory
+from megatron_rl.errors import UserError
 from megatron_rl.rollout.sampling import Draw
 from megatron_rl.rollout.service import RolloutService
 from megatron_rl.step.grading import Grader
 
 Samples = list[list[Trajectory]]
 """By prompt."""
+
+
+@dataclass(frozen=True)
+class Fleet:
+    """Servers for evaluation alone."""
+
+    rollout: RolloutService
+    wait_for: Callable[[Coroutine[Any, Any, Any]], Any]
+    """Runs a coroutine to its end from inside a trainer stage (``StageRunner.wait_for``)."""
 
 
 class Evaluator:
@@ -47,6 +59,11 @@ class Evaluator:
         self._start = start
         self._on_accuracy = on_accuracy
         self._stop_after = stop_after
+        self._beside: asyncio.Task[None] | None = None
+
+    def move_to(self, rollout: RolloutService) -> None:
+        """Other servers answer from now on."""
+        self._rollout = rollout
 
     def due(self, step: int) -> bool:
         """After every eval.every_steps steps and after the last one, when there is something to evaluate on."""
@@ -56,6 +73,32 @@ class Evaluator:
 
     async def evaluate_if_due(self, step: int) -> dict[str, float]:
         return await self.evaluate(step) if self.due(step) else {}
+
+    def begin(self, step: int, add: Callable[[int, dict[str, float]], None], warn: Callable[[str], None]) -> None:
+        """``evaluate`` beside training (on the event loop), on servers that ``idle`` has waited for.
+
+        ``add(step done, metrics)`` gets what it measures. What fails is said and left out: training goes on.
+        """
+
+        async def evaluate() -> None:
+            try:
+                add(step + 1, await self.evaluate(step))
+            except (UserError, asyncio.CancelledError) as error:
+                reason = "the run ends" if isinstance(error, asyncio.CancelledError) else error
+                warn(f"the evaluation after step {step + 1} is left out: {reason}")
+
+        self._beside = asyncio.create_task(evaluate())
+
+    async def idle(self, *, at_once: bool = False) -> None:
+        """Return once no evaluation is in progress that was begun; ``at_once``: it is given up."""
+        begun, self._beside = self._beside, None
+        if begun is None:
+            return
+        if at_once:
+            begun.cancel()
+        await asyncio.wait((begun,))
+        if not begun.cancelled():
+            begun.result()
 
     async def evaluate(self, step: int) -> dict[str, float]:
         """Metrics over all sets, and over each that has a name. Step -1: before training."""

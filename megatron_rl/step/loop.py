@@ -32,7 +32,7 @@ from megatron_rl.step import metrics as step_metrics
 from megatron_rl.step.batches import keep_left_out, keep_signals, policy_batch, response_batch, window_critic_batch
 from megatron_rl.step.collect import Collector
 from megatron_rl.step.divergence import KlPenalty
-from megatron_rl.step.evaluation import Evaluator
+from megatron_rl.step.evaluation import Evaluator, Fleet
 from megatron_rl.step.experience import Signals, window_advantages
 from megatron_rl.step.grading import Grader
 from megatron_rl.step.graph import Resource, Stage
@@ -64,6 +64,8 @@ class Parts:
     """Opens no step after this one."""
     parity: ParityCheck
     watchdog: Watchdog
+    fleet: Fleet | None = None
+    """With it evaluation goes on beside training."""
     rules: ResponseRules = SINGLE_RESPONSE
     settling: Settling | None = None
     """With it the critic trains alone until it has settled (value pretraining)."""
@@ -147,9 +149,7 @@ class TrainingLoop:
     def reference_logprobs(self, step: int) -> None:
         """Log-probs of the window's tokens under the reference policy."""
         state, temperature = self._states[step], self._config.rollout.temperature
-        # Without the routes: the reference chooses its own experts.
-        batch = state.batch.only("mask")
-        state.reference_logprobs = self._parts.group.logprobs(batch, temperature=temperature, engine="reference")
+        state.reference_logprobs = self._parts.group.logprobs(state.batch, temperature=temperature, engine="reference")
 
     def values(self, step: int) -> None:
         """The critic's values of the window's tokens."""
@@ -208,6 +208,8 @@ class TrainingLoop:
         state, limit_s = self._states[step], self._config.run.stop_after_s
         if step >= self._critic_warmup_steps:
             self._parts.rollout.weights_changed()
+            if self._parts.fleet is not None:
+                self._parts.fleet.rollout.weights_changed()
             state.metrics |= train_policy(self._config, self._parts.group, state.policy_batch, step)
         state.trained_s = self._parts.recorder.elapsed_s
         if 0 < limit_s <= state.trained_s:
@@ -227,10 +229,18 @@ class TrainingLoop:
                 self._compare_engines(step)
         else:
             self._parts.rollout.wake()
+        fleet, evaluator = self._parts.fleet, self._parts.evaluator
+        if fleet is not None and evaluator.due(step):
+            fleet.wait_for(evaluator.idle())  # an earlier step's, with the weights of that step
+            fleet.rollout.publish()
 
     async def evaluate(self, step: int) -> None:
         """Full responses to held-out prompts, where it is time for them."""
-        self._states[step].metrics |= await self._parts.evaluator.evaluate_if_due(step)
+        parts = self._parts
+        if parts.fleet is None:
+            self._states[step].metrics |= await parts.evaluator.evaluate_if_due(step)
+        elif parts.evaluator.due(step):
+            parts.evaluator.begin(step, parts.recorder.add_to, parts.recorder.console.warning)
 
     def update_critic(self, step: int) -> None:
         """The value loss on finished responses, over all their windows."""

@@ -118,15 +118,16 @@ class MetricsWriter:
     def _open(self) -> None:
         self._descriptor = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
 
-    def add_to_last(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Give the last line, if it is of ``step``, further metrics; else append a line with these."""
+    def add_to(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Give the line of ``step`` further metrics; where there is none, append a line with these."""
         with self._lock:
-            last = _decode(self._lines[-1]) if self._lines else None
-            if last is not None and last.step == step:
-                numbers, _ = as_numbers(metrics)
-                self._lines[-1] = _encode(step, last.time_s, {**last.metrics, **numbers})
-                self._write_again()
-                return
+            for number in reversed(range(len(self._lines))):
+                row = _decode(self._lines[number])
+                if row is not None and row.step == step:
+                    numbers, _ = as_numbers(metrics)
+                    self._lines[number] = _encode(step, row.time_s, {**row.metrics, **numbers})
+                    self._write_again()
+                    return
         self.log(step, metrics)
 
     def log(self, step: int, metrics: Mapping[str, Any], *, time_s: float | None = None) -> None:

@@ -179,10 +179,9 @@ class TrainerGroup:
     @property
     def notes(self) -> list[str]:
         """What is worth knowing about the models as they were loaded, for the display."""
-        engines, batch = self._worker.engines, self._worker.config.batch
-        longest = batch.max_prompt_tokens + batch.max_response_tokens
+        engines = self._worker.engines
         notes = [engines["policy"].mtp_note] if "policy" in engines else []
-        notes += [note for engine in engines.values() for note in (engine.unread_note, engine.layers_note(longest))]
+        notes += [note for engine in engines.values() for note in (engine.unread_note, engine.layers_note)]
         return list(dict.fromkeys(filter(None, notes)))
 
     def logprobs(self, batch: PackedBatch, *, temperature: float, engine: str = "policy") -> Tensor:

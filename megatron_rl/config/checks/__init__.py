@@ -49,7 +49,7 @@ def check_config(config: Config, *, command: str, world_size: int | None = None,
     if node is not None and not out_of_bounds:
         problems += servers.gpu_problems(config, node, ranks, command)
     if command in RL_COMMANDS:
-        problems += servers.placement_problems(config.rollout, ranks)
+        problems += [*servers.placement_problems(config.rollout, ranks), *servers.fleet_problems(config)]
         problems += [] if unknown else combinations.problems(config, command)
         problems += sampled_sets.problems(config)
     if not problems and config.policy.path:

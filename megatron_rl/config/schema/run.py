@@ -143,6 +143,9 @@ class EvalConfig:
     """Sample among this many likeliest tokens; -1 means among all."""
     stop_at_accuracy: float = share(default=0.0)
     """End the run once eval/accuracy, the mean over the prompts of all sets, reaches this; 0 means never."""
+    urls: list[str] = field(default_factory=list)
+    """Running SGLang servers for evaluation alone, of rollout.tensor_parallel_size each: they get the weights that are to be
+    evaluated, and training goes on meanwhile. Empty: the run's own servers evaluate, between two windows."""
     sets: dict[str, EvalSetConfig] = field(default_factory=dict)
     """Several sets at once, by name, in the place of data.eval_files; metrics are eval/<name>/..."""
 

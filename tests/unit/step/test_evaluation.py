@@ -9,6 +9,7 @@ import pytest
 
 from megatron_rl.config.schema import Config, EvalSetConfig
 from megatron_rl.data.trajectory import Prompt, Score, Segment, Trajectory
+from megatron_rl.errors import UserError
 from megatron_rl.rollout.sampling import Sampling, trajectory_seed
 from megatron_rl.step.evaluation import Evaluator, score_metrics
 
@@ -55,6 +56,20 @@ class Bench:
 
     def run(self, step=1):
         return asyncio.run(self.evaluator.evaluate(step))
+
+
+    def beside(self, *steps, fails=False):
+        """What was added and warned of, with each evaluation begun before the one before was waited for."""
+        added, warned = [], []
+
+        async def run():
+            for step in steps:
+                await self.evaluator.idle()
+                self.evaluator.begin(step, lambda *said: added.append(said), warned.append)
+            await self.evaluator.idle(at_once=fails)
+
+        asyncio.run(run())
+        return added, warned
 
 
 def alone(*rewards, **settings):
@@ -155,3 +170,28 @@ def test_a_set_without_a_score_says_so_and_nothing_more():
     metrics = bench.run()
     assert metrics["eval/a/accuracy"] != metrics["eval/a/accuracy"] and metrics["eval/accuracy"] == 1.0
     assert "eval/a/accuracy_stderr" not in metrics and metrics["eval/a/num_unscored"] == 1
+
+
+def test_beside_training_an_evaluation_goes_to_the_step_it_belongs_to():
+    bench = alone(1.0)
+    added, warned = bench.beside(1, 3)
+    assert [step for step, _ in added] == [2, 4] == [seen[0] for seen in bench.recorded] and not warned
+    assert all(metrics["eval/accuracy"] == 1.0 for _, metrics in added)
+
+
+def test_an_evaluation_that_fails_beside_training_is_said_and_left_out():
+    bench = alone(1.0)
+
+    async def lost(*args, **options):
+        raise UserError("all servers were lost")
+
+    bench.evaluator.move_to(SimpleNamespace(generate=lost))
+    added, warned = bench.beside(1)
+    assert not added and warned == ["the evaluation after step 2 is left out: all servers were lost"]
+
+    async def hang(*args, **options):
+        await asyncio.sleep(30)
+
+    bench.evaluator.move_to(SimpleNamespace(generate=hang))
+    added, warned = bench.beside(1, fails=True)
+    assert not added
