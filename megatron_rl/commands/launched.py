@@ -5,15 +5,16 @@ import subprocess
 import sys
 from pathlib import Path
 
+from megatron_rl.system.torchrun import LAUNCHER_VARIABLES
+
 _LOG_TAIL_LINES = 15
-_LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 def run_ranks(module: str, job_file: Path, num_ranks: int, log: Path, timeout_s: float) -> str:
     """``python -m module job_file`` on ``num_ranks`` ranks of this machine; why it failed, or ""."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={num_ranks}"]
     command += ["--module", module, str(job_file)]
-    environment = {key: value for key, value in os.environ.items() if key not in _LAUNCHER_VARIABLES}
+    environment = {key: value for key, value in os.environ.items() if key not in LAUNCHER_VARIABLES}
     environment.setdefault("OMP_NUM_THREADS", "1")
     with log.open("w") as output:
         process = subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT)

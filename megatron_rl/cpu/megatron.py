@@ -24,6 +24,8 @@ from typing import Any
 
 import torch
 
+from megatron_rl.system import transformer_engine
+
 CPU = torch.device("cpu")
 FACTORIES = ("tensor", "zeros", "empty", "ones", "full", "arange", "as_tensor")
 """Functions of torch that Megatron calls with ``device="cuda"`` or ``pin_memory=True``."""
@@ -39,6 +41,8 @@ def find_spec(
     ``is_first``: it is the package itself, whose import comes before that of all its modules.
     """
     if torch.cuda.is_available():
+        if is_first:
+            transformer_engine.leave_out_if_broken()
         return None
     spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
     if spec is None or spec.loader is None:

@@ -84,6 +84,13 @@ class PackedBatch:
         )
 
 
+def moved(tensor: Tensor, device: torch.device) -> Tensor:
+    """``tensor`` on ``device``; the host goes on at once where that is a GPU, whose work waits for the copy by itself."""
+    if device.type == "cuda" and tensor.device.type == "cpu":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
+
+
 def cu_seqlens_of(lengths: Tensor) -> Tensor:
     """[N] lengths -> [N+1] int64 starts, the last entry is the total."""
     return torch.nn.functional.pad(lengths.to(torch.int64).cumsum(0), (1, 0))

@@ -19,9 +19,12 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from megatron_rl.models.attention import PackedAttention
+from megatron_rl.system import transformer_engine
 
 _SPLIT_GRADIENT_MARK = "sequence_parallel"
 """The attribute that Megatron looks for."""
+_FLOAT32_TOKENS = 2048
+"""Sequences up to this length are cheap without flash attention, which takes 16 bits only."""
 
 
 if not te_layers.HAVE_TE:
@@ -36,18 +39,35 @@ def has_transformer_engine() -> bool:
     return torch.cuda.is_available() and te_layers.HAVE_TE
 
 
-def layers_note(config: TransformerConfig) -> str:
-    """What a GPU without Transformer Engine costs this model, for the display; "" where nothing is missing."""
-    if not torch.cuda.is_available() or has_transformer_engine():
+def layers_note(config: TransformerConfig, longest: int = 0) -> str:
+    """What a GPU without Transformer Engine, or float32 with it, costs this model, for the display; "" where it is nothing.
+
+    ``longest``: tokens of a sequence.
+    """
+    if not torch.cuda.is_available():
         return ""
+    if has_transformer_engine():
+        return _float32_note(config, longest)
     slow = ["norms, rotary embeddings and the optimizer in many small kernels"]
     slow += ["experts one after the other"] if config.num_moe_experts else []
     slow += ["latent attention without a fused kernel"] if config.multi_latent_attention else []
     if config.context_parallel_size > 1:
         slow += ["keys and values of whole sequences gathered on every rank, with masks of length x length"]
+    why = f"does not load on this GPU ({transformer_engine.problem})" if transformer_engine.problem else "is missing on this GPU"
     return (
-        f"Transformer Engine is missing on this GPU: layers in plain PyTorch take its place, right but slow "
+        f"Transformer Engine {why}: layers in plain PyTorch take its place, right but slow "
         f"({'; '.join(slow)}); install it for anything but a trial (docs/cluster.md)"
+    )
+
+
+def _float32_note(config: TransformerConfig, longest: int) -> str:
+    if config.params_dtype is not torch.float32 or longest <= _FLOAT32_TOKENS:
+        return ""
+    gigabytes = 4 * config.num_attention_heads / config.tensor_model_parallel_size * longest**2 / 1e9
+    return (
+        f"float32 has no fused attention on this GPU: each layer keeps scores of length x length, {gigabytes:.1f} GB for a "
+        f"sequence of {longest:,} tokens; set policy.dtype=bfloat16 (and critic.dtype), or keep sequences below "
+        f"{_FLOAT32_TOKENS:,} tokens"
     )
 
 

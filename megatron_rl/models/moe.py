@@ -34,9 +34,11 @@ from megatron_rl.models.gpt import unwrap
 from megatron_rl.models.layers import has_transformer_engine
 from megatron_rl.models.precision import pack_alignment
 from megatron_rl.models.routing import (
+    RoutingAccount,
     RoutingTrace,
     gather_routes,
     load_metrics,
+    new_account,
     new_trace,
     routers,
     updated_bias,
@@ -143,55 +145,66 @@ class Routing:
         self._config = unwrap(chunks[0]).config
         self._routers = routers(chunks)
         self._has_experts = bool(self._config.num_moe_experts)
-        self._traces: list[RoutingTrace] = []
+        self._is_whole = len(chunks) == 1
+        self._device = torch.device("cpu")
+        self._aux_loss_scale = 0.0
+        self._records = False
+        self._accounts: list[RoutingAccount] = []
         self._sizes: list[int] = []
 
     def begin(
-        self, microbatches: Sequence[PackedBatch], stand_ins: Sequence[bool], *, trains: bool, records: bool
-    ) -> Sequence[RoutingTrace | None]:
-        """One trace per micro-batch; ``stand_ins`` says which of them hold no real token. Collective if ``trains``."""
+        self,
+        microbatches: Sequence[PackedBatch],
+        stand_ins: Sequence[bool],
+        device: torch.device,
+        *,
+        trains: bool,
+        records: bool,
+    ) -> None:
+        """A pass over ``microbatches`` on ``device``; ``stand_ins`` says which of them hold no real token. Collective if ``trains``."""
         if not self._has_experts:
-            return [None] * len(microbatches)
-        scale = 0.0
+            return
+        # A stand-in's tokens are nobody's: they take part in collectives, and count nowhere.
+        self._sizes = [0 if empty else len(batch.tokens) for batch, empty in zip(microbatches, stand_ins, strict=True)]
+        self._accounts, self._records, self._device, self._aux_loss_scale = [], records, device, 0.0
         if trains and self._settings.load_balancing is LoadBalancing.aux_loss:
-            scale = self._settings.aux_loss_coef / max(_count_tokens(microbatches, stand_ins), 1)
-        replays = self._settings.routing_replay is not RoutingReplay.none
-        self._traces, self._sizes = [], []
-        for batch, is_stand_in in zip(microbatches, stand_ins, strict=True):
-            # A stand-in's tokens are nobody's: they take part in collectives, and count nowhere.
-            self._sizes.append(0 if is_stand_in else len(batch.tokens))
-            rows = local_rows(batch.lengths.tolist(), self._config).to(batch.tokens.device)
-            self._traces.append(
-                new_trace(
-                    self._config,
-                    torch.full_like(rows, -1) if is_stand_in else rows,
-                    batch.cu_seqlens,
-                    replayed=batch.fields.get(ROUTES) if replays else None,
-                    records=records,
-                    aux_loss_scale=scale,
-                )
-            )
-        return self._traces
+            self._aux_loss_scale = self._settings.aux_loss_coef / max(_count_tokens(self._sizes, device), 1)
+
+    def trace(self, index: int, batch: PackedBatch) -> RoutingTrace | None:
+        """For a chunk's pass over micro-batch ``index``, whose turn it is: ``batch``, in host memory."""
+        if not self._has_experts:
+            return None
+        if index == len(self._accounts):
+            if self._is_whole and index and self._accounts[-1].recorded is not None:
+                # The pass over the micro-batch before is over.
+                self._accounts[-1].recorded = self._accounts[-1].recorded.cpu()
+            self._accounts.append(new_account(self._config, len(batch.tokens), self._device, records=self._records))
+        rows = local_rows(batch.lengths.tolist(), self._config)
+        return new_trace(
+            rows if self._sizes[index] else torch.full_like(rows, -1),
+            batch.cu_seqlens,
+            self._accounts[index],
+            replayed=batch.fields.get(ROUTES) if self._settings.routing_replay is not RoutingReplay.none else None,
+            aux_loss_scale=self._aux_loss_scale,
+        )
 
     def take_routes(self) -> list[Tensor]:
         """Routes [T, L, K] int16 of each micro-batch of the recording pass just made; every model-parallel peer calls it."""
-        traces, self._traces = self._traces, []
-        recorded = [trace.recorded for trace in traces if trace.recorded is not None]
-        return [gather_routes(routes)[:size] for routes, size in zip(recorded, self._sizes, strict=True)]
+        accounts, self._accounts = self._accounts, []
+        return [gather_routes(account)[:size] for account, size in zip(accounts, self._sizes, strict=True)]
 
     @torch.no_grad()
     def finish_update(self, *, skipped: bool) -> dict[str, tuple[float, float]]:
         """After an optimizer step: move the expert bias if it is to move; metrics as (sum, denominator). Collective."""
-        traces, self._traces = self._traces, []
-        if not traces:
+        accounts, self._accounts = self._accounts, []
+        if not accounts:
             return {}
-        device = traces[0].rows.device
-        extra = torch.zeros(2, dtype=torch.float64, device=device)
-        for trace in traces:
-            for index, value in enumerate((trace.aux_loss, trace.num_replayed)):
+        extra = torch.zeros(2, dtype=torch.float64, device=self._device)
+        for account in accounts:
+            for index, value in enumerate((account.aux_loss, account.num_replayed)):
                 if value is not None:
                     extra[index] += value
-        totals = torch.cat([extra, torch.stack([trace.loads for trace in traces]).sum(0).flatten()])
+        totals = torch.cat([extra, torch.stack([account.loads for account in accounts]).sum(0).flatten()])
         # Over all ranks, also those that share tokens: each counted its own part of them.
         dist.all_reduce(totals)
         loads = totals[2:].view(self._config.num_layers, -1)
@@ -209,10 +222,9 @@ class Routing:
         return metrics
 
 
-def _count_tokens(microbatches: Sequence[PackedBatch], stand_ins: Sequence[bool]) -> int:
-    """Tokens of all micro-batches of all data-parallel ranks."""
-    sizes = [len(batch.tokens) for batch, is_stand_in in zip(microbatches, stand_ins, strict=True) if not is_stand_in]
-    total = torch.tensor(float(sum(sizes)), dtype=torch.float64, device=microbatches[0].tokens.device)
+def _count_tokens(sizes: Sequence[int], device: torch.device) -> int:
+    """Tokens of all micro-batches of all data-parallel ranks; ``sizes``: of this rank's."""
+    total = torch.tensor(float(sum(sizes)), dtype=torch.float64, device=device)
     dist.all_reduce(total, group=parallel_state.get_data_parallel_group())
     return int(total)
 

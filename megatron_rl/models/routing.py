@@ -32,13 +32,31 @@ from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor, nn
 
+from megatron_rl.data.batch import moved
+
 _TRACE = "routing_trace"
 """Attribute of a pack's sequence parameters; Megatron hands these to every layer, and again when it recomputes one."""
 
 
 @dataclass
+class RoutingAccount:
+    """What was seen of the passes over one micro-batch; it outlives them, what they read does not."""
+
+    loads: Tensor
+    """[L, E] float64: tokens of this rank that were sent to each expert."""
+    recorded: Tensor | None = None
+    """[T, L, K] int16, to be filled with this rank's part."""
+    aux_loss: Tensor | None = None
+    """Sum over layers of this rank's share, for metrics."""
+    num_replayed: Tensor | None = None
+    """Token-layer pairs of this rank that followed a record."""
+    seen: set[int] = field(default_factory=set)
+    """Layers that have run: one that runs again (recompute) is not counted again."""
+
+
+@dataclass
 class RoutingTrace:
-    """What one pass over one micro-batch does with its routing, and what was seen of it."""
+    """What one pass over one micro-batch does with its routing."""
 
     rows: Tensor
     """[T_local] int64: the pack's row of each token on this rank; -1 for padding."""
@@ -48,20 +66,11 @@ class RoutingTrace:
     """[T_local] int64: index of its sequence; -1 for padding."""
     sequence_lengths: Tensor
     """[N] int64, of the whole sequences."""
-    loads: Tensor
-    """[L, E] float64: tokens of this rank that were sent to each expert."""
+    account: RoutingAccount
     replayed: Tensor | None = None
     """[T, L, K] routes to follow."""
-    recorded: Tensor | None = None
-    """[T, L, K] int32, to be filled with this rank's part."""
     aux_loss_scale: float = 0.0
     """Coefficient of the balance loss over the number of tokens of the whole update; 0: none."""
-    aux_loss: Tensor | None = None
-    """Sum over layers of this rank's share, for metrics."""
-    num_replayed: Tensor | None = None
-    """Token-layer pairs of this rank that followed a record."""
-    seen: set[int] = field(default_factory=set)
-    """Layers that have run: one that runs again (recompute) is not counted again."""
 
     def wanted(self, layer: int) -> Tensor | None:
         """[T_local, K] routes of ``layer`` to follow; rows of 0 are free."""
@@ -74,26 +83,27 @@ class RoutingTrace:
     @property
     def needs_ids(self) -> bool:
         """Whether it follows or records choices, which a fused router neither takes nor tells."""
-        return self.replayed is not None or self.recorded is not None
+        return self.replayed is not None or self.account.recorded is not None
 
     def note(self, layer: int, routing_map: Tensor, ids: Tensor | None, wanted: Tensor | None) -> bool:
         """Count (and record) the choice of ``layer``; False if it was counted before.
 
         ``routing_map`` [T_local, E]; ``ids`` [T_local, K], the same by rank, or None where no one asked for it.
         """
-        if layer in self.seen:
+        account = self.account
+        if layer in account.seen:
             return False
-        self.seen.add(layer)
+        account.seen.add(layer)
         if ids is None:
-            self.loads[layer] += routing_map[self.real].sum(0)
+            account.loads[layer] += routing_map[self.real].sum(0)
             return True
         chosen = ids[self.real]
-        self.loads[layer].index_add_(0, chosen.flatten(), self.loads.new_ones(chosen.numel()))
+        account.loads[layer].index_add_(0, chosen.flatten(), account.loads.new_ones(chosen.numel()))
         if wanted is not None:
             followed = (wanted[:, 0] > 0).sum()
-            self.num_replayed = followed if self.num_replayed is None else self.num_replayed + followed
-        if self.recorded is not None:
-            self.recorded[self.rows[self.real], layer] = (chosen + 1).to(self.recorded.dtype)
+            account.num_replayed = followed if account.num_replayed is None else account.num_replayed + followed
+        if account.recorded is not None:
+            account.recorded[self.rows[self.real], layer] = (chosen + 1).to(account.recorded.dtype)
         return True
 
 
@@ -124,7 +134,8 @@ class TracedRouter(TopKRouter):
         if trace.aux_loss_scale:
             loss = self._balance_loss(logits.view(len(routing_map), -1), routing_map, trace)
             if is_first_run:
-                trace.aux_loss = loss.detach() if trace.aux_loss is None else trace.aux_loss + loss.detach()
+                account = trace.account
+                account.aux_loss = loss.detach() if account.aux_loss is None else account.aux_loss + loss.detach()
             if torch.is_grad_enabled():
                 probs = _WithLoss.apply(probs, loss)
         return probs, routing_map
@@ -252,42 +263,53 @@ def routers(chunks: Sequence[nn.Module]) -> list[TracedRouter]:
     return sorted(found, key=lambda router: router.layer_number)
 
 
+def new_account(config: TransformerConfig, num_tokens: int, device: torch.device, *, records: bool) -> RoutingAccount:
+    shape = (num_tokens, config.num_layers, config.moe_router_topk)
+    return RoutingAccount(
+        loads=torch.zeros(config.num_layers, config.num_moe_experts, dtype=torch.float64, device=device),
+        recorded=torch.zeros(shape, dtype=torch.int16, device=device) if records else None,
+    )
+
+
 def new_trace(
-    config: TransformerConfig,
     rows: Tensor,
     cu_seqlens: Tensor,
+    account: RoutingAccount,
     *,
     replayed: Tensor | None = None,
-    records: bool = False,
     aux_loss_scale: float = 0.0,
 ) -> RoutingTrace:
-    """A trace for a micro-batch of sequences ``cu_seqlens`` [N+1] whose pack is on this rank as ``rows`` say."""
-    device, num_tokens = rows.device, int(cu_seqlens[-1])
-    cu_seqlens = cu_seqlens.to(device)
+    """A trace for a micro-batch of sequences ``cu_seqlens`` [N+1] whose pack is on this rank as ``rows`` say.
+
+    What it reads comes from host memory, so that no GPU waits for a size, and goes where the account is.
+    """
+    device, is_real = account.loads.device, rows >= 0
     # A row that begins several sequences (empty ones before it) belongs to the last of them.
     sequences = torch.searchsorted(cu_seqlens[1:].contiguous(), rows.clamp(min=0), right=True)
-    shape = (num_tokens, config.num_layers, config.moe_router_topk)
     return RoutingTrace(
-        rows=rows,
-        real=(rows >= 0).nonzero()[:, 0],
-        sequences=torch.where(rows >= 0, sequences, -1),
-        sequence_lengths=cu_seqlens[1:] - cu_seqlens[:-1],
-        loads=torch.zeros(config.num_layers, config.num_moe_experts, dtype=torch.float64, device=device),
-        replayed=replayed,
-        recorded=torch.zeros(shape, dtype=torch.int32, device=device) if records else None,
+        rows=moved(rows, device),
+        real=moved(is_real.nonzero()[:, 0], device),
+        sequences=moved(torch.where(is_real, sequences, -1), device),
+        sequence_lengths=moved(cu_seqlens[1:] - cu_seqlens[:-1], device),
+        account=account,
+        replayed=None if replayed is None else moved(replayed, device),
         aux_loss_scale=aux_loss_scale,
     )
 
 
-def gather_routes(recorded: Tensor) -> Tensor:
-    """[T, L, K] int16 with every layer and token that some rank of this replica recorded; the same on all of them."""
+def gather_routes(account: RoutingAccount) -> Tensor:
+    """[T, L, K] int16 in host memory, with every layer and token that some rank of this replica recorded; the same on all."""
+    if account.recorded is None:
+        raise ValueError("gather_routes: expected the account of a recording pass, got one without a record")
+    # Neither gloo nor NCCL has 16-bit integers.
+    recorded = account.recorded.to(account.loads.device, torch.int32)
     for group in (
         parallel_state.get_tensor_and_context_parallel_group(),
         parallel_state.get_pipeline_model_parallel_group(),
     ):
         if group.size() > 1:
             dist.all_reduce(recorded, op=dist.ReduceOp.MAX, group=group)
-    return recorded.to(torch.int16)
+    return recorded.to(torch.int16).cpu()
 
 
 def load_metrics(loads: Tensor) -> dict[str, tuple[float, float]]:

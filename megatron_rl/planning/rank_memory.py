@@ -156,15 +156,20 @@ def _activations(
     again = max(again for _, again in by_kind.values())
     if passes.forward_only:
         return again * passes.tokens
+    started = packs_in_progress(parallel, rank, passes.num_packs)
+    per_token = kept / parallel.virtual_pipeline_size * started + again
+    if rank == parallel.pipeline_parallel_size - 1:
+        per_token += head_bytes(config, parallel, with_logits=passes.keeps_logits, number_bytes=size)
+    return per_token * passes.tokens
+
+
+def packs_in_progress(parallel: ParallelConfig, rank: int, num_packs: int) -> int:
+    """Packs that the chunks of a stage have started in an update and not finished, at the fullest moment."""
     pipeline, virtual = parallel.pipeline_parallel_size, parallel.virtual_pipeline_size
     # One pack after the other: stage r has started p - r of them when the first comes back. Interleaved stages start
     # p packs of each of their chunks but the last, and two more for each later stage (arXiv 2104.04473).
     started = pipeline - rank if virtual == 1 else 2 * (pipeline - rank - 1) + (virtual - 1) * pipeline + 1
-    started = min(started, passes.num_packs * virtual)
-    per_token = kept / virtual * started + again
-    if rank == pipeline - 1:
-        per_token += head_bytes(config, parallel, with_logits=passes.keeps_logits, number_bytes=size)
-    return per_token * passes.tokens
+    return min(started, num_packs * virtual)
 
 
 def gibibytes(num_bytes: float) -> float:

@@ -9,6 +9,7 @@ are round figures (the constants below). A model whose turn it is not waits in h
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from megatron_rl.config.derived import (
     bucket_bytes,
@@ -23,6 +24,7 @@ from megatron_rl.config.schema import (
     Config,
     CriticConfig,
     Dtype,
+    Fp8,
     Offload,
     ParallelConfig,
     PolicyConfig,
@@ -32,8 +34,8 @@ from megatron_rl.errors import ConfigError
 from megatron_rl.families.facts import dims, has_experts, text_config
 from megatron_rl.families.family import ModelConfig
 from megatron_rl.planning.activations import chunked_logits_bytes
-from megatron_rl.planning.counts import num_parameters
-from megatron_rl.planning.rank_memory import Passes, RankMemory, memory_by_rank, states_of
+from megatron_rl.planning.counts import Parameters, layer_parameters, num_parameters
+from megatron_rl.planning.rank_memory import Passes, RankMemory, memory_by_rank, packs_in_progress, states_of
 
 CONTEXT_BYTES = 2.0e9
 """The CUDA context, libraries' workspaces and what the allocator cannot use. slime v0.1.0 reports 3 to 5 GB after models and
@@ -52,6 +54,7 @@ COMPONENTS = (
     "logits",
     "batch",
     "routes",
+    "8-bit copies of weights",
     "weights in transit",
     "server: weights",
     "server: CUDA",
@@ -61,8 +64,8 @@ COMPONENTS = (
 
 _PASSES = {"old_logprobs": "policy", "reference_logprobs": "reference", "process_rewards": "process"}
 """Stages that read a batch, and the model that does."""
-_UPDATE_BYTES, _PASS_BYTES = 24, 12
-"""Per token of a batch on the device: ids in int64, mask, and float32 fields."""
+_UPDATE_BYTES, _PASS_BYTES, _OUTPUT_BYTES = 24, 12, 4
+"""Per token of a pack on the device: ids in int64, mask, and float32 fields; and of all that a pass has answered."""
 _RESPONSE_BYTES, _BATCH_BYTES = 100, 50
 """Per token on the driver: responses as Python tuples; packed batches with the copies that are sent."""
 _ROUTE_COPIES = 3
@@ -143,8 +146,7 @@ def models_of(config: Config, facts: Mapping[str, ModelConfig]) -> list[RunModel
 
 def memory_fraction(config: Config) -> float:
     """SGLang's mem-fraction-static of the run's servers; ConfigError where that is no share."""
-    options = {name.lstrip("-").replace("_", "-"): value for name, value in config.rollout.server_args.items()}
-    found = options.get("mem-fraction-static", MEMORY_FRACTION)
+    found = _server_options(config).get("mem-fraction-static", MEMORY_FRACTION)
     try:
         share = float(found)
     except (TypeError, ValueError):
@@ -152,6 +154,10 @@ def memory_fraction(config: Config) -> float:
     if isinstance(found, bool) or not 0 < share <= 1:
         raise ConfigError(f"rollout.server_args.mem-fraction-static: expected a number above 0 and up to 1, got {found!r}")
     return share
+
+
+def _server_options(config: Config) -> dict[str, Any]:
+    return {name.lstrip("-").replace("_", "-"): value for name, value in config.rollout.server_args.items()}
 
 
 def run_memory(config: Config, models: list[RunModel]) -> RunMemory:
@@ -172,7 +178,11 @@ class _Run:
         self.config, self.models, self.num_ranks = config, models, config.parallel.num_ranks
         self.is_colocated = server_placement(config.rollout).shares_devices
         policy = models[0]
-        self.server_weights = policy.number_bytes * num_parameters(policy.facts) / config.rollout.tensor_parallel_size
+        # Servers quantise the layers' matrices alone.
+        is_8_bit = "8" in str(_server_options(config).get("quantization", ""))
+        saved = (policy.number_bytes - 1) * _in_layers(policy) if is_8_bit else 0
+        weights = policy.number_bytes * num_parameters(policy.facts) - saved
+        self.server_weights = weights / config.rollout.tensor_parallel_size
         self._found = {(model.name, updates): self._by_rank(model, updates) for model in models for updates in (True, False)}
 
     @property
@@ -196,6 +206,10 @@ class _Run:
                 yield f"{model.name}: gradients", memory.gradients
             if not self._waits(model) or (is_active and self._has_state(model, stage)):
                 yield f"{model.name}: optimizer", memory.optimizer
+            if isinstance(model.settings, PolicyConfig) and model.settings.fp8 is not Fp8.none:
+                # Transformer Engine's, for products forward and, where it trains, backward; they do not leave the device.
+                share = _in_layers(model) / num_parameters(model.facts)
+                yield "8-bit copies of weights", (2 if model.trains else 1) * share * memory.weights / model.number_bytes
             if is_active and stage != "publish":
                 yield from self._work(model, rank, updates)
         if stage == "publish":
@@ -275,21 +289,28 @@ class _Run:
 
     def _work(self, model: RunModel, rank: int, updates: bool) -> Iterator[tuple[str, float]]:
         yield "activations", self._memory(model, rank, updates).activations
-        pack, _ = self._packs(model, updates)
-        is_last = self._pipeline_rank(model, rank) == model.parallel.pipeline_parallel_size - 1
+        pack, num_packs = self._packs(model, updates)
+        stage = self._pipeline_rank(model, rank)
+        is_last = stage == model.parallel.pipeline_parallel_size - 1
         if is_last and not model.is_critic:
             yield "logits", chunked_logits_bytes(
                 model.facts, model.parallel, tokens=pack, number_bytes=model.number_bytes, updates=updates
             )
-        # All packs of a pass are on the device at once.
-        tokens = self._sequences(model, updates) * self._longest
-        yield "batch", tokens * (_UPDATE_BYTES if updates else _PASS_BYTES)
+        # A pack is on the device from its turn on, until its backward pass is over.
+        tokens = pack * (packs_in_progress(model.parallel, stage, num_packs) if updates else 1)
+        answered = 0 if updates or not is_last else num_packs * pack * _OUTPUT_BYTES
+        yield "batch", tokens * (_UPDATE_BYTES if updates else _PASS_BYTES) + answered
+        if not updates and self._records(model) and model.parallel.virtual_pipeline_size > 1:
+            tokens = num_packs * pack  # what one chunk has recorded waits for the others
         yield "routes", tokens * self._route_bytes(model)
 
+    def _records(self, model: RunModel) -> bool:
+        return isinstance(model.settings, PolicyConfig) and model.settings.moe.routing_replay is RoutingReplay.R2
+
     def _route_bytes(self, model: RunModel) -> int:
-        """Per token: the experts that it went to, in int16; 0 where nothing is replayed."""
+        """Per token: the experts that it went to, in int16; 0 where nothing is replayed, as in a reference."""
         replays = isinstance(model.settings, PolicyConfig) and model.settings.moe.routing_replay is not RoutingReplay.none
-        if not replays or not any(has_experts(model.facts)):
+        if not replays or model.name == "reference" or not any(has_experts(model.facts)):
             return 0
         text = text_config(model.facts)
         return 2 * text.num_hidden_layers * text.num_experts_per_tok
@@ -306,6 +327,11 @@ class _Run:
         layouts = {_sizes(model.parallel, self.num_ranks) for model in self.models}
         groups = sum(size > 1 for sizes in layouts for size in sizes)
         return groups + (self.num_ranks > 1) + (not self.is_colocated)
+
+
+def _in_layers(model: RunModel) -> float:
+    """Parameters of the layers, without embedding and head."""
+    return Parameters.sum(layer_parameters(model.facts)).number
 
 
 def _sizes(parallel: ParallelConfig, num_ranks: int) -> tuple[int, ...]:

@@ -149,7 +149,9 @@ class TrainingLoop:
     def reference_logprobs(self, step: int) -> None:
         """Log-probs of the window's tokens under the reference policy."""
         state, temperature = self._states[step], self._config.rollout.temperature
-        state.reference_logprobs = self._parts.group.logprobs(state.batch, temperature=temperature, engine="reference")
+        # Without the routes: the reference chooses its own experts.
+        batch = state.batch.only("mask")
+        state.reference_logprobs = self._parts.group.logprobs(batch, temperature=temperature, engine="reference")
 
     def values(self, step: int) -> None:
         """The critic's values of the window's tokens."""

@@ -1,5 +1,6 @@
 """How much memory this process and this machine use."""
 
+import os
 import re
 from pathlib import Path
 
@@ -35,3 +36,13 @@ def available_bytes() -> int:
     except (OSError, ValueError):  # no control group (version 2), or "max"
         return available
     return min(available, max(0, limit - used + (int(idle[1]) if idle else 0)))
+
+
+def num_ranks_here() -> int:
+    """Ranks that a launcher started on this machine."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+def room_of_a_rank() -> int:
+    """Bytes of ``available_bytes`` for this rank, where the others of its machine take as much at the same time."""
+    return available_bytes() // num_ranks_here()

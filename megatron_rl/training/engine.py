@@ -170,10 +170,9 @@ class Engine:
         self._optimizer = build_optimizer(optimizer, self._replicas, dtype)
         self._scheduler = build_scheduler(optimizer, self._optimizer)
 
-    @property
-    def layers_note(self) -> str:
-        """What a GPU without Transformer Engine costs this model; "" where nothing is missing."""
-        return layers_note(self.chunks[0].config)
+    def layers_note(self, longest: int = 0) -> str:
+        """What this GPU's layers cost this model and sequences of ``longest`` tokens; "" where nothing is missing."""
+        return layers_note(self.chunks[0].config, longest)
 
     @property
     def is_output_rank(self) -> bool:
@@ -322,7 +321,7 @@ class Engine:
         return self._optimizer
 
     def _outputs(
-        self, chunk: torch.nn.Module, batch: PackedBatch, output: Tensor, temperature: float
+        self, chunk: torch.nn.Module, batch: PackedBatch, output: Tensor, temperature: float, *, with_entropy: bool = True
     ) -> dict[str, Tensor]:
         if self.role == "critic":
             return {
@@ -335,7 +334,7 @@ class Engine:
         logprobs, entropy = policy.token_logprobs(
             chunk, output, batch, temperature=temperature, mask=mask, chunk_size=self._tokens_per_chunk
         )
-        return {"logprobs": logprobs, "entropy": entropy}
+        return {"logprobs": logprobs, "entropy": entropy} if with_entropy else {"logprobs": logprobs}
 
     @torch.no_grad()
     def _forward(
@@ -345,7 +344,7 @@ class Engine:
             return []
         for chunk in self.chunks:
             chunk.eval()
-        outputs = functools.partial(self._outputs, temperature=temperature)
+        outputs = functools.partial(self._outputs, temperature=temperature, with_entropy=False)
         with self._memory.weights():
             return self._schedule(self.chunks, microbatches, outputs, forward_only=True, record_routes=record_routes)
 
@@ -363,29 +362,29 @@ class Engine:
         missing = -len(microbatches) % self.topology.pp_size if len(models) > 1 else 0
         empty = microbatches[0].select([])
         whole = [stand_in(batch) for batch in (*microbatches, *missing * [empty])]
-        batches = [on_device(batch, self.topology.device) for batch in whole]
         stand_ins = [*(batch.num_sequences == 0 for batch in microbatches), *missing * [True]]
-        traces = self._routing.begin(batches, stand_ins, trains=not forward_only, records=record_routes)
+        device = self.topology.device
+        self._routing.begin(whole, stand_ins, device, trains=not forward_only, records=record_routes)
 
-        def forward_step(
-            iterator: Iterator[tuple[PackedBatch, Any]], model: torch.nn.Module
-        ) -> tuple[Tensor, Callable]:
-            chunk, (batch, trace) = _bare(model), next(iterator)
+        def forward_step(iterator: Iterator[int], model: torch.nn.Module) -> tuple[Tensor, Callable]:
+            chunk, index = _bare(model), next(iterator)
+            # On the device from its turn on, for as long as the pass needs it.
+            batch, trace = on_device(whole[index], device), self._routing.trace(index, whole[index])
 
             def consume_output(output: Tensor, non_loss_data: bool = False) -> Any:
                 return consume(chunk, batch, output)
 
             return policy.forward(chunk, batch, trace), consume_output
 
-        iterators = [zip(batches, traces, strict=True) for _ in models]
+        iterators = [iter(range(len(whole))) for _ in models]
         config = self.chunks[0].config
         results = get_forward_backward_func()(
             forward_step_func=forward_step,
             data_iterator=iterators if len(models) > 1 else iterators[0],
             model=list(models) if len(models) > 1 else models[0],
-            num_microbatches=len(batches),
+            num_microbatches=len(whole),
             # Both are overridden: the shapes between stages are those of each micro-batch.
-            seq_length=max(len(batch.tokens) for batch in batches),
+            seq_length=max(len(batch.tokens) for batch in whole),
             micro_batch_size=1,
             **stage_options(config, [num_rows(batch.lengths.tolist(), config) for batch in whole]),
             forward_only=forward_only,

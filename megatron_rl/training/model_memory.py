@@ -6,7 +6,6 @@ gradients) stay what they are, and so do the results, bit for bit. All of it is 
 """
 
 import mmap
-import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -16,7 +15,7 @@ from megatron.core.optimizer import MegatronOptimizer
 from torch import Tensor
 
 from megatron_rl.errors import UserError
-from megatron_rl.system.host_memory import available_bytes
+from megatron_rl.system.host_memory import num_ranks_here, room_of_a_rank
 from megatron_rl.training.optimizer import state_tensors
 
 _GB = 1e9
@@ -163,12 +162,11 @@ def _host_memory(num_bytes: int) -> Tensor:
     """[num_bytes] uint8, pinned where there is a GPU. Raises UserError where the machine has not so much."""
     if not num_bytes:
         return torch.empty(0, dtype=torch.uint8)
-    ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    available = available_bytes()
-    if num_bytes * ranks_here > available:
+    room = room_of_a_rank()
+    if num_bytes > room:
         raise UserError(
-            f"no host memory for a model that waits for its turn: {ranks_here} ranks of this machine need "
-            f"{num_bytes / _GB:.1f} GB each, and {available / _GB:.1f} GB are available; set policy.offload=never and "
+            f"no host memory for a model that waits for its turn: {num_ranks_here()} ranks of this machine need "
+            f"{num_bytes / _GB:.1f} GB each, and {room / _GB:.1f} GB are available for each; set policy.offload=never and "
             "critic.offload=never, or use more ranks"
         )
     # Not torch's own pinned memory, which takes the next power of two.

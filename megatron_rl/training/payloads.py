@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from megatron_rl.data.batch import Images, PackedBatch, cu_seqlens_of
+from megatron_rl.data.batch import Images, PackedBatch, cu_seqlens_of, moved
 from megatron_rl.training.batching import STAND_IN_TOKENS, Plan
 
 
@@ -80,13 +80,13 @@ def stand_in(batch: PackedBatch) -> PackedBatch:
 
 
 def on_device(batch: PackedBatch, device: torch.device) -> PackedBatch:
-    """The batch where its model is, but for the images."""
+    """The batch where its model is, but for the images; nobody waits for the copies to a GPU."""
     if batch.tokens.device == device:
         return batch
     return PackedBatch(
-        tokens=batch.tokens.to(device),
-        cu_seqlens=batch.cu_seqlens.to(device),
-        fields={name: values.to(device) for name, values in batch.fields.items()},
+        tokens=moved(batch.tokens, device),
+        cu_seqlens=moved(batch.cu_seqlens, device),
+        fields={name: moved(values, device) for name, values in batch.fields.items()},
         # Each rank moves the patches of the images that it encodes.
         images=batch.images,
     )

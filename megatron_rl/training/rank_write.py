@@ -7,7 +7,6 @@ into host memory first, since the next update changes weights and optimizer in p
 """
 
 import logging
-import os
 import queue
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -19,7 +18,7 @@ from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 
 from megatron_rl.system.checksums import Checksums, checksums
-from megatron_rl.system.host_memory import available_bytes
+from megatron_rl.system.host_memory import room_of_a_rank
 
 logger = logging.getLogger(__name__)
 
@@ -61,8 +60,7 @@ class RankWrite:
 
     def _has_room(self) -> bool:
         needed = sum(tensor.nbytes for _, _, (_, tensors) in self._files for _, tensor in tensors)
-        # The other ranks of this machine copy at the same time.
-        room = available_bytes() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        room = room_of_a_rank()
         if needed * _COPY_MARGIN <= room:
             return True
         logger.warning(

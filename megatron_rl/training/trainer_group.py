@@ -179,9 +179,10 @@ class TrainerGroup:
     @property
     def notes(self) -> list[str]:
         """What is worth knowing about the models as they were loaded, for the display."""
-        engines = self._worker.engines
+        engines, batch = self._worker.engines, self._worker.config.batch
+        longest = batch.max_prompt_tokens + batch.max_response_tokens
         notes = [engines["policy"].mtp_note] if "policy" in engines else []
-        notes += [note for engine in engines.values() for note in (engine.unread_note, engine.layers_note)]
+        notes += [note for engine in engines.values() for note in (engine.unread_note, engine.layers_note(longest))]
         return list(dict.fromkeys(filter(None, notes)))
 
     def logprobs(self, batch: PackedBatch, *, temperature: float, engine: str = "policy") -> Tensor:

@@ -18,6 +18,7 @@ from megatron_rl.data.batch import PackedBatch
 from megatron_rl.models.hf.sources import WeightsError
 from megatron_rl.models.hf.torch_dist import MegatronCheckpoint
 from megatron_rl.parallel import topology
+from megatron_rl.system import host_memory
 from megatron_rl.system.checksums import checksums
 from megatron_rl.training import losses, rank_write
 from megatron_rl.training.engine import Engine
@@ -230,7 +231,7 @@ def test_a_disk_that_fails_in_the_background_is_told_at_the_end_and_leaves_the_c
 
 
 def test_a_copy_that_has_no_room_is_not_made(engine, folder, monkeypatch, caplog):
-    monkeypatch.setattr(rank_write, "available_bytes", lambda: 1000)
+    monkeypatch.setattr(host_memory, "available_bytes", lambda: 1000)
     monkeypatch.setattr(rank_write, "Thread", None)  # none is started
     engine.begin_save(folder, in_background=True)
     assert engine.save_is_written and "has no room" in caplog.text

@@ -9,6 +9,7 @@ from typing import Any
 
 from megatron_rl.rollout.sglang.routes import SERVER_FLAG
 from megatron_rl.system.gpu_environment import own_cuda_home, without_expandable_segments
+from megatron_rl.system.torchrun import LAUNCHER_VARIABLES
 
 SAID_LABELS = "extra_metric_labels"
 """The field of /server_info, and the option, that carries ``ServerOptions.nccl``: SGLang tells its options and no environment."""
@@ -115,7 +116,7 @@ def server_environment(options: ServerOptions, base: Mapping[str, str], cores: S
     ``cores`` are the CPUs this process may use; tensor-parallel ranks on a CPU take ``num_threads`` of them each.
     """
     # torchrun's variables would make the server's own process group look for the trainer's rendezvous.
-    inherited = {name: value for name, value in base.items() if name not in _TORCHRUN_VARIABLES}
+    inherited = {name: value for name, value in base.items() if name not in LAUNCHER_VARIABLES}
     if options.can_sleep or _given_flags(options).get("enable-memory-saver"):
         inherited = without_expandable_segments(inherited)
     env = {
@@ -135,13 +136,6 @@ def server_environment(options: ServerOptions, base: Mapping[str, str], cores: S
         if options.tensor_parallel_size > 1:
             env["SGLANG_CPU_OMP_THREADS_BIND"] = _core_binding(options, cores)
     return {**env, **options.env}
-
-
-_TORCHRUN_VARIABLES = frozenset(
-    "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE GROUP_RANK ROLE_RANK ROLE_NAME ROLE_WORLD_SIZE GROUP_WORLD_SIZE "
-    "MASTER_ADDR MASTER_PORT TORCHELASTIC_RESTART_COUNT TORCHELASTIC_MAX_RESTARTS TORCHELASTIC_RUN_ID "
-    "TORCHELASTIC_USE_AGENT_STORE TORCHELASTIC_ERROR_FILE TORCH_NCCL_ASYNC_ERROR_HANDLING".split()
-)
 
 
 def _core_binding(options: ServerOptions, cores: Sequence[int]) -> str:

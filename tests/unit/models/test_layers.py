@@ -1,6 +1,8 @@
 """Layers without Transformer Engine, which a GPU may lack too."""
 
 import inspect
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,6 +11,7 @@ from megatron.core.transformer.moe import moe_utils
 
 from megatron_rl.cpu import megatron as cpu
 from megatron_rl.models import layers
+from megatron_rl.system import transformer_engine
 
 
 def test_megatrons_names_without_transformer_engine_are_made_right_on_any_machine() -> None:
@@ -42,3 +45,29 @@ def test_a_gpu_without_it_is_said_aloud(
         assert (kind in note) == (kind in words)
     monkeypatch.setattr(layers.te_layers, "HAVE_TE", True)
     assert layers.layers_note(config) == "" and layers.has_transformer_engine()
+    assert layers.layers_note(config, 2048) == "" and "4.3 GB for a sequence of 23,170" in layers.layers_note(config, 23170)
+    config.params_dtype = torch.bfloat16
+    assert layers.layers_note(config, 23170) == ""
+
+
+@pytest.mark.parametrize(
+    "failure",
+    ["OSError('libcudart.so.13: cannot open')", "ImportError('undefined symbol')", "ModuleNotFoundError('no part', name='part')"],
+)
+def test_a_broken_transformer_engine_counts_as_missing_and_says_why(
+    failure: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "transformer_engine" / "pytorch").mkdir(parents=True)
+    (tmp_path / "transformer_engine" / "__init__.py").write_text("")
+    (tmp_path / "transformer_engine" / "pytorch" / "__init__.py").write_text(f"raise {failure}")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(transformer_engine, "problem", "")
+    monkeypatch.delitem(sys.modules, "transformer_engine", raising=False)
+    monkeypatch.setattr(sys, "modules", dict(sys.modules))
+    transformer_engine.leave_out_if_broken()
+    assert transformer_engine.problem.startswith(failure.partition("(")[0])
+    with pytest.raises(ModuleNotFoundError):
+        import transformer_engine as engine  # noqa: F401
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    note = layers.layers_note(TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=2))
+    assert f"does not load on this GPU ({failure.partition('(')[0]}: " in note

@@ -16,8 +16,9 @@ from megatron_rl.data.trajectory import Prompt, RouteRecord, Segment, Trajectory
 from megatron_rl.errors import ModelError
 from megatron_rl.models.moe import check_moe
 from megatron_rl.models.routing import (
-    RoutingTrace,
+    RoutingAccount,
     load_metrics,
+    new_trace,
     normalized_scores,
     replay,
     sequence_balance_loss,
@@ -193,34 +194,26 @@ def test_the_bias_rises_for_idle_experts_and_falls_for_busy_ones():
 
 def test_a_layer_that_runs_again_is_counted_and_recorded_once():
     rows = torch.tensor([0, 2, -1])
-    trace = RoutingTrace(
-        rows=rows,
-        real=torch.tensor([0, 1]),
-        sequences=torch.tensor([0, 0, -1]),
-        sequence_lengths=torch.tensor([3]),
-        loads=torch.zeros(2, 4, dtype=torch.float64),
-        recorded=torch.zeros(3, 2, 2, dtype=torch.int32),
-    )
+    account = RoutingAccount(torch.zeros(2, 4, dtype=torch.float64), recorded=torch.zeros(3, 2, 2, dtype=torch.int16))
+    trace = new_trace(rows, torch.tensor([0, 3]), account)
+    assert trace.real.tolist() == [0, 1] and trace.sequences.tolist() == [0, 0, -1]
     ids = torch.tensor([[0, 1], [1, 3], [2, 3]])
     routing_map = torch.zeros(3, 4, dtype=torch.bool).scatter(1, ids, True)
     assert trace.note(1, routing_map, ids, None)
     assert not trace.note(1, routing_map, ids, None)
-    assert trace.loads.tolist() == [[0, 0, 0, 0], [1, 2, 0, 1]]
-    assert trace.recorded[:, 1].tolist() == [[1, 2], [0, 0], [2, 4]] and (trace.recorded[:, 0] == 0).all()
+    # A chunk that has other layers of the same micro-batch goes on with the same account.
+    assert not new_trace(rows, torch.tensor([0, 3]), account).note(1, routing_map, ids, None)
+    assert account.loads.tolist() == [[0, 0, 0, 0], [1, 2, 0, 1]]
+    assert account.recorded[:, 1].tolist() == [[1, 2], [0, 0], [2, 4]] and (account.recorded[:, 0] == 0).all()
     # A fused router tells no ids.
     assert trace.note(0, routing_map, None, None) and not trace.note(0, routing_map, None, None)
-    assert torch.equal(trace.loads[0], trace.loads[1])
+    assert torch.equal(account.loads[0], account.loads[1])
 
 
 def test_padding_and_incomplete_records_are_free():
-    trace = RoutingTrace(
-        rows=torch.tensor([1, 0, -1, 2]),
-        real=torch.tensor([0, 1, 3]),
-        sequences=torch.tensor([0, 0, -1, 0]),
-        sequence_lengths=torch.tensor([3]),
-        loads=torch.zeros(1, 4, dtype=torch.float64),
-        replayed=torch.tensor([[[1, 2]], [[3, 4]], [[0, 2]]], dtype=torch.int16),
-    )
+    account = RoutingAccount(torch.zeros(1, 4, dtype=torch.float64))
+    routes = torch.tensor([[[1, 2]], [[3, 4]], [[0, 2]]], dtype=torch.int16)
+    trace = new_trace(torch.tensor([1, 0, -1, 2]), torch.tensor([0, 3]), account, replayed=routes)
     assert trace.wanted(0).tolist() == [[3, 4], [1, 2], [0, 0], [0, 0]]
 
 

@@ -169,9 +169,34 @@ def test_colocated_servers_have_the_device_to_themselves():
 
 def test_routes_are_kept_where_they_are_replayed():
     moe = configured("qwen3-30b-a3b", *layout(tp=4, ep=8), "policy.moe.routing_replay=R2")
-    sequences = moe.batch.policy_minibatch_size // 2
-    assert stages_of(moe)["update_policy"].parts["routes"] == 48 * 8 * 2 * sequences * 16384
+    of_pack = 48 * 8 * 2 * max(16384, moe.batch.max_tokens_per_microbatch)
+    assert stages_of(moe)["update_policy"].parts["routes"] == stages_of(moe)["old_logprobs"].parts["routes"] == of_pack
     assert not stages_of(DENSE)["update_policy"].parts["routes"]
+
+
+def test_a_reference_gets_no_routes():
+    words = (*layout(tp=4, ep=8), "policy.moe.routing_replay=R3", "algorithm.kl.place=loss")
+    stages = stages_of(configured("qwen3-30b-a3b", *words))
+    assert stages["reference_logprobs"].parts["routes"] == 0 < stages["old_logprobs"].parts["routes"]
+
+
+def test_packs_of_a_pipeline_are_there_until_their_backward_pass():
+    """As many as its activations are of: the first stage has started one for each stage."""
+    one, four = (configured("qwen2.5-math-7b", *layout(pp=size)) for size in (1, 4))
+    batch = [stages_of(config)["update_policy"].parts["batch"] for config in (one, four)]
+    assert batch[1] == 4 * batch[0]
+    # A pass without one holds a pack, and what it has answered so far.
+    answers = 4 * 16384 * four.batch.num_prompts_per_step * four.batch.num_samples_per_prompt / 2
+    assert stages_of(four)["old_logprobs"].parts["batch"] == pytest.approx(answers, rel=0.01)
+
+
+def test_copies_in_8_bits_are_counted():
+    plain, small = DENSE, configured("qwen2.5-math-7b", *layout(tp=4), "policy.fp8=hybrid", "rollout.server_args={quantization: fp8}")
+    copies = {name: stage.parts.get("8-bit copies of weights", 0.0) for name, stage in stages_of(small).items()}
+    in_layers = 2 * 6.53e9 / 4  # two bytes of each number in the layers' matrices
+    assert all(size == pytest.approx(in_layers, rel=0.01) for size in copies.values())
+    servers = [run_memory(config, models_in(config)).server_weights for config in (plain, small)]
+    assert servers[0] - servers[1] == pytest.approx(6.53e9, rel=0.01)
 
 
 def test_more_groups_take_more_buffers():

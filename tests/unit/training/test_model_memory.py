@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from megatron_rl.errors import UserError
+from megatron_rl.system import host_memory
 from megatron_rl.training import model_memory
 from megatron_rl.training.model_memory import _host_memory, _Stash
 
@@ -65,7 +66,7 @@ def test_host_memory_is_taken_once():
 
 def test_a_machine_without_room_for_all_its_ranks_says_so(monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
-    monkeypatch.setattr(model_memory, "available_bytes", lambda: 7 * 2**20)
+    monkeypatch.setattr(host_memory, "available_bytes", lambda: 7 * 2**20)
     with pytest.raises(UserError, match="8 ranks .* policy.offload=never"):
         _host_memory(2**20)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "7")
