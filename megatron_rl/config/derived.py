@@ -17,6 +17,7 @@ from megatron_rl.config.schema import (
     RunConfig,
     ScheduleConfig,
     TrainsOn,
+    WeightUpdate,
 )
 from megatron_rl.errors import ConfigError, ModelError
 from megatron_rl.families.facts import has_vision, read_model_json
@@ -149,6 +150,11 @@ def answer_timeout_s(request_timeout_s: float, num_new_tokens: int) -> float:
 def runs_ahead(schedule: ScheduleConfig) -> bool:
     """A window is generated while the step before trains, so that its tokens are one update old when they train."""
     return schedule.mode is Mode.async_ and schedule.max_staleness > 0
+
+
+def publishes_in_flight(schedule: ScheduleConfig) -> bool:
+    """New weights reach the servers while they generate a window."""
+    return runs_ahead(schedule) and schedule.weight_update is WeightUpdate.in_flight
 
 
 def trains_whole_responses(config: Config) -> bool:

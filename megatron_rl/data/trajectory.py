@@ -66,7 +66,7 @@ class Segment:
     weight_version: int
     finish_reason: str
     """stop (the turn ended by itself: a stop token or a stop string of the environment, which the last tokens are),
-    length (it goes on, unless a budget is used up), abort (cut from outside) or message."""
+    length (it goes on, unless a budget is used up), abort (cut from outside, or new weights came) or message."""
     step: int
     """Training step that generated it."""
     turn: int = 0

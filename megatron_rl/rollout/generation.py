@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from megatron_rl.config.derived import runs_ahead
+from megatron_rl.config.derived import publishes_in_flight, runs_ahead
 from megatron_rl.config.schema import Config, FireConfig
 from megatron_rl.data.tokenizer import Tokenizer
 from megatron_rl.environments.base import Environment, EnvironmentFault, Message
@@ -44,6 +44,8 @@ class GenerationPlan:
     dialogue: Dialogue | None = None
     trains_meanwhile: bool = False
     """The policy is updated during a window: a server that starts again in it may get the version after the published one."""
+    published_meanwhile: bool = False
+    """So may all servers: an answer has to say which weights sampled which of its tokens."""
 
     @property
     def needs_text(self) -> bool:
@@ -71,6 +73,7 @@ def plan_of(config: Config, tokenizer: Tokenizer, environment: Environment | Non
         fire=fire_of(config.rollout.fire, tokenizer),
         dialogue=dialogue_of(environment, tokenizer, chat=config.data.use_chat_template),
         trains_meanwhile=runs_ahead(config.schedule),
+        published_meanwhile=publishes_in_flight(config.schedule),
     )
 
 

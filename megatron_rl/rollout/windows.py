@@ -2,7 +2,7 @@
 
 Laws: a trajectory continues from its last known token (prompt + all its segments), on whichever server answers; every
 token carries the weight version that sampled it, which must be the published one (or the next one, on a server that was
-started again while the policy trained); a window that was cut (a server died, a request was aborted) is filled up by a
+started again while the policy trained, or after a publish into the window: then the answer is several segments); a window that was cut (a server died, a request was aborted) is filled up by a
 further request of the same step, unless enough had been generated: then what was cut keeps its tokens and goes on in
 the next step.
 
@@ -159,8 +159,8 @@ class Window:
                 self._answer_turn(trajectory)
 
     def _append(self, trajectory: Trajectory, answer: Generation, *, hot: bool) -> None:
-        self._check_version(answer)
-        trajectory.segments.append(self._segment(trajectory, answer, hot=hot))
+        self._check_versions(answer)
+        trajectory.segments += self._segments(trajectory, answer, hot=hot)
         self.engine_s[trajectory.id] = self.engine_s.get(trajectory.id, 0.0) + answer.seconds
         if answer.routes is not None:
             # What was sampled behind a stop string is gone, and its routes with it.
@@ -195,6 +195,7 @@ class Window:
             response_name=f"{self._kind}-{trajectory.id}",
             # Others hold little that they share next to what they have of their own.
             group_name="" if trajectory.segments else trajectory.prompt.id,
+            needs_spans=self._plan.published_meanwhile,
         )
         if hot and fire is not None:
             return replace(
@@ -223,8 +224,8 @@ class Window:
         fire = self._plan.fire
         return fire.after if fire is not None and _awaits_hot_token(trajectory, fire) else ""
 
-    def _segment(self, trajectory: Trajectory, answer: Generation, *, hot: bool) -> Segment:
-        """The answer's tokens up to the first text that ends the turn or calls for the hot token."""
+    def _segments(self, trajectory: Trajectory, answer: Generation, *, hot: bool) -> list[Segment]:
+        """The answer's tokens up to the first text that ends the turn or calls for the hot token, by weight version."""
         new_ends = self._new_ends(trajectory, answer, hot=hot)
         token_ids, logprobs, reason = answer.token_ids, answer.logprobs, answer.finish_reason
         if new_ends:
@@ -233,16 +234,21 @@ class Window:
             token_ids, logprobs = token_ids[: new_ends[reason]].copy(), logprobs[: new_ends[reason]].copy()
         elif answer.stop_string and answer.stop_string not in self._turn_stops(trajectory):
             reason = "length"
-        return Segment(
-            token_ids=token_ids,
-            rollout_logprobs=logprobs,
-            weight_version=self._versions[answer.weight_version],
-            finish_reason=reason,
-            step=self._step,
-            turn=trajectory.current_turn,
-            role=trajectory.next_role,
-            hot=hot,
-        )
+        num_new = len(token_ids)
+        spans = [(version, start, min(end, num_new)) for version, start, end in answer.spans if start < num_new]
+        return [
+            Segment(
+                token_ids=token_ids[start:end],
+                rollout_logprobs=logprobs[start:end],
+                weight_version=self._versions[version],
+                finish_reason=reason if end == num_new else "abort",
+                step=self._step,
+                turn=trajectory.current_turn,
+                role=trajectory.next_role,
+                hot=hot,
+            )
+            for version, start, end in spans
+        ]
 
     def _new_ends(self, trajectory: Trajectory, answer: Generation, *, hot: bool) -> dict[str, int]:
         """By finish reason: how many of the answer's tokens lead up to a text that ends something."""
@@ -279,10 +285,11 @@ class Window:
         trajectory.segments.append(segment)
         trajectory.next_role = message.next_role
 
-    def _check_version(self, answer: Generation) -> None:
-        if answer.weight_version not in self._versions:
+    def _check_versions(self, answer: Generation) -> None:
+        unknown = [version for version, _, _ in answer.spans if version not in self._versions]
+        if unknown:
             raise StaleWeights(
-                f"a server sampled with weight version {answer.weight_version!r}, but version {self._weight_version} "
+                f"a server sampled with weight version {unknown[0]!r}, but version {self._weight_version} "
                 "was published; another trainer may be attached to the same server"
             )
 

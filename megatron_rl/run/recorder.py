@@ -163,6 +163,8 @@ class Recorder:
         metrics["step/tokens_per_s"] = metrics["step/tokens_generated"] / metrics["step/time_s"]
         metrics["rollout/num_server_restarts"] = float(num_server_restarts)
         metrics["memory/host_used_share"] = host_used_share()
+        idle = self.timeline.idle_shares(self._last_end_s, now_s, self.running())
+        metrics |= {f"perf/{lane}_idle_share": idle[lane] for lane in ("rollout", "trainer") if lane in idle}
         self._last_end_s = now_s
         # In place: a later step's stages may note theirs meanwhile.
         for key in [key for key in list(self._work) if key[1] <= step]:

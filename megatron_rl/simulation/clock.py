@@ -1,7 +1,7 @@
 """The step graph on a clock: the run's own ``Frontier`` says what may start, durations say when it ends. Pure.
 
 Stages that share cores: each wants some (``Load.cores``); while those that run want more than the machine has, all of them
-slow down alike, as under a fair scheduler.
+slow down alike, as under a fair scheduler. While weights are published into a window, its servers stand still.
 """
 
 from collections.abc import Callable, Sequence
@@ -59,10 +59,11 @@ def run_clock(
             frontier.start(run)
             load = load_of(run)
             active.append(_Active(run, load, now_s + between_s, between_s, load.seconds))
-        rate = _rate(active, cores, overlap_rate)
-        next_s = min(one.wait_s or one.left_s / (rate if one.load.cores else 1.0) for one in active)
+        moving = _moving(active)
+        rate = _rate(moving, cores, overlap_rate)
+        next_s = min(one.wait_s or one.left_s / (rate if one.load.cores else 1.0) for one in moving)
         now_s += next_s
-        for one in active:
+        for one in moving:
             if one.wait_s:
                 one.wait_s = _less(one.wait_s, next_s)
             else:
@@ -77,6 +78,12 @@ def run_clock(
             stage = one.run.stage
             spans.append(Span(stage.name, stage.resource.value, one.started_s, now_s, one.run.step + 1))
     return spans
+
+
+def _moving(active: Sequence[_Active]) -> list[_Active]:
+    """Those that get on: a generate stage does not while a publish pauses it."""
+    publishes = any(one.run.stage.name == "publish" for one in active)
+    return [one for one in active if not (publishes and one.run.stage.name == "generate")]
 
 
 def _rate(active: Sequence[_Active], cores: float, overlap_rate: float) -> float:

@@ -45,11 +45,17 @@ class RecordedRun:
         return sorted({span.step for span in self.spans if span.name == "record"})
 
     def seconds(self, name: str) -> dict[int, float]:
-        """By step; a stage that ran several times counts its sum."""
+        """By step; a stage that ran several times counts its sum, and ``generate`` not while a publish paused it."""
         found: dict[int, float] = {}
         for span in self.spans:
             if span.name == name:
                 found[span.step] = found.get(span.step, 0.0) + span.end_s - span.start_s
+        if name == "generate":
+            windows = self.by_name(name)
+            for publish in self.by_name("publish").values():
+                window = windows.get(publish.step + 1)  # the only one that it can meet
+                if window is not None:
+                    found[window.step] -= max(min(window.end_s, publish.end_s) - max(window.start_s, publish.start_s), 0.0)
         return found
 
     def by_name(self, name: str) -> dict[int, Span]:

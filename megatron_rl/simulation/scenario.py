@@ -11,6 +11,7 @@ from megatron_rl.config.derived import (
     needs_greedy,
     needs_reference,
     num_responses_per_step,
+    publishes_in_flight,
     runs_ahead,
     server_placement,
     trains_whole_responses,
@@ -45,6 +46,8 @@ class Scenario:
     colocated: bool = False
     ahead: bool = False
     """A window is generated while the step before trains."""
+    in_flight: bool = False
+    """Weights are published into it."""
     whole_responses: bool = False
     """The policy trains on responses when they end, over all their windows (schedule.policy_trains_on)."""
     recomputes_old: bool = True
@@ -70,6 +73,7 @@ class Scenario:
             process_rewards=self.process_rewards,
             colocated=self.colocated,
             ahead=self.ahead,
+            in_flight=self.in_flight,
         )
 
     @property
@@ -127,6 +131,7 @@ def scenario_of(config: Config) -> Scenario:
         process_rewards=bool(config.reward.process.path),
         colocated=server_placement(config.rollout).shares_devices,
         ahead=runs_ahead(config.schedule),
+        in_flight=publishes_in_flight(config.schedule),
         whole_responses=trains_whole_responses(config),
         recomputes_old=config.algorithm.correction.old_policy is not OldPolicy.rollout,
         policy_minibatch_size=batch.policy_minibatch_size,

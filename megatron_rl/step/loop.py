@@ -16,6 +16,7 @@ from megatron_rl.algorithms.settling import Settling
 from megatron_rl.config.derived import (
     effective_window_tokens,
     needs_greedy,
+    publishes_in_flight,
     trains_whole_groups,
     trains_whole_responses,
 )
@@ -204,6 +205,10 @@ class TrainingLoop:
         state.metrics |= step_metrics.advantage_metrics(state.batch, advantages)
         state.metrics |= {f"mismatch/{name}": value for name, value in mismatch.items()}
 
+    def keep_slots(self, step: int) -> None:
+        """For a checkpoint of this step, between two windows: a publish may come in the middle of one."""
+        self._note_slots(step)
+
     def update_policy(self, step: int) -> None:
         """The policy loss on the window's tokens, once the critic is warm."""
         self._newest_trained = step
@@ -219,7 +224,8 @@ class TrainingLoop:
 
     def publish(self, step: int) -> None:
         """New weights to every server; while the policy rests, the servers only wake."""
-        self._note_slots(step)
+        if not publishes_in_flight(self._config.schedule):
+            self._note_slots(step)
         if step >= self._critic_warmup_steps:
             result = self._parts.rollout.publish()
             self._states[step].metrics |= {

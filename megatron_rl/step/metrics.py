@@ -1,6 +1,7 @@
 """What a step says about itself, computed from its trajectories and batches. Pure; names as in docs/metrics.md."""
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 from megatron_rl import algorithms
 from megatron_rl.data.batch import PackedBatch
@@ -28,6 +29,8 @@ def rollout_metrics(trajectories: Sequence[Trajectory], *, step: int) -> dict[st
         metrics["rollout/response_tokens_mean"] = _mean([t.num_response_tokens for t in finished])
         metrics["rollout/response_tokens_max"] = max(t.num_response_tokens for t in finished)
         metrics["rollout/cut_share"] = _mean([not t.stopped for t in finished])
+        metrics["rollout/spans_mean"] = _mean([_num_spans(t) for t in finished])
+        metrics["rollout/spans_max"] = max(map(_num_spans, finished))
     return {name: float(value) for name, value in metrics.items()}
 
 
@@ -43,6 +46,12 @@ def staleness_metrics(trajectories: Sequence[Trajectory], step: int | None, vers
     total = sum((version - s.weight_version) * len(s.token_ids) for s in segments)
     oldest = max(version - s.weight_version for s in segments)
     return {"rollout/staleness_mean": total / num_tokens, "rollout/staleness_max": float(oldest)}
+
+
+def _num_spans(trajectory: Trajectory) -> int:
+    """Stretches of tokens that one weight version sampled."""
+    versions = [s.weight_version for s in trajectory.segments if s.generated and len(s.token_ids)]
+    return 1 + sum(one != two for one, two in pairwise(versions))
 
 
 def reward_metrics(finished: Sequence[Trajectory]) -> dict[str, float]:

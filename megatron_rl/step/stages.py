@@ -2,7 +2,8 @@
 
 What may overlap follows from the table alone (``graph.py``): in ``tppo`` mode generation does not need the critic, so
 the critic update of step k runs while the window of step k + 1 is generated. In ``sync`` mode it does, so nothing
-overlaps. In ``async`` mode the window of step k + 1 is generated while step k trains (``_one_window_ahead``).
+overlaps. In ``async`` mode the window of step k + 1 is generated while step k trains (``_one_window_ahead``), and weights
+are published between two windows or into one (``_in_flight``).
 Products are fields of the step's ``StepState``, or of the run (``OF_THE_RUN``). Without an option its
 stages do not exist, and a product that is marked ``?`` is waited for only where some stage makes it.
 """
@@ -11,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from megatron_rl.config.derived import needs_critic, needs_reference, runs_ahead, server_placement
+from megatron_rl.config.derived import needs_critic, needs_reference, publishes_in_flight, runs_ahead, server_placement
 from megatron_rl.config.schema import Config, Mode
 from megatron_rl.step.graph import Resource, Stage, resolve
 
@@ -28,16 +29,18 @@ STEP = (
     Stage("process_rewards",    TRAINER, "line_rewards",                   "finished",                       only_with="process_rewards"),
     Stage("advantages",         HOST,    "policy_batch critic_batch",      "finished old_logprobs reference_logprobs?"
                                                                            " values? line_rewards?"),
+    Stage("keep_slots",         HOST,    "kept_slots",                     "policy_batch",                   only_with="in_flight"),
     Stage("update_policy",      TRAINER, "policy",                         "policy_batch"),
     Stage("publish",            TRAINER, "served_weights",                 "policy"),
     Stage("evaluate",           ROLLOUT, "evaluation",                     "served_weights"),
     Stage("update_critic",      TRAINER, "critic",                         "critic_batch",                   only_with="critic"),
-    Stage("checkpoint",         TRAINER, "saved",                          "policy pool critic?"),
+    Stage("checkpoint",         TRAINER, "saved",                          "policy pool critic? kept_slots?"),
     Stage("record",             HOST,    "recorded",                       "saved served_weights evaluation", "recorded"),
 )  # fmt: skip
 
 OF_THE_RUN = {
     "pool": "the slots, each grown by its window: what has finished leaves, the rest goes on in the next step",
+    "kept_slots": "the slots as a checkpoint of this step holds them (weights that are published into a window)",
     "policy": "the policy's updated weights",
     "critic": "the critic's updated weights",
     "served_weights": "the policy's weights on every server",
@@ -63,6 +66,7 @@ def graph_of(config: Config) -> tuple[Stage, ...]:
         process_rewards=bool(config.reward.process.path),
         colocated=server_placement(config.rollout).shares_devices,
         ahead=runs_ahead(config.schedule),
+        in_flight=publishes_in_flight(config.schedule),
     )
 
 
@@ -74,19 +78,30 @@ def step_graph(
     process_rewards: bool = False,
     colocated: bool = False,
     ahead: bool = True,
+    in_flight: bool = False,
 ) -> tuple[Stage, ...]:
     """The rows of the table that exist under these options, with their needs resolved.
 
     ``ahead``: ``async`` mode generates one window ahead; without it (``schedule.max_staleness=0``) it is ``tppo``.
+    ``in_flight``: new weights do not wait for the end of that window.
     """
-    options = {"critic": critic, "reference": reference, "process_rewards": process_rewards, "colocated": colocated}
+    ahead = ahead and mode is Mode.async_
+    options = {
+        "critic": critic,
+        "reference": reference,
+        "process_rewards": process_rewards,
+        "colocated": colocated,
+        "in_flight": ahead and in_flight and not colocated,
+    }
     generate, *others = STEP
     if mode is Mode.sync:
         generate = replace(generate, needs_before=f"{generate.needs_before} critic?")
     graph = resolve([generate, *others], {name for name, is_on in options.items() if is_on})
     if colocated:
         return _with_turns(graph)
-    return _one_window_ahead(graph) if mode is Mode.async_ and ahead else graph
+    if not ahead:
+        return graph
+    return _in_flight(graph) if in_flight else _one_window_ahead(graph)
 
 
 def stage_table_markdown() -> str:
@@ -110,6 +125,22 @@ def _one_window_ahead(graph: Sequence[Stage]) -> tuple[Stage, ...]:
         "advantages": {"needs_before": "served_weights"},
         "publish": {"needs_before": "pool:-1", "shares_devices": True},
         "checkpoint": {"needs_before": "pool:-1"},
+    }
+    return tuple(replace(stage, **changes.get(stage.name, {})) for stage in graph)
+
+
+def _in_flight(graph: Sequence[Stage]) -> tuple[Stage, ...]:
+    """As ``_one_window_ahead``, but a publish waits for no window: the requests that it meets pause, and go on with the
+    new weights. It does wait for an evaluation, whose responses are all of one version.
+
+    A window still begins with the weights of two steps before or newer ones, so that no token is more than one update old
+    when it trains. The slots are kept between two windows and before the next step's signals are noted on them.
+    """
+    changes: dict[str, dict[str, Any]] = {
+        "generate": {"needs_before": "served_weights:2 kept_slots:2 pool"},
+        "keep_slots": {"needs_before": "pool:-1"},
+        "advantages": {"needs_before": "served_weights kept_slots"},
+        "publish": {"needs_before": "evaluation"},
     }
     return tuple(replace(stage, **changes.get(stage.name, {})) for stage in graph)
 

@@ -197,6 +197,23 @@ class Timeline:
                     break
         return dict(reversed(seconds.items()))
 
+    def idle_shares(self, since_s: float, until_s: float, running: Iterable[tuple[str, float]] = ()) -> dict[str, float]:
+        """Of the lanes that have spans: the share of the time between in which nothing ran on them.
+
+        ``running``: name and seconds so far of what has not ended.
+        """
+        with self._lock:
+            spans = [span for span in self._spans if span.end_s > since_s]
+            lane_of = {span.name: span.lane for span in self._spans}
+        ended = [(span.lane, span.start_s, span.end_s) for span in spans]
+        going_on = [(lane_of[name], until_s - seconds, until_s) for name, seconds in running if name in lane_of]
+        shares = {}
+        for lane in sorted(set(lane_of.values())):
+            times = [(max(start, since_s), min(end, until_s)) for one, start, end in ended + going_on if one == lane]
+            busy_s = sum(end - start for start, end in _merged(times))
+            shares[lane] = 1.0 - busy_s / (until_s - since_s) if until_s > since_s else 0.0
+        return shares
+
     def overlap_seconds(self, name_a: str, name_b: str) -> float:
         """Seconds during which both stages run, over the spans held."""
         return overlap_seconds(self.spans(), name_a, name_b)

@@ -12,7 +12,9 @@ Invariants:
 - nothing travels before every server has opened its update session, and a bucket only after all its tensors passed
   the coverage check;
 - the version is stamped, and the prefix cache flushed, with the last bucket only: a server that shows version v holds
-  all of v;
+  all of v, and no prefix that older weights computed;
+- a publish that pauses the servers (``pauses``) lets them go on once all of them have confirmed the version; after a failure
+  what had been running goes on only if no server has other weights than before, and is aborted otherwise;
 - after a failure the groups are closed, which frees servers that wait inside a broadcast, and the next publish builds
   new ones;
 - every rank's stream is walked to its end, also after a failure, so that trainer ranks inside its collectives get
@@ -20,7 +22,7 @@ Invariants:
 
 Who waits for whom: the driver waits for the servers, at most ``timeout_s`` at each step (a session, a bucket, a check),
 and for the other sources' buckets. A server waits inside a broadcast for its source. Opening a session waits until the
-server's running requests finish. Trainer ranks that send nothing wait only inside the stream.
+server's running requests finish, unless they are paused. Trainer ranks that send nothing wait only inside the stream.
 """
 
 import logging
@@ -76,11 +78,14 @@ class WeightPublisher:
         method: WeightMethod = WeightMethod.broadcast,
         folder: str | Path | None = None,
         master_address: str | None = None,
+        pauses: bool = False,
     ) -> None:
         """``folder`` is where ``WeightMethod.disk`` writes. ``backend``: of torch.distributed; None: nccl with GPUs, else gloo.
 
         ``master_address`` is where servers reach this process; None: the local address of the route towards them.
+        ``pauses``: requests that run meanwhile pause, and go on with the new weights from their last token.
         """
+        self._pauses = pauses
         self._folder: Path | None = None
         if method is WeightMethod.disk:
             if folder is None:
@@ -111,7 +116,7 @@ class WeightPublisher:
         match are refused before their bucket is sent. Raises WeightSyncError.
         """
         addresses = unique_addresses(servers)
-        with ServerCalls(addresses, self._timeout_s) as calls:
+        with ServerCalls(addresses, self._timeout_s, pauses=self._pauses) as calls:
             transfer = _Transfer(calls, version, started=time.perf_counter())
             sender = self._sender(named_tensors, links, ranks or Ranks())
             try:
@@ -122,13 +127,17 @@ class WeightPublisher:
                     raise TensorStreamError(notes)
                 transfer.check_version()
                 transfer.buffer_bytes = sender.peak_buffer_bytes
+                if self._pauses:
+                    calls.go_on()
             except Exception as error:
                 self._connections.close()
                 also = sender.finish(failed=True)
                 message = transfer.describe_failure(error) + (f" Afterwards: {also}." if also else "")
+                transfer.free_servers()
                 raise WeightSyncError(message) from error
             except BaseException:  # the process is to end: only the servers are freed
                 self._connections.close()
+                transfer.free_servers()
                 raise
         return transfer.result()
 
@@ -210,8 +219,23 @@ class _Transfer:
             state = "The servers keep their old weights."
         return f"weight sync of version {self.version} failed after {after_s:.1f} s {where}: {error}. {state}"
 
+    def free_servers(self) -> None:
+        """After a failure: paused ones go on. Where weights may have changed, what ran is aborted, and no version is shown."""
+        if not self.calls.paused:
+            return
+        no_version = {"new_version": f"not {self.version}", "abort_all_requests": True}
+        asked = [("/update_weight_version", no_version)] if self.touched else []
+        # Soon: one that hangs, or is gone, is not waited for.
+        with ServerCalls(self.calls.servers, min(self.calls.timeout_s, _CLOSE_TIMEOUT_S)) as calls:
+            for path, body in (*asked, ("/continue_generation", {})):
+                try:
+                    calls.post(path, body)
+                except ServerCallError as error:
+                    logger.warning("after a publish that failed: %s", error)
+
     def _begin(self) -> None:
         """Open a session on every server; one that a failed publish left open is closed first."""
+        self.calls.pause()
         if all(self.calls.accepts("/begin_weight_update")):
             return
         self.calls.accepts("/end_weight_update")

@@ -54,9 +54,13 @@ class ServerCalls:
     with it.
     """
 
-    def __init__(self, servers: Sequence[ServerAddress], timeout_s: float) -> None:
+    def __init__(self, servers: Sequence[ServerAddress], timeout_s: float, *, pauses: bool = False) -> None:
+        """``pauses``: ``pause`` does so; without it, loading weights waits until no request is left."""
         self.servers = tuple(servers)
         self.timeout_s = timeout_s
+        self._pauses = pauses
+        self.paused = False
+        """The servers generate nothing until ``go_on``."""
         self._http = HttpThread(HttpSession(connect_timeout_s=_CONNECT_TIMEOUT_S, max_answer_bytes=_MAX_ANSWER_BYTES))
         self._threads = ThreadPoolExecutor(1, thread_name_prefix="weight-sync")
 
@@ -89,12 +93,24 @@ class ServerCalls:
         """The answers' bodies, one per server; raises ServerCallError."""
         return wait_for_all(self._submit("GET", path, self._same(None)), self.timeout_s, f"answers to GET {path}")
 
+    def pause(self) -> None:
+        """Before weights change: running requests leave the batch, and lose what their prefixes were computed to; once."""
+        if self._pauses and not self.paused:
+            self.paused = True
+            self.post("/pause_generation", {"mode": "retract"})
+
+    def go_on(self) -> None:
+        """After ``pause``: every request goes on from its last token."""
+        self.post("/continue_generation")
+        self.paused = False
+
     def wait_until_idle(self, before: str) -> None:
-        """Wait until no server has a request; raises ServerCallError after ``timeout_s``.
+        """Wait until no server has a request, but for paused ones; raises ServerCallError after ``timeout_s``.
 
         A server answers a request before it has put it away, and until then it neither sleeps nor flushes its cache.
         ``before`` says what the wait is for.
         """
+        self.pause()
         deadline_s = time.monotonic() + self.timeout_s
         while busy := [
             server.url

@@ -1,11 +1,19 @@
-"""Windows that are generated ahead (schedule.mode=async) by a real SGLang server: overlap, staleness, kill and resume."""
+"""Windows that are generated ahead (schedule.mode=async) by a real SGLang server, which all runs here attach to: overlap,
+staleness, kill and resume, weights published between windows and into them.
+"""
 
+import json
 import os
 import signal
+from contextlib import contextmanager
+from itertools import groupby
 
 import pytest
+import requests
 
 from megatron_rl.config.load import load_config
+from megatron_rl.rollout.sglang.options import ServerOptions
+from megatron_rl.rollout.sglang.server import SglangServer
 from megatron_rl.simulation.comparison import replay_measured
 from megatron_rl.simulation.recorded import read_run
 from megatron_rl.simulation.scenario import scenario_of
@@ -31,8 +39,32 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def whole(folder):
-    status, output = run(folder, "train", f"run.output_dir={folder}/whole", *OPTIONS)
+def server(folder):
+    options = ServerOptions(str(folder / "model"), deterministic=True, load_weights=False)
+    with SglangServer(options, folder / "sglang.log", start_timeout_s=400.0) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def options(server):
+    return (*OPTIONS, f"rollout.urls=[{server.url}]")
+
+
+@contextmanager
+def slowed_down(server, seconds_per_token):
+    def set_to(seconds):
+        requests.post(f"{server.url}/slow_down", json={"forward_sleep_time": seconds}, timeout=30).raise_for_status()
+
+    set_to(seconds_per_token)
+    try:
+        yield
+    finally:
+        set_to(None)
+
+
+@pytest.fixture(scope="module")
+def whole(folder, options):
+    status, output = run(folder, "train", f"run.output_dir={folder}/whole", *options)
     assert status == 0, output
     return folder / "whole"
 
@@ -58,9 +90,9 @@ def test_the_schedule_of_the_run_is_that_of_the_simulator(whole):
     assert abs(replayed.error) < 0.1
 
 
-def test_a_killed_run_goes_on_as_the_same_run_bit_for_bit(folder, whole):
+def test_a_killed_run_goes_on_as_the_same_run_bit_for_bit(folder, whole, options):
     output_dir = folder / "killed"
-    command = ("train", f"run.output_dir={output_dir}", "run.resume=auto", *OPTIONS)
+    command = ("train", f"run.output_dir={output_dir}", "run.resume=auto", *options)
     process = start(folder, *command)
     try:
         saved = output_dir / "checkpoints" / "step-2" / "manifest.json"
@@ -72,3 +104,28 @@ def test_a_killed_run_goes_on_as_the_same_run_bit_for_bit(folder, whole):
     status, output = run(folder, *command)
     assert status == 0 and "goes on after step" in output, output
     assert differences(output_dir, whole) == []
+
+
+def test_weights_published_in_flight_reach_the_window_under_way(folder, server, options):
+    output_dir, words = folder / "in_flight", ("schedule.weight_update=in_flight", "run.keep_last=9", "run.save_every_steps=1")
+    with slowed_down(server, 0.15):
+        status, output = run(folder, "train", f"run.output_dir={output_dir}", *options, *words)
+    assert status == 0, output
+    spans = {(span.name, span.step): span for span in read_timeline(output_dir / "timeline.json")}
+    met = [
+        step
+        for step in range(2, 6)
+        if spans["generate", step + 1].start_s < spans["publish", step].start_s
+        and spans["publish", step].end_s < spans["generate", step + 1].end_s
+    ]
+    assert met, "no publish came into a window: the servers are too fast for this machine"
+    rows = {row.step: row.metrics for row in read_metrics(output_dir / "metrics.jsonl")}
+    assert all(row["rollout/num_slots"] == 16 and row["rollout/staleness_max"] <= 1 for row in rows.values())
+    assert all(row["mismatch/k3"] < 0.1 for row in rows.values())
+    for step in met:
+        assert 0 < rows[step + 1]["rollout/staleness_mean"] < 1
+        # The checkpoint holds the window that the publish came into, token by token of one version or the next.
+        driver = json.loads((output_dir / "checkpoints" / f"step-{step}" / "driver.json").read_text())
+        window = [[s["weight_version"] for s in t["segments"] if s["step"] == step] for t in driver["pool"]["slots"]]
+        assert {len(list(groupby(versions))) for versions in window} >= {2} and max(map(len, window)) <= 2
+        assert all(versions == sorted(versions) for versions in window)

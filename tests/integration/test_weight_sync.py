@@ -256,6 +256,36 @@ def test_running_requests_are_waited_for(setup, publisher):
     assert setup.logprob_error(answer) < MAX_LOGPROB_ERROR
 
 
+def test_requests_that_a_publish_pauses_go_on_with_the_new_weights_and_no_older_prefix(setup, publisher):
+    num_tokens, server = 100, setup.servers[0]
+    pausing = WeightPublisher(BUCKET_BYTES, TIMEOUT_S, backend="gloo", pauses=True)
+    old = {name: weight.clone() for name, weight in setup.weights().items()}
+    assert setup.generate(server)["meta_info"]["cached_tokens"] == 0 < setup.generate(server)["meta_info"]["cached_tokens"]
+    requests.post(f"{server.url}/slow_down", json={"forward_sleep_time": 0.04}, timeout=30)
+    try:
+        with ThreadPoolExecutor() as threads:
+            running = threads.submit(setup.generate, server, num_tokens)
+            time.sleep(1.0)
+            pausing.publish(setup.weights().items(), setup.addresses, setup.train())
+            assert not running.done()
+            # Sent beside it, with the prefix that both have in common: it may be cached, but by the new weights.
+            beside = setup.generate(server)
+            answer = running.result()
+    finally:
+        requests.post(f"{server.url}/slow_down", json={"forward_sleep_time": None}, timeout=30)
+        pausing.close()
+    assert setup.logprob_error(beside) < MAX_LOGPROB_ERROR and len(answer["output_ids"]) == num_tokens
+    spans = answer["meta_info"]["weight_versions"]
+    assert [span["version"] for span in spans] == [str(setup.version - 1), str(setup.version)]
+    boundary = spans[1]["start"]
+    assert 0 < boundary < num_tokens
+    # Tokens after the update come from the new weights alone: their prefix was computed again.
+    assert setup.logprob_error(answer, start=boundary) < MAX_LOGPROB_ERROR
+    setup.assert_in_sync()
+    setup.model.load_state_dict(old, strict=False)
+    assert setup.logprob_error(answer, end=boundary) < MAX_LOGPROB_ERROR
+
+
 def test_a_server_that_hangs_inside_a_broadcast_ends_in_an_error_at_the_deadline(setup):
     hasty = WeightPublisher(BUCKET_BYTES, SHORT_TIMEOUT_S, backend="gloo")
     hanging = setup.servers[1]

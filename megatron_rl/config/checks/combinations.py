@@ -26,6 +26,7 @@ from megatron_rl.config.schema import (
     RolloutConfig,
     RoutingReplay,
     TrainsOn,
+    WeightUpdate,
 )
 from megatron_rl.system.plugins import PluginError, parameters
 
@@ -92,8 +93,19 @@ def _windows(config: Config) -> Iterator[str]:
 
 
 def _overlap(config: Config) -> Iterator[str]:
-    if not runs_ahead(config.schedule):
+    schedule = config.schedule
+    if schedule.weight_update is WeightUpdate.in_flight and schedule.mode is not Mode.async_:
+        yield (
+            "schedule.weight_update: in_flight publishes into the window that is generated while the trainer trains, and with "
+            f"schedule.mode={schedule.mode.value} there is none; set schedule.mode=async, or schedule.weight_update=between"
+        )
+    if not runs_ahead(schedule):
         return
+    if schedule.max_staleness > 1:
+        yield (
+            f"schedule.max_staleness: expected 0 or 1, got {schedule.max_staleness}: one window is generated ahead, so that servers "
+            "and trainer both work all the time, and more windows ahead would only make tokens older; set 1"
+        )
     if server_placement(config.rollout).shares_devices:
         yield (
             "schedule.mode: async generates while the trainer trains, but with rollout.placement=colocated they take turns on "

@@ -68,6 +68,7 @@ from megatron_rl.config.schema.run import (
     ScheduleConfig,
     TrackingConfig,
     TrainsOn,
+    WeightUpdate,
 )
 from megatron_rl.config.schema.signs import HealthAction, HealthConfig
 
@@ -133,6 +134,7 @@ __all__ = [
     "TrainsOn",
     "VisionConfig",
     "WeightSync",
+    "WeightUpdate",
 ]
 
 _FORMER_ENUMS = {

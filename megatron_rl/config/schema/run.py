@@ -91,6 +91,15 @@ class TrainsOn(Enum):
     """The responses that ended in the step, over all their windows, with their outcome."""
 
 
+class WeightUpdate(Enum):
+    """When new weights reach the servers in mode async."""
+
+    between = "between"
+    """Between two windows: every window has one weight version, and a run depends on no stage's duration."""
+    in_flight = "in_flight"
+    """At once, into the window under way: its requests pause, compute their prefixes again and go on with the new weights."""
+
+
 @dataclass
 class ScheduleConfig:
     """How generation and training follow each other."""
@@ -104,7 +113,10 @@ class ScheduleConfig:
     """What the critic learns from in a step; T-PPO: responses. With windows its targets are V + A^lambda_critic (EGAE)."""
     max_staleness: int = at_least(0, default=1)
     """Of mode async: most policy updates between the weights that sample a window's tokens and the update that they train.
-    Weights are published between two windows, so that 1 hides all there is to hide, and more changes nothing; 0 is tppo."""
+    0 is tppo, 1 lets servers and trainer work all the time; more would only make tokens older, and is refused."""
+    weight_update: WeightUpdate = WeightUpdate.between
+    """When new weights reach the servers in mode async. In flight tokens are fresher, prefixes are computed once more, and
+    which token has which version depends on durations."""
 
 
 @dataclass

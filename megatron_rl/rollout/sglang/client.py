@@ -111,6 +111,8 @@ class SglangClient:
         self._homes = Homes()
         self._new_tokens = NewTokens()
         self._http = HttpSession()
+        self.standing_still = False
+        """The servers pause for new weights: that they are silent says nothing."""
 
     async def __aenter__(self) -> Self:
         return self
@@ -237,12 +239,7 @@ class SglangClient:
             for pending in server.waiting:
                 if pending.request.rid in rids and not pending.answer.done():
                     pending.answer.set_result(NOTHING_GENERATED)
-        sent = [
-            (server, rid)
-            for server in self._servers.values()
-            for rid, p in server.sent.items()
-            if p.request.rid in rids
-        ]
+        sent = [(one, rid) for one in self._servers.values() for rid, p in one.sent.items() if p.request.rid in rids]
         await asyncio.gather(*[abort_one(server, rid) for server, rid in sent])
 
     def _pending(
@@ -426,6 +423,8 @@ class SglangClient:
     async def _watch_for_life(self, server: ServerQueue) -> None:
         """While requests are in progress: once none has come back for half of ``hang_timeout_s``, ask for a token."""
         while server.live and server.num_inflight:
+            if self.standing_still:
+                server.sign_of_life_at = time.monotonic()
             quiet_s = time.monotonic() - server.sign_of_life_at
             if quiet_s < self.hang_timeout_s / 2:
                 await asyncio.sleep(self.hang_timeout_s / 2 - quiet_s)

@@ -19,6 +19,7 @@ from megatron_rl.rollout.sglang.answer_checks import (
     BadAnswer,
     StaleWeights,
     as_count,
+    as_list,
     as_logprobs,
     as_object,
     as_text,
@@ -71,6 +72,8 @@ class GenerationRequest:
     """The answer must have been sampled by this one; empty: by any."""
     newest_version: str = ""
     """Where there is one, it may also have been sampled by this one."""
+    needs_spans: bool = False
+    """The answer has to say which weights sampled which tokens: new ones may come while it is generated."""
     prompt_name: str = ""
     """For messages: where the prompt comes from."""
     response_name: str = ""
@@ -95,6 +98,7 @@ class Generation:
     finish_reason: str
     """stop, length, or abort (cut from outside: continue from the last token)."""
     weight_version: str
+    """That sampled the last token."""
     cached_tokens: int
     """Prompt tokens that the prefix cache held."""
     stop_string: str = ""
@@ -103,6 +107,13 @@ class Generation:
     """[prompt + new tokens - 1, layers, k] int16 (``rollout.routing``), if the request asked."""
     seconds: float = 0.0
     """From the request's arrival at the server to its last token, as the server says; 0: it does not."""
+    versions: tuple[tuple[str, int, int], ...] = ()
+    """(weight version, start, end) of the stretches of tokens that one version sampled; empty: one sampled all of them."""
+
+    @property
+    def spans(self) -> tuple[tuple[str, int, int], ...]:
+        """As ``versions``, which one that is empty stands for."""
+        return self.versions or ((self.weight_version, 0, len(self.token_ids)),)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "token_ids", read_only(self.token_ids, np.int32))
@@ -256,6 +267,7 @@ def parse_generation(request: GenerationRequest, answer: Any, vocab_size: int = 
         stop_string=_stop_string(request, finish) if reason == "stop" else "",
         routes=_routes(request, meta, len(token_ids)),
         seconds=_seconds(meta.get("e2e_latency")),
+        versions=_versions(request, meta, len(token_ids)),
     )
 
 
@@ -300,7 +312,36 @@ def _logprobs(request: GenerationRequest, meta: dict[str, Any], token_ids: np.nd
 
 def _weight_version(request: GenerationRequest, meta: dict[str, Any], num_new: int) -> str:
     version = meta.get("weight_version", "") if num_new == 0 else meta.get("weight_version")
-    version = as_text(version, "weight_version")
+    return _expected_version(request, as_text(version, "weight_version"), num_new)
+
+
+def _versions(request: GenerationRequest, meta: dict[str, Any], num_new: int) -> tuple[tuple[str, int, int], ...]:
+    """Of SGLang's spans [{version, start, end}]: they follow each other from the first token to the last."""
+    found = meta.get("weight_versions")
+    if num_new == 0 or (found is None and not request.needs_spans):
+        return ()
+    if found is None:
+        raise BadAnswer(
+            "weight_versions: the server does not say which weights sampled which tokens; schedule.weight_update=in_flight "
+            "needs SGLang 0.5.19 or later: install it, or set schedule.weight_update=between"
+        )
+    spans, last = [], 0
+    for entry in as_list(found, "weight_versions"):
+        span = as_object(entry, "weight_versions")
+        version = _expected_version(request, as_text(span.get("version"), "weight_versions.version"), num_new)
+        start = as_count(span.get("start"), "weight_versions.start", most=num_new)
+        end = as_count(span.get("end"), "weight_versions.end", most=num_new)
+        if start != last or end <= start:
+            raise mismatch("weight_versions", f"a span of tokens from {last} on", entry)
+        spans.append((version, start, end))
+        last = end
+    if last != num_new:
+        raise mismatch("weight_versions", f"spans up to the last of {num_new} tokens", found)
+    return tuple(spans)
+
+
+def _expected_version(request: GenerationRequest, version: str, num_new: int) -> str:
+    """``version``, if it may have sampled the answer's tokens; raises StaleWeights."""
     expected = {request.weight_version, request.newest_version or request.weight_version}
     if num_new and expected.isdisjoint({"", version}):
         raise StaleWeights(

@@ -291,6 +291,8 @@ def test_a_later_recipe_overrides_an_earlier_one_and_may_choose_the_preset(recip
         (["schedule.mode=async", "rollout.placement=colocated"], "schedule.mode: .*take turns.*disaggregated"),
         (["schedule.mode=async", "policy.moe.routing_replay=R3"], "routing_replay: .*checkpoints.*set R2"),
         (["schedule.mode=async", "schedule.max_staleness=-1"], "max_staleness: expected at least 0"),
+        (["schedule.mode=async", "schedule.max_staleness=2"], "max_staleness: expected 0 or 1, got 2.*older; set 1"),
+        (["schedule.weight_update=in_flight"], "weight_update: in_flight.*mode=tppo.*set schedule.mode=async.*=between"),
         (["preset=ppo", "algorithm.overlong=soft", "algorithm.overlong_buffer_tokens=99999"], "overlong_buffer_tokens"),
         (
             ["algorithm.correction.old_policy=rollout", "algorithm.correction.weight=token"],

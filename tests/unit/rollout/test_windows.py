@@ -125,6 +125,7 @@ def generate(
     fire=None,
     sampling=SAMPLING,
     encode=encode,
+    in_flight=False,
     **options,
 ):
     recovered = []
@@ -134,7 +135,8 @@ def generate(
 
     warnings = []
     dialogue = Dialogue(environment, encode, environment.stop_strings) if environment else None
-    plan = GenerationPlan(sampling, decode, fire=fire, dialogue=dialogue)
+    ahead = {"trains_meanwhile": in_flight, "published_meanwhile": in_flight}
+    plan = GenerationPlan(sampling, decode, fire=fire, dialogue=dialogue, **ahead)
     made = Window(
         engine, recover, plan, step=step, num_tokens=window, weight_version=1, kind="train", warn=warnings.append
     )
@@ -435,6 +437,32 @@ def test_a_server_that_starts_again_while_the_policy_trains_may_have_the_version
     for version in ("0", "3"):
         with pytest.raises(StaleWeights):
             versions_from(version)
+
+
+@dataclass
+class Updated(Engine):
+    """New weights come after every third token of a request, as long as there are newer ones."""
+
+    async def generate(self, request, *, alone=False):
+        answer = await super().generate(request, alone=alone)
+        assert request.needs_spans
+        cuts = [0, *range(3, len(answer.token_ids), 3)][:2]
+        ends = [*cuts[1:], len(answer.token_ids)]
+        spans = tuple((str(1 + i), start, end) for i, (start, end) in enumerate(zip(cuts, ends, strict=True)))
+        return replace(answer, weight_version=spans[-1][0], versions=spans)
+
+
+def test_an_answer_of_two_weight_versions_is_two_segments_and_changes_no_token():
+    plain, mixed = new_trajectory(), new_trajectory()
+    generate(Engine(), [plain], environment=Talk())
+    generate(Updated(), [mixed], environment=Talk(), in_flight=True)
+    assert tokens_of(plain) == tokens_of(mixed) and mixed.finished
+    assert [t.finish_reason for t in plain.turns()] == [t.finish_reason for t in mixed.turns()]
+    for turn in mixed.turns():
+        *earlier, last = turn.segments
+        assert [len(s.token_ids) for s in earlier] == [3] * bool(earlier) and last.weight_version == 1 + bool(earlier)
+        assert all(s.finish_reason == "abort" for s in earlier)
+    assert any(len(turn.segments) == 2 for turn in mixed.turns())
 
 
 @given(st.lists(st.integers(0, 5), max_size=12), st.lists(st.sampled_from(["a", "ab", "b#", "#a#"]), max_size=2))

@@ -31,6 +31,15 @@ def test_a_window_that_is_generated_ahead_hides_behind_the_training_of_the_step_
     assert run(Mode.async_)[-1].end_s == pytest.approx(4.0 + NUM_STEPS * 7.0)
 
 
+def test_servers_stand_still_while_weights_are_published_into_a_window():
+    """A window of 9 s meets the publish of 2 s of the step before; the first one meets none."""
+    seconds = SECONDS | {"generate": 9.0, "publish": 2.0}
+    spans = {(span.name, span.step): span for span in run(Mode.async_, seconds, in_flight=True)}
+    lengths = [spans["generate", step].end_s - spans["generate", step].start_s for step in range(1, NUM_STEPS + 1)]
+    assert lengths == [pytest.approx(9.0)] + [pytest.approx(11.0)] * (NUM_STEPS - 1)
+    assert all(spans["publish", step].end_s < spans["generate", step + 1].end_s for step in range(1, NUM_STEPS))
+
+
 def test_on_shared_devices_nothing_overlaps():
     assert run(Mode.tppo, colocated=True)[-1].end_s == pytest.approx(NUM_STEPS * 11.0)
 
@@ -73,7 +82,9 @@ def test_a_stage_that_goes_on_with_fewer_cores_is_slowed_down_less():
 @given(st.data())
 def test_whatever_stages_take_each_finds_what_it_needs_and_its_resource_free(data):
     mode = data.draw(st.sampled_from(list(Mode)))
-    graph = step_graph(mode, colocated=data.draw(st.booleans()), reference=data.draw(st.booleans()))
+    colocated = data.draw(st.booleans())
+    in_flight = not colocated and data.draw(st.booleans())
+    graph = step_graph(mode, colocated=colocated, reference=data.draw(st.booleans()), in_flight=in_flight)
     cores = data.draw(st.sampled_from([0.0, 1.0, 2.0]))
     loads = {
         (stage.name, step): Load(

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import megatron_rl
-from megatron_rl.config.schema import Config, Mode, Placement
+from megatron_rl.config.schema import Config, Mode, Placement, WeightUpdate
 from megatron_rl.step.graph import Frontier, Resource, check_graph
 from megatron_rl.step.loop import TrainingLoop
 from megatron_rl.step.stages import OF_THE_RUN, STEP, graph_of, stage_table_markdown, step_graph
@@ -80,13 +80,28 @@ def test_in_async_a_step_takes_as_long_as_the_longer_half_and_the_publish():
         assert [later - one for one, later in itertools.pairwise(published[1:-1])] == [pytest.approx(step_s)] * 5
 
 
+@pytest.mark.parametrize("critic", [True, False])
+def test_in_flight_a_publish_waits_for_no_window_but_for_an_evaluation(critic):
+    seconds = DURATIONS | {"generate": 9.0, "evaluate": 6.0}
+    log = simulate(Mode.async_, seconds, 6, critic=critic, in_flight=True)
+    for step in range(1, 4):
+        publish, ahead, evaluation = span(log, "publish", step), span(log, "generate", step + 1), span(log, "evaluate", step)
+        assert ahead[0] <= publish[0] and publish[1] < ahead[1] <= evaluation[0] <= span(log, "generate", step + 2)[0]
+        assert evaluation[1] <= span(log, "publish", step + 1)[0]
+        assert span(log, "generate", step + 2)[0] >= span(log, "publish", step)[1]
+
+
 def test_async_without_staleness_is_tppo():
     assert step_graph(Mode.async_, reference=True, ahead=False) == step_graph(Mode.tppo, reference=True)
     config = Config()
     config.schedule.mode, config.schedule.max_staleness = Mode.async_, 0
     assert graph_of(config) == graph_of(Config())
-    config.schedule.max_staleness = 3
+    config.schedule.max_staleness = 1
     assert graph_of(config) == step_graph(Mode.async_)
+    config.schedule.weight_update = WeightUpdate.in_flight
+    assert graph_of(config) == step_graph(Mode.async_, in_flight=True)
+    config.schedule.max_staleness = 0
+    assert graph_of(config) == graph_of(Config())
 
 
 COLOCATED = DURATIONS | {"evaluate": 2.0, "sleep": 0.1, "reference_logprobs": 1.0, "score": 0.3, "checkpoint": 0.5}

@@ -18,8 +18,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_rl.config.derived import trains_whole_groups
-from megatron_rl.config.schema import Config, HealthAction, HealthConfig, KlPlace, Mode, Normalization, TrainsOn
+from megatron_rl.config.derived import publishes_in_flight, trains_whole_groups
+from megatron_rl.config.schema import Config, HealthAction, HealthConfig, KlPlace, Mode, Normalization, TrainsOn, WeightUpdate
 from megatron_rl.data.sampler import PromptSampler
 from megatron_rl.data.slots import SlotPool
 from megatron_rl.data.trajectory import Prompt, Score, Segment, Trajectory
@@ -73,9 +73,13 @@ class Ranks:
 
 
 class Servers:
-    """Stands in for the rollout side; the weights that it got are the trainer's number of updates at that moment."""
+    """Stands in for the rollout side; the weights that it got are the trainer's number of updates at that moment.
 
-    def __init__(self, ranks, version=0):
+    With ``pauses`` a publish may come into a window: some of its tokens are sampled before ``gate`` opens, the others after.
+    """
+
+    def __init__(self, ranks, version=0, *, pauses=None):
+        self.pauses, self.gate, self.met = pauses, None, 0
         self.ranks, self.weights, self.weight_version, self.trainer_version = ranks, ranks.policy, version, version
         self.sampled_by, self.evaluated, self.generating = {}, [], False
         self.ended = {}
@@ -86,7 +90,8 @@ class Servers:
         self.trainer_version = self.weight_version + 1
 
     def publish(self):
-        assert not self.generating, "a publish met running requests"
+        assert self.pauses or not self.generating, "a publish met running requests"
+        self.met += self.generating
         self.weights = self.ranks.policy
         self.weight_version = self.trainer_version
         return SimpleNamespace(seconds=0.0, num_bytes=0, buffer_bytes=0)
@@ -99,9 +104,18 @@ class Servers:
 
     async def generate(self, trajectories, *, step, window_tokens, is_enough=None):
         self.sizes.append(len(trajectories))
+        rooms = {t.id: min(window_tokens, min(LENGTHS[t.id], BUDGET) - t.num_response_tokens) for t in trajectories}
+        if self.gate is not None:
+            before = {id: self.pauses.randint(0, max(room, 0)) for id, room in rooms.items()}
+            self.grow(trajectories, before, step)
+            rooms = {id: room - before[id] for id, room in rooms.items()}
+            await self.gate.wait()
+        self.grow(trajectories, rooms, step)
+        return {}
+
+    def grow(self, trajectories, rooms, step):
         for t in trajectories:
-            first = t.num_response_tokens
-            count = min(window_tokens, LENGTHS[t.id] - first, BUDGET - first)
+            first, count = t.num_response_tokens, rooms[t.id]
             if count <= 0:
                 continue
             tokens = tuple(BUDGET * t.id + first + i for i in range(count))
@@ -111,7 +125,6 @@ class Servers:
             t.segments.append(Segment(tokens, mu, self.weight_version, reason, step))
             if t.finished:
                 self.ended[t.id] = step
-        return {}
 
 
 async def scored(items):
@@ -170,8 +183,9 @@ class ToyRun:
         state = json.loads(checkpoint) if checkpoint else {"step": -1, "version": 1, "models": [0, 0]}
         self.first_step = state["step"] + 1
         self.ranks, self.recorder = Ranks(*state["models"]), Recorder()
-        self.servers = Servers(self.ranks, state["version"])
-        self.acted = set()
+        self.in_flight = publishes_in_flight(config.schedule)
+        self.servers = Servers(self.ranks, state["version"], pauses=rng if self.in_flight else None)
+        self.acted, self.window = set(), None
         prompts = [Prompt(str(i), (PROMPT,)) for i in range(11)]
         sizes = {"num_slots": NUM_SLOTS, "num_samples_per_prompt": 2}
         holds = trains_whole_groups(config)
@@ -212,6 +226,10 @@ class ToyRun:
 
     def go(self, *, kill_after=None, stop_after=None):
         """To the end; Killed after so many stages; wound up as by a signal after so many, and saved."""
+        with asyncio.Runner() as self.event_loop:
+            return self.go_on(kill_after, stop_after)
+
+    def go_on(self, kill_after, stop_after):
         graph, num_done = graph_of(self.config), 0
         actions, frontier = self.loop.actions(graph), Frontier(graph, self.first_step, NUM_STEPS - 1)
         left = {}
@@ -219,8 +237,12 @@ class ToyRun:
             for run in frontier.ready():
                 frontier.start(run)
                 left[run] = self.rng.choice([0.0, 0.1, 1.0, 3.0])
+                if run.stage.name == "generate" and self.in_flight:
+                    left[run] *= 6  # as long as all the rest, so that publishes meet it
                 self.servers.generating |= run.stage.name == "generate"
-                if run.stage.name != "update_policy" and self.rng.random() < 0.5:
+                if run.stage.name == "generate" and self.in_flight:
+                    self.begin_window(actions, run)
+                elif run.stage.name != "update_policy" and self.rng.random() < 0.5:
                     self.act(actions, run)  # at its start, else at its end: whatever comes between must not matter
                     left[run] += 1e-9
             run = min(left, key=left.get)
@@ -244,11 +266,24 @@ class ToyRun:
             self.loop.close_stopped()
         return self
 
+    def begin_window(self, actions, run):
+        async def begin():
+            self.servers.gate = asyncio.Event()
+            self.window = asyncio.create_task(actions["generate"](run.step))
+            await asyncio.sleep(0)
+
+        self.event_loop.run(begin())
+
+    async def end_window(self):
+        self.servers.gate.set()
+        await self.window
+
     def act(self, actions, run):
         self.acted.add(run)
-        found = actions[run.stage.name](run.step)
+        begun = run.stage.name == "generate" and self.in_flight
+        found = self.end_window() if begun else actions[run.stage.name](run.step)
         if inspect.iscoroutine(found):
-            asyncio.run(found)
+            self.event_loop.run(found)
         if run.stage.name == "update_policy":
             self.ranks.policy += 1
         if run.stage.name == "update_critic":
@@ -276,9 +311,13 @@ def make_config(mode=Mode.async_, **schedule):
     return config
 
 
-def group_config(mode=Mode.async_, *, dynamic=False):
+def in_flight_config(**schedule):
+    return make_config(weight_update=WeightUpdate.in_flight, **schedule)
+
+
+def group_config(mode=Mode.async_, *, dynamic=False, **schedule):
     """GRPO in windows, or what DAPO makes of it."""
-    config = make_config(mode)
+    config = make_config(mode, **schedule)
     config.algorithm.advantage, config.algorithm.normalization = "group", Normalization.none
     config.algorithm.dynamic_sampling.enabled = dynamic
     return config
@@ -297,9 +336,9 @@ def whole(make=make_config):
 
 
 @quick
-@given(RANDOM, st.sampled_from([TrainsOn.windows, TrainsOn.responses]))
-def test_every_token_trains_the_policy_once_and_every_response_the_critic_once(rng, policy_trains_on):
-    run = ToyRun(make_config(policy_trains_on=policy_trains_on), rng).go()
+@given(RANDOM, st.sampled_from(list(TrainsOn)), st.sampled_from(list(WeightUpdate)))
+def test_every_token_trains_the_policy_once_and_every_response_the_critic_once(rng, policy_trains_on, weight_update):
+    run = ToyRun(make_config(policy_trains_on=policy_trains_on, weight_update=weight_update), rng).go()
 
     counts = {name: Counter(t for _, _, tokens, _ in run.ranks.trained[name] for t in tokens) for name in run.ranks.trained}
     assert set(counts["policy"].values()) == set(counts["critic"].values()) == {1}
@@ -325,6 +364,34 @@ def test_no_token_is_more_than_one_update_old_when_it_trains(rng, warmup):
     for step, row in run.recorder.rows.items():
         most = float(step > warmup)
         assert row["rollout/staleness_max"] == row["rollout/staleness_mean"] == most
+        assert row.get("rollout/spans_max", 0) <= -(-BUDGET // WINDOW)
+
+
+@quick
+@given(RANDOM, st.sampled_from([in_flight_config, functools.partial(group_config, weight_update=WeightUpdate.in_flight)]))
+def test_in_flight_a_window_mixes_two_versions_and_none_is_older_than_one_update(rng, make):
+    run = ToyRun(make(), rng).go()
+    assert_never_too_old(run, run.servers.sampled_by)
+    assert run.servers.evaluated == [(step, step + 1) for step in range(NUM_STEPS)]
+    for t in run.pool.state()["slots"]:
+        for step in range(NUM_STEPS):
+            versions = [segment["weight_version"] for segment in t["segments"] if segment["step"] == step]
+            assert versions == sorted(versions) and len(versions) <= 2
+
+
+def assert_never_too_old(run, sampled_by):
+    """By at most one update in the step that a token's window belongs to; of groups that train whole, each window."""
+    for step, _, tokens, _ in run.ranks.trained["policy"]:
+        for t in tokens if not trains_whole_groups(run.config) else ():
+            assert min(step, 0) <= step - sampled_by[t] <= 1
+    assert all(row["rollout/staleness_max"] <= 1 for row in run.recorder.rows.values() if not trains_whole_groups(run.config))
+
+
+def test_in_flight_publishes_do_meet_windows():
+    runs = [ToyRun(in_flight_config(), random.Random(seed)).go() for seed in range(4)]
+    assert sum(run.servers.met for run in runs) >= NUM_STEPS
+    fresh = [row["rollout/staleness_mean"] for run in runs for row in run.recorder.rows.values()]
+    assert any(0 < mean < 1 for mean in fresh) and len({str(run.history()) for run in runs}) > 1
 
 
 @quick
@@ -354,6 +421,34 @@ def test_a_run_that_is_asked_to_stop_saves_and_goes_on_as_the_same_run(rng, stop
     assert_same_run(run, ToyRun(make_config(), rng, run.saver.newest).go())
 
 
+@quick
+@given(RANDOM, st.integers(1, 12 * NUM_STEPS - 1), st.booleans())
+def test_in_flight_a_run_that_ends_anywhere_goes_on_from_the_tokens_that_its_checkpoint_holds(rng, end_after, killed):
+    run = ToyRun(in_flight_config(), rng, save_every=1 if killed else 99)
+    if killed:
+        with pytest.raises(Killed):
+            run.go(kill_after=end_after)
+    else:
+        run.go(stop_after=end_after)
+        assert run.saver.newest_step == max((step for step, *_ in run.ranks.trained["policy"]), default=-1)
+    again = ToyRun(in_flight_config(), rng, run.saver.newest).go()
+    first = again.first_step
+    held = [t for t in json.loads(run.saver.newest)["pool"]["slots"]] if run.saver.newest else []
+    window = [token for t in held for s in t["segments"] if s["step"] == first for token in s["token_ids"]]
+    assert bool(window) == (0 < first < NUM_STEPS)
+    for step, version, tokens, _ in again.ranks.trained["policy"]:
+        assert step > first or not window or (sorted(tokens) == sorted(window) and version == first)
+    sampled_by = run.servers.sampled_by | again.servers.sampled_by
+    assert_never_too_old(again, sampled_by)
+    earlier, _ = run.history(until=first)
+    for name, later in again.ranks.trained.items():
+        counts = Counter(t for _, _, tokens, _ in earlier[name] + later for t in tokens)
+        assert set(counts.values()) == {1}
+        if name == "policy":
+            in_slots = [s["token_ids"] for t in again.pool.state()["slots"] for s in t["segments"]]
+            assert {token for tokens in in_slots for token in tokens} <= set(counts)
+
+
 def assert_same_run(run, again, make=make_config):
     earlier, rows = run.history(until=again.first_step)
     later, later_rows = again.history()
@@ -364,9 +459,9 @@ def assert_same_run(run, again, make=make_config):
 
 
 @quick
-@given(RANDOM, st.sampled_from([Mode.tppo, Mode.async_]), st.booleans())
-def test_without_a_critic_a_group_trains_once_when_all_of_its_responses_have_ended(rng, mode, dynamic):
-    run = ToyRun(group_config(mode, dynamic=dynamic), rng).go()
+@given(RANDOM, st.sampled_from([Mode.tppo, Mode.async_]), st.booleans(), st.sampled_from(list(WeightUpdate)))
+def test_without_a_critic_a_group_trains_once_when_all_of_its_responses_have_ended(rng, mode, dynamic, weight_update):
+    run = ToyRun(group_config(mode, dynamic=dynamic, weight_update=weight_update), rng).go()
     assert all(count == NUM_SLOTS for count in run.servers.sizes)
     trained = {}
     for step, _, tokens, _ in run.ranks.trained["policy"]:
@@ -390,8 +485,9 @@ def toy_reward(id):
 
 def test_without_staleness_it_is_tppo():
     """Token for token, number for number."""
-    runs = [ToyRun(make_config(mode, max_staleness=0), random.Random(1)).go() for mode in (Mode.async_, Mode.tppo)]
-    assert runs[0].history() == runs[1].history() != whole().history()
+    makes = [functools.partial(make_config, Mode.async_), in_flight_config, functools.partial(make_config, Mode.tppo)]
+    runs = [ToyRun(make(max_staleness=0), random.Random(1)).go() for make in makes]
+    assert runs[0].history() == runs[1].history() == runs[2].history() != whole().history()
     assert all(row["rollout/staleness_max"] == 0 for row in runs[0].recorder.rows.values())
     assert runs[0].pool.state() == runs[1].pool.state()
 

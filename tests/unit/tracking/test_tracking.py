@@ -67,6 +67,17 @@ def test_a_timeline_reads_back_and_names_its_lanes(tmp_path):
     assert {e["args"]["name"] for e in events if e["name"] == "thread_name"} == {"rollout", "trainer"}
 
 
+def test_idle_shares_count_what_ran_between_two_moments_and_what_still_runs():
+    timeline = Timeline(spans=[
+        Span("generate", "rollout", 0.0, 4.0, 1),
+        Span("old_logprobs", "trainer", 4.0, 5.0, 1),
+        Span("update_policy", "trainer", 5.0, 7.0, 1),
+    ])  # fmt: skip
+    assert timeline.idle_shares(2.0, 10.0) == {"rollout": 0.75, "trainer": 0.625}
+    assert timeline.idle_shares(2.0, 10.0, [("generate", 5.0), ("unknown", 1.0)]) == {"rollout": 0.125, "trainer": 0.625}
+    assert timeline.idle_shares(4.0, 4.0) == {"rollout": 0.0, "trainer": 0.0}
+
+
 def test_spans_that_cross_get_tracks_of_their_own():
     crossing = [Span("a", "host", 0.0, 2.0, 1), Span("b", "host", 1.0, 3.0, 1), Span("c", "host", 4.0, 5.0, 1)]
     assert assign_tracks(crossing) == [0, 1, 0]

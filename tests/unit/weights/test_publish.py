@@ -174,6 +174,43 @@ def test_a_server_that_is_still_busy_with_its_last_answer_is_asked_again_before_
     assert asked == ["/flush_cache"] * 3 + ["/update_weights_from_disk", "/model_info"]
 
 
+def test_a_publish_into_running_requests_pauses_them_before_anything_changes_and_lets_them_go_on_at_its_end(tmp_path):
+    with local_service(lambda path, body: {"weight_version": "3", "success": True}) as service:
+        publisher = WeightPublisher(64, 5.0, method=WeightMethod.disk, folder=tmp_path, pauses=True)
+        publisher.publish(WEIGHTS.items(), [(service.url, 1, 1)], 3)
+        publisher.close()
+    assert [path for path, _ in service.requests] == [
+        "/pause_generation", "/flush_cache", "/update_weights_from_disk", "/model_info", "/continue_generation"
+    ]  # fmt: skip
+    assert service.requests[0][1] == {"mode": "retract"}
+
+
+@pytest.mark.parametrize(
+    ("fails_at", "afterwards"),
+    [
+        ("/flush_cache", [("/continue_generation", {})]),
+        (
+            "/update_weights_from_disk",
+            [
+                ("/update_weight_version", {"new_version": "not 3", "abort_all_requests": True}),
+                ("/continue_generation", {}),
+            ],
+        ),
+    ],
+)
+def test_after_a_failed_publish_only_requests_on_unchanged_weights_go_on(tmp_path, fails_at, afterwards):
+    def answer(path, body):
+        return web.json_response({}, status=500) if path == fails_at else {"weight_version": "3", "success": True}
+
+    with local_service(answer) as service:
+        publisher = WeightPublisher(64, 5.0, method=WeightMethod.disk, folder=tmp_path, pauses=True)
+        with pytest.raises(WeightSyncError):
+            publisher.publish(WEIGHTS.items(), [(service.url, 1, 1)], 3)
+        publisher.close()
+    paths = [path for path, _ in service.requests]
+    assert service.requests[paths.index(fails_at) + 1 :] == afterwards
+
+
 def test_older_files_stay_until_a_version_was_loaded(tmp_path):
     with local_service(lambda path, body: web.json_response({}, status=500 if "disk" in path else 200)) as service:
         write_version(WEIGHTS.items(), tmp_path, 2, 64, Coverage())

@@ -6,6 +6,7 @@ import copy
 import json
 import math
 import time
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -41,7 +42,13 @@ def good_answer(request: GenerationRequest) -> dict[str, Any]:
         "output_token_sampling_logprobs": [-0.25] * len(token_ids),
         "routed_experts": base64.b64encode(routes.tobytes()).decode(),
     }
+    if request.needs_spans:
+        meta |= {"weight_version": "8", "weight_versions": spans(("7", 0, 1), ("8", 1, len(token_ids)))}
     return {"text": "", "output_ids": token_ids, "meta_info": meta}
+
+
+def spans(*found: tuple[str, int, int]) -> list[dict[str, Any]]:
+    return [{"version": version, "start": start, "end": end} for version, start, end in found]
 
 
 def places(value: Any, path: tuple = ()) -> list[tuple]:
@@ -81,7 +88,8 @@ JUNK = st.one_of(
     st.lists(st.lists(st.one_of(st.none(), st.floats(), st.integers()), max_size=4), max_size=5),
     st.dictionaries(st.sampled_from(["type", "matched", "status_code", "id", "x"]), st.one_of(st.none(), st.integers(), st.text())),
 )
-REQUESTS = (REQUEST, HOT, ROUTED)
+UPDATED = replace(REQUEST, newest_version="8", needs_spans=True)
+REQUESTS = (REQUEST, HOT, ROUTED, UPDATED)
 
 
 def assert_believable(request: GenerationRequest, generation: Generation) -> None:
@@ -93,7 +101,11 @@ def assert_believable(request: GenerationRequest, generation: Generation) -> Non
         assert 0 <= token < VOCAB_SIZE
         assert math.isfinite(logprob) and logprob <= 1e-3
     assert generation.finish_reason == "abort" or (generation.finish_reason in ("stop", "length") and len(generation.token_ids))
-    assert not len(generation.token_ids) or generation.weight_version == request.weight_version
+    versions = {request.weight_version, request.newest_version} - {""}
+    assert not len(generation.token_ids) or generation.weight_version in versions
+    if generation.versions:
+        sampled_by = [version for version, start, end in generation.versions for _ in range(start, end)]
+        assert len(sampled_by) == len(generation.token_ids) and versions.issuperset(sampled_by)
     assert generation.stop_string in ("", *request.stop_strings)
     assert type(generation.cached_tokens) is int and generation.cached_tokens >= 0
     if request.routes is not None and len(generation.token_ids):
@@ -151,6 +163,29 @@ def test_a_changed_answer_is_believable_or_refused_in_words(request, changes):
 def test_a_bad_answer_names_the_field_and_what_came(path, junk, names):
     with pytest.raises(BadAnswer, match=names):
         parse_generation(REQUEST, changed(good_answer(REQUEST), path, "replace", junk), VOCAB_SIZE)
+
+
+@pytest.mark.parametrize(
+    ("found", "names"),
+    [
+        (None, "weight_versions: the server does not say which weights.*weight_update=between"),
+        ("7", "weight_versions: expected a list, got '7'"),
+        (spans(("7", 0, 2)), "spans up to the last of 3 tokens"),
+        (spans(("7", 0, 2), ("8", 1, 3)), "a span of tokens from 2 on"),
+        (spans(("7", 0, 0), ("8", 0, 3)), "a span of tokens from 0 on"),
+        (spans(("7", 0, 4)), "weight_versions.end: expected a whole number from 0 to 3, got 4"),
+        (spans(("6", 0, 1), ("7", 1, 3)), "version '6', but version 7 was published"),
+        ([{"version": 7, "start": 0, "end": 3}], "weight_versions.version: expected a text, got 7"),
+    ],
+)
+def test_spans_of_weight_versions_cover_the_answer_or_are_refused(found, names):
+    with pytest.raises(BadAnswer, match=names):
+        parse_generation(UPDATED, changed(good_answer(UPDATED), ("meta_info", "weight_versions"), "replace", found), VOCAB_SIZE)
+
+
+def test_an_answer_without_spans_is_of_one_version_where_none_are_asked_for():
+    assert parse_generation(REQUEST, good_answer(REQUEST), VOCAB_SIZE).spans == (("7", 0, 3),)
+    assert parse_generation(UPDATED, good_answer(UPDATED), VOCAB_SIZE).spans == (("7", 0, 1), ("8", 1, 3))
 
 
 def test_checking_an_answer_costs_little_next_to_reading_it():
