@@ -19,7 +19,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_rl.config.derived import publishes_in_flight, trains_whole_groups
-from megatron_rl.config.schema import Config, HealthAction, HealthConfig, KlPlace, Mode, Normalization, TrainsOn, WeightUpdate
+from megatron_rl.config.schema import (
+    Config,
+    HealthAction,
+    HealthConfig,
+    KlPlace,
+    Mode,
+    Normalization,
+    TrainsOn,
+    WeightUpdate,
+)
 from megatron_rl.data.sampler import PromptSampler
 from megatron_rl.data.slots import SlotPool
 from megatron_rl.data.trajectory import Prompt, Score, Segment, Trajectory
@@ -236,15 +245,7 @@ class ToyRun:
         while not frontier.done:
             for run in frontier.ready():
                 frontier.start(run)
-                left[run] = self.rng.choice([0.0, 0.1, 1.0, 3.0])
-                if run.stage.name == "generate" and self.in_flight:
-                    left[run] *= 6  # as long as all the rest, so that publishes meet it
-                self.servers.generating |= run.stage.name == "generate"
-                if run.stage.name == "generate" and self.in_flight:
-                    self.begin_window(actions, run)
-                elif run.stage.name != "update_policy" and self.rng.random() < 0.5:
-                    self.act(actions, run)  # at its start, else at its end: whatever comes between must not matter
-                    left[run] += 1e-9
+                left[run] = self.begin(actions, run)
             run = min(left, key=left.get)
             passed = left.pop(run)
             left = {other: max(seconds - passed, 0.0) for other, seconds in left.items()}
@@ -256,15 +257,30 @@ class ToyRun:
             if num_done == kill_after:
                 raise Killed
             if num_done == stop_after:
-                needed = frontier.wind_up(LASTING, KEEPER)
-                for abandoned in [run for run in left if run.stage.name in ("generate", "score", "evaluate")]:
-                    if abandoned not in needed:
-                        del left[abandoned]
-                        frontier.finish(abandoned)
-                        self.servers.generating &= abandoned.stage.name != "generate"
+                self.wind_up(frontier, left)
         if stop_after:
             self.loop.close_stopped()
         return self
+
+    def wind_up(self, frontier, left):
+        needed = frontier.wind_up(LASTING, KEEPER)
+        for abandoned in [run for run in left if run.stage.name in ("generate", "score", "evaluate")]:
+            if abandoned not in needed:
+                del left[abandoned]
+                frontier.finish(abandoned)
+                self.servers.generating &= abandoned.stage.name != "generate"
+
+    def begin(self, actions, run):
+        """Returns how long it takes."""
+        lasts = self.rng.choice([0.0, 0.1, 1.0, 3.0])
+        self.servers.generating |= run.stage.name == "generate"
+        if run.stage.name == "generate" and self.in_flight:
+            self.begin_window(actions, run)
+            return 6 * lasts  # as long as all the rest, so that publishes meet it
+        if run.stage.name == "update_policy" or self.rng.random() < 0.5:
+            return lasts
+        self.act(actions, run)  # at its start, not at its end: whatever comes between must not matter
+        return lasts + 1e-9
 
     def begin_window(self, actions, run):
         async def begin():
