@@ -2,9 +2,9 @@
 
 Laws: a trajectory continues from its last known token (prompt + all its segments), on whichever server answers; every
 token carries the weight version that sampled it, which must be the published one (or the next one, on a server that was
-started again while the policy trained, or after a publish into the window: then the answer is several segments); a window that was cut (a server died, a request was aborted) is filled up by a
-further request of the same step, unless enough had been generated: then what was cut keeps its tokens and goes on in
-the next step.
+started again while the policy trained, or after a publish into the window: then the answer is several segments); a
+window that was cut (a server died, a request was aborted) is filled up by a further request of the same step, unless
+enough had been generated: then what was cut keeps its tokens and goes on in the next step.
 
 Dialogues: when a turn ends, the environment is asked at once and its message joins the history in the same step, also
 where the window ends with the turn, so that ``Trajectory.finished`` is right at the end of every step. Messages count

@@ -125,7 +125,6 @@ def generate(
     fire=None,
     sampling=SAMPLING,
     encode=encode,
-    in_flight=False,
     **options,
 ):
     recovered = []
@@ -135,7 +134,7 @@ def generate(
 
     warnings = []
     dialogue = Dialogue(environment, encode, environment.stop_strings) if environment else None
-    ahead = {"trains_meanwhile": in_flight, "published_meanwhile": in_flight}
+    ahead = dict.fromkeys(("trains_meanwhile", "published_meanwhile"), isinstance(engine, Updated))
     plan = GenerationPlan(sampling, decode, fire=fire, dialogue=dialogue, **ahead)
     made = Window(
         engine, recover, plan, step=step, num_tokens=window, weight_version=1, kind="train", warn=warnings.append
@@ -455,7 +454,7 @@ class Updated(Engine):
 def test_an_answer_of_two_weight_versions_is_two_segments_and_changes_no_token():
     plain, mixed = new_trajectory(), new_trajectory()
     generate(Engine(), [plain], environment=Talk())
-    generate(Updated(), [mixed], environment=Talk(), in_flight=True)
+    generate(Updated(), [mixed], environment=Talk())
     assert tokens_of(plain) == tokens_of(mixed) and mixed.finished
     assert [t.finish_reason for t in plain.turns()] == [t.finish_reason for t in mixed.turns()]
     for turn in mixed.turns():
