@@ -2,9 +2,10 @@
 
 Who waits for whom: ``publish`` (main thread, collective over the trainer ranks) waits for every server to take the
 weights, and in flight pauses what they generate; ``generate`` (asyncio thread) waits for servers to answer. A lost
-server is restarted meanwhile and gets the current weights from the main thread, through ``call_on_trainer``, before it serves again. A publish covers the servers
-that live, and starts one that died since its last answer again; one that is being restarted gets its weights at the end
-of its own recovery. Where the trainer's policy has moved on by then, these are the newer ones, under their version.
+server is restarted meanwhile and gets the current weights from the main thread, through ``call_on_trainer``, before it
+serves again. A publish covers the servers that live, and starts one that died since its last answer again; one that is
+being restarted gets its weights at the end of its own recovery. Where the trainer's policy has moved on by then, these
+are the newer ones, under their version.
 Colocated servers sleep from ``sleep`` to the next ``publish`` or ``wake`` (all main thread).
 """
 
