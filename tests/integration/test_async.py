@@ -2,7 +2,6 @@
 staleness, kill and resume, weights published between windows and into them.
 """
 
-import json
 import os
 import signal
 from contextlib import contextmanager
@@ -14,6 +13,7 @@ import requests
 from megatron_rl.config.load import load_config
 from megatron_rl.rollout.sglang.options import ServerOptions
 from megatron_rl.rollout.sglang.server import SglangServer
+from megatron_rl.run.checkpoint_folder import read_driver
 from megatron_rl.simulation.comparison import replay_measured
 from megatron_rl.simulation.recorded import read_run
 from megatron_rl.simulation.scenario import scenario_of
@@ -125,7 +125,7 @@ def test_weights_published_in_flight_reach_the_window_under_way(folder, server, 
     for step in met:
         assert 0 < rows[step + 1]["rollout/staleness_mean"] < 1
         # The checkpoint holds the window that the publish came into, token by token of one version or the next.
-        driver = json.loads((output_dir / "checkpoints" / f"step-{step}" / "driver.json").read_text())
-        window = [[s["weight_version"] for s in t["segments"] if s["step"] == step] for t in driver["pool"]["slots"]]
+        slots = read_driver(output_dir / "checkpoints" / f"step-{step}")["pool"]["slots"]
+        window = [[s["weight_version"] for s in t["segments"] if s["step"] == step] for t in slots]
         assert {len(list(groupby(versions))) for versions in window} >= {2} and max(map(len, window)) <= 2
         assert all(versions == sorted(versions) for versions in window)

@@ -1,0 +1,52 @@
+"""The rollout side with stand-ins for servers and trainer: which versions a window may meet, and when servers stand still."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from megatron_rl.config.schema import Config
+from megatron_rl.rollout import service as service_module
+from megatron_rl.rollout.server_pool import ServerPool
+from megatron_rl.rollout.service import RolloutService, TrainerSide
+from megatron_rl.weights.publish import PublishResult, WeightSyncError
+
+
+class Server:
+    url, incarnation, is_ours, num_restarts = "http://server:1", 1, True, 0
+
+    def healthy(self, timeout_s=5.0):
+        return True
+
+
+def make_service(monkeypatch, publish):
+    monkeypatch.setattr(service_module, "model_vocab_size", lambda config: 9)
+    trainer = TrainerSide(SimpleNamespace(publish=publish), call_on_trainer=None, note=print, warn=print)
+    return RolloutService(Config(), ServerPool([Server()]), None, None, trainer)
+
+
+def test_a_window_that_begins_during_a_publish_expects_the_version_before_it_or_the_one_after(monkeypatch):
+    """``weight_version`` is the oldest that a server may still have."""
+    seen = []
+
+    def publish(publisher, addresses, version):
+        seen.append((service.weight_version, service.trainer_version, version, service._live.client.standing_still))
+        return PublishResult(0.0, 0, 1)
+
+    service = make_service(monkeypatch, publish)
+    for version in (1, 2):
+        if version == 2:
+            service.weights_changed()
+        service.publish()
+        assert seen[-1] == (version - 1, version, version, True)
+        assert (service.weight_version, service.trainer_version) == (version, version)
+        assert not service._live.client.standing_still
+
+
+def test_after_a_publish_that_failed_the_version_is_the_old_one_and_silence_counts_again(monkeypatch):
+    def publish(publisher, addresses, version):
+        raise WeightSyncError("no")
+
+    service = make_service(monkeypatch, publish)
+    with pytest.raises(WeightSyncError):
+        service.publish()
+    assert service.weight_version == 0 and not service._live.client.standing_still
