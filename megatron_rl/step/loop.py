@@ -282,14 +282,15 @@ class TrainingLoop:
         self._num_trainer_stages_left.pop(step, None)
 
     def close_stopped(self) -> int:
-        """After a run that was asked to stop: the newest trained step is recorded and saved; returns the steps done."""
+        """After a run that was asked to stop: all trained steps are recorded, the newest is saved; returns the steps done."""
         step, parts = self._newest_trained, self._parts
         if step < 0:
             return parts.recorder.num_steps_done
         if self._examined < step:
             self._examine(step)
-        if parts.recorder.num_steps_done <= step:
-            self.record(step)
+        # One that waits for an evaluation is not recorded when the next one trains already.
+        for unrecorded in range(parts.recorder.num_steps_done, step + 1):
+            self.record(unrecorded)
         self._settle_save(wait=True)
         if parts.saver.newest_step != step:
             self._save(step)
