@@ -435,16 +435,12 @@ def test_a_run_that_is_killed_goes_on_as_the_same_run(rng, kill_after, save_ever
 
 
 def test_a_stop_during_an_evaluation_loses_no_row():
-    class LongEvaluations(random.Random):
-        def choice(self, durations):
-            return durations[0]
+    class LongEvaluations(ToyRun):
+        def begin(self, actions, run):
+            return super().begin(actions, run) + 50.0 * (run.stage.name == "evaluate")
 
-    config = make_config()
     for stop_after in range(30, 60):
-        run = ToyRun(config, LongEvaluations(0), save_every=99)
-        begin = run.begin
-        run.begin = lambda actions, one: begin(actions, one) + 50.0 * (one.stage.name == "evaluate")
-        run.go(stop_after=stop_after)
+        run = LongEvaluations(make_config(), random.Random(0), save_every=99).go(stop_after=stop_after)
         assert set(run.recorder.rows) == set(range(run.saver.newest_step + 1))
 
 
