@@ -110,7 +110,7 @@ class Recorder:
                 accuracy, error = row.metrics["eval/accuracy"], row.metrics.get("eval/accuracy_stderr")
                 self.evaluations.append(Evaluation(row.step, accuracy, error, self._earlier_s))
             for name, seconds in row.metrics.items():
-                if name.startswith("time/"):
+                if name.startswith("time/") and name.endswith("_s"):
                     self._add_stage(name.removeprefix("time/").removesuffix("_s"), seconds)
 
     def add_to(self, step: int, metrics: dict[str, float]) -> None:
@@ -164,7 +164,7 @@ class Recorder:
         metrics["rollout/num_server_restarts"] = float(num_server_restarts)
         metrics["memory/host_used_share"] = host_used_share()
         idle = self.timeline.idle_shares(self._last_end_s, now_s, self.running())
-        metrics |= {f"perf/{lane}_idle_share": idle[lane] for lane in ("rollout", "trainer") if lane in idle}
+        metrics |= {f"time/{lane}_idle_share": idle[lane] for lane in ("rollout", "trainer") if lane in idle}
         self._last_end_s = now_s
         # In place: a later step's stages may note theirs meanwhile.
         for key in [key for key in list(self._work) if key[1] <= step]:
