@@ -120,7 +120,9 @@ def mismatch_correction(  # noqa: PLR0913  public, and each number is a term of 
     ratios = _ratios(rollout_logprobs, old_logprobs, counted, cu_seqlens)
     _check_comparable(ratios, rollout_logprobs, old_logprobs)
 
-    vetoed = ratios.any_of_sequence(counted & (ratios.token.exp() < check_not_negative("veto_below", veto_below)))
+    vetoed = torch.zeros_like(counted)
+    if check_not_negative("veto_below", veto_below):
+        vetoed = ratios.any_of_sequence(counted & (ratios.token.exp() < veto_below))
     accepts = register.REJECTIONS.bind(rejection, rejection_options)
     accepted = accepts(ratios=ratios, rejection_low=rejection_low, rejection_high=rejection_high)
     kept = counted & ~vetoed & _per_token(f"rejection {rejection!r}", accepted, ratios).bool()

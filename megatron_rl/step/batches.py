@@ -38,12 +38,14 @@ def policy_batch(
     Fields: ``mask`` (the counted tokens), ``advantages``, ``old_logprobs``; ``weights`` with a correction;
     ``kl_fields`` (``KlPenalty``) with a KL term in the loss; ``lm_mask`` with positive examples.
     """
-    settings = algorithm.correction
+    settings, in_window = algorithm.correction, batch.fields["mask"]
+    # Sequences of the window's tokens alone: the rest of a batch, often the larger part, says nothing.
+    places = in_window.nonzero()[:, 0]
     correction = algorithms.mismatch_correction(
-        batch.fields["rollout_logprobs"],
-        old_logprobs,
-        advantages.mask,
-        batch.cu_seqlens,
+        batch.fields["rollout_logprobs"][places],
+        old_logprobs[places],
+        advantages.mask[places],
+        torch.searchsorted(places, batch.cu_seqlens),
         weight=settings.weight,
         max_weight=settings.max_weight,
         icepop_low=settings.icepop_low,
@@ -56,14 +58,14 @@ def policy_batch(
         weight_options=settings.weight_options,
         rejection_options=settings.rejection_options,
     )
-    fields = {"mask": correction.mask, "advantages": advantages.advantages, "old_logprobs": old_logprobs}
+    mask = on_mask(correction.mask, in_window)
+    fields = {"mask": mask, "advantages": advantages.advantages, "old_logprobs": old_logprobs}
     if settings.weight != "none":
-        fields["weights"] = correction.weights
+        fields["weights"] = on_mask(correction.weights, in_window)
     fields |= kl_fields or {}
     if algorithm.positive_lm_coef:
-        in_window = batch.fields["mask"]
         positive = _positive_mask(trajectories, algorithm, rules)
-        fields["lm_mask"] = positive & (correction.mask | ~in_window)
+        fields["lm_mask"] = positive & (mask | ~in_window)
     compared = settings.old_policy is OldPolicy.recomputed
     return batch.only(ROUTES).with_fields(**fields), correction.metrics if compared else {}
 

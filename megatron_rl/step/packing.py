@@ -68,6 +68,5 @@ def response_field(parts: Sequence[np.ndarray], trajectories: Sequence[Trajector
 
 def on_mask(values: Tensor, mask: Tensor) -> Tensor:
     """[T]: ``values`` [number of True in mask] where ``mask`` [T] is on, 0 elsewhere."""
-    full = torch.zeros(len(mask), dtype=values.dtype)
-    full[mask] = values
-    return full
+    # One pass; putting at the places of a mask first makes a list of them.
+    return torch.zeros(len(mask), dtype=values.dtype).masked_scatter_(mask, values)

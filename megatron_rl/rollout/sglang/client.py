@@ -30,6 +30,7 @@ import orjson
 from megatron_rl.config.derived import answer_timeout_s
 from megatron_rl.rollout.sglang.answer_checks import BadAnswer, KeyRefused, as_list, mismatch, shown
 from megatron_rl.rollout.sglang.liveness import kv_tokens, progress_of, shows_life, while_it_progresses
+from megatron_rl.rollout.sglang.long_lists import read_json
 from megatron_rl.rollout.sglang.queues import (
     Homes,
     NewTokens,
@@ -335,7 +336,7 @@ class SglangClient:
         if answer.status != 200:
             return [await self._refused(server, answer, requests[0].rid)] * len(batch)
         try:
-            samples = as_list(orjson.loads(answer.content), "the answer")
+            samples = as_list(read_json(answer.content), "the answer")
             if len(samples) != len(batch):
                 raise BadAnswer(f"{len(samples)} answers came to {len(batch)} requests")
         except (ValueError, BadAnswer) as error:

@@ -1,0 +1,217 @@
+"""The long lists of an answer, token ids and ``[log-prob, id, null]``, read into arrays without a Python object per token.
+
+``read_json`` gives what orjson would, with ``NumberList`` and ``PairList`` in the place of those lists. Nothing is decided here:
+an answer in which they are not written as SGLang 0.5.23 writes them goes to orjson whole, and ``answer_checks.py`` says what
+is wrong with it. So does a short one, and all of them until the loops are compiled: that takes a second or two on a
+thread of its own, once in a process, and is not cached on disk (see ``algorithms/cpu_scan.py``).
+
+Log-probs are the float32 nearest to the float64 that the text names, as numpy makes them of Python's numbers: where a quick
+product of digits and a power of ten leaves a doubt, the answer goes to orjson.
+"""
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cache
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import numpy as np
+import orjson
+
+SHORTEST = 1 << 15
+"""Bytes of an answer that is worth it: about a thousand tokens."""
+_IDS, _PAIRS = b'"output_ids":[', b'"output_token_logprobs":[['
+_SURE = 2.0**-50
+"""More than the relative error of the quick product."""
+
+
+class NumberList(NamedTuple):
+    ids: np.ndarray
+    """[n] int32, none negative"""
+
+
+class PairList(NamedTuple):
+    ids: np.ndarray
+    """[n] int32, none negative"""
+    logprobs: np.ndarray
+    """[n] float32"""
+
+
+def read_json(content: bytes) -> Any:
+    """Raises ValueError where it is no JSON."""
+    if len(content) >= SHORTEST and (loops := _in_background()).done():
+        found = with_arrays(content, *loops.result())
+        if found is not None:
+            return found
+    return orjson.loads(content)
+
+
+def with_arrays(content: bytes, read_ids: Callable[..., int], read_pairs: Callable[..., int]) -> Any:
+    """None where the long lists are not written as expected."""
+    text = np.frombuffer(content, np.uint8)
+    # No part of a JSON string: its quotes have a backslash before them.
+    ids, pairs = list(_spans(content, _IDS, b"]")), list(_spans(content, _PAIRS, b"]]"))
+    cuts = sorted([*ids, *pairs])
+    if any(one[1] > two[0] for one, two in pairwise(cuts)):
+        return None
+    borders = [0, *(place for cut in cuts for place in cut), len(content)]
+    try:
+        samples = orjson.loads(b"".join(content[start:end] for start, end in zip(borders[::2], borders[1::2], strict=True)))
+    except ValueError:
+        return None
+    if not isinstance(samples, list) or len(samples) != len(ids) or len(samples) != len(pairs):
+        return None
+    for sample, of_ids, of_pairs in zip(samples, ids, pairs, strict=True):
+        meta = sample.get("meta_info") if isinstance(sample, dict) else None
+        if not isinstance(meta, dict) or sample.get("output_ids") != [] or meta.get("output_token_logprobs") != [[]]:
+            return None
+        numbers, tokens = _room(of_ids, 2), _room(of_pairs, 10)
+        logprobs = np.empty(len(tokens), np.float32)
+        num_ids, num_pairs = read_ids(text, *of_ids, numbers), read_pairs(text, *of_pairs, tokens, logprobs)
+        if num_ids < 0 or num_pairs < 0:
+            return None
+        sample["output_ids"] = NumberList(numbers[:num_ids].copy())
+        meta["output_token_logprobs"] = PairList(tokens[:num_pairs].copy(), logprobs[:num_pairs].copy())
+    return samples
+
+
+def _spans(content: bytes, opening: bytes, closing: bytes) -> Iterator[tuple[int, int]]:
+    """Start and end of what stands between each ``opening`` and the ``closing`` behind it."""
+    place = content.find(opening)
+    while place >= 0:
+        start = place + len(opening)
+        end = content.find(closing, start)
+        if end < 0:
+            return
+        yield start, end
+        place = content.find(opening, end)
+
+
+def _room(span: tuple[int, int], shortest: int) -> np.ndarray:
+    """For all entries that may stand in ``span``, of ``shortest`` bytes with their comma."""
+    return np.empty((span[1] - span[0]) // shortest + 1, np.int32)
+
+
+@cache
+def _in_background() -> "Future[tuple[Callable[..., int], Callable[..., int]]]":
+    return ThreadPoolExecutor(1, thread_name_prefix="compile").submit(compiled_loops)
+
+
+@cache
+def compiled_loops() -> tuple[Callable[..., int], Callable[..., int]]:
+    """(read ids, read pairs): ``(text, start, end, results...)`` -> entries read, or -1."""
+    import numba  # takes a third of a second, which short runs need not
+
+    jit = numba.njit(nogil=True)
+    # A compiled function calls those that it is given.
+    whole_number, mantissa, exponent, any_number = jit(_whole_number), jit(_mantissa), jit(_exponent), jit(_number)
+    number = jit(lambda text, place, end: any_number(text, place, end, mantissa, exponent))
+    ids_loop, pairs_loop, is_next = jit(_read_ids), jit(_read_pairs), jit(_is_next)
+
+    def read_ids(text: np.ndarray, start: int, end: int, ids: np.ndarray) -> int:
+        return int(ids_loop(text, start, end, ids, whole_number))
+
+    def read_pairs(text: np.ndarray, start: int, end: int, ids: np.ndarray, logprobs: np.ndarray) -> int:
+        return int(pairs_loop(text, start, end, ids, logprobs, whole_number, number, is_next))
+
+    sample, ids = np.frombuffer(b"-0.5,1,null", np.uint8), np.zeros(2, np.int32)
+    read_ids(sample[5:6], 0, 1, ids)
+    read_pairs(sample, 0, len(sample), ids, np.zeros(2, np.float32))
+    return read_ids, read_pairs
+
+
+def _read_ids(text: np.ndarray, start: int, end: int, ids: np.ndarray, whole_number: Any) -> int:
+    place, count = start, 0
+    while place < end:
+        value, place = whole_number(text, place, end)
+        if place < 0 or (place < end and (text[place] != 44 or place + 1 == end)):
+            return -1
+        ids[count] = value
+        count += 1
+        place += 1
+    return count
+
+
+def _read_pairs(
+    text: np.ndarray, start: int, end: int, ids: np.ndarray, logprobs: np.ndarray, whole_number: Any, number: Any, is_next: Any
+) -> int:
+    place, count = start, 0
+    while place < end:
+        value, place = number(text, place, end)
+        if place < 0 or not is_next(text, place, end, b","):
+            return -1
+        token, place = whole_number(text, place + 1, end)
+        if place < 0 or not is_next(text, place, end, b",null"):
+            return -1
+        place += 5
+        if place < end:
+            if place + 3 >= end or not is_next(text, place, end, b"],["):
+                return -1
+            place += 3
+        ids[count], logprobs[count] = token, value
+        count += 1
+    return count
+
+
+def _is_next(text: np.ndarray, place: int, end: int, word: bytes) -> bool:
+    if place + len(word) > end:
+        return False
+    for index in range(len(word)):  # noqa: SIM110  a compiled loop
+        if text[place + index] != word[index]:
+            return False
+    return True
+
+
+def _whole_number(text: np.ndarray, place: int, end: int) -> tuple[int, int]:
+    """(value, the place behind it); -1 for a place where it is none, or not below 2^31."""
+    value, first = 0, place
+    while place < end and 48 <= text[place] <= 57 and place - first < 11:
+        value = value * 10 + (text[place] - 48)
+        place += 1
+    if place == first or value >= 2147483648:
+        return 0, -1
+    return value, place
+
+
+def _number(text: np.ndarray, place: int, end: int, mantissa: Any, exponent: Any) -> tuple[np.float32, int]:
+    """(the number at ``place``, the place behind it); -1 for a place where it is none, or which float32 it is is in doubt."""
+    negative = place < end and text[place] == 45
+    digits, scale, place = mantissa(text, place + negative, end)
+    if place >= 0 and place < end and (text[place] == 101 or text[place] == 69):
+        power, place = exponent(text, place + 1, end)
+        scale -= power
+    if place < 0 or not 0 <= scale <= 44:
+        return np.float32(0.0), -1
+    # Powers of ten up to 22 are exact: at most three roundings.
+    value = float(digits) / 10.0 ** min(scale, 22) / 10.0 ** max(scale - 22, 0)
+    if np.float32(value * (1.0 - _SURE)) != np.float32(value * (1.0 + _SURE)):
+        return np.float32(0.0), -1
+    return np.float32(-value if negative else value), place
+
+
+def _mantissa(text: np.ndarray, place: int, end: int) -> tuple[int, int, int]:
+    """(digits as a whole number, how many of them stand behind the point, the place behind them); -1 for more than 18."""
+    digits, scale, num_digits, behind_point, first = 0, 0, 0, False, place
+    while place < end and (48 <= text[place] <= 57 or (text[place] == 46 and not behind_point)):
+        if text[place] == 46:
+            behind_point = True
+        else:
+            digits = digits * 10 + (text[place] - 48)
+            num_digits += digits > 0
+            scale += behind_point
+            if num_digits > 18:
+                return 0, 0, -1
+        place += 1
+    return digits, scale, place if place > first else -1
+
+
+def _exponent(text: np.ndarray, place: int, end: int) -> tuple[int, int]:
+    """(value, the place behind it); -1 where there is none."""
+    falls = place < end and text[place] == 45
+    if place < end and (text[place] == 45 or text[place] == 43):
+        place += 1
+    value, first = 0, place
+    while place < end and 48 <= text[place] <= 57 and place - first < 4:
+        value = value * 10 + (text[place] - 48)
+        place += 1
+    return -value if falls else value, place if place > first else -1

@@ -1,0 +1,57 @@
+"""The account of the driver's part of a step: tools/bench_driver.py, with its servers."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+TOOLS = Path(__file__).parents[3] / "tools"
+TINY = ["--slots", "64", "--share", "1/2", "--median", "60", "--cut", "300", "--window", "80", "--prompt-tokens", "8"]
+TINY += ["--servers", "1", "--replicas", "2", "--ranks-per-replica", "2"]
+
+
+@pytest.fixture(autouse=True)
+def tools_are_importable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(TOOLS)
+
+
+def test_a_step_is_accounted_for_and_scaled_to_all_slots():
+    from bench_driver import measure, parse, report
+
+    found = measure(parse([*TINY, "--routes", "2x2x4"]))
+    assert (found["slots"], found["scale"]) == (32, 2.0)
+    assert found["cpu_s"].keys() == {
+        "requests", "parsing", "storing", "HTTP and event loop", "window batch", "to and from the ranks", "advantages",
+        "policy batch", "critic batch", "metrics", "checkpoint",
+    }  # fmt: skip
+    assert found["total_cpu_s"] == pytest.approx(sum(found["cpu_s"].values())) and min(found["cpu_s"].values()) > 0
+    # Tokens, log-probs, values, and the headers of short arrays.
+    assert 12 <= found["bytes_per_token_held"] < 40
+    assert found["gigabytes"]["to the ranks"] > 0 and found["gigabytes"]["from the ranks"] > 0
+    assert found["longest_stall_s"] > 0 and "held per token" in report(found)
+
+
+@pytest.mark.parametrize("spec", ["", "pareto:1.5:100", "file"])
+def test_slots_are_in_their_steady_state(spec, tmp_path):
+    from bench_driver import parse, steady_slots
+
+    if spec == "file":
+        spec = str(tmp_path / "lengths")
+        Path(spec).write_text("50\n120 900\n")
+    arguments = parse([*TINY, "--lengths", spec])
+    total, done = steady_slots(arguments, 4000, np.random.default_rng(0))
+    assert (done < total).all() and total.min() >= 16 and total.max() <= 300
+    assert (done % 80 == 0).all() and 0.1 < (done > 0).mean() < 0.9
+
+
+def test_a_stub_server_gives_what_is_left_of_a_response_and_of_the_window():
+    import orjson
+    from stub_servers import Answers
+
+    answers = Answers(np.array([50, 200]), prompt_tokens=8, routes=(2, 2, 4), version="3")
+    for given, limit, expected, reason in ((8, 80, 80, "length"), (8 + 150, 80, 50, "stop")):
+        sample = orjson.loads(answers.sample("train-12-1-1;", given, limit))
+        meta = sample["meta_info"]
+        assert len(sample["output_ids"]) == expected == meta["completion_tokens"] and meta["finish_reason"]["type"] == reason
+        assert [entry[1] for entry in meta["output_token_logprobs"]] == sample["output_ids"]
+        assert len(meta["routed_experts"]) == -(-(given + expected - 1) * 16 // 3) * 4

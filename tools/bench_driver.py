@@ -1,0 +1,456 @@
+"""What a step costs the driver (rank 0): the project's code on synthetic answers, without models and GPUs.
+
+    python tools/bench_driver.py                                     # 1/32 of 8,192 slots, scaled up
+    python tools/bench_driver.py --share 1 --routes 48x8x128         # all of them, with R3 of Qwen3-30B-A3B
+    python tools/bench_driver.py --lengths pareto:1.5:2000 --json found.json
+
+The pool is in its steady state: responses of the given lengths, cut at ``--cut``, grow by a window a step and are replaced when
+they end. ``tools/stub_servers.py`` answers with SGLang's JSON over sockets. What goes to the ranks is packed as in a run and
+counted where it would enter a socket; ``--replicas`` of ``--ranks-per-replica`` ranks take it. CPU seconds are those of the
+driver's process (rollout workers have a line of their own), of one step, scaled to all slots. A stall is the CPU time of one
+callback on the event loop. Fixed costs of a call are scaled too: a large share is exact, a small one on the careful side.
+"""
+
+import argparse
+import asyncio
+import gc
+import json
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from fractions import Fraction
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import psutil
+
+NUM_SAMPLES = 16
+"""Responses of a prompt."""
+STEPS_TO_STEADY_STATE = 12
+MODEL = {
+    "model_type": "qwen2", "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28,
+    "num_key_value_heads": 4, "vocab_size": 152064, "tie_word_embeddings": False,
+}  # fmt: skip
+"""Whose FLOPs the micro-batches are planned by (7B)."""
+
+
+class Meter:
+    """CPU seconds by part, the longest callback of an event loop, and bytes by way."""
+
+    def __init__(self) -> None:
+        self.cpu_s: dict[str, float] = defaultdict(float)
+        self.bytes: Counter[str] = Counter()
+        self.stall_s = 0.0
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """What the whole process uses inside; ``inner`` parts that ran meanwhile are not counted twice."""
+        gc.collect()
+        began_s, before = time.process_time(), sum(self.cpu_s.values())
+        yield
+        self.cpu_s[name] += time.process_time() - began_s - (sum(self.cpu_s.values()) - before)
+
+    def inner(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """``function``, whose CPU time on its thread counts as ``name``."""
+
+        def timed(*args: Any, **options: Any) -> Any:
+            began_s = time.thread_time()
+            try:
+                return function(*args, **options)
+            finally:
+                self.cpu_s[name] += time.thread_time() - began_s
+
+        return timed
+
+    @contextmanager
+    def stalls(self) -> Iterator[None]:
+        """Notes the longest callback of all event loops inside."""
+        run = asyncio.events.Handle._run
+
+        def timed(handle: Any) -> None:
+            began_s = time.thread_time()
+            run(handle)
+            self.stall_s = max(self.stall_s, time.thread_time() - began_s)
+
+        asyncio.events.Handle._run = timed  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            asyncio.events.Handle._run = run  # type: ignore[method-assign]
+
+
+def lengths_of(spec: str, number: int, arguments: argparse.Namespace, random: np.random.Generator) -> np.ndarray:
+    """Whole lengths of ``number`` responses: log-normal, ``pareto:ALPHA:LEAST``, or drawn from the numbers in a file."""
+    kind, *numbers = spec.split(":")
+    if not spec:
+        drawn = np.exp(random.normal(np.log(arguments.median), arguments.sigma, number))
+    elif kind == "pareto":
+        drawn = float(numbers[1]) * (1 + random.pareto(float(numbers[0]), number))
+    else:
+        drawn = random.choice(np.array(Path(spec).read_text().split(), dtype=float), number)
+    return np.clip(drawn, 16, arguments.cut).astype(np.int64)
+
+
+def steady_slots(arguments: argparse.Namespace, num_slots: int, random: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+    """(whole length, tokens so far) of each slot after some steps."""
+    total, done = lengths_of(arguments.lengths, num_slots, arguments, random), np.zeros(num_slots, dtype=np.int64)
+    for _ in range(STEPS_TO_STEADY_STATE):
+        done = np.minimum(total, done + arguments.window)
+        over = done >= total
+        total[over], done[over] = lengths_of(arguments.lengths, int(over.sum()), arguments, random), 0
+    return total, done
+
+
+def filled_pool(arguments: argparse.Namespace, done: np.ndarray, random: np.random.Generator) -> Any:
+    """A slot pool whose responses have ``done`` tokens each, with values, from the steps before."""
+    from megatron_rl.data.sampler import PromptSampler
+    from megatron_rl.data.slots import SlotPool
+    from megatron_rl.data.trajectory import Prompt, Segment, Trajectory
+
+    def prompt(index: int) -> Prompt:
+        ids = random.integers(1000, 150_000, arguments.prompt_tokens).tolist()
+        return Prompt(str(index), tuple(ids), text="x" * 1000, answer="42", type="math")
+
+    def start(prompt: Prompt, id: int, *, group_id: int, sample_index: int) -> Trajectory:
+        return Trajectory(id, prompt, group_id, sample_index, max_response_tokens=arguments.cut)
+
+    prompts = [prompt(index) for index in range(len(done) // NUM_SAMPLES)]
+    pool = SlotPool(PromptSampler(prompts, seed=1), start, num_slots=len(done), num_samples_per_prompt=NUM_SAMPLES)
+    for trajectory, held in zip(pool.fill(STEPS_TO_STEADY_STATE), done.tolist(), strict=True):
+        windows = [min(arguments.window, held - start) for start in range(0, held, arguments.window)]
+        for step, number in enumerate(windows, start=STEPS_TO_STEADY_STATE - len(windows)):
+            ids = random.integers(1000, 150_000, number).astype(np.int32)
+            logprobs = -random.exponential(0.4, number).astype(np.float32)
+            trajectory.segments.append(Segment(ids, logprobs, 1, "length", step))
+            trajectory.old_values.append(logprobs.copy())
+    return pool
+
+
+@contextmanager
+def stub_servers(arguments: argparse.Namespace, total: np.ndarray) -> Iterator[list[str]]:
+    with tempfile.NamedTemporaryFile(suffix=".npy") as file:
+        np.save(file, total)
+        file.flush()
+        command = [sys.executable, str(Path(__file__).with_name("stub_servers.py")), file.name]
+        command += ["--servers", str(arguments.servers), "--prompt-tokens", str(arguments.prompt_tokens)]
+        command += ["--routes", arguments.routes] if arguments.routes else []
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+            assert process.stdout is not None
+            try:
+                yield json.loads(process.stdout.readline())
+            finally:
+                process.kill()
+
+
+@contextmanager
+def seen_inside(meter: Meter) -> Iterator[None]:
+    """Parts of a generation that are functions of their own, wherever the package's modules have taken them in."""
+    import orjson
+
+    named = SimpleNamespace(
+        dumps=meter.inner("requests", orjson.dumps), loads=meter.inner("parsing", orjson.loads), **{
+            name: value for name, value in vars(orjson).items() if name not in ("dumps", "loads", "__name__")
+        },
+    )  # fmt: skip
+    parts = dict.fromkeys(("validate", "generate_body", "sent_ids"), "requests")
+    parts |= dict.fromkeys(("read_json", "parse_generation"), "parsing")
+    before = []
+    for module in [m for name, m in sys.modules.items() if name.startswith("megatron_rl.rollout")]:
+        found = {name: meter.inner(part, getattr(module, name)) for name, part in parts.items() if hasattr(module, name)}
+        if getattr(module, "orjson", None) is orjson:
+            found["orjson"] = named
+        for name, value in found.items():
+            before.append((module, name, getattr(module, name)))
+            setattr(module, name, value)
+    from megatron_rl.rollout.windows import Window
+
+    append = Window._append
+    Window._append = meter.inner("storing", append)  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        Window._append = append  # type: ignore[method-assign]
+        for module, name, value in before:
+            setattr(module, name, value)
+
+
+def generate(arguments: argparse.Namespace, meter: Meter, trajectories: Sequence[Any], urls: Sequence[str], step: int) -> None:
+    """One window of all slots, over sockets."""
+    from megatron_rl.rollout.generation import GenerationPlan
+    from megatron_rl.rollout.sampling import Sampling
+    from megatron_rl.rollout.sglang import long_lists
+    from megatron_rl.rollout.sglang.client import SglangClient
+    from megatron_rl.rollout.sglang.routes import RouteShape
+    from megatron_rl.rollout.windows import Window
+
+    layers, top_k, experts = map(int, (arguments.routes or "0x0x0").split("x"))
+    routes = RouteShape(layers, top_k, experts) if arguments.routes else None
+    long_lists._in_background().result()  # compiles
+    plan = GenerationPlan(Sampling(1.0, 1.0, -1, (2,), seed=1, routes=routes), decode=str)
+    options = {"num_workers": arguments.workers} if arguments.workers else {}
+
+    async def fill() -> None:
+        async with SglangClient(urls, vocab_size=152_064, hang_timeout_s=0.0, request_timeout_s=3600.0, **options) as client:
+            window = Window(client, _lost, plan, step=step, num_tokens=arguments.window, weight_version=1, kind="train")
+            await window.fill(trajectories)
+
+    with seen_inside(meter), meter.stalls(), meter.part("HTTP and event loop"):
+        asyncio.run(fill())
+
+
+async def _lost(error: Exception) -> None:
+    raise error
+
+
+class Ranks:
+    """An engine of rank 0 that answers zeros at once."""
+
+    is_output_rank = True
+    routes_shape = (1, 1)
+
+    def __init__(self, role: str, arguments: argparse.Namespace) -> None:
+        import torch
+
+        from megatron_rl.config.schema import ParallelConfig
+        from megatron_rl.families.facts import as_config
+        from megatron_rl.parallel.topology import Topology
+
+        size = arguments.ranks_per_replica
+        self.role, self.hf_config = role, as_config(MODEL)
+        self.parallel = ParallelConfig(tensor_parallel_size=size, num_ranks=size * arguments.replicas)
+        self.topology = Topology(
+            0, size * arguments.replicas, 0, size, 0, 1, 0, arguments.replicas, torch.device("cpu")
+        )
+
+    def step_aside(self) -> None:
+        pass
+
+    def logprobs(self, microbatches: Sequence[Any], **_: Any) -> list[Any]:
+        import torch
+
+        return [torch.zeros(len(one.tokens)) for one in microbatches]
+
+    def values(self, microbatches: Sequence[Any]) -> list[Any]:
+        import torch
+
+        return [(torch.zeros(len(one.tokens)), torch.zeros(one.num_sequences)) for one in microbatches]
+
+    def update(self, microbatches: Sequence[Any], loss: Any, **_: Any) -> Any:
+        from megatron_rl.training.engine import UpdateResult
+
+        return UpdateResult(1.0, 0.0, {}, skipped=False)
+
+
+@contextmanager
+def counted_group(arguments: argparse.Namespace, meter: Meter) -> Iterator[tuple[Any, Any]]:
+    """(the project's trainer group, its configuration), with sockets that count in place of those to the other ranks."""
+    import torch
+
+    from megatron_rl.config.schema import Config
+    from megatron_rl.parallel import collectives, stragglers
+    from megatron_rl.training import trainer_group
+
+    config = Config()
+    config.batch.max_tokens_per_microbatch = arguments.cut + arguments.prompt_tokens
+    config.batch.policy_minibatch_size = config.batch.critic_minibatch_size = max(1, len_of(arguments) // 16)
+    restore, size = trainer_group.restore, arguments.ranks_per_replica * arguments.replicas
+
+    def send(tensor: Any, peer: int, *_: Any) -> None:
+        meter.bytes["to the ranks"] += tensor.contiguous().view(torch.uint8).numel()
+
+    def answers(batch: Any, plan: Any, results: Any, *, per_sequence: bool) -> Any:
+        lengths = batch.lengths.tolist()
+        numbers = [sum(lengths[i] + per_sequence for part in rank for i in part) for rank in plan]
+        meter.bytes["from the ranks"] += 4 * sum(numbers[1:])
+        return restore(batch, plan, [torch.zeros(number) for number in numbers], per_sequence=per_sequence)
+
+    stand_ins = {
+        (collectives, "dist"): SimpleNamespace(get_rank=lambda: 0, get_world_size=lambda: size),
+        (collectives, "_send"): send,
+        (collectives, "gather_tensors"): lambda tensor, **_: [tensor] * size,
+        (collectives, "_over_the_replica"): lambda flat, place: flat,
+        (trainer_group, "restore"): answers,
+        (stragglers, "working"): lambda what: nullcontext(),
+    }
+    before = {key: getattr(*key) for key in stand_ins if hasattr(*key)}
+    for key in before:
+        setattr(*key, stand_ins[key])
+    try:
+        engines: Any = {role: Ranks(role, arguments) for role in ("policy", "critic")}
+        yield trainer_group.TrainerGroup(trainer_group.Worker(config, engines["policy"].topology, engines)), config
+    finally:
+        for key, value in before.items():
+            setattr(*key, value)
+
+
+def len_of(arguments: argparse.Namespace) -> int:
+    """Slots that are measured: whole groups."""
+    return max(1, round(arguments.slots * Fraction(arguments.share) / NUM_SAMPLES)) * NUM_SAMPLES
+
+
+def train(arguments: argparse.Namespace, meter: Meter, trajectories: Sequence[Any], step: int) -> None:
+    """The trainer stages' part on the driver."""
+    import torch
+
+    from megatron_rl.config.schema import AlgorithmConfig, CorrectionConfig, CorrectionWeight
+    from megatron_rl.data.trajectory import Score
+    from megatron_rl.step import metrics
+    from megatron_rl.step.batches import keep_signals, policy_batch, response_batch
+    from megatron_rl.step.experience import Signals, window_advantages
+    from megatron_rl.step.packing import window_batch, window_routes, with_routes
+    from megatron_rl.step.updates import train_critic, train_policy
+
+    algorithm = AlgorithmConfig(correction=CorrectionConfig(weight=CorrectionWeight.token))
+    with meter.part("window batch"):
+        batch = window_batch(trajectories, step)
+        if arguments.routes:
+            batch = with_routes(batch, window_routes(trajectories, step))
+    finished = [t for t in trajectories if t.finished]
+    for index, trajectory in enumerate(finished):
+        trajectory.score = Score(float(index % 5 < 2))
+    with counted_group(arguments, meter) as (group, config):
+        with group.stage(step, "bench"), meter.part("to and from the ranks"):
+            group.logprobs(batch, temperature=1.0)
+            group.values(batch)
+        old = batch.fields["rollout_logprobs"] + 0.01 * batch.fields["mask"]
+        signals = Signals(torch.rand(len(batch.tokens)), torch.rand(batch.num_sequences))
+        _compile()
+        with meter.part("advantages"):
+            found = window_advantages(
+                trajectories, batch, signals, step=step, window_tokens=arguments.window, algorithm=algorithm
+            )
+            keep_signals(trajectories, batch, signals, step)
+        with meter.part("policy batch"):
+            of_policy, _ = policy_batch(trajectories, batch, old, found, algorithm)
+        with meter.part("critic batch"):
+            of_critic = response_batch(finished, algorithm)
+        with meter.part("metrics"):
+            metrics.rollout_metrics(trajectories, step=step)
+            metrics.staleness_metrics(trajectories, step, 1)
+            metrics.reward_metrics(finished)
+            metrics.advantage_metrics(batch, found)
+            if of_critic is not None:
+                metrics.critic_metrics(of_critic)
+        with group.stage(step, "bench"), meter.part("to and from the ranks"):
+            train_policy(config, group, of_policy, step)
+            if of_critic is not None:
+                train_critic(config, group, of_critic, step)
+
+
+def _compile() -> None:
+    """The loops that are compiled at their first call."""
+    import torch
+
+    from megatron_rl import algorithms
+
+    one, bounds = torch.zeros(2), torch.tensor([0, 2])
+    algorithms.gae(one, one, bounds, gamma=1.0, lam=1.0)
+    algorithms.monte_carlo_returns(one, bounds, gamma=1.0)
+    algorithms.egae(one, one, bounds, torch.tensor([True]), gamma=1.0, lam=1.0)
+
+
+def checkpoint(meter: Meter, pool: Any, step: int) -> float:
+    """Seconds that the driver's main thread is busy; all CPU time counts as the part's."""
+    from megatron_rl.run.checkpoint_folder import write_driver
+    from megatron_rl.run.flat_arrays import taken_apart
+
+    with tempfile.TemporaryDirectory() as folder, meter.part("checkpoint"):
+        began_s = time.thread_time()
+        pool.release_finished(step)
+        state, arrays = taken_apart({"pool": pool.snapshot()()})
+        held_up_s = time.thread_time() - began_s
+        files = write_driver(Path(folder), state, arrays)
+        meter.bytes["checkpoint"] = sum(size for size, _ in files.values())
+    return held_up_s
+
+
+def bytes_held(trajectories: Sequence[Any]) -> float:
+    """Bytes of memory per token held: arrays with their headers, values among them."""
+    arrays = [
+        array
+        for t in trajectories
+        for array in (*(a for s in t.segments for a in (s.token_ids, s.rollout_logprobs)), *t.old_values, *t.token_rewards)
+    ]
+    return sum(array.nbytes + 112 for array in arrays) / sum(t.num_response_tokens for t in trajectories)
+
+
+def measure(arguments: argparse.Namespace) -> dict[str, Any]:
+    random = np.random.default_rng(arguments.seed)
+    num_slots = len_of(arguments)
+    total, done = steady_slots(arguments, num_slots, random)
+    pool, meter, step = filled_pool(arguments, done, random), Meter(), STEPS_TO_STEADY_STATE
+    trajectories = pool.fill(step)
+    process = psutil.Process()
+    with stub_servers(arguments, total) as urls:
+        before = process.cpu_times()
+        generate(arguments, meter, trajectories, urls, step)
+        workers_s = process.cpu_times().children_user - before.children_user
+    expected = int(np.minimum(total - done, arguments.window).sum())
+    assert sum(t.window_tokens(step) for t in trajectories) == expected, "the stub servers gave another number of tokens"
+    train(arguments, meter, trajectories, step)
+    held = bytes_held(trajectories)
+    held_up_s = checkpoint(meter, pool, step)
+    scale = arguments.slots / num_slots
+    return {
+        "slots": num_slots,
+        "scale": scale,
+        "new_tokens": expected * scale,
+        "cpu_s": {name: seconds * scale for name, seconds in meter.cpu_s.items()},
+        "workers_cpu_s": workers_s * scale,
+        "total_cpu_s": sum(meter.cpu_s.values()) * scale,
+        "longest_stall_s": meter.stall_s,
+        "checkpoint_main_thread_s": held_up_s * scale,
+        "gigabytes": {name: number * scale / 1e9 for name, number in meter.bytes.items()},
+        "bytes_per_token_held": held,
+        "peak_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
+    }
+
+
+def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--slots", type=int, default=8192)
+    parser.add_argument("--share", default="1/32", help="of the slots that is measured; the rest is scaled up")
+    parser.add_argument("--median", type=float, default=6000.0, help="tokens of a response")
+    parser.add_argument("--sigma", type=float, default=0.9)
+    parser.add_argument("--lengths", default="", help="another distribution: a file of numbers, or pareto:ALPHA:LEAST")
+    parser.add_argument("--cut", type=int, default=32768)
+    parser.add_argument("--window", type=int, default=8192)
+    parser.add_argument("--prompt-tokens", type=int, default=300)
+    parser.add_argument("--routes", default="", help="R3 of a model: layers x experts of a token x experts, as 48x8x128")
+    parser.add_argument("--servers", type=int, default=2)
+    parser.add_argument("--workers", type=int, default=0, help="rollout worker processes, where the client has them")
+    parser.add_argument("--replicas", type=int, default=8)
+    parser.add_argument("--ranks-per-replica", type=int, default=4)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--json", default="")
+    return parser.parse_args(words)
+
+
+def report(found: dict[str, Any]) -> str:
+    lines = [f"{found['slots']} slots measured, scaled by {found['scale']:g}: {found['new_tokens'] / 1e6:.1f}M new tokens a step"]
+    lines += [f"{name:24s}{seconds:10.2f} CPU s" for name, seconds in found["cpu_s"].items()]
+    lines += [f"{'in all':24s}{found['total_cpu_s']:10.2f} CPU s", f"{'rollout workers':24s}{found['workers_cpu_s']:10.2f} CPU s"]
+    lines += [f"{'longest stall':24s}{found['longest_stall_s'] * 1e3:10.1f} ms"]
+    lines += [f"{'checkpoint, main thread':24s}{found['checkpoint_main_thread_s']:10.2f} s"]
+    lines += [f"{name:24s}{number:10.2f} GB" for name, number in found["gigabytes"].items()]
+    lines += [f"{'held per token':24s}{found['bytes_per_token_held']:10.1f} bytes", f"{'peak memory':24s}{found['peak_gib']:10.2f} GiB"]
+    return "\n".join(lines)
+
+
+def main() -> None:
+    arguments = parse()
+    found = measure(arguments)
+    print(report(found))
+    if arguments.json:
+        Path(arguments.json).write_text(json.dumps(found, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,127 @@
+"""Servers that answer ``/generate`` as SGLang 0.5.23 does, with synthetic tokens: real JSON over a real socket, no model.
+
+    python tools/stub_servers.py lengths.npy --servers 4 --prompt-tokens 300 --routes 48x8x128
+
+``lengths.npy``: by trajectory id, how long each response becomes. One line of JSON with the servers' URLs is printed when they
+listen; they end with the process that started them. Each server is a process: what it costs is not the client's.
+"""
+
+import argparse
+import asyncio
+import json
+import multiprocessing
+import os
+import re
+import socket
+import sys
+import threading
+from typing import Any
+
+import numpy as np
+import orjson
+import pybase64
+from aiohttp import web
+
+VOCAB_SIZE = 151_000
+NUM_STORED = 1 << 16
+"""Tokens that the answers are made of; another part of them for each response."""
+_OF_RID = re.compile(r"-\d+-(\d+)-\d+")
+
+
+class Answers:
+    """Texts of answers, cut out of prepared ones."""
+
+    def __init__(self, lengths: np.ndarray, prompt_tokens: int, routes: tuple[int, int, int] | None, version: str) -> None:
+        random = np.random.default_rng(1)
+        ids = random.integers(1000, VOCAB_SIZE, NUM_STORED).tolist()
+        logprobs = (-random.exponential(0.4, NUM_STORED)).astype(np.float32).tolist()
+        self._lengths, self._prompt_tokens, self._version = lengths, prompt_tokens, version
+        self._ids = _Cut([b"%d" % token for token in ids])
+        self._pairs = _Cut([orjson.dumps([logprob, token, None]) for logprob, token in zip(logprobs, ids, strict=True)])
+        self._routes = None if routes is None else _random_routes(random, *routes)
+
+    def sample(self, rid: str, num_given: int, max_new_tokens: int) -> bytes:
+        """The JSON of one sample that had ``num_given`` tokens."""
+        found = _OF_RID.search(rid)
+        index = int(found[1]) if found else 0
+        left = int(self._lengths[index % len(self._lengths)]) - (num_given - self._prompt_tokens)
+        num_new = max(1, min(left, max_new_tokens))
+        first = index * 7919 % (NUM_STORED // 2)
+        finish = {"type": "stop", "matched": 2} if num_new >= left else {"type": "length", "length": num_new}
+        meta: dict[str, Any] = {
+            "id": rid, "finish_reason": finish, "prompt_tokens": num_given, "weight_version": self._version,
+            "total_retractions": 0, "completion_tokens": num_new, "cached_tokens": 0, "e2e_latency": 1.0,
+            "output_token_logprobs_length": num_new, "input_token_logprobs": [],
+        }  # fmt: skip
+        if self._routes is not None:
+            rows = np.resize(self._routes, (num_given + num_new - 1, self._routes.shape[1]))
+            meta["routed_experts"] = pybase64.b64encode(rows.tobytes()).decode()
+        rest = orjson.dumps(meta)[:-1] + b',"output_token_logprobs":[' + self._pairs.part(first, num_new) + b"]}"
+        return b'{"text":"","output_ids":[' + self._ids.part(first, num_new) + b'],"meta_info":' + rest + b"}"
+
+
+class _Cut:
+    """Words with commas between them, any run of which is one part of a text."""
+
+    def __init__(self, words: list[bytes]) -> None:
+        ends = np.cumsum([len(word) + 1 for word in words])
+        self._text, self._starts, self._ends = b",".join(words) + b",", ends - [len(word) + 1 for word in words], ends
+
+    def part(self, first: int, number: int) -> bytes:
+        parts = []
+        while number > 0:
+            taken = min(number, len(self._ends) - first)
+            parts.append(self._text[self._starts[first] : self._ends[first + taken - 1] - 1])
+            first, number = 0, number - taken
+        return b",".join(parts)
+
+
+def _random_routes(random: np.random.Generator, layers: int, top_k: int, experts: int) -> np.ndarray:
+    """[256, layers * top_k] int32"""
+    choices = np.argsort(random.random((256, layers, experts), dtype=np.float32), -1)[..., :top_k]
+    return np.ascontiguousarray(choices.reshape(256, -1).astype(np.int32))
+
+
+def serve(listener: socket.socket, answers: Answers) -> None:
+    async def generate(request: web.Request) -> web.Response:
+        body = orjson.loads(await request.read())
+        params = body["sampling_params"]
+        parts = [
+            answers.sample(rid, len(ids), own["max_new_tokens"])
+            for rid, ids, own in zip(body["rid"], body["input_ids"], params, strict=True)
+        ]
+        return web.Response(body=b"[" + b",".join(parts) + b"]", content_type="application/json")
+
+    app = web.Application(client_max_size=1 << 32)
+    app.router.add_post("/generate", generate)
+    web.run_app(app, sock=listener, print=None, handle_signals=False, loop=asyncio.new_event_loop())
+
+
+def _end_with_parent() -> None:
+    """Standard input ends when the process that holds its other end does."""
+    sys.stdin.buffer.read()
+    for child in multiprocessing.active_children():
+        child.kill()
+    os._exit(0)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("lengths")
+    parser.add_argument("--servers", type=int, default=1)
+    parser.add_argument("--prompt-tokens", type=int, default=300)
+    parser.add_argument("--routes", default="", help="layers x experts of a token x experts, as 48x8x128")
+    parser.add_argument("--version", default="1")
+    arguments = parser.parse_args()
+    layers, top_k, experts = map(int, (arguments.routes or "0x0x0").split("x"))
+    routes = (layers, top_k, experts) if arguments.routes else None
+    answers = Answers(np.load(arguments.lengths), arguments.prompt_tokens, routes, arguments.version)
+    listeners = [socket.create_server(("127.0.0.1", 0)) for _ in range(arguments.servers)]
+    for listener in listeners:
+        multiprocessing.get_context("fork").Process(target=serve, args=(listener, answers), daemon=True).start()
+    print(json.dumps([f"http://127.0.0.1:{listener.getsockname()[1]}" for listener in listeners]), flush=True)
+    threading.Thread(target=_end_with_parent).run()
+
+
+if __name__ == "__main__":
+    main()
