@@ -72,18 +72,19 @@ class Meter:
     @contextmanager
     def stalls(self) -> Iterator[None]:
         """Notes the longest callback of all event loops inside."""
-        run = asyncio.events.Handle._run
+        handles: Any = asyncio.events.Handle
+        run = handles._run
 
         def timed(handle: Any) -> None:
             began_s = time.thread_time()
             run(handle)
             self.stall_s = max(self.stall_s, time.thread_time() - began_s)
 
-        asyncio.events.Handle._run = timed  # type: ignore[method-assign]
+        handles._run = timed
         try:
             yield
         finally:
-            asyncio.events.Handle._run = run  # type: ignore[method-assign]
+            handles._run = run
 
 
 def lengths_of(spec: str, number: int, arguments: argparse.Namespace, random: np.random.Generator) -> np.ndarray:
@@ -163,7 +164,7 @@ def seen_inside(meter: Meter) -> Iterator[None]:
     parts |= dict.fromkeys(("read_json", "parse_generation"), "parsing")
     before = []
     for module in [m for name, m in sys.modules.items() if name.startswith("megatron_rl.rollout")]:
-        found = {name: meter.inner(part, getattr(module, name)) for name, part in parts.items() if hasattr(module, name)}
+        found: dict[str, Any] = {name: meter.inner(part, getattr(module, name)) for name, part in parts.items() if hasattr(module, name)}
         if getattr(module, "orjson", None) is orjson:
             found["orjson"] = named
         for name, value in found.items():
@@ -260,7 +261,8 @@ def counted_group(arguments: argparse.Namespace, meter: Meter) -> Iterator[tuple
     config = Config()
     config.batch.max_tokens_per_microbatch = arguments.cut + arguments.prompt_tokens
     config.batch.policy_minibatch_size = config.batch.critic_minibatch_size = max(1, len_of(arguments) // 16)
-    restore, size = trainer_group.restore, arguments.ranks_per_replica * arguments.replicas
+    group_module: Any = trainer_group
+    restore, size = group_module.restore, arguments.ranks_per_replica * arguments.replicas
 
     def send(tensor: Any, peer: int, *_: Any) -> None:
         meter.bytes["to the ranks"] += tensor.contiguous().view(torch.uint8).numel()
@@ -276,7 +278,7 @@ def counted_group(arguments: argparse.Namespace, meter: Meter) -> Iterator[tuple
         (collectives, "_send"): send,
         (collectives, "gather_tensors"): lambda tensor, **_: [tensor] * size,
         (collectives, "_over_the_replica"): lambda flat, place: flat,
-        (trainer_group, "restore"): answers,
+        (group_module, "restore"): answers,
         (stragglers, "working"): lambda what: nullcontext(),
     }
     before = {key: getattr(*key) for key in stand_ins if hasattr(*key)}

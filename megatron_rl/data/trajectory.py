@@ -87,7 +87,7 @@ class Segment:
 
 def read_only(values: Any, dtype: type) -> np.ndarray:
     """``values`` as an array of ``dtype`` that cannot be written to; what is one already is shared, not copied."""
-    array = np.asarray(values, dtype=dtype).view()
+    array: np.ndarray = np.asarray(values, dtype=dtype).view()
     array.flags.writeable = False
     return array
 
