@@ -14,6 +14,7 @@ COMMANDS = {
     "score": "grade the responses of a JSONL file",
     "select-prompts": "keep the prompts that are worth training on",
     "label-lines": "label the lines of programs that can still be completed to a right one",
+    "plan": "find layouts that fit so many GPUs, ranked by the seconds of a finished response",
     "simulate": "predict what a run takes, from a recipe and what a finished run measured",
     "doctor": "look whether this machine is fit for a run, and whether both engines and all layouts compute the same on it",
     "convert": "convert a model between a Hugging Face folder and Megatron's distributed checkpoint",

@@ -40,13 +40,7 @@ def print_memory(console: Console, config: Config, world_size: int) -> None:
     facts = {name: load_hf_config(folder) for name, folder in model_folders(config).items()}
     models = models_of(config, facts)
     memory = run_memory(config, models)
-    console.print(_stage_table(memory, models))
-    ranks = {stage.rank for stage in memory.stages}
-    which = ", ".join(f"{stage.name} {stage.rank}" for stage in memory.stages) if len(ranks) > 1 else str(*ranks)
-    console.print(f"on the rank that holds most ({which}), all responses as long as they may be", soft_wrap=True)
-    console.print()
-    console.print(_host_table(memory))
-    console.print()
+    print_stages(console, memory, models)
     verdicts = {name: verdict(config, facts, gpu(name)) for name in _GPUS}
     console.print(_verdict_table(config, verdicts))
     if "generate" in {stage.name for stage in memory.stages}:
@@ -56,7 +50,18 @@ def print_memory(console: Console, config: Config, world_size: int) -> None:
         console.print(line, soft_wrap=True)
 
 
-def _plain_table(*columns: str, texts: Container[str] = ()) -> Table:
+def print_stages(console: Console, memory: RunMemory, models: Sequence[RunModel]) -> None:
+    """Of a GPU by stage, and of the machine with the driver."""
+    console.print(_stage_table(memory, models))
+    ranks = {stage.rank for stage in memory.stages}
+    which = ", ".join(f"{stage.name} {stage.rank}" for stage in memory.stages) if len(ranks) > 1 else str(*ranks)
+    console.print(f"on the rank that holds most ({which}), all responses as long as they may be", soft_wrap=True)
+    console.print()
+    console.print(_host_table(memory))
+    console.print()
+
+
+def plain_table(*columns: str, texts: Container[str] = ()) -> Table:
     """The first column and ``texts`` are words, the others numbers."""
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
     for index, column in enumerate(columns):
@@ -65,7 +70,7 @@ def _plain_table(*columns: str, texts: Container[str] = ()) -> Table:
 
 
 def _stage_table(memory: RunMemory, models: Sequence[RunModel]) -> Table:
-    table = _plain_table("GB of a GPU", *(stage.name.replace("_", "\n") for stage in memory.stages))
+    table = plain_table("GB of a GPU", *(stage.name.replace("_", "\n") for stage in memory.stages))
     for name in (*(f"{model.name}: {state}" for model in models for state in STATES), *COMPONENTS):
         sizes = [stage.parts.get(name, 0.0) for stage in memory.stages]
         if any(sizes):
@@ -75,7 +80,7 @@ def _stage_table(memory: RunMemory, models: Sequence[RunModel]) -> Table:
 
 
 def _host_table(memory: RunMemory) -> Table:
-    table = _plain_table("GB of the machine with the driver", "")
+    table = plain_table("GB of the machine with the driver", "")
     for name, size in memory.host.items():
         table.add_row(name, _gigabytes(size))
     table.add_row("all", _gigabytes(sum(memory.host.values())), style="bold")
@@ -85,7 +90,7 @@ def _host_table(memory: RunMemory) -> Table:
 def _verdict_table(config: Config, verdicts: dict[str, Verdict]) -> Table:
     longest = config.batch.max_prompt_tokens + config.batch.max_response_tokens
     texts = ("fullest stage", "fits")
-    table = _plain_table("GPU", "fullest stage", "GB", "fits", "KV cache of a server", texts=texts)
+    table = plain_table("GPU", "fullest stage", "GB", "fits", "KV cache of a server", texts=texts)
     for name, found in verdicts.items():
         number = int(found.kv_tokens // longest)
         cache = f"{number} x {longest:,} tokens" if number > 0 else "too small"

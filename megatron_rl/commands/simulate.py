@@ -9,14 +9,15 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from megatron_rl.commands.length_words import DEFAULT_PROMPTS, config_of_run, lengths_of_run, lengths_of_words
 from megatron_rl.config.load import load_config
-from megatron_rl.config.schema import Config, Mode
+from megatron_rl.config.schema import Mode
 from megatron_rl.errors import UserError
 from megatron_rl.planning.gpus import gpu
 from megatron_rl.simulation.calibration import calibrated
 from megatron_rl.simulation.comparison import Replayed, observed, replay_fitted, replay_measured
 from megatron_rl.simulation.estimated import estimated_kv_tokens, estimated_timing
-from megatron_rl.simulation.lengths import Lengths, named_lengths, read_lengths
+from megatron_rl.simulation.lengths import named_lengths
 from megatron_rl.simulation.prediction import (
     Outcome,
     Prediction,
@@ -26,14 +27,13 @@ from megatron_rl.simulation.prediction import (
     predict,
     seconds_until,
 )
-from megatron_rl.simulation.recorded import RecordedRun, prompt_lengths, read_run, response_lengths
+from megatron_rl.simulation.recorded import RecordedRun, prompt_lengths, read_run
 from megatron_rl.simulation.scenario import Scenario, scenario_of
 from megatron_rl.simulation.timing import Timing, read_timing, write_timing
 from megatron_rl.system.arguments import positive_int, positive_number
 from megatron_rl.tracking.timeline import Timeline
 
 _STEPS_THAT_COUNT = 200
-_DEFAULT_PROMPTS = "fixed:length=200"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--against", type=Path, metavar="RUN", help="simulate this run's configuration and lengths, and show both")
     add("--lengths", metavar="LENGTHS", help="name:key=value,... or a file or a run's folder: docs/simulate.md")
-    add("--prompts", metavar="LENGTHS", help=f"of prompts; without --run {_DEFAULT_PROMPTS}")
+    add("--prompts", metavar="LENGTHS", help=f"of prompts; without --run {DEFAULT_PROMPTS}")
     add("--timing", type=Path, metavar="FILE", help="YAML of costs, instead of a run's")
     add("--gpu", metavar="NAME", help="estimate the costs of the configuration on such GPUs: docs/estimates.md")
     add("--save-timing", type=Path, metavar="FILE", help="write the costs that are used")
@@ -123,40 +123,21 @@ def _inputs(
 
 
 def _own_scenario(run: RecordedRun) -> Scenario:
-    return scenario_of(_config_of(run))
-
-
-def _config_of(run: RecordedRun) -> Config:
-    return load_config(run.folder / "config.yaml")
+    return scenario_of(config_of_run(run))
 
 
 def _workload(arguments: argparse.Namespace, run: RecordedRun | None) -> Workload:
     if arguments.lengths:
-        lengths = _lengths(arguments.lengths)
+        lengths = lengths_of_words(arguments.lengths)
     elif run is not None and run.rounds:
-        lengths = _lengths_of(run)
+        lengths = lengths_of_run(run)
     else:
         raise UserError(
             "expected --lengths, for example --lengths lognormal:median=2000,sigma=1,max=24576, or a run that has them"
         )
     if arguments.prompts:
-        return Workload(lengths, _lengths(arguments.prompts))
-    return Workload(lengths, prompt_lengths(run) if run is not None and run.rounds else named_lengths(_DEFAULT_PROMPTS))
-
-
-def _lengths(words: str) -> Lengths:
-    path = Path(words)
-    if path.is_dir():
-        return _lengths_of(read_run(path))
-    if path.name in ("metrics.jsonl", "timeline.json"):
-        return _lengths_of(read_run(path.parent))
-    return read_lengths(path) if path.is_file() else named_lengths(words)
-
-
-def _lengths_of(run: RecordedRun) -> Lengths:
-    if not run.rounds:
-        raise UserError(f"{run.folder}: the run's timeline does not say how long its responses were; give --lengths")
-    return response_lengths(run, carries=_config_of(run).schedule.mode is not Mode.sync)
+        return Workload(lengths, lengths_of_words(arguments.prompts))
+    return Workload(lengths, prompt_lengths(run) if run is not None and run.rounds else named_lengths(DEFAULT_PROMPTS))
 
 
 def _predicted(arguments: argparse.Namespace, inputs: _Inputs, scenario: Scenario | None = None) -> Prediction:

@@ -4,15 +4,41 @@ A configuration is read by attributes: transformers' PretrainedConfig, or the fi
 leave out what transformers has a default for.
 """
 
+import functools
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 from megatron_rl.errors import ModelError
 from megatron_rl.families.family import ModelConfig, families, family_of
 from megatron_rl.families.fields import field_problems
+
+_Asked = ParamSpec("_Asked")
+_Said = TypeVar("_Said")
+_MOST_REMEMBERED = 20_000
+
+
+def remembered(function: Callable[_Asked, _Said]) -> Callable[_Asked, _Said]:
+    """``function`` of a model's facts, and of what else it takes, asked once for each content: a plan asks a thousand times.
+
+    What it gives must not be changed. Only facts of ``as_config`` are remembered; transformers' objects print slowly.
+    """
+    said: dict[str, _Said] = {}
+
+    @functools.wraps(function)
+    def asked(*words: _Asked.args, **named: _Asked.kwargs) -> _Said:
+        if type(words[0]) is not SimpleNamespace:
+            return function(*words, **named)
+        content = repr((words, named))
+        if content not in said:
+            if len(said) > _MOST_REMEMBERED:
+                said.clear()
+            said[content] = function(*words, **named)
+        return said[content]
+
+    return asked
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
@@ -94,6 +120,7 @@ def text_config(config: ModelConfig) -> ModelConfig:
     return getattr(config, "text_config", config) if sees(config) else config
 
 
+@remembered
 def has_experts(config: ModelConfig) -> list[bool]:
     """For each decoder layer, whether it is a mixture of experts; all False in a dense model."""
     experts, text = family_of(config).experts, text_config(config)
@@ -132,6 +159,7 @@ def num_mtp_layers(config: ModelConfig) -> int:
     return getattr(text_config(config), family_of(config).num_mtp_layers, None) or 0
 
 
+@remembered
 def dims(config: ModelConfig) -> Mapping[str, int]:
     """The sizes that tables name."""
     family, text = family_of(config), text_config(config)
@@ -167,3 +195,18 @@ def dims(config: ModelConfig) -> Mapping[str, int]:
             "attended": heads * text.v_head_dim,
         }
     return sizes
+
+
+def split_sizes(config: ModelConfig) -> dict[str, int]:
+    """What tensor-parallel ranks share out, by the names of config.json."""
+    sizes = dims(config)
+    split = {"num_key_value_heads": sizes["groups"], "num_attention_heads": sizes["heads"]}
+    if not uses_only_experts(config):
+        split["intermediate_size"] = sizes["ffn"]
+    if sizes["experts"]:
+        split["moe_intermediate_size x n_shared_experts"] = sizes["shared_ffn"]
+    if family_of(config).is_latent:
+        # Megatron builds them split before they are made whole.
+        split["q_lora_rank"] = sizes["q_latent"]
+        split["kv_lora_rank + qk_rope_head_dim"] = sizes["kv_down"]
+    return split

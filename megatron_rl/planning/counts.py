@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, fields
 
 from megatron_rl.cpu.torchvision import declare_torchvision_ops
-from megatron_rl.families.facts import dims, has_experts
+from megatron_rl.families.facts import dims, has_experts, remembered
 from megatron_rl.families.family import ModelConfig, Rule, family_of
 from megatron_rl.families.transforms import Replicated, padded_vocab_size
 from megatron_rl.families.vision_encoder import ADAPTER, parameter_shapes
@@ -28,12 +28,16 @@ class Parameters:
     def number(self) -> int:
         return sum(getattr(self, field.name) for field in fields(self))
 
+    def times(self, number: int) -> "Parameters":
+        return Parameters(self.split * number, self.replicated * number, self.experts * number, self.biases * number)
+
     @classmethod
     def sum(cls, parts: Iterable["Parameters"]) -> "Parameters":
         listed = list(parts)
         return cls(*(sum(getattr(part, field.name) for part in listed) for field in fields(cls)))
 
 
+@remembered
 def layer_parameters(config: ModelConfig) -> list[Parameters]:
     """Of each decoder layer. A family's layers differ in whether they have experts alone, so each kind is counted once."""
     kinds = has_experts(config)
@@ -61,6 +65,7 @@ def embedding_parameters(config: ModelConfig, *, tensor_parallel_size: int = 1) 
     return Parameters(split=vocab * dims(config)["hidden"], replicated=sum(encoder_parameters(config)))
 
 
+@remembered
 def encoder_parameters(config: ModelConfig) -> tuple[int, int]:
     """(of the vision tower, of its adapter); none in a model that sees nothing."""
     if family_of(config).vision is None:
@@ -88,6 +93,7 @@ def head_parameters(config: ModelConfig, *, is_critic: bool = False, tensor_para
     return Parameters(split=padded_vocab_size(dims(config)["vocab"], tensor_parallel_size) * hidden, replicated=hidden)
 
 
+@remembered
 def num_parameters(config: ModelConfig) -> int:
     """Of the whole policy, as its files count them."""
     tied = embedding_parameters(config).split if config.tie_word_embeddings else 0

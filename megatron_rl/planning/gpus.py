@@ -32,8 +32,9 @@ class Gpu:
 
 
 def gpu(name: str, file: Path = _OWN) -> Gpu:
-    """The description of ``name``; ConfigError for a name that ``file`` does not have, or a field that is missing."""
+    """The description of ``name``, in any case; ConfigError for a name that ``file`` does not have, or a field that is missing."""
     described = _read(file)
+    name = next((known for known in described if known.lower() == name.lower()), name)
     if name not in described:
         raise ConfigError(f"GPU {name!r} is not described in {file}; described: {', '.join(described)}")
     names = {field.name for field in fields(Gpu)}
@@ -44,7 +45,10 @@ def gpu(name: str, file: Path = _OWN) -> Gpu:
 
 @functools.cache
 def _read(file: Path) -> dict[str, dict[str, Any]]:
-    content = yaml.safe_load(file.read_text(encoding="utf-8"))
+    try:
+        content = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"{file}: expected a YAML file with names of GPUs and their fields: {error}") from error
     if not isinstance(content, dict) or not all(isinstance(fields, dict) for fields in content.values()):
         raise ConfigError(f"{file}: expected names of GPUs with their fields")
     return content

@@ -12,15 +12,15 @@ from typing import Any
 from megatron_rl.config.derived import server_placement
 from megatron_rl.config.layout import experts_problem, layers_problem, layout_problems
 from megatron_rl.config.schema import Config, Dtype, Moments, Offload, Recompute
-from megatron_rl.families.facts import dims, text_config
+from megatron_rl.families.facts import dims, split_sizes, text_config
 from megatron_rl.families.family import ModelConfig
 from megatron_rl.planning.gpus import Gpu
 from megatron_rl.planning.run_memory import RunMemory, RunModel, memory_fraction, models_of, run_memory
 from megatron_rl.planning.serving_time import kv_bytes
 
-_SPARE_SHARE = 0.04
-"""Of a GPU, left free by a mem-fraction-static that is recommended."""
-_SMALLEST_FRACTION, _LARGEST_FRACTION = 0.1, 0.9
+SPARE_SHARE = 0.04
+"""Of a GPU, left free by a mem-fraction-static that is recommended, and by a plan."""
+_SMALLEST_FRACTION, LARGEST_FRACTION = 0.1, 0.9
 _GROWTH = (2, 4, 8)
 
 Facts = Mapping[str, ModelConfig]
@@ -45,12 +45,13 @@ class Verdict:
 
 def verdict(config: Config, facts: Facts, gpu: Gpu) -> Verdict:
     """``config`` names its number of ranks, and its layouts fit them; ``facts`` as for ``models_of``."""
-    found = _look(config, facts, gpu)
+    found = look(config, facts, gpu)
     changes = _remedy(config, facts, gpu) if found.problem else {}
-    return replace(found, changes=changes, needed_after=_look(_changed(config, changes), facts, gpu).needed)
+    return replace(found, changes=changes, needed_after=look(_changed(config, changes), facts, gpu).needed)
 
 
-def _look(config: Config, facts: Facts, gpu: Gpu) -> Verdict:
+def look(config: Config, facts: Facts, gpu: Gpu) -> Verdict:
+    """``verdict`` without changes that would help."""
     memory = run_memory(config, models_of(config, facts))
     stage, needed = _fullest(config, memory, gpu)
     size, longest = config.rollout.tensor_parallel_size, config.batch.max_prompt_tokens + config.batch.max_response_tokens
@@ -77,7 +78,7 @@ def _remedy(config: Config, facts: Facts, gpu: Gpu) -> Changes:
 
     def helps(changes: Changes) -> bool:
         changed = _changed(config, changes)
-        return _is_possible(changed, facts) and not _look(changed, facts, gpu).problem
+        return _is_possible(changed, facts) and not look(changed, facts, gpu).problem
 
     def needed(changes: Changes) -> Changes:
         # What costs most goes first.
@@ -128,15 +129,20 @@ def _candidates(config: Config, facts: Facts, gpu: Gpu) -> Iterator[Changes]:
 
 def _of_servers(config: Config, facts: Facts, gpu: Gpu) -> Iterator[Changes]:
     """What gives servers, or leaves the trainer, more of the GPU."""
-    memory = run_memory(config, models_of(config, facts))
-    fraction, size = _LARGEST_FRACTION, config.rollout.tensor_parallel_size
+    size = config.rollout.tensor_parallel_size
+    if fraction := largest_fraction(run_memory(config, models_of(config, facts)), gpu):
+        yield {"rollout.server_args.mem-fraction-static": fraction}
+    yield from ({"rollout.tensor_parallel_size": size * times} for times in _GROWTH)
+
+
+def largest_fraction(memory: RunMemory, gpu: Gpu) -> float:
+    """mem-fraction-static in hundredths, of servers that may take what the trainer leaves; 0: it leaves too little."""
+    fraction = LARGEST_FRACTION
     for stage in memory.stages:
         if stage.name == "generate":
             others = stage.total - memory.server_weights
-            fraction = min(fraction, 1 - _SPARE_SHARE - others / gpu.hbm_bytes)
-    if fraction >= _SMALLEST_FRACTION:
-        yield {"rollout.server_args.mem-fraction-static": int(fraction * 100) / 100}
-    yield from ({"rollout.tensor_parallel_size": size * times} for times in _GROWTH)
+            fraction = min(fraction, 1 - SPARE_SHARE - others / gpu.hbm_bytes)
+    return int(fraction * 100) / 100 if fraction >= _SMALLEST_FRACTION else 0.0
 
 
 def _changed(config: Config, changes: Changes) -> Config:
@@ -168,10 +174,9 @@ def _is_possible(config: Config, facts: Facts) -> bool:
 
 def _fits(model: RunModel, num_ranks: int) -> bool:
     parallel, sizes = model.parallel, dims(model.facts)
-    shared = [sizes["groups"], sizes["heads"], sizes["ffn"], sizes["shared_ffn"], sizes.get("q_latent", 0), sizes.get("kv_down", 0)]
     problems = [
         *layout_problems(parallel, num_ranks),
         layers_problem(parallel, text_config(model.facts).num_hidden_layers),
         experts_problem(parallel, sizes["experts"], sizes["expert_ffn"]),
     ]
-    return not any(problems) and not any(size % parallel.tensor_parallel_size for size in shared)
+    return not any(problems) and not any(size % parallel.tensor_parallel_size for size in split_sizes(model.facts).values())

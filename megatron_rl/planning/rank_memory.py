@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from megatron_rl.config.layout import expert_tensor_size
 from megatron_rl.config.schema import Dtype, Moments, OptimizerConfig, ParallelConfig, Recompute, VisionConfig
-from megatron_rl.families.facts import has_experts, text_config
+from megatron_rl.families.facts import has_experts, remembered, text_config
 from megatron_rl.families.family import ModelConfig
 from megatron_rl.planning.activations import head_bytes, layer_bytes
 from megatron_rl.planning.counts import (
@@ -78,6 +78,7 @@ class Passes:
     """Nothing is kept for a backward pass: only what one layer holds at a time."""
 
 
+@remembered
 def memory_by_rank(
     config: ModelConfig,
     parallel: ParallelConfig,
@@ -95,16 +96,17 @@ def memory_by_rank(
     stages, states = _layers_of_ranks(parallel, text_config(config).num_hidden_layers), states or States()
     data = num_ranks / (parallel.tensor_parallel_size * parallel.pipeline_parallel_size)
     of_expert = num_ranks / (parallel.pipeline_parallel_size * parallel.expert_parallel_size * expert_tensor_size(parallel))
+    saved = _bytes_by_kind(config, parallel, passes) if passes.tokens else {}
     found = []
     for rank, (chunks, held) in enumerate(zip(stages, _parameters_of_ranks(config, parallel, is_critic), strict=True)):
-        dense, expert = _on_rank(held, parallel)
+        kinds, (dense, expert) = _kinds(has_experts(config), chunks), _on_rank(held, parallel)
         learns = (dense - (_frozen(config, states) if rank == 0 else 0)) if states.gradient else 0
         found.append(
             RankMemory(
                 weights=states.weight * (dense + expert),
                 gradients=states.gradient * (learns + expert),
                 optimizer=states.optimizer * (learns / data + expert / of_expert),
-                activations=_activations(config, parallel, passes, rank, chunks) if passes.tokens else 0.0,
+                activations=_activations(config, parallel, passes, rank, kinds, saved) if passes.tokens else 0.0,
             )
         )
     return found
@@ -112,9 +114,10 @@ def memory_by_rank(
 
 def _parameters_of_ranks(config: ModelConfig, parallel: ParallelConfig, is_critic: bool) -> list[Parameters]:
     """Per pipeline rank: whole layers with what stands before the first and after the last one."""
-    layers, stages = layer_parameters(config), _layers_of_ranks(parallel, text_config(config).num_hidden_layers)
+    stages, has = _layers_of_ranks(parallel, text_config(config).num_hidden_layers), has_experts(config)
+    of_kind = dict(zip(has, layer_parameters(config), strict=True))  # layers of a kind have the same
     tp, last = parallel.tensor_parallel_size, len(stages) - 1
-    held = [[layers[layer] for chunk in chunks for layer in chunk] for chunks in stages]
+    held = [[of_kind[kind].times(number) for kind, number in _kinds(has, chunks).items()] for chunks in stages]
     held[0].append(embedding_parameters(config, tensor_parallel_size=tp))
     head = head_parameters(config, is_critic=is_critic, tensor_parallel_size=tp)
     # In one stage a tied output layer is the embedding itself.
@@ -144,22 +147,38 @@ def _layers_of_ranks(parallel: ParallelConfig, num_layers: int) -> list[list[ran
     return [chunks[rank::pipeline] for rank in range(pipeline)]
 
 
+def _kinds(has: list[bool], chunks: list[range]) -> Counter[bool]:
+    """Layers with experts, and without."""
+    return Counter(has[layer] for chunk in chunks for layer in chunk)
+
+
+def _bytes_by_kind(config: ModelConfig, parallel: ParallelConfig, passes: Passes) -> dict[bool, tuple[float, float]]:
+    """Of a layer with and without experts: ``layer_bytes``."""
+    recompute = Recompute.full if passes.forward_only else passes.recompute
+    size = passes.number_bytes
+    return {
+        kind: layer_bytes(config, parallel, recompute, with_experts=kind, number_bytes=size)
+        for kind in set(has_experts(config))
+    }
+
+
 def _activations(
-    config: ModelConfig, parallel: ParallelConfig, passes: Passes, rank: int, chunks: list[range]
+    config: ModelConfig,
+    parallel: ParallelConfig,
+    passes: Passes,
+    rank: int,
+    kinds: Counter[bool],
+    by_kind: dict[bool, tuple[float, float]],
 ) -> float:
     """Bytes at the fullest moment: the packs in progress on this stage, and what the backward pass computes again."""
-    has, size = has_experts(config), passes.number_bytes
-    kinds = Counter(has[layer] for chunk in chunks for layer in chunk)
-    recompute = Recompute.full if passes.forward_only else passes.recompute
-    by_kind = {kind: layer_bytes(config, parallel, recompute, with_experts=kind, number_bytes=size) for kind in kinds}
     kept = sum(number * by_kind[kind][0] for kind, number in kinds.items())
-    again = max(again for _, again in by_kind.values())
+    again = max(by_kind[kind][1] for kind in kinds)
     if passes.forward_only:
         return again * passes.tokens
     started = packs_in_progress(parallel, rank, passes.num_packs)
     per_token = kept / parallel.virtual_pipeline_size * started + again
     if rank == parallel.pipeline_parallel_size - 1:
-        per_token += head_bytes(config, parallel, with_logits=passes.keeps_logits, number_bytes=size)
+        per_token += head_bytes(config, parallel, with_logits=passes.keeps_logits, number_bytes=passes.number_bytes)
     return per_token * passes.tokens
 
 

@@ -68,7 +68,13 @@ def training_seconds(
     flops = sum(map(forward, work.lengths))
     products = work.passes * flops / (gpu.flops["bfloat16"] * efficiency.products)
     experts = work.passes / 3 * tokens * _expert_seconds(config, parallel, gpu, efficiency)
-    return (products + experts) / num_ranks * (1 + bubble(parallel, work.num_packs))
+    return (products + experts) / num_ranks * _fullest_stage(parallel) * (1 + bubble(parallel, work.num_packs))
+
+
+def _fullest_stage(parallel: ParallelConfig) -> float:
+    """Layers of the pipeline stage that has most of them over the mean: the others wait for it."""
+    layers, stages = parallel.pipeline_layers, parallel.pipeline_parallel_size
+    return max(sum(layers[stage::stages]) for stage in range(stages)) * stages / sum(layers) if layers else 1.0
 
 
 def bubble(parallel: ParallelConfig, num_packs: int) -> float:

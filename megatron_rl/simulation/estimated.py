@@ -25,14 +25,17 @@ _NODES = tuple(2.0**power for power in range(13))
 """Running responses between which a decode step's time is taken as linear."""
 
 
-def estimated_timing(config: Config, gpu: Gpu) -> Timing:
-    """Raises ConfigError where the configuration does not say enough, ModelError for what policy.path holds."""
+def estimated_timing(config: Config, gpu: Gpu, facts: ModelConfig | None = None) -> Timing:
+    """``facts``: the policy's; None: from policy.path.
+
+    Raises ConfigError where the configuration does not say enough, ModelError for what policy.path holds.
+    """
     parallel, size = config.parallel, config.rollout.tensor_parallel_size
     if not parallel.num_ranks:
         raise ConfigError("parallel.num_ranks=0: expected the number of trainer ranks, to estimate their seconds")
     if problems := [*layout_problems(parallel, parallel.num_ranks)]:
         raise ConfigError("\n".join(problems))
-    model = _model(config)
+    model = facts or _model(config)
     curve = decode_curve(model, gpu, num_gpus=size)
     # A sequence of no tokens costs nothing, and a step is linear in the tokens that it reads.
     context_s = (curve(1, 1000) - curve(1, 0)) / 1000
@@ -60,10 +63,10 @@ def estimated_timing(config: Config, gpu: Gpu) -> Timing:
     )
 
 
-def estimated_kv_tokens(config: Config, gpu: Gpu) -> int:
+def estimated_kv_tokens(config: Config, gpu: Gpu, facts: ModelConfig | None = None) -> int:
     """Tokens that one server's cache holds; ConfigError where its weights do not fit."""
     size, fraction = config.rollout.tensor_parallel_size, memory_fraction(config)
-    model = _model(config)
+    model = facts or _model(config)
     tokens = int(kv_tokens(model, gpu, num_gpus=size, memory_fraction=fraction))
     if tokens < 1:
         missing = -tokens * kv_bytes(model, size) / 1e9

@@ -17,7 +17,7 @@ from megatron_rl.config.layout import (
 )
 from megatron_rl.config.schema import ParallelConfig, Recompute
 from megatron_rl.errors import ModelError
-from megatron_rl.families.facts import dims, sees, text_config, uses_only_experts
+from megatron_rl.families.facts import dims, sees, split_sizes, text_config
 from megatron_rl.families.family import family_of
 from megatron_rl.families.rotary import inverse_frequencies, rope_parameters
 from megatron_rl.families.transforms import padded_vocab_size
@@ -183,7 +183,7 @@ def check_layout(hf_config: PretrainedConfig, parallel: ParallelConfig) -> None:
     """Raises ValueError, naming the keys, where the model cannot be split as ``parallel`` says."""
     text, tp = text_config(hf_config), parallel.tensor_parallel_size
     sizes = dims(hf_config)
-    for name, size in _split_sizes(hf_config).items():
+    for name, size in split_sizes(hf_config).items():
         if size % tp != 0:
             raise ModelError(f"the model's {name} {size} does not divide by parallel.tensor_parallel_size {tp}")
     layers = layers_problem(parallel, text.num_hidden_layers)
@@ -201,21 +201,6 @@ def check_layout(hf_config: PretrainedConfig, parallel: ParallelConfig) -> None:
             )
     if family_of(hf_config).is_latent and tp > 1 and not parallel.sequence_parallel:
         raise ModelError("latent attention with tensor parallelism needs parallel.sequence_parallel=true")
-
-
-def _split_sizes(hf_config: PretrainedConfig) -> dict[str, int]:
-    """What tensor-parallel ranks share out, by the names of config.json."""
-    sizes = dims(hf_config)
-    split = {"num_key_value_heads": sizes["groups"], "num_attention_heads": sizes["heads"]}
-    if not uses_only_experts(hf_config):
-        split["intermediate_size"] = sizes["ffn"]
-    if sizes["experts"]:
-        split["moe_intermediate_size x n_shared_experts"] = sizes["shared_ffn"]
-    if family_of(hf_config).is_latent:
-        # Megatron builds them split before they are made whole.
-        split["q_lora_rank"] = sizes["q_latent"]
-        split["kv_lora_rank + qk_rope_head_dim"] = sizes["kv_down"]
-    return split
 
 
 def needs_sequence_parallelism(hf_config: PretrainedConfig) -> bool:

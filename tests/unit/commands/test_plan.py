@@ -1,0 +1,122 @@
+"""`megatron-rl plan` as a user types it."""
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from megatron_rl.cli import main
+from megatron_rl.config.load import load_config
+from megatron_rl.config.schema import Config
+from megatron_rl.config.typed import plain
+from tests.tiny_models import make_tiny_model
+
+MODELS = Path(__file__).parents[3] / "tools" / "published" / "models"
+SMALL = ("--slots", "512", "--top", "3")
+
+
+def said(capsys, *words) -> str:
+    assert main(["plan", *map(str, words)]) == 0
+    return capsys.readouterr().out
+
+
+def refused(capsys, *words) -> str:
+    assert main(["plan", *map(str, words)]) == 2
+    return capsys.readouterr().err
+
+
+def test_the_tables_are_whole_in_80_columns(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    text = said(capsys, "--model", MODELS / "qwen3-30b-a3b", "--gpus", 16, *SMALL)
+    assert "…" not in text
+    for word in ("s a", "what binds", "plan 1", "policy: gradients", "KV cache", "refused", "TP does not divide", "binds:"):
+        assert word in text
+    table = [line for line in text.splitlines() if line.startswith(("   1", "   2", "   3", "plan "))]
+    assert len(table) >= 4 and max(map(len, table)) <= 80
+
+
+def test_numbers_come_as_json_and_in_order(capsys):
+    plans = json.loads(said(capsys, "--model", MODELS / "qwen2.5-math-7b", "--gpus", 8, "--sequence-tokens", 4096, "--json", *SMALL))
+    seconds = [plan["response_s"] for plan in plans]
+    assert len(plans) == 3 and seconds[0] <= 1.01 * seconds[-1]
+    assert {"parallel", "rollout", "window_tokens", "recompute", "step_s"} <= plans[0].keys()
+
+
+def test_a_written_recipe_is_the_plan_and_says_no_more_than_it_must(capsys, tmp_path):
+    written = tmp_path / "recipe.yaml"
+    words = ("--model", MODELS / "qwen3-4b", "--gpus", 8, "--write", written, "--choose", 2, "run.num_steps=7", *SMALL)
+    plan = json.loads(said(capsys, *words, "--json"))[1]
+    config = load_config(written)
+    for name, value in plan["parallel"].items():
+        assert getattr(config.parallel, name) == value
+    assert (config.rollout.num_servers, config.batch.window_tokens) == (plan["rollout"]["num_servers"], plan["window_tokens"])
+    assert config.run.num_steps == 7 and config.policy.path == str(MODELS / "qwen3-4b")
+    text = yaml.safe_load(written.read_text())
+    assert text["preset"] == "tppo" and "algorithm" not in text and len(str(text)) < len(str(plain(Config()))) / 4
+
+
+def test_a_written_recipe_of_a_run_that_fits_a_machine_passes_the_dry_run(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    model = make_tiny_model(tmp_path / "model", num_attention_heads=8, num_key_value_heads=4, max_position_embeddings=4096)
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "train.jsonl").write_text(json.dumps({"prompt": "1+1=", "answer": "2"}) + "\n")
+    said(capsys, "--model", model, "--gpus", 4, "--sequence-tokens", 1024, "--slots", 64, "--write", "recipe.yaml")
+    assert main(["train", "--config", "recipe.yaml", "--dry-run", "--gpus-per-node", "4"]) == 0
+    assert "nothing was started" in capsys.readouterr().out
+
+
+def test_lengths_of_a_file_move_the_plan(capsys, tmp_path):
+    (tmp_path / "lengths.txt").write_text("\n".join(["900"] * 50))
+    words = ("--model", MODELS / "qwen3-4b", "--gpus", 8, "--json", *SMALL)
+    short = json.loads(said(capsys, *words, "--lengths", tmp_path / "lengths.txt"))[0]
+    assert short["response_s"] < json.loads(said(capsys, *words))[0]["response_s"]
+
+
+def test_a_gpu_of_a_file_of_ones_own(capsys, tmp_path):
+    (tmp_path / "gpus.yaml").write_text(
+        "MINE:\n  source: mine\n  flops: {bfloat16: 1.0e+15}\n  hbm_bytes: 80.0e+9\n  hbm_bandwidth: 3.0e+12\n"
+        "  nvlink_bandwidth: 4.0e+11\n  nic_bandwidth: 5.0e+10\n  per_machine: 4\n"
+    )
+    words = ("--model", MODELS / "qwen3-4b", "--gpus", 4, "--gpu-file", tmp_path / "gpus.yaml", *SMALL)
+    assert "on 4 mine" in said(capsys, *words, "--gpu", "mine")
+    assert "'H100-80G' is not described in" in refused(capsys, *words)
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["--gpus", "8", "--gpu", "h900"], "GPU 'h900' is not described"),
+        (["--gpus", "20"], "expected whole machines of 8 H100-80G, 16 or 24"),
+        (["--gpus", "8", "--slots", "17"], "expected a multiple of batch.num_samples_per_prompt=16"),
+        (["--gpus", "8", "--preset", "nope"], "preset"),
+        (["--gpus", "8", "--windows", "99999999"], "longer than a response may become"),
+        (["--gpus", "8", "--preset", "ppo", "--windows", "64"], "schedule.mode=sync generates whole responses"),
+        (["--gpus", "8", "--lengths", "gauss:mean=3"], "no distribution and no file"),
+        (["--gpus", "8", "--choose", "999", "--slots", "512"], "expected one of the"),
+        (["--gpus", "8", "rollout.server_args.mem-fraction-static=7"], "mem-fraction-static: expected a number"),
+        (["--gpus", "8", "parallel.tensor_paralel_size=2"], "unknown key"),
+    ],
+)
+def test_mistakes_are_said_in_words(capsys, words, expected):
+    assert expected in refused(capsys, "--model", MODELS / "qwen3-4b", *words)
+
+
+def test_models_that_cannot_be_planned_say_why(capsys, tmp_path):
+    assert "expected a folder with a model's config.json" in refused(capsys, "--model", tmp_path / "no", "--gpus", 8)
+    assert "expected --model CONFIG" in refused(capsys, "--gpus", 8)
+    (tmp_path / "config.json").write_text('{"model_type": "bert"}')
+    assert "model_type 'bert' is not supported; supported are" in refused(capsys, "--model", tmp_path / "config.json", "--gpus", 8)
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
+    assert "config.json lacks" in refused(capsys, "--model", tmp_path, "--gpus", 8)
+    make_tiny_model(tmp_path / "short", max_position_embeddings=512)
+    assert "plan with --sequence-tokens 512" in refused(capsys, "--model", tmp_path / "short", "--gpus", 8)
+
+
+def test_a_model_that_does_not_fit_says_how_many_gpus_would(capsys):
+    said_32b = refused(capsys, "--model", MODELS / "qwen2.5-32b", "--gpus", 4, "rollout.placement=colocated")
+    for words in ("too little memory in the stage", "nearest:", "the fewest H100-80G that something fits:"):
+        assert words in said_32b
+    deepseek = refused(capsys, "--model", MODELS / "deepseek-v3", "--gpus", 512)
+    assert "no number of H100-80G is enough: a server stays on one machine of 8" in deepseek
+    assert "7 h100-80g" in refused(capsys, "--model", MODELS / "qwen3-30b-a3b", "--gpus", 7, "--gpu", "h100-80g")
