@@ -387,7 +387,11 @@ def _label_open_jobs(
 
         async def run() -> None:
             async with RecoveringClient(
-                config.rollout, servers, vocab_size=model_vocab_size(config), warn=note
+                config.rollout,
+                servers,
+                vocab_size=model_vocab_size(config),
+                warn=note,
+                num_workers=config.rollout.num_workers or 0,
             ) as rollout:
 
                 async def complete(request: GenerationRequest) -> Sequence[int]:

@@ -253,7 +253,11 @@ def _generate(
 
     async def run() -> None:
         async with RecoveringClient(
-            config.rollout, servers, vocab_size=model_vocab_size(config), warn=note
+            config.rollout,
+            servers,
+            vocab_size=model_vocab_size(config),
+            warn=note,
+            num_workers=config.rollout.num_workers or 0,
         ) as rollout:
             await generate_scores(
                 prompt_set.prompts,

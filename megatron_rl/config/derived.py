@@ -1,5 +1,6 @@
 """What follows from a configuration and the model folder it names."""
 
+import math
 from dataclasses import dataclass, fields
 from enum import Enum
 from pathlib import Path
@@ -24,6 +25,10 @@ from megatron_rl.families.facts import has_vision, read_model_json
 
 _ANSWER_S, _ANSWER_S_PER_TOKEN = 300.0, 0.25
 """A slow server: 4 tokens per second and sequence, its queue included."""
+_FEW_TOKENS = 1_000_000
+"""Of a step: the driver reads them in half a second, which is what a worker takes to start."""
+_TOKENS_PER_WORKER = 16_000_000
+"""Of a step: a worker reads them in 8 s, should they all come at once."""
 
 
 def policy_model(config: Config) -> dict[str, Any]:
@@ -145,6 +150,16 @@ def saves_in_background(run: RunConfig, device: str) -> bool:
 def answer_timeout_s(request_timeout_s: float, num_new_tokens: int) -> float:
     """Longest silence of a server at a request that may generate so many tokens (``rollout.request_timeout_s``)."""
     return request_timeout_s or _ANSWER_S + _ANSWER_S_PER_TOKEN * num_new_tokens
+
+
+def num_rollout_workers(config: Config, num_servers: int, num_cores: int) -> int:
+    """Processes that make the calls to the servers (``rollout.num_workers``), on a machine of so many cores; 0: the driver."""
+    if config.rollout.num_workers is not None:
+        return config.rollout.num_workers
+    num_tokens = num_responses_per_step(config) * effective_window_tokens(config)
+    if num_tokens < _FEW_TOKENS:
+        return 0
+    return min(num_servers, math.ceil(num_tokens / _TOKENS_PER_WORKER), max(1, num_cores // 4))
 
 
 def runs_ahead(schedule: ScheduleConfig) -> bool:

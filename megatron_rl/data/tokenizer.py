@@ -144,6 +144,12 @@ class Tokenizer:
         added = self._tokenizer.added_tokens_decoder.items()
         return sorted({*self._tokenizer.all_special_ids, *(id for id, token in added if token.special)})
 
+    @functools.cached_property
+    def as_json(self) -> str:
+        """As the library tokenizers reads it, for ``decode`` in another process; empty for a tokenizer in Python."""
+        backend = getattr(self._tokenizer, "backend_tokenizer", None)
+        return backend.to_str() if backend is not None else ""
+
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text without special tokens."""
         return self._tokenizer.decode(list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)

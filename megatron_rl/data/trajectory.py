@@ -97,6 +97,22 @@ def joined(parts: Iterable[np.ndarray], dtype: type) -> np.ndarray:
     return np.concatenate([np.zeros(0, dtype), *parts])
 
 
+@dataclass(frozen=True, eq=False)
+class TokenParts:
+    """Token ids [n] int32 that lie in several arrays; numpy makes one of them.
+
+    They need not lie in one until somebody reads them: a rollout worker has most of a response's parts already.
+    """
+
+    parts: Sequence[np.ndarray]
+
+    def __len__(self) -> int:
+        return sum(map(len, self.parts))
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return joined(self.parts, np.int32).astype(dtype or np.int32, copy=False)
+
+
 def message_segment(token_ids: Sequence[int], *, weight_version: int, step: int, turn: int) -> Segment:
     """A message of the environment, in answer to ``turn``."""
     logprobs = np.zeros(len(token_ids), np.float32)

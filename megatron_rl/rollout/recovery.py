@@ -21,6 +21,7 @@ from megatron_rl.rollout.server_pool import Server, ServerPool
 from megatron_rl.rollout.sglang.client import SglangClient
 from megatron_rl.rollout.sglang.server import ServerError
 from megatron_rl.rollout.sglang.wire import Generation, GenerationRequest, ServerLost
+from megatron_rl.rollout.workers.worker_pool import WorkerPool
 
 
 async def _serves_at_once(url: str) -> str:
@@ -43,10 +44,12 @@ class RecoveringClient:
         warn: Callable[[str], None],
         readmit: Callable[[str], Awaitable[str]] = _serves_at_once,
         settled: Callable[[], Awaitable[None]] = _at_once,
+        num_workers: int = 0,
     ) -> None:
         """``readmit(url)`` gives a restarted server what the others have; returns what that is, for a message.
 
-        ``settled()`` returns once no publish is in progress that began before.
+        ``settled()`` returns once no publish is in progress that began before. ``num_workers``: processes that make the
+        calls; 0: this one does.
         """
         self.client = SglangClient(
             servers.urls,
@@ -58,6 +61,9 @@ class RecoveringClient:
             api_key=servers.api_key,
             on_server_lost=self._server_lost,
         )
+        self.workers = WorkerPool(num_workers, warn) if num_workers else None
+        if self.workers is not None:
+            self.client.caller = self.workers
         self.restarting: set[str] = set()
         """URLs of servers that were lost and are not like the others yet; ``readmit`` takes its one out."""
         self.num_restarts = 0

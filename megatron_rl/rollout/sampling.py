@@ -5,16 +5,13 @@ run that goes on after a kill samples what an uninterrupted one would have.
 """
 
 import hashlib
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
-
-import numpy as np
 
 from megatron_rl.config.schema import Config, RolloutConfig
 from megatron_rl.data.tokenizer import Tokenizer
 from megatron_rl.data.trajectory import Prompt
 from megatron_rl.data.vision import Vision
-from megatron_rl.rollout.sglang.image_inputs import images_of_request, sent_ids
+from megatron_rl.rollout.sglang.image_inputs import TokenIds, images_of_request, sent_ids
 from megatron_rl.rollout.sglang.routes import RouteShape
 from megatron_rl.rollout.sglang.wire import GenerationRequest
 
@@ -65,7 +62,7 @@ class Sampling:
         return replace(self, temperature=draw.temperature, top_p=draw.top_p, top_k=draw.top_k, seed=seed)
 
     async def request(
-        self, prompt: Prompt, token_ids: Sequence[int] | np.ndarray, *, rid: str, max_new_tokens: int, seed: int | None
+        self, prompt: Prompt, token_ids: TokenIds, *, rid: str, max_new_tokens: int, seed: int | None
     ) -> GenerationRequest:
         """For one sample that continues ``token_ids`` (the prompt, and what follows it). Reads the prompt's images."""
         return GenerationRequest(

@@ -11,19 +11,27 @@ Colocated servers sleep from ``sleep`` to the next ``publish`` or ``wake`` (all 
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterator, Sequence
+import os
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
 from torch import Tensor
 
-from megatron_rl.config.derived import bucket_bytes, model_vocab_size, publishes_in_flight, server_placement
+from megatron_rl.config.derived import (
+    bucket_bytes,
+    model_vocab_size,
+    num_rollout_workers,
+    publishes_in_flight,
+    server_placement,
+)
 from megatron_rl.config.schema import Config
 from megatron_rl.data.tokenizer import Tokenizer
-from megatron_rl.data.trajectory import Trajectory
+from megatron_rl.data.trajectory import TokenParts, Trajectory
 from megatron_rl.environments.base import Environment
 from megatron_rl.rollout.generation import GenerationPlan, plan_of
 from megatron_rl.rollout.membership import follow
@@ -35,6 +43,7 @@ from megatron_rl.rollout.sglang.memory import KV_CACHE, WEIGHTS, ServerMemory
 from megatron_rl.rollout.sglang.server import ServerError, detect_device
 from megatron_rl.rollout.sglang.wire import ServerLost
 from megatron_rl.rollout.windows import Window
+from megatron_rl.rollout.workers.worker_pool import WorkerGivenUp
 from megatron_rl.system.http import ApiKey
 from megatron_rl.weights.plan import ServerAddress
 from megatron_rl.weights.publish import PublishResult, WeightPublisher, WeightSyncError
@@ -43,7 +52,7 @@ from megatron_rl.weights.verify import ChecksumReport, compare_checksums
 
 logger = logging.getLogger(__name__)
 
-_SERVER_ERRORS = (ServerError, ServerLost, BadAnswer, KeyRefused, WeightSyncError, ServerCallError)
+_SERVER_ERRORS = (ServerError, ServerLost, BadAnswer, KeyRefused, WorkerGivenUp, WeightSyncError, ServerCallError)
 _CLOSE_TIMEOUT_S = 5.0
 _WELL_TIMEOUT_S = 20.0
 """A server that has not recovered from a failed publish by then is started again."""
@@ -102,6 +111,7 @@ class RolloutService:
             warn=trainer.warn,
             readmit=self._readmit_on_trainer,
             settled=self._settled,
+            num_workers=num_rollout_workers(config, len(servers.urls), len(os.sched_getaffinity(0))),
         )
         sleeps = server_placement(config.rollout).shares_devices
         self._memory = ServerMemory(config.rollout.weight_sync_timeout_s) if sleeps else None
@@ -146,6 +156,12 @@ class RolloutService:
     @property
     def lost_urls(self) -> set[str]:
         return set(self._live.restarting)
+
+    def texts(self, tokenizer: Tokenizer) -> Callable[[Sequence[TokenParts]], Awaitable[list[str]]] | None:
+        """Decodes many sequences in the rollout workers (asyncio thread); None where there are none."""
+        if self._live.workers is None or not tokenizer.as_json:
+            return None
+        return partial(self._live.workers.texts, tokenizer.as_json)
 
     async def close(self) -> None:
         """Ends the requests in progress and the recoveries (asyncio thread)."""

@@ -22,7 +22,7 @@ from bisect import bisect_left
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 
-from megatron_rl.data.trajectory import RouteRecord, Segment, Trajectory, message_segment
+from megatron_rl.data.trajectory import RouteRecord, Segment, TokenParts, Trajectory, message_segment
 from megatron_rl.environments.base import Environment, EnvironmentFault, Message, turn_views
 from megatron_rl.rollout.generation import Decode, Fire, GenerationPlan
 from megatron_rl.rollout.sampling import trajectory_seed
@@ -183,7 +183,7 @@ class Window:
         sampling, fire = self._plan.sampling, self._plan.fire
         request = await sampling.request(
             trajectory.prompt,
-            trajectory.token_ids,
+            TokenParts(trajectory.token_parts()),
             rid=rid,
             max_new_tokens=room,
             seed=trajectory_seed(sampling.seed, trajectory.id),

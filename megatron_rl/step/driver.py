@@ -197,7 +197,14 @@ def _parts(
 ) -> Parts:
     tokenizer, environment = inputs.tokenizer, inputs.environment
     stop_on_errors = config.health.reward_errors is HealthAction.stop
-    grader = Grader(config.reward, rewards, tokenizer.decode, environment, stop_on_errors=stop_on_errors)
+    grader = Grader(
+        config.reward,
+        rewards,
+        tokenizer.decode,
+        environment,
+        stop_on_errors=stop_on_errors,
+        texts=rollout.texts(tokenizer),
+    )
     return Parts(
         group=group,
         pool=inputs.pool,

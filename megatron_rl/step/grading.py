@@ -4,11 +4,14 @@ Laws: everything that ended is graded once, in the step in which it ended; what 
 without a value. A dialogue's environment says which texts the reward grades and what each turn's reward is.
 """
 
+import asyncio
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
+
+import numpy as np
 
 from megatron_rl.config.schema import RewardConfig
-from megatron_rl.data.trajectory import Score, Trajectory
+from megatron_rl.data.trajectory import Score, TokenParts, Trajectory
 from megatron_rl.environments.base import Environment, turn_views, turns_to_score
 from megatron_rl.rewards.alarm import check_error_rate
 from megatron_rl.rewards.router import GradedItem, RewardRouter
@@ -25,10 +28,12 @@ class Grader:
         environment: Environment | None = None,
         *,
         stop_on_errors: bool = True,
+        texts: Callable[[Sequence[TokenParts]], Awaitable[list[str]]] | None = None,
     ) -> None:
-        """``stop_on_errors`` False: too many errors are left to the watchdog."""
+        """``stop_on_errors`` False: too many errors are left to the watchdog. ``texts``: ``decode`` of many, elsewhere."""
         self._rewards = rewards
         self._decode = decode
+        self._texts = texts or self._texts_here
         self._environment = environment
         self._max_error_rate = config.max_error_rate if stop_on_errors else 1.0
 
@@ -38,9 +43,14 @@ class Grader:
             await self._grade_turns(self._environment, trajectories, step)
             return
         ended = [t for t in trajectories if t.finished and t.score is None]
-        scores = await self._ask([(t, self._decode(t.response_ids.tolist())) for t in ended])
+        texts = await self._texts([TokenParts(t.token_parts()[1:]) for t in ended])
+        scores = await self._ask(list(zip(ended, texts, strict=True)))
         for trajectory, score in zip(ended, scores, strict=True):
             trajectory.score = score
+
+    async def _texts_here(self, sequences: Sequence[TokenParts]) -> list[str]:
+        # Not on the event loop: a step's responses take seconds.
+        return await asyncio.to_thread(lambda: [self._decode(np.asarray(one).tolist()) for one in sequences])
 
     async def _grade_turns(self, environment: Environment, trajectories: Sequence[Trajectory], step: int) -> None:
         views = {t.id: turn_views(t, self._decode) for t in trajectories if t.turn_ended(step) or t.finished}

@@ -34,7 +34,7 @@ class HttpError(Exception):
 class NoAnswer(HttpError):
     """No answer came. ``timed_out``: the deadline passed; False where no connection was made in its time."""
 
-    def __init__(self, reason: str, *, timed_out: bool) -> None:
+    def __init__(self, reason: str, *, timed_out: bool = False) -> None:  # without it, no pickle could make one
         super().__init__(reason)
         self.timed_out = timed_out
 

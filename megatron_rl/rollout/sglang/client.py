@@ -15,7 +15,8 @@ because a restarted server holds old weights until somebody sends it new ones. W
 
 Invariants: every attempt has a request id of its own, and none is the beginning of another (SGLang aborts all that begin
 with the id given); what an aborted request had generated is returned, not dropped; what comes back has been checked
-(``wire.parse_generation``). One client belongs to one event loop.
+(``wire.parse_generation``). One client belongs to one event loop; its calls may be made, and their answers read, in
+other processes (``caller``).
 """
 
 import asyncio
@@ -25,12 +26,10 @@ from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import replace
 from typing import Any, Self
 
-import orjson
-
 from megatron_rl.config.derived import answer_timeout_s
-from megatron_rl.rollout.sglang.answer_checks import BadAnswer, KeyRefused, as_list, mismatch, shown
+from megatron_rl.rollout.sglang.answer_checks import BadAnswer, KeyRefused
+from megatron_rl.rollout.sglang.exchange import BatchCall, BatchCaller, BatchReply, HttpHere
 from megatron_rl.rollout.sglang.liveness import kv_tokens, progress_of, shows_life, while_it_progresses
-from megatron_rl.rollout.sglang.long_lists import read_json
 from megatron_rl.rollout.sglang.queues import (
     Homes,
     NewTokens,
@@ -47,17 +46,14 @@ from megatron_rl.rollout.sglang.wire import (
     AttemptFailed,
     Generation,
     GenerationRequest,
-    PromptMismatch,
     RequestRejected,
     ServerBusy,
     ServerLost,
-    generate_body,
-    max_answer_bytes,
-    parse_generation,
     sent_rid,
     validate,
 )
-from megatron_rl.system.http import Answer, HttpError, HttpSession, NoAnswer, bearer
+from megatron_rl.rollout.workers.worker_pool import WorkerLost
+from megatron_rl.system.http import ApiKey, HttpError, HttpSession, NoAnswer, bearer
 
 logger = logging.getLogger(__name__)
 
@@ -69,6 +65,10 @@ _MAX_PAUSE_S = 30.0
 """Longest wait before a busy server is asked again."""
 _TICK_S = 0.002
 _MOST_BATCHED_TOKENS = 128
+_AGAIN, _ALONE = "#again", "#alone"
+"""End the id of a request that is sent once more within one attempt."""
+_MAX_AGAIN = 10
+"""Workers that one request may lose: it may be what ends them."""
 _ABORT_TIMEOUT_S = 60.0
 _ABORT_REPEAT_S = 0.5
 """An abort that overtook its request is sent again after this."""
@@ -114,6 +114,8 @@ class SglangClient:
         self._http = HttpSession()
         self.standing_still = False
         """The servers pause for new weights: that they are silent says nothing."""
+        self.caller: BatchCaller = HttpHere(self._http)
+        """Makes the calls, and is closed with the client: here, or ``WorkerPool``, in other processes."""
 
     async def __aenter__(self) -> Self:
         return self
@@ -130,6 +132,7 @@ class SglangClient:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        await self.caller.close()
         await self._http.close()
 
     @property
@@ -177,7 +180,8 @@ class SglangClient:
         Requests with the same ``sticky_key`` (else: of one ``response_name`` or ``group_name``) go to the same server while
         it lives and holds not much more than the others, so that a group shares its prefix cache; others go to the least
         loaded server. ``alone``: it is not batched, for a caller that wants each sample as soon as it is complete. Raises
-        RequestRejected, PromptMismatch, BadAnswer, KeyRefused or ServerLost.
+        RequestRejected, PromptMismatch, BadAnswer, KeyRefused,
+        ServerLost or WorkerGivenUp.
         """
         validate(request, self.vocab_size)
         started_at = time.monotonic()
@@ -321,30 +325,27 @@ class SglangClient:
                 pending.answer.set_result(outcome)
 
     async def _outcomes(self, server: ServerQueue, batch: list[Pending]) -> list[Generation | Exception]:
-        requests = [pending.request for pending in batch]
-        rids = [pending.rid for pending in batch]
-        body = orjson.dumps(generate_body(requests, rids), option=orjson.OPT_SERIALIZE_NUMPY)
         try:
-            answer = await self._answer(server, body, requests)
-        except HttpError as error:
-            if isinstance(error, NoAnswer):
-                return [await self._diagnose(server, str(error))] * len(batch)
+            reply = await self._reply(server, batch)
+        except WorkerLost:
+            if batch[0].rid.count(_AGAIN) == _MAX_AGAIN:
+                raise
+            return await self._send_again(server, [batch], _AGAIN)
+        except NoAnswer as error:
+            return [await self._diagnose(server, str(error))] * len(batch)
+        except (HttpError, BadAnswer) as error:
             return [self._bad(server, str(error))] * len(batch)
         server.sign_of_life_at = time.monotonic()
-        if answer.status == 400 and len(batch) > 1:
-            return await self._one_by_one(server, batch)
-        if answer.status != 200:
-            return [await self._refused(server, answer, requests[0].rid)] * len(batch)
-        try:
-            samples = as_list(read_json(answer.content), "the answer")
-            if len(samples) != len(batch):
-                raise BadAnswer(f"{len(samples)} answers came to {len(batch)} requests")
-        except (ValueError, BadAnswer) as error:
-            return [self._bad(server, f"{error}; it begins with {shown(answer.text[:200])}")] * len(batch)
-        return [self._outcome(server, pending, sample) for pending, sample in zip(batch, samples, strict=True)]
+        if reply.status == 400 and len(batch) > 1:
+            # One sample is at fault, and SGLang refuses them all: find out which.
+            return await self._send_again(server, [[pending] for pending in batch], _ALONE)
+        if reply.status != 200:
+            return [await self._refused(server, reply, batch[0].request.rid)] * len(batch)
+        return [self._outcome(server, sample) for sample in reply.samples]
 
-    async def _answer(self, server: ServerQueue, body: bytes, requests: Sequence[GenerationRequest]) -> Answer:
-        """Waits as long as the server makes progress. Raises NoAnswer once it has made none for its time, or HttpError."""
+    async def _reply(self, server: ServerQueue, batch: list[Pending]) -> BatchReply:
+        """Waits as long as the server makes progress. Raises NoAnswer once it has made none for its time, or as the caller."""
+        requests = [pending.request for pending in batch]
         limit_s = self._patience_s(requests)
         if server.says_load and not self.request_timeout_s:  # a long window is no longer silent
             limit_s = answer_timeout_s(0.0, 0)
@@ -352,51 +353,41 @@ class SglangClient:
         async def progress() -> Any:
             return await progress_of(self._http, server.url, api_key=self._api_key) if server.says_load else server.num_good
 
-        asked = self._http.request(
-            "POST",
-            server.url + "/generate",
-            body,
-            timeout_s=None,
-            headers=bearer(self._api_key),
-            max_answer_bytes=max_answer_bytes(requests),
-        )
-        return await while_it_progresses(asked, server.num_good, progress, limit_s)
+        rids = [pending.rid for pending in batch]
+        call = BatchCall(server.url, requests, rids, None, self.vocab_size, ApiKey(self._api_key))
+        return await while_it_progresses(self.caller.call(call), server.num_good, progress, limit_s)
 
-    async def _one_by_one(self, server: ServerQueue, batch: list[Pending]) -> list[Generation | Exception]:
-        # One sample is at fault, and SGLang refuses them all: find out which by sending each alone. New ids,
-        # because SGLang may have begun with some of them.
-        singles = [replace(pending, rid=sent_rid(f"{pending.rid[:-1]}#alone")) for pending in batch]
-        server.sent.update({single.rid: single for single in singles})
+    async def _send_again(
+        self, server: ServerQueue, batches: list[list[Pending]], mark: str
+    ) -> list[Generation | Exception]:
+        """The outcomes of all of them, under new ids: SGLang may have begun with some of the old ones."""
+        batches = [[replace(p, rid=sent_rid(p.rid[:-1] + mark)) for p in batch] for batch in batches]
+        sent = {pending.rid: pending for batch in batches for pending in batch}
+        server.sent.update(sent)
         try:
-            outcomes = await asyncio.gather(*[self._outcomes(server, [single]) for single in singles])
+            outcomes = await asyncio.gather(*[self._outcomes(server, batch) for batch in batches])
         finally:
-            for single in singles:
-                del server.sent[single.rid]
-        return [outcome for (outcome,) in outcomes]
+            for rid in sent:
+                del server.sent[rid]
+        return [outcome for batch in outcomes for outcome in batch]
 
-    async def _refused(self, server: ServerQueue, answer: Answer, rid: str) -> Exception:
-        text = f"it answered {answer.status}: {answer.text[:500]}"
-        if answer.status == 400:
-            return RequestRejected(f"server {server.url} refused request {rid!r}: {answer.text[:500]}")
-        if answer.status in (401, 403):
-            return KeyRefused(server.url, answer.status, has_key=bool(self._api_key))
-        failed = await self._diagnose(server, text)
-        if answer.status in BUSY_STATUSES and server.live:
-            return ServerBusy(str(failed), answer.retry_after_s)
+    async def _refused(self, server: ServerQueue, reply: BatchReply, rid: str) -> Exception:
+        if reply.status == 400:
+            return RequestRejected(f"server {server.url} refused request {rid!r}: {reply.text}")
+        if reply.status in (401, 403):
+            return KeyRefused(server.url, reply.status, has_key=bool(self._api_key))
+        failed = await self._diagnose(server, f"it answered {reply.status}: {reply.text}")
+        if reply.status in BUSY_STATUSES and server.live:
+            return ServerBusy(str(failed), reply.retry_after_s)
         return failed
 
-    def _outcome(self, server: ServerQueue, pending: Pending, sample: Any) -> Generation | Exception:
-        try:
-            generation = parse_generation(pending.request, sample, self.vocab_size)
-            if (rid := sample["meta_info"].get("id", pending.rid)) != pending.rid:
-                raise mismatch("meta_info.id", repr(pending.rid), rid)
-        except BadAnswer as error:
-            return self._bad(server, str(error), type(error))
-        except (RequestRejected, PromptMismatch, AttemptFailed) as error:
-            return error
-        server.num_bad = 0
-        server.num_good += 1
-        return generation
+    def _outcome(self, server: ServerQueue, sample: Generation | Exception) -> Generation | Exception:
+        if isinstance(sample, BadAnswer):
+            return self._bad(server, str(sample), type(sample))
+        if not isinstance(sample, Exception):
+            server.num_bad = 0
+            server.num_good += 1
+        return sample
 
     def _bad(self, server: ServerQueue, reason: str, kind: type[BadAnswer] = BadAnswer) -> BadAnswer:
         """The error of an answer that cannot be used; too many on end, and the server is lost."""

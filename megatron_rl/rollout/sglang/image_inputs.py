@@ -5,9 +5,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from megatron_rl.data.trajectory import Prompt
+from megatron_rl.data.trajectory import Prompt, TokenParts
 from megatron_rl.data.vision import Vision
 from megatron_rl.rollout.sglang.wire import RequestImages
+
+TokenIds = Sequence[int] | np.ndarray | TokenParts
 
 
 async def images_of_request(vision: Vision | None, prompt: Prompt) -> RequestImages | None:
@@ -20,8 +22,8 @@ async def images_of_request(vision: Vision | None, prompt: Prompt) -> RequestIma
     return RequestImages(vision.image_token_id, data, sum(vision.num_tokens(image) for image in prompt.images))
 
 
-def sent_ids(vision: Vision | None, prompt: Prompt, token_ids: Sequence[int] | np.ndarray) -> Sequence[int] | np.ndarray:
+def sent_ids(vision: Vision | None, prompt: Prompt, token_ids: TokenIds) -> TokenIds:
     """``token_ids`` (the prompt, and what follows it) as a request carries them."""
     if vision is None or not prompt.images:
         return token_ids
-    return vision.collapsed(token_ids, prompt.images)
+    return vision.collapsed(np.asarray(token_ids), prompt.images)

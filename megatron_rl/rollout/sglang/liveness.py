@@ -8,11 +8,13 @@ scheduler, which answers between two steps of the engine, also of a full one.
 import asyncio
 import uuid
 from collections.abc import Awaitable, Callable, Coroutine
-from typing import Any
+from typing import Any, TypeVar
 
 import orjson
 
 from megatron_rl.system.http import Answer, HttpError, HttpSession, HttpThread, NoAnswer, bearer
+
+Result = TypeVar("Result")
 
 PROBE_RID = "probe-"
 """Starts the ids of requests that ask for a sign of life."""
@@ -107,8 +109,8 @@ async def progress_of(http: HttpSession, url: str, *, api_key: str) -> Any:
 
 
 async def while_it_progresses(
-    answer: Coroutine[Any, Any, Answer], before: Any, progress: Callable[[], Awaitable[Any]], limit_s: float
-) -> Answer:
+    answer: Coroutine[Any, Any, Result], before: Any, progress: Callable[[], Awaitable[Any]], limit_s: float
+) -> Result:
     """``answer``, waited for as long as ``progress()``, asked every ``limit_s``, gives something else than ``before``.
 
     Raises NoAnswer once it gives the same again, or None.

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_rl.data.trajectory import read_only
+from megatron_rl.data.trajectory import TokenParts, read_only
 from megatron_rl.errors import UserError
 from megatron_rl.rollout.sglang.answer_checks import (
     BadAnswer,
@@ -47,7 +47,7 @@ class RequestImages:
 class GenerationRequest:
     rid: str
     """Unique among the requests in progress."""
-    input_ids: Sequence[int] | np.ndarray
+    input_ids: Sequence[int] | np.ndarray | TokenParts
     max_new_tokens: int
     temperature: float = 1.0
     """0 is greedy; its log-probs are those of temperature 1."""
@@ -204,7 +204,7 @@ def generate_body(requests: Sequence[GenerationRequest], rids: Sequence[str]) ->
     """The body of one ``/generate`` call for all ``requests``: JSON, but for ids that are arrays."""
     body: dict[str, Any] = {
         "rid": list(rids),
-        "input_ids": [request.input_ids for request in requests],
+        "input_ids": [_one_array(request.input_ids) for request in requests],
         "sampling_params": [_sampling_params(request) for request in requests],
         "return_logprob": True,
     }
@@ -215,6 +215,10 @@ def generate_body(requests: Sequence[GenerationRequest], rids: Sequence[str]) ->
     if any(request.images is not None and request.images.data for request in requests):
         body["image_data"] = [list(request.images.data) if request.images is not None else [] for request in requests]
     return body
+
+
+def _one_array(ids: Sequence[int] | np.ndarray | TokenParts) -> Sequence[int] | np.ndarray:
+    return np.asarray(ids) if isinstance(ids, TokenParts) else ids
 
 
 def _sampling_params(request: GenerationRequest) -> dict[str, Any]:

@@ -75,7 +75,7 @@ class Engine:
     def sample(self, request):
         tokens, reason, matched = [], "length", ""
         while len(tokens) < request.max_new_tokens:
-            history = (*map(int, request.input_ids), *tokens)
+            history = (*np.asarray(request.input_ids).tolist(), *tokens)
             key = (request.seed, len(history), history, request.temperature, request.top_k)
             weights = [0.0 if t in request.banned_token_ids else 1.0 for t in range(len(WORDS))]
             weights[EOS] *= self.end_weight
@@ -243,7 +243,7 @@ def test_a_message_is_tokenised_once_and_the_history_only_grows():
 
     t = new_trajectory(budget=60)
     generate(engine, [t], environment=Talk(num_turns=3), encode=counting)
-    histories = [request.input_ids.tolist() for request in engine.requests]
+    histories = [np.asarray(request.input_ids).tolist() for request in engine.requests]
     assert all(later[: len(earlier)] == earlier for earlier, later in itertools.pairwise(histories))
     assert len(encoded) == 2 == t.response_ids.tolist().count(MESSAGE_ID) // 2
     assert encoded == [turn.token_ids[-1] for turn in t.turns()[:-1]]

@@ -1,0 +1,136 @@
+"""What goes through a frame comes out of it, and the shared file holds what is referred to and nothing else."""
+
+import asyncio
+import gc
+import os
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megatron_rl.rollout.workers import worker_frames
+from megatron_rl.rollout.workers.worker_frames import SharedFile, SharedView, frame, read_frame
+
+EXTENT_BYTES = 1 << 16
+
+
+class Pair:
+    """Both sides of one shared file, in one process."""
+
+    def __init__(self) -> None:
+        self.fd = os.memfd_create("test")
+        self.worker, self.dropped = SharedFile(self.fd), list[int]()
+        self.owner = SharedView(self.fd, self.dropped.append)
+
+    def to_owner(self, message: Any) -> tuple[Any, int]:
+        """What arrives, and the bytes that were sent for it."""
+        return transfer(message, self.worker.put, self.owner)
+
+    def to_worker(self, message: Any) -> tuple[Any, int]:
+        return transfer(message, self.owner.place_of, self.worker)
+
+    def num_held(self) -> int:
+        """Bytes of memory, after the worker has heard of what was dropped."""
+        gc.collect()
+        while self.dropped:
+            self.worker.drop(self.dropped.pop())
+        return os.fstat(self.fd).st_blocks * 512
+
+
+def transfer(message: Any, place_of: Any, file: Any) -> tuple[Any, int]:
+    sent = b"".join(frame(message, place_of))
+
+    async def read() -> Any:
+        reader = asyncio.StreamReader()
+        reader.feed_data(sent)
+        reader.feed_eof()
+        return await read_frame(reader, file)
+
+    return asyncio.run(read()), len(sent)
+
+
+@pytest.fixture
+def pair(monkeypatch: pytest.MonkeyPatch) -> Pair:
+    monkeypatch.setattr(worker_frames, "_EXTENT_BYTES", EXTENT_BYTES)
+    monkeypatch.setattr(worker_frames, "_LARGE_BYTES", EXTENT_BYTES // 4)
+    return Pair()
+
+
+def test_arrays_of_all_sizes_arrive_as_they_were(pair: Pair) -> None:
+    rng = np.random.default_rng(0)
+    for _ in range(30):
+        sizes = rng.integers(0, 9000, size=5)
+        sent = {
+            "ids": [rng.integers(0, 99, size=n).astype(np.int32) for n in sizes],
+            "logprobs": rng.normal(size=sizes[0]).astype(np.float32),
+            "routes": rng.integers(0, 9, size=(sizes[1], 3, 2)).astype(np.int16),
+            "text": "ä" * 7,
+        }
+        for direction in (pair.to_owner, pair.to_worker):
+            got, _ = direction(sent)
+            assert got["text"] == sent["text"]
+            np.testing.assert_array_equal(got["routes"], sent["routes"])
+            np.testing.assert_array_equal(got["logprobs"], sent["logprobs"])
+            for ours, theirs in zip(got["ids"], sent["ids"], strict=True):
+                np.testing.assert_array_equal(ours, theirs)
+                assert ours.dtype == theirs.dtype and not ours.flags.writeable
+
+
+def test_what_a_worker_has_sent_once_is_not_sent_again_in_either_direction(pair: Pair) -> None:
+    array = np.arange(3000, dtype=np.int32)
+    got, sent_bytes = pair.to_owner(array)
+    assert sent_bytes < 500
+    back, sent_bytes = pair.to_worker([got, got[100:2900], array])
+    assert array.nbytes < sent_bytes < array.nbytes + 1000, "only the copy that lies elsewhere travels"
+    np.testing.assert_array_equal(back[0], array)
+    np.testing.assert_array_equal(back[1], array[100:2900])
+
+
+def test_memory_is_free_once_nothing_refers_to_it(pair: Pair) -> None:
+    kept = [pair.to_owner(np.full(1000, i, np.int32))[0] for i in range(100)]
+    large = pair.to_owner(np.zeros((100, 10, 20), np.int16))[0]
+    assert pair.num_held() >= sum(array.nbytes for array in kept) + large.nbytes
+    del large
+    survivor = kept[3]
+    del kept
+    assert pair.num_held() <= 2 * EXTENT_BYTES, "the extent of the survivor, and the one that is being filled"
+    np.testing.assert_array_equal(survivor, np.full(1000, 3))
+    back, _ = pair.to_worker(survivor)
+    del survivor
+    pair.to_owner(np.zeros(100))
+    assert back[0] == 3 and pair.num_held() > EXTENT_BYTES, "the worker still reads it"
+    del back
+    assert pair.num_held() <= EXTENT_BYTES
+
+
+def test_what_a_worker_has_sent_outlives_it(pair: Pair) -> None:
+    got = [pair.to_owner(np.arange(number))[0] for number in (10, EXTENT_BYTES)]
+    del pair.worker
+    gc.collect()
+    for array in got:
+        np.testing.assert_array_equal(array, np.arange(len(array)))
+
+
+def test_an_array_at_the_address_of_memory_that_is_gone_is_not_taken_for_it(pair: Pair) -> None:
+    first = pair.to_owner(np.zeros(EXTENT_BYTES, np.uint8))[0]
+    place = pair.owner.place_of(memoryview(first))
+    assert place is not None
+    del first
+    gc.collect()
+    assert pair.dropped == [place[0]]
+    # Most likely the kernel gives the same addresses again.
+    others = [np.zeros(EXTENT_BYTES * 4, np.uint8) for _ in range(20)]
+    assert all(pair.owner.place_of(memoryview(other)) is None for other in others)
+    stale = pair.owner._by_address[0]
+    stand_in = np.frombuffer(bytearray(stale.num_bytes), np.uint8)
+    pair.owner._by_address[0] = replace(stale, address=stand_in.ctypes.data)
+    assert pair.owner.place_of(memoryview(stand_in)) is None
+
+
+def test_a_large_array_as_long_as_an_extent_of_small_ones_does_not_end_theirs(pair: Pair) -> None:
+    pair.to_owner(np.zeros(5, np.uint8))
+    pair.to_owner(np.zeros(EXTENT_BYTES, np.uint8))
+    pair.num_held()
+    got, _ = pair.to_owner(np.arange(5))
+    assert list(got) == [0, 1, 2, 3, 4]
