@@ -105,3 +105,24 @@ def _engine_scale(served: Served, rope: Mapping[str, Any], factor: float) -> flo
     if mscale is None or all_dims is None:
         return _scale(factor)
     return _scale(factor, mscale) / _scale(factor, all_dims)
+
+
+_FP8_UPDATES = ("qwen2", "qwen3")
+"""Families whose loaders SGLang 0.5.23 marks as fit for new weights in an fp8 server (``flash_rl``)."""
+
+
+def quantization_problem(quantization: object, load_format: object, model_type: object) -> str:
+    """Why a server that quantizes the weights it loads cannot take a trainer's; empty where it can.
+
+    Read in SGLang 0.5.23: Fp8LinearMethod puts new, transposed parameters in the place of those that were loaded, without their
+    loaders, and has no ``restore_weights_before_loading`` that would bring these back for an update. Other methods are like it.
+    """
+    if quantization in (None, False, "", "unquant"):
+        return ""
+    if quantization == "fp8" and load_format == "flash_rl" and model_type in _FP8_UPDATES:
+        return ""
+    return (
+        f"quantization {quantization}: SGLang quantizes the weights that it starts with and puts others in their place, which take "
+        f"none of a trainer's: the first publish would fail. Leave it out; of dense models ({', '.join(_FP8_UPDATES)}) fp8 servers "
+        "take a trainer's weights with load-format: flash_rl"
+    )

@@ -14,7 +14,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from megatron_rl.config.derived import WeightMethod, are_attached, server_placement, servers_are_deterministic
+from megatron_rl.config.derived import (
+    WeightMethod,
+    are_attached,
+    policy_model,
+    server_placement,
+    servers_are_deterministic,
+)
 from megatron_rl.config.schema import Config, Dtype, RolloutConfig
 from megatron_rl.rollout.sglang.agreement import disagreements, nccl_of
 from megatron_rl.rollout.sglang.attached import AttachedServer
@@ -298,8 +304,10 @@ def _check_attached(infos: Mapping[str, Mapping[str, Any]], config: Config, note
     ours = server_options(config, load_weights=not has_trainer, tokenizer=False)
     broadcasts = has_trainer and server_placement(config.rollout).weight_method is WeightMethod.broadcast
     problems, silent = [], []
+    model_type = policy_model(config).get("model_type")
     for url, info in infos.items():
-        problems += [f"server {url}: {problem}" for problem in disagreements(info, ours, broadcasts=broadcasts)]
+        found = disagreements(info, ours, broadcasts=broadcasts, model_type=model_type)
+        problems += [f"server {url}: {problem}" for problem in found]
         silent += [url] if nccl_of(info).keys() != ours.nccl.keys() else []
     if problems:
         raise ServerError("\n".join(problems))

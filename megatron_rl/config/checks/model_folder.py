@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from megatron_rl.config.checks.servers import quantization_problems
 from megatron_rl.config.derived import policy_model
 from megatron_rl.config.layout import experts_problem, layers_problem, of_critic
 from megatron_rl.config.schema import Config, LoadBalancing, MoeConfig, ParallelConfig, VisionConfig
@@ -33,6 +34,8 @@ def problems(config: Config, command: str) -> Iterator[str]:
     if command in SERVED_COMMANDS:
         yield from engine_problems(model, path)
         yield from split_problems(model, config.rollout.tensor_parallel_size, path)
+    if command in RL_COMMANDS:
+        yield from quantization_problems(config.rollout.server_args, model_type)
     yield from _moe(config.policy.moe, model, path)
     for name, settings in (("policy", config.policy.vision), ("critic", config.critic.vision)):
         if family.vision is None and settings != VisionConfig():

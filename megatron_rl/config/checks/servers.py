@@ -12,6 +12,7 @@ from megatron_rl.config.derived import WeightMethod, are_attached, server_placem
 from megatron_rl.config.layout import ranks_of_replica
 from megatron_rl.config.schema import Config, Dtype, RolloutConfig, WeightSync
 from megatron_rl.config.schema.commands import RL_COMMANDS
+from megatron_rl.families.sglang_limits import quantization_problem
 from megatron_rl.system.addresses import LOOPBACK
 from megatron_rl.system.gpu_environment import expandable_segments, nccl_values
 
@@ -204,6 +205,21 @@ def flag_problems(
     name, value = given.get("attention-backend", ("", ""))
     if dtype == Dtype.float32.value and value in _HALF_PRECISION_ATTENTION:
         yield f"{key}{name}={value}: it has no float32 kernels; take triton, or policy.dtype=bfloat16"
+
+
+def quantization_problems(server_args: Mapping[str, Any], model_type: object) -> Iterator[str]:
+    """SGLang options with which a server takes no weights from a trainer."""
+    given = {_flag(name): (name, value) for name, value in server_args.items()}
+    for flag, (name, value) in _flags_of_file(given).items():
+        given.setdefault(flag, (f"config: {name}", value))
+    load_format = given.get("load-format", ("", None))[1]
+    for flag in ("quantization", "modelopt-quant", "quantize-and-serve"):
+        name, value = given.get(flag, (flag, None))
+        if problem := quantization_problem(value, load_format, model_type):
+            yield f"rollout.server_args.{name}={value}: {problem}"
+    name, value = given.get("json-model-override-args", ("", ""))
+    if "quantization_config" in str(value):
+        yield f"rollout.server_args.{name}: quantization_config: {quantization_problem('of the model', load_format, model_type)}"
 
 
 def _flag(name: str) -> str:

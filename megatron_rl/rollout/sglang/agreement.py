@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from megatron_rl.config.checks.servers import RANDOM_DRAFT
+from megatron_rl.families.sglang_limits import quantization_problem
 from megatron_rl.rollout.sglang.options import SAID_LABELS, ServerOptions
 from megatron_rl.system.gpu_environment import NCCL_DEFAULTS
 
@@ -13,11 +14,16 @@ _SINGLE = {
 }
 
 
-def disagreements(info: Mapping[str, Any], ours: ServerOptions, *, broadcasts: bool) -> Iterator[str]:
-    """What would make weight sync wait forever, a sleep free nothing, or drafts random; a field that ``info`` lacks is believed.
+def disagreements(
+    info: Mapping[str, Any], ours: ServerOptions, *, broadcasts: bool, model_type: object = None
+) -> Iterator[str]:
+    """What would make weight sync wait forever or fail, a sleep free nothing, or drafts random; a field that ``info`` lacks is
+    believed.
 
     ``ours``: what this run would start. ``broadcasts``: weights come over a process group of trainer and servers.
     """
+    if problem := quantization_problem(info.get("quantization"), info.get("load_format"), model_type):
+        yield f"it has {problem}"
     size = info.get("tp_size", ours.tensor_parallel_size)
     if size != ours.tensor_parallel_size:
         yield (

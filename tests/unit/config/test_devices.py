@@ -7,7 +7,13 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_rl.config.checks.servers import Node, flag_problems, gpu_problems, placement_problems
+from megatron_rl.config.checks.servers import (
+    Node,
+    flag_problems,
+    gpu_problems,
+    placement_problems,
+    quantization_problems,
+)
 from megatron_rl.config.schema import Config, ParallelConfig, Placement, RolloutConfig, WeightSync
 
 
@@ -127,3 +133,23 @@ def test_expandable_segments_are_refused_beside_colocated_servers_alone(monkeypa
     assert not list(placement_problems(config().rollout, 1))
     monkeypatch.delitem(os.environ, "PYTORCH_CUDA_ALLOC_CONF")
     assert not list(placement_problems(config(placement=Placement.colocated).rollout, 1))
+
+
+@pytest.mark.parametrize(
+    ("server_args", "model_type", "refused"),
+    [
+        ({"quantization": "fp8"}, "qwen2", True),
+        ({"--quantization": "fp8", "load_format": "flash_rl"}, "qwen3", False),
+        ({"quantization": "fp8", "load-format": "flash_rl"}, "qwen3_moe", True),
+        ({"quantization": "w8a8_fp8", "load-format": "flash_rl"}, "qwen2", True),
+        ({"modelopt-quant": "fp8"}, "qwen2", True),
+        ({"json-model-override-args": '{"quantization_config": {"quant_method": "fp8"}}'}, "qwen2", True),
+        ({"quantization": "unquant", "kv-cache-dtype": "fp8_e5m2"}, "qwen2", False),
+        ({"quantization": None}, "qwen2", False),
+    ],
+)
+def test_servers_that_quantize_are_refused_unless_they_take_new_weights(server_args, model_type, refused):
+    problems = list(quantization_problems(server_args, model_type))
+    assert len(problems) == refused
+    if refused:
+        assert re.search("rollout.server_args.*quant.*take none of a trainer's.*flash_rl", problems[0])

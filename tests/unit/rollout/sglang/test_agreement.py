@@ -55,3 +55,15 @@ def test_a_server_says_the_values_that_it_is_started_with():
     command = server_command(replace(OURS, nccl={"NCCL_CUMEM_ENABLE": "1", "NCCL_NVLS_ENABLE": "1"}), 1)
     said = json.loads(command[command.index("--extra-metric-labels") + 1])
     assert nccl_of({SAID_LABELS: said}) == {"NCCL_CUMEM_ENABLE": "1", "NCCL_NVLS_ENABLE": "1"}
+
+
+@pytest.mark.parametrize(
+    ("said", "refused"),
+    [
+        ({"quantization": "fp8", "load_format": "auto"}, True),
+        ({"quantization": "fp8", "load_format": "flash_rl"}, False),
+        ({"quantization": None}, False),
+    ],
+)
+def test_a_server_that_quantizes_must_be_one_that_takes_new_weights(said, refused):
+    assert len(list(disagreements(GOOD | said, OURS, broadcasts=True, model_type="qwen3"))) == refused
