@@ -2,7 +2,10 @@
 
 import re
 from dataclasses import dataclass
+from math import prod
 from typing import Literal
+
+import torch
 
 from megatron_rl.families.facts import dims, text_config
 from megatron_rl.families.family import ModelConfig, Rule, family_of
@@ -12,6 +15,20 @@ from megatron_rl.families.vision_encoder import parameter_shapes
 Role = Literal["policy", "critic"]
 VALUE_HEAD = "value_head.weight"
 """The critic's value head, under one name in Megatron's place (output_layer.weight) and in files."""
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """A whole tensor, without its numbers."""
+
+    name: str
+    """In Hugging Face files."""
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True)

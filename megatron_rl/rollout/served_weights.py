@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from megatron_rl.config.derived import WeightMethod, server_placement
 from megatron_rl.config.schema import Config
-from megatron_rl.models.hf.weights import Destination
+from megatron_rl.models.hf.gathering import Destination
 from megatron_rl.training.export import control_link, control_ranks, patience_s, source_ranks
 from megatron_rl.training.trainer_group import TrainerGroup
 from megatron_rl.weights.disk import load_folder
@@ -34,7 +35,7 @@ class ServedWeights:
         self._method = server_placement(config.rollout).weight_method
         self._timeout_s = patience_s(config)
 
-    @property
+    @cached_property
     def expected(self) -> Mapping[str, Sequence[int]]:
         """Hugging Face name -> shape of every tensor that the servers have."""
         return self._group.expected_weights(self._engine)

@@ -6,7 +6,7 @@ The formulas of ``megatron_rl.planning``; docs/estimates.md says how far they ar
 from collections.abc import Callable
 from pathlib import Path
 
-from megatron_rl.config.derived import server_placement
+from megatron_rl.config.derived import bucket_bytes, server_placement
 from megatron_rl.config.layout import critic_layout, layout_problems, ranks_of_replica
 from megatron_rl.config.schema import Config, ParallelConfig, Recompute
 from megatron_rl.errors import ConfigError
@@ -118,4 +118,5 @@ def _publish_s(config: Config, model: ModelConfig, gpu: Gpu) -> float:
         num_stages=config.parallel.pipeline_parallel_size,
         num_server_gpus=size * number,
         gpus_per_server=size,
+        bucket_bytes=bucket_bytes(config.rollout, "cuda"),
     )

@@ -12,9 +12,10 @@ import asyncio
 import json
 import random
 import threading
-from collections.abc import Coroutine, Iterator
+from collections.abc import Coroutine, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Self, TypeVar
 
 import aiohttp
@@ -152,12 +153,35 @@ class HttpThread:
         self.session = session or HttpSession()
         """For coroutines given to ``submit`` only."""
         self._loop = asyncio.new_event_loop()
+        self._tasks: set[asyncio.Task[Any]] = set()
         self._thread = threading.Thread(target=self._loop.run_forever, name="http", daemon=True)
         self._thread.start()
 
     def submit(self, work: Coroutine[Any, Any, Result]) -> Future[Result]:
         """Run ``work``, which uses ``session``, on the thread; returns at once."""
         return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    def submit_all(self, works: Iterable[Coroutine[Any, Any, Result]]) -> list[Future[Result]]:
+        """As ``submit``, for many: the thread is woken once."""
+        begun = [(work, Future[Result]()) for work in works]
+        self._loop.call_soon_threadsafe(self._begin, begun)
+        return [future for _, future in begun]
+
+    def _begin(self, works: Sequence[tuple[Coroutine[Any, Any, Result], Future[Result]]]) -> None:
+        for work, future in works:
+            task = self._loop.create_task(work)
+            self._tasks.add(task)  # the loop itself may forget it
+            task.add_done_callback(partial(self._pass_on, future))
+
+    def _pass_on(self, future: Future[Result], task: asyncio.Task[Result]) -> None:
+        self._tasks.discard(task)
+        if task.cancelled():
+            future.cancel()
+            future.set_running_or_notify_cancel()
+        elif error := task.exception():
+            future.set_exception(error)
+        else:
+            future.set_result(task.result())
 
     def request(self, method: str, url: str, body: Any = None, *, timeout_s: float) -> Answer:
         """As in HttpSession; blocks the calling thread."""

@@ -46,10 +46,11 @@ from megatron_rl.families.facts import text_config
 from megatron_rl.families.parameters import Role
 from megatron_rl.models import critic, policy
 from megatron_rl.models.context import num_rows
+from megatron_rl.models.hf.gathering import Destination, Held, held_entries
+from megatron_rl.models.hf.holders import named_parameters
 from megatron_rl.models.hf.model_config import load_hf_config
 from megatron_rl.models.hf.mtp import check_kept, mtp_note
 from megatron_rl.models.hf.weights import (
-    Destination,
     expected_names,
     export_weights,
     load_weights,
@@ -247,7 +248,9 @@ class Engine:
     def export_weights(self, to: Destination = Destination.driver) -> Iterator[tuple[str, Tensor | None]]:
         """Hugging Face names and, where ``to`` says, whole tensors; every rank must exhaust it, for it gathers."""
         replicas.wait_for_weights(self._replicas)
-        weights = export_weights(self.chunks, self.hf_config, role=self.role, to=to)
+        with self.topology.active():
+            held = self._held
+        weights = export_weights(self.chunks, self.hf_config, role=self.role, to=to, held=held)
         with self._memory.weights():
             while True:
                 # Between two tensors the caller is in its own layout: it may use another engine meanwhile.
@@ -256,6 +259,11 @@ class Engine:
                 if item is None:
                     return
                 yield item
+
+    @functools.cached_property
+    def _held(self) -> list[Held]:
+        """Asked for once: for a large model names take longer than a publish should."""
+        return held_entries(dict(named_parameters(self.chunks)), self.hf_config, self.role)
 
     def expected_weights(self) -> dict[str, tuple[int, ...]]:
         """Name and shape of every tensor of ``export_weights``."""

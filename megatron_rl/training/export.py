@@ -9,18 +9,20 @@ import os
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron_rl.config.derived import bucket_bytes
 from megatron_rl.config.schema import Config
-from megatron_rl.models.hf.weights import Destination
+from megatron_rl.models.hf.gathering import Destination
 from megatron_rl.parallel import collectives
 from megatron_rl.parallel.topology import Topology, local_device
 from megatron_rl.training.engine import Engine
 from megatron_rl.weights.buckets import walk_to_end
 from megatron_rl.weights.colocated import Ranks, follow
+from megatron_rl.weights.plan import Coverage
 from megatron_rl.weights.senders import Link, StageRank
 
 _WHAT = "word on the weight sync"
@@ -38,7 +40,8 @@ class WeightExport:
         """Walk the engine's stream and do with it what ``to`` asks of this rank (any but rank 0)."""
         stream, topology = engine.export_weights(to), engine.topology
         if to is Destination.everywhere:
-            follow(whole(stream), self._bucket_bytes, topology.device, control_ranks(self._timeout_s))
+            ranks, coverage = control_ranks(self._timeout_s), Coverage(engine.expected_weights())
+            follow(whole(stream), self._bucket_bytes, topology.device, ranks, coverage)
         elif to is Destination.stage and topology.rank in source_ranks(topology):
             if self._stage is None:
                 driver = os.environ.get("MASTER_ADDR", "")
@@ -95,9 +98,13 @@ def control_link(rank: int, timeout_s: float) -> Link:
 
 def control_ranks(timeout_s: float) -> Ranks:
     """What all ranks say to each other on the control plane."""
+    options: dict[str, Any] = {"what": _WHAT, "timeout_s": timeout_s}
     return Ranks(
-        gather=partial(collectives.gather_objects, what=_WHAT, timeout_s=timeout_s),
-        agree=partial(collectives.broadcast_object, what=_WHAT, timeout_s=timeout_s),
+        rank=torch.distributed.get_rank(),
+        tell=partial(collectives.broadcast_object, **options),
+        report=partial(collectives.gather_objects, **options),
+        send=partial(collectives.send_object, **options),
+        receive=partial(collectives.receive_object, **options),
     )
 
 

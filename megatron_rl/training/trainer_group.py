@@ -19,7 +19,7 @@ from torch import Tensor
 
 from megatron_rl.config.schema import Config
 from megatron_rl.data.batch import ROUTES, PackedBatch
-from megatron_rl.models.hf.weights import Destination
+from megatron_rl.models.hf.gathering import Destination
 from megatron_rl.parallel import collectives, stragglers
 from megatron_rl.parallel.topology import Topology, coordinates
 from megatron_rl.planning.flops import flops_cost

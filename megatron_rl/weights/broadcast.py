@@ -7,9 +7,9 @@ incarnation changed or a publish failed.
 import time
 import uuid
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,20 +19,7 @@ from megatron_rl.weights.plan import Coverage, GroupSpec, ServerAddress
 from megatron_rl.weights.senders import RemoteSource
 from megatron_rl.weights.server_calls import ServerCallError, ServerCalls, wait_for_all
 from megatron_rl.weights.sync_group import SyncGroup
-
-
-@dataclass(frozen=True)
-class UpdateRequest:
-    """What the servers are asked for one bucket, and how its bytes set out."""
-
-    path: str
-    bodies: tuple[dict[str, Any], ...]
-    """One per server."""
-    num_bytes: int
-    start: Callable[[ServerCalls], list[Future]]
-    """Called once the servers have been asked; returns what is left to be waited for."""
-    needs_session: bool = True
-    """Whether the server takes it only between /begin_weight_update and /end_weight_update."""
+from megatron_rl.weights.transfer import Transfer, UpdateRequest
 
 
 class Connections:
@@ -114,6 +101,10 @@ class GroupSender:
         self._stream = BucketStream(named_tensors, bucket_bytes, device)
         # At once: the other ranks wait for rank 0 in the stream's first collectives.
         self._stream.prepare()
+
+    def send(self, transfer: Transfer, coverage: Coverage) -> None:
+        """Raises as ``requests`` and ``Transfer.send_all`` do."""
+        transfer.send_all(self.requests(transfer.calls, transfer.version, coverage))
 
     def requests(self, calls: ServerCalls, version: int, coverage: Coverage) -> Iterator[UpdateRequest]:
         """The sources' buckets in turns, until each has given its last one.

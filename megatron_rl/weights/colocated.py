@@ -1,22 +1,24 @@
 """The way to servers on the trainer's own devices: buckets by CUDA IPC, on a CPU by shared memory.
 
-Every trainer rank fills the same buckets from the same stream of full tensors, on its own device, and hands the worker
-next to it a handle: worker t of server s reads the memory of rank s * tp_size + t. What travels by HTTP is the handle
-alone.
+Every trainer rank fills the same buckets from the same stream of full tensors, on its own device, and the worker next to it
+reads them there: worker t of server s those of rank s * tp_size + t. What travels by HTTP is a handle alone. The first of
+a server's ranks feeds it: it gathers the handles of the others and makes the server's calls, so servers are fed side by
+side, and the driver speaks to all ranks twice in a publish, however many buckets there are.
 
-Who waits for whom: at each bucket every rank gives its handle to the driver and waits for its word; the driver waits
-until the servers have read the bucket before. Memory is filled again two buckets later, and after the last bucket all
-ranks wait for the driver's word once more. Invariant: a failure ends the exchange at the next bucket, and every rank
-walks the stream to its end.
+Who waits for whom: all ranks wait for the driver, which opens the servers' sessions first. At each bucket a server's ranks give
+their handles to its first one, fill the next bucket, and wait until it says that the server has read this one. The stream's
+collectives keep the servers within two buckets of each other. At the end the driver waits for the outcome on every rank.
+Invariants: memory is filled again after it has been read; a failure ends the exchange of a server's ranks at that bucket; every
+rank walks the stream to its end.
 
 A server unpickles what it is sent, so whoever reaches its port can run code in it: bind servers to 127.0.0.1.
 """
 
 import base64
 import io
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.reduction import ForkingPickler
 from types import SimpleNamespace
 from typing import Any
@@ -24,23 +26,59 @@ from typing import Any
 import torch
 import torch.multiprocessing
 
-from megatron_rl.weights.broadcast import UpdateRequest
-from megatron_rl.weights.buckets import Bucket, BucketStream, NamedTensors
+from megatron_rl.weights.buckets import Bucket, BucketStream, NamedTensors, TensorStreamError
 from megatron_rl.weights.plan import Coverage, ServerAddress
-from megatron_rl.weights.server_calls import ServerCalls
+from megatron_rl.weights.server_calls import ServerCallError, ServerCalls, wait_for_all
+from megatron_rl.weights.transfer import Transfer
+
+
+def _nobody(*args: Any) -> Any:
+    raise RuntimeError("a trainer of one rank has no other to talk to")
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """What the ranks say to each other; both are collective and raise RuntimeError when a rank is lost.
+    """What the ranks say to each other; all of it raises RuntimeError when a rank is lost.
 
     The defaults are those of a trainer of one rank.
     """
 
-    gather: Callable[[str], list[str]] = lambda handle: [handle]
-    """The handles of all ranks, by rank, on the driver."""
-    agree: Callable[[bool], bool] = lambda go_on: go_on
-    """The driver's word, on every rank."""
+    rank: int = 0
+    """This one."""
+    tell: Callable[[Any], Any] = lambda word: word
+    """Collective: the driver's word, on every rank."""
+    report: Callable[[Any], list[Any]] = lambda word: [word]
+    """Collective: the words of all ranks, by rank, on the driver."""
+    send: Callable[[Any, int], None] = _nobody
+    """A word to one rank, which receives it."""
+    receive: Callable[[int], Any] = _nobody
+    """The word of one rank."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a rank's part."""
+
+    failure: str = ""
+    num_bytes: int = 0
+    num_buckets: int = 0
+    """That its server was asked for; 0 on a rank that feeds none."""
+
+
+@dataclass(frozen=True)
+class _Order:
+    """The driver's word: who is to be fed. Without it there is no publish."""
+
+    servers: tuple[ServerAddress, ...]
+    version: int
+    timeout_s: float
+
+
+@dataclass(frozen=True)
+class _Unfilled:
+    """In place of a handle: why there is none."""
+
+    failure: str
 
 
 class ColocatedSender:
@@ -51,23 +89,22 @@ class ColocatedSender:
         self._ranks = ranks
         # The other ranks wait for this one inside the stream until each has a bucket.
         self._stream.prepare()
-        self._owes_word = False
-        """The other ranks have given their handles, or had the last bucket, and wait."""
-        self._ended = False
+        self._ordered = self._reported = False
 
-    def requests(self, calls: ServerCalls, version: int, coverage: Coverage) -> Iterator[UpdateRequest]:
-        """The buckets as requests. Raises CoverageError before a bucket with a wrong tensor is given out."""
-        last = False
-        while not last:
-            bucket = self._stream.look()
-            last = bucket.last
-            handles = self._ranks.gather(handle_of(bucket))
-            self._owes_word = True  # from here on a failure must be said to them
-            for spec in bucket.specs:
-                coverage.add(spec)
-            coverage.check(complete=last)
-            bodies = tuple(_bodies(handles, calls.servers, version, last=last))
-            yield UpdateRequest("/update_weights_from_tensor", bodies, bucket.num_bytes, self._go_on)
+    def send(self, transfer: Transfer, coverage: Coverage) -> None:
+        """Raises ServerCallError, also for what failed on another rank."""
+        calls = transfer.calls
+        transfer.begin()
+        self._ordered = transfer.touched = True
+        order = self._ranks.tell(_Order(calls.servers, transfer.version, calls.timeout_s))
+        own = _take_part(self._stream, order, self._ranks, coverage)
+        self._reported = True
+        outcomes: list[Outcome] = self._ranks.report(own)
+        transfer.num_bytes = max(outcome.num_bytes for outcome in outcomes)
+        transfer.num_buckets = max(outcome.num_buckets for outcome in outcomes)
+        if failures := [outcome.failure for outcome in outcomes if outcome.failure]:
+            raise ServerCallError("; ".join(failures))
+        transfer.end()
 
     @property
     def peak_buffer_bytes(self) -> int:
@@ -75,36 +112,98 @@ class ColocatedSender:
 
     def finish(self, *, failed: bool) -> str:
         """Let the other ranks go, and walk the stream to its end with them."""
-        if self._ended:
+        if self._ordered:  # they have gone, or one of them is lost
             return ""
-        self._ended = True
+        self._ordered = True
         try:
-            if not self._owes_word:
-                self._ranks.gather("")  # they come to the next bucket before they listen
-            self._ranks.agree(not failed)
+            self._ranks.tell(None)
+            note = self._stream.finish()
+            self._ranks.report(Outcome())
         except RuntimeError as error:
             return f"a rank is lost: {error}"
-        return self._stream.finish()
-
-    def _go_on(self, calls: ServerCalls) -> list[Future]:
-        self._ranks.agree(True)
-        self._owes_word = self._stream.take().last
-        return []
+        return note
 
 
-def follow(named_tensors: NamedTensors, bucket_bytes: int, device: torch.device, ranks: Ranks) -> None:
-    """One publish on a rank other than the driver's."""
+def follow(
+    named_tensors: NamedTensors, bucket_bytes: int, device: torch.device, ranks: Ranks, coverage: Coverage
+) -> None:
+    """One publish on a rank other than the driver's. Raises RuntimeError when a rank is lost."""
     stream = _bucket_stream(named_tensors, bucket_bytes, device)
+    stream.prepare()
+    order = ranks.tell(None)
+    ranks.report(_take_part(stream, order, ranks, coverage))
+
+
+def _take_part(stream: BucketStream, order: _Order | None, ranks: Ranks, coverage: Coverage) -> Outcome:
+    """This rank's part, to the end of the stream."""
+    outcome = Outcome()
+    for server in order.servers if order else ():
+        if order and ranks.rank == server.first_rank:
+            with ServerCalls((server,), order.timeout_s) as calls:
+                outcome = _feed(stream, calls, order.version, ranks, coverage)
+        elif server.first_rank < ranks.rank < server.first_rank + server.tp_size:
+            _hand_over(stream, server.first_rank, ranks)
+    note = stream.finish()
+    return replace(outcome, failure=outcome.failure or (note and f"rank {ranks.rank}: {note}"))
+
+
+def _feed(stream: BucketStream, calls: ServerCalls, version: int, ranks: Ranks, coverage: Coverage) -> Outcome:
+    """All buckets to one server, from this rank and the others beside its workers."""
+    (server,) = calls.servers
+    others = range(server.first_rank + 1, server.first_rank + server.tp_size)
+    outcome, last = Outcome(), False
+    while not last:
+        bucket, own = _next(stream, coverage)
+        # Theirs before anything else: they wait until these are taken.
+        handles: list[Any] = [own, *(ranks.receive(other) for other in others)]
+        unfilled = [i for i, handle in enumerate(handles) if isinstance(handle, _Unfilled)]
+        failure = "; ".join(f"rank {server.first_rank + i}: {handles[i].failure}" for i in unfilled)
+        answers: list[Future] = []
+        if bucket is not None:
+            last = bucket.last
+            if not failure:
+                answers = calls.submit("/update_weights_from_tensor", [_body(handles, version, last=last)])
+                num_bytes = outcome.num_bytes + bucket.num_bytes
+                outcome = Outcome(num_bytes=num_bytes, num_buckets=outcome.num_buckets + 1)
+            # Also after a failure: the other ranks fill theirs now.
+            stream.take()
+            stream.prepare()
+        try:
+            wait_for_all(answers, calls.timeout_s, f"{server.url} to load bucket {outcome.num_buckets}")
+        except ServerCallError as error:
+            failure = str(error)
+        for other in others:
+            ranks.send(not failure, other)
+        if failure:
+            return replace(outcome, failure=failure)
+    return outcome
+
+
+def _hand_over(stream: BucketStream, first_rank: int, ranks: Ranks) -> None:
+    """All buckets to the worker next to this rank, by way of the rank that feeds its server."""
     last = False
     while not last:
-        bucket = stream.look()
-        last = bucket.last
-        ranks.gather(handle_of(bucket))
-        if not ranks.agree(True):
-            stream.finish()
+        bucket, handle = _next(stream, Coverage())
+        ranks.send(handle, first_rank)
+        if bucket is not None:
+            last = bucket.last
+            stream.take()
+            stream.prepare()
+        if not ranks.receive(first_rank):
             return
-        stream.take()
-    ranks.agree(True)
+
+
+def _next(stream: BucketStream, coverage: Coverage) -> tuple[Bucket | None, str | _Unfilled]:
+    """The next bucket, if it could be filled, and its handle, if the bucket may be sent."""
+    bucket = None
+    try:
+        bucket = stream.look()
+        for spec in bucket.specs:
+            coverage.add(spec)
+        coverage.check(complete=bucket.last)
+        return bucket, handle_of(bucket)
+    except (TensorStreamError, ValueError) as error:
+        return bucket, _Unfilled(str(error))
 
 
 def handle_of(bucket: Bucket) -> str:
@@ -144,17 +243,13 @@ def _bucket_stream(named_tensors: NamedTensors, bucket_bytes: int, device: torch
     return BucketStream(named_tensors, bucket_bytes, device, reuse_buffers=device.type != "cuda")
 
 
-def _bodies(
-    handles: Sequence[str], servers: Sequence[ServerAddress], version: int, *, last: bool
-) -> Iterator[dict[str, Any]]:
-    """One request per server."""
-    for server in servers:
-        yield {
-            "serialized_named_tensors": list(handles[server.first_rank : server.first_rank + server.tp_size]),
-            "load_format": "flattened_bucket",
-            "flush_cache": last,
-            **({"weight_version": str(version)} if last else {}),
-        }
+def _body(handles: Sequence[Any], version: int, *, last: bool) -> dict[str, Any]:
+    return {
+        "serialized_named_tensors": list(handles),
+        "load_format": "flattened_bucket",
+        "flush_cache": last,
+        **({"weight_version": str(version)} if last else {}),
+    }
 
 
 def _name_devices_by_uuid() -> None:

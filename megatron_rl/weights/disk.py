@@ -11,10 +11,11 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from megatron_rl.weights.broadcast import UpdateRequest
+from megatron_rl.families.parameters import TensorSpec
 from megatron_rl.weights.buckets import BucketStream, NamedTensors
-from megatron_rl.weights.plan import Coverage, Slice, TensorSpec, place
+from megatron_rl.weights.plan import Coverage, Slice, place
 from megatron_rl.weights.server_calls import ServerCalls
+from megatron_rl.weights.transfer import Transfer, UpdateRequest
 
 _INDEX_NAME = "model.safetensors.index.json"
 _VERSION_PREFIX = "weights-"
@@ -29,6 +30,10 @@ class DiskSender:
         self._folder = folder
         self._shard_bytes = shard_bytes
         self._written: Path | None = None
+
+    def send(self, transfer: Transfer, coverage: Coverage) -> None:
+        """Raises as ``requests`` and ``Transfer.send_all`` do."""
+        transfer.send_all(self.requests(transfer.calls, transfer.version, coverage))
 
     def requests(self, calls: ServerCalls, version: int, coverage: Coverage) -> Iterator[UpdateRequest]:
         """One request, once the whole stream is written; raises CoverageError for a stream with wrong tensors."""

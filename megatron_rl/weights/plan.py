@@ -12,11 +12,9 @@ before), so the trainer never holds the whole model. Invariants:
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import prod
 from typing import NamedTuple
 
-import torch
-
+from megatron_rl.families.parameters import TensorSpec
 from megatron_rl.system.http import ApiKey
 
 _MAX_NAMES_SHOWN = 8
@@ -39,18 +37,6 @@ class ServerAddress(NamedTuple):
 
 class CoverageError(ValueError):
     """The tensors on offer are not the ones the served model has."""
-
-
-@dataclass(frozen=True)
-class TensorSpec:
-    name: str
-    """Name in the Hugging Face checkpoint."""
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    @property
-    def num_bytes(self) -> int:
-        return prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True)

@@ -1,16 +1,17 @@
 """Carries the trainer's weights into running SGLang servers.
 
 The way of a publish: the tensors of a stream are copied into flat buckets; each bucket is announced to every server by
-HTTP and travels once, one bucket at a time. How it travels is the method: over process groups whose sources are the
+HTTP and travels once, one bucket after the other. How it travels is the method: over process groups whose sources are the
 first ranks of the pipeline stages (``broadcast.py``, ``senders.py``), through memory of the devices that trainer and
 servers share (``colocated.py``), or the whole stream as files (``disk.py``). While bucket k travels, the next one of
 each source is gathered and filled, on a GPU on a stream of its own (``side_streams.py``), so a source holds two buckets and
-one tensor.
+one tensor. Two buckets are in progress: a server that has loaded bucket k is asked for k + 1 while slower ones still load k.
 
 Invariants:
 
 - nothing travels before every server has opened its update session, and a bucket only after all its tensors passed
   the coverage check;
+- every server takes the buckets in one order, and is asked for one at a time;
 - the version is stamped, and the prefix cache flushed, with the last bucket only: a server that shows version v holds
   all of v, and no prefix that older weights computed;
 - a publish that pauses the servers (``pauses``) lets them go on once all of them have confirmed the version; after a failure
@@ -27,28 +28,26 @@ server's running requests finish, unless they are paused. Trainer ranks that sen
 
 import logging
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from concurrent.futures import Future
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from megatron_rl.config.derived import WeightMethod
 from megatron_rl.errors import UserError
-from megatron_rl.weights.broadcast import Connections, GroupSender, UpdateRequest
+from megatron_rl.weights.broadcast import Connections, GroupSender
 from megatron_rl.weights.buckets import NamedTensors, TensorStreamError
 from megatron_rl.weights.colocated import ColocatedSender, Ranks
 from megatron_rl.weights.disk import DiskSender
 from megatron_rl.weights.plan import Coverage, ServerAddress, unique_addresses
 from megatron_rl.weights.senders import Link, RemoteSource
-from megatron_rl.weights.server_calls import ServerCallError, ServerCalls, wait_for_all
+from megatron_rl.weights.server_calls import ServerCallError, ServerCalls
 from megatron_rl.weights.sync_group import device_of
+from megatron_rl.weights.transfer import CLOSE_TIMEOUT_S, Transfer
 
 logger = logging.getLogger(__name__)
 
-
-_CLOSE_TIMEOUT_S = 3.0
 
 
 class WeightSyncError(UserError, RuntimeError):
@@ -117,10 +116,10 @@ class WeightPublisher:
         """
         addresses = unique_addresses(servers)
         with ServerCalls(addresses, self._timeout_s, pauses=self._pauses) as calls:
-            transfer = _Transfer(calls, version, started=time.perf_counter())
+            transfer = Transfer(calls, version, started=time.perf_counter())
             sender = self._sender(named_tensors, links, ranks or Ranks())
             try:
-                transfer.send_all(sender.requests(calls, version, Coverage(expected)))
+                sender.send(transfer, Coverage(expected))
                 # Before the version is checked: the other ranks need not wait for that.
                 notes = sender.finish(failed=False)
                 if notes:
@@ -139,7 +138,8 @@ class WeightPublisher:
                 self._connections.close()
                 transfer.free_servers()
                 raise
-        return transfer.result()
+        seconds = time.perf_counter() - transfer.started
+        return PublishResult(seconds, transfer.num_bytes, transfer.num_buckets, transfer.buffer_bytes)
 
     def close(self, lost_urls: Collection[str] = ()) -> None:
         """Leave the groups on both sides, within seconds; a server that does not answer any more is left alone.
@@ -148,14 +148,14 @@ class WeightPublisher:
         """
         self._connections.close()
         try:
-            self._connections.leave_servers(min(self._timeout_s, _CLOSE_TIMEOUT_S), but=lost_urls)
+            self._connections.leave_servers(min(self._timeout_s, CLOSE_TIMEOUT_S), but=lost_urls)
         except ServerCallError as error:
             logger.warning("the weight sync group was not closed on every server: %s", error)
 
     def _sender(
         self, named_tensors: NamedTensors, links: Sequence[Link], ranks: Ranks
     ) -> GroupSender | ColocatedSender | DiskSender:
-        """What sends this publish. Each gives ``requests`` and has a ``finish`` that walks every rank's stream to its
+        """What sends this publish. Each has a ``send``, and a ``finish`` that walks every rank's stream to its
         end and returns what else went wrong; a second call of it does nothing. ``peak_buffer_bytes``: as in PublishResult.
         """
         if self._folder is not None:
@@ -166,88 +166,3 @@ class WeightPublisher:
         remote = [RemoteSource(link) for link in links]
         device = device_of(self._connections.backend)
         return GroupSender(self._connections, remote, named_tensors, self._bucket_bytes, device)
-
-
-@dataclass
-class _Transfer:
-    """One publish in progress: counts what was sent and turns a failure into a message."""
-
-    calls: ServerCalls
-    version: int
-    started: float
-    num_bytes: int = 0
-    num_buckets: int = 0
-    buffer_bytes: int = 0
-    touched: bool = False
-    """Some server may hold other weights than before."""
-    _in_flight: list[Future] = field(default_factory=list)
-
-    def send_all(self, requests: Iterator[UpdateRequest]) -> None:
-        session_open = False
-        try:
-            for request in requests:
-                if request.needs_session and not session_open:
-                    self._begin()
-                    session_open = True
-                self._wait_for_bucket()
-                self._start(request)
-        except (TensorStreamError, ValueError):
-            # Let the bucket in progress arrive: a broken broadcast would only hide the real error.
-            self._wait_for_bucket()
-            raise
-        self._wait_for_bucket()
-        if session_open:
-            self.calls.post("/end_weight_update")
-
-    def check_version(self) -> None:
-        for server, info in zip(self.calls.servers, self.calls.get("/model_info"), strict=True):
-            if info["weight_version"] != str(self.version):
-                raise ServerCallError(
-                    f"{server.url} took every bucket but shows weight version {info['weight_version']!r} instead of "
-                    f"{str(self.version)!r}: something else updates its weights too, or it was restarted meanwhile"
-                )
-
-    def result(self) -> PublishResult:
-        return PublishResult(time.perf_counter() - self.started, self.num_bytes, self.num_buckets, self.buffer_bytes)
-
-    def describe_failure(self, error: Exception) -> str:
-        after_s = time.perf_counter() - self.started
-        where = f"at bucket {self.num_buckets} (byte {self.num_bytes})" if self.num_buckets else "before any bucket"
-        if self.touched:
-            state = "Servers may hold a mix of old and new weights: publish again before anything is generated."
-        else:
-            state = "The servers keep their old weights."
-        return f"weight sync of version {self.version} failed after {after_s:.1f} s {where}: {error}. {state}"
-
-    def free_servers(self) -> None:
-        """After a failure: paused ones go on. Where weights may have changed, what ran is aborted, and no version is shown."""
-        if not self.calls.paused:
-            return
-        no_version = {"new_version": f"not {self.version}", "abort_all_requests": True}
-        asked = [("/update_weight_version", no_version)] if self.touched else []
-        # Soon: one that hangs, or is gone, is not waited for.
-        with ServerCalls(self.calls.servers, min(self.calls.timeout_s, _CLOSE_TIMEOUT_S)) as calls:
-            for path, body in (*asked, ("/continue_generation", {})):
-                try:
-                    calls.post(path, body)
-                except ServerCallError as error:
-                    logger.warning("after a publish that failed: %s", error)
-
-    def _begin(self) -> None:
-        """Open a session on every server; one that a failed publish left open is closed first."""
-        self.calls.pause()
-        if all(self.calls.accepts("/begin_weight_update")):
-            return
-        self.calls.accepts("/end_weight_update")
-        self.calls.post("/begin_weight_update")
-
-    def _start(self, request: UpdateRequest) -> None:
-        self.touched = True
-        self.num_buckets += 1
-        self.num_bytes += request.num_bytes
-        self._in_flight = self.calls.submit(request.path, request.bodies)
-        self._in_flight += request.start(self.calls)
-
-    def _wait_for_bucket(self) -> None:
-        in_flight, self._in_flight = self._in_flight, []
-        wait_for_all(in_flight, self.calls.timeout_s, f"the servers to receive and load bucket {self.num_buckets}")

@@ -1,5 +1,11 @@
-"""HTTP calls to several SGLang servers at once, each with a deadline and an error that names who waited for whom."""
+"""HTTP calls to several SGLang servers at once, each with a deadline and an error that names who waited for whom.
 
+A server is called once at a time: further calls wait until it has answered, in the order in which they were asked for. After a
+bucket that failed it gets no other one: it would wait for bytes that do not come.
+"""
+
+import asyncio
+import json
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
@@ -38,6 +44,7 @@ _FIELDS: dict[str, dict[str, type]] = {
     "/weights_checker": {"ranks": list},
 }
 """What a good answer holds. A page of a gateway has none of it, and would pass for weights that arrived."""
+_BUCKETS = frozenset(("/update_weights_from_distributed", "/update_weights_from_tensor"))
 _TEXT_PATHS = frozenset(("/flush_cache",))
 _MAX_ANSWER_BYTES = 1 << 28
 _DEFAULT_REMEDY = "look into the server's log, restart it if it hangs or died, and publish again"
@@ -63,6 +70,8 @@ class ServerCalls:
         """The servers generate nothing until ``go_on``."""
         self._http = HttpThread(HttpSession(connect_timeout_s=_CONNECT_TIMEOUT_S, max_answer_bytes=_MAX_ANSWER_BYTES))
         self._threads = ThreadPoolExecutor(1, thread_name_prefix="weight-sync")
+        self._turns = {server.url: asyncio.Lock() for server in self.servers}
+        self._lost: set[str] = set()
 
     def __enter__(self) -> Self:
         return self
@@ -130,13 +139,28 @@ class ServerCalls:
     def _submit(
         self, method: str, path: str, bodies: Sequence[dict[str, Any] | None], *, may_refuse: bool = False
     ) -> list[Future]:
-        return [
-            self._http.submit(self._call(method, server, path, body, may_refuse))
-            for server, body in zip(self.servers, bodies, strict=True)
-        ]
+        works, body, data = [], None, None
+        for server, own in zip(self.servers, bodies, strict=True):
+            if own is not body:  # most often all servers are asked the same
+                body, data = own, json.dumps(own).encode()
+            works.append(self._in_turn(method, server, path, data, may_refuse))
+        return self._http.submit_all(works)
+
+    async def _in_turn(
+        self, method: str, server: ServerAddress, path: str, body: bytes | None, may_refuse: bool
+    ) -> dict[str, Any] | None:
+        async with self._turns[server.url]:
+            if path in _BUCKETS and server.url in self._lost:
+                raise ServerCallError(f"{server.url} was not asked for {path} any more")
+            try:
+                return await self._call(method, server, path, body, may_refuse)
+            except ServerCallError:
+                if path in _BUCKETS:
+                    self._lost.add(server.url)
+                raise
 
     async def _call(
-        self, method: str, server: ServerAddress, path: str, body: dict[str, Any] | None, may_refuse: bool
+        self, method: str, server: ServerAddress, path: str, body: bytes | None, may_refuse: bool
     ) -> dict[str, Any] | None:
         """The answer's body ({} where it is no JSON object); None where the server refused and may."""
         url, headers = server.url, bearer(server.api_key)

@@ -20,7 +20,7 @@ from megatron_rl.config.schema import ParallelConfig
 from megatron_rl.data.batch import PackedBatch, cu_seqlens_of
 from megatron_rl.families.parameters import Entry
 from megatron_rl.families.transforms import Replicated
-from megatron_rl.models.hf.weights import _owner
+from megatron_rl.models.hf.gathering import owner_of
 from megatron_rl.parallel.topology import Topology, coordinates
 from megatron_rl.training.batching import plan_microbatches
 from megatron_rl.training.export import source_ranks
@@ -136,11 +136,11 @@ def assert_owners(topology: Topology, parallel: ParallelConfig) -> None:
     first_copy = parallel_state.get_expert_data_parallel_rank() == 0
     for stage in range(topology.pp_size):
         here = stage == topology.pp_rank
-        dense = _owner(Entry("decoder.layers.0.mlp.router.weight", {}, Replicated()), stage, {"experts": number})
+        dense = owner_of(Entry("decoder.layers.0.mlp.router.weight", {}, Replicated()), stage, {"experts": number})
         assert dense.is_here == (here and (topology.cp_rank, topology.dp_rank) == (0, 0))
         for expert in range(number):
             entry = Entry(f"decoder.layers.0.mlp.experts.{expert}.linear_fc1.weight", {}, Replicated())
-            owner = _owner(entry, stage, {"experts": number})
+            owner = owner_of(entry, stage, {"experts": number})
             assert owner.is_here == (here and first_copy and expert // (number // ep) == held)
             if owner.is_here:
                 members = dist.get_process_group_ranks(owner.group)

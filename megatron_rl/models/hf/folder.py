@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from megatron_rl.families.family import families
-from megatron_rl.models.hf.shards import Header
+from megatron_rl.families.parameters import TensorSpec
 from megatron_rl.models.hf.sources import INDEX_FILE, SINGLE_FILE
 from megatron_rl.system.files import replace_folder
 
@@ -90,7 +90,7 @@ class FolderWriter:
         self.total_bytes += size
         self.dtype = self.dtype or tensor.dtype
 
-    def adopt(self, path: Path, tensors: Sequence[Header]) -> None:
+    def adopt(self, path: Path, tensors: Sequence[TensorSpec]) -> None:
         """Take over a file of ``folder`` that a rank has written. Raises OSError."""
         size = sum(header.num_bytes for header in tensors)
         if not path.exists() or path.stat().st_size < size:

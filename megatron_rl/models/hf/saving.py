@@ -13,8 +13,9 @@ from pathlib import Path
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_rl.families.parameters import TensorSpec
 from megatron_rl.models.hf.folder import appearing
-from megatron_rl.models.hf.shards import Header, RankWriter
+from megatron_rl.models.hf.shards import RankWriter
 from megatron_rl.parallel import collectives
 from megatron_rl.parallel.topology import control_plane
 
@@ -28,7 +29,7 @@ class SharedSave:
     """One save; the same on every rank."""
 
     target: Path
-    files: Sequence[Sequence[Sequence[Header]]]
+    files: Sequence[Sequence[Sequence[TensorSpec]]]
     """By rank: its files, and the tensors of each in their order."""
     finish: Callable[[Path], None]
     """On rank 0: gives the files in the folder their names and writes the rest of it. Raises OSError."""

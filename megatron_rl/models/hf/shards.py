@@ -8,27 +8,15 @@ from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from io import BufferedWriter
-from math import prod
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from megatron_rl.families.parameters import TensorSpec
+
 _NAMES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 """As safetensors calls the dtypes of weights."""
-
-
-class Header(NamedTuple):
-    """What a file says of a tensor."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    @property
-    def num_bytes(self) -> int:
-        return prod(self.shape) * self.dtype.itemsize
 
 
 def least_loaded(loads: Sequence[int], ranks: Sequence[int], least_bytes: int) -> int:
@@ -36,9 +24,9 @@ def least_loaded(loads: Sequence[int], ranks: Sequence[int], least_bytes: int) -
     return min(ranks, key=lambda rank: (loads[rank] // least_bytes, rank))
 
 
-def cut(tensors: Sequence[Header], max_shard_bytes: int) -> list[list[Header]]:
+def cut(tensors: Sequence[TensorSpec], max_shard_bytes: int) -> list[list[TensorSpec]]:
     """Tensors in their order as files of at most ``max_shard_bytes``; a larger one is a file of its own."""
-    files: list[list[Header]] = []
+    files: list[list[TensorSpec]] = []
     room = 0
     for header in tensors:
         if not files or header.num_bytes > room:
@@ -57,7 +45,7 @@ def part_path(folder: Path, rank: int, index: int) -> Path:
 class RankWriter:
     """One rank's files. Tensors come in the order of the plan and are written by a thread while the next one is gathered."""
 
-    def __init__(self, folder: Path, rank: int, files: Sequence[Sequence[Header]]) -> None:
+    def __init__(self, folder: Path, rank: int, files: Sequence[Sequence[TensorSpec]]) -> None:
         self._next = deque((part_path(folder, rank, index), file) for index, file in enumerate(files))
         self._open: _File | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="save-hf")
@@ -99,7 +87,7 @@ class RankWriter:
 class _File:
     """A safetensors file (its format: huggingface.co/docs/safetensors) whose tensors may come in any order."""
 
-    def __init__(self, path: Path, headers: Sequence[Header]) -> None:
+    def __init__(self, path: Path, headers: Sequence[TensorSpec]) -> None:
         self.missing = {header.name: header for header in headers}
         entries: dict[str, dict] = {"__metadata__": {"format": "pt"}}
         self._starts: dict[str, int] = {}

@@ -1,18 +1,14 @@
 """Weights between Hugging Face folders and Megatron models, under any layout of ranks.
 
 Loading needs no communication: each rank reads from the files the slices that it holds. Exporting walks the tensors in
-the order of the files: the tensor-parallel ranks of the stage that owns a tensor send their shards to the first of
-them, which sends the full tensor where it is wanted (``Destination``). Of the ranks that hold copies (data- and
-context-parallel ones) only the first take part. Experts have their own split: by expert over the expert-parallel ranks,
-each within those over the expert-tensor-parallel ranks.
+the order of the files and puts each together from the ranks that hold it (``gathering.py``).
 """
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from enum import Enum
-from math import prod
+from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -21,23 +17,15 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from megatron_rl.families.facts import dims, text_config
-from megatron_rl.families.parameters import VALUE_HEAD, Entry, Role, entries, stacked_shapes
+from megatron_rl.families.parameters import VALUE_HEAD, Entry, Role, TensorSpec, entries, stacked_shapes
 from megatron_rl.families.transforms import Dims, Shard, Sliceable
 from megatron_rl.models.hf.folder import FolderWriter
-from megatron_rl.models.hf.holders import (
-    any_expert,
-    expert_of,
-    first_rank_of,
-    held_by_stage,
-    holders,
-    named_parameters,
-    stage_of,
-)
+from megatron_rl.models.hf.gathering import Destination, Held, collect, gather, held_entries
+from megatron_rl.models.hf.holders import expert_of, first_rank_of, holders, named_parameters
 from megatron_rl.models.hf.mtp import is_mtp, mtp_tensors
 from megatron_rl.models.hf.saving import SharedSave
-from megatron_rl.models.hf.shards import Header, cut, least_loaded, part_path
+from megatron_rl.models.hf.shards import cut, least_loaded, part_path
 from megatron_rl.models.hf.sources import CheckpointSource, TensorSource, WeightsError
-from megatron_rl.parallel.topology import local_device
 
 _MAX_SHARD_BYTES = 5 * 1024**3
 _LEAST_BYTES = 64 * 1024**2
@@ -46,17 +34,6 @@ _FREQUENCIES = re.compile(r"\brotary_emb\.inv_freq$")
 """Old files hold them; transformers and this trainer compute them from config.json, whatever they say."""
 _LM_HEAD, _SCORE_HEAD = "lm_head.weight", "score.weight"
 _ROWS_PER_COMPARISON = 4096
-
-
-class Destination(Enum):
-    """Where ``export_weights`` puts a model's tensors together."""
-
-    driver = "driver"
-    """All of them on rank 0."""
-    stage = "stage"
-    """Those of a pipeline stage on the stage's first rank; stages do not wait for each other."""
-    everywhere = "everywhere"
-    """All of them on every rank."""
 
 
 def expected_names(hf_config: PretrainedConfig, role: Role) -> dict[str, tuple[int, ...]]:
@@ -188,28 +165,17 @@ def export_weights(
     *,
     role: Role = "policy",
     to: Destination = Destination.driver,
+    held: Sequence[Held] | None = None,
 ) -> Iterator[tuple[str, Tensor | None]]:
     """(Hugging Face name, full tensor) of the whole model, or of this rank's stage, in the order of the files.
 
     The ranks that ``to`` names get the tensor, in the parameters' dtype and on its device; the others get None. Every
-    rank must exhaust the iterator, at about the same pace: ranks wait for each other at each tensor (with ``stage``,
-    those of one stage), up to the groups' time-out.
+    rank must exhaust the iterator, at about the same pace: ranks wait for each other at each message (with ``stage``,
+    those of one stage), up to the groups' time-out. ``held``: what ``held_entries`` gave for the same model before.
     """
     parameters = dict(named_parameters(chunks))
-    pp_group, sizes = parallel_state.get_pipeline_model_parallel_group(), dims(hf_config)
-
-    def collected() -> Iterator[tuple[Entry, list[Tensor | None]]]:
-        for entry in entries(hf_config, role):
-            stage = stage_of(entry, held)
-            # With ``stage`` the stages go at their own pace: none waits for another's tensors.
-            if to is Destination.stage and stage != pp_group.rank():
-                continue
-            target = first_rank_of(stage) if to is Destination.stage else 0
-            owner, dtype = _owner(entry, stage, sizes), held[stage][any_expert(entry.megatron)]
-            yield entry, _collect(entry, parameters.get(entry.megatron), owner, target, dtype, sizes, to)
-
-    held = held_by_stage(parameters)
-    yield from assemble(collected())
+    held = held_entries(parameters, hf_config, role) if held is None else held
+    yield from assemble(gather(held, parameters, dims(hf_config), to))
 
 
 def own_tensors(tensors: Iterable[tuple[str, Tensor | None]]) -> Iterator[tuple[str, Tensor]]:
@@ -240,67 +206,6 @@ def assemble(parts: Iterable[tuple[Entry, Sequence[Tensor | None]]]) -> Iterator
                 yield name, whole.pop(name, None)
 
 
-@dataclass(frozen=True)
-class _Owner:
-    """The ranks that put a tensor together: ``group`` of them, of which global rank ``first`` sends it on."""
-
-    first: int
-    group: dist.ProcessGroup
-    is_here: bool
-
-
-def _owner(entry: Entry, stage: int, sizes: Dims) -> _Owner:
-    """Who holds ``entry`` on pipeline stage ``stage``."""
-    rank, expert = dist.get_rank(), expert_of(entry.megatron)
-    group = parallel_state.get_tensor_model_parallel_group()
-    first = first_rank_of(stage)
-    if expert is not None:
-        group = parallel_state.get_expert_tensor_parallel_group()
-        experts_per_rank = sizes["experts"] // parallel_state.get_expert_model_parallel_world_size()
-        first += group.size() * (expert // experts_per_rank)
-    return _Owner(first, group, first <= rank < first + group.size())
-
-
-def _collect(
-    entry: Entry,
-    parameter: Tensor | None,
-    owner: _Owner,
-    target: int,
-    dtype: torch.dtype,
-    sizes: Dims,
-    to: Destination,
-) -> list[Tensor | None]:
-    """The full tensors of ``entry`` on rank ``target`` (or on all ranks), Nones elsewhere."""
-    rank = dist.get_rank()
-    full = _put_together(entry, parameter, owner, sizes) if owner.is_here else None
-    if full is None and (rank == target or to is Destination.everywhere):
-        full = [torch.empty(shape, dtype=dtype, device=local_device()) for shape in entry.shapes]
-    if full is None:
-        return [None] * len(entry.hf)
-    for tensor in full:
-        if to is Destination.everywhere:
-            dist.broadcast(tensor, src=owner.first)
-        elif owner.first != target and rank == owner.first:
-            dist.send(tensor, dst=target)
-        elif owner.first != target:
-            dist.recv(tensor, src=owner.first)
-    return list(full) if rank == target or to is Destination.everywhere else [None] * len(full)
-
-
-def _put_together(entry: Entry, parameter: Tensor | None, owner: _Owner, sizes: Dims) -> list[Tensor] | None:
-    """The full tensors of ``entry`` on rank ``owner.first``, None on the others of its group; collective over the group."""
-    rank, group = dist.get_rank(), owner.group
-    if parameter is None:
-        raise WeightsError(f"rank {rank} does not hold Megatron's parameter {entry.megatron}, though it should")
-    shards = [parameter.detach()]
-    if entry.transform.is_split and group.size() > 1:
-        shards = [torch.empty_like(parameter) for _ in range(group.size())] if rank == owner.first else []
-        dist.gather(parameter.detach().contiguous(), shards or None, dst=owner.first, group=group)
-    if rank != owner.first:
-        return None
-    return [tensor.contiguous() for tensor in entry.transform.export(shards, sizes)]
-
-
 def save_hf(
     chunks: Sequence[nn.Module],
     hf_config: PretrainedConfig,
@@ -322,12 +227,14 @@ def save_hf(
     while writing is raised on every rank.
     """
     parameters, target = dict(named_parameters(chunks)), Path(target_folder)
-    plan = _plan_of_writers(hf_config, role, held_by_stage(parameters), min(_LEAST_BYTES, max_shard_bytes))
-    headers: list[list[Header]] = [[] for _ in range(dist.get_world_size())]
+    held = held_entries(parameters, hf_config, role)
+    plan = _plan_of_writers(held, dims(hf_config), min(_LEAST_BYTES, max_shard_bytes))
+    headers: list[list[TensorSpec]] = [[] for _ in range(dist.get_world_size())]
     for planned in plan:
-        index, count = planned.entry.part or (0, 1)
+        entry = planned.held.entry
+        index, count = entry.part or (0, 1)
         if index == count - 1:
-            headers[planned.writer] += [Header(*item, planned.dtype) for item in planned.entry.hf.items()]
+            headers[planned.writer] += [TensorSpec(*item, planned.held.dtype) for item in entry.hf.items()]
 
     files = [cut(own, max_shard_bytes) for own in headers]
 
@@ -345,30 +252,22 @@ def save_hf(
     SharedSave(target, files, finish, progress).run(own_tensors(_to_write(plan, parameters, dims(hf_config))))
 
 
-@dataclass(frozen=True)
-class _Planned:
-    """Who writes the tensors of ``entry``."""
-
-    entry: Entry
-    stage: int
-    dtype: torch.dtype
+class _Planned(NamedTuple):
+    held: Held
     writer: int
+    """The rank that writes its tensors."""
 
 
-def _plan_of_writers(
-    hf_config: PretrainedConfig, role: Role, held: Sequence[dict[str, torch.dtype]], least_bytes: int
-) -> list[_Planned]:
+def _plan_of_writers(held: Sequence[Held], sizes: Dims, least_bytes: int) -> list[_Planned]:
     """The same on every rank."""
-    sizes, loads = dims(hf_config), [0] * dist.get_world_size()
+    loads = [0] * dist.get_world_size()
     plan = []
-    for entry in entries(hf_config, role):
-        stage = stage_of(entry, held)
-        dtype = held[stage][any_expert(entry.megatron)]
+    for one in held:
         # The parts of one tensor must come together.
-        ranks = holders(entry, stage, sizes) if entry.part is None else [first_rank_of(stage)]
+        ranks = holders(one.entry, one.stage, sizes) if one.entry.part is None else [first_rank_of(one.stage)]
         writer = least_loaded(loads, ranks, least_bytes)
-        loads[writer] += sum(map(prod, entry.shapes)) * dtype.itemsize
-        plan.append(_Planned(entry, stage, dtype, writer))
+        loads[writer] += one.num_bytes
+        plan.append(_Planned(one, writer))
     return plan
 
 
@@ -379,16 +278,16 @@ def _to_write(
 
     def collected() -> Iterator[tuple[Entry, list[Tensor | None]]]:
         rank, stage = dist.get_rank(), parallel_state.get_pipeline_model_parallel_rank()
-        for planned in plan:
-            if planned.stage != stage:
+        for held, writer in plan:
+            if held.stage != stage:
                 continue
-            entry, owner = planned.entry, _owner(planned.entry, stage, sizes)
-            if entry.part is None:
+            if held.entry.part is None:
                 # Its own group puts it together for the writer, whichever copy of the model that is.
-                size = owner.group.size()
-                owner = replace(owner, first=planned.writer, is_here=rank // size == planned.writer // size)
-            parameter = parameters.get(entry.megatron)
-            yield entry, _collect(entry, parameter, owner, planned.writer, planned.dtype, sizes, Destination.stage)
+                size = held.owner.group.size()
+                owner = replace(held.owner, first=writer, is_here=rank // size == writer // size)
+                held = replace(held, owner=owner)
+            ((entry, tensors),) = collect([held], parameters, sizes, writer)
+            yield entry, tensors
 
     return assemble(collected())
 

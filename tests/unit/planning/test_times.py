@@ -11,7 +11,7 @@ from megatron_rl.cpu.torchvision import declare_torchvision_ops
 from megatron_rl.errors import ConfigError
 from megatron_rl.planning.flops import flops_cost
 from megatron_rl.planning.gpus import gpu
-from megatron_rl.planning.publish_time import publish_seconds
+from megatron_rl.planning.publish_time import PublishCosts, publish_seconds
 from megatron_rl.planning.serving_time import (
     ServerCosts,
     decode_seconds,
@@ -156,6 +156,18 @@ def test_a_publish_grows_with_bytes_and_servers():
     assert seconds(2e11) == pytest.approx(2 * seconds())
     assert seconds(gpus=64) > seconds() > seconds(stages=4) > seconds(way="point_to_point", stages=4)
     assert seconds(way="point_to_point", gpus=64) == seconds(way="point_to_point")
+
+
+def test_a_publish_waits_for_the_driver_s_requests_only_where_buckets_are_small_for_its_servers():
+    def seconds(bucket_bytes: int, gpus: int) -> float:
+        return publish_seconds(
+            1e11, H100, way="broadcast", num_stages=1, num_server_gpus=gpus, gpus_per_server=8, bucket_bytes=bucket_bytes
+        )
+
+    assert seconds(2**30, 256) == seconds(2**31, 256)
+    costs = PublishCosts()
+    assert seconds(2**20, 256) == pytest.approx(1e11 * (costs.gather + 32 / 2**20 * costs.request_s))
+    assert seconds(2**20, 256) > seconds(2**20, 128) > seconds(2**30, 128)
 
 
 def test_gpus_are_described_whole(tmp_path):

@@ -1,24 +1,32 @@
-"""Laws of weights that go from memory to memory: what a handle says, who waits for whom, and failures; no server."""
+"""Laws of weights that go from memory to memory: what a handle says, who waits for whom, and failures; the servers are stubs."""
 
 import base64
 import pickle
 import threading
+import time
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from types import SimpleNamespace
+from contextlib import ExitStack
+from queue import Queue
 
 import pytest
 import torch
 import torch.multiprocessing
+from aiohttp import web
 
+from megatron_rl.config.derived import WeightMethod
+from megatron_rl.families.parameters import TensorSpec
 from megatron_rl.weights.buckets import Bucket
-from megatron_rl.weights.colocated import ColocatedSender, follow, handle_of
-from megatron_rl.weights.plan import Coverage, CoverageError, ServerAddress, TensorSpec
+from megatron_rl.weights.colocated import Ranks, follow, handle_of
+from megatron_rl.weights.plan import Coverage, ServerAddress
+from megatron_rl.weights.publish import WeightPublisher, WeightSyncError
+from tests.unit.local_service import local_service
 
 CPU = torch.device("cpu")
 WEIGHTS = {f"layer{i}": torch.full((3, 2), float(i)) for i in range(5)}
 EXPECTED = {name: tuple(weight.shape) for name, weight in WEIGHTS.items()}
 NUM_RANKS, TP_SIZE, BUCKET_BYTES, TIMEOUT_S = 4, 2, 50, 20
-SERVERS = [ServerAddress(f"http://server{i}", TP_SIZE, 1, first_rank=i * TP_SIZE) for i in range(2)]
+NUM_BUCKETS = 3
 
 
 def read(handle: str) -> dict[str, torch.Tensor]:
@@ -45,126 +53,168 @@ def test_a_handle_lets_another_read_the_bucket_where_it_lies():
 
 
 class Room:
-    """What the ranks of one trainer say to each other, for ranks that are threads."""
+    """What the ranks of one trainer say to each other, for ranks that are threads; ``said`` counts it."""
 
     def __init__(self) -> None:
-        self._barrier = threading.Barrier(NUM_RANKS)
-        self._handles = [""] * NUM_RANKS
-        self._word = False
+        self._queues = {(a, b): Queue() for a in range(NUM_RANKS) for b in range(NUM_RANKS)}
+        self.said: Counter[object] = Counter()
 
-    def seat(self, rank: int) -> "Seat":
-        return Seat(self, rank)
+    def seat(self, rank: int) -> Ranks:
+        def put(word, peer):
+            self._queues[rank, peer].put(word)
+
+        def take(peer):
+            return self._queues[peer, rank].get(timeout=TIMEOUT_S)
+
+        def send(word, peer):
+            self.said[rank, peer] += 1
+            put(word, peer)
+
+        def tell(word):
+            self.said["tell", rank] += 1
+            if rank > 0:
+                return take(0)
+            for peer in range(1, NUM_RANKS):
+                put(word, peer)
+            return word
+
+        def report(word):
+            self.said["report", rank] += 1
+            if rank > 0:
+                put(word, 0)
+                return []
+            return [word, *(take(peer) for peer in range(1, NUM_RANKS))]
+
+        return Ranks(rank, tell, report, send, take)
 
 
-class Seat:
-    def __init__(self, room: Room, rank: int) -> None:
-        self._room, self._rank = room, rank
+class Server:
+    """A stub that reads what it is handed; ``refuses``: the bucket, by number, that it answers with an error."""
 
-    def gather(self, handle: str) -> list[str]:
-        self._room._handles[self._rank] = handle
-        self._room._barrier.wait(TIMEOUT_S)
-        handles = list(self._room._handles) if self._rank == 0 else []
-        self._room._barrier.wait(TIMEOUT_S)
-        return handles
+    def __init__(self, refuses: int | None = None) -> None:
+        self.received: list[dict[str, torch.Tensor]] = [{} for _ in range(TP_SIZE)]
+        self.versions: list[object] = []
+        self.changed = 0
+        self._refuses = refuses
 
-    def agree(self, go_on: bool) -> bool:
-        if self._rank == 0:
-            self._room._word = go_on
-        self._room._barrier.wait(TIMEOUT_S)
-        word = self._room._word
-        self._room._barrier.wait(TIMEOUT_S)
-        return word
+    def answer(self, path, body):
+        if path == "/model_info":
+            return {"weight_version": self.versions[-1]}
+        if path != "/update_weights_from_tensor":
+            return {"success": True}
+        if len(self.versions) == self._refuses:
+            return web.json_response({"success": False, "message": "it hurts"}, status=400)
+        self.versions.append(body.get("weight_version"))
+        assert body["flush_cache"] == ("weight_version" in body) and body["load_format"] == "flattened_bucket"
+        for worker, handle in enumerate(body["serialized_named_tensors"]):
+            seen = read(handle)
+            first = {name: tensor.clone() for name, tensor in seen.items()}
+            time.sleep(0.02)  # the ranks fill their next buckets meanwhile
+            self.changed += sum(not torch.equal(first[name], tensor) for name, tensor in seen.items())
+            assert not first.keys() & self.received[worker].keys()
+            self.received[worker] |= first
+        return {"success": True}
 
 
-def stream_of(rank: int, walked: list[str]):
+def stream_of(rank: int, walked: list[str], barrier: threading.Barrier, fails_at: str = ""):
     for name, weight in WEIGHTS.items():
+        barrier.wait(TIMEOUT_S)  # as in the collectives of an export
         walked.append(name)
+        if name == fails_at:
+            raise OSError("no memory")
         yield name, weight + 100 * rank  # ranks differ here, so that it shows whose memory was read
 
 
-def publish(act, expected=EXPECTED):
-    """Run ``act(sender, requests)`` as the driver next to followers; returns what each rank walked."""
-    room, walked = Room(), [[] for _ in range(NUM_RANKS)]
-    with ThreadPoolExecutor(NUM_RANKS) as threads:
+def publish(*servers: Server, only: int | None = None, change: dict | None = None, failing: int | None = None):
+    """One publish to ``servers`` (or ``only`` to that one); returns what was said and the result. All ranks get through.
+
+    ``change``: of what rank 0 expects; ``failing``: the rank whose last tensor cannot be had.
+    """
+    room, walked, barrier = Room(), [[] for _ in range(NUM_RANKS)], threading.Barrier(NUM_RANKS)
+    streams = [
+        stream_of(rank, walked[rank], barrier, "layer4" if rank == failing else "") for rank in range(NUM_RANKS)
+    ]
+    with ExitStack() as stack, ThreadPoolExecutor(NUM_RANKS) as threads:
+        urls = [stack.enter_context(local_service(server.answer)).url for server in servers]
+        addresses = [ServerAddress(url, TP_SIZE, 1, first_rank=i * TP_SIZE) for i, url in enumerate(urls)]
         followers = [
-            threads.submit(follow, stream_of(rank, walked[rank]), BUCKET_BYTES, CPU, room.seat(rank))
+            threads.submit(follow, streams[rank], BUCKET_BYTES, CPU, room.seat(rank), Coverage(EXPECTED))
             for rank in range(1, NUM_RANKS)
         ]
-        sender = ColocatedSender(stream_of(0, walked[0]), BUCKET_BYTES, CPU, room.seat(0))
+        publisher = WeightPublisher(BUCKET_BYTES, TIMEOUT_S, method=WeightMethod.colocated)
+        addresses = addresses if only is None else [addresses[only]]
         try:
-            act(sender, sender.requests(SimpleNamespace(servers=SERVERS), 7, Coverage(expected)))
-        except Exception:
-            assert sender.finish(failed=True) == ""
-            raise
+            expected = EXPECTED | (change or {})
+            result = publisher.publish(streams[0], addresses, 7, expected=expected, ranks=room.seat(0))
         finally:
-            sender.finish(failed=False)
             for follower in followers:
                 follower.result(TIMEOUT_S)
             assert walked == [list(WEIGHTS)] * NUM_RANKS
-    return walked
+    return room.said, result
 
 
 def test_each_worker_reads_the_rank_beside_it_and_every_tensor_arrives_once():
-    received = [{} for _ in range(NUM_RANKS)]
-    versions = []
-
-    def act(sender, requests):
-        for request in requests:
-            for server, body in zip(SERVERS, request.bodies, strict=True):
-                for worker, handle in enumerate(body["serialized_named_tensors"]):
-                    found = {name: tensor.clone() for name, tensor in read(handle).items()}
-                    assert not found.keys() & received[server.first_rank + worker].keys()
-                    received[server.first_rank + worker] |= found
-            versions.append((request.bodies[0].get("weight_version"), request.bodies[0]["flush_cache"]))
-            request.start(None)
-
-    publish(act)
-    for rank, tensors in enumerate(received):
-        assert list(tensors) == list(WEIGHTS)
-        assert all(torch.equal(tensors[name], WEIGHTS[name] + 100 * rank) for name in WEIGHTS)
-    assert versions == [(None, False)] * (len(versions) - 1) + [("7", True)] and len(versions) == 3
+    servers = [Server(), Server()]
+    _, result = publish(*servers)
+    for index, server in enumerate(servers):
+        for worker, tensors in enumerate(server.received):
+            rank = index * TP_SIZE + worker
+            assert list(tensors) == list(WEIGHTS)
+            assert all(torch.equal(tensors[name], WEIGHTS[name] + 100 * rank) for name in WEIGHTS)
+        assert server.versions == [None] * (NUM_BUCKETS - 1) + ["7"]
+        assert not server.changed  # memory that a server reads is not filled again
+    assert (result.num_buckets, result.num_bytes) == (NUM_BUCKETS, sum(weight.nbytes for weight in WEIGHTS.values()))
 
 
-def test_a_bucket_stays_intact_until_the_driver_speaks_after_the_next_one():
-    def act(sender, requests):
-        earlier = None
-        for request in requests:
-            if earlier is not None:  # servers may still be reading it
-                for name, tensor in earlier.items():
-                    assert torch.equal(tensor, WEIGHTS[name] + 300)
-            earlier = read(request.bodies[1]["serialized_named_tensors"][1])
-            request.start(None)
-
-    publish(act)
+def test_the_driver_speaks_to_all_ranks_twice_and_buckets_concern_the_ranks_of_one_server():
+    said, _ = publish(Server(), Server())
+    words = {key: number for key, number in said.items() if key[0] in ("tell", "report")}
+    assert set(words.values()) == {1} and len(words) == 2 * NUM_RANKS
+    between = {key: number for key, number in said.items() if key not in words}
+    assert between == dict.fromkeys([(1, 0), (0, 1), (3, 2), (2, 3)], NUM_BUCKETS)
 
 
-@pytest.mark.parametrize("sent", [0, 1, 2])
-def test_a_failure_at_any_bucket_lets_all_ranks_through(sent):
-    def act(sender, requests):
-        for i, request in enumerate(requests):
-            if i == sent:
-                raise ConnectionError("a server died")
-            request.start(None)
-
-    with pytest.raises(ConnectionError):
-        publish(act)
+def test_one_server_of_two_can_be_brought_up_to_date():
+    """As after it was started again: the others' ranks come along, and its own may be without the driver."""
+    servers = [Server(), Server()]
+    _, result = publish(*servers, only=1)
+    assert servers[1].versions[-1] == "7" and not servers[0].versions
+    assert result.num_buckets == NUM_BUCKETS
 
 
-def test_a_failure_before_and_after_all_buckets_lets_all_ranks_through():
-    def before(sender, requests):
-        raise ConnectionError("cannot wake")
+@pytest.mark.parametrize("at", range(NUM_BUCKETS))
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_server_that_refuses_a_bucket_is_named_and_all_ranks_get_through(which, at):
+    servers = [Server(), Server()]
+    servers[which] = Server(refuses=at)
+    with pytest.raises(WeightSyncError, match="http.* 400: it hurts.*mix of old and new"):
+        publish(*servers)
+    assert len(servers[which].versions) == at and "7" not in servers[which].versions
 
-    def after(sender, requests):
-        for request in requests:
-            request.start(None)
-        raise ConnectionError("the last bucket")
 
-    for act in (before, after):
-        with pytest.raises(ConnectionError):
-            publish(act)
+def test_a_server_that_opens_no_session_is_an_error_before_any_bucket():
+    class Closed(Server):
+        def answer(self, path, body):
+            return web.Response(status=500) if path == "/begin_weight_update" else super().answer(path, body)
+
+    servers = [Server(), Closed()]
+    with pytest.raises(WeightSyncError, match="before any bucket.*keep their old weights"):
+        publish(*servers)
+    assert not servers[0].versions and not servers[1].versions
 
 
 @pytest.mark.parametrize("change", [{"absent": (1,)}, {"layer2": (9,)}])
 def test_wrong_tensors_are_refused_and_all_ranks_get_through(change):
-    with pytest.raises(CoverageError):
-        publish(lambda sender, requests: [request.start(None) for request in requests], EXPECTED | change)
+    servers = [Server(), Server()]
+    with pytest.raises(WeightSyncError, match="not the served model"):
+        publish(*servers, change=change)
+    assert "7" not in servers[0].versions
+    assert not servers[0].received[0].keys() & change.keys()
+
+
+@pytest.mark.parametrize("rank", range(NUM_RANKS))
+def test_a_rank_without_a_tensor_ends_the_publish_of_its_server(rank):
+    servers = [Server(), Server()]
+    with pytest.raises(WeightSyncError, match=f"rank {rank}: .*OSError: no memory"):
+        publish(*servers, failing=rank)
+    assert "7" not in servers[rank // TP_SIZE].versions

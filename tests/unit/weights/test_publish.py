@@ -1,4 +1,8 @@
-"""Laws of filling buckets from a stream, and of the files of the disk fallback; no server, no process group."""
+"""Laws of filling buckets from a stream, of buckets in progress, and of the files of the disk fallback; no process group."""
+
+import threading
+import time
+from contextlib import ExitStack
 
 import pytest
 import torch
@@ -12,6 +16,7 @@ from megatron_rl.weights.disk import remove_other_versions, write_version
 from megatron_rl.weights.plan import Coverage, CoverageError, ServerAddress, unique_addresses
 from megatron_rl.weights.publish import WeightPublisher, WeightSyncError
 from megatron_rl.weights.server_calls import ServerCalls
+from megatron_rl.weights.transfer import Transfer
 from tests.unit.local_service import local_service
 
 CPU = torch.device("cpu")
@@ -129,6 +134,60 @@ def test_sources_take_turns_and_the_version_goes_with_the_last_bucket_of_all():
     assert sorted(name for body in bodies for name in body["names"]) == sorted(WEIGHTS)
     stamped = [("weight_version" in body, body["flush_cache"]) for body in bodies]
     assert stamped == [(False, False)] * (len(bodies) - 1) + [(True, True)]
+
+
+class Loading:
+    """Two servers' loading of buckets; ``slow`` ends with each only when ``quick`` has been asked for the next one."""
+
+    def __init__(self) -> None:
+        self.log: list[tuple[str, str, int]] = []
+        self.names: dict[str, list[str]] = {"quick": [], "slow": []}
+        self._changed = threading.Condition()
+
+    def server(self, who):
+        def answer(path, body):
+            if path == "/update_weights_from_distributed":
+                number = sum((who, "asked") == entry[:2] for entry in self.log)
+                self._note(who, "asked", number)
+                self.names[who] += body["names"]
+                if who == "slow" and "weight_version" not in body:
+                    with self._changed:
+                        assert self._changed.wait_for(lambda: ("quick", "asked", number + 1) in self.log, 20)
+                self._note(who, "loaded", number)
+            return {"success": True}
+
+        return answer
+
+    def _note(self, *entry):
+        with self._changed:
+            self.log.append(entry)
+            self._changed.notify_all()
+
+
+def test_a_slow_server_holds_up_no_other_s_next_bucket_and_no_bucket_changes_while_it_travels():
+    class SlowGroup(NoGroup):
+        def broadcast(self, bucket):
+            before = bucket.flat.clone()
+            time.sleep(0.02)
+            assert torch.equal(bucket.flat, before)
+
+    loading = Loading()
+    with ExitStack() as stack:
+        services = [stack.enter_context(local_service(loading.server(who))) for who in ("quick", "slow")]
+        addresses = [ServerAddress(service.url, 1, 1) for service in services]
+        calls = stack.enter_context(ServerCalls(addresses, 30.0))
+        sender = GroupSender(SlowGroup(), [], WEIGHTS.items(), 48, CPU)
+        transfer = Transfer(calls, 7, time.perf_counter())
+        sender.send(transfer, Coverage({name: tuple(weight.shape) for name, weight in WEIGHTS.items()}))
+    assert transfer.num_buckets >= 4
+    assert loading.names == {"quick": list(WEIGHTS), "slow": list(WEIGHTS)}
+    for service in services:
+        paths = [path for path, _ in service.requests]
+        assert (paths[0], paths[-1]) == ("/begin_weight_update", "/end_weight_update")
+        assert service.most_in_progress == 1
+    at = loading.log.index
+    for number in range(transfer.num_buckets - 2):
+        assert at(("quick", "asked", number + 2)) > at(("slow", "loaded", number))  # one ahead, and no further
 
 
 def test_a_tensor_that_two_stages_send_is_refused():

@@ -15,7 +15,7 @@ from megatron_rl.system.http import ApiKey
 from megatron_rl.weights.broadcast import Connections
 from megatron_rl.weights.plan import GroupSpec, ServerAddress
 from megatron_rl.weights.publish import WeightPublisher, WeightSyncError
-from megatron_rl.weights.server_calls import ServerCallError
+from megatron_rl.weights.server_calls import ServerCallError, ServerCalls
 from megatron_rl.weights.sync_group import SyncGroup
 from tests.unit.local_service import Sleep, local_service
 
@@ -123,3 +123,21 @@ def running(handle):
         loop.call_soon_threadsafe(loop.stop)
         thread.join(10)
         loop.close()
+
+
+def test_a_server_that_failed_is_not_asked_again_while_the_others_go_on():
+    """Else it would wait in a broadcast that the one before it broke."""
+    bad = web.json_response({"success": False, "message": "wrong shape"}, status=400)
+    content, seen = bad.body, []
+
+    def answer(path, body):
+        return web.Response(body=content, status=400) if body["bucket"] == 1 else {"success": True}
+
+    with local_service(answer) as first, local_service(lambda path, body: seen.append(body) or {"success": True}) as second:
+        with ServerCalls([ServerAddress(first.url, 1, 1), ServerAddress(second.url, 1, 1)], 10.0) as calls:
+            futures = [calls.submit("/update_weights_from_tensor", [{"bucket": i}] * 2) for i in range(4)]
+            found = [[future.exception(10) for future in pair] for pair in futures]
+        assert [body["bucket"] for _, body in first.requests] == [0, 1]
+        assert [body["bucket"] for body in seen] == [0, 1, 2, 3]
+    assert [error is None for error, _ in found] == [True, False, False, False]
+    assert "wrong shape" in str(found[1][0]) and "not asked" in str(found[2][0])

@@ -9,21 +9,22 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from megatron_rl.models.hf.shards import Header, RankWriter, cut, least_loaded, part_path
+from megatron_rl.families.parameters import TensorSpec
+from megatron_rl.models.hf.shards import RankWriter, cut, least_loaded, part_path
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 shapes = st.lists(st.integers(1, 5), max_size=3).map(tuple)
 headers = st.lists(st.tuples(shapes, st.sampled_from(DTYPES)), min_size=1, max_size=12).map(
-    lambda items: [Header(f"t{i}", shape, dtype) for i, (shape, dtype) in enumerate(items)]
+    lambda items: [TensorSpec(f"t{i}", shape, dtype) for i, (shape, dtype) in enumerate(items)]
 )
 
 
-def values_of(header: Header) -> torch.Tensor:
+def values_of(header: TensorSpec) -> torch.Tensor:
     return torch.randn(header.shape, dtype=torch.float64).to(header.dtype)
 
 
 @given(headers, st.integers(1, 200))
-def test_what_is_written_is_read_bit_by_bit(tmp_path_factory: pytest.TempPathFactory, planned: list[Header], most: int):
+def test_what_is_written_is_read_bit_by_bit(tmp_path_factory: pytest.TempPathFactory, planned: list[TensorSpec], most: int):
     folder = tmp_path_factory.mktemp("shards")
     files = cut(planned, most)
     assert [header for file in files for header in file] == planned
@@ -49,7 +50,7 @@ def test_views_and_parameters_are_written_as_they_are_seen(tmp_path: Path):
     whole = torch.arange(12, dtype=torch.float32).view(3, 4)
     parameter = torch.nn.Parameter(whole.clone())
     tensors = {"transposed": whole.t(), "column": whole[:, 1], "parameter": parameter}
-    planned = [Header(name, tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()]
+    planned = [TensorSpec(name, tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()]
     writer = RankWriter(tmp_path, 0, [planned])
     for name, tensor in tensors.items():
         writer.add(name, tensor)
@@ -59,11 +60,11 @@ def test_views_and_parameters_are_written_as_they_are_seen(tmp_path: Path):
 
 
 def test_a_tensor_unlike_its_plan_and_a_disk_that_fails_are_errors(tmp_path: Path):
-    writer = RankWriter(tmp_path, 0, [[Header("a", (2,), torch.float32)]])
+    writer = RankWriter(tmp_path, 0, [[TensorSpec("a", (2,), torch.float32)]])
     writer.add("a", torch.zeros(3))
     with pytest.raises(ValueError, match=r"a was planned as torch.float32 \(2,\) and came as torch.float32 \(3,\)"):
         writer.close()
-    writer = RankWriter(tmp_path / "missing", 0, [[Header("a", (2,), torch.float32)]])
+    writer = RankWriter(tmp_path / "missing", 0, [[TensorSpec("a", (2,), torch.float32)]])
     writer.add("a", torch.zeros(2))
     with pytest.raises(OSError, match="missing"):
         writer.close()

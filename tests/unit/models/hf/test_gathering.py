@@ -1,0 +1,62 @@
+"""Laws of the messages that bring whole tensors together; no process group."""
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_rl.families.parameters import Entry
+from megatron_rl.families.transforms import Replicated
+from megatron_rl.models.hf import gathering
+from megatron_rl.models.hf.gathering import Destination, Held, Owner, messages
+
+LIMIT = 100
+RANKS_PER_STAGE = 4
+
+
+@pytest.fixture(autouse=True, scope="module")
+def small_world():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gathering, "first_rank_of", lambda stage: stage * RANKS_PER_STAGE)
+        patch.setattr(gathering, "MESSAGE_BYTES", LIMIT)
+        yield
+
+
+def held(index: int, stage: int, rank: int, dtype: torch.dtype, size: int) -> Held:
+    entry = Entry(f"parameter{index}", {f"tensor{index}": (size,)}, Replicated())
+    return Held(entry, stage, dtype, Owner(stage * RANKS_PER_STAGE + rank, None, is_here=False))
+
+
+PARAMETERS = st.lists(
+    st.tuples(st.integers(0, 1), st.integers(0, 2), st.sampled_from([torch.bfloat16, torch.float32]), st.integers(1, 40)),
+    max_size=30,
+).map(lambda found: [held(i, *one) for i, one in enumerate(found)])
+
+
+@given(PARAMETERS, st.sampled_from(Destination))
+def test_messages_hold_what_one_rank_sends_in_order_and_no_more_than_the_limit(parameters: list[Held], to: Destination):
+    found = list(messages(parameters, to))
+    assert [one for message in found for one in message] == parameters
+
+    def travels(one: Held) -> bool:
+        target = one.stage * RANKS_PER_STAGE if to is Destination.stage else 0
+        return to is Destination.everywhere or one.owner.first != target
+
+    def kind(one: Held) -> tuple:
+        return one.owner.first, one.dtype
+
+    for message in found:
+        assert len({kind(one) for one in message}) == 1
+        assert len(message) == 1 or (all(map(travels, message)) and sum(one.num_bytes for one in message) <= LIMIT)
+    for message, following in itertools.pairwise(found):
+        size = sum(one.num_bytes for one in [*message, following[0]])
+        assert kind(message[0]) != kind(following[0]) or not travels(message[0]) or size > LIMIT
+
+
+def test_a_layer_of_experts_is_a_message_for_each_rank_that_holds_some():
+    """128 experts on four ranks, two parameters each; the first rank's are where they are wanted."""
+    experts = [held(2 * e + i, 0, e // 32, torch.bfloat16, 1) for e in range(128) for i in range(2)]
+    found = list(messages(experts, Destination.stage))
+    assert [len(message) for message in found if message[0].owner.first > 0] == [50, 14] * 3
