@@ -49,7 +49,6 @@ from megatron_rl.weights.transfer import CLOSE_TIMEOUT_S, Transfer
 logger = logging.getLogger(__name__)
 
 
-
 class WeightSyncError(UserError, RuntimeError):
     """A publish did not complete. The next one starts from scratch; until then servers may hold mixed weights."""
 
