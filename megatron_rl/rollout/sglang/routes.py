@@ -3,6 +3,9 @@
 A server started with ``--enable-return-routed-experts`` says for every token of a request but the last where it went:
 also for the prefix, which it computed (or had cached) under the weights that sampled the answer. The record of a
 trajectory's newest request is therefore the record of all its tokens, and replaces the one before.
+
+So servers are asked for all tokens, not for the new ones alone (``routed_experts_start_len``): after a publish the prefix is
+computed again by the new weights, and the routes of an earlier request are no longer those behind its keys and values.
 """
 
 import binascii
