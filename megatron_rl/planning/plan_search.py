@@ -47,8 +47,8 @@ _FRACTION_KEY = "mem-fraction-static"
 _FRACTION_KEYS = {_FRACTION_KEY, _FRACTION_KEY.replace("-", "_")}
 _SERVER_FRACTION, _LEAST_FRACTION = 0.8, 0.01
 """Of servers on GPUs of their own: groups that weights come through take memory after the cache has been sized."""
-_LEAST_PACK, _MOST_SHARES = 8192, 16
-_CHUNKS = (4, 2)
+_LEAST_PACK, _MOST_SHARES = 8192, 8
+_CHUNKS, _RECOMPUTES = (4, 2), list(Recompute)
 TOO_MANY, FEW_SLOTS = "too little memory in the stage ", "more replicas than responses of an update"
 NO_CACHE = "no room in a server for one response"
 
@@ -153,7 +153,7 @@ def _anything_fits(search: Search, num_gpus: int) -> bool:
 
 
 def _trainer_shares(num_gpus: int, per_machine: int) -> list[int]:
-    """Numbers of GPUs that train where the others serve: whole machines, of many machines some sixteen shares."""
+    """Numbers of GPUs that train where the others serve: whole machines, of many machines eighths."""
     if num_gpus <= per_machine:
         return list(range(1, num_gpus))
     machines = num_gpus // per_machine
@@ -230,24 +230,26 @@ def _trainers(search: Search, config: Config) -> Iterator[Config]:
 
 
 def _of_kind(search: Search, config: Config, kind: LayoutKind) -> Iterator[Config]:
-    """Experts spread no further than they have to: until all fits without recomputation."""
+    """Experts, tensors and contexts are shared further only for less recomputation: all else would be no faster."""
     num_ranks, stages = config.parallel.num_ranks, kind.stages
+    slowest = Recompute.full
     for experts in expert_sizes(search.shape, num_ranks):
         for parallel in layouts(search.shape, replace(kind, experts=experts), num_ranks, search.gpu.per_machine):
-            found = _placed(search, config, parallel)
+            found = _placed(search, config, parallel, slowest)
             if found is None:
                 continue
             yield found
             cuts = ((chunks, cut_layers(search.shape.layers, stages * chunks)) for chunks in (_CHUNKS if stages > 1 else ()))
             more = (replace(parallel, virtual_pipeline_size=chunks, pipeline_layers=layers) for chunks, layers in cuts)
             # The smallest bubble of those that fit.
-            yield from islice(filter(None, (_placed(search, config, interleaved) for interleaved in more)), 1)
+            yield from islice(filter(None, (_placed(search, config, interleaved, slowest) for interleaved in more)), 1)
             if found.policy.recompute is Recompute.none:
                 return
+            slowest = _RECOMPUTES[_RECOMPUTES.index(found.policy.recompute) - 1]
 
 
-def _placed(search: Search, config: Config, parallel: ParallelConfig) -> Config | None:
-    """``config`` in a layout, with the settings that cost least time; None where that is refused."""
+def _placed(search: Search, config: Config, parallel: ParallelConfig, slowest: Recompute) -> Config | None:
+    """``config`` in a layout, with the settings that cost least time; None where that is refused, or recomputes more."""
     parallel = replace(parallel, collective_timeout_s=config.parallel.collective_timeout_s)
     config = replace(config, parallel=parallel, critic=replace(config.critic, parallel=None))
     if not search.allows(config, "parallel."):
@@ -257,22 +259,24 @@ def _placed(search: Search, config: Config, parallel: ParallelConfig) -> Config 
     if reason:
         search.refuse(reason, config)
         return None
-    return _settled(search, config)
+    return _settled(search, config, slowest)
 
 
-def _settled(search: Search, config: Config) -> Config | None:
+def _settled(search: Search, config: Config, slowest: Recompute) -> Config | None:
     """No recomputation rather than offloading, and of neither more than it has to be."""
     stays = Offload.auto if server_placement(config.rollout).shares_devices else Offload.never
     fastest = _with_long_pack(search, _with_settings(search, config, Recompute.none, stays))
     layout = (str(replace(config.parallel, num_ranks=0)), config.rollout.placement, config.rollout.tensor_parallel_size)
     fewer, known = search.settled.get(layout, (0, None))
-    if known is None or fewer > config.parallel.num_ranks:
-        known = None
-        if _misses(search, _with_settings(search, config, Recompute.full, Offload.auto)):
-            return None
-    elif known == _settings(fastest):  # with more ranks and the same layout each of them holds less
+    known = known if fewer <= config.parallel.num_ranks else None
+    if known == _settings(fastest):  # with more ranks and the same layout each of them holds less
         return _shared(search, fastest)
-    found = _fastest_that_fits(search, config, known[0] if known else Recompute.full)
+    fits = min(slowest, known[0] if known else slowest, key=_RECOMPUTES.index)
+    if known is None or known[0] is not fits:
+        thriftiest = _with_settings(search, config, slowest, Offload.auto)
+        if _misses(search, thriftiest) if slowest is Recompute.full else not _fitting(search, thriftiest):
+            return None
+    found = _fastest_that_fits(search, config, fits)
     if stays is Offload.never:  # what stays there would be lost to the caches of colocated servers
         found = _fitting(search, _with_settings(search, found, found.policy.recompute, Offload.never)) or found
     found = _fitting(search, _with_long_pack(search, found)) or found
@@ -282,7 +286,7 @@ def _settled(search: Search, config: Config) -> Config | None:
 
 def _fastest_that_fits(search: Search, config: Config, fits: Recompute) -> Config:
     """With models that wait in host memory, and no more recomputation than ``fits``, which is known to fit."""
-    for recompute in Recompute:
+    for recompute in _RECOMPUTES:
         rung = _with_settings(search, config, recompute, Offload.auto)
         if recompute is fits:
             return _shared(search, rung)

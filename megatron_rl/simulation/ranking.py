@@ -36,7 +36,8 @@ from megatron_rl.simulation.slot_process import SlotProcess, Window
 from megatron_rl.simulation.timing import Timing
 from megatron_rl.step.graph import Resource
 
-_SERVERS_LOOKED_AT = 4
+_LOOKED_AT, _SIMULATED = 4, 32
+"""Servers of a plan, for its bound and for its simulation: of many, some stand for all."""
 _RESPONSES_THAT_COUNT, _FEWEST_STEPS, _MOST_STEPS = 40_000, 6, 200
 _MORE = 4
 """Plans that are simulated beyond those that are asked for, for their bounds may be in another order."""
@@ -107,28 +108,22 @@ class Ranking:
     def _generate_s(self, config: Config) -> dict[int, float]:
         """By window, seconds of the slowest of some servers."""
         scenario, timing = self._limited(config), estimated_timing(config, self.gpu, self.facts)
-        seconds = {}
-        for window, rows in self._windows.items():
-            prefix = rows.generated.prompt + rows.generated.held
-            some = spread(len(prefix), scenario.num_servers)[:_SERVERS_LOOKED_AT]
-            seconds[window] = max(serve(prefix[own], rows.generated.new[own], timing, scenario.limits).seconds for own in some)
-        return seconds
+        return {window: max(_server_seconds(steps[-1], scenario, timing, _LOOKED_AT)) for window, steps in self._windows.items()}
 
     @cached_property
-    def _windows(self) -> dict[int, Window]:
-        """What a step has to do when the slots are mixed as they will be."""
+    def _windows(self) -> dict[int, list[Window]]:
+        """What each step has to do, until the slots are mixed as they will be and some steps more."""
         found = {}
         for window in self.windows:
             scenario = self._scenario(with_window(self.config, window))
             scenario = replace(scenario, num_servers=1, limits=Limits(), num_slots=scenario.num_trained)
             slots = SlotProcess(scenario, self.workload.lengths.draw, self.workload.prompts.draw, np.random.default_rng(self.seed))
-            for step in range(scenario.num_settling_steps + 1):
-                found[window] = slots.generate(step, Timing())
+            found[window] = [slots.generate(step, Timing()) for step in range(_num_steps(scenario))]
         return found
 
     @cached_property
     def _settled(self) -> dict[int, StepWork]:
-        return {window: work_of(rows, 0) for window, rows in self._windows.items()}
+        return {window: work_of(steps[-1], 0) for window, steps in self._windows.items()}
 
     @cached_property
     def _scenarios(self) -> dict[tuple[object, ...], Scenario]:
@@ -153,11 +148,24 @@ class Ranking:
     def _simulated(self, config: Config, works: dict[tuple[int | str, ...], list[StepWork]]) -> Ranked:
         scenario, timing, rollout = self._limited(config), estimated_timing(config, self.gpu, self.facts), config.rollout
         key = (config.batch.window_tokens, rollout.tensor_parallel_size, rollout.num_servers, str(scenario.limits))
-        if key not in works:
-            steps = max(_FEWEST_STEPS, min(_MOST_STEPS, _RESPONSES_THAT_COUNT // scenario.num_slots))
-            steps += scenario.num_settling_steps
-            works[key] = simulated_works(scenario, self.workload, timing, num_steps=steps, seed=self.seed)
+        if key not in works and scenario.over_samples:
+            works[key] = simulated_works(scenario, self.workload, timing, num_steps=_num_steps(scenario), seed=self.seed)
+        elif key not in works:
+            steps = self._windows[config.batch.window_tokens]
+            served = [replace(step, server_s=_server_seconds(step, scenario, timing, _SIMULATED)) for step in steps]
+            works[key] = [work_of(one, step) for step, one in enumerate(served)]
         return Ranked(config, outcome_of(on_clock(scenario, works[key], timing)))
+
+
+def _num_steps(scenario: Scenario) -> int:
+    return scenario.num_settling_steps + max(_FEWEST_STEPS, min(_MOST_STEPS, _RESPONSES_THAT_COUNT // scenario.num_slots))
+
+
+def _server_seconds(window: Window, scenario: Scenario, timing: Timing, number: int) -> tuple[float, ...]:
+    """Of ``number`` servers at most: each has its share of the same mixture."""
+    rows = window.generated
+    prefix, owned = rows.prompt + rows.held, spread(len(rows), scenario.num_servers)[:number]
+    return tuple(serve(prefix[own], rows.new[own], timing, scenario.limits).seconds for own in owned)
 
 
 def _trainer_seconds(scenario: Scenario, work: StepWork, timing: Timing) -> dict[str, float]:

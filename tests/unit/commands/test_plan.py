@@ -1,6 +1,7 @@
 """`megatron-rl plan` as a user types it."""
 
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -120,3 +121,7 @@ def test_a_model_that_does_not_fit_says_how_many_gpus_would(capsys):
     deepseek = refused(capsys, "--model", MODELS / "deepseek-v3", "--gpus", 512)
     assert "no number of H100-80G is enough: a server stays on one machine of 8" in deepseek
     assert "7 h100-80g" in refused(capsys, "--model", MODELS / "qwen3-30b-a3b", "--gpus", 7, "--gpu", "h100-80g")
+def test_a_thousand_gpus_are_planned_in_seconds(capsys):
+    begin = time.process_time()
+    said(capsys, "--model", MODELS / "qwen3-235b-a22b", "--gpus", 1024)
+    assert time.process_time() - begin < 20  # of cores that others share; less than 10 on quiet ones

@@ -71,10 +71,12 @@ def test_against_all_settings_of_all_layouts(model, num_ranks):
     chosen = {str(one.parallel): one.policy.recompute for one in found}
     whole, shared = brute(search, config, whole=True), brute(search, config, whole=False)
     assert chosen and chosen.items() <= (shared | whole).items()
-    # What was left out shares more than a layout of the same stages that fits without recomputation.
-    done = {one.parallel.pipeline_parallel_size for one in found if one.policy.recompute is Recompute.none}
+    # What was left out shares more and recomputes no less than a layout of the same stages that was found.
+    order, stages_of = list(Recompute), {str(one.parallel): one.parallel.pipeline_parallel_size for one in found}
+    best = {stages: min(order.index(chosen[layout]) for layout in chosen if stages_of[layout] == stages) for stages in stages_of.values()}
     for layout in whole.keys() - chosen.keys():
-        assert any(f"pipeline_parallel_size={stages}," in layout for stages in done), layout
+        stages = int(layout.partition("pipeline_parallel_size=")[2].partition(",")[0])
+        assert best[stages] <= order.index(whole[layout]), layout
 
 
 def test_what_is_remembered_of_fewer_ranks_changes_nothing():

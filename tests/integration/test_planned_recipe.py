@@ -1,0 +1,24 @@
+"""A recipe that `megatron-rl plan` wrote is trained as it stands."""
+
+import subprocess
+import sys
+
+from megatron_rl.cli import main
+from megatron_rl.tracking.metrics_file import read_metrics
+from tests.integration.test_train import RECIPE, TIMEOUT_S, make_task
+
+
+def test_a_written_recipe_is_trained(tmp_path, capsys):
+    make_task(tmp_path)
+    recipe, written = tmp_path / "asked.yaml", tmp_path / "planned.yaml"
+    recipe.write_text(RECIPE.format(folder=tmp_path))
+    words = ["plan", str(recipe), "--gpus", "2", "--lengths", "fixed:length=9", "--write", str(written)]
+    assert main([*words, f"run.output_dir={tmp_path / 'run'}", "run.num_steps=1", "tracking.mlflow=false"]) == 0
+    told = capsys.readouterr()
+    assert "before it trains" not in told.err and "s a" in told.out
+    done = subprocess.run(
+        [sys.executable, "-m", "megatron_rl.cli", "train", "--config", str(written)],
+        capture_output=True, text=True, timeout=TIMEOUT_S, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert len(read_metrics(tmp_path / "run" / "metrics.jsonl")) == 1

@@ -1,0 +1,113 @@
+"""examples/models: each recipe is what its plan says, passes the dry run, and Megatron builds its layout."""
+
+import itertools
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_rl.cli import main
+from megatron_rl.config.load import load_config
+from megatron_rl.cpu.torchvision import declare_torchvision_ops
+from megatron_rl.families.facts import as_config, read_model_json
+from megatron_rl.models import policy
+from megatron_rl.models.hf.model_config import load_hf_config
+from megatron_rl.planning.counts import num_parameters
+from megatron_rl.planning.flops import flops_cost
+from megatron_rl.planning.gpus import gpu
+from megatron_rl.planning.memory_verdict import look
+from megatron_rl.planning.rank_memory import Passes, memory_by_rank
+from megatron_rl.planning.run_memory import model_folders
+from tests.fake_world import fake_rank
+
+declare_torchvision_ops()
+ROOT = Path(__file__).resolve().parents[3]
+sys.path.insert(0, str(ROOT / "tools"))
+import plan_models  # noqa: E402
+
+sys.path.remove(str(ROOT / "tools"))
+NAMES = plan_models.names()
+SIZES = {
+    # billions of parameters: all, and those of a token (its embedding's row not counted)
+    "qwen2.5-7b": (7.62, 7.07),
+    "qwen2.5-32b": (32.76, 31.98),
+    "qwen3-30b-a3b": (30.53, 3.04),
+    "qwen3-235b-a22b": (235.09, 21.57),
+    "deepseek-v3": (671.03, 36.6),
+    "qwen3-vl-moe-20b-active": (210.9, 19.3),
+}
+
+
+def test_every_model_has_its_sizes():
+    assert set(NAMES) == set(SIZES)
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_a_config_counts_what_is_published(name):
+    facts = as_config(read_model_json(plan_models.MODELS / name))
+    total, active = SIZES[name]
+    assert num_parameters(facts) / 1e9 == pytest.approx(total, rel=0.002)
+    assert flops_cost(facts).per_token / 2e9 == pytest.approx(active, rel=0.01)
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_recipe_and_readme_are_what_the_plan_gives(name):
+    recipe, readme = plan_models.planned(name)
+    again = f"python tools/plan_models.py --write {name}"
+    assert (plan_models.MODELS / name / "recipe.yaml").read_text() == recipe, again
+    assert (plan_models.MODELS / name / "README.md").read_text() == readme, again
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_a_recipe_passes_the_dry_run(name, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data").mkdir()
+    (tmp_path / "model").mkdir()
+    vision = "vl" in name
+    row = '{"prompt": "1+1=", "answer": "2", "type": "verifiable"}\n{"prompt": "Hi", "answer": "Hello", "type": "general"}\n'
+    for file in ("train", "eval"):
+        (tmp_path / "data" / f"{file}.jsonl").write_text(row if vision else '{"prompt": "1+1=", "answer": "2"}\n')
+    from tests.tiny_models import make_tokenizer
+
+    make_tokenizer(tmp_path / "model")
+    (tmp_path / "model" / "config.json").write_bytes((plan_models.MODELS / name / "config.json").read_bytes())
+    (tmp_path / "model" / "chat_template.jinja").write_text("{% for message in messages %}{{ message.content }}{% endfor %}")
+    recipe = plan_models.MODELS / name / "recipe.yaml"
+    words = ["train", "--config", str(recipe), f"policy.path={tmp_path / 'model'}", "policy.init=random", "--dry-run"]
+    assert main(words) == 0, capsys.readouterr().err
+    assert "nothing was started" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_megatron_builds_the_ranks_that_are_planned(name):
+    """The last rank of the pipeline, on fake process groups and without memory."""
+    config = load_config(plan_models.MODELS / name / "recipe.yaml")
+    facts, parallel = as_config(read_model_json(plan_models.MODELS / name)), config.parallel
+    assert not look(config, {role: facts for role in model_folders(config)}, gpu("B300" if "deepseek" in name else "H100-80G")).problem
+    ranks = memory_by_rank(facts, parallel, Passes(0), num_ranks=parallel.num_ranks)
+    with fake_rank(parallel.num_ranks - 1, parallel.num_ranks, parallel), torch.device("meta"):
+        chunks = policy.build_policy(load_hf_config(plan_models.MODELS / name), parallel, dtype=torch.bfloat16, seed=None)
+        held = sum(parameter.numel() for parameter in itertools.chain(*(chunk.parameters() for chunk in chunks)))
+    assert ranks[-1].weights == 2 * held
+
+
+def test_a_recipe_is_submitted_with_the_nodes_of_its_plan(tmp_path):
+    (tmp_path / "sbatch").write_text('#!/bin/bash\necho "ROLLOUT_NODES=$ROLLOUT_NODES" "$@"\n')
+    (tmp_path / "sbatch").chmod(0o755)
+    environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+
+    def submit(*words: str) -> subprocess.CompletedProcess[str]:
+        script = ["bash", str(plan_models.MODELS / "submit.sh"), *words]
+        return subprocess.run(script, capture_output=True, text=True, env=environment, check=False)
+
+    done = submit("qwen2.5-7b", "run.output_dir=/a b", "policy.path=/m")
+    config = load_config(plan_models.MODELS / "qwen2.5-7b" / "recipe.yaml")
+    nodes = (32 - config.parallel.num_ranks) // 8
+    assert done.stdout.split("\n")[0] == (
+        f"ROLLOUT_NODES={nodes} --nodes 4 launch/slurm.sbatch train --config examples/models/qwen2.5-7b/recipe.yaml "
+        "run.output_dir=/a b policy.path=/m"
+    )
+    assert submit("nothing").returncode == 2 and "expected one of" in submit("nothing").stderr
