@@ -120,9 +120,7 @@ def mismatch_correction(  # noqa: PLR0913  public, and each number is a term of 
     ratios = _ratios(rollout_logprobs, old_logprobs, counted, cu_seqlens)
     _check_comparable(ratios, rollout_logprobs, old_logprobs)
 
-    vetoed = torch.zeros_like(counted)
-    if check_not_negative("veto_below", veto_below):
-        vetoed = ratios.any_of_sequence(counted & (ratios.token.exp() < veto_below))
+    vetoed = _vetoed(ratios, counted, check_not_negative("veto_below", veto_below))
     accepts = register.REJECTIONS.bind(rejection, rejection_options)
     accepted = accepts(ratios=ratios, rejection_low=rejection_low, rejection_high=rejection_high)
     kept = counted & ~vetoed & _per_token(f"rejection {rejection!r}", accepted, ratios).bool()
@@ -181,6 +179,13 @@ def _ratios(denominator: Tensor, numerator: Tensor, counted: Tensor, cu_seqlens:
     product = sequence_sums(token, sequence_of, num_sequences).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     counts = sequence_sums(counted.double(), sequence_of, num_sequences)
     return LogRatios(token, product[sequence_of], sequence_of, counts)
+
+
+def _vetoed(ratios: LogRatios, counted: Tensor, veto_below: float) -> Tensor:
+    """[T] bool: tokens of sequences with a counted token whose rho is below the bound; nothing is below 0."""
+    if veto_below == 0:
+        return torch.zeros_like(counted)
+    return ratios.any_of_sequence(counted & (ratios.token.exp() < veto_below))
 
 
 @register.rejection("none")
