@@ -16,13 +16,16 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 import numpy as np
+import torch
 from rich.console import Console
 from rich.table import Table
 from transformers import AutoConfig
 
+from megatron_rl.config.schema import ParallelConfig
 from megatron_rl.cpu.torchvision import declare_torchvision_ops
 from megatron_rl.planning.flops import ForwardFlops, flops_cost
-from megatron_rl.training.batching import CostFunction, Plan, plan_microbatches, plan_statistics
+from megatron_rl.training.batching import CostFunction, Plan, plan_microbatches, plan_statistics, split_minibatches
+from megatron_rl.training.sharing import Sharing
 
 SEVEN_BILLION = dict(
     hidden_size=3584,
@@ -227,6 +230,46 @@ def measure(
     return table
 
 
+def measure_step(
+    lengths: Sequence[int], num_ranks: int, budget: int, *, parallel: ParallelConfig, cost: CostFunction, minibatch: int
+) -> Table:
+    """Updates of a step whose sequences stay at one replica, against updates that are planned each for itself.
+
+    The policy learns from all sequences and the critic from 64 % of them, in shuffled mini-batches of ``minibatch``.
+    """
+    generator = torch.Generator().manual_seed(1)
+    ended = np.flatnonzero(np.random.default_rng(1).random(len(lengths)) < 0.64).tolist()
+    policy = split_minibatches(len(lengths), minibatch, generator)
+    critic = [[ended[i] for i in part] for part in split_minibatches(len(ended), minibatch, generator)]
+    sharing = Sharing(parallel, num_ranks, budget, cost)
+    started_s = time.process_time()
+    homes = sharing.homes(dict(enumerate(lengths)), [*policy, *critic])
+    settled_s = time.process_time() - started_s
+    spread = "experts over the ranks" if parallel.expert_parallel_size > 1 else "dense"
+    title = f"updates on {minibatch} of {len(lengths)} sequences, {num_ranks} ranks, {spread}; homes settled in {settled_s:.3f} s"
+    table = Table("passes", "plan", title=title)
+    for column in ("micro-batches per rank", "idle %, ranks", "idle %, rounds", "moved %", "CPU s"):
+        table.add_column(column, justify="right")
+    for name, groups in (("log-probs", [list(range(len(lengths)))]), ("policy", policy), ("critic", critic)):
+        for plan_name in ("alone", "at home"):
+            found, moved, started_s = [], 0, time.process_time()
+            for group in groups:
+                own = [lengths[i] for i in group]
+                at = None if plan_name == "alone" else [homes[i] for i in group]
+                plan = sharing.plan(own, at, may_move=name != "log-probs")
+                found.append(plan_statistics(plan, own, cost))
+                moved += sum(homes[group[i]] != home for home, rank in enumerate(plan) for m in rank for i in m)
+            seconds = time.process_time() - started_s
+            rounds = np.mean([plan.num_microbatches for plan in found])
+            shares = (
+                np.mean([plan.rank_imbalance for plan in found]),
+                np.mean([plan.microbatch_imbalance for plan in found]),
+                moved / sum(map(len, groups)),
+            )
+            table.add_row(name, plan_name, f"{rounds:.1f}", *(f"{100 * s:.2f}" for s in shares), f"{seconds:.3f}")
+    return table
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--sequences", type=int, nargs="+", default=[8192])
@@ -237,6 +280,7 @@ def main() -> None:
     parser.add_argument("--longest", type=int, default=24_576)
     parser.add_argument("--stages", type=int, default=4, help="pipeline stages of the simulated pipeline")
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--minibatch", type=int, default=512, help="sequences of an update")
     arguments = parser.parse_args()
     if arguments.longest > arguments.max_tokens:
         parser.error("--longest may be at most --max-tokens: Karmarkar-Karp knows no sequence beyond the budget")
@@ -254,6 +298,16 @@ def main() -> None:
             repeats=arguments.repeats,
         )
         console.print(table)
+        for parallel in (ParallelConfig(), ParallelConfig(expert_parallel_size=arguments.ranks)):
+            table = measure_step(
+                lengths,
+                arguments.ranks,
+                arguments.max_tokens,
+                parallel=parallel,
+                cost=cost,
+                minibatch=min(arguments.minibatch, count),
+            )
+            console.print(table)
 
 
 if __name__ == "__main__":

@@ -52,6 +52,8 @@ class PackedBatch:
     """Per-token tensors [T] by name: mask, advantages, old_logprobs, ...; ``ROUTES`` has more dimensions."""
     images: Images | None = None
     """Of a vision-language model's batch; each takes the place of a run of image tokens."""
+    ids: tuple[int, ...] = ()
+    """Of a step's sequences: what each is known by, with its length, while the ranks hold it; else empty."""
 
     @property
     def lengths(self) -> Tensor:
@@ -71,17 +73,21 @@ class PackedBatch:
 
     def select(self, indices: Sequence[int]) -> "PackedBatch":
         """The sequences ``indices`` in that order."""
-        starts = self.cu_seqlens[:-1].tolist()
-        ends = self.cu_seqlens[1:].tolist()
-        pieces = [torch.arange(starts[i], ends[i]) for i in indices]
-        rows = torch.cat(pieces) if pieces else torch.zeros(0, dtype=torch.int64)
-        lengths = torch.tensor([ends[i] - starts[i] for i in indices], dtype=torch.int64)
+        rows = self.rows(indices)
         return PackedBatch(
             tokens=self.tokens[rows],
-            cu_seqlens=cu_seqlens_of(lengths),
+            cu_seqlens=cu_seqlens_of(self.lengths[torch.tensor(indices, dtype=torch.int64)]),
             fields={name: values[rows] for name, values in self.fields.items()},
             images=self.images.select(indices) if self.images is not None else None,
+            ids=tuple(self.ids[index] for index in indices) if self.ids else (),
         )
+
+    def rows(self, indices: Sequence[int]) -> Tensor:
+        """[tokens of the sequences ``indices``] int64: where they stand in per-token tensors, in that order."""
+        chosen = torch.tensor(indices, dtype=torch.int64)
+        lengths = self.lengths[chosen]
+        borders = cu_seqlens_of(lengths)
+        return torch.arange(int(borders[-1])) + (self.cu_seqlens[chosen] - borders[:-1]).repeat_interleave(lengths)
 
 
 def moved(tensor: Tensor, device: torch.device) -> Tensor:

@@ -2,27 +2,30 @@
 
 Every rank calls the same functions in the same order. Each call has a deadline (by default
 ``parallel.collective_timeout_s``) and raises ``CollectiveTimeout``, which says which rank waited for which one, for
-what and how long; a peer that died raises at once. Batches travel as raw tensors: a short JSON header, then one flat
-buffer per rank.
+what and how long; a peer that died raises at once. Batches travel as raw tensors, a short JSON header in one flat buffer
+with them: over the gloo group to one rank of each replica, and from there over Megatron's groups.
 """
 
 import json
 import pickle
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 from torch import Tensor
 
 from megatron_rl.errors import UserError
 from megatron_rl.parallel import topology
+from megatron_rl.parallel.topology import Topology
 
 _PAYLOAD_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.int32, torch.bool, torch.uint8)
 """Dtypes that ``gather_tensors`` carries, by their code on the wire."""
 _NO_TENSOR = -1
-_NO_BYTES = torch.zeros(0, dtype=torch.uint8)
+_PIECE_BYTES = 1 << 26
+"""Of a payload that are on a device at a time."""
 
 
 class CollectiveTimeout(UserError, RuntimeError):
@@ -47,29 +50,34 @@ def barrier(what: str = "barrier", *, timeout_s: float | None = None) -> None:
 
 
 def broadcast_object(obj: Any, src: int = 0, *, what: str = "an object", timeout_s: float | None = None) -> Any:
-    """``obj`` of rank ``src`` on every rank; pickled, so for small things only."""
-    if dist.get_rank() != src:
-        return receive_object(src, what=what, timeout_s=timeout_s)
-    for peer in range(dist.get_world_size()):
-        if peer != src:
-            send_object(obj, peer, what=what, timeout_s=timeout_s)
+    """``obj`` of rank ``src`` on every rank; pickled, so for small things only.
+
+    Ranks pass it on along a binomial tree: nobody sends it more than log2(ranks) times.
+    """
+    num_ranks = dist.get_world_size()
+    place = (dist.get_rank() - src) % num_ranks  # counted from src
+    if place:
+        # Without its lowest bit: whom it hears from.
+        data = _receive_bytes(((place & (place - 1)) + src) % num_ranks, what, timeout_s)
+        obj = pickle.loads(data.numpy().tobytes())
+    else:
+        data = _bytes_tensor(pickle.dumps(obj))
+    reach = place & -place if place else 1 << (num_ranks - 1).bit_length()
+    while reach := reach >> 1:
+        # The largest part of the tree first: it has the longest way to go.
+        if place + reach < num_ranks:
+            _send_bytes(data, (place + reach + src) % num_ranks, what, timeout_s)
     return obj
 
 
 def send_object(obj: Any, peer: int, *, what: str = "an object", timeout_s: float | None = None) -> None:
     """``obj`` to rank ``peer``, which calls ``receive_object``; pickled, so for small things only."""
-    data = _bytes_tensor(pickle.dumps(obj))
-    _send(torch.tensor([data.numel()]), peer, what, timeout_s)
-    _send(data, peer, what, timeout_s)
+    _send_bytes(_bytes_tensor(pickle.dumps(obj)), peer, what, timeout_s)
 
 
 def receive_object(peer: int, *, what: str = "an object", timeout_s: float | None = None) -> Any:
     """What rank ``peer`` gave to ``send_object``."""
-    size = torch.empty(1, dtype=torch.int64)
-    _receive(size, peer, what, timeout_s)
-    data = torch.empty(int(size), dtype=torch.uint8)
-    _receive(data, peer, what, timeout_s)
-    return pickle.loads(data.numpy().tobytes())
+    return pickle.loads(_receive_bytes(peer, what, timeout_s).numpy().tobytes())
 
 
 def gather_objects(obj: Any, *, what: str = "objects", timeout_s: float | None = None) -> list[Any]:
@@ -81,44 +89,69 @@ def gather_objects(obj: Any, *, what: str = "objects", timeout_s: float | None =
     return [obj, *(receive_object(peer, what=what, timeout_s=timeout_s) for peer in others)]
 
 
-def send_batches(
-    payloads: Sequence[dict[str, Tensor]], *, what: str = "batches", timeout_s: float | None = None
+def deliver(
+    payloads: Sequence[Mapping[str, Tensor]] | None,
+    heads: Sequence[int],
+    place: Topology,
+    *,
+    what: str = "batches",
+    timeout_s: float | None = None,
 ) -> dict[str, Tensor]:
-    """Rank 0 sends ``payloads[rank]`` to each rank and gets its own back; the others call ``receive``.
+    """This rank's payload: rank 0 has one for each replica of the layout of ``place``, None elsewhere; all ranks call it.
 
-    Tensors of any shape and dtype, on the CPU; names and shapes may differ between ranks.
+    A payload is tensors by name, of any shape and dtype, on the CPU. It goes to the replica's first rank (``heads``), which
+    broadcasts it over Megatron's groups: rank 0 sends it once, however many ranks compute on it.
     """
-    if len(payloads) != dist.get_world_size():
-        raise ValueError(f"one payload per rank: expected {dist.get_world_size()}, got {len(payloads)}")
-    of, header, flat = None, _NO_BYTES, _NO_BYTES
-    # Rank by rank, so that a time-out names the one that does not answer.
-    for peer, payload in enumerate(payloads[1:], start=1):
-        # Neighbours are tensor- and context-parallel peers: they are sent the same payload.
-        if payload is not of:
-            of, (header, flat) = payload, _flatten(payload)
-        _send(torch.tensor([header.numel(), flat.numel()]), peer, what, timeout_s)
-        _send(header, peer, what, timeout_s)
-        _send(flat, peer, what, timeout_s)
-    return payloads[0]
+    flat = None
+    if payloads is not None:
+        for head, payload in zip(heads[1:], payloads[1:], strict=True):
+            _send_bytes(_flatten(payload), head, what, timeout_s)
+        flat = _flatten(payloads[0])
+    elif place.rank in heads:
+        flat = _receive_bytes(0, what, timeout_s)
+    return _unflatten(_over_the_replica(flat, place))
 
 
-def _flatten(payload: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """(header, all bytes back to back)."""
+def _over_the_replica(flat: Tensor | None, place: Topology) -> Tensor:
+    """``flat`` of the replica's first rank on all of its ranks: over its stages, then context- and tensor-parallel peers."""
+    with place.active():
+        axes = (
+            (place.pp_size, place.tp_rank + place.cp_rank == 0, parallel_state.get_pipeline_model_parallel_group),
+            (place.cp_size, place.tp_rank == 0, parallel_state.get_context_parallel_group),
+            (place.tp_size, True, parallel_state.get_tensor_model_parallel_group),
+        )
+        for size, takes_part, group in axes:
+            if size > 1 and takes_part:
+                flat = _broadcast_bytes(flat, group(), place.device)
+    assert flat is not None  # a replica of one rank is its own head
+    return flat
+
+
+def _broadcast_bytes(flat: Tensor | None, group: dist.ProcessGroup, device: torch.device) -> Tensor:
+    """``flat`` of the group's first rank, uint8 on the CPU, on all of them; by way of ``device``, in pieces."""
+    size = torch.tensor([0 if flat is None else flat.numel()], device=device)
+    dist.broadcast(size, group=group, group_src=0)
+    result = torch.empty(int(size), dtype=torch.uint8) if flat is None else flat
+    for piece in result.split(_PIECE_BYTES):
+        there = piece.to(device)
+        dist.broadcast(there, group=group, group_src=0)
+        if flat is None and there is not piece:
+            piece.copy_(there)
+    return result
+
+
+def _flatten(payload: Mapping[str, Tensor]) -> Tensor:
+    """uint8: the length of a header, the header, all tensors back to back."""
     entries = [[name, _dtype_name(tensor.dtype), list(tensor.shape)] for name, tensor in payload.items()]
+    header = _bytes_tensor(json.dumps(entries).encode())
     body = [t.contiguous().view(-1).view(torch.uint8) for t in payload.values() if t.numel() > 0]
-    flat = torch.cat(body) if body else _NO_BYTES
-    return _bytes_tensor(json.dumps(entries).encode()), flat
+    return torch.cat([torch.tensor([header.numel()]).view(torch.uint8), header, *body])
 
 
-def receive(*, what: str = "batches", timeout_s: float | None = None) -> dict[str, Tensor]:
-    """This rank's payload of the ``send_batches`` that rank 0 calls."""
-    sizes = torch.empty(2, dtype=torch.int64)
-    _receive(sizes, 0, what, timeout_s)
-    header, flat = (torch.empty(int(size), dtype=torch.uint8) for size in sizes)
-    _receive(header, 0, what, timeout_s)
-    _receive(flat, 0, what, timeout_s)
-    payload, start = {}, 0
-    for name, dtype_name, shape in json.loads(header.numpy().tobytes()):
+def _unflatten(flat: Tensor) -> dict[str, Tensor]:
+    start = 8 + int(flat[:8].clone().view(torch.int64))
+    payload = {}
+    for name, dtype_name, shape in json.loads(flat[8:start].numpy().tobytes()):
         tensor = torch.empty(shape, dtype=getattr(torch, dtype_name))
         end = start + tensor.numel() * tensor.element_size()
         if tensor.numel() > 0:
@@ -130,9 +163,13 @@ def receive(*, what: str = "batches", timeout_s: float | None = None) -> dict[st
 
 
 def gather_tensors(
-    tensor: Tensor | None, *, what: str = "results", timeout_s: float | None = None
+    tensor: Tensor | None,
+    *,
+    senders: Sequence[int] | None = None,
+    what: str = "results",
+    timeout_s: float | None = None,
 ) -> list[Tensor | None]:
-    """The 1-D tensors of all ranks, by rank, on rank 0; an empty list elsewhere.
+    """The 1-D tensors of the ranks ``senders`` (None: of all), in their order, on rank 0; an empty list elsewhere.
 
     Lengths and dtypes may differ between ranks; a rank that has nothing passes None. Raises ValueError for a tensor
     that is not 1-D or of a dtype outside ``_PAYLOAD_DTYPES``.
@@ -140,19 +177,27 @@ def gather_tensors(
     if tensor is not None and (tensor.dim() != 1 or tensor.dtype not in _PAYLOAD_DTYPES):
         found = f"shape {tuple(tensor.shape)} of {tensor.dtype}"
         raise ValueError(f"expected a 1-D tensor of one of {_PAYLOAD_DTYPES}, got {found}")
-    return _gather_raw(tensor, what, timeout_s)
+    return _gather_raw(tensor, what, timeout_s, senders)
 
 
-def _gather_raw(tensor: Tensor | None, what: str, timeout_s: float | None) -> list[Tensor | None]:
+def _gather_raw(
+    tensor: Tensor | None, what: str, timeout_s: float | None, senders: Sequence[int] | None = None
+) -> list[Tensor | None]:
+    senders = range(dist.get_world_size()) if senders is None else senders
     if dist.get_rank() != 0:
+        if dist.get_rank() not in senders:
+            return []
         if tensor is None:
             _send(torch.tensor([_NO_TENSOR, 0]), 0, what, timeout_s)
             return []
         _send(torch.tensor([tensor.numel(), _PAYLOAD_DTYPES.index(tensor.dtype)]), 0, what, timeout_s)
         _send(tensor.detach().cpu(), 0, what, timeout_s)
         return []
-    gathered: list[Tensor | None] = [tensor if tensor is None else tensor.detach().cpu()]
-    for peer in range(1, dist.get_world_size()):
+    gathered: list[Tensor | None] = []
+    for peer in senders:
+        if peer == 0:
+            gathered.append(tensor if tensor is None else tensor.detach().cpu())
+            continue
         header = torch.empty(2, dtype=torch.int64)
         _receive(header, peer, what, timeout_s)
         length, dtype_code = header.tolist()
@@ -163,6 +208,19 @@ def _gather_raw(tensor: Tensor | None, what: str, timeout_s: float | None) -> li
         _receive(result, peer, what, timeout_s)
         gathered.append(result)
     return gathered
+
+
+def _send_bytes(data: Tensor, peer: int, what: str, timeout_s: float | None) -> None:
+    _send(torch.tensor([data.numel()]), peer, what, timeout_s)
+    _send(data, peer, what, timeout_s)
+
+
+def _receive_bytes(peer: int, what: str, timeout_s: float | None) -> Tensor:
+    size = torch.empty(1, dtype=torch.int64)
+    _receive(size, peer, what, timeout_s)
+    data = torch.empty(int(size), dtype=torch.uint8)
+    _receive(data, peer, what, timeout_s)
+    return data
 
 
 def _bytes_tensor(data: bytes) -> Tensor:

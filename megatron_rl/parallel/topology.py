@@ -89,6 +89,29 @@ class Place(NamedTuple):
     pp_rank: int
 
 
+@dataclass(frozen=True)
+class Replicas:
+    """The ranks of a layout by data-parallel replica: those that compute on the same micro-batches."""
+
+    of_ranks: tuple[int, ...]
+    """By rank: its replica."""
+    heads: tuple[int, ...]
+    """By replica: the first of its ranks, to which batches are sent."""
+    reporters: tuple[int, ...]
+    """By replica: the rank that has its outputs and reports them; tensor- and context-parallel peers have the same ones."""
+
+    @classmethod
+    def of(cls, parallel: ParallelConfig, num_ranks: int) -> "Replicas":
+        places = [coordinates(rank, num_ranks, parallel) for rank in range(num_ranks)]
+
+        def ranks_at(stage: int) -> tuple[int, ...]:
+            """They come in the order of their replicas."""
+            return tuple(rank for rank, place in enumerate(places) if place._replace(dp_rank=0) == (0, 0, 0, stage))
+
+        stages = parallel.pipeline_parallel_size
+        return cls(tuple(place.dp_rank for place in places), ranks_at(0), ranks_at(stages - 1))
+
+
 @dataclass
 class _Layout:
     parallel: ParallelConfig

@@ -68,8 +68,10 @@ _UPDATE_BYTES, _PASS_BYTES, _OUTPUT_BYTES = 24, 12, 4
 """Per token of a pack on the device: ids in int64, mask, and float32 fields; and of all that a pass has answered."""
 _RESPONSE_BYTES, _BATCH_BYTES = 100, 50
 """Per token on the driver: responses as Python tuples; packed batches with the copies that are sent."""
-_ROUTE_COPIES = 3
-"""Of a step's routes on the driver: as they came, in the batch, and on their way to the ranks."""
+_HELD_BYTES = 24
+"""Per token of a step's sequences on each rank that works on them: ids in int32, masks, and float32 fields."""
+_ROUTE_COPIES = {RoutingReplay.none: 0, RoutingReplay.R2: 0, RoutingReplay.R3: 3}
+"""Of a step's routes on the driver: as they came, in the batch, and on their way to the ranks. Those of R2 stay on the ranks."""
 _PROCESS_BYTES = 4.0e9
 """Host memory of a rank with PyTorch and CUDA loaded."""
 
@@ -230,10 +232,19 @@ class _Run:
             for model in self.models
             if self._waits(model)
         )
+        policy = self.models[0]
+        # Ranks of a replica hold the same sequences, for each layout on its own.
+        held = {
+            ranks_of_replica(model.parallel): self._sequences(model, updates=False) * self._longest
+            for model in self.models
+        }
+        replay = self.config.policy.moe.routing_replay
         found = {
             "driver: responses of a step": _RESPONSE_BYTES * tokens,
             "driver: batches": _BATCH_BYTES * tokens,
-            "driver: routes": _ROUTE_COPIES * self._route_bytes(self.models[0]) * tokens,
+            "driver: routes": _ROUTE_COPIES[replay] * self._route_bytes(policy) * tokens,
+            f"sequences held, {ranks_here} ranks": ranks_here * _HELD_BYTES * sum(held.values()),
+            f"routes held, {ranks_here} ranks": ranks_here * self._route_bytes(policy) * held[ranks_of_replica(policy.parallel)],
             f"models that wait, {ranks_here} ranks": waiting * ranks_here,
             f"processes, {ranks_here} ranks": _PROCESS_BYTES * ranks_here,
         }

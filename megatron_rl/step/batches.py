@@ -6,6 +6,7 @@ nothing.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from itertools import chain
 
 import numpy as np
@@ -80,7 +81,7 @@ def response_batch(
 
     None when none of them could be scored.
     """
-    trajectories = [t for t in trajectories if algorithm.overlong is not Overlong.filter or t.stopped]
+    trajectories = critic_responses(trajectories, algorithm)
     pieces = [p for row, t in enumerate(trajectories) for p in response_pieces(t, row, algorithm, rules)]
     useful = {p.row for p in pieces if p.scored}
     if not useful:
@@ -101,6 +102,12 @@ def response_batch(
         "mask": on_mask(scored, generated),
     }
     return pack(trajectories, fields, vision)
+
+
+def critic_responses(trajectories: Sequence[Trajectory], algorithm: AlgorithmConfig) -> list[Trajectory]:
+    """Those that a critic of whole responses learns from in this step, as far as they can be scored."""
+    ended = [t for t in trajectories if t.finished and not t.greedy]
+    return [t for t in ended if algorithm.overlong is not Overlong.filter or t.stopped]
 
 
 def window_critic_batch(
@@ -141,7 +148,7 @@ def window_critic_batch(
         "old_values": on_mask(values, in_window),
         "mask": on_mask(counts.repeat_interleave(sizes), in_window),
     }
-    return PackedBatch(batch.tokens, batch.cu_seqlens, fields, batch.images)
+    return replace(batch, fields=fields)
 
 
 def _critic_targets(rewards: Tensor, old_values: Tensor, cu_pieces: Tensor, algorithm: AlgorithmConfig) -> Tensor:

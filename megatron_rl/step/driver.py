@@ -100,6 +100,7 @@ def _drive(
             return _drive_until_it_dies(config, group, signals, spawned, back, freeze_policy=freeze_policy)
         except RollBack as found:
             back, spawned = found, None  # stopped with the attempt
+            group.release()
             # Goes on in its own folder: what it had been told about an earlier run there is done.
             config = replace(config, run=replace(config.run, resume="auto", overwrite=False))
             folder = Path(config.run.output_dir)

@@ -30,7 +30,14 @@ from megatron_rl.run.checkpoints import Saver
 from megatron_rl.run.kept_policies import PolicyKeeper
 from megatron_rl.run.recorder import Recorder
 from megatron_rl.step import metrics as step_metrics
-from megatron_rl.step.batches import keep_left_out, keep_signals, policy_batch, response_batch, window_critic_batch
+from megatron_rl.step.batches import (
+    critic_responses,
+    keep_left_out,
+    keep_signals,
+    policy_batch,
+    response_batch,
+    window_critic_batch,
+)
 from megatron_rl.step.collect import Collector
 from megatron_rl.step.divergence import KlPenalty
 from megatron_rl.step.evaluation import Evaluator, Fleet
@@ -41,7 +48,7 @@ from megatron_rl.step.packing import response_field, window_batch, window_routes
 from megatron_rl.step.parity import EngineMismatch, ParityCheck
 from megatron_rl.step.pieces import SINGLE_RESPONSE, ResponseRules, greedy_rewards
 from megatron_rl.step.state import StepState
-from megatron_rl.step.updates import train_critic, train_policy
+from megatron_rl.step.updates import critic_minibatches, policy_minibatches, train_critic, train_policy
 from megatron_rl.step.watchdog import Finding, RollBack, TrainingDied, Watchdog
 from megatron_rl.step.work import ChildrenClock
 from megatron_rl.training.trainer_group import TrainerGroup
@@ -142,8 +149,8 @@ class TrainingLoop:
         if self._config.algorithm.correction.old_policy is OldPolicy.rollout:
             state.old_logprobs = state.batch.fields["rollout_logprobs"]
         elif self._config.policy.moe.routing_replay is RoutingReplay.R2:
-            state.old_logprobs, routes = group.logprobs_and_routes(state.batch, temperature=temperature)
-            state.batch = with_routes(state.batch, routes)
+            # The update follows the experts that this pass chooses: they stay on the ranks.
+            state.old_logprobs = group.logprobs(state.batch, temperature=temperature, keeps_routes=True)
         else:
             state.old_logprobs = group.logprobs(state.batch, temperature=temperature)
 
@@ -358,12 +365,32 @@ class TrainingLoop:
         def act(step: int) -> None:
             self._settle_save(wait=False)
             with self._parts.group.stage(step, stage):
+                self._share_out(step)
                 action(step)
             self._num_trainer_stages_left[step] -= 1
             if not self._num_trainer_stages_left[step]:
+                self._parts.group.release(step)
                 self._count_use()
 
         return act
+
+    def _share_out(self, step: int) -> None:
+        """Once a step: which replica of the trainer works on which sequence, so that every update to come is even."""
+        state, config = self._states[step], self._config
+        if state.is_shared_out:
+            return
+        state.is_shared_out, ids = True, state.batch.ids
+        ended = ids
+        if config.schedule.critic_trains_on is TrainsOn.responses:
+            ended = [t.id for t in critic_responses(state.slots, config.algorithm)]
+        of_policy, of_critic = policy_minibatches(config, len(ids), step), critic_minibatches(config, len(ended), step)
+        self._parts.group.share_out(
+            state.batch,
+            {
+                "policy": [[ids[row] for row in rows] for rows in of_policy],
+                "critic": [[ended[row] for row in rows] for rows in of_critic],
+            },
+        )
 
     def _count_use(self) -> None:
         for (step, stage), use in self._parts.group.use_by_stage().items():

@@ -15,8 +15,8 @@ def pack(trajectories: Sequence[Trajectory], fields: dict[str, Tensor], vision: 
     """Prompts and responses so far with per-token ``fields`` [T]; ``vision`` cuts the images of the prompts."""
     lengths = torch.tensor([t.num_tokens for t in trajectories], dtype=torch.int64)
     images = None if vision is None else vision.batch([t.prompt.images for t in trajectories])
-    tokens = joined((part for t in trajectories for part in t.token_parts()), np.int32)
-    return PackedBatch(torch.from_numpy(tokens.astype(np.int64)), cu_seqlens_of(lengths), fields, images)
+    tokens = torch.from_numpy(joined((part for t in trajectories for part in t.token_parts()), np.int32).astype(np.int64))
+    return PackedBatch(tokens, cu_seqlens_of(lengths), fields, images, tuple(t.id for t in trajectories))
 
 
 def window_batch(

@@ -7,7 +7,7 @@ compute exactly (``parity_bounds``).
 
 import math
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -136,7 +136,8 @@ def compare_logprobs(
     vision: Vision | None = None,
 ) -> Parity:
     """Raise EngineMismatch beyond a bound of ``parity_bounds``; ``differing_weights`` is asked only then."""
-    batch = window_batch(trajectories, 0, vision)
+    # Without ids: these are no sequences of the step.
+    batch = replace(window_batch(trajectories, 0, vision), ids=())
     mask = batch.fields["mask"]
     ours = group.logprobs(batch, temperature=config.rollout.temperature)[mask]
     theirs = batch.fields["rollout_logprobs"][mask]

@@ -36,6 +36,8 @@ class StepState:
     policy_batch: PackedBatch = field(init=False)
     critic_batch: PackedBatch | None = None
     """None without a critic, and in a step without a finished, scored response."""
+    is_shared_out: bool = False
+    """The trainer's replicas know which of the batch's sequences each of them works on."""
     pool_state: Callable[[], dict[str, Any]] | None = None
     """Gives the pool as it was when the finished responses had left it; None: they have not yet."""
     kl_state: dict[str, Any] | None = None

@@ -1,6 +1,6 @@
 """A step's optimizer steps: passes over a batch in shuffled mini-batches, and what they say together."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -18,13 +18,14 @@ _SHORT_NAMES = {"policy_loss": "loss", "value_loss": "loss", "approx_kl_k3": "kl
 def train_policy(config: Config, group: TrainerGroup, batch: PackedBatch, step: int) -> dict[str, float]:
     """One pass over the window's tokens; denominators are those of the whole mini-batch. Returns metrics."""
     results = []
-    for minibatch in _minibatches(config, batch, config.batch.policy_minibatch_size, 1, step):
-        denominators = policy_denominators(minibatch, config.algorithm)
+    for rows in policy_minibatches(config, batch.num_sequences, step):
+        denominators = policy_denominators(batch.only("mask", "lm_mask").select(rows), config.algorithm)
         if denominators["mask"]:
             results.append(
                 group.update(
                     "policy",
-                    minibatch,
+                    batch,
+                    rows,
                     objective="policy",
                     denominators=denominators,
                     temperature=config.rollout.temperature,
@@ -36,18 +37,26 @@ def train_policy(config: Config, group: TrainerGroup, batch: PackedBatch, step: 
 def train_critic(config: Config, group: TrainerGroup, batch: PackedBatch, step: int) -> dict[str, float]:
     """``critic.num_epochs`` passes over whole responses. Returns metrics."""
     results = []
-    for minibatch in _minibatches(config, batch, config.batch.critic_minibatch_size, config.critic.num_epochs, step):
-        denominators = critic_denominators(minibatch, config.algorithm)
+    for rows in critic_minibatches(config, batch.num_sequences, step):
+        denominators = critic_denominators(batch.only("mask").select(rows), config.algorithm)
         if denominators["mask"]:
-            results.append(group.update("critic", minibatch, objective="critic", denominators=denominators))
+            results.append(group.update("critic", batch, rows, objective="critic", denominators=denominators))
     return update_metrics("critic", results)
 
 
-def _minibatches(config: Config, batch: PackedBatch, size: int, num_epochs: int, step: int) -> Iterator[PackedBatch]:
+def policy_minibatches(config: Config, num_sequences: int, step: int) -> list[list[int]]:
+    """Of each optimizer step, which of the batch's sequences it is taken on."""
+    return _minibatches(config, num_sequences, config.batch.policy_minibatch_size, 1, step)
+
+
+def critic_minibatches(config: Config, num_sequences: int, step: int) -> list[list[int]]:
+    """The same for the critic, over all its epochs."""
+    return _minibatches(config, num_sequences, config.batch.critic_minibatch_size, config.critic.num_epochs, step)
+
+
+def _minibatches(config: Config, num_sequences: int, size: int, num_epochs: int, step: int) -> list[list[int]]:
     generator = torch.Generator().manual_seed(config.run.seed * 1_000_003 + step)
-    for _ in range(num_epochs):
-        for indices in split_minibatches(batch.num_sequences, size, generator):
-            yield batch.select(indices)
+    return [part for _ in range(num_epochs) for part in split_minibatches(num_sequences, size, generator)]
 
 
 def update_metrics(prefix: str, results: Sequence[UpdateResult]) -> dict[str, float]:

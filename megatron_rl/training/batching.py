@@ -100,9 +100,40 @@ def plan_microbatches(
     return [[sorted(longest_first[s] for s in m.sequences) for m in rank] for rank in _most_even(found)]
 
 
+def plan_at_home(
+    lengths: Sequence[int],
+    homes: Sequence[int],
+    num_dp_ranks: int,
+    max_tokens_per_microbatch: int,
+    *,
+    cost: CostFunction = float,
+    multiple_of: int = 1,
+) -> Plan:
+    """``plan_microbatches`` where it is settled which rank works on a sequence: ``homes``, by sequence.
+
+    How even the ranks are is then the homes' business (``sharing.share_out``); on each, micro-batches are about equal.
+    """
+    if num_dp_ranks == 1:
+        return plan_microbatches(lengths, 1, max_tokens_per_microbatch, cost=cost, multiple_of=multiple_of)
+    own: list[list[int]] = [[] for _ in range(num_dp_ranks)]
+    for index in sorted(range(len(lengths)), key=lambda index: (-lengths[index], index)):
+        own[homes[index]].append(index)
+    batches = [_Batch([lengths[i] for i in indices], [cost(lengths[i]) for i in indices]) for indices in own]
+    packed = [_pack(batch, multiple_of, max_tokens_per_microbatch) if batch.lengths else [] for batch in batches]
+    most = max(map(len, packed))
+    plan = []
+    for batch, indices, microbatches in zip(batches, own, packed, strict=True):
+        if len(microbatches) < most:
+            spread = _fill_cheapest(batch, range(len(indices)), most, max_tokens_per_microbatch)
+            microbatches = spread or [*microbatches, *(_Microbatch() for _ in range(most - len(microbatches)))]
+        ordered = _cheap_ends(sorted(microbatches, key=lambda microbatch: -microbatch.cost))
+        plan.append([sorted(indices[s] for s in microbatch.sequences) for microbatch in ordered])
+    return plan
+
+
 def plan_statistics(plan: Plan, lengths: Sequence[int], cost: CostFunction = float) -> PlanStatistics:
-    """How even ``plan`` is for ``lengths`` under ``cost``; a plan without micro-batches is even."""
-    costs = [cost(length) for length in lengths]
+    """How even ``plan``, of all or some of ``lengths``, is under ``cost``; a plan without micro-batches is even."""
+    costs = {index: cost(lengths[index]) for rank in plan for microbatch in rank for index in microbatch}
     cost_of = [[sum(costs[index] for index in microbatch) for microbatch in rank] for rank in plan]
     tokens_of = [[sum(lengths[index] for index in microbatch) for microbatch in rank] for rank in plan]
     return PlanStatistics(
@@ -120,11 +151,12 @@ def padded_share(plan: Plan, lengths: Sequence[int], *, sequence_multiple: int =
     A layout pads each sequence to ``sequence_multiple`` tokens (2 x context-parallel ranks), then the pack to
     ``pack_multiple``; a micro-batch without sequences runs as a stand-in of two tokens.
     """
-    rows = 0
+    tokens = rows = 0
     for microbatch in (microbatch for rank in plan for microbatch in rank):
+        tokens += sum(lengths[index] for index in microbatch)
         padded = sum(_up_to(lengths[index], sequence_multiple) for index in microbatch)
         rows += _up_to(padded or _up_to(STAND_IN_TOKENS, sequence_multiple), pack_multiple)
-    return 1.0 - sum(lengths) / rows if rows else 0.0
+    return 1.0 - tokens / rows if rows else 0.0
 
 
 def _up_to(number: int, multiple: int) -> int:

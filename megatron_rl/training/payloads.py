@@ -1,52 +1,12 @@
-"""A batch on its way to the ranks and the ranks' answers on their way back: pure, and in the order of a plan."""
+"""A micro-batch on its way to the model, and the ranks' answers on their way back. Pure."""
 
-import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from megatron_rl.data.batch import Images, PackedBatch, cu_seqlens_of, moved
-from megatron_rl.training.batching import STAND_IN_TOKENS, Plan
-
-
-def payloads_of(batch: PackedBatch, plan: Plan) -> list[dict[str, Tensor]]:
-    """By data-parallel rank."""
-    return [_pack(batch, microbatches) for microbatches in plan]
-
-
-def _pack(batch: PackedBatch, microbatches: Sequence[Sequence[int]]) -> dict[str, Tensor]:
-    """One rank's micro-batches as one payload; ``unpack`` is its inverse."""
-    chosen = batch.select([index for indices in microbatches for index in indices])
-    # Ids of any vocabulary fit half the bytes.
-    payload = {"tokens": chosen.tokens.to(torch.int32), "cu_seqlens": chosen.cu_seqlens}
-    payload["microbatch_sizes"] = torch.tensor([len(indices) for indices in microbatches], dtype=torch.int64)
-    if chosen.images is not None:
-        payload |= {f"images/{name}": values for name, values in vars(chosen.images).items()}
-    return payload | {f"field/{name}": values for name, values in chosen.fields.items()}
-
-
-def unpack(payload: Mapping[str, Tensor]) -> list[PackedBatch]:
-    if not payload:
-        return []
-    fields = {name.removeprefix("field/"): t for name, t in payload.items() if name.startswith("field/")}
-    images = {name.removeprefix("images/"): t for name, t in payload.items() if name.startswith("images/")}
-    all_images = Images(**images) if images else None
-    tokens = payload["tokens"].to(torch.int64)
-    borders = cu_seqlens_of(payload["microbatch_sizes"]).tolist()
-    microbatches = []
-    for first, last in itertools.pairwise(borders):
-        cu_seqlens = payload["cu_seqlens"][first : last + 1]
-        rows = slice(int(cu_seqlens[0]), int(cu_seqlens[-1]))
-        microbatches.append(
-            PackedBatch(
-                tokens[rows],
-                cu_seqlens - cu_seqlens[0],
-                {name: t[rows] for name, t in fields.items()},
-                all_images.select(range(first, last)) if all_images is not None else None,
-            )
-        )
-    return microbatches
+from megatron_rl.data.batch import PackedBatch, moved
+from megatron_rl.training.batching import STAND_IN_TOKENS
 
 
 def restore(

@@ -1,7 +1,7 @@
 """All trainer ranks as seen from the driver (rank 0): one call here, one collective action everywhere.
 
-The other ranks sit in ``Worker.serve`` and wait for the driver's next command; the driver sends it, sends each rank
-its own packed micro-batches as raw tensors, takes part itself, and gathers what the output ranks report. An idle
+The other ranks sit in ``Worker.serve`` and wait for the driver's next command; the driver sends it, sends each replica
+what it lacks of its micro-batches (``holding.py``), takes part itself, and gathers what the output ranks report. An idle
 driver sends heartbeats, so that a follower's deadline (parallel.collective_timeout_s) means a driver in trouble and
 not a long generation.
 """
@@ -21,14 +21,16 @@ from megatron_rl.config.schema import Config
 from megatron_rl.data.batch import ROUTES, PackedBatch
 from megatron_rl.models.hf.gathering import Destination
 from megatron_rl.parallel import collectives, stragglers
-from megatron_rl.parallel.topology import Topology, coordinates
+from megatron_rl.parallel.topology import Replicas, Topology
 from megatron_rl.planning.flops import flops_cost
-from megatron_rl.training import losses
-from megatron_rl.training.batching import Plan, padded_share, plan_microbatches, plan_statistics
+from megatron_rl.training import actions
+from megatron_rl.training.batching import Plan
 from megatron_rl.training.engine import Engine, UpdateResult
 from megatron_rl.training.export import WeightExport, free_cached_memory, to_its_end
-from megatron_rl.training.model_checkpoint import CheckpointError, CheckpointNotSaved
-from megatron_rl.training.payloads import payloads_of, restore, unpack
+from megatron_rl.training.holding import Held, Ledger, Share
+from megatron_rl.training.model_checkpoint import CheckpointNotSaved
+from megatron_rl.training.payloads import restore
+from megatron_rl.training.sharing import Sharing
 from megatron_rl.training.stage_use import StageAccount, StageOfStep, Use, of_all_ranks
 
 
@@ -39,16 +41,27 @@ class Command:
     name: str
     """As messages call it."""
     engine: str
-    action: "Callable[[Worker, Engine, list[PackedBatch]], Any]"
+    action: "Callable[[Worker, Engine, Share], Any]"
     """A rank's part; it gets the rank's own micro-batches."""
-    sends_batches: bool = False
+    fields: Mapping[str, int] | None = None
+    """Of the batch that it is about, as columns; None: it is about none."""
+    step: int | None = None
+    """Whose sequences these are; None: nothing of the batch is kept."""
     gathers: bool = False
-    """The action gives a 1-D tensor on ranks that report, None on the others; the driver gets them all."""
+    """The action gives a 1-D tensor on ranks that report, None on the others; the driver gets them by replica."""
     stage: StageOfStep | None = None
     """Whose work it is."""
 
     def __str__(self) -> str:
         return f"{self.name} of the engine {self.engine}"
+
+
+@dataclass(frozen=True)
+class Release:
+    """What the ranks hold of a step's sequences may go."""
+
+    step: int | None
+    """None: of every step."""
 
 
 class Notice(Enum):
@@ -75,6 +88,9 @@ class Worker:
         self.engines = engines
         self.export = WeightExport(config)
         self.use = StageAccount()
+        self.replicas = {name: Replicas.of(e.parallel, topology.world_size) for name, e in engines.items()}
+        self._held: dict[tuple[int, int], Held] = {}
+        """By layout and step."""
         self.note: Callable[[str], None] = lambda text: None
         """Told how far long work is."""
 
@@ -97,11 +113,11 @@ class Worker:
         if isinstance(command, Notice):
             self.heed(command)
             return command is not Notice.stop
+        if isinstance(command, Release):
+            self.release(command.step)
+            return True
         self.use.enter(command.stage)
-        payload = collectives.receive(what=f"the batches of the {command}") if command.sends_batches else {}
-        result = self.execute(command, unpack(payload))
-        if command.gathers:
-            collectives.gather_tensors(result, what=f"the results of the {command}")
+        self.execute(command)
         return True
 
     def heed(self, notice: Notice) -> list[Any]:
@@ -134,33 +150,28 @@ class Worker:
         if problems and self.topology.rank == 0:
             raise CheckpointNotSaved("; ".join(problems))
 
-    def execute(self, command: Command, microbatches: list[PackedBatch]) -> Any:
-        """This rank's part of ``command``."""
+    def execute(self, command: Command, payloads: Sequence[Mapping[str, Tensor]] | None = None) -> Any:
+        """This rank's part of ``command``; the driver has ``payloads``, and gets what the ranks report."""
         self.give_turn_to(command.engine)
+        engine, replicas = self.engines[command.engine], self.replicas[command.engine]
         with stragglers.working(str(command)):
-            return command.action(self, self.engines[command.engine], microbatches)
+            share = Share()
+            if command.fields is not None:
+                what = f"the batches of the {command}"
+                payload = collectives.deliver(payloads, replicas.heads, engine.topology, what=what)
+                share = self._held_of(engine, command.step).take(payload, command.fields)
+            result = command.action(self, engine, share)
+        if command.gathers:
+            what = f"the results of the {command}"
+            return collectives.gather_tensors(result, senders=replicas.reporters, what=what)
+        return result
 
+    def release(self, step: int | None) -> None:
+        """Forget the sequences of ``step``; None: of every step."""
+        self._held = {key: held for key, held in self._held.items() if step is not None and key[1] != step}
 
-@dataclass(frozen=True)
-class _Places:
-    """The ranks in the layout of one engine."""
-
-    dp_ranks: tuple[int, ...]
-    """By rank: whose micro-batches it takes."""
-    reporters: tuple[int, ...]
-    """By data-parallel rank: the rank that reports for it."""
-
-    @classmethod
-    def of(cls, engine: Engine) -> "_Places":
-        num_ranks, last_stage = engine.topology.world_size, engine.topology.pp_size - 1
-        places = [coordinates(rank, num_ranks, engine.parallel) for rank in range(num_ranks)]
-        # One rank per data-parallel rank has the outputs: its tensor- and context-parallel peers have the same ones.
-        reporters = {
-            place.dp_rank: rank
-            for rank, place in enumerate(places)
-            if place.tp_rank == 0 and place.cp_rank == 0 and place.pp_rank == last_stage
-        }
-        return cls(tuple(place.dp_rank for place in places), tuple(reporters[dp_rank] for dp_rank in sorted(reporters)))
+    def _held_of(self, engine: Engine, step: int | None) -> Held:
+        return Held() if step is None else self._held.setdefault((engine.topology.layout, step), Held())
 
 
 class TrainerGroup:
@@ -169,8 +180,17 @@ class TrainerGroup:
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
         self._stage: StageOfStep | None = None
-        self._costs = {name: flops_cost(engine.hf_config, role=engine.role) for name, engine in worker.engines.items()}
-        self._places = {name: _Places.of(engine) for name, engine in worker.engines.items()}
+        self._sharing = {
+            name: Sharing(
+                engine.parallel,
+                len(worker.replicas[name].heads),
+                worker.config.batch.max_tokens_per_microbatch,
+                flops_cost(engine.hf_config, role=engine.role),
+            )
+            for name, engine in worker.engines.items()
+        }
+        self._ledgers: dict[tuple[int, int], Ledger] = {}
+        """By layout and step: what the ranks hold."""
 
     @property
     def engine_names(self) -> tuple[str, ...]:
@@ -185,39 +205,47 @@ class TrainerGroup:
         notes += [note for engine in engines.values() for note in (engine.unread_note, engine.layers_note(longest))]
         return list(dict.fromkeys(filter(None, notes)))
 
-    def logprobs(self, batch: PackedBatch, *, temperature: float, engine: str = "policy") -> Tensor:
-        """[T] float32 log-probs of the policy (or the reference) where fields["mask"], else 0."""
+    def share_out(self, batch: PackedBatch, updates: Mapping[str, Sequence[Sequence[int]]]) -> None:
+        """Settle which replica works on which sequence of this step, in every layout. Inside ``stage``; not collective.
+
+        ``updates``: by engine, the ids of the sequences of each optimizer step to come; each is to be even. Without it a
+        step's sequences are shared out by the first call that is about them.
+        """
+        if not batch.ids:
+            return
+        for layout in {engine.topology.layout for engine in self._worker.engines.values()}:
+            names = [name for name, engine in self._worker.engines.items() if engine.topology.layout == layout]
+            groups = [group for name in names for group in updates.get(name, ())]
+            self._settle_homes(self._about(names[0], batch), groups)
+
+    def logprobs(
+        self, batch: PackedBatch, *, temperature: float, engine: str = "policy", keeps_routes: bool = False
+    ) -> Tensor:
+        """[T] float32 log-probs of the policy (or the reference) where fields["mask"], else 0.
+
+        ``keeps_routes``: the step's updates of the engine follow the experts that this pass chose. They stay on the ranks.
+        """
         if not batch.num_sequences:
             return torch.zeros(0)
-        _, logprobs = self._logprobs(batch, engine, temperature=temperature, record_routes=False)
+        about = self._about(engine, batch.only("mask", "lm_mask", ROUTES))
+        answer, routes = about.ledger.column(), about.ledger.column() if keeps_routes else None
+        action = partial(actions.logprobs, temperature=temperature, answer=answer, routes=routes)
+        plan = self._plan(about)
+        results = self._call(Command("logprobs", engine, action, gathers=True), about, plan)
+        (logprobs,) = restore(batch, plan, results, per_sequence=False)
+        about.ledger.answered(answer, about.keys, plan, logprobs)
+        if routes is not None:
+            about.ledger.answered(routes, about.keys, plan)
+            about.ledger.routes[engine] = routes
         return logprobs
-
-    def logprobs_and_routes(
-        self, batch: PackedBatch, *, temperature: float, engine: str = "policy"
-    ) -> tuple[Tensor, Tensor]:
-        """``logprobs``, and the experts that this pass chose: [T, layers, k] int16 (``data.batch.ROUTES``)."""
-        if not batch.num_sequences:
-            return torch.zeros(0), torch.zeros((0, *self._worker.engines[engine].routes_shape), dtype=torch.int16)
-        plan, logprobs = self._logprobs(batch, engine, temperature=temperature, record_routes=True)
-        gathered = self._call(Command("take_routes", engine, _take_routes, gathers=True))
-        shape = self._worker.engines[engine].routes_shape
-        routes = torch.zeros((len(batch.tokens), *shape), dtype=torch.int16)
-        starts, lengths = batch.cu_seqlens[:-1], batch.lengths
-        reporters = self._places[engine].reporters
-        for dp_rank, microbatches in enumerate(plan):
-            found = gathered[reporters[dp_rank]].view(torch.int16).view(-1, *shape)
-            order = [index for indices in microbatches for index in indices]
-            rows = [torch.arange(int(lengths[index])) + starts[index] for index in order]
-            if rows:
-                routes[torch.cat(rows)] = found
-        return logprobs, routes
 
     def values(self, batch: PackedBatch, *, engine: str = "critic") -> tuple[Tensor, Tensor]:
         """(values [T], final_values [N]) of the critic (or a reward model), float32."""
         if not batch.num_sequences:
             return torch.zeros(0), torch.zeros(0)
-        command = Command("values", engine, _values, sends_batches=True, gathers=True)
-        plan, results = self._answers(command, batch.only())  # values are of tokens alone
+        about = self._about(engine, batch.only())  # values are of tokens alone
+        plan = self._plan(about)
+        results = self._call(Command("values", engine, actions.values, gathers=True), about, plan)
         values, final_values = restore(batch, plan, results, per_sequence=True)
         return values, final_values
 
@@ -225,16 +253,23 @@ class TrainerGroup:
         self,
         engine: str,
         batch: PackedBatch,
+        rows: Sequence[int] | None = None,
         *,
         objective: str,
         denominators: dict[str, float],
         temperature: float = 1.0,
     ) -> UpdateResult:
-        """One optimizer step of ``engine`` on ``batch``; denominators are those of losses.build, over the whole batch."""
-        action = partial(_update, objective=objective, denominators=denominators, temperature=temperature)
-        plan = self._plan(engine, batch)
-        result = self._call(Command("update", engine, action, sends_batches=True), payloads_of(batch, plan))
-        return replace(result, plan=self._plan_metrics(engine, batch, plan))
+        """One optimizer step of ``engine`` on the sequences ``rows`` of ``batch`` (None: on all).
+
+        Denominators are those of losses.build, over all of these.
+        """
+        action = partial(actions.update, objective=objective, denominators=denominators, temperature=temperature)
+        about = self._about(engine, batch)
+        routes = about.ledger.routes.get(engine)
+        plan = self._plan(about, rows, may_move=routes is None)
+        command = Command("update", engine, action, fields={} if routes is None else {ROUTES: routes})
+        result = self._call(command, about, plan)
+        return replace(result, plan=self._sharing[engine].metrics(plan, about.lengths))
 
     def export_weights(self, engine: str, to: Destination = Destination.driver) -> Iterator[tuple[str, Tensor]]:
         """Hugging Face names and whole tensors for this rank, streamed; must be walked to its end.
@@ -242,7 +277,7 @@ class TrainerGroup:
         The other ranks begin at once and do what ``to`` asks of them (``WeightExport``). An iterator that was begun
         runs its gathers to their end, however it is left.
         """
-        command = Command("export", engine, partial(_export, to=to))
+        command = Command("export", engine, partial(actions.export, to=to))
         self._announce(command)
         self._worker.give_turn_to(engine)
         return to_its_end(self._worker.engines[engine].export_weights(to), stragglers.working(str(command)))
@@ -257,18 +292,18 @@ class TrainerGroup:
 
     def save_hf(self, engine: str, folder: str) -> None:
         """Write the model as a Hugging Face folder, which all ranks must see."""
-        self._call(Command("save_hf", engine, partial(_save_hf, folder=folder)))
+        self._call(Command("save_hf", engine, partial(actions.save_hf, folder=folder)))
 
     def save_state(self, engine: str, folder: str) -> None:
         """Write weights, optimizer state and schedule. Raises CheckpointNotSaved; the group goes on."""
-        self._call(Command("save_state", engine, partial(_save_state, folder=folder)))
+        self._call(Command("save_state", engine, partial(actions.save_state, folder=folder)))
 
     def begin_save(self, engine: str, folder: str) -> None:
         """``save_state`` that goes on in the background: the engine may train on, and the folder appears with ``finish_saves``.
 
         Raises CheckpointNotSaved.
         """
-        self._call(Command("begin_save", engine, partial(_begin_save, folder=folder)))
+        self._call(Command("begin_save", engine, partial(actions.begin_save, folder=folder)))
 
     def saves_are_written(self) -> bool:
         """Whether ``finish_saves`` would not wait."""
@@ -280,7 +315,7 @@ class TrainerGroup:
 
     def load_state(self, engine: str, folder: str) -> None:
         """Continue from what ``save_state`` wrote, in this or another layout. Raises CheckpointError; the group goes on."""
-        self._call(Command("load_state", engine, partial(_load_state, folder=folder)))
+        self._call(Command("load_state", engine, partial(actions.load_state, folder=folder)))
 
     def heartbeat(self) -> None:
         """Tell the other ranks that the driver lives: their wait for a command begins anew."""
@@ -305,6 +340,15 @@ class TrainerGroup:
             self._stage = None
             self._worker.use.enter(None)
 
+    def release(self, step: int | None = None) -> None:
+        """The ranks may forget the sequences of ``step``; None: of every step."""
+        ended = [key for key in self._ledgers if step in (None, key[1])]
+        if ended:
+            collectives.broadcast_object(Release(step), what="the end of a step")
+            self._worker.release(step)
+        for key in ended:
+            del self._ledgers[key]
+
     def use_by_stage(self) -> dict[StageOfStep, Use]:
         """Memory and CPU time of all ranks since the last call."""
         return of_all_ranks(self._tell(Notice.report_use))
@@ -313,63 +357,44 @@ class TrainerGroup:
         """Let the other ranks leave ``Worker.serve``."""
         self._tell(Notice.stop)
 
-    def _logprobs(
-        self, batch: PackedBatch, engine: str, *, temperature: float, record_routes: bool
-    ) -> tuple[Plan, Tensor]:
-        action = partial(_logprobs, temperature=temperature, record_routes=record_routes)
-        command = Command("logprobs", engine, action, sends_batches=True, gathers=True)
-        plan, results = self._answers(command, batch.only("mask", "lm_mask", ROUTES))
-        (logprobs,) = restore(batch, plan, results, per_sequence=False)
-        return plan, logprobs
+    def _about(self, engine: str, batch: PackedBatch) -> "_About":
+        num_replicas = len(self._worker.replicas[engine].heads)
+        lengths = batch.lengths.tolist()
+        if self._stage is None or not batch.ids:
+            return _About(engine, batch, lengths, None, Ledger(num_replicas), range(len(lengths)))
+        key = self._worker.engines[engine].topology.layout, self._stage.step
+        ledger = self._ledgers.setdefault(key, Ledger(num_replicas))
+        # Responses only grow: with its length, an id says all tokens.
+        return _About(engine, batch, lengths, self._stage.step, ledger, list(zip(batch.ids, lengths, strict=True)))
 
-    def _plan(self, engine: str, batch: PackedBatch) -> Plan:
-        parallel = self._worker.engines[engine].parallel
-        return plan_microbatches(
-            batch.lengths.tolist(),
-            len(self._places[engine].reporters),
-            self._worker.config.batch.max_tokens_per_microbatch,
-            cost=self._costs[engine],
-            # An interleaved schedule takes micro-batches in groups of as many as there are stages.
-            multiple_of=parallel.pipeline_parallel_size if parallel.virtual_pipeline_size > 1 else 1,
-        )
+    def _settle_homes(self, about: "_About", groups: Sequence[Sequence[int]]) -> None:
+        """Of those of its sequences that have none; ``groups``: ids of what is to be even."""
+        homes = about.ledger.homes
+        new = {key: length for key, length in zip(about.keys, about.lengths, strict=True) if key not in homes}
+        key_of = {key[0]: key for key in new}
+        parts = [[key_of[id] for id in group if id in key_of] for group in groups]
+        homes |= self._sharing[about.engine].homes(new, parts)
 
-    def _plan_metrics(self, engine: str, batch: PackedBatch, plan: Plan) -> dict[str, float]:
-        parallel, lengths = self._worker.engines[engine].parallel, batch.lengths.tolist()
-        even = plan_statistics(plan, lengths, self._costs[engine])
-        num_context_ranks = parallel.context_parallel_size
-        sequence_multiple = 2 * num_context_ranks if num_context_ranks > 1 else 1
-        split_ranks = parallel.tensor_parallel_size if parallel.sequence_parallel else 1
-        padded = padded_share(
-            plan, lengths, sequence_multiple=sequence_multiple, pack_multiple=sequence_multiple * split_ranks
-        )
-        return {
-            "num_microbatches": float(even.num_microbatches),
-            "num_stand_ins": float(even.num_stand_ins),
-            "rank_imbalance": even.rank_imbalance,
-            "microbatch_imbalance": even.microbatch_imbalance,
-            "padding_share": padded,
-        }
+    def _plan(self, about: "_About", rows: Sequence[int] | None = None, *, may_move: bool = False) -> Plan:
+        """Micro-batches of the batch's sequences ``rows``; None: of all."""
+        rows = range(len(about.lengths)) if rows is None else rows
+        homes = None
+        if about.step is not None:
+            self._settle_homes(about, ())
+            homes = [about.ledger.homes[about.keys[row]] for row in rows]
+        plan = self._sharing[about.engine].plan([about.lengths[row] for row in rows], homes, may_move=may_move)
+        return [[[rows[index] for index in indices] for indices in of] for of in plan]
 
-    def _answers(self, command: Command, batch: PackedBatch) -> tuple[Plan, list[Tensor]]:
-        """The plan and, by data-parallel rank, what was reported for it."""
-        plan = self._plan(command.engine, batch)
-        gathered = self._call(command, payloads_of(batch, plan))
-        return plan, [gathered[rank] for rank in self._places[command.engine].reporters]
-
-    def _call(self, command: Command, payloads: Sequence[dict[str, Tensor]] = ()) -> Any:
-        """This rank's result, or all ranks' where the command gathers; ``payloads``: one per data-parallel rank."""
+    def _call(self, command: Command, about: "_About | None" = None, plan: Plan = ()) -> Any:  # type: ignore[assignment]
+        """This rank's result, or the output ranks' where the command gathers."""
+        payloads = None
+        if about is not None:
+            ledger = about.ledger
+            fields = {name: ledger.column(values) for name, values in about.batch.fields.items()}
+            command = replace(command, fields=fields | dict(command.fields or {}), step=about.step)
+            payloads = ledger.payloads(about.batch, about.keys, plan, list(fields.values()))
         self._announce(command)
-        microbatches: list[PackedBatch] = []
-        if command.sends_batches:
-            dp_ranks = self._places[command.engine].dp_ranks
-            own = collectives.send_batches(
-                [payloads[dp_rank] for dp_rank in dp_ranks], what=f"the batches of the {command}"
-            )
-            microbatches = unpack(own)
-        result = self._worker.execute(command, microbatches)
-        if command.gathers:
-            return collectives.gather_tensors(result, what=f"the results of the {command}")
-        return result
+        return self._worker.execute(command, payloads)
 
     def _announce(self, command: Command) -> None:
         collectives.broadcast_object(replace(command, stage=self._stage), what=str(command))
@@ -379,70 +404,15 @@ class TrainerGroup:
         return self._worker.heed(notice)
 
 
-def _logprobs(
-    worker: Worker, engine: Engine, microbatches: list[PackedBatch], *, temperature: float, record_routes: bool
-) -> Tensor | None:
-    return _joined(engine, engine.logprobs(microbatches, temperature=temperature, record_routes=record_routes))
+@dataclass(frozen=True)
+class _About:
+    """The batch of a call, as the ledger of its layout knows it."""
 
-
-def _take_routes(worker: Worker, engine: Engine, microbatches: list[PackedBatch]) -> Tensor | None:
-    routes = _joined(engine, [part.flatten() for part in engine.take_routes()])
-    # As bytes: gloo has no 16-bit integers.
-    return routes if routes is None else routes.to(torch.int16).view(torch.uint8)
-
-
-def _values(worker: Worker, engine: Engine, microbatches: list[PackedBatch]) -> Tensor | None:
-    return _joined(engine, [part for values, final in engine.values(microbatches) for part in (values, final)])
-
-
-def _update(
-    worker: Worker,
-    engine: Engine,
-    microbatches: list[PackedBatch],
-    *,
-    objective: str,
-    denominators: dict[str, float],
-    temperature: float,
-) -> UpdateResult:
-    loss = losses.build(objective, worker.config.algorithm, denominators)
-    return engine.update(microbatches, loss, temperature=temperature)
-
-
-def _export(worker: Worker, engine: Engine, microbatches: list[PackedBatch], *, to: Destination) -> None:
-    worker.export.take_part(engine, to)
-
-
-def _save_hf(worker: Worker, engine: Engine, microbatches: list[PackedBatch], *, folder: str) -> None:
-    engine.save_hf(folder, worker.note)
-
-
-def _save_state(worker: Worker, engine: Engine, microbatches: list[PackedBatch], *, folder: str) -> None:
-    with _said_by_the_driver(worker):
-        engine.save_state(folder)
-
-
-def _begin_save(worker: Worker, engine: Engine, microbatches: list[PackedBatch], *, folder: str) -> None:
-    with _said_by_the_driver(worker):
-        engine.begin_save(folder, in_background=True)
-
-
-def _load_state(worker: Worker, engine: Engine, microbatches: list[PackedBatch], *, folder: str) -> None:
-    with _said_by_the_driver(worker):
-        engine.load_state(folder)
-
-
-@contextmanager
-def _said_by_the_driver(worker: Worker) -> Iterator[None]:
-    """Of what all ranks raise about a checkpoint, the driver's is enough: it decides how to go on."""
-    try:
-        yield
-    except (CheckpointError, CheckpointNotSaved):
-        if worker.topology.rank == 0:
-            raise
-
-
-def _joined(engine: Engine, parts: Sequence[Tensor]) -> Tensor | None:
-    """What an output rank reports: its parts end to end."""
-    if not engine.is_output_rank:
-        return None
-    return torch.cat([part.cpu() for part in parts]) if parts else torch.zeros(0)
+    engine: str
+    batch: PackedBatch
+    lengths: list[int]
+    step: int | None
+    """None: of no step, nothing of it is kept."""
+    ledger: Ledger
+    keys: Sequence[Any]
+    """What names its sequences."""

@@ -18,25 +18,25 @@ from megatron_rl.parallel import collectives, topology
 from megatron_rl.parallel import stragglers as progress
 
 
-def payload_for(rank: int) -> dict[str, torch.Tensor]:
-    """Other names, lengths and dtypes for each rank."""
-    generator = torch.Generator().manual_seed(rank)
+def payload_for(replica: int) -> dict[str, torch.Tensor]:
+    """Other names, lengths and dtypes for each replica."""
+    generator = torch.Generator().manual_seed(replica)
     return {
-        "tokens": torch.randint(0, 2**40, (3 + rank,), generator=generator),
+        "tokens": torch.randint(0, 2**40, (3 + replica,), generator=generator),
         "mask": torch.tensor([True, False, True]),
         "half": torch.randn(2, 3, generator=generator).bfloat16(),
         "nothing": torch.zeros(0, 4),
-        "scalar": torch.tensor(1.5 + rank, dtype=torch.float64),
-        f"only_{rank}": torch.ones(1, dtype=torch.int32),
+        "routes": torch.randint(-9, 9, (2, 3, 2), generator=generator, dtype=torch.int16),
+        "scalar": torch.tensor(1.5 + replica, dtype=torch.float64),
+        f"only_{replica}": torch.ones(1, dtype=torch.int32),
     }
 
 
-def exchange(ranks: topology.Topology) -> dict[str, Any]:
+def exchange(parallel: ParallelConfig, ranks: topology.Topology) -> dict[str, Any]:
     seen: dict[str, Any] = {"topology": ranks}
-    if ranks.rank == 0:
-        seen["payload"] = collectives.send_batches([payload_for(rank) for rank in range(ranks.world_size)])
-    else:
-        seen["payload"] = collectives.receive()
+    heads = topology.Replicas.of(parallel, ranks.world_size).heads
+    payloads = [payload_for(replica) for replica in range(ranks.dp_size)] if ranks.rank == 0 else None
+    seen["payload"] = collectives.deliver(payloads, heads, ranks)
     seen["object"] = collectives.broadcast_object({"step": 7} if ranks.rank == 1 else None, src=1)
     mine = None if ranks.rank == 1 else torch.full((ranks.rank,), ranks.rank, dtype=torch.int64)
     seen["gathered"] = collectives.gather_tensors(mine)
@@ -82,7 +82,7 @@ def main() -> None:
     seen: list[Any] = []
     layouts = ParallelConfig(), ParallelConfig(tensor_parallel_size=3), ParallelConfig(pipeline_parallel_size=3)
     for parallel in layouts:
-        seen.append(exchange(topology.initialize(parallel, seed=1)))
+        seen.append(exchange(parallel, topology.initialize(parallel, seed=1)))
         ones = torch.ones(1)
         dist.all_reduce(ones)
         assert ones.item() == 3
@@ -105,7 +105,7 @@ def main() -> None:
     if rank == 1:
         start = time.monotonic()
         try:
-            collectives.receive(what="experience", timeout_s=0.5)
+            collectives.receive_object(0, what="experience", timeout_s=0.5)
         except collectives.CollectiveTimeout as error:
             seen.append((time.monotonic() - start, str(error)))
     if rank == 0:

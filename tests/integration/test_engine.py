@@ -26,7 +26,7 @@ from tests.integration.engine_worker import (
     make_batch,
 )
 from tests.integration.torchrun import run_ranks
-from tests.integration.two_layouts import CASES, calls_file
+from tests.integration.two_layouts import CASES, calls_file, received_file
 from tests.tiny_families import make_family_model
 from tests.tiny_models import make_tiny_model
 
@@ -222,6 +222,18 @@ def test_all_ranks_enqueue_the_collectives_of_all_groups_in_one_order(results, c
     calls = of_files([calls_file(results(4)["out"], case, part, rank) for rank in range(4)])
     assert len({call.group for call in calls[0]}) > 3
     assert disagreements(calls) == []
+
+
+@pytest.mark.parametrize("part", ["begun", "resumed"])
+@pytest.mark.parametrize("case", CASES)
+def test_a_rank_gets_a_sequence_once_for_all_that_a_step_does_with_it(results, case, part):
+    """In each of the two layouts: values, log-probs and both updates."""
+    files = [received_file(results(4)["out"], case, part, rank) for rank in range(4)]
+    by_rank = [torch.load(path) for path in files]
+    for layout in range(2):
+        numbers = [received[layout] for received in by_rank]
+        assert all(len(own) == len(set(own)) for own in numbers)
+        assert set().union(*numbers) == set(range(len(LENGTHS)))
 
 
 def test_crossed_and_missing_collectives_are_seen():

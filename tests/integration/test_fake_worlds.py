@@ -7,7 +7,6 @@ world that does not exist (``tests/fake_world.py``).
 import random
 import re
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,11 +20,10 @@ from megatron_rl.data.batch import PackedBatch, cu_seqlens_of
 from megatron_rl.families.parameters import Entry
 from megatron_rl.families.transforms import Replicated
 from megatron_rl.models.hf.gathering import owner_of
-from megatron_rl.parallel.topology import Topology, coordinates
+from megatron_rl.parallel.topology import Replicas, Topology, coordinates
 from megatron_rl.training.batching import plan_microbatches
 from megatron_rl.training.export import source_ranks
-from megatron_rl.training.payloads import payloads_of
-from megatron_rl.training.trainer_group import _Places
+from megatron_rl.training.holding import Ledger
 from tests.fake_world import fake_rank
 
 ROOT = Path(__file__).parents[2]
@@ -149,21 +147,23 @@ def assert_owners(topology: Topology, parallel: ParallelConfig) -> None:
 
 def assert_batches(topology: Topology, parallel: ParallelConfig) -> None:
     """Ranks that compute together get the same sequences; replicas get all of them, each once; one rank reports for each."""
-    places = _Places.of(SimpleNamespace(topology=topology, parallel=parallel))
-    mine = places.dp_ranks[topology.rank]
+    replicas = Replicas.of(parallel, topology.world_size)
+    mine = replicas.of_ranks[topology.rank]
     assert mine == topology.dp_rank
     for group in (
         parallel_state.get_tensor_model_parallel_group(),
         parallel_state.get_context_parallel_group(),
         parallel_state.get_pipeline_model_parallel_group(),
     ):
-        assert {places.dp_ranks[rank] for rank in dist.get_process_group_ranks(group)} == {mine}
-    replicas = dist.get_process_group_ranks(parallel_state.get_data_parallel_group())
-    assert [places.dp_ranks[rank] for rank in replicas] == list(range(len(places.reporters)))
-    assert topology.is_output_rank == (topology.rank == places.reporters[mine])
-    lengths = [3 + index % 7 for index in range(2 * len(places.reporters))]
-    plan = plan_microbatches(lengths, len(places.reporters), 16)
+        assert {replicas.of_ranks[rank] for rank in dist.get_process_group_ranks(group)} == {mine}
+    peers = dist.get_process_group_ranks(parallel_state.get_data_parallel_group())
+    assert [replicas.of_ranks[rank] for rank in peers] == list(range(len(replicas.reporters)))
+    assert topology.is_output_rank == (topology.rank == replicas.reporters[mine])
+    is_head = (topology.tp_rank, topology.cp_rank, topology.pp_rank) == (0, 0, 0)
+    assert is_head == (topology.rank == replicas.heads[mine])
+    lengths = [3 + index % 7 for index in range(2 * len(replicas.reporters))]
+    plan = plan_microbatches(lengths, len(replicas.reporters), 16)
     assert len(plan) == topology.dp_size
     batch = PackedBatch(torch.arange(sum(lengths)), cu_seqlens_of(torch.tensor(lengths)))
-    sent = [payload["tokens"].tolist() for payload in payloads_of(batch, plan)]
-    assert sorted(token for tokens in sent for token in tokens) == list(range(sum(lengths)))
+    payloads = Ledger(topology.dp_size).payloads(batch, range(len(lengths)), plan, [])
+    assert sorted(token for payload in payloads for token in payload["tokens"].tolist()) == list(range(sum(lengths)))

@@ -1,7 +1,7 @@
 """A policy and a critic of different layouts take turns: part of the launches of tests/integration/test_engine.py.
 
-For each case the ranks do what a T-PPO step does (values, log-probs, an update of each model), save both models and do
-it once more from the files, in another pair of layouts. One rank alone simply goes on.
+For each case the ranks do what a T-PPO step does (values, log-probs, an update of each model) on sequences that they hold
+through it, save both models and do it once more from the files, in another pair of layouts. One rank alone simply goes on.
 """
 
 import dataclasses
@@ -9,6 +9,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -17,17 +18,20 @@ from megatron_rl.config.schema import (
     BatchConfig,
     Config,
     CriticConfig,
+    MoeConfig,
     Offload,
     ParallelConfig,
     PolicyConfig,
+    RoutingReplay,
     RunConfig,
 )
 from megatron_rl.parallel import topology as topologies
 from megatron_rl.training import losses
 from megatron_rl.training.engines import rl_engines
+from megatron_rl.training.holding import Held, Share
 from megatron_rl.training.trainer_group import TrainerGroup, Worker
 from tests.integration.collective_order import recorded
-from tests.integration.engine_worker import ALGORITHM, OPTIMIZER, make_batch
+from tests.integration.engine_worker import ALGORITHM, LENGTHS, OPTIMIZER, make_batch
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,11 +41,14 @@ class Case:
     """Layouts of policy and critic on 4 ranks."""
     then: tuple[str, str]
     """Those that go on from the files."""
+    replay: RoutingReplay = RoutingReplay.none
+    """R2: the update follows experts that the ranks recorded, and has noise on the old log-probs; without it, it reads
+    log-probs that the ranks have."""
 
 
 CASES = {
     "dense": Case("qwen2", ("tp2+sp+pp2", "pp2"), ("tp1", "cp2")),
-    "experts": Case("experts", ("ep2", "tp2+sp"), ("tp2+sp", "pp2+vpp2+ep2")),
+    "experts": Case("experts", ("ep2", "tp2+sp"), ("tp2+sp", "pp2+vpp2+ep2"), RoutingReplay.R2),
 }
 ONE_RANK = ("tp1", "tp1")
 TIMEOUT_S = 120.0
@@ -54,7 +61,9 @@ def config_of(case: Case, models: Path, layouts: tuple[str, str], seed: int) -> 
     offload = Offload.never if layouts == ONE_RANK else Offload.always
     return Config(
         run=RunConfig(seed=seed),
-        policy=PolicyConfig(path=str(models / case.model), optimizer=OPTIMIZER, offload=offload),
+        policy=PolicyConfig(
+            path=str(models / case.model), optimizer=OPTIMIZER, offload=offload, moe=MoeConfig(routing_replay=case.replay)
+        ),
         critic=CriticConfig(optimizer=OPTIMIZER, parallel=critic, offload=offload),
         parallel=policy,
         algorithm=ALGORITHM,
@@ -62,15 +71,19 @@ def config_of(case: Case, models: Path, layouts: tuple[str, str], seed: int) -> 
     )
 
 
-def _half_step(group: TrainerGroup) -> dict[str, Any]:
+def _half_step(group: TrainerGroup, case: Case) -> dict[str, Any]:
     """Values and log-probs of the batch, then an update of each model on them."""
-    batch = make_batch()
-    values, final_values = group.values(batch)
-    logprobs = group.logprobs(batch, temperature=1.0)
-    batch.fields["old_logprobs"] = logprobs + batch.fields["noise"]
+    batch = dataclasses.replace(make_batch(), ids=tuple(range(100, 100 + len(LENGTHS))))
+    replays = case.replay is RoutingReplay.R2
     counts = losses.policy_denominators(batch, ALGORITHM)
-    policy = group.update("policy", batch, objective="policy", denominators=counts)
-    critic = group.update("critic", batch, objective="critic", denominators={"mask": counts["mask"]})
+    with group.stage(0, "step"):
+        group.share_out(batch, {"policy": [batch.ids], "critic": [batch.ids]})
+        values, final_values = group.values(batch)
+        logprobs = group.logprobs(batch, temperature=1.0, keeps_routes=replays)
+        batch.fields["old_logprobs"] = logprobs + batch.fields["noise"] if replays else logprobs
+        policy = group.update("policy", batch, objective="policy", denominators=counts)
+        critic = group.update("critic", batch, objective="critic", denominators={"mask": counts["mask"]})
+    group.release(0)
     return {
         "values": values,
         "final values": final_values,
@@ -80,8 +93,8 @@ def _half_step(group: TrainerGroup) -> dict[str, Any]:
     }
 
 
-def step(group: TrainerGroup) -> dict[str, Any]:
-    seen = _half_step(group)
+def step(group: TrainerGroup, case: Case) -> dict[str, Any]:
+    seen = _half_step(group, case)
     for engine in group.engine_names:
         seen[f"weights of {engine}"] = {name: tensor.clone() for name, tensor in group.export_weights(engine)}
     return seen
@@ -92,24 +105,29 @@ def run_cases(models: Path, out: Path, *, num_ranks: int) -> dict[str, dict[str,
     found = {}
     for name, case in CASES.items():
         if num_ranks == 1:
-            found[name] = _run(case, models, ONE_RANK, lambda group: {"begun": step(group), "resumed": step(group)})
+            found[name] = _run(case, models, ONE_RANK, lambda group, case=case: {"begun": step(group, case), "resumed": step(group, case)})
             continue
 
-        def begin(group: TrainerGroup, folder: Path = out / name) -> dict[str, Any]:
-            seen = {"begun": step(group)}
+        def begin(group: TrainerGroup, folder: Path = out / name, case: Case = case) -> dict[str, Any]:
+            seen = {"begun": step(group, case)}
             for engine in group.engine_names:
                 group.save_state(engine, str(folder / engine))
             return seen
 
-        def go_on(group: TrainerGroup, folder: Path = out / name) -> dict[str, Any]:
+        def go_on(group: TrainerGroup, folder: Path = out / name, case: Case = case) -> dict[str, Any]:
             for engine in group.engine_names:
                 group.load_state(engine, str(folder / engine))
-            return {"resumed": step(group)}
+            return {"resumed": step(group, case)}
 
         # Fresh value heads come from the seed: the resumed ones must get theirs from the file.
         begun = _recorded_run(out, name, "begun", case, models, case.first, begin)
         found[name] = begun | _recorded_run(out, name, "resumed", case, models, case.then, go_on, seed=2)
     return found
+
+
+def received_file(out: Path, name: str, part: str, rank: int) -> Path:
+    """The numbers of the sequences that a rank got in one part of a case, by layout."""
+    return out / f"received-{name}-{part}-{rank}.pt"
 
 
 def calls_file(out: Path, name: str, part: str, rank: int) -> Path:
@@ -118,9 +136,18 @@ def calls_file(out: Path, name: str, part: str, rank: int) -> Path:
 
 
 def _recorded_run(out: Path, name: str, part: str, *args: Any, **options: Any) -> dict[str, Any]:
-    with recorded() as calls:
+    received: dict[int, list[int]] = {}
+    take = Held.take
+
+    def noting(held: Held, payload: dict[str, torch.Tensor], fields: dict[str, int]) -> Share:
+        received.setdefault(id(held), []).extend(payload["new"].tolist())
+        return take(held, payload, fields)
+
+    with recorded() as calls, patch.object(Held, "take", noting):
         seen = _run(*args, **options)
-    torch.save([tuple(call) for call in calls], calls_file(out, name, part, int(os.environ["RANK"])))
+    rank = int(os.environ["RANK"])
+    torch.save([tuple(call) for call in calls], calls_file(out, name, part, rank))
+    torch.save(list(received.values()), received_file(out, name, part, rank))
     return seen
 
 

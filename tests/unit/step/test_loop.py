@@ -27,8 +27,8 @@ class RecordingGroup:
     def __init__(self):
         self.updates = []
 
-    def update(self, engine, batch, *, objective, denominators, temperature=1.0):
-        self.updates.append((engine, batch.num_sequences, denominators))
+    def update(self, engine, batch, rows, *, objective, denominators, temperature=1.0):
+        self.updates.append((engine, len(rows), denominators))
         return UpdateResult(1.0, 1e-3, {f"{objective}_loss": (2.0, 4.0)}, skipped=False)
 
 

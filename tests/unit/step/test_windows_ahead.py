@@ -58,6 +58,7 @@ class Ranks:
         self.trained = {"policy": [], "critic": []}
         """(step, number of policy updates before it, tokens, numbers that they train with)"""
         self.step = 0
+        self.released = []
 
     def stage(self, step, name):
         self.step = step
@@ -73,7 +74,15 @@ class Ranks:
         values = 0.001 * batch.tokens.float() + 0.1 * self.critic
         return values, values[batch.cu_seqlens[1:] - 1]
 
-    def update(self, engine, batch, *, objective, denominators, temperature=1.0):
+    def share_out(self, batch, updates):
+        """It is told of every optimizer step of the policy; of the critic's, as far as scores do not matter."""
+        assert sorted(id for rows in updates["policy"] for id in rows) == sorted(batch.ids)
+
+    def release(self, step):
+        self.released.append(step)
+
+    def update(self, engine, batch, rows, *, objective, denominators, temperature=1.0):
+        batch = batch.select(rows)
         mask = batch.fields["mask"]
         numbers = batch.fields["advantages" if engine == "policy" else "returns"][mask]
         if engine == "policy":

@@ -1,0 +1,78 @@
+"""A rank's part of each command of the driver (``trainer_group.py``), with the micro-batches that came with it."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from megatron_rl.models.hf.weights import Destination
+from megatron_rl.training import losses
+from megatron_rl.training.engine import Engine, UpdateResult
+from megatron_rl.training.holding import Share
+from megatron_rl.training.model_checkpoint import CheckpointError, CheckpointNotSaved
+
+if TYPE_CHECKING:
+    from megatron_rl.training.trainer_group import Worker
+
+
+def logprobs(
+    worker: "Worker", engine: Engine, share: Share, *, temperature: float, answer: int, routes: int | None
+) -> Tensor | None:
+    logprobs = engine.logprobs(share.microbatches, temperature=temperature, record_routes=routes is not None)
+    share.keep(answer, logprobs)
+    if routes is not None:
+        share.keep(routes, engine.take_routes())
+    return _joined(engine, logprobs)
+
+
+def values(worker: "Worker", engine: Engine, share: Share) -> Tensor | None:
+    return _joined(engine, [part for values, final in engine.values(share.microbatches) for part in (values, final)])
+
+
+def update(
+    worker: "Worker", engine: Engine, share: Share, *, objective: str, denominators: dict[str, float], temperature: float
+) -> UpdateResult:
+    loss = losses.build(objective, worker.config.algorithm, denominators)
+    return engine.update(share.microbatches, loss, temperature=temperature)
+
+
+def export(worker: "Worker", engine: Engine, share: Share, *, to: Destination) -> None:
+    worker.export.take_part(engine, to)
+
+
+def save_hf(worker: "Worker", engine: Engine, share: Share, *, folder: str) -> None:
+    engine.save_hf(folder, worker.note)
+
+
+def save_state(worker: "Worker", engine: Engine, share: Share, *, folder: str) -> None:
+    with _said_by_the_driver(worker):
+        engine.save_state(folder)
+
+
+def begin_save(worker: "Worker", engine: Engine, share: Share, *, folder: str) -> None:
+    with _said_by_the_driver(worker):
+        engine.begin_save(folder, in_background=True)
+
+
+def load_state(worker: "Worker", engine: Engine, share: Share, *, folder: str) -> None:
+    with _said_by_the_driver(worker):
+        engine.load_state(folder)
+
+
+@contextmanager
+def _said_by_the_driver(worker: "Worker") -> Iterator[None]:
+    """Of what all ranks raise about a checkpoint, the driver's is enough: it decides how to go on."""
+    try:
+        yield
+    except (CheckpointError, CheckpointNotSaved):
+        if worker.topology.rank == 0:
+            raise
+
+
+def _joined(engine: Engine, parts: Sequence[Tensor]) -> Tensor | None:
+    """What an output rank reports: its parts end to end."""
+    if not engine.is_output_rank:
+        return None
+    return torch.cat([part.cpu() for part in parts]) if parts else torch.zeros(0)

@@ -1,0 +1,171 @@
+"""What the replicas hold of a step's sequences: the driver's account of it, and the sequences on a rank. No collectives.
+
+A sequence's tokens are sent once to a replica that works on it, and each *column*, one number (or one row of numbers) per
+token, likewise. A call names sequences and columns by numbers. Columns are known by the driver's tensors: one that was sent,
+or that ranks answered and kept, is not sent again as long as it is this very tensor. So tensors are not changed in place.
+"""
+
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from megatron_rl.data.batch import Images, PackedBatch, cu_seqlens_of
+from megatron_rl.training.batching import Plan
+
+
+@dataclass
+class _Column:
+    values: Tensor | None
+    """[T, ...] on the driver, of the batch it came with; None: the ranks alone have it."""
+    holders: list[set[int] | None]
+    """By replica: numbers of the sequences that it has it of; None: it has never heard of it."""
+
+
+class Ledger:
+    """The driver's account of one layout, for one step."""
+
+    def __init__(self, num_replicas: int) -> None:
+        self.homes: dict[Hashable, int] = {}
+        """Sequence -> the replica that works on it, where that is settled."""
+        self.routes: dict[str, int] = {}
+        """By engine: the column of the experts that its updates follow, where the ranks alone have it."""
+        self._numbers: dict[Hashable, int] = {}
+        self._held: list[set[int]] = [set() for _ in range(num_replicas)]
+        self._columns: list[_Column] = []
+
+    def column(self, values: Tensor | None = None) -> int:
+        """The number of a column: of the one that ``values`` are, or of a new one."""
+        for number, column in enumerate(self._columns):
+            if values is not None and column.values is values:
+                return number
+        self._columns.append(_Column(values, [None] * len(self._held)))
+        return len(self._columns) - 1
+
+    def answered(self, column: int, keys: Sequence[Hashable], plan: Plan, values: Tensor | None = None) -> None:
+        """The ranks keep their answers to a call as ``column``; ``values``: what the driver got of them."""
+        self._columns[column].values = values
+        for replica, microbatches in enumerate(plan):
+            numbers = {self._numbers[keys[index]] for indices in microbatches for index in indices}
+            self._columns[column].holders[replica] = numbers
+
+    def payloads(
+        self, batch: PackedBatch, keys: Sequence[Hashable], plan: Plan, columns: Sequence[int]
+    ) -> list[dict[str, Tensor]]:
+        """By replica: its micro-batches, and what it lacks for them. ``keys``: what names the batch's sequences."""
+        return [self._payload(batch, keys, replica, columns, of) for replica, of in enumerate(plan)]
+
+    def _payload(
+        self,
+        batch: PackedBatch,
+        keys: Sequence[Hashable],
+        replica: int,
+        columns: Sequence[int],
+        microbatches: Sequence[Sequence[int]],
+    ) -> dict[str, Tensor]:
+        number_of = {
+            index: self._numbers.setdefault(keys[index], len(self._numbers))
+            for indices in microbatches
+            for index in indices
+        }
+        payload = {
+            "microbatch_sizes": _int32([len(indices) for indices in microbatches]),
+            "sequences": _int32(list(number_of.values())),
+        }
+        new = [index for index, number in number_of.items() if number not in self._held[replica]]
+        self._held[replica].update(number_of.values())
+        payload |= {
+            "new": _int32([number_of[index] for index in new]),
+            "lengths": batch.lengths[torch.tensor(new, dtype=torch.int64)].to(torch.int32),
+            # Ids of any vocabulary fit half the bytes.
+            "tokens": batch.tokens[batch.rows(new)].to(torch.int32),
+        }
+        if batch.images is not None:
+            payload |= {f"images/{name}": values for name, values in vars(batch.images.select(new)).items()}
+        for number in columns:
+            column = self._columns[number]
+            there = column.holders[replica]
+            lacking = [index for index in number_of if there is None or number_of[index] not in there]
+            if column.values is not None and (lacking or there is None):
+                payload[f"of/{number}"] = _int32([number_of[index] for index in lacking])
+                payload[f"column/{number}"] = column.values[batch.rows(lacking)]
+                column.holders[replica] = (there or set()).union(number_of[index] for index in lacking)
+        return payload
+
+
+class Held:
+    """Sequences on this rank, by their numbers, on the CPU."""
+
+    def __init__(self) -> None:
+        self._tokens: dict[int, Tensor] = {}
+        self._images: dict[int, Images] = {}
+        self._columns: dict[int, dict[int, Tensor]] = {}
+        self._empty: dict[int, Tensor] = {}
+        """By column: no rows of it."""
+
+    def take(self, payload: Mapping[str, Tensor], fields: Mapping[str, int]) -> "Share":
+        """This rank's micro-batches of a call, whose ``fields`` are columns; what is new of them stays here."""
+        new, lengths = payload["new"].tolist(), payload["lengths"].tolist()
+        self._tokens |= dict(zip(new, payload["tokens"].split(lengths), strict=True))
+        images = {name.removeprefix("images/"): t for name, t in payload.items() if name.startswith("images/")}
+        if images:
+            of_new = Images(**images)
+            self._images |= {number: of_new.select([place]) for place, number in enumerate(new)}
+        for name, values in payload.items():
+            if name.startswith("column/"):
+                column = int(name.removeprefix("column/"))
+                self._add(column, payload[f"of/{column}"].tolist(), values)
+        plan = [part.tolist() for part in payload["sequences"].split(payload["microbatch_sizes"].tolist())]
+        no_images = Images(**{name: values[:0] for name, values in images.items()}) if images else None
+        return Share([self._microbatch(numbers, fields, no_images) for numbers in plan], plan, self)
+
+    def keep(self, column: int, plan: Sequence[Sequence[int]], parts: Sequence[Tensor]) -> None:
+        """``parts`` of micro-batches as a column; ranks before the last stage have none."""
+        for numbers, values in zip(plan, parts, strict=False):
+            self._add(column, numbers, values.cpu())
+
+    def _add(self, column: int, numbers: Sequence[int], values: Tensor) -> None:
+        rows = values.split([len(self._tokens[number]) for number in numbers])
+        self._columns.setdefault(column, {}).update(zip(numbers, rows, strict=False))
+        self._empty[column] = values[:0]
+
+    def _microbatch(self, numbers: Sequence[int], fields: Mapping[str, int], no_images: Images | None) -> PackedBatch:
+        rows = [self._tokens[number] for number in numbers]
+        return PackedBatch(
+            tokens=torch.cat([torch.zeros(0, dtype=torch.int32), *rows]).to(torch.int64),
+            cu_seqlens=cu_seqlens_of(torch.tensor([len(row) for row in rows], dtype=torch.int64)),
+            fields={
+                name: torch.cat([self._empty[column], *(self._columns[column][number] for number in numbers)])
+                for name, column in fields.items()
+                # Answers are where they were computed: on the last stage, which alone reads them.
+                if column in self._empty and self._columns[column].keys() >= set(numbers)
+            },
+            images=None if no_images is None else self._joined(no_images, numbers),
+        )
+
+    def _joined(self, no_images: Images, numbers: Sequence[int]) -> Images:
+        found = [self._images[number] for number in numbers]
+        return Images(
+            patches=torch.cat([no_images.patches, *(images.patches for images in found)]),
+            grids=torch.cat([no_images.grids, *(images.grids for images in found)]),
+            sequences=torch.repeat_interleave(torch.tensor([len(images.grids) for images in found], dtype=torch.int64)),
+        )
+
+
+@dataclass(frozen=True)
+class Share:
+    """A rank's part of the batch of a call."""
+
+    microbatches: list[PackedBatch] = field(default_factory=list)
+    plan: list[list[int]] = field(default_factory=list)
+    """By micro-batch, the numbers of its sequences."""
+    held: Held = field(default_factory=Held)
+
+    def keep(self, column: int, parts: Sequence[Tensor]) -> None:
+        """Answers, one tensor [tokens, ...] per micro-batch, stay here as a column."""
+        self.held.keep(column, self.plan, parts)
+
+
+def _int32(numbers: Sequence[int]) -> Tensor:
+    return torch.tensor(numbers, dtype=torch.int32)

@@ -1,0 +1,163 @@
+"""What replicas hold: over random calls, micro-batches are those of the whole batch, and nothing reaches a replica twice."""
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+
+from megatron_rl.data.batch import Images, PackedBatch, cu_seqlens_of
+from megatron_rl.training.holding import Held, Ledger
+
+NUM_REPLICAS = 3
+
+
+def make_batch(rng: random.Random, ids: list[int], with_images: bool) -> PackedBatch:
+    lengths = torch.tensor([rng.randint(1, 9) for _ in ids], dtype=torch.int64)
+    total = int(lengths.sum())
+    generator = torch.Generator().manual_seed(rng.randrange(1000))
+    images = None
+    if with_images:
+        sequences = torch.tensor(sorted(rng.choices(range(len(ids)), k=4)))
+        grids = torch.tensor([[1, rng.randint(1, 3), 2] for _ in range(4)])
+        images = Images(torch.randn(int(grids.prod(-1).sum()), 5, generator=generator), grids, sequences)
+    return PackedBatch(
+        torch.randint(0, 2**31 - 1, (total,), generator=generator),
+        cu_seqlens_of(lengths),
+        {
+            "mask": torch.rand(total, generator=generator) > 0.5,
+            "advantages": torch.randn(total, generator=generator),
+            "routes": torch.randint(-5, 5, (total, 2, 3), generator=generator, dtype=torch.int16),
+        },
+        images,
+        tuple(ids),
+    )
+
+
+def random_plan(rng: random.Random, rows: list[int]) -> list[list[list[int]]]:
+    """Every replica two micro-batches, some of them empty."""
+    plan: list[list[list[int]]] = [[[], []] for _ in range(NUM_REPLICAS)]
+    for row in rows:
+        plan[rng.randrange(NUM_REPLICAS)][rng.randrange(2)].append(row)
+    return plan
+
+
+class Ranks:
+    """A ledger and what two ranks of each replica, the first and the last stage, do with its payloads."""
+
+    def __init__(self) -> None:
+        self.ledger = Ledger(NUM_REPLICAS)
+        self.held = [(Held(), Held()) for _ in range(NUM_REPLICAS)]
+        self.received: list[list[dict]] = [[] for _ in range(NUM_REPLICAS)]
+
+    def call(self, batch: PackedBatch, keys, plan, answer=None):
+        """By replica, the micro-batches on its last stage. ``answer``: a column of [T], which the last stage keeps."""
+        fields = {name: self.ledger.column(values) for name, values in batch.fields.items()}
+        kept = self.ledger.column() if answer is not None else None
+        payloads = self.ledger.payloads(batch, keys, plan, list(fields.values()))
+        found = []
+        for replica, payload in enumerate(payloads):
+            self.received[replica].append(payload)
+            first, last = (held.take(payload, fields) for held in self.held[replica])
+            if kept is not None:
+                last.keep(kept, [answer[batch.rows(indices)] for indices in plan[replica]])
+                first.keep(kept, [])
+            assert all(torch.equal(one.tokens, other.tokens) for one, other in zip(first.microbatches, last.microbatches))
+            found.append(last.microbatches)
+        if kept is not None:
+            self.ledger.answered(kept, keys, plan, answer)
+        return found
+
+
+def assert_same(found: PackedBatch, expected: PackedBatch) -> None:
+    assert torch.equal(found.tokens, expected.tokens) and found.tokens.dtype == torch.int64
+    assert torch.equal(found.cu_seqlens, expected.cu_seqlens)
+    assert found.fields.keys() == expected.fields.keys()
+    for name, values in expected.fields.items():
+        assert found.fields[name].dtype == values.dtype and torch.equal(found.fields[name], values), name
+    assert (found.images is None) == (expected.images is None)
+    if expected.images is not None:
+        for name, values in vars(expected.images).items():
+            assert torch.equal(getattr(found.images, name), values), name
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_microbatches_are_those_of_the_whole_batch_and_nothing_is_sent_twice(seed: int) -> None:
+    rng = random.Random(seed)
+    ranks = Ranks()
+    ids = rng.sample(range(100), 12)
+    window = make_batch(rng, ids, with_images=seed % 2 == 0)
+    keys = list(zip(window.ids, window.lengths.tolist()))
+    home = random_plan(rng, list(range(12)))
+    answer = torch.randn(len(window.tokens))
+    # A critic's batch: some of the same sequences in another order, with fields of its own.
+    some = rng.sample(range(12), 7)
+    critic = replace(window.select(some), fields={"returns": torch.randn(int(window.lengths[some].sum()))})
+    critic_keys = [keys[row] for row in some]
+    for _ in range(4):
+        kind = rng.choice(["logprobs", "values", "policy", "critic"])
+        if kind == "logprobs":
+            batch, plan = window.only("mask", "routes"), home
+            found = ranks.call(batch, keys, plan, answer)
+        elif kind == "values":
+            batch, plan = window.only(), home
+            found = ranks.call(batch, keys, plan)
+        elif kind == "policy":
+            batch = window.with_fields(old_logprobs=answer)
+            plan = random_plan(rng, rng.sample(range(12), 6)) if rng.random() < 0.5 else home
+            found = ranks.call(batch, keys, plan)
+        else:
+            batch, plan = critic, random_plan(rng, list(range(7)))
+            found = ranks.call(batch, critic_keys, plan)
+        for microbatches, of in zip(found, plan, strict=True):
+            for microbatch, indices in zip(microbatches, of, strict=True):
+                assert_same(microbatch, replace(batch.select(indices), ids=()))
+    for payloads in ranks.received:
+        new = [number for payload in payloads for number in payload["new"].tolist()]
+        assert len(new) == len(set(new))
+        for name in {name for payload in payloads for name in payload if name.startswith("of/")}:
+            rows = [number for payload in payloads if name in payload for number in payload[name].tolist()]
+            assert len(rows) == len(set(rows)), name
+
+
+def test_an_update_on_held_sequences_sends_its_new_numbers_alone() -> None:
+    """Log-probs stay where they were computed: 4 + 1 bytes a token for the pass, then advantages and a mask of its own."""
+    rng, ranks = random.Random(1), Ranks()
+    batch = make_batch(rng, list(range(9)), with_images=False)
+    keys, plan = list(range(9)), [[[0, 1, 2]], [[3, 4, 5]], [[6, 7, 8]]]
+    logprobs = torch.randn(len(batch.tokens))
+    ranks.call(batch.only("mask"), keys, plan, logprobs)
+    ranks.call(batch.only("mask"), keys, plan, torch.randn(len(batch.tokens)))  # a reference's, of the same tokens
+    trained = {"mask": ~batch.fields["mask"], "advantages": batch.fields["advantages"], "old_logprobs": logprobs}
+    ranks.call(replace(batch, fields=trained), keys, plan)
+    num_tokens = len(batch.tokens)
+
+    def sent(call: int) -> int:
+        """Bytes that grow with the tokens."""
+        return sum(
+            values.numel() * values.element_size()
+            for payloads in ranks.received
+            for name, values in payloads[call].items()
+            if name == "tokens" or name.startswith("column/")
+        )
+
+    assert [sent(call) for call in range(3)] == [(4 + 1) * num_tokens, 0, (1 + 4) * num_tokens]
+
+
+def test_what_the_ranks_alone_have_is_never_sent() -> None:
+    """Experts that a pass chose: the replica that recorded them follows them; a field of the driver's would travel."""
+    rng, ranks = random.Random(2), Ranks()
+    batch = make_batch(rng, list(range(6)), with_images=False)
+    keys, plan = list(range(6)), [[[0, 1]], [[2, 3]], [[4, 5]]]
+    ledger, routes = ranks.ledger, batch.fields["routes"]
+    column = ledger.column()
+    payloads = ledger.payloads(batch.only("mask"), keys, plan, [])
+    for replica, payload in enumerate(payloads):
+        share = ranks.held[replica][1].take(payload, {})
+        share.keep(column, [routes[batch.rows(indices)] for indices in plan[replica]])
+    ledger.answered(column, keys, plan)
+    payloads = ledger.payloads(batch.only("mask"), keys, plan, [])
+    for replica, payload in enumerate(payloads):
+        assert not any(name.startswith("column/") for name in payload)
+        (microbatch,) = ranks.held[replica][1].take(payload, {"routes": column}).microbatches
+        assert torch.equal(microbatch.fields["routes"], routes[batch.rows(plan[replica][0])])
