@@ -68,7 +68,7 @@ class RoutingTrace:
     """[N] int64, of the whole sequences."""
     account: RoutingAccount
     replayed: Tensor | None = None
-    """[T, L, K] routes to follow."""
+    """[T, L, K] routes to follow, of any integer dtype."""
     aux_loss_scale: float = 0.0
     """Coefficient of the balance loss over the number of tokens of the whole update; 0: none."""
 

@@ -23,7 +23,9 @@ def logprobs(
     logprobs = engine.logprobs(share.microbatches, temperature=temperature, record_routes=routes is not None)
     share.keep(answer, logprobs)
     if routes is not None:
-        share.keep(routes, engine.take_routes())
+        # Most models have few enough experts for half the bytes.
+        fits = (engine.chunks[0].config.num_moe_experts or 0) < torch.iinfo(torch.uint8).max
+        share.keep(routes, [part.to(torch.uint8 if fits else torch.int16) for part in engine.take_routes()])
     return _joined(engine, logprobs)
 
 

@@ -193,11 +193,6 @@ class Engine:
         # Before the last stage there are no outputs.
         return [output["logprobs"][: len(batch.tokens)] for output, batch in zip(outputs, microbatches, strict=False)]
 
-    @property
-    def routes_shape(self) -> tuple[int, int]:
-        """(layers, experts of one token), the shape of one token's routes."""
-        return self.chunks[0].config.num_layers, self.chunks[0].config.moe_router_topk
-
     @_in_own_layout
     def take_routes(self) -> list[Tensor]:
         """Per micro-batch of the recording pass just made, the routes [T, L, K] int16 (data/batch.py); on every rank."""
