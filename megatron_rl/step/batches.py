@@ -104,10 +104,9 @@ def response_batch(
     return pack(trajectories, fields, vision)
 
 
-def critic_responses(trajectories: Sequence[Trajectory], algorithm: AlgorithmConfig) -> list[Trajectory]:
-    """Those that a critic of whole responses learns from in this step, as far as they can be scored."""
-    ended = [t for t in trajectories if t.finished and not t.greedy]
-    return [t for t in ended if algorithm.overlong is not Overlong.filter or t.stopped]
+def critic_responses(finished: Sequence[Trajectory], algorithm: AlgorithmConfig) -> list[Trajectory]:
+    """Those that a critic of whole responses learns from, as far as they can be scored."""
+    return [t for t in finished if algorithm.overlong is not Overlong.filter or t.stopped]
 
 
 def window_critic_batch(

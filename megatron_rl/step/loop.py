@@ -382,7 +382,8 @@ class TrainingLoop:
         state.is_shared_out, ids = True, state.batch.ids
         ended = ids
         if config.schedule.critic_trains_on is TrainsOn.responses:
-            ended = [t.id for t in critic_responses(state.slots, config.algorithm)]
+            finished = [t for t in state.slots if t.finished and not t.greedy]
+            ended = tuple(t.id for t in critic_responses(finished, config.algorithm))
         of_policy, of_critic = policy_minibatches(config, len(ids), step), critic_minibatches(config, len(ended), step)
         self._parts.group.share_out(
             state.batch,

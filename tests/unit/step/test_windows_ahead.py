@@ -58,7 +58,8 @@ class Ranks:
         self.trained = {"policy": [], "critic": []}
         """(step, number of policy updates before it, tokens, numbers that they train with)"""
         self.step = 0
-        self.released = []
+        self.held = {}
+        """Step -> engine -> ids of the sequences of each update that is to come."""
 
     def stage(self, step, name):
         self.step = step
@@ -75,14 +76,16 @@ class Ranks:
         return values, values[batch.cu_seqlens[1:] - 1]
 
     def share_out(self, batch, updates):
-        """It is told of every optimizer step of the policy; of the critic's, as far as scores do not matter."""
-        assert sorted(id for rows in updates["policy"] for id in rows) == sorted(batch.ids)
+        assert self.step not in self.held
+        self.held[self.step] = {name: [tuple(ids) for ids in of] for name, of in updates.items()}
+        assert len(self.held) <= 2
 
     def release(self, step):
-        self.released.append(step)
+        del self.held[step]
 
     def update(self, engine, batch, rows, *, objective, denominators, temperature=1.0):
         batch = batch.select(rows)
+        assert batch.ids in self.held[self.step][engine]
         mask = batch.fields["mask"]
         numbers = batch.fields["advantages" if engine == "policy" else "returns"][mask]
         if engine == "policy":
@@ -378,6 +381,7 @@ def test_every_token_trains_the_policy_once_and_every_response_the_critic_once(r
         assert set(counts["policy"]) == set(run.servers.sampled_by)
     else:
         assert set(counts["policy"]) == set(counts["critic"])
+    assert not run.ranks.held
     ended = Counter(t // BUDGET for t in counts["critic"])
     assert all(number == min(LENGTHS[id], BUDGET) for id, number in ended.items())
     in_progress = {t for t in run.servers.sampled_by if t // BUDGET not in ended}
