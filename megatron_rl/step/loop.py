@@ -380,10 +380,10 @@ class TrainingLoop:
         if state.is_shared_out:
             return
         state.is_shared_out, ids = True, state.batch.ids
-        ended = ids
+        ended: Sequence[int] = ids
         if config.schedule.critic_trains_on is TrainsOn.responses:
             finished = [t for t in state.slots if t.finished and not t.greedy]
-            ended = tuple(t.id for t in critic_responses(finished, config.algorithm))
+            ended = [t.id for t in critic_responses(finished, config.algorithm)]
         of_policy, of_critic = policy_minibatches(config, len(ids), step), critic_minibatches(config, len(ended), step)
         self._parts.group.share_out(
             state.batch,

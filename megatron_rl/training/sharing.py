@@ -5,8 +5,9 @@ holds need not be sent again, so each sequence gets a home under which *every* o
 critic's alike.
 """
 
-from collections.abc import Hashable, Mapping, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from functools import partial
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -59,8 +60,11 @@ class Sharing:
         self._parallel, self._num_replicas, self._cost = parallel, num_replicas, cost
         # An interleaved schedule takes micro-batches in groups of as many as there are stages.
         multiple = parallel.pipeline_parallel_size if parallel.virtual_pipeline_size > 1 else 1
-        self._options = num_replicas, max_tokens_per_microbatch
-        self._keywords = {"cost": cost, "multiple_of": multiple}
+        sizes: dict[str, Any] = dict(
+            num_dp_ranks=num_replicas, max_tokens_per_microbatch=max_tokens_per_microbatch, cost=cost, multiple_of=multiple
+        )
+        self._plan_anew: Callable[[Sequence[int]], Plan] = partial(plan_microbatches, **sizes)
+        self._plan_at_home: Callable[[Sequence[int], Sequence[int]], Plan] = partial(plan_at_home, **sizes)
         self._meet_in_every_layer = parallel.expert_parallel_size > 1
         """Experts are spread over data-parallel ranks."""
 
@@ -70,7 +74,7 @@ class Sharing:
         for group in groups if self._meet_in_every_layer else ():
             # Then micro-batches are to be even, too, and of overlapping groups the first matters most: a policy's.
             group = [key for key in group if key in lengths and key not in homes]
-            plan = plan_microbatches([lengths[key] for key in group], *self._options, **self._keywords)
+            plan = self._plan_anew([lengths[key] for key in group])
             homes |= {group[i]: home for home, of in enumerate(plan) for indices in of for i in indices}
         costs = {key: self._cost(length) for key, length in lengths.items() if key not in homes}
         return homes | share_out(costs, groups, self._num_replicas)
@@ -79,10 +83,10 @@ class Sharing:
         """Micro-batches, by replica. With ``homes`` each sequence stays at its own, unless some ``may move`` and ranks
         would wait much longer for each other than they have to."""
         if homes is None:
-            return plan_microbatches(lengths, *self._options, **self._keywords)
-        plan = plan_at_home(lengths, homes, *self._options, **self._keywords)
+            return self._plan_anew(lengths)
+        plan = self._plan_at_home(lengths, homes)
         if may_move and self._num_replicas > 1:
-            moved = plan_microbatches(lengths, *self._options, **self._keywords)
+            moved = self._plan_anew(lengths)
             if self._idle_share(plan, lengths) > self._idle_share(moved, lengths) + _WORTH_MOVING:
                 return moved
         return plan
