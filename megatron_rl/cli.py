@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Sequence
 from importlib import import_module
 
-from megatron_rl.commands import COMMANDS
+from megatron_rl.commands import COMMANDS, FILES
 from megatron_rl.errors import UserError
 from megatron_rl.system.collector import collector_at_rest
 from megatron_rl.system.signals import INTERRUPTED, STOPPED, StopRequested
@@ -47,7 +47,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         command = commands.add_parser(name, help=text, description=text)
         if name in argv[:1]:  # the other commands' files, and what they import, are not needed
             with collector_at_rest():
-                module = import_module(f"megatron_rl.commands.{name.replace('-', '_')}")
+                module = import_module(f"megatron_rl.commands.{FILES.get(name, name.replace('-', '_'))}")
             module.add_arguments(command)
             command.set_defaults(run=module.run)
     return parser.parse_args(argv)

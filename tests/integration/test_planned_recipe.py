@@ -12,8 +12,8 @@ def test_a_written_recipe_is_trained(tmp_path, capsys):
     make_task(tmp_path)
     recipe, written = tmp_path / "asked.yaml", tmp_path / "planned.yaml"
     recipe.write_text(RECIPE.format(folder=tmp_path))
-    words = ["plan", str(recipe), "--gpus", "2", "--lengths", "fixed:length=9", "--write", str(written)]
-    assert main([*words, f"run.output_dir={tmp_path / 'run'}", "run.num_steps=1", "tracking.mlflow=false"]) == 0
+    keys = [f"run.output_dir={tmp_path / 'run'}", "run.num_steps=1", "tracking.mlflow=false"]
+    assert main(["plan", str(recipe), *keys, "--gpus", "2", "--lengths", "fixed:length=9", "--write", str(written)]) == 0
     told = capsys.readouterr()
     assert "before it trains" not in told.err and "s a" in told.out
     done = subprocess.run(
