@@ -15,6 +15,7 @@ import argparse
 import asyncio
 import gc
 import json
+import os
 import resource
 import subprocess
 import sys
@@ -184,21 +185,28 @@ def seen_inside(meter: Meter) -> Iterator[None]:
 
 def generate(arguments: argparse.Namespace, meter: Meter, trajectories: Sequence[Any], urls: Sequence[str], step: int) -> None:
     """One window of all slots, over sockets."""
+    from megatron_rl.config.derived import num_rollout_workers
+    from megatron_rl.config.schema import BatchConfig, Config, RolloutConfig
     from megatron_rl.rollout.generation import GenerationPlan
     from megatron_rl.rollout.sampling import Sampling
     from megatron_rl.rollout.sglang import long_lists
     from megatron_rl.rollout.sglang.client import SglangClient
     from megatron_rl.rollout.sglang.routes import RouteShape
     from megatron_rl.rollout.windows import Window
+    from megatron_rl.rollout.workers.worker_pool import WorkerPool
 
     layers, top_k, experts = map(int, (arguments.routes or "0x0x0").split("x"))
     routes = RouteShape(layers, top_k, experts) if arguments.routes else None
     long_lists._in_background().result()  # compiles
     plan = GenerationPlan(Sampling(1.0, 1.0, -1, (2,), seed=1, routes=routes), decode=str)
-    options = {"num_workers": arguments.workers} if arguments.workers else {}
+    batch = BatchConfig(num_prompts_per_step=arguments.slots, num_samples_per_prompt=1, window_tokens=arguments.window)
+    config = Config(batch=batch, rollout=RolloutConfig(num_workers=arguments.workers))
+    workers = num_rollout_workers(config, arguments.servers, os.cpu_count() or 1)
 
     async def fill() -> None:
-        async with SglangClient(urls, vocab_size=152_064, hang_timeout_s=0.0, request_timeout_s=3600.0, **options) as client:
+        async with SglangClient(urls, vocab_size=152_064, hang_timeout_s=0.0, request_timeout_s=3600.0) as client:
+            if workers:
+                client.caller = WorkerPool(workers, print)
             window = Window(client, _lost, plan, step=step, num_tokens=arguments.window, weight_version=1, kind="train")
             await window.fill(trajectories)
 
@@ -427,7 +435,7 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--prompt-tokens", type=int, default=300)
     parser.add_argument("--routes", default="", help="R3 of a model: layers x experts of a token x experts, as 48x8x128")
     parser.add_argument("--servers", type=int, default=2)
-    parser.add_argument("--workers", type=int, default=0, help="rollout worker processes, where the client has them")
+    parser.add_argument("--workers", type=int, help="rollout worker processes; without it as many as a run would have here")
     parser.add_argument("--replicas", type=int, default=8)
     parser.add_argument("--ranks-per-replica", type=int, default=4)
     parser.add_argument("--seed", type=int, default=1)
