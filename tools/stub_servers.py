@@ -15,6 +15,7 @@ import re
 import socket
 import sys
 import threading
+import time
 from typing import Any
 
 import numpy as np
@@ -82,7 +83,9 @@ def _random_routes(random: np.random.Generator, layers: int, top_k: int, experts
     return np.ascontiguousarray(choices.reshape(256, -1).astype(np.int32))
 
 
-def serve(listener: socket.socket, answers: Answers) -> None:
+def serve(listener: socket.socket, answers: Answers, parent: int) -> None:
+    threading.Thread(target=_end_after, args=(parent,), daemon=True).start()
+
     async def generate(request: web.Request) -> web.Response:
         body = orjson.loads(await request.read())
         params = body["sampling_params"]
@@ -97,11 +100,10 @@ def serve(listener: socket.socket, answers: Answers) -> None:
     web.run_app(app, sock=listener, print=None, handle_signals=False, loop=asyncio.new_event_loop())
 
 
-def _end_with_parent() -> None:
-    """Standard input ends when the process that holds its other end does."""
-    sys.stdin.buffer.read()
-    for child in multiprocessing.active_children():
-        child.kill()
+def _end_after(parent: int) -> None:
+    """A process whose parent has ended, however it did, has another one."""
+    while os.getppid() == parent:
+        time.sleep(0.2)
     os._exit(0)
 
 
@@ -118,9 +120,9 @@ def main() -> None:
     answers = Answers(np.load(arguments.lengths), arguments.prompt_tokens, routes, arguments.version)
     listeners = [socket.create_server(("127.0.0.1", 0)) for _ in range(arguments.servers)]
     for listener in listeners:
-        multiprocessing.get_context("fork").Process(target=serve, args=(listener, answers), daemon=True).start()
+        multiprocessing.get_context("fork").Process(target=serve, args=(listener, answers, os.getpid()), daemon=True).start()
     print(json.dumps([f"http://127.0.0.1:{listener.getsockname()[1]}" for listener in listeners]), flush=True)
-    threading.Thread(target=_end_with_parent).run()
+    sys.stdin.buffer.read()  # ends when the process that holds its other end does
 
 
 if __name__ == "__main__":

@@ -1,8 +1,12 @@
 """The account of the driver's part of a step: tools/bench_driver.py, with its servers."""
 
+import json
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 
 TOOLS = Path(__file__).parents[3] / "tools"
@@ -55,3 +59,13 @@ def test_a_stub_server_gives_what_is_left_of_a_response_and_of_the_window():
         assert len(sample["output_ids"]) == expected == meta["completion_tokens"] and meta["finish_reason"]["type"] == reason
         assert [entry[1] for entry in meta["output_token_logprobs"]] == sample["output_ids"]
         assert len(meta["routed_experts"]) == -(-(given + expected - 1) * 16 // 3) * 4
+
+
+def test_stub_servers_end_with_the_process_that_started_them_however_it_ends(tmp_path):
+    np.save(tmp_path / "lengths.npy", np.array([5]))
+    command = [sys.executable, str(TOOLS / "stub_servers.py"), str(tmp_path / "lengths.npy"), "--servers", "2"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert len(json.loads(process.stdout.readline())) == 2
+        servers = psutil.Process(process.pid).children(recursive=True)
+        process.kill()
+    assert len(servers) == 2 and not psutil.wait_procs(servers, timeout=30)[1]
