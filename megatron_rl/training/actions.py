@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from megatron_rl.models.hf.weights import Destination
+from megatron_rl.models.hf.gathering import Destination
 from megatron_rl.training import losses
 from megatron_rl.training.engine import Engine, UpdateResult
 from megatron_rl.training.holding import Share

@@ -21,4 +21,5 @@ def test_a_written_recipe_is_trained(tmp_path, capsys):
         capture_output=True, text=True, timeout=TIMEOUT_S, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert len(read_metrics(tmp_path / "run" / "metrics.jsonl")) == 1
+    rows = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    assert [row.step for row in rows] == [0, 1], "the evaluation before training, and a step"

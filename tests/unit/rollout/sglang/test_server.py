@@ -124,7 +124,7 @@ def test_float32_on_a_gpu_takes_an_attention_that_has_kernels_for_it():
     assert backend(device="cuda", dtype="float32", server_args={"attention_backend": "flex_attention"}) == ["flex_attention"]
 
 
-def test_attached_servers_are_compared_before_the_run_uses_them(tmp_path):
+def test_attached_servers_are_compared_before_the_run_uses_them(tmp_path, model_folder):
     def answer(path, body):
         return {"weight_version": "1", "tp_size": 2, "dp_size": 1, "device": "cpu"}
 
