@@ -7,7 +7,12 @@ Only torch in here: no model, no engine, no process group. Sequences lie back to
 from megatron_rl.algorithms.advantages import egae, gae, length_adaptive_lambda, monte_carlo_returns
 from megatron_rl.algorithms.aggregation import loss_denominator, token_coefficients
 from megatron_rl.algorithms.comparisons import group_advantages, reinforce_pp_advantages, rloo_advantages
-from megatron_rl.algorithms.corrections import Correction, mismatch_correction, off_policy_sequence_mask
+from megatron_rl.algorithms.corrections import (
+    Correction,
+    importance_weights,
+    mismatch_correction,
+    off_policy_sequence_mask,
+)
 from megatron_rl.algorithms.diagnostics import value_by_position
 from megatron_rl.algorithms.dppo import dppo_kl_loss, dppo_tv_loss
 from megatron_rl.algorithms.gmpo import gmpo_loss
@@ -52,6 +57,7 @@ __all__ = [
     "gmpo_loss",
     "group_advantages",
     "gspo_loss",
+    "importance_weights",
     "kl_estimate",
     "kl_loss",
     "kl_penalized_rewards",

@@ -138,6 +138,27 @@ def mismatch_correction(  # noqa: PLR0913  public, and each number is a term of 
 
 
 @torch.no_grad()
+def importance_weights(
+    rollout_logprobs: Tensor,
+    old_logprobs: Tensor,
+    mask: Tensor,
+    cu_seqlens: Tensor,
+    *,
+    weight: str,
+    max_weight: float,
+    icepop_low: float,
+    icepop_high: float,
+) -> Tensor:
+    """[T] the weights of ``mismatch_correction`` without rejection, veto and mean: those of a sequence depend on it alone."""
+    ratios = _ratios(rollout_logprobs, old_logprobs, mask != 0, cu_seqlens)
+    entry = register.CORRECTION_WEIGHTS.find(weight)
+    weigh = register.CORRECTION_WEIGHTS.bind(weight, None)
+    importance = weigh(ratios=ratios, max_weight=max_weight, icepop_low=icepop_low, icepop_high=icepop_high)
+    importance = keep(_per_token(f"correction weight {weight!r}", importance, ratios).double(), mask != 0)
+    return importance.clamp(max=max_weight if entry.bounded else math.inf).to(old_logprobs.dtype)
+
+
+@torch.no_grad()
 def off_policy_sequence_mask(
     old_logprobs: Tensor, logprobs: Tensor, advantages: Tensor, mask: Tensor, cu_seqlens: Tensor, delta: float
 ) -> Tensor:

@@ -13,8 +13,10 @@ from megatron_rl.config.schema import (
     EvalSetConfig,
     KlPlace,
     Mode,
+    OldPolicy,
     Placement,
     RolloutConfig,
+    RoutingReplay,
     RunConfig,
     ScheduleConfig,
     TrainsOn,
@@ -73,6 +75,25 @@ def needs_reference(config: Config) -> bool:
     return config.algorithm.kl.place is not KlPlace.none
 
 
+def first_update_is_its_own_old(config: Config) -> bool:
+    """Whether a step's first update of the policy takes its own log-probs for the old ones, which they are.
+
+    Not where something that comes before it reads them: a penalty in the rewards, routes that a pass records, a correction that
+    looks at the whole batch, slots that are kept before the update with the divergence of their windows.
+    """
+    correction = config.algorithm.correction
+    is_of_tokens = correction.weight in ("none", "token", "sequence", "icepop") and not correction.normalize
+    return (
+        correction.old_policy is OldPolicy.recomputed
+        and is_of_tokens
+        and correction.rejection == "none"
+        and not correction.veto_below
+        and config.algorithm.kl.place is not KlPlace.reward
+        and (config.algorithm.kl.place is KlPlace.none or not publishes_in_flight(config.schedule))
+        and config.policy.moe.routing_replay is not RoutingReplay.R2
+    )
+
+
 def block_size(batch: BatchConfig) -> int:
     """Responses that go together so that groups of all sizes fill a step exactly: those of the largest group."""
     return max(batch.num_samples_per_prompt, *batch.num_samples_by_type.values(), 1)
@@ -116,6 +137,14 @@ def responses_per_group(config: Config) -> int:
 def effective_window_tokens(config: Config) -> int:
     """New tokens a response may grow by in one step."""
     return config.batch.window_tokens or config.batch.max_response_tokens
+
+
+def rest_tokens(window_tokens: int) -> int:
+    """The largest rest of a response's budget that goes along with the window before it.
+
+    One of its own would cost a step, and passes over all that came before it, for next to nothing.
+    """
+    return window_tokens // 16
 
 
 def window_jitter_tokens(config: Config) -> int:

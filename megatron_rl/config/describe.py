@@ -7,6 +7,7 @@ from megatron_rl.config.derived import (
     effective_window_tokens,
     needs_critic,
     num_responses_per_step,
+    rest_tokens,
     window_jitter_tokens,
 )
 from megatron_rl.config.layout import critic_layout, ranks_of_replica
@@ -30,7 +31,7 @@ def data_parallel_size(parallel: ParallelConfig, world_size: int) -> int:
 def _most_windows(config: Config) -> int:
     """Steps that a response of the whole budget takes, when its first window is the shortest."""
     window, jitter = effective_window_tokens(config), window_jitter_tokens(config)
-    return math.ceil((config.batch.max_response_tokens + max(jitter - 1, 0)) / window)
+    return max(1, math.ceil((config.batch.max_response_tokens + max(jitter - 1, 0) - rest_tokens(window)) / window))
 
 
 def batch_arithmetic(config: Config, world_size: int) -> list[Quantity]:

@@ -13,6 +13,8 @@ from torch import Tensor
 
 ROUTES = "routes"
 """Field [T, layers, k] int16 of a mixture-of-experts policy's batch: expert id + 1 of each token, 0 without a record."""
+ALSO_WANTED = ("lm_mask", "window")
+"""Fields [T] bool: tokens outside ``mask`` whose log-probs a pass of a policy gives too."""
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from typing import Any, Self
 
 import numpy as np
 
+from megatron_rl.config.derived import rest_tokens
 from megatron_rl.data.images import ImageRef
 
 ENVIRONMENT = "environment"
@@ -272,7 +273,9 @@ class Trajectory:
         """Tokens that it may still grow by in ``step``, by its window alone; 0 when the window is full."""
         grown = self.window_tokens(step)
         is_first = self.num_generated_tokens == grown
-        return (self.first_window_tokens if is_first and self.first_window_tokens else window_tokens) - grown
+        room = (self.first_window_tokens if is_first and self.first_window_tokens else window_tokens) - grown
+        left = self.max_response_tokens - self.num_response_tokens
+        return left if 0 < left - room <= rest_tokens(window_tokens) else room
 
     def generated_mask(self) -> np.ndarray:
         """[response tokens] bool: the model's own tokens, not those of messages."""

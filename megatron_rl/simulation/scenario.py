@@ -7,6 +7,7 @@ from typing import Any
 from megatron_rl.config.derived import (
     effective_window_tokens,
     eval_sets,
+    first_update_is_its_own_old,
     needs_critic,
     needs_greedy,
     needs_reference,
@@ -52,6 +53,8 @@ class Scenario:
     """The policy trains on responses when they end, over all their windows (schedule.policy_trains_on)."""
     recomputes_old: bool = True
     """Log-probs of the old policy come from a trainer pass of their own."""
+    first_is_own_old: bool = False
+    """A step's first update needs no such pass (``config.derived.first_update_is_its_own_old``)."""
     policy_minibatch_size: int = 512
     critic_minibatch_size: int = 512
     critic_epochs: int = 1
@@ -59,6 +62,16 @@ class Scenario:
     """Steps in which the policy rests."""
     save_every_steps: int = 0
     eval_every_steps: int = 0
+
+    def old_share(self, num_rows: int, step: int) -> float:
+        """Of a step's rows, those that go through a pass for their old log-probs."""
+        if not self.recomputes_old:
+            return 0.0
+        if not self.first_is_own_old or step < self.critic_warmup_steps or not num_rows:
+            return 1.0
+        # Mini-batches differ by one row at most, and the first is none of the larger ones.
+        num_updates = ceil(num_rows / self.policy_minibatch_size)
+        return 1.0 - num_rows // num_updates / num_rows
 
     @property
     def over_samples(self) -> bool:
@@ -134,6 +147,7 @@ def scenario_of(config: Config) -> Scenario:
         in_flight=publishes_in_flight(config.schedule),
         whole_responses=trains_whole_responses(config),
         recomputes_old=config.algorithm.correction.old_policy is not OldPolicy.rollout,
+        first_is_own_old=first_update_is_its_own_old(config),
         policy_minibatch_size=batch.policy_minibatch_size,
         critic_minibatch_size=batch.critic_minibatch_size,
         critic_epochs=config.critic.num_epochs,

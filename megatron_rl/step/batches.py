@@ -31,21 +31,50 @@ def policy_batch(
     algorithm: AlgorithmConfig,
     kl_fields: Mapping[str, Tensor] | None = None,
     rules: ResponseRules = SINGLE_RESPONSE,
+    *,
+    is_partial: bool = False,
 ) -> tuple[PackedBatch, dict[str, float]]:
     """What the policy loss reads, and how far trainer and engine are apart (the correction's metrics).
 
-    Without recomputed log-probs there is nothing to tell them apart by: no metrics.
+    Without recomputed log-probs there is nothing to tell them apart by: no metrics. Nor with ``is_partial``: updates give the
+    old log-probs that are missing (``config.derived.first_update_is_its_own_old``), and the loss takes the weights from them.
 
-    Fields: ``mask`` (the counted tokens), ``advantages``, ``old_logprobs``; ``weights`` with a correction;
-    ``kl_fields`` (``KlPenalty``) with a KL term in the loss; ``lm_mask`` with positive examples.
+    Fields: ``mask`` (the counted tokens), ``advantages``, ``old_logprobs``; ``weights`` with a correction, or
+    ``rollout_logprobs``; ``kl_fields`` (``KlPenalty``) with a KL term in the loss, and then ``window``, the tokens whose
+    divergence is measured; ``lm_mask`` with positive examples.
     """
     settings, in_window = algorithm.correction, batch.fields["mask"]
-    # Sequences of the window's tokens alone: the rest of a batch, often the larger part, says nothing.
-    places = in_window.nonzero()[:, 0]
-    correction = algorithms.mismatch_correction(
+    fields = {"advantages": advantages.advantages, "old_logprobs": old_logprobs, **(kl_fields or {})}
+    metrics: dict[str, float] = {}
+    if is_partial:
+        fields["mask"] = advantages.mask
+        fields |= {"window": in_window} if kl_fields else {}
+        fields |= {"rollout_logprobs": batch.fields["rollout_logprobs"]} if settings.weight != "none" else {}
+    else:
+        correction = _correction(batch, old_logprobs, advantages.mask, algorithm)
+        fields["mask"] = on_mask(correction.mask, in_window)
+        fields |= {"weights": on_mask(correction.weights, in_window)} if settings.weight != "none" else {}
+        metrics = correction.metrics if settings.old_policy is OldPolicy.recomputed else {}
+    if algorithm.positive_lm_coef:
+        positive = _positive_mask(trajectories, algorithm, rules)
+        fields["lm_mask"] = positive & (fields["mask"] | ~in_window)
+    return batch.only(ROUTES).with_fields(**fields), metrics
+
+
+def mismatch(batch: PackedBatch, old_logprobs: Tensor, mask: Tensor, algorithm: AlgorithmConfig) -> dict[str, float]:
+    """The metrics of ``policy_batch``, once all old log-probs are known; ``mask``: its own."""
+    return _correction(batch, old_logprobs, mask, algorithm).metrics
+
+
+def _correction(
+    batch: PackedBatch, old_logprobs: Tensor, mask: Tensor, algorithm: AlgorithmConfig
+) -> algorithms.Correction:
+    """Over the window's tokens alone: the rest of a batch, often the larger part, says nothing."""
+    settings, places = algorithm.correction, batch.fields["mask"].nonzero()[:, 0]
+    return algorithms.mismatch_correction(
         batch.fields["rollout_logprobs"][places],
         old_logprobs[places],
-        advantages.mask[places],
+        mask[places],
         torch.searchsorted(places, batch.cu_seqlens),
         weight=settings.weight,
         max_weight=settings.max_weight,
@@ -59,16 +88,6 @@ def policy_batch(
         weight_options=settings.weight_options,
         rejection_options=settings.rejection_options,
     )
-    mask = on_mask(correction.mask, in_window)
-    fields = {"mask": mask, "advantages": advantages.advantages, "old_logprobs": old_logprobs}
-    if settings.weight != "none":
-        fields["weights"] = on_mask(correction.weights, in_window)
-    fields |= kl_fields or {}
-    if algorithm.positive_lm_coef:
-        positive = _positive_mask(trajectories, algorithm, rules)
-        fields["lm_mask"] = positive & (mask | ~in_window)
-    compared = settings.old_policy is OldPolicy.recomputed
-    return batch.only(ROUTES).with_fields(**fields), correction.metrics if compared else {}
 
 
 def response_batch(

@@ -43,6 +43,19 @@ class KlPenalty:
         if self._controller and state:
             self._controller.load_state(state)
 
+    def measure(self, state: StepState) -> dict[str, float]:
+        """The step's divergence on the window's tokens, as metrics; moves the coefficient for the next step."""
+        kl, mask = self._settings, state.batch.fields["mask"]
+        divergence = algorithms.kl_estimate(
+            state.old_logprobs[mask], state.reference_logprobs[mask], kl.estimator, kl.estimator_options
+        )
+        mean = float(divergence.sum()) / max(len(divergence), 1)
+        return {"kl/reference_per_token": mean, "kl/coef": self._coef} | self._measure(state, divergence)
+
+    @property
+    def _coef(self) -> float:
+        return self._controller.coef if self._controller else self._settings.coef
+
     def _measure(self, state: StepState, divergence: Tensor) -> dict[str, float]:
         """KL of finished responses, each summed over its windows (``divergence`` [W] is of this step's).
 
@@ -67,19 +80,14 @@ class KlPenalty:
         return {"kl/reference_per_response": per_response}
 
     def charge(self, state: StepState) -> Divergence:
-        """Measure the step's divergence on the window's tokens and charge it; moves the coefficient for the next step."""
+        """Charge the step's divergence on the window's tokens, and measure it where all old log-probs are known."""
         kl = self._settings
         if kl.place is KlPlace.none:
             return Divergence(state.line_rewards)
-        coef = self._controller.coef if self._controller else kl.coef
-        by_sequence = [kl.coef_by_type.get(t.prompt.type, coef) for t in state.trajectories]
+        by_sequence = [kl.coef_by_type.get(t.prompt.type, self._coef) for t in state.trajectories]
         coefs = torch.tensor(by_sequence, dtype=torch.float32).repeat_interleave(state.batch.lengths)
         mask = state.batch.fields["mask"]
-        divergence = algorithms.kl_estimate(
-            state.old_logprobs[mask], state.reference_logprobs[mask], kl.estimator, kl.estimator_options
-        )
-        metrics = {"kl/reference_per_token": float(divergence.sum()) / max(len(divergence), 1), "kl/coef": coef}
-        metrics |= self._measure(state, divergence)
+        metrics = {} if state.first_update else self.measure(state)
         if kl.place is KlPlace.loss:
             fields = {"reference_logprobs": state.reference_logprobs, "kl_coefs": coefs}
             return Divergence(state.line_rewards, fields, metrics)

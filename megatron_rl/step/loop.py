@@ -42,6 +42,7 @@ from megatron_rl.step.collect import Collector
 from megatron_rl.step.divergence import KlPenalty
 from megatron_rl.step.evaluation import Evaluator, Fleet
 from megatron_rl.step.experience import Signals, window_advantages
+from megatron_rl.step.first_update import compare_with_old, with_own_old
 from megatron_rl.step.grading import Grader
 from megatron_rl.step.graph import Resource, Stage
 from megatron_rl.step.packing import response_field, window_batch, window_routes, with_routes
@@ -143,16 +144,10 @@ class TrainingLoop:
         await self._parts.grader.grade(state.slots, step)
         state.finished = [t for t in state.slots if t.finished and not t.greedy]
 
-    def old_logprobs(self, step: int) -> None:
-        """Log-probs of the window's tokens under the policy that is about to be updated."""
-        state, group, temperature = self._states[step], self._parts.group, self._config.rollout.temperature
-        if self._config.algorithm.correction.old_policy is OldPolicy.rollout:
-            state.old_logprobs = state.batch.fields["rollout_logprobs"]
-        elif self._config.policy.moe.routing_replay is RoutingReplay.R2:
-            # The update follows the experts that this pass chooses: they stay on the ranks.
-            state.old_logprobs = group.logprobs(state.batch, temperature=temperature, keeps_routes=True)
-        else:
-            state.old_logprobs = group.logprobs(state.batch, temperature=temperature)
+    def values(self, step: int) -> None:
+        """The critic's values of the window's tokens."""
+        state = self._states[step]
+        state.values, state.final_values = self._parts.group.values(state.batch)
 
     def reference_logprobs(self, step: int) -> None:
         """Log-probs of the window's tokens under the reference policy."""
@@ -161,17 +156,29 @@ class TrainingLoop:
         batch = state.batch.only("mask")
         state.reference_logprobs = self._parts.group.logprobs(batch, temperature=temperature, engine="reference")
 
-    def values(self, step: int) -> None:
-        """The critic's values of the window's tokens."""
-        state = self._states[step]
-        state.values, state.final_values = self._parts.group.values(state.batch)
-
     def process_rewards(self, step: int) -> None:
         """Rewards of lines, from a process reward model."""
         state = self._states[step]
         after = values_after_tokens(state.batch, *self._parts.group.values(state.batch, engine="process"))
         rewards = self._parts.process_rewarder.dense_rewards(state.trajectories, after)
         state.line_rewards = response_field(rewards, state.trajectories)
+
+    def old_logprobs(self, step: int) -> None:
+        """Log-probs of the window's tokens under the policy that is about to be updated, but for those of its first update."""
+        state, group, temperature = self._states[step], self._parts.group, self._config.rollout.temperature
+        rests, settles = step < self._critic_warmup_steps, self._parts.settling is not None
+        num_sequences = state.batch.num_sequences
+        state.first_update = with_own_old(self._config, num_sequences, step, rests=rests, never_trains=settles)
+        if state.first_update:
+            others = sorted(set(range(num_sequences)) - set(state.first_update))
+            state.old_logprobs = group.logprobs(state.batch, others, temperature=temperature)
+        elif self._config.algorithm.correction.old_policy is OldPolicy.rollout:
+            state.old_logprobs = state.batch.fields["rollout_logprobs"]
+        elif self._config.policy.moe.routing_replay is RoutingReplay.R2:
+            # The update follows the experts that this pass chooses: they stay on the ranks.
+            state.old_logprobs = group.logprobs(state.batch, temperature=temperature, keeps_routes=True)
+        else:
+            state.old_logprobs = group.logprobs(state.batch, temperature=temperature)
 
     def advantages(self, step: int) -> None:
         """What the two losses read."""
@@ -189,7 +196,7 @@ class TrainingLoop:
             rules=parts.rules,
         )
         keep_signals(state.trajectories, state.batch, signals, self._trained_window(step))
-        state.policy_batch, mismatch = policy_batch(
+        state.policy_batch, found = policy_batch(
             state.trajectories,
             state.batch,
             state.old_logprobs,
@@ -197,6 +204,7 @@ class TrainingLoop:
             algorithm,
             divergence.loss_fields,
             parts.rules,
+            is_partial=bool(state.first_update),
         )
         if algorithm.positive_lm_coef:
             keep_left_out(state.trajectories, state.batch, state.policy_batch.fields["mask"])
@@ -210,7 +218,7 @@ class TrainingLoop:
             state.metrics["reward/greedy_mean"] = sum(greedy.values()) / len(greedy)
         state.metrics |= parts.grader.metrics(state.finished)
         state.metrics |= step_metrics.advantage_metrics(state.batch, advantages)
-        state.metrics |= {f"mismatch/{name}": value for name, value in mismatch.items()}
+        state.metrics |= {f"mismatch/{name}": value for name, value in found.items()}
 
     def keep_slots(self, step: int) -> None:
         """For a checkpoint of this step, between two windows: a publish may come in the middle of one."""
@@ -224,7 +232,11 @@ class TrainingLoop:
             self._parts.rollout.weights_changed()
             if self._parts.fleet is not None:
                 self._parts.fleet.rollout.weights_changed()
-            state.metrics |= train_policy(self._config, self._parts.group, state.policy_batch, step)
+            keeps, batch = bool(state.first_update), state.policy_batch
+            metrics, old = train_policy(self._config, self._parts.group, batch, step, keeps_logprobs=keeps)
+            state.metrics |= metrics
+            if old is not None:
+                compare_with_old(self._config, state, old, self._kl_penalty)
         state.trained_s = self._parts.recorder.elapsed_s
         if 0 < limit_s <= state.trained_s:
             self._parts.stop_after(step)
@@ -308,9 +320,7 @@ class TrainingLoop:
         state, algorithm, rules = self._states[step], self._config.algorithm, self._parts.rules
         if self._config.schedule.critic_trains_on is TrainsOn.responses:
             return response_batch(state.finished, algorithm, rules, self._parts.vision)
-        return window_critic_batch(
-            state.trajectories, state.batch, signals, step=step, algorithm=algorithm, rules=rules
-        )
+        return window_critic_batch(state.trajectories, state.batch, signals, step=step, algorithm=algorithm, rules=rules)
 
     def _trained_window(self, step: int) -> int | None:
         """The step whose tokens this one trains on; None: whole responses, over all their windows."""
@@ -319,6 +329,7 @@ class TrainingLoop:
     def _examine(self, step: int) -> None:
         parts, metrics = self._parts, self._states[step].metrics
         self._examined = step
+        metrics |= step_metrics.passes_metrics(self._states[step])
         findings = parts.watchdog.observe(step, metrics, policy_trains=step >= self._critic_warmup_steps)
         metrics |= parts.watchdog.metrics()
         self._act_on(findings)

@@ -7,6 +7,7 @@ from megatron_rl import algorithms
 from megatron_rl.data.batch import PackedBatch
 from megatron_rl.data.trajectory import Trajectory
 from megatron_rl.step.experience import Advantages
+from megatron_rl.step.state import StepState
 
 
 def rollout_metrics(trajectories: Sequence[Trajectory], *, step: int) -> dict[str, float]:
@@ -65,6 +66,28 @@ def reward_metrics(finished: Sequence[Trajectory]) -> dict[str, float]:
         if all(reward in (0, 1) for reward in rewards):
             metrics["reward/accuracy"] = _mean(rewards)
     return metrics
+
+
+def passes_metrics(state: StepState) -> dict[str, float]:
+    """Tokens that went forward through a model, prompts and earlier windows too, for each one that the step generated.
+
+    By trainer stage, and in all; of a step whose stages have run.
+    """
+    num_generated, batch = state.metrics.get("step/tokens_generated", 0.0), state.batch
+    if not num_generated:
+        return {}
+    is_passed = state.old_logprobs is not batch.fields["rollout_logprobs"]
+    of_first_update = int(batch.lengths[list(state.first_update)].sum())
+    passed = {
+        "old_logprobs": (len(batch.tokens) - of_first_update) * is_passed,
+        "reference_logprobs": len(batch.tokens) * hasattr(state, "reference_logprobs"),
+        "values": len(batch.tokens) * (state.values is not None),
+        "process_rewards": len(batch.tokens) * (state.line_rewards is not None),
+        "update_policy": state.metrics.get("perf/policy_num_tokens", 0.0),
+        "update_critic": state.metrics.get("perf/critic_num_tokens", 0.0),
+    }
+    metrics = {f"passes/{stage}": number / num_generated for stage, number in passed.items() if number}
+    return {**metrics, "passes/all": sum(metrics.values())}
 
 
 def advantage_metrics(batch: PackedBatch, advantages: Advantages) -> dict[str, float]:

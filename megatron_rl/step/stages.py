@@ -6,6 +6,9 @@ overlaps. In ``async`` mode the window of step k + 1 is generated while step k t
 are published between two windows or into one (``_in_flight``).
 Products are fields of the step's ``StepState``, or of the run (``OF_THE_RUN``). Without an option its
 stages do not exist, and a product that is marked ``?`` is waited for only where some stage makes it.
+
+Of the stages that may run, the first of the table goes first. The critic's comes before the policy's: it is still on the device
+from its update, and the policy then comes once, for its old log-probs, its update and the publish.
 """
 
 from collections.abc import Sequence
@@ -23,10 +26,10 @@ STEP = (
     Stage("generate",           ROLLOUT, "trajectories batch pool",        "",                               "served_weights pool"),
     Stage("sleep",              TRAINER, "free_devices",                   "batch",                          only_with="colocated"),
     Stage("score",              HOST,    "finished",                       "trajectories"),
-    Stage("old_logprobs",       TRAINER, "old_logprobs",                   "batch",                          "policy"),
-    Stage("reference_logprobs", TRAINER, "reference_logprobs",             "batch",                          only_with="reference"),
     Stage("values",             TRAINER, "values",                         "batch",                          "critic", only_with="critic"),
+    Stage("reference_logprobs", TRAINER, "reference_logprobs",             "batch",                          only_with="reference"),
     Stage("process_rewards",    TRAINER, "line_rewards",                   "finished",                       only_with="process_rewards"),
+    Stage("old_logprobs",       TRAINER, "old_logprobs",                   "batch",                          "policy"),
     Stage("advantages",         HOST,    "policy_batch critic_batch",      "finished old_logprobs reference_logprobs?"
                                                                            " values? line_rewards?"),
     Stage("keep_slots",         HOST,    "kept_slots",                     "policy_batch",                   only_with="in_flight"),

@@ -1,6 +1,6 @@
 """What the stages of one step hand to each other; stages of different steps share only the run's parts."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,7 +24,9 @@ class StepState:
     finished: list[Trajectory] = field(init=False)
     """Finished in this step, and scored."""
     old_logprobs: Tensor = field(init=False)
-    """[T] float32, where the batch's ``mask`` is on."""
+    """[T] float32, where the batch's ``mask`` is on; those of ``first_update`` are 0 until it has been made."""
+    first_update: Sequence[int] = ()
+    """Sequences of the policy's first update, where its own log-probs are the old ones and no other pass gives them."""
     reference_logprobs: Tensor = field(init=False)
     """[T] float32, likewise."""
     values: Tensor | None = None

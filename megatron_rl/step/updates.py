@@ -3,9 +3,10 @@
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from megatron_rl.config.schema import Config
-from megatron_rl.data.batch import PackedBatch
+from megatron_rl.data.batch import PackedBatch, cu_seqlens_of
 from megatron_rl.training.batching import split_minibatches
 from megatron_rl.training.engine import UpdateResult
 from megatron_rl.training.losses import critic_denominators, policy_denominators
@@ -15,29 +16,54 @@ _SHORT_NAMES = {"policy_loss": "loss", "value_loss": "loss", "approx_kl_k3": "kl
 """Metrics whose prefix says the rest."""
 
 
-def train_policy(config: Config, group: TrainerGroup, batch: PackedBatch, step: int) -> dict[str, float]:
-    """One pass over the window's tokens; denominators are those of the whole mini-batch. Returns metrics."""
-    results = []
-    for rows in policy_minibatches(config, batch.num_sequences, step):
+def train_policy(
+    config: Config, group: TrainerGroup, batch: PackedBatch, step: int, *, keeps_logprobs: bool = False
+) -> tuple[dict[str, float], Tensor | None]:
+    """One pass over the window's tokens; denominators are those of the whole mini-batch. Returns metrics.
+
+    ``keeps_logprobs``: the first update takes its own log-probs for the old ones, and they are returned, too: [T], 0 outside its
+    sequences.
+    """
+    results: list[UpdateResult] = []
+    kept, temperature, useful = None, config.rollout.temperature, _useful(batch)
+    for number, rows in enumerate(policy_minibatches(config, batch.num_sequences, step)):
+        keeps = keeps_logprobs and number == 0
+        read = _without(batch, "old_logprobs" if keeps else "window")
+        rows = rows if keeps else [row for row in rows if row in useful]
         denominators = policy_denominators(batch.only("mask", "lm_mask").select(rows), config.algorithm)
+        more = {"keeps_logprobs": True} if keeps else {}
         if denominators["mask"]:
             results.append(
                 group.update(
-                    "policy",
-                    batch,
-                    rows,
-                    objective="policy",
-                    denominators=denominators,
-                    temperature=config.rollout.temperature,
+                    "policy", read, rows, objective="policy", denominators=denominators, temperature=temperature, **more
                 )
             )
-    return update_metrics("policy", results)
+            kept = results[-1].logprobs if keeps else kept
+        elif keeps:
+            wanted = batch.fields.get("window", batch.fields["mask"])
+            kept = group.logprobs(batch.with_fields(mask=wanted), rows, temperature=temperature)
+    return update_metrics("policy", results), kept
+
+
+def _without(batch: PackedBatch, field: str) -> PackedBatch:
+    return batch.only(*(name for name in batch.fields if name != field))
+
+
+def _useful(batch: PackedBatch) -> set[int]:
+    """Sequences of which some token counts, in whatever term."""
+    counts = batch.fields["mask"] != 0
+    if "lm_mask" in batch.fields:
+        counts = counts | batch.fields["lm_mask"]
+    so_far = cu_seqlens_of(counts)[batch.cu_seqlens]
+    return set((so_far[1:] > so_far[:-1]).nonzero()[:, 0].tolist())
 
 
 def train_critic(config: Config, group: TrainerGroup, batch: PackedBatch, step: int) -> dict[str, float]:
     """``critic.num_epochs`` passes over whole responses. Returns metrics."""
     results = []
+    useful = _useful(batch)
     for rows in critic_minibatches(config, batch.num_sequences, step):
+        rows = [row for row in rows if row in useful]
         denominators = critic_denominators(batch.only("mask").select(rows), config.algorithm)
         if denominators["mask"]:
             results.append(group.update("critic", batch, rows, objective="critic", denominators=denominators))

@@ -34,10 +34,21 @@ def values(worker: "Worker", engine: Engine, share: Share) -> Tensor | None:
 
 
 def update(
-    worker: "Worker", engine: Engine, share: Share, *, objective: str, denominators: dict[str, float], temperature: float
+    worker: "Worker",
+    engine: Engine,
+    share: Share,
+    *,
+    objective: str,
+    denominators: dict[str, float],
+    temperature: float,
+    keeps_logprobs: bool = False,
 ) -> UpdateResult:
-    loss = losses.build(objective, worker.config.algorithm, denominators)
-    return engine.update(share.microbatches, loss, temperature=temperature)
+    loss = losses.build(objective, worker.config.algorithm, denominators, is_own_old=keeps_logprobs)
+    return engine.update(share.microbatches, loss, temperature=temperature, keeps_logprobs=keeps_logprobs)
+
+
+def take_logprobs(worker: "Worker", engine: Engine, share: Share) -> Tensor | None:
+    return _joined(engine, engine.take_logprobs())
 
 
 def export(worker: "Worker", engine: Engine, share: Share, *, to: Destination) -> None:

@@ -41,7 +41,7 @@ from megatron_rl.config.schema import (
     Recompute,
     VisionConfig,
 )
-from megatron_rl.data.batch import PackedBatch
+from megatron_rl.data.batch import ALSO_WANTED, PackedBatch
 from megatron_rl.families.facts import text_config
 from megatron_rl.families.parameters import Role
 from megatron_rl.models import critic, policy
@@ -98,6 +98,8 @@ class UpdateResult:
     """The gradient was not finite: weights, Adam's state and the schedule are as before."""
     plan: Mapping[str, float] = field(default_factory=dict)
     """How even the micro-batches were, as ``TrainerGroup`` planned them: names as in docs/metrics.md."""
+    logprobs: Tensor | None = None
+    """[T] float32 of the batch before this step, as ``TrainerGroup.logprobs``, where it was asked for."""
 
 
 class Engine:
@@ -157,6 +159,7 @@ class Engine:
         if loads:
             load_weights(self.chunks, self.hf_config, path, role=role)
         self._routing = Routing(moe, self.chunks)
+        self._kept_logprobs: list[Tensor] = []
         self._optimizer = None
         self._replicas: list[DistributedDataParallel] = []
         if optimizer is None:
@@ -213,9 +216,14 @@ class Engine:
 
     @_in_own_layout
     def update(
-        self, microbatches: Sequence[PackedBatch], loss: LossFunction, *, temperature: float = 1.0
+        self,
+        microbatches: Sequence[PackedBatch],
+        loss: LossFunction,
+        *,
+        temperature: float = 1.0,
+        keeps_logprobs: bool = False,
     ) -> UpdateResult:
-        """One optimizer step on all micro-batches of all ranks.
+        """One optimizer step on all micro-batches of all ranks. ``keeps_logprobs``: ``take_logprobs`` comes next.
 
         Raises ValueError without micro-batches or for a loss that no gradient can come from.
         """
@@ -224,12 +232,16 @@ class Engine:
             raise ValueError("an update needs at least one micro-batch on every rank; without data, skip the step")
 
         def scaled_loss(chunk: torch.nn.Module, batch: PackedBatch, output: Tensor) -> tuple[Tensor, Tensor, Metrics]:
-            value, metrics = loss(self._outputs(chunk, batch, output, temperature), batch)
+            outputs = self._outputs(chunk, batch, output, temperature)
+            value, metrics = loss(outputs, batch)
+            if keeps_logprobs:
+                self._kept_logprobs.append(outputs["logprobs"].detach())
             if not value.requires_grad:
                 raise ValueError("the loss has no gradient: compute it from the model's outputs, without detach()")
             # The second entry is Megatron's own token count; denominators are the loss's business, so it stays 0.
             return value, torch.zeros((), dtype=torch.int), metrics
 
+        self._kept_logprobs = []
         with self._memory.training():
             for replica in self._replicas:
                 replica.train()
@@ -237,8 +249,15 @@ class Engine:
             metrics = self._schedule(self._replicas, microbatches, scaled_loss, forward_only=False)
             step = guarded_step(optimizer, self._scheduler)
             replicas.spread_weights(self._replicas)
+        whole = zip(self._kept_logprobs, microbatches, strict=False)
+        self._kept_logprobs = [logprobs[: len(batch.tokens)] for logprobs, batch in whole]
         loads = self._routing.finish_update(skipped=step.skipped)
         return UpdateResult(step.grad_norm, step.lr, self._reduce(metrics) | loads, step.skipped)
+
+    def take_logprobs(self) -> list[Tensor]:
+        """Per micro-batch of the update just made what ``logprobs`` gave before it; empty before the last stage."""
+        kept, self._kept_logprobs = self._kept_logprobs, []
+        return kept
 
     def export_weights(self, to: Destination = Destination.driver) -> Iterator[tuple[str, Tensor | None]]:
         """Hugging Face names and, where ``to`` says, whole tensors; every rank must exhaust it, for it gathers."""
@@ -332,8 +351,9 @@ class Engine:
                 "final_values": critic.final_values(chunk, output, batch),
             }
         mask = batch.fields["mask"] != 0
-        if "lm_mask" in batch.fields:
-            mask = mask | (batch.fields["lm_mask"] != 0)
+        for name in ALSO_WANTED:
+            if name in batch.fields:
+                mask = mask | (batch.fields[name] != 0)
         logprobs, entropy = policy.token_logprobs(
             chunk, output, batch, temperature=temperature, mask=mask, chunk_size=self._tokens_per_chunk
         )

@@ -35,10 +35,12 @@ LossFunction = Callable[[Mapping[str, Tensor], PackedBatch], tuple[Tensor, Metri
 """
 
 
-def build(objective: str, algorithm: AlgorithmConfig, denominators: Mapping[str, float]) -> LossFunction:
-    """The objective called "policy", "critic", "sft" or "score"."""
+def build(
+    objective: str, algorithm: AlgorithmConfig, denominators: Mapping[str, float], *, is_own_old: bool = False
+) -> LossFunction:
+    """The objective called "policy", "critic", "sft" or "score"; ``is_own_old``: of a policy's first update in a step."""
     if objective == "policy":
-        return policy_objective(algorithm, denominators)
+        return policy_objective(algorithm, denominators, is_own_old=is_own_old)
     if objective == "critic":
         return critic_objective(algorithm, denominators)
     if objective == "sft":
@@ -76,8 +78,12 @@ def _aggregation(algorithm: AlgorithmConfig) -> tuple[str, Mapping[str, Any]]:
     return (averages, {}) if averages else (algorithm.aggregation, algorithm.aggregation_options)
 
 
-def policy_objective(algorithm: AlgorithmConfig, denominators: Mapping[str, float]) -> LossFunction:
+def policy_objective(
+    algorithm: AlgorithmConfig, denominators: Mapping[str, float], *, is_own_old: bool = False
+) -> LossFunction:
     """Reads what ``step.batches.policy_batch`` makes: mask, old_logprobs, advantages, and what the settings add to them.
+
+    ``is_own_old``: the outputs' log-probs are the old ones. With ``rollout_logprobs`` weights are computed here.
 
     A mini-batch without positive examples (``denominators["lm_mask"]`` 0 or absent) has no LM term.
     """
@@ -88,7 +94,8 @@ def policy_objective(algorithm: AlgorithmConfig, denominators: Mapping[str, floa
 
     def objective(outputs: Mapping[str, Tensor], batch: PackedBatch) -> tuple[Tensor, Metrics]:
         mask, logprobs = batch.fields["mask"], outputs["logprobs"]
-        surrogate = _surrogate(algorithm, policy_loss, logprobs, batch)
+        old_logprobs = logprobs.detach() if is_own_old else batch.fields["old_logprobs"]
+        surrogate = _surrogate(algorithm, policy_loss, logprobs, old_logprobs, batch)
         entropy = Loss(masked_sum(outputs["entropy"], mask), mask_total(mask, logprobs.dtype))
         total = surrogate.sum / divisor
         metrics = {**surrogate.metrics, **_metric("policy_loss", surrogate), **_metric("entropy", entropy)}
@@ -116,11 +123,27 @@ def policy_objective(algorithm: AlgorithmConfig, denominators: Mapping[str, floa
 
 
 def _surrogate(
-    algorithm: AlgorithmConfig, policy_loss: Callable[..., Any], logprobs: Tensor, batch: PackedBatch
+    algorithm: AlgorithmConfig,
+    policy_loss: Callable[..., Any],
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    batch: PackedBatch,
 ) -> Loss:
     """The policy loss proper: ``policy_loss`` on the batch's fields, with weights and coefficients as configured."""
-    mask, old_logprobs, advantages = (batch.fields[name] for name in ("mask", "old_logprobs", "advantages"))
-    weights, coefficients = batch.fields.get("weights"), _coefficients(_aggregation(algorithm), mask, batch)
+    mask, advantages, weights = batch.fields["mask"], batch.fields["advantages"], batch.fields.get("weights")
+    coefficients = _coefficients(_aggregation(algorithm), mask, batch)
+    if "rollout_logprobs" in batch.fields:
+        settings = algorithm.correction
+        weights = algorithms.importance_weights(
+            batch.fields["rollout_logprobs"],
+            old_logprobs,
+            mask,
+            batch.cu_seqlens,
+            weight=settings.weight,
+            max_weight=settings.max_weight,
+            icepop_low=settings.icepop_low,
+            icepop_high=settings.icepop_high,
+        )
     if algorithm.correction.opsm_delta:  # takes loss away from responses; denominators stay those of all tokens
         kept = algorithms.off_policy_sequence_mask(
             old_logprobs, logprobs.detach(), advantages, mask, batch.cu_seqlens, delta=algorithm.correction.opsm_delta

@@ -101,6 +101,7 @@ class Sharing:
             plan, lengths, sequence_multiple=sequence_multiple, pack_multiple=sequence_multiple * split_ranks
         )
         return {
+            "num_tokens": float(sum(lengths[index] for rank in plan for indices in rank for index in indices)),
             "num_microbatches": float(even.num_microbatches),
             "num_stand_ins": float(even.num_stand_ins),
             "rank_imbalance": even.rank_imbalance,

@@ -219,18 +219,24 @@ class TrainerGroup:
             self._settle_homes(self._about(names[0], batch), groups)
 
     def logprobs(
-        self, batch: PackedBatch, *, temperature: float, engine: str = "policy", keeps_routes: bool = False
+        self,
+        batch: PackedBatch,
+        rows: Sequence[int] | None = None,
+        *,
+        temperature: float,
+        engine: str = "policy",
+        keeps_routes: bool = False,
     ) -> Tensor:
-        """[T] float32 log-probs of the policy (or the reference) where fields["mask"], else 0.
+        """[T] float32 log-probs of the policy (or the reference) where fields["mask"], else 0; of the sequences ``rows`` alone.
 
         ``keeps_routes``: the step's updates of the engine follow the experts that this pass chose. They stay on the ranks.
         """
-        if not batch.num_sequences:
-            return torch.zeros(0)
+        if not batch.num_sequences or (rows is not None and not len(rows)):
+            return torch.zeros(len(batch.tokens))
         about = self._about(engine, batch.only("mask", "lm_mask", ROUTES))
         answer, routes = about.ledger.column(), about.ledger.column() if keeps_routes else None
         action = partial(actions.logprobs, temperature=temperature, answer=answer, routes=routes)
-        plan = self._plan(about)
+        plan = self._plan(about, rows)
         results = self._call(Command("logprobs", engine, action, gathers=True), about, plan)
         (logprobs,) = restore(batch, plan, results, per_sequence=False)
         about.ledger.answered(answer, about.keys, plan, logprobs)
@@ -258,18 +264,25 @@ class TrainerGroup:
         objective: str,
         denominators: dict[str, float],
         temperature: float = 1.0,
+        keeps_logprobs: bool = False,
     ) -> UpdateResult:
         """One optimizer step of ``engine`` on the sequences ``rows`` of ``batch`` (None: on all).
 
-        Denominators are those of losses.build, over all of these.
+        Denominators are those of losses.build, over all of these. ``keeps_logprobs``: a policy's update takes the log-probs of
+        its forward pass for the old ones, and they come with the result.
         """
         action = partial(actions.update, objective=objective, denominators=denominators, temperature=temperature)
-        about = self._about(engine, batch)
+        if keeps_logprobs:
+            action = partial(action, keeps_logprobs=True)
+        about, logprobs = self._about(engine, batch), None
         routes = about.ledger.routes.get(engine)
         plan = self._plan(about, rows, may_move=routes is None)
         command = Command("update", engine, action, fields={} if routes is None else {ROUTES: routes})
         result = self._call(command, about, plan)
-        return replace(result, plan=self._sharing[engine].metrics(plan, about.lengths))
+        if keeps_logprobs:
+            found = self._call(Command("take_logprobs", engine, actions.take_logprobs, gathers=True))
+            (logprobs,) = restore(batch, plan, found, per_sequence=False)
+        return replace(result, plan=self._sharing[engine].metrics(plan, about.lengths), logprobs=logprobs)
 
     def export_weights(self, engine: str, to: Destination = Destination.driver) -> Iterator[tuple[str, Tensor]]:
         """Hugging Face names and whole tensors for this rank, streamed; must be walked to its end.

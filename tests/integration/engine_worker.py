@@ -192,13 +192,24 @@ class Trial:
             counted = losses.policy_denominators(self.batch, ALGORITHM)
         return losses.build(self.objective, ALGORITHM, counted)
 
-    def update(self, engine: Engine | None = None) -> UpdateResult:
-        return (engine or self.engine).update(self.microbatches(), self.loss())
+    def update(self, engine: Engine | None = None, *, keeps_logprobs: bool = False) -> UpdateResult:
+        return (engine or self.engine).update(self.microbatches(), self.loss(), keeps_logprobs=keeps_logprobs)
+
+    def first_update(self) -> tuple[UpdateResult, list[bool]]:
+        """Of a policy also whether its log-probs were those of the pass before it, bit for bit, by micro-batch of all ranks."""
+        result, same = self.update(keeps_logprobs=self.role == "policy"), []
+        if self.role == "policy":
+            pairs = zip(self.answered, self.engine.take_logprobs(), strict=True)
+            same = [torch.equal(answer, own) for answer, own in pairs]
+        gathered: list[Any] = [None] * self.place.world_size
+        dist.all_gather_object(gathered, same)
+        return result, [is_same for rank in gathered for is_same in rank]
 
     def answers(self) -> tuple[torch.Tensor, torch.Tensor]:
         """(log-probs or values [T], final values [N] or none) of the whole batch; on every rank."""
         engine, microbatches = self.engine, self.microbatches()
         results = engine.logprobs(microbatches) if self.role == "policy" else engine.values(microbatches)
+        self.answered = results
         mine = list(zip(self.plan, results)) if engine.is_output_rank else []
         gathered: list[Any] = [None] * self.place.world_size
         dist.all_gather_object(gathered, mine)
@@ -230,10 +241,12 @@ def parallel_of(scenario: Scenario) -> ParallelConfig:
 
 def run_invariance(scenario: Scenario, objective: str, models: Path, place: topologies.Topology) -> dict[str, Any]:
     trial = Trial(scenario, objective, models, place)
+    first, are_same = trial.first_update()
     return {
         "answers": trial.answers_at_start,
         "final values": trial.final_values_at_start,
-        "steps": [dataclasses.asdict(trial.update()) for _ in range(2)],
+        "own log-probs": are_same,
+        "steps": [dataclasses.asdict(step) for step in (first, trial.update())],
         "weights": trial.weights(),
     }
 

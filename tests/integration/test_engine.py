@@ -107,6 +107,13 @@ def test_results_do_not_depend_on_layout_split_or_recompute(results, world_size,
     assert_same_weights(found["weights"], expected["weights"], RELATIVE)
 
 
+@pytest.mark.parametrize("world_size,scenario,objective", [case for case in COMPARED if case[2] != "critic"])
+def test_a_first_updates_own_logprobs_are_those_of_a_pass_before_it(results, world_size, scenario, objective):
+    """Bit for bit: whoever asks no pass of them loses nothing."""
+    same = results(world_size)[f"{scenario}/{objective}"]["own log-probs"]
+    assert same and all(same)
+
+
 @pytest.mark.parametrize("objective", ["policy", "critic", "sft"])
 def test_an_update_moves_the_weights_far_more_than_the_tolerance(results, objective):
     """Otherwise the comparison of weights above could not fail."""

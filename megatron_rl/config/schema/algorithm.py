@@ -83,7 +83,8 @@ class OldPolicy(Enum):
     """Whose log-probs the ratio of the policy loss is taken against."""
 
     recomputed = "recomputed"
-    """The trainer's own log-probs at the start of the step (three policies: engine, old, new)."""
+    """The trainer's own log-probs at the start of the step (three policies: engine, old, new). Its first update's are those of its own
+    pass."""
     rollout = "rollout"
     """The engine's log-probs stand for them: no recomputation (two policies)."""
 

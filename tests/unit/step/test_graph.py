@@ -122,23 +122,23 @@ def random_seconds(rng: random.Random):
 
 RECORDED = {
     (Mode.tppo, False): """
-        generate0 score0 old_logprobs0 values0 advantages0 update_policy0 publish0 evaluate0 update_critic0 generate1
-        checkpoint0 score1 old_logprobs1 record0 values1 advantages1 update_policy1 publish1 evaluate1 update_critic1
+        generate0 score0 values0 old_logprobs0 advantages0 update_policy0 publish0 evaluate0 update_critic0 generate1
+        checkpoint0 score1 values1 record0 old_logprobs1 advantages1 update_policy1 publish1 evaluate1 update_critic1
         checkpoint1 record1
     """,
     (Mode.sync, False): """
-        generate0 score0 old_logprobs0 values0 advantages0 update_policy0 publish0 evaluate0 update_critic0
-        checkpoint0 generate1 record0 old_logprobs1 score1 values1 advantages1 update_policy1 publish1 evaluate1
+        generate0 score0 values0 old_logprobs0 advantages0 update_policy0 publish0 evaluate0 update_critic0
+        checkpoint0 generate1 record0 values1 score1 old_logprobs1 advantages1 update_policy1 publish1 evaluate1
         update_critic1 checkpoint1 record1
     """,
     (Mode.async_, False): """
-        generate0 score0 old_logprobs0 generate1 values0 score1 advantages0 update_policy0 publish0 evaluate0
-        update_critic0 checkpoint0 record0 old_logprobs1 values1 advantages1 update_policy1 publish1 evaluate1
+        generate0 score0 values0 generate1 old_logprobs0 score1 advantages0 update_policy0 publish0 evaluate0
+        update_critic0 checkpoint0 record0 values1 old_logprobs1 advantages1 update_policy1 publish1 evaluate1
         update_critic1 checkpoint1 record1
     """,
     (Mode.tppo, True): """
-        generate0 sleep0 score0 old_logprobs0 values0 advantages0 update_policy0 update_critic0 checkpoint0 publish0
-        evaluate0 record0 generate1 sleep1 score1 old_logprobs1 values1 advantages1 update_policy1 update_critic1
+        generate0 sleep0 score0 values0 old_logprobs0 advantages0 update_policy0 update_critic0 checkpoint0 publish0
+        evaluate0 record0 generate1 sleep1 score1 values1 old_logprobs1 advantages1 update_policy1 update_critic1
         checkpoint1 publish1 evaluate1 record1
     """,
 }

@@ -61,6 +61,20 @@ def test_without_jitter_the_same_positions_are_left_out_of_every_response():
     assert {tuple(edges(settings, id)[1]) for id in range(50)} == {(64, 128, 192)}
 
 
+@pytest.mark.parametrize(("window", "jitter", "budget"), [(64, 4, 192), (64, 16, 192), (100, 0, 206), (100, 0, 207), (64, 8, 66)])
+def test_a_small_rest_of_the_budget_goes_along_with_the_window_before(window, jitter, budget):
+    """Up to a sixteenth of a window; one token more is a window of its own."""
+    settings = config(window=window, jitter=jitter, budget=budget)
+    for id in range(200):
+        lengths, _ = edges(settings, id)
+        full = [first_window_tokens(settings, id) or window]
+        while sum(full) < budget:
+            full.append(window)
+        rest = budget - sum(full[:-1])
+        expected = [*full[:-1], rest] if rest > window // 16 or len(full) == 1 else [*full[:-2], full[-2] + rest]
+        assert lengths == expected
+
+
 def test_first_windows_follow_from_seed_and_response_alone():
     one, again, other = ([first_window_tokens(config(seed=s), id) for id in range(40)] for s in (3, 3, 4))
     assert one == again != other

@@ -57,6 +57,14 @@ def test_in_tppo_the_critic_update_runs_while_the_next_window_generates():
         assert min(critic[1], generation[1]) - max(critic[0], generation[0]) == 3.0
 
 
+def test_each_model_comes_to_the_device_once_a_step():
+    """The critic from its update to its next values, then the policy until it is published: two turns, where they were four."""
+    models = {"values": "critic", "update_critic": "critic", "old_logprobs": "policy", "update_policy": "policy", "publish": "policy"}
+    log = simulate(Mode.tppo, DURATIONS | {"score": 1.5}, 6)
+    turns = [key for key, _ in itertools.groupby(models[name] for name, *_ in log if name in models)]
+    assert turns == ["critic", "policy"] * 6 + ["critic"]
+
+
 def test_in_sync_nothing_overlaps():
     log = [(start, end) for _, _, start, end in simulate(Mode.sync, DURATIONS, 3) if end > start]
     assert all(one[1] <= two[0] for one, two in itertools.pairwise(log))

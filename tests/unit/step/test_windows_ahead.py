@@ -68,8 +68,10 @@ class Ranks:
     def use_by_stage(self):
         return {}
 
-    def logprobs(self, batch, *, temperature, engine="policy"):
-        return -0.01 * (1 + (self.policy if engine == "policy" else 0)) * torch.ones(len(batch.tokens))
+    def logprobs(self, batch, rows=None, *, temperature, engine="policy"):
+        where = batch.rows(range(batch.num_sequences) if rows is None else rows)
+        moved = self.policy if engine == "policy" else 0
+        return torch.zeros(len(batch.tokens)).index_fill(0, where, -0.01 * (1 + moved))
 
     def values(self, batch):
         values = 0.001 * batch.tokens.float() + 0.1 * self.critic
@@ -83,15 +85,20 @@ class Ranks:
     def release(self, step):
         del self.held[step]
 
-    def update(self, engine, batch, rows, *, objective, denominators, temperature=1.0):
-        batch = batch.select(rows)
+    def update(self, engine, batch, rows, *, objective, denominators, temperature=1.0, keeps_logprobs=False):
+        whole, batch = batch, batch.select(rows)
         assert batch.ids in self.held[self.step][engine]
         mask = batch.fields["mask"]
         numbers = batch.fields["advantages" if engine == "policy" else "returns"][mask]
         if engine == "policy":
-            numbers = numbers * batch.fields["weights"][mask]
+            logprobs = self.logprobs(batch, temperature=temperature)
+            weights = batch.fields.get("weights")
+            if weights is None:
+                weights = (logprobs - batch.fields["rollout_logprobs"]).double().exp().clamp(max=2.0).float()
+            numbers = numbers * weights[mask]
         self.trained[engine].append((self.step, self.policy, batch.tokens[mask].tolist(), numbers.tolist()))
-        return UpdateResult(1.0, 1e-3, {f"{objective}_loss": (1.0, 1.0)}, skipped=False)
+        kept = self.logprobs(whole, rows, temperature=temperature) if keeps_logprobs else None
+        return UpdateResult(1.0, 1e-3, {f"{objective}_loss": (1.0, 1.0)}, skipped=False, logprobs=kept)
 
 
 class Servers:
@@ -537,8 +544,9 @@ def test_without_staleness_it_is_tppo():
     assert runs[0].slots() == runs[1].slots()
 
 
-def test_a_kl_penalty_is_measured_over_all_windows_of_a_response():
+@pytest.mark.parametrize(("place", "estimator"), [(KlPlace.reward, "k1"), (KlPlace.loss, "k3")])
+def test_a_kl_penalty_is_measured_over_all_windows_of_a_response(place, estimator):
     config = make_config()
-    config.algorithm.kl.place, config.algorithm.kl.estimator, config.algorithm.kl.coef = KlPlace.reward, "k1", 0.1
+    config.algorithm.kl.place, config.algorithm.kl.estimator, config.algorithm.kl.coef = place, estimator, 0.1
     one, two = (ToyRun(config, random.Random(seed)).go() for seed in (3, 4))
     assert one.history() == two.history() and any("kl/reference_per_response" in row for row in one.recorder.rows.values())

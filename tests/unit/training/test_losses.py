@@ -1,10 +1,12 @@
 """Laws of the objectives: megatron_rl/training/losses.py."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
+from megatron_rl import algorithms
 from megatron_rl.config.schema import (
     AlgorithmConfig,
     CorrectionConfig,
@@ -165,6 +167,41 @@ def test_the_critics_responses_count_alike_when_it_is_averaged_by_responses():
     assert metrics["value_loss"][1].item() == pytest.approx(3)
     with pytest.raises(ValueError, match="denominators\\['value'\\]"):
         losses.critic_objective(algorithm, {"mask": 3.0})
+
+
+@pytest.mark.parametrize("name", [name for name in VARIANTS if name.startswith("policy")])
+def test_without_old_logprobs_they_are_the_outputs_own_bit_for_bit(name):
+    """A step's first update: nothing has moved the policy since."""
+    algorithm, batch = VARIANTS[name], make_batch()
+    found = []
+    for old in (True, False):
+        outputs, fields = make_outputs("policy"), {n: v for n, v in batch.fields.items() if n != "old_logprobs"}
+        fields |= {"old_logprobs": outputs["logprobs"].detach().clone()} if old else {}
+        build = losses.build("policy", algorithm, counts(batch, algorithm), is_own_old=not old)
+        loss, metrics = build(outputs, replace(batch, fields=fields))
+        loss.backward()
+        found.append((loss.detach(), outputs["logprobs"].grad, *(number for pair in metrics.values() for number in pair)))
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+    assert found[0][1].abs().sum() > 0
+
+
+@pytest.mark.parametrize("weight", ["token", "sequence", "icepop"])
+def test_weights_of_the_loss_are_those_of_the_correction_for_each_microbatch_alone(weight):
+    batch = make_batch()
+    old, mask = batch.fields["old_logprobs"], batch.fields["mask"]
+    rollout = old + 0.5 * torch.randn(len(old), generator=torch.Generator().manual_seed(5))
+    settings = CorrectionConfig(weight=weight, max_weight=1.3, icepop_low=0.7, icepop_high=1.2)
+    bounds = {name: getattr(settings, name) for name in ("max_weight", "icepop_low", "icepop_high")}
+    weights = algorithms.mismatch_correction(rollout, old, mask, batch.cu_seqlens, weight=weight, **bounds).weights
+    algorithm = AlgorithmConfig(correction=settings)
+    outputs = make_outputs("policy")
+    build = losses.build("policy", algorithm, counts(batch, algorithm))
+    given, _ = build(outputs, batch.with_fields(weights=weights))
+    here = batch.with_fields(rollout_logprobs=rollout)
+    parts = [(slice(0, 14), [0, 1]), (slice(14, None), [2, 3])]
+    split = sum(build({n: v[rows] for n, v in outputs.items()}, here.select(indices))[0] for rows, indices in parts)
+    assert (weights != 1).sum() > 0 and weights[mask].std() > 0
+    torch.testing.assert_close(split, given)
 
 
 @pytest.mark.parametrize("objective", ["policy", "critic", "sft"])
