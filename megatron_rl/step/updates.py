@@ -25,7 +25,8 @@ def train_policy(
     sequences.
     """
     results: list[UpdateResult] = []
-    kept, temperature, useful = None, config.rollout.temperature, _useful(batch)
+    kept: Tensor | None = None
+    temperature, useful = config.rollout.temperature, _useful(batch)
     for number, rows in enumerate(policy_minibatches(config, batch.num_sequences, step)):
         keeps = keeps_logprobs and number == 0
         read = _without(batch, "old_logprobs" if keeps else "window")

@@ -274,7 +274,8 @@ class TrainerGroup:
         action = partial(actions.update, objective=objective, denominators=denominators, temperature=temperature)
         if keeps_logprobs:
             action = partial(action, keeps_logprobs=True)
-        about, logprobs = self._about(engine, batch), None
+        logprobs: Tensor | None = None
+        about = self._about(engine, batch)
         routes = about.ledger.routes.get(engine)
         plan = self._plan(about, rows, may_move=routes is None)
         command = Command("update", engine, action, fields={} if routes is None else {ROUTES: routes})
