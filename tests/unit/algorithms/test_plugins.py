@@ -73,6 +73,7 @@ def policy_loss_of(algorithm: AlgorithmConfig, batch: PackedBatch) -> tuple[floa
     """Through ``policy_objective``: the loss of a mini-batch in one piece, and its gradient."""
     logprobs = (batch.fields["old_logprobs"] + 0.1).requires_grad_()
     objective = losses.policy_objective(algorithm, losses.policy_denominators(batch, algorithm))
+    batch = batch.only(*(name for name in batch.fields if name != "rollout_logprobs"))  # which would ask for weights
     loss, _ = objective({"logprobs": logprobs, "entropy": torch.zeros(6)}, batch)
     loss.backward()
     return float(loss.detach()), logprobs.grad
