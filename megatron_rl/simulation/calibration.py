@@ -55,6 +55,10 @@ def calibrated(run: RecordedRun, scenario: Scenario) -> Timing:
         cost = _stage_cost(stage.name, seconds, works, scenario)
         if cost is not None:
             stages[stage.name] = replace(cost, cores=cores.get(stage.name, 0.0))
+    if "old_logprobs" not in stages and "update_policy" in stages:
+        # It never ran; forward and backward are three times as much.
+        update = stages["update_policy"]
+        stages["old_logprobs"] = replace(update, token_s=update.token_s / 3, update_s=0.0)
     forward_s = max((stages[name].token_s for name in _FORWARD if name in stages), default=0.0)
     prefill, rest = rest_costs(run, scenario, timing, shared, forward_s)
     stages["generate"] = replace(rest, cores=cores.get("generate", 0.0))
@@ -95,11 +99,16 @@ def _stage_cost(name: str, seconds: dict[int, float], works: dict[int, StepWork]
         return Work(fixed_s=float(measured.mean()))
     chosen = [works[step] for step in steps]
     if name == "update_critic":
-        tokens, rows = [w.finished_tokens for w in chosen], [w.num_finished for w in chosen]
+        tokens, rows = [float(w.finished_tokens) for w in chosen], [w.num_finished for w in chosen]
         size, passes = scenario.critic_minibatch_size, scenario.critic_epochs
     else:
-        tokens, rows = [w.row_tokens for w in chosen], [w.num_rows for w in chosen]
+        tokens, rows = [float(w.row_tokens) for w in chosen], [w.num_rows for w in chosen]
         size, passes = scenario.policy_minibatch_size, 1
+    if name == "old_logprobs":
+        shares = [scenario.old_share(work.num_rows, step - 1) for step, work in zip(steps, chosen, strict=True)]
+        if not any(shares):
+            return None
+        tokens = [number * share for number, share in zip(tokens, shares, strict=True)]
     if name == "score":
         rows = [w.num_finished for w in chosen]
     found = {

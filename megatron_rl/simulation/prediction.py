@@ -89,10 +89,11 @@ def stage_seconds(
     if name == "update_critic":
         updates = ceil(work.num_finished / scenario.critic_minibatch_size)
         return scenario.critic_epochs * cost.seconds(**finished, updates=updates) if updates else 0.0
-    if (name in ("update_policy", "publish") and policy_rests) or (
-        name == "old_logprobs" and not scenario.recomputes_old
-    ):
+    if name in ("update_policy", "publish") and policy_rests:
         return 0.0
+    if name == "old_logprobs":
+        share = scenario.old_share(work.num_rows, step)
+        return cost.seconds(**{unit: number * share for unit, number in rows.items()}) if share else 0.0
     if name in ("evaluate", "checkpoint"):
         return cost.seconds(updates=last or is_due(name, step, scenario))
     if name == "update_policy":

@@ -1,14 +1,16 @@
 """Which responses a step works on, how far each grows, and which of them end: the slots of a run over drawn lengths.
 
 The laws of ``data/slots.py``, ``step/collect.py`` and ``rollout/windows.py``: carried responses first, then fresh ones in
-groups of one prompt; a slot grows by at most a window, its first one shorter by the jitter; in ``sync`` mode only whole
-groups train, and what over-sampling cut short is discarded; in ``tppo`` mode it keeps its tokens.
+groups of one prompt; a slot grows by at most a window, its first one shorter by the jitter, and a small rest of its budget
+goes along; in ``sync`` mode only whole groups train, and what over-sampling cut short is discarded; in ``tppo`` mode it keeps
+its tokens.
 """
 
 from dataclasses import dataclass, fields
 
 import numpy as np
 
+from megatron_rl.config.derived import rest_tokens
 from megatron_rl.config.schema import Mode
 from megatron_rl.simulation.decoding import Served, serve, spread
 from megatron_rl.simulation.lengths import Draw
@@ -82,6 +84,8 @@ class SlotProcess:
         self._fill(step)
         scenario, rows = self._scenario, self._slots
         room = np.where(rows.held == 0, rows.first_window, scenario.window_tokens)
+        left = scenario.max_response_tokens - rows.held
+        room = np.where((left > room) & (left - room <= rest_tokens(scenario.window_tokens)), left, room)
         wanted = np.minimum(rows.total - rows.held, room)
         served = [
             serve((rows.prompt + rows.held)[own], wanted[own], timing, scenario.limits)

@@ -47,6 +47,15 @@ def test_first_windows_are_shorter_by_the_jitter_and_the_others_full():
     assert set(found.generate(1, TIMING).generated.new.tolist()) == {8}
 
 
+def test_a_small_rest_of_the_budget_goes_along():
+    found = process(Mode.tppo, [40] * 200, window=19, num_slots=20)
+    news = [found.generate(step, TIMING).generated.new.tolist() for step in range(3)]
+    assert [set(new) for new in news] == [{19}, {19}, {2}]  # 2 of 19 are more than a sixteenth
+    found = process(Mode.tppo, [40] * 200, window=20, jitter=2, num_slots=20)
+    grown = [found.generate(step, TIMING).generated for step in range(2)]
+    assert grown[1].ended.all() and set(grown[1].new.tolist()) == {20, 21}
+
+
 def test_a_group_has_one_prompt():
     rows = process(Mode.tppo, [3] * 50, group_size=3).generate(0, TIMING).generated
     assert rows.group.tolist() == [0, 0, 0, 1, 1, 1] and len(set(rows.prompt[:3].tolist())) == 1
