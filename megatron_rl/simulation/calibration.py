@@ -55,11 +55,11 @@ def calibrated(run: RecordedRun, scenario: Scenario) -> Timing:
         cost = _stage_cost(stage.name, seconds, works, scenario)
         if cost is not None:
             stages[stage.name] = replace(cost, cores=cores.get(stage.name, 0.0))
+    forward_s = max((stages[name].token_s for name in _FORWARD if name in stages), default=0.0)
     if "old_logprobs" not in stages and "update_policy" in stages:
-        # It never ran; forward and backward are three times as much.
+        # It never ran, and so says nothing of a forward pass's seconds; forward and backward are three times as much.
         update = stages["update_policy"]
         stages["old_logprobs"] = replace(update, token_s=update.token_s / 3, update_s=0.0)
-    forward_s = max((stages[name].token_s for name in _FORWARD if name in stages), default=0.0)
     prefill, rest = rest_costs(run, scenario, timing, shared, forward_s)
     stages["generate"] = replace(rest, cores=cores.get("generate", 0.0))
     return replace(timing, prefill=prefill, stages=stages, between_s=_between_s(run, scenario))
