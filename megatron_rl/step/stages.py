@@ -37,7 +37,7 @@ STEP = (
     Stage("publish",            TRAINER, "served_weights",                 "policy"),
     Stage("evaluate",           ROLLOUT, "evaluation",                     "served_weights"),
     Stage("update_critic",      TRAINER, "critic",                         "critic_batch",                   only_with="critic"),
-    Stage("checkpoint",         TRAINER, "saved",                          "policy pool critic? kept_slots?"),
+    Stage("checkpoint",         TRAINER, "saved",                          "policy pool critic? kept_slots?", "recorded"),
     Stage("record",             HOST,    "recorded",                       "saved served_weights evaluation", "recorded"),
 )  # fmt: skip
 
@@ -127,7 +127,7 @@ def _one_window_ahead(graph: Sequence[Stage]) -> tuple[Stage, ...]:
         "generate": {"needs_before": "served_weights:2 pool"},
         "advantages": {"needs_before": "served_weights"},
         "publish": {"needs_before": "pool:-1", "shares_devices": True},
-        "checkpoint": {"needs_before": "pool:-1"},
+        "checkpoint": {"needs_before": "pool:-1 recorded"},
     }
     return tuple(replace(stage, **changes.get(stage.name, {})) for stage in graph)
 

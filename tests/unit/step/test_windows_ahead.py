@@ -454,14 +454,32 @@ def test_a_run_that_is_killed_goes_on_as_the_same_run(rng, kill_after, save_ever
     assert_same_run(run, again, make)
 
 
-def test_a_stop_during_an_evaluation_loses_no_row():
-    class LongEvaluations(ToyRun):
-        def begin(self, actions, run):
-            return super().begin(actions, run) + 50.0 * (run.stage.name == "evaluate")
+class SlowStage(ToyRun):
+    slow = ""
 
+    def begin(self, actions, run):
+        return super().begin(actions, run) + 50.0 * (run.stage.name == self.slow)
+
+
+def test_a_stop_during_an_evaluation_loses_no_row():
     for stop_after in range(30, 60):
-        run = LongEvaluations(make_config(), random.Random(0), save_every=99).go(stop_after=stop_after)
+        run = SlowStage(make_config(), random.Random(0), save_every=99)
+        run.slow = "evaluate"
+        run.go(stop_after=stop_after)
         assert set(run.recorder.rows) == set(range(run.saver.newest_step + 1))
+
+
+@pytest.mark.parametrize("make", [make_config, in_flight_config, group_config])
+@pytest.mark.parametrize("slow", ["record", "evaluate"])
+def test_a_kill_before_the_row_of_an_earlier_step_is_written_loses_no_row(make, slow):
+    for kill_after in range(10, 9 * NUM_STEPS, 3):
+        run = SlowStage(make(), random.Random(kill_after), save_every=1)
+        run.slow = slow
+        with pytest.raises(Killed):
+            run.go(kill_after=kill_after)
+        again = ToyRun(make(), random.Random(0), run.saver.newest).go()
+        earlier = {step for step in run.recorder.rows if step < again.first_step}
+        assert earlier | set(again.recorder.rows) == set(range(NUM_STEPS))
 
 
 @quick
