@@ -23,7 +23,7 @@ from megatron_rl.planning.run_memory import model_folders
 from megatron_rl.simulation.lengths import named_lengths
 from megatron_rl.simulation.prediction import Workload
 from megatron_rl.simulation.ranking import Ranking
-from megatron_rl.system.arguments import positive_int
+from megatron_rl.system.arguments import positive_int, split_words
 from megatron_rl.system.files import write_whole
 from megatron_rl.system.terminal import say
 
@@ -110,8 +110,8 @@ def _numbers(config: Config) -> dict[str, object]:
 
 
 def _inputs(arguments: argparse.Namespace) -> _Inputs:
-    paths = [*arguments.config, *(word for word in arguments.words if "=" not in word)]
-    words = [word for word in arguments.words if "=" in word]
+    named, words = split_words(arguments.words)
+    paths = [*arguments.config, *named]
     device = _gpu(arguments)
     if arguments.gpus > device.per_machine and arguments.gpus % device.per_machine:
         raise UserError(

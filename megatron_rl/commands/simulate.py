@@ -30,7 +30,7 @@ from megatron_rl.simulation.prediction import (
 from megatron_rl.simulation.recorded import RecordedRun, prompt_lengths, read_run
 from megatron_rl.simulation.scenario import Scenario, scenario_of
 from megatron_rl.simulation.timing import Timing, read_timing, write_timing
-from megatron_rl.system.arguments import positive_int, positive_number
+from megatron_rl.system.arguments import positive_int, positive_number, split_words
 from megatron_rl.tracking.timeline import Timeline
 
 _STEPS_THAT_COUNT = 200
@@ -71,8 +71,8 @@ class _Inputs:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    paths = [*arguments.config, *(word for word in arguments.words if "=" not in word)]
-    overrides = [word for word in arguments.words if "=" in word]
+    named, overrides = split_words(arguments.words)
+    paths = [*arguments.config, *named]
     source = read_run(arguments.from_run) if arguments.from_run else None
     if arguments.replay:
         if source is None:

@@ -189,7 +189,3 @@ def packs_in_progress(parallel: ParallelConfig, rank: int, num_packs: int) -> in
     # p packs of each of their chunks but the last, and two more for each later stage (arXiv 2104.04473).
     started = pipeline - rank if virtual == 1 else 2 * (pipeline - rank - 1) + (virtual - 1) * pipeline + 1
     return min(started, num_packs * virtual)
-
-
-def gibibytes(num_bytes: float) -> float:
-    return num_bytes / 1024**3

@@ -28,6 +28,7 @@ from megatron_rl.rollout.sglang.options import ServerOptions
 from megatron_rl.rollout.sglang.routes import returns_routes
 from megatron_rl.rollout.sglang.server import Progress, ServerError, SglangServer, count_gpus, detect_device
 from megatron_rl.system.gpu_environment import NCCL_DEFAULTS, nccl_values
+from megatron_rl.system.host_memory import num_ranks_here
 from megatron_rl.system.url_files import named_urls
 
 logger = logging.getLogger(__name__)
@@ -183,7 +184,7 @@ def _first_free_gpu(rollout: RolloutConfig, note: Progress) -> int:
 
     The latter gets this far with weights that travel by files alone (config/checks/servers.py).
     """
-    num_gpus, num_ranks = count_gpus(), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    num_gpus, num_ranks = count_gpus(), num_ranks_here()
     needed = rollout.num_servers * rollout.tensor_parallel_size
     if num_gpus >= num_ranks + needed:
         return num_ranks

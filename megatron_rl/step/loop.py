@@ -142,7 +142,7 @@ class TrainingLoop:
         """Rewards of what ended in this step."""
         state = self._states[step]
         await self._parts.grader.grade(state.slots, step)
-        state.finished = [t for t in state.slots if t.finished and not t.greedy]
+        state.finished = state.ended
 
     def values(self, step: int) -> None:
         """The critic's values of the window's tokens."""
@@ -393,8 +393,7 @@ class TrainingLoop:
         state.is_shared_out, ids = True, state.batch.ids
         ended: Sequence[int] = ids
         if config.schedule.critic_trains_on is TrainsOn.responses:
-            finished = [t for t in state.slots if t.finished and not t.greedy]
-            ended = [t.id for t in critic_responses(finished, config.algorithm)]
+            ended = [t.id for t in critic_responses(state.ended, config.algorithm)]
         of_policy, of_critic = policy_minibatches(config, len(ids), step), critic_minibatches(config, len(ended), step)
         self._parts.group.share_out(
             state.batch,

@@ -51,6 +51,11 @@ class StepState:
     def __post_init__(self) -> None:
         self.slots = self.slots or self.trajectories
 
+    @property
+    def ended(self) -> list[Trajectory]:
+        """Finished in this step, scored or not yet; greedy responses aside."""
+        return [t for t in self.slots if t.finished and not t.greedy]
+
     def saved_part(self) -> "StepState":
         """What a checkpoint of this step needs; the rest may be forgotten."""
         empty = PackedBatch(self.batch.tokens[:0], self.batch.cu_seqlens[:1], {})

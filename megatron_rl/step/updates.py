@@ -32,11 +32,16 @@ def train_policy(
         read = _without(batch, "old_logprobs" if keeps else "window")
         rows = rows if keeps else [row for row in rows if row in useful]
         denominators = policy_denominators(batch.only("mask", "lm_mask").select(rows), config.algorithm)
-        more = {"keeps_logprobs": True} if keeps else {}
         if denominators["mask"]:
             results.append(
                 group.update(
-                    "policy", read, rows, objective="policy", denominators=denominators, temperature=temperature, **more
+                    "policy",
+                    read,
+                    rows,
+                    objective="policy",
+                    denominators=denominators,
+                    temperature=temperature,
+                    keeps_logprobs=keeps,
                 )
             )
             kept = results[-1].logprobs if keeps else kept

@@ -1,7 +1,8 @@
-"""Types for argparse: numbers that must be above 0, so that a wrong one is told with its flag."""
+"""Types for argparse: numbers that must be above 0, so that a wrong one is told with its flag; words of two kinds."""
 
 import argparse
 import math
+from collections.abc import Sequence
 
 
 def positive_int(text: str) -> int:
@@ -20,3 +21,8 @@ def positive_number(text: str) -> float:
     if not 0 < number <= 1e7:
         raise argparse.ArgumentTypeError(f"expected a number above 0 and up to 1e7, got {text!r}")
     return number
+
+
+def split_words(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Paths of recipes, and ``key=value`` overrides."""
+    return [word for word in words if "=" not in word], [word for word in words if "=" in word]

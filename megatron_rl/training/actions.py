@@ -41,7 +41,7 @@ def update(
     objective: str,
     denominators: dict[str, float],
     temperature: float,
-    keeps_logprobs: bool = False,
+    keeps_logprobs: bool,
 ) -> UpdateResult:
     loss = losses.build(objective, worker.config.algorithm, denominators, is_own_old=keeps_logprobs)
     return engine.update(share.microbatches, loss, temperature=temperature, keeps_logprobs=keeps_logprobs)

@@ -271,9 +271,13 @@ class TrainerGroup:
         Denominators are those of losses.build, over all of these. ``keeps_logprobs``: a policy's update takes the log-probs of
         its forward pass for the old ones, and they come with the result.
         """
-        action = partial(actions.update, objective=objective, denominators=denominators, temperature=temperature)
-        if keeps_logprobs:
-            action = partial(action, keeps_logprobs=True)
+        action = partial(
+            actions.update,
+            objective=objective,
+            denominators=denominators,
+            temperature=temperature,
+            keeps_logprobs=keeps_logprobs,
+        )
         logprobs: Tensor | None = None
         about = self._about(engine, batch)
         routes = about.ledger.routes.get(engine)

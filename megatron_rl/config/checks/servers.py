@@ -186,9 +186,7 @@ def flag_problems(
 
     ``loads_weights``: the servers have those of their folder from the start, and wait for no trainer's.
     """
-    given = {_flag(name): (name, value) for name, value in server_args.items()}
-    for flag, (_, value) in _flags_of_file(given).items():
-        given.setdefault(flag, (f"config: {flag}", value))
+    given = _given_flags(server_args)
     for flag, (name, value) in given.items():
         if flag in _WORKER_FLAGS and str(value) != "1":
             yield f"{key}{name}={value}: weight sync would wait for other workers than the server has; {_WORKER_FLAGS[flag]}"
@@ -209,9 +207,7 @@ def flag_problems(
 
 def quantization_problems(server_args: Mapping[str, Any], model_type: object) -> Iterator[str]:
     """SGLang options with which a server takes no weights from a trainer."""
-    given = {_flag(name): (name, value) for name, value in server_args.items()}
-    for flag, (name, value) in _flags_of_file(given).items():
-        given.setdefault(flag, (f"config: {name}", value))
+    given = _given_flags(server_args)
     load_format = given.get("load-format", ("", None))[1]
     for flag in ("quantization", "modelopt-quant", "quantize-and-serve"):
         name, value = given.get(flag, (flag, None))
@@ -230,8 +226,15 @@ def _flag(name: str) -> str:
     return whole[0] if whole else flag
 
 
-def _flags_of_file(given: Mapping[str, tuple[str, Any]]) -> dict[str, tuple[str, Any]]:
-    """The options in the file that ``config`` names; SGLang itself complains of a file that is none."""
+def _given_flags(server_args: Mapping[str, Any]) -> dict[str, tuple[str, Any]]:
+    """SGLang's long name -> the name that was written, and its value: of ``server_args``, then of the file that its ``config`` names."""
+    given = {_flag(name): (name, value) for name, value in server_args.items()}
+    in_file = _flags_of_file(given)
+    return {**{flag: (f"config: {flag}", value) for flag, value in in_file.items()}, **given}
+
+
+def _flags_of_file(given: Mapping[str, tuple[str, Any]]) -> dict[str, Any]:
+    """SGLang itself complains of a file that is none."""
     path = Path(str(given["config"][1])) if "config" in given else None
     if path is None or not path.is_file():
         return {}
@@ -239,4 +242,4 @@ def _flags_of_file(given: Mapping[str, tuple[str, Any]]) -> dict[str, tuple[str,
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError):
         return {}
-    return {_flag(str(name)): (str(name), value) for name, value in content.items()} if isinstance(content, dict) else {}
+    return {_flag(str(name)): value for name, value in content.items()} if isinstance(content, dict) else {}

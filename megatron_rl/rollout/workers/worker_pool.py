@@ -95,20 +95,18 @@ class _Worker:
     def pid(self) -> int:
         return self._process.pid if self._process is not None else 0
 
-    async def ask(self, question: Any) -> Any:
+    async def ask(self, question: Any, tokenizer_json: str = "") -> Any:
         process = await self._running()
+        if tokenizer_json:
+            process.learn(tokenizer_json)
         answer = await process.ask(question)
         self._num_deaths = 0
         return answer
 
     async def texts(self, tokenizer_json: str, sequences: Sequence[TokenParts]) -> list[str]:
         while True:
-            process = await self._running()
-            process.learn(tokenizer_json)
             with contextlib.suppress(WorkerLost):
-                texts = await process.ask(Texts(sequences))
-                self._num_deaths = 0
-                return texts
+                return await self.ask(Texts(sequences), tokenizer_json)
 
     async def _running(self) -> "_Process":
         async with self._starting:

@@ -27,7 +27,7 @@ class RecordingGroup:
     def __init__(self):
         self.updates = []
 
-    def update(self, engine, batch, rows, *, objective, denominators, temperature=1.0):
+    def update(self, engine, batch, rows, *, objective, denominators, temperature=1.0, keeps_logprobs=False):
         self.updates.append((engine, len(rows), denominators))
         return UpdateResult(1.0, 1e-3, {f"{objective}_loss": (2.0, 4.0)}, skipped=False)
 
