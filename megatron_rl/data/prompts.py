@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from megatron_rl.config.schema import DataConfig, DuplicateIds
+from megatron_rl.data.chat_arguments import chat_arguments
 from megatron_rl.data.images import ImageRef, ImageSource, inspect
 from megatron_rl.data.parts import (
     IMAGE_MARK,
@@ -36,6 +37,8 @@ class PromptSet:
     num_too_long_by_type: Mapping[str, int] = field(default_factory=dict)
     num_duplicates: int = 0
     """Rows left out because an earlier row has their id."""
+    num_unread: Mapping[str, int] = field(default_factory=dict)
+    """By chat-template argument that the template never mentions: prompts that have it."""
 
     @property
     def num_by_type(self) -> dict[str, int]:
@@ -56,6 +59,8 @@ class RowContent:
     place: str
     images: tuple[ImageSource, ...] = ()
     """In the order of their places in the prompt."""
+    chat_arguments: dict[str, Any] = field(default_factory=dict)
+    """Keyword arguments of the chat template; ``tools`` is one."""
 
     @property
     def text(self) -> str:
@@ -77,6 +82,7 @@ def load_prompts(files: Sequence[str], data: DataConfig, tokenizer: Tokenizer, *
     places: dict[str, str] = {}
     num_duplicates = 0
     too_long: Counter[str] = Counter()
+    unread: Counter[str] = Counter()
     for row, place in read_rows(files, split=data.split):
         content = read_content(row, place, data)
         if is_duplicate(content, places, data):
@@ -87,12 +93,13 @@ def load_prompts(files: Sequence[str], data: DataConfig, tokenizer: Tokenizer, *
             too_long[prompt.type] += 1
         else:
             prompts.append(prompt)
+            unread.update(name for name in prompt.chat_arguments if not tokenizer.template_reads(name))
     if not prompts:
         raise DataError(
             f"{', '.join(files)}: no prompt is left ({too_long.total()} are longer than batch.max_prompt_tokens={max_prompt_tokens}); "
             "give more data or raise batch.max_prompt_tokens"
         )
-    return PromptSet(tuple(prompts), too_long.total(), dict(too_long), num_duplicates)
+    return PromptSet(tuple(prompts), too_long.total(), dict(too_long), num_duplicates, dict(unread))
 
 
 class Solution(NamedTuple):
@@ -159,6 +166,7 @@ def read_content(row: Row, place: str, data: DataConfig) -> RowContent:
     if isinstance(found, (dict, list, bool, bytes)) or found in (math.inf, -math.inf):
         raise DataError(f"{place}: field {data.id_field!r}: expected text or a number, got {describe(found)}")
     prompt, images = _prompt(row, place, data)
+    chat = data.use_chat_template or not isinstance(prompt, str)
     return RowContent(
         id=place if is_missing(found) else str(found),
         prompt=prompt,
@@ -167,6 +175,7 @@ def read_content(row: Row, place: str, data: DataConfig) -> RowContent:
         fields=_reward_fields(row, data.reward_fields, place),
         place=place,
         images=tuple(images),
+        chat_arguments=chat_arguments(row, place, data, chat=chat),
     )
 
 
@@ -210,7 +219,7 @@ def tokenize(content: RowContent, data: DataConfig, tokenizer: Tokenizer) -> Pro
     if content.images and isinstance(prompt, str):
         prompt = [{"role": "user", "content": split_marks(prompt)}] if chat else prompt.replace(IMAGE_MARK, tokenizer.image_text)
     try:
-        token_ids = tokenizer.encode_prompt(prompt, chat=chat, system_prompt=data.system_prompt)
+        token_ids = tokenizer.encode_prompt(prompt, chat=chat, system_prompt=data.system_prompt, arguments=content.chat_arguments)
         images, token_ids = _with_images(content, token_ids, tokenizer)
     except DataError as error:
         raise DataError(f"{where}: {error}") from error
@@ -229,6 +238,7 @@ def tokenize(content: RowContent, data: DataConfig, tokenizer: Tokenizer) -> Pro
         type=content.type,
         fields=content.fields,
         images=images,
+        chat_arguments=content.chat_arguments,
     )
 
 

@@ -1,7 +1,8 @@
 """The one place where text becomes tokens: a thin view of the model folder's Hugging Face tokenizer."""
 
 import functools
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -80,11 +81,24 @@ class Tokenizer:
     def encode(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=False)
 
-    def encode_prompt(self, prompt: str | Sequence[Message], *, chat: bool, system_prompt: str = "") -> list[int]:
+    def template_reads(self, argument: str) -> bool:
+        """Whether the chat template mentions ``argument``; one that it does not changes nothing."""
+        template = self._tokenizer.chat_template
+        return bool(re.search(rf"\b{re.escape(argument)}\b", str(template))) or argument == "chat_template"
+
+    def encode_prompt(
+        self,
+        prompt: str | Sequence[Message],
+        *,
+        chat: bool,
+        system_prompt: str = "",
+        arguments: Mapping[str, Any] | None = None,
+    ) -> list[int]:
         """Ids of a prompt. With ``chat`` it becomes messages in the chat template, up to where the model answers.
 
-        ``system_prompt`` is put before messages that bring no system message of their own. DataError when the
-        tokenizer has no chat template, or one that refuses these messages.
+        ``system_prompt`` is put before messages that bring no system message of their own. ``arguments``: what else the template is
+        given, such as ``enable_thinking`` and ``tools``. DataError when the tokenizer has no chat template, or one that refuses these
+        messages.
         """
         if not chat:
             return self._tokenizer.encode(prompt)
@@ -99,17 +113,21 @@ class Tokenizer:
         if system_prompt and messages[0]["role"] != "system":
             messages = [{"role": "system", "content": system_prompt}, *messages]
         try:
-            return self._tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+            return self._tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False, **arguments or {})
         except (TemplateError, TypeError, ValueError) as error:
             roles = ", ".join(message["role"] for message in messages)
-            raise DataError(f"{self.path}: the chat template refuses messages of {roles}: {error}") from error
+            given = f" with {', '.join(arguments)}" if arguments else ""
+            raise DataError(f"{self.path}: the chat template refuses messages of {roles}{given}: {error}") from error
 
-    def encode_message(self, text: str, *, chat: bool, last_token_id: int | None = None) -> list[int]:
+    def encode_message(
+        self, text: str, *, chat: bool, last_token_id: int | None = None, arguments: Mapping[str, Any] | None = None
+    ) -> list[int]:
         """Ids of a message that follows a turn of the model in the same history.
 
         Without ``chat`` the text as it is. With it, what the chat template writes between the model's last word and
         the place where it answers again, with ``text`` as the user's message. ``last_token_id`` is the history's last
         token: the template's closing token is left out if the model has written it, and added if its turn was cut.
+        ``arguments``: those of the prompt.
         """
         if not chat:
             return self.encode(text)
@@ -123,6 +141,7 @@ class Tokenizer:
                 [{"role": role, "content": content} for role, content in messages],
                 add_generation_prompt=True,
                 tokenize=False,
+                **arguments or {},
             )
         except (TemplateError, TypeError, ValueError) as error:
             raise DataError(

@@ -38,6 +38,8 @@ class Prompt:
     """Further fields of the row that its reward reads."""
     images: tuple[ImageRef, ...] = ()
     """In the order of their tokens."""
+    chat_arguments: dict[str, Any] = field(default_factory=dict)
+    """Keyword arguments of the chat template for the prompt, and for messages of an environment that follow it."""
 
     @cached_property
     def token_array(self) -> np.ndarray:

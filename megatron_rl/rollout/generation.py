@@ -1,7 +1,8 @@
 """How a run generates: what is the same for all its windows."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from megatron_rl.config.derived import publishes_in_flight, runs_ahead
 from megatron_rl.config.schema import Config, FireConfig
@@ -29,8 +30,8 @@ class Dialogue:
     """Who answers the model's turns, and how its words become tokens."""
 
     environment: Environment
-    encode_message: Callable[[Message, int], list[int]]
-    """(message, last token of the history) -> ids."""
+    encode_message: Callable[..., list[int]]
+    """(message, last token of the history, the prompt's chat-template arguments) -> ids."""
     server_stops: tuple[str, ...] = ()
     """Those of the environment's stop strings that servers look for as text; the others are stop tokens, or are found
     in the answers."""
@@ -90,8 +91,9 @@ def dialogue_of(environment: Environment | None, tokenizer: Tokenizer, *, chat: 
     if environment is None:
         return None
 
-    def encode_message(message: Message, last_token_id: int) -> list[int]:
-        ids = tokenizer.encode_message(message.text, chat=chat and not message.verbatim, last_token_id=last_token_id)
+    def encode_message(message: Message, last_token_id: int, arguments: Mapping[str, Any] | None = None) -> list[int]:
+        goes_through = chat and not message.verbatim
+        ids = tokenizer.encode_message(message.text, chat=goes_through, last_token_id=last_token_id, arguments=arguments)
         # Such a token without its image would hang the server.
         if tokenizer.vision is not None and not set(ids).isdisjoint(tokenizer.vision.banned_token_ids):
             raise EnvironmentFault(

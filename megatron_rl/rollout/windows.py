@@ -275,7 +275,7 @@ class Window:
         if message is None:
             trajectory.env_done = True
             return
-        token_ids = dialogue.encode_message(message, int(trajectory.token_ids[-1]))
+        token_ids = dialogue.encode_message(message, int(trajectory.token_ids[-1]), trajectory.prompt.chat_arguments)
         if trajectory.num_response_tokens + len(token_ids) >= trajectory.max_response_tokens:
             trajectory.out_of_room = True
             return

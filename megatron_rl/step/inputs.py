@@ -130,6 +130,8 @@ def describe_prompts(inputs: Inputs) -> Iterator[str]:
         left_out = {"longer than batch.max_prompt_tokens": prompts.num_too_long, "duplicate ids": prompts.num_duplicates}
         dropped = ", ".join(f"{count:,} {why}" for why, count in left_out.items() if count)
         yield f"prompts to {purpose}: {by_type}" + (f"; left out: {dropped}" if dropped else "")
+        for name, count in prompts.num_unread.items():
+            yield f"the chat template reads no {name!r}, which {count:,} prompts to {purpose} have: there it changes nothing"
 
 
 def _slot_pool(config: Config, train_set: PromptSet, start: Callable[..., Trajectory]) -> SlotPool:

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Any
 
 from megatron_rl.config.schema.bounds import at_least, items_at_least
 
@@ -61,6 +62,12 @@ class DataConfig:
     """Wrap the prompt as a user message in the tokenizer's chat template."""
     system_prompt: str = ""
     """System message before the prompt; needs use_chat_template."""
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Arguments of the chat template for every prompt that goes through it, as {enable_thinking: false}."""
+    chat_template_kwargs_field: str = "chat_template_kwargs"
+    """Column of a row's own arguments of the chat template, over chat_template_kwargs. Optional in the file; empty: none is read."""
+    tools_field: str = "tools"
+    """Column of the tools that the chat template shows for a row, as a list of JSON schemas. Optional in the file; empty: none."""
     images_field: str = "images"
     """Column of images for the <image> marks of a prompt that is text. Optional in the file."""
     image_dir: str = ""
