@@ -144,10 +144,12 @@ class Pairwise:
                 tokenizer_path=str(self._tokenizer.path),
             )
             words = (self._yes, self._no)
+            # As the judge is asked later: about the text alone.
+            content = replace(row.content, images=(), chat_arguments={})
             examples.append(
                 Example(
                     tuple(
-                        (*tokenize(replace(row.content, prompt=text, images=()), self._data, self._tokenizer).token_ids, word)
+                        (*tokenize(replace(content, prompt=text), self._data, self._tokenizer).token_ids, word)
                         for text, word in zip(texts, words, strict=True)
                     ),
                     {},

@@ -5,7 +5,6 @@ import json
 import pyarrow
 import pyarrow.parquet
 import pytest
-from tests.tiny_models import make_tokenizer
 
 from megatron_rl.config.checks import prompt_content
 from megatron_rl.config.schema import DataConfig
@@ -14,6 +13,7 @@ from megatron_rl.data.tokenizer import Tokenizer
 from megatron_rl.data.trajectory import Prompt
 from megatron_rl.errors import DataError
 from megatron_rl.rollout.generation import dialogue_of
+from tests.tiny_models import make_tokenizer
 from tests.unit.environments.test_environments import Message, Pag
 
 TEMPLATE = """
