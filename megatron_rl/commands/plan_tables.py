@@ -13,7 +13,7 @@ from megatron_rl.config.layout import SHORT_NAMES, ranks_of_replica
 from megatron_rl.config.schema import Config, ParallelConfig
 from megatron_rl.planning.counts import num_parameters
 from megatron_rl.planning.memory_verdict import look
-from megatron_rl.planning.plan_search import NO_CACHE, Refused, Search
+from megatron_rl.planning.plan_search import MOST_MACHINES, NO_CACHE, Refused, Search
 from megatron_rl.planning.run_memory import models_of, run_memory
 from megatron_rl.simulation.ranking import Ranked
 
@@ -80,7 +80,9 @@ def start_command(planned: Planned, recipe: str) -> str:
     words = f"sbatch --nodes {machines} launch/slurm.sbatch train --config {recipe}"
     if server_placement(config.rollout).shares_devices:
         return f"{words} rollout.urls=[...], with servers on each of the machines (docs/weight_sync.md)"
-    return f"ROLLOUT_NODES={machines - config.parallel.num_ranks // per_machine} {words}"
+    several = config.rollout.tensor_parallel_size // per_machine
+    nodes = f"ROLLOUT_NODES={machines - config.parallel.num_ranks // per_machine}"
+    return " ".join([nodes, *([f"SERVER_NODES={several}"] if several > 1 else []), words])
 
 
 def nothing_fits(search: Search, num_gpus: int, gpu_name: str, fewest: int) -> str:
@@ -92,7 +94,7 @@ def nothing_fits(search: Search, num_gpus: int, gpu_name: str, fewest: int) -> s
     if fewest:
         lines.append(f"the fewest {gpu_name} that something fits: {fewest}")
     elif NO_CACHE in search.refused:
-        why = f"a server stays on one machine of {search.gpu.per_machine}"
+        why = f"a server is spread over {MOST_MACHINES} machines of {search.gpu.per_machine} at most"
         lines.append(f"no number of {gpu_name} is enough: {why}; take GPUs with more memory")
     else:
         lines.append("no number of them up to 4,096 is enough; take shorter responses (--sequence-tokens) or GPUs with more memory")

@@ -48,6 +48,8 @@ _FRACTION_KEYS = {_FRACTION_KEY, _FRACTION_KEY.replace("-", "_")}
 _SERVER_FRACTION, _LEAST_FRACTION = 0.8, 0.01
 """Of servers on GPUs of their own: groups that weights come through take memory after the cache has been sized."""
 _LEAST_PACK, _MOST_SHARES = 8192, 8
+MOST_MACHINES = 8
+"""That one server is spread over."""
 _CHUNKS, _RECOMPUTES = (4, 2), list(Recompute)
 TOO_MANY, FEW_SLOTS = "too little memory in the stage ", "more replicas than responses of an update"
 NO_CACHE = "no room in a server for one response"
@@ -130,8 +132,8 @@ def fewest_gpus(search: Search, most: int = 4096) -> int:
     policy = models_of(search.config, search.facts)[0]
     states = sum(states_of(policy.dtype, policy.settings.optimizer, policy.settings.vision)[:3])
     least = states * num_parameters(policy.facts) / search.gpu.hbm_bytes
-    if policy.number_bytes * num_parameters(policy.facts) > search.gpu.hbm_bytes * per_machine:
-        return 0  # a server stays on one machine
+    if policy.number_bytes * num_parameters(policy.facts) > search.gpu.hbm_bytes * per_machine * MOST_MACHINES:
+        return 0
     numbers = (number for number in (*range(1, per_machine), *_machines(per_machine, most)) if number >= least)
     return next((number for number in numbers if _anything_fits(counting, number)), 0)
 
@@ -176,10 +178,14 @@ def _colocated(search: Search, num_gpus: int) -> Iterator[Config]:
 
 
 def _servers(search: Search, num_ranks: int, num_gpus: int) -> Iterator[Config]:
-    """Servers on ``num_gpus`` GPUs of their own that have room for a response."""
-    for size in _server_sizes(search, num_gpus):
+    """Servers on ``num_gpus`` GPUs of their own that have room for a response; over several machines where one is too small."""
+    found, per_machine = False, search.gpu.per_machine
+    for size in (*_server_sizes(search, num_gpus), *_server_sizes(search, num_gpus, machines=True)):
+        if found and size > per_machine:
+            return
         config = _served(search, Placement.disaggregated, num_ranks, size, num_gpus // size)
         if search.allows(config, "rollout.") and _holds_a_response(search, config, memory_fraction(config)):
+            found = True
             yield config
 
 
@@ -193,11 +199,12 @@ def _holds_a_response(search: Search, config: Config, fraction: float) -> bool:
     return missing <= 0
 
 
-def _server_sizes(search: Search, num_gpus: int) -> Iterator[int]:
-    """Tensor-parallel sizes of servers that fill ``num_gpus`` GPUs; a server stays on one machine."""
-    model = vars(search.facts["policy"])
-    for size in (2**power for power in range(search.gpu.per_machine.bit_length())):
-        if num_gpus and num_gpus % size == 0 and size <= search.gpu.per_machine and not any(split_problems(model, size, "")):
+def _server_sizes(search: Search, num_gpus: int, *, machines: bool = False) -> Iterator[int]:
+    """Tensor-parallel sizes of servers that fill ``num_gpus`` GPUs: on one machine, or on two and more whole ``machines``."""
+    model, per_machine = vars(search.facts["policy"]), search.gpu.per_machine
+    most, smallest = (MOST_MACHINES, 2 * per_machine) if machines else (per_machine, 1)
+    for size in (smallest * 2**power for power in range(most.bit_length() - machines)):
+        if num_gpus and num_gpus % size == 0 and not any(split_problems(model, size, "")):
             yield size
 
 

@@ -154,7 +154,7 @@ def gpu_problems(config: Config, node: Node, num_ranks: int, command: str) -> It
     if ranks and ranks + workers > gpus and placement.weight_method is WeightMethod.broadcast:
         yield (
             f"{servers}: {workers} server workers and the {ranks} trainer ranks of this node need {ranks + workers} GPUs, and it "
-            f"has {gpus}. NCCL gives a GPU to one process of a group alone. " + "; ".join(_room_for_servers(config, node))
+            f"has {gpus}. NCCL gives a GPU to one process of a group alone. What helps: " + "; or ".join(_room_for_servers(config, node)) + ". (A dry run for another machine: --gpus-per-node)"
         )
 
 
@@ -166,12 +166,12 @@ def _room_for_servers(config: Config, node: Node) -> Iterator[str]:
     if gpus - ranks >= size:
         servers = (gpus - ranks) // size
         yield (
-            f"Start fewer ranks: parallel.num_ranks={ranks} rollout.num_servers={servers} (with launch/torchrun.sh: "
+            f"fewer ranks, parallel.num_ranks={ranks} rollout.num_servers={servers} (with launch/torchrun.sh: "
             f"RANKS_PER_NODE={ranks})"
         )
     if node.num_ranks <= gpus and node.num_ranks % size == 0:
-        yield f"or let them take turns: rollout.placement=colocated rollout.num_servers={node.num_ranks // size}"
-    yield "or attach to servers on other nodes: rollout.urls. (A dry run for another machine: --gpus-per-node)"
+        yield f"turns, rollout.placement=colocated rollout.num_servers={node.num_ranks // size}"
+    yield "servers on other nodes, rollout.urls (launch/slurm.sbatch starts and names them with ROLLOUT_NODES)"
 
 
 def flag_problems(

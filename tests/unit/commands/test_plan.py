@@ -74,12 +74,16 @@ def test_lengths_of_a_file_move_the_plan(capsys, tmp_path):
     assert short["response_s"] < json.loads(said(capsys, *words))[0]["response_s"]
 
 
-def test_a_gpu_of_a_file_of_ones_own(capsys, tmp_path):
-    (tmp_path / "gpus.yaml").write_text(
-        "MINE:\n  source: mine\n  flops: {bfloat16: 1.0e+15}\n  hbm_bytes: 80.0e+9\n  hbm_bandwidth: 3.0e+12\n"
-        "  nvlink_bandwidth: 4.0e+11\n  nic_bandwidth: 5.0e+10\n  per_machine: 4\n"
+def gpu_file(folder, *, hbm_bytes, per_machine):
+    (folder / "gpus.yaml").write_text(
+        f"MINE:\n  source: mine\n  flops: {{bfloat16: 1.0e+15}}\n  hbm_bytes: {hbm_bytes}\n  hbm_bandwidth: 3.0e+12\n"
+        f"  nvlink_bandwidth: 4.0e+11\n  nic_bandwidth: 5.0e+10\n  per_machine: {per_machine}\n"
     )
-    words = ("--model", MODELS / "qwen3-4b", "--gpus", 4, "--gpu-file", tmp_path / "gpus.yaml", *SMALL)
+    return folder / "gpus.yaml"
+
+
+def test_a_gpu_of_a_file_of_ones_own(capsys, tmp_path):
+    words = ("--model", MODELS / "qwen3-4b", "--gpus", 4, "--gpu-file", gpu_file(tmp_path, hbm_bytes=80e9, per_machine=4), *SMALL)
     assert "on 4 mine" in said(capsys, *words, "--gpu", "mine")
     assert "'H100-80G' is not described in" in refused(capsys, *words)
 
@@ -114,13 +118,21 @@ def test_models_that_cannot_be_planned_say_why(capsys, tmp_path):
     assert "plan with --sequence-tokens 512" in refused(capsys, "--model", tmp_path / "short", "--gpus", 8)
 
 
-def test_a_model_that_does_not_fit_says_how_many_gpus_would(capsys):
+def test_a_model_that_does_not_fit_says_how_many_gpus_would(capsys, tmp_path):
     said_32b = refused(capsys, "--model", MODELS / "qwen2.5-32b", "--gpus", 4, "rollout.placement=colocated")
     for words in ("too little memory in the stage", "nearest:", "the fewest H100-80G that something fits:"):
         assert words in said_32b
-    deepseek = refused(capsys, "--model", MODELS / "deepseek-v3", "--gpus", 512)
-    assert "no number of H100-80G is enough: a server stays on one machine of 8" in deepseek
+    tiny = ("--gpu", "mine", "--gpu-file", gpu_file(tmp_path, hbm_bytes=8e9, per_machine=8))
+    deepseek = refused(capsys, "--model", MODELS / "deepseek-v3", "--gpus", 512, *tiny)
+    assert "no number of mine is enough: a server is spread over 8 machines of 8 at most" in deepseek
     assert "7 h100-80g" in refused(capsys, "--model", MODELS / "qwen3-30b-a3b", "--gpus", 7, "--gpu", "h100-80g")
+
+
+def test_a_model_that_is_too_large_for_a_machine_is_served_over_several(capsys):
+    plan = said(capsys, "--model", MODELS / "deepseek-v3", "--gpus", 256, "--gpu", "h200", "--top", 1)
+    assert "8 x tp16" in plan and "ROLLOUT_NODES=16 SERVER_NODES=2 sbatch --nodes 32" in plan
+
+
 def test_a_thousand_gpus_are_planned_in_seconds(capsys):
     begin = time.process_time()
     said(capsys, "--model", MODELS / "qwen3-235b-a22b", "--gpus", 1024)

@@ -105,11 +105,21 @@ def test_the_fewest_gpus_are_the_first_that_anything_fits(model):
     assert not any(next(iter(splits(search_of(model), number)), None) for number in numbers if number < fewest)
 
 
-def test_a_server_that_no_machine_holds_is_said_by_its_reason():
-    search = search_of("deepseek-v3")
-    assert not list(splits(search, 256)) and fewest_gpus(search) == 0
-    assert search.refused[NO_CACHE].nearest.rollout.tensor_parallel_size == 8
+def server_sizes(search, num_gpus):
+    return {server.rollout.tensor_parallel_size for split in splits(search, num_gpus) for server in split.servers}
+
+
+def test_a_server_is_spread_over_machines_only_where_one_is_too_small():
+    assert server_sizes(search_of("deepseek-v3", device="H200"), 256) == {16}
+    assert max(server_sizes(search_of("deepseek-v3", device="B300"), 256)) == 8
     assert fewest_gpus(search_of("deepseek-v3", device="B300")) * 288 >= 18 * 671  # 18 bytes a parameter
+
+
+def test_a_server_that_no_machines_hold_is_said_by_its_reason():
+    search = search_of("deepseek-v3")
+    search.gpu = replace(search.gpu, hbm_bytes=20e9)
+    assert not list(splits(search, 256)) and fewest_gpus(search) == 0
+    assert search.refused[NO_CACHE].nearest.rollout.tensor_parallel_size == 64
 
 
 @pytest.mark.parametrize(
