@@ -152,9 +152,11 @@ def gpu_problems(config: Config, node: Node, num_ranks: int, command: str) -> It
     workers = rollout.num_servers * rollout.tensor_parallel_size
     servers = f"rollout.num_servers={rollout.num_servers} x rollout.tensor_parallel_size={rollout.tensor_parallel_size}"
     if ranks and ranks + workers > gpus and placement.weight_method is WeightMethod.broadcast:
+        helps = "; or ".join(_room_for_servers(config, node))
         yield (
             f"{servers}: {workers} server workers and the {ranks} trainer ranks of this node need {ranks + workers} GPUs, and it "
-            f"has {gpus}. NCCL gives a GPU to one process of a group alone. What helps: " + "; or ".join(_room_for_servers(config, node)) + ". (A dry run for another machine: --gpus-per-node)"
+            f"has {gpus}. NCCL gives a GPU to one process of a group alone. What helps: {helps}. (A dry run for another machine: "
+            "--gpus-per-node)"
         )
 
 
