@@ -18,6 +18,7 @@ COMMANDS = {
     "simulate": "predict what a run takes, from a recipe and what a finished run measured",
     "doctor": "look whether this machine is fit for a run, and whether both engines and all layouts compute the same on it",
     "convert": "convert a model between a Hugging Face folder and Megatron's distributed checkpoint",
+    "watch": "show a run on the terminal while it trains, from its folder",
     "report": "write report.html of a run",
     "presets": "list the presets",
     "config": "explain every key of a recipe: type, default, bound, meaning",

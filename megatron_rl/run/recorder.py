@@ -14,6 +14,7 @@ from megatron_rl.system.host_memory import host_used_share
 from megatron_rl.tracking.console import TrainingConsole
 from megatron_rl.tracking.metrics_file import MetricsRow, MetricsWriter, read_metrics
 from megatron_rl.tracking.mlflow import Tracker
+from megatron_rl.tracking.status import StatusFile
 from megatron_rl.tracking.timeline import Span, Timeline, read_timeline
 
 
@@ -79,20 +80,23 @@ class Recorder:
         self._report_thread: threading.Thread | None = None
         if restored:
             self._take_over(first_step, restored.get("metrics") or {})
+        self._status = StatusFile(self._folder, self._now)
 
     def __enter__(self) -> "Recorder":
         self.console.__enter__()
         return self
 
-    def __exit__(self, kind: type | None, *rest: object) -> None:
-        self.console.__exit__(kind, *rest)
+    def __exit__(self, kind: type | None, error: BaseException | None, *rest: object) -> None:
+        self.console.__exit__(kind, error, *rest)
+        interrupted = kind is not None and issubclass(kind, KeyboardInterrupt)
+        reason = f"{kind.__name__}: {error}" if kind else ""
+        self._status.end("finished" if kind is None else "stopped" if interrupted else "failed", reason)
         if self._report_thread is not None:
             self._report_thread.join()
         self._write_report()
         for name in ("report.html", "timeline.json", "metrics.jsonl"):
             if (self._folder / name).is_file():
                 self._tracker.log_artifact(self._folder / name)
-        interrupted = kind is not None and issubclass(kind, KeyboardInterrupt)
         # Well within the 30 s that torchrun gives its ranks to stop after Ctrl-C.
         self._tracker.close("FINISHED" if kind is None else "KILLED" if interrupted else "FAILED", timeout_s=10.0)
         self._metrics.close()
@@ -185,8 +189,19 @@ class Recorder:
         elapsed_s = self.elapsed_s if num_steps_done else 0.0
         self.evaluations.append(Evaluation(num_steps_done, accuracy, accuracy_stderr, elapsed_s))
 
+    def _now(self) -> dict[str, Any]:
+        """What status.json says besides the state (on its own thread)."""
+        warnings = self.console.warnings
+        return {
+            "step": self.num_steps_done,
+            "stages": self.running(),
+            "warnings": warnings.newest,
+            "num_warnings": warnings.number,
+        }
+
     def start_clock(self) -> None:
         """The first step's time, and the run's, count from here."""
+        self._status.training()
         self._started_s = self._last_end_s = time.time()
 
     @property

@@ -249,6 +249,7 @@ class TrainingLoop:
             result = self._parts.rollout.publish()
             self._states[step].metrics |= {
                 "sync/seconds": result.seconds,
+                "sync/version": float(self._parts.rollout.weight_version),
                 "sync/bytes": float(result.num_bytes),
                 "sync/buffer_bytes": float(result.buffer_bytes),
             }

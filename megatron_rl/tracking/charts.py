@@ -6,7 +6,6 @@ thread or process may draw. matplotlib's settings are global, so drawing holds a
 """
 
 import io
-import math
 import re
 import threading
 from collections.abc import Mapping, Sequence
@@ -85,25 +84,6 @@ class Series:
     """line, faint (raw values behind a smoothed line) or points."""
     spread: np.ndarray | None = None
     """[N] half height of a band around the line, a standard deviation for one."""
-
-
-def smoothing_span(num_steps: int) -> int:
-    """Steps behind a smoothed line: a twentieth of the run, at least 5."""
-    return max(5, num_steps // 20)
-
-
-def smooth(values: np.ndarray, span: int) -> np.ndarray:
-    """Exponential mean over about ``span`` values, free of the bias towards the first one. [N] -> [N]; NaN is skipped."""
-    keep = 1.0 - 2.0 / (span + 1.0)
-    total = weight = 0.0
-    smoothed = np.full(len(values), np.nan)
-    for index, value in enumerate(values):
-        if math.isfinite(value):
-            total = keep * total + (1.0 - keep) * float(value)
-            weight = keep * weight + (1.0 - keep)
-        if weight:
-            smoothed[index] = total / weight
-    return smoothed
 
 
 def _reduce_points(steps: np.ndarray, values: np.ndarray, max_points: int = _MAX_POINTS) -> tuple[np.ndarray, np.ndarray]:

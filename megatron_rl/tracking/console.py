@@ -16,7 +16,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, TextIO
+from typing import Any, NamedTuple, TextIO
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -40,9 +40,12 @@ STAGE_STYLES = {
 _SPARKS = "▁▂▃▄▅▆▇█"
 _NUM_HISTORY = 40
 """Steps behind the sparklines and the time to go."""
+_NUM_WARNINGS = 5
+_LEAST_STAGE_SHARE = 0.005
+"""Of the stages' time in all; shorter ones have no name under the bar."""
 
 
-class _SafeStream(io.TextIOBase, TextIO):
+class SafeStream(io.TextIOBase, TextIO):
     """Passes text on until the other end is gone, then swallows it; characters that it cannot encode become '?'."""
 
     def __init__(self, stream: TextIO):
@@ -189,6 +192,12 @@ def summary_table(rows: Sequence[tuple[str, Any]], title: str = "") -> Table:
     return table
 
 
+class Warnings(NamedTuple):
+    number: int
+    newest: list[str]
+    """Each with its time of day; the newest last."""
+
+
 class TrainingConsole:
     """Shows a run from ``first_step`` to ``num_steps``; a context manager around the loop.
 
@@ -207,7 +216,7 @@ class TrainingConsole:
         live: bool | None = None,
         plain_interval_s: float = 2.0,
     ):
-        safe_stream = _SafeStream(stream or sys.stdout)
+        safe_stream = SafeStream(stream or sys.stdout)
         self._rich = Console(file=safe_stream, highlight=False, soft_wrap=False)
         if live is None:
             can_draw = self._rich.is_terminal and not self._rich.is_dumb_terminal
@@ -224,6 +233,7 @@ class TrainingConsole:
         self._metrics: dict[str, float] = {}
         self._history: dict[str, deque[float]] = {}
         self._evaluations: deque[tuple[int, str]] = deque(maxlen=3)
+        self._warnings: deque[str] = deque(maxlen=_NUM_WARNINGS)
         self._num_warnings = 0
         self._live = None
         if live:
@@ -265,7 +275,12 @@ class TrainingConsole:
     def warning(self, text: str) -> None:
         """A line that stays, marked as a warning and counted."""
         self._num_warnings += 1
+        self._warnings.append(f"{time.strftime('%H:%M:%S')} {text}")
         self._print(f"warning: {text}", style="yellow")
+
+    @property
+    def warnings(self) -> Warnings:
+        return Warnings(self._num_warnings, list(self._warnings))
 
     def _print(self, text: str, style: str = "") -> None:
         # soft_wrap: a log file or a pipe gets one line, however narrow rich believes it to be.
@@ -284,15 +299,15 @@ class TrainingConsole:
     def _draw(self, width: int) -> RenderableType:
         parts: list[RenderableType] = [self._progress(width)]
         if self._metrics:
-            parts += [self._numbers(width), *self._stages(width)]
+            parts += [self._numbers(width), *stage_rows(self._metrics, width)]
         if self._evaluations:
             recent = "  ".join(f"{accuracy} at step {step}" for step, accuracy in reversed(self._evaluations))
-            parts.append(_row("eval", Text(recent)))
+            parts.append(labelled_row("eval", Text(recent)))
         running = "  ".join(f"{name} {seconds:.0f} s" for name, seconds in self._running())
         if running:
-            parts.append(_row("now", Text(running)))
+            parts.append(labelled_row("now", Text(running)))
         if self._num_warnings:
-            parts.append(_row("warnings", Text(str(self._num_warnings), style="yellow")))
+            parts.append(labelled_row("warnings", Text(str(self._num_warnings), style="yellow")))
         return Group(*parts)
 
     def _progress(self, width: int) -> Text:
@@ -325,24 +340,31 @@ class TrainingConsole:
                 table.add_row(label, text, sparkline(history, max(1, min(_NUM_HISTORY, width - 24))))
         return table
 
-    def _stages(self, width: int) -> list[RenderableType]:
-        """A bar of the step's stages and their seconds. Stages that overlap count each for themselves."""
-        times = {stage: seconds for stage, seconds in _stage_times(self._metrics).items() if 0 < seconds < float("inf")}
-        total = sum(times.values())
-        if not total:
-            return []
-        bar, legend = Text(no_wrap=True, overflow="crop"), Text()
-        cells = max(1, min(60, width - 12))
-        ends = [0.0]
-        for stage, seconds in times.items():
-            ends.append(ends[-1] + seconds)
-            style = STAGE_STYLES.get(stage, "white")
-            bar.append("█" * (round(ends[-1] / total * cells) - round(ends[-2] / total * cells)), style=style)
-            legend.append("■\u00a0", style=style).append(f"{stage}\u00a0{seconds:.1f}\u00a0s  ")
-        return [_row("stages", bar), _row("", legend)]
+
+def stage_rows(metrics: Mapping[str, float], width: int) -> list[RenderableType]:
+    """A bar of a step's stages and their seconds. Stages that overlap count each for themselves."""
+    times = {stage: seconds for stage, seconds in _stage_times(metrics).items() if 0 < seconds < float("inf")}
+    total = sum(times.values())
+    if not total:
+        return []
+    bar, legend = Text(no_wrap=True, overflow="crop"), [Text()]
+    cells = max(1, min(60, width - 12))
+    ends = [0.0]
+    for stage, seconds in times.items():
+        ends.append(ends[-1] + seconds)
+        style = STAGE_STYLES.get(stage, "white")
+        bar.append("█" * (round(ends[-1] / total * cells) - round(ends[-2] / total * cells)), style=style)
+        if seconds < _LEAST_STAGE_SHARE * total:
+            continue
+        entry = Text.assemble(("■ ", style), f"{stage} {seconds:.2g} s" if seconds < 10 else f"{stage} {seconds:.0f} s")
+        # By hand: rich would break between a stage and its seconds.
+        if legend[-1] and len(legend[-1]) + len(entry) + 2 > width - 12:
+            legend.append(Text())
+        legend[-1].append("  " if legend[-1] else "").append(entry)
+    return [labelled_row("stages", bar), *(labelled_row("", line) for line in legend)]
 
 
-def _row(label: str, content: Text) -> Table:
+def labelled_row(label: str, content: Text) -> Table:
     row = Table.grid(padding=(0, 2, 0, 0))
     row.add_column(style="dim", min_width=8, no_wrap=True)
     row.add_column()

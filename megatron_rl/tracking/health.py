@@ -1,12 +1,22 @@
 """What a practised eye looks at first: the report's health checks. Each judges only what was logged."""
 
 import math
+from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_rl.tracking.charts import smooth, smoothing_span
-from megatron_rl.tracking.page import Check
 from megatron_rl.tracking.run_record import RunRecord
+from megatron_rl.tracking.smoothing import smooth, smoothing_span
+
+
+@dataclass(frozen=True)
+class Check:
+    """One line of the health list."""
+
+    title: str
+    state: str
+    """good, look (worth a look) or none (nothing to judge by)."""
+    detail: str
 
 
 def health_checks(run: RunRecord) -> tuple[Check, ...]:

@@ -93,6 +93,35 @@ def read_metrics(path: str | Path) -> list[MetricsRow]:
     return rows
 
 
+class MetricsTail:
+    """The rows of a file that another process writes; each look reads what is new."""
+
+    def __init__(self, path: str | Path) -> None:
+        self._path = Path(path)
+        self.rows: list[MetricsRow] = []
+        self._file: tuple[int, int] = (0, 0)
+        self._offset = 0
+
+    def look(self) -> bool:
+        """Whether there is something new. A file that was replaced or cut short (a resume) is read again, whole."""
+        try:
+            found = os.stat(self._path)
+            replaced = (found.st_dev, found.st_ino) != self._file or found.st_size < self._offset
+            if replaced:
+                self._file, self._offset, self.rows = (found.st_dev, found.st_ino), 0, []
+            elif found.st_size == self._offset:
+                return False
+            with open(self._path, "rb") as file:
+                file.seek(self._offset)
+                content = file.read()
+        except OSError:  # not there yet, or not for this moment (a shared file system)
+            return False
+        whole = content[: content.rfind(b"\n") + 1]  # the rest is a line that is being written
+        self._offset += len(whole)
+        self.rows += [row for line in whole.splitlines() if (row := _decode(line)) is not None]
+        return replaced or bool(whole)
+
+
 class MetricsWriter:
     """Appends one line a step to ``path``.
 

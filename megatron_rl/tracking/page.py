@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from html import escape
 
 from megatron_rl.tracking.charts import DARK, LIGHT
+from megatron_rl.tracking.health import Check
 
 
 @dataclass(frozen=True)
@@ -26,16 +27,6 @@ class Panel:
 class Section:
     title: str
     panels: tuple[Panel, ...]
-
-
-@dataclass(frozen=True)
-class Check:
-    """One line of the health list."""
-
-    title: str
-    state: str
-    """good, look (worth a look) or none (nothing to judge by)."""
-    detail: str
 
 
 @dataclass(frozen=True)

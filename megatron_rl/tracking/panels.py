@@ -8,10 +8,11 @@ from itertools import cycle
 import numpy as np
 
 from megatron_rl.tracking import charts
-from megatron_rl.tracking.charts import Series, smooth, smoothing_span
+from megatron_rl.tracking.charts import Series
 from megatron_rl.tracking.console import STAGE_STYLES, compact, evaluation_sets
 from megatron_rl.tracking.page import Panel, Section
 from megatron_rl.tracking.run_record import RunRecord
+from megatron_rl.tracking.smoothing import smooth, smoothing_span
 from megatron_rl.tracking.timeline import LANES, OVERLAP, Span, overlap_seconds
 
 _NUM_TIMELINE_STEPS = 3

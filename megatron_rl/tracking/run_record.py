@@ -58,31 +58,58 @@ def load_run(output_dir: str | Path) -> RunRecord:
     folder = Path(output_dir)
     if not folder.is_dir():
         raise FileNotFoundError(f"{folder}: expected the output folder of a run (run.output_dir), found none")
+    config_text = read_text(folder / "config.yaml")
+    return record_of(
+        folder.resolve().name,
+        read_metrics(folder / "metrics.jsonl"),
+        spans=read_timeline(folder / "timeline.json"),
+        config_text=config_text,
+        summary=read_summary(folder),
+    )
+
+
+def record_of(
+    name: str,
+    lines: Sequence[MetricsRow],
+    *,
+    spans: Sequence[Span] = (),
+    config_text: str = "",
+    summary: Mapping[str, Any] | None = None,
+) -> RunRecord:
+    """Of lines in any order; what is not given counts as missing."""
     by_step: dict[int, MetricsRow] = {}
-    for row in read_metrics(folder / "metrics.jsonl"):
+    for row in lines:
         earlier = by_step[row.step].metrics if row.step in by_step else {}
         # A step that was logged in two lines has the metrics of both.
         by_step[row.step] = MetricsRow(row.step, row.time_s, {**earlier, **row.metrics})
     rows = [by_step[step] for step in sorted(by_step)]
     columns: dict[str, np.ndarray] = {}
     for index, row in enumerate(rows):
-        for name, value in row.metrics.items():
-            columns.setdefault(name, np.full(len(rows), np.nan))[index] = value
-    config_text = _text(folder / "config.yaml")
+        for metric, value in row.metrics.items():
+            columns.setdefault(metric, np.full(len(rows), np.nan))[index] = value
     return RunRecord(
-        name=folder.resolve().name,
+        name=name,
         steps=np.array([row.step for row in rows], dtype=np.int64),
         columns=columns,
         times_s=np.array([row.time_s for row in rows]),
-        spans=read_timeline(folder / "timeline.json"),
+        spans=spans,
         config=_mapping(yaml.safe_load, config_text, yaml.YAMLError),
         config_text=config_text,
-        summary=_mapping(json.loads, _text(folder / "summary.json"), ValueError),
+        summary=summary or {},
     )
 
 
-def _text(path: Path) -> str:
-    return path.read_text(errors="replace") if path.exists() else ""
+def read_text(path: Path) -> str:
+    """Empty if there is no such file."""
+    try:
+        return path.read_text(errors="replace")
+    except OSError:
+        return ""
+
+
+def read_summary(folder: Path) -> Mapping[str, Any]:
+    """What summary.json says; empty before the end of the run."""
+    return _mapping(json.loads, read_text(folder / "summary.json"), ValueError)
 
 
 def _mapping(parse: Callable[[str], Any], text: str, error: type[Exception]) -> Mapping[str, Any]:

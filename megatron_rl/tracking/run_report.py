@@ -14,12 +14,12 @@ from typing import Any
 import numpy as np
 
 from megatron_rl.system.files import write_whole
-from megatron_rl.tracking.charts import smooth, smoothing_span
 from megatron_rl.tracking.console import accuracy_text, compact, duration
 from megatron_rl.tracking.health import health_checks
 from megatron_rl.tracking.page import Page, render
 from megatron_rl.tracking.panels import report_sections
 from megatron_rl.tracking.run_record import RunRecord, load_run
+from megatron_rl.tracking.smoothing import smooth, smoothing_span
 from megatron_rl.tracking.timeline import OVERLAP, Span, overlap_seconds
 
 
