@@ -32,7 +32,13 @@ setup(
     packages=find_packages(include=["megatron_rl", "megatron_rl.*"]),
     package_data={"megatron_rl": ["py.typed"], "megatron_rl.config": ["presets/*.yaml"], "megatron_rl.planning": ["*.yaml"]},
     install_requires=[],  # a CPU and a GPU machine need different builds of the same packages: choose an extra
-    extras_require={"cpu": pins("cpu.txt"), "gpu": pins("gpu.txt"), "test": pins("test.txt")},
+    extras_require={
+        "cpu": pins("cpu.txt"),
+        "gpu": pins("gpu.txt"),
+        "test": pins("test.txt"),
+        "tensorboard": [pin for pin in pins("sinks.txt") if pin.startswith("tensorboard")],
+        "wandb": [pin for pin in pins("sinks.txt") if pin.startswith("wandb")],
+    },
     entry_points={
         "console_scripts": ["megatron-rl = megatron_rl.cli:main"],
         "sglang.srt.platforms": ["torch_cpu = megatron_rl.cpu.sglang_platform:activate"],

@@ -121,8 +121,8 @@ if [ "$FLAVOR" = gpu ]; then
     fi
     say "4/4 megatron_rl itself"
 else
-    say "1/3 pinned packages (requirements/$FLAVOR.txt, requirements/test.txt)"
-    pip_install -r "requirements/$FLAVOR.txt" -r requirements/test.txt
+    say "1/3 pinned packages (requirements/$FLAVOR.txt, requirements/test.txt, requirements/sinks.txt)"
+    pip_install -r "requirements/$FLAVOR.txt" -r requirements/test.txt -r requirements/sinks.txt
     say "2/3 SGLang (requirements/sglang.txt, without its CUDA dependencies)"
     pip_install --no-deps -r requirements/sglang.txt
     bash launch/te_python.sh "$VENV" >"$log" 2>&1 || fail "Transformer Engine's Python, for tests, could not be fetched" "read $log"

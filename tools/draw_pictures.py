@@ -26,8 +26,9 @@ from megatron_rl.config.schema import Mode
 from megatron_rl.step.graph import Resource, Stage
 from megatron_rl.step.stages import step_graph
 from megatron_rl.system.files import write_whole
-from megatron_rl.tracking.charts import LIGHT, STAGE_COLORS, smooth, smoothing_span
+from megatron_rl.tracking.charts import LIGHT, STAGE_COLORS
 from megatron_rl.tracking.run_record import load_run
+from megatron_rl.tracking.smoothing import smooth, smoothing_span
 from megatron_rl.tracking.timeline import Span, overlap_intervals, overlap_seconds, read_timeline
 
 ROOT = Path(__file__).resolve().parents[1]

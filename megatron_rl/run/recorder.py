@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.config.load import config_to_yaml, flat_params
+from megatron_rl.config.load import config_to_yaml
 from megatron_rl.config.schema import Config
 from megatron_rl.system.files import write_whole
 from megatron_rl.system.host_memory import host_used_share
 from megatron_rl.tracking.console import TrainingConsole
 from megatron_rl.tracking.metrics_file import MetricsRow, MetricsWriter, read_metrics
-from megatron_rl.tracking.mlflow import Tracker
 from megatron_rl.tracking.status import StatusFile
+from megatron_rl.tracking.stores import Trackers
 from megatron_rl.tracking.timeline import Span, Timeline, read_timeline
 
 
@@ -57,16 +57,8 @@ class Recorder:
             resume_step=first_step + 1 if restored else 0,
             warn=self.console.warning,
         )
-        self._tracker = Tracker(
-            self._folder,
-            enabled=config.tracking.mlflow,
-            uri=config.tracking.mlflow_uri,
-            experiment=config.tracking.experiment,
-            params=flat_params(config),
-            resume=bool(config.run.resume),
-            warn=self.console.warning,
-        )
-        self._tracker.log_artifact(self._folder / "config.yaml")
+        self._trackers = Trackers(config, resume=bool(config.run.resume), warn=self.console.warning)
+        self._trackers.log_artifact(self._folder / "config.yaml")
         self._started_s = self._last_end_s = time.time()
         self._earlier_s = self._num_tokens = 0.0
         self.num_steps_done = first_step
@@ -96,9 +88,9 @@ class Recorder:
         self._write_report()
         for name in ("report.html", "timeline.json", "metrics.jsonl"):
             if (self._folder / name).is_file():
-                self._tracker.log_artifact(self._folder / name)
+                self._trackers.log_artifact(self._folder / name)
         # Well within the 30 s that torchrun gives its ranks to stop after Ctrl-C.
-        self._tracker.close("FINISHED" if kind is None else "KILLED" if interrupted else "FAILED", timeout_s=10.0)
+        self._trackers.close("FINISHED" if kind is None else "KILLED" if interrupted else "FAILED", timeout_s=10.0)
         self._metrics.close()
 
     def _take_over(self, first_step: int, newest: Mapping[str, float]) -> None:
@@ -124,7 +116,11 @@ class Recorder:
                 self._early.setdefault(step, {}).update(metrics)
                 return
         self._metrics.add_to(step, metrics)
-        self._tracker.log(step, metrics)
+        self._trackers.log(step, metrics)
+
+    def exported(self, folder: Path) -> None:
+        """The run's policy has been written as a Hugging Face folder."""
+        self._trackers.register(folder)
 
     def note_metrics(self, metrics: dict[str, float]) -> None:
         """What was measured before a step; it is logged with that step."""
@@ -155,7 +151,7 @@ class Recorder:
         """Numbers of a moment of its own: the evaluation before the first step is step 0."""
         now_s = time.time()
         self._metrics.log(step, metrics, time_s=now_s)
-        self._tracker.log(step, metrics, time_s=now_s)
+        self._trackers.log(step, metrics, time_s=now_s)
 
     def end(self, step: int, metrics: dict[str, float], *, num_server_restarts: int) -> None:
         """Write down a finished step; steps are counted from 1 from here on."""

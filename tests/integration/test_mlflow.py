@@ -3,11 +3,12 @@
 import sqlite3
 import time
 
-from megatron_rl.tracking.mlflow import Tracker
+from megatron_rl.tracking.mlflow import MLflowStore
+from megatron_rl.tracking.tracker import Tracker
 
 
 def open_tracker(folder, warnings, **options):
-    return Tracker(folder, params={"batch": {"window_tokens": 28}}, warn=warnings.append, **options)
+    return Tracker(MLflowStore(folder, params={"batch": {"window_tokens": 28}}, **options), warn=warnings.append)
 
 
 def test_params_metrics_and_artifacts_arrive_and_a_resumed_run_goes_on(tmp_path):

@@ -68,6 +68,7 @@ from megatron_rl.config.schema.run import (
     ScheduleConfig,
     TrackingConfig,
     TrainsOn,
+    WandbMode,
     WeightUpdate,
 )
 from megatron_rl.config.schema.signs import HealthAction, HealthConfig
@@ -133,6 +134,7 @@ __all__ = [
     "TrackingConfig",
     "TrainsOn",
     "VisionConfig",
+    "WandbMode",
     "WeightSync",
     "WeightUpdate",
 ]

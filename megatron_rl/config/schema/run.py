@@ -162,6 +162,15 @@ class EvalConfig:
     """Several sets at once, by name, in the place of data.eval_files; metrics are eval/<name>/..."""
 
 
+class WandbMode(Enum):
+    """How Weights & Biases gets a run."""
+
+    online = "online"
+    """While it trains."""
+    offline = "offline"
+    """From the folder `wandb` in the output folder, by `wandb sync`."""
+
+
 @dataclass
 class TrackingConfig:
     """Where metrics go besides the output folder."""
@@ -171,6 +180,16 @@ class TrackingConfig:
     mlflow_uri: str = ""
     """Address of the tracking server; empty: a SQLite store in the output folder."""
     experiment: str = "megatron_rl"
-    """Name of MLflow's experiment that the run is listed under."""
+    """Name of MLflow's experiment, and of the Weights & Biases project, that the run is listed under."""
+    mlflow_parent: str = ""
+    """Name of the MLflow run that this one is listed under as a child (a sweep, SFT and RL of one model); made where there is
+    none. Empty: the run stands alone."""
+    mlflow_model: str = ""
+    """Name of a registered MLflow model that the final policy becomes a version of (a tracking server gets a copy of the
+    weights); empty: none."""
+    tensorboard: bool = False
+    """Write TensorBoard event files into the folder `tensorboard` of the output folder."""
+    wandb: WandbMode | None = None
+    """Log to Weights & Biases; null: do not. Account and server are its own settings (WANDB_API_KEY, WANDB_ENTITY, WANDB_BASE_URL)."""
     report_every_steps: int = at_least(0, default=20)
     """Rewrite report.html every so many steps (and at the end)."""

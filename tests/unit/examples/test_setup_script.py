@@ -154,7 +154,7 @@ def test_a_cpu_machine_gets_its_pins_and_sglang_without_its_own(machine):
     assert done.returncode == 0, done.stderr
     pins, sglang, stand_ins, package = (call.split("|")[0] for call in machine.calls())
     assert stand_ins == "te_python .venv"
-    assert pins.endswith("install --disable-pip-version-check -r requirements/cpu.txt -r requirements/test.txt")
+    assert pins.endswith("install --disable-pip-version-check -r requirements/cpu.txt -r requirements/test.txt -r requirements/sinks.txt")
     assert sglang.endswith("--no-deps -r requirements/sglang.txt")
     assert package.endswith("-e .")
 

@@ -1,0 +1,46 @@
+"""Where a run is tracked: the libraries that are optional, and an account that nobody could be asked for later."""
+
+import netrc
+import os
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from megatron_rl.config.schema import Config, WandbMode
+
+_WANDB_SERVER = "https://api.wandb.ai"
+
+
+def problems(config: Config) -> Iterator[str]:
+    tracking = config.tracking
+    wanted = {"tensorboard": tracking.tensorboard, "wandb": tracking.wandb is not None}
+    for package, is_wanted in wanted.items():
+        if is_wanted and find_spec(package) is None:
+            off = "false" if package == "tensorboard" else "null"
+            yield (
+                f"tracking.{package}: the package {package} is not installed; install it (pip install -e '.[{package}]'), or set "
+                f"tracking.{package}={off}"
+            )
+    if tracking.wandb is WandbMode.online and find_spec("wandb") and not _has_wandb_account():
+        yield (
+            "tracking.wandb: online needs an account, and neither WANDB_API_KEY is set nor has `wandb login` left a key on this "
+            "machine; log in, or set tracking.wandb=offline and upload the run with `wandb sync` afterwards"
+        )
+    if tracking.mlflow_model and not tracking.mlflow:
+        yield "tracking.mlflow_model: a model is registered in MLflow, and tracking.mlflow=false; set it to true, or the name to ''"
+    if tracking.mlflow_parent and not tracking.mlflow:
+        yield "tracking.mlflow_parent: runs are nested in MLflow, and tracking.mlflow=false; set it to true, or the name to ''"
+
+
+def _has_wandb_account() -> bool:
+    if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
+        return True
+    if (Path.home() / ".config" / "wandb" / "settings").is_file():  # may name a server of its own
+        return True
+    host = urlsplit(os.environ.get("WANDB_BASE_URL") or _WANDB_SERVER).hostname or ""
+    try:
+        file = netrc.netrc(os.environ.get("NETRC"))
+    except (OSError, netrc.NetrcParseError):
+        return False
+    return host in file.hosts

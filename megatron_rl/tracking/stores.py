@@ -1,0 +1,86 @@
+"""All stores that a run writes to, as one: what is logged goes to each of them."""
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from megatron_rl.config.load import flat_params
+from megatron_rl.config.schema import Config
+from megatron_rl.tracking.metrics_file import read_metrics
+from megatron_rl.tracking.mlflow import MLflowStore
+from megatron_rl.tracking.tensorboard import TensorBoardStore
+from megatron_rl.tracking.tracker import Store, Tracker
+from megatron_rl.tracking.wandb import WandbStore
+
+logger = logging.getLogger(__name__)
+
+
+class Trackers:
+    """One tracker per store that the recipe names."""
+
+    def __init__(self, config: Config, *, resume: bool, warn: Callable[[str], None]) -> None:
+        tracking, folder = config.tracking, Path(config.run.output_dir)
+        stores: list[Store] = []
+        if tracking.mlflow:
+            stores.append(
+                MLflowStore(
+                    folder,
+                    uri=tracking.mlflow_uri,
+                    experiment=tracking.experiment,
+                    params=flat_params(config),
+                    resume=resume,
+                    parent=tracking.mlflow_parent,
+                    model=tracking.mlflow_model,
+                )
+            )
+        if tracking.tensorboard:
+            stores.append(TensorBoardStore(folder, resume=resume))
+        if tracking.wandb is not None:
+            mode = tracking.wandb.value
+            stores.append(
+                WandbStore(folder, mode=mode, project=tracking.experiment, params=flat_params(config), resume=resume)
+            )
+        self._trackers = [Tracker(store, warn=warn) for store in stores]
+        self._takes_model = tracking.mlflow and bool(tracking.mlflow_model)
+
+    def log(self, step: int, metrics: Mapping[str, Any], *, time_s: float | None = None) -> None:
+        for tracker in self._trackers:
+            tracker.log(step, metrics, time_s=time_s)
+
+    def log_artifact(self, path: str | Path) -> None:
+        for tracker in self._trackers:
+            tracker.log_artifact(path)
+
+    def register(self, folder: str | Path) -> None:
+        """A new version of the model tracking.mlflow_model: a Hugging Face folder."""
+        if self._takes_model:
+            self._trackers[0].log_artifact(folder)
+
+    def close(self, status: str, timeout_s: float) -> None:
+        """All at once wait at most ``timeout_s``."""
+        for tracker in self._trackers:
+            tracker.end(status)
+        deadline_s = time.monotonic() + timeout_s
+        for tracker in self._trackers:
+            tracker.close(status, max(0.1, deadline_s - time.monotonic()))
+
+
+def upload_metrics(
+    output_dir: str | Path, *, uri: str = "", experiment: str = "megatron_rl", timeout_s: float = 600.0
+) -> bool:
+    """Bring MLflow up to date from ``metrics.jsonl`` after an outage; True if everything arrived.
+
+    Continues the run of ``mlflow_run.json``, or makes one. Points that are there already stay single.
+    """
+    rows = read_metrics(Path(output_dir) / "metrics.jsonl")
+    problems: list[str] = []
+    store = MLflowStore(output_dir, uri=uri, experiment=experiment, resume=True)
+    tracker = Tracker(store, max_queue=len(rows) + 1, warn=problems.append)
+    for row in rows:
+        tracker.log(row.step, row.metrics, time_s=row.time_s)
+    tracker.close(timeout_s=timeout_s)
+    for problem in problems:
+        logger.warning(problem)
+    return not problems

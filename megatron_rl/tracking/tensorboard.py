@@ -1,0 +1,60 @@
+"""A run in TensorBoard: event files in the folder ``tensorboard`` of the run.
+
+They are made of ``metrics.jsonl`` whenever a run begins or goes on, so that each step stands once in them, whatever was
+killed or taken back before.
+"""
+
+import contextlib
+import importlib
+import math
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron_rl.tracking.metrics_file import read_metrics
+from megatron_rl.tracking.tracker import Point
+
+_SUFFIX = ".megatron_rl"
+"""Of our own files: no others are removed."""
+
+
+class TensorBoardStore:
+    """``tensorboard --logdir`` shows it; of many runs, their common folder."""
+
+    name, key = "TensorBoard", "tracking.tensorboard=false"
+
+    def __init__(self, output_dir: str | Path, *, resume: bool = False) -> None:
+        self._metrics_file = Path(output_dir) / "metrics.jsonl"
+        self._folder = Path(output_dir) / "tensorboard"
+        self.place = str(self._folder)
+        self._num_steps_before = 0
+        self._before = read_metrics(self._metrics_file) if resume else []
+        self._events: Any = None
+        self._writer: Any = None
+
+    def open(self) -> None:
+        writers = importlib.import_module("tensorboard.summary.writer.event_file_writer")
+        self._events = importlib.import_module("tensorboard.compat.proto.event_pb2")
+        self._folder.mkdir(parents=True, exist_ok=True)
+        earlier = list(self._folder.glob(f"events.out.tfevents.*{_SUFFIX}"))
+        self._writer = writers.EventFileWriter(str(self._folder), filename_suffix=f".{time.time_ns()}{_SUFFIX}")
+        self.send([Point(row.step, row.time_s, row.metrics) for row in self._before])
+        for path in earlier:  # after the new one is whole: a run that is killed here loses nothing
+            path.unlink(missing_ok=True)
+
+    def send(self, points: Sequence[Point]) -> str:
+        for point in points:
+            event = self._events.Event(wall_time=point.time_s, step=point.step)
+            for name, value in point.metrics.items():
+                with contextlib.suppress(OverflowError):  # float32
+                    event.summary.value.add(tag=name, simple_value=value if math.isfinite(value) else math.nan)
+            self._writer.add_event(event)
+        self._writer.flush()
+        return ""
+
+    def send_file(self, path: Path) -> str:
+        return ""  # they lie beside its folder
+
+    def close(self, status: str) -> None:
+        self._writer.close()
