@@ -194,6 +194,7 @@ def check_rl_inputs(config: Config) -> None:
     from megatron_rl.rewards.router import check_types
 
     check_eval_inputs(config)
+    _check_profiled_stages(config)
     data = config.data
     num_by_type = check_files(data.train_files, data, with_response=False, takes_images=model_has_vision(config))
     check_mixtures(data.mixture, data.curriculum, num_by_type)
@@ -204,6 +205,16 @@ def check_rl_inputs(config: Config) -> None:
             f"batch.num_samples_by_type: no prompt has the type {', '.join(map(repr, sorted(unknown)))}; the types in "
             f"data.train_files are {', '.join(map(repr, sorted(num_by_type)))}"
         )
+
+
+def _check_profiled_stages(config: Config) -> None:
+    from megatron_rl.step.graph import Resource
+    from megatron_rl.step.stages import graph_of
+
+    known = [stage.name for stage in graph_of(config) if stage.resource is Resource.trainer]
+    unknown = [name for name in config.profile.stages if name not in known]
+    if unknown:
+        raise ConfigError(f"profile.stages: expected trainer stages of this run ({', '.join(known)}), got {', '.join(unknown)}")
 
 
 def check_eval_inputs(config: Config) -> None:

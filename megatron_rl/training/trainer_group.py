@@ -30,6 +30,7 @@ from megatron_rl.training.export import WeightExport, free_cached_memory, to_its
 from megatron_rl.training.holding import Held, Ledger, Share
 from megatron_rl.training.model_checkpoint import CheckpointNotSaved
 from megatron_rl.training.payloads import restore
+from megatron_rl.training.profiling import memory_note, stage_profiler
 from megatron_rl.training.sharing import Sharing
 from megatron_rl.training.stage_use import StageAccount, StageOfStep, Use, of_all_ranks
 
@@ -88,6 +89,7 @@ class Worker:
         self.engines = engines
         self.export = WeightExport(config)
         self.use = StageAccount()
+        self._profiler = stage_profiler(config, topology.rank)
         self.replicas = {name: Replicas.of(e.parallel, topology.world_size) for name, e in engines.items()}
         self._held: dict[tuple[int, int], Held] = {}
         """By layout and step."""
@@ -116,9 +118,15 @@ class Worker:
         if isinstance(command, Release):
             self.release(command.step)
             return True
-        self.use.enter(command.stage)
+        self.enter(command.stage)
         self.execute(command)
         return True
+
+    def enter(self, stage: StageOfStep | None) -> None:
+        """What this rank does from now on counts as the stage's."""
+        if self._profiler is not None:
+            self._profiler.enter(stage)
+        self.use.enter(stage)
 
     def heed(self, notice: Notice) -> list[Any]:
         """Do as told; the driver gets what the ranks report, by rank."""
@@ -126,6 +134,7 @@ class Worker:
             self.give_turn_to("")
             free_cached_memory()
         elif notice is Notice.report_use:
+            self.enter(None)
             return collectives.gather_objects(self.use.take(), what="what the ranks used")
         elif notice is Notice.report_saves:
             written = all(engine.save_is_written for engine in self.engines.values())
@@ -203,7 +212,7 @@ class TrainerGroup:
         longest = batch.max_prompt_tokens + batch.max_response_tokens
         notes = [engines["policy"].mtp_note] if "policy" in engines else []
         notes += [note for engine in engines.values() for note in (engine.unread_note, engine.layers_note(longest))]
-        return list(dict.fromkeys(filter(None, notes)))
+        return list(dict.fromkeys(filter(None, [*notes, memory_note(self._worker.config)])))
 
     def share_out(self, batch: PackedBatch, updates: Mapping[str, Sequence[Sequence[int]]]) -> None:
         """Settle which replica works on which sequence of this step, in every layout. Inside ``stage``; not collective.
@@ -351,12 +360,12 @@ class TrainerGroup:
     def stage(self, step: int, name: str) -> Iterator[None]:
         """What the ranks use inside counts as this stage's."""
         self._stage = StageOfStep(step, name)
-        self._worker.use.enter(self._stage)
+        self._worker.enter(self._stage)
         try:
             yield
         finally:
             self._stage = None
-            self._worker.use.enter(None)
+            self._worker.enter(None)
 
     def release(self, step: int | None = None) -> None:
         """The ranks may forget the sequences of ``step``; None: of every step."""

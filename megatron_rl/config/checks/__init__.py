@@ -52,7 +52,7 @@ def check_config(config: Config, *, command: str, world_size: int | None = None,
     if command in RL_COMMANDS:
         problems += [*servers.placement_problems(config.rollout, ranks), *servers.fleet_problems(config)]
         problems += [] if unknown else combinations.problems(config, command)
-        problems += [*sampled_sets.problems(config), *stores.problems(config)]
+        problems += [*sampled_sets.problems(config), *stores.problems(config), *combinations.profile_problems(config, ranks)]
     if not problems and config.policy.path:
         problems += model_folder.problems(config, command)
     if problems:

@@ -61,6 +61,19 @@ def problems(config: Config, command: str = "train") -> Iterator[str]:
     yield from _whole_distribution(config.rollout)
 
 
+def profile_problems(config: Config, num_ranks: int) -> Iterator[str]:
+    """``num_ranks`` 0: not known yet."""
+    profile = config.profile
+    late = [step for step in profile.steps if step > config.run.num_steps]
+    if late:
+        yield f"profile.steps: the run has run.num_steps={config.run.num_steps} steps and never reaches {late}; name earlier ones"
+    missing = [rank for rank in profile.ranks if rank >= num_ranks > 0] if profile.steps else []
+    if missing:
+        yield f"profile.ranks: there are {num_ranks} trainer ranks, counted from 0, and no {missing}"
+    if profile.memory and not profile.steps:
+        yield "profile.memory: snapshots are of the steps profile.steps, and it names none; name some, or set profile.memory=false"
+
+
 def _windows(config: Config) -> Iterator[str]:
     batch, algorithm = config.batch, config.algorithm
     if batch.window_tokens > batch.max_response_tokens:

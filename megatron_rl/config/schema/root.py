@@ -15,7 +15,14 @@ from megatron_rl.config.schema.models import CriticConfig, PolicyConfig, Referen
 from megatron_rl.config.schema.parallel import ParallelConfig
 from megatron_rl.config.schema.rewards import EnvironmentConfig, RewardConfig
 from megatron_rl.config.schema.rollout import RolloutConfig
-from megatron_rl.config.schema.run import BatchConfig, EvalConfig, RunConfig, ScheduleConfig, TrackingConfig
+from megatron_rl.config.schema.run import (
+    BatchConfig,
+    EvalConfig,
+    ProfileConfig,
+    RunConfig,
+    ScheduleConfig,
+    TrackingConfig,
+)
 from megatron_rl.config.schema.signs import HealthConfig
 
 
@@ -40,6 +47,7 @@ class Config:
     eval: EvalConfig = field(default_factory=EvalConfig)
     health: HealthConfig = field(default_factory=HealthConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
+    profile: ProfileConfig = field(default_factory=ProfileConfig)
     sft: SftConfig = field(default_factory=SftConfig)
     critic_pretrain: CriticPretrainConfig = field(default_factory=CriticPretrainConfig)
     reward_train: RewardTrainConfig = field(default_factory=RewardTrainConfig)

@@ -193,3 +193,17 @@ class TrackingConfig:
     """Log to Weights & Biases; null: do not. Account and server are its own settings (WANDB_API_KEY, WANDB_ENTITY, WANDB_BASE_URL)."""
     report_every_steps: int = at_least(0, default=20)
     """Rewrite report.html every so many steps (and at the end)."""
+
+
+@dataclass
+class ProfileConfig:
+    """PyTorch's profiler on the trainer ranks: a trace of each trainer stage in the folder `profile` of the output folder."""
+
+    steps: list[int] = field(default_factory=list, metadata=items_at_least(1))
+    """Steps to profile, counted from 1; empty: none, and nothing is paid for it."""
+    ranks: list[int] = field(default_factory=lambda: [0], metadata=items_at_least(0))
+    """Trainer ranks that write traces."""
+    stages: list[str] = field(default_factory=list)
+    """Trainer stages that are profiled (update_policy, ...); empty: all. A stage of many micro-batches makes a large trace."""
+    memory: bool = False
+    """Write a snapshot of the GPU's memory with the history of its allocations, too (for pytorch.org/memory_viz)."""

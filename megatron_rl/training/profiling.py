@@ -1,0 +1,101 @@
+"""PyTorch's profiler and memory snapshots of one rank, a file for each trainer stage of the steps that the recipe names.
+
+    profile/step-3/rank-0/update_policy.json.gz        Chrome trace: ui.perfetto.dev opens it
+    profile/step-3/rank-0/update_policy.memory.pickle  pytorch.org/memory_viz opens it; only with a GPU
+
+A stage is profiled from its first command to the next stage's, so a rank that waits is seen waiting. Writing a trace
+takes seconds and happens between two stages. What goes wrong is a warning: training goes on without the trace.
+"""
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from megatron_rl.config.schema import Config
+from megatron_rl.training.stage_use import StageOfStep
+
+logger = logging.getLogger(__name__)
+
+_MAX_MEMORY_EVENTS = 500_000
+"""Allocations that a snapshot remembers; about 200 MB of host memory."""
+
+
+def stage_profiler(config: Config, rank: int) -> "StageProfiler | None":
+    """None for a rank that profiles nothing."""
+    if not config.profile.steps or rank not in config.profile.ranks:
+        return None
+    return StageProfiler(config, rank)
+
+
+def memory_note(config: Config) -> str:
+    """What becomes of profile.memory where there is no GPU; empty if nothing has to be said."""
+    if not (config.profile.memory and config.profile.steps) or torch.cuda.is_available():
+        return ""
+    return (
+        "profile.memory: memory snapshots are of GPUs, and there is none here: traces only "
+        "(memory/<stage>_host_gib says what a stage uses)"
+    )
+
+
+class StageProfiler:
+    """Of one rank."""
+
+    def __init__(self, config: Config, rank: int) -> None:
+        self._settings = config.profile
+        self._folder = Path(config.run.output_dir) / "profile"
+        self._rank = rank
+        self._with_gpu = torch.cuda.is_available()
+        self._stage: StageOfStep | None = None
+        self._profile: profile | None = None
+        self._num_written: dict[StageOfStep, int] = {}
+
+    def enter(self, stage: StageOfStep | None) -> None:
+        """What runs from now on belongs to ``stage``; None: to no stage."""
+        if stage == self._stage:
+            return
+        self._end()
+        self._stage = stage
+        if stage is not None and self._wants(stage):
+            self._attempt(self._begin)
+
+    def _wants(self, stage: StageOfStep) -> bool:
+        settings = self._settings
+        return stage.step + 1 in settings.steps and (not settings.stages or stage.name in settings.stages)
+
+    def _begin(self) -> None:
+        gpu = [ProfilerActivity.CUDA] if self._with_gpu else []
+        if self._with_gpu and self._settings.memory:
+            torch.cuda.memory._record_memory_history(max_entries=_MAX_MEMORY_EVENTS)
+        started = profile(activities=[ProfilerActivity.CPU, *gpu], record_shapes=True)
+        started.start()
+        self._profile = started
+
+    def _end(self) -> None:
+        """Write what was profiled; nothing is on afterwards."""
+        if self._profile is None or self._stage is None:
+            return
+        stage, finished, self._profile = self._stage, self._profile, None
+        number = self._num_written[stage] = self._num_written.get(stage, 0) + 1
+        folder = self._folder / f"step-{stage.step + 1}" / f"rank-{self._rank}"
+        name = stage.name if number == 1 else f"{stage.name}-{number}"
+
+        def write() -> None:
+            if self._with_gpu:
+                torch.cuda.synchronize()  # kernels that were launched belong to this stage
+            finished.stop()
+            folder.mkdir(parents=True, exist_ok=True)
+            finished.export_chrome_trace(str(folder / f"{name}.json.gz"))
+            if self._with_gpu and self._settings.memory:
+                torch.cuda.memory._dump_snapshot(str(folder / f"{name}.memory.pickle"))
+                torch.cuda.memory._record_memory_history(enabled=None)
+
+        self._attempt(write)
+
+    def _attempt(self, action: Callable[[], None]) -> None:
+        try:
+            action()
+        except (OSError, RuntimeError) as error:
+            logger.warning("rank %d: no profile of %s: %s", self._rank, self._stage, error)
