@@ -1,5 +1,6 @@
 """Keeps the books of a run: metrics file, MLflow, timeline, display and report. Nothing here may stop training."""
 
+import math
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -49,7 +50,11 @@ class Recorder:
         self.running: Callable[[], list[tuple[str, float]]] = list
         """Tells the stages in progress; the stage runner is put here once there is one."""
         self.console = TrainingConsole(
-            config.run.num_steps, title=title, first_step=first_step, running=lambda: self.running()
+            config.run.num_steps,
+            title=title,
+            first_step=first_step,
+            running=lambda: self.running(),
+            left_s=lambda: (config.run.stop_after_s or math.inf) - self.elapsed_s,
         )
         # Steps are written down counting from 1: those after the checkpoint are repeated, so their lines go.
         self._metrics = MetricsWriter(

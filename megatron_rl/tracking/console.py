@@ -9,6 +9,7 @@ The live display is drawn by rich's own thread twice a second; ``update`` only s
 """
 
 import io
+import math
 import os
 import re
 import sys
@@ -201,8 +202,8 @@ class Warnings(NamedTuple):
 class TrainingConsole:
     """Shows a run from ``first_step`` to ``num_steps``; a context manager around the loop.
 
-    ``running`` tells the stages in progress as (name, seconds so far): pass ``StageRunner.running``. ``live`` None decides by
-    itself: a terminal that can draw, and no CI.
+    ``running`` tells the stages in progress as (name, seconds so far): pass ``StageRunner.running``. ``left_s``: until the
+    run's time is up. ``live`` None decides by itself: a terminal that can draw, and no CI.
     """
 
     def __init__(
@@ -212,6 +213,7 @@ class TrainingConsole:
         title: str = "",
         first_step: int = 0,
         running: Callable[[], list[tuple[str, float]]] = list,
+        left_s: Callable[[], float] = lambda: math.inf,
         stream: TextIO | None = None,
         live: bool | None = None,
         plain_interval_s: float = 2.0,
@@ -224,6 +226,7 @@ class TrainingConsole:
         self._num_steps = num_steps
         self._title = title
         self._running = running
+        self._left_s = left_s
         self._plain_interval_s = plain_interval_s
         self._lock = threading.Lock()  # rich's thread reads while the loop's thread updates
         self._started_s = time.monotonic()
@@ -290,7 +293,9 @@ class TrainingConsole:
         times = self._history.get("step/time_s")
         if not times or self._step >= self._num_steps:
             return None
-        return sum(times) / len(times) * (self._num_steps - self._step)
+        step_s = sum(times) / len(times)
+        # The step in which the time is up is the last one.
+        return min(step_s * (self._num_steps - self._step), max(self._left_s(), 0.0) + step_s / 2)
 
     def _render(self) -> RenderableType:
         with self._lock:

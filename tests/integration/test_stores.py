@@ -122,7 +122,8 @@ def test_a_missing_library_is_one_warning(tmp_path, monkeypatch):
     assert any("tracking.wandb=null" in text for text in warnings)
 
 
-def test_mlflow_nests_runs_registers_models_and_says_how_they_ended(tmp_path):
+def test_mlflow_nests_runs_registers_models_and_says_how_they_ended(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # MLflow puts the artifacts of such a store below the working directory
     uri, warnings = f"sqlite:///{tmp_path}/mlflow.db", []
     model = tmp_path / "policy"
     model.mkdir()

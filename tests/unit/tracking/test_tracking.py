@@ -113,6 +113,13 @@ def test_without_a_terminal_a_step_is_one_plain_line():
     assert plain_line(1, 2, {}, None) == "step 1/2"
 
 
+def test_the_time_to_go_ends_with_the_runs_time_limit():
+    out = io.StringIO()
+    with TrainingConsole(1_000_000, left_s=lambda: 30.0, stream=out, plain_interval_s=0.0) as console:
+        console.update(1, {"step/time_s": 2.0})
+    assert "31 s to go" in out.getvalue()
+
+
 def test_an_evaluation_is_shown_with_its_standard_error_and_its_sets():
     numbers = {
         "eval/accuracy": 0.5, "eval/accuracy_stderr": 0.021, "eval/aime/accuracy": 0.25, "eval/math.500/accuracy": 0.75,
