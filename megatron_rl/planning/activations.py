@@ -40,7 +40,7 @@ class SavedTensor:
 def layer_tensors(config: ModelConfig, *, with_experts: bool) -> list[SavedTensor]:
     """Of a decoder layer with or without experts, without recomputation."""
     sizes = dims(config)
-    attention = _latent_attention(sizes) if family_of(config).is_latent else _grouped_attention(sizes)
+    attention = _latent_attention(sizes) if family_of(config).is_latent else _grouped_attention(sizes, _norms_heads(config))
     tensors = [
         SavedTensor("input of the attention's norm", sizes["hidden"], "hidden"),
         SavedTensor(_NORMED, sizes["hidden"], "hidden"),
@@ -61,10 +61,18 @@ def layer_tensors(config: ModelConfig, *, with_experts: bool) -> list[SavedTenso
     ]
 
 
-def _grouped_attention(sizes: Mapping[str, int]) -> list[SavedTensor]:
+def _norms_heads(config: ModelConfig) -> bool:
+    """Whether each head's query and key has a norm."""
+    return any(rule.megatron.startswith("self_attention.q_layernorm.") for rule in family_of(config).layer(config, 0))
+
+
+def _grouped_attention(sizes: Mapping[str, int], norms_heads: bool) -> list[SavedTensor]:
+    # The projection's output has the heads of a group side by side, so a norm over heads keeps a copy.
+    normed = [SavedTensor("queries and keys before their norms", sizes["q"] + sizes["kv"], "heads")] if norms_heads else []
     return [
         # The values are a view of it, so it stays whole; the queries and keys are copied when they are rotated.
         SavedTensor("queries, keys, values", sizes["q"] + 2 * sizes["kv"], "heads"),
+        *normed,
         SavedTensor("rotated queries and keys", sizes["q"] + sizes["kv"], "heads"),
         SavedTensor("attended values", sizes["q"], "heads"),
     ]

@@ -97,6 +97,14 @@ def test_activations_of_a_dense_layer_by_hand():
     assert sum(tensor.width * (4 if tensor.in_float32 else 2) for tensor in tensors) == 2 * (192 + 312 + 208 + 104 + 240) + 16
 
 
+@pytest.mark.parametrize(("name", "norms"), [("qwen3_wide_heads_yarn", True), ("qwen2_gqa7_tied", False)])
+def test_norms_of_queries_and_keys_keep_what_they_are_given(name, norms):
+    config = config_of(name)
+    widths = {tensor.name: tensor.width for tensor in layer_tensors(config, with_experts=False)}
+    # Once before the norms, once rotated.
+    assert widths.get("queries and keys before their norms", 0) == (widths["rotated queries and keys"] if norms else 0)
+
+
 def activations(parallel: ParallelConfig, tokens: int = 64, name: str = "qwen3_moe_sparse_step", **passes):
     return [rank.activations for rank in memory_by_rank(config_of(name), parallel, Passes(tokens, **passes), num_ranks=8)]
 
