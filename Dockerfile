@@ -3,7 +3,8 @@
 #   docker build --target cpu -t megatron_rl:cpu .     # bash launch/test.sh passes in it
 #   docker build --target gpu -t megatron_rl:gpu .     # Hopper, CUDA 13; building needs no GPU and about 45 GB of disk
 #   docker run --gpus all --ipc=host --ulimit memlock=-1 -it megatron_rl:gpu megatron-rl doctor
-# Everything of CUDA but the driver comes from the wheels of requirements/gpu.lock, nvcc included.
+# Everything of CUDA but the driver comes from the wheels of requirements/gpu.lock, nvcc included. So do Transformer Engine's
+# kernels, which have nothing of PyTorch in them; its extension for PyTorch and Apex's are compiled here, for the torch of the lock.
 ARG DEBIAN=debian:12.11-slim@sha256:b1a741487078b369e78119849663d7f1a5341ef2768798f7b7406c4240f86aef
 
 # What both images need while they run. Triton and SGLang compile kernels then, with gcc, g++ and the headers of Python.

@@ -163,6 +163,9 @@ def initialize(parallel: ParallelConfig, *, seed: int) -> Topology:
     dist.init_process_group(
         "nccl" if on_gpu else "gloo", store=store, rank=rank, world_size=world_size, timeout=timeout
     )
+    if on_gpu and world_size > 1:
+        # NCCL's communicator of all ranks can only be made by all of them; later, pairs of ranks send to each other through it.
+        dist.all_reduce(torch.zeros(1, device="cuda"))
     topology = add_layout(parallel, seed=seed)
     group = dist.new_group(backend="gloo", timeout=_CONTROL_GROUP_TIMEOUT)
     _control_plane = ControlPlane(group=group, timeout_s=parallel.collective_timeout_s, store=store)

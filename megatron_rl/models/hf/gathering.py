@@ -130,10 +130,8 @@ def collect(
         flat = _flat(own) if has_all else _empty(message)
         if target is None:
             dist.broadcast(flat, src=owner.first)
-        elif has_all:
-            dist.send(flat, dst=target)
         else:
-            dist.recv(flat, src=owner.first)
+            _pass_on(flat, source=owner.first, target=target)
     start = 0
     for index, one in enumerate(message):
         tensors: list[Tensor | None] = [None] * len(one.entry.hf)
@@ -144,6 +142,16 @@ def collect(
                 tensors[i] = flat[start : start + prod(shape)].view(shape)
                 start += prod(shape)
         yield one.entry, tensors
+
+
+def _pass_on(flat: Tensor, *, source: int, target: int) -> None:
+    """From one rank to another, both of which call it."""
+    is_source = dist.get_rank() == source
+    # In a batch it goes through the communicator of all ranks (topology.initialize); alone, NCCL makes one for each pair, and a
+    # rank with experts of 31 others would have 31 more.
+    message = dist.P2POp(dist.isend, flat, target) if is_source else dist.P2POp(dist.irecv, flat, source)
+    for work in dist.batch_isend_irecv([message]):
+        work.wait()
 
 
 def _flat(own: Sequence[list[Tensor] | None]) -> Tensor:

@@ -1,16 +1,19 @@
 """Laws of the messages that bring whole tensors together; no process group."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron_rl.config.schema import ParallelConfig
 from megatron_rl.families.parameters import Entry
 from megatron_rl.families.transforms import Replicated
 from megatron_rl.models.hf import gathering
-from megatron_rl.models.hf.gathering import Destination, Held, Owner, messages
+from megatron_rl.models.hf.gathering import Destination, Held, Owner, collect, messages
+from tests.fake_world import fake_rank
 
 LIMIT = 100
 RANKS_PER_STAGE = 4
@@ -60,3 +63,22 @@ def test_a_layer_of_experts_is_a_message_for_each_rank_that_holds_some():
     experts = [held(2 * e + i, 0, e // 32, torch.bfloat16, 1) for e in range(128) for i in range(2)]
     found = list(messages(experts, Destination.stage))
     assert [len(message) for message in found if message[0].owner.first > 0] == [50, 14] * 3
+
+
+@pytest.mark.parametrize("rank", range(3))
+def test_a_message_from_rank_to_rank_needs_no_communicator_of_the_two(rank: int, monkeypatch: pytest.MonkeyPatch):
+    """NCCL makes one for every pair that sends outside a batch."""
+    sent = []
+    message = [held(i, 0, 1, torch.bfloat16, 3) for i in range(2)]
+    if rank == 1:
+        message = [replace(one, owner=replace(one.owner, is_here=True)) for one in message]
+    parameters = {one.entry.megatron: torch.full((3,), float(i), dtype=torch.bfloat16) for i, one in enumerate(message)}
+    with fake_rank(rank, 4, ParallelConfig()):
+        monkeypatch.setattr(gathering.dist, "batch_isend_irecv", lambda batch: sent.extend(batch) or [])
+        for alone in ("send", "recv"):
+            monkeypatch.delattr(gathering.dist, alone)
+        found = list(collect(message, parameters, {}, 0))
+    assert [(op.op.__name__, op.peer, len(op.tensor)) for op in sent] == [[("irecv", 1, 6)], [("isend", 0, 6)], []][rank]
+    assert [[part is not None for part in parts] for _, parts in found] == [[rank == 0]] * 2
+    if rank == 1:
+        assert sent[0].tensor.tolist() == [0.0] * 3 + [1.0] * 3
