@@ -44,6 +44,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config", action="append", default=[], help="YAML recipe whose engines are compared")
     parser.add_argument("--model", help="Hugging Face model folder, in the place of a recipe")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="override a key of the recipe")
+    runs = parser.add_argument_group("look at a run instead")
+    runs.add_argument("--hang", metavar="RUN", help="who waits for whom in the run of this output folder, with all stacks")
+    runs.add_argument(
+        "--mismatch", metavar="RUN", help="which factor makes trainer and servers of this run's recipe and newest checkpoint disagree"
+    )
     layouts = parser.add_argument_group("compare layouts instead")
     layouts.add_argument("--invariance", action="store_true", help="compare one update in each layout")
     layouts.add_argument("--layouts", help='such as "tp2,pp2,ep2,cp2,tp2+sp+pp2,pp2+vpp2,dp2"')
@@ -61,6 +66,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     # Ranks and servers that were started here end with this process, also when a scheduler stops it.
     with clean_stop() if "RANK" not in os.environ else nullcontext():
+        if arguments.hang:
+            from megatron_rl.commands.hang import print_hang
+
+            return print_hang(Path(arguments.hang))
+        if arguments.mismatch:
+            from megatron_rl.commands.mismatch import print_mismatch
+
+            return print_mismatch(Path(arguments.mismatch), arguments.overrides)
         if arguments.invariance:
             return _compare_layouts(arguments)
         from megatron_rl.commands.doctor_lines import print_lines

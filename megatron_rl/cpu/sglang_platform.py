@@ -12,12 +12,15 @@ from typing import Any
 
 from megatron_rl.cpu import sglang_start
 from megatron_rl.cpu.torchvision import declare_torchvision_ops
+from megatron_rl.system import doing
 
 
 def activate() -> str | None:
     """SGLang's question "is this your platform?": the class to use, or None where a GPU is present."""
     import torch
 
+    if sglang_start.serves():
+        doing.listen("SGLang")
     if torch.cuda.is_available():
         return None
     # SGLang decorates small functions with torch.compile; on a CPU each would call a C++ compiler at the first request.

@@ -75,6 +75,11 @@ def not_defining(architectures: Sequence[str], sources: Mapping[str, str]) -> li
     return sorted(set(sources) - set().union(*defining))
 
 
+def serves() -> bool:
+    """This process is a server, or one that it spawned."""
+    return _becomes_server() or "--multiprocessing-fork" in sys.orig_argv
+
+
 def _becomes_server() -> bool:
     words = sys.orig_argv
     return any(first == "-m" and name in _ANY_SERVER for first, name in itertools.pairwise(words))

@@ -173,6 +173,10 @@ class Tokenizer:
         """Text without special tokens."""
         return self._tokenizer.decode(list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
+    def raw_text(self, token_ids: Sequence[int]) -> str:
+        """Text with special tokens, for messages."""
+        return self._tokenizer.decode(list(token_ids), skip_special_tokens=False)
+
     def unknown_text(self, text: str) -> str:
         """The part of ``text`` that only the unknown token stands for; empty for tokenizers that cover everything."""
         unknown_id = self._tokenizer.unk_token_id

@@ -153,6 +153,10 @@ class RolloutService:
     def urls(self) -> list[str]:
         return self._servers.urls
 
+    def addresses(self) -> list[ServerAddress]:
+        """Of all servers, for requests of the caller's own."""
+        return self._addresses()
+
     @property
     def lost_urls(self) -> set[str]:
         return set(self._live.restarting)

@@ -24,6 +24,7 @@ from megatron_rl.rollout.served_weights import ServedWeights
 from megatron_rl.rollout.server_pool import ServerPool
 from megatron_rl.rollout.service import RolloutService, TrainerSide, open_rollout
 from megatron_rl.run.checkpoints import Saver
+from megatron_rl.run.first_prompts import write_first_prompts
 from megatron_rl.run.kept_policies import PolicyKeeper
 from megatron_rl.run.output import claimed_output_dir
 from megatron_rl.run.recorder import Recorder
@@ -114,6 +115,7 @@ def _drive_until_it_dies(
     with ExitStack() as stack:
         folder = stack.enter_context(claimed_output_dir(config))
         inputs = make_inputs(config)
+        write_first_prompts(folder, inputs.train_set.prompts)
         frozen = ("policy",) if freeze_policy else ()
         trained = [name for name in ("policy", "critic") if name in group.engine_names and name not in frozen]
         saver = Saver(config, group, engines=trained, accuracies=lambda: recorder.accuracies)

@@ -3,12 +3,15 @@
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
 
 from megatron_rl.config.schema import (
     Config,
 )
+from megatron_rl.parallel import collectives
 from megatron_rl.parallel import topology as topologies
 from megatron_rl.parallel.topology import Topology
+from megatron_rl.system import doing, processes
 from megatron_rl.system.collector import collector_at_rest
 from megatron_rl.system.signals import StopSignals, die_with_parent, leave_signals_to_the_driver
 from megatron_rl.training.engine import Engine
@@ -23,14 +26,17 @@ def trainer_ranks(
 ) -> Iterator[TrainerGroup | None]:
     """Yields the group on rank 0; on the other ranks it serves until the driver says stop, then yields None.
 
-    ``signals``: those of the driver, for a caller that has more to do on one than to leave.
+    ``signals``: those of the driver, for a run: it has more to do on one than to leave, and a folder where it says who it is.
     """
     die_with_parent()
     is_driver = os.environ.get("RANK", "0") == "0"
+    doing.listen(f"trainer rank {os.environ.get('RANK', '0')}")
+    folder = Path(config.run.output_dir) if signals is not None else None
     signals = signals or StopSignals(config.run.stop_grace_s)
     with signals.heard() if is_driver else nullcontext():
         topology = topologies.initialize(config.parallel, seed=config.run.seed)
         try:
+            introduce(topology, folder)
             with collector_at_rest():
                 worker = Worker(config, topology, build_engines(topology))
             if topology.rank != 0:
@@ -43,3 +49,14 @@ def trainer_ranks(
             group.stop()
         finally:
             topologies.destroy()
+
+
+def introduce(topology: Topology, folder: Path | None) -> None:
+    """Say in the run's folder which processes the ranks are, for `doctor --hang`; None: this is no run."""
+    members = collectives.gather_objects(processes.this_process(topology.rank), what="which processes the ranks are")
+    if folder is None:
+        return
+    if members:
+        processes.write_members(folder, members)
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        processes.answer_questions(folder)

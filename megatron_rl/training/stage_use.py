@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import torch
 
+from megatron_rl.system import doing
 from megatron_rl.system.host_memory import take_host_peak_gib
 
 
@@ -41,6 +42,7 @@ class StageAccount:
         if self._stage is not None:
             self._uses[self._stage] = _together(self._uses.get(self._stage, Use()), used)
         self._stage = stage
+        doing.note("stage", f"{stage.name} of step {stage.step + 1}" if stage else "")
 
     def take(self) -> dict[StageOfStep, Use]:
         """All that was counted since the last call; the present stage ends."""

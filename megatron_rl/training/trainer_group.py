@@ -23,6 +23,7 @@ from megatron_rl.models.hf.gathering import Destination
 from megatron_rl.parallel import collectives, stragglers
 from megatron_rl.parallel.topology import Replicas, Topology
 from megatron_rl.planning.flops import flops_cost
+from megatron_rl.system import doing
 from megatron_rl.training import actions
 from megatron_rl.training.batching import Plan
 from megatron_rl.training.engine import Engine, UpdateResult
@@ -111,7 +112,9 @@ class Worker:
             self.export.close()
 
     def _serve_one(self) -> bool:
+        doing.note("waits", "the driver's next command")
         command = collectives.broadcast_object(None, what="its next command")
+        doing.note("waits")
         if isinstance(command, Notice):
             self.heed(command)
             return command is not Notice.stop

@@ -21,6 +21,7 @@ from megatron_rl.data.trajectory import TokenParts
 from megatron_rl.rollout.sglang.exchange import BatchCall, exchange
 from megatron_rl.rollout.workers.worker_frames import STREAM_BYTES, SharedFile, frame, read_frame
 from megatron_rl.rollout.workers.worker_messages import Alive, Ask, Cancel, Drop, Reply, Texts, Vocabulary
+from megatron_rl.system import doing
 from megatron_rl.system.http import HttpSession
 from megatron_rl.system.signals import STOP_SIGNALS, die_with_parent
 
@@ -96,6 +97,7 @@ def main(arguments: list[str]) -> None:
     die_with_parent(parent_pid, signal.SIGKILL)
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
+    doing.listen("rollout worker")
     gc.freeze()
     gc.set_threshold(100_000, 50, 50)  # an answer is one list per token until it has been read
     asyncio.run(serve(socket.socket(fileno=socket_fd), SharedFile(file_fd)))

@@ -1,0 +1,88 @@
+"""Where the replayed steps of a recipe depart from their record. Pure."""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+Numbers = Sequence[float]
+_STAGE_WORDS = {
+    "start": "the models as they were loaded",
+    "generate": "prompts and servers",
+    "score": "the reward",
+    "values": "the critic's forward pass",
+    "old_logprobs": "the policy's forward pass",
+    "advantages": "the advantages",
+    "update_policy": "the policy's loss and gradient",
+    "publish": "the policy's optimizer step",
+    "update_critic": "the critic's loss and gradient",
+}
+_EXACT = {"prompts", "rewards", "policy lr", "critic lr"}
+_ON_CPU = {"weights": 1e-4, "gradient norm": 1e-3, "loss": 1e-3, "": 2e-4}
+_ON_GPU = {"weights": 1e-3, "gradient norm": 0.02, "loss": 0.02, "": 0.02}
+"""Relative to the largest of the record's numbers, by the words that a quantity's name ends or begins with. float32 is computed with
+products of 11 bits on GPUs with Transformer Engine."""
+_WEIGHTS = "weights "
+_SMALLEST = 1e-6
+"""Of a quantity whose numbers are all about zero, what counts as one."""
+
+
+@dataclass(frozen=True)
+class Departure:
+    step: int
+    """From 1; 0 is before the first."""
+    stage: str
+    quantity: str
+    found: str
+
+    def __str__(self) -> str:
+        when = f"step {self.step}" if self.step else "before the first step"
+        return f"{when}, {_STAGE_WORDS.get(self.stage, self.stage)}: {self.quantity} {self.found}"
+
+
+def departures(step: int, stage: str, made: Mapping[str, Any], recorded: Mapping[str, Any], *, on_gpu: bool) -> Iterator[Departure]:
+    """Of one stage, by quantity; ``step`` from 1. What only one side has departs, too."""
+    for name in [*recorded, *(name for name in made if name not in recorded)]:
+        if name not in made or name not in recorded:
+            yield Departure(step, stage, name, "is not made here" if name in recorded else "is not in the record")
+            continue
+        if found := _difference(made[name], recorded[name], tolerance(name, on_gpu=on_gpu)):
+            yield Departure(step, stage, name, found)
+
+
+def tolerance(name: str, *, on_gpu: bool) -> float:
+    """Relative."""
+    if name in _EXACT:
+        return 0.0
+    bounds = _ON_GPU if on_gpu else _ON_CPU
+    return next(bound for words, bound in bounds.items() if name.startswith(words) or name.endswith(words))
+
+
+def _difference(made: str | Numbers, recorded: str | Numbers, bound: float) -> str:
+    """What is wrong; empty where nothing is."""
+    if isinstance(made, str) or isinstance(recorded, str):
+        return "" if made == recorded else f"are others ({made} instead of {recorded})"
+    if len(made) != len(recorded):
+        return f"are {len(made)} instead of {len(recorded)}"
+    scale = max([_SMALLEST, *(abs(value) for value in recorded)])
+    off = [abs(a - b) if math.isfinite(a) else math.inf for a, b in zip(made, recorded, strict=True)]
+    worst = max(range(len(off)), key=off.__getitem__, default=0)
+    if not off or off[worst] <= bound * scale:
+        return ""
+    which = f" (number {worst + 1} of {len(off)})" if len(off) > 1 else ""
+    numbers = f"{made[worst]:.7g} instead of {recorded[worst]:.7g}{which}"
+    if not bound:
+        return f"{numbers}; it must be the same"
+    return f"{numbers}, {off[worst] / scale:.1e} of the largest; at most {bound:.0e} is usual"
+
+
+def in_words(found: Sequence[Departure]) -> list[str]:
+    """One line each, but all weights of a step in one."""
+    lines: dict[tuple[int, str], str] = {}
+    numbers: dict[tuple[int, str], int] = {}
+    for departure in found:
+        kind = _WEIGHTS if departure.quantity.startswith(_WEIGHTS) else departure.quantity
+        key = (departure.step, f"{departure.stage} {kind}")
+        lines.setdefault(key, str(departure))
+        numbers[key] = numbers.get(key, 0) + 1
+    return [line + (f" (and {numbers[key] - 1} more tensors)" if numbers[key] > 1 else "") for key, line in lines.items()]

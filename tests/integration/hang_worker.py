@@ -1,0 +1,93 @@
+"""``python -m tests.integration.hang_worker FOLDER`` on three ranks: a run that hangs, first in its reward, then in a collective.
+
+The driver waits for a stage that waits for a grader that sleeps, and the other ranks for the driver. Once there is a file
+``go``, two ranks wait in an update for the third, which sleeps.
+"""
+
+import asyncio
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from megatron_rl.config.schema import ParallelConfig
+from megatron_rl.parallel import collectives, stragglers, topology
+from megatron_rl.rewards.workers.calls import RunnerSettings
+from megatron_rl.rewards.workers.processes import RewardRunner
+from megatron_rl.step.graph import Resource, Stage
+from megatron_rl.step.runner import StageRunner
+from megatron_rl.system import doing
+from megatron_rl.training.ranks import introduce
+from megatron_rl.training.stage_use import StageAccount, StageOfStep
+
+LONG_S = 600.0
+SERVER = """
+import http.server, sys
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200); self.end_headers(); self.wfile.write(b'{"loads": [{"num_running_reqs": 3}]}')
+    def log_message(self, *words): pass
+server = http.server.HTTPServer(("127.0.0.1", int(sys.argv[-1])), Handler)
+print("ready", flush=True)
+server.serve_forever()
+"""
+"""What looks like an SGLang server to whoever reads command lines."""
+
+
+def main(folder: Path) -> None:
+    place = topology.initialize(ParallelConfig(), seed=1)
+    doing.listen(f"trainer rank {place.rank}")
+    introduce(place, folder)
+    if place.rank == 0:
+        wait_for_a_grader(folder)
+    else:
+        doing.note("waits", "the driver's next command")
+    collectives.broadcast_object(None, what="its next command")
+    doing.note("waits")
+    StageAccount().enter(StageOfStep(3, "policy_update"))
+    with stragglers.working("update of the engine policy"):
+        if place.rank == 2:
+            (folder / "late").touch()
+            look_at_a_file_forever()
+        dist.all_reduce(torch.zeros(1))
+
+
+def look_at_a_file_forever() -> None:
+    time.sleep(LONG_S)
+
+
+def wait_for_a_grader(folder: Path) -> None:
+    port = (folder / "port").read_text()
+    with server(port), RewardRunner("tests.integration.hostile_rewards:score", RunnerSettings(2, LONG_S)) as runner:
+        event_loop = asyncio.new_event_loop()
+        threading.Thread(target=event_loop.run_forever, daemon=True).start()
+
+        async def score(step: int) -> None:
+            scores = asyncio.create_task(runner.score_many([("sleep 1000", "")]))
+            (folder / "scores").touch()
+            while not (folder / "go").exists():
+                await asyncio.sleep(0.05)
+            scores.cancel()
+
+        graph = (Stage("score", Resource.rollout, "rewards"),)
+        stages = StageRunner(graph, event_loop, stall_timeout_s=LONG_S, on_span=print, heartbeat=lambda: None)
+        stages.run({"score": score}, 4, 4)
+
+
+@contextmanager
+def server(port: str) -> Iterator[None]:
+    words = [sys.executable, "-c", SERVER, "sglang.launch_server", "--host", "127.0.0.1", "--port", port]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stdout.readline()
+        yield
+        process.kill()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

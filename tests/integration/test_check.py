@@ -1,0 +1,37 @@
+"""``megatron-rl check``: the release's record holds on this machine, and what is changed is named where it departs first."""
+
+import json
+
+import pytest
+
+from megatron_rl.cli import main
+from megatron_rl.commands.check_task import RECORD
+
+
+@pytest.mark.parametrize(
+    ("overrides", "departs"),
+    [
+        ([], ""),
+        (["run.seed=2"], "step 1, prompts and servers: prompts are others ("),
+        (["algorithm.gamma=0.9"], "step 1, the advantages: advantages "),
+        (["policy.optimizer.lr=2.0e-3"], "step 2, the policy's loss and gradient: policy lr 0.002 instead of 0.001; it must be the same"),
+    ],
+)
+def test_a_change_departs_from_the_record_where_it_acts_first(overrides, departs, capsys):
+    status = main(["check", "--trainer-only", *overrides])
+    said = capsys.readouterr().out
+    if departs:
+        assert status == 1 and f"first departure: {departs}" in said
+    else:
+        assert status == 0 and "this installation computes what the release computed" in said
+
+
+def test_records_that_are_none_are_refused_in_words(tmp_path, capsys):
+    for content in ("{", "[]", json.dumps(json.loads(RECORD.read_text()) | {"steps": []})):
+        (tmp_path / "record.json").write_text(content)
+        assert main(["check", "--against", str(tmp_path / "record.json")]) == 2
+        assert "check --against: " in capsys.readouterr().err
+    assert main(["check", "--record", "x", "--trainer-only"]) == 2
+    assert "--record needs servers" in capsys.readouterr().err
+    assert main(["check", "parallel.num_ranks=2"]) == 2
+    assert "it runs on one rank" in capsys.readouterr().err
