@@ -30,7 +30,13 @@ setup(
     author="The megatron_rl authors",
     python_requires=">=3.11",
     packages=find_packages(include=["megatron_rl", "megatron_rl.*"]),
-    package_data={"megatron_rl": ["py.typed"], "megatron_rl.config": ["presets/*.yaml"], "megatron_rl.planning": ["*.yaml"], "megatron_rl.commands": ["*.json"]},
+    package_data={
+        "megatron_rl": ["py.typed"],
+        "megatron_rl.config": ["presets/*.yaml"],
+        "megatron_rl.commands": ["*.json"],
+        "megatron_rl.planning": ["*.yaml"],
+        "megatron_rl.tracking": ["*.js", "*.css"],
+    },
     install_requires=[],  # a CPU and a GPU machine need different builds of the same packages: choose an extra
     extras_require={
         "cpu": pins("cpu.txt"),

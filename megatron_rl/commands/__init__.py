@@ -21,6 +21,7 @@ COMMANDS = {
     "convert": "convert a model between a Hugging Face folder and Megatron's distributed checkpoint",
     "watch": "show a run on the terminal while it trains, from its folder",
     "report": "write report.html of a run",
+    "samples": "browse and filter the responses that a run has stored",
     "presets": "list the presets",
     "config": "explain every key of a recipe: type, default, bound, meaning",
 }

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from megatron_rl.data.spelling import Spelling
 from megatron_rl.data.vision import Vision
 from megatron_rl.errors import DataError
 from megatron_rl.families.facts import has_vision, read_model_json
@@ -77,6 +78,11 @@ class Tokenizer:
         """Spellings that become control tokens wherever they stand in a text."""
         added = self._tokenizer.added_tokens_decoder.values()
         return tuple(dict.fromkeys([*self._tokenizer.all_special_tokens, *(t.content for t in added if t.special)]))
+
+    @functools.cached_property
+    def spelling(self) -> Spelling:
+        """Tokens as texts, special ones too."""
+        return Spelling(self._tokenizer)
 
     def encode(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=False)

@@ -13,7 +13,7 @@ from megatron_rl.run.resuming import check_resume
 
 _RUN_FILES = (
     "metrics.jsonl", "timeline.json", "status.json", "report.html", "summary.json", "config.yaml", "mlflow_run.json",
-    "tensorboard", "wandb", "wandb_run.json", "profile",
+    "samples", "tensorboard", "wandb", "wandb_run.json", "profile",
     "checkpoints", "policies", "policy", "first_prompts.json", "rolled_back_*.jsonl",
 )  # fmt: skip
 """Patterns of what a run leaves behind; the MLflow store stays, for it may hold other runs."""

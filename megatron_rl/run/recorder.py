@@ -10,6 +10,8 @@ from typing import Any
 
 from megatron_rl.config.load import config_to_yaml
 from megatron_rl.config.schema import Config
+from megatron_rl.data.spelling import Spelling
+from megatron_rl.run.sample_books import SampleBooks
 from megatron_rl.system.files import write_whole
 from megatron_rl.system.host_memory import host_used_share
 from megatron_rl.tracking.console import TrainingConsole
@@ -35,10 +37,13 @@ class Evaluation:
 class Recorder:
     """A context manager around the run; leaving it writes the report and ends the MLflow run."""
 
-    def __init__(self, config: Config, *, restored: Mapping[str, Any] | None, title: str) -> None:
+    def __init__(
+        self, config: Config, *, restored: Mapping[str, Any] | None, title: str, spelling: Spelling | None = None
+    ) -> None:
         """``restored``: the driver's part of the checkpoint that the run goes on from; None for a run that begins.
 
         The books of the run up to there are taken over; what the folder holds of later steps is repeated, and goes.
+        ``spelling``: of stored responses; None: they have no texts.
         """
         first_step = restored["num_steps_done"] if restored else 0
         self._config = config
@@ -61,6 +66,9 @@ class Recorder:
             self._folder / "metrics.jsonl",
             resume_step=first_step + 1 if restored else 0,
             warn=self.console.warning,
+        )
+        self.samples = SampleBooks(
+            self._folder, spelling, first_step=first_step, max_gib=config.tracking.samples_gib, warn=self.console.warning
         )
         self._trackers = Trackers(config, resume=bool(config.run.resume), warn=self.console.warning)
         self._trackers.log_artifact(self._folder / "config.yaml")
@@ -88,6 +96,7 @@ class Recorder:
         interrupted = kind is not None and issubclass(kind, KeyboardInterrupt)
         reason = f"{kind.__name__}: {error}" if kind else ""
         self._status.end("finished" if kind is None else "stopped" if interrupted else "failed", reason)
+        self.samples.close()
         if self._report_thread is not None:
             self._report_thread.join()
         self._write_report()
@@ -131,9 +140,10 @@ class Recorder:
         """What was measured before a step; it is logged with that step."""
         self._noted |= metrics
 
-    def keep_timeline(self) -> None:
-        """On disk, as far as it is: a run that is killed goes on with it."""
+    def keep_books(self) -> None:
+        """Timeline and samples on disk, as far as they are: a run that is killed goes on with them."""
         self.timeline.write(self._folder / "timeline.json")
+        self.samples.settle()
 
     @property
     def accuracies(self) -> dict[int, float]:

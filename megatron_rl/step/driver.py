@@ -37,6 +37,7 @@ from megatron_rl.step.loop import Parts, TrainingLoop
 from megatron_rl.step.parity import ParityCheck
 from megatron_rl.step.pieces import ResponseRules
 from megatron_rl.step.runner import StageRunner
+from megatron_rl.step.sampled import keep_samples
 from megatron_rl.step.stages import graph_of
 from megatron_rl.step.watchdog import RollBack, Watchdog
 from megatron_rl.system.signals import StopRequested, StopSignals
@@ -124,7 +125,8 @@ def _drive_until_it_dies(
         found = resume(healthy=back is not None) if config.run.resume else None
         restored = found or _beginning(inputs.pool)
         first_step = restored["num_steps_done"]
-        recorder = stack.enter_context(Recorder(config, restored=found, title=_title(config, freeze_policy)))
+        title, spelling = _title(config, freeze_policy), inputs.tokenizer.spelling
+        recorder = stack.enter_context(Recorder(config, restored=found, title=title, spelling=spelling))
         for text in saver.skipped:
             recorder.console.warning(text)
         recorder.console.note(_checkpoint_note(config, first_step if found else None))
@@ -243,6 +245,7 @@ def _parts(
             wait_for=runner.wait_for,
         ),
         watchdog=Watchdog(config.health, max_error_rate=config.reward.max_error_rate),
+        keep_samples=functools.partial(keep_samples, config, recorder),
     )
 
 

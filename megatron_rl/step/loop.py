@@ -79,6 +79,7 @@ class Parts:
     settling: Settling | None = None
     """With it the critic trains alone until it has settled (value pretraining)."""
     vision: Vision | None = None
+    keep_samples: Callable[[StepState, int], None] = lambda state, step: None
 
 
 class TrainingLoop:
@@ -227,16 +228,16 @@ class TrainingLoop:
     def update_policy(self, step: int) -> None:
         """The policy loss on the window's tokens, once the critic is warm."""
         self._newest_trained = step
-        state, limit_s = self._states[step], self._config.run.stop_after_s
+        state, group, limit_s = self._states[step], self._parts.group, self._config.run.stop_after_s
         if step >= self._critic_warmup_steps:
             self._parts.rollout.weights_changed()
             if self._parts.fleet is not None:
                 self._parts.fleet.rollout.weights_changed()
-            keeps, batch = bool(state.first_update), state.policy_batch
-            metrics, old = train_policy(self._config, self._parts.group, batch, step, keeps_logprobs=keeps)
+            metrics, old = train_policy(self._config, group, state.policy_batch, step, keeps_logprobs=bool(state.first_update))
             state.metrics |= metrics
             if old is not None:
                 compare_with_old(self._config, state, old, self._kl_penalty)
+        self._parts.keep_samples(state, step)
         state.trained_s = self._parts.recorder.elapsed_s
         if 0 < limit_s <= state.trained_s:
             self._parts.stop_after(step)
@@ -359,8 +360,8 @@ class TrainingLoop:
         }
         # The servers may not have that version yet.
         version = parts.rollout.trainer_version
+        parts.recorder.keep_books()
         self._warn_of(parts.saver.save(step, driver, weight_version=version, healthy=parts.watchdog.healthy))
-        parts.recorder.keep_timeline()
 
     def _settle_save(self, *, wait: bool) -> None:
         """A checkpoint that was written in the background counts from here on, if it is written."""

@@ -39,6 +39,8 @@ class Page:
     sections: tuple[Section, ...]
     summary: tuple[tuple[str, str], ...]
     config_text: str
+    samples: str = ""
+    """A section of its own, as HTML (``sample_panel``)."""
 
 
 def _variables(colors: dict[str, str]) -> str:
@@ -116,7 +118,7 @@ def render(page: Page) -> str:
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         f"<title>{escape(page.title)}</title>\n<style>{_STYLE}</style>\n</head>\n<body>\n"
         f'<h1>{escape(page.title)}</h1>\n<p class="quiet">{escape(page.subtitle)}</p>\n'
-        f'<div class="tiles">\n{tiles}</div>\n<ul class="checks">\n{checks}</ul>\n{sections}'
+        f'<div class="tiles">\n{tiles}</div>\n<ul class="checks">\n{checks}</ul>\n{sections}{page.samples}'
         f"<h2>Details</h2>\n{_summary(page.summary)}{_configuration(page.config_text)}</body>\n</html>\n"
     )
 

@@ -19,6 +19,7 @@ from megatron_rl.tracking.health import health_checks
 from megatron_rl.tracking.page import Page, render
 from megatron_rl.tracking.panels import report_sections
 from megatron_rl.tracking.run_record import RunRecord, load_run
+from megatron_rl.tracking.sample_panel import samples_html
 from megatron_rl.tracking.smoothing import smooth, smoothing_span
 from megatron_rl.tracking.timeline import OVERLAP, Span, overlap_seconds
 
@@ -36,6 +37,7 @@ def write_report(output_dir: str | Path) -> Path:
         sections=report_sections(run),
         summary=tuple(_flat(run.summary)),
         config_text=run.config_text,
+        samples=samples_html(output_dir),
     )
     return write_whole(Path(output_dir) / "report.html", render(page))
 

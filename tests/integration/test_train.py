@@ -20,6 +20,7 @@ from megatron_rl.run.checkpoint_folder import read_driver
 from megatron_rl.run.kept_policies import kept_policies
 from megatron_rl.system.signals import STOPPED
 from megatron_rl.tracking.metrics_file import read_metrics
+from megatron_rl.tracking.samples_file import read_samples, sample_files
 from megatron_rl.tracking.timeline import overlap_seconds, read_timeline
 from tests.same_runs import differences
 from tests.tiny_models import make_tiny_model
@@ -269,6 +270,40 @@ def test_kept_policies_answer_afterwards_as_they_did_in_the_run(finished_run, fo
         assert in_the_run and {name: written["metrics"][name] for name in in_the_run} == in_the_run, step
     # Another policy gives other responses: the servers did take the weights of each.
     assert len({written["metrics"]["eval/drawn/response_tokens_mean"] for written in found.values()}) > 1
+
+
+def test_stored_responses_add_up_to_the_steps_metrics(finished_run):
+    output_dir, _ = finished_run
+    rows = {row.step: row.metrics for row in read_metrics(output_dir / "metrics.jsonl")}
+    stored = {step: read_samples([path]).to_pylist() for step, path in sample_files(output_dir).items()}
+    assert list(stored) == [1, 2, 3, 4, 5] and all(len({row["id"] for row in found}) == 16 for found in stored.values())
+    so_far = {}
+    for step, found in stored.items():
+        metrics = rows[step]
+        rewards = [row["reward"] for row in found if row["reward"] is not None]
+        assert len(rewards) == metrics["rollout/num_finished"] - metrics["reward/num_unscored"]
+        assert not rewards or sum(rewards) / len(rewards) == pytest.approx(metrics["reward/mean"])
+        assert sum(row["new_tokens"] for row in found) == metrics["step/tokens_generated"]
+        counted = metrics["advantage/finished_tokens"] + metrics["advantage/unfinished_tokens"]
+        assert sum(row["trained_tokens"] for row in found) == counted
+        apart, advantages = [], []
+        for row in found:
+            for server, trainer, advantage, trains in zip(
+                *(row[name] for name in ("rollout_logprobs", "trainer_logprobs", "advantages", "mask")), strict=True
+            ):
+                if trains:
+                    apart.append(server - trainer)
+                    advantages.append(advantage)
+            # A response is in every step's rows until it ends, and only grows.
+            assert row["token_ids"][: len(so_far.get(row["id"], []))] == so_far.get(row["id"], [])
+            so_far[row["id"]] = row["token_ids"]
+            assert row["length"] == len(row["token_ids"]) == len(row["token_ends"]) and row["token_ends"][-1] == len(row["response"])
+            assert row["question"] == row["prompt"] and row["values"] is not None
+        assert sum(apart) / len(apart) == pytest.approx(metrics["mismatch/kl"], abs=1e-9)
+        assert max(map(abs, apart)) == pytest.approx(metrics["mismatch/max_abs_log_ratio"], abs=1e-9)
+        # The preset normalises over the tokens that train.
+        mean = sum(advantages) / len(advantages)
+        assert sum((one - mean) ** 2 for one in advantages) / len(advantages) == pytest.approx(1.0, abs=1e-3)
 
 
 def test_mlflow_holds_params_metrics_and_artifacts(finished_run):

@@ -193,6 +193,10 @@ class TrackingConfig:
     """Log to Weights & Biases; null: do not. Account and server are its own settings (WANDB_API_KEY, WANDB_ENTITY, WANDB_BASE_URL)."""
     report_every_steps: int = at_least(0, default=20)
     """Rewrite report.html every so many steps (and at the end)."""
+    samples_per_step: int = at_least(0, default=64)
+    """Responses of every step that are stored under samples/, in whole groups that run.seed chooses; 0: none."""
+    samples_gib: float = at_least(0, default=4.0)
+    """Most disk space that stored responses take; where they would take more, older steps are thinned out."""
 
 
 @dataclass

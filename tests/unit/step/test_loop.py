@@ -159,7 +159,7 @@ def make_watched_loop(action, *, compare=None, healthy_checkpoint="step-1", num_
         rollout=rollout,
         grader=None,
         evaluator=None,
-        recorder=SimpleNamespace(keep_timeline=lambda: None, console=console),
+        recorder=SimpleNamespace(keep_books=lambda: None, console=console),
         saver=saver,
         keeper=SimpleNamespace(keep_if_due=lambda step, trained_s: None),
         process_rewarder=None,

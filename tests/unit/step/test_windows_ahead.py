@@ -170,7 +170,7 @@ class Recorder:
     def note_work(self, *stage, **facts):
         pass
 
-    def keep_timeline(self):
+    def keep_books(self):
         pass
 
     def end(self, step, metrics, *, num_server_restarts):

@@ -1,0 +1,59 @@
+"""What colours the tokens of a stored response: its advantages, the weights that sampled it, or where two engines disagree. Pure."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+TokenColor = tuple[int, int, int]
+"""Red, green and blue, 0 to 255; light enough for black text."""
+GOOD, BAD, APART = (88, 196, 110), (240, 110, 100), (245, 170, 60)
+VERSIONS = ((140, 190, 245), (245, 205, 120), (170, 220, 150), (225, 170, 230), (240, 160, 140), (140, 220, 215))
+"""By version, round and round."""
+PAPER = (236, 236, 232)
+
+
+@dataclass(frozen=True)
+class Coloring:
+    of_tokens: list[TokenColor | None]
+    """[tokens] None: nothing is known of it, or it did not train."""
+    legend: tuple[tuple[str, TokenColor], ...]
+
+
+def token_colors(row: Mapping[str, Any], by: str) -> Coloring:
+    """``row``: of ``whole_rows``; ``by``: advantage, version, mismatch or none."""
+    length = row["length"]
+    if by == "advantage":
+        advantages = np.where(np.array(row["mask"], bool), np.array(row["advantages"], np.float64), np.nan)
+        scale = _scale(np.abs(advantages))
+        legend = ((f"+{scale:.2g}", GOOD), (f"-{scale:.2g}", BAD), ("0", PAPER))
+        return Coloring([_shade(one / scale, GOOD, BAD) for one in advantages.tolist()], legend if np.isfinite(advantages).any() else ())
+    if by == "mismatch":
+        apart = np.abs(np.array(row["trainer_logprobs"], np.float64) - np.array(row["rollout_logprobs"], np.float64))
+        scale = _scale(apart)
+        legend = ((f"{scale:.2g} apart", APART), ("0", PAPER))
+        return Coloring([_shade(one / scale, APART, APART) for one in apart.tolist()], legend if np.isfinite(apart).any() else ())
+    if by == "version":
+        colors: list[TokenColor | None] = []
+        versions = sorted({s["weight_version"] for s in row["segments"] if s["role"] != "environment" and s["num_tokens"]})
+        for segment in row["segments"]:
+            color = None if segment["role"] == "environment" else VERSIONS[segment["weight_version"] % len(VERSIONS)]
+            colors += [color] * segment["num_tokens"]
+        return Coloring(colors, tuple((f"weights {version}", VERSIONS[version % len(VERSIONS)]) for version in versions))
+    return Coloring([None] * length, ())
+
+
+def _scale(sizes: np.ndarray) -> float:
+    """What is coloured in full: nearly the largest, for one outlier would make all others pale."""
+    finite = sizes[np.isfinite(sizes)]
+    return float(np.quantile(finite, 0.98)) or float(finite.max()) or 1.0 if len(finite) else 1.0
+
+
+def _shade(share: float, positive: TokenColor, negative: TokenColor) -> TokenColor | None:
+    """From paper at 0 to full colour at 1 and -1; None for NaN."""
+    if share != share:
+        return None
+    full, part = (positive if share > 0 else negative), min(abs(share), 1.0)
+    red, green, blue = (round(empty + (color - empty) * part) for empty, color in zip(PAPER, full, strict=True))
+    return red, green, blue
