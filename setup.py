@@ -42,6 +42,7 @@ setup(
         "cpu": pins("cpu.txt"),
         "gpu": pins("gpu.txt"),
         "test": pins("test.txt"),
+        "docs": pins("docs.txt"),
         "tensorboard": [pin for pin in pins("sinks.txt") if pin.startswith("tensorboard")],
         "wandb": [pin for pin in pins("sinks.txt") if pin.startswith("wandb")],
     },

@@ -20,7 +20,7 @@ from megatron_rl.cli import main as megatron_rl
 ROOT = Path(__file__).resolve().parents[1]
 MODELS = ROOT / "examples" / "models"
 _COMMAND = re.compile(r"^megatron-rl (plan .*?)$", flags=re.MULTILINE)
-_PLAN = re.compile(r"(<!-- tools/plan_models.py writes this -->\n```\n).*?(```\n<!-- end -->)", flags=re.DOTALL)
+_PLAN = re.compile(r"(<!-- tools/plan_models.py writes this -->\n```text\n).*?(```\n<!-- end -->)", flags=re.DOTALL)
 _WIDTH = "110"
 
 

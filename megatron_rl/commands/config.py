@@ -93,7 +93,7 @@ def _choices(key: Key) -> Mapping[str, str]:
 def markdown() -> str:
     """docs/configuration.md."""
     contents = [
-        f"{'  ' * ('.' in section.name)}- [`{section.name}`](#{_anchor(section.name)}): {section.meaning}"
+        f"{'    ' * ('.' in section.name)}- [`{section.name}`](#{_anchor(section.name)}): {section.meaning}"
         for section in sections()
         if section.name
     ]

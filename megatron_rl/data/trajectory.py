@@ -167,7 +167,9 @@ class Score:
 
     value: float | None
     detail: str = ""
+    """For people who read samples: what was expected, which case failed."""
     error: str = ""
+    """Why it could not be scored."""
     metrics: dict[str, float] = field(default_factory=dict)
     """Further numbers, which are averaged over a step."""
 

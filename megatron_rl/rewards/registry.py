@@ -41,7 +41,7 @@ class RewardError(UserError, RuntimeError):
 
 @dataclass(frozen=True)
 class Reward(plugins.Plugin):
-    """``function`` is score(response, answer, **options) -> float | Score, or async."""
+    """A reward by name; ``function`` is ``score(response, answer, **options) -> float | Score``, or async."""
 
     prepare: OptionsHook | None = None
     """Called once before the workers start: imports that would otherwise count towards the first item's deadline."""

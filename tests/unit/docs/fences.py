@@ -1,0 +1,47 @@
+"""The fenced blocks and the code in running text of every page."""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[3]
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/**/*.md")])
+_FENCE = re.compile(r"^( *)```([^\n]*)\n(.*?)^\1```$", re.DOTALL | re.MULTILINE)
+_SPAN = re.compile(r"(?<!`)`((?:[^`\n]|\n(?!\n))+)`(?!`)")
+
+
+@dataclass(frozen=True)
+class Code:
+    page: Path
+    line: int
+    language: str
+    """As its fence says; "span" in running text."""
+    file: str
+    """Its name, where the fence has one after the language."""
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.page.relative_to(ROOT)}:{self.line}"
+
+
+def fences(page: Path) -> list[Code]:
+    """Blocks of a page in their order, without the indentation that a list gives them."""
+    text, found = page.read_text(encoding="utf-8"), []
+    for match in _FENCE.finditer(text):
+        indent, (language, _, file) = match[1], match[2].partition(" ")
+        body = re.sub(rf"^{indent}", "", match[3], flags=re.MULTILINE)
+        found.append(Code(page, _line(text, match.start()), language, file, body))
+    return found
+
+
+def spans(page: Path) -> list[Code]:
+    """Code in running text, on one line each."""
+    text = page.read_text(encoding="utf-8")
+    prose = _FENCE.sub(lambda match: "\n" * match[0].count("\n"), text)
+    return [
+        Code(page, _line(prose, match.start()), "span", "", " ".join(match[1].split())) for match in _SPAN.finditer(prose)
+    ]
+
+
+def _line(text: str, place: int) -> int:
+    return text.count("\n", 0, place) + 1

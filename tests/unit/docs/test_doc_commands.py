@@ -1,0 +1,285 @@
+"""Every command that a page shows is one that the program accepts, and every recipe in it loads.
+
+Blocks and code in running text are run by bash with programs replaced by ones that note their arguments; those are
+then held against the real parsers, schemas and files. A program that is neither replaced nor listed fails the test, so no
+new kind of command comes in unseen. docs/tutorial.md is run as it stands by ``tests/integration/test_tutorial.py``.
+"""
+
+import ast
+import contextlib
+import io
+import itertools
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from megatron_rl.cli import _parse
+from megatron_rl.commands import COMMANDS
+from megatron_rl.config.checks import check_config
+from megatron_rl.config.load import load_config
+from megatron_rl.config.schema.commands import RL_COMMANDS
+from megatron_rl.errors import ConfigError
+from megatron_rl.planning.gpus import gpu
+from megatron_rl.simulation.lengths import named_lengths
+from tests.unit.docs.fences import PAGES, ROOT, Code, fences, spans
+
+COMMAND_PAGES = [page for page in PAGES if page.name != "CHANGELOG.md"]
+"""A changelog tells of commands as they were."""
+LANGUAGES = {"bash", "text", "python", "yaml", "json"}
+ELSEWHERE = {
+    "apptainer": "makes an image of a cluster's own kind",
+    "cat": "shows a file",
+    "docker": "tests/unit/docs/test_dockerfile.py looks at what it builds",
+    "git": "another repository's commit",
+    "hostname": "of the machine",
+    "ibstat": "names network cards",
+    "ip": "names network interfaces",
+    "mkdir": "of the shell",
+    "mkdocs": "tests/unit/docs/test_site.py builds the site",
+    "pytest": "runs these tests",
+}
+"""Programs that are not looked into, and why."""
+NOT_RUN = {
+    "launch/setup.sh": "installs packages; tests/unit/examples/test_setup_script.py",
+    "launch/slurm.sbatch": "needs SLURM; tests/unit/tools/test_launch_env.py",
+    "examples/": "tests/unit/examples/test_run_scripts.py and test_judge_script.py run them",
+}
+"""Scripts whose flags alone are looked up in their text; the others are run with the same replaced programs."""
+PROGRAMS = ("megatron-rl", "python", "pip", "bash", "sbatch", "pdsh", *ELSEWHERE)
+IN_VENV = ("megatron-rl", "python", "pip", "mkdocs")
+NOTE = """#!/bin/bash
+printf '%s\\0' "${0##*/}" "$@" >> "$NOTES"; printf '\\036\\0' >> "$NOTES"
+"""
+BEFORE = """
+cd() { :; }; ulimit() { :; }; source() { :; }
+command_not_found_handle() { echo "the page's $1 is not known to this test: see its PROGRAMS" >&2; return 127; }
+set -e
+"""
+NO_RECIPE = {"recipe.yaml": "examples/gpu/tppo.yaml"}
+"""What a page calls a recipe of the reader's -> one that stands for it."""
+USERS_OWN = re.compile(r"does not exist|config\.json|there is no folder /shared")
+"""What a check may say of a command whose files are the reader's."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """The repository's root as a command sees it, without a .venv that does anything."""
+    root = tmp_path_factory.mktemp("root")
+    for name in ("examples", "launch", "megatron_rl", "requirements", "tests", "tools"):
+        (root / name).symlink_to(ROOT / name)
+    for place, names in ((root / "bin", PROGRAMS), (root / ".venv" / "bin", IN_VENV)):
+        place.mkdir(parents=True)
+        for name in names:
+            (place / name).write_text(NOTE)
+            (place / name).chmod(0o755)
+    (root / "docs").mkdir()
+    for name, source in NO_RECIPE.items():
+        shutil.copy(ROOT / source, root / name)
+    return root
+
+
+def noted(folder: Path, words: list[str], path: str) -> list[list[str]]:
+    """The arguments of every program that ``words`` call."""
+    notes = folder / "notes"
+    notes.unlink(missing_ok=True)
+    environment = {"PATH": path, "NOTES": str(notes), "HOME": str(folder), "PWD": str(folder), "LANG": "C.UTF-8"}
+    done = subprocess.run(
+        words, cwd=folder, env=environment, capture_output=True, text=True, timeout=60, check=False, stdin=subprocess.DEVNULL
+    )
+    assert done.returncode == 0, f"{words}: {done.stderr}"
+    text = notes.read_text() if notes.exists() else ""
+    return [call.split("\0")[:-1] for call in text.split("\x1e\0")[:-1]]
+
+
+def called(folder: Path, shell: str) -> list[list[str]]:
+    """Those that lines of shell call; no other program is there."""
+    return noted(folder, ["/bin/bash", "-c", BEFORE + shell], str(folder / "bin"))
+
+
+def check(call: list[str], code: Code, folder: Path) -> None:
+    """Raises AssertionError for a call that its program would refuse."""
+    program, *words = call
+    words = [word for word in words if not is_placeholder(word)]
+    if not words:
+        return
+    if program == "megatron-rl":
+        check_megatron_rl(words, code, folder)
+    elif program == "python":
+        check_python(words, code, folder)
+    elif program == "pip":
+        for flag, value in itertools.pairwise(words):
+            assert flag != "-r" or (ROOT / value).is_file(), f"{code}: {value} does not exist"
+    elif program == "bash":
+        check_script(words, code, folder)
+    elif program == "sbatch":
+        place = next((n for n, word in enumerate(words) if word.endswith(".sbatch")), None)
+        if place is not None:
+            assert (ROOT / words[place]).is_file(), f"{code}: {words[place]} does not exist"
+            check_megatron_rl(words[place + 1 :], code, folder)
+    elif program == "pdsh":
+        for inner in called(folder, words[-1]):
+            check(inner, code, folder)
+    else:
+        assert ELSEWHERE[program]
+
+
+def is_placeholder(word: str) -> bool:
+    return word.startswith("[") or (word.endswith("...") and " " not in word) or (word.endswith("...]") and "=" not in word)
+
+
+def check_megatron_rl(words: list[str], code: Code, folder: Path) -> None:
+    assert words[0] in COMMANDS, f"{code}: megatron-rl has no command {words[0]}; it has {', '.join(COMMANDS)}"
+    if code.language == "span":
+        check_flags(words, code)
+        return
+    told = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(told):
+            arguments = _parse(words)
+    except SystemExit:
+        pytest.fail(f"{code}: {' '.join(words)}: {told.getvalue().splitlines()[-1]}")
+    given = vars(arguments)
+    if ":" in (given.get("lengths") or ""):
+        named_lengths(given["lengths"])
+    if given.get("gpu"):
+        gpu(given["gpu"])
+    check_recipe(words, given, code, folder)
+
+
+def check_flags(words: list[str], code: Code) -> None:
+    """Of a command in running text, which may leave out what its program needs."""
+    told = io.StringIO()
+    with contextlib.redirect_stdout(told), contextlib.suppress(SystemExit):
+        _parse([words[0], "--help"])
+    known = set(re.findall(r"(?<![\w-])--?[a-z][\w-]*", told.getvalue()))
+    unknown = [word for word in words[1:] if word.startswith("-") and word.split("=")[0] not in known]
+    assert not unknown, f"{code}: megatron-rl {words[0]} has no {', '.join(unknown)}"
+
+
+def check_recipe(words: list[str], arguments: dict, code: Code, folder: Path) -> None:
+    """The recipe with its overrides: complete but for files of the reader's."""
+    given = [*arguments.get("overrides", []), *arguments.get("words", [])]
+    recipes = [*(arguments.get("config") or []), *(word for word in given if "=" not in word)]
+    overrides = [word for word in given if "=" in word]
+    if (not recipes and not overrides) or words[0] in ("score", "config"):
+        return
+    paths = [find_recipe(recipe, code, folder) for recipe in recipes]
+    try:
+        config = load_config(paths or [folder / "recipe.yaml"], overrides)
+        if words[0] in RL_COMMANDS or words[0] in ("sft", "reward-train", "label-lines", "select-prompts", "evaluate"):
+            check_config(config, command=words[0], world_size=config.parallel.num_ranks or 8)
+    except ConfigError as error:
+        wrong = [problem for problem in str(error).splitlines() if not USERS_OWN.search(problem)]
+        assert not wrong, f"{code}: {' '.join(words)}: {wrong}"
+
+
+def find_recipe(name: str, code: Code, folder: Path) -> Path:
+    for place in (folder, code.page.parent):
+        if (place / name).is_file():
+            return place / name
+    pytest.fail(f"{code}: recipe {name} is neither in the repository nor one of {', '.join(NO_RECIPE)}")
+
+
+def check_python(words: list[str], code: Code, folder: Path) -> None:
+    if words[:2] == ["-m", "megatron_rl.system.torchrun"]:
+        check_megatron_rl(words[words.index("megatron_rl.cli") + 1 :], code, folder)
+        return
+    if words[0] == "-c":
+        ast.parse(words[1])
+        return
+    if words[:2] == ["-m", "pytest"]:
+        return
+    path = ROOT / (f"{words[1].replace('.', '/')}.py" if words[0] == "-m" else words[0])
+    path = path if path.is_file() else folder / words[0]  # the page's own
+    assert path.is_file(), f"{code}: {words[0]} does not exist"
+    text = path.read_text()
+    for word in words[1:]:
+        if word.startswith("--"):
+            assert f'"{word.split("=")[0]}"' in text, f"{code}: {path.name} has no {word}"
+
+
+def check_script(words: list[str], code: Code, folder: Path) -> None:
+    name, *arguments = words
+    path = ROOT / name
+    assert path.is_file(), f"{code}: {name} does not exist"
+    subprocess.run(["/bin/bash", "-n", path], check=True)
+    if any(name.startswith(one) for one in NOT_RUN) and name != "examples/models/submit.sh":
+        flags = [word for word in arguments if word.startswith("--")]
+        assert all(f"{flag})" in path.read_text() for flag in flags), f"{code}: {name} has not all of {flags}"
+        return
+    for call in noted(folder, ["/bin/bash", name, *arguments], f"{folder / 'bin'}:/usr/bin:/bin"):
+        check(call, code, folder)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_fence_says_what_is_in_it(page):
+    text = page.read_text()
+    assert len(re.findall(r"^ *```", text, re.MULTILINE)) == 2 * len(fences(page))
+    for code in fences(page):
+        assert code.language in LANGUAGES, f"{code}: write one of {', '.join(sorted(LANGUAGES))} after the ```"
+        if code.language == "text":
+            found = [line for line in code.text.splitlines() if re.match(rf"(\.venv/bin/)?({'|'.join(PROGRAMS)}) ", line)]
+            assert not found, f"{code}: a command belongs into ```bash: {found}"
+
+
+@pytest.mark.parametrize("page", COMMAND_PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_commands_are_ones_that_the_program_accepts(page, folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("SGLANG_KEY", "key")
+    for code in fences(page):
+        if code.file and not (folder / code.file.partition("/")[0]).is_symlink():
+            (folder / code.file).parent.mkdir(exist_ok=True)
+            (folder / code.file).write_text(code.text)
+        if code.language == "bash":
+            calls = called(folder, code.text)
+            assert calls or re.search("^export", code.text), f"{code}: calls nothing"
+            for call in calls:
+                check(call, code, folder)
+    for code in spans(page):
+        if re.match(rf"(\w+=(\S+|\".*?\") )*(\.venv/bin/)?({'|'.join(PROGRAMS)}) \S", code.text):
+            for call in called(folder, code.text):
+                check(call, code, folder)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_data_and_programs_of_a_page_can_be_read(page, tmp_path):
+    for code in fences(page):
+        if code.language == "json":
+            assert all(isinstance(json.loads(line), dict) for line in code.text.splitlines()), code
+        elif code.language == "python":
+            ast.parse(code.text)
+        elif code.language == "yaml" and not code.text.startswith("decode:"):  # costs of a simulation, no recipe
+            (tmp_path / "recipe.yaml").write_text(code.text)
+            load_config(tmp_path / "recipe.yaml")
+
+
+def test_what_is_not_looked_into_is_still_shown():
+    text = "\n".join(page.read_text() for page in PAGES)
+    assert [name for name in ELSEWHERE if name not in text] == []
+    assert all((ROOT / name).exists() for name in NOT_RUN)
+
+
+def test_a_mistake_is_found(folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    page = ROOT / "docs" / "data.md"
+    mistakes = {
+        "megatron-rl trian --config recipe.yaml": "no command trian",
+        "megatron-rl train --config recipe.yaml --dryrun": "--dryrun",
+        "megatron-rl train --config nowhere.yaml": "nowhere.yaml",
+        "megatron-rl train --config recipe.yaml batch.windo_tokens=1": "windo_tokens",
+        "bash launch/nothing.sh": "does not exist",
+        "bash launch/torchrun.sh train --config recipe.yaml run.nothing=1": "run.nothing",
+        "bash launch/quickstart.sh run.nothing=1": "run.nothing",
+        "bash examples/long_tail/compare.sh --minute 1": "--minute",
+        "python tools/lock.py --chekc": "--chekc",
+        "sbatch launch/slurm.sbatch train --config recipe.yaml run.nothing=1": "run.nothing",
+        "frobnicate now": "frobnicate",
+    }
+    for line, says in mistakes.items():
+        with pytest.raises((AssertionError, pytest.fail.Exception), match=re.escape(says)):
+            for call in called(folder, line):
+                check(call, Code(page, 1, "bash", "", line), folder)
