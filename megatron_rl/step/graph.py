@@ -162,11 +162,12 @@ class Frontier:
         """Open no step after ``step``; an already open later step still runs to its end."""
         self._last_step = min(self._last_step, max(step, self._newest))
 
-    def wind_up(self, lasting: Collection[str], keeper: str) -> frozenset[StageRun]:
+    def wind_up(self, lasting: Collection[str], keeper: str, left_out: Collection[str] = ()) -> frozenset[StageRun]:
         """Drop what the newest consistent state does not need; returns those of the running stages that it does need.
 
         ``lasting`` are products of which there is one, ``keeper`` is the stage that keeps a step's state. Of the newest
-        step that has begun to make lasting products, what ``keeper`` waits for is still made, and nothing else.
+        step that has begun to make lasting products, what ``keeper`` waits for is still made, but for the products
+        ``left_out``, and nothing else.
         """
         makes_them = [stage for stage in self._graph if not set(lasting).isdisjoint(stage.products)]
         begun = [
@@ -174,7 +175,8 @@ class Frontier:
             for step in range(self._first_step, self._newest + 1)
             if any(StageRun(stage, step) not in self._open for stage in makes_them)
         ]
-        needed = self._what_leads_to(StageRun(next(s for s in self._graph if s.name == keeper), begun[-1])) if begun else set()
+        keepers = [StageRun(stage, begun[-1]) for stage in self._graph if begun and stage.name == keeper]
+        needed = self._what_leads_to(keepers, left_out)
         self._newest = max([self._newest, *(run.step for run in needed)])
         self._last_step = self._newest
         still_running = needed.intersection(self._running)
@@ -183,14 +185,14 @@ class Frontier:
         self._open = [run for step in steps for stage in self._graph if (run := StageRun(stage, step)) in waiting]
         return frozenset(still_running)
 
-    def _what_leads_to(self, goal: StageRun) -> set[StageRun]:
-        """Runs that have not ended, without which ``goal`` cannot start."""
+    def _what_leads_to(self, goals: Iterable[StageRun], left_out: Collection[str]) -> set[StageRun]:
+        """Runs that have not ended, without which ``goals`` cannot start; the products ``left_out`` are not asked for."""
         maker = {product: stage for stage in self._graph for product in stage.products}
         found: set[StageRun] = set()
-        unseen = [goal]
+        unseen = list(goals)
         while unseen:
             missing = set(self._waits_for(unseen.pop())) - self._made
-            new = {StageRun(maker[product], step) for product, step in missing} - found
+            new = {StageRun(maker[product], step) for product, step in missing if product not in left_out} - found
             found |= new
             unseen += new
         return found

@@ -18,7 +18,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from megatron_rl.step.graph import Frontier, Resource, Stage, StageRun
-from megatron_rl.step.stages import KEEPER, LASTING
+from megatron_rl.step.stages import BOOKS, KEEPER, LASTING
 from megatron_rl.system import doing
 
 _Action = Callable[[int], Any]
@@ -103,7 +103,7 @@ class StageRunner:
     def _wind_up(self) -> None:
         with self._lock:
             self._winding_up = True
-            still_needed = self._frontier.wind_up(LASTING, KEEPER)
+            still_needed = self._frontier.wind_up(LASTING, KEEPER, BOOKS)
             futures = dict(self._running_coroutines)
             self._abandoned = futures.keys() - still_needed
         for stage_run in self._abandoned:

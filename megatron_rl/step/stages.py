@@ -58,6 +58,8 @@ LASTING = ("policy", "critic")
 """Of these, products of which there is one: a step that has begun to make them has to end before the run can stop."""
 KEEPER = "checkpoint"
 """The stage that keeps a step's state; a run that stops makes what it waits for."""
+BOOKS = ("recorded",)
+"""Products that a run that stops waits for no more: it leaves a long evaluation, and writes its rows at the end."""
 
 
 def graph_of(config: Config) -> tuple[Stage, ...]:

@@ -37,7 +37,7 @@ from megatron_rl.step.collect import Collector
 from megatron_rl.step.grading import Grader
 from megatron_rl.step.graph import Frontier
 from megatron_rl.step.loop import Parts, TrainingLoop
-from megatron_rl.step.stages import KEEPER, LASTING, graph_of
+from megatron_rl.step.stages import BOOKS, KEEPER, LASTING, graph_of
 from megatron_rl.step.watchdog import Watchdog
 from megatron_rl.training.engine import UpdateResult
 
@@ -284,7 +284,7 @@ class ToyRun:
         return self
 
     def wind_up(self, frontier, left):
-        needed = frontier.wind_up(LASTING, KEEPER)
+        needed = self.waited_for = frontier.wind_up(LASTING, KEEPER, BOOKS)
         for abandoned in [run for run in left if run.stage.name in ("generate", "score", "evaluate")]:
             if abandoned not in needed:
                 del left[abandoned]
@@ -461,12 +461,13 @@ class SlowStage(ToyRun):
         return super().begin(actions, run) + 50.0 * (run.stage.name == self.slow)
 
 
-def test_a_stop_during_an_evaluation_loses_no_row():
+def test_a_stop_during_an_evaluation_waits_for_it_no_more_and_loses_no_row():
     for stop_after in range(30, 60):
         run = SlowStage(make_config(), random.Random(0), save_every=99)
         run.slow = "evaluate"
         run.go(stop_after=stop_after)
         assert set(run.recorder.rows) == set(range(run.saver.newest_step + 1))
+        assert "evaluate" not in [other.stage.name for other in run.waited_for]
 
 
 @pytest.mark.parametrize("make", [make_config, in_flight_config, group_config])
