@@ -139,6 +139,12 @@ def effective_window_tokens(config: Config) -> int:
     return config.batch.window_tokens or config.batch.max_response_tokens
 
 
+def most_new_tokens(config: Config) -> int:
+    """New tokens that a response may at most grow by in one step: a window and the rest of its budget, where that is small."""
+    window = effective_window_tokens(config)
+    return min(window + rest_tokens(window), config.batch.max_response_tokens)
+
+
 def rest_tokens(window_tokens: int) -> int:
     """The largest rest of a response's budget that goes along with the window before it.
 

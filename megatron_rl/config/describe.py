@@ -7,6 +7,7 @@ from megatron_rl.config.derived import (
     effective_window_tokens,
     needs_critic,
     num_responses_per_step,
+    most_new_tokens,
     rest_tokens,
     window_jitter_tokens,
 )
@@ -43,7 +44,7 @@ def batch_arithmetic(config: Config, world_size: int) -> list[Quantity]:
     critic_ranks = data_parallel_size(critic_layout(config), world_size)
     samples = num_responses_per_step(config)
     smallest = min([batch.num_samples_per_prompt, *batch.num_samples_by_type.values()])
-    window = effective_window_tokens(config)
+    new_tokens = most_new_tokens(config)
     longest = batch.max_prompt_tokens + batch.max_response_tokens
     budget = batch.max_tokens_per_microbatch
     minibatch = min(batch.policy_minibatch_size, samples)
@@ -58,7 +59,7 @@ def batch_arithmetic(config: Config, world_size: int) -> list[Quantity]:
     rows = [
         row("prompts", samples // smallest, 0, "up to " if batch.num_samples_by_type else ""),
         row("samples (slots)", samples, per_micro),
-        row("new tokens (window)", samples * window, min(budget, per_micro * window), "up to "),
+        row("new tokens (window)", samples * new_tokens, min(budget, per_micro * new_tokens), "up to "),
         row("trained sequence tokens", samples * longest, max(budget, longest), "up to "),
         row("samples per policy update", minibatch, per_micro),
         Quantity("policy updates", updates, updates, "-"),

@@ -244,8 +244,12 @@ def open_servers(
         urls = rollout.urls or _awaited_urls(rollout, while_waiting)
         note(f"attaching to {len(urls)} SGLang servers: {', '.join(urls)}")
         pool = ServerPool.attach(urls, timeout_s=rollout.start_timeout_s, api_key=api_key, progress=note)
-        infos = {s.url: s.server_info() for s in pool.servers if isinstance(s, AttachedServer)}
+        attached = [server for server in pool.servers if isinstance(server, AttachedServer)]
+        infos = {server.url: server.server_info() for server in attached}
         _check_attached(infos, config, note, has_trainer=not load_weights)
+        # Those of a run that was killed while they took weights stand still. Without a trainer, another run may be at it.
+        for server in attached if not (load_weights or server_placement(rollout).shares_devices) else ():
+            server.go_on()
         for text in _precision_notes(infos, config.policy.dtype.value):
             note(text)
         return pool
@@ -284,6 +288,7 @@ def attach_one(url: str, config: Config, note: Progress) -> AttachedServer:
     )
     (server,) = (one for one in pool.servers if isinstance(one, AttachedServer))
     _check_attached({url: server.server_info()}, config, note, has_trainer=True)
+    server.go_on()
     return server
 
 

@@ -101,14 +101,14 @@ class HttpSession:
                 method, url, data=data, headers=headers, timeout=timeout, allow_redirects=False
             ) as response:
                 content = await self._read(response, max_answer_bytes or self._max_answer_bytes)
-                wait_s = _seconds(response.headers.get("Retry-After", ""))
+                wait_s = seconds_of(response.headers.get("Retry-After", ""))
                 return Answer(response.status, response.reason or "", content, wait_s)
         except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, OSError, TimeoutError) as error:
             # That of connecting is a TimeoutError too, but the machine was not reached: another fault, another remedy.
             timed_out = isinstance(error, TimeoutError) and not isinstance(error, aiohttp.ConnectionTimeoutError)
-            raise NoAnswer(_described(error), timed_out=timed_out) from error
+            raise NoAnswer(described(error), timed_out=timed_out) from error
         except (aiohttp.ClientError, ValueError) as error:
-            raise HttpError(_described(error)) from error
+            raise HttpError(described(error)) from error
 
     async def close(self) -> None:
         if self._session is not None:
@@ -236,10 +236,10 @@ def bearer(key: str) -> dict[str, str]:
     return {"Authorization": f"Bearer {key}"} if key else {}
 
 
-def _seconds(text: str) -> float | None:
+def seconds_of(text: str) -> float | None:
     # A date is allowed there too; a server that sends one is asked again after the usual pause.
     return float(text) if text.isascii() and text.isdigit() and len(text) < 10 else None
 
 
-def _described(error: BaseException) -> str:
+def described(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"

@@ -9,6 +9,7 @@ import sys
 import time
 import urllib.request
 from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -100,6 +101,20 @@ def in_numbers(generation: Generation) -> SimpleNamespace:
     """With tuples in place of arrays, which can be compared and put together."""
     fields = {name: tuple(value.tolist()) if isinstance(value, np.ndarray) else value for name, value in vars(generation).items()}
     return SimpleNamespace(**fields)
+
+
+def test_a_server_that_a_killed_run_left_paused_answers_once_a_run_has_attached(server):
+    """As after a SIGKILL in the middle of a publish into a window (schedule.weight_update=in_flight)."""
+    body = json.dumps({"mode": "retract"}).encode()
+    call = urllib.request.Request(f"{server.url}/pause_generation", body, {"Content-Type": "application/json"})
+    urllib.request.urlopen(call, timeout=30).close()
+    with ThreadPoolExecutor(1) as thread:
+        waiting = thread.submit(generate, server.url, request_of("paused"))
+        with pytest.raises(TimeoutError):
+            waiting.result(timeout=1.0)
+        AttachedServer(server.url).go_on()
+        (generation,) = waiting.result(timeout=60)
+    assert len(generation.token_ids) == 12
 
 
 def slow_down(url: str, seconds_per_forward: float) -> None:

@@ -34,6 +34,7 @@ RANDOM_DRAFT = (
     "layers nor another draft model. Nearly every guess of a random draft is wrong. Read from its folder it stays as it was made "
     "(what is sampled is exact whatever it guesses)"
 )
+_SPECULATIVE = "speculative-algorithm"
 _WITHOUT_DRAFT_MODEL = "NGRAM"
 """The speculative algorithm that guesses from the text itself."""
 _HALF_PRECISION_ATTENTION = ("fa3", "fa4", "flashinfer", "flashmla")
@@ -199,7 +200,7 @@ def flag_problems(
         if given.get(flag, ("", False))[1] is True and (unlike := [n for n in changed if nccl_values(os.environ)[n] != "1"]):
             values = " ".join(f"{name}=1" for name in unlike)
             yield f"{key}{given[flag][0]}: it makes the servers' NCCL unlike the trainer's; export {values} for the trainer too"
-    name, value = given.get("speculative-algorithm", ("", ""))
+    name, value = given.get(_SPECULATIVE, ("", ""))
     if value and str(value).upper() != _WITHOUT_DRAFT_MODEL and not loads_weights and "speculative-draft-load-format" not in given:
         yield f"{key}{name}={value}: {RANDOM_DRAFT}. Add speculative-draft-load-format=auto, or leave speculative decoding out"
     name, value = given.get("attention-backend", ("", ""))
@@ -224,7 +225,7 @@ def _flag(name: str) -> str:
     """SGLang's long name of an option; its abbreviations are argparse's."""
     flag = name.lstrip("-").replace("_", "-")
     flag = _SHORT_FLAGS.get(flag.removesuffix("-size"), flag)
-    whole = [name for name in _WORKER_FLAGS if len(flag) >= _FEWEST_LETTERS and name.startswith(flag)]
+    whole = [name for name in (*_WORKER_FLAGS, _SPECULATIVE) if len(flag) >= _FEWEST_LETTERS and name.startswith(flag)]
     return whole[0] if whole else flag
 
 

@@ -58,7 +58,7 @@ class BatchConfig:
     max_response_tokens: int = at_least(1, default=24576)
     """Budget of a response over all its windows (L_max)."""
     window_tokens: int = at_least(0, default=0)
-    """New tokens a response may grow by in one step (W); 0 means max_response_tokens."""
+    """New tokens a response may grow by in one step (W); 0 means max_response_tokens. A rest of its budget up to W / 16 goes along."""
     window_jitter_tokens: int = at_least(0, default=128)
     """A response's first window is shorter by a random number of tokens below this (at most a window), so that the edges
     of windows, whose tokens the policy loss leaves out, do not fall on the same positions in every response; 0: all

@@ -9,12 +9,13 @@ from typing import Any
 from megatron_rl.rollout.sglang.answer_checks import BadAnswer, KeyRefused, as_object
 from megatron_rl.rollout.sglang.liveness import gives_token
 from megatron_rl.rollout.sglang.server import Progress, ServerError, is_healthy
-from megatron_rl.system.http import HttpError, bearer, get_once
+from megatron_rl.system.http import HttpError, HttpThread, bearer, get_once
 
 logger = logging.getLogger(__name__)
 
 _POLL_S = 1.0
 _TOKEN_TIMEOUT_S = 20.0
+_GO_ON_TIMEOUT_S = 30.0
 
 
 class AttachedServer:
@@ -79,6 +80,21 @@ class AttachedServer:
 
     def stop(self, grace_s: float = 0.0) -> None:
         """Nothing: it is not ours."""
+
+    def go_on(self) -> None:
+        """Generate again, if a run that was killed in the middle of a publish has left it paused. Raises ServerError."""
+        headers = bearer(self._api_key)
+        try:
+            with HttpThread() as http:
+                url = self.url + "/continue_generation"
+                answer = http.submit(http.session.post(url, {}, timeout_s=_GO_ON_TIMEOUT_S, headers=headers)).result()
+        except HttpError as error:
+            raise ServerError(f"server {self.url} did not answer /continue_generation ({error}); look into its log") from error
+        if answer.status != 200:
+            raise ServerError(
+                f"server {self.url} answered /continue_generation with {answer.status}: {answer.text[:200]}; a run that was killed "
+                "may have left it paused: restart it"
+            )
 
     def model_info(self) -> dict[str, Any]:
         """What the server says about its model. Raises ServerError if no SGLang server answers there."""

@@ -83,6 +83,7 @@ def test_ranks_spread_over_as_few_nodes_as_they_need(gpus, ranks, here):
         ({"nnodes": 2}, "nnodes=2.*serve --num-nodes"),
         ({"speculative-algorithm": "EAGLE"}, "random weights.*speculative-draft-load-format=auto"),
         ({"speculative_algorithm": "NEXTN", "speculative-num-steps": 3}, "neither multi-token-prediction layers"),
+        ({"--speculative-algo": "EAGLE3"}, "speculative-algo=EAGLE3.*random weights"),
         ({"base-gpu-id": 4}, "base-gpu-id=4.*same GPUs"),
         ({"attention-backend": "fa3"}, "no float32 kernels; take triton"),
     ],

@@ -1,17 +1,20 @@
-"""Laws of the HTTP client: what comes back as an answer, and what as which of the two errors."""
+"""Laws of both HTTP sessions: what comes back as an answer, and what as which of the two errors."""
 
 import asyncio
 import json
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 from aiohttp import web
 
 from megatron_rl.system.http import Answer, HttpError, HttpSession, HttpThread, NoAnswer, get_once, pauses_s
+from megatron_rl.system.kept_http import KeptSession
 from tests.unit.local_service import Service, Sleep, local_service
+
+Ask = Callable[..., Answer]
 
 
 def _handler(path: str, body: object) -> object:
@@ -38,54 +41,60 @@ def _closed_port() -> int:
         return probe.getsockname()[1]
 
 
-def _ask(url: str, body: object = None, *, timeout_s: float | None = 10.0, **options: object) -> Answer:
-    async def ask() -> Answer:
-        async with HttpSession(**options) as http:
-            return await http.post(url, body, timeout_s=timeout_s)
+@pytest.fixture(params=[HttpSession, KeptSession])
+def ask(request: pytest.FixtureRequest) -> Ask:
+    def ask(url: str, body: object = None, *, timeout_s: float | None = 10.0, **options: object) -> Answer:
+        async def post() -> Answer:
+            async with request.param(**options) as http:
+                return await http.post(url, body, timeout_s=timeout_s)
 
-    return asyncio.run(ask())
+        return asyncio.run(post())
+
+    return ask
 
 
-def test_bodies_are_json_and_bytes_are_json_already(service: Service) -> None:
-    assert _ask(f"{service.url}/echo", {"a": [1, "\ud800"]}).json() == {"body": {"a": [1, "\ud800"]}}
-    assert _ask(f"{service.url}/echo", json.dumps([2]).encode()).json() == {"body": [2]}
+def test_bodies_are_json_and_bytes_are_json_already(service: Service, ask: Ask) -> None:
+    assert ask(f"{service.url}/echo", {"a": [1, "\ud800"]}).json() == {"body": {"a": [1, "\ud800"]}}
+    assert ask(f"{service.url}/echo", json.dumps([2]).encode()).json() == {"body": [2]}
 
 
 @pytest.mark.parametrize(("path", "status"), [("/busy", 503), ("/moved", 302)])
-def test_every_status_is_an_answer_and_redirects_are_not_followed(service: Service, path: str, status: int) -> None:
-    assert _ask(service.url + path).status == status
+def test_every_status_is_an_answer_and_redirects_are_not_followed(service: Service, ask: Ask, path: str, status: int) -> None:
+    assert ask(service.url + path).status == status
 
 
-def test_a_deadline_that_passes_is_told_from_a_server_that_is_not_there(service: Service) -> None:
+def test_a_deadline_that_passes_is_told_from_a_server_that_is_not_there(service: Service, ask: Ask) -> None:
     with pytest.raises(NoAnswer) as late:
-        _ask(f"{service.url}/slow", timeout_s=0.2)
-    with pytest.raises(NoAnswer, match="ClientConnectorError") as absent:
-        _ask(f"http://127.0.0.1:{_closed_port()}/")
+        ask(f"{service.url}/slow", timeout_s=0.2)
+    with pytest.raises(NoAnswer, match="ClientConnectorError|no connection to 127.0.0.1") as absent:
+        ask(f"http://127.0.0.1:{_closed_port()}/")
     assert late.value.timed_out and not absent.value.timed_out
 
 
-def test_what_asking_again_cannot_help_is_no_missing_answer(service: Service) -> None:
+def test_what_asking_again_cannot_help_is_no_missing_answer(service: Service, ask: Ask) -> None:
     for url, options, words in (
         ("not a url", {}, "InvalidURL|InvalidUrl"),
         (f"{service.url}/long", {"max_answer_bytes": 4999}, "longer than 4999 bytes"),
     ):
         with pytest.raises(HttpError, match=words) as error:
-            _ask(url, **options)
+            ask(url, **options)
         assert not isinstance(error.value, NoAnswer)
-    assert len(_ask(f"{service.url}/long", max_answer_bytes=5000).content) == 5000
+    assert len(ask(f"{service.url}/long", max_answer_bytes=5000).content) == 5000
 
 
-def test_a_thread_without_an_event_loop_asks_too(service: Service) -> None:
+@pytest.mark.parametrize("session", [HttpSession, KeptSession])
+def test_a_thread_without_an_event_loop_asks_too(service: Service, session: type[HttpSession]) -> None:
     assert get_once(f"{service.url}/echo", timeout_s=10).status == 200
-    with HttpThread() as http:
+    with HttpThread(session()) as http:
         futures = [http.submit(http.session.post(f"{service.url}/echo", i, timeout_s=10)) for i in range(20)]
         assert [future.result(10).json()["body"] for future in futures] == list(range(20))
         assert http.request("GET", f"{service.url}/busy", timeout_s=10).text == "later"
 
 
-def test_closing_ends_what_is_in_progress_at_once(service: Service) -> None:
+@pytest.mark.parametrize("session", [HttpSession, KeptSession])
+def test_closing_ends_what_is_in_progress_at_once(service: Service, session: type[HttpSession]) -> None:
     before = threading.active_count()
-    http = HttpThread()
+    http = HttpThread(session())
     future = http.submit(http.session.get(f"{service.url}/slow", timeout_s=30))
     time.sleep(0.1)
     started_at = time.monotonic()

@@ -1,0 +1,75 @@
+"""Servers that somebody else started: what a run asks of them, and what it refuses, before it sends them weights."""
+
+import pytest
+from aiohttp import web
+
+from megatron_rl.config.schema import Config, PolicyConfig, RolloutConfig
+from megatron_rl.rollout.server_pool import attach_one, open_servers
+from megatron_rl.rollout.sglang.attached import AttachedServer
+from megatron_rl.rollout.sglang.server import ServerError
+from tests.unit.local_service import local_service
+
+INFO = {"startup_time": 1.0, "random_seed": 2, "launch_command": "serve", "tp_size": 1, "pp_size": 1, "dp_size": 1, "device": "cpu"}
+
+
+def served(path, body):
+    if path in ("/server_info", "/model_info", "/continue_generation"):
+        return INFO if path == "/server_info" else {}
+    return web.Response(status=404)
+
+
+@pytest.fixture
+def config(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "qwen2"}')
+    return Config(policy=PolicyConfig(path=str(tmp_path)), rollout=RolloutConfig())
+
+
+@pytest.mark.parametrize(("load_weights", "told"), [(False, 1), (True, 0)])
+def test_a_run_that_sends_weights_lets_servers_go_on_that_a_killed_one_left_paused(config, tmp_path, load_weights, told):
+    with local_service(served) as service:
+        config.rollout.urls = [service.url]
+        open_servers(config, tmp_path, lambda text: None, load_weights=load_weights)
+        assert [path for path, _ in service.requests].count("/continue_generation") == told
+
+
+def test_a_server_that_joins_goes_on_too(config):
+    with local_service(served) as service:
+        attach_one(service.url, config, lambda text: None)
+        assert "/continue_generation" in [path for path, _ in service.requests]
+
+
+def test_a_server_that_cannot_go_on_is_an_error_that_says_what_to_do():
+    def answer(path, body):
+        return web.Response(status=500, text="no") if path == "/continue_generation" else served(path, body)
+
+    with local_service(answer) as service:
+        with pytest.raises(ServerError, match="answered /continue_generation with 500: no.*restart it"):
+            AttachedServer(service.url).go_on()
+        server = AttachedServer(service.url)
+    with pytest.raises(ServerError, match="did not answer /continue_generation"):
+        server.go_on()
+
+
+@pytest.mark.parametrize("workers", [[{"url": "http://a:1", "is_healthy": True}, {"url": "http://b:2"}], ["http://a:1", "http://b:2"]])
+def test_a_router_is_refused_with_the_addresses_behind_it(config, tmp_path, workers):
+    """sglang-router answers as a server would, but weights would reach one of them."""
+
+    def answer(path, body):
+        return {"workers": workers, "total": len(workers)} if path == "/workers" else served(path, body)
+
+    with local_service(answer) as service:
+        config.rollout.urls = [service.url]
+        with pytest.raises(ServerError, match=r"is a router.*rollout\.urls=\[http://a:1,http://b:2\]"):
+            open_servers(config, tmp_path, lambda text: None, load_weights=False)
+        assert "/continue_generation" not in [path for path, _ in service.requests]
+
+
+@pytest.mark.parametrize("answer", [web.Response(status=404), web.Response(text="<html>"), web.json_response({"workers": 3}), web.json_response([])])
+def test_a_server_that_knows_nothing_of_workers_is_a_server(answer):
+    body, status, kind = answer.body, answer.status, answer.content_type
+
+    def handler(path, asked):
+        return web.Response(body=body, status=status, content_type=kind) if path == "/workers" else served(path, asked)
+
+    with local_service(handler) as service:
+        assert AttachedServer(service.url).server_info() == INFO
