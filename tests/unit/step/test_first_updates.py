@@ -47,8 +47,8 @@ class Ranks:
         return UpdateResult(1.0, 1e-3, {"policy_loss": (1.0, 1.0)}, skipped=False, plan=plan, logprobs=kept)
 
 
-def responses(num=7):
-    """Windows of several steps, some finished in this one; one of them could not be scored."""
+def responses(num=7, *, all_end=False):
+    """Windows of several steps, some (or all) finished in this one; one of them could not be scored."""
     found = []
     for id in range(num):
         lengths = [3 + id % 4, 1 + id % 3]
@@ -56,7 +56,7 @@ def responses(num=7):
             Segment(tuple(range(10 * id, 10 * id + n)), (-1.2 - 0.05 * id,) * n, 0, "length", STEP - 1 + k)
             for k, n in enumerate(lengths)
         ]
-        if id % 2:
+        if id % 2 or all_end:
             last = segments[-1]
             segments[-1] = Segment(last.token_ids, last.rollout_logprobs, 0, "stop", last.step)
         values = [np.zeros(lengths[0], np.float32)]
@@ -67,17 +67,18 @@ def responses(num=7):
     return found
 
 
-def run_a_step(config, *, own=True, settling=None):
+def run_a_step(config, *, own=True, settling=None, group=None, slots=None, dtype=torch.float32):
     """The step's stages that read old log-probs; ``own`` False: as if the first update's were of no use."""
-    group = Ranks()
+    group = group or Ranks()
     names = ("pool", "collector", "evaluator", "saver", "keeper", "process_rewarder", "parity", "watchdog")
     rollout = SimpleNamespace(weights_changed=lambda: None, weight_version=0)
     recorder = SimpleNamespace(elapsed_s=0.0)
     grader = SimpleNamespace(metrics=lambda finished: {})
     rest = dict.fromkeys(names)
     parts = Parts(group=group, grader=grader, rollout=rollout, recorder=recorder, stop_after=lambda step: None, settling=settling, **rest)
-    loop, slots = TrainingLoop(config, parts), responses()
-    state = StepState(slots, window_batch(slots, STEP))
+    loop, slots = TrainingLoop(config, parts), slots or responses()
+    batch = window_batch(slots, loop._trained_window(STEP))
+    state = StepState(slots, batch.with_fields(**batch.fields | {"rollout_logprobs": batch.fields["rollout_logprobs"].to(dtype)}))
     state.finished = [t for t in slots if t.finished]
     state.values, state.final_values = torch.zeros(len(state.batch.tokens)), torch.zeros(len(slots))
     loop._states[STEP] = state
