@@ -5,9 +5,9 @@ from dataclasses import dataclass
 
 from megatron_rl.config.derived import (
     effective_window_tokens,
+    most_new_tokens,
     needs_critic,
     num_responses_per_step,
-    most_new_tokens,
     rest_tokens,
     window_jitter_tokens,
 )

@@ -64,7 +64,9 @@ def test_a_router_is_refused_with_the_addresses_behind_it(config, tmp_path, work
         assert "/continue_generation" not in [path for path, _ in service.requests]
 
 
-@pytest.mark.parametrize("answer", [web.Response(status=404), web.Response(text="<html>"), web.json_response({"workers": 3}), web.json_response([])])
+@pytest.mark.parametrize(
+    "answer", [web.Response(status=404), web.Response(text="<html>"), web.json_response({"workers": 3}), web.json_response([])]
+)
 def test_a_server_that_knows_nothing_of_workers_is_a_server(answer):
     body, status, kind = answer.body, answer.status, answer.content_type
 
