@@ -20,7 +20,7 @@ COMMANDS = {
     "check": "replay recorded steps of a released recipe, and say where this installation departs from them",
     "convert": "convert a model between a Hugging Face folder and Megatron's distributed checkpoint",
     "watch": "show a run on the terminal while it trains, from its folder",
-    "report": "write report.html of a run",
+    "report": "write report.html of a run, or of several runs a page that compares them",
     "samples": "browse and filter the responses that a run has stored",
     "presets": "list the presets",
     "config": "explain every key of a recipe: type, default, bound, meaning",

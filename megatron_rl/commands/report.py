@@ -1,14 +1,23 @@
-"""`megatron-rl report`: report.html of a run, from what it has written so far."""
+"""`megatron-rl report`: a run's report, or several runs on one page, from what they have written so far.
+
+    megatron-rl report outputs/run                          # outputs/run/report.html
+    megatron-rl report outputs/a outputs/b outputs/c        # comparison.html
+"""
 
 import argparse
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("output_dir")
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="a run's folder (run.output_dir); several are compared")
+    parser.add_argument("--output", metavar="FILE", help="where to write (report.html in the run's folder; comparison.html here)")
 
 
 def run(arguments: argparse.Namespace) -> int:
+    from megatron_rl.tracking.comparison import write_comparison
     from megatron_rl.tracking.run_report import write_report
 
-    print(write_report(arguments.output_dir))
+    if len(arguments.runs) == 1:
+        print(write_report(arguments.runs[0], arguments.output))
+    else:
+        print(write_comparison(arguments.runs, arguments.output or "comparison.html"))
     return 0

@@ -406,8 +406,8 @@ class TrainingLoop:
         )
 
     def _count_use(self) -> None:
-        for (step, stage), use in self._parts.group.use_by_stage().items():
-            self._parts.recorder.note_work(stage, step, cpu_s=use.cpu_s)
+        for (step, stage), (use, rank_s) in self._parts.group.use_by_stage().items():
+            self._parts.recorder.note_work(stage, step, cpu_s=use.cpu_s, rank_s=rank_s)
             if step in self._states:
                 self._states[step].metrics |= {
                     f"memory/{stage}_host_gib": use.host_gib,

@@ -17,7 +17,7 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from megatron_rl.tracking.timeline import Span, assign_tracks, overlap_intervals
 
@@ -65,6 +65,8 @@ STAGE_COLORS = {
     "evaluate": "sky",
     "checkpoint": "red",
 }
+_LONG_TAIL = 8
+"""Times the median from which a histogram's axis is logarithmic."""
 _MAX_POINTS = 400
 """A line of more points is reduced to the extremes of equal stretches: spikes survive, the file stays small."""
 
@@ -151,6 +153,7 @@ def line_chart(
     log: bool = False,
     y_range: tuple[float | None, float | None] = (None, None),
     references: Sequence[tuple[float, str]] = (),
+    x_label: str = "training step",
 ) -> str:
     """Lines over training steps as SVG text. ``references``: dashed horizontals as (value, words)."""
     figure = _new_figure(430, 230)
@@ -165,10 +168,10 @@ def line_chart(
                       va="bottom", fontsize=9.5, color=LIGHT["muted"])
     axes.set_ylim(*y_range)
     axes.margins(x=0.02)
-    axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=x_label == "training step"))
     if not log:
         axes.yaxis.set_major_locator(MaxNLocator(nbins=5))
-    _label_axes(axes, "training step", y_label)
+    _label_axes(axes, x_label, y_label)
     return _to_svg(figure)
 
 
@@ -238,6 +241,66 @@ def timeline_chart(spans: Sequence[Span], lanes: Sequence[str], overlap_of: tupl
     axes.grid(axis="x", color=LIGHT["line"], linewidth=0.6)
     axes.xaxis.set_major_locator(MaxNLocator(nbins=10))
     _label_axes(axes, "seconds", "")
+    return _to_svg(figure)
+
+
+def histogram_chart(groups: Sequence[tuple[str, np.ndarray]], x_label: str, *, limit: float = 0.0) -> str:
+    """Share of the values in equal bins, a step line per group of (colour name, [N] values). ``limit``: a dashed upright."""
+    figure = _new_figure(430, 230)
+    axes = _new_axes(figure)
+    highest = max([limit, *(float(values.max()) for _, values in groups)])
+    typical = float(np.median(np.concatenate([values for _, values in groups])))
+    # A long tail would leave all the others one bin.
+    log = typical > 0 and highest > _LONG_TAIL * typical
+    edges = np.geomspace(1.0, highest, 33) if log else np.linspace(0, highest or 1.0, 33)
+    for color, values in groups:
+        counts, _ = np.histogram(values, edges)
+        shares = 100.0 * counts / max(1, len(values))
+        axes.stairs(shares, edges, color=LIGHT[color], linewidth=1.7)
+        axes.stairs(shares, edges, color=LIGHT[color], fill=True, alpha=0.12, linewidth=0)
+    if limit:
+        axes.axvline(limit, color=LIGHT["muted"], linewidth=1.0, dashes=(4, 3))
+    axes.set_ylim(0, None)
+    if log:
+        axes.set_xscale("log", base=2)
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.0f}"))
+        axes.set_xlim(edges[0], 1.1 * highest)
+    else:
+        axes.set_xlim(0, 1.02 * (highest or 1.0))
+        axes.xaxis.set_major_locator(MaxNLocator(nbins=6))
+    axes.yaxis.set_major_locator(MaxNLocator(nbins=5))
+    _label_axes(axes, x_label, "% of responses")
+    return _to_svg(figure)
+
+
+def bar_chart(rows: Sequence[str], groups: Sequence[tuple[str, Sequence[float]]], x_label: str) -> str:
+    """Lying bars: a bar per row and group of (colour name, a value per row); rows from the top."""
+    figure = _new_figure(900, 46 + len(rows) * (10 + 13 * len(groups)))
+    axes = _new_axes(figure)
+    height = 0.8 / len(groups)
+    for number, (color, values) in enumerate(groups):
+        places = np.arange(len(rows)) - 0.4 + height * (number + 0.5)
+        axes.barh(places, np.nan_to_num(values), height=0.88 * height, color=LIGHT[color], linewidth=0)
+    axes.set_yticks(range(len(rows)), list(rows))
+    axes.tick_params(axis="y", labelcolor=LIGHT["ink"], labelsize=10.5)
+    axes.set_ylim(len(rows) - 0.5, -0.5)
+    axes.grid(axis="y", visible=False)
+    axes.grid(axis="x", color=LIGHT["line"], linewidth=0.6)
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=8))
+    _label_axes(axes, x_label, "")
+    return _to_svg(figure)
+
+
+def rank_chart(stages: Mapping[str, tuple[np.ndarray, np.ndarray]]) -> str:
+    """Seconds by rank, a line with points per stage of ([N] ranks, [N] seconds)."""
+    figure = _new_figure(900, 240)
+    axes = _new_axes(figure)
+    for stage, (ranks, seconds) in stages.items():
+        axes.plot(ranks, seconds, color=_stage_color(stage), linewidth=1.2, marker="o", markersize=4.0)
+    axes.set_ylim(0, None)
+    axes.margins(x=0.02)
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=16, integer=True))
+    _label_axes(axes, "trainer rank", "seconds per step")
     return _to_svg(figure)
 
 

@@ -30,6 +30,19 @@ class Section:
 
 
 @dataclass(frozen=True)
+class Table:
+    title: str
+    says: str
+    header: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    """Empty: ``says`` says why."""
+    row_colors: tuple[str, ...] = ()
+    """Colour names of a mark before each row's first cell."""
+    header_colors: tuple[str, ...] = ()
+    """The same of the header's cells; an empty name is no mark."""
+
+
+@dataclass(frozen=True)
 class Page:
     title: str
     subtitle: str
@@ -41,6 +54,7 @@ class Page:
     config_text: str
     samples: str = ""
     """A section of its own, as HTML (``sample_panel``)."""
+    tables: tuple[Table, ...] = ()
 
 
 def _variables(colors: dict[str, str]) -> str:
@@ -93,6 +107,15 @@ pre { overflow-x: auto; margin: 10px 0 0; font: 13px/1.5 ui-monospace, Menlo, Co
 table { border-collapse: collapse; margin-top: 10px; font-size: 14px; }
 td { padding: 3px 18px 3px 0; vertical-align: top; overflow-wrap: anywhere; }
 td:first-child { color: var(--muted); }
+.grid { overflow-x: auto; }
+.grid table { margin-top: 0; min-width: 100%; font-variant-numeric: tabular-nums; }
+.grid th { text-align: left; font-weight: 600; padding: 4px 18px 6px 0; border-bottom: 1px solid var(--line); white-space: nowrap; }
+.grid td { white-space: nowrap; padding: 5px 18px 5px 0; border-bottom: 1px solid var(--line); max-width: 380px; overflow: hidden;
+  text-overflow: ellipsis; }
+.grid tr:last-child td { border-bottom: 0; }
+.grid td:first-child { color: var(--ink); }
+.grid i { display: inline-block; width: 10px; height: 10px; border-radius: 2px; margin-right: 8px; }
+.tiles:empty { display: none; }
 """
 
 _MARKS = {"good": "✓", "look": "!", "none": "&ndash;"}
@@ -118,8 +141,8 @@ def render(page: Page) -> str:
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         f"<title>{escape(page.title)}</title>\n<style>{_STYLE}</style>\n</head>\n<body>\n"
         f'<h1>{escape(page.title)}</h1>\n<p class="quiet">{escape(page.subtitle)}</p>\n'
-        f'<div class="tiles">\n{tiles}</div>\n<ul class="checks">\n{checks}</ul>\n{sections}{page.samples}'
-        f"<h2>Details</h2>\n{_summary(page.summary)}{_configuration(page.config_text)}</body>\n</html>\n"
+        f'<div class="tiles">\n{tiles}</div>\n<ul class="checks">\n{checks}</ul>\n{"".join(map(_table, page.tables))}{sections}'
+        f"{page.samples}{_details(page)}</body>\n</html>\n"
     )
 
 
@@ -136,6 +159,27 @@ def _panel(panel: Panel) -> str:
         f'<span class="latest">{escape(panel.latest)}</span></header>\n'
         f'<p class="says">{escape(panel.says)}</p>\n{body}\n</section>\n'
     )
+
+
+def _table(table: Table) -> str:
+    def cell(tag: str, text: str, color: str = "") -> str:
+        mark = f'<i style="background: var(--{color})"></i>' if color else ""
+        return f"<{tag}>{mark}{escape(text)}</{tag}>"
+
+    header_colors = table.header_colors or ("",) * len(table.header)
+    header = "".join(cell("th", text, color) for text, color in zip(table.header, header_colors, strict=True))
+    body = ""
+    for row, color in zip(table.rows, table.row_colors or ("",) * len(table.rows), strict=True):
+        body += f"<tr>{cell('td', row[0], color)}{''.join(cell('td', text) for text in row[1:])}</tr>\n"
+    grid = f'<div class="grid"><table>\n<tr>{header}</tr>\n{body}</table></div>\n' if table.rows else ""
+    return f'<h2>{escape(table.title)}</h2>\n<section class="panel">\n<p class="says">{escape(table.says)}</p>\n{grid}</section>\n'
+
+
+def _details(page: Page) -> str:
+    """A page of several runs has none."""
+    if not (page.summary or page.config_text) and page.tables:
+        return ""
+    return f"<h2>Details</h2>\n{_summary(page.summary)}{_configuration(page.config_text)}"
 
 
 def _summary(rows: Sequence[tuple[str, str]]) -> str:

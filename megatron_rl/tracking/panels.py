@@ -14,6 +14,7 @@ from megatron_rl.tracking.page import Panel, Section
 from megatron_rl.tracking.run_record import RunRecord
 from megatron_rl.tracking.smoothing import smooth, smoothing_span
 from megatron_rl.tracking.timeline import LANES, OVERLAP, Span, overlap_seconds
+from megatron_rl.tracking.use_panels import idle_panel, length_panel, memory_panel, rank_panel
 
 _NUM_TIMELINE_STEPS = 3
 _COLORS = ("orange", "blue", "green", "violet", "teal", "red", "pink", "yellow")
@@ -188,14 +189,18 @@ _ENGINE = (
 )
 
 
+SECTIONS = (("Learning", _LEARNING), ("Policy and critic", _LOSSES), ("Methods", _METHODS), ("Engine", _ENGINE))
+"""For a page of several runs: panels by section."""
+
+
 def report_sections(run: RunRecord) -> tuple[Section, ...]:
     """All panels of a run, in the page's order; the panels of methods that the run did not use are left out."""
     return (
-        Section("Learning", tuple(_panel(run, spec) for spec in _LEARNING)),
+        Section("Learning", (*(_panel(run, spec) for spec in _LEARNING), length_panel(run))),
         Section("Policy and critic", tuple(_panel(run, spec) for spec in _LOSSES)),
         *_methods(run),
-        Section("Engine", tuple(_panel(run, spec) for spec in _ENGINE)),
-        Section("Time", (_stage_panel(run), _timeline_panel(run))),
+        Section("Engine and use", (*(_panel(run, spec) for spec in _ENGINE), idle_panel(run), memory_panel(run))),
+        Section("Time", (_stage_panel(run), rank_panel(run), _timeline_panel(run))),
     )
 
 
@@ -303,11 +308,25 @@ def _choose_window(spans: Sequence[Span], num_steps: int = _NUM_TIMELINE_STEPS) 
     return [span for span in spans if span.step in chosen]
 
 
+def _after_the_pause(window: list[Span]) -> list[Span]:
+    """Without what ran before a run was stopped and went on, if that lies between: the pause would fill the picture."""
+    if not window:
+        return window
+    in_order = sorted(window, key=lambda span: span.start_s)
+    ended_s = in_order[0].end_s
+    length_s = max(span.end_s for span in window) - in_order[0].start_s
+    for number, span in enumerate(in_order):
+        if span.start_s - ended_s > 0.5 * length_s:
+            return in_order[number:]
+        ended_s = max(ended_s, span.end_s)
+    return window
+
+
 def _timeline_panel(run: RunRecord) -> Panel:
     title = "A few steps close up"
     says = "Each lane is a resource, each bar a stage and its step. Shaded: the critic updates while the next window " \
         "is generated. The whole trace opens in ui.perfetto.dev: timeline.json."
-    window = _choose_window(run.spans)
+    window = _after_the_pause(_choose_window(run.spans))
     if not window:
         return Panel(title, says, "", missing="timeline.json is not there or holds no spans.", wide=True)
     present = {span.lane for span in window}

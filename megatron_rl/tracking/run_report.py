@@ -24,8 +24,8 @@ from megatron_rl.tracking.smoothing import smooth, smoothing_span
 from megatron_rl.tracking.timeline import OVERLAP, Span, overlap_seconds
 
 
-def write_report(output_dir: str | Path) -> Path:
-    """Write ``report.html`` into the run's folder and return its path. Raises FileNotFoundError and OSError."""
+def write_report(output_dir: str | Path, path: str | Path | None = None) -> Path:
+    """Write ``report.html`` into the run's folder, or another ``path``, and return it. Raises FileNotFoundError and OSError."""
     run = load_run(output_dir)
     written = time.strftime("%Y-%m-%d %H:%M:%S %Z")
     preset = run.setting("preset")
@@ -39,7 +39,7 @@ def write_report(output_dir: str | Path) -> Path:
         config_text=run.config_text,
         samples=samples_html(output_dir),
     )
-    return write_whole(Path(output_dir) / "report.html", render(page))
+    return write_whole(path or Path(output_dir) / "report.html", render(page))
 
 
 def _flat(summary: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:

@@ -8,6 +8,7 @@ takes seconds and happens between two stages. What goes wrong is a warning: trai
 """
 
 import logging
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -27,6 +28,7 @@ def stage_profiler(config: Config, rank: int) -> "StageProfiler | None":
     """None for a rank that profiles nothing."""
     if not config.profile.steps or rank not in config.profile.ranks:
         return None
+    os.environ.setdefault("KINETO_LOG_LEVEL", "5")  # it says on standard error when it starts and stops
     return StageProfiler(config, rank)
 
 

@@ -1,13 +1,17 @@
 """What memory and CPU time the ranks used in each trainer stage. A rank keeps its own account; the driver asks once per step."""
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
 
 from megatron_rl.system import doing
 from megatron_rl.system.host_memory import take_host_peak_gib
+
+_MAX_RANKS = 64
+"""Of which a stage's seconds are written down: it goes into the timeline, once per stage and step."""
 
 
 class StageOfStep(NamedTuple):
@@ -24,6 +28,8 @@ class Use(NamedTuple):
     """Most that PyTorch allocated; 0 on a CPU."""
     cpu_s: float = 0.0
     """Of the process; the driver's counts what its other threads did meanwhile."""
+    busy_s: float = 0.0
+    """In commands of the driver, without the wait for the next one; of several ranks, that of the one that took longest."""
 
 
 class StageAccount:
@@ -33,6 +39,16 @@ class StageAccount:
         self._stage: StageOfStep | None = None
         self._uses: dict[StageOfStep, Use] = {}
         self._cpu_s = time.process_time()
+        self._busy_s = 0.0
+
+    @contextmanager
+    def working(self) -> Iterator[None]:
+        """What runs inside is a command's own work."""
+        started_s = time.monotonic()
+        try:
+            yield
+        finally:
+            self._busy_s += time.monotonic() - started_s
 
     def enter(self, stage: StageOfStep | None) -> None:
         """What is used from now on is used in ``stage``; None: between two stages, where nobody counts."""
@@ -40,7 +56,8 @@ class StageAccount:
             return
         used = self._take_use()
         if self._stage is not None:
-            self._uses[self._stage] = _together(self._uses.get(self._stage, Use()), used)
+            before = self._uses.get(self._stage, Use())
+            self._uses[self._stage] = _together(before, used)._replace(busy_s=before.busy_s + used.busy_s)
         self._stage = stage
         doing.note("stage", f"{stage.name} of step {stage.step + 1}" if stage else "")
 
@@ -57,7 +74,8 @@ class StageAccount:
         if torch.cuda.is_available():
             device_gib = torch.cuda.max_memory_allocated() / 1024**3
             torch.cuda.reset_peak_memory_stats()
-        return Use(take_host_peak_gib(), device_gib, self._cpu_s - before_s)
+        busy_s, self._busy_s = self._busy_s, 0.0
+        return Use(take_host_peak_gib(), device_gib, self._cpu_s - before_s, busy_s)
 
 
 def of_all_ranks(accounts: Iterable[Mapping[StageOfStep, Use]]) -> dict[StageOfStep, Use]:
@@ -69,5 +87,21 @@ def of_all_ranks(accounts: Iterable[Mapping[StageOfStep, Use]]) -> dict[StageOfS
     return result
 
 
+def seconds_by_rank(accounts: Sequence[Mapping[StageOfStep, Use]]) -> dict[StageOfStep, str]:
+    """Words ``rank:seconds`` of the ranks' own work in each stage; of many ranks the slowest and the quickest ones."""
+    found: dict[StageOfStep, list[tuple[float, int]]] = {}
+    for rank, account in enumerate(accounts):
+        for stage, use in account.items():
+            found.setdefault(stage, []).append((use.busy_s, rank))
+    words = {}
+    for stage, ranks in found.items():
+        if len(ranks) > _MAX_RANKS:
+            by_time = sorted(ranks)
+            ranks = by_time[: _MAX_RANKS // 2] + by_time[-_MAX_RANKS // 2 :]
+        words[stage] = " ".join(f"{rank}:{seconds:.4g}" for seconds, rank in sorted(ranks, key=lambda one: one[1]))
+    return words
+
+
 def _together(one: Use, other: Use) -> Use:
-    return Use(max(one.host_gib, other.host_gib), max(one.device_gib, other.device_gib), one.cpu_s + other.cpu_s)
+    host_gib, device_gib = max(one.host_gib, other.host_gib), max(one.device_gib, other.device_gib)
+    return Use(host_gib, device_gib, one.cpu_s + other.cpu_s, max(one.busy_s, other.busy_s))

@@ -33,7 +33,7 @@ from megatron_rl.training.model_checkpoint import CheckpointNotSaved
 from megatron_rl.training.payloads import restore
 from megatron_rl.training.profiling import memory_note, stage_profiler
 from megatron_rl.training.sharing import Sharing
-from megatron_rl.training.stage_use import StageAccount, StageOfStep, Use, of_all_ranks
+from megatron_rl.training.stage_use import StageAccount, StageOfStep, Use, of_all_ranks, seconds_by_rank
 
 
 @dataclass(frozen=True)
@@ -172,7 +172,8 @@ class Worker:
                 what = f"the batches of the {command}"
                 payload = collectives.deliver(payloads, replicas.heads, engine.topology, what=what)
                 share = self._held_of(engine, command.step).take(payload, command.fields)
-            result = command.action(self, engine, share)
+            with self.use.working():
+                result = command.action(self, engine, share)
         if command.gathers:
             what = f"the results of the {command}"
             return collectives.gather_tensors(result, senders=replicas.reporters, what=what)
@@ -379,9 +380,11 @@ class TrainerGroup:
         for key in ended:
             del self._ledgers[key]
 
-    def use_by_stage(self) -> dict[StageOfStep, Use]:
-        """Memory and CPU time of all ranks since the last call."""
-        return of_all_ranks(self._tell(Notice.report_use))
+    def use_by_stage(self) -> dict[StageOfStep, tuple[Use, str]]:
+        """Since the last call: memory and time of all ranks together, and ``rank:seconds`` of each one's work."""
+        accounts = self._tell(Notice.report_use)
+        by_rank = seconds_by_rank(accounts)
+        return {stage: (use, by_rank[stage]) for stage, use in of_all_ranks(accounts).items()}
 
     def stop(self) -> None:
         """Let the other ranks leave ``Worker.serve``."""

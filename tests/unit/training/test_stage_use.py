@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron_rl.training.stage_use import StageAccount, StageOfStep, Use, of_all_ranks
+from megatron_rl.training.stage_use import StageAccount, StageOfStep, Use, of_all_ranks, seconds_by_rank
 
 VALUES, UPDATE = StageOfStep(3, "values"), StageOfStep(3, "update_policy")
 
@@ -48,3 +48,26 @@ def test_an_account_measures_this_process():
     sum(range(2_000_000))
     use = account.take()[VALUES]
     assert 0.01 < use.cpu_s < 60 and 0.01 < use.host_gib < 100
+
+
+def test_work_is_what_runs_inside_commands_and_is_kept_by_rank(monkeypatch):
+    clock = iter([10.0, 12.0, 20.0, 23.0, 30.0, 31.0])
+    monkeypatch.setattr("megatron_rl.training.stage_use.time.monotonic", lambda: next(clock))
+    account = StageAccount()
+    for stage in (VALUES, VALUES, UPDATE):
+        account.enter(stage)
+        with account.working():
+            pass
+    of_first = account.take()
+    assert {stage: use.busy_s for stage, use in of_first.items()} == {VALUES: 5.0, UPDATE: 1.0}
+    of_second = {VALUES: Use(busy_s=0.5)}
+    assert of_all_ranks([of_first, of_second])[VALUES].busy_s == 5.0
+    assert seconds_by_rank([of_first, of_second]) == {VALUES: "0:5 1:0.5", UPDATE: "0:1"}
+
+
+def test_of_many_ranks_the_slowest_and_the_quickest_are_kept():
+    seconds = [float((37 * rank) % 1000) for rank in range(1000)]
+    words = seconds_by_rank([{VALUES: Use(busy_s=one)} for one in seconds])[VALUES].split()
+    kept = {int(rank): float(one) for rank, one in (word.split(":") for word in words)}
+    assert sorted(kept.values()) == [*map(float, range(32)), *map(float, range(968, 1000))]
+    assert all(seconds[rank] == one for rank, one in kept.items())
