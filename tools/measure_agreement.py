@@ -97,7 +97,7 @@ def sampled(url: str, num_prompts: int, num_tokens: int) -> PackedBatch:
             await window.fill(trajectories)
 
     asyncio.run(generate())
-    return window_batch(trajectories, 0)
+    return window_batch(trajectories, 0).joined()
 
 
 def parameters(engine: Engine) -> dict[str, Tensor]:

@@ -13,14 +13,15 @@ Hand in the whole step's batch: means over the batch are then means over the ste
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron_rl.algorithms import register
-from megatron_rl.algorithms.loss import MAX_LOG_RATIO, keep
-from megatron_rl.algorithms.mismatch import effective_sample_size, mismatch_metrics
+from megatron_rl.algorithms.loss import MAX_LOG_RATIO, chosen, keep
+from megatron_rl.algorithms.mismatch import EQUAL_POLICIES, effective_sample_size, metrics_of_ratios
 from megatron_rl.algorithms.sequences import sequence_index, sequence_sums
 from megatron_rl.algorithms.shapes import (
     check_cu_seqlens,
@@ -57,12 +58,17 @@ class LogRatios:
 
     token: Tensor
     """[T] clamped to +- 20."""
-    product: Tensor
-    """[T] of the sequence: sum over its counted tokens, clamped like a token's."""
     sequence_of: Tensor
     """[T] int64"""
+    sums: Tensor
+    """[N] over the counted tokens."""
     counts: Tensor
     """[N] counted tokens."""
+
+    @cached_property
+    def product(self) -> Tensor:
+        """[T] of the sequence: sum over its counted tokens, clamped like a token's."""
+        return self.sums.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)[self.sequence_of]
 
     def sequence_mean(self, per_token: Tensor) -> Tensor:
         """[T] mean of ``per_token`` [T], which is 0 outside the mask, over the counted tokens of the own sequence."""
@@ -132,7 +138,7 @@ def mismatch_correction(  # noqa: PLR0913  public, and each number is a term of 
     raw = importance.clamp(max=bound)
     weights = raw / _mean_weight(raw, kept, ratios, entry.per_sequence) if normalize else raw
 
-    metrics = mismatch_metrics(old_logprobs, rollout_logprobs, mask, cu_seqlens)
+    metrics = metrics_of_ratios(ratios.token, counted, ratios.sums, ratios.counts) if counted.any() else dict(EQUAL_POLICIES)
     metrics |= _what_was_done(counted, vetoed, kept, kept & (importance > bound), raw, ratios)
     return Correction(weights.to(old_logprobs.dtype), kept, metrics)
 
@@ -197,9 +203,8 @@ def _ratios(denominator: Tensor, numerator: Tensor, counted: Tensor, cu_seqlens:
     token = difference.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     sequence_of = sequence_index(bounds, token.device)
     num_sequences = len(bounds) - 1
-    product = sequence_sums(token, sequence_of, num_sequences).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    counts = sequence_sums(counted.double(), sequence_of, num_sequences)
-    return LogRatios(token, product[sequence_of], sequence_of, counts)
+    sums, counts = (sequence_sums(values, sequence_of, num_sequences) for values in (token, counted.double()))
+    return LogRatios(token, sequence_of, sums, counts)
 
 
 def _vetoed(ratios: LogRatios, counted: Tensor, veto_below: float) -> Tensor:
@@ -287,7 +292,7 @@ def _what_was_done(
     counted: Tensor, vetoed: Tensor, kept: Tensor, truncated: Tensor, raw: Tensor, ratios: LogRatios
 ) -> dict[str, float]:
     """Metrics of ``Correction`` from masks [T] bool and from the weights [T] before they are normalised."""
-    num_counted, remaining = max(int(counted.sum()), 1), raw[kept]
+    num_counted, remaining = max(int(counted.sum()), 1), chosen(raw, kept)
     return {
         "masked_share": int((counted & (raw == 0)).sum()) / num_counted,
         "rejected_share": int((counted & ~kept).sum()) / num_counted,
@@ -312,6 +317,8 @@ def _mean_weight(weights: Tensor, kept: Tensor, ratios: LogRatios, per_sequence:
 
 def _sequence_share(tokens: Tensor, ratios: LogRatios) -> float:
     """Share of the sequences with counted tokens that hold one of ``tokens`` [T] bool."""
+    if not tokens.any():
+        return 0.0
     hit = sequence_sums(tokens.double(), ratios.sequence_of, len(ratios.counts)) > 0
     return int(hit.sum()) / max(int((ratios.counts > 0).sum()), 1)
 
@@ -323,8 +330,9 @@ def _check_interval(name: str, low: float, high: float) -> None:
 
 def _check_comparable(ratios: LogRatios, rollout_logprobs: Tensor, old_logprobs: Tensor) -> None:
     """Refuse NaN: it would pass every bound and reach the loss as a weight."""
-    unknown = ratios.token.isnan().nonzero()
-    if len(unknown) > 0:
+    unknown = ratios.token.isnan()
+    if unknown.any():
+        unknown = unknown.nonzero()
         token = int(unknown[0])
         raise ValueError(
             f"rollout_logprobs, old_logprobs: expected numbers wherever the mask counts, got "

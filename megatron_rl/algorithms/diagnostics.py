@@ -6,6 +6,7 @@ Explained variance is in ``value_loss``.
 import torch
 from torch import Tensor
 
+from megatron_rl.algorithms.loss import chosen
 from megatron_rl.algorithms.sequences import sequence_index, sequence_sums
 from megatron_rl.algorithms.shapes import check_cu_seqlens, check_float_vector, check_mask, check_same_kind
 
@@ -36,12 +37,12 @@ def value_by_position(
     if num_bins != int(num_bins) or num_bins < 1:
         raise ValueError(f"num_bins: expected a whole number of at least 1, got {num_bins!r}")
     inside = mask != 0
-    sequence_of = sequence_index(bounds, values.device)[inside]
+    sequence_of = chosen(sequence_index(bounds, values.device), inside)
     counts = sequence_sums(torch.ones_like(sequence_of), sequence_of, len(bounds) - 1)
     firsts = counts.cumsum(0) - counts
     ranks = torch.arange(len(sequence_of), device=values.device) - firsts[sequence_of]
     bins = ranks * int(num_bins) // counts[sequence_of]
-    value, target = values[inside].double(), returns[inside].double()
+    value, target = chosen(values, inside).double(), chosen(returns, inside).double()
     tokens = sequence_sums(torch.ones_like(value), bins, int(num_bins))
     columns = {"value": value, "return": target, "advantage": target - value}
     return {name: (sequence_sums(column, bins, int(num_bins)), tokens) for name, column in columns.items()}

@@ -31,6 +31,11 @@ def keep(value: Tensor, mask: Tensor, filler: float = 0.0) -> Tensor:
     return torch.where(mask != 0, value, filler)
 
 
+def chosen(value: Tensor, inside: Tensor) -> Tensor:
+    """``value`` [T] where ``inside`` [T] bool holds; the same tensor where that is everywhere, as in a whole window."""
+    return value if bool(inside.all()) else value.masked_select(inside)
+
+
 def masked_sum(value: Tensor, mask: Tensor) -> Tensor:
     """[] sum of ``value`` [T] weighted by the mask: 1 counts, 0 is never read."""
     return (keep(value, mask) * mask).sum()

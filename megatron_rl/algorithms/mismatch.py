@@ -11,11 +11,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_rl.algorithms.loss import MAX_LOG_RATIO, keep
+from megatron_rl.algorithms.loss import MAX_LOG_RATIO, chosen, keep
 from megatron_rl.algorithms.sequences import sequence_index, sequence_sums
 from megatron_rl.algorithms.shapes import check_cu_seqlens, check_float_vector, check_mask, check_same_kind
 
-_EQUAL_POLICIES = {
+EQUAL_POLICIES = {
     "kl": 0.0,
     "k3": 0.0,
     "max_abs_log_ratio": 0.0,
@@ -87,16 +87,23 @@ def mismatch_metrics(
     bounds = check_cu_seqlens(cu_seqlens, len(old_logprobs))
     inside = mask != 0
     if not bool(inside.any()):
-        return dict(_EQUAL_POLICIES)
+        return dict(EQUAL_POLICIES)
     log_rho = (keep(old_logprobs, mask).double() - keep(rollout_logprobs, mask).double()).clamp(
         -MAX_LOG_RATIO, MAX_LOG_RATIO
     )
-    tokens = log_rho[inside]
-    rho = tokens.exp()
-
     sequence_of = sequence_index(bounds, log_rho.device)
     counts = sequence_sums(inside.double(), sequence_of, len(bounds) - 1)
-    sums = sequence_sums(log_rho, sequence_of, len(bounds) - 1)[counts > 0]
+    return metrics_of_ratios(log_rho, inside, sequence_sums(log_rho, sequence_of, len(bounds) - 1), counts)
+
+
+def metrics_of_ratios(log_rho: Tensor, inside: Tensor, sums: Tensor, counts: Tensor) -> dict[str, float]:
+    """``mismatch_metrics``, of clamped ``log_rho`` [T] float64 with its ``sums`` and ``counts`` [N] over each sequence.
+
+    ``inside`` [T] bool: the tokens that were sampled, one at least; ``log_rho`` is 0 on the others.
+    """
+    tokens = chosen(log_rho, inside)
+    rho = tokens.exp()
+    sums = sums[counts > 0]
     means = sums / counts[counts > 0]
     metrics: dict[str, Tensor | float] = {
         "kl": -tokens.mean(),

@@ -7,6 +7,7 @@ micro-batch, so that long and short responses share one scale.
 import torch
 from torch import Tensor
 
+from megatron_rl.algorithms.loss import chosen
 from megatron_rl.algorithms.shapes import (
     check_cu_seqlens,
     check_float_vector,
@@ -42,7 +43,8 @@ def normalize_advantages(
     check_not_negative("eps", eps)
     if kind not in KINDS:
         raise ValueError(f"kind: expected one of {', '.join(KINDS)}, got {kind!r}")
-    inside = advantages[mask != 0].double()
+    counted = mask != 0
+    inside = chosen(advantages, counted).double()
     if kind != "none" and len(inside) > 0:
         mean = inside.mean()
         deviation = (inside - mean).square().mean().sqrt()
@@ -53,8 +55,10 @@ def normalize_advantages(
         inside = inside / torch.where(varies, deviation, 1.0)
     if clamp > 0:
         inside = inside.clamp(-clamp, clamp)
+    if len(inside) == len(advantages):
+        return inside.to(advantages.dtype)
     normalized = torch.zeros_like(advantages)
-    normalized[mask != 0] = inside.to(advantages.dtype)
+    normalized[counted] = inside.to(advantages.dtype)
     return normalized
 
 

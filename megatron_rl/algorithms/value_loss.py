@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from megatron_rl.algorithms.loss import Loss, keep, mask_total, masked_sum, weighted_sum
+from megatron_rl.algorithms.loss import Loss, chosen, keep, mask_total, masked_sum, weighted_sum
 from megatron_rl.algorithms.shapes import (
     check_float_vector,
     check_mask,
@@ -93,8 +93,8 @@ def explained_variance_stats(values: Tensor, returns: Tensor, mask: Tensor) -> T
     check_same_kind("returns", returns, "values", values)
     check_mask(mask, "values", values)
     inside = mask != 0
-    target = returns[inside].double()
-    error = target - values[inside].double()
+    target = chosen(returns, inside).double()
+    error = target - chosen(values, inside).double()
     count = inside.sum().double()
     return torch.stack([count, target.sum(), target.square().sum(), error.sum(), error.square().sum()])
 

@@ -5,12 +5,14 @@ log-probability of token t given the tokens before it; ``values[t]`` is V(s_t), 
 first token of a sequence has no such number: its entry is 0 and its mask is 0.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
+TOKENS = "tokens"
 ROUTES = "routes"
 """Field [T, layers, k] int16 of a mixture-of-experts policy's batch: expert id + 1 of each token, 0 without a record."""
 ALSO_WANTED = ("lm_mask", "window")
@@ -44,10 +46,25 @@ class Images:
         return Images(self.patches.to(device), self.grids.to(device), self.sequences.to(device))
 
 
+@dataclass(frozen=True, eq=False)
+class Parts:
+    """A row per token of a batch, in arrays that stay where they were made: in a rollout worker's file, most of them."""
+
+    by_sequence: Sequence[Sequence[np.ndarray]]
+    """[n, ...] each, of one dtype; those of a sequence back to back are its rows."""
+
+    def select(self, indices: Sequence[int]) -> "Parts":
+        return Parts([self.by_sequence[index] for index in indices])
+
+    def joined(self) -> Tensor:
+        """[T, ...]; of no sequence at all, an error."""
+        return torch.from_numpy(np.concatenate([part for parts in self.by_sequence for part in parts]))
+
+
 @dataclass(frozen=True)
 class PackedBatch:
     tokens: Tensor
-    """[T] int64, the sequences back to back (prompt, then response)."""
+    """[T] int64, the sequences back to back (prompt, then response); without data (``meta``) where ``parts`` have them."""
     cu_seqlens: Tensor
     """[N+1] int64, where each sequence starts; the last entry is T."""
     fields: dict[str, Tensor] = field(default_factory=dict)
@@ -56,6 +73,8 @@ class PackedBatch:
     """Of a vision-language model's batch; each takes the place of a run of image tokens."""
     ids: tuple[int, ...] = ()
     """Of a step's sequences: what each is known by, with its length, while the ranks hold it; else empty."""
+    parts: Mapping[str, Parts] = field(default_factory=dict)
+    """``TOKENS`` and ``ROUTES``, where nobody has put them together yet: the ranks that work on them will."""
 
     @property
     def lengths(self) -> Tensor:
@@ -71,18 +90,35 @@ class PackedBatch:
 
     def only(self, *names: str) -> "PackedBatch":
         """This batch with the fields ``names`` alone, those of them that it has."""
-        return replace(self, fields={name: self.fields[name] for name in names if name in self.fields})
+        parts = {name: parts for name, parts in self.parts.items() if name in (TOKENS, *names)}
+        return replace(self, fields={name: self.fields[name] for name in names if name in self.fields}, parts=parts)
+
+    def joined(self) -> "PackedBatch":
+        """This batch with its parts put together."""
+        if not self.parts or not self.num_sequences:
+            return replace(self, parts={})
+        found = {name: parts.joined() for name, parts in self.parts.items()}
+        tokens = found.pop(TOKENS).to(torch.int64) if TOKENS in found else self.tokens
+        return replace(self, tokens=tokens, fields=self.fields | found, parts={})
 
     def select(self, indices: Sequence[int]) -> "PackedBatch":
         """The sequences ``indices`` in that order."""
-        rows = self.rows(indices)
         return PackedBatch(
-            tokens=self.tokens[rows],
+            tokens=self.taken(self.tokens, indices),
             cu_seqlens=cu_seqlens_of(self.lengths[torch.tensor(indices, dtype=torch.int64)]),
-            fields={name: values[rows] for name, values in self.fields.items()},
+            fields={name: self.taken(values, indices) for name, values in self.fields.items()},
             images=self.images.select(indices) if self.images is not None else None,
             ids=tuple(self.ids[index] for index in indices) if self.ids else (),
+            parts={name: parts.select(indices) for name, parts in self.parts.items()},
         )
+
+    def taken(self, values: Tensor, indices: Sequence[int]) -> Tensor:
+        """Of ``values`` [T, ...], those of the sequences ``indices`` in that order."""
+        borders = self.cu_seqlens.tolist()
+        if values.is_meta:
+            return values.new_empty(sum(borders[index + 1] - borders[index] for index in indices))
+        # Whole stretches: a list of all their rows takes more memory and time than they do.
+        return torch.cat([values[:0], *(values[borders[index] : borders[index + 1]] for index in indices)])
 
     def rows(self, indices: Sequence[int]) -> Tensor:
         """[tokens of the sequences ``indices``] int64: where they stand in per-token tensors, in that order."""

@@ -3,15 +3,18 @@
 Every rank calls the same functions in the same order. Each call has a deadline (by default
 ``parallel.collective_timeout_s``) and raises ``CollectiveTimeout``, which says which rank waited for which one, for
 what and how long; a peer that died raises at once. Batches travel as raw tensors, a short JSON header in one flat buffer
-with them: over the gloo group to one rank of each replica, and from there over Megatron's groups.
+with them: over the gloo group to one rank of each replica, and from there over Megatron's groups. What lies in files that
+the rank can map (``system/shared_file.py``) does not travel: it gets the addresses.
 """
 
 import json
 import pickle
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -20,12 +23,15 @@ from torch import Tensor
 from megatron_rl.errors import UserError
 from megatron_rl.parallel import topology
 from megatron_rl.parallel.topology import Topology
+from megatron_rl.system.shared_file import Address, MappedFiles, Place, address_of
 
 _PAYLOAD_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.int32, torch.bool, torch.uint8)
 """Dtypes that ``gather_tensors`` carries, by their code on the wire."""
 _NO_TENSOR = -1
 _PIECE_BYTES = 1 << 26
 """Of a payload that are on a device at a time."""
+Pieces = Sequence[np.ndarray]
+"""[n, ...] each, one or more of one dtype: a tensor of a payload that lies in several arrays, back to back."""
 
 
 class CollectiveTimeout(UserError, RuntimeError):
@@ -90,26 +96,69 @@ def gather_objects(obj: Any, *, what: str = "objects", timeout_s: float | None =
 
 
 def deliver(
-    payloads: Sequence[Mapping[str, Tensor]] | None,
+    payloads: Sequence[Mapping[str, Tensor | Pieces]] | None,
     heads: Sequence[int],
     place: Topology,
     *,
+    near: Collection[int] = (),
     what: str = "batches",
     timeout_s: float | None = None,
 ) -> dict[str, Tensor]:
     """This rank's payload: rank 0 has one for each replica of the layout of ``place``, None elsewhere; all ranks call it.
 
     A payload is tensors by name, of any shape and dtype, on the CPU. It goes to the replica's first rank (``heads``), which
-    broadcasts it over Megatron's groups: rank 0 sends it once, however many ranks compute on it.
+    broadcasts it over Megatron's groups: rank 0 sends it once, however many ranks compute on it. To the heads ``near`` it
+    sends where its pieces lie; these all have an address, and stay until the head has answered in some way.
     """
-    flat = None
+    payload: dict[str, Tensor] = {}
     if payloads is not None:
-        for head, payload in zip(heads[1:], payloads[1:], strict=True):
-            _send_bytes(_flatten(payload), head, what, timeout_s)
-        flat = _flatten(payloads[0])
+        for head, of_head in zip(heads[1:], payloads[1:], strict=True):
+            _send_bytes(_flatten(_mapped(of_head) if head in near else _joined(of_head)), head, what, timeout_s)
+        payload = _joined(payloads[0])
     elif place.rank in heads:
-        flat = _receive_bytes(0, what, timeout_s)
-    return _unflatten(_over_the_replica(flat, place))
+        payload = _unflatten(_receive_bytes(0, what, timeout_s))
+    if place.tp_size * place.cp_size * place.pp_size == 1:
+        return payload
+    return _unflatten(_over_the_replica(_flatten(payload) if payload else None, place))
+
+
+@dataclass(frozen=True)
+class _Mapped:
+    """Pieces, as a process that maps them knows them."""
+
+    addresses: Tensor
+    """[pieces, 6] int64: the numbers of an ``Address``."""
+    dtype: torch.dtype
+    row_shape: tuple[int, ...]
+
+    @classmethod
+    def of(cls, pieces: Pieces) -> "_Mapped":
+        addresses = [address_of(piece) for piece in pieces if piece.nbytes]
+        numbers = [(pid, fd, *there) for pid, fd, there in filter(None, addresses)]
+        if len(numbers) < len(addresses):
+            raise ValueError("expected pieces that other processes can map, got some in this process's own memory")
+        no_rows = torch.from_numpy(pieces[0][:0].copy())
+        return cls(torch.tensor(numbers, dtype=torch.int64).reshape(-1, 6), no_rows.dtype, tuple(no_rows.shape[1:]))
+
+    def joined(self) -> Tensor:
+        addresses, files = self.addresses.tolist(), MappedFiles()
+        flat, start = np.empty(sum(one[-1] for one in addresses), np.uint8), 0
+        for pid, fd, *there in addresses:
+            piece = Place(*there)
+            flat[start : start + piece.num_bytes] = files.at(Address(pid, fd, piece))
+            start += piece.num_bytes
+        return torch.from_numpy(flat).view(self.dtype).reshape(-1, *self.row_shape)
+
+
+def _mapped(payload: Mapping[str, Tensor | Pieces]) -> dict[str, Tensor | _Mapped]:
+    return {name: value if isinstance(value, Tensor) else _Mapped.of(value) for name, value in payload.items()}
+
+
+def _joined(payload: Mapping[str, Tensor | Pieces]) -> dict[str, Tensor]:
+    return {
+        name: value if isinstance(value, Tensor) else torch.from_numpy(np.concatenate(value))
+        for name, value in payload.items()
+    }
 
 
 def _over_the_replica(flat: Tensor | None, place: Topology) -> Tensor:
@@ -140,23 +189,29 @@ def _broadcast_bytes(flat: Tensor | None, group: dist.ProcessGroup, device: torc
     return result
 
 
-def _flatten(payload: Mapping[str, Tensor]) -> Tensor:
-    """uint8: the length of a header, the header, all tensors back to back."""
-    entries = [[name, _dtype_name(tensor.dtype), list(tensor.shape)] for name, tensor in payload.items()]
+def _flatten(payload: Mapping[str, Tensor | _Mapped]) -> Tensor:
+    """uint8: the length of a header, the header, all tensors (or the addresses of their pieces) back to back."""
+    entries, body = [], []
+    for name, value in payload.items():
+        tensor = value if isinstance(value, Tensor) else value.addresses
+        rows = {} if isinstance(value, Tensor) else {"dtype": _dtype_name(value.dtype), "row_shape": value.row_shape}
+        entries.append([name, _dtype_name(tensor.dtype), list(tensor.shape), rows])
+        body += [tensor.contiguous().view(-1).view(torch.uint8)] if tensor.numel() > 0 else []
     header = _bytes_tensor(json.dumps(entries).encode())
-    body = [t.contiguous().view(-1).view(torch.uint8) for t in payload.values() if t.numel() > 0]
     return torch.cat([torch.tensor([header.numel()]).view(torch.uint8), header, *body])
 
 
 def _unflatten(flat: Tensor) -> dict[str, Tensor]:
     start = 8 + int(flat[:8].clone().view(torch.int64))
     payload = {}
-    for name, dtype_name, shape in json.loads(flat[8:start].numpy().tobytes()):
+    for name, dtype_name, shape, rows in json.loads(flat[8:start].numpy().tobytes()):
         tensor = torch.empty(shape, dtype=getattr(torch, dtype_name))
         end = start + tensor.numel() * tensor.element_size()
         if tensor.numel() > 0:
             # A copy: a view into the buffer may start at an address that the dtype does not allow.
             tensor.view(-1).view(torch.uint8).copy_(flat[start:end])
+        if rows:
+            tensor = _Mapped(tensor, getattr(torch, rows["dtype"]), tuple(rows["row_shape"])).joined()
         payload[name] = tensor
         start = end
     return payload

@@ -6,7 +6,6 @@ nothing.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from itertools import chain
 
 import numpy as np
@@ -19,7 +18,7 @@ from megatron_rl.data.batch import ROUTES, PackedBatch, cu_seqlens_of
 from megatron_rl.data.trajectory import Trajectory, joined
 from megatron_rl.data.vision import Vision
 from megatron_rl.step.experience import Advantages, Signals, piece_tokens, values_at_cut
-from megatron_rl.step.packing import on_mask, pack, response_field
+from megatron_rl.step.packing import borders_within, on_mask, pack, response_field, within
 from megatron_rl.step.pieces import SINGLE_RESPONSE, ResponseRules, response_pieces, terminal_rewards, window_pieces
 
 
@@ -70,12 +69,12 @@ def _correction(
     batch: PackedBatch, old_logprobs: Tensor, mask: Tensor, algorithm: AlgorithmConfig
 ) -> algorithms.Correction:
     """Over the window's tokens alone: the rest of a batch, often the larger part, says nothing."""
-    settings, places = algorithm.correction, batch.fields["mask"].nonzero()[:, 0]
+    settings, in_window = algorithm.correction, batch.fields["mask"]
     return algorithms.mismatch_correction(
-        batch.fields["rollout_logprobs"][places],
-        old_logprobs[places],
-        mask[places],
-        torch.searchsorted(places, batch.cu_seqlens),
+        within(batch.fields["rollout_logprobs"], in_window),
+        within(old_logprobs, in_window),
+        within(mask, in_window),
+        borders_within(in_window, batch.cu_seqlens),
         weight=settings.weight,
         max_weight=settings.max_weight,
         icepop_low=settings.icepop_low,
@@ -146,7 +145,7 @@ def window_critic_batch(
     in_window = batch.fields["mask"]
     pieces = window_pieces(trajectories, step, algorithm, rules)
     sizes, cu_pieces, ended, rewards = piece_tokens(pieces, signals, in_window)
-    values = signals.values[in_window]
+    values = within(signals.values, in_window)
     advantages = algorithms.egae(
         rewards,
         values,
@@ -166,7 +165,7 @@ def window_critic_batch(
         "old_values": on_mask(values, in_window),
         "mask": on_mask(counts.repeat_interleave(sizes), in_window),
     }
-    return replace(batch, fields=fields)
+    return batch.only().with_fields(**fields)
 
 
 def _critic_targets(rewards: Tensor, old_values: Tensor, cu_pieces: Tensor, algorithm: AlgorithmConfig) -> Tensor:
@@ -185,7 +184,7 @@ def keep_signals(trajectories: Sequence[Trajectory], batch: PackedBatch, signals
     windows = [t.window_tokens(step) for t in trajectories]
     for name, values in (("old_values", signals.values), ("token_rewards", signals.token_rewards)):
         if values is not None:
-            for trajectory, new_values in zip(trajectories, values[batch.fields["mask"]].split(windows), strict=True):
+            for trajectory, new_values in zip(trajectories, within(values, batch.fields["mask"]).split(windows), strict=True):
                 if len(new_values):  # a copy: a part would hold the whole step's in memory
                     getattr(trajectory, name).append(new_values.to(torch.float32).numpy().copy())
 

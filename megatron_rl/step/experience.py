@@ -17,7 +17,7 @@ from megatron_rl.algorithms.advantages import Episodes, estimate_advantages
 from megatron_rl.config.schema import AlgorithmConfig, Bootstrap, LambdaKind, Overlong
 from megatron_rl.data.batch import PackedBatch, cu_seqlens_of
 from megatron_rl.data.trajectory import Trajectory
-from megatron_rl.step.packing import on_mask, response_field
+from megatron_rl.step.packing import on_mask, response_field, within
 from megatron_rl.step.pieces import SINGLE_RESPONSE, Piece, ResponseRules, terminal_rewards, window_pieces
 
 
@@ -73,7 +73,8 @@ def window_advantages(
     if greedy is not None:
         scored &= torch.tensor([group in greedy for group in groups], dtype=torch.bool)
     counted &= scored.repeat_interleave(sizes)
-    counted &= ~_left_out(trajectories, algorithm, rules)[in_window]
+    if rules.masks_hot_tokens or algorithm.overlong is Overlong.filter:
+        counted &= ~within(_left_out(trajectories, algorithm, rules), in_window)
     episodes = Episodes(
         rewards=rewards,
         cu_seqlens=cu_pieces,
@@ -82,7 +83,7 @@ def window_advantages(
         group_ids=torch.tensor(groups, dtype=torch.int64),
         gamma=algorithm.gamma,
         lam=_lambda(pieces, ended, window_tokens, algorithm),
-        values=None if signals.values is None else signals.values[in_window],
+        values=None if signals.values is None else within(signals.values, in_window),
         bootstrap=values_at_cut(pieces, signals, algorithm),
         baselines=None if greedy is None else torch.tensor([greedy.get(group, 0.0) for group in groups]),
     )
@@ -122,7 +123,7 @@ def piece_tokens(pieces: Sequence[Piece], signals: Signals, in_window: Tensor) -
     cu_pieces, ended = cu_seqlens_of(sizes), torch.tensor([p.ended for p in pieces], dtype=torch.bool)
     rewards = terminal_rewards(pieces, cu_pieces)
     if signals.token_rewards is not None:
-        rewards = rewards + signals.token_rewards[in_window]
+        rewards = rewards + within(signals.token_rewards, in_window)
     return PieceTokens(sizes, cu_pieces, ended, rewards)
 
 

@@ -3,10 +3,13 @@
 from collections.abc import Sequence
 from itertools import pairwise
 
+import torch
+
 from megatron_rl import algorithms
 from megatron_rl.data.batch import PackedBatch
 from megatron_rl.data.trajectory import Trajectory
 from megatron_rl.step.experience import Advantages
+from megatron_rl.step.packing import borders_within, within
 from megatron_rl.step.state import StepState
 
 
@@ -93,7 +96,7 @@ def passes_metrics(state: StepState) -> dict[str, float]:
 def advantage_metrics(batch: PackedBatch, advantages: Advantages) -> dict[str, float]:
     """Mean and spread before normalisation, of the tokens the policy trains on, split by finished and unfinished."""
     in_window = batch.fields["mask"]
-    ended, values, counted = (x[in_window] for x in (advantages.ended, advantages.raw, advantages.mask))
+    ended, values, counted = (within(x, in_window) for x in (advantages.ended, advantages.raw, advantages.mask))
     metrics: dict[str, float] = {}
     for name, group in (("finished", ended), ("unfinished", ~ended)):
         chosen = values[group & counted]
@@ -113,15 +116,15 @@ def critic_metrics(batch: PackedBatch) -> dict[str, float]:
     ``advantage_q1`` to ``_q4``: mean of return minus value in each quarter of the response; a critic without
     initialisation bias has no slope there (VC-PPO).
     """
-    mask, values, returns = batch.fields["mask"], batch.fields["old_values"], batch.fields["returns"]
+    mask = batch.fields["mask"]
+    values, returns = (within(batch.fields[name], mask) for name in ("old_values", "returns"))
+    counted, borders = torch.ones(len(values), dtype=torch.bool), borders_within(mask, batch.cu_seqlens)
     metrics = {
-        "critic/explained_variance": float(algorithms.explained_variance(values, returns, mask)),
-        "critic/value_mean": float(values[mask].mean()),
-        "critic/return_mean": float(returns[mask].mean()),
+        "critic/explained_variance": float(algorithms.explained_variance(values, returns, counted)),
+        "critic/value_mean": float(values.mean()),
+        "critic/return_mean": float(returns.mean()),
     }
-    advantage, count = algorithms.value_by_position(values, returns, mask, batch.cu_seqlens, _NUM_POSITIONS)[
-        "advantage"
-    ]
+    advantage, count = algorithms.value_by_position(values, returns, counted, borders, _NUM_POSITIONS)["advantage"]
     for index in range(_NUM_POSITIONS):
         if count[index]:
             metrics[f"critic/advantage_q{index + 1}"] = float(advantage[index] / count[index])

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl.config.schema import Config
-from megatron_rl.data.batch import PackedBatch, cu_seqlens_of
+from megatron_rl.data.batch import PackedBatch
 from megatron_rl.training.batching import split_minibatches
 from megatron_rl.training.engine import UpdateResult
 from megatron_rl.training.losses import critic_denominators, policy_denominators
@@ -60,8 +60,7 @@ def _useful(batch: PackedBatch) -> set[int]:
     counts = batch.fields["mask"] != 0
     if "lm_mask" in batch.fields:
         counts = counts | batch.fields["lm_mask"]
-    so_far = cu_seqlens_of(counts)[batch.cu_seqlens]
-    return set((so_far[1:] > so_far[:-1]).nonzero()[:, 0].tolist())
+    return {row for row, of_row in enumerate(counts.split(batch.lengths.tolist())) if of_row.any()}
 
 
 def train_critic(config: Config, group: TrainerGroup, batch: PackedBatch, step: int) -> dict[str, float]:

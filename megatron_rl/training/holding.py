@@ -3,30 +3,41 @@
 A sequence's tokens are sent once to a replica that works on it, and each *column*, one number (or one row of numbers) per
 token, likewise. A call names sequences and columns by numbers. Columns are known by the driver's tensors: one that was sent,
 or that ranks answered and kept, is not sent again as long as it is this very tensor. So tensors are not changed in place.
+What a rank of this machine lacks it reads where it lies: tokens and routes in the rollout workers' files, as they came from
+the servers, and the rest in a file of the driver's.
 """
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_rl.data.batch import Images, PackedBatch, cu_seqlens_of
+from megatron_rl.data.batch import TOKENS, Images, PackedBatch, Parts, cu_seqlens_of
+from megatron_rl.parallel.collectives import Pieces
+from megatron_rl.system.shared_file import SharedArrays, address_of
 from megatron_rl.training.batching import Plan
 
 
 @dataclass
 class _Column:
-    values: Tensor | None
+    values: Tensor | Parts | None
     """[T, ...] on the driver, of the batch it came with; None: the ranks alone have it."""
     holders: list[set[int] | None]
     """By replica: numbers of the sequences that it has it of; None: it has never heard of it."""
+    shared: np.ndarray | None = None
+    """``values`` where other processes can map them."""
 
 
 class Ledger:
     """The driver's account of one layout, for one step."""
 
-    def __init__(self, num_replicas: int) -> None:
+    def __init__(self, num_replicas: int, shared: SharedArrays | None = None) -> None:
+        """``shared``: for what ranks of this machine are to map; None: there are no others."""
+        self._shared = shared
+        self._addressed: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+        """By its id, an array of the driver's and where others can map it: many responses have one prompt."""
         self.homes: dict[Hashable, int] = {}
         """Sequence -> the replica that works on it, where that is settled."""
         self.routes: dict[str, int] = {}
@@ -35,7 +46,7 @@ class Ledger:
         self._held: list[set[int]] = [set() for _ in range(num_replicas)]
         self._columns: list[_Column] = []
 
-    def column(self, values: Tensor | None = None) -> int:
+    def column(self, values: Tensor | Parts | None = None) -> int:
         """The number of a column: of the one that ``values`` are, or of a new one."""
         for number, column in enumerate(self._columns):
             if values is not None and column.values is values:
@@ -52,7 +63,7 @@ class Ledger:
 
     def payloads(
         self, batch: PackedBatch, keys: Sequence[Hashable], plan: Plan, columns: Sequence[int]
-    ) -> list[dict[str, Tensor]]:
+    ) -> list[dict[str, Tensor | Pieces]]:
         """By replica: its micro-batches, and what it lacks for them. ``keys``: what names the batch's sequences."""
         return [self._payload(batch, keys, replica, columns, of) for replica, of in enumerate(plan)]
 
@@ -63,13 +74,13 @@ class Ledger:
         replica: int,
         columns: Sequence[int],
         microbatches: Sequence[Sequence[int]],
-    ) -> dict[str, Tensor]:
+    ) -> dict[str, Tensor | Pieces]:
         number_of = {
             index: self._numbers.setdefault(keys[index], len(self._numbers))
             for indices in microbatches
             for index in indices
         }
-        payload = {
+        payload: dict[str, Tensor | Pieces] = {
             "microbatch_sizes": _int32([len(indices) for indices in microbatches]),
             "sequences": _int32(list(number_of.values())),
         }
@@ -78,9 +89,12 @@ class Ledger:
         payload |= {
             "new": _int32([number_of[index] for index in new]),
             "lengths": batch.lengths[torch.tensor(new, dtype=torch.int64)].to(torch.int32),
-            # Ids of any vocabulary fit half the bytes.
-            "tokens": batch.tokens[batch.rows(new)].to(torch.int32),
         }
+        if TOKENS in batch.parts:
+            payload["tokens"] = self._parts(batch.parts[TOKENS], new)
+        else:
+            # Ids of any vocabulary fit half the bytes.
+            payload["tokens"] = batch.taken(batch.tokens, new).to(torch.int32)
         if batch.images is not None:
             payload |= {f"images/{name}": values for name, values in vars(batch.images.select(new)).items()}
         for number in columns:
@@ -89,9 +103,36 @@ class Ledger:
             lacking = [index for index in number_of if there is None or number_of[index] not in there]
             if column.values is not None and (lacking or there is None):
                 payload[f"of/{number}"] = _int32([number_of[index] for index in lacking])
-                payload[f"column/{number}"] = column.values[batch.rows(lacking)]
+                payload[f"column/{number}"] = self._rows(batch, column, lacking)
                 column.holders[replica] = (there or set()).union(number_of[index] for index in lacking)
         return payload
+
+    def _rows(self, batch: PackedBatch, column: _Column, indices: Sequence[int]) -> Tensor | Pieces:
+        """Those of the sequences ``indices``."""
+        values = column.values
+        if isinstance(values, Parts):
+            return self._parts(values, indices)
+        assert values is not None
+        if self._shared is None or not indices or not len(values):
+            return batch.taken(values, indices)
+        if column.shared is None:
+            column.shared = self._shared.put(values.numpy())
+        borders = batch.cu_seqlens.tolist()
+        return [column.shared[borders[index] : borders[index + 1]] for index in indices]
+
+    def _parts(self, parts: Parts, indices: Sequence[int]) -> Pieces:
+        """Those of the sequences ``indices``, each with an address where somebody asks for it."""
+        arrays = [array for index in indices or (0,) for array in parts.by_sequence[index]]
+        if not indices:
+            return [arrays[0][:0]]
+        return arrays if self._shared is None else [self._with_address(array, self._shared) for array in arrays]
+
+    def _with_address(self, array: np.ndarray, shared: SharedArrays) -> np.ndarray:
+        if address_of(array) is not None:
+            return array
+        if id(array) not in self._addressed:
+            self._addressed[id(array)] = array, shared.put(array)
+        return self._addressed[id(array)][1]
 
 
 class Held:

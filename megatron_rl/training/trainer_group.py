@@ -11,9 +11,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from enum import Enum
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,9 +22,11 @@ from megatron_rl.config.schema import Config
 from megatron_rl.data.batch import ROUTES, PackedBatch
 from megatron_rl.models.hf.gathering import Destination
 from megatron_rl.parallel import collectives, stragglers
+from megatron_rl.parallel.collectives import Pieces
 from megatron_rl.parallel.topology import Replicas, Topology
 from megatron_rl.planning.flops import flops_cost
 from megatron_rl.system import doing
+from megatron_rl.system.shared_file import Address, MappedFiles, SharedArrays, address_of
 from megatron_rl.training import actions
 from megatron_rl.training.batching import Plan
 from megatron_rl.training.engine import Engine, UpdateResult
@@ -64,6 +67,21 @@ class Release:
 
     step: int | None
     """None: of every step."""
+
+
+@dataclass(frozen=True)
+class Reach:
+    """Which ranks can map what the driver can: those of its machine, if they may open its files."""
+
+    address: Address
+    content: bytes
+    """That lies there."""
+
+    def is_here(self) -> bool:
+        try:
+            return bytes(MappedFiles().at(self.address)) == self.content
+        except (OSError, ValueError):
+            return False
 
 
 class Notice(Enum):
@@ -121,6 +139,9 @@ class Worker:
         if isinstance(command, Release):
             self.release(command.step)
             return True
+        if isinstance(command, Reach):
+            self.report_reach(command)
+            return True
         self.enter(command.stage)
         self.execute(command)
         return True
@@ -146,6 +167,10 @@ class Worker:
             self._finish_saves()
         return []
 
+    def report_reach(self, reach: Reach) -> list[bool]:
+        """By rank, on the driver."""
+        return collectives.gather_objects(reach.is_here(), what="whether it can map the driver's files")
+
     def give_turn_to(self, name: str) -> None:
         """Every other engine leaves the device to this one; an empty name: all do."""
         for other, engine in self.engines.items():
@@ -162,15 +187,20 @@ class Worker:
         if problems and self.topology.rank == 0:
             raise CheckpointNotSaved("; ".join(problems))
 
-    def execute(self, command: Command, payloads: Sequence[Mapping[str, Tensor]] | None = None) -> Any:
-        """This rank's part of ``command``; the driver has ``payloads``, and gets what the ranks report."""
+    def execute(
+        self, command: Command, payloads: Sequence[Mapping[str, Tensor | Pieces]] | None = None, near: Sequence[int] = ()
+    ) -> Any:
+        """This rank's part of ``command``; the driver has ``payloads``, and gets what the ranks report.
+
+        ``near``: heads of replicas that can map pieces of their payloads.
+        """
         self.give_turn_to(command.engine)
         engine, replicas = self.engines[command.engine], self.replicas[command.engine]
         with stragglers.working(str(command)):
             share = Share()
             if command.fields is not None:
                 what = f"the batches of the {command}"
-                payload = collectives.deliver(payloads, replicas.heads, engine.topology, what=what)
+                payload = collectives.deliver(payloads, replicas.heads, engine.topology, near=near, what=what)
                 share = self._held_of(engine, command.step).take(payload, command.fields)
             with self.use.working():
                 result = command.action(self, engine, share)
@@ -204,6 +234,34 @@ class TrainerGroup:
         }
         self._ledgers: dict[tuple[int, int], Ledger] = {}
         """By layout and step: what the ranks hold."""
+        self._shared = SharedArrays()
+
+    @cached_property
+    def _near(self) -> tuple[int, ...]:
+        """The heads of replicas that can map what lies in files of the driver and of its rollout workers; collective."""
+        heads = {head for replicas in self._worker.replicas.values() for head in replicas.heads if head}
+        if not heads:
+            return ()
+        content = np.random.bytes(64)
+        array = self._shared.put(np.frombuffer(content, np.uint8))
+        address = address_of(array)
+        assert address is not None
+        reach = Reach(address, content)
+        collectives.broadcast_object(reach, what="what it may be able to map")
+        can_map = self._worker.report_reach(reach)
+        return tuple(head for head in sorted(heads) if can_map[head])
+
+    @property
+    def far_note(self) -> str:
+        """What is worth knowing of the replicas on other machines; empty where there are none. Collective."""
+        heads = {head for replicas in self._worker.replicas.values() for head in replicas.heads if head}
+        far = sorted(heads - set(self._near))
+        if not far:
+            return ""
+        return (
+            f"{len(far)} of {len(heads) + 1} first ranks of replicas (rank {far[0]}{' and others' if len(far) > 1 else ''}) cannot "
+            "map files of rank 0: they are on other machines, or in other containers. Their tokens pass rank 0"
+        )
 
     @property
     def engine_names(self) -> tuple[str, ...]:
@@ -394,11 +452,14 @@ class TrainerGroup:
         num_replicas = len(self._worker.replicas[engine].heads)
         lengths = batch.lengths.tolist()
         if self._stage is None or not batch.ids:
-            return _About(engine, batch, lengths, None, Ledger(num_replicas), range(len(lengths)))
+            return _About(engine, batch, lengths, None, self._ledger(num_replicas), range(len(lengths)))
         key = self._worker.engines[engine].topology.layout, self._stage.step
-        ledger = self._ledgers.setdefault(key, Ledger(num_replicas))
+        ledger = self._ledgers.setdefault(key, self._ledger(num_replicas))
         # Responses only grow: with its length, an id says all tokens.
         return _About(engine, batch, lengths, self._stage.step, ledger, list(zip(batch.ids, lengths, strict=True)))
+
+    def _ledger(self, num_replicas: int) -> Ledger:
+        return Ledger(num_replicas, self._shared if num_replicas > 1 and self._near else None)
 
     def _settle_homes(self, about: "_About", groups: Sequence[Sequence[int]]) -> None:
         """Of those of its sequences that have none; ``groups``: ids of what is to be even."""
@@ -423,11 +484,12 @@ class TrainerGroup:
         payloads = None
         if about is not None:
             ledger = about.ledger
-            fields = {name: ledger.column(values) for name, values in about.batch.fields.items()}
+            routes = {ROUTES: parts for name, parts in about.batch.parts.items() if name == ROUTES}
+            fields = {name: ledger.column(values) for name, values in (*about.batch.fields.items(), *routes.items())}
             command = replace(command, fields=fields | dict(command.fields or {}), step=about.step)
             payloads = ledger.payloads(about.batch, about.keys, plan, list(fields.values()))
         self._announce(command)
-        return self._worker.execute(command, payloads)
+        return self._worker.execute(command, payloads, self._near if payloads is not None else ())
 
     def _announce(self, command: Command) -> None:
         collectives.broadcast_object(replace(command, stage=self._stage), what=str(command))

@@ -71,7 +71,7 @@ def batch(url: str) -> PackedBatch:
             await window.fill(trajectories)
 
     asyncio.run(asyncio.wait_for(generate(), 200))
-    return window_batch(trajectories, 0)
+    return window_batch(trajectories, 0).joined()
 
 
 @pytest.fixture(scope="module")

@@ -114,7 +114,7 @@ def windows(model_path, url) -> list[PackedBatch]:
                     client, None, plan, step=step, num_tokens=WINDOW_TOKENS, weight_version="default", kind="train"
                 )
                 await window.fill(trajectories)
-                batches.append(with_routes(window_batch(trajectories, step), window_routes(trajectories, step)))
+                batches.append(with_routes(window_batch(trajectories, step), window_routes(trajectories, step)).joined())
         return batches
 
     return asyncio.run(asyncio.wait_for(generate(), 120))

@@ -25,8 +25,9 @@ from typing import Any
 from megatron_rl.data.trajectory import TokenParts
 from megatron_rl.errors import UserError
 from megatron_rl.rollout.sglang.exchange import BatchCall, BatchReply
-from megatron_rl.rollout.workers.worker_frames import STREAM_BYTES, SharedView, frame, read_frame
+from megatron_rl.rollout.workers.worker_frames import STREAM_BYTES, frame, read_frame
 from megatron_rl.rollout.workers.worker_messages import Alive, Ask, Cancel, Drop, Reply, Texts, Vocabulary
+from megatron_rl.system.shared_file import SharedView
 
 _SILENCE_S = 120.0
 _MAX_DEATHS = 5

@@ -19,10 +19,11 @@ import tokenizers
 
 from megatron_rl.data.trajectory import TokenParts
 from megatron_rl.rollout.sglang.exchange import BatchCall, exchange
-from megatron_rl.rollout.workers.worker_frames import STREAM_BYTES, SharedFile, frame, read_frame
+from megatron_rl.rollout.workers.worker_frames import STREAM_BYTES, frame, read_frame
 from megatron_rl.rollout.workers.worker_messages import Alive, Ask, Cancel, Drop, Reply, Texts, Vocabulary
 from megatron_rl.system import doing
 from megatron_rl.system.http import HttpSession
+from megatron_rl.system.shared_file import SharedFile
 from megatron_rl.system.signals import STOP_SIGNALS, die_with_parent
 
 

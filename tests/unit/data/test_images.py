@@ -295,7 +295,7 @@ def test_every_window_carries_the_images_of_its_prompt(tmp_path, tokenizer):
     vision = tokenizer.vision
     trajectories = [trajectory_of(p, i) for i, p in enumerate(prompts)]
     for step in (0, 1):
-        batch = window_batch(trajectories, step, vision)
+        batch = window_batch(trajectories, step, vision).joined()
         assert batch.images.sequences.tolist() == [0, 2, 2]
         assert batch.images.grids.tolist() == [[1, 2, 4], [1, 2, 2], [1, 2, 4]]
         assert len(batch.images.patches) == 8 + 4 + 8

@@ -172,7 +172,7 @@ def test_windows_and_responses_teach_the_critic_the_same_where_one_window_holds_
     for response, own in zip(pair, (values[:3], values[3:]), strict=True):
         response.old_values = [np.array(own, np.float32)]
     one, two = critic_windows(pair, 0, values), response_batch(pair, RAW)
-    assert torch.equal(one.tokens, two.tokens) and one.fields.keys() == two.fields.keys()
+    assert torch.equal(one.joined().tokens, two.joined().tokens) and one.fields.keys() == two.fields.keys()
     for name in one.fields:
         torch.testing.assert_close(one.fields[name], two.fields[name])
 

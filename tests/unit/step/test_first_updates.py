@@ -35,10 +35,10 @@ class Ranks:
     @staticmethod
     def answers(batch, rows, wanted, moved):
         asked = torch.zeros(len(batch.tokens), dtype=torch.bool).index_fill(0, batch.rows(rows), True)
-        return torch.where(wanted & asked, -1.0 - 0.01 * batch.tokens - 0.1 * moved, 0.0)
+        return torch.where(wanted & asked, -1.0 - 0.01 * batch.joined().tokens - 0.1 * moved, 0.0)
 
     def update(self, engine, batch, rows, *, objective, denominators, temperature=1.0, keeps_logprobs=False):
-        self.updates.append(batch.select(rows))
+        self.updates.append(batch.select(rows).joined())
         wanted = batch.fields["mask"] | batch.fields.get("window", batch.fields["mask"])
         logprobs = self.answers(batch, rows, wanted, self.num_updates)
         self.num_updates += 1

@@ -74,7 +74,7 @@ class Ranks:
         return torch.zeros(len(batch.tokens)).index_fill(0, where, -0.01 * (1 + moved))
 
     def values(self, batch):
-        values = 0.001 * batch.tokens.float() + 0.1 * self.critic
+        values = 0.001 * batch.joined().tokens.float() + 0.1 * self.critic
         return values, values[batch.cu_seqlens[1:] - 1]
 
     def share_out(self, batch, updates):
@@ -86,7 +86,7 @@ class Ranks:
         del self.held[step]
 
     def update(self, engine, batch, rows, *, objective, denominators, temperature=1.0, keeps_logprobs=False):
-        whole, batch = batch, batch.select(rows)
+        whole, batch = batch, batch.select(rows).joined()
         assert batch.ids in self.held[self.step][engine]
         mask = batch.fields["mask"]
         numbers = batch.fields["advantages" if engine == "policy" else "returns"][mask]

@@ -1,0 +1,206 @@
+"""Arrays that several processes of a machine read: one process writes them into a file without a name, others map it.
+
+The file (memfd) is a row of *extents*. Its writer fills one after the other and never writes to one twice; who reads maps
+whole extents, and arrays are views of them. An extent's memory is free once nothing refers to it: nothing is left of the
+file, however its processes end, and no size of /dev/shm limits it. Arrays of the file are read-only.
+
+An array says itself where it lies (``address_of``). Another process of the same user on the same machine opens the file as
+/proc/PID/fd/NUMBER of one that has mapped the array, for as long as that one refers to it.
+"""
+
+import mmap
+import os
+import resource
+import weakref
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+_EXTENT_BYTES = 1 << 24
+_LARGE_BYTES = 1 << 20
+"""An array from this size on has an extent of its own: a small one that lives longer would keep its memory."""
+_ALIGNMENT = 64
+
+
+class Place(NamedTuple):
+    """Of an array in a file."""
+
+    start: int
+    """Of the extent, in the file."""
+    extent_bytes: int
+    offset: int
+    """In the extent."""
+    num_bytes: int
+
+
+class Address(NamedTuple):
+    """Of an array on this machine."""
+
+    pid: int
+    fd: int
+    """Of the file, in the process ``pid``."""
+    place: Place
+
+
+class _OpenFile:
+    """A file that stays open as long as something refers to it."""
+
+    def __init__(self, fd: int) -> None:
+        self.fd = os.dup(fd)
+        weakref.finalize(self, os.close, self.fd).atexit = False
+
+
+class Extent(mmap.mmap):
+    """A mapped part of a file."""
+
+    file: _OpenFile
+    start: int
+    address: int
+    """In this process's memory."""
+
+    @classmethod
+    def of(cls, file: _OpenFile, start: int, num_bytes: int) -> "Extent":
+        extent = cls(file.fd, num_bytes, offset=start, access=mmap.ACCESS_READ)
+        extent.file, extent.start = file, start
+        extent.address = np.frombuffer(extent, np.uint8).ctypes.data
+        return extent
+
+
+def address_of(array: np.ndarray) -> Address | None:
+    """Where other processes find an array without gaps; None: in this process's own memory."""
+    extent = _extent_of(array)
+    if extent is None:
+        return None
+    return Address(os.getpid(), extent.file.fd, _place(extent, array))
+
+
+def _extent_of(owner: Any) -> Extent | None:
+    while isinstance(owner, np.ndarray | memoryview):
+        owner = owner.base if isinstance(owner, np.ndarray) else owner.obj
+    return owner if isinstance(owner, Extent) else None
+
+
+def _place(extent: Extent, array: np.ndarray) -> Place:
+    start: int = array.__array_interface__["data"][0]
+    return Place(extent.start, len(extent), start - extent.address, array.nbytes)
+
+
+class SharedFile:
+    """The writer's side."""
+
+    def __init__(self, fd: int) -> None:
+        allow_many_files()
+        self._file = _OpenFile(fd)
+        self._end = 0
+        self._extents: dict[int, mmap.mmap] = {}
+        self._open, self._used = -1, _EXTENT_BYTES
+        """Start of the extent that small arrays go to, and how much of it is taken."""
+
+    def put(self, raw: memoryview) -> Place:
+        """Copies an array into the file."""
+        if raw.nbytes >= _LARGE_BYTES:
+            num_bytes = -(-raw.nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+            start, offset = self._new_extent(num_bytes), 0
+        else:
+            if self._used + raw.nbytes > _EXTENT_BYTES:
+                self._open, self._used = self._new_extent(_EXTENT_BYTES), 0
+            start, offset, num_bytes = self._open, self._used, _EXTENT_BYTES
+            self._used += -(-raw.nbytes // _ALIGNMENT) * _ALIGNMENT
+        self._extents[start][offset : offset + raw.nbytes] = raw
+        return Place(start, num_bytes, offset, raw.nbytes)
+
+    def at(self, place: Place) -> memoryview:
+        return memoryview(self._extents[place.start])[place.offset : place.offset + place.num_bytes].toreadonly()
+
+    def drop(self, start: int) -> None:
+        """The reader has nothing of this extent any more; its memory is free once nothing here has."""
+        extent = self._extents.pop(start)
+        # Not earlier: a writer that ends must leave what it has sent.
+        weakref.finalize(extent, _forget, self._file, start, len(extent)).atexit = False
+
+    def _new_extent(self, num_bytes: int) -> int:
+        start, self._end = self._end, self._end + num_bytes
+        os.ftruncate(self._file.fd, self._end)
+        self._extents[start] = mmap.mmap(self._file.fd, num_bytes, offset=start)
+        return start
+
+
+def _forget(file: _OpenFile, start: int, num_bytes: int) -> None:
+    with mmap.mmap(file.fd, num_bytes, offset=start) as extent:
+        extent.madvise(mmap.MADV_REMOVE)
+
+
+class SharedView:
+    """The reader's side. ``on_drop(start)`` is called, on any thread, when nothing refers to an extent any more."""
+
+    def __init__(self, fd: int, on_drop: Callable[[int], None]) -> None:
+        allow_many_files()
+        self._file = _OpenFile(fd)
+        self._on_drop = on_drop
+        self._extents: weakref.WeakValueDictionary[int, Extent] = weakref.WeakValueDictionary()
+        self._newest: Extent | None = None
+        """The extent that the writer fills: kept, as further arrays will come in it."""
+
+    def at(self, place: Place) -> memoryview:
+        extent = self._extents.get(place.start)
+        if extent is None:
+            extent = self._extents[place.start] = Extent.of(self._file, place.start, place.extent_bytes)
+            weakref.finalize(extent, self._on_drop, place.start).atexit = False
+            if place.num_bytes < _LARGE_BYTES:
+                self._newest = extent
+        return memoryview(extent)[place.offset : place.offset + place.num_bytes]
+
+    def place_of(self, raw: memoryview) -> Place | None:
+        """Where an array lies in the file; None: elsewhere."""
+        extent = _extent_of(raw)
+        return _place(extent, np.frombuffer(raw, np.uint8)) if extent is not None and extent.file is self._file else None
+
+
+class SharedArrays:
+    """Arrays of this process that others of the machine can map; each is there as long as something here refers to it."""
+
+    def __init__(self) -> None:
+        fd = os.memfd_create("megatron_rl_arrays")
+        self._file = SharedFile(fd)
+        self._view = SharedView(fd, self._file.drop)
+        os.close(fd)
+
+    def put(self, array: np.ndarray) -> np.ndarray:
+        """``array``, which has an address then: itself, or a copy."""
+        if array.flags.c_contiguous and _extent_of(array) is not None or not array.nbytes:
+            return array
+        place = self._file.put(memoryview(np.ascontiguousarray(array).reshape(-1).view(np.uint8)))
+        return np.frombuffer(self._view.at(place), array.dtype).reshape(array.shape)
+
+
+class MappedFiles:
+    """Reads arrays of other processes. What it has mapped stays so until it is closed or forgotten."""
+
+    def __init__(self) -> None:
+        self._files: dict[tuple[int, int], _OpenFile] = {}
+        self._extents: dict[tuple[int, int, int], Extent] = {}
+
+    def at(self, address: Address) -> memoryview:
+        """Raises OSError where this process cannot open the other's file: it is of another user or machine, or gone."""
+        pid, fd, place = address
+        extent = self._extents.get((pid, fd, place.start))
+        if extent is None:
+            file = self._file(pid, fd)
+            extent = self._extents[pid, fd, place.start] = Extent.of(file, place.start, place.extent_bytes)
+        return memoryview(extent)[place.offset : place.offset + place.num_bytes]
+
+    def _file(self, pid: int, fd: int) -> _OpenFile:
+        if (pid, fd) not in self._files:
+            own = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                self._files[pid, fd] = _OpenFile(own)
+            finally:
+                os.close(own)
+        return self._files[pid, fd]
+
+
+def allow_many_files() -> None:
+    """As many open files as the system lets this process have: each mapped extent counts as one."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
