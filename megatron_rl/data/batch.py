@@ -93,6 +93,10 @@ class PackedBatch:
         parts = {name: parts for name, parts in self.parts.items() if name in (TOKENS, *names)}
         return replace(self, fields={name: self.fields[name] for name in names if name in self.fields}, parts=parts)
 
+    def columns(self) -> dict[str, Tensor | Parts]:
+        """Its numbers of tokens by name: fields, and what lies in parts."""
+        return {**self.fields, **{name: parts for name, parts in self.parts.items() if name != TOKENS}}
+
     def joined(self) -> "PackedBatch":
         """This batch with its parts put together."""
         if not self.parts or not self.num_sequences:

@@ -11,7 +11,6 @@ from megatron_rl.data.batch import ROUTES, TOKENS, PackedBatch, Parts, cu_seqlen
 from megatron_rl.data.trajectory import Trajectory
 from megatron_rl.data.vision import Vision
 
-
 _SHORT_STRETCH = 32
 """Tokens, on average: shorter ones take longer to copy one by one than by a list of all their tokens."""
 

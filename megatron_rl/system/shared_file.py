@@ -168,9 +168,9 @@ class SharedArrays:
 
     def put(self, array: np.ndarray) -> np.ndarray:
         """``array``, which has an address then: itself, or a copy."""
-        if array.flags.c_contiguous and _extent_of(array) is not None or not array.nbytes:
+        if not array.nbytes or (array.flags.c_contiguous and _extent_of(array) is not None):
             return array
-        place = self._file.put(memoryview(np.ascontiguousarray(array).reshape(-1).view(np.uint8)))
+        place = self._file.put(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
         return np.frombuffer(self._view.at(place), array.dtype).reshape(array.shape)
 
 

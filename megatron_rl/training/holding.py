@@ -135,6 +135,20 @@ class Ledger:
         return self._addressed[id(array)][1]
 
 
+@dataclass(frozen=True)
+class About:
+    """The batch of a call, as the ledger of its layout knows it."""
+
+    engine: str
+    batch: PackedBatch
+    lengths: list[int]
+    step: int | None
+    """None: of no step, nothing of it is kept."""
+    ledger: Ledger
+    keys: Sequence[Hashable]
+    """What names its sequences."""
+
+
 class Held:
     """Sequences on this rank, by their numbers, on the CPU."""
 

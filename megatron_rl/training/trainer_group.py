@@ -14,7 +14,6 @@ from enum import Enum
 from functools import cached_property, partial
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -26,15 +25,16 @@ from megatron_rl.parallel.collectives import Pieces
 from megatron_rl.parallel.topology import Replicas, Topology
 from megatron_rl.planning.flops import flops_cost
 from megatron_rl.system import doing
-from megatron_rl.system.shared_file import Address, MappedFiles, SharedArrays, address_of
+from megatron_rl.system.shared_file import SharedArrays
 from megatron_rl.training import actions
 from megatron_rl.training.batching import Plan
 from megatron_rl.training.engine import Engine, UpdateResult
 from megatron_rl.training.export import WeightExport, free_cached_memory, to_its_end
-from megatron_rl.training.holding import Held, Ledger, Share
+from megatron_rl.training.holding import About, Held, Ledger, Share
 from megatron_rl.training.model_checkpoint import CheckpointNotSaved
 from megatron_rl.training.payloads import restore
 from megatron_rl.training.profiling import memory_note, stage_profiler
+from megatron_rl.training.reach import Reach, far_note, near_ranks
 from megatron_rl.training.sharing import Sharing
 from megatron_rl.training.stage_use import StageAccount, StageOfStep, Use, of_all_ranks, seconds_by_rank
 
@@ -67,21 +67,6 @@ class Release:
 
     step: int | None
     """None: of every step."""
-
-
-@dataclass(frozen=True)
-class Reach:
-    """Which ranks can map what the driver can: those of its machine, if they may open its files."""
-
-    address: Address
-    content: bytes
-    """That lies there."""
-
-    def is_here(self) -> bool:
-        try:
-            return bytes(MappedFiles().at(self.address)) == self.content
-        except (OSError, ValueError):
-            return False
 
 
 class Notice(Enum):
@@ -140,7 +125,7 @@ class Worker:
             self.release(command.step)
             return True
         if isinstance(command, Reach):
-            self.report_reach(command)
+            command.report()
             return True
         self.enter(command.stage)
         self.execute(command)
@@ -166,10 +151,6 @@ class Worker:
         elif notice is Notice.finish_saves:
             self._finish_saves()
         return []
-
-    def report_reach(self, reach: Reach) -> list[bool]:
-        """By rank, on the driver."""
-        return collectives.gather_objects(reach.is_here(), what="whether it can map the driver's files")
 
     def give_turn_to(self, name: str) -> None:
         """Every other engine leaves the device to this one; an empty name: all do."""
@@ -238,30 +219,17 @@ class TrainerGroup:
 
     @cached_property
     def _near(self) -> tuple[int, ...]:
-        """The heads of replicas that can map what lies in files of the driver and of its rollout workers; collective."""
-        heads = {head for replicas in self._worker.replicas.values() for head in replicas.heads if head}
-        if not heads:
-            return ()
-        content = np.random.bytes(64)
-        array = self._shared.put(np.frombuffer(content, np.uint8))
-        address = address_of(array)
-        assert address is not None
-        reach = Reach(address, content)
-        collectives.broadcast_object(reach, what="what it may be able to map")
-        can_map = self._worker.report_reach(reach)
-        return tuple(head for head in sorted(heads) if can_map[head])
+        """The heads of replicas that map what they work on; the first look is collective."""
+        return near_ranks(self._other_heads, self._shared)
+
+    @property
+    def _other_heads(self) -> list[int]:
+        return sorted({head for replicas in self._worker.replicas.values() for head in replicas.heads if head})
 
     @property
     def far_note(self) -> str:
-        """What is worth knowing of the replicas on other machines; empty where there are none. Collective."""
-        heads = {head for replicas in self._worker.replicas.values() for head in replicas.heads if head}
-        far = sorted(heads - set(self._near))
-        if not far:
-            return ""
-        return (
-            f"{len(far)} of {len(heads) + 1} first ranks of replicas (rank {far[0]}{' and others' if len(far) > 1 else ''}) cannot "
-            "map files of rank 0: they are on other machines, or in other containers. Their tokens pass rank 0"
-        )
+        """What is worth knowing of replicas on other machines; empty where there are none. Collective."""
+        return far_note(self._other_heads, self._near)
 
     @property
     def engine_names(self) -> tuple[str, ...]:
@@ -448,20 +416,20 @@ class TrainerGroup:
         """Let the other ranks leave ``Worker.serve``."""
         self._tell(Notice.stop)
 
-    def _about(self, engine: str, batch: PackedBatch) -> "_About":
+    def _about(self, engine: str, batch: PackedBatch) -> "About":
         num_replicas = len(self._worker.replicas[engine].heads)
         lengths = batch.lengths.tolist()
         if self._stage is None or not batch.ids:
-            return _About(engine, batch, lengths, None, self._ledger(num_replicas), range(len(lengths)))
+            return About(engine, batch, lengths, None, self._ledger(num_replicas), range(len(lengths)))
         key = self._worker.engines[engine].topology.layout, self._stage.step
         ledger = self._ledgers.setdefault(key, self._ledger(num_replicas))
         # Responses only grow: with its length, an id says all tokens.
-        return _About(engine, batch, lengths, self._stage.step, ledger, list(zip(batch.ids, lengths, strict=True)))
+        return About(engine, batch, lengths, self._stage.step, ledger, list(zip(batch.ids, lengths, strict=True)))
 
     def _ledger(self, num_replicas: int) -> Ledger:
         return Ledger(num_replicas, self._shared if num_replicas > 1 and self._near else None)
 
-    def _settle_homes(self, about: "_About", groups: Sequence[Sequence[int]]) -> None:
+    def _settle_homes(self, about: "About", groups: Sequence[Sequence[int]]) -> None:
         """Of those of its sequences that have none; ``groups``: ids of what is to be even."""
         homes = about.ledger.homes
         new = {key: length for key, length in zip(about.keys, about.lengths, strict=True) if key not in homes}
@@ -469,7 +437,7 @@ class TrainerGroup:
         parts = [[key_of[id] for id in group if id in key_of] for group in groups]
         homes |= self._sharing[about.engine].homes(new, parts)
 
-    def _plan(self, about: "_About", rows: Sequence[int] | None = None, *, may_move: bool = False) -> Plan:
+    def _plan(self, about: "About", rows: Sequence[int] | None = None, *, may_move: bool = False) -> Plan:
         """Micro-batches of the batch's sequences ``rows``; None: of all."""
         rows = range(len(about.lengths)) if rows is None else rows
         homes = None
@@ -479,13 +447,12 @@ class TrainerGroup:
         plan = self._sharing[about.engine].plan([about.lengths[row] for row in rows], homes, may_move=may_move)
         return [[[rows[index] for index in indices] for indices in of] for of in plan]
 
-    def _call(self, command: Command, about: "_About | None" = None, plan: Plan = ()) -> Any:  # type: ignore[assignment]
+    def _call(self, command: Command, about: "About | None" = None, plan: Plan = ()) -> Any:  # type: ignore[assignment]
         """This rank's result, or the output ranks' where the command gathers."""
         payloads = None
         if about is not None:
             ledger = about.ledger
-            routes = {ROUTES: parts for name, parts in about.batch.parts.items() if name == ROUTES}
-            fields = {name: ledger.column(values) for name, values in (*about.batch.fields.items(), *routes.items())}
+            fields = {name: ledger.column(values) for name, values in about.batch.columns().items()}
             command = replace(command, fields=fields | dict(command.fields or {}), step=about.step)
             payloads = ledger.payloads(about.batch, about.keys, plan, list(fields.values()))
         self._announce(command)
@@ -497,17 +464,3 @@ class TrainerGroup:
     def _tell(self, notice: Notice) -> list[Any]:
         collectives.broadcast_object(notice, what=notice.value)
         return self._worker.heed(notice)
-
-
-@dataclass(frozen=True)
-class _About:
-    """The batch of a call, as the ledger of its layout knows it."""
-
-    engine: str
-    batch: PackedBatch
-    lengths: list[int]
-    step: int | None
-    """None: of no step, nothing of it is kept."""
-    ledger: Ledger
-    keys: Sequence[Any]
-    """What names its sequences."""

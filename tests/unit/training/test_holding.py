@@ -150,29 +150,32 @@ def test_an_update_on_held_sequences_sends_its_new_numbers_alone() -> None:
 def test_a_rank_of_this_machine_is_told_where_tokens_and_columns_lie_and_gets_none_of_them() -> None:
     """Parts in a worker's file, prompts of the driver's own, routes with rows that nobody recorded: the same micro-batches."""
     rng, shared = np.random.default_rng(4), SharedArrays()
-    prompt = rng.integers(0, 99, 5).astype(np.int32)
-    windows = [[shared.put(rng.integers(0, 99, n).astype(np.int32)) for n in lengths] for lengths in ([3], [4, 2], [7], [])]
-    tokens = [[prompt, *parts] for parts in windows]
-    routes = [[shared.put(rng.integers(1, 9, (sum(map(len, parts)) - 1, 2, 2)).astype(np.int16)), np.zeros((1, 2, 2), np.int16)] for parts in tokens]
-    lengths = torch.tensor([sum(map(len, parts)) for parts in tokens])
-    total = int(lengths.sum())
-    meta = torch.empty(total, dtype=torch.int64, device="meta")
-    mask = torch.from_numpy(rng.random(total) > 0.5)
-    batch = PackedBatch(meta, cu_seqlens_of(lengths), {"mask": mask}, ids=(0, 1, 2, 3), parts={"tokens": Parts(tokens), "routes": Parts(routes)})
-    plan = [[[0, 1]], [[2], [3]]]
-    for own in (None, shared):
+
+    def made(kind: type, *shape: int) -> np.ndarray:
+        return rng.integers(1, 99, shape).astype(kind)
+
+    prompt = made(np.int32, 5)
+    tokens = [[prompt, *(shared.put(made(np.int32, n)) for n in lengths)] for lengths in ([3], [4, 2], [7], [])]
+    lengths = [sum(map(len, parts)) for parts in tokens]
+    routes = [[shared.put(made(np.int16, n - 1, 2, 2)), np.zeros((1, 2, 2), np.int16)] for n in lengths]
+    total, keys, plan = sum(lengths), [0, 1, 2, 3], [[[0, 1]], [[2], [3]]]
+    batch = PackedBatch(
+        torch.empty(total, dtype=torch.int64, device="meta"),
+        cu_seqlens_of(torch.tensor(lengths)),
+        {"mask": torch.from_numpy(rng.random(total) > 0.5)},
+        parts={"tokens": Parts(tokens), "routes": Parts(routes)},
+    )
+    for own, travels in ((None, collectives._joined), (shared, collectives._mapped)):
         ledger = Ledger(2, own)
-        fields = {"mask": ledger.column(mask), "routes": ledger.column(batch.parts["routes"])}
-        for payload, microbatches in zip(ledger.payloads(batch, [0, 1, 2, 3], plan, list(fields.values())), plan, strict=True):
-            if own is None:
-                flat = collectives._flatten(collectives._joined(payload))
-            else:
-                flat = collectives._flatten(collectives._mapped(payload))
-                assert not any(isinstance(value, torch.Tensor) for name, value in payload.items() if "column" in name or name == "tokens")
+        fields = {name: ledger.column(values) for name, values in batch.columns().items()}
+        for payload, microbatches in zip(ledger.payloads(batch, keys, plan, list(fields.values())), plan, strict=True):
+            flat = collectives._flatten(travels(payload))
             share = Held().take(collectives._unflatten(flat), fields)
             for microbatch, indices in zip(share.microbatches, microbatches, strict=True):
-                assert_same(microbatch, replace(batch.select(indices).joined(), ids=()))
-    again = ledger.payloads(batch, [0, 1, 2, 3], plan, list(fields.values()))
+                assert_same(microbatch, batch.select(indices).joined())
+    # What lies in the last one's bytes: addresses of 48 bytes, one for each part, and no row of any.
+    assert flat.numel() < 1500 and not any(isinstance(payload[name], torch.Tensor) for name in ("tokens", "column/1"))
+    again = ledger.payloads(batch, keys, plan, list(fields.values()))
     assert all(sum(len(piece) for piece in payload["tokens"]) == 0 for payload in again)
 
 
