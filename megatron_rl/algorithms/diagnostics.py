@@ -3,6 +3,8 @@
 Explained variance is in ``value_loss``.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -13,7 +15,12 @@ from megatron_rl.algorithms.shapes import check_cu_seqlens, check_float_vector, 
 
 @torch.no_grad()
 def value_by_position(
-    values: Tensor, returns: Tensor, mask: Tensor, cu_seqlens: Tensor, num_bins: int
+    values: Tensor,
+    returns: Tensor,
+    mask: Tensor,
+    cu_seqlens: Tensor,
+    num_bins: int,
+    names: Sequence[str] = ("value", "return", "advantage"),
 ) -> dict[str, tuple[Tensor, Tensor]]:
     """Values, returns and advantages along the response: a critic free of initialisation bias has no slope (VC-PPO).
 
@@ -25,9 +32,10 @@ def value_by_position(
         mask: [T] 0/1 of any real dtype.
         cu_seqlens: [N+1] int32 or int64.
         num_bins: at least 1.
+        names: what to look at.
 
     Returns:
-        "value", "return" and "advantage" (return minus value), each as (sum [num_bins], count [num_bins]), float64.
+        Of "value", "return" and "advantage" (return minus value), those of ``names``, each as (sum [num_bins], count [num_bins]), float64.
         Batches merge by adding both; the mean is sum / count where the count is not 0.
     """
     check_float_vector("values", values)
@@ -37,12 +45,14 @@ def value_by_position(
     if num_bins != int(num_bins) or num_bins < 1:
         raise ValueError(f"num_bins: expected a whole number of at least 1, got {num_bins!r}")
     inside = mask != 0
-    sequence_of = chosen(sequence_index(bounds, values.device), inside)
-    counts = sequence_sums(torch.ones_like(sequence_of), sequence_of, len(bounds) - 1)
-    firsts = counts.cumsum(0) - counts
-    ranks = torch.arange(len(sequence_of), device=values.device) - firsts[sequence_of]
-    bins = ranks * int(num_bins) // counts[sequence_of]
+    counts = bounds.diff()
+    if not bool(inside.all()):
+        counts = sequence_sums(inside.long(), sequence_index(bounds, values.device), len(bounds) - 1).cpu()
+    # Where bin b of n tokens starts: the first r with r * num_bins // n = b.
+    starts = (counts[:, None] * torch.arange(int(num_bins) + 1) + int(num_bins) - 1) // int(num_bins)
+    sizes = starts.diff(dim=1)
+    bins = torch.arange(int(num_bins)).repeat(len(counts)).repeat_interleave(sizes.flatten()).to(values.device)
     value, target = chosen(values, inside).double(), chosen(returns, inside).double()
-    tokens = sequence_sums(torch.ones_like(value), bins, int(num_bins))
+    tokens = sizes.sum(0).double().to(values.device)
     columns = {"value": value, "return": target, "advantage": target - value}
-    return {name: (sequence_sums(column, bins, int(num_bins)), tokens) for name, column in columns.items()}
+    return {name: (sequence_sums(columns[name], bins, int(num_bins)), tokens) for name in names}

@@ -23,15 +23,23 @@ from torch import Tensor
 from megatron_rl.errors import UserError
 from megatron_rl.parallel import topology
 from megatron_rl.parallel.topology import Topology
-from megatron_rl.system.shared_file import Address, MappedFiles, Place, address_of
+from megatron_rl.system.shared_file import Address, MappedFiles, Place
 
 _PAYLOAD_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.int32, torch.bool, torch.uint8)
 """Dtypes that ``gather_tensors`` carries, by their code on the wire."""
 _NO_TENSOR = -1
 _PIECE_BYTES = 1 << 26
 """Of a payload that are on a device at a time."""
-Pieces = Sequence[np.ndarray]
-"""[n, ...] each, one or more of one dtype: a tensor of a payload that lies in several arrays, back to back."""
+
+
+@dataclass(frozen=True, eq=False)
+class Pieces:
+    """A tensor of a payload that lies in several arrays, back to back."""
+
+    arrays: Sequence[np.ndarray]
+    """[n, ...] each, of one dtype; one at least."""
+    addresses: np.ndarray | None = None
+    """[arrays, 6] int64: the numbers of each one's ``Address``; None: they are in the driver's own memory."""
 
 
 class CollectiveTimeout(UserError, RuntimeError):
@@ -108,7 +116,7 @@ def deliver(
 
     A payload is tensors by name, of any shape and dtype, on the CPU. It goes to the replica's first rank (``heads``), which
     broadcasts it over Megatron's groups: rank 0 sends it once, however many ranks compute on it. To the heads ``near`` it
-    sends where its pieces lie; these all have an address, and stay until the head has answered in some way.
+    sends where pieces lie that have an address; these stay there until the head has answered in some way.
     """
     payload: dict[str, Tensor] = {}
     if payloads is not None:
@@ -131,34 +139,34 @@ class _Mapped:
     dtype: torch.dtype
     row_shape: tuple[int, ...]
 
-    @classmethod
-    def of(cls, pieces: Pieces) -> "_Mapped":
-        addresses = [address_of(piece) for piece in pieces if piece.nbytes]
-        numbers = [(pid, fd, *there) for pid, fd, there in filter(None, addresses)]
-        if len(numbers) < len(addresses):
-            raise ValueError("expected pieces that other processes can map, got some in this process's own memory")
-        no_rows = torch.from_numpy(pieces[0][:0].copy())
-        return cls(torch.tensor(numbers, dtype=torch.int64).reshape(-1, 6), no_rows.dtype, tuple(no_rows.shape[1:]))
-
     def joined(self) -> Tensor:
         addresses, files = self.addresses.tolist(), MappedFiles()
-        flat, start = np.empty(sum(one[-1] for one in addresses), np.uint8), 0
+        row = torch.empty(self.row_shape, dtype=self.dtype)
+        whole = row.new_empty((sum(one[-1] for one in addresses) // row.nbytes, *self.row_shape))
+        flat, start = whole.view(-1).view(torch.uint8).numpy(), 0
         for pid, fd, *there in addresses:
             piece = Place(*there)
             flat[start : start + piece.num_bytes] = files.at(Address(pid, fd, piece))
             start += piece.num_bytes
-        return torch.from_numpy(flat).view(self.dtype).reshape(-1, *self.row_shape)
+        return whole
 
 
 def _mapped(payload: Mapping[str, Tensor | Pieces]) -> dict[str, Tensor | _Mapped]:
-    return {name: value if isinstance(value, Tensor) else _Mapped.of(value) for name, value in payload.items()}
+    def mapped(value: Tensor | Pieces) -> Tensor | _Mapped:
+        if isinstance(value, Tensor) or value.addresses is None:
+            return _whole(value)
+        no_rows = torch.from_numpy(value.arrays[0][:0].copy())
+        return _Mapped(torch.from_numpy(value.addresses), no_rows.dtype, tuple(no_rows.shape[1:]))
+
+    return {name: mapped(value) for name, value in payload.items()}
 
 
 def _joined(payload: Mapping[str, Tensor | Pieces]) -> dict[str, Tensor]:
-    return {
-        name: value if isinstance(value, Tensor) else torch.from_numpy(np.concatenate(value))
-        for name, value in payload.items()
-    }
+    return {name: _whole(value) for name, value in payload.items()}
+
+
+def _whole(value: Tensor | Pieces) -> Tensor:
+    return value if isinstance(value, Tensor) else torch.from_numpy(np.concatenate(value.arrays))
 
 
 def _over_the_replica(flat: Tensor | None, place: Topology) -> Tensor:

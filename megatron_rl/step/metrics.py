@@ -124,7 +124,8 @@ def critic_metrics(batch: PackedBatch) -> dict[str, float]:
         "critic/value_mean": float(values.mean()),
         "critic/return_mean": float(returns.mean()),
     }
-    advantage, count = algorithms.value_by_position(values, returns, counted, borders, _NUM_POSITIONS)["advantage"]
+    positions = algorithms.value_by_position(values, returns, counted, borders, _NUM_POSITIONS, ("advantage",))
+    advantage, count = positions["advantage"]
     for index in range(_NUM_POSITIONS):
         if count[index]:
             metrics[f"critic/advantage_q{index + 1}"] = float(advantage[index] / count[index])

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -60,7 +61,8 @@ def _useful(batch: PackedBatch) -> set[int]:
     counts = batch.fields["mask"] != 0
     if "lm_mask" in batch.fields:
         counts = counts | batch.fields["lm_mask"]
-    return {row for row, of_row in enumerate(counts.split(batch.lengths.tolist())) if of_row.any()}
+    rows = np.split(counts.numpy(), batch.cu_seqlens[1:-1].numpy())
+    return {row for row, of_row in enumerate(rows[: batch.num_sequences]) if of_row.any()}
 
 
 def train_critic(config: Config, group: TrainerGroup, batch: PackedBatch, step: int) -> dict[str, float]:

@@ -36,8 +36,8 @@ class Ledger:
     def __init__(self, num_replicas: int, shared: SharedArrays | None = None) -> None:
         """``shared``: for what ranks of this machine are to map; None: there are no others."""
         self._shared = shared
-        self._addressed: dict[int, tuple[np.ndarray, np.ndarray]] = {}
-        """By its id, an array of the driver's and where others can map it: many responses have one prompt."""
+        self._addressed: dict[int, tuple[np.ndarray, np.ndarray, np.ndarray]] = {}
+        """By its id: an array, itself or its copy where others can map it, and the numbers of its address."""
         self.homes: dict[Hashable, int] = {}
         """Sequence -> the replica that works on it, where that is settled."""
         self.routes: dict[str, int] = {}
@@ -117,22 +117,28 @@ class Ledger:
             return batch.taken(values, indices)
         if column.shared is None:
             column.shared = self._shared.put(values.numpy())
-        borders = batch.cu_seqlens.tolist()
-        return [column.shared[borders[index] : borders[index + 1]] for index in indices]
+        borders, row_bytes = batch.cu_seqlens.numpy(), column.shared[:1].nbytes
+        addresses = np.repeat(_numbers(column.shared)[None], len(indices), 0)
+        addresses[:, 4] += borders[indices] * row_bytes
+        addresses[:, 5] = (borders[1:] - borders[:-1])[indices] * row_bytes
+        starts, ends = borders[indices].tolist(), borders[1:][indices].tolist()
+        return Pieces([column.shared[start:end] for start, end in zip(starts, ends, strict=True)], addresses)
 
     def _parts(self, parts: Parts, indices: Sequence[int]) -> Pieces:
-        """Those of the sequences ``indices``, each with an address where somebody asks for it."""
-        arrays = [array for index in indices or (0,) for array in parts.by_sequence[index]]
+        """Those of the sequences ``indices``."""
         if not indices:
-            return [arrays[0][:0]]
-        return arrays if self._shared is None else [self._with_address(array, self._shared) for array in arrays]
+            return Pieces([parts.by_sequence[0][0][:0]])
+        arrays = [array for index in indices for array in parts.by_sequence[index] if len(array)]
+        if self._shared is None or not arrays:
+            return Pieces(arrays or [parts.by_sequence[0][0][:0]])
+        return Pieces(arrays, np.array([self._address(array, self._shared) for array in arrays]))
 
-    def _with_address(self, array: np.ndarray, shared: SharedArrays) -> np.ndarray:
-        if address_of(array) is not None:
-            return array
+    def _address(self, array: np.ndarray, shared: SharedArrays) -> np.ndarray:
+        """[6] its numbers: many responses have one prompt, and a replica may ask again."""
         if id(array) not in self._addressed:
-            self._addressed[id(array)] = array, shared.put(array)
-        return self._addressed[id(array)][1]
+            there = shared.put(array)
+            self._addressed[id(array)] = array, there, _numbers(there)
+        return self._addressed[id(array)][2]
 
 
 @dataclass(frozen=True)
@@ -220,6 +226,13 @@ class Share:
     def keep(self, column: int, parts: Sequence[Tensor]) -> None:
         """Answers, one tensor [tokens, ...] per micro-batch, stay here as a column."""
         self.held.keep(column, self.plan, parts)
+
+
+def _numbers(array: np.ndarray) -> np.ndarray:
+    """[6] int64: of the address of an array that others can map."""
+    address = address_of(array)
+    assert address is not None  # it has been put there
+    return np.array((address.pid, address.fd, *address.place))
 
 
 def _int32(numbers: Sequence[int]) -> Tensor:

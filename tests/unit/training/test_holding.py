@@ -176,7 +176,7 @@ def test_a_rank_of_this_machine_is_told_where_tokens_and_columns_lie_and_gets_no
     # What lies in the last one's bytes: addresses of 48 bytes, one for each part, and no row of any.
     assert flat.numel() < 1500 and not any(isinstance(payload[name], torch.Tensor) for name in ("tokens", "column/1"))
     again = ledger.payloads(batch, keys, plan, list(fields.values()))
-    assert all(sum(len(piece) for piece in payload["tokens"]) == 0 for payload in again)
+    assert all(sum(len(piece) for piece in payload["tokens"].arrays) == 0 for payload in again)
 
 
 def test_what_the_ranks_alone_have_is_never_sent() -> None:
