@@ -3,8 +3,8 @@
 Every rank calls the same functions in the same order. Each call has a deadline (by default
 ``parallel.collective_timeout_s``) and raises ``CollectiveTimeout``, which says which rank waited for which one, for
 what and how long; a peer that died raises at once. Batches travel as raw tensors, a short JSON header in one flat buffer
-with them: over the gloo group to one rank of each replica, and from there over Megatron's groups. What lies in files that
-the rank can map (``system/shared_file.py``) does not travel: it gets the addresses.
+with them: over the gloo group to one rank of each replica, and from there over Megatron's groups. What lies in shared
+files (``system/shared_file.py``) does not pass rank 0: ranks of its machine map it, others fetch it (``array_server.py``).
 """
 
 import json
@@ -22,8 +22,8 @@ from torch import Tensor
 
 from megatron_rl.errors import UserError
 from megatron_rl.parallel import topology
+from megatron_rl.parallel.array_server import Service, read_pieces
 from megatron_rl.parallel.topology import Topology
-from megatron_rl.system.shared_file import Address, MappedFiles, Place
 
 _PAYLOAD_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.int32, torch.bool, torch.uint8)
 """Dtypes that ``gather_tensors`` carries, by their code on the wire."""
@@ -40,6 +40,9 @@ class Pieces:
     """[n, ...] each, of one dtype; one at least."""
     addresses: np.ndarray | None = None
     """[arrays, 6] int64: the numbers of each one's ``Address``; None: they are in the driver's own memory."""
+
+
+Payload = Mapping[str, Tensor | Pieces]
 
 
 class CollectiveTimeout(UserError, RuntimeError):
@@ -104,54 +107,57 @@ def gather_objects(obj: Any, *, what: str = "objects", timeout_s: float | None =
 
 
 def deliver(
-    payloads: Sequence[Mapping[str, Tensor | Pieces]] | None,
+    payloads: Sequence[Payload] | None,
     heads: Sequence[int],
     place: Topology,
     *,
     near: Collection[int] = (),
+    service: Service | None = None,
     what: str = "batches",
     timeout_s: float | None = None,
 ) -> dict[str, Tensor]:
     """This rank's payload: rank 0 has one for each replica of the layout of ``place``, None elsewhere; all ranks call it.
 
     A payload is tensors by name, of any shape and dtype, on the CPU. It goes to the replica's first rank (``heads``), which
-    broadcasts it over Megatron's groups: rank 0 sends it once, however many ranks compute on it. To the heads ``near`` it
-    sends where pieces lie that have an address; these stay there until the head has answered in some way.
+    broadcasts it over Megatron's groups: rank 0 sends it once, however many ranks compute on it. Of pieces with addresses it
+    sends these: the ranks of the replicas of the heads ``near`` map them, each for itself, and the first rank of another one
+    takes them from ``service``, where there is one. Pieces stay where they are until the call has ended.
     """
-    payload: dict[str, Tensor] = {}
+    flat = None
     if payloads is not None:
-        for head, of_head in zip(heads[1:], payloads[1:], strict=True):
-            _send_bytes(_flatten(_mapped(of_head) if head in near else _joined(of_head)), head, what, timeout_s)
-        payload = _joined(payloads[0])
+        for head, payload in zip(heads[1:], payloads[1:], strict=True):
+            by_address = head in near or service is not None
+            flat = _flatten(_mapped(payload) if by_address else _joined(payload), None if head in near else service)
+            _send_bytes(flat, head, what, timeout_s)
+        flat = _flatten(_mapped(payloads[0]) if heads[0] in near else _joined(payloads[0]))
     elif place.rank in heads:
-        payload = _unflatten(_receive_bytes(0, what, timeout_s))
-    if place.tp_size * place.cp_size * place.pp_size == 1:
-        return payload
-    return _unflatten(_over_the_replica(_flatten(payload) if payload else None, place))
+        flat = _receive_bytes(0, what, timeout_s)
+        header = _header_of(flat)
+        if header["service"] and any(entry[-1] for entry in header["entries"]):
+            flat = _flatten(_unflatten(flat))
+    return _unflatten(_over_the_replica(flat, place))
 
 
 @dataclass(frozen=True)
 class _Mapped:
-    """Pieces, as a process that maps them knows them."""
+    """Pieces, as a process that reads them by their addresses knows them."""
 
     addresses: Tensor
     """[pieces, 6] int64: the numbers of an ``Address``."""
     dtype: torch.dtype
     row_shape: tuple[int, ...]
 
-    def joined(self) -> Tensor:
-        addresses, files = self.addresses.tolist(), MappedFiles()
-        row = torch.empty(self.row_shape, dtype=self.dtype)
-        whole = row.new_empty((sum(one[-1] for one in addresses) // row.nbytes, *self.row_shape))
+    def joined(self, service: Service | None) -> Tensor:
+        row, addresses = torch.empty(self.row_shape, dtype=self.dtype), self.addresses.numpy()
+        whole = row.new_empty((int(addresses[:, -1].sum()) // row.nbytes, *self.row_shape))
         flat, start = whole.view(-1).view(torch.uint8).numpy(), 0
-        for pid, fd, *there in addresses:
-            piece = Place(*there)
-            flat[start : start + piece.num_bytes] = files.at(Address(pid, fd, piece))
-            start += piece.num_bytes
+        for stretch in read_pieces(addresses, service):
+            flat[start : start + len(stretch)] = stretch
+            start += len(stretch)
         return whole
 
 
-def _mapped(payload: Mapping[str, Tensor | Pieces]) -> dict[str, Tensor | _Mapped]:
+def _mapped(payload: Payload) -> dict[str, Tensor | _Mapped]:
     def mapped(value: Tensor | Pieces) -> Tensor | _Mapped:
         if isinstance(value, Tensor) or value.addresses is None:
             return _whole(value)
@@ -161,7 +167,7 @@ def _mapped(payload: Mapping[str, Tensor | Pieces]) -> dict[str, Tensor | _Mappe
     return {name: mapped(value) for name, value in payload.items()}
 
 
-def _joined(payload: Mapping[str, Tensor | Pieces]) -> dict[str, Tensor]:
+def _joined(payload: Payload) -> dict[str, Tensor]:
     return {name: _whole(value) for name, value in payload.items()}
 
 
@@ -197,30 +203,34 @@ def _broadcast_bytes(flat: Tensor | None, group: dist.ProcessGroup, device: torc
     return result
 
 
-def _flatten(payload: Mapping[str, Tensor | _Mapped]) -> Tensor:
+def _flatten(payload: Mapping[str, Tensor | _Mapped], service: Service | None = None) -> Tensor:
     """uint8: the length of a header, the header, all tensors (or the addresses of their pieces) back to back."""
     entries, body = [], []
     for name, value in payload.items():
         tensor = value if isinstance(value, Tensor) else value.addresses
-        rows = {} if isinstance(value, Tensor) else {"dtype": _dtype_name(value.dtype), "row_shape": value.row_shape}
+        rows = None if isinstance(value, Tensor) else [_dtype_name(value.dtype), value.row_shape]
         entries.append([name, _dtype_name(tensor.dtype), list(tensor.shape), rows])
         body += [tensor.contiguous().view(-1).view(torch.uint8)] if tensor.numel() > 0 else []
-    header = _bytes_tensor(json.dumps(entries).encode())
+    header = _bytes_tensor(json.dumps({"entries": entries, "service": service}).encode())
     return torch.cat([torch.tensor([header.numel()]).view(torch.uint8), header, *body])
 
 
+def _header_of(flat: Tensor) -> dict[str, Any]:
+    header: dict[str, Any] = json.loads(flat[8 : 8 + int(flat[:8].clone().view(torch.int64))].numpy().tobytes())
+    return header
+
+
 def _unflatten(flat: Tensor) -> dict[str, Tensor]:
-    start = 8 + int(flat[:8].clone().view(torch.int64))
+    header, start = _header_of(flat), 8 + int(flat[:8].clone().view(torch.int64))
+    service = Service(*header["service"]) if header["service"] else None
     payload = {}
-    for name, dtype_name, shape, rows in json.loads(flat[8:start].numpy().tobytes()):
+    for name, dtype_name, shape, rows in header["entries"]:
         tensor = torch.empty(shape, dtype=getattr(torch, dtype_name))
         end = start + tensor.numel() * tensor.element_size()
         if tensor.numel() > 0:
             # A copy: a view into the buffer may start at an address that the dtype does not allow.
             tensor.view(-1).view(torch.uint8).copy_(flat[start:end])
-        if rows:
-            tensor = _Mapped(tensor, getattr(torch, rows["dtype"]), tuple(rows["row_shape"])).joined()
-        payload[name] = tensor
+        payload[name] = tensor if rows is None else _Mapped(tensor, getattr(torch, rows[0]), tuple(rows[1])).joined(service)
         start = end
     return payload
 

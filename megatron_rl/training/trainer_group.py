@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from enum import Enum
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,11 +21,10 @@ from megatron_rl.config.schema import Config
 from megatron_rl.data.batch import ROUTES, PackedBatch
 from megatron_rl.models.hf.gathering import Destination
 from megatron_rl.parallel import collectives, stragglers
-from megatron_rl.parallel.collectives import Pieces
+from megatron_rl.parallel.collectives import Payload
 from megatron_rl.parallel.topology import Replicas, Topology
 from megatron_rl.planning.flops import flops_cost
 from megatron_rl.system import doing
-from megatron_rl.system.shared_file import SharedArrays
 from megatron_rl.training import actions
 from megatron_rl.training.batching import Plan
 from megatron_rl.training.engine import Engine, UpdateResult
@@ -34,7 +33,7 @@ from megatron_rl.training.holding import About, Held, Ledger, Share
 from megatron_rl.training.model_checkpoint import CheckpointNotSaved
 from megatron_rl.training.payloads import restore
 from megatron_rl.training.profiling import memory_note, stage_profiler
-from megatron_rl.training.reach import Reach, far_note, near_ranks
+from megatron_rl.training.reach import Reach, Ways
 from megatron_rl.training.sharing import Sharing
 from megatron_rl.training.stage_use import StageAccount, StageOfStep, Use, of_all_ranks, seconds_by_rank
 
@@ -169,19 +168,16 @@ class Worker:
             raise CheckpointNotSaved("; ".join(problems))
 
     def execute(
-        self, command: Command, payloads: Sequence[Mapping[str, Tensor | Pieces]] | None = None, near: Sequence[int] = ()
+        self, command: Command, payloads: Sequence[Payload] | None = None, ways: Mapping[str, Any] | None = None
     ) -> Any:
-        """This rank's part of ``command``; the driver has ``payloads``, and gets what the ranks report.
-
-        ``near``: heads of replicas that can map pieces of their payloads.
-        """
+        """This rank's part of ``command``; the driver has ``payloads`` and their ``ways``, and gets what the ranks report."""
         self.give_turn_to(command.engine)
         engine, replicas = self.engines[command.engine], self.replicas[command.engine]
         with stragglers.working(str(command)):
             share = Share()
             if command.fields is not None:
                 what = f"the batches of the {command}"
-                payload = collectives.deliver(payloads, replicas.heads, engine.topology, near=near, what=what)
+                payload = collectives.deliver(payloads, replicas.heads, engine.topology, **ways or {}, what=what)
                 share = self._held_of(engine, command.step).take(payload, command.fields)
             with self.use.working():
                 result = command.action(self, engine, share)
@@ -215,21 +211,12 @@ class TrainerGroup:
         }
         self._ledgers: dict[tuple[int, int], Ledger] = {}
         """By layout and step: what the ranks hold."""
-        self._shared = SharedArrays()
-
-    @cached_property
-    def _near(self) -> tuple[int, ...]:
-        """The heads of replicas that map what they work on; the first look is collective."""
-        return near_ranks(self._other_heads, self._shared)
-
-    @property
-    def _other_heads(self) -> list[int]:
-        return sorted({head for replicas in self._worker.replicas.values() for head in replicas.heads if head})
+        self._ways = Ways(worker.topology.world_size)
 
     @property
     def far_note(self) -> str:
-        """What is worth knowing of replicas on other machines; empty where there are none. Collective."""
-        return far_note(self._other_heads, self._near)
+        """What is worth knowing of ranks on other machines; empty where there are none. Collective."""
+        return self._ways.note
 
     @property
     def engine_names(self) -> tuple[str, ...]:
@@ -427,7 +414,7 @@ class TrainerGroup:
         return About(engine, batch, lengths, self._stage.step, ledger, list(zip(batch.ids, lengths, strict=True)))
 
     def _ledger(self, num_replicas: int) -> Ledger:
-        return Ledger(num_replicas, self._shared if num_replicas > 1 and self._near else None)
+        return Ledger(num_replicas, self._ways.shared if self._worker.topology.world_size > 1 else None)
 
     def _settle_homes(self, about: "About", groups: Sequence[Sequence[int]]) -> None:
         """Of those of its sequences that have none; ``groups``: ids of what is to be even."""
@@ -455,8 +442,9 @@ class TrainerGroup:
             fields = {name: ledger.column(values) for name, values in about.batch.columns().items()}
             command = replace(command, fields=fields | dict(command.fields or {}), step=about.step)
             payloads = ledger.payloads(about.batch, about.keys, plan, list(fields.values()))
+        ways = self._ways.to(self._worker.replicas[command.engine])
         self._announce(command)
-        return self._worker.execute(command, payloads, self._near if payloads is not None else ())
+        return self._worker.execute(command, payloads, ways)
 
     def _announce(self, command: Command) -> None:
         collectives.broadcast_object(replace(command, stage=self._stage), what=str(command))

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -16,6 +17,9 @@ from megatron.core import parallel_state
 from megatron_rl.config.schema import ParallelConfig
 from megatron_rl.parallel import collectives, topology
 from megatron_rl.parallel import stragglers as progress
+from megatron_rl.parallel.array_server import start_array_server
+from megatron_rl.parallel.collectives import Pieces
+from megatron_rl.system.shared_file import SharedArrays, address_of
 
 
 def payload_for(replica: int) -> dict[str, torch.Tensor]:
@@ -32,11 +36,28 @@ def payload_for(replica: int) -> dict[str, torch.Tensor]:
     }
 
 
+def in_pieces(payload: dict[str, torch.Tensor]) -> dict[str, torch.Tensor | Pieces]:
+    """Those of more than one row, each in an array of its own that other processes can map."""
+    shared = SharedArrays()
+
+    def pieces(values: torch.Tensor) -> Pieces:
+        arrays = [shared.put(part.numpy()) for part in values.split(1)]
+        found = [address_of(array) for array in arrays]
+        return Pieces(arrays, np.array([(one.pid, one.fd, *one.place) for one in found if one is not None]))
+
+    names = ("tokens", "mask", "routes")
+    return {name: pieces(values) if name in names else values for name, values in payload.items()}
+
+
 def exchange(parallel: ParallelConfig, ranks: topology.Topology) -> dict[str, Any]:
     seen: dict[str, Any] = {"topology": ranks}
     heads = topology.Replicas.of(parallel, ranks.world_size).heads
     payloads = [payload_for(replica) for replica in range(ranks.dp_size)] if ranks.rank == 0 else None
     seen["payload"] = collectives.deliver(payloads, heads, ranks)
+    parted = [in_pieces(payload) for payload in payloads or ()] or None
+    service = start_array_server("127.0.0.1") if parted else None
+    seen["mapped"] = collectives.deliver(parted, heads, ranks, near=heads)
+    seen["fetched"] = collectives.deliver(parted, heads, ranks, service=service)
     seen["object"] = collectives.broadcast_object({"step": 7} if ranks.rank == 1 else None, src=1)
     mine = None if ranks.rank == 1 else torch.full((ranks.rank,), ranks.rank, dtype=torch.int64)
     seen["gathered"] = collectives.gather_tensors(mine)

@@ -20,10 +20,12 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> list[list[Any]]:
 @pytest.mark.parametrize("layout", range(3))
 def test_every_rank_receives_the_payload_of_its_replica(layout: int, seen: list[list[Any]]) -> None:
     for rank in range(3):
-        found, expected = seen[rank][layout]["payload"], payload_for(seen[rank][layout]["topology"].dp_rank)
-        assert list(found) == list(expected)
-        for name, tensor in expected.items():
-            assert found[name].dtype == tensor.dtype and torch.equal(found[name], tensor), name
+        expected = payload_for(seen[rank][layout]["topology"].dp_rank)
+        for way in ("payload", "mapped", "fetched"):
+            found = seen[rank][layout][way]
+            assert list(found) == list(expected)
+            for name, tensor in expected.items():
+                assert found[name].dtype == tensor.dtype and torch.equal(found[name], tensor), (way, name)
 
 
 @pytest.mark.parametrize("layout", range(3))

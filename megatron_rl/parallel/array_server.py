@@ -1,0 +1,127 @@
+"""Arrays of this machine for ranks on others, which cannot map them: ``python -m megatron_rl.parallel.array_server PARENT``.
+
+A process beside the driver serves what addresses name (``system/shared_file.py``) by Arrow Flight (DoGet: both sides need no
+meeting, and what arrives is arrays), so that it passes neither rank 0 nor the rollout workers. A ticket is a secret of the
+driver's, which ranks hear over the control group, and the table of the addresses. Like all traffic between the machines of a
+job it is not encrypted. The process ends with the one that started it.
+"""
+
+import hmac
+import os
+import secrets
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.flight as flight
+
+from megatron_rl.errors import UserError
+from megatron_rl.system.shared_file import Address, MappedFiles, Place
+from megatron_rl.system.signals import STOP_SIGNALS, die_with_parent
+
+_SECRET_BYTES = 32
+_BATCH_BYTES = 1 << 24
+"""Small arrays travel together: a message for each would take longer than its bytes."""
+_SCHEMA = pa.schema([("bytes", pa.uint8())])
+
+
+class Service(NamedTuple):
+    """Where arrays of another machine are served."""
+
+    location: str
+    secret: str
+
+
+def read_pieces(addresses: np.ndarray, service: Service | None) -> Iterator[np.ndarray]:
+    """The bytes of the arrays at ``addresses`` [k, 6], back to back in stretches: mapped here, or from their machine's service.
+
+    Raises UserError where the service does not answer, or not in full.
+    """
+    if service is None:
+        files = MappedFiles()
+        for pid, fd, *place in addresses.tolist():
+            yield np.frombuffer(files.at(Address(pid, fd, Place(*place))), np.uint8)
+        return
+    ticket = flight.Ticket(bytes.fromhex(service.secret) + np.ascontiguousarray(addresses, np.int64).tobytes())
+    num_bytes, expected = 0, int(addresses[:, -1].sum())
+    try:
+        with flight.connect(service.location) as client:
+            for chunk in client.do_get(ticket):
+                (column,) = chunk.data.columns
+                yield column.to_numpy()
+                num_bytes += len(column)
+    except (flight.FlightError, pa.ArrowException) as error:
+        raise UserError(
+            f"the arrays of rank 0's machine did not come from {service.location}: {error}. Ranks on other machines connect to that "
+            "address (MASTER_ADDR, a port that the system chooses); see that no firewall stands between the nodes"
+        ) from error
+    if num_bytes != expected:
+        raise UserError(f"expected {expected} bytes of arrays from {service.location}, got {num_bytes}")
+
+
+class ArrayServer(flight.FlightServerBase):
+    """Of whatever this process can map."""
+
+    def __init__(self, secret: bytes) -> None:
+        super().__init__("grpc://0.0.0.0:0")
+        self._secret = secret
+
+    def do_get(self, context: flight.ServerCallContext, ticket: flight.Ticket) -> flight.GeneratorStream:
+        secret, table = ticket.ticket[:_SECRET_BYTES], ticket.ticket[_SECRET_BYTES:]
+        if not hmac.compare_digest(secret, self._secret):
+            raise flight.FlightUnauthenticatedError("it asks with another secret than this run's")
+        return flight.GeneratorStream(_SCHEMA, _batches(np.frombuffer(table, np.int64).reshape(-1, 6)))
+
+
+def _batches(addresses: np.ndarray) -> Iterator[pa.RecordBatch]:
+    waiting: list[np.ndarray] = []
+    num_bytes = 0
+    for piece in read_pieces(addresses, None):
+        waiting.append(piece)
+        num_bytes += len(piece)
+        if num_bytes >= _BATCH_BYTES:
+            yield _batch(waiting)
+            waiting, num_bytes = [], 0
+    if waiting:
+        yield _batch(waiting)
+
+
+def _batch(pieces: list[np.ndarray]) -> pa.RecordBatch:
+    return pa.record_batch([pa.array(pieces[0] if len(pieces) == 1 else np.concatenate(pieces))], schema=_SCHEMA)
+
+
+def start_array_server(host: str) -> Service:
+    """A server of this machine's arrays, which others reach as ``host``; it ends with this process."""
+    secret = secrets.token_bytes(_SECRET_BYTES)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "megatron_rl.parallel.array_server", str(os.getpid())],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        start_new_session=True,  # a Ctrl-C in the terminal is the driver's to handle
+        env=dict(os.environ, OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES=""),
+    )
+    assert process.stdin is not None and process.stdout is not None
+    with process.stdin, process.stdout:  # the secret stands in no command line
+        process.stdin.write(secret)
+        process.stdin.close()
+        port = process.stdout.readline().decode().strip()
+    if not port:
+        raise UserError("the process that serves arrays to ranks on other machines did not start; its traceback stands above")
+    return Service(f"grpc://{f'[{host}]' if ':' in host else host}:{port}", secret.hex())
+
+
+def main() -> None:
+    die_with_parent(int(sys.argv[1]), signal.SIGKILL)
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    server = ArrayServer(sys.stdin.buffer.read(_SECRET_BYTES))
+    print(server.port, flush=True)
+    server.serve()
+
+
+if __name__ == "__main__":
+    main()

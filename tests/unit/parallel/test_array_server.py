@@ -1,0 +1,66 @@
+"""What another machine's ranks fetch is what lies at the addresses, from a process of its own, and for those with the secret alone."""
+
+import os
+import time
+
+import numpy as np
+import psutil
+import pytest
+
+from megatron_rl.errors import UserError
+from megatron_rl.parallel.array_server import Service, read_pieces, start_array_server
+from megatron_rl.system.shared_file import SharedArrays, address_of
+
+
+def addresses_of(arrays: list[np.ndarray]) -> np.ndarray:
+    found = [address_of(array) for array in arrays]
+    return np.array([(one.pid, one.fd, *one.place) for one in found if one is not None]).reshape(-1, 6)
+
+
+@pytest.fixture(scope="module")
+def service():
+    before = set(psutil.Process().children())
+    service = start_array_server("127.0.0.1")
+    yield service
+    (server,) = set(psutil.Process().children()) - before
+    server.kill()
+    server.wait()
+    with pytest.raises(UserError, match="did not come from"):
+        list(read_pieces(addresses_of([SharedArrays().put(np.ones(3))]), service))
+
+
+def test_small_and_large_arrays_and_none_at_all_arrive_in_their_order(service: Service) -> None:
+    shared = SharedArrays()
+    sizes = [*np.random.default_rng(2).integers(1, 50_000, 40).tolist(), (1 << 24) + 9, 7, 1 << 20]
+    arrays = [shared.put(np.arange(size, dtype=np.int64).astype(np.uint8)) for size in sizes]
+    arrays += [arrays[3][10:100], arrays[-1][5:]]
+    np.testing.assert_array_equal(np.concatenate(list(read_pieces(addresses_of(arrays), service))), np.concatenate(arrays))
+    assert list(read_pieces(addresses_of([]), service)) == []
+
+
+def test_without_the_secret_of_the_run_nothing_comes_and_what_is_gone_is_said(service: Service) -> None:
+    array = SharedArrays().put(np.ones(3))
+    with pytest.raises(UserError, match="another secret"):
+        list(read_pieces(addresses_of([array]), service._replace(secret="00" * 32)))
+    gone = addresses_of([array])
+    gone[0, 1] = 10_000
+    with pytest.raises(UserError, match="did not come from"):
+        list(read_pieces(gone, service))
+
+
+def test_it_ends_with_the_process_that_started_it() -> None:
+    reading, writing = os.pipe()
+    child = os.fork()
+    if not child:  # no test code but this runs there
+        before = set(psutil.Process().children())
+        start_array_server("127.0.0.1")
+        (server,) = set(psutil.Process().children()) - before
+        os.write(writing, str(server.pid).encode())
+        os._exit(0)
+    os.waitpid(child, 0)
+    server_pid, until = int(os.read(reading, 20)), time.monotonic() + 20
+    while psutil.pid_exists(server_pid) and psutil.Process(server_pid).status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < until, "it is still there"
+        time.sleep(0.05)
+    os.close(reading)
+    os.close(writing)
