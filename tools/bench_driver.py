@@ -6,9 +6,11 @@
 
 The pool is in its steady state: responses of the given lengths, cut at ``--cut``, grow by a window a step and are replaced when
 they end. ``tools/stub_servers.py`` answers with SGLang's JSON over sockets. What goes to the ranks is packed as in a run and
-counted where it would enter a socket; ``--replicas`` of ``--ranks-per-replica`` ranks take it. CPU seconds are those of the
-driver's process (rollout workers have a line of their own), of one step, scaled to all slots. A stall is the CPU time of one
-callback on the event loop. Fixed costs of a call are scaled too: a large share is exact, a small one on the careful side.
+counted where it would enter a socket; ``--replicas`` of ``--ranks-per-replica`` ranks take it, ``--ranks-per-node`` of them on the
+driver's machine. CPU seconds are those of the driver's process (rollout workers have a line of their own), of one step, scaled to
+all slots; what rank 0 does as any first rank of a replica, with its own share of the sequences, is a part by itself. A stall is the
+CPU time of one callback on the event loop. Fixed costs of a call are scaled too: a large share is exact, a small one on the
+careful side.
 """
 
 import argparse
@@ -32,6 +34,7 @@ from typing import Any
 import numpy as np
 import psutil
 
+_OWN_SHARE = "rank 0's own sequences"
 NUM_SAMPLES = 16
 """Responses of a prompt."""
 STEPS_TO_STEADY_STATE = 12
@@ -271,6 +274,16 @@ def counted_group(arguments: argparse.Namespace, meter: Meter) -> Iterator[tuple
     config.batch.policy_minibatch_size = config.batch.critic_minibatch_size = max(1, len_of(arguments) // 16)
     group_module: Any = trainer_group
     restore, size = group_module.restore, arguments.ranks_per_replica * arguments.replicas
+    flatten, take = collectives._flatten, group_module.Held.take
+
+    def flat(payload: Any, *more: Any) -> Any:
+        """Notes what of the payload is tokens and routes, not their addresses."""
+        meter.bytes["tokens and routes through rank 0"] += sum(
+            value.nbytes
+            for name, value in payload.items()
+            if isinstance(value, torch.Tensor) and (name == "tokens" or value.dim() > 2)
+        )
+        return flatten(payload, *more)
 
     def send(tensor: Any, peer: int, *_: Any) -> None:
         meter.bytes["to the ranks"] += tensor.contiguous().view(torch.uint8).numel()
@@ -285,7 +298,10 @@ def counted_group(arguments: argparse.Namespace, meter: Meter) -> Iterator[tuple
         (collectives, "dist"): SimpleNamespace(get_rank=lambda: 0, get_world_size=lambda: size),
         (collectives, "_send"): send,
         (collectives, "gather_tensors"): lambda tensor, **_: [tensor] * size,
-        (collectives, "gather_objects"): lambda found, **_: [found] * size,
+        (collectives, "gather_objects"): lambda found, **_: [found and rank < arguments.ranks_per_node for rank in range(size)],
+        (collectives, "_flatten"): flat,
+        (collectives, "_unflatten"): meter.inner(_OWN_SHARE, collectives._unflatten),
+        (group_module.Held, "take"): meter.inner(_OWN_SHARE, take),
         (collectives, "_over_the_replica"): lambda flat, place: flat,
         (group_module, "restore"): answers,
         (stragglers, "working"): lambda what: nullcontext(),
@@ -439,6 +455,7 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--workers", type=int, help="rollout worker processes; without it as many as a run would have here")
     parser.add_argument("--replicas", type=int, default=8)
     parser.add_argument("--ranks-per-replica", type=int, default=4)
+    parser.add_argument("--ranks-per-node", type=int, default=8, help="of the trainer; those of the driver's machine map arrays there")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--json", default="")
     return parser.parse_args(words)
@@ -446,17 +463,18 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
 
 def report(found: dict[str, Any]) -> str:
     lines = [f"{found['slots']} slots measured, scaled by {found['scale']:g}: {found['new_tokens'] / 1e6:.1f}M new tokens a step"]
-    lines += [f"{name:24s}{seconds:10.2f} CPU s" for name, seconds in found["cpu_s"].items()]
-    lines += [f"{'in all':24s}{found['total_cpu_s']:10.2f} CPU s", f"{'rollout workers':24s}{found['workers_cpu_s']:10.2f} CPU s"]
-    lines += [f"{'longest stall':24s}{found['longest_stall_s'] * 1e3:10.1f} ms"]
-    lines += [f"{'checkpoint, main thread':24s}{found['checkpoint_main_thread_s']:10.2f} s"]
-    lines += [f"{name:24s}{number:10.2f} GB" for name, number in found["gigabytes"].items()]
-    lines += [f"{'held per token':24s}{found['bytes_per_token_held']:10.1f} bytes", f"{'peak memory':24s}{found['peak_gib']:10.2f} GiB"]
+    lines += [f"{name:33s}{seconds:10.2f} CPU s" for name, seconds in found["cpu_s"].items()]
+    lines += [f"{'in all':33s}{found['total_cpu_s']:10.2f} CPU s", f"{'rollout workers':33s}{found['workers_cpu_s']:10.2f} CPU s"]
+    lines += [f"{'longest stall':33s}{found['longest_stall_s'] * 1e3:10.1f} ms"]
+    lines += [f"{'checkpoint, main thread':33s}{found['checkpoint_main_thread_s']:10.2f} s"]
+    lines += [f"{name:33s}{number:10.3f} GB" for name, number in found["gigabytes"].items()]
+    lines += [f"{'held per token':33s}{found['bytes_per_token_held']:10.1f} bytes", f"{'peak memory':33s}{found['peak_gib']:10.2f} GiB"]
     return "\n".join(lines)
 
 
 def main() -> None:
     arguments = parse()
+    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     found = measure(arguments)
     print(report(found))
     if arguments.json:
