@@ -141,7 +141,7 @@ def _drive_until_it_dies(
             stop_requested=lambda: signals.requested,
         )
         recorder.running = runner.running
-        for text in filter(None, (*group.notes, group.far_note, *describe_prompts(inputs))):
+        for text in filter(None, (*group.notes, group.ways.note, *describe_prompts(inputs))):
             recorder.console.note(text)
         rewards = stack.enter_context(build_rewards(config.reward))
         rollout = stack.enter_context(_rollout(config, group, inputs, event_loop, runner, recorder, spawned))

@@ -211,12 +211,7 @@ class TrainerGroup:
         }
         self._ledgers: dict[tuple[int, int], Ledger] = {}
         """By layout and step: what the ranks hold."""
-        self._ways = Ways(worker.topology.world_size)
-
-    @property
-    def far_note(self) -> str:
-        """What is worth knowing of ranks on other machines; empty where there are none. Collective."""
-        return self._ways.note
+        self.ways = Ways(worker.topology.world_size)
 
     @property
     def engine_names(self) -> tuple[str, ...]:
@@ -414,7 +409,7 @@ class TrainerGroup:
         return About(engine, batch, lengths, self._stage.step, ledger, list(zip(batch.ids, lengths, strict=True)))
 
     def _ledger(self, num_replicas: int) -> Ledger:
-        return Ledger(num_replicas, self._ways.shared if self._worker.topology.world_size > 1 else None)
+        return Ledger(num_replicas, self.ways.shared if self._worker.topology.world_size > 1 else None)
 
     def _settle_homes(self, about: "About", groups: Sequence[Sequence[int]]) -> None:
         """Of those of its sequences that have none; ``groups``: ids of what is to be even."""
@@ -442,7 +437,7 @@ class TrainerGroup:
             fields = {name: ledger.column(values) for name, values in about.batch.columns().items()}
             command = replace(command, fields=fields | dict(command.fields or {}), step=about.step)
             payloads = ledger.payloads(about.batch, about.keys, plan, list(fields.values()))
-        ways = self._ways.to(self._worker.replicas[command.engine])
+        ways = self.ways.to(self._worker.replicas[command.engine])
         self._announce(command)
         return self._worker.execute(command, payloads, ways)
 
