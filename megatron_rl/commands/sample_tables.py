@@ -32,7 +32,8 @@ def print_rows(found: Found, run: str) -> None:
     columns = [("id", "step/id", "right")]
     if width >= _MEDIUM:
         columns.append(("type", "type", "left"))
-    columns += [("reward", "reward", "right"), ("length", "tokens", "right"), ("end", "end", "left")]
+    columns += [("reward", "reward", "right"), ("length", "tokens", "right")]
+    columns += [("end", "end", "left")] if width >= _MEDIUM else []
     columns.append(("advantage", "adv.", "right"))
     if width >= _WIDE:
         columns += [("trained_tokens", "trained", "right"), ("mismatch", "mismatch", "right"), ("versions", "weights", "right")]

@@ -4,6 +4,7 @@ Who waits for whom: ``add`` returns at once; a checkpoint waits for the rows of 
 from it lacks none. Writing never raises into training.
 """
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -14,6 +15,7 @@ from megatron_rl.tracking.samples_file import FOLDER, sample_files, write_sample
 
 _NEWEST_STEPS = 16
 """They stay while older steps are thinned out."""
+_REPEATED = re.compile(r"(<[^<>\s]{1,40}>)\1{7,}")
 
 
 class SampleBooks:
@@ -62,7 +64,8 @@ class SampleBooks:
         prompts = [self._spelling.spelled(ids) for ids in columns["prompt_ids"]]
         responses = [self._spelling.spelled(ids) for ids in columns["token_ids"]]
         return {
-            "prompt": [text for text, _ in prompts],
+            # An image is thousands of equal tokens.
+            "prompt": [_REPEATED.sub(lambda found: f"{found[1]}[{len(found[0]) // len(found[1])}]", text) for text, _ in prompts],
             "response": [text for text, _ in responses],
             "token_ends": [ends for _, ends in responses],
         }

@@ -9,7 +9,7 @@ import numpy as np
 TokenColor = tuple[int, int, int]
 """Red, green and blue, 0 to 255; light enough for black text."""
 GOOD, BAD, APART = (88, 196, 110), (240, 110, 100), (245, 170, 60)
-VERSIONS = ((140, 190, 245), (245, 205, 120), (170, 220, 150), (225, 170, 230), (240, 160, 140), (140, 220, 215))
+VERSIONS = ((140, 190, 245), (245, 205, 120), (205, 175, 245), (130, 215, 210), (245, 175, 205), (200, 200, 150))
 """By version, round and round."""
 PAPER = (236, 236, 232)
 

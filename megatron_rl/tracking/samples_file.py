@@ -102,8 +102,12 @@ def read_samples(files: Iterable[Path], columns: Sequence[str] | None = None) ->
     for path in files:
         try:
             tables.append(pyarrow.parquet.read_table(path, columns=columns, partitioning=None))
+        except FileNotFoundError:
+            continue  # thinned out meanwhile by a run that goes on
         except (pyarrow.ArrowException, OSError) as error:
             raise UserError(f"{path}: not a whole file of samples: {str(error).splitlines()[0]}; remove it") from error
+    if not tables:
+        raise UserError("the stored steps were removed meanwhile by a run that goes on; ask again")
     return pyarrow.concat_tables(tables)
 
 
