@@ -6,7 +6,7 @@ What a model wrote is never trusted: control characters are shown as symbols and
 import math
 import os
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from rich.console import Console
 from rich.rule import Rule
@@ -29,7 +29,7 @@ def print_rows(found: Found, run: str) -> None:
     console = _console()
     width, plain = console.width, not console.is_terminal
     table = Table(box=None, header_style="bold", pad_edge=False, expand=not plain)
-    columns = [("id", "step/id", "right")]
+    columns: list[tuple[str, str, Literal["left", "right"]]] = [("id", "step/id", "right")]
     if width >= _MEDIUM:
         columns.append(("type", "type", "left"))
     columns += [("reward", "reward", "right"), ("length", "tokens", "right")]

@@ -127,9 +127,7 @@ def _drive_until_it_dies(
         first_step = restored["num_steps_done"]
         title, spelling = _title(config, freeze_policy), inputs.tokenizer.spelling
         recorder = stack.enter_context(Recorder(config, restored=found, title=title, spelling=spelling))
-        for text in saver.skipped:
-            recorder.console.warning(text)
-        recorder.console.note(_checkpoint_note(config, first_step if found else None))
+        _note_what_is_there(recorder, saver, _checkpoint_note(config, first_step if found else None), group, inputs)
         event_loop = stack.enter_context(event_loop_thread())
         graph = graph_of(config)
         runner = StageRunner(
@@ -141,8 +139,6 @@ def _drive_until_it_dies(
             stop_requested=lambda: signals.requested,
         )
         recorder.running = runner.running
-        for text in filter(None, (*group.notes, group.ways.note, *describe_prompts(inputs))):
-            recorder.console.note(text)
         rewards = stack.enter_context(build_rewards(config.reward))
         rollout = stack.enter_context(_rollout(config, group, inputs, event_loop, runner, recorder, spawned))
         # The weights of a checkpoint are published under the number that they had.
@@ -172,6 +168,13 @@ def _drive_until_it_dies(
             group.save_hf("policy", str(folder / "policy"))
             recorder.exported(folder / "policy")
     return summary
+
+
+def _note_what_is_there(recorder: Recorder, saver: Saver, checkpoints: str, group: TrainerGroup, inputs: Inputs) -> None:
+    for text in saver.skipped:
+        recorder.console.warning(text)
+    for text in filter(None, (checkpoints, *group.notes, group.ways.note, *describe_prompts(inputs))):
+        recorder.console.note(text)
 
 
 def _warn_of_unsaved(recorder: Recorder, problem: str) -> None:

@@ -24,6 +24,7 @@ class Coloring:
 def token_colors(row: Mapping[str, Any], by: str) -> Coloring:
     """``row``: of ``whole_rows``; ``by``: advantage, version, mismatch or none."""
     length = row["length"]
+    legend: tuple[tuple[str, TokenColor], ...]
     if by == "advantage":
         advantages = np.where(np.array(row["mask"], bool), np.array(row["advantages"], np.float64), np.nan)
         scale = _scale(np.abs(advantages))

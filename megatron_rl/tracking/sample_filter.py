@@ -78,8 +78,8 @@ class _Filter:
                 return compute.invert(self._truth(inner))
             case ast.Compare(left=left, ops=ops, comparators=rights):
                 found = None
-                for one, op, two in zip([left, *rights], ops, rights, strict=False):
-                    part = self._compared(one, op, two)
+                for one, comparison, two in zip([left, *rights], ops, rights, strict=False):
+                    part = self._compared(one, comparison, two)
                     found = part if found is None else compute.and_kleene(found, part)
                 return found
             case ast.Name() | ast.Constant(value=bool()):
