@@ -149,7 +149,8 @@ def make_watched_loop(action, *, compare=None, healthy_checkpoint="step-1", num_
         newest_step=-1,
         num_failed=0,
     )
-    rollout = SimpleNamespace(restarts=list, trainer_version=1, publish=lambda: SimpleNamespace(seconds=0.1, num_bytes=8, buffer_bytes=0))
+    published = SimpleNamespace(seconds=0.1, num_bytes=8, buffer_bytes=0)
+    rollout = SimpleNamespace(restarts=list, trainer_version=1, weight_version=1, publish=lambda: published)
     parts = Parts(
         group=RecordingGroup(),
         pool=SimpleNamespace(
