@@ -31,7 +31,8 @@ def pinned(file: str) -> list[str]:
 
 
 VERSIONS = pinned("transformer_engine.txt")
-"""The last is the one of GPU machines; of the others, which Megatron Core allows too, a few models are enough."""
+"""The last is the one of GPU machines. Of the others, the newest that Megatron Core 0.16.1 asks for and one between, which images
+have, a few models are enough."""
 FEW = ("qwen2_gqa7_tied", "qwen3_wide_heads_yarn", "mixtral", "deepseek_v3_yarn", "glm4_moe_partial_rotary", "qwen3_vl_moe")
 ODD = ("llama", "qwen2", "qwen3", "qwen3_moe", "mixtral", "glm4_moe", "deepseek_v3", "qwen2_5_vl", "qwen3_vl_moe")
 """Families of which a random shape is taken."""
