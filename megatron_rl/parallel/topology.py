@@ -29,6 +29,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from megatron_rl.config.layout import expert_tensor_size, layout_problems, ranks_of_replica
 from megatron_rl.config.schema import ParallelConfig
+from megatron_rl.errors import UserError
 from megatron_rl.parallel import megatron_state
 from megatron_rl.system.gpu_environment import check_required_gpus, set_gpu_defaults
 
@@ -145,7 +146,7 @@ def initialize(parallel: ParallelConfig, *, seed: int) -> Topology:
 
     Without RANK in the environment this process is a world of its own. ``seed`` seeds Megatron's generators. After
     ``destroy`` it may be called again, with another layout too. Errors: ValueError for a layout that does not fit, UserError
-    where a GPU is required and none is there, RuntimeError when called twice, and torch's time-out error when a rank stays away.
+    where a GPU is required and none is there or NCCL does not connect the ranks, RuntimeError when called twice, and torch's time-out error when a rank stays away.
     """
     global _control_plane
     if dist.is_initialized():
@@ -164,12 +165,22 @@ def initialize(parallel: ParallelConfig, *, seed: int) -> Topology:
         "nccl" if on_gpu else "gloo", store=store, rank=rank, world_size=world_size, timeout=timeout
     )
     if on_gpu and world_size > 1:
-        # NCCL's communicator of all ranks can only be made by all of them; later, pairs of ranks send to each other through it.
-        dist.all_reduce(torch.zeros(1, device="cuda"))
+        _meet(torch.device("cuda"))
     topology = add_layout(parallel, seed=seed)
     group = dist.new_group(backend="gloo", timeout=_CONTROL_GROUP_TIMEOUT)
     _control_plane = ControlPlane(group=group, timeout_s=parallel.collective_timeout_s, store=store)
     return topology
+
+
+def _meet(device: torch.device) -> None:
+    """Make NCCL's communicator of all ranks, which takes all of them; later, pairs send to each other through it. UserError."""
+    try:
+        dist.all_reduce(torch.zeros(1, device=device))
+    except RuntimeError as error:
+        raise UserError(
+            f"the trainer's ranks do not reach each other over NCCL: {str(error).strip().splitlines()[-1]}. NCCL_DEBUG=INFO says "
+            "more; each rank needs a GPU of its own, and NCCL an interface that all nodes reach (docs/cluster.md, The network)"
+        ) from error
 
 
 def add_layout(parallel: ParallelConfig, *, seed: int) -> Topology:

@@ -1,12 +1,14 @@
 """Coordinates of ranks: every layout is a bijection, in Megatron's order."""
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_rl.config.layout import layers_problem, layout_problems, parse_layout, ranks_needed
 from megatron_rl.config.schema import ParallelConfig
-from megatron_rl.errors import ConfigError
+from megatron_rl.errors import ConfigError, UserError
+from megatron_rl.parallel import topology
 from megatron_rl.parallel.topology import coordinates
 
 SIZES = st.integers(1, 4)
@@ -94,3 +96,12 @@ def test_layers_are_cut_evenly_or_as_told() -> None:
     uneven = ParallelConfig(pipeline_parallel_size=2, pipeline_layers=[2, 4])
     assert layers_problem(uneven, 6) is None
     assert "sum 6" in layers_problem(uneven, 7)
+
+
+def test_ranks_that_nccl_does_not_connect_are_told_why_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(tensor: torch.Tensor) -> None:
+        raise RuntimeError("NCCL error in: NCCLUtils.cpp:94, invalid usage\nLast error:\nDuplicate GPU detected : rank 1 and rank 0")
+
+    monkeypatch.setattr(topology.dist, "all_reduce", refuse)
+    with pytest.raises(UserError, match="Duplicate GPU detected : rank 1 and rank 0. NCCL_DEBUG=INFO"):
+        topology._meet(torch.device("cpu"))
