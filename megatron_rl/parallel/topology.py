@@ -146,7 +146,8 @@ def initialize(parallel: ParallelConfig, *, seed: int) -> Topology:
 
     Without RANK in the environment this process is a world of its own. ``seed`` seeds Megatron's generators. After
     ``destroy`` it may be called again, with another layout too. Errors: ValueError for a layout that does not fit, UserError
-    where a GPU is required and none is there or NCCL does not connect the ranks, RuntimeError when called twice, and torch's time-out error when a rank stays away.
+    where a GPU is required and none is there or NCCL does not connect the ranks, RuntimeError when called twice, and torch's
+    time-out error when a rank stays away.
     """
     global _control_plane
     if dist.is_initialized():
