@@ -104,14 +104,14 @@ def metrics_of_ratios(log_rho: Tensor, inside: Tensor, sums: Tensor, counts: Ten
     tokens = chosen(log_rho, inside)
     rho = tokens.exp()
     sums = sums[counts > 0]
-    means = sums / counts[counts > 0]
+    means, mean_square = sums / counts[counts > 0], rho.square().mean()
     metrics: dict[str, Tensor | float] = {
         "kl": -tokens.mean(),
-        "k3": (torch.expm1(tokens) - tokens).mean(),
-        "max_abs_log_ratio": tokens.abs().max(),
+        "k3": torch.expm1(tokens).sub_(tokens).mean(),
+        "max_abs_log_ratio": torch.stack(tokens.aminmax()).abs().max(),
         "ppl_ratio": (-means).exp().mean(),
-        "ess": effective_sample_size(rho),
-        "chi2_token": rho.square().mean() - 1.0,
+        "ess": _effective_share(rho.mean(), mean_square),
+        "chi2_token": mean_square - 1.0,
         "chi2_sequence": (2.0 * sums.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)).exp().mean() - 1.0,
     }
     return {name: float(value) for name, value in metrics.items()}
@@ -121,5 +121,8 @@ def effective_sample_size(weights: Tensor) -> float:
     """1 / E[(w / E w)^2] of importance weights [K], a share within (0, 1]; 1 for none, 0 where all are 0."""
     if len(weights) == 0:
         return 1.0
-    mean_square = float(weights.square().mean())
-    return float(weights.mean().square()) / mean_square if mean_square > 0 else 0.0
+    return _effective_share(weights.mean(), weights.square().mean())
+
+
+def _effective_share(mean: Tensor, mean_square: Tensor) -> float:
+    return float(mean.square()) / float(mean_square) if mean_square > 0 else 0.0
