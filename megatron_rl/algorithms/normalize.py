@@ -57,9 +57,7 @@ def normalize_advantages(
         inside = inside.clamp(-clamp, clamp)
     if len(inside) == len(advantages):
         return inside.to(advantages.dtype)
-    normalized = torch.zeros_like(advantages)
-    normalized[counted] = inside.to(advantages.dtype)
-    return normalized
+    return torch.zeros_like(advantages).masked_scatter_(counted, inside.to(advantages.dtype))
 
 
 @torch.no_grad()

@@ -70,8 +70,8 @@ _RESPONSE_BYTES, _BATCH_BYTES = 100, 50
 """Per token on the driver: responses as Python tuples; packed batches with the copies that are sent."""
 _HELD_BYTES = 24
 """Per token of a step's sequences on each rank that works on them: ids in int32, masks, and float32 fields."""
-_ROUTE_COPIES = {RoutingReplay.none: 0, RoutingReplay.R2: 0, RoutingReplay.R3: 3}
-"""Of a step's routes on the driver: as they came, in the batch, and on their way to the ranks. Those of R2 stay on the ranks."""
+_ROUTE_COPIES = {RoutingReplay.none: 0, RoutingReplay.R2: 0, RoutingReplay.R3: 1}
+"""Of a step's routes on the driver's machine: as they came; ranks read them there. Those of R2 stay on the ranks."""
 _PROCESS_BYTES = 4.0e9
 """Host memory of a rank with PyTorch and CUDA loaded."""
 
