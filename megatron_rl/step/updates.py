@@ -1,6 +1,7 @@
 """A step's optimizer steps: passes over a batch in shuffled mini-batches, and what they say together."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -53,7 +54,7 @@ def train_policy(
 
 
 def _without(batch: PackedBatch, field: str) -> PackedBatch:
-    return batch.only(*(name for name in batch.fields if name != field))
+    return replace(batch, fields={name: values for name, values in batch.fields.items() if name != field})
 
 
 def _useful(batch: PackedBatch) -> set[int]:

@@ -1,8 +1,12 @@
 """What a step's optimizer steps say together."""
 
+import numpy as np
 import pytest
+import torch
 
-from megatron_rl.step.updates import update_metrics
+from megatron_rl.config.schema import Config
+from megatron_rl.data.batch import PackedBatch, Parts
+from megatron_rl.step.updates import train_policy, update_metrics
 from megatron_rl.training.engine import UpdateResult
 
 
@@ -18,3 +22,23 @@ def test_metrics_of_a_step_are_divided_once_by_their_own_denominators():
     assert (metrics["policy/num_updates"], metrics["policy/num_skipped"]) == (1, 1)
     assert (metrics["perf/policy_num_microbatches"], metrics["perf/policy_rank_imbalance"]) == (5.0, pytest.approx(0.2))
     assert update_metrics("critic", []) == {}
+
+
+@pytest.mark.parametrize("keeps_logprobs", [False, True])
+def test_every_update_reads_the_tokens_and_the_routes_that_nobody_has_put_together(keeps_logprobs):
+    seen = []
+
+    class Group:
+        def update(self, engine, batch, rows, **_):
+            seen.append(batch)
+            return UpdateResult(1.0, 0.1, {}, skipped=False, plan={}, logprobs=torch.zeros(6))
+
+    mask = torch.tensor([False, True, True, False, True, True])
+    parts = {"tokens": Parts([[np.arange(3, dtype=np.int32)]] * 2), "routes": Parts([[np.ones((3, 2, 2), np.int16)]] * 2)}
+    fields = {name: torch.zeros(6) for name in ("advantages", "old_logprobs")} | {"mask": mask}
+    batch = PackedBatch(torch.empty(6, device="meta"), torch.tensor([0, 3, 6]), fields, parts=parts)
+    config = Config()
+    config.batch.policy_minibatch_size = 1
+    train_policy(config, Group(), batch, 0, keeps_logprobs=keeps_logprobs)
+    assert len(seen) == 2 and all(one.parts == parts for one in seen)
+    assert ["old_logprobs" in one.fields for one in seen] == [not keeps_logprobs, True]
