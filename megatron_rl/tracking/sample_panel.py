@@ -17,6 +17,8 @@ from megatron_rl.errors import UserError
 from megatron_rl.tracking.samples_file import METRICS, ROW_COLUMNS, read_samples, sample_files
 
 _MAX_STEPS, _MAX_PER_STEP = 8, 16
+_MAX_TOKENS_PER_STEP = 12_000
+"""So that a page stays at a few MB."""
 _HEAD, _TAIL = 500, 1000
 """Tokens of a long response that are shown."""
 _MAX_PROMPT_CHARACTERS = 6000
@@ -79,8 +81,9 @@ def _chosen_rows(files: Mapping[int, Path]) -> list[dict[str, Any]]:
     places = np.unique(np.linspace(0, len(steps) - 1, min(_MAX_STEPS, len(steps))).round().astype(int))
     chosen = []
     for place in places.tolist():
-        table = read_samples([files[steps[place]]])
-        chosen += [_embedded(row) for row in table.slice(0, _MAX_PER_STEP).to_pylist()]
+        table = read_samples([files[steps[place]]]).slice(0, _MAX_PER_STEP)
+        so_far = np.cumsum([min(length, _HEAD + _TAIL) for length in table["length"].to_pylist()])
+        chosen += [_embedded(row) for row in table.slice(0, max(1, int((so_far <= _MAX_TOKENS_PER_STEP).sum()))).to_pylist()]
     return chosen
 
 

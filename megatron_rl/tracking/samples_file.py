@@ -111,6 +111,17 @@ def read_samples(files: Iterable[Path], columns: Sequence[str] | None = None) ->
     return pyarrow.concat_tables(tables)
 
 
+def num_rows(path: Path) -> int:
+    """Of a file; 0 for one that cannot be read."""
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        return int(pyarrow.parquet.read_metadata(path).num_rows)
+    except (pyarrow.ArrowException, OSError):
+        return 0
+
+
 _NESTED = {"segments": SEGMENT_COLUMNS, "turns": TURN_COLUMNS}
 
 

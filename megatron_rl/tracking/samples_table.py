@@ -7,7 +7,7 @@ from typing import Any
 
 from megatron_rl.errors import UserError
 from megatron_rl.tracking.sample_filter import names_in, row_mask
-from megatron_rl.tracking.samples_file import METRICS, ROW_COLUMNS, read_samples
+from megatron_rl.tracking.samples_file import METRICS, ROW_COLUMNS, num_rows, read_samples
 
 _TEXTS = ("prompt", "response", "question")
 """They are most of what is read, so they are read for the rows that are shown, unless the filter asks for them."""
@@ -33,10 +33,13 @@ def find_rows(files: Mapping[int, Path], *, steps: Sequence[int], where: str = "
 
     wanted = names_in(where) if where else set()
     columns = [name for name in ROW_COLUMNS if name not in _TEXTS or name in wanted or name == sort.partition(":")[0]]
-    table, kinds = _with_metrics(read_samples([files[step] for step in steps], [*columns, METRICS]))
+    sizes = {step: num_rows(files[step]) for step in steps}
+    num_stored = sum(sizes.values())
+    looked_at = steps if where or sort else _newest(sizes, limit)
+    table, kinds = _with_metrics(read_samples([files[step] for step in looked_at], [*columns, METRICS]))
     for name in set(_TEXTS) - set(columns):
         kinds.pop(name)
-    num_stored = table.num_rows
+    num_left_aside = num_stored - table.num_rows
     if where:
         table = table.filter(row_mask(where, table, kinds))
     column, _, order = sort.partition(":")
@@ -47,7 +50,18 @@ def find_rows(files: Mapping[int, Path], *, steps: Sequence[int], where: str = "
     order_of_rows = compute.sort_indices(table, sort_keys=keys)[:limit]
     rows = table.take(order_of_rows).drop_columns([name for name in _TEXTS if name in columns]).to_pylist()
     texts = _texts(files, rows) if rows else {}
-    return Found([row | texts[row["step"], row["id"]] for row in rows], table.num_rows, num_stored, list(steps))
+    rows = [row | texts[row["step"], row["id"]] for row in rows if (row["step"], row["id"]) in texts]
+    return Found(rows, table.num_rows + num_left_aside, num_stored, list(steps))
+
+
+def _newest(sizes: Mapping[int, int], limit: int) -> list[int]:
+    """The newest steps that have ``limit`` rows: of a long run, few of its files."""
+    newest: list[int] = []
+    for step in sorted(sizes, reverse=True):
+        if sum(sizes[one] for one in newest) >= limit:
+            break
+        newest.append(step)
+    return newest
 
 
 def whole_rows(files: Mapping[int, Path], rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
