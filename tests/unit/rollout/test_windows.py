@@ -34,7 +34,7 @@ def decode(token_ids):
     return "".join(WORDS[t] if t < len(WORDS) else "~" for t in token_ids)
 
 
-def encode(message, last_token_id):
+def encode(message, last_token_id, arguments):
     return [MESSAGE_ID] * len(message.text)
 
 
@@ -235,18 +235,21 @@ def test_every_turn_ends_where_something_ended_it(seed, environment, fire, budge
 
 
 def test_a_message_is_tokenised_once_and_the_history_only_grows():
-    engine, encoded = Engine(end_weight=3.0), []
+    engine, encoded, given = Engine(end_weight=3.0), [], []
 
-    def counting(message, last_token_id):
+    def counting(message, last_token_id, arguments):
         encoded.append(last_token_id)
-        return encode(message, last_token_id)
+        given.append(arguments)
+        return encode(message, last_token_id, arguments)
 
     t = new_trajectory(budget=60)
+    t.prompt = replace(PROMPT, chat_arguments={"enable_thinking": False})
     generate(engine, [t], environment=Talk(num_turns=3), encode=counting)
     histories = [np.asarray(request.input_ids).tolist() for request in engine.requests]
     assert all(later[: len(earlier)] == earlier for earlier, later in itertools.pairwise(histories))
     assert len(encoded) == 2 == t.response_ids.tolist().count(MESSAGE_ID) // 2
     assert encoded == [turn.token_ids[-1] for turn in t.turns()[:-1]]
+    assert given == [{"enable_thinking": False}] * 2  # the prompt's arguments of the chat template
 
 
 def test_a_turn_that_ends_with_the_window_is_answered_in_the_same_step():
