@@ -8,6 +8,7 @@ passed over, so a command that was killed goes on where it was.
 
 import argparse
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 
 from megatron_rl.commands.recipe import add_recipe, check_eval_inputs
@@ -44,11 +45,18 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.dry_run:
         say(f"dry run: {len(missing)} policies would be measured; nothing was started")
     elif missing:
+        from megatron_rl.run.kept_policies import kept_policies
         from megatron_rl.tracking.console import evaluation_text
+        from megatron_rl.tracking.stores import tracked_evaluation
 
-        with clean_stop():
+        # Of other folders than those that the recipe's run has kept nobody knows a step.
+        steps = {kept.folder.resolve(): kept.step for kept in kept_policies(config.run.output_dir)}
+        kept_by_run = any(folder.resolve() in steps for folder in missing)
+        with clean_stop(), tracked_evaluation(config, say) if kept_by_run else nullcontext() as tracker:
             for number, (folder, metrics) in enumerate(evaluate_policies(config, missing, say), start=1):
                 say(f"{number}/{len(missing)} {folder}: accuracy {evaluation_text(metrics)}")
+                if tracker is not None and folder.resolve() in steps:
+                    tracker.log(steps[folder.resolve()], metrics)
     return 0
 
 

@@ -132,9 +132,9 @@ class Recorder:
         self._metrics.add_to(step, metrics)
         self._trackers.log(step, metrics)
 
-    def exported(self, folder: Path) -> None:
-        """The run's policy has been written as a Hugging Face folder."""
-        self._trackers.register(folder)
+    def exported(self, folder: Path, while_waiting: Callable[[], None]) -> None:
+        """The run's policy has been written as a Hugging Face folder. ``while_waiting`` is called every few seconds."""
+        self._trackers.register(folder, while_waiting)
 
     def note_metrics(self, metrics: dict[str, float]) -> None:
         """What was measured before a step; it is logged with that step."""

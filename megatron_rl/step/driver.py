@@ -166,7 +166,7 @@ def _drive_until_it_dies(
             raise StopRequested(f"{signals.requested} after step {num_steps_done} of {config.run.num_steps}")
         if not freeze_policy:
             group.save_hf("policy", str(folder / "policy"))
-            recorder.exported(folder / "policy")
+            recorder.exported(folder / "policy", group.heartbeat)
     return summary
 
 

@@ -67,7 +67,8 @@ class MLflowStore:
     """One MLflow run. ``uri`` "" means a SQLite store and an artifact folder in ``output_dir``.
 
     ``params`` is the configuration as nested dictionaries. ``parent``: name of a run that this one is listed under; made
-    where the experiment has none. ``model``: name of the registered model that a folder sent gets a version of.
+    where the experiment has none. ``model``: name of the registered model that a folder sent gets a version of. ``child``:
+    this is no run of its own, but a child of that name of the run in ``output_dir``.
     """
 
     name, key = "MLflow", "tracking.mlflow=false"
@@ -82,6 +83,7 @@ class MLflowStore:
         resume: bool = False,
         parent: str = "",
         model: str = "",
+        child: str = "",
     ):
         self._output_dir = Path(output_dir).resolve()
         self.place = uri or f"sqlite:///{self._output_dir}/mlflow.db"
@@ -91,6 +93,7 @@ class MLflowStore:
         self._resume = resume
         self._parent = parent
         self._model = model
+        self._child = child
         self._client: Any = None
         self._run_id = ""
         self._continues = False
@@ -107,6 +110,9 @@ class MLflowStore:
         if self._own_store:
             self._output_dir.mkdir(parents=True, exist_ok=True)
         self._client = tracking.MlflowClient(tracking_uri=self.place)
+        if self._child:
+            self._run_id = self._child_run()
+            return
         run = self._earlier_run() if self._resume else None
         if run is None:
             experiment_id = self._experiment_id()
@@ -118,6 +124,14 @@ class MLflowStore:
         self._log_params(run.info.run_id, run.data.params)
         write_whole(self._output_dir / _RUN_FILE, json.dumps({"uri": self.place, "run_id": run.info.run_id}) + "\n")
         self._run_id = run.info.run_id
+
+    def _child_run(self) -> str:
+        parent = self._earlier_run()
+        experiment_id = parent.info.experiment_id if parent else self._experiment_id()
+        tags = {_PARENT_TAG: parent.info.run_id} if parent else {}
+        run = self._client.create_run(experiment_id, run_name=self._child, tags=tags)
+        self._log_params(run.info.run_id, {})
+        return str(run.info.run_id)
 
     def _earlier_run(self) -> Any:
         """The run to continue; None if the file of its id is missing or the store does not know it any more."""

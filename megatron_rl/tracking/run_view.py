@@ -1,5 +1,6 @@
 """A run as it is now, from the files in its folder: read again at each look, whoever runs it and wherever."""
 
+import math
 import os
 import time
 from dataclasses import dataclass
@@ -9,7 +10,7 @@ import numpy as np
 
 from megatron_rl.tracking.metrics_file import MetricsTail
 from megatron_rl.tracking.run_record import RunRecord, read_summary, read_text, record_of
-from megatron_rl.tracking.status import Status, read_status
+from megatron_rl.tracking.status import EVERY_S, SILENT_S, Status, read_status
 
 _SLOW_STEPS = 5
 """Times a step's usual length after which a run without status.json counts as silent."""
@@ -71,6 +72,10 @@ class RunFolder:
         self._tail = MetricsTail(self._folder / "metrics.jsonl")
         self._run = record_of(self._folder.resolve().name, ())
         self._config_text = ""
+        self._status = Status("unknown", "")
+        self._read_at_s = -math.inf
+        self._clock_ahead_s = 0.0
+        """Of this machine's clock before the driver's, as far as two statuses tell."""
 
     def look(self) -> RunView:
         """The run as its files say now."""
@@ -78,11 +83,24 @@ class RunFolder:
         if self._tail.look() or config_text != self._config_text:
             self._config_text = config_text
             self._run = record_of(self._run.name, self._tail.rows, config_text=config_text)
-        status = read_status(self._folder, now_s=now_s)
+        status = self._look_at_status(now_s)
         if status.state == "unknown":
             status = self._without_status(status, now_s)
         log = self._log_tail() if status.state in ("failed", "dead") else ()
         return RunView(self._run, status, now_s, log)
+
+    def _look_at_status(self, now_s: float) -> Status:
+        status = read_status(self._folder, now_s=now_s - self._clock_ahead_s)
+        if status.state == "unknown" and time.monotonic() - self._read_at_s < SILENT_S:
+            return self._status  # a shared file system may miss a file that is being replaced
+        if self._status.written_s < status.written_s and self._status.written_s:
+            # It was written since the last look: what is more than that between the clocks is their difference.
+            since_s = time.monotonic() - self._read_at_s + 2 * EVERY_S
+            self._clock_ahead_s = max(0.0, now_s - status.written_s - since_s)
+            status = read_status(self._folder, now_s=now_s - self._clock_ahead_s)
+        if status.state != "unknown":
+            self._status, self._read_at_s = status, time.monotonic()
+        return status
 
     def _without_status(self, status: Status, now_s: float) -> Status:
         """What summary.json and the age of the last line tell."""

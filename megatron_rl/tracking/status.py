@@ -92,6 +92,8 @@ class Status:
     """starting, running, finished, stopped, failed, dead, or unknown where there is no readable file."""
     words: str
     """About the state, for people: why it failed, since when it is silent."""
+    written_s: float = 0.0
+    """Unix time of the driver's clock."""
     place: str = ""
     """host:pid of the driver."""
     started_s: float | None = None
@@ -116,6 +118,7 @@ def read_status(folder: str | Path, *, now_s: float | None = None) -> Status:
         return Status(
             state,
             words,
+            written_s=written_s,
             place=place,
             started_s=float(record["started_s"]),
             step=record.get("step"),

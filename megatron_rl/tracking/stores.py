@@ -2,7 +2,8 @@
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -53,10 +54,11 @@ class Trackers:
         for tracker in self._trackers:
             tracker.log_artifact(path)
 
-    def register(self, folder: str | Path) -> None:
-        """A new version of the model tracking.mlflow_model: a Hugging Face folder."""
+    def register(self, folder: str | Path, while_waiting: Callable[[], None]) -> None:
+        """A new version of the model tracking.mlflow_model: a Hugging Face folder. Waits for its upload."""
         if self._takes_model:
             self._trackers[0].log_artifact(folder)
+            self._trackers[0].wait_until_sent(while_waiting)
 
     def close(self, status: str, timeout_s: float) -> None:
         """All at once wait at most ``timeout_s``."""
@@ -65,6 +67,25 @@ class Trackers:
         deadline_s = time.monotonic() + timeout_s
         for tracker in self._trackers:
             tracker.close(status, max(0.1, deadline_s - time.monotonic()))
+
+
+@contextmanager
+def tracked_evaluation(config: Config, warn: Callable[[str], None]) -> Iterator[Tracker | None]:
+    """For metrics of policies that a run has kept, by their steps: a child of the run in MLflow. None where it has none there."""
+    folder = Path(config.run.output_dir)
+    if not config.tracking.mlflow or not (folder / "mlflow_run.json").is_file():
+        yield None
+        return
+    params = {name: value for name, value in flat_params(config).items() if name.startswith("eval.")}
+    tracking = config.tracking
+    store = MLflowStore(folder, uri=tracking.mlflow_uri, experiment=tracking.experiment, params=params, child="evaluation")
+    tracker = Tracker(store, warn=warn)
+    try:
+        yield tracker
+    except BaseException as error:
+        tracker.close("KILLED" if isinstance(error, KeyboardInterrupt) else "FAILED", timeout_s=10.0)
+        raise
+    tracker.close(timeout_s=60.0)
 
 
 def upload_metrics(

@@ -110,6 +110,18 @@ class Tracker:
             )
         self._thread = None
 
+    def wait_until_sent(self, while_waiting: Callable[[], None], every_s: float = 5.0) -> None:
+        """Returns when all entries have reached the store, or one warning says that it is in trouble."""
+        next_s = time.monotonic() + every_s
+        while self._thread is not None and self._thread.is_alive() and not self._warned:
+            with self._changed:
+                if not self._queue:
+                    return
+            time.sleep(0.05)
+            if time.monotonic() >= next_s:
+                while_waiting()
+                next_s = time.monotonic() + every_s
+
     def _put(self, entry: Point | Path) -> None:
         if self._thread is None:
             return

@@ -5,11 +5,15 @@ import sqlite3
 import struct
 import sys
 import time
+from dataclasses import replace
+from functools import partial
 
 import pytest
 
+from megatron_rl.config.schema import Config, RunConfig
 from megatron_rl.tracking.metrics_file import MetricsWriter
 from megatron_rl.tracking.mlflow import MLflowStore
+from megatron_rl.tracking.stores import tracked_evaluation
 from megatron_rl.tracking.tensorboard import TensorBoardStore
 from megatron_rl.tracking.tracker import Tracker
 from megatron_rl.tracking.wandb import WandbStore
@@ -124,7 +128,7 @@ def test_a_missing_library_is_one_warning(tmp_path, monkeypatch):
 
 def test_mlflow_nests_runs_registers_models_and_says_how_they_ended(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # MLflow puts the artifacts of such a store below the working directory
-    uri, warnings = f"sqlite:///{tmp_path}/mlflow.db", []
+    uri, warnings, beats = f"sqlite:///{tmp_path}/mlflow.db", [], []
     model = tmp_path / "policy"
     model.mkdir()
     (model / "config.json").write_text("{}")
@@ -133,8 +137,10 @@ def test_mlflow_nests_runs_registers_models_and_says_how_they_ended(tmp_path, mo
         store = MLflowStore(tmp_path / name, uri=uri, parent="sweep", model="tiny")
         tracker = Tracker(store, warn=warnings.append)
         tracker.log_artifact(model)
+        tracker.wait_until_sent(partial(beats.append, name), every_s=0.01)
+        assert not tracker._queue
         tracker.close(status, timeout_s=120.0)
-    assert warnings == []
+    assert warnings == [] and set(beats) == {"a", "b"}
     with sqlite3.connect(tmp_path / "mlflow.db") as database:
         runs = {name: (run, status) for run, name, status in database.execute("select run_uuid, name, status from runs")}
         parents = dict(database.execute("select run_uuid, value from tags where key = 'mlflow.parentRunId'"))
@@ -142,3 +148,22 @@ def test_mlflow_nests_runs_registers_models_and_says_how_they_ended(tmp_path, mo
     assert {name: status for name, (_, status) in runs.items()} == {"sweep": "FINISHED", "a": "FAILED", "b": "KILLED"}
     assert parents == {runs["a"][0]: runs["sweep"][0], runs["b"][0]: runs["sweep"][0]}
     assert [(name, version, run) for name, version, _, run in versions] == [("tiny", 1, runs["a"][0]), ("tiny", 2, runs["b"][0])]
+
+
+def test_an_evaluation_of_kept_policies_is_a_child_of_their_run(tmp_path):
+    config = replace(Config(), run=RunConfig(output_dir=str(tmp_path)))
+    warnings = []
+    with tracked_evaluation(config, warnings.append) as nothing:
+        assert nothing is None
+    Tracker(MLflowStore(tmp_path), warn=warnings.append).close(timeout_s=60.0)
+    run_file = (tmp_path / "mlflow_run.json").read_text()
+    with pytest.raises(ValueError), tracked_evaluation(config, warnings.append) as tracker:
+        tracker.log(20, {"eval/accuracy": 0.5})
+        raise ValueError("a server died")
+    with sqlite3.connect(tmp_path / "mlflow.db") as database:
+        ((child, parent, status),) = database.execute(
+            "select t.run_uuid, t.value, r.status from tags t join runs r on r.run_uuid = t.run_uuid where key = 'mlflow.parentRunId'"
+        ).fetchall()
+        metrics = database.execute("select run_uuid, key, step, value from metrics").fetchall()
+    assert parent == json.loads(run_file)["run_id"] and (tmp_path / "mlflow_run.json").read_text() == run_file
+    assert metrics == [(child, "eval/accuracy", 20, 0.5)] and status == "FAILED" and warnings == []

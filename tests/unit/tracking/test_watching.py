@@ -135,3 +135,19 @@ def test_an_empty_folder_is_told_and_a_low_window_says_what_it_hides(tmp_path):
     console.print(CutToHeight(screen(RunFolder(tmp_path).look(), 80)), end="")
     lines = out.getvalue().splitlines()
     assert len(lines) == 10 and "more lines" in lines[-1]
+
+
+def test_a_clock_that_is_ahead_is_noticed_once_the_run_has_written_again(tmp_path):
+    folder = RunFolder(write_run(tmp_path))
+    write_status(tmp_path, silent_s=500.0)
+    assert folder.look().status.state == "dead"
+    write_status(tmp_path, silent_s=498.0)
+    assert folder.look().status.state == "running"
+
+
+def test_a_status_that_cannot_be_read_for_a_moment_changes_nothing(tmp_path):
+    folder = RunFolder(write_run(tmp_path))
+    write_status(tmp_path)
+    assert folder.look().status.state == "running"
+    (tmp_path / "status.json").unlink()
+    assert folder.look().status.state == "running"
