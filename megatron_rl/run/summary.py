@@ -8,7 +8,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from megatron_rl.config.schema import Config
+from megatron_rl.config.schema import Config, WandbMode
 from megatron_rl.run.recorder import Evaluation, Recorder
 from megatron_rl.system.files import write_whole
 from megatron_rl.tracking.console import accuracy_text, duration, summary_table
@@ -49,8 +49,8 @@ def write_summary(folder: str | Path, summary: Summary) -> None:
     write_whole(Path(folder) / "summary.json", json.dumps(asdict(summary), indent=2))
 
 
-def print_summary(folder: str | Path, summary: Summary) -> None:
-    folder = Path(folder)
+def print_summary(config: Config, summary: Summary) -> None:
+    folder, tracking = Path(config.run.output_dir), config.tracking
     rows: list[tuple[str, str]] = []
     if summary.evaluations:
         first, last = summary.evaluations[0], summary.evaluations[-1]
@@ -69,9 +69,16 @@ def print_summary(folder: str | Path, summary: Summary) -> None:
         ("critic update hidden behind generation", duration(summary.critic_overlap_s)),
         ("report", str(folder / "report.html")),
         ("timeline", f"{folder / 'timeline.json'} (open it in Perfetto)"),
-        ("MLflow", f"mlflow ui --backend-store-uri sqlite:///{folder / 'mlflow.db'}"),
-        ("policy", str(folder / "policy")),
     ]
+    if tracking.mlflow:
+        rows.append(("MLflow", tracking.mlflow_uri or f"mlflow ui --backend-store-uri sqlite:///{folder / 'mlflow.db'}"))
+    if tracking.tensorboard:
+        rows.append(("TensorBoard", f"tensorboard --logdir {folder / 'tensorboard'}"))
+    if tracking.wandb is WandbMode.offline:
+        rows.append(("Weights & Biases", f"wandb sync {folder / 'wandb'}/offline-run-*"))
+    if config.profile.steps:
+        rows.append(("profile", f"{folder / 'profile'} (open a trace in Perfetto)"))
+    rows.append(("policy", str(folder / "policy")))
     console = Console()
     console.print(summary_table(rows, title="result"))
     console.print(_stage_table(summary))

@@ -59,7 +59,7 @@ def train(config: Config, spawned: ServerPool | None = None) -> None:
         if group is not None:
             summary = _drive(config, group, signals, spawned, freeze_policy=False)
     if group is not None:
-        print_summary(config.run.output_dir, summary)
+        print_summary(config, summary)
 
 
 def critic_pretrain(config: Config, spawned: ServerPool | None = None) -> None:

@@ -77,7 +77,7 @@ p { margin: 0; }
 .tiles { display: grid; gap: 12px; grid-template-columns: repeat(auto-fit, minmax(158px, 1fr)); margin-top: 20px; }
 .tile, .panel, details, .checks { background: var(--paper); border: 1px solid var(--line); border-radius: 8px; }
 .tile { padding: 12px 14px; }
-.tile b { display: block; font-size: 22px; font-weight: 600; line-height: 1.3; font-variant-numeric: tabular-nums; }
+.tile b { display: block; font-size: 20px; white-space: nowrap; font-weight: 600; line-height: 1.3; font-variant-numeric: tabular-nums; }
 .tile span { font-size: 13px; color: var(--muted); }
 .checks { list-style: none; margin: 12px 0 0; padding: 10px 14px; display: grid; gap: 4px 24px;
   grid-template-columns: repeat(auto-fit, minmax(min(100%, 400px), 1fr)); }

@@ -28,7 +28,7 @@ _STATE_STYLES = {
     "unknown": "bright_black",
 }
 _TWO_COLUMNS_FROM, _THREE_COLUMNS_FROM = 76, 132
-_LABEL_CELLS, _VALUE_CELLS, _RANGE_CELLS = 13, 9, 19
+_LABEL_CELLS, _VALUE_CELLS, _RANGE_CELLS = 13, 9, 22
 
 
 @dataclass(frozen=True)
@@ -211,12 +211,13 @@ def _section(run: RunRecord, title: str, numbers: Sequence[_Number], cells: int)
     spark_cells -= (_RANGE_CELLS + 1) * with_range
     table.add_column(width=max(1, spark_cells), style="blue", no_wrap=True, overflow="crop")
     if with_range:
-        table.add_column(width=_RANGE_CELLS, style="bright_black", no_wrap=True)
+        table.add_column(width=_RANGE_CELLS, style="dim", no_wrap=True)
     for number in numbers:
         values = run.finite(number.metric)
         row = [number.label, number.show(float(values[-1])), sparkline(_condensed(values, max(1, spark_cells)), max(1, spark_cells))]
         if with_range:
-            row.append(f"{number.show(float(values.min()))} to {number.show(float(values.max()))}")
+            low, high = number.show(float(values.min())), number.show(float(values.max()))
+            row.append(f"{low} to {high}" if low != high else "")
         table.add_row(*row)
     return [Text(title, style="bold"), table]
 
