@@ -47,7 +47,7 @@ def run(arguments: argparse.Namespace) -> int:
     elif missing:
         from megatron_rl.run.kept_policies import kept_policies
         from megatron_rl.tracking.console import evaluation_text
-        from megatron_rl.tracking.stores import tracked_evaluation
+        from megatron_rl.tracking.trackers import tracked_evaluation
 
         # Of other folders than those that the recipe's run has kept nobody knows a step.
         steps = {kept.folder.resolve(): kept.step for kept in kept_policies(config.run.output_dir)}

@@ -13,7 +13,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from megatron_rl.tracking.comparison import write_comparison
+    from megatron_rl.tracking.run_comparison import write_comparison
     from megatron_rl.tracking.run_report import write_report
 
     if len(arguments.runs) == 1:

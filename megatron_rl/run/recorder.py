@@ -17,8 +17,8 @@ from megatron_rl.system.host_memory import host_used_share
 from megatron_rl.tracking.console import TrainingConsole
 from megatron_rl.tracking.metrics_file import MetricsRow, MetricsWriter, read_metrics
 from megatron_rl.tracking.status import StatusFile
-from megatron_rl.tracking.stores import Trackers
 from megatron_rl.tracking.timeline import Span, Timeline, read_timeline
+from megatron_rl.tracking.trackers import Trackers
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,9 @@ import pytest
 from megatron_rl.config.schema import Config, RunConfig
 from megatron_rl.tracking.metrics_file import MetricsWriter
 from megatron_rl.tracking.mlflow import MLflowStore
-from megatron_rl.tracking.stores import tracked_evaluation
 from megatron_rl.tracking.tensorboard import TensorBoardStore
 from megatron_rl.tracking.tracker import Tracker
+from megatron_rl.tracking.trackers import tracked_evaluation
 from megatron_rl.tracking.wandb import WandbStore
 
 STEPS = {1: {"reward/mean": 0.5, "policy/kl": float("nan")}, 2: {"reward/mean": 0.75}, 3: {"reward/mean": 0.875}}

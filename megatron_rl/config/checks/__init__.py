@@ -14,7 +14,7 @@ from megatron_rl.config.checks import (
     prompt_content,
     sampled_sets,
     servers,
-    stores,
+    tracking_keys,
 )
 from megatron_rl.config.checks.servers import Node
 from megatron_rl.config.schema import Config
@@ -52,7 +52,7 @@ def check_config(config: Config, *, command: str, world_size: int | None = None,
     if command in RL_COMMANDS:
         problems += [*servers.placement_problems(config.rollout, ranks), *servers.fleet_problems(config)]
         problems += [] if unknown else combinations.problems(config, command)
-        problems += [*sampled_sets.problems(config), *stores.problems(config), *combinations.profile_problems(config, ranks)]
+        problems += [*sampled_sets.problems(config), *tracking_keys.problems(config), *combinations.profile_problems(config, ranks)]
     if not problems and config.policy.path:
         problems += model_folder.problems(config, command)
     if problems:

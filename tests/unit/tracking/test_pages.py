@@ -5,8 +5,8 @@ import re
 import pytest
 
 from megatron_rl.cli import main
-from megatron_rl.tracking.comparison import write_comparison
 from megatron_rl.tracking.metrics_file import MetricsWriter
+from megatron_rl.tracking.run_comparison import write_comparison
 from megatron_rl.tracking.run_record import load_run
 from megatron_rl.tracking.run_report import write_report
 from megatron_rl.tracking.timeline import Span, Timeline
