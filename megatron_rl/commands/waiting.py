@@ -4,6 +4,7 @@ A rank waits for its peers where its innermost frames are a collective's; the dr
 they are the stage runner's. Who waits for nobody while others do is what they wait for.
 """
 
+import math
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,12 +12,17 @@ from dataclasses import dataclass, field
 
 from megatron_rl.system.doing import Frame, Seen
 
+NOTHING_HANGS = "nothing stands still"
 _LANES = ("rollout", "host", "trainer")
 """What notes of the driver's stages say."""
 _COLLECTIVE_FILES = ("torch/distributed/", "megatron_rl/parallel/collectives.py", "megatron_rl/parallel/transfers.py")
+_BETWEEN = ("contextlib.py", "torch/utils/", "torch/autograd/")
+"""Frames that lie between a collective and who called it, and say nothing."""
 _RUNNER, _WAITS_FOR_STAGES = "megatron_rl/step/runner.py", "_next_event"
 _LIBRARIES = ("site-packages/", "dist-packages/", "/lib/python3", "<")
 _STOPPED = ("stopped", "tracing-stop")
+_MOVES_S = 5.0
+"""What began so lately is no hang."""
 _LONG_S = 10.0
 """A program that grades for longer than this is worth a look."""
 
@@ -78,7 +84,7 @@ def verdict(run: RunSeen) -> list[str]:
             f"{', '.join(run.silent_hosts)} did not answer within 20 s: run `megatron-rl doctor --hang` there, too; a machine whose "
             "first rank runs no Python any more does not answer"
         )
-    return found or ["nothing stands still that can be seen from outside: look again in a minute, and compare"]
+    return found or [f"{NOTHING_HANGS} that can be seen from outside: look again in a minute, and compare"]
 
 
 def _dead_or_stopped(run: RunSeen) -> Iterator[str]:
@@ -108,8 +114,10 @@ def _missing_ranks(run: RunSeen) -> Iterator[str]:
     missing = [rank for rank in sorted(run.ranks) if rank not in waiting]
     for rank in missing:
         seen = run.ranks[rank]
+        newest_s = max((since_s for _, since_s in seen.notes.values()), default=-math.inf)
+        moves = f"{NOTHING_HANGS}: what is waited for has just begun. " if run.now_s - newest_s < _MOVES_S else ""
         yield (
-            f"{_ranks(waiting)} wait{'s' if len(waiting) == 1 else ''} for rank {rank} (process {seen.pid} on {seen.host}), which is in "
+            f"{moves}{_ranks(waiting)} wait{'s' if len(waiting) == 1 else ''} for rank {rank} (process {seen.pid} on {seen.host}), which is in "
             f"{_place(seen) or 'code that gave no stack'}{_computing(seen)}{_since([t for _, t in _notes(seen).values()], run.now_s)}"
         )
     if not missing:
@@ -177,14 +185,15 @@ def _waits_for_peers(seen: Seen) -> bool:
 
 
 def _collective(seen: Seen) -> str:
-    """Its name, where the innermost frames are of one: the outermost of them, as the code that called it says it."""
-    name = ""
+    """Its name, where the innermost frames are of one: that of its outermost function that is public, or who called it."""
+    name, is_collective = "", False
     for frame in seen.frames:
-        if not any(part in frame.file for part in _COLLECTIVE_FILES):
-            break
-        if not frame.function.startswith(("_", "wrapper")) or not name:
-            name = frame.function
-    return name
+        if any(part in frame.file for part in _COLLECTIVE_FILES):
+            is_collective = True
+            name = name if frame.function.startswith(("_", "wrapper")) else frame.function
+        elif not is_collective or name or not any(part in frame.file for part in _BETWEEN):
+            return name or (f"a collective of {frame.function}" if is_collective else "")
+    return name or ("a collective" if is_collective else "")
 
 
 def _place(seen: Seen) -> str:

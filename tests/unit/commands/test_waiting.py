@@ -38,9 +38,21 @@ def test_ranks_that_do_the_same_share_a_line_and_the_missing_one_is_named():
     assert found.startswith("ranks 0-2 and 4-5 wait for rank 3 (process 33 on node1), which is in sort, called by my_loss (/home/me")
 
 
+def test_a_collective_without_a_name_is_that_of_its_caller_and_what_has_just_begun_is_no_hang():
+    nameless = (
+        Frame("/x/torch/distributed/distributed_c10d.py", 90, "_coalescing_manager"),
+        Frame("/lib/python3.11/contextlib.py", 9, "__exit__"),
+        Frame("/x/megatron/core/param_and_grad_buffer.py", 5, "start_grad_sync"),
+    )
+    run = RunSeen({0: working(nameless), 1: working(ELSEWHERE)}, now_s=101.0)
+    assert lines_of(run)[0].startswith("rank 0 waits in a collective of start_grad_sync, update of the engine policy")
+    assert verdict(run)[0].startswith("rank 0 waits for rank 1")
+    assert verdict(RunSeen(run.ranks, now_s=62.0))[0].startswith("nothing stands still: what is waited for has just begun. rank 0")
+
+
 def test_followers_without_a_command_wait_for_the_driver():
-    run = RunSeen({0: working(ELSEWHERE), 1: seen(COMMAND, waits=("the driver's next command", 1.0))}, now_s=61.0)
-    assert lines_of(run)[1] == "rank 1 waits for the driver's next command since 60 s"
+    run = RunSeen({0: working(ELSEWHERE), 1: seen(COMMAND, waits=("the driver's next command", 1.0))}, now_s=71.0)
+    assert lines_of(run)[1] == "rank 1 waits for the driver's next command since 70 s"
     assert verdict(run)[0].startswith("rank 1 waits for rank 0 (process 1 on node1), which is in sort")
 
 
