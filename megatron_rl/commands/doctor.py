@@ -71,7 +71,7 @@ def run(arguments: argparse.Namespace) -> int:
 
             return print_hang(Path(arguments.hang))
         if arguments.mismatch:
-            from megatron_rl.commands.mismatch import print_mismatch
+            from megatron_rl.commands.mismatch_launches import print_mismatch
 
             return print_mismatch(Path(arguments.mismatch), arguments.overrides)
         if arguments.invariance:

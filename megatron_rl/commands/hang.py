@@ -18,7 +18,7 @@ from megatron_rl.errors import UserError
 from megatron_rl.system.addresses import LOOPBACK
 from megatron_rl.system.doing import Seen
 from megatron_rl.system.http import HttpError, bearer, get_once
-from megatron_rl.system.processes import Tree, look, read_members
+from megatron_rl.system.members import Tree, look, read_members
 from megatron_rl.system.url_files import named_urls
 
 _ANSWER_S = 5.0

@@ -116,8 +116,9 @@ def _missing_ranks(run: RunSeen) -> Iterator[str]:
         seen = run.ranks[rank]
         newest_s = max((since_s for _, since_s in seen.notes.values()), default=-math.inf)
         moves = f"{NOTHING_HANGS}: what is waited for has just begun. " if run.now_s - newest_s < _MOVES_S else ""
+        waits = f"{_ranks(waiting)} wait{'s' if len(waiting) == 1 else ''}"
         yield (
-            f"{moves}{_ranks(waiting)} wait{'s' if len(waiting) == 1 else ''} for rank {rank} (process {seen.pid} on {seen.host}), which is in "
+            f"{moves}{waits} for rank {rank} (process {seen.pid} on {seen.host}), which is in "
             f"{_place(seen) or 'code that gave no stack'}{_computing(seen)}{_since([t for _, t in _notes(seen).values()], run.now_s)}"
         )
     if not missing:

@@ -11,7 +11,7 @@ from megatron_rl.config.schema import (
 from megatron_rl.parallel import collectives
 from megatron_rl.parallel import topology as topologies
 from megatron_rl.parallel.topology import Topology
-from megatron_rl.system import doing, processes
+from megatron_rl.system import doing, members
 from megatron_rl.system.collector import collector_at_rest
 from megatron_rl.system.signals import StopSignals, die_with_parent, leave_signals_to_the_driver
 from megatron_rl.training.engine import Engine
@@ -53,10 +53,10 @@ def trainer_ranks(
 
 def introduce(topology: Topology, folder: Path | None) -> None:
     """Say in the run's folder which processes the ranks are, for `doctor --hang`; None: this is no run."""
-    members = collectives.gather_objects(processes.this_process(topology.rank), what="which processes the ranks are")
+    everybody = collectives.gather_objects(members.this_process(topology.rank), what="which processes the ranks are")
     if folder is None:
         return
-    if members:
-        processes.write_members(folder, members)
+    if everybody:
+        members.write_members(folder, everybody)
     if os.environ.get("LOCAL_RANK", "0") == "0":
-        processes.answer_questions(folder)
+        members.answer_questions(folder)

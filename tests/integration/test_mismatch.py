@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megatron_rl.commands import mismatch, mismatch_ranks
+from megatron_rl.commands import mismatch_launches, mismatch_ranks
 from megatron_rl.commands.mismatch_factors import (
     BATCH_SHAPE,
     HELD_HERE,
@@ -218,9 +218,9 @@ def test_dtype_and_expert_parallelism_are_tried_in_launches_of_their_own(sides, 
         wrong = replace(base, figures=replace(base.figures, mean=0.9, k3=0.9, max=2.0))
         return [base if is_right else wrong, *(replace(wrong, factor=factor) for factor in tries)]
 
-    monkeypatch.setattr(mismatch, "_launched", launch)
+    monkeypatch.setattr(mismatch_launches, "_launched", launch)
     (tmp_path / "config.yaml").write_text((Path(config.run.output_dir).parent / "recipe.yaml").read_text())
-    found = list(mismatch._trials(tmp_path, mismatch.recipe_of(tmp_path, overrides)))
+    found = list(mismatch_launches._trials(tmp_path, mismatch_launches.recipe_of(tmp_path, overrides)))
     assert culprits(found) == [guilty] and is_settled(found)
     assert found[-1].factor == guilty and len(launched) == 2
 

@@ -25,7 +25,9 @@ from megatron_rl.config.derived import are_attached
 from megatron_rl.config.load import config_to_yaml, load_config
 from megatron_rl.config.schema import Config, Dtype, Fp8, RoutingReplay
 from megatron_rl.errors import UserError
+from megatron_rl.run.resuming import candidates
 from megatron_rl.system.terminal import say
+from megatron_rl.tracking.metrics_file import read_metrics
 
 _MARGIN_S = 1800.0
 """For loading, publishing and a dozen rounds of sampling, beyond the start of the servers."""
@@ -101,8 +103,11 @@ def _has_routes(trials: Sequence[Trial]) -> bool:
 
 
 def _source(folder: Path) -> str:
-    newest = max((path for path in (folder / "checkpoints").glob("step-*")), key=lambda path: path.stat().st_mtime, default=None)
-    return f"weights of checkpoint {newest.name}" if newest else "weights of policy.path: the run has no checkpoint"
+    """What the trainer loads, and what the run saw last."""
+    newest = next(iter(candidates(folder / "checkpoints")), None)
+    weights = f"weights of checkpoint {newest.name}" if newest else "weights of policy.path: the run has no checkpoint"
+    seen = [row.metrics["mismatch/k3"] for row in read_metrics(folder / "metrics.jsonl") if "mismatch/k3" in row.metrics]
+    return weights + (f"; the run's last step had mismatch/k3 {seen[-1]:.2g}" if seen else "")
 
 
 def _launched(
