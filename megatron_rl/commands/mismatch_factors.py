@@ -116,7 +116,7 @@ def verdict(trials: Sequence[Trial]) -> list[str]:
 
 
 def table(trials: Sequence[Trial]) -> Table:
-    result = Table(title="trainer against servers, one factor after the other held fixed", title_justify="left")
+    result = Table(title="trainer against servers, one factor after the other held fixed", title_justify="left", box=None, pad_edge=False)
     for name in ("factor", "mean\ndifference", "k3", "beyond\nln 2", "largest", "held fixed by"):
         is_text = name in ("factor", "held fixed by")
         result.add_column(name, justify="left" if is_text else "right", no_wrap=not is_text, overflow="fold")

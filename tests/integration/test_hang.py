@@ -52,6 +52,7 @@ def diagnosed(folder: Path, capsys: pytest.CaptureFixture[str]) -> str:
 
 def test_what_a_run_waits_for_is_named(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("megatron_rl.commands.waiting._LONG_S", 0.5)
+    monkeypatch.setattr("megatron_rl.commands.waiting._MOVES_S", 0.0)
     monkeypatch.setattr("megatron_rl.commands.hang._ANSWER_S", 1.0)
     port = free_port("127.0.0.1")
     (tmp_path / "port").write_text(str(port))
