@@ -116,7 +116,7 @@ def needs_greedy(advantage_name: str) -> bool:
 def advantage(name: str = "") -> Callable[[Function], Function]:
     """Register an advantage: a function of the fields of ``advantages.Episodes`` and of
 
-    outcomes: [N] the rewards of each sequence, summed.
+    - ``outcomes``: [N] the rewards of each sequence, summed.
 
     It returns advantages [T], or [N] where all tokens of a sequence share one. A function that needs ``values`` gives
     the run a critic; without one, in windows, a group trains when all of its responses have ended. A function that needs
@@ -129,13 +129,13 @@ def advantage(name: str = "") -> Callable[[Function], Function]:
 def policy_loss(name: str = "", *, averages: str = "") -> Callable[[Function], Function]:
     """Register a policy loss: a function of
 
-    logprobs: [T] float32, with gradient: of the policy in training.
-    old_logprobs, advantages: [T] constants.
-    mask: [T] 1 for the tokens to train.
-    cu_seqlens: [N+1]; a sequence is never split over calls.
-    weights: [T] or None: the correction; multiplies each token's loss and leaves the denominator alone.
-    coefficients: [T] or None for 1: the aggregation; multiplies each token's loss and sums up to the denominator.
-    clip_low, clip_high, dual_clip: as in the ``algorithm`` section; a dual clip of 0 comes as None.
+    - ``logprobs``: [T] float32, with gradient: of the policy in training.
+    - ``old_logprobs``, ``advantages``: [T] constants.
+    - ``mask``: [T] 1 for the tokens to train.
+    - ``cu_seqlens``: [N+1]; a sequence is never split over calls.
+    - ``weights``: [T] or None: the correction; multiplies each token's loss and leaves the denominator alone.
+    - ``coefficients``: [T] or None for 1: the aggregation; multiplies each token's loss and sums up to the denominator.
+    - ``clip_low``, ``clip_high``, ``dual_clip``: as in the ``algorithm`` section; a dual clip of 0 comes as None.
 
     It returns an ``algorithms.Loss``, whose metrics are logged under ``policy/``. A loss that is an average over
     sequences by itself says ``averages="sequence_mean"``.
@@ -171,8 +171,8 @@ def correction_weight(
 ) -> Callable[[Function], Function]:
     """Register an importance weight of the engine's samples: a function of
 
-    ratios: ``corrections.LogRatios`` of pi_old over mu, 0 outside the mask.
-    max_weight, icepop_low, icepop_high: as in the ``algorithm.correction`` section.
+    - ``ratios``: ``corrections.LogRatios`` of pi_old over mu, 0 outside the mask.
+    - ``max_weight``, ``icepop_low``, ``icepop_high``: as in the ``algorithm.correction`` section.
 
     It returns [T] float64, at least 0, and 1 where ``ratios`` are 0. ``bounded``: what exceeds max_weight is cut to it.
     ``per_sequence``: all tokens of a sequence have one weight.
@@ -183,8 +183,8 @@ def correction_weight(
 def rejection(name: str = "") -> Callable[[Function], Function]:
     """Register a rule for which samples stay: a function of
 
-    ratios: ``corrections.LogRatios`` of pi_old over mu, 0 outside the mask.
-    rejection_low, rejection_high: as in the ``algorithm.correction`` section.
+    - ``ratios``: ``corrections.LogRatios`` of pi_old over mu, 0 outside the mask.
+    - ``rejection_low``, ``rejection_high``: as in the ``algorithm.correction`` section.
 
     It returns [T] bool: the tokens that may train.
     """

@@ -34,13 +34,15 @@ def fences(page: Path) -> list[Code]:
     return found
 
 
+def prose(page: Path) -> str:
+    """A page with its blocks empty, on the same lines."""
+    return _FENCE.sub(lambda match: "\n" * match[0].count("\n"), page.read_text(encoding="utf-8"))
+
+
 def spans(page: Path) -> list[Code]:
     """Code in running text, on one line each."""
-    text = page.read_text(encoding="utf-8")
-    prose = _FENCE.sub(lambda match: "\n" * match[0].count("\n"), text)
-    return [
-        Code(page, _line(prose, match.start()), "span", "", " ".join(match[1].split())) for match in _SPAN.finditer(prose)
-    ]
+    text = prose(page)
+    return [Code(page, _line(text, match.start()), "span", "", " ".join(match[1].split())) for match in _SPAN.finditer(text)]
 
 
 def _line(text: str, place: int) -> int:

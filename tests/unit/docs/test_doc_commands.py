@@ -25,7 +25,7 @@ from megatron_rl.config.schema.commands import RL_COMMANDS
 from megatron_rl.errors import ConfigError
 from megatron_rl.planning.gpus import gpu
 from megatron_rl.simulation.lengths import named_lengths
-from tests.unit.docs.fences import PAGES, ROOT, Code, fences, spans
+from tests.unit.docs.fences import PAGES, ROOT, Code, fences, prose, spans
 
 COMMAND_PAGES = [page for page in PAGES if page.name != "CHANGELOG.md"]
 """A changelog tells of commands as they were."""
@@ -59,8 +59,15 @@ cd() { :; }; ulimit() { :; }; source() { :; }
 command_not_found_handle() { echo "the page's $1 is not known to this test: see its PROGRAMS" >&2; return 127; }
 set -e
 """
-NO_RECIPE = {"recipe.yaml": "examples/gpu/tppo.yaml"}
-"""What a page calls a recipe of the reader's -> one that stands for it."""
+READERS = "recipe.yaml"
+"""What a page calls a recipe of the reader's."""
+STAND_INS = {
+    "": "examples/gpu/tppo.yaml",
+    "label-lines": "examples/reward_models/label_lines.yaml",
+    "reward-train": "examples/reward_models/bradley_terry.yaml",
+    "select-prompts": "examples/prompt_selection/select.yaml",
+}
+"""Which of ours stands for it, by command."""
 USERS_OWN = re.compile(r"does not exist|config\.json|there is no folder /shared")
 """What a check may say of a command whose files are the reader's."""
 
@@ -77,8 +84,7 @@ def folder(tmp_path_factory):
             (place / name).write_text(NOTE)
             (place / name).chmod(0o755)
     (root / "docs").mkdir()
-    for name, source in NO_RECIPE.items():
-        shutil.copy(ROOT / source, root / name)
+    shutil.copy(ROOT / STAND_INS[""], root / READERS)
     return root
 
 
@@ -111,8 +117,8 @@ def check(call: list[str], code: Code, folder: Path) -> None:
     elif program == "python":
         check_python(words, code, folder)
     elif program == "pip":
-        for flag, value in itertools.pairwise(words):
-            assert flag != "-r" or (ROOT / value).is_file(), f"{code}: {value} does not exist"
+        wanted = [value for flag, value in itertools.pairwise(words) if flag == "-r"]
+        assert all((ROOT / name).is_file() for name in wanted), f"{code}: {wanted}"
     elif program == "bash":
         check_script(words, code, folder)
     elif program == "sbatch":
@@ -121,10 +127,14 @@ def check(call: list[str], code: Code, folder: Path) -> None:
             assert (ROOT / words[place]).is_file(), f"{code}: {words[place]} does not exist"
             check_megatron_rl(words[place + 1 :], code, folder)
     elif program == "pdsh":
-        for inner in called(folder, words[-1]):
-            check(inner, code, folder)
+        check_all(called(folder, words[-1]), code, folder)
     else:
         assert ELSEWHERE[program]
+
+
+def check_all(calls: list[list[str]], code: Code, folder: Path) -> None:
+    for call in calls:
+        check(call, code, folder)
 
 
 def is_placeholder(word: str) -> bool:
@@ -167,9 +177,9 @@ def check_recipe(words: list[str], arguments: dict, code: Code, folder: Path) ->
     overrides = [word for word in given if "=" in word]
     if (not recipes and not overrides) or words[0] in ("score", "config"):
         return
-    paths = [find_recipe(recipe, code, folder) for recipe in recipes]
+    paths = [find_recipe(recipe, words[0], code, folder) for recipe in recipes]
     try:
-        config = load_config(paths or [folder / "recipe.yaml"], overrides)
+        config = load_config(paths or [folder / READERS], overrides)
         if words[0] in RL_COMMANDS or words[0] in ("sft", "reward-train", "label-lines", "select-prompts", "evaluate"):
             check_config(config, command=words[0], world_size=config.parallel.num_ranks or 8)
     except ConfigError as error:
@@ -177,11 +187,13 @@ def check_recipe(words: list[str], arguments: dict, code: Code, folder: Path) ->
         assert not wrong, f"{code}: {' '.join(words)}: {wrong}"
 
 
-def find_recipe(name: str, code: Code, folder: Path) -> Path:
+def find_recipe(name: str, command: str, code: Code, folder: Path) -> Path:
+    if name == READERS:
+        return ROOT / STAND_INS.get(command, STAND_INS[""])
     for place in (folder, code.page.parent):
         if (place / name).is_file():
             return place / name
-    pytest.fail(f"{code}: recipe {name} is neither in the repository nor one of {', '.join(NO_RECIPE)}")
+    pytest.fail(f"{code}: {name} is not in the repository; a recipe of the reader's is called {READERS}")
 
 
 def check_python(words: list[str], code: Code, folder: Path) -> None:
@@ -211,14 +223,15 @@ def check_script(words: list[str], code: Code, folder: Path) -> None:
         flags = [word for word in arguments if word.startswith("--")]
         assert all(f"{flag})" in path.read_text() for flag in flags), f"{code}: {name} has not all of {flags}"
         return
-    for call in noted(folder, ["/bin/bash", name, *arguments], f"{folder / 'bin'}:/usr/bin:/bin"):
-        check(call, code, folder)
+    check_all(noted(folder, ["/bin/bash", name, *arguments], f"{folder / 'bin'}:/usr/bin:/bin"), code, folder)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_every_fence_says_what_is_in_it(page):
     text = page.read_text()
     assert len(re.findall(r"^ *```", text, re.MULTILINE)) == 2 * len(fences(page))
+    bare = re.findall(rf"^ +(?:\.venv/bin/)?(?:{'|'.join(PROGRAMS)}) .*$", prose(page), re.MULTILINE)
+    assert not bare, f"{page.name}: a command belongs into ```bash, not into an indented block: {bare}"
     for code in fences(page):
         assert code.language in LANGUAGES, f"{code}: write one of {', '.join(sorted(LANGUAGES))} after the ```"
         if code.language == "text":
@@ -237,12 +250,10 @@ def test_commands_are_ones_that_the_program_accepts(page, folder, monkeypatch):
         if code.language == "bash":
             calls = called(folder, code.text)
             assert calls or re.search("^export", code.text), f"{code}: calls nothing"
-            for call in calls:
-                check(call, code, folder)
+            check_all(calls, code, folder)
     for code in spans(page):
         if re.match(rf"(\w+=(\S+|\".*?\") )*(\.venv/bin/)?({'|'.join(PROGRAMS)}) \S", code.text):
-            for call in called(folder, code.text):
-                check(call, code, folder)
+            check_all(called(folder, code.text), code, folder)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
@@ -281,5 +292,4 @@ def test_a_mistake_is_found(folder, monkeypatch):
     }
     for line, says in mistakes.items():
         with pytest.raises((AssertionError, pytest.fail.Exception), match=re.escape(says)):
-            for call in called(folder, line):
-                check(call, Code(page, 1, "bash", "", line), folder)
+            check_all(called(folder, line), Code(page, 1, "bash", "", line), folder)
