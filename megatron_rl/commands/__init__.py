@@ -16,7 +16,7 @@ COMMANDS = {
     "label-lines": "label the lines of programs that can still be completed to a right one",
     "plan": "find layouts that fit so many GPUs, ranked by the seconds of a finished response",
     "simulate": "predict what a run takes, from a recipe and what a finished run measured",
-    "doctor": "look whether this machine is fit for a run, and whether both engines and all layouts compute the same on it",
+    "doctor": "look whether this machine is fit for a run, whether engines and layouts compute the same, and why a run hangs or disagrees",
     "check": "replay recorded steps of a released recipe, and say where this installation departs from them",
     "convert": "convert a model between a Hugging Face folder and Megatron's distributed checkpoint",
     "watch": "show a run on the terminal while it trains, from its folder",

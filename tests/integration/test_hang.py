@@ -96,3 +96,10 @@ def test_a_folder_without_a_run_is_refused_in_words(tmp_path, capsys):
     assert "holds no processes.json" in capsys.readouterr().err
     assert main(["doctor", "--hang", str(tmp_path / "nowhere")]) == 2
     assert "is no folder" in capsys.readouterr().err
+    for words, said in (
+        (["--mismatch", "a"], "--hang and --mismatch are questions of their own"),
+        (["--config", "a.yaml"], "doctor --hang takes the output folder of a run"),
+        (["run.seed=2"], "run.seed=2 would change nothing"),
+    ):
+        assert main(["doctor", "--hang", str(tmp_path), *words]) == 2
+        assert said in capsys.readouterr().err

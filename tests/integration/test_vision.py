@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from megatron_rl.commands.doctor import check_invariance
+from megatron_rl.commands.layout_comparison import check_invariance
 from megatron_rl.config.schema import ParallelConfig, Recompute
 from megatron_rl.data.batch import PackedBatch
 from megatron_rl.errors import ModelError

@@ -4,7 +4,7 @@ import io
 
 from rich.console import Console
 
-from megatron_rl.commands.doctor import Finding, findings_table
+from megatron_rl.commands.layout_comparison import Finding, findings_table
 
 
 def test_numbers_and_short_names_stay_whole_in_80_columns() -> None:
