@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +96,19 @@ def record_of(
         config=_mapping(yaml.safe_load, config_text, yaml.YAMLError),
         config_text=config_text,
         summary=summary or {},
+    )
+
+
+def extended(run: RunRecord, lines: Sequence[MetricsRow]) -> RunRecord:
+    """``run`` and then ``lines``, which are of later steps; a fraction of the work of reading all of them again."""
+    new = record_of(run.name, lines)
+    return replace(
+        run,
+        steps=np.concatenate([run.steps, new.steps]),
+        columns={
+            name: np.concatenate([run.values(name), new.values(name)]) for name in dict.fromkeys([*run.columns, *new.columns])
+        },
+        times_s=np.concatenate([run.times_s, new.times_s]),
     )
 
 

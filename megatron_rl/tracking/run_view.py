@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from megatron_rl.tracking.metrics_file import MetricsTail
-from megatron_rl.tracking.run_record import RunRecord, read_summary, read_text, record_of
+from megatron_rl.tracking.run_record import RunRecord, extended, read_summary, read_text, record_of
 from megatron_rl.tracking.status import EVERY_S, SILENT_S, Status, read_status
 
 _SLOW_STEPS = 5
@@ -72,6 +72,8 @@ class RunFolder:
         self._tail = MetricsTail(self._folder / "metrics.jsonl")
         self._run = record_of(self._folder.resolve().name, ())
         self._config_text = ""
+        self._rows = self._tail.rows
+        self._num_rows = 0
         self._status = Status("unknown", "")
         self._read_at_s = -math.inf
         self._clock_ahead_s = 0.0
@@ -80,14 +82,23 @@ class RunFolder:
     def look(self) -> RunView:
         """The run as its files say now."""
         now_s, config_text = time.time(), read_text(self._folder / "config.yaml")
-        if self._tail.look() or config_text != self._config_text:
-            self._config_text = config_text
-            self._run = record_of(self._run.name, self._tail.rows, config_text=config_text)
+        has_grown = self._tail.look()
+        if config_text != self._config_text or self._tail.rows is not self._rows or self._repeats_a_step():
+            self._config_text, self._rows = config_text, self._tail.rows
+            self._run = record_of(self._run.name, self._rows, config_text=config_text)
+        elif has_grown:
+            self._run = extended(self._run, self._rows[self._num_rows :])
+        self._num_rows = len(self._rows)
         status = self._look_at_status(now_s)
         if status.state == "unknown":
             status = self._without_status(status, now_s)
         log = self._log_tail() if status.state in ("failed", "dead") else ()
         return RunView(self._run, status, now_s, log)
+
+    def _repeats_a_step(self) -> bool:
+        """Whether what is new belongs to steps that were there already."""
+        new, steps = self._rows[self._num_rows :], self._run.steps
+        return bool(new) and bool(len(steps)) and new[0].step <= int(steps[-1])
 
     def _look_at_status(self, now_s: float) -> Status:
         status = read_status(self._folder, now_s=now_s - self._clock_ahead_s)

@@ -1,6 +1,7 @@
 """The commands as a user runs them: two torchrun ranks, a real SGLang server, real MLflow; and what goes wrong."""
 
 import contextlib
+import gzip
 import json
 import os
 import random
@@ -21,6 +22,7 @@ from megatron_rl.run.kept_policies import kept_policies
 from megatron_rl.system.signals import STOPPED
 from megatron_rl.tracking.metrics_file import read_metrics
 from megatron_rl.tracking.samples_file import read_samples, sample_files
+from megatron_rl.tracking.status import read_status
 from megatron_rl.tracking.timeline import overlap_seconds, read_timeline
 from tests.same_runs import differences
 from tests.tiny_models import make_tiny_model
@@ -61,6 +63,10 @@ FINISHED_RUN = (
     "run.keep_policy_every_s=0.001",
     "eval.every_steps=2",
     "rollout.parity_every_steps=3",
+    "profile.steps=[2]",
+    "profile.ranks=[1]",
+    "profile.stages=[update_policy,values]",
+    "tracking.mlflow_model=tiny",
 )
 
 
@@ -318,6 +324,29 @@ def test_mlflow_holds_params_metrics_and_artifacts(finished_run):
     assert {"config.yaml", "report.html"} <= names
 
 
+def test_a_chosen_step_and_rank_leave_traces_of_the_chosen_stages(finished_run):
+    folder = finished_run[0] / "profile"
+    files = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+    assert files == ["step-2/rank-1/update_policy.json.gz", "step-2/rank-1/values.json.gz"]
+    events = json.loads(gzip.decompress((folder / files[0]).read_bytes()))["traceEvents"]
+    assert any("Backward" in event.get("name", "") for event in events)
+
+
+def test_the_run_is_watched_and_each_rank_says_how_long_it_worked(finished_run, capsys):
+    assert main(["watch", str(finished_run[0]), "--once"]) == 0
+    words = capsys.readouterr().out
+    assert "finished" in words and "step 5/5" in words and "weights" in words and "is lost" in words
+    updates = [span for span in read_timeline(finished_run[0] / "timeline.json") if span.name == "update_policy"]
+    ranks = [[word.partition(":") for word in span.args["rank_s"].split()] for span in updates if span.step > 1]
+    assert ranks and all([rank for rank, _, _ in one] == ["0", "1"] and all(float(s) > 0 for _, _, s in one) for one in ranks)
+
+
+def test_the_final_policy_is_a_version_of_the_registered_model(finished_run):
+    with sqlite3.connect(finished_run[0] / "mlflow.db") as store:
+        versions = store.execute("select name, version, source from model_versions").fetchall()
+    assert versions == [("tiny", 1, (finished_run[0] / "policy").resolve().as_uri())]
+
+
 def test_the_end_is_a_table_a_report_and_a_policy_that_loads(finished_run):
     output_dir, output = finished_run
     assert "accuracy on held-out prompts" in output and "share of the wall-clock time" in output
@@ -339,6 +368,7 @@ def test_ctrl_c_saves_and_stops_every_child_and_the_resumed_run_is_the_whole_one
     finally:
         stop_tree(process)
     assert process.returncode == STOPPED and "run.resume=auto" in output and "Traceback" not in output
+    assert read_status(output_dir).state == "stopped"
     steps_done = json.loads((output_dir / "summary.json").read_text())["num_steps"]
     assert 2 <= steps_done < 5 and (output_dir / "checkpoints" / f"step-{steps_done}" / "driver.json").is_file()
     _, alive = psutil.wait_procs(children, timeout=10)

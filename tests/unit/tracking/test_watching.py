@@ -6,6 +6,7 @@ import os
 import socket
 import time
 
+import numpy as np
 import pytest
 from rich.console import Console
 
@@ -151,3 +152,20 @@ def test_a_status_that_cannot_be_read_for_a_moment_changes_nothing(tmp_path):
     assert folder.look().status.state == "running"
     (tmp_path / "status.json").unlink()
     assert folder.look().status.state == "running"
+
+
+def test_a_run_that_grew_reads_as_if_it_were_read_whole(tmp_path):
+    folder = RunFolder(write_run(tmp_path, num_rows=3))
+    folder.look()
+    with MetricsWriter(tmp_path / "metrics.jsonl") as writer:
+        writer.log(4, {"reward/mean": 0.5, "new": 7.0})
+        folder.look()
+        writer.log(5, {"reward/mean": 0.25})
+        folder.look()
+        writer.log(5, {"late": 3.0})  # of a step that is there
+        grown = folder.look().run
+    whole = RunFolder(tmp_path).look().run
+    assert grown.steps.tolist() == whole.steps.tolist() == [1, 2, 3, 4, 5]
+    assert list(grown.columns) == list(whole.columns) and whole.columns["late"][-1] == 3.0 and whole.columns["reward/mean"][-1] == 0.25
+    for name in whole.columns:
+        assert np.array_equal(grown.values(name), whole.values(name), equal_nan=True), name
