@@ -39,7 +39,7 @@ class _Number:
 
 
 def _percent(value: float) -> str:
-    return f"{value:.1%}"
+    return f"{value:.1%}" if value == 0 or abs(value) >= 0.001 else f"{100 * value:.1g}%"
 
 
 def _seconds(value: float) -> str:
