@@ -23,7 +23,7 @@ from megatron_rl.commands.template_check import template_trial
 from megatron_rl.config.checks import check_config
 from megatron_rl.config.derived import are_attached
 from megatron_rl.config.load import config_to_yaml, load_config
-from megatron_rl.config.schema import Config, Dtype, Fp8, RoutingReplay
+from megatron_rl.config.schema import Config, Dtype, Fp8, ParityBoundsConfig, RoutingReplay
 from megatron_rl.errors import UserError
 from megatron_rl.run.resuming import candidates
 from megatron_rl.system.terminal import say
@@ -32,6 +32,7 @@ from megatron_rl.tracking.metrics_file import read_metrics
 _MARGIN_S = 1800.0
 """For loading, publishing and a dozen rounds of sampling, beyond the start of the servers."""
 _SERVER_PARALLELISM = ("ep-size", "expert-parallel-size", "moe-a2a-backend", "enable-ep-moe", "enable-deepep-moe")
+_BOUNDS = ("rollout.parity_bounds", "rollout.max_logprob_difference")
 _SERVER_DTYPE = ("dtype", "quantization", "kv-cache-dtype", "enable-fp32-lm-head")
 
 
@@ -62,7 +63,11 @@ def recipe_of(folder: Path, overrides: Sequence[str]) -> Config:
             ) from error
     config = load_config([path], overrides)
     check_config(config, command="doctor")
-    return config
+    if any(word.startswith(_BOUNDS) for word in overrides):
+        return config
+    # A run that was let through by wider bounds is what is asked about.
+    usual = replace(config.rollout, parity_bounds=ParityBoundsConfig(), max_logprob_difference=None)
+    return replace(config, rollout=usual)
 
 
 def _trials(folder: Path, config: Config) -> Iterator[Trial]:

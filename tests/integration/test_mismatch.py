@@ -241,5 +241,11 @@ def test_a_changed_chat_template_is_named_and_bad_folders_are_refused(config, tm
     off = template_trial(tmp_path, config)
     assert culprits([off]) == ["chat template"]
     assert "1 of 8 prompts differ" in off.evidence and "at token 0" in off.evidence
+    (tmp_path / "run").mkdir()
+    loose = (Path(config.run.output_dir).parent / "recipe.yaml").read_text().replace("num_parity", "max_logprob_difference: 9, num_parity")
+    (tmp_path / "run" / "config.yaml").write_text(loose)
+    assert mismatch_launches.recipe_of(tmp_path / "run", []).rollout.max_logprob_difference is None
+    kept = mismatch_launches.recipe_of(tmp_path / "run", ["rollout.max_logprob_difference=2"])
+    assert kept.rollout.max_logprob_difference == 2
     assert main(["doctor", "--mismatch", str(tmp_path)]) == 2
     assert "holds no config.yaml" in capsys.readouterr().err
