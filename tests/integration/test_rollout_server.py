@@ -276,6 +276,7 @@ def test_a_full_engine_is_not_hung_and_a_stopped_one_is_found_behind_its_healthy
             assert time.monotonic() - began < 60  # far below request_timeout_s
         finally:
             scheduler.resume()
+        await asyncio.to_thread(slow_down, server.url, 0.0)
         client.restore(server.url)
         return [*busy, await client.generate(request_of("again", seed=0, max_new_tokens=60))]
 
