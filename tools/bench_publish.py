@@ -176,6 +176,7 @@ def run_rank(arguments: dict) -> None:
     from megatron_rl.config.schema import Config, RolloutConfig
     from megatron_rl.cpu.torchvision import declare_torchvision_ops
     from megatron_rl.parallel import topology
+    from megatron_rl.system.collector import collector_at_rest
     from megatron_rl.training.export import control_link
     from megatron_rl.weights import broadcast, publish, senders
 
@@ -195,7 +196,9 @@ def run_rank(arguments: dict) -> None:
             dist.barrier()
             source.serve(group.export_weights("policy", None), torch.device("meta"))
         return
-    measure(arguments, Config(rollout=RolloutConfig(bucket_bytes=bucket_bytes)), group, dist.barrier)
+    with collector_at_rest():  # what is there by now is looked at no more, as in a run that has begun
+        config = Config(rollout=RolloutConfig(bucket_bytes=bucket_bytes))
+    measure(arguments, config, group, dist.barrier)
 
 
 def measure(arguments: dict, config: Any, group: Group, barrier: Any) -> None:
