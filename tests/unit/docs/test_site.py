@@ -97,7 +97,7 @@ def test_markdown_is_read_as_github_reads_it(site, pages):
     for path in pages:
         text = re.sub(r"<(pre|code|script|style)\b.*?</\1>", "", path.read_text(), flags=re.DOTALL)
         text = re.sub(r"<[^>]*>", "", text)
-        assert not re.search(r"```|^\s*\|.*\|\s*$|\*\*\w|\]\(", text, re.MULTILINE), path.relative_to(site)
+        assert not re.search(r"```|^\s*\|.*\|\s*$|\*\*\w|\]\(|^(?:[-*]|\d+\.) ", text, re.MULTILINE), path.relative_to(site)
 
 
 def test_the_api_has_what_its_pages_name(site):
