@@ -9,6 +9,7 @@ the servers, and the rest in a file of the driver's.
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -151,7 +152,7 @@ class About:
     step: int | None
     """None: of no step, nothing of it is kept."""
     ledger: Ledger
-    keys: Sequence[Hashable]
+    keys: Sequence[Any]
     """What names its sequences."""
 
 
