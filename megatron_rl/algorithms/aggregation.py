@@ -15,7 +15,11 @@ from megatron_rl.algorithms.sequences import sequence_index, sequence_sums
 from megatron_rl.algorithms.shapes import check_cu_seqlens, check_mask_vector, describe
 
 
-@register.aggregation("token_mean")
+def _num_counted_tokens(mask: Tensor, cu_seqlens: Tensor) -> Tensor:
+    return (mask != 0).sum()
+
+
+@register.aggregation("token_mean", denominator=_num_counted_tokens)
 def _token_mean(mask: Tensor) -> Tensor:
     """Every token counts the same, so long responses count more (DAPO, arXiv 2503.14476)."""
     return torch.ones_like(mask, dtype=torch.float64)
@@ -68,9 +72,13 @@ def loss_denominator(mask: Tensor, cu_seqlens: Tensor, kind: str, options: Mappi
     """Counted tokens ("token_mean"), sequences with at least one ("sequence_mean"), or what another aggregation says:
     its own denominator, or the sum of its coefficients. Waits for the device.
     """
-    coefficients = token_coefficients(mask, cu_seqlens, kind, dtype=torch.float64, options=options)
     denominator = register.AGGREGATIONS.find(kind).denominator
-    return float((coefficients * mask).sum() if denominator is None else denominator(mask, cu_seqlens))
+    if denominator is not None:
+        check_mask_vector(mask)
+        check_cu_seqlens(cu_seqlens, len(mask))
+        return float(denominator(mask, cu_seqlens))
+    coefficients = token_coefficients(mask, cu_seqlens, kind, dtype=torch.float64, options=options)
+    return float((coefficients * mask).sum())
 
 
 def counted_sequences(mask: Tensor, bounds: Tensor) -> Tensor:

@@ -135,3 +135,14 @@ def test_weights_published_in_flight_reach_the_window_under_way(folder, server, 
         window = [[s["weight_version"] for s in t["segments"] if s["step"] == step] for t in slots]
         assert {len(list(groupby(versions))) for versions in window} >= {2} and max(map(len, window)) <= 2
         assert all(versions == sorted(versions) for versions in window)
+
+
+def test_rollout_workers_and_ranks_that_map_what_they_read_change_no_bit(folder, options):
+    """Two replicas: one of them has its tokens from the worker's file, or from the driver's where there is no worker."""
+    found = []
+    for number in (0, 1):
+        found.append(folder / f"workers-{number}")
+        words = ("parallel.num_ranks=2", "run.num_steps=3", f"rollout.num_workers={number}", f"run.output_dir={found[-1]}")
+        status, output = run(folder, "train", *options, *words)
+        assert status == 0 and "cannot map" not in output, output
+    assert differences(*found) == []
