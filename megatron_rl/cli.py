@@ -50,6 +50,8 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
                 module = import_module(f"megatron_rl.commands.{FILES.get(name, name.replace('-', '_'))}")
             module.add_arguments(command)
             command.set_defaults(run=module.run)
+            # Keys and files may stand on both sides of an option.
+            return command.parse_intermixed_args(argv[1:])
     return parser.parse_args(argv)
 
 

@@ -74,6 +74,12 @@ def test_lengths_of_a_file_move_the_plan(capsys, tmp_path):
     assert short["response_s"] < json.loads(said(capsys, *words))[0]["response_s"]
 
 
+def test_keys_stand_on_both_sides_of_options(capsys):
+    model = ("--model", MODELS / "qwen3-4b")
+    plans = said(capsys, "policy.recompute=full", *model, "rollout.placement=colocated", "--gpus", 8, "--json", *SMALL)
+    assert {plan["recompute"] for plan in json.loads(plans)} == {"full"}
+
+
 def gpu_file(folder, *, hbm_bytes, per_machine):
     (folder / "gpus.yaml").write_text(
         f"MINE:\n  source: mine\n  flops: {{bfloat16: 1.0e+15}}\n  hbm_bytes: {hbm_bytes}\n  hbm_bandwidth: 3.0e+12\n"
