@@ -66,8 +66,8 @@ _PASSES = {"old_logprobs": "policy", "reference_logprobs": "reference", "process
 """Stages that read a batch, and the model that does."""
 _UPDATE_BYTES, _PASS_BYTES, _OUTPUT_BYTES = 24, 12, 4
 """Per token of a pack on the device: ids in int64, mask, and float32 fields; and of all that a pass has answered."""
-_RESPONSE_BYTES, _BATCH_BYTES = 100, 50
-"""Per token on the driver: responses as Python tuples; packed batches with the copies that are sent."""
+_RESPONSE_BYTES, _BATCH_BYTES = 16, 50
+"""Per token on the driver: responses as arrays (12.1 measured, ``tools/bench_driver.py``); columns, with the copies that ranks read."""
 _HELD_BYTES = 24
 """Per token of a step's sequences on each rank that works on them: ids in int32, masks, and float32 fields."""
 _ROUTE_COPIES = {RoutingReplay.none: 0, RoutingReplay.R2: 0, RoutingReplay.R3: 1}
