@@ -54,7 +54,7 @@ def print_rows(found: Found, run: str) -> None:
         table.add_row(*cells, *texts)
     if found.rows:
         console.print(table)
-    console.print(_footer(found, run), style="dim", highlight=False, markup=False)
+    console.print(_footer(found, run), style="dim", highlight=False, markup=False, soft_wrap=True)
 
 
 def print_response(row: Mapping[str, Any], *, color_by: str, tokens: bool) -> None:

@@ -68,11 +68,12 @@ _METADATA_NAMES = {
     ),
 }  # fmt: skip
 """What the metadata of tensors and plain objects is made of, in the releases of torch since 2.0."""
+_METADATA_ENUMS = {f"{_METADATA_MODULE}._MEM_FORMAT_ENCODING", "torch.distributed.checkpoint.planner.WriteItemType"}
 
 
 def check_metadata(folder: Path) -> None:
     """BadPickle unless ``.metadata`` is a pickle of a checkpoint's metadata and of nothing else."""
-    check_pickle(folder / ".metadata", _METADATA_NAMES)
+    check_pickle(folder / ".metadata", _METADATA_NAMES, _METADATA_ENUMS)
 
 
 @dataclass(frozen=True)

@@ -83,6 +83,7 @@ def test_attached_servers_are_not_taken_for_ones_that_were_told(
 ) -> None:
     said: dict[str, Any] = {"dtype": "bfloat16", "enable_fp32_lm_head": False}
     monkeypatch.setattr("megatron_rl.rollout.sglang.attached._ask", lambda *args: said)
+    monkeypatch.setattr("megatron_rl.rollout.sglang.attached.AttachedServer.go_on", lambda server: None)
 
     def notes_of(dtype: Dtype) -> list[str]:
         config, notes = load(tmp_path / dtype.value, DENSE), []
