@@ -1,5 +1,6 @@
 """Checkpoints that were damaged, cut, forged: each is refused in a line that names the file, and nothing of it is run."""
 
+import enum
 import io
 import json
 import os
@@ -137,6 +138,17 @@ def test_a_pickle_that_would_run_code_is_refused_by_name(engine, folder, tmp_pat
     with pytest.raises(WeightsError, match=r"posix\.system"):
         MegatronCheckpoint(folder)
     assert not witness.exists()
+
+
+def test_a_checkpoint_of_a_python_that_writes_members_of_enumerations_by_name_is_read(engine, folder, monkeypatch):
+    metadata = FileSystemReader(folder).read_metadata()
+    with monkeypatch.context() as patch:  # as Python 3.11.0 to 3.11.3 have it
+        patch.setattr(enum.Enum, "__reduce_ex__", lambda member, protocol: (getattr, (type(member), member.name)))
+        (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    assert b"getattr" in (folder / ".metadata").read_bytes()
+    (folder / "checksums.json").unlink()
+    engine.load_state(folder)
+    assert MegatronCheckpoint(folder)
 
 
 def test_objects_among_the_tensors_and_the_common_part_run_no_code_either(engine, folder, tmp_path):
