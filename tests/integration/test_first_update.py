@@ -107,6 +107,7 @@ class Exact:
 
     def outputs(self, batch: PackedBatch, temperature):
         chunk = self.engine.chunks[0]
+        batch = batch.joined()
         return self.engine._outputs(chunk, batch, policy.forward(chunk, batch, None), temperature)
 
     def weights(self):
