@@ -123,7 +123,7 @@ def _launched(
 
     recipe, out = scratch / "recipe.yaml", scratch / "trials.json"
     recipe.write_text(config_to_yaml(config))
-    job = Job([str(recipe)], [], str(folder.resolve()), list(held), list(tries), name, how, str(out))
+    job = Job(str(recipe), str(folder.resolve()), list(held), list(tries), name, how, str(out))
     if "RANK" in os.environ:
         return run_job(job)
     out.unlink(missing_ok=True)

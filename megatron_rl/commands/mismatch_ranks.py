@@ -64,8 +64,7 @@ _MAX_FLUSHES, _PAUSE_S = 100, 0.1
 
 @dataclass(frozen=True)
 class Job:
-    recipes: list[str]
-    overrides: list[str]
+    recipe: str
     run: str
     """The run's output folder; its newest checkpoint is what the trainer loads."""
     held: list[str]
@@ -239,7 +238,7 @@ def main(job_file: str) -> None:
 
 def run_job(job: Job) -> list[Trial]:
     """Collective over the ranks of the recipe's layout; the trials on rank 0, nothing on the others. Raises UserError."""
-    config = load_config(job.recipes, job.overrides)
+    config = load_config([job.recipe])
     config = replace(config, rollout=replace(config.rollout, fire=FireConfig()))
     saved = next(iter(candidates(Path(job.run) / "checkpoints")), None)
 

@@ -123,9 +123,8 @@ def replay(
     """
     with build_rewards(config.reward) as rewards:
         grader = Grader(config.reward, rewards, inputs.tokenizer.decode, None)
-        unused: dict[str, Any] = dict.fromkeys(("evaluator", "saver", "keeper", "process_rewarder", "parity", "watchdog"))
-        unused["evaluator"] = SimpleNamespace(due=lambda step: False)
-        unused["parity"] = SimpleNamespace(due=lambda step: False)
+        unused: dict[str, Any] = dict.fromkeys(("keeper", "process_rewarder", "watchdog"))
+        unused |= dict.fromkeys(("evaluator", "parity"), SimpleNamespace(due=lambda step: False))
         unused["saver"] = SimpleNamespace(settle=lambda wait: "")
         recorder: Any = SimpleNamespace(elapsed_s=0.0, note_work=lambda *words, **facts: None)
         parts = Parts(

@@ -15,7 +15,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -66,9 +66,6 @@ class Seen:
     """Of its main thread, innermost first; empty where it gave none."""
     text: str = ""
     """All threads, as faulthandler writes them."""
-
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> "Seen":

@@ -17,11 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.system.files import write_whole
-from megatron_rl.tracking.tracker import Point, shortened
+from megatron_rl.tracking.tracker import MAX_METRICS_PER_REQUEST, Point, shortened
 
 _MAX_PARAM_CHARACTERS = 500  # the shortest limit among the MLflow servers in use
-_MAX_METRICS_PER_REQUEST = 1000  # MLflow's own limits of one log_batch
-_MAX_PARAMS_PER_REQUEST = 100
+_MAX_PARAMS_PER_REQUEST = 100  # MLflow's own limit of one log_batch
 _RUN_FILE = "mlflow_run.json"
 _PARENT_TAG = "mlflow.parentRunId"
 
@@ -174,8 +173,8 @@ class MLflowStore:
             if point.step not in self._known_steps(name)
         ]
         try:
-            for first in range(0, len(metrics), _MAX_METRICS_PER_REQUEST):
-                self._client.log_batch(self._run_id, metrics=metrics[first : first + _MAX_METRICS_PER_REQUEST])
+            for first in range(0, len(metrics), MAX_METRICS_PER_REQUEST):
+                self._client.log_batch(self._run_id, metrics=metrics[first : first + MAX_METRICS_PER_REQUEST])
         except exceptions.MlflowException as error:
             if error.error_code in ("INVALID_PARAMETER_VALUE", "BAD_REQUEST"):
                 return f"the store refuses a metric: {shortened(str(error), 300)}"

@@ -66,7 +66,7 @@ def _newest(sizes: Mapping[int, int], limit: int) -> list[int]:
 
 def whole_rows(files: Mapping[int, Path], rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """These rows with all their columns, per-token ones too, in their order."""
-    return [_one(files[row["step"]], row["id"], None) for row in rows]
+    return [_one(files[row["step"]], row["id"]) for row in rows]
 
 
 def _texts(files: Mapping[int, Path], rows: Sequence[Mapping[str, Any]]) -> dict[tuple[int, int], dict[str, str]]:
@@ -79,10 +79,10 @@ def _texts(files: Mapping[int, Path], rows: Sequence[Mapping[str, Any]]) -> dict
     return found
 
 
-def _one(path: Path, id: int, columns: Sequence[str] | None) -> dict[str, Any]:
+def _one(path: Path, id: int) -> dict[str, Any]:
     import pyarrow.compute as compute
 
-    table = read_samples([path], columns)
+    table = read_samples([path])
     (row,) = table.filter(compute.equal(table["id"], id)).to_pylist()
     return row | {METRICS: dict(row[METRICS])}
 

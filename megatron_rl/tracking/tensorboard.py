@@ -28,7 +28,6 @@ class TensorBoardStore:
         self._metrics_file = Path(output_dir) / "metrics.jsonl"
         self._folder = Path(output_dir) / "tensorboard"
         self.place = str(self._folder)
-        self._num_steps_before = 0
         self._before = read_metrics(self._metrics_file) if resume else []
         self._events: Any = None
         self._writer: Any = None

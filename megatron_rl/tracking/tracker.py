@@ -23,7 +23,7 @@ from megatron_rl.tracking.metrics_file import as_numbers
 
 logger = logging.getLogger(__name__)
 
-_MAX_METRICS_PER_REQUEST = 1000  # MLflow's own limit of one log_batch
+MAX_METRICS_PER_REQUEST = 1000  # MLflow's own limit of one log_batch
 _MAX_PROBLEM_CHARACTERS = 300
 _FIRST_RETRY_S = 2.0
 _LAST_RETRY_S = 60.0
@@ -189,7 +189,7 @@ class Tracker:
             if isinstance(entry, Path):
                 return points or entry  # the points before it go first: a store shows a run in its own order
             num_metrics += len(entry.metrics)
-            if points and num_metrics > _MAX_METRICS_PER_REQUEST:
+            if points and num_metrics > MAX_METRICS_PER_REQUEST:
                 break
             points.append(entry)
         return points

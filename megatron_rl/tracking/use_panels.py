@@ -11,7 +11,6 @@ from megatron_rl.tracking.page import Panel
 from megatron_rl.tracking.run_record import RunRecord
 from megatron_rl.tracking.timeline import Span
 
-_COLORS = ("blue", "orange", "green", "violet", "teal", "pink", "red", "yellow", "sky", "grey")
 _NUM_RECENT_STEPS = 20
 """Steps behind the panel of ranks."""
 _LANE_COLORS = {"rollout": "blue", "trainer": "green"}

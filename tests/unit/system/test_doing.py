@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+from dataclasses import asdict
 
 from megatron_rl.system.doing import Frame, Seen, main_frames, observe
 
@@ -39,7 +40,7 @@ def test_a_process_and_its_fork_say_each_what_they_do():
                     assert [frame.function for frame in seen.frames] == ["innermost", "<module>"]
                 assert set(parent.notes) == {"work"} and parent.notes["work"][0].startswith("long long")
                 assert child.notes["work"][0] == "a child's"
-            assert Seen.from_json(json.loads(json.dumps(parent.as_json()))) == parent
+            assert Seen.from_json(json.loads(json.dumps(asdict(parent)))) == parent
         finally:
             for pid in pids:
                 os.kill(pid, signal.SIGKILL)
