@@ -4,7 +4,6 @@ What can be held fixed with one trainer and its servers is tried in one launch o
 needs others, expert parallelism and dtype, in a launch of its own, and only while the mismatch is there.
 """
 
-import fcntl
 import json
 import os
 import tempfile
@@ -26,6 +25,7 @@ from megatron_rl.config.load import config_to_yaml, load_config
 from megatron_rl.config.schema import Config, Dtype, Fp8, ParityBoundsConfig, RoutingReplay
 from megatron_rl.errors import UserError
 from megatron_rl.run.resuming import candidates
+from megatron_rl.system.files import is_locked
 from megatron_rl.system.terminal import say
 from megatron_rl.tracking.metrics_file import read_metrics
 
@@ -54,13 +54,10 @@ def recipe_of(folder: Path, overrides: Sequence[str]) -> Config:
     path = folder / "config.yaml"
     if not path.is_file():
         raise UserError(f"doctor --mismatch: {folder} holds no config.yaml; give the output folder of a run (run.output_dir)")
-    with suppress(FileNotFoundError), open(folder / ".lock") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise UserError(
-                f"doctor --mismatch: the run in {folder} goes on, and its servers and devices are busy; stop it, or ask when it has ended"
-            ) from error
+    if is_locked(folder / ".lock"):
+        raise UserError(
+            f"doctor --mismatch: the run in {folder} goes on, and its servers and devices are busy; stop it, or ask when it has ended"
+        )
     config = load_config([path], overrides)
     check_config(config, command="doctor")
     if any(word.startswith(_BOUNDS) for word in overrides):

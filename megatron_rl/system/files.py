@@ -1,5 +1,6 @@
 """Files and folders that appear whole or not at all: what takes their name is complete and on disk."""
 
+import fcntl
 import os
 import shutil
 import tempfile
@@ -40,6 +41,16 @@ def write_whole(path: str | Path, content: str | bytes) -> Path:
         else:
             file.buffer.write(content)
     return Path(path)
+
+
+def is_locked(path: Path) -> bool:
+    """Whether another process holds the file's exclusive lock; of a file that is not there, none does. Raises OSError."""
+    try:
+        with open(path) as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except (FileNotFoundError, BlockingIOError) as error:
+        return isinstance(error, BlockingIOError)
+    return False
 
 
 def replace_folder(partial: Path, folder: Path) -> None:

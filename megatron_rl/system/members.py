@@ -5,7 +5,6 @@ the others it leaves a question in the folder: the first rank of each machine lo
 what it sees beside it.
 """
 
-import fcntl
 import json
 import os
 import socket
@@ -21,7 +20,7 @@ import psutil
 
 from megatron_rl.errors import UserError
 from megatron_rl.system.doing import Seen, observe
-from megatron_rl.system.files import write_whole
+from megatron_rl.system.files import is_locked, write_whole
 
 _FILE, _QUESTION, _ANSWERS = "processes.json", "processes.ask", "processes-{}.answer"
 _POLL_S = 5.0
@@ -56,11 +55,8 @@ def this_process(rank: int) -> Member:
 
 def write_members(folder: Path, members: Sequence[Member]) -> None:
     """Nothing where another run is writing to the folder, which will be said later. Raises OSError."""
-    with suppress(FileNotFoundError), open(folder / ".lock") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return
+    if is_locked(folder / ".lock"):
+        return
     write_whole(folder / _FILE, json.dumps([asdict(member) for member in members]))
 
 
