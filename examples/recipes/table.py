@@ -1,5 +1,6 @@
 """What the recipes reach over time: accuracy on held-out prompts after seconds of training, with standard errors.
 
+Besides, how long a step takes, and for which shares of the time the servers and the trainer have nothing to do.
 Reads runs called RECIPE-SEED, as run.sh names them, whose kept policies `megatron-rl evaluate` has measured. A standard error
 is that of the mean over seeds and of the held-out problems together: all runs answer the same problems, so more seeds make
 the first smaller and not the second. A run with one seed has the second alone, and is marked by its number of seeds.
@@ -35,6 +36,8 @@ class Run:
     problems_error: float
     """Of the last accuracy, over the held-out problems."""
     num_steps: int
+    idle: tuple[float, float]
+    """Shares of the time in which the servers and the trainer had nothing to do."""
     signal: tuple[float, float, float] | None
     """With windows: the share of trained tokens whose response goes on, the standard deviation of their advantages and that
     of the others; means over the steps, before normalisation."""
@@ -51,7 +54,12 @@ def read_run(folder: Path, start: float) -> Run:
     found = [measured(one.folder) for one in kept]
     curve = Curve(np.array([0.0, *(one.trained_s for one in kept)]), np.array([start, *(accuracy for accuracy, _ in found)]))
     rows = [row.metrics for row in read_metrics(folder / "metrics.jsonl") if row.step > 0]
-    return Run(curve, found[-1][1], len(rows), _signal(rows))
+    return Run(curve, found[-1][1], len(rows), (_idle(rows, "rollout"), _idle(rows, "trainer")), _signal(rows))
+
+
+def _idle(rows: Sequence[dict[str, float]], lane: str) -> float:
+    seconds = sum(row["step/time_s"] for row in rows)
+    return sum(row[f"time/{lane}_idle_share"] * row["step/time_s"] for row in rows) / seconds
 
 
 def _signal(rows: Sequence[dict[str, float]]) -> tuple[float, float, float] | None:
@@ -74,14 +82,16 @@ def cell(runs: Sequence[Run], second: float) -> str:
 def table(recipes: dict[str, list[Run]], end_s: float) -> str:
     """In Markdown; the best at the end stands first."""
     seconds = [end_s * share for share in QUARTERS]
-    head = ["recipe", "seeds", "steps", "at the start", *(f"{second:.0f} s" for second in seconds)]
+    head = ["recipe", "seeds", "steps", "s a step", "rollout idle", "trainer idle", "at the start", *(f"{second:.0f} s" for second in seconds)]
     rows = [head, ["---"] * len(head)]
     order = sorted(recipes, key=lambda name: -statistics.fmean(r.accuracy.at([end_s])[0] for r in recipes[name]))
     for name in order:
         runs = recipes[name]
         steps = statistics.fmean(run.num_steps for run in runs)
+        step_s = statistics.fmean(float(run.accuracy.times[-1]) / run.num_steps for run in runs)
+        idle = [f"{statistics.fmean(shares):.0%}" for shares in zip(*(run.idle for run in runs), strict=True)]
         start = f"{100 * runs[0].accuracy.values[0]:.1f} %"
-        rows.append([f"`{name}`", str(len(runs)), f"{steps:.0f}", start, *(cell(runs, second) for second in seconds)])
+        rows.append([f"`{name}`", str(len(runs)), f"{steps:.0f}", f"{step_s:.2f}", *idle, start, *(cell(runs, second) for second in seconds)])
     lines = [f"| {' | '.join(cells)} |" for cells in rows]
     for name in order:
         signals = [run.signal for run in recipes[name] if run.signal is not None]

@@ -23,7 +23,8 @@ def write_run(folder, curve, *, windows=False):
         for step in (1, 2):
             tokens = {"advantage/unfinished_tokens": 30.0 if windows else 0.0, "advantage/finished_tokens": 70.0}
             stds = {"advantage/unfinished_std": 0.1 * step, "advantage/finished_std": 0.2} if windows else {}
-            metrics.log(step, tokens | stds)
+            times = {"step/time_s": float(step), "time/rollout_idle_share": 0.3 * step, "time/trainer_idle_share": 0.1}
+            metrics.log(step, tokens | stds | times)
 
 
 @pytest.fixture
@@ -40,8 +41,9 @@ def test_a_row_is_at_fixed_seconds_with_the_errors_of_seeds_and_problems(folder,
     assert table.main([str(folder / "runs"), "--start", str(folder / "sft")]) == 0
     printed = capsys.readouterr().out
     # 0.05 over seeds and 0.02 over problems; the common end is that of the shortest run.
-    assert "| `grpo` | 2 | 2 | 20.0 % | 30.0 ± 2.0 % | 40.0 ± 2.0 % | 47.5 ± 3.2 % | 55.0 ± 5.4 % |" in printed
-    assert printed.index("`tppo`") < printed.index("`grpo`") and "| `tppo` | 1 | 2 | 20.0 %" in printed
+    # Idle shares by time: (1 s x 30 % + 2 s x 60 %) / 3 s.
+    assert "| `grpo` | 2 | 2 | 5.00 | 50% | 10% | 20.0 % | 30.0 ± 2.0 % | 40.0 ± 2.0 % | 47.5 ± 3.2 % | 55.0 ± 5.4 % |" in printed
+    assert printed.index("`tppo`") < printed.index("`grpo`") and "| `tppo` | 1 | 2 | 6.00 | 50% | 10% | 20.0 %" in printed
     assert "`tppo`: 30% of the trained tokens" in printed and "of 0.150, those of the others 0.200" in printed
     assert "`grpo`: " not in printed
 
