@@ -11,7 +11,7 @@ import asyncio
 import json
 import platform
 import tempfile
-from collections.abc import Callable, Coroutine, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -24,14 +24,12 @@ from megatron_rl.system.signals import clean_stop
 from megatron_rl.system.terminal import say
 
 if TYPE_CHECKING:
+    from megatron_rl.commands.servers_beside import WaitFor
     from megatron_rl.config.schema import Config
-    from megatron_rl.training.trainer_group import TrainerGroup
 
 _LIBRARIES = ("torch", "megatron-core", "sglang", "transformers", "numpy")
 _MAX_SHOWN = 12
 _FORMAT = 1
-
-_Wait = Callable[[Coroutine[Any, Any, Any]], Any]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -83,6 +81,8 @@ def _report(made: Mapping[str, Any], record: Mapping[str, Any]) -> int:
     others = [f"{name} {here.get(name)} (record: {was})" for name, was in record["made_with"].items() if here.get(name) != was]
     versions = f"other versions: {', '.join(others)}" if others else "the record's versions"
     print(f"replayed {NUM_STEPS} recorded steps on {device}, with {versions}")
+    if on_gpu:
+        print("bounds on GPUs are guesses: no GPU has run this check before its release; a departure by little may be usual there")
     if not found:
         print("this installation computes what the release computed")
         return 0
@@ -118,10 +118,12 @@ def _made(config: "Config", record: Mapping[str, Any] | None, *, with_servers: b
         assert group is not None, "one rank"
         inputs = make_inputs(config)
         rollout: Any = Recorded([step["window"] for step in record["steps"]]) if record else None
-        wait_for: _Wait = asyncio.run
+        wait_for: WaitFor = asyncio.run
         asked: Any = None
         if with_servers:
-            service, wait_for = _opened(config, group, inputs, stack)
+            from megatron_rl.commands.servers_beside import servers_beside
+
+            service, wait_for = stack.enter_context(servers_beside(config, group, inputs.tokenizer, note=say))
             if record:
                 from megatron_rl.commands.check_servers import ScoredByServers
 
@@ -142,19 +144,6 @@ def _made(config: "Config", record: Mapping[str, Any] | None, *, with_servers: b
 
 def _means(window: Mapping[str, Mapping[str, Any]]) -> list[float]:
     return [sum(one["logprobs"]) / len(one["logprobs"]) for one in window.values()]
-
-
-def _opened(config: "Config", group: "TrainerGroup", inputs: Any, stack: ExitStack) -> tuple[Any, _Wait]:
-    """Servers of this installation."""
-    from megatron_rl.commands.mismatch_ranks import refused
-    from megatron_rl.rollout.served_weights import ServedWeights
-    from megatron_rl.rollout.service import TrainerSide, open_rollout
-    from megatron_rl.step.driver import event_loop_thread
-
-    event_loop = stack.enter_context(event_loop_thread())
-    trainer = TrainerSide(ServedWeights(config, group, "policy"), refused, note=say, warn=say, while_waiting=group.heartbeat)
-    service = stack.enter_context(open_rollout(config, event_loop, trainer, tokenizer=inputs.tokenizer, environment=None))
-    return service, lambda work: asyncio.run_coroutine_threadsafe(work, event_loop).result(config.rollout.start_timeout_s)
 
 
 def _versions() -> dict[str, str]:

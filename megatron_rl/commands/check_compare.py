@@ -20,8 +20,9 @@ _STAGE_WORDS = {
 _EXACT = {"prompts", "rewards", "policy lr", "critic lr"}
 _ON_CPU = {"weights": 1e-4, "gradient norm": 1e-3, "loss": 1e-3, "": 2e-4}
 _ON_GPU = {"weights": 1e-3, "gradient norm": 0.02, "loss": 0.02, "": 0.02}
-"""Relative to the largest of the record's numbers, by the words that a quantity's name ends or begins with. float32 is computed with
-products of 11 bits on GPUs with Transformer Engine."""
+"""Relative to the largest of the record's numbers, by the words that a quantity's name ends or begins with. Those on GPUs are
+guesses, not measured on one: float32 is computed with products of 11 bits there (Transformer Engine), whose rounding of 5e-4 grows
+over layers and steps by an unknown factor, taken as 40."""
 _WEIGHTS = "weights "
 _SMALLEST = 1e-6
 """Of a quantity whose numbers are all about zero, what counts as one."""

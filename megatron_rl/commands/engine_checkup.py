@@ -4,19 +4,18 @@ Every rank of a launch calls ``engine_lines``; with ``python -m megatron_rl.comm
 lines into a file. Servers that are attached to keep the weights of the check.
 """
 
-import asyncio
 import json
 import random
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Coroutine, Iterator, Mapping
-from concurrent.futures import Future
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from megatron_rl.commands.checkup import FAIL, OK, SKIPPED, WARN, Line
+from megatron_rl.commands.servers_beside import servers_beside
 from megatron_rl.config.derived import are_attached, server_placement
 from megatron_rl.config.load import load_config
 from megatron_rl.config.schema import Config, FireConfig, HealthConfig
@@ -24,9 +23,7 @@ from megatron_rl.data.tokenizer import Tokenizer
 from megatron_rl.data.trajectory import Prompt
 from megatron_rl.errors import UserError
 from megatron_rl.parallel.topology import Topology
-from megatron_rl.rollout.served_weights import ServedWeights
-from megatron_rl.rollout.service import RolloutService, TrainerSide, open_rollout
-from megatron_rl.step.driver import event_loop_thread, stall_timeout_s
+from megatron_rl.rollout.service import RolloutService
 from megatron_rl.step.parity import EngineMismatch, ParityCheck
 from megatron_rl.training.engine import Engine
 from megatron_rl.training.engines import build_engine
@@ -72,51 +69,30 @@ def _plain(config: Config, scratch: str) -> Config:
 
 
 def _lines(config: Config, group: TrainerGroup) -> Iterator[Line]:
-    notes: list[str] = []
     doing = _ANSWER
     started_s = time.perf_counter()
     try:
-        with event_loop_thread() as event_loop:
-            trainer = TrainerSide(
-                weights=ServedWeights(config, group, "policy"),
-                call_on_trainer=_refused,
-                note=notes.append,
-                warn=notes.append,
-                while_waiting=group.heartbeat,
-            )
-            tokenizer = Tokenizer(config.policy.path)
-            with open_rollout(config, event_loop, trainer, tokenizer=tokenizer, environment=None) as rollout:
-                yield from _answer_lines(config, rollout, notes, time.perf_counter() - started_s)
-                doing = _SYNC
-                done = rollout.publish()
-                way = server_placement(config.rollout).weight_method.value
-                yield Line(_SYNC, OK, f"{done.num_bytes:,} bytes in {done.seconds:.2f} s ({way})")
-                doing = _CHECKSUMS
-                yield checksum_line(rollout.compare_weights())
-                doing = _PARITY
-
-                def wait_for(work: Coroutine[Any, Any, Any]) -> Any:
-                    return asyncio.run_coroutine_threadsafe(work, event_loop).result(stall_timeout_s(config))
-
-                yield _parity_line(config, group, rollout, tokenizer, wait_for)
+        tokenizer = Tokenizer(config.policy.path)
+        with servers_beside(config, group, tokenizer) as (rollout, wait_for):
+            yield from _answer_lines(config, rollout, time.perf_counter() - started_s)
+            doing = _SYNC
+            done = rollout.publish()
+            way = server_placement(config.rollout).weight_method.value
+            yield Line(_SYNC, OK, f"{done.num_bytes:,} bytes in {done.seconds:.2f} s ({way})")
+            doing = _CHECKSUMS
+            yield checksum_line(rollout.compare_weights())
+            doing = _PARITY
+            yield _parity_line(config, group, rollout, tokenizer, wait_for)
     except (UserError, TimeoutError) as error:
         yield Line(doing, FAIL, str(error) or "no answer in time")
 
 
-def _refused(work: Callable[[], Any]) -> Future[Any]:
-    future: Future[Any] = Future()
-    future.set_exception(UserError("a server was lost during the check; see its log"))
-    return future
-
-
-def _answer_lines(config: Config, rollout: RolloutService, notes: list[str], seconds: float) -> Iterator[Line]:
+def _answer_lines(config: Config, rollout: RolloutService, seconds: float) -> Iterator[Line]:
     how = "attached to" if are_attached(config.rollout) else "started"
     urls = ", ".join(rollout.urls)
     yield Line(_ANSWER, OK, f"{how} {urls} in {seconds:.0f} s, {config.policy.dtype.value}")
-    for text in notes:
-        if " computes in " in text or " rounds logits " in text:
-            found, _, remedy = text.partition("; ")
-            yield Line("servers' precision", WARN, found, remedy)
+    for remark in rollout.remarks:
+        yield Line("servers' precision", WARN, *remark)
 
 
 def checksum_line(report: ChecksumReport) -> Line:

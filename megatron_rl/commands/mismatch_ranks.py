@@ -9,8 +9,7 @@ import asyncio
 import json
 import sys
 import tempfile
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ import torch
 from megatron_rl.algorithms.mismatch import Figures, mismatch_figures
 from megatron_rl.commands import mismatch_factors as factors
 from megatron_rl.commands.mismatch_factors import Trial
+from megatron_rl.commands.servers_beside import WaitFor, servers_beside
 from megatron_rl.config.derived import are_attached
 from megatron_rl.config.load import load_config
 from megatron_rl.config.schema import Config, FireConfig
@@ -30,12 +30,11 @@ from megatron_rl.data.trajectory import Prompt, RouteRecord, Segment, Trajectory
 from megatron_rl.errors import UserError
 from megatron_rl.parallel.topology import Topology
 from megatron_rl.rollout.sampling import Sampling, base_seed, trajectory_seed
-from megatron_rl.rollout.served_weights import ServedWeights
-from megatron_rl.rollout.service import RolloutService, TrainerSide, open_rollout
+from megatron_rl.rollout.service import RolloutService
 from megatron_rl.rollout.sglang.routes import returns_routes, route_shape
 from megatron_rl.rollout.sglang.wire import Generation, GenerationRequest, generate_body, parse_generation
 from megatron_rl.run.resuming import candidates
-from megatron_rl.step.driver import event_loop_thread, stall_timeout_s
+from megatron_rl.step.driver import stall_timeout_s
 from megatron_rl.step.packing import window_batch, window_routes, with_routes
 from megatron_rl.step.parity import sample_for_parity
 from megatron_rl.step.parity_bounds import has_expert_layers, parity_bounds
@@ -58,7 +57,6 @@ _HELD = {
     factors.WEIGHTS: "the trainer's weights are sent to the servers",
     factors.ROUTING: "the trainer follows the servers' choice of experts (R3)",
 }
-_HEARTBEAT_S = 10.0
 _MAX_FLUSHES, _PAUSE_S = 100, 0.1
 
 
@@ -87,7 +85,7 @@ class Sides:
     sampling: Sampling
     """As the run samples."""
     prompts: Sequence[Prompt]
-    wait_for: Callable[[Coroutine[Any, Any, Any]], Any]
+    wait_for: WaitFor
     """Runs a coroutine on another thread to its end."""
     engine: str = "policy"
 
@@ -257,40 +255,13 @@ def run_job(job: Job) -> list[Trial]:
 def _session(config: Config, group: TrainerGroup, job: Job) -> Iterator[Trial]:
     tokenizer = Tokenizer(config.policy.path)
     loaded = load_prompts(config.data.train_files, config.data, tokenizer, max_prompt_tokens=config.batch.max_prompt_tokens)
-    notes: list[str] = []
-    with event_loop_thread() as event_loop:
-
-        def wait_for(work: Coroutine[Any, Any, Any]) -> Any:
-            future = asyncio.run_coroutine_threadsafe(work, event_loop)
-            while True:
-                try:
-                    return future.result(_HEARTBEAT_S)
-                except TimeoutError:
-                    if future.done():
-                        raise
-                    group.heartbeat()
-
-        trainer = TrainerSide(
-            weights=ServedWeights(config, group, "policy"),
-            call_on_trainer=refused,
-            note=notes.append,
-            warn=notes.append,
-            while_waiting=group.heartbeat,
-        )
-        with open_rollout(config, event_loop, trainer, tokenizer=tokenizer, environment=None) as rollout:
-            if not are_attached(config.rollout) or factors.WEIGHTS in job.held:
-                rollout.publish()
-            sampling = Sampling.of(config.rollout, tokenizer, seed=base_seed(config))
-            sampling = replace(sampling, routes=route_shape(config.policy.path) if returns_routes(config) else None)
-            sides = Sides(config, group, rollout, sampling, loaded.prompts, wait_for)
-            yield from trials(sides, job.tries, name=job.name, how=job.how, held=job.held)
-
-
-def refused(work: Callable[[], Any]) -> Future[Any]:
-    """For ``TrainerSide``: no server is started again here."""
-    future: Future[Any] = Future()
-    future.set_exception(UserError("a server was lost during the trials; see its log"))
-    return future
+    with servers_beside(config, group, tokenizer) as (rollout, wait_for):
+        if not are_attached(config.rollout) or factors.WEIGHTS in job.held:
+            rollout.publish()
+        sampling = Sampling.of(config.rollout, tokenizer, seed=base_seed(config))
+        sampling = replace(sampling, routes=route_shape(config.policy.path) if returns_routes(config) else None)
+        sides = Sides(config, group, rollout, sampling, loaded.prompts, wait_for)
+        yield from trials(sides, job.tries, name=job.name, how=job.how, held=job.held)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from megatron_rl.config.derived import (
     WeightMethod,
@@ -55,6 +55,13 @@ class Server(Protocol):
     def stop(self, grace_s: float = ...) -> None: ...
 
 
+class Remark(NamedTuple):
+    """In what an attached server computes otherwise than the trainer."""
+
+    found: str
+    remedy: str
+
+
 class ServerPool:
     """The servers of a run, in the order in which they came. A context manager that stops those it started."""
 
@@ -64,6 +71,7 @@ class ServerPool:
             raise ValueError("a pool has at least one server")
         self.servers = tuple(servers)
         self.api_key = api_key
+        self.remarks: tuple[Remark, ...] = ()
 
     @classmethod
     def start(
@@ -250,8 +258,9 @@ def open_servers(
         # Those of a run that was killed while they took weights stand still. Without a trainer, another run may be at it.
         for server in attached if not (load_weights or server_placement(rollout).shares_devices) else ():
             server.go_on()
-        for text in _precision_notes(infos, config.policy.dtype.value):
-            note(text)
+        pool.remarks = tuple(_precision_remarks(infos, config.policy.dtype.value))
+        for remark in pool.remarks:
+            note("; ".join(remark))
         return pool
     note(f"starting {rollout.num_servers} SGLang server(s); logs in {log_dir}")
     # With weights of their own they serve a command that has no trainer: all GPUs are theirs.
@@ -292,17 +301,16 @@ def attach_one(url: str, config: Config, note: Progress) -> AttachedServer:
     return server
 
 
-def _precision_notes(infos: Mapping[str, Mapping[str, Any]], dtype: str) -> Iterator[str]:
-    """In what attached servers compute otherwise than the trainer, a line each; ``infos``: what they run with, by URL."""
+def _precision_remarks(infos: Mapping[str, Mapping[str, Any]], dtype: str) -> Iterator[Remark]:
+    """``infos``: what attached servers run with, by URL."""
     for url, info in infos.items():
         served = info.get("dtype")
         if served not in (None, "auto", dtype):
-            yield f"server {url} computes in {served}, the trainer in policy.dtype={dtype}; start it with --dtype {dtype}"
+            found = f"server {url} computes in {served}, the trainer in policy.dtype={dtype}"
+            yield Remark(found, f"start it with --dtype {dtype}")
         elif dtype != Dtype.float32.value and info.get("enable_fp32_lm_head") is False:
-            yield (
-                f"server {url} rounds logits to {dtype}, the trainer does not; start it with --enable-fp32-lm-head "
-                "(megatron-rl serve does)"
-            )
+            found = f"server {url} rounds logits to {dtype}, the trainer does not"
+            yield Remark(found, "start it with --enable-fp32-lm-head (megatron-rl serve does)")
 
 
 def _check_attached(infos: Mapping[str, Mapping[str, Any]], config: Config, note: Progress, *, has_trainer: bool) -> None:

@@ -37,7 +37,7 @@ from megatron_rl.rollout.generation import GenerationPlan, plan_of
 from megatron_rl.rollout.membership import follow
 from megatron_rl.rollout.recovery import RecoveringClient
 from megatron_rl.rollout.sampling import Draw
-from megatron_rl.rollout.server_pool import Server, ServerPool, attach_one, open_servers
+from megatron_rl.rollout.server_pool import Remark, Server, ServerPool, attach_one, open_servers
 from megatron_rl.rollout.sglang.answer_checks import BadAnswer, KeyRefused
 from megatron_rl.rollout.sglang.memory import KV_CACHE, WEIGHTS, ServerMemory
 from megatron_rl.rollout.sglang.server import ServerError, detect_device
@@ -152,6 +152,11 @@ class RolloutService:
     @property
     def urls(self) -> list[str]:
         return self._servers.urls
+
+    @property
+    def remarks(self) -> tuple[Remark, ...]:
+        """On attached servers."""
+        return self._servers.remarks
 
     def addresses(self) -> list[ServerAddress]:
         """Of all servers, for requests of the caller's own."""

@@ -3,7 +3,6 @@
 One server and one trainer for the whole file; each test leaves both as it found them.
 """
 
-import asyncio
 import json
 from collections.abc import Iterator
 from dataclasses import replace
@@ -27,6 +26,7 @@ from megatron_rl.commands.mismatch_factors import (
     verdict,
 )
 from megatron_rl.commands.mismatch_ranks import Sides, trials
+from megatron_rl.commands.servers_beside import servers_beside
 from megatron_rl.config.load import load_config
 from megatron_rl.config.schema import Config
 from megatron_rl.data.tokenizer import Tokenizer
@@ -34,10 +34,7 @@ from megatron_rl.data.trajectory import Prompt
 from megatron_rl.models.routing import _Choice, replay
 from megatron_rl.parallel import topology as topologies
 from megatron_rl.rollout.sampling import Sampling
-from megatron_rl.rollout.served_weights import ServedWeights
-from megatron_rl.rollout.service import TrainerSide, open_rollout
 from megatron_rl.rollout.sglang.routes import route_shape
-from megatron_rl.step.driver import event_loop_thread
 from megatron_rl.training.engines import build_engine
 from megatron_rl.training.trainer_group import TrainerGroup, Worker
 from tests.tiny_models import make_tiny_model
@@ -74,18 +71,9 @@ def sides(config) -> Iterator[Sides]:
     try:
         engine = build_engine(config, place, "policy", config.policy, None)
         group = TrainerGroup(Worker(config, place, {"policy": engine}))
-        with event_loop_thread() as event_loop:
-            trainer = TrainerSide(ServedWeights(config, group, "policy"), mismatch_ranks.refused, note=print, warn=print)
-            with open_rollout(config, event_loop, trainer, tokenizer=tokenizer, environment=None) as rollout:
-                rollout.publish()
-                yield Sides(
-                    config,
-                    group,
-                    rollout,
-                    sampling,
-                    prompts,
-                    lambda work: asyncio.run_coroutine_threadsafe(work, event_loop).result(300),
-                )
+        with servers_beside(config, group, tokenizer, note=print) as (rollout, wait_for):
+            rollout.publish()
+            yield Sides(config, group, rollout, sampling, prompts, wait_for)
     finally:
         topologies.destroy()
 

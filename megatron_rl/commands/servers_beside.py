@@ -1,0 +1,54 @@
+"""A recipe's servers beside its trainer, without a run: for commands that look at both."""
+
+import asyncio
+import time
+from collections.abc import Callable, Coroutine, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from typing import Any
+
+from megatron_rl.config.schema import Config
+from megatron_rl.data.tokenizer import Tokenizer
+from megatron_rl.errors import UserError
+from megatron_rl.rollout.served_weights import ServedWeights
+from megatron_rl.rollout.service import RolloutService, TrainerSide, open_rollout
+from megatron_rl.step.driver import event_loop_thread, stall_timeout_s
+from megatron_rl.step.runner import HEARTBEAT_S
+from megatron_rl.training.trainer_group import TrainerGroup
+
+WaitFor = Callable[[Coroutine[Any, Any, Any]], Any]
+
+
+@contextmanager
+def servers_beside(
+    config: Config, group: TrainerGroup, tokenizer: Tokenizer, *, note: Callable[[str], None] = lambda text: None
+) -> Iterator[tuple[RolloutService, WaitFor]]:
+    """The servers, and what runs a coroutine on their event loop to its end; on the driver alone.
+
+    No server is started again here: one that is lost ends the work with a UserError, for a second one might not show
+    what the first one did. A wait longer than a run's longest ends with a TimeoutError.
+    """
+    with event_loop_thread() as event_loop:
+
+        def wait_for(work: Coroutine[Any, Any, Any]) -> Any:
+            future = asyncio.run_coroutine_threadsafe(work, event_loop)
+            deadline_s = time.monotonic() + stall_timeout_s(config)
+            while True:
+                try:
+                    return future.result(HEARTBEAT_S)
+                except TimeoutError:
+                    if future.done() or time.monotonic() > deadline_s:
+                        raise
+                    group.heartbeat()
+
+        trainer = TrainerSide(
+            ServedWeights(config, group, "policy"), _refused, note=note, warn=note, while_waiting=group.heartbeat
+        )
+        with open_rollout(config, event_loop, trainer, tokenizer=tokenizer, environment=None) as rollout:
+            yield rollout, wait_for
+
+
+def _refused(work: Callable[[], Any]) -> Future[Any]:
+    future: Future[Any] = Future()
+    future.set_exception(UserError("a server was lost; see its log"))
+    return future
