@@ -12,7 +12,7 @@ import asyncio
 import json
 import random
 import threading
-from collections.abc import Coroutine, Iterable, Iterator, Sequence
+from collections.abc import Coroutine, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
@@ -95,12 +95,17 @@ class HttpSession:
         Raises NoAnswer or HttpError.
         """
         data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
+        return await self._answer(method, url, data, headers or {}, timeout_s, max_answer_bytes or self._max_answer_bytes)
+
+    async def _answer(
+        self, method: str, url: str, data: bytes | None, headers: Mapping[str, str], timeout_s: float | None, max_bytes: int | None
+    ) -> Answer:
         timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=self._connect_timeout_s)
         try:
             async with self._opened().request(
                 method, url, data=data, headers=headers, timeout=timeout, allow_redirects=False
             ) as response:
-                content = await self._read(response, max_answer_bytes or self._max_answer_bytes)
+                content = await self._read(response, max_bytes)
                 wait_s = seconds_of(response.headers.get("Retry-After", ""))
                 return Answer(response.status, response.reason or "", content, wait_s)
         except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, OSError, TimeoutError) as error:
@@ -213,14 +218,14 @@ def get_once(url: str, *, timeout_s: float, headers: dict[str, str] | None = Non
         return http.submit(http.session.get(url, timeout_s=timeout_s, headers=headers)).result()
 
 
-def pauses_s(num_retries: int, first_s: float, *, factor: float = 2.0, jitter: float = 0.0) -> Iterator[float]:
-    """Seconds to wait before each further try: ``first_s``, then ``factor`` times as long as the one before.
+def pauses_s(num_retries: int, first_s: float, *, jitter: float = 0.0) -> Iterator[float]:
+    """Seconds to wait before each further try: ``first_s``, then twice as long as the one before.
 
     ``jitter`` 0.5 draws each from half to one and a half times its length, so that many callers do not come back at
     the same moment.
     """
     for retry in range(num_retries):
-        pause_s = first_s * factor**retry
+        pause_s = first_s * 2**retry
         yield pause_s * random.uniform(1 - jitter, 1 + jitter) if jitter else pause_s
 
 

@@ -6,10 +6,10 @@ here, too.
 
 import asyncio
 import functools
-import json
 import time
 from collections import defaultdict
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import NamedTuple
 from urllib.parse import urlsplit
 
 from megatron_rl.system.http import KEEPALIVE_S, Answer, HttpError, HttpSession, NoAnswer, described, seconds_of
@@ -38,26 +38,14 @@ class KeptSession(HttpSession):
         super().__init__(connect_timeout_s=connect_timeout_s, max_answer_bytes=max_answer_bytes)
         self._idle: defaultdict[tuple[str, int], list[_Connection]] = defaultdict(list)
 
-    async def request(
-        self,
-        method: str,
-        url: str,
-        body: Any = None,
-        *,
-        timeout_s: float | None,
-        headers: dict[str, str] | None = None,
-        max_answer_bytes: int | None = None,
+    async def _answer(
+        self, method: str, url: str, data: bytes | None, headers: Mapping[str, str], timeout_s: float | None, max_bytes: int | None
     ) -> Answer:
-        """As in HttpSession."""
         target = _target(url)
         if target is None:
-            return await super().request(
-                method, url, body, timeout_s=timeout_s, headers=headers, max_answer_bytes=max_answer_bytes
-            )
-        data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
-        max_bytes = max_answer_bytes or self._max_answer_bytes
+            return await super()._answer(method, url, data, headers, timeout_s, max_bytes)
         try:
-            request = _request(method, target, headers or {}, data)
+            request = _request(method, target, headers, data)
             async with asyncio.timeout(timeout_s):
                 return await self._exchange(target, request, max_bytes)
         except HttpError:
@@ -122,7 +110,7 @@ def _target(url: str) -> _Target | None:
     return _Target(host, port or 80, parts.netloc, path)
 
 
-def _request(method: str, target: _Target, headers: dict[str, str], data: bytes | None) -> bytes:
+def _request(method: str, target: _Target, headers: Mapping[str, str], data: bytes | None) -> bytes:
     own = {"Host": target.name, "Content-Type": "application/json", "Accept-Encoding": "identity"}
     if data is not None or method != "GET":
         own["Content-Length"] = str(len(data or b""))
