@@ -6,8 +6,7 @@ layer is checked on its own so that an error can name the layer, the key and the
 an empty one (``reward.options={}``) takes away what the layers before it gave. YAML and interpolations are OmegaConf's.
 """
 
-from collections.abc import Sequence
-from dataclasses import fields, is_dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -58,19 +57,14 @@ def config_to_yaml(config: Config) -> str:
     return OmegaConf.to_yaml(OmegaConf.create(plain(config)))
 
 
-def flat_params(config: Config) -> dict[str, object]:
-    """section.key -> value, for trackers."""
-    flat: dict[str, object] = {}
-
-    def walk(node: Any, prefix: str) -> None:
-        for item in fields(node):
-            value = getattr(node, item.name)
-            if is_dataclass(value):
-                walk(value, f"{prefix}{item.name}.")
-            else:
-                flat[prefix + item.name] = getattr(value, "value", value)
-
-    walk(config, "")
+def flat_params(values: Config | Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """section.key -> value as YAML has it, of a configuration or of nested mappings; an empty mapping is a value."""
+    flat: dict[str, Any] = {}
+    for key, value in plain(values).items():
+        if isinstance(value, Mapping) and value:
+            flat |= flat_params(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value
     return flat
 
 

@@ -42,6 +42,7 @@ from megatron_rl.step.stages import graph_of
 from megatron_rl.step.watchdog import RollBack, Watchdog
 from megatron_rl.system.signals import StopRequested, StopSignals
 from megatron_rl.tracking.console import evaluation_text
+from megatron_rl.tracking.trackers import set_runs_aside
 from megatron_rl.training.engines import rl_engines
 from megatron_rl.training.ranks import trainer_ranks
 from megatron_rl.training.trainer_group import TrainerGroup
@@ -107,6 +108,8 @@ def _drive(
             config = replace(config, run=replace(config.run, resume="auto", overwrite=False))
             folder = Path(config.run.output_dir)
             shutil.copyfile(folder / "metrics.jsonl", folder / f"rolled_back_{found.number}.jsonl")
+            # What these have logged cannot be taken back there.
+            set_runs_aside(folder, f"rolled_back_{found.number}.")
 
 
 def _drive_until_it_dies(

@@ -203,7 +203,7 @@ class TrainingConsole:
     """Shows a run from ``first_step`` to ``num_steps``; a context manager around the loop.
 
     ``running`` tells the stages in progress as (name, seconds so far): pass ``StageRunner.running``. ``left_s``: until the
-    run's time is up. ``live`` None decides by itself: a terminal that can draw, and no CI.
+    run's time is up. Live where a terminal can draw, and no CI.
     """
 
     def __init__(
@@ -215,14 +215,12 @@ class TrainingConsole:
         running: Callable[[], list[tuple[str, float]]] = list,
         left_s: Callable[[], float] = lambda: math.inf,
         stream: TextIO | None = None,
-        live: bool | None = None,
         plain_interval_s: float = 2.0,
     ):
         safe_stream = SafeStream(stream or sys.stdout)
         self._rich = Console(file=safe_stream, highlight=False, soft_wrap=False)
-        if live is None:
-            can_draw = self._rich.is_terminal and not self._rich.is_dumb_terminal
-            live = can_draw and not os.environ.get("CI") and safe_stream.encoding.lower().startswith("utf")
+        can_draw = self._rich.is_terminal and not self._rich.is_dumb_terminal
+        is_live = can_draw and not os.environ.get("CI") and safe_stream.encoding.lower().startswith("utf")
         self._num_steps = num_steps
         self._title = title
         self._running = running
@@ -239,7 +237,7 @@ class TrainingConsole:
         self._warnings: deque[str] = deque(maxlen=_NUM_WARNINGS)
         self._num_warnings = 0
         self._live = None
-        if live:
+        if is_live:
             self._live = Live(get_renderable=self._render, console=self._rich, refresh_per_second=2, transient=True)
 
     def __enter__(self) -> "TrainingConsole":

@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class MetricsRow:
-    """One line of ``metrics.jsonl``."""
+    """One line of ``metrics.jsonl``, or a part of one: what a step has logged at one moment."""
 
     step: int
     time_s: float

@@ -12,12 +12,12 @@ import logging
 import os
 import re
 from collections.abc import Mapping, Sequence
-from enum import Enum
 from pathlib import Path
 from typing import Any
 
 from megatron_rl.system.files import write_whole
-from megatron_rl.tracking.tracker import MAX_METRICS_PER_REQUEST, Point, shortened
+from megatron_rl.tracking.metrics_file import MetricsRow
+from megatron_rl.tracking.tracker import MAX_METRICS_PER_REQUEST, shortened
 
 _MAX_PARAM_CHARACTERS = 500  # the shortest limit among the MLflow servers in use
 _MAX_PARAMS_PER_REQUEST = 100  # MLflow's own limit of one log_batch
@@ -34,27 +34,10 @@ _ENVIRONMENT = {
 _CHATTY_LOGGERS = {"alembic": logging.WARNING, "mlflow": logging.WARNING, "urllib3.connectionpool": logging.ERROR}
 
 
-def _flatten(params: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
-    """Nested mappings as dotted names and texts; lists as JSON, enums as their value, None and "" as such.
-
-    Values longer than MLflow takes are cut in the middle.
-    """
-    flat: dict[str, str] = {}
-    for key, value in params.items():
-        name = f"{prefix}{key}"
-        if isinstance(value, Mapping) and value:
-            flat.update(_flatten(value, f"{name}."))
-        else:
-            flat[_valid_name(name)] = shortened(_as_text(value), _MAX_PARAM_CHARACTERS)
-    return flat
-
-
 def _as_text(value: Any) -> str:
-    if isinstance(value, Enum):
-        value = value.value
-    if isinstance(value, list | tuple | Mapping):
-        return json.dumps(value, default=_as_text, ensure_ascii=False)
-    return str(value)
+    """Lists and mappings as JSON. What is longer than MLflow takes is cut in the middle."""
+    text = json.dumps(value, default=str, ensure_ascii=False) if isinstance(value, list | Mapping) else str(value)
+    return shortened(text, _MAX_PARAM_CHARACTERS)
 
 
 def _valid_name(name: str) -> str:
@@ -65,7 +48,7 @@ def _valid_name(name: str) -> str:
 class MLflowStore:
     """One MLflow run. ``uri`` "" means a SQLite store and an artifact folder in ``output_dir``.
 
-    ``params`` is the configuration as nested dictionaries. ``parent``: name of a run that this one is listed under; made
+    ``params``: the configuration, as ``flat_params`` gives it. ``parent``: name of a run that this one is listed under; made
     where the experiment has none. ``model``: name of the registered model that a folder sent gets a version of. ``child``:
     this is no run of its own, but a child of that name of the run in ``output_dir``.
     """
@@ -88,7 +71,7 @@ class MLflowStore:
         self.place = uri or f"sqlite:///{self._output_dir}/mlflow.db"
         self._own_store = not uri
         self._experiment = experiment
-        self._params = _flatten(params or {})
+        self._params = {_valid_name(name): _as_text(value) for name, value in (params or {}).items()}
         self._resume = resume
         self._parent = parent
         self._model = model
@@ -162,15 +145,15 @@ class MLflowStore:
             if name in known and known[name] != value:
                 self._client.set_tag(run_id, f"changed.{name}"[:250], value)
 
-    def send(self, points: Sequence[Point]) -> str:
-        """Log points together; the problem if the store refuses them as invalid, which trying again cannot fix."""
+    def send(self, rows: Sequence[MetricsRow]) -> str:
+        """Log rows together; the problem if the store refuses them as invalid, which trying again cannot fix."""
         entities = importlib.import_module("mlflow.entities")
         exceptions = importlib.import_module("mlflow.exceptions")
         metrics = [
-            entities.Metric(name, value, int(point.time_s * 1000), point.step)
-            for point in points
-            for name, value in ((_valid_name(name), value) for name, value in point.metrics.items())
-            if point.step not in self._known_steps(name)
+            entities.Metric(name, value, int(row.time_s * 1000), row.step)
+            for row in rows
+            for name, value in ((_valid_name(name), value) for name, value in row.metrics.items())
+            if row.step not in self._known_steps(name)
         ]
         try:
             for first in range(0, len(metrics), MAX_METRICS_PER_REQUEST):

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from megatron_rl.config.load import flat_params
 from megatron_rl.errors import DataError
 from megatron_rl.system.files import write_whole
 from megatron_rl.tracking import charts
@@ -21,7 +22,7 @@ from megatron_rl.tracking.page import Page, Panel, Section, Table, render
 from megatron_rl.tracking.panels import SECTIONS
 from megatron_rl.tracking.run_record import RunRecord, load_run
 from megatron_rl.tracking.smoothing import smooth, smoothing_span
-from megatron_rl.tracking.use_panels import finished_lengths
+from megatron_rl.tracking.use_panels import early_and_late_lengths
 
 COLORS = ("blue", "orange", "green", "violet", "red", "teal", "pink", "yellow", "sky", "grey")
 _NOT_COMPARED = ("run.output_dir", "run.resume", "run.overwrite")
@@ -124,7 +125,9 @@ def _peak(run: RunRecord) -> str:
 
 def _recipe_table(runs: Mapping[str, RunRecord]) -> Table:
     """Keys in which the recipes differ; a key that a recipe lacks is of another version."""
-    recipes = {name: _flat(run.config) for name, run in runs.items()}
+    recipes = {
+        name: {key: _as_in_yaml(value) for key, value in flat_params(run.config).items()} for name, run in runs.items()
+    }
     keys = dict.fromkeys(key for recipe in recipes.values() for key in recipe)
     rows = []
     for key in keys:
@@ -139,14 +142,8 @@ def _recipe_table(runs: Mapping[str, RunRecord]) -> Table:
     return Table("What the recipes differ in", says, ("key", *runs), tuple(rows), header_colors=("", *COLORS[: len(runs)]))
 
 
-def _flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
-    flat: dict[str, str] = {}
-    for key, value in config.items():
-        if isinstance(value, Mapping) and value:
-            flat |= _flat(value, f"{prefix}{key}.")
-        else:
-            flat[f"{prefix}{key}"] = "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
-    return flat
+def _as_in_yaml(value: Any) -> str:
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
 @dataclass(frozen=True)
@@ -223,10 +220,8 @@ def _overlay(runs: Mapping[str, RunRecord], chart: _Chart, over_time: bool) -> P
 def _side_by_side(runs: Mapping[str, RunRecord]) -> Section:
     """Lengths, stage times and memory of each run."""
     panels = []
-    lengths = [
-        (name, color, _late_lengths(run)) for (name, run), color in zip(runs.items(), COLORS, strict=False)
-    ]
-    lengths = [one for one in lengths if len(one[2])]
+    late = [(name, color, early_and_late_lengths(run)[1]) for (name, run), color in zip(runs.items(), COLORS, strict=False)]
+    lengths = [one for one in late if len(one[2])]
     if lengths:
         svg = charts.histogram_chart([(color, values) for _, color, values in lengths], "tokens")
         legend = tuple((f"{name}, median {compact(float(np.median(values)))}", color) for name, color, values in lengths)
@@ -245,8 +240,3 @@ def _side_by_side(runs: Mapping[str, RunRecord]) -> Section:
         if stages:
             panels.append(Panel(title, says, charts.bar_chart(stages, groups, unit), tuple(zip(runs, COLORS, strict=False)), wide=True))
     return Section("Side by side", tuple(panels))
-
-
-def _late_lengths(run: RunRecord) -> np.ndarray:
-    steps = sorted({span.step for span in run.spans if span.name == "generate"})
-    return finished_lengths(run.spans, set(steps[-max(1, len(steps) // 5) :]))

@@ -7,12 +7,12 @@ import matplotlib and to draw.
 """
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
+from megatron_rl.config.load import flat_params
 from megatron_rl.system.files import write_whole
 from megatron_rl.tracking.console import accuracy_text, compact, duration
 from megatron_rl.tracking.health import health_checks
@@ -35,21 +35,14 @@ def write_report(output_dir: str | Path, path: str | Path | None = None) -> Path
         headline=_headline(run),
         checks=health_checks(run),
         sections=report_sections(run),
-        summary=tuple(_flat(run.summary)),
+        summary=tuple(
+            (key, f"{value:.6g}" if isinstance(value, float) else str(value))
+            for key, value in flat_params(run.summary).items()
+        ),
         config_text=run.config_text,
         samples=samples_html(output_dir),
     )
     return write_whole(path or Path(output_dir) / "report.html", render(page))
-
-
-def _flat(summary: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
-    rows = []
-    for key, value in summary.items():
-        if isinstance(value, Mapping):
-            rows += _flat(value, f"{prefix}{key}.")
-        else:
-            rows.append((f"{prefix}{key}", f"{value:.6g}" if isinstance(value, float) else str(value)))
-    return rows
 
 
 def _headline(run: RunRecord) -> tuple[tuple[str, str, str], ...]:

@@ -26,12 +26,12 @@ def token_colors(row: Mapping[str, Any], by: str) -> Coloring:
     length = row["length"]
     legend: tuple[tuple[str, TokenColor], ...]
     if by == "advantage":
-        advantages = np.where(np.array(row["mask"], bool), np.array(row["advantages"], np.float64), np.nan)
+        advantages = advantages_of(row)
         scale = _scale(np.abs(advantages))
         legend = ((f"+{scale:.2g}", GOOD), (f"-{scale:.2g}", BAD), ("0", PAPER))
         return Coloring([_shade(one / scale, GOOD, BAD) for one in advantages.tolist()], legend if np.isfinite(advantages).any() else ())
     if by == "mismatch":
-        apart = np.abs(np.array(row["trainer_logprobs"], np.float64) - np.array(row["rollout_logprobs"], np.float64))
+        apart = np.abs(mismatch_of(row))
         scale = _scale(apart)
         legend = ((f"{scale:.2g} apart", APART), ("0", PAPER))
         return Coloring([_shade(one / scale, APART, APART) for one in apart.tolist()], legend if np.isfinite(apart).any() else ())
@@ -43,6 +43,16 @@ def token_colors(row: Mapping[str, Any], by: str) -> Coloring:
             colors += [color] * segment["num_tokens"]
         return Coloring(colors, tuple((f"weights {version}", VERSIONS[version % len(VERSIONS)]) for version in versions))
     return Coloring([None] * length, ())
+
+
+def advantages_of(row: Mapping[str, Any]) -> np.ndarray:
+    """[tokens]; NaN where a token did not train."""
+    return np.where(np.array(row["mask"], bool), np.array(row["advantages"], np.float64), np.nan)
+
+
+def mismatch_of(row: Mapping[str, Any]) -> np.ndarray:
+    """[tokens] the trainer's log-probs minus the server's."""
+    return np.array(row["trainer_logprobs"], np.float64) - np.array(row["rollout_logprobs"], np.float64)
 
 
 def _scale(sizes: np.ndarray) -> float:

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from megatron_rl.errors import UserError
+from megatron_rl.tracking.sample_colors import advantages_of, mismatch_of
 from megatron_rl.tracking.samples_file import METRICS, ROW_COLUMNS, read_samples, sample_files
 
 _MAX_STEPS, _MAX_PER_STEP = 8, 16
@@ -97,9 +98,6 @@ def _embedded(row: Mapping[str, Any]) -> dict[str, Any]:
     sizes = np.diff(ends, prepend=0)
     text: str = row["response"]
     cut_from, cut_to = (int(ends[head - 1]), int(ends[head + left_out - 1])) if left_out else (len(text), len(text))
-    server = np.array(row["rollout_logprobs"], np.float64)
-    apart = np.array(row["trainer_logprobs"], np.float64) - server
-    advantages = np.where(np.array(row["mask"], bool), np.array(row["advantages"], np.float64), np.nan)
     scalars = {name: row[name] for name in ROW_COLUMNS}
     return scalars | {
         "prompt": _shortened(row["prompt"]),
@@ -109,9 +107,9 @@ def _embedded(row: Mapping[str, Any]) -> dict[str, Any]:
         "left_out": left_out,
         # A character outside the basic plane is two units to JavaScript.
         "ends": ",".join(map(str, _utf16_sizes(text, sizes)[kept].tolist())),
-        "adv": _digits(advantages[kept]),
-        "lp": _digits(server[kept]),
-        "diff": _digits(apart[kept]),
+        "adv": _digits(advantages_of(row)[kept]),
+        "lp": _digits(np.array(row["rollout_logprobs"], np.float64)[kept]),
+        "diff": _digits(mismatch_of(row)[kept]),
         "ver": [
             [s["num_tokens"], None if s["role"] == "environment" else s["weight_version"], s["step"]] for s in row["segments"]
         ],

@@ -1,7 +1,7 @@
 """A run in TensorBoard: event files in the folder ``tensorboard`` of the run.
 
-They are made of ``metrics.jsonl`` whenever a run begins or goes on, so that each step stands once in them, whatever was
-killed or taken back before.
+They are made anew whenever a run begins or goes on, from what it has in ``metrics.jsonl``, so that each step stands once in
+them, whatever was killed or taken back before.
 """
 
 import contextlib
@@ -12,8 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.tracking.metrics_file import read_metrics
-from megatron_rl.tracking.tracker import Point
+from megatron_rl.tracking.metrics_file import MetricsRow
 
 _SUFFIX = ".megatron_rl"
 """Of our own files: no others are removed."""
@@ -24,11 +23,9 @@ class TensorBoardStore:
 
     name, key = "TensorBoard", "tracking.tensorboard=false"
 
-    def __init__(self, output_dir: str | Path, *, resume: bool = False) -> None:
-        self._metrics_file = Path(output_dir) / "metrics.jsonl"
+    def __init__(self, output_dir: str | Path) -> None:
         self._folder = Path(output_dir) / "tensorboard"
         self.place = str(self._folder)
-        self._before = read_metrics(self._metrics_file) if resume else []
         self._events: Any = None
         self._writer: Any = None
 
@@ -38,14 +35,13 @@ class TensorBoardStore:
         self._folder.mkdir(parents=True, exist_ok=True)
         earlier = list(self._folder.glob(f"events.out.tfevents.*{_SUFFIX}"))
         self._writer = writers.EventFileWriter(str(self._folder), filename_suffix=f".{time.time_ns()}{_SUFFIX}")
-        self.send([Point(row.step, row.time_s, row.metrics) for row in self._before])
-        for path in earlier:  # after the new one is whole: a run that is killed here loses nothing
+        for path in earlier:
             path.unlink(missing_ok=True)
 
-    def send(self, points: Sequence[Point]) -> str:
-        for point in points:
-            event = self._events.Event(wall_time=point.time_s, step=point.step)
-            for name, value in point.metrics.items():
+    def send(self, rows: Sequence[MetricsRow]) -> str:
+        for row in rows:
+            event = self._events.Event(wall_time=row.time_s, step=row.step)
+            for name, value in row.metrics.items():
                 with contextlib.suppress(OverflowError):  # float32
                     event.summary.value.add(tag=name, simple_value=value if math.isfinite(value) else math.nan)
             self._writer.add_event(event)

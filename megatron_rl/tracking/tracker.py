@@ -15,27 +15,18 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from megatron_rl.tracking.metrics_file import as_numbers
+from megatron_rl.tracking.metrics_file import MetricsRow, as_numbers
 
 logger = logging.getLogger(__name__)
 
 MAX_METRICS_PER_REQUEST = 1000  # MLflow's own limit of one log_batch
 _MAX_PROBLEM_CHARACTERS = 300
+_MAX_QUEUE = 2000
 _FIRST_RETRY_S = 2.0
 _LAST_RETRY_S = 60.0
-
-
-@dataclass(frozen=True)
-class Point:
-    """What a step has logged at one moment."""
-
-    step: int
-    time_s: float
-    metrics: dict[str, float]
 
 
 class Store(Protocol):
@@ -51,8 +42,8 @@ class Store(Protocol):
     def open(self) -> None:
         """Import the library, find or create the run. Raises ImportError where the library is missing."""
 
-    def send(self, points: Sequence[Point]) -> str:
-        """Log points together; the problem if the store refuses them as invalid, which trying again cannot fix."""
+    def send(self, rows: Sequence[MetricsRow]) -> str:
+        """Log rows together; the problem if the store refuses them as invalid, which trying again cannot fix."""
 
     def send_file(self, path: Path) -> str:
         """Upload a file or a folder; the problem if that failed, which is not tried again."""
@@ -64,13 +55,20 @@ class Store(Protocol):
 class Tracker:
     """One run in one store. ``warn`` receives the warnings; the display of the run, for example."""
 
-    def __init__(self, store: Store, *, max_queue: int = 2000, warn: Callable[[str], None] = logger.warning):
+    def __init__(
+        self,
+        store: Store,
+        *,
+        before: Sequence[MetricsRow] = (),
+        warn: Callable[[str], None] = logger.warning,
+    ):
+        """``before``: of the run so far; the store leaves out what it has of them."""
         self._store = store
-        self._max_queue = max_queue
+        self._max_queue = _MAX_QUEUE + len(before)
         self._warn = warn
         self._warned = False
         self._is_open = False
-        self._queue: deque[Point | Path] = deque()
+        self._queue: deque[MetricsRow | Path] = deque(before)
         self._num_left_out = 0
         self._changed = threading.Condition()
         self._final_status: str | None = None
@@ -81,7 +79,7 @@ class Tracker:
     def log(self, step: int, metrics: Mapping[str, Any], *, time_s: float | None = None) -> None:
         """Queue the metrics of a step. ``time_s``: Unix time; pass the time of ``metrics.jsonl``, to tell doubles."""
         numbers, _ = as_numbers(metrics)
-        self._put(Point(step, time.time() if time_s is None else time_s, numbers))
+        self._put(MetricsRow(step, time.time() if time_s is None else time_s, numbers))
 
     def log_artifact(self, path: str | Path) -> None:
         """Queue a file; it is read when its turn comes, so a file that is rewritten goes up as it is then."""
@@ -122,7 +120,7 @@ class Tracker:
                 while_waiting()
                 next_s = time.monotonic() + every_s
 
-    def _put(self, entry: Point | Path) -> None:
+    def _put(self, entry: MetricsRow | Path) -> None:
         if self._thread is None:
             return
         with self._changed:
@@ -181,18 +179,18 @@ class Tracker:
                 for _ in range(num_sent):
                     self._queue.popleft()
 
-    def _head(self) -> Path | list[Point]:
-        """An artifact, or as many points from the head of the queue as fit in one request."""
-        points: list[Point] = []
+    def _head(self) -> Path | list[MetricsRow]:
+        """An artifact, or as many rows from the head of the queue as fit in one request."""
+        rows: list[MetricsRow] = []
         num_metrics = 0
         for entry in self._queue:
             if isinstance(entry, Path):
-                return points or entry  # the points before it go first: a store shows a run in its own order
+                return rows or entry  # the rows before it go first: a store shows a run in its own order
             num_metrics += len(entry.metrics)
-            if points and num_metrics > MAX_METRICS_PER_REQUEST:
+            if rows and num_metrics > MAX_METRICS_PER_REQUEST:
                 break
-            points.append(entry)
-        return points
+            rows.append(entry)
+        return rows
 
 
 def shortened(text: str, limit: int) -> str:

@@ -3,7 +3,7 @@
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,8 @@ from megatron_rl.tracking.tracker import Store, Tracker
 from megatron_rl.tracking.wandb import WandbStore
 
 logger = logging.getLogger(__name__)
+
+_RUN_FILES = ("mlflow_run.json", "wandb_run.json")
 
 
 class Trackers:
@@ -37,13 +39,14 @@ class Trackers:
                 )
             )
         if tracking.tensorboard:
-            stores.append(TensorBoardStore(folder, resume=resume))
+            stores.append(TensorBoardStore(folder))
         if tracking.wandb is not None:
             mode = tracking.wandb.value
             stores.append(
                 WandbStore(folder, mode=mode, project=tracking.experiment, params=flat_params(config), resume=resume)
             )
-        self._trackers = [Tracker(store, warn=warn) for store in stores]
+        before = read_metrics(folder / "metrics.jsonl") if resume else []
+        self._trackers = [Tracker(store, before=before, warn=warn) for store in stores]
         self._takes_model = tracking.mlflow and bool(tracking.mlflow_model)
 
     def log(self, step: int, metrics: Mapping[str, Any], *, time_s: float | None = None) -> None:
@@ -67,6 +70,13 @@ class Trackers:
         deadline_s = time.monotonic() + timeout_s
         for tracker in self._trackers:
             tracker.close(status, max(0.1, deadline_s - time.monotonic()))
+
+
+def set_runs_aside(folder: Path, prefix: str) -> None:
+    """The stores' runs stay as they are: the next ``Trackers`` begin new ones, with all that ``metrics.jsonl`` has by then."""
+    for name in _RUN_FILES:
+        with suppress(FileNotFoundError):
+            (folder / name).rename(folder / f"{prefix}{name}")
 
 
 @contextmanager
@@ -93,14 +103,12 @@ def upload_metrics(
 ) -> bool:
     """Bring MLflow up to date from ``metrics.jsonl`` after an outage; True if everything arrived.
 
-    Continues the run of ``mlflow_run.json``, or makes one. Points that are there already stay single.
+    Continues the run of ``mlflow_run.json``, or makes one. Steps that are there already stay single.
     """
     rows = read_metrics(Path(output_dir) / "metrics.jsonl")
     problems: list[str] = []
     store = MLflowStore(output_dir, uri=uri, experiment=experiment, resume=True)
-    tracker = Tracker(store, max_queue=len(rows) + 1, warn=problems.append)
-    for row in rows:
-        tracker.log(row.step, row.metrics, time_s=row.time_s)
+    tracker = Tracker(store, before=rows, warn=problems.append)
     tracker.close(timeout_s=timeout_s)
     for problem in problems:
         logger.warning(problem)

@@ -20,13 +20,8 @@ def length_panel(run: RunRecord) -> Panel:
     """Of finished responses, at the run's beginning and at its end."""
     title, says = "Lengths", "Tokens of the responses that finished, in the first and the last fifth of the steps on record; " \
         "dashed: the budget."
-    steps = sorted({span.step for span in run.spans if span.name == "generate"})
-    fifth = max(1, len(steps) // 5)
-    ends = [("first steps", "grey", steps[:fifth]), ("last steps", "blue", steps[-fifth:])]
-    groups = [(words, color, finished_lengths(run.spans, set(chosen))) for words, color, chosen in ends]
-    groups = [group for group in groups if len(group[2])]
-    if len(steps) < 2:
-        groups = groups[-1:]
+    early, late = early_and_late_lengths(run)
+    groups = [group for group in (("first steps", "grey", early), ("last steps", "blue", late)) if len(group[2])]
     if not groups:
         return Panel(title, says, "", missing="timeline.json has no finished responses.")
     limit = run.setting("batch.max_response_tokens")
@@ -35,6 +30,14 @@ def length_panel(run: RunRecord) -> Panel:
     )
     newest = groups[-1][2]
     return Panel(title, says, svg, tuple((words, color) for words, color, _ in groups), f"median {compact(float(np.median(newest)))}")
+
+
+def early_and_late_lengths(run: RunRecord) -> tuple[np.ndarray, np.ndarray]:
+    """Of the responses that finished in the first and the last fifth of the steps on record; of one step, all are late."""
+    steps = sorted({span.step for span in run.spans if span.name == "generate"})
+    fifth = max(1, len(steps) // 5)
+    first = steps[:fifth] if len(steps) > 1 else []
+    return finished_lengths(run.spans, set(first)), finished_lengths(run.spans, set(steps[-fifth:]))
 
 
 def finished_lengths(spans: Sequence[Span], steps: set[int]) -> np.ndarray:

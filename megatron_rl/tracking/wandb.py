@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.system.files import write_whole
-from megatron_rl.tracking.tracker import Point
+from megatron_rl.tracking.metrics_file import MetricsRow
 
 _RUN_FILE = "wandb_run.json"
 _STEP = "step"
@@ -69,16 +69,16 @@ class WandbStore:
         self._run.define_metric(_STEP)
         self._run.define_metric("*", step_metric=_STEP)
 
-    def send(self, points: Sequence[Point]) -> str:
-        for point in points:
+    def send(self, rows: Sequence[MetricsRow]) -> str:
+        for row in rows:
             new = {
                 name: value
-                for name, value in point.metrics.items()
-                if math.isfinite(value) and point.step > self._last_step.get(name, -1)
+                for name, value in row.metrics.items()
+                if math.isfinite(value) and row.step > self._last_step.get(name, -1)
             }
             if new:
-                self._run.log({_STEP: point.step, **new})
-                self._last_step |= dict.fromkeys(new, point.step)
+                self._run.log({_STEP: row.step, **new})
+                self._last_step |= dict.fromkeys(new, row.step)
         self._write_record()
         return ""
 

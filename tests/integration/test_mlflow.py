@@ -8,7 +8,7 @@ from megatron_rl.tracking.tracker import Tracker
 
 
 def open_tracker(folder, warnings, **options):
-    return Tracker(MLflowStore(folder, params={"batch": {"window_tokens": 28}}, **options), warn=warnings.append)
+    return Tracker(MLflowStore(folder, params={"batch.window_tokens": 28}, **options), warn=warnings.append)
 
 
 def test_params_metrics_and_artifacts_arrive_and_a_resumed_run_goes_on(tmp_path):

@@ -10,12 +10,13 @@ from functools import partial
 
 import pytest
 
+from megatron_rl.config.load import load_config
 from megatron_rl.config.schema import Config, RunConfig
-from megatron_rl.tracking.metrics_file import MetricsWriter
+from megatron_rl.tracking.metrics_file import MetricsWriter, read_metrics
 from megatron_rl.tracking.mlflow import MLflowStore
 from megatron_rl.tracking.tensorboard import TensorBoardStore
 from megatron_rl.tracking.tracker import Tracker
-from megatron_rl.tracking.trackers import tracked_evaluation
+from megatron_rl.tracking.trackers import Trackers, set_runs_aside, tracked_evaluation
 from megatron_rl.tracking.wandb import WandbStore
 
 STEPS = {1: {"reward/mean": 0.5, "policy/kl": float("nan")}, 2: {"reward/mean": 0.75}, 3: {"reward/mean": 0.875}}
@@ -25,7 +26,8 @@ def log_steps(folder, make_store, steps, *, resume_step=None, ends=True):
     """What the recorder does with one part of a run; the warnings."""
     warnings = []
     with MetricsWriter(folder / "metrics.jsonl", resume_step=resume_step or 0) as writer:
-        tracker = Tracker(make_store(resume=resume_step is not None), warn=warnings.append)
+        before = read_metrics(folder / "metrics.jsonl")
+        tracker = Tracker(make_store(resume=resume_step is not None), before=before, warn=warnings.append)
         for step in steps:
             writer.log(step, STEPS[step], time_s=100.0 + step)
             tracker.log(step, STEPS[step], time_s=100.0 + step)
@@ -43,7 +45,7 @@ def test_tensorboard_shows_each_step_once_after_a_kill(tmp_path):
     accumulators = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
 
     def store(*, resume):
-        return TensorBoardStore(tmp_path, resume=resume)
+        return TensorBoardStore(tmp_path)
 
     assert log_steps(tmp_path, store, [1, 2, 3], ends=False) == []
     (tmp_path / "tensorboard" / "notes.txt").write_text("the user's")
@@ -100,6 +102,31 @@ def test_wandb_goes_on_with_the_same_run_and_repeats_no_step(tmp_path):
     assert first[0] == second[0] == json.loads((tmp_path / "wandb_run.json").read_text())["id"]
     logged = [(row["step"], row["reward/mean"]) for _, rows in (first, second) for row in rows]
     assert logged == [(1, 0.5), (2, 0.75), (3, 0.875)]
+
+
+def test_after_a_return_to_a_checkpoint_the_stores_have_a_run_of_the_steps_that_count(tmp_path):
+    pytest.importorskip("wandb")
+    config = load_config(None, [f"run.output_dir={tmp_path}", "tracking.wandb=offline"])
+    taken_back, again = {1: 0.5, 2: 0.1, 3: 0.0}, {2: 0.75, 3: 0.875}
+    for resume, values, status in ((False, taken_back, "FAILED"), (True, again, "FINISHED")):
+        with MetricsWriter(tmp_path / "metrics.jsonl", resume_step=2 if resume else 0) as writer:
+            trackers = Trackers(config, resume=resume, warn=pytest.fail)
+            for step, value in values.items():
+                writer.log(step, {"reward/mean": value})
+                trackers.log(step, {"reward/mean": value})
+            trackers.close(status, timeout_s=120.0)
+        if not resume:
+            set_runs_aside(tmp_path, "rolled_back_1.")
+    with sqlite3.connect(tmp_path / "mlflow.db") as store:
+        runs = dict(store.execute("select run_uuid, status from runs"))
+        points = store.execute("select run_uuid, step, value from metrics where key = 'reward/mean' order by step").fetchall()
+    newest = json.loads((tmp_path / "mlflow_run.json").read_text())["run_id"]
+    first = json.loads((tmp_path / "rolled_back_1.mlflow_run.json").read_text())["run_id"]
+    assert runs == {first: "FAILED", newest: "FINISHED"}
+    assert [(step, value) for run, step, value in points if run == first] == list(taken_back.items())
+    assert [(step, value) for run, step, value in points if run == newest] == list({**taken_back, **again}.items())
+    rows = {run: [(row["step"], row["reward/mean"]) for row in logged] for run, logged in wandb_rows(tmp_path)}
+    assert sorted(rows.values()) == sorted([list(taken_back.items()), list({**taken_back, **again}.items())])
 
 
 def test_a_wandb_server_that_does_not_answer_is_a_warning(tmp_path, monkeypatch):
