@@ -10,11 +10,12 @@ from pathlib import Path
 from megatron_rl.config.schema import Config
 from megatron_rl.errors import UserError
 from megatron_rl.run.resuming import check_resume
+from megatron_rl.system.files import remove_unfinished
 
 _RUN_FILES = (
     "metrics.jsonl", "timeline.json", "status.json", "report.html", "summary.json", "config.yaml", "mlflow_run.json",
     "samples", "tensorboard", "wandb", "wandb_run.json", "profile",
-    "checkpoints", "policies", "policy", "first_prompts.json", "rolled_back_*.jsonl",
+    "checkpoints", "policies", "policy", "first_prompts.json", "rolled_back_*",
 )  # fmt: skip
 """Patterns of what a run leaves behind; the MLflow store stays, for it may hold other runs."""
 
@@ -37,7 +38,10 @@ def check_output_dir(config: Config) -> None:
 
 @contextmanager
 def claimed_output_dir(config: Config) -> Iterator[Path]:
-    """The folder, for this process alone as long as it lives; an earlier run's files are gone if overwriting."""
+    """The folder, for this process alone as long as it lives.
+
+    An earlier run's files are gone if overwriting, and what it was saving when it was killed.
+    """
     check_output_dir(config)
     folder = Path(config.run.output_dir)
     folder.mkdir(parents=True, exist_ok=True)
@@ -53,4 +57,6 @@ def claimed_output_dir(config: Config) -> Iterator[Path]:
         if config.run.overwrite:
             for path in [path for pattern in _RUN_FILES for path in folder.glob(pattern)]:
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
+        remove_unfinished(folder, "policy")
+        remove_unfinished(folder / "policies", "step-*")
         yield folder

@@ -63,6 +63,26 @@ def replace_folder(partial: Path, folder: Path) -> None:
     shutil.rmtree(replaced, ignore_errors=True)
 
 
+@contextmanager
+def appearing(target: Path) -> Iterator[Path]:
+    """A temporary folder next to ``target`` that takes its name when the block succeeds, else vanishes. Raises OSError."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    folder = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+    try:
+        yield folder
+        folder.chmod(0o755)  # mkdtemp's own mode shuts everyone else out
+        replace_folder(folder, target)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def remove_unfinished(parent: Path, pattern: str) -> None:
+    """What processes killed inside ``appearing`` have left of targets of such names. For a caller who knows that none lives."""
+    for folder in parent.glob(f".{pattern}.{'[a-z0-9_]' * 8}"):  # as mkdtemp names them
+        if folder.is_dir() and not folder.is_symlink():
+            shutil.rmtree(folder, ignore_errors=True)
+
+
 def new_temporary_folder(purpose: str) -> Path:
     """For the caller to remove. Those that killed processes left behind for the same ``purpose`` are removed now."""
     prefix = f"megatron_rl-{purpose}-"

@@ -17,7 +17,7 @@ from megatron_rl.config.schema import Mtp, ParallelConfig
 from megatron_rl.families.facts import dims
 from megatron_rl.families.parameters import VALUE_HEAD, Role, entries, stacked_shapes
 from megatron_rl.families.transforms import Shard
-from megatron_rl.models.hf.folder import FolderWriter, appearing, copy_files
+from megatron_rl.models.hf.folder import FolderWriter, copy_files
 from megatron_rl.models.hf.megatron_config import check_layout
 from megatron_rl.models.hf.model_config import load_hf_config
 from megatron_rl.models.hf.mtp import is_mtp, mtp_names, mtp_tensors
@@ -32,6 +32,7 @@ from megatron_rl.models.hf.weights import (
     unused,
 )
 from megatron_rl.parallel import topology
+from megatron_rl.system.files import appearing
 
 _WHOLE = Shard(0, 1)
 _MTP_FOLDER = "mtp"

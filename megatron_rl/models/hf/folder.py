@@ -1,11 +1,9 @@
-"""Model folders as Hugging Face has them: safetensors, config.json, tokenizer. They appear once they are complete."""
+"""Model folders as Hugging Face has them: safetensors, config.json, tokenizer."""
 
 import json
 import os
 import shutil
-import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from fnmatch import fnmatch
 from pathlib import Path
 
@@ -17,7 +15,6 @@ from torch import Tensor
 from megatron_rl.families.family import families
 from megatron_rl.families.parameters import TensorSpec
 from megatron_rl.models.hf.sources import INDEX_FILE, SINGLE_FILE
-from megatron_rl.system.files import replace_folder
 
 _COPIED_FILES = (
     "tokenizer*",
@@ -31,19 +28,6 @@ _COPIED_FILES = (
     "*processor_config.json",
 )
 """What goes with the weights into a saved folder: tokenizer, generation settings and image processor."""
-
-
-@contextmanager
-def appearing(target: Path) -> Iterator[Path]:
-    """A temporary folder next to ``target`` that takes its name when the block succeeds, else vanishes. Raises OSError."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    folder = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
-    try:
-        yield folder
-        folder.chmod(0o755)  # mkdtemp's own mode shuts everyone else out
-        replace_folder(folder, target)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def copy_files(source: Path, target: Path, *further: str) -> None:

@@ -14,10 +14,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_rl.families.parameters import TensorSpec
-from megatron_rl.models.hf.folder import appearing
 from megatron_rl.models.hf.shards import RankWriter
 from megatron_rl.parallel import collectives
 from megatron_rl.parallel.topology import control_plane
+from megatron_rl.system.files import appearing
 
 _SLOWEST_BYTES_PER_S = 50e6
 """Of a rank's storage: how long the others wait for it."""
