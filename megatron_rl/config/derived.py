@@ -197,6 +197,11 @@ def num_rollout_workers(config: Config, num_servers: int, num_cores: int) -> int
     return min(num_servers, math.ceil(num_tokens / _TOKENS_PER_WORKER), max(1, num_cores // 4))
 
 
+def falls_due(num_steps: int, every_steps: int) -> bool:
+    """After so many steps, of what happens after every ``every_steps``; 0: never."""
+    return every_steps > 0 and num_steps % every_steps == 0
+
+
 def runs_ahead(schedule: ScheduleConfig) -> bool:
     """A window is generated while the step before trains, so that its tokens are one update old when they train."""
     return schedule.mode is Mode.async_ and schedule.max_staleness > 0

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.config.derived import saves_in_background
+from megatron_rl.config.derived import falls_due, saves_in_background
 from megatron_rl.config.schema import Config
 from megatron_rl.errors import UserError
 from megatron_rl.parallel.topology import local_device
@@ -72,8 +72,8 @@ class Saver:
 
     def due(self, step: int) -> bool:
         """After every run.save_every_steps steps, after the last one, and in the step after one that failed."""
-        every = self._config.save_every_steps
-        return self._missed or step + 1 == self._config.num_steps or (every > 0 and (step + 1) % every == 0)
+        last = step + 1 == self._config.num_steps
+        return self._missed or last or falls_due(step + 1, self._config.save_every_steps)
 
     def save(self, step: int, driver: dict[str, Any], *, weight_version: int, healthy: bool = True) -> str:
         """Empty, or why nothing could be saved: the run may go on, and the next step tries again.

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron_rl.config.derived import falls_due
 from megatron_rl.config.load import config_to_yaml
 from megatron_rl.config.schema import Config
 from megatron_rl.data.spelling import Spelling
@@ -190,8 +191,8 @@ class Recorder:
             self.log(step + 1, metrics)
             self.num_steps_done = step + 1
         self.console.update(step + 1, metrics)
-        every = self._config.tracking.report_every_steps
-        if every and (step + 1) % every == 0 and (self._report_thread is None or not self._report_thread.is_alive()):
+        writing = self._report_thread is not None and self._report_thread.is_alive()
+        if falls_due(step + 1, self._config.tracking.report_every_steps) and not writing:
             self._report_thread = threading.Thread(target=self._write_report, name="report", daemon=True)
             self._report_thread.start()
 

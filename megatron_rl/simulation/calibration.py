@@ -75,8 +75,8 @@ def recorded_window(rounds: Sequence[Round], scenario: Scenario, timing: Timing)
     generated = rows[0]
     for more in rows[1:]:
         generated += more
-    # What over-sampling discarded a run does not say; groups are unknown.
-    trains = replace(scenario, num_slots=scenario.num_trained)
+    # What over-sampling discarded a run does not say; groups are unknown, so that no response waits for its own.
+    trains = replace(scenario, num_slots=scenario.num_trained, whole_groups=False)
     return Window(generated, trained_rows(generated, trains), tuple(server_s.tolist()))
 
 

@@ -6,6 +6,7 @@ from math import ceil
 
 import numpy as np
 
+from megatron_rl.config.derived import falls_due
 from megatron_rl.simulation.clock import Load, run_clock
 from megatron_rl.simulation.lengths import Lengths
 from megatron_rl.simulation.scenario import Scenario
@@ -44,18 +45,19 @@ class StepWork:
     """Rows of the finished: prompt and response."""
     finished_squares: float
     finished_new_tokens: int
-    """New tokens in rows that ended in this step."""
+    """New tokens in rows that have ended."""
     trained_tokens: int
     """Of the rows, those that the policy learns from."""
     prompt_tokens: int
     """Of the rows."""
     oldest_age: int
-    """Versions between the oldest token of a finished response and the critic's pass over it."""
+    """Versions between the oldest token of a finished response and the critic's pass over it; the policy's without a critic."""
 
 
 def work_of(window: Window, step: int) -> StepWork:
     done, rows = window.generated, window.trained
     ended = rows.pick(np.flatnonzero(rows.ended))
+    finished = ended if window.finished is None else window.finished
     sent = done.pick(np.flatnonzero(done.new > 0))
     return StepWork(
         server_s=tuple(sorted(window.server_s)),
@@ -66,9 +68,9 @@ def work_of(window: Window, step: int) -> StepWork:
         num_rows=len(rows),
         row_tokens=int(rows.row_tokens.sum()),
         row_squares=_squares(rows),
-        num_finished=len(ended),
-        finished_tokens=int(ended.row_tokens.sum()),
-        finished_squares=_squares(ended),
+        num_finished=len(finished),
+        finished_tokens=int(finished.row_tokens.sum()),
+        finished_squares=_squares(finished),
         finished_new_tokens=int(ended.new.sum()),
         trained_tokens=int(rows.new.sum()),
         prompt_tokens=int(rows.prompt.sum()),
@@ -117,7 +119,7 @@ def stage_load(name: str, work: StepWork, step: int, scenario: Scenario, timing:
 def is_due(name: str, step: int, scenario: Scenario) -> bool:
     """Whether ``evaluate`` or ``checkpoint`` has something to do in a step."""
     every = scenario.eval_every_steps if name == "evaluate" else scenario.save_every_steps
-    return bool(every) and (step + 1) % every == 0
+    return falls_due(step + 1, every)
 
 
 def _squares(rows: Rows) -> float:

@@ -15,6 +15,7 @@ from megatron_rl.config.derived import (
     publishes_in_flight,
     runs_ahead,
     server_placement,
+    trains_whole_groups,
     trains_whole_responses,
     window_jitter_tokens,
 )
@@ -51,6 +52,8 @@ class Scenario:
     """Weights are published into it."""
     whole_responses: bool = False
     """The policy trains on responses when they end, over all their windows (schedule.policy_trains_on)."""
+    whole_groups: bool = False
+    """Each waits until all of its group have ended."""
     recomputes_old: bool = True
     """Log-probs of the old policy come from a trainer pass of their own."""
     first_is_own_old: bool = False
@@ -146,6 +149,7 @@ def scenario_of(config: Config) -> Scenario:
         ahead=runs_ahead(config.schedule),
         in_flight=publishes_in_flight(config.schedule),
         whole_responses=trains_whole_responses(config),
+        whole_groups=trains_whole_groups(config),
         recomputes_old=config.algorithm.correction.old_policy is not OldPolicy.rollout,
         first_is_own_old=first_update_is_its_own_old(config),
         policy_minibatch_size=batch.policy_minibatch_size,

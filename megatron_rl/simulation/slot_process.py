@@ -3,7 +3,7 @@
 The laws of ``data/slots.py``, ``step/collect.py`` and ``rollout/windows.py``: carried responses first, then fresh ones in
 groups of one prompt; a slot grows by at most a window, its first one shorter by the jitter, and a small rest of its budget
 goes along; in ``sync`` mode only whole groups train, and what over-sampling cut short is discarded; in ``tppo`` mode it keeps
-its tokens.
+its tokens. Without a critic what has ended leaves its slot, and waits for the rest of its group to train.
 """
 
 from dataclasses import dataclass, fields
@@ -69,6 +69,8 @@ class Window:
     """What the trainer's passes read; ``new`` are the tokens that train."""
     server_s: tuple[float, ...]
     """Of each server."""
+    finished: Rows | None = None
+    """What ended in this step; None: those of ``trained`` that have ended."""
 
 
 class SlotProcess:
@@ -78,7 +80,7 @@ class SlotProcess:
         self._scenario = scenario
         self._lengths, self._prompts, self._rng = lengths, prompts, rng
         self._next_group = 0
-        self._slots = self._spare = Rows(**{item.name: np.zeros(0, dtype=np.int64) for item in fields(Rows)})
+        self._slots = self._spare = self._waiting = Rows(**{item.name: np.zeros(0, dtype=np.int64) for item in fields(Rows)})
 
     def generate(self, step: int, timing: Timing) -> Window:
         self._fill(step)
@@ -93,9 +95,12 @@ class SlotProcess:
         ]
         grown, until_s = self._cut_when_enough(wanted, served) if scenario.over_samples else (wanted, np.inf)
         done = Rows(**{**vars(rows), "new": grown})
-        trained = trained_rows(done, scenario)
+        trained = finished = trained_rows(done, scenario)
+        if scenario.whole_groups:
+            trained = self._whole_groups(finished)
         self._slots = self._carried(done)
-        return Window(done, trained, tuple(min(one.seconds, until_s) for one in served))
+        seconds = tuple(min(one.seconds, until_s) for one in served)
+        return Window(done, trained, seconds, finished if scenario.whole_groups else None)
 
     def _fill(self, step: int) -> None:
         missing = self._scenario.num_slots - len(self._slots)
@@ -137,6 +142,14 @@ class SlotProcess:
         """When the last of each group ends; groups are whole in sync mode."""
         return finish_s.reshape(-1, self._scenario.group_size).max(axis=1)
 
+    def _whole_groups(self, ended: Rows) -> Rows:
+        """Of the responses that have ended, now or before, those whose group has; the others go on waiting."""
+        rows = self._waiting + ended
+        _, place, size = np.unique(rows.group, return_inverse=True, return_counts=True)
+        whole = size[place] == self._scenario.group_size
+        self._waiting = rows.pick(np.flatnonzero(~whole))
+        return rows.pick(np.flatnonzero(whole))
+
     def _carried(self, rows: Rows) -> Rows:
         if self._scenario.mode is Mode.sync:
             return rows.pick(np.zeros(0, dtype=np.int64))
@@ -145,7 +158,7 @@ class SlotProcess:
 
 
 def trained_rows(rows: Rows, scenario: Scenario) -> Rows:
-    """Of what a step generated, the rows that the policy learns from."""
+    """Of what a step generated, the rows that the policy learns from; with ``whole_groups`` once all of their group have ended."""
     if scenario.whole_responses:
         ended = rows.pick(np.flatnonzero(rows.ended))
         return Rows(**{**vars(ended), "held": np.zeros_like(ended.held), "new": ended.held + ended.new})

@@ -13,7 +13,7 @@ from itertools import chain
 from typing import Any
 
 from megatron_rl.algorithms.pass_at_k import mean_and_error, pass_at_k, powers_up_to
-from megatron_rl.config.derived import EvalSet, eval_sets
+from megatron_rl.config.derived import EvalSet, eval_sets, falls_due
 from megatron_rl.config.schema import Config
 from megatron_rl.data.trajectory import Prompt, Trajectory
 from megatron_rl.errors import UserError
@@ -67,9 +67,8 @@ class Evaluator:
 
     def due(self, step: int) -> bool:
         """After every eval.every_steps steps and after the last one, when there is something to evaluate on."""
-        every = self._config.eval.every_steps
         last = step + 1 == self._config.run.num_steps
-        return bool(self._sets) and (last or (every > 0 and (step + 1) % every == 0))
+        return bool(self._sets) and (last or falls_due(step + 1, self._config.eval.every_steps))
 
     async def evaluate_if_due(self, step: int) -> dict[str, float]:
         return await self.evaluate(step) if self.due(step) else {}

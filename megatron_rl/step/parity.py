@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl.algorithms.mismatch import Figures, mismatch_figures
+from megatron_rl.config.derived import falls_due
 from megatron_rl.config.schema import Config, RoutingReplay
 from megatron_rl.data.batch import PackedBatch
 from megatron_rl.data.trajectory import Prompt, Trajectory
@@ -96,8 +97,7 @@ class ParityCheck:
 
     def due(self, step: int) -> bool:
         """After every rollout.parity_every_steps steps, if engines are compared at all."""
-        every = self._config.rollout.parity_every_steps
-        return self.wanted and bool(every) and (step + 1) % every == 0
+        return self.wanted and falls_due(step + 1, self._config.rollout.parity_every_steps)
 
     @property
     def wanted(self) -> bool:

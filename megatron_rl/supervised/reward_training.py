@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 from rich.console import Console
 
+from megatron_rl.config.derived import falls_due
 from megatron_rl.config.schema import Config, RewardModelKind
 from megatron_rl.data.tokenizer import Tokenizer
 from megatron_rl.errors import DataError, UserError
@@ -102,7 +103,7 @@ def _run_reward_training(config: Config, group: TrainerGroup) -> None:
             last = step == settings.num_steps
             if not console.is_terminal and (step % _PRINT_EVERY_STEPS == 0 or step == 1 or last):
                 _report(console, step, f"of {settings.num_steps}", metrics)
-            if held_out and (last or (settings.eval_every_steps and step % settings.eval_every_steps == 0)):
+            if held_out and (last or falls_due(step, settings.eval_every_steps)):
                 row |= _report(console, step, "held out", _evaluate(kind, group, held_out))
             history.append(row)
     group.save_hf(kind.engine, settings.output_path)

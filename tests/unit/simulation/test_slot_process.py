@@ -1,5 +1,7 @@
 """Which responses a step has, against slots that grow token by token; over-sampling by its laws."""
 
+from collections import Counter
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -7,6 +9,7 @@ from hypothesis import strategies as st
 
 from megatron_rl.config.schema import Mode
 from megatron_rl.simulation.decoding import Limits
+from megatron_rl.simulation.prediction import work_of
 from megatron_rl.simulation.scenario import Scenario
 from megatron_rl.simulation.slot_process import SlotProcess
 from megatron_rl.simulation.timing import Decode, Timing
@@ -69,6 +72,36 @@ def test_enough_windows_end_a_step_and_what_was_cut_keeps_its_tokens():
     held = window.generated.new[4:].tolist()
     carried = found.generate(1, TIMING).generated
     assert carried.held[:2].tolist() == held and carried.total[:2].tolist() == [30, 30]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 4), st.integers(1, 9), st.integers(0, 99))
+def test_without_a_critic_a_response_leaves_its_slot_when_it_ends_and_trains_when_its_group_has(size, window, seed):
+    scenario = Scenario(
+        Mode.tppo, 7, 7, size, 40, window, num_servers=2, limits=Limits(), critic=False, whole_responses=True, whole_groups=True
+    )
+    lengths = np.random.default_rng(seed).integers(1, 40, 400)
+    drawn = iter(lengths.tolist())
+    found = SlotProcess(
+        scenario, lambda rng, n: np.array([next(drawn) for _ in range(n)]), lambda rng, n: np.full(n, 3), np.random.default_rng(0)
+    )
+    groups = [tuple(lengths[i : i + size].tolist()) for i in range(0, len(lengths), size)]
+    ended, trained = Counter(), set()
+    for step in range(20):
+        done = found.generate(step, TIMING)
+        assert len(done.generated) == 7
+        now = done.generated.group[done.generated.ended].tolist()
+        assert sorted(done.finished.group.tolist()) == sorted(now)
+        ended.update(now)
+        whole = {group for group in now if ended[group] == size}
+        rows = done.trained
+        assert set(rows.group.tolist()) == whole and not whole & trained
+        trained |= whole
+        for group in whole:
+            assert sorted(rows.new[rows.group == group].tolist()) == sorted(groups[group])
+        assert rows.ended.all() and not rows.held.any()
+        work = work_of(done, step)
+        assert (work.num_finished, work.num_rows) == (len(now), size * len(whole))
 
 
 def test_of_full_responses_whole_groups_train_and_the_rest_is_discarded():
