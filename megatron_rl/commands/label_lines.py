@@ -30,7 +30,7 @@ from rich.console import Console
 
 from megatron_rl.commands.recipe import add_recipe
 from megatron_rl.config.checks import check_config
-from megatron_rl.config.derived import model_vocab_size, policy_model
+from megatron_rl.config.derived import policy_model
 from megatron_rl.config.load import load_config
 from megatron_rl.config.schema import Config
 from megatron_rl.data.code_lines import ENTRY_POINT_FIELD, CodeLine, code_lines
@@ -386,13 +386,7 @@ def _label_open_jobs(
     ):
 
         async def run() -> None:
-            async with RecoveringClient(
-                config.rollout,
-                servers,
-                vocab_size=model_vocab_size(config),
-                warn=note,
-                num_workers=config.rollout.num_workers or 0,
-            ) as rollout:
+            async with RecoveringClient.without_trainer(config, servers, note) as rollout:
 
                 async def complete(request: GenerationRequest) -> Sequence[int]:
                     # The completions of one prefix share a server, and its cache holds the prefix once.

@@ -77,7 +77,7 @@ def print_response(row: Mapping[str, Any], *, color_by: str, tokens: bool) -> No
     console.print(_colored(row, colors.of_tokens), soft_wrap=not console.is_terminal)
     if tokens:
         _heading(console, "tokens")
-        console.print(_token_table(row, console))
+        console.print(_token_table(row))
 
 
 def _heading(console: Console, words: str) -> None:
@@ -168,7 +168,7 @@ def _style(color: TokenColor | None) -> str:
     return f"rgb(0,0,0) on rgb({red},{green},{blue})"
 
 
-def _token_table(row: Mapping[str, Any], console: Console) -> Table:
+def _token_table(row: Mapping[str, Any]) -> Table:
     table = Table(box=None, header_style="bold", pad_edge=False)
     has_values = row["values"] is not None
     for title in ("token", "id", "server", "trainer", "advantage", *(["value"] if has_values else []), "trained", "weights", "step"):

@@ -72,8 +72,6 @@ class Summary:
     reward: str
     num_rows: int
     num_unscored: int
-    num_skipped: int
-    """Bad rows that were left out."""
     mean_score: float | None
     """Over the rows that could be scored; None if there are none."""
     seconds: float
@@ -94,7 +92,6 @@ class Summary:
             ("rows", f"{self.num_rows:,}"),
             ("mean score", mean),
             ("unscored", f"{self.num_unscored:,}"),
-            ("skipped bad rows", f"{self.num_skipped:,}"),
             ("rows per second", f"{self.rows_per_second:,.0f}"),
             *((f"mean {name}", f"{value:.4f}") for name, value in self.metrics.items()),
             *((f"unscored: {error}", f"{count:,}") for error, count in self.errors.items()),
@@ -112,7 +109,6 @@ def score_file(
     max_concurrency: int = 256,
     timeout_s: float = 5.0,
     options: Mapping[str, Any] | None = None,
-    skip_bad_rows: bool = False,
 ) -> Summary:
     """Score every row of a JSONL file.
 
@@ -125,7 +121,6 @@ def score_file(
         max_concurrency: Rows in progress, for a reward that asks a server.
         timeout_s: Seconds one row may take.
         options: Keyword arguments of the reward.
-        skip_bad_rows: Leave bad rows out instead of refusing the file.
 
     Raises:
         RewardError: unknown reward, wrong options, or bad rows (with file, line and field).
@@ -133,7 +128,7 @@ def score_file(
     """
     form = RowForm(resolve(name), options or {})
     with _readable_twice(Path(input_path)) as rows_path:
-        num_rows, num_skipped = _check_rows(rows_path, str(input_path), form, skip_bad_rows)
+        num_rows = _checked_rows(rows_path, str(input_path), form)
         with (
             start_runner(
                 name,
@@ -152,7 +147,7 @@ def score_file(
                 tally.add(score)
                 advance()
             seconds = time.monotonic() - started_at
-    return tally.summary(name, num_skipped=num_skipped, seconds=seconds)
+    return tally.summary(name, seconds)
 
 
 @contextlib.contextmanager
@@ -188,12 +183,11 @@ class _Tally:
             count, total = self._metrics.get(key, (0, 0.0))
             self._metrics[key] = (count + 1, total + number)
 
-    def summary(self, reward: str, *, num_skipped: int, seconds: float) -> Summary:
+    def summary(self, reward: str, seconds: float) -> Summary:
         return Summary(
             reward=reward,
             num_rows=self._num_rows,
             num_unscored=self._num_rows - self._num_scored,
-            num_skipped=num_skipped,
             mean_score=self._total / self._num_scored if self._num_scored else None,
             seconds=seconds,
             metrics={key: total / count for key, (count, total) in self._metrics.items()},
@@ -202,7 +196,7 @@ class _Tally:
 
 
 def _scored_rows(runner: CallQueue, path: Path, form: RowForm) -> Iterator[tuple[Row, Score]]:
-    """The good rows of a file with their scores, in order."""
+    """The rows of a file with their scores, in order."""
     waiting: deque[tuple[list[Row], concurrent.futures.Future[list[Score]]]] = deque()
     for batch in _batches(path, form):
         items = [form.item(row) for row in batch]
@@ -216,9 +210,7 @@ def _scored_rows(runner: CallQueue, path: Path, form: RowForm) -> Iterator[tuple
 
 def _batches(path: Path, form: RowForm) -> Iterator[list[Row]]:
     batch: list[Row] = []
-    for _, row, problem in _read(path, form):
-        if problem:
-            continue
+    for _, row, _ in _read(path, form):
         batch.append(row)
         if len(batch) == _BATCH_ROWS:
             yield batch
@@ -237,8 +229,8 @@ def _read(path: Path, form: RowForm) -> Iterator[tuple[int, Row, str]]:
             yield number, row, problem or form.problem(row)
 
 
-def _check_rows(path: Path, name: str, form: RowForm, skip_bad_rows: bool) -> tuple[int, int]:
-    """(number of good rows, number of bad rows); raises RewardError for bad rows unless they may be skipped."""
+def _checked_rows(path: Path, name: str, form: RowForm) -> int:
+    """Their number; raises RewardError for bad ones."""
     num_good, num_bad = 0, 0
     reported: list[str] = []
     for number, _, problem in _read(path, form):
@@ -248,7 +240,7 @@ def _check_rows(path: Path, name: str, form: RowForm, skip_bad_rows: bool) -> tu
         num_bad += 1
         if len(reported) < _MAX_REPORTED:
             reported.append(f"{name}:{number}: {problem}")
-    if num_bad and not skip_bad_rows:
+    if num_bad:
         places = "\n".join(reported)
-        raise RewardError(f"{num_bad} of {num_good + num_bad} rows are bad; fix them or skip bad rows:\n{places}")
-    return num_good, num_bad
+        raise RewardError(f"{num_bad} of {num_good + num_bad} rows are bad; fix them, or leave them out of the file:\n{places}")
+    return num_good

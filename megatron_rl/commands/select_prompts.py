@@ -17,7 +17,7 @@ from rich.table import Table
 
 from megatron_rl.commands.recipe import add_recipe
 from megatron_rl.config.checks import check_config
-from megatron_rl.config.derived import model_has_vision, model_vocab_size
+from megatron_rl.config.derived import model_has_vision
 from megatron_rl.config.load import load_config
 from megatron_rl.config.schema import Config, Init, SelectionRule
 from megatron_rl.data.parts import moved_row
@@ -252,13 +252,7 @@ def _generate(
     from megatron_rl.system.signals import clean_stop, run_until_stopped
 
     async def run() -> None:
-        async with RecoveringClient(
-            config.rollout,
-            servers,
-            vocab_size=model_vocab_size(config),
-            warn=note,
-            num_workers=config.rollout.num_workers or 0,
-        ) as rollout:
+        async with RecoveringClient.without_trainer(config, servers, note) as rollout:
             await generate_scores(
                 prompt_set.prompts,
                 plan,

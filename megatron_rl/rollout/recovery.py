@@ -15,7 +15,8 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Self
 
-from megatron_rl.config.schema import RolloutConfig
+from megatron_rl.config.derived import model_vocab_size
+from megatron_rl.config.schema import Config, RolloutConfig
 from megatron_rl.errors import UserError
 from megatron_rl.rollout.server_pool import Server, ServerPool
 from megatron_rl.rollout.sglang.client import SglangClient
@@ -68,8 +69,8 @@ class RecoveringClient:
         """URLs of servers that were lost and are not like the others yet; ``readmit`` takes its one out."""
         self.num_restarts = 0
         self._max_restarts = config.max_restarts
-        self._num_barren: dict[str, int] = {}
-        """Times that a server was lost on end without a good answer in between."""
+        self._losses_in_a_row: dict[str, int] = {}
+        """By URL: times that a server was lost without a good answer in between."""
         self._servers = servers
         self._warn = warn
         self._readmit = readmit
@@ -77,6 +78,12 @@ class RecoveringClient:
         self._recoveries: dict[str, asyncio.Task[Exception | None]] = {}
         self._returns: dict[str, asyncio.Task[None]] = {}
         """Waits for attached servers that were given up; nobody waits for these."""
+
+    @classmethod
+    def without_trainer(cls, config: Config, servers: ServerPool, warn: Callable[[str], None]) -> Self:
+        """For a command whose servers have the weights of the policy's folder."""
+        workers, vocab_size = config.rollout.num_workers or 0, model_vocab_size(config)
+        return cls(config.rollout, servers, vocab_size=vocab_size, warn=warn, num_workers=workers)
 
     async def __aenter__(self) -> Self:
         return self
@@ -174,7 +181,7 @@ class RecoveringClient:
 
     def _may_return(self, url: str) -> bool:
         """Others run it, and it was not given up for what it answers."""
-        return not self._servers.at(url).is_ours and self._num_barren.get(url, 0) <= self._max_restarts
+        return not self._servers.at(url).is_ours and self._losses_in_a_row.get(url, 0) <= self._max_restarts
 
     def _comes_back(self, url: str, *, but: str) -> bool:
         task = self._recoveries.get(url)
@@ -189,9 +196,9 @@ class RecoveringClient:
 
     async def _bring_back(self, url: str, reason: str) -> Exception | None:
         """None once the server serves again, else why it does not: nobody may wait for this task."""
-        self._num_barren[url] = 0 if self.client.has_served(url) else self._num_barren.get(url, 0) + 1
+        self._losses_in_a_row[url] = 0 if self.client.has_served(url) else self._losses_in_a_row.get(url, 0) + 1
         try:
-            if self._num_barren[url] > self._max_restarts:
+            if self._losses_in_a_row[url] > self._max_restarts:
                 raise ServerError(f"it gave no good answer since it was brought back {self._max_restarts} times: {reason}.")
             await self._restart_and_readmit(url)
             return None
@@ -209,8 +216,8 @@ class RecoveringClient:
                 held = await self._readmit(url)
             except UserError as error:
                 # It died again, or hangs, while it took the weights: the next restart, until they are used up.
-                self._num_barren[url] += 1
-                if self._num_barren[url] > self._max_restarts:
+                self._losses_in_a_row[url] += 1
+                if self._losses_in_a_row[url] > self._max_restarts:
                     raise
                 self._warn(f"the SGLang server at {url} did not take the weights: {error}")
                 continue

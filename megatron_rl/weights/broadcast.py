@@ -25,10 +25,9 @@ from megatron_rl.weights.transfer import Transfer, UpdateRequest
 class Connections:
     """The groups of all sources with one set of servers."""
 
-    def __init__(self, backend: str, timeout_s: float, master_address: str | None) -> None:
+    def __init__(self, backend: str, timeout_s: float) -> None:
         self.backend = backend
         self._timeout_s = timeout_s
-        self._master_address = master_address
         self._servers: tuple[ServerAddress, ...] = ()
         self._names: tuple[str, ...] = ()
         self._own: SyncGroup | None = None
@@ -64,7 +63,7 @@ class Connections:
         self._names = tuple(f"weight-sync-{run}-{stage}" for stage in range(1 + len(remote)))
         self._on_servers.update({address: self._names for address in calls.servers})
         spec = GroupSpec(self._names[0], calls.servers, self.backend, self._timeout_s)
-        self._own = _open_own(spec, self._master_address, calls)
+        self._own = _open_own(spec, calls)
         for name, source in zip(self._names[1:], remote, strict=True):
             source.open_group(calls, replace(spec, name=name))
         self._servers = calls.servers
@@ -144,8 +143,8 @@ class GroupSender:
         return "; ".join(note for note in notes if note)
 
 
-def _open_own(spec: GroupSpec, master_address: str | None, calls: ServerCalls) -> SyncGroup:
-    group = SyncGroup(spec, master_address)
+def _open_own(spec: GroupSpec, calls: ServerCalls) -> SyncGroup:
+    group = SyncGroup(spec)
     futures = calls.submit("/init_weights_update_group", group.join_bodies())
     futures.append(calls.run(group.open))
     try:

@@ -75,12 +75,9 @@ class WeightPublisher:
         *,
         method: WeightMethod = WeightMethod.broadcast,
         folder: str | Path | None = None,
-        master_address: str | None = None,
         pauses: bool = False,
     ) -> None:
         """``folder`` is where ``WeightMethod.disk`` writes. ``backend``: of torch.distributed; None: nccl with GPUs, else gloo.
-
-        ``master_address`` is where servers reach this process; None: the local address of the route towards them.
         ``pauses``: requests that run meanwhile pause, and go on with the new weights from their last token.
         """
         self._pauses = pauses
@@ -92,9 +89,7 @@ class WeightPublisher:
         self._method = method
         self._bucket_bytes = bucket_bytes
         self._timeout_s = timeout_s
-        self._connections = Connections(
-            backend or ("nccl" if torch.cuda.is_available() else "gloo"), timeout_s, master_address
-        )
+        self._connections = Connections(backend or ("nccl" if torch.cuda.is_available() else "gloo"), timeout_s)
 
     def publish(
         self,

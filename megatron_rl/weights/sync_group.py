@@ -34,14 +34,14 @@ no dump, after which the heartbeat's monitor would end the process."""
 class SyncGroup:
     """The source rank's end of one group. Opened once, closed once; it listens for the workers from the start."""
 
-    def __init__(self, spec: GroupSpec, address: str | None = None, *, driver: str = "") -> None:
-        """``address``: where servers reach this process; None: the local address of the route towards them.
+    def __init__(self, spec: GroupSpec, *, driver: str = "") -> None:
+        """It listens at the local address of the route towards the servers only.
 
-        It listens there only. ``driver``: its machine, where it is another one: a server at 127.0.0.1 is there, not here.
-        Raises OSError where there is no such route, or the address is not this machine's.
+        ``driver``: its machine, where it is another one: a server at 127.0.0.1 is there, not here.
+        Raises OSError where there is no such route.
         """
         self.spec = spec
-        self.address = address or address_towards_all([server.url for server in spec.servers], loopback_is=driver)
+        self.address = address_towards_all([server.url for server in spec.servers], loopback_is=driver)
         self.connect_timeout_s = min(spec.timeout_s, MAX_CONNECT_S)
         # A free port, and never the one an earlier group may still occupy.
         self._store: TCPStore | None = listening_store(

@@ -370,9 +370,6 @@ def test_bad_rows_are_refused_with_their_place_or_skipped(tmp_path: Path) -> Non
     for place in ("in.jsonl:2: field 'answer' is missing", ":3: not valid JSON", ":4: field 'response'", ":6: expected"):
         assert place in str(raised.value)
     assert not output.exists()
-    summary = score_file("math", source, output, skip_bad_rows=True)
-    assert (summary.num_rows, summary.num_skipped, summary.mean_score) == (2, 4, 1.0)
-    assert len(output.read_text().splitlines()) == 2
 
 
 def test_a_failing_scoring_leaves_the_old_output_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -82,7 +82,6 @@ class SglangServer:
         *,
         start_timeout_s: float = 300.0,
         max_restarts: int = 3,
-        progress: Progress = logger.info,
     ) -> None:
         self.options = options
         self.log_path = Path(log_path)
@@ -90,7 +89,7 @@ class SglangServer:
         self.max_restarts = max_restarts
         self.incarnation = 0
         self.port = options.port
-        self.progress = progress
+        self.progress: Progress = logger.info
         self._process: subprocess.Popen[bytes] | None = None
         self.num_restarts = 0
         """That count against ``max_restarts``; a run that goes on sets it."""
