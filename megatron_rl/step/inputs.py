@@ -93,14 +93,14 @@ def _new_trajectory(
     prompt: Prompt,
     id: int,
     *,
-    group_id: int,
-    sample_index: int,
+    group_id: int | None = None,
+    sample_index: int = 0,
 ) -> Trajectory:
     """A response that has not begun, as the run's environment and budgets want it."""
     return Trajectory(
         id=id,
         prompt=prompt,
-        group_id=group_id,
+        group_id=id if group_id is None else group_id,
         sample_index=sample_index,
         max_response_tokens=config.batch.max_response_tokens,
         dialogue=environment is not None,
