@@ -126,7 +126,7 @@ class NoGroup:
 
     address, port, connect_timeout_s, timeout_s = "127.0.0.1", 1, 10.0, 10.0
 
-    def __init__(self, spec: Any, address: str | None = None, *, driver: str = "") -> None:
+    def __init__(self, spec: Any, *, driver: str = "") -> None:
         self.spec = spec
 
     def join_bodies(self) -> list[dict]:

@@ -82,7 +82,8 @@ def cell(runs: Sequence[Run], second: float) -> str:
 def table(recipes: dict[str, list[Run]], end_s: float) -> str:
     """In Markdown; the best at the end stands first."""
     seconds = [end_s * share for share in QUARTERS]
-    head = ["recipe", "seeds", "steps", "s a step", "rollout idle", "trainer idle", "at the start", *(f"{second:.0f} s" for second in seconds)]
+    times = [f"{second:.0f} s" for second in seconds]
+    head = ["recipe", "seeds", "steps", "s a step", "rollout idle", "trainer idle", "at the start", *times]
     rows = [head, ["---"] * len(head)]
     order = sorted(recipes, key=lambda name: -statistics.fmean(r.accuracy.at([end_s])[0] for r in recipes[name]))
     for name in order:
@@ -91,7 +92,8 @@ def table(recipes: dict[str, list[Run]], end_s: float) -> str:
         step_s = statistics.fmean(float(run.accuracy.times[-1]) / run.num_steps for run in runs)
         idle = [f"{statistics.fmean(shares):.0%}" for shares in zip(*(run.idle for run in runs), strict=True)]
         start = f"{100 * runs[0].accuracy.values[0]:.1f} %"
-        rows.append([f"`{name}`", str(len(runs)), f"{steps:.0f}", f"{step_s:.2f}", *idle, start, *(cell(runs, second) for second in seconds)])
+        cells = [cell(runs, second) for second in seconds]
+        rows.append([f"`{name}`", str(len(runs)), f"{steps:.0f}", f"{step_s:.2f}", *idle, start, *cells])
     lines = [f"| {' | '.join(cells)} |" for cells in rows]
     for name in order:
         signals = [run.signal for run in recipes[name] if run.signal is not None]

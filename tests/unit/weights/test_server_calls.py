@@ -82,7 +82,7 @@ def test_a_key_travels_with_every_call_and_stands_in_no_message(tmp_path):
 def test_leaving_takes_seconds_though_servers_are_mute_or_gone():
     with local_service(lambda path, body: Sleep(60)) as mute:
         gone = ServerAddress("http://127.0.0.1:9", 1, 1)
-        connections = Connections("gloo", 300.0, None)
+        connections = Connections("gloo", 300.0)
         connections._on_servers = {gone: ("a", "b"), ServerAddress(mute.url, 1, 1): ("a", "b")}
         began = time.monotonic()
         with pytest.raises(ServerCallError, match="waited|unreachable"):
