@@ -18,6 +18,7 @@ import asyncio
 import gc
 import json
 import os
+import re
 import resource
 import subprocess
 import sys
@@ -33,6 +34,8 @@ from typing import Any
 
 import numpy as np
 import psutil
+
+from megatron_rl.errors import UserError
 
 _OWN_SHARE = "rank 0's own sequences"
 NUM_SAMPLES = 16
@@ -92,14 +95,20 @@ class Meter:
 
 
 def lengths_of(spec: str, number: int, arguments: argparse.Namespace, random: np.random.Generator) -> np.ndarray:
-    """Whole lengths of ``number`` responses: log-normal, ``pareto:ALPHA:LEAST``, or drawn from the numbers in a file."""
-    kind, *numbers = spec.split(":")
+    """Whole lengths of ``number`` responses: log-normal, ``pareto:ALPHA:LEAST``, or as ``simulation/lengths.py`` reads ``spec``.
+
+    Raises UserError for what it cannot read.
+    """
+    from megatron_rl.simulation.lengths import named_lengths, read_lengths
+
     if not spec:
         drawn = np.exp(random.normal(np.log(arguments.median), arguments.sigma, number))
-    elif kind == "pareto":
-        drawn = float(numbers[1]) * (1 + random.pareto(float(numbers[0]), number))
+    elif found := re.fullmatch(r"pareto:([\d.]+):([\d.]+)", spec):
+        alpha, least = map(float, found.groups())
+        drawn = least * (1 + random.pareto(alpha, number))
     else:
-        drawn = random.choice(np.array(Path(spec).read_text().split(), dtype=float), number)
+        lengths = read_lengths(Path(spec)) if Path(spec).is_file() else named_lengths(spec)
+        drawn = lengths.draw(random, number)
     return np.clip(drawn, 16, arguments.cut).astype(np.int64)
 
 
@@ -277,11 +286,11 @@ def counted_group(arguments: argparse.Namespace, meter: Meter) -> Iterator[tuple
     flatten, take = collectives._flatten, group_module.Held.take
 
     def flat(payload: Any, *more: Any) -> Any:
-        """Notes what of the payload is tokens and routes, not their addresses."""
+        """Notes what of the payload is tokens and routes, not their addresses. A rank without others sends nothing on."""
         meter.bytes["tokens and routes through rank 0"] += sum(
             value.nbytes
             for name, value in payload.items()
-            if isinstance(value, torch.Tensor) and (name == "tokens" or value.dim() > 2)
+            if size > 1 and isinstance(value, torch.Tensor) and (name == "tokens" or value.dim() > 2)
         )
         return flatten(payload, *more)
 
@@ -446,7 +455,7 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--share", default="1/32", help="of the slots that is measured; the rest is scaled up")
     parser.add_argument("--median", type=float, default=6000.0, help="tokens of a response")
     parser.add_argument("--sigma", type=float, default=0.9)
-    parser.add_argument("--lengths", default="", help="another distribution: a file of numbers, or pareto:ALPHA:LEAST")
+    parser.add_argument("--lengths", default="", help="another distribution: pareto:ALPHA:LEAST, a file, or as simulate has it")
     parser.add_argument("--cut", type=int, default=32768)
     parser.add_argument("--window", type=int, default=8192)
     parser.add_argument("--prompt-tokens", type=int, default=300)
@@ -475,7 +484,10 @@ def report(found: dict[str, Any]) -> str:
 def main() -> None:
     arguments = parse()
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
-    found = measure(arguments)
+    try:
+        found = measure(arguments)
+    except UserError as error:
+        sys.exit(f"bench_driver: error: {error}")
     print(report(found))
     if arguments.json:
         Path(arguments.json).write_text(json.dumps(found, indent=2) + "\n")

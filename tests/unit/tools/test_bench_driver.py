@@ -35,7 +35,7 @@ def test_a_step_is_accounted_for_and_scaled_to_all_slots():
     assert found["longest_stall_s"] > 0 and "held per token" in report(found)
 
 
-@pytest.mark.parametrize("spec", ["", "pareto:1.5:100", "file"])
+@pytest.mark.parametrize("spec", ["", "pareto:1.5:100", "lognormal:median=70,sigma=1.2", "file"])
 def test_slots_are_in_their_steady_state(spec, tmp_path):
     from bench_driver import parse, steady_slots
 
@@ -46,6 +46,20 @@ def test_slots_are_in_their_steady_state(spec, tmp_path):
     total, done = steady_slots(arguments, 4000, np.random.default_rng(0))
     assert (done < total).all() and total.min() >= 16 and total.max() <= 300
     assert (done % 80 == 0).all() and 0.1 < (done > 0).mean() < 0.9
+
+
+@pytest.mark.parametrize("spec", ["pareto:1.5", "/nowhere/lengths", "uniform:middle=3"])
+def test_lengths_that_cannot_be_read_are_said_without_a_traceback(spec):
+    command = [sys.executable, str(TOOLS / "bench_driver.py"), *TINY, "--lengths", spec]
+    found = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert found.returncode == 1 and found.stderr.startswith(f"bench_driver: error: --lengths {spec}")
+
+
+def test_one_rank_alone_passes_no_token_on():
+    from bench_driver import measure, parse
+
+    found = measure(parse([*TINY, "--replicas", "1", "--ranks-per-replica", "1"]))
+    assert found["gigabytes"]["tokens and routes through rank 0"] == 0
 
 
 def test_a_stub_server_gives_what_is_left_of_a_response_and_of_the_window():
