@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from megatron_rl.commands.waiting import NOTHING_HANGS, RunSeen, ServerSeen, frames_text, lines_of, verdict
+from megatron_rl.commands.waiting import RunSeen, ServerSeen, frames_text, lines_of, verdict
 from megatron_rl.errors import UserError
 from megatron_rl.system.addresses import LOOPBACK
 from megatron_rl.system.doing import Seen
@@ -43,14 +43,14 @@ def print_hang(folder: Path) -> int:
     for line in lines_of(seen):
         print(line)
     found = verdict(seen)
-    for text in found:
-        print(f"=> {text}")
+    for one in found:
+        print(f"=> {one.text}")
     print()
     for name, process in _everybody(seen):
         print(f"{name}: process {process.pid} on {process.host}, {process.state}, {process.role} ({process.command[:80]})")
         if process.frames:
             print(frames_text(process.frames))
-    return int(not all(text.startswith(NOTHING_HANGS) for text in found))
+    return int(any(one.hangs for one in found))
 
 
 def run_seen(folder: Path, trees: Sequence[Tree], silent_hosts: Sequence[str]) -> RunSeen:

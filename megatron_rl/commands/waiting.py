@@ -9,10 +9,11 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from megatron_rl.system.doing import Frame, Seen
 
-NOTHING_HANGS = "nothing stands still"
+_NOTHING_HANGS = "nothing stands still"
 _LANES = ("rollout", "host", "trainer")
 """What notes of the driver's stages say."""
 _COLLECTIVE_FILES = ("torch/distributed/", "megatron_rl/parallel/collectives.py", "megatron_rl/parallel/transfers.py")
@@ -51,6 +52,14 @@ class RunSeen:
     now_s: float = field(default_factory=time.time)
 
 
+class Found(NamedTuple):
+    """What everything else waits for, with the remedy."""
+
+    text: str
+    hangs: bool = True
+    """False: nothing stands still, as far as this can tell."""
+
+
 def lines_of(run: RunSeen) -> list[str]:
     """What the ranks do, those that do the same together; then servers and graders that matter."""
     groups: dict[str, list[int]] = defaultdict(list)
@@ -76,36 +85,39 @@ def lines_of(run: RunSeen) -> list[str]:
     return lines
 
 
-def verdict(run: RunSeen) -> list[str]:
-    """What everything else waits for, with the remedy; says so where nothing is found."""
+def verdict(run: RunSeen) -> list[Found]:
+    """At least one; says so where nothing is found."""
     found = [*_dead_or_stopped(run)] or [*_missing_ranks(run)] or [*_rollout_side(run)]
     if run.silent_hosts:
-        found.append(
+        text = (
             f"{', '.join(run.silent_hosts)} did not answer within 20 s: run `megatron-rl doctor --hang` there, too; a machine whose "
             "first rank runs no Python any more does not answer"
         )
-    return found or [f"{NOTHING_HANGS} that can be seen from outside: look again in a minute, and compare"]
+        found.append(Found(text))
+    return found or [Found(f"{_NOTHING_HANGS} that can be seen from outside: look again in a minute, and compare", hangs=False)]
 
 
-def _dead_or_stopped(run: RunSeen) -> Iterator[str]:
+def _dead_or_stopped(run: RunSeen) -> Iterator[Found]:
     everybody = [(f"rank {rank}", seen) for rank, seen in sorted(run.ranks.items())]
     everybody += [(f"server {s.url}", seen) for s in run.servers for seen in s.processes]
     everybody += [(f"grader {grader.pid}", grader) for grader in run.graders]
     everybody += [(f"a program of grader {pid}", seen) for pid, programs in run.programs.items() for seen in programs]
     for name, seen in everybody:
         if seen.state in _STOPPED:
-            yield (
+            yield Found(
                 f"{name} is stopped (process {seen.pid} on {seen.host}, by SIGSTOP or a debugger), and others wait for it: "
                 f"kill -CONT {seen.pid}"
             )
         elif seen.state in ("gone", "zombie"):
-            yield f"{name} is gone (process {seen.pid} on {seen.host}): its log and `dmesg` say why; the launcher should end the others"
+            yield Found(
+                f"{name} is gone (process {seen.pid} on {seen.host}): its log and `dmesg` say why; the launcher should end the others"
+            )
     for server in run.servers:
         if server.problem and all(seen.state not in _STOPPED for seen in server.processes):
-            yield f"server {server.url} hangs: {server.problem}{_where(server.processes)}; see its log (logs/sglang-*.log)"
+            yield Found(f"server {server.url} hangs: {server.problem}{_where(server.processes)}; see its log (logs/sglang-*.log)")
 
 
-def _missing_ranks(run: RunSeen) -> Iterator[str]:
+def _missing_ranks(run: RunSeen) -> Iterator[Found]:
     """Ranks that wait for no peer, while others wait for them."""
     waiting = [rank for rank, seen in run.ranks.items() if _waits_for_peers(seen)]
     driver = run.ranks.get(0)
@@ -115,15 +127,17 @@ def _missing_ranks(run: RunSeen) -> Iterator[str]:
     for rank in missing:
         seen = run.ranks[rank]
         newest_s = max((since_s for _, since_s in seen.notes.values()), default=-math.inf)
-        moves = f"{NOTHING_HANGS}: what is waited for has just begun. " if run.now_s - newest_s < _MOVES_S else ""
+        moves = run.now_s - newest_s < _MOVES_S
+        calm = f"{_NOTHING_HANGS}: what is waited for has just begun. " if moves else ""
         waits = f"{_ranks(waiting)} wait{'s' if len(waiting) == 1 else ''}"
-        yield (
-            f"{moves}{waits} for rank {rank} (process {seen.pid} on {seen.host}), which is in "
-            f"{_place(seen) or 'code that gave no stack'}{_computing(seen)}{_since([t for _, t in _notes(seen).values()], run.now_s)}"
+        yield Found(
+            f"{calm}{waits} for rank {rank} (process {seen.pid} on {seen.host}), which is in "
+            f"{_place(seen) or 'code that gave no stack'}{_computing(seen)}{_since([t for _, t in _notes(seen).values()], run.now_s)}",
+            hangs=not moves,
         )
     if not missing:
         places = sorted({_collective(seen) for seen in run.ranks.values()})
-        yield (
+        yield Found(
             f"all ranks are in a collective ({', '.join(places)}): "
             + (
                 "in different ones, so they took different ways before; the stacks say where"
@@ -133,20 +147,20 @@ def _missing_ranks(run: RunSeen) -> Iterator[str]:
         )
 
 
-def _rollout_side(run: RunSeen) -> Iterator[str]:
+def _rollout_side(run: RunSeen) -> Iterator[Found]:
     driver = run.ranks.get(0)
     if driver is None or not _waits_for_stages(driver):
         return
     stages = [name for name, (lane, _) in driver.notes.items() if lane in ("rollout", "host")]
     slow = [g for g in run.graders if _is_busy(g) and run.now_s - g.notes["scores"][1] > _LONG_S]
     for grader in slow:
-        yield (
+        yield Found(
             f"the driver waits for {' and '.join(stages) or 'a stage'}, and that for a grader: {_grader_line(grader, run)}; it is "
             "killed at reward.timeout_s"
         )
     busy = [f"{server.url} ({server.load})" for server in run.servers if server.load]
     if not slow and busy:
-        yield f"the driver waits for {' and '.join(stages) or 'a stage'}; its servers answer and work: {', '.join(busy)}"
+        yield Found(f"the driver waits for {' and '.join(stages) or 'a stage'}; its servers answer and work: {', '.join(busy)}")
 
 
 def _said(rank: int, seen: Seen) -> str:

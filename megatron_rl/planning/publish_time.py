@@ -25,8 +25,8 @@ class PublishCosts:
     """Of the model's bytes."""
     broadcast_machine: float = 0.00123e-9
     """Of the model's bytes, for each machine of servers: they follow one another in NCCL's ring."""
-    request_s: float = 0.25e-3
-    """Of the driver, for one request to one server (``tools/bench_publish.py``; not fitted)."""
+    request_s: float = 0.2e-3
+    """Of the driver, for one request to one server (``tools/bench_publish.py`` on busy cores: 2.5 s for 12,192; not fitted)."""
 
 
 def publish_seconds(

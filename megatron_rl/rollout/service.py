@@ -158,9 +158,14 @@ class RolloutService:
         """On attached servers."""
         return self._servers.remarks
 
-    def addresses(self) -> list[ServerAddress]:
-        """Of all servers, for requests of the caller's own."""
-        return self._addresses()
+    def addresses(self, only_url: str = "") -> list[ServerAddress]:
+        """Of all servers or one of them, also for requests of the caller's own."""
+        size = self._config.tensor_parallel_size
+        return [
+            ServerAddress(server.url, size, server.incarnation, first_rank=size * i, api_key=ApiKey(self._servers.api_key))
+            for i, server in enumerate(self._servers.servers)
+            if only_url in ("", server.url)
+        ]
 
     @property
     def lost_urls(self) -> set[str]:
@@ -193,7 +198,7 @@ class RolloutService:
         if self._memory is None or self._asleep:
             return
         self._asleep = True
-        for address in self._addresses():
+        for address in self.addresses():
             if address.url in self._live.restarting:
                 continue  # it is put to sleep at the end of its recovery
             try:
@@ -211,7 +216,7 @@ class RolloutService:
     def compare_weights(self) -> ChecksumReport:
         """What the servers hold against what the trainer has (slow; main thread, collective)."""
         self.wake()
-        return compare_checksums(self._addresses(), self._trainer.weights.whole(), self._config.weight_sync_timeout_s)
+        return compare_checksums(self.addresses(), self._trainer.weights.whole(), self._config.weight_sync_timeout_s)
 
     def differing_weights(self) -> list[str]:
         """Parameters of which a server holds other bytes than the trainer; as ``compare_weights``."""
@@ -264,9 +269,9 @@ class RolloutService:
     def _readmit(self, url: str) -> None:
         """A restarted server into the state of the others (main thread)."""
         if self._memory is not None and self._asleep:
-            self._memory.sleep(self._addresses(url))
+            self._memory.sleep(self.addresses(url))
         else:
-            self._send(self._addresses(url))
+            self._send(self.addresses(url))
         # On this thread, where publishes run: the next one finds the server like the others, or not at all.
         self._live.restarting.discard(url)
 
@@ -294,7 +299,7 @@ class RolloutService:
         return result
 
     def _addresses_now(self) -> list[ServerAddress]:
-        return [address for address in self._addresses() if address.url not in self._live.restarting]
+        return [address for address in self.addresses() if address.url not in self._live.restarting]
 
     def _restart_or_give_up(self, url: str) -> None:
         """Raises ServerError where no other server is left."""
@@ -319,14 +324,6 @@ class RolloutService:
 
     def _is_well(self, url: str) -> bool:
         return self._servers.at(url).healthy(_WELL_TIMEOUT_S)
-
-    def _addresses(self, only_url: str = "") -> list[ServerAddress]:
-        size = self._config.tensor_parallel_size
-        return [
-            ServerAddress(server.url, size, server.incarnation, first_rank=size * i, api_key=ApiKey(self._servers.api_key))
-            for i, server in enumerate(self._servers.servers)
-            if only_url in ("", server.url)
-        ]
 
 
 def _close(
