@@ -97,7 +97,7 @@ class WeightUpdate(Enum):
     between = "between"
     """Between two windows: every window has one weight version, and a run depends on no stage's duration."""
     in_flight = "in_flight"
-    """At once, into the window under way: its requests pause, compute their prefixes again and go on with the new weights."""
+    """At once, into the window in progress: its requests pause, compute their prefixes again and go on with the new weights."""
 
 
 @dataclass

@@ -66,7 +66,7 @@ def test_the_fused_kernel_is_used_where_it_computes_the_same(
 def test_megatrons_fused_branch_drops_the_factor(
     fused_calls: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Why fusion is off then; once this fails, Megatron has been mended and it may be on."""
+    """Why fusion is off then; once this fails, Megatron has been fixed and it may be on."""
     folder = make_family_model(tmp_path / "model", "qwen2_yarn_one_group")
     right = logprobs(folder)
     monkeypatch.setattr(translation, "_check_rope_fusion", lambda *args: None)

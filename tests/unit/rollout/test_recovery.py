@@ -156,7 +156,7 @@ def test_an_attached_server_that_was_given_up_is_taken_again_when_it_comes_back(
 
 
 def test_one_that_comes_back_again_and_again_without_a_good_answer_is_given_up():
-    """A restart that mends nothing must not go on forever."""
+    """A restart that fixes nothing must not go on forever."""
 
     class Useless(Attached):
         def restart(self, while_waiting=lambda: None):
