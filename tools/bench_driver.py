@@ -9,7 +9,8 @@ they end. ``tools/stub_servers.py`` answers with SGLang's JSON over sockets. Wha
 counted where it would enter a socket; ``--replicas`` of ``--ranks-per-replica`` ranks take it, ``--ranks-per-node`` of them on the
 driver's machine. CPU seconds are those of the driver's process (rollout workers have a line of their own), of one step, scaled to
 all slots; what rank 0 does as any first rank of a replica, with its own share of the sequences, is a part by itself. A stall is the
-CPU time of one callback on the event loop. Fixed costs of a call are scaled too: a large share is exact, a small one on the
+CPU time of one callback on the event loop. Workers have been started, and have made their connections, before the window begins,
+as in every step of a run but its first. Fixed costs of a call are scaled too: a large share is exact, a small one on the
 careful side.
 """
 
@@ -204,6 +205,7 @@ def generate(arguments: argparse.Namespace, meter: Meter, trajectories: Sequence
     from megatron_rl.rollout.sglang import long_lists
     from megatron_rl.rollout.sglang.client import SglangClient
     from megatron_rl.rollout.sglang.routes import RouteShape
+    from megatron_rl.rollout.sglang.wire import GenerationRequest
     from megatron_rl.rollout.windows import Window
     from megatron_rl.rollout.workers.worker_pool import WorkerPool
 
@@ -219,10 +221,13 @@ def generate(arguments: argparse.Namespace, meter: Meter, trajectories: Sequence
         async with SglangClient(urls, vocab_size=152_064, hang_timeout_s=0.0, request_timeout_s=3600.0) as client:
             if workers:
                 client.caller = WorkerPool(workers, print)
+            # As every step of a run but its first finds them: workers that run, connections that are open.
+            await asyncio.gather(*[client.generate(GenerationRequest(f"warm-{index}", [5], 1)) for index in range(64)])
             window = Window(client, _lost, plan, step=step, num_tokens=arguments.window, weight_version=1, kind="train")
-            await window.fill(trajectories)
+            with meter.stalls(), meter.part("HTTP and event loop"):
+                await window.fill(trajectories)
 
-    with seen_inside(meter), meter.stalls(), meter.part("HTTP and event loop"):
+    with seen_inside(meter):
         asyncio.run(fill())
 
 

@@ -6,6 +6,7 @@ run that goes on after a kill samples what an uninterrupted one would have.
 
 import hashlib
 from dataclasses import dataclass, replace
+from typing import Any
 
 from megatron_rl.config.schema import Config, RolloutConfig
 from megatron_rl.data.tokenizer import Tokenizer
@@ -62,23 +63,24 @@ class Sampling:
         return replace(self, temperature=draw.temperature, top_p=draw.top_p, top_k=draw.top_k, seed=seed)
 
     async def request(
-        self, prompt: Prompt, token_ids: TokenIds, *, rid: str, max_new_tokens: int, seed: int | None
+        self, prompt: Prompt, token_ids: TokenIds, *, rid: str, max_new_tokens: int, seed: int | None, **more: Any
     ) -> GenerationRequest:
-        """For one sample that continues ``token_ids`` (the prompt, and what follows it). Reads the prompt's images."""
-        return GenerationRequest(
-            rid=rid,
-            input_ids=sent_ids(self.vision, prompt, token_ids),
-            max_new_tokens=max_new_tokens,
-            temperature=self.temperature,
-            top_p=self.top_p,
-            top_k=self.top_k,
-            stop_token_ids=self.stop_token_ids,
-            banned_token_ids=self.vision.banned_token_ids if self.vision is not None else (),
-            seed=seed,
-            routes=self.routes,
-            images=await images_of_request(self.vision, prompt),
-            prompt_name=prompt.source or prompt.id,
-        )
+        """For one sample that continues ``token_ids`` (the prompt, and what follows it). Reads the prompt's images.
+
+        ``more``: further fields of the request, or others than this would give them.
+        """
+        fields: dict[str, Any] = {
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "top_k": self.top_k,
+            "stop_token_ids": self.stop_token_ids,
+            "banned_token_ids": self.vision.banned_token_ids if self.vision is not None else (),
+            "routes": self.routes,
+            "images": await images_of_request(self.vision, prompt),
+            "prompt_name": prompt.source or prompt.id,
+        }
+        ids = sent_ids(self.vision, prompt, token_ids)
+        return GenerationRequest(rid, ids, max_new_tokens, seed=seed, **(fields | more))
 
 
 def base_seed(config: Config) -> int | None:

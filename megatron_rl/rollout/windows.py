@@ -187,9 +187,8 @@ class Window:
             rid=rid,
             max_new_tokens=room,
             seed=trajectory_seed(sampling.seed, trajectory.id),
-        )
-        request = replace(
-            request,
+            temperature=0.0 if trajectory.greedy else sampling.temperature,
+            stop_strings=() if hot else self._server_stops(trajectory),
             weight_version=str(self._weight_version),
             newest_version=self._newest_version,
             response_name=f"{self._kind}-{trajectory.id}",
@@ -207,8 +206,7 @@ class Window:
                 # The engine's usual log-prob is taken before top-k: at a high temperature far from what was sampled from.
                 logprobs_after_top_k=fire.top_k > 0,
             )
-        temperature = 0.0 if trajectory.greedy else request.temperature
-        return replace(request, temperature=temperature, stop_strings=self._server_stops(trajectory))
+        return request
 
     def _turn_stops(self, trajectory: Trajectory) -> tuple[str, ...]:
         dialogue = self._plan.dialogue

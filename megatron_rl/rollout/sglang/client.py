@@ -315,7 +315,8 @@ class SglangClient:
             for pending, outcome in zip(batch, outcomes, strict=True):
                 del server.sent[pending.rid]
                 self._new_tokens.ended(pending.rid, pending.request.max_new_tokens, outcome)
-            self._schedule_flush(server)
+            if any(one.waiting for one in self._servers.values()):
+                self._schedule_flush(server)
         for pending, outcome in zip(batch, outcomes, strict=True):
             if pending.answer.done():
                 continue

@@ -6,8 +6,9 @@ scheduler, which answers between two steps of the engine, also of a full one.
 """
 
 import asyncio
+import contextlib
 import uuid
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
 import orjson
@@ -109,22 +110,36 @@ async def progress_of(http: HttpSession, url: str, *, api_key: str) -> Any:
 
 
 async def while_it_progresses(
-    answer: Coroutine[Any, Any, Result], before: Any, progress: Callable[[], Awaitable[Any]], limit_s: float
+    answer: Awaitable[Result], before: Any, progress: Callable[[], Awaitable[Any]], limit_s: float
 ) -> Result:
     """``answer``, waited for as long as ``progress()``, asked every ``limit_s``, gives something else than ``before``.
 
     Raises NoAnswer once it gives the same again, or None.
     """
-    asked = asyncio.ensure_future(answer)
+    loop = asyncio.get_running_loop()
+    looks: list[asyncio.Task[None]] = []
+
+    async def look(before: Any) -> None:
+        with contextlib.suppress(Exception):  # who cannot be asked makes none
+            while (now := await progress()) is not None and now != before:
+                before = now
+                await asyncio.sleep(limit_s)
+        limit.reschedule(loop.time())
+
+    # A task only where there is something to look at: most answers come before.
+    first_look = loop.call_later(limit_s, lambda: looks.append(loop.create_task(look(before))))
+    limit = asyncio.timeout(None)
     try:
-        while not (await asyncio.wait((asked,), timeout=limit_s))[0]:
-            now = await progress()
-            if now is None or now == before:
-                raise NoAnswer(f"no answer within {limit_s:.0f} s, and no progress meanwhile", timed_out=True)
-            before = now
-        return asked.result()
+        async with limit:
+            return await answer
+    except TimeoutError as error:
+        if not limit.expired():
+            raise
+        raise NoAnswer(f"no answer within {limit_s:.0f} s, and no progress meanwhile", timed_out=True) from error
     finally:
-        asked.cancel()
+        first_look.cancel()
+        for task in looks:
+            task.cancel()
 
 
 async def _has_requests(http: HttpSession, url: str, headers: dict[str, str]) -> bool:

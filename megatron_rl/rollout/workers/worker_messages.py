@@ -1,4 +1,4 @@
-"""The messages between a rollout worker and its owner."""
+"""The messages between a rollout worker and its owner, who sends lists of them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

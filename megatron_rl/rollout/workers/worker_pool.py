@@ -32,6 +32,8 @@ from megatron_rl.system.shared_file import SharedView
 _SILENCE_S = 120.0
 _MAX_DEATHS = 5
 _TEXTS_AT_ONCE = 32
+_AT_ONCE = 64
+"""Messages in one turn of the event loop, in either direction."""
 _END_TIMEOUT_S = 10.0
 """From a kill to the end of the process."""
 
@@ -155,6 +157,7 @@ class _Process:
         self._loop = asyncio.get_running_loop()
         self._file = SharedView(file_fd, self._drop)
         self._waiting: dict[int, asyncio.Future[Any]] = {}
+        self._outgoing: list[Any] = []
         self._numbers = itertools.count()
         self._heard_at = time.monotonic()
         self._over = False
@@ -219,8 +222,24 @@ class _Process:
         await self._end()
 
     def _send(self, message: Any) -> None:
+        """With all that is sent in this turn of the event loop."""
         if not self._over:
-            self._writer.writelines(frame(message, self._file.place_of))
+            self._outgoing.append(message)
+            if len(self._outgoing) == 1:
+                self._loop.call_soon(self._write)
+
+    def _write(self) -> None:
+        messages, self._outgoing = self._outgoing[:_AT_ONCE], self._outgoing[_AT_ONCE:]
+        if self._outgoing:
+            self._loop.call_soon(self._write)
+        if self._over:
+            return
+        try:
+            self._writer.writelines(frame(messages, self._file.place_of))
+        except Exception as error:  # of what cannot be pickled: its caller, not the event loop, has to know
+            for message in messages:
+                if isinstance(message, Ask) and (waiting := self._waiting.get(message.number)) and not waiting.done():
+                    waiting.set_exception(error)
 
     def _drop(self, start: int) -> None:
         """On any thread."""
@@ -231,9 +250,11 @@ class _Process:
         """Replies, until the worker's end of the connection is closed."""
         failure = ""
         try:
-            while True:
+            for number in itertools.count(1):
                 message = await read_frame(self._reader, self._file)
                 self._heard_at = time.monotonic()
+                if number % _AT_ONCE == 0:
+                    await asyncio.sleep(0)  # reading what is there already does not let others run
                 if isinstance(message, Reply) and (waiting := self._waiting.get(message.number)) and not waiting.done():
                     if message.error is not None:
                         waiting.set_exception(message.error)

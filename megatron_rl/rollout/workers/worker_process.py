@@ -27,6 +27,11 @@ from megatron_rl.system.shared_file import SharedFile
 from megatron_rl.system.signals import STOP_SIGNALS, die_with_parent
 
 
+_WAIT_SHARE = 0.01
+"""A reply waits for others at most this share of what its call took: waking the owner costs it more than reading one does."""
+_MAX_WAIT_S = 0.25
+
+
 class _Server:
     """The calls of one owner."""
 
@@ -34,7 +39,11 @@ class _Server:
         self._http = http
         self._file = file
         self._writer = writer
+        self._loop = asyncio.get_running_loop()
         self._running: dict[int, asyncio.Task[None]] = {}
+        self._ready: list[bytes | memoryview] = []
+        """Of the frames that wait for others."""
+        self._writes: asyncio.TimerHandle | None = None
         self._tokenizer: tokenizers.Tokenizer | None = None
 
     def take(self, message: Any) -> None:
@@ -67,19 +76,31 @@ class _Server:
         return texts
 
     async def _answer(self, number: int, work: Awaitable[Any]) -> None:
+        began_s = self._loop.time()
         try:
             reply = Reply(number, await work)
         except Exception as error:  # whatever it is, the owner waits for it
             reply = Reply(number, error=error)
         finally:
             del self._running[number]
+        wait_s = min(_MAX_WAIT_S, _WAIT_SHARE * (self._loop.time() - began_s))
         try:
-            self._send(reply)
+            self._send(reply, wait_s)
         except Exception as error:  # a foreign exception may refuse to be pickled
             self._send(Reply(number, error=RuntimeError(f"{type(error).__name__}: {error}, of a reply {reply.error!r}")))
 
-    def _send(self, message: Any) -> None:
-        self._writer.writelines(frame(message, self._file.put))
+    def _send(self, message: Any, wait_s: float = 0.0) -> None:
+        """Within ``wait_s``, with others."""
+        self._ready += frame(message, self._file.put)
+        due_s = self._loop.time() + wait_s
+        if self._writes is None or due_s < self._writes.when():
+            if self._writes is not None:
+                self._writes.cancel()
+            self._writes = self._loop.call_at(due_s, self._write)
+
+    def _write(self) -> None:
+        ready, self._ready, self._writes = self._ready, [], None
+        self._writer.writelines(ready)
 
 
 async def serve(connection: socket.socket, file: SharedFile) -> None:
@@ -89,7 +110,8 @@ async def serve(connection: socket.socket, file: SharedFile) -> None:
         server = _Server(http, file, writer)
         with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
             while True:
-                server.take(await read_frame(reader, file))
+                for message in await read_frame(reader, file):
+                    server.take(message)
         await server.close()
 
 
