@@ -26,7 +26,6 @@ from megatron_rl.system.http import HttpSession
 from megatron_rl.system.shared_file import SharedFile
 from megatron_rl.system.signals import STOP_SIGNALS, die_with_parent
 
-
 _WAIT_SHARE = 0.01
 """A reply waits for others at most this share of what its call took: waking the owner costs it more than reading one does."""
 _MAX_WAIT_S = 0.25
