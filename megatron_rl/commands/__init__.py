@@ -10,7 +10,7 @@ COMMANDS = {
     "critic-pretrain": "regress the critic onto returns of the frozen policy",
     "reward-train": "train a reward model on preferences or line labels",
     "evaluate": "measure policies on held-out prompts, one after the other on servers that start once",
-    "serve": "start one SGLang server in the foreground",
+    "serve": "start SGLang servers in the foreground, for a run that attaches to them",
     "score": "grade the responses of a JSONL file",
     "select-prompts": "keep the prompts that are worth training on",
     "label-lines": "label the lines of programs that can still be completed to a right one",

@@ -1,6 +1,5 @@
 """The output folder of a run: who may write into it, and what is left at the end."""
 
-import fcntl
 import os
 import shutil
 from collections.abc import Iterator
@@ -10,7 +9,7 @@ from pathlib import Path
 from megatron_rl.config.schema import Config
 from megatron_rl.errors import UserError
 from megatron_rl.run.resuming import check_resume
-from megatron_rl.system.files import remove_unfinished
+from megatron_rl.system.files import hold, remove_unfinished
 
 _RUN_FILES = (
     "metrics.jsonl", "timeline.json", "status.json", "report.html", "summary.json", "config.yaml", "mlflow_run.json",
@@ -46,12 +45,7 @@ def claimed_output_dir(config: Config) -> Iterator[Path]:
     folder = Path(config.run.output_dir)
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / ".lock", "w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise UserError(
-                f"run.output_dir: another run is writing to {folder} right now; give another folder"
-            ) from error
+        hold(lock, folder)
         lock.write(str(os.getpid()))
         lock.flush()
         if config.run.overwrite:

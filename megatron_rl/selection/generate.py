@@ -9,7 +9,6 @@ grades, then the next one starts.
 """
 
 import asyncio
-import fcntl
 import json
 import os
 from collections import defaultdict
@@ -26,7 +25,7 @@ from megatron_rl.rewards.alarm import check_error_rate
 from megatron_rl.rewards.router import GradedItem
 from megatron_rl.rollout.sampling import Sampling, sample_seed, text_digest
 from megatron_rl.rollout.sglang.wire import Generation, GenerationRequest
-from megatron_rl.system.files import written_whole
+from megatron_rl.system.files import hold, written_whole
 
 _MIN_RESPONSES_FOR_ALARM = 64
 """Before so many are graded, the share that could not be scored says little."""
@@ -104,12 +103,7 @@ def open_score_file(path: Path, settings: Mapping[str, Any]) -> Iterator[ScoreFi
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "a+", encoding="utf-8") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise UserError(
-                f"run.output_dir: another run is writing to {path} right now; give another folder"
-            ) from error
+        hold(file, path)
         _check_settings(path, settings)
         yield ScoreFile(file, path, _read_done(path))
         file.flush()

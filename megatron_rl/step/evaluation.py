@@ -70,9 +70,6 @@ class Evaluator:
         last = step + 1 == self._config.run.num_steps
         return bool(self._sets) and (last or falls_due(step + 1, self._config.eval.every_steps))
 
-    async def evaluate_if_due(self, step: int) -> dict[str, float]:
-        return await self.evaluate(step) if self.due(step) else {}
-
     def begin(self, step: int, add: Callable[[int, dict[str, float]], None], warn: Callable[[str], None]) -> None:
         """``evaluate`` beside training (on the event loop), on servers that ``idle`` has waited for.
 

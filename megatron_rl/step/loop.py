@@ -265,10 +265,10 @@ class TrainingLoop:
 
     async def evaluate(self, step: int) -> None:
         """Full responses to held-out prompts, where it is time for them."""
-        parts = self._parts
-        if parts.fleet is None:
-            self._states[step].metrics |= await parts.evaluator.evaluate_if_due(step)
-        elif parts.evaluator.due(step):
+        parts, is_due = self._parts, self._parts.evaluator.due(step)
+        if is_due and parts.fleet is None:
+            self._states[step].metrics |= await parts.evaluator.evaluate(step)
+        elif is_due:
             parts.evaluator.begin(step, parts.recorder.add_to, parts.recorder.console.warning)
 
     def update_critic(self, step: int) -> None:

@@ -11,6 +11,8 @@ from typing import TextIO
 
 import psutil
 
+from megatron_rl.errors import UserError
+
 
 @contextmanager
 def written_whole(path: str | Path) -> Iterator[TextIO]:
@@ -43,8 +45,16 @@ def write_whole(path: str | Path, content: str | bytes) -> Path:
     return Path(path)
 
 
+def hold(file: TextIO, path: Path) -> None:
+    """Lock ``file`` for this process, as long as it is open. UserError where another one writes to ``path``."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise UserError(f"run.output_dir: another run is writing to {path} right now; give another folder") from error
+
+
 def is_locked(path: Path) -> bool:
-    """Whether another process holds the file's exclusive lock; of a file that is not there, none does. Raises OSError."""
+    """Whether another process holds the file; one that is not there nobody does. Raises OSError."""
     try:
         with open(path) as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)

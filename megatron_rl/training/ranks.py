@@ -5,9 +5,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
-from megatron_rl.config.schema import (
-    Config,
-)
+from megatron_rl.config.schema import Config
 from megatron_rl.parallel import collectives
 from megatron_rl.parallel import topology as topologies
 from megatron_rl.parallel.topology import Topology

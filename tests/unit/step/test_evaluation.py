@@ -84,7 +84,7 @@ def test_evaluations_are_due_after_every_n_steps_and_after_the_last_one():
 
 def test_accuracy_is_the_mean_of_the_responses_that_could_be_scored():
     bench = alone(1.0, 0.0, None, 1.0)
-    metrics = asyncio.run(bench.evaluator.evaluate_if_due(1))
+    metrics = asyncio.run(bench.evaluator.evaluate(1))
     error = statistics.stdev([1, 0, 1]) / 3**0.5
     assert metrics["eval/accuracy"] == pytest.approx(2 / 3) and metrics["eval/num_unscored"] == 1
     assert metrics["eval/accuracy_stderr"] == pytest.approx(error)

@@ -230,7 +230,7 @@ class ToyRun:
                 collector=Collector(config, self.pool, self.servers, grader),
                 rollout=self.servers,
                 grader=grader,
-                evaluator=SimpleNamespace(evaluate_if_due=self.evaluate),
+                evaluator=SimpleNamespace(due=lambda step: True, evaluate=self.evaluate),
                 recorder=self.recorder,
                 saver=self.saver,
                 keeper=SimpleNamespace(keep_if_due=lambda step, trained_s: None),
