@@ -34,7 +34,7 @@ def make_vision_batch(vision_config: Any, layout: list[list[int | tuple[int, int
     tokens, cu_seqlens = torch.cat(sequences), cu_seqlens_of(torch.tensor([len(s) for s in sequences]))
     mask = tokens < IMAGE
     mask[cu_seqlens[:-1]] = False
-    return PackedBatch(tokens, cu_seqlens, {"mask": mask}, Images(patches, grid, torch.tensor(owners)))
+    return PackedBatch(tokens, cu_seqlens, {"mask": mask}, Images.of_patches(patches, grid, torch.tensor(owners)))
 
 
 def hf_logits(model: Any, batch: PackedBatch) -> Tensor:
@@ -45,7 +45,7 @@ def hf_logits(model: Any, batch: PackedBatch) -> Tensor:
         images: dict[str, Tensor] = {}
         if len(one.images.grids):
             images = dict(
-                pixel_values=one.images.patches,
+                pixel_values=torch.cat([one.images.patches(i) for i in range(len(one.images.grids))]),
                 image_grid_thw=one.images.grids,
                 mm_token_type_ids=(one.tokens == IMAGE).int()[None],
             )

@@ -3,20 +3,23 @@
     python tools/bench_driver.py                                     # 1/32 of 8,192 slots, scaled up
     python tools/bench_driver.py --share 1 --routes 48x8x128         # all of them, with R3 of Qwen3-30B-A3B
     python tools/bench_driver.py --lengths pareto:1.5:2000 --json found.json
+    python tools/bench_driver.py --images 1 --share 1/64             # an image of 1,024 x 768 pixels in each prompt
 
 The pool is in its steady state: responses of the given lengths, cut at ``--cut``, grow by a window a step and are replaced when
 they end. ``tools/stub_servers.py`` answers with SGLang's JSON over sockets. What goes to the ranks is packed as in a run and
 counted where it would enter a socket; ``--replicas`` of ``--ranks-per-replica`` ranks take it, ``--ranks-per-node`` of them on the
-driver's machine. CPU seconds are those of the driver's process (rollout workers have a line of their own), of one step, scaled to
-all slots; what rank 0 does as any first rank of a replica, with its own share of the sequences, is a part by itself. A stall is the
-CPU time of one callback on the event loop. Workers have been started, and have made their connections, before the window begins,
-as in every step of a run but its first. Fixed costs of a call are scaled too: a large share is exact, a small one on the
-careful side.
+driver's machine. Each prompt has ``--images`` photos, 184 kB of JPEG and 999 tokens (patches of 14 pixels, 2 x 2 merged); rank 0
+cuts those of its own sequences. CPU seconds are those of the driver's process (rollout workers have a line of their own), of one
+step, scaled to all slots; what rank 0 does as any first rank of a replica, with its own share of the sequences, is a part by
+itself. A stall is the CPU time of one callback on the event loop. Workers have been started, and have made their connections,
+before the window begins, as in every step of a run but its first. Fixed costs of a call are scaled too: a large share is exact, a
+small one on the careful side.
 """
 
 import argparse
 import asyncio
 import gc
+import io
 import json
 import os
 import re
@@ -24,6 +27,7 @@ import resource
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -47,6 +51,16 @@ MODEL = {
     "num_key_value_heads": 4, "vocab_size": 152064, "tie_word_embeddings": False,
 }  # fmt: skip
 """Whose FLOPs the micro-batches are planned by (7B)."""
+VISION_MODEL = {
+    "model_type": "qwen2_5_vl", "image_token_id": 151655, "video_token_id": 151656, "vision_start_token_id": 151652,
+    "vision_end_token_id": 151653, "text_config": {"vocab_size": 152064},
+    "vision_config": {"patch_size": 14, "spatial_merge_size": 2, "temporal_patch_size": 2},
+}  # fmt: skip
+IMAGE_PROCESSOR = {
+    "image_processor_type": "Qwen2VLImageProcessor", "min_pixels": 3136, "max_pixels": 12845056, "patch_size": 14,
+    "temporal_patch_size": 2, "merge_size": 2,
+}  # fmt: skip
+IMAGE_SIZE, IMAGE_TOKENS = (1024, 768), 999
 
 
 class Meter:
@@ -54,6 +68,7 @@ class Meter:
 
     def __init__(self) -> None:
         self.cpu_s: dict[str, float] = defaultdict(float)
+        self._adding = threading.Lock()
         self.bytes: Counter[str] = Counter()
         self.stall_s = 0.0
 
@@ -73,7 +88,8 @@ class Meter:
             try:
                 return function(*args, **options)
             finally:
-                self.cpu_s[name] += time.thread_time() - began_s
+                with self._adding:
+                    self.cpu_s[name] += time.thread_time() - began_s
 
         return timed
 
@@ -123,7 +139,31 @@ def steady_slots(arguments: argparse.Namespace, num_slots: int, random: np.rando
     return total, done
 
 
-def filled_pool(arguments: argparse.Namespace, done: np.ndarray, random: np.random.Generator) -> Any:
+def vision_of(folder: Path) -> Any:
+    """The image processor of a model whose other files nobody reads."""
+    from megatron_rl.data.vision import Vision
+
+    (folder / "config.json").write_text(json.dumps(VISION_MODEL))
+    (folder / "preprocessor_config.json").write_text(json.dumps(IMAGE_PROCESSOR))
+    return Vision(folder)
+
+
+def photo(random: np.random.Generator, file: Path) -> Any:
+    """A picture with the noise of a camera, as a row gives it."""
+    from PIL import Image
+
+    from megatron_rl.data.images import ImageSource
+
+    width, height = IMAGE_SIZE
+    smooth = Image.fromarray(random.integers(0, 256, (24, 32, 3), dtype=np.uint8)).resize(IMAGE_SIZE)
+    noisy = np.asarray(smooth, np.float32) + random.normal(0, 8, (height, width, 3)).astype(np.float32)
+    data = io.BytesIO()
+    Image.fromarray(noisy.clip(0, 255).astype(np.uint8)).save(data, "JPEG", quality=85)
+    file.write_bytes(data.getvalue())
+    return ImageSource(file.name, str(file))
+
+
+def filled_pool(arguments: argparse.Namespace, done: np.ndarray, random: np.random.Generator, vision: Any) -> Any:
     """A slot pool whose responses have ``done`` tokens each, with values, from the steps before."""
     from megatron_rl.data.sampler import PromptSampler
     from megatron_rl.data.slots import SlotPool
@@ -131,7 +171,10 @@ def filled_pool(arguments: argparse.Namespace, done: np.ndarray, random: np.rand
 
     def prompt(index: int) -> Prompt:
         ids = random.integers(1000, 150_000, arguments.prompt_tokens).tolist()
-        return Prompt(str(index), tuple(ids), text="x" * 1000, answer="42", type="math")
+        images = [vision.reference(photo(random, vision.path / f"{index}-{i}.jpg")) for i in range(arguments.images)]
+        for _ in images:
+            ids += [vision.start_token_id, *[vision.image_token_id] * IMAGE_TOKENS, vision.end_token_id]
+        return Prompt(str(index), tuple(ids), text="x" * 1000, answer="42", type="math", images=tuple(images))
 
     def start(prompt: Prompt, id: int, *, group_id: int, sample_index: int) -> Trajectory:
         return Trajectory(id, prompt, group_id, sample_index, max_response_tokens=arguments.cut)
@@ -154,7 +197,8 @@ def stub_servers(arguments: argparse.Namespace, total: np.ndarray) -> Iterator[l
         np.save(file, total)
         file.flush()
         command = [sys.executable, str(Path(__file__).with_name("stub_servers.py")), file.name]
-        command += ["--servers", str(arguments.servers), "--prompt-tokens", str(arguments.prompt_tokens)]
+        command += ["--servers", str(arguments.servers), "--image-tokens", str(IMAGE_TOKENS)]
+        command += ["--prompt-tokens", str(arguments.prompt_tokens + arguments.images * (IMAGE_TOKENS + 2))]
         command += ["--routes", arguments.routes] if arguments.routes else []
         with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
             assert process.stdout is not None
@@ -196,7 +240,9 @@ def seen_inside(meter: Meter) -> Iterator[None]:
             setattr(module, name, value)
 
 
-def generate(arguments: argparse.Namespace, meter: Meter, trajectories: Sequence[Any], urls: Sequence[str], step: int) -> None:
+def generate(
+    arguments: argparse.Namespace, meter: Meter, trajectories: Sequence[Any], urls: Sequence[str], step: int, vision: Any
+) -> None:
     """One window of all slots, over sockets."""
     from megatron_rl.config.derived import num_rollout_workers
     from megatron_rl.config.schema import BatchConfig, Config, RolloutConfig
@@ -212,7 +258,7 @@ def generate(arguments: argparse.Namespace, meter: Meter, trajectories: Sequence
     layers, top_k, experts = map(int, (arguments.routes or "0x0x0").split("x"))
     routes = RouteShape(layers, top_k, experts) if arguments.routes else None
     long_lists._in_background().result()  # compiles
-    plan = GenerationPlan(Sampling(1.0, 1.0, -1, (2,), seed=1, routes=routes), decode=str)
+    plan = GenerationPlan(Sampling(1.0, 1.0, -1, (2,), seed=1, routes=routes, vision=vision), decode=str)
     batch = BatchConfig(num_prompts_per_step=arguments.slots, num_samples_per_prompt=1, window_tokens=arguments.window)
     config = Config(batch=batch, rollout=RolloutConfig(num_workers=arguments.workers))
     workers = num_rollout_workers(config, arguments.servers, os.cpu_count() or 1)
@@ -261,37 +307,52 @@ class Ranks:
     def logprobs(self, microbatches: Sequence[Any], **_: Any) -> list[Any]:
         import torch
 
+        _wait_for_images(microbatches)
         return [torch.zeros(len(one.tokens)) for one in microbatches]
 
     def values(self, microbatches: Sequence[Any]) -> list[Any]:
         import torch
 
+        _wait_for_images(microbatches)
         return [(torch.zeros(len(one.tokens)), torch.zeros(one.num_sequences)) for one in microbatches]
 
     def update(self, microbatches: Sequence[Any], loss: Any, **_: Any) -> Any:
         from megatron_rl.training.engine import UpdateResult
 
+        _wait_for_images(microbatches)
         return UpdateResult(1.0, 0.0, {}, skipped=False)
 
 
+def _wait_for_images(microbatches: Sequence[Any]) -> None:
+    """As an encoder does; this rank cuts all of its replica's, as each rank does without sequence parallelism."""
+    for batch in microbatches:
+        for image in range(0 if batch.images is None else len(batch.images.grids)):
+            batch.images.patches(image)
+
+
 @contextmanager
-def counted_group(arguments: argparse.Namespace, meter: Meter) -> Iterator[tuple[Any, Any]]:
+def counted_group(arguments: argparse.Namespace, meter: Meter, vision: Any) -> Iterator[tuple[Any, Any]]:
     """(the project's trainer group, its configuration), with sockets that count in place of those to the other ranks."""
     import torch
 
     from megatron_rl.config.schema import Config
     from megatron_rl.parallel import collectives, stragglers
-    from megatron_rl.training import trainer_group
+    from megatron_rl.training import holding, trainer_group
 
     config = Config()
-    config.batch.max_tokens_per_microbatch = arguments.cut + arguments.prompt_tokens
+    config.policy.path = str(vision.path) if vision is not None else ""
+    config.batch.max_tokens_per_microbatch = arguments.cut + arguments.prompt_tokens + arguments.images * (IMAGE_TOKENS + 2)
     config.batch.policy_minibatch_size = config.batch.critic_minibatch_size = max(1, len_of(arguments) // 16)
     group_module: Any = trainer_group
     restore, size = group_module.restore, arguments.ranks_per_replica * arguments.replicas
-    flatten, take = collectives._flatten, group_module.Held.take
+    flatten, take = collectives._flatten, holding.Held.take
 
     def flat(payload: Any, *more: Any) -> Any:
-        """Notes what of the payload is tokens and routes, not their addresses. A rank without others sends nothing on."""
+        """Notes what of the payload is tokens, routes and images, not their addresses. A rank without others sends nothing on."""
+        if (images := payload.get("image_files")) is not None:
+            is_here = isinstance(images, torch.Tensor)
+            meter.bytes["images that ranks take"] += images.nbytes if is_here else int(images.addresses[:, -1].sum())
+            meter.bytes["images through rank 0"] += images.nbytes * is_here
         meter.bytes["tokens and routes through rank 0"] += sum(
             value.nbytes
             for name, value in payload.items()
@@ -315,7 +376,8 @@ def counted_group(arguments: argparse.Namespace, meter: Meter) -> Iterator[tuple
         (collectives, "gather_objects"): lambda found, **_: [found and rank < arguments.ranks_per_node for rank in range(size)],
         (collectives, "_flatten"): flat,
         (collectives, "_unflatten"): meter.inner(_OWN_SHARE, collectives._unflatten),
-        (group_module.Held, "take"): meter.inner(_OWN_SHARE, take),
+        (holding.Held, "take"): meter.inner(_OWN_SHARE, take),
+        (type(vision), "cut"): meter.inner(_OWN_SHARE, getattr(type(vision), "cut", print)),
         (collectives, "_over_the_replica"): lambda flat, place: flat,
         (group_module, "restore"): answers,
         (stragglers, "working"): lambda what: nullcontext(),
@@ -336,7 +398,7 @@ def len_of(arguments: argparse.Namespace) -> int:
     return max(1, round(arguments.slots * Fraction(arguments.share) / NUM_SAMPLES)) * NUM_SAMPLES
 
 
-def train(arguments: argparse.Namespace, meter: Meter, trajectories: Sequence[Any], step: int) -> None:
+def train(arguments: argparse.Namespace, meter: Meter, trajectories: Sequence[Any], step: int, vision: Any) -> None:
     """The trainer stages' part on the driver."""
     import torch
 
@@ -350,13 +412,13 @@ def train(arguments: argparse.Namespace, meter: Meter, trajectories: Sequence[An
 
     algorithm = AlgorithmConfig(correction=CorrectionConfig(weight=CorrectionWeight.token))
     with meter.part("window batch"):
-        batch = window_batch(trajectories, step)
+        batch = window_batch(trajectories, step, vision)
         if arguments.routes:
             batch = with_routes(batch, window_routes(trajectories, step))
     finished = [t for t in trajectories if t.finished]
     for index, trajectory in enumerate(finished):
         trajectory.score = Score(float(index % 5 < 2))
-    with counted_group(arguments, meter) as (group, config):
+    with counted_group(arguments, meter, vision) as (group, config):
         with group.stage(step, "bench"), meter.part("to and from the ranks"):
             group.logprobs(batch, temperature=1.0)
             group.values(batch)
@@ -371,7 +433,7 @@ def train(arguments: argparse.Namespace, meter: Meter, trajectories: Sequence[An
         with meter.part("policy batch"):
             of_policy, _ = policy_batch(trajectories, batch, old, found, algorithm)
         with meter.part("critic batch"):
-            of_critic = response_batch(finished, algorithm)
+            of_critic = response_batch(finished, algorithm, vision=vision)
         with meter.part("metrics"):
             metrics.rollout_metrics(trajectories, step=step)
             metrics.staleness_metrics(trajectories, step, 1)
@@ -423,19 +485,24 @@ def bytes_held(trajectories: Sequence[Any]) -> float:
 
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        return _measure(arguments, vision_of(Path(folder)) if arguments.images else None)
+
+
+def _measure(arguments: argparse.Namespace, vision: Any) -> dict[str, Any]:
     random = np.random.default_rng(arguments.seed)
     num_slots = len_of(arguments)
     total, done = steady_slots(arguments, num_slots, random)
-    pool, meter, step = filled_pool(arguments, done, random), Meter(), STEPS_TO_STEADY_STATE
+    pool, meter, step = filled_pool(arguments, done, random, vision), Meter(), STEPS_TO_STEADY_STATE
     trajectories = pool.fill(step)
     process = psutil.Process()
     with stub_servers(arguments, total) as urls:
         before = process.cpu_times()
-        generate(arguments, meter, trajectories, urls, step)
+        generate(arguments, meter, trajectories, urls, step, vision)
         workers_s = process.cpu_times().children_user - before.children_user
     expected = int(np.minimum(total - done, arguments.window).sum())
     assert sum(t.window_tokens(step) for t in trajectories) == expected, "the stub servers gave another number of tokens"
-    train(arguments, meter, trajectories, step)
+    train(arguments, meter, trajectories, step, vision)
     held = bytes_held(trajectories)
     held_up_s = checkpoint(meter, pool, step)
     scale = arguments.slots / num_slots
@@ -464,6 +531,7 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--cut", type=int, default=32768)
     parser.add_argument("--window", type=int, default=8192)
     parser.add_argument("--prompt-tokens", type=int, default=300)
+    parser.add_argument("--images", type=int, default=0, help="photos of 1024 x 768 pixels in each prompt")
     parser.add_argument("--routes", default="", help="R3 of a model: layers x experts of a token x experts, as 48x8x128")
     parser.add_argument("--servers", type=int, default=2)
     parser.add_argument("--workers", type=int, help="rollout worker processes; without it as many as a run would have here")

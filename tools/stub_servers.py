@@ -32,17 +32,21 @@ _OF_RID = re.compile(r"-\d+-(\d+)-\d+")
 class Answers:
     """Texts of answers, cut out of prepared ones."""
 
-    def __init__(self, lengths: np.ndarray, prompt_tokens: int, routes: tuple[int, int, int] | None, version: str) -> None:
+    def __init__(
+        self, lengths: np.ndarray, prompt_tokens: int, routes: tuple[int, int, int] | None, version: str, image_tokens: int = 1
+    ) -> None:
         random = np.random.default_rng(1)
         ids = random.integers(1000, VOCAB_SIZE, NUM_STORED).tolist()
         logprobs = (-random.exponential(0.4, NUM_STORED)).astype(np.float32).tolist()
         self._lengths, self._prompt_tokens, self._version = lengths, prompt_tokens, version
+        self._more_per_image = image_tokens - 1
         self._ids = _Cut([b"%d" % token for token in ids])
         self._pairs = _Cut([orjson.dumps([logprob, token, None]) for logprob, token in zip(logprobs, ids, strict=True)])
         self._routes = None if routes is None else _random_routes(random, *routes)
 
-    def sample(self, rid: str, num_given: int, max_new_tokens: int) -> bytes:
-        """The JSON of one sample that had ``num_given`` tokens."""
+    def sample(self, rid: str, num_given: int, max_new_tokens: int, num_images: int = 0) -> bytes:
+        """The JSON of one sample that had ``num_given`` tokens, one of them for each image."""
+        num_given += num_images * self._more_per_image
         found = _OF_RID.search(rid)
         index = int(found[1]) if found else 0
         left = int(self._lengths[index % len(self._lengths)]) - (num_given - self._prompt_tokens)
@@ -90,8 +94,10 @@ def serve(listener: socket.socket, answers: Answers, parent: int) -> None:
         body = orjson.loads(await request.read())
         params = body["sampling_params"]
         parts = [
-            answers.sample(rid, len(ids), own["max_new_tokens"])
-            for rid, ids, own in zip(body["rid"], body["input_ids"], params, strict=True)
+            answers.sample(rid, len(ids), own["max_new_tokens"], len(images))
+            for rid, ids, own, images in zip(
+                body["rid"], body["input_ids"], params, body.get("image_data") or [()] * len(params), strict=True
+            )
         ]
         return web.Response(body=b"[" + b",".join(parts) + b"]", content_type="application/json")
 
@@ -112,12 +118,13 @@ def main() -> None:
     parser.add_argument("lengths")
     parser.add_argument("--servers", type=int, default=1)
     parser.add_argument("--prompt-tokens", type=int, default=300)
+    parser.add_argument("--image-tokens", type=int, default=1, help="of each image, also counted in --prompt-tokens")
     parser.add_argument("--routes", default="", help="layers x experts of a token x experts, as 48x8x128")
     parser.add_argument("--version", default="1")
     arguments = parser.parse_args()
     layers, top_k, experts = map(int, (arguments.routes or "0x0x0").split("x"))
     routes = (layers, top_k, experts) if arguments.routes else None
-    answers = Answers(np.load(arguments.lengths), arguments.prompt_tokens, routes, arguments.version)
+    answers = Answers(np.load(arguments.lengths), arguments.prompt_tokens, routes, arguments.version, arguments.image_tokens)
     listeners = [socket.create_server(("127.0.0.1", 0)) for _ in range(arguments.servers)]
     for listener in listeners:
         multiprocessing.get_context("fork").Process(target=serve, args=(listener, answers, os.getpid()), daemon=True).start()

@@ -119,7 +119,7 @@ def with_images(batch: PackedBatch, hf_config: PretrainedConfig, seed: int) -> P
     grid = torch.tensor(grids, dtype=torch.int64).view(-1, 3)
     values = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
     patches = torch.randn(int(grid.prod(-1).sum()), values, generator=torch.Generator().manual_seed(seed))
-    images = Images(patches, grid, torch.tensor(owners, dtype=torch.int64))
+    images = Images.of_patches(patches, grid, torch.tensor(owners, dtype=torch.int64))
     return replace(batch.with_fields(mask=mask), tokens=tokens, images=images)
 
 

@@ -6,11 +6,14 @@ first token of a sequence has no such number: its entry is 0 and its mask is 0.
 """
 
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from megatron_rl.data.images import ImageFile
 
 TOKENS = "tokens"
 ROUTES = "routes"
@@ -19,31 +22,44 @@ ALSO_WANTED = ("lm_mask", "window")
 """Fields [T] bool: tokens outside ``mask`` whose log-probs a pass of a policy gives too."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Images:
-    """The images of a batch as the model's image processor cut them, back to back, in the order of their tokens."""
+    """The images of a batch, in the order of their tokens."""
 
-    patches: Tensor
-    """[P, values of a patch] float32."""
+    sources: "Sequence[ImageFile | Tensor | Future[Tensor] | None]"
+    """Of each image, on the driver: its file. On a rank: its patches as the model's image processor cuts them, [t*h*w, values of
+    a patch] float32, perhaps not cut yet; None where another rank that has the batch cuts them."""
     grids: Tensor
-    """[I, 3] int64, patches of each image in time, height and width; their products add up to P."""
+    """[I, 3] int64, patches of each image in time, height and width."""
     sequences: Tensor
     """[I] int64, ascending: the sequence of the batch that each image belongs to."""
 
+    @classmethod
+    def of_patches(cls, patches: Tensor, grids: Tensor, sequences: Tensor) -> "Images":
+        """``patches`` [P, values of a patch] of all images, back to back."""
+        return cls(patches.split(grids.prod(-1).tolist()), grids, sequences)
+
+    def patches(self, image: int) -> Tensor:
+        """Of an image that this rank cuts; waits for them."""
+        found = self.sources[image]
+        found = found.result() if isinstance(found, Future) else found
+        assert isinstance(found, Tensor)
+        return found
+
+    def of(self, sequence: int) -> range:
+        """The images of a sequence."""
+        first, end = np.searchsorted(self.sequences.numpy(), [sequence, sequence + 1]).tolist()
+        return range(first, end)
+
     def select(self, indices: Sequence[int]) -> "Images":
         """Those of the sequences ``indices``, renumbered in that order."""
-        starts = cu_seqlens_of(self.grids.prod(-1))
-        images = [(self.sequences == index).nonzero()[:, 0] for index in indices]
-        chosen = torch.cat([torch.zeros(0, dtype=torch.int64), *images])
-        rows = [torch.arange(int(starts[image]), int(starts[image + 1])) for image in chosen.tolist()]
+        found = [self.of(index) for index in indices]
+        chosen = [image for images in found for image in images]
         return Images(
-            patches=self.patches[torch.cat([torch.zeros(0, dtype=torch.int64), *rows])],
+            sources=[self.sources[image] for image in chosen],
             grids=self.grids[chosen],
-            sequences=torch.repeat_interleave(torch.tensor([len(found) for found in images], dtype=torch.int64)),
+            sequences=torch.repeat_interleave(torch.tensor([len(images) for images in found], dtype=torch.int64)),
         )
-
-    def to(self, device: torch.device) -> "Images":
-        return Images(self.patches.to(device), self.grids.to(device), self.sequences.to(device))
 
 
 @dataclass(frozen=True, eq=False)

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from megatron_rl.data.rows import describe
 from megatron_rl.errors import DataError
 
@@ -64,6 +66,15 @@ class ImageRef:
     @property
     def num_patches(self) -> int:
         return self.grid[0] * self.grid[1] * self.grid[2]
+
+
+@dataclass(frozen=True, eq=False)
+class ImageFile:
+    """An image as it travels to the ranks, which cut it into patches."""
+
+    ref: ImageRef
+    data: np.ndarray
+    """[bytes] uint8: its file, as it is."""
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,8 @@
 
 Invariants: token ids of prompts are *expanded*, an image of grid (t, h, w) stands as t*h*w / merge_size^2 image tokens;
 SGLang gets them *collapsed*, one image token an image, and expands them itself; both sides start from the same pixels.
-Token counts follow from image sizes alone; patches are cut when a batch needs them and kept in a bounded cache.
+Token counts follow from image sizes alone. A batch of the driver has the images' files; patches are cut by the ranks that
+encode them.
 """
 
 import base64
@@ -10,21 +11,28 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any
+from weakref import WeakValueDictionary
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from megatron_rl.data.batch import Images
-from megatron_rl.data.images import ImageFacts, ImageRef, ImageSource, decode, digest_of, inspect, png_bytes
+from megatron_rl.data.images import (
+    ImageFacts,
+    ImageFile,
+    ImageRef,
+    ImageSource,
+    decode,
+    digest_of,
+    inspect,
+    png_bytes,
+)
 from megatron_rl.errors import DataError
 from megatron_rl.families.facts import as_config, read_model_json, vision_titles, vision_token_ids
 
-_PATCH_CACHE_BYTES = 1 << 30
 _WIRE_CACHE_BYTES = 1 << 28
-
-T = TypeVar("T")
 
 
 def collapse(token_ids: Sequence[int] | np.ndarray, image_token_id: int, counts: Sequence[int]) -> np.ndarray:
@@ -75,9 +83,10 @@ class Vision:
         self._patch_size: int = self._processor.patch_size
         self.merge_size: int = self._processor.merge_size
         self._check_sizes(model["vision_config"])
-        self._sources: dict[tuple[str, int], ImageSource] = {}
-        self._patches = _Cache[Tensor](_PATCH_CACHE_BYTES, lambda patches: patches.numel() * patches.element_size())
-        self._wire = _Cache[str](_WIRE_CACHE_BYTES, len)
+        self._sources: dict[tuple[str, int], tuple[ImageSource, ImageRef]] = {}
+        self._files: WeakValueDictionary[tuple[str, int], ImageFile] = WeakValueDictionary()
+        """Those of batches that are still there."""
+        self._wire = _Cache(_WIRE_CACHE_BYTES)
 
     def reference(self, source: ImageSource) -> ImageRef:
         """The image as prompts carry it. DataError for one that cannot be used."""
@@ -92,7 +101,7 @@ class Vision:
                 f"image processor makes {self.num_tokens(ref)} of {facts.width} x {facts.height} pixels; raise "
                 "data.video_frame_tokens, or give frames of a less extreme shape"
             )
-        self._sources.setdefault((facts.digest, source.max_tokens), source)
+        self._sources.setdefault((facts.digest, source.max_tokens), (source, ref))
         return ref
 
     def num_tokens(self, ref: ImageRef) -> int:
@@ -105,27 +114,29 @@ class Vision:
         """``token_ids`` (prompt and response) with one image token an image."""
         return collapse(token_ids, self.image_token_id, [self.num_tokens(ref) for ref in refs])
 
-    def patches(self, ref: ImageRef) -> Tensor:
-        """[t*h*w, values of a patch] float32, as the model's processor cuts them. DataError if the file has changed."""
+    def file(self, ref: ImageRef) -> ImageFile:
+        """What ``cut`` needs. DataError if it cannot be read, or has changed."""
+        found = self._files.get((ref.digest, ref.max_tokens))
+        if found is None:
+            found = ImageFile(ref, np.frombuffer(self._bytes(ref), np.uint8))
+            self._files[ref.digest, ref.max_tokens] = found
+        return found
 
-        def cut() -> Tensor:
-            result = self._processor(images=[self._pixels(ref)], return_tensors="pt")
-            found = tuple(result["image_grid_thw"][0].tolist())
-            if found != ref.grid:
-                raise DataError(
-                    f"image {ref.name}: expected a grid of {ref.grid} patches, but the image processor of {self.path} "
-                    f"makes {found}; resume with the preprocessor_config.json that the run was started with"
-                )
-            return result["pixel_values"].to(torch.float32)
-
-        return self._patches.get((ref.digest, ref.max_tokens), cut)
+    def cut(self, file: ImageFile) -> Tensor:
+        """[t*h*w, values of a patch] float32, as the model's processor cuts them; of any folder's ``file``."""
+        ref = file.ref
+        result = self._processor(images=[self._pixels(file.data.tobytes(), ref)], return_tensors="pt")
+        found = tuple(result["image_grid_thw"][0].tolist())
+        if found != ref.grid:
+            raise self._other_grid(ref, found)
+        return result["pixel_values"].to(torch.float32)
 
     def wire(self, ref: ImageRef) -> str:
-        """The image as SGLang takes it: base64 of a file with the pixels that ``patches`` starts from."""
+        """The image as SGLang takes it: base64 of a file with the pixels that ``cut`` starts from."""
 
         def encode() -> str:
             data = self._bytes(ref)
-            image = self._pixels(ref)
+            image = self._pixels(data, ref)
             return base64.b64encode(data if _is_plain_png(data, image) else png_bytes(image)).decode()
 
         return self._wire.get((ref.digest, ref.max_tokens), encode)
@@ -136,31 +147,40 @@ class Vision:
         if not refs:
             return None
         return Images(
-            patches=torch.cat([self.patches(ref) for ref in refs]),
+            sources=[self.file(ref) for ref in refs],
             grids=torch.tensor([ref.grid for ref in refs], dtype=torch.int64),
             sequences=torch.repeat_interleave(torch.tensor([len(images) for images in sequences], dtype=torch.int64)),
         )
 
     def check_known(self, refs: Iterable[ImageRef]) -> None:
-        """DataError for an image of a checkpoint that the data files no longer give, byte for byte."""
+        """DataError for an image of a checkpoint that the data files no longer give, byte for byte and in the same grid."""
         for ref in refs:
-            if (ref.digest, ref.max_tokens) not in self._sources:
+            source, known = self._sources.get((ref.digest, ref.max_tokens), (None, ref))
+            if source is None:
                 raise DataError(
                     f"run.resume: image {ref.name} is not the one that the run was started with (its bytes have "
                     "changed, or no row of the data files names it); restore the file, or start a new run"
                 )
+            if known.grid != ref.grid:
+                raise self._other_grid(ref, known.grid)
+
+    def _other_grid(self, ref: ImageRef, found: tuple[int, ...]) -> DataError:
+        return DataError(
+            f"image {ref.name}: expected a grid of {ref.grid} patches, but the image processor of {self.path} "
+            f"makes {found}; use the preprocessor_config.json that the run was started with, on every node"
+        )
 
     def _bytes(self, ref: ImageRef) -> bytes:
         self.check_known([ref])
-        data = self._sources[ref.digest, ref.max_tokens].read()
+        data = self._sources[ref.digest, ref.max_tokens][0].read()
         if digest_of(data) != ref.digest:
             raise DataError(
                 f"image {ref.name}: its bytes have changed since the run started; restore the file and resume"
             )
         return data
 
-    def _pixels(self, ref: ImageRef) -> Any:
-        image = decode(self._bytes(ref), ref.name)
+    def _pixels(self, data: bytes, ref: ImageRef) -> Any:
+        image = decode(data, ref.name)
         height, width = self._size(ImageFacts(ref.digest, image.width, image.height), ref.max_tokens)
         return image if (width, height) == image.size else image.resize((width, height))
 
@@ -228,17 +248,16 @@ def _is_plain_png(data: bytes, image: Any) -> bool:
     return stored.format == "PNG" and stored.mode == "RGB" and not stored.info and stored.size == image.size
 
 
-class _Cache(Generic[T]):
-    """The values used last, up to a number of bytes."""
+class _Cache:
+    """The texts used last, up to a number of bytes."""
 
-    def __init__(self, max_bytes: int, size_of: Callable[[T], int]) -> None:
+    def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
-        self._size_of = size_of
-        self._values: OrderedDict[Any, T] = OrderedDict()
+        self._values: OrderedDict[Any, str] = OrderedDict()
         self._num_bytes = 0
         self._lock = threading.Lock()
 
-    def get(self, key: Any, make: Callable[[], T]) -> T:
+    def get(self, key: Any, make: Callable[[], str]) -> str:
         with self._lock:
             if key in self._values:
                 self._values.move_to_end(key)
@@ -247,8 +266,8 @@ class _Cache(Generic[T]):
         with self._lock:
             if key not in self._values:
                 self._values[key] = value
-                self._num_bytes += self._size_of(value)
+                self._num_bytes += len(value)
             while self._num_bytes > self._max_bytes and len(self._values) > 1:
                 _, oldest = self._values.popitem(last=False)
-                self._num_bytes -= self._size_of(oldest)
+                self._num_bytes -= len(oldest)
         return value

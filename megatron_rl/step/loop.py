@@ -129,7 +129,7 @@ class TrainingLoop:
             trajectories = self._parts.collector.ended_groups(step)
         elif self._trained_window(step) is None:
             trajectories = [t for t in trajectories if t.finished]
-        # On a thread next to the event loop: images are read and cut there.
+        # On a thread next to the event loop: images are read there.
         batch = await asyncio.to_thread(window_batch, trajectories, self._trained_window(step), self._parts.vision)
         if self._config.policy.moe.routing_replay is RoutingReplay.R3:
             batch = with_routes(batch, window_routes(trajectories, step))

@@ -16,9 +16,9 @@ _SHORT_STRETCH = 32
 
 
 def pack(trajectories: Sequence[Trajectory], fields: dict[str, Tensor], vision: Vision | None = None) -> PackedBatch:
-    """Prompts and responses so far with per-token ``fields`` [T]; ``vision`` cuts the images of the prompts.
+    """Prompts and responses so far with per-token ``fields`` [T]; ``vision`` finds the images of the prompts.
 
-    Tokens stay where they are (``PackedBatch.parts``).
+    Tokens stay where they are (``PackedBatch.parts``), and images are files (``Images.sources``).
     """
     lengths = torch.tensor([t.num_tokens for t in trajectories], dtype=torch.int64)
     images = None if vision is None else vision.batch([t.prompt.images for t in trajectories])
@@ -34,7 +34,7 @@ def window_batch(
 
     ``step`` None: on all that the model generated.
 
-    Every window of a response needs the prompt's images again, so ``vision`` cuts them in every step.
+    Every window of a response needs the prompt's images again.
     """
     num_tokens = sum(t.num_tokens for t in trajectories)
     mask, logprobs = np.zeros(num_tokens, bool), np.zeros(num_tokens, np.float32)

@@ -71,7 +71,7 @@ def _train(config: Config, group: TrainerGroup) -> None:
 
 
 def solution_batch(solutions: Sequence[Solution], vision: Vision | None = None) -> PackedBatch:
-    """Prompt and response back to back; the mask is on the response. ``vision`` cuts the prompts' images."""
+    """Prompt and response back to back; the mask is on the response. ``vision`` finds the prompts' images."""
     rows = [[*solution.prompt_ids, *solution.response_ids] for solution in solutions]
     tokens = torch.tensor([token for row in rows for token in row], dtype=torch.int64)
     lengths = torch.tensor([len(row) for row in rows], dtype=torch.int64)

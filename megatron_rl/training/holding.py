@@ -15,10 +15,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_rl.data.batch import TOKENS, Images, PackedBatch, Parts, cu_seqlens_of
+from megatron_rl.config.schema import ParallelConfig
+from megatron_rl.data.batch import TOKENS, PackedBatch, Parts, cu_seqlens_of
 from megatron_rl.parallel.collectives import Pieces
+from megatron_rl.parallel.topology import Topology
 from megatron_rl.system.shared_file import SharedArrays, address_of
 from megatron_rl.training.batching import Plan
+from megatron_rl.training.held_images import Cut, HeldImages, ImageCutting, SentImages
 
 
 @dataclass
@@ -45,6 +48,7 @@ class Ledger:
         """By engine: the column of the experts that its updates follow, where the ranks alone have it."""
         self._numbers: dict[Hashable, int] = {}
         self._held: list[set[int]] = [set() for _ in range(num_replicas)]
+        self._images = SentImages(num_replicas)
         self._columns: list[_Column] = []
 
     def column(self, values: Tensor | Parts | None = None) -> int:
@@ -97,7 +101,7 @@ class Ledger:
             # Ids of any vocabulary fit half the bytes.
             payload["tokens"] = batch.taken(batch.tokens, new).to(torch.int32)
         if batch.images is not None:
-            payload |= {f"images/{name}": values for name, values in vars(batch.images.select(new)).items()}
+            payload |= self._images.payload(batch.images, new, replica, self._pieces)
         for number in columns:
             column = self._columns[number]
             there = column.holders[replica]
@@ -127,11 +131,14 @@ class Ledger:
 
     def _parts(self, parts: Parts, indices: Sequence[int]) -> Pieces:
         """Those of the sequences ``indices``."""
-        if not indices:
-            return Pieces([parts.by_sequence[0][0][:0]])
         arrays = [array for index in indices for array in parts.by_sequence[index] if len(array)]
-        if self._shared is None or not arrays:
-            return Pieces(arrays or [parts.by_sequence[0][0][:0]])
+        return self._pieces(arrays or [parts.by_sequence[0][0][:0]])
+
+    def _pieces(self, arrays: Sequence[np.ndarray]) -> Pieces:
+        """Of these, of which many are in other payloads too."""
+        arrays = arrays or [np.zeros(0, np.uint8)]
+        if self._shared is None or not len(arrays[0]):
+            return Pieces(arrays)
         return Pieces(arrays, np.array([self._address(array, self._shared) for array in arrays]))
 
     def _address(self, array: np.ndarray, shared: SharedArrays) -> np.ndarray:
@@ -159,9 +166,10 @@ class About:
 class Held:
     """Sequences on this rank, by their numbers, on the CPU."""
 
-    def __init__(self) -> None:
+    def __init__(self, cut: Cut = lambda number, file: None) -> None:
+        """``cut``: begins to cut those images that are this rank's to cut."""
         self._tokens: dict[int, Tensor] = {}
-        self._images: dict[int, Images] = {}
+        self.images = HeldImages(cut)
         self._columns: dict[int, dict[int, Tensor]] = {}
         self._empty: dict[int, Tensor] = {}
         """By column: no rows of it."""
@@ -170,17 +178,15 @@ class Held:
         """This rank's micro-batches of a call, whose ``fields`` are columns; what is new of them stays here."""
         new, lengths = payload["new"].tolist(), payload["lengths"].tolist()
         self._tokens |= dict(zip(new, payload["tokens"].split(lengths), strict=True))
-        images = {name.removeprefix("images/"): t for name, t in payload.items() if name.startswith("images/")}
-        if images:
-            of_new = Images(**images)
-            self._images |= {number: of_new.select([place]) for place, number in enumerate(new)}
+        has_images = "images" in payload
+        if has_images:
+            self.images.take(payload, new)
         for name, values in payload.items():
             if name.startswith("column/"):
                 column = int(name.removeprefix("column/"))
                 self._add(column, payload[f"of/{column}"].tolist(), values)
         plan = [part.tolist() for part in payload["sequences"].split(payload["microbatch_sizes"].tolist())]
-        no_images = Images(**{name: values[:0] for name, values in images.items()}) if images else None
-        return Share([self._microbatch(numbers, fields, no_images) for numbers in plan], plan, self)
+        return Share([self._microbatch(numbers, fields, has_images) for numbers in plan], plan, self)
 
     def keep(self, column: int, plan: Sequence[Sequence[int]], parts: Sequence[Tensor]) -> None:
         """``parts`` of micro-batches as a column; ranks before the last stage have none."""
@@ -192,7 +198,7 @@ class Held:
         self._columns.setdefault(column, {}).update(zip(numbers, rows, strict=False))
         self._empty[column] = values[:0]
 
-    def _microbatch(self, numbers: Sequence[int], fields: Mapping[str, int], no_images: Images | None) -> PackedBatch:
+    def _microbatch(self, numbers: Sequence[int], fields: Mapping[str, int], has_images: bool) -> PackedBatch:
         rows = [self._tokens[number] for number in numbers]
         return PackedBatch(
             tokens=torch.cat([torch.zeros(0, dtype=torch.int32), *rows]).to(torch.int64),
@@ -203,16 +209,29 @@ class Held:
                 # Answers are where they were computed: on the last stage, which alone reads them.
                 if column in self._empty and self._columns[column].keys() >= set(numbers)
             },
-            images=None if no_images is None else self._joined(no_images, numbers),
+            images=self.images.of(numbers) if has_images else None,
         )
 
-    def _joined(self, no_images: Images, numbers: Sequence[int]) -> Images:
-        found = [self._images[number] for number in numbers]
-        return Images(
-            patches=torch.cat([no_images.patches, *(images.patches for images in found)]),
-            grids=torch.cat([no_images.grids, *(images.grids for images in found)]),
-            sequences=torch.repeat_interleave(torch.tensor([len(images.grids) for images in found], dtype=torch.int64)),
-        )
+
+class HeldOfSteps:
+    """Sequences on this rank, by layout and step."""
+
+    def __init__(self, cutting: ImageCutting) -> None:
+        self._cutting = cutting
+        self._held: dict[tuple[int, int], Held] = {}
+
+    def of(self, place: Topology, parallel: ParallelConfig, step: int | None) -> Held:
+        """``step`` None: of no step, nothing of it is kept."""
+        if step is None:
+            return Held(self._cutting.share_of(place, parallel))
+        if (place.layout, step) not in self._held:
+            self._held[place.layout, step] = Held(self._cutting.share_of(place, parallel))
+        return self._held[place.layout, step]
+
+    def release(self, step: int | None) -> None:
+        """Forget the sequences of ``step``; None: of every step."""
+        for key in [key for key in self._held if step in (None, key[1])]:
+            self._held.pop(key).images.drop()
 
 
 @dataclass(frozen=True)

@@ -47,6 +47,6 @@ def on_device(batch: PackedBatch, device: torch.device) -> PackedBatch:
         tokens=moved(batch.tokens, device),
         cu_seqlens=moved(batch.cu_seqlens, device),
         fields={name: moved(values, device) for name, values in batch.fields.items()},
-        # Each rank moves the patches of the images that it encodes.
+        # Each rank moves the patches of the images that it cuts.
         images=batch.images,
     )

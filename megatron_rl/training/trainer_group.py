@@ -29,7 +29,8 @@ from megatron_rl.training import actions
 from megatron_rl.training.batching import Plan
 from megatron_rl.training.engine import Engine, UpdateResult
 from megatron_rl.training.export import WeightExport, free_cached_memory, to_its_end
-from megatron_rl.training.holding import About, Held, Ledger, Share
+from megatron_rl.training.held_images import ImageCutting
+from megatron_rl.training.holding import About, HeldOfSteps, Ledger, Share
 from megatron_rl.training.model_checkpoint import CheckpointNotSaved
 from megatron_rl.training.payloads import restore
 from megatron_rl.training.profiling import memory_note, stage_profiler
@@ -91,11 +92,10 @@ class Worker:
         self.topology = topology
         self.engines = engines
         self.export = WeightExport(config)
+        self.held = HeldOfSteps(ImageCutting(config.policy.path, [engine.hf_config for engine in engines.values()]))
         self.use = StageAccount()
         self._profiler = stage_profiler(config, topology.rank)
         self.replicas = {name: Replicas.of(e.parallel, topology.world_size) for name, e in engines.items()}
-        self._held: dict[tuple[int, int], Held] = {}
-        """By layout and step."""
         self.note: Callable[[str], None] = lambda text: None
         """Told how far long work is."""
 
@@ -121,7 +121,7 @@ class Worker:
             self.heed(command)
             return command is not Notice.stop
         if isinstance(command, Release):
-            self.release(command.step)
+            self.held.release(command.step)
             return True
         if isinstance(command, Reach):
             command.report()
@@ -178,20 +178,13 @@ class Worker:
             if command.fields is not None:
                 what = f"the batches of the {command}"
                 payload = collectives.deliver(payloads, replicas.heads, engine.topology, **ways or {}, what=what)
-                share = self._held_of(engine, command.step).take(payload, command.fields)
+                share = self.held.of(engine.topology, engine.parallel, command.step).take(payload, command.fields)
             with self.use.working():
                 result = command.action(self, engine, share)
         if command.gathers:
             what = f"the results of the {command}"
             return collectives.gather_tensors(result, senders=replicas.reporters, what=what)
         return result
-
-    def release(self, step: int | None) -> None:
-        """Forget the sequences of ``step``; None: of every step."""
-        self._held = {key: held for key, held in self._held.items() if step is not None and key[1] != step}
-
-    def _held_of(self, engine: Engine, step: int | None) -> Held:
-        return Held() if step is None else self._held.setdefault((engine.topology.layout, step), Held())
 
 
 class TrainerGroup:
@@ -384,7 +377,7 @@ class TrainerGroup:
         ended = [key for key in self._ledgers if step in (None, key[1])]
         if ended:
             collectives.broadcast_object(Release(step), what="the end of a step")
-            self._worker.release(step)
+            self._worker.held.release(step)
         for key in ended:
             del self._ledgers[key]
 

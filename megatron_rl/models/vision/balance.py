@@ -61,9 +61,10 @@ def encode_balanced(
     """Features [image tokens of this rank's batch, 1 + deepstack, hidden]; collective over the group."""
     parameter = next(encoder.parameters())
     if images is None:
-        images = _no_images(vision_config)
+        nothing = torch.zeros(0, dtype=torch.int64)
+        images = Images([], nothing.view(0, 3), nothing)
     group, num_peers = _group(config)
-    grids, counts = _gather_grids(images.grids, group, parameter.device)
+    grids, has, counts = _gather_grids(images, group, parameter.device)
     batch_of_image = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts)).tolist()
     # Tensor- and context-parallel peers follow one another and have the same batch: one of them speaks for it.
     batches = range(0, group.size(), num_peers)
@@ -72,14 +73,22 @@ def encode_balanced(
     homes = [range(first, first + num_peers) for first, own in zip(batches, images_of, strict=True) for _ in own]
     costs = [image_flops(vision_config, grids[image].tolist()) for image in listed]
     ranks = assign_images(costs, group.size(), homes)
+    firsts = cu_seqlens_of(torch.tensor(counts)).tolist()
+    # Of the ranks that have an image's batch, those that cut it.
+    cutters = [
+        [rank for rank in home if has[firsts[rank] + image - firsts[home.start]]]
+        for image, home in zip(listed, homes, strict=True)
+    ]
     plan = _Plan(
         homes=homes,
+        cutters=cutters,
         ranks=ranks,
         sizes=grids[listed].prod(-1).tolist(),
         me=group.rank(),
         num_ranks=group.size(),
     )
-    patches = _exchange_patches(images, plan, group, parameter)
+    size_of_patch = vision_config.in_channels * vision_config.temporal_patch_size * vision_config.patch_size**2
+    patches = _exchange_patches(images, plan, group, parameter.new_zeros(0, size_of_patch))
     mine = [i for i, rank in enumerate(ranks) if rank == plan.me]
     width = 1 + num_deepstack(vision_config)
     # The encoder has no collectives, so a rank without images leaves it out; it still meets the others in the exchanges.
@@ -94,12 +103,6 @@ def encode_balanced(
     return _exchange_features(features, plan, group, vision_config.spatial_merge_size**2)
 
 
-def _no_images(vision_config: PretrainedConfig) -> Images:
-    size = vision_config.in_channels * vision_config.temporal_patch_size * vision_config.patch_size**2
-    nothing = torch.zeros(0, dtype=torch.int64)
-    return Images(torch.zeros(0, size), nothing.view(0, 3), nothing)
-
-
 def _group(config: TransformerConfig) -> tuple[dist.ProcessGroup, int]:
     """(the ranks that share, how many neighbours in it have the same batch)."""
     num_peers = config.context_parallel_size
@@ -109,37 +112,50 @@ def _group(config: TransformerConfig) -> tuple[dist.ProcessGroup, int]:
     return parallel_state.get_data_parallel_group(with_context_parallel=True), num_peers
 
 
-def _gather_grids(own: Tensor, group: dist.ProcessGroup, device: torch.device) -> tuple[Tensor, list[int]]:
-    """(grids [sum of counts, 3] of all ranks, on the CPU; counts by rank)."""
+def _gather_grids(
+    images: Images, group: dist.ProcessGroup, device: torch.device
+) -> tuple[Tensor, list[int], list[int]]:
+    """(grids [sum of counts, 3] of all ranks, on the CPU; whether the rank cuts each of them; counts by rank)."""
+    has = torch.tensor([source is not None for source in images.sources], dtype=torch.int64)
+    own = torch.cat([images.grids, has[:, None]], dim=1)
     if group.size() == 1:
-        return own.cpu(), [len(own)]
+        return images.grids, has.tolist(), [len(own)]
     counts = torch.zeros(group.size(), dtype=torch.int64, device=device)
     dist.all_gather_into_tensor(counts, torch.tensor([len(own)], device=device), group=group)
     longest = int(counts.max())
     if longest == 0:
-        return own.cpu().view(0, 3), [0] * group.size()
-    padded = torch.zeros((longest, 3), dtype=torch.int64, device=device)
+        return images.grids, [], [0] * group.size()
+    padded = torch.zeros((longest, 4), dtype=torch.int64, device=device)
     padded[: len(own)] = own.to(device)
-    gathered = torch.zeros((group.size() * longest, 3), dtype=torch.int64, device=device)
+    gathered = torch.zeros((group.size() * longest, 4), dtype=torch.int64, device=device)
     dist.all_gather_into_tensor(gathered, padded, group=group)
     real = counts.tolist()
-    return torch.cat([part[:n] for part, n in zip(gathered.cpu().split(longest), real, strict=True)]), real
+    found = torch.cat([part[:n] for part, n in zip(gathered.cpu().split(longest), real, strict=True)])
+    return found[:, :3], found[:, 3].tolist(), real
 
 
 class _Plan:
     """Who encodes which of the group's images, batch by batch in their order."""
 
     def __init__(
-        self, *, homes: Sequence[range], ranks: Sequence[int], sizes: Sequence[int], me: int, num_ranks: int
+        self,
+        *,
+        homes: Sequence[range],
+        cutters: Sequence[Sequence[int]],
+        ranks: Sequence[int],
+        sizes: Sequence[int],
+        me: int,
+        num_ranks: int,
     ) -> None:
-        self.homes, self.ranks, self.sizes, self.me, self.num_ranks = homes, ranks, sizes, me, num_ranks
+        self.homes, self.cutters, self.ranks, self.sizes = homes, cutters, ranks, sizes
+        self.me, self.num_ranks = me, num_ranks
         self.own = [i for i, home in enumerate(homes) if me in home]
         """Images of this rank's batch."""
 
     def source(self, image: int) -> int:
-        """The rank that hands the image's patches to who encodes it: itself, where it has them."""
-        home, rank = self.homes[image], self.ranks[image]
-        return rank if rank in home else home[image % len(home)]
+        """The rank that hands the image's patches to who encodes it: itself, where it cuts them."""
+        cutters, rank = self.cutters[image], self.ranks[image]
+        return rank if rank in cutters else cutters[image % len(cutters)]
 
     def handed_over(self, source: int, target: int) -> list[int]:
         return [i for i, rank in enumerate(self.ranks) if rank == target and self.source(i) == source]
@@ -148,22 +164,16 @@ class _Plan:
         return [i for i, rank in enumerate(self.ranks) if rank == source and target in self.homes[i]]
 
 
-def _exchange_patches(images: Images, plan: _Plan, group: dist.ProcessGroup, like: Tensor) -> Tensor:
-    """The patches that this rank encodes, in the order of the images."""
-    starts = dict(zip(plan.own, cu_seqlens_of(images.grids.prod(-1)).tolist()[:-1], strict=True))
-
-    def rows(image: int) -> Tensor:
-        return torch.arange(starts[image], starts[image] + plan.sizes[image])
-
-    nothing = torch.zeros(0, dtype=torch.int64)
+def _exchange_patches(images: Images, plan: _Plan, group: dist.ProcessGroup, nothing: Tensor) -> Tensor:
+    """The patches that this rank encodes, in the order of the images; ``nothing``: none, where and as the encoder takes them."""
+    place = {image: number for number, image in enumerate(plan.own)}
     sent = [plan.handed_over(plan.me, rank) for rank in range(plan.num_ranks)]
-    chosen = torch.cat([nothing, *(rows(i) for group_images in sent for i in group_images)])
-    patches = images.patches[chosen.to(images.patches.device)].to(device=like.device, dtype=like.dtype)
+    patches = torch.cat([nothing, *(images.patches(place[i]).to(nothing) for one_rank in sent for i in one_rank)])
     if plan.num_ranks == 1:
         return patches
     received = [plan.handed_over(rank, plan.me) for rank in range(plan.num_ranks)]
     arrived = _all_to_all(patches, _totals(sent, plan.sizes), _totals(received, plan.sizes), group)
-    return arrived.index_select(0, _sorted_rows(received, plan.sizes).to(like.device))
+    return arrived.index_select(0, _sorted_rows(received, plan.sizes).to(nothing.device))
 
 
 def _exchange_features(features: Tensor, plan: _Plan, group: dist.ProcessGroup, patches_per_token: int) -> Tensor:

@@ -204,14 +204,15 @@ def test_a_tokenizer_larger_than_the_models_vocabulary_is_refused(tmp_path):
 
 def test_select_takes_the_images_of_its_sequences():
     grids = torch.tensor([[1, 2, 2], [2, 2, 2], [1, 2, 4]])
-    images = Images(torch.arange(20.0)[:, None], grids, torch.tensor([0, 2, 2]))
+    images = Images.of_patches(torch.arange(20.0)[:, None], grids, torch.tensor([0, 2, 2]))
     batch = PackedBatch(torch.arange(9), cu_seqlens_of(torch.tensor([2, 3, 4])), images=images)
     chosen = batch.select([2, 1, 0]).images
-    assert chosen.patches[:, 0].tolist() == [*range(4, 20), *range(4)]
+    patches = torch.cat([chosen.patches(image) for image in range(3)])
+    assert patches[:, 0].tolist() == [*range(4, 20), *range(4)]
     assert chosen.grids.tolist() == [[2, 2, 2], [1, 2, 4], [1, 2, 2]]
     assert chosen.sequences.tolist() == [0, 0, 2]
     nothing = batch.select([1]).images
-    assert nothing.patches.shape == (0, 1) and nothing.grids.shape == (0, 3) and nothing.sequences.tolist() == []
+    assert len(nothing.sources) == 0 and nothing.grids.shape == (0, 3) and nothing.sequences.tolist() == []
 
 
 def test_select_takes_whole_sequences_in_the_given_order():

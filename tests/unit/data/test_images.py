@@ -4,6 +4,7 @@ import asyncio
 import base64
 import io
 import json
+import shutil
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -228,7 +229,7 @@ def test_grids_follow_from_sizes_as_the_processor_cuts_them(folder, width, heigh
     if max_tokens and max(width, height) > 2 * min(width, height):
         return  # shapes for which a frame of so few tokens is refused
     ref = vision.reference(source)
-    patches = vision.patches(ref)
+    patches = vision.cut(vision.file(ref))
     assert len(patches) == ref.num_patches and 1 <= vision.num_tokens(ref) <= (max_tokens or MAX_TOKENS)
 
 
@@ -238,7 +239,7 @@ def test_patches_are_those_of_the_models_own_processor(folder):
     vision, image = Vision(folder), picture(50, 30)
     ref = vision.reference(ImageSource("x", data=as_bytes(image)))
     expected = AutoImageProcessor.from_pretrained(folder)(images=[image], return_tensors="pt")
-    assert torch.equal(vision.patches(ref), expected["pixel_values"])
+    assert torch.equal(vision.cut(vision.file(ref)), expected["pixel_values"])
     assert ref.grid == tuple(expected["image_grid_thw"][0].tolist())
 
 
@@ -287,7 +288,7 @@ def trajectory_of(prompt, id=0):
     return Trajectory(id, prompt, 0, 0, 16, segments=segments)
 
 
-def test_every_window_carries_the_images_of_its_prompt(tmp_path, tokenizer):
+def test_every_window_carries_the_files_of_its_prompts_images(tmp_path, tokenizer):
     picture(16, 8).save(tmp_path / "a.png")
     picture(8, 8, seed=1).save(tmp_path / "b.png")
     rows = [{"prompt": "<image>?", "images": ["a.png"]}, {"prompt": "?"}, {"prompt": "?", "images": ["b.png", "a.png"]}]
@@ -298,9 +299,10 @@ def test_every_window_carries_the_images_of_its_prompt(tmp_path, tokenizer):
         batch = window_batch(trajectories, step, vision).joined()
         assert batch.images.sequences.tolist() == [0, 2, 2]
         assert batch.images.grids.tolist() == [[1, 2, 4], [1, 2, 2], [1, 2, 4]]
-        assert len(batch.images.patches) == 8 + 4 + 8
         assert int((batch.tokens == IMAGE).sum()) == (8 + 4 + 8) // 4
-        assert torch.equal(batch.images.patches[:8], vision.patches(prompts[0].images[0]))
+        names = [("a.png", "b.png")[index] for index in (0, 1, 0)]
+        assert [file.data.tobytes() for file in batch.images.sources] == [(tmp_path / name).read_bytes() for name in names]
+        assert batch.images.sources[0] is batch.images.sources[2], "read once"
     assert window_batch(trajectories[1:2], 0, vision).images is None
     assert window_batch(trajectories, 0).images is None
 
@@ -411,14 +413,34 @@ def test_checkpoints_hold_references_and_a_changed_file_ends_a_resume(tmp_path, 
     resumed = Tokenizer(folder)
     load(resumed, files)
     resumed.vision.check_known(again.prompt.images)
-    assert torch.equal(resumed.vision.patches(again.prompt.images[0]), tokenizer.vision.patches(prompt.images[0]))
+    pixels = [of.vision.cut(of.vision.file(again.prompt.images[0])) for of in (resumed, tokenizer)]
+    assert torch.equal(*pixels)
     picture(seed=1).save(tmp_path / "a.png")
     changed = Tokenizer(folder)
     load(changed, files)
     with pytest.raises(DataError, match=r"run.resume: image .*a.png is not the one"):
         changed.vision.check_known(again.prompt.images)
-    with pytest.raises(DataError, match="bytes have changed since the run started"):
-        Vision.wire(resumed.vision, again.prompt.images[0])
+    for use in (resumed.vision.wire, resumed.vision.file):
+        with pytest.raises(DataError, match=r"image .*a.png: its bytes have changed since the run started"):
+            use(again.prompt.images[0])
+    (tmp_path / "a.png").unlink()
+    with pytest.raises(DataError, match=r"image .*a.png: No such file"):
+        window_batch([again], 1, resumed.vision)
+
+
+def test_another_processor_is_noticed_by_the_driver_at_a_resume_and_by_each_rank(tmp_path, tokenizer, folder):
+    picture(24, 16).save(tmp_path / "a.png")
+    files = write(tmp_path, {"prompt": "<image>?", "images": ["a.png"]})
+    (prompt,) = load(tokenizer, files)
+    shutil.copytree(folder, tmp_path / "other")
+    for file in (tmp_path / "other").glob("*processor_config.json"):
+        file.unlink()
+    write_vision_files(tmp_path / "other", max_tokens=4)
+    other = Tokenizer(tmp_path / "other")
+    load(other, files)
+    for use in (lambda: other.vision.check_known(prompt.images), lambda: other.vision.cut(tokenizer.vision.file(prompt.images[0]))):
+        with pytest.raises(DataError, match=r"image .*a.png: expected a grid of \(1, 4, 6\) patches.*preprocessor_config.json"):
+            use()
 
 
 def as_json(trajectory):

@@ -40,7 +40,7 @@ def make_pack(seed: int) -> tuple[Tensor, list[int], Images]:
         sequences.append(tokens)
     sequences.insert(2, [])
     owners = [index + (index >= 2) for index in owners]
-    images = Images(torch.zeros(0), torch.tensor(grids), torch.tensor(owners))
+    images = Images([], torch.tensor(grids), torch.tensor(owners))
     return torch.tensor(functools.reduce(operator.iadd, sequences, [])), [len(tokens) for tokens in sequences], images
 
 
@@ -84,7 +84,7 @@ def test_positions_and_angles_are_those_of_transformers(shape: str, seed: int) -
     ids=["too few", "apart", "another sequence"],
 )
 def test_images_that_do_not_fit_their_tokens_are_refused(tokens: list[int], sequences: list[int], message: str) -> None:
-    images = Images(torch.zeros(0), torch.tensor([[1, 4, 4]]), torch.tensor(sequences))
+    images = Images([], torch.tensor([[1, 4, 4]]), torch.tensor(sequences))
     with pytest.raises(ModelError, match=message):
         image_rows(torch.tensor(tokens), [len(tokens), 0], images, IMAGE, 2)
 

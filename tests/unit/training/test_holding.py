@@ -1,13 +1,16 @@
 """What replicas hold: over random calls, micro-batches are those of the whole batch, and nothing reaches a replica twice."""
 
 import random
+from concurrent.futures import Future
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
 
 from megatron_rl.data.batch import Images, PackedBatch, Parts, cu_seqlens_of
+from megatron_rl.data.images import ImageFile, ImageRef, digest_of
 from megatron_rl.parallel import collectives
 from megatron_rl.system.shared_file import SharedArrays
 from megatron_rl.training.holding import Held, Ledger
@@ -23,7 +26,9 @@ def make_batch(rng: random.Random, ids: list[int], with_images: bool) -> PackedB
     if with_images:
         sequences = torch.tensor(sorted(rng.choices(range(len(ids)), k=4)))
         grids = torch.tensor([[1, rng.randint(1, 3), 2] for _ in range(4)])
-        images = Images(torch.randn(int(grids.prod(-1).sum()), 5, generator=generator), grids, sequences)
+        images = Images([make_file(rng, grid) for grid in grids.tolist()], grids, sequences)
+        # One image on two sequences, as of the samples of a group.
+        images.sources[3], grids[3] = images.sources[0], grids[0]
     return PackedBatch(
         torch.randint(0, 2**31 - 1, (total,), generator=generator),
         cu_seqlens_of(lengths),
@@ -35,6 +40,16 @@ def make_batch(rng: random.Random, ids: list[int], with_images: bool) -> PackedB
         images,
         tuple(ids),
     )
+
+
+def make_file(rng: random.Random, grid: list[int]) -> ImageFile:
+    """Whose bytes are its patches."""
+    data = np.frombuffer(rng.randbytes(20 * grid[1] * grid[2]), np.uint8)
+    return ImageFile(ImageRef("a.png", digest_of(data.tobytes()), tuple(grid)), data)
+
+
+def cut(file: ImageFile) -> torch.Tensor:
+    return torch.frombuffer(bytearray(file.data.tobytes()), dtype=torch.int32).view(file.ref.num_patches, 5)
 
 
 def random_plan(rng: random.Random, rows: list[int]) -> list[list[list[int]]]:
@@ -50,23 +65,32 @@ class Ranks:
 
     def __init__(self) -> None:
         self.ledger = Ledger(NUM_REPLICAS)
-        self.held = [(Held(), Held()) for _ in range(NUM_REPLICAS)]
+        self.cut: list[list[str]] = [[] for _ in range(NUM_REPLICAS)]
+        """By replica, the digests of what its first stage was told to cut."""
+        self.held = [(Held(partial(self.begin, replica)), Held()) for replica in range(NUM_REPLICAS)]
         self.received: list[list[dict]] = [[] for _ in range(NUM_REPLICAS)]
 
+    def begin(self, replica: int, number: int, file: ImageFile) -> Future:
+        self.cut[replica].append(file.ref.digest)
+        future: Future = Future()
+        future.set_result(cut(file))
+        return future
+
     def call(self, batch: PackedBatch, keys, plan, answer=None):
-        """By replica, the micro-batches on its last stage. ``answer``: a column of [T], which the last stage keeps."""
+        """By replica, the micro-batches on its last stage, with the first's images. ``answer``: a column that the last stage keeps."""
         fields = {name: self.ledger.column(values) for name, values in batch.fields.items()}
         kept = self.ledger.column() if answer is not None else None
         payloads = self.ledger.payloads(batch, keys, plan, list(fields.values()))
         found = []
         for replica, payload in enumerate(payloads):
             self.received[replica].append(payload)
+            payload = collectives._unflatten(collectives._flatten(collectives._joined(payload)))
             first, last = (held.take(payload, fields) for held in self.held[replica])
             if kept is not None:
                 last.keep(kept, [answer[batch.rows(indices)] for indices in plan[replica]])
                 first.keep(kept, [])
             assert all(torch.equal(one.tokens, other.tokens) for one, other in zip(first.microbatches, last.microbatches))
-            found.append(last.microbatches)
+            found.append([replace(own, images=of.images) for own, of in zip(last.microbatches, first.microbatches)])
         if kept is not None:
             self.ledger.answered(kept, keys, plan, answer)
         return found
@@ -80,8 +104,11 @@ def assert_same(found: PackedBatch, expected: PackedBatch) -> None:
         assert found.fields[name].dtype == values.dtype and torch.equal(found.fields[name], values), name
     assert (found.images is None) == (expected.images is None)
     if expected.images is not None:
-        for name, values in vars(expected.images).items():
-            assert torch.equal(getattr(found.images, name), values), name
+        assert torch.equal(found.images.grids, expected.images.grids)
+        assert torch.equal(found.images.sequences, expected.images.sequences)
+        assert len(found.images.sources) == len(expected.images.sources)
+        for image, file in enumerate(expected.images.sources):
+            assert torch.equal(found.images.patches(image), cut(file))
 
 
 @pytest.mark.parametrize("seed", range(30))
@@ -91,6 +118,7 @@ def test_microbatches_are_those_of_the_whole_batch_and_nothing_is_sent_twice(see
     ids = rng.sample(range(100), 12)
     window = make_batch(rng, ids, with_images=seed % 2 == 0)
     keys = list(zip(window.ids, window.lengths.tolist()))
+    files = {} if window.images is None else {file.ref.digest: file for file in window.images.sources}
     home = random_plan(rng, list(range(12)))
     answer = torch.randn(len(window.tokens))
     # A critic's batch: some of the same sequences in another order, with fields of its own.
@@ -115,7 +143,10 @@ def test_microbatches_are_those_of_the_whole_batch_and_nothing_is_sent_twice(see
         for microbatches, of in zip(found, plan, strict=True):
             for microbatch, indices in zip(microbatches, of, strict=True):
                 assert_same(microbatch, replace(batch.select(indices), ids=()))
-    for payloads in ranks.received:
+    for payloads, digests in zip(ranks.received, ranks.cut, strict=True):
+        assert len(digests) == len(set(digests)), "an image is cut once"
+        num_bytes = sum(len(piece) for of in payloads if "images" in of for piece in of["image_files"].arrays)
+        assert num_bytes == sum(len(files[digest].data) for digest in digests), "and sent once"
         new = [number for payload in payloads for number in payload["new"].tolist()]
         assert len(new) == len(set(new))
         for name in {name for payload in payloads for name in payload if name.startswith("of/")}:
