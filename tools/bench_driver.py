@@ -350,9 +350,9 @@ def counted_group(arguments: argparse.Namespace, meter: Meter, vision: Any) -> I
     def flat(payload: Any, *more: Any) -> Any:
         """Notes what of the payload is tokens, routes and images, not their addresses. A rank without others sends nothing on."""
         if (images := payload.get("image_files")) is not None:
-            is_here = isinstance(images, torch.Tensor)
-            meter.bytes["images that ranks take"] += images.nbytes if is_here else int(images.addresses[:, -1].sum())
-            meter.bytes["images through rank 0"] += images.nbytes * is_here
+            taken, passes = (images.nbytes, 1) if isinstance(images, torch.Tensor) else (int(images.addresses[:, -1].sum()), 0)
+            meter.bytes["images that ranks take"] += taken
+            meter.bytes["images through rank 0"] += taken * passes
         meter.bytes["tokens and routes through rank 0"] += sum(
             value.nbytes
             for name, value in payload.items()

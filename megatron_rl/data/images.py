@@ -62,6 +62,8 @@ class ImageRef:
     grid: tuple[int, int, int]
     """Patches in time, height and width."""
     max_tokens: int = 0
+    place: str = ""
+    """File and line of the row that names it."""
 
     @property
     def num_patches(self) -> int:

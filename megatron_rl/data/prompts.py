@@ -251,7 +251,7 @@ def _with_images(
         return (), token_ids
     if vision.video_token_id in token_ids:
         raise DataError("the text spells the video token; take it out, and give videos as parts with frames")
-    refs = tuple(vision.reference(image) for image in content.images)
+    refs = tuple(replace(vision.reference(image), place=content.place) for image in content.images)
     try:
         return refs, vision.expanded(token_ids, refs)
     except ValueError as error:

@@ -9,7 +9,8 @@ encode them.
 import base64
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from weakref import WeakValueDictionary
@@ -124,11 +125,9 @@ class Vision:
 
     def cut(self, file: ImageFile) -> Tensor:
         """[t*h*w, values of a patch] float32, as the model's processor cuts them; of any folder's ``file``."""
-        ref = file.ref
-        result = self._processor(images=[self._pixels(file.data.tobytes(), ref)], return_tensors="pt")
-        found = tuple(result["image_grid_thw"][0].tolist())
-        if found != ref.grid:
-            raise self._other_grid(ref, found)
+        with _placed(file.ref):
+            result = self._processor(images=[self._pixels(file.data.tobytes(), file.ref)], return_tensors="pt")
+            self._check_grid(file.ref, tuple(result["image_grid_thw"][0].tolist()))
         return result["pixel_values"].to(torch.float32)
 
     def wire(self, ref: ImageRef) -> str:
@@ -155,28 +154,32 @@ class Vision:
     def check_known(self, refs: Iterable[ImageRef]) -> None:
         """DataError for an image of a checkpoint that the data files no longer give, byte for byte and in the same grid."""
         for ref in refs:
-            source, known = self._sources.get((ref.digest, ref.max_tokens), (None, ref))
-            if source is None:
-                raise DataError(
-                    f"run.resume: image {ref.name} is not the one that the run was started with (its bytes have "
-                    "changed, or no row of the data files names it); restore the file, or start a new run"
-                )
-            if known.grid != ref.grid:
-                raise self._other_grid(ref, known.grid)
+            with _placed(ref):
+                self._check_grid(ref, self._source(ref)[1].grid)
 
-    def _other_grid(self, ref: ImageRef, found: tuple[int, ...]) -> DataError:
-        return DataError(
-            f"image {ref.name}: expected a grid of {ref.grid} patches, but the image processor of {self.path} "
-            f"makes {found}; use the preprocessor_config.json that the run was started with, on every node"
-        )
+    def _source(self, ref: ImageRef) -> tuple[ImageSource, ImageRef]:
+        found = self._sources.get((ref.digest, ref.max_tokens))
+        if found is None:
+            raise DataError(
+                f"run.resume: image {ref.name} is not the one that the run was started with (its bytes have "
+                "changed, or no row of the data files names it); restore the file, or start a new run"
+            )
+        return found
+
+    def _check_grid(self, ref: ImageRef, found: tuple[int, ...]) -> None:
+        if found != ref.grid:
+            raise DataError(
+                f"image {ref.name}: expected a grid of {ref.grid} patches, but the image processor of {self.path} "
+                f"makes {found}; use the preprocessor_config.json that the run was started with, on every node"
+            )
 
     def _bytes(self, ref: ImageRef) -> bytes:
-        self.check_known([ref])
-        data = self._sources[ref.digest, ref.max_tokens][0].read()
-        if digest_of(data) != ref.digest:
-            raise DataError(
-                f"image {ref.name}: its bytes have changed since the run started; restore the file and resume"
-            )
+        with _placed(ref):
+            data = self._source(ref)[0].read()
+            if digest_of(data) != ref.digest:
+                raise DataError(
+                    f"image {ref.name}: its bytes have changed since the run started; restore the file and resume"
+                )
         return data
 
     def _pixels(self, data: bytes, ref: ImageRef) -> Any:
@@ -213,6 +216,15 @@ class Vision:
                 f"{self.merge_size} x {self.merge_size}, but config.json says patch_size={expected[0]} and "
                 f"spatial_merge_size={expected[1]}; use the files that belong to this checkpoint"
             )
+
+
+@contextmanager
+def _placed(ref: ImageRef) -> Iterator[None]:
+    """Errors inside say which row names the image."""
+    try:
+        yield
+    except DataError as error:
+        raise DataError(f"{error} ({ref.place})" if ref.place and ref.place not in ref.name else str(error)) from error
 
 
 def _image_processor(path: Path) -> Any:

@@ -22,7 +22,7 @@ def tools_are_importable(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_step_is_accounted_for_and_scaled_to_all_slots():
     from bench_driver import measure, parse, report
 
-    found = measure(parse([*TINY, "--routes", "2x2x4"]))
+    found = measure(parse([*TINY, "--routes", "2x2x4", "--images", "1"]))
     assert (found["slots"], found["scale"]) == (32, 2.0)
     assert found["cpu_s"].keys() == {
         "requests", "parsing", "storing", "HTTP and event loop", "window batch", "to and from the ranks", "advantages",
@@ -32,6 +32,9 @@ def test_a_step_is_accounted_for_and_scaled_to_all_slots():
     # Tokens, log-probs, values, and the headers of short arrays.
     assert 12 <= found["bytes_per_token_held"] < 40
     assert found["gigabytes"]["to the ranks"] > 0 and found["gigabytes"]["from the ranks"] > 0
+    # A file of some 180 kB for each of two prompts, scaled, to at most two replicas; of a group's 16 samples one brings it.
+    assert 2 * 2 * 1e-4 < found["gigabytes"]["images that ranks take"] < 2 * 2 * 2 * 3e-4
+    assert found["gigabytes"]["images through rank 0"] == 0
     assert found["longest_stall_s"] > 0 and "held per token" in report(found)
 
 
