@@ -352,7 +352,7 @@ def counted_group(arguments: argparse.Namespace, meter: Meter, vision: Any) -> I
         if (images := payload.get("image_files")) is not None:
             taken, passes = (images.nbytes, 1) if isinstance(images, torch.Tensor) else (int(images.addresses[:, -1].sum()), 0)
             meter.bytes["images that ranks take"] += taken
-            meter.bytes["images through rank 0"] += taken * passes
+            meter.bytes["images through rank 0"] += taken * passes * (size > 1)
         meter.bytes["tokens and routes through rank 0"] += sum(
             value.nbytes
             for name, value in payload.items()
