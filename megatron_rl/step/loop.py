@@ -230,10 +230,11 @@ class TrainingLoop:
         self._newest_trained = step
         state, group, limit_s = self._states[step], self._parts.group, self._config.run.stop_after_s
         if step >= self._critic_warmup_steps:
-            self._parts.rollout.weights_changed()
-            if self._parts.fleet is not None:
-                self._parts.fleet.rollout.weights_changed()
             metrics, old = train_policy(self._config, group, state.policy_batch, step, keeps_logprobs=bool(state.first_update))
+            if metrics:
+                self._parts.rollout.weights_changed()
+                if self._parts.fleet is not None:
+                    self._parts.fleet.rollout.weights_changed()
             state.metrics |= metrics
             if old is not None:
                 compare_with_old(self._config, state, old, self._kl_penalty)
@@ -243,10 +244,10 @@ class TrainingLoop:
             self._parts.stop_after(step)
 
     def publish(self, step: int) -> None:
-        """New weights to every server; while the policy rests, the servers only wake."""
+        """New weights to every server; where no token trained the policy, the servers only wake."""
         if not publishes_in_flight(self._config.schedule):
             self._note_slots(step)
-        if step >= self._critic_warmup_steps:
+        if "policy/num_updates" in self._states[step].metrics:
             result = self._parts.rollout.publish()
             self._states[step].metrics |= {
                 "sync/seconds": result.seconds,
@@ -358,9 +359,8 @@ class TrainingLoop:
             # For a run that is killed before it has written them down.
             "metrics": state.metrics,
         }
-        # The servers may not have that version yet.
-        version = parts.rollout.trainer_version
         parts.recorder.keep_books()
+        version = parts.rollout.trainer_version  # the servers may not have it yet
         self._warn_of(parts.saver.save(step, driver, weight_version=version, healthy=parts.watchdog.healthy))
 
     def _settle_save(self, *, wait: bool) -> None:

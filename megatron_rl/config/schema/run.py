@@ -113,7 +113,8 @@ class ScheduleConfig:
     """What the critic learns from in a step; T-PPO: responses. With windows its targets are V + A^lambda_critic (EGAE)."""
     max_staleness: int = at_least(0, default=1)
     """Of mode async: most policy updates between the weights that sample a window's tokens and the update that they train.
-    0 is tppo, 1 lets servers and trainer work all the time; more would only make tokens older, and is refused."""
+    0 is tppo, 1 lets servers and trainer work all the time; more would only make tokens older, and is refused.
+    Responses and groups that train whole have windows that are older by one update for each one after them."""
     weight_update: WeightUpdate = WeightUpdate.between
     """When new weights reach the servers in mode async. In flight tokens are fresher, prefixes are computed once more, and
     which token has which version depends on durations."""

@@ -61,6 +61,10 @@ class Ranks:
         self.held = {}
         """Step -> engine -> ids of the sequences of each update that is to come."""
 
+    def steps_of_policy(self):
+        """In which it trained."""
+        return {step for step, *_ in self.trained["policy"]}
+
     def stage(self, step, name):
         self.step = step
         return nullcontext()
@@ -322,7 +326,8 @@ class ToyRun:
         if inspect.iscoroutine(found):
             self.event_loop.run(found)
         if run.stage.name == "update_policy":
-            self.ranks.policy += 1
+            # Where groups train whole, a step in which none has ended trains nothing.
+            self.ranks.policy += not trains_whole_groups(self.config) or run.step in self.ranks.steps_of_policy()
         if run.stage.name == "update_critic":
             self.ranks.critic += 1
 
@@ -414,7 +419,8 @@ def test_no_token_is_more_than_one_update_old_when_it_trains(rng, warmup):
 def test_in_flight_a_window_mixes_two_versions_and_none_is_older_than_one_update(rng, make):
     run = ToyRun(make(), rng).go()
     assert_never_too_old(run, run.servers.sampled_by)
-    assert run.servers.evaluated == [(step, step + 1) for step in range(NUM_STEPS)]
+    updates = run.ranks.steps_of_policy()
+    assert run.servers.evaluated == [(step, sum(other <= step for other in updates)) for step in range(NUM_STEPS)]
     for t in run.slots()["slots"]:
         for step in range(NUM_STEPS):
             versions = [segment["weight_version"] for segment in t["segments"] if segment["step"] == step]
@@ -548,6 +554,17 @@ def test_without_a_critic_a_group_trains_once_when_all_of_its_responses_have_end
         last = max(run.servers.ended[2 * (id // 2)], run.servers.ended[2 * (id // 2) + 1])
         length = min(LENGTHS[id], BUDGET)
         assert sorted(found) == [(last, BUDGET * id + place) for place in range(length)]
+
+
+@quick
+@given(RANDOM, st.sampled_from([Mode.tppo, Mode.async_]), st.booleans(), st.sampled_from(list(WeightUpdate)))
+def test_a_step_in_which_no_group_has_ended_publishes_nothing_and_makes_no_token_older(rng, mode, dynamic, weight_update):
+    run = ToyRun(group_config(mode, dynamic=dynamic, weight_update=weight_update), rng).go()
+    updates = run.ranks.steps_of_policy()
+    assert updates < set(range(NUM_STEPS)) and run.servers.weight_version == 1 + len(updates)
+    for step, _, tokens, _ in run.ranks.trained["policy"]:
+        ages = [sum(other < step for other in updates) - run.servers.sampled_by[t] for t in tokens]
+        assert run.recorder.rows[step]["rollout/staleness_max"] == max(ages)
 
 
 def toy_reward(id):
