@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megatron_rl.algorithms import register
 from megatron_rl.algorithms.cpu_scan import advantages_one_by_one
-from megatron_rl.algorithms.sequences import sequence_index, sequence_sums
+from megatron_rl.algorithms.sequences import exact_sums, spread
 from megatron_rl.algorithms.shapes import (
     check_cu_seqlens,
     check_float_vector,
@@ -27,6 +27,7 @@ from megatron_rl.algorithms.shapes import (
     describe,
     float_lengths,
 )
+from megatron_rl.system.plugins import parameters
 
 
 @dataclass(frozen=True)
@@ -62,17 +63,18 @@ def estimate_advantages(name: str, options: Mapping[str, Any], episodes: Episode
         ValueError: unknown name, wrong options, or a result that is no number for each token or sequence.
     """
     bounds = check_cu_seqlens(episodes.cu_seqlens, len(episodes.rewards))
-    sequence_of = sequence_index(bounds, episodes.rewards.device)
-    outcomes = sequence_sums(episodes.rewards, sequence_of, len(bounds) - 1)
-    result = register.ADVANTAGES.bind(name, options)(outcomes=outcomes, **vars(episodes))
-    num_tokens, num_sequences = len(sequence_of), len(bounds) - 1
+    inputs = dict(vars(episodes))
+    if "outcomes" in parameters(register.ADVANTAGES.find(name).function):
+        inputs["outcomes"] = exact_sums(episodes.rewards, bounds).to(episodes.rewards.dtype)
+    result = register.ADVANTAGES.bind(name, options)(**inputs)
+    num_tokens, num_sequences = len(episodes.rewards), len(bounds) - 1
     if not isinstance(result, Tensor) or result.shape not in ((num_tokens,), (num_sequences,)):
         raise ValueError(
             f"advantage {name!r}: expected a number for each token, [{num_tokens}], or for each sequence, "
             f"[{num_sequences}], got {describe(result)}"
         )
     # No sequence is empty, so where T = N each has one token and both readings agree.
-    return result if len(result) == num_tokens else result[sequence_of]
+    return result if len(result) == num_tokens else spread(result, bounds.diff())
 
 
 @torch.no_grad()

@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from megatron_rl.algorithms import register
-from megatron_rl.algorithms.loss import MAX_LOG_RATIO, chosen, keep
-from megatron_rl.algorithms.mismatch import EQUAL_POLICIES, effective_sample_size, metrics_of_ratios
-from megatron_rl.algorithms.sequences import sequence_index, sequence_sums
+from megatron_rl.algorithms.loss import MAX_LOG_RATIO, is_on, keep
+from megatron_rl.algorithms.mismatch import RatioSums, effective_share
+from megatron_rl.algorithms.sequences import exact_sums, new_like, sequence_blocks, sequence_index, spread
 from megatron_rl.algorithms.shapes import (
     check_cu_seqlens,
     check_float_vector,
@@ -58,26 +58,30 @@ class LogRatios:
 
     token: Tensor
     """[T] clamped to +- 20."""
-    sequence_of: Tensor
-    """[T] int64"""
+    bounds: Tensor
+    """[N+1] int64 on the CPU: where each sequence starts."""
     sums: Tensor
     """[N] over the counted tokens."""
     counts: Tensor
     """[N] counted tokens."""
 
     @cached_property
+    def sequence_of(self) -> Tensor:
+        """[T] int64: the number of each token's sequence."""
+        return sequence_index(self.bounds, self.token.device)
+
+    @cached_property
     def product(self) -> Tensor:
         """[T] of the sequence: sum over its counted tokens, clamped like a token's."""
-        return self.sums.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)[self.sequence_of]
+        return spread(self.sums.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO), self.bounds.diff())
 
     def sequence_mean(self, per_token: Tensor) -> Tensor:
         """[T] mean of ``per_token`` [T], which is 0 outside the mask, over the counted tokens of the own sequence."""
-        sums = sequence_sums(per_token, self.sequence_of, len(self.counts))
-        return (sums / self.counts.clamp(min=1))[self.sequence_of]
+        return spread(exact_sums(per_token, self.bounds) / self.counts.clamp(min=1), self.bounds.diff())
 
     def any_of_sequence(self, per_token: Tensor) -> Tensor:
         """[T] bool: whether ``per_token`` [T] bool holds anywhere in the own sequence."""
-        return (sequence_sums(per_token.double(), self.sequence_of, len(self.counts)) > 0)[self.sequence_of]
+        return spread(exact_sums(per_token, self.bounds) > 0, self.bounds.diff())
 
 
 @torch.no_grad()
@@ -122,25 +126,34 @@ def mismatch_correction(  # noqa: PLR0913  public, and each number is a term of 
     check_float_vector("rollout_logprobs", rollout_logprobs)
     check_same_kind("old_logprobs", old_logprobs, "rollout_logprobs", rollout_logprobs)
     check_mask(mask, "rollout_logprobs", rollout_logprobs)
-    counted = mask != 0
-    ratios = _ratios(rollout_logprobs, old_logprobs, counted, cu_seqlens)
-    _check_comparable(ratios, rollout_logprobs, old_logprobs)
-
-    vetoed = _vetoed(ratios, counted, check_not_negative("veto_below", veto_below))
+    bounds, veto_below = check_cu_seqlens(cu_seqlens, len(mask)), check_not_negative("veto_below", veto_below)
     accepts = register.REJECTIONS.bind(rejection, rejection_options)
-    accepted = accepts(ratios=ratios, rejection_low=rejection_low, rejection_high=rejection_high)
-    kept = counted & ~vetoed & _per_token(f"rejection {rejection!r}", accepted, ratios).bool()
     weigh = register.CORRECTION_WEIGHTS.bind(weight, weight_options)
-    importance = weigh(ratios=ratios, max_weight=max_weight, icepop_low=icepop_low, icepop_high=icepop_high)
-    importance = keep(_per_token(f"correction weight {weight!r}", importance, ratios).double(), kept)
     entry = register.CORRECTION_WEIGHTS.find(weight)
+    is_cut = entry.local and register.REJECTIONS.find(rejection).local and mask.device.type == "cpu"
     bound = check_positive("max_weight", max_weight) if entry.bounded else math.inf
-    raw = importance.clamp(max=bound)
-    weights = raw / _mean_weight(raw, kept, ratios, entry.per_sequence) if normalize else raw
 
-    metrics = metrics_of_ratios(ratios.token, counted, ratios.sums, ratios.counts) if counted.any() else dict(EQUAL_POLICIES)
-    metrics |= _what_was_done(counted, vetoed, kept, kept & (importance > bound), raw, ratios)
-    return Correction(weights.to(old_logprobs.dtype), kept, metrics)
+    raw = new_like(old_logprobs, torch.float64 if normalize else old_logprobs.dtype)
+    kept, sums = new_like(old_logprobs, torch.bool), _Sums()
+    for first, end in sequence_blocks(bounds) if is_cut else [(0, len(bounds) - 1)]:
+        block = slice(int(bounds[first]), int(bounds[end]))
+        counted = is_on(mask[block])
+        ratios = _ratios(rollout_logprobs[block], old_logprobs[block], counted, bounds[first : end + 1] - bounds[first])
+        _check_comparable(ratios, rollout_logprobs[block], old_logprobs[block], block.start)
+        vetoed = _vetoed(ratios, counted, veto_below)
+        accepted = accepts(ratios=ratios, rejection_low=rejection_low, rejection_high=rejection_high)
+        remains = counted & _per_token(f"rejection {rejection!r}", accepted, ratios).bool()
+        if veto_below:
+            remains &= ~spread(vetoed, ratios.bounds.diff())
+        importance = weigh(ratios=ratios, max_weight=max_weight, icepop_low=icepop_low, icepop_high=icepop_high)
+        importance = keep(_per_token(f"correction weight {weight!r}", importance, ratios).double(), remains)
+        weights = importance if bound == math.inf else importance.clamp(max=bound)
+        kept[block], raw[block] = remains, weights
+        sums.add(ratios, vetoed, remains, importance, weights)
+        if entry.per_sequence and normalize:
+            sums.add_sequences(ratios, remains, weights)
+    weights = (raw / sums.mean_weight()).to(old_logprobs.dtype) if normalize else raw
+    return Correction(weights, kept, sums.metrics())
 
 
 @torch.no_grad()
@@ -156,7 +169,8 @@ def importance_weights(
     icepop_high: float,
 ) -> Tensor:
     """[T] the weights of ``mismatch_correction`` without rejection, veto and mean: those of a sequence depend on it alone."""
-    ratios = _ratios(rollout_logprobs, old_logprobs, mask != 0, cu_seqlens)
+    bounds = check_cu_seqlens(cu_seqlens, len(old_logprobs))
+    ratios = _ratios(rollout_logprobs, old_logprobs, mask != 0, bounds)
     entry = register.CORRECTION_WEIGHTS.find(weight)
     weigh = register.CORRECTION_WEIGHTS.bind(weight, None)
     importance = weigh(ratios=ratios, max_weight=max_weight, icepop_low=icepop_low, icepop_high=icepop_high)
@@ -191,60 +205,59 @@ def off_policy_sequence_mask(
     check_not_negative("delta", delta)
     counted = mask != 0
     # Of pi_old / pi, where the correction is of pi_old / mu.
-    ratios = _ratios(logprobs, old_logprobs, counted, cu_seqlens)
+    ratios = _ratios(logprobs, old_logprobs, counted, check_cu_seqlens(cu_seqlens, len(old_logprobs)))
     left_behind = ratios.sequence_mean(ratios.token) > delta
     return counted & ~(left_behind & (advantages < 0))
 
 
-def _ratios(denominator: Tensor, numerator: Tensor, counted: Tensor, cu_seqlens: Tensor) -> LogRatios:
+def _ratios(denominator: Tensor, numerator: Tensor, counted: Tensor, bounds: Tensor) -> LogRatios:
     """log(numerator / denominator) of log-probs [T]."""
-    bounds = check_cu_seqlens(cu_seqlens, len(numerator))
-    # In place: of a step's tokens each further copy is hundreds of megabytes.
-    token = keep(numerator, counted).double().sub_(keep(denominator, counted)).clamp_(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    sequence_of = sequence_index(bounds, token.device)
-    num_sequences = len(bounds) - 1
-    sums, counts = (sequence_sums(values, sequence_of, num_sequences) for values in (token, counted.double()))
-    return LogRatios(token, sequence_of, sums, counts)
+    token = (numerator.double() - denominator.double()).clamp_(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    if bool(counted.all()):
+        counts = bounds.diff().to(token)
+    else:
+        token, counts = keep(token, counted), exact_sums(counted, bounds)
+    return LogRatios(token, bounds, exact_sums(token, bounds), counts)
 
 
 def _vetoed(ratios: LogRatios, counted: Tensor, veto_below: float) -> Tensor:
-    """[T] bool: tokens of sequences with a counted token whose rho is below the bound; nothing is below 0."""
+    """[N] bool: sequences with a counted token whose rho is below the bound; nothing is below 0."""
     if veto_below == 0:
-        return torch.zeros_like(counted)
-    return ratios.any_of_sequence(counted & (ratios.token.exp() < veto_below))
+        return torch.zeros_like(ratios.counts, dtype=torch.bool)
+    return exact_sums(counted & (ratios.token.exp() < veto_below), ratios.bounds) > 0
 
 
-@register.rejection("none")
+@register.rejection("none", local=True)
 def _accept_all(ratios: LogRatios) -> Tensor:
     """Nothing is left out."""
     return torch.ones_like(ratios.token, dtype=torch.bool)
 
 
-@register.rejection("token")
+@register.rejection("token", local=True)
 def _accept_tokens(ratios: LogRatios, rejection_low: float, rejection_high: float) -> Tensor:
     """Tokens with rho outside [low, high] leave."""
     return _within(ratios.token, rejection_low, rejection_high)
 
 
-@register.rejection("sequence")
+@register.rejection("sequence", local=True)
 def _accept_sequences(ratios: LogRatios, rejection_low: float, rejection_high: float) -> Tensor:
     """Responses with prod rho outside [low, high] leave (MIS)."""
     return _within(ratios.product, rejection_low, rejection_high)
 
 
-@register.rejection("geometric")
+@register.rejection("geometric", local=True)
 def _accept_geometric(ratios: LogRatios, rejection_low: float, rejection_high: float) -> Tensor:
     """Responses with exp(mean log rho) outside [low, high] leave."""
     return _within(ratios.sequence_mean(ratios.token), rejection_low, rejection_high)
 
 
-@register.rejection("k2")
+@register.rejection("k2", local=True)
 def _accept_k2(ratios: LogRatios, rejection_high: float) -> Tensor:
     """Responses with mean (log rho)^2 / 2 above high leave."""
     return ratios.sequence_mean(0.5 * ratios.token.square()) <= check_not_negative("rejection_high", rejection_high)
 
 
-@register.rejection("k3")
+@register.rejection("k3", local=True)
 def _accept_k3(ratios: LogRatios, rejection_high: float) -> Tensor:
     """Responses with mean (rho - 1 - log rho) above high leave."""
     distance = torch.expm1(ratios.token) - ratios.token
@@ -256,25 +269,25 @@ def _within(log_ratio: Tensor, low: float, high: float) -> Tensor:
     return (log_ratio.exp() >= low) & (log_ratio.exp() <= high)
 
 
-@register.correction_weight("none")
+@register.correction_weight("none", local=True)
 def _no_weight(ratios: LogRatios) -> Tensor:
     """Samples count as if the trainer had drawn them."""
     return torch.ones_like(ratios.token)
 
 
-@register.correction_weight("token", bounded=True)
+@register.correction_weight("token", bounded=True, local=True)
 def _token_weight(ratios: LogRatios) -> Tensor:
     """min(rho_t, max_weight): token TIS."""
     return ratios.token.exp()
 
 
-@register.correction_weight("sequence", bounded=True, per_sequence=True)
+@register.correction_weight("sequence", bounded=True, per_sequence=True, local=True)
 def _sequence_weight(ratios: LogRatios) -> Tensor:
     """min(prod rho, max_weight): sequence TIS."""
     return ratios.product.exp()
 
 
-@register.correction_weight("icepop")
+@register.correction_weight("icepop", local=True)
 def _icepop_weight(ratios: LogRatios, icepop_low: float, icepop_high: float) -> Tensor:
     """rho_t inside [icepop_low, icepop_high], else 0; the denominator stays."""
     _check_interval("icepop", icepop_low, icepop_high)
@@ -288,39 +301,52 @@ def _per_token(what: str, result: Tensor, ratios: LogRatios) -> Tensor:
     return result
 
 
-def _what_was_done(
-    counted: Tensor, vetoed: Tensor, kept: Tensor, truncated: Tensor, raw: Tensor, ratios: LogRatios
-) -> dict[str, float]:
-    """Metrics of ``Correction`` from masks [T] bool and from the weights [T] before they are normalised."""
-    num_counted, remaining = max(int(counted.sum()), 1), chosen(raw, kept)
-    return {
-        "masked_share": int((counted & (raw == 0)).sum()) / num_counted,
-        "rejected_share": int((counted & ~kept).sum()) / num_counted,
-        "vetoed_sequence_share": _sequence_share(counted & vetoed, ratios),
-        "truncated_share": int(truncated.sum()) / max(len(remaining), 1),
-        "weight_mean": float(remaining.mean()) if len(remaining) else 1.0,
-        "weight_ess": effective_sample_size(remaining),
-    }
+class _Sums:
+    """What a batch's metrics and mean weight are made of; blocks of whole sequences are added one after the other."""
 
+    def __init__(self) -> None:
+        self._ratios = RatioSums()
+        self._num_kept = self._num_weighted = self._num_truncated = self._num_vetoed = 0
+        self._weight = self._weight_square = 0.0
+        self._mean_weights: list[Tensor] = []
 
-def _mean_weight(weights: Tensor, kept: Tensor, ratios: LogRatios, per_sequence: bool) -> Tensor:
-    """[] mean over the remaining tokens, or sequences; 1 where there is nothing to divide by."""
-    if per_sequence:
-        sums, counts = (
-            sequence_sums(values, ratios.sequence_of, len(ratios.counts)) for values in (weights, kept.double())
-        )
-        mean = (sums[counts > 0] / counts[counts > 0]).sum() / (counts > 0).sum().clamp(min=1)
-    else:
-        mean = weights.sum() / kept.sum().clamp(min=1)
-    return torch.where(mean > 0, mean, 1.0)
+    def add(self, ratios: LogRatios, vetoed: Tensor, kept: Tensor, importance: Tensor, weights: Tensor) -> None:
+        """``kept`` [T] bool, ``vetoed`` [N] bool; ``importance`` and ``weights`` [T] before and after the cut to the bound."""
+        self._ratios.add(ratios.token, ratios.sums, ratios.counts)
+        self._num_vetoed += int(vetoed.count_nonzero())
+        self._num_kept += int(kept.count_nonzero())
+        self._num_weighted += int(weights.count_nonzero())
+        self._num_truncated += 0 if weights is importance else int((importance > weights).count_nonzero())
+        self._weight += float(weights.sum())
+        self._weight_square += float(weights @ weights)
 
+    def add_sequences(self, ratios: LogRatios, kept: Tensor, weights: Tensor) -> None:
+        """For a mean weight over sequences."""
+        counts = exact_sums(kept, ratios.bounds)
+        self._mean_weights.append((exact_sums(weights, ratios.bounds) / counts)[counts > 0])
 
-def _sequence_share(tokens: Tensor, ratios: LogRatios) -> float:
-    """Share of the sequences with counted tokens that hold one of ``tokens`` [T] bool."""
-    if not tokens.any():
-        return 0.0
-    hit = sequence_sums(tokens.double(), ratios.sequence_of, len(ratios.counts)) > 0
-    return int(hit.sum()) / max(int((ratios.counts > 0).sum()), 1)
+    def mean_weight(self) -> float:
+        """Over the remaining tokens, or sequences; 1 where there is nothing to divide by."""
+        if self._mean_weights:
+            means = torch.cat(self._mean_weights)
+            mean = float(means.sum()) / max(len(means), 1)
+        else:
+            mean = self._weight / max(self._num_kept, 1)
+        return mean if mean > 0 else 1.0
+
+    def metrics(self) -> dict[str, float]:
+        """Those of ``Correction``."""
+        counts, num_kept = self._ratios.counts(), max(self._num_kept, 1)
+        num_counted, num_sequences = int(counts.sum()), max(len(counts), 1)
+        mean, mean_square = self._weight / num_kept, self._weight_square / num_kept
+        return self._ratios.metrics() | {
+            "masked_share": (num_counted - self._num_weighted) / max(num_counted, 1),
+            "rejected_share": (num_counted - self._num_kept) / max(num_counted, 1),
+            "vetoed_sequence_share": self._num_vetoed / num_sequences,
+            "truncated_share": self._num_truncated / num_kept,
+            "weight_mean": mean if self._num_kept else 1.0,
+            "weight_ess": effective_share(mean, mean_square) if self._num_kept else 1.0,
+        }
 
 
 def _check_interval(name: str, low: float, high: float) -> None:
@@ -328,14 +354,14 @@ def _check_interval(name: str, low: float, high: float) -> None:
         raise ValueError(f"{name}_low, {name}_high: expected 0 <= low <= high, got {low!r} and {high!r}")
 
 
-def _check_comparable(ratios: LogRatios, rollout_logprobs: Tensor, old_logprobs: Tensor) -> None:
-    """Refuse NaN: it would pass every bound and reach the loss as a weight."""
-    unknown = ratios.token.isnan()
-    if unknown.any():
-        unknown = unknown.nonzero()
-        token = int(unknown[0])
-        raise ValueError(
-            f"rollout_logprobs, old_logprobs: expected numbers wherever the mask counts, got "
-            f"{float(rollout_logprobs[token])} and {float(old_logprobs[token])} at token {token} "
-            f"({len(unknown)} such tokens); take tokens without a log-prob out of the mask"
-        )
+def _check_comparable(ratios: LogRatios, rollout_logprobs: Tensor, old_logprobs: Tensor, offset: int) -> None:
+    """Refuse NaN: it would pass every bound and reach the loss as a weight. ``offset``: the first token's number."""
+    if not ratios.sums.isnan().any():
+        return
+    unknown = ratios.token.isnan().nonzero()
+    token = int(unknown[0])
+    raise ValueError(
+        f"rollout_logprobs, old_logprobs: expected numbers wherever the mask counts, got "
+        f"{float(rollout_logprobs[token])} and {float(old_logprobs[token])} at token {offset + token} "
+        f"({len(unknown)} such tokens near it); take tokens without a log-prob out of the mask"
+    )

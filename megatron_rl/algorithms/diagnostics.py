@@ -6,10 +6,11 @@ Explained variance is in ``value_loss``.
 from collections.abc import Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_rl.algorithms.loss import chosen
-from megatron_rl.algorithms.sequences import sequence_index, sequence_sums
+from megatron_rl.algorithms.loss import is_on
+from megatron_rl.algorithms.sequences import exact_sums
 from megatron_rl.algorithms.shapes import check_cu_seqlens, check_float_vector, check_mask, check_same_kind
 
 
@@ -44,15 +45,16 @@ def value_by_position(
     bounds = check_cu_seqlens(cu_seqlens, len(values))
     if num_bins != int(num_bins) or num_bins < 1:
         raise ValueError(f"num_bins: expected a whole number of at least 1, got {num_bins!r}")
-    inside = mask != 0
-    counts = bounds.diff()
+    inside, counts = is_on(mask), bounds.diff()
     if not bool(inside.all()):
-        counts = sequence_sums(inside.long(), sequence_index(bounds, values.device), len(bounds) - 1).cpu()
+        counts = exact_sums(inside, bounds).long().cpu()
+        values, returns = values.masked_select(inside), returns.masked_select(inside)
     # Where bin b of n tokens starts: the first r with r * num_bins // n = b.
     starts = (counts[:, None] * torch.arange(int(num_bins) + 1) + int(num_bins) - 1) // int(num_bins)
     sizes = starts.diff(dim=1)
-    bins = torch.arange(int(num_bins)).repeat(len(counts)).repeat_interleave(sizes.flatten()).to(values.device)
-    value, target = chosen(values, inside).double(), chosen(returns, inside).double()
+    # A bin of a sequence is a stretch of its tokens, and sums are taken as those of a sequence are.
+    borders = F.pad(sizes.flatten().cumsum(0), (1, 0))
     tokens = sizes.sum(0).double().to(values.device)
+    value, target = (exact_sums(one, borders).view(-1, int(num_bins)).sum(0) for one in (values, returns))
     columns = {"value": value, "return": target, "advantage": target - value}
-    return {name: (sequence_sums(columns[name], bins, int(num_bins)), tokens) for name in names}
+    return {name: (columns[name], tokens) for name in names}

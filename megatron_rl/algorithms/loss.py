@@ -28,12 +28,12 @@ class Loss:
 
 def keep(value: Tensor, mask: Tensor, filler: float = 0.0) -> Tensor:
     """[T] ``value`` where the mask is not 0, ``filler`` (and no gradient) elsewhere."""
-    return torch.where(mask != 0, value, filler)
+    return torch.where(is_on(mask), value, filler)
 
 
-def chosen(value: Tensor, inside: Tensor) -> Tensor:
-    """``value`` [T] where ``inside`` [T] bool holds; the same tensor where that is everywhere, as in a whole window."""
-    return value if bool(inside.all()) else value.masked_select(inside)
+def is_on(mask: Tensor) -> Tensor:
+    """[T] bool: where ``mask`` is not 0."""
+    return mask if mask.dtype is torch.bool else mask != 0
 
 
 def masked_sum(value: Tensor, mask: Tensor) -> Tensor:

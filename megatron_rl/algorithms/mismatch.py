@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_rl.algorithms.loss import MAX_LOG_RATIO, chosen, keep
-from megatron_rl.algorithms.sequences import sequence_index, sequence_sums
+from megatron_rl.algorithms.loss import MAX_LOG_RATIO, is_on, keep
+from megatron_rl.algorithms.sequences import exact_sums
 from megatron_rl.algorithms.shapes import check_cu_seqlens, check_float_vector, check_mask, check_same_kind
 
 EQUAL_POLICIES = {
@@ -85,44 +85,63 @@ def mismatch_metrics(
     check_same_kind("rollout_logprobs", rollout_logprobs, "old_logprobs", old_logprobs)
     check_mask(mask, "old_logprobs", old_logprobs)
     bounds = check_cu_seqlens(cu_seqlens, len(old_logprobs))
-    inside = mask != 0
-    if not bool(inside.any()):
-        return dict(EQUAL_POLICIES)
     log_rho = (keep(old_logprobs, mask).double() - keep(rollout_logprobs, mask).double()).clamp(
         -MAX_LOG_RATIO, MAX_LOG_RATIO
     )
-    sequence_of = sequence_index(bounds, log_rho.device)
-    counts = sequence_sums(inside.double(), sequence_of, len(bounds) - 1)
-    return metrics_of_ratios(log_rho, inside, sequence_sums(log_rho, sequence_of, len(bounds) - 1), counts)
+    sums = RatioSums()
+    sums.add(log_rho, exact_sums(log_rho, bounds), exact_sums(is_on(mask), bounds))
+    return sums.metrics()
 
 
-def metrics_of_ratios(log_rho: Tensor, inside: Tensor, sums: Tensor, counts: Tensor) -> dict[str, float]:
-    """``mismatch_metrics``, of clamped ``log_rho`` [T] float64 with its ``sums`` and ``counts`` [N] over each sequence.
+class RatioSums:
+    """What ``mismatch_metrics`` are made of, in float64; blocks of whole sequences are added one after the other."""
 
-    ``inside`` [T] bool: the tokens that were sampled, one at least; ``log_rho`` is 0 on the others.
-    """
-    tokens = chosen(log_rho, inside)
-    rho = tokens.exp()
-    sums = sums[counts > 0]
-    means, mean_square = sums / counts[counts > 0], rho.square().mean()
-    metrics: dict[str, Tensor | float] = {
-        "kl": -tokens.mean(),
-        "k3": torch.expm1(tokens).sub_(tokens).mean(),
-        "max_abs_log_ratio": torch.stack(tokens.aminmax()).abs().max(),
-        "ppl_ratio": (-means).exp().mean(),
-        "ess": _effective_share(rho.mean(), mean_square),
-        "chi2_token": mean_square - 1.0,
-        "chi2_sequence": (2.0 * sums.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)).exp().mean() - 1.0,
-    }
-    return {name: float(value) for name, value in metrics.items()}
+    def __init__(self) -> None:
+        self._excess = self._excess_square = self._k3 = self._max = 0.0
+        self._sums: list[Tensor] = []
+        self._counts: list[Tensor] = []
+
+    def add(self, log_rho: Tensor, sums: Tensor, counts: Tensor) -> None:
+        """``log_rho`` [T] float64, clamped, 0 where a token is not counted; ``sums`` and ``counts`` [N] over each sequence."""
+        if not len(log_rho):
+            return
+        excess = torch.expm1(log_rho)  # rho - 1, which is 0 where a token is not counted
+        self._excess += float(excess.sum())
+        self._excess_square += float(excess @ excess)
+        self._k3 += float(excess.sub_(log_rho).sum())
+        self._max = max(self._max, *(abs(float(end)) for end in log_rho.aminmax()))
+        self._sums.append(sums)
+        self._counts.append(counts)
+
+    def counts(self) -> Tensor:
+        """Counted tokens of each sequence that has any, float64."""
+        return _filled(self._counts, self._counts)
+
+    def metrics(self) -> dict[str, float]:
+        counts, sums = self.counts(), _filled(self._sums, self._counts)
+        if not len(counts):
+            return dict(EQUAL_POLICIES)
+        num_tokens = float(counts.sum())
+        excess, excess_square = self._excess / num_tokens, self._excess_square / num_tokens
+        chi2, products = 2.0 * excess + excess_square, sums.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+        return {
+            "kl": -float(sums.sum()) / num_tokens,
+            "k3": self._k3 / num_tokens,
+            "max_abs_log_ratio": self._max,
+            "ppl_ratio": float((-sums / counts).exp().mean()),
+            "ess": effective_share(1.0 + excess, 1.0 + chi2),
+            "chi2_token": chi2,
+            "chi2_sequence": float((2.0 * products).exp().mean()) - 1.0,
+        }
 
 
-def effective_sample_size(weights: Tensor) -> float:
-    """1 / E[(w / E w)^2] of importance weights [K], a share within (0, 1]; 1 for none, 0 where all are 0."""
-    if len(weights) == 0:
-        return 1.0
-    return _effective_share(weights.mean(), weights.square().mean())
+def _filled(blocks: list[Tensor], counts: list[Tensor]) -> Tensor:
+    """``blocks`` as one, without the sequences that have no counted token."""
+    if not blocks:
+        return torch.zeros(0, dtype=torch.float64)
+    return torch.cat(blocks)[torch.cat(counts) > 0]
 
 
-def _effective_share(mean: Tensor, mean_square: Tensor) -> float:
-    return float(mean.square()) / float(mean_square) if mean_square > 0 else 0.0
+def effective_share(mean: float, mean_square: float) -> float:
+    """Effective sample size of importance weights as a share, E[w]^2 / E[w^2], within [0, 1]; 0 where all are 0."""
+    return mean * mean / mean_square if mean_square > 0 else 0.0

@@ -4,10 +4,13 @@ Statistics are over the tokens in the mask of the tensor given: the caller hands
 micro-batch, so that long and short responses share one scale.
 """
 
+import math
+
 import torch
 from torch import Tensor
 
-from megatron_rl.algorithms.loss import chosen
+from megatron_rl.algorithms.loss import keep
+from megatron_rl.algorithms.sequences import new_like, spread, token_blocks
 from megatron_rl.algorithms.shapes import (
     check_cu_seqlens,
     check_float_vector,
@@ -43,21 +46,31 @@ def normalize_advantages(
     check_not_negative("eps", eps)
     if kind not in KINDS:
         raise ValueError(f"kind: expected one of {', '.join(KINDS)}, got {kind!r}")
-    counted = mask != 0
-    inside = chosen(advantages, counted).double()
-    if kind != "none" and len(inside) > 0:
-        mean = inside.mean()
-        deviation = (inside - mean).square().mean().sqrt()
-        varies = deviation > eps
+    mean, deviation = (0.0, 0.0) if kind == "none" else mean_and_deviation(advantages, mask)
+    varies = deviation > eps
+    result = new_like(advantages, advantages.dtype)
+    for block in token_blocks(advantages):
+        inside = advantages[block].to(torch.float64, copy=True)
         if kind == "whiten":
             # Equal numbers may differ from their mean by a rounding: exactly 0 then.
-            inside = torch.where(varies, inside - mean, 0.0)
-        inside = inside / torch.where(varies, deviation, 1.0)
-    if clamp > 0:
-        inside = inside.clamp(-clamp, clamp)
-    if len(inside) == len(advantages):
-        return inside.to(advantages.dtype)
-    return torch.zeros_like(advantages).masked_scatter_(counted, inside.to(advantages.dtype))
+            inside = inside.sub_(mean) if varies else inside.zero_()
+        if varies:
+            inside /= deviation
+        if clamp > 0:
+            inside.clamp_(-clamp, clamp)
+        result[block] = keep(inside, mask[block])
+    return result
+
+
+def mean_and_deviation(values: Tensor, mask: Tensor) -> tuple[float, float]:
+    """Of ``values`` [T] in the mask; the population's (n) standard deviation. Zeros where the mask is empty."""
+    count = max(sum(int(mask[block].count_nonzero()) for block in token_blocks(values)), 1)
+    mean = sum(float(keep(values[block], mask[block]).double().sum()) for block in token_blocks(values)) / count
+    squares = 0.0
+    for block in token_blocks(values):
+        distance = keep(values[block].double() - mean, mask[block])
+        squares += float(distance @ distance)
+    return mean, math.sqrt(squares / count)
 
 
 @torch.no_grad()
@@ -77,10 +90,7 @@ def boundary_mask(cu_seqlens: Tensor, finished: Tensor, n_ignore: int) -> Tensor
     if n_ignore != int(n_ignore) or n_ignore < 0:
         raise ValueError(f"n_ignore: expected a whole number of at least 0, got {n_ignore!r}")
     starts, ends = bounds[:-1], bounds[1:]
-    cut = (finished.cpu() == 0) & (ends > starts) & (n_ignore > 0)
-    # +1 where an ignored stretch starts, -1 after it; stretches of different sequences never overlap.
-    steps = torch.zeros(int(bounds[-1]) + 1, dtype=torch.int8, device=cu_seqlens.device)
-    firsts = torch.maximum(starts, ends - int(n_ignore))[cut].to(steps.device)
-    steps.index_add_(0, firsts, torch.ones_like(firsts, dtype=torch.int8))
-    steps.index_add_(0, ends[cut].to(steps.device), -torch.ones_like(firsts, dtype=torch.int8))
-    return steps[:-1].cumsum(0, dtype=torch.int8) == 0
+    ignored = (ends - starts).clamp(max=int(n_ignore)) * (finished.cpu() == 0)
+    # Of each sequence what counts, and what does not.
+    lengths = torch.stack([ends - starts - ignored, ignored], dim=1).flatten()
+    return spread(torch.tensor([True, False]).repeat(len(starts)), lengths).to(cu_seqlens.device)

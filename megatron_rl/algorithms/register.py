@@ -51,6 +51,14 @@ class CorrectionWeight(Plugin):
     """What exceeds ``max_weight`` is cut to it."""
     per_sequence: bool = False
     """The tokens of a sequence share one weight: the mean weight is taken over sequences."""
+    local: bool = False
+    """As of a rejection."""
+
+
+@dataclass(frozen=True)
+class Rejection(Plugin):
+    local: bool = False
+    """What it says of a sequence depends on that sequence alone, so it may be given the step's few at a time."""
 
 
 def _registry(kind: str, entry: type[Any], key: str, inputs: str) -> Registry[Any]:
@@ -82,8 +90,8 @@ KL_ESTIMATORS: Registry[KlEstimator] = _registry(
 CORRECTION_WEIGHTS: Registry[CorrectionWeight] = _registry(
     "correction weight", CorrectionWeight, "correction.weight", "ratios max_weight icepop_low icepop_high"
 )
-REJECTIONS: Registry[Plugin] = _registry(
-    "rejection", Plugin, "correction.rejection", "ratios rejection_low rejection_high"
+REJECTIONS: Registry[Rejection] = _registry(
+    "rejection", Rejection, "correction.rejection", "ratios rejection_low rejection_high"
 )
 
 SEAMS: dict[str, Registry[Any]] = {
@@ -167,7 +175,7 @@ def kl_estimator(name: str = "", *, places: tuple[str, ...] = ("reward", "loss")
 
 
 def correction_weight(
-    name: str = "", *, bounded: bool = False, per_sequence: bool = False
+    name: str = "", *, bounded: bool = False, per_sequence: bool = False, local: bool = False
 ) -> Callable[[Function], Function]:
     """Register an importance weight of the engine's samples: a function of
 
@@ -175,17 +183,18 @@ def correction_weight(
     - ``max_weight``, ``icepop_low``, ``icepop_high``: as in the ``algorithm.correction`` section.
 
     It returns [T] float64, at least 0, and 1 where ``ratios`` are 0. ``bounded``: what exceeds max_weight is cut to it.
-    ``per_sequence``: all tokens of a sequence have one weight.
+    ``per_sequence``: all tokens of a sequence have one weight. ``local``: as for ``rejection``.
     """
-    return CORRECTION_WEIGHTS.register(name, bounded=bounded, per_sequence=per_sequence)
+    return CORRECTION_WEIGHTS.register(name, bounded=bounded, per_sequence=per_sequence, local=local)
 
 
-def rejection(name: str = "") -> Callable[[Function], Function]:
+def rejection(name: str = "", *, local: bool = False) -> Callable[[Function], Function]:
     """Register a rule for which samples stay: a function of
 
     - ``ratios``: ``corrections.LogRatios`` of pi_old over mu, 0 outside the mask.
     - ``rejection_low``, ``rejection_high``: as in the ``algorithm.correction`` section.
 
-    It returns [T] bool: the tokens that may train.
+    It returns [T] bool: the tokens that may train. ``local``: what it says of a sequence depends on that sequence alone;
+    then it is given the step's sequences a few at a time, which is faster, else all of them in one call.
     """
-    return REJECTIONS.register(name)
+    return REJECTIONS.register(name, local=local)

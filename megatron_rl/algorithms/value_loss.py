@@ -3,7 +3,8 @@
 import torch
 from torch import Tensor
 
-from megatron_rl.algorithms.loss import Loss, chosen, keep, mask_total, masked_sum, weighted_sum
+from megatron_rl.algorithms.loss import Loss, keep, mask_total, masked_sum, weighted_sum
+from megatron_rl.algorithms.sequences import token_blocks
 from megatron_rl.algorithms.shapes import (
     check_float_vector,
     check_mask,
@@ -92,11 +93,12 @@ def explained_variance_stats(values: Tensor, returns: Tensor, mask: Tensor) -> T
     check_float_vector("values", values)
     check_same_kind("returns", returns, "values", values)
     check_mask(mask, "values", values)
-    inside = mask != 0
-    target = chosen(returns, inside).double()
-    error = target - chosen(values, inside).double()
-    count = inside.sum().double()
-    return torch.stack([count, target.sum(), target.square().sum(), error.sum(), error.square().sum()])
+    stats = torch.zeros(5, dtype=torch.float64, device=values.device)
+    for block in token_blocks(values):
+        target = keep(returns[block], mask[block]).double()
+        error = target - keep(values[block], mask[block])
+        stats += torch.stack([mask[block].count_nonzero(), target.sum(), target @ target, error.sum(), error @ error])
+    return stats
 
 
 def explained_variance_of(stats: Tensor) -> Tensor:

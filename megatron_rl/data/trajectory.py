@@ -271,7 +271,7 @@ class Trajectory:
 
     def window_tokens(self, step: int | None) -> int:
         """Number of tokens that the model generated in ``step``; None: in all steps."""
-        return sum(len(segment.token_ids) for segment in self._generated_by(step))
+        return sum(len(segment.token_ids) for segment in self.generated_by(step))
 
     def window_room(self, step: int, window_tokens: int) -> int:
         """Tokens that it may still grow by in ``step``, by its window alone; 0 when the window is full."""
@@ -340,7 +340,8 @@ class Trajectory:
         turn = self.current_turn
         return (s for s in self.segments if s.generated and s.turn == turn)
 
-    def _generated_by(self, step: int | None) -> Iterator[Segment]:
+    def generated_by(self, step: int | None) -> Iterator[Segment]:
+        """What the model generated in ``step``; None: in any step."""
         return (segment for segment in self.segments if segment.generated and step in (None, segment.step))
 
     def _per_token(self, flags: list[bool]) -> np.ndarray:

@@ -13,12 +13,13 @@ import torch
 from torch import Tensor
 
 from megatron_rl import algorithms
+from megatron_rl.algorithms.sequences import spread
 from megatron_rl.config.schema import AlgorithmConfig, OldPolicy, Overlong
 from megatron_rl.data.batch import ROUTES, PackedBatch, cu_seqlens_of
 from megatron_rl.data.trajectory import Trajectory, joined
 from megatron_rl.data.vision import Vision
 from megatron_rl.step.experience import Advantages, Signals, piece_tokens, values_at_cut
-from megatron_rl.step.packing import borders_within, on_mask, pack, response_field, within
+from megatron_rl.step.packing import Stretches, pack, response_field
 from megatron_rl.step.pieces import SINGLE_RESPONSE, ResponseRules, response_pieces, terminal_rewards, window_pieces
 
 
@@ -50,9 +51,10 @@ def policy_batch(
         fields |= {"window": in_window} if kl_fields else {}
         fields |= {"rollout_logprobs": batch.fields["rollout_logprobs"]} if settings.weight != "none" else {}
     else:
-        correction = _correction(batch, old_logprobs, advantages.mask, algorithm)
-        fields["mask"] = on_mask(correction.mask, in_window)
-        fields |= {"weights": on_mask(correction.weights, in_window)} if settings.weight != "none" else {}
+        window = Stretches(in_window)
+        correction = _correction(window, batch, old_logprobs, advantages.mask, algorithm)
+        fields["mask"] = window.on_mask(correction.mask) if correction.metrics["rejected_share"] else advantages.mask
+        fields |= {"weights": window.on_mask(correction.weights)} if settings.weight != "none" else {}
         metrics = correction.metrics if settings.old_policy is OldPolicy.recomputed else {}
     if algorithm.positive_lm_coef:
         positive = _positive_mask(trajectories, algorithm, rules)
@@ -62,19 +64,19 @@ def policy_batch(
 
 def mismatch(batch: PackedBatch, old_logprobs: Tensor, mask: Tensor, algorithm: AlgorithmConfig) -> dict[str, float]:
     """The metrics of ``policy_batch``, once all old log-probs are known; ``mask``: its own."""
-    return _correction(batch, old_logprobs, mask, algorithm).metrics
+    return _correction(Stretches(batch.fields["mask"]), batch, old_logprobs, mask, algorithm).metrics
 
 
 def _correction(
-    batch: PackedBatch, old_logprobs: Tensor, mask: Tensor, algorithm: AlgorithmConfig
+    window: Stretches, batch: PackedBatch, old_logprobs: Tensor, mask: Tensor, algorithm: AlgorithmConfig
 ) -> algorithms.Correction:
     """Over the window's tokens alone: the rest of a batch, often the larger part, says nothing."""
-    settings, in_window = algorithm.correction, batch.fields["mask"]
+    settings = algorithm.correction
     return algorithms.mismatch_correction(
-        within(batch.fields["rollout_logprobs"], in_window),
-        within(old_logprobs, in_window),
-        within(mask, in_window),
-        borders_within(in_window, batch.cu_seqlens),
+        window.within(batch.fields["rollout_logprobs"]),
+        window.within(old_logprobs),
+        window.within(mask),
+        window.borders(batch.cu_seqlens),
         weight=settings.weight,
         max_weight=settings.max_weight,
         icepop_low=settings.icepop_low,
@@ -111,13 +113,13 @@ def response_batch(
     rewards = terminal_rewards(pieces, cu_pieces)
     if any(t.token_rewards for t in trajectories):
         rewards = rewards + _noted(t.token_rewards for t in trajectories)
-    generated = response_field([t.generated_mask() for t in trajectories], trajectories, bool)
-    scored = torch.tensor([p.scored for p in pieces], dtype=torch.bool).repeat_interleave(sizes)
+    generated = Stretches(response_field([t.generated_mask() for t in trajectories], trajectories, bool))
+    scored = spread(torch.tensor([p.scored for p in pieces], dtype=torch.bool), sizes)
     old_values = _noted(t.old_values for t in trajectories)
     fields = {
-        "returns": on_mask(_critic_targets(rewards, old_values, cu_pieces, algorithm), generated),
-        "old_values": on_mask(old_values, generated),
-        "mask": on_mask(scored, generated),
+        "returns": generated.on_mask(_critic_targets(rewards, old_values, cu_pieces, algorithm)),
+        "old_values": generated.on_mask(old_values),
+        "mask": generated.on_mask(scored),
     }
     return pack(trajectories, fields, vision)
 
@@ -142,10 +144,10 @@ def window_critic_batch(
     """
     if signals.values is None:
         raise ValueError("window_critic_batch: expected values of the window's tokens, got none")
-    in_window = batch.fields["mask"]
+    window = Stretches(batch.fields["mask"])
     pieces = window_pieces(trajectories, step, algorithm, rules)
-    sizes, cu_pieces, ended, rewards = piece_tokens(pieces, signals, in_window)
-    values = within(signals.values, in_window)
+    sizes, cu_pieces, ended, rewards = piece_tokens(pieces, signals, window)
+    values = window.within(signals.values)
     advantages = algorithms.egae(
         rewards,
         values,
@@ -161,9 +163,9 @@ def window_critic_batch(
     if not counts.any():
         return None
     fields = {
-        "returns": on_mask(values + advantages, in_window),
-        "old_values": on_mask(values, in_window),
-        "mask": on_mask(counts.repeat_interleave(sizes), in_window),
+        "returns": window.on_mask(values + advantages),
+        "old_values": window.on_mask(values),
+        "mask": window.on_mask(spread(counts, sizes)),
     }
     return batch.only().with_fields(**fields)
 
@@ -181,10 +183,10 @@ def keep_signals(trajectories: Sequence[Trajectory], batch: PackedBatch, signals
 
     ``step`` None: all of its tokens are new here.
     """
-    windows = [t.window_tokens(step) for t in trajectories]
+    windows, window = [t.window_tokens(step) for t in trajectories], Stretches(batch.fields["mask"])
     for name, values in (("old_values", signals.values), ("token_rewards", signals.token_rewards)):
         if values is not None:
-            for trajectory, new_values in zip(trajectories, within(values, batch.fields["mask"]).split(windows), strict=True):
+            for trajectory, new_values in zip(trajectories, window.within(values).split(windows), strict=True):
                 if len(new_values):  # a copy: a part would hold the whole step's in memory
                     getattr(trajectory, name).append(new_values.to(torch.float32).numpy().copy())
 

@@ -8,31 +8,31 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from megatron_rl import algorithms
 from megatron_rl.algorithms.advantages import Episodes, estimate_advantages
+from megatron_rl.algorithms.sequences import spread
 from megatron_rl.config.schema import AlgorithmConfig, Bootstrap, LambdaKind, Overlong
 from megatron_rl.data.batch import PackedBatch, cu_seqlens_of
 from megatron_rl.data.trajectory import Trajectory
-from megatron_rl.step.packing import on_mask, response_field, within
+from megatron_rl.step.packing import Stretches
 from megatron_rl.step.pieces import SINGLE_RESPONSE, Piece, ResponseRules, terminal_rewards, window_pieces
 
 
 @dataclass(frozen=True)
 class Advantages:
-    """Of one window's batch; 0 and False outside the window."""
+    """Of one window's batch; W of its T tokens are the window's, and the others have 0 and False."""
 
     advantages: Tensor
     """[T] normalised, on the window's tokens."""
     mask: Tensor
     """[T] bool, the tokens that the policy loss counts."""
     raw: Tensor
-    """[T] before normalisation."""
+    """[W] before normalisation."""
     ended: Tensor
-    """[T] bool, tokens of responses (or turns) that ended in this step."""
+    """[W] bool, tokens of responses (or turns) that ended in this step."""
 
 
 @dataclass(frozen=True)
@@ -63,18 +63,18 @@ def window_advantages(
 
     ``step`` None: of the tokens of all steps, over whole responses.
     """
-    in_window = batch.fields["mask"]
+    window = Stretches(batch.fields["mask"])
     pieces = window_pieces(trajectories, step, algorithm, rules)
-    sizes, cu_pieces, ended, rewards = piece_tokens(pieces, signals, in_window)
+    sizes, cu_pieces, ended, rewards = piece_tokens(pieces, signals, window)
     counted = algorithms.boundary_mask(cu_pieces, ended, algorithm.ignore_boundary_tokens)
     groups = [trajectories[p.row].group_id for p in pieces]
     greedy = signals.greedy_rewards
     scored = torch.tensor([p.scored for p in pieces], dtype=torch.bool)
     if greedy is not None:
         scored &= torch.tensor([group in greedy for group in groups], dtype=torch.bool)
-    counted &= scored.repeat_interleave(sizes)
+    counted &= spread(scored, sizes)
     if rules.masks_hot_tokens or algorithm.overlong is Overlong.filter:
-        counted &= ~within(_left_out(trajectories, algorithm, rules), in_window)
+        counted &= _taken_in(trajectories, step, algorithm, rules)
     episodes = Episodes(
         rewards=rewards,
         cu_seqlens=cu_pieces,
@@ -83,24 +83,24 @@ def window_advantages(
         group_ids=torch.tensor(groups, dtype=torch.int64),
         gamma=algorithm.gamma,
         lam=_lambda(pieces, ended, window_tokens, algorithm),
-        values=None if signals.values is None else within(signals.values, in_window),
+        values=None if signals.values is None else window.within(signals.values),
         bootstrap=values_at_cut(pieces, signals, algorithm),
         baselines=None if greedy is None else torch.tensor([greedy.get(group, 0.0) for group in groups]),
     )
     advantages = estimate_advantages(algorithm.advantage, algorithm.advantage_options, episodes)
     if algorithm.normalize_by_role:
         roles = sorted({p.role for p in pieces})
-        role_ids = torch.tensor([roles.index(p.role) for p in pieces]).repeat_interleave(sizes)
+        role_ids = spread(torch.tensor([roles.index(p.role) for p in pieces], dtype=torch.int32), sizes)
         normalized = algorithms.role_normalize(advantages, counted, role_ids, clamp=algorithm.advantage_clamp)
     else:
         normalized = algorithms.normalize_advantages(
             advantages, counted, kind=algorithm.normalization.value, clamp=algorithm.advantage_clamp
         )
     return Advantages(
-        advantages=on_mask(normalized, in_window),
-        mask=on_mask(counted, in_window),
-        raw=on_mask(advantages, in_window),
-        ended=on_mask(ended.repeat_interleave(sizes), in_window),
+        advantages=window.on_mask(normalized),
+        mask=window.on_mask(counted),
+        raw=advantages,
+        ended=spread(ended, sizes),
     )
 
 
@@ -117,13 +117,13 @@ class PieceTokens(NamedTuple):
     """[tokens]"""
 
 
-def piece_tokens(pieces: Sequence[Piece], signals: Signals, in_window: Tensor) -> PieceTokens:
-    """``in_window``, bool [T]: the pieces' tokens among those of the batch, in their order."""
+def piece_tokens(pieces: Sequence[Piece], signals: Signals, window: Stretches) -> PieceTokens:
+    """``window``: the pieces' tokens among those of the batch, in their order."""
     sizes = torch.tensor([p.num_tokens for p in pieces], dtype=torch.int64)
     cu_pieces, ended = cu_seqlens_of(sizes), torch.tensor([p.ended for p in pieces], dtype=torch.bool)
     rewards = terminal_rewards(pieces, cu_pieces)
     if signals.token_rewards is not None:
-        rewards = rewards + within(signals.token_rewards, in_window)
+        rewards += window.within(signals.token_rewards)
     return PieceTokens(sizes, cu_pieces, ended, rewards)
 
 
@@ -134,13 +134,17 @@ def values_at_cut(pieces: Sequence[Piece], signals: Signals, algorithm: Algorith
     return signals.final_values[torch.tensor([p.row for p in pieces], dtype=torch.int64)]
 
 
-def _left_out(trajectories: Sequence[Trajectory], algorithm: AlgorithmConfig, rules: ResponseRules) -> Tensor:
-    """[T] bool: tokens that the policy loss leaves out although they were generated in this step."""
-    masks = []
+def _taken_in(
+    trajectories: Sequence[Trajectory], step: int | None, algorithm: AlgorithmConfig, rules: ResponseRules
+) -> Tensor:
+    """[W] bool: False on the tokens that the policy loss leaves out although they were generated in this step."""
+    counts, lengths = [], []
     for t in trajectories:
         cut = algorithm.overlong is Overlong.filter and t.finished and not t.stopped
-        masks.append(t.hot_mask() & rules.masks_hot_tokens | np.full(t.num_response_tokens, cut))
-    return response_field(masks, trajectories, bool)
+        for segment in t.generated_by(step):
+            counts.append(not cut and not (segment.hot and rules.masks_hot_tokens))
+            lengths.append(len(segment.token_ids))
+    return spread(torch.tensor(counts, dtype=torch.bool), torch.tensor(lengths, dtype=torch.int64))
 
 
 def _lambda(pieces: Sequence[Piece], ended: Tensor, window_tokens: int, algorithm: AlgorithmConfig) -> float | Tensor:

@@ -3,13 +3,15 @@
 from collections.abc import Sequence
 from itertools import pairwise
 
+import numpy as np
 import torch
 
 from megatron_rl import algorithms
+from megatron_rl.algorithms.normalize import mean_and_deviation
 from megatron_rl.data.batch import PackedBatch
 from megatron_rl.data.trajectory import Trajectory
 from megatron_rl.step.experience import Advantages
-from megatron_rl.step.packing import borders_within, within
+from megatron_rl.step.packing import Stretches, within
 from megatron_rl.step.state import StepState
 
 
@@ -95,15 +97,14 @@ def passes_metrics(state: StepState) -> dict[str, float]:
 
 def advantage_metrics(batch: PackedBatch, advantages: Advantages) -> dict[str, float]:
     """Mean and spread before normalisation, of the tokens the policy trains on, split by finished and unfinished."""
-    in_window = batch.fields["mask"]
-    ended, values, counted = (within(x, in_window) for x in (advantages.ended, advantages.raw, advantages.mask))
+    counted, ended = within(advantages.mask, batch.fields["mask"]), advantages.ended
     metrics: dict[str, float] = {}
-    for name, group in (("finished", ended), ("unfinished", ~ended)):
-        chosen = values[group & counted]
-        metrics[f"advantage/{name}_tokens"] = float(len(chosen))
-        if len(chosen):
-            metrics[f"advantage/{name}_mean"] = float(chosen.mean())
-            metrics[f"advantage/{name}_std"] = float(chosen.std(correction=0))
+    for name, group in (("finished", counted & ended), ("unfinished", counted & ~ended)):
+        number = int(np.count_nonzero(group.numpy()))
+        metrics[f"advantage/{name}_tokens"] = float(number)
+        if number:
+            mean, deviation = mean_and_deviation(advantages.raw, group)
+            metrics |= {f"advantage/{name}_mean": mean, f"advantage/{name}_std": deviation}
     return metrics
 
 
@@ -117,12 +118,13 @@ def critic_metrics(batch: PackedBatch) -> dict[str, float]:
     initialisation bias has no slope there (VC-PPO).
     """
     mask = batch.fields["mask"]
-    values, returns = (within(batch.fields[name], mask) for name in ("old_values", "returns"))
-    counted, borders = torch.ones(len(values), dtype=torch.bool), borders_within(mask, batch.cu_seqlens)
+    scored = Stretches(mask)
+    values, returns = (scored.within(batch.fields[name]) for name in ("old_values", "returns"))
+    counted, borders = torch.ones(len(values), dtype=torch.bool), scored.borders(batch.cu_seqlens)
     metrics = {
         "critic/explained_variance": float(algorithms.explained_variance(values, returns, counted)),
-        "critic/value_mean": float(values.mean()),
-        "critic/return_mean": float(returns.mean()),
+        "critic/value_mean": float(values.numpy().mean(dtype=np.float64)),
+        "critic/return_mean": float(returns.numpy().mean(dtype=np.float64)),
     }
     positions = algorithms.value_by_position(values, returns, counted, borders, _NUM_POSITIONS, ("advantage",))
     advantage, count = positions["advantage"]

@@ -13,6 +13,9 @@ from megatron_rl.data.vision import Vision
 
 _SHORT_STRETCH = 32
 """Tokens, on average: shorter ones take longer to copy one by one than by a list of all their tokens."""
+_WORD = 8
+_ALL_ON = np.uint64(0x0101010101010101)
+"""A word of a mask of bytes, and what it is where all of them are on."""
 
 
 def pack(trajectories: Sequence[Trajectory], fields: dict[str, Tensor], vision: Vision | None = None) -> PackedBatch:
@@ -80,38 +83,69 @@ def response_field(parts: Sequence[np.ndarray], trajectories: Sequence[Trajector
     return torch.from_numpy(np.concatenate(rows))
 
 
+class Stretches:
+    """The runs of True in a mask [T] bool, found once for all that is read and put there. W tokens are on."""
+
+    def __init__(self, mask: Tensor) -> None:
+        self._mask = mask
+        borders = _edges(mask.numpy())
+        self._starts, self._ends = borders[::2], borders[1::2]
+        self._offsets = np.concatenate([[0], np.cumsum(self._ends - self._starts)])
+        # Short ones are read and put all at once: nothing is gained by going from one to the next.
+        self._is_short = len(borders) * _SHORT_STRETCH > len(mask)
+
+    def on_mask(self, values: Tensor) -> Tensor:
+        """[T]: ``values`` [W] where the mask is on, 0 elsewhere."""
+        found = torch.from_numpy(np.zeros(len(self._mask), values.numpy().dtype))
+        if self._is_short:
+            # One pass; putting at the places of a mask first makes a list of them.
+            return found.masked_scatter_(self._mask, values)
+        to, of = found.numpy(), values.numpy()
+        for first, end, start in zip(self._starts.tolist(), self._ends.tolist(), self._offsets.tolist(), strict=False):
+            to[first:end] = of[start : start + end - first]
+        return found
+
+    def within(self, values: Tensor) -> Tensor:
+        """[W]: ``values`` [T] where the mask is on."""
+        if self._is_short:
+            return values[self._mask]
+        of = values.numpy()
+        parts = (of[first:end] for first, end in zip(self._starts.tolist(), self._ends.tolist(), strict=True))
+        return torch.from_numpy(np.concatenate([of[:0], *parts]))
+
+    def borders(self, cu_seqlens: Tensor) -> Tensor:
+        """[N+1] int64: where each sequence starts in what ``within`` gives."""
+        ends, place = self._offsets[1:], cu_seqlens.numpy()
+        stretch = np.searchsorted(self._ends, place)  # the first that does not end before the place
+        before = np.append(self._offsets[:-1], self._offsets[-1])[stretch]
+        inside = place - np.append(self._starts, place[-1:])[stretch]
+        return torch.from_numpy(before + np.maximum(inside, 0) * (stretch < len(ends)))
+
+
 def on_mask(values: Tensor, mask: Tensor) -> Tensor:
     """[T]: ``values`` [number of True in mask] where ``mask`` [T] is on, 0 elsewhere."""
-    found, start = torch.zeros(len(mask), dtype=values.dtype), 0
-    if (stretches := _stretches(mask)) is None:
-        # One pass; putting at the places of a mask first makes a list of them.
-        return found.masked_scatter_(mask, values)
-    to, of = found.numpy(), values.numpy()
-    for first, end in stretches:
-        to[first:end] = of[start : start + end - first]
-        start += end - first
-    return found
+    return Stretches(mask).on_mask(values)
 
 
 def within(values: Tensor, mask: Tensor) -> Tensor:
     """``values`` [T] where ``mask`` [T] is on: the inverse of ``on_mask``."""
-    if (stretches := _stretches(mask)) is None:
-        return values[mask]
-    of = values.numpy()
-    return torch.from_numpy(np.concatenate([of[:0], *(of[first:end] for first, end in stretches)]))
+    return Stretches(mask).within(values)
 
 
-def borders_within(mask: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """[N+1] int64: where each sequence starts in what ``within`` gives."""
-    return torch.searchsorted(torch.from_numpy(np.flatnonzero(mask.numpy())), cu_seqlens)
+def _edges(flags: np.ndarray) -> np.ndarray:
+    """[2 R] int64: first place and end of each run of True in ``flags`` [T] bool."""
+    places = _places_of_edges(flags)
+    edges = places[flags[places] != np.where(places > 0, flags[places - 1], False)]
+    return np.append(edges, len(flags)) if len(edges) % 2 else edges
 
 
-def _stretches(mask: Tensor) -> list[tuple[int, int]] | None:
-    """First and end of each run of True in a window's mask; None where these are so many that nothing is gained by them."""
-    flags = mask.numpy()
-    edges = np.flatnonzero(flags[1:] != flags[:-1]) + 1
-    if len(edges) * _SHORT_STRETCH > len(flags):
-        return None
-    on_first = bool(len(flags)) and bool(flags[0])
-    edges = np.concatenate([np.zeros(int(on_first), np.int64), edges, np.full((len(edges) + on_first) % 2, len(flags))])
-    return list(zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True))
+def _places_of_edges(flags: np.ndarray) -> np.ndarray:
+    """[K] int64, ascending: places of ``flags`` [T] bool, among them all that differ from the one before."""
+    whole = len(flags) // _WORD * _WORD
+    words = np.ascontiguousarray(flags[:whole]).view(np.uint64)
+    # A word like the one before it has no edge, unless both are on and off inside.
+    new = np.flatnonzero(np.concatenate([np.ones(min(len(words), 1), bool), words[1:] != words[:-1]]))
+    is_mixed = (words[new] != 0) & (words[new] != _ALL_ON)
+    if (is_mixed & (np.diff(new, append=len(words)) > 1)).any():
+        return np.arange(len(flags))
+    return np.concatenate([(new[:, None] * _WORD + np.arange(_WORD)).ravel(), np.arange(whole, len(flags))])

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -83,7 +84,7 @@ def greedy_rewards(trajectories: Sequence[Trajectory], algorithm: AlgorithmConfi
 def terminal_rewards(pieces: Sequence[Piece], cu_pieces: Tensor) -> Tensor:
     """[W] float32, zero but for the outcome on the last token of each non-empty piece; cu_pieces [P+1]."""
     outcomes = torch.tensor([p.outcome for p in pieces])
-    rewards = torch.zeros(int(cu_pieces[-1]))
+    rewards = torch.from_numpy(np.zeros(int(cu_pieces[-1]), np.float32))  # touched where something is put
     nonempty = cu_pieces[1:] > cu_pieces[:-1]
     rewards[cu_pieces[1:][nonempty] - 1] = outcomes[nonempty].to(torch.float32)
     return rewards
