@@ -275,6 +275,8 @@ def generate(
 
     with seen_inside(meter):
         asyncio.run(fill())
+    with meter.part("garbage collection"):
+        gc.collect()  # as a run does when it publishes
 
 
 async def _lost(error: Exception) -> None:
@@ -485,7 +487,9 @@ def bytes_held(trajectories: Sequence[Any]) -> float:
 
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory() as folder:
+    from megatron_rl.system.collector import young_objects_only
+
+    with tempfile.TemporaryDirectory() as folder, young_objects_only():
         return _measure(arguments, vision_of(Path(folder)) if arguments.images else None)
 
 

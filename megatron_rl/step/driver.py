@@ -40,6 +40,7 @@ from megatron_rl.step.runner import StageRunner
 from megatron_rl.step.sampled import keep_samples
 from megatron_rl.step.stages import graph_of
 from megatron_rl.step.watchdog import RollBack, Watchdog
+from megatron_rl.system.collector import young_objects_only
 from megatron_rl.system.signals import StopRequested, StopSignals
 from megatron_rl.tracking.console import evaluation_text
 from megatron_rl.tracking.trackers import set_runs_aside
@@ -158,7 +159,7 @@ def _drive_until_it_dies(
             recorder.console.warning(f"back to step {first_step}, with the prompts that come next: {back}")
         last_step = _before_first_step(config, parts, runner, first_step)
         recorder.start_clock()
-        with signals.deferred(runner.wake):
+        with signals.deferred(runner.wake), young_objects_only():
             runner.run(loop.actions(graph), first_step, last_step)
             num_steps_done = loop.close_stopped() if signals.requested else config.run.num_steps
             _warn_of_unsaved(recorder, saver.settle(wait=True))

@@ -6,6 +6,7 @@ travels between stages of one step lies in that step's StepState; stages of diff
 """
 
 import asyncio
+import gc
 import os
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -122,8 +123,7 @@ class TrainingLoop:
         # The next window may be generated before this one has trained.
         slots = [t if t.finished else t.at_rest() for t in slots]
         used_s = self._children.cpu_s() - before_s
-        rounds = self._parts.collector.rounds
-        self._parts.recorder.note_work("generate", step, cpu_s=used_s, cores=os.cpu_count() or 1, rounds=rounds)
+        self._parts.recorder.note_work("generate", step, cpu_s=used_s, cores=os.cpu_count() or 1, rounds=self._parts.collector.rounds)
         trajectories = [t for t in slots if t.window_tokens(step) and not t.greedy]
         if trains_whole_groups(self._config):
             trajectories = self._parts.collector.ended_groups(step)
@@ -154,8 +154,7 @@ class TrainingLoop:
         """Log-probs of the window's tokens under the reference policy."""
         state, temperature = self._states[step], self._config.rollout.temperature
         # Without the routes: the reference chooses its own experts.
-        batch = state.batch.only("mask")
-        state.reference_logprobs = self._parts.group.logprobs(batch, temperature=temperature, engine="reference")
+        state.reference_logprobs = self._parts.group.logprobs(state.batch.only("mask"), temperature=temperature, engine="reference")
 
     def process_rewards(self, step: int) -> None:
         """Rewards of lines, from a process reward model."""
@@ -245,6 +244,7 @@ class TrainingLoop:
 
     def publish(self, step: int) -> None:
         """New weights to every server; where no token trained the policy, the servers only wake."""
+        gc.collect()  # no answer is waited for
         if not publishes_in_flight(self._config.schedule):
             self._note_slots(step)
         if "policy/num_updates" in self._states[step].metrics:

@@ -1,10 +1,11 @@
-"""The collector rests while modules are imported, and works afterwards."""
+"""The collector rests while modules are imported, and looks at young objects alone while a run goes on; it works as before afterwards."""
 
 import gc
+import weakref
 
 import pytest
 
-from megatron_rl.system.collector import collector_at_rest
+from megatron_rl.system.collector import collector_at_rest, young_objects_only
 
 
 def test_the_collector_rests_inside_also_one_in_another_and_works_again_after_an_error():
@@ -18,3 +19,27 @@ def test_the_collector_rests_inside_also_one_in_another_and_works_again_after_an
         assert gc.isenabled() and gc.get_freeze_count() > before
     finally:
         gc.unfreeze()
+
+
+class Knot:
+    def __init__(self):
+        self.own = self
+
+
+def test_a_run_looks_at_old_objects_when_it_says_so_and_never_at_what_was_there():
+    limits, there = gc.get_threshold(), Knot()
+    try:
+        with young_objects_only():
+            made = Knot()
+            gc.collect(1)  # old now
+            gone, kept = weakref.ref(made), weakref.ref(there)
+            del made, there
+            young, middle, old = gc.get_threshold()
+            assert (young, middle) == limits[:2] and old > 10**9  # collections of what is younger
+            assert gone() is not None
+            gc.collect()
+            assert gone() is None and kept() is not None
+        assert gc.get_threshold() == limits
+    finally:
+        gc.unfreeze()
+        gc.collect()
