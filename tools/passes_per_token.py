@@ -16,6 +16,7 @@ from pathlib import Path
 
 from megatron_rl.config.load import load_config
 from megatron_rl.config.schema import Mode
+from megatron_rl.errors import UserError
 from megatron_rl.simulation.lengths import named_lengths
 from megatron_rl.simulation.prediction import StepWork, Workload, simulated_works
 from megatron_rl.simulation.scenario import Scenario, scenario_of
@@ -91,4 +92,7 @@ def _work(passed: dict[str, float]) -> float:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except UserError as error:
+        raise SystemExit(f"passes_per_token: error: {error}") from error
