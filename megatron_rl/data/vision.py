@@ -10,7 +10,9 @@ import base64
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 from weakref import WeakValueDictionary
@@ -33,7 +35,7 @@ from megatron_rl.data.images import (
 from megatron_rl.errors import DataError
 from megatron_rl.families.facts import as_config, read_model_json, vision_titles, vision_token_ids
 
-_WIRE_CACHE_BYTES = 1 << 28
+_WIRE_CACHE_BYTES = 1 << 30
 
 
 def collapse(token_ids: Sequence[int] | np.ndarray, image_token_id: int, counts: Sequence[int]) -> np.ndarray:
@@ -87,7 +89,7 @@ class Vision:
         self._sources: dict[tuple[str, int], tuple[ImageSource, ImageRef]] = {}
         self._files: WeakValueDictionary[tuple[str, int], ImageFile] = WeakValueDictionary()
         """Those of batches that are still there."""
-        self._wire = _Cache(_WIRE_CACHE_BYTES)
+        self._wire = _Texts(_WIRE_CACHE_BYTES)
 
     def reference(self, source: ImageSource) -> ImageRef:
         """The image as prompts carry it. DataError for one that cannot be used."""
@@ -130,8 +132,11 @@ class Vision:
             self._check_grid(file.ref, tuple(result["image_grid_thw"][0].tolist()))
         return result["pixel_values"].to(torch.float32)
 
-    def wire(self, ref: ImageRef) -> str:
-        """The image as SGLang takes it: base64 of a file with the pixels that ``cut`` starts from."""
+    def wire(self, ref: ImageRef) -> Future[str]:
+        """The image as SGLang takes it: base64 of a file with the pixels that ``cut`` starts from.
+
+        Shared with others who ask for it: not to be cancelled. DataError as of ``file``.
+        """
 
         def encode() -> str:
             data = self._bytes(ref)
@@ -260,26 +265,34 @@ def _is_plain_png(data: bytes, image: Any) -> bool:
     return stored.format == "PNG" and stored.mode == "RGB" and not stored.info and stored.size == image.size
 
 
-class _Cache:
-    """The texts used last, up to a number of bytes."""
+class _Texts:
+    """Those used last, up to a number of bytes; each is made once, on a thread, however many ask for it meanwhile."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
-        self._values: OrderedDict[Any, str] = OrderedDict()
+        self._futures: OrderedDict[Any, Future[str]] = OrderedDict()
         self._num_bytes = 0
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
+        self._threads = ThreadPoolExecutor(thread_name_prefix="images")
 
-    def get(self, key: Any, make: Callable[[], str]) -> str:
+    def get(self, key: Any, make: Callable[[], str]) -> Future[str]:
         with self._lock:
-            if key in self._values:
-                self._values.move_to_end(key)
-                return self._values[key]
-        value = make()
+            if key not in self._futures:
+                future = self._futures[key] = self._threads.submit(make)
+                future.add_done_callback(partial(self._made, key))  # which forgets one that has failed already
+                return future
+            self._futures.move_to_end(key)
+            return self._futures[key]
+
+    def _made(self, key: Any, future: Future[str]) -> None:
         with self._lock:
-            if key not in self._values:
-                self._values[key] = value
-                self._num_bytes += len(value)
-            while self._num_bytes > self._max_bytes and len(self._values) > 1:
-                _, oldest = self._values.popitem(last=False)
-                self._num_bytes -= len(oldest)
-        return value
+            if future.cancelled() or future.exception() is not None:
+                del self._futures[key]
+                return
+            self._num_bytes += len(future.result())
+            while self._num_bytes > self._max_bytes and len(self._futures) > 1:
+                oldest = next(iter(self._futures.values()))
+                if not oldest.done():
+                    return
+                self._num_bytes -= len(oldest.result())
+                self._futures.popitem(last=False)

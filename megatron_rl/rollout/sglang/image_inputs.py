@@ -13,12 +13,13 @@ TokenIds = Sequence[int] | np.ndarray | TokenParts
 
 
 async def images_of_request(vision: Vision | None, prompt: Prompt) -> RequestImages | None:
-    """The prompt's images, read and encoded on another thread than the event loop's; None for a model without vision."""
+    """The prompt's images, read and encoded on other threads than the event loop's; None for a model without vision."""
     if vision is None:
         return None
     if not prompt.images:
         return RequestImages(vision.image_token_id)
-    data = await asyncio.to_thread(lambda: [vision.wire(image) for image in prompt.images])
+    # One encoding serves all samples of a group: a request that is cancelled leaves it to the others.
+    data = await asyncio.gather(*(asyncio.shield(asyncio.wrap_future(vision.wire(image))) for image in prompt.images))
     return RequestImages(vision.image_token_id, data, sum(vision.num_tokens(image) for image in prompt.images))
 
 

@@ -5,6 +5,8 @@ import base64
 import io
 import json
 import shutil
+import threading
+import time
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -17,6 +19,7 @@ from PIL import Image
 
 from megatron_rl.config.schema import Config, DataConfig
 from megatron_rl.data import images as images_module
+from megatron_rl.data import vision as vision_module
 from megatron_rl.data.images import ImageSource, decode
 from megatron_rl.data.parts import moved_row
 from megatron_rl.data.prompts import check_files, load_prompts, load_solutions
@@ -26,6 +29,7 @@ from megatron_rl.data.vision import Vision, collapse, expand
 from megatron_rl.environments.base import EnvironmentFault, Message
 from megatron_rl.errors import DataError
 from megatron_rl.rollout.generation import GenerationPlan, dialogue_of
+from megatron_rl.rollout.sglang.image_inputs import images_of_request
 from megatron_rl.rollout.sglang.wire import validate
 from megatron_rl.rollout.windows import Window
 from megatron_rl.step.packing import window_batch
@@ -265,7 +269,7 @@ def turned(image):
 def test_the_server_is_sent_the_pixels_that_the_trainer_cuts(folder, data):
     vision = Vision(folder)
     ref = vision.reference(ImageSource("x", data=data))
-    sent = Image.open(io.BytesIO(base64.b64decode(vision.wire(ref))))
+    sent = Image.open(io.BytesIO(base64.b64decode(vision.wire(ref).result())))
     assert sent.mode == "RGB" and sent.format == "PNG"
     assert np.array_equal(np.asarray(sent), np.asarray(decode(data, "x")))
     assert vision._resized(sent.height, sent.width) == (ref.grid[1] * 4, ref.grid[2] * 4)
@@ -279,7 +283,49 @@ def test_transparent_pixels_are_white_and_photos_upright():
 
 def test_a_plain_png_is_sent_as_it_is(folder):
     vision, data = Vision(folder), as_bytes(picture())
-    assert base64.b64decode(vision.wire(vision.reference(ImageSource("x", data=data)))) == data
+    assert base64.b64decode(vision.wire(vision.reference(ImageSource("x", data=data))).result()) == data
+
+
+def test_an_image_is_encoded_once_for_all_requests_and_a_cancelled_one_leaves_it_to_the_others(folder, monkeypatch):
+    vision, encoded, may_go_on = Vision(folder), [], threading.Event()
+    refs = [vision.reference(ImageSource(str(i), data=as_bytes(picture(seed=i), "JPEG"))) for i in range(3)]
+    prompts = [Prompt(str(i), (IMAGE,), images=(ref, refs[0])) for i, ref in enumerate(refs)]
+
+    def slowly(image):
+        may_go_on.wait(10)
+        encoded.append(image.size)
+        return as_bytes(image)
+
+    monkeypatch.setattr(vision_module, "png_bytes", slowly)
+
+    async def requests():
+        tasks = [asyncio.create_task(images_of_request(vision, prompt)) for prompt in prompts for _ in range(4)]
+        await asyncio.sleep(0.05)
+        for task in tasks[::4]:
+            task.cancel()
+        may_go_on.set()
+        return await asyncio.gather(*tasks, return_exceptions=True)
+
+    found = asyncio.run(requests())
+    assert len(encoded) == 3
+    for index, images in enumerate(found):
+        if index % 4 == 0:
+            assert isinstance(images, asyncio.CancelledError)
+        else:
+            assert images.data == [vision.wire(ref).result() for ref in prompts[index // 4].images]
+
+
+def test_texts_used_last_are_kept_and_what_failed_is_tried_again():
+    texts = vision_module._Texts(10)
+    made = [texts.get(i, lambda i=i: str(i) * 4).result() for i in (0, 1, 0, 2)]
+    with pytest.raises(ZeroDivisionError):
+        texts.get("bad", lambda: 1 // 0).result()
+    # Threads come back to the account after their answers are there.
+    deadline_s = time.monotonic() + 10
+    while list(texts._futures) != [0, 2] and time.monotonic() < deadline_s:
+        time.sleep(0.01)
+    assert made == ["0000", "1111", "0000", "2222"] and list(texts._futures) == [0, 2]
+    assert texts.get("bad", lambda: "good").result() == "good"
 
 
 def trajectory_of(prompt, id=0):
@@ -420,7 +466,7 @@ def test_checkpoints_hold_references_and_a_changed_file_ends_a_resume(tmp_path, 
     load(changed, files)
     with pytest.raises(DataError, match=r"run.resume: image .*a.png is not the one"):
         changed.vision.check_known(again.prompt.images)
-    for use in (resumed.vision.wire, resumed.vision.file):
+    for use in (lambda ref: resumed.vision.wire(ref).result(), resumed.vision.file):
         with pytest.raises(DataError, match=r"image .*a.png: its bytes have changed since the run started.* \(.*rows.jsonl:1\)$"):
             use(again.prompt.images[0])
     (tmp_path / "a.png").unlink()
