@@ -8,7 +8,7 @@
 The pool is in its steady state: responses of the given lengths, cut at ``--cut``, grow by a window a step and are replaced when
 they end. ``tools/stub_servers.py`` answers with SGLang's JSON over sockets. What goes to the ranks is packed as in a run and
 counted where it would enter a socket; ``--replicas`` of ``--ranks-per-replica`` ranks take it, ``--ranks-per-node`` of them on the
-driver's machine. Each prompt has ``--images`` photos, 184 kB of JPEG and 999 tokens (patches of 14 pixels, 2 x 2 merged); rank 0
+driver's machine. Each prompt has ``--images`` photos, 150 kB of JPEG and 999 tokens (patches of 14 pixels, 2 x 2 merged); rank 0
 cuts those of its own sequences. CPU seconds are those of the driver's process (rollout workers have a line of their own), of one
 step, scaled to all slots; what rank 0 does as any first rank of a replica, with its own share of the sequences, is a part by
 itself. A stall is the CPU time of one callback on the event loop. Workers have been started, and have made their connections,
