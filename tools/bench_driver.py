@@ -22,6 +22,7 @@ import gc
 import io
 import json
 import os
+import pickle
 import re
 import resource
 import subprocess
@@ -70,7 +71,8 @@ class Meter:
         self.cpu_s: dict[str, float] = defaultdict(float)
         self._adding = threading.Lock()
         self.bytes: Counter[str] = Counter()
-        self.stall_s = 0.0
+        self.stall_s = self.further_cpu_s = 0.0
+        self.nodes: list[Any] = []
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
@@ -240,6 +242,51 @@ def seen_inside(meter: Meter) -> Iterator[None]:
             setattr(module, name, value)
 
 
+_NODE = """
+import pickle, sys
+from megatron_rl.rollout.workers import node_workers
+print(pickle.dumps(node_workers._start(int(sys.argv[1]))).hex(), flush=True)
+sys.stdin.read()
+"""
+
+
+@contextmanager
+def further_nodes(number: int, num_workers: int, meter: Meter) -> Iterator[None]:
+    """``meter.nodes``: what the first ranks of so many nodes have started: processes of this machine, but nothing is mapped across."""
+    command = [sys.executable, "-c", _NODE, str(num_workers)]
+    nodes = [subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) for _ in range(number)]
+    try:
+        meter.nodes = [pickle.loads(bytes.fromhex(node.stdout.readline().decode())) for node in nodes if node.stdout is not None]
+        yield
+    finally:
+        for process in [child for node in nodes for child in psutil.Process(node.pid).children()]:
+            meter.further_cpu_s += sum(process.cpu_times()[:2])
+        for node in nodes:
+            node.kill()
+            node.wait()
+
+
+def workers_of(nodes: Sequence[Any]) -> list[Any]:
+    from megatron_rl.rollout.workers.worker_messages import FarWorker
+    from megatron_rl.system.shared_file import NODE
+
+    return [
+        FarWorker(node.host, port, node.secret, number * NODE + node.pid, fd)
+        for number, node in enumerate(nodes, 1)
+        for port, fd in node.listeners
+    ]
+
+
+def count_routes(meter: Meter, trajectories: Sequence[Any]) -> None:
+    """Bytes of them on the driver's machine and on others."""
+    from megatron_rl.system.shared_file import NODE, address_of
+
+    for routes in [t.routes.routes for t in trajectories if t.routes is not None]:
+        address = address_of(routes)
+        is_far = address is not None and address.pid >= NODE
+        meter.bytes["routes read on other nodes" if is_far else "routes read on the driver's machine"] += routes.nbytes
+
+
 def generate(
     arguments: argparse.Namespace, meter: Meter, trajectories: Sequence[Any], urls: Sequence[str], step: int, vision: Any
 ) -> None:
@@ -266,7 +313,7 @@ def generate(
     async def fill() -> None:
         async with SglangClient(urls, vocab_size=152_064, hang_timeout_s=0.0, request_timeout_s=3600.0) as client:
             if workers:
-                client.caller = WorkerPool(workers, print)
+                client.caller = WorkerPool(workers, print, workers_of(meter.nodes))
             # As every step of a run but its first finds them: workers that run, connections that are open.
             await asyncio.gather(*[client.generate(GenerationRequest(f"warm-{index}", [5], 1)) for index in range(64)])
             window = Window(client, _lost, plan, step=step, num_tokens=arguments.window, weight_version=1, kind="train")
@@ -277,6 +324,7 @@ def generate(
         asyncio.run(fill())
     with meter.part("garbage collection"):
         gc.collect()  # as a run does when it publishes
+    count_routes(meter, trajectories)
 
 
 async def _lost(error: Exception) -> None:
@@ -421,6 +469,8 @@ def train(arguments: argparse.Namespace, meter: Meter, trajectories: Sequence[An
     for index, trajectory in enumerate(finished):
         trajectory.score = Score(float(index % 5 < 2))
     with counted_group(arguments, meter, vision) as (group, config):
+        for node in meter.nodes:
+            group.ways.add_node(node.service, ())
         with group.stage(step, "bench"), meter.part("to and from the ranks"):
             group.logprobs(batch, temperature=1.0)
             group.values(batch)
@@ -500,13 +550,14 @@ def _measure(arguments: argparse.Namespace, vision: Any) -> dict[str, Any]:
     pool, meter, step = filled_pool(arguments, done, random, vision), Meter(), STEPS_TO_STEADY_STATE
     trajectories = pool.fill(step)
     process = psutil.Process()
-    with stub_servers(arguments, total) as urls:
-        before = process.cpu_times()
-        generate(arguments, meter, trajectories, urls, step, vision)
-        workers_s = process.cpu_times().children_user - before.children_user
-    expected = int(np.minimum(total - done, arguments.window).sum())
-    assert sum(t.window_tokens(step) for t in trajectories) == expected, "the stub servers gave another number of tokens"
-    train(arguments, meter, trajectories, step, vision)
+    with further_nodes(arguments.nodes - 1, arguments.workers or 1, meter):
+        with stub_servers(arguments, total) as urls:
+            before = process.cpu_times()
+            generate(arguments, meter, trajectories, urls, step, vision)
+            workers_s = process.cpu_times().children_user - before.children_user
+        expected = int(np.minimum(total - done, arguments.window).sum())
+        assert sum(t.window_tokens(step) for t in trajectories) == expected, "the stub servers gave another number of tokens"
+        train(arguments, meter, trajectories, step, vision)
     held = bytes_held(trajectories)
     held_up_s = checkpoint(meter, pool, step)
     scale = arguments.slots / num_slots
@@ -516,6 +567,7 @@ def _measure(arguments: argparse.Namespace, vision: Any) -> dict[str, Any]:
         "new_tokens": expected * scale,
         "cpu_s": {name: seconds * scale for name, seconds in meter.cpu_s.items()},
         "workers_cpu_s": workers_s * scale,
+        "further_cpu_s": meter.further_cpu_s * scale,
         "total_cpu_s": sum(meter.cpu_s.values()) * scale,
         "longest_stall_s": meter.stall_s,
         "checkpoint_main_thread_s": held_up_s * scale,
@@ -539,6 +591,7 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--routes", default="", help="R3 of a model: layers x experts of a token x experts, as 48x8x128")
     parser.add_argument("--servers", type=int, default=2)
     parser.add_argument("--workers", type=int, help="rollout worker processes; without it as many as a run would have here")
+    parser.add_argument("--nodes", type=int, default=1, help="with rollout workers; a server more or less each")
     parser.add_argument("--replicas", type=int, default=8)
     parser.add_argument("--ranks-per-replica", type=int, default=4)
     parser.add_argument("--ranks-per-node", type=int, default=8, help="of the trainer; those of the driver's machine map arrays there")
@@ -551,9 +604,10 @@ def report(found: dict[str, Any]) -> str:
     lines = [f"{found['slots']} slots measured, scaled by {found['scale']:g}: {found['new_tokens'] / 1e6:.1f}M new tokens a step"]
     lines += [f"{name:33s}{seconds:10.2f} CPU s" for name, seconds in found["cpu_s"].items()]
     lines += [f"{'in all':33s}{found['total_cpu_s']:10.2f} CPU s", f"{'rollout workers':33s}{found['workers_cpu_s']:10.2f} CPU s"]
+    lines += [f"{'rollout workers of other nodes':33s}{found['further_cpu_s']:10.2f} CPU s"] if found["further_cpu_s"] else []
     lines += [f"{'longest stall':33s}{found['longest_stall_s'] * 1e3:10.1f} ms"]
     lines += [f"{'checkpoint, main thread':33s}{found['checkpoint_main_thread_s']:10.2f} s"]
-    lines += [f"{name:33s}{number:10.3f} GB" for name, number in found["gigabytes"].items()]
+    lines += [f"{name:36s}{number:7.3f} GB" for name, number in found["gigabytes"].items()]
     lines += [f"{'held per token':33s}{found['bytes_per_token_held']:10.1f} bytes", f"{'peak memory':33s}{found['peak_gib']:10.2f} GiB"]
     return "\n".join(lines)
 

@@ -56,8 +56,8 @@ def read_pieces(addresses: np.ndarray, service: Service | None) -> Iterator[np.n
                 num_bytes += len(column)
     except (flight.FlightError, pa.ArrowException) as error:
         raise UserError(
-            f"the arrays of rank 0's machine did not come from {service.location}: {error}. Ranks on other machines connect to that "
-            "address (MASTER_ADDR, a port that the system chooses); see that no firewall stands between the nodes"
+            f"the arrays of another machine did not come from {service.location}: {error}. Ranks connect to that address (the node's "
+            "own, a port that the system chooses); see that no firewall stands between the nodes"
         ) from error
     if num_bytes != expected:
         raise UserError(f"expected {expected} bytes of arrays from {service.location}, got {num_bytes}")

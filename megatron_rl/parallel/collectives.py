@@ -9,10 +9,10 @@ files (``system/shared_file.py``) does not pass rank 0: ranks of its machine map
 
 import json
 import pickle
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -24,6 +24,7 @@ from megatron_rl.errors import UserError
 from megatron_rl.parallel import topology
 from megatron_rl.parallel.array_server import Service, read_pieces
 from megatron_rl.parallel.topology import Topology
+from megatron_rl.system.shared_file import NODE
 
 _PAYLOAD_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.int32, torch.bool, torch.uint8)
 """Dtypes that ``gather_tensors`` carries, by their code on the wire."""
@@ -45,6 +46,24 @@ class Pieces:
 Payload = Mapping[str, Tensor | Pieces]
 
 
+class Sight(NamedTuple):
+    """What a replica's ranks see of the arrays that addresses name. Nodes are numbered as in these (``shared_file.NODE``)."""
+
+    node: int
+    """Whose files its first rank can map; -1: of none."""
+    by_all: bool
+    """So can all of its ranks."""
+    services: Mapping[int, Service | None]
+    """By node: where the arrays of the others come from."""
+
+    def maps(self, nodes: np.ndarray) -> bool:
+        """Each rank finds all of what lies on these nodes."""
+        return self.by_all and bool((nodes == self.node).all())
+
+
+_HERE = Sight(0, True, {})
+
+
 class CollectiveTimeout(UserError, RuntimeError):
     """A rank waited for another one longer than it was told to."""
 
@@ -57,6 +76,11 @@ def is_lost_connection(error: RuntimeError) -> bool:
     """A peer's process ended while this rank waited for it, here or inside one of Megatron's collectives."""
     lost_words = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
     return isinstance(error, PeerLost) or any(words in str(error) for words in lost_words)
+
+
+def rank() -> int:
+    """Of this process."""
+    return dist.get_rank()
 
 
 def barrier(what: str = "barrier", *, timeout_s: float | None = None) -> None:
@@ -111,8 +135,7 @@ def deliver(
     heads: Sequence[int],
     place: Topology,
     *,
-    near: Collection[int] = (),
-    service: Service | None = None,
+    sights: Sequence[Sight | None] = (),
     what: str = "batches",
     timeout_s: float | None = None,
 ) -> dict[str, Tensor]:
@@ -120,22 +143,36 @@ def deliver(
 
     A payload is tensors by name, of any shape and dtype, on the CPU. It goes to the replica's first rank (``heads``), which
     broadcasts it over Megatron's groups: rank 0 sends it once, however many ranks compute on it. Of pieces with addresses it
-    sends these: the ranks of the replicas of the heads ``near`` map them, each for itself, and the first rank of another one
-    takes them from ``service``, where there is one. Pieces stay where they are until the call has ended.
+    sends these where there are ``sights``, by replica: where all ranks of one can map a tensor's pieces they do, each for itself;
+    else its first rank maps or takes them from their nodes. Pieces stay where they are until the call has ended.
     """
     flat = None
     if payloads is not None:
-        for head, payload in zip(heads[1:], payloads[1:], strict=True):
-            by_address = head in near or service is not None
-            flat = _flatten(_mapped(payload) if by_address else _joined(payload), None if head in near else service)
-            _send_bytes(flat, head, what, timeout_s)
-        flat = _flatten(_mapped(payloads[0]) if heads[0] in near else _joined(payloads[0]))
+        flats = [_addressed(payload, sights[index] if sights else None) for index, payload in enumerate(payloads)]
+        for head, of_head in zip(heads[1:], flats[1:], strict=True):
+            _send_bytes(of_head, head, what, timeout_s)
+        flat = _found(flats[0])
     elif place.rank in heads:
-        flat = _receive_bytes(0, what, timeout_s)
-        header = _header_of(flat)
-        if header["service"] and any(entry[-1] for entry in header["entries"]):
-            flat = _flatten(_unflatten(flat))
+        flat = _found(_receive_bytes(0, what, timeout_s))
     return _unflatten(_over_the_replica(flat, place))
+
+
+def _addressed(payload: Payload, sight: Sight | None) -> Tensor:
+    if sight is None:
+        return _flatten(_joined(payload))
+    mapped = _mapped(payload)
+    nodes = {node for value in mapped.values() if isinstance(value, _Mapped) for node in np.unique(value.nodes).tolist()}
+    return _flatten(mapped, sight._replace(services={node: sight.services[node] for node in nodes - {sight.node}}))
+
+
+def _found(flat: Tensor) -> Tensor:
+    """With the content of all tensors that not every rank of the replica can map."""
+    payload, sight = _parted(flat)
+    lacks = {name for name, value in payload.items() if isinstance(value, _Mapped) and not sight.maps(value.nodes)}
+    if not lacks:
+        return flat
+    found = {name: value.joined(sight) if isinstance(value, _Mapped) and name in lacks else value for name, value in payload.items()}
+    return _flatten(found, sight)
 
 
 @dataclass(frozen=True)
@@ -147,14 +184,36 @@ class _Mapped:
     dtype: torch.dtype
     row_shape: tuple[int, ...]
 
-    def joined(self, service: Service | None) -> Tensor:
-        row, addresses = torch.empty(self.row_shape, dtype=self.dtype), self.addresses.numpy()
+    @property
+    def nodes(self) -> np.ndarray:
+        """[pieces]"""
+        return self.addresses[:, 0].numpy() // NODE
+
+    def joined(self, sight: Sight) -> Tensor:
+        row, addresses, nodes = torch.empty(self.row_shape, dtype=self.dtype), self.addresses.numpy(), self.nodes
+        ends = np.cumsum(addresses[:, -1])
         whole = row.new_empty((int(addresses[:, -1].sum()) // row.nbytes, *self.row_shape))
-        flat, start = whole.view(-1).view(torch.uint8).numpy(), 0
-        for stretch in read_pieces(addresses, service):
-            flat[start : start + len(stretch)] = stretch
-            start += len(stretch)
+        flat = whole.view(-1).view(torch.uint8).numpy()
+        for node in np.unique(nodes).tolist():
+            chosen = nodes == node
+            service = None if node == sight.node else sight.services[node]
+            _fill(flat, ends[chosen] - addresses[chosen, -1], ends[chosen], read_pieces(addresses[chosen], service))
         return whole
+
+
+def _fill(flat: np.ndarray, starts: np.ndarray, ends: np.ndarray, stretches: Iterator[np.ndarray]) -> None:
+    """``stretches``, cut anywhere, into the places from ``starts`` to ``ends``, one after the other."""
+    breaks = np.flatnonzero(starts[1:] != ends[:-1])  # of places that follow each other one is made
+    places = zip([*starts[:1], *starts[breaks + 1]], [*ends[breaks], *ends[-1:]], strict=True)
+    start = end = 0
+    for stretch in stretches:
+        left = stretch
+        while len(left):
+            while start == end:
+                start, end = next(places)
+            number = min(end - start, len(left))
+            flat[start : start + number] = left[:number]
+            start, left = start + number, left[number:]
 
 
 def _mapped(payload: Payload) -> dict[str, Tensor | _Mapped]:
@@ -203,7 +262,7 @@ def _broadcast_bytes(flat: Tensor | None, group: dist.ProcessGroup, device: torc
     return result
 
 
-def _flatten(payload: Mapping[str, Tensor | _Mapped], service: Service | None = None) -> Tensor:
+def _flatten(payload: Mapping[str, Tensor | _Mapped], sight: Sight = _HERE) -> Tensor:
     """uint8: the length of a header, the header, all tensors (or the addresses of their pieces) back to back."""
     entries, body = [], []
     for name, value in payload.items():
@@ -211,28 +270,30 @@ def _flatten(payload: Mapping[str, Tensor | _Mapped], service: Service | None = 
         rows = None if isinstance(value, Tensor) else [_dtype_name(value.dtype), value.row_shape]
         entries.append([name, _dtype_name(tensor.dtype), list(tensor.shape), rows])
         body += [tensor.contiguous().view(-1).view(torch.uint8)] if tensor.numel() > 0 else []
-    header = _bytes_tensor(json.dumps({"entries": entries, "service": service}).encode())
+    header = _bytes_tensor(json.dumps({"entries": entries, "sight": sight}).encode())
     return torch.cat([torch.tensor([header.numel()]).view(torch.uint8), header, *body])
 
 
-def _header_of(flat: Tensor) -> dict[str, Any]:
-    header: dict[str, Any] = json.loads(flat[8 : 8 + int(flat[:8].clone().view(torch.int64))].numpy().tobytes())
-    return header
-
-
-def _unflatten(flat: Tensor) -> dict[str, Tensor]:
-    header, start = _header_of(flat), 8 + int(flat[:8].clone().view(torch.int64))
-    service = Service(*header["service"]) if header["service"] else None
-    payload = {}
+def _parted(flat: Tensor) -> tuple[dict[str, Tensor | _Mapped], Sight]:
+    """What ``_flatten`` was given."""
+    start = 8 + int(flat[:8].clone().view(torch.int64))
+    header = json.loads(flat[8:start].numpy().tobytes())
+    payload: dict[str, Tensor | _Mapped] = {}
     for name, dtype_name, shape, rows in header["entries"]:
         tensor = torch.empty(shape, dtype=getattr(torch, dtype_name))
         end = start + tensor.numel() * tensor.element_size()
         if tensor.numel() > 0:
             # A copy: a view into the buffer may start at an address that the dtype does not allow.
             tensor.view(-1).view(torch.uint8).copy_(flat[start:end])
-        payload[name] = tensor if rows is None else _Mapped(tensor, getattr(torch, rows[0]), tuple(rows[1])).joined(service)
+        payload[name] = tensor if rows is None else _Mapped(tensor, getattr(torch, rows[0]), tuple(rows[1]))
         start = end
-    return payload
+    node, by_all, services = header["sight"]
+    return payload, Sight(node, by_all, {int(of): service and Service(*service) for of, service in services.items()})
+
+
+def _unflatten(flat: Tensor) -> dict[str, Tensor]:
+    payload, sight = _parted(flat)
+    return {name: value if isinstance(value, Tensor) else value.joined(sight) for name, value in payload.items()}
 
 
 def gather_tensors(

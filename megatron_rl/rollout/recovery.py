@@ -12,7 +12,7 @@ One RecoveringClient belongs to one event loop; the servers outlive it.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Self
 
 from megatron_rl.config.derived import model_vocab_size
@@ -22,6 +22,7 @@ from megatron_rl.rollout.server_pool import Server, ServerPool
 from megatron_rl.rollout.sglang.client import SglangClient
 from megatron_rl.rollout.sglang.server import ServerError
 from megatron_rl.rollout.sglang.wire import Generation, GenerationRequest, ServerLost
+from megatron_rl.rollout.workers.worker_messages import FarWorker
 from megatron_rl.rollout.workers.worker_pool import WorkerPool
 
 
@@ -46,11 +47,12 @@ class RecoveringClient:
         readmit: Callable[[str], Awaitable[str]] = _serves_at_once,
         settled: Callable[[], Awaitable[None]] = _at_once,
         num_workers: int = 0,
+        far_workers: Sequence[FarWorker] = (),
     ) -> None:
         """``readmit(url)`` gives a restarted server what the others have; returns what that is, for a message.
 
         ``settled()`` returns once no publish is in progress that began before. ``num_workers``: processes that make the
-        calls; 0: this one does.
+        calls; 0: this one does. ``far_workers``: those of other nodes, which take a share of them.
         """
         self.client = SglangClient(
             servers.urls,
@@ -62,7 +64,7 @@ class RecoveringClient:
             api_key=servers.api_key,
             on_server_lost=self._server_lost,
         )
-        self.workers = WorkerPool(num_workers, warn) if num_workers else None
+        self.workers = WorkerPool(num_workers, warn, far_workers) if num_workers else None
         if self.workers is not None:
             self.client.caller = self.workers
         self.restarting: set[str] = set()

@@ -43,6 +43,7 @@ from megatron_rl.rollout.sglang.memory import KV_CACHE, WEIGHTS, ServerMemory
 from megatron_rl.rollout.sglang.server import ServerError, detect_device
 from megatron_rl.rollout.sglang.wire import ServerLost
 from megatron_rl.rollout.windows import Window
+from megatron_rl.rollout.workers.worker_messages import FarWorker
 from megatron_rl.rollout.workers.worker_pool import WorkerGivenUp
 from megatron_rl.system.http import ApiKey
 from megatron_rl.weights.plan import ServerAddress
@@ -84,6 +85,8 @@ class TrainerSide:
     """Runs a function on the main thread, between its other work."""
     note: Callable[[str], None]
     warn: Callable[[str], None]
+    far_workers: Callable[[int], Sequence[FarWorker]] = lambda num_workers: ()
+    """Starts so many rollout workers on each node but the driver's (main thread, collective)."""
     while_waiting: Callable[[], None] = lambda: None
     """Called every few seconds on the main thread while it waits for servers: the other trainer ranks wait for it."""
 
@@ -104,6 +107,7 @@ class RolloutService:
         self.publisher = publisher
         self._plan = plan
         self._trainer = trainer
+        num_workers = num_rollout_workers(config, len(servers.urls), len(os.sched_getaffinity(0)))
         self._live = RecoveringClient(
             config.rollout,
             servers,
@@ -111,7 +115,8 @@ class RolloutService:
             warn=trainer.warn,
             readmit=self._readmit_on_trainer,
             settled=self._settled,
-            num_workers=num_rollout_workers(config, len(servers.urls), len(os.sched_getaffinity(0))),
+            num_workers=num_workers,
+            far_workers=trainer.far_workers(num_workers),
         )
         sleeps = server_placement(config.rollout).shares_devices
         self._memory = ServerMemory(config.rollout.weight_sync_timeout_s) if sleeps else None

@@ -23,6 +23,7 @@ from megatron_rl.rewards.router import RewardRouter, build_rewards
 from megatron_rl.rollout.served_weights import ServedWeights
 from megatron_rl.rollout.server_pool import ServerPool
 from megatron_rl.rollout.service import RolloutService, TrainerSide, open_rollout
+from megatron_rl.rollout.workers.node_workers import start_on_nodes
 from megatron_rl.run.checkpoints import Saver
 from megatron_rl.run.first_prompts import write_first_prompts
 from megatron_rl.run.kept_policies import PolicyKeeper
@@ -270,7 +271,11 @@ def _rollout(
     recorder: Recorder,
     spawned: ServerPool | None,
 ) -> AbstractContextManager[RolloutService]:
-    trainer = _trainer_side(config, group, runner, recorder)
+    console = recorder.console
+    trainer = replace(
+        _trainer_side(config, group, runner, recorder),
+        far_workers=lambda number: start_on_nodes(group.ways, number, console.note, console.warning),
+    )
     return open_rollout(
         config, event_loop, trainer, tokenizer=inputs.tokenizer, environment=inputs.environment, spawned=spawned
     )

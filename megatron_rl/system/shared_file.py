@@ -6,6 +6,9 @@ file, however its processes end, and no size of /dev/shm limits it. Arrays of th
 
 An array says itself where it lies (``address_of``). Another process of the same user on the same machine opens the file as
 /proc/PID/fd/NUMBER of one that has mapped the array, for as long as that one refers to it.
+
+An array of another node has an address too, and a stand-in here (``FarView``): of its shape, without its content. Nodes are
+numbered; 0 is the driver's.
 """
 
 import mmap
@@ -13,7 +16,7 @@ import os
 import resource
 import weakref
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 
@@ -34,10 +37,15 @@ class Place(NamedTuple):
     num_bytes: int
 
 
+NODE = 1 << 32
+"""What the number of a process of node n has n times added to it in an address."""
+
+
 class Address(NamedTuple):
-    """Of an array on this machine."""
+    """Of an array on this machine, or on another node."""
 
     pid: int
+    """And the node: ``node * NODE + pid``."""
     fd: int
     """Of the file, in the process ``pid``."""
     place: Place
@@ -50,21 +58,32 @@ class _OpenFile:
         self.fd = os.dup(fd)
         weakref.finalize(self, os.close, self.fd).atexit = False
 
+    @property
+    def pid(self) -> int:
+        return os.getpid()
+
 
 class Extent(mmap.mmap):
     """A mapped part of a file."""
 
-    file: _OpenFile
+    file: "_OpenFile | FarView"
     start: int
     address: int
     """In this process's memory."""
 
     @classmethod
     def of(cls, file: _OpenFile, start: int, num_bytes: int) -> "Extent":
-        extent = cls(file.fd, num_bytes, offset=start, access=mmap.ACCESS_READ)
-        extent.file, extent.start = file, start
-        extent.address = np.frombuffer(extent, np.uint8).ctypes.data
-        return extent
+        return cls(file.fd, num_bytes, offset=start, access=mmap.ACCESS_READ)._at(file, start)
+
+    @classmethod
+    def far(cls, file: "FarView", start: int, num_bytes: int) -> "Extent":
+        """Of another node: addresses, behind which is no memory."""
+        return cls(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, prot=mmap.PROT_READ)._at(file, start)
+
+    def _at(self, file: "_OpenFile | FarView", start: int) -> Self:
+        self.file, self.start = file, start
+        self.address = np.frombuffer(self, np.uint8).ctypes.data
+        return self
 
 
 def address_of(array: np.ndarray) -> Address | None:
@@ -72,7 +91,7 @@ def address_of(array: np.ndarray) -> Address | None:
     extent = _extent_of(array)
     if extent is None:
         return None
-    return Address(os.getpid(), extent.file.fd, _place(extent, array))
+    return Address(extent.file.pid, extent.file.fd, _place(extent, array))
 
 
 def _extent_of(owner: Any) -> Extent | None:
@@ -89,17 +108,19 @@ def _place(extent: Extent, array: np.ndarray) -> Place:
 class SharedFile:
     """The writer's side."""
 
-    def __init__(self, fd: int) -> None:
+    def __init__(self, fd: int, large_bytes: int | None = None) -> None:
+        """``large_bytes``: arrays from this size on have an extent of their own; it goes on behind what an earlier writer wrote."""
         allow_many_files()
         self._file = _OpenFile(fd)
-        self._end = 0
+        self._end = os.fstat(fd).st_size
+        self._large_bytes = _LARGE_BYTES if large_bytes is None else large_bytes
         self._extents: dict[int, mmap.mmap] = {}
         self._open, self._used = -1, _EXTENT_BYTES
         """Start of the extent that small arrays go to, and how much of it is taken."""
 
     def put(self, raw: memoryview) -> Place:
         """Copies an array into the file."""
-        if raw.nbytes >= _LARGE_BYTES:
+        if raw.nbytes >= self._large_bytes:
             num_bytes = -(-raw.nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
             start, offset = self._new_extent(num_bytes), 0
         else:
@@ -118,6 +139,13 @@ class SharedFile:
         extent = self._extents.pop(start)
         # Not earlier: a writer that ends must leave what it has sent.
         weakref.finalize(extent, _forget, self._file, start, len(extent)).atexit = False
+
+    def free(self, start: int, num_bytes: int) -> None:
+        """The reader has nothing of this extent any more, whoever wrote it."""
+        if start in self._extents:
+            self.drop(start)
+        else:
+            _forget(self._file, start, num_bytes)
 
     def _new_extent(self, num_bytes: int) -> int:
         start, self._end = self._end, self._end + num_bytes
@@ -157,6 +185,28 @@ class SharedView:
         return _place(extent, np.frombuffer(raw, np.uint8)) if extent is not None and extent.file is self._file else None
 
 
+class FarView:
+    """Stands for arrays in a file of another node. ``on_drop(start, num_bytes)`` as ``SharedView``'s."""
+
+    def __init__(self, pid: int, fd: int, on_drop: Callable[[int, int], None] = lambda start, num_bytes: None) -> None:
+        """``pid``: with the node, as in an address."""
+        self.pid, self.fd = pid, fd
+        self._on_drop = on_drop
+        self._extents: weakref.WeakValueDictionary[int, Extent] = weakref.WeakValueDictionary()
+
+    def at(self, place: Place) -> memoryview:
+        extent = self._extents.get(place.start)
+        if extent is None:
+            extent = self._extents[place.start] = Extent.far(self, place.start, place.extent_bytes)
+            weakref.finalize(extent, self._on_drop, place.start, place.extent_bytes).atexit = False
+        return memoryview(extent)[place.offset : place.offset + place.num_bytes].toreadonly()
+
+    def place_of(self, raw: memoryview) -> Place | None:
+        """As ``SharedView.place_of``."""
+        extent = _extent_of(raw)
+        return _place(extent, np.frombuffer(raw, np.uint8)) if extent is not None and extent.file is self else None
+
+
 class SharedArrays:
     """Arrays of this process that others of the machine can map; each is there as long as something here refers to it."""
 
@@ -186,7 +236,7 @@ class MappedFiles:
         pid, fd, place = address
         extent = self._extents.get((pid, fd, place.start))
         if extent is None:
-            file = self._file(pid, fd)
+            file = self._file(pid % NODE, fd)
             extent = self._extents[pid, fd, place.start] = Extent.of(file, place.start, place.extent_bytes)
         return memoryview(extent)[place.offset : place.offset + place.num_bytes]
 

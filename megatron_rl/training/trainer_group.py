@@ -34,7 +34,7 @@ from megatron_rl.training.holding import About, HeldOfSteps, Ledger, Share
 from megatron_rl.training.model_checkpoint import CheckpointNotSaved
 from megatron_rl.training.payloads import restore
 from megatron_rl.training.profiling import memory_note, stage_profiler
-from megatron_rl.training.reach import Reach, Ways
+from megatron_rl.training.reach import Errand, Ways
 from megatron_rl.training.sharing import Sharing
 from megatron_rl.training.stage_use import StageAccount, StageOfStep, Use, of_all_ranks, seconds_by_rank
 
@@ -123,7 +123,7 @@ class Worker:
         if isinstance(command, Release):
             self.held.release(command.step)
             return True
-        if isinstance(command, Reach):
+        if isinstance(command, Errand):
             command.report()
             return True
         self.enter(command.stage)

@@ -56,8 +56,9 @@ def exchange(parallel: ParallelConfig, ranks: topology.Topology) -> dict[str, An
     seen["payload"] = collectives.deliver(payloads, heads, ranks)
     parted = [in_pieces(payload) for payload in payloads or ()] or None
     service = start_array_server("127.0.0.1") if parted else None
-    seen["mapped"] = collectives.deliver(parted, heads, ranks, near=heads)
-    seen["fetched"] = collectives.deliver(parted, heads, ranks, service=service)
+    mapped, fetched = (collectives.Sight(node, node == 0, {0: service}) for node in (0, -1))
+    seen["mapped"] = collectives.deliver(parted, heads, ranks, sights=[mapped] * len(heads))
+    seen["fetched"] = collectives.deliver(parted, heads, ranks, sights=[fetched] * len(heads))
     seen["object"] = collectives.broadcast_object({"step": 7} if ranks.rank == 1 else None, src=1)
     mine = None if ranks.rank == 1 else torch.full((ranks.rank,), ranks.rank, dtype=torch.int64)
     seen["gathered"] = collectives.gather_tensors(mine)

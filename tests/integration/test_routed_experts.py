@@ -29,6 +29,7 @@ from megatron_rl.rollout.windows import Window
 from megatron_rl.step.packing import window_batch, window_routes, with_routes
 from megatron_rl.tracking.metrics_file import read_metrics
 from megatron_rl.training.engine import Engine
+from tests.same_runs import differences
 from tests.tiny_families import make_family_model
 from tests.tiny_models import make_tokenizer
 
@@ -69,6 +70,33 @@ RUNS = {
     "grpo": ["policy.moe.routing_replay=R2", "policy.recompute=full"],
 }
 """Preset and what it is run with."""
+TWO_NODES = '''
+"""Rank 1 on a node of its own: its processes and those of rank 0 cannot map each other's files."""
+import os, sys
+from pathlib import Path
+
+if "RANK" in os.environ:
+    from megatron_rl.system import shared_file
+
+    os.environ["LOCAL_RANK"] = "0"
+    opened = shared_file.MappedFiles._file
+
+    def file(self, pid, fd):
+        if f"RANK={os.environ['RANK']}".encode() not in Path(f"/proc/{pid}/environ").read_bytes().split(bytes(1)):
+            raise FileNotFoundError(f"process {pid} is on another node")
+        return opened(self, pid, fd)
+
+    shared_file.MappedFiles._file = file
+    if os.environ["RANK"] == "0" and not any("workers" in word or "array_server" in word for word in sys.orig_argv):
+        from megatron_rl.rollout.workers import worker_pool
+
+        class OnTheOtherNode(worker_pool.WorkerPool):
+            def __init__(self, *args):
+                super().__init__(*args)
+                self._sites.reverse()  # the one server there is, is the other node's
+
+        worker_pool.WorkerPool = OnTheOtherNode
+'''
 
 
 @pytest.fixture(scope="module")
@@ -224,3 +252,27 @@ def test_a_run_replays_the_routes_of_every_token_it_trains(runs, preset):
         assert metrics["mismatch/max_abs_log_ratio"] < 1e-3
         assert metrics["policy/grad_norm"] > 0 and metrics["policy/moe_balance_loss"] > 0
         assert 1 <= metrics["policy/moe_max_load"] <= 4 and 0 < metrics["policy/moe_load_entropy"] <= 1
+
+
+def test_a_worker_on_another_node_changes_no_bit(windows, model_path, url, tmp_path):
+    """Two ranks of which each has another node: the answers are read on the second, and routes are fetched from there."""
+    rows = [{"id": i, "prompt": f"{i}+{i}=", "answer": str(2 * i)} for i in range(24)]
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(RECIPE.format(model=model_path, folder=tmp_path, url=url))
+    (tmp_path / "nodes").mkdir()
+    (tmp_path / "nodes" / "sitecustomize.py").write_text(TWO_NODES)
+    words = ["preset=tppo", *RUNS["tppo"], "parallel.num_ranks=2", "rollout.num_workers=1", "run.num_steps=2"]
+    for name, path in (("one", ""), ("two", str(tmp_path / "nodes"))):
+        done = subprocess.run(
+            [sys.executable, "-m", "megatron_rl.cli", "train", f"--config={recipe}", *words, f"run.output_dir={tmp_path / name}"],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=500,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path},
+        )
+        assert done.returncode == 0, done.stdout[-6000:]
+        assert ("rollout workers on further nodes: 1 each" in done.stdout) == (name == "two"), done.stdout[-6000:]
+        assert "made on the driver's machine" not in done.stdout
+    assert differences(tmp_path / "one", tmp_path / "two") == []

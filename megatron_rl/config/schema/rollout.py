@@ -107,7 +107,8 @@ class RolloutConfig:
     fire: FireConfig = field(default_factory=FireConfig)
     num_workers: int | None = at_least(0, default=None)
     """Processes beside the driver that own the connections to the servers and read their answers; 0: the driver does it. null:
-    one for about every million tokens that a step may generate, at most one per server and as the cores allow; none for less."""
+    one for about every 16 million tokens that a step may generate, at most one per server and as the cores allow; none below a
+    million. As many run on each further node of the trainer, which takes its share of the servers."""
     max_inflight_requests: int = at_least(1, default=512)
     """Requests in progress at one server; further ones wait, also those that its KV cache would not hold besides."""
     request_timeout_s: float = at_least(0, default=0.0)

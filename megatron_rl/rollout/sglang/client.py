@@ -52,7 +52,7 @@ from megatron_rl.rollout.sglang.wire import (
     sent_rid,
     validate,
 )
-from megatron_rl.rollout.workers.worker_pool import WorkerLost
+from megatron_rl.rollout.workers.worker_messages import WorkerLost
 from megatron_rl.system.http import ApiKey, HttpError, HttpSession, NoAnswer, bearer
 
 logger = logging.getLogger(__name__)

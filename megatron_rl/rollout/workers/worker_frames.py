@@ -15,9 +15,9 @@ import asyncio
 import pickle
 import struct
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
-from megatron_rl.system.shared_file import Place, SharedFile, SharedView
+from megatron_rl.system.shared_file import Place
 
 STREAM_BYTES = 1 << 22
 """Buffered of a connection before its sender has to wait."""
@@ -28,7 +28,13 @@ _BESIDE = -1
 """In the place of an extent's start: the array follows the frame."""
 
 
-async def read_frame(reader: asyncio.StreamReader, file: SharedFile | SharedView) -> Any:
+class Arrays(Protocol):
+    """Where arrays lie that both sides know."""
+
+    def at(self, place: Place) -> memoryview: ...
+
+
+async def read_frame(reader: asyncio.StreamReader, file: Arrays) -> Any:
     """The next message. Raises IncompleteReadError or ConnectionError at the end."""
     num_bytes, num_arrays = _HEAD.unpack(await reader.readexactly(_HEAD.size))
     table = await reader.readexactly(_PLACE.size * num_arrays)

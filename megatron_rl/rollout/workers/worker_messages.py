@@ -2,9 +2,58 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron_rl.data.trajectory import TokenParts
+from megatron_rl.errors import UserError
+from megatron_rl.rollout.sglang.exchange import BatchCall
+from megatron_rl.system.shared_file import NODE
+
+
+class WorkerLost(UserError, RuntimeError):
+    """The worker that made the call is gone; the server is not at fault. Worth another try, under other request ids."""
+
+
+class NodeLost(WorkerLost):
+    """The workers of another node cannot be reached any more."""
+
+
+class FarWorker(NamedTuple):
+    """A rollout worker of another node."""
+
+    host: str
+    port: int
+    secret: str
+    """In hexadecimal digits: who connects sends it first."""
+    pid: int
+    """Who keeps its shared file open; with the node, as in an address."""
+    fd: int
+
+    def __str__(self) -> str:
+        return f"the rollout worker of node {self.pid // NODE} at {self.host}:{self.port}"
+
+
+@dataclass(frozen=True)
+class FarCall:
+    """A question: what another node's worker makes of a call, whose routes stay there."""
+
+    worker: FarWorker
+    number: int
+    """In the places of what stays there: ``number * FILE`` more than in the worker's file."""
+    batch: BatchCall
+    freed: Sequence[tuple[int, int]]
+    """(start, bytes) of extents that nobody refers to any more."""
+
+
+FILE = 1 << 48
+
+
+@dataclass(frozen=True)
+class Free:
+    """As ``Drop``, in the file of a worker of another node."""
+
+    start: int
+    num_bytes: int
 
 
 @dataclass(frozen=True)

@@ -6,40 +6,52 @@ with the next call; callers who wait for it get ``WorkerLost``, and may send the
 server aborts the first one with its connection. One that dies ``_MAX_DEATHS`` times without a reply in between is given
 up (``WorkerGivenUp``).
 
+Where workers run on other nodes too (``node_workers.py``), servers are shared out evenly over the nodes. Calls of another node's
+servers pass through a worker here, and what is large stays there: the owner has stand-ins of those arrays (``FarView``). A
+worker there that cannot be reached is given up, and its servers' calls are made here.
+
 Who waits for whom: ``call`` for the worker, which keeps the call's time limit and shows that its event loop turns. A
 worker waits for nobody but servers, and ends with the process that started it. One pool belongs to one event loop.
 """
 
 import asyncio
 import contextlib
-import itertools
+import math
 import os
 import signal
 import socket
 import subprocess
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
+from urllib.parse import urlsplit
 
 from megatron_rl.data.trajectory import TokenParts
 from megatron_rl.errors import UserError
 from megatron_rl.rollout.sglang.exchange import BatchCall, BatchReply
-from megatron_rl.rollout.workers.worker_frames import STREAM_BYTES, frame, read_frame
-from megatron_rl.rollout.workers.worker_messages import Alive, Ask, Cancel, Drop, Reply, Texts, Vocabulary
-from megatron_rl.system.shared_file import SharedView
+from megatron_rl.rollout.workers.worker_frames import STREAM_BYTES
+from megatron_rl.rollout.workers.worker_line import SILENCE_S, Line
+from megatron_rl.rollout.workers.worker_messages import (
+    FILE,
+    Drop,
+    FarCall,
+    FarWorker,
+    NodeLost,
+    Texts,
+    Vocabulary,
+    WorkerLost,
+)
+from megatron_rl.system.http import NoAnswer
+from megatron_rl.system.shared_file import NODE, FarView, Place, SharedView
 
-_SILENCE_S = 120.0
+_SILENCE_S = SILENCE_S
 _MAX_DEATHS = 5
 _TEXTS_AT_ONCE = 32
-_AT_ONCE = 64
-"""Messages in one turn of the event loop, in either direction."""
+_WARN_EVERY_S = 10.0
 _END_TIMEOUT_S = 10.0
 """From a kill to the end of the process."""
-
-
-class WorkerLost(UserError, RuntimeError):
-    """The worker that made the call is gone; the server is not at fault. Worth another try, under other request ids."""
 
 
 class WorkerGivenUp(UserError, RuntimeError):
@@ -49,14 +61,41 @@ class WorkerGivenUp(UserError, RuntimeError):
 class WorkerPool:
     """A ``BatchCaller`` in other processes."""
 
-    def __init__(self, num_workers: int, warn: Callable[[str], None]) -> None:
-        self._workers = [_Worker(index, warn) for index in range(num_workers)]
+    def __init__(self, num_workers: int, warn: Callable[[str], None], far: Sequence[FarWorker] = ()) -> None:
+        self._far = [_FarWorker(worker, number) for number, worker in enumerate(far, 1)]
+        views = [one.view for one in self._far]
+        self._workers = [_Worker(index, warn, views) for index in range(num_workers)]
+        self._warn = warn
+        # One worker of each node before the second of any: a server more or less on a node, not a worker's share.
+        nodes: list[Sequence[_FarWorker | None]] = [[None] * num_workers, *_by_node(self._far)]
+        self._sites = [node[index] for index in range(max(map(len, nodes))) for node in nodes if index < len(node)]
+        """Who makes calls; None: a worker here."""
         self._places: dict[str, int] = {}
 
     async def call(self, batch: BatchCall) -> BatchReply:
         """As ``BatchCaller.call``; also raises WorkerLost and WorkerGivenUp."""
-        place = self._places.setdefault(batch.url, len(self._places) % len(self._workers))
-        return await self._workers[place].ask(batch)
+        place = self._places.setdefault(batch.url, len(self._places))
+        far = self._sites[place % len(self._sites)]
+        worker = self._workers[place % len(self._workers)]
+        if far is None or not far.reaches(batch.url):
+            reply: BatchReply = await worker.ask(batch)
+            return reply
+        call = far.call(batch)
+        try:
+            reply = await worker.ask(call)
+        except WorkerLost as error:
+            far.freed.extend(call.freed)
+            self._say(far.lose(error))
+            raise
+        except NoAnswer as error:
+            self._say(far.refused(batch.url, error))
+            raise
+        far.answered.add(batch.url)
+        return reply
+
+    def _say(self, warning: str) -> None:
+        if warning:
+            self._warn(warning)
 
     async def texts(self, tokenizer_json: str, sequences: Sequence[TokenParts]) -> list[str]:
         """What the sequences say, without special tokens. Raises WorkerGivenUp."""
@@ -82,11 +121,74 @@ class WorkerPool:
         return [worker.pid for worker in self._workers if worker.pid]
 
 
+class _FarWorker:
+    """A worker of another node, as the owner knows it."""
+
+    def __init__(self, worker: FarWorker, number: int) -> None:
+        self.worker, self._number = worker, number
+        self._lost = False
+        self._warned_at = -math.inf
+        self._unreached: set[str] = set()
+        self.answered: set[str] = set()
+        """URLs of servers that have answered it."""
+        self.freed: deque[tuple[int, int]] = deque()
+        """Extents of its file that nobody here refers to any more; it hears of them with the next call."""
+        self.view = FarView(worker.pid, worker.fd, lambda start, num_bytes: self.freed.append((start, num_bytes)))
+
+    def call(self, batch: BatchCall) -> FarCall:
+        freed = [self.freed.popleft() for _ in range(len(self.freed))]
+        return FarCall(self.worker, self._number, batch, freed)
+
+    def reaches(self, url: str) -> bool:
+        """As far as is known. A loopback address means another machine there."""
+        is_local = _is_loopback(urlsplit(url).hostname or "") and not _is_loopback(self.worker.host)
+        return not (self._lost or is_local or url in self._unreached)
+
+    def lose(self, error: WorkerLost) -> str:
+        """A call was lost; what there is to say of it."""
+        if self._lost:
+            return ""
+        if isinstance(error, NodeLost):
+            self._lost = True
+            return f"{error}. It is given up: the calls to its servers are made on the driver's machine"
+        began, self._warned_at = self._warned_at, time.monotonic()  # many calls are lost at once
+        return "" if self._warned_at - began < _WARN_EVERY_S else f"{error}; it is started again, and its requests are sent again"
+
+    def refused(self, url: str, error: NoAnswer) -> str:
+        """A server did not answer; what there is to say of it."""
+        if error.timed_out or url in self.answered | self._unreached:
+            return ""
+        self._unreached.add(url)
+        return f"{self.worker} does not reach the server at {url} ({error}): the calls to it are made on the driver's machine"
+
+
+def _is_loopback(host: str) -> bool:
+    return host in ("localhost", "::1") or host.startswith("127.")
+
+
+def _by_node(workers: "Sequence[_FarWorker]") -> "list[list[_FarWorker]]":
+    nodes = sorted({one.worker.pid // NODE for one in workers})
+    return [[one for one in workers if one.worker.pid // NODE == node] for node in nodes]
+
+
+class _Files:
+    """Where arrays of replies lie: in the worker's file, or in those of other nodes' workers."""
+
+    def __init__(self, own: SharedView, far: Sequence[FarView]) -> None:
+        self._views: list[SharedView | FarView] = [own, *far]
+        self.place_of = own.place_of
+
+    def at(self, place: Place) -> memoryview:
+        number, start = divmod(place.start, FILE)
+        return self._views[number].at(place._replace(start=start))
+
+
 class _Worker:
     """One worker after the other, under the same number."""
 
-    def __init__(self, index: int, warn: Callable[[str], None]) -> None:
+    def __init__(self, index: int, warn: Callable[[str], None], far: Sequence[FarView]) -> None:
         self._index = index
+        self._far = far
         self._warn = warn
         self._process: _Process | None = None
         self._starting = asyncio.Lock()
@@ -120,7 +222,7 @@ class _Worker:
                         "between, and is not started again. Look for its traceback above and for the kernel's "
                         "out-of-memory messages (dmesg); rollout.num_workers=0 makes the calls in the driver instead"
                     )
-                self._process = await _Process.start(self._ended)
+                self._process = await _Process.start(self._ended, self._far)
             return self._process
 
     async def close(self) -> None:
@@ -141,147 +243,94 @@ class _Worker:
         )
 
 
+def start_worker(mode: str, connection_fd: int, file_fd: int, stdin: int) -> subprocess.Popen[bytes]:
+    """``mode`` as in ``worker_process.py``."""
+    return subprocess.Popen(
+        [
+            sys.executable,
+            "-m",
+            "megatron_rl.rollout.workers.worker_process",
+            mode,
+            *map(str, (connection_fd, file_fd, os.getpid())),
+        ],
+        stdin=stdin,
+        pass_fds=(connection_fd, file_fd),
+        start_new_session=True,  # a Ctrl-C in the terminal is the driver's to handle
+        env=dict(os.environ, OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1", CUDA_VISIBLE_DEVICES=""),
+    )
+
+
 class _Process:
     """From its start to its end."""
 
-    _reader: asyncio.StreamReader
-    _writer: asyncio.StreamWriter
     _tasks: list[asyncio.Task[None]]
     """Since ``start``."""
 
-    def __init__(self, process: subprocess.Popen[bytes], file_fd: int, on_end: "Callable[[_Process, str], None]") -> None:
+    def __init__(self, process: subprocess.Popen[bytes], line: Line, on_end: "Callable[[_Process, str], None]") -> None:
         self.pid = process.pid
         self._process = process
-        self._file_fd = file_fd
+        self._line = line
         self._on_end = on_end
-        self._loop = asyncio.get_running_loop()
-        self._file = SharedView(file_fd, self._drop)
-        self._waiting: dict[int, asyncio.Future[Any]] = {}
-        self._outgoing: list[Any] = []
-        self._numbers = itertools.count()
-        self._heard_at = time.monotonic()
-        self._over = False
         self._killed_for = ""
         self._tokenizer_json = ""
 
     @classmethod
-    async def start(cls, on_end: "Callable[[_Process, str], None]") -> "_Process":
+    async def start(cls, on_end: "Callable[[_Process, str], None]", far: Sequence[FarView]) -> "_Process":
         ours, theirs = socket.socketpair()
         file_fd = os.memfd_create("megatron_rl_rollout")
         with theirs:
-            process = subprocess.Popen(
-                [
-                    sys.executable,
-                    "-m",
-                    "megatron_rl.rollout.workers.worker_process",
-                    *map(str, (theirs.fileno(), file_fd, os.getpid())),
-                ],
-                stdin=subprocess.DEVNULL,
-                pass_fds=(theirs.fileno(), file_fd),
-                start_new_session=True,  # a Ctrl-C in the terminal is the driver's to handle
-                env=dict(os.environ, OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1", CUDA_VISIBLE_DEVICES=""),
-            )
-        self = cls(process, file_fd, on_end)
-        self._reader, self._writer = await asyncio.open_connection(sock=ours, limit=STREAM_BYTES)
+            process = start_worker("serve", theirs.fileno(), file_fd, subprocess.DEVNULL)
+        reader, writer = await asyncio.open_connection(sock=ours, limit=STREAM_BYTES)
+        loop, lines = asyncio.get_running_loop(), list[Line]()
+
+        def drop(start: int) -> None:
+            """On any thread."""
+            with contextlib.suppress(RuntimeError):  # the event loop is closed: so is the worker
+                loop.call_soon_threadsafe(lines[0].send, Drop(start))
+
+        line = Line(reader, writer, _Files(SharedView(file_fd, drop), far))
+        lines.append(line)
+        os.close(file_fd)
+        self = cls(process, line, on_end)
         self._tasks = [asyncio.create_task(self._read()), asyncio.create_task(self._watch())]
         return self
 
     @property
     def num_waiting(self) -> int:
-        return len(self._waiting)
+        return self._line.num_waiting
 
     async def ask(self, question: Any) -> Any:
-        if self._over:
+        if self._line.over:
             await asyncio.wait(self._tasks[:1])  # its successor can start then
             raise WorkerLost(f"rollout worker (process {self.pid}) is gone")
-        number = next(self._numbers)
-        waiting = self._waiting[number] = self._loop.create_future()
-        self._send(Ask(number, question))
-        try:
-            return await waiting
-        except asyncio.CancelledError:
-            self._send(Cancel(number))
-            raise
-        finally:
-            self._waiting.pop(number, None)
+        return await self._line.ask(question)
 
     def learn(self, tokenizer_json: str) -> None:
         """For texts, once."""
         if self._tokenizer_json is not tokenizer_json:
             self._tokenizer_json = tokenizer_json
-            self._send(Vocabulary(tokenizer_json))
+            self._line.send(Vocabulary(tokenizer_json))
 
     async def close(self) -> None:
-        self._over = True
+        self._line.over = True
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        for waiting in self._waiting.values():
-            waiting.cancel()
-        self._writer.close()
+        self._line.close()
         await self._end()
 
-    def _send(self, message: Any) -> None:
-        """With all that is sent in this turn of the event loop."""
-        if not self._over:
-            self._outgoing.append(message)
-            if len(self._outgoing) == 1:
-                self._loop.call_soon(self._write)
-
-    def _write(self) -> None:
-        messages, self._outgoing = self._outgoing[:_AT_ONCE], self._outgoing[_AT_ONCE:]
-        if self._outgoing:
-            self._loop.call_soon(self._write)
-        if self._over:
-            return
-        try:
-            self._writer.writelines(frame(messages, self._file.place_of))
-        except Exception as error:  # of what cannot be pickled: its caller, not the event loop, has to know
-            for message in messages:
-                if isinstance(message, Ask) and (waiting := self._waiting.get(message.number)) and not waiting.done():
-                    waiting.set_exception(error)
-
-    def _drop(self, start: int) -> None:
-        """On any thread."""
-        with contextlib.suppress(RuntimeError):  # the event loop is closed: so is the worker
-            self._loop.call_soon_threadsafe(self._send, Drop(start))
-
     async def _read(self) -> None:
-        """Replies, until the worker's end of the connection is closed."""
-        failure = ""
-        try:
-            for number in itertools.count(1):
-                message = await read_frame(self._reader, self._file)
-                self._heard_at = time.monotonic()
-                if number % _AT_ONCE == 0:
-                    await asyncio.sleep(0)  # reading what is there already does not let others run
-                if isinstance(message, Reply) and (waiting := self._waiting.get(message.number)) and not waiting.done():
-                    if message.error is not None:
-                        waiting.set_exception(message.error)
-                    else:
-                        waiting.set_result(message.answer)
-        except (asyncio.IncompleteReadError, ConnectionError):
-            pass
-        except Exception as error:  # nobody may wait forever, whatever came
-            failure = f"sent what cannot be read ({type(error).__name__}: {error})"
-        self._over = True
-        self._writer.close()
+        failure = await self._line.read()
         status = await self._end()
         how = failure or self._killed_for or _how_it_ended(status)
         self._on_end(self, how)
-        for waiting in self._waiting.values():
-            if not waiting.done():
-                waiting.set_exception(WorkerLost(f"rollout worker (process {self.pid}) {how}"))
+        self._line.lose(WorkerLost(f"rollout worker (process {self.pid}) {how}"))
 
     async def _watch(self) -> None:
         """Kill a worker that has calls in progress and whose event loop stands still."""
-        while not self._over:
-            asked_at = time.monotonic()
-            self._send(Alive())
-            await asyncio.sleep(_SILENCE_S)
-            if self._heard_at < asked_at:
-                self._kill(f"did nothing for {_SILENCE_S:.0f} s")
-                return
+        await self._line.silence(lambda: _SILENCE_S)
+        if not self._line.over:
+            self._kill(f"did nothing for {_SILENCE_S:.0f} s")
 
     def _kill(self, why: str) -> None:
         self._killed_for = f"was killed: it {why}"
@@ -293,7 +342,6 @@ class _Process:
             await asyncio.to_thread(self._wait_or_kill)
         else:
             await asyncio.to_thread(self._wait)
-        os.close(self._file_fd)
         return self._process.returncode
 
     def _wait_or_kill(self) -> None:

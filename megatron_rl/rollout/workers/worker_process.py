@@ -1,40 +1,62 @@
-"""A rollout worker: ``python -m megatron_rl.rollout.workers.worker_process SOCKET FILE PARENT`` (two fds and a pid).
+"""A rollout worker: ``python -m megatron_rl.rollout.workers.worker_process serve SOCKET FILE PARENT`` (two fds and a pid).
 
-It makes the calls that its owner sends (``worker_pool.py``), all at once, and sends each reply back; it also decodes
-tokens. It ends when its owner closes the connection or is gone, and leaves every signal to it.
+It makes the calls that its owner sends (``worker_pool.py``), all at once, or passes them on to a worker of another node,
+and sends each reply back; it also decodes tokens. It ends when its owner closes the connection or is gone, and leaves every
+signal to it.
+
+A worker of another node (``listen`` in place of ``serve``; the secret comes on stdin) does the same for all that connect and
+know the secret, but what is large, the routes, stays in its file there. It ends with the process that started it.
 """
 
 import asyncio
 import contextlib
 import gc
+import hmac
 import os
 import signal
 import socket
 import sys
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import numpy as np
 import tokenizers
 
 from megatron_rl.data.trajectory import TokenParts
-from megatron_rl.rollout.sglang.exchange import BatchCall, exchange
+from megatron_rl.rollout.sglang.exchange import BatchCall, BatchReply, exchange
+from megatron_rl.rollout.sglang.wire import Generation
 from megatron_rl.rollout.workers.worker_frames import STREAM_BYTES, frame, read_frame
-from megatron_rl.rollout.workers.worker_messages import Alive, Ask, Cancel, Drop, Reply, Texts, Vocabulary
+from megatron_rl.rollout.workers.worker_messages import (
+    Alive,
+    Ask,
+    Cancel,
+    Drop,
+    FarCall,
+    FarWorker,
+    Free,
+    Reply,
+    Texts,
+    Vocabulary,
+)
+from megatron_rl.rollout.workers.worker_relay import Relay
 from megatron_rl.system import doing
 from megatron_rl.system.http import HttpSession
-from megatron_rl.system.shared_file import SharedFile
+from megatron_rl.system.shared_file import Place, SharedFile
 from megatron_rl.system.signals import STOP_SIGNALS, die_with_parent
 
 _WAIT_SHARE = 0.01
 """A reply waits for others at most this share of what its call took: waking the owner costs it more than reading one does."""
 _MAX_WAIT_S = 0.25
+_SECRET_BYTES = 32
+_SECRET_TIMEOUT_S = 30.0
 
 
 class _Server:
     """The calls of one owner."""
 
-    def __init__(self, http: HttpSession, file: SharedFile, writer: asyncio.StreamWriter) -> None:
+    def __init__(self, http: HttpSession, file: SharedFile, writer: asyncio.StreamWriter, *, is_far: bool = False) -> None:
+        self._is_far = is_far
+        self._relays: dict[FarWorker, Relay] = {}
         self._http = http
         self._file = file
         self._writer = writer
@@ -49,6 +71,9 @@ class _Server:
         match message:
             case Ask(number, BatchCall() as batch):
                 self._running[number] = asyncio.create_task(self._answer(number, exchange(self._http, batch)))
+            case Ask(number, FarCall() as call):
+                relay = self._relays.setdefault(call.worker, Relay(call.worker, call.number))
+                self._running[number] = asyncio.create_task(self._answer(number, relay.call(call)))
             case Ask(number, Texts(sequences)):
                 self._running[number] = asyncio.create_task(self._answer(number, self._texts(sequences)))
             case Vocabulary(tokenizer_json):
@@ -57,6 +82,8 @@ class _Server:
                 self._running[number].cancel()
             case Drop(start):
                 self._file.drop(start)
+            case Free(start, num_bytes):
+                self._file.free(start, num_bytes)
             case Alive():
                 self._send(message)
 
@@ -90,39 +117,86 @@ class _Server:
 
     def _send(self, message: Any, wait_s: float = 0.0) -> None:
         """Within ``wait_s``, with others."""
-        self._ready += frame(message, self._file.put)
+        self._ready += frame(message, self._place_of(message))
         due_s = self._loop.time() + wait_s
         if self._writes is None or due_s < self._writes.when():
             if self._writes is not None:
                 self._writes.cancel()
             self._writes = self._loop.call_at(due_s, self._write)
 
+    def _place_of(self, message: Any) -> Callable[[memoryview], Place | None]:
+        """Where the message's arrays go: into this worker's file, or they lie elsewhere already."""
+        if self._is_far:
+            large = _routes_of(message)
+            return lambda raw: self._file.put(raw) if _start_of(raw) in large else None
+
+        def place(raw: memoryview) -> Place:
+            found = (relay.place_of(raw) for relay in self._relays.values())
+            return next(filter(None, found), None) or self._file.put(raw)
+
+        return place if self._relays else self._file.put
+
     def _write(self) -> None:
         ready, self._ready, self._writes = self._ready, [], None
         self._writer.writelines(ready)
+
+
+def _routes_of(message: Any) -> set[int]:
+    """Where they begin in memory."""
+    samples = message.answer.samples if isinstance(message, Reply) and isinstance(message.answer, BatchReply) else ()
+    return {_start_of(one.routes) for one in samples if isinstance(one, Generation) and one.routes is not None}
+
+
+def _start_of(array: Any) -> int:
+    start: int = np.asarray(array).__array_interface__["data"][0]
+    return start
 
 
 async def serve(connection: socket.socket, file: SharedFile) -> None:
     """Until the owner closes the connection."""
     reader, writer = await asyncio.open_connection(sock=connection, limit=STREAM_BYTES)
     async with HttpSession() as http:
-        server = _Server(http, file, writer)
-        with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
-            while True:
-                for message in await read_frame(reader, file):
-                    server.take(message)
-        await server.close()
+        await _serve(_Server(http, file, writer), reader, file)
+
+
+async def _serve(server: _Server, reader: asyncio.StreamReader, file: SharedFile) -> None:
+    with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
+        while True:
+            for message in await read_frame(reader, file):
+                server.take(message)
+    await server.close()
+
+
+async def listen(listener: socket.socket, file: SharedFile, secret: bytes) -> None:
+    """For all who know the secret."""
+    async with HttpSession() as http:
+
+        async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            with contextlib.closing(writer), contextlib.suppress(asyncio.IncompleteReadError, OSError, TimeoutError):
+                async with asyncio.timeout(_SECRET_TIMEOUT_S):
+                    known = hmac.compare_digest(await reader.readexactly(_SECRET_BYTES), secret)
+                if known:  # before the first pickle is read
+                    await _serve(_Server(http, file, writer, is_far=True), reader, file)
+
+        async with await asyncio.start_server(connected, sock=listener, limit=STREAM_BYTES) as server:
+            await server.serve_forever()
 
 
 def main(arguments: list[str]) -> None:
-    socket_fd, file_fd, parent_pid = map(int, arguments)
+    mode, *numbers = arguments
+    socket_fd, file_fd, parent_pid = map(int, numbers)
     die_with_parent(parent_pid, signal.SIGKILL)
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     doing.listen("rollout worker")
     gc.freeze()
     gc.set_threshold(100_000, 50, 50)  # an answer is one list per token until it has been read
-    asyncio.run(serve(socket.socket(fileno=socket_fd), SharedFile(file_fd)))
+    connection = socket.socket(fileno=socket_fd)
+    if mode == "listen":
+        # Each array by itself: several connections have theirs freed in the same file.
+        asyncio.run(listen(connection, SharedFile(file_fd, large_bytes=0), sys.stdin.buffer.read(_SECRET_BYTES)))
+    else:
+        asyncio.run(serve(connection, SharedFile(file_fd)))
     os._exit(0)  # nothing is left to do, and modules need a while to say goodbye
 
 

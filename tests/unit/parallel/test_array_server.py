@@ -6,10 +6,13 @@ import time
 import numpy as np
 import psutil
 import pytest
+import torch
 
 from megatron_rl.errors import UserError
+from megatron_rl.parallel import collectives
 from megatron_rl.parallel.array_server import Service, read_pieces, start_array_server
-from megatron_rl.system.shared_file import SharedArrays, address_of
+from megatron_rl.parallel.collectives import Sight
+from megatron_rl.system.shared_file import NODE, SharedArrays, address_of
 
 
 def addresses_of(arrays: list[np.ndarray]) -> np.ndarray:
@@ -64,3 +67,16 @@ def test_it_ends_with_the_process_that_started_it() -> None:
         time.sleep(0.05)
     os.close(reading)
     os.close(writing)
+
+
+def test_pieces_of_several_nodes_are_put_together_in_their_order(service: Service) -> None:
+    """Of the reader's own node they are mapped, of the others they are fetched, each node's at once."""
+    random, shared = np.random.default_rng(4), SharedArrays()
+    for _ in range(5):
+        sizes = random.integers(0, 3000, random.integers(1, 30))
+        arrays = [shared.put(random.integers(0, 100, (size, 2)).astype(np.int16)) for size in sizes if size]
+        addresses = addresses_of(arrays)
+        addresses[:, 0] += NODE * random.integers(0, 3, len(arrays))
+        mapped = collectives._Mapped(torch.from_numpy(addresses), torch.int16, (2,))
+        found = mapped.joined(Sight(1, False, {0: service, 2: service}))
+        np.testing.assert_array_equal(found.numpy(), np.concatenate([np.zeros((0, 2), np.int16), *arrays]))

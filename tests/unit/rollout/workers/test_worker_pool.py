@@ -205,8 +205,8 @@ def test_a_response_goes_on_without_being_sent_again(monkeypatch: pytest.MonkeyP
         process = pool_of(client)._workers[0]._process
         assert process is not None
         sent: list[int] = []
-        write = process._writer.writelines
-        monkeypatch.setattr(process._writer, "writelines", lambda data: (sent.append(sum(map(len, data))), write(data)))
+        write = process._line._writer.writelines
+        monkeypatch.setattr(process._line._writer, "writelines", lambda data: (sent.append(sum(map(len, data))), write(data)))
         parts = [np.array([3, 4], np.int32)]
         for window in range(3):
             request = request_of(f"r{window}", TokenParts(parts), max_new_tokens=5000)

@@ -1,0 +1,147 @@
+"""Rollout workers on the nodes that the driver is not on.
+
+The first rank of each such node starts as many as run on the driver's machine, and a server for the arrays that stay there
+(``parallel/array_server.py``), when the driver asks for it: an errand, so collective. It keeps their files and the sockets that
+they listen at, so that one that dies is started again where it was, and what it had stored is not lost; all of it ends with the
+rank. Who waits for whom: the driver for these ranks, at most ``parallel.collective_timeout_s``.
+"""
+
+import os
+import secrets
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from megatron_rl.errors import UserError
+from megatron_rl.parallel import collectives
+from megatron_rl.parallel.array_server import Service, start_array_server
+from megatron_rl.rollout.workers.worker_messages import FarWorker
+from megatron_rl.rollout.workers.worker_pool import start_worker
+from megatron_rl.system.shared_file import NODE, Address, SharedArrays, address_of
+from megatron_rl.training.reach import Errand, Reach, Ways, ask
+
+_MAX_DEATHS = 5
+_GOOD_LIFE_S = 600.0
+"""One that lived so long died of something else than the one before."""
+_PAUSE_S = 0.5
+_CONNECT_TIMEOUT_S = 20.0
+
+
+@dataclass(frozen=True)
+class _Started:
+    """What the first rank of a node has started."""
+
+    host: str
+    listeners: Sequence[tuple[int, int]]
+    """(port, number of the shared file's descriptor) of each worker."""
+    secret: str
+    pid: int
+    service: Service
+    address: Address
+    content: bytes
+    """As in ``Reach``: what ranks of that node find there."""
+
+
+@dataclass(frozen=True)
+class _Start(Errand):
+    num_workers: int
+    near: Sequence[int]
+    """Ranks on the driver's machine."""
+
+    def report(self) -> list[Any]:
+        """Every rank calls it; the driver gets, by rank, what was started, why it could not be, or None."""
+        found: _Started | str | None = None
+        if collectives.rank() not in self.near and os.environ.get("LOCAL_RANK", "0") == "0":
+            try:
+                found = _start(self.num_workers)
+            except (OSError, UserError) as error:
+                found = f"{type(error).__name__}: {error}"
+        return collectives.gather_objects(found, what="where its rollout workers listen")
+
+
+def start_on_nodes(
+    ways: Ways, num_workers: int, note: Callable[[str], None], warn: Callable[[str], None]
+) -> list[FarWorker]:
+    """``num_workers`` on each node but the driver's (main thread, collective); none where all ranks are on its machine."""
+    if not num_workers or not ways.has_far:
+        return []
+    workers: list[FarWorker] = []
+    for rank, found in enumerate(ask(_Start(num_workers, ways.near), what="to start rollout workers")):
+        problem = found if isinstance(found, str) else "" if found is None else _unreachable(found)
+        if problem:
+            warn(
+                f"no rollout worker on the node of rank {rank}: {problem}. Its share of the calls to the servers is made on the "
+                "driver's machine; workers listen at the address that MASTER_ADDR is reached from, at ports that the system chooses"
+            )
+        elif found is not None:
+            sees = ask(Reach(found.address, found.content), what="what it may be able to map")
+            node = ways.add_node(found.service, [rank for rank, sees_it in enumerate(sees) if sees_it])
+            workers += [FarWorker(found.host, port, found.secret, node * NODE + found.pid, fd) for port, fd in found.listeners]
+    if workers:
+        hosts = sorted({worker.host for worker in workers})
+        note(f"rollout workers on further nodes: {num_workers} each at {', '.join(hosts)}; routes stay where they are read")
+    return workers
+
+
+def _unreachable(found: _Started) -> str:
+    """Why the driver's machine cannot connect; empty where it can."""
+    for port, _ in found.listeners:
+        try:
+            socket.create_connection((found.host, port), timeout=_CONNECT_TIMEOUT_S).close()
+        except OSError as error:
+            return f"{found.host}:{port} cannot be reached: {error}"
+    return ""
+
+
+def _start(num_workers: int) -> _Started:
+    host, secret = _own_address(), secrets.token_bytes(32)
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listeners = []
+    for _ in range(num_workers):
+        listener = socket.create_server((host, 0), family=family)
+        file_fd = os.memfd_create("megatron_rl_rollout")
+        threading.Thread(target=_keep_alive, args=(listener, file_fd, secret), daemon=True).start()
+        listeners.append((listener.getsockname()[1], file_fd))
+    content, shared = os.urandom(64), SharedArrays()
+    array = shared.put(np.frombuffer(content, np.uint8))
+    _KEPT.extend((shared, array))
+    address = address_of(array)
+    assert address is not None  # it was put there
+    return _Started(host, listeners, secret.hex(), os.getpid(), start_array_server(host), address, content)
+
+
+_KEPT: list[Any] = []
+"""What other processes of this node map, for as long as this one lives."""
+
+
+def _own_address() -> str:
+    """Of this node, as the ranks' traffic leaves it."""
+    to = os.environ.get("MASTER_ADDR", "127.0.0.1"), int(os.environ.get("MASTER_PORT", "29500"))
+    family, kind, protocol, _, target = socket.getaddrinfo(*to, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind, protocol) as looked_at:  # nothing is sent
+        looked_at.connect(target)
+        return str(looked_at.getsockname()[0])
+
+
+def _keep_alive(listener: socket.socket, file_fd: int, secret: bytes) -> None:
+    """One worker after the other. The last one's listener is closed: who connects hears of it."""
+    num_deaths = 0
+    while num_deaths < _MAX_DEATHS:
+        began_s = time.monotonic()
+        process = start_worker("listen", listener.fileno(), file_fd, subprocess.PIPE)
+        assert process.stdin is not None
+        with process.stdin:  # the secret stands in no command line
+            process.stdin.write(secret)
+        status = process.wait()
+        num_deaths = 1 if time.monotonic() - began_s > _GOOD_LIFE_S else num_deaths + 1
+        again = "it is started again" if num_deaths < _MAX_DEATHS else f"it died {num_deaths} times, and is not started again"
+        print(f"a rollout worker of this node (process {process.pid}) ended with status {status}; {again}", file=sys.stderr)
+        time.sleep(_PAUSE_S)
+    listener.close()
