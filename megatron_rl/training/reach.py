@@ -41,13 +41,16 @@ class Reach(Errand):
     content: bytes
     """That lies there: another machine may have a process with the same number."""
 
+    def sees(self) -> bool:
+        """This rank finds the content."""
+        try:
+            return bytes(MappedFiles().at(self.address)) == self.content
+        except (OSError, ValueError):
+            return False
+
     def report(self) -> list[bool]:
         """By rank, whether it finds the content."""
-        try:
-            found = bytes(MappedFiles().at(self.address)) == self.content
-        except (OSError, ValueError):
-            found = False
-        return collectives.gather_objects(found, what="whether it can map a node's files")
+        return collectives.gather_objects(self.sees(), what="whether it can map the driver's files")
 
 
 class Ways:
@@ -84,8 +87,9 @@ class Ways:
 
     def add_node(self, service: Service, ranks: Sequence[int]) -> int:
         """Its number. Before the first command about arrays that lie there."""
-        self._further.append((service, ranks))
-        return len(self._further)
+        if (service, ranks) not in self._further:
+            self._further.append((service, ranks))
+        return self._further.index((service, ranks)) + 1
 
     def to(self, replicas: Replicas) -> dict[str, Any]:
         """What ``collectives.deliver`` needs to know; collective at first."""

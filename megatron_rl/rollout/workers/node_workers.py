@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +25,7 @@ from megatron_rl.parallel import collectives
 from megatron_rl.parallel.array_server import Service, start_array_server
 from megatron_rl.rollout.workers.worker_messages import FarWorker
 from megatron_rl.rollout.workers.worker_pool import start_worker
-from megatron_rl.system.shared_file import NODE, Address, SharedArrays, address_of
+from megatron_rl.system.shared_file import NODE, SharedArrays, SharedFile, address_of
 from megatron_rl.training.reach import Errand, Reach, Ways, ask
 
 _MAX_DEATHS = 5
@@ -32,6 +33,7 @@ _GOOD_LIFE_S = 600.0
 """One that lived so long died of something else than the one before."""
 _PAUSE_S = 0.5
 _CONNECT_TIMEOUT_S = 20.0
+_MAX_CONNECTING = 64
 
 
 @dataclass(frozen=True)
@@ -44,9 +46,8 @@ class _Started:
     secret: str
     pid: int
     service: Service
-    address: Address
-    content: bytes
-    """As in ``Reach``: what ranks of that node find there."""
+    reach: Reach
+    """What ranks of that node find."""
 
 
 @dataclass(frozen=True)
@@ -60,10 +61,20 @@ class _Start(Errand):
         found: _Started | str | None = None
         if collectives.rank() not in self.near and os.environ.get("LOCAL_RANK", "0") == "0":
             try:
-                found = _start(self.num_workers)
+                found = _started(self.num_workers)
             except (OSError, UserError) as error:
                 found = f"{type(error).__name__}: {error}"
         return collectives.gather_objects(found, what="where its rollout workers listen")
+
+
+@dataclass(frozen=True)
+class _Look(Errand):
+    nodes: Sequence[Reach]
+
+    def report(self) -> list[int]:
+        """By rank, the first of the nodes whose files it can map; -1: of none."""
+        found = next((index for index, node in enumerate(self.nodes) if node.sees()), -1)
+        return collectives.gather_objects(found, what="which node's files it can map")
 
 
 def start_on_nodes(
@@ -72,32 +83,53 @@ def start_on_nodes(
     """``num_workers`` on each node but the driver's (main thread, collective); none where all ranks are on its machine."""
     if not num_workers or not ways.has_far:
         return []
-    workers: list[FarWorker] = []
-    for rank, found in enumerate(ask(_Start(num_workers, ways.near), what="to start rollout workers")):
-        problem = found if isinstance(found, str) else "" if found is None else _unreachable(found)
+    started = ask(_Start(num_workers, ways.near), what="to start rollout workers")
+    with ThreadPoolExecutor(_MAX_CONNECTING) as pool:
+        problems = list(pool.map(_problem, started))
+    nodes: list[_Started] = []
+    for rank, (found, problem) in enumerate(zip(started, problems, strict=True)):
         if problem:
             warn(
                 f"no rollout worker on the node of rank {rank}: {problem}. Its share of the calls to the servers is made on the "
                 "driver's machine; workers listen at the address that MASTER_ADDR is reached from, at ports that the system chooses"
             )
         elif found is not None:
-            sees = ask(Reach(found.address, found.content), what="what it may be able to map")
-            node = ways.add_node(found.service, [rank for rank, sees_it in enumerate(sees) if sees_it])
-            workers += [FarWorker(found.host, port, found.secret, node * NODE + found.pid, fd) for port, fd in found.listeners]
+            nodes.append(found)
+    seen = ask(_Look([node.reach for node in nodes]), what="what it may be able to map") if nodes else []
+    workers: list[FarWorker] = []
+    for index, found in enumerate(nodes):
+        node = ways.add_node(found.service, [rank for rank, sees in enumerate(seen) if sees == index])
+        workers += [FarWorker(found.host, port, found.secret, node * NODE + found.pid, fd) for port, fd in found.listeners]
     if workers:
         hosts = sorted({worker.host for worker in workers})
         note(f"rollout workers on further nodes: {num_workers} each at {', '.join(hosts)}; routes stay where they are read")
     return workers
 
 
-def _unreachable(found: _Started) -> str:
-    """Why the driver's machine cannot connect; empty where it can."""
+def _problem(found: "_Started | str | None") -> str:
+    """Why a node does without workers; empty where it does not, or where its rank is no node's first."""
+    if not isinstance(found, _Started):
+        return found or ""
     for port, _ in found.listeners:
         try:
             socket.create_connection((found.host, port), timeout=_CONNECT_TIMEOUT_S).close()
         except OSError as error:
             return f"{found.host}:{port} cannot be reached: {error}"
     return ""
+
+
+def _started(num_workers: int) -> _Started:
+    """Once: a run that goes back to a checkpoint opens its rollout side again, and finds the workers with empty files."""
+    if _STARTED and len(_STARTED[0].listeners) == num_workers:
+        for _, file_fd in _STARTED[0].listeners:
+            if num_bytes := os.fstat(file_fd).st_size:
+                SharedFile(file_fd).free(0, num_bytes)
+    else:
+        _STARTED[:] = [_start(num_workers)]
+    return _STARTED[0]
+
+
+_STARTED: list[_Started] = []
 
 
 def _start(num_workers: int) -> _Started:
@@ -114,7 +146,7 @@ def _start(num_workers: int) -> _Started:
     _KEPT.extend((shared, array))
     address = address_of(array)
     assert address is not None  # it was put there
-    return _Started(host, listeners, secret.hex(), os.getpid(), start_array_server(host), address, content)
+    return _Started(host, listeners, secret.hex(), os.getpid(), start_array_server(host), Reach(address, content))
 
 
 _KEPT: list[Any] = []

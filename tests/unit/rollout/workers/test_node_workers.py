@@ -36,7 +36,9 @@ SHAPE = RouteShape(num_layers=3, top_k=2, num_experts=8)
 _NODE = """
 import pickle, sys
 from megatron_rl.rollout.workers import node_workers
-sys.stdout.buffer.write(pickle.dumps(node_workers._start(1)).hex().encode() + b"\\n")
+found = node_workers._started(1)
+assert node_workers._started(1) is found  # a run that goes back to a checkpoint asks again
+sys.stdout.buffer.write(pickle.dumps(found).hex().encode() + b"\\n")
 sys.stdout.flush()
 sys.stdin.read()
 """
