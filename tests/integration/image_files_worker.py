@@ -117,7 +117,7 @@ def run(folder: Path, case: Case) -> dict[str, Any]:
             return {}
         group = TrainerGroup(worker)
         if case.fetched:
-            vars(group.ways)["_near"] = ()
+            vars(group.ways)["near"] = ()
         tokenizer = Tokenizer(config.policy.path)
         assert tokenizer.vision is not None
         seen = drive(group, responses(folder, tokenizer), tokenizer.vision)
