@@ -167,6 +167,9 @@ def _addressed(payload: Payload, sight: Sight | None) -> Tensor:
 
 def _found(flat: Tensor) -> Tensor:
     """With the content of all tensors that not every rank of the replica can map."""
+    header, _ = _header_of(flat)
+    if not any(rows for *_, rows in header["entries"]):
+        return flat
     payload, sight = _parted(flat)
     lacks = {name for name, value in payload.items() if isinstance(value, _Mapped) and not sight.maps(value.nodes)}
     if not lacks:
@@ -274,10 +277,15 @@ def _flatten(payload: Mapping[str, Tensor | _Mapped], sight: Sight = _HERE) -> T
     return torch.cat([torch.tensor([header.numel()]).view(torch.uint8), header, *body])
 
 
+def _header_of(flat: Tensor) -> tuple[dict[str, Any], int]:
+    """And where it ends."""
+    end = 8 + int(flat[:8].clone().view(torch.int64))
+    return json.loads(flat[8:end].numpy().tobytes()), end
+
+
 def _parted(flat: Tensor) -> tuple[dict[str, Tensor | _Mapped], Sight]:
     """What ``_flatten`` was given."""
-    start = 8 + int(flat[:8].clone().view(torch.int64))
-    header = json.loads(flat[8:start].numpy().tobytes())
+    header, start = _header_of(flat)
     payload: dict[str, Tensor | _Mapped] = {}
     for name, dtype_name, shape, rows in header["entries"]:
         tensor = torch.empty(shape, dtype=getattr(torch, dtype_name))
