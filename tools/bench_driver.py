@@ -396,9 +396,20 @@ def counted_group(arguments: argparse.Namespace, meter: Meter, vision: Any) -> I
     group_module: Any = trainer_group
     restore, size = group_module.restore, arguments.ranks_per_replica * arguments.replicas
     flatten, take = collectives._flatten, holding.Held.take
+    fetch, fetching = meter.inner(_OWN_SHARE, collectives._found), list[bool]()
+
+    def found(flat: Any) -> Any:
+        """As the first rank of its replica, rank 0 takes its own sequences' arrays from other nodes."""
+        fetching.append(True)
+        try:
+            return fetch(flat)
+        finally:
+            fetching.pop()
 
     def flat(payload: Any, *more: Any) -> Any:
         """Notes what of the payload is tokens, routes and images, not their addresses. A rank without others sends nothing on."""
+        if fetching:
+            return flatten(payload, *more)
         if (images := payload.get("image_files")) is not None:
             taken, passes = (images.nbytes, 1) if isinstance(images, torch.Tensor) else (int(images.addresses[:, -1].sum()), 0)
             meter.bytes["images that ranks take"] += taken
@@ -425,6 +436,7 @@ def counted_group(arguments: argparse.Namespace, meter: Meter, vision: Any) -> I
         (collectives, "gather_tensors"): lambda tensor, **_: [tensor] * size,
         (collectives, "gather_objects"): lambda found, **_: [found and rank < arguments.ranks_per_node for rank in range(size)],
         (collectives, "_flatten"): flat,
+        (collectives, "_found"): found,
         (collectives, "_unflatten"): meter.inner(_OWN_SHARE, collectives._unflatten),
         (holding.Held, "take"): meter.inner(_OWN_SHARE, take),
         (type(vision), "cut"): meter.inner(_OWN_SHARE, getattr(type(vision), "cut", print)),
