@@ -26,7 +26,7 @@ def test_a_step_is_accounted_for_and_scaled_to_all_slots():
     assert (found["slots"], found["scale"]) == (32, 2.0)
     assert found["cpu_s"].keys() == {
         "requests", "parsing", "storing", "HTTP and event loop", "window batch", "to and from the ranks", "advantages",
-        "policy batch", "critic batch", "metrics", "checkpoint", "rank 0's own sequences",
+        "policy batch", "critic batch", "metrics", "checkpoint", "rank 0's own sequences", "garbage collection",
     }  # fmt: skip
     assert found["total_cpu_s"] == pytest.approx(sum(found["cpu_s"].values())) and min(found["cpu_s"].values()) > 0
     # Tokens, log-probs, values, and the headers of short arrays.
