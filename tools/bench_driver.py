@@ -332,12 +332,12 @@ async def _lost(error: Exception) -> None:
 
 
 class Ranks:
-    """An engine of rank 0 that answers zeros at once."""
+    """An engine of rank 0 that answers zeros at once; it puts each micro-batch together when its turn comes, as a real one."""
 
     is_output_rank = True
     routes_shape = (1, 1)
 
-    def __init__(self, role: str, arguments: argparse.Namespace) -> None:
+    def __init__(self, role: str, arguments: argparse.Namespace, meter: Meter) -> None:
         import torch
 
         from megatron_rl.config.schema import ParallelConfig
@@ -346,6 +346,7 @@ class Ranks:
 
         size = arguments.ranks_per_replica
         self.role, self.hf_config = role, as_config(MODEL)
+        self._joined = meter.inner(_OWN_SHARE, lambda one: one.joined())
         self.parallel = ParallelConfig(tensor_parallel_size=size, num_ranks=size * arguments.replicas)
         self.topology = Topology(
             0, size * arguments.replicas, 0, size, 0, 1, 0, arguments.replicas, torch.device("cpu")
@@ -358,18 +359,20 @@ class Ranks:
         import torch
 
         _wait_for_images(microbatches)
-        return [torch.zeros(len(one.tokens)) for one in microbatches]
+        return [torch.zeros(len(self._joined(one).tokens)) for one in microbatches]
 
     def values(self, microbatches: Sequence[Any]) -> list[Any]:
         import torch
 
         _wait_for_images(microbatches)
-        return [(torch.zeros(len(one.tokens)), torch.zeros(one.num_sequences)) for one in microbatches]
+        return [(torch.zeros(len(self._joined(one).tokens)), torch.zeros(one.num_sequences)) for one in microbatches]
 
     def update(self, microbatches: Sequence[Any], loss: Any, **_: Any) -> Any:
         from megatron_rl.training.engine import UpdateResult
 
         _wait_for_images(microbatches)
+        for one in microbatches:
+            self._joined(one)
         return UpdateResult(1.0, 0.0, {}, skipped=False)
 
 
@@ -388,6 +391,7 @@ def counted_group(arguments: argparse.Namespace, meter: Meter, vision: Any) -> I
     from megatron_rl.config.schema import Config
     from megatron_rl.parallel import collectives, stragglers
     from megatron_rl.training import holding, trainer_group
+    from megatron_rl.training.payloads import answered_tokens
 
     config = Config()
     config.policy.path = str(vision.path) if vision is not None else ""
@@ -411,13 +415,13 @@ def counted_group(arguments: argparse.Namespace, meter: Meter, vision: Any) -> I
         if fetching:
             return flatten(payload, *more)
         if (images := payload.get("image_files")) is not None:
-            taken, passes = (images.nbytes, 1) if isinstance(images, torch.Tensor) else (int(images.addresses[:, -1].sum()), 0)
+            taken, passes = (images.rows.nbytes, 1) if hasattr(images, "rows") else (int(images.addresses[:, -1].sum()), 0)
             meter.bytes["images that ranks take"] += taken
             meter.bytes["images through rank 0"] += taken * passes * (size > 1)
         meter.bytes["tokens and routes through rank 0"] += sum(
-            value.nbytes
+            value.rows.nbytes
             for name, value in payload.items()
-            if size > 1 and isinstance(value, torch.Tensor) and (name == "tokens" or value.dim() > 2)
+            if size > 1 and hasattr(value, "rows") and (name == "tokens" or value.rows.ndim > 2)
         )
         return flatten(payload, *more)
 
@@ -425,7 +429,8 @@ def counted_group(arguments: argparse.Namespace, meter: Meter, vision: Any) -> I
         meter.bytes["to the ranks"] += tensor.contiguous().view(torch.uint8).numel()
 
     def answers(batch: Any, plan: Any, results: Any, *, per_sequence: bool) -> Any:
-        lengths = batch.lengths.tolist()
+        firsts, ends = answered_tokens(batch)
+        lengths = (ends - firsts).tolist()
         numbers = [sum(lengths[i] + per_sequence for part in rank for i in part) for rank in plan]
         meter.bytes["from the ranks"] += 4 * sum(numbers[1:])
         return restore(batch, plan, [torch.zeros(number) for number in numbers], per_sequence=per_sequence)
@@ -448,7 +453,7 @@ def counted_group(arguments: argparse.Namespace, meter: Meter, vision: Any) -> I
     for key in before:
         setattr(*key, stand_ins[key])
     try:
-        engines: Any = {role: Ranks(role, arguments) for role in ("policy", "critic")}
+        engines: Any = {role: Ranks(role, arguments, meter) for role in ("policy", "critic")}
         yield trainer_group.TrainerGroup(trainer_group.Worker(config, engines["policy"].topology, engines)), config
     finally:
         for key, value in before.items():

@@ -17,7 +17,7 @@ from megatron_rl.data.images import ImageFile
 
 TOKENS = "tokens"
 ROUTES = "routes"
-"""Field [T, layers, k] int16 of a mixture-of-experts policy's batch: expert id + 1 of each token, 0 without a record."""
+"""Field [T, layers, k] of a mixture-of-experts policy's batch, uint8 or int16: expert id + 1 of each token, 0 without a record."""
 ALSO_WANTED = ("lm_mask", "window")
 """Fields [T] bool: tokens outside ``mask`` whose log-probs a pass of a policy gives too."""
 
@@ -67,14 +67,29 @@ class Parts:
     """A row per token of a batch, in arrays that stay where they were made: in a rollout worker's file, most of them."""
 
     by_sequence: Sequence[Sequence[np.ndarray]]
-    """[n, ...] each, of one dtype; those of a sequence back to back are its rows."""
+    """[n, ...] each, of one dtype; those of a sequence back to back are its rows. Rows that lack at its end are 0."""
+    like: np.ndarray | None = None
+    """[0, ...]; None: some sequence has an array."""
 
     def select(self, indices: Sequence[int]) -> "Parts":
-        return Parts([self.by_sequence[index] for index in indices])
+        return Parts([self.by_sequence[index] for index in indices], self.nothing)
 
-    def joined(self) -> Tensor:
-        """[T, ...]; of no sequence at all, an error."""
-        return torch.from_numpy(np.concatenate([part for parts in self.by_sequence for part in parts]))
+    @property
+    def nothing(self) -> np.ndarray:
+        """No row of them."""
+        return next(part for parts in self.by_sequence for part in parts)[:0] if self.like is None else self.like
+
+    def joined(self, lengths: Sequence[int]) -> Tensor:
+        """[T, ...] of sequences of these lengths."""
+        like, end = self.nothing, 0
+        rows = np.empty((sum(lengths), *like.shape[1:]), like.dtype)
+        for parts, length in zip(self.by_sequence, lengths, strict=True):
+            first, end = end, end + length
+            for part in parts:
+                rows[first : first + len(part)] = part
+                first += len(part)
+            rows[first:end] = 0
+        return torch.from_numpy(rows)
 
 
 @dataclass(frozen=True)
@@ -91,6 +106,9 @@ class PackedBatch:
     """Of a step's sequences: what each is known by, with its length, while the ranks hold it; else empty."""
     parts: Mapping[str, Parts] = field(default_factory=dict)
     """``TOKENS`` and ``ROUTES``, where nobody has put them together yet: the ranks that work on them will."""
+    spans: Tensor | None = None
+    """[N, 2] int64: first and end of a stretch of each sequence's tokens, counted from its start. What a field says outside of
+    it nobody reads: the ranks get 0 there. None: fields speak of all tokens."""
 
     @property
     def lengths(self) -> Tensor:
@@ -115,9 +133,10 @@ class PackedBatch:
 
     def joined(self) -> "PackedBatch":
         """This batch with its parts put together."""
-        if not self.parts or not self.num_sequences:
-            return replace(self, parts={})
-        found = {name: parts.joined() for name, parts in self.parts.items()}
+        if not self.parts:
+            return self
+        lengths = self.lengths.tolist()
+        found = {name: parts.joined(lengths) for name, parts in self.parts.items()}
         tokens = found.pop(TOKENS).to(torch.int64) if TOKENS in found else self.tokens
         return replace(self, tokens=tokens, fields=self.fields | found, parts={})
 
@@ -130,6 +149,7 @@ class PackedBatch:
             images=self.images.select(indices) if self.images is not None else None,
             ids=tuple(self.ids[index] for index in indices) if self.ids else (),
             parts={name: parts.select(indices) for name, parts in self.parts.items()},
+            spans=None if self.spans is None else self.spans[torch.tensor(indices, dtype=torch.int64)],
         )
 
     def taken(self, values: Tensor, indices: Sequence[int]) -> Tensor:

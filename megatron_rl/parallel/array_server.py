@@ -20,7 +20,7 @@ import pyarrow as pa
 import pyarrow.flight as flight
 
 from megatron_rl.errors import UserError
-from megatron_rl.system.shared_file import Address, MappedFiles, Place
+from megatron_rl.system.shared_file import MappedFiles
 from megatron_rl.system.signals import STOP_SIGNALS, die_with_parent
 
 _SECRET_BYTES = 32
@@ -42,9 +42,7 @@ def read_pieces(addresses: np.ndarray, service: Service | None) -> Iterator[np.n
     Raises UserError where the service does not answer, or not in full.
     """
     if service is None:
-        files = MappedFiles()
-        for pid, fd, *place in addresses.tolist():
-            yield np.frombuffer(files.at(Address(pid, fd, Place(*place))), np.uint8)
+        yield from (np.frombuffer(raw, np.uint8) for raw in MappedFiles().all_at(addresses))
         return
     ticket = flight.Ticket(bytes.fromhex(service.secret) + np.ascontiguousarray(addresses, np.int64).tobytes())
     num_bytes, expected = 0, int(addresses[:, -1].sum())

@@ -2,12 +2,13 @@
 
 Every rank calls the same functions in the same order. Each call has a deadline (by default
 ``parallel.collective_timeout_s``) and raises ``CollectiveTimeout``, which says which rank waited for which one, for
-what and how long; a peer that died raises at once. Batches travel as raw tensors, a short JSON header in one flat buffer
-with them: over the gloo group to one rank of each replica, and from there over Megatron's groups. What lies in shared
-files (``system/shared_file.py``) does not pass rank 0: ranks of its machine map it, others fetch it (``array_server.py``).
+what and how long; a peer that died raises at once. Batches travel as arrays in one flat buffer: over the gloo group to one
+rank of each replica, and from there over Megatron's groups. What lies in shared files (``system/shared_file.py``) does not
+pass rank 0: ranks of its machine map it, others fetch it (``array_server.py``).
 """
 
-import json
+import io
+import math
 import pickle
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ from megatron_rl.errors import UserError
 from megatron_rl.parallel import topology
 from megatron_rl.parallel.array_server import Service, read_pieces
 from megatron_rl.parallel.topology import Topology
-from megatron_rl.system.shared_file import NODE
+from megatron_rl.system.shared_file import NODE, MappedFiles
 
 _PAYLOAD_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.int32, torch.bool, torch.uint8)
 """Dtypes that ``gather_tensors`` carries, by their code on the wire."""
@@ -35,15 +36,20 @@ _PIECE_BYTES = 1 << 26
 
 @dataclass(frozen=True, eq=False)
 class Pieces:
-    """A tensor of a payload that lies in several arrays, back to back."""
+    """Rows of a payload that lie in several arrays."""
 
     arrays: Sequence[np.ndarray]
-    """[n, ...] each, of one dtype; one at least."""
+    """[n, ...] each, of one dtype."""
     addresses: np.ndarray | None = None
-    """[arrays, 6] int64: the numbers of each one's ``Address``; None: they are in the driver's own memory."""
+    """[pieces, 6] int64: the numbers of each one's ``Address``; None: they are in the driver's own memory."""
+    chosen: np.ndarray | None = None
+    """[pieces] int64: which of ``arrays`` they are; None: all."""
+
+    def parts(self) -> Sequence[np.ndarray]:
+        return self.arrays if self.chosen is None else [self.arrays[index] for index in self.chosen.tolist()]
 
 
-Payload = Mapping[str, Tensor | Pieces]
+Payload = Mapping[str, Tensor | np.ndarray | Pieces]
 
 
 class Sight(NamedTuple):
@@ -138,13 +144,14 @@ def deliver(
     sights: Sequence[Sight | None] = (),
     what: str = "batches",
     timeout_s: float | None = None,
-) -> dict[str, Tensor]:
+) -> dict[str, Any]:
     """This rank's payload: rank 0 has one for each replica of the layout of ``place``, None elsewhere; all ranks call it.
 
-    A payload is tensors by name, of any shape and dtype, on the CPU. It goes to the replica's first rank (``heads``), which
+    A payload is tensors and arrays by name, of any shape and dtype, on the CPU. It goes to the replica's first rank (``heads``), which
     broadcasts it over Megatron's groups: rank 0 sends it once, however many ranks compute on it. Of pieces with addresses it
-    sends these where there are ``sights``, by replica: where all ranks of one can map a tensor's pieces they do, each for itself;
-    else its first rank maps or takes them from their nodes. Pieces stay where they are until the call has ended.
+    sends these where there are ``sights``, by replica: where all ranks of one can map all pieces of a name they do, each for
+    itself; else its first rank maps or takes them from their nodes. Pieces arrive as a list of arrays. Those that are mapped are
+    the memory of their writer, who changes nothing in it as long as a rank may read it.
     """
     flat = None
     if payloads is not None:
@@ -166,42 +173,60 @@ def _addressed(payload: Payload, sight: Sight | None) -> Tensor:
 
 
 def _found(flat: Tensor) -> Tensor:
-    """With the content of all tensors that not every rank of the replica can map."""
-    header, _ = _header_of(flat)
-    if not any(rows for *_, rows in header["entries"]):
-        return flat
-    payload, sight = _parted(flat)
-    lacks = {name for name, value in payload.items() if isinstance(value, _Mapped) and not sight.maps(value.nodes)}
+    """With the content of all pieces that not every rank of the replica can map."""
+    sight, payload = _loaded(flat)
+    lacks = {name: value for name, value in payload.items() if isinstance(value, _Mapped) and not sight.maps(value.nodes)}
     if not lacks:
         return flat
-    found = {name: value.joined(sight) if isinstance(value, _Mapped) and name in lacks else value for name, value in payload.items()}
-    return _flatten(found, sight)
+    return _flatten(payload | {name: value.joined(sight) for name, value in lacks.items()}, sight)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
+class _Joined:
+    """Pieces back to back."""
+
+    rows: np.ndarray
+    sizes: np.ndarray
+    """Rows of each."""
+
+    @classmethod
+    def of(cls, arrays: Sequence[np.ndarray]) -> "_Joined":
+        rows = np.concatenate(arrays) if arrays else np.zeros(0, np.uint8)
+        return cls(rows, np.array([len(array) for array in arrays], np.int64))
+
+    def pieces(self) -> list[np.ndarray]:
+        ends = np.cumsum(self.sizes)
+        return [self.rows[first:end] for first, end in zip((ends - self.sizes).tolist(), ends.tolist(), strict=True)]
+
+
+@dataclass(frozen=True, eq=False)
 class _Mapped:
     """Pieces, as a process that reads them by their addresses knows them."""
 
-    addresses: Tensor
+    addresses: np.ndarray
     """[pieces, 6] int64: the numbers of an ``Address``."""
-    dtype: torch.dtype
+    dtype: np.dtype
     row_shape: tuple[int, ...]
 
     @property
     def nodes(self) -> np.ndarray:
-        """[pieces]"""
-        return self.addresses[:, 0].numpy() // NODE
+        """Of all pieces that have bytes."""
+        return self.addresses[self.addresses[:, -1] > 0, 0] // NODE
 
-    def joined(self, sight: Sight) -> Tensor:
-        row, addresses, nodes = torch.empty(self.row_shape, dtype=self.dtype), self.addresses.numpy(), self.nodes
+    def pieces(self, files: MappedFiles) -> list[np.ndarray]:
+        """Views of the files, where this process can map all of them."""
+        return [np.frombuffer(raw, self.dtype).reshape(-1, *self.row_shape) for raw in files.all_at(self.addresses)]
+
+    def joined(self, sight: Sight) -> _Joined:
+        sizes = self.addresses[:, -1] // (self.dtype.itemsize * math.prod(self.row_shape))
+        rows = np.empty((int(sizes.sum()), *self.row_shape), self.dtype)
+        flat, addresses, nodes = rows.reshape(-1).view(np.uint8), self.addresses[self.addresses[:, -1] > 0], self.nodes
         ends = np.cumsum(addresses[:, -1])
-        whole = row.new_empty((int(addresses[:, -1].sum()) // row.nbytes, *self.row_shape))
-        flat = whole.view(-1).view(torch.uint8).numpy()
         for node in np.unique(nodes).tolist():
             chosen = nodes == node
             service = None if node == sight.node else sight.services[node]
             _fill(flat, ends[chosen] - addresses[chosen, -1], ends[chosen], read_pieces(addresses[chosen], service))
-        return whole
+        return _Joined(rows, sizes)
 
 
 def _fill(flat: np.ndarray, starts: np.ndarray, ends: np.ndarray, stretches: Iterator[np.ndarray]) -> None:
@@ -219,22 +244,19 @@ def _fill(flat: np.ndarray, starts: np.ndarray, ends: np.ndarray, stretches: Ite
             start, left = start + number, left[number:]
 
 
-def _mapped(payload: Payload) -> dict[str, Tensor | _Mapped]:
-    def mapped(value: Tensor | Pieces) -> Tensor | _Mapped:
-        if isinstance(value, Tensor) or value.addresses is None:
-            return _whole(value)
-        no_rows = torch.from_numpy(value.arrays[0][:0].copy())
-        return _Mapped(torch.from_numpy(value.addresses), no_rows.dtype, tuple(no_rows.shape[1:]))
+def _mapped(payload: Payload) -> dict[str, Any]:
+    def mapped(value: Any) -> Any:
+        if not isinstance(value, Pieces):
+            return value
+        if value.addresses is None or not len(value.addresses):
+            return _Joined.of(value.parts())
+        return _Mapped(value.addresses, value.arrays[0].dtype, value.arrays[0].shape[1:])
 
     return {name: mapped(value) for name, value in payload.items()}
 
 
-def _joined(payload: Payload) -> dict[str, Tensor]:
-    return {name: _whole(value) for name, value in payload.items()}
-
-
-def _whole(value: Tensor | Pieces) -> Tensor:
-    return value if isinstance(value, Tensor) else torch.from_numpy(np.concatenate(value.arrays))
+def _joined(payload: Payload) -> dict[str, Any]:
+    return {name: _Joined.of(value.parts()) if isinstance(value, Pieces) else value for name, value in payload.items()}
 
 
 def _over_the_replica(flat: Tensor | None, place: Topology) -> Tensor:
@@ -265,43 +287,28 @@ def _broadcast_bytes(flat: Tensor | None, group: dist.ProcessGroup, device: torc
     return result
 
 
-def _flatten(payload: Mapping[str, Tensor | _Mapped], sight: Sight = _HERE) -> Tensor:
-    """uint8: the length of a header, the header, all tensors (or the addresses of their pieces) back to back."""
-    entries, body = [], []
-    for name, value in payload.items():
-        tensor = value if isinstance(value, Tensor) else value.addresses
-        rows = None if isinstance(value, Tensor) else [_dtype_name(value.dtype), value.row_shape]
-        entries.append([name, _dtype_name(tensor.dtype), list(tensor.shape), rows])
-        body += [tensor.contiguous().view(-1).view(torch.uint8)] if tensor.numel() > 0 else []
-    header = _bytes_tensor(json.dumps({"entries": entries, "sight": sight}).encode())
-    return torch.cat([torch.tensor([header.numel()]).view(torch.uint8), header, *body])
+def _flatten(payload: Mapping[str, Any], sight: Sight = _HERE) -> Tensor:
+    """uint8; in it ``_Joined`` and ``_Mapped`` in place of pieces. Pickled: the ranks of a job trust each other."""
+    buffer = io.BytesIO()
+    pickle.dump((sight, payload), buffer, protocol=pickle.HIGHEST_PROTOCOL)
+    return torch.frombuffer(buffer.getbuffer(), dtype=torch.uint8)
 
 
-def _header_of(flat: Tensor) -> tuple[dict[str, Any], int]:
-    """And where it ends."""
-    end = 8 + int(flat[:8].clone().view(torch.int64))
-    return json.loads(flat[8:end].numpy().tobytes()), end
-
-
-def _parted(flat: Tensor) -> tuple[dict[str, Tensor | _Mapped], Sight]:
+def _loaded(flat: Tensor) -> tuple[Sight, dict[str, Any]]:
     """What ``_flatten`` was given."""
-    header, start = _header_of(flat)
-    payload: dict[str, Tensor | _Mapped] = {}
-    for name, dtype_name, shape, rows in header["entries"]:
-        tensor = torch.empty(shape, dtype=getattr(torch, dtype_name))
-        end = start + tensor.numel() * tensor.element_size()
-        if tensor.numel() > 0:
-            # A copy: a view into the buffer may start at an address that the dtype does not allow.
-            tensor.view(-1).view(torch.uint8).copy_(flat[start:end])
-        payload[name] = tensor if rows is None else _Mapped(tensor, getattr(torch, rows[0]), tuple(rows[1]))
-        start = end
-    node, by_all, services = header["sight"]
-    return payload, Sight(node, by_all, {int(of): service and Service(*service) for of, service in services.items()})
+    found: tuple[Sight, dict[str, Any]] = pickle.loads(flat.numpy().data)
+    return found
 
 
-def _unflatten(flat: Tensor) -> dict[str, Tensor]:
-    payload, sight = _parted(flat)
-    return {name: value if isinstance(value, Tensor) else value.joined(sight) for name, value in payload.items()}
+def _unflatten(flat: Tensor) -> dict[str, Any]:
+    _, payload = _loaded(flat)
+    files = MappedFiles()
+    for name, value in payload.items():
+        if isinstance(value, _Joined):
+            payload[name] = value.pieces()
+        elif isinstance(value, _Mapped):
+            payload[name] = value.pieces(files)
+    return payload
 
 
 def gather_tensors(
@@ -367,10 +374,6 @@ def _receive_bytes(peer: int, what: str, timeout_s: float | None) -> Tensor:
 
 def _bytes_tensor(data: bytes) -> Tensor:
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)
-
-
-def _dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _send(tensor: Tensor, peer: int, what: str, timeout_s: float | None) -> None:

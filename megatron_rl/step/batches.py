@@ -6,6 +6,7 @@ nothing.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from itertools import chain
 
 import numpy as np
@@ -59,6 +60,7 @@ def policy_batch(
     if algorithm.positive_lm_coef:
         positive = _positive_mask(trajectories, algorithm, rules)
         fields["lm_mask"] = positive & (fields["mask"] | ~in_window)
+        batch = replace(batch, spans=None)  # it speaks of earlier windows, too
     return batch.only(ROUTES).with_fields(**fields), metrics
 
 

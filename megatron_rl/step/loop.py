@@ -10,7 +10,7 @@ import gc
 import os
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron_rl.algorithms.settling import Settling
@@ -159,9 +159,9 @@ class TrainingLoop:
     def process_rewards(self, step: int) -> None:
         """Rewards of lines, from a process reward model."""
         state = self._states[step]
-        after = values_after_tokens(state.batch, *self._parts.group.values(state.batch, engine="process"))
-        rewards = self._parts.process_rewarder.dense_rewards(state.trajectories, after)
-        state.line_rewards = response_field(rewards, state.trajectories)
+        whole = replace(state.batch, spans=None)
+        after = values_after_tokens(whole, *self._parts.group.values(whole, engine="process"))
+        state.line_rewards = response_field(self._parts.process_rewarder.dense_rewards(state.trajectories, after), state.trajectories)
 
     def old_logprobs(self, step: int) -> None:
         """Log-probs of the window's tokens under the policy that is about to be updated, but for those of its first update."""

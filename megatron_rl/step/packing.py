@@ -18,16 +18,25 @@ _ALL_ON = np.uint64(0x0101010101010101)
 """A word of a mask of bytes, and what it is where all of them are on."""
 
 
-def pack(trajectories: Sequence[Trajectory], fields: dict[str, Tensor], vision: Vision | None = None) -> PackedBatch:
+def pack(
+    trajectories: Sequence[Trajectory],
+    fields: dict[str, Tensor],
+    vision: Vision | None = None,
+    spans: Sequence[tuple[int, int]] | None = None,
+) -> PackedBatch:
     """Prompts and responses so far with per-token ``fields`` [T]; ``vision`` finds the images of the prompts.
 
-    Tokens stay where they are (``PackedBatch.parts``), and images are files (``Images.sources``).
+    Tokens stay where they are (``PackedBatch.parts``), and images are files (``Images.sources``). ``spans``: of each trajectory,
+    where the fields speak of its tokens; None: of its response.
     """
+    if spans is None:
+        spans = [(len(t.prompt.token_ids), t.num_tokens) for t in trajectories]
     lengths = torch.tensor([t.num_tokens for t in trajectories], dtype=torch.int64)
     images = None if vision is None else vision.batch([t.prompt.images for t in trajectories])
     parts = {TOKENS: Parts([t.token_parts() for t in trajectories])} if trajectories else {}
     tokens = torch.empty(int(lengths.sum()), dtype=torch.int64, device="meta" if trajectories else "cpu")
-    return PackedBatch(tokens, cu_seqlens_of(lengths), fields, images, tuple(t.id for t in trajectories), parts)
+    ids, of_fields = tuple(t.id for t in trajectories), torch.tensor(spans, dtype=torch.int64).reshape(-1, 2)
+    return PackedBatch(tokens, cu_seqlens_of(lengths), fields, images, ids, parts, of_fields)
 
 
 def window_batch(
@@ -41,33 +50,30 @@ def window_batch(
     """
     num_tokens = sum(t.num_tokens for t in trajectories)
     mask, logprobs = np.zeros(num_tokens, bool), np.zeros(num_tokens, np.float32)
-    end = 0
+    end, spans = 0, []
     for trajectory in trajectories:
+        origin, first, last = end, 0, 0
         end += len(trajectory.prompt.token_ids)
         for segment in trajectory.segments:
             start, end = end, end + len(segment.token_ids)
             if segment.generated and step in (None, segment.step):
                 mask[start:end], logprobs[start:end] = True, segment.rollout_logprobs
+                first, last = first or start - origin, end - origin
+        spans.append((first, last))
     fields = {"mask": torch.from_numpy(mask), "rollout_logprobs": torch.from_numpy(logprobs)}
-    return pack(trajectories, fields, vision)
+    return pack(trajectories, fields, vision, spans)
 
 
 def window_routes(trajectories: Sequence[Trajectory], step: int) -> Parts | None:
-    """[layers, k] int16 of each token: the experts that the engine chose in ``step`` (``data.batch.ROUTES``), 0 where it
+    """[layers, k] of each token: the experts that the engine chose in ``step`` (``data.batch.ROUTES``), 0 where it
     said nothing.
 
     None when no trajectory has a record of this step.
     """
     records = [t.routes.routes if t.routes is not None and t.routes.step == step else None for t in trajectories]
-    shapes = {record.shape[1:] for record in records if record is not None}
-    if not shapes:
+    if not any(record is not None for record in records):
         return None
-    (shape,) = shapes
-    rows = []
-    for trajectory, record in zip(trajectories, records, strict=True):
-        known = [] if record is None else [record]
-        rows.append([*known, np.zeros((trajectory.num_tokens - sum(map(len, known)), *shape), dtype=np.int16)])
-    return Parts(rows)
+    return Parts([[] if record is None else [record] for record in records])
 
 
 def with_routes(batch: PackedBatch, routes: Parts | None) -> PackedBatch:

@@ -11,7 +11,7 @@ from megatron_rl.config.schema import Config
 from megatron_rl.data.batch import PackedBatch
 from megatron_rl.training.batching import split_minibatches
 from megatron_rl.training.engine import UpdateResult
-from megatron_rl.training.losses import critic_denominators, policy_denominators
+from megatron_rl.training.losses import counted_tokens, critic_denominators, policy_denominators
 from megatron_rl.training.trainer_group import TrainerGroup
 
 _SHORT_NAMES = {"policy_loss": "loss", "value_loss": "loss", "approx_kl_k3": "kl"}
@@ -28,12 +28,13 @@ def train_policy(
     """
     results: list[UpdateResult] = []
     kept: Tensor | None = None
-    temperature, useful = config.rollout.temperature, _useful(batch)
+    temperature, counts = config.rollout.temperature, counted_tokens(batch)
+    useful = np.any(np.stack(list(counts.values())) > 0, axis=0)
     for number, rows in enumerate(policy_minibatches(config, batch.num_sequences, step)):
         keeps = keeps_logprobs and number == 0
         read = _without(batch, "old_logprobs" if keeps else "window")
-        rows = rows if keeps else [row for row in rows if row in useful]
-        denominators = policy_denominators(batch.only("mask", "lm_mask").select(rows), config.algorithm)
+        rows = rows if keeps else [row for row in rows if useful[row]]
+        denominators = policy_denominators(batch, config.algorithm, rows, counts)
         if denominators["mask"]:
             results.append(
                 group.update(
@@ -57,22 +58,14 @@ def _without(batch: PackedBatch, field: str) -> PackedBatch:
     return replace(batch, fields={name: values for name, values in batch.fields.items() if name != field})
 
 
-def _useful(batch: PackedBatch) -> set[int]:
-    """Sequences of which some token counts, in whatever term."""
-    counts = batch.fields["mask"] != 0
-    if "lm_mask" in batch.fields:
-        counts = counts | batch.fields["lm_mask"]
-    rows = np.split(counts.numpy(), batch.cu_seqlens[1:-1].numpy())
-    return {row for row, of_row in enumerate(rows[: batch.num_sequences]) if of_row.any()}
-
-
 def train_critic(config: Config, group: TrainerGroup, batch: PackedBatch, step: int) -> dict[str, float]:
     """``critic.num_epochs`` passes over whole responses. Returns metrics."""
     results = []
-    useful = _useful(batch)
+    counts = counted_tokens(batch)
+    useful = counts["mask"] > 0
     for rows in critic_minibatches(config, batch.num_sequences, step):
-        rows = [row for row in rows if row in useful]
-        denominators = critic_denominators(batch.only("mask").select(rows), config.algorithm)
+        rows = [row for row in rows if useful[row]]
+        denominators = critic_denominators(batch, config.algorithm, rows, counts)
         if denominators["mask"]:
             results.append(group.update("critic", batch, rows, objective="critic", denominators=denominators))
     return update_metrics("critic", results)

@@ -15,7 +15,7 @@ import mmap
 import os
 import resource
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Self
 
 import numpy as np
@@ -24,6 +24,8 @@ _EXTENT_BYTES = 1 << 24
 _LARGE_BYTES = 1 << 20
 """An array from this size on has an extent of its own: a small one that lives longer would keep its memory."""
 _ALIGNMENT = 64
+_MOST_AT_ONCE = 1024
+"""Parts of a write; what POSIX systems take (IOV_MAX)."""
 
 
 class Place(NamedTuple):
@@ -128,8 +130,31 @@ class SharedFile:
                 self._open, self._used = self._new_extent(_EXTENT_BYTES), 0
             start, offset, num_bytes = self._open, self._used, _EXTENT_BYTES
             self._used += -(-raw.nbytes // _ALIGNMENT) * _ALIGNMENT
-        self._extents[start][offset : offset + raw.nbytes] = raw
+        if raw.nbytes >= _LARGE_BYTES:
+            self._write(start, [raw])
+        else:
+            self._extents[start][offset : offset + raw.nbytes] = raw
         return Place(start, num_bytes, offset, raw.nbytes)
+
+    def put_together(self, parts: Sequence[np.ndarray]) -> Place:
+        """Copies arrays without gaps into the file, back to back; some of them have bytes."""
+        num_bytes = sum(part.nbytes for part in parts)
+        if num_bytes < _LARGE_BYTES:
+            return self.put(np.concatenate([part.reshape(-1).view(np.uint8) for part in parts]).data)
+        extent_bytes = -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        start = self._new_extent(extent_bytes)
+        self._write(start, parts)
+        return Place(start, extent_bytes, 0, num_bytes)
+
+    def _write(self, start: int, parts: Sequence[Any]) -> None:
+        """By calls of the system: a fault for each new page of a mapping would take about as long as the copy."""
+        waiting = [memoryview(part).cast("B") for part in parts if memoryview(part).nbytes][::-1]
+        while waiting:
+            start += (written := os.pwritev(self._file.fd, waiting[: -_MOST_AT_ONCE - 1 : -1], start))
+            while waiting and written >= waiting[-1].nbytes:
+                written -= waiting.pop().nbytes
+            if written:
+                waiting[-1] = waiting[-1][written:]
 
     def at(self, place: Place) -> memoryview:
         return memoryview(self._extents[place.start])[place.offset : place.offset + place.num_bytes].toreadonly()
@@ -223,22 +248,38 @@ class SharedArrays:
         place = self._file.put(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
         return np.frombuffer(self._view.at(place), array.dtype).reshape(array.shape)
 
+    def put_together(self, arrays: Sequence[np.ndarray]) -> np.ndarray:
+        """[bytes] uint8: copies of ``arrays`` without gaps, back to back; some of them have bytes."""
+        return np.frombuffer(self._view.at(self._file.put_together(arrays)), np.uint8)
+
 
 class MappedFiles:
     """Reads arrays of other processes. What it has mapped stays so until it is closed or forgotten."""
 
     def __init__(self) -> None:
+        allow_many_files()
         self._files: dict[tuple[int, int], _OpenFile] = {}
         self._extents: dict[tuple[int, int, int], Extent] = {}
 
     def at(self, address: Address) -> memoryview:
         """Raises OSError where this process cannot open the other's file: it is of another user or machine, or gone."""
         pid, fd, place = address
-        extent = self._extents.get((pid, fd, place.start))
-        if extent is None:
-            file = self._file(pid % NODE, fd)
-            extent = self._extents[pid, fd, place.start] = Extent.of(file, place.start, place.extent_bytes)
+        extent = self._extent(pid, fd, place.start, place.extent_bytes)
         return memoryview(extent)[place.offset : place.offset + place.num_bytes]
+
+    def all_at(self, addresses: np.ndarray) -> list[memoryview]:
+        """``at`` of each of ``addresses`` [k, 6], the numbers of an ``Address``; nothing lies anywhere."""
+        found = []
+        for pid, fd, start, extent_bytes, offset, num_bytes in addresses.tolist():
+            extent = memoryview(self._extent(pid, fd, start, extent_bytes)) if num_bytes else memoryview(b"")
+            found.append(extent[offset : offset + num_bytes])
+        return found
+
+    def _extent(self, pid: int, fd: int, start: int, num_bytes: int) -> Extent:
+        extent = self._extents.get((pid, fd, start))
+        if extent is None:
+            extent = self._extents[pid, fd, start] = Extent.of(self._file(pid % NODE, fd), start, num_bytes)
+        return extent
 
     def _file(self, pid: int, fd: int) -> _OpenFile:
         if (pid, fd) not in self._files:

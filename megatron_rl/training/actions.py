@@ -12,6 +12,7 @@ from megatron_rl.training import losses
 from megatron_rl.training.engine import Engine, UpdateResult
 from megatron_rl.training.holding import Share
 from megatron_rl.training.model_checkpoint import CheckpointError, CheckpointNotSaved
+from megatron_rl.training.payloads import within_spans
 
 if TYPE_CHECKING:
     from megatron_rl.training.trainer_group import Worker
@@ -26,11 +27,13 @@ def logprobs(
         # Most models have few enough experts for half the bytes.
         fits = (engine.chunks[0].config.num_moe_experts or 0) < torch.iinfo(torch.uint8).max
         share.keep(routes, [part.to(torch.uint8 if fits else torch.int16) for part in engine.take_routes()])
-    return _joined(engine, logprobs)
+    return _joined(engine, _for_the_driver(share, logprobs))
 
 
 def values(worker: "Worker", engine: Engine, share: Share) -> Tensor | None:
-    return _joined(engine, [part for values, final in engine.values(share.microbatches) for part in (values, final)])
+    found = engine.values(share.microbatches)
+    values = _for_the_driver(share, [values for values, _ in found])
+    return _joined(engine, [part for (_, final), own in zip(found, values, strict=True) for part in (own, final)])
 
 
 def update(
@@ -82,6 +85,11 @@ def _said_by_the_driver(worker: "Worker") -> Iterator[None]:
     except (CheckpointError, CheckpointNotSaved):
         if worker.topology.rank == 0:
             raise
+
+
+def _for_the_driver(share: Share, parts: Sequence[Tensor]) -> list[Tensor]:
+    """Of each micro-batch's numbers [T] those of its spans; ranks before the last stage have none."""
+    return [within_spans(batch, part) for batch, part in zip(share.microbatches, parts, strict=False)]
 
 
 def _joined(engine: Engine, parts: Sequence[Tensor]) -> Tensor | None:

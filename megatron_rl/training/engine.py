@@ -391,8 +391,9 @@ class Engine:
 
         def forward_step(iterator: Iterator[int], model: torch.nn.Module) -> tuple[Tensor, Callable]:
             chunk, index = _bare(model), next(iterator)
-            # On the device from its turn on, for as long as the pass needs it.
-            batch, trace = on_device(whole[index], device), self._routing.trace(index, whole[index])
+            # Put together and on the device from its turn on, for as long as the pass needs it.
+            here = whole[index].joined()
+            batch, trace = on_device(here, device), self._routing.trace(index, here)
 
             def consume_output(output: Tensor, non_loss_data: bool = False) -> Any:
                 return consume(chunk, batch, output)

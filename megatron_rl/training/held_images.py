@@ -79,10 +79,10 @@ class HeldImages:
     def take(self, payload: Mapping[str, Tensor], new: Sequence[int]) -> None:
         """What ``SentImages`` has for the sequences ``new``."""
         shown, about = pickle.loads(payload["images"].numpy().tobytes())
-        files = payload["image_files"].split([num_bytes for *_, num_bytes in about])
-        for (number, ref, _), data in zip(about, files, strict=True):
+        for (number, ref, _), data in zip(about, payload["image_files"], strict=True):
             self._grids[number] = ref.grid
-            self._patches[number] = self._cut(number, ImageFile(ref, data.numpy()))
+            # A copy: threads may read it when the driver has forgotten it.
+            self._patches[number] = self._cut(number, ImageFile(ref, data.copy()))
         self._shown |= dict(zip(new, shown, strict=True))
 
     def of(self, sequences: Sequence[int]) -> Images:

@@ -13,9 +13,10 @@ with n(field) = ``denominators[field]``: tokens for mask and lm_mask; for policy
 means the responses that have any. Metrics keep their sums and denominators apart; the engine adds them up.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 
 from megatron_rl import algorithms
@@ -25,6 +26,7 @@ from megatron_rl.algorithms.policy_loss import lm_loss
 from megatron_rl.algorithms.value_loss import value_loss
 from megatron_rl.config.schema import AlgorithmConfig, KlPlace
 from megatron_rl.data.batch import PackedBatch
+from megatron_rl.training.payloads import answered_tokens
 
 Metrics = Mapping[str, tuple[Tensor, Tensor]]
 """Name -> (sum, denominator), scalars over one micro-batch."""
@@ -50,26 +52,55 @@ def build(
     raise ValueError(f"objective is 'policy', 'critic', 'sft' or 'score', got {objective!r}")
 
 
-def policy_denominators(batch: PackedBatch, algorithm: AlgorithmConfig) -> dict[str, float]:
-    """The denominators of ``policy_objective`` over a whole mini-batch."""
-    mask = batch.fields["mask"]
-    counts = {
-        "mask": float(mask.sum()),
-        "policy": algorithms.loss_denominator(mask, batch.cu_seqlens, *_aggregation(algorithm)),
-    }
-    if "lm_mask" in batch.fields:
-        counts["lm_mask"] = float(batch.fields["lm_mask"].sum())
-    return counts
-
-
-def critic_denominators(batch: PackedBatch, algorithm: AlgorithmConfig) -> dict[str, float]:
-    """The denominators of ``critic_objective`` over a whole mini-batch."""
-    mask = batch.fields["mask"]
-    aggregation = algorithm.critic_aggregation, algorithm.critic_aggregation_options
+def counted_tokens(batch: PackedBatch) -> dict[str, np.ndarray]:
+    """[N] int64 by mask of the batch: how many tokens of each sequence it counts."""
+    firsts, ends = (border.tolist() for border in answered_tokens(batch))
+    masks = {name: batch.fields[name].numpy() for name in ("mask", "lm_mask") if name in batch.fields}
     return {
-        "mask": float(mask.sum()),
-        "value": algorithms.loss_denominator(mask, batch.cu_seqlens, *aggregation),
+        name: np.array([np.count_nonzero(mask[first:end]) for first, end in zip(firsts, ends, strict=True)], np.int64)
+        for name, mask in masks.items()
     }
+
+
+def policy_denominators(
+    batch: PackedBatch,
+    algorithm: AlgorithmConfig,
+    rows: Sequence[int] | None = None,
+    counts: Mapping[str, np.ndarray] | None = None,
+) -> dict[str, float]:
+    """The denominators of ``policy_objective`` over a whole mini-batch: the sequences ``rows`` of ``batch``; None: all.
+
+    ``counts``: the batch's ``counted_tokens``, where many mini-batches of it follow.
+    """
+    rows = list(range(batch.num_sequences) if rows is None else rows)
+    counts = counted_tokens(batch) if counts is None else counts
+    found = {name: float(of[rows].sum()) for name, of in counts.items()}
+    return found | {"policy": _denominator(batch, rows, counts, *_aggregation(algorithm))}
+
+
+def critic_denominators(
+    batch: PackedBatch,
+    algorithm: AlgorithmConfig,
+    rows: Sequence[int] | None = None,
+    counts: Mapping[str, np.ndarray] | None = None,
+) -> dict[str, float]:
+    """The denominators of ``critic_objective``, as ``policy_denominators``."""
+    rows = list(range(batch.num_sequences) if rows is None else rows)
+    counts = counted_tokens(batch) if counts is None else counts
+    aggregation = algorithm.critic_aggregation, algorithm.critic_aggregation_options
+    return {"mask": float(counts["mask"][rows].sum()), "value": _denominator(batch, rows, counts, *aggregation)}
+
+
+def _denominator(
+    batch: PackedBatch, rows: Sequence[int], counts: Mapping[str, np.ndarray], kind: str, options: Mapping[str, Any]
+) -> float:
+    """``algorithms.loss_denominator``; of the usual ways from the counts alone."""
+    if kind == "token_mean":
+        return float(counts["mask"][rows].sum())
+    if kind == "sequence_mean":
+        return float((counts["mask"][rows] > 0).sum())
+    chosen = batch.only("mask").select(rows)
+    return algorithms.loss_denominator(chosen.fields["mask"], chosen.cu_seqlens, kind, options)
 
 
 def _aggregation(algorithm: AlgorithmConfig) -> tuple[str, Mapping[str, Any]]:

@@ -2,39 +2,62 @@
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from megatron_rl.data.batch import PackedBatch, moved
-from megatron_rl.training.batching import STAND_IN_TOKENS
+from megatron_rl.training.batching import STAND_IN_TOKENS, Plan
 
 
-def restore(
-    batch: PackedBatch, plan: Sequence[Sequence[Sequence[int]]], results: Sequence[Tensor], *, per_sequence: bool
-) -> list[Tensor]:
-    """Undo the plan: per-token [T] and, if the results carry them, per-sequence [N] numbers in the batch's order."""
-    starts, lengths = batch.cu_seqlens[:-1].tolist(), batch.lengths.tolist()
-    tokens, sequences = torch.zeros(len(batch.tokens)), torch.zeros(batch.num_sequences)
+def answered_tokens(batch: PackedBatch) -> tuple[np.ndarray, np.ndarray]:
+    """(first, end) [N] in the batch's tokens: those of each sequence that ranks give numbers of."""
+    starts, ends = batch.cu_seqlens[:-1].numpy(), batch.cu_seqlens[1:].numpy()
+    if batch.spans is None:
+        return starts, ends
+    return starts + batch.spans[:, 0].numpy(), starts + batch.spans[:, 1].numpy()
+
+
+def within_spans(batch: PackedBatch, values: Tensor) -> Tensor:
+    """Of ``values`` [T] of a micro-batch, what goes to the driver."""
+    if batch.spans is None:
+        return values
+    firsts, ends = answered_tokens(batch)
+    return torch.cat([values[:0], *(values[first:end] for first, end in zip(firsts.tolist(), ends.tolist(), strict=True))])
+
+
+def restore(batch: PackedBatch, plan: Plan, results: Sequence[Tensor], *, per_sequence: bool) -> list[Tensor]:
+    """Undo the plan: per-token [T] and, if the results carry them, per-sequence [N] numbers in the batch's order.
+
+    Per token they are of ``answered_tokens``; the others are 0.
+    """
+    firsts, ends = (border.tolist() for border in answered_tokens(batch))
+    # Pages that nothing is written to take neither time nor memory.
+    tokens, sequences = np.zeros(int(batch.cu_seqlens[-1]), np.float32), np.zeros(batch.num_sequences, np.float32)
     for microbatches, result in zip(plan, results, strict=True):
-        position = 0
+        numbers, position = result.numpy(), 0
         for indices in microbatches:
             for index in indices:
-                tokens[starts[index] : starts[index] + lengths[index]] = result[position : position + lengths[index]]
-                position += lengths[index]
+                first, end = firsts[index], ends[index]
+                tokens[first:end] = numbers[position : position + end - first]
+                position += end - first
             if per_sequence:
-                sequences[list(indices)] = result[position : position + len(indices)]
+                sequences[list(indices)] = numbers[position : position + len(indices)]
                 position += len(indices)
-    return [tokens, sequences] if per_sequence else [tokens]
+    found = [tokens, sequences] if per_sequence else [tokens]
+    return [torch.from_numpy(values) for values in found]
 
 
 def stand_in(batch: PackedBatch) -> PackedBatch:
     """A batch without sequences becomes two tokens with every field 0, so that this rank joins every collective."""
     if batch.num_sequences:
         return batch
+    shapes = {name: values[:0] for name, values in batch.fields.items()}
+    shapes |= {name: torch.from_numpy(parts.nothing.copy()) for name, parts in batch.parts.items()}
     return PackedBatch(
         tokens=batch.tokens.new_zeros(STAND_IN_TOKENS),
         cu_seqlens=batch.cu_seqlens.new_tensor([0, STAND_IN_TOKENS]),
-        fields={name: values.new_zeros((STAND_IN_TOKENS, *values.shape[1:])) for name, values in batch.fields.items()},
+        fields={name: values.new_zeros((STAND_IN_TOKENS, *values.shape[1:])) for name, values in shapes.items()},
         images=batch.images,
     )
 

@@ -202,7 +202,7 @@ class TrainerGroup:
             )
             for name, engine in worker.engines.items()
         }
-        self._ledgers: dict[tuple[int, int], Ledger] = {}
+        self._ledgers: dict[tuple[int, int] | None, Ledger] = {}
         """By layout and step: what the ranks hold."""
         self.ways = Ways(worker.topology.world_size)
 
@@ -300,7 +300,7 @@ class TrainerGroup:
         result = self._call(command, about, plan)
         if keeps_logprobs:
             found = self._call(Command("take_logprobs", engine, actions.take_logprobs, gathers=True))
-            (logprobs,) = restore(batch, plan, found, per_sequence=False)
+            (logprobs,) = restore(replace(batch, spans=None), plan, found, per_sequence=False)
         return replace(result, plan=self._sharing[engine].metrics(plan, about.lengths), logprobs=logprobs)
 
     def export_weights(self, engine: str, to: Destination = Destination.driver) -> Iterator[tuple[str, Tensor]]:
@@ -374,7 +374,7 @@ class TrainerGroup:
 
     def release(self, step: int | None = None) -> None:
         """The ranks may forget the sequences of ``step``; None: of every step."""
-        ended = [key for key in self._ledgers if step in (None, key[1])]
+        ended = [key for key in self._ledgers if key is not None and step in (None, key[1])]
         if ended:
             collectives.broadcast_object(Release(step), what="the end of a step")
             self._worker.held.release(step)
@@ -392,14 +392,12 @@ class TrainerGroup:
         self._tell(Notice.stop)
 
     def _about(self, engine: str, batch: PackedBatch) -> "About":
-        num_replicas = len(self._worker.replicas[engine].heads)
-        lengths = batch.lengths.tolist()
-        if self._stage is None or not batch.ids:
-            return About(engine, batch, lengths, None, self._ledger(num_replicas), range(len(lengths)))
-        key = self._worker.engines[engine].topology.layout, self._stage.step
-        ledger = self._ledgers.setdefault(key, self._ledger(num_replicas))
-        # Responses only grow: with its length, an id says all tokens.
-        return About(engine, batch, lengths, self._stage.step, ledger, list(zip(batch.ids, lengths, strict=True)))
+        key = None if self._stage is None or not batch.ids else (self._worker.engines[engine].topology.layout, self._stage.step)
+        ledger = self._ledgers.get(key) or self._ledger(len(self._worker.replicas[engine].heads))
+        if key is not None:
+            self._ledgers[key] = ledger
+        keys, lengths = ledger.keys(batch)
+        return About(engine, batch, lengths, None if key is None else key[1], ledger, keys)
 
     def _ledger(self, num_replicas: int) -> Ledger:
         return Ledger(num_replicas, self.ways.shared if self._worker.topology.world_size > 1 else None)
@@ -408,6 +406,8 @@ class TrainerGroup:
         """Of those of its sequences that have none; ``groups``: ids of what is to be even."""
         homes = about.ledger.homes
         new = {key: length for key, length in zip(about.keys, about.lengths, strict=True) if key not in homes}
+        if not new:
+            return
         key_of = {key[0]: key for key in new}
         parts = [[key_of[id] for id in group if id in key_of] for group in groups]
         homes |= self._sharing[about.engine].homes(new, parts)

@@ -49,6 +49,11 @@ def in_pieces(payload: dict[str, torch.Tensor]) -> dict[str, torch.Tensor | Piec
     return {name: pieces(values) if name in names else values for name, values in payload.items()}
 
 
+def joined(found: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """The pieces of what arrived put together."""
+    return {name: torch.from_numpy(np.concatenate(v)) if isinstance(v, list) else v for name, v in found.items()}
+
+
 def exchange(parallel: ParallelConfig, ranks: topology.Topology) -> dict[str, Any]:
     seen: dict[str, Any] = {"topology": ranks}
     heads = topology.Replicas.of(parallel, ranks.world_size).heads
@@ -57,8 +62,8 @@ def exchange(parallel: ParallelConfig, ranks: topology.Topology) -> dict[str, An
     parted = [in_pieces(payload) for payload in payloads or ()] or None
     service = start_array_server("127.0.0.1") if parted else None
     mapped, fetched = (collectives.Sight(node, node == 0, {0: service}) for node in (0, -1))
-    seen["mapped"] = collectives.deliver(parted, heads, ranks, sights=[mapped] * len(heads))
-    seen["fetched"] = collectives.deliver(parted, heads, ranks, sights=[fetched] * len(heads))
+    seen["mapped"] = joined(collectives.deliver(parted, heads, ranks, sights=[mapped] * len(heads)))
+    seen["fetched"] = joined(collectives.deliver(parted, heads, ranks, sights=[fetched] * len(heads)))
     seen["object"] = collectives.broadcast_object({"step": 7} if ranks.rank == 1 else None, src=1)
     mine = None if ranks.rank == 1 else torch.full((ranks.rank,), ranks.rank, dtype=torch.int64)
     seen["gathered"] = collectives.gather_tensors(mine)

@@ -166,4 +166,5 @@ def assert_batches(topology: Topology, parallel: ParallelConfig) -> None:
     assert len(plan) == topology.dp_size
     batch = PackedBatch(torch.arange(sum(lengths)), cu_seqlens_of(torch.tensor(lengths)))
     payloads = Ledger(topology.dp_size).payloads(batch, range(len(lengths)), plan, [])
-    assert sorted(token for payload in payloads for token in payload["tokens"].tolist()) == list(range(sum(lengths)))
+    sent = [token for payload in payloads for part in payload["tokens"].parts() for token in part.tolist()]
+    assert sorted(sent) == list(range(sum(lengths)))

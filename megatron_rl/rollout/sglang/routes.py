@@ -55,7 +55,7 @@ def route_shape(model_path: str | Path) -> RouteShape:
 
 
 def decode_routes(encoded: str, num_tokens: int, shape: RouteShape) -> np.ndarray:
-    """SGLang's base64 of int32 ids [num_tokens, layers, k] -> routes of the same shape: id + 1 in int16, 0 no record.
+    """SGLang's base64 of int32 ids [num_tokens, layers, k] -> routes of the same shape: id + 1, 0 no record.
 
     A dense layer's entries and those of a token that the server did not see routed are all 0 in SGLang's answer: where
     one expert is named twice there is no record. Raises BadRoutes for another size or an unknown expert.
@@ -71,7 +71,8 @@ def decode_routes(encoded: str, num_tokens: int, shape: RouteShape) -> np.ndarra
         )
     if ids.size and not (ids.min() >= -1 and ids.max() < shape.num_experts):
         raise BadRoutes(f"routed experts are ids below {shape.num_experts}, got {ids.min()} to {ids.max()}")
-    routes = np.add(ids.reshape(wanted), 1, dtype=np.int16, casting="unsafe")
+    dtype = np.uint8 if shape.num_experts <= np.iinfo(np.uint8).max else np.int16
+    routes = np.add(ids.reshape(wanted), 1, dtype=dtype, casting="unsafe")
     _drop_incomplete(routes.reshape(-1, shape.top_k))
     return routes
 

@@ -40,7 +40,7 @@ def test_decoded_routes_are_one_up_and_zero_where_an_expert_comes_twice():
     ids = [[[0, 3], [2, 1]], [[1, 0], [0, 0]], [[-1, 2], [3, 2]]]
     expected = [[[1, 4], [3, 2]], [[2, 1], [0, 0]], [[0, 0], [4, 3]]]
     routes = decode_routes(encode(ids), 3, SHAPE)
-    assert routes.dtype == np.int16 and routes.tolist() == expected
+    assert routes.dtype == np.uint8 and routes.tolist() == expected
 
 
 @pytest.mark.parametrize(
@@ -106,7 +106,7 @@ def test_routes_of_a_window_lie_at_the_tokens_they_belong_to():
     answered.routes = RouteRecord(1, np.full((5, 2, 2), 4, dtype=np.int16))
     parts = window_routes([grown, stale, answered, trajectory_of()], 1)
     assert parts is not None
-    routes = parts.joined()
+    routes = parts.joined([t.num_tokens for t in (grown, stale, answered, trajectory_of())])
     expected = [3] * 7 + [0] + [0] * 5 + [4] * 5 + [0] * 2 + [0] * 3
     assert routes.shape == (len(expected), 2, 2) and routes.dtype == torch.int16
     assert routes[:, 0, 0].tolist() == expected and (routes == routes[:, :1, :1]).all()

@@ -84,16 +84,21 @@ class Ranks:
         found = []
         for replica, payload in enumerate(payloads):
             self.received[replica].append(payload)
-            payload = collectives._unflatten(collectives._flatten(collectives._joined(payload)))
+            payload = arrived(payload)
             first, last = (held.take(payload, fields) for held in self.held[replica])
             if kept is not None:
                 last.keep(kept, [answer[batch.rows(indices)] for indices in plan[replica]])
                 first.keep(kept, [])
             assert all(torch.equal(one.tokens, other.tokens) for one, other in zip(first.microbatches, last.microbatches))
-            found.append([replace(own, images=of.images) for own, of in zip(last.microbatches, first.microbatches)])
+            own = [microbatch.joined() for microbatch in last.microbatches]
+            found.append([replace(one, images=of.images) for one, of in zip(own, first.microbatches, strict=True)])
         if kept is not None:
             self.ledger.answered(kept, keys, plan, answer)
         return found
+
+
+def arrived(payload: collectives.Payload) -> dict:
+    return collectives._unflatten(collectives._flatten(collectives._joined(payload)))
 
 
 def assert_same(found: PackedBatch, expected: PackedBatch) -> None:
@@ -147,7 +152,7 @@ def test_microbatches_are_those_of_the_whole_batch_and_nothing_is_sent_twice(see
         assert len(digests) == len(set(digests)), "an image is cut once"
         num_bytes = sum(len(piece) for of in payloads if "images" in of for piece in of["image_files"].arrays)
         assert num_bytes == sum(len(files[digest].data) for digest in digests), "and sent once"
-        new = [number for payload in payloads for number in payload["new"].tolist()]
+        new = [number for payload in payloads if "new" in payload for number in payload["new"].tolist()]
         assert len(new) == len(set(new))
         for name in {name for payload in payloads for name in payload if name.startswith("of/")}:
             rows = [number for payload in payloads if name in payload for number in payload[name].tolist()]
@@ -169,10 +174,11 @@ def test_an_update_on_held_sequences_sends_its_new_numbers_alone() -> None:
     def sent(call: int) -> int:
         """Bytes that grow with the tokens."""
         return sum(
-            values.numel() * values.element_size()
+            part.nbytes
             for payloads in ranks.received
             for name, values in payloads[call].items()
             if name == "tokens" or name.startswith("column/")
+            for part in values.parts()
         )
 
     assert [sent(call) for call in range(3)] == [(4 + 1) * num_tokens, 0, (1 + 4) * num_tokens]
@@ -188,13 +194,17 @@ def test_a_rank_of_this_machine_is_told_where_tokens_and_columns_lie_and_gets_no
     prompt = made(np.int32, 5)
     tokens = [[prompt, *(shared.put(made(np.int32, n)) for n in lengths)] for lengths in ([3], [4, 2], [7], [])]
     lengths = [sum(map(len, parts)) for parts in tokens]
-    routes = [[shared.put(made(np.int16, n - 1, 2, 2)), np.zeros((1, 2, 2), np.int16)] for n in lengths]
+    # The last token of a sequence has no routes, and those of the third are unknown.
+    routes = [[shared.put(made(np.uint8, n - 1, 2, 2))] if n != 12 else [] for n in lengths]
+    spans = [(5, 8), (7, 10), (0, 0), (0, 5)]
+    mask = np.concatenate([(np.arange(n) >= first) & (np.arange(n) < end) for n, (first, end) in zip(lengths, spans)])
     total, keys, plan = sum(lengths), [0, 1, 2, 3], [[[0, 1]], [[2], [3]]]
     batch = PackedBatch(
         torch.empty(total, dtype=torch.int64, device="meta"),
         cu_seqlens_of(torch.tensor(lengths)),
-        {"mask": torch.from_numpy(rng.random(total) > 0.5)},
+        {"mask": torch.from_numpy(mask), "advantages": torch.from_numpy(np.float32(rng.random(total) * mask))},
         parts={"tokens": Parts(tokens), "routes": Parts(routes)},
+        spans=torch.tensor(spans),
     )
     for own, travels in ((None, collectives._joined), (shared, collectives._mapped)):
         ledger = Ledger(2, own)
@@ -203,11 +213,14 @@ def test_a_rank_of_this_machine_is_told_where_tokens_and_columns_lie_and_gets_no
             flat = collectives._flatten(travels(payload))
             share = Held().take(collectives._unflatten(flat), fields)
             for microbatch, indices in zip(share.microbatches, microbatches, strict=True):
-                assert_same(microbatch, batch.select(indices).joined())
-    # What lies in the last one's bytes: addresses of 48 bytes, one for each part, and no row of any.
-    assert flat.numel() < 1500 and not any(isinstance(payload[name], torch.Tensor) for name in ("tokens", "column/1"))
+                assert_same(microbatch.joined(), batch.select(indices).joined())
+                assert torch.equal(microbatch.spans, batch.spans[indices])
+    # The last way names 48 bytes for each part.
+    pieces = {name: value for name, value in travels(payload).items() if name == "tokens" or name.startswith("column/")}
+    assert len(pieces) == 4 and all(isinstance(value, collectives._Mapped) for value in pieces.values())
+    assert pieces["column/0"].addresses[:, -1].tolist() == [0, 5]  # the window's alone
     again = ledger.payloads(batch, keys, plan, list(fields.values()))
-    assert all(sum(len(piece) for piece in payload["tokens"].arrays) == 0 for payload in again)
+    assert not any("new" in payload or "column/0" in payload for payload in again)
 
 
 def test_what_the_ranks_alone_have_is_never_sent() -> None:
@@ -219,11 +232,11 @@ def test_what_the_ranks_alone_have_is_never_sent() -> None:
     column = ledger.column()
     payloads = ledger.payloads(batch.only("mask"), keys, plan, [])
     for replica, payload in enumerate(payloads):
-        share = ranks.held[replica][1].take(payload, {})
+        share = ranks.held[replica][1].take(arrived(payload), {})
         share.keep(column, [routes[batch.rows(indices)] for indices in plan[replica]])
     ledger.answered(column, keys, plan)
     payloads = ledger.payloads(batch.only("mask"), keys, plan, [])
     for replica, payload in enumerate(payloads):
         assert not any(name.startswith("column/") for name in payload)
-        (microbatch,) = ranks.held[replica][1].take(payload, {"routes": column}).microbatches
-        assert torch.equal(microbatch.fields["routes"], routes[batch.rows(plan[replica][0])])
+        (microbatch,) = ranks.held[replica][1].take(arrived(payload), {"routes": column}).microbatches
+        assert torch.equal(microbatch.joined().fields["routes"], routes[batch.rows(plan[replica][0])])
