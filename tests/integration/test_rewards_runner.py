@@ -350,7 +350,7 @@ def test_score_file_keeps_rows_and_order(tmp_path: Path) -> None:
     assert all(row["score"] == (1.0 if row["id"] % 2 else None) for row in scored)
     assert all(bool(row["error"]) == (row["score"] is None) for row in scored)
     assert (summary.num_rows, summary.num_unscored, summary.mean_score) == (3000, 1500, 1.0)
-    assert summary.table().row_count == 5  # five totals and one kind of error
+    assert summary.table().row_count == 5  # four totals and one kind of error
     assert {path.name for path in tmp_path.iterdir()} == {"in.jsonl", "out.jsonl"}
 
 
