@@ -223,6 +223,27 @@ def test_a_rank_of_this_machine_is_told_where_tokens_and_columns_lie_and_gets_no
     assert not any("new" in payload or "column/0" in payload for payload in again)
 
 
+def test_what_ranks_read_in_place_stays_until_the_ledger_goes() -> None:
+    """Nobody else refers to a batch any more: a slow rank still finds its tokens and columns; then their memory is free."""
+    shared, rows = SharedArrays(), np.arange(1, 2**19, dtype=np.int32)
+    ledger = Ledger(1, shared)
+    batch = PackedBatch(
+        torch.empty(len(rows), dtype=torch.int64, device="meta"),
+        cu_seqlens_of(torch.tensor([len(rows)])),
+        {"advantages": torch.from_numpy(rows.astype(np.float32))},
+        parts={"tokens": Parts([[shared.put(rows)]])},
+    )
+    fields = {name: ledger.column(values) for name, values in batch.columns().items()}
+    (payload,) = ledger.payloads(batch, [0], [[[0]]], list(fields.values()))
+    flat = collectives._flatten(collectives._mapped(payload))
+    del batch, payload
+    found = collectives._unflatten(flat)
+    in_place = found["tokens"][0], found[f"column/{fields['advantages']}"][0]
+    assert all(np.array_equal(array, rows) for array in in_place)
+    del ledger
+    assert not any(array.any() for array in in_place)
+
+
 def test_what_the_ranks_alone_have_is_never_sent() -> None:
     """Experts that a pass chose: the replica that recorded them follows them; a field of the driver's would travel."""
     rng, ranks = random.Random(2), Ranks()
