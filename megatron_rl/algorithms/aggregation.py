@@ -16,7 +16,7 @@ from megatron_rl.algorithms.shapes import check_cu_seqlens, check_mask_vector, d
 
 
 def _num_counted_tokens(mask: Tensor, cu_seqlens: Tensor) -> Tensor:
-    return (mask != 0).sum()
+    return mask.count_nonzero()
 
 
 @register.aggregation("token_mean", denominator=_num_counted_tokens)

@@ -22,7 +22,16 @@ from torch import Tensor
 from megatron_rl.algorithms import register
 from megatron_rl.algorithms.loss import MAX_LOG_RATIO, is_on, keep
 from megatron_rl.algorithms.mismatch import RatioSums, effective_share
-from megatron_rl.algorithms.sequences import exact_sums, new_like, sequence_blocks, sequence_index, spread
+from megatron_rl.algorithms.sequences import (
+    exact_sums,
+    exp,
+    expm1,
+    new_like,
+    num_on,
+    sequence_blocks,
+    sequence_index,
+    spread,
+)
 from megatron_rl.algorithms.shapes import (
     check_cu_seqlens,
     check_float_vector,
@@ -130,12 +139,12 @@ def mismatch_correction(  # noqa: PLR0913  public, and each number is a term of 
     accepts = register.REJECTIONS.bind(rejection, rejection_options)
     weigh = register.CORRECTION_WEIGHTS.bind(weight, weight_options)
     entry = register.CORRECTION_WEIGHTS.find(weight)
-    is_cut = entry.local and register.REJECTIONS.find(rejection).local and mask.device.type == "cpu"
+    is_cut = entry.local and register.REJECTIONS.find(rejection).local
     bound = check_positive("max_weight", max_weight) if entry.bounded else math.inf
 
     raw = new_like(old_logprobs, torch.float64 if normalize else old_logprobs.dtype)
     kept, sums = new_like(old_logprobs, torch.bool), _Sums()
-    for first, end in sequence_blocks(bounds) if is_cut else [(0, len(bounds) - 1)]:
+    for first, end in sequence_blocks(bounds, mask.device) if is_cut else [(0, len(bounds) - 1)]:
         block = slice(int(bounds[first]), int(bounds[end]))
         counted = is_on(mask[block])
         ratios = _ratios(rollout_logprobs[block], old_logprobs[block], counted, bounds[first : end + 1] - bounds[first])
@@ -146,7 +155,9 @@ def mismatch_correction(  # noqa: PLR0913  public, and each number is a term of 
         if veto_below:
             remains &= ~spread(vetoed, ratios.bounds.diff())
         importance = weigh(ratios=ratios, max_weight=max_weight, icepop_low=icepop_low, icepop_high=icepop_high)
-        importance = keep(_per_token(f"correction weight {weight!r}", importance, ratios).double(), remains)
+        importance = _per_token(f"correction weight {weight!r}", importance, ratios).double()
+        if num_on(remains) < len(remains):
+            importance = keep(importance, remains)
         weights = importance if bound == math.inf else importance.clamp(max=bound)
         kept[block], raw[block] = remains, weights
         sums.add(ratios, vetoed, remains, importance, weights)
@@ -213,7 +224,7 @@ def off_policy_sequence_mask(
 def _ratios(denominator: Tensor, numerator: Tensor, counted: Tensor, bounds: Tensor) -> LogRatios:
     """log(numerator / denominator) of log-probs [T]."""
     token = (numerator.double() - denominator.double()).clamp_(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    if bool(counted.all()):
+    if num_on(counted) == len(counted):
         counts = bounds.diff().to(token)
     else:
         token, counts = keep(token, counted), exact_sums(counted, bounds)
@@ -224,7 +235,7 @@ def _vetoed(ratios: LogRatios, counted: Tensor, veto_below: float) -> Tensor:
     """[N] bool: sequences with a counted token whose rho is below the bound; nothing is below 0."""
     if veto_below == 0:
         return torch.zeros_like(ratios.counts, dtype=torch.bool)
-    return exact_sums(counted & (ratios.token.exp() < veto_below), ratios.bounds) > 0
+    return exact_sums(counted & (exp(ratios.token) < veto_below), ratios.bounds) > 0
 
 
 @register.rejection("none", local=True)
@@ -260,13 +271,14 @@ def _accept_k2(ratios: LogRatios, rejection_high: float) -> Tensor:
 @register.rejection("k3", local=True)
 def _accept_k3(ratios: LogRatios, rejection_high: float) -> Tensor:
     """Responses with mean (rho - 1 - log rho) above high leave."""
-    distance = torch.expm1(ratios.token) - ratios.token
+    distance = expm1(ratios.token) - ratios.token
     return ratios.sequence_mean(distance) <= check_not_negative("rejection_high", rejection_high)
 
 
 def _within(log_ratio: Tensor, low: float, high: float) -> Tensor:
     _check_interval("rejection", low, high)
-    return (log_ratio.exp() >= low) & (log_ratio.exp() <= high)
+    ratio = exp(log_ratio)
+    return (ratio >= low) & (ratio <= high)
 
 
 @register.correction_weight("none", local=True)
@@ -278,20 +290,20 @@ def _no_weight(ratios: LogRatios) -> Tensor:
 @register.correction_weight("token", bounded=True, local=True)
 def _token_weight(ratios: LogRatios) -> Tensor:
     """min(rho_t, max_weight): token TIS."""
-    return ratios.token.exp()
+    return exp(ratios.token)
 
 
 @register.correction_weight("sequence", bounded=True, per_sequence=True, local=True)
 def _sequence_weight(ratios: LogRatios) -> Tensor:
     """min(prod rho, max_weight): sequence TIS."""
-    return ratios.product.exp()
+    return exp(ratios.product)
 
 
 @register.correction_weight("icepop", local=True)
 def _icepop_weight(ratios: LogRatios, icepop_low: float, icepop_high: float) -> Tensor:
     """rho_t inside [icepop_low, icepop_high], else 0; the denominator stays."""
     _check_interval("icepop", icepop_low, icepop_high)
-    rho = ratios.token.exp()
+    rho = exp(ratios.token)
     return torch.where((rho >= icepop_low) & (rho <= icepop_high), rho, 0.0)
 
 
@@ -313,12 +325,12 @@ class _Sums:
     def add(self, ratios: LogRatios, vetoed: Tensor, kept: Tensor, importance: Tensor, weights: Tensor) -> None:
         """``kept`` [T] bool, ``vetoed`` [N] bool; ``importance`` and ``weights`` [T] before and after the cut to the bound."""
         self._ratios.add(ratios.token, ratios.sums, ratios.counts)
-        self._num_vetoed += int(vetoed.count_nonzero())
-        self._num_kept += int(kept.count_nonzero())
-        self._num_weighted += int(weights.count_nonzero())
-        self._num_truncated += 0 if weights is importance else int((importance > weights).count_nonzero())
+        self._num_vetoed += num_on(vetoed)
+        self._num_kept += num_on(kept)
+        self._num_weighted += num_on(weights != 0)
+        self._num_truncated += 0 if weights is importance else num_on(importance > weights)
         self._weight += float(weights.sum())
-        self._weight_square += float(weights @ weights)
+        self._weight_square += float(weights.square().sum())
 
     def add_sequences(self, ratios: LogRatios, kept: Tensor, weights: Tensor) -> None:
         """For a mean weight over sequences."""

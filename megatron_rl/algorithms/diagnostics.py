@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_rl.algorithms.loss import is_on
-from megatron_rl.algorithms.sequences import exact_sums
+from megatron_rl.algorithms.sequences import exact_sums, num_on
 from megatron_rl.algorithms.shapes import check_cu_seqlens, check_float_vector, check_mask, check_same_kind
 
 
@@ -46,7 +46,7 @@ def value_by_position(
     if num_bins != int(num_bins) or num_bins < 1:
         raise ValueError(f"num_bins: expected a whole number of at least 1, got {num_bins!r}")
     inside, counts = is_on(mask), bounds.diff()
-    if not bool(inside.all()):
+    if num_on(inside) < len(inside):
         counts = exact_sums(inside, bounds).long().cpu()
         values, returns = values.masked_select(inside), returns.masked_select(inside)
     # Where bin b of n tokens starts: the first r with r * num_bins // n = b.

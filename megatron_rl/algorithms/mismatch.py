@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_rl.algorithms.loss import MAX_LOG_RATIO, is_on, keep
-from megatron_rl.algorithms.sequences import exact_sums
+from megatron_rl.algorithms.loss import MAX_LOG_RATIO, exactly, is_on
+from megatron_rl.algorithms.sequences import exact_sums, expm1, sequence_blocks
 from megatron_rl.algorithms.shapes import check_cu_seqlens, check_float_vector, check_mask, check_same_kind
 
 EQUAL_POLICIES = {
@@ -85,11 +85,12 @@ def mismatch_metrics(
     check_same_kind("rollout_logprobs", rollout_logprobs, "old_logprobs", old_logprobs)
     check_mask(mask, "old_logprobs", old_logprobs)
     bounds = check_cu_seqlens(cu_seqlens, len(old_logprobs))
-    log_rho = (keep(old_logprobs, mask).double() - keep(rollout_logprobs, mask).double()).clamp(
-        -MAX_LOG_RATIO, MAX_LOG_RATIO
-    )
     sums = RatioSums()
-    sums.add(log_rho, exact_sums(log_rho, bounds), exact_sums(is_on(mask), bounds))
+    for first, end in sequence_blocks(bounds, mask.device):
+        block, borders = slice(int(bounds[first]), int(bounds[end])), bounds[first : end + 1] - bounds[first]
+        log_rho = exactly(old_logprobs[block], mask[block]).sub_(exactly(rollout_logprobs[block], mask[block]))
+        log_rho.clamp_(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+        sums.add(log_rho, exact_sums(log_rho, borders), exact_sums(is_on(mask[block]), borders))
     return sums.metrics()
 
 
@@ -105,11 +106,11 @@ class RatioSums:
         """``log_rho`` [T] float64, clamped, 0 where a token is not counted; ``sums`` and ``counts`` [N] over each sequence."""
         if not len(log_rho):
             return
-        excess = torch.expm1(log_rho)  # rho - 1, which is 0 where a token is not counted
+        excess = expm1(log_rho)  # rho - 1, which is 0 where a token is not counted
         self._excess += float(excess.sum())
-        self._excess_square += float(excess @ excess)
+        self._excess_square += float(excess.square().sum())
         self._k3 += float(excess.sub_(log_rho).sum())
-        self._max = max(self._max, *(abs(float(end)) for end in log_rho.aminmax()))
+        self._max = max(self._max, float(log_rho.amax()), -float(log_rho.amin()))
         self._sums.append(sums)
         self._counts.append(counts)
 

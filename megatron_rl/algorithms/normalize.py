@@ -9,8 +9,8 @@ import math
 import torch
 from torch import Tensor
 
-from megatron_rl.algorithms.loss import keep
-from megatron_rl.algorithms.sequences import new_like, spread, token_blocks
+from megatron_rl.algorithms.loss import exactly, keep
+from megatron_rl.algorithms.sequences import new_like, num_on, spread, token_blocks
 from megatron_rl.algorithms.shapes import (
     check_cu_seqlens,
     check_float_vector,
@@ -58,19 +58,25 @@ def normalize_advantages(
             inside /= deviation
         if clamp > 0:
             inside.clamp_(-clamp, clamp)
-        result[block] = keep(inside, mask[block])
+        result[block] = inside if num_on(mask[block]) == len(inside) else keep(inside, mask[block])
     return result
 
 
 def mean_and_deviation(values: Tensor, mask: Tensor) -> tuple[float, float]:
     """Of ``values`` [T] in the mask; the population's (n) standard deviation. Zeros where the mask is empty."""
-    count = max(sum(int(mask[block].count_nonzero()) for block in token_blocks(values)), 1)
-    mean = sum(float(keep(values[block], mask[block]).double().sum()) for block in token_blocks(values)) / count
-    squares = 0.0
+    number, mean, squares = 0, 0.0, 0.0
     for block in token_blocks(values):
-        distance = keep(values[block].double() - mean, mask[block])
-        squares += float(distance @ distance)
-    return mean, math.sqrt(squares / count)
+        count = num_on(mask[block])
+        if not count:
+            continue
+        inside = exactly(values[block], mask[block])
+        of_block = float(inside.sum()) / count
+        distances = inside.sub_(of_block) if count == len(inside) else keep(inside - of_block, mask[block])
+        # Two parts as one: Chan, Golub and LeVeque, "Updating formulae", 1979.
+        apart, number = of_block - mean, number + count
+        squares += float(distances.square_().sum()) + apart * apart * count * (number - count) / number
+        mean += apart * count / number
+    return mean, math.sqrt(squares / max(number, 1))
 
 
 @torch.no_grad()

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 BLOCK_TOKENS = 32_000
-"""Several float64 numbers of each fit into a core's cache, and torch starts no threads for so few."""
+"""Several float64 numbers of each fit into a core's cache, and torch wakes no threads for so few (but see ``exp``)."""
 
 
 def sequence_index(bounds: Tensor, device: torch.device) -> Tensor:
@@ -32,7 +32,7 @@ def exact_sums(values: Tensor, bounds: Tensor) -> Tensor:
     if values.device.type != "cpu":
         return sequence_sums(values.double(), sequence_index(bounds, values.device), len(bounds) - 1)
     sums, borders = np.zeros(len(bounds) - 1), bounds.numpy()
-    for first, end in sequence_blocks(bounds):
+    for first, end in sequence_blocks(bounds, values.device):
         starts = borders[first : end + 1]
         filled = starts[1:] > starts[:-1]
         if filled.any():
@@ -48,16 +48,34 @@ def spread(values: Tensor, lengths: Tensor) -> Tensor:
     return torch.from_numpy(np.repeat(values.numpy(), lengths.numpy()))
 
 
+def exp(values: Tensor) -> Tensor:
+    """e to the power of ``values``; no gradient.
+
+    Not torch's on the CPU: it wakes threads for two thousand numbers, which takes many times longer than a block of them.
+    """
+    return values.exp() if values.device.type != "cpu" else torch.from_numpy(np.exp(values.numpy()))
+
+
+def expm1(values: Tensor) -> Tensor:
+    """``exp`` less 1, as precise near 0 as elsewhere."""
+    return values.expm1() if values.device.type != "cpu" else torch.from_numpy(np.expm1(values.numpy()))
+
+
+def num_on(mask: Tensor) -> int:
+    """How many entries of ``mask`` are not 0. Waits for the device."""
+    return int(np.count_nonzero(mask.numpy()) if mask.device.type == "cpu" else mask.count_nonzero())
+
+
 def token_blocks(values: Tensor) -> Iterator[slice]:
     """Ranges of tokens that are gone through one after the other; on a GPU all at once."""
     size = BLOCK_TOKENS if values.device.type == "cpu" else max(len(values), 1)
     return (slice(start, start + size) for start in range(0, len(values), size))
 
 
-def sequence_blocks(bounds: Tensor) -> list[tuple[int, int]]:
-    """Ranges of whole sequences with at most ``BLOCK_TOKENS`` tokens, or one longer sequence."""
+def sequence_blocks(bounds: Tensor, device: torch.device) -> list[tuple[int, int]]:
+    """Ranges of whole sequences with at most ``BLOCK_TOKENS`` tokens, or one longer sequence; on a GPU all at once."""
     cuts, starts = [0], bounds.numpy()
-    if starts[-1] <= BLOCK_TOKENS:
+    if starts[-1] <= BLOCK_TOKENS or device.type != "cpu":
         return [(0, len(starts) - 1)]
     while cuts[-1] < len(starts) - 1:
         end = int(np.searchsorted(starts, starts[cuts[-1]] + BLOCK_TOKENS, side="right")) - 1

@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from megatron_rl.algorithms.loss import Loss, keep, mask_total, masked_sum, weighted_sum
-from megatron_rl.algorithms.sequences import token_blocks
+from megatron_rl.algorithms.loss import Loss, exactly, keep, mask_total, masked_sum, weighted_sum
+from megatron_rl.algorithms.sequences import num_on, token_blocks
 from megatron_rl.algorithms.shapes import (
     check_float_vector,
     check_mask,
@@ -95,9 +95,10 @@ def explained_variance_stats(values: Tensor, returns: Tensor, mask: Tensor) -> T
     check_mask(mask, "values", values)
     stats = torch.zeros(5, dtype=torch.float64, device=values.device)
     for block in token_blocks(values):
-        target = keep(returns[block], mask[block]).double()
-        error = target - keep(values[block], mask[block])
-        stats += torch.stack([mask[block].count_nonzero(), target.sum(), target @ target, error.sum(), error @ error])
+        target = exactly(returns[block], mask[block])
+        error = target - exactly(values[block], mask[block])
+        sums = [target.sum(), target.square_().sum(), error.sum(), error.square_().sum()]
+        stats += torch.stack([torch.tensor(num_on(mask[block])).to(target), *sums])
     return stats
 
 

@@ -7,9 +7,10 @@ import torch
 from torch import Tensor
 
 from megatron_rl import algorithms
+from megatron_rl.algorithms.sequences import exact_sums, spread
 from megatron_rl.config.schema import KlConfig, KlPlace
 from megatron_rl.data.trajectory import Trajectory
-from megatron_rl.step.packing import on_mask
+from megatron_rl.step.packing import Stretches
 from megatron_rl.step.state import StepState
 
 
@@ -45,25 +46,24 @@ class KlPenalty:
 
     def measure(self, state: StepState) -> dict[str, float]:
         """The step's divergence on the window's tokens, as metrics; moves the coefficient for the next step."""
-        kl, mask = self._settings, state.batch.fields["mask"]
-        divergence = algorithms.kl_estimate(
-            state.old_logprobs[mask], state.reference_logprobs[mask], kl.estimator, kl.estimator_options
-        )
-        mean = float(divergence.sum()) / max(len(divergence), 1)
-        return {"kl/reference_per_token": mean, "kl/coef": self._coef} | self._measure(state, divergence)
+        kl, window = self._settings, Stretches(state.batch.fields["mask"])
+        logprobs, reference = window.within(state.old_logprobs), window.within(state.reference_logprobs)
+        divergence = algorithms.kl_estimate(logprobs, reference, kl.estimator, kl.estimator_options)
+        by_row = exact_sums(divergence, window.borders(state.batch.cu_seqlens))
+        mean = float(by_row.sum()) / max(len(divergence), 1)
+        return {"kl/reference_per_token": mean, "kl/coef": self._coef} | self._measure(state, by_row)
 
     @property
     def _coef(self) -> float:
         return self._controller.coef if self._controller else self._settings.coef
 
-    def _measure(self, state: StepState, divergence: Tensor) -> dict[str, float]:
-        """KL of finished responses, each summed over its windows (``divergence`` [W] is of this step's).
+    def _measure(self, state: StepState, by_row: Tensor) -> dict[str, float]:
+        """KL of finished responses, each summed over its windows (``by_row`` [N] is of this step's).
 
         Where it moves the coefficient, of those that are charged by it: a prompt type may have one of its own.
         """
-        row_sums = on_mask(divergence, state.batch.fields["mask"]).split(state.batch.lengths.tolist())
-        for trajectory, row in zip(state.trajectories, row_sums, strict=True):
-            trajectory.reference_kl.append(float(row.double().sum()))
+        for trajectory, of_row in zip(state.trajectories, by_row.tolist(), strict=True):
+            trajectory.reference_kl.append(of_row)
         own, coef = self._settings.coef_by_type, self._settings.coef
 
         def counts(trajectory: Trajectory) -> bool:
@@ -85,7 +85,7 @@ class KlPenalty:
         if kl.place is KlPlace.none:
             return Divergence(state.line_rewards)
         by_sequence = [kl.coef_by_type.get(t.prompt.type, self._coef) for t in state.trajectories]
-        coefs = torch.tensor(by_sequence, dtype=torch.float32).repeat_interleave(state.batch.lengths)
+        coefs = spread(torch.tensor(by_sequence, dtype=torch.float32), state.batch.lengths)
         mask = state.batch.fields["mask"]
         metrics = {} if state.first_update else self.measure(state)
         if kl.place is KlPlace.loss:

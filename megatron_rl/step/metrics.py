@@ -121,13 +121,13 @@ def critic_metrics(batch: PackedBatch) -> dict[str, float]:
     scored = Stretches(mask)
     values, returns = (scored.within(batch.fields[name]) for name in ("old_values", "returns"))
     counted, borders = torch.ones(len(values), dtype=torch.bool), scored.borders(batch.cu_seqlens)
+    positions = algorithms.value_by_position(values, returns, counted, borders, _NUM_POSITIONS)
+    advantage, count = positions["advantage"]
     metrics = {
         "critic/explained_variance": float(algorithms.explained_variance(values, returns, counted)),
-        "critic/value_mean": float(values.numpy().mean(dtype=np.float64)),
-        "critic/return_mean": float(returns.numpy().mean(dtype=np.float64)),
+        "critic/value_mean": float(positions["value"][0].sum()) / len(values),
+        "critic/return_mean": float(positions["return"][0].sum()) / len(values),
     }
-    positions = algorithms.value_by_position(values, returns, counted, borders, _NUM_POSITIONS, ("advantage",))
-    advantage, count = positions["advantage"]
     for index in range(_NUM_POSITIONS):
         if count[index]:
             metrics[f"critic/advantage_q{index + 1}"] = float(advantage[index] / count[index])
