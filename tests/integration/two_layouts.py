@@ -140,7 +140,7 @@ def _recorded_run(out: Path, name: str, part: str, *args: Any, **options: Any) -
     take = Held.take
 
     def noting(held: Held, payload: dict[str, torch.Tensor], fields: dict[str, int]) -> Share:
-        received.setdefault(id(held), []).extend(payload["new"].tolist())
+        received.setdefault(id(held), []).extend(payload["new"].tolist() if "new" in payload else [])
         return take(held, payload, fields)
 
     with recorded() as calls, patch.object(Held, "take", noting):
