@@ -45,6 +45,8 @@ class _Rows:
     def __init__(self, arrays: list[np.ndarray], counts: np.ndarray, nothing: np.ndarray, shared: SharedArrays | None) -> None:
         """``counts`` [N]: arrays of each sequence. ``shared``: where they are put if they have no address; None: they need none."""
         self.arrays, self.counts, self.nothing = arrays, counts, nothing
+        self.starts: np.ndarray | None = None
+        """[N] int32: where they start in each sequence, whatever stretches a later batch speaks of; None: at its start."""
         self._firsts = np.cumsum(counts) - counts
         self._is_one_each = bool((counts == 1).all())
         self._addresses: np.ndarray | None = None
@@ -56,9 +58,12 @@ class _Rows:
         if isinstance(values, Parts):
             counts = np.fromiter(map(len, values.by_sequence), np.int64, len(values.by_sequence))
             return cls([array for arrays in values.by_sequence for array in arrays], counts, values.nothing, shared)
-        numbers, (firsts, ends) = values.numpy(), answered_tokens(batch if values.dim() == 1 else replace(batch, spans=None))
+        batch = batch if values.dim() == 1 else replace(batch, spans=None)
+        numbers, (firsts, ends) = values.numpy(), answered_tokens(batch)
         arrays = [numbers[first:end] for first, end in zip(firsts.tolist(), ends.tolist(), strict=True)]
-        return cls(arrays, np.ones(len(arrays), np.int64), numbers[:0], shared)
+        found = cls(arrays, np.ones(len(arrays), np.int64), numbers[:0], shared)
+        found.starts = None if batch.spans is None else batch.spans.numpy()[:, 0].astype(np.int32)
+        return found
 
     def select(self, indices: np.ndarray) -> Pieces:
         """Those of the sequences ``indices``."""
@@ -209,8 +214,8 @@ class Ledger:
         }
         if isinstance(column.values, Parts):
             payload[f"counts/{number}"] = column.rows.counts[lacking]
-        elif batch.spans is not None and column.values.dim() == 1:
-            payload[f"firsts/{number}"] = batch.spans.numpy()[lacking, 0].astype(np.int32)
+        elif column.rows.starts is not None:
+            payload[f"firsts/{number}"] = column.rows.starts[lacking]
         return payload
 
     def _pieces(self, arrays: Sequence[np.ndarray]) -> Pieces:

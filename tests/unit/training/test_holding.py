@@ -223,6 +223,20 @@ def test_a_rank_of_this_machine_is_told_where_tokens_and_columns_lie_and_gets_no
     assert not any("new" in payload or "column/0" in payload for payload in again)
 
 
+@pytest.mark.parametrize("first_with_spans", [True, False])
+def test_a_sequence_that_moves_takes_its_columns_along_whatever_its_next_batch_speaks_of(first_with_spans: bool) -> None:
+    """A pass over the window sends its mask; an update that speaks of earlier windows, too, works on it elsewhere, and the other way."""
+    mask = torch.tensor([0, 0, 1, 1, 0, 0, 0, 0, 1], dtype=torch.bool)
+    spans = torch.tensor([(2, 4), (3, 4)])
+    window = PackedBatch(torch.arange(9), cu_seqlens_of(torch.tensor([5, 4])), {"mask": mask}, ids=(0, 1), spans=spans)
+    batches = (window, replace(window, spans=None))
+    ranks = Ranks()
+    for batch, plan in zip(batches if first_with_spans else batches[::-1], ([[[0, 1]], [[]], [[]]], [[[0]], [[1]], [[]]]), strict=True):
+        for found, microbatches in zip(ranks.call(batch, [0, 1], plan), plan, strict=True):
+            for one, indices in zip(found, microbatches, strict=True):
+                assert torch.equal(one.fields["mask"], batch.select(indices).fields["mask"]) or not indices
+
+
 def test_what_ranks_read_in_place_stays_until_the_ledger_goes() -> None:
     """Nobody else refers to a batch any more: a slow rank still finds its tokens and columns; then their memory is free."""
     shared, rows = SharedArrays(), np.arange(1, 2**19, dtype=np.int32)
