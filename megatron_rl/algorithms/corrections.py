@@ -11,9 +11,9 @@ Hand in the whole step's batch: means over the batch are then means over the ste
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -135,36 +135,58 @@ def mismatch_correction(  # noqa: PLR0913  public, and each number is a term of 
     check_float_vector("rollout_logprobs", rollout_logprobs)
     check_same_kind("old_logprobs", old_logprobs, "rollout_logprobs", rollout_logprobs)
     check_mask(mask, "rollout_logprobs", rollout_logprobs)
-    bounds, veto_below = check_cu_seqlens(cu_seqlens, len(mask)), check_not_negative("veto_below", veto_below)
-    accepts = register.REJECTIONS.bind(rejection, rejection_options)
-    weigh = register.CORRECTION_WEIGHTS.bind(weight, weight_options)
-    entry = register.CORRECTION_WEIGHTS.find(weight)
-    is_cut = entry.local and register.REJECTIONS.find(rejection).local
-    bound = check_positive("max_weight", max_weight) if entry.bounded else math.inf
+    weigh, accepts = register.CORRECTION_WEIGHTS.bind(weight, weight_options), register.REJECTIONS.bind(rejection, rejection_options)
+    rules = _Rules(
+        weight,
+        rejection,
+        partial(weigh, max_weight=max_weight, icepop_low=icepop_low, icepop_high=icepop_high),
+        partial(accepts, rejection_low=rejection_low, rejection_high=rejection_high),
+        max_weight=max_weight,
+        veto_below=check_not_negative("veto_below", veto_below),
+    )
+    return rules.correction(rollout_logprobs, old_logprobs, mask, check_cu_seqlens(cu_seqlens, len(mask)), normalize)
 
-    raw = new_like(old_logprobs, torch.float64 if normalize else old_logprobs.dtype)
-    kept, sums = new_like(old_logprobs, torch.bool), _Sums()
-    for first, end in sequence_blocks(bounds, mask.device) if is_cut else [(0, len(bounds) - 1)]:
-        block = slice(int(bounds[first]), int(bounds[end]))
-        counted = is_on(mask[block])
-        ratios = _ratios(rollout_logprobs[block], old_logprobs[block], counted, bounds[first : end + 1] - bounds[first])
-        _check_comparable(ratios, rollout_logprobs[block], old_logprobs[block], block.start)
-        vetoed = _vetoed(ratios, counted, veto_below)
-        accepted = accepts(ratios=ratios, rejection_low=rejection_low, rejection_high=rejection_high)
-        remains = counted & _per_token(f"rejection {rejection!r}", accepted, ratios).bool()
-        if veto_below:
-            remains &= ~spread(vetoed, ratios.bounds.diff())
-        importance = weigh(ratios=ratios, max_weight=max_weight, icepop_low=icepop_low, icepop_high=icepop_high)
-        importance = _per_token(f"correction weight {weight!r}", importance, ratios).double()
-        if num_on(remains) < len(remains):
-            importance = keep(importance, remains)
-        weights = importance if bound == math.inf else importance.clamp(max=bound)
-        kept[block], raw[block] = remains, weights
-        sums.add(ratios, vetoed, remains, importance, weights)
-        if entry.per_sequence and normalize:
-            sums.add_sequences(ratios, remains, weights)
-    weights = (raw / sums.mean_weight()).to(old_logprobs.dtype) if normalize else raw
-    return Correction(weights, kept, sums.metrics())
+
+@dataclass(frozen=True)
+class _Rules:
+    """What takes tokens out of the mask, and what weighs the others."""
+
+    weight: str
+    rejection: str
+    weigh: Callable[..., Any]
+    accepts: Callable[..., Any]
+    max_weight: float
+    veto_below: float
+
+    def correction(
+        self, rollout_logprobs: Tensor, old_logprobs: Tensor, mask: Tensor, bounds: Tensor, normalize: bool
+    ) -> Correction:
+        """Of inputs that have been checked, block by block where whole sequences are enough for these rules."""
+        entry = register.CORRECTION_WEIGHTS.find(self.weight)
+        is_cut = entry.local and register.REJECTIONS.find(self.rejection).local
+        bound = check_positive("max_weight", self.max_weight) if entry.bounded else math.inf
+        raw = new_like(old_logprobs, torch.float64 if normalize else old_logprobs.dtype)
+        kept, sums = new_like(old_logprobs, torch.bool), _Sums()
+        for first, end in sequence_blocks(bounds, mask.device) if is_cut else [(0, len(bounds) - 1)]:
+            block = slice(int(bounds[first]), int(bounds[end]))
+            counted = is_on(mask[block])
+            ratios = _ratios(rollout_logprobs[block], old_logprobs[block], counted, bounds[first : end + 1] - bounds[first])
+            _check_comparable(ratios, rollout_logprobs[block], old_logprobs[block], block.start)
+            vetoed = _vetoed(ratios, counted, self.veto_below)
+            kept[block] = remains = self._remaining(ratios, counted, vetoed)
+            importance = _per_token(f"correction weight {self.weight!r}", self.weigh(ratios=ratios), ratios).double()
+            if num_on(remains) < len(remains):
+                importance = keep(importance, remains)
+            raw[block] = weights = importance.clamp(max=bound) if entry.bounded else importance
+            sums.add(ratios, vetoed, remains, importance, weights)
+            if entry.per_sequence and normalize:
+                sums.add_sequences(ratios, remains, weights)
+        return Correction((raw / sums.mean_weight()).to(old_logprobs.dtype) if normalize else raw, kept, sums.metrics())
+
+    def _remaining(self, ratios: LogRatios, counted: Tensor, vetoed: Tensor) -> Tensor:
+        """[T] bool; ``counted`` [T] bool, ``vetoed`` [N] bool."""
+        remains = counted & _per_token(f"rejection {self.rejection!r}", self.accepts(ratios=ratios), ratios).bool()
+        return remains & ~spread(vetoed, ratios.bounds.diff()) if self.veto_below else remains
 
 
 @torch.no_grad()
