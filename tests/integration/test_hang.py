@@ -6,7 +6,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
@@ -31,7 +31,8 @@ def hanging(folder: Path) -> Iterator[subprocess.Popen]:
         yield process
     finally:
         for child in psutil.Process(process.pid).children(recursive=True):
-            child.kill()
+            with suppress(psutil.NoSuchProcess):
+                child.kill()
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
 

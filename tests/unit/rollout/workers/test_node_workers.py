@@ -124,7 +124,7 @@ def fetched(node: Node, answer: Generation) -> np.ndarray:
     address = address_of(answer.routes)
     assert address is not None and answer.routes is not None
     pieces = list(read_pieces(np.array([[address.pid, address.fd, *address.place]]), node.found.service))
-    return np.concatenate(pieces).view(np.int16).reshape(answer.routes.shape)
+    return np.concatenate(pieces).view(answer.routes.dtype).reshape(answer.routes.shape)
 
 
 def test_answers_are_the_same_and_routes_stay_on_the_node(node: Node) -> None:
@@ -136,7 +136,7 @@ def test_answers_are_the_same_and_routes_stay_on_the_node(node: Node) -> None:
                 said = routes_of(2, index) + 1
                 found = fetched(node, answer) if is_far(answer) else answer.routes
                 np.testing.assert_array_equal(found, said)
-                assert answer.routes is not None and answer.routes.dtype == np.int16 and len(answer.routes[:1]) == 1
+                assert answer.routes is not None and answer.routes.dtype == np.uint8 and len(answer.routes[:1]) == 1
         assert not warnings
         return [(list(a.token_ids), list(a.logprobs), a.routes.shape) for a in answers]  # type: ignore[union-attr, misc]
 
