@@ -472,10 +472,10 @@ def train(arguments: argparse.Namespace, meter: Meter, trajectories: Sequence[An
     from megatron_rl.config.schema import AlgorithmConfig, CorrectionConfig, CorrectionWeight
     from megatron_rl.data.trajectory import Score
     from megatron_rl.step import metrics
-    from megatron_rl.step.batches import keep_signals, policy_batch, response_batch
+    from megatron_rl.step.batches import critic_responses, keep_signals, policy_batch, response_batch
     from megatron_rl.step.experience import Signals, window_advantages
     from megatron_rl.step.packing import window_batch, window_routes, with_routes
-    from megatron_rl.step.updates import train_critic, train_policy
+    from megatron_rl.step.updates import coming_updates, train_critic, train_policy
 
     algorithm = AlgorithmConfig(correction=CorrectionConfig(weight=CorrectionWeight.token))
     with meter.part("window batch"):
@@ -489,9 +489,12 @@ def train(arguments: argparse.Namespace, meter: Meter, trajectories: Sequence[An
         for node in meter.nodes:
             group.ways.add_node(node.service, ())
         with group.stage(step, "bench"), meter.part("to and from the ranks"):
-            group.logprobs(batch, temperature=1.0)
+            ended = [t.id for t in critic_responses(finished, algorithm)]
+            group.share_out(batch, coming_updates(config, batch.ids, ended, step))
+            old = group.logprobs(batch, temperature=1.0)
             group.values(batch)
-        old = batch.fields["rollout_logprobs"] + 0.01 * batch.fields["mask"]
+        # What ranks would answer; in place, as they have it already and it is sent to none of them.
+        old += batch.fields["rollout_logprobs"] + 0.01 * batch.fields["mask"]
         signals = Signals(torch.rand(len(batch.tokens)), torch.rand(batch.num_sequences))
         _compile()
         with meter.part("advantages"):

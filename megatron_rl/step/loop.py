@@ -50,7 +50,7 @@ from megatron_rl.step.packing import response_field, window_batch, window_routes
 from megatron_rl.step.parity import EngineMismatch, ParityCheck
 from megatron_rl.step.pieces import SINGLE_RESPONSE, ResponseRules, greedy_rewards
 from megatron_rl.step.state import StepState
-from megatron_rl.step.updates import critic_minibatches, policy_minibatches, train_critic, train_policy
+from megatron_rl.step.updates import coming_updates, train_critic, train_policy
 from megatron_rl.step.watchdog import Finding, RollBack, TrainingDied, Watchdog
 from megatron_rl.step.work import ChildrenClock
 from megatron_rl.training.trainer_group import TrainerGroup
@@ -396,14 +396,7 @@ class TrainingLoop:
         ended: Sequence[int] = ids
         if config.schedule.critic_trains_on is TrainsOn.responses:
             ended = [t.id for t in critic_responses(state.ended, config.algorithm)]
-        of_policy, of_critic = policy_minibatches(config, len(ids), step), critic_minibatches(config, len(ended), step)
-        self._parts.group.share_out(
-            state.batch,
-            {
-                "policy": [[ids[row] for row in rows] for rows in of_policy],
-                "critic": [[ended[row] for row in rows] for rows in of_critic],
-            },
-        )
+        self._parts.group.share_out(state.batch, coming_updates(config, ids, ended, step))
 
     def _count_use(self) -> None:
         for (step, stage), (use, rank_s) in self._parts.group.use_by_stage().items():

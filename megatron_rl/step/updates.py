@@ -71,6 +71,15 @@ def train_critic(config: Config, group: TrainerGroup, batch: PackedBatch, step: 
     return update_metrics("critic", results)
 
 
+def coming_updates(config: Config, ids: Sequence[int], ended: Sequence[int], step: int) -> dict[str, list[list[int]]]:
+    """By engine, which sequences each optimizer step of this step will be taken on; a critic learns from ``ended``."""
+    of_policy, of_critic = policy_minibatches(config, len(ids), step), critic_minibatches(config, len(ended), step)
+    return {
+        "policy": [[ids[row] for row in rows] for rows in of_policy],
+        "critic": [[ended[row] for row in rows] for rows in of_critic],
+    }
+
+
 def policy_minibatches(config: Config, num_sequences: int, step: int) -> list[list[int]]:
     """Of each optimizer step, which of the batch's sequences it is taken on."""
     return _minibatches(config, num_sequences, config.batch.policy_minibatch_size, 1, step)

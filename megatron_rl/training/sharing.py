@@ -115,7 +115,7 @@ class Sharing:
         """Of any plan: one rank has the longest sequence."""
         costs = [self._cost(length) for length in lengths]
         # A hair less: sums in another order round otherwise.
-        return (1.0 - sum(costs) / (self._num_replicas * max(costs, default=1.0))) * (1.0 - 1e-9) - 1e-9
+        return max(0.0, 1.0 - sum(costs) / (self._num_replicas * max(costs, default=1.0)) - 1e-9)
 
     def _idle_share(self, plan: Plan, lengths: Sequence[int]) -> float:
         even = plan_statistics(plan, lengths, self._cost)

@@ -64,6 +64,19 @@ def test_sequences_move_only_where_ranks_would_wait_for_each_other() -> None:
     assert all(uneven[index] == home for home, rank in enumerate(stays) for m in rank for index in m)
 
 
+@pytest.mark.parametrize("may_move", [False, True])
+def test_even_homes_are_not_planned_anew(may_move: bool) -> None:
+    lengths = long_tailed(random.Random(1), 400)
+    sharing = Sharing(ParallelConfig(), 4, 32768, cost)
+    homes = sharing.homes(dict(enumerate(lengths)), [])
+
+    def fails(lengths):
+        raise AssertionError("it takes longer than the plan that stays")
+
+    sharing._plan_anew = fails
+    assert sharing.plan(lengths, [homes[index] for index in range(400)], may_move=may_move)
+
+
 def test_where_ranks_meet_in_every_layer_homes_come_from_even_microbatches() -> None:
     """Experts spread over replicas: the policy's optimizer steps run exactly as planned for themselves."""
     lengths = long_tailed(random.Random(3), 256)
