@@ -15,11 +15,11 @@ import yaml
 
 from megatron_rl.commands.waiting import RunSeen, ServerSeen, frames_text, lines_of, verdict
 from megatron_rl.errors import UserError
+from megatron_rl.rollout.sglang.attached import attached_urls
 from megatron_rl.system.addresses import LOOPBACK
 from megatron_rl.system.doing import Seen
 from megatron_rl.system.http import HttpError, bearer, get_once
 from megatron_rl.system.members import Tree, look, read_members
-from megatron_rl.system.url_files import named_urls
 
 _ANSWER_S = 5.0
 _SERVER, _GRADER = "sglang.launch_server", "megatron_rl.rewards.workers.worker"
@@ -90,11 +90,14 @@ def _servers(folder: Path, seen: Mapping[int, Seen], parents: Mapping[int, int])
             url, _key_in(_option(words, "config")), processes
         )
     rollout = _recipe(folder).get("rollout") or {}
-    urls = list(rollout.get("urls") or [])
-    if rollout.get("urls_file"):
-        urls += named_urls(rollout["urls_file"])
+    key = os.environ.get(rollout.get("api_key_env") or "", "")
+    try:
+        urls = attached_urls(rollout.get("urls") or [], rollout.get("urls_file") or "", key)
+    except OSError as error:
+        yield ServerSeen(rollout.get("urls_file") or rollout["urls"][0], str(error))
+        return
     for url in dict.fromkeys(urls):
-        yield _asked(url, os.environ.get(rollout.get("api_key_env") or "", ""), [])
+        yield _asked(url, key, [])
 
 
 def _asked(url: str, key: str, processes: Sequence[Seen]) -> ServerSeen:

@@ -1,6 +1,7 @@
 """What commands share that take a recipe: their arguments, the checks before anything starts, the start of the ranks."""
 
 import argparse
+import contextlib
 import os
 import socket
 from collections.abc import Callable, Sequence
@@ -10,8 +11,9 @@ from urllib.parse import urlsplit
 from megatron_rl.commands.model_checks import check_models
 from megatron_rl.config.checks import check_config
 from megatron_rl.config.checks.servers import Node
+from megatron_rl.config.derived import are_attached
 from megatron_rl.config.load import load_config
-from megatron_rl.config.schema import Config
+from megatron_rl.config.schema import Config, RolloutConfig
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.system.addresses import LOOPBACK, interface_towards
 from megatron_rl.system.arguments import positive_int
@@ -19,7 +21,6 @@ from megatron_rl.system.collector import collector_at_rest
 from megatron_rl.system.gpu_environment import REQUIRE_GPU, check_required_gpus, set_gpu_defaults
 from megatron_rl.system.signals import StopRequested, stopped_by_signals
 from megatron_rl.system.terminal import say
-from megatron_rl.system.url_files import named_urls
 
 _CHECKED = "MEGATRON_RL_INPUTS_ARE_CHECKED"
 """Set for the ranks by the process that has read all data files before it started them."""
@@ -144,10 +145,15 @@ def _prepare_gpus(is_rank: bool) -> None:
         say(f"note: torch is made for CUDA {torch.version.cuda}, but finds no GPU: this computes on CPUs ({REQUIRE_GPU}=1 refuses to)")
 
 
-def _attached_urls(config: Config) -> list[str]:
+def _attached_urls(rollout: RolloutConfig) -> list[str]:
     """As far as they are known."""
-    rollout = config.rollout
-    return rollout.urls or (named_urls(rollout.urls_file) if rollout.urls_file else [])
+    if not are_attached(rollout):
+        return []
+    from megatron_rl.rollout.sglang.attached import attached_urls
+
+    with contextlib.suppress(OSError):  # nobody answers there yet
+        return attached_urls(rollout.urls, rollout.urls_file, os.environ.get(rollout.api_key_env, ""))
+    return []
 
 
 def _choose_interface(config: Config) -> None:
@@ -157,12 +163,13 @@ def _choose_interface(config: Config) -> None:
     """
     if "GLOO_SOCKET_IFNAME" in os.environ:
         return
-    hosts = [urlsplit(url).hostname or "" for url in _attached_urls(config)]
-    others = [host for host in hosts if host not in LOOPBACK]
     driver, world_size = os.environ.get("MASTER_ADDR", "127.0.0.1"), os.environ.get("WORLD_SIZE", "1")
     # A launcher that says no LOCAL_WORLD_SIZE starts ranks here alone where they meet at loopback.
     if world_size != os.environ.get("LOCAL_WORLD_SIZE", world_size if driver in LOOPBACK else "1"):
         others = [driver]
+    else:
+        hosts = [urlsplit(url).hostname or "" for url in _attached_urls(config.rollout)]
+        others = [host for host in hosts if host not in LOOPBACK]
     if others:
         interface = interface_towards(others[0])
     else:

@@ -1,4 +1,4 @@
-"""Servers join and leave while a run goes on: the file or folder ``rollout.urls_file`` is read again and again.
+"""Servers join and leave while a run goes on: what names them (``rollout.urls_file``, a router) is asked again and again.
 
 Laws: a server that joins has the present weights before its first request; one that leaves gets no further request, and
 those in progress come back with the tokens that they have, and go on elsewhere; the last server never leaves. What the file
@@ -8,7 +8,6 @@ says is tried again later where it cannot be done now, and nothing here ends a r
 import asyncio
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 from megatron_rl.errors import UserError
 from megatron_rl.rollout.recovery import RecoveringClient
@@ -21,9 +20,12 @@ _AGAIN_S = 60.0
 
 
 async def follow(
-    path: Path, live: RecoveringClient, attach: Callable[[str], Server], warn: Callable[[str], None]
+    named_by: str, key: str, live: RecoveringClient, attach: Callable[[str], Server], warn: Callable[[str], None]
 ) -> None:
-    """Until it is cancelled. ``attach(url)`` looks whether a run can use that server (on a thread); raises UserError if not."""
+    """Until it is cancelled. ``named_by``, ``key``: as ``named_urls`` takes them.
+
+    ``attach(url)`` looks whether a run can use that server (on a thread); raises UserError if not.
+    """
     not_before: dict[str, float] = {}
     said = ""
 
@@ -36,9 +38,9 @@ async def follow(
     while True:
         await asyncio.sleep(_POLL_S)
         try:
-            named = await asyncio.to_thread(named_urls, path)
+            named = await asyncio.to_thread(named_urls, named_by, key)
         except (UserError, OSError) as error:
-            say_once(f"rollout.urls_file: {error}; the servers stay as they are")
+            say_once(f"{error}; the servers stay as they are")
             continue
         for url in named:
             if url in live.urls or time.monotonic() < not_before.get(url, 0.0):
@@ -50,7 +52,7 @@ async def follow(
             not_before[url] = time.monotonic() + _AGAIN_S
         gone = [url for url in live.urls if url not in named]
         if gone and not set(named) & set(live.client.live_urls):
-            say_once(f"rollout.urls_file {path} names no server that serves: {', '.join(gone)} stay until it does")
+            say_once(f"{named_by} names no server that serves: {', '.join(gone)} stay until it does")
             continue
         say_once("")
         await asyncio.gather(*[live.leave(url) for url in gone])

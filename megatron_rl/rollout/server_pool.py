@@ -23,7 +23,7 @@ from megatron_rl.config.derived import (
 )
 from megatron_rl.config.schema import Config, Dtype, RolloutConfig
 from megatron_rl.rollout.sglang.agreement import disagreements, nccl_of
-from megatron_rl.rollout.sglang.attached import AttachedServer
+from megatron_rl.rollout.sglang.attached import AttachedServer, who_names
 from megatron_rl.rollout.sglang.options import ServerOptions
 from megatron_rl.rollout.sglang.routes import returns_routes
 from megatron_rl.rollout.sglang.server import Progress, ServerError, SglangServer, count_gpus, detect_device
@@ -72,6 +72,8 @@ class ServerPool:
         self.servers = tuple(servers)
         self.api_key = api_key
         self.remarks: tuple[Remark, ...] = ()
+        self.named_by = ""
+        """What named them and is to be asked again, for those who come and go (``named_urls``); empty: they stay."""
 
     @classmethod
     def start(
@@ -249,9 +251,13 @@ def open_servers(
         return spawned
     api_key = _given_key(rollout)
     if are_attached(rollout):
-        urls = rollout.urls or _awaited_urls(rollout, while_waiting)
-        note(f"attaching to {len(urls)} SGLang servers: {', '.join(urls)}")
+        named_by = who_names(rollout.urls, rollout.urls_file, api_key)
+        if named_by and server_placement(rollout).shares_devices:
+            raise ServerError(f"rollout.urls: {named_by} is a router; colocated servers must be listed in the order of the ranks")
+        urls = _awaited_urls(named_by, rollout.start_timeout_s, api_key, while_waiting) if named_by else rollout.urls
+        note(f"attaching to {len(urls)} SGLang servers{f', as {named_by} names them' * bool(named_by)}: {', '.join(urls)}")
         pool = ServerPool.attach(urls, timeout_s=rollout.start_timeout_s, api_key=api_key, progress=note)
+        pool.named_by = named_by
         attached = [server for server in pool.servers if isinstance(server, AttachedServer)]
         infos = {server.url: server.server_info() for server in attached}
         _check_attached(infos, config, note, has_trainer=not load_weights)
@@ -277,17 +283,22 @@ def open_servers(
     )
 
 
-def _awaited_urls(rollout: RolloutConfig, while_waiting: Callable[[], None]) -> list[str]:
-    deadline_s = time.monotonic() + rollout.start_timeout_s
-    while not (urls := named_urls(rollout.urls_file)):
+def _awaited_urls(named_by: str, timeout_s: float, api_key: str, while_waiting: Callable[[], None]) -> list[str]:
+    deadline_s = time.monotonic() + timeout_s
+    while True:
+        problem = ""
+        try:
+            if urls := named_urls(named_by, api_key):
+                return urls
+        except OSError as error:  # a router that is starting
+            problem = f" ({error})"
         if time.monotonic() > deadline_s:
             raise ServerError(
-                f"rollout.urls_file {rollout.urls_file} named no server within {rollout.start_timeout_s:.0f} s (rollout.start_timeout_s); "
-                "expected a URL per line, in a file, or in files *.urls of a folder (megatron-rl serve --url-file writes them)"
+                f"{named_by} named no server within {timeout_s:.0f} s (rollout.start_timeout_s){problem}; expected a router, or a URL per "
+                "line, in a file, in files *.urls of a folder (megatron-rl serve --url-file writes them) or at an address"
             )
         while_waiting()
         time.sleep(_POLL_S)
-    return urls
 
 
 def attach_one(url: str, config: Config, note: Progress) -> AttachedServer:

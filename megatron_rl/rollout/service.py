@@ -257,11 +257,11 @@ class RolloutService:
         await window.fill(trajectories, is_enough)
         return window.engine_s
 
-    async def follow_file(self, path: Path, attach: Callable[[str], Server]) -> None:
-        """Until it is cancelled: the servers are those that ``path`` names (``membership.follow``)."""
+    async def follow_names(self, attach: Callable[[str], Server]) -> None:
+        """Until it is cancelled: the servers are those that what has named them names (``membership.follow``)."""
         while not self.weight_version:  # the first publish gives everybody the weights
             await asyncio.sleep(0.1)
-        await follow(path, self._live, attach, self._trainer.warn)
+        await follow(self._servers.named_by, self._servers.api_key, self._live, attach, self._trainer.warn)
 
     async def _settled(self) -> None:
         """Publishes that have begun are through."""
@@ -346,16 +346,6 @@ def _close(
         publisher.close({server.url for server in servers.servers if server.is_ours} | service.lost_urls)
 
 
-def _following(
-    config: Config, service: RolloutService, event_loop: asyncio.AbstractEventLoop, note: Callable[[str], None]
-) -> Future[None] | None:
-    """Where a file names the servers: what reads it again and again."""
-    if not config.rollout.urls_file:
-        return None
-    followed = service.follow_file(Path(config.rollout.urls_file), lambda url: attach_one(url, config, note))
-    return asyncio.run_coroutine_threadsafe(followed, event_loop)
-
-
 @contextmanager
 def open_rollout(
     config: Config,
@@ -391,7 +381,9 @@ def open_rollout(
             pauses=publishes_in_flight(config.schedule),
         )
         service = RolloutService(config, servers, publisher, plan, trainer)
-        following = _following(config, service, event_loop, trainer.note)
+        # An evaluation is of one version: its servers stay those of the start.
+        followed = service.follow_names(lambda url: attach_one(url, config, trainer.note)) if servers.named_by and not is_shared else None
+        following = asyncio.run_coroutine_threadsafe(followed, event_loop) if followed else None
         try:
             yield service
         except _SERVER_ERRORS as error:

@@ -96,3 +96,13 @@ def _resolved(host: str) -> tuple[int, tuple]:
     found = socket.getaddrinfo(host, _ANY_PORT, type=socket.SOCK_DGRAM)
     family, _, _, _, target = min(found, key=lambda one: one[0] != socket.AF_INET)
     return family, target
+
+
+def address_problem(url: str) -> str:
+    """Why this is no address of a server; empty if it is one."""
+    try:
+        parts = urlsplit(url)
+        is_one = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # a port that is none
+        is_one = False
+    return "" if is_one and not any(map(str.isspace, url)) else f"{url[:80]!r} is not an address; expected http://host:port"

@@ -107,18 +107,19 @@ def _windows(config: Config) -> Iterator[str]:
 
 def _overlap(config: Config) -> Iterator[str]:
     schedule = config.schedule
-    if schedule.weight_update is WeightUpdate.in_flight and schedule.mode is not Mode.async_:
-        yield (
-            "schedule.weight_update: in_flight publishes into the window that is generated while the trainer trains, and with "
-            f"schedule.mode={schedule.mode.value} there is none; set schedule.mode=async, or schedule.weight_update=between"
-        )
-    if not runs_ahead(schedule):
-        return
     if schedule.max_staleness > 1:
         yield (
             f"schedule.max_staleness: expected 0 or 1, got {schedule.max_staleness}: one window is generated ahead, so that servers "
             "and trainer both work all the time, and more windows ahead would only make tokens older; set 1"
         )
+    if not runs_ahead(schedule):
+        if schedule.weight_update is WeightUpdate.in_flight:
+            keys = f"mode={schedule.mode.value}" if schedule.mode is not Mode.async_ else f"max_staleness={schedule.max_staleness}"
+            yield (
+                "schedule.weight_update: in_flight publishes into the window that is generated while the trainer trains, and with "
+                f"schedule.{keys} there is none; set schedule.mode=async with max_staleness=1, or schedule.weight_update=between"
+            )
+        return
     if server_placement(config.rollout).shares_devices:
         yield (
             "schedule.mode: async generates while the trainer trains, but with rollout.placement=colocated they take turns on "

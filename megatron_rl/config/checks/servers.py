@@ -1,7 +1,7 @@
 """Where servers are: their addresses, and which rank shares its device with which server."""
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from megatron_rl.config.layout import ranks_of_replica
 from megatron_rl.config.schema import Config, Dtype, RolloutConfig, WeightSync
 from megatron_rl.config.schema.commands import RL_COMMANDS
 from megatron_rl.families.sglang_limits import quantization_problem
-from megatron_rl.system.addresses import LOOPBACK
+from megatron_rl.system.addresses import LOOPBACK, address_problem
 from megatron_rl.system.gpu_environment import expandable_segments, nccl_values
 
 _KEY_FLAGS = ("api-key", "admin-api-key")
@@ -57,24 +57,30 @@ class Node:
 
 
 def address_problems(rollout: RolloutConfig) -> Iterator[str]:
-    yield from (
-        f"rollout.urls: {url!r} is not an address; expected http://host:port"
-        for url in rollout.urls
-        if not url.startswith(("http://", "https://"))
-    )
+    yield from _list_problems("rollout.urls", rollout.urls)
     if rollout.urls and rollout.urls_file:
         yield "rollout.urls_file: rollout.urls names servers too; keep one of them"
-    if rollout.urls_file and not Path(rollout.urls_file).parent.is_dir():
+    if rollout.urls_file.startswith(("http://", "https://")):
+        if problem := address_problem(rollout.urls_file):
+            yield f"rollout.urls_file: {problem}"
+    elif rollout.urls_file and not Path(rollout.urls_file).parent.is_dir():
         yield f"rollout.urls_file: {rollout.urls_file} cannot appear: there is no folder {Path(rollout.urls_file).parent}"
     yield from key_problems(rollout)
     if rollout.port > 65535 - rollout.num_servers:
         yield f"rollout.port: expected 0 (any free port) or a port up to {65535 - rollout.num_servers}, got {rollout.port}"
 
 
+def _list_problems(key: str, urls: Sequence[str]) -> Iterator[str]:
+    yield from (f"{key}: {problem}" for problem in map(address_problem, urls) if problem)
+    plain = [url.rstrip("/") for url in urls]
+    if twice := [url for url in dict.fromkeys(plain) if plain.count(url) > 1]:
+        yield f"{key}: {twice[0]} stands there {plain.count(twice[0])} times; name each server once"
+
+
 def fleet_problems(config: Config) -> Iterator[str]:
     """Why eval.urls cannot evaluate beside training."""
     urls = config.eval.urls
-    yield from (f"eval.urls: {url!r} is not an address; expected http://host:port" for url in urls if not url.startswith(("http://", "https://")))
+    yield from _list_problems("eval.urls", urls)
     if both := {url.rstrip("/") for url in urls} & {url.rstrip("/") for url in config.rollout.urls}:
         yield f"eval.urls: {min(both)} is one of rollout.urls too; a server has one model at a time, so name others or none"
     if urls and server_placement(config.rollout).shares_devices:

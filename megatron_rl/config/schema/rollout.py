@@ -76,11 +76,12 @@ class RolloutConfig:
     """Where the servers run. colocated: server i takes the devices of the trainer ranks i * T to i * T + T - 1, with
     T = tensor_parallel_size."""
     urls: list[str] = field(default_factory=list)
-    """Running SGLang servers to attach to; empty: start num_servers here."""
+    """Running SGLang servers to attach to, or one router (sglang-router) that is asked for the servers behind it, again and again as
+    urls_file is; empty: start num_servers here."""
     urls_file: str = ""
-    """In the place of urls: a file with a URL per line, or a folder of files *.urls (megatron-rl serve --url-file). It is read
-    again while the run goes on: servers that are new in it get the present weights and join, those that it no longer names
-    give their requests back with the tokens they have, and leave. docs/servers.md"""
+    """In the place of urls: a file with a URL per line, a folder of files *.urls (megatron-rl serve --url-file), or an address
+    that says the URLs. It is read again while the run goes on: servers that are new in it get the present weights and join,
+    those that it no longer names give their requests back with the tokens they have, and leave. docs/servers.md"""
     num_servers: int = at_least(1, default=1)
     """Servers that the run starts."""
     tensor_parallel_size: int = at_least(1, default=1)

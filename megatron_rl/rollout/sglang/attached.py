@@ -3,13 +3,14 @@
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from megatron_rl.rollout.sglang.answer_checks import BadAnswer, KeyRefused, as_object
 from megatron_rl.rollout.sglang.liveness import gives_token
 from megatron_rl.rollout.sglang.server import Progress, ServerError, is_healthy
 from megatron_rl.system.http import HttpError, HttpThread, bearer, get_once
+from megatron_rl.system.url_files import named_urls, urls_of_workers
 
 logger = logging.getLogger(__name__)
 
@@ -36,9 +37,8 @@ class AttachedServer:
         behind = workers_behind(self.url, api_key)
         if behind is not None:
             raise ServerError(
-                f"{self.url} is a router (sglang-router, SGLang Model Gateway), no server. Weights must reach every server behind it, a "
-                "response that is cut must return with its tokens, and this client itself keeps groups together and balances tokens, so "
-                f"it needs their own addresses. List them: rollout.urls=[{','.join(behind) or 'http://SERVER:PORT,...'}]"
+                f"{self.url} is a router (sglang-router, SGLang Model Gateway), no server. A run asks a router for the servers behind "
+                f"it where it is the only one of rollout.urls; beside others list them: {','.join(behind) or 'it has none'}"
             )
         self._identity = self._read_identity()
 
@@ -121,11 +121,24 @@ def workers_behind(url: str, api_key: str, timeout_s: float = 10.0) -> list[str]
         content = answer.json() if answer.status == 200 else None
     except (HttpError, ValueError, RecursionError):
         return None
-    workers = content.get("workers") if isinstance(content, dict) else None
-    if not isinstance(workers, list):
-        return None
-    urls = [worker.get("url") if isinstance(worker, dict) else worker for worker in workers]
-    return [found for found in urls if isinstance(found, str)]
+    return urls_of_workers(content) if isinstance(content, dict) else None
+
+
+def who_names(urls: Sequence[str], urls_file: str, api_key: str) -> str:
+    """What is asked for a run's servers, and asked again (``named_urls``): ``urls_file``, or a router that is the only one of ``urls``.
+
+    Empty: ``urls`` are the servers.
+    """
+    if urls_file:
+        return urls_file
+    is_router = len(urls) == 1 and workers_behind(urls[0].rstrip("/"), api_key) is not None
+    return urls[0].rstrip("/") if is_router else ""
+
+
+def attached_urls(urls: Sequence[str], urls_file: str, api_key: str) -> list[str]:
+    """Of the servers, as far as they are named by now. Raises UserError and OSError as ``named_urls``."""
+    named_by = who_names(urls, urls_file, api_key)
+    return named_urls(named_by, api_key) if named_by else list(urls)
 
 
 def _ask(url: str, path: str, api_key: str, timeout_s: float = 10.0) -> dict[str, Any]:

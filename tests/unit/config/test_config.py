@@ -292,6 +292,15 @@ def test_a_later_recipe_overrides_an_earlier_one_and_may_choose_the_preset(recip
         (["schedule.mode=async", "policy.moe.routing_replay=R3"], "routing_replay: .*checkpoints.*set R2"),
         (["schedule.mode=async", "schedule.max_staleness=-1"], "max_staleness: expected at least 0"),
         (["schedule.mode=async", "schedule.max_staleness=2"], "max_staleness: expected 0 or 1, got 2.*older; set 1"),
+        (["schedule.max_staleness=2"], "max_staleness: expected 0 or 1, got 2"),
+        (
+            ["schedule.mode=async", "schedule.max_staleness=0", "schedule.weight_update=in_flight"],
+            "weight_update: in_flight.*schedule.max_staleness=0 there is none.*with max_staleness=1",
+        ),
+        (["rollout.urls=[http://a:1, http://b:1, http://a:1/]"], "rollout.urls: http://a:1 stands there 2 times; name each server once"),
+        (["eval.urls=[http://a:1, http://a:1]"], "eval.urls: http://a:1 stands there 2 times"),
+        (["rollout.urls=[http://a:99999]"], "rollout.urls: 'http://a:99999' is not an address; expected http://host:port"),
+        (["rollout.urls_file=http://"], "rollout.urls_file: 'http://' is not an address"),
         (["schedule.weight_update=in_flight"], "weight_update: in_flight.*mode=tppo.*set schedule.mode=async.*=between"),
         (["preset=ppo", "algorithm.overlong=soft", "algorithm.overlong_buffer_tokens=99999"], "overlong_buffer_tokens"),
         (

@@ -3,7 +3,7 @@
 import pytest
 from aiohttp import web
 
-from megatron_rl.config.schema import Config, PolicyConfig, RolloutConfig
+from megatron_rl.config.schema import Config, Placement, PolicyConfig, RolloutConfig
 from megatron_rl.rollout.server_pool import attach_one, open_servers
 from megatron_rl.rollout.sglang.attached import AttachedServer
 from megatron_rl.rollout.sglang.server import ServerError
@@ -51,17 +51,38 @@ def test_a_server_that_cannot_go_on_is_an_error_that_says_what_to_do():
 
 
 @pytest.mark.parametrize("workers", [[{"url": "http://a:1", "is_healthy": True}, {"url": "http://b:2"}], ["http://a:1", "http://b:2"]])
-def test_a_router_is_refused_with_the_addresses_behind_it(config, tmp_path, workers):
+def test_a_router_beside_others_is_refused_with_the_addresses_behind_it(config, tmp_path, workers):
     """sglang-router answers as a server would, but weights would reach one of them."""
 
     def answer(path, body):
         return {"workers": workers, "total": len(workers)} if path == "/workers" else served(path, body)
 
-    with local_service(answer) as service:
-        config.rollout.urls = [service.url]
-        with pytest.raises(ServerError, match=r"is a router.*rollout\.urls=\[http://a:1,http://b:2\]"):
+    with local_service(answer) as service, local_service(served) as server:
+        config.rollout.urls = [server.url, service.url]
+        with pytest.raises(ServerError, match=r"is a router.*beside others list them: http://a:1,http://b:2"):
             open_servers(config, tmp_path, lambda text: None, load_weights=False)
         assert "/continue_generation" not in [path for path, _ in service.requests]
+
+
+@pytest.mark.parametrize("key", ["urls", "urls_file"])
+def test_a_router_says_which_servers_the_run_talks_to_itself(config, tmp_path, key):
+    workers: list[dict[str, object]] = []
+
+    def listing(path, body):
+        return {"workers": workers} if path == "/workers" else web.Response(status=404)
+
+    with local_service(served) as first, local_service(served) as second:
+        workers += [{"url": first.url + "/", "is_healthy": False}, {"url": second.url}]
+        with local_service(listing) as router:
+            setattr(config.rollout, key, [router.url + "/"] if key == "urls" else router.url)
+            notes: list[str] = []
+            pool = open_servers(config, tmp_path, notes.append, load_weights=False)
+            assert pool.urls == [first.url, second.url] and pool.named_by == router.url
+            assert f"attaching to 2 SGLang servers, as {router.url} names them" in notes[0]
+            assert {path for path, _ in router.requests} == {"/workers"}
+            config.rollout.placement = Placement.colocated
+            with pytest.raises(ServerError, match="colocated servers must be listed"):
+                open_servers(config, tmp_path, notes.append, load_weights=False)
 
 
 @pytest.mark.parametrize(
