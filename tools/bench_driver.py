@@ -639,6 +639,9 @@ def main() -> None:
     arguments = parse()
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # threads that wait for each other would count
+    from megatron_rl.system.host_memory import keep_freed_memory
+
+    keep_freed_memory()  # as a run's driver does
     try:
         found = measure(arguments)
     except UserError as error:

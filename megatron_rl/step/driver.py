@@ -42,6 +42,7 @@ from megatron_rl.step.sampled import keep_samples
 from megatron_rl.step.stages import graph_of
 from megatron_rl.step.watchdog import RollBack, Watchdog
 from megatron_rl.system.collector import young_objects_only
+from megatron_rl.system.host_memory import keep_freed_memory
 from megatron_rl.system.signals import StopRequested, StopSignals
 from megatron_rl.tracking.console import evaluation_text
 from megatron_rl.tracking.trackers import set_runs_aside
@@ -160,6 +161,7 @@ def _drive_until_it_dies(
             recorder.console.warning(f"back to step {first_step}, with the prompts that come next: {back}")
         last_step = _before_first_step(config, parts, runner, first_step)
         recorder.start_clock()
+        keep_freed_memory()  # not earlier: what models were loaded from is given back
         with signals.deferred(runner.wake), young_objects_only():
             runner.run(loop.actions(graph), first_step, last_step)
             num_steps_done = loop.close_stopped() if signals.requested else config.run.num_steps

@@ -1,5 +1,8 @@
-"""What this process used at most since it was last asked."""
+"""What this process used at most since it was last asked; that it may keep what it has freed."""
 
+import platform
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -22,3 +25,24 @@ def test_a_peak_that_is_over_is_seen_once():
 
 def test_the_used_share_is_a_share():
     assert 0 < host_used_share() < 1
+
+
+_FREED = """
+import sys, numpy as np, psutil
+from megatron_rl.system.host_memory import keep_freed_memory
+if sys.argv[1] == "keep":
+    keep_freed_memory()
+made = [np.ones(64 << 20, np.uint8) for _ in range(4)]
+full = psutil.Process().memory_info().rss
+del made
+print((full - psutil.Process().memory_info().rss) >> 20)
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another malloc decides for itself")
+def test_memory_that_is_freed_stays_where_the_process_has_said_so():
+    given_back = {
+        way: int(subprocess.run([sys.executable, "-c", _FREED, way], capture_output=True, text=True, check=True, timeout=300).stdout)
+        for way in ("keep", "give back")
+    }
+    assert given_back["keep"] < 32 and given_back["give back"] > 200, given_back
