@@ -47,8 +47,9 @@ class Prompt:
         return read_only(self.token_ids, np.int32)
 
     def to_dict(self) -> dict[str, Any]:
-        """For checkpoints: JSON-ready but for its array."""
-        return asdict(self) | {"token_ids": self.token_array}
+        """For checkpoints: JSON-ready but for its array; what it holds is shared."""
+        state = {one.name: getattr(self, one.name) for one in fields(self)}
+        return state | {"token_ids": self.token_array, "images": [asdict(image) for image in self.images]}
 
     @classmethod
     def from_dict(cls, state: Mapping[str, Any]) -> Self:

@@ -6,6 +6,8 @@ the driver's; each model's folder has ``checksums.json`` of its own. ``latest.js
 torch: a folder can be looked at before anything starts.
 """
 
+import hashlib
+import io
 import json
 import math
 import os
@@ -25,6 +27,8 @@ from megatron_rl.system.files import write_whole
 
 MODEL_CHECKSUMS = "checksums.json"
 _LATEST, _MANIFEST, _DRIVER = "latest.json", "manifest.json", "driver.json"
+_BUFFER_BYTES = 1 << 17
+"""Of a file that is written: some parts of a response, so few that they stay in a core's cache."""
 _NAME = re.compile(r"step-(0|[1-9][0-9]{0,11})")
 
 
@@ -66,13 +70,25 @@ def write_driver(folder: Path, state: Mapping[str, Any], arrays: Mapping[str, Se
     """
     names = {name: f"driver.{name}.npy" for name in arrays}
     folder.mkdir(parents=True, exist_ok=True)
-    for name, parts in arrays.items():
-        with open(folder / names[name], "wb") as file:
-            np.save(file, np.concatenate(parts), allow_pickle=False)
-            file.flush()
-            os.fsync(file.fileno())
+    of_arrays = {names[name]: _write_array(folder / names[name], parts) for name, parts in arrays.items()}
     write_whole(folder / _DRIVER, json.dumps({**state, "arrays": names}))
-    return checksums(folder, [_DRIVER, *names.values()])
+    return checksums(folder, [_DRIVER]) | of_arrays
+
+
+def _write_array(path: Path, parts: Sequence[np.ndarray]) -> tuple[int, str]:
+    """``parts`` back to back as one .npy file, from where they lie; its bytes and SHA-256, without reading it again."""
+    header = io.BytesIO()
+    form = np.lib.format.header_data_from_array_1_0(parts[0]) | {"shape": (sum(map(len, parts)),)}
+    np.lib.format.write_array_header_1_0(header, form)
+    digest = hashlib.sha256(header.getvalue())
+    with open(path, "wb", buffering=_BUFFER_BYTES) as file:
+        file.write(header.getvalue())
+        for part in map(np.ascontiguousarray, parts):
+            digest.update(part.data)
+            file.write(part.data)
+        file.flush()
+        os.fsync(file.fileno())
+        return file.tell(), digest.hexdigest()
 
 
 def write_manifest(folder: Path, models: list[str], driver: Checksums, *, healthy: bool) -> None:

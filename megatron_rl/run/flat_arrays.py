@@ -5,11 +5,13 @@ responses are then a few large files and some lines each, not a number of JSON p
 """
 
 from collections.abc import Mapping
+from functools import cache
 from typing import Any
 
 import numpy as np
 
 _MARK = "__array__"
+_NESTS = (dict, list, tuple, np.ndarray)
 
 
 def taken_apart(nest: Any) -> tuple[Any, dict[str, list[np.ndarray]]]:
@@ -18,13 +20,14 @@ def taken_apart(nest: Any) -> tuple[Any, dict[str, list[np.ndarray]]]:
     sizes: dict[str, int] = {}
 
     def plain(value: Any) -> Any:
+        if not isinstance(value, _NESTS):
+            return value  # most are
         if isinstance(value, dict):
             return {key: plain(inner) for key, inner in value.items()}
-        if isinstance(value, list | tuple):
-            return [plain(inner) for inner in value]
         if not isinstance(value, np.ndarray):
-            return value
-        name, start = value.dtype.name, sizes.get(value.dtype.name, 0)
+            return [plain(inner) for inner in value]
+        name = _name(value.dtype)
+        start = sizes.get(name, 0)
         parts.setdefault(name, []).append(value)
         sizes[name] = start + len(value)
         return {_MARK: [name, start, len(value)]}
@@ -45,3 +48,9 @@ def put_together(nest: Any, arrays: Mapping[str, np.ndarray]) -> Any:
             # A copy: a part would hold all of them in memory.
             return arrays[name][start : start + length].copy()
     return {key: put_together(inner, arrays) for key, inner in nest.items()}
+
+
+@cache
+def _name(dtype: np.dtype) -> str:
+    """numpy puts it together anew each time."""
+    return dtype.name

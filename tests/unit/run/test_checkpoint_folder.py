@@ -274,3 +274,13 @@ def test_a_run_that_is_killed_while_it_writes_a_checkpoint_again_leaves_none_of_
     folders.begin(folder)
     saver = make_saver(tmp_path, resume="auto")
     assert saver.load(lambda state: None)["num_steps_done"] == 3 and "driver.json is missing" in saver.skipped[0]
+
+
+def test_the_drivers_arrays_are_written_from_where_they_lie_and_described_as_they_are_on_the_disk(tmp_path):
+    every_second = np.arange(10, dtype=np.int32)[::2]
+    parts = {"int32": [np.zeros(0, np.int32), every_second, np.full(70_000, 3, np.int32)], "float32": [np.zeros(0, np.float32)]}
+    found = folders.write_driver(tmp_path, {"a": 1}, parts)
+    assert found == checksums(tmp_path, list(found)) and json.loads((tmp_path / "driver.json").read_bytes())["a"] == 1
+    for name, of_dtype in parts.items():
+        read = np.load(tmp_path / f"driver.{name}.npy", allow_pickle=False)
+        assert read.dtype.name == name and np.array_equal(read, np.concatenate(of_dtype))
