@@ -11,9 +11,9 @@ counted where it would enter a socket; ``--replicas`` of ``--ranks-per-replica``
 driver's machine. Each prompt has ``--images`` photos, 150 kB of JPEG and 999 tokens (patches of 14 pixels, 2 x 2 merged); rank 0
 cuts those of its own sequences. CPU seconds are those of the driver's process (rollout workers have a line of their own), of one
 step, scaled to all slots; what rank 0 does as any first rank of a replica, with its own share of the sequences, is a part by
-itself. A stall is the CPU time of one callback on the event loop. Workers have been started, and have made their connections,
-before the window begins, as in every step of a run but its first. Fixed costs of a call are scaled too: a large share is exact, a
-small one on the careful side.
+itself. A stall is the CPU time of one callback on the event loop. Workers have been started, have made their connections and have
+generated what the responses hold before the window begins, as in every step of a run but its first. Fixed costs of a call are
+scaled too: a large share is exact, a small one on the careful side.
 """
 
 import argparse
@@ -33,6 +33,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 from types import SimpleNamespace
@@ -71,7 +72,7 @@ class Meter:
         self.cpu_s: dict[str, float] = defaultdict(float)
         self._adding = threading.Lock()
         self.bytes: Counter[str] = Counter()
-        self.stall_s = self.further_cpu_s = 0.0
+        self.stall_s = self.workers_cpu_s = self.further_cpu_s = 0.0
         self.nodes = nodes
 
     @contextmanager
@@ -165,11 +166,11 @@ def photo(random: np.random.Generator, file: Path) -> Any:
     return ImageSource(file.name, str(file))
 
 
-def filled_pool(arguments: argparse.Namespace, done: np.ndarray, random: np.random.Generator, vision: Any) -> Any:
-    """A slot pool whose responses have ``done`` tokens each, with values, from the steps before."""
+def pool_of(arguments: argparse.Namespace, num_slots: int, random: np.random.Generator, vision: Any) -> Any:
+    """A slot pool, with prompts for all of its slots."""
     from megatron_rl.data.sampler import PromptSampler
     from megatron_rl.data.slots import SlotPool
-    from megatron_rl.data.trajectory import Prompt, Segment, Trajectory
+    from megatron_rl.data.trajectory import Prompt, Trajectory
 
     def prompt(index: int) -> Prompt:
         ids = random.integers(1000, 150_000, arguments.prompt_tokens).tolist()
@@ -181,16 +182,8 @@ def filled_pool(arguments: argparse.Namespace, done: np.ndarray, random: np.rand
     def start(prompt: Prompt, id: int, *, group_id: int, sample_index: int) -> Trajectory:
         return Trajectory(id, prompt, group_id, sample_index, max_response_tokens=arguments.cut)
 
-    prompts = [prompt(index) for index in range(len(done) // NUM_SAMPLES)]
-    pool = SlotPool(PromptSampler(prompts, seed=1), start, num_slots=len(done), num_samples_per_prompt=NUM_SAMPLES)
-    for trajectory, held in zip(pool.fill(STEPS_TO_STEADY_STATE), done.tolist(), strict=True):
-        windows = [min(arguments.window, held - start) for start in range(0, held, arguments.window)]
-        for step, number in enumerate(windows, start=STEPS_TO_STEADY_STATE - len(windows)):
-            ids = random.integers(1000, 150_000, number).astype(np.int32)
-            logprobs = -random.exponential(0.4, number).astype(np.float32)
-            trajectory.segments.append(Segment(ids, logprobs, 1, "length", step))
-            trajectory.old_values.append(logprobs.copy())
-    return pool
+    prompts = [prompt(index) for index in range(num_slots // NUM_SAMPLES)]
+    return SlotPool(PromptSampler(prompts, seed=1), start, num_slots=num_slots, num_samples_per_prompt=NUM_SAMPLES)
 
 
 @contextmanager
@@ -259,8 +252,6 @@ def further_nodes(number: int, num_workers: int, meter: Meter) -> Iterator[None]
         meter.nodes = [pickle.loads(bytes.fromhex(node.stdout.readline().decode())) for node in nodes if node.stdout is not None]
         yield
     finally:
-        for process in [child for node in nodes for child in psutil.Process(node.pid).children()]:
-            meter.further_cpu_s += sum(process.cpu_times()[:2])
         for node in nodes:
             node.kill()
             node.wait()
@@ -287,8 +278,42 @@ def count_routes(meter: Meter, trajectories: Sequence[Any]) -> None:
         meter.bytes["routes read on other nodes" if is_far else "routes read on the driver's machine"] += routes.nbytes
 
 
+async def carry(client: Any, plan: Any, trajectories: Sequence[Any], done: np.ndarray, arguments: argparse.Namespace) -> None:
+    """What the steps before have left, ``done`` tokens of each response in windows, with values.
+
+    The servers generate it: so it lies where a run has it, in the shared files of the rollout workers.
+    """
+    from megatron_rl.data.trajectory import Segment
+    from megatron_rl.rollout.windows import Window
+
+    for trajectory, held in zip(trajectories, done.tolist(), strict=True):
+        trajectory.first_window_tokens = held
+    # By weights before the present ones: no server has a prefix cache that serves them.
+    before = replace(plan, sampling=replace(plan.sampling, routes=None, vision=None), trains_meanwhile=True)
+    window = Window(client, _lost, before, step=0, num_tokens=arguments.cut, weight_version=0, kind="before")
+    await window.fill([t for t in trajectories if t.first_window_tokens])
+    for trajectory in trajectories:
+        held, whole = trajectory.first_window_tokens, trajectory.segments
+        starts = range(0, held, arguments.window)
+        trajectory.first_window_tokens, trajectory.segments = 0, []
+        for step, start in enumerate(starts, start=STEPS_TO_STEADY_STATE - len(starts)):
+            part = slice(start, min(start + arguments.window, held))
+            ids, logprobs = whole[0].token_ids[part], whole[0].rollout_logprobs[part]
+            trajectory.segments.append(Segment(ids, logprobs, 1, "length", step))
+            trajectory.old_values.append(logprobs.copy())
+
+
+def cpu_s_of(pids: Sequence[int]) -> float:
+    return sum(sum(psutil.Process(pid).cpu_times()[:2]) for pid in pids)
+
+
 def generate(
-    arguments: argparse.Namespace, meter: Meter, trajectories: Sequence[Any], urls: Sequence[str], step: int, vision: Any
+    arguments: argparse.Namespace,
+    meter: Meter,
+    trajectories: Sequence[Any],
+    done: np.ndarray,
+    urls: Sequence[str],
+    vision: Any,
 ) -> None:
     """One window of all slots, over sockets."""
     from megatron_rl.config.derived import num_rollout_workers
@@ -314,11 +339,19 @@ def generate(
         async with SglangClient(urls, vocab_size=152_064, hang_timeout_s=0.0, request_timeout_s=3600.0) as client:
             if workers:
                 client.caller = WorkerPool(workers, print, workers_of(meter.nodes))
-            # As every step of a run but its first finds them: workers that run, connections that are open.
+            # As every step of a run but its first finds them: workers that run, connections that are open, tokens that are there.
             await asyncio.gather(*[client.generate(GenerationRequest(f"warm-{index}", [5], 1)) for index in range(64)])
-            window = Window(client, _lost, plan, step=step, num_tokens=arguments.window, weight_version=1, kind="train")
+            await carry(client, plan, trajectories, done, arguments)
+            meter.cpu_s.clear()
+            near = client.caller.pids if isinstance(client.caller, WorkerPool) else []
+            far = [child.pid for node in meter.nodes for child in psutil.Process(node.pid).children()]
+            meter.workers_cpu_s, meter.further_cpu_s = -cpu_s_of(near), -cpu_s_of(far)
+            step, version = STEPS_TO_STEADY_STATE, 1
+            window = Window(client, _lost, plan, step=step, num_tokens=arguments.window, weight_version=version, kind="train")
             with meter.stalls(), meter.part("HTTP and event loop"):
                 await window.fill(trajectories)
+            meter.workers_cpu_s += cpu_s_of(near)
+            meter.further_cpu_s += cpu_s_of(far)
 
     with seen_inside(meter):
         asyncio.run(fill())
@@ -568,14 +601,11 @@ def _measure(arguments: argparse.Namespace, vision: Any) -> dict[str, Any]:
     random = np.random.default_rng(arguments.seed)
     num_slots = len_of(arguments)
     total, done = steady_slots(arguments, num_slots, random)
-    pool, meter, step = filled_pool(arguments, done, random, vision), Meter(), STEPS_TO_STEADY_STATE
+    pool, meter, step = pool_of(arguments, num_slots, random, vision), Meter(), STEPS_TO_STEADY_STATE
     trajectories = pool.fill(step)
-    process = psutil.Process()
     with further_nodes(arguments.nodes - 1, arguments.workers or 1, meter):
         with stub_servers(arguments, total) as urls:
-            before = process.cpu_times()
-            generate(arguments, meter, trajectories, urls, step, vision)
-            workers_s = process.cpu_times().children_user - before.children_user
+            generate(arguments, meter, trajectories, done, urls, vision)
         expected = int(np.minimum(total - done, arguments.window).sum())
         assert sum(t.window_tokens(step) for t in trajectories) == expected, "the stub servers gave another number of tokens"
         for of_pass, at in ((Meter(meter.nodes), [t.copy() for t in trajectories]), (meter, trajectories)):
@@ -589,7 +619,7 @@ def _measure(arguments: argparse.Namespace, vision: Any) -> dict[str, Any]:
         "scale": scale,
         "new_tokens": expected * scale,
         "cpu_s": {name: seconds * scale for name, seconds in meter.cpu_s.items()},
-        "workers_cpu_s": workers_s * scale,
+        "workers_cpu_s": meter.workers_cpu_s * scale,
         "further_cpu_s": meter.further_cpu_s * scale,
         "total_cpu_s": sum(meter.cpu_s.values()) * scale,
         "longest_stall_s": meter.stall_s,

@@ -33,9 +33,9 @@ def young_objects_only() -> Iterator[None]:
     """
     gc.collect()
     gc.freeze()
-    young, middle, old = gc.get_threshold()
-    gc.set_threshold(young, middle, _NEVER)
+    thresholds = gc.get_threshold()
+    gc.set_threshold(thresholds[0], _NEVER, _NEVER)
     try:
         yield
     finally:
-        gc.set_threshold(young, middle, old)
+        gc.set_threshold(*thresholds)

@@ -177,10 +177,11 @@ def sent_rid(rid: str) -> str:
 
 def validate(request: GenerationRequest, vocab_size: int) -> None:
     """Raises RequestRejected if the request could harm the server or would be refused."""
-    problem, ids = None, np.asarray(request.input_ids)
-    if len(ids) == 0:
+    problem = None
+    if len(request.input_ids) == 0:
         problem = "input_ids is empty: expected at least one token"
-    elif ids.min() < 0 or ids.max() >= vocab_size:
+    elif _greatest_id(request.input_ids) >= vocab_size:
+        ids = np.asarray(request.input_ids)
         position = int(np.argmax((ids < 0) | (ids >= vocab_size)))
         problem = (
             f"input_ids[{position}] is {ids[position]}, outside the vocabulary of {vocab_size}: it would kill the server. "
@@ -194,10 +195,21 @@ def validate(request: GenerationRequest, vocab_size: int) -> None:
         problem = f"banned_token_ids {list(request.banned_token_ids)}: expected ids below the vocabulary's {vocab_size}"
     elif request.logprobs_after_top_k and not 1 <= request.top_k <= _MAX_RENORMALISED_TOP_K:
         problem = f"log-probs after top-k need 1 <= top_k <= {_MAX_RENORMALISED_TOP_K}, got top_k={request.top_k}"
-    elif request.images is not None and (count := int((ids == request.images.token_id).sum())) != len(request.images.data):
+    elif request.images is not None and (count := _num_image_tokens(request)) != len(request.images.data):
         problem = f"{count} image tokens for {len(request.images.data)} images: the server would wait for the others forever"
     if problem is not None:
         raise RequestRejected(f"request {request.rid!r}: {problem}")
+
+
+def _greatest_id(ids: Sequence[int] | np.ndarray | TokenParts) -> int:
+    """Of ``ids``, some of which are there; a negative one counts as greater than all others."""
+    parts = ids.parts if isinstance(ids, TokenParts) else [np.asarray(ids)]
+    # Read as numbers without a sign: one look at each.
+    return max(int(part.view(f"u{part.itemsize}").max()) for part in parts if len(part))
+
+
+def _num_image_tokens(request: GenerationRequest) -> int:
+    return 0 if request.images is None else int((np.asarray(request.input_ids) == request.images.token_id).sum())
 
 
 def generate_body(requests: Sequence[GenerationRequest], rids: Sequence[str]) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from megatron_rl.rollout.workers.worker_messages import Alive, Ask, Cancel, Repl
 from megatron_rl.system.shared_file import Place
 
 SILENCE_S = 120.0
-_AT_ONCE = 64
+AT_ONCE = 64
 """Messages in one turn of the event loop, in either direction."""
 
 
@@ -32,6 +32,7 @@ class Line:
         self.loop = asyncio.get_running_loop()
         self._waiting: dict[int, asyncio.Future[Any]] = {}
         self._outgoing: list[Any] = []
+        self._writing: asyncio.Task[None] | None = None
         self._numbers = itertools.count()
         self._heard_at = time.monotonic()
         self.over = False
@@ -56,23 +57,18 @@ class Line:
         """With all that is sent in this turn of the event loop."""
         if not self.over:
             self._outgoing.append(message)
-            if len(self._outgoing) == 1:
-                self.loop.call_soon(self._write)
+            if self._writing is None:
+                self._writing = self.loop.create_task(self._write())
 
     async def read(self) -> str:
         """Replies, until the other end of the connection is closed; gives what was wrong with it, if anything was."""
-        failure = ""
+        failure, num_read = "", 0
         try:
-            for number in itertools.count(1):
-                message = await read_frame(self._reader, self._arrays)
-                self._heard_at = time.monotonic()
-                if number % _AT_ONCE == 0:
+            while True:
+                num_read += self._take(await read_frame(self._reader, self._arrays))
+                if num_read >= AT_ONCE:
+                    num_read = 0
                     await asyncio.sleep(0)  # reading what is there already does not let others run
-                if isinstance(message, Reply) and (waiting := self._waiting.get(message.number)) and not waiting.done():
-                    if message.error is not None:
-                        waiting.set_exception(message.error)
-                    else:
-                        waiting.set_result(message.answer)
         except (asyncio.IncompleteReadError, ConnectionError):
             pass
         except Exception as error:  # nobody may wait forever, whatever came
@@ -80,6 +76,17 @@ class Line:
         self.over = True
         self._writer.close()
         return failure
+
+    def _take(self, messages: list[Any]) -> int:
+        """How many there were. Nothing refers to them while the next ones are waited for."""
+        self._heard_at = time.monotonic()
+        for message in messages:
+            if isinstance(message, Reply) and (waiting := self._waiting.get(message.number)) and not waiting.done():
+                if message.error is not None:
+                    waiting.set_exception(message.error)
+                else:
+                    waiting.set_result(message.answer)
+        return len(messages)
 
     async def silence(self, silence_s: Callable[[], float]) -> None:
         """Returns once the other event loop has stood still for ``silence_s()``, or the connection has ended."""
@@ -103,15 +110,17 @@ class Line:
         with contextlib.suppress(RuntimeError):  # the event loop may be closed
             self._writer.close()
 
-    def _write(self) -> None:
-        messages, self._outgoing = self._outgoing[:_AT_ONCE], self._outgoing[_AT_ONCE:]
-        if self._outgoing:
-            self.loop.call_soon(self._write)
-        if self.over:
-            return
-        try:
-            self._writer.writelines(frame(messages, self._arrays.place_of))
-        except Exception as error:  # of what cannot be pickled: its caller, not the event loop, has to know
-            for message in messages:
-                if isinstance(message, Ask) and (waiting := self._waiting.get(message.number)) and not waiting.done():
-                    waiting.set_exception(error)
+    async def _write(self) -> None:
+        """All that waits, as fast as the other end takes it: what is buffered here is copied again and again."""
+        while self._outgoing and not self.over:
+            messages, self._outgoing = self._outgoing[:AT_ONCE], self._outgoing[AT_ONCE:]
+            try:
+                self._writer.writelines(frame(messages, self._arrays.place_of))
+            except Exception as error:  # of what cannot be pickled: its caller, not the event loop, has to know
+                for message in messages:
+                    if isinstance(message, Ask) and (waiting := self._waiting.get(message.number)) and not waiting.done():
+                        waiting.set_exception(error)
+            with contextlib.suppress(ConnectionError):  # ``read`` sees it too
+                await self._writer.drain()
+            await asyncio.sleep(0)  # which the line before does only where the other end is slow
+        self._writing = None

@@ -179,6 +179,8 @@ class _Files:
         self.place_of = own.place_of
 
     def at(self, place: Place) -> memoryview:
+        if place.start < FILE:
+            return self._views[0].at(place)
         number, start = divmod(place.start, FILE)
         return self._views[number].at(place._replace(start=start))
 

@@ -26,6 +26,7 @@ from megatron_rl.data.trajectory import TokenParts
 from megatron_rl.rollout.sglang.exchange import BatchCall, BatchReply, exchange
 from megatron_rl.rollout.sglang.wire import Generation
 from megatron_rl.rollout.workers.worker_frames import STREAM_BYTES, frame, read_frame
+from megatron_rl.rollout.workers.worker_line import AT_ONCE
 from megatron_rl.rollout.workers.worker_messages import (
     Alive,
     Ask,
@@ -62,8 +63,8 @@ class _Server:
         self._writer = writer
         self._loop = asyncio.get_running_loop()
         self._running: dict[int, asyncio.Task[None]] = {}
-        self._ready: list[bytes | memoryview] = []
-        """Of the frames that wait for others."""
+        self._ready: list[Any] = []
+        """Messages that wait for others."""
         self._writes: asyncio.TimerHandle | None = None
         self._tokenizer: tokenizers.Tokenizer | None = None
 
@@ -109,25 +110,36 @@ class _Server:
             reply = Reply(number, error=error)
         finally:
             del self._running[number]
-        wait_s = min(_MAX_WAIT_S, _WAIT_SHARE * (self._loop.time() - began_s))
-        try:
-            self._send(reply, wait_s)
-        except Exception as error:  # a foreign exception may refuse to be pickled
-            self._send(Reply(number, error=RuntimeError(f"{type(error).__name__}: {error}, of a reply {reply.error!r}")))
+        self._send(reply, min(_MAX_WAIT_S, _WAIT_SHARE * (self._loop.time() - began_s)))
 
     def _send(self, message: Any, wait_s: float = 0.0) -> None:
         """Within ``wait_s``, with others."""
-        self._ready += frame(message, self._place_of(message))
+        self._ready.append(message)
         due_s = self._loop.time() + wait_s
         if self._writes is None or due_s < self._writes.when():
             if self._writes is not None:
                 self._writes.cancel()
             self._writes = self._loop.call_at(due_s, self._write)
 
-    def _place_of(self, message: Any) -> Callable[[memoryview], Place | None]:
-        """Where the message's arrays go: into this worker's file, or they lie elsewhere already."""
+    def _write(self) -> None:
+        ready, self._ready, self._writes = self._ready, [], None
+        for start in range(0, len(ready), AT_ONCE):
+            self._writer.writelines(self._frame(ready[start : start + AT_ONCE]))
+
+    def _frame(self, messages: list[Any]) -> list[bytes | memoryview]:
+        try:
+            return frame(messages, self._place_of(messages))
+        except Exception as error:  # a foreign exception may refuse to be pickled
+            if len(messages) > 1:
+                return [part for message in messages for part in self._frame([message])]
+            (reply,) = messages
+            text = f"{type(error).__name__}: {error}, of a reply {reply.error!r}"
+            return frame([Reply(reply.number, error=RuntimeError(text))], self._file.put)
+
+    def _place_of(self, messages: Sequence[Any]) -> Callable[[memoryview], Place | None]:
+        """Where the messages' arrays go: into this worker's file, or they lie elsewhere already."""
         if self._is_far:
-            large = _routes_of(message)
+            large = {start for message in messages for start in _routes_of(message)}
             return lambda raw: self._file.put(raw) if _start_of(raw) in large else None
 
         def place(raw: memoryview) -> Place:
@@ -135,10 +147,6 @@ class _Server:
             return next(filter(None, found), None) or self._file.put(raw)
 
         return place if self._relays else self._file.put
-
-    def _write(self) -> None:
-        ready, self._ready, self._writes = self._ready, [], None
-        self._writer.writelines(ready)
 
 
 def _routes_of(message: Any) -> set[int]:
