@@ -3,11 +3,13 @@
     python tools/stub_servers.py lengths.npy --servers 4 --prompt-tokens 300 --routes 48x8x128
 
 ``lengths.npy``: by trajectory id, how long each response becomes. One line of JSON with the servers' URLs is printed when they
-listen; they end with the process that started them. Each server is a process: what it costs is not the client's.
+listen; they end with the process that started them. Each server is a process: what it costs is not the client's. It writes
+``ANSWERS_AT_ONCE`` answers at a time, piece by piece: with routes one of them has tens of megabytes.
 """
 
 import argparse
 import asyncio
+import contextlib
 import json
 import multiprocessing
 import os
@@ -16,6 +18,7 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -26,6 +29,8 @@ from aiohttp import web
 VOCAB_SIZE = 151_000
 NUM_STORED = 1 << 16
 """Tokens that the answers are made of; another part of them for each response."""
+ANSWERS_AT_ONCE = 8
+_PIECE_BYTES = 1 << 18
 _OF_RID = re.compile(r"-\d+-(\d+)-\d+")
 
 
@@ -42,10 +47,12 @@ class Answers:
         self._more_per_image = image_tokens - 1
         self._ids = _Cut([b"%d" % token for token in ids])
         self._pairs = _Cut([orjson.dumps([logprob, token, None]) for logprob, token in zip(logprobs, ids, strict=True)])
-        self._routes = None if routes is None else _random_routes(random, *routes)
+        self._routes = None if routes is None else _Repeated(_random_routes(random, *routes))
 
-    def sample(self, rid: str, num_given: int, max_new_tokens: int, num_images: int = 0) -> bytes:
-        """The JSON of one sample that had ``num_given`` tokens, one of them for each image."""
+    def sample(
+        self, rid: str, num_given: int, max_new_tokens: int, num_images: int = 0, *, with_routes: bool = True
+    ) -> list[bytes | memoryview]:
+        """The JSON of one sample that had ``num_given`` tokens, one of them for each image, in pieces."""
         num_given += num_images * self._more_per_image
         found = _OF_RID.search(rid)
         index = int(found[1]) if found else 0
@@ -58,11 +65,25 @@ class Answers:
             "total_retractions": 0, "completion_tokens": num_new, "cached_tokens": 0, "e2e_latency": 1.0,
             "output_token_logprobs_length": num_new, "input_token_logprobs": [],
         }  # fmt: skip
-        if self._routes is not None:
-            rows = np.resize(self._routes, (num_given + num_new - 1, self._routes.shape[1]))
-            meta["routed_experts"] = pybase64.b64encode(rows.tobytes()).decode()
-        rest = orjson.dumps(meta)[:-1] + b',"output_token_logprobs":[' + self._pairs.part(first, num_new) + b"]}"
-        return b'{"text":"","output_ids":[' + self._ids.part(first, num_new) + b'],"meta_info":' + rest + b"}"
+        head = b'{"text":"","output_ids":[' + self._ids.part(first, num_new) + b'],"meta_info":' + orjson.dumps(meta)[:-1]
+        tail = b',"output_token_logprobs":[' + self._pairs.part(first, num_new) + b"]}}"
+        if self._routes is None or not with_routes:
+            return [head, tail]
+        return [head, b',"routed_experts":"', *self._routes.rows(num_given + num_new - 1), b'"', tail]
+
+
+class _Repeated:
+    """Base64 of an array's rows, again and again from its beginning."""
+
+    def __init__(self, array: np.ndarray) -> None:
+        self._rows = np.tile(array, (3, 1))  # so many bytes that nothing is left over between two of them
+        self._text = memoryview(pybase64.b64encode(self._rows.tobytes()))
+
+    def rows(self, number: int) -> Iterator[bytes | memoryview]:
+        whole, rest = divmod(number, len(self._rows))
+        for _ in range(whole):
+            yield self._text
+        yield pybase64.b64encode(self._rows[:rest].tobytes())
 
 
 class _Cut:
@@ -90,20 +111,37 @@ def _random_routes(random: np.random.Generator, layers: int, top_k: int, experts
 def serve(listener: socket.socket, answers: Answers, parent: int) -> None:
     threading.Thread(target=_end_after, args=(parent,), daemon=True).start()
 
-    async def generate(request: web.Request) -> web.Response:
-        body = orjson.loads(await request.read())
-        params = body["sampling_params"]
-        parts = [
-            answers.sample(rid, len(ids), own["max_new_tokens"], len(images))
-            for rid, ids, own, images in zip(
-                body["rid"], body["input_ids"], params, body.get("image_data") or [()] * len(params), strict=True
-            )
-        ]
-        return web.Response(body=b"[" + b",".join(parts) + b"]", content_type="application/json")
+    places = asyncio.Semaphore(ANSWERS_AT_ONCE)
+
+    async def generate(request: web.Request) -> web.StreamResponse:
+        with contextlib.suppress(ConnectionError):  # who asked does not wait any more
+            async with places:
+                return await _written(request, pieces_of(orjson.loads(await request.read())))
+        return web.Response()
+
+    def pieces_of(body: dict[str, Any]) -> list[bytes | memoryview]:
+        pieces: list[bytes | memoryview] = []
+        images = body.get("image_data") or [()] * len(body["rid"])
+        for rid, ids, params, own in zip(body["rid"], body["input_ids"], body["sampling_params"], images, strict=True):
+            with_routes = body.get("return_routed_experts", False)
+            pieces += [b",", *answers.sample(rid, len(ids), params["max_new_tokens"], len(own), with_routes=with_routes)]
+        return [b"[", *pieces[1:], b"]"]
 
     app = web.Application(client_max_size=1 << 32)
     app.router.add_post("/generate", generate)
     web.run_app(app, sock=listener, print=None, handle_signals=False, loop=asyncio.new_event_loop())
+
+
+async def _written(request: web.Request, pieces: list[bytes | memoryview]) -> web.StreamResponse:
+    """No faster than it is read."""
+    response = web.StreamResponse()
+    response.content_type, response.content_length = "application/json", sum(map(len, pieces))
+    await response.prepare(request)
+    for piece in pieces:
+        for start in range(0, len(piece), _PIECE_BYTES):
+            await response.write(memoryview(piece)[start : start + _PIECE_BYTES])
+    await response.write_eof()
+    return response
 
 
 def _end_after(parent: int) -> None:

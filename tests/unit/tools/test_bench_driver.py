@@ -71,7 +71,7 @@ def test_a_stub_server_gives_what_is_left_of_a_response_and_of_the_window():
 
     answers = Answers(np.array([50, 200]), prompt_tokens=8, routes=(2, 2, 4), version="3")
     for given, limit, expected, reason in ((8, 80, 80, "length"), (8 + 150, 80, 50, "stop")):
-        sample = orjson.loads(answers.sample("train-12-1-1;", given, limit))
+        sample = orjson.loads(b"".join(answers.sample("train-12-1-1;", given, limit)))
         meta = sample["meta_info"]
         assert len(sample["output_ids"]) == expected == meta["completion_tokens"] and meta["finish_reason"]["type"] == reason
         assert [entry[1] for entry in meta["output_token_logprobs"]] == sample["output_ids"]
