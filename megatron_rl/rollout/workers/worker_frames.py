@@ -7,8 +7,8 @@ direction.
 
 The worker writes the file; the owner drops an extent of it when nothing refers to it any more, and says so.
 
-Both sides run the same release of this package on the same machine, and the worker is the owner's child: a pickle
-from the other side is as good as one's own.
+Both sides run the same release of this package, and either the worker is the owner's child or the owner has shown the
+worker its run's secret: a pickle from the other side is as good as one's own.
 """
 
 import asyncio
