@@ -150,10 +150,14 @@ class RecoveringClient:
         return self._servers.urls
 
     def join(self, server: Server) -> None:
-        """One more server, which others run; it serves once it is like the others."""
+        """One more server, which others run; it serves once it is like the others. Raises ServerError as ``ServerPool.add``."""
         url = server.url
         self.restarting.add(url)  # before it is known: a publish must pass it over until it was made like the others
-        self._servers.add(server)
+        try:
+            self._servers.add(server)
+        except ServerError:
+            self.restarting.discard(url)
+            raise
         self.client.join(url)
         self._recoveries[url] = asyncio.get_running_loop().create_task(self._take_in(url))
 

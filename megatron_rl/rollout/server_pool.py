@@ -22,7 +22,9 @@ from megatron_rl.config.derived import (
     servers_are_deterministic,
 )
 from megatron_rl.config.schema import Config, Dtype, RolloutConfig
-from megatron_rl.rollout.sglang.agreement import disagreements, nccl_of
+from megatron_rl.errors import ModelError
+from megatron_rl.families.facts import read_model_json
+from megatron_rl.rollout.sglang.agreement import disagreements, nccl_of, other_model
 from megatron_rl.rollout.sglang.attached import AttachedServer, who_names
 from megatron_rl.rollout.sglang.options import ServerOptions
 from megatron_rl.rollout.sglang.routes import returns_routes
@@ -152,11 +154,17 @@ class ServerPool:
         if len(set(urls)) != len(urls):
             raise ValueError(f"rollout.urls names a server twice: {list(urls)}")
         servers = [AttachedServer(url, timeout_s=timeout_s, api_key=api_key, progress=progress) for url in urls]
+        pool = cls(servers[:1], api_key=api_key)
+        for server in servers[1:]:
+            pool.add(server)
         for server in servers:
             server.model_info()
-        return cls(servers, api_key=api_key)
+        return pool
 
     def add(self, server: Server) -> None:
+        """One more. Raises ServerError for one of them under another address: weight sync would wait for it twice."""
+        if same := next((one.url for one in self.servers if isinstance(server, AttachedServer) and server.is_same(one)), ""):
+            raise ServerError(f"{server.url} is the server at {same} under another address; name each server once")
         # A new tuple: another thread may be walking the old one.
         self.servers = (*self.servers, server)
 
@@ -324,14 +332,26 @@ def _precision_remarks(infos: Mapping[str, Mapping[str, Any]], dtype: str) -> It
             yield Remark(found, "start it with --enable-fp32-lm-head (megatron-rl serve does)")
 
 
+def _served_model(info: Mapping[str, Any]) -> dict[str, Any]:
+    """Of the folder that it says; nothing where that is on its own machine alone."""
+    try:
+        return read_model_json(str(info.get("model_path", "")))
+    except (ModelError, OSError):
+        return {}
+
+
 def _check_attached(infos: Mapping[str, Mapping[str, Any]], config: Config, note: Progress, *, has_trainer: bool) -> None:
     """Raises ServerError for servers that this run cannot use."""
     ours = server_options(config, load_weights=not has_trainer, tokenizer=False)
     broadcasts = has_trainer and server_placement(config.rollout).weight_method is WeightMethod.broadcast
     problems, silent = [], []
-    model_type = policy_model(config).get("model_type")
+    model = policy_model(config)
     for url, info in infos.items():
-        found = disagreements(info, ours, broadcasts=broadcasts, model_type=model_type)
+        found = [*disagreements(info, ours, broadcasts=broadcasts, model_type=model.get("model_type"))]
+        if has_trainer and (differing := other_model(_served_model(info), model)):
+            found.append(f"it has another model, {info['model_path']}: {differing}; start it with --model-path {config.policy.path}")
+        if url in [own.rstrip("/") for own in config.eval.urls]:
+            found.append("it is one of eval.urls too; a server has one model at a time, so take it out of one of them")
         problems += [f"server {url}: {problem}" for problem in found]
         silent += [url] if nccl_of(info).keys() != ours.nccl.keys() else []
     if problems:

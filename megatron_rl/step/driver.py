@@ -290,7 +290,7 @@ def _with_fleet(
     if not (config.eval.urls and eval_sets(config)):
         return parts
     trainer = _trainer_side(config, parts.group, runner, parts.recorder)
-    own = replace(config, rollout=replace(config.rollout, urls=config.eval.urls, urls_file=""))
+    own = replace(config, rollout=replace(config.rollout, urls=config.eval.urls, urls_file=""), eval=replace(config.eval, urls=[]))
     opened = open_rollout(
         own,
         event_loop,

@@ -8,6 +8,10 @@ from megatron_rl.families.sglang_limits import quantization_problem
 from megatron_rl.rollout.sglang.options import SAID_LABELS, ServerOptions
 from megatron_rl.system.gpu_environment import NCCL_DEFAULTS
 
+_SIZES = (
+    "model_type", "num_hidden_layers", "hidden_size", "vocab_size", "intermediate_size", "num_attention_heads", "num_key_value_heads",
+    "num_experts", "n_routed_experts", "num_local_experts", "num_experts_per_tok",
+)  # fmt: skip
 _SINGLE = {
     "pp_size": "a pipelined server gives two workers one rank of the weight sync group",
     "dp_size": "SGLang takes no weights from a trainer with data-parallel replicas; start as many servers",
@@ -48,6 +52,15 @@ def disagreements(
         if differing:
             said = ", ".join(f"{name} is {theirs[name]} there and {ours.nccl[name]} here" for name in differing)
             yield f"NCCL would fail or hang: {said}; export the same values before both are started"
+
+
+def other_model(served: Mapping[str, Any], trained: Mapping[str, Any]) -> str:
+    """What two configurations (``read_model_json``) say differently of a model's size; empty if nothing.
+
+    Layers that the trainer does not have would go on as they were loaded, and no one would complain.
+    """
+    found = [name for name in _SIZES if name in served and name in trained and served[name] != trained[name]]
+    return ", ".join(f"{name} {served[name]} (policy.path: {trained[name]})" for name in found)
 
 
 def nccl_of(info: Mapping[str, Any]) -> dict[str, str]:

@@ -18,6 +18,11 @@ def served(path, body):
     return web.Response(status=404)
 
 
+def with_seed(seed, **info):
+    """Another process answers."""
+    return lambda path, body: {**INFO, "random_seed": seed, **info} if path == "/server_info" else served(path, body)
+
+
 @pytest.fixture
 def config(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "qwen2"}')
@@ -57,7 +62,7 @@ def test_a_router_beside_others_is_refused_with_the_addresses_behind_it(config, 
     def answer(path, body):
         return {"workers": workers, "total": len(workers)} if path == "/workers" else served(path, body)
 
-    with local_service(answer) as service, local_service(served) as server:
+    with local_service(answer) as service, local_service(with_seed(3)) as server:
         config.rollout.urls = [server.url, service.url]
         with pytest.raises(ServerError, match=r"is a router.*beside others list them: http://a:1,http://b:2"):
             open_servers(config, tmp_path, lambda text: None, load_weights=False)
@@ -71,7 +76,7 @@ def test_a_router_says_which_servers_the_run_talks_to_itself(config, tmp_path, k
     def listing(path, body):
         return {"workers": workers} if path == "/workers" else web.Response(status=404)
 
-    with local_service(served) as first, local_service(served) as second:
+    with local_service(served) as first, local_service(with_seed(3)) as second:
         workers += [{"url": first.url + "/", "is_healthy": False}, {"url": second.url}]
         with local_service(listing) as router:
             setattr(config.rollout, key, [router.url + "/"] if key == "urls" else router.url)
@@ -96,3 +101,41 @@ def test_a_server_that_knows_nothing_of_workers_is_a_server(answer):
 
     with local_service(handler) as service:
         assert AttachedServer(service.url).server_info() == INFO
+
+
+def test_a_server_under_two_addresses_is_refused(config, tmp_path):
+    """Weight sync would wait for the second one forever."""
+    with local_service(served) as service, local_service(with_seed(3)) as other:
+        alias = service.url.replace("127.0.0.1", "localhost")
+        config.rollout.urls = [service.url, other.url, alias]
+        with pytest.raises(ServerError, match=f"{alias} is the server at {service.url} under another address; name each server once"):
+            open_servers(config, tmp_path, lambda text: None, load_weights=False)
+        config.rollout.urls = [service.url]
+        pool = open_servers(config, tmp_path, lambda text: None, load_weights=False)
+        with pytest.raises(ServerError, match="under another address"):
+            pool.add(attach_one(alias, config, lambda text: None))
+        pool.add(attach_one(other.url, config, lambda text: None))
+        assert pool.urls == [service.url, other.url]
+
+
+def test_a_server_with_a_model_of_another_size_is_refused_where_its_folder_can_be_read(config, tmp_path):
+    """Layers that the trainer has not would go on with what they were loaded with."""
+    (tmp_path / "config.json").write_text('{"model_type": "qwen2", "num_hidden_layers": 2}')
+    (tmp_path / "same").mkdir()
+    (tmp_path / "same" / "config.json").write_text('{"model_type": "qwen2", "num_hidden_layers": 2, "dtype": "float16"}')
+    (tmp_path / "larger").mkdir()
+    (tmp_path / "larger" / "config.json").write_text('{"model_type": "qwen2", "num_hidden_layers": 4}')
+    for folder in ("same", "larger", "absent"):
+        with local_service(with_seed(3, model_path=str(tmp_path / folder))) as service:
+            if folder != "larger":
+                attach_one(service.url, config, lambda text: None)
+                continue
+            with pytest.raises(ServerError, match=r"another model, .*/larger: num_hidden_layers 4 \(policy.path: 2\); start it with"):
+                attach_one(service.url, config, lambda text: None)
+
+
+def test_a_server_that_evaluates_does_not_join(config):
+    with local_service(served) as service:
+        config.eval.urls = [service.url + "/"]
+        with pytest.raises(ServerError, match="it is one of eval.urls too"):
+            attach_one(service.url, config, lambda text: None)
