@@ -519,8 +519,9 @@ def train(arguments: argparse.Namespace, meter: Meter, trajectories: Sequence[An
     for index, trajectory in enumerate(finished):
         trajectory.score = Score(float(index % 5 < 2))
     with counted_group(arguments, meter, vision) as (group, config):
-        for node in meter.nodes:
-            group.ways.add_node(node.service, ())
+        per_node = arguments.ranks_per_node
+        for number, node in enumerate(meter.nodes, 1):
+            group.ways.add_node(node.service, range(number * per_node, (number + 1) * per_node))
         with group.stage(step, "bench"), meter.part("to and from the ranks"):
             ended = [t.id for t in critic_responses(finished, algorithm)]
             group.share_out(batch, coming_updates(config, batch.ids, ended, step))

@@ -17,6 +17,7 @@ from megatron_rl.config.derived import (
     needs_critic,
     needs_reference,
     num_responses_per_step,
+    num_rollout_workers,
     server_placement,
 )
 from megatron_rl.config.layout import critic_layout, expert_tensor_size, ranks_of_replica
@@ -31,7 +32,7 @@ from megatron_rl.config.schema import (
     RoutingReplay,
 )
 from megatron_rl.errors import ConfigError
-from megatron_rl.families.facts import dims, has_experts, text_config
+from megatron_rl.families.facts import dims, has_experts, num_experts, text_config
 from megatron_rl.families.family import ModelConfig
 from megatron_rl.planning.activations import chunked_logits_bytes
 from megatron_rl.planning.counts import Parameters, layer_parameters, num_parameters
@@ -70,8 +71,8 @@ _RESPONSE_BYTES, _BATCH_BYTES = 16, 50
 """Per token on the driver: responses as arrays (12.1 measured, ``tools/bench_driver.py``); columns, with the copies that ranks read."""
 _HELD_BYTES = 24
 """Per token of a step's sequences on each rank that works on them: ids in int32, masks, and float32 fields."""
-_ROUTE_COPIES = {RoutingReplay.none: 0, RoutingReplay.R2: 0, RoutingReplay.R3: 1}
-"""Of a step's routes on the driver's machine: as they came; ranks read them there. Those of R2 stay on the ranks."""
+_MOST_IN_A_BYTE = 255
+"""Experts whose ids, one up, fit one."""
 _PROCESS_BYTES = 4.0e9
 """Host memory of a rank with PyTorch and CUDA loaded."""
 
@@ -238,13 +239,18 @@ class _Run:
             ranks_of_replica(model.parallel): self._sequences(model, updates=False) * self._longest
             for model in self.models
         }
-        replay = self.config.policy.moe.routing_replay
+        routes = self._route_bytes(policy)
+        is_served = self.config.policy.moe.routing_replay is RoutingReplay.R3
+        num_machines = math.ceil(self.num_ranks / GPUS_PER_MACHINE)
+        # Where there are rollout workers, each machine has those of its share of the servers; ranks map what is all on their own.
+        num_stores = num_machines if num_rollout_workers(self.config, 1, 1) else 1
+        holds_routes = not is_served or num_machines > 1
         found = {
             "driver: responses of a step": _RESPONSE_BYTES * tokens,
             "driver: batches": _BATCH_BYTES * tokens,
-            "driver: routes": _ROUTE_COPIES[replay] * self._route_bytes(policy) * tokens,
+            "driver: routes": is_served * routes * tokens / num_stores,
             f"sequences held, {ranks_here} ranks": ranks_here * _HELD_BYTES * sum(held.values()),
-            f"routes held, {ranks_here} ranks": ranks_here * self._route_bytes(policy) * held[ranks_of_replica(policy.parallel)],
+            f"routes held, {ranks_here} ranks": holds_routes * ranks_here * routes * held[ranks_of_replica(policy.parallel)],
             f"models that wait, {ranks_here} ranks": waiting * ranks_here,
             f"processes, {ranks_here} ranks": _PROCESS_BYTES * ranks_here,
         }
@@ -313,18 +319,20 @@ class _Run:
         yield "batch", tokens * (_UPDATE_BYTES if updates else _PASS_BYTES) + answered
         if not updates and self._records(model) and model.parallel.virtual_pipeline_size > 1:
             tokens = num_packs * pack  # what one chunk has recorded waits for the others
-        yield "routes", tokens * self._route_bytes(model)
+        yield "routes", tokens * self._route_bytes(model, recorded=not updates and self._records(model))
 
     def _records(self, model: RunModel) -> bool:
         return isinstance(model.settings, PolicyConfig) and model.settings.moe.routing_replay is RoutingReplay.R2
 
-    def _route_bytes(self, model: RunModel) -> int:
-        """Per token: the experts that it went to, in int16; 0 where nothing is replayed, as in a reference."""
+    def _route_bytes(self, model: RunModel, *, recorded: bool = False) -> int:
+        """Per token: the experts that it went to, in a byte each or in int16, as a pass that records them has them; 0 where
+        nothing is replayed, as in a reference."""
         replays = isinstance(model.settings, PolicyConfig) and model.settings.moe.routing_replay is not RoutingReplay.none
         if not replays or model.name == "reference" or not any(has_experts(model.facts)):
             return 0
         text = text_config(model.facts)
-        return 2 * text.num_hidden_layers * text.num_experts_per_tok
+        in_a_byte = not recorded and num_experts(model.facts) <= _MOST_IN_A_BYTE
+        return (1 if in_a_byte else 2) * text.num_hidden_layers * text.num_experts_per_tok
 
     def _sending(self) -> float:
         """Buckets, of which one fills while one travels, and the largest tensor with the shards that it is made of."""

@@ -105,6 +105,10 @@ class Ways:
             sights.append(Sight(node, node >= 0 and of_replica[replicas.of_ranks[head]] == {node}, services))
         return {"sights": sights}
 
+    def nodes(self, replicas: Replicas) -> list[int]:
+        """By replica: the node whose files its first rank maps, -1: of none. Collective at first."""
+        return [sight.node for sight in self.to(replicas)["sights"]]
+
     @property
     def note(self) -> str:
         """What is worth knowing of ranks on other machines; empty where there are none. Collective at first."""

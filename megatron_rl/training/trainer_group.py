@@ -35,7 +35,7 @@ from megatron_rl.training.model_checkpoint import CheckpointNotSaved
 from megatron_rl.training.payloads import restore
 from megatron_rl.training.profiling import memory_note, stage_profiler
 from megatron_rl.training.reach import Errand, Ways
-from megatron_rl.training.sharing import Sharing
+from megatron_rl.training.sharing import Pulls, Sharing
 from megatron_rl.training.stage_use import StageAccount, StageOfStep, Use, of_all_ranks, seconds_by_rank
 
 
@@ -410,7 +410,8 @@ class TrainerGroup:
             return
         key_of = {key[0]: key for key in new}
         parts = [[key_of[id] for id in group if id in key_of] for group in groups]
-        homes |= self._sharing[about.engine].homes(new, parts)
+        pulls = Pulls.of(about.batch, about.keys, partial(self.ways.nodes, self._worker.replicas[about.engine]))
+        homes |= self._sharing[about.engine].homes(new, parts, pulls)
 
     def _plan(self, about: "About", rows: Sequence[int] | None = None, *, may_move: bool = False) -> Plan:
         """Micro-batches of the batch's sequences ``rows``; None: of all."""

@@ -169,9 +169,29 @@ def test_colocated_servers_have_the_device_to_themselves():
 
 def test_routes_are_kept_where_they_are_replayed():
     moe = configured("qwen3-30b-a3b", *layout(tp=4, ep=8), "policy.moe.routing_replay=R2")
-    of_pack = 48 * 8 * 2 * max(16384, moe.batch.max_tokens_per_microbatch)
-    assert stages_of(moe)["update_policy"].parts["routes"] == stages_of(moe)["old_logprobs"].parts["routes"] == of_pack
+    of_pack = 48 * 8 * max(16384, moe.batch.max_tokens_per_microbatch)
+    assert stages_of(moe)["update_policy"].parts["routes"] == of_pack  # 128 experts: a byte each
+    assert stages_of(moe)["old_logprobs"].parts["routes"] == 2 * of_pack  # it records them
     assert not stages_of(DENSE)["update_policy"].parts["routes"]
+
+
+def test_routes_of_servers_lie_on_each_machine_once_and_ranks_hold_those_that_come_from_others():
+    def host_of(num_ranks: int, *more: str) -> dict[str, float]:
+        config = configured("qwen3-30b-a3b", *layout(tp=4, ep=8), f"parallel.num_ranks={num_ranks}", *more)
+        found = run_memory(config, models_in(config)).host
+        return {name: size for name, size in found.items() if "routes" in name}
+
+    replay, workers = "policy.moe.routing_replay={}".format, "rollout.num_workers=2"
+    config = configured("qwen3-30b-a3b", *layout(tp=4, ep=8))
+    tokens = config.batch.num_prompts_per_step * config.batch.num_samples_per_prompt
+    tokens *= config.batch.max_prompt_tokens + config.batch.max_response_tokens
+    all_routes = 48 * 8 * tokens
+    assert host_of(8, replay("R3"), workers) == {"driver: routes": all_routes}
+    assert host_of(16, replay("R3"), workers)["driver: routes"] == all_routes / 2
+    assert host_of(16, replay("R3"), "rollout.num_workers=0")["driver: routes"] == all_routes
+    # Eight ranks of the sixteen, four of which share a quarter of the sequences.
+    assert host_of(16, replay("R3"), workers)["routes held, 8 ranks"] == pytest.approx(8 * all_routes / 4)
+    assert host_of(16, replay("R2"), workers) == {"routes held, 8 ranks": pytest.approx(8 * all_routes / 4)}
 
 
 def test_a_reference_gets_no_routes():
