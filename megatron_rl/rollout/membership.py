@@ -7,7 +7,7 @@ says is tried again later where it cannot be done now, and nothing here ends a r
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from megatron_rl.errors import UserError
 from megatron_rl.rollout.recovery import RecoveringClient
@@ -28,33 +28,45 @@ async def follow(
     """
     not_before: dict[str, float] = {}
     said = ""
-
-    def say_once(text: str) -> None:
-        nonlocal said
-        if text and text != said:
-            warn(text)
-        said = text
-
     while True:
         await asyncio.sleep(_POLL_S)
         try:
             named = await asyncio.to_thread(named_urls, named_by, key)
+            await _join(named, live, attach, warn, not_before)
+            wrong = await _leave(named, live, not_before)
+            wrong = wrong and f"{named_by} names no server that serves: {wrong} stay until it does"
         except (UserError, OSError) as error:
-            say_once(f"{error}; the servers stay as they are")
+            wrong = f"{error}; the servers stay as they are"
+        except Exception as error:  # whatever it is, the run goes on, and so does this
+            wrong = f"the servers that {named_by} names could not be followed ({type(error).__name__}: {error}); it is tried again"
+        if wrong and wrong != said:
+            warn(wrong)
+        said = wrong
+
+
+async def _join(
+    named: Sequence[str],
+    live: RecoveringClient,
+    attach: Callable[[str], Server],
+    warn: Callable[[str], None],
+    not_before: dict[str, float],
+) -> None:
+    for url in named:
+        if url in live.urls or time.monotonic() < not_before.get(url, 0.0):
             continue
-        for url in named:
-            if url in live.urls or time.monotonic() < not_before.get(url, 0.0):
-                continue
-            try:
-                live.join(await asyncio.to_thread(attach, url))
-            except UserError as error:
-                warn(f"the SGLang server at {url} cannot join: {error}")
-            not_before[url] = time.monotonic() + _AGAIN_S
-        gone = [url for url in live.urls if url not in named]
-        if gone and not set(named) & set(live.client.live_urls):
-            say_once(f"{named_by} names no server that serves: {', '.join(gone)} stay until it does")
-            continue
-        say_once("")
-        await asyncio.gather(*[live.leave(url) for url in gone])
-        for url in gone:
-            not_before.pop(url, None)
+        try:
+            live.join(await asyncio.to_thread(attach, url))
+        except UserError as error:
+            warn(f"the SGLang server at {url} cannot join: {error}")
+        not_before[url] = time.monotonic() + _AGAIN_S
+
+
+async def _leave(named: Sequence[str], live: RecoveringClient, not_before: dict[str, float]) -> str:
+    """The servers that should, but stay, for no other would serve."""
+    gone = [url for url in live.urls if url not in named]
+    if gone and not set(named) & set(live.client.live_urls):
+        return ", ".join(gone)
+    await asyncio.gather(*[live.leave(url) for url in gone])
+    for url in gone:
+        not_before.pop(url, None)
+    return ""

@@ -164,7 +164,8 @@ class SglangClient:
         deadline_s = time.monotonic() + timeout_s
         while server.live and server.sent and time.monotonic() < deadline_s:
             await self.abort({pending.request.rid for pending in server.sent.values()})
-            await asyncio.wait(server.tasks, timeout=_ABORT_REPEAT_S)
+            if server.tasks:  # all of them may have ended meanwhile
+                await asyncio.wait(server.tasks, timeout=_ABORT_REPEAT_S)
         server.live = False
         server.fail(server.sent.values(), "it has left")
 

@@ -129,6 +129,45 @@ def test_one_that_leaves_gives_its_requests_back_with_their_tokens(tmp_path, mon
     assert events.index("settled") > events.index("weights 1")
 
 
+def test_requests_may_be_back_before_it_is_known_that_they_were_cut(tmp_path, monkeypatch):
+    async def scenario(client, stubs, urls, file, events):
+        file.write_text("\n".join(urls))
+        await until(lambda: len(client.client.live_urls) == 2)
+        calls = [asyncio.create_task(whole(client, f"r{i}")) for i in range(4)]
+        await until(lambda: stubs[0].num_generated > 20 and stubs[1].num_generated > 20)
+        abort, leaves = client.client.abort, client.client._servers[urls[0]]
+
+        async def slow(rids):
+            await abort(rids)
+            await until(lambda: not leaves.tasks)
+
+        monkeypatch.setattr(client.client, "abort", slow)
+        file.write_text(urls[1])
+        await until(lambda: client.urls == [urls[1]])
+        assert [num_cut for _, num_cut in await asyncio.gather(*calls)].count(1) == 2
+
+    _, events = run(scenario, tmp_path, monkeypatch)
+    assert not any("could not be followed" in event for event in events)
+
+
+def test_whatever_goes_wrong_is_said_once_and_the_file_is_followed_on(tmp_path, monkeypatch):
+    async def scenario(client, stubs, urls, file, events):
+        leave, failures = client.leave, [RuntimeError("a"), RuntimeError("a"), ValueError("b")]
+
+        async def failing(url):
+            if failures:
+                raise failures.pop(0)
+            await leave(url)
+
+        monkeypatch.setattr(client, "leave", failing)
+        file.write_text(urls[1])
+        await until(lambda: client.urls == [urls[1]])
+
+    _, events = run(scenario, tmp_path, monkeypatch)
+    said = [event.partition("could not be followed ")[2] for event in events if "could not be followed" in event]
+    assert said == ["(RuntimeError: a); it is tried again", "(ValueError: b); it is tried again"]
+
+
 def test_the_last_server_stays_and_what_cannot_join_is_said(tmp_path, monkeypatch):
     async def scenario(client, stubs, urls, file, events):
         file.write_text("http://127.0.0.1:9\n")
