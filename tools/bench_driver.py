@@ -1,7 +1,8 @@
 """What a step costs the driver (rank 0): the project's code on synthetic answers, without models and GPUs.
 
     python tools/bench_driver.py                                     # 1/32 of 8,192 slots, scaled up
-    python tools/bench_driver.py --share 1 --routes 48x8x128         # all of them, with R3 of Qwen3-30B-A3B
+    python tools/bench_driver.py --share 1                           # all of them: 6 GiB
+    python tools/bench_driver.py --share 1/8 --routes 48x8x128       # with R3 of Qwen3-30B-A3B: 5 GiB; all of them: 40
     python tools/bench_driver.py --lengths pareto:1.5:2000 --json found.json
     python tools/bench_driver.py --images 1 --share 1/64             # an image of 1,024 x 768 pixels in each prompt
 
@@ -21,6 +22,7 @@ import asyncio
 import gc
 import io
 import json
+import math
 import os
 import pickle
 import re
@@ -47,7 +49,6 @@ from megatron_rl.errors import UserError
 _OWN_SHARE = "rank 0's own sequences"
 NUM_SAMPLES = 16
 """Responses of a prompt."""
-STEPS_TO_STEADY_STATE = 12
 MODEL = {
     "model_type": "qwen2", "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28,
     "num_key_value_heads": 4, "vocab_size": 152064, "tie_word_embeddings": False,
@@ -63,6 +64,64 @@ IMAGE_PROCESSOR = {
     "temporal_patch_size": 2, "merge_size": 2,
 }  # fmt: skip
 IMAGE_SIZE, IMAGE_TOKENS = (1024, 768), 999
+IMAGE_SENT_BYTES, IMAGE_CUT_BYTES = 3_000_000, 19_000_000
+BYTES_PER_TOKEN, BYTES_PER_PROCESS = 85, 200_000_000
+"""As measured: what is held, and passes through arrays of the driver, for each token of prompts and responses, without routes; and
+what a process takes before it has any."""
+
+
+LEAST = {
+    "slots": 1, "cut": 16, "window": 1, "prompt_tokens": 1, "images": 0, "servers": 1, "workers": 0, "nodes": 1, "replicas": 1,
+    "ranks_per_replica": 1, "ranks_per_node": 1, "seed": 0,
+}  # fmt: skip
+"""Whole numbers of the command line."""
+
+
+def check(arguments: argparse.Namespace) -> None:
+    """Raises UserError for what cannot be measured."""
+    for name, least in LEAST.items():
+        value = getattr(arguments, name)
+        if value is not None and value < least:
+            raise UserError(f"--{name.replace('_', '-')} {value}: expected at least {least}")
+    if not 0 < arguments.median < math.inf:
+        raise UserError(f"--median {arguments.median}: expected a number of tokens above 0")
+    if not 0 <= arguments.sigma < math.inf:
+        raise UserError(f"--sigma {arguments.sigma}: expected at least 0")
+    share = re.fullmatch(r"(\d*\.?\d+)(?:/(\d+))?", arguments.share)
+    if share is None or not 0 < float(share[1]) <= int(share[2] or 1):
+        raise UserError(f"--share {arguments.share}: expected a part of the slots above 0 and at most 1, as 1/32 or 0.125")
+    if arguments.routes:
+        words = re.fullmatch(r"(\d+)x(\d+)x(\d+)", arguments.routes)
+        if words is None or not (int(words[1]) and 1 <= int(words[2]) <= int(words[3])):
+            raise UserError(f"--routes {arguments.routes}: expected layers x experts of a token x experts, as 48x8x128")
+    if arguments.nodes > 1 and arguments.workers == 0:
+        raise UserError(f"--nodes {arguments.nodes}: only rollout workers have others on further nodes; leave --workers 0 out")
+    if arguments.json and not Path(arguments.json).absolute().parent.is_dir():
+        raise UserError(f"--json {arguments.json}: its folder does not exist")
+
+
+def check_memory(arguments: argparse.Namespace, context_tokens: int) -> None:
+    """Raises UserError where what the run holds, ``context_tokens`` at the end of the window, is more than this machine has free."""
+    from megatron_rl.system.host_memory import available_bytes
+
+    layers, top_k, experts = map(int, (arguments.routes or "0x0x0").split("x"))
+    num_prompts = len_of(arguments) // NUM_SAMPLES
+    of_images = arguments.images * num_prompts * (IMAGE_SENT_BYTES + 2 * IMAGE_CUT_BYTES // arguments.replicas)
+    of_slots = context_tokens * (BYTES_PER_TOKEN + 1.1 * layers * top_k * (1 if experts <= 255 else 2)) + of_images
+    processes = 2 + arguments.servers + (arguments.workers or 1) * arguments.nodes
+    free = available_bytes() - processes * BYTES_PER_PROCESS
+    if of_slots > free:
+        needed, there = ((size + processes * BYTES_PER_PROCESS) / 2**30 for size in (of_slots, free))
+        fits = free * num_prompts // of_slots  # groups
+        remedy = (
+            f"--share 1/{math.ceil(arguments.slots / (fits * NUM_SAMPLES))} fits"
+            if fits >= 1
+            else "not even 16 slots fit: take shorter responses (--cut) or smaller routes"
+        )
+        raise UserError(
+            f"--share {arguments.share}: {len_of(arguments)} slots hold about {needed:.1f} GiB with these lengths"
+            f"{' and routes' * bool(arguments.routes)}, and {there:.1f} GiB are free here; {remedy}"
+        )
 
 
 class Meter:
@@ -123,8 +182,11 @@ def lengths_of(spec: str, number: int, arguments: argparse.Namespace, random: np
 
     if not spec:
         drawn = np.exp(random.normal(np.log(arguments.median), arguments.sigma, number))
-    elif found := re.fullmatch(r"pareto:([\d.]+):([\d.]+)", spec):
-        alpha, least = map(float, found.groups())
+    elif spec.startswith("pareto:") and "=" not in spec:
+        found = re.fullmatch(r"pareto:(\d*\.?\d+):(\d*\.?\d+)", spec)
+        alpha, least = map(float, found.groups() if found is not None else (0, 0))
+        if not alpha or not least:
+            raise UserError(f"--lengths {spec}: expected pareto:ALPHA:LEAST with numbers above 0, as pareto:1.5:2000")
         drawn = least * (1 + random.pareto(alpha, number))
     else:
         lengths = read_lengths(Path(spec)) if Path(spec).is_file() else named_lengths(spec)
@@ -132,10 +194,15 @@ def lengths_of(spec: str, number: int, arguments: argparse.Namespace, random: np
     return np.clip(drawn, 16, arguments.cut).astype(np.int64)
 
 
+def steps_before(arguments: argparse.Namespace) -> int:
+    """After so many the pool is in its steady state: the longest responses have been replaced three times."""
+    return 3 * math.ceil(arguments.cut / arguments.window)
+
+
 def steady_slots(arguments: argparse.Namespace, num_slots: int, random: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
     """(whole length, tokens so far) of each slot after some steps."""
     total, done = lengths_of(arguments.lengths, num_slots, arguments, random), np.zeros(num_slots, dtype=np.int64)
-    for _ in range(STEPS_TO_STEADY_STATE):
+    for _ in range(steps_before(arguments)):
         done = np.minimum(total, done + arguments.window)
         over = done >= total
         total[over], done[over] = lengths_of(arguments.lengths, int(over.sum()), arguments, random), 0
@@ -296,7 +363,7 @@ async def carry(client: Any, plan: Any, trajectories: Sequence[Any], done: np.nd
         held, whole = trajectory.first_window_tokens, trajectory.segments
         starts = range(0, held, arguments.window)
         trajectory.first_window_tokens, trajectory.segments = 0, []
-        for step, start in enumerate(starts, start=STEPS_TO_STEADY_STATE - len(starts)):
+        for step, start in enumerate(starts, start=steps_before(arguments) - len(starts)):
             part = slice(start, min(start + arguments.window, held))
             ids, logprobs = whole[0].token_ids[part], whole[0].rollout_logprobs[part]
             trajectory.segments.append(Segment(ids, logprobs, 1, "length", step))
@@ -346,8 +413,8 @@ def generate(
             near = client.caller.pids if isinstance(client.caller, WorkerPool) else []
             far = [child.pid for node in meter.nodes for child in psutil.Process(node.pid).children()]
             meter.workers_cpu_s, meter.further_cpu_s = -cpu_s_of(near), -cpu_s_of(far)
-            step, version = STEPS_TO_STEADY_STATE, 1
-            window = Window(client, _lost, plan, step=step, num_tokens=arguments.window, weight_version=version, kind="train")
+            step = steps_before(arguments)
+            window = Window(client, _lost, plan, step=step, num_tokens=arguments.window, weight_version=1, kind="train")
             with meter.stalls(), meter.part("HTTP and event loop"):
                 await window.fill(trajectories)
             meter.workers_cpu_s += cpu_s_of(near)
@@ -602,7 +669,8 @@ def _measure(arguments: argparse.Namespace, vision: Any) -> dict[str, Any]:
     random = np.random.default_rng(arguments.seed)
     num_slots = len_of(arguments)
     total, done = steady_slots(arguments, num_slots, random)
-    pool, meter, step = pool_of(arguments, num_slots, random, vision), Meter(), STEPS_TO_STEADY_STATE
+    check_memory(arguments, int((arguments.prompt_tokens + np.minimum(total, done + arguments.window)).sum()))
+    pool, meter, step = pool_of(arguments, num_slots, random, vision), Meter(), steps_before(arguments)
     trajectories = pool.fill(step)
     with further_nodes(arguments.nodes - 1, arguments.workers or 1, meter):
         with stub_servers(arguments, total) as urls:
@@ -674,6 +742,7 @@ def main() -> None:
 
     keep_freed_memory()  # as a run's driver does
     try:
+        check(arguments)
         found = measure(arguments)
     except UserError as error:
         sys.exit(f"bench_driver: error: {error}")

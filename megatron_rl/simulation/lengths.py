@@ -35,7 +35,7 @@ def empirical(values: np.ndarray, text: str) -> Lengths:
     seen = np.asarray(values)
     if seen.ndim != 1 or not len(seen) or not np.all(np.isfinite(seen)) or seen.min() < 1:
         raise UserError(f"--lengths {text}: expected at least one length, each of them 1 or more, got {_shown(seen)}")
-    tokens = np.ceil(seen).astype(np.int64)
+    tokens = np.ceil(np.minimum(seen, _NO_MAX)).astype(np.int64)
     return Lengths(f"{text} ({len(tokens):,} lengths, mean {tokens.mean():.0f})", lambda rng, n: rng.choice(tokens, n))
 
 

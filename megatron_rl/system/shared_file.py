@@ -84,7 +84,7 @@ class Extent(mmap.mmap):
 
     def _at(self, file: "_OpenFile | FarView", start: int) -> Self:
         self.file, self.start = file, start
-        self.address = np.frombuffer(self, np.uint8).ctypes.data
+        self.address = np.frombuffer(self, np.uint8).__array_interface__["data"][0]
         return self
 
 

@@ -1,13 +1,17 @@
 """The account of the driver's part of a step: tools/bench_driver.py, with its servers."""
 
 import json
+import re
 import subprocess
 import sys
+from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
 import psutil
 import pytest
+
+from megatron_rl.errors import UserError
 
 TOOLS = Path(__file__).parents[3] / "tools"
 TINY = ["--slots", "64", "--share", "1/2", "--median", "60", "--cut", "300", "--window", "80", "--prompt-tokens", "8"]
@@ -51,11 +55,60 @@ def test_slots_are_in_their_steady_state(spec, tmp_path):
     assert (done % 80 == 0).all() and 0.1 < (done > 0).mean() < 0.9
 
 
+def test_small_windows_have_as_many_steps_as_the_longest_responses_need():
+    from bench_driver import parse, steady_slots
+
+    _, done = steady_slots(parse([*TINY, "--window", "2", "--lengths", "fixed:length=300"]), 16, np.random.default_rng(0))
+    assert (done == 0).all()  # each has just ended for the third time
+    _, done = steady_slots(parse([*TINY, "--window", "7"]), 4000, np.random.default_rng(0))
+    assert done.max() > 200
+
+
 @pytest.mark.parametrize("spec", ["pareto:1.5", "/nowhere/lengths", "uniform:middle=3"])
 def test_lengths_that_cannot_be_read_are_said_without_a_traceback(spec):
     command = [sys.executable, str(TOOLS / "bench_driver.py"), *TINY, "--lengths", spec]
     found = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert found.returncode == 1 and found.stderr.startswith(f"bench_driver: error: --lengths {spec}")
+
+
+@pytest.mark.parametrize(
+    ("words", "names"),
+    [
+        ("--share 0", "--share 0: expected a part"), ("--share=-1", "--share -1"), ("--share 9/8", "at most 1"),
+        ("--share 1/0", "--share 1/0"), ("--share half", "as 1/32 or 0.125"), ("--slots 0", "--slots 0: expected at least 1"),
+        ("--routes 48x8", "as 48x8x128"), ("--routes 2x5x4", "--routes 2x5x4"), ("--servers 0", "--servers 0"),
+        ("--workers=-1", "--workers -1"), ("--nodes 2 --workers 0", "--workers 0"), ("--ranks-per-node 0", "--ranks-per-node 0"),
+        ("--cut 15", "--cut 15: expected at least 16"), ("--median nan", "--median nan"), ("--sigma=-1", "--sigma -1"),
+        ("--json /nowhere/found.json", "folder does not exist"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_measured_is_refused_by_name(words, names):
+    from bench_driver import check, parse
+
+    with pytest.raises(UserError, match=re.escape(names)):
+        check(parse(words.split()))
+    check(parse([]))
+    check(parse("--share .5 --routes 1x1x1 --workers 0 --sigma 0".split()))
+
+
+@pytest.mark.parametrize(
+    ("free_gib", "names"), [(20, "--share 1/3 fits"), (3, "--share 1/19 fits"), (0.5, "not even 16 slots fit"), (64, "")]
+)
+def test_a_run_that_does_not_fit_is_refused_with_the_share_that_does(monkeypatch, free_gib, names):
+    from bench_driver import check_memory, parse
+
+    def tokens_of(share: str) -> int:
+        return int(82e6 * float(Fraction(share)))
+
+    monkeypatch.setattr("megatron_rl.system.host_memory.available_bytes", lambda: int(free_gib * 2**30))
+    words = ["--routes", "48x8x128"]
+    if not names:
+        return check_memory(parse(["--share", "1", *words]), tokens_of("1"))
+    with pytest.raises(UserError, match=names):
+        check_memory(parse(["--share", "1", *words]), tokens_of("1"))
+    if share := re.search(r"1/\d+", names):
+        check_memory(parse(["--share", share[0], *words]), tokens_of(share[0]))
+    return None
 
 
 def test_one_rank_alone_passes_no_token_on():
