@@ -16,22 +16,14 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from megatron_rl.algorithms import register
 from megatron_rl.algorithms.loss import MAX_LOG_RATIO, is_on, keep
-from megatron_rl.algorithms.mismatch import RatioSums, effective_share
-from megatron_rl.algorithms.sequences import (
-    exact_sums,
-    exp,
-    expm1,
-    new_like,
-    num_on,
-    sequence_blocks,
-    sequence_index,
-    spread,
-)
+from megatron_rl.algorithms.mismatch import RatioSums, counted_ratios, effective_share
+from megatron_rl.algorithms.sequences import exact_sums, exp, expm1, num_on, sequence_index, spread
 from megatron_rl.algorithms.shapes import (
     check_cu_seqlens,
     check_float_vector,
@@ -41,6 +33,7 @@ from megatron_rl.algorithms.shapes import (
     check_same_kind,
     describe,
 )
+from megatron_rl.algorithms.token_loops import array, put_weights, run
 
 
 @dataclass(frozen=True)
@@ -63,7 +56,7 @@ class Correction:
 
 @dataclass(frozen=True)
 class LogRatios:
-    """log rho in float64, 0 outside the mask; numbers of a sequence are repeated for each of its tokens."""
+    """log rho in float64, 0 outside the mask, or of the counted tokens alone; numbers of a sequence are repeated for each token."""
 
     token: Tensor
     """[T] clamped to +- 20."""
@@ -165,27 +158,25 @@ class _Rules:
         entry = register.CORRECTION_WEIGHTS.find(self.weight)
         is_cut = entry.local and register.REJECTIONS.find(self.rejection).local
         bound = check_positive("max_weight", self.max_weight) if entry.bounded else math.inf
-        raw = new_like(old_logprobs, torch.float64 if normalize else old_logprobs.dtype)
-        kept, sums = new_like(old_logprobs, torch.bool), _Sums()
-        for first, end in sequence_blocks(bounds, mask.device) if is_cut else [(0, len(bounds) - 1)]:
-            block = slice(int(bounds[first]), int(bounds[end]))
-            counted = is_on(mask[block])
-            ratios = _ratios(rollout_logprobs[block], old_logprobs[block], counted, bounds[first : end + 1] - bounds[first])
-            _check_comparable(ratios, rollout_logprobs[block], old_logprobs[block], block.start)
-            vetoed = _vetoed(ratios, counted, self.veto_below)
-            kept[block] = remains = self._remaining(ratios, counted, vetoed)
+        sums, raw = _Sums(), np.zeros(len(mask), np.float64 if normalize else array(old_logprobs[:0]).dtype)
+        kept = np.zeros(len(mask), bool)
+        for block in counted_ratios(old_logprobs, rollout_logprobs, mask, bounds, at_once=not is_cut):
+            place, counts = block.tokens, block.bounds.diff().double()
+            ratios = LogRatios(block.log_ratio, block.bounds, exact_sums(block.log_ratio, block.bounds), counts)
+            _check_comparable(ratios, rollout_logprobs[place], old_logprobs[place], mask[place], place.start)
+            vetoed = _vetoed(ratios, self.veto_below)
+            remains = self._remaining(ratios, vetoed)
             importance = _per_token(f"correction weight {self.weight!r}", self.weigh(ratios=ratios), ratios).double()
-            if num_on(remains) < len(remains):
-                importance = keep(importance, remains)
-            raw[block] = weights = importance.clamp(max=bound) if entry.bounded else importance
-            sums.add(ratios, vetoed, remains, importance, weights)
+            of_block = run(put_weights, array(importance), array(remains), bound, block.runs, raw[place], kept[place])
+            sums.add(ratios, vetoed, of_block)
             if entry.per_sequence and normalize:
-                sums.add_sequences(ratios, remains, weights)
-        return Correction((raw / sums.mean_weight()).to(old_logprobs.dtype) if normalize else raw, kept, sums.metrics())
+                sums.add_sequences(ratios, remains, keep(importance, remains).clamp(max=bound))
+        weights = torch.from_numpy(raw / sums.mean_weight() if normalize else raw).to(old_logprobs)
+        return Correction(weights, torch.from_numpy(kept).to(mask.device), sums.metrics())
 
-    def _remaining(self, ratios: LogRatios, counted: Tensor, vetoed: Tensor) -> Tensor:
-        """[T] bool; ``counted`` [T] bool, ``vetoed`` [N] bool."""
-        remains = counted & _per_token(f"rejection {self.rejection!r}", self.accepts(ratios=ratios), ratios).bool()
+    def _remaining(self, ratios: LogRatios, vetoed: Tensor) -> Tensor:
+        """[K] bool; ``vetoed`` [N] bool."""
+        remains = _per_token(f"rejection {self.rejection!r}", self.accepts(ratios=ratios), ratios).bool()
         return remains & ~spread(vetoed, ratios.bounds.diff()) if self.veto_below else remains
 
 
@@ -253,11 +244,11 @@ def _ratios(denominator: Tensor, numerator: Tensor, counted: Tensor, bounds: Ten
     return LogRatios(token, bounds, exact_sums(token, bounds), counts)
 
 
-def _vetoed(ratios: LogRatios, counted: Tensor, veto_below: float) -> Tensor:
-    """[N] bool: sequences with a counted token whose rho is below the bound; nothing is below 0."""
+def _vetoed(ratios: LogRatios, veto_below: float) -> Tensor:
+    """[N] bool: sequences with a token whose rho is below the bound; nothing is below 0."""
     if veto_below == 0:
         return torch.zeros_like(ratios.counts, dtype=torch.bool)
-    return exact_sums(counted & (exp(ratios.token) < veto_below), ratios.bounds) > 0
+    return exact_sums(exp(ratios.token) < veto_below, ratios.bounds) > 0
 
 
 @register.rejection("none", local=True)
@@ -344,15 +335,14 @@ class _Sums:
         self._weight = self._weight_square = 0.0
         self._mean_weights: list[Tensor] = []
 
-    def add(self, ratios: LogRatios, vetoed: Tensor, kept: Tensor, importance: Tensor, weights: Tensor) -> None:
-        """``kept`` [T] bool, ``vetoed`` [N] bool; ``importance`` and ``weights`` [T] before and after the cut to the bound."""
+    def add(self, ratios: LogRatios, vetoed: Tensor, of_weights: tuple[int, int, int, float, float]) -> None:
+        """``vetoed`` [N] bool; ``of_weights`` as ``put_weights`` gives them."""
         self._ratios.add(ratios.token, ratios.sums, ratios.counts)
         self._num_vetoed += num_on(vetoed)
-        self._num_kept += num_on(kept)
-        self._num_weighted += num_on(weights != 0)
-        self._num_truncated += 0 if weights is importance else num_on(importance > weights)
-        self._weight += float(weights.sum())
-        self._weight_square += float(weights.square().sum())
+        num_kept, num_weighted, num_truncated, weight, weight_square = of_weights
+        self._num_kept, self._num_weighted = self._num_kept + num_kept, self._num_weighted + num_weighted
+        self._num_truncated += num_truncated
+        self._weight, self._weight_square = self._weight + weight, self._weight_square + weight_square
 
     def add_sequences(self, ratios: LogRatios, kept: Tensor, weights: Tensor) -> None:
         """For a mean weight over sequences."""
@@ -388,11 +378,11 @@ def _check_interval(name: str, low: float, high: float) -> None:
         raise ValueError(f"{name}_low, {name}_high: expected 0 <= low <= high, got {low!r} and {high!r}")
 
 
-def _check_comparable(ratios: LogRatios, rollout_logprobs: Tensor, old_logprobs: Tensor, offset: int) -> None:
+def _check_comparable(ratios: LogRatios, rollout_logprobs: Tensor, old_logprobs: Tensor, mask: Tensor, offset: int) -> None:
     """Refuse NaN: it would pass every bound and reach the loss as a weight. ``offset``: the first token's number."""
     if not ratios.sums.isnan().any():
         return
-    unknown = ratios.token.isnan().nonzero()
+    unknown = is_on(mask).nonzero()[ratios.token.isnan().to(mask.device)]
     token = int(unknown[0])
     raise ValueError(
         f"rollout_logprobs, old_logprobs: expected numbers wherever the mask counts, got "

@@ -6,12 +6,12 @@ Explained variance is in ``value_loss``.
 from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_rl.algorithms.loss import is_on
-from megatron_rl.algorithms.sequences import exact_sums, num_on
+from megatron_rl.algorithms.sequences import exact_sums
 from megatron_rl.algorithms.shapes import check_cu_seqlens, check_float_vector, check_mask, check_same_kind
+from megatron_rl.algorithms.token_loops import array, run, sums_by_position
 
 
 @torch.no_grad()
@@ -45,16 +45,12 @@ def value_by_position(
     bounds = check_cu_seqlens(cu_seqlens, len(values))
     if num_bins != int(num_bins) or num_bins < 1:
         raise ValueError(f"num_bins: expected a whole number of at least 1, got {num_bins!r}")
-    inside, counts = is_on(mask), bounds.diff()
-    if num_on(inside) < len(inside):
-        counts = exact_sums(inside, bounds).long().cpu()
-        values, returns = values.masked_select(inside), returns.masked_select(inside)
+    inside, counts = is_on(mask), exact_sums(is_on(mask), bounds).long().cpu()
     # Where bin b of n tokens starts: the first r with r * num_bins // n = b.
     starts = (counts[:, None] * torch.arange(int(num_bins) + 1) + int(num_bins) - 1) // int(num_bins)
-    sizes = starts.diff(dim=1)
-    # A bin of a sequence is a stretch of its tokens, and sums are taken as those of a sequence are.
-    borders = F.pad(sizes.flatten().cumsum(0), (1, 0))
-    tokens = sizes.sum(0).double().to(values.device)
-    value, target = (exact_sums(one, borders).view(-1, int(num_bins)).sum(0) for one in (values, returns))
+    tokens = starts.diff(dim=1).sum(0).double().to(values.device)
+    value, target = torch.zeros(2, int(num_bins), dtype=torch.float64)
+    for one, sums in ((values, value), (returns, target)):
+        run(sums_by_position, array(one), array(inside), array(bounds), array(starts), array(sums))
     columns = {"value": value, "return": target, "advantage": target - value}
-    return {name: (columns[name], tokens) for name in names}
+    return {name: (columns[name].to(values.device), tokens) for name in names}

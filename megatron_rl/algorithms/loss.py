@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from megatron_rl.algorithms.sequences import num_on
 from megatron_rl.algorithms.shapes import check_factor
 
 MAX_LOG_RATIO = 20.0
@@ -35,12 +34,6 @@ def keep(value: Tensor, mask: Tensor, filler: float = 0.0) -> Tensor:
 def is_on(mask: Tensor) -> Tensor:
     """[T] bool: where ``mask`` is not 0."""
     return mask if mask.dtype is torch.bool else mask != 0
-
-
-def exactly(value: Tensor, mask: Tensor) -> Tensor:
-    """[T] float64, a copy: ``value`` where the mask is not 0, 0 elsewhere."""
-    found = value.detach().to(torch.float64, copy=True)
-    return found if num_on(mask) == len(mask) else keep(found, mask)
 
 
 def masked_sum(value: Tensor, mask: Tensor) -> Tensor:

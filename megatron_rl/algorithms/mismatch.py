@@ -6,14 +6,18 @@ kl = k3 = 0, ratio 1, effective sample size 1, chi^2 = 0.
 """
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_rl.algorithms.loss import MAX_LOG_RATIO, exactly, is_on
-from megatron_rl.algorithms.sequences import exact_sums, expm1, sequence_blocks
+from megatron_rl.algorithms.loss import MAX_LOG_RATIO, is_on
+from megatron_rl.algorithms.sequences import edges, exact_sums, sequence_blocks
 from megatron_rl.algorithms.shapes import check_cu_seqlens, check_float_vector, check_mask, check_same_kind
+from megatron_rl.algorithms.token_loops import array, log_ratios, ratio_sums, run
 
 EQUAL_POLICIES = {
     "kl": 0.0,
@@ -86,12 +90,38 @@ def mismatch_metrics(
     check_mask(mask, "old_logprobs", old_logprobs)
     bounds = check_cu_seqlens(cu_seqlens, len(old_logprobs))
     sums = RatioSums()
-    for first, end in sequence_blocks(bounds, mask.device):
-        block, borders = slice(int(bounds[first]), int(bounds[end])), bounds[first : end + 1] - bounds[first]
-        log_rho = exactly(old_logprobs[block], mask[block]).sub_(exactly(rollout_logprobs[block], mask[block]))
-        log_rho.clamp_(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-        sums.add(log_rho, exact_sums(log_rho, borders), exact_sums(is_on(mask[block]), borders))
+    for counted in counted_ratios(old_logprobs, rollout_logprobs, mask, bounds):
+        sums.add(counted.log_ratio, exact_sums(counted.log_ratio, counted.bounds), counted.bounds.diff().double())
     return sums.metrics()
+
+
+@dataclass(frozen=True)
+class CountedRatios:
+    """The counted tokens of some sequences, back to back."""
+
+    tokens: slice
+    """Those of the sequences among all, counted or not."""
+    runs: np.ndarray
+    """[R, 2] int64: first and end of each stretch of counted ones, from the slice's start."""
+    log_ratio: Tensor
+    """[K] float64 on the CPU, cut to +- 20."""
+    bounds: Tensor
+    """[N+1] int64: where each sequence starts in ``log_ratio``."""
+
+
+def counted_ratios(
+    numerator: Tensor, denominator: Tensor, mask: Tensor, bounds: Tensor, *, at_once: bool = False
+) -> Iterator[CountedRatios]:
+    """Log ratios of log-probs [T] in ``mask`` [T], a block of sequences after the other; ``at_once``: all in one."""
+    over, under, runs = array(numerator), array(denominator), edges(array(is_on(mask))).reshape(-1, 2)
+    places = F.pad(exact_sums(is_on(mask), bounds).long().cpu().cumsum(0), (1, 0))
+    for first, end in [(0, len(bounds) - 1)] if at_once else sequence_blocks(places):
+        tokens = slice(int(bounds[first]), int(bounds[end]))
+        within = slice(np.searchsorted(runs[:, 1], tokens.start, "right"), np.searchsorted(runs[:, 0], tokens.stop))
+        own = np.clip(runs[within], tokens.start, tokens.stop) - tokens.start
+        found = np.empty(int(places[end] - places[first]))
+        run(log_ratios, over[tokens], under[tokens], own, MAX_LOG_RATIO, found)
+        yield CountedRatios(tokens, own, torch.from_numpy(found), places[first : end + 1] - places[first])
 
 
 class RatioSums:
@@ -103,13 +133,11 @@ class RatioSums:
         self._counts: list[Tensor] = []
 
     def add(self, log_rho: Tensor, sums: Tensor, counts: Tensor) -> None:
-        """``log_rho`` [T] float64, clamped, 0 where a token is not counted; ``sums`` and ``counts`` [N] over each sequence."""
+        """``log_rho`` [K] of counted tokens, float64, clamped; ``sums`` and ``counts`` [N] over each sequence."""
         if not len(log_rho):
             return
-        excess = expm1(log_rho)  # rho - 1, which is 0 where a token is not counted
-        self._excess += float(excess.sum())
-        self._excess_square += float(excess.square().sum())
-        self._k3 += float(excess.sub_(log_rho).sum())
+        excess, squares, k3 = run(ratio_sums, log_rho.numpy(), np.expm1(log_rho.numpy()))  # rho - 1
+        self._excess, self._excess_square, self._k3 = self._excess + excess, self._excess_square + squares, self._k3 + k3
         self._max = max(self._max, float(log_rho.amax()), -float(log_rho.amin()))
         self._sums.append(sums)
         self._counts.append(counts)

@@ -6,11 +6,12 @@ micro-batch, so that long and short responses share one scale.
 
 import math
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_rl.algorithms.loss import exactly, keep
-from megatron_rl.algorithms.sequences import new_like, num_on, spread, token_blocks
+from megatron_rl.algorithms.loss import is_on
+from megatron_rl.algorithms.sequences import spread
 from megatron_rl.algorithms.shapes import (
     check_cu_seqlens,
     check_float_vector,
@@ -18,6 +19,7 @@ from megatron_rl.algorithms.shapes import (
     check_not_negative,
     check_per_sequence,
 )
+from megatron_rl.algorithms.token_loops import array, moments, put_scaled, run
 
 KINDS = ("none", "scale", "whiten")
 
@@ -48,34 +50,19 @@ def normalize_advantages(
         raise ValueError(f"kind: expected one of {', '.join(KINDS)}, got {kind!r}")
     mean, deviation = (0.0, 0.0) if kind == "none" else mean_and_deviation(advantages, mask)
     varies = deviation > eps
-    result = new_like(advantages, advantages.dtype)
-    for block in token_blocks(advantages):
-        inside = advantages[block].to(torch.float64, copy=True)
-        if kind == "whiten":
-            # Equal numbers may differ from their mean by a rounding: exactly 0 then.
-            inside = inside.sub_(mean) if varies else inside.zero_()
-        if varies:
-            inside /= deviation
-        if clamp > 0:
-            inside.clamp_(-clamp, clamp)
-        result[block] = inside if num_on(mask[block]) == len(inside) else keep(inside, mask[block])
-    return result
+    if kind == "whiten" and not varies:
+        # Equal numbers may differ from their mean by a rounding: exactly 0 then.
+        return torch.zeros_like(advantages)
+    numbers, inside = array(advantages), array(is_on(mask))
+    result = np.empty_like(numbers)
+    centre, divisor = mean if kind == "whiten" else 0.0, deviation if varies else 1.0
+    run(put_scaled, numbers, inside, float(centre), float(divisor), float(clamp or math.inf), result)
+    return torch.from_numpy(result).to(advantages.device)
 
 
 def mean_and_deviation(values: Tensor, mask: Tensor) -> tuple[float, float]:
     """Of ``values`` [T] in the mask; the population's (n) standard deviation. Zeros where the mask is empty."""
-    number, mean, squares = 0, 0.0, 0.0
-    for block in token_blocks(values):
-        count = num_on(mask[block])
-        if not count:
-            continue
-        inside = exactly(values[block], mask[block])
-        of_block = float(inside.sum()) / count
-        distances = inside.sub_(of_block) if count == len(inside) else keep(inside - of_block, mask[block])
-        # Two parts as one: Chan, Golub and LeVeque, "Updating formulae", 1979.
-        apart, number = of_block - mean, number + count
-        squares += float(distances.square_().sum()) + apart * apart * count * (number - count) / number
-        mean += apart * count / number
+    number, mean, squares = run(moments, array(values), array(is_on(mask)))
     return mean, math.sqrt(squares / max(number, 1))
 
 

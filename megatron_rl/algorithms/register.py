@@ -179,7 +179,7 @@ def correction_weight(
 ) -> Callable[[Function], Function]:
     """Register an importance weight of the engine's samples: a function of
 
-    - ``ratios``: ``corrections.LogRatios`` of pi_old over mu, 0 outside the mask.
+    - ``ratios``: ``corrections.LogRatios`` of pi_old over mu, of the counted tokens.
     - ``max_weight``, ``icepop_low``, ``icepop_high``: as in the ``algorithm.correction`` section.
 
     It returns [T] float64, at least 0, and 1 where ``ratios`` are 0. ``bounded``: what exceeds max_weight is cut to it.
@@ -191,7 +191,7 @@ def correction_weight(
 def rejection(name: str = "", *, local: bool = False) -> Callable[[Function], Function]:
     """Register a rule for which samples stay: a function of
 
-    - ``ratios``: ``corrections.LogRatios`` of pi_old over mu, 0 outside the mask.
+    - ``ratios``: ``corrections.LogRatios`` of pi_old over mu, of the counted tokens.
     - ``rejection_low``, ``rejection_high``: as in the ``algorithm.correction`` section.
 
     It returns [T] bool: the tokens that may train. ``local``: what it says of a sequence depends on that sequence alone;

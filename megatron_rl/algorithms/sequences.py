@@ -2,19 +2,24 @@
 
 ``bounds`` is the int64 CPU tensor that ``check_cu_seqlens`` returns. Empty sequences have a sum of 0.
 
-On the CPU a step's tokens are gone through in blocks: what is made of one on the way stays in a core's cache, where whole
-copies would each be hundreds of megabytes of new memory.
+On the CPU a step's tokens are gone through in compiled loops (``token_loops``), or in blocks: what is made of one on the way stays
+in a core's cache, where whole copies would each be hundreds of megabytes of new memory.
 """
 
 import itertools
-from collections.abc import Iterator
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from megatron_rl.algorithms.token_loops import array, run, sums_by_sequence
+
 BLOCK_TOKENS = 32_000
 """Several float64 numbers of each fit into a core's cache, and torch wakes no threads for so few (but see ``exp``)."""
+
+_WORD = 8
+_ALL_ON = np.uint64(0x0101010101010101)
+"""A word of a mask of bytes, and what it is where all of them are on."""
 
 
 def sequence_index(bounds: Tensor, device: torch.device) -> Tensor:
@@ -31,13 +36,8 @@ def exact_sums(values: Tensor, bounds: Tensor) -> Tensor:
     """[N] float64 sums of ``values`` [T] over each sequence; no gradient."""
     if values.device.type != "cpu":
         return sequence_sums(values.double(), sequence_index(bounds, values.device), len(bounds) - 1)
-    sums, borders = np.zeros(len(bounds) - 1), bounds.numpy()
-    for first, end in sequence_blocks(bounds, values.device):
-        starts = borders[first : end + 1]
-        filled = starts[1:] > starts[:-1]
-        if filled.any():
-            numbers = values[starts[0] : starts[-1]].detach().double().numpy()
-            sums[first:end][filled] = np.add.reduceat(numbers, (starts[:-1] - starts[0])[filled])
+    sums = np.empty(len(bounds) - 1)
+    run(sums_by_sequence, array(values), array(bounds), sums)
     return torch.from_numpy(sums)
 
 
@@ -66,16 +66,10 @@ def num_on(mask: Tensor) -> int:
     return int(np.count_nonzero(mask.numpy()) if mask.device.type == "cpu" else mask.count_nonzero())
 
 
-def token_blocks(values: Tensor) -> Iterator[slice]:
-    """Ranges of tokens that are gone through one after the other; on a GPU all at once."""
-    size = BLOCK_TOKENS if values.device.type == "cpu" else max(len(values), 1)
-    return (slice(start, start + size) for start in range(0, len(values), size))
-
-
-def sequence_blocks(bounds: Tensor, device: torch.device) -> list[tuple[int, int]]:
-    """Ranges of whole sequences with at most ``BLOCK_TOKENS`` tokens, or one longer sequence; on a GPU all at once."""
+def sequence_blocks(bounds: Tensor) -> list[tuple[int, int]]:
+    """Ranges of whole sequences with at most ``BLOCK_TOKENS`` tokens, or one longer sequence."""
     cuts, starts = [0], bounds.numpy()
-    if starts[-1] <= BLOCK_TOKENS or device.type != "cpu":
+    if starts[-1] <= BLOCK_TOKENS:
         return [(0, len(starts) - 1)]
     while cuts[-1] < len(starts) - 1:
         end = int(np.searchsorted(starts, starts[cuts[-1]] + BLOCK_TOKENS, side="right")) - 1
@@ -83,8 +77,20 @@ def sequence_blocks(bounds: Tensor, device: torch.device) -> list[tuple[int, int
     return list(itertools.pairwise(cuts))
 
 
-def new_like(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """An unfilled tensor of the length of ``values`` [T]; on the CPU of numpy, which asks for large pages."""
-    if values.device.type != "cpu":
-        return torch.empty(len(values), dtype=dtype, device=values.device)
-    return torch.from_numpy(np.empty(len(values), torch.empty(0, dtype=dtype).numpy().dtype))
+def edges(flags: np.ndarray) -> np.ndarray:
+    """[2 R] int64: first place and end of each run of True in ``flags`` [T] bool."""
+    places = _places_of_edges(flags)
+    edges = places[flags[places] != np.where(places > 0, flags[places - 1], False)]
+    return np.append(edges, len(flags)) if len(edges) % 2 else edges
+
+
+def _places_of_edges(flags: np.ndarray) -> np.ndarray:
+    """[K] int64, ascending: places of ``flags`` [T] bool, among them all that differ from the one before."""
+    whole = len(flags) // _WORD * _WORD
+    words = np.ascontiguousarray(flags[:whole]).view(np.uint64)
+    # A word like the one before it has no edge, unless both are on and off inside.
+    new = np.flatnonzero(np.concatenate([np.ones(min(len(words), 1), bool), words[1:] != words[:-1]]))
+    is_mixed = (words[new] != 0) & (words[new] != _ALL_ON)
+    if (is_mixed & (np.diff(new, append=len(words)) > 1)).any():
+        return np.arange(len(flags))
+    return np.concatenate([(new[:, None] * _WORD + np.arange(_WORD)).ravel(), np.arange(whole, len(flags))])

@@ -3,8 +3,7 @@
 import torch
 from torch import Tensor
 
-from megatron_rl.algorithms.loss import Loss, exactly, keep, mask_total, masked_sum, weighted_sum
-from megatron_rl.algorithms.sequences import num_on, token_blocks
+from megatron_rl.algorithms.loss import Loss, is_on, keep, mask_total, masked_sum, weighted_sum
 from megatron_rl.algorithms.shapes import (
     check_float_vector,
     check_mask,
@@ -12,6 +11,7 @@ from megatron_rl.algorithms.shapes import (
     check_same_kind,
     describe,
 )
+from megatron_rl.algorithms.token_loops import array, run, target_and_error
 
 
 def value_loss(
@@ -93,13 +93,8 @@ def explained_variance_stats(values: Tensor, returns: Tensor, mask: Tensor) -> T
     check_float_vector("values", values)
     check_same_kind("returns", returns, "values", values)
     check_mask(mask, "values", values)
-    stats = torch.zeros(5, dtype=torch.float64, device=values.device)
-    for block in token_blocks(values):
-        target = exactly(returns[block], mask[block])
-        error = target - exactly(values[block], mask[block])
-        sums = [target.sum(), target.square_().sum(), error.sum(), error.square_().sum()]
-        stats += torch.stack([torch.tensor(num_on(mask[block])).to(target), *sums])
-    return stats
+    stats = run(target_and_error, array(values), array(returns), array(is_on(mask)))
+    return torch.tensor(stats, dtype=torch.float64, device=values.device)
 
 
 def explained_variance_of(stats: Tensor) -> Tensor:

@@ -52,10 +52,9 @@ def policy_batch(
         fields |= {"window": in_window} if kl_fields else {}
         fields |= {"rollout_logprobs": batch.fields["rollout_logprobs"]} if settings.weight != "none" else {}
     else:
-        window = Stretches(in_window)
-        correction = _correction(window, batch, old_logprobs, advantages.mask, algorithm)
-        fields["mask"] = window.on_mask(correction.mask) if correction.metrics["rejected_share"] else advantages.mask
-        fields |= {"weights": window.on_mask(correction.weights)} if settings.weight != "none" else {}
+        correction = _correction(batch, old_logprobs, advantages.mask, algorithm)
+        fields["mask"] = correction.mask if correction.metrics["rejected_share"] else advantages.mask
+        fields |= {"weights": correction.weights} if settings.weight != "none" else {}
         metrics = correction.metrics if settings.old_policy is OldPolicy.recomputed else {}
     if algorithm.positive_lm_coef:
         positive = _positive_mask(trajectories, algorithm, rules)
@@ -66,19 +65,16 @@ def policy_batch(
 
 def mismatch(batch: PackedBatch, old_logprobs: Tensor, mask: Tensor, algorithm: AlgorithmConfig) -> dict[str, float]:
     """The metrics of ``policy_batch``, once all old log-probs are known; ``mask``: its own."""
-    return _correction(Stretches(batch.fields["mask"]), batch, old_logprobs, mask, algorithm).metrics
+    return _correction(batch, old_logprobs, mask, algorithm).metrics
 
 
-def _correction(
-    window: Stretches, batch: PackedBatch, old_logprobs: Tensor, mask: Tensor, algorithm: AlgorithmConfig
-) -> algorithms.Correction:
-    """Over the window's tokens alone: the rest of a batch, often the larger part, says nothing."""
+def _correction(batch: PackedBatch, old_logprobs: Tensor, mask: Tensor, algorithm: AlgorithmConfig) -> algorithms.Correction:
     settings = algorithm.correction
     return algorithms.mismatch_correction(
-        window.within(batch.fields["rollout_logprobs"]),
-        window.within(old_logprobs),
-        window.within(mask),
-        window.borders(batch.cu_seqlens),
+        batch.fields["rollout_logprobs"],
+        old_logprobs,
+        mask,
+        batch.cu_seqlens,
         weight=settings.weight,
         max_weight=settings.max_weight,
         icepop_low=settings.icepop_low,

@@ -4,14 +4,13 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 import numpy as np
-import torch
 
 from megatron_rl import algorithms
 from megatron_rl.algorithms.normalize import mean_and_deviation
 from megatron_rl.data.batch import PackedBatch
 from megatron_rl.data.trajectory import Trajectory
 from megatron_rl.step.experience import Advantages
-from megatron_rl.step.packing import Stretches, within
+from megatron_rl.step.packing import within
 from megatron_rl.step.state import StepState
 
 
@@ -117,16 +116,13 @@ def critic_metrics(batch: PackedBatch) -> dict[str, float]:
     ``advantage_q1`` to ``_q4``: mean of return minus value in each quarter of the response; a critic without
     initialisation bias has no slope there (VC-PPO).
     """
-    mask = batch.fields["mask"]
-    scored = Stretches(mask)
-    values, returns = (scored.within(batch.fields[name]) for name in ("old_values", "returns"))
-    counted, borders = torch.ones(len(values), dtype=torch.bool), scored.borders(batch.cu_seqlens)
-    positions = algorithms.value_by_position(values, returns, counted, borders, _NUM_POSITIONS)
+    values, returns, mask = (batch.fields[name] for name in ("old_values", "returns", "mask"))
+    positions = algorithms.value_by_position(values, returns, mask, batch.cu_seqlens, _NUM_POSITIONS)
     advantage, count = positions["advantage"]
     metrics = {
-        "critic/explained_variance": float(algorithms.explained_variance(values, returns, counted)),
-        "critic/value_mean": float(positions["value"][0].sum()) / len(values),
-        "critic/return_mean": float(positions["return"][0].sum()) / len(values),
+        "critic/explained_variance": float(algorithms.explained_variance(values, returns, mask)),
+        "critic/value_mean": float(positions["value"][0].sum() / count.sum()),
+        "critic/return_mean": float(positions["return"][0].sum() / count.sum()),
     }
     for index in range(_NUM_POSITIONS):
         if count[index]:

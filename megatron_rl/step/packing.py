@@ -7,15 +7,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megatron_rl.algorithms.sequences import edges
 from megatron_rl.data.batch import ROUTES, TOKENS, PackedBatch, Parts, cu_seqlens_of
 from megatron_rl.data.trajectory import Trajectory
 from megatron_rl.data.vision import Vision
 
 _SHORT_STRETCH = 32
 """Tokens, on average: shorter ones take longer to copy one by one than by a list of all their tokens."""
-_WORD = 8
-_ALL_ON = np.uint64(0x0101010101010101)
-"""A word of a mask of bytes, and what it is where all of them are on."""
 
 
 def pack(
@@ -94,7 +92,7 @@ class Stretches:
 
     def __init__(self, mask: Tensor) -> None:
         self._mask = mask
-        borders = _edges(mask.numpy())
+        borders = edges(mask.numpy())
         self._starts, self._ends = borders[::2], borders[1::2]
         self._offsets = np.concatenate([[0], np.cumsum(self._ends - self._starts)])
         # Short ones are read and put all at once: nothing is gained by going from one to the next.
@@ -136,22 +134,3 @@ def on_mask(values: Tensor, mask: Tensor) -> Tensor:
 def within(values: Tensor, mask: Tensor) -> Tensor:
     """``values`` [T] where ``mask`` [T] is on: the inverse of ``on_mask``."""
     return Stretches(mask).within(values)
-
-
-def _edges(flags: np.ndarray) -> np.ndarray:
-    """[2 R] int64: first place and end of each run of True in ``flags`` [T] bool."""
-    places = _places_of_edges(flags)
-    edges = places[flags[places] != np.where(places > 0, flags[places - 1], False)]
-    return np.append(edges, len(flags)) if len(edges) % 2 else edges
-
-
-def _places_of_edges(flags: np.ndarray) -> np.ndarray:
-    """[K] int64, ascending: places of ``flags`` [T] bool, among them all that differ from the one before."""
-    whole = len(flags) // _WORD * _WORD
-    words = np.ascontiguousarray(flags[:whole]).view(np.uint64)
-    # A word like the one before it has no edge, unless both are on and off inside.
-    new = np.flatnonzero(np.concatenate([np.ones(min(len(words), 1), bool), words[1:] != words[:-1]]))
-    is_mixed = (words[new] != 0) & (words[new] != _ALL_ON)
-    if (is_mixed & (np.diff(new, append=len(words)) > 1)).any():
-        return np.arange(len(flags))
-    return np.concatenate([(new[:, None] * _WORD + np.arange(_WORD)).ravel(), np.arange(whole, len(flags))])
