@@ -27,13 +27,16 @@ async def follow(
     ``attach(url)`` looks whether a run can use that server (on a thread); raises UserError if not.
     """
     not_before: dict[str, float] = {}
+    missing: set[str] = set()
     said = ""
     while True:
         await asyncio.sleep(_POLL_S)
         try:
             named = await asyncio.to_thread(named_urls, named_by, key)
             await _join(named, live, attach, warn, not_before)
-            wrong = await _leave(named, live, not_before)
+            # Twice, for a look may come while the file is being written.
+            before, missing = missing, {url for url in live.urls if url not in named}
+            wrong = await _leave(sorted(missing & before), named, live, not_before)
             wrong = wrong and f"{named_by} names no server that serves: {wrong} stay until it does"
         except (UserError, OSError) as error:
             wrong = f"{error}; the servers stay as they are"
@@ -61,9 +64,8 @@ async def _join(
         not_before[url] = time.monotonic() + _AGAIN_S
 
 
-async def _leave(named: Sequence[str], live: RecoveringClient, not_before: dict[str, float]) -> str:
+async def _leave(gone: Sequence[str], named: Sequence[str], live: RecoveringClient, not_before: dict[str, float]) -> str:
     """The servers that should, but stay, for no other would serve."""
-    gone = [url for url in live.urls if url not in named]
     if gone and not set(named) & set(live.client.live_urls):
         return ", ".join(gone)
     await asyncio.gather(*[live.leave(url) for url in gone])

@@ -150,6 +150,25 @@ def test_requests_may_be_back_before_it_is_known_that_they_were_cut(tmp_path, mo
     assert not any("could not be followed" in event for event in events)
 
 
+def test_a_server_that_one_look_alone_misses_stays(tmp_path, monkeypatch):
+    """Whoever writes the file has emptied it and not written it yet."""
+    looks = []
+
+    def halfway(path, key):
+        looks.append(named_urls(path, key))
+        return looks[-1] if len(looks) % 2 else []
+
+    monkeypatch.setattr(membership, "named_urls", halfway)
+
+    async def scenario(client, stubs, urls, file, events):
+        file.write_text("\n".join(urls))
+        await until(lambda: len(looks) > 12)
+        assert sorted(client.client.live_urls) == sorted(urls)
+
+    _, events = run(scenario, tmp_path, monkeypatch)
+    assert not any("left" in event or "names no server" in event for event in events)
+
+
 def test_whatever_goes_wrong_is_said_once_and_the_file_is_followed_on(tmp_path, monkeypatch):
     async def scenario(client, stubs, urls, file, events):
         leave, failures = client.leave, [RuntimeError("a"), RuntimeError("a"), ValueError("b")]
