@@ -160,5 +160,5 @@ def _ask(url: str, path: str, api_key: str, timeout_s: float = 10.0) -> dict[str
         problem = f"{type(error).__name__}: {error}"
     raise ServerError(
         f"no SGLang server answers at {url} ({problem}). Expected {path} to answer within {timeout_s:.0f} s: check the "
-        f"address in rollout.urls and that the server is up (GET {url}/health)."
+        f"address (rollout.urls, rollout.urls_file or eval.urls) and that the server is up (GET {url}/health)."
     )
