@@ -5,6 +5,7 @@ tensors have no memory. Servers are stubs that take every bucket at once, or aft
 stages of the pipeline are processes, and their messages real. What is left out is what a GPU does: gathering, filling, sending.
 
     python tools/bench_publish.py --servers 32 --stages 8
+    python tools/bench_publish.py --model path/to/a/model    # whose config.json it is; nothing else of it is read
 """
 
 import argparse
@@ -13,6 +14,7 @@ import contextlib
 import json
 import multiprocessing
 import os
+import re
 import resource
 import statistics
 import subprocess
@@ -42,8 +44,10 @@ def main() -> None:
     servers.start()
     arguments["ports"] = ports.recv()
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={arguments['stages']}"]
-    subprocess.run([sys.executable, *launcher, __file__, RANK, json.dumps(arguments)], check=True)
+    status = subprocess.run([sys.executable, *launcher, __file__, RANK, json.dumps(arguments)], check=False).returncode
     servers.terminate()
+    if status:
+        sys.exit(f"bench_publish: error: the ranks ended with status {status}; look for the first traceback above")
 
 
 def parse() -> dict:
@@ -52,10 +56,28 @@ def parse() -> dict:
     parser.add_argument("--server-tp", type=int, default=16)
     parser.add_argument("--stages", type=int, default=8, help="of the trainer's pipeline; each is a process here")
     parser.add_argument("--layers", type=int, default=80, help="of Qwen3-235B-A22B; 80 are 200 billion parameters")
+    parser.add_argument("--model", default="", help="another model, with all of its layers: a Hugging Face folder")
     parser.add_argument("--bucket-mb", type=int, default=1024)
     parser.add_argument("--load-ms", type=float, default=0.0, help="a server answers after half to one and a half times this")
     parser.add_argument("--repeats", type=int, default=3)
-    return vars(parser.parse_args())
+    arguments = vars(parser.parse_args())
+    for name in ("servers", "server_tp", "stages", "layers", "bucket_mb", "repeats"):
+        if arguments[name] < 1:
+            sys.exit(f"bench_publish: error: --{name.replace('_', '-')} {arguments[name]}: expected at least 1")
+    if not 0 <= arguments["load_ms"] < 1e3 * MAX_LOAD_S / 2:
+        sys.exit(f"bench_publish: error: --load-ms {arguments['load_ms']}: expected 0 to {500 * MAX_LOAD_S:.0f}")
+    if arguments["model"] and not os.path.isfile(os.path.join(arguments["model"], "config.json")):
+        sys.exit(f"bench_publish: error: --model {arguments['model']}: there is no config.json")
+    layers = layers_of(arguments["model"]) if arguments["model"] else arguments["layers"]
+    if arguments["stages"] > layers:
+        sys.exit(f"bench_publish: error: --stages {arguments['stages']}: the model has {layers} layers, and each stage one or more")
+    return arguments
+
+
+def layers_of(model: str) -> int:
+    with open(os.path.join(model, "config.json")) as file:
+        found = json.load(file)
+    return int((found.get("text_config") or found).get("num_hidden_layers", 0))
 
 
 # The servers.
@@ -145,13 +167,15 @@ class Group:
 
         self._hf_config, self._num_stages = hf_config, num_stages
         self.stage, self.kind = stage, dict(dtype=torch.bfloat16, device="meta")
-        layers = hf_config.num_hidden_layers
+        layers = hf_config.get_text_config().num_hidden_layers
         own = range(layers * stage // num_stages, layers * (stage + 1) // num_stages)
-        self.names = [
-            (name, shape)
-            for name, shape in self.expected_weights("policy").items()
-            if (int(name.split(".")[2]) in own if ".layers." in name else stage == (0 if "embed" in name else num_stages - 1))
-        ]
+
+        def is_own(name: str) -> bool:
+            if layer := re.search(r"\.layers\.(\d+)\.", name):
+                return min(int(layer[1]), layers - 1) in own  # those that only predict further tokens come last
+            return stage == (0 if "embed" in name or "visual" in name else num_stages - 1)
+
+        self.names = [(name, shape) for name, shape in self.expected_weights("policy").items() if is_own(name)]
 
     def expected_weights(self, engine: str) -> dict[str, tuple[int, ...]]:
         from megatron_rl.models.hf.weights import expected_names
@@ -188,7 +212,9 @@ def run_rank(arguments: dict) -> None:
     topology._control_plane = topology.ControlPlane(group=dist.group.WORLD, timeout_s=MAX_LOAD_S, store=None)
     broadcast.SyncGroup = senders.SyncGroup = NoGroup
     publish.device_of = lambda backend: torch.device("meta")
-    group = Group(AutoConfig.for_model("qwen3_moe", num_hidden_layers=arguments["layers"], **QWEN3_235B), rank, num_ranks)
+    made = dict(num_hidden_layers=arguments["layers"], **QWEN3_235B)
+    model = arguments["model"]
+    group = Group(AutoConfig.from_pretrained(model) if model else AutoConfig.for_model("qwen3_moe", **made), rank, num_ranks)
     bucket_bytes = arguments["bucket_mb"] << 20
     if rank > 0:
         source = senders.StageRank(control_link(0, MAX_LOAD_S), bucket_bytes)

@@ -16,6 +16,8 @@ from megatron_rl.rollout.workers.worker_messages import Alive, Ask, Cancel, Repl
 from megatron_rl.system.shared_file import Place
 
 SILENCE_S = 120.0
+_LOOKS = 8
+"""At the other end in that time."""
 AT_ONCE = 64
 """Messages in one turn of the event loop, in either direction."""
 
@@ -93,9 +95,12 @@ class Line:
         while not self.over:
             asked_at = time.monotonic()
             self.send(Alive())
-            await asyncio.sleep(silence_s())
-            if self._heard_at < asked_at:
-                return
+            while not self.over:
+                await asyncio.sleep(silence_s() / _LOOKS)
+                if self._heard_at >= asked_at:
+                    break
+                if time.monotonic() - asked_at >= silence_s():
+                    return
 
     def lose(self, error: Exception) -> None:
         """All that wait get this."""
@@ -107,8 +112,10 @@ class Line:
         self.over = True
         for waiting in self._waiting.values():
             waiting.cancel()
+        if self._writing is not None:
+            self._writing.cancel()
         with contextlib.suppress(RuntimeError):  # the event loop may be closed
-            self._writer.close()
+            self._writer.transport.abort()  # what was not sent yet may never be taken
 
     async def _write(self) -> None:
         """All that waits, as fast as the other end takes it: what is buffered here is copied again and again."""

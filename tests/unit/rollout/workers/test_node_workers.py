@@ -23,10 +23,13 @@ from aiohttp import web
 
 from megatron_rl.parallel.array_server import read_pieces
 from megatron_rl.rollout.sglang.client import SglangClient
+from megatron_rl.rollout.sglang.exchange import BatchCall
 from megatron_rl.rollout.sglang.routes import RouteShape
 from megatron_rl.rollout.sglang.wire import Generation
-from megatron_rl.rollout.workers.worker_messages import FarWorker
+from megatron_rl.rollout.workers.worker_messages import FarCall, FarWorker, NodeLost
 from megatron_rl.rollout.workers.worker_pool import WorkerPool
+from megatron_rl.rollout.workers.worker_relay import Relay
+from megatron_rl.system.http import ApiKey, NoAnswer
 from megatron_rl.system.shared_file import NODE, address_of
 from tests.unit.rollout.sglang.test_client import VOCAB_SIZE, FakeServer, answer_of, request_of
 from tests.unit.rollout.workers.test_worker_pool import Gate, until
@@ -187,6 +190,28 @@ def test_a_killed_worker_of_a_node_loses_nothing(node: Node) -> None:
                 np.testing.assert_array_equal(routes, routes_of(2, index) + 1)
 
     run_with(node, scenario, handler)
+
+
+def test_a_worker_of_a_node_that_stands_still_is_given_up(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also one that takes nothing more, while there is more to send than the connection holds."""
+    monkeypatch.setattr("megatron_rl.rollout.workers.worker_relay.SILENCE_S", 1.0)
+
+    async def scenario() -> None:
+        relay = Relay(node.worker, 1)
+        requests = [request_of(f"r{i}", (1,) * 400_000, max_new_tokens=500) for i in range(8)]
+        batch = BatchCall("http://127.0.0.1:9", requests, [one.rid for one in requests], 60.0, VOCAB_SIZE, ApiKey(""))
+        call = FarCall(node.worker, 1, batch, [])
+        with pytest.raises(NoAnswer):  # of the server
+            await relay.call(call)
+        os.kill(node.worker_pid, signal.SIGSTOP)
+        try:
+            with pytest.raises(NodeLost, match="did nothing for 1 s"):
+                await asyncio.wait_for(relay.call(call), WAIT_S)
+        finally:
+            os.kill(node.worker_pid, signal.SIGCONT)
+        await until(lambda: len(asyncio.all_tasks()) == 1)
+
+    asyncio.run(scenario())
 
 
 def test_calls_are_made_here_where_the_node_cannot_be_reached_and_strangers_are_not_served(node: Node) -> None:
