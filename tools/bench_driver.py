@@ -11,7 +11,7 @@ they end. ``tools/stub_servers.py`` answers with SGLang's JSON over sockets. Wha
 counted where it would enter a socket; ``--replicas`` of ``--ranks-per-replica`` ranks take it, ``--ranks-per-node`` of them on the
 driver's machine. Each prompt has ``--images`` photos, 150 kB of JPEG and 999 tokens (patches of 14 pixels, 2 x 2 merged); rank 0
 cuts those of its own sequences. CPU seconds are those of the driver's process (rollout workers have a line of their own), of one
-step, scaled to all slots; what rank 0 does as any first rank of a replica, with its own share of the sequences, is a part by
+step, scaled to all slots; what rank 0 does as any rank of a replica, with its own share of the sequences, is a part by
 itself. A stall is the CPU time of one callback on the event loop. Workers have been started, have made their connections and have
 generated what the responses hold before the window begins, as in every step of a run but its first. Fixed costs of a call are
 scaled too: a large share is exact, a small one on the careful side.
@@ -47,6 +47,8 @@ import psutil
 from megatron_rl.errors import UserError
 
 _OWN_SHARE = "rank 0's own sequences"
+_BESIDE = "the rank that receives for rank 0's replica"
+"""No process of the driver's."""
 NUM_SAMPLES = 16
 """Responses of a prompt."""
 MODEL = {
@@ -500,19 +502,26 @@ def counted_group(arguments: argparse.Namespace, meter: Meter, vision: Any) -> I
     group_module: Any = trainer_group
     restore, size = group_module.restore, arguments.ranks_per_replica * arguments.replicas
     flatten, take = collectives._flatten, holding.Held.take
-    fetch, fetching = meter.inner(_OWN_SHARE, collectives._found), list[bool]()
+    find, finders, sent = collectives._found, list[str](), dict[int, Any]()
 
-    def found(flat: Any) -> Any:
-        """As the first rank of its replica, rank 0 takes its own sequences' arrays from other nodes."""
-        fetching.append(True)
+    def found(flat: Any, part: str = _OWN_SHARE) -> Any:
+        """As a rank that receives for its replica does, which takes from other nodes what it cannot map."""
+        finders.append(part)
         try:
-            return fetch(flat)
+            return meter.inner(part, find)(flat)
         finally:
-            fetching.pop()
+            finders.pop()
+
+    def over_the_replica(flat: Any, place: Any, head: Any) -> Any:
+        """Rank 0 has what the rank beside it has found; its copy counts, not how it was found."""
+        if flat is None:
+            beside = found(sent.pop(head.tp_rank), _BESIDE)
+            flat = meter.inner(_OWN_SHARE, beside.clone)()
+        return flat
 
     def flat(payload: Any, *more: Any) -> Any:
         """Notes what of the payload is tokens, routes and images, not their addresses. A rank without others sends nothing on."""
-        if fetching:
+        if finders and (finders[0] == _BESIDE or arguments.ranks_per_replica == 1):
             return flatten(payload, *more)
         if (images := payload.get("image_files")) is not None:
             taken, passes = (images.rows.nbytes, 1) if hasattr(images, "rows") else (int(images.addresses[:, -1].sum()), 0)
@@ -526,6 +535,7 @@ def counted_group(arguments: argparse.Namespace, meter: Meter, vision: Any) -> I
         return flatten(payload, *more)
 
     def send(tensor: Any, peer: int, *_: Any) -> None:
+        sent[peer] = tensor
         meter.bytes["to the ranks"] += tensor.contiguous().view(torch.uint8).numel()
 
     def answers(batch: Any, plan: Any, results: Any, *, per_sequence: bool) -> Any:
@@ -545,7 +555,7 @@ def counted_group(arguments: argparse.Namespace, meter: Meter, vision: Any) -> I
         (collectives, "_unflatten"): meter.inner(_OWN_SHARE, collectives._unflatten),
         (holding.Held, "take"): meter.inner(_OWN_SHARE, take),
         (type(vision), "cut"): meter.inner(_OWN_SHARE, getattr(type(vision), "cut", print)),
-        (collectives, "_over_the_replica"): lambda flat, place: flat,
+        (collectives, "_over_the_replica"): over_the_replica,
         (group_module, "restore"): answers,
         (stragglers, "working"): lambda what: nullcontext(),
     }
@@ -680,6 +690,7 @@ def _measure(arguments: argparse.Namespace, vision: Any) -> dict[str, Any]:
         for of_pass, at in ((Meter(meter.nodes), [t.copy() for t in trajectories]), (meter, trajectories)):
             # The second counts: a step of a run finds memory that the steps before it have used already.
             train(arguments, of_pass, at, step, vision)
+    meter.cpu_s.pop(_BESIDE, None)
     held = bytes_held(trajectories)
     held_up_s = checkpoint(meter, pool, step)
     scale = arguments.slots / num_slots

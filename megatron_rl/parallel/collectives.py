@@ -24,7 +24,7 @@ from torch import Tensor
 from megatron_rl.errors import UserError
 from megatron_rl.parallel import topology
 from megatron_rl.parallel.array_server import Service, read_pieces
-from megatron_rl.parallel.topology import Topology
+from megatron_rl.parallel.topology import Place, Topology
 from megatron_rl.system.shared_file import NODE, MappedFiles
 
 _PAYLOAD_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.int32, torch.bool, torch.uint8)
@@ -56,7 +56,7 @@ class Sight(NamedTuple):
     """What a replica's ranks see of the arrays that addresses name. Nodes are numbered as in these (``shared_file.NODE``)."""
 
     node: int
-    """Whose files its first rank can map; -1: of none."""
+    """Whose files its receiving rank can map; -1: of none."""
     by_all: bool
     """So can all of its ranks."""
     services: Mapping[int, Service | None]
@@ -147,21 +147,22 @@ def deliver(
 ) -> dict[str, Any]:
     """This rank's payload: rank 0 has one for each replica of the layout of ``place``, None elsewhere; all ranks call it.
 
-    A payload is tensors and arrays by name, of any shape and dtype, on the CPU. It goes to the replica's first rank (``heads``), which
+    A payload is tensors and arrays by name, of any shape and dtype, on the CPU. It goes to the replica's receiving rank (``heads``), which
     broadcasts it over Megatron's groups: rank 0 sends it once, however many ranks compute on it. Of pieces with addresses it
     sends these where there are ``sights``, by replica: where all ranks of one can map all pieces of a name they do, each for
-    itself; else its first rank maps or takes them from their nodes. Pieces arrive as a list of arrays. Those that are mapped are
+    itself; else its receiving rank maps or takes them from their nodes. Pieces arrive as a list of arrays. Those that are mapped are
     the memory of their writer, who changes nothing in it as long as a rank may read it.
     """
     flat = None
     if payloads is not None:
         flats = [_addressed(payload, sights[index] if sights else None) for index, payload in enumerate(payloads)]
-        for head, of_head in zip(heads[1:], flats[1:], strict=True):
-            _send_bytes(of_head, head, what, timeout_s)
-        flat = _found(flats[0])
+        for head, of_head in zip(heads, flats, strict=True):
+            if head != place.rank:
+                _send_bytes(of_head, head, what, timeout_s)
+        flat = _found(flats[0]) if place.rank in heads else None
     elif place.rank in heads:
         flat = _found(_receive_bytes(0, what, timeout_s))
-    return _unflatten(_over_the_replica(flat, place))
+    return _unflatten(_over_the_replica(flat, place, place.place_of(heads[place.dp_rank])))
 
 
 def _addressed(payload: Payload, sight: Sight | None) -> Tensor:
@@ -259,29 +260,31 @@ def _joined(payload: Payload) -> dict[str, Any]:
     return {name: _Joined.of(value.parts()) if isinstance(value, Pieces) else value for name, value in payload.items()}
 
 
-def _over_the_replica(flat: Tensor | None, place: Topology) -> Tensor:
-    """``flat`` of the replica's first rank on all of its ranks: over its stages, then context- and tensor-parallel peers."""
+def _over_the_replica(flat: Tensor | None, place: Topology, head: Place) -> Tensor:
+    """``flat`` of the rank at ``head`` on all of its replica's: over its stages, then context- and tensor-parallel peers."""
     with place.active():
+        is_beside = place.tp_rank == head.tp_rank
+        is_behind = is_beside and place.cp_rank == head.cp_rank
         axes = (
-            (place.pp_size, place.tp_rank + place.cp_rank == 0, parallel_state.get_pipeline_model_parallel_group),
-            (place.cp_size, place.tp_rank == 0, parallel_state.get_context_parallel_group),
-            (place.tp_size, True, parallel_state.get_tensor_model_parallel_group),
+            (place.pp_size, is_behind, head.pp_rank, parallel_state.get_pipeline_model_parallel_group),
+            (place.cp_size, is_beside, head.cp_rank, parallel_state.get_context_parallel_group),
+            (place.tp_size, True, head.tp_rank, parallel_state.get_tensor_model_parallel_group),
         )
-        for size, takes_part, group in axes:
+        for size, takes_part, source, group in axes:
             if size > 1 and takes_part:
-                flat = _broadcast_bytes(flat, group(), place.device)
+                flat = _broadcast_bytes(flat, group(), source, place.device)
     assert flat is not None  # a replica of one rank is its own head
     return flat
 
 
-def _broadcast_bytes(flat: Tensor | None, group: dist.ProcessGroup, device: torch.device) -> Tensor:
-    """``flat`` of the group's first rank, uint8 on the CPU, on all of them; by way of ``device``, in pieces."""
+def _broadcast_bytes(flat: Tensor | None, group: dist.ProcessGroup, source: int, device: torch.device) -> Tensor:
+    """``flat`` of the group's rank ``source``, uint8 on the CPU, on all of them; by way of ``device``, in pieces."""
     size = torch.tensor([0 if flat is None else flat.numel()], device=device)
-    dist.broadcast(size, group=group, group_src=0)
+    dist.broadcast(size, group=group, group_src=source)
     result = torch.empty(int(size), dtype=torch.uint8) if flat is None else flat
     for piece in result.split(_PIECE_BYTES):
         there = piece.to(device)
-        dist.broadcast(there, group=group, group_src=0)
+        dist.broadcast(there, group=group, group_src=source)
         if flat is None and there is not piece:
             piece.copy_(there)
     return result

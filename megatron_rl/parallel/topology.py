@@ -71,6 +71,10 @@ class Topology:
         finally:
             _switch_to(previous)
 
+    def place_of(self, rank: int) -> "Place":
+        """Of another rank in this layout."""
+        return _place_of(rank, self.tp_size, self.cp_size, self.dp_size)
+
     @property
     def is_last_stage(self) -> bool:
         return self.pp_rank == self.pp_size - 1
@@ -97,7 +101,7 @@ class Replicas:
     of_ranks: tuple[int, ...]
     """By rank: its replica."""
     heads: tuple[int, ...]
-    """By replica: the first of its ranks, to which batches are sent."""
+    """By replica: its *receiving* rank, to which batches are sent: the first, but the second where the first is the driver."""
     reporters: tuple[int, ...]
     """By replica: the rank that has its outputs and reports them; tensor- and context-parallel peers have the same ones."""
 
@@ -109,8 +113,10 @@ class Replicas:
             """They come in the order of their replicas."""
             return tuple(rank for rank, place in enumerate(places) if place._replace(dp_rank=0) == (0, 0, 0, stage))
 
-        stages = parallel.pipeline_parallel_size
-        return cls(tuple(place.dp_rank for place in places), ranks_at(0), ranks_at(stages - 1))
+        of_ranks, stages = tuple(place.dp_rank for place in places), parallel.pipeline_parallel_size
+        beside_driver = [rank for rank in range(1, num_ranks) if of_ranks[rank] == 0]
+        heads = (*(beside_driver or [0])[:1], *ranks_at(0)[1:])
+        return cls(of_ranks, heads, ranks_at(stages - 1))
 
 
 @dataclass
@@ -138,6 +144,10 @@ def coordinates(rank: int, world_size: int, parallel: ParallelConfig) -> Place:
         raise ValueError(f"rank is in [0, {world_size}), got {rank}")
     tp, cp = parallel.tensor_parallel_size, parallel.context_parallel_size
     dp = world_size // ranks_of_replica(parallel)
+    return _place_of(rank, tp, cp, dp)
+
+
+def _place_of(rank: int, tp: int, cp: int, dp: int) -> Place:
     return Place(rank % tp, rank // tp % cp, rank // (tp * cp) % dp, rank // (tp * cp * dp))
 
 

@@ -106,7 +106,7 @@ class Ways:
         return {"sights": sights}
 
     def nodes(self, replicas: Replicas) -> list[int]:
-        """By replica: the node whose files its first rank maps, -1: of none. Collective at first."""
+        """By replica: the node whose files its receiving rank maps, -1: of none. Collective at first."""
         return [sight.node for sight in self.to(replicas)["sights"]]
 
     @property
@@ -117,5 +117,5 @@ class Ways:
             return ""
         return (
             f"{len(far)} of {self._num_ranks} ranks (the first is rank {far[0]}) cannot map files of rank 0: they are on other machines, "
-            f"or in containers of their own. The first rank of each of their replicas takes tokens from {self._service.location}"
+            f"or in containers of their own. One rank of each of their replicas takes tokens from {self._service.location}"
         )

@@ -43,7 +43,7 @@ class Pulls(Generic[Key]):
     """What draws sequences to replicas, as far as these stay even."""
 
     nodes: Sequence[int] = ()
-    """By replica: whose files its first rank maps."""
+    """By replica: whose files its receiving rank maps."""
     routes: Mapping[Key, int] = field(default_factory=dict)
     """Sequence -> the node that its routes lie on."""
     images: Mapping[Key, Hashable] = field(default_factory=dict)

@@ -159,8 +159,10 @@ def assert_batches(topology: Topology, parallel: ParallelConfig) -> None:
     peers = dist.get_process_group_ranks(parallel_state.get_data_parallel_group())
     assert [replicas.of_ranks[rank] for rank in peers] == list(range(len(replicas.reporters)))
     assert topology.is_output_rank == (topology.rank == replicas.reporters[mine])
-    is_head = (topology.tp_rank, topology.cp_rank, topology.pp_rank) == (0, 0, 0)
-    assert is_head == (topology.rank == replicas.heads[mine])
+    first, *others = [rank for rank, replica in enumerate(replicas.of_ranks) if replica == mine]
+    # The driver's own replica receives beside it, where there is another rank.
+    assert replicas.heads[mine] == (others[0] if others and first == 0 else first)
+    assert topology.place_of(topology.rank) == (topology.tp_rank, topology.cp_rank, topology.dp_rank, topology.pp_rank)
     lengths = [3 + index % 7 for index in range(2 * len(replicas.reporters))]
     plan = plan_microbatches(lengths, len(replicas.reporters), 16)
     assert len(plan) == topology.dp_size

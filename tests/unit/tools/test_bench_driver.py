@@ -111,10 +111,12 @@ def test_a_run_that_does_not_fit_is_refused_with_the_share_that_does(monkeypatch
     return None
 
 
-def test_one_rank_alone_passes_no_token_on():
+@pytest.mark.parametrize("words", [["--replicas", "1", "--ranks-per-replica", "1"], ["--ranks-per-node", "1"]])
+def test_rank_0_passes_no_token_on_alone_or_in_a_replica_that_spans_machines(words, monkeypatch):
     from bench_driver import measure, parse
 
-    found = measure(parse([*TINY, "--replicas", "1", "--ranks-per-replica", "1"]))
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")  # where arrays are served
+    found = measure(parse([*TINY, *words]))
     assert found["gigabytes"]["tokens and routes through rank 0"] == 0
 
 
