@@ -42,26 +42,28 @@ class _Column:
 class _Rows:
     """Rows of a batch's sequences: where they lie."""
 
-    def __init__(self, arrays: list[np.ndarray], counts: np.ndarray, nothing: np.ndarray, shared: SharedArrays | None) -> None:
-        """``counts`` [N]: arrays of each sequence. ``shared``: where they are put if they have no address; None: they need none."""
+    def __init__(
+        self, arrays: list[np.ndarray], counts: np.ndarray, nothing: np.ndarray, placed: tuple[np.ndarray, Any] | None = None
+    ) -> None:
+        """``counts`` [N]: arrays of each sequence. ``placed``: of ``_addresses``; None: they need none."""
         self.arrays, self.counts, self.nothing = arrays, counts, nothing
         self.starts: np.ndarray | None = None
         """[N] int32: where they start in each sequence, whatever stretches a later batch speaks of; None: at its start."""
         self._firsts = np.cumsum(counts) - counts
         self._is_one_each = bool((counts == 1).all())
-        self._addresses: np.ndarray | None = None
-        if shared is not None:
-            self._addresses, self._kept = _addresses(arrays, shared)
+        self._placed = placed
 
     @classmethod
     def of(cls, values: Tensor | Parts, batch: PackedBatch, shared: SharedArrays | None) -> "_Rows":
         if isinstance(values, Parts):
             counts = np.fromiter(map(len, values.by_sequence), np.int64, len(values.by_sequence))
-            return cls([array for arrays in values.by_sequence for array in arrays], counts, values.nothing, shared)
+            arrays = [array for arrays in values.by_sequence for array in arrays]
+            return cls(arrays, counts, values.nothing, None if shared is None else _addresses(arrays, shared))
         batch = batch if values.dim() == 1 else replace(batch, spans=None)
         numbers, (firsts, ends) = values.numpy(), answered_tokens(batch)
         arrays = [numbers[first:end] for first, end in zip(firsts.tolist(), ends.tolist(), strict=True)]
-        found = cls(arrays, np.ones(len(arrays), np.int64), numbers[:0], shared)
+        placed = None if shared is None else _put(arrays, shared)  # tensors are the driver's own
+        found = cls(arrays, np.ones(len(arrays), np.int64), numbers[:0], placed)
         found.starts = None if batch.spans is None else batch.spans.numpy()[:, 0].astype(np.int32)
         return found
 
@@ -72,29 +74,33 @@ class _Rows:
         else:
             counts, firsts = self.counts[indices], self._firsts[indices]
             chosen = np.arange(counts.sum()) + np.repeat(firsts - (np.cumsum(counts) - counts), counts)
-        return Pieces(self.arrays, None if self._addresses is None else self._addresses[chosen], chosen)
+        return Pieces(self.arrays, None if self._placed is None else self._placed[0][chosen], chosen)
 
 
 def _addresses(arrays: Sequence[np.ndarray], shared: SharedArrays) -> tuple[np.ndarray, Any]:
     """([arrays, 6] int64, what has to stay there): those that others cannot map are put into ``shared``, each once."""
-    known: dict[int, tuple[int, ...]] = {}
-    own: dict[int, np.ndarray] = {}
-    for array in arrays:  # many responses have one prompt
-        if id(array) not in known:
-            address = address_of(array) if array.nbytes else None
-            known[id(array)] = (0, 0, 0, 0, 0, 0) if address is None else (address.pid, address.fd, *address.place)
-            if address is None and array.nbytes:
-                own[id(array)] = np.ascontiguousarray(array)
-    together = None
-    if own:
-        together = shared.put_together(list(own.values()))
-        there = address_of(together)
-        assert there is not None  # it has been put there
-        pid, fd, (start, extent_bytes, offset, _) = there
-        for key, array in own.items():
-            known[key] = pid, fd, start, extent_bytes, offset, array.nbytes
-            offset += array.nbytes
-    return np.array([known[id(array)] for array in arrays], np.int64).reshape(-1, 6), together
+    different = {id(array): array for array in arrays}  # many responses have one prompt
+    found = [address_of(array) if array.nbytes else None for array in different.values()]
+    table = np.array([(0,) * 6 if one is None else (one.pid, one.fd, *one.place) for one in found], np.int64).reshape(-1, 6)
+    lacking = [array for array, address in zip(different.values(), found, strict=True) if address is None]
+    table[[address is None for address in found]], kept = _put(lacking, shared)
+    number_of = dict(zip(different, range(len(different)), strict=True))
+    return table[[number_of[id(array)] for array in arrays]], kept
+
+
+def _put(arrays: Sequence[np.ndarray], shared: SharedArrays) -> tuple[np.ndarray, Any]:
+    """The same of arrays without addresses."""
+    sizes, table = np.array([array.nbytes for array in arrays], np.int64), np.zeros((len(arrays), 6), np.int64)
+    if not sizes.any():
+        return table, None
+    together = shared.put_together([np.ascontiguousarray(array) for array in arrays])
+    there = address_of(together)
+    assert there is not None  # it has been put there
+    pid, fd, (start, extent_bytes, offset, _) = there
+    table[sizes > 0] = pid, fd, start, extent_bytes, offset, 0
+    table[:, 4] += (np.cumsum(sizes) - sizes) * (sizes > 0)
+    table[:, 5] = sizes
+    return table, together
 
 
 class _Sequences(NamedTuple):
@@ -235,7 +241,7 @@ class Ledger:
             else:
                 # Ids of any vocabulary fit half the bytes.
                 arrays = [part.numpy() for part in batch.tokens.to(torch.int32).split(batch.lengths.tolist())]
-                rows = _Rows(arrays, np.ones(len(arrays), np.int64), np.zeros(0, np.int32), None)
+                rows = _Rows(arrays, np.ones(len(arrays), np.int64), np.zeros(0, np.int32))
             self._tokens[id(batch.cu_seqlens)] = batch.cu_seqlens, rows
         return rows
 
