@@ -485,6 +485,30 @@ def _wait_for_images(microbatches: Sequence[Any]) -> None:
             batch.images.patches(image)
 
 
+class Receiving:
+    """What the rank does that receives for rank 0's replica: one beside it, or rank 0 where that is alone."""
+
+    def __init__(self, meter: Meter, find: Callable[[Any], Any], num_ranks: int) -> None:
+        self._meter, self._find, self._num_ranks = meter, find, num_ranks
+        self.sent: dict[int, Any] = {}
+        """By rank: what rank 0 has sent it last."""
+        self.for_itself = False
+        """What is being found passes rank 0 on no way to others."""
+
+    def found(self, flat: Any, part: str = _OWN_SHARE) -> Any:
+        """It takes from other nodes what it cannot map."""
+        self.for_itself = part == _BESIDE or self._num_ranks == 1
+        found = self._meter.inner(part, self._find)(flat)
+        self.for_itself = False
+        return found
+
+    def over_the_replica(self, flat: Any, place: Any, head: Any) -> Any:
+        """Rank 0 has what the rank beside it has found; its copy counts, not how it was found."""
+        if flat is None:
+            flat = self._meter.inner(_OWN_SHARE, self.found(self.sent.pop(head.tp_rank), _BESIDE).clone)()
+        return flat
+
+
 @contextmanager
 def counted_group(arguments: argparse.Namespace, meter: Meter, vision: Any) -> Iterator[tuple[Any, Any]]:
     """(the project's trainer group, its configuration), with sockets that count in place of those to the other ranks."""
@@ -502,26 +526,11 @@ def counted_group(arguments: argparse.Namespace, meter: Meter, vision: Any) -> I
     group_module: Any = trainer_group
     restore, size = group_module.restore, arguments.ranks_per_replica * arguments.replicas
     flatten, take = collectives._flatten, holding.Held.take
-    find, finders, sent = collectives._found, list[str](), dict[int, Any]()
-
-    def found(flat: Any, part: str = _OWN_SHARE) -> Any:
-        """As a rank that receives for its replica does, which takes from other nodes what it cannot map."""
-        finders.append(part)
-        try:
-            return meter.inner(part, find)(flat)
-        finally:
-            finders.pop()
-
-    def over_the_replica(flat: Any, place: Any, head: Any) -> Any:
-        """Rank 0 has what the rank beside it has found; its copy counts, not how it was found."""
-        if flat is None:
-            beside = found(sent.pop(head.tp_rank), _BESIDE)
-            flat = meter.inner(_OWN_SHARE, beside.clone)()
-        return flat
+    receiving = Receiving(meter, collectives._found, arguments.ranks_per_replica)
 
     def flat(payload: Any, *more: Any) -> Any:
         """Notes what of the payload is tokens, routes and images, not their addresses. A rank without others sends nothing on."""
-        if finders and (finders[0] == _BESIDE or arguments.ranks_per_replica == 1):
+        if receiving.for_itself:
             return flatten(payload, *more)
         if (images := payload.get("image_files")) is not None:
             taken, passes = (images.rows.nbytes, 1) if hasattr(images, "rows") else (int(images.addresses[:, -1].sum()), 0)
@@ -535,7 +544,7 @@ def counted_group(arguments: argparse.Namespace, meter: Meter, vision: Any) -> I
         return flatten(payload, *more)
 
     def send(tensor: Any, peer: int, *_: Any) -> None:
-        sent[peer] = tensor
+        receiving.sent[peer] = tensor
         meter.bytes["to the ranks"] += tensor.contiguous().view(torch.uint8).numel()
 
     def answers(batch: Any, plan: Any, results: Any, *, per_sequence: bool) -> Any:
@@ -551,11 +560,11 @@ def counted_group(arguments: argparse.Namespace, meter: Meter, vision: Any) -> I
         (collectives, "gather_tensors"): lambda tensor, **_: [tensor] * size,
         (collectives, "gather_objects"): lambda found, **_: [found and rank < arguments.ranks_per_node for rank in range(size)],
         (collectives, "_flatten"): flat,
-        (collectives, "_found"): found,
+        (collectives, "_found"): receiving.found,
         (collectives, "_unflatten"): meter.inner(_OWN_SHARE, collectives._unflatten),
         (holding.Held, "take"): meter.inner(_OWN_SHARE, take),
         (type(vision), "cut"): meter.inner(_OWN_SHARE, getattr(type(vision), "cut", print)),
-        (collectives, "_over_the_replica"): over_the_replica,
+        (collectives, "_over_the_replica"): receiving.over_the_replica,
         (group_module, "restore"): answers,
         (stragglers, "working"): lambda what: nullcontext(),
     }
