@@ -182,6 +182,11 @@ class RolloutService:
             return None
         return partial(self._live.workers.texts, tokenizer.as_json)
 
+    async def look(self) -> int:
+        """How many servers live; one that has died since its last answer is brought back from now on (asyncio thread)."""
+        await self._live.client.look()
+        return self._live.num_live
+
     async def close(self) -> None:
         """Ends the requests in progress and the recoveries (asyncio thread)."""
         await self._live.close()

@@ -299,7 +299,7 @@ def _with_fleet(
         environment=inputs.environment,
         publisher=parts.rollout.publisher,
     )
-    fleet = Fleet(stack.enter_context(opened), runner.wait_for)
+    fleet = Fleet(stack.enter_context(opened), runner.wait_for, parts.recorder.console.warning)
     parts.evaluator.move_to(fleet.rollout)
     return replace(parts, fleet=fleet)
 

@@ -21,17 +21,37 @@ from megatron_rl.rollout.sampling import Draw
 from megatron_rl.rollout.service import RolloutService
 from megatron_rl.step.grading import Grader
 
+_LOOK_S = 1.0
+
 Samples = list[list[Trajectory]]
 """By prompt."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Fleet:
-    """Servers for evaluation alone."""
+    """Servers for evaluation alone. Training goes on without them where they are lost."""
 
     rollout: RolloutService
     wait_for: Callable[[Coroutine[Any, Any, Any]], Any]
     """Runs a coroutine to its end from inside a trainer stage (``StageRunner.wait_for``)."""
+    warn: Callable[[str], None]
+    has: int = -1
+    """The step whose weights it got last."""
+
+    def take(self, step: int, evaluator: "Evaluator") -> None:
+        """The present weights, for an evaluation of this step (main thread); what stands in the way is said."""
+        self.wait_for(evaluator.idle(serves=lambda: self.rollout.num_live_servers > 0))  # it has the weights of its step
+        problem: object = ""
+        if not self.wait_for(self.rollout.look()):
+            problem = f"none of {', '.join(self.rollout.urls)} (eval.urls) answers"
+        else:
+            try:
+                self.rollout.publish()
+                self.has = step
+            except UserError as error:
+                problem = error
+        if problem:
+            self.warn(f"the evaluation after step {step + 1} is left out: {problem}")
 
 
 class Evaluator:
@@ -60,6 +80,7 @@ class Evaluator:
         self._on_accuracy = on_accuracy
         self._stop_after = stop_after
         self._beside: asyncio.Task[None] | None = None
+        self._given_up = "the run ends"
 
     def move_to(self, rollout: RolloutService) -> None:
         """Other servers answer from now on."""
@@ -80,19 +101,21 @@ class Evaluator:
             try:
                 add(step + 1, await self.evaluate(step))
             except (UserError, asyncio.CancelledError) as error:
-                reason = "the run ends" if isinstance(error, asyncio.CancelledError) else error
+                reason = self._given_up if isinstance(error, asyncio.CancelledError) else error
                 warn(f"the evaluation after step {step + 1} is left out: {reason}")
 
         self._beside = asyncio.create_task(evaluate())
 
-    async def idle(self, *, at_once: bool = False) -> None:
-        """Return once no evaluation is in progress that was begun; ``at_once``: it is given up."""
+    async def idle(self, *, at_once: bool = False, serves: Callable[[], bool] = lambda: True) -> None:
+        """Return once no evaluation is in progress that was begun; ``at_once``, or where nobody ``serves`` it: it is given up."""
         begun, self._beside = self._beside, None
         if begun is None:
             return
-        if at_once:
-            begun.cancel()
-        await asyncio.wait((begun,))
+        while not begun.done():
+            if at_once or not serves():
+                self._given_up = "the run ends" if at_once else "its servers were lost"
+                begun.cancel()
+            await asyncio.wait((begun,), timeout=_LOOK_S)
         if not begun.cancelled():
             begun.result()
 

@@ -261,15 +261,14 @@ class TrainingLoop:
             self._parts.rollout.wake()
         fleet, evaluator = self._parts.fleet, self._parts.evaluator
         if fleet is not None and evaluator.due(step):
-            fleet.wait_for(evaluator.idle())  # an earlier step's, with the weights of that step
-            fleet.rollout.publish()
+            fleet.take(step, evaluator)
 
     async def evaluate(self, step: int) -> None:
         """Full responses to held-out prompts, where it is time for them."""
         parts, is_due = self._parts, self._parts.evaluator.due(step)
         if is_due and parts.fleet is None:
             self._states[step].metrics |= await parts.evaluator.evaluate(step)
-        elif is_due:
+        elif is_due and parts.fleet is not None and parts.fleet.has == step:
             parts.evaluator.begin(step, parts.recorder.add_to, parts.recorder.console.warning)
 
     def update_critic(self, step: int) -> None:

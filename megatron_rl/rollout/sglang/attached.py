@@ -44,8 +44,9 @@ class AttachedServer:
 
     def is_same(self, other: object) -> bool:
         """One process under two addresses (a name, 127.0.0.1, an address of another network)."""
-        known = isinstance(other, AttachedServer) and any(part is not None for part in self._identity)
-        return known and self._identity == other._identity
+        if not isinstance(other, AttachedServer) or all(part is None for part in self._identity):
+            return False
+        return self._identity == other._identity
 
     def healthy(self, timeout_s: float = 5.0) -> bool:
         """The server answers, its scheduler too; notices when it is not the process that answered before."""

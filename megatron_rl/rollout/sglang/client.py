@@ -139,6 +139,11 @@ class SglangClient:
     def live_urls(self) -> list[str]:
         return [server.url for server in self._servers.values() if server.is_candidate]
 
+    async def look(self) -> None:
+        """Which servers are gone; without requests in progress nobody would notice."""
+        live = [server for server in self._servers.values() if server.is_candidate]
+        await asyncio.gather(*[self._diagnose(server, "it does not answer") for server in live])
+
     def restore(self, url: str) -> None:
         """A lost server is back and has the current weights: send it requests again."""
         server = self._servers[url.rstrip("/")]

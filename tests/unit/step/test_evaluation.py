@@ -11,7 +11,7 @@ from megatron_rl.config.schema import Config, EvalSetConfig
 from megatron_rl.data.trajectory import Prompt, Score, Segment, Trajectory
 from megatron_rl.errors import UserError
 from megatron_rl.rollout.sampling import Sampling, trajectory_seed
-from megatron_rl.step.evaluation import Evaluator, score_metrics
+from megatron_rl.step.evaluation import Evaluator, Fleet, score_metrics
 
 SAMPLING = Sampling(temperature=1.0, top_p=1.0, top_k=-1, stop_token_ids=(0,), seed=7)
 
@@ -177,6 +177,49 @@ def test_beside_training_an_evaluation_goes_to_the_step_it_belongs_to():
     added, warned = bench.beside(1, 3)
     assert [step for step, _ in added] == [2, 4] == [seen[0] for seen in bench.recorded] and not warned
     assert all(metrics["eval/accuracy"] == 1.0 for _, metrics in added)
+
+
+class _Fleet:
+    """A service of servers for evaluation that ``live``."""
+
+    urls, num_published = ["http://e:1"], 0
+
+    def __init__(self, *live):
+        self.live = [*live]
+        self.num_live_servers = 1
+
+    async def look(self):
+        return self.live.pop(0)
+
+    def publish(self):
+        self.num_published += 1
+
+
+def test_without_its_servers_an_evaluation_is_left_out_and_training_goes_on():
+    bench, rollout, warned, added = alone(1.0), _Fleet(1, 1, 0, 1), [], []
+
+    async def hang(*args, **options):
+        rollout.num_live_servers = 0
+        await asyncio.sleep(30)
+
+    async def run():
+        def wait_for(coroutine):
+            return asyncio.run_coroutine_threadsafe(coroutine, event_loop).result()
+
+        event_loop, fleet = asyncio.get_running_loop(), Fleet(rollout, wait_for, warned.append)
+        for step in (1, 3, 5, 7):
+            await asyncio.to_thread(fleet.take, step, bench.evaluator)
+            bench.evaluator.move_to(SimpleNamespace(generate=hang if step == 3 else bench.generate))
+            if fleet.has == step:
+                bench.evaluator.begin(step, lambda *said: added.append(said), warned.append)
+        await bench.evaluator.idle()
+
+    asyncio.run(asyncio.wait_for(run(), 20))
+    assert [step for step, _ in added] == [2, 8] and rollout.num_published == 3
+    assert warned == [
+        "the evaluation after step 4 is left out: its servers were lost",
+        "the evaluation after step 6 is left out: none of http://e:1 (eval.urls) answers",
+    ]
 
 
 def test_an_evaluation_that_fails_beside_training_is_said_and_left_out():
