@@ -33,7 +33,7 @@ from megatron_rl.algorithms.shapes import (
     check_same_kind,
     describe,
 )
-from megatron_rl.algorithms.token_loops import array, put_weights, run
+from megatron_rl.algorithms.token_sums import array, put_weights, run
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from torch import Tensor
 from megatron_rl.algorithms.loss import is_on
 from megatron_rl.algorithms.sequences import exact_sums
 from megatron_rl.algorithms.shapes import check_cu_seqlens, check_float_vector, check_mask, check_same_kind
-from megatron_rl.algorithms.token_loops import array, run, sums_by_position
+from megatron_rl.algorithms.token_sums import array, run, sums_by_position
 
 
 @torch.no_grad()

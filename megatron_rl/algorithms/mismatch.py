@@ -17,7 +17,7 @@ from torch import Tensor
 from megatron_rl.algorithms.loss import MAX_LOG_RATIO, is_on
 from megatron_rl.algorithms.sequences import edges, exact_sums, sequence_blocks
 from megatron_rl.algorithms.shapes import check_cu_seqlens, check_float_vector, check_mask, check_same_kind
-from megatron_rl.algorithms.token_loops import array, log_ratios, ratio_sums, run
+from megatron_rl.algorithms.token_sums import array, log_ratios, ratio_sums, run
 
 EQUAL_POLICIES = {
     "kl": 0.0,

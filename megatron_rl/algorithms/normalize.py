@@ -19,7 +19,7 @@ from megatron_rl.algorithms.shapes import (
     check_not_negative,
     check_per_sequence,
 )
-from megatron_rl.algorithms.token_loops import array, moments, put_scaled, run
+from megatron_rl.algorithms.token_sums import array, moments, put_scaled, run
 
 KINDS = ("none", "scale", "whiten")
 

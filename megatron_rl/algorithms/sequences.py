@@ -2,7 +2,7 @@
 
 ``bounds`` is the int64 CPU tensor that ``check_cu_seqlens`` returns. Empty sequences have a sum of 0.
 
-On the CPU a step's tokens are gone through in compiled loops (``token_loops``), or in blocks: what is made of one on the way stays
+On the CPU a step's tokens are gone through in compiled loops (``token_sums``), or in blocks: what is made of one on the way stays
 in a core's cache, where whole copies would each be hundreds of megabytes of new memory.
 """
 
@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_rl.algorithms.token_loops import array, run, sums_by_sequence
+from megatron_rl.algorithms.token_sums import array, run, sums_by_sequence
 
 BLOCK_TOKENS = 32_000
 """Several float64 numbers of each fit into a core's cache, and torch wakes no threads for so few (but see ``exp``)."""

@@ -11,7 +11,7 @@ from megatron_rl.algorithms.shapes import (
     check_same_kind,
     describe,
 )
-from megatron_rl.algorithms.token_loops import array, run, target_and_error
+from megatron_rl.algorithms.token_sums import array, run, target_and_error
 
 
 def value_loss(

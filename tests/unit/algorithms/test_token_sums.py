@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_rl.algorithms import token_loops
+from megatron_rl.algorithms import token_sums
 from megatron_rl.algorithms.sequences import edges
-from megatron_rl.algorithms.token_loops import (
+from megatron_rl.algorithms.token_sums import (
     compiled,
     log_ratios,
     moments,
@@ -100,8 +100,8 @@ def test_what_is_put_stands_where_the_mask_is_on(case, largest, bound):
 
 
 def test_a_few_tokens_are_not_compiled_for(monkeypatch):
-    monkeypatch.setattr(token_loops, "FEWEST", 3)
-    monkeypatch.setattr(token_loops, "compiled", lambda loop: lambda *arguments: "compiled")
+    monkeypatch.setattr(token_sums, "FEWEST", 3)
+    monkeypatch.setattr(token_sums, "compiled", lambda loop: lambda *arguments: "compiled")
     one = np.ones(2, np.float32)
-    assert token_loops.run(moments, one, one > 0) == (2, 1.0, 0.0)
-    assert token_loops.run(moments, np.ones(3, np.float32), np.ones(3, bool)) == "compiled"
+    assert token_sums.run(moments, one, one > 0) == (2, 1.0, 0.0)
+    assert token_sums.run(moments, np.ones(3, np.float32), np.ones(3, bool)) == "compiled"
