@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_rl.algorithms.loss import MAX_LOG_RATIO, is_on
-from megatron_rl.algorithms.sequences import edges, exact_sums, sequence_blocks
+from megatron_rl.algorithms.sequences import counts_by_sequence, edges, exact_sums, sequence_blocks
 from megatron_rl.algorithms.shapes import check_cu_seqlens, check_float_vector, check_mask, check_same_kind
 from megatron_rl.algorithms.token_sums import array, log_ratios, ratio_sums, run
 
@@ -114,7 +114,7 @@ def counted_ratios(
 ) -> Iterator[CountedRatios]:
     """Log ratios of log-probs [T] in ``mask`` [T], a block of sequences after the other; ``at_once``: all in one."""
     over, under, runs = array(numerator), array(denominator), edges(array(is_on(mask))).reshape(-1, 2)
-    places = F.pad(exact_sums(is_on(mask), bounds).long().cpu().cumsum(0), (1, 0))
+    places = F.pad(counts_by_sequence(mask, bounds).cumsum(0), (1, 0))
     for first, end in [(0, len(bounds) - 1)] if at_once else sequence_blocks(places):
         tokens = slice(int(bounds[first]), int(bounds[end]))
         within = slice(np.searchsorted(runs[:, 1], tokens.start, "right"), np.searchsorted(runs[:, 0], tokens.stop))

@@ -41,6 +41,12 @@ def exact_sums(values: Tensor, bounds: Tensor) -> Tensor:
     return torch.from_numpy(sums)
 
 
+def counts_by_sequence(mask: Tensor, bounds: Tensor) -> Tensor:
+    """[N] int64 on the CPU: entries of ``mask`` [T] that are not 0, in each sequence."""
+    flags, borders = array(mask), bounds.tolist()
+    return torch.tensor([np.count_nonzero(flags[start:end]) for start, end in itertools.pairwise(borders)], dtype=torch.int64)
+
+
 def spread(values: Tensor, lengths: Tensor) -> Tensor:
     """[T] ``values`` [N], each ``lengths`` [N] times."""
     if values.device.type != "cpu":

@@ -2,8 +2,8 @@
 
 Invariants: sums are float64 whatever the inputs are; what a mask leaves out is not read into them. A loop is compiled at its
 first call for the dtypes that it gets, which takes a tenth of a second (``cpu_scan`` says why nothing is cached on disk);
-for a few tokens Python runs it as it stands. The last bit of a sum may differ between the two, so the number of tokens alone
-decides.
+for a few tokens Python runs it as it stands. The last bit of a batch's sum may differ between the two, so the number of tokens
+alone decides; a sequence's sum is the same, whatever batch it is in.
 """
 
 from collections.abc import Callable
@@ -36,8 +36,8 @@ def compiled(loop: Callable[..., Any]) -> Callable[..., Any]:
     """``loop`` for contiguous arrays, without the interpreter's lock."""
     import numba  # takes a third of a second, which importing the algorithms need not
 
-    # A sum may be taken in lanes; infinities and NaN count as they should.
-    return numba.njit(nogil=True, fastmath={"contract", "reassoc", "nsz"})(loop)
+    # A batch's sum may be taken in lanes, infinities and NaN as they are; a sequence's in its order.
+    return numba.njit(nogil=True, fastmath=loop is not sums_by_sequence and {"contract", "reassoc", "nsz"})(loop)
 
 
 def sums_by_sequence(values: np.ndarray, bounds: np.ndarray, sums: np.ndarray) -> None:

@@ -61,6 +61,10 @@ def test_sums_are_numpys(case):
     pairs = list(pairwise(bounds))
     for values in (filled, mask):
         (sums,) = both(sums_by_sequence, (values, bounds), [np.empty(len(pairs))])[1]
+        alone = np.empty(len(pairs))
+        for row, (first, end) in enumerate(pairs):
+            sums_by_sequence(values[first:end], np.array([0, end - first]), alone[row : row + 1])
+        assert sums.tolist() == alone.tolist()  # to the last bit
         np.testing.assert_allclose(sums, [values[first:end].sum(dtype=np.float64) for first, end in pairs], atol=1e-9)
 
     counts = np.array([np.count_nonzero(mask[first:end]) for first, end in pairs])
