@@ -124,8 +124,13 @@ class Recorder:
                 if name.startswith("time/") and name.endswith("_s"):
                     self._add_stage(name.removeprefix("time/").removesuffix("_s"), seconds)
 
-    def add_to(self, step: int, metrics: dict[str, float]) -> None:
-        """What was measured of a step, counted from 1, beside or after it (from any thread)."""
+    def add_to(self, step: int, metrics: dict[str, float], began_s: float = 0.0) -> None:
+        """What was measured of a step, counted from 1, beside or after it (from any thread).
+
+        ``began_s``: of an evaluation beside training, which has a lane of its own.
+        """
+        if began_s:
+            self.timeline.add(Span("evaluation", "evaluation", began_s, time.time(), step))
         with self._lock:
             if step > self.num_steps_done:
                 self._early.setdefault(step, {}).update(metrics)

@@ -6,6 +6,7 @@ on the other sets. Prompts count alike, however many of their responses could be
 """
 
 import asyncio
+import time
 from collections import defaultdict
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
@@ -91,15 +92,16 @@ class Evaluator:
         last = step + 1 == self._config.run.num_steps
         return bool(self._sets) and (last or falls_due(step + 1, self._config.eval.every_steps))
 
-    def begin(self, step: int, add: Callable[[int, dict[str, float]], None], warn: Callable[[str], None]) -> None:
+    def begin(self, step: int, add: Callable[[int, dict[str, float], float], None], warn: Callable[[str], None]) -> None:
         """``evaluate`` beside training (on the event loop), on servers that ``idle`` has waited for.
 
-        ``add(step done, metrics)`` gets what it measures. What fails is said and left out: training goes on.
+        ``add(step done, metrics, Unix seconds at its begin)`` gets what it measures. What fails is said and left out: training goes on.
         """
 
         async def evaluate() -> None:
+            began_s = time.time()
             try:
-                add(step + 1, await self.evaluate(step))
+                add(step + 1, await self.evaluate(step), began_s)
             except (UserError, asyncio.CancelledError) as error:
                 reason = self._given_up if isinstance(error, asyncio.CancelledError) else error
                 warn(f"the evaluation after step {step + 1} is left out: {reason}")

@@ -326,7 +326,7 @@ def _timeline_panel(run: RunRecord) -> Panel:
     title = "A few steps close up"
     says = "Each lane is a resource, each bar a stage and its step. Shaded: the critic updates while the next window " \
         "is generated. The whole trace opens in ui.perfetto.dev: timeline.json."
-    window = _after_the_pause(_choose_window(run.spans))
+    window = _after_the_pause(_choose_window([span for span in run.spans if span.lane in LANES]))
     if not window:
         return Panel(title, says, "", missing="timeline.json is not there or holds no spans.", wide=True)
     present = {span.lane for span in window}

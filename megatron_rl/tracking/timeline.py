@@ -191,6 +191,8 @@ class Timeline:
         with self._lock:
             # From the newest back: a step's spans lie within the last few steps' worth of a long deque.
             for span in reversed(self._spans):
+                if span.lane not in LANES:  # beside the stages, and of whatever step
+                    continue
                 if span.step == step:
                     seconds[span.name] = seconds.get(span.name, 0.0) + span.end_s - span.start_s
                 elif span.step < step - 2:

@@ -64,5 +64,7 @@ def test_servers_join_and_leave_a_run_and_another_evaluates_beside_it(folder, se
     assert all(row["mismatch/max_abs_log_ratio"] < 1e-3 for step, row in rows.items() if step)
     evaluated = [step for step, row in rows.items() if "eval/accuracy" in row]
     assert evaluated[:3] == [0, 2, 4]
-    spans = [span for span in read_timeline(output_dir / "timeline.json") if span.name == "evaluate"]
+    timeline = read_timeline(output_dir / "timeline.json")
+    assert {2, 4} <= {span.step for span in timeline if span.lane == "evaluation"}
+    spans = [span for span in timeline if span.name == "evaluate"]
     assert spans and all(span.end_s - span.start_s < 0.5 for span in spans), "training waited for an evaluation"

@@ -175,8 +175,8 @@ def test_a_set_without_a_score_says_so_and_nothing_more():
 def test_beside_training_an_evaluation_goes_to_the_step_it_belongs_to():
     bench = alone(1.0)
     added, warned = bench.beside(1, 3)
-    assert [step for step, _ in added] == [2, 4] == [seen[0] for seen in bench.recorded] and not warned
-    assert all(metrics["eval/accuracy"] == 1.0 for _, metrics in added)
+    assert [step for step, *_ in added] == [2, 4] == [seen[0] for seen in bench.recorded] and not warned
+    assert all(metrics["eval/accuracy"] == 1.0 for _, metrics, _ in added)
 
 
 class _Fleet:
@@ -215,7 +215,7 @@ def test_without_its_servers_an_evaluation_is_left_out_and_training_goes_on():
         await bench.evaluator.idle()
 
     asyncio.run(asyncio.wait_for(run(), 20))
-    assert [step for step, _ in added] == [2, 8] and rollout.num_published == 3
+    assert [step for step, *_ in added] == [2, 8] and rollout.num_published == 3
     assert warned == [
         "the evaluation after step 4 is left out: its servers were lost",
         "the evaluation after step 6 is left out: none of http://e:1 (eval.urls) answers",

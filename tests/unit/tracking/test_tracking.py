@@ -86,7 +86,8 @@ def test_spans_that_cross_get_tracks_of_their_own():
 def test_a_timeline_holds_the_newest_spans_and_sums_a_step():
     timeline = Timeline(max_spans=2, spans=SPANS)
     assert timeline.spans() == SPANS[1:]
-    assert Timeline(spans=[SPANS[0], SPANS[0]]).stage_seconds(1) == {"generate": 8.0}
+    beside = [Span("evaluation", "evaluation", 0.0, 90.0, step) for step in (-9, 1)]
+    assert Timeline(spans=[SPANS[0], SPANS[0], *beside]).stage_seconds(1) == {"generate": 8.0}
 
 
 @pytest.mark.parametrize(
