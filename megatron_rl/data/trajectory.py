@@ -91,6 +91,8 @@ class Segment:
 
 def read_only(values: Any, dtype: type) -> np.ndarray:
     """``values`` as an array of ``dtype`` that cannot be written to; what is one already is shared, not copied."""
+    if type(values) is np.ndarray and values.dtype == dtype and not values.flags.writeable:
+        return values
     array: np.ndarray = np.asarray(values, dtype=dtype).view()
     array.flags.writeable = False
     return array
