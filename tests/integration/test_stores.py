@@ -74,6 +74,14 @@ def wandb_rows(folder):
     return found
 
 
+def whole_wandb_rows(folder, number):
+    """``wandb_rows`` once ``number`` are there: W&B's process writes its last block after ``finish`` has returned."""
+    deadline_s = time.monotonic() + 60
+    while sum(len(rows) for _, rows in wandb_rows(folder)) < number and time.monotonic() < deadline_s:
+        time.sleep(0.05)
+    return wandb_rows(folder)
+
+
 def leveldb_records(data):
     """Of a LevelDB log after W&B's header of 7 bytes: blocks of 32 KiB, parts of (checksum, size, kind, content)."""
     place, content = 7, b""
@@ -98,7 +106,7 @@ def test_wandb_goes_on_with_the_same_run_and_repeats_no_step(tmp_path):
 
     assert log_steps(tmp_path, store, [1, 2]) == []
     assert log_steps(tmp_path, store, [2, 3], resume_step=2) == []
-    first, second = wandb_rows(tmp_path)
+    first, second = whole_wandb_rows(tmp_path, 3)
     assert first[0] == second[0] == json.loads((tmp_path / "wandb_run.json").read_text())["id"]
     logged = [(row["step"], row["reward/mean"]) for _, rows in (first, second) for row in rows]
     assert logged == [(1, 0.5), (2, 0.75), (3, 0.875)]
@@ -125,7 +133,7 @@ def test_after_a_return_to_a_checkpoint_the_stores_have_a_run_of_the_steps_that_
     assert runs == {first: "FAILED", newest: "FINISHED"}
     assert [(step, value) for run, step, value in points if run == first] == list(taken_back.items())
     assert [(step, value) for run, step, value in points if run == newest] == list({**taken_back, **again}.items())
-    rows = {run: [(row["step"], row["reward/mean"]) for row in logged] for run, logged in wandb_rows(tmp_path)}
+    rows = {run: [(row["step"], row["reward/mean"]) for row in logged] for run, logged in whole_wandb_rows(tmp_path, 6)}
     assert sorted(rows.values()) == sorted([list(taken_back.items()), list({**taken_back, **again}.items())])
 
 
