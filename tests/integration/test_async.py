@@ -137,6 +137,38 @@ def test_weights_published_in_flight_reach_the_window_under_way(folder, server, 
         assert all(versions == sorted(versions) for versions in window)
 
 
+def test_a_run_killed_with_weights_in_flight_goes_on_within_its_bounds(folder, server, options):
+    """Where a publish meets a window depends on the clock, so it is another run; each token still trains once."""
+    output_dir, words = folder / "killed_in_flight", ("schedule.weight_update=in_flight", "run.save_every_steps=1", "run.resume=auto")
+    command = ("train", f"run.output_dir={output_dir}", *options, *words)
+    with slowed_down(server, 0.05):
+        process = start(folder, *command)
+        try:
+            saved = output_dir / "checkpoints" / "step-3" / "manifest.json"
+            wait_until(saved.exists, process, "the checkpoint of step 3")
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait(timeout=60)
+        finally:
+            stop_tree(process)
+        status, output = run(folder, *command)
+    assert status == 0 and "goes on after step" in output, output
+    rows = {row.step: row.metrics for row in read_metrics(output_dir / "metrics.jsonl")}
+    assert sorted(rows) == [1, 2, 3, 4, 5, 6]
+    assert all(row["rollout/num_slots"] == 16 and row["rollout/staleness_max"] <= 1 for row in rows.values())
+    before: dict[int, dict] = {}
+    for step, path in sorted(sample_files(output_dir).items()):
+        now = {row["id"]: row for row in read_samples([path]).to_pylist()}
+        assert len(now) == 16
+        assert rows[step]["rollout/num_carried"] == sum(not row["finished"] for row in before.values())
+        for id, row in now.items():
+            earlier, old = before.get(id, {"token_ids": []})["token_ids"], row["length"] - row["new_tokens"]
+            assert row["token_ids"][:old] == earlier and not any(row["mask"][:old])
+            versions = [segment["weight_version"] for segment in row["segments"]]
+            assert versions == sorted(versions)
+        before = now
+    assert any(any(row["mask"]) for row in before.values())
+
+
 def test_rollout_workers_and_ranks_that_map_what_they_read_change_no_bit(folder, options):
     """Two replicas: one of them has its tokens from the worker's file, or from the driver's where there is no worker."""
     found = []
