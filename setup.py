@@ -33,9 +33,9 @@ setup(
     package_data={
         "megatron_rl": ["py.typed"],
         "megatron_rl.config": ["presets/*.yaml"],
-        "megatron_rl.commands": ["*.json"],
-        "megatron_rl.planning": ["*.yaml"],
-        "megatron_rl.tracking": ["*.js", "*.css"],
+        "megatron_rl.desk.doctor": ["*.json"],
+        "megatron_rl.desk.costs": ["*.yaml"],
+        "megatron_rl.desk.report": ["*.js", "*.css"],
     },
     install_requires=[],  # a CPU and a GPU machine need different builds of the same packages: choose an extra
     extras_require={

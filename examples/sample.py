@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from characters import write_rows
 
 from megatron_rl.cpu.torchvision import declare_torchvision_ops
-from megatron_rl.data.rows import read_rows
+from megatron_rl.data.row_files import read_rows
 from megatron_rl.data.tokenizer import Tokenizer
 
 

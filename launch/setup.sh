@@ -51,7 +51,7 @@ fi
 # The packages are there already: what is new of them is little.
 if [ -f "$VENV/.megatron_rl" ]; then NEEDED_MIB=1000; fi
 if [ "$FLAVOR" = gpu ]; then
-    "$PYTHON" -I megatron_rl/system/gpu_stack.py "$VENV" "$NEEDED_MIB" || exit 1
+    "$PYTHON" -I megatron_rl/system/gpu/gpu_stack.py "$VENV" "$NEEDED_MIB" || exit 1
 else
     free_mib=$(df -Pm . | awk 'NR == 2 {print $4}')
     if [ "$free_mib" -lt "$NEEDED_MIB" ]; then

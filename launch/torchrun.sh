@@ -20,5 +20,5 @@ else
         --master-addr "$MASTER_ADDR" --master-port "${MASTER_PORT:-29500}")
 fi
 # torchrun, but a stop signal is the driver's, which saves and leaves: torchrun itself would kill the ranks 30 s later.
-exec "$VENV/bin/python" -m megatron_rl.system.torchrun "${meet[@]}" \
+exec "$VENV/bin/python" -m megatron_rl.system.processes.torchrun "${meet[@]}" \
     --nproc-per-node "${RANKS_PER_NODE:-$DEFAULT_RANKS_PER_NODE}" --module megatron_rl.cli "$@"

@@ -1,7 +1,7 @@
 """megatron_rl: reinforcement learning of language models with Megatron Core and SGLang."""
 
-from megatron_rl.cpu import hook
+from megatron_rl.cpu import import_hook
 
 __version__ = "0.1.0"
 
-hook.install()
+import_hook.install()

@@ -10,11 +10,11 @@ import warnings
 from collections.abc import Sequence
 from importlib import import_module
 
-from megatron_rl.commands import COMMANDS, FILES
+from megatron_rl.commands import COMMANDS
 from megatron_rl.errors import UserError
-from megatron_rl.system.collector import collector_at_rest
-from megatron_rl.system.signals import INTERRUPTED, STOPPED, StopRequested
-from megatron_rl.system.terminal import say
+from megatron_rl.system.command_line.terminal import say
+from megatron_rl.system.processes.gc_pauses import collector_at_rest
+from megatron_rl.system.processes.signals import INTERRUPTED, STOPPED, StopRequested
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -47,7 +47,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         command = commands.add_parser(name, help=text, description=text)
         if name in argv[:1]:  # the other commands' files, and what they import, are not needed
             with collector_at_rest():
-                module = import_module(f"megatron_rl.commands.{FILES.get(name, name.replace('-', '_'))}")
+                module = import_module(f"megatron_rl.commands.{name.replace('-', '_')}")
             module.add_arguments(command)
             command.set_defaults(run=module.run)
             # Keys and files may stand on both sides of an option.

@@ -30,7 +30,7 @@ import psutil
 
 from megatron_rl.data.trajectory import Score
 from megatron_rl.rewards.registry import resolve
-from megatron_rl.system.signals import INTERRUPTED, STOPPED
+from megatron_rl.system.processes.signals import INTERRUPTED, STOPPED
 from tests.same_runs import differences
 
 _KILLS_PER_RUN = 5

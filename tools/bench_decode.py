@@ -155,8 +155,8 @@ def make_model(folder: Path, arguments: argparse.Namespace, *, context: int) -> 
 
 @contextmanager
 def server_engine(folder: str, arguments: argparse.Namespace, engine: str, num_cached: int) -> Iterator[Run]:
-    from megatron_rl.rollout.sglang.options import ServerOptions
-    from megatron_rl.rollout.sglang.server import SglangServer
+    from megatron_rl.rollout.sglang.process.options import ServerOptions
+    from megatron_rl.rollout.sglang.process.server import SglangServer
 
     at_once = most_at_once(arguments)
     options = ServerOptions(

@@ -104,7 +104,7 @@ def check(arguments: argparse.Namespace) -> None:
 
 def check_memory(arguments: argparse.Namespace, context_tokens: int) -> None:
     """Raises UserError where what the run holds, ``context_tokens`` at the end of the window, is more than this machine has free."""
-    from megatron_rl.system.host_memory import available_bytes
+    from megatron_rl.system.processes.host_memory import available_bytes
 
     layers, top_k, experts = map(int, (arguments.routes or "0x0x0").split("x"))
     num_prompts = len_of(arguments) // NUM_SAMPLES
@@ -176,11 +176,11 @@ class Meter:
 
 
 def lengths_of(spec: str, number: int, arguments: argparse.Namespace, random: np.random.Generator) -> np.ndarray:
-    """Whole lengths of ``number`` responses: log-normal, ``pareto:ALPHA:LEAST``, or as ``simulation/lengths.py`` reads ``spec``.
+    """Whole lengths of ``number`` responses: log-normal, ``pareto:ALPHA:LEAST``, or as ``desk/simulate/lengths.py`` reads ``spec``.
 
     Raises UserError for what it cannot read.
     """
-    from megatron_rl.simulation.lengths import named_lengths, read_lengths
+    from megatron_rl.desk.simulate.lengths import named_lengths, read_lengths
 
     if not spec:
         drawn = np.exp(random.normal(np.log(arguments.median), arguments.sigma, number))
@@ -328,7 +328,7 @@ def further_nodes(number: int, num_workers: int, meter: Meter) -> Iterator[None]
 
 def workers_of(nodes: Sequence[Any]) -> list[Any]:
     from megatron_rl.rollout.workers.worker_messages import FarWorker
-    from megatron_rl.system.shared_file import NODE
+    from megatron_rl.system.files.shared_file import NODE
 
     return [
         FarWorker(node.host, port, node.secret, number * NODE + node.pid, fd)
@@ -339,7 +339,7 @@ def workers_of(nodes: Sequence[Any]) -> list[Any]:
 
 def count_routes(meter: Meter, trajectories: Sequence[Any]) -> None:
     """Bytes of them on the driver's machine and on others."""
-    from megatron_rl.system.shared_file import NODE, address_of
+    from megatron_rl.system.files.shared_file import NODE, address_of
 
     for routes in [t.routes.routes for t in trajectories if t.routes is not None]:
         address = address_of(routes)
@@ -388,17 +388,16 @@ def generate(
     from megatron_rl.config.derived import num_rollout_workers
     from megatron_rl.config.schema import BatchConfig, Config, RolloutConfig
     from megatron_rl.rollout.generation import GenerationPlan
+    from megatron_rl.rollout.requests import GenerationRequest, RouteShape
     from megatron_rl.rollout.sampling import Sampling
-    from megatron_rl.rollout.sglang import long_lists
-    from megatron_rl.rollout.sglang.client import SglangClient
-    from megatron_rl.rollout.sglang.routes import RouteShape
-    from megatron_rl.rollout.sglang.wire import GenerationRequest
+    from megatron_rl.rollout.sglang.balance.client import SglangClient
+    from megatron_rl.rollout.sglang.wire import json_arrays
     from megatron_rl.rollout.windows import Window
     from megatron_rl.rollout.workers.worker_pool import WorkerPool
 
     layers, top_k, experts = map(int, (arguments.routes or "0x0x0").split("x"))
     routes = RouteShape(layers, top_k, experts) if arguments.routes else None
-    long_lists._in_background().result()  # compiles
+    json_arrays._in_background().result()  # compiles
     plan = GenerationPlan(Sampling(1.0, 1.0, -1, (2,), seed=1, routes=routes, vision=vision), decode=str)
     batch = BatchConfig(num_prompts_per_step=arguments.slots, num_samples_per_prompt=1, window_tokens=arguments.window)
     config = Config(batch=batch, rollout=RolloutConfig(num_workers=arguments.workers))
@@ -516,7 +515,7 @@ def counted_group(arguments: argparse.Namespace, meter: Meter, vision: Any) -> I
 
     from megatron_rl.config.schema import Config
     from megatron_rl.parallel import collectives, stragglers
-    from megatron_rl.training import holding, trainer_group
+    from megatron_rl.training import sequence_cache, trainer_group
     from megatron_rl.training.payloads import answered_tokens
 
     config = Config()
@@ -525,7 +524,7 @@ def counted_group(arguments: argparse.Namespace, meter: Meter, vision: Any) -> I
     config.batch.policy_minibatch_size = config.batch.critic_minibatch_size = max(1, len_of(arguments) // 16)
     group_module: Any = trainer_group
     restore, size = group_module.restore, arguments.ranks_per_replica * arguments.replicas
-    flatten, take = collectives._flatten, holding.Held.take
+    flatten, take = collectives._flatten, sequence_cache.Held.take
     receiving = Receiving(meter, collectives._found, arguments.ranks_per_replica)
 
     def flat(payload: Any, *more: Any) -> Any:
@@ -562,7 +561,7 @@ def counted_group(arguments: argparse.Namespace, meter: Meter, vision: Any) -> I
         (collectives, "_flatten"): flat,
         (collectives, "_found"): receiving.found,
         (collectives, "_unflatten"): meter.inner(_OWN_SHARE, collectives._unflatten),
-        (holding.Held, "take"): meter.inner(_OWN_SHARE, take),
+        (sequence_cache.Held, "take"): meter.inner(_OWN_SHARE, take),
         (type(vision), "cut"): meter.inner(_OWN_SHARE, getattr(type(vision), "cut", print)),
         (collectives, "_over_the_replica"): receiving.over_the_replica,
         (group_module, "restore"): answers,
@@ -654,7 +653,7 @@ def _compile() -> None:
 def checkpoint(meter: Meter, pool: Any, step: int) -> float:
     """Seconds that the driver's main thread is busy; all CPU time counts as the part's."""
     from megatron_rl.run.checkpoint_folder import write_driver
-    from megatron_rl.run.flat_arrays import taken_apart
+    from megatron_rl.run.json_with_arrays import taken_apart
 
     with tempfile.TemporaryDirectory() as folder, meter.part("checkpoint"):
         began_s = time.thread_time()
@@ -678,7 +677,7 @@ def bytes_held(trajectories: Sequence[Any]) -> float:
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     from megatron_rl.step import updates  # noqa: F401  all of the driver's modules: a run's collector does not look at them
-    from megatron_rl.system.collector import young_objects_only
+    from megatron_rl.system.processes.gc_pauses import young_objects_only
 
     with tempfile.TemporaryDirectory() as folder, young_objects_only():
         return _measure(arguments, vision_of(Path(folder)) if arguments.images else None)
@@ -758,7 +757,7 @@ def main() -> None:
     arguments = parse()
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # threads that wait for each other would count
-    from megatron_rl.system.host_memory import keep_freed_memory
+    from megatron_rl.system.processes.host_memory import keep_freed_memory
 
     keep_freed_memory()  # as a run's driver does
     try:

@@ -200,7 +200,7 @@ def run_rank(arguments: dict) -> None:
     from megatron_rl.config.schema import Config, RolloutConfig
     from megatron_rl.cpu.torchvision import declare_torchvision_ops
     from megatron_rl.parallel import topology
-    from megatron_rl.system.collector import collector_at_rest
+    from megatron_rl.system.processes.gc_pauses import collector_at_rest
     from megatron_rl.training.export import control_link
     from megatron_rl.weights import broadcast, publish, senders
 
@@ -229,8 +229,8 @@ def run_rank(arguments: dict) -> None:
 
 def measure(arguments: dict, config: Any, group: Group, barrier: Any) -> None:
     from megatron_rl.rollout.served_weights import ServedWeights
-    from megatron_rl.system.http import get_once
-    from megatron_rl.weights.plan import ServerAddress
+    from megatron_rl.system.http.json_http import get_once
+    from megatron_rl.weights.bucket_plan import ServerAddress
     from megatron_rl.weights.publish import WeightPublisher
 
     servers = [ServerAddress(f"http://127.0.0.1:{port}", arguments["server_tp"], 1) for port in arguments["ports"]]

@@ -54,7 +54,7 @@ def run_rank(arguments: dict) -> None:
     from megatron_rl.config.schema import Dtype, Init, OptimizerConfig
     from megatron_rl.parallel import collectives
     from megatron_rl.parallel import topology as topologies
-    from megatron_rl.system.host_memory import take_host_peak_gib
+    from megatron_rl.system.processes.host_memory import take_host_peak_gib
     from megatron_rl.training.engine import Engine
 
     folder, parallel = Path(arguments["folder"]), parse_layout(arguments["layout"])[0]

@@ -40,7 +40,7 @@ def main() -> None:
     arguments = parse()
     from rich.console import Console
 
-    from megatron_rl.system.torchrun import launch
+    from megatron_rl.system.processes.torchrun import launch
 
     with tempfile.TemporaryDirectory() as folder:
         write_task(Path(folder), arguments)

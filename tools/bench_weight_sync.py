@@ -76,7 +76,7 @@ def run_rank(arguments: dict) -> None:
     from megatron_rl.config.layout import parse_layout
     from megatron_rl.config.schema import Config, Dtype, Init, PolicyConfig, RolloutConfig, WeightSync
     from megatron_rl.parallel import topology as topologies
-    from megatron_rl.system.signals import die_with_parent
+    from megatron_rl.system.processes.signals import die_with_parent
     from megatron_rl.training.engine import Engine
     from megatron_rl.training.trainer_group import TrainerGroup, Worker
 
@@ -109,9 +109,9 @@ def run_rank(arguments: dict) -> None:
 @contextmanager
 def open_servers(arguments: dict, group) -> Iterator[list]:
     from megatron_rl.rollout.server_pool import ServerPool
-    from megatron_rl.rollout.sglang.options import ServerOptions
-    from megatron_rl.rollout.sglang.server import detect_device
-    from megatron_rl.weights.plan import ServerAddress
+    from megatron_rl.rollout.sglang.process.options import ServerOptions
+    from megatron_rl.rollout.sglang.process.server import detect_device
+    from megatron_rl.weights.bucket_plan import ServerAddress
 
     size = arguments["server_tp"]
     options = ServerOptions(

@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
 from matplotlib.path import Path
 
-from megatron_rl.tracking.charts import LIGHT
+from megatron_rl.desk.report.charts import LIGHT
 
 INK, MUTED, LINE = LIGHT["ink"], LIGHT["muted"], LIGHT["line"]
 CARD = "#fbfbfa"

@@ -23,12 +23,12 @@ from matplotlib.patches import Rectangle
 from window_pictures import gains, shares
 
 from megatron_rl.config.schema import Mode
+from megatron_rl.desk.report.charts import LIGHT, STAGE_COLORS
+from megatron_rl.desk.report.run_record import load_run
+from megatron_rl.desk.report.smoothing import smooth, smoothing_span
 from megatron_rl.step.graph import Resource, Stage
-from megatron_rl.step.stages import step_graph
-from megatron_rl.system.files import write_whole
-from megatron_rl.tracking.charts import LIGHT, STAGE_COLORS
-from megatron_rl.tracking.run_record import load_run
-from megatron_rl.tracking.smoothing import smooth, smoothing_span
+from megatron_rl.step.table import step_graph
+from megatron_rl.system.files.atomic_files import write_whole
 from megatron_rl.tracking.timeline import Span, overlap_intervals, overlap_seconds, read_timeline
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -161,7 +161,7 @@ BOX_WIDTH, BOX_HEIGHT, COLUMN, ROW = 116, 38, 148, 84
 def graph() -> Figure:
     stages = step_graph(Mode.tppo)
     figure, axes = canvas(1180, 500)
-    text(axes, (24, 28), "The stages of a T-PPO step, drawn from the table in step/stages.py", size=12, bold=True)
+    text(axes, (24, 28), "The stages of a T-PPO step, drawn from the table in step/table.py", size=12, bold=True)
     text(
         axes,
         (24, 48),

@@ -15,14 +15,14 @@ from typing import Any
 
 import torch
 
-from megatron_rl.commands.invariance import OPTIMIZER, make_batch
 from megatron_rl.config.layout import parse_layout
 from megatron_rl.config.schema import AlgorithmConfig, Dtype, Init, OptimizerConfig, ParallelConfig, Recompute
 from megatron_rl.cpu.torchvision import declare_torchvision_ops
 from megatron_rl.data.batch import PackedBatch
+from megatron_rl.desk.doctor.layout_ranks import OPTIMIZER, make_batch
+from megatron_rl.families.flops import flops_cost
 from megatron_rl.models.layers import has_transformer_engine
 from megatron_rl.parallel import topology as topologies
-from megatron_rl.planning.flops import flops_cost
 from megatron_rl.training import losses
 from megatron_rl.training.batching import plan_microbatches
 from megatron_rl.training.engine import Engine
@@ -255,8 +255,8 @@ def training(job: dict[str, Any]) -> list[dict[str, Any]]:
 def weight_sync(job: dict[str, Any]) -> list[dict[str, Any]]:
     """Publishes of a random model to a real SGLang server: seconds and bytes; afterwards the checksums are compared."""
     from megatron_rl.config.derived import WeightMethod
-    from megatron_rl.rollout.sglang.options import ServerOptions
-    from megatron_rl.rollout.sglang.server import SglangServer, detect_device
+    from megatron_rl.rollout.sglang.process.options import ServerOptions
+    from megatron_rl.rollout.sglang.process.server import SglangServer, detect_device
     from megatron_rl.weights.publish import WeightPublisher
     from megatron_rl.weights.verify import compare_checksums
 
@@ -311,7 +311,7 @@ def sync_methods(num_gpus: int) -> dict[str, str]:
 
 def _cuda_graphs(url: str) -> dict[str, str]:
     """Whether the server decodes with CUDA graphs, as it says."""
-    from megatron_rl.system.http import get_once
+    from megatron_rl.system.http.json_http import get_once
 
     info = get_once(f"{url}/server_info", timeout_s=60).json()
     on_gpu = torch.cuda.is_available()

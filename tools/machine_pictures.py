@@ -6,7 +6,7 @@ from canvas import MUTED, arrow, box, canvas, rectangle, text
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from megatron_rl.tracking.charts import LIGHT
+from megatron_rl.desk.report.charts import LIGHT
 
 
 def processes() -> Figure:

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.data.rows import read_rows
+from megatron_rl.data.row_files import read_rows
 from megatron_rl.errors import DataError, UserError
 from megatron_rl.rewards.judges.judge import solution_of
 

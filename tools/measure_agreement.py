@@ -28,9 +28,9 @@ from megatron_rl.data.trajectory import Prompt, Trajectory
 from megatron_rl.parallel import topology as topologies
 from megatron_rl.rollout.generation import GenerationPlan
 from megatron_rl.rollout.sampling import Sampling
-from megatron_rl.rollout.sglang.client import SglangClient
-from megatron_rl.rollout.sglang.options import ServerOptions
-from megatron_rl.rollout.sglang.server import SglangServer
+from megatron_rl.rollout.sglang.balance.client import SglangClient
+from megatron_rl.rollout.sglang.process.options import ServerOptions
+from megatron_rl.rollout.sglang.process.server import SglangServer
 from megatron_rl.rollout.windows import Window
 from megatron_rl.step.packing import window_batch
 from megatron_rl.training.engine import Engine

@@ -16,11 +16,11 @@ from pathlib import Path
 
 from megatron_rl.config.load import load_config
 from megatron_rl.config.schema import Mode
+from megatron_rl.desk.simulate.lengths import named_lengths
+from megatron_rl.desk.simulate.prediction import StepWork, Workload, simulated_works
+from megatron_rl.desk.simulate.scenario import Scenario, scenario_of
+from megatron_rl.desk.simulate.timing import Timing
 from megatron_rl.errors import UserError
-from megatron_rl.simulation.lengths import named_lengths
-from megatron_rl.simulation.prediction import StepWork, Workload, simulated_works
-from megatron_rl.simulation.scenario import Scenario, scenario_of
-from megatron_rl.simulation.timing import Timing
 
 COLUMNS = ("old_logprobs", "reference_logprobs", "values", "update_policy", "update_critic")
 

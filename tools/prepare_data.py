@@ -32,10 +32,10 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from megatron_rl.data.rows import Row, describe, is_missing, lookup, read_rows
+from megatron_rl.data.row_files import Row, describe, is_missing, lookup, read_rows
 from megatron_rl.errors import UserError
 from megatron_rl.rewards.rules.grounding import read_box
-from megatron_rl.system.files import written_whole
+from megatron_rl.system.files.atomic_files import written_whole
 
 MAX_SHOWN = 5
 """Bad rows that the terminal shows; the file has all."""

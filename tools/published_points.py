@@ -1,4 +1,4 @@
-"""What others measured and published, next to what ``megatron_rl.planning`` says: the table of docs/estimates.md.
+"""What others measured and published, next to what ``megatron_rl.desk.costs`` says: the table of docs/estimates.md.
 
     python tools/published_points.py            # print it
     python tools/published_points.py --write    # put it into docs/estimates.md
@@ -16,12 +16,12 @@ from published_steps import Point, model, nemo_points, simulated_points, verl_po
 
 from megatron_rl.config.layout import parse_layout, ranks_of_replica
 from megatron_rl.config.schema import ParallelConfig, Recompute
-from megatron_rl.planning.activations import layer_bytes
-from megatron_rl.planning.counts import num_parameters
-from megatron_rl.planning.gpus import gpu
-from megatron_rl.planning.publish_time import publish_seconds
-from megatron_rl.planning.rank_memory import Passes, RankMemory, memory_by_rank
-from megatron_rl.planning.training_time import Work, training_seconds
+from megatron_rl.desk.costs.activations import layer_bytes
+from megatron_rl.desk.costs.counts import num_parameters
+from megatron_rl.desk.costs.gpus import gpu
+from megatron_rl.desk.costs.publish_time import publish_seconds
+from megatron_rl.desk.costs.rank_memory import Passes, RankMemory, memory_by_rank
+from megatron_rl.desk.costs.training_time import Work, training_seconds
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "estimates.md"

@@ -22,15 +22,14 @@ import numpy as np
 
 from megatron_rl.config.load import load_config
 from megatron_rl.config.schema import Config, Mode
-from megatron_rl.families.facts import as_config
-from megatron_rl.planning.gpus import gpu
-from megatron_rl.planning.serving_time import kv_tokens
-from megatron_rl.simulation.calibration import calibrated
-from megatron_rl.simulation.comparison import observed, replay_fitted, replay_measured
-from megatron_rl.simulation.decoding import Limits
-from megatron_rl.simulation.estimated import estimated_timing
-from megatron_rl.simulation.lengths import named_lengths
-from megatron_rl.simulation.prediction import (
+from megatron_rl.desk.costs.gpus import gpu
+from megatron_rl.desk.costs.serving_time import kv_tokens
+from megatron_rl.desk.simulate.calibration import calibrated
+from megatron_rl.desk.simulate.comparison import observed, replay_fitted, replay_measured
+from megatron_rl.desk.simulate.decoding import Limits
+from megatron_rl.desk.simulate.estimated_costs import estimated_timing
+from megatron_rl.desk.simulate.lengths import named_lengths
+from megatron_rl.desk.simulate.prediction import (
     Outcome,
     StepWork,
     Workload,
@@ -40,11 +39,12 @@ from megatron_rl.simulation.prediction import (
     predict,
     work_of,
 )
-from megatron_rl.simulation.recorded import prompt_lengths, read_run, response_lengths
-from megatron_rl.simulation.scenario import Scenario, scenario_of
-from megatron_rl.simulation.slot_process import SlotProcess, trained_rows
-from megatron_rl.simulation.timing import Timing
-from megatron_rl.system.files import write_whole
+from megatron_rl.desk.simulate.recorded_run import prompt_lengths, read_run, response_lengths
+from megatron_rl.desk.simulate.scenario import Scenario, scenario_of
+from megatron_rl.desk.simulate.slot_process import SlotProcess, trained_rows
+from megatron_rl.desk.simulate.timing import Timing
+from megatron_rl.families.facts import as_config
+from megatron_rl.system.files.atomic_files import write_whole
 
 ROOT = Path(__file__).resolve().parents[1]
 FIGURES = ROOT / "docs" / "pictures" / "tppo_windows.json"

@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from window_ablation import FIGURES, SLOTS, TAILS, TRAINING, WINDOWS
 
-from megatron_rl.tracking.charts import LIGHT
+from megatron_rl.desk.report.charts import LIGHT
 
 COLORS = dict(zip(SLOTS, ("blue", "green", "orange"), strict=True))
 WIDTH, HEIGHT, LOWEST, HIGHEST = 330, 250, 0.5, 3.5

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.cpu.torchvision import declare_torchvision_ops
-from megatron_rl.data.rows import read_rows
+from megatron_rl.data.row_files import read_rows
 from megatron_rl.data.tokenizer import Tokenizer
 from megatron_rl.rewards.rules.math import score
 

@@ -9,7 +9,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from make_task import body, steps_of
 
-from megatron_rl.data.rows import read_rows
+from megatron_rl.data.row_files import read_rows
 
 
 def true_labels(prompt: str, response: str) -> list[int]:

@@ -13,7 +13,7 @@ from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
-from megatron_rl.tracking.charts import DARK, LIGHT
+from megatron_rl.desk.report.charts import DARK, LIGHT
 
 _COLORS = ("orange", "blue", "teal", "violet", "green", "pink", "yellow", "sky", "red")
 """Names of LIGHT and DARK: the baseline's, then those of the other arms."""

@@ -26,5 +26,3 @@ COMMANDS = {
     "config": "explain every key of a recipe: type, default, bound, meaning",
 }
 """Name -> what it does, in the order of the help."""
-FILES = {"plan": "planned"}
-"""Of commands whose own name another file has."""

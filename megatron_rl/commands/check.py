@@ -17,15 +17,15 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_rl.commands.check_compare import Departure, departures, in_words
-from megatron_rl.commands.check_task import NUM_STEPS, RECORD, make_task
+from megatron_rl.desk.doctor.check_compare import Departure, departures, in_words
+from megatron_rl.desk.doctor.check_task import NUM_STEPS, RECORD, make_task
 from megatron_rl.errors import UserError
-from megatron_rl.system.signals import clean_stop
-from megatron_rl.system.terminal import say
+from megatron_rl.system.command_line.terminal import say
+from megatron_rl.system.processes.signals import clean_stop
 
 if TYPE_CHECKING:
-    from megatron_rl.commands.servers_beside import WaitFor
     from megatron_rl.config.schema import Config
+    from megatron_rl.desk.doctor.trainer_and_servers import WaitFor
 
 _LIBRARIES = ("torch", "megatron-core", "sglang", "transformers", "numpy")
 _MAX_SHOWN = 12
@@ -108,8 +108,8 @@ def _all_departures(made: Mapping[str, Any], record: Mapping[str, Any], *, on_gp
 
 def _made(config: "Config", record: Mapping[str, Any] | None, *, with_servers: bool) -> dict[str, Any]:
     """What this installation makes of the record's tokens; without a record, of those that its servers sample."""
+    from megatron_rl.desk.doctor.step_replay import Recorded, replay, weights_of
     from megatron_rl.step.inputs import make_inputs
-    from megatron_rl.step.replay import Recorded, replay, weights_of
     from megatron_rl.training.engines import rl_engines
     from megatron_rl.training.ranks import trainer_ranks
 
@@ -121,11 +121,11 @@ def _made(config: "Config", record: Mapping[str, Any] | None, *, with_servers: b
         wait_for: WaitFor = asyncio.run
         asked: Any = None
         if with_servers:
-            from megatron_rl.commands.servers_beside import servers_beside
+            from megatron_rl.desk.doctor.trainer_and_servers import servers_beside
 
             service, wait_for = stack.enter_context(servers_beside(config, group, inputs.tokenizer, note=say))
             if record:
-                from megatron_rl.commands.check_servers import ScoredByServers
+                from megatron_rl.desk.doctor.check_servers import ScoredByServers
 
                 rollout = asked = ScoredByServers(rollout.windows, service=service)
             else:

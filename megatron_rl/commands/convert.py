@@ -4,8 +4,8 @@ import argparse
 import os
 from pathlib import Path
 
-from megatron_rl.system.arguments import positive_int
-from megatron_rl.system.terminal import say
+from megatron_rl.system.command_line.arguments import positive_int
+from megatron_rl.system.command_line.terminal import say
 
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
 

@@ -2,9 +2,10 @@
 
 import argparse
 
-from megatron_rl.commands.recipe import add_recipe_of_ranks, check_rl_inputs, run_on_ranks
 from megatron_rl.config.schema import Config
-from megatron_rl.system.collector import collector_at_rest
+from megatron_rl.run.launch import add_recipe_of_ranks, run_on_ranks
+from megatron_rl.step.input_checks import check_rl_inputs
+from megatron_rl.system.processes.gc_pauses import collector_at_rest
 
 add_arguments = add_recipe_of_ranks
 

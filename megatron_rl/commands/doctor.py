@@ -1,7 +1,7 @@
 """``megatron-rl doctor``: is this machine fit for a run, and what is wrong with a run? A module for each mode:
 
-- without options it looks at the environment and at the ranks (``checkup.py``, ``rank_checkup.py``), with a recipe or a model
-  also at both engines (``engine_checkup.py``): a line each, with a remedy for what fails (``doctor_lines.py``);
+- without options it looks at the environment and at the ranks (``machine_checks.py``, ``rank_checks.py``), with a recipe or a model
+  also at both engines (``engine_checks.py``): a line each, with a remedy for what fails (``all_checks.py``);
 - ``--invariance``: do all layouts compute the same (``layout_comparison.py``)?
 - ``--mismatch RUN``: which factor makes trainer and servers disagree (``mismatch_launches.py``)?
 - ``--hang RUN``: who waits for whom (``hang.py``)?
@@ -12,10 +12,10 @@ import os
 from contextlib import nullcontext
 from pathlib import Path
 
-from megatron_rl.commands.tolerances import DTYPES
+from megatron_rl.desk.doctor.layout_tolerances import DTYPES
 from megatron_rl.errors import UserError
-from megatron_rl.system.arguments import positive_int, positive_number
-from megatron_rl.system.signals import clean_stop
+from megatron_rl.system.command_line.arguments import positive_int, positive_number
+from megatron_rl.system.processes.signals import clean_stop
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -46,18 +46,18 @@ def run(arguments: argparse.Namespace) -> int:
     # Ranks and servers that were started here end with this process, also when a scheduler stops it.
     with clean_stop() if "RANK" not in os.environ else nullcontext():
         if arguments.hang:
-            from megatron_rl.commands.hang import print_hang
+            from megatron_rl.desk.doctor.hang import print_hang
 
             return print_hang(Path(arguments.hang))
         if arguments.mismatch:
-            from megatron_rl.commands.mismatch_launches import print_mismatch
+            from megatron_rl.desk.doctor.mismatch_launches import print_mismatch
 
             return print_mismatch(Path(arguments.mismatch), arguments.overrides)
         if arguments.invariance:
-            from megatron_rl.commands.layout_comparison import compare_layouts
+            from megatron_rl.desk.doctor.layout_comparison import compare_layouts
 
             return compare_layouts(arguments)
-        from megatron_rl.commands.doctor_lines import print_lines
+        from megatron_rl.desk.doctor.all_checks import print_lines
 
         return print_lines(arguments.config, arguments.model, arguments.overrides)
 

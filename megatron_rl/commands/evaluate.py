@@ -11,12 +11,13 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 
-from megatron_rl.commands.recipe import add_recipe, check_eval_inputs
 from megatron_rl.config.checks import check_config
 from megatron_rl.config.load import load_config
 from megatron_rl.errors import DataError
-from megatron_rl.system.signals import clean_stop
-from megatron_rl.system.terminal import say
+from megatron_rl.run.launch import add_recipe
+from megatron_rl.step.input_checks import check_eval_inputs
+from megatron_rl.system.command_line.terminal import say
+from megatron_rl.system.processes.signals import clean_stop
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -37,7 +38,7 @@ def run(arguments: argparse.Namespace) -> int:
     check_config(config, command="evaluate")
     check_eval_inputs(config)
     _check_architecture(folders)
-    from megatron_rl.step.policies import evaluate_policies, missing_evaluations
+    from megatron_rl.step.evaluate_policies import evaluate_policies, missing_evaluations
 
     missing = missing_evaluations(config, folders)
     if len(missing) < len(folders):
@@ -46,8 +47,8 @@ def run(arguments: argparse.Namespace) -> int:
         say(f"dry run: {len(missing)} policies would be measured; nothing was started")
     elif missing:
         from megatron_rl.run.kept_policies import kept_policies
-        from megatron_rl.tracking.console import evaluation_text
-        from megatron_rl.tracking.trackers import tracked_evaluation
+        from megatron_rl.tracking.sinks.trackers import tracked_evaluation
+        from megatron_rl.tracking.terminal.console import evaluation_text
 
         # Of other folders than those that the recipe's run has kept nobody knows a step.
         steps = {kept.folder.resolve(): kept.step for kept in kept_policies(config.run.output_dir)}

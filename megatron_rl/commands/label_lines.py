@@ -28,14 +28,13 @@ from typing import Any, TextIO
 
 from rich.console import Console
 
-from megatron_rl.commands.recipe import add_recipe
 from megatron_rl.config.checks import check_config
 from megatron_rl.config.derived import policy_model
 from megatron_rl.config.load import load_config
 from megatron_rl.config.schema import Config
 from megatron_rl.data.code_lines import ENTRY_POINT_FIELD, CodeLine, code_lines
 from megatron_rl.data.prompts import RowContent, read_content, tokenize
-from megatron_rl.data.rows import read_rows
+from megatron_rl.data.row_files import read_rows
 from megatron_rl.data.tokenizer import Tokenizer
 from megatron_rl.data.trajectory import Prompt, Score
 from megatron_rl.errors import DataError, UserError
@@ -47,11 +46,12 @@ from megatron_rl.rewards.row_form import RowForm
 from megatron_rl.rewards.workers.calls import RewardItem
 from megatron_rl.rewards.workers.event_loop import start_runner
 from megatron_rl.rollout.recovery import RecoveringClient
+from megatron_rl.rollout.requests import GenerationRequest
 from megatron_rl.rollout.sampling import Sampling, base_seed, named_seed
 from megatron_rl.rollout.server_pool import open_servers
-from megatron_rl.rollout.sglang.wire import GenerationRequest
-from megatron_rl.system.signals import clean_stop, run_until_stopped
-from megatron_rl.system.terminal import progress_bar, say
+from megatron_rl.run.launch import add_recipe
+from megatron_rl.system.command_line.terminal import progress_bar, say
+from megatron_rl.system.processes.signals import clean_stop, run_until_stopped
 
 _Complete = Callable[[GenerationRequest], Awaitable[Sequence[int]]]
 """A request to the token ids it generated."""

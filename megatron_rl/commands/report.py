@@ -13,8 +13,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from megatron_rl.tracking.run_comparison import write_comparison
-    from megatron_rl.tracking.run_report import write_report
+    from megatron_rl.desk.report.run_comparison import write_comparison
+    from megatron_rl.desk.report.run_report import write_report
 
     if len(arguments.runs) == 1:
         print(write_report(arguments.runs[0], arguments.output))

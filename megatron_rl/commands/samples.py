@@ -7,7 +7,7 @@ import sys
 from typing import Any
 
 from megatron_rl.errors import UserError
-from megatron_rl.system.arguments import positive_int
+from megatron_rl.system.command_line.arguments import positive_int
 
 COLORINGS = ("advantage", "version", "mismatch", "none")
 
@@ -25,9 +25,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from megatron_rl.commands.sample_tables import print_response, print_rows
+    from megatron_rl.desk.watch.sample_search import find_rows, whole_rows
+    from megatron_rl.desk.watch.sample_tables import print_response, print_rows
     from megatron_rl.tracking.samples_file import sample_files
-    from megatron_rl.tracking.samples_table import find_rows, whole_rows
 
     files = sample_files(arguments.output_dir)
     if not files:

@@ -24,16 +24,16 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from megatron_rl.commands.recipe import options_of
-from megatron_rl.data.rows import parse_row
+from megatron_rl.data.row_files import parse_row
 from megatron_rl.data.trajectory import Score
 from megatron_rl.rewards.registry import RewardError, resolve
 from megatron_rl.rewards.row_form import Row, RowForm
 from megatron_rl.rewards.workers.calls import CallQueue, RunnerSettings
 from megatron_rl.rewards.workers.event_loop import start_runner
-from megatron_rl.system.arguments import positive_int, positive_number
-from megatron_rl.system.files import written_whole
-from megatron_rl.system.terminal import progress_bar
+from megatron_rl.run.launch import options_of
+from megatron_rl.system.command_line.arguments import positive_int, positive_number
+from megatron_rl.system.command_line.terminal import progress_bar
+from megatron_rl.system.files.atomic_files import written_whole
 
 _BATCH_ROWS = 1024
 _BATCHES_AHEAD = 2

@@ -15,15 +15,15 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from megatron_rl.commands.recipe import add_recipe
 from megatron_rl.config.checks import check_config
 from megatron_rl.config.derived import model_has_vision
 from megatron_rl.config.load import load_config
 from megatron_rl.config.schema import Config, Init, SelectionRule
-from megatron_rl.data.parts import moved_row
+from megatron_rl.data.chat_content import moved_row
 from megatron_rl.data.prompts import PromptSet, check_files, load_prompts, read_content, with_reward_fields
-from megatron_rl.data.rows import is_missing, lookup, not_json, read_rows
+from megatron_rl.data.row_files import is_missing, lookup, not_json, read_rows
 from megatron_rl.errors import ConfigError, DataError
+from megatron_rl.run.launch import add_recipe
 from megatron_rl.selection.generate import (
     SamplingPlan,
     ScoreFile,
@@ -35,8 +35,8 @@ from megatron_rl.selection.generate import (
 from megatron_rl.selection.scores import Candidates, read_candidates, read_scores
 from megatron_rl.selection.tables import Report, report_paths, write_report
 from megatron_rl.selection.verdicts import TOO_LONG, PromptScores, Verdict, select
-from megatron_rl.system.files import written_whole
-from megatron_rl.system.terminal import progress_bar, say
+from megatron_rl.system.command_line.terminal import progress_bar, say
+from megatron_rl.system.files.atomic_files import written_whole
 
 _SCORES_NAME = "select_scores.jsonl"
 """In run.output_dir: the graded responses, when select_prompts.scores_path names none."""
@@ -249,7 +249,7 @@ def _generate(
     from megatron_rl.rewards.router import build_rewards
     from megatron_rl.rollout.recovery import RecoveringClient
     from megatron_rl.rollout.server_pool import open_servers
-    from megatron_rl.system.signals import clean_stop, run_until_stopped
+    from megatron_rl.system.processes.signals import clean_stop, run_until_stopped
 
     async def run() -> None:
         async with RecoveringClient.without_trainer(config, servers, note) as rollout:

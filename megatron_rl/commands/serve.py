@@ -20,11 +20,11 @@ from megatron_rl.config.checks.servers import flag_problems, key_problems
 from megatron_rl.config.derived import servers_are_deterministic
 from megatron_rl.config.schema import Config, RolloutConfig
 from megatron_rl.errors import ConfigError, UserError
-from megatron_rl.system.addresses import LOOPBACK, address_towards, interface_of, is_loopback
-from megatron_rl.system.arguments import positive_int, positive_number
+from megatron_rl.system.command_line.arguments import positive_int, positive_number
+from megatron_rl.system.http.addresses import LOOPBACK, address_towards, interface_of, is_loopback
 
 if TYPE_CHECKING:
-    from megatron_rl.rollout.sglang.options import ServerOptions
+    from megatron_rl.rollout.sglang.process.options import ServerOptions
 
 _FIRST_GPU = "base-gpu-id"
 _LAST_PORT = 65535
@@ -84,7 +84,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def options_and_number(arguments: argparse.Namespace) -> "tuple[ServerOptions, int]":
     """What the first server is started with, and how many there are. Raises UserError."""
-    from megatron_rl.rollout.sglang.server import count_gpus, detect_device
+    from megatron_rl.rollout.sglang.process.server import count_gpus, detect_device
 
     host = _own_address(arguments.trainer) if arguments.trainer else arguments.host
     if arguments.url_file and host in _ALL_ADDRESSES:
@@ -154,9 +154,9 @@ def _over_nodes(arguments: argparse.Namespace, size: int) -> dict[str, Any]:
 
 
 def _of_model(arguments: argparse.Namespace, device: str) -> "tuple[ServerOptions, int, str]":
-    from megatron_rl.commands.recipe import options_of
-    from megatron_rl.rollout.sglang.options import ServerOptions
-    from megatron_rl.system.gpu_environment import nccl_values
+    from megatron_rl.rollout.sglang.process.options import ServerOptions
+    from megatron_rl.run.launch import options_of
+    from megatron_rl.system.gpu.gpu_environment import nccl_values
 
     options = ServerOptions(
         model_path=arguments.model_path,

@@ -2,8 +2,8 @@
 
 import argparse
 
-from megatron_rl.commands.recipe import add_recipe_of_ranks, run_on_ranks
 from megatron_rl.config.schema import Config
+from megatron_rl.run.launch import add_recipe_of_ranks, run_on_ranks
 
 add_arguments = add_recipe_of_ranks
 

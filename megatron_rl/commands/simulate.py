@@ -9,16 +9,15 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from megatron_rl.commands.length_words import DEFAULT_PROMPTS, config_of_run, lengths_of_run, lengths_of_words
 from megatron_rl.config.load import load_config
 from megatron_rl.config.schema import Mode
-from megatron_rl.errors import UserError
-from megatron_rl.planning.gpus import gpu
-from megatron_rl.simulation.calibration import calibrated
-from megatron_rl.simulation.comparison import Replayed, observed, replay_fitted, replay_measured
-from megatron_rl.simulation.estimated import estimated_kv_tokens, estimated_timing
-from megatron_rl.simulation.lengths import named_lengths
-from megatron_rl.simulation.prediction import (
+from megatron_rl.desk.costs.gpus import gpu
+from megatron_rl.desk.simulate.calibration import calibrated
+from megatron_rl.desk.simulate.comparison import Replayed, observed, replay_fitted, replay_measured
+from megatron_rl.desk.simulate.estimated_costs import estimated_kv_tokens, estimated_timing
+from megatron_rl.desk.simulate.length_arguments import DEFAULT_PROMPTS, config_of_run, lengths_of_run, lengths_of_words
+from megatron_rl.desk.simulate.lengths import named_lengths
+from megatron_rl.desk.simulate.prediction import (
     Outcome,
     Prediction,
     Workload,
@@ -27,10 +26,11 @@ from megatron_rl.simulation.prediction import (
     predict,
     seconds_until,
 )
-from megatron_rl.simulation.recorded import RecordedRun, prompt_lengths, read_run
-from megatron_rl.simulation.scenario import Scenario, scenario_of
-from megatron_rl.simulation.timing import Timing, read_timing, write_timing
-from megatron_rl.system.arguments import positive_int, positive_number, split_words
+from megatron_rl.desk.simulate.recorded_run import RecordedRun, prompt_lengths, read_run
+from megatron_rl.desk.simulate.scenario import Scenario, scenario_of
+from megatron_rl.desk.simulate.timing import Timing, read_timing, write_timing
+from megatron_rl.errors import UserError
+from megatron_rl.system.command_line.arguments import positive_int, positive_number, split_words
 from megatron_rl.tracking.timeline import Timeline
 
 _STEPS_THAT_COUNT = 200

@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_rl.errors import DataError
-from megatron_rl.system.arguments import positive_int, positive_number
-from megatron_rl.system.signals import clean_stop
+from megatron_rl.system.command_line.arguments import positive_int, positive_number
+from megatron_rl.system.processes.signals import clean_stop
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from megatron_rl.tracking.run_view import RunView
+    from megatron_rl.desk.watch.run_view import RunView
 
 _PLAIN_WIDTH = 100
 """Where there is no terminal whose width could be asked."""
@@ -37,8 +37,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from megatron_rl.tracking.console import SafeStream
-    from megatron_rl.tracking.run_view import RunFolder
+    from megatron_rl.desk.watch.run_view import RunFolder
+    from megatron_rl.tracking.terminal.console import SafeStream
 
     folder = Path(arguments.output_dir)
     if not folder.is_dir():
@@ -62,7 +62,7 @@ def _follow(console: "Console", look: Callable[[], "RunView"], every_s: float) -
     """Redraw the whole screen until the run has finished; the view then. A run that stopped or failed may go on."""
     from rich.live import Live
 
-    from megatron_rl.tracking.watch_screen import CutToHeight, screen
+    from megatron_rl.desk.watch.watch_screen import CutToHeight, screen
 
     with Live(console=console, screen=True, auto_refresh=False) as live:
         while True:
@@ -78,7 +78,7 @@ def _what_is(path: Path) -> str:
 
 
 def _print(console: "Console", view: "RunView", width: int) -> None:
-    from megatron_rl.tracking.watch_screen import screen
+    from megatron_rl.desk.watch.watch_screen import screen
 
     console.width = width
     console.print(screen(view, width))

@@ -13,7 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_rl.cpu.lanes import (
+from megatron_rl.cpu.loops import LOWEST, ONE, ZERO, Lanes, compiled, exp, inlined, part_of, put_part
+from megatron_rl.cpu.simd_lanes import (
     WIDTH,
     add,
     float_at,
@@ -30,7 +31,6 @@ from megatron_rl.cpu.lanes import (
     sub,
     sum_of,
 )
-from megatron_rl.cpu.loops import LOWEST, ONE, ZERO, Lanes, compiled, exp, inlined, part_of, put_part
 
 FEW_ROWS = 8
 """So many rows of queries on one head of keys or fewer are multiplied row by row; more are worth transposing the keys."""

@@ -15,8 +15,8 @@ import torch
 from numba import types
 
 from megatron_rl.cpu.attention_loop import Heads, Pages, Rows, attend
-from megatron_rl.cpu.lanes import float_at, int_at, put_float, put_int32
 from megatron_rl.cpu.loops import ONE, ZERO, compiled, inlined
+from megatron_rl.cpu.simd_lanes import float_at, int_at, put_float, put_int32
 from megatron_rl.cpu.token_loops import gate, norm, rotate
 
 MIN_ROWS = 16

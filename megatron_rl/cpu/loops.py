@@ -1,4 +1,4 @@
-"""What the compiled loops share: how they are compiled and kept, and pieces of rows as lanes (``lanes.py``)."""
+"""What the compiled loops share: how they are compiled and kept, and pieces of rows as lanes (``simd_lanes.py``)."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -7,7 +7,7 @@ from typing import Any
 import numba
 import numpy as np
 
-from megatron_rl.cpu.lanes import (
+from megatron_rl.cpu.simd_lanes import (
     WIDTH,
     add,
     fma,

@@ -1,7 +1,7 @@
 """Megatron Core on a CPU with gloo, without a fork: only device placement is redirected.
 
 Groups, schedules, collectives and optimizers stay Megatron's own code. It is installed by the first import of
-``megatron.core`` (``hook.py``) and does nothing where CUDA is available.
+``megatron.core`` (``import_hook.py``) and does nothing where CUDA is available.
 
 Every ``megatron.core`` module sees a private copy of the name ``torch`` in which device "cuda" means the CPU, streams
 and events do nothing and ``torch.compile`` is the identity. ``torch`` itself stays as it is: wrapping its factory
@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from megatron_rl.system import transformer_engine
+from megatron_rl.system.gpu import transformer_engine
 
 CPU = torch.device("cpu")
 FACTORIES = ("tensor", "zeros", "empty", "ones", "full", "arange", "as_tensor")

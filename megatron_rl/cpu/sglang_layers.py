@@ -19,8 +19,8 @@ from sglang.srt.layers.sampler import Sampler
 from torch import Tensor
 
 from megatron_rl.cpu import token_loops
-from megatron_rl.cpu.lanes import WIDTH
 from megatron_rl.cpu.layer_loop import MAX_PADDED_WEIGHTS, MIN_ROWS
+from megatron_rl.cpu.simd_lanes import WIDTH
 
 
 def install(dispatch_key: str) -> None:

@@ -14,7 +14,7 @@ from sglang.srt.platforms.device_mixin import PlatformEnum
 from sglang.srt.platforms.interface import PlatformCapabilities, SRTPlatform
 
 from megatron_rl.cpu import sglang_start
-from megatron_rl.cpu.murmur import murmur_hash32
+from megatron_rl.cpu.murmur_hash import murmur_hash32
 
 STOCK_KERNELS = "MEGATRON_RL_STOCK_KERNELS"
 """Environment variable: 1 lets SGLang compute with its own PyTorch fallbacks, to compare with."""

@@ -12,7 +12,7 @@ from typing import Any
 
 from megatron_rl.cpu import sglang_start
 from megatron_rl.cpu.torchvision import declare_torchvision_ops
-from megatron_rl.system import doing
+from megatron_rl.system.processes import process_probe
 
 
 def activate() -> str | None:
@@ -20,7 +20,7 @@ def activate() -> str | None:
     import torch
 
     if sglang_start.serves():
-        doing.listen("SGLang")
+        process_probe.listen("SGLang")
     if torch.cuda.is_available():
         return None
     # SGLang decorates small functions with torch.compile; on a CPU each would call a C++ compiler at the first request.

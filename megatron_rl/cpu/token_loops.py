@@ -8,7 +8,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megatron_rl.cpu.lanes import (
+from megatron_rl.cpu.loops import LOWEST, ONE, ZERO, compiled, exp, inlined, part_of, put_part
+from megatron_rl.cpu.simd_lanes import (
     WIDTH,
     add,
     div,
@@ -26,7 +27,6 @@ from megatron_rl.cpu.lanes import (
     sub,
     sum_of,
 )
-from megatron_rl.cpu.loops import LOWEST, ONE, ZERO, compiled, exp, inlined, part_of, put_part
 
 _LOWEST_GATE = np.float32(-88.0)
 """exp of its negative still is a float32."""

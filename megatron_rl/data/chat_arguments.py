@@ -6,7 +6,7 @@ from typing import Any
 
 from megatron_rl.config.checks.prompt_content import TAKEN_ARGUMENTS, taken_argument
 from megatron_rl.config.schema import DataConfig
-from megatron_rl.data.rows import Row, describe, is_missing, lookup, not_json
+from megatron_rl.data.row_files import Row, describe, is_missing, lookup, not_json
 from megatron_rl.errors import DataError
 
 TOOLS = "tools"

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from megatron_rl.data.rows import describe
+from megatron_rl.data.row_files import describe
 from megatron_rl.errors import DataError
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from megatron_rl.config.derived import model_has_vision
 from megatron_rl.config.schema import Config, DataConfig, RewardModelKind
 from megatron_rl.data.code_lines import COMMENT_PREFIXES, ENTRY_POINT_FIELD, code_lines
 from megatron_rl.data.prompts import RowContent, check_images, read_content
-from megatron_rl.data.rows import describe, lookup, read_rows
+from megatron_rl.data.row_files import describe, lookup, read_rows
 from megatron_rl.errors import DataError, UserError
 
 CHOSEN_FIELD, REJECTED_FIELD = "chosen", "rejected"

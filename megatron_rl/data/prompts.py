@@ -1,7 +1,7 @@
 """Prompt files: rows to Prompts, every row checked before a run starts.
 
 A row that cannot be used is an error with file, line and field; prompts that are merely too long are left out and
-counted, and so are doubled ids where the configuration says so. Formats and places: ``rows.py``.
+counted, and so are doubled ids where the configuration says so. Formats and places: ``row_files.py``.
 """
 
 import math
@@ -12,8 +12,7 @@ from typing import Any, NamedTuple
 
 from megatron_rl.config.schema import DataConfig, DuplicateIds
 from megatron_rl.data.chat_arguments import chat_arguments
-from megatron_rl.data.images import ImageRef, ImageSource, inspect
-from megatron_rl.data.parts import (
+from megatron_rl.data.chat_content import (
     IMAGE_MARK,
     Folder,
     column_images,
@@ -23,7 +22,8 @@ from megatron_rl.data.parts import (
     spoken,
     texts_of,
 )
-from megatron_rl.data.rows import Row, describe, is_missing, lookup, not_json, read_rows
+from megatron_rl.data.images import ImageRef, ImageSource, inspect
+from megatron_rl.data.row_files import Row, describe, is_missing, lookup, not_json, read_rows
 from megatron_rl.data.tokenizer import Message, Tokenizer
 from megatron_rl.data.trajectory import Prompt
 from megatron_rl.errors import DataError

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.data.spelling import Spelling
+from megatron_rl.data.token_text import Spelling
 from megatron_rl.data.vision import Vision
 from megatron_rl.errors import DataError
 from megatron_rl.families.facts import has_vision, read_model_json

@@ -19,7 +19,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from megatron_rl.models.attention import PackedAttention
-from megatron_rl.system import transformer_engine
+from megatron_rl.system.gpu import transformer_engine
 
 _SPLIT_GRADIENT_MARK = "sequence_parallel"
 """The attribute that Megatron looks for."""

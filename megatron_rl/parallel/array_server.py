@@ -1,6 +1,6 @@
 """Arrays of this machine for ranks on others, which cannot map them: ``python -m megatron_rl.parallel.array_server PARENT``.
 
-A process beside the driver serves what addresses name (``system/shared_file.py``) by Arrow Flight (DoGet: both sides need no
+A process beside the driver serves what addresses name (``system/files/shared_file.py``) by Arrow Flight (DoGet: both sides need no
 meeting, and what arrives is arrays), so that it passes neither rank 0 nor the rollout workers. A ticket is a secret of the
 driver's, which ranks hear over the control group, and the table of the addresses. Like all traffic between the machines of a
 job it is not encrypted. The process ends with the one that started it.
@@ -20,8 +20,8 @@ import pyarrow as pa
 import pyarrow.flight as flight
 
 from megatron_rl.errors import UserError
-from megatron_rl.system.shared_file import MappedFiles
-from megatron_rl.system.signals import STOP_SIGNALS, die_with_parent
+from megatron_rl.system.files.shared_file import MappedFiles
+from megatron_rl.system.processes.signals import STOP_SIGNALS, die_with_parent
 
 _SECRET_BYTES = 32
 _BATCH_BYTES = 1 << 24

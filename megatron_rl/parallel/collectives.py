@@ -3,7 +3,7 @@
 Every rank calls the same functions in the same order. Each call has a deadline (by default
 ``parallel.collective_timeout_s``) and raises ``CollectiveTimeout``, which says which rank waited for which one, for
 what and how long; a peer that died raises at once. Batches travel as arrays in one flat buffer: over the gloo group to one
-rank of each replica, and from there over Megatron's groups. What lies in shared files (``system/shared_file.py``) does not
+rank of each replica, and from there over Megatron's groups. What lies in shared files (``system/files/shared_file.py``) does not
 pass rank 0: ranks of its machine map it, others fetch it (``array_server.py``).
 """
 
@@ -25,7 +25,7 @@ from megatron_rl.errors import UserError
 from megatron_rl.parallel import topology
 from megatron_rl.parallel.array_server import Service, read_pieces
 from megatron_rl.parallel.topology import Place, Topology
-from megatron_rl.system.shared_file import NODE, MappedFiles
+from megatron_rl.system.files.shared_file import NODE, MappedFiles
 
 _PAYLOAD_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.int32, torch.bool, torch.uint8)
 """Dtypes that ``gather_tensors`` carries, by their code on the wire."""

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from megatron_rl.parallel import topology
 from megatron_rl.parallel.collectives import CollectiveTimeout
-from megatron_rl.system import doing
+from megatron_rl.system.processes import process_probe
 
 GRACE_S = 5.0
 """Ranks that wait for the same one time out about together; this long they are given to say so."""
@@ -43,10 +43,10 @@ def working(what: str) -> Iterator[None]:
     plane, rank, start = topology.control_plane(), dist.get_rank(), time.monotonic()
     number = next(_numbers)
     plane.store.set(f"progress/{rank}", f"{number} begun {what}")
-    doing.note("work", what)
+    process_probe.note("work", what)
     try:
         yield
-        doing.note("work")
+        process_probe.note("work")
     except RuntimeError as error:
         if isinstance(error, CollectiveTimeout) or not _is_timeout(error):
             raise

@@ -31,7 +31,7 @@ from megatron_rl.config.layout import expert_tensor_size, layout_problems, ranks
 from megatron_rl.config.schema import ParallelConfig
 from megatron_rl.errors import UserError
 from megatron_rl.parallel import megatron_state
-from megatron_rl.system.gpu_environment import check_required_gpus, set_gpu_defaults
+from megatron_rl.system.gpu.gpu_environment import check_required_gpus, set_gpu_defaults
 
 _CONTROL_GROUP_TIMEOUT = timedelta(days=30)
 """Calls on the control group carry their own deadlines; the group's must not fire before them."""

@@ -9,7 +9,7 @@ from megatron_rl.config.schema import Config, FireConfig
 from megatron_rl.data.tokenizer import Tokenizer
 from megatron_rl.environments.base import Environment, EnvironmentFault, Message
 from megatron_rl.rollout.sampling import Draw, Sampling, base_seed
-from megatron_rl.rollout.sglang.routes import returns_routes, route_shape
+from megatron_rl.rollout.sglang.wire.routes import returns_routes, route_shape
 
 Decode = Callable[[Sequence[int]], str]
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from megatron_rl.errors import UserError
 from megatron_rl.rollout.recovery import RecoveringClient
 from megatron_rl.rollout.server_pool import Server
-from megatron_rl.system.url_files import named_urls
+from megatron_rl.system.http.url_files import named_urls
 
 _POLL_S = 2.0
 _AGAIN_S = 60.0

@@ -12,9 +12,8 @@ from megatron_rl.config.schema import Config, RolloutConfig
 from megatron_rl.data.tokenizer import Tokenizer
 from megatron_rl.data.trajectory import Prompt
 from megatron_rl.data.vision import Vision
-from megatron_rl.rollout.sglang.image_inputs import TokenIds, images_of_request, sent_ids
-from megatron_rl.rollout.sglang.routes import RouteShape
-from megatron_rl.rollout.sglang.wire import GenerationRequest
+from megatron_rl.rollout.requests import GenerationRequest, RouteShape
+from megatron_rl.rollout.sglang.wire.image_inputs import TokenIds, images_of_request, sent_ids
 
 _MAX_SEED = 2**31 - 1
 

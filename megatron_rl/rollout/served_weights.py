@@ -13,8 +13,8 @@ from megatron_rl.config.schema import Config
 from megatron_rl.models.hf.gathering import Destination
 from megatron_rl.training.export import control_link, control_ranks, patience_s, source_ranks
 from megatron_rl.training.trainer_group import TrainerGroup
+from megatron_rl.weights.bucket_plan import ServerAddress
 from megatron_rl.weights.disk import load_folder
-from megatron_rl.weights.plan import ServerAddress
 from megatron_rl.weights.publish import PublishResult, WeightPublisher
 from megatron_rl.weights.server_calls import ServerCalls
 

@@ -24,14 +24,14 @@ from megatron_rl.config.derived import (
 from megatron_rl.config.schema import Config, Dtype, RolloutConfig
 from megatron_rl.errors import ModelError
 from megatron_rl.families.facts import read_model_json
-from megatron_rl.rollout.sglang.agreement import disagreements, nccl_of, other_model
-from megatron_rl.rollout.sglang.attached import AttachedServer, who_names
-from megatron_rl.rollout.sglang.options import ServerOptions
-from megatron_rl.rollout.sglang.routes import returns_routes
-from megatron_rl.rollout.sglang.server import Progress, ServerError, SglangServer, count_gpus, detect_device
-from megatron_rl.system.gpu_environment import NCCL_DEFAULTS, nccl_values
-from megatron_rl.system.host_memory import num_ranks_here
-from megatron_rl.system.url_files import named_urls
+from megatron_rl.rollout.sglang.process.agreement import disagreements, nccl_of, other_model
+from megatron_rl.rollout.sglang.process.attached import AttachedServer, who_names
+from megatron_rl.rollout.sglang.process.options import ServerOptions
+from megatron_rl.rollout.sglang.process.server import Progress, ServerError, SglangServer, count_gpus, detect_device
+from megatron_rl.rollout.sglang.wire.routes import returns_routes
+from megatron_rl.system.gpu.gpu_environment import NCCL_DEFAULTS, nccl_values
+from megatron_rl.system.http.url_files import named_urls
+from megatron_rl.system.processes.host_memory import num_ranks_here
 
 logger = logging.getLogger(__name__)
 

@@ -36,17 +36,17 @@ from megatron_rl.environments.base import Environment
 from megatron_rl.rollout.generation import GenerationPlan, plan_of
 from megatron_rl.rollout.membership import follow
 from megatron_rl.rollout.recovery import RecoveringClient
+from megatron_rl.rollout.requests import ServerLost
 from megatron_rl.rollout.sampling import Draw
 from megatron_rl.rollout.server_pool import Remark, Server, ServerPool, attach_one, open_servers
-from megatron_rl.rollout.sglang.answer_checks import BadAnswer, KeyRefused
-from megatron_rl.rollout.sglang.memory import KV_CACHE, WEIGHTS, ServerMemory
-from megatron_rl.rollout.sglang.server import ServerError, detect_device
-from megatron_rl.rollout.sglang.wire import ServerLost
+from megatron_rl.rollout.sglang.process.server import ServerError, detect_device
+from megatron_rl.rollout.sglang.process.server_memory import KV_CACHE, WEIGHTS, ServerMemory
+from megatron_rl.rollout.sglang.wire.answer_checks import BadAnswer, KeyRefused
 from megatron_rl.rollout.windows import Window
 from megatron_rl.rollout.workers.worker_messages import FarWorker
 from megatron_rl.rollout.workers.worker_pool import WorkerGivenUp
-from megatron_rl.system.http import ApiKey
-from megatron_rl.weights.plan import ServerAddress
+from megatron_rl.system.http.json_http import ApiKey
+from megatron_rl.weights.bucket_plan import ServerAddress
 from megatron_rl.weights.publish import PublishResult, WeightPublisher, WeightSyncError
 from megatron_rl.weights.server_calls import ServerCallError
 from megatron_rl.weights.verify import ChecksumReport, compare_checksums

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import NoReturn
 
 from megatron_rl.rollout.server_pool import ServerPool
-from megatron_rl.rollout.sglang.options import ServerOptions
-from megatron_rl.rollout.sglang.server import ServerError, SglangServer
-from megatron_rl.system.files import write_whole
+from megatron_rl.rollout.sglang.process.options import ServerOptions
+from megatron_rl.rollout.sglang.process.server import ServerError, SglangServer
+from megatron_rl.system.files.atomic_files import write_whole
 
 _POLL_S = 0.1
 

@@ -25,10 +25,10 @@ from dataclasses import replace
 from megatron_rl.data.trajectory import RouteRecord, Segment, TokenParts, Trajectory, message_segment
 from megatron_rl.environments.base import Environment, EnvironmentFault, Message, turn_views
 from megatron_rl.rollout.generation import Decode, Fire, GenerationPlan
+from megatron_rl.rollout.requests import Generation, GenerationRequest, ServerLost
 from megatron_rl.rollout.sampling import trajectory_seed
-from megatron_rl.rollout.sglang.answer_checks import StaleWeights
-from megatron_rl.rollout.sglang.client import SglangClient
-from megatron_rl.rollout.sglang.wire import Generation, GenerationRequest, ServerLost
+from megatron_rl.rollout.sglang.balance.client import SglangClient
+from megatron_rl.rollout.sglang.wire.answer_checks import StaleWeights
 
 logger = logging.getLogger(__name__)
 

@@ -20,9 +20,9 @@ from megatron_rl.errors import UserError
 from megatron_rl.parallel.topology import local_device
 from megatron_rl.run import checkpoint_folder as folders
 from megatron_rl.run.checkpoint_folder import DamagedCheckpoint
-from megatron_rl.run.flat_arrays import taken_apart
+from megatron_rl.run.json_with_arrays import taken_apart
 from megatron_rl.run.resuming import candidates, way_back
-from megatron_rl.system.checksums import Checksums
+from megatron_rl.system.files.checksums import Checksums
 from megatron_rl.training.model_checkpoint import CheckpointError, CheckpointNotSaved
 from megatron_rl.training.trainer_group import TrainerGroup
 

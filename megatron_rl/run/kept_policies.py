@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_rl.config.schema import RunConfig
-from megatron_rl.system.files import write_whole
+from megatron_rl.system.files.atomic_files import write_whole
 from megatron_rl.training.trainer_group import TrainerGroup
 
 _FOLDER = "policies"

@@ -9,7 +9,7 @@ from pathlib import Path
 from megatron_rl.config.schema import Config
 from megatron_rl.errors import UserError
 from megatron_rl.run.resuming import check_resume
-from megatron_rl.system.files import hold, remove_unfinished
+from megatron_rl.system.files.atomic_files import hold, remove_unfinished
 
 _RUN_FILES = (
     "metrics.jsonl", "timeline.json", "status.json", "report.html", "summary.json", "config.yaml", "mlflow_run.json",

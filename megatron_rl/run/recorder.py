@@ -11,15 +11,15 @@ from typing import Any
 from megatron_rl.config.derived import falls_due
 from megatron_rl.config.load import config_to_yaml
 from megatron_rl.config.schema import Config
-from megatron_rl.data.spelling import Spelling
-from megatron_rl.run.sample_books import SampleBooks
-from megatron_rl.system.files import write_whole
-from megatron_rl.system.host_memory import host_used_share
-from megatron_rl.tracking.console import TrainingConsole
+from megatron_rl.data.token_text import Spelling
+from megatron_rl.run.sample_writer import SampleBooks
+from megatron_rl.system.files.atomic_files import write_whole
+from megatron_rl.system.processes.host_memory import host_used_share
 from megatron_rl.tracking.metrics_file import MetricsRow, MetricsWriter, read_metrics
+from megatron_rl.tracking.sinks.trackers import Trackers
 from megatron_rl.tracking.status import StatusFile
+from megatron_rl.tracking.terminal.console import TrainingConsole
 from megatron_rl.tracking.timeline import Span, Timeline, read_timeline
-from megatron_rl.tracking.trackers import Trackers
 
 
 @dataclass(frozen=True)
@@ -238,7 +238,7 @@ class Recorder:
     def _write_report(self) -> None:
         try:
             self.timeline.write(self._folder / "timeline.json")
-            from megatron_rl.tracking.run_report import (
+            from megatron_rl.desk.report.run_report import (
                 write_report,  # matplotlib takes a second that only the driver needs
             )
 

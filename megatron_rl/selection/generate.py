@@ -23,9 +23,9 @@ from megatron_rl.data.trajectory import Prompt, Score
 from megatron_rl.errors import UserError
 from megatron_rl.rewards.alarm import check_error_rate
 from megatron_rl.rewards.router import GradedItem
+from megatron_rl.rollout.requests import Generation, GenerationRequest
 from megatron_rl.rollout.sampling import Sampling, sample_seed, text_digest
-from megatron_rl.rollout.sglang.wire import Generation, GenerationRequest
-from megatron_rl.system.files import hold, written_whole
+from megatron_rl.system.files.atomic_files import hold, written_whole
 
 _MIN_RESPONSES_FOR_ALARM = 64
 """Before so many are graded, the share that could not be scored says little."""

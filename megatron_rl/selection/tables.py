@@ -13,7 +13,7 @@ from typing import Any
 from rich.table import Table
 
 from megatron_rl.selection.verdicts import TypeSummary, Verdict, summarize
-from megatron_rl.system.files import written_whole
+from megatron_rl.system.files.atomic_files import written_whole
 
 
 @dataclass(frozen=True)

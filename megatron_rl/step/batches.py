@@ -19,9 +19,15 @@ from megatron_rl.config.schema import AlgorithmConfig, OldPolicy, Overlong
 from megatron_rl.data.batch import ROUTES, PackedBatch, cu_seqlens_of
 from megatron_rl.data.trajectory import Trajectory, joined
 from megatron_rl.data.vision import Vision
+from megatron_rl.step.advantage_spans import (
+    SINGLE_RESPONSE,
+    ResponseRules,
+    response_pieces,
+    terminal_rewards,
+    window_pieces,
+)
 from megatron_rl.step.experience import Advantages, Signals, piece_tokens, values_at_cut
 from megatron_rl.step.packing import Stretches, pack, response_field
-from megatron_rl.step.pieces import SINGLE_RESPONSE, ResponseRules, response_pieces, terminal_rewards, window_pieces
 
 
 def policy_batch(

@@ -16,7 +16,7 @@ from megatron_rl.data.trajectory import Trajectory
 from megatron_rl.errors import UserError
 from megatron_rl.rollout.service import RolloutService
 from megatron_rl.step.grading import Grader
-from megatron_rl.step.work import generated_rows
+from megatron_rl.step.stage_facts import generated_rows
 
 Group = list[Trajectory]
 

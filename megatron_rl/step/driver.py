@@ -25,27 +25,27 @@ from megatron_rl.rollout.server_pool import ServerPool
 from megatron_rl.rollout.service import RolloutService, TrainerSide, open_rollout
 from megatron_rl.rollout.workers.node_workers import start_on_nodes
 from megatron_rl.run.checkpoints import Saver
-from megatron_rl.run.first_prompts import write_first_prompts
 from megatron_rl.run.kept_policies import PolicyKeeper
 from megatron_rl.run.output import claimed_output_dir
+from megatron_rl.run.recorded_prompts import write_first_prompts
 from megatron_rl.run.recorder import Recorder
 from megatron_rl.run.summary import Summary, print_summary, summarize, write_summary
+from megatron_rl.step.advantage_spans import ResponseRules
 from megatron_rl.step.collect import Collector
 from megatron_rl.step.evaluation import Evaluator, Fleet
 from megatron_rl.step.grading import Grader
 from megatron_rl.step.inputs import Inputs, describe_prompts, make_inputs
 from megatron_rl.step.loop import Parts, TrainingLoop
 from megatron_rl.step.parity import ParityCheck
-from megatron_rl.step.pieces import ResponseRules
 from megatron_rl.step.runner import StageRunner
-from megatron_rl.step.sampled import keep_samples
-from megatron_rl.step.stages import graph_of
+from megatron_rl.step.stored_responses import keep_samples
+from megatron_rl.step.table import graph_of
 from megatron_rl.step.watchdog import RollBack, Watchdog
-from megatron_rl.system.collector import young_objects_only
-from megatron_rl.system.host_memory import keep_freed_memory
-from megatron_rl.system.signals import StopRequested, StopSignals
-from megatron_rl.tracking.console import evaluation_text
-from megatron_rl.tracking.trackers import set_runs_aside
+from megatron_rl.system.processes.gc_pauses import young_objects_only
+from megatron_rl.system.processes.host_memory import keep_freed_memory
+from megatron_rl.system.processes.signals import StopRequested, StopSignals
+from megatron_rl.tracking.sinks.trackers import set_runs_aside
+from megatron_rl.tracking.terminal.console import evaluation_text
 from megatron_rl.training.engines import rl_engines
 from megatron_rl.training.ranks import trainer_ranks
 from megatron_rl.training.trainer_group import TrainerGroup

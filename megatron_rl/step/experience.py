@@ -17,8 +17,8 @@ from megatron_rl.algorithms.sequences import spread
 from megatron_rl.config.schema import AlgorithmConfig, Bootstrap, LambdaKind, Overlong
 from megatron_rl.data.batch import PackedBatch, cu_seqlens_of
 from megatron_rl.data.trajectory import Trajectory
+from megatron_rl.step.advantage_spans import SINGLE_RESPONSE, Piece, ResponseRules, terminal_rewards, window_pieces
 from megatron_rl.step.packing import Stretches
-from megatron_rl.step.pieces import SINGLE_RESPONSE, Piece, ResponseRules, terminal_rewards, window_pieces
 
 
 @dataclass(frozen=True)

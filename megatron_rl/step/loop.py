@@ -1,4 +1,4 @@
-"""The training loop: one method per stage, in the order of the table (``stages.py``), run by its graph.
+"""The training loop: one method per stage, in the order of the table (``table.py``), run by its graph.
 
 Produces: updated weights, checkpoints, metrics. Consumes: prompts. Rollout stages are coroutines on the asyncio
 thread; trainer stages run on the main thread and are collective over all ranks; host stages run next to them. What
@@ -31,6 +31,7 @@ from megatron_rl.run.checkpoints import Saver
 from megatron_rl.run.kept_policies import PolicyKeeper
 from megatron_rl.run.recorder import Recorder
 from megatron_rl.step import metrics as step_metrics
+from megatron_rl.step.advantage_spans import SINGLE_RESPONSE, ResponseRules, greedy_rewards
 from megatron_rl.step.batches import (
     critic_responses,
     keep_left_out,
@@ -48,11 +49,10 @@ from megatron_rl.step.grading import Grader
 from megatron_rl.step.graph import Resource, Stage
 from megatron_rl.step.packing import response_field, window_batch, window_routes, with_routes
 from megatron_rl.step.parity import EngineMismatch, ParityCheck
-from megatron_rl.step.pieces import SINGLE_RESPONSE, ResponseRules, greedy_rewards
+from megatron_rl.step.stage_facts import ChildrenClock
 from megatron_rl.step.state import StepState
 from megatron_rl.step.updates import coming_updates, train_critic, train_policy
 from megatron_rl.step.watchdog import Finding, RollBack, TrainingDied, Watchdog
-from megatron_rl.step.work import ChildrenClock
 from megatron_rl.training.trainer_group import TrainerGroup
 
 

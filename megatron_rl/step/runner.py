@@ -18,8 +18,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from megatron_rl.step.graph import Frontier, Resource, Stage, StageRun
-from megatron_rl.step.stages import BOOKS, KEEPER, LASTING
-from megatron_rl.system import doing
+from megatron_rl.step.table import BOOKS, KEEPER, LASTING
+from megatron_rl.system.processes import process_probe
 
 _Action = Callable[[int], Any]
 HEARTBEAT_S = 10.0
@@ -150,7 +150,7 @@ class StageRunner:
     def _start(self, stage_run: StageRun) -> None:
         self._frontier.start(stage_run)
         self._started_s[stage_run] = time.time()
-        doing.note(f"{stage_run.stage.name} of step {stage_run.step + 1}", stage_run.stage.resource.value)
+        process_probe.note(f"{stage_run.stage.name} of step {stage_run.step + 1}", stage_run.stage.resource.value)
 
     def _launch(self, stage_run: StageRun) -> None:
         action = self._actions[stage_run.stage.name]
@@ -176,7 +176,7 @@ class StageRunner:
     def _complete(self, stage_run: StageRun, ended_s: float) -> None:
         with self._lock:
             started_s, stage = self._started_s.pop(stage_run), stage_run.stage
-            doing.note(f"{stage.name} of step {stage_run.step + 1}")
+            process_probe.note(f"{stage.name} of step {stage_run.step + 1}")
             self._on_span(stage.name, stage.resource.value, stage_run.step, started_s, ended_s)
             self._frontier.finish(stage_run)
             if not self._ended:

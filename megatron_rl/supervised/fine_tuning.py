@@ -16,7 +16,7 @@ from megatron_rl.data.vision import Vision
 from megatron_rl.errors import UserError
 from megatron_rl.parallel.topology import Topology
 from megatron_rl.supervised.epochs import epoch_batches
-from megatron_rl.system.terminal import progress_bar
+from megatron_rl.system.command_line.terminal import progress_bar
 from megatron_rl.training.engine import Engine
 from megatron_rl.training.engines import build_engine
 from megatron_rl.training.ranks import trainer_ranks

@@ -19,7 +19,7 @@ from megatron_rl.parallel.topology import Topology
 from megatron_rl.rewards.judges.templates import PAIRWISE_TEMPLATE
 from megatron_rl.supervised.epochs import epoch_batches
 from megatron_rl.supervised.reward_models import Example, Kind, build_kind
-from megatron_rl.system.terminal import progress_bar
+from megatron_rl.system.command_line.terminal import progress_bar
 from megatron_rl.training.engine import Engine
 from megatron_rl.training.ranks import trainer_ranks
 from megatron_rl.training.trainer_group import TrainerGroup

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.errors import UserError
-from megatron_rl.system.files import write_whole
+from megatron_rl.system.files.atomic_files import write_whole
 
 FOLDER = "samples"
 TOKEN_COLUMNS = {

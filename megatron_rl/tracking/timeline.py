@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.system.files import write_whole
+from megatron_rl.system.files.atomic_files import write_whole
 
 logger = logging.getLogger(__name__)
 

@@ -64,7 +64,7 @@ from megatron_rl.models.moe import Routing
 from megatron_rl.models.vision.encoder import freeze
 from megatron_rl.parallel.topology import Topology
 from megatron_rl.parallel.transfers import stage_options
-from megatron_rl.training import replicas
+from megatron_rl.training import ddp
 from megatron_rl.training.losses import LossFunction, Metrics
 from megatron_rl.training.model_checkpoint import CheckpointWrite, begin_checkpoint, load_checkpoint
 from megatron_rl.training.model_memory import ModelMemory
@@ -170,7 +170,7 @@ class Engine:
 
     def _make_trainable(self, optimizer: OptimizerConfig, vision: VisionConfig, dtype: torch.dtype) -> None:
         freeze(self.chunks, train_encoder=vision.train_encoder, train_adapter=vision.train_adapter)
-        self._replicas = replicas.wrap(self.chunks, dtype)
+        self._replicas = ddp.wrap(self.chunks, dtype)
         self._optimizer = build_optimizer(optimizer, self._replicas, dtype)
         self._scheduler = build_scheduler(optimizer, self._optimizer)
 
@@ -248,7 +248,7 @@ class Engine:
                 replica.zero_grad_buffer()
             metrics = self._schedule(self._replicas, microbatches, scaled_loss, forward_only=False)
             step = guarded_step(optimizer, self._scheduler)
-            replicas.spread_weights(self._replicas)
+            ddp.spread_weights(self._replicas)
         whole = zip(self._kept_logprobs, microbatches, strict=False)
         self._kept_logprobs = [logprobs[: len(batch.tokens)] for logprobs, batch in whole]
         loads = self._routing.finish_update(skipped=step.skipped)
@@ -261,7 +261,7 @@ class Engine:
 
     def export_weights(self, to: Destination = Destination.driver) -> Iterator[tuple[str, Tensor | None]]:
         """Hugging Face names and, where ``to`` says, whole tensors; every rank must exhaust it, for it gathers."""
-        replicas.wait_for_weights(self._replicas)
+        ddp.wait_for_weights(self._replicas)
         with self.topology.active():
             held = self._held
         weights = export_weights(self.chunks, self.hf_config, role=self.role, to=to, held=held)
@@ -286,7 +286,7 @@ class Engine:
     @_in_own_layout
     def save_hf(self, folder: str | Path, progress: Callable[[str], None] = lambda text: None) -> None:
         """Write config.json, safetensors and tokenizer to ``folder``; it appears once it is complete. Rank 0 tells ``progress``."""
-        replicas.wait_for_weights(self._replicas)
+        ddp.wait_for_weights(self._replicas)
         role, keep_mtp = self.role, self._keeps_mtp
         with self._memory.weights():
             save_hf(self.chunks, self.hf_config, self.path, folder, role=role, keep_mtp=keep_mtp, progress=progress)
@@ -301,7 +301,7 @@ class Engine:
         """``save_state``, whose ``finish_save`` may come later: ``in_background`` the model may be used and trained meanwhile."""
         self.finish_save()
         optimizer = self._trained()
-        replicas.wait_for_weights(self._replicas)
+        ddp.wait_for_weights(self._replicas)
         with self._memory.state(changes=False):
             self._save = begin_checkpoint(folder, self.chunks, optimizer, self._scheduler, in_background=in_background)
 
@@ -321,7 +321,7 @@ class Engine:
     def load_state(self, folder: str | Path) -> None:
         """Continue from what ``save_state`` wrote, in this or another parallel layout."""
         optimizer = self._trained()
-        replicas.wait_for_weights(self._replicas)
+        ddp.wait_for_weights(self._replicas)
         with self._memory.state(changes=True):
             load_checkpoint(folder, self.chunks, optimizer, self._scheduler)
 
@@ -330,7 +330,7 @@ class Engine:
 
         Not collective; what an unfinished ``export_weights`` reads stays.
         """
-        replicas.wait_for_weights(self._replicas)
+        ddp.wait_for_weights(self._replicas)
         self._memory.step_aside()
 
     def _expect_role(self, role: str) -> None:

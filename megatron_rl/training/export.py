@@ -20,9 +20,9 @@ from megatron_rl.models.hf.gathering import Destination
 from megatron_rl.parallel import collectives
 from megatron_rl.parallel.topology import Topology, local_device
 from megatron_rl.training.engine import Engine
+from megatron_rl.weights.bucket_plan import Coverage
 from megatron_rl.weights.buckets import walk_to_end
 from megatron_rl.weights.colocated import Ranks, follow
-from megatron_rl.weights.plan import Coverage
 from megatron_rl.weights.senders import Link, StageRank
 
 _WHAT = "word on the weight sync"

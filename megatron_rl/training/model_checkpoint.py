@@ -4,7 +4,7 @@ Invariants: a folder of the final name is complete (it is written under another 
 for the same layout, and equal up to rounding for another one, because the optimizer state is stored in the shape of the
 weights; no rank ever holds more of it than its own share; hyperparameters come from the configuration, never from the
 checkpoint; before anything is loaded, every file has been compared with the checksums that its writer left, and no pickle
-may import what a checkpoint does not need. A checkpoint may be written while the model trains on (``rank_write.py``). All
+may import what a checkpoint does not need. A checkpoint may be written while the model trains on (``checkpoint_writer.py``). All
 ranks call each function together and wait for each other at its barriers, for at most the collective time-out. The folder must be
 on a file system that all ranks share.
 """
@@ -34,12 +34,12 @@ from megatron_rl.models.gpt import PackedGPTModel
 from megatron_rl.models.hf.torch_dist import check_metadata
 from megatron_rl.parallel import collectives
 from megatron_rl.parallel.collectives import CollectiveTimeout, PeerLost
-from megatron_rl.system.checksums import Checksums, checksums, damaged, parse_checksums
-from megatron_rl.system.files import replace_folder, write_whole
-from megatron_rl.system.pickles import BadPickle
+from megatron_rl.system.files.atomic_files import replace_folder, write_whole
+from megatron_rl.system.files.checksums import Checksums, checksums, damaged, parse_checksums
+from megatron_rl.system.files.pickles import BadPickle
+from megatron_rl.training.checkpoint_writer import RankWrite
 from megatron_rl.training.optimizer import set_num_steps
 from megatron_rl.training.optimizer_shards import sharded_state
-from megatron_rl.training.rank_write import RankWrite
 
 _FORMAT = {"singleton_local_shards": False}
 _SMALLEST_BYTES = 1 << 20

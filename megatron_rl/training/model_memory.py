@@ -15,7 +15,7 @@ from megatron.core.optimizer import MegatronOptimizer
 from torch import Tensor
 
 from megatron_rl.errors import UserError
-from megatron_rl.system.host_memory import num_ranks_here, room_of_a_rank
+from megatron_rl.system.processes.host_memory import num_ranks_here, room_of_a_rank
 from megatron_rl.training.optimizer import state_tensors
 
 _GB = 1e9

@@ -9,9 +9,9 @@ from megatron_rl.config.schema import Config
 from megatron_rl.parallel import collectives
 from megatron_rl.parallel import topology as topologies
 from megatron_rl.parallel.topology import Topology
-from megatron_rl.system import doing, members
-from megatron_rl.system.collector import collector_at_rest
-from megatron_rl.system.signals import StopSignals, die_with_parent, leave_signals_to_the_driver
+from megatron_rl.system.processes import process_probe, run_processes
+from megatron_rl.system.processes.gc_pauses import collector_at_rest
+from megatron_rl.system.processes.signals import StopSignals, die_with_parent, leave_signals_to_the_driver
 from megatron_rl.training.engine import Engine
 from megatron_rl.training.trainer_group import TrainerGroup, Worker
 
@@ -28,7 +28,7 @@ def trainer_ranks(
     """
     die_with_parent()
     is_driver = os.environ.get("RANK", "0") == "0"
-    doing.listen(f"trainer rank {os.environ.get('RANK', '0')}")
+    process_probe.listen(f"trainer rank {os.environ.get('RANK', '0')}")
     folder = Path(config.run.output_dir) if signals is not None else None
     signals = signals or StopSignals(config.run.stop_grace_s)
     with signals.heard() if is_driver else nullcontext():
@@ -51,10 +51,10 @@ def trainer_ranks(
 
 def introduce(topology: Topology, folder: Path | None) -> None:
     """Say in the run's folder which processes the ranks are, for `doctor --hang`; None: this is no run."""
-    everybody = collectives.gather_objects(members.this_process(topology.rank), what="which processes the ranks are")
+    everybody = collectives.gather_objects(run_processes.this_process(topology.rank), what="which processes the ranks are")
     if folder is None:
         return
     if everybody:
-        members.write_members(folder, everybody)
+        run_processes.write_members(folder, everybody)
     if os.environ.get("LOCAL_RANK", "0") == "0":
-        members.answer_questions(folder)
+        run_processes.answer_questions(folder)

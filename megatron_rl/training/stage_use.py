@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 import torch
 
-from megatron_rl.system import doing
-from megatron_rl.system.host_memory import take_host_peak_gib
+from megatron_rl.system.processes import process_probe
+from megatron_rl.system.processes.host_memory import take_host_peak_gib
 
 _MAX_RANKS = 64
 """Of which a stage's seconds are written down: it goes into the timeline, once per stage and step."""
@@ -59,7 +59,7 @@ class StageAccount:
             before = self._uses.get(self._stage, Use())
             self._uses[self._stage] = _together(before, used)._replace(busy_s=before.busy_s + used.busy_s)
         self._stage = stage
-        doing.note("stage", f"{stage.name} of step {stage.step + 1}" if stage else "")
+        process_probe.note("stage", f"{stage.name} of step {stage.step + 1}" if stage else "")
 
     def take(self) -> dict[StageOfStep, Use]:
         """All that was counted since the last call; the present stage ends."""

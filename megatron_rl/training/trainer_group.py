@@ -1,7 +1,7 @@
 """All trainer ranks as seen from the driver (rank 0): one call here, one collective action everywhere.
 
 The other ranks sit in ``Worker.serve`` and wait for the driver's next command; the driver sends it, sends each replica
-what it lacks of its micro-batches (``holding.py``), takes part itself, and gathers what the output ranks report. An idle
+what it lacks of its micro-batches (``sequence_cache.py``), takes part itself, and gathers what the output ranks report. An idle
 driver sends heartbeats, so that a follower's deadline (parallel.collective_timeout_s) means a driver in trouble and
 not a long generation.
 """
@@ -19,23 +19,23 @@ from torch import Tensor
 
 from megatron_rl.config.schema import Config
 from megatron_rl.data.batch import ROUTES, PackedBatch
+from megatron_rl.families.flops import flops_cost
 from megatron_rl.models.hf.gathering import Destination
 from megatron_rl.parallel import collectives, stragglers
 from megatron_rl.parallel.collectives import Payload
 from megatron_rl.parallel.topology import Replicas, Topology
-from megatron_rl.planning.flops import flops_cost
-from megatron_rl.system import doing
-from megatron_rl.training import actions
+from megatron_rl.system.processes import process_probe
+from megatron_rl.training import rank_methods
+from megatron_rl.training.array_transport import Errand, Ways
 from megatron_rl.training.batching import Plan
 from megatron_rl.training.engine import Engine, UpdateResult
 from megatron_rl.training.export import WeightExport, free_cached_memory, to_its_end
-from megatron_rl.training.held_images import ImageCutting
-from megatron_rl.training.holding import About, HeldOfSteps, Ledger, Share
+from megatron_rl.training.image_cache import ImageCutting
 from megatron_rl.training.model_checkpoint import CheckpointNotSaved
 from megatron_rl.training.payloads import restore
 from megatron_rl.training.profiling import memory_note, stage_profiler
-from megatron_rl.training.reach import Errand, Ways
-from megatron_rl.training.sharing import Pulls, Sharing
+from megatron_rl.training.replica_assignment import Pulls, Sharing
+from megatron_rl.training.sequence_cache import About, HeldOfSteps, Ledger, Share
 from megatron_rl.training.stage_use import StageAccount, StageOfStep, Use, of_all_ranks, seconds_by_rank
 
 
@@ -114,9 +114,9 @@ class Worker:
             self.export.close()
 
     def _serve_one(self) -> bool:
-        doing.note("waits", "the driver's next command")
+        process_probe.note("waits", "the driver's next command")
         command = collectives.broadcast_object(None, what="its next command")
-        doing.note("waits")
+        process_probe.note("waits")
         if isinstance(command, Notice):
             self.heed(command)
             return command is not Notice.stop
@@ -249,7 +249,7 @@ class TrainerGroup:
             return torch.zeros(len(batch.tokens))
         about = self._about(engine, batch.only("mask", "lm_mask", ROUTES))
         answer, routes = about.ledger.column(), about.ledger.column() if keeps_routes else None
-        action = partial(actions.logprobs, temperature=temperature, answer=answer, routes=routes)
+        action = partial(rank_methods.logprobs, temperature=temperature, answer=answer, routes=routes)
         plan = self._plan(about, rows)
         results = self._call(Command("logprobs", engine, action, gathers=True), about, plan)
         (logprobs,) = restore(batch, plan, results, per_sequence=False)
@@ -265,7 +265,7 @@ class TrainerGroup:
             return torch.zeros(0), torch.zeros(0)
         about = self._about(engine, batch.only())  # values are of tokens alone
         plan = self._plan(about)
-        results = self._call(Command("values", engine, actions.values, gathers=True), about, plan)
+        results = self._call(Command("values", engine, rank_methods.values, gathers=True), about, plan)
         values, final_values = restore(batch, plan, results, per_sequence=True)
         return values, final_values
 
@@ -286,7 +286,7 @@ class TrainerGroup:
         its forward pass for the old ones, and they come with the result.
         """
         action = partial(
-            actions.update,
+            rank_methods.update,
             objective=objective,
             denominators=denominators,
             temperature=temperature,
@@ -299,7 +299,7 @@ class TrainerGroup:
         command = Command("update", engine, action, fields={} if routes is None else {ROUTES: routes})
         result = self._call(command, about, plan)
         if keeps_logprobs:
-            found = self._call(Command("take_logprobs", engine, actions.take_logprobs, gathers=True))
+            found = self._call(Command("take_logprobs", engine, rank_methods.take_logprobs, gathers=True))
             (logprobs,) = restore(replace(batch, spans=None), plan, found, per_sequence=False)
         return replace(result, plan=self._sharing[engine].metrics(plan, about.lengths), logprobs=logprobs)
 
@@ -309,7 +309,7 @@ class TrainerGroup:
         The other ranks begin at once and do what ``to`` asks of them (``WeightExport``). An iterator that was begun
         runs its gathers to their end, however it is left.
         """
-        command = Command("export", engine, partial(actions.export, to=to))
+        command = Command("export", engine, partial(rank_methods.export, to=to))
         self._announce(command)
         self._worker.give_turn_to(engine)
         return to_its_end(self._worker.engines[engine].export_weights(to), stragglers.working(str(command)))
@@ -324,18 +324,18 @@ class TrainerGroup:
 
     def save_hf(self, engine: str, folder: str) -> None:
         """Write the model as a Hugging Face folder, which all ranks must see."""
-        self._call(Command("save_hf", engine, partial(actions.save_hf, folder=folder)))
+        self._call(Command("save_hf", engine, partial(rank_methods.save_hf, folder=folder)))
 
     def save_state(self, engine: str, folder: str) -> None:
         """Write weights, optimizer state and schedule. Raises CheckpointNotSaved; the group goes on."""
-        self._call(Command("save_state", engine, partial(actions.save_state, folder=folder)))
+        self._call(Command("save_state", engine, partial(rank_methods.save_state, folder=folder)))
 
     def begin_save(self, engine: str, folder: str) -> None:
         """``save_state`` that goes on in the background: the engine may train on, and the folder appears with ``finish_saves``.
 
         Raises CheckpointNotSaved.
         """
-        self._call(Command("begin_save", engine, partial(actions.begin_save, folder=folder)))
+        self._call(Command("begin_save", engine, partial(rank_methods.begin_save, folder=folder)))
 
     def saves_are_written(self) -> bool:
         """Whether ``finish_saves`` would not wait."""
@@ -347,7 +347,7 @@ class TrainerGroup:
 
     def load_state(self, engine: str, folder: str) -> None:
         """Continue from what ``save_state`` wrote, in this or another layout. Raises CheckpointError; the group goes on."""
-        self._call(Command("load_state", engine, partial(actions.load_state, folder=folder)))
+        self._call(Command("load_state", engine, partial(rank_methods.load_state, folder=folder)))
 
     def heartbeat(self) -> None:
         """Tell the other ranks that the driver lives: their wait for a command begins anew."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from megatron_rl.families.parameters import TensorSpec
-from megatron_rl.weights.plan import CoverageError, Slice, place
+from megatron_rl.weights.bucket_plan import CoverageError, Slice, place
 from megatron_rl.weights.side_streams import Done, side_stream
 
 NamedTensors = Iterable[tuple[str, torch.Tensor]]

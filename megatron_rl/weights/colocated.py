@@ -26,8 +26,8 @@ from typing import Any
 import torch
 import torch.multiprocessing
 
+from megatron_rl.weights.bucket_plan import Coverage, ServerAddress
 from megatron_rl.weights.buckets import Bucket, BucketStream, NamedTensors, TensorStreamError
-from megatron_rl.weights.plan import Coverage, ServerAddress
 from megatron_rl.weights.server_calls import ServerCallError, ServerCalls, wait_for_all
 from megatron_rl.weights.transfer import Transfer
 

@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import save_file
 
 from megatron_rl.families.parameters import TensorSpec
+from megatron_rl.weights.bucket_plan import Coverage, Slice, place
 from megatron_rl.weights.buckets import BucketStream, NamedTensors
-from megatron_rl.weights.plan import Coverage, Slice, place
 from megatron_rl.weights.server_calls import ServerCalls
 from megatron_rl.weights.transfer import Transfer, UpdateRequest
 

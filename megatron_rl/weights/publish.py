@@ -37,10 +37,10 @@ import torch
 from megatron_rl.config.derived import WeightMethod
 from megatron_rl.errors import UserError
 from megatron_rl.weights.broadcast import Connections, GroupSender
+from megatron_rl.weights.bucket_plan import Coverage, ServerAddress, unique_addresses
 from megatron_rl.weights.buckets import NamedTensors, TensorStreamError
 from megatron_rl.weights.colocated import ColocatedSender, Ranks
 from megatron_rl.weights.disk import DiskSender
-from megatron_rl.weights.plan import Coverage, ServerAddress, unique_addresses
 from megatron_rl.weights.senders import Link, RemoteSource
 from megatron_rl.weights.server_calls import ServerCallError, ServerCalls
 from megatron_rl.weights.sync_group import device_of

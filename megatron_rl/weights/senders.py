@@ -17,8 +17,8 @@ from typing import Literal
 
 import torch
 
+from megatron_rl.weights.bucket_plan import GroupSpec
 from megatron_rl.weights.buckets import NO_BYTES, Bucket, BucketStream, NamedTensors, TensorStreamError
-from megatron_rl.weights.plan import GroupSpec
 from megatron_rl.weights.server_calls import ServerCallError, ServerCalls, wait_for_all
 from megatron_rl.weights.sync_group import SyncGroup
 

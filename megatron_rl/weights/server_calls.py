@@ -12,9 +12,9 @@ from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from typing import Any, Self
 
 from megatron_rl.errors import UserError
-from megatron_rl.system.http import Answer, HttpError, HttpThread, NoAnswer, bearer
-from megatron_rl.system.kept_http import KeptSession
-from megatron_rl.weights.plan import ServerAddress
+from megatron_rl.system.http.json_http import Answer, HttpError, HttpThread, NoAnswer, bearer
+from megatron_rl.system.http.kept_http import KeptSession
+from megatron_rl.weights.bucket_plan import ServerAddress
 
 _CONNECT_TIMEOUT_S = 10.0
 _REPORT_GRACE_S = 1.0

@@ -15,11 +15,11 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore  # torch.distributed has them, but not for type checkers
 from torch.distributed import distributed_c10d
 
-from megatron_rl.system.addresses import address_towards_all
-from megatron_rl.system.gpu_environment import nccl_values
-from megatron_rl.system.stores import listening_store
+from megatron_rl.system.gpu.gpu_environment import nccl_values
+from megatron_rl.system.http.addresses import address_towards_all
+from megatron_rl.system.processes.torch_store import listening_store
+from megatron_rl.weights.bucket_plan import GroupSpec
 from megatron_rl.weights.buckets import Bucket
-from megatron_rl.weights.plan import GroupSpec
 from megatron_rl.weights.server_calls import ServerCallError
 from megatron_rl.weights.side_streams import side_stream
 

@@ -17,8 +17,8 @@ from typing import Any, Literal
 import torch
 
 from megatron_rl.families.sglang_names import joined_name
+from megatron_rl.weights.bucket_plan import ServerAddress, unique_addresses
 from megatron_rl.weights.buckets import NamedTensors, walk_to_end
-from megatron_rl.weights.plan import ServerAddress, unique_addresses
 from megatron_rl.weights.server_calls import ServerCallError, ServerCalls
 
 _HASH_BYTES = 8

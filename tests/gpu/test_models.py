@@ -76,8 +76,8 @@ def test_8_bit_products_stay_near_those_of_bfloat16(fp8: str, tmp_path: Path) ->
     import gpu_sections
     from gpu_sections import PARITY_LENGTHS, SMALL, write_model
 
-    from megatron_rl.commands.invariance import OPTIMIZER, make_batch
     from megatron_rl.config.schema import Dtype, Fp8, Init, ParallelConfig
+    from megatron_rl.desk.doctor.layout_ranks import OPTIMIZER, make_batch
     from megatron_rl.parallel import topology
     from megatron_rl.training.engine import Engine
 

@@ -19,7 +19,7 @@ from megatron_rl.parallel import collectives, topology
 from megatron_rl.parallel import stragglers as progress
 from megatron_rl.parallel.array_server import start_array_server
 from megatron_rl.parallel.collectives import Pieces
-from megatron_rl.system.shared_file import SharedArrays, address_of
+from megatron_rl.system.files.shared_file import SharedArrays, address_of
 
 
 def payload_for(replica: int) -> dict[str, torch.Tensor]:

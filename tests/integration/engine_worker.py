@@ -31,7 +31,7 @@ from megatron_rl.config.schema import (
 from megatron_rl.data.batch import PackedBatch, cu_seqlens_of
 from megatron_rl.parallel import collectives
 from megatron_rl.parallel import topology as topologies
-from megatron_rl.training import losses, rank_write, replicas
+from megatron_rl.training import checkpoint_writer, ddp, losses
 from megatron_rl.training.batching import plan_microbatches
 from megatron_rl.training.engine import Engine, UpdateResult
 from megatron_rl.training.model_checkpoint import CheckpointNotSaved
@@ -231,8 +231,8 @@ class Trial:
 
 
 def set_overlap(overlaps: bool) -> None:
-    replicas._can_overlap = lambda chunks: overlaps
-    replicas._BUCKET_SIZE = 2000 if overlaps else None
+    ddp._can_overlap = lambda chunks: overlaps
+    ddp._BUCKET_SIZE = 2000 if overlaps else None
 
 
 def parallel_of(scenario: Scenario) -> ParallelConfig:
@@ -282,7 +282,7 @@ def save_to_full_disk(engine: Engine, folder: Path, place: topologies.Topology) 
     said = ""
     with pytest.MonkeyPatch.context() as patch:
         if place.rank == place.world_size - 1:
-            patch.setattr(rank_write, "_write_file", full)
+            patch.setattr(checkpoint_writer, "_write_file", full)
         try:
             engine.save_state(folder)
         except CheckpointNotSaved as error:

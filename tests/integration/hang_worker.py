@@ -22,7 +22,7 @@ from megatron_rl.rewards.workers.calls import RunnerSettings
 from megatron_rl.rewards.workers.processes import RewardRunner
 from megatron_rl.step.graph import Resource, Stage
 from megatron_rl.step.runner import StageRunner
-from megatron_rl.system import doing
+from megatron_rl.system.processes import process_probe
 from megatron_rl.training.ranks import introduce
 from megatron_rl.training.stage_use import StageAccount, StageOfStep
 
@@ -42,14 +42,14 @@ server.serve_forever()
 
 def main(folder: Path) -> None:
     place = topology.initialize(ParallelConfig(), seed=1)
-    doing.listen(f"trainer rank {place.rank}")
+    process_probe.listen(f"trainer rank {place.rank}")
     introduce(place, folder)
     if place.rank == 0:
         wait_for_a_grader(folder)
     else:
-        doing.note("waits", "the driver's next command")
+        process_probe.note("waits", "the driver's next command")
     collectives.broadcast_object(None, what="its next command")
-    doing.note("waits")
+    process_probe.note("waits")
     StageAccount().enter(StageOfStep(3, "policy_update"))
     with stragglers.working("update of the engine policy"):
         if place.rank == 2:

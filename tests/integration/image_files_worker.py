@@ -37,7 +37,7 @@ from megatron_rl.data.vision import Vision
 from megatron_rl.parallel import topology as topologies
 from megatron_rl.step.packing import window_batch
 from megatron_rl.training.engines import rl_engines
-from megatron_rl.training.held_images import ImageCutting
+from megatron_rl.training.image_cache import ImageCutting
 from megatron_rl.training.trainer_group import TrainerGroup, Worker
 
 OPTIMIZER = OptimizerConfig(lr=1e-2, eps=1e-3, warmup_steps=0)

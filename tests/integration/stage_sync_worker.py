@@ -22,11 +22,11 @@ from megatron_rl.data.batch import PackedBatch
 from megatron_rl.parallel import topology as topologies
 from megatron_rl.rollout.served_weights import ServedWeights
 from megatron_rl.rollout.server_pool import ServerPool
-from megatron_rl.rollout.sglang.options import ServerOptions
-from megatron_rl.system.signals import die_with_parent
+from megatron_rl.rollout.sglang.process.options import ServerOptions
+from megatron_rl.system.processes.signals import die_with_parent
 from megatron_rl.training.engine import Engine
 from megatron_rl.training.trainer_group import Command, TrainerGroup, Worker
-from megatron_rl.weights.plan import ServerAddress
+from megatron_rl.weights.bucket_plan import ServerAddress
 from megatron_rl.weights.publish import WeightPublisher, WeightSyncError
 
 NUM_RANKS, TP_SIZE = 4, 2

@@ -11,12 +11,12 @@ import pytest
 import requests
 
 from megatron_rl.config.load import load_config
-from megatron_rl.rollout.sglang.options import ServerOptions
-from megatron_rl.rollout.sglang.server import SglangServer
+from megatron_rl.desk.simulate.comparison import replay_measured
+from megatron_rl.desk.simulate.recorded_run import read_run
+from megatron_rl.desk.simulate.scenario import scenario_of
+from megatron_rl.rollout.sglang.process.options import ServerOptions
+from megatron_rl.rollout.sglang.process.server import SglangServer
 from megatron_rl.run.checkpoint_folder import read_driver
-from megatron_rl.simulation.comparison import replay_measured
-from megatron_rl.simulation.recorded import read_run
-from megatron_rl.simulation.scenario import scenario_of
 from megatron_rl.tracking.metrics_file import read_metrics
 from megatron_rl.tracking.samples_file import read_samples, sample_files
 from megatron_rl.tracking.timeline import read_timeline

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from megatron_rl.cli import main
-from megatron_rl.commands.check_task import RECORD
+from megatron_rl.desk.doctor.check_task import RECORD
 
 
 @pytest.mark.parametrize(

@@ -19,9 +19,9 @@ from megatron_rl.data.batch import PackedBatch
 from megatron_rl.models.hf.sources import WeightsError
 from megatron_rl.models.hf.torch_dist import MegatronCheckpoint
 from megatron_rl.parallel import topology
-from megatron_rl.system import host_memory
-from megatron_rl.system.checksums import checksums
-from megatron_rl.training import losses, rank_write
+from megatron_rl.system.files.checksums import checksums
+from megatron_rl.system.processes import host_memory
+from megatron_rl.training import checkpoint_writer, losses
 from megatron_rl.training.engine import Engine
 from megatron_rl.training.model_checkpoint import CheckpointError, CheckpointNotSaved
 from tests.tiny_models import make_tiny_model
@@ -188,13 +188,13 @@ def test_a_full_disk_leaves_nothing_behind_and_the_next_save_works(engine, saved
 @pytest.fixture
 def gate(monkeypatch):
     """Files of checkpoints are written once it is open."""
-    opened, write_file = threading.Event(), rank_write._write_file
+    opened, write_file = threading.Event(), checkpoint_writer._write_file
 
     def when_open(*arguments):
         assert opened.wait(60)
         return write_file(*arguments)
 
-    monkeypatch.setattr(rank_write, "_write_file", when_open)
+    monkeypatch.setattr(checkpoint_writer, "_write_file", when_open)
     return opened
 
 
@@ -234,7 +234,7 @@ def test_a_disk_that_fails_in_the_background_is_told_at_the_end_and_leaves_the_c
     def full(*arguments):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(rank_write, "_write_file", full)
+    monkeypatch.setattr(checkpoint_writer, "_write_file", full)
     engine.begin_save(folder, in_background=True)
     with pytest.raises(CheckpointNotSaved, match="could not be written: .*No space left on device"):
         engine.finish_save()
@@ -244,7 +244,7 @@ def test_a_disk_that_fails_in_the_background_is_told_at_the_end_and_leaves_the_c
 
 def test_a_copy_that_has_no_room_is_not_made(engine, folder, monkeypatch, caplog):
     monkeypatch.setattr(host_memory, "available_bytes", lambda: 1000)
-    monkeypatch.setattr(rank_write, "Thread", None)  # none is started
+    monkeypatch.setattr(checkpoint_writer, "Thread", None)  # none is started
     engine.begin_save(folder, in_background=True)
     assert engine.save_is_written and "has no room" in caplog.text
     engine.finish_save()

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_rl.cpu import hook
+from megatron_rl.cpu import import_hook
 from megatron_rl.cpu import megatron as cpu
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the CPU layer is not installed next to a GPU")
@@ -104,7 +104,7 @@ def test_cuda_means_the_cpu_inside_megatron() -> None:
 
 def test_installing_twice_changes_nothing() -> None:
     finders = list(sys.meta_path)
-    hook.install()
+    import_hook.install()
     assert sys.meta_path == finders
 
 

@@ -15,9 +15,9 @@ from megatron_rl.environments.base import Environment, EnvironmentFault, Message
 from megatron_rl.environments.calculator import Calculator
 from megatron_rl.rollout.generation import Fire, GenerationPlan, dialogue_of, single_token_stops
 from megatron_rl.rollout.sampling import Sampling
-from megatron_rl.rollout.sglang.client import SglangClient
-from megatron_rl.rollout.sglang.options import ServerOptions
-from megatron_rl.rollout.sglang.server import SglangServer
+from megatron_rl.rollout.sglang.balance.client import SglangClient
+from megatron_rl.rollout.sglang.process.options import ServerOptions
+from megatron_rl.rollout.sglang.process.server import SglangServer
 from megatron_rl.rollout.windows import Window, end_of_text
 from tests.tiny_models import CHARACTERS, DEFAULT_CONFIG, EOS_TOKEN_ID, make_tiny_model
 

@@ -23,7 +23,7 @@ from megatron_rl.models.hf.gathering import owner_of
 from megatron_rl.parallel.topology import Replicas, Topology, coordinates
 from megatron_rl.training.batching import plan_microbatches
 from megatron_rl.training.export import source_ranks
-from megatron_rl.training.holding import Ledger
+from megatron_rl.training.sequence_cache import Ledger
 from tests.fake_world import fake_rank
 
 ROOT = Path(__file__).parents[2]

@@ -17,8 +17,8 @@ from megatron_rl.rewards.registry import RewardError
 from megatron_rl.rewards.router import GradedItem, build_rewards
 from megatron_rl.rewards.workers.calls import RunnerSettings
 from megatron_rl.rewards.workers.event_loop import start_runner
-from megatron_rl.rollout.sglang.options import ServerOptions
-from megatron_rl.rollout.sglang.server import SglangServer
+from megatron_rl.rollout.sglang.process.options import ServerOptions
+from megatron_rl.rollout.sglang.process.server import SglangServer
 from tests.tiny_models import make_tiny_model
 
 START_TIMEOUT_S = 400.0

@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from megatron_rl.cli import main
-from megatron_rl.rollout.sglang.server import free_port
+from megatron_rl.rollout.sglang.process.server import free_port
 from tests.integration.torchrun import REPOSITORY
 
 START_S = 120.0
@@ -52,9 +52,9 @@ def diagnosed(folder: Path, capsys: pytest.CaptureFixture[str]) -> str:
 
 
 def test_what_a_run_waits_for_is_named(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("megatron_rl.commands.waiting._LONG_S", 0.5)
-    monkeypatch.setattr("megatron_rl.commands.waiting._MOVES_S", 0.0)
-    monkeypatch.setattr("megatron_rl.commands.hang._ANSWER_S", 1.0)
+    monkeypatch.setattr("megatron_rl.desk.doctor.wait_graph._LONG_S", 0.5)
+    monkeypatch.setattr("megatron_rl.desk.doctor.wait_graph._MOVES_S", 0.0)
+    monkeypatch.setattr("megatron_rl.desk.doctor.hang._ANSWER_S", 1.0)
     port = free_port("127.0.0.1")
     (tmp_path / "port").write_text(str(port))
     with hanging(tmp_path) as run:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.cli import main
-from megatron_rl.commands.layout_comparison import DoctorError, check_invariance
+from megatron_rl.desk.doctor.layout_comparison import DoctorError, check_invariance
 from tests.tiny_models import make_tiny_model
 
 DENSE = ["tp2", "cp2", "pp2+vpp2", "pp2+layers1/3"]

@@ -5,7 +5,7 @@ import signal
 import pytest
 
 from megatron_rl.rollout.server_pool import ServerPool
-from megatron_rl.rollout.sglang.options import ServerOptions
+from megatron_rl.rollout.sglang.process.options import ServerOptions
 from megatron_rl.tracking.metrics_file import read_metrics
 from megatron_rl.tracking.timeline import read_timeline
 from tests.integration.test_train import make_task, start, stop_tree, wait_until

@@ -13,8 +13,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megatron_rl.commands import mismatch_launches, mismatch_ranks
-from megatron_rl.commands.mismatch_factors import (
+from megatron_rl.config.load import load_config
+from megatron_rl.config.schema import Config
+from megatron_rl.data.tokenizer import Tokenizer
+from megatron_rl.data.trajectory import Prompt
+from megatron_rl.desk.doctor import mismatch_launches, mismatch_ranks
+from megatron_rl.desk.doctor.mismatch_factors import (
     BATCH_SHAPE,
     HELD_HERE,
     PREFIX_CACHE,
@@ -25,16 +29,12 @@ from megatron_rl.commands.mismatch_factors import (
     is_settled,
     verdict,
 )
-from megatron_rl.commands.mismatch_ranks import Sides, trials
-from megatron_rl.commands.servers_beside import servers_beside
-from megatron_rl.config.load import load_config
-from megatron_rl.config.schema import Config
-from megatron_rl.data.tokenizer import Tokenizer
-from megatron_rl.data.trajectory import Prompt
+from megatron_rl.desk.doctor.mismatch_ranks import Sides, trials
+from megatron_rl.desk.doctor.trainer_and_servers import servers_beside
 from megatron_rl.models.routing import _Choice, replay
 from megatron_rl.parallel import topology as topologies
 from megatron_rl.rollout.sampling import Sampling
-from megatron_rl.rollout.sglang.routes import route_shape
+from megatron_rl.rollout.sglang.wire.routes import route_shape
 from megatron_rl.training.engines import build_engine
 from megatron_rl.training.trainer_group import TrainerGroup, Worker
 from tests.tiny_models import make_tiny_model
@@ -215,9 +215,9 @@ def test_dtype_and_expert_parallelism_are_tried_in_launches_of_their_own(sides, 
 
 def test_a_changed_chat_template_is_named_and_bad_folders_are_refused(config, tmp_path, capsys):
     from megatron_rl.cli import main
-    from megatron_rl.commands.template_check import template_trial
     from megatron_rl.data.prompts import load_prompts
-    from megatron_rl.run.first_prompts import write_first_prompts
+    from megatron_rl.desk.doctor.template_check import template_trial
+    from megatron_rl.run.recorded_prompts import write_first_prompts
 
     prompts = load_prompts(config.data.train_files, config.data, Tokenizer(config.policy.path), max_prompt_tokens=99).prompts
     write_first_prompts(tmp_path, prompts)

@@ -3,8 +3,8 @@
 import sqlite3
 import time
 
-from megatron_rl.tracking.mlflow import MLflowStore
-from megatron_rl.tracking.tracker import Tracker
+from megatron_rl.tracking.sinks.mlflow import MLflowStore
+from megatron_rl.tracking.sinks.tracker import Tracker
 
 
 def open_tracker(folder, warnings, **options):

@@ -9,8 +9,8 @@ import sys
 import pytest
 
 from megatron_rl.config.load import preset_names
-from megatron_rl.rollout.sglang.options import ServerOptions
-from megatron_rl.rollout.sglang.server import SglangServer
+from megatron_rl.rollout.sglang.process.options import ServerOptions
+from megatron_rl.rollout.sglang.process.server import SglangServer
 from megatron_rl.tracking.metrics_file import read_metrics
 from tests.word_models import make_word_model
 

@@ -20,13 +20,13 @@ import pytest
 import torch
 
 from megatron_rl.cpu.torchvision import declare_torchvision_ops
+from megatron_rl.rollout.requests import Generation, GenerationRequest, RequestRejected, ServerLost
 from megatron_rl.rollout.server_pool import ServerPool
-from megatron_rl.rollout.sglang.agreement import disagreements, nccl_of
-from megatron_rl.rollout.sglang.attached import AttachedServer
-from megatron_rl.rollout.sglang.client import ServerLost, SglangClient
-from megatron_rl.rollout.sglang.options import ServerOptions
-from megatron_rl.rollout.sglang.server import ServerError, SglangServer, group_members, is_healthy
-from megatron_rl.rollout.sglang.wire import Generation, GenerationRequest, RequestRejected
+from megatron_rl.rollout.sglang.balance.client import SglangClient
+from megatron_rl.rollout.sglang.process.agreement import disagreements, nccl_of
+from megatron_rl.rollout.sglang.process.attached import AttachedServer
+from megatron_rl.rollout.sglang.process.options import ServerOptions
+from megatron_rl.rollout.sglang.process.server import ServerError, SglangServer, group_members, is_healthy
 from tests.tiny_models import DEFAULT_CONFIG, make_tiny_model
 
 VOCAB_SIZE = DEFAULT_CONFIG["vocab_size"]
@@ -329,8 +329,8 @@ def test_a_killed_server_is_reported_restarted_and_serves_on(server):
 
 PARENT = """
 import sys, time
-from megatron_rl.rollout.sglang.options import ServerOptions
-from megatron_rl.rollout.sglang.server import SglangServer
+from megatron_rl.rollout.sglang.process.options import ServerOptions
+from megatron_rl.rollout.sglang.process.server import SglangServer
 server = SglangServer(ServerOptions(sys.argv[1]), sys.argv[2])
 server.start()
 print(server.pid, flush=True)

@@ -20,11 +20,12 @@ from megatron_rl.data.batch import ROUTES, PackedBatch, cu_seqlens_of
 from megatron_rl.data.trajectory import Prompt, Trajectory
 from megatron_rl.parallel import topology as topologies
 from megatron_rl.rollout.generation import GenerationPlan
+from megatron_rl.rollout.requests import RouteShape
 from megatron_rl.rollout.sampling import Sampling
-from megatron_rl.rollout.sglang.client import SglangClient
-from megatron_rl.rollout.sglang.options import ServerOptions
-from megatron_rl.rollout.sglang.routes import RouteShape, route_shape
-from megatron_rl.rollout.sglang.server import SglangServer
+from megatron_rl.rollout.sglang.balance.client import SglangClient
+from megatron_rl.rollout.sglang.process.options import ServerOptions
+from megatron_rl.rollout.sglang.process.server import SglangServer
+from megatron_rl.rollout.sglang.wire.routes import route_shape
 from megatron_rl.rollout.windows import Window
 from megatron_rl.step.packing import window_batch, window_routes, with_routes
 from megatron_rl.tracking.metrics_file import read_metrics
@@ -76,7 +77,7 @@ import os, sys
 from pathlib import Path
 
 if "RANK" in os.environ:
-    from megatron_rl.system import shared_file
+    from megatron_rl.system.files import shared_file
 
     os.environ["LOCAL_RANK"] = "0"
     opened = shared_file.MappedFiles._file

@@ -19,7 +19,7 @@ import pytest
 from megatron_rl.cli import main
 from megatron_rl.run.checkpoint_folder import read_driver
 from megatron_rl.run.kept_policies import kept_policies
-from megatron_rl.system.signals import STOPPED
+from megatron_rl.system.processes.signals import STOPPED
 from megatron_rl.tracking.metrics_file import read_metrics
 from megatron_rl.tracking.samples_file import read_samples, sample_files
 from megatron_rl.tracking.status import read_status

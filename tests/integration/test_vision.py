@@ -9,9 +9,9 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from megatron_rl.commands.layout_comparison import check_invariance
 from megatron_rl.config.schema import ParallelConfig, Recompute
 from megatron_rl.data.batch import PackedBatch
+from megatron_rl.desk.doctor.layout_comparison import check_invariance
 from megatron_rl.errors import ModelError
 from megatron_rl.families.parameters import VALUE_HEAD
 from megatron_rl.models import critic, policy

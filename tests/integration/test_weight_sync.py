@@ -17,10 +17,10 @@ from safetensors.torch import load_file
 
 from megatron_rl.config.derived import WeightMethod
 from megatron_rl.cpu.torchvision import declare_torchvision_ops
-from megatron_rl.rollout.sglang.options import ServerOptions
-from megatron_rl.rollout.sglang.server import SglangServer, free_port
+from megatron_rl.rollout.sglang.process.options import ServerOptions
+from megatron_rl.rollout.sglang.process.server import SglangServer, free_port
+from megatron_rl.weights.bucket_plan import CoverageError
 from megatron_rl.weights.buckets import walk_to_end
-from megatron_rl.weights.plan import CoverageError
 from megatron_rl.weights.publish import WeightPublisher, WeightSyncError
 from megatron_rl.weights.verify import compare_checksums
 from tests.tiny_models import make_tiny_model

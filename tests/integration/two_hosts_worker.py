@@ -18,12 +18,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from megatron_rl.commands.recipe import _choose_interface
 from megatron_rl.config.schema import Config, ParallelConfig
 from megatron_rl.models.hf.gathering import Destination
-from megatron_rl.system.signals import die_with_parent
+from megatron_rl.run.launch import _choose_interface
+from megatron_rl.system.processes.signals import die_with_parent
 from megatron_rl.training.export import WeightExport, control_link
-from megatron_rl.weights.plan import ServerAddress
+from megatron_rl.weights.bucket_plan import ServerAddress
 from megatron_rl.weights.publish import WeightPublisher
 from tests.unit.local_service import local_service
 

@@ -28,7 +28,7 @@ from megatron_rl.config.schema import (
 from megatron_rl.parallel import topology as topologies
 from megatron_rl.training import losses
 from megatron_rl.training.engines import rl_engines
-from megatron_rl.training.holding import Held, Share
+from megatron_rl.training.sequence_cache import Held, Share
 from megatron_rl.training.trainer_group import TrainerGroup, Worker
 from tests.integration.collective_order import recorded
 from tests.integration.engine_worker import ALGORITHM, LENGTHS, OPTIMIZER, make_batch

@@ -13,8 +13,8 @@ from megatron_rl.config.layout import ranks_of_replica
 from megatron_rl.config.schema import Config, Dtype, RolloutConfig, WeightSync
 from megatron_rl.config.schema.commands import RL_COMMANDS
 from megatron_rl.families.sglang_limits import quantization_problem
-from megatron_rl.system.addresses import LOOPBACK, address_problem
-from megatron_rl.system.gpu_environment import expandable_segments, nccl_values
+from megatron_rl.system.gpu.gpu_environment import expandable_segments, nccl_values
+from megatron_rl.system.http.addresses import LOOPBACK, address_problem
 
 _KEY_FLAGS = ("api-key", "admin-api-key")
 _WORKER_FLAGS = {

@@ -29,6 +29,7 @@ from megatron_rl.config.schema.commands import (
     SftConfig,
 )
 from megatron_rl.config.schema.data import CurriculumPhase, DataConfig, DuplicateIds
+from megatron_rl.config.schema.health_limits import HealthAction, HealthConfig
 from megatron_rl.config.schema.models import (
     CriticConfig,
     Dispatcher,
@@ -72,7 +73,6 @@ from megatron_rl.config.schema.run import (
     WandbMode,
     WeightUpdate,
 )
-from megatron_rl.config.schema.signs import HealthAction, HealthConfig
 
 __all__ = [
     "AlgorithmConfig",

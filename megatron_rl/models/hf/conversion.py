@@ -32,7 +32,7 @@ from megatron_rl.models.hf.weights import (
     unused,
 )
 from megatron_rl.parallel import topology
-from megatron_rl.system.files import appearing
+from megatron_rl.system.files.atomic_files import appearing
 
 _WHOLE = Shard(0, 1)
 _MTP_FOLDER = "mtp"

@@ -123,7 +123,7 @@ def _kernels(hf_config: PretrainedConfig) -> dict[str, Any]:
         persist_layer_norm=False,
         # Of packs, Megatron's fused branch drops the factor on cosine and sine without a word.
         apply_rope_fusion=with_te and inverse_frequencies(hf_config)[1] == 1.0,
-        # Of Megatron's own linear layers, by a kernel of Apex; Transformer Engine's have theirs (training/replicas.py).
+        # Of Megatron's own linear layers, by a kernel of Apex; Transformer Engine's have theirs (training/ddp.py).
         gradient_accumulation_fusion=on_gpu
         and not with_te
         and importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None,

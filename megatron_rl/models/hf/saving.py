@@ -17,7 +17,7 @@ from megatron_rl.families.parameters import TensorSpec
 from megatron_rl.models.hf.shards import RankWriter
 from megatron_rl.parallel import collectives
 from megatron_rl.parallel.topology import control_plane
-from megatron_rl.system.files import appearing
+from megatron_rl.system.files.atomic_files import appearing
 
 _SLOWEST_BYTES_PER_S = 50e6
 """Of a rank's storage: how long the others wait for it."""

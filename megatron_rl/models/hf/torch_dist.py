@@ -43,7 +43,7 @@ from megatron_rl.config.schema import ParallelConfig
 from megatron_rl.families.parameters import Entry, Role, canonical_name, entries
 from megatron_rl.models import critic, policy
 from megatron_rl.models.hf.sources import WeightsError
-from megatron_rl.system.pickles import BadPickle, check_pickle
+from megatron_rl.system.files.pickles import BadPickle, check_pickle
 
 _METADATA_MODULE = "torch.distributed.checkpoint.metadata"
 _METADATA_NAMES = {

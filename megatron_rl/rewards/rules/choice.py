@@ -8,8 +8,8 @@ letters are none.
 import re
 
 from megatron_rl.data.trajectory import Score
+from megatron_rl.graders.answers.final_answer import boxed_answer, hedged, phrase_answer, solution_of
 from megatron_rl.rewards.registry import register
-from megatron_rl.rewards.rules.answers import boxed_answer, hedged, phrase_answer, solution_of
 
 _LEAD = r"[\s*_`\"'(\[$]*(?:[Oo]ption\s+|[Cc]hoice\s+)?[*(\[$]*"
 _PICK = re.compile(_LEAD + r"([A-Za-z])(?:[\s*_`\"')\].,:$]*$|[)\].:*$]|\s+[-:])")

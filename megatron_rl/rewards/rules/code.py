@@ -18,10 +18,10 @@ from typing import Any
 
 from megatron_rl.data.code_lines import blocks_of_code, extract_code
 from megatron_rl.data.trajectory import Score
+from megatron_rl.graders.sandbox.code_cases import IMPORTS, read_cases, tests_of
+from megatron_rl.graders.sandbox.sandbox import BadTestsError, Program, ProgramLimits, Sandbox, SandboxError
+from megatron_rl.graders.sandbox.source import defined_in, infer_entry_point, names_of_tests
 from megatron_rl.rewards.registry import RewardError, register
-from megatron_rl.rewards.rules.code_cases import IMPORTS, read_cases, tests_of
-from megatron_rl.rewards.sandbox.sandbox import BadTestsError, Program, ProgramLimits, Sandbox, SandboxError
-from megatron_rl.rewards.sandbox.source import defined_in, infer_entry_point, names_of_tests
 
 _ROW_FIELDS = {
     "tests": (
@@ -92,7 +92,7 @@ class CodeOptions:
 
 def _prepare(options: Mapping[str, Any]) -> None:
     if options.get("url"):
-        import_module("megatron_rl.system.http")
+        import_module("megatron_rl.system.http.json_http")
 
 
 @register(
@@ -186,7 +186,7 @@ async def _ask_sandbox(url: str, program: Program, limits: ProgramLimits) -> Sco
 
     A failing server is tried again, and never makes a response fail.
     """
-    from megatron_rl.system.http import (
+    from megatron_rl.system.http.json_http import (
         HttpError,
         HttpSession,
     )  # imports aiohttp, which the built-in sandbox does without

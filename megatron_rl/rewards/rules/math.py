@@ -1,6 +1,6 @@
 r"""Reward ``math``: 1.0 if the final answer of a response equals the ground truth, else 0.0.
 
-Two numbers are compared exactly, in pure Python. Anything else is read as mathematics (``meaning.py``) and compared by
+Two numbers are compared exactly, in pure Python. Anything else is read as mathematics (``answer_parser.py``) and compared by
 what it means (``equality.py``), within a limit of CPU time: what a response makes too large or too slow is wrong.
 """
 
@@ -12,8 +12,7 @@ from contextlib import contextmanager
 from typing import Any, Literal
 
 from megatron_rl.data.trajectory import Score
-from megatron_rl.rewards.registry import register
-from megatron_rl.rewards.rules.answers import (
+from megatron_rl.graders.answers.final_answer import (
     MAX_ANSWER_CHARS,
     before_explanation,
     boxed_answer,
@@ -25,7 +24,8 @@ from megatron_rl.rewards.rules.answers import (
     phrase_answer,
     solution_of,
 )
-from megatron_rl.rewards.rules.plain_numbers import Number, all_numbers, last_number, parse_number
+from megatron_rl.graders.answers.plain_numbers import Number, all_numbers, last_number, parse_number
+from megatron_rl.rewards.registry import register
 
 Extract = Literal["auto", "last_number", "boxed", "exact"]
 
@@ -56,8 +56,8 @@ class _TooSlow(BaseException):
 
 def prepare(_options: Mapping[str, Any]) -> None:
     """Import sympy and warm up the parser, which takes a few seconds, before the first deadline runs."""
-    from megatron_rl.rewards.rules.equality import same
-    from megatron_rl.rewards.rules.meaning import read
+    from megatron_rl.graders.answers.answer_parser import read
+    from megatron_rl.graders.answers.equality import same
 
     for text in _WARM_UP:
         same(read(text), read("1, 2"))
@@ -255,8 +255,8 @@ def _plain_words(text: str) -> str:
 
 
 def _is_readable(answer: str) -> bool:
-    from megatron_rl.rewards.rules.expressions import Unreadable
-    from megatron_rl.rewards.rules.meaning import read
+    from megatron_rl.graders.answers.answer_parser import read
+    from megatron_rl.graders.answers.expressions import Unreadable
 
     try:
         with _cpu_limit():
@@ -268,9 +268,9 @@ def _is_readable(answer: str) -> bool:
 
 def _means_the_same(answer: str, candidate: str) -> bool:
     """Whether both are the same mathematics; what cannot be read or takes too long is not."""
-    from megatron_rl.rewards.rules.equality import same
-    from megatron_rl.rewards.rules.expressions import Unreadable
-    from megatron_rl.rewards.rules.meaning import read
+    from megatron_rl.graders.answers.answer_parser import read
+    from megatron_rl.graders.answers.equality import same
+    from megatron_rl.graders.answers.expressions import Unreadable
 
     if "".join(answer.split()) == "".join(candidate.split()):
         return True

@@ -25,7 +25,7 @@ from megatron_rl.rewards.workers.calls import CallQueue, Item, RunnerSettings
 from megatron_rl.rewards.workers.processes import RewardRunner
 from megatron_rl.rewards.workers.session import CallFailed, Transient, close_session
 from megatron_rl.rewards.workers.worker import as_result, describe, failed
-from megatron_rl.system.http import pauses_s
+from megatron_rl.system.http.json_http import pauses_s
 
 BACKOFF_S = 0.25
 """Pause before the second try, on average; it doubles with each further one."""

@@ -8,7 +8,7 @@ import asyncio
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from megatron_rl.system.http import HttpError, HttpSession, NoAnswer
+from megatron_rl.system.http.json_http import HttpError, HttpSession, NoAnswer
 
 _MAX_ANSWER_BYTES = 1 << 24
 _CONNECT_TIMEOUT_S = 10.0

@@ -26,8 +26,8 @@ from types import FrameType
 from typing import Any
 
 from megatron_rl.rewards.workers.frames import HEADER, IDLE, Slot, pack, unpack
-from megatron_rl.system import doing
-from megatron_rl.system.signals import die_with_parent
+from megatron_rl.system.processes import process_probe
+from megatron_rl.system.processes.signals import die_with_parent
 
 _PR_SET_CHILD_SUBREAPER = 36
 _FLUSH_S = 0.02
@@ -189,7 +189,7 @@ class _Scorer:
         # The runner's deadline comes first; this one holds if the runner itself is stopped.
         resource.setrlimit(resource.RLIMIT_CPU, (int(time.process_time()) + self._cpu_s, self._cpu_hard_limit))
         retire = False
-        doing.note("scores", f"a response of {len(response)} characters")
+        process_probe.note("scores", f"a response of {len(response)} characters")
         try:
             result = as_result(self._function(response, answer, **self._arguments, **fields))
         except MemoryError:
@@ -198,7 +198,7 @@ class _Scorer:
             retire = True  # what it holds by now may never be given back
         except BaseException as raised:  # SystemExit and KeyboardInterrupt too: a reward must not end the worker
             result = failed(describe(raised))
-        doing.note("scores")
+        process_probe.note("scores")
         if os.getpid() != self._pid:
             os._exit(1)  # a fork of the reward came back here; only the worker may answer
         if not self._owns_processes and _left_processes():
@@ -287,7 +287,7 @@ def main() -> None:
     except BaseException as error:  # any failure to load is the runner's to report
         control.send(json.dumps({"error": describe(error)}).encode())
         return
-    doing.listen(f"grader {start['path']}")
+    process_probe.listen(f"grader {start['path']}")
     scorer = _Scorer(
         reward.function,
         reward.arguments(start["options"]),

@@ -25,8 +25,8 @@ from megatron_rl.parallel import collectives
 from megatron_rl.parallel.array_server import Service, start_array_server
 from megatron_rl.rollout.workers.worker_messages import FarWorker
 from megatron_rl.rollout.workers.worker_pool import start_worker
-from megatron_rl.system.shared_file import NODE, SharedArrays, SharedFile, address_of
-from megatron_rl.training.reach import Errand, Reach, Ways, ask
+from megatron_rl.system.files.shared_file import NODE, SharedArrays, SharedFile, address_of
+from megatron_rl.training.array_transport import Errand, Reach, Ways, ask
 
 _MAX_DEATHS = 5
 _GOOD_LIFE_S = 600.0

@@ -1,6 +1,6 @@
 """What a rollout worker and its owner send each other: a pickle, and the arrays in it beside it.
 
-An array travels in one of two ways. Those of the worker's answers lie in its shared file (``system/shared_file.py``), which both
+An array travels in one of two ways. Those of the worker's answers lie in its shared file (``system/files/shared_file.py``), which both
 processes map: the frame says where. Those of the owner travel behind the frame, unless they lie in that file already:
 then the frame says where, too. So a token that a worker has read from a server passes no socket again, in neither
 direction.
@@ -17,7 +17,7 @@ import struct
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from megatron_rl.system.shared_file import Place
+from megatron_rl.system.files.shared_file import Place
 
 STREAM_BYTES = 1 << 22
 """Buffered of a connection before its sender has to wait."""

@@ -5,13 +5,8 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from megatron_rl.data.trajectory import TokenParts
-from megatron_rl.errors import UserError
-from megatron_rl.rollout.sglang.exchange import BatchCall
-from megatron_rl.system.shared_file import NODE
-
-
-class WorkerLost(UserError, RuntimeError):
-    """The worker that made the call is gone; the server is not at fault. Worth another try, under other request ids."""
+from megatron_rl.rollout.requests import BatchCall, WorkerLost
+from megatron_rl.system.files.shared_file import NODE
 
 
 class NodeLost(WorkerLost):

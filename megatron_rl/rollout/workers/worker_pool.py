@@ -30,21 +30,12 @@ from urllib.parse import urlsplit
 
 from megatron_rl.data.trajectory import TokenParts
 from megatron_rl.errors import UserError
-from megatron_rl.rollout.sglang.exchange import BatchCall, BatchReply
+from megatron_rl.rollout.requests import BatchCall, BatchReply, WorkerLost
+from megatron_rl.rollout.workers.worker_connection import SILENCE_S, Line
 from megatron_rl.rollout.workers.worker_frames import STREAM_BYTES
-from megatron_rl.rollout.workers.worker_line import SILENCE_S, Line
-from megatron_rl.rollout.workers.worker_messages import (
-    FILE,
-    Drop,
-    FarCall,
-    FarWorker,
-    NodeLost,
-    Texts,
-    Vocabulary,
-    WorkerLost,
-)
-from megatron_rl.system.http import NoAnswer
-from megatron_rl.system.shared_file import NODE, FarView, Place, SharedView
+from megatron_rl.rollout.workers.worker_messages import FILE, Drop, FarCall, FarWorker, NodeLost, Texts, Vocabulary
+from megatron_rl.system.files.shared_file import NODE, FarView, Place, SharedView
+from megatron_rl.system.http.json_http import NoAnswer
 
 _SILENCE_S = SILENCE_S
 _MAX_DEATHS = 5

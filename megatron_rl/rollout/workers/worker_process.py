@@ -23,10 +23,10 @@ import numpy as np
 import tokenizers
 
 from megatron_rl.data.trajectory import TokenParts
-from megatron_rl.rollout.sglang.exchange import BatchCall, BatchReply, exchange
-from megatron_rl.rollout.sglang.wire import Generation
+from megatron_rl.rollout.requests import BatchCall, BatchReply, Generation
+from megatron_rl.rollout.sglang.wire.exchange import exchange
+from megatron_rl.rollout.workers.worker_connection import AT_ONCE
 from megatron_rl.rollout.workers.worker_frames import STREAM_BYTES, frame, read_frame
-from megatron_rl.rollout.workers.worker_line import AT_ONCE
 from megatron_rl.rollout.workers.worker_messages import (
     Alive,
     Ask,
@@ -40,10 +40,10 @@ from megatron_rl.rollout.workers.worker_messages import (
     Vocabulary,
 )
 from megatron_rl.rollout.workers.worker_relay import Relay
-from megatron_rl.system import doing
-from megatron_rl.system.http import HttpSession
-from megatron_rl.system.shared_file import Place, SharedFile
-from megatron_rl.system.signals import STOP_SIGNALS, die_with_parent
+from megatron_rl.system.files.shared_file import Place, SharedFile
+from megatron_rl.system.http.json_http import HttpSession
+from megatron_rl.system.processes import process_probe
+from megatron_rl.system.processes.signals import STOP_SIGNALS, die_with_parent
 
 _WAIT_SHARE = 0.01
 """A reply waits for others at most this share of what its call took: waking the owner costs it more than reading one does."""
@@ -196,7 +196,7 @@ def main(arguments: list[str]) -> None:
     die_with_parent(parent_pid, signal.SIGKILL)
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
-    doing.listen("rollout worker")
+    process_probe.listen("rollout worker")
     gc.freeze()
     gc.set_threshold(100_000, 50, 50)  # an answer is one list per token until it has been read
     connection = socket.socket(fileno=socket_fd)

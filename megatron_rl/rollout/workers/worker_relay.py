@@ -6,11 +6,11 @@ with the reply. Who waits for whom: ``call`` for that worker, which has to show 
 
 import asyncio
 
-from megatron_rl.rollout.sglang.exchange import BatchReply
+from megatron_rl.rollout.requests import BatchReply, WorkerLost
+from megatron_rl.rollout.workers.worker_connection import SILENCE_S, Line
 from megatron_rl.rollout.workers.worker_frames import STREAM_BYTES
-from megatron_rl.rollout.workers.worker_line import SILENCE_S, Line
-from megatron_rl.rollout.workers.worker_messages import FILE, FarCall, FarWorker, Free, NodeLost, WorkerLost
-from megatron_rl.system.shared_file import FarView, Place
+from megatron_rl.rollout.workers.worker_messages import FILE, FarCall, FarWorker, Free, NodeLost
+from megatron_rl.system.files.shared_file import FarView, Place
 
 _CONNECT_TIMEOUT_S = 30.0
 

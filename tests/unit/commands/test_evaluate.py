@@ -7,7 +7,7 @@ import pytest
 
 from megatron_rl.cli import main
 from megatron_rl.config.schema import Config
-from megatron_rl.step import policies
+from megatron_rl.step import evaluate_policies
 from tests.tiny_models import make_tiny_model
 
 
@@ -58,10 +58,10 @@ def test_what_was_measured_with_the_same_settings_and_data_is_passed_over(tmp_pa
     done, open_ = tmp_path / "done", tmp_path / "open"
     for folder in (done, open_):
         folder.mkdir()
-    (done / "evaluation.json").write_text(json.dumps({"settings": policies._settings(config), "metrics": {}}))
-    assert policies.missing_evaluations(config, [done, open_]) == [open_]
+    (done / "evaluation.json").write_text(json.dumps({"settings": evaluate_policies._settings(config), "metrics": {}}))
+    assert evaluate_policies.missing_evaluations(config, [done, open_]) == [open_]
     config.eval.num_samples = 4
-    assert policies.missing_evaluations(config, [done, open_]) == [done, open_]
+    assert evaluate_policies.missing_evaluations(config, [done, open_]) == [done, open_]
     config.eval.num_samples = 1
     data.write_text('{"prompt": "p", "answer": "2"}\n')
-    assert policies.missing_evaluations(config, [done]) == [done]
+    assert evaluate_policies.missing_evaluations(config, [done]) == [done]

@@ -9,9 +9,9 @@ from megatron_rl import cli
 from megatron_rl.commands import serve as command
 from megatron_rl.errors import UserError
 from megatron_rl.rollout import serving
-from megatron_rl.rollout.sglang import server as servers
-from megatron_rl.rollout.sglang.options import ServerOptions, server_command
-from megatron_rl.rollout.sglang.server import ServerError, SglangServer
+from megatron_rl.rollout.sglang.process import server as servers
+from megatron_rl.rollout.sglang.process.options import ServerOptions, server_command
+from megatron_rl.rollout.sglang.process.server import ServerError, SglangServer
 
 
 def options(*words):

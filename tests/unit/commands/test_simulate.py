@@ -8,7 +8,7 @@ import pytest
 
 from megatron_rl.cli import main
 from megatron_rl.tracking.timeline import read_timeline
-from tests.unit.simulation.made_runs import make_config, make_run
+from tests.unit.desk.simulate.made_runs import make_config, make_run
 
 
 @pytest.fixture(scope="module")

@@ -9,12 +9,12 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_rl.commands.dry_run import print_plan
-from megatron_rl.commands.recipe import check_rl_inputs
 from megatron_rl.config.checks import check_config
 from megatron_rl.config.keys import sections
 from megatron_rl.config.load import load_config
+from megatron_rl.desk.plan.dry_run import print_plan
 from megatron_rl.errors import ConfigError, UserError
+from megatron_rl.step.input_checks import check_rl_inputs
 from tests.fuzz import ODD_VALUES, mutated, mutated_bytes, mutations, taken_or_refused
 
 MODEL = {

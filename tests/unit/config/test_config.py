@@ -5,7 +5,6 @@ import re
 
 import pytest
 
-from megatron_rl.commands.dry_run import print_plan
 from megatron_rl.config.checks import check_config
 from megatron_rl.config.derived import (
     EvalSet,
@@ -19,6 +18,7 @@ from megatron_rl.config.describe import batch_arithmetic
 from megatron_rl.config.keys import sections
 from megatron_rl.config.load import RENAMED, config_to_yaml, load_config, preset_names
 from megatron_rl.config.schema import Config, Mode, RolloutConfig, RunConfig
+from megatron_rl.desk.plan.dry_run import print_plan
 from megatron_rl.errors import ConfigError
 
 MODEL = {

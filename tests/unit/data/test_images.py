@@ -20,8 +20,8 @@ from PIL import Image
 from megatron_rl.config.schema import Config, DataConfig
 from megatron_rl.data import images as images_module
 from megatron_rl.data import vision as vision_module
+from megatron_rl.data.chat_content import moved_row
 from megatron_rl.data.images import ImageSource, decode
-from megatron_rl.data.parts import moved_row
 from megatron_rl.data.prompts import check_files, load_prompts, load_solutions
 from megatron_rl.data.tokenizer import Tokenizer
 from megatron_rl.data.trajectory import Prompt, Segment, Trajectory
@@ -29,8 +29,8 @@ from megatron_rl.data.vision import Vision, collapse, expand
 from megatron_rl.environments.base import EnvironmentFault, Message
 from megatron_rl.errors import DataError
 from megatron_rl.rollout.generation import GenerationPlan, dialogue_of
-from megatron_rl.rollout.sglang.image_inputs import images_of_request
-from megatron_rl.rollout.sglang.wire import validate
+from megatron_rl.rollout.sglang.wire.generate_call import validate
+from megatron_rl.rollout.sglang.wire.image_inputs import images_of_request
 from megatron_rl.rollout.windows import Window
 from megatron_rl.step.packing import window_batch
 from megatron_rl.step.parity import EngineMismatch, compare_logprobs, sample_for_parity

@@ -22,9 +22,9 @@ from megatron_rl.commands import COMMANDS
 from megatron_rl.config.checks import check_config
 from megatron_rl.config.load import load_config
 from megatron_rl.config.schema.commands import RL_COMMANDS
+from megatron_rl.desk.costs.gpus import gpu
+from megatron_rl.desk.simulate.lengths import named_lengths
 from megatron_rl.errors import ConfigError
-from megatron_rl.planning.gpus import gpu
-from megatron_rl.simulation.lengths import named_lengths
 from tests.unit.docs.fences import PAGES, ROOT, Code, fences, prose, spans
 
 COMMAND_PAGES = [page for page in PAGES if page.name != "CHANGELOG.md"]
@@ -197,7 +197,7 @@ def find_recipe(name: str, command: str, code: Code, folder: Path) -> Path:
 
 
 def check_python(words: list[str], code: Code, folder: Path) -> None:
-    if words[:2] == ["-m", "megatron_rl.system.torchrun"]:
+    if words[:2] == ["-m", "megatron_rl.system.processes.torchrun"]:
         check_megatron_rl(words[words.index("megatron_rl.cli") + 1 :], code, folder)
         return
     if words[0] == "-c":

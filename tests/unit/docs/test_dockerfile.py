@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.system.gpu_environment import NCCL_DEFAULTS
+from megatron_rl.system.gpu.gpu_environment import NCCL_DEFAULTS
 
 ROOT = Path(__file__).resolve().parents[3]
 TEXT = (ROOT / "Dockerfile").read_text()
@@ -69,7 +69,7 @@ def test_no_package_is_installed_but_by_setup_sh_and_apexs_wheel():
 def test_the_packages_depend_on_their_pins_alone(tmp_path):
     """The stage copies what setup.sh reads, so that a change of code does not install again; and this is enough to import."""
     paths = copied("pins")
-    assert {"setup.py", "README.md", "requirements", "launch/setup.sh", "megatron_rl/system/gpu_stack.py"} <= set(paths)
+    assert {"setup.py", "README.md", "requirements", "launch/setup.sh", "megatron_rl/system/gpu/gpu_stack.py"} <= set(paths)
     code = [path for path in paths if path.endswith(".py") and path.startswith("megatron_rl/")]
     assert len(code) < 6
     for path in code:

@@ -11,7 +11,7 @@ from megatron_rl.config.load import load_config, preset_names
 from megatron_rl.config.schema.commands import RL_COMMANDS
 from megatron_rl.errors import ConfigError
 from megatron_rl.step.graph import check_graph
-from megatron_rl.step.stages import graph_of
+from megatron_rl.step.table import graph_of
 
 ROOT = Path(__file__).resolve().parents[3]
 BASE = ROOT / "examples" / "recipes" / "arithmetic.yaml"

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[3]
-COPIED = ("launch/setup.sh", "setup.py", "requirements", "megatron_rl/system/gpu_stack.py")
+COPIED = ("launch/setup.sh", "setup.py", "requirements", "megatron_rl/system/gpu/gpu_stack.py")
 PYTHON = """#!/bin/sh
 # A Python that makes environments without anything in them, and notes what is asked of theirs.
 if [ "$1" = -m ] && [ "$2" = venv ]; then

@@ -11,7 +11,7 @@ from megatron.core.transformer.moe import moe_utils
 
 from megatron_rl.cpu import megatron as cpu
 from megatron_rl.models import layers
-from megatron_rl.system import transformer_engine
+from megatron_rl.system.gpu import transformer_engine
 
 
 def test_megatrons_names_without_transformer_engine_are_made_right_on_any_machine() -> None:

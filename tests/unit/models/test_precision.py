@@ -11,7 +11,7 @@ from megatron_rl.config.schema import Dtype, Fp8, Init, Mtp
 from megatron_rl.errors import ConfigError, ModelError
 from megatron_rl.models.precision import check_fp8, fp8_kwargs, pack_alignment
 from megatron_rl.rollout import server_pool as pool
-from megatron_rl.rollout.sglang.options import ServerOptions, server_command
+from megatron_rl.rollout.sglang.process.options import ServerOptions, server_command
 from megatron_rl.training import engines
 from tests.unit.config.test_moe_settings import DENSE, load
 
@@ -82,8 +82,8 @@ def test_attached_servers_are_not_taken_for_ones_that_were_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said: dict[str, Any] = {"dtype": "bfloat16", "enable_fp32_lm_head": False}
-    monkeypatch.setattr("megatron_rl.rollout.sglang.attached._ask", lambda *args: said)
-    monkeypatch.setattr("megatron_rl.rollout.sglang.attached.AttachedServer.go_on", lambda server: None)
+    monkeypatch.setattr("megatron_rl.rollout.sglang.process.attached._ask", lambda *args: said)
+    monkeypatch.setattr("megatron_rl.rollout.sglang.process.attached.AttachedServer.go_on", lambda server: None)
 
     def notes_of(dtype: Dtype) -> list[str]:
         config, notes = load(tmp_path / dtype.value, DENSE), []

@@ -24,9 +24,10 @@ from megatron_rl.models.routing import (
     sequence_balance_loss,
     updated_bias,
 )
-from megatron_rl.rollout.sglang.answer_checks import BadAnswer
-from megatron_rl.rollout.sglang.routes import BadRoutes, RouteShape, decode_routes
-from megatron_rl.rollout.sglang.wire import GenerationRequest, generate_body, parse_generation
+from megatron_rl.rollout.requests import GenerationRequest, RouteShape
+from megatron_rl.rollout.sglang.wire.answer_checks import BadAnswer
+from megatron_rl.rollout.sglang.wire.generate_call import generate_body, parse_generation
+from megatron_rl.rollout.sglang.wire.routes import BadRoutes, decode_routes
 from megatron_rl.step.packing import window_routes
 
 SHAPE = RouteShape(num_layers=2, top_k=2, num_experts=4)

@@ -11,7 +11,7 @@ from megatron_rl.errors import UserError
 from megatron_rl.parallel import collectives
 from megatron_rl.parallel.array_server import Service, read_pieces, start_array_server
 from megatron_rl.parallel.collectives import Sight
-from megatron_rl.system.shared_file import NODE, SharedArrays, address_of
+from megatron_rl.system.files.shared_file import NODE, SharedArrays, address_of
 
 
 def addresses_of(arrays: list[np.ndarray]) -> np.ndarray:

@@ -10,10 +10,10 @@ from megatron_rl.errors import UserError
 from megatron_rl.rollout import membership
 from megatron_rl.rollout.recovery import RecoveringClient
 from megatron_rl.rollout.server_pool import ServerPool
-from megatron_rl.rollout.sglang.server import ServerError
-from megatron_rl.system.url_files import named_urls
-from tests.unit.rollout.sglang.kv_server import KvServer
-from tests.unit.rollout.sglang.test_client import request_of
+from megatron_rl.rollout.sglang.process.server import ServerError
+from megatron_rl.system.http.url_files import named_urls
+from tests.unit.rollout.sglang.balance.kv_server import KvServer
+from tests.unit.rollout.sglang.balance.test_client import request_of
 
 MOST_NEW = 4000
 

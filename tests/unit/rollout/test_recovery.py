@@ -11,11 +11,11 @@ from aiohttp import web
 
 from megatron_rl.config.schema import RolloutConfig
 from megatron_rl.rollout.recovery import RecoveringClient
+from megatron_rl.rollout.requests import ServerLost
 from megatron_rl.rollout.server_pool import ServerPool
-from megatron_rl.rollout.sglang.answer_checks import BadAnswer
-from megatron_rl.rollout.sglang.server import ServerError
-from megatron_rl.rollout.sglang.wire import ServerLost
-from tests.unit.rollout.sglang.test_client import FakeServer, request_of
+from megatron_rl.rollout.sglang.process.server import ServerError
+from megatron_rl.rollout.sglang.wire.answer_checks import BadAnswer
+from tests.unit.rollout.sglang.balance.test_client import FakeServer, request_of
 
 
 class Restartable:

@@ -16,7 +16,7 @@ from megatron_rl.run.checkpoint_folder import DamagedCheckpoint
 from megatron_rl.run.checkpoints import Saver
 from megatron_rl.run.output import check_output_dir
 from megatron_rl.run.resuming import candidates
-from megatron_rl.system.checksums import checksums
+from megatron_rl.system.files.checksums import checksums
 from megatron_rl.training.model_checkpoint import CheckpointError, CheckpointNotSaved
 
 

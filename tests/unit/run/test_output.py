@@ -11,7 +11,7 @@ from megatron_rl.run.output import claimed_output_dir
 KILLED_WHILE_IT_SAVES = """
 import os, sys
 from pathlib import Path
-from megatron_rl.system.files import appearing
+from megatron_rl.system.files.atomic_files import appearing
 with appearing(Path(sys.argv[1])) as folder:
     (folder / "model.safetensors").write_text("half")
     os.kill(os.getpid(), 9)

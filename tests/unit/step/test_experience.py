@@ -20,11 +20,11 @@ from megatron_rl.config.schema import (
     Overlong,
 )
 from megatron_rl.data.trajectory import Prompt, Score, Segment, Trajectory, message_segment
+from megatron_rl.step.advantage_spans import SINGLE_RESPONSE, ResponseRules
 from megatron_rl.step.batches import keep_signals, policy_batch, response_batch, window_critic_batch
 from megatron_rl.step.experience import Signals, window_advantages
 from megatron_rl.step.metrics import advantage_metrics, reward_metrics, rollout_metrics
 from megatron_rl.step.packing import window_batch
-from megatron_rl.step.pieces import SINGLE_RESPONSE, ResponseRules
 
 WINDOW = 4
 RAW = AlgorithmConfig(

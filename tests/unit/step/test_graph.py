@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from megatron_rl.config.schema import Mode
 from megatron_rl.step.graph import Frontier, Resource, Stage, StageRun, check_graph
-from megatron_rl.step.stages import STEP, step_graph
+from megatron_rl.step.table import STEP, step_graph
 
 
 def test_broken_graphs_are_refused():

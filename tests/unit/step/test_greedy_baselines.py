@@ -2,9 +2,9 @@
 
 from megatron_rl.config.schema import AlgorithmConfig, Overlong
 from megatron_rl.data.trajectory import Score
+from megatron_rl.step.advantage_spans import greedy_rewards
 from megatron_rl.step.experience import Signals, window_advantages
 from megatron_rl.step.packing import window_batch
-from megatron_rl.step.pieces import greedy_rewards
 from tests.unit.step.test_experience import RAW, WINDOW, trajectory
 
 

@@ -7,8 +7,8 @@ import torch
 
 from megatron_rl.config.schema import AlgorithmConfig, CorrectionConfig, Overlong
 from megatron_rl.data.trajectory import Score, Segment, Trajectory
+from megatron_rl.step.advantage_spans import ResponseRules
 from megatron_rl.step.batches import keep_left_out, policy_batch
-from megatron_rl.step.pieces import ResponseRules
 from tests.unit.step.test_experience import RAW, advantages, dialogue, trajectory
 
 

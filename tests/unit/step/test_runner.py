@@ -9,7 +9,7 @@ import pytest
 from megatron_rl.config.schema import Mode
 from megatron_rl.step.graph import Resource, Stage
 from megatron_rl.step.runner import StageRunner
-from megatron_rl.step.stages import step_graph
+from megatron_rl.step.table import step_graph
 
 GRAPH = (
     Stage("fetch", Resource.rollout, "data", needs_before="weights"),

@@ -14,11 +14,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megatron_rl.algorithms import sequences
 from megatron_rl.config.schema import AlgorithmConfig, Bootstrap, CorrectionConfig, LambdaKind, Normalization, Overlong
 from megatron_rl.data.trajectory import Prompt, Score, Segment, Trajectory, message_segment
+from megatron_rl.step.advantage_spans import ResponseRules
 from megatron_rl.step.batches import keep_signals, policy_batch, response_batch
 from megatron_rl.step.experience import Signals, window_advantages
 from megatron_rl.step.metrics import advantage_metrics, critic_metrics
 from megatron_rl.step.packing import window_batch
-from megatron_rl.step.pieces import ResponseRules
 
 STEP = 2
 

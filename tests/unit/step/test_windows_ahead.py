@@ -37,7 +37,7 @@ from megatron_rl.step.collect import Collector
 from megatron_rl.step.grading import Grader
 from megatron_rl.step.graph import Frontier
 from megatron_rl.step.loop import Parts, TrainingLoop
-from megatron_rl.step.stages import BOOKS, KEEPER, LASTING, graph_of
+from megatron_rl.step.table import BOOKS, KEEPER, LASTING, graph_of
 from megatron_rl.step.watchdog import Watchdog
 from megatron_rl.training.engine import UpdateResult
 

@@ -100,7 +100,7 @@ def test_a_run_that_does_not_fit_is_refused_with_the_share_that_does(monkeypatch
     def tokens_of(share: str) -> int:
         return int(82e6 * float(Fraction(share)))
 
-    monkeypatch.setattr("megatron_rl.system.host_memory.available_bytes", lambda: int(free_gib * 2**30))
+    monkeypatch.setattr("megatron_rl.system.processes.host_memory.available_bytes", lambda: int(free_gib * 2**30))
     words = ["--routes", "48x8x128"]
     if not names:
         return check_memory(parse(["--share", "1", *words]), tokens_of("1"))

@@ -37,7 +37,7 @@ def test_cells_come_out_as_they_are_kept(ablation, tail, slots):
 def test_all_tails_have_the_same_mean(ablation):
     import numpy as np
 
-    from megatron_rl.simulation.lengths import named_lengths
+    from megatron_rl.desk.simulate.lengths import named_lengths
 
     for words in ablation.TAILS.values():
         drawn = named_lengths(words).draw(np.random.default_rng(0), 100_000)

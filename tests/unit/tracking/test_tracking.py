@@ -6,9 +6,9 @@ import math
 
 import pytest
 
-from megatron_rl.tracking.console import TrainingConsole, compact, duration, plain_line, sparkline
+from megatron_rl.desk.report.run_report import write_report
 from megatron_rl.tracking.metrics_file import MetricsWriter, read_metrics
-from megatron_rl.tracking.run_report import write_report
+from megatron_rl.tracking.terminal.console import TrainingConsole, compact, duration, plain_line, sparkline
 from megatron_rl.tracking.timeline import Span, Timeline, assign_tracks, overlap_seconds, read_timeline
 
 SPANS = [

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megatron_rl.errors import UserError
-from megatron_rl.system import host_memory
+from megatron_rl.system.processes import host_memory
 from megatron_rl.training import model_memory
 from megatron_rl.training.model_memory import _host_memory, _Stash
 

@@ -16,9 +16,9 @@ from aiohttp import web
 
 from megatron_rl.config.derived import WeightMethod
 from megatron_rl.families.parameters import TensorSpec
+from megatron_rl.weights.bucket_plan import Coverage, ServerAddress
 from megatron_rl.weights.buckets import Bucket
 from megatron_rl.weights.colocated import Ranks, follow, handle_of
-from megatron_rl.weights.plan import Coverage, ServerAddress
 from megatron_rl.weights.publish import WeightPublisher, WeightSyncError
 from tests.unit.local_service import local_service
 

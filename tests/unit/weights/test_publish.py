@@ -11,9 +11,9 @@ from safetensors.torch import load_file
 
 from megatron_rl.config.derived import WeightMethod
 from megatron_rl.weights.broadcast import GroupSender
+from megatron_rl.weights.bucket_plan import Coverage, CoverageError, ServerAddress, unique_addresses
 from megatron_rl.weights.buckets import Bucket, BucketStream
 from megatron_rl.weights.disk import remove_other_versions, write_version
-from megatron_rl.weights.plan import Coverage, CoverageError, ServerAddress, unique_addresses
 from megatron_rl.weights.publish import WeightPublisher, WeightSyncError
 from megatron_rl.weights.server_calls import ServerCalls
 from megatron_rl.weights.transfer import Transfer

@@ -6,8 +6,8 @@ from queue import Queue
 import pytest
 import torch
 
+from megatron_rl.weights.bucket_plan import GroupSpec, ServerAddress
 from megatron_rl.weights.buckets import TensorStreamError
-from megatron_rl.weights.plan import GroupSpec, ServerAddress
 from megatron_rl.weights.senders import RemoteSource, StageRank
 from megatron_rl.weights.server_calls import ServerCallError, ServerCalls
 

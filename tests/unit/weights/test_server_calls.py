@@ -11,9 +11,9 @@ import torch
 from aiohttp import web
 
 from megatron_rl.config.derived import WeightMethod
-from megatron_rl.system.http import ApiKey
+from megatron_rl.system.http.json_http import ApiKey
 from megatron_rl.weights.broadcast import Connections
-from megatron_rl.weights.plan import GroupSpec, ServerAddress
+from megatron_rl.weights.bucket_plan import GroupSpec, ServerAddress
 from megatron_rl.weights.publish import WeightPublisher, WeightSyncError
 from megatron_rl.weights.server_calls import ServerCallError, ServerCalls
 from megatron_rl.weights.sync_group import SyncGroup

@@ -9,7 +9,7 @@ import torch
 
 from megatron_rl.weights import buckets, side_streams, sync_group
 from megatron_rl.weights.broadcast import GroupSender
-from megatron_rl.weights.plan import Coverage, ServerAddress
+from megatron_rl.weights.bucket_plan import Coverage, ServerAddress
 from megatron_rl.weights.server_calls import ServerCalls
 from megatron_rl.weights.side_streams import SideStream
 from megatron_rl.weights.sync_group import SyncGroup

@@ -13,11 +13,11 @@ from torch.distributed import distributed_c10d
 from megatron_rl.config.checks.servers import Node, gpu_problems
 from megatron_rl.config.load import load_config
 from megatron_rl.rollout import server_pool
-from megatron_rl.rollout.sglang.options import server_command
-from megatron_rl.rollout.sglang.server import SglangServer
+from megatron_rl.rollout.sglang.process.options import server_command
+from megatron_rl.rollout.sglang.process.server import SglangServer
 from megatron_rl.training.export import source_ranks
 from megatron_rl.weights import server_calls
-from megatron_rl.weights.plan import GroupSpec, ServerAddress
+from megatron_rl.weights.bucket_plan import GroupSpec, ServerAddress
 from megatron_rl.weights.publish import WeightPublisher
 from megatron_rl.weights.senders import StageRank
 from megatron_rl.weights.server_calls import ServerCallError

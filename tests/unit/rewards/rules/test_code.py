@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 
 from megatron_rl.commands.score import score_file
 from megatron_rl.data.code_lines import extract_code
+from megatron_rl.graders.sandbox.source import BadTests, compose, infer_entry_point, prelude, read_tests
+from megatron_rl.graders.sandbox.values import Unsendable, decode, encode, write_text
 from megatron_rl.rewards.registry import RewardError, check_options, resolve, row_arguments
 from megatron_rl.rewards.rules.code import CodeOptions, score
-from megatron_rl.rewards.sandbox.source import BadTests, compose, infer_entry_point, prelude, read_tests
-from megatron_rl.rewards.sandbox.values import Unsendable, decode, encode, write_text
 from megatron_rl.rewards.workers.calls import RunnerSettings
 from megatron_rl.rewards.workers.processes import RewardRunner
 

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_rl.rewards.rules.answers import boxed_answer
+from megatron_rl.graders.answers.final_answer import boxed_answer
+from megatron_rl.graders.answers.plain_numbers import MAX_NUMBER_CHARS, last_number, parse_number
 from megatron_rl.rewards.rules.math import score
-from megatron_rl.rewards.rules.plain_numbers import MAX_NUMBER_CHARS, last_number, parse_number
 
 GSM8K = Path(__file__).parents[4] / "../shared/data/gsm8k"
 

@@ -22,16 +22,14 @@ import pytest
 from aiohttp import web
 
 from megatron_rl.parallel.array_server import read_pieces
-from megatron_rl.rollout.sglang.client import SglangClient
-from megatron_rl.rollout.sglang.exchange import BatchCall
-from megatron_rl.rollout.sglang.routes import RouteShape
-from megatron_rl.rollout.sglang.wire import Generation
+from megatron_rl.rollout.requests import BatchCall, Generation, RouteShape
+from megatron_rl.rollout.sglang.balance.client import SglangClient
 from megatron_rl.rollout.workers.worker_messages import FarCall, FarWorker, NodeLost
 from megatron_rl.rollout.workers.worker_pool import WorkerPool
 from megatron_rl.rollout.workers.worker_relay import Relay
-from megatron_rl.system.http import ApiKey, NoAnswer
-from megatron_rl.system.shared_file import NODE, address_of
-from tests.unit.rollout.sglang.test_client import VOCAB_SIZE, FakeServer, answer_of, request_of
+from megatron_rl.system.files.shared_file import NODE, address_of
+from megatron_rl.system.http.json_http import ApiKey, NoAnswer
+from tests.unit.rollout.sglang.balance.test_client import VOCAB_SIZE, FakeServer, answer_of, request_of
 from tests.unit.rollout.workers.test_worker_pool import Gate, until
 
 WAIT_S = 240

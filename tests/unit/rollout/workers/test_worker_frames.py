@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from megatron_rl.rollout.workers.worker_frames import frame, read_frame
-from megatron_rl.system import shared_file
-from megatron_rl.system.shared_file import SharedFile, SharedView
+from megatron_rl.system.files import shared_file
+from megatron_rl.system.files.shared_file import SharedFile, SharedView
 
 EXTENT_BYTES = 1 << 16
 

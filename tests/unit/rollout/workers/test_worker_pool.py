@@ -18,21 +18,21 @@ from aiohttp import web
 
 from megatron_rl.data.tokenizer import Tokenizer
 from megatron_rl.data.trajectory import TokenParts
-from megatron_rl.rollout.sglang.answer_checks import BadAnswer, KeyRefused, NotFinite, StaleWeights
-from megatron_rl.rollout.sglang.client import SglangClient
-from megatron_rl.rollout.sglang.exchange import BatchCall
-from megatron_rl.rollout.sglang.wire import (
+from megatron_rl.rollout.requests import (
     AttemptFailed,
+    BatchCall,
     Generation,
     PromptMismatch,
     RequestImages,
     RequestRejected,
     ServerBusy,
 )
+from megatron_rl.rollout.sglang.balance.client import SglangClient
+from megatron_rl.rollout.sglang.wire.answer_checks import BadAnswer, KeyRefused, NotFinite, StaleWeights
 from megatron_rl.rollout.workers import worker_pool
 from megatron_rl.rollout.workers.worker_pool import WorkerGivenUp, WorkerPool
-from megatron_rl.system.http import ApiKey, HttpError, NoAnswer
-from tests.unit.rollout.sglang.test_client import VOCAB_SIZE, FakeServer, Handler, answer_of, request_of
+from megatron_rl.system.http.json_http import ApiKey, HttpError, NoAnswer
+from tests.unit.rollout.sglang.balance.test_client import VOCAB_SIZE, FakeServer, Handler, answer_of, request_of
 
 WAIT_S = 240
 
@@ -309,10 +309,10 @@ def test_a_caller_that_leaves_ends_its_request_at_the_server() -> None:
 
 _OWNER = """
 import asyncio, sys
-from megatron_rl.rollout.sglang.exchange import BatchCall
-from megatron_rl.rollout.sglang.wire import GenerationRequest
+from megatron_rl.rollout.requests import BatchCall
+from megatron_rl.rollout.requests import GenerationRequest
 from megatron_rl.rollout.workers.worker_pool import WorkerPool
-from megatron_rl.system.http import ApiKey
+from megatron_rl.system.http.json_http import ApiKey
 
 async def main():
     pool = WorkerPool(1, print)

@@ -1,0 +1,361 @@
+"""What a run keeps on a GPU, stage by stage, and in a machine's memory. Pure.
+
+Of each stage the trainer rank that holds most is asked. Weights, gradients and optimizer state are exact (``rank_memory``),
+activations, logits and batches are those of the longest sequences that the configuration allows, and what libraries take
+are round figures (the constants below). A model whose turn it is not waits in host memory, as ``policy.offload`` and
+``critic.offload`` say; gradients exist during an update only.
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_rl.config.derived import (
+    bucket_bytes,
+    critic_dtype,
+    needs_critic,
+    needs_reference,
+    num_responses_per_step,
+    num_rollout_workers,
+    server_placement,
+)
+from megatron_rl.config.layout import critic_layout, expert_tensor_size, ranks_of_replica
+from megatron_rl.config.schema import (
+    Config,
+    CriticConfig,
+    Dtype,
+    Fp8,
+    Offload,
+    ParallelConfig,
+    PolicyConfig,
+    RoutingReplay,
+)
+from megatron_rl.desk.costs.activations import chunked_logits_bytes
+from megatron_rl.desk.costs.counts import Parameters, layer_parameters, num_parameters
+from megatron_rl.desk.costs.rank_memory import Passes, RankMemory, memory_by_rank, packs_in_progress, states_of
+from megatron_rl.errors import ConfigError
+from megatron_rl.families.facts import dims, has_experts, num_experts, text_config
+from megatron_rl.families.family import ModelConfig
+
+CONTEXT_BYTES = 2.0e9
+"""The CUDA context, libraries' workspaces and what the allocator cannot use. slime v0.1.0 reports 3 to 5 GB after models and
+NCCL groups had gone, the allocator's cache among it."""
+GROUP_BYTES = 0.6e9
+"""NCCL's buffers of one group. slime v0.1.0 reports 12 GB for all groups of a large mixture, which has some twenty."""
+SERVER_CONTEXT_BYTES, SERVER_GRAPH_BYTES = 1.5e9, 2.0e9
+"""Of a server besides mem-fraction-static: what it keeps asleep; CUDA graphs and activations while it is awake."""
+MEMORY_FRACTION = 0.85
+"""SGLang's mem-fraction-static where no server option says it."""
+GPUS_PER_MACHINE = 8
+
+STATES = ("weights", "gradients", "optimizer")
+COMPONENTS = (
+    "activations",
+    "logits",
+    "batch",
+    "routes",
+    "8-bit copies of weights",
+    "weights in transit",
+    "server: weights",
+    "server: CUDA",
+    "NCCL",
+    "CUDA and PyTorch",
+)
+
+_PASSES = {"old_logprobs": "policy", "reference_logprobs": "reference", "process_rewards": "process"}
+"""Stages that read a batch, and the model that does."""
+_UPDATE_BYTES, _PASS_BYTES, _OUTPUT_BYTES = 24, 12, 4
+"""Per token of a pack on the device: ids in int64, mask, and float32 fields; and of all that a pass has answered."""
+_RESPONSE_BYTES, _BATCH_BYTES = 16, 50
+"""Per token on the driver: responses as arrays (12.1 measured, ``tools/bench_driver.py``); columns, with the copies that ranks read."""
+_HELD_BYTES = 24
+"""Per token of a step's sequences on each rank that works on them: ids in int32, masks, and float32 fields."""
+_MOST_IN_A_BYTE = 255
+"""Experts whose ids, one up, fit one."""
+_PROCESS_BYTES = 4.0e9
+"""Host memory of a rank with PyTorch and CUDA loaded."""
+
+
+@dataclass(frozen=True)
+class RunModel:
+    """One of the run's models on the trainer's ranks."""
+
+    name: str
+    facts: ModelConfig
+    parallel: ParallelConfig
+    settings: PolicyConfig | CriticConfig
+    dtype: Dtype
+    trains: bool
+
+    @property
+    def is_critic(self) -> bool:
+        return isinstance(self.settings, CriticConfig)
+
+    @property
+    def number_bytes(self) -> int:
+        """Of a weight or an activation."""
+        return 4 if self.dtype is Dtype.float32 else 2
+
+    @property
+    def steps_aside(self) -> bool:
+        """On GPUs."""
+        return self.settings.offload is not Offload.never
+
+
+@dataclass(frozen=True)
+class Stage:
+    name: str
+    """As in the step's table."""
+    rank: int
+    """Of the trainer, the one that holds most."""
+    parts: Mapping[str, float]
+    """Bytes by component: those of ``COMPONENTS``, and ``STATES`` of the models by ``model: state``."""
+
+    @property
+    def total(self) -> float:
+        return sum(self.parts.values())
+
+
+@dataclass(frozen=True)
+class RunMemory:
+    stages: tuple[Stage, ...]
+    """Colocated servers without their KV cache."""
+    server_weights: float
+    """On each GPU of a server."""
+    host: Mapping[str, float]
+    """Bytes by component on the machine that has the driver."""
+
+
+def model_folders(config: Config) -> dict[str, str]:
+    """Of each model that ``train`` builds (``training/engines.py``), by its name there."""
+    folders = {"policy": config.policy.path}
+    folders |= {"critic": config.critic.path or config.policy.path} if needs_critic(config) else {}
+    folders |= {"reference": config.reference.path or config.policy.path} if needs_reference(config) else {}
+    return folders | ({"process": config.reward.process.path} if config.reward.process.path else {})
+
+
+def models_of(config: Config, facts: Mapping[str, ModelConfig]) -> list[RunModel]:
+    """``facts``: what stands in the config.json of each of ``model_folders``."""
+
+    def model(name: str) -> RunModel:
+        trains = name in ("policy", "critic")
+        if name in ("critic", "process"):
+            return RunModel(name, facts[name], critic_layout(config), config.critic, critic_dtype(config), trains)
+        return RunModel(name, facts[name], config.parallel, config.policy, config.policy.dtype, trains)
+
+    return [model(name) for name in model_folders(config)]
+
+
+def memory_fraction(config: Config) -> float:
+    """SGLang's mem-fraction-static of the run's servers; ConfigError where that is no share."""
+    found = _server_options(config).get("mem-fraction-static", MEMORY_FRACTION)
+    try:
+        share = float(found)
+    except (TypeError, ValueError):
+        share = math.nan
+    if isinstance(found, bool) or not 0 < share <= 1:
+        raise ConfigError(f"rollout.server_args.mem-fraction-static: expected a number above 0 and up to 1, got {found!r}")
+    return share
+
+
+def _server_options(config: Config) -> dict[str, Any]:
+    return {name.lstrip("-").replace("_", "-"): value for name, value in config.rollout.server_args.items()}
+
+
+def run_memory(config: Config, models: list[RunModel]) -> RunMemory:
+    """``models``: of ``models_of``; their layouts fit ``parallel.num_ranks``, which is a number (``config.layout``)."""
+    run = _Run(config, models)
+    return RunMemory(tuple(_fullest(run, name) for name in run.stage_names), run.server_weights, run.host())
+
+
+def _fullest(run: "_Run", stage: str) -> Stage:
+    # Ranks differ by their pipeline stages alone; the layouts of the models may cut them at different ranks.
+    starts = sorted({start for model in run.models for start in run.stage_starts(model)})
+    stages = (Stage(stage, rank, dict(run.parts(stage, rank))) for rank in starts)
+    return max(stages, key=lambda found: found.total)
+
+
+class _Run:
+    def __init__(self, config: Config, models: list[RunModel]) -> None:
+        self.config, self.models, self.num_ranks = config, models, config.parallel.num_ranks
+        self.is_colocated = server_placement(config.rollout).shares_devices
+        policy = models[0]
+        # Servers quantise the layers' matrices alone.
+        is_8_bit = "8" in str(_server_options(config).get("quantization", ""))
+        saved = (policy.number_bytes - 1) * _in_layers(policy) if is_8_bit else 0
+        weights = policy.number_bytes * num_parameters(policy.facts) - saved
+        self.server_weights = weights / config.rollout.tensor_parallel_size
+        self._found = {(model.name, updates): self._by_rank(model, updates) for model in models for updates in (True, False)}
+
+    @property
+    def stage_names(self) -> list[str]:
+        passes = [stage for stage, name in _PASSES.items() if name in {model.name for model in self.models}]
+        updates = [f"update_{model.name}" for model in self.models if model.trains]
+        return [*passes, *updates, "publish", *(["generate"] if self.is_colocated else [])]
+
+    def stage_starts(self, model: RunModel) -> range:
+        return range(0, self.num_ranks, self.num_ranks // model.parallel.pipeline_parallel_size)
+
+    def parts(self, stage: str, rank: int) -> Iterator[tuple[str, float]]:
+        """(component, bytes) of a rank's GPU."""
+        updates = stage.startswith("update_")
+        active = {"publish": "policy", **_PASSES}.get(stage, stage.removeprefix("update_"))
+        for model in self.models:
+            is_active, memory = model.name == active, self._memory(model, rank, updates)
+            if is_active or not self._waits(model):
+                yield f"{model.name}: weights", memory.weights
+            if is_active and updates:
+                yield f"{model.name}: gradients", memory.gradients
+            if not self._waits(model) or (is_active and self._has_state(model, stage)):
+                yield f"{model.name}: optimizer", memory.optimizer
+            if isinstance(model.settings, PolicyConfig) and model.settings.fp8 is not Fp8.none:
+                # Transformer Engine's, for products forward and, where it trains, backward; they do not leave the device.
+                share = _in_layers(model) / num_parameters(model.facts)
+                yield "8-bit copies of weights", (2 if model.trains else 1) * share * memory.weights / model.number_bytes
+            if is_active and stage != "publish":
+                yield from self._work(model, rank, updates)
+        if stage == "publish":
+            yield "weights in transit", self._sending()
+        yield "NCCL", GROUP_BYTES * self._num_groups()
+        yield "CUDA and PyTorch", CONTEXT_BYTES
+        if self.is_colocated:
+            awake = stage in ("generate", "publish")
+            yield "server: weights", self.server_weights if awake else 0.0
+            yield "server: CUDA", SERVER_CONTEXT_BYTES + (SERVER_GRAPH_BYTES if awake else 0.0)
+
+    def host(self) -> dict[str, float]:
+        """Of the machine with the driver."""
+        tokens = num_responses_per_step(self.config) * self._longest
+        ranks_here = min(self.num_ranks, GPUS_PER_MACHINE)
+        waiting = sum(
+            max(memory.weights + memory.optimizer for memory in self._found[model.name, False])
+            for model in self.models
+            if self._waits(model)
+        )
+        policy = self.models[0]
+        # Ranks of a replica hold the same sequences, for each layout on its own.
+        held = {
+            ranks_of_replica(model.parallel): self._sequences(model, updates=False) * self._longest
+            for model in self.models
+        }
+        routes = self._route_bytes(policy)
+        is_served = self.config.policy.moe.routing_replay is RoutingReplay.R3
+        num_machines = math.ceil(self.num_ranks / GPUS_PER_MACHINE)
+        # Where there are rollout workers, each machine has those of its share of the servers; ranks map what is all on their own.
+        num_stores = num_machines if num_rollout_workers(self.config, 1, 1) else 1
+        holds_routes = not is_served or num_machines > 1
+        found = {
+            "driver: responses of a step": _RESPONSE_BYTES * tokens,
+            "driver: batches": _BATCH_BYTES * tokens,
+            "driver: routes": is_served * routes * tokens / num_stores,
+            f"sequences held, {ranks_here} ranks": ranks_here * _HELD_BYTES * sum(held.values()),
+            f"routes held, {ranks_here} ranks": holds_routes * ranks_here * routes * held[ranks_of_replica(policy.parallel)],
+            f"models that wait, {ranks_here} ranks": waiting * ranks_here,
+            f"processes, {ranks_here} ranks": _PROCESS_BYTES * ranks_here,
+        }
+        return {name: size for name, size in found.items() if size}
+
+    def _waits(self, model: RunModel) -> bool:
+        """Whether it leaves the device when it is not its turn: there are others, and its settings let it."""
+        return model.steps_aside and (len(self.models) > 1 or self.is_colocated)
+
+    def _has_state(self, model: RunModel, stage: str) -> bool:
+        """Whether a model that has come back for ``stage`` has its optimizer state on the device."""
+        if stage in _PASSES:
+            # It left after its last update where another model trained or servers woke; a pass brings back weights alone.
+            return not self.is_colocated and not any(other.trains and other is not model for other in self.models)
+        return not (stage == "publish" and self.is_colocated)
+
+    @property
+    def _longest(self) -> int:
+        return self.config.batch.max_prompt_tokens + self.config.batch.max_response_tokens
+
+    def _by_rank(self, model: RunModel, updates: bool) -> list[RankMemory]:
+        tokens, num_packs = self._packs(model, updates)
+        passes = Passes(
+            tokens,
+            num_packs=num_packs,
+            recompute=model.settings.recompute,
+            number_bytes=model.number_bytes,
+            forward_only=not updates,
+        )
+        states = states_of(model.dtype, model.settings.optimizer if model.trains else None, model.settings.vision)
+        return memory_by_rank(
+            model.facts, model.parallel, passes, num_ranks=self.num_ranks, is_critic=model.is_critic, states=states
+        )
+
+    def _memory(self, model: RunModel, rank: int, updates: bool) -> RankMemory:
+        return self._found[model.name, updates][self._pipeline_rank(model, rank)]
+
+    def _pipeline_rank(self, model: RunModel, rank: int) -> int:
+        return rank // (self.num_ranks // model.parallel.pipeline_parallel_size)
+
+    def _sequences(self, model: RunModel, updates: bool) -> int:
+        """On one replica: of an optimizer step, or of the whole batch."""
+        batch, total = self.config.batch, num_responses_per_step(self.config)
+        if updates:
+            total = min(total, batch.critic_minibatch_size if model.is_critic else batch.policy_minibatch_size)
+        return math.ceil(total / (self.num_ranks // ranks_of_replica(model.parallel)))
+
+    def _packs(self, model: RunModel, updates: bool) -> tuple[int, int]:
+        """(tokens of a pack, packs of one pass)."""
+        tokens = self._sequences(model, updates) * self._longest
+        pack = max(self._longest, min(self.config.batch.max_tokens_per_microbatch, tokens))
+        return pack, math.ceil(tokens / pack)
+
+    def _work(self, model: RunModel, rank: int, updates: bool) -> Iterator[tuple[str, float]]:
+        yield "activations", self._memory(model, rank, updates).activations
+        pack, num_packs = self._packs(model, updates)
+        stage = self._pipeline_rank(model, rank)
+        is_last = stage == model.parallel.pipeline_parallel_size - 1
+        if is_last and not model.is_critic:
+            yield "logits", chunked_logits_bytes(
+                model.facts, model.parallel, tokens=pack, number_bytes=model.number_bytes, updates=updates
+            )
+        # A pack is on the device from its turn on, until its backward pass is over.
+        tokens = pack * (packs_in_progress(model.parallel, stage, num_packs) if updates else 1)
+        answered = 0 if updates or not is_last else num_packs * pack * _OUTPUT_BYTES
+        yield "batch", tokens * (_UPDATE_BYTES if updates else _PASS_BYTES) + answered
+        if not updates and self._records(model) and model.parallel.virtual_pipeline_size > 1:
+            tokens = num_packs * pack  # what one chunk has recorded waits for the others
+        yield "routes", tokens * self._route_bytes(model, recorded=not updates and self._records(model))
+
+    def _records(self, model: RunModel) -> bool:
+        return isinstance(model.settings, PolicyConfig) and model.settings.moe.routing_replay is RoutingReplay.R2
+
+    def _route_bytes(self, model: RunModel, *, recorded: bool = False) -> int:
+        """Per token: the experts that it went to, in a byte each or in int16, as a pass that records them has them; 0 where
+        nothing is replayed, as in a reference."""
+        replays = isinstance(model.settings, PolicyConfig) and model.settings.moe.routing_replay is not RoutingReplay.none
+        if not replays or model.name == "reference" or not any(has_experts(model.facts)):
+            return 0
+        text = text_config(model.facts)
+        in_a_byte = not recorded and num_experts(model.facts) <= _MOST_IN_A_BYTE
+        return (1 if in_a_byte else 2) * text.num_hidden_layers * text.num_experts_per_tok
+
+    def _sending(self) -> float:
+        """Buckets, of which one fills while one travels, and the largest tensor with the shards that it is made of."""
+        policy = self.models[0]
+        sizes = dims(policy.facts)
+        largest = max(sizes["vocab"], sizes["ffn"]) * sizes["hidden"] * policy.number_bytes
+        return 2 * bucket_bytes(self.config.rollout, "cuda") + 2 * largest
+
+    def _num_groups(self) -> int:
+        """NCCL groups of more than one rank that this rank computes in, and one with the servers."""
+        layouts = {_sizes(model.parallel, self.num_ranks) for model in self.models}
+        groups = sum(size > 1 for sizes in layouts for size in sizes)
+        return groups + (self.num_ranks > 1) + (not self.is_colocated)
+
+
+def _in_layers(model: RunModel) -> float:
+    """Parameters of the layers, without embedding and head."""
+    return Parameters.sum(layer_parameters(model.facts)).number
+
+
+def _sizes(parallel: ParallelConfig, num_ranks: int) -> tuple[int, ...]:
+    """Ranks of each of Megatron's groups: of tensors, contexts, stages, replicas, experts, copies of experts, a replica."""
+    tp, pp, cp = parallel.tensor_parallel_size, parallel.pipeline_parallel_size, parallel.context_parallel_size
+    ep, etp = parallel.expert_parallel_size, expert_tensor_size(parallel)
+    dense = (tp, cp, pp, num_ranks // (tp * pp), tp * pp)
+    return (*dense, ep, etp, ep * etp, num_ranks // (pp * ep * etp)) if ep > 1 else dense

@@ -1,0 +1,140 @@
+"""``megatron-rl doctor``: both engines of a recipe: servers answer, take the trainer's weights, and give its log-probs.
+
+Every rank of a launch calls ``engine_lines``; with ``python -m megatron_rl.desk.doctor.engine_checks JOB`` rank 0 writes the
+lines into a file. Servers that are attached to keep the weights of the check.
+"""
+
+import json
+import random
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from megatron_rl.config.derived import are_attached, server_placement
+from megatron_rl.config.load import load_config
+from megatron_rl.config.schema import Config, FireConfig, HealthConfig
+from megatron_rl.data.tokenizer import Tokenizer
+from megatron_rl.data.trajectory import Prompt
+from megatron_rl.desk.doctor.machine_checks import FAIL, OK, SKIPPED, WARN, Line
+from megatron_rl.desk.doctor.trainer_and_servers import servers_beside
+from megatron_rl.errors import UserError
+from megatron_rl.parallel.topology import Topology
+from megatron_rl.rollout.service import RolloutService
+from megatron_rl.step.parity import EngineMismatch, ParityCheck
+from megatron_rl.training.engine import Engine
+from megatron_rl.training.engines import build_engine
+from megatron_rl.training.ranks import trainer_ranks
+from megatron_rl.training.trainer_group import TrainerGroup
+from megatron_rl.weights.verify import ChecksumReport
+
+_ANSWER, _SYNC, _CHECKSUMS, _PARITY = "SGLang's answer", "weight sync", "weight checksums", "log-prob parity"
+_PROMPT_TOKENS = (8, 40)
+_MAX_SHOWN = 5
+
+
+def main(job_file: str) -> None:
+    job = json.loads(Path(job_file).read_text())
+    lines = engine_lines(load_config(job["config"], job["overrides"]))
+    if lines:
+        Path(job["out"]).write_text(json.dumps([asdict(line) for line in lines]))
+
+
+def engine_lines(config: Config) -> list[Line]:
+    """Collective over the ranks of the recipe's layout; the lines on rank 0, nothing on the others.
+
+    The first thing that fails ends the check: what comes after it would fail for the same reason.
+    """
+    with tempfile.TemporaryDirectory(prefix="megatron-rl-doctor-") as scratch:
+        config = _plain(config, scratch)
+
+        def policy_alone(topology: Topology) -> Mapping[str, Engine]:
+            return {"policy": build_engine(config, topology, "policy", config.policy, None)}
+
+        with trainer_ranks(config, policy_alone) as group:
+            return [] if group is None else list(_lines(config, group))
+
+
+def _plain(config: Config, scratch: str) -> Config:
+    """Without what is not asked about: the run's folder, hot tokens."""
+    return replace(
+        config,
+        run=replace(config.run, output_dir=scratch),
+        rollout=replace(config.rollout, fire=FireConfig()),
+        health=HealthConfig(),
+    )
+
+
+def _lines(config: Config, group: TrainerGroup) -> Iterator[Line]:
+    doing = _ANSWER
+    started_s = time.perf_counter()
+    try:
+        tokenizer = Tokenizer(config.policy.path)
+        with servers_beside(config, group, tokenizer) as (rollout, wait_for):
+            yield from _answer_lines(config, rollout, time.perf_counter() - started_s)
+            doing = _SYNC
+            done = rollout.publish()
+            way = server_placement(config.rollout).weight_method.value
+            yield Line(_SYNC, OK, f"{done.num_bytes:,} bytes in {done.seconds:.2f} s ({way})")
+            doing = _CHECKSUMS
+            yield checksum_line(rollout.compare_weights())
+            doing = _PARITY
+            yield _parity_line(config, group, rollout, tokenizer, wait_for)
+    except (UserError, TimeoutError) as error:
+        yield Line(doing, FAIL, str(error) or "no answer in time")
+
+
+def _answer_lines(config: Config, rollout: RolloutService, seconds: float) -> Iterator[Line]:
+    how = "attached to" if are_attached(config.rollout) else "started"
+    urls = ", ".join(rollout.urls)
+    yield Line(_ANSWER, OK, f"{how} {urls} in {seconds:.0f} s, {config.policy.dtype.value}")
+    for remark in rollout.remarks:
+        yield Line("servers' precision", WARN, *remark)
+
+
+def checksum_line(report: ChecksumReport) -> Line:
+    compared = f"{report.num_compared} parameters compared with the {report.reference}'s"
+    if report.reference == "servers":
+        compared = f"{report.num_compared} parameters compared between servers"
+    if report.differing:
+        names = sorted({name for names in report.differing.values() for name in names})
+        more = " and more" if len(names) > _MAX_SHOWN else ""
+        found = f"{compared}: {len(names)} differ: {', '.join(names[:_MAX_SHOWN])}{more}"
+        remedy = "start the servers from the same config.json, and let nobody else send them weights"
+        return Line(_CHECKSUMS, FAIL, found, remedy)
+    if not report.num_compared or report.uncompared:
+        return Line(_CHECKSUMS, WARN, f"{compared}. {report.note}".strip())
+    return Line(_CHECKSUMS, OK, f"{compared}: equal. {report.note}".strip())
+
+
+def _parity_line(
+    config: Config, group: TrainerGroup, rollout: RolloutService, tokenizer: Tokenizer, wait_for: Callable[..., Any]
+) -> Line:
+    check = ParityCheck(
+        config, random_prompts(config, tokenizer), group=group, rollout=rollout, vision=tokenizer.vision, wait_for=wait_for
+    )
+    if not check.wanted:
+        return Line(_PARITY, SKIPPED, "rollout.max_logprob_difference=0")
+    try:
+        parity = check.compare()
+    except EngineMismatch as error:
+        return Line(_PARITY, FAIL, str(error))
+    return Line(_PARITY, OK, f"{parity.num_tokens} sampled tokens: {parity}")
+
+
+def random_prompts(config: Config, tokenizer: Tokenizer) -> list[Prompt]:
+    """Of ordinary tokens: no data is needed, and the model sees no text that it knows by heart."""
+    draw = random.Random(1)
+    banned = set(tokenizer.special_ids) | set(tokenizer.vision.banned_token_ids if tokenizer.vision is not None else ())
+    ordinary = [token for token in range(tokenizer.vocab_size) if token not in banned]
+    return [
+        Prompt(f"random {i}", tuple(draw.choices(ordinary, k=draw.randint(*_PROMPT_TOKENS))))
+        for i in range(config.rollout.num_parity_prompts)
+    ]
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

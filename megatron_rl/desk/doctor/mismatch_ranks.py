@@ -1,0 +1,269 @@
+"""The trials of ``megatron-rl doctor --mismatch``: a run's trainer and its servers, one factor after the other held fixed.
+
+Every rank of a launch runs ``python -m megatron_rl.desk.doctor.mismatch_ranks JOB``; rank 0 writes the trials. Each trial samples the
+same prompts anew, by requests of its own, and compares the servers' log-probs with the trainer's. Servers that are attached to
+keep the trainer's weights, if it came to that trial.
+"""
+
+import asyncio
+import json
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import orjson
+import torch
+
+from megatron_rl.algorithms.mismatch import Figures, mismatch_figures
+from megatron_rl.config.derived import are_attached
+from megatron_rl.config.load import load_config
+from megatron_rl.config.schema import Config, FireConfig
+from megatron_rl.data.prompts import load_prompts
+from megatron_rl.data.tokenizer import Tokenizer
+from megatron_rl.data.trajectory import Prompt, RouteRecord, Segment, Trajectory
+from megatron_rl.desk.doctor import mismatch_factors as factors
+from megatron_rl.desk.doctor.mismatch_factors import Trial
+from megatron_rl.desk.doctor.trainer_and_servers import WaitFor, servers_beside
+from megatron_rl.errors import UserError
+from megatron_rl.parallel.topology import Topology
+from megatron_rl.rollout.requests import Generation, GenerationRequest
+from megatron_rl.rollout.sampling import Sampling, base_seed, trajectory_seed
+from megatron_rl.rollout.service import RolloutService
+from megatron_rl.rollout.sglang.wire.generate_call import generate_body, parse_generation
+from megatron_rl.rollout.sglang.wire.routes import returns_routes, route_shape
+from megatron_rl.run.resuming import candidates
+from megatron_rl.step.driver import stall_timeout_s
+from megatron_rl.step.packing import window_batch, window_routes, with_routes
+from megatron_rl.step.parity import sample_for_parity
+from megatron_rl.step.parity_bounds import has_expert_layers, parity_bounds
+from megatron_rl.system.http.json_http import HttpError, HttpSession, bearer
+from megatron_rl.training.engine import Engine
+from megatron_rl.training.engines import build_engine
+from megatron_rl.training.ranks import trainer_ranks
+from megatron_rl.training.trainer_group import TrainerGroup
+from megatron_rl.weights.bucket_plan import ServerAddress
+
+_PLAIN = {
+    "temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "frequency_penalty": 0.0, "presence_penalty": 0.0,
+    "repetition_penalty": 1.0,
+}  # fmt: skip
+"""Said in every request, so that no default of a server counts."""
+_HELD = {
+    factors.SAMPLING: "every request says temperature 1, no top-p, top-k, min-p or penalty",
+    factors.BATCH_SHAPE: "one request at a time",
+    factors.PREFIX_CACHE: "the cache is emptied before each request",
+    factors.WEIGHTS: "the trainer's weights are sent to the servers",
+    factors.ROUTING: "the trainer follows the servers' choice of experts (R3)",
+}
+_MAX_FLUSHES, _PAUSE_S = 100, 0.1
+
+
+@dataclass(frozen=True)
+class Job:
+    recipe: str
+    run: str
+    """The run's output folder; its newest checkpoint is what the trainer loads."""
+    held: list[str]
+    """Factors that are held fixed from the beginning."""
+    tries: list[str]
+    """Those to be held fixed one after the other."""
+    name: str
+    """Of the first measurement."""
+    how: str
+    out: str
+
+
+@dataclass(frozen=True)
+class Sides:
+    """A trainer and its servers."""
+
+    config: Config
+    group: TrainerGroup
+    rollout: RolloutService
+    sampling: Sampling
+    """As the run samples."""
+    prompts: Sequence[Prompt]
+    wait_for: WaitFor
+    """Runs a coroutine on another thread to its end."""
+    engine: str = "policy"
+
+    @property
+    def has_routes(self) -> bool:
+        """The servers say which experts tokens went to."""
+        return self.sampling.routes is not None
+
+    def measure(self, held: frozenset[str]) -> tuple[Figures, int]:
+        """(how far the two are apart, on how many tokens); collective. Raises UserError."""
+        trajectories = self.wait_for(self._sampled(held))
+        batch = replace(window_batch(trajectories, 0, self.sampling.vision), ids=())
+        if factors.ROUTING in held:
+            batch = with_routes(batch, window_routes(trajectories, 0))
+        temperature = 1.0 if factors.SAMPLING in held else self.config.rollout.temperature
+        mask = batch.fields["mask"]
+        ours = self.group.logprobs(batch, temperature=temperature, engine=self.engine)[mask]
+        return mismatch_figures(ours - batch.fields["rollout_logprobs"][mask]), len(ours)
+
+    async def _sampled(self, held: frozenset[str]) -> list[Trajectory]:
+        """Fresh responses to the prompts."""
+        trajectories, addresses = sample_for_parity(self.config, self.prompts), self.rollout.addresses()
+        async with HttpSession() as http:
+
+            async def answer(trajectory: Trajectory) -> None:
+                address = addresses[trajectory.id % len(addresses)]
+                if factors.PREFIX_CACHE in held:
+                    await _empty_cache(http, address, self._timeout_s)
+                _append(trajectory, await self._generated(http, address, trajectory, held))
+
+            if {factors.BATCH_SHAPE, factors.PREFIX_CACHE} & held:
+                for trajectory in trajectories:
+                    await answer(trajectory)
+            else:
+                await asyncio.gather(*map(answer, trajectories))
+        return trajectories
+
+    async def _generated(
+        self, http: HttpSession, address: ServerAddress, trajectory: Trajectory, held: frozenset[str]
+    ) -> Generation:
+        prompt = trajectory.prompt
+        request = await self.sampling.request(
+            prompt,
+            prompt.token_array,
+            rid=f"mismatch-{trajectory.id}",
+            max_new_tokens=trajectory.max_response_tokens,
+            seed=trajectory_seed(base_seed(self.config), trajectory.id),
+        )
+        body = generate_body([request], [request.rid])
+        if factors.SAMPLING in held:
+            body["sampling_params"][0] |= _PLAIN
+        return _parsed(request, await post_json(http, address, "/generate", body, self._timeout_s), address.url)
+
+    @property
+    def _timeout_s(self) -> float:
+        return stall_timeout_s(self.config)
+
+
+def trials(sides: Sides, tries: Sequence[str], *, name: str = factors.AS_IT_IS, how: str = "", held: Sequence[str] = ()) -> Iterator[Trial]:
+    """The servers as they are, then with ``tries`` held fixed one after the other, until the two sides agree."""
+    bounds = parity_bounds(sides.config, on_gpu=torch.cuda.is_available())
+    now = frozenset(held)
+    sides.measure(now)  # so that the next one meets a prefix cache that knows the prompts
+    figures, num_tokens = sides.measure(now)
+    found = [Trial(name, how, figures, bounds, num_tokens)]
+    yield found[-1]
+    for factor in tries:
+        if factors.is_settled(found):
+            return
+        if factor == factors.ROUTING and not sides.has_routes:
+            no_experts = "the model has no experts" if not has_expert_layers(sides.config) else "the servers do not say their routes"
+            yield Trial(factor, f"not tried: {no_experts}")
+            continue
+        evidence = _send_weights(sides) if factor == factors.WEIGHTS else ""
+        now |= {factor}
+        figures, num_tokens = sides.measure(now)
+        found.append(Trial(factor, _HELD[factor], figures, bounds, num_tokens, evidence))
+        yield found[-1]
+        if found[-1].agrees:
+            yield from _smaller_faults(sides, now, [name for name in factors.RELEASED if name in now - {factor, *held}], found[-1])
+
+
+def _smaller_faults(sides: Sides, held: frozenset[str], tried: Sequence[str], agreed: Trial) -> Iterator[Trial]:
+    """Of the factors ``tried`` in vain, those that hid behind the last one: without them the two sides disagree again."""
+    released, _ = sides.measure(held - set(tried))
+    if replace(agreed, figures=released).agrees:
+        return
+    for name in tried:
+        figures, _ = sides.measure(held - {name})
+        if not replace(agreed, figures=figures).agrees:
+            yield Trial(name, "let go again", evidence=f"mean difference {figures.mean:.2g}", is_at_fault=True)
+
+
+def _send_weights(sides: Sides) -> str:
+    """What differed before."""
+    names = sides.rollout.differing_weights()
+    sides.rollout.publish()
+    return f"{len(names)} parameters differed: {', '.join(names[:3])}{' and more' if len(names) > 3 else ''}" if names else "none differed"
+
+
+async def _empty_cache(http: HttpSession, address: ServerAddress, timeout_s: float) -> None:
+    """Refused while the last answered request is being put away."""
+    for _ in range(_MAX_FLUSHES):
+        try:
+            await post_json(http, address, "/flush_cache", {}, timeout_s)
+            return
+        except UserError as error:
+            problem = error
+            await asyncio.sleep(_PAUSE_S)
+    raise problem
+
+
+async def post_json(http: HttpSession, address: ServerAddress, path: str, body: Any, timeout_s: float) -> bytes:
+    """The answer of one server. Raises UserError for none, and for one that says no."""
+    try:
+        content = orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
+        answer = await http.post(address.url + path, content, timeout_s=timeout_s, headers=bearer(address.api_key))
+    except HttpError as error:
+        raise UserError(f"server {address.url} does not answer {path}: {error}; see its log") from error
+    if answer.status != 200:
+        raise UserError(f"server {address.url} answers {path} with {answer.status}: {answer.text[:300]}")
+    return answer.content
+
+
+def _parsed(request: GenerationRequest, content: bytes, url: str) -> Generation:
+    try:
+        (sample,) = orjson.loads(content)
+    except ValueError as error:
+        raise UserError(f"server {url} gave no sample: {content[:200]!r}") from error
+    return parse_generation(request, sample)
+
+
+def _append(trajectory: Trajectory, answer: Generation) -> None:
+    trajectory.segments.append(Segment(answer.token_ids, answer.logprobs, 0, answer.finish_reason, step=0))
+    if answer.routes is not None:
+        trajectory.routes = RouteRecord(0, answer.routes)
+
+
+# ---------------------------------------------------------------------------------------------------------- a launch
+
+
+def main(job_file: str) -> None:
+    job = Job(**json.loads(Path(job_file).read_text()))
+    found = run_job(job)
+    if found:
+        Path(job.out).write_text(json.dumps([trial.as_json() for trial in found]))
+
+
+def run_job(job: Job) -> list[Trial]:
+    """Collective over the ranks of the recipe's layout; the trials on rank 0, nothing on the others. Raises UserError."""
+    config = load_config([job.recipe])
+    config = replace(config, rollout=replace(config.rollout, fire=FireConfig()))
+    saved = next(iter(candidates(Path(job.run) / "checkpoints")), None)
+
+    def policy_alone(topology: Topology) -> Mapping[str, Engine]:
+        optimizer = config.policy.optimizer if saved else None  # a checkpoint of training is loaded as training does
+        return {"policy": build_engine(config, topology, "policy", config.policy, optimizer)}
+
+    with trainer_ranks(config, policy_alone) as group, tempfile.TemporaryDirectory(prefix="megatron-rl-doctor-") as scratch:
+        if group is None:
+            return []
+        if saved:
+            group.load_state("policy", str(saved / "policy"))
+        return list(_session(replace(config, run=replace(config.run, output_dir=scratch)), group, job))
+
+
+def _session(config: Config, group: TrainerGroup, job: Job) -> Iterator[Trial]:
+    tokenizer = Tokenizer(config.policy.path)
+    loaded = load_prompts(config.data.train_files, config.data, tokenizer, max_prompt_tokens=config.batch.max_prompt_tokens)
+    with servers_beside(config, group, tokenizer) as (rollout, wait_for):
+        if not are_attached(config.rollout) or factors.WEIGHTS in job.held:
+            rollout.publish()
+        sampling = Sampling.of(config.rollout, tokenizer, seed=base_seed(config))
+        sampling = replace(sampling, routes=route_shape(config.policy.path) if returns_routes(config) else None)
+        sides = Sides(config, group, rollout, sampling, loaded.prompts, wait_for)
+        yield from trials(sides, job.tries, name=job.name, how=job.how, held=job.held)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,45 @@
+"""Ranks that ``megatron-rl doctor`` starts on this machine for a check, and why they failed."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from megatron_rl.system.processes.torchrun import LAUNCHER_VARIABLES
+
+_LOG_TAIL_LINES = 15
+
+
+def run_ranks(module: str, job_file: Path, num_ranks: int, log: Path, timeout_s: float) -> str:
+    """``python -m module job_file`` on ``num_ranks`` ranks of this machine; why it failed, or ""."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={num_ranks}"]
+    command += ["--module", module, str(job_file)]
+    environment = {key: value for key, value in os.environ.items() if key not in LAUNCHER_VARIABLES}
+    environment.setdefault("OMP_NUM_THREADS", "1")
+    with log.open("w") as output:
+        process = subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT)
+        try:
+            code = process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            return f"no end after {timeout_s:g} s"
+        finally:
+            _stop(process)
+    return "" if code == 0 else _reason(log.read_text(errors="replace"))
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    """torchrun passes the signal on to its ranks and waits for them."""
+    if process.poll() is None:
+        process.terminate()
+        try:
+            process.wait(30)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def _reason(log: str) -> str:
+    """The last error line of the ranks, or the end of the log."""
+    lines = [line.split("]:", 1)[-1].strip(" :") for line in log.splitlines() if line.startswith("[rank")]
+    errors = [line for line in lines if "Error" in line and ":" in line]
+    return errors[-1] if errors else "\n".join(log.splitlines()[-_LOG_TAIL_LINES:])

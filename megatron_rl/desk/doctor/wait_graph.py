@@ -1,0 +1,261 @@
+"""Who waits for whom, from what the processes of a run were seen to do. Pure.
+
+A rank waits for its peers where its innermost frames are a collective's; the driver waits for its servers and graders where
+they are the stage runner's. Who waits for nobody while others do is what they wait for.
+"""
+
+import math
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from megatron_rl.system.processes.process_probe import Frame, Seen
+
+_NOTHING_HANGS = "nothing stands still"
+_LANES = ("rollout", "host", "trainer")
+"""What notes of the driver's stages say."""
+_COLLECTIVE_FILES = ("torch/distributed/", "megatron_rl/parallel/collectives.py", "megatron_rl/parallel/transfers.py")
+_BETWEEN = ("contextlib.py", "torch/utils/", "torch/autograd/")
+"""Frames that lie between a collective and who called it, and say nothing."""
+_RUNNER, _WAITS_FOR_STAGES = "megatron_rl/step/runner.py", "_next_event"
+_LIBRARIES = ("site-packages/", "dist-packages/", "/lib/python3", "<")
+_STOPPED = ("stopped", "tracing-stop")
+_MOVES_S = 5.0
+"""What began so lately is no hang."""
+_LONG_S = 10.0
+"""A program that grades for longer than this is worth a look."""
+
+
+@dataclass(frozen=True)
+class ServerSeen:
+    url: str
+    problem: str = ""
+    """Why it counts as hung; empty: it answers."""
+    load: str = ""
+    """What it says of its work."""
+    processes: tuple[Seen, ...] = ()
+    """Those of this machine's that belong to it."""
+
+
+@dataclass(frozen=True)
+class RunSeen:
+    """A run, looked at once."""
+
+    ranks: Mapping[int, Seen]
+    servers: Sequence[ServerSeen] = ()
+    graders: Sequence[Seen] = ()
+    programs: Mapping[int, Sequence[Seen]] = field(default_factory=dict)
+    """By the grader's process: what it has started."""
+    silent_hosts: Sequence[str] = ()
+    now_s: float = field(default_factory=time.time)
+
+
+class Found(NamedTuple):
+    """What everything else waits for, with the remedy."""
+
+    text: str
+    hangs: bool = True
+    """False: nothing stands still, as far as this can tell."""
+
+
+def lines_of(run: RunSeen) -> list[str]:
+    """What the ranks do, those that do the same together; then servers and graders that matter."""
+    groups: dict[str, list[int]] = defaultdict(list)
+    since: dict[str, list[float]] = defaultdict(list)
+    for rank, seen in sorted(run.ranks.items()):
+        text = _said(rank, seen)
+        groups[text].append(rank)
+        since[text] += [when for _, when in _notes(seen).values()]
+    lines = []
+    for text, ranks in groups.items():
+        several = len(ranks) > 1
+        verb, rest = text.split(" ", 1)
+        verb = {"is": "are"}.get(verb, verb.removesuffix("s")) if several else verb
+        lines.append(f"{_ranks(ranks)} {verb} {rest}{_since(since[text], run.now_s)}")
+    if 0 in run.ranks:
+        lines += [
+            f"the driver runs the stage {name}{_since([when], run.now_s)}"
+            for name, (lane, when) in run.ranks[0].notes.items()
+            if lane in _LANES
+        ]
+    lines += [f"server {s.url}: {s.problem or s.load or 'answers'}" for s in run.servers]
+    lines += [_grader_line(grader, run) for grader in run.graders if _is_busy(grader)]
+    return lines
+
+
+def verdict(run: RunSeen) -> list[Found]:
+    """At least one; says so where nothing is found."""
+    found = [*_dead_or_stopped(run)] or [*_missing_ranks(run)] or [*_rollout_side(run)]
+    if run.silent_hosts:
+        text = (
+            f"{', '.join(run.silent_hosts)} did not answer within 20 s: run `megatron-rl doctor --hang` there, too; a machine whose "
+            "first rank runs no Python any more does not answer"
+        )
+        found.append(Found(text))
+    return found or [Found(f"{_NOTHING_HANGS} that can be seen from outside: look again in a minute, and compare", hangs=False)]
+
+
+def _dead_or_stopped(run: RunSeen) -> Iterator[Found]:
+    everybody = [(f"rank {rank}", seen) for rank, seen in sorted(run.ranks.items())]
+    everybody += [(f"server {s.url}", seen) for s in run.servers for seen in s.processes]
+    everybody += [(f"grader {grader.pid}", grader) for grader in run.graders]
+    everybody += [(f"a program of grader {pid}", seen) for pid, programs in run.programs.items() for seen in programs]
+    for name, seen in everybody:
+        if seen.state in _STOPPED:
+            yield Found(
+                f"{name} is stopped (process {seen.pid} on {seen.host}, by SIGSTOP or a debugger), and others wait for it: "
+                f"kill -CONT {seen.pid}"
+            )
+        elif seen.state in ("gone", "zombie"):
+            yield Found(
+                f"{name} is gone (process {seen.pid} on {seen.host}): its log and `dmesg` say why; the launcher should end the others"
+            )
+    for server in run.servers:
+        if server.problem and all(seen.state not in _STOPPED for seen in server.processes):
+            yield Found(f"server {server.url} hangs: {server.problem}{_where(server.processes)}; see its log (logs/sglang-*.log)")
+
+
+def _missing_ranks(run: RunSeen) -> Iterator[Found]:
+    """Ranks that wait for no peer, while others wait for them."""
+    waiting = [rank for rank, seen in run.ranks.items() if _waits_for_peers(seen)]
+    driver = run.ranks.get(0)
+    if not waiting or (driver is not None and _waits_for_stages(driver)):
+        return
+    missing = [rank for rank in sorted(run.ranks) if rank not in waiting]
+    for rank in missing:
+        seen = run.ranks[rank]
+        newest_s = max((since_s for _, since_s in seen.notes.values()), default=-math.inf)
+        moves = run.now_s - newest_s < _MOVES_S
+        calm = f"{_NOTHING_HANGS}: what is waited for has just begun. " if moves else ""
+        waits = f"{_ranks(waiting)} wait{'s' if len(waiting) == 1 else ''}"
+        yield Found(
+            f"{calm}{waits} for rank {rank} (process {seen.pid} on {seen.host}), which is in "
+            f"{_place(seen) or 'code that gave no stack'}{_computing(seen)}{_since([t for _, t in _notes(seen).values()], run.now_s)}",
+            hangs=not moves,
+        )
+    if not missing:
+        places = sorted({_collective(seen) for seen in run.ranks.values()})
+        yield Found(
+            f"all ranks are in a collective ({', '.join(places)}): "
+            + (
+                "in different ones, so they took different ways before; the stacks say where"
+                if len(places) > 1
+                else "a message is lost or the network stands still (NCCL_DEBUG=INFO; megatron-rl doctor tries an all-reduce)"
+            )
+        )
+
+
+def _rollout_side(run: RunSeen) -> Iterator[Found]:
+    driver = run.ranks.get(0)
+    if driver is None or not _waits_for_stages(driver):
+        return
+    stages = [name for name, (lane, _) in driver.notes.items() if lane in ("rollout", "host")]
+    slow = [g for g in run.graders if _is_busy(g) and run.now_s - g.notes["scores"][1] > _LONG_S]
+    for grader in slow:
+        yield Found(
+            f"the driver waits for {' and '.join(stages) or 'a stage'}, and that for a grader: {_grader_line(grader, run)}; it is "
+            "killed at reward.timeout_s"
+        )
+    busy = [f"{server.url} ({server.load})" for server in run.servers if server.load]
+    if not slow and busy:
+        yield Found(f"the driver waits for {' and '.join(stages) or 'a stage'}; its servers answer and work: {', '.join(busy)}")
+
+
+def _said(rank: int, seen: Seen) -> str:
+    """What a rank does, beginning with its verb in the singular."""
+    if seen.state == "gone":
+        return "is gone"
+    if seen.state in _STOPPED:
+        return f"is stopped{_of_work(seen)}"
+    if not seen.frames:
+        return f"gives no stack ({seen.state}){_of_work(seen)}"
+    if rank == 0 and _waits_for_stages(seen):
+        return "waits for its servers and graders"
+    if "waits" in seen.notes and _collective(seen):
+        return f"waits for {seen.notes['waits'][0]}"
+    if _waits_for_peers(seen):
+        return f"waits in {_collective(seen)}{_of_work(seen)}"
+    return f"is in {_place(seen)}{_of_work(seen)}{_computing(seen)}"
+
+
+def _grader_line(grader: Seen, run: RunSeen) -> str:
+    what = f"{grader.role} (process {grader.pid}) scores {grader.notes['scores'][0]}{_since([grader.notes['scores'][1]], run.now_s)}"
+    programs = [f"{seen.command[:80]} (process {seen.pid}, {seen.state})" for seen in run.programs.get(grader.pid, ())]
+    place = f", in {_place(grader)}" if grader.frames else ""
+    return what + place + (f", and runs {', '.join(programs)}" if programs else "")
+
+
+def _is_busy(grader: Seen) -> bool:
+    return "scores" in grader.notes
+
+
+def _waits_for_stages(seen: Seen) -> bool:
+    return any(frame.file.endswith(_RUNNER) and frame.function == _WAITS_FOR_STAGES for frame in seen.frames[:6])
+
+
+def _waits_for_peers(seen: Seen) -> bool:
+    return bool(_collective(seen)) and seen.state not in _STOPPED
+
+
+def _collective(seen: Seen) -> str:
+    """Its name, where the innermost frames are of one: that of its outermost function that is public, or who called it."""
+    name, is_collective = "", False
+    for frame in seen.frames:
+        if any(part in frame.file for part in _COLLECTIVE_FILES):
+            is_collective = True
+            name = name if frame.function.startswith(("_", "wrapper")) else frame.function
+        elif not is_collective or name or not any(part in frame.file for part in _BETWEEN):
+            return name or (f"a collective of {frame.function}" if is_collective else "")
+    return name or ("a collective" if is_collective else "")
+
+
+def _place(seen: Seen) -> str:
+    """The innermost frame, and the innermost that is no library's where that is another one."""
+    if not seen.frames:
+        return ""
+    own = next((frame for frame in seen.frames if not any(part in frame.file for part in _LIBRARIES)), None)
+    innermost = seen.frames[0]
+    return str(innermost) if own in (None, innermost) else f"{innermost.function}, called by {own}"
+
+
+def _where(processes: Sequence[Seen]) -> str:
+    places = [f"process {seen.pid} is in {_place(seen)}{_computing(seen)}" for seen in processes if seen.frames]
+    return f" ({'; '.join(places)})" if places else ""
+
+
+def _computing(seen: Seen) -> str:
+    return f", at {seen.cpu_share:.0%} of a core" if seen.cpu_share >= 0.1 else ""
+
+
+def _notes(seen: Seen) -> dict[str, tuple[str, float]]:
+    """What it says of itself, the narrowest first, without the driver's stages."""
+    return {key: seen.notes[key] for key in ("waits", "work", "stage") if key in seen.notes and seen.notes[key][0]}
+
+
+def _of_work(seen: Seen) -> str:
+    said = [text for key in ("work", "stage") if (text := seen.notes.get(key, ("", 0.0))[0])]
+    return f", {said[0]}" + (f" of the stage {said[1]}" if len(said) > 1 else "") if said else ""
+
+
+def _since(times_s: Sequence[float], now_s: float) -> str:
+    """Of the newest note: what was said before it is over or wider."""
+    return f" since {max(0.0, now_s - max(times_s)):.0f} s" if times_s else ""
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    """rank 3; ranks 0-2 and 5."""
+    ranges: list[list[int]] = []
+    for rank in sorted(ranks):
+        if ranges and ranges[-1][-1] == rank - 1:
+            ranges[-1].append(rank)
+        else:
+            ranges.append([rank])
+    words = [str(r[0]) if len(r) == 1 else f"{r[0]}-{r[-1]}" for r in ranges]
+    return f"rank{'s' if len(ranks) > 1 else ''} {' and '.join([', '.join(words[:-1]), words[-1]] if len(words) > 1 else words)}"
+
+
+def frames_text(frames: Sequence[Frame]) -> str:
+    """Innermost first, one per line."""
+    return "\n".join(f"    {frame}" for frame in frames)

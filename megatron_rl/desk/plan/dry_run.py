@@ -1,0 +1,99 @@
+"""`--dry-run`: the resolved configuration, for reinforcement learning also the batch arithmetic, the stage graph and memory."""
+
+import os
+from pathlib import Path
+
+from rich.console import Console
+from rich.syntax import Syntax
+from rich.table import Table
+
+from megatron_rl.config.describe import batch_arithmetic, data_parallel_size
+from megatron_rl.config.layout import expert_tensor_size
+from megatron_rl.config.load import config_to_yaml
+from megatron_rl.config.schema import Config, ParallelConfig
+from megatron_rl.config.schema.commands import RL_COMMANDS
+from megatron_rl.desk.plan.memory_table import print_memory
+from megatron_rl.step.graph import check_graph
+from megatron_rl.step.table import graph_of
+
+_MOST_DEVICES = 8
+"""GPUs of a usual machine; their number is not asked for here, where torch may see none."""
+
+
+def print_plan(config: Config, *, command: str, world_size: int) -> None:
+    console = Console()
+    console.rule("resolved configuration")
+    text = config_to_yaml(config)
+    console.print(Syntax(text, "yaml", background_color="default") if console.is_terminal else text, soft_wrap=True)
+    if command in RL_COMMANDS:
+        console.rule("batch arithmetic")
+        console.print(_arithmetic_table(config, world_size))
+        console.rule(f"stages of a step (schedule.mode={config.schedule.mode.value})")
+        console.print(_stage_table(config))
+    if command == "train" and _has_model(config):
+        console.rule("memory")
+        print_memory(console, config, world_size)
+    for note in _notes(config, world_size):
+        console.print(f"note: {note}", soft_wrap=True)
+    console.print(
+        f"dry run: the configuration is good for `megatron-rl {command}`; nothing was started", soft_wrap=True
+    )
+
+
+def _has_model(config: Config) -> bool:
+    return (Path(config.policy.path) / "config.json").is_file()
+
+
+def _notes(config: Config, world_size: int) -> list[str]:
+    cores = os.cpu_count() or 1
+    if config.parallel.num_ranks <= max(cores, _MOST_DEVICES) or "RANK" in os.environ:
+        return []
+    return [
+        f"parallel.num_ranks={world_size} is more than this machine has ({cores} cores); without a launcher such as srun or "
+        "torchrun on several machines, all of them start here"
+    ]
+
+
+def _arithmetic_table(config: Config, world_size: int) -> Table:
+    layouts = [_layout_text(config.parallel, world_size)]
+    if config.critic.parallel:
+        layouts = [f"policy: {layouts[0]}", f"critic: {_layout_text(config.critic.parallel, world_size)}"]
+    table = Table(title="\n".join(layouts), title_justify="left")
+    table.add_column("quantity")
+    for name in ("global, per step", "per data-parallel rank", "per micro-batch"):
+        table.add_column(name, justify="right")
+    for row in batch_arithmetic(config, world_size):
+        table.add_row(row.name, row.per_step, row.per_rank, row.per_microbatch)
+    return table
+
+
+def _layout_text(parallel: ParallelConfig, world_size: int) -> str:
+    """The sizes of a layout, for people."""
+    sizes = {
+        "tensor": parallel.tensor_parallel_size,
+        "context": parallel.context_parallel_size,
+        "pipeline": parallel.pipeline_parallel_size,
+        "data": data_parallel_size(parallel, world_size),
+    }
+    always = ("tensor", "pipeline", "data")
+    text = f"{world_size} ranks = " + " x ".join(f"{k} {n}" for k, n in sizes.items() if n > 1 or k in always)
+    if parallel.expert_parallel_size > 1:
+        text += f"; experts over {parallel.expert_parallel_size} x {expert_tensor_size(parallel)} of a stage's ranks"
+    if parallel.virtual_pipeline_size > 1:
+        text += f"; {parallel.virtual_pipeline_size} chunks a pipeline rank"
+    return text
+
+
+def _stage_table(config: Config) -> Table:
+    graph = graph_of(config)
+    check_graph(graph)
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column("stage", no_wrap=True)
+    table.add_column("runs on", no_wrap=True)
+    table.add_column("waits for (k-1: of the step before; k+1: of the one after)", overflow="fold")
+    table.add_column("makes", overflow="fold")
+    for stage in graph:
+        waits = [f"{product}(k{-distance:+})" if distance else product for product, distance in stage.waits_for]
+        runs_on = "+".join(sorted(resource.value for resource in stage.occupies))
+        table.add_row(stage.name, runs_on, ", ".join(waits), ", ".join(stage.products))
+    return table

@@ -1,0 +1,206 @@
+"""Which of the plans that fit finishes responses soonest. Pure, and deterministic by its seed.
+
+A step of every plan is bounded from below by its stages' seconds first; those with the lowest bounds are simulated, with the same
+functions and costs as ``megatron-rl simulate --gpu``. In no mode do a step's rows depend on how long its stages take, but for
+over-sampling, which the bounds leave out.
+"""
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+
+from megatron_rl.config.derived import runs_ahead, server_placement
+from megatron_rl.config.layout import expert_tensor_size, ranks_of_replica
+from megatron_rl.config.schema import Config, Mode, Recompute
+from megatron_rl.desk.costs.gpus import Gpu
+from megatron_rl.desk.costs.run_memory import memory_fraction
+from megatron_rl.desk.plan.plan_search import Split
+from megatron_rl.desk.simulate.decoding import Limits, serve, spread
+from megatron_rl.desk.simulate.estimated_costs import estimated_kv_tokens, estimated_timing
+from megatron_rl.desk.simulate.prediction import (
+    Outcome,
+    StepWork,
+    Workload,
+    on_clock,
+    outcome_of,
+    simulated_works,
+    stage_seconds,
+    work_of,
+)
+from megatron_rl.desk.simulate.scenario import Scenario, scenario_of
+from megatron_rl.desk.simulate.slot_process import SlotProcess, Window
+from megatron_rl.desk.simulate.timing import Timing
+from megatron_rl.families.family import ModelConfig
+from megatron_rl.step.graph import Resource
+
+_LOOKED_AT, _SIMULATED = 4, 32
+"""Servers of a plan, for its bound and for its simulation: of many, some stand for all."""
+_RESPONSES_THAT_COUNT, _FEWEST_STEPS, _MOST_STEPS = 40_000, 6, 200
+_MORE = 4
+"""Plans that are simulated beyond those that are asked for, for their bounds may be in another order."""
+_SAME = 0.005
+"""Differences below this share are less than the estimates know: the plan that asks less of the network goes first."""
+
+
+@dataclass(frozen=True)
+class Ranked:
+    config: Config
+    """With all that a plan chooses."""
+    outcome: Outcome
+
+    @property
+    def response_s(self) -> float:
+        """Seconds a finished response."""
+        return 1 / self.outcome.finished_per_s if self.outcome.finished_per_s else float("inf")
+
+    @property
+    def binds(self) -> str:
+        """What has to become faster for a step to."""
+        outcome = self.outcome
+        takes_turns = server_placement(self.config.rollout).shares_devices or self.config.schedule.mode is Mode.sync
+        generation = outcome.stage_s["generate"] / outcome.step_s
+        if takes_turns:
+            return f"generation, {generation:.0%} of a step" if generation > 0.5 else f"training, {1 - generation:.0%} of a step"
+        if outcome.trainer_idle <= outcome.rollout_idle:
+            return f"trainer (servers idle {outcome.rollout_idle:.0%})"
+        return f"servers (trainer idle {outcome.trainer_idle:.0%})"
+
+
+@dataclass(frozen=True)
+class Ranking:
+    """``workload`` on ``gpu``, by a model with these facts."""
+
+    config: Config
+    """All keys that a plan does not choose."""
+    facts: ModelConfig
+    gpu: Gpu
+    workload: Workload
+    windows: Sequence[int]
+    """batch.window_tokens to compare."""
+    seed: int = 1
+
+    def best(self, found: Iterable[Split], number: int) -> list[Ranked]:
+        """The ``number`` fastest, without such as differ in nothing that the estimates know."""
+        bounds = sorted(self._bounds(found), key=lambda pair: _order(*pair))
+        works: dict[tuple[int | str, ...], list[StepWork]] = {}
+        chosen = [self._simulated(config, works) for config in _various([config for _, config in bounds], number + _MORE)]
+        return sorted(chosen, key=lambda one: _order(one.response_s, one.config))[:number]
+
+    def _bounds(self, found: Iterable[Split]) -> Iterator[tuple[float, Config]]:
+        """(seconds a finished response, plan): not less than these, but for the publish, which is that of the first servers."""
+        for split in found:
+            # On the trainer's GPUs servers of a size are taken with the largest cache that any trainer leaves them.
+            rising = sorted(split.trainers, key=lambda trainer: memory_fraction(trainer))
+            servers = split.servers or tuple({trainer.rollout.tensor_parallel_size: trainer for trainer in rising}.values())
+            served = {server.rollout.tensor_parallel_size: self._generate_s(server) for server in servers}
+            for trainer in split.trainers:
+                timing = estimated_timing(trainer, self.gpu, self.facts)
+                for window, settled in self._settled.items():
+                    trains = _trainer_seconds(self._scenario(with_window(trainer, window)), settled, timing)
+                    for server in split.servers or (trainer,):
+                        config = with_window(replace(trainer, rollout=server.rollout), window)
+                        generate_s = served[server.rollout.tensor_parallel_size][window]
+                        yield _step_bound(config, generate_s, trains) / max(settled.num_finished, 1), config
+
+    def _generate_s(self, config: Config) -> dict[int, float]:
+        """By window, seconds of the slowest of some servers."""
+        scenario, timing = self._limited(config), estimated_timing(config, self.gpu, self.facts)
+        return {window: max(_server_seconds(steps[-1], scenario, timing, _LOOKED_AT)) for window, steps in self._windows.items()}
+
+    @cached_property
+    def _windows(self) -> dict[int, list[Window]]:
+        """What each step has to do, until the slots are mixed as they will be and some steps more."""
+        found = {}
+        for window in self.windows:
+            scenario = self._scenario(with_window(self.config, window))
+            scenario = replace(scenario, num_servers=1, limits=Limits(), num_slots=scenario.num_trained)
+            slots = SlotProcess(scenario, self.workload.lengths.draw, self.workload.prompts.draw, np.random.default_rng(self.seed))
+            found[window] = [slots.generate(step, Timing()) for step in range(_num_steps(scenario))]
+        return found
+
+    @cached_property
+    def _settled(self) -> dict[int, StepWork]:
+        return {window: work_of(steps[-1], 0) for window, steps in self._windows.items()}
+
+    @cached_property
+    def _scenarios(self) -> dict[tuple[object, ...], Scenario]:
+        return {}
+
+    def _scenario(self, config: Config) -> Scenario:
+        """Of steps like any other: without warm-up, evaluation and checkpoints, and of one round of dynamic sampling."""
+        rollout, kind = config.rollout, (config.batch.window_tokens, config.rollout.placement)
+        if kind not in self._scenarios:
+            algorithm = config.algorithm
+            once = replace(algorithm, dynamic_sampling=replace(algorithm.dynamic_sampling, enabled=False))
+            scenario = scenario_of(replace(config, algorithm=once))
+            self._scenarios[kind] = replace(scenario, critic_warmup_steps=0, save_every_steps=0, eval_every_steps=0)
+        shares = config.parallel.num_ranks / rollout.tensor_parallel_size
+        return replace(self._scenarios[kind], num_servers=rollout.num_servers, ranks_per_server=shares)
+
+    def _limited(self, config: Config) -> Scenario:
+        scenario = self._scenario(config)
+        tokens = scenario.limits.kv_tokens or estimated_kv_tokens(config, self.gpu, self.facts)
+        return replace(scenario, limits=replace(scenario.limits, kv_tokens=tokens))
+
+    def _simulated(self, config: Config, works: dict[tuple[int | str, ...], list[StepWork]]) -> Ranked:
+        scenario, timing, rollout = self._limited(config), estimated_timing(config, self.gpu, self.facts), config.rollout
+        key = (config.batch.window_tokens, rollout.tensor_parallel_size, rollout.num_servers, str(scenario.limits))
+        if key not in works and scenario.over_samples:
+            works[key] = simulated_works(scenario, self.workload, timing, num_steps=_num_steps(scenario), seed=self.seed)
+        elif key not in works:
+            steps = self._windows[config.batch.window_tokens]
+            served = [replace(step, server_s=_server_seconds(step, scenario, timing, _SIMULATED)) for step in steps]
+            works[key] = [work_of(one, step) for step, one in enumerate(served)]
+        return Ranked(config, outcome_of(on_clock(scenario, works[key], timing)))
+
+
+def _num_steps(scenario: Scenario) -> int:
+    return scenario.num_settling_steps + max(_FEWEST_STEPS, min(_MOST_STEPS, _RESPONSES_THAT_COUNT // scenario.num_slots))
+
+
+def _server_seconds(window: Window, scenario: Scenario, timing: Timing, number: int) -> tuple[float, ...]:
+    """Of ``number`` servers at most: each has its share of the same mixture."""
+    rows = window.generated
+    prefix, owned = rows.prompt + rows.held, spread(len(rows), scenario.num_servers)[:number]
+    return tuple(serve(prefix[own], rows.new[own], timing, scenario.limits).seconds for own in owned)
+
+
+def _trainer_seconds(scenario: Scenario, work: StepWork, timing: Timing) -> dict[str, float]:
+    stages = (stage.name for stage in scenario.graph if Resource.trainer in stage.occupies and stage.name != "generate")
+    return {name: stage_seconds(name, work, 0, scenario, timing) for name in stages}
+
+
+def _step_bound(config: Config, generate_s: float, trains: Mapping[str, float]) -> float:
+    total = sum(trains.values())
+    if server_placement(config.rollout).shares_devices or config.schedule.mode is Mode.sync:
+        return generate_s + total
+    if runs_ahead(config.schedule):
+        return max(generate_s, total)
+    # The critic learns while the next window is generated.
+    return max(generate_s + total - trains.get("update_critic", 0.0), total)
+
+
+def _various(configs: Sequence[Config], number: int) -> list[Config]:
+    """The best of each division of the GPUs, size of servers and window, the ``number`` best of these."""
+    best: dict[tuple[object, ...], Config] = {}
+    for config in configs:
+        rollout = config.rollout
+        place = (config.parallel.num_ranks, rollout.placement, rollout.tensor_parallel_size, config.batch.window_tokens)
+        best.setdefault(place, config)
+    return list(best.values())[:number]
+
+
+def _order(seconds: float, config: Config) -> tuple[float, ...]:
+    parallel = config.parallel
+    shared = ranks_of_replica(parallel) / parallel.pipeline_parallel_size
+    experts = parallel.expert_parallel_size * expert_tensor_size(parallel) if parallel.expert_parallel_size > 1 else 1
+    recomputes = list(Recompute).index(config.policy.recompute)
+    alike = round(math.log(seconds) / _SAME) if 0 < seconds < math.inf else math.inf
+    return (alike, recomputes, shared, parallel.pipeline_parallel_size, experts, parallel.virtual_pipeline_size, seconds)
+
+
+def with_window(config: Config, window: int) -> Config:
+    return replace(config, batch=replace(config.batch, window_tokens=window))

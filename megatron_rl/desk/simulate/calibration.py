@@ -1,0 +1,149 @@
+"""The costs of a run, from the seconds and the facts in its timeline.
+
+``engine_costs.py`` finds what the servers cost; here stand the trainer's and the driver's stages: seconds against tokens.
+One run hardly tells a fixed part from one per token where all its steps are alike; what it leaves open is taken as mostly
+per token (``_PRIOR``).
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from megatron_rl.desk.simulate.contention import contention_of
+from megatron_rl.desk.simulate.engine_costs import all_rows, decode_costs, rest_costs, served
+from megatron_rl.desk.simulate.fitting import mixture
+from megatron_rl.desk.simulate.prediction import StepWork, is_due, work_of
+from megatron_rl.desk.simulate.recorded_run import RecordedRun, Round
+from megatron_rl.desk.simulate.scenario import Scenario
+from megatron_rl.desk.simulate.slot_process import Window, trained_rows
+from megatron_rl.desk.simulate.timing import Timing, Work
+from megatron_rl.errors import UserError
+
+_PRIOR = {"token_s": 0.7, "row_s": 0.15, "fixed_s": 0.15, "update_s": 0.3}
+"""Shares of a stage's seconds that each part has where the run does not tell them apart."""
+_FORWARD = ("old_logprobs", "values", "reference_logprobs")
+_FIXED = ("sleep", "publish", "record")
+_UNITS = {
+    "old_logprobs": ("token_s", "fixed_s"),
+    "reference_logprobs": ("token_s", "fixed_s"),
+    "values": ("token_s", "fixed_s"),
+    "process_rewards": ("token_s", "fixed_s"),
+    "advantages": ("token_s", "fixed_s"),
+    "score": ("row_s", "fixed_s"),
+    "update_policy": ("token_s", "update_s"),
+    "update_critic": ("token_s", "update_s"),
+}
+
+
+def calibrated(run: RecordedRun, scenario: Scenario) -> Timing:
+    """``scenario``: the run's own. Raises UserError for a run whose timeline does not say what its stages did."""
+    steps = [step for step in run.steps if step in run.rounds]
+    if len(steps) > 3:
+        steps = steps[1:]  # the first one compiles, loads and fills caches
+    if not steps:
+        raise UserError(
+            f"--run {run.folder}: its timeline does not say what its generate stages did (a run of an earlier version); run "
+            "it again for a few steps, replay it with --replay, or give --timing and --lengths"
+        )
+    decode, shared = decode_costs(run, scenario, steps, contention_of(run, steps, scenario.num_servers))
+    timing = Timing(decode=decode, cores=shared.cores, overlap_rate=shared.overlap_rate)
+    works = {step: recorded_work(run.rounds[step], step, scenario, timing) for step in steps}
+    stages, cores = {}, shared.stage_cores(run)
+    for stage in scenario.graph:
+        seconds = {step: s for step, s in shared.alone(run, stage.name).items() if step in works}
+        cost = _stage_cost(stage.name, seconds, works, scenario)
+        if cost is not None:
+            stages[stage.name] = replace(cost, cores=cores.get(stage.name, 0.0))
+    forward_s = max((stages[name].token_s for name in _FORWARD if name in stages), default=0.0)
+    if "old_logprobs" not in stages and "update_policy" in stages:
+        # It never ran, and so says nothing of a forward pass's seconds; forward and backward are three times as much.
+        update = stages["update_policy"]
+        stages["old_logprobs"] = replace(update, token_s=update.token_s / 3, update_s=0.0)
+    prefill, rest = rest_costs(run, scenario, timing, shared, forward_s)
+    stages["generate"] = replace(rest, cores=cores.get("generate", 0.0))
+    return replace(timing, prefill=prefill, stages=stages, between_s=_between_s(run, scenario))
+
+
+def recorded_window(rounds: Sequence[Round], scenario: Scenario, timing: Timing) -> Window:
+    """What a recorded generate stage did, and how long its servers take for it under ``timing``."""
+    rows, server_s = [], np.zeros(scenario.num_servers)
+    for one in rounds:
+        whole = all_rows(one)
+        server_s += np.array([each.seconds for each in served(whole, scenario, timing)])
+        rows.append(whole)
+    generated = rows[0]
+    for more in rows[1:]:
+        generated += more
+    # What over-sampling discarded a run does not say; groups are unknown, so that no response waits for its own.
+    trains = replace(scenario, num_slots=scenario.num_trained, whole_groups=False)
+    return Window(generated, trained_rows(generated, trains), tuple(server_s.tolist()))
+
+
+def recorded_work(rounds: Sequence[Round], step: int, scenario: Scenario, timing: Timing) -> StepWork:
+    return work_of(recorded_window(rounds, scenario, timing), step)
+
+
+def _stage_cost(name: str, seconds: dict[int, float], works: dict[int, StepWork], scenario: Scenario) -> Work | None:
+    steps = sorted(seconds)
+    if name == "update_policy":
+        steps = [step for step in steps if step > scenario.critic_warmup_steps]
+    if not steps or name == "generate":
+        return None
+    measured = np.array([seconds[step] for step in steps])
+    if name in ("evaluate", "checkpoint"):
+        due = np.array([is_due(name, step - 1, scenario) or step == steps[-1] for step in steps])
+        usual_s = float(measured[~due].mean()) if not due.all() else 0.0
+        return Work(fixed_s=usual_s, update_s=max(float(measured[due].mean()) - usual_s, 0.0))
+    if name in _FIXED or name not in _UNITS:
+        return Work(fixed_s=float(measured.mean()))
+    chosen = [works[step] for step in steps]
+    if name == "update_critic":
+        tokens, rows = [float(w.finished_tokens) for w in chosen], [w.num_finished for w in chosen]
+        size, passes = scenario.critic_minibatch_size, scenario.critic_epochs
+    else:
+        tokens, rows = [float(w.row_tokens) for w in chosen], [w.num_rows for w in chosen]
+        size, passes = scenario.policy_minibatch_size, 1
+    if name == "old_logprobs":
+        shares = [scenario.old_share(work.num_rows, step - 1) for step, work in zip(steps, chosen, strict=True)]
+        if not any(shares):
+            return None
+        tokens = [number * share for number, share in zip(tokens, shares, strict=True)]
+    if name == "score":
+        rows = [w.num_finished for w in chosen]
+    found = {
+        "token_s": np.array(tokens, dtype=np.float64) * passes,
+        "row_s": np.array(rows, dtype=np.float64),
+        "update_s": np.ceil(np.array(rows) / size) * passes,
+        "fixed_s": np.ones(len(steps)),
+    }
+    return _fitted({unit: found[unit] for unit in _UNITS[name]}, measured)
+
+
+def _fitted(units: dict[str, np.ndarray], measured: np.ndarray) -> Work:
+    mean = float(measured.mean())
+    if mean <= 0:
+        return Work()
+    whole = sum(_PRIOR[unit] for unit in units)
+    return Work(**mixture(units, measured, {unit: mean * _PRIOR[unit] / whole for unit in units}))
+
+
+def _between_s(run: RecordedRun, scenario: Scenario) -> float:
+    """From the moment a stage could start to its start: what it needs was made, and its resource was free."""
+    makers = {product: stage for stage in scenario.graph for product in stage.products}
+    spans = {(span.name, span.step): span for span in run.spans}
+    busy = {lane: sorted(s.end_s for s in run.spans if s.lane == lane) for lane in ("rollout", "trainer", "host")}
+    gaps = []
+    for stage in scenario.graph:
+        for step in run.steps[1:]:
+            span = spans.get((stage.name, step))
+            needed = [spans.get((makers[product].name, step - back)) for product, back in stage.waits_for]
+            if span is None or not needed or None in needed:
+                continue
+            ends = [one.end_s for one in needed if one is not None]
+            for lane in stage.occupies:
+                before = np.searchsorted(busy[lane.value], span.start_s + 1e-6) - 1
+                if before >= 0:
+                    ends.append(busy[lane.value][before])
+            gaps.append(max(span.start_s - max(ends), 0.0))
+    return float(np.mean(gaps)) if gaps else 0.0

@@ -1,0 +1,151 @@
+"""Generation and training on the cores of one machine: how much each wants, and how much they slow each other down.
+
+The timeline says the CPU seconds of a stage; over the seconds that it would take alone these are the cores that it wants.
+Where generation overlaps trainer stages all of them are taken to run at a common rate r:
+
+    r = k min(1, cores / (servers * c_g + c_t)), c = CPU seconds / seconds alone, seconds alone = measured - overlap (1 - r)
+
+k is 1 where they find room next to each other, as servers on GPUs of their own do; on full cores it is what the run's rows
+say, or _FULL_RATE: two busy CPUs share more than cores.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from megatron_rl.desk.simulate.clock import FULL_SHARE
+from megatron_rl.desk.simulate.recorded_run import RecordedRun
+from megatron_rl.tracking.timeline import Span
+
+_LEAST_RATE = 0.25
+_FULL_RATE = 0.8
+"""Measured on two cores of a shared machine."""
+
+
+@dataclass(frozen=True)
+class Contention:
+    cores: float
+    """Of the machine; 0: the run does not say."""
+    rate: float
+    """At which stages ran while generation and the trainer overlapped."""
+    trainer: Sequence[Span]
+    generate: Sequence[Span]
+    num_servers: int
+    busy_s: float
+    """Of all servers together in the generate stages, as they were."""
+    beside_s: Mapping[tuple[str, int], float]
+    """(stage, step) -> seconds for which generation and a trainer stage overlapped."""
+
+    @property
+    def overlap_s(self) -> float:
+        return sum(self.beside_s[span.name, span.step] for span in self.trainer)
+
+    @property
+    def overlaps(self) -> bool:
+        """Enough of them that the run tells how much they slow each other down."""
+        return self.cores > 0 and self.overlap_s > 0.05 * sum(map(_seconds, self.generate))
+
+    @property
+    def wanted(self) -> float:
+        """Cores that all servers and the trainer want together, at ``rate``."""
+        lost_s = (1 - self.rate) * self.overlap_s
+        server = sum(map(_cpu_s, self.generate)) / max(self.busy_s - self.num_servers * lost_s, 1e-9)
+        # The trainer's stages that overlap are those that count, where some do.
+        overlaps = self.overlaps
+        spans = [s for s in self.trainer if not overlaps or self.beside_s[s.name, s.step] > 0]
+        trainer = sum(map(_cpu_s, spans)) / max(sum(map(_seconds, spans)) - lost_s, 1e-9)
+        return self.num_servers * min(server, self.cores) + min(trainer, self.cores)
+
+    @property
+    def share_of_cores(self) -> float:
+        """That is left to each while they overlap."""
+        return min(1.0, self.cores / max(self.wanted, 1e-9)) if self.cores else 1.0
+
+    @property
+    def overlap_rate(self) -> float:
+        """k: the rate, over the share of the cores."""
+        if self.overlaps:
+            return min(self.rate / self.share_of_cores, 1.0)
+        return _FULL_RATE if self.wanted > FULL_SHARE * self.cores > 0 else 1.0
+
+    def alone(self, run: RecordedRun, name: str) -> dict[int, float]:
+        """Seconds of a stage by step, as if nothing had run next to it."""
+        found: dict[int, float] = {}
+        for span in run.spans:
+            if span.name == name:
+                lost = (1 - self.rate) * self.beside_s.get((name, span.step), 0.0)
+                found[span.step] = found.get(span.step, 0.0) + _seconds(span) - lost
+        return found
+
+    def undisturbed(self, starts_s: np.ndarray, ends_s: np.ndarray) -> np.ndarray:
+        """[intervals] seconds of generation between two moments, without what the trainer took away."""
+        lost = np.zeros(len(starts_s))
+        for other in self.trainer:
+            lost += (np.minimum(ends_s, other.end_s) - np.maximum(starts_s, other.start_s)).clip(0)
+        return ends_s - starts_s - (1 - self.rate) * lost
+
+    def stage_cores(self, run: RecordedRun) -> dict[str, float]:
+        """Cores that each stage keeps busy where nothing else runs, of generate those of each server."""
+        if not self.cores:
+            return {}
+        lost_s = (1 - self.rate) * self.overlap_s * self.num_servers
+        found = {"generate": sum(map(_cpu_s, self.generate)) / max(self.busy_s - lost_s, 1e-9)}
+        for name in {span.name for span in self.trainer}:
+            alone = self.alone(run, name)
+            spans = [span for span in self.trainer if span.name == name]
+            found[name] = sum(map(_cpu_s, spans)) / max(sum(alone[step] for step in {s.step for s in spans}), 1e-9)
+        return {name: float(min(cores, self.cores)) for name, cores in found.items()}
+
+
+def contention_of(run: RecordedRun, steps: Sequence[int], num_servers: int) -> Contention:
+    """With the rate that CPU seconds speak for."""
+    chosen = set(steps)
+    generate = [span for span in run.spans if span.name == "generate" and span.step in chosen]
+    trainer = [span for span in run.spans if span.lane == "trainer" and span.args.get("cpu_s") and span.step in chosen]
+    cores = max((float(span.args.get("cores", 0)) for span in generate), default=0.0)
+    if not all("cpu_s" in span.args for span in generate):
+        cores = 0.0
+    busy_s = sum(_busy_s(run, span, num_servers) for span in generate)
+    beside_s = _beside_s(trainer, generate) | _beside_s(generate, trainer)
+    found = Contention(cores, 1.0, trainer, generate, num_servers, busy_s, beside_s)
+    for _ in range(30 if found.overlaps else 0):
+        full = found.wanted > FULL_SHARE * cores
+        rate = (_FULL_RATE if full else 1.0) * found.share_of_cores
+        found = replace(found, rate=max((found.rate + rate) / 2, _LEAST_RATE))
+    return found
+
+
+def _busy_s(run: RecordedRun, span: Span, num_servers: int) -> float:
+    """Seconds of a generate stage in which servers had requests, summed over the servers."""
+    rounds = run.rounds.get(span.step, [])
+    if len(rounds) != 1 or len(rounds[0].new) < rounds[0].num_rows or not rounds[0].seconds.any():
+        return num_servers * _seconds(span)
+    own_s = [float(rounds[0].seconds[server::num_servers].max(initial=0.0)) for server in range(num_servers)]
+    return max(_seconds(span) - max(own_s), 0.0) + sum(own_s)
+
+
+def _cpu_s(span: Span) -> float:
+    return float(span.args["cpu_s"])
+
+
+def _seconds(span: Span) -> float:
+    return span.end_s - span.start_s
+
+
+def _overlap_s(span: Span, others: Sequence[Span]) -> float:
+    return sum(
+        max(min(span.end_s, o.end_s) - max(span.start_s, o.start_s), 0.0) for o in others if abs(o.step - span.step) < 3
+    )
+
+
+def _beside_s(spans: Sequence[Span], others: Sequence[Span]) -> dict[tuple[str, int], float]:
+    """Seconds that each of ``spans`` overlapped ``others``; by name and step, of neighbouring steps alone."""
+    by_step: dict[int, list[Span]] = {}
+    for other in others:
+        by_step.setdefault(other.step, []).append(other)
+    found: dict[tuple[str, int], float] = {}
+    for span in spans:
+        near = [other for step in range(span.step - 2, span.step + 3) for other in by_step.get(step, ())]
+        found[span.name, span.step] = found.get((span.name, span.step), 0.0) + _overlap_s(span, near)
+    return found

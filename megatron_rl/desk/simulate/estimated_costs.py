@@ -1,0 +1,122 @@
+"""Costs of a run that nobody has made yet: from the model's config.json, the layout and a GPU's peaks. Pure.
+
+The formulas of ``megatron_rl.desk.costs``; docs/estimates.md says how far they are from what others measured.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from megatron_rl.config.derived import bucket_bytes, server_placement
+from megatron_rl.config.layout import critic_layout, layout_problems, ranks_of_replica
+from megatron_rl.config.schema import Config, ParallelConfig, Recompute
+from megatron_rl.desk.costs.counts import num_parameters
+from megatron_rl.desk.costs.gpus import Gpu
+from megatron_rl.desk.costs.publish_time import publish_seconds
+from megatron_rl.desk.costs.run_memory import memory_fraction
+from megatron_rl.desk.costs.serving_time import decode_curve, kv_bytes, kv_tokens, prefill_seconds
+from megatron_rl.desk.costs.training_time import REINFORCEMENT, training_seconds
+from megatron_rl.desk.costs.training_time import Work as Batch
+from megatron_rl.desk.simulate.timing import Decode, Timing, Work
+from megatron_rl.errors import ConfigError
+from megatron_rl.families.facts import as_config, read_model_json
+from megatron_rl.families.family import ModelConfig
+
+_NODES = tuple(2.0**power for power in range(13))
+"""Running responses between which a decode step's time is taken as linear."""
+
+
+def estimated_timing(config: Config, gpu: Gpu, facts: ModelConfig | None = None) -> Timing:
+    """``facts``: the policy's; None: from policy.path.
+
+    Raises ConfigError where the configuration does not say enough, ModelError for what policy.path holds.
+    """
+    parallel, size = config.parallel, config.rollout.tensor_parallel_size
+    if not parallel.num_ranks:
+        raise ConfigError("parallel.num_ranks=0: expected the number of trainer ranks, to estimate their seconds")
+    if problems := [*layout_problems(parallel, parallel.num_ranks)]:
+        raise ConfigError("\n".join(problems))
+    model = facts or _model(config)
+    curve = decode_curve(model, gpu, num_gpus=size)
+    # A sequence of no tokens costs nothing, and a step is linear in the tokens that it reads.
+    context_s = (curve(1, 1000) - curve(1, 0)) / 1000
+    critic = critic_layout(config)
+
+    def passes(number: float, layout: ParallelConfig = parallel) -> Work:
+        return _passes(model, gpu, layout, number, parallel.num_ranks, config.batch.max_tokens_per_microbatch)
+
+    def update(recompute: Recompute) -> float:
+        return 4.0 if recompute is Recompute.full else 3.0
+
+    policy, values = passes(1.0), passes(1.0, critic)
+    return Timing(
+        decode=Decode(_NODES, tuple(curve(running, 0) for running in _NODES), context_s),
+        prefill=_quadratic(lambda length: prefill_seconds(model, gpu, num_gpus=size, lengths=[length])),
+        stages={
+            "old_logprobs": policy,
+            "reference_logprobs": policy,
+            "values": values,
+            "process_rewards": values,
+            "update_policy": passes(update(config.policy.recompute)),
+            "update_critic": passes(update(config.critic.recompute), critic),
+            "publish": Work(fixed_s=_publish_s(config, model, gpu)),
+        },
+    )
+
+
+def estimated_kv_tokens(config: Config, gpu: Gpu, facts: ModelConfig | None = None) -> int:
+    """Tokens that one server's cache holds; ConfigError where its weights do not fit."""
+    size, fraction = config.rollout.tensor_parallel_size, memory_fraction(config)
+    model = facts or _model(config)
+    tokens = int(kv_tokens(model, gpu, num_gpus=size, memory_fraction=fraction))
+    if tokens < 1:
+        missing = -tokens * kv_bytes(model, size) / 1e9
+        raise ConfigError(
+            f"rollout.tensor_parallel_size={size}: the model's weights leave no room for a KV cache, {missing:.0f} GB too "
+            f"many on each GPU with mem-fraction-static {fraction:g}; raise one of them"
+        )
+    return tokens
+
+
+def _model(config: Config) -> ModelConfig:
+    if not (Path(config.policy.path) / "config.json").is_file():
+        raise ConfigError(
+            f"policy.path={config.policy.path!r}: expected a folder with the model's config.json, to estimate what it costs"
+        )
+    return as_config(read_model_json(config.policy.path))
+
+
+def _passes(
+    model: ModelConfig, gpu: Gpu, layout: ParallelConfig, number: float, num_ranks: int, pack_tokens: int
+) -> Work:
+    """``number`` forward passes' worth on all ranks. Filling and draining the pipeline takes as long for few packs as for many."""
+
+    def seconds(length: int, ranks: int = num_ranks) -> float:
+        return training_seconds(model, layout, gpu, Batch([length], number), num_ranks=ranks, efficiency=REINFORCEMENT)
+
+    cost = _quadratic(seconds)
+    per_pack = cost.token_s * pack_tokens * num_ranks / ranks_of_replica(layout)
+    fill_s = per_pack * (layout.pipeline_parallel_size - 1) / layout.virtual_pipeline_size
+    once = {"update_s": fill_s} if number >= 3 else {"fixed_s": fill_s}
+    return Work(token_s=cost.token_s, square_s=cost.square_s, **once)
+
+
+def _quadratic(seconds: Callable[[int], float]) -> Work:
+    """The two costs of what is ``a * length + b * length**2``."""
+    length = 1024
+    square_s = (seconds(2 * length) - 2 * seconds(length)) / (2 * length**2)
+    return Work(token_s=seconds(length) / length - square_s * length, square_s=square_s)
+
+
+def _publish_s(config: Config, model: ModelConfig, gpu: Gpu) -> float:
+    size = config.rollout.tensor_parallel_size
+    number = len(config.rollout.urls) or config.rollout.num_servers
+    return publish_seconds(
+        2 * num_parameters(model),
+        gpu,
+        # Colocated servers take their parts on the device; the gather before is the same.
+        way="point_to_point" if server_placement(config.rollout).shares_devices else "broadcast",
+        num_stages=config.parallel.pipeline_parallel_size,
+        num_server_gpus=size * number,
+        gpus_per_server=size,
+        bucket_bytes=bucket_bytes(config.rollout, "cuda"),
+    )

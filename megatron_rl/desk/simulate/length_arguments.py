@@ -1,0 +1,31 @@
+"""``--lengths`` and ``--prompts`` of a command: a named distribution, a file of lengths, or a run's folder."""
+
+from pathlib import Path
+
+from megatron_rl.config.load import load_config
+from megatron_rl.config.schema import Config, Mode
+from megatron_rl.desk.simulate.lengths import Lengths, named_lengths, read_lengths
+from megatron_rl.desk.simulate.recorded_run import RecordedRun, read_run, response_lengths
+from megatron_rl.errors import UserError
+
+DEFAULT_PROMPTS = "fixed:length=200"
+"""Of a run that says nothing of its prompts."""
+
+
+def config_of_run(run: RecordedRun) -> Config:
+    return load_config(run.folder / "config.yaml")
+
+
+def lengths_of_words(words: str) -> Lengths:
+    path = Path(words)
+    if path.is_dir():
+        return lengths_of_run(read_run(path))
+    if path.name in ("metrics.jsonl", "timeline.json"):
+        return lengths_of_run(read_run(path.parent))
+    return read_lengths(path) if path.is_file() else named_lengths(words)
+
+
+def lengths_of_run(run: RecordedRun) -> Lengths:
+    if not run.rounds:
+        raise UserError(f"{run.folder}: the run's timeline does not say how long its responses were; give --lengths")
+    return response_lengths(run, carries=config_of_run(run).schedule.mode is not Mode.sync)

@@ -1,0 +1,254 @@
+"""A run's steps on a clock, and what they come to. Pure and deterministic by its seed."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+from math import ceil
+
+import numpy as np
+
+from megatron_rl.config.derived import falls_due
+from megatron_rl.desk.simulate.clock import Load, run_clock
+from megatron_rl.desk.simulate.lengths import Lengths
+from megatron_rl.desk.simulate.scenario import Scenario
+from megatron_rl.desk.simulate.slot_process import Rows, SlotProcess, Window
+from megatron_rl.desk.simulate.timing import Timing
+from megatron_rl.step.graph import StageRun
+from megatron_rl.tracking.timeline import Span
+
+_ROW_STAGES = ("old_logprobs", "reference_logprobs", "values", "process_rewards", "advantages")
+"""Stages that read the rows of the window's batch once."""
+
+
+@dataclass(frozen=True)
+class Workload:
+    lengths: Lengths
+    """Of responses."""
+    prompts: Lengths
+
+
+@dataclass(frozen=True)
+class StepWork:
+    """The sums that costs are taken of, and what tables tell."""
+
+    server_s: tuple[float, ...]
+    """Decode and prefill of each server, rising."""
+    num_requests: int
+    new_tokens: int
+    prefill_tokens: int
+    carried_tokens: int
+    """Of the prefill: what earlier steps had generated."""
+    num_rows: int
+    row_tokens: int
+    row_squares: float
+    num_finished: int
+    finished_tokens: int
+    """Rows of the finished: prompt and response."""
+    finished_squares: float
+    finished_new_tokens: int
+    """New tokens in rows that have ended."""
+    trained_tokens: int
+    """Of the rows, those that the policy learns from."""
+    prompt_tokens: int
+    """Of the rows."""
+    oldest_age: int
+    """Versions between the oldest token of a finished response and the critic's pass over it; the policy's without a critic."""
+
+
+def work_of(window: Window, step: int) -> StepWork:
+    done, rows = window.generated, window.trained
+    ended = rows.pick(np.flatnonzero(rows.ended))
+    finished = ended if window.finished is None else window.finished
+    sent = done.pick(np.flatnonzero(done.new > 0))
+    return StepWork(
+        server_s=tuple(sorted(window.server_s)),
+        num_requests=len(sent),
+        new_tokens=int(done.new.sum()),
+        prefill_tokens=int((sent.prompt + sent.held).sum()),
+        carried_tokens=int(sent.held.sum()),
+        num_rows=len(rows),
+        row_tokens=int(rows.row_tokens.sum()),
+        row_squares=_squares(rows),
+        num_finished=len(finished),
+        finished_tokens=int(finished.row_tokens.sum()),
+        finished_squares=_squares(finished),
+        finished_new_tokens=int(ended.new.sum()),
+        trained_tokens=int(rows.new.sum()),
+        prompt_tokens=int(rows.prompt.sum()),
+        oldest_age=int((step - ended.born).max()) if len(ended) else 0,
+    )
+
+
+def stage_seconds(
+    name: str, work: StepWork, step: int, scenario: Scenario, timing: Timing, *, last: bool = False
+) -> float:
+    """What a stage takes where nothing disturbs it. ``last``: of the run, which ends with a checkpoint and an evaluation."""
+    cost = timing.stage(name)
+    rows = {"tokens": work.row_tokens, "squares": work.row_squares, "rows": work.num_rows}
+    finished = {"tokens": work.finished_tokens, "squares": work.finished_squares, "rows": work.num_finished}
+    policy_rests = step < scenario.critic_warmup_steps
+    if name == "generate":
+        return max(work.server_s) + cost.seconds(tokens=work.new_tokens, rows=work.num_requests)
+    if name == "update_critic":
+        updates = ceil(work.num_finished / scenario.critic_minibatch_size)
+        return scenario.critic_epochs * cost.seconds(**finished, updates=updates) if updates else 0.0
+    if name in ("update_policy", "publish") and policy_rests:
+        return 0.0
+    if name == "old_logprobs":
+        share = scenario.old_share(work.num_rows, step)
+        return cost.seconds(**{unit: number * share for unit, number in rows.items()}) if share else 0.0
+    if name in ("evaluate", "checkpoint"):
+        return cost.seconds(updates=last or is_due(name, step, scenario))
+    if name == "update_policy":
+        return cost.seconds(**rows, updates=ceil(work.num_rows / scenario.policy_minibatch_size))
+    if name == "score":
+        return cost.seconds(**finished)
+    return cost.seconds(**rows) if name in _ROW_STAGES else cost.fixed_s
+
+
+def stage_load(name: str, work: StepWork, step: int, scenario: Scenario, timing: Timing, *, last: bool = False) -> Load:
+    """``stage_seconds`` and the cores that they take: of generate fewer and fewer, as one server after the other is through."""
+    seconds, cores = stage_seconds(name, work, step, scenario, timing, last=last), timing.stage(name).cores
+    if name != "generate":
+        return Load(seconds, cores)
+    load, times = None, (0.0, *work.server_s)
+    for index in range(len(times) - 1, 0, -1):
+        load = Load(times[index] - times[index - 1], cores * (len(times) - index), load)
+    return Load(seconds - times[-1], cores, load)
+
+
+def is_due(name: str, step: int, scenario: Scenario) -> bool:
+    """Whether ``evaluate`` or ``checkpoint`` has something to do in a step."""
+    every = scenario.eval_every_steps if name == "evaluate" else scenario.save_every_steps
+    return falls_due(step + 1, every)
+
+
+def _squares(rows: Rows) -> float:
+    return float((rows.row_tokens.astype(np.float64) ** 2).sum())
+
+
+@dataclass(frozen=True)
+class Prediction:
+    scenario: Scenario
+    spans: Sequence[Span]
+    works: Sequence[StepWork]
+    first: int
+    """The first step that counts: the slots have settled."""
+
+    @property
+    def ends_s(self) -> np.ndarray:
+        """[steps] when each was recorded."""
+        return np.array([span.end_s for span in self.spans if span.name == "record"])
+
+    @property
+    def step_s(self) -> np.ndarray:
+        return np.diff(self.ends_s, prepend=0.0)
+
+
+def predict(
+    scenario: Scenario, workload: Workload, timing: Timing, *, num_steps: int, seed: int, first: int | None = None
+) -> Prediction:
+    """``num_steps`` steps; those from ``first`` on count, by default all but the ones in which the slots settle."""
+    works = simulated_works(scenario, workload, timing, num_steps=num_steps, seed=seed)
+    return on_clock(scenario, works, timing, first=first)
+
+
+def simulated_works(
+    scenario: Scenario, workload: Workload, timing: Timing, *, num_steps: int, seed: int
+) -> list[StepWork]:
+    """What each step has to do. In no mode does it depend on how long other stages take."""
+    rng = np.random.default_rng(seed)
+    slots = SlotProcess(scenario, workload.lengths.draw, workload.prompts.draw, rng)
+    return [work_of(slots.generate(step, timing), step) for step in range(num_steps)]
+
+
+def on_clock(scenario: Scenario, works: Sequence[StepWork], timing: Timing, *, first: int | None = None) -> Prediction:
+    def load_of(run: StageRun) -> Load:
+        # A run that is simulated goes on behind its last step.
+        return stage_load(run.stage.name, works[run.step], run.step, scenario, timing)
+
+    spans = run_clock(scenario.graph, load_of, len(works), **timing.sharing)
+    settled = min(scenario.num_settling_steps, len(works) - 1) if first is None else first
+    return Prediction(scenario, spans, works, settled)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Means over the steps that count."""
+
+    num_steps: int
+    step_s: float
+    stage_s: dict[str, float] = field(default_factory=dict)
+    """Seconds from start to end, per step."""
+    rollout_idle: float = 0.0
+    trainer_idle: float = 0.0
+    """Shares of the time."""
+    finished_per_s: float = 0.0
+    tokens_per_s: float = 0.0
+    """Generated."""
+    unfinished_share: float = 0.0
+    """Of the tokens that train: those in windows after which the response goes on."""
+    prefix_share: float = 0.0
+    """Of the tokens that the policy's passes read: neither prompts nor of this window."""
+    reprefilled_per_step: float = 0.0
+    oldest_age: int = 0
+
+
+def mean_outcome(outcomes: Sequence[Outcome]) -> Outcome:
+    """Of predictions that differ by their seed alone."""
+    first = outcomes[0]
+    numbers = {item.name: getattr(first, item.name) for item in fields(Outcome)}
+    for name, value in numbers.items():
+        if isinstance(value, float):
+            numbers[name] = float(np.mean([getattr(one, name) for one in outcomes]))
+    stages = {name: float(np.mean([one.stage_s[name] for one in outcomes])) for name in first.stage_s}
+    return Outcome(**{**numbers, "stage_s": stages, "oldest_age": max(one.oldest_age for one in outcomes)})
+
+
+def outcome_of(prediction: Prediction) -> Outcome:
+    first, ends = prediction.first, prediction.ends_s
+    begin_s, end_s = float(ends[first - 1]) if first else 0.0, float(ends[-1])
+    works, count = prediction.works[first:], len(ends) - first
+    wall_s = end_s - begin_s
+    counted = [span for span in prediction.spans if first < span.step]
+    stage_s = {stage.name: 0.0 for stage in prediction.scenario.graph}
+    for span in counted:
+        stage_s[span.name] += (span.end_s - span.start_s) / count
+
+    def idle(lane: str) -> float:
+        busy = sum(
+            max(min(span.end_s, end_s) - max(span.start_s, begin_s), 0.0)
+            for span in prediction.spans
+            if span.lane == lane
+        )
+        return max(1 - busy / wall_s, 0.0)
+
+    def total(name: str) -> float:
+        return float(sum(getattr(work, name) for work in works))
+
+    rows = max(total("row_tokens"), 1.0)
+    return Outcome(
+        num_steps=count,
+        step_s=wall_s / count,
+        stage_s=stage_s,
+        rollout_idle=idle("rollout"),
+        trainer_idle=idle("trainer"),
+        finished_per_s=total("num_finished") / wall_s,
+        tokens_per_s=total("new_tokens") / wall_s,
+        unfinished_share=1 - total("finished_new_tokens") / max(total("trained_tokens"), 1.0),
+        prefix_share=(rows - total("trained_tokens") - total("prompt_tokens")) / rows,
+        reprefilled_per_step=total("carried_tokens") / count,
+        # A window that is generated ahead is one version old when it trains.
+        oldest_age=max((work.oldest_age + prediction.scenario.ahead for work in works), default=0),
+    )
+
+
+def seconds_until(prediction: Prediction, *, tokens: float = 0.0, responses: float = 0.0) -> float:
+    """From the start of the first step; beyond the simulated steps at the rate of those that count."""
+    name, target = ("new_tokens", tokens) if tokens else ("num_finished", responses)
+    made = np.cumsum([getattr(work, name) for work in prediction.works])
+    ends = prediction.ends_s
+    if made[-1] >= target:
+        return float(np.interp(target, np.concatenate([[0], made]), np.concatenate([[0.0], ends])))
+    outcome = outcome_of(prediction)
+    rate = outcome.tokens_per_s if tokens else outcome.finished_per_s
+    return float(ends[-1] + (target - made[-1]) / rate) if rate else float("inf")

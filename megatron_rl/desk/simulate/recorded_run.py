@@ -1,0 +1,162 @@
+"""What a finished run's folder says: its configuration, its spans, and the rows of its generate stages."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron_rl.desk.simulate.lengths import Lengths, empirical
+from megatron_rl.errors import UserError
+from megatron_rl.tracking.timeline import Span, read_timeline
+
+
+@dataclass(frozen=True)
+class Round:
+    """One round of requests of a generate stage; [rows] each. Of very many rows those stand for all that were written down."""
+
+    num_rows: int
+    num_tokens: int
+    """New ones, of all rows."""
+    prompt: np.ndarray
+    held: np.ndarray
+    new: np.ndarray
+    ended: np.ndarray
+    """bool"""
+    seconds: np.ndarray
+    """From arrival at the server to the last token; 0: unknown."""
+
+
+@dataclass(frozen=True)
+class RecordedRun:
+    folder: Path
+    spans: Sequence[Span]
+    """Of the steps that ran to their end, in the order of their starts."""
+
+    @cached_property
+    def num_steps(self) -> int:
+        return len(self.steps)
+
+    @cached_property
+    def steps(self) -> list[int]:
+        """Whole steps, rising; they count from 1."""
+        return sorted({span.step for span in self.spans if span.name == "record"})
+
+    def seconds(self, name: str) -> dict[int, float]:
+        """By step; a stage that ran several times counts its sum, and ``generate`` not while a publish paused it."""
+        found: dict[int, float] = {}
+        for span in self.spans:
+            if span.name == name:
+                found[span.step] = found.get(span.step, 0.0) + span.end_s - span.start_s
+        if name == "generate":
+            windows = self.by_name(name)
+            for publish in self.by_name("publish").values():
+                window = windows.get(publish.step + 1)  # the only one that it can meet
+                if window is not None:
+                    found[window.step] -= max(min(window.end_s, publish.end_s) - max(window.start_s, publish.start_s), 0.0)
+        return found
+
+    def by_name(self, name: str) -> dict[int, Span]:
+        return {span.step: span for span in self.spans if span.name == name}
+
+    @cached_property
+    def rounds(self) -> dict[int, list[Round]]:
+        """By step; empty for a run whose timeline does not say what its stages did."""
+        return {
+            span.step: [_round_of(one) for one in span.args["rounds"]]
+            for span in self.spans
+            if span.name == "generate" and span.args.get("rounds")
+        }
+
+    @property
+    def step_s(self) -> np.ndarray:
+        """[steps] from one step's record to the next one's; the first from the start of its first stage."""
+        ends = self.by_name("record")
+        begin_s = min(span.start_s for span in self.spans)
+        return np.diff([ends[step].end_s for step in self.steps], prepend=begin_s)
+
+
+def read_run(folder: Path) -> RecordedRun:
+    """Raises UserError where there is no run, or no whole step in its timeline."""
+    path = folder / "timeline.json"
+    if not (folder / "config.yaml").is_file() or not path.is_file():
+        missing = path if (folder / "config.yaml").is_file() else folder / "config.yaml"
+        raise UserError(f"--run {folder}: expected the output folder of a run (run.output_dir); there is no {missing}")
+    spans = read_timeline(path)
+    whole = {span.step for span in spans if span.name == "record"}
+    # The oldest steps may have lost spans, and a process that went on from a checkpoint repeats none.
+    whole &= {span.step for span in spans if span.name == "generate"}
+    kept = sorted((span for span in spans if span.step in whole), key=lambda span: span.start_s)
+    if not whole:
+        raise UserError(
+            f"--run {folder}: {path} holds no step that ran to its end; give a run with at least a few steps"
+        )
+    return RecordedRun(folder, kept)
+
+
+def _round_of(facts: Mapping[str, Any]) -> Round:
+    def numbers(name: str) -> np.ndarray:
+        return np.array(str(facts[name]).split(), dtype=np.int64)
+
+    return Round(
+        num_rows=int(facts["rows"]),
+        num_tokens=int(facts["tokens"]),
+        prompt=numbers("prompt"),
+        held=numbers("held"),
+        new=numbers("new"),
+        ended=numbers("ended") > 0,
+        seconds=numbers("ms") / 1000.0,
+    )
+
+
+def prompt_lengths(run: RecordedRun) -> Lengths:
+    fresh = [one.prompt[one.held == 0] for rounds in run.rounds.values() for one in rounds]
+    return empirical(np.concatenate(fresh), "the run's prompts")
+
+
+def response_lengths(run: RecordedRun, *, carries: bool) -> Lengths:
+    """Lengths of all responses that the run began, by the product-limit estimate (Kaplan and Meier, 1958).
+
+    Those that have ended are too short on the average: what was still going on at the end counts as longer than what it
+    had. ``carries``: responses go on in the next step; else what has not ended in a step was discarded.
+    """
+    lengths, ended, weights = [], [], []
+    newest = max(run.rounds)
+    for step, rounds in run.rounds.items():
+        for one in rounds:
+            counts = one.ended | (step == newest) | (not carries)
+            lengths.append((one.held + one.new)[counts])
+            ended.append(one.ended[counts])
+            weights.append(np.full(int(counts.sum()), one.num_rows / max(len(one.new), 1)))
+    values, shares = product_limit(np.concatenate(lengths), np.concatenate(ended), np.concatenate(weights))
+    edges = np.cumsum(shares)
+    mean = float((values * shares).sum())
+    return Lengths(
+        f"those of {run.folder} ({int(np.concatenate(ended).sum()):,} ended, mean {mean:.0f})",
+        lambda rng, n: values[
+            np.minimum(np.searchsorted(edges, rng.random(n) * edges[-1], side="right"), len(values) - 1)
+        ],
+    )
+
+
+def product_limit(lengths: np.ndarray, ended: np.ndarray, weights: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(values, their shares): the distribution of lengths of which some are only known to be longer.
+
+    What lies beyond the longest one that ended counts as the longest seen.
+    """
+    known = lengths >= 1
+    lengths, ended, weights = lengths[known], ended[known], weights[known]
+    if not len(lengths):
+        raise UserError("--run: its timeline holds no response; give --lengths")
+    values = np.unique(lengths)
+    place = np.searchsorted(values, lengths)
+    ends = np.bincount(place, weights * ended, len(values))
+    leaves = np.bincount(place, weights, len(values))
+    at_risk = np.cumsum(leaves[::-1])[::-1]
+    survival = np.cumprod(1 - ends / at_risk)
+    shares = -np.diff(survival, prepend=1.0)
+    shares[-1] += survival[-1]
+    some = shares > 0
+    return values[some], shares[some]

@@ -1,0 +1,154 @@
+"""What things cost in seconds: a small model that a run's records, a file or formulas fill. Pure.
+
+Every cost is a sum of a fixed part and parts per unit of work, so that it can be written by hand:
+
+    decode: {running: [1, 64, 512], step_s: [0.012, 0.013, 0.020], context_token_s: 1.0e-9}
+    prefill: {token_s: 2.0e-5}
+    stages:
+      update_policy: {token_s: 6.0e-5}
+      publish: {fixed_s: 3.0}
+"""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+
+from megatron_rl.errors import UserError
+from megatron_rl.system.files.atomic_files import write_whole
+
+
+@dataclass(frozen=True)
+class Decode:
+    """One decode step of one server, in which every running response grows by a token."""
+
+    running: tuple[float, ...] = (1.0,)
+    """Numbers of running responses, rising."""
+    step_s: tuple[float, ...] = (0.01,)
+    """Seconds of a step with so many; between them linear, beyond the last one as between the last two."""
+    context_token_s: float = 0.0
+    """More seconds of a step for each token of prompt and response that the running ones hold."""
+
+    def seconds(self, running: np.ndarray) -> np.ndarray:
+        """Of a step with so many running responses, without their context."""
+        nodes, values = np.array(self.running), np.array(self.step_s)
+        inside = np.interp(running, nodes, values)
+        if len(nodes) == 1:
+            return inside
+        slope = (values[-1] - values[-2]) / (nodes[-1] - nodes[-2])
+        return inside + slope * np.maximum(np.asarray(running) - nodes[-1], 0.0)
+
+
+@dataclass(frozen=True)
+class Work:
+    """Seconds of some work: a sum over what it consists of."""
+
+    fixed_s: float = 0.0
+    """Each time the stage runs."""
+    token_s: float = 0.0
+    """Per token: of a prefill those of the requests; of a trainer stage those of its rows, prompts and prefixes included;
+    of generate new ones."""
+    square_s: float = 0.0
+    """Per squared length of a sequence (attention)."""
+    row_s: float = 0.0
+    """Per request, sequence or response."""
+    update_s: float = 0.0
+    """Per optimizer step; of ``evaluate`` and ``checkpoint`` what a step takes longer in which one is due."""
+    cores: float = 0.0
+    """CPU cores that it keeps busy where nothing else runs, of ``generate`` those of each server; 0: it disturbs nobody."""
+
+    def seconds(self, *, tokens: float = 0.0, squares: float = 0.0, rows: float = 0.0, updates: float = 0.0) -> float:
+        parts = (self.token_s * tokens, self.square_s * squares, self.row_s * rows, self.update_s * updates)
+        return self.fixed_s + sum(parts)
+
+
+@dataclass(frozen=True)
+class Timing:
+    """All costs of a run."""
+
+    decode: Decode = field(default_factory=Decode)
+    prefill: Work = field(default_factory=Work)
+    """Of one server, per request."""
+    stages: Mapping[str, Work] = field(default_factory=dict)
+    """By the stage table's names; one that is missing takes no time. ``generate``: what comes on top of decode and prefill,
+    its tokens and rows are those of all servers."""
+    between_s: float = 0.0
+    """From the moment a stage could start to its start: the driver's own work."""
+    cores: float = 0.0
+    """Of the machine that servers and trainer share; stages that want more of them together take turns. 0: none is shared."""
+    overlap_rate: float = 1.0
+    """Speed of stages that together fill the cores: caches, memory and halves of a core are shared, too."""
+
+    @property
+    def sharing(self) -> dict[str, float]:
+        """As ``run_clock`` takes it."""
+        return {"cores": self.cores, "overlap_rate": self.overlap_rate, "between_s": self.between_s}
+
+    def stage(self, name: str) -> Work:
+        return self.stages.get(name, Work())
+
+
+def read_timing(path: Path) -> Timing:
+    """Raises UserError for what is no timing file."""
+    try:
+        found = yaml.safe_load(path.read_text())
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise UserError(f"--timing {path}: expected a YAML file of costs: {error}") from error
+    return _timing_of(found, str(path))
+
+
+def write_timing(path: Path, timing: Timing) -> None:
+    plain = asdict(timing)
+    plain["decode"] = {name: list(v) if isinstance(v, tuple) else v for name, v in plain["decode"].items()}
+    plain["stages"] = {name: {k: v for k, v in work.items() if v} for name, work in plain["stages"].items()}
+    plain["prefill"] = {k: v for k, v in plain["prefill"].items() if v}
+    write_whole(path, yaml.safe_dump(plain, sort_keys=False))
+
+
+def _timing_of(found: object, path: str) -> Timing:
+    values = _section(found, Timing, path)
+    decode = _section(values.pop("decode", {}), Decode, f"{path}: decode")
+    for name in ("running", "step_s"):
+        if name in decode:
+            numbers = decode[name] if isinstance(decode[name], list) else [decode[name]]
+            decode[name] = tuple(_number(number, f"{path}: decode.{name}") for number in numbers)
+    if "context_token_s" in decode:
+        decode["context_token_s"] = _number(decode["context_token_s"], f"{path}: decode.context_token_s")
+    curve = Decode(**decode)
+    if len(curve.running) != len(curve.step_s) or any(
+        a >= b for a, b in zip(curve.running, curve.running[1:], strict=False)
+    ):
+        raise UserError(f"--timing {path}: decode: running must rise, with a value of step_s for each, got {decode}")
+    stages = values.pop("stages", {})
+    if not isinstance(stages, dict):
+        raise UserError(f"--timing {path}: stages: expected costs by stage name, got {stages!r}")
+    return Timing(
+        decode=curve,
+        prefill=_work(values.pop("prefill", {}), f"{path}: prefill"),
+        stages={str(name): _work(work, f"{path}: stages.{name}") for name, work in stages.items()},
+        **{name: _number(value, f"{path}: {name}") for name, value in values.items()},
+    )
+
+
+def _work(found: object, place: str) -> Work:
+    return Work(**{name: _number(value, f"{place}.{name}") for name, value in _section(found, Work, place).items()})
+
+
+def _section(found: object, schema: type, place: str) -> dict[str, Any]:
+    names = [item.name for item in fields(schema)]
+    if not isinstance(found, dict) or not set(found) <= set(names):
+        raise UserError(f"--timing {place}: expected a mapping with any of {', '.join(names)}, got {found!r}")
+    return dict(found)
+
+
+def _number(value: object, place: str) -> float:
+    try:
+        number = float(value)  # type: ignore[arg-type]  # "1e-5" is text to YAML
+    except (TypeError, ValueError):
+        number = -1.0
+    if not 0 <= number < float("inf"):
+        raise UserError(f"--timing {place}: expected a number of at least 0, got {value!r}")
+    return number

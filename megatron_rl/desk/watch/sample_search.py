@@ -1,0 +1,101 @@
+"""Stored responses that somebody looks for: filtered, sorted, and as many as are wanted."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_rl.desk.watch.sample_filter import names_in, row_mask
+from megatron_rl.errors import UserError
+from megatron_rl.tracking.samples_file import METRICS, ROW_COLUMNS, num_rows, read_samples
+
+_TEXTS = ("prompt", "response", "question")
+"""They are most of what is read, so they are read for the rows that are shown, unless the filter asks for them."""
+_BROKEN_TIE = ("step", "group", "sample", "id")
+
+
+@dataclass(frozen=True)
+class Found:
+    rows: list[dict[str, Any]]
+    """``ROW_COLUMNS`` by name; what further numbers rewards gave are columns, too."""
+    num_matches: int
+    num_stored: int
+    """In the steps that were looked at."""
+    steps: Sequence[int]
+
+
+def find_rows(files: Mapping[int, Path], *, steps: Sequence[int], where: str = "", sort: str = "", limit: int = 20) -> Found:
+    """The first ``limit`` rows of ``steps`` that the filter ``where`` keeps, in the order of ``sort`` (a column, or ``column:desc``).
+
+    Without ``sort``: newest step first. UserError for a filter or a column that does not exist.
+    """
+    import pyarrow.compute as compute
+
+    wanted = names_in(where) if where else set()
+    columns = [name for name in ROW_COLUMNS if name not in _TEXTS or name in wanted or name == sort.partition(":")[0]]
+    sizes = {step: num_rows(files[step]) for step in steps}
+    num_stored = sum(sizes.values())
+    looked_at = steps if where or sort else _newest(sizes, limit)
+    table, kinds = _with_metrics(read_samples([files[step] for step in looked_at], [*columns, METRICS]))
+    for name in set(_TEXTS) - set(columns):
+        kinds.pop(name)
+    num_left_aside = num_stored - table.num_rows
+    if where:
+        table = table.filter(row_mask(where, table, kinds))
+    column, _, order = sort.partition(":")
+    if (column and column not in kinds) or order not in ("", "asc", "desc"):
+        raise UserError(f"sort {sort!r}: expected a column, or column:desc; columns are {', '.join(sorted(kinds))}")
+    keys = [(column, "descending" if order == "desc" else "ascending")] if column else [("step", "descending")]
+    keys += [(name, "ascending") for name in _BROKEN_TIE if name not in (column, keys[0][0])]
+    order_of_rows = compute.sort_indices(table, sort_keys=keys)[:limit]
+    rows = table.take(order_of_rows).drop_columns([name for name in _TEXTS if name in columns]).to_pylist()
+    texts = _texts(files, rows) if rows else {}
+    rows = [row | texts[row["step"], row["id"]] for row in rows if (row["step"], row["id"]) in texts]
+    return Found(rows, table.num_rows + num_left_aside, num_stored, list(steps))
+
+
+def _newest(sizes: Mapping[int, int], limit: int) -> list[int]:
+    """The newest steps that have ``limit`` rows: of a long run, few of its files."""
+    newest: list[int] = []
+    for step in sorted(sizes, reverse=True):
+        if sum(sizes[one] for one in newest) >= limit:
+            break
+        newest.append(step)
+    return newest
+
+
+def whole_rows(files: Mapping[int, Path], rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """These rows with all their columns, per-token ones too, in their order."""
+    return [_one(files[row["step"]], row["id"]) for row in rows]
+
+
+def _texts(files: Mapping[int, Path], rows: Sequence[Mapping[str, Any]]) -> dict[tuple[int, int], dict[str, str]]:
+    found = {}
+    for step in sorted({row["step"] for row in rows}):
+        ids = {row["id"] for row in rows if row["step"] == step}
+        for text in read_samples([files[step]], ["id", *_TEXTS]).to_pylist():
+            if text["id"] in ids:
+                found[step, text.pop("id")] = text
+    return found
+
+
+def _one(path: Path, id: int) -> dict[str, Any]:
+    import pyarrow.compute as compute
+
+    table = read_samples([path])
+    (row,) = table.filter(compute.equal(table["id"], id)).to_pylist()
+    return row | {METRICS: dict(row[METRICS])}
+
+
+def _with_metrics(table: Any) -> tuple[Any, dict[str, str]]:
+    """With a column for each further number of the rewards that no other column is called after; kinds of all columns."""
+    import pyarrow
+
+    kinds = dict(ROW_COLUMNS)
+    by_row = [dict(pairs or ()) for pairs in table[METRICS].to_pylist()]
+    table = table.drop_columns([METRICS])
+    for name in sorted({name for metrics in by_row for name in metrics}):
+        if name not in kinds:
+            kinds[name] = "float64"
+            table = table.append_column(name, pyarrow.array([metrics.get(name) for metrics in by_row], pyarrow.float64()))
+    return table, kinds

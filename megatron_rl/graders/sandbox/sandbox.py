@@ -1,0 +1,336 @@
+"""Runs untrusted Python with its tests, in processes that cannot harm, outlive or deceive their caller.
+
+A sandbox keeps one supervisor process (supervisor.py), which forks two confined processes for each program: one runs the
+program (player.py), one its tests (referee.py).
+
+Invariants:
+
+- A program passed only if the referee says that all tests held. Program and tests never share an interpreter.
+- ``run`` ends within ``wall_s`` plus the start of the supervisor, and leaves no process and no file of the program.
+- What a program does is an Outcome. BadTestsError: the tests cannot run, whatever the program. SandboxError: the sandbox
+  failed. A program can bring about neither.
+- Without a guard against the network, other processes and other files, nothing runs, unless ``allow_unsandboxed``.
+
+Thread safe; runs are one at a time.
+"""
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, Literal, NamedTuple, Self
+
+from megatron_rl.graders.sandbox.guards import visible_paths
+from megatron_rl.graders.sandbox.supervisor import HEADER
+
+_START_TIMEOUT_S = 30.0
+_GRACE_S = 5.0
+"""Beyond the deadline, for the supervisor to kill and answer; then it is lost itself."""
+_MAX_VERDICT_BYTES = 1 << 16
+LEVELS = ("namespaces", "filter")
+_BOOT = (
+    "import json, sys; start = json.loads(sys.argv[1]); sys.path[:] = start['sys_path']; "
+    "from megatron_rl.graders.sandbox.supervisor import main; main(start)"
+)
+
+_Level = Literal["namespaces", "filter", "none"]
+
+
+class SandboxError(RuntimeError):
+    """The sandbox could not run a program; says nothing about the program."""
+
+
+class BadTestsError(ValueError):
+    """The tests cannot be run, whatever the program."""
+
+
+@dataclass(frozen=True)
+class Program:
+    code: str
+    tests: str | Sequence[str]
+    prompt_code: str = ""
+    """What the code continues, or what its imports and helpers come from."""
+    entry_point: str = ""
+    setup: str = ""
+    """Runs before the code, and before the tests."""
+
+
+@dataclass(frozen=True)
+class ProgramLimits:
+    """What one program may use."""
+
+    time_s: float = 3.0
+    """CPU time of program and tests together, once what they import is loaded."""
+    memory_mb: int = 512
+    """Address space of the program's process."""
+    disk_mb: int = 16
+    num_processes: int = 16
+    """Threads: no process can be started."""
+    wall_s: float = 4.5
+    """By the clock, waiting and imports included."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    num_passed: int
+    """Asserts that held, where they are counted one by one."""
+    num_failed: int
+    detail: str
+
+    @property
+    def passed(self) -> bool:
+        return self.num_failed == 0
+
+    @property
+    def share(self) -> float:
+        return self.num_passed / (self.num_passed + self.num_failed)
+
+
+class Sandbox:
+    """Args:
+    level: How programs are confined; None takes the first of ``LEVELS`` that this machine can do.
+    allow_unsandboxed: Run with resource limits only where it can do none of them.
+    preload: Modules that programs often import, loaded once.
+    """
+
+    def __init__(
+        self, *, level: _Level | None = None, allow_unsandboxed: bool = False, preload: Sequence[str] = ()
+    ) -> None:
+        self._levels = [level] if level else [*LEVELS, *(["none"] if allow_unsandboxed else [])]
+        self._preload = list(preload)
+        self._lock = threading.Lock()
+        self._supervisor: _Supervisor | None = None
+        self.level = ""
+        """The level in use, once started."""
+
+    def start(self) -> None:
+        """Start the supervisor. ``run`` does it too, and starts a lost one again.
+
+        Raises:
+            SandboxError: no level works here, with what was refused.
+        """
+        failures = []
+        for level in self._levels:
+            self.close()
+            if level == "namespaces" and not shutil.which("bwrap"):
+                failures.append("namespaces: bubblewrap is not installed (Debian, Ubuntu: apt-get install bubblewrap)")
+                continue
+            with tempfile.TemporaryFile() as errors:
+                self._supervisor = supervisor = self._launched(level, errors)
+                try:
+                    failure = _reply(supervisor.control, time.monotonic() + _START_TIMEOUT_S)["failure"]
+                except _Lost as error:
+                    errors.seek(0)
+                    failure = (
+                        f"{level}: the supervisor {error}: {errors.read().decode(errors='replace').strip()[-300:]}"
+                    )
+            if not failure:
+                self.level = level
+                return
+            failures.append(failure)
+        self.close()
+        raise SandboxError(
+            f"programs cannot be confined on this machine ({'; '.join(failures)}); expected bubblewrap and namespaces, or "
+            "libseccomp and a kernel with Landlock; or set allow_unsandboxed=true to run them without"
+        )
+
+    def _launched(self, level: str, errors: IO[bytes]) -> "_Supervisor":
+        ours, theirs = socket.socketpair()
+        start = {"control_fd": theirs.fileno(), "level": level, "preload": self._preload, "sys_path": sys.path}
+        kept = {name: os.environ[name] for name in ("LD_LIBRARY_PATH", "TMPDIR") if name in os.environ}
+        with theirs:
+            process = subprocess.Popen(
+                [
+                    *(_bubblewrap() if level == "namespaces" else []),
+                    sys.executable,
+                    "-s",
+                    "-c",
+                    _BOOT,
+                    json.dumps(start),
+                ],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=errors,
+                pass_fds=(theirs.fileno(),),
+                start_new_session=True,
+                # Nothing of the trainer's environment: it may hold credentials.
+                env={
+                    **kept,
+                    **dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1"),
+                    "PATH": "/usr/bin:/bin:/usr/sbin:/sbin",
+                    "LANG": "C.UTF-8",
+                    "PYTHONHASHSEED": "0",
+                },
+            )
+        return _Supervisor(process, ours)
+
+    def run(self, program: Program, limits: ProgramLimits = ProgramLimits(), *, partial: bool = False) -> Outcome:
+        """Run a program with its tests.
+
+        Args:
+            partial: Count failing asserts instead of stopping at the first one.
+
+        Raises:
+            BadTestsError: tests that do not compile, cannot run or test nothing.
+            SandboxError: no verdict, and not by the program's doing.
+        """
+        shared = {"prompt_code": program.prompt_code, "entry_point": program.entry_point, "setup": program.setup}
+        tests = program.tests if isinstance(program.tests, str) else "\n".join(program.tests)
+        task = json.dumps({**shared, "tests": tests, "partial": partial}).encode()
+        request = json.dumps(
+            {
+                "program": {**shared, "code": program.code},
+                "limits": {
+                    "time_s": limits.time_s,
+                    "wall_s": limits.wall_s,
+                    "memory_bytes": limits.memory_mb << 20,
+                    "disk_bytes": limits.disk_mb << 20,
+                    "num_processes": limits.num_processes,
+                },
+            }
+        ).encode()
+        with self._lock:
+            for is_last_try in (False, True):  # a supervisor that somebody killed is replaced once
+                if self._supervisor is None or self._supervisor.process.poll() is not None:
+                    self.start()
+                try:
+                    return _outcome(*self._converse(request, task, time.monotonic() + limits.wall_s + _GRACE_S))
+                except (_Lost, OSError) as error:
+                    self.close()
+                    if is_last_try:
+                        raise SandboxError(f"the sandbox's supervisor {error}") from error
+        raise AssertionError("the last try returns or raises")
+
+    def _converse(self, request: bytes, task: bytes, deadline: float) -> tuple[dict[str, Any], bytes]:
+        """(the supervisor's reply, the referee's verdict)."""
+        assert self._supervisor is not None
+        control = self._supervisor.control
+        ours, theirs = socket.socketpair()
+        with ours:
+            with theirs:
+                control.sendall(HEADER.pack(len(request)) + request)
+                socket.send_fds(control, [b"f"], [theirs.fileno()])
+            ours.settimeout(max(deadline - time.monotonic(), 0.001))
+            with contextlib.suppress(OSError):  # the referee has ended: the reply says why
+                ours.sendall(task)
+                ours.shutdown(socket.SHUT_WR)
+            reply = _reply(control, deadline)
+            text = b""
+            while len(text) <= _MAX_VERDICT_BYTES and (part := _read_some(ours)):
+                text += part
+            return reply, text
+
+    def close(self) -> None:
+        """End the supervisor and all that it runs. It can be started again."""
+        if self._supervisor is None:
+            return
+        process, control = self._supervisor
+        self._supervisor = None
+        control.close()
+        try:
+            process.wait(_GRACE_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class _Supervisor(NamedTuple):
+    process: subprocess.Popen[bytes]
+    control: socket.socket
+
+
+class _Lost(Exception):
+    """The supervisor died or does not answer."""
+
+
+def _bubblewrap() -> list[str]:
+    """The command that puts a supervisor into namespaces: no network, no other process, no file but what it needs."""
+    package = str(Path(__file__).resolve().parents[2])
+    shown = [word for path in [*visible_paths(), package] for word in ("--ro-bind", path, path)]
+    options = (
+        "bwrap --unshare-all --die-with-parent --cap-drop ALL --proc /proc --dev /dev --perms 1777 --tmpfs /tmp"
+        " --perms 1777 --tmpfs /dev/shm --chdir /"
+    ).split()
+    return [*options, *shown, "--remount-ro", "/", "--"]
+
+
+def _reply(control: socket.socket, deadline: float) -> dict[str, Any]:
+    length = HEADER.unpack(_receive(control, HEADER.size, deadline))[0]
+    return json.loads(_receive(control, length, deadline))
+
+
+def _receive(control: socket.socket, size: int, deadline: float) -> bytes:
+    parts = []
+    while size:
+        control.settimeout(max(deadline - time.monotonic(), 0.001))
+        try:
+            part = control.recv(size)
+        except TimeoutError as error:
+            raise _Lost("does not answer") from error
+        except OSError as error:
+            raise _Lost(f"is gone: {error}") from error
+        if not part:
+            raise _Lost("is gone")
+        parts.append(part)
+        size -= len(part)
+    control.settimeout(None)
+    return b"".join(parts)
+
+
+def _read_some(channel: socket.socket) -> bytes:
+    try:
+        return channel.recv(1 << 14)
+    except OSError:
+        return b""
+
+
+def _outcome(reply: dict[str, Any], text: bytes) -> Outcome:
+    if reply["failure"]:
+        raise SandboxError(reply["failure"])
+    if reply["ended_by"] == "busy":
+        raise SandboxError("the machine is too busy to run a program within its time")
+    has_started, text = text.startswith(b"s"), text.removeprefix(b"s")
+    program_end, tests_end = map(_how_it_ended, reply["statuses"])
+    try:
+        verdict = json.loads(text)
+    except ValueError:
+        verdict = None
+    if reply["ended_by"] or verdict is None:
+        # Nothing of the program has run before it is asked: until then all is the tests' doing.
+        how = reply["ended_by"] or f"the tests ended without a verdict: {tests_end}"
+        if not has_started:
+            raise BadTestsError(f"before they ask for the program: {how}")
+        return Outcome(0, 1, how)
+    if "bad_tests" in verdict:
+        raise BadTestsError(verdict["bad_tests"])
+    detail = verdict["detail"]
+    if detail.startswith("the program ended"):
+        detail = f"{program_end}; {detail}"
+    elif detail.startswith("MemoryError"):
+        detail = f"memory limit; {detail}"
+    return Outcome(verdict["num_passed"], verdict["num_failed"], detail)
+
+
+def _how_it_ended(status: int) -> str:
+    if not os.WIFSIGNALED(status):
+        return f"exit code {os.WEXITSTATUS(status)}"
+    number = os.WTERMSIG(status)
+    if number == signal.SIGXCPU:
+        return "time limit (CPU)"
+    return f"died of {signal.Signals(number).name}"

@@ -1,0 +1,262 @@
+"""The sandbox's own process: it forks, confines, watches and kills the processes that run untrusted code.
+
+Started once by its client (sandbox.py). It reads requests from the control socket one at a time.
+
+Invariants:
+
+- A process runs untrusted code only after every guard is in place; a guard that fails is reported as the sandbox's
+  failure, and the code is not run.
+- After each request nothing of it is left: no process, no file.
+- Tests and verdicts go through a socket from the client to the referee: no fork of the supervisor holds them.
+
+Who waits for whom: the client waits for the reply, which comes at the deadline at the latest; the supervisor waits for the
+end of the referee, for a limit and for the end of the client, whichever comes first, and then kills.
+"""
+
+import contextlib
+import gc
+import importlib
+import json
+import os
+import re
+import resource
+import select
+import signal
+import socket
+import struct
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from typing import Any
+
+from megatron_rl.graders.sandbox.channel import Wire
+from megatron_rl.graders.sandbox.guards import Guards, Limits, empty_folder, folder_bytes, limit_cpu, visible_paths
+from megatron_rl.graders.sandbox.player import play
+from megatron_rl.graders.sandbox.referee import judge
+
+HEADER = struct.Struct("!I")
+_IDLE_FACTOR, _IDLE_S = 2.0, 1.0
+"""A program may wait (sleep, block) for so many times its time limit, and so much longer."""
+_WATCH_S, _FIRST_WATCH_S = 0.02, 0.1
+"""Between two looks at the limits; most programs have ended before the first one."""
+_IMPORTS = re.compile(r"^[ \t]*(?:from[ \t]+([\w.]+)|import[ \t]+([^#;\n]+))", re.MULTILINE)
+_PRELOADED = (
+    "abc argparse array ast atexit base64 bisect calendar cmath collections copy csv dataclasses datetime decimal enum "
+    "fractions functools hashlib heapq io itertools json logging math operator os random re statistics string struct sys "
+    "textwrap threading time types typing unicodedata unittest uuid"
+).split()
+
+
+class _Child:
+    """A forked process; ``status`` is a pipe on which it says "c" once confined, and "r" when its own time starts."""
+
+    def __init__(self, pid: int, status: int) -> None:
+        self.pid, self.status = pid, status
+        self.end = os.pidfd_open(pid)
+        self.failure = ""
+        self.is_ready = False
+        self.ready_times = (0.0, 0.0)
+        self._said = ""
+
+    def times(self) -> tuple[float, float]:
+        """(CPU seconds of all its threads, seconds that it waited for a CPU)."""
+        try:
+            cpu_s = time.clock_gettime((~self.pid << 3) | 2)  # the process's CPU clock, see clock_getcpuclockid(3)
+            with open(f"/proc/{self.pid}/schedstat") as file:
+                return cpu_s, int(file.read().split()[1]) / 1e9
+        except (OSError, IndexError):
+            return self.ready_times
+
+    def read_status(self) -> None:
+        text = os.read(self.status, 600).decode(errors="replace")
+        self._said += text
+        if not self._said.startswith("c"):
+            self.failure = self._said or "it died"
+        if not text or text.endswith("r"):
+            self.is_ready, self.ready_times = True, self.times()
+
+    def kill(self) -> int:
+        """Returns the wait status."""
+        os.kill(self.pid, signal.SIGKILL)
+        os.close(self.status)
+        os.close(self.end)
+        return os.waitpid(self.pid, 0)[1]
+
+
+class Supervisor:
+    def __init__(self, control: socket.socket, guards: Guards) -> None:
+        self._control = control
+        self._guards = guards
+
+    def serve(self) -> None:
+        """Answer requests until the client is gone."""
+        while header := self._receive(HEADER.size):
+            request = json.loads(self._receive(HEADER.unpack(header)[0]))
+            reply = json.dumps(self._run(request)).encode()
+            self._control.sendall(HEADER.pack(len(reply)) + reply)
+
+    def _receive(self, size: int) -> bytes:
+        """Exactly ``size`` bytes; b"" at the end of the stream."""
+        parts = []
+        while size and (part := self._control.recv(size)):
+            parts.append(part)
+            size -= len(part)
+        return b"" if size else b"".join(parts)
+
+    def _run(self, request: dict[str, Any]) -> dict[str, Any]:
+        """One program. The reply says what ended it, and how its processes ended."""
+        limits, program = Limits(**request["limits"]), request["program"]
+        started_at = time.monotonic()
+        asks, answers = os.pipe(), os.pipe()
+        children = [
+            self._start(limits, (asks[0], answers[1]), lambda ready: _player(program, ready, asks[0], answers[1]))
+        ]
+        channel_fd = socket.recv_fds(self._control, 1, 1)[1][0]  # after the fork of the player, which must not have it
+        try:
+            files = (channel_fd, answers[0], asks[1])
+            children.append(self._start(limits, files, lambda ready: _referee(channel_fd, ready, answers[0], asks[1])))
+            for file in (*asks, *answers, channel_fd):
+                os.close(file)
+            ended_by = self._wait(children, limits, started_at)
+        finally:
+            statuses = [child.kill() for child in children]
+            empty_folder(self._guards.folder)
+        failure = next((f"a process could not be confined: {child.failure}" for child in children if child.failure), "")
+        return {"failure": failure, "ended_by": ended_by, "statuses": statuses}
+
+    def _start(self, limits: Limits, files: tuple[int, ...], body: Callable[[Callable[[str], None]], None]) -> _Child:
+        read_end, write_end = os.pipe()
+        own_pid = os.getpid()
+        pid = os.fork()
+        if pid:
+            os.close(write_end)
+            return _Child(pid, read_end)
+
+        def ready(text: str) -> None:
+            _import_all(text)
+            limit_cpu(limits.time_s)
+            os.write(write_end, b"r")
+            os.close(write_end)
+
+        try:  # whatever happens, the child must not come back into the supervisor's loop
+            try:
+                signal.signal(signal.SIGINT, signal.default_int_handler)
+                _keep_files({*files, write_end, *self._guards.files})
+                self._guards.confine(limits, own_pid)
+            except BaseException as error:
+                os.write(write_end, f"{type(error).__name__}: {error}".encode()[:500])
+                os._exit(1)
+            os.write(write_end, b"c")
+            body(ready)
+        finally:
+            os._exit(0)
+
+    def _wait(self, children: list[_Child], limits: Limits, started_at: float) -> str:
+        """Until the referee (the last child) ends. Returns the limit that ended it sooner, or ""."""
+        end, patience_s, ready_at = children[-1].end, _FIRST_WATCH_S, 0.0
+        while True:
+            starting = [child for child in children if not child.is_ready]
+            watched: list[Any] = [end, self._control, *(child.status for child in starting)]
+            readable, _, _ = select.select(watched, [], [], patience_s)
+            for child in starting:
+                if child.status in readable:
+                    child.read_status()
+                    ready_at = time.monotonic()
+            # The client sends nothing before it has the reply: either the referee or the client has ended.
+            if end in readable or self._control in readable or any(child.failure for child in children):
+                return "disk limit" if folder_bytes(self._guards.folder) > limits.disk_bytes else ""
+            now, patience_s = time.monotonic(), _WATCH_S
+            if now - started_at > limits.wall_s:
+                waited_s = sum(child.times()[1] for child in children)
+                return "busy" if waited_s > (now - started_at) / 2 else "time limit (by the clock)"
+            if all(child.is_ready for child in children) and (
+                limit := self._exceeded(children, limits, now - ready_at)
+            ):
+                return limit
+
+    def _exceeded(self, children: list[_Child], limits: Limits, elapsed_s: float) -> str:
+        times = [(*child.times(), *child.ready_times) for child in children]
+        cpu_s = sum(cpu - before for cpu, _, before, _ in times)
+        waited_s = sum(waited - before for _, waited, _, before in times)
+        if cpu_s > limits.time_s:
+            return "time limit"
+        if elapsed_s - cpu_s - waited_s > _IDLE_FACTOR * limits.time_s + _IDLE_S:
+            return "time limit (asleep)"
+        try:
+            num_threads = len(os.listdir(f"/proc/{children[0].pid}/task"))
+        except OSError:
+            num_threads = 1
+        if num_threads > limits.num_processes:
+            return "process limit"
+        return "disk limit" if folder_bytes(self._guards.folder) > limits.disk_bytes else ""
+
+
+def _player(program: dict[str, str], ready: Callable[[str], None], read_fd: int, write_fd: int) -> None:
+    ready("\n".join(program.values()))
+    play(program, Wire(read_fd, write_fd))
+
+
+def _referee(channel_fd: int, ready: Callable[[str], None], read_fd: int, write_fd: int) -> None:
+    """Read the task up to the end of the stream; write "s" when the program starts, and then the verdict."""
+    parts = []
+    while part := os.read(channel_fd, 1 << 20):
+        parts.append(part)
+    task = json.loads(b"".join(parts))
+    ready("\n".join((task["prompt_code"], task["setup"], task["tests"])))
+    verdict = json.dumps(judge(task, Wire(read_fd, write_fd), lambda: os.write(channel_fd, b"s"))).encode()
+    while verdict:
+        verdict = verdict[os.write(channel_fd, verdict) :]
+
+
+def _import_all(text: str) -> None:
+    """Import what a text imports, of what is installed: a program's time is not for that."""
+    for module, modules in _IMPORTS.findall(text):
+        for name in (module or modules).split(","):
+            with contextlib.suppress(BaseException):  # who needs it meets the error again
+                importlib.import_module(name.split()[0])
+
+
+def _keep_files(kept: set[int]) -> None:
+    """Close all files but these; 0, 1 and 2 become /dev/null, so that output costs nothing, however much it is."""
+    null = os.open(os.devnull, os.O_RDWR)
+    for stream in (0, 1, 2):
+        os.dup2(null, stream)
+    low = 3
+    for number in sorted(kept):
+        os.closerange(low, number)
+        low = number + 1
+    os.closerange(low, 1 << 16)
+
+
+def main(start: dict[str, Any]) -> None:
+    """Entry point: ``control_fd``, ``level`` and ``preload`` (modules) from the client."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the client's to handle
+    control = socket.socket(fileno=start["control_fd"])
+    control.set_inheritable(False)
+    for name in (*_PRELOADED, *start["preload"]):
+        __import__(name)
+    visible = tuple(f"{path}/" for path in visible_paths())
+    sys.path[:] = [path for path in sys.path if f"{path}/".startswith(visible)]
+    hard = resource.getrlimit(resource.RLIMIT_CPU)[1]
+    resource.setrlimit(resource.RLIMIT_CPU, (hard, hard))  # the client's own is not for its supervisor
+    guards: Guards | None = None
+    try:
+        guards = Guards(start["level"])
+        failure = ""
+    except (OSError, RuntimeError) as error:
+        failure = f"{start['level']}: {error}"
+    body = json.dumps({"failure": failure}).encode()
+    control.sendall(HEADER.pack(len(body)) + body)
+    if guards is None:
+        return
+    os.umask(0o077)
+    os.environ.update(HOME=guards.folder, TMPDIR=guards.folder)
+    tempfile.tempdir = None
+    gc.collect()
+    gc.set_threshold(20_000)  # most programs end before the first collection
+    gc.freeze()  # keeps the collector of a forked process from touching, and so copying, shared pages
+    try:
+        Supervisor(control, guards).serve()
+    finally:
+        guards.close()

@@ -1,0 +1,449 @@
+"""Token ids in, token ids and log-probs out: the asyncio client of SGLang's HTTP API.
+
+``generate`` waits for a free place at a server (at most ``max_inflight_requests`` are in progress at each, and no more than
+its KV cache holds: ``queues.py``), then for the answer, until the server has made no progress for ``request_timeout_s``; a
+failed attempt, or a bad answer, is repeated at most ``max_retries`` times, on another live server if there is one. A server
+that asks for patience (429, 503) gets as much of it as a request may take. Short requests that arrive within ``_TICK_S``
+travel in one HTTP request of up to ``max_batch_size`` samples, which saves a third of the CPU time at small models. A sample
+comes back, and gives its place free, with the slowest of its batch: so one of more than ``_MOST_BATCHED_TOKENS``, or asked
+for ``alone``, travels alone.
+
+A server is *lost* when its machine does not answer, when its engine shows no sign of life for ``hang_timeout_s``
+(``liveness.py``), or when ``_MAX_BAD_ANSWERS`` answers on end were bad. It gets no request until ``restore`` names it,
+because a restarted server holds old weights until somebody sends it new ones. With no server left, ``generate`` raises
+``ServerLost``.
+
+Invariants: every attempt has a request id of its own, and none is the beginning of another (SGLang aborts all that begin
+with the id given); what an aborted request had generated is returned, not dropped; what comes back has been checked
+(``wire.parse_generation``). One client belongs to one event loop; its calls may be made, and their answers read, in
+other processes (``caller``).
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Collection, Hashable, Sequence
+from dataclasses import replace
+from typing import Any, Self
+
+from megatron_rl.config.derived import answer_timeout_s
+from megatron_rl.rollout.requests import (
+    NOTHING_GENERATED,
+    AttemptFailed,
+    BatchCall,
+    BatchCaller,
+    BatchReply,
+    Generation,
+    GenerationRequest,
+    RequestRejected,
+    ServerBusy,
+    ServerLost,
+    WorkerLost,
+)
+from megatron_rl.rollout.sglang.balance.queues import (
+    Homes,
+    NewTokens,
+    Pending,
+    ServerQueue,
+    candidates,
+    choose,
+    names_of,
+    take_over,
+)
+from megatron_rl.rollout.sglang.process.liveness import kv_tokens, progress_of, shows_life, while_it_progresses
+from megatron_rl.rollout.sglang.wire.answer_checks import BadAnswer, KeyRefused
+from megatron_rl.rollout.sglang.wire.exchange import HttpHere
+from megatron_rl.rollout.sglang.wire.generate_call import BUSY_STATUSES, sent_rid, validate
+from megatron_rl.system.http.json_http import ApiKey, HttpError, HttpSession, NoAnswer, bearer
+
+logger = logging.getLogger(__name__)
+
+_PROBE_TIMEOUT_S = 60.0
+"""For a sign of life after a failure, where hang_timeout_s is 0."""
+_MAX_BAD_ANSWERS = 3
+"""So many on end, and the server is lost: each may be an accident, all of them are not."""
+_MAX_PAUSE_S = 30.0
+"""Longest wait before a busy server is asked again."""
+_TICK_S = 0.002
+_MOST_BATCHED_TOKENS = 128
+_AGAIN, _ALONE = "#again", "#alone"
+"""End the id of a request that is sent once more within one attempt."""
+_MAX_AGAIN = 10
+"""Workers that one request may lose: it may be what ends them."""
+_ABORT_TIMEOUT_S = 60.0
+_ABORT_REPEAT_S = 0.5
+"""An abort that overtook its request is sent again after this."""
+_MAX_ABORTS_AT_ONCE = 64
+"""Abort calls in progress at one server; each is a small HTTP request."""
+
+
+class SglangClient:
+    """Sends to all ``urls``. An async context manager; ``close`` ends what is in progress."""
+
+    max_batch_size = 32
+    """Samples of one HTTP request."""
+    first_pause_s = 0.5
+    """Before the first repetition at the same server; each further one waits twice as long."""
+
+    def __init__(
+        self,
+        urls: Sequence[str],
+        *,
+        vocab_size: int,
+        max_inflight_requests: int = 512,
+        request_timeout_s: float = 0.0,
+        max_retries: int = 3,
+        hang_timeout_s: float = 120.0,
+        api_key: str = "",
+        on_server_lost: Callable[[str, str], None] | None = None,
+    ) -> None:
+        """``hang_timeout_s`` 0: no engine counts as hung. ``on_server_lost(url, reason)`` is called once each time a
+        server is lost.
+        """
+        if not urls:
+            raise ValueError("the client needs the URL of at least one server")
+        self.vocab_size = vocab_size
+        self.max_inflight_requests = max_inflight_requests
+        self.request_timeout_s = request_timeout_s
+        self.max_retries = max_retries
+        self.hang_timeout_s = hang_timeout_s
+        self._api_key = api_key
+        self._on_server_lost = on_server_lost
+        self._servers = {url.rstrip("/"): ServerQueue(url.rstrip("/")) for url in urls}
+        self._homes = Homes()
+        self._new_tokens = NewTokens()
+        self._http = HttpSession()
+        self.standing_still = False
+        """The servers pause for new weights: that they are silent says nothing."""
+        self.caller: BatchCaller = HttpHere(self._http)
+        """Makes the calls, and is closed with the client: here, or ``WorkerPool``, in other processes."""
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Cancel the requests in progress (the servers abort them) and close all connections."""
+        for server in self._servers.values():
+            for pending in server.drain():
+                pending.answer.cancel()
+        tasks = [task for server in self._servers.values() for task in (*server.tasks, server.watch) if task]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self.caller.close()
+        await self._http.close()
+
+    @property
+    def live_urls(self) -> list[str]:
+        return [server.url for server in self._servers.values() if server.is_candidate]
+
+    async def look(self) -> None:
+        """Which servers are gone; without requests in progress nobody would notice."""
+        live = [server for server in self._servers.values() if server.is_candidate]
+        await asyncio.gather(*[self._diagnose(server, "it does not answer") for server in live])
+
+    def restore(self, url: str) -> None:
+        """A lost server is back and has the current weights: send it requests again."""
+        server = self._servers[url.rstrip("/")]
+        server.live, server.leaving, server.capacity = True, False, None
+        server.num_bad = server.num_good = 0
+
+    def drop(self, url: str) -> None:
+        """Send a server that was given up no more requests."""
+        self._servers[url].live = False
+
+    def join(self, url: str) -> None:
+        """One more server, which gets requests once ``restore`` names it; also one that has left."""
+        self._servers.setdefault(url, ServerQueue(url)).live = False
+
+    async def leave(self, url: str, timeout_s: float = _ABORT_TIMEOUT_S) -> None:
+        """Send a server no more requests; returns once it has none.
+
+        Those in progress come back as ``abort`` with the tokens they have; what waits there, and what does not come back in
+        time, is sent to other servers.
+        """
+        (server := self._servers[url]).leaving = True
+        server.fail(server.drain(), "it leaves")
+        deadline_s = time.monotonic() + timeout_s
+        while server.live and server.sent and time.monotonic() < deadline_s:
+            await self.abort({pending.request.rid for pending in server.sent.values()})
+            if server.tasks:  # all of them may have ended meanwhile
+                await asyncio.wait(server.tasks, timeout=_ABORT_REPEAT_S)
+        server.live = False
+        server.fail(server.sent.values(), "it has left")
+
+    def has_served(self, url: str) -> bool:
+        """The server has given a good answer since it was last restored, or since the beginning."""
+        return self._servers[url].num_good > 0
+
+    async def generate(
+        self, request: GenerationRequest, *, sticky_key: int | str | None = None, alone: bool = False
+    ) -> Generation:
+        """Generate one sample.
+
+        Requests with the same ``sticky_key`` (else: of one ``response_name`` or ``group_name``) go to the same server while
+        it lives and holds not much more than the others, so that a group shares its prefix cache; others go to the least
+        loaded server. ``alone``: it is not batched, for a caller that wants each sample as soon as it is complete. Raises
+        RequestRejected, PromptMismatch, BadAnswer, KeyRefused,
+        ServerLost or WorkerGivenUp.
+        """
+        validate(request, self.vocab_size)
+        started_at = time.monotonic()
+        failed_urls: list[str] = []
+        failure: AttemptFailed | BadAnswer = AttemptFailed("it was lost before and not restored")
+        num_busy = 0
+        while len(failed_urls) - num_busy <= self.max_retries:
+            servers = candidates(self._servers.values(), failed_urls)
+            if servers and all(server.url in failed_urls for server in servers):
+                await asyncio.sleep(self._pause_s(failure, len(failed_urls)))
+                servers = candidates(self._servers.values(), failed_urls)
+            if not servers:
+                break
+            pending = self._pending(request, failed_urls, alone=alone, sticky_key=sticky_key)
+            server = choose(servers, pending, self._homes)
+            server.push(pending)
+            self._homes.note(pending)
+            self._schedule_flush(server)
+            try:
+                return await pending.answer
+            except (AttemptFailed, BadAnswer) as error:
+                failure = error
+            failed_urls.append(pending.url)
+            logger.info("attempt %d of request %s failed: %s", len(failed_urls), request.rid, failure)
+            # Being asked to wait is no failure, for as long as a whole request may take.
+            waited_s = time.monotonic() - started_at
+            num_busy += isinstance(failure, ServerBusy) and waited_s < self._patience_s([request])
+        if isinstance(failure, BadAnswer) and self.live_urls:
+            raise failure
+        lost_url = failed_urls[-1] if failed_urls else next(iter(self._servers))
+        raise ServerLost(lost_url, time.monotonic() - started_at, len(failed_urls), str(failure))
+
+    def _patience_s(self, requests: Sequence[GenerationRequest]) -> float:
+        return answer_timeout_s(self.request_timeout_s, max(request.max_new_tokens for request in requests))
+
+    def _pause_s(self, failure: Exception, num_attempts: int) -> float:
+        """Before the same server is asked again."""
+        asked_s = failure.retry_after_s if isinstance(failure, ServerBusy) else None
+        return min(_MAX_PAUSE_S, max(asked_s or 0.0, self.first_pause_s * 2.0 ** min(num_attempts - 1, 10)))
+
+    async def abort(self, rids: Collection[str]) -> None:
+        """End the requests ``rids`` now; other ids are passed over.
+
+        Each comes back as ``abort`` with the tokens it has (none if it was never sent). A request that reaches the
+        server at the same moment may escape: call again for what has not come back. A server that does not take the
+        call is left alone; its requests end by their own time limit.
+        """
+        limit = asyncio.Semaphore(_MAX_ABORTS_AT_ONCE)
+
+        async def abort_one(server: ServerQueue, rid: str) -> None:
+            async with limit:
+                try:
+                    await self._http.post(
+                        server.url + "/abort_request", {"rid": rid}, timeout_s=_ABORT_TIMEOUT_S, headers=bearer(self._api_key)
+                    )
+                except HttpError as error:
+                    logger.info("abort of %s at %s failed: %s", rid, server.url, error)
+
+        for server in self._servers.values():
+            for pending in server.waiting:
+                if pending.request.rid in rids and not pending.answer.done():
+                    pending.answer.set_result(NOTHING_GENERATED)
+        sent = [(one, rid) for one in self._servers.values() for rid, p in one.sent.items() if p.request.rid in rids]
+        await asyncio.gather(*[abort_one(server, rid) for server, rid in sent])
+
+    def _pending(
+        self, request: GenerationRequest, failed_urls: Sequence[str], *, alone: bool, sticky_key: Hashable | None
+    ) -> Pending:
+        # The server may still hold the request of an attempt whose connection broke, and refuses an id twice.
+        rid = sent_rid(f"{request.rid}#{len(failed_urls)}" if failed_urls else request.rid)
+        return Pending(
+            request,
+            rid,
+            asyncio.get_running_loop().create_future(),
+            alone=alone or request.max_new_tokens > _MOST_BATCHED_TOKENS,
+            tokens=request.num_prompt_tokens + self._new_tokens.expected(request.max_new_tokens),
+            names=names_of(request, sticky_key),
+            group=sticky_key if sticky_key is not None else request.group_name or None,
+            refused=frozenset(failed_urls),
+        )
+
+    def _schedule_flush(self, server: ServerQueue) -> None:
+        if not server.flush_scheduled:
+            server.flush_scheduled = True
+            asyncio.get_running_loop().call_later(_TICK_S, self._flush, server)
+
+    def _flush(self, server: ServerQueue) -> None:
+        """Send what waits for the server, in batches, as far as places and its KV cache are free."""
+        server.flush_scheduled = False
+        if not server.live:
+            return
+        if server.capacity is None and server.waiting:
+            server.flush_scheduled = True  # nothing is sent meanwhile
+            server.start(self._ask_capacity(server))
+            return
+        most = self.max_inflight_requests
+        while server.waiting or (server.num_inflight < most and take_over(server, self._servers.values(), self._homes)):
+            was_idle = not server.num_inflight
+            batch = server.next_batch(self.max_batch_size, most)
+            if not batch:
+                break
+            if was_idle:
+                server.sign_of_life_at = time.monotonic()
+            for pending in batch:
+                self._new_tokens.sent(pending.rid, pending.request.max_new_tokens)
+            server.start(self._send(server, batch))
+            self._watch(server)
+
+    async def _ask_capacity(self, server: ServerQueue) -> None:
+        """Before the first request: how many tokens its KV cache holds."""
+        try:
+            server.capacity, server.says_load = await kv_tokens(self._http, server.url, api_key=self._api_key)
+        finally:
+            server.flush_scheduled = False
+        self._flush(server)
+
+    async def _send(self, server: ServerQueue, batch: list[Pending]) -> None:
+        """One HTTP request for the batch; every sample of it gets its answer or its error."""
+        server.sent.update({pending.rid: pending for pending in batch})
+        outcomes: list[Generation | Exception] = [AttemptFailed("it was given up")] * len(batch)
+        try:
+            outcomes = await self._outcomes(server, batch)
+        except asyncio.CancelledError:
+            for pending in batch:
+                pending.answer.cancel()
+            raise
+        except Exception as error:  # whatever went wrong, nobody may wait forever
+            outcomes = [error] * len(batch)
+        finally:
+            server.ended(batch)
+            for pending, outcome in zip(batch, outcomes, strict=True):
+                del server.sent[pending.rid]
+                self._new_tokens.ended(pending.rid, pending.request.max_new_tokens, outcome)
+            if any(one.waiting for one in self._servers.values()):
+                self._schedule_flush(server)
+        for pending, outcome in zip(batch, outcomes, strict=True):
+            if pending.answer.done():
+                continue
+            if isinstance(outcome, Exception):
+                pending.answer.set_exception(outcome)
+            else:
+                pending.answer.set_result(outcome)
+
+    async def _outcomes(self, server: ServerQueue, batch: list[Pending]) -> list[Generation | Exception]:
+        try:
+            reply = await self._reply(server, batch)
+        except WorkerLost:
+            if batch[0].rid.count(_AGAIN) == _MAX_AGAIN:
+                raise
+            return await self._send_again(server, [batch], _AGAIN)
+        except NoAnswer as error:
+            return [await self._diagnose(server, str(error))] * len(batch)
+        except (HttpError, BadAnswer) as error:
+            return [self._bad(server, str(error))] * len(batch)
+        server.sign_of_life_at = time.monotonic()
+        if reply.status == 400 and len(batch) > 1:
+            # One sample is at fault, and SGLang refuses them all: find out which.
+            return await self._send_again(server, [[pending] for pending in batch], _ALONE)
+        if reply.status != 200:
+            return [await self._refused(server, reply, batch[0].request.rid)] * len(batch)
+        return [self._outcome(server, sample) for sample in reply.samples]
+
+    async def _reply(self, server: ServerQueue, batch: list[Pending]) -> BatchReply:
+        """Waits as long as the server makes progress. Raises NoAnswer once it has made none for its time, or as the caller."""
+        requests = [pending.request for pending in batch]
+        limit_s = self._patience_s(requests)
+        if server.says_load and not self.request_timeout_s:  # a long window is no longer silent
+            limit_s = answer_timeout_s(0.0, 0)
+
+        async def progress() -> Any:
+            return await progress_of(self._http, server.url, api_key=self._api_key) if server.says_load else server.num_good
+
+        rids = [pending.rid for pending in batch]
+        call = BatchCall(server.url, requests, rids, None, self.vocab_size, ApiKey(self._api_key))
+        return await while_it_progresses(self.caller.call(call), server.num_good, progress, limit_s)
+
+    async def _send_again(
+        self, server: ServerQueue, batches: list[list[Pending]], mark: str
+    ) -> list[Generation | Exception]:
+        """The outcomes of all of them, under new ids: SGLang may have begun with some of the old ones."""
+        batches = [[replace(p, rid=sent_rid(p.rid[:-1] + mark)) for p in batch] for batch in batches]
+        sent = {pending.rid: pending for batch in batches for pending in batch}
+        server.sent.update(sent)
+        try:
+            outcomes = await asyncio.gather(*[self._outcomes(server, batch) for batch in batches])
+        finally:
+            for rid in sent:
+                del server.sent[rid]
+        return [outcome for batch in outcomes for outcome in batch]
+
+    async def _refused(self, server: ServerQueue, reply: BatchReply, rid: str) -> Exception:
+        if reply.status == 400:
+            return RequestRejected(f"server {server.url} refused request {rid!r}: {reply.text}")
+        if reply.status in (401, 403):
+            return KeyRefused(server.url, reply.status, has_key=bool(self._api_key))
+        failed = await self._diagnose(server, f"it answered {reply.status}: {reply.text}")
+        if reply.status in BUSY_STATUSES and server.live:
+            return ServerBusy(str(failed), reply.retry_after_s)
+        return failed
+
+    def _outcome(self, server: ServerQueue, sample: Generation | Exception) -> Generation | Exception:
+        if isinstance(sample, BadAnswer):
+            return self._bad(server, str(sample), type(sample))
+        if not isinstance(sample, Exception):
+            server.num_bad = 0
+            server.num_good += 1
+        return sample
+
+    def _bad(self, server: ServerQueue, reason: str, kind: type[BadAnswer] = BadAnswer) -> BadAnswer:
+        """The error of an answer that cannot be used; too many on end, and the server is lost."""
+        error = kind(f"the SGLang server at {server.url} gave a bad answer: {reason}")
+        server.num_bad += kind.server_at_fault
+        if server.num_bad >= _MAX_BAD_ANSWERS:
+            self._mark_lost(server, f"{server.num_bad} bad answers on end, the last one: {reason}")
+        return error
+
+    async def _diagnose(self, server: ServerQueue, reason: str) -> AttemptFailed:
+        """After a failure: is the server gone? Marks it as lost then."""
+        # A time-out alone says little: the request may have queued behind long ones.
+        if server.live and not await self._shows_life(server):
+            self._mark_lost(server, reason)
+        return AttemptFailed(f"{server.url}: {reason}")
+
+    async def _shows_life(self, server: ServerQueue) -> bool:
+        timeout_s = self.hang_timeout_s / 2 or _PROBE_TIMEOUT_S
+        return await shows_life(self._http, server.url, api_key=self._api_key, timeout_s=timeout_s)
+
+    def _watch(self, server: ServerQueue) -> None:
+        if self.hang_timeout_s and (server.watch is None or server.watch.done()):
+            server.watch = asyncio.get_running_loop().create_task(self._watch_for_life(server))
+
+    async def _watch_for_life(self, server: ServerQueue) -> None:
+        """While requests are in progress: once none has come back for half of ``hang_timeout_s``, ask for a token."""
+        while server.live and server.num_inflight:
+            if self.standing_still:
+                server.sign_of_life_at = time.monotonic()
+            quiet_s = time.monotonic() - server.sign_of_life_at
+            if quiet_s < self.hang_timeout_s / 2:
+                await asyncio.sleep(self.hang_timeout_s / 2 - quiet_s)
+            elif await self._shows_life(server):
+                server.sign_of_life_at = time.monotonic()
+            elif time.monotonic() - server.sign_of_life_at >= self.hang_timeout_s:
+                self._mark_lost(server, f"its engine hangs: no answer and no token for {self.hang_timeout_s:g} s")
+            else:
+                await asyncio.sleep(min(1.0, self.hang_timeout_s / 10))
+
+    def _mark_lost(self, server: ServerQueue, reason: str) -> None:
+        if not server.live:
+            return
+        logger.warning("SGLang server %s is lost: %s", server.url, reason)
+        server.live = False
+        # What it has, and what was not sent yet, goes to the next server at its next attempt.
+        server.fail([*server.drain(), *server.sent.values()], reason)
+        for task in server.tasks:
+            if task is not asyncio.current_task():
+                task.cancel()
+        if self._on_server_lost is not None and not server.leaving:
+            self._on_server_lost(server.url, reason)

@@ -1,0 +1,1 @@
+"""SGLang's HTTP API: what a request says, what an answer may say."""

@@ -1,0 +1,195 @@
+"""What commands share that take a recipe: their arguments, the checks before anything starts, the start of the ranks."""
+
+import argparse
+import contextlib
+import os
+import socket
+from collections.abc import Callable, Sequence
+from typing import Any
+from urllib.parse import urlsplit
+
+from megatron_rl.config.checks import check_config
+from megatron_rl.config.checks.servers import Node
+from megatron_rl.config.derived import are_attached
+from megatron_rl.config.load import load_config
+from megatron_rl.config.schema import Config, RolloutConfig
+from megatron_rl.errors import ConfigError
+from megatron_rl.models.hf.model_checks import check_models
+from megatron_rl.system.command_line.arguments import positive_int
+from megatron_rl.system.command_line.terminal import say
+from megatron_rl.system.gpu.gpu_environment import REQUIRE_GPU, check_required_gpus, set_gpu_defaults
+from megatron_rl.system.http.addresses import LOOPBACK, interface_towards
+from megatron_rl.system.processes.gc_pauses import collector_at_rest
+from megatron_rl.system.processes.signals import StopRequested, stopped_by_signals
+
+_CHECKED = "MEGATRON_RL_INPUTS_ARE_CHECKED"
+"""Set for the ranks by the process that has read all data files before it started them."""
+_LOOPBACK_INTERFACE = "lo"
+
+
+def add_recipe(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--config", required=True, action="append", help="YAML recipe; a later one overrides")
+    parser.add_argument("--dry-run", action="store_true", help="print what would be done and exit")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="override a key of the recipe")
+
+
+def add_recipe_of_ranks(parser: argparse.ArgumentParser) -> None:
+    """For commands that ``run_on_ranks``."""
+    add_recipe(parser)
+    parser.add_argument(
+        "--gpus-per-node", type=positive_int, metavar="N", help="with --dry-run: GPUs of a node of the run, not of this machine"
+    )
+
+
+def options_of(words: Sequence[str]) -> dict[str, Any]:
+    """``key=value`` words as options; values are read as YAML, dots nest."""
+    from omegaconf import OmegaConf
+
+    options = OmegaConf.to_container(OmegaConf.from_dotlist(list(words)))
+    return {str(key): value for key, value in options.items()} if isinstance(options, dict) else {}
+
+
+def run_on_ranks(
+    command: str,
+    arguments: argparse.Namespace,
+    *,
+    check_inputs: Callable[[Config], None],
+    work: Callable[[Config], None],
+    writes_output_dir: bool = False,
+) -> int:
+    """Check the recipe, then do ``work`` on every rank; where no launcher has made them, torchrun is started for them.
+
+    ``writes_output_dir``: it is a run with checkpoints, which goes on later when a signal stops it.
+    ``check_inputs`` looks at everything outside the recipe that a run would trip over later. It is called once, by the
+    process that the user started or by rank 0 of an outer launcher.
+    """
+    try:
+        with stopped_by_signals():
+            return _run_on_ranks(command, arguments, check_inputs, work, goes_on=writes_output_dir)
+    except StopRequested as stop:
+        if writes_output_dir:
+            raise
+        # Nothing of it can be continued, so a scheduler that tries again would do so forever.
+        raise KeyboardInterrupt from stop
+
+
+def _run_on_ranks(
+    command: str,
+    arguments: argparse.Namespace,
+    check_inputs: Callable[[Config], None],
+    work: Callable[[Config], None],
+    *,
+    goes_on: bool,
+) -> int:
+    config = load_config(arguments.config, arguments.overrides)
+    is_rank = "RANK" in os.environ
+    world_size = int(os.environ["WORLD_SIZE"]) if is_rank else None
+    with collector_at_rest():  # the checks import half of what a run needs
+        node = _driver_node(config, arguments, world_size)
+        check_config(config, command=command, world_size=world_size, node=node)
+        if os.environ.get("RANK", "0") == "0" and _CHECKED not in os.environ:
+            _check_megatron_fields(config)
+            check_models(config, command)
+            check_inputs(config)
+    if arguments.dry_run:
+        from megatron_rl.desk.plan.dry_run import print_plan
+
+        print_plan(config, command=command, world_size=world_size or config.parallel.num_ranks or 1)
+        return 0
+    if goes_on:
+        from megatron_rl.run.output import check_output_dir
+
+        check_output_dir(config)
+    _prepare_gpus(is_rank)
+    _choose_interface(config)
+    if not is_rank and config.parallel.num_ranks > 1:
+        from megatron_rl.system.processes.torchrun import run_under_torchrun
+
+        recipes = [f"--config={path}" for path in arguments.config]
+        os.environ[_CHECKED] = "1"
+        try:
+            return run_under_torchrun(config.parallel.num_ranks, [command, *recipes, *arguments.overrides])
+        finally:
+            del os.environ[_CHECKED]
+    work(config)
+    return 0
+
+
+def _driver_node(config: Config, arguments: argparse.Namespace, world_size: int | None) -> Node:
+    """Its GPUs and ranks; those of a dry run elsewhere are what it is told, and another node's rank knows nothing of it."""
+    if arguments.gpus_per_node and not arguments.dry_run:
+        raise ConfigError("--gpus-per-node is for --dry-run: a run counts the GPUs that it finds")
+    num_ranks = world_size or config.parallel.num_ranks or 1
+    from megatron_rl.rollout.sglang.process.server import count_gpus
+
+    num_gpus = arguments.gpus_per_node or count_gpus()
+    if os.environ.get("GROUP_RANK", "0") != "0":
+        return Node(0, 0)
+    if "LOCAL_WORLD_SIZE" in os.environ and not arguments.gpus_per_node:
+        return Node(num_gpus, int(os.environ["LOCAL_WORLD_SIZE"]))
+    # All of a run without a launcher start here; of a plan, or of ranks that srun started, as many as there are GPUs.
+    starts_here = world_size is None and not arguments.dry_run
+    return Node(num_gpus, num_ranks) if starts_here else Node.of(num_gpus, num_ranks)
+
+
+def _prepare_gpus(is_rank: bool) -> None:
+    """What has to be so before CUDA is in use. Raises UserError where a GPU is required and none is found."""
+    import torch
+
+    num_gpus = torch.cuda.device_count()
+    check_required_gpus(num_gpus)
+    if num_gpus:
+        set_gpu_defaults()
+    elif torch.version.cuda and "CUDA_VISIBLE_DEVICES" not in os.environ and not is_rank:
+        # A driver that does not answer, or a container without its GPUs, should not go unseen.
+        say(f"note: torch is made for CUDA {torch.version.cuda}, but finds no GPU: this computes on CPUs ({REQUIRE_GPU}=1 refuses to)")
+
+
+def _attached_urls(rollout: RolloutConfig) -> list[str]:
+    """As far as they are known."""
+    if not are_attached(rollout):
+        return []
+    from megatron_rl.rollout.sglang.process.attached import attached_urls
+
+    with contextlib.suppress(OSError):  # nobody answers there yet
+        return attached_urls(rollout.urls, rollout.urls_file, os.environ.get(rollout.api_key_env, ""))
+    return []
+
+
+def _choose_interface(config: Config) -> None:
+    """The interface that gloo listens on: loopback where all ranks and servers are here, and nowhere else.
+
+    On several machines gloo takes the address of the host's name, which many a Linux has as 127.0.1.1.
+    """
+    if "GLOO_SOCKET_IFNAME" in os.environ:
+        return
+    driver, world_size = os.environ.get("MASTER_ADDR", "127.0.0.1"), os.environ.get("WORLD_SIZE", "1")
+    # A launcher that says no LOCAL_WORLD_SIZE starts ranks here alone where they meet at loopback.
+    if world_size != os.environ.get("LOCAL_WORLD_SIZE", world_size if driver in LOOPBACK else "1"):
+        others = [driver]
+    else:
+        hosts = [urlsplit(url).hostname or "" for url in _attached_urls(config.rollout)]
+        others = [host for host in hosts if host not in LOOPBACK]
+    if others:
+        interface = interface_towards(others[0])
+    else:
+        here = config.rollout.host in LOOPBACK and _LOOPBACK_INTERFACE in dict(socket.if_nameindex()).values()
+        interface = _LOOPBACK_INTERFACE if here else ""
+    if interface:
+        os.environ["GLOO_SOCKET_IFNAME"] = interface
+
+
+def _check_megatron_fields(config: Config) -> None:
+    """``policy.megatron`` and ``critic.megatron``, against the Megatron that is installed; imported only if they are set."""
+    if not (config.policy.megatron or config.critic.megatron):
+        return
+    try:
+        from megatron_rl.models.megatron_fields import checked_fields
+    except ImportError as error:
+        raise ConfigError(
+            f"policy.megatron, critic.megatron: their fields cannot be checked, for Megatron Core cannot be imported: {error}"
+        ) from error
+    checked_fields(config.policy.megatron, key="policy.megatron")
+    checked_fields(config.critic.megatron, key="critic.megatron")
+
+

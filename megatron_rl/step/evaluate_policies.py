@@ -1,0 +1,101 @@
+"""Evaluates policies that lie as Hugging Face folders, one after the other, on servers that start once.
+
+Laws: every policy answers the same prompts with the same seeds, whatever was measured before it; ``evaluation.json``
+in its folder says with which settings, and what has been measured with the same ones is not measured again.
+"""
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from megatron_rl.config.derived import eval_sets
+from megatron_rl.config.schema import Config, Placement
+from megatron_rl.rewards.router import RewardRouter, build_rewards
+from megatron_rl.rollout.served_weights import FolderWeights
+from megatron_rl.rollout.service import RolloutService, TrainerSide, open_rollout
+from megatron_rl.step.driver import event_loop_thread, stall_timeout_s
+from megatron_rl.step.evaluation import Evaluator
+from megatron_rl.step.grading import Grader
+from megatron_rl.step.inputs import EvalInputs, make_eval_inputs
+from megatron_rl.step.runner import StageRunner
+from megatron_rl.system.files.atomic_files import write_whole
+
+_FILE = "evaluation.json"
+
+Say = Callable[[str], None]
+
+
+def missing_evaluations(config: Config, folders: Sequence[Path]) -> list[Path]:
+    """The folders that have not been measured with these settings."""
+    wanted = _settings(config)
+    return [folder for folder in folders if _read(folder).get("settings") != wanted]
+
+
+def evaluate_policies(config: Config, folders: Sequence[Path], say: Say) -> Iterator[tuple[Path, dict[str, float]]]:
+    """Each folder with its metrics, once they are written; all of them hold models of the shape of ``policy.path``."""
+    # The servers have all devices, and read the weights themselves.
+    config = replace(config, rollout=replace(config.rollout, placement=Placement.disaggregated))
+    with ExitStack() as stack:
+        inputs = make_eval_inputs(config)
+        event_loop = stack.enter_context(event_loop_thread())
+        runner = StageRunner(
+            (),
+            event_loop,
+            stall_timeout_s=stall_timeout_s(config),
+            on_span=lambda *span: None,
+            heartbeat=lambda: None,
+        )
+        rewards = stack.enter_context(build_rewards(config.reward))
+        weights = FolderWeights(folders[0], config.rollout.weight_sync_timeout_s)
+        trainer = TrainerSide(weights=weights, call_on_trainer=runner.call_on_trainer, note=say, warn=say)
+        rollout = stack.enter_context(
+            open_rollout(config, event_loop, trainer, tokenizer=inputs.tokenizer, environment=inputs.environment)
+        )
+        evaluator = _evaluator(config, inputs, rollout, rewards)
+        settings = _settings(config)
+        for folder in folders:
+            weights.folder = folder
+            rollout.publish()
+            metrics = runner.wait_for(evaluator.evaluate(-1))
+            write_whole(folder / _FILE, json.dumps({"settings": settings, "metrics": metrics}, indent=2))
+            yield folder, metrics
+
+
+def _evaluator(config: Config, inputs: EvalInputs, rollout: RolloutService, rewards: RewardRouter) -> Evaluator:
+    return Evaluator(
+        config,
+        {name: one.prompts for name, one in inputs.eval_sets.items()},
+        rollout=rollout,
+        grader=Grader(config.reward, rewards, inputs.tokenizer.decode, inputs.environment),
+        start=inputs.start,
+        on_accuracy=lambda *accuracy: None,
+        stop_after=lambda step: None,
+    )
+
+
+def _settings(config: Config) -> dict[str, Any]:
+    """What the numbers depend on besides the weights."""
+    settings = {
+        "sets": {name: asdict(one) | {"sha256": _digests(one.files)} for name, one in eval_sets(config).items()},
+        "seed": config.run.seed,
+        "max_response_tokens": config.batch.max_response_tokens,
+        "reward": [config.reward.name, config.reward.options],
+        "environment": [config.environment.name, config.environment.options],
+    }
+    return json.loads(json.dumps(settings))
+
+
+def _digests(files: Sequence[str]) -> list[str]:
+    """Of what is one file; a data set in a folder is known by its name alone."""
+    return [hashlib.sha256(Path(file).read_bytes()).hexdigest() if Path(file).is_file() else "" for file in files]
+
+
+def _read(folder: Path) -> Mapping[str, Any]:
+    try:
+        return json.loads((folder / _FILE).read_text())
+    except (OSError, ValueError):
+        return {}

@@ -1,0 +1,1 @@
+"""What GPUs need of a machine and of an environment."""

@@ -1,0 +1,1 @@
+"""HTTP: sessions, addresses, and what names servers."""

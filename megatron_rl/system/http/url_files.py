@@ -1,0 +1,73 @@
+"""What names running servers: files, a URL per line, as ``megatron-rl serve --url-file`` writes them, or an address that says them."""
+
+import json
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from megatron_rl.errors import UserError
+from megatron_rl.system.http.addresses import address_problem
+from megatron_rl.system.http.json_http import HttpError, bearer, get_once
+
+_ANSWER_S = 10.0
+_SCHEMES = ("http://", "https://")
+
+
+def named_urls(where: str | Path, key: str = "") -> list[str]:
+    """Each URL once, of a file, of all ``*.urls`` files of a folder, or of an address; nothing where there is no file (yet).
+
+    An address without a path is a router's (sglang-router), which is asked for its /workers, with the API key ``key``; what any
+    other says is JSON (a list of URLs, or one under ``workers``) or a URL per line. Empty lines and lines that begin with # say
+    nothing. Raises UserError for what names no servers, and OSError where nobody answers, or answers with 5xx.
+    """
+    if str(where).startswith(_SCHEMES):
+        return _asked(str(where).rstrip("/"), key)
+    path = Path(where)
+    urls: dict[str, None] = {}
+    for file in sorted(path.glob("*.urls")) if path.is_dir() else [path]:
+        try:
+            urls |= dict.fromkeys(_of_lines(file.read_text(encoding="utf-8", errors="replace"), str(file)))
+        except FileNotFoundError:  # gone since it was listed
+            continue
+    return list(urls)
+
+
+def urls_of_workers(content: object) -> list[str] | None:
+    """What a router lists, as strings or as objects with a ``url``; None for an answer that is no such list."""
+    workers = content.get("workers") if isinstance(content, dict) else content
+    if not isinstance(workers, list):
+        return None
+    urls = [worker.get("url") if isinstance(worker, dict) else worker for worker in workers]
+    return [url.rstrip("/") for url in urls if isinstance(url, str)]
+
+
+def _asked(address: str, key: str) -> list[str]:
+    is_router = not urlsplit(address).path
+    address += "/workers" * is_router
+    try:
+        answer = get_once(address, timeout_s=_ANSWER_S, headers=bearer(key))
+    except HttpError as error:
+        raise OSError(f"{address} does not answer ({error})") from error
+    if answer.status >= 500:
+        raise OSError(f"{address} answered {answer.status}: {answer.text[:200]}")
+    if answer.status != 200:
+        server = "; an address without a path is a router's: name a server in rollout.urls" if is_router else ""
+        raise UserError(f"{address} answered {answer.status}: {answer.text[:200]!r}, expected the URLs of servers{server}")
+    try:
+        content = json.loads(answer.text)
+    except (ValueError, RecursionError):
+        return _of_lines(answer.text, address)
+    urls = urls_of_workers(content)
+    if urls is None or (wrong := next(filter(None, map(address_problem, urls)), "")):
+        problem = f"{answer.text[:80]!r} is no list of URLs" if urls is None else wrong
+        raise UserError(f"{address}: {problem}")
+    return list(dict.fromkeys(urls))
+
+
+def _of_lines(text: str, source: str) -> list[str]:
+    urls: dict[str, None] = {}
+    for number, line in enumerate(map(str.strip, text.splitlines()), start=1):
+        if line and not line.startswith("#"):
+            if problem := address_problem(line):
+                raise UserError(f"{source}:{number}: {problem}")
+            urls[line.rstrip("/")] = None
+    return list(urls)

@@ -1,0 +1,1 @@
+"""Processes of a run: start, signals, what they do and what they hold."""

@@ -1,0 +1,1 @@
+"""Stores that a run's metrics go to: MLflow, Weights & Biases, TensorBoard."""

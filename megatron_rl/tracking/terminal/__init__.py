@@ -1,0 +1,1 @@
+"""What the terminal shows while a run trains."""

@@ -1,0 +1,48 @@
+"""Files appear whole or not at all, whatever happens while they are written."""
+
+import os
+import stat
+import threading
+from pathlib import Path
+
+import pytest
+
+from megatron_rl.system.files.atomic_files import replace_folder, write_whole, written_whole
+
+
+def test_a_file_that_fails_half_way_leaves_the_old_one_and_nothing_else(tmp_path: Path) -> None:
+    target = write_whole(tmp_path / "deep" / "summary.json", "old")
+    with pytest.raises(RuntimeError, match="half way"), written_whole(target) as file:
+        file.write("new")
+        raise RuntimeError("half way")
+    assert target.read_text() == "old"
+    assert [path.name for path in target.parent.iterdir()] == ["summary.json"]
+
+
+def test_bytes_and_text_are_replaced_in_one_move_with_the_usual_permissions(tmp_path: Path) -> None:
+    umask = os.umask(0o022)
+    try:
+        path = write_whole(tmp_path / "picture", b"\x89\xff")
+    finally:
+        os.umask(umask)
+    assert path.read_bytes() == b"\x89\xff" and stat.S_IMODE(path.stat().st_mode) == 0o644
+    assert write_whole(path, "ä").read_text(encoding="utf-8") == "ä"
+
+
+def test_a_reader_sees_one_writer_s_content_or_the_other_s(tmp_path: Path) -> None:
+    path, contents = tmp_path / "report.html", ["a" * 100_000, "b" * 100_000]
+    writers = [threading.Thread(target=lambda text=text: [write_whole(path, text) for _ in range(20)]) for text in contents]
+    for writer in writers:
+        writer.start()
+    while any(writer.is_alive() for writer in writers):
+        assert not path.exists() or path.read_text() in contents
+    assert [entry.name for entry in tmp_path.iterdir()] == ["report.html"]
+
+
+def test_a_folder_replaces_the_one_of_its_name(tmp_path: Path) -> None:
+    for name, text in (("step_3", "old"), ("step_3.partial", "new")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "file").write_text(text)
+    replace_folder(tmp_path / "step_3.partial", tmp_path / "step_3")
+    assert (tmp_path / "step_3" / "file").read_text() == "new"
+    assert [path.name for path in tmp_path.iterdir()] == ["step_3"]

@@ -1,0 +1,58 @@
+"""Laws of environment variables about GPUs: required ones, NCCL's on both sides, expandable segments."""
+
+import sysconfig
+
+import pytest
+
+from megatron_rl.errors import UserError
+from megatron_rl.system.gpu.gpu_environment import (
+    NCCL_DEFAULTS,
+    check_required_gpus,
+    expandable_segments,
+    nccl_values,
+    own_cuda_home,
+    set_gpu_defaults,
+    without_expandable_segments,
+)
+
+
+@pytest.mark.parametrize(("value", "num_gpus", "refused"), [("1", 0, True), ("1", 1, False), ("0", 0, False), (None, 0, False)])
+def test_a_required_gpu_that_is_not_there_is_an_error_with_its_remedies(value, num_gpus, refused):
+    environ = {} if value is None else {"MEGATRON_RL_REQUIRE_GPU": value}
+    if not refused:
+        return check_required_gpus(num_gpus, environ)
+    with pytest.raises(UserError, match=r"MEGATRON_RL_REQUIRE_GPU=1, but torch finds no GPU.*--gpus-per-node.*=0 to compute on CPUs"):
+        check_required_gpus(num_gpus, environ)
+
+
+def test_what_the_user_exports_wins_over_the_defaults_and_is_what_servers_get():
+    environ = {"NCCL_CUMEM_ENABLE": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "8"}
+    set_gpu_defaults(environ)
+    assert environ == {"NCCL_CUMEM_ENABLE": "1", "NCCL_NVLS_ENABLE": "0", "CUDA_DEVICE_MAX_CONNECTIONS": "8"}
+    assert nccl_values(environ) == {"NCCL_CUMEM_ENABLE": "1", "NCCL_NVLS_ENABLE": "0"}
+    assert nccl_values({}) == NCCL_DEFAULTS
+
+
+@pytest.mark.parametrize("name", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])
+@pytest.mark.parametrize(
+    ("value", "is_on", "left"),
+    [
+        ("expandable_segments:True", True, None),
+        ("max_split_size_mb:64, expandable_segments: true", True, "max_split_size_mb:64"),
+        ("expandable_segments:False,garbage_collection_threshold:0.8", False, "garbage_collection_threshold:0.8"),
+        ("max_split_size_mb:64", False, "max_split_size_mb:64"),
+    ],
+)
+def test_a_server_that_sleeps_loses_expandable_segments_and_nothing_else(name, value, is_on, left):
+    environ = {name: value, "PATH": "/bin"}
+    assert bool(expandable_segments(environ)) is is_on
+    kept = without_expandable_segments(environ)
+    assert kept == {"PATH": "/bin"} | ({name: left} if left else {}) and environ[name] == value
+
+
+def test_the_toolkit_of_the_environment_is_named_where_it_has_a_compiler(monkeypatch, tmp_path):
+    monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
+    (tmp_path / "nvidia" / "cu13" / "bin").mkdir(parents=True)
+    assert own_cuda_home() == {}
+    (tmp_path / "nvidia" / "cu13" / "bin" / "nvcc").touch()
+    assert own_cuda_home() == {"CUDA_HOME": str(tmp_path / "nvidia" / "cu13")}

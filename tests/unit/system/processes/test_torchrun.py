@@ -1,0 +1,21 @@
+"""A rank that dies without a word is spoken for."""
+
+import pytest
+from torch.distributed import run as torchrun
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+
+from megatron_rl.system.processes.torchrun import run_under_torchrun
+
+
+@pytest.mark.parametrize(("exit_code", "status"), [(-9, 1), (-6, 1), (2, 2)])
+def test_a_killed_rank_is_named_and_one_that_failed_has_spoken_for_itself(monkeypatch, capsys, exit_code, status):
+    def fail(arguments):
+        failure = ProcessFailure(local_rank=3, pid=1, exitcode=exit_code, error_file="")
+        raise ChildFailedError("megatron_rl", {3: failure})
+
+    monkeypatch.setattr(torchrun, "main", fail)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    assert run_under_torchrun(4, ["train"]) == status
+    said = capsys.readouterr().err
+    assert ("trainer rank 3 was killed by signal" in said) == (exit_code < 0)
+    assert ("dmesg" in said) == (exit_code == -9)
