@@ -13,7 +13,7 @@ from importlib import import_module
 from megatron_rl.commands import COMMANDS
 from megatron_rl.errors import UserError
 from megatron_rl.system.command_line.terminal import say
-from megatron_rl.system.processes.gc_pauses import collector_at_rest
+from megatron_rl.system.processes.gc_pauses import gc_disabled
 from megatron_rl.system.processes.signals import INTERRUPTED, STOPPED, StopRequested
 
 
@@ -46,7 +46,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     for name, text in COMMANDS.items():
         command = commands.add_parser(name, help=text, description=text)
         if name in argv[:1]:  # the other commands' files, and what they import, are not needed
-            with collector_at_rest():
+            with gc_disabled():
                 module = import_module(f"megatron_rl.commands.{name.replace('-', '_')}")
             module.add_arguments(command)
             command.set_defaults(run=module.run)

@@ -29,4 +29,4 @@ def fake_rank(rank: int, world_size: int, *layouts: ParallelConfig) -> Iterator[
             yield [topology.add_layout(parallel, seed=1) for parallel in layouts]
     finally:
         topology.destroy()
-        megatron_state.clear()
+        megatron_state.reset_globals()

@@ -25,7 +25,7 @@ from megatron_rl.config.schema import ParallelConfig
 from megatron_rl.cpu.torchvision import declare_torchvision_ops
 from megatron_rl.families.flops import ForwardFlops, flops_cost
 from megatron_rl.training.batching import CostFunction, Plan, plan_microbatches, plan_statistics, split_minibatches
-from megatron_rl.training.replica_assignment import Sharing
+from megatron_rl.training.replica_assignment import ReplicaPlanner
 
 SEVEN_BILLION = dict(
     hidden_size=3584,
@@ -241,7 +241,7 @@ def measure_step(
     ended = np.flatnonzero(np.random.default_rng(1).random(len(lengths)) < 0.64).tolist()
     policy = split_minibatches(len(lengths), minibatch, generator)
     critic = [[ended[i] for i in part] for part in split_minibatches(len(ended), minibatch, generator)]
-    sharing = Sharing(parallel, num_ranks, budget, cost)
+    sharing = ReplicaPlanner(parallel, num_ranks, budget, cost)
     started_s = time.process_time()
     homes = sharing.homes(dict(enumerate(lengths)), [*policy, *critic])
     settled_s = time.process_time() - started_s

@@ -213,11 +213,11 @@ def steady_slots(arguments: argparse.Namespace, num_slots: int, random: np.rando
 
 def vision_of(folder: Path) -> Any:
     """The image processor of a model whose other files nobody reads."""
-    from megatron_rl.data.vision import Vision
+    from megatron_rl.data.vision import ImageProcessor
 
     (folder / "config.json").write_text(json.dumps(VISION_MODEL))
     (folder / "preprocessor_config.json").write_text(json.dumps(IMAGE_PROCESSOR))
-    return Vision(folder)
+    return ImageProcessor(folder)
 
 
 def photo(random: np.random.Generator, file: Path) -> Any:
@@ -292,14 +292,14 @@ def seen_inside(meter: Meter) -> Iterator[None]:
         for name, value in found.items():
             before.append((module, name, getattr(module, name)))
             setattr(module, name, value)
-    from megatron_rl.rollout.windows import Window
+    from megatron_rl.rollout.windows import WindowGenerator
 
-    append = Window._append
-    Window._append = meter.inner("storing", append)  # type: ignore[method-assign]
+    append = WindowGenerator._append
+    WindowGenerator._append = meter.inner("storing", append)  # type: ignore[method-assign]
     try:
         yield
     finally:
-        Window._append = append  # type: ignore[method-assign]
+        WindowGenerator._append = append  # type: ignore[method-assign]
         for module, name, value in before:
             setattr(module, name, value)
 
@@ -327,11 +327,11 @@ def further_nodes(number: int, num_workers: int, meter: Meter) -> Iterator[None]
 
 
 def workers_of(nodes: Sequence[Any]) -> list[Any]:
-    from megatron_rl.rollout.workers.worker_messages import FarWorker
+    from megatron_rl.rollout.workers.worker_messages import RemoteWorkerInfo
     from megatron_rl.system.files.shared_file import NODE
 
     return [
-        FarWorker(node.host, port, node.secret, number * NODE + node.pid, fd)
+        RemoteWorkerInfo(node.host, port, node.secret, number * NODE + node.pid, fd)
         for number, node in enumerate(nodes, 1)
         for port, fd in node.listeners
     ]
@@ -353,14 +353,14 @@ async def carry(client: Any, plan: Any, trajectories: Sequence[Any], done: np.nd
     The servers generate it: so it lies where a run has it, in the shared files of the rollout workers.
     """
     from megatron_rl.data.trajectory import Segment
-    from megatron_rl.rollout.windows import Window
+    from megatron_rl.rollout.windows import WindowGenerator
 
     for trajectory, held in zip(trajectories, done.tolist(), strict=True):
         trajectory.first_window_tokens = held
     # By weights before the present ones: no server has a prefix cache that serves them.
     before = replace(plan, sampling=replace(plan.sampling, routes=None, vision=None), trains_meanwhile=True)
-    window = Window(client, _lost, before, step=0, num_tokens=arguments.cut, weight_version=0, kind="before")
-    await window.fill([t for t in trajectories if t.first_window_tokens])
+    window = WindowGenerator(client, _lost, before, step=0, num_tokens=arguments.cut, weight_version=0, kind="before")
+    await window.generate([t for t in trajectories if t.first_window_tokens])
     for trajectory in trajectories:
         held, whole = trajectory.first_window_tokens, trajectory.segments
         starts = range(0, held, arguments.window)
@@ -392,7 +392,7 @@ def generate(
     from megatron_rl.rollout.sampling import Sampling
     from megatron_rl.rollout.sglang.balance.client import SglangClient
     from megatron_rl.rollout.sglang.wire import json_arrays
-    from megatron_rl.rollout.windows import Window
+    from megatron_rl.rollout.windows import WindowGenerator
     from megatron_rl.rollout.workers.worker_pool import WorkerPool
 
     layers, top_k, experts = map(int, (arguments.routes or "0x0x0").split("x"))
@@ -415,9 +415,9 @@ def generate(
             far = [child.pid for node in meter.nodes for child in psutil.Process(node.pid).children()]
             meter.workers_cpu_s, meter.further_cpu_s = -cpu_s_of(near), -cpu_s_of(far)
             step = steps_before(arguments)
-            window = Window(client, _lost, plan, step=step, num_tokens=arguments.window, weight_version=1, kind="train")
+            window = WindowGenerator(client, _lost, plan, step=step, num_tokens=arguments.window, weight_version=1, kind="train")
             with meter.stalls(), meter.part("HTTP and event loop"):
-                await window.fill(trajectories)
+                await window.generate(trajectories)
             meter.workers_cpu_s += cpu_s_of(near)
             meter.further_cpu_s += cpu_s_of(far)
 
@@ -516,7 +516,7 @@ def counted_group(arguments: argparse.Namespace, meter: Meter, vision: Any) -> I
     from megatron_rl.config.schema import Config
     from megatron_rl.parallel import collectives, stragglers
     from megatron_rl.training import sequence_cache, trainer_group
-    from megatron_rl.training.payloads import answered_tokens
+    from megatron_rl.training.payloads import reply_spans
 
     config = Config()
     config.policy.path = str(vision.path) if vision is not None else ""
@@ -524,7 +524,7 @@ def counted_group(arguments: argparse.Namespace, meter: Meter, vision: Any) -> I
     config.batch.policy_minibatch_size = config.batch.critic_minibatch_size = max(1, len_of(arguments) // 16)
     group_module: Any = trainer_group
     restore, size = group_module.restore, arguments.ranks_per_replica * arguments.replicas
-    flatten, take = collectives._flatten, sequence_cache.Held.take
+    flatten, take = collectives._flatten, sequence_cache.SequenceCache.take
     receiving = Receiving(meter, collectives._found, arguments.ranks_per_replica)
 
     def flat(payload: Any, *more: Any) -> Any:
@@ -547,7 +547,7 @@ def counted_group(arguments: argparse.Namespace, meter: Meter, vision: Any) -> I
         meter.bytes["to the ranks"] += tensor.contiguous().view(torch.uint8).numel()
 
     def answers(batch: Any, plan: Any, results: Any, *, per_sequence: bool) -> Any:
-        firsts, ends = answered_tokens(batch)
+        firsts, ends = reply_spans(batch)
         lengths = (ends - firsts).tolist()
         numbers = [sum(lengths[i] + per_sequence for part in rank for i in part) for rank in plan]
         meter.bytes["from the ranks"] += 4 * sum(numbers[1:])
@@ -561,7 +561,7 @@ def counted_group(arguments: argparse.Namespace, meter: Meter, vision: Any) -> I
         (collectives, "_flatten"): flat,
         (collectives, "_found"): receiving.found,
         (collectives, "_unflatten"): meter.inner(_OWN_SHARE, collectives._unflatten),
-        (sequence_cache.Held, "take"): meter.inner(_OWN_SHARE, take),
+        (sequence_cache.SequenceCache, "take"): meter.inner(_OWN_SHARE, take),
         (type(vision), "cut"): meter.inner(_OWN_SHARE, getattr(type(vision), "cut", print)),
         (collectives, "_over_the_replica"): receiving.over_the_replica,
         (group_module, "restore"): answers,
@@ -572,7 +572,7 @@ def counted_group(arguments: argparse.Namespace, meter: Meter, vision: Any) -> I
         setattr(*key, stand_ins[key])
     try:
         engines: Any = {role: Ranks(role, arguments, meter) for role in ("policy", "critic")}
-        yield trainer_group.TrainerGroup(trainer_group.Worker(config, engines["policy"].topology, engines)), config
+        yield trainer_group.TrainerGroup(trainer_group.TrainerRank(config, engines["policy"].topology, engines)), config
     finally:
         for key, value in before.items():
             setattr(*key, value)
@@ -590,10 +590,10 @@ def train(arguments: argparse.Namespace, meter: Meter, trajectories: Sequence[An
     from megatron_rl.config.schema import AlgorithmConfig, CorrectionConfig, CorrectionWeight
     from megatron_rl.data.trajectory import Score
     from megatron_rl.step import metrics
-    from megatron_rl.step.batches import critic_responses, keep_signals, policy_batch, response_batch
-    from megatron_rl.step.experience import Signals, window_advantages
+    from megatron_rl.step.batches import critic_responses, policy_batch, response_batch, store_model_outputs
+    from megatron_rl.step.experience import ModelOutputs, window_advantages
     from megatron_rl.step.packing import window_batch, window_routes, with_routes
-    from megatron_rl.step.updates import coming_updates, train_critic, train_policy
+    from megatron_rl.step.updates import planned_updates, train_critic, train_policy
 
     algorithm = AlgorithmConfig(correction=CorrectionConfig(weight=CorrectionWeight.token))
     with meter.part("window batch"):
@@ -609,18 +609,18 @@ def train(arguments: argparse.Namespace, meter: Meter, trajectories: Sequence[An
             group.ways.add_node(node.service, range(number * per_node, (number + 1) * per_node))
         with group.stage(step, "bench"), meter.part("to and from the ranks"):
             ended = [t.id for t in critic_responses(finished, algorithm)]
-            group.share_out(batch, coming_updates(config, batch.ids, ended, step))
+            group.share_out(batch, planned_updates(config, batch.ids, ended, step))
             old = group.logprobs(batch, temperature=1.0)
             group.values(batch)
         # What ranks would answer; in place, as they have it already and it is sent to none of them.
         old += batch.fields["rollout_logprobs"] + 0.01 * batch.fields["mask"]
-        signals = Signals(torch.rand(len(batch.tokens)), torch.rand(batch.num_sequences))
+        signals = ModelOutputs(torch.rand(len(batch.tokens)), torch.rand(batch.num_sequences))
         _compile()
         with meter.part("advantages"):
             found = window_advantages(
                 trajectories, batch, signals, step=step, window_tokens=arguments.window, algorithm=algorithm
             )
-            keep_signals(trajectories, batch, signals, step)
+            store_model_outputs(trajectories, batch, signals, step)
         with meter.part("policy batch"):
             of_policy, _ = policy_batch(trajectories, batch, old, found, algorithm)
         with meter.part("critic batch"):
@@ -652,15 +652,15 @@ def _compile() -> None:
 
 def checkpoint(meter: Meter, pool: Any, step: int) -> float:
     """Seconds that the driver's main thread is busy; all CPU time counts as the part's."""
-    from megatron_rl.run.checkpoint_folder import write_driver
-    from megatron_rl.run.json_with_arrays import taken_apart
+    from megatron_rl.run.checkpoint_folder import write_driver_state
+    from megatron_rl.run.json_with_arrays import flatten_state
 
     with tempfile.TemporaryDirectory() as folder, meter.part("checkpoint"):
         began_s = time.thread_time()
         pool.release_finished(step)
-        state, arrays = taken_apart({"pool": pool.snapshot()()})
+        state, arrays = flatten_state({"pool": pool.snapshot()()})
         held_up_s = time.thread_time() - began_s
-        files = write_driver(Path(folder), state, arrays)
+        files = write_driver_state(Path(folder), state, arrays)
         meter.bytes["checkpoint"] = sum(size for size, _ in files.values())
     return held_up_s
 
@@ -677,9 +677,9 @@ def bytes_held(trajectories: Sequence[Any]) -> float:
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     from megatron_rl.step import updates  # noqa: F401  all of the driver's modules: a run's collector does not look at them
-    from megatron_rl.system.processes.gc_pauses import young_objects_only
+    from megatron_rl.system.processes.gc_pauses import gc_young_only
 
-    with tempfile.TemporaryDirectory() as folder, young_objects_only():
+    with tempfile.TemporaryDirectory() as folder, gc_young_only():
         return _measure(arguments, vision_of(Path(folder)) if arguments.images else None)
 
 
@@ -757,9 +757,9 @@ def main() -> None:
     arguments = parse()
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # threads that wait for each other would count
-    from megatron_rl.system.processes.host_memory import keep_freed_memory
+    from megatron_rl.system.processes.host_memory import disable_memory_trim
 
-    keep_freed_memory()  # as a run's driver does
+    disable_memory_trim()  # as a run's driver does
     try:
         check(arguments)
         found = measure(arguments)

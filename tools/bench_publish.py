@@ -160,7 +160,7 @@ class NoGroup:
 
 
 class Group:
-    """What ``ServedWeights`` asks of a trainer's ranks."""
+    """What ``TrainerWeights`` asks of a trainer's ranks."""
 
     def __init__(self, hf_config: Any, stage: int, num_stages: int) -> None:
         import torch
@@ -200,8 +200,8 @@ def run_rank(arguments: dict) -> None:
     from megatron_rl.config.schema import Config, RolloutConfig
     from megatron_rl.cpu.torchvision import declare_torchvision_ops
     from megatron_rl.parallel import topology
-    from megatron_rl.system.processes.gc_pauses import collector_at_rest
-    from megatron_rl.training.export import control_link
+    from megatron_rl.system.processes.gc_pauses import gc_disabled
+    from megatron_rl.training.export import control_channel
     from megatron_rl.weights import broadcast, publish, senders
 
     declare_torchvision_ops()
@@ -217,25 +217,25 @@ def run_rank(arguments: dict) -> None:
     group = Group(AutoConfig.from_pretrained(model) if model else AutoConfig.for_model("qwen3_moe", **made), rank, num_ranks)
     bucket_bytes = arguments["bucket_mb"] << 20
     if rank > 0:
-        source = senders.StageRank(control_link(0, MAX_LOAD_S), bucket_bytes)
+        source = senders.StageRank(control_channel(0, MAX_LOAD_S), bucket_bytes)
         for _ in range(arguments["repeats"] + 1):
             dist.barrier()
             source.serve(group.export_weights("policy", None), torch.device("meta"))
         return
-    with collector_at_rest():  # what is there by now is looked at no more, as in a run that has begun
+    with gc_disabled():  # what is there by now is looked at no more, as in a run that has begun
         config = Config(rollout=RolloutConfig(bucket_bytes=bucket_bytes))
     measure(arguments, config, group, dist.barrier)
 
 
 def measure(arguments: dict, config: Any, group: Group, barrier: Any) -> None:
-    from megatron_rl.rollout.served_weights import ServedWeights
+    from megatron_rl.rollout.served_weights import TrainerWeights
     from megatron_rl.system.http.json_http import get_once
     from megatron_rl.weights.bucket_plan import ServerAddress
     from megatron_rl.weights.publish import WeightPublisher
 
     servers = [ServerAddress(f"http://127.0.0.1:{port}", arguments["server_tp"], 1) for port in arguments["ports"]]
     publisher = WeightPublisher(config.rollout.bucket_bytes, MAX_LOAD_S, "gloo")
-    weights = ServedWeights(config, group, "policy")
+    weights = TrainerWeights(config, group, "policy")
     cpu_s, wall_s = [], []
     for version in range(arguments["repeats"] + 1):
         barrier()

@@ -54,7 +54,7 @@ def run_rank(arguments: dict) -> None:
     from megatron_rl.config.schema import Dtype, Init, OptimizerConfig
     from megatron_rl.parallel import collectives
     from megatron_rl.parallel import topology as topologies
-    from megatron_rl.system.processes.host_memory import take_host_peak_gib
+    from megatron_rl.system.processes.host_memory import pop_host_peak_gib
     from megatron_rl.training.engine import Engine
 
     folder, parallel = Path(arguments["folder"]), parse_layout(arguments["layout"])[0]
@@ -68,7 +68,7 @@ def run_rank(arguments: dict) -> None:
         "checkpoint": lambda: engine.save_state(folder / "state"),
     }
     if hasattr(engine, "begin_save"):  # so that an older commit can be measured beside this one
-        acts["background"] = lambda: engine.begin_save(folder / "state", in_background=True)
+        acts["background"] = lambda: engine.start_save(folder / "state", in_background=True)
         acts["finish"] = engine.finish_save
     seconds: dict[str, list[float]] = {way: [] for way in acts}
     peaks: dict[str, list[float]] = {way: [] for way in acts}
@@ -76,12 +76,12 @@ def run_rank(arguments: dict) -> None:
         for way, act in acts.items():
             gc.collect()
             collectives.barrier()
-            take_host_peak_gib()
-            before_gib = take_host_peak_gib()
+            pop_host_peak_gib()
+            before_gib = pop_host_peak_gib()
             started_s = time.perf_counter()
             act()
             collectives.barrier()
-            took_s, peak_gib = time.perf_counter() - started_s, take_host_peak_gib() - before_gib
+            took_s, peak_gib = time.perf_counter() - started_s, pop_host_peak_gib() - before_gib
             found = collectives.gather_objects(peak_gib)
             if repeat and found:  # the first one imports and makes groups
                 seconds[way].append(took_s)

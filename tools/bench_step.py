@@ -168,11 +168,11 @@ class Probes:
     def installed(self) -> Iterator["Probes"]:
         from megatron_rl.parallel import collectives
         from megatron_rl.step.loop import TrainingLoop
-        from megatron_rl.training.trainer_group import Worker
+        from megatron_rl.training.trainer_group import TrainerRank
         from megatron_rl.weights.publish import WeightPublisher
 
         part_of = {
-            (Worker, "execute"): "passes",
+            (TrainerRank, "execute"): "passes",
             (collectives, "gather_tensors"): "ranks",
             (collectives, "gather_objects"): "ranks",
             (collectives, "broadcast_object"): "messages",

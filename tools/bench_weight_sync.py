@@ -78,7 +78,7 @@ def run_rank(arguments: dict) -> None:
     from megatron_rl.parallel import topology as topologies
     from megatron_rl.system.processes.signals import die_with_parent
     from megatron_rl.training.engine import Engine
-    from megatron_rl.training.trainer_group import TrainerGroup, Worker
+    from megatron_rl.training.trainer_group import TrainerGroup, TrainerRank
 
     die_with_parent()
     parallel, _ = parse_layout(arguments["layout"])
@@ -95,7 +95,7 @@ def run_rank(arguments: dict) -> None:
         init=Init.random,
         dtype=dtype,
     )
-    worker = Worker(config, topology, {"policy": engine})
+    worker = TrainerRank(config, topology, {"policy": engine})
     if topology.rank == 0:
         group = TrainerGroup(worker)
         with open_servers(arguments, group) as servers:
@@ -127,10 +127,10 @@ def open_servers(arguments: dict, group) -> Iterator[list]:
 
 
 def measure(arguments: dict, config, group, servers: list) -> None:
-    from megatron_rl.rollout.served_weights import ServedWeights
+    from megatron_rl.rollout.served_weights import TrainerWeights
     from megatron_rl.weights.publish import WeightPublisher
 
-    weights = ServedWeights(config, group, "policy")
+    weights = TrainerWeights(config, group, "policy")
     timeout_s = config.rollout.weight_sync_timeout_s
     publishers = {way: WeightPublisher(config.rollout.bucket_bytes, timeout_s) for way in ("stages", "rank 0")}
     seconds: dict[str, list[float]] = {way: [] for way in publishers}

@@ -28,7 +28,7 @@ from megatron_rl.desk.report.run_record import load_run
 from megatron_rl.desk.report.smoothing import smooth, smoothing_span
 from megatron_rl.step.graph import Resource, Stage
 from megatron_rl.step.table import step_graph
-from megatron_rl.system.files.atomic_files import write_whole
+from megatron_rl.system.files.atomic_files import write_atomic
 from megatron_rl.tracking.timeline import Span, overlap_intervals, overlap_seconds, read_timeline
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -44,12 +44,12 @@ def main() -> None:
     parser.add_argument("--curve", type=Path, metavar="RUN", help="output folder of the run whose accuracy is drawn")
     arguments = parser.parse_args()
     if arguments.curve:
-        write_whole(ROOT / "docs" / "quickstart.png", as_png(curve(arguments.curve)))
+        write_atomic(ROOT / "docs" / "quickstart.png", as_png(curve(arguments.curve)))
     if arguments.record:
-        write_whole(RECORD, json.dumps(record(*arguments.record), indent=None) + "\n")
+        write_atomic(RECORD, json.dumps(record(*arguments.record), indent=None) + "\n")
     arguments.output.mkdir(parents=True, exist_ok=True)
     for name, draw in PICTURES.items():
-        write_whole(arguments.output / f"{name}.{'png' if arguments.png else 'svg'}", (as_png if arguments.png else as_svg)(draw()))
+        write_atomic(arguments.output / f"{name}.{'png' if arguments.png else 'svg'}", (as_png if arguments.png else as_svg)(draw()))
 
 
 # 1. Slots and windows over four steps.

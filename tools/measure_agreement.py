@@ -31,7 +31,7 @@ from megatron_rl.rollout.sampling import Sampling
 from megatron_rl.rollout.sglang.balance.client import SglangClient
 from megatron_rl.rollout.sglang.process.options import ServerOptions
 from megatron_rl.rollout.sglang.process.server import SglangServer
-from megatron_rl.rollout.windows import Window
+from megatron_rl.rollout.windows import WindowGenerator
 from megatron_rl.step.packing import window_batch
 from megatron_rl.training.engine import Engine
 
@@ -93,8 +93,8 @@ def sampled(url: str, num_prompts: int, num_tokens: int) -> PackedBatch:
 
     async def generate() -> None:
         async with SglangClient([url], vocab_size=SIZES["vocab_size"]) as client:
-            window = Window(client, None, plan, step=0, num_tokens=num_tokens, weight_version="default", kind="train")
-            await window.fill(trajectories)
+            window = WindowGenerator(client, None, plan, step=0, num_tokens=num_tokens, weight_version="default", kind="train")
+            await window.generate(trajectories)
 
     asyncio.run(generate())
     return window_batch(trajectories, 0).joined()

@@ -18,7 +18,7 @@ from megatron_rl.config.load import load_config
 from megatron_rl.config.schema import Mode
 from megatron_rl.desk.simulate.lengths import named_lengths
 from megatron_rl.desk.simulate.prediction import StepWork, Workload, simulated_works
-from megatron_rl.desk.simulate.scenario import Scenario, scenario_of
+from megatron_rl.desk.simulate.scenario import Scenario, make_scenario
 from megatron_rl.desk.simulate.timing import Timing
 from megatron_rl.errors import UserError
 
@@ -38,7 +38,7 @@ def main() -> None:
     arguments = parser.parse_args()
     asked: list[tuple[str, Scenario]] = []
     if arguments.recipe:
-        asked.append((arguments.recipe.name, scenario_of(load_config(arguments.recipe, arguments.overrides))))
+        asked.append((arguments.recipe.name, make_scenario(load_config(arguments.recipe, arguments.overrides))))
     else:
         for window in arguments.windows:
             words = [f"batch.max_response_tokens={arguments.budget}", f"batch.window_tokens={window}"]
@@ -58,7 +58,7 @@ def main() -> None:
 
 
 def _scenario(preset: str, *words: str) -> Scenario:
-    return scenario_of(load_config(None, [f"preset={preset}", *words]))
+    return make_scenario(load_config(None, [f"preset={preset}", *words]))
 
 
 def _works(scenario: Scenario, workload: Workload, num_steps: int) -> list[StepWork]:
@@ -75,7 +75,7 @@ def passes(scenario: Scenario, works: Sequence[StepWork]) -> dict[str, float]:
     generated = sum(work.new_tokens for work in works)
     rows = sum(work.row_tokens for work in works)
     late = scenario.critic_warmup_steps
-    old = sum(work.row_tokens * scenario.old_share(work.num_rows, late) for work in works)
+    old = sum(work.row_tokens * scenario.stale_fraction(work.num_rows, late) for work in works)
     finished = sum(work.finished_tokens for work in works) * scenario.critic_epochs
     found = {
         "old_logprobs": old,

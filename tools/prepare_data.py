@@ -35,7 +35,7 @@ from rich.table import Table
 from megatron_rl.data.row_files import Row, describe, is_missing, lookup, read_rows
 from megatron_rl.errors import UserError
 from megatron_rl.rewards.rules.grounding import read_box
-from megatron_rl.system.files.atomic_files import written_whole
+from megatron_rl.system.files.atomic_files import atomic_text_file
 
 MAX_SHOWN = 5
 """Bad rows that the terminal shows; the file has all."""
@@ -472,13 +472,13 @@ def prepare(arguments: argparse.Namespace) -> Outcome:
         raise UserError(f"--output {output} is one of the inputs; give another file")
     outcome = Outcome()
     try:
-        with written_whole(output) as file:
+        with atomic_text_file(output) as file:
             file.writelines(json.dumps(row) + "\n" for row in convert(arguments, outcome))
             _check(outcome, arguments.skip_bad_rows, bad_path)
     finally:
         bad_path.unlink(missing_ok=True)
         if outcome.bad:
-            with written_whole(bad_path) as file:
+            with atomic_text_file(bad_path) as file:
                 file.writelines(json.dumps(entry) + "\n" for entry in outcome.bad)
     return outcome
 

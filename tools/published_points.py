@@ -20,8 +20,8 @@ from megatron_rl.desk.costs.activations import layer_bytes
 from megatron_rl.desk.costs.counts import num_parameters
 from megatron_rl.desk.costs.gpus import gpu
 from megatron_rl.desk.costs.publish_time import publish_seconds
-from megatron_rl.desk.costs.rank_memory import Passes, RankMemory, memory_by_rank
-from megatron_rl.desk.costs.training_time import Work, training_seconds
+from megatron_rl.desk.costs.rank_memory import PassSettings, RankMemory, memory_by_rank
+from megatron_rl.desk.costs.training_time import TrainingBatchWork, training_seconds
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "estimates.md"
@@ -54,7 +54,7 @@ def training_points() -> Iterable[Point]:
         def tokens_per_gpu(
             parallel: ParallelConfig = parallel, model_name: str = model_name, ranks: int = ranks, batch: int = batch, length: int = length
         ) -> float:
-            work = Work([length] * batch, num_packs=batch * ranks_of_replica(parallel) // ranks)
+            work = TrainingBatchWork([length] * batch, num_packs=batch * ranks_of_replica(parallel) // ranks)
             seconds = training_seconds(model(model_name), parallel, gpu("H100-80G"), work, num_ranks=ranks)
             return batch * length / seconds / ranks
 
@@ -71,7 +71,7 @@ def memory_points() -> Iterable[Point]:
 
         def memory(tp: int = tp, size: int = size) -> RankMemory:
             parallel = ParallelConfig(tensor_parallel_size=tp, sequence_parallel=tp > 1)
-            passes = Passes(4096 * size, keeps_logits=True)
+            passes = PassSettings(4096 * size, keeps_logits=True)
             return memory_by_rank(model("mixtral-8x2b-4-layers"), parallel, passes, num_ranks=8)[0]
 
         what, source = f"Mixtral 8x2B, 4 layers, 8 GPUs, tp{tp}, {size} x 4096", f"{MBRIDGE}, table, TP {tp} MBS {size}"

@@ -14,11 +14,11 @@ from megatron_rl.desk.costs.gpus import Gpu, gpu
 from megatron_rl.desk.costs.publish_time import publish_seconds
 from megatron_rl.desk.costs.serving_time import decode_curve, generation_seconds, kv_tokens, stream_seconds
 from megatron_rl.desk.costs.step_time import asynchronous_step_seconds, straggler_factor
-from megatron_rl.desk.costs.training_time import REINFORCEMENT, Work, training_seconds
+from megatron_rl.desk.costs.training_time import REINFORCEMENT, TrainingBatchWork, training_seconds
 from megatron_rl.desk.simulate.estimated_costs import estimated_kv_tokens, estimated_timing
 from megatron_rl.desk.simulate.lengths import named_lengths
-from megatron_rl.desk.simulate.prediction import Workload, outcome_of, predict
-from megatron_rl.desk.simulate.scenario import scenario_of
+from megatron_rl.desk.simulate.prediction import Workload, compute_means, predict
+from megatron_rl.desk.simulate.scenario import make_scenario
 from megatron_rl.families.facts import as_config, read_model_json
 from megatron_rl.families.flops import flops_cost
 
@@ -116,7 +116,7 @@ class NemoRl:
         parallel, _ = parse_layout(self.layout)
         lengths = log_normal(self.sequences, self.mean - PROMPT, self.longest - PROMPT, 0.9)
         packs = self.sequences * self.mean / self.longest / self.updates * ranks_of_replica(parallel) / self.ranks
-        work = Work([length + PROMPT for length in lengths], self.passes, max(round(packs), 1))
+        work = TrainingBatchWork([length + PROMPT for length in lengths], self.passes, max(round(packs), 1))
         train = training_seconds(
             model(self.model), parallel, gpu("H100-80G"), work, num_ranks=self.ranks, efficiency=REINFORCEMENT
         )
@@ -196,11 +196,11 @@ def _simulated_step(model_name: str, mean: int, longest: int, words: str) -> flo
         "rollout.placement=colocated rollout.max_inflight_requests=4096 rollout.server_args.mem-fraction-static=0.6"
     )
     config, device = load_config(None, [*common.split(), *words.split()]), gpu("H100-80G")
-    scenario = scenario_of(config)
+    scenario = make_scenario(config)
     room = replace(scenario.limits, kv_tokens=estimated_kv_tokens(config, device))
     workload = Workload(named_lengths(f"lognormal:mean={mean},sigma=0.9,max={longest}"), named_lengths(f"fixed:length={PROMPT}"))
     timing = estimated_timing(config, device)
-    return outcome_of(predict(replace(scenario, limits=room), workload, timing, num_steps=5, seed=1)).step_s
+    return compute_means(predict(replace(scenario, limits=room), workload, timing, num_steps=5, seed=1)).step_s
 
 
 @dataclass(frozen=True)

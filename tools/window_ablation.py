@@ -26,25 +26,25 @@ from megatron_rl.desk.costs.gpus import gpu
 from megatron_rl.desk.costs.serving_time import kv_tokens
 from megatron_rl.desk.simulate.calibration import calibrated
 from megatron_rl.desk.simulate.comparison import observed, replay_fitted, replay_measured
-from megatron_rl.desk.simulate.decoding import Limits
+from megatron_rl.desk.simulate.decoding import ServerLimits
 from megatron_rl.desk.simulate.estimated_costs import estimated_timing
 from megatron_rl.desk.simulate.lengths import named_lengths
 from megatron_rl.desk.simulate.prediction import (
-    Outcome,
+    PredictedMeans,
     StepWork,
     Workload,
+    compute_means,
     mean_outcome,
     on_clock,
-    outcome_of,
     predict,
     work_of,
 )
 from megatron_rl.desk.simulate.recorded_run import prompt_lengths, read_run, response_lengths
-from megatron_rl.desk.simulate.scenario import Scenario, scenario_of
+from megatron_rl.desk.simulate.scenario import Scenario, make_scenario
 from megatron_rl.desk.simulate.slot_process import SlotProcess, trained_rows
 from megatron_rl.desk.simulate.timing import Timing
 from megatron_rl.families.facts import as_config
-from megatron_rl.system.files.atomic_files import write_whole
+from megatron_rl.system.files.atomic_files import write_atomic
 
 ROOT = Path(__file__).resolve().parents[1]
 FIGURES = ROOT / "docs" / "pictures" / "tppo_windows.json"
@@ -96,8 +96,8 @@ def main() -> None:
         }  # fmt: skip
     if not arguments.tables:
         text = json.dumps(figures).replace('{"apart"', '\n{"apart"').replace('{"run"', '\n{"run"')
-        write_whole(FIGURES, text + "\n")
-    write_whole(PAGE, with_tables(PAGE.read_text(), figures))
+        write_atomic(FIGURES, text + "\n")
+    write_atomic(PAGE, with_tables(PAGE.read_text(), figures))
 
 
 # The cells.
@@ -117,7 +117,7 @@ def scenario(window: int, slots: int, *, mode: Mode = Mode.tppo, place: str = "a
         window_tokens=window,
         jitter_tokens=128 if window < BUDGET else 0,
         num_servers=NUM_SLOTS // slots,
-        limits=Limits(kv_tokens=room),
+        limits=ServerLimits(kv_tokens=room),
         **options,
     )
 
@@ -156,11 +156,11 @@ def cells(tail: str, slots: int, windows: Mapping[str, int] | None = None) -> di
     for share in TRAINING:
         timing = with_training(share, base, slots)
         for place in PLACES:
-            sync = outcome_of(on_clock(scenario(BUDGET, slots, mode=Mode.sync, place=place), base, timing))
+            sync = compute_means(on_clock(scenario(BUDGET, slots, mode=Mode.sync, place=place), base, timing))
             row = {"sync": numbers(sync, sync)}
             for name, window in windows.items():
                 one = scenario(window, slots, place=place)
-                row[name] = numbers(outcome_of(on_clock(one, windowed[name][place], timing)), sync)
+                row[name] = numbers(compute_means(on_clock(one, windowed[name][place], timing)), sync)
             if place != "apart":
                 row = {name: {"gain": row[name]["gain"]} for name in windows}
             found.setdefault(f"{share:g}", {})[place] = row
@@ -170,7 +170,7 @@ def cells(tail: str, slots: int, windows: Mapping[str, int] | None = None) -> di
 def with_training(share: float, base: Sequence[StepWork], slots: int) -> Timing:
     """Trainer stages so fast that the synchronous step trains for ``share`` of the seconds for which it generates."""
     timing = costs(slots)
-    sync = outcome_of(on_clock(scenario(BUDGET, slots, mode=Mode.sync), base, timing))
+    sync = compute_means(on_clock(scenario(BUDGET, slots, mode=Mode.sync), base, timing))
     factor = share * sync.stage_s["generate"] / sum(sync.stage_s[name] for name in TRAINER)
     scaled = {
         name: replace(
@@ -181,7 +181,7 @@ def with_training(share: float, base: Sequence[StepWork], slots: int) -> Timing:
     return replace(timing, stages={**timing.stages, **scaled})
 
 
-def numbers(one: Outcome, sync: Outcome) -> dict[str, float]:
+def numbers(one: PredictedMeans, sync: PredictedMeans) -> dict[str, float]:
     found = {
         "gain": one.finished_per_s / sync.finished_per_s,
         "step_s": one.step_s,
@@ -200,25 +200,25 @@ def numbers(one: Outcome, sync: Outcome) -> dict[str, float]:
 
 def beside_reality(folders: Sequence[Path]) -> list[dict[str, Any]]:
     source = read_run(folders[0])
-    timing = calibrated(source, scenario_of(load_config(source.folder / "config.yaml")))
+    timing = calibrated(source, make_scenario(load_config(source.folder / "config.yaml")))
     return [compared(folder, timing) for folder in folders]
 
 
 def compared(folder: Path, timing: Timing) -> dict[str, Any]:
     """A real run, simulated with costs of another one: over its own rows, and over lengths drawn from its own."""
     run = read_run(folder)
-    one = scenario_of(load_config(folder / "config.yaml"))
+    one = make_scenario(load_config(folder / "config.yaml"))
     own = calibrated(run, one)
     real = observed(run, one, timing)
     workload = Workload(response_lengths(run, carries=one.mode is not Mode.sync), prompt_lengths(run))
     num_steps = len(real.works)
     drawn = mean_outcome(
         [
-            outcome_of(predict(one, workload, timing, num_steps=num_steps, seed=seed, first=real.first))
+            compute_means(predict(one, workload, timing, num_steps=num_steps, seed=seed, first=real.first))
             for seed in range(1, 6)
         ]
     )
-    measured = outcome_of(real)
+    measured = compute_means(real)
     found = {
         "steps": measured.num_steps,
         "slots": one.num_slots,

@@ -26,7 +26,7 @@ from curves import Curve, Estimate, bootstrap, on_grid, ratio, time_to
 
 from megatron_rl.config.derived import effective_window_tokens
 from megatron_rl.config.load import load_config
-from megatron_rl.run.kept_policies import kept_policies
+from megatron_rl.run.kept_policies import policy_exports
 from megatron_rl.tracking.metrics_file import MetricsRow, read_metrics
 from megatron_rl.tracking.timeline import Span, read_timeline
 
@@ -72,7 +72,7 @@ def accuracy_of(folder: Path) -> float:
 
 
 def read_run(folder: Path, start_accuracy: float) -> Run:
-    kept = kept_policies(folder)
+    kept = policy_exports(folder)
     rows = [row for row in read_metrics(folder / "metrics.jsonl") if row.step > 0]
     if not kept or not rows:
         raise MissingData(f"{folder} has no policies of several times; run.keep_policy_every_s makes them")

@@ -14,12 +14,12 @@ sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve
 from compare import accuracy_of
 from curves import Curve, on_grid
 
-from megatron_rl.run.kept_policies import kept_policies
+from megatron_rl.run.kept_policies import policy_exports
 from megatron_rl.tracking.metrics_file import read_metrics
 
 
 def curve_of(folder: Path, start: Path) -> Curve:
-    kept = kept_policies(folder)
+    kept = policy_exports(folder)
     times = [0.0, *(one.trained_s for one in kept)]
     return Curve(np.array(times), np.array([accuracy_of(start), *(accuracy_of(one.folder) for one in kept)]))
 

@@ -23,7 +23,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from curves import Curve
 
-from megatron_rl.run.kept_policies import kept_policies
+from megatron_rl.run.kept_policies import policy_exports
 from megatron_rl.tracking.metrics_file import read_metrics
 
 QUARTERS = (0.25, 0.5, 0.75, 1.0)
@@ -50,7 +50,7 @@ def measured(folder: Path) -> tuple[float, float]:
 
 
 def read_run(folder: Path, start: float) -> Run:
-    kept = kept_policies(folder)
+    kept = policy_exports(folder)
     found = [measured(one.folder) for one in kept]
     curve = Curve(np.array([0.0, *(one.trained_s for one in kept)]), np.array([start, *(accuracy for accuracy, _ in found)]))
     rows = [row.metrics for row in read_metrics(folder / "metrics.jsonl") if row.step > 0]
@@ -111,7 +111,7 @@ def read_recipes(folder: Path, start: Path) -> dict[str, list[Run]]:
     found: dict[str, list[Run]] = defaultdict(list)
     start_accuracy, _ = measured(start)
     for policy in sorted(folder.glob("*-*/policy")):  # written when a run has come to its end
-        if kept_policies(policy.parent):
+        if policy_exports(policy.parent):
             found[policy.parent.name.rpartition("-")[0]].append(read_run(policy.parent, start_accuracy))
     return dict(found)
 

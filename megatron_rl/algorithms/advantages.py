@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from megatron_rl.algorithms import register
-from megatron_rl.algorithms.cpu_scan import advantages_one_by_one
-from megatron_rl.algorithms.sequences import exact_sums, spread
+from megatron_rl.algorithms.cpu_scan import gae_loop
+from megatron_rl.algorithms.sequences import exact_sums, repeat_per_sequence
 from megatron_rl.algorithms.shapes import (
     check_cu_seqlens,
     check_float_vector,
@@ -74,7 +74,7 @@ def estimate_advantages(name: str, options: Mapping[str, Any], episodes: Episode
             f"[{num_sequences}], got {describe(result)}"
         )
     # No sequence is empty, so where T = N each has one token and both readings agree.
-    return result if len(result) == num_tokens else spread(result, bounds.diff())
+    return result if len(result) == num_tokens else repeat_per_sequence(result, bounds.diff())
 
 
 @torch.no_grad()
@@ -176,7 +176,7 @@ def _advantages_with_end_values(
     gamma = check_fraction("gamma", gamma)
     decay = gamma * _lambda_per_sequence(lam, len(bounds) - 1, values.device)
     # One pass over memory with a dependency from token to token: a GPU's tensors are faster brought here and back.
-    result = advantages_one_by_one(rewards.cpu(), values.cpu(), bounds, after_end.cpu(), gamma, decay.cpu())
+    result = gae_loop(rewards.cpu(), values.cpu(), bounds, after_end.cpu(), gamma, decay.cpu())
     return result.to(values.device)
 
 

@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 
 from megatron_rl.algorithms import register
-from megatron_rl.algorithms.loss import MAX_LOG_RATIO, is_on, keep
-from megatron_rl.algorithms.mismatch import RatioSums, counted_ratios, effective_share
-from megatron_rl.algorithms.sequences import exact_sums, exp, expm1, num_on, sequence_index, spread
+from megatron_rl.algorithms.loss import MAX_LOG_RATIO, mask_to_bool, where_masked
+from megatron_rl.algorithms.mismatch import RatioSums, ess_fraction, masked_log_ratios
+from megatron_rl.algorithms.sequences import count_nonzero, exact_sums, exp, expm1, repeat_per_sequence, sequence_index
 from megatron_rl.algorithms.shapes import (
     check_cu_seqlens,
     check_float_vector,
@@ -33,7 +33,7 @@ from megatron_rl.algorithms.shapes import (
     check_same_kind,
     describe,
 )
-from megatron_rl.algorithms.token_sums import array, put_weights, run
+from megatron_rl.algorithms.token_sums import array, run, write_weights
 
 
 @dataclass(frozen=True)
@@ -75,15 +75,15 @@ class LogRatios:
     @cached_property
     def product(self) -> Tensor:
         """[T] of the sequence: sum over its counted tokens, clamped like a token's."""
-        return spread(self.sums.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO), self.bounds.diff())
+        return repeat_per_sequence(self.sums.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO), self.bounds.diff())
 
     def sequence_mean(self, per_token: Tensor) -> Tensor:
         """[T] mean of ``per_token`` [T], which is 0 outside the mask, over the counted tokens of the own sequence."""
-        return spread(exact_sums(per_token, self.bounds) / self.counts.clamp(min=1), self.bounds.diff())
+        return repeat_per_sequence(exact_sums(per_token, self.bounds) / self.counts.clamp(min=1), self.bounds.diff())
 
     def any_of_sequence(self, per_token: Tensor) -> Tensor:
         """[T] bool: whether ``per_token`` [T] bool holds anywhere in the own sequence."""
-        return spread(exact_sums(per_token, self.bounds) > 0, self.bounds.diff())
+        return repeat_per_sequence(exact_sums(per_token, self.bounds) > 0, self.bounds.diff())
 
 
 @torch.no_grad()
@@ -160,24 +160,24 @@ class _Rules:
         bound = check_positive("max_weight", self.max_weight) if entry.bounded else math.inf
         sums, raw = _Sums(), np.zeros(len(mask), np.float64 if normalize else array(old_logprobs[:0]).dtype)
         kept = np.zeros(len(mask), bool)
-        for block in counted_ratios(old_logprobs, rollout_logprobs, mask, bounds, at_once=not is_cut):
+        for block in masked_log_ratios(old_logprobs, rollout_logprobs, mask, bounds, at_once=not is_cut):
             place, counts = block.tokens, block.bounds.diff().double()
             ratios = LogRatios(block.log_ratio, block.bounds, exact_sums(block.log_ratio, block.bounds), counts)
             _check_comparable(ratios, rollout_logprobs[place], old_logprobs[place], mask[place], place.start)
             vetoed = _vetoed(ratios, self.veto_below)
             remains = self._remaining(ratios, vetoed)
             importance = _per_token(f"correction weight {self.weight!r}", self.weigh(ratios=ratios), ratios).double()
-            of_block = run(put_weights, array(importance), array(remains), bound, block.runs, raw[place], kept[place])
+            of_block = run(write_weights, array(importance), array(remains), bound, block.runs, raw[place], kept[place])
             sums.add(ratios, vetoed, of_block)
             if entry.per_sequence and normalize:
-                sums.add_sequences(ratios, remains, keep(importance, remains).clamp(max=bound))
+                sums.add_sequences(ratios, remains, where_masked(importance, remains).clamp(max=bound))
         weights = torch.from_numpy(raw / sums.mean_weight() if normalize else raw).to(old_logprobs)
         return Correction(weights, torch.from_numpy(kept).to(mask.device), sums.metrics())
 
     def _remaining(self, ratios: LogRatios, vetoed: Tensor) -> Tensor:
         """[K] bool; ``vetoed`` [N] bool."""
         remains = _per_token(f"rejection {self.rejection!r}", self.accepts(ratios=ratios), ratios).bool()
-        return remains & ~spread(vetoed, ratios.bounds.diff()) if self.veto_below else remains
+        return remains & ~repeat_per_sequence(vetoed, ratios.bounds.diff()) if self.veto_below else remains
 
 
 @torch.no_grad()
@@ -198,7 +198,7 @@ def importance_weights(
     entry = register.CORRECTION_WEIGHTS.find(weight)
     weigh = register.CORRECTION_WEIGHTS.bind(weight, None)
     importance = weigh(ratios=ratios, max_weight=max_weight, icepop_low=icepop_low, icepop_high=icepop_high)
-    importance = keep(_per_token(f"correction weight {weight!r}", importance, ratios).double(), mask != 0)
+    importance = where_masked(_per_token(f"correction weight {weight!r}", importance, ratios).double(), mask != 0)
     return importance.clamp(max=max_weight if entry.bounded else math.inf).to(old_logprobs.dtype)
 
 
@@ -237,10 +237,10 @@ def off_policy_sequence_mask(
 def _ratios(denominator: Tensor, numerator: Tensor, counted: Tensor, bounds: Tensor) -> LogRatios:
     """log(numerator / denominator) of log-probs [T]."""
     token = (numerator.double() - denominator.double()).clamp_(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    if num_on(counted) == len(counted):
+    if count_nonzero(counted) == len(counted):
         counts = bounds.diff().to(token)
     else:
-        token, counts = keep(token, counted), exact_sums(counted, bounds)
+        token, counts = where_masked(token, counted), exact_sums(counted, bounds)
     return LogRatios(token, bounds, exact_sums(token, bounds), counts)
 
 
@@ -336,9 +336,9 @@ class _Sums:
         self._mean_weights: list[Tensor] = []
 
     def add(self, ratios: LogRatios, vetoed: Tensor, of_weights: tuple[int, int, int, float, float]) -> None:
-        """``vetoed`` [N] bool; ``of_weights`` as ``put_weights`` gives them."""
+        """``vetoed`` [N] bool; ``of_weights`` as ``write_weights`` gives them."""
         self._ratios.add(ratios.token, ratios.sums, ratios.counts)
-        self._num_vetoed += num_on(vetoed)
+        self._num_vetoed += count_nonzero(vetoed)
         num_kept, num_weighted, num_truncated, weight, weight_square = of_weights
         self._num_kept, self._num_weighted = self._num_kept + num_kept, self._num_weighted + num_weighted
         self._num_truncated += num_truncated
@@ -369,7 +369,7 @@ class _Sums:
             "vetoed_sequence_share": self._num_vetoed / num_sequences,
             "truncated_share": self._num_truncated / num_kept,
             "weight_mean": mean if self._num_kept else 1.0,
-            "weight_ess": effective_share(mean, mean_square) if self._num_kept else 1.0,
+            "weight_ess": ess_fraction(mean, mean_square) if self._num_kept else 1.0,
         }
 
 
@@ -382,7 +382,7 @@ def _check_comparable(ratios: LogRatios, rollout_logprobs: Tensor, old_logprobs:
     """Refuse NaN: it would pass every bound and reach the loss as a weight. ``offset``: the first token's number."""
     if not ratios.sums.isnan().any():
         return
-    unknown = is_on(mask).nonzero()[ratios.token.isnan().to(mask.device)]
+    unknown = mask_to_bool(mask).nonzero()[ratios.token.isnan().to(mask.device)]
     token = int(unknown[0])
     raise ValueError(
         f"rollout_logprobs, old_logprobs: expected numbers wherever the mask counts, got "

@@ -21,7 +21,7 @@ MIN_TOKENS_PER_THREAD = 1 << 18
 """About half a millisecond of work, several times what starting a thread costs."""
 
 
-def advantages_one_by_one(
+def gae_loop(
     rewards: Tensor, values: Tensor, bounds: Tensor, after_end: Tensor, gamma: float, decay: Tensor
 ) -> Tensor:
     """``A_t = delta_t + decay A_{t+1}`` with ``delta_t = r_t + gamma V(s_{t+1}) - V(s_t)``.
@@ -82,7 +82,7 @@ def _advantage_loop(
     span: tuple[int, int],
     result: np.ndarray,
 ) -> None:
-    """The sequences from span[0] up to but not including span[1] of ``advantages_one_by_one`` into ``result`` [T]."""
+    """The sequences from span[0] up to but not including span[1] of ``gae_loop`` into ``result`` [T]."""
     for sequence in range(span[0], span[1]):
         factor = decay[sequence]
         next_value = after_end[sequence]

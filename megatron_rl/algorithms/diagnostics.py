@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from megatron_rl.algorithms.loss import is_on
+from megatron_rl.algorithms.loss import mask_to_bool
 from megatron_rl.algorithms.sequences import counts_by_sequence
 from megatron_rl.algorithms.shapes import check_cu_seqlens, check_float_vector, check_mask, check_same_kind
 from megatron_rl.algorithms.token_sums import array, run, sums_by_position
@@ -45,7 +45,7 @@ def value_by_position(
     bounds = check_cu_seqlens(cu_seqlens, len(values))
     if num_bins != int(num_bins) or num_bins < 1:
         raise ValueError(f"num_bins: expected a whole number of at least 1, got {num_bins!r}")
-    inside, counts = is_on(mask), counts_by_sequence(mask, bounds)
+    inside, counts = mask_to_bool(mask), counts_by_sequence(mask, bounds)
     # Where bin b of n tokens starts: the first r with r * num_bins // n = b.
     starts = (counts[:, None] * torch.arange(int(num_bins) + 1) + int(num_bins) - 1) // int(num_bins)
     tokens = starts.diff(dim=1).sum(0).double().to(values.device)

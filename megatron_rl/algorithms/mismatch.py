@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_rl.algorithms.loss import MAX_LOG_RATIO, is_on
+from megatron_rl.algorithms.loss import MAX_LOG_RATIO, mask_to_bool
 from megatron_rl.algorithms.sequences import counts_by_sequence, edges, exact_sums, sequence_blocks
 from megatron_rl.algorithms.shapes import check_cu_seqlens, check_float_vector, check_mask, check_same_kind
 from megatron_rl.algorithms.token_sums import array, log_ratios, ratio_sums, run
@@ -35,7 +35,7 @@ _OUTLIER = math.log(2)
 
 
 @dataclass(frozen=True)
-class Figures:
+class MismatchStats:
     """How far two engines are apart on the same sampled tokens; all 0 for none."""
 
     mean: float
@@ -48,14 +48,14 @@ class Figures:
     """Largest |log rho|, nats."""
 
 
-def mismatch_figures(log_rho: Tensor) -> Figures:
+def mismatch_figures(log_rho: Tensor) -> MismatchStats:
     """``log_rho`` [K], trainer minus engine. A difference that is not a number counts as infinite."""
     if not len(log_rho):
-        return Figures(0.0, 0.0, 0.0, 0.0)
+        return MismatchStats(0.0, 0.0, 0.0, 0.0)
     log_rho = log_rho.double()
     difference = log_rho.abs().nan_to_num(nan=math.inf, posinf=math.inf)
     clamped = log_rho.nan_to_num(nan=MAX_LOG_RATIO).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    return Figures(
+    return MismatchStats(
         mean=float(difference.mean()),
         k3=float((torch.expm1(clamped) - clamped).mean()),
         outliers=float((difference > _OUTLIER).double().mean()),
@@ -90,7 +90,7 @@ def mismatch_metrics(
     check_mask(mask, "old_logprobs", old_logprobs)
     bounds = check_cu_seqlens(cu_seqlens, len(old_logprobs))
     sums = RatioSums()
-    for counted in counted_ratios(old_logprobs, rollout_logprobs, mask, bounds):
+    for counted in masked_log_ratios(old_logprobs, rollout_logprobs, mask, bounds):
         sums.add(counted.log_ratio, exact_sums(counted.log_ratio, counted.bounds), counted.bounds.diff().double())
     return sums.metrics()
 
@@ -109,11 +109,11 @@ class CountedRatios:
     """[N+1] int64: where each sequence starts in ``log_ratio``."""
 
 
-def counted_ratios(
+def masked_log_ratios(
     numerator: Tensor, denominator: Tensor, mask: Tensor, bounds: Tensor, *, at_once: bool = False
 ) -> Iterator[CountedRatios]:
     """Log ratios of log-probs [T] in ``mask`` [T], a block of sequences after the other; ``at_once``: all in one."""
-    over, under, runs = array(numerator), array(denominator), edges(array(is_on(mask))).reshape(-1, 2)
+    over, under, runs = array(numerator), array(denominator), edges(array(mask_to_bool(mask))).reshape(-1, 2)
     places = F.pad(counts_by_sequence(mask, bounds).cumsum(0), (1, 0))
     for first, end in [(0, len(bounds) - 1)] if at_once else sequence_blocks(places):
         tokens = slice(int(bounds[first]), int(bounds[end]))
@@ -158,7 +158,7 @@ class RatioSums:
             "k3": self._k3 / num_tokens,
             "max_abs_log_ratio": self._max,
             "ppl_ratio": float((-sums / counts).exp().mean()),
-            "ess": effective_share(1.0 + excess, 1.0 + chi2),
+            "ess": ess_fraction(1.0 + excess, 1.0 + chi2),
             "chi2_token": chi2,
             "chi2_sequence": float((2.0 * products).exp().mean()) - 1.0,
         }
@@ -171,6 +171,6 @@ def _filled(blocks: list[Tensor], counts: list[Tensor]) -> Tensor:
     return torch.cat(blocks)[torch.cat(counts) > 0]
 
 
-def effective_share(mean: float, mean_square: float) -> float:
+def ess_fraction(mean: float, mean_square: float) -> float:
     """Effective sample size of importance weights as a share, E[w]^2 / E[w^2], within [0, 1]; 0 where all are 0."""
     return mean * mean / mean_square if mean_square > 0 else 0.0

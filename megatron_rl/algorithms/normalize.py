@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_rl.algorithms.loss import is_on
-from megatron_rl.algorithms.sequences import spread
+from megatron_rl.algorithms.loss import mask_to_bool
+from megatron_rl.algorithms.sequences import repeat_per_sequence
 from megatron_rl.algorithms.shapes import (
     check_cu_seqlens,
     check_float_vector,
@@ -19,7 +19,7 @@ from megatron_rl.algorithms.shapes import (
     check_not_negative,
     check_per_sequence,
 )
-from megatron_rl.algorithms.token_sums import array, moments, put_scaled, run
+from megatron_rl.algorithms.token_sums import array, moments, run, write_scaled
 
 KINDS = ("none", "scale", "whiten")
 
@@ -53,16 +53,16 @@ def normalize_advantages(
     if kind == "whiten" and not varies:
         # Equal numbers may differ from their mean by a rounding: exactly 0 then.
         return torch.zeros_like(advantages)
-    numbers, inside = array(advantages), array(is_on(mask))
+    numbers, inside = array(advantages), array(mask_to_bool(mask))
     result = np.empty_like(numbers)
     centre, divisor = mean if kind == "whiten" else 0.0, deviation if varies else 1.0
-    run(put_scaled, numbers, inside, float(centre), float(divisor), float(clamp or math.inf), result)
+    run(write_scaled, numbers, inside, float(centre), float(divisor), float(clamp or math.inf), result)
     return torch.from_numpy(result).to(advantages.device)
 
 
 def mean_and_deviation(values: Tensor, mask: Tensor) -> tuple[float, float]:
     """Of ``values`` [T] in the mask; the population's (n) standard deviation. Zeros where the mask is empty."""
-    number, mean, squares = run(moments, array(values), array(is_on(mask)))
+    number, mean, squares = run(moments, array(values), array(mask_to_bool(mask)))
     return mean, math.sqrt(squares / max(number, 1))
 
 
@@ -86,4 +86,4 @@ def boundary_mask(cu_seqlens: Tensor, finished: Tensor, n_ignore: int) -> Tensor
     ignored = (ends - starts).clamp(max=int(n_ignore)) * (finished.cpu() == 0)
     # Of each sequence what counts, and what does not.
     lengths = torch.stack([ends - starts - ignored, ignored], dim=1).flatten()
-    return spread(torch.tensor([True, False]).repeat(len(starts)), lengths).to(cu_seqlens.device)
+    return repeat_per_sequence(torch.tensor([True, False]).repeat(len(starts)), lengths).to(cu_seqlens.device)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megatron_rl.algorithms import register
 from megatron_rl.algorithms.aggregation import counted_sequences, token_coefficients
-from megatron_rl.algorithms.loss import MAX_LOG_RATIO, Loss, keep, mask_total, masked_sum, weighted_sum
+from megatron_rl.algorithms.loss import MAX_LOG_RATIO, Loss, mask_total, masked_sum, weighted_sum, where_masked
 from megatron_rl.algorithms.sequences import sequence_index, sequence_sums
 from megatron_rl.algorithms.shapes import (
     check_cu_seqlens,
@@ -67,13 +67,13 @@ def policy_loss(  # noqa: PLR0913  public, and each number is a term of the form
     Raises:
         ValueError: shapes, dtypes or ranges do not fit.
     """
-    old_logprobs, advantages = as_constants(logprobs, old_logprobs, advantages, mask)
+    old_logprobs, advantages = detach_inputs(logprobs, old_logprobs, advantages, mask)
     clip_low = check_not_negative("clip_low", clip_low)
     clip_high = check_not_negative("clip_high", clip_high)
     if dual_clip is not None and not (math.isfinite(dual_clip) and dual_clip > 1.0):
         raise ValueError(f"dual_clip: expected a number above 1, or None for no bound, got {dual_clip!r}")
 
-    log_ratio = (keep(logprobs, mask) - old_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    log_ratio = (where_masked(logprobs, mask) - old_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     ratio = log_ratio.exp()
     token_loss, is_clipped = _clipped_surrogate(ratio, advantages, clip_low, clip_high)
     bounded = torch.zeros_like(mask, dtype=torch.bool)
@@ -114,12 +114,12 @@ def gspo_loss(
         of sequences with at least one. Metrics over tokens as for ``policy_loss``, without dual clip;
         ``ratio_mean`` is of s_i, the KL estimates are of single tokens.
     """
-    old_logprobs, advantages = as_constants(logprobs, old_logprobs, advantages, mask)
+    old_logprobs, advantages = detach_inputs(logprobs, old_logprobs, advantages, mask)
     clip_low = check_not_negative("clip_low", clip_low)
     clip_high = check_not_negative("clip_high", clip_high)
     bounds = check_cu_seqlens(cu_seqlens, len(logprobs))
 
-    kept = keep(logprobs, mask)
+    kept = where_masked(logprobs, mask)
     coefficients = token_coefficients(mask, cu_seqlens, "sequence_mean", dtype=logprobs.dtype)
     with torch.no_grad():
         log_ratio = kept - old_logprobs
@@ -163,11 +163,11 @@ def cispo_loss(
         Loss per token. Metrics as for ``policy_loss``, without dual clip; the clip fractions count the ratios outside
         the range, whatever the advantage.
     """
-    old_logprobs, advantages = as_constants(logprobs, old_logprobs, advantages, mask)
+    old_logprobs, advantages = detach_inputs(logprobs, old_logprobs, advantages, mask)
     lowest = 1.0 - check_not_negative("clip_low", clip_low)
     highest = 1.0 + check_not_negative("clip_high", clip_high)
 
-    kept = keep(logprobs, mask)
+    kept = where_masked(logprobs, mask)
     log_ratio = (kept.detach() - old_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     ratio = log_ratio.exp()
     token_loss = -ratio.clamp(lowest, highest) * advantages * kept
@@ -189,13 +189,13 @@ def lm_loss(logprobs: Tensor, mask: Tensor) -> Loss:
     return Loss(-masked_sum(logprobs, mask), mask_total(mask, logprobs.dtype))
 
 
-def as_constants(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+def detach_inputs(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
     """``old_logprobs`` and ``advantages`` [T], checked, without gradient and 0 outside the mask."""
     check_float_vector("logprobs", logprobs)
     check_same_kind("old_logprobs", old_logprobs, "logprobs", logprobs)
     check_same_kind("advantages", advantages, "logprobs", logprobs)
     check_mask(mask, "logprobs", logprobs)
-    return keep(old_logprobs.detach(), mask), keep(advantages.detach(), mask)
+    return where_masked(old_logprobs.detach(), mask), where_masked(advantages.detach(), mask)
 
 
 def _clipped_surrogate(ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float) -> tuple[Tensor, Tensor]:

@@ -47,7 +47,7 @@ def counts_by_sequence(mask: Tensor, bounds: Tensor) -> Tensor:
     return torch.tensor([np.count_nonzero(flags[start:end]) for start, end in itertools.pairwise(borders)], dtype=torch.int64)
 
 
-def spread(values: Tensor, lengths: Tensor) -> Tensor:
+def repeat_per_sequence(values: Tensor, lengths: Tensor) -> Tensor:
     """[T] ``values`` [N], each ``lengths`` [N] times."""
     if values.device.type != "cpu":
         return values.repeat_interleave(lengths.to(values.device))
@@ -67,7 +67,7 @@ def expm1(values: Tensor) -> Tensor:
     return values.expm1() if values.device.type != "cpu" else torch.from_numpy(np.expm1(values.numpy()))
 
 
-def num_on(mask: Tensor) -> int:
+def count_nonzero(mask: Tensor) -> int:
     """How many entries of ``mask`` are not 0. Waits for the device."""
     return int(np.count_nonzero(mask.numpy()) if mask.device.type == "cpu" else mask.count_nonzero())
 

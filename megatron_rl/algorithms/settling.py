@@ -17,7 +17,7 @@ _MIN_EXPLAINED_VARIANCE = 0.05
 
 
 @dataclass
-class Settling:
+class ValueConvergence:
     """Fed once per step; remembers two windows. ``state`` and ``load_state`` carry it over a restart."""
 
     window: int

@@ -64,7 +64,7 @@ def moments(values: np.ndarray, mask: np.ndarray) -> tuple[int, float, float]:
     return number, mean, squares
 
 
-def put_scaled(
+def write_scaled(
     values: np.ndarray, mask: np.ndarray, centre: float, divisor: float, largest: float, found: np.ndarray
 ) -> None:
     """``found`` [T]: distances of ``values`` [T] from ``centre`` over ``divisor``, within +- ``largest``; 0 outside ``mask`` [T] bool."""
@@ -127,7 +127,7 @@ def ratio_sums(log_ratio: np.ndarray, excess: np.ndarray) -> tuple[float, float,
     return total, squares, k3
 
 
-def put_weights(
+def write_weights(
     importance: np.ndarray, remains: np.ndarray, bound: float, runs: np.ndarray, weights: np.ndarray, kept: np.ndarray
 ) -> tuple[int, int, int, float, float]:
     """``importance`` [K] float64, at most ``bound``, to its places in ``weights`` and ``kept`` [T], ``runs`` [R, 2] of them.

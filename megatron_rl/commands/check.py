@@ -17,7 +17,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_rl.desk.doctor.check_compare import Departure, departures, in_words
+from megatron_rl.desk.doctor.check_compare import Deviation, departures, describe
 from megatron_rl.desk.doctor.check_task import NUM_STEPS, RECORD, make_task
 from megatron_rl.errors import UserError
 from megatron_rl.system.command_line.terminal import say
@@ -86,7 +86,7 @@ def _report(made: Mapping[str, Any], record: Mapping[str, Any]) -> int:
     if not found:
         print("this installation computes what the release computed")
         return 0
-    lines = in_words(found)
+    lines = describe(found)
     print(f"first departure: {lines[0]}")
     for line in lines[1:_MAX_SHOWN]:
         print(f"  then {line}")
@@ -95,7 +95,7 @@ def _report(made: Mapping[str, Any], record: Mapping[str, Any]) -> int:
     return 1
 
 
-def _all_departures(made: Mapping[str, Any], record: Mapping[str, Any], *, on_gpu: bool) -> Iterator[Departure]:
+def _all_departures(made: Mapping[str, Any], record: Mapping[str, Any], *, on_gpu: bool) -> Iterator[Deviation]:
     """In the order in which steps and stages run."""
     yield from departures(0, "start", made["start"], record["start"], on_gpu=on_gpu)
     for index, (ours, theirs) in enumerate(zip(made["steps"], record["steps"], strict=True)):
@@ -108,7 +108,7 @@ def _all_departures(made: Mapping[str, Any], record: Mapping[str, Any], *, on_gp
 
 def _made(config: "Config", record: Mapping[str, Any] | None, *, with_servers: bool) -> dict[str, Any]:
     """What this installation makes of the record's tokens; without a record, of those that its servers sample."""
-    from megatron_rl.desk.doctor.step_replay import Recorded, replay, weights_of
+    from megatron_rl.desk.doctor.step_replay import RecordedServers, replay, weight_fingerprints
     from megatron_rl.step.inputs import make_inputs
     from megatron_rl.training.engines import rl_engines
     from megatron_rl.training.ranks import trainer_ranks
@@ -117,21 +117,21 @@ def _made(config: "Config", record: Mapping[str, Any] | None, *, with_servers: b
     with trainer_ranks(config, rl_engines(config)) as group, ExitStack() as stack:
         assert group is not None, "one rank"
         inputs = make_inputs(config)
-        rollout: Any = Recorded([step["window"] for step in record["steps"]]) if record else None
+        rollout: Any = RecordedServers([step["window"] for step in record["steps"]]) if record else None
         wait_for: WaitFor = asyncio.run
         asked: Any = None
         if with_servers:
-            from megatron_rl.desk.doctor.trainer_and_servers import servers_beside
+            from megatron_rl.desk.doctor.trainer_and_servers import temporary_servers
 
-            service, wait_for = stack.enter_context(servers_beside(config, group, inputs.tokenizer, note=say))
+            service, wait_for = stack.enter_context(temporary_servers(config, group, inputs.tokenizer, note=say))
             if record:
-                from megatron_rl.desk.doctor.check_servers import ScoredByServers
+                from megatron_rl.desk.doctor.check_servers import ScoringServers
 
-                rollout = asked = ScoredByServers(rollout.windows, service=service)
+                rollout = asked = ScoringServers(rollout.windows, service=service)
             else:
                 rollout = service
             service.publish()
-        made["start"] = weights_of(group, "policy")
+        made["start"] = weight_fingerprints(group, "policy")
         for step, stage, quantities, window in replay(config, group, inputs, rollout, NUM_STEPS, wait_for):
             say(f"step {step + 1} of {NUM_STEPS}: {stage}")
             if stage == "generate":

@@ -5,7 +5,7 @@ import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 
-from megatron_rl.config.keys import Key, Section, near_misses, sections
+from megatron_rl.config.keys import ConfigKey, ConfigSection, near_misses, sections
 from megatron_rl.errors import ConfigError
 
 _HEAD = """\
@@ -45,7 +45,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _print(keys: Sequence[Key], inside: Sequence[Section]) -> None:
+def _print(keys: Sequence[ConfigKey], inside: Sequence[ConfigSection]) -> None:
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
@@ -71,7 +71,7 @@ def _print(keys: Sequence[Key], inside: Sequence[Section]) -> None:
         console.print(table)
 
 
-def _facts(key: Key) -> Iterator[tuple[str, str]]:
+def _facts(key: ConfigKey) -> Iterator[tuple[str, str]]:
     yield "meaning", key.meaning
     yield "type", key.type
     yield "default", key.default
@@ -80,7 +80,7 @@ def _facts(key: Key) -> Iterator[tuple[str, str]]:
     yield from (("choice", f"{value}: {text}") for value, text in _choices(key).items())
 
 
-def _choices(key: Key) -> Mapping[str, str]:
+def _choices(key: ConfigKey) -> Mapping[str, str]:
     """Value -> meaning; of a piece of the algorithm, its registered names."""
     if not key.name.startswith("algorithm."):
         return key.choices
@@ -110,12 +110,12 @@ def _anchor(name: str) -> str:
     return re.sub(r"[^a-z0-9_-]", "", name.lower())
 
 
-def _first_of_its_kind(section: Section) -> Section:
+def _first_of_its_kind(section: ConfigSection) -> ConfigSection:
     """Of the sections with the same keys, the outermost one, which shows them all."""
     return min((s for s in sections() if s.schema is section.schema), key=lambda s: s.name.count("."))
 
 
-def _table(section: Section) -> str:
+def _table(section: ConfigSection) -> str:
     lines = ["| key | type | default | bound | meaning |", "|---|---|---|---|---|"]
     for key in section.keys:
         meaning = "<br>".join([key.meaning, *(f"`{value}`: {text}" for value, text in _choices(key).items())])
@@ -126,7 +126,7 @@ def _table(section: Section) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _differences(section: Section) -> str:
+def _differences(section: ConfigSection) -> str:
     first = _first_of_its_kind(section)
     pairs = [(key, like) for key, like in zip(section.keys, first.keys, strict=True) if key.default != like.default]
     changed = ", ".join(f"`{key.name.rsplit('.', 1)[-1]}` {key.default}" for key, _ in pairs)

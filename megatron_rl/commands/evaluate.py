@@ -14,14 +14,14 @@ from pathlib import Path
 from megatron_rl.config.checks import check_config
 from megatron_rl.config.load import load_config
 from megatron_rl.errors import DataError
-from megatron_rl.run.launch import add_recipe
+from megatron_rl.run.launch import add_recipe_arguments
 from megatron_rl.step.input_checks import check_eval_inputs
 from megatron_rl.system.command_line.terminal import say
 from megatron_rl.system.processes.signals import clean_stop
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_recipe(parser)
+    add_recipe_arguments(parser)
     parser.add_argument(
         "--policies", required=True, nargs="+", metavar="FOLDER", help="Hugging Face folders of one architecture"
     )
@@ -46,12 +46,12 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.dry_run:
         say(f"dry run: {len(missing)} policies would be measured; nothing was started")
     elif missing:
-        from megatron_rl.run.kept_policies import kept_policies
+        from megatron_rl.run.kept_policies import policy_exports
         from megatron_rl.tracking.sinks.trackers import tracked_evaluation
         from megatron_rl.tracking.terminal.console import evaluation_text
 
         # Of other folders than those that the recipe's run has kept nobody knows a step.
-        steps = {kept.folder.resolve(): kept.step for kept in kept_policies(config.run.output_dir)}
+        steps = {kept.folder.resolve(): kept.step for kept in policy_exports(config.run.output_dir)}
         kept_by_run = any(folder.resolve() in steps for folder in missing)
         with clean_stop(), tracked_evaluation(config, say) if kept_by_run else nullcontext() as tracker:
             for number, (folder, metrics) in enumerate(evaluate_policies(config, missing, say), start=1):

@@ -42,14 +42,14 @@ from megatron_rl.rewards.lines.dense import PASSED_FROM
 from megatron_rl.rewards.lines.labels import LineSearch, line_labels, scored_lines
 from megatron_rl.rewards.registry import check_options, resolve
 from megatron_rl.rewards.router import runner_settings
-from megatron_rl.rewards.row_form import RowForm
+from megatron_rl.rewards.row_form import RowSchema
 from megatron_rl.rewards.workers.calls import RewardItem
 from megatron_rl.rewards.workers.event_loop import start_runner
 from megatron_rl.rollout.recovery import RecoveringClient
 from megatron_rl.rollout.requests import GenerationRequest
 from megatron_rl.rollout.sampling import Sampling, base_seed, named_seed
 from megatron_rl.rollout.server_pool import open_servers
-from megatron_rl.run.launch import add_recipe
+from megatron_rl.run.launch import add_recipe_arguments
 from megatron_rl.system.command_line.terminal import progress_bar, say
 from megatron_rl.system.processes.signals import clean_stop, run_until_stopped
 
@@ -62,7 +62,7 @@ _LABEL_FIELDS = ("line_labels", "first_bad_line", "num_completions_graded", _KEY
 """What a labelled row has in addition to the input's fields."""
 
 
-add_arguments = add_recipe
+add_arguments = add_recipe_arguments
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -77,7 +77,7 @@ class _Ungraded(Exception):
 
 
 @dataclass(frozen=True)
-class Job:
+class LabelTask:
     """One row to label."""
 
     row: dict[str, Any]
@@ -104,14 +104,14 @@ class LabelSummary:
         )
 
 
-class Labeller:
+class LineLabeler:
     """Labels single rows; knows how to ask, not how many at a time."""
 
     def __init__(
         self,
         config: Config,
         tokenizer: Tokenizer,
-        form: RowForm,
+        form: RowSchema,
         complete: _Complete,
         grade: Grade,
         context_tokens: int,
@@ -126,7 +126,7 @@ class Labeller:
         self._context_tokens = context_tokens
         """0: no limit is known."""
 
-    async def label(self, job: Job) -> dict[str, Any]:
+    async def label(self, job: LabelTask) -> dict[str, Any]:
         """The labelled row; raises _Ungraded."""
         response = job.row["response"]
         lines = _lines_of(job, self._comment_prefixes)
@@ -149,7 +149,7 @@ class Labeller:
             _KEY_FIELD: job.key,
         }
 
-    async def _grade_completions(self, job: Job, prefix: str, num_lines: int) -> list[Score]:
+    async def _grade_completions(self, job: LabelTask, prefix: str, num_lines: int) -> list[Score]:
         token_ids = (*job.prompt_ids, *self._tokenizer.encode(prefix))
         room = self._settings.max_new_tokens
         if self._context_tokens:
@@ -168,7 +168,7 @@ class Labeller:
         texts = [prefix + self._tokenizer.decode(answer) for answer in answers]
         return await self._grade([self._form.item({**job.row, "response": text}) for text in texts])
 
-    async def _sample(self, job: Job, token_ids: Sequence[int], room: int, name: str) -> Sequence[int]:
+    async def _sample(self, job: LabelTask, token_ids: Sequence[int], room: int, name: str) -> Sequence[int]:
         prompt = Prompt(job.key, job.prompt_ids, source=job.content.place)
         seed = named_seed(self._sampling.seed, name)
         return await self._complete(
@@ -176,7 +176,7 @@ class Labeller:
         )
 
 
-def _lines_of(job: Job, comment_prefixes: Sequence[str]) -> list[CodeLine]:
+def _lines_of(job: LabelTask, comment_prefixes: Sequence[str]) -> list[CodeLine]:
     entry_point = str(job.row.get(ENTRY_POINT_FIELD) or "")
     return code_lines(job.row["response"], entry_point=entry_point, comment_prefixes=comment_prefixes)
 
@@ -200,7 +200,7 @@ def _line_number(lines: Sequence[CodeLine], candidates: Sequence[CodeLine], firs
     return [line.end for line in lines].index(candidates[first_bad - 1].end) + 1
 
 
-def load_jobs(config: Config, tokenizer: Tokenizer, form: RowForm) -> list[Job]:
+def load_jobs(config: Config, tokenizer: Tokenizer, form: RowSchema) -> list[LabelTask]:
     """Every row of the input that has a prompt and what the reward needs; DataError with place for the first bad one."""
     data = replace(config.data, answer_required=False, reward_fields=[])
     jobs = []
@@ -215,7 +215,7 @@ def load_jobs(config: Config, tokenizer: Tokenizer, form: RowForm) -> list[Job]:
         if unknown:
             raise DataError(f"{place}: field 'response': the tokenizer does not know {unknown!r}")
         row = {name: value for name, value in row.items() if name not in _LABEL_FIELDS}
-        jobs.append(Job(row, content, tokenize(content, data, tokenizer).token_ids, label_key(row, config)))
+        jobs.append(LabelTask(row, content, tokenize(content, data, tokenizer).token_ids, label_key(row, config)))
     if not jobs:
         raise DataError(f"{config.label_lines.input_path}: no rows; expected responses with their tests")
     return _numbered(jobs)
@@ -235,7 +235,7 @@ def label_key(row: Mapping[str, Any], config: Config) -> str:
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
-def _numbered(jobs: Sequence[Job]) -> list[Job]:
+def _numbered(jobs: Sequence[LabelTask]) -> list[LabelTask]:
     """Equal rows get different keys: their requests must not share an id."""
     counts: dict[str, int] = {}
     numbered = []
@@ -245,7 +245,7 @@ def _numbered(jobs: Sequence[Job]) -> list[Job]:
     return numbered
 
 
-def finished_keys(path: Path, jobs: Sequence[Job]) -> set[str]:
+def finished_keys(path: Path, jobs: Sequence[LabelTask]) -> set[str]:
     """Keys of the rows that ``path`` holds; a last line that was being written when the run was killed is cut off.
 
     Raises DataError if the file holds rows that are none of ``jobs``.
@@ -274,8 +274,8 @@ def finished_keys(path: Path, jobs: Sequence[Job]) -> set[str]:
 
 
 async def label_rows(
-    jobs: Sequence[Job],
-    labeller: Labeller,
+    jobs: Sequence[LabelTask],
+    labeller: LineLabeler,
     output: TextIO,
     summary: LabelSummary,
     *,
@@ -323,7 +323,7 @@ def label_lines(config: Config, *, note: Callable[[str], None], dry_run: bool = 
         raise UserError("label_lines.output_path: it is the input itself; give another file")
     tokenizer = Tokenizer(config.policy.path)
     reward = resolve(config.reward.name)
-    form = RowForm(reward, config.reward.options)
+    form = RowSchema(reward, config.reward.options)
     check_options(reward, config.reward.options, form.fields)
     jobs = load_jobs(config, tokenizer, form)
     done = finished_keys(output_path, jobs)
@@ -344,7 +344,7 @@ def label_lines(config: Config, *, note: Callable[[str], None], dry_run: bool = 
     return summary
 
 
-def _plan_text(jobs: Sequence[Job], config: Config) -> str:
+def _plan_text(jobs: Sequence[LabelTask], config: Config) -> str:
     """What is left to do, and how many completions that can take at most."""
     prefixes = config.reward.process.comment_prefixes
     num_lines = [len(scored_lines(_lines_of(job, prefixes))) for job in jobs]
@@ -359,8 +359,8 @@ def _plan_text(jobs: Sequence[Job], config: Config) -> str:
 def _label_open_jobs(
     config: Config,
     tokenizer: Tokenizer,
-    form: RowForm,
-    jobs: Sequence[Job],
+    form: RowSchema,
+    jobs: Sequence[LabelTask],
     output_path: Path,
     summary: LabelSummary,
     note: Callable[[str], None],
@@ -393,7 +393,7 @@ def _label_open_jobs(
                     key = request.rid.rsplit("-", 2)[0]
                     return (await rollout.generate(request, sticky_key=key)).token_ids.tolist()
 
-                labeller = Labeller(
+                labeller = LineLabeler(
                     config, tokenizer, form, complete, runner.score_many, model.get("max_position_embeddings", 0)
                 )
                 await label_rows(

@@ -12,20 +12,20 @@ from megatron_rl.config.schema import Config, Mode
 from megatron_rl.desk.costs.counts import num_parameters
 from megatron_rl.desk.costs.gpus import Gpu, gpu
 from megatron_rl.desk.costs.run_memory import model_folders
-from megatron_rl.desk.plan.plan_ranking import Ranking
-from megatron_rl.desk.plan.plan_search import CHOSEN, Search, fewest_gpus, splits
-from megatron_rl.desk.plan.plan_tables import Planned, nothing_fits, print_plans
+from megatron_rl.desk.plan.plan_ranking import PlanRanking
+from megatron_rl.desk.plan.plan_search import CHOSEN, PlanSearch, fewest_gpus, splits
+from megatron_rl.desk.plan.plan_tables import PlanReport, no_plan_message, print_plans
 from megatron_rl.desk.plan.written_recipe import recipe_text
-from megatron_rl.desk.simulate.length_arguments import DEFAULT_PROMPTS, lengths_of_words
+from megatron_rl.desk.simulate.length_arguments import DEFAULT_PROMPTS, parse_lengths
 from megatron_rl.desk.simulate.lengths import named_lengths
 from megatron_rl.desk.simulate.prediction import Workload
 from megatron_rl.errors import ConfigError, UserError
 from megatron_rl.families.facts import as_config, is_supported, read_model_json
 from megatron_rl.families.family import ModelConfig, families
 from megatron_rl.families.flops import flops_cost
-from megatron_rl.system.command_line.arguments import positive_int, split_words
+from megatron_rl.system.command_line.arguments import positive_int, split_overrides
 from megatron_rl.system.command_line.terminal import say
-from megatron_rl.system.files.atomic_files import write_whole
+from megatron_rl.system.files.atomic_files import write_atomic
 
 _DEFAULT_PRESET = "tppo"
 _WITHOUT_RECIPE = ("policy.dtype=bfloat16", "rollout.start_timeout_s=1800", "data.train_files=[data/train.jsonl]")
@@ -54,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 @dataclass(frozen=True)
-class _Inputs:
+class _PlanRequest:
     config: Config
     facts: dict[str, ModelConfig]
     gpu: Gpu
@@ -65,21 +65,21 @@ class _Inputs:
 
 def run(arguments: argparse.Namespace) -> int:
     inputs = _inputs(arguments)
-    search = Search(inputs.config, inputs.facts, inputs.gpu, inputs.pinned)
-    ranking = Ranking(inputs.config, inputs.facts["policy"], inputs.gpu, inputs.workload, inputs.windows, arguments.seed)
+    search = PlanSearch(inputs.config, inputs.facts, inputs.gpu, inputs.pinned)
+    ranking = PlanRanking(inputs.config, inputs.facts["policy"], inputs.gpu, inputs.workload, inputs.windows, arguments.seed)
     plans = ranking.best(splits(search, arguments.gpus), max(arguments.top, arguments.choose))
     if not plans:
-        raise UserError(nothing_fits(search, arguments.gpus, arguments.gpu, fewest_gpus(search)))
+        raise UserError(no_plan_message(search, arguments.gpus, arguments.gpu, fewest_gpus(search)))
     if arguments.choose > len(plans):
         raise UserError(f"--choose {arguments.choose}: expected one of the {len(plans)} plans that were found")
     chosen = plans[arguments.choose - 1]
-    planned = Planned(search, plans, chosen, arguments.gpus, arguments.gpu, inputs.workload.lengths.text)
+    planned = PlanReport(search, plans, chosen, arguments.gpus, arguments.gpu, inputs.workload.lengths.text)
     if arguments.json:
         print(json.dumps([_numbers(one.config) | {"response_s": one.response_s, **asdict(one.outcome)} for one in plans], indent=2))
     else:
         print_plans(planned)
     if arguments.write:
-        write_whole(arguments.write, recipe_text(planned))
+        write_atomic(arguments.write, recipe_text(planned))
         say(f"wrote {arguments.write}")
         _say_what_lacks(chosen.config)
     return 0
@@ -109,8 +109,8 @@ def _numbers(config: Config) -> dict[str, object]:
     }
 
 
-def _inputs(arguments: argparse.Namespace) -> _Inputs:
-    named, words = split_words(arguments.words)
+def _inputs(arguments: argparse.Namespace) -> _PlanRequest:
+    named, words = split_overrides(arguments.words)
     paths = [*arguments.config, *named]
     device = _gpu(arguments)
     if arguments.gpus > device.per_machine and arguments.gpus % device.per_machine:
@@ -127,9 +127,9 @@ def _inputs(arguments: argparse.Namespace) -> _Inputs:
         pinned.discard("batch.window_tokens")
     most = config.batch.max_response_tokens
     usual = f"lognormal:median={max(most / 8, 1):g},sigma=1,max={most}"
-    lengths = lengths_of_words(arguments.lengths) if arguments.lengths else named_lengths(usual)
-    workload = Workload(lengths, lengths_of_words(arguments.prompts))
-    return _Inputs(config, facts, device, workload, _windows(arguments.windows, config, pinned), frozenset(pinned))
+    lengths = parse_lengths(arguments.lengths) if arguments.lengths else named_lengths(usual)
+    workload = Workload(lengths, parse_lengths(arguments.prompts))
+    return _PlanRequest(config, facts, device, workload, _windows(arguments.windows, config, pinned), frozenset(pinned))
 
 
 def _gpu(arguments: argparse.Namespace) -> Gpu:

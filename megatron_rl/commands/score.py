@@ -27,13 +27,13 @@ from rich.table import Table
 from megatron_rl.data.row_files import parse_row
 from megatron_rl.data.trajectory import Score
 from megatron_rl.rewards.registry import RewardError, resolve
-from megatron_rl.rewards.row_form import Row, RowForm
+from megatron_rl.rewards.row_form import Row, RowSchema
 from megatron_rl.rewards.workers.calls import CallQueue, RunnerSettings
 from megatron_rl.rewards.workers.event_loop import start_runner
-from megatron_rl.run.launch import options_of
+from megatron_rl.run.launch import parse_options
 from megatron_rl.system.command_line.arguments import positive_int, positive_number
 from megatron_rl.system.command_line.terminal import progress_bar
-from megatron_rl.system.files.atomic_files import written_whole
+from megatron_rl.system.files.atomic_files import atomic_text_file
 
 _BATCH_ROWS = 1024
 _BATCHES_AHEAD = 2
@@ -61,14 +61,14 @@ def run(arguments: argparse.Namespace) -> int:
         num_workers=arguments.num_workers,
         max_concurrency=arguments.max_concurrency,
         timeout_s=arguments.timeout_s,
-        options=options_of(arguments.options),
+        options=parse_options(arguments.options),
     )
     Console().print(summary.table())
     return 0
 
 
 @dataclass(frozen=True)
-class Summary:
+class ScoreSummary:
     reward: str
     num_rows: int
     num_unscored: int
@@ -109,7 +109,7 @@ def score_file(
     max_concurrency: int = 256,
     timeout_s: float = 5.0,
     options: Mapping[str, Any] | None = None,
-) -> Summary:
+) -> ScoreSummary:
     """Score every row of a JSONL file.
 
     Args:
@@ -126,7 +126,7 @@ def score_file(
         RewardError: unknown reward, wrong options, or bad rows (with file, line and field).
         OSError: a file that cannot be read or written.
     """
-    form = RowForm(resolve(name), options or {})
+    form = RowSchema(resolve(name), options or {})
     with _readable_twice(Path(input_path)) as rows_path:
         num_rows = _checked_rows(rows_path, str(input_path), form)
         with (
@@ -136,10 +136,10 @@ def score_file(
                 options=options,
                 row_fields=form.fields,
             ) as runner,
-            written_whole(Path(output_path)) as output,
+            atomic_text_file(Path(output_path)) as output,
             progress_bar(f"reward {name}", num_rows) as advance,
         ):
-            tally = _Tally()
+            tally = _ScoreTotals()
             started_at = time.monotonic()
             for row, score in _scored_rows(runner, rows_path, form):
                 result = {**row, "score": score.value, "detail": score.detail, "error": score.error}
@@ -162,7 +162,7 @@ def _readable_twice(path: Path) -> Iterator[Path]:
         yield Path(copy.name)
 
 
-class _Tally:
+class _ScoreTotals:
     """What the scores of a file add up to; sums alone, for files may be long."""
 
     def __init__(self) -> None:
@@ -183,8 +183,8 @@ class _Tally:
             count, total = self._metrics.get(key, (0, 0.0))
             self._metrics[key] = (count + 1, total + number)
 
-    def summary(self, reward: str, seconds: float) -> Summary:
-        return Summary(
+    def summary(self, reward: str, seconds: float) -> ScoreSummary:
+        return ScoreSummary(
             reward=reward,
             num_rows=self._num_rows,
             num_unscored=self._num_rows - self._num_scored,
@@ -195,7 +195,7 @@ class _Tally:
         )
 
 
-def _scored_rows(runner: CallQueue, path: Path, form: RowForm) -> Iterator[tuple[Row, Score]]:
+def _scored_rows(runner: CallQueue, path: Path, form: RowSchema) -> Iterator[tuple[Row, Score]]:
     """The rows of a file with their scores, in order."""
     waiting: deque[tuple[list[Row], concurrent.futures.Future[list[Score]]]] = deque()
     for batch in _batches(path, form):
@@ -208,7 +208,7 @@ def _scored_rows(runner: CallQueue, path: Path, form: RowForm) -> Iterator[tuple
         yield from zip(rows, future.result(), strict=True)
 
 
-def _batches(path: Path, form: RowForm) -> Iterator[list[Row]]:
+def _batches(path: Path, form: RowSchema) -> Iterator[list[Row]]:
     batch: list[Row] = []
     for _, row, _ in _read(path, form):
         batch.append(row)
@@ -219,7 +219,7 @@ def _batches(path: Path, form: RowForm) -> Iterator[list[Row]]:
         yield batch
 
 
-def _read(path: Path, form: RowForm) -> Iterator[tuple[int, Row, str]]:
+def _read(path: Path, form: RowSchema) -> Iterator[tuple[int, Row, str]]:
     """(line number from 1, row, what is wrong with it or ""); blank lines are passed over."""
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
@@ -229,7 +229,7 @@ def _read(path: Path, form: RowForm) -> Iterator[tuple[int, Row, str]]:
             yield number, row, problem or form.problem(row)
 
 
-def _checked_rows(path: Path, name: str, form: RowForm) -> int:
+def _checked_rows(path: Path, name: str, form: RowSchema) -> int:
     """Their number; raises RewardError for bad ones."""
     num_good, num_bad = 0, 0
     reported: list[str] = []

@@ -23,20 +23,20 @@ from megatron_rl.data.chat_content import moved_row
 from megatron_rl.data.prompts import PromptSet, check_files, load_prompts, read_content, with_reward_fields
 from megatron_rl.data.row_files import is_missing, lookup, not_json, read_rows
 from megatron_rl.errors import ConfigError, DataError
-from megatron_rl.run.launch import add_recipe
+from megatron_rl.run.launch import add_recipe_arguments
 from megatron_rl.selection.generate import (
     SamplingPlan,
     ScoreFile,
     generate_scores,
     missing_samples,
     open_score_file,
-    settings_of,
+    score_settings,
 )
-from megatron_rl.selection.scores import Candidates, read_candidates, read_scores
-from megatron_rl.selection.tables import Report, report_paths, write_report
-from megatron_rl.selection.verdicts import TOO_LONG, PromptScores, Verdict, select
+from megatron_rl.selection.scores import PromptCandidates, read_candidates, read_scores
+from megatron_rl.selection.tables import SelectionReport, report_paths, write_report
+from megatron_rl.selection.verdicts import TOO_LONG, PromptDecision, PromptScores, select
 from megatron_rl.system.command_line.terminal import progress_bar, say
-from megatron_rl.system.files.atomic_files import written_whole
+from megatron_rl.system.files.atomic_files import atomic_text_file
 
 _SCORES_NAME = "select_scores.jsonl"
 """In run.output_dir: the graded responses, when select_prompts.scores_path names none."""
@@ -44,7 +44,7 @@ _SCORES_NAME = "select_scores.jsonl"
 Note = Callable[[str], None]
 
 
-add_arguments = add_recipe
+add_arguments = add_recipe_arguments
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -82,7 +82,7 @@ def check_selection(config: Config) -> None:
         raise ConfigError("\n".join(problems))
 
 
-def check_inputs(config: Config) -> Candidates:
+def check_inputs(config: Config) -> PromptCandidates:
     """Everything outside the configuration that the command would trip over later; the prompts, by type."""
     takes_images = None if config.select_prompts.scores_path else model_has_vision(config)
     check_files(config.data.train_files, config.data, with_response=False, takes_images=takes_images)
@@ -95,7 +95,7 @@ def check_inputs(config: Config) -> Candidates:
     return candidates
 
 
-def select_prompts(config: Config, candidates: Candidates, note: Note) -> Report:
+def select_prompts(config: Config, candidates: PromptCandidates, note: Note) -> SelectionReport:
     """Write the kept rows and the report; DataError when nothing is kept."""
     rule = config.select_prompts
     notes = []
@@ -112,7 +112,7 @@ def select_prompts(config: Config, candidates: Candidates, note: Note) -> Report
         notes.append(f"{table.num_foreign:,} scores belong to none of the prompts.")
     verdicts = _verdicts(config, table.of(candidates.types), too_long)
     settings = {"data.train_files": ", ".join(config.data.train_files), "scores": scores_path, **_rule_settings(config)}
-    report = Report(settings, verdicts, notes)
+    report = SelectionReport(settings, verdicts, notes)
     if report.num_kept:
         _write_kept(config, {verdict.id for verdict in verdicts if verdict.kept})
     write_report(report, rule.output_path)
@@ -123,7 +123,7 @@ def select_prompts(config: Config, candidates: Candidates, note: Note) -> Report
     return report
 
 
-def plan_table(config: Config, candidates: Candidates) -> Table:
+def plan_table(config: Config, candidates: PromptCandidates) -> Table:
     """What the command would do, for --dry-run."""
     rule = config.select_prompts
     table = Table(title="select-prompts", title_justify="left", show_header=False)
@@ -148,7 +148,7 @@ def plan_table(config: Config, candidates: Candidates) -> Table:
     return table
 
 
-def _verdicts(config: Config, prompts: list[PromptScores], too_long: set[str]) -> list[Verdict]:
+def _verdicts(config: Config, prompts: list[PromptScores], too_long: set[str]) -> list[PromptDecision]:
     rule = config.select_prompts
     # A prompt that never reaches the policy takes no part in its type's mean and share.
     judged = [prompt for prompt in prompts if prompt.id not in too_long]
@@ -159,7 +159,7 @@ def _verdicts(config: Config, prompts: list[PromptScores], too_long: set[str]) -
             "more than one score; give several rows an id"
         )
     verdicts = {v.id: v for v in select(judged, rule, correct_from=config.algorithm.dynamic_sampling.correct_from)}
-    return [verdicts.get(p.id) or Verdict(p.id, p.type, TOO_LONG, 0, 0, None, None, None) for p in prompts]
+    return [verdicts.get(p.id) or PromptDecision(p.id, p.type, TOO_LONG, 0, 0, None, None, None) for p in prompts]
 
 
 def _rule_settings(config: Config) -> dict[str, Any]:
@@ -174,7 +174,7 @@ def _rule_settings(config: Config) -> dict[str, Any]:
         settings["select_prompts.min_spread"] = rule.min_spread
     if not rule.scores_path:
         settings["select_prompts.num_samples"] = rule.num_samples
-        settings |= {key: value for key, value in settings_of(config).items() if not key.startswith("policy weights")}
+        settings |= {key: value for key, value in score_settings(config).items() if not key.startswith("policy weights")}
     return settings
 
 
@@ -185,7 +185,7 @@ def _write_kept(config: Config, kept: set[str]) -> None:
     """
     data = config.data
     left = set(kept)
-    with written_whole(config.select_prompts.output_path) as file:
+    with atomic_text_file(config.select_prompts.output_path) as file:
         for row, place in read_rows(data.train_files, split=data.split):
             prompt_id = read_content(row, place, data).id
             if prompt_id not in left:
@@ -225,7 +225,7 @@ def _score_prompts(config: Config, note: Note) -> tuple[str, PromptSet]:
         num_samples=config.select_prompts.num_samples,
         max_new_tokens=config.batch.max_response_tokens,
     )
-    with open_score_file(folder / _SCORES_NAME, settings_of(config)) as scores:
+    with open_score_file(folder / _SCORES_NAME, score_settings(config)) as scores:
         missing = missing_samples(prompt_set.prompts, plan.num_samples, scores.done)
         num_missing = sum(map(len, missing.values()))
         num_all = len(prompt_set.prompts) * plan.num_samples

@@ -21,7 +21,7 @@ from megatron_rl.config.derived import servers_are_deterministic
 from megatron_rl.config.schema import Config, RolloutConfig
 from megatron_rl.errors import ConfigError, UserError
 from megatron_rl.system.command_line.arguments import positive_int, positive_number
-from megatron_rl.system.http.addresses import LOOPBACK, address_towards, interface_of, is_loopback
+from megatron_rl.system.http.addresses import LOOPBACK, interface_of, is_loopback, local_address_for
 
 if TYPE_CHECKING:
     from megatron_rl.rollout.sglang.process.options import ServerOptions
@@ -71,7 +71,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     from megatron_rl.rollout.serving import serve
 
-    options, num_servers = options_and_number(arguments)
+    options, num_servers = resolve_servers(arguments)
     return serve(
         options,
         num_servers,
@@ -82,7 +82,7 @@ def run(arguments: argparse.Namespace) -> int:
     )
 
 
-def options_and_number(arguments: argparse.Namespace) -> "tuple[ServerOptions, int]":
+def resolve_servers(arguments: argparse.Namespace) -> "tuple[ServerOptions, int]":
     """What the first server is started with, and how many there are. Raises UserError."""
     from megatron_rl.rollout.sglang.process.server import count_gpus, detect_device
 
@@ -155,7 +155,7 @@ def _over_nodes(arguments: argparse.Namespace, size: int) -> dict[str, Any]:
 
 def _of_model(arguments: argparse.Namespace, device: str) -> "tuple[ServerOptions, int, str]":
     from megatron_rl.rollout.sglang.process.options import ServerOptions
-    from megatron_rl.run.launch import options_of
+    from megatron_rl.run.launch import parse_options
     from megatron_rl.system.gpu.gpu_environment import nccl_values
 
     options = ServerOptions(
@@ -166,7 +166,7 @@ def _of_model(arguments: argparse.Namespace, device: str) -> "tuple[ServerOption
         tokenizer=True,
         device=device,
         nccl=nccl_values(os.environ),
-        server_args=_named(options_of(arguments.words)),
+        server_args=_named(parse_options(arguments.words)),
     )
     return options, 1, arguments.api_key_env
 
@@ -194,9 +194,9 @@ def _recipe_words(arguments: argparse.Namespace) -> Sequence[str]:
 
 def _check_servers(config: Config) -> None:
     """What a server needs of a recipe; the trainer checks the rest of it."""
-    from megatron_rl.config.schema.bounds import bound_problems, kind_problems
+    from megatron_rl.config.schema.bounds import bound_problems, type_problems
 
-    problems = list(kind_problems(config)) or [*bound_problems("rollout", config.rollout), *key_problems(config.rollout)]
+    problems = list(type_problems(config)) or [*bound_problems("rollout", config.rollout), *key_problems(config.rollout)]
     if not (Path(config.policy.path) / "config.json").is_file():
         problems.append(f"policy.path: {config.policy.path or 'nothing'} is no Hugging Face model folder with a config.json")
     if problems:
@@ -209,7 +209,7 @@ def _named(server_args: Any) -> dict[str, Any]:
 
 def _own_address(trainer: str) -> str:
     try:
-        return address_towards(trainer)
+        return local_address_for(trainer)
     except OSError as error:
         raise UserError(f"--trainer {trainer}: {error}; expected the name or address of the driver's machine") from error
 

@@ -3,9 +3,9 @@
 import argparse
 
 from megatron_rl.config.schema import Config
-from megatron_rl.run.launch import add_recipe_of_ranks, run_on_ranks
+from megatron_rl.run.launch import add_rank_recipe_arguments, run_on_ranks
 
-add_arguments = add_recipe_of_ranks
+add_arguments = add_rank_recipe_arguments
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -15,22 +15,22 @@ from megatron_rl.desk.costs.gpus import gpu
 from megatron_rl.desk.simulate.calibration import calibrated
 from megatron_rl.desk.simulate.comparison import Replayed, observed, replay_fitted, replay_measured
 from megatron_rl.desk.simulate.estimated_costs import estimated_kv_tokens, estimated_timing
-from megatron_rl.desk.simulate.length_arguments import DEFAULT_PROMPTS, config_of_run, lengths_of_run, lengths_of_words
+from megatron_rl.desk.simulate.length_arguments import DEFAULT_PROMPTS, config_of_run, load_lengths, parse_lengths
 from megatron_rl.desk.simulate.lengths import named_lengths
 from megatron_rl.desk.simulate.prediction import (
-    Outcome,
+    PredictedMeans,
     Prediction,
     Workload,
+    compute_means,
     mean_outcome,
-    outcome_of,
     predict,
     seconds_until,
 )
 from megatron_rl.desk.simulate.recorded_run import RecordedRun, prompt_lengths, read_run
-from megatron_rl.desk.simulate.scenario import Scenario, scenario_of
+from megatron_rl.desk.simulate.scenario import Scenario, make_scenario
 from megatron_rl.desk.simulate.timing import Timing, read_timing, write_timing
 from megatron_rl.errors import UserError
-from megatron_rl.system.command_line.arguments import positive_int, positive_number, split_words
+from megatron_rl.system.command_line.arguments import positive_int, positive_number, split_overrides
 from megatron_rl.tracking.timeline import Timeline
 
 _STEPS_THAT_COUNT = 200
@@ -60,7 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 @dataclass(frozen=True)
-class _Inputs:
+class _SimulationRequest:
     scenario: Scenario
     workload: Workload
     timing: Timing
@@ -71,7 +71,7 @@ class _Inputs:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    named, overrides = split_words(arguments.words)
+    named, overrides = split_overrides(arguments.words)
     paths = [*arguments.config, *named]
     source = read_run(arguments.from_run) if arguments.from_run else None
     if arguments.replay:
@@ -94,7 +94,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _inputs(
     arguments: argparse.Namespace, source: RecordedRun | None, paths: Sequence[str], overrides: Sequence[str]
-) -> _Inputs:
+) -> _SimulationRequest:
     target = read_run(arguments.against) if arguments.against else source
     if not paths and target is None:
         raise UserError(
@@ -102,7 +102,7 @@ def _inputs(
         )
     recipes: list[str | Path] = [*([target.folder / "config.yaml"] if target else []), *paths]
     config = load_config(recipes, overrides)
-    scenario = scenario_of(config)
+    scenario = make_scenario(config)
     if arguments.timing:
         timing = read_timing(arguments.timing)
     elif arguments.gpu:
@@ -119,34 +119,34 @@ def _inputs(
     unchanged = target is not None and scenario == _own_scenario(target)
     calibrates = source is not None and not (arguments.timing or arguments.gpu)
     guesses = calibrates and source is not None and _own_scenario(source).mode is Mode.sync and timing.overlap_rate < 1
-    return _Inputs(scenario, _workload(arguments, target), timing, target if unchanged else None, guesses)
+    return _SimulationRequest(scenario, _workload(arguments, target), timing, target if unchanged else None, guesses)
 
 
 def _own_scenario(run: RecordedRun) -> Scenario:
-    return scenario_of(config_of_run(run))
+    return make_scenario(config_of_run(run))
 
 
 def _workload(arguments: argparse.Namespace, run: RecordedRun | None) -> Workload:
     if arguments.lengths:
-        lengths = lengths_of_words(arguments.lengths)
+        lengths = parse_lengths(arguments.lengths)
     elif run is not None and run.rounds:
-        lengths = lengths_of_run(run)
+        lengths = load_lengths(run)
     else:
         raise UserError(
             "expected --lengths, for example --lengths lognormal:median=2000,sigma=1,max=24576, or a run that has them"
         )
     if arguments.prompts:
-        return Workload(lengths, lengths_of_words(arguments.prompts))
+        return Workload(lengths, parse_lengths(arguments.prompts))
     return Workload(lengths, prompt_lengths(run) if run is not None and run.rounds else named_lengths(DEFAULT_PROMPTS))
 
 
-def _predicted(arguments: argparse.Namespace, inputs: _Inputs, scenario: Scenario | None = None) -> Prediction:
+def _predicted(arguments: argparse.Namespace, inputs: _SimulationRequest, scenario: Scenario | None = None) -> Prediction:
     scenario = scenario or inputs.scenario
     steps = arguments.steps or scenario.num_settling_steps + _STEPS_THAT_COUNT
     return predict(scenario, inputs.workload, inputs.timing, num_steps=steps, seed=arguments.seed)
 
 
-def _beside(arguments: argparse.Namespace, inputs: _Inputs, real: Prediction) -> tuple[Outcome, Outcome]:
+def _beside(arguments: argparse.Namespace, inputs: _SimulationRequest, real: Prediction) -> tuple[PredictedMeans, PredictedMeans]:
     """(simulated, real) over the same steps: those of the real run, simulated with several seeds."""
     num_steps = len(real.works)
     seeds = range(arguments.seed, arguments.seed + max(1, -(-_STEPS_THAT_COUNT // num_steps)))
@@ -154,7 +154,7 @@ def _beside(arguments: argparse.Namespace, inputs: _Inputs, real: Prediction) ->
         predict(inputs.scenario, inputs.workload, inputs.timing, num_steps=num_steps, seed=seed, first=real.first)
         for seed in seeds
     ]
-    return mean_outcome([outcome_of(one) for one in simulated]), outcome_of(real)
+    return mean_outcome([compute_means(one) for one in simulated]), compute_means(real)
 
 
 def _replay(run: RecordedRun, arguments: argparse.Namespace) -> int:
@@ -185,7 +185,7 @@ def _replay_numbers(one: Replayed) -> dict[str, float]:
     }
 
 
-def _compare_windows(arguments: argparse.Namespace, inputs: _Inputs) -> int:
+def _compare_windows(arguments: argparse.Namespace, inputs: _SimulationRequest) -> int:
     base, most = inputs.scenario, inputs.scenario.max_response_tokens
     too_long = [window for window in arguments.windows if window > most]
     if too_long:
@@ -197,7 +197,7 @@ def _compare_windows(arguments: argparse.Namespace, inputs: _Inputs) -> int:
         jitter = min(base.jitter_tokens or 128, window) if window < most else 0
         mode = Mode.tppo if base.mode is Mode.sync else base.mode
         scenarios[f"{window:,}"] = replace(base, mode=mode, window_tokens=window, jitter_tokens=jitter)
-    outcomes = {name: outcome_of(_predicted(arguments, inputs, one)) for name, one in scenarios.items()}
+    outcomes = {name: compute_means(_predicted(arguments, inputs, one)) for name, one in scenarios.items()}
     if arguments.json:
         print(json.dumps({name: asdict(outcome) for name, outcome in outcomes.items()}, indent=2))
         return 0
@@ -206,7 +206,7 @@ def _compare_windows(arguments: argparse.Namespace, inputs: _Inputs) -> int:
     return 0
 
 
-def _print_windows(outcomes: dict[str, Outcome], title: str, guess: Timing | None) -> None:
+def _print_windows(outcomes: dict[str, PredictedMeans], title: str, guess: Timing | None) -> None:
     table = Table(title=title, title_justify="left")
     columns = ("window", "step s", "finished/s", "against sync", "tokens/s", "rollout idle", "trainer idle")
     for column in (*columns, "unfinished", "prefixes"):
@@ -225,9 +225,9 @@ def _print_windows(outcomes: dict[str, Outcome], title: str, guess: Timing | Non
 
 
 def _show(
-    arguments: argparse.Namespace, inputs: _Inputs, prediction: Prediction, pair: tuple[Outcome, Outcome] | None
+    arguments: argparse.Namespace, inputs: _SimulationRequest, prediction: Prediction, pair: tuple[PredictedMeans, PredictedMeans] | None
 ) -> None:
-    outcome, measured = pair or (outcome_of(prediction), None)
+    outcome, measured = pair or (compute_means(prediction), None)
     until = {
         name: seconds_until(prediction, **{name: getattr(arguments, name)})
         for name in ("tokens", "responses")
@@ -272,7 +272,7 @@ def _say_guess(timing: Timing) -> None:
     )
 
 
-def _lines(outcome: Outcome) -> dict[str, tuple[float, str]]:
+def _lines(outcome: PredictedMeans) -> dict[str, tuple[float, str]]:
     """What a table says: name -> (value, format)."""
     seconds, share = "{:.4g}", "{:.0%}"
     return {

@@ -3,11 +3,11 @@
 import argparse
 
 from megatron_rl.config.schema import Config
-from megatron_rl.run.launch import add_recipe_of_ranks, run_on_ranks
+from megatron_rl.run.launch import add_rank_recipe_arguments, run_on_ranks
 from megatron_rl.step.input_checks import check_rl_inputs
-from megatron_rl.system.processes.gc_pauses import collector_at_rest
+from megatron_rl.system.processes.gc_pauses import gc_disabled
 
-add_arguments = add_recipe_of_ranks
+add_arguments = add_rank_recipe_arguments
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -19,7 +19,7 @@ def _work(config: Config) -> None:
 
     # Before the import of Megatron, so that the servers load their libraries meanwhile.
     with spawned_servers(config) as servers:
-        with collector_at_rest():
+        with gc_disabled():
             from megatron_rl.step.driver import train
 
         train(config, servers)

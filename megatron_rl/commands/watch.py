@@ -47,11 +47,11 @@ def run(arguments: argparse.Namespace) -> int:
     watched = RunFolder(folder)
     if arguments.once or not console.is_terminal or console.is_dumb_terminal:
         width = arguments.width or (console.width if console.is_terminal else _PLAIN_WIDTH)
-        _print(console, watched.look(), width)
+        _print(console, watched.poll(), width)
         return 0
     try:
         with clean_stop():
-            view = _follow(console, watched.look, arguments.every)
+            view = _follow(console, watched.poll, arguments.every)
     except KeyboardInterrupt:  # how one leaves it
         return 0
     _print(console, view, console.width)
@@ -62,12 +62,12 @@ def _follow(console: "Console", look: Callable[[], "RunView"], every_s: float) -
     """Redraw the whole screen until the run has finished; the view then. A run that stopped or failed may go on."""
     from rich.live import Live
 
-    from megatron_rl.desk.watch.watch_screen import CutToHeight, screen
+    from megatron_rl.desk.watch.watch_screen import ClippedToHeight, screen
 
     with Live(console=console, screen=True, auto_refresh=False) as live:
         while True:
             view = look()
-            live.update(CutToHeight(screen(view, console.width)), refresh=True)
+            live.update(ClippedToHeight(screen(view, console.width)), refresh=True)
             if view.status.state == "finished":
                 return view
             time.sleep(every_s)

@@ -75,7 +75,7 @@ def needs_reference(config: Config) -> bool:
     return config.algorithm.kl.place is not KlPlace.none
 
 
-def first_update_is_its_own_old(config: Config) -> bool:
+def reuses_first_logprobs(config: Config) -> bool:
     """Whether a step's first update of the policy takes its own log-probs for the old ones, which they are.
 
     Not where something that comes before it reads them: a penalty in the rewards, routes that a pass records, a correction that
@@ -139,13 +139,13 @@ def effective_window_tokens(config: Config) -> int:
     return config.batch.window_tokens or config.batch.max_response_tokens
 
 
-def most_new_tokens(config: Config) -> int:
+def max_new_tokens(config: Config) -> int:
     """New tokens that a response may at most grow by in one step: a window and the rest of its budget, where that is small."""
     window = effective_window_tokens(config)
-    return min(window + rest_tokens(window), config.batch.max_response_tokens)
+    return min(window + max_remainder_tokens(window), config.batch.max_response_tokens)
 
 
-def rest_tokens(window_tokens: int) -> int:
+def max_remainder_tokens(window_tokens: int) -> int:
     """The largest rest of a response's budget that goes along with the window before it.
 
     One of its own would cost a step, and passes over all that came before it, for next to nothing.
@@ -161,7 +161,7 @@ def window_jitter_tokens(config: Config) -> int:
     return min(config.batch.window_jitter_tokens, window)
 
 
-def are_attached(rollout: RolloutConfig) -> bool:
+def uses_attached_servers(rollout: RolloutConfig) -> bool:
     """Whether others run the servers."""
     return bool(rollout.urls or rollout.urls_file)
 
@@ -197,19 +197,19 @@ def num_rollout_workers(config: Config, num_servers: int, num_cores: int) -> int
     return min(num_servers, math.ceil(num_tokens / _TOKENS_PER_WORKER), max(1, num_cores // 4))
 
 
-def falls_due(num_steps: int, every_steps: int) -> bool:
+def is_due(num_steps: int, every_steps: int) -> bool:
     """After so many steps, of what happens after every ``every_steps``; 0: never."""
     return every_steps > 0 and num_steps % every_steps == 0
 
 
-def runs_ahead(schedule: ScheduleConfig) -> bool:
+def generates_ahead(schedule: ScheduleConfig) -> bool:
     """A window is generated while the step before trains, so that its tokens are one update old when they train."""
     return schedule.mode is Mode.async_ and schedule.max_staleness > 0
 
 
 def publishes_in_flight(schedule: ScheduleConfig) -> bool:
     """New weights reach the servers while they generate a window."""
-    return runs_ahead(schedule) and schedule.weight_update is WeightUpdate.in_flight
+    return generates_ahead(schedule) and schedule.weight_update is WeightUpdate.in_flight
 
 
 def trains_whole_responses(config: Config) -> bool:

@@ -5,10 +5,10 @@ from dataclasses import dataclass
 
 from megatron_rl.config.derived import (
     effective_window_tokens,
-    most_new_tokens,
+    max_new_tokens,
+    max_remainder_tokens,
     needs_critic,
     num_responses_per_step,
-    rest_tokens,
     window_jitter_tokens,
 )
 from megatron_rl.config.layout import critic_layout, ranks_of_replica
@@ -32,7 +32,7 @@ def data_parallel_size(parallel: ParallelConfig, world_size: int) -> int:
 def _most_windows(config: Config) -> int:
     """Steps that a response of the whole budget takes, when its first window is the shortest."""
     window, jitter = effective_window_tokens(config), window_jitter_tokens(config)
-    return max(1, math.ceil((config.batch.max_response_tokens + max(jitter - 1, 0) - rest_tokens(window)) / window))
+    return max(1, math.ceil((config.batch.max_response_tokens + max(jitter - 1, 0) - max_remainder_tokens(window)) / window))
 
 
 def batch_arithmetic(config: Config, world_size: int) -> list[Quantity]:
@@ -44,7 +44,7 @@ def batch_arithmetic(config: Config, world_size: int) -> list[Quantity]:
     critic_ranks = data_parallel_size(critic_layout(config), world_size)
     samples = num_responses_per_step(config)
     smallest = min([batch.num_samples_per_prompt, *batch.num_samples_by_type.values()])
-    new_tokens = most_new_tokens(config)
+    new_tokens = max_new_tokens(config)
     longest = batch.max_prompt_tokens + batch.max_response_tokens
     budget = batch.max_tokens_per_microbatch
     minibatch = min(batch.policy_minibatch_size, samples)

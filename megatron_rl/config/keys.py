@@ -15,7 +15,7 @@ from megatron_rl.config.schema import Config
 
 
 @dataclass(frozen=True)
-class Key:
+class ConfigKey:
     name: str
     """In full: batch.window_tokens."""
     type: str
@@ -30,17 +30,17 @@ class Key:
 
 
 @dataclass(frozen=True)
-class Section:
+class ConfigSection:
     name: str
     """In full: algorithm.kl; N and NAME stand for an item of a list and a name of the user's. Empty: the top of a recipe."""
     schema: type
     """Sections of the same one have the same keys; their defaults may differ."""
     meaning: str
-    keys: tuple[Key, ...]
+    keys: tuple[ConfigKey, ...]
 
 
 @cache
-def sections() -> tuple[Section, ...]:
+def sections() -> tuple[ConfigSection, ...]:
     """All of them, in the schema's order, a section before those inside it."""
     return tuple(_sections("", Config()))
 
@@ -54,20 +54,20 @@ def near_misses(name: str, *, limit: int = 1) -> list[str]:
     return (difflib.get_close_matches(name, known, n=limit, cutoff=0.6) or same_end)[:limit]
 
 
-def _sections(name: str, value: Any) -> Iterator[Section]:
+def _sections(name: str, value: Any) -> Iterator[ConfigSection]:
     texts = _texts_below(type(value))
-    keys: list[Key] = []
-    inside: list[Section] = []
+    keys: list[ConfigKey] = []
+    inside: list[ConfigSection] = []
     for item in fields(value):
         part, full = getattr(value, item.name), f"{name}.{item.name}".lstrip(".")
         nested = _nested(item.type)
         if not is_dataclass(part):
             bound = item.metadata.get("bound")
             expected = bound.expected if bound else ""
-            keys.append(Key(full, _type(item.type), _shown(part), expected, _choices(item.type), texts[item.name]))
+            keys.append(ConfigKey(full, _type(item.type), _shown(part), expected, _choices(item.type), texts[item.name]))
         if nested:
             inside += _sections(full + _placeholder(item.type), part if is_dataclass(part) else nested())
-    yield Section(name, type(value), _clean(type(value).__doc__ or ""), tuple(keys))
+    yield ConfigSection(name, type(value), _clean(type(value).__doc__ or ""), tuple(keys))
     yield from inside
 
 

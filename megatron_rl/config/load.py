@@ -14,10 +14,10 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from megatron_rl.config.derived import runs_ahead
+from megatron_rl.config.derived import generates_ahead
 from megatron_rl.config.schema import Config, OldPolicy
 from megatron_rl.config.schema.bounds import shown
-from megatron_rl.config.typed import RENAMED, merged, plain, typed
+from megatron_rl.config.typed import RENAMED, merge_layers, to_yaml_values, typed
 from megatron_rl.errors import ConfigError
 
 __all__ = ["RENAMED", "config_to_yaml", "flat_params", "load_config", "preset_names"]
@@ -33,13 +33,13 @@ def load_config(paths: str | Path | Sequence[str | Path] | None, overrides: Sequ
     preset = next((layer["preset"] for _, layer in reversed(layers) if layer.get("preset")), "")
     if preset:
         layers.insert(0, (f"preset {preset}", _read_preset(preset)))
-    values = plain(Config())
+    values = to_yaml_values(Config())
     for origin, layer in layers:
         try:
             typed("", layer, Config, is_layer=True)
         except ConfigError as error:
             raise ConfigError(f"{origin}: {error}") from error
-        values = merged(values, layer, Config)
+        values = merge_layers(values, layer, Config)
     origins = ", ".join(map(str, files)) or "the command line"
     try:
         config: Config = typed("", _resolved(values), Config)
@@ -54,13 +54,13 @@ def load_config(paths: str | Path | Sequence[str | Path] | None, overrides: Sequ
 
 def config_to_yaml(config: Config) -> str:
     """The whole resolved configuration; load_config reads it back to an equal Config."""
-    return OmegaConf.to_yaml(OmegaConf.create(plain(config)))
+    return OmegaConf.to_yaml(OmegaConf.create(to_yaml_values(config)))
 
 
 def flat_params(values: Config | Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """section.key -> value as YAML has it, of a configuration or of nested mappings; an empty mapping is a value."""
     flat: dict[str, Any] = {}
-    for key, value in plain(values).items():
+    for key, value in to_yaml_values(values).items():
         if isinstance(value, Mapping) and value:
             flat |= flat_params(value, f"{prefix}{key}.")
         else:
@@ -76,7 +76,7 @@ def _decouple(config: Config, layers: Sequence[dict[str, Any]]) -> None:
     """Tokens of an older policy train with the decoupled loss (arXiv 2505.24298), where no layer chooses a weight."""
     correction = config.algorithm.correction
     chosen = any("weight" in ((layer.get("algorithm") or {}).get("correction") or {}) for layer in layers)
-    if runs_ahead(config.schedule) and correction.old_policy is OldPolicy.recomputed and not chosen:
+    if generates_ahead(config.schedule) and correction.old_policy is OldPolicy.recomputed and not chosen:
         correction.weight = "token"
 
 

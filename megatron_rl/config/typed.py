@@ -46,11 +46,11 @@ def typed(key: str, value: Any, annotation: Any, *, is_layer: bool = False) -> A
     return _single(key, value, wanted)
 
 
-def merged(base: Any, layer: Any, annotation: Any) -> Any:
+def merge_layers(base: Any, layer: Any, annotation: Any) -> Any:
     """``layer`` over ``base``, both as YAML has them; an empty mapping of names empties the one below it."""
     if not isinstance(base, dict) or not isinstance(layer, dict) or (not layer and get_origin(annotation) is dict):
         return layer
-    parts = {name: merged(base.get(name), part, annotation_of(name, annotation)) for name, part in layer.items()}
+    parts = {name: merge_layers(base.get(name), part, annotation_of(name, annotation)) for name, part in layer.items()}
     return {**base, **parts}
 
 
@@ -62,14 +62,14 @@ def annotation_of(name: str, annotation: Any) -> Any:
     return item_type(section)
 
 
-def plain(value: Any) -> Any:
+def to_yaml_values(value: Any) -> Any:
     """A section and all in it as YAML has them."""
     if is_dataclass(value):
-        return {item.name: plain(getattr(value, item.name)) for item in fields(value)}
+        return {item.name: to_yaml_values(getattr(value, item.name)) for item in fields(value)}
     if isinstance(value, dict):
-        return {name: plain(part) for name, part in value.items()}
+        return {name: to_yaml_values(part) for name, part in value.items()}
     if isinstance(value, list):
-        return [plain(part) for part in value]
+        return [to_yaml_values(part) for part in value]
     return value.value if isinstance(value, Enum) else value
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_rl.cpu.loops import LOWEST, ONE, ZERO, Lanes, compiled, exp, inlined, part_of, put_part
+from megatron_rl.cpu.loops import LOWEST, ONE, ZERO, Lanes, compiled, exp, inlined, part_of, store_lanes
 from megatron_rl.cpu.simd_lanes import (
     WIDTH,
     add,
@@ -36,7 +36,7 @@ FEW_ROWS = 8
 """So many rows of queries on one head of keys or fewer are multiplied row by row; more are worth transposing the keys."""
 
 
-class Heads(NamedTuple):
+class AttentionShape(NamedTuple):
     """Shapes of one layer's attention; ``scale`` multiplies the products."""
 
     num: int
@@ -48,7 +48,7 @@ class Heads(NamedTuple):
     """A token sees so many before it, itself not counted; -1: all."""
 
 
-class Pages(NamedTuple):
+class KVPages(NamedTuple):
     """The cache of one layer and who owns its slots, by addresses and strides in elements."""
 
     keys: int
@@ -64,7 +64,7 @@ class Pages(NamedTuple):
     table_row: int
 
 
-class Rows(NamedTuple):
+class QueryTokens(NamedTuple):
     """The new tokens of a batch, sequence by sequence, by addresses of int64 arrays."""
 
     num_sequences: int
@@ -76,9 +76,9 @@ class Rows(NamedTuple):
     """[sequences] new tokens; 0: one each."""
 
 
-def pages_of(keys: Tensor, values: Tensor, table: Tensor) -> Pages:
+def pages_of(keys: Tensor, values: Tensor, table: Tensor) -> KVPages:
     """keys, values: [slots, KV heads, size] of one dtype; table: [requests, context] int32; last axes dense."""
-    return Pages(
+    return KVPages(
         keys.data_ptr(),
         values.data_ptr(),
         keys.stride(0),
@@ -116,7 +116,7 @@ def _softmax(scores: int, count: int) -> float:
 
 @inlined
 def _scores_by_row(
-    pages: Pages, row: int, head: int, span: tuple[int, int], size: int, query: int, scale: float, scores: int
+    pages: KVPages, row: int, head: int, span: tuple[int, int], size: int, query: int, scale: float, scores: int
 ) -> None:
     """scale * query . key of the tokens span[0]..span[1] of a sequence; query: padded to lanes."""
     element = 2 if pages.is_half else 4
@@ -130,7 +130,7 @@ def _scores_by_row(
 
 
 @inlined
-def _transpose(pages: Pages, row: int, head: int, count: int, size: int, keys: int) -> int:
+def _transpose(pages: KVPages, row: int, head: int, count: int, size: int, keys: int) -> int:
     """The first count keys of a sequence as [size, padded to lanes; count, padded to two lanes]; returns a row's length."""
     length = (count + 2 * WIDTH - 1) // WIDTH * WIDTH
     element = 2 if pages.is_half else 4
@@ -184,7 +184,7 @@ def _scores_by_lane(
 
 @inlined
 def _mix(
-    pages: Pages, row: int, head: int, span: tuple[int, int], size: int, weights: int, factor: float, output: int
+    pages: KVPages, row: int, head: int, span: tuple[int, int], size: int, weights: int, factor: float, output: int
 ) -> None:
     """factor * sum of weight * value over the tokens span[0]..span[1] into output [size], in four interleaved sums."""
     element = 2 if pages.is_half else 4
@@ -204,11 +204,11 @@ def _mix(
         for i in range(whole, count):
             a = fma(splat(float_at(weights, i)), part_of(first + stride * int32_at(row, span[0] + i), part, left, half), a)
         mixed = mul(add(add(a, b), add(c, d)), splat(factor))
-        put_part(output, part, left, mixed)
+        store_lanes(output, part, left, mixed)
 
 
 @compiled
-def attend(heads: Heads, pages: Pages, rows: Rows, query: int, output: int, scratch: int) -> None:
+def attend(heads: AttentionShape, pages: KVPages, rows: QueryTokens, query: int, output: int, scratch: int) -> None:
     """Causal attention of new tokens over the cache, which holds their own keys and values already.
 
     query: [new tokens, heads, size], output: [new tokens, heads, value_size], both float32 and contiguous;
@@ -251,4 +251,4 @@ def scratch_floats(head_size: int, context: int) -> int:
 
 def compile_now() -> None:
     """Compile it, or read it from the cache: the first request need not wait for that."""
-    attend(Heads(1, 1, 1, 1, 1.0, -1), Pages(*[0] * 9), Rows(0, 0, 0, 0), 0, 0, 0)
+    attend(AttentionShape(1, 1, 1, 1, 1.0, -1), KVPages(*[0] * 9), QueryTokens(0, 0, 0, 0), 0, 0, 0)

@@ -14,7 +14,7 @@ import llvmlite.binding
 import torch
 from numba import types
 
-from megatron_rl.cpu.attention_loop import Heads, Pages, Rows, attend
+from megatron_rl.cpu.attention_loop import AttentionShape, KVPages, QueryTokens, attend
 from megatron_rl.cpu.loops import ONE, ZERO, compiled, inlined
 from megatron_rl.cpu.simd_lanes import float_at, int_at, put_float, put_int32
 from megatron_rl.cpu.token_loops import gate, norm, rotate
@@ -40,7 +40,7 @@ def has_mkl() -> bool:
     return llvmlite.binding.address_of_symbol("sgemm_") is not None
 
 
-class Sizes(NamedTuple):
+class DecoderSizes(NamedTuple):
     """Of a model, and what all its layers share."""
 
     num_layers: int
@@ -53,7 +53,7 @@ class Sizes(NamedTuple):
     """Address of [positions, rotary]."""
 
 
-class Tokens(NamedTuple):
+class TokenArrays(NamedTuple):
     """New tokens of a batch: how many, and addresses of [tokens] int64."""
 
     num: int
@@ -80,14 +80,14 @@ def _product(arguments: int, x: int, weight: int, bias: int, output: int, num_ro
     _sgemm(a, a + 4, a + 8, a + 12, a + 16, a + 20, weight, a + 16, x, a + 16, a + 24, output, a + 8)
 
 
-def scratch_floats(sizes: Sizes, heads: Heads, num_tokens: int) -> int:
+def scratch_floats(sizes: DecoderSizes, heads: AttentionShape, num_tokens: int) -> int:
     """Of the memory that ``layers`` takes beside its result, without that of ``attend``."""
     row = 2 * sizes.hidden + 3 * sizes.intermediate + (3 * heads.num + 2 * heads.num_kv) * heads.size
     return _ARGUMENTS // 4 + max(num_tokens, MIN_ROWS) * row
 
 
 @inlined
-def _norm_heads(heads: Heads, num: int, fused: int, query_norm: int, key_norm: int, epsilon: float) -> None:
+def _norm_heads(heads: AttentionShape, num: int, fused: int, query_norm: int, key_norm: int, epsilon: float) -> None:
     """RMSNorm of every query and key, in place; fused: [num, query | key | value]."""
     width = (heads.num + 2 * heads.num_kv) * heads.size
     for i in range(num):
@@ -98,7 +98,7 @@ def _norm_heads(heads: Heads, num: int, fused: int, query_norm: int, key_norm: i
 
 
 @inlined
-def _part_heads(heads: Heads, num: int, fused: int, query: int, cache: Pages, slots: int) -> None:
+def _part_heads(heads: AttentionShape, num: int, fused: int, query: int, cache: KVPages, slots: int) -> None:
     """Of fused [num, query | key | value], queries into query [num, heads, size] and the others into the cache's slots."""
     size, num_query = heads.size, heads.num * heads.size
     width = num_query + 2 * heads.num_kv * size
@@ -116,7 +116,7 @@ def _part_heads(heads: Heads, num: int, fused: int, query: int, cache: Pages, sl
 
 @compiled
 def layers(
-    sizes: Sizes, heads: Heads, pages: Pages, rows: Rows, tokens: Tokens, table: int, hidden: int, scratch: int
+    sizes: DecoderSizes, heads: AttentionShape, pages: KVPages, rows: QueryTokens, tokens: TokenArrays, table: int, hidden: int, scratch: int
 ) -> None:
     """hidden [max(tokens, MIN_ROWS), hidden]: embeddings in, what goes into the last norm out.
 
@@ -145,7 +145,7 @@ def layers(
             _norm_heads(heads, num, fused, int_at(row, 3), int_at(row, 4), sizes.epsilon)
         shape = (heads.num + heads.num_kv, sizes.rotary, sizes.is_neox)
         rotate(fused, width, num, shape, tokens.positions, sizes.cos_sin, size)
-        cache = Pages(
+        cache = KVPages(
             int_at(row, 10), int_at(row, 11), pages.key_slot, pages.key_head, pages.value_slot, pages.value_head,
             0, pages.table, pages.table_row,
         )  # fmt: skip
@@ -163,5 +163,5 @@ def layers(
 def compile_now() -> None:
     """Compile it, or read it from the cache: the first request need not wait for that."""
     layers(
-        Sizes(0, 1, 1, 2, 1, 1e-6, 0), Heads(1, 1, 2, 2, 1.0, -1), Pages(*[0] * 9), Rows(0, 0, 0, 0), Tokens(0, 0, 0), 0, 0, 0
+        DecoderSizes(0, 1, 1, 2, 1, 1e-6, 0), AttentionShape(1, 1, 2, 2, 1.0, -1), KVPages(*[0] * 9), QueryTokens(0, 0, 0, 0), TokenArrays(0, 0, 0), 0, 0, 0
     )

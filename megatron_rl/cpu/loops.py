@@ -82,7 +82,7 @@ def part_of(address: int, index: int, count: int, is_half: int) -> Lanes:
 
 
 @inlined
-def put_part(address: int, index: int, count: int, value: Lanes) -> None:
+def store_lanes(address: int, index: int, count: int, value: Lanes) -> None:
     if count >= WIDTH:
         store(address + 4 * index, value)
     else:

@@ -42,7 +42,7 @@ def find_spec(
     """
     if torch.cuda.is_available():
         if is_first:
-            transformer_engine.leave_out_if_broken()
+            transformer_engine.disable_if_broken()
         return None
     spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
     if spec is None or spec.loader is None:
@@ -77,7 +77,7 @@ def _prepared() -> Iterator[None]:
         torch.compile = real_compile
 
 
-class _Stream:
+class _CpuStream:
     """A CUDA stream's face; work on a CPU is done when the call returns."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -146,7 +146,7 @@ class _ModuleCopy(types.ModuleType):
 
 
 def _make_torch_for_megatron() -> types.ModuleType:
-    stream = _Stream()
+    stream = _CpuStream()
 
     def nothing(*args: Any, **kwargs: Any) -> None:
         return None
@@ -160,7 +160,7 @@ def _make_torch_for_megatron() -> types.ModuleType:
         current_stream=lambda device=None: stream,
         default_stream=lambda device=None: stream,
         stream=lambda stream=None: contextlib.nullcontext(),
-        Stream=_Stream,
+        Stream=_CpuStream,
         Event=_Event,
         memory_stats=lambda device=None: collections.defaultdict(int),
         memory_allocated=lambda device=None: 0,

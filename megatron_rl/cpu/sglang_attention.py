@@ -14,7 +14,7 @@ class PagedTorchNativeAttnBackend(TorchNativeAttnBackend):
 
     def __init__(self, model_runner: Any) -> None:
         super().__init__(model_runner)
-        self.rows: attention_loop.Rows | None = None
+        self.rows: attention_loop.QueryTokens | None = None
         self._held: list[Tensor] = []
         """What the addresses in ``rows`` point to."""
         self._scratch = torch.empty(0)
@@ -32,7 +32,7 @@ class PagedTorchNativeAttnBackend(TorchNativeAttnBackend):
             return
         self._held = held
         addresses = [tensor.data_ptr() for tensor in held]
-        self.rows = attention_loop.Rows(len(requests), addresses[0], addresses[1], addresses[2] if len(addresses) > 2 else 0)
+        self.rows = attention_loop.QueryTokens(len(requests), addresses[0], addresses[1], addresses[2] if len(addresses) > 2 else 0)
 
     def _run_sdpa_forward_extend(  # noqa: PLR0913  SGLang calls it so
         self,
@@ -106,7 +106,7 @@ class PagedTorchNativeAttnBackend(TorchNativeAttnBackend):
         num_heads, size = query.shape[1:]
         if scaling is None:
             scaling = size**-0.5
-        heads = attention_loop.Heads(
+        heads = attention_loop.AttentionShape(
             num_heads, keys.shape[1], size, values.shape[2], scaling, -1 if window is None else window
         )
         in_floats = query.to(torch.float32).contiguous()

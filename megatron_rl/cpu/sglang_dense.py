@@ -10,7 +10,7 @@ from sglang.srt.runtime_context import get_parallel
 from torch import Tensor
 
 from megatron_rl.cpu import layer_loop
-from megatron_rl.cpu.attention_loop import Heads, pages_of, scratch_floats
+from megatron_rl.cpu.attention_loop import AttentionShape, pages_of, scratch_floats
 from megatron_rl.cpu.sglang_attention import PagedTorchNativeAttnBackend
 
 _MODELS = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
@@ -55,7 +55,7 @@ class _FusedLayers:
         self._own = model.forward
         first = model.layers[0]
         attention = first.self_attn.attn
-        self._heads = Heads(
+        self._heads = AttentionShape(
             attention.tp_q_head_num,
             attention.tp_k_head_num,
             attention.qk_head_dim,
@@ -65,10 +65,10 @@ class _FusedLayers:
         )
         self._scratch = torch.zeros(0)
 
-    def _sizes(self) -> layer_loop.Sizes:
+    def _sizes(self) -> layer_loop.DecoderSizes:
         model, first = self._model, self._model.layers[0]
         rotary = first.self_attn.rotary_emb
-        return layer_loop.Sizes(
+        return layer_loop.DecoderSizes(
             len(model.layers),
             model.norm.hidden_size,
             first.mlp.down_proj.weight.shape[1],
@@ -129,7 +129,7 @@ class _FusedLayers:
         hidden = torch.zeros(max(num, layer_loop.MIN_ROWS), sizes.hidden)
         hidden[:num] = model.embed_tokens(input_ids)
         places = positions.to(torch.int64).contiguous(), forward_batch.out_cache_loc.to(torch.int64).contiguous()
-        tokens = layer_loop.Tokens(num, places[0].data_ptr(), places[1].data_ptr())
+        tokens = layer_loop.TokenArrays(num, places[0].data_ptr(), places[1].data_ptr())
         table = self._table(pool)
         layer_loop.layers(
             sizes, heads, pages, rows, tokens, table.data_ptr(), hidden.data_ptr(), self._scratch.data_ptr()

@@ -166,7 +166,7 @@ def sampled(logits: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tens
     weights = torch.empty(size + WIDTH)
     temperatures = temperatures.to(torch.float32).contiguous()
     seeds, positions = seeds.to(torch.int64).contiguous(), positions.to(torch.int64).contiguous()
-    draws = token_loops.Draws(temperatures.data_ptr(), seeds.data_ptr(), positions.data_ptr())
+    draws = token_loops.SamplingArrays(temperatures.data_ptr(), seeds.data_ptr(), positions.data_ptr())
     token_loops.sample(
         logits.data_ptr(), num_rows, size, draws, tokens.data_ptr(), logprobs.data_ptr(), weights.data_ptr()
     )

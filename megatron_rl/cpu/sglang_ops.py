@@ -45,7 +45,7 @@ class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):
         server_args.disable_overlap_schedule = True
         if server_args.max_total_tokens is None:
             server_args.max_total_tokens = _DEFAULT_MAX_TOTAL_TOKENS
-        sglang_start.leave_out_other_models(server_args)
+        sglang_start.skip_unserved_models(server_args)
 
     def init_backend(self) -> None:
         """Put PyTorch functions where SGLang would call Triton or sgl_kernel."""

@@ -20,7 +20,7 @@ def activate() -> str | None:
     import torch
 
     if sglang_start.serves():
-        process_probe.listen("SGLang")
+        process_probe.enable_probe("SGLang")
     if torch.cuda.is_available():
         return None
     # SGLang decorates small functions with torch.compile; on a CPU each would call a C++ compiler at the first request.

@@ -38,7 +38,7 @@ def end() -> None:
         gc.enable()
 
 
-def leave_out_other_models(server_args: Any) -> None:
+def skip_unserved_models(server_args: Any) -> None:
     """Import of SGLang's models only the files that define the architecture served, and what these import."""
     if (
         not _becomes_server()

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megatron_rl.cpu.loops import LOWEST, ONE, ZERO, compiled, exp, inlined, part_of, put_part
+from megatron_rl.cpu.loops import LOWEST, ONE, ZERO, compiled, exp, inlined, part_of, store_lanes
 from megatron_rl.cpu.simd_lanes import (
     WIDTH,
     add,
@@ -32,7 +32,7 @@ _LOWEST_GATE = np.float32(-88.0)
 """exp of its negative still is a float32."""
 
 
-class Draws(NamedTuple):
+class SamplingArrays(NamedTuple):
     """How a token of each sequence is drawn, by addresses of [sequences]."""
 
     temperatures: int
@@ -54,13 +54,13 @@ def norm(source: int, residual: int, weight: int, output: int, num_rows: int, si
             value = part_of(x, part, left, 0)
             if residual:
                 value = add(value, part_of(old, part, left, 0))
-                put_part(old, part, left, value)
+                store_lanes(old, part, left, value)
             squares = fma(value, value, squares)
         factor = splat(ONE / np.sqrt(sum_of(squares) / np.float32(size) + np.float32(epsilon)))
         for part in range(0, size, WIDTH):
             left = size - part
             value = part_of(old if residual else x, part, left, 0)
-            put_part(y, part, left, mul(mul(value, factor), part_of(weight, part, left, 0)))
+            store_lanes(y, part, left, mul(mul(value, factor), part_of(weight, part, left, 0)))
 
 
 @compiled
@@ -72,7 +72,7 @@ def gate(source: int, output: int, num_rows: int, size: int) -> None:
             left = size - part
             a = part_of(row, part, left, 0)
             negative = sub(splat(ZERO), greater(a, splat(_LOWEST_GATE)))
-            put_part(result, part, left, mul(div(a, add(splat(ONE), exp(negative))), part_of(row + 4 * size, part, left, 0)))
+            store_lanes(result, part, left, mul(div(a, add(splat(ONE), exp(negative))), part_of(row + 4 * size, part, left, 0)))
 
 
 @compiled
@@ -132,7 +132,7 @@ def _gumbel(hashed: int) -> float:
 
 
 @compiled
-def sample(logits: int, num_rows: int, size: int, draws: Draws, tokens: int, logprobs: int, weights: int) -> None:
+def sample(logits: int, num_rows: int, size: int, draws: SamplingArrays, tokens: int, logprobs: int, weights: int) -> None:
     """One token per row [size] of logits, and its log-softmax of logits / temperature, which takes the logits' place.
 
     The token is the argmax of log-prob + Gumbel noise, of a hash of (seed, position, token): SGLang's seeded sampling.
@@ -144,7 +144,7 @@ def sample(logits: int, num_rows: int, size: int, draws: Draws, tokens: int, log
         for part in range(0, size, WIDTH):
             left = size - part
             scaled = div(part_of(row, part, left, 0), temperature)
-            put_part(row, part, left, scaled)
+            store_lanes(row, part, left, scaled)
             if left >= WIDTH:
                 most = greater(scaled, most)
             else:
@@ -180,4 +180,4 @@ def compile_now() -> None:
     norm(0, 0, 0, 0, 0, 1, 1e-6)
     gate(0, 0, 0, 1)
     rotate(0, 0, 0, (1, 2, 1), 0, 0, 2)
-    sample(0, 0, 1, Draws(0, 0, 0), 0, 0, 0)
+    sample(0, 0, 1, SamplingArrays(0, 0, 0), 0, 0, 0)

@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from megatron_rl.config.checks.prompt_content import TAKEN_ARGUMENTS, taken_argument
+from megatron_rl.config.checks.prompt_content import TAKEN_ARGUMENTS, reserved_argument_problem
 from megatron_rl.config.schema import DataConfig
 from megatron_rl.data.row_files import Row, describe, is_missing, lookup, not_json
 from megatron_rl.errors import DataError
@@ -41,7 +41,7 @@ def _arguments(row: Row, place: str, data: DataConfig) -> dict[str, Any] | None:
         raise DataError(f'{where}: expected an object like {{"enable_thinking": false}}, got {describe(value)}')
     taken = sorted(set(value) & set(TAKEN_ARGUMENTS))
     if taken:
-        raise DataError(f"{where}: {taken_argument(taken[0])}")
+        raise DataError(f"{where}: {reserved_argument_problem(taken[0])}")
     if problem := not_json(value):
         raise DataError(f"{where}: expected values that JSON can hold, but {problem}")
     # Parquet gives every row the keys of all rows, with nulls.

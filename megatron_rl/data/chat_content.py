@@ -31,7 +31,7 @@ IMAGE_PART: Part = {"type": "image"}
 
 
 @dataclass(frozen=True)
-class Folder:
+class ImageFolder:
     """Where a row's images are, and how much a video may take."""
 
     path: Path
@@ -39,15 +39,15 @@ class Folder:
     frame_levels: tuple[int, ...]
 
 
-def folder_of(place: str, data: DataConfig) -> Folder:
+def folder_of(place: str, data: DataConfig) -> ImageFolder:
     """``place`` is "file:line" of a row: paths start next to the data file, or at data.image_dir."""
     name = Path(place.rsplit(":", 1)[0])
     folder_of_file = name if name.is_dir() else name.parent
     path = Path(data.image_dir) if data.image_dir else folder_of_file
-    return Folder(path, data.max_video_tokens, tuple(data.video_frame_tokens))
+    return ImageFolder(path, data.max_video_tokens, tuple(data.video_frame_tokens))
 
 
-def column_images(row: Mapping[str, Any], field: str, place: str, folder: Folder) -> list[ImageSource]:
+def column_images(row: Mapping[str, Any], field: str, place: str, folder: ImageFolder) -> list[ImageSource]:
     """The images of data.images_field; a row without the column has none."""
     value = lookup(row, field)
     if is_missing(value):
@@ -59,7 +59,7 @@ def column_images(row: Mapping[str, Any], field: str, place: str, folder: Folder
     ]
 
 
-def split_marks(text: str) -> list[Part]:
+def split_image_marks(text: str) -> list[Part]:
     """Text parts and image parts of a text with ``<image>`` marks."""
     parts: list[Part] = []
     for i, piece in enumerate(text.split(IMAGE_MARK)):
@@ -70,7 +70,7 @@ def split_marks(text: str) -> list[Part]:
     return parts
 
 
-def content_parts(content: Sequence[Any], where: str, folder: Folder) -> tuple[list[Part], list[ImageSource]]:
+def content_parts(content: Sequence[Any], where: str, folder: ImageFolder) -> tuple[list[Part], list[ImageSource]]:
     """The parts of a message's content, videos as frames, and its images in order; DataError with place for a bad one."""
     parts: list[Part] = []
     images: list[ImageSource] = []
@@ -130,7 +130,7 @@ def moved_row(row: Mapping[str, Any], place: str, data: DataConfig, target: Path
     return result
 
 
-def spoken(content: str | Sequence[Part], *, marked: bool = False) -> str:
+def plain_text(content: str | Sequence[Part], *, marked: bool = False) -> str:
     """Content as plain text, ``[image]`` in an image's place. ``marked``: a text's ``<image>`` marks are images."""
     if isinstance(content, str):
         return content.replace(IMAGE_MARK, _SPOKEN_MARK) if marked else content
@@ -142,7 +142,7 @@ def texts_of(content: str | Sequence[Part]) -> str:
     return content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
 
 
-def _frames(part: Mapping[str, Any], place: str, folder: Folder) -> list[tuple[float, ImageSource]]:
+def _frames(part: Mapping[str, Any], place: str, folder: ImageFolder) -> list[tuple[float, ImageSource]]:
     """(seconds, image) of every frame that is shown."""
     frames = part.get("frames")
     if not isinstance(frames, list) or not frames:

@@ -56,7 +56,7 @@ def extract_code(text: str, entry_point: str = "") -> str:
     return _dedented(text, *_program(text, entry_point))
 
 
-def blocks_of_code(text: str) -> list[str]:
+def fenced_blocks(text: str) -> list[str]:
     """The fenced blocks after the thought: those marked as Python, or all if none is."""
     return [_dedented(text, block.region, block.indent) for block in _marked(text)]
 

@@ -80,7 +80,7 @@ class ImageFile:
 
 
 @dataclass(frozen=True)
-class ImageFacts:
+class ImageInfo:
     digest: str
     width: int
     height: int
@@ -115,7 +115,7 @@ def image_source(value: Any, folder: Path, where: str) -> ImageSource:
     return ImageSource(name=str(path), path=str(path))
 
 
-def inspect(source: ImageSource) -> ImageFacts:
+def inspect(source: ImageSource) -> ImageInfo:
     """Digest and size of an image that can be used; DataError for one that cannot. Decodes it once a file."""
     if not source.path:
         return _facts(source.data, source.name)
@@ -127,12 +127,12 @@ def inspect(source: ImageSource) -> ImageFacts:
 
 
 @functools.lru_cache(maxsize=_NUM_REMEMBERED)
-def _facts_of_file(path: str, mtime_ns: int, num_bytes: int) -> ImageFacts:
+def _facts_of_file(path: str, mtime_ns: int, num_bytes: int) -> ImageInfo:
     """Rows are read several times before a run starts; a file is decoded the first time only."""
     return _facts(Path(path).read_bytes(), path)
 
 
-def _facts(data: bytes, name: str) -> ImageFacts:
+def _facts(data: bytes, name: str) -> ImageInfo:
     image = _opened(data, name)
     width, height = image.size
     _check_shape(image, name)
@@ -141,7 +141,7 @@ def _facts(data: bytes, name: str) -> ImageFacts:
     _load(image, name)
     if image.getexif().get(ORIENTATION_TAG) in _TURNED:
         width, height = height, width
-    return ImageFacts(digest_of(data), width, height)
+    return ImageInfo(digest_of(data), width, height)
 
 
 def _check_shape(image: "Image", name: str) -> None:

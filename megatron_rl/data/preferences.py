@@ -31,7 +31,7 @@ class Preference:
 
 
 @dataclass(frozen=True)
-class LabelledProgram:
+class LabeledProgram:
     content: RowContent
     """The prompt."""
     response: str
@@ -48,10 +48,10 @@ def load_preferences(files: Sequence[str], data: DataConfig) -> list[Preference]
 
 def load_labelled_programs(
     files: Sequence[str], data: DataConfig, comment_prefixes: Sequence[str] = COMMENT_PREFIXES
-) -> list[LabelledProgram]:
+) -> list[LabeledProgram]:
     """Every row of ``files``; DataError for the first bad one, also where labels do not fit the program's lines."""
 
-    def program(row: dict[str, Any], place: str, data: DataConfig) -> LabelledProgram:
+    def program(row: dict[str, Any], place: str, data: DataConfig) -> LabeledProgram:
         return _labelled_program(row, place, data, comment_prefixes)
 
     return list(_loaded(files, data, program, "programs with line_labels, as label-lines writes them"))
@@ -64,7 +64,7 @@ def check_reward_files(config: Config) -> None:
         raise UserError("reward_train.output_path: it is policy.path, which would be overwritten; give another folder")
     takes_images = model_has_vision(config)
     for files in filter(None, (settings.train_files, settings.eval_files)):
-        rows: Sequence[Preference | LabelledProgram]
+        rows: Sequence[Preference | LabeledProgram]
         if settings.kind is RewardModelKind.process:
             rows = load_labelled_programs(files, config.data, config.reward.process.comment_prefixes)
         else:
@@ -95,7 +95,7 @@ def _preference(row: dict[str, Any], place: str, data: DataConfig) -> Preference
 
 def _labelled_program(
     row: dict[str, Any], place: str, data: DataConfig, comment_prefixes: Sequence[str]
-) -> LabelledProgram:
+) -> LabeledProgram:
     content = read_content(row, place, data)
     response = _text(row, data.response_field, place)
     labels = lookup(row, _LABELS_FIELD)
@@ -108,7 +108,7 @@ def _labelled_program(
             f"{place}: field {_LABELS_FIELD!r}: {len(labels)} labels for a program of {num_lines} lines; "
             "label the rows again with `megatron-rl label-lines`"
         )
-    return LabelledProgram(content, response, entry_point, tuple(int(x) for x in labels))
+    return LabeledProgram(content, response, entry_point, tuple(int(x) for x in labels))
 
 
 def _text(row: dict[str, Any], field: str, place: str) -> str:

@@ -14,12 +14,12 @@ from megatron_rl.config.schema import DataConfig, DuplicateIds
 from megatron_rl.data.chat_arguments import chat_arguments
 from megatron_rl.data.chat_content import (
     IMAGE_MARK,
-    Folder,
+    ImageFolder,
     column_images,
     content_parts,
     folder_of,
-    split_marks,
-    spoken,
+    plain_text,
+    split_image_marks,
     texts_of,
 )
 from megatron_rl.data.images import ImageRef, ImageSource, inspect
@@ -69,11 +69,11 @@ class RowContent:
         An image is ``[image]``.
         """
         if isinstance(self.prompt, str):
-            return spoken(self.prompt, marked=bool(self.images))
+            return plain_text(self.prompt, marked=bool(self.images))
         turns = [message for message in self.prompt if message["role"] != "system"]
         if len(turns) == 1:
-            return spoken(turns[0]["content"])
-        return "\n\n".join(f"{message['role']}: {spoken(message['content'])}" for message in turns)
+            return plain_text(turns[0]["content"])
+        return "\n\n".join(f"{message['role']}: {plain_text(message['content'])}" for message in turns)
 
 
 def load_prompts(files: Sequence[str], data: DataConfig, tokenizer: Tokenizer, *, max_prompt_tokens: int) -> PromptSet:
@@ -102,7 +102,7 @@ def load_prompts(files: Sequence[str], data: DataConfig, tokenizer: Tokenizer, *
     return PromptSet(tuple(prompts), too_long.total(), dict(too_long), num_duplicates, dict(unread))
 
 
-class Solution(NamedTuple):
+class PromptWithResponse(NamedTuple):
     """A prompt and what is to be said to it, for supervised training."""
 
     prompt_ids: list[int]
@@ -112,13 +112,13 @@ class Solution(NamedTuple):
     """Of the prompt."""
 
 
-def load_solutions(files: Sequence[str], data: DataConfig, tokenizer: Tokenizer) -> list[Solution]:
+def load_solutions(files: Sequence[str], data: DataConfig, tokenizer: Tokenizer) -> list[PromptWithResponse]:
     """Prompt and reference response of every row."""
     solutions = []
     for row, place in read_rows(files, split=data.split):
         prompt = tokenize(read_content(row, place, data), data, tokenizer)
         response = encode_response(_text_field(row, data.response_field, place), place, data.response_field, tokenizer)
-        solutions.append(Solution(list(prompt.token_ids), [*response, tokenizer.eos_id], prompt.images))
+        solutions.append(PromptWithResponse(list(prompt.token_ids), [*response, tokenizer.eos_id], prompt.images))
     if not solutions:
         raise DataError(
             f"{', '.join(files)}: no rows; supervised training needs prompts with a {data.response_field!r} field"
@@ -217,7 +217,7 @@ def tokenize(content: RowContent, data: DataConfig, tokenizer: Tokenizer) -> Pro
     check_images(content, takes_images=tokenizer.vision is not None)
     prompt, chat = content.prompt, data.use_chat_template or not isinstance(content.prompt, str)
     if content.images and isinstance(prompt, str):
-        prompt = [{"role": "user", "content": split_marks(prompt)}] if chat else prompt.replace(IMAGE_MARK, tokenizer.image_text)
+        prompt = [{"role": "user", "content": split_image_marks(prompt)}] if chat else prompt.replace(IMAGE_MARK, tokenizer.image_text)
     try:
         token_ids = tokenizer.encode_prompt(prompt, chat=chat, system_prompt=data.system_prompt, arguments=content.chat_arguments)
         images, token_ids = _with_images(content, token_ids, tokenizer)
@@ -298,7 +298,7 @@ def _prompt(row: Row, place: str, data: DataConfig) -> tuple[str | list[Message]
     first["content"] = _with_marks(first["content"], num_marks, column, place, data)
     for message in messages:
         if isinstance(message["content"], str) and IMAGE_MARK in message["content"]:
-            message["content"] = split_marks(message["content"])
+            message["content"] = split_image_marks(message["content"])
     return messages, column
 
 
@@ -314,7 +314,7 @@ def _with_marks(text: str, num_marks: int, column: Sequence[ImageSource], place:
     return text
 
 
-def _message(message: Any, where: str, folder: Folder) -> tuple[Message, list[ImageSource]]:
+def _message(message: Any, where: str, folder: ImageFolder) -> tuple[Message, list[ImageSource]]:
     """A message, its content as text or as parts, and the images of its parts."""
     if not isinstance(message, Mapping):
         raise DataError(f"{where}: expected an object with role and content, got {describe(message)}")

@@ -37,13 +37,13 @@ OnBadRow = Callable[[str, str], None]
 """(place, what is wrong)."""
 
 
-def refuse(place: str, problem: str) -> None:
+def raise_data_error(place: str, problem: str) -> None:
     """The usual answer to a bad row."""
     raise DataError(f"{place}: {problem}")
 
 
 def read_rows(
-    files: Sequence[str], *, split: str = "train", on_bad_row: OnBadRow = refuse
+    files: Sequence[str], *, split: str = "train", on_bad_row: OnBadRow = raise_data_error
 ) -> Iterator[tuple[Row, str]]:
     """(row, place) of every row of ``files``; DataError for what is missing or cannot be read.
 
@@ -298,7 +298,7 @@ def _is_writable(text: str) -> bool:
 def _read_json(path: Path) -> Row:
     row, problem = parse_row(path.read_bytes(), is_first=True)
     if problem:
-        refuse(str(path), problem)
+        raise_data_error(str(path), problem)
     return row
 
 

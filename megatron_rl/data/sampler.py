@@ -45,11 +45,11 @@ class PromptSampler:
         check_mixtures(mixture or {}, curriculum, num_by_type)
         self._phase_ends = [phase.until_step for phase in curriculum]
         weighted = bool(mixture) or bool(curriculum)
-        self._streams: dict[str, _Stream] = {}
+        self._streams: dict[str, _EpochStream] = {}
         for name in sorted(num_by_type) if weighted else [_EVERYTHING]:
             members = [prompt for prompt in prompts if not weighted or prompt.type == name]
             stream_seed = [seed, zlib.crc32(name.encode())] if weighted else [seed]
-            self._streams[name] = _Stream(members, stream_seed, shuffle)
+            self._streams[name] = _EpochStream(members, stream_seed, shuffle)
         last = mixture or (num_by_type if weighted else {_EVERYTHING: 1.0})
         self._shares = [_shares(weights) for weights in [*(phase.mixture for phase in curriculum), last]]
         self._phase = 0
@@ -86,7 +86,7 @@ class PromptSampler:
         self._phase, self._counts = state["phase"], Counter(state["counts"])
 
 
-class _Stream:
+class _EpochStream:
     """Every prompt once an epoch."""
 
     def __init__(self, prompts: Sequence[Prompt], seed: list[int], shuffle: bool) -> None:

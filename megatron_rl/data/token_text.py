@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 
-class Spelling:
+class TokenText:
     """Tokens as a model reads and writes them: special tokens are spelled, and every token knows its characters."""
 
     def __init__(self, tokenizer: Any) -> None:

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.data.token_text import Spelling
-from megatron_rl.data.vision import Vision
+from megatron_rl.data.token_text import TokenText
+from megatron_rl.data.vision import ImageProcessor
 from megatron_rl.errors import DataError
 from megatron_rl.families.facts import has_vision, read_model_json
 
@@ -54,12 +54,12 @@ class Tokenizer:
             )
 
     @functools.cached_property
-    def vision(self) -> Vision | None:
+    def vision(self) -> ImageProcessor | None:
         """The model's image processor; None for a model without vision. DataError where it is missing."""
         config_file = self.path / "config.json"
         if not config_file.is_file() or not has_vision(read_model_json(self.path)):
             return None
-        return Vision(self.path)
+        return ImageProcessor(self.path)
 
     @property
     def image_text(self) -> str:
@@ -80,9 +80,9 @@ class Tokenizer:
         return tuple(dict.fromkeys([*self._tokenizer.all_special_tokens, *(t.content for t in added if t.special)]))
 
     @functools.cached_property
-    def spelling(self) -> Spelling:
+    def spelling(self) -> TokenText:
         """Tokens as texts, special ones too."""
-        return Spelling(self._tokenizer)
+        return TokenText(self._tokenizer)
 
     def encode(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=False)

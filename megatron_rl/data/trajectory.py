@@ -15,7 +15,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from megatron_rl.config.derived import rest_tokens
+from megatron_rl.config.derived import max_remainder_tokens
 from megatron_rl.data.images import ImageRef
 
 ENVIRONMENT = "environment"
@@ -262,7 +262,7 @@ class Trajectory:
         return None if self.score is None else self.score.value
 
     @property
-    def stopped(self) -> bool:
+    def ended_naturally(self) -> bool:
         """It ended by itself: no budget cut it."""
         if self.dialogue:
             return self.env_done
@@ -270,19 +270,19 @@ class Trajectory:
 
     @property
     def finished(self) -> bool:
-        return self.stopped or self.out_of_room or self.num_response_tokens >= self.max_response_tokens
+        return self.ended_naturally or self.out_of_room or self.num_response_tokens >= self.max_response_tokens
 
     def window_tokens(self, step: int | None) -> int:
         """Number of tokens that the model generated in ``step``; None: in all steps."""
-        return sum(len(segment.token_ids) for segment in self.generated_by(step))
+        return sum(len(segment.token_ids) for segment in self.segments_from_step(step))
 
-    def window_room(self, step: int, window_tokens: int) -> int:
+    def remaining_window(self, step: int, window_tokens: int) -> int:
         """Tokens that it may still grow by in ``step``, by its window alone; 0 when the window is full."""
         grown = self.window_tokens(step)
         is_first = self.num_generated_tokens == grown
         room = (self.first_window_tokens if is_first and self.first_window_tokens else window_tokens) - grown
         left = self.max_response_tokens - self.num_response_tokens
-        return left if 0 < left - room <= rest_tokens(window_tokens) else room
+        return left if 0 < left - room <= max_remainder_tokens(window_tokens) else room
 
     def generated_mask(self) -> np.ndarray:
         """[response tokens] bool: the model's own tokens, not those of messages."""
@@ -307,7 +307,7 @@ class Trajectory:
         for start, segment in zip(starts[:-1].tolist(), self.segments, strict=True):
             if segment.generated and len(segment.token_ids):
                 by_turn.setdefault(segment.turn, []).append((start, segment))
-        current, is_over = self.current_turn, self.turn_is_over
+        current, is_over = self.current_turn, self.turn_finished
         return [
             Turn(index, tuple(s for _, s in parts), start=parts[0][0], ended=index < current or is_over)
             for index, parts in by_turn.items()
@@ -331,7 +331,7 @@ class Trajectory:
         return sum(len(s.token_ids) for s in self._of_current_turn())
 
     @property
-    def turn_is_over(self) -> bool:
+    def turn_finished(self) -> bool:
         """The current turn has tokens and gets no more."""
         last = next(reversed(list(self._of_current_turn())), None)
         if last is None:
@@ -343,7 +343,7 @@ class Trajectory:
         turn = self.current_turn
         return (s for s in self.segments if s.generated and s.turn == turn)
 
-    def generated_by(self, step: int | None) -> Iterator[Segment]:
+    def segments_from_step(self, step: int | None) -> Iterator[Segment]:
         """What the model generated in ``step``; None: in any step."""
         return (segment for segment in self.segments if segment.generated and step in (None, segment.step))
 
@@ -351,7 +351,7 @@ class Trajectory:
         lengths = [len(segment.token_ids) for segment in self.segments]
         return np.repeat(np.array(flags, dtype=bool), np.array(lengths, dtype=np.int64))
 
-    def at_rest(self) -> Self:
+    def frozen_copy(self) -> Self:
         """With the tokens of now, whatever grows later; signals and grades that are noted on one are on both."""
         return replace(self, segments=list(self.segments))
 

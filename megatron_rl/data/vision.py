@@ -23,8 +23,8 @@ from torch import Tensor
 
 from megatron_rl.data.batch import Images
 from megatron_rl.data.images import (
-    ImageFacts,
     ImageFile,
+    ImageInfo,
     ImageRef,
     ImageSource,
     decode,
@@ -70,7 +70,7 @@ def expand(token_ids: Sequence[int], image_token_id: int, counts: Sequence[int])
     ]
 
 
-class Vision:
+class ImageProcessor:
     """The image processor of one model folder, and the images that were read so far. Safe to use from several threads."""
 
     def __init__(self, path: str | Path) -> None:
@@ -89,7 +89,7 @@ class Vision:
         self._sources: dict[tuple[str, int], tuple[ImageSource, ImageRef]] = {}
         self._files: WeakValueDictionary[tuple[str, int], ImageFile] = WeakValueDictionary()
         """Those of batches that are still there."""
-        self._wire = _Texts(_WIRE_CACHE_BYTES)
+        self._wire = _EncodedImageCache(_WIRE_CACHE_BYTES)
 
     def reference(self, source: ImageSource) -> ImageRef:
         """The image as prompts carry it. DataError for one that cannot be used."""
@@ -125,7 +125,7 @@ class Vision:
             self._files[ref.digest, ref.max_tokens] = found
         return found
 
-    def cut(self, file: ImageFile) -> Tensor:
+    def patchify(self, file: ImageFile) -> Tensor:
         """[t*h*w, values of a patch] float32, as the model's processor cuts them; of any folder's ``file``."""
         with _placed(file.ref):
             result = self._processor(images=[self._pixels(file.data.tobytes(), file.ref)], return_tensors="pt")
@@ -189,10 +189,10 @@ class Vision:
 
     def _pixels(self, data: bytes, ref: ImageRef) -> Any:
         image = decode(data, ref.name)
-        height, width = self._size(ImageFacts(ref.digest, image.width, image.height), ref.max_tokens)
+        height, width = self._size(ImageInfo(ref.digest, image.width, image.height), ref.max_tokens)
         return image if (width, height) == image.size else image.resize((width, height))
 
-    def _size(self, facts: ImageFacts, max_tokens: int) -> tuple[int, int]:
+    def _size(self, facts: ImageInfo, max_tokens: int) -> tuple[int, int]:
         """(height, width) that the processor is given: the image's own, or smaller for a frame of a long video."""
         height, width = self._resized(facts.height, facts.width)
         factor = self._patch_size * self.merge_size
@@ -265,7 +265,7 @@ def _is_plain_png(data: bytes, image: Any) -> bool:
     return stored.format == "PNG" and stored.mode == "RGB" and not stored.info and stored.size == image.size
 
 
-class _Texts:
+class _EncodedImageCache:
     """Those used last, up to a number of bytes; each is made once, on a thread, however many ask for it meanwhile."""
 
     def __init__(self, max_bytes: int) -> None:

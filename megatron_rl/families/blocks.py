@@ -1,7 +1,7 @@
 """Rules of decoder layers that several families share; those of experts are in ``experts``."""
 
 from megatron_rl.families.family import Rule
-from megatron_rl.families.transforms import QKV, Columns, GatedMLP, Replicated
+from megatron_rl.families.transforms import QKV, GatedMLP, Replicated, RowParallel
 
 NORMS = (
     Rule("input_layernorm.weight", {"input_layernorm.weight": ("hidden",)}, Replicated()),
@@ -17,7 +17,7 @@ ATTENTION = (
         },
         QKV(),
     ),
-    Rule("self_attention.linear_proj.weight", {"self_attn.o_proj.weight": ("hidden", "q")}, Columns()),
+    Rule("self_attention.linear_proj.weight", {"self_attn.o_proj.weight": ("hidden", "q")}, RowParallel()),
 )
 QKV_BIAS = (
     Rule(
@@ -40,7 +40,7 @@ def gated_mlp(megatron: str, hf: str, size: str) -> tuple[Rule, ...]:
             {f"{hf}.gate_proj.weight": (size, "hidden"), f"{hf}.up_proj.weight": (size, "hidden")},
             GatedMLP(),
         ),
-        Rule(f"{megatron}.linear_fc2.weight", {f"{hf}.down_proj.weight": ("hidden", size)}, Columns()),
+        Rule(f"{megatron}.linear_fc2.weight", {f"{hf}.down_proj.weight": ("hidden", size)}, RowParallel()),
     )
 
 

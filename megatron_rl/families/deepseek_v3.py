@@ -5,17 +5,17 @@ from typing import Any
 from megatron_rl.families.blocks import DENSE_MLP, NORMS
 from megatron_rl.families.experts import biased_experts, biased_router_kwargs
 from megatron_rl.families.facts import has_experts
-from megatron_rl.families.family import JOINED, Experts, Family, ModelConfig, Rule, Served
-from megatron_rl.families.transforms import Columns, Replicated, Rows
+from megatron_rl.families.family import JOINED, Experts, Family, ModelConfig, Rule, SGLangSupport
+from megatron_rl.families.transforms import ColumnParallel, Replicated, RowParallel
 
 _LATENT_QUERY = (
     Rule(
         "self_attention.linear_q_down_proj.weight", {"self_attn.q_a_proj.weight": ("q_latent", "hidden")}, Replicated()
     ),
     Rule("self_attention.q_layernorm.weight", {"self_attn.q_a_layernorm.weight": ("q_latent",)}, Replicated()),
-    Rule("self_attention.linear_q_up_proj.weight", {"self_attn.q_b_proj.weight": ("q", "q_latent")}, Rows()),
+    Rule("self_attention.linear_q_up_proj.weight", {"self_attn.q_b_proj.weight": ("q", "q_latent")}, ColumnParallel()),
 )
-_PLAIN_QUERY = (Rule("self_attention.linear_q_proj.weight", {"self_attn.q_proj.weight": ("q", "hidden")}, Rows()),)
+_PLAIN_QUERY = (Rule("self_attention.linear_q_proj.weight", {"self_attn.q_proj.weight": ("q", "hidden")}, ColumnParallel()),)
 _LATENT_KEY_VALUE = (
     Rule(
         "self_attention.linear_kv_down_proj.weight",
@@ -23,8 +23,8 @@ _LATENT_KEY_VALUE = (
         Replicated(),
     ),
     Rule("self_attention.kv_layernorm.weight", {"self_attn.kv_a_layernorm.weight": ("kv_latent",)}, Replicated()),
-    Rule("self_attention.linear_kv_up_proj.weight", {"self_attn.kv_b_proj.weight": ("kv_up", "kv_latent")}, Rows()),
-    Rule("self_attention.linear_proj.weight", {"self_attn.o_proj.weight": ("hidden", "attended")}, Columns()),
+    Rule("self_attention.linear_kv_up_proj.weight", {"self_attn.kv_b_proj.weight": ("kv_up", "kv_latent")}, ColumnParallel()),
+    Rule("self_attention.linear_proj.weight", {"self_attn.o_proj.weight": ("hidden", "attended")}, RowParallel()),
 )
 
 
@@ -71,7 +71,7 @@ FAMILY = Family(
     ),
     is_latent=True,
     num_mtp_layers="num_nextn_predict_layers",
-    served=Served(
+    served=SGLangSupport(
         joined={
             **JOINED,
             "q_a_proj": ("fused_qkv_a_proj_with_mqa", 0),

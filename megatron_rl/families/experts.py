@@ -5,7 +5,7 @@ from typing import Any
 from megatron_rl.families.blocks import gated_mlp
 from megatron_rl.families.facts import dims, has_experts, router_groups, text_config
 from megatron_rl.families.family import ModelConfig, Rule
-from megatron_rl.families.transforms import Columns, GatedMLP, Replicated
+from megatron_rl.families.transforms import GatedMLP, Replicated, RowParallel
 
 
 def expert_mlp(prefix: str, gate: str, up: str, down: str) -> tuple[Rule, ...]:
@@ -21,7 +21,7 @@ def expert_mlp(prefix: str, gate: str, up: str, down: str) -> tuple[Rule, ...]:
         Rule(
             "mlp.experts.{expert}.linear_fc2.weight",
             {f"{expert}.{down}.weight": ("hidden", "expert_ffn")},
-            Columns(),
+            RowParallel(),
         ),
     )
 

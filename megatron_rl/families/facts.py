@@ -20,7 +20,7 @@ _Said = TypeVar("_Said")
 _MOST_REMEMBERED = 20_000
 
 
-def remembered(function: Callable[_Asked, _Said]) -> Callable[_Asked, _Said]:
+def cached_by_content(function: Callable[_Asked, _Said]) -> Callable[_Asked, _Said]:
     """``function`` of a model's facts, and of what else it takes, asked once for each content: a plan asks a thousand times.
 
     What it gives must not be changed. Only facts of ``as_config`` are remembered; transformers' objects print slowly.
@@ -110,17 +110,17 @@ def vision_titles() -> list[str]:
     return sorted({family.vision.title for family in families().values() if family.vision is not None})
 
 
-def sees(config: ModelConfig) -> bool:
+def takes_images(config: ModelConfig) -> bool:
     """Whether the model takes images."""
     return family_of(config).vision is not None
 
 
 def text_config(config: ModelConfig) -> ModelConfig:
     """The part of a model's configuration that describes its language model: all of it, or a nested one."""
-    return getattr(config, "text_config", config) if sees(config) else config
+    return getattr(config, "text_config", config) if takes_images(config) else config
 
 
-@remembered
+@cached_by_content
 def has_experts(config: ModelConfig) -> list[bool]:
     """For each decoder layer, whether it is a mixture of experts; all False in a dense model."""
     experts, text = family_of(config).experts, text_config(config)
@@ -159,7 +159,7 @@ def num_mtp_layers(config: ModelConfig) -> int:
     return getattr(text_config(config), family_of(config).num_mtp_layers, None) or 0
 
 
-@remembered
+@cached_by_content
 def dims(config: ModelConfig) -> Mapping[str, int]:
     """The sizes that tables name."""
     family, text = family_of(config), text_config(config)

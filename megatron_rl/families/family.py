@@ -51,7 +51,7 @@ class Experts:
 
 
 @dataclass(frozen=True)
-class Vision:
+class VisionSpec:
     """A vision-language model. Its config.json describes the language model as ``text_config``."""
 
     encoder_prefix: str
@@ -85,7 +85,7 @@ def _nothing(model: Mapping[str, Any], where: str) -> Iterator[str]:
 
 
 @dataclass(frozen=True)
-class Served:
+class SGLangSupport:
     """What SGLang makes of the family: its names of parameters, and what it computes otherwise than transformers.
 
     Found by reading the models of SGLang 0.5.23.
@@ -118,14 +118,14 @@ class Family:
     forbidden: Mapping[str, Any]
     """Configuration fields that must be absent or equal to this value: other values are not implemented."""
     experts: Experts | None = None
-    vision: Vision | None = None
+    vision: VisionSpec | None = None
     is_latent: bool = False
     """Multi-head latent attention (MLA) instead of grouped-query attention."""
     takes_partial_rotary: bool = False
     """Whether ``partial_rotary_factor`` means something to this family; to the others it is unknown."""
     num_mtp_layers: str = ""
     """The name of the number of multi-token-prediction layers in config.json; empty where there are none."""
-    served: Served = field(default_factory=Served)
+    served: SGLangSupport = field(default_factory=SGLangSupport)
 
 
 @functools.cache

@@ -5,7 +5,7 @@ from typing import Any
 from megatron_rl.families.blocks import ATTENTION, DENSE_MLP, NORMS, QK_NORM, QKV_BIAS
 from megatron_rl.families.experts import biased_experts, biased_router_kwargs
 from megatron_rl.families.facts import has_experts
-from megatron_rl.families.family import Experts, Family, ModelConfig, Rule, Served
+from megatron_rl.families.family import Experts, Family, ModelConfig, Rule, SGLangSupport
 
 
 def _layer(config: ModelConfig, index: int) -> tuple[Rule, ...]:
@@ -34,5 +34,5 @@ FAMILY = Family(
     ),
     takes_partial_rotary=True,
     num_mtp_layers="num_nextn_predict_layers",
-    served=Served(is_never_tied=True),
+    served=SGLangSupport(is_never_tied=True),
 )

@@ -5,7 +5,7 @@ from typing import Any
 
 from megatron_rl.families.blocks import ATTENTION, NORMS
 from megatron_rl.families.experts import expert_mlp, moe_kwargs
-from megatron_rl.families.family import JOINED, Experts, Family, Served
+from megatron_rl.families.family import JOINED, Experts, Family, SGLangSupport
 from megatron_rl.families.sglang_limits import OTHERWISE, rope_of
 
 _EXPERTS = expert_mlp("block_sparse_moe", "w1", "w3", "w2")
@@ -32,7 +32,7 @@ FAMILY = Family(
     experts=Experts(
         in_layer=lambda config, index: True, number=("num_local_experts", "num_experts"), ffn_size="intermediate_size"
     ),
-    served=Served(
+    served=SGLangSupport(
         joined=JOINED,
         expert_parts={"w1": ("w13_weight", 0, 2), "w3": ("w13_weight", 1, 2), "w2": ("w2_weight", 0, 1)},
         is_never_tied=True,

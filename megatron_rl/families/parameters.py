@@ -9,7 +9,7 @@ import torch
 
 from megatron_rl.families.facts import dims, text_config
 from megatron_rl.families.family import ModelConfig, Rule, family_of
-from megatron_rl.families.transforms import Dims, Replicated, Transform, Vocabulary
+from megatron_rl.families.transforms import Dims, Replicated, Transform, VocabParallel
 from megatron_rl.families.vision_encoder import parameter_shapes
 
 Role = Literal["policy", "critic"]
@@ -49,9 +49,9 @@ class Entry:
         return [shape if self.part is None else shape[1:] for shape in self.hf.values()]
 
 
-_EMBEDDING = Rule("embedding.word_embeddings.weight", {"embed_tokens.weight": ("vocab", "hidden")}, Vocabulary())
+_EMBEDDING = Rule("embedding.word_embeddings.weight", {"embed_tokens.weight": ("vocab", "hidden")}, VocabParallel())
 _FINAL_NORM = Rule("decoder.final_layernorm.weight", {"norm.weight": ("hidden",)}, Replicated())
-_LM_HEAD = Rule("output_layer.weight", {"lm_head.weight": ("vocab", "hidden")}, Vocabulary())
+_LM_HEAD = Rule("output_layer.weight", {"lm_head.weight": ("vocab", "hidden")}, VocabParallel())
 _VALUE_OUTPUT = Rule("output_layer.weight", {VALUE_HEAD: ("one", "hidden")}, Replicated())
 
 

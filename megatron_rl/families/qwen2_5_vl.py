@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from megatron_rl.families.blocks import ATTENTION, DENSE_MLP, NORMS, QKV_BIAS
-from megatron_rl.families.family import Family, Served, Vision
+from megatron_rl.families.family import Family, SGLangSupport, VisionSpec
 from megatron_rl.families.sglang_limits import OTHERWISE
 from megatron_rl.families.vision_encoder import VISION_KWARGS
 
@@ -27,6 +27,6 @@ FAMILY = Family(
     layer=lambda config, index: (*NORMS, *ATTENTION, *QKV_BIAS, *DENSE_MLP),
     transformer_kwargs=lambda config: dict(VISION_KWARGS, add_qkv_bias=True),
     forbidden={"use_sliding_window": False},
-    vision=Vision(encoder_prefix="visual.", text_prefix="model.", title="Qwen2.5-VL", interleaves_positions=False),
-    served=Served(problems=_problems),
+    vision=VisionSpec(encoder_prefix="visual.", text_prefix="model.", title="Qwen2.5-VL", interleaves_positions=False),
+    served=SGLangSupport(problems=_problems),
 )

@@ -5,7 +5,7 @@ from typing import Any
 from megatron_rl.families.blocks import ATTENTION, DENSE_MLP, NORMS, QK_NORM
 from megatron_rl.families.experts import EXPERTS, moe_kwargs
 from megatron_rl.families.facts import has_experts
-from megatron_rl.families.family import Experts, Family, ModelConfig, Rule, Served
+from megatron_rl.families.family import Experts, Family, ModelConfig, Rule, SGLangSupport
 
 NUM_EXPERTS = ("num_experts", "num_local_experts")
 """As on the hub, and as transformers 5 saves it."""
@@ -32,5 +32,5 @@ FAMILY = Family(
     transformer_kwargs=_transformer_kwargs,
     forbidden={"use_sliding_window": False, "attention_bias": False},
     experts=Experts(in_layer=in_layer, number=NUM_EXPERTS),
-    served=Served(is_sparse_everywhere=True, is_never_tied=True),
+    served=SGLangSupport(is_sparse_everywhere=True, is_never_tied=True),
 )

@@ -1,10 +1,10 @@
 """Qwen3-VL, dense: the language model of Qwen3, whose first layers take features of their own from the encoder."""
 
 from megatron_rl.families.blocks import ATTENTION, DENSE_MLP, NORMS, QK_NORM
-from megatron_rl.families.family import Family, Vision
+from megatron_rl.families.family import Family, VisionSpec
 from megatron_rl.families.vision_encoder import VISION_KWARGS
 
-VISION = Vision(
+VISION = VisionSpec(
     encoder_prefix="model.visual.", text_prefix="model.language_model.", title="Qwen3-VL", interleaves_positions=True
 )
 FAMILY = Family(

@@ -3,10 +3,10 @@
 from megatron_rl.families.blocks import ATTENTION, DENSE_MLP, NORMS, QK_NORM
 from megatron_rl.families.experts import moe_kwargs
 from megatron_rl.families.facts import has_experts
-from megatron_rl.families.family import Experts, Family, ModelConfig, Rule, Served
+from megatron_rl.families.family import Experts, Family, ModelConfig, Rule, SGLangSupport
 from megatron_rl.families.qwen3_moe import NUM_EXPERTS, in_layer
 from megatron_rl.families.qwen3_vl import VISION
-from megatron_rl.families.transforms import Columns, GatedMLP, Replicated, Transposed
+from megatron_rl.families.transforms import GatedMLP, Replicated, RowParallel, Transposed
 from megatron_rl.families.vision_encoder import VISION_KWARGS
 
 _STACKED_EXPERTS = (
@@ -20,7 +20,7 @@ _STACKED_EXPERTS = (
     Rule(
         "mlp.experts.{expert}.linear_fc2.weight",
         {"mlp.experts.down_proj": ("experts", "expert_ffn", "hidden")},
-        Transposed(Columns()),
+        Transposed(RowParallel()),
         is_stacked=True,
     ),
 )
@@ -36,5 +36,5 @@ FAMILY = Family(
     forbidden={"attention_bias": False},
     experts=Experts(in_layer=in_layer, number=NUM_EXPERTS),
     vision=VISION,
-    served=Served(is_sparse_everywhere=True),
+    served=SGLangSupport(is_sparse_everywhere=True),
 )

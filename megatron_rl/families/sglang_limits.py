@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from megatron_rl.families.family import Served, families
+from megatron_rl.families.family import SGLangSupport, families
 
 _FACTOR_TOLERANCE = 1e-6
 OTHERWISE = "use another checkpoint, or train it without SGLang (sft, reward-train)"
@@ -63,7 +63,7 @@ def rope_of(model: Mapping[str, Any]) -> dict[str, Any]:
     return rope
 
 
-def _rope(model_type: str, served: Served, rope: Mapping[str, Any], where: str) -> Iterator[str]:
+def _rope(model_type: str, served: SGLangSupport, rope: Mapping[str, Any], where: str) -> Iterator[str]:
     kind = rope["rope_type"]
     if served.rope_is_yarn and kind not in ("default", "yarn"):
         yield f"{where}: rope_type={kind}: SGLang's {model_type} computes yarn whatever the type says; {OTHERWISE}"
@@ -97,7 +97,7 @@ def _attention_factor(rope: Mapping[str, Any], factor: float) -> float:
     return _scale(factor)
 
 
-def _engine_scale(served: Served, rope: Mapping[str, Any], factor: float) -> float:
+def _engine_scale(served: SGLangSupport, rope: Mapping[str, Any], factor: float) -> float:
     """SGLang's, before it is multiplied by ``attn_factor``."""
     mscale, all_dims = rope.get("mscale"), rope.get("mscale_all_dim")
     if served.rope_is_yarn:

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Collection
 
-from megatron_rl.families.family import Served, families
+from megatron_rl.families.family import SGLangSupport, families
 
 _EXPERT = re.compile(r"^(?P<prefix>.*\.experts)\.(?P<expert>\d+)\.(?P<projection>\w+)\.weight$")
 
@@ -22,7 +22,7 @@ def joined_name(name: str, server_names: Collection[str]) -> tuple[str, int] | N
     return None
 
 
-def _joined(name: str, served: Served) -> tuple[str, int]:
+def _joined(name: str, served: SGLangSupport) -> tuple[str, int]:
     expert = _EXPERT.match(name)
     if expert and expert["projection"] in served.expert_parts:
         parameter, place, parts_per_expert = served.expert_parts[expert["projection"]]

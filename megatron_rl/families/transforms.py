@@ -65,7 +65,7 @@ class Replicated:
 
 
 @dataclass(frozen=True)
-class Rows:
+class ColumnParallel:
     """Split by output features (Megatron's column-parallel layers)."""
 
     is_split = True
@@ -78,7 +78,7 @@ class Rows:
 
 
 @dataclass(frozen=True)
-class Columns:
+class RowParallel:
     """Split by input features (Megatron's row-parallel layers)."""
 
     is_split = True
@@ -163,7 +163,7 @@ class _TransposedView:
 
 
 @dataclass(frozen=True)
-class Vocabulary:
+class VocabParallel:
     """Split by token id; zero rows pad the vocabulary to a multiple of the ranks."""
 
     is_split = True

@@ -146,7 +146,7 @@ def block_spec(config: TransformerConfig, vp_stage: int | None = None) -> Transf
     return swap_layers(spec, _LOCAL_LAYERS)
 
 
-def keep_float32(model: nn.Module) -> None:
+def restore_float32(model: nn.Module) -> None:
     """Undo a cast of the model for what stays in float32: the routers' expert biases."""
     for module in model.modules():
         if isinstance(module, TopKRouter) and module.expert_bias is not None:

@@ -34,7 +34,7 @@ from megatron_rl.models.gpt import unwrap
 from megatron_rl.models.layers import has_transformer_engine
 from megatron_rl.models.precision import pack_alignment
 from megatron_rl.models.routing import (
-    RoutingAccount,
+    RoutingStats,
     RoutingTrace,
     gather_routes,
     load_metrics,
@@ -149,7 +149,7 @@ class Routing:
         self._device = torch.device("cpu")
         self._aux_loss_scale = 0.0
         self._records = False
-        self._accounts: list[RoutingAccount] = []
+        self._accounts: list[RoutingStats] = []
         self._sizes: list[int] = []
 
     def begin(
@@ -188,7 +188,7 @@ class Routing:
             aux_loss_scale=self._aux_loss_scale,
         )
 
-    def take_routes(self) -> list[Tensor]:
+    def pop_routes(self) -> list[Tensor]:
         """Routes [T, L, K] int16 of each micro-batch of the recording pass just made; every model-parallel peer calls it."""
         accounts, self._accounts = self._accounts, []
         return [gather_routes(account)[:size] for account, size in zip(accounts, self._sizes, strict=True)]

@@ -19,7 +19,7 @@ from transformers import PretrainedConfig
 from megatron_rl.config.schema import ParallelConfig, Recompute
 from megatron_rl.data.batch import PackedBatch
 from megatron_rl.errors import ModelError
-from megatron_rl.families.facts import sees, text_config
+from megatron_rl.families.facts import takes_images, text_config
 from megatron_rl.families.vision_encoder import build_encoder, num_deepstack
 from megatron_rl.models.attention import (
     ContextAttention,
@@ -32,7 +32,7 @@ from megatron_rl.models.context import split_here, zigzag
 from megatron_rl.models.dispatch import install_dispatcher
 from megatron_rl.models.gpt import PackedGPTModel, unwrap
 from megatron_rl.models.hf.megatron_config import megatron_config, transformer_class
-from megatron_rl.models.layers import block_spec, has_transformer_engine, keep_float32, swap_layers
+from megatron_rl.models.layers import block_spec, has_transformer_engine, restore_float32, swap_layers
 from megatron_rl.models.megatron_fields import MegatronSettings, checked_fields
 from megatron_rl.models.moe import check_moe, moe_kwargs
 from megatron_rl.models.precision import check_fp8, fp8_kwargs, pack_alignment
@@ -78,7 +78,7 @@ def build_chunks(
     chunks = [_build_chunk(config, stage, hf_config, model_kwargs, dtype) for stage in stages]
     for chunk in chunks:
         install_dispatcher(chunk, settings.moe.dispatcher)
-    if sees(hf_config):
+    if takes_images(hf_config):
         for chunk in chunks:
             _let_see(chunk, hf_config, dtype, recompute)
     return chunks
@@ -94,9 +94,9 @@ def _build_chunk(
     spec = swap_layers(block_spec(config, vp_stage), ROUTERS)
     if config.context_parallel_size > 1 and not has_transformer_engine():
         spec = swap_layers(spec, {PackedAttention: ContextAttention})
-    if sees(hf_config) and num_deepstack(hf_config.vision_config):
+    if takes_images(hf_config) and num_deepstack(hf_config.vision_config):
         spec = swap_layers(spec, {TransformerLayer: DeepstackLayer})
-    model = (VisionGPTModel if sees(hf_config) else PackedGPTModel)(
+    model = (VisionGPTModel if takes_images(hf_config) else PackedGPTModel)(
         config,
         spec,
         pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
@@ -109,7 +109,7 @@ def _build_chunk(
     follow_traces(model)
     model.to(dtype)
     # The cast takes the routers' biases along, which Megatron keeps in float32.
-    keep_float32(model)
+    restore_float32(model)
     if torch.cuda.is_available():
         model.cuda()
     return model

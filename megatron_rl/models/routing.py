@@ -39,7 +39,7 @@ _TRACE = "routing_trace"
 
 
 @dataclass
-class RoutingAccount:
+class RoutingStats:
     """What was seen of the passes over one micro-batch; it outlives them, what they read does not."""
 
     loads: Tensor
@@ -66,7 +66,7 @@ class RoutingTrace:
     """[T_local] int64: index of its sequence; -1 for padding."""
     sequence_lengths: Tensor
     """[N] int64, of the whole sequences."""
-    account: RoutingAccount
+    account: RoutingStats
     replayed: Tensor | None = None
     """[T, L, K] routes to follow, of any integer dtype."""
     aux_loss_scale: float = 0.0
@@ -263,9 +263,9 @@ def routers(chunks: Sequence[nn.Module]) -> list[TracedRouter]:
     return sorted(found, key=lambda router: router.layer_number)
 
 
-def new_account(config: TransformerConfig, num_tokens: int, device: torch.device, *, records: bool) -> RoutingAccount:
+def new_account(config: TransformerConfig, num_tokens: int, device: torch.device, *, records: bool) -> RoutingStats:
     shape = (num_tokens, config.num_layers, config.moe_router_topk)
-    return RoutingAccount(
+    return RoutingStats(
         loads=torch.zeros(config.num_layers, config.num_moe_experts, dtype=torch.float64, device=device),
         recorded=torch.zeros(shape, dtype=torch.int16, device=device) if records else None,
     )
@@ -274,7 +274,7 @@ def new_account(config: TransformerConfig, num_tokens: int, device: torch.device
 def new_trace(
     rows: Tensor,
     cu_seqlens: Tensor,
-    account: RoutingAccount,
+    account: RoutingStats,
     *,
     replayed: Tensor | None = None,
     aux_loss_scale: float = 0.0,
@@ -297,7 +297,7 @@ def new_trace(
     )
 
 
-def gather_routes(account: RoutingAccount) -> Tensor:
+def gather_routes(account: RoutingStats) -> Tensor:
     """[T, L, K] int16 in host memory, with every layer and token that some rank of this replica recorded; the same on all."""
     if account.recorded is None:
         raise ValueError("gather_routes: expected the account of a recording pass, got one without a record")

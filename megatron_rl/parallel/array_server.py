@@ -29,14 +29,14 @@ _BATCH_BYTES = 1 << 24
 _SCHEMA = pa.schema([("bytes", pa.uint8())])
 
 
-class Service(NamedTuple):
+class ArrayServerAddress(NamedTuple):
     """Where arrays of another machine are served."""
 
     location: str
     secret: str
 
 
-def read_pieces(addresses: np.ndarray, service: Service | None) -> Iterator[np.ndarray]:
+def read_arrays(addresses: np.ndarray, service: ArrayServerAddress | None) -> Iterator[np.ndarray]:
     """The bytes of the arrays at ``addresses`` [k, 6], back to back in stretches: mapped here, or from their machine's service.
 
     Raises UserError where the service does not answer, or not in full.
@@ -78,7 +78,7 @@ class ArrayServer(flight.FlightServerBase):
 def _batches(addresses: np.ndarray) -> Iterator[pa.RecordBatch]:
     waiting: list[np.ndarray] = []
     num_bytes = 0
-    for piece in read_pieces(addresses, None):
+    for piece in read_arrays(addresses, None):
         waiting.append(piece)
         num_bytes += len(piece)
         if num_bytes >= _BATCH_BYTES:
@@ -92,7 +92,7 @@ def _batch(pieces: list[np.ndarray]) -> pa.RecordBatch:
     return pa.record_batch([pa.array(pieces[0] if len(pieces) == 1 else np.concatenate(pieces))], schema=_SCHEMA)
 
 
-def start_array_server(host: str) -> Service:
+def start_array_server(host: str) -> ArrayServerAddress:
     """A server of this machine's arrays, which others reach as ``host``; it ends with this process."""
     secret = secrets.token_bytes(_SECRET_BYTES)
     process = subprocess.Popen(
@@ -109,7 +109,7 @@ def start_array_server(host: str) -> Service:
         port = process.stdout.readline().decode().strip()
     if not port:
         raise UserError("the process that serves arrays to ranks on other machines did not start; its traceback stands above")
-    return Service(f"grpc://{f'[{host}]' if ':' in host else host}:{port}", secret.hex())
+    return ArrayServerAddress(f"grpc://{f'[{host}]' if ':' in host else host}:{port}", secret.hex())
 
 
 def main() -> None:

@@ -23,8 +23,8 @@ from torch import Tensor
 
 from megatron_rl.errors import UserError
 from megatron_rl.parallel import topology
-from megatron_rl.parallel.array_server import Service, read_pieces
-from megatron_rl.parallel.topology import Place, Topology
+from megatron_rl.parallel.array_server import ArrayServerAddress, read_arrays
+from megatron_rl.parallel.topology import RankCoordinates, Topology
 from megatron_rl.system.files.shared_file import NODE, MappedFiles
 
 _PAYLOAD_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.int32, torch.bool, torch.uint8)
@@ -52,14 +52,14 @@ class Pieces:
 Payload = Mapping[str, Tensor | np.ndarray | Pieces]
 
 
-class Sight(NamedTuple):
+class Reachability(NamedTuple):
     """What a replica's ranks see of the arrays that addresses name. Nodes are numbered as in these (``shared_file.NODE``)."""
 
     node: int
     """Whose files its receiving rank can map; -1: of none."""
     by_all: bool
     """So can all of its ranks."""
-    services: Mapping[int, Service | None]
+    services: Mapping[int, ArrayServerAddress | None]
     """By node: where the arrays of the others come from."""
 
     def maps(self, nodes: np.ndarray) -> bool:
@@ -67,7 +67,7 @@ class Sight(NamedTuple):
         return self.by_all and bool((nodes == self.node).all())
 
 
-_HERE = Sight(0, True, {})
+_HERE = Reachability(0, True, {})
 
 
 class CollectiveTimeout(UserError, RuntimeError):
@@ -136,12 +136,12 @@ def gather_objects(obj: Any, *, what: str = "objects", timeout_s: float | None =
     return [obj, *(receive_object(peer, what=what, timeout_s=timeout_s) for peer in others)]
 
 
-def deliver(
+def scatter_payloads(
     payloads: Sequence[Payload] | None,
     heads: Sequence[int],
     place: Topology,
     *,
-    sights: Sequence[Sight | None] = (),
+    sights: Sequence[Reachability | None] = (),
     what: str = "batches",
     timeout_s: float | None = None,
 ) -> dict[str, Any]:
@@ -162,10 +162,10 @@ def deliver(
         flat = _found(flats[0]) if place.rank in heads else None
     elif place.rank in heads:
         flat = _found(_receive_bytes(0, what, timeout_s))
-    return _unflatten(_over_the_replica(flat, place, place.place_of(heads[place.dp_rank])))
+    return _unflatten(_broadcast_in_replica(flat, place, place.coordinates_of(heads[place.dp_rank])))
 
 
-def _addressed(payload: Payload, sight: Sight | None) -> Tensor:
+def _addressed(payload: Payload, sight: Reachability | None) -> Tensor:
     if sight is None:
         return _flatten(_joined(payload))
     mapped = _mapped(payload)
@@ -218,7 +218,7 @@ class _Mapped:
         """Views of the files, where this process can map all of them."""
         return [np.frombuffer(raw, self.dtype).reshape(-1, *self.row_shape) for raw in files.all_at(self.addresses)]
 
-    def joined(self, sight: Sight) -> _Joined:
+    def joined(self, sight: Reachability) -> _Joined:
         sizes = self.addresses[:, -1] // (self.dtype.itemsize * math.prod(self.row_shape))
         rows = np.empty((int(sizes.sum()), *self.row_shape), self.dtype)
         flat, addresses, nodes = rows.reshape(-1).view(np.uint8), self.addresses[self.addresses[:, -1] > 0], self.nodes
@@ -226,7 +226,7 @@ class _Mapped:
         for node in np.unique(nodes).tolist():
             chosen = nodes == node
             service = None if node == sight.node else sight.services[node]
-            _fill(flat, ends[chosen] - addresses[chosen, -1], ends[chosen], read_pieces(addresses[chosen], service))
+            _fill(flat, ends[chosen] - addresses[chosen, -1], ends[chosen], read_arrays(addresses[chosen], service))
         return _Joined(rows, sizes)
 
 
@@ -260,7 +260,7 @@ def _joined(payload: Payload) -> dict[str, Any]:
     return {name: _Joined.of(value.parts()) if isinstance(value, Pieces) else value for name, value in payload.items()}
 
 
-def _over_the_replica(flat: Tensor | None, place: Topology, head: Place) -> Tensor:
+def _broadcast_in_replica(flat: Tensor | None, place: Topology, head: RankCoordinates) -> Tensor:
     """``flat`` of the rank at ``head`` on all of its replica's: over its stages, then context- and tensor-parallel peers."""
     with place.active():
         is_beside = place.tp_rank == head.tp_rank
@@ -290,16 +290,16 @@ def _broadcast_bytes(flat: Tensor | None, group: dist.ProcessGroup, source: int,
     return result
 
 
-def _flatten(payload: Mapping[str, Any], sight: Sight = _HERE) -> Tensor:
+def _flatten(payload: Mapping[str, Any], sight: Reachability = _HERE) -> Tensor:
     """uint8; in it ``_Joined`` and ``_Mapped`` in place of pieces. Pickled: the ranks of a job trust each other."""
     buffer = io.BytesIO()
     pickle.dump((sight, payload), buffer, protocol=pickle.HIGHEST_PROTOCOL)
     return torch.frombuffer(buffer.getbuffer(), dtype=torch.uint8)
 
 
-def _loaded(flat: Tensor) -> tuple[Sight, dict[str, Any]]:
+def _loaded(flat: Tensor) -> tuple[Reachability, dict[str, Any]]:
     """What ``_flatten`` was given."""
-    found: tuple[Sight, dict[str, Any]] = pickle.loads(flat.numpy().data)
+    found: tuple[Reachability, dict[str, Any]] = pickle.loads(flat.numpy().data)
     return found
 
 

@@ -25,23 +25,23 @@ _NAMES = {
 }
 
 
-def capture() -> Capture:
+def save_globals() -> Capture:
     """What Megatron's globals are now; copies nothing."""
     return {name: getattr(module, name) for module, names in _NAMES.items() for name in names}
 
 
-def restore(captured: Capture) -> None:
+def load_globals(captured: Capture) -> None:
     """Make Megatron's globals those that were captured."""
     for module, names in _NAMES.items():
         for name in names:
             setattr(module, name, captured[name])
 
 
-def clear() -> None:
+def reset_globals() -> None:
     """As before any layout was initialised, which Megatron asserts."""
-    restore(_EMPTY)
+    load_globals(_EMPTY)
     for name in _SHARED:
         setattr(parallel_state, name, None)
 
 
-_EMPTY = capture()
+_EMPTY = save_globals()

@@ -28,7 +28,7 @@ _ASK_S = 10.0
 _numbers: Iterator[int] = itertools.count(1)
 
 
-class Note(NamedTuple):
+class RankActivity(NamedTuple):
     """What a rank last began; ``number`` counts from 1, 0 is before the first."""
 
     number: int
@@ -38,21 +38,21 @@ class Note(NamedTuple):
 
 
 @contextmanager
-def working(what: str) -> Iterator[None]:
+def track_activity(what: str) -> Iterator[None]:
     """Around one piece of collective work that all ranks do."""
     plane, rank, start = topology.control_plane(), dist.get_rank(), time.monotonic()
     number = next(_numbers)
     plane.store.set(f"progress/{rank}", f"{number} begun {what}")
-    process_probe.note("work", what)
+    process_probe.set_status("work", what)
     try:
         yield
-        process_probe.note("work")
+        process_probe.set_status("work")
     except RuntimeError as error:
         if isinstance(error, CollectiveTimeout) or not _is_timeout(error):
             raise
         elapsed_s = time.monotonic() - start
         notes = _notes_of_all(f"{number} late {what}")
-        raise CollectiveTimeout(account(rank, Note(number, what), elapsed_s, notes)) from error
+        raise CollectiveTimeout(describe_timeout(rank, RankActivity(number, what), elapsed_s, notes)) from error
 
 
 def _is_timeout(error: RuntimeError) -> bool:
@@ -60,7 +60,7 @@ def _is_timeout(error: RuntimeError) -> bool:
     return "imed out waiting" in str(error) or (isinstance(error, dist.DistBackendError) and "imeout" in str(error))
 
 
-def account(rank: int, own: Note, elapsed_s: float, notes: Sequence[Note] | None) -> str:
+def describe_timeout(rank: int, own: RankActivity, elapsed_s: float, notes: Sequence[RankActivity] | None) -> str:
     """One sentence: who gave up waiting, how long after it began what, for whom. ``notes`` by rank; None: no answer."""
     waited = f"rank {rank} gave up {elapsed_s:.0f} s into the {own.what}: it waited for"
     if notes is None:
@@ -85,16 +85,16 @@ def account(rank: int, own: Note, elapsed_s: float, notes: Sequence[Note] | None
     )
 
 
-def _notes_of_all(own: str) -> list[Note] | None:
+def _notes_of_all(own: str) -> list[RankActivity] | None:
     """Leave the note ``own``, give the others time to leave theirs, and read them all; None without an answer."""
     plane, rank, num_ranks = topology.control_plane(), dist.get_rank(), dist.get_world_size()
-    notes: list[Note] = []
+    notes: list[RankActivity] = []
 
     def ask() -> None:
         plane.store.set(f"progress/{rank}", own)
         time.sleep(GRACE_S)
         keys = [f"progress/{peer}" for peer in range(num_ranks)]
-        notes.extend(_read(plane.store.get(key)) if plane.store.check([key]) else Note(0, "") for key in keys)
+        notes.extend(_read(plane.store.get(key)) if plane.store.check([key]) else RankActivity(0, "") for key in keys)
 
     # A call to a store that stands still cannot be broken off.
     thread = threading.Thread(target=ask, name="progress", daemon=True)
@@ -103,6 +103,6 @@ def _notes_of_all(own: str) -> list[Note] | None:
     return notes if len(notes) == num_ranks else None
 
 
-def _read(text: bytes) -> Note:
+def _read(text: bytes) -> RankActivity:
     number, state, what = text.decode().split(" ", 2)
-    return Note(int(number), what, gave_up=state == "late")
+    return RankActivity(int(number), what, gave_up=state == "late")

@@ -71,7 +71,7 @@ class Topology:
         finally:
             _switch_to(previous)
 
-    def place_of(self, rank: int) -> "Place":
+    def coordinates_of(self, rank: int) -> "RankCoordinates":
         """Of another rank in this layout."""
         return _place_of(rank, self.tp_size, self.cp_size, self.dp_size)
 
@@ -85,7 +85,7 @@ class Topology:
         return self.is_last_stage and self.tp_rank == 0 and self.cp_rank == 0
 
 
-class Place(NamedTuple):
+class RankCoordinates(NamedTuple):
     """A rank's coordinates."""
 
     tp_rank: int
@@ -95,18 +95,18 @@ class Place(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Replicas:
+class ReplicaRanks:
     """The ranks of a layout by data-parallel replica: those that compute on the same micro-batches."""
 
     of_ranks: tuple[int, ...]
     """By rank: its replica."""
-    heads: tuple[int, ...]
+    replica_roots: tuple[int, ...]
     """By replica: its *receiving* rank, to which batches are sent: the first, but the second where the first is the driver."""
     reporters: tuple[int, ...]
     """By replica: the rank that has its outputs and reports them; tensor- and context-parallel peers have the same ones."""
 
     @classmethod
-    def of(cls, parallel: ParallelConfig, num_ranks: int) -> "Replicas":
+    def of(cls, parallel: ParallelConfig, num_ranks: int) -> "ReplicaRanks":
         places = [coordinates(rank, num_ranks, parallel) for rank in range(num_ranks)]
 
         def ranks_at(stage: int) -> tuple[int, ...]:
@@ -135,7 +135,7 @@ class ControlPlane:
     """Keys and values that all ranks see, of this world alone."""
 
 
-def coordinates(rank: int, world_size: int, parallel: ParallelConfig) -> Place:
+def coordinates(rank: int, world_size: int, parallel: ParallelConfig) -> RankCoordinates:
     """The place of ``rank``; raises ValueError when the layout excludes itself or the world does not fit it."""
     problems = list(layout_problems(parallel, world_size))
     if problems:
@@ -147,8 +147,8 @@ def coordinates(rank: int, world_size: int, parallel: ParallelConfig) -> Place:
     return _place_of(rank, tp, cp, dp)
 
 
-def _place_of(rank: int, tp: int, cp: int, dp: int) -> Place:
-    return Place(rank % tp, rank // tp % cp, rank // (tp * cp) % dp, rank // (tp * cp * dp))
+def _place_of(rank: int, tp: int, cp: int, dp: int) -> RankCoordinates:
+    return RankCoordinates(rank % tp, rank // tp % cp, rank // (tp * cp) % dp, rank // (tp * cp * dp))
 
 
 def initialize(parallel: ParallelConfig, *, seed: int) -> Topology:
@@ -176,14 +176,14 @@ def initialize(parallel: ParallelConfig, *, seed: int) -> Topology:
         "nccl" if on_gpu else "gloo", store=store, rank=rank, world_size=world_size, timeout=timeout
     )
     if on_gpu and world_size > 1:
-        _meet(torch.device("cuda"))
+        _init_nccl_world(torch.device("cuda"))
     topology = add_layout(parallel, seed=seed)
     group = dist.new_group(backend="gloo", timeout=_CONTROL_GROUP_TIMEOUT)
     _control_plane = ControlPlane(group=group, timeout_s=parallel.collective_timeout_s, store=store)
     return topology
 
 
-def _meet(device: torch.device) -> None:
+def _init_nccl_world(device: torch.device) -> None:
     """Make NCCL's communicator of all ranks, which takes all of them; later, pairs send to each other through it. UserError."""
     try:
         dist.all_reduce(torch.zeros(1, device=device))
@@ -222,11 +222,11 @@ def add_layout(parallel: ParallelConfig, *, seed: int) -> Topology:
     )
     # Megatron refuses to make groups where some are: the ones in use are put aside first.
     if _layouts:
-        _layouts[_active].variables = megatron_state.capture()
-    megatron_state.clear()
+        _layouts[_active].variables = megatron_state.save_globals()
+    megatron_state.reset_globals()
     _initialize_megatron(parallel, seed)
     previous, _active = _active, topology.layout
-    _layouts.append(_Layout(parallel, topology, megatron_state.capture()))
+    _layouts.append(_Layout(parallel, topology, megatron_state.save_globals()))
     _switch_to(previous)
     return topology
 
@@ -268,8 +268,8 @@ def _switch_to(layout: int) -> None:
     global _active
     if layout == _active:
         return
-    _layouts[_active].variables = megatron_state.capture()
-    megatron_state.restore(_layouts[layout].variables)
+    _layouts[_active].variables = megatron_state.save_globals()
+    megatron_state.load_globals(_layouts[layout].variables)
     _active = layout
 
 

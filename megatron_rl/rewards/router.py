@@ -48,7 +48,7 @@ _MAX_REPORTED = 5
 
 
 @dataclass(frozen=True)
-class GradedItem:
+class ScoreItem:
     response: str
     answer: str
     prompt: str = ""
@@ -293,11 +293,11 @@ class RewardRouter:
     def check_prompts(self, prompts: Iterable[Prompt]) -> None:
         check_prompts(self._config, prompts)
 
-    async def score_many(self, items: Sequence[GradedItem]) -> list[Score]:
+    async def score_many(self, items: Sequence[ScoreItem]) -> list[Score]:
         """Scores in the order of ``items``. Cancelling the call drops what waits."""
         return await asyncio.wrap_future(self.submit(items))
 
-    def submit(self, items: Sequence[GradedItem]) -> concurrent.futures.Future[list[Score]]:
+    def submit(self, items: Sequence[ScoreItem]) -> concurrent.futures.Future[list[Score]]:
         """Queue ``items`` and return at once.
 
         Raises:
@@ -334,13 +334,13 @@ class RewardRouter:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _route_of(self, item: GradedItem) -> Route:
+    def _route_of(self, item: ScoreItem) -> Route:
         type_ = item.type if self._config.by_type else _ANY_TYPE
         if type_ not in self._routes:
             check_types(self._config, [type_])
         return self._routes[type_]
 
-    def _prepare(self, item: GradedItem, route: Route) -> RewardItem | Score:
+    def _prepare(self, item: ScoreItem, route: Route) -> RewardItem | Score:
         """What the route's runner is asked, or the score that needs no asking."""
         response = item.response
         if self._config.require_think:
@@ -353,7 +353,7 @@ class RewardRouter:
         except KeyError as error:
             return Score(None, error=f"the row lacks the field {error} that reward {route.reward.name} needs")
 
-    def _label(self, score: Score, item: GradedItem, route: Route) -> Score:
+    def _label(self, score: Score, item: ScoreItem, route: Route) -> Score:
         """With several sources, say which one it was, and keep a mean for each type."""
         if not self._config.by_type:
             return score

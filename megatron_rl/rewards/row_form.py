@@ -12,7 +12,7 @@ Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class RowForm:
+class RowSchema:
     """What a row must look like for a reward, and how it becomes an item of the runner."""
 
     reward: Reward

@@ -4,18 +4,18 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from megatron_rl.config.derived import publishes_in_flight, runs_ahead
+from megatron_rl.config.derived import generates_ahead, publishes_in_flight
 from megatron_rl.config.schema import Config, FireConfig
 from megatron_rl.data.tokenizer import Tokenizer
 from megatron_rl.environments.base import Environment, EnvironmentFault, Message
-from megatron_rl.rollout.sampling import Draw, Sampling, base_seed
+from megatron_rl.rollout.sampling import Sampling, SamplingOverrides, base_seed
 from megatron_rl.rollout.sglang.wire.routes import returns_routes, route_shape
 
 Decode = Callable[[Sequence[int]], str]
 
 
 @dataclass(frozen=True)
-class Fire:
+class HotTokenSampling:
     """FIRE (arXiv 2410.21236): one token of each response is sampled hot."""
 
     temperature: float
@@ -41,7 +41,7 @@ class Dialogue:
 class GenerationPlan:
     sampling: Sampling
     decode: Decode
-    fire: Fire | None = None
+    fire: HotTokenSampling | None = None
     dialogue: Dialogue | None = None
     trains_meanwhile: bool = False
     """The policy is updated during a window: a server that starts again in it may get the version after the published one."""
@@ -53,13 +53,13 @@ class GenerationPlan:
         """Servers must look for texts, and need a tokenizer for it."""
         return bool(self.dialogue and self.dialogue.server_stops) or bool(self.fire and self.fire.after)
 
-    def without_training(self, draw: Draw | None) -> "GenerationPlan":
+    def without_training(self, draw: SamplingOverrides | None) -> "GenerationPlan":
         """For responses that train nothing: no hot tokens, no routes; drawn as the run's own, or in another way."""
         sampling = self.sampling if draw is None else self.sampling.drawn(draw)
         return replace(self, sampling=replace(sampling, routes=None), fire=None)
 
 
-def plan_of(config: Config, tokenizer: Tokenizer, environment: Environment | None) -> GenerationPlan:
+def make_plan(config: Config, tokenizer: Tokenizer, environment: Environment | None) -> GenerationPlan:
     """Raises EnvironmentFault for stop strings that the tokenizer does not carry."""
     sampling = Sampling.of(config.rollout, tokenizer, seed=base_seed(config))
     # A stop string of one token needs no text on the server: its id does the same.
@@ -71,22 +71,22 @@ def plan_of(config: Config, tokenizer: Tokenizer, environment: Environment | Non
             routes=route_shape(config.policy.path) if returns_routes(config) else None,
         ),
         decode=tokenizer.decode,
-        fire=fire_of(config.rollout.fire, tokenizer),
-        dialogue=dialogue_of(environment, tokenizer, chat=config.data.use_chat_template),
-        trains_meanwhile=runs_ahead(config.schedule),
+        fire=make_fire(config.rollout.fire, tokenizer),
+        dialogue=make_dialogue(environment, tokenizer, chat=config.data.use_chat_template),
+        trains_meanwhile=generates_ahead(config.schedule),
         published_meanwhile=publishes_in_flight(config.schedule),
     )
 
 
-def fire_of(fire: FireConfig, tokenizer: Tokenizer) -> Fire | None:
+def make_fire(fire: FireConfig, tokenizer: Tokenizer) -> HotTokenSampling | None:
     """None when it is off. Special tokens are never sampled hot: at a high temperature all tokens are about equal."""
     if not fire.temperature:
         return None
     banned = {*fire.banned_token_ids, *tokenizer.special_ids}
-    return Fire(fire.temperature, fire.top_k, fire.after, tuple(sorted(banned)))
+    return HotTokenSampling(fire.temperature, fire.top_k, fire.after, tuple(sorted(banned)))
 
 
-def dialogue_of(environment: Environment | None, tokenizer: Tokenizer, *, chat: bool) -> Dialogue | None:
+def make_dialogue(environment: Environment | None, tokenizer: Tokenizer, *, chat: bool) -> Dialogue | None:
     """None without an environment. ``chat``: messages go through the chat template, unless they are ``verbatim``."""
     if environment is None:
         return None

@@ -19,7 +19,7 @@ _AGAIN_S = 60.0
 """After which a server that could not join is tried again."""
 
 
-async def follow(
+async def follow_discovery(
     named_by: str, key: str, live: RecoveringClient, attach: Callable[[str], Server], warn: Callable[[str], None]
 ) -> None:
     """Until it is cancelled. ``named_by``, ``key``: as ``named_urls`` takes them.

@@ -22,11 +22,11 @@ from megatron_rl.rollout.requests import Generation, GenerationRequest, ServerLo
 from megatron_rl.rollout.server_pool import Server, ServerPool
 from megatron_rl.rollout.sglang.balance.client import SglangClient
 from megatron_rl.rollout.sglang.process.server import ServerError
-from megatron_rl.rollout.workers.worker_messages import FarWorker
+from megatron_rl.rollout.workers.worker_messages import RemoteWorkerInfo
 from megatron_rl.rollout.workers.worker_pool import WorkerPool
 
 
-async def _serves_at_once(url: str) -> str:
+async def _no_readmission(url: str) -> str:
     return "the weights of its model folder"
 
 
@@ -44,10 +44,10 @@ class RecoveringClient:
         *,
         vocab_size: int,
         warn: Callable[[str], None],
-        readmit: Callable[[str], Awaitable[str]] = _serves_at_once,
+        readmit: Callable[[str], Awaitable[str]] = _no_readmission,
         settled: Callable[[], Awaitable[None]] = _at_once,
         num_workers: int = 0,
-        far_workers: Sequence[FarWorker] = (),
+        far_workers: Sequence[RemoteWorkerInfo] = (),
     ) -> None:
         """``readmit(url)`` gives a restarted server what the others have; returns what that is, for a message.
 
@@ -112,9 +112,9 @@ class RecoveringClient:
             try:
                 return await self.client.generate(request, sticky_key=sticky_key)
             except ServerLost as lost:
-                await self.recovered(lost)
+                await self.wait_for_server(lost)
 
-    async def recovered(self, lost: ServerLost) -> None:
+    async def wait_for_server(self, lost: ServerLost) -> None:
         """Return once some server serves again; raise when none came back, or when a live one keeps failing."""
         if lost.url in self.client.live_urls:
             raise lost
@@ -132,7 +132,7 @@ class RecoveringClient:
         self._servers.at(url).restart(while_waiting)
         self.num_restarts += 1
 
-    def give_up(self, url: str, error: Exception) -> None:
+    def remove_server(self, url: str, error: Exception) -> None:
         """Send no more requests to a server that cannot be brought back, and say so."""
         self.restarting.add(url)
         self.client.drop(url)
@@ -159,9 +159,9 @@ class RecoveringClient:
             self.restarting.discard(url)
             raise
         self.client.join(url)
-        self._recoveries[url] = asyncio.get_running_loop().create_task(self._take_in(url))
+        self._recoveries[url] = asyncio.get_running_loop().create_task(self._add_server(url))
 
-    async def _take_in(self, url: str) -> Exception | None:
+    async def _add_server(self, url: str) -> Exception | None:
         try:
             held = await self._readmit(url)
         except Exception as error:  # whatever it is, the others go on
@@ -198,9 +198,9 @@ class RecoveringClient:
         self._warn(f"the SGLang server at {url} is lost ({reason}); {how}, its responses continue on the others")
         # At once: a publish on the main thread must pass this server over from now on.
         self.restarting.add(url)
-        self._recoveries[url] = asyncio.get_running_loop().create_task(self._bring_back(url, reason))
+        self._recoveries[url] = asyncio.get_running_loop().create_task(self._restart_until_healthy(url, reason))
 
-    async def _bring_back(self, url: str, reason: str) -> Exception | None:
+    async def _restart_until_healthy(self, url: str, reason: str) -> Exception | None:
         """None once the server serves again, else why it does not: nobody may wait for this task."""
         self._losses_in_a_row[url] = 0 if self.client.has_served(url) else self._losses_in_a_row.get(url, 0) + 1
         try:
@@ -209,7 +209,7 @@ class RecoveringClient:
             await self._restart_and_readmit(url)
             return None
         except Exception as error:  # whatever it is, it must be said, and the others go on
-            self.give_up(url, error)
+            self.remove_server(url, error)
             if isinstance(error, ServerError) and self._may_return(url):
                 self._returns[url] = asyncio.create_task(self._await_return(url))
             return error
@@ -239,4 +239,4 @@ class RecoveringClient:
             except ServerError:
                 continue
             except Exception as error:
-                return self.give_up(url, error)
+                return self.remove_server(url, error)

@@ -120,11 +120,11 @@ class PromptMismatch(UserError, RuntimeError):
     """The server's prompt has another number of tokens than ours: its images are cut in another way."""
 
 
-class AttemptFailed(Exception):
+class RetryableRequestError(Exception):
     """One attempt failed in a way that the next one may not."""
 
 
-class ServerBusy(AttemptFailed):
+class ServerBusy(RetryableRequestError):
     """The server, or a gateway before it, asks for patience."""
 
     def __init__(self, reason: str, retry_after_s: float | None = None) -> None:

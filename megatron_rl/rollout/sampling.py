@@ -11,7 +11,7 @@ from typing import Any
 from megatron_rl.config.schema import Config, RolloutConfig
 from megatron_rl.data.tokenizer import Tokenizer
 from megatron_rl.data.trajectory import Prompt
-from megatron_rl.data.vision import Vision
+from megatron_rl.data.vision import ImageProcessor
 from megatron_rl.rollout.requests import GenerationRequest, RouteShape
 from megatron_rl.rollout.sglang.wire.image_inputs import TokenIds, images_of_request, sent_ids
 
@@ -19,7 +19,7 @@ _MAX_SEED = 2**31 - 1
 
 
 @dataclass(frozen=True)
-class Draw:
+class SamplingOverrides:
     """How samples are drawn that train nothing."""
 
     temperature: float
@@ -39,7 +39,7 @@ class Sampling:
     stop_token_ids: tuple[int, ...]
     seed: int | None
     """Base of the samples' seeds; None lets the server draw."""
-    vision: Vision | None = None
+    vision: ImageProcessor | None = None
     """Of the model's folder, if it has one. Tokens that stand for images are never sampled then."""
     routes: RouteShape | None = None
     """Keep the experts of all tokens with the trajectories."""
@@ -56,7 +56,7 @@ class Sampling:
             vision=tokenizer.vision,
         )
 
-    def drawn(self, draw: Draw) -> "Sampling":
+    def drawn(self, draw: SamplingOverrides) -> "Sampling":
         """The same in another way."""
         seed = named_seed(self.seed, f"draw {draw.name}") if draw.name else self.seed
         return replace(self, temperature=draw.temperature, top_p=draw.top_p, top_k=draw.top_k, seed=seed)

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from megatron_rl.config.derived import WeightMethod, server_placement
 from megatron_rl.config.schema import Config
-from megatron_rl.models.hf.gathering import Destination
-from megatron_rl.training.export import control_link, control_ranks, patience_s, source_ranks
+from megatron_rl.models.hf.gathering import GatherTarget
+from megatron_rl.training.export import control_channel, control_ranks, rank_timeout_s, source_ranks
 from megatron_rl.training.trainer_group import TrainerGroup
 from megatron_rl.weights.bucket_plan import ServerAddress
 from megatron_rl.weights.disk import load_folder
@@ -19,21 +19,21 @@ from megatron_rl.weights.publish import PublishResult, WeightPublisher
 from megatron_rl.weights.server_calls import ServerCalls
 
 _DESTINATIONS = {
-    WeightMethod.broadcast: Destination.stage,
-    WeightMethod.disk: Destination.driver,
-    WeightMethod.colocated: Destination.everywhere,
+    WeightMethod.broadcast: GatherTarget.stage,
+    WeightMethod.disk: GatherTarget.driver,
+    WeightMethod.colocated: GatherTarget.everywhere,
 }
 """Where each method wants a tensor whole."""
 
 
-class ServedWeights:
+class TrainerWeights:
     """What the servers get: one model of the trainer, by the way that the configuration names (the driver's side)."""
 
     def __init__(self, config: Config, group: TrainerGroup, engine: str) -> None:
         self._group = group
         self._engine = engine
         self._method = server_placement(config.rollout).weight_method
-        self._timeout_s = patience_s(config)
+        self._timeout_s = rank_timeout_s(config)
 
     @cached_property
     def expected(self) -> Mapping[str, Sequence[int]]:
@@ -52,7 +52,7 @@ class ServedWeights:
         elif self._method is WeightMethod.broadcast:
             # The first source is this rank itself.
             ranks = source_ranks(self._group.topology_of(self._engine))[1:]
-            options["links"] = [control_link(rank, self._timeout_s) for rank in ranks]
+            options["links"] = [control_channel(rank, self._timeout_s) for rank in ranks]
         weights = self._group.export_weights(self._engine, _DESTINATIONS[self._method])
         return publisher.publish(weights, servers, version, **options)
 

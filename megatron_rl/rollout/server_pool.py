@@ -16,16 +16,16 @@ from typing import Any, NamedTuple, Protocol
 
 from megatron_rl.config.derived import (
     WeightMethod,
-    are_attached,
     policy_model,
     server_placement,
     servers_are_deterministic,
+    uses_attached_servers,
 )
 from megatron_rl.config.schema import Config, Dtype, RolloutConfig
 from megatron_rl.errors import ModelError
 from megatron_rl.families.facts import read_model_json
-from megatron_rl.rollout.sglang.process.agreement import disagreements, nccl_of, other_model
-from megatron_rl.rollout.sglang.process.attached import AttachedServer, who_names
+from megatron_rl.rollout.sglang.process.agreement import disagreements, model_differences, nccl_of
+from megatron_rl.rollout.sglang.process.attached import AttachedServer, discovery_source
 from megatron_rl.rollout.sglang.process.options import ServerOptions
 from megatron_rl.rollout.sglang.process.server import Progress, ServerError, SglangServer, count_gpus, detect_device
 from megatron_rl.rollout.sglang.wire.routes import returns_routes
@@ -57,7 +57,7 @@ class Server(Protocol):
     def stop(self, grace_s: float = ...) -> None: ...
 
 
-class Remark(NamedTuple):
+class ServerDifference(NamedTuple):
     """In what an attached server computes otherwise than the trainer."""
 
     found: str
@@ -73,7 +73,7 @@ class ServerPool:
             raise ValueError("a pool has at least one server")
         self.servers = tuple(servers)
         self.api_key = api_key
-        self.remarks: tuple[Remark, ...] = ()
+        self.remarks: tuple[ServerDifference, ...] = ()
         self.named_by = ""
         """What named them and is to be asked again, for those who come and go (``named_urls``); empty: they stay."""
 
@@ -222,7 +222,7 @@ def spawned_servers(config: Config) -> Iterator[ServerPool | None]:
     alone.
     """
     rollout = config.rollout
-    waits = bool(are_attached(rollout) or config.environment.name or rollout.fire.after)
+    waits = bool(uses_attached_servers(rollout) or config.environment.name or rollout.fire.after)
     if waits or os.environ.get("RANK", "0") != "0" or server_placement(rollout).shares_devices:
         yield None
         return
@@ -258,8 +258,8 @@ def open_servers(
         spawned.wait_ready(note, while_waiting)
         return spawned
     api_key = _given_key(rollout)
-    if are_attached(rollout):
-        named_by = who_names(rollout.urls, rollout.urls_file, api_key)
+    if uses_attached_servers(rollout):
+        named_by = discovery_source(rollout.urls, rollout.urls_file, api_key)
         if named_by and server_placement(rollout).shares_devices:
             raise ServerError(f"rollout.urls: {named_by} is a router; colocated servers must be listed in the order of the ranks")
         urls = _awaited_urls(named_by, rollout.start_timeout_s, api_key, while_waiting) if named_by else rollout.urls
@@ -320,16 +320,16 @@ def attach_one(url: str, config: Config, note: Progress) -> AttachedServer:
     return server
 
 
-def _precision_remarks(infos: Mapping[str, Mapping[str, Any]], dtype: str) -> Iterator[Remark]:
+def _precision_remarks(infos: Mapping[str, Mapping[str, Any]], dtype: str) -> Iterator[ServerDifference]:
     """``infos``: what attached servers run with, by URL."""
     for url, info in infos.items():
         served = info.get("dtype")
         if served not in (None, "auto", dtype):
             found = f"server {url} computes in {served}, the trainer in policy.dtype={dtype}"
-            yield Remark(found, f"start it with --dtype {dtype}")
+            yield ServerDifference(found, f"start it with --dtype {dtype}")
         elif dtype != Dtype.float32.value and info.get("enable_fp32_lm_head") is False:
             found = f"server {url} rounds logits to {dtype}, the trainer does not"
-            yield Remark(found, "start it with --enable-fp32-lm-head (megatron-rl serve does)")
+            yield ServerDifference(found, "start it with --enable-fp32-lm-head (megatron-rl serve does)")
 
 
 def _served_model(info: Mapping[str, Any]) -> dict[str, Any]:
@@ -348,7 +348,7 @@ def _check_attached(infos: Mapping[str, Mapping[str, Any]], config: Config, note
     model = policy_model(config)
     for url, info in infos.items():
         found = [*disagreements(info, ours, broadcasts=broadcasts, model_type=model.get("model_type"))]
-        if has_trainer and (differing := other_model(_served_model(info), model)):
+        if has_trainer and (differing := model_differences(_served_model(info), model)):
             found.append(f"it has another model, {info['model_path']}: {differing}; start it with --model-path {config.policy.path}")
         if url in [own.rstrip("/") for own in config.eval.urls]:
             found.append("it is one of eval.urls too; a server has one model at a time, so take it out of one of them")

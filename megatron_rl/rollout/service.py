@@ -33,18 +33,18 @@ from megatron_rl.config.schema import Config
 from megatron_rl.data.tokenizer import Tokenizer
 from megatron_rl.data.trajectory import TokenParts, Trajectory
 from megatron_rl.environments.base import Environment
-from megatron_rl.rollout.generation import GenerationPlan, plan_of
-from megatron_rl.rollout.membership import follow
+from megatron_rl.rollout.generation import GenerationPlan, make_plan
+from megatron_rl.rollout.membership import follow_discovery
 from megatron_rl.rollout.recovery import RecoveringClient
 from megatron_rl.rollout.requests import ServerLost
-from megatron_rl.rollout.sampling import Draw
-from megatron_rl.rollout.server_pool import Remark, Server, ServerPool, attach_one, open_servers
+from megatron_rl.rollout.sampling import SamplingOverrides
+from megatron_rl.rollout.server_pool import Server, ServerDifference, ServerPool, attach_one, open_servers
 from megatron_rl.rollout.sglang.process.server import ServerError, detect_device
 from megatron_rl.rollout.sglang.process.server_memory import KV_CACHE, WEIGHTS, ServerMemory
-from megatron_rl.rollout.sglang.wire.answer_checks import BadAnswer, KeyRefused
-from megatron_rl.rollout.windows import Window
-from megatron_rl.rollout.workers.worker_messages import FarWorker
-from megatron_rl.rollout.workers.worker_pool import WorkerGivenUp
+from megatron_rl.rollout.sglang.wire.answer_checks import ApiKeyRejected, InvalidReply
+from megatron_rl.rollout.windows import WindowGenerator
+from megatron_rl.rollout.workers.worker_messages import RemoteWorkerInfo
+from megatron_rl.rollout.workers.worker_pool import WorkerFailed
 from megatron_rl.system.http.json_http import ApiKey
 from megatron_rl.weights.bucket_plan import ServerAddress
 from megatron_rl.weights.publish import PublishResult, WeightPublisher, WeightSyncError
@@ -53,9 +53,9 @@ from megatron_rl.weights.verify import ChecksumReport, compare_checksums
 
 logger = logging.getLogger(__name__)
 
-_SERVER_ERRORS = (ServerError, ServerLost, BadAnswer, KeyRefused, WorkerGivenUp, WeightSyncError, ServerCallError)
+_SERVER_ERRORS = (ServerError, ServerLost, InvalidReply, ApiKeyRejected, WorkerFailed, WeightSyncError, ServerCallError)
 _CLOSE_TIMEOUT_S = 5.0
-_WELL_TIMEOUT_S = 20.0
+_HEALTH_TIMEOUT_S = 20.0
 """A server that has not recovered from a failed publish by then is started again."""
 
 
@@ -76,7 +76,7 @@ class WeightSource(Protocol):
 
 
 @dataclass(frozen=True)
-class TrainerSide:
+class TrainerHooks:
     """What the rollout side asks of the driver."""
 
     weights: "WeightSource"
@@ -85,7 +85,7 @@ class TrainerSide:
     """Runs a function on the main thread, between its other work."""
     note: Callable[[str], None]
     warn: Callable[[str], None]
-    far_workers: Callable[[int], Sequence[FarWorker]] = lambda num_workers: ()
+    far_workers: Callable[[int], Sequence[RemoteWorkerInfo]] = lambda num_workers: ()
     """Starts so many rollout workers on each node but the driver's (main thread, collective)."""
     while_waiting: Callable[[], None] = lambda: None
     """Called every few seconds on the main thread while it waits for servers: the other trainer ranks wait for it."""
@@ -100,7 +100,7 @@ class RolloutService:
         servers: ServerPool,
         publisher: WeightPublisher,
         plan: GenerationPlan,
-        trainer: TrainerSide,
+        trainer: TrainerHooks,
     ) -> None:
         self._config = config.rollout
         self._servers = servers
@@ -139,11 +139,11 @@ class RolloutService:
         """Of servers, in this run."""
         return self._live.num_restarts
 
-    def restarts(self) -> list[int]:
+    def restart_counts(self) -> list[int]:
         """Of each server so far, for a checkpoint."""
         return [server.num_restarts for server in self._servers.servers]
 
-    def count_restarts(self, earlier: Sequence[int]) -> None:
+    def add_restart_counts(self, earlier: Sequence[int]) -> None:
         """What ``restarts`` gave before the run was interrupted counts against ``max_restarts`` too."""
         for server, number in zip(self._servers.servers, earlier, strict=False):
             server.num_restarts += number
@@ -159,7 +159,7 @@ class RolloutService:
         return self._servers.urls
 
     @property
-    def remarks(self) -> tuple[Remark, ...]:
+    def remarks(self) -> tuple[ServerDifference, ...]:
         """On attached servers."""
         return self._servers.remarks
 
@@ -182,7 +182,7 @@ class RolloutService:
             return None
         return partial(self._live.workers.texts, tokenizer.as_json)
 
-    async def look(self) -> int:
+    async def check_servers(self) -> int:
         """How many servers live; one that has died since its last answer is brought back from now on (asyncio thread)."""
         await self._live.client.look()
         return self._live.num_live
@@ -194,11 +194,11 @@ class RolloutService:
     def publish(self) -> PublishResult:
         """The policy's weights, as a new version, to every server; colocated ones are awake afterwards."""
         self._num_ahead = 1
-        self._live.client.standing_still = True
+        self._live.client.is_publishing = True
         try:
             result = self._send_to_all()
         finally:
-            self._live.client.standing_still = False
+            self._live.client.is_publishing = False
         # Last: a window that begins meanwhile may still meet the weights before.
         self.weight_version, self._num_ahead = self.weight_version + 1, 0
         return result
@@ -214,7 +214,7 @@ class RolloutService:
             try:
                 self._memory.sleep([address])
             except ServerCallError as error:
-                if self._is_well(address.url):
+                if self._is_healthy(address.url):
                     raise
                 self._trainer.warn(f"{error}. It will be started again for the next weights")
 
@@ -238,7 +238,7 @@ class RolloutService:
         *,
         step: int,
         window_tokens: int,
-        draw: Draw | None = None,
+        draw: SamplingOverrides | None = None,
         kind: str = "train",
         is_enough: Callable[[], bool] | None = None,
     ) -> dict[int, float]:
@@ -249,9 +249,9 @@ class RolloutService:
         seconds that the servers were at each one, by trajectory id.
         """
         plan = self._plan if kind == "train" else self._plan.without_training(draw)
-        window = Window(
+        window = WindowGenerator(
             self._live.client,
-            self._live.recovered,
+            self._live.wait_for_server,
             plan,
             step=step,
             num_tokens=window_tokens,
@@ -259,14 +259,14 @@ class RolloutService:
             kind=kind,
             warn=self._trainer.warn,
         )
-        await window.fill(trajectories, is_enough)
-        return window.engine_s
+        await window.generate(trajectories, is_enough)
+        return window.server_s
 
-    async def follow_names(self, attach: Callable[[str], Server]) -> None:
+    async def follow_servers(self, attach: Callable[[str], Server]) -> None:
         """Until it is cancelled: the servers are those that what has named them names (``membership.follow``)."""
         while not self.weight_version:  # the first publish gives everybody the weights
             await asyncio.sleep(0.1)
-        await follow(self._servers.named_by, self._servers.api_key, self._live, attach, self._trainer.warn)
+        await follow_discovery(self._servers.named_by, self._servers.api_key, self._live, attach, self._trainer.warn)
 
     async def _settled(self) -> None:
         """Publishes that have begun are through."""
@@ -297,7 +297,7 @@ class RolloutService:
             result = self._send(addresses)
         except (WeightSyncError, ServerCallError) as error:
             # Only a dead server, or another process in its place, explains the failure: else the trainer is at fault.
-            dead = [address.url for address in addresses if not self._is_well(address.url)]
+            dead = [address.url for address in addresses if not self._is_healthy(address.url)]
             if not dead and self._addresses_now() == addresses:
                 raise
             if dead:
@@ -316,7 +316,7 @@ class RolloutService:
         try:
             self._live.restart(url, self._trainer.while_waiting)
         except ServerError as error:
-            self._live.give_up(url, error)
+            self._live.remove_server(url, error)
             if not self._addresses_now():
                 raise
 
@@ -332,8 +332,8 @@ class RolloutService:
             self._memory.wake(addresses, KV_CACHE)
         return result
 
-    def _is_well(self, url: str) -> bool:
-        return self._servers.at(url).healthy(_WELL_TIMEOUT_S)
+    def _is_healthy(self, url: str) -> bool:
+        return self._servers.at(url).healthy(_HEALTH_TIMEOUT_S)
 
 
 def _close(
@@ -355,7 +355,7 @@ def _close(
 def open_rollout(
     config: Config,
     event_loop: asyncio.AbstractEventLoop,
-    trainer: TrainerSide,
+    trainer: TrainerHooks,
     *,
     tokenizer: Tokenizer,
     environment: Environment | None,
@@ -366,7 +366,7 @@ def open_rollout(
 
     ``publisher``: of other servers of the run, which lives on: source ranks are in the groups of one publisher only.
     """
-    plan = plan_of(config, tokenizer, environment)
+    plan = make_plan(config, tokenizer, environment)
     folder = Path(config.run.output_dir)
     # The trainer sends its own weights before the first request.
     with open_servers(
@@ -387,7 +387,7 @@ def open_rollout(
         )
         service = RolloutService(config, servers, publisher, plan, trainer)
         # An evaluation is of one version: its servers stay those of the start.
-        followed = service.follow_names(lambda url: attach_one(url, config, trainer.note)) if servers.named_by and not is_shared else None
+        followed = service.follow_servers(lambda url: attach_one(url, config, trainer.note)) if servers.named_by and not is_shared else None
         following = asyncio.run_coroutine_threadsafe(followed, event_loop) if followed else None
         try:
             yield service

@@ -9,7 +9,7 @@ from typing import NoReturn
 from megatron_rl.rollout.server_pool import ServerPool
 from megatron_rl.rollout.sglang.process.options import ServerOptions
 from megatron_rl.rollout.sglang.process.server import ServerError, SglangServer
-from megatron_rl.system.files.atomic_files import write_whole
+from megatron_rl.system.files.atomic_files import write_atomic
 
 _POLL_S = 0.1
 
@@ -45,7 +45,7 @@ def serve(
                 say(f"server {server.url} is ready (model {options.model_path})")
             say(f"{num_servers} ready; logs in {log_path.parent.resolve()}; Ctrl-C stops")
             if url_file is not None:
-                write_whole(url_file, "".join(f"{url}\n" for url in pool.urls))
+                write_atomic(url_file, "".join(f"{url}\n" for url in pool.urls))
             _watch(pool, say)
     except KeyboardInterrupt:
         say("stopping")

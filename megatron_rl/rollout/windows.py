@@ -24,7 +24,7 @@ from dataclasses import replace
 
 from megatron_rl.data.trajectory import RouteRecord, Segment, TokenParts, Trajectory, message_segment
 from megatron_rl.environments.base import Environment, EnvironmentFault, Message, turn_views
-from megatron_rl.rollout.generation import Decode, Fire, GenerationPlan
+from megatron_rl.rollout.generation import Decode, GenerationPlan, HotTokenSampling
 from megatron_rl.rollout.requests import Generation, GenerationRequest, ServerLost
 from megatron_rl.rollout.sampling import trajectory_seed
 from megatron_rl.rollout.sglang.balance.client import SglangClient
@@ -40,7 +40,7 @@ ABORT_TIMEOUT_S = 60.0
 """Requests that have not come back so long after their abort are given up, with the tokens of this request."""
 
 
-class Window:
+class WindowGenerator:
     """One step's window of some trajectories. Filled once."""
 
     def __init__(
@@ -74,10 +74,10 @@ class Window:
         self._rids_in_progress: set[str] = set()
         self._cut = False
         """Enough was generated: no further request is sent."""
-        self.engine_s: dict[int, float] = {}
+        self.server_s: dict[int, float] = {}
         """By trajectory id: how long the servers were at its requests, as they say."""
 
-    async def fill(
+    async def generate(
         self, trajectories: Sequence[Trajectory], is_enough: Callable[[], bool] | None = None
     ) -> None:
         """Append this step's segments; returns when every trajectory is finished or its window is full.
@@ -161,7 +161,7 @@ class Window:
     def _append(self, trajectory: Trajectory, answer: Generation, *, hot: bool) -> None:
         self._check_versions(answer)
         trajectory.segments += self._segments(trajectory, answer, hot=hot)
-        self.engine_s[trajectory.id] = self.engine_s.get(trajectory.id, 0.0) + answer.seconds
+        self.server_s[trajectory.id] = self.server_s.get(trajectory.id, 0.0) + answer.seconds
         if answer.routes is not None:
             # What was sampled behind a stop string is gone, and its routes with it.
             num_kept = trajectory.num_tokens
@@ -172,7 +172,7 @@ class Window:
         if trajectory.finished:
             return 0
         rooms = [
-            trajectory.window_room(self._step, self._num_tokens),
+            trajectory.remaining_window(self._step, self._num_tokens),
             trajectory.max_response_tokens - trajectory.num_response_tokens,
         ]
         if trajectory.max_turn_tokens:
@@ -265,7 +265,7 @@ class Window:
     def _answer_turn(self, trajectory: Trajectory) -> None:
         """Let the environment answer the turn that has just ended: a message joins the history, or the dialogue ends."""
         dialogue = self._plan.dialogue
-        if dialogue is None or not trajectory.dialogue or trajectory.env_done or not trajectory.turn_is_over:
+        if dialogue is None or not trajectory.dialogue or trajectory.env_done or not trajectory.turn_finished:
             return
         if trajectory.finished and trajectory.segments[-1].finish_reason != "stop":
             return  # the budget cut the turn; one that stopped on the budget's last token may have been the last word
@@ -316,14 +316,14 @@ def _current_turn_ids(trajectory: Trajectory) -> list[int]:
     return [token for s in trajectory.segments if s.generated and s.turn == turn for token in s.token_ids.tolist()]
 
 
-def _awaits_hot_token(trajectory: Trajectory, fire: Fire) -> bool:
+def _awaits_hot_token(trajectory: Trajectory, fire: HotTokenSampling) -> bool:
     """The response, in its first turn, has no hot token yet; only its very start will do without ``after``."""
     if trajectory.greedy or trajectory.current_turn > 0 or any(segment.hot for segment in trajectory.segments):
         return False
     return bool(fire.after) or trajectory.num_response_tokens == 0
 
 
-def hot_token_is_next(trajectory: Trajectory, fire: Fire | None, decode: Decode) -> bool:
+def hot_token_is_next(trajectory: Trajectory, fire: HotTokenSampling | None, decode: Decode) -> bool:
     """The next token of the response is FIRE's hot one."""
     if fire is None or not _awaits_hot_token(trajectory, fire):
         return False

@@ -21,8 +21,8 @@ import numpy as np
 
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.errors import UserError
-from megatron_rl.run.json_with_arrays import put_together
-from megatron_rl.system.files.atomic_files import write_whole
+from megatron_rl.run.json_with_arrays import unflatten_state
+from megatron_rl.system.files.atomic_files import write_atomic
 from megatron_rl.system.files.checksums import Checksums, checksums, damaged, parse_checksums
 
 MODEL_CHECKSUMS = "checksums.json"
@@ -63,15 +63,15 @@ def saved_folders(checkpoints: Path) -> list[Path]:
     return sorted(found, key=num_steps_of, reverse=True)
 
 
-def write_driver(folder: Path, state: Mapping[str, Any], arrays: Mapping[str, Sequence[np.ndarray]]) -> Checksums:
-    """The driver's part as ``flat_arrays.taken_apart`` gives it; returns what ``write_manifest`` says of its files.
+def write_driver_state(folder: Path, state: Mapping[str, Any], arrays: Mapping[str, Sequence[np.ndarray]]) -> Checksums:
+    """The driver's part as ``flat_arrays.flatten_state`` gives it; returns what ``write_manifest`` says of its files.
 
     Raises OSError.
     """
     names = {name: f"driver.{name}.npy" for name in arrays}
     folder.mkdir(parents=True, exist_ok=True)
     of_arrays = {names[name]: _write_array(folder / names[name], parts) for name, parts in arrays.items()}
-    write_whole(folder / _DRIVER, json.dumps({**state, "arrays": names}))
+    write_atomic(folder / _DRIVER, json.dumps({**state, "arrays": names}))
     return checksums(folder, [_DRIVER]) | of_arrays
 
 
@@ -94,7 +94,7 @@ def _write_array(path: Path, parts: Sequence[np.ndarray]) -> tuple[int, str]:
 def write_manifest(folder: Path, models: list[str], driver: Checksums, *, healthy: bool) -> None:
     """The last file of a checkpoint. Raises OSError."""
     files = driver | checksums(folder, [f"{model}/{MODEL_CHECKSUMS}" for model in models])
-    write_whole(folder / _MANIFEST, json.dumps({"healthy": healthy, "files": files}))
+    write_atomic(folder / _MANIFEST, json.dumps({"healthy": healthy, "files": files}))
 
 
 def begin(folder: Path) -> None:
@@ -104,7 +104,7 @@ def begin(folder: Path) -> None:
 
 
 def write_latest(folder: Path) -> None:
-    write_whole(folder.parent / _LATEST, json.dumps({"folder": folder.name}))
+    write_atomic(folder.parent / _LATEST, json.dumps({"folder": folder.name}))
 
 
 def latest_folder(checkpoints: Path) -> Path | None:
@@ -148,7 +148,7 @@ def read_driver(folder: Path) -> dict[str, Any]:
     try:
         names = dict(state.pop("arrays", {}))  # checkpoints that lack it hold their numbers as JSON
         arrays = {name: np.load(folder / Path(file).name, allow_pickle=False) for name, file in names.items()}
-        whole: dict[str, Any] = put_together(state, arrays)
+        whole: dict[str, Any] = unflatten_state(state, arrays)
     except (OSError, TypeError, ValueError) as error:
         raise DamagedCheckpoint(f"{path}: its arrays cannot be read: {error}") from error
     return whole

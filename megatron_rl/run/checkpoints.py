@@ -14,16 +14,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.config.derived import falls_due, saves_in_background
+from megatron_rl.config.derived import is_due, saves_in_background
 from megatron_rl.config.schema import Config
 from megatron_rl.errors import UserError
 from megatron_rl.parallel.topology import local_device
 from megatron_rl.run import checkpoint_folder as folders
 from megatron_rl.run.checkpoint_folder import DamagedCheckpoint
-from megatron_rl.run.json_with_arrays import taken_apart
-from megatron_rl.run.resuming import candidates, way_back
+from megatron_rl.run.json_with_arrays import flatten_state
+from megatron_rl.run.resuming import candidates, resume_hint
 from megatron_rl.system.files.checksums import Checksums
-from megatron_rl.training.model_checkpoint import CheckpointError, CheckpointNotSaved
+from megatron_rl.training.model_checkpoint import CheckpointError, CheckpointSaveError
 from megatron_rl.training.trainer_group import TrainerGroup
 
 
@@ -38,7 +38,7 @@ class _Begun:
     """The driver's files, which a thread writes."""
 
 
-class Saver:
+class Checkpointer:
     """Writes checkpoints when they are due, removes those that the keep rules do not hold, and reads one back."""
 
     def __init__(
@@ -73,7 +73,7 @@ class Saver:
     def due(self, step: int) -> bool:
         """After every run.save_every_steps steps, after the last one, and in the step after one that failed."""
         last = step + 1 == self._config.num_steps
-        return self._missed or last or falls_due(step + 1, self._config.save_every_steps)
+        return self._missed or last or is_due(step + 1, self._config.save_every_steps)
 
     def save(self, step: int, driver: dict[str, Any], *, weight_version: int, healthy: bool = True) -> str:
         """Empty, or why nothing could be saved: the run may go on, and the next step tries again.
@@ -82,23 +82,23 @@ class Saver:
         checkpoint is kept, whatever the keep rules say. With run.async_save the checkpoint counts once ``settle`` has
         found it written; the one before is waited for here.
         """
-        problem = self.settle(wait=True)
+        problem = self.finish_background_save(wait=True)
         target = self._folder / folders.folder_name(step + 1)
-        state, arrays = taken_apart({"num_steps_done": step + 1, "weight_version": weight_version, **driver})
-        begin = self._group.begin_save if self._in_background else self._group.save_state
+        state, arrays = flatten_state({"num_steps_done": step + 1, "weight_version": weight_version, **driver})
+        begin = self._group.start_save if self._in_background else self._group.save_state
         try:
             folders.begin(target)
-            self._begun = _Begun(step, target, healthy, self._writer.submit(folders.write_driver, target, state, arrays))
+            self._begun = _Begun(step, target, healthy, self._writer.submit(folders.write_driver_state, target, state, arrays))
             for engine in self._engines:
                 begin(engine, str(target / engine))
-        except (CheckpointNotSaved, OSError) as error:
+        except (CheckpointSaveError, OSError) as error:
             if self._in_background:
-                with suppress(CheckpointNotSaved):  # what other models have begun
+                with suppress(CheckpointSaveError):  # what other models have begun
                     self._group.finish_saves()
             return self._failed(step, str(error))
-        return problem if self._in_background else self.settle(wait=True)
+        return problem if self._in_background else self.finish_background_save(wait=True)
 
-    def settle(self, *, wait: bool) -> str:
+    def finish_background_save(self, *, wait: bool) -> str:
         """What was saved in the background counts, once it is written; empty, or why it could not be."""
         begun = self._begun
         if begun is None or not (wait or (begun.driver.done() and self._group.saves_are_written())):
@@ -108,7 +108,7 @@ class Saver:
                 self._group.finish_saves()
             folders.write_manifest(begun.target, self._engines, begun.driver.result(), healthy=begun.healthy)
             folders.write_latest(begun.target)
-        except (CheckpointNotSaved, OSError) as error:
+        except (CheckpointSaveError, OSError) as error:
             return self._failed(begun.step, str(error))
         self._begun, self._missed, self.newest_step = None, False, begun.step
         self._remove_old()
@@ -127,7 +127,7 @@ class Saver:
     @property
     def newest_healthy(self) -> Path | None:
         """The checkpoint to return to when training has died; waits for one that is being written."""
-        self.settle(wait=True)
+        self.finish_background_save(wait=True)
         return next(filter(folders.is_healthy, candidates(self._folder)), None)
 
     def load(self, take: Callable[[dict[str, Any]], None], *, healthy: bool = False) -> dict[str, Any] | None:
@@ -136,7 +136,7 @@ class Saver:
         None with run.resume=auto where there is none. With run.resume=true a newest one that is damaged is refused.
         ``healthy``: only those that were saved while training showed no sign of having died.
         """
-        if problem := self.settle(wait=True):
+        if problem := self.finish_background_save(wait=True):
             self.skipped.append(f"no checkpoint {problem}")
         for folder in candidates(self._folder):
             if healthy and not folders.is_healthy(folder):
@@ -150,7 +150,7 @@ class Saver:
                 return state
             except (CheckpointError, DamagedCheckpoint) as error:
                 if self._config.resume != "auto":
-                    raise UserError(f"{error}\n{way_back(self._folder, folder, self._engines)}") from error
+                    raise UserError(f"{error}\n{resume_hint(self._folder, folder, self._engines)}") from error
                 self.skipped.append(f"passed over checkpoint {folder.name}: {error}")
         return None
 

@@ -14,7 +14,7 @@ _MARK = "__array__"
 _NESTS = (dict, list, tuple, np.ndarray)
 
 
-def taken_apart(nest: Any) -> tuple[Any, dict[str, list[np.ndarray]]]:
+def flatten_state(nest: Any) -> tuple[Any, dict[str, list[np.ndarray]]]:
     """(JSON-ready copy, by the name of each dtype the arrays that back to back are its flat array); arrays are shared."""
     parts: dict[str, list[np.ndarray]] = {}
     sizes: dict[str, int] = {}
@@ -35,10 +35,10 @@ def taken_apart(nest: Any) -> tuple[Any, dict[str, list[np.ndarray]]]:
     return plain(nest), parts
 
 
-def put_together(nest: Any, arrays: Mapping[str, np.ndarray]) -> Any:
-    """The inverse of ``taken_apart``, with lists for tuples. ValueError for a place outside the flat arrays."""
+def unflatten_state(nest: Any, arrays: Mapping[str, np.ndarray]) -> Any:
+    """The inverse of ``flatten_state``, with lists for tuples. ValueError for a place outside the flat arrays."""
     if isinstance(nest, list):
-        return [put_together(inner, arrays) for inner in nest]
+        return [unflatten_state(inner, arrays) for inner in nest]
     if not isinstance(nest, dict):
         return nest
     match nest.get(_MARK):
@@ -47,7 +47,7 @@ def put_together(nest: Any, arrays: Mapping[str, np.ndarray]) -> Any:
                 raise ValueError(f"{length} entries from {start} on are not among the {name} that were saved")
             # A copy: a part would hold all of them in memory.
             return arrays[name][start : start + length].copy()
-    return {key: put_together(inner, arrays) for key, inner in nest.items()}
+    return {key: unflatten_state(inner, arrays) for key, inner in nest.items()}
 
 
 @cache

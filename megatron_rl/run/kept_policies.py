@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_rl.config.schema import RunConfig
-from megatron_rl.system.files.atomic_files import write_whole
+from megatron_rl.system.files.atomic_files import write_atomic
 from megatron_rl.training.trainer_group import TrainerGroup
 
 _FOLDER = "policies"
@@ -19,7 +19,7 @@ _NOTE = "kept.json"
 
 
 @dataclass(frozen=True)
-class KeptPolicy:
+class PolicyExport:
     folder: Path
     step: int
     """Steps done."""
@@ -27,16 +27,16 @@ class KeptPolicy:
     """From the beginning of the first step to the end of the policy's update."""
 
 
-def kept_policies(output_dir: str | Path) -> list[KeptPolicy]:
+def policy_exports(output_dir: str | Path) -> list[PolicyExport]:
     """The policies that a run has kept, in the order of its steps; those not written to their end are left out."""
     found = []
     for note in Path(output_dir).glob(f"{_FOLDER}/step-*/{_NOTE}"):
         said = json.loads(note.read_text())
-        found.append(KeptPolicy(note.parent, int(said["step"]), float(said["trained_s"])))
+        found.append(PolicyExport(note.parent, int(said["step"]), float(said["trained_s"])))
     return sorted(found, key=lambda kept: kept.step)
 
 
-class PolicyKeeper:
+class PolicyExporter:
     """Keeps policies when they are due. A run that is resumed drops those of the steps that it repeats."""
 
     def __init__(self, config: RunConfig, group: TrainerGroup, *, first_step: int) -> None:
@@ -44,7 +44,7 @@ class PolicyKeeper:
         self._output_dir = Path(config.output_dir)
         self._group = group
         self._kept_s = 0.0
-        for kept in kept_policies(config.output_dir):
+        for kept in policy_exports(config.output_dir):
             if kept.step > first_step:
                 shutil.rmtree(kept.folder)
             else:
@@ -56,5 +56,5 @@ class PolicyKeeper:
             return
         folder = self._output_dir / _FOLDER / f"step-{step + 1}"
         self._group.save_hf("policy", str(folder))
-        write_whole(folder / _NOTE, json.dumps({"step": step + 1, "trained_s": trained_s}))
+        write_atomic(folder / _NOTE, json.dumps({"step": step + 1, "trained_s": trained_s}))
         self._kept_s = trained_s

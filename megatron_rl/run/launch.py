@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 
 from megatron_rl.config.checks import check_config
 from megatron_rl.config.checks.servers import Node
-from megatron_rl.config.derived import are_attached
+from megatron_rl.config.derived import uses_attached_servers
 from megatron_rl.config.load import load_config
 from megatron_rl.config.schema import Config, RolloutConfig
 from megatron_rl.errors import ConfigError
@@ -18,8 +18,8 @@ from megatron_rl.models.hf.model_checks import check_models
 from megatron_rl.system.command_line.arguments import positive_int
 from megatron_rl.system.command_line.terminal import say
 from megatron_rl.system.gpu.gpu_environment import REQUIRE_GPU, check_required_gpus, set_gpu_defaults
-from megatron_rl.system.http.addresses import LOOPBACK, interface_towards
-from megatron_rl.system.processes.gc_pauses import collector_at_rest
+from megatron_rl.system.http.addresses import LOOPBACK, local_interface_for
+from megatron_rl.system.processes.gc_pauses import gc_disabled
 from megatron_rl.system.processes.signals import StopRequested, stopped_by_signals
 
 _CHECKED = "MEGATRON_RL_INPUTS_ARE_CHECKED"
@@ -27,21 +27,21 @@ _CHECKED = "MEGATRON_RL_INPUTS_ARE_CHECKED"
 _LOOPBACK_INTERFACE = "lo"
 
 
-def add_recipe(parser: argparse.ArgumentParser) -> None:
+def add_recipe_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config", required=True, action="append", help="YAML recipe; a later one overrides")
     parser.add_argument("--dry-run", action="store_true", help="print what would be done and exit")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="override a key of the recipe")
 
 
-def add_recipe_of_ranks(parser: argparse.ArgumentParser) -> None:
+def add_rank_recipe_arguments(parser: argparse.ArgumentParser) -> None:
     """For commands that ``run_on_ranks``."""
-    add_recipe(parser)
+    add_recipe_arguments(parser)
     parser.add_argument(
         "--gpus-per-node", type=positive_int, metavar="N", help="with --dry-run: GPUs of a node of the run, not of this machine"
     )
 
 
-def options_of(words: Sequence[str]) -> dict[str, Any]:
+def parse_options(words: Sequence[str]) -> dict[str, Any]:
     """``key=value`` words as options; values are read as YAML, dots nest."""
     from omegaconf import OmegaConf
 
@@ -84,7 +84,7 @@ def _run_on_ranks(
     config = load_config(arguments.config, arguments.overrides)
     is_rank = "RANK" in os.environ
     world_size = int(os.environ["WORLD_SIZE"]) if is_rank else None
-    with collector_at_rest():  # the checks import half of what a run needs
+    with gc_disabled():  # the checks import half of what a run needs
         node = _driver_node(config, arguments, world_size)
         check_config(config, command=command, world_size=world_size, node=node)
         if os.environ.get("RANK", "0") == "0" and _CHECKED not in os.environ:
@@ -147,7 +147,7 @@ def _prepare_gpus(is_rank: bool) -> None:
 
 def _attached_urls(rollout: RolloutConfig) -> list[str]:
     """As far as they are known."""
-    if not are_attached(rollout):
+    if not uses_attached_servers(rollout):
         return []
     from megatron_rl.rollout.sglang.process.attached import attached_urls
 
@@ -171,7 +171,7 @@ def _choose_interface(config: Config) -> None:
         hosts = [urlsplit(url).hostname or "" for url in _attached_urls(config.rollout)]
         others = [host for host in hosts if host not in LOOPBACK]
     if others:
-        interface = interface_towards(others[0])
+        interface = local_interface_for(others[0])
     else:
         here = config.rollout.host in LOOPBACK and _LOOPBACK_INTERFACE in dict(socket.if_nameindex()).values()
         interface = _LOOPBACK_INTERFACE if here else ""

@@ -9,7 +9,7 @@ from pathlib import Path
 from megatron_rl.config.schema import Config
 from megatron_rl.errors import UserError
 from megatron_rl.run.resuming import check_resume
-from megatron_rl.system.files.atomic_files import hold, remove_unfinished
+from megatron_rl.system.files.atomic_files import lock_file, remove_unfinished
 
 _RUN_FILES = (
     "metrics.jsonl", "timeline.json", "status.json", "report.html", "summary.json", "config.yaml", "mlflow_run.json",
@@ -36,7 +36,7 @@ def check_output_dir(config: Config) -> None:
 
 
 @contextmanager
-def claimed_output_dir(config: Config) -> Iterator[Path]:
+def lock_output_dir(config: Config) -> Iterator[Path]:
     """The folder, for this process alone as long as it lives.
 
     An earlier run's files are gone if overwriting, and what it was saving when it was killed.
@@ -45,7 +45,7 @@ def claimed_output_dir(config: Config) -> Iterator[Path]:
     folder = Path(config.run.output_dir)
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / ".lock", "w") as lock:
-        hold(lock, folder)
+        lock_file(lock, folder)
         lock.write(str(os.getpid()))
         lock.flush()
         if config.run.overwrite:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_rl.data.trajectory import Prompt
-from megatron_rl.system.files.atomic_files import write_whole
+from megatron_rl.system.files.atomic_files import write_atomic
 
 _FILE = "first_prompts.json"
 _NUMBER = 16
@@ -15,7 +15,7 @@ _NUMBER = 16
 def write_first_prompts(folder: Path, prompts: Sequence[Prompt]) -> None:
     """Once per run: what is there stays. Raises OSError."""
     if not (folder / _FILE).exists():
-        write_whole(folder / _FILE, json.dumps({p.source or p.id: list(p.token_ids) for p in prompts[:_NUMBER]}))
+        write_atomic(folder / _FILE, json.dumps({p.source or p.id: list(p.token_ids) for p in prompts[:_NUMBER]}))
 
 
 def read_first_prompts(folder: Path) -> dict[str, list[int]]:

@@ -8,15 +8,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.config.derived import falls_due
+from megatron_rl.config.derived import is_due
 from megatron_rl.config.load import config_to_yaml
 from megatron_rl.config.schema import Config
-from megatron_rl.data.token_text import Spelling
-from megatron_rl.run.sample_writer import SampleBooks
-from megatron_rl.system.files.atomic_files import write_whole
+from megatron_rl.data.token_text import TokenText
+from megatron_rl.run.sample_writer import SampleStore
+from megatron_rl.system.files.atomic_files import write_atomic
 from megatron_rl.system.processes.host_memory import host_used_share
 from megatron_rl.tracking.metrics_file import MetricsRow, MetricsWriter, read_metrics
-from megatron_rl.tracking.sinks.trackers import Trackers
+from megatron_rl.tracking.sinks.trackers import TrackerSet
 from megatron_rl.tracking.status import StatusFile
 from megatron_rl.tracking.terminal.console import TrainingConsole
 from megatron_rl.tracking.timeline import Span, Timeline, read_timeline
@@ -39,7 +39,7 @@ class Recorder:
     """A context manager around the run; leaving it writes the report and ends the MLflow run."""
 
     def __init__(
-        self, config: Config, *, restored: Mapping[str, Any] | None, title: str, spelling: Spelling | None = None
+        self, config: Config, *, restored: Mapping[str, Any] | None, title: str, spelling: TokenText | None = None
     ) -> None:
         """``restored``: the driver's part of the checkpoint that the run goes on from; None for a run that begins.
 
@@ -50,7 +50,7 @@ class Recorder:
         self._config = config
         self._folder = Path(config.run.output_dir)
         self._folder.mkdir(parents=True, exist_ok=True)
-        write_whole(self._folder / "config.yaml", config_to_yaml(config))
+        write_atomic(self._folder / "config.yaml", config_to_yaml(config))
         earlier = read_timeline(self._folder / "timeline.json") if restored else []
         self.timeline = Timeline(spans=[span for span in earlier if span.step <= first_step])
         self.running: Callable[[], list[tuple[str, float]]] = list
@@ -68,10 +68,10 @@ class Recorder:
             resume_step=first_step + 1 if restored else 0,
             warn=self.console.warning,
         )
-        self.samples = SampleBooks(
+        self.samples = SampleStore(
             self._folder, spelling, first_step=first_step, max_gib=config.tracking.samples_gib, warn=self.console.warning
         )
-        self._trackers = Trackers(config, resume=bool(config.run.resume), warn=self.console.warning)
+        self._trackers = TrackerSet(config, resume=bool(config.run.resume), warn=self.console.warning)
         self._trackers.log_artifact(self._folder / "config.yaml")
         self._started_s = self._last_end_s = time.time()
         self._earlier_s = self._num_tokens = 0.0
@@ -142,14 +142,14 @@ class Recorder:
         """The run's policy has been written as a Hugging Face folder. ``while_waiting`` is called every few seconds."""
         self._trackers.register(folder, while_waiting)
 
-    def note_metrics(self, metrics: dict[str, float]) -> None:
+    def log_metrics(self, metrics: dict[str, float]) -> None:
         """What was measured before a step; it is logged with that step."""
         self._noted |= metrics
 
-    def keep_books(self) -> None:
+    def flush_records(self) -> None:
         """Timeline and samples on disk, as far as they are: a run that is killed goes on with them."""
         self.timeline.write(self._folder / "timeline.json")
-        self.samples.settle()
+        self.samples.finish_background_save()
 
     @property
     def accuracies(self) -> dict[int, float]:
@@ -159,7 +159,7 @@ class Recorder:
     def _add_stage(self, name: str, seconds: float) -> None:
         self._stage_seconds[name] = self._stage_seconds.get(name, 0.0) + seconds
 
-    def note_work(self, name: str, step: int, **facts: Any) -> None:
+    def log_stage_facts(self, name: str, step: int, **facts: Any) -> None:
         """What a stage had to do, said before or after its end; it goes with its span into the timeline."""
         self._work.setdefault((name, step), {}).update(facts)
 
@@ -197,7 +197,7 @@ class Recorder:
             self.num_steps_done = step + 1
         self.console.update(step + 1, metrics)
         writing = self._report_thread is not None and self._report_thread.is_alive()
-        if falls_due(step + 1, self._config.tracking.report_every_steps) and not writing:
+        if is_due(step + 1, self._config.tracking.report_every_steps) and not writing:
             self._report_thread = threading.Thread(target=self._write_report, name="report", daemon=True)
             self._report_thread.start()
 

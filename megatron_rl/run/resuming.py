@@ -39,10 +39,10 @@ def check_resume(config: Config) -> None:
         folders.check_folder(found[0], models)
         folders.read_driver(found[0])
     except DamagedCheckpoint as error:
-        raise UserError(f"{error}\n{way_back(checkpoints, found[0], models)}") from error
+        raise UserError(f"{error}\n{resume_hint(checkpoints, found[0], models)}") from error
 
 
-def way_back(checkpoints: Path, refused: Path, models: Sequence[str]) -> str:
+def resume_hint(checkpoints: Path, refused: Path, models: Sequence[str]) -> str:
     """What to do about ``refused``, for its message."""
     for folder in candidates(checkpoints):
         if folders.num_steps_of(folder) < folders.num_steps_of(refused):

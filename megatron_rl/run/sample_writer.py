@@ -10,7 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.data.token_text import Spelling
+from megatron_rl.data.token_text import TokenText
 from megatron_rl.tracking.samples_file import FOLDER, sample_files, write_samples
 
 _NEWEST_STEPS = 16
@@ -18,9 +18,9 @@ _NEWEST_STEPS = 16
 _REPEATED = re.compile(r"(<[^<>\s]{1,40}>)\1{7,}")
 
 
-class SampleBooks:
+class SampleStore:
     def __init__(
-        self, folder: Path, spelling: Spelling | None, *, first_step: int, max_gib: float, warn: Callable[[str], None]
+        self, folder: Path, spelling: TokenText | None, *, first_step: int, max_gib: float, warn: Callable[[str], None]
     ) -> None:
         """``first_step``: steps done before; what the folder holds of later ones is repeated, and goes."""
         self._folder, self._spelling, self._max_bytes, self._warn = folder, spelling, int(max_gib * 2**30), warn
@@ -36,10 +36,10 @@ class SampleBooks:
     def add(self, step: int, columns: dict[str, Any]) -> None:
         """Rows of ``step``, counted from 1, as ``write_samples`` wants them, but for the texts of the tokens."""
         # One at a time and in order; a slow disk holds training up before rows of many steps fill the memory.
-        self.settle()
+        self.finish_background_save()
         self._written = self._writer.submit(self._write, step, columns)
 
-    def settle(self) -> None:
+    def finish_background_save(self) -> None:
         """Waits until what was added is on disk."""
         if self._written is not None:
             self._written.result()
@@ -51,7 +51,7 @@ class SampleBooks:
         try:
             write_samples(self._folder, step, columns | self._texts(columns))
             files = sample_files(self._folder)
-            for old in thinned_out({number: path.stat().st_size for number, path in files.items()}, self._max_bytes):
+            for old in steps_to_drop({number: path.stat().st_size for number, path in files.items()}, self._max_bytes):
                 files[old].unlink(missing_ok=True)
         except Exception as error:
             if not self._has_warned:
@@ -71,7 +71,7 @@ class SampleBooks:
         }
 
 
-def thinned_out(sizes: Mapping[int, int], max_bytes: int) -> Sequence[int]:
+def steps_to_drop(sizes: Mapping[int, int], max_bytes: int) -> Sequence[int]:
     """The steps to remove, so that the rest fits: first those of the older ones whose neighbours are closest together.
 
     So a long run keeps its newest steps whole and its past at even distances. ``sizes``: bytes by step.

@@ -10,12 +10,12 @@ from rich.table import Table
 
 from megatron_rl.config.schema import Config, WandbMode
 from megatron_rl.run.recorder import Evaluation, Recorder
-from megatron_rl.system.files.atomic_files import write_whole
+from megatron_rl.system.files.atomic_files import write_atomic
 from megatron_rl.tracking.terminal.console import accuracy_text, duration, summary_table
 
 
 @dataclass(frozen=True)
-class Summary:
+class RunSummary:
     """What summary.json holds."""
 
     mode: str
@@ -33,8 +33,8 @@ class Summary:
         return self.tokens_generated / self.wall_s if self.wall_s else 0.0
 
 
-def summarize(config: Config, recorder: Recorder) -> Summary:
-    return Summary(
+def summarize(config: Config, recorder: Recorder) -> RunSummary:
+    return RunSummary(
         mode=config.schedule.mode.value,
         num_steps=recorder.num_steps_done,
         wall_s=recorder.elapsed_s,
@@ -45,11 +45,11 @@ def summarize(config: Config, recorder: Recorder) -> Summary:
     )
 
 
-def write_summary(folder: str | Path, summary: Summary) -> None:
-    write_whole(Path(folder) / "summary.json", json.dumps(asdict(summary), indent=2))
+def write_summary(folder: str | Path, summary: RunSummary) -> None:
+    write_atomic(Path(folder) / "summary.json", json.dumps(asdict(summary), indent=2))
 
 
-def print_summary(config: Config, summary: Summary) -> None:
+def print_summary(config: Config, summary: RunSummary) -> None:
     folder, tracking = Path(config.run.output_dir), config.tracking
     rows: list[tuple[str, str]] = []
     if summary.evaluations:
@@ -84,7 +84,7 @@ def print_summary(config: Config, summary: Summary) -> None:
     console.print(_stage_table(summary))
 
 
-def _stage_table(summary: Summary) -> Table:
+def _stage_table(summary: RunSummary) -> Table:
     table = Table(title="share of the wall-clock time by stage (stages overlap)", title_justify="left")
     for name in ("stage", "seconds", "share"):
         table.add_column(name, justify="left" if name == "stage" else "right")

@@ -22,17 +22,17 @@ from megatron_rl.config.schema import Config
 from megatron_rl.data.trajectory import Prompt, Score
 from megatron_rl.errors import UserError
 from megatron_rl.rewards.alarm import check_error_rate
-from megatron_rl.rewards.router import GradedItem
+from megatron_rl.rewards.router import ScoreItem
 from megatron_rl.rollout.requests import Generation, GenerationRequest
 from megatron_rl.rollout.sampling import Sampling, sample_seed, text_digest
-from megatron_rl.system.files.atomic_files import hold, written_whole
+from megatron_rl.system.files.atomic_files import atomic_text_file, lock_file
 
 _MIN_RESPONSES_FOR_ALARM = 64
 """Before so many are graded, the share that could not be scored says little."""
 
 Generate = Callable[[GenerationRequest, str], Awaitable[Generation]]
 """(request, prompt id) -> sample."""
-Grade = Callable[[Sequence[GradedItem]], Awaitable[Sequence[Score]]]
+Grade = Callable[[Sequence[ScoreItem]], Awaitable[Sequence[Score]]]
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class SamplingPlan:
         )
 
 
-def settings_of(config: Config) -> dict[str, Any]:
+def score_settings(config: Config) -> dict[str, Any]:
     """Everything that scores depend on besides the prompts: what a file of scores must have been made with."""
     weights = sorted(Path(config.policy.path).glob("*.safetensors"))
     rollout, reward, data = config.rollout, config.reward, config.data
@@ -103,7 +103,7 @@ def open_score_file(path: Path, settings: Mapping[str, Any]) -> Iterator[ScoreFi
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "a+", encoding="utf-8") as file:
-        hold(file, path)
+        lock_file(file, path)
         _check_settings(path, settings)
         yield ScoreFile(file, path, _read_done(path))
         file.flush()
@@ -113,7 +113,7 @@ def open_score_file(path: Path, settings: Mapping[str, Any]) -> Iterator[ScoreFi
 def _check_settings(path: Path, settings: Mapping[str, Any]) -> None:
     settings_path = path.with_suffix(".settings.json")
     if path.stat().st_size == 0:
-        with written_whole(settings_path) as file:
+        with atomic_text_file(settings_path) as file:
             json.dump(settings, file, indent=2)
         return
     try:
@@ -195,8 +195,8 @@ async def generate_scores(
         check_error_rate(graded, max_error_rate, what="the prompts")
 
 
-def _item(prompt: Prompt, response: str) -> GradedItem:
-    return GradedItem(
+def _item(prompt: Prompt, response: str) -> ScoreItem:
+    return ScoreItem(
         response=response, answer=prompt.answer, prompt=prompt.text, type=prompt.type, fields=prompt.fields
     )
 

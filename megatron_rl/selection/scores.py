@@ -18,7 +18,7 @@ from megatron_rl.selection.verdicts import PromptScores
 
 
 @dataclass(frozen=True)
-class Candidates:
+class PromptCandidates:
     """The prompts to choose from, in the order of the files."""
 
     types: Mapping[str, str]
@@ -26,7 +26,7 @@ class Candidates:
     num_duplicates: int
 
 
-def read_candidates(files: Sequence[str], data: DataConfig) -> Candidates:
+def read_candidates(files: Sequence[str], data: DataConfig) -> PromptCandidates:
     """Check every row; DataError on bad rows, on doubled ids (unless they are dropped) and when there are none."""
     types: dict[str, str] = {}
     places: dict[str, str] = {}
@@ -39,7 +39,7 @@ def read_candidates(files: Sequence[str], data: DataConfig) -> Candidates:
             types[content.id] = content.type
     if not types:
         raise DataError(f"data.train_files: {', '.join(files)}: no rows to select from")
-    return Candidates(types, num_duplicates)
+    return PromptCandidates(types, num_duplicates)
 
 
 @dataclass(frozen=True)

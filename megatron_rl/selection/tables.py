@@ -12,14 +12,14 @@ from typing import Any
 
 from rich.table import Table
 
-from megatron_rl.selection.verdicts import TypeSummary, Verdict, summarize
-from megatron_rl.system.files.atomic_files import written_whole
+from megatron_rl.selection.verdicts import PromptDecision, TypeSummary, summarize
+from megatron_rl.system.files.atomic_files import atomic_text_file
 
 
 @dataclass(frozen=True)
-class Report:
+class SelectionReport:
     settings: Mapping[str, Any]
-    verdicts: Sequence[Verdict]
+    verdicts: Sequence[PromptDecision]
     notes: Sequence[str]
     """What a reader must know besides the numbers."""
 
@@ -54,18 +54,18 @@ def report_paths(output_path: str | Path) -> dict[str, Path]:
     return {name: path.with_name(f"{stem}.{name}") for name in ("report.md", "report.json", "verdicts.jsonl")}
 
 
-def write_report(report: Report, output_path: str | Path) -> None:
+def write_report(report: SelectionReport, output_path: str | Path) -> None:
     paths = report_paths(output_path)
-    with written_whole(paths["verdicts.jsonl"]) as file:
+    with atomic_text_file(paths["verdicts.jsonl"]) as file:
         for verdict in report.verdicts:
             file.write(json.dumps({"kept": verdict.kept, **asdict(verdict)}) + "\n")
-    with written_whole(paths["report.json"]) as file:
+    with atomic_text_file(paths["report.json"]) as file:
         json.dump(_as_json(report), file, indent=2)
-    with written_whole(paths["report.md"]) as file:
+    with atomic_text_file(paths["report.md"]) as file:
         file.write(_as_markdown(report))
 
 
-def _as_json(report: Report) -> dict[str, Any]:
+def _as_json(report: SelectionReport) -> dict[str, Any]:
     return {
         "settings": dict(report.settings),
         "num_prompts": len(report.verdicts),
@@ -75,7 +75,7 @@ def _as_json(report: Report) -> dict[str, Any]:
     }
 
 
-def _as_markdown(report: Report) -> str:
+def _as_markdown(report: SelectionReport) -> str:
     lines = ["# Prompt selection", "", f"Kept {report.num_kept:,} of {len(report.verdicts):,} prompts.", ""]
     lines += _markdown_table(_HEADER, [_row(summary) for summary in report.types])
     reasons = [

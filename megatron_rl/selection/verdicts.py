@@ -40,7 +40,7 @@ class PromptScores:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class PromptDecision:
     id: str
     type: str
     reason: str
@@ -57,7 +57,7 @@ class Verdict:
         return not self.reason
 
 
-def select(prompts: Sequence[PromptScores], rule: SelectPromptsConfig, *, correct_from: float) -> list[Verdict]:
+def select(prompts: Sequence[PromptScores], rule: SelectPromptsConfig, *, correct_from: float) -> list[PromptDecision]:
     """Verdicts of the configured rule. ``correct_from``: a score of at least this counts as solved."""
     if rule.rule is SelectionRule.lowest:
         reasons = _lowest_reasons(prompts, keep_share=rule.keep_share)
@@ -66,7 +66,7 @@ def select(prompts: Sequence[PromptScores], rule: SelectPromptsConfig, *, correc
     else:
         reasons = _spread_reasons(prompts, min_spread=rule.min_spread)
     return [
-        Verdict(
+        PromptDecision(
             id=prompt.id,
             type=prompt.type,
             reason=reason,
@@ -168,15 +168,15 @@ class TypeSummary:
     """Kept although no response scored above 0: the hard ones, and the broken ones among them."""
 
 
-def summarize(verdicts: Sequence[Verdict]) -> list[TypeSummary]:
+def summarize(verdicts: Sequence[PromptDecision]) -> list[TypeSummary]:
     """One entry per type, by name."""
-    by_type: dict[str, list[Verdict]] = defaultdict(list)
+    by_type: dict[str, list[PromptDecision]] = defaultdict(list)
     for verdict in verdicts:
         by_type[verdict.type].append(verdict)
     return [_summary(name, members) for name, members in sorted(by_type.items())]
 
 
-def _summary(name: str, verdicts: Sequence[Verdict]) -> TypeSummary:
+def _summary(name: str, verdicts: Sequence[PromptDecision]) -> TypeSummary:
     kept = [verdict for verdict in verdicts if verdict.kept]
     kept_means = [verdict.mean for verdict in kept if verdict.mean is not None]
     return TypeSummary(

@@ -30,7 +30,7 @@ SINGLE_RESPONSE = ResponseRules()
 
 
 @dataclass(frozen=True)
-class Piece:
+class AdvantageSpan:
     """Generated tokens over which one advantage estimate runs: a response's window, or one turn's part of it."""
 
     row: int
@@ -47,7 +47,7 @@ class Piece:
 
 def window_pieces(
     trajectories: Sequence[Trajectory], step: int | None, algorithm: AlgorithmConfig, rules: ResponseRules
-) -> list[Piece]:
+) -> list[AdvantageSpan]:
     """The pieces of a step's window in the order of its tokens; a trajectory without new tokens has none.
 
     ``step`` None: of all windows.
@@ -68,7 +68,7 @@ def window_pieces(
     return pieces
 
 
-def response_pieces(trajectory: Trajectory, row: int, algorithm: AlgorithmConfig, rules: ResponseRules) -> list[Piece]:
+def response_pieces(trajectory: Trajectory, row: int, algorithm: AlgorithmConfig, rules: ResponseRules) -> list[AdvantageSpan]:
     """The pieces of a finished response over all its windows."""
     if not rules.independent_turns:
         return [_whole_piece(row, trajectory, trajectory.num_generated_tokens, algorithm)]
@@ -81,7 +81,7 @@ def greedy_rewards(trajectories: Sequence[Trajectory], algorithm: AlgorithmConfi
     return {t.group_id: _shaped(t.reward, t, algorithm) for t in greedy if t.reward is not None}
 
 
-def terminal_rewards(pieces: Sequence[Piece], cu_pieces: Tensor) -> Tensor:
+def terminal_rewards(pieces: Sequence[AdvantageSpan], cu_pieces: Tensor) -> Tensor:
     """[W] float32, zero but for the outcome on the last token of each non-empty piece; cu_pieces [P+1]."""
     outcomes = torch.tensor([p.outcome for p in pieces])
     rewards = torch.from_numpy(np.zeros(int(cu_pieces[-1]), np.float32))  # touched where something is put
@@ -90,11 +90,11 @@ def terminal_rewards(pieces: Sequence[Piece], cu_pieces: Tensor) -> Tensor:
     return rewards
 
 
-def _whole_piece(row: int, trajectory: Trajectory, num_tokens: int, algorithm: AlgorithmConfig) -> Piece:
+def _whole_piece(row: int, trajectory: Trajectory, num_tokens: int, algorithm: AlgorithmConfig) -> AdvantageSpan:
     ended, reward = trajectory.finished, trajectory.reward
     scored = not ended or reward is not None
     outcome = _shaped(reward, trajectory, algorithm) if ended and reward is not None else 0.0
-    return Piece(row, num_tokens, trajectory.num_generated_tokens, ended, outcome, scored, POLICY)
+    return AdvantageSpan(row, num_tokens, trajectory.num_generated_tokens, ended, outcome, scored, POLICY)
 
 
 def _shaped(reward: float, trajectory: Trajectory, algorithm: AlgorithmConfig) -> float:
@@ -110,11 +110,11 @@ def _shaped(reward: float, trajectory: Trajectory, algorithm: AlgorithmConfig) -
     return outcome
 
 
-def _turn_piece(row: int, trajectory: Trajectory, turn: Turn, num_tokens: int) -> Piece:
+def _turn_piece(row: int, trajectory: Trajectory, turn: Turn, num_tokens: int) -> AdvantageSpan:
     score = trajectory.turn_scores.get(turn.index)
     value = None if score is None else score.value
     ended = turn.ended or trajectory.finished
     # A turn without a score has not been asked about: it trains with outcome 0. One whose grader failed does not.
     scored = score is None or value is not None
     outcome = float(value) if ended and value is not None else 0.0
-    return Piece(row, num_tokens, turn.num_tokens, ended, outcome, scored, turn.role)
+    return AdvantageSpan(row, num_tokens, turn.num_tokens, ended, outcome, scored, turn.role)

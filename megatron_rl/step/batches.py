@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from megatron_rl import algorithms
-from megatron_rl.algorithms.sequences import spread
+from megatron_rl.algorithms.sequences import repeat_per_sequence
 from megatron_rl.config.schema import AlgorithmConfig, OldPolicy, Overlong
 from megatron_rl.data.batch import ROUTES, PackedBatch, cu_seqlens_of
 from megatron_rl.data.trajectory import Trajectory, joined
-from megatron_rl.data.vision import Vision
+from megatron_rl.data.vision import ImageProcessor
 from megatron_rl.step.advantage_spans import (
     SINGLE_RESPONSE,
     ResponseRules,
@@ -26,7 +26,7 @@ from megatron_rl.step.advantage_spans import (
     terminal_rewards,
     window_pieces,
 )
-from megatron_rl.step.experience import Advantages, Signals, piece_tokens, values_at_cut
+from megatron_rl.step.experience import Advantages, ModelOutputs, bootstrap_values, piece_tokens
 from megatron_rl.step.packing import Stretches, pack, response_field
 
 
@@ -99,7 +99,7 @@ def response_batch(
     trajectories: Sequence[Trajectory],
     algorithm: AlgorithmConfig,
     rules: ResponseRules = SINGLE_RESPONSE,
-    vision: Vision | None = None,
+    vision: ImageProcessor | None = None,
 ) -> PackedBatch | None:
     """Finished responses over all windows: mask, returns of ``lambda_critic`` and the values of generation time.
 
@@ -118,7 +118,7 @@ def response_batch(
     if any(t.token_rewards for t in trajectories):
         rewards = rewards + _noted(t.token_rewards for t in trajectories)
     generated = Stretches(response_field([t.generated_mask() for t in trajectories], trajectories, bool))
-    scored = spread(torch.tensor([p.scored for p in pieces], dtype=torch.bool), sizes)
+    scored = repeat_per_sequence(torch.tensor([p.scored for p in pieces], dtype=torch.bool), sizes)
     old_values = _noted(t.old_values for t in trajectories)
     fields = {
         "returns": generated.on_mask(_critic_targets(rewards, old_values, cu_pieces, algorithm)),
@@ -130,13 +130,13 @@ def response_batch(
 
 def critic_responses(finished: Sequence[Trajectory], algorithm: AlgorithmConfig) -> list[Trajectory]:
     """Those that a critic of whole responses learns from, as far as they can be scored."""
-    return [t for t in finished if algorithm.overlong is not Overlong.filter or t.stopped]
+    return [t for t in finished if algorithm.overlong is not Overlong.filter or t.ended_naturally]
 
 
 def window_critic_batch(
     trajectories: Sequence[Trajectory],
     batch: PackedBatch,
-    signals: Signals,
+    signals: ModelOutputs,
     *,
     step: int,
     algorithm: AlgorithmConfig,
@@ -159,17 +159,17 @@ def window_critic_batch(
         ended,
         gamma=algorithm.gamma,
         lam=algorithm.lambda_critic,
-        bootstrap=values_at_cut(pieces, signals, algorithm),
+        bootstrap=bootstrap_values(pieces, signals, algorithm),
     )
     filters = algorithm.overlong is Overlong.filter
-    is_cut = [filters and trajectories[p.row].finished and not trajectories[p.row].stopped for p in pieces]
+    is_cut = [filters and trajectories[p.row].finished and not trajectories[p.row].ended_naturally for p in pieces]
     counts = torch.tensor([p.scored and not cut for p, cut in zip(pieces, is_cut, strict=True)], dtype=torch.bool)
     if not counts.any():
         return None
     fields = {
         "returns": window.on_mask(values + advantages),
         "old_values": window.on_mask(values),
-        "mask": window.on_mask(spread(counts, sizes)),
+        "mask": window.on_mask(repeat_per_sequence(counts, sizes)),
     }
     return batch.only().with_fields(**fields)
 
@@ -182,7 +182,7 @@ def _critic_targets(rewards: Tensor, old_values: Tensor, cu_pieces: Tensor, algo
     return advantages + old_values
 
 
-def keep_signals(trajectories: Sequence[Trajectory], batch: PackedBatch, signals: Signals, step: int | None) -> None:
+def store_model_outputs(trajectories: Sequence[Trajectory], batch: PackedBatch, signals: ModelOutputs, step: int | None) -> None:
     """Each trajectory remembers its new tokens' values (the anchor of the value clip) and rewards for the critic.
 
     ``step`` None: all of its tokens are new here.
@@ -195,7 +195,7 @@ def keep_signals(trajectories: Sequence[Trajectory], batch: PackedBatch, signals
                     getattr(trajectory, name).append(new_values.to(torch.float32).numpy().copy())
 
 
-def keep_left_out(trajectories: Sequence[Trajectory], batch: PackedBatch, trained: Tensor) -> None:
+def store_untrained(trajectories: Sequence[Trajectory], batch: PackedBatch, trained: Tensor) -> None:
     """Each trajectory remembers which of its new tokens the policy's mask ``trained`` [T] does not hold."""
     rows = (batch.fields["mask"] & ~trained).split(batch.lengths.tolist())
     for trajectory, row in zip(trajectories, rows, strict=True):
@@ -217,7 +217,7 @@ def _positive_mask(trajectories: Sequence[Trajectory], algorithm: AlgorithmConfi
     """
     threshold, masks = algorithm.positive_lm_threshold, []
     for t in trajectories:
-        mask = t.generated_mask() & (t.stopped if algorithm.overlong is Overlong.filter else t.finished)
+        mask = t.generated_mask() & (t.ended_naturally if algorithm.overlong is Overlong.filter else t.finished)
         mask[joined(t.left_out, np.int32)] = False
         is_positive = t.reward is not None and t.reward >= threshold
         if not rules.independent_turns and not t.turn_scores:

@@ -15,7 +15,7 @@ from megatron_rl.data.slots import SlotPool, full_blocks
 from megatron_rl.data.trajectory import Trajectory
 from megatron_rl.errors import UserError
 from megatron_rl.rollout.service import RolloutService
-from megatron_rl.step.grading import Grader
+from megatron_rl.step.grading import ResponseScorer
 from megatron_rl.step.stage_facts import generated_rows
 
 Group = list[Trajectory]
@@ -24,7 +24,7 @@ Group = list[Trajectory]
 class Collector:
     """Fills the pool's slots and has them generated; the only one who decides what a step works on."""
 
-    def __init__(self, config: Config, pool: SlotPool, rollout: RolloutService, grader: Grader) -> None:
+    def __init__(self, config: Config, pool: SlotPool, rollout: RolloutService, grader: ResponseScorer) -> None:
         self._config = config
         self._pool = pool
         self._rollout = rollout
@@ -70,14 +70,14 @@ class Collector:
         """
         settings, groups = self._config.algorithm.dynamic_sampling, self._pool.ended_groups(step)
         if settings.enabled:
-            groups = [group for group in groups if outcome_kind(group, settings.correct_from) == "mixed"]
+            groups = [group for group in groups if classify_group(group, settings.correct_from) == "mixed"]
         return list(chain(*groups))
 
     def _kinds(self, groups: Sequence[Group]) -> dict[str, float]:
         """What dynamic sampling makes of the groups that ended in a step."""
         if not groups:
             return {}
-        kinds = [outcome_kind(group, self._config.algorithm.dynamic_sampling.correct_from) for group in groups]
+        kinds = [classify_group(group, self._config.algorithm.dynamic_sampling.correct_from) for group in groups]
         names = {"mixed": "useful", "all_right": "all_right", "all_wrong": "all_wrong"}
         shares = {f"dynamic_sampling/{name}_share": kinds.count(kind) / len(kinds) for kind, name in names.items()}
         rewards = [t.reward for group in groups for t in group if t.reward is not None]
@@ -109,7 +109,7 @@ class Collector:
             self._discard_all_but(trajectories, [])
             rewards += [t.reward for group in groups for t in group if t.reward is not None]
             for group in groups:
-                kind = outcome_kind(group, settings.correct_from)
+                kind = classify_group(group, settings.correct_from)
                 if kind == "mixed":
                     useful.append(group)
                 else:
@@ -132,7 +132,7 @@ class Collector:
             """As many windows or, of full responses, groups are complete as the step wants."""
             if self._config.schedule.mode is Mode.sync:
                 return len(self._blocks(self._complete_groups(trajectories))) >= self._num_blocks
-            num_complete = sum(t.finished or t.window_room(step, self._window_tokens) <= 0 for t in trajectories)
+            num_complete = sum(t.finished or t.remaining_window(step, self._window_tokens) <= 0 for t in trajectories)
             return num_complete >= num_responses_per_step(self._config)
 
         over_samples = self._config.rollout.over_sampling > 1.0
@@ -168,7 +168,7 @@ class Collector:
         return len(discarded)
 
 
-def outcome_kind(group: Sequence[Trajectory], correct_from: float) -> str:
+def classify_group(group: Sequence[Trajectory], correct_from: float) -> str:
     """mixed when the rewards differ, all_right or all_wrong when they are equal, unscored when a member has none.
 
     By the score before any shaping. With rewards of 0 and 1 this is DAPO's rule; partial credit and judges' scores

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl import algorithms
-from megatron_rl.algorithms.sequences import exact_sums, spread
+from megatron_rl.algorithms.sequences import exact_sums, repeat_per_sequence
 from megatron_rl.config.schema import KlConfig, KlPlace
 from megatron_rl.data.trajectory import Trajectory
 from megatron_rl.step.packing import Stretches
@@ -15,7 +15,7 @@ from megatron_rl.step.state import StepState
 
 
 @dataclass(frozen=True)
-class Divergence:
+class KlCharge:
     """How far the policy was from the reference in one step, and where it is charged."""
 
     token_rewards: Tensor | None
@@ -79,18 +79,18 @@ class KlPenalty:
             self._controller.update(per_response, len(measured))
         return {"kl/reference_per_response": per_response}
 
-    def charge(self, state: StepState) -> Divergence:
+    def charge(self, state: StepState) -> KlCharge:
         """Charge the step's divergence on the window's tokens, and measure it where all old log-probs are known."""
         kl = self._settings
         if kl.place is KlPlace.none:
-            return Divergence(state.line_rewards)
+            return KlCharge(state.line_rewards)
         by_sequence = [kl.coef_by_type.get(t.prompt.type, self._coef) for t in state.trajectories]
-        coefs = spread(torch.tensor(by_sequence, dtype=torch.float32), state.batch.lengths)
+        coefs = repeat_per_sequence(torch.tensor(by_sequence, dtype=torch.float32), state.batch.lengths)
         mask = state.batch.fields["mask"]
         metrics = {} if state.first_update else self.measure(state)
         if kl.place is KlPlace.loss:
             fields = {"reference_logprobs": state.reference_logprobs, "kl_coefs": coefs}
-            return Divergence(state.line_rewards, fields, metrics)
+            return KlCharge(state.line_rewards, fields, metrics)
         rewards = algorithms.kl_penalized_rewards(
             torch.zeros(len(mask)) if state.line_rewards is None else state.line_rewards,
             state.old_logprobs,
@@ -100,4 +100,4 @@ class KlPenalty:
             kl.estimator,
             kl.estimator_options,
         )
-        return Divergence(rewards, metrics=metrics)
+        return KlCharge(rewards, metrics=metrics)

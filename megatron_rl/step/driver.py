@@ -14,37 +14,37 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.algorithms.settling import Settling
+from megatron_rl.algorithms.settling import ValueConvergence
 from megatron_rl.config.derived import answer_timeout_s, effective_window_tokens, eval_sets, num_responses_per_step
 from megatron_rl.config.schema import Config, FireLoss, HealthAction, Mode
 from megatron_rl.data.slots import SlotPool
 from megatron_rl.rewards.lines.dense import ProcessRewarder, program_types
 from megatron_rl.rewards.router import RewardRouter, build_rewards
-from megatron_rl.rollout.served_weights import ServedWeights
+from megatron_rl.rollout.served_weights import TrainerWeights
 from megatron_rl.rollout.server_pool import ServerPool
-from megatron_rl.rollout.service import RolloutService, TrainerSide, open_rollout
+from megatron_rl.rollout.service import RolloutService, TrainerHooks, open_rollout
 from megatron_rl.rollout.workers.node_workers import start_on_nodes
-from megatron_rl.run.checkpoints import Saver
-from megatron_rl.run.kept_policies import PolicyKeeper
-from megatron_rl.run.output import claimed_output_dir
+from megatron_rl.run.checkpoints import Checkpointer
+from megatron_rl.run.kept_policies import PolicyExporter
+from megatron_rl.run.output import lock_output_dir
 from megatron_rl.run.recorded_prompts import write_first_prompts
 from megatron_rl.run.recorder import Recorder
-from megatron_rl.run.summary import Summary, print_summary, summarize, write_summary
+from megatron_rl.run.summary import RunSummary, print_summary, summarize, write_summary
 from megatron_rl.step.advantage_spans import ResponseRules
 from megatron_rl.step.collect import Collector
-from megatron_rl.step.evaluation import Evaluator, Fleet
-from megatron_rl.step.grading import Grader
-from megatron_rl.step.inputs import Inputs, describe_prompts, make_inputs
-from megatron_rl.step.loop import Parts, TrainingLoop
+from megatron_rl.step.evaluation import EvaluationServers, Evaluator
+from megatron_rl.step.grading import ResponseScorer
+from megatron_rl.step.inputs import RunInputs, describe_prompts, make_inputs
+from megatron_rl.step.loop import LoopComponents, TrainingLoop
 from megatron_rl.step.parity import ParityCheck
 from megatron_rl.step.runner import StageRunner
-from megatron_rl.step.stored_responses import keep_samples
+from megatron_rl.step.stored_responses import store_samples
 from megatron_rl.step.table import graph_of
-from megatron_rl.step.watchdog import RollBack, Watchdog
-from megatron_rl.system.processes.gc_pauses import young_objects_only
-from megatron_rl.system.processes.host_memory import keep_freed_memory
+from megatron_rl.step.watchdog import Rollback, Watchdog
+from megatron_rl.system.processes.gc_pauses import gc_young_only
+from megatron_rl.system.processes.host_memory import disable_memory_trim
 from megatron_rl.system.processes.signals import StopRequested, StopSignals
-from megatron_rl.tracking.sinks.trackers import set_runs_aside
+from megatron_rl.tracking.sinks.trackers import start_new_runs
 from megatron_rl.tracking.terminal.console import evaluation_text
 from megatron_rl.training.engines import rl_engines
 from megatron_rl.training.ranks import trainer_ranks
@@ -98,13 +98,13 @@ def pretraining_config(config: Config) -> Config:
 
 def _drive(
     config: Config, group: TrainerGroup, signals: StopSignals, spawned: ServerPool | None, *, freeze_policy: bool
-) -> Summary:
+) -> RunSummary:
     """The driver's part of a run, from the claimed folder to the summary; StopRequested if a signal ended it."""
-    back: RollBack | None = None
+    back: Rollback | None = None
     while True:
         try:
             return _drive_until_it_dies(config, group, signals, spawned, back, freeze_policy=freeze_policy)
-        except RollBack as found:
+        except Rollback as found:
             back, spawned = found, None  # stopped with the attempt
             group.release()
             # Goes on in its own folder: what it had been told about an earlier run there is done.
@@ -112,20 +112,20 @@ def _drive(
             folder = Path(config.run.output_dir)
             shutil.copyfile(folder / "metrics.jsonl", folder / f"rolled_back_{found.number}.jsonl")
             # What these have logged cannot be taken back there.
-            set_runs_aside(folder, f"rolled_back_{found.number}.")
+            start_new_runs(folder, f"rolled_back_{found.number}.")
 
 
 def _drive_until_it_dies(
-    config: Config, group: TrainerGroup, signals: StopSignals, spawned: ServerPool | None, back: RollBack | None, *, freeze_policy: bool
-) -> Summary:
+    config: Config, group: TrainerGroup, signals: StopSignals, spawned: ServerPool | None, back: Rollback | None, *, freeze_policy: bool
+) -> RunSummary:
     """``back``: why the run returns to its newest healthy checkpoint; raises RollBack when it has to do so."""
     with ExitStack() as stack:
-        folder = stack.enter_context(claimed_output_dir(config))
+        folder = stack.enter_context(lock_output_dir(config))
         inputs = make_inputs(config)
         write_first_prompts(folder, inputs.train_set.prompts)
         frozen = ("policy",) if freeze_policy else ()
         trained = [name for name in ("policy", "critic") if name in group.engine_names and name not in frozen]
-        saver = Saver(config, group, engines=trained, accuracies=lambda: recorder.accuracies)
+        saver = Checkpointer(config, group, engines=trained, accuracies=lambda: recorder.accuracies)
         position = back.position if back else {}
         resume = functools.partial(saver.load, lambda state: inputs.go_on_from({**state["pool"], **position}))
         found = resume(healthy=back is not None) if config.run.resume else None
@@ -149,7 +149,7 @@ def _drive_until_it_dies(
         rollout = stack.enter_context(_rollout(config, group, inputs, event_loop, runner, recorder, spawned))
         # The weights of a checkpoint are published under the number that they had.
         rollout.weight_version = max(0, restored["weight_version"] - 1)
-        rollout.count_restarts(restored.get("server_restarts", []))
+        rollout.add_restart_counts(restored.get("server_restarts", []))
         parts = _parts(config, group, inputs, rollout, rewards, recorder, saver, runner)
         parts = _with_fleet(stack, config, parts, inputs, event_loop, runner)
         if freeze_policy:
@@ -161,11 +161,11 @@ def _drive_until_it_dies(
             recorder.console.warning(f"back to step {first_step}, with the prompts that come next: {back}")
         last_step = _before_first_step(config, parts, runner, first_step)
         recorder.start_clock()
-        keep_freed_memory()  # not earlier: what models were loaded from is given back
-        with signals.deferred(runner.wake), young_objects_only():
+        disable_memory_trim()  # not earlier: what models were loaded from is given back
+        with signals.defer_signals(runner.wake), gc_young_only():
             runner.run(loop.actions(graph), first_step, last_step)
             num_steps_done = loop.close_stopped() if signals.requested else config.run.num_steps
-            _warn_of_unsaved(recorder, saver.settle(wait=True))
+            _warn_of_unsaved(recorder, saver.finish_background_save(wait=True))
             runner.wait_for(parts.evaluator.idle(at_once=bool(signals.requested)))
         summary = summarize(config, recorder)
         write_summary(folder, summary)
@@ -177,7 +177,7 @@ def _drive_until_it_dies(
     return summary
 
 
-def _note_what_is_there(recorder: Recorder, saver: Saver, checkpoints: str, group: TrainerGroup, inputs: Inputs) -> None:
+def _note_what_is_there(recorder: Recorder, saver: Checkpointer, checkpoints: str, group: TrainerGroup, inputs: RunInputs) -> None:
     for text in saver.skipped:
         recorder.console.warning(text)
     for text in filter(None, (checkpoints, *group.notes, group.ways.note, *describe_prompts(inputs))):
@@ -204,16 +204,16 @@ def _beginning(pool: SlotPool) -> dict[str, Any]:
 def _parts(
     config: Config,
     group: TrainerGroup,
-    inputs: Inputs,
+    inputs: RunInputs,
     rollout: RolloutService,
     rewards: RewardRouter,
     recorder: Recorder,
-    saver: Saver,
+    saver: Checkpointer,
     runner: StageRunner,
-) -> Parts:
+) -> LoopComponents:
     tokenizer, environment = inputs.tokenizer, inputs.environment
     stop_on_errors = config.health.reward_errors is HealthAction.stop
-    grader = Grader(
+    grader = ResponseScorer(
         config.reward,
         rewards,
         tokenizer.decode,
@@ -221,7 +221,7 @@ def _parts(
         stop_on_errors=stop_on_errors,
         texts=rollout.texts(tokenizer),
     )
-    return Parts(
+    return LoopComponents(
         group=group,
         pool=inputs.pool,
         collector=Collector(config, inputs.pool, rollout, grader),
@@ -238,7 +238,7 @@ def _parts(
         ),
         recorder=recorder,
         saver=saver,
-        keeper=PolicyKeeper(config.run, group, first_step=recorder.num_steps_done),
+        keeper=PolicyExporter(config.run, group, first_step=recorder.num_steps_done),
         rules=ResponseRules(
             independent_turns=environment is not None and environment.turns_are_independent,
             masks_hot_tokens=config.rollout.fire.loss is FireLoss.mask,
@@ -255,19 +255,19 @@ def _parts(
             wait_for=runner.wait_for,
         ),
         watchdog=Watchdog(config.health, max_error_rate=config.reward.max_error_rate),
-        keep_samples=functools.partial(keep_samples, config, recorder),
+        keep_samples=functools.partial(store_samples, config, recorder),
     )
 
 
-def _settling(config: Config) -> Settling:
+def _settling(config: Config) -> ValueConvergence:
     pretrain = config.critic_pretrain
-    return Settling(pretrain.settle_window, pretrain.settle_tolerance, min_steps=pretrain.min_steps)
+    return ValueConvergence(pretrain.settle_window, pretrain.settle_tolerance, min_steps=pretrain.min_steps)
 
 
 def _rollout(
     config: Config,
     group: TrainerGroup,
-    inputs: Inputs,
+    inputs: RunInputs,
     event_loop: asyncio.AbstractEventLoop,
     runner: StageRunner,
     recorder: Recorder,
@@ -284,8 +284,8 @@ def _rollout(
 
 
 def _with_fleet(
-    stack: ExitStack, config: Config, parts: Parts, inputs: Inputs, event_loop: asyncio.AbstractEventLoop, runner: StageRunner
-) -> Parts:
+    stack: ExitStack, config: Config, parts: LoopComponents, inputs: RunInputs, event_loop: asyncio.AbstractEventLoop, runner: StageRunner
+) -> LoopComponents:
     """Where servers for evaluation alone are named, they evaluate."""
     if not (config.eval.urls and eval_sets(config)):
         return parts
@@ -299,14 +299,14 @@ def _with_fleet(
         environment=inputs.environment,
         publisher=parts.rollout.publisher,
     )
-    fleet = Fleet(stack.enter_context(opened), runner.wait_for, parts.recorder.console.warning)
+    fleet = EvaluationServers(stack.enter_context(opened), runner.wait_for, parts.recorder.console.warning)
     parts.evaluator.move_to(fleet.rollout)
     return replace(parts, fleet=fleet)
 
 
-def _trainer_side(config: Config, group: TrainerGroup, runner: StageRunner, recorder: Recorder) -> TrainerSide:
-    return TrainerSide(
-        weights=ServedWeights(config, group, "policy"),
+def _trainer_side(config: Config, group: TrainerGroup, runner: StageRunner, recorder: Recorder) -> TrainerHooks:
+    return TrainerHooks(
+        weights=TrainerWeights(config, group, "policy"),
         call_on_trainer=runner.call_on_trainer,
         note=recorder.console.note,
         warn=recorder.console.warning,
@@ -314,12 +314,12 @@ def _trainer_side(config: Config, group: TrainerGroup, runner: StageRunner, reco
     )
 
 
-def _before_first_step(config: Config, parts: Parts, runner: StageRunner, first_step: int) -> int:
+def _before_first_step(config: Config, parts: LoopComponents, runner: StageRunner, first_step: int) -> int:
     """Current weights on every server, the two engines compared, and where the policy starts from.
 
     Returns the last step of the run: one that reached its goal before it was stopped has none left.
     """
-    parts.group.report_to(parts.recorder.console.note)
+    parts.group.set_progress_callback(parts.recorder.console.note)
     rollout, recorder, evaluator = parts.rollout, parts.recorder, parts.evaluator
     result = rollout.publish()
     recorder.console.note(f"weights on the servers: {result.num_bytes:,} bytes in {result.seconds:.2f} s")
@@ -327,7 +327,7 @@ def _before_first_step(config: Config, parts: Parts, runner: StageRunner, first_
         parts.fleet.rollout.publish()
     if parts.parity.wanted:
         parity = parts.parity.compare()
-        recorder.note_metrics(parity.metrics())
+        recorder.log_metrics(parity.metrics())
         recorder.console.note(f"Megatron and SGLang agree on {parity.num_tokens} sampled tokens: {parity}")
     if first_step == 0 and evaluator.due(config.run.num_steps - 1):
         metrics = runner.wait_for(evaluator.evaluate(-1))

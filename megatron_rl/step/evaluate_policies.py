@@ -16,13 +16,13 @@ from megatron_rl.config.derived import eval_sets
 from megatron_rl.config.schema import Config, Placement
 from megatron_rl.rewards.router import RewardRouter, build_rewards
 from megatron_rl.rollout.served_weights import FolderWeights
-from megatron_rl.rollout.service import RolloutService, TrainerSide, open_rollout
+from megatron_rl.rollout.service import RolloutService, TrainerHooks, open_rollout
 from megatron_rl.step.driver import event_loop_thread, stall_timeout_s
 from megatron_rl.step.evaluation import Evaluator
-from megatron_rl.step.grading import Grader
+from megatron_rl.step.grading import ResponseScorer
 from megatron_rl.step.inputs import EvalInputs, make_eval_inputs
 from megatron_rl.step.runner import StageRunner
-from megatron_rl.system.files.atomic_files import write_whole
+from megatron_rl.system.files.atomic_files import write_atomic
 
 _FILE = "evaluation.json"
 
@@ -51,7 +51,7 @@ def evaluate_policies(config: Config, folders: Sequence[Path], say: Say) -> Iter
         )
         rewards = stack.enter_context(build_rewards(config.reward))
         weights = FolderWeights(folders[0], config.rollout.weight_sync_timeout_s)
-        trainer = TrainerSide(weights=weights, call_on_trainer=runner.call_on_trainer, note=say, warn=say)
+        trainer = TrainerHooks(weights=weights, call_on_trainer=runner.call_on_trainer, note=say, warn=say)
         rollout = stack.enter_context(
             open_rollout(config, event_loop, trainer, tokenizer=inputs.tokenizer, environment=inputs.environment)
         )
@@ -61,7 +61,7 @@ def evaluate_policies(config: Config, folders: Sequence[Path], say: Say) -> Iter
             weights.folder = folder
             rollout.publish()
             metrics = runner.wait_for(evaluator.evaluate(-1))
-            write_whole(folder / _FILE, json.dumps({"settings": settings, "metrics": metrics}, indent=2))
+            write_atomic(folder / _FILE, json.dumps({"settings": settings, "metrics": metrics}, indent=2))
             yield folder, metrics
 
 
@@ -70,7 +70,7 @@ def _evaluator(config: Config, inputs: EvalInputs, rollout: RolloutService, rewa
         config,
         {name: one.prompts for name, one in inputs.eval_sets.items()},
         rollout=rollout,
-        grader=Grader(config.reward, rewards, inputs.tokenizer.decode, inputs.environment),
+        grader=ResponseScorer(config.reward, rewards, inputs.tokenizer.decode, inputs.environment),
         start=inputs.start,
         on_accuracy=lambda *accuracy: None,
         stop_after=lambda step: None,

@@ -14,13 +14,13 @@ from itertools import chain
 from typing import Any
 
 from megatron_rl.algorithms.pass_at_k import mean_and_error, pass_at_k, powers_up_to
-from megatron_rl.config.derived import EvalSet, eval_sets, falls_due
+from megatron_rl.config.derived import EvalSet, eval_sets, is_due
 from megatron_rl.config.schema import Config
 from megatron_rl.data.trajectory import Prompt, Trajectory
 from megatron_rl.errors import UserError
-from megatron_rl.rollout.sampling import Draw
+from megatron_rl.rollout.sampling import SamplingOverrides
 from megatron_rl.rollout.service import RolloutService
-from megatron_rl.step.grading import Grader
+from megatron_rl.step.grading import ResponseScorer
 
 _LOOK_S = 1.0
 
@@ -29,7 +29,7 @@ Samples = list[list[Trajectory]]
 
 
 @dataclass
-class Fleet:
+class EvaluationServers:
     """Servers for evaluation alone. Training goes on without them where they are lost."""
 
     rollout: RolloutService
@@ -43,7 +43,7 @@ class Fleet:
         """The present weights, for an evaluation of this step (main thread); what stands in the way is said."""
         self.wait_for(evaluator.idle(serves=lambda: self.rollout.num_live_servers > 0))  # it has the weights of its step
         problem: object = ""
-        if not self.wait_for(self.rollout.look()):
+        if not self.wait_for(self.rollout.check_servers()):
             problem = f"none of {', '.join(self.rollout.urls)} (eval.urls) answers"
         else:
             try:
@@ -67,7 +67,7 @@ class Evaluator:
         prompts: Mapping[str, Sequence[Prompt]],
         *,
         rollout: RolloutService,
-        grader: Grader,
+        grader: ResponseScorer,
         start: Callable[[Prompt, int], Trajectory],
         on_accuracy: Callable[[int, float, float | None], None],
         stop_after: Callable[[int], None],
@@ -90,7 +90,7 @@ class Evaluator:
     def due(self, step: int) -> bool:
         """After every eval.every_steps steps and after the last one, when there is something to evaluate on."""
         last = step + 1 == self._config.run.num_steps
-        return bool(self._sets) and (last or falls_due(step + 1, self._config.eval.every_steps))
+        return bool(self._sets) and (last or is_due(step + 1, self._config.eval.every_steps))
 
     def begin(self, step: int, add: Callable[[int, dict[str, float], float], None], warn: Callable[[str], None]) -> None:
         """``evaluate`` beside training (on the event loop), on servers that ``idle`` has waited for.
@@ -157,7 +157,7 @@ class Evaluator:
             _flat(samples),
             step=step,
             window_tokens=self._config.batch.max_response_tokens,
-            draw=Draw(one.temperature, one.top_p, one.top_k, name),
+            draw=SamplingOverrides(one.temperature, one.top_p, one.top_k, name),
             kind=f"eval-{name}" if name else "eval",
         )
 

@@ -13,11 +13,17 @@ from torch import Tensor
 
 from megatron_rl import algorithms
 from megatron_rl.algorithms.advantages import Episodes, estimate_advantages
-from megatron_rl.algorithms.sequences import spread
+from megatron_rl.algorithms.sequences import repeat_per_sequence
 from megatron_rl.config.schema import AlgorithmConfig, Bootstrap, LambdaKind, Overlong
 from megatron_rl.data.batch import PackedBatch, cu_seqlens_of
 from megatron_rl.data.trajectory import Trajectory
-from megatron_rl.step.advantage_spans import SINGLE_RESPONSE, Piece, ResponseRules, terminal_rewards, window_pieces
+from megatron_rl.step.advantage_spans import (
+    SINGLE_RESPONSE,
+    AdvantageSpan,
+    ResponseRules,
+    terminal_rewards,
+    window_pieces,
+)
 from megatron_rl.step.packing import Stretches
 
 
@@ -36,7 +42,7 @@ class Advantages:
 
 
 @dataclass(frozen=True)
-class Signals:
+class ModelOutputs:
     """What the models said about a window's batch; all [T] but final_values [N]."""
 
     values: Tensor | None = None
@@ -52,7 +58,7 @@ class Signals:
 def window_advantages(
     trajectories: Sequence[Trajectory],
     batch: PackedBatch,
-    signals: Signals,
+    signals: ModelOutputs,
     *,
     step: int | None,
     window_tokens: int,
@@ -72,7 +78,7 @@ def window_advantages(
     scored = torch.tensor([p.scored for p in pieces], dtype=torch.bool)
     if greedy is not None:
         scored &= torch.tensor([group in greedy for group in groups], dtype=torch.bool)
-    counted &= spread(scored, sizes)
+    counted &= repeat_per_sequence(scored, sizes)
     if rules.masks_hot_tokens or algorithm.overlong is Overlong.filter:
         counted &= _taken_in(trajectories, step, algorithm, rules)
     episodes = Episodes(
@@ -84,13 +90,13 @@ def window_advantages(
         gamma=algorithm.gamma,
         lam=_lambda(pieces, ended, window_tokens, algorithm),
         values=None if signals.values is None else window.within(signals.values),
-        bootstrap=values_at_cut(pieces, signals, algorithm),
+        bootstrap=bootstrap_values(pieces, signals, algorithm),
         baselines=None if greedy is None else torch.tensor([greedy.get(group, 0.0) for group in groups]),
     )
     advantages = estimate_advantages(algorithm.advantage, algorithm.advantage_options, episodes)
     if algorithm.normalize_by_role:
         roles = sorted({p.role for p in pieces})
-        role_ids = spread(torch.tensor([roles.index(p.role) for p in pieces], dtype=torch.int32), sizes)
+        role_ids = repeat_per_sequence(torch.tensor([roles.index(p.role) for p in pieces], dtype=torch.int32), sizes)
         normalized = algorithms.role_normalize(advantages, counted, role_ids, clamp=algorithm.advantage_clamp)
     else:
         normalized = algorithms.normalize_advantages(
@@ -100,11 +106,11 @@ def window_advantages(
         advantages=window.on_mask(normalized),
         mask=window.on_mask(counted),
         raw=advantages,
-        ended=spread(ended, sizes),
+        ended=repeat_per_sequence(ended, sizes),
     )
 
 
-class PieceTokens(NamedTuple):
+class SpanTokens(NamedTuple):
     """Pieces, and the rewards of their tokens."""
 
     sizes: Tensor
@@ -117,17 +123,17 @@ class PieceTokens(NamedTuple):
     """[tokens]"""
 
 
-def piece_tokens(pieces: Sequence[Piece], signals: Signals, window: Stretches) -> PieceTokens:
+def piece_tokens(pieces: Sequence[AdvantageSpan], signals: ModelOutputs, window: Stretches) -> SpanTokens:
     """``window``: the pieces' tokens among those of the batch, in their order."""
     sizes = torch.tensor([p.num_tokens for p in pieces], dtype=torch.int64)
     cu_pieces, ended = cu_seqlens_of(sizes), torch.tensor([p.ended for p in pieces], dtype=torch.bool)
     rewards = terminal_rewards(pieces, cu_pieces)
     if signals.token_rewards is not None:
         rewards += window.within(signals.token_rewards)
-    return PieceTokens(sizes, cu_pieces, ended, rewards)
+    return SpanTokens(sizes, cu_pieces, ended, rewards)
 
 
-def values_at_cut(pieces: Sequence[Piece], signals: Signals, algorithm: AlgorithmConfig) -> Tensor | None:
+def bootstrap_values(pieces: Sequence[AdvantageSpan], signals: ModelOutputs, algorithm: AlgorithmConfig) -> Tensor | None:
     """[pieces] V after each piece's last token, read where its response goes on; None: the last token's own (EGAE)."""
     if algorithm.bootstrap is not Bootstrap.critic or signals.final_values is None:
         return None
@@ -140,14 +146,14 @@ def _taken_in(
     """[W] bool: False on the tokens that the policy loss leaves out although they were generated in this step."""
     counts, lengths = [], []
     for t in trajectories:
-        cut = algorithm.overlong is Overlong.filter and t.finished and not t.stopped
-        for segment in t.generated_by(step):
+        cut = algorithm.overlong is Overlong.filter and t.finished and not t.ended_naturally
+        for segment in t.segments_from_step(step):
             counts.append(not cut and not (segment.hot and rules.masks_hot_tokens))
             lengths.append(len(segment.token_ids))
-    return spread(torch.tensor(counts, dtype=torch.bool), torch.tensor(lengths, dtype=torch.int64))
+    return repeat_per_sequence(torch.tensor(counts, dtype=torch.bool), torch.tensor(lengths, dtype=torch.int64))
 
 
-def _lambda(pieces: Sequence[Piece], ended: Tensor, window_tokens: int, algorithm: AlgorithmConfig) -> float | Tensor:
+def _lambda(pieces: Sequence[AdvantageSpan], ended: Tensor, window_tokens: int, algorithm: AlgorithmConfig) -> float | Tensor:
     if algorithm.lambda_policy is LambdaKind.constant:
         return algorithm.lambda_value
     # Integers: near 1 a float32 rounding, raised to the power of the length, would show.

@@ -14,10 +14,10 @@ from megatron_rl.config.schema import RewardConfig
 from megatron_rl.data.trajectory import Score, TokenParts, Trajectory
 from megatron_rl.environments.base import Environment, turn_views, turns_to_score
 from megatron_rl.rewards.alarm import check_error_rate
-from megatron_rl.rewards.router import GradedItem, RewardRouter
+from megatron_rl.rewards.router import RewardRouter, ScoreItem
 
 
-class Grader:
+class ResponseScorer:
     """Asks the run's reward, and the environment where there is one; scores are put on the trajectories."""
 
     def __init__(
@@ -75,7 +75,7 @@ class Grader:
 
     async def _ask(self, texts: Sequence[tuple[Trajectory, str]]) -> list[Score]:
         items = [
-            GradedItem(response=text, answer=p.answer, prompt=p.text, type=p.type, fields=p.fields)
+            ScoreItem(response=text, answer=p.answer, prompt=p.text, type=p.type, fields=p.fields)
             for p, text in ((t.prompt, text) for t, text in texts)
         ]
         scores = await self._rewards.score_many(items)

@@ -40,7 +40,7 @@ class EvalInputs:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Inputs(EvalInputs):
+class RunInputs(EvalInputs):
     """What a run works on."""
 
     train_set: PromptSet
@@ -53,14 +53,14 @@ class Inputs(EvalInputs):
             self.tokenizer.vision.check_known(image for prompt in self.pool.prompts for image in prompt.images)
 
 
-def make_inputs(config: Config) -> Inputs:
+def make_inputs(config: Config) -> RunInputs:
     held_out = make_eval_inputs(config)
     data = with_reward_fields(config.data, wanted_row_fields(config.reward))
     train_set = load_prompts(
         data.train_files, data, held_out.tokenizer, max_prompt_tokens=config.batch.max_prompt_tokens
     )
     check_prompts(config.reward, train_set.prompts)
-    return Inputs(**vars(held_out), train_set=train_set, pool=_slot_pool(config, train_set, held_out.start))
+    return RunInputs(**vars(held_out), train_set=train_set, pool=_slot_pool(config, train_set, held_out.start))
 
 
 def make_eval_inputs(config: Config) -> EvalInputs:
@@ -121,7 +121,7 @@ def first_window_tokens(config: Config, trajectory_id: int) -> int:
     return effective_window_tokens(config) - draw % jitter
 
 
-def describe_prompts(inputs: Inputs) -> Iterator[str]:
+def describe_prompts(inputs: RunInputs) -> Iterator[str]:
     """A line on each set of prompts: how many there are of each type, and how many were left out."""
     sets = {"train on": inputs.train_set}
     sets |= {f"evaluate on ({name})" if name else "evaluate on": one for name, one in inputs.eval_sets.items()}

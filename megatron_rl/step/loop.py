@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from megatron_rl.algorithms.settling import Settling
+from megatron_rl.algorithms.settling import ValueConvergence
 from megatron_rl.config.derived import (
     effective_window_tokens,
     needs_greedy,
@@ -24,69 +24,69 @@ from megatron_rl.config.derived import (
 from megatron_rl.config.schema import Config, HealthAction, OldPolicy, RoutingReplay, TrainsOn
 from megatron_rl.data.batch import PackedBatch
 from megatron_rl.data.slots import SlotPool
-from megatron_rl.data.vision import Vision
+from megatron_rl.data.vision import ImageProcessor
 from megatron_rl.rewards.lines.dense import ProcessRewarder, values_after_tokens
 from megatron_rl.rollout.service import RolloutService
-from megatron_rl.run.checkpoints import Saver
-from megatron_rl.run.kept_policies import PolicyKeeper
+from megatron_rl.run.checkpoints import Checkpointer
+from megatron_rl.run.kept_policies import PolicyExporter
 from megatron_rl.run.recorder import Recorder
 from megatron_rl.step import metrics as step_metrics
 from megatron_rl.step.advantage_spans import SINGLE_RESPONSE, ResponseRules, greedy_rewards
 from megatron_rl.step.batches import (
     critic_responses,
-    keep_left_out,
-    keep_signals,
     policy_batch,
     response_batch,
+    store_model_outputs,
+    store_untrained,
     window_critic_batch,
 )
 from megatron_rl.step.collect import Collector
 from megatron_rl.step.divergence import KlPenalty
-from megatron_rl.step.evaluation import Evaluator, Fleet
-from megatron_rl.step.experience import Signals, window_advantages
-from megatron_rl.step.first_update import compare_with_old, with_own_old
-from megatron_rl.step.grading import Grader
+from megatron_rl.step.evaluation import EvaluationServers, Evaluator
+from megatron_rl.step.experience import ModelOutputs, window_advantages
+from megatron_rl.step.first_update import finish_own_logprobs, uses_own_logprobs
+from megatron_rl.step.grading import ResponseScorer
 from megatron_rl.step.graph import Resource, Stage
 from megatron_rl.step.packing import response_field, window_batch, window_routes, with_routes
 from megatron_rl.step.parity import EngineMismatch, ParityCheck
-from megatron_rl.step.stage_facts import ChildrenClock
+from megatron_rl.step.stage_facts import ChildCpuClock
 from megatron_rl.step.state import StepState
-from megatron_rl.step.updates import coming_updates, train_critic, train_policy
-from megatron_rl.step.watchdog import Finding, RollBack, TrainingDied, Watchdog
+from megatron_rl.step.updates import planned_updates, train_critic, train_policy
+from megatron_rl.step.watchdog import Finding, Rollback, TrainingCollapsed, Watchdog
 from megatron_rl.training.trainer_group import TrainerGroup
 
 
 @dataclass(frozen=True)
-class Parts:
+class LoopComponents:
     """What the loop works with: everything that outlives a step."""
 
     group: TrainerGroup
     pool: SlotPool
     collector: Collector
     rollout: RolloutService
-    grader: Grader
+    grader: ResponseScorer
     evaluator: Evaluator
     recorder: Recorder
-    saver: Saver
-    keeper: PolicyKeeper
+    saver: Checkpointer
+    keeper: PolicyExporter
     process_rewarder: ProcessRewarder
     stop_after: Callable[[int], None]
     """Opens no step after this one."""
     parity: ParityCheck
     watchdog: Watchdog
-    fleet: Fleet | None = None
+    fleet: EvaluationServers | None = None
     """With it evaluation goes on beside training."""
     rules: ResponseRules = SINGLE_RESPONSE
-    settling: Settling | None = None
+    settling: ValueConvergence | None = None
     """With it the critic trains alone until it has settled (value pretraining)."""
-    vision: Vision | None = None
+    vision: ImageProcessor | None = None
     keep_samples: Callable[[StepState, int], None] = lambda state, step: None
 
 
 class TrainingLoop:
     """The stages of the driver (rank 0); ``actions`` hands them to the stage runner."""
 
-    def __init__(self, config: Config, parts: Parts) -> None:
+    def __init__(self, config: Config, parts: LoopComponents) -> None:
         self._config = config
         self._parts = parts
         self._kl_penalty = KlPenalty(config.algorithm.kl)
@@ -97,7 +97,7 @@ class TrainingLoop:
         """Step -> trainer stages that have not run."""
         self._newest_trained = self._examined = -1
         """The newest step that has begun to change the models; -1: none of this process."""
-        self._children = ChildrenClock()
+        self._children = ChildCpuClock()
 
     def load_state(self, driver: dict[str, Any]) -> None:
         """What ``checkpoint`` wrote, besides the pool."""
@@ -121,9 +121,9 @@ class TrainingLoop:
         before_s = self._children.cpu_s()
         slots, metrics = await self._parts.collector.collect(step)
         # The next window may be generated before this one has trained.
-        slots = [t if t.finished else t.at_rest() for t in slots]
+        slots = [t if t.finished else t.frozen_copy() for t in slots]
         used_s = self._children.cpu_s() - before_s
-        self._parts.recorder.note_work("generate", step, cpu_s=used_s, cores=os.cpu_count() or 1, rounds=self._parts.collector.rounds)
+        self._parts.recorder.log_stage_facts("generate", step, cpu_s=used_s, cores=os.cpu_count() or 1, rounds=self._parts.collector.rounds)
         trajectories = [t for t in slots if t.window_tokens(step) and not t.greedy]
         if trains_whole_groups(self._config):
             trajectories = self._parts.collector.ended_groups(step)
@@ -168,7 +168,7 @@ class TrainingLoop:
         state, group, temperature = self._states[step], self._parts.group, self._config.rollout.temperature
         rests, settles = step < self._critic_warmup_steps, self._parts.settling is not None
         num_sequences = state.batch.num_sequences
-        state.first_update = with_own_old(self._config, num_sequences, step, rests=rests, never_trains=settles)
+        state.first_update = uses_own_logprobs(self._config, num_sequences, step, rests=rests, never_trains=settles)
         if state.first_update:
             others = sorted(set(range(num_sequences)) - set(state.first_update))
             state.old_logprobs = group.logprobs(state.batch, others, temperature=temperature)
@@ -185,7 +185,7 @@ class TrainingLoop:
         state, parts, algorithm = self._states[step], self._parts, self._config.algorithm
         divergence = self._kl_penalty.charge(state)
         greedy = greedy_rewards(state.slots, algorithm) if needs_greedy(self._config) else None
-        signals = Signals(state.values, state.final_values, divergence.token_rewards, greedy)
+        signals = ModelOutputs(state.values, state.final_values, divergence.token_rewards, greedy)
         advantages = window_advantages(
             state.trajectories,
             state.batch,
@@ -195,7 +195,7 @@ class TrainingLoop:
             algorithm=algorithm,
             rules=parts.rules,
         )
-        keep_signals(state.trajectories, state.batch, signals, self._trained_window(step))
+        store_model_outputs(state.trajectories, state.batch, signals, self._trained_window(step))
         state.policy_batch, found = policy_batch(
             state.trajectories,
             state.batch,
@@ -207,7 +207,7 @@ class TrainingLoop:
             is_partial=bool(state.first_update),
         )
         if algorithm.positive_lm_coef:
-            keep_left_out(state.trajectories, state.batch, state.policy_batch.fields["mask"])
+            store_untrained(state.trajectories, state.batch, state.policy_batch.fields["mask"])
         if state.values is not None:
             state.critic_batch = self._critic_batch(step, signals)
         state.metrics |= divergence.metrics
@@ -236,7 +236,7 @@ class TrainingLoop:
                     self._parts.fleet.rollout.weights_changed()
             state.metrics |= metrics
             if old is not None:
-                compare_with_old(self._config, state, old, self._kl_penalty)
+                finish_own_logprobs(self._config, state, old, self._kl_penalty)
         self._parts.keep_samples(state, step)
         state.trained_s = self._parts.recorder.elapsed_s
         if 0 < limit_s <= state.trained_s:
@@ -318,7 +318,7 @@ class TrainingLoop:
             self._settle_save(wait=True)
         return step + 1
 
-    def _critic_batch(self, step: int, signals: Signals) -> PackedBatch | None:
+    def _critic_batch(self, step: int, signals: ModelOutputs) -> PackedBatch | None:
         state, algorithm, rules = self._states[step], self._config.algorithm, self._parts.rules
         if self._config.schedule.critic_trains_on is TrainsOn.responses:
             return response_batch(state.finished, algorithm, rules, self._parts.vision)
@@ -354,17 +354,17 @@ class TrainingLoop:
             "kl": state.kl_state,
             "settling": parts.settling.state() if parts.settling else None,
             "watchdog": parts.watchdog.state(),
-            "server_restarts": parts.rollout.restarts(),
+            "server_restarts": parts.rollout.restart_counts(),
             # For a run that is killed before it has written them down.
             "metrics": state.metrics,
         }
-        parts.recorder.keep_books()
+        parts.recorder.flush_records()
         version = parts.rollout.trainer_version  # the servers may not have it yet
         self._warn_of(parts.saver.save(step, driver, weight_version=version, healthy=parts.watchdog.healthy))
 
     def _settle_save(self, *, wait: bool) -> None:
         """A checkpoint that was written in the background counts from here on, if it is written."""
-        self._warn_of(self._parts.saver.settle(wait=wait))
+        self._warn_of(self._parts.saver.finish_background_save(wait=wait))
 
     def _warn_of(self, problem: str) -> None:
         if problem:
@@ -395,11 +395,11 @@ class TrainingLoop:
         ended: Sequence[int] = ids
         if config.schedule.critic_trains_on is TrainsOn.responses:
             ended = [t.id for t in critic_responses(state.ended, config.algorithm)]
-        self._parts.group.share_out(state.batch, coming_updates(config, ids, ended, step))
+        self._parts.group.share_out(state.batch, planned_updates(config, ids, ended, step))
 
     def _count_use(self) -> None:
         for (step, stage), (use, rank_s) in self._parts.group.use_by_stage().items():
-            self._parts.recorder.note_work(stage, step, cpu_s=use.cpu_s, rank_s=rank_s)
+            self._parts.recorder.log_stage_facts(stage, step, cpu_s=use.cpu_s, rank_s=rank_s)
             if step in self._states:
                 self._states[step].metrics |= {
                     f"memory/{stage}_host_gib": use.host_gib,
@@ -422,7 +422,7 @@ class TrainingLoop:
         for message in messages[HealthAction.warn]:
             self._parts.recorder.console.warning(message)
         if messages[HealthAction.stop]:
-            raise TrainingDied(f"{'; '.join(messages[HealthAction.stop])}. {self._way_back()}")
+            raise TrainingCollapsed(f"{'; '.join(messages[HealthAction.stop])}. {self._way_back()}")
         if messages[HealthAction.roll_back]:
             self._roll_back("; ".join(messages[HealthAction.roll_back]))
 
@@ -430,10 +430,10 @@ class TrainingLoop:
         parts, limit = self._parts, self._config.health.max_rollbacks
         number = parts.watchdog.num_rollbacks + 1
         if number > limit:
-            raise TrainingDied(f"{why}. Already rolled back {limit} times (health.max_rollbacks). {self._way_back()}")
+            raise TrainingCollapsed(f"{why}. Already rolled back {limit} times (health.max_rollbacks). {self._way_back()}")
         if parts.saver.newest_healthy is None:
-            raise TrainingDied(f"{why}. {self._way_back()}")
-        raise RollBack(why, parts.pool.position(), number)
+            raise TrainingCollapsed(f"{why}. {self._way_back()}")
+        raise Rollback(why, parts.pool.position(), number)
 
     def _way_back(self) -> str:
         healthy = self._parts.saver.newest_healthy

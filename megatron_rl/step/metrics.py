@@ -33,7 +33,7 @@ def rollout_metrics(trajectories: Sequence[Trajectory], *, step: int) -> dict[st
     if finished:
         metrics["rollout/response_tokens_mean"] = _mean([t.num_response_tokens for t in finished])
         metrics["rollout/response_tokens_max"] = max(t.num_response_tokens for t in finished)
-        metrics["rollout/cut_share"] = _mean([not t.stopped for t in finished])
+        metrics["rollout/cut_share"] = _mean([not t.ended_naturally for t in finished])
         metrics["rollout/spans_mean"] = _mean([_num_spans(t) for t in finished])
         metrics["rollout/spans_max"] = max(map(_num_spans, finished))
     return {name: float(value) for name, value in metrics.items()}

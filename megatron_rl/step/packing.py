@@ -10,7 +10,7 @@ from torch import Tensor
 from megatron_rl.algorithms.sequences import edges
 from megatron_rl.data.batch import ROUTES, TOKENS, PackedBatch, Parts, cu_seqlens_of
 from megatron_rl.data.trajectory import Trajectory
-from megatron_rl.data.vision import Vision
+from megatron_rl.data.vision import ImageProcessor
 
 _SHORT_STRETCH = 32
 """Tokens, on average: shorter ones take longer to copy one by one than by a list of all their tokens."""
@@ -19,7 +19,7 @@ _SHORT_STRETCH = 32
 def pack(
     trajectories: Sequence[Trajectory],
     fields: dict[str, Tensor],
-    vision: Vision | None = None,
+    vision: ImageProcessor | None = None,
     spans: Sequence[tuple[int, int]] | None = None,
 ) -> PackedBatch:
     """Prompts and responses so far with per-token ``fields`` [T]; ``vision`` finds the images of the prompts.
@@ -38,7 +38,7 @@ def pack(
 
 
 def window_batch(
-    trajectories: Sequence[Trajectory], step: int | None, vision: Vision | None = None
+    trajectories: Sequence[Trajectory], step: int | None, vision: ImageProcessor | None = None
 ) -> PackedBatch:
     """Prompt and response so far; ``mask`` is on the tokens that ``step`` generated, rollout_logprobs next to it.
 

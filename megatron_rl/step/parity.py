@@ -13,16 +13,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_rl.algorithms.mismatch import Figures, mismatch_figures
-from megatron_rl.config.derived import falls_due
+from megatron_rl.algorithms.mismatch import MismatchStats, mismatch_figures
+from megatron_rl.config.derived import is_due
 from megatron_rl.config.schema import Config, RoutingReplay
 from megatron_rl.data.batch import PackedBatch
 from megatron_rl.data.trajectory import Prompt, Trajectory
-from megatron_rl.data.vision import Vision
+from megatron_rl.data.vision import ImageProcessor
 from megatron_rl.errors import UserError
 from megatron_rl.rollout.service import RolloutService
 from megatron_rl.step.packing import window_batch
-from megatron_rl.step.parity_bounds import has_expert_layers, kind_of_numbers, parity_bounds
+from megatron_rl.step.parity_bounds import has_expert_layers, numeric_format, parity_bounds
 from megatron_rl.training.trainer_group import TrainerGroup
 
 _MAX_TOKENS = 64
@@ -41,8 +41,8 @@ _KEYS = {
 class Parity:
     """How well the two engines agree on the sampled tokens, and how well they have to."""
 
-    figures: Figures
-    bounds: Figures
+    figures: MismatchStats
+    bounds: MismatchStats
     """Infinite where there is none."""
     num_tokens: int
 
@@ -84,7 +84,7 @@ class ParityCheck:
         *,
         group: TrainerGroup,
         rollout: RolloutService,
-        vision: Vision | None,
+        vision: ImageProcessor | None,
         wait_for: Callable[[Coroutine[Any, Any, Any]], Any],
     ) -> None:
         """``wait_for`` runs a coroutine on the asyncio thread to its end."""
@@ -97,7 +97,7 @@ class ParityCheck:
 
     def due(self, step: int) -> bool:
         """After every rollout.parity_every_steps steps, if engines are compared at all."""
-        return self.wanted and falls_due(step + 1, self._config.rollout.parity_every_steps)
+        return self.wanted and is_due(step + 1, self._config.rollout.parity_every_steps)
 
     @property
     def wanted(self) -> bool:
@@ -133,7 +133,7 @@ def compare_logprobs(
     group: TrainerGroup,
     trajectories: Sequence[Trajectory],
     differing_weights: Callable[[], list[str]],
-    vision: Vision | None = None,
+    vision: ImageProcessor | None = None,
 ) -> Parity:
     """Raise EngineMismatch beyond a bound of ``parity_bounds``; ``differing_weights`` is asked only then."""
     # Without ids: these are no sequences of the step.
@@ -151,17 +151,17 @@ def compare_logprobs(
     raise EngineMismatch(
         f"log-probs of {parity.num_tokens} sampled tokens differ between Megatron and SGLang by more than {_computed(config)} "
         f"explains: {parity}; at the worst token Megatron says {float(ours[worst]):.5f} and SGLang "
-        f"{float(theirs[worst]):.5f}. {_whose(trajectories, batch, difference)}{_what_to_check(config, differing_weights(), parity)}",
+        f"{float(theirs[worst]):.5f}. {_worst_prompt(trajectories, batch, difference)}{_what_to_check(config, differing_weights(), parity)}",
         parity,
     )
 
 
 def _computed(config: Config) -> str:
-    kind = kind_of_numbers(config, on_gpu=torch.cuda.is_available())
+    kind = numeric_format(config, on_gpu=torch.cuda.is_available())
     return f"{kind} of {'a mixture of experts' if has_expert_layers(config) else 'a dense model'}"
 
 
-def _whose(trajectories: Sequence[Trajectory], batch: PackedBatch, difference: Tensor) -> str:
+def _worst_prompt(trajectories: Sequence[Trajectory], batch: PackedBatch, difference: Tensor) -> str:
     """Which prompt the worst token belongs to, and whether it is the images; empty without images."""
     with_images = torch.tensor([bool(t.prompt.images) for t in trajectories])
     if not with_images.any():

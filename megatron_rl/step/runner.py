@@ -103,7 +103,7 @@ class StageRunner:
     def _wind_up(self) -> None:
         with self._lock:
             self._winding_up = True
-            still_needed = self._frontier.wind_up(LASTING, KEEPER, BOOKS)
+            still_needed = self._frontier.finish_open_steps(LASTING, KEEPER, BOOKS)
             futures = dict(self._running_coroutines)
             self._abandoned = futures.keys() - still_needed
         for stage_run in self._abandoned:
@@ -150,7 +150,7 @@ class StageRunner:
     def _start(self, stage_run: StageRun) -> None:
         self._frontier.start(stage_run)
         self._started_s[stage_run] = time.time()
-        process_probe.note(f"{stage_run.stage.name} of step {stage_run.step + 1}", stage_run.stage.resource.value)
+        process_probe.set_status(f"{stage_run.stage.name} of step {stage_run.step + 1}", stage_run.stage.resource.value)
 
     def _launch(self, stage_run: StageRun) -> None:
         action = self._actions[stage_run.stage.name]
@@ -176,7 +176,7 @@ class StageRunner:
     def _complete(self, stage_run: StageRun, ended_s: float) -> None:
         with self._lock:
             started_s, stage = self._started_s.pop(stage_run), stage_run.stage
-            process_probe.note(f"{stage.name} of step {stage_run.step + 1}")
+            process_probe.set_status(f"{stage.name} of step {stage_run.step + 1}")
             self._on_span(stage.name, stage.resource.value, stage_run.step, started_s, ended_s)
             self._frontier.finish(stage_run)
             if not self._ended:

@@ -43,7 +43,7 @@ def _kept(new: np.ndarray, held: np.ndarray) -> np.ndarray:
     return by_length[even]
 
 
-class ChildrenClock:
+class ChildCpuClock:
     """CPU seconds of the processes that this one has started, servers and reward workers, and of theirs."""
 
     def __init__(self) -> None:

@@ -17,7 +17,7 @@ from megatron_rl.run.recorder import Recorder
 from megatron_rl.step.state import StepState
 
 
-def keep_samples(config: Config, recorder: Recorder, state: StepState, step: int) -> None:
+def store_samples(config: Config, recorder: Recorder, state: StepState, step: int) -> None:
     """Hand the chosen responses of ``step`` to the run's books; they are written beside training."""
     limit = config.tracking.samples_per_step
     if not limit:
@@ -135,7 +135,7 @@ def _end(trajectory: Trajectory) -> str:
     """How the response ended: by itself, at its budget, before a message without room, or not yet."""
     if not trajectory.finished:
         return "open"
-    return "stop" if trajectory.stopped else "room" if trajectory.out_of_room else "length"
+    return "stop" if trajectory.ended_naturally else "room" if trajectory.out_of_room else "length"
 
 
 def _mean(values: np.ndarray) -> float | None:

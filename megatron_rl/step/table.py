@@ -15,7 +15,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from megatron_rl.config.derived import needs_critic, needs_reference, publishes_in_flight, runs_ahead, server_placement
+from megatron_rl.config.derived import (
+    generates_ahead,
+    needs_critic,
+    needs_reference,
+    publishes_in_flight,
+    server_placement,
+)
 from megatron_rl.config.schema import Config, Mode
 from megatron_rl.step.graph import Resource, Stage, resolve
 
@@ -70,7 +76,7 @@ def graph_of(config: Config) -> tuple[Stage, ...]:
         reference=needs_reference(config),
         process_rewards=bool(config.reward.process.path),
         colocated=server_placement(config.rollout).shares_devices,
-        ahead=runs_ahead(config.schedule),
+        ahead=generates_ahead(config.schedule),
         in_flight=publishes_in_flight(config.schedule),
     )
 

@@ -71,7 +71,7 @@ def train_critic(config: Config, group: TrainerGroup, batch: PackedBatch, step: 
     return update_metrics("critic", results)
 
 
-def coming_updates(config: Config, ids: Sequence[int], ended: Sequence[int], step: int) -> dict[str, list[list[int]]]:
+def planned_updates(config: Config, ids: Sequence[int], ended: Sequence[int], step: int) -> dict[str, list[list[int]]]:
     """By engine, which sequences each optimizer step of this step will be taken on; a critic learns from ``ended``."""
     of_policy, of_critic = policy_minibatches(config, len(ids), step), critic_minibatches(config, len(ended), step)
     return {

@@ -12,18 +12,18 @@ from typing import Any
 from megatron_rl.config.schema import HealthAction, HealthConfig
 from megatron_rl.errors import UserError
 
-_AT_ONCE = ("reward_errors",)
+_IMMEDIATE_SIGNS = ("reward_errors",)
 _NO_GRADIENT = 1e-10
 """Gradient norms of models that learn are larger by many orders; float32 rounding of a dead one need not be exactly 0."""
 _NUM_STANDARD_ERRORS = 6.0
 """The best of many noisy means lies some three standard errors too high, the worst as far too low."""
 
 
-class TrainingDied(UserError):
+class TrainingCollapsed(UserError):
     """A sign whose action is to stop the run."""
 
 
-class RollBack(Exception):
+class Rollback(Exception):
     """A sign whose action is to return to the last good checkpoint."""
 
     def __init__(self, message: str, position: dict[str, Any], number: int) -> None:
@@ -71,7 +71,7 @@ class Watchdog:
         self._num_steps = {sign: self._num_steps.get(sign, 0) + 1 for sign in seen}
         findings = []
         for sign, words in seen.items():
-            patience = 1 if sign in _AT_ONCE else self._config.patience_steps
+            patience = 1 if sign in _IMMEDIATE_SIGNS else self._config.patience_steps
             held = self._num_steps[sign]
             if held % patience == 0:
                 since = f"step {step + 1}" if held == 1 else f"steps {step + 2 - held} to {step + 1}"

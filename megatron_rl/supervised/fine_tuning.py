@@ -10,9 +10,9 @@ from torch import Tensor
 
 from megatron_rl.config.schema import Config
 from megatron_rl.data.batch import PackedBatch, cu_seqlens_of
-from megatron_rl.data.prompts import Solution, load_solutions
+from megatron_rl.data.prompts import PromptWithResponse, load_solutions
 from megatron_rl.data.tokenizer import Tokenizer
-from megatron_rl.data.vision import Vision
+from megatron_rl.data.vision import ImageProcessor
 from megatron_rl.errors import UserError
 from megatron_rl.parallel.topology import Topology
 from megatron_rl.supervised.epochs import epoch_batches
@@ -43,7 +43,7 @@ def _train(config: Config, group: TrainerGroup) -> None:
     solutions = load_solutions(config.sft.train_files or config.data.train_files, config.data, tokenizer)
     batches = epoch_batches(len(solutions), config.sft.batch_size, config.run.seed)
     console = Console()
-    group.report_to(console.print)
+    group.set_progress_callback(console.print)
     for note in group.notes:
         console.print(note)
     with progress_bar("sft", config.sft.num_steps, console=console) as advance:
@@ -70,7 +70,7 @@ def _train(config: Config, group: TrainerGroup) -> None:
     console.print(f"sft: wrote {config.sft.output_path}")
 
 
-def solution_batch(solutions: Sequence[Solution], vision: Vision | None = None) -> PackedBatch:
+def solution_batch(solutions: Sequence[PromptWithResponse], vision: ImageProcessor | None = None) -> PackedBatch:
     """Prompt and response back to back; the mask is on the response. ``vision`` finds the prompts' images."""
     rows = [[*solution.prompt_ids, *solution.response_ids] for solution in solutions]
     tokens = torch.tensor([token for row in rows for token in row], dtype=torch.int64)

@@ -28,7 +28,7 @@ from megatron_rl.data.preferences import load_labelled_programs, load_preference
 from megatron_rl.data.prompts import RowContent, encode_response, tokenize
 from megatron_rl.data.tokenizer import Tokenizer
 from megatron_rl.data.trajectory import Prompt
-from megatron_rl.data.vision import Vision
+from megatron_rl.data.vision import ImageProcessor
 from megatron_rl.errors import DataError, UserError
 from megatron_rl.rewards.judges.pairwise import training_texts
 from megatron_rl.rewards.judges.templates import word_token
@@ -41,7 +41,7 @@ Predictions = dict[str, np.ndarray]
 
 
 @dataclass(frozen=True)
-class Example:
+class RewardExample:
     sequences: tuple[Ids, ...]
     """Token ids, each beginning with a prompt."""
     labels: Mapping[int, int]
@@ -54,24 +54,24 @@ class Example:
         return max(map(len, self.sequences))
 
 
-class Kind(Protocol):
+class RewardModelTrainer(Protocol):
     """How one kind of reward model makes examples, learns from them and is measured."""
 
     engine: str
     """"critic" (value head) or "policy" (language-model head)."""
 
-    def examples(self, files: Sequence[str]) -> list[Example]: ...
+    def examples(self, files: Sequence[str]) -> list[RewardExample]: ...
 
-    def update(self, group: TrainerGroup, examples: Sequence[Example]) -> tuple[UpdateResult, dict[str, float]]:
+    def update(self, group: TrainerGroup, examples: Sequence[RewardExample]) -> tuple[UpdateResult, dict[str, float]]:
         """One optimizer step; metrics from before it."""
 
-    def predict(self, group: TrainerGroup, examples: Sequence[Example]) -> Predictions: ...
+    def predict(self, group: TrainerGroup, examples: Sequence[RewardExample]) -> Predictions: ...
 
     def metrics(self, predictions: Predictions) -> dict[str, float]: ...
 
 
-def build_kind(config: Config, tokenizer: Tokenizer) -> Kind:
-    kinds: dict[RewardModelKind, Callable[[Config, Tokenizer], Kind]] = {
+def build_kind(config: Config, tokenizer: Tokenizer) -> RewardModelTrainer:
+    kinds: dict[RewardModelKind, Callable[[Config, Tokenizer], RewardModelTrainer]] = {
         RewardModelKind.bradley_terry: BradleyTerry,
         RewardModelKind.pairwise: Pairwise,
         RewardModelKind.process: _ProcessLabels,
@@ -87,16 +87,16 @@ class BradleyTerry:
     def __init__(self, config: Config, tokenizer: Tokenizer) -> None:
         self._data, self._tokenizer = config.data, tokenizer
 
-    def examples(self, files: Sequence[str]) -> list[Example]:
+    def examples(self, files: Sequence[str]) -> list[RewardExample]:
         """Sequences: (prompt + chosen, prompt + rejected)."""
         examples = []
         for row in load_preferences(files, self._data):
             prompt = tokenize(row.content, self._data, self._tokenizer)
             pair = (_with_response(row.content, prompt, text, self._tokenizer) for text in (row.chosen, row.rejected))
-            examples.append(Example(tuple(pair), {}, prompt.images))
+            examples.append(RewardExample(tuple(pair), {}, prompt.images))
         return examples
 
-    def update(self, group: TrainerGroup, examples: Sequence[Example]) -> tuple[UpdateResult, dict[str, float]]:
+    def update(self, group: TrainerGroup, examples: Sequence[RewardExample]) -> tuple[UpdateResult, dict[str, float]]:
         batch = example_batch(examples, self._tokenizer.vision)
         predictions = self._scores(group, batch)
         of_pairs = algorithms.bradley_terry_coefficients(*map(torch.from_numpy, predictions.values()))
@@ -104,7 +104,7 @@ class BradleyTerry:
         batch = batch.with_fields(score_coefs=on_last_tokens(batch, coefs))
         return group.update("critic", batch, objective="score", denominators={}), self.metrics(predictions)
 
-    def predict(self, group: TrainerGroup, examples: Sequence[Example]) -> Predictions:
+    def predict(self, group: TrainerGroup, examples: Sequence[RewardExample]) -> Predictions:
         return self._scores(group, example_batch(examples, self._tokenizer.vision))
 
     def _scores(self, group: TrainerGroup, batch: PackedBatch) -> Predictions:
@@ -129,7 +129,7 @@ class Pairwise:
         if self._yes == self._no:
             raise UserError("reward_train.yes_word and no_word are the same token; the judge needs two words")
 
-    def examples(self, files: Sequence[str]) -> list[Example]:
+    def examples(self, files: Sequence[str]) -> list[RewardExample]:
         """Sequences: both orders, each with the right word: (chosen first: YES, chosen second: NO).
 
         The judge reads what it is asked about later: solutions, without thoughts and control tokens.
@@ -147,7 +147,7 @@ class Pairwise:
             # As the judge is asked later: about the text alone.
             content = replace(row.content, images=(), chat_arguments={})
             examples.append(
-                Example(
+                RewardExample(
                     tuple(
                         (*tokenize(replace(content, prompt=text), self._data, self._tokenizer).token_ids, word)
                         for text, word in zip(texts, words, strict=True)
@@ -157,14 +157,14 @@ class Pairwise:
             )
         return examples
 
-    def update(self, group: TrainerGroup, examples: Sequence[Example]) -> tuple[UpdateResult, dict[str, float]]:
+    def update(self, group: TrainerGroup, examples: Sequence[RewardExample]) -> tuple[UpdateResult, dict[str, float]]:
         batch = packed([sequence for example in examples for sequence in example.sequences])
         batch = batch.with_fields(mask=on_last_tokens(batch, torch.ones(batch.num_sequences)) != 0)
         result = group.update("policy", batch, objective="sft", denominators={"mask": float(batch.num_sequences)})
         total, count = result.metrics["lm_loss"]
         return result, {"loss": total / count}
 
-    def predict(self, group: TrainerGroup, examples: Sequence[Example]) -> Predictions:
+    def predict(self, group: TrainerGroup, examples: Sequence[RewardExample]) -> Predictions:
         """p(first is better) when the chosen response stands first, and when it stands second."""
         logprobs = {}
         for name, word in (("yes", self._yes), ("no", self._no)):
@@ -200,7 +200,7 @@ class _ProcessLabels:
         self._data, self._tokenizer = config.data, tokenizer
         self._comment_prefixes = config.reward.process.comment_prefixes
 
-    def examples(self, files: Sequence[str]) -> list[Example]:
+    def examples(self, files: Sequence[str]) -> list[RewardExample]:
         """One sequence each; rows whose lines are all neutral have nothing to teach and are left out."""
         examples = []
         for row in load_labelled_programs(files, self._data, self._comment_prefixes):
@@ -221,22 +221,22 @@ class _ProcessLabels:
                 if label
             }
             if labels:
-                examples.append(Example((sequence,), labels, prompt.images))
+                examples.append(RewardExample((sequence,), labels, prompt.images))
         return examples
 
-    def update(self, group: TrainerGroup, examples: Sequence[Example]) -> tuple[UpdateResult, dict[str, float]]:
+    def update(self, group: TrainerGroup, examples: Sequence[RewardExample]) -> tuple[UpdateResult, dict[str, float]]:
         batch = self._batch(examples)
         count = float(batch.fields["mask"].sum())
         result = group.update("critic", batch, objective="critic", denominators={"mask": count})
         return result, {"loss": result.metrics["squared_error"][0] / result.metrics["squared_error"][1]}
 
-    def predict(self, group: TrainerGroup, examples: Sequence[Example]) -> Predictions:
+    def predict(self, group: TrainerGroup, examples: Sequence[RewardExample]) -> Predictions:
         batch = self._batch(examples)
         values, _ = group.values(batch)
         mask = batch.fields["mask"]
         return {"values": values[mask].double().numpy(), "labels": batch.fields["returns"][mask].double().numpy()}
 
-    def _batch(self, examples: Sequence[Example]) -> PackedBatch:
+    def _batch(self, examples: Sequence[RewardExample]) -> PackedBatch:
         batch = example_batch(examples, self._tokenizer.vision)
         labels = torch.zeros(len(batch.tokens))
         for start, example in zip(batch.cu_seqlens[:-1].tolist(), examples, strict=True):
@@ -266,7 +266,7 @@ def packed(sequences: Sequence[Ids]) -> PackedBatch:
     return PackedBatch(tokens, cu_seqlens_of(torch.tensor([len(sequence) for sequence in sequences])))
 
 
-def example_batch(examples: Sequence[Example], vision: Vision | None) -> PackedBatch:
+def example_batch(examples: Sequence[RewardExample], vision: ImageProcessor | None) -> PackedBatch:
     """All sequences of the examples, each with its prompt's images."""
     batch = packed([sequence for example in examples for sequence in example.sequences])
     if vision is None:

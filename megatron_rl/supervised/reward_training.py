@@ -11,14 +11,14 @@ from pathlib import Path
 import numpy as np
 from rich.console import Console
 
-from megatron_rl.config.derived import falls_due
+from megatron_rl.config.derived import is_due
 from megatron_rl.config.schema import Config, RewardModelKind
 from megatron_rl.data.tokenizer import Tokenizer
 from megatron_rl.errors import DataError, UserError
 from megatron_rl.parallel.topology import Topology
 from megatron_rl.rewards.judges.templates import PAIRWISE_TEMPLATE
 from megatron_rl.supervised.epochs import epoch_batches
-from megatron_rl.supervised.reward_models import Example, Kind, build_kind
+from megatron_rl.supervised.reward_models import RewardExample, RewardModelTrainer, build_kind
 from megatron_rl.system.command_line.terminal import progress_bar
 from megatron_rl.training.engine import Engine
 from megatron_rl.training.ranks import trainer_ranks
@@ -103,7 +103,7 @@ def _run_reward_training(config: Config, group: TrainerGroup) -> None:
             last = step == settings.num_steps
             if not console.is_terminal and (step % _PRINT_EVERY_STEPS == 0 or step == 1 or last):
                 _report(console, step, f"of {settings.num_steps}", metrics)
-            if held_out and (last or falls_due(step, settings.eval_every_steps)):
+            if held_out and (last or is_due(step, settings.eval_every_steps)):
                 row |= _report(console, step, "held out", _evaluate(kind, group, held_out))
             history.append(row)
     group.save_hf(kind.engine, settings.output_path)
@@ -111,7 +111,7 @@ def _run_reward_training(config: Config, group: TrainerGroup) -> None:
     console.print(f"reward-train: wrote {settings.output_path} ({settings.kind.value})")
 
 
-def _fitting(kind: Kind, files: Sequence[str], config: Config, console: Console) -> list[Example]:
+def _fitting(kind: RewardModelTrainer, files: Sequence[str], config: Config, console: Console) -> list[RewardExample]:
     """The examples of at most reward_train.max_tokens; says how many were longer."""
     limit = config.reward_train.max_tokens
     examples = kind.examples(files)
@@ -129,7 +129,7 @@ def _fitting(kind: Kind, files: Sequence[str], config: Config, console: Console)
     return fitting
 
 
-def _evaluate(kind: Kind, group: TrainerGroup, examples: Sequence[Example]) -> dict[str, float]:
+def _evaluate(kind: RewardModelTrainer, group: TrainerGroup, examples: Sequence[RewardExample]) -> dict[str, float]:
     """Metrics over all examples."""
     starts = range(0, len(examples), _EVALUATION_CHUNK)
     parts = [kind.predict(group, examples[start : start + _EVALUATION_CHUNK]) for start in starts]

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.system.files.atomic_files import write_whole
+from megatron_rl.system.files.atomic_files import write_atomic
 
 logger = logging.getLogger(__name__)
 
@@ -195,7 +195,7 @@ class MetricsWriter:
 
     def _write_again(self) -> None:
         try:
-            write_whole(self.path, b"".join(self._lines))
+            write_atomic(self.path, b"".join(self._lines))
             os.close(self._descriptor)
             self._open()
             self._unwritten = b""
@@ -224,7 +224,7 @@ class MetricsWriter:
             if row is not None and (resume_step is None or row.step < resume_step):
                 kept.append(line)
         if len(kept) < len(lines):
-            write_whole(self.path, b"".join(kept))
+            write_atomic(self.path, b"".join(kept))
         self._lines = kept
 
     def __enter__(self) -> "MetricsWriter":

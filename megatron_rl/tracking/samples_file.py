@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.errors import UserError
-from megatron_rl.system.files.atomic_files import write_whole
+from megatron_rl.system.files.atomic_files import write_atomic
 
 FOLDER = "samples"
 TOKEN_COLUMNS = {
@@ -90,7 +90,7 @@ def write_samples(run: str | Path, step: int, columns: Mapping[str, Sequence[Any
     )
     sink = pyarrow.BufferOutputStream()
     pyarrow.parquet.write_table(pyarrow.table(arrays), sink, compression="zstd")
-    return write_whole(Path(run) / FOLDER / f"step_{step:06d}.parquet", sink.getvalue().to_pybytes())
+    return write_atomic(Path(run) / FOLDER / f"step_{step:06d}.parquet", sink.getvalue().to_pybytes())
 
 
 def read_samples(files: Iterable[Path], columns: Sequence[str] | None = None) -> Any:

@@ -85,7 +85,7 @@ class StatusFile:
 
 
 @dataclass(frozen=True)
-class Status:
+class RunStatus:
     """What a reader makes of the file."""
 
     state: str
@@ -107,7 +107,7 @@ class Status:
     num_warnings: int = 0
 
 
-def read_status(folder: str | Path, *, now_s: float | None = None) -> Status:
+def read_status(folder: str | Path, *, now_s: float | None = None) -> RunStatus:
     """Never raises: a folder that holds no readable file is unknown."""
     now_s = time.time() if now_s is None else now_s
     try:
@@ -115,7 +115,7 @@ def read_status(folder: str | Path, *, now_s: float | None = None) -> Status:
         place, written_s = f"{record['host']}:{record['pid']}", float(record["written_s"])
         state, words = _judge(record, now_s - written_s)
         since_s = max(0.0, now_s - written_s) if state == "running" else 0.0
-        return Status(
+        return RunStatus(
             state,
             words,
             written_s=written_s,
@@ -127,7 +127,7 @@ def read_status(folder: str | Path, *, now_s: float | None = None) -> Status:
             num_warnings=int(record.get("num_warnings", 0)),
         )
     except (OSError, ValueError, KeyError, TypeError):
-        return Status("unknown", "no readable status.json: the run has not begun, or an earlier version wrote it")
+        return RunStatus("unknown", "no readable status.json: the run has not begun, or an earlier version wrote it")
 
 
 def _judge(record: Mapping[str, Any], silent_s: float) -> tuple[str, str]:

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.system.files.atomic_files import write_whole
+from megatron_rl.system.files.atomic_files import write_atomic
 
 logger = logging.getLogger(__name__)
 
@@ -226,7 +226,7 @@ class Timeline:
             spans, num_dropped = list(self._spans), self._num_dropped
         try:
             content = json.dumps(_chrome_trace(spans, num_dropped), default=str)
-            write_whole(path, content)
+            write_atomic(path, content)
         except OSError as error:
             if not self._warned:
                 self._warned = True

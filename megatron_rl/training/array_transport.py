@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 
 from megatron_rl.parallel import collectives
-from megatron_rl.parallel.array_server import Service, start_array_server
-from megatron_rl.parallel.collectives import Sight
-from megatron_rl.parallel.topology import Replicas
+from megatron_rl.parallel.array_server import ArrayServerAddress, start_array_server
+from megatron_rl.parallel.collectives import Reachability
+from megatron_rl.parallel.topology import ReplicaRanks
 from megatron_rl.system.files.shared_file import Address, MappedFiles, SharedArrays, address_of
 
 
@@ -53,14 +53,14 @@ class Reach(Errand):
         return collectives.gather_objects(self.sees(), what="whether it can map the driver's files")
 
 
-class Ways:
+class ArrayTransport:
     """How arrays of the driver's machine and of other nodes get to the ranks: those that can map them do, the others fetch them."""
 
     def __init__(self, num_ranks: int) -> None:
         self._num_ranks = num_ranks
         self.shared = SharedArrays()
         """What the driver itself puts where others can map it."""
-        self._further: list[tuple[Service, Sequence[int]]] = []
+        self._further: list[tuple[ArrayServerAddress, Sequence[int]]] = []
         """Nodes from 1 on: where others fetch what lies there, and the ranks that map it."""
 
     @cached_property
@@ -81,17 +81,17 @@ class Ways:
         return len(self.near) < self._num_ranks
 
     @cached_property
-    def _service(self) -> Service | None:
+    def _service(self) -> ArrayServerAddress | None:
         """Where the others fetch them."""
         return start_array_server(os.environ["MASTER_ADDR"]) if self.has_far else None
 
-    def add_node(self, service: Service, ranks: Sequence[int]) -> int:
+    def add_node(self, service: ArrayServerAddress, ranks: Sequence[int]) -> int:
         """Its number. Before the first command about arrays that lie there."""
         if (service, ranks) not in self._further:
             self._further.append((service, ranks))
         return self._further.index((service, ranks)) + 1
 
-    def to(self, replicas: Replicas) -> dict[str, Any]:
+    def to(self, replicas: ReplicaRanks) -> dict[str, Any]:
         """What ``collectives.deliver`` needs to know; collective at first."""
         nodes = dict.fromkeys(self.near, 0)
         nodes |= {rank: node for node, (_, ranks) in enumerate(self._further, 1) for rank in ranks if rank not in nodes}
@@ -100,12 +100,12 @@ class Ways:
         for rank, replica in enumerate(replicas.of_ranks):
             of_replica.setdefault(replica, set()).add(nodes.get(rank, -1))
         sights = []
-        for head in replicas.heads:
+        for head in replicas.replica_roots:
             node = nodes.get(head, -1)
-            sights.append(Sight(node, node >= 0 and of_replica[replicas.of_ranks[head]] == {node}, services))
+            sights.append(Reachability(node, node >= 0 and of_replica[replicas.of_ranks[head]] == {node}, services))
         return {"sights": sights}
 
-    def nodes(self, replicas: Replicas) -> list[int]:
+    def nodes(self, replicas: ReplicaRanks) -> list[int]:
         """By replica: the node whose files its receiving rank maps, -1: of none. Collective at first."""
         return [sight.node for sight in self.to(replicas)["sights"]]
 

@@ -89,7 +89,7 @@ def plan_microbatches(
         return [[] for _ in range(num_dp_ranks)]
     longest_first = sorted(range(len(lengths)), key=lambda index: (-lengths[index], index))
     ordered = [lengths[index] for index in longest_first]
-    batch = _Batch(ordered, [cost(length) for length in ordered])
+    batch = _CostedSequences(ordered, [cost(length) for length in ordered])
     packed = _pack(batch, num_dp_ranks * multiple_of, max_tokens_per_microbatch)
     num_packed, budgets = len(packed), _tight_budgets(batch, len(packed), max_tokens_per_microbatch)
     found = [_distribute(batch, packed, max_tokens_per_microbatch, num_dp_ranks)]
@@ -100,7 +100,7 @@ def plan_microbatches(
     return [[sorted(longest_first[s] for s in m.sequences) for m in rank] for rank in _most_even(found)]
 
 
-def plan_at_home(
+def plan_on_replicas(
     lengths: Sequence[int],
     homes: Sequence[int],
     num_dp_ranks: int,
@@ -118,7 +118,7 @@ def plan_at_home(
     own: list[list[int]] = [[] for _ in range(num_dp_ranks)]
     for index in sorted(range(len(lengths)), key=lambda index: (-lengths[index], index)):
         own[homes[index]].append(index)
-    batches = [_Batch([lengths[i] for i in indices], [cost(lengths[i]) for i in indices]) for indices in own]
+    batches = [_CostedSequences([lengths[i] for i in indices], [cost(lengths[i]) for i in indices]) for indices in own]
     packed = [_pack(batch, multiple_of, max_tokens_per_microbatch) if batch.lengths else [] for batch in batches]
     most = max(map(len, packed))
     plan = []
@@ -145,7 +145,7 @@ def plan_statistics(plan: Plan, lengths: Sequence[int], cost: CostFunction = flo
     )
 
 
-def padded_share(plan: Plan, lengths: Sequence[int], *, sequence_multiple: int = 1, pack_multiple: int = 1) -> float:
+def padding_fraction(plan: Plan, lengths: Sequence[int], *, sequence_multiple: int = 1, pack_multiple: int = 1) -> float:
     """Share of the rows that the ranks compute and no sequence needs, in [0, 1).
 
     A layout pads each sequence to ``sequence_multiple`` tokens (2 x context-parallel ranks), then the pack to
@@ -177,7 +177,7 @@ def split_minibatches(n: int, minibatch_size: int, generator: torch.Generator | 
 
 
 @dataclass(frozen=True)
-class _Batch:
+class _CostedSequences:
     """All sequences, longest first; below they go by their place in this order."""
 
     lengths: list[int]
@@ -190,19 +190,19 @@ class _Microbatch:
     cost: float = 0.0
     sequences: list[int] = field(default_factory=list)
 
-    def add(self, batch: _Batch, sequence: int) -> None:
+    def add(self, batch: _CostedSequences, sequence: int) -> None:
         self.sequences.append(sequence)
         self.tokens += batch.lengths[sequence]
         self.cost += batch.costs[sequence]
 
-    def give(self, batch: _Batch, sequence: int, target: "_Microbatch") -> None:
+    def give(self, batch: _CostedSequences, sequence: int, target: "_Microbatch") -> None:
         self.sequences.remove(sequence)
         self.tokens -= batch.lengths[sequence]
         self.cost -= batch.costs[sequence]
         target.add(batch, sequence)
 
 
-def _pack(batch: _Batch, multiple: int, budget: int) -> list[_Microbatch]:
+def _pack(batch: _CostedSequences, multiple: int, budget: int) -> list[_Microbatch]:
     """Micro-batches, a multiple of ``multiple``, the fewest that one of two greedy packings can do with."""
     # Neither tokens beyond the budget nor two sequences of more than half of it fit into one micro-batch.
     by_tokens = -(-sum(min(length, budget) for length in batch.lengths) // budget)
@@ -210,13 +210,13 @@ def _pack(batch: _Batch, multiple: int, budget: int) -> list[_Microbatch]:
     num_microbatches = -(-fewest // multiple) * multiple
     while True:
         packed = _fill_cheapest(batch, range(len(batch.lengths)), num_microbatches, budget)
-        packed = packed or _fill_fullest(batch, num_microbatches, budget)
+        packed = packed or _best_fit(batch, num_microbatches, budget)
         if packed is not None:
             return packed
         num_microbatches += multiple
 
 
-def _tight_budgets(batch: _Batch, num_microbatches: int, budget: int) -> list[int]:
+def _tight_budgets(batch: _CostedSequences, num_microbatches: int, budget: int) -> list[int]:
     """Budgets below ``budget`` that leave little room to spare in ``num_microbatches``."""
     within = [length for length in batch.lengths if length <= budget]
     if not within:
@@ -227,7 +227,7 @@ def _tight_budgets(batch: _Batch, num_microbatches: int, budget: int) -> list[in
 
 
 def _fill_cheapest(
-    batch: _Batch, longest_first: Iterable[int], num_microbatches: int, budget: int
+    batch: _CostedSequences, longest_first: Iterable[int], num_microbatches: int, budget: int
 ) -> list[_Microbatch] | None:
     """Longest processing time first: each sequence goes to the cheapest micro-batch with room. None: one had none."""
     packed = [_Microbatch() for _ in range(num_microbatches)]
@@ -251,7 +251,7 @@ def _fill_cheapest(
     return packed
 
 
-def _fill_fullest(batch: _Batch, num_microbatches: int, budget: int) -> list[_Microbatch] | None:
+def _best_fit(batch: _CostedSequences, num_microbatches: int, budget: int) -> list[_Microbatch] | None:
     """Best fit decreasing: each sequence goes to the fullest micro-batch with room. None: one had none.
 
     It packs more tightly than filling the cheapest, and balances nothing.
@@ -279,7 +279,7 @@ def _fill_fullest(batch: _Batch, num_microbatches: int, budget: int) -> list[_Mi
     return packed
 
 
-def _distribute(batch: _Batch, packed: list[_Microbatch], budget: int, num_dp_ranks: int) -> list[list[_Microbatch]]:
+def _distribute(batch: _CostedSequences, packed: list[_Microbatch], budget: int, num_dp_ranks: int) -> list[list[_Microbatch]]:
     """Rank -> its micro-batches: rounds of neighbours in cost, heaviest first, each as even as it gets, then dealt."""
     rounds = []
     packed = sorted(packed, key=lambda microbatch: -microbatch.cost)
@@ -296,12 +296,12 @@ def _distribute(batch: _Batch, packed: list[_Microbatch], budget: int, num_dp_ra
             packed = _fill_cheapest(batch, longest_first, len(packed), budget) or packed
             packed.sort(key=lambda microbatch: -microbatch.cost)
         rounds.append(members)
-    ranks = _deal(rounds, num_dp_ranks)
+    ranks = _assign_rounds(rounds, num_dp_ranks)
     _even_out_ranks(batch, ranks, budget)
     return ranks
 
 
-def _even_out(batch: _Batch, members: list[_Microbatch], budget: int) -> None:
+def _even_out(batch: _CostedSequences, members: list[_Microbatch], budget: int) -> None:
     """Lower the heaviest micro-batch of a round by moving or swapping sequences, as long as that helps."""
     mean = sum(microbatch.cost for microbatch in members) / len(members)
     for _ in range(_MAX_EXCHANGES_PER_RANK * len(members)):
@@ -312,7 +312,7 @@ def _even_out(batch: _Batch, members: list[_Microbatch], budget: int) -> None:
             return
 
 
-def _even_out_ranks(batch: _Batch, ranks: list[list[_Microbatch]], budget: int) -> None:
+def _even_out_ranks(batch: _CostedSequences, ranks: list[list[_Microbatch]], budget: int) -> None:
     """Lower the heaviest rank in the same way; no micro-batch gets heavier than the heaviest of its round."""
     highest = [max(microbatch.cost for microbatch in members) for members in zip(*ranks, strict=True)]
     mean = sum(microbatch.cost for rank in ranks for microbatch in rank) / len(ranks)
@@ -330,7 +330,7 @@ def _even_out_ranks(batch: _Batch, ranks: list[list[_Microbatch]], budget: int) 
 
 
 def _exchange(
-    batch: _Batch, pairs: Iterable[tuple[_Microbatch, _Microbatch, float, float]], budget: int, least_gain: float
+    batch: _CostedSequences, pairs: Iterable[tuple[_Microbatch, _Microbatch, float, float]], budget: int, least_gain: float
 ) -> bool:
     """Exchange sequences within the first of ``pairs`` (giver, receiver, limit, gap) that gains enough; False: none."""
     for giver, receiver, limit, gap in pairs:
@@ -344,7 +344,7 @@ def _exchange(
 
 
 def _best_exchange(
-    batch: _Batch, giver: _Microbatch, receiver: _Microbatch, limit: float, gap: float, budget: int
+    batch: _CostedSequences, giver: _Microbatch, receiver: _Microbatch, limit: float, gap: float, budget: int
 ) -> tuple[float, int, int | None]:
     """(gain, a sequence of ``giver``, one of ``receiver`` or None): what brings two numbers ``gap`` apart together.
 
@@ -373,7 +373,7 @@ def _best_exchange(
     return best
 
 
-def _top_up(batch: _Batch, members: Sequence[_Microbatch], later: Sequence[_Microbatch], budget: int) -> None:
+def _top_up(batch: _CostedSequences, members: Sequence[_Microbatch], later: Sequence[_Microbatch], budget: int) -> None:
     """Use a round's idle time: fill its members from ``later`` rounds, none above the heaviest.
 
     A sequence so long that its micro-batch is heavier than the others would otherwise make its rank the last one.
@@ -393,7 +393,7 @@ def _top_up(batch: _Batch, members: Sequence[_Microbatch], later: Sequence[_Micr
             source.give(batch, sequence, member)
 
 
-def _deal(rounds: Sequence[Sequence[_Microbatch]], num_dp_ranks: int) -> list[list[_Microbatch]]:
+def _assign_rounds(rounds: Sequence[Sequence[_Microbatch]], num_dp_ranks: int) -> list[list[_Microbatch]]:
     """In every round the rank with the least to do so far takes the heaviest micro-batch, and so on."""
     ranks: list[list[_Microbatch]] = [[] for _ in range(num_dp_ranks)]
     load = [0.0] * num_dp_ranks

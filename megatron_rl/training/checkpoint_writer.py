@@ -18,14 +18,14 @@ from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 
 from megatron_rl.system.files.checksums import Checksums, checksums
-from megatron_rl.system.processes.host_memory import room_of_a_rank
+from megatron_rl.system.processes.host_memory import available_bytes_per_rank
 
 logger = logging.getLogger(__name__)
 
 _COPY_MARGIN = 1.25
 
 
-class RankWrite:
+class CheckpointWriter:
     """Begins with its making; ``wait`` comes before ``finalize``."""
 
     def __init__(self, request: AsyncRequest, folder: Path, *, in_background: bool) -> None:
@@ -60,7 +60,7 @@ class RankWrite:
 
     def _has_room(self) -> bool:
         needed = sum(tensor.nbytes for _, _, (_, tensors) in self._files for _, tensor in tensors)
-        room = room_of_a_rank()
+        room = available_bytes_per_rank()
         if needed * _COPY_MARGIN <= room:
             return True
         logger.warning(

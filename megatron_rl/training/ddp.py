@@ -70,7 +70,7 @@ def _can_overlap(chunks: Sequence[PackedGPTModel]) -> bool:
     return torch.cuda.is_available() and not isinstance(chunks[0], VisionGPTModel)
 
 
-def spread_weights(replicas: Sequence[DistributedDataParallel]) -> None:
+def start_weight_allgather(replicas: Sequence[DistributedDataParallel]) -> None:
     """After an optimizer step, also one that was skipped: start to gather the weights, where the step has not done so."""
     for replica in replicas:
         if replica.ddp_config.overlap_param_gather:

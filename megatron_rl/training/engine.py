@@ -46,16 +46,16 @@ from megatron_rl.families.facts import text_config
 from megatron_rl.families.parameters import Role
 from megatron_rl.models import critic, policy
 from megatron_rl.models.context import num_rows
-from megatron_rl.models.hf.gathering import Destination, Held, held_entries
+from megatron_rl.models.hf.gathering import GatherTarget, ShardedParameter, sharded_parameters
 from megatron_rl.models.hf.holders import named_parameters
 from megatron_rl.models.hf.model_config import load_hf_config
-from megatron_rl.models.hf.mtp import check_kept, mtp_note
+from megatron_rl.models.hf.mtp import check_mtp_present, mtp_note
 from megatron_rl.models.hf.weights import (
     expected_names,
     export_weights,
     load_weights,
     save_hf,
-    unread_note,
+    unread_tensors_note,
 )
 from megatron_rl.models.layers import layers_note
 from megatron_rl.models.logprobs import DEFAULT_CHUNK_SIZE
@@ -66,10 +66,10 @@ from megatron_rl.parallel.topology import Topology
 from megatron_rl.parallel.transfers import stage_options
 from megatron_rl.training import ddp
 from megatron_rl.training.losses import LossFunction, Metrics
-from megatron_rl.training.model_checkpoint import CheckpointWrite, begin_checkpoint, load_checkpoint
+from megatron_rl.training.model_checkpoint import CheckpointWrite, load_checkpoint, start_checkpoint
 from megatron_rl.training.model_memory import ModelMemory
 from megatron_rl.training.optimizer import build_optimizer, build_scheduler, guarded_step
-from megatron_rl.training.payloads import on_device, stand_in
+from megatron_rl.training.payloads import dummy_batch, on_device
 
 _LOGITS_PER_CHUNK = 2**22
 """Logits that may exist at a time (16 MiB): a small vocabulary takes few chunks, and few all-reduces with them."""
@@ -151,9 +151,9 @@ class Engine:
         loads = init is Init.checkpoint
         self._keeps_mtp = mtp is Mtp.keep
         self.mtp_note = mtp_note(self.hf_config, path, keeps=self._keeps_mtp) if loads and role == "policy" else ""
-        self.unread_note = unread_note(self.hf_config, path, role) if loads else ""
+        self.unread_tensors_note = unread_tensors_note(self.hf_config, path, role) if loads else ""
         if self._keeps_mtp:
-            check_kept(self.hf_config, path, remedy="set policy.mtp=drop")
+            check_mtp_present(self.hf_config, path, remedy="set policy.mtp=drop")
         own_seed = None if loads else seed
         self.chunks = build(self.hf_config, parallel, dtype=torch_dtype, recompute=recompute, seed=own_seed)
         if loads:
@@ -197,9 +197,9 @@ class Engine:
         return [output["logprobs"][: len(batch.tokens)] for output, batch in zip(outputs, microbatches, strict=False)]
 
     @_in_own_layout
-    def take_routes(self) -> list[Tensor]:
+    def pop_routes(self) -> list[Tensor]:
         """Per micro-batch of the recording pass just made, the routes [T, L, K] int16 (data/batch.py); on every rank."""
-        return self._routing.take_routes()
+        return self._routing.pop_routes()
 
     @_in_own_layout
     def values(self, microbatches: Sequence[PackedBatch]) -> list[tuple[Tensor, Tensor]]:
@@ -248,18 +248,18 @@ class Engine:
                 replica.zero_grad_buffer()
             metrics = self._schedule(self._replicas, microbatches, scaled_loss, forward_only=False)
             step = guarded_step(optimizer, self._scheduler)
-            ddp.spread_weights(self._replicas)
+            ddp.start_weight_allgather(self._replicas)
         whole = zip(self._kept_logprobs, microbatches, strict=False)
         self._kept_logprobs = [logprobs[: len(batch.tokens)] for logprobs, batch in whole]
         loads = self._routing.finish_update(skipped=step.skipped)
         return UpdateResult(step.grad_norm, step.lr, self._reduce(metrics) | loads, step.skipped)
 
-    def take_logprobs(self) -> list[Tensor]:
+    def pop_logprobs(self) -> list[Tensor]:
         """Per micro-batch of the update just made what ``logprobs`` gave before it; empty before the last stage."""
         kept, self._kept_logprobs = self._kept_logprobs, []
         return kept
 
-    def export_weights(self, to: Destination = Destination.driver) -> Iterator[tuple[str, Tensor | None]]:
+    def export_weights(self, to: GatherTarget = GatherTarget.driver) -> Iterator[tuple[str, Tensor | None]]:
         """Hugging Face names and, where ``to`` says, whole tensors; every rank must exhaust it, for it gathers."""
         ddp.wait_for_weights(self._replicas)
         with self.topology.active():
@@ -275,9 +275,9 @@ class Engine:
                 yield item
 
     @functools.cached_property
-    def _held(self) -> list[Held]:
+    def _held(self) -> list[ShardedParameter]:
         """Asked for once: for a large model names take longer than a publish should."""
-        return held_entries(dict(named_parameters(self.chunks)), self.hf_config, self.role)
+        return sharded_parameters(dict(named_parameters(self.chunks)), self.hf_config, self.role)
 
     def expected_weights(self) -> dict[str, tuple[int, ...]]:
         """Name and shape of every tensor of ``export_weights``."""
@@ -293,20 +293,20 @@ class Engine:
 
     def save_state(self, folder: str | Path) -> None:
         """Write weights, optimizer state and schedule to ``folder``; it appears once it is complete."""
-        self.begin_save(folder, in_background=False)
+        self.start_save(folder, in_background=False)
         self.finish_save()
 
     @_in_own_layout
-    def begin_save(self, folder: str | Path, *, in_background: bool) -> None:
+    def start_save(self, folder: str | Path, *, in_background: bool) -> None:
         """``save_state``, whose ``finish_save`` may come later: ``in_background`` the model may be used and trained meanwhile."""
         self.finish_save()
         optimizer = self._trained()
         ddp.wait_for_weights(self._replicas)
         with self._memory.state(changes=False):
-            self._save = begin_checkpoint(folder, self.chunks, optimizer, self._scheduler, in_background=in_background)
+            self._save = start_checkpoint(folder, self.chunks, optimizer, self._scheduler, in_background=in_background)
 
     @property
-    def save_is_written(self) -> bool:
+    def save_is_complete(self) -> bool:
         """Whether ``finish_save`` would not wait for this rank."""
         return self._save is None or self._save.is_written
 
@@ -325,13 +325,13 @@ class Engine:
         with self._memory.state(changes=True):
             load_checkpoint(folder, self.chunks, optimizer, self._scheduler)
 
-    def step_aside(self) -> None:
+    def offload(self) -> None:
         """Give way to another model or a server: what ``offload`` says leaves the device until the next call of a method.
 
         Not collective; what an unfinished ``export_weights`` reads stays.
         """
         ddp.wait_for_weights(self._replicas)
-        self._memory.step_aside()
+        self._memory.offload()
 
     def _expect_role(self, role: str) -> None:
         if self.role != role:
@@ -384,7 +384,7 @@ class Engine:
         # An interleaved schedule takes the micro-batches in groups of as many as there are stages.
         missing = -len(microbatches) % self.topology.pp_size if len(models) > 1 else 0
         empty = microbatches[0].select([])
-        whole = [stand_in(batch) for batch in (*microbatches, *missing * [empty])]
+        whole = [dummy_batch(batch) for batch in (*microbatches, *missing * [empty])]
         stand_ins = [*(batch.num_sequences == 0 for batch in microbatches), *missing * [True]]
         device = self.topology.device
         self._routing.begin(whole, stand_ins, device, trains=not forward_only, records=record_routes)

@@ -36,7 +36,7 @@ def rl_engines(config: Config, *, freeze_policy: bool = False) -> BuildEngines:
         engines: dict[str, Engine] = {}
 
         def add(name: str, engine: Engine) -> None:
-            engine.step_aside()  # room for the next one
+            engine.offload()  # room for the next one
             engines[name] = engine
 
         add("policy", build_engine(config, topology, "policy", policy, trained))

@@ -16,14 +16,14 @@ from torch import Tensor
 
 from megatron_rl.config.derived import bucket_bytes
 from megatron_rl.config.schema import Config
-from megatron_rl.models.hf.gathering import Destination
+from megatron_rl.models.hf.gathering import GatherTarget
 from megatron_rl.parallel import collectives
 from megatron_rl.parallel.topology import Topology, local_device
 from megatron_rl.training.engine import Engine
 from megatron_rl.weights.bucket_plan import Coverage
-from megatron_rl.weights.buckets import walk_to_end
-from megatron_rl.weights.colocated import Ranks, follow
-from megatron_rl.weights.senders import Link, StageRank
+from megatron_rl.weights.buckets import exhaust
+from megatron_rl.weights.colocated import RankMessaging, follow
+from megatron_rl.weights.senders import Channel, StageRank
 
 _WHAT = "word on the weight sync"
 
@@ -33,22 +33,22 @@ class WeightExport:
 
     def __init__(self, config: Config) -> None:
         self._bucket_bytes = bucket_bytes(config.rollout, local_device().type)
-        self._timeout_s = patience_s(config)
+        self._timeout_s = rank_timeout_s(config)
         self._stage: StageRank | None = None
 
-    def take_part(self, engine: Engine, to: Destination) -> None:
+    def run(self, engine: Engine, to: GatherTarget) -> None:
         """Walk the engine's stream and do with it what ``to`` asks of this rank (any but rank 0)."""
         stream, topology = engine.export_weights(to), engine.topology
-        if to is Destination.everywhere:
+        if to is GatherTarget.everywhere:
             ranks, coverage = control_ranks(self._timeout_s), Coverage(engine.expected_weights())
             follow(whole(stream), self._bucket_bytes, topology.device, ranks, coverage)
-        elif to is Destination.stage and topology.rank in source_ranks(topology):
+        elif to is GatherTarget.stage and topology.rank in source_ranks(topology):
             if self._stage is None:
                 driver = os.environ.get("MASTER_ADDR", "")
-                self._stage = StageRank(control_link(0, self._timeout_s), self._bucket_bytes, driver=driver)
+                self._stage = StageRank(control_channel(0, self._timeout_s), self._bucket_bytes, driver=driver)
             self._stage.serve(whole(stream), topology.device)
         else:
-            walk_to_end(stream)
+            exhaust(stream)
 
     def close(self) -> None:
         if self._stage is not None:
@@ -56,14 +56,14 @@ class WeightExport:
 
 
 def whole(weights: Iterable[tuple[str, Tensor | None]]) -> Iterator[tuple[str, Tensor]]:
-    """The same stream on a rank that gets every tensor (``Destination``)."""
+    """The same stream on a rank that gets every tensor (``GatherTarget``)."""
     for name, tensor in weights:
         if tensor is None:
             raise ValueError(f"{name} was put together on another rank: this one does not send it")
         yield name, tensor
 
 
-def to_its_end(
+def exhausting(
     weights: Iterator[tuple[str, Tensor | None]], working: AbstractContextManager[None]
 ) -> Iterator[tuple[str, Tensor]]:
     """``whole`` inside ``working``, which runs its gathers to their end however it is left."""
@@ -73,7 +73,7 @@ def to_its_end(
             for item in whole(weights):  # noqa: UP028
                 yield item
     finally:
-        walk_to_end(weights)
+        exhaust(weights)
 
 
 def source_ranks(topology: Topology) -> list[int]:
@@ -82,24 +82,24 @@ def source_ranks(topology: Topology) -> list[int]:
     return [stage * (topology.world_size // topology.pp_size) for stage in range(topology.pp_size)]
 
 
-def patience_s(config: Config) -> float:
+def rank_timeout_s(config: Config) -> float:
     """How long ranks wait for each other inside a publish: longer than its longest wait for a server."""
     return config.parallel.collective_timeout_s + 2 * config.rollout.weight_sync_timeout_s
 
 
-def control_link(rank: int, timeout_s: float) -> Link:
+def control_channel(rank: int, timeout_s: float) -> Channel:
     """Messages to and from one rank on the control plane."""
-    return Link(
+    return Channel(
         rank,
         send=partial(collectives.send_object, peer=rank, what=_WHAT, timeout_s=timeout_s),
         receive=partial(collectives.receive_object, rank, what=_WHAT, timeout_s=timeout_s),
     )
 
 
-def control_ranks(timeout_s: float) -> Ranks:
+def control_ranks(timeout_s: float) -> RankMessaging:
     """What all ranks say to each other on the control plane."""
     options: dict[str, Any] = {"what": _WHAT, "timeout_s": timeout_s}
-    return Ranks(
+    return RankMessaging(
         rank=torch.distributed.get_rank(),
         tell=partial(collectives.broadcast_object, **options),
         report=partial(collectives.gather_objects, **options),

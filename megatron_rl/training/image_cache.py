@@ -20,8 +20,8 @@ from torch import Tensor
 from megatron_rl.config.schema import ParallelConfig
 from megatron_rl.data.batch import Images
 from megatron_rl.data.images import ImageFile
-from megatron_rl.data.vision import Vision
-from megatron_rl.families.facts import sees
+from megatron_rl.data.vision import ImageProcessor
+from megatron_rl.families.facts import takes_images
 from megatron_rl.families.family import ModelConfig
 from megatron_rl.parallel.collectives import Pieces
 from megatron_rl.parallel.topology import Topology
@@ -32,7 +32,7 @@ Cut = Callable[[int, ImageFile], Future[Tensor] | None]
 """Begins to cut the image of a number; None where another rank does."""
 
 
-class SentImages:
+class ImageDirectory:
     """The driver's account of one layout, for one step."""
 
     def __init__(self, num_replicas: int) -> None:
@@ -43,7 +43,7 @@ class SentImages:
     def payload(
         self, images: Images, sequences: Sequence[int], replica: int, pieces: Callable[[Sequence[np.ndarray]], Pieces]
     ) -> dict[str, Tensor | Pieces]:
-        """For ``HeldImages.take``, of ``sequences`` of the batch that the replica has not had. ``pieces``: of these arrays."""
+        """For ``ImageCache.take``, of ``sequences`` of the batch that the replica has not had. ``pieces``: of these arrays."""
         shown: list[list[int]] = []
         new: dict[int, ImageFile] = {}
         for sequence in sequences:
@@ -66,7 +66,7 @@ def _file(source: object) -> ImageFile:
     return source
 
 
-class HeldImages:
+class ImageCache:
     """Of the sequences on this rank."""
 
     def __init__(self, cut: Cut) -> None:
@@ -77,7 +77,7 @@ class HeldImages:
         """By sequence, the numbers of its images."""
 
     def take(self, payload: Mapping[str, Tensor], new: Sequence[int]) -> None:
-        """What ``SentImages`` has for the sequences ``new``."""
+        """What ``ImageDirectory`` has for the sequences ``new``."""
         shown, about = pickle.loads(payload["images"].numpy().tobytes())
         for (number, ref, _), data in zip(about, payload["image_files"], strict=True):
             self._grids[number] = ref.grid
@@ -101,18 +101,18 @@ class HeldImages:
                 patches.cancel()
 
 
-class ImageCutting:
+class ImagePatcher:
     """Threads of this rank that cut images as the model of the folder ``path`` takes them."""
 
     def __init__(self, path: str | Path, models: Sequence[ModelConfig] = ()) -> None:
         """DataError where one of the rank's ``models`` takes images, and the folder cannot cut any."""
         self._path = path
-        if any(map(sees, models)):
+        if any(map(takes_images, models)):
             _ = self._vision
 
     @cached_property
-    def _vision(self) -> Vision:
-        return Vision(self._path)
+    def _vision(self) -> ImageProcessor:
+        return ImageProcessor(self._path)
 
     @cached_property
     def _threads(self) -> ThreadPoolExecutor:
@@ -128,6 +128,6 @@ class ImageCutting:
         def cut(number: int, file: ImageFile) -> Future[Tensor] | None:
             if place.pp_rank > 0 or number % num_peers != own:
                 return None
-            return self._threads.submit(self._vision.cut, file)
+            return self._threads.submit(self._vision.patchify, file)
 
         return cut

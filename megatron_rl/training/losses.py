@@ -26,7 +26,7 @@ from megatron_rl.algorithms.policy_loss import lm_loss
 from megatron_rl.algorithms.value_loss import value_loss
 from megatron_rl.config.schema import AlgorithmConfig, KlPlace
 from megatron_rl.data.batch import PackedBatch
-from megatron_rl.training.payloads import answered_tokens
+from megatron_rl.training.payloads import reply_spans
 
 Metrics = Mapping[str, tuple[Tensor, Tensor]]
 """Name -> (sum, denominator), scalars over one micro-batch."""
@@ -54,7 +54,7 @@ def build(
 
 def counted_tokens(batch: PackedBatch) -> dict[str, np.ndarray]:
     """[N] int64 by mask of the batch: how many tokens of each sequence it counts."""
-    firsts, ends = (border.tolist() for border in answered_tokens(batch))
+    firsts, ends = (border.tolist() for border in reply_spans(batch))
     masks = {name: batch.fields[name].numpy() for name in ("mask", "lm_mask") if name in batch.fields}
     return {
         name: np.array([np.count_nonzero(mask[first:end]) for first, end in zip(firsts, ends, strict=True)], np.int64)

@@ -34,10 +34,10 @@ from megatron_rl.models.gpt import PackedGPTModel
 from megatron_rl.models.hf.torch_dist import check_metadata
 from megatron_rl.parallel import collectives
 from megatron_rl.parallel.collectives import CollectiveTimeout, PeerLost
-from megatron_rl.system.files.atomic_files import replace_folder, write_whole
+from megatron_rl.system.files.atomic_files import replace_folder, write_atomic
 from megatron_rl.system.files.checksums import Checksums, checksums, damaged, parse_checksums
-from megatron_rl.system.files.pickles import BadPickle
-from megatron_rl.training.checkpoint_writer import RankWrite
+from megatron_rl.system.files.pickles import UnsafePickle
+from megatron_rl.training.checkpoint_writer import CheckpointWriter
 from megatron_rl.training.optimizer import set_num_steps
 from megatron_rl.training.optimizer_shards import sharded_state
 
@@ -49,7 +49,7 @@ _WEIGHTS_ONLY = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
 _CHECKSUMS_FILE = "checksums.json"
 
 
-class CheckpointNotSaved(UserError):
+class CheckpointSaveError(UserError):
     """It could not be written (the disk is full, say), and nothing of it is left. Every rank raises it."""
 
 
@@ -60,7 +60,7 @@ class CheckpointError(UserError):
 class CheckpointWrite:
     """A checkpoint that is being written; nothing of the model is read any more."""
 
-    def __init__(self, folder: Path, partial: Path, files: RankWrite) -> None:
+    def __init__(self, folder: Path, partial: Path, files: CheckpointWriter) -> None:
         self._folder, self._partial, self._files = folder, partial, files
 
     @property
@@ -73,12 +73,12 @@ class CheckpointWrite:
         rank, text = dist.get_rank(), f"{self._folder} could not be written"
         with _gone_if_not_saved(self._partial):
             # Before Megatron's part: there the ranks wait at a barrier for one that has failed.
-            with _raised_together(CheckpointNotSaved, text):
+            with _raised_together(CheckpointSaveError, text):
                 self._files.wait()
-            with _raised_together(CheckpointNotSaved, text):
+            with _raised_together(CheckpointSaveError, text):
                 for finalize in self._files.finalize:
                     finalize()
-            with _raised_together(CheckpointNotSaved, text):
+            with _raised_together(CheckpointSaveError, text):
                 _write_checksums(self._partial, self._files.checksums)
                 if rank == 0:
                     replace_folder(self._partial, self._folder)
@@ -94,10 +94,10 @@ def save_checkpoint(
 
     ``chunks`` are the bare GPTModel chunks (no DDP around them).
     """
-    begin_checkpoint(folder, chunks, optimizer, scheduler, in_background=False).finish()
+    start_checkpoint(folder, chunks, optimizer, scheduler, in_background=False).finish()
 
 
-def begin_checkpoint(
+def start_checkpoint(
     folder: str | Path,
     chunks: Sequence[PackedGPTModel],
     optimizer: MegatronOptimizer,
@@ -113,21 +113,21 @@ def begin_checkpoint(
     folder = Path(folder)
     partial, text = folder.with_name(folder.name + ".partial"), f"{folder} could not be written"
     with _gone_if_not_saved(partial):
-        with _raised_together(CheckpointNotSaved, text):
+        with _raised_together(CheckpointSaveError, text):
             if dist.get_rank() == 0:
                 shutil.rmtree(partial, ignore_errors=True)
                 partial.mkdir(parents=True)
                 _check_room(partial)
-        with _raised_together(CheckpointNotSaved, text):
+        with _raised_together(CheckpointSaveError, text):
             request = _plan(partial, chunks, optimizer, scheduler)
-            return CheckpointWrite(folder, partial, RankWrite(request, partial, in_background=in_background))
+            return CheckpointWrite(folder, partial, CheckpointWriter(request, partial, in_background=in_background))
 
 
 @contextmanager
 def _gone_if_not_saved(partial: Path) -> Iterator[None]:
     try:
         yield
-    except CheckpointNotSaved:
+    except CheckpointSaveError:
         if dist.get_rank() == 0:
             shutil.rmtree(partial, ignore_errors=True)
         raise
@@ -192,7 +192,7 @@ def _write_checksums(folder: Path, own: Checksums) -> None:
     if rank == 0:
         sums = {name: checksum for part in found for name, checksum in part.items()}
         sums |= checksums(folder, [file.name for file in folder.iterdir() if file.name not in sums])
-        write_whole(folder / _CHECKSUMS_FILE, json.dumps(sums))
+        write_atomic(folder / _CHECKSUMS_FILE, json.dumps(sums))
 
 
 def _problems(folder: Path) -> Iterator[str]:
@@ -213,7 +213,7 @@ def _problems(folder: Path) -> Iterator[str]:
     if rank == 0:
         try:
             check_metadata(folder)
-        except BadPickle as error:
+        except UnsafePickle as error:
             yield str(error)
 
 

@@ -15,7 +15,7 @@ from megatron.core.optimizer import MegatronOptimizer
 from torch import Tensor
 
 from megatron_rl.errors import UserError
-from megatron_rl.system.processes.host_memory import num_ranks_here, room_of_a_rank
+from megatron_rl.system.processes.host_memory import available_bytes_per_rank, num_ranks_here
 from megatron_rl.training.optimizer import state_tensors
 
 _GB = 1e9
@@ -43,8 +43,8 @@ class ModelMemory:
         self._optimizer = optimizer
         self._moves = moves
         self._num_users = 0
-        self._weights = _Stash(lambda: (parameter.data for chunk in chunks for parameter in chunk.parameters()))
-        self._state = _Stash(lambda: state_tensors(optimizer) if optimizer else (), besides=self._weights)
+        self._weights = _HostBuffer(lambda: (parameter.data for chunk in chunks for parameter in chunk.parameters()))
+        self._state = _HostBuffer(lambda: state_tensors(optimizer) if optimizer else (), besides=self._weights)
         self._free_gradients()
 
     @contextmanager
@@ -81,7 +81,7 @@ class ModelMemory:
                     self._optimizer.zero_grad()  # drops the views of the buffers that are emptied next
                 self._free_gradients()
 
-    def step_aside(self) -> None:
+    def offload(self) -> None:
         """Make room for others: all that is not in use leaves the device."""
         if (
             self._moves
@@ -99,10 +99,10 @@ class ModelMemory:
             torch.cuda.empty_cache()
 
 
-class _Stash:
+class _HostBuffer:
     """The storages of some tensors, on the device or in host memory; the host memory is taken once and kept."""
 
-    def __init__(self, tensors: Callable[[], Iterable[Tensor]], *, besides: "_Stash | None" = None) -> None:
+    def __init__(self, tensors: Callable[[], Iterable[Tensor]], *, besides: "_HostBuffer | None" = None) -> None:
         self._tensors = tensors
         self._besides = besides
         self._host: Tensor | None = None
@@ -162,7 +162,7 @@ def _host_memory(num_bytes: int) -> Tensor:
     """[num_bytes] uint8, pinned where there is a GPU. Raises UserError where the machine has not so much."""
     if not num_bytes:
         return torch.empty(0, dtype=torch.uint8)
-    room = room_of_a_rank()
+    room = available_bytes_per_rank()
     if num_bytes > room:
         raise UserError(
             f"no host memory for a model that waits for its turn: {num_ranks_here()} ranks of this machine need "

@@ -26,7 +26,7 @@ _FUSED_MAIN = "master_param"
 
 
 @dataclass(frozen=True)
-class StepResult:
+class OptimizerStepResult:
     grad_norm: float
     """Global 2-norm before clipping; not finite if the step was skipped."""
     lr: float
@@ -103,7 +103,7 @@ def build_scheduler(config: OptimizerConfig, optimizer: MegatronOptimizer) -> Op
     )
 
 
-def guarded_step(optimizer: MegatronOptimizer, scheduler: OptimizerParamScheduler) -> StepResult:
+def guarded_step(optimizer: MegatronOptimizer, scheduler: OptimizerParamScheduler) -> OptimizerStepResult:
     """Clip and apply the finished gradients, unless their norm is not finite.
 
     Megatron's own ``step`` looks for non-finite gradients only under float16 loss scaling; here the norm, which every
@@ -121,7 +121,7 @@ def guarded_step(optimizer: MegatronOptimizer, scheduler: OptimizerParamSchedule
                 decoupled = part.config.use_precision_aware_optimizer
                 clip_grad_by_total_norm_fp32(parameters, max_norm, grad_norm, use_decoupled_grad=decoupled)
         optimizer.step_with_ready_grads()
-    return StepResult(grad_norm, float(optimizer.param_groups[0]["lr"]), skipped)
+    return OptimizerStepResult(grad_norm, float(optimizer.param_groups[0]["lr"]), skipped)
 
 
 def set_num_steps(optimizer: MegatronOptimizer, num_steps: int) -> None:

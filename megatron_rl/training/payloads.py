@@ -10,7 +10,7 @@ from megatron_rl.data.batch import PackedBatch, moved
 from megatron_rl.training.batching import STAND_IN_TOKENS, Plan
 
 
-def answered_tokens(batch: PackedBatch) -> tuple[np.ndarray, np.ndarray]:
+def reply_spans(batch: PackedBatch) -> tuple[np.ndarray, np.ndarray]:
     """(first, end) [N] in the batch's tokens: those of each sequence that ranks give numbers of."""
     starts, ends = batch.cu_seqlens[:-1].numpy(), batch.cu_seqlens[1:].numpy()
     if batch.spans is None:
@@ -18,20 +18,20 @@ def answered_tokens(batch: PackedBatch) -> tuple[np.ndarray, np.ndarray]:
     return starts + batch.spans[:, 0].numpy(), starts + batch.spans[:, 1].numpy()
 
 
-def within_spans(batch: PackedBatch, values: Tensor) -> Tensor:
+def select_spans(batch: PackedBatch, values: Tensor) -> Tensor:
     """Of ``values`` [T] of a micro-batch, what goes to the driver."""
     if batch.spans is None:
         return values
-    firsts, ends = answered_tokens(batch)
+    firsts, ends = reply_spans(batch)
     return torch.cat([values[:0], *(values[first:end] for first, end in zip(firsts.tolist(), ends.tolist(), strict=True))])
 
 
 def restore(batch: PackedBatch, plan: Plan, results: Sequence[Tensor], *, per_sequence: bool) -> list[Tensor]:
     """Undo the plan: per-token [T] and, if the results carry them, per-sequence [N] numbers in the batch's order.
 
-    Per token they are of ``answered_tokens``; the others are 0.
+    Per token they are of ``reply_spans``; the others are 0.
     """
-    firsts, ends = (border.tolist() for border in answered_tokens(batch))
+    firsts, ends = (border.tolist() for border in reply_spans(batch))
     # Pages that nothing is written to take neither time nor memory.
     tokens, sequences = np.zeros(int(batch.cu_seqlens[-1]), np.float32), np.zeros(batch.num_sequences, np.float32)
     for microbatches, result in zip(plan, results, strict=True):
@@ -48,7 +48,7 @@ def restore(batch: PackedBatch, plan: Plan, results: Sequence[Tensor], *, per_se
     return [torch.from_numpy(values) for values in found]
 
 
-def stand_in(batch: PackedBatch) -> PackedBatch:
+def dummy_batch(batch: PackedBatch) -> PackedBatch:
     """A batch without sequences becomes two tokens with every field 0, so that this rank joins every collective."""
     if batch.num_sequences:
         return batch

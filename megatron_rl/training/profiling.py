@@ -16,7 +16,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from megatron_rl.config.schema import Config
-from megatron_rl.training.stage_use import StageOfStep
+from megatron_rl.training.stage_use import StageKey
 
 logger = logging.getLogger(__name__)
 
@@ -50,11 +50,11 @@ class StageProfiler:
         self._folder = Path(config.run.output_dir) / "profile"
         self._rank = rank
         self._with_gpu = torch.cuda.is_available()
-        self._stage: StageOfStep | None = None
+        self._stage: StageKey | None = None
         self._profile: profile | None = None
-        self._num_written: dict[StageOfStep, int] = {}
+        self._num_written: dict[StageKey, int] = {}
 
-    def enter(self, stage: StageOfStep | None) -> None:
+    def start_stage(self, stage: StageKey | None) -> None:
         """What runs from now on belongs to ``stage``; None: to no stage."""
         if stage == self._stage:
             return
@@ -63,7 +63,7 @@ class StageProfiler:
         if stage is not None and self._wants(stage):
             self._attempt(self._begin)
 
-    def _wants(self, stage: StageOfStep) -> bool:
+    def _wants(self, stage: StageKey) -> bool:
         settings = self._settings
         return stage.step + 1 in settings.steps and (not settings.stages or stage.name in settings.stages)
 

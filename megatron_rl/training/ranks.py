@@ -10,10 +10,10 @@ from megatron_rl.parallel import collectives
 from megatron_rl.parallel import topology as topologies
 from megatron_rl.parallel.topology import Topology
 from megatron_rl.system.processes import process_probe, run_processes
-from megatron_rl.system.processes.gc_pauses import collector_at_rest
+from megatron_rl.system.processes.gc_pauses import gc_disabled
 from megatron_rl.system.processes.signals import StopSignals, die_with_parent, leave_signals_to_the_driver
 from megatron_rl.training.engine import Engine
-from megatron_rl.training.trainer_group import TrainerGroup, Worker
+from megatron_rl.training.trainer_group import TrainerGroup, TrainerRank
 
 BuildEngines = Callable[[Topology], Mapping[str, Engine]]
 
@@ -28,15 +28,15 @@ def trainer_ranks(
     """
     die_with_parent()
     is_driver = os.environ.get("RANK", "0") == "0"
-    process_probe.listen(f"trainer rank {os.environ.get('RANK', '0')}")
+    process_probe.enable_probe(f"trainer rank {os.environ.get('RANK', '0')}")
     folder = Path(config.run.output_dir) if signals is not None else None
     signals = signals or StopSignals(config.run.stop_grace_s)
-    with signals.heard() if is_driver else nullcontext():
+    with signals.handling_signals() if is_driver else nullcontext():
         topology = topologies.initialize(config.parallel, seed=config.run.seed)
         try:
-            introduce(topology, folder)
-            with collector_at_rest():
-                worker = Worker(config, topology, build_engines(topology))
+            register_processes(topology, folder)
+            with gc_disabled():
+                worker = TrainerRank(config, topology, build_engines(topology))
             if topology.rank != 0:
                 leave_signals_to_the_driver()
                 worker.serve()
@@ -49,7 +49,7 @@ def trainer_ranks(
             topologies.destroy()
 
 
-def introduce(topology: Topology, folder: Path | None) -> None:
+def register_processes(topology: Topology, folder: Path | None) -> None:
     """Say in the run's folder which processes the ranks are, for `doctor --hang`; None: this is no run."""
     everybody = collectives.gather_objects(run_processes.this_process(topology.rank), what="which processes the ranks are")
     if folder is None:
@@ -57,4 +57,4 @@ def introduce(topology: Topology, folder: Path | None) -> None:
     if everybody:
         run_processes.write_members(folder, everybody)
     if os.environ.get("LOCAL_RANK", "0") == "0":
-        run_processes.answer_questions(folder)
+        run_processes.serve_probes(folder)

@@ -3,7 +3,7 @@
 A step passes over the same sequences several times: log-probs, values, and optimizer steps on parts of them. What a replica
 holds need not be sent again, so each sequence gets a home under which *every* optimizer step is even, a policy's and a
 critic's alike. Of homes that are about as even, one is better that need not fetch the sequence's routes from another node, or
-that has its images anyway (``Pulls``).
+that has its images anyway (``PlacementPreferences``).
 """
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -20,26 +20,26 @@ from megatron_rl.system.files.shared_file import NODE, address_of
 from megatron_rl.training.batching import (
     CostFunction,
     Plan,
-    padded_share,
-    plan_at_home,
+    padding_fraction,
     plan_microbatches,
+    plan_on_replicas,
     plan_statistics,
 )
 
 Key = TypeVar("Key", bound=Hashable)
 
-_WORTH_MOVING = 5e-3
+_MIN_IDLE_GAIN = 5e-3
 """Share of the ranks' time for which sequences change their replica."""
-_PULLED_UP_TO = (0.99, 0.9)
+_PREFERENCE_FILL_LEVELS = (0.99, 0.9)
 """Of a replica's part of a group, one tried after the other: the last and shortest sequences only make groups even."""
-_AS_EVEN = 1e-3
+_IMBALANCE_NOISE = 1e-3
 """Share of the ranks' time: a smaller difference between homes is chance."""
-_ALIKE = 0.01
+_MAX_SWAP_COST_GAP = 0.01
 """Costs that differ by less may be exchanged: where they make a difference, it is one of either sign."""
 
 
 @dataclass(frozen=True)
-class Pulls(Generic[Key]):
+class PlacementPreferences(Generic[Key]):
     """What draws sequences to replicas, as far as these stay even."""
 
     nodes: Sequence[int] = ()
@@ -50,7 +50,7 @@ class Pulls(Generic[Key]):
     """Sequence -> what it has in common with those that show the same images."""
 
     @classmethod
-    def of(cls, batch: PackedBatch, keys: Sequence[Key], nodes: Callable[[], Sequence[int]]) -> "Pulls[Key]":
+    def of(cls, batch: PackedBatch, keys: Sequence[Key], nodes: Callable[[], Sequence[int]]) -> "PlacementPreferences[Key]":
         """``keys``: what names its sequences. ``nodes`` is asked where routes lie on several nodes."""
         images: dict[Key, list[tuple[str, int]]] = {}
         if batch.images is not None:
@@ -73,10 +73,10 @@ def _node_of(arrays: Sequence[np.ndarray]) -> int | None:
     return 0 if address is None else address.pid // NODE
 
 
-class _Pulled(Generic[Key]):
+class _PreferenceScores(Generic[Key]):
     """Homes on the way: how much draws a sequence to each replica."""
 
-    def __init__(self, pulls: Pulls[Key], num_replicas: int) -> None:
+    def __init__(self, pulls: PlacementPreferences[Key], num_replicas: int) -> None:
         self._pulls = pulls
         self._on_node = {node: np.array([node == own for own in pulls.nodes]) for node in set(pulls.routes.values())}
         self._nothing = np.zeros(num_replicas, bool)
@@ -97,8 +97,8 @@ class _Pulled(Generic[Key]):
             self._shown.setdefault(images, self._nothing.copy())[home] = True
 
 
-def share_out(
-    costs: Mapping[Key, float], groups: Sequence[Sequence[Key]], num_replicas: int, pulls: Pulls[Key] | None = None
+def assign_replicas(
+    costs: Mapping[Key, float], groups: Sequence[Sequence[Key]], num_replicas: int, pulls: PlacementPreferences[Key] | None = None
 ) -> dict[Key, int]:
     """Sequence -> replica, so that the cost of each group's sequences is about the same on all replicas.
 
@@ -108,18 +108,18 @@ def share_out(
     up for; homes that are less even for it than without are not taken. Equal arguments give equal homes.
     """
     groups = [[key for key in group if key in costs] for group in [list(costs), *groups]]
-    homes, time = _descend(costs, groups, num_replicas, Pulls(), 0.0)
+    homes, time = _descend(costs, groups, num_replicas, PlacementPreferences(), 0.0)
     if pulls is None or not (pulls.routes or pulls.images):
         return homes
-    for up_to in _PULLED_UP_TO:
+    for up_to in _PREFERENCE_FILL_LEVELS:
         pulled, time_pulled = _descend(costs, groups, num_replicas, pulls, up_to)
-        if time_pulled <= (1 + _AS_EVEN) * time:
+        if time_pulled <= (1 + _IMBALANCE_NOISE) * time:
             return pulled
     return homes
 
 
 def _descend(
-    costs: Mapping[Key, float], groups: Sequence[Sequence[Key]], num_replicas: int, pulls: Pulls[Key], up_to: float
+    costs: Mapping[Key, float], groups: Sequence[Sequence[Key]], num_replicas: int, pulls: PlacementPreferences[Key], up_to: float
 ) -> tuple[dict[Key, int], float]:
     """(homes, what replicas that wait for each other after each group take for all of them). ``pulls`` fill a group so far."""
     groups_of: dict[Key, list[int]] = {key: [] for key in costs}
@@ -130,7 +130,7 @@ def _descend(
     # A group of cost 0 has no sequences.
     means = np.array([sum(costs[key] for key in group) / num_replicas or 1.0 for group in groups])
     homes: dict[Key, int] = {}
-    pulled = _Pulled(pulls, num_replicas)
+    pulled = _PreferenceScores(pulls, num_replicas)
     for key in sorted(costs, key=lambda key: -costs[key]):
         of = groups_of[key]
         weights, before = costs[key] / means[of], loads[of]
@@ -145,7 +145,7 @@ def _descend(
     return homes, float((loads.max(1) * means).sum())
 
 
-def exchanged(homes: Mapping[Key, int], costs: Mapping[Key, float], pulls: Pulls[Key]) -> dict[Key, int]:
+def swap_for_locality(homes: Mapping[Key, int], costs: Mapping[Key, float], pulls: PlacementPreferences[Key]) -> dict[Key, int]:
     """``homes`` after pairs of sequences of about equal cost have changed places, each of which is nearer to its routes then."""
     found = dict(homes)
     waiting: dict[tuple[int, int], list[Key]] = {}
@@ -155,7 +155,7 @@ def exchanged(homes: Mapping[Key, int], costs: Mapping[Key, float], pulls: Pulls
         if there is None or here == there:
             continue
         others = waiting.get((there, here))
-        if others and costs[key] >= (1 - _ALIKE) * costs[others[-1]]:
+        if others and costs[key] >= (1 - _MAX_SWAP_COST_GAP) * costs[others[-1]]:
             other = others.pop()
             found[key], found[other] = homes[other], homes[key]
         else:
@@ -163,7 +163,7 @@ def exchanged(homes: Mapping[Key, int], costs: Mapping[Key, float], pulls: Pulls
     return found
 
 
-class Sharing:
+class ReplicaPlanner:
     """How one engine's batches are shared out to its replicas."""
 
     def __init__(
@@ -177,12 +177,12 @@ class Sharing:
             num_dp_ranks=num_replicas, max_tokens_per_microbatch=max_tokens_per_microbatch, cost=cost, multiple_of=multiple
         )
         self._plan_anew: Callable[[Sequence[int]], Plan] = partial(plan_microbatches, **sizes)
-        self._plan_at_home: Callable[[Sequence[int], Sequence[int]], Plan] = partial(plan_at_home, **sizes)
+        self._plan_at_home: Callable[[Sequence[int], Sequence[int]], Plan] = partial(plan_on_replicas, **sizes)
         self._meet_in_every_layer = parallel.expert_parallel_size > 1
         """Experts are spread over data-parallel ranks."""
 
     def homes(
-        self, lengths: Mapping[Key, int], groups: Sequence[Sequence[Key]], pulls: Pulls[Key] | None = None
+        self, lengths: Mapping[Key, int], groups: Sequence[Sequence[Key]], pulls: PlacementPreferences[Key] | None = None
     ) -> dict[Key, int]:
         """Of sequences of these lengths; each of ``groups``, some of them, is to be even."""
         homes: dict[Key, int] = {}
@@ -192,9 +192,9 @@ class Sharing:
             group = [key for key in group if key in lengths and key not in homes]
             plan = self._plan_anew([lengths[key] for key in group])
             planned = {group[i]: home for home, of in enumerate(plan) for indices in of for i in indices}
-            homes |= exchanged(planned, all_costs, pulls) if pulls is not None and pulls.nodes else planned
+            homes |= swap_for_locality(planned, all_costs, pulls) if pulls is not None and pulls.nodes else planned
         costs = {key: cost for key, cost in all_costs.items() if key not in homes}
-        return homes | share_out(costs, groups, self._num_replicas, pulls)
+        return homes | assign_replicas(costs, groups, self._num_replicas, pulls)
 
     def plan(self, lengths: Sequence[int], homes: Sequence[int] | None = None, *, may_move: bool = False) -> Plan:
         """Micro-batches, by replica. With ``homes`` each sequence stays at its own, unless some ``may move`` and ranks
@@ -203,9 +203,9 @@ class Sharing:
             return self._plan_anew(lengths)
         plan = self._plan_at_home(lengths, homes)
         idle = self._idle_share(plan, lengths) if may_move and self._num_replicas > 1 else 0.0
-        if idle > _WORTH_MOVING + self._least_idle_share(lengths):
+        if idle > _MIN_IDLE_GAIN + self._least_idle_share(lengths):
             moved = self._plan_anew(lengths)
-            if idle > self._idle_share(moved, lengths) + _WORTH_MOVING:
+            if idle > self._idle_share(moved, lengths) + _MIN_IDLE_GAIN:
                 return moved
         return plan
 
@@ -215,7 +215,7 @@ class Sharing:
         num_context_ranks = parallel.context_parallel_size
         sequence_multiple = 2 * num_context_ranks if num_context_ranks > 1 else 1
         split_ranks = parallel.tensor_parallel_size if parallel.sequence_parallel else 1
-        padded = padded_share(
+        padded = padding_fraction(
             plan, lengths, sequence_multiple=sequence_multiple, pack_multiple=sequence_multiple * split_ranks
         )
         return {

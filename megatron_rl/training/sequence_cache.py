@@ -23,8 +23,8 @@ from megatron_rl.parallel.collectives import Payload, Pieces
 from megatron_rl.parallel.topology import Topology
 from megatron_rl.system.files.shared_file import SharedArrays, address_of
 from megatron_rl.training.batching import Plan
-from megatron_rl.training.image_cache import Cut, HeldImages, ImageCutting, SentImages
-from megatron_rl.training.payloads import answered_tokens
+from megatron_rl.training.image_cache import Cut, ImageCache, ImageDirectory, ImagePatcher
+from megatron_rl.training.payloads import reply_spans
 
 
 @dataclass
@@ -60,7 +60,7 @@ class _Rows:
             arrays = [array for arrays in values.by_sequence for array in arrays]
             return cls(arrays, counts, values.nothing, None if shared is None else _addresses(arrays, shared))
         batch = batch if values.dim() == 1 else replace(batch, spans=None)
-        numbers, (firsts, ends) = values.numpy(), answered_tokens(batch)
+        numbers, (firsts, ends) = values.numpy(), reply_spans(batch)
         arrays = [numbers[first:end] for first, end in zip(firsts.tolist(), ends.tolist(), strict=True)]
         placed = None if shared is None else _put(arrays, shared)  # tensors are the driver's own
         found = cls(arrays, np.ones(len(arrays), np.int64), numbers[:0], placed)
@@ -113,7 +113,7 @@ class _Sequences(NamedTuple):
     lengths: list[int]
 
 
-class Ledger:
+class CacheDirectory:
     """The driver's account of one layout, for one step."""
 
     def __init__(self, num_replicas: int, shared: SharedArrays | None = None) -> None:
@@ -127,7 +127,7 @@ class Ledger:
         self._sequences: dict[int, _Sequences] = {}
         self._num_replicas = num_replicas
         self._columns: list[_Column] = []
-        self._images = SentImages(num_replicas)
+        self._images = ImageDirectory(num_replicas)
         self._addressed: dict[int, tuple[np.ndarray, np.ndarray, Any]] = {}
         """By its id: an array, the numbers of its address, and what has to stay there."""
         self._tokens: dict[int, tuple[Any, _Rows]] = {}
@@ -275,7 +275,7 @@ class About:
     lengths: list[int]
     step: int | None
     """None: of no step, nothing of it is kept."""
-    ledger: Ledger
+    ledger: CacheDirectory
     keys: Sequence[Any]
     """What names its sequences."""
 
@@ -296,17 +296,17 @@ class _HeldColumn:
     """By the sequences' numbers."""
 
 
-class Held:
+class SequenceCache:
     """Sequences on this rank, by their numbers, on the CPU."""
 
     def __init__(self, cut: Cut = lambda number, file: None) -> None:
         """``cut``: begins to cut those images that are this rank's to cut."""
         self._tokens: dict[int, Sequence[np.ndarray]] = {}
         self._lengths: dict[int, int] = {}
-        self.images = HeldImages(cut)
+        self.images = ImageCache(cut)
         self._columns: dict[int, _HeldColumn] = {}
 
-    def take(self, payload: Mapping[str, Any], fields: Mapping[str, int]) -> "Share":
+    def take(self, payload: Mapping[str, Any], fields: Mapping[str, int]) -> "RankBatch":
         """This rank's micro-batches of a call, whose ``fields`` are columns; what is new of them stays here."""
         new: list[int] = []
         if "new" in payload:
@@ -323,7 +323,7 @@ class Held:
         plan = [part.tolist() for part in np.split(payload["sequences"], ends[:-1])] if len(ends) else []
         spans = np.split(payload["spans"], ends[:-1]) if "spans" in payload else [None] * len(plan)
         microbatches = [self._microbatch(numbers, of, fields, has_images) for numbers, of in zip(plan, spans, strict=False)]
-        return Share(microbatches, plan, self)
+        return RankBatch(microbatches, plan, self)
 
     def keep(self, column: int, plan: Sequence[Sequence[int]], parts: Sequence[Tensor]) -> None:
         """``parts`` of micro-batches as a column; ranks before the last stage have none."""
@@ -362,19 +362,19 @@ class Held:
         )
 
 
-class HeldOfSteps:
+class CachesByStep:
     """Sequences on this rank, by layout and step."""
 
-    def __init__(self, cutting: ImageCutting) -> None:
+    def __init__(self, cutting: ImagePatcher) -> None:
         self._cutting = cutting
-        self._held: dict[tuple[int, int], Held] = {}
+        self._held: dict[tuple[int, int], SequenceCache] = {}
 
-    def of(self, place: Topology, parallel: ParallelConfig, step: int | None) -> Held:
+    def of(self, place: Topology, parallel: ParallelConfig, step: int | None) -> SequenceCache:
         """``step`` None: of no step, nothing of it is kept."""
         if step is None:
-            return Held(self._cutting.share_of(place, parallel))
+            return SequenceCache(self._cutting.share_of(place, parallel))
         if (place.layout, step) not in self._held:
-            self._held[place.layout, step] = Held(self._cutting.share_of(place, parallel))
+            self._held[place.layout, step] = SequenceCache(self._cutting.share_of(place, parallel))
         return self._held[place.layout, step]
 
     def release(self, step: int | None) -> None:
@@ -384,13 +384,13 @@ class HeldOfSteps:
 
 
 @dataclass(frozen=True)
-class Share:
+class RankBatch:
     """A rank's part of the batch of a call."""
 
     microbatches: list[PackedBatch] = field(default_factory=list)
     plan: list[list[int]] = field(default_factory=list)
     """By micro-batch, the numbers of its sequences."""
-    held: Held = field(default_factory=Held)
+    held: SequenceCache = field(default_factory=SequenceCache)
 
     def keep(self, column: int, parts: Sequence[Tensor]) -> None:
         """Answers, one tensor [tokens, ...] per micro-batch, stay here as a column."""

@@ -8,18 +8,18 @@ from typing import NamedTuple
 import torch
 
 from megatron_rl.system.processes import process_probe
-from megatron_rl.system.processes.host_memory import take_host_peak_gib
+from megatron_rl.system.processes.host_memory import pop_host_peak_gib
 
 _MAX_RANKS = 64
 """Of which a stage's seconds are written down: it goes into the timeline, once per stage and step."""
 
 
-class StageOfStep(NamedTuple):
+class StageKey(NamedTuple):
     step: int
     name: str
 
 
-class Use(NamedTuple):
+class ResourceUse(NamedTuple):
     """Of one rank; of several, the memory of the one that used the most and the CPU time of all."""
 
     host_gib: float = 0.0
@@ -32,12 +32,12 @@ class Use(NamedTuple):
     """In commands of the driver, without the wait for the next one; of several ranks, that of the one that took longest."""
 
 
-class StageAccount:
+class StageMeter:
     """Of one rank."""
 
     def __init__(self) -> None:
-        self._stage: StageOfStep | None = None
-        self._uses: dict[StageOfStep, Use] = {}
+        self._stage: StageKey | None = None
+        self._uses: dict[StageKey, ResourceUse] = {}
         self._cpu_s = time.process_time()
         self._busy_s = 0.0
 
@@ -50,24 +50,24 @@ class StageAccount:
         finally:
             self._busy_s += time.monotonic() - started_s
 
-    def enter(self, stage: StageOfStep | None) -> None:
+    def start_stage(self, stage: StageKey | None) -> None:
         """What is used from now on is used in ``stage``; None: between two stages, where nobody counts."""
         if stage == self._stage:
             return
         used = self._take_use()
         if self._stage is not None:
-            before = self._uses.get(self._stage, Use())
+            before = self._uses.get(self._stage, ResourceUse())
             self._uses[self._stage] = _together(before, used)._replace(busy_s=before.busy_s + used.busy_s)
         self._stage = stage
-        process_probe.note("stage", f"{stage.name} of step {stage.step + 1}" if stage else "")
+        process_probe.set_status("stage", f"{stage.name} of step {stage.step + 1}" if stage else "")
 
-    def take(self) -> dict[StageOfStep, Use]:
+    def take(self) -> dict[StageKey, ResourceUse]:
         """All that was counted since the last call; the present stage ends."""
-        self.enter(None)
+        self.start_stage(None)
         uses, self._uses = self._uses, {}
         return uses
 
-    def _take_use(self) -> Use:
+    def _take_use(self) -> ResourceUse:
         """Since the last call."""
         before_s, self._cpu_s = self._cpu_s, time.process_time()
         device_gib = 0.0
@@ -75,21 +75,21 @@ class StageAccount:
             device_gib = torch.cuda.max_memory_allocated() / 1024**3
             torch.cuda.reset_peak_memory_stats()
         busy_s, self._busy_s = self._busy_s, 0.0
-        return Use(take_host_peak_gib(), device_gib, self._cpu_s - before_s, busy_s)
+        return ResourceUse(pop_host_peak_gib(), device_gib, self._cpu_s - before_s, busy_s)
 
 
-def of_all_ranks(accounts: Iterable[Mapping[StageOfStep, Use]]) -> dict[StageOfStep, Use]:
+def of_all_ranks(accounts: Iterable[Mapping[StageKey, ResourceUse]]) -> dict[StageKey, ResourceUse]:
     """By stage, of what each rank's ``take`` gave."""
-    result: dict[StageOfStep, Use] = {}
+    result: dict[StageKey, ResourceUse] = {}
     for account in accounts:
         for stage, use in account.items():
-            result[stage] = _together(result.get(stage, Use()), use)
+            result[stage] = _together(result.get(stage, ResourceUse()), use)
     return result
 
 
-def seconds_by_rank(accounts: Sequence[Mapping[StageOfStep, Use]]) -> dict[StageOfStep, str]:
+def seconds_by_rank(accounts: Sequence[Mapping[StageKey, ResourceUse]]) -> dict[StageKey, str]:
     """Words ``rank:seconds`` of the ranks' own work in each stage; of many ranks the slowest and the quickest ones."""
-    found: dict[StageOfStep, list[tuple[float, int]]] = {}
+    found: dict[StageKey, list[tuple[float, int]]] = {}
     for rank, account in enumerate(accounts):
         for stage, use in account.items():
             found.setdefault(stage, []).append((use.busy_s, rank))
@@ -102,6 +102,6 @@ def seconds_by_rank(accounts: Sequence[Mapping[StageOfStep, Use]]) -> dict[Stage
     return words
 
 
-def _together(one: Use, other: Use) -> Use:
+def _together(one: ResourceUse, other: ResourceUse) -> ResourceUse:
     host_gib, device_gib = max(one.host_gib, other.host_gib), max(one.device_gib, other.device_gib)
-    return Use(host_gib, device_gib, one.cpu_s + other.cpu_s, max(one.busy_s, other.busy_s))
+    return ResourceUse(host_gib, device_gib, one.cpu_s + other.cpu_s, max(one.busy_s, other.busy_s))

@@ -1,6 +1,6 @@
 """All trainer ranks as seen from the driver (rank 0): one call here, one collective action everywhere.
 
-The other ranks sit in ``Worker.serve`` and wait for the driver's next command; the driver sends it, sends each replica
+The other ranks sit in ``TrainerRank.serve`` and wait for the driver's next command; the driver sends it, sends each replica
 what it lacks of its micro-batches (``sequence_cache.py``), takes part itself, and gathers what the output ranks report. An idle
 driver sends heartbeats, so that a follower's deadline (parallel.collective_timeout_s) means a driver in trouble and
 not a long generation.
@@ -20,23 +20,23 @@ from torch import Tensor
 from megatron_rl.config.schema import Config
 from megatron_rl.data.batch import ROUTES, PackedBatch
 from megatron_rl.families.flops import flops_cost
-from megatron_rl.models.hf.gathering import Destination
+from megatron_rl.models.hf.gathering import GatherTarget
 from megatron_rl.parallel import collectives, stragglers
 from megatron_rl.parallel.collectives import Payload
-from megatron_rl.parallel.topology import Replicas, Topology
+from megatron_rl.parallel.topology import ReplicaRanks, Topology
 from megatron_rl.system.processes import process_probe
 from megatron_rl.training import rank_methods
-from megatron_rl.training.array_transport import Errand, Ways
+from megatron_rl.training.array_transport import ArrayTransport, Errand
 from megatron_rl.training.batching import Plan
 from megatron_rl.training.engine import Engine, UpdateResult
-from megatron_rl.training.export import WeightExport, free_cached_memory, to_its_end
-from megatron_rl.training.image_cache import ImageCutting
-from megatron_rl.training.model_checkpoint import CheckpointNotSaved
+from megatron_rl.training.export import WeightExport, exhausting, free_cached_memory
+from megatron_rl.training.image_cache import ImagePatcher
+from megatron_rl.training.model_checkpoint import CheckpointSaveError
 from megatron_rl.training.payloads import restore
 from megatron_rl.training.profiling import memory_note, stage_profiler
-from megatron_rl.training.replica_assignment import Pulls, Sharing
-from megatron_rl.training.sequence_cache import About, HeldOfSteps, Ledger, Share
-from megatron_rl.training.stage_use import StageAccount, StageOfStep, Use, of_all_ranks, seconds_by_rank
+from megatron_rl.training.replica_assignment import PlacementPreferences, ReplicaPlanner
+from megatron_rl.training.sequence_cache import About, CacheDirectory, CachesByStep, RankBatch
+from megatron_rl.training.stage_use import ResourceUse, StageKey, StageMeter, of_all_ranks, seconds_by_rank
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Command:
     name: str
     """As messages call it."""
     engine: str
-    action: "Callable[[Worker, Engine, Share], Any]"
+    action: "Callable[[TrainerRank, Engine, RankBatch], Any]"
     """A rank's part; it gets the rank's own micro-batches."""
     fields: Mapping[str, int] | None = None
     """Of the batch that it is about, as columns; None: it is about none."""
@@ -54,7 +54,7 @@ class Command:
     """Whose sequences these are; None: nothing of the batch is kept."""
     gathers: bool = False
     """The action gives a 1-D tensor on ranks that report, None on the others; the driver gets them by replica."""
-    stage: StageOfStep | None = None
+    stage: StageKey | None = None
     """Whose work it is."""
 
     def __str__(self) -> str:
@@ -84,7 +84,7 @@ class Notice(Enum):
     stop = "stop"
 
 
-class Worker:
+class TrainerRank:
     """One rank: its engines by name and how it carries out a command."""
 
     def __init__(self, config: Config, topology: Topology, engines: Mapping[str, Engine]) -> None:
@@ -92,10 +92,10 @@ class Worker:
         self.topology = topology
         self.engines = engines
         self.export = WeightExport(config)
-        self.held = HeldOfSteps(ImageCutting(config.policy.path, [engine.hf_config for engine in engines.values()]))
-        self.use = StageAccount()
+        self.held = CachesByStep(ImagePatcher(config.policy.path, [engine.hf_config for engine in engines.values()]))
+        self.use = StageMeter()
         self._profiler = stage_profiler(config, topology.rank)
-        self.replicas = {name: Replicas.of(e.parallel, topology.world_size) for name, e in engines.items()}
+        self.replicas = {name: ReplicaRanks.of(e.parallel, topology.world_size) for name, e in engines.items()}
         self.note: Callable[[str], None] = lambda text: None
         """Told how far long work is."""
 
@@ -114,9 +114,9 @@ class Worker:
             self.export.close()
 
     def _serve_one(self) -> bool:
-        process_probe.note("waits", "the driver's next command")
+        process_probe.set_status("waits", "the driver's next command")
         command = collectives.broadcast_object(None, what="its next command")
-        process_probe.note("waits")
+        process_probe.set_status("waits")
         if isinstance(command, Notice):
             self.heed(command)
             return command is not Notice.stop
@@ -126,58 +126,58 @@ class Worker:
         if isinstance(command, Errand):
             command.report()
             return True
-        self.enter(command.stage)
+        self.start_stage(command.stage)
         self.execute(command)
         return True
 
-    def enter(self, stage: StageOfStep | None) -> None:
+    def start_stage(self, stage: StageKey | None) -> None:
         """What this rank does from now on counts as the stage's."""
         if self._profiler is not None:
-            self._profiler.enter(stage)
-        self.use.enter(stage)
+            self._profiler.start_stage(stage)
+        self.use.start_stage(stage)
 
     def heed(self, notice: Notice) -> list[Any]:
         """Do as told; the driver gets what the ranks report, by rank."""
         if notice is Notice.free_memory:
-            self.give_turn_to("")
+            self.offload_others("")
             free_cached_memory()
         elif notice is Notice.report_use:
-            self.enter(None)
+            self.start_stage(None)
             return collectives.gather_objects(self.use.take(), what="what the ranks used")
         elif notice is Notice.report_saves:
-            written = all(engine.save_is_written for engine in self.engines.values())
+            written = all(engine.save_is_complete for engine in self.engines.values())
             return collectives.gather_objects(written, what="whether its checkpoint is written")
         elif notice is Notice.finish_saves:
             self._finish_saves()
         return []
 
-    def give_turn_to(self, name: str) -> None:
+    def offload_others(self, name: str) -> None:
         """Every other engine leaves the device to this one; an empty name: all do."""
         for other, engine in self.engines.items():
             if other != name:
-                engine.step_aside()
+                engine.offload()
 
     def _finish_saves(self) -> None:
         problems = []
         for engine in self.engines.values():
             try:
                 engine.finish_save()
-            except CheckpointNotSaved as error:
+            except CheckpointSaveError as error:
                 problems.append(str(error))  # the next engine's save is on its way, too
         if problems and self.topology.rank == 0:
-            raise CheckpointNotSaved("; ".join(problems))
+            raise CheckpointSaveError("; ".join(problems))
 
     def execute(
         self, command: Command, payloads: Sequence[Payload] | None = None, ways: Mapping[str, Any] | None = None
     ) -> Any:
         """This rank's part of ``command``; the driver has ``payloads`` and their ``ways``, and gets what the ranks report."""
-        self.give_turn_to(command.engine)
+        self.offload_others(command.engine)
         engine, replicas = self.engines[command.engine], self.replicas[command.engine]
-        with stragglers.working(str(command)):
-            share = Share()
+        with stragglers.track_activity(str(command)):
+            share = RankBatch()
             if command.fields is not None:
                 what = f"the batches of the {command}"
-                payload = collectives.deliver(payloads, replicas.heads, engine.topology, **ways or {}, what=what)
+                payload = collectives.scatter_payloads(payloads, replicas.replica_roots, engine.topology, **ways or {}, what=what)
                 share = self.held.of(engine.topology, engine.parallel, command.step).take(payload, command.fields)
             with self.use.working():
                 result = command.action(self, engine, share)
@@ -190,21 +190,21 @@ class Worker:
 class TrainerGroup:
     """The driver's side; engines may have different layouts. Batches go in whole and come back in their own order."""
 
-    def __init__(self, worker: Worker) -> None:
+    def __init__(self, worker: TrainerRank) -> None:
         self._worker = worker
-        self._stage: StageOfStep | None = None
+        self._stage: StageKey | None = None
         self._sharing = {
-            name: Sharing(
+            name: ReplicaPlanner(
                 engine.parallel,
-                len(worker.replicas[name].heads),
+                len(worker.replicas[name].replica_roots),
                 worker.config.batch.max_tokens_per_microbatch,
                 flops_cost(engine.hf_config, role=engine.role),
             )
             for name, engine in worker.engines.items()
         }
-        self._ledgers: dict[tuple[int, int] | None, Ledger] = {}
+        self._ledgers: dict[tuple[int, int] | None, CacheDirectory] = {}
         """By layout and step: what the ranks hold."""
-        self.ways = Ways(worker.topology.world_size)
+        self.ways = ArrayTransport(worker.topology.world_size)
 
     @property
     def engine_names(self) -> tuple[str, ...]:
@@ -216,7 +216,7 @@ class TrainerGroup:
         engines, batch = self._worker.engines, self._worker.config.batch
         longest = batch.max_prompt_tokens + batch.max_response_tokens
         notes = [engines["policy"].mtp_note] if "policy" in engines else []
-        notes += [note for engine in engines.values() for note in (engine.unread_note, engine.layers_note(longest))]
+        notes += [note for engine in engines.values() for note in (engine.unread_tensors_note, engine.layers_note(longest))]
         return list(dict.fromkeys(filter(None, [*notes, memory_note(self._worker.config)])))
 
     def share_out(self, batch: PackedBatch, updates: Mapping[str, Sequence[Sequence[int]]]) -> None:
@@ -299,11 +299,11 @@ class TrainerGroup:
         command = Command("update", engine, action, fields={} if routes is None else {ROUTES: routes})
         result = self._call(command, about, plan)
         if keeps_logprobs:
-            found = self._call(Command("take_logprobs", engine, rank_methods.take_logprobs, gathers=True))
+            found = self._call(Command("take_logprobs", engine, rank_methods.pop_logprobs, gathers=True))
             (logprobs,) = restore(replace(batch, spans=None), plan, found, per_sequence=False)
         return replace(result, plan=self._sharing[engine].metrics(plan, about.lengths), logprobs=logprobs)
 
-    def export_weights(self, engine: str, to: Destination = Destination.driver) -> Iterator[tuple[str, Tensor]]:
+    def export_weights(self, engine: str, to: GatherTarget = GatherTarget.driver) -> Iterator[tuple[str, Tensor]]:
         """Hugging Face names and whole tensors for this rank, streamed; must be walked to its end.
 
         The other ranks begin at once and do what ``to`` asks of them (``WeightExport``). An iterator that was begun
@@ -311,14 +311,14 @@ class TrainerGroup:
         """
         command = Command("export", engine, partial(rank_methods.export, to=to))
         self._announce(command)
-        self._worker.give_turn_to(engine)
-        return to_its_end(self._worker.engines[engine].export_weights(to), stragglers.working(str(command)))
+        self._worker.offload_others(engine)
+        return exhausting(self._worker.engines[engine].export_weights(to), stragglers.track_activity(str(command)))
 
     def expected_weights(self, engine: str) -> dict[str, tuple[int, ...]]:
         """Hugging Face name -> shape of every tensor that export_weights gives."""
         return self._worker.engines[engine].expected_weights()
 
-    def report_to(self, note: Callable[[str], None]) -> None:
+    def set_progress_callback(self, note: Callable[[str], None]) -> None:
         """``note`` is told how far a long save is."""
         self._worker.note = note
 
@@ -330,19 +330,19 @@ class TrainerGroup:
         """Write weights, optimizer state and schedule. Raises CheckpointNotSaved; the group goes on."""
         self._call(Command("save_state", engine, partial(rank_methods.save_state, folder=folder)))
 
-    def begin_save(self, engine: str, folder: str) -> None:
+    def start_save(self, engine: str, folder: str) -> None:
         """``save_state`` that goes on in the background: the engine may train on, and the folder appears with ``finish_saves``.
 
         Raises CheckpointNotSaved.
         """
-        self._call(Command("begin_save", engine, partial(rank_methods.begin_save, folder=folder)))
+        self._call(Command("begin_save", engine, partial(rank_methods.start_save, folder=folder)))
 
     def saves_are_written(self) -> bool:
         """Whether ``finish_saves`` would not wait."""
         return all(self._tell(Notice.report_saves))
 
     def finish_saves(self) -> None:
-        """Wait for what ``begin_save`` began and make it appear. Raises CheckpointNotSaved; the group goes on."""
+        """Wait for what ``start_save`` began and make it appear. Raises CheckpointNotSaved; the group goes on."""
         self._tell(Notice.finish_saves)
 
     def load_state(self, engine: str, folder: str) -> None:
@@ -364,13 +364,13 @@ class TrainerGroup:
     @contextmanager
     def stage(self, step: int, name: str) -> Iterator[None]:
         """What the ranks use inside counts as this stage's."""
-        self._stage = StageOfStep(step, name)
-        self._worker.enter(self._stage)
+        self._stage = StageKey(step, name)
+        self._worker.start_stage(self._stage)
         try:
             yield
         finally:
             self._stage = None
-            self._worker.enter(None)
+            self._worker.start_stage(None)
 
     def release(self, step: int | None = None) -> None:
         """The ranks may forget the sequences of ``step``; None: of every step."""
@@ -381,26 +381,26 @@ class TrainerGroup:
         for key in ended:
             del self._ledgers[key]
 
-    def use_by_stage(self) -> dict[StageOfStep, tuple[Use, str]]:
+    def use_by_stage(self) -> dict[StageKey, tuple[ResourceUse, str]]:
         """Since the last call: memory and time of all ranks together, and ``rank:seconds`` of each one's work."""
         accounts = self._tell(Notice.report_use)
         by_rank = seconds_by_rank(accounts)
         return {stage: (use, by_rank[stage]) for stage, use in of_all_ranks(accounts).items()}
 
     def stop(self) -> None:
-        """Let the other ranks leave ``Worker.serve``."""
+        """Let the other ranks leave ``TrainerRank.serve``."""
         self._tell(Notice.stop)
 
     def _about(self, engine: str, batch: PackedBatch) -> "About":
         key = None if self._stage is None or not batch.ids else (self._worker.engines[engine].topology.layout, self._stage.step)
-        ledger = self._ledgers.get(key) or self._ledger(len(self._worker.replicas[engine].heads))
+        ledger = self._ledgers.get(key) or self._ledger(len(self._worker.replicas[engine].replica_roots))
         if key is not None:
             self._ledgers[key] = ledger
         keys, lengths = ledger.keys(batch)
         return About(engine, batch, lengths, None if key is None else key[1], ledger, keys)
 
-    def _ledger(self, num_replicas: int) -> Ledger:
-        return Ledger(num_replicas, self.ways.shared if self._worker.topology.world_size > 1 else None)
+    def _ledger(self, num_replicas: int) -> CacheDirectory:
+        return CacheDirectory(num_replicas, self.ways.shared if self._worker.topology.world_size > 1 else None)
 
     def _settle_homes(self, about: "About", groups: Sequence[Sequence[int]]) -> None:
         """Of those of its sequences that have none; ``groups``: ids of what is to be even."""
@@ -410,7 +410,7 @@ class TrainerGroup:
             return
         key_of = {key[0]: key for key in new}
         parts = [[key_of[id] for id in group if id in key_of] for group in groups]
-        pulls = Pulls.of(about.batch, about.keys, partial(self.ways.nodes, self._worker.replicas[about.engine]))
+        pulls = PlacementPreferences.of(about.batch, about.keys, partial(self.ways.nodes, self._worker.replicas[about.engine]))
         homes |= self._sharing[about.engine].homes(new, parts, pulls)
 
     def _plan(self, about: "About", rows: Sequence[int] | None = None, *, may_move: bool = False) -> Plan:

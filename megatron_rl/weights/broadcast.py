@@ -19,7 +19,7 @@ from megatron_rl.weights.buckets import Bucket, BucketStream, NamedTensors
 from megatron_rl.weights.senders import RemoteSource
 from megatron_rl.weights.server_calls import ServerCallError, ServerCalls, wait_for_all
 from megatron_rl.weights.sync_group import SyncGroup
-from megatron_rl.weights.transfer import Transfer, UpdateRequest
+from megatron_rl.weights.transfer import PublishTransfer, UpdateRequest
 
 
 class Connections:
@@ -47,7 +47,7 @@ class Connections:
             self._own.close()
             self._own = None
 
-    def leave_servers(self, timeout_s: float, *, but: Collection[str]) -> None:
+    def release_servers(self, timeout_s: float, *, but: Collection[str]) -> None:
         """Have the servers destroy their ends, apart from the URLs ``but``; raises ServerCallError for one that is mute.
 
         A server is given ``timeout_s`` for all its groups.
@@ -101,8 +101,8 @@ class GroupSender:
         # At once: the other ranks wait for rank 0 in the stream's first collectives.
         self._stream.prepare()
 
-    def send(self, transfer: Transfer, coverage: Coverage) -> None:
-        """Raises as ``requests`` and ``Transfer.send_all`` do."""
+    def send(self, transfer: PublishTransfer, coverage: Coverage) -> None:
+        """Raises as ``requests`` and ``PublishTransfer.send_all`` do."""
         transfer.send_all(self.requests(transfer.calls, transfer.version, coverage))
 
     def requests(self, calls: ServerCalls, version: int, coverage: Coverage) -> Iterator[UpdateRequest]:

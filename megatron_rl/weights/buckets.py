@@ -64,7 +64,7 @@ class BucketStream:
         try:
             with self._side.active():
                 bucket = next(self._buckets, None)
-            self._prepared = bucket and replace(bucket, ready=self._side.asked_so_far())
+            self._prepared = bucket and replace(bucket, ready=self._side.work_enqueued())
         except (TensorStreamError, ValueError) as error:
             self._failure = error
 
@@ -90,7 +90,7 @@ class BucketStream:
         """Walk what is left of the stream; returns what went wrong there, for an error that is raised already."""
         try:
             with self._side.active():
-                walk_to_end(self.tensors)
+                exhaust(self.tensors)
         except TensorStreamError as error:
             return str(error)
         finally:
@@ -103,7 +103,7 @@ class BucketStream:
         return self._buffers.peak_bytes
 
 
-def walk_to_end(stream: Iterable) -> None:
+def exhaust(stream: Iterable) -> None:
     """Ask for everything that is left: other trainer ranks wait in the collectives inside the stream."""
     for _ in stream:
         pass

@@ -29,15 +29,15 @@ import torch.multiprocessing
 from megatron_rl.weights.bucket_plan import Coverage, ServerAddress
 from megatron_rl.weights.buckets import Bucket, BucketStream, NamedTensors, TensorStreamError
 from megatron_rl.weights.server_calls import ServerCallError, ServerCalls, wait_for_all
-from megatron_rl.weights.transfer import Transfer
+from megatron_rl.weights.transfer import PublishTransfer
 
 
-def _nobody(*args: Any) -> Any:
+def _no_peer(*args: Any) -> Any:
     raise RuntimeError("a trainer of one rank has no other to talk to")
 
 
 @dataclass(frozen=True)
-class Ranks:
+class RankMessaging:
     """What the ranks say to each other; all of it raises RuntimeError when a rank is lost.
 
     The defaults are those of a trainer of one rank.
@@ -49,14 +49,14 @@ class Ranks:
     """Collective: the driver's word, on every rank."""
     report: Callable[[Any], list[Any]] = lambda word: [word]
     """Collective: the words of all ranks, by rank, on the driver."""
-    send: Callable[[Any, int], None] = _nobody
+    send: Callable[[Any, int], None] = _no_peer
     """A word to one rank, which receives it."""
-    receive: Callable[[int], Any] = _nobody
+    receive: Callable[[int], Any] = _no_peer
     """The word of one rank."""
 
 
 @dataclass(frozen=True)
-class Outcome:
+class TransferResult:
     """What became of a rank's part."""
 
     failure: str = ""
@@ -66,7 +66,7 @@ class Outcome:
 
 
 @dataclass(frozen=True)
-class _Order:
+class _PublishOrder:
     """The driver's word: who is to be fed. Without it there is no publish."""
 
     servers: tuple[ServerAddress, ...]
@@ -75,7 +75,7 @@ class _Order:
 
 
 @dataclass(frozen=True)
-class _Unfilled:
+class _MissingBucket:
     """In place of a handle: why there is none."""
 
     failure: str
@@ -84,22 +84,22 @@ class _Unfilled:
 class ColocatedSender:
     """The driver's part of one publish."""
 
-    def __init__(self, named_tensors: NamedTensors, bucket_bytes: int, device: torch.device, ranks: Ranks) -> None:
+    def __init__(self, named_tensors: NamedTensors, bucket_bytes: int, device: torch.device, ranks: RankMessaging) -> None:
         self._stream = _bucket_stream(named_tensors, bucket_bytes, device)
         self._ranks = ranks
         # The other ranks wait for this one inside the stream until each has a bucket.
         self._stream.prepare()
         self._ordered = self._reported = False
 
-    def send(self, transfer: Transfer, coverage: Coverage) -> None:
+    def send(self, transfer: PublishTransfer, coverage: Coverage) -> None:
         """Raises ServerCallError, also for what failed on another rank."""
         calls = transfer.calls
         transfer.begin()
         self._ordered = transfer.touched = True
-        order = self._ranks.tell(_Order(calls.servers, transfer.version, calls.timeout_s))
+        order = self._ranks.tell(_PublishOrder(calls.servers, transfer.version, calls.timeout_s))
         own = _take_part(self._stream, order, self._ranks, coverage)
         self._reported = True
-        outcomes: list[Outcome] = self._ranks.report(own)
+        outcomes: list[TransferResult] = self._ranks.report(own)
         transfer.num_bytes = max(outcome.num_bytes for outcome in outcomes)
         transfer.num_buckets = max(outcome.num_buckets for outcome in outcomes)
         if failures := [outcome.failure for outcome in outcomes if outcome.failure]:
@@ -118,14 +118,14 @@ class ColocatedSender:
         try:
             self._ranks.tell(None)
             note = self._stream.finish()
-            self._ranks.report(Outcome())
+            self._ranks.report(TransferResult())
         except RuntimeError as error:
             return f"a rank is lost: {error}"
         return note
 
 
 def follow(
-    named_tensors: NamedTensors, bucket_bytes: int, device: torch.device, ranks: Ranks, coverage: Coverage
+    named_tensors: NamedTensors, bucket_bytes: int, device: torch.device, ranks: RankMessaging, coverage: Coverage
 ) -> None:
     """One publish on a rank other than the driver's. Raises RuntimeError when a rank is lost."""
     stream = _bucket_stream(named_tensors, bucket_bytes, device)
@@ -134,29 +134,29 @@ def follow(
     ranks.report(_take_part(stream, order, ranks, coverage))
 
 
-def _take_part(stream: BucketStream, order: _Order | None, ranks: Ranks, coverage: Coverage) -> Outcome:
+def _take_part(stream: BucketStream, order: _PublishOrder | None, ranks: RankMessaging, coverage: Coverage) -> TransferResult:
     """This rank's part, to the end of the stream."""
-    outcome = Outcome()
+    outcome = TransferResult()
     for server in order.servers if order else ():
         if order and ranks.rank == server.first_rank:
             with ServerCalls((server,), order.timeout_s) as calls:
-                outcome = _feed(stream, calls, order.version, ranks, coverage)
+                outcome = _send_to_server(stream, calls, order.version, ranks, coverage)
         elif server.first_rank < ranks.rank < server.first_rank + server.tp_size:
-            _hand_over(stream, server.first_rank, ranks)
+            _send_to_feeder(stream, server.first_rank, ranks)
     note = stream.finish()
     return replace(outcome, failure=outcome.failure or (note and f"rank {ranks.rank}: {note}"))
 
 
-def _feed(stream: BucketStream, calls: ServerCalls, version: int, ranks: Ranks, coverage: Coverage) -> Outcome:
+def _send_to_server(stream: BucketStream, calls: ServerCalls, version: int, ranks: RankMessaging, coverage: Coverage) -> TransferResult:
     """All buckets to one server, from this rank and the others beside its workers."""
     (server,) = calls.servers
     others = range(server.first_rank + 1, server.first_rank + server.tp_size)
-    outcome, last = Outcome(), False
+    outcome, last = TransferResult(), False
     while not last:
         bucket, own = _next(stream, coverage)
         # Theirs before anything else: they wait until these are taken.
         handles: list[Any] = [own, *(ranks.receive(other) for other in others)]
-        unfilled = [i for i, handle in enumerate(handles) if isinstance(handle, _Unfilled)]
+        unfilled = [i for i, handle in enumerate(handles) if isinstance(handle, _MissingBucket)]
         failure = "; ".join(f"rank {server.first_rank + i}: {handles[i].failure}" for i in unfilled)
         answers: list[Future] = []
         if bucket is not None:
@@ -164,7 +164,7 @@ def _feed(stream: BucketStream, calls: ServerCalls, version: int, ranks: Ranks, 
             if not failure:
                 answers = calls.submit("/update_weights_from_tensor", [_body(handles, version, last=last)])
                 num_bytes = outcome.num_bytes + bucket.num_bytes
-                outcome = Outcome(num_bytes=num_bytes, num_buckets=outcome.num_buckets + 1)
+                outcome = TransferResult(num_bytes=num_bytes, num_buckets=outcome.num_buckets + 1)
             # Also after a failure: the other ranks fill theirs now.
             stream.take()
             stream.prepare()
@@ -179,7 +179,7 @@ def _feed(stream: BucketStream, calls: ServerCalls, version: int, ranks: Ranks, 
     return outcome
 
 
-def _hand_over(stream: BucketStream, first_rank: int, ranks: Ranks) -> None:
+def _send_to_feeder(stream: BucketStream, first_rank: int, ranks: RankMessaging) -> None:
     """All buckets to the worker next to this rank, by way of the rank that feeds its server."""
     last = False
     while not last:
@@ -193,7 +193,7 @@ def _hand_over(stream: BucketStream, first_rank: int, ranks: Ranks) -> None:
             return
 
 
-def _next(stream: BucketStream, coverage: Coverage) -> tuple[Bucket | None, str | _Unfilled]:
+def _next(stream: BucketStream, coverage: Coverage) -> tuple[Bucket | None, str | _MissingBucket]:
     """The next bucket, if it could be filled, and its handle, if the bucket may be sent."""
     bucket = None
     try:
@@ -203,7 +203,7 @@ def _next(stream: BucketStream, coverage: Coverage) -> tuple[Bucket | None, str 
         coverage.check(complete=bucket.last)
         return bucket, handle_of(bucket)
     except (TensorStreamError, ValueError) as error:
-        return bucket, _Unfilled(str(error))
+        return bucket, _MissingBucket(str(error))
 
 
 def handle_of(bucket: Bucket) -> str:

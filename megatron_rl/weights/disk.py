@@ -15,7 +15,7 @@ from megatron_rl.families.parameters import TensorSpec
 from megatron_rl.weights.bucket_plan import Coverage, Slice, place
 from megatron_rl.weights.buckets import BucketStream, NamedTensors
 from megatron_rl.weights.server_calls import ServerCalls
-from megatron_rl.weights.transfer import Transfer, UpdateRequest
+from megatron_rl.weights.transfer import PublishTransfer, UpdateRequest
 
 _INDEX_NAME = "model.safetensors.index.json"
 _VERSION_PREFIX = "weights-"
@@ -31,8 +31,8 @@ class DiskSender:
         self._shard_bytes = shard_bytes
         self._written: Path | None = None
 
-    def send(self, transfer: Transfer, coverage: Coverage) -> None:
-        """Raises as ``requests`` and ``Transfer.send_all`` do."""
+    def send(self, transfer: PublishTransfer, coverage: Coverage) -> None:
+        """Raises as ``requests`` and ``PublishTransfer.send_all`` do."""
         transfer.send_all(self.requests(transfer.calls, transfer.version, coverage))
 
     def requests(self, calls: ServerCalls, version: int, coverage: Coverage) -> Iterator[UpdateRequest]:

@@ -39,12 +39,12 @@ from megatron_rl.errors import UserError
 from megatron_rl.weights.broadcast import Connections, GroupSender
 from megatron_rl.weights.bucket_plan import Coverage, ServerAddress, unique_addresses
 from megatron_rl.weights.buckets import NamedTensors, TensorStreamError
-from megatron_rl.weights.colocated import ColocatedSender, Ranks
+from megatron_rl.weights.colocated import ColocatedSender, RankMessaging
 from megatron_rl.weights.disk import DiskSender
-from megatron_rl.weights.senders import Link, RemoteSource
+from megatron_rl.weights.senders import Channel, RemoteSource
 from megatron_rl.weights.server_calls import ServerCallError, ServerCalls
 from megatron_rl.weights.sync_group import device_of
-from megatron_rl.weights.transfer import CLOSE_TIMEOUT_S, Transfer
+from megatron_rl.weights.transfer import CLOSE_TIMEOUT_S, PublishTransfer
 
 logger = logging.getLogger(__name__)
 
@@ -98,8 +98,8 @@ class WeightPublisher:
         version: int,
         *,
         expected: Mapping[str, Sequence[int]] | None = None,
-        links: Sequence[Link] = (),
-        ranks: Ranks | None = None,
+        links: Sequence[Channel] = (),
+        ranks: RankMessaging | None = None,
     ) -> PublishResult:
         """Bring all ``servers`` to ``version``; returns once each of them confirmed it.
 
@@ -110,8 +110,8 @@ class WeightPublisher:
         """
         addresses = unique_addresses(servers)
         with ServerCalls(addresses, self._timeout_s, pauses=self._pauses) as calls:
-            transfer = Transfer(calls, version, started=time.perf_counter())
-            sender = self._sender(named_tensors, links, ranks or Ranks())
+            transfer = PublishTransfer(calls, version, started=time.perf_counter())
+            sender = self._sender(named_tensors, links, ranks or RankMessaging())
             try:
                 sender.send(transfer, Coverage(expected))
                 # Before the version is checked: the other ranks need not wait for that.
@@ -142,12 +142,12 @@ class WeightPublisher:
         """
         self._connections.close()
         try:
-            self._connections.leave_servers(min(self._timeout_s, CLOSE_TIMEOUT_S), but=lost_urls)
+            self._connections.release_servers(min(self._timeout_s, CLOSE_TIMEOUT_S), but=lost_urls)
         except ServerCallError as error:
             logger.warning("the weight sync group was not closed on every server: %s", error)
 
     def _sender(
-        self, named_tensors: NamedTensors, links: Sequence[Link], ranks: Ranks
+        self, named_tensors: NamedTensors, links: Sequence[Channel], ranks: RankMessaging
     ) -> GroupSender | ColocatedSender | DiskSender:
         """What sends this publish. Each has a ``send``, and a ``finish`` that walks every rank's stream to its
         end and returns what else went wrong; a second call of it does nothing. ``peak_buffer_bytes``: as in PublishResult.

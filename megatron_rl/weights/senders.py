@@ -24,7 +24,7 @@ from megatron_rl.weights.sync_group import SyncGroup
 
 
 @dataclass(frozen=True)
-class Message:
+class SourceMessage:
     """What the driver asks of a source, and what the source answers.
 
     join      make ``group``; answered twice: with the ``bodies`` for the servers, then once all workers have joined
@@ -44,26 +44,26 @@ class Message:
 
 
 @dataclass(frozen=True)
-class Link:
+class Channel:
     """Messages between the driver and one other rank, in order; both raise RuntimeError when the rank is lost."""
 
     rank: int
     """The rank at the other end."""
-    send: Callable[[Message], None]
-    receive: Callable[[], Message]
+    send: Callable[[SourceMessage], None]
+    receive: Callable[[], SourceMessage]
 
 
 class RemoteSource:
     """The driver's view of a source on another rank."""
 
-    def __init__(self, link: Link) -> None:
+    def __init__(self, link: Channel) -> None:
         self.name = f"rank {link.rank}"
         self._link = link
         self._ended = False
 
     def open_group(self, calls: ServerCalls, group: GroupSpec) -> None:
         """Have the rank and the servers make a group; raises ServerCallError."""
-        self._link.send(Message("join", group=group))
+        self._link.send(SourceMessage("join", group=group))
         answer = self._link.receive()
         if answer.failure:
             raise ServerCallError(f"{self.name}: {answer.failure}")
@@ -74,7 +74,7 @@ class RemoteSource:
 
     def offer(self) -> Bucket:
         """The rank's next bucket, without its bytes; raises TensorStreamError where there is none."""
-        self._link.send(Message("describe"))
+        self._link.send(SourceMessage("describe"))
         answer = self._link.receive()
         if answer.bucket is None:
             raise TensorStreamError(f"{self.name}: {answer.failure}")
@@ -82,7 +82,7 @@ class RemoteSource:
 
     def send(self, calls: ServerCalls) -> list[Future]:
         """Let the rank broadcast the bucket it offered; there is nothing to wait for here."""
-        self._link.send(Message("send"))
+        self._link.send(SourceMessage("send"))
         return []
 
     def finish(self, *, failed: bool) -> str:
@@ -91,7 +91,7 @@ class RemoteSource:
             return ""
         self._ended = True
         try:
-            self._link.send(Message("abort" if failed else "end"))
+            self._link.send(SourceMessage("abort" if failed else "end"))
             answer = self._link.receive()
         except RuntimeError as error:
             return f"{self.name} is lost: {error}"
@@ -101,7 +101,7 @@ class RemoteSource:
 class StageRank:
     """A source on a rank other than 0; keeps its group between publishes."""
 
-    def __init__(self, link: Link, bucket_bytes: int, *, driver: str = "") -> None:
+    def __init__(self, link: Channel, bucket_bytes: int, *, driver: str = "") -> None:
         """``driver``: the driver's machine, for which 127.0.0.1 stands in the URLs of its servers."""
         self._link = link
         self._driver = driver
@@ -116,20 +116,20 @@ class StageRank:
         broadcast: Future | None = None
         while True:
             match self._link.receive():
-                case Message(verb="join", group=GroupSpec() as spec):
+                case SourceMessage(verb="join", group=GroupSpec() as spec):
                     self._join(spec)
-                case Message(verb="describe"):
+                case SourceMessage(verb="describe"):
                     # The buffer of the bucket before is filled again from the next one on: it must have left.
                     failure, broadcast = _outcome(broadcast), None
-                    self._link.send(Message("answer", failure=failure) if failure else _described(stream))
-                case Message(verb="send") if self._group is not None:
+                    self._link.send(SourceMessage("answer", failure=failure) if failure else _described(stream))
+                case SourceMessage(verb="send") if self._group is not None:
                     broadcast = self._threads.submit(self._group.broadcast, stream.take())
                     stream.prepare()  # the stream's collectives run here while the bucket travels
-                case Message(verb="end" | "abort" as verb):
+                case SourceMessage(verb="end" | "abort" as verb):
                     if verb == "abort":
                         self.close()  # frees servers inside a broadcast, and ends one that is in progress here
                     failures = [_outcome(broadcast), stream.finish()]
-                    self._link.send(Message("answer", failure="; ".join(failure for failure in failures if failure)))
+                    self._link.send(SourceMessage("answer", failure="; ".join(failure for failure in failures if failure)))
                     return
                 case message:
                     raise RuntimeError(f"the driver asked a source for what cannot be done now: {message}")
@@ -144,25 +144,25 @@ class StageRank:
         try:
             group = SyncGroup(spec, driver=self._driver)
         except OSError as error:
-            self._link.send(Message("answer", failure=f"no way to the servers: {error}"))
+            self._link.send(SourceMessage("answer", failure=f"no way to the servers: {error}"))
             return
-        self._link.send(Message("answer", bodies=tuple(group.join_bodies())))
+        self._link.send(SourceMessage("answer", bodies=tuple(group.join_bodies())))
         try:
             group.open()
         except ServerCallError as error:
             group.close()
-            self._link.send(Message("answer", failure=str(error)))
+            self._link.send(SourceMessage("answer", failure=str(error)))
             return
         self._group = group
-        self._link.send(Message("answer"))
+        self._link.send(SourceMessage("answer"))
 
 
-def _described(stream: BucketStream) -> Message:
+def _described(stream: BucketStream) -> SourceMessage:
     """The next bucket for a peer: without its bytes, a failure in words."""
     try:
-        return Message("answer", bucket=replace(stream.look(), flat=NO_BYTES, ready=None))
+        return SourceMessage("answer", bucket=replace(stream.look(), flat=NO_BYTES, ready=None))
     except (TensorStreamError, ValueError) as error:
-        return Message("answer", failure=str(error))
+        return SourceMessage("answer", failure=str(error))
 
 
 def _outcome(broadcast: Future | None) -> str:

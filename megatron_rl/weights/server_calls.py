@@ -12,7 +12,7 @@ from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from typing import Any, Self
 
 from megatron_rl.errors import UserError
-from megatron_rl.system.http.json_http import Answer, HttpError, HttpThread, NoAnswer, bearer
+from megatron_rl.system.http.json_http import HttpError, HttpReply, HttpThread, NoHttpReply, bearer
 from megatron_rl.system.http.kept_http import KeptSession
 from megatron_rl.weights.bucket_plan import ServerAddress
 
@@ -168,7 +168,7 @@ class ServerCalls:
         try:
             answer = await self._http.session.request(method, url + path, body, timeout_s=self.timeout_s, headers=headers)
         except HttpError as error:
-            if isinstance(error, NoAnswer) and error.timed_out:
+            if isinstance(error, NoHttpReply) and error.timed_out:
                 remedy = _SILENCE_REMEDIES.get(path, _DEFAULT_REMEDY)
                 raise ServerCallError(
                     f"the trainer waited {self.timeout_s:g} s for {url} to answer {method} {path}; {remedy}"
@@ -197,7 +197,7 @@ class ServerCalls:
         raise ServerCallError(f"{url} answered {method} {path} with {answer.status}: {said}; {remedy}")
 
 
-def _read(answer: Answer) -> tuple[bool, dict[str, Any]]:
+def _read(answer: HttpReply) -> tuple[bool, dict[str, Any]]:
     """Whether it is JSON; {} where it is no object: some answers are null."""
     try:
         content = answer.json()

@@ -33,7 +33,7 @@ class SideStream:
         with torch.cuda.stream(self._stream):
             yield
 
-    def asked_so_far(self) -> Done:
+    def work_enqueued(self) -> Done:
         return None if self._stream is None else self._stream.record_event()
 
     def join(self) -> None:

@@ -32,7 +32,7 @@ class UpdateRequest:
 
 
 @dataclass
-class Transfer:
+class PublishTransfer:
     """One publish in progress: counts what was sent and turns a failure into a message."""
 
     calls: ServerCalls

@@ -18,7 +18,7 @@ import torch
 
 from megatron_rl.families.sglang_names import joined_name
 from megatron_rl.weights.bucket_plan import ServerAddress, unique_addresses
-from megatron_rl.weights.buckets import NamedTensors, walk_to_end
+from megatron_rl.weights.buckets import NamedTensors, exhaust
 from megatron_rl.weights.server_calls import ServerCallError, ServerCalls
 
 _HASH_BYTES = 8
@@ -69,12 +69,12 @@ def compare_checksums(
             }
             infos = calls.get("/server_info")
         except ServerCallError:
-            walk_to_end(stream)
+            exhaust(stream)
             raise
     obstacle = "no trainer tensors were given" if named_tensors is None else _obstacle(checksums, infos)
     if not obstacle:
         return _compare_with_trainer(checksums, _SERVER_DTYPES.get(infos[0]["dtype"]), stream)
-    walk_to_end(stream)
+    exhaust(stream)
     return _compare_with_each_other(checksums, f"The servers were not compared with the trainer: {obstacle}.")
 
 

@@ -5,7 +5,7 @@ import time
 import pytest
 import torch
 
-from megatron_rl.training.model_memory import _Stash
+from megatron_rl.training.model_memory import _HostBuffer
 
 pytestmark = [
     pytest.mark.gpu,
@@ -17,7 +17,7 @@ NUM_BYTES = 2**30
 def test_a_gibibyte_leaves_pinned_and_comes_back_bit_for_bit():
     tensors = [torch.randint(256, (NUM_BYTES // 4,), dtype=torch.uint8, device="cuda") for _ in range(4)]
     expected = [tensor.cpu() for tensor in tensors]
-    stash = _Stash(lambda: tensors)
+    stash = _HostBuffer(lambda: tensors)
     before = torch.cuda.memory_allocated()
     assert stash.out() and before - torch.cuda.memory_allocated() >= NUM_BYTES
     assert stash._host is not None and stash._host.is_pinned() and len(stash._host) == NUM_BYTES

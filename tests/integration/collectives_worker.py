@@ -56,14 +56,14 @@ def joined(found: dict[str, Any]) -> dict[str, torch.Tensor]:
 
 def exchange(parallel: ParallelConfig, ranks: topology.Topology) -> dict[str, Any]:
     seen: dict[str, Any] = {"topology": ranks}
-    heads = topology.Replicas.of(parallel, ranks.world_size).heads
+    heads = topology.ReplicaRanks.of(parallel, ranks.world_size).replica_roots
     payloads = [payload_for(replica) for replica in range(ranks.dp_size)] if ranks.rank == 0 else None
-    seen["payload"] = collectives.deliver(payloads, heads, ranks)
+    seen["payload"] = collectives.scatter_payloads(payloads, heads, ranks)
     parted = [in_pieces(payload) for payload in payloads or ()] or None
     service = start_array_server("127.0.0.1") if parted else None
-    mapped, fetched = (collectives.Sight(node, node == 0, {0: service}) for node in (0, -1))
-    seen["mapped"] = joined(collectives.deliver(parted, heads, ranks, sights=[mapped] * len(heads)))
-    seen["fetched"] = joined(collectives.deliver(parted, heads, ranks, sights=[fetched] * len(heads)))
+    mapped, fetched = (collectives.Reachability(node, node == 0, {0: service}) for node in (0, -1))
+    seen["mapped"] = joined(collectives.scatter_payloads(parted, heads, ranks, sights=[mapped] * len(heads)))
+    seen["fetched"] = joined(collectives.scatter_payloads(parted, heads, ranks, sights=[fetched] * len(heads)))
     seen["object"] = collectives.broadcast_object({"step": 7} if ranks.rank == 1 else None, src=1)
     mine = None if ranks.rank == 1 else torch.full((ranks.rank,), ranks.rank, dtype=torch.int64)
     seen["gathered"] = collectives.gather_tensors(mine)
@@ -119,7 +119,7 @@ def main() -> None:
     place = topology.initialize(ParallelConfig(collective_timeout_s=1.0), seed=1)
     seen.append(take_turns(place))
     try:
-        with progress.working("update of the engine critic"):
+        with progress.track_activity("update of the engine critic"):
             if rank == 1:
                 time.sleep(6.0)
             dist.all_reduce(torch.ones(1), group=parallel_state.get_data_parallel_group())

@@ -34,7 +34,7 @@ from megatron_rl.parallel import topology as topologies
 from megatron_rl.training import checkpoint_writer, ddp, losses
 from megatron_rl.training.batching import plan_microbatches
 from megatron_rl.training.engine import Engine, UpdateResult
-from megatron_rl.training.model_checkpoint import CheckpointNotSaved
+from megatron_rl.training.model_checkpoint import CheckpointSaveError
 
 LENGTHS = [9, 17, 33, 6, 21, 12, 40, 8, 26, 15]
 PROMPT_TOKENS = 4
@@ -199,7 +199,7 @@ class Trial:
         """Of a policy also whether its log-probs were those of the pass before it, bit for bit, by micro-batch of all ranks."""
         result, same = self.update(keeps_logprobs=self.role == "policy"), []
         if self.role == "policy":
-            pairs = zip(self.answered, self.engine.take_logprobs(), strict=True)
+            pairs = zip(self.answered, self.engine.pop_logprobs(), strict=True)
             same = [torch.equal(answer, own) for answer, own in pairs]
         gathered: list[Any] = [None] * self.place.world_size
         dist.all_gather_object(gathered, same)
@@ -258,7 +258,7 @@ def run_resumed(scenario: Scenario, models: Path, out: Path, place: topologies.T
         trial = Trial(scenario, role, models, place)
         folder = out / f"checkpoint-{role}-{scenario.name}"
         trial.update()
-        trial.engine.begin_save(folder, in_background=True)
+        trial.engine.start_save(folder, in_background=True)
         kept = [dataclasses.asdict(trial.update())]  # while the files are written
         trial.engine.finish_save()
         resumed = trial.new_engine(scenario, models, Init.random)
@@ -285,7 +285,7 @@ def save_to_full_disk(engine: Engine, folder: Path, place: topologies.Topology) 
             patch.setattr(checkpoint_writer, "_write_file", full)
         try:
             engine.save_state(folder)
-        except CheckpointNotSaved as error:
+        except CheckpointSaveError as error:
             said = str(error)
     engine.load_state(folder)
     return collectives.gather_objects(said)

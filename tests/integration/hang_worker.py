@@ -23,8 +23,8 @@ from megatron_rl.rewards.workers.processes import RewardRunner
 from megatron_rl.step.graph import Resource, Stage
 from megatron_rl.step.runner import StageRunner
 from megatron_rl.system.processes import process_probe
-from megatron_rl.training.ranks import introduce
-from megatron_rl.training.stage_use import StageAccount, StageOfStep
+from megatron_rl.training.ranks import register_processes
+from megatron_rl.training.stage_use import StageKey, StageMeter
 
 LONG_S = 600.0
 SERVER = """
@@ -42,16 +42,16 @@ server.serve_forever()
 
 def main(folder: Path) -> None:
     place = topology.initialize(ParallelConfig(), seed=1)
-    process_probe.listen(f"trainer rank {place.rank}")
-    introduce(place, folder)
+    process_probe.enable_probe(f"trainer rank {place.rank}")
+    register_processes(place, folder)
     if place.rank == 0:
         wait_for_a_grader(folder)
     else:
-        process_probe.note("waits", "the driver's next command")
+        process_probe.set_status("waits", "the driver's next command")
     collectives.broadcast_object(None, what="its next command")
-    process_probe.note("waits")
-    StageAccount().enter(StageOfStep(3, "policy_update"))
-    with stragglers.working("update of the engine policy"):
+    process_probe.set_status("waits")
+    StageMeter().start_stage(StageKey(3, "policy_update"))
+    with stragglers.track_activity("update of the engine policy"):
         if place.rank == 2:
             (folder / "late").touch()
             look_at_a_file_forever()

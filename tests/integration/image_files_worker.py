@@ -33,12 +33,12 @@ from megatron_rl.data.batch import PackedBatch
 from megatron_rl.data.prompts import load_prompts
 from megatron_rl.data.tokenizer import Tokenizer
 from megatron_rl.data.trajectory import Segment, Trajectory
-from megatron_rl.data.vision import Vision
+from megatron_rl.data.vision import ImageProcessor
 from megatron_rl.parallel import topology as topologies
 from megatron_rl.step.packing import window_batch
 from megatron_rl.training.engines import rl_engines
-from megatron_rl.training.image_cache import ImageCutting
-from megatron_rl.training.trainer_group import TrainerGroup, Worker
+from megatron_rl.training.image_cache import ImagePatcher
+from megatron_rl.training.trainer_group import TrainerGroup, TrainerRank
 
 OPTIMIZER = OptimizerConfig(lr=1e-2, eps=1e-3, warmup_steps=0)
 NUM_SAMPLES = 3
@@ -91,7 +91,7 @@ def one_step(group: TrainerGroup, batch: PackedBatch, step: int) -> dict[str, An
     return seen
 
 
-def drive(group: TrainerGroup, trajectories: list[Trajectory], vision: Vision) -> dict[str, Any]:
+def drive(group: TrainerGroup, trajectories: list[Trajectory], vision: ImageProcessor) -> dict[str, Any]:
     seen: dict[str, Any] = {f"step {step}": one_step(group, window_batch(trajectories, step, vision), step) for step in (0, 1)}
     # Of no step: nothing is kept.
     seen["after"] = group.logprobs(replace(window_batch(trajectories, None, vision), ids=()), temperature=1.0)
@@ -111,7 +111,7 @@ def run(folder: Path, case: Case) -> dict[str, Any]:
     )
     place = topologies.initialize(config.parallel, seed=1)
     try:
-        worker = Worker(config, place, rl_engines(config)(place))
+        worker = TrainerRank(config, place, rl_engines(config)(place))
         if place.rank != 0:
             worker.serve()
             return {}
@@ -127,12 +127,12 @@ def run(folder: Path, case: Case) -> dict[str, Any]:
         topologies.destroy()
 
 
-def patches_everywhere(cutting: ImageCutting, place: Any, parallel: Any) -> Any:
+def patches_everywhere(cutting: ImagePatcher, place: Any, parallel: Any) -> Any:
     """As if each rank were sent all patches."""
 
     def cut(number: int, file: Any) -> Any:
         future: Future = Future()
-        future.set_result(cutting._vision.cut(file))
+        future.set_result(cutting._vision.patchify(file))
         return future
 
     return cut
@@ -142,15 +142,15 @@ def main(folder: Path, mode: str) -> None:
     rank = os.environ["RANK"]
     for name, case in CASES.items():
         cuts: list[str] = []
-        cut = Vision.cut
+        cut = ImageProcessor.patchify
 
-        def noting(vision: Vision, file: Any, cut: Any = cut, cuts: list[str] = cuts) -> Any:
+        def noting(vision: ImageProcessor, file: Any, cut: Any = cut, cuts: list[str] = cuts) -> Any:
             cuts.append(file.ref.digest)
             return cut(vision, file)
 
-        with patch.object(Vision, "cut", noting):
+        with patch.object(ImageProcessor, "cut", noting):
             if mode == "patches":
-                with patch.object(ImageCutting, "share_of", patches_everywhere):
+                with patch.object(ImagePatcher, "share_of", patches_everywhere):
                     seen = run(folder, case)
             else:
                 seen = run(folder, case)

@@ -35,7 +35,7 @@ from megatron_rl.training import losses, trainer_group
 from megatron_rl.training.engine import Engine
 from megatron_rl.training.engines import rl_engines
 from megatron_rl.training.optimizer import state_tensors
-from megatron_rl.training.trainer_group import TrainerGroup, Worker
+from megatron_rl.training.trainer_group import TrainerGroup, TrainerRank
 from tests.integration.engine_worker import OPTIMIZER, make_batch
 
 ALGORITHM = AlgorithmConfig(advantage="egae", kl=KlConfig(place=KlPlace.loss, coef=0.1))
@@ -134,7 +134,7 @@ def step(group: TrainerGroup) -> dict[str, Any]:
     # A publish of a model that is out; this rank is asked for room in its middle.
     weights = group.export_weights("policy")
     seen["weights"] = {name: tensor.clone() for name, tensor in itertools.islice(weights, 1)}
-    group._worker.give_turn_to("")
+    group._worker.offload_others("")
     seen["weights"] |= {name: tensor.clone() for name, tensor in weights}
     group.free_memory()
     seen["critic weights"] = {name: tensor.clone() for name, tensor in group.export_weights("critic")}
@@ -167,7 +167,7 @@ def _run(case: Case, models: Path, offload: Offload, drive: Any, *, seed: int) -
     place = topologies.initialize(config.parallel, seed=1)
     watch, seen = Watch(), {}
     try:
-        worker = Worker(config, place, rl_engines(config)(place))
+        worker = TrainerRank(config, place, rl_engines(config)(place))
         watch.engines = dict(worker.engines)
         watch.look("all are built")
         with watch.looking():

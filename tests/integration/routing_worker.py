@@ -116,7 +116,7 @@ class Trial:
         """Log-probs [T] and, if asked for, routes [T, L, K] of the whole batch, on every rank."""
         microbatches = self.microbatches(**fields)
         logprobs = self.engine.logprobs(microbatches, record_routes=record)
-        routes = self.engine.take_routes() if record else None
+        routes = self.engine.pop_routes() if record else None
         if not self.engine.is_output_rank:
             return self.whole([]), self.whole([]) if record else None
         return self.whole(logprobs), self.whole(routes) if record else None

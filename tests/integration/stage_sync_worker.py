@@ -20,12 +20,12 @@ from megatron_rl.config.derived import WeightMethod
 from megatron_rl.config.schema import Config, ParallelConfig, Placement, PolicyConfig, RolloutConfig
 from megatron_rl.data.batch import PackedBatch
 from megatron_rl.parallel import topology as topologies
-from megatron_rl.rollout.served_weights import ServedWeights
+from megatron_rl.rollout.served_weights import TrainerWeights
 from megatron_rl.rollout.server_pool import ServerPool
 from megatron_rl.rollout.sglang.process.options import ServerOptions
 from megatron_rl.system.processes.signals import die_with_parent
 from megatron_rl.training.engine import Engine
-from megatron_rl.training.trainer_group import Command, TrainerGroup, Worker
+from megatron_rl.training.trainer_group import Command, TrainerGroup, TrainerRank
 from megatron_rl.weights.bucket_plan import ServerAddress
 from megatron_rl.weights.publish import WeightPublisher, WeightSyncError
 
@@ -36,14 +36,14 @@ PROMPT = [3 + i % 60 for i in range(20)]
 NUM_TOKENS = 6
 
 
-def change(worker: Worker, engine: Engine, microbatches: list[PackedBatch]) -> None:
+def change(worker: TrainerRank, engine: Engine, microbatches: list[PackedBatch]) -> None:
     with torch.no_grad():
         for chunk in engine.chunks:
             for parameter in chunk.parameters():
                 parameter.mul_(1.02)
 
 
-def fail(worker: Worker, engine: Engine, microbatches: list[PackedBatch]) -> None:
+def fail(worker: TrainerRank, engine: Engine, microbatches: list[PackedBatch]) -> None:
     """One rank's next stream fails."""
     if worker.topology.rank == SECOND_STAGE:
         engine.export_weights = failing(engine, engine.export_weights)
@@ -75,7 +75,7 @@ class Driver:
     def publish(self, publisher: WeightPublisher, placement: Placement = Placement.disaggregated) -> None:
         self.version += 1
         config = replace(self.config, rollout=replace(self.config.rollout, placement=placement))
-        ServedWeights(config, self.group, "policy").publish(publisher, self.addresses(), self.version)
+        TrainerWeights(config, self.group, "policy").publish(publisher, self.addresses(), self.version)
 
     def addresses(self) -> list[ServerAddress]:
         return [
@@ -163,7 +163,7 @@ def main() -> None:
     die_with_parent()
     topology = topologies.initialize(config.parallel, seed=1)
     engine = Engine("policy", model, parallel=config.parallel, topology=topology, optimizer=None)
-    worker = Worker(config, topology, {"policy": engine})
+    worker = TrainerRank(config, topology, {"policy": engine})
     if topology.rank == 0:
         options = ServerOptions(
             str(model), load_weights=False, tensor_parallel_size=TP_SIZE, server_args={"max-total-tokens": 4000}

@@ -89,7 +89,7 @@ def run_job(job: Mapping[str, Any], parallel: ParallelConfig, ranks: topology.To
     routes = None
     if "moe" in job:  # with a replay of its routes
         engine.logprobs([batch], record_routes=True)
-        (routes,) = engine.take_routes()
+        (routes,) = engine.pop_routes()
         batch = PackedBatch(batch.tokens, batch.cu_seqlens, {**batch.fields, ROUTES: routes}, batch.images)
     # Each data-parallel rank has sequences of its own, in two micro-batches.
     mine = list(range(batch.num_sequences))[ranks.dp_rank :: ranks.dp_size]

@@ -24,7 +24,7 @@ from megatron_rl.rollout.sampling import Sampling
 from megatron_rl.rollout.sglang.balance.client import SglangClient
 from megatron_rl.rollout.sglang.process.options import ServerOptions
 from megatron_rl.rollout.sglang.process.server import SglangServer
-from megatron_rl.rollout.windows import Window
+from megatron_rl.rollout.windows import WindowGenerator
 from megatron_rl.step.packing import window_batch
 from megatron_rl.step.parity import Parity
 from megatron_rl.step.parity_bounds import parity_bounds
@@ -67,8 +67,8 @@ def batch(url: str) -> PackedBatch:
 
     async def generate() -> None:
         async with SglangClient([url], vocab_size=128) as client:
-            window = Window(client, None, plan, step=0, num_tokens=NUM_TOKENS, weight_version="default", kind="train")
-            await window.fill(trajectories)
+            window = WindowGenerator(client, None, plan, step=0, num_tokens=NUM_TOKENS, weight_version="default", kind="train")
+            await window.generate(trajectories)
 
     asyncio.run(asyncio.wait_for(generate(), 200))
     return window_batch(trajectories, 0).joined()

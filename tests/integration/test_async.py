@@ -13,7 +13,7 @@ import requests
 from megatron_rl.config.load import load_config
 from megatron_rl.desk.simulate.comparison import replay_measured
 from megatron_rl.desk.simulate.recorded_run import read_run
-from megatron_rl.desk.simulate.scenario import scenario_of
+from megatron_rl.desk.simulate.scenario import make_scenario
 from megatron_rl.rollout.sglang.process.options import ServerOptions
 from megatron_rl.rollout.sglang.process.server import SglangServer
 from megatron_rl.run.checkpoint_folder import read_driver
@@ -90,7 +90,7 @@ def test_a_window_is_generated_between_the_two_publishes_before_its_step(whole):
 
 
 def test_the_schedule_of_the_run_is_that_of_the_simulator(whole):
-    replayed = replay_measured(read_run(whole), scenario_of(load_config(whole / "config.yaml")))
+    replayed = replay_measured(read_run(whole), make_scenario(load_config(whole / "config.yaml")))
     assert abs(replayed.error) < 0.1
 
 

@@ -23,7 +23,7 @@ from megatron_rl.system.files.checksums import checksums
 from megatron_rl.system.processes import host_memory
 from megatron_rl.training import checkpoint_writer, losses
 from megatron_rl.training.engine import Engine
-from megatron_rl.training.model_checkpoint import CheckpointError, CheckpointNotSaved
+from megatron_rl.training.model_checkpoint import CheckpointError, CheckpointSaveError
 from tests.tiny_models import make_tiny_model
 
 
@@ -178,7 +178,7 @@ def test_a_full_disk_leaves_nothing_behind_and_the_next_save_works(engine, saved
 
     with monkeypatch.context() as patch:
         patch.setattr("megatron_rl.training.model_checkpoint._check_room", full)
-        with pytest.raises(CheckpointNotSaved, match="No space left"):
+        with pytest.raises(CheckpointSaveError, match="No space left"):
             engine.save_state(tmp_path / "state")
     assert not list(tmp_path.iterdir())
     engine.save_state(tmp_path / "state")
@@ -236,7 +236,7 @@ def test_a_disk_that_fails_in_the_background_is_told_at_the_end_and_leaves_the_c
 
     monkeypatch.setattr(checkpoint_writer, "_write_file", full)
     engine.begin_save(folder, in_background=True)
-    with pytest.raises(CheckpointNotSaved, match="could not be written: .*No space left on device"):
+    with pytest.raises(CheckpointSaveError, match="could not be written: .*No space left on device"):
         engine.finish_save()
     assert not folder.with_name(folder.name + ".partial").exists()
     engine.load_state(folder)

@@ -13,12 +13,12 @@ from megatron_rl.data.tokenizer import Tokenizer
 from megatron_rl.data.trajectory import Prompt, Trajectory
 from megatron_rl.environments.base import Environment, EnvironmentFault, Message
 from megatron_rl.environments.calculator import Calculator
-from megatron_rl.rollout.generation import Fire, GenerationPlan, dialogue_of, single_token_stops
+from megatron_rl.rollout.generation import GenerationPlan, HotTokenSampling, make_dialogue, single_token_stops
 from megatron_rl.rollout.sampling import Sampling
 from megatron_rl.rollout.sglang.balance.client import SglangClient
 from megatron_rl.rollout.sglang.process.options import ServerOptions
 from megatron_rl.rollout.sglang.process.server import SglangServer
-from megatron_rl.rollout.windows import Window, end_of_text
+from megatron_rl.rollout.windows import WindowGenerator, end_of_text
 from tests.tiny_models import CHARACTERS, DEFAULT_CONFIG, EOS_TOKEN_ID, make_tiny_model
 
 VOCAB_SIZE = DEFAULT_CONFIG["vocab_size"]
@@ -86,7 +86,7 @@ def new_trajectories(num, *, budget=48, dialogue=True):
 
 def dialogue_with_text_stops(environment, tokenizer):
     """As the service makes it, but for stop strings of one token, which it would send as stop tokens."""
-    made = dialogue_of(environment, tokenizer, chat=False)
+    made = make_dialogue(environment, tokenizer, chat=False)
     assert made.server_stops == ()
     return replace(made, server_stops=environment.stop_strings)
 
@@ -99,7 +99,7 @@ def generate(
             dialogue = dialogue_with_text_stops(environment, tokenizer) if environment else None
             plan = GenerationPlan(SAMPLING, tokenizer.decode, fire=fire, dialogue=dialogue)
             for step in range(steps):
-                made = Window(
+                made = WindowGenerator(
                     client,
                     None,
                     plan,
@@ -108,7 +108,7 @@ def generate(
                     weight_version=LOADED,
                     kind=f"test{id(trajectories)}",
                 )
-                await made.fill(trajectories, is_enough)
+                await made.generate(trajectories, is_enough)
 
     asyncio.run(asyncio.wait_for(main(), 300))
     return trajectories
@@ -152,15 +152,15 @@ def test_a_dialogue_in_windows_is_the_dialogue_in_one_piece_and_its_history_is_t
 
 def test_stop_strings_of_one_token_need_no_text_on_the_server(tokenizer):
     assert single_token_stops(("a", "ab"), tokenizer) == {"a": tokenizer.encode("a")[0]}
-    assert dialogue_of(Calculator(close_tag=")"), tokenizer, chat=False).server_stops == ()
-    assert dialogue_of(Calculator(close_tag="end"), tokenizer, chat=False).server_stops == ("end",)
+    assert make_dialogue(Calculator(close_tag=")"), tokenizer, chat=False).server_stops == ()
+    assert make_dialogue(Calculator(close_tag="end"), tokenizer, chat=False).server_stops == ("end",)
     with pytest.raises(EnvironmentFault, match="'</calc>' becomes 'calc'"):
-        dialogue_of(Calculator(close_tag="</calc>"), tokenizer, chat=False)
+        make_dialogue(Calculator(close_tag="</calc>"), tokenizer, chat=False)
 
 
 def test_hot_tokens_come_from_the_hot_distribution_and_the_rest_from_the_usual_one(server, tokenizer, reference):
     banned = tuple(range(3, 13))
-    fire = Fire(HOT_TEMPERATURE, HOT_TOP_K, after="", banned_token_ids=banned)
+    fire = HotTokenSampling(HOT_TEMPERATURE, HOT_TOP_K, after="", banned_token_ids=banned)
     fired = generate(server, tokenizer, new_trajectories(24, budget=6, dialogue=False), fire=fire)
     for t in fired:
         assert t.hot_mask().tolist() == [True] + [False] * (t.num_response_tokens - 1)
@@ -177,7 +177,7 @@ def test_hot_tokens_come_from_the_hot_distribution_and_the_rest_from_the_usual_o
 
 
 def test_fire_at_the_runs_own_temperature_changes_nothing(server, tokenizer):
-    fire = Fire(SAMPLING.temperature, SAMPLING.top_k, after="", banned_token_ids=())
+    fire = HotTokenSampling(SAMPLING.temperature, SAMPLING.top_k, after="", banned_token_ids=())
     plain = generate(server, tokenizer, new_trajectories(12, dialogue=False))
     fired = generate(server, tokenizer, new_trajectories(12, dialogue=False), fire=fire)
     assert [t.response_ids.tolist() for t in fired] == [t.response_ids.tolist() for t in plain]
@@ -191,7 +191,7 @@ def test_the_hot_token_comes_after_the_marker(server, tokenizer):
     place = next(i for i in range(5, len(ids)) if min(ids[i], ids[i + 1]) > 2)  # two characters, no special token
     marker = tokenizer.decode(ids[place : place + 2])
     end = end_of_text(ids, [marker], tokenizer.decode)
-    fire = Fire(HOT_TEMPERATURE, HOT_TOP_K, after=marker, banned_token_ids=())
+    fire = HotTokenSampling(HOT_TEMPERATURE, HOT_TOP_K, after=marker, banned_token_ids=())
     whole = generate(server, tokenizer, new_trajectories(12, dialogue=False), fire=fire)
     pieces = generate(server, tokenizer, new_trajectories(12, dialogue=False), fire=fire, window=end - 1, steps=12)
     assert [t.response_ids.tolist() for t in pieces] == [t.response_ids.tolist() for t in whole]

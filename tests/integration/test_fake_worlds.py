@@ -20,10 +20,10 @@ from megatron_rl.data.batch import PackedBatch, cu_seqlens_of
 from megatron_rl.families.parameters import Entry
 from megatron_rl.families.transforms import Replicated
 from megatron_rl.models.hf.gathering import owner_of
-from megatron_rl.parallel.topology import Replicas, Topology, coordinates
+from megatron_rl.parallel.topology import ReplicaRanks, Topology, coordinates
 from megatron_rl.training.batching import plan_microbatches
 from megatron_rl.training.export import source_ranks
-from megatron_rl.training.sequence_cache import Ledger
+from megatron_rl.training.sequence_cache import CacheDirectory
 from tests.fake_world import fake_rank
 
 ROOT = Path(__file__).parents[2]
@@ -147,7 +147,7 @@ def assert_owners(topology: Topology, parallel: ParallelConfig) -> None:
 
 def assert_batches(topology: Topology, parallel: ParallelConfig) -> None:
     """Ranks that compute together get the same sequences; replicas get all of them, each once; one rank reports for each."""
-    replicas = Replicas.of(parallel, topology.world_size)
+    replicas = ReplicaRanks.of(parallel, topology.world_size)
     mine = replicas.of_ranks[topology.rank]
     assert mine == topology.dp_rank
     for group in (
@@ -161,12 +161,12 @@ def assert_batches(topology: Topology, parallel: ParallelConfig) -> None:
     assert topology.is_output_rank == (topology.rank == replicas.reporters[mine])
     first, *others = [rank for rank, replica in enumerate(replicas.of_ranks) if replica == mine]
     # The driver's own replica receives beside it, where there is another rank.
-    assert replicas.heads[mine] == (others[0] if others and first == 0 else first)
-    assert topology.place_of(topology.rank) == (topology.tp_rank, topology.cp_rank, topology.dp_rank, topology.pp_rank)
+    assert replicas.replica_roots[mine] == (others[0] if others and first == 0 else first)
+    assert topology.coordinates_of(topology.rank) == (topology.tp_rank, topology.cp_rank, topology.dp_rank, topology.pp_rank)
     lengths = [3 + index % 7 for index in range(2 * len(replicas.reporters))]
     plan = plan_microbatches(lengths, len(replicas.reporters), 16)
     assert len(plan) == topology.dp_size
     batch = PackedBatch(torch.arange(sum(lengths)), cu_seqlens_of(torch.tensor(lengths)))
-    payloads = Ledger(topology.dp_size).payloads(batch, range(len(lengths)), plan, [])
+    payloads = CacheDirectory(topology.dp_size).payloads(batch, range(len(lengths)), plan, [])
     sent = [token for payload in payloads for part in payload["tokens"].parts() for token in part.tolist()]
     assert sorted(sent) == list(range(sum(lengths)))

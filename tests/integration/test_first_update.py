@@ -19,7 +19,7 @@ from megatron_rl.parallel import topology as topologies
 from megatron_rl.training import losses
 from megatron_rl.training.batching import plan_microbatches
 from megatron_rl.training.engine import Engine, UpdateResult
-from megatron_rl.training.trainer_group import TrainerGroup, Worker
+from megatron_rl.training.trainer_group import TrainerGroup, TrainerRank
 from tests.integration.engine_worker import ALGORITHM, make_batch
 from tests.tiny_models import make_tiny_model
 from tests.unit.step.test_first_updates import STEP, configured, responses, run_a_step
@@ -162,7 +162,7 @@ def test_the_trainers_own_updates_differ_by_rounding_alone(model, place, make, s
         config.batch = BatchConfig(max_tokens_per_microbatch=24, policy_minibatch_size=size)
         optimizer = OptimizerConfig(lr=LR, warmup_steps=0, eps=1e-3)
         engine = Engine("policy", model, parallel=ParallelConfig(), topology=place, optimizer=optimizer)
-        group = TrainerGroup(Worker(config, place, {"policy": engine}))
+        group = TrainerGroup(TrainerRank(config, place, {"policy": engine}))
         start = weights_of(group)
         with group.stage(STEP, "step"):
             state, _ = run_a_step(config, own=own, group=group, slots=responses(all_end=True))

@@ -14,7 +14,7 @@ from megatron_rl.data.tokenizer import Tokenizer
 from megatron_rl.data.trajectory import Score
 from megatron_rl.rewards.judges.templates import JUDGE_TEMPLATE, TemplateError, render_judge, render_pairwise
 from megatron_rl.rewards.registry import RewardError
-from megatron_rl.rewards.router import GradedItem, build_rewards
+from megatron_rl.rewards.router import ScoreItem, build_rewards
 from megatron_rl.rewards.workers.calls import RunnerSettings
 from megatron_rl.rewards.workers.event_loop import start_runner
 from megatron_rl.rollout.sglang.process.options import ServerOptions
@@ -106,11 +106,11 @@ def test_verifier_and_judge_grade_one_batch_by_type(server):
     judge = RewardRouteConfig("pairwise", {"url": server.url, **WORDS}, timeout_s=60.0)
     config = RewardConfig(by_type={"math": RewardRouteConfig("math"), "general": judge}, require_think=True)
     items = [
-        GradedItem("<think>2+2</think>4", "4", "2+2", "math"),
-        GradedItem("<think>?</think>hello", "", "say hello", "general", {"anchor": "hi"}),
-        GradedItem("4", "4", "2+2", "math"),
-        GradedItem("hello", "", "say hello", "general", {"anchor": "hi"}),
-        GradedItem("<think>?</think>hi", "", "say hello", "general", {"anchor": "hi"}),
+        ScoreItem("<think>2+2</think>4", "4", "2+2", "math"),
+        ScoreItem("<think>?</think>hello", "", "say hello", "general", {"anchor": "hi"}),
+        ScoreItem("4", "4", "2+2", "math"),
+        ScoreItem("hello", "", "say hello", "general", {"anchor": "hi"}),
+        ScoreItem("<think>?</think>hi", "", "say hello", "general", {"anchor": "hi"}),
     ]
     with build_rewards(config) as rewards:
         rewards.check_types({item.type for item in items})

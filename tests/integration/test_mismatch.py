@@ -29,14 +29,14 @@ from megatron_rl.desk.doctor.mismatch_factors import (
     is_settled,
     verdict,
 )
-from megatron_rl.desk.doctor.mismatch_ranks import Sides, trials
-from megatron_rl.desk.doctor.trainer_and_servers import servers_beside
+from megatron_rl.desk.doctor.mismatch_ranks import TrainerAndServers, trials
+from megatron_rl.desk.doctor.trainer_and_servers import temporary_servers
 from megatron_rl.models.routing import _Choice, replay
 from megatron_rl.parallel import topology as topologies
 from megatron_rl.rollout.sampling import Sampling
 from megatron_rl.rollout.sglang.wire.routes import route_shape
 from megatron_rl.training.engines import build_engine
-from megatron_rl.training.trainer_group import TrainerGroup, Worker
+from megatron_rl.training.trainer_group import TrainerGroup, TrainerRank
 from tests.tiny_models import make_tiny_model
 
 RECIPE = """
@@ -63,17 +63,17 @@ def config(tmp_path_factory) -> Config:
 
 
 @pytest.fixture(scope="module")
-def sides(config) -> Iterator[Sides]:
+def sides(config) -> Iterator[TrainerAndServers]:
     place = topologies.initialize(config.parallel, seed=1)
     tokenizer = Tokenizer(config.policy.path)
     prompts = [Prompt(str(i), tuple(range(5 + i, 22 + 3 * i))) for i in range(6)]
     sampling = replace(Sampling.of(config.rollout, tokenizer, seed=1), routes=route_shape(config.policy.path))
     try:
         engine = build_engine(config, place, "policy", config.policy, None)
-        group = TrainerGroup(Worker(config, place, {"policy": engine}))
-        with servers_beside(config, group, tokenizer, note=print) as (rollout, wait_for):
+        group = TrainerGroup(TrainerRank(config, place, {"policy": engine}))
+        with temporary_servers(config, group, tokenizer, note=print) as (rollout, wait_for):
             rollout.publish()
-            yield Sides(config, group, rollout, sampling, prompts, wait_for)
+            yield TrainerAndServers(config, group, rollout, sampling, prompts, wait_for)
     finally:
         topologies.destroy()
 
@@ -89,7 +89,7 @@ def other_weights(config, tmp_path) -> Path:
     return tmp_path
 
 
-def load(sides: Sides, folder: Path | str, *, flush: bool) -> None:
+def load(sides: TrainerAndServers, folder: Path | str, *, flush: bool) -> None:
     """As somebody does who sends the server weights."""
     body = {"model_path": str(folder), "load_format": "auto", "flush_cache": flush}
 
@@ -100,7 +100,7 @@ def load(sides: Sides, folder: Path | str, *, flush: bool) -> None:
     sides.wait_for(post())
 
 
-def named(sides: Sides) -> list[str]:
+def named(sides: TrainerAndServers) -> list[str]:
     found = list(trials(sides, HELD_HERE))
     assert is_settled(found)
     return culprits(found)
@@ -208,7 +208,7 @@ def test_dtype_and_expert_parallelism_are_tried_in_launches_of_their_own(sides, 
 
     monkeypatch.setattr(mismatch_launches, "_launched", launch)
     (tmp_path / "config.yaml").write_text((Path(config.run.output_dir).parent / "recipe.yaml").read_text())
-    found = list(mismatch_launches._trials(tmp_path, mismatch_launches.recipe_of(tmp_path, overrides)))
+    found = list(mismatch_launches._trials(tmp_path, mismatch_launches.load_recipe(tmp_path, overrides)))
     assert culprits(found) == [guilty] and is_settled(found)
     assert found[-1].factor == guilty and len(launched) == 2
 
@@ -232,8 +232,8 @@ def test_a_changed_chat_template_is_named_and_bad_folders_are_refused(config, tm
     (tmp_path / "run").mkdir()
     loose = (Path(config.run.output_dir).parent / "recipe.yaml").read_text().replace("num_parity", "max_logprob_difference: 9, num_parity")
     (tmp_path / "run" / "config.yaml").write_text(loose)
-    assert mismatch_launches.recipe_of(tmp_path / "run", []).rollout.max_logprob_difference is None
-    kept = mismatch_launches.recipe_of(tmp_path / "run", ["rollout.max_logprob_difference=2"])
+    assert mismatch_launches.load_recipe(tmp_path / "run", []).rollout.max_logprob_difference is None
+    kept = mismatch_launches.load_recipe(tmp_path / "run", ["rollout.max_logprob_difference=2"])
     assert kept.rollout.max_logprob_difference == 2
     assert main(["doctor", "--mismatch", str(tmp_path)]) == 2
     assert "holds no config.yaml" in capsys.readouterr().err

@@ -26,7 +26,7 @@ from megatron_rl.rollout.sglang.balance.client import SglangClient
 from megatron_rl.rollout.sglang.process.options import ServerOptions
 from megatron_rl.rollout.sglang.process.server import SglangServer
 from megatron_rl.rollout.sglang.wire.routes import route_shape
-from megatron_rl.rollout.windows import Window
+from megatron_rl.rollout.windows import WindowGenerator
 from megatron_rl.step.packing import window_batch, window_routes, with_routes
 from megatron_rl.tracking.metrics_file import read_metrics
 from megatron_rl.training.engine import Engine
@@ -139,10 +139,10 @@ def windows(model_path, url) -> list[PackedBatch]:
         async with SglangClient([url], vocab_size=101) as client:
             plan = GenerationPlan(sampling, decode=str)
             for step in range(2):
-                window = Window(
+                window = WindowGenerator(
                     client, None, plan, step=step, num_tokens=WINDOW_TOKENS, weight_version="default", kind="train"
                 )
-                await window.fill(trajectories)
+                await window.generate(trajectories)
                 batches.append(with_routes(window_batch(trajectories, step), window_routes(trajectories, step)).joined())
         return batches
 

@@ -16,7 +16,7 @@ from megatron_rl.tracking.metrics_file import MetricsWriter, read_metrics
 from megatron_rl.tracking.sinks.mlflow import MLflowStore
 from megatron_rl.tracking.sinks.tensorboard import TensorBoardStore
 from megatron_rl.tracking.sinks.tracker import Tracker
-from megatron_rl.tracking.sinks.trackers import Trackers, set_runs_aside, tracked_evaluation
+from megatron_rl.tracking.sinks.trackers import TrackerSet, start_new_runs, tracked_evaluation
 from megatron_rl.tracking.sinks.wandb import WandbStore
 
 STEPS = {1: {"reward/mean": 0.5, "policy/kl": float("nan")}, 2: {"reward/mean": 0.75}, 3: {"reward/mean": 0.875}}
@@ -118,13 +118,13 @@ def test_after_a_return_to_a_checkpoint_the_stores_have_a_run_of_the_steps_that_
     taken_back, again = {1: 0.5, 2: 0.1, 3: 0.0}, {2: 0.75, 3: 0.875}
     for resume, values, status in ((False, taken_back, "FAILED"), (True, again, "FINISHED")):
         with MetricsWriter(tmp_path / "metrics.jsonl", resume_step=2 if resume else 0) as writer:
-            trackers = Trackers(config, resume=resume, warn=pytest.fail)
+            trackers = TrackerSet(config, resume=resume, warn=pytest.fail)
             for step, value in values.items():
                 writer.log(step, {"reward/mean": value})
                 trackers.log(step, {"reward/mean": value})
             trackers.close(status, timeout_s=120.0)
         if not resume:
-            set_runs_aside(tmp_path, "rolled_back_1.")
+            start_new_runs(tmp_path, "rolled_back_1.")
     with sqlite3.connect(tmp_path / "mlflow.db") as store:
         runs = dict(store.execute("select run_uuid, status from runs"))
         points = store.execute("select run_uuid, step, value from metrics where key = 'reward/mean' order by step").fetchall()

@@ -18,7 +18,7 @@ import pytest
 
 from megatron_rl.cli import main
 from megatron_rl.run.checkpoint_folder import read_driver
-from megatron_rl.run.kept_policies import kept_policies
+from megatron_rl.run.kept_policies import policy_exports
 from megatron_rl.system.processes.signals import STOPPED
 from megatron_rl.tracking.metrics_file import read_metrics
 from megatron_rl.tracking.samples_file import read_samples, sample_files
@@ -263,7 +263,7 @@ def test_sets_are_evaluated_side_by_side_each_sampled_in_its_own_way(finished_ru
 
 def test_kept_policies_answer_afterwards_as_they_did_in_the_run(finished_run, folder):
     output_dir, _ = finished_run
-    kept = kept_policies(output_dir)
+    kept = policy_exports(output_dir)
     assert [one.step for one in kept] == [1, 2, 3, 4, 5]
     assert all(0 < one.trained_s < other.trained_s for one, other in pairwise(kept))
     folders = [str(one.folder) for one in kept if one.step in (2, 4, 5)]

@@ -20,7 +20,7 @@ from megatron_rl.cpu.torchvision import declare_torchvision_ops
 from megatron_rl.rollout.sglang.process.options import ServerOptions
 from megatron_rl.rollout.sglang.process.server import SglangServer, free_port
 from megatron_rl.weights.bucket_plan import CoverageError
-from megatron_rl.weights.buckets import walk_to_end
+from megatron_rl.weights.buckets import exhaust
 from megatron_rl.weights.publish import WeightPublisher, WeightSyncError
 from megatron_rl.weights.verify import compare_checksums
 from tests.tiny_models import make_tiny_model
@@ -366,7 +366,7 @@ def test_a_server_that_shows_another_version_afterwards_is_an_error(setup, tmp_p
 
 def test_other_trainer_ranks_walk_the_whole_stream():
     stream = iter([("a", torch.zeros(1)), ("b", torch.zeros(1))])
-    walk_to_end(stream)
+    exhaust(stream)
     assert next(stream, None) is None
 
 

@@ -19,10 +19,10 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from megatron_rl.config.schema import Config, ParallelConfig
-from megatron_rl.models.hf.gathering import Destination
+from megatron_rl.models.hf.gathering import GatherTarget
 from megatron_rl.run.launch import _choose_interface
 from megatron_rl.system.processes.signals import die_with_parent
-from megatron_rl.training.export import WeightExport, control_link
+from megatron_rl.training.export import WeightExport, control_channel
 from megatron_rl.weights.bucket_plan import ServerAddress
 from megatron_rl.weights.publish import WeightPublisher
 from tests.unit.local_service import local_service
@@ -94,7 +94,7 @@ def first(folder: Path) -> None:
         time.sleep(0.05)
     servers = [ServerAddress((folder / "url").read_text(), 1, 1)]
     publisher = WeightPublisher(100, TIMEOUT_S, backend="gloo")
-    result = publisher.publish(OWN.items(), servers, 1, links=[control_link(1, 2 * TIMEOUT_S)])
+    result = publisher.publish(OWN.items(), servers, 1, links=[control_channel(1, 2 * TIMEOUT_S)])
     written = (folder / "seen.json").stat().st_mtime_ns if (folder / "seen.json").exists() else 0
     while not (folder / "seen.json").exists() or (folder / "seen.json").stat().st_mtime_ns <= written:
         time.sleep(0.05)
@@ -108,7 +108,7 @@ def second() -> None:
 
     topology = topologies.initialize(ParallelConfig(num_ranks=2, pipeline_parallel_size=2), seed=1)
     engine = SimpleNamespace(export_weights=lambda to: iter(OTHER.items()), topology=topology)
-    WeightExport(config()).take_part(engine, Destination.stage)
+    WeightExport(config()).run(engine, GatherTarget.stage)
 
 
 def config() -> Config:

@@ -28,8 +28,8 @@ from megatron_rl.config.schema import (
 from megatron_rl.parallel import topology as topologies
 from megatron_rl.training import losses
 from megatron_rl.training.engines import rl_engines
-from megatron_rl.training.sequence_cache import Held, Share
-from megatron_rl.training.trainer_group import TrainerGroup, Worker
+from megatron_rl.training.sequence_cache import RankBatch, SequenceCache
+from megatron_rl.training.trainer_group import TrainerGroup, TrainerRank
 from tests.integration.collective_order import recorded
 from tests.integration.engine_worker import ALGORITHM, LENGTHS, OPTIMIZER, make_batch
 
@@ -137,13 +137,13 @@ def calls_file(out: Path, name: str, part: str, rank: int) -> Path:
 
 def _recorded_run(out: Path, name: str, part: str, *args: Any, **options: Any) -> dict[str, Any]:
     received: dict[int, list[int]] = {}
-    take = Held.take
+    take = SequenceCache.take
 
-    def noting(held: Held, payload: dict[str, torch.Tensor], fields: dict[str, int]) -> Share:
+    def noting(held: SequenceCache, payload: dict[str, torch.Tensor], fields: dict[str, int]) -> RankBatch:
         received.setdefault(id(held), []).extend(payload["new"].tolist() if "new" in payload else [])
         return take(held, payload, fields)
 
-    with recorded() as calls, patch.object(Held, "take", noting):
+    with recorded() as calls, patch.object(SequenceCache, "take", noting):
         seen = _run(*args, **options)
     rank = int(os.environ["RANK"])
     torch.save([tuple(call) for call in calls], calls_file(out, name, part, rank))
@@ -162,7 +162,7 @@ def _run(
     config = config_of(case, models, layouts, seed=seed)
     place = topologies.initialize(config.parallel, seed=1)
     try:
-        worker = Worker(config, place, rl_engines(config)(place))
+        worker = TrainerRank(config, place, rl_engines(config)(place))
         if place.rank != 0:
             worker.serve()
             return {}

@@ -18,7 +18,7 @@ from megatron_rl.config.checks import (
 )
 from megatron_rl.config.checks.servers import Node
 from megatron_rl.config.schema import Config
-from megatron_rl.config.schema.bounds import bound_problems, kind_problems
+from megatron_rl.config.schema.bounds import bound_problems, type_problems
 from megatron_rl.config.schema.commands import RL_COMMANDS, SERVED_COMMANDS
 from megatron_rl.errors import ConfigError
 
@@ -29,7 +29,7 @@ def check_config(config: Config, *, command: str, world_size: int | None = None,
     ``world_size`` None: the number of ranks is not known yet (a dry run outside a launcher). ``node``: the driver's; None:
     nothing is known of it.
     """
-    unusable = list(kind_problems(config))
+    unusable = list(type_problems(config))
     if unusable:
         raise ConfigError("\n".join(unusable))
     out_of_bounds = list(bound_problems("", config))
@@ -40,7 +40,7 @@ def check_config(config: Config, *, command: str, world_size: int | None = None,
     ]
     problems += [*prompt_content.problems(config.data), *layouts.problems(config, world_size)]
     problems += [*servers.address_problems(config.rollout), *policy_settings.problems(config)]
-    unknown = list(combinations.unknown_pieces(config.algorithm))
+    unknown = list(combinations.unknown_plugins(config.algorithm))
     problems += unknown
     ranks = config.parallel.num_ranks if world_size is None else world_size
     if command in SERVED_COMMANDS:

@@ -7,9 +7,9 @@ from megatron_rl.algorithms import register
 from megatron_rl.config.derived import (
     block_size,
     effective_window_tokens,
+    generates_ahead,
     needs_critic,
     num_responses_per_step,
-    runs_ahead,
     server_placement,
     trains_whole_responses,
     window_jitter_tokens,
@@ -34,7 +34,7 @@ _SPECULATION_THRESHOLDS = ("speculative-accept-threshold-single", "speculative-a
 """SGLang accepts drafted tokens with more than their probability where these are below 1."""
 
 
-def unknown_pieces(algorithm: AlgorithmConfig) -> Iterator[str]:
+def unknown_plugins(algorithm: AlgorithmConfig) -> Iterator[str]:
     """Names that no piece has, paths that do not import, options that a piece does not take."""
     for key, seam in register.SEAMS.items():
         name, options = attrgetter(key, f"{key}_options")(algorithm)
@@ -112,7 +112,7 @@ def _overlap(config: Config) -> Iterator[str]:
             f"schedule.max_staleness: expected 0 or 1, got {schedule.max_staleness}: one window is generated ahead, so that servers "
             "and trainer both work all the time, and more windows ahead would only make tokens older; set 1"
         )
-    if not runs_ahead(schedule):
+    if not generates_ahead(schedule):
         if schedule.weight_update is WeightUpdate.in_flight:
             keys = f"mode={schedule.mode.value}" if schedule.mode is not Mode.async_ else f"max_staleness={schedule.max_staleness}"
             yield (
@@ -154,7 +154,7 @@ def _old_tokens(config: Config) -> Iterator[str]:
     """Tokens that train steps after they were sampled are not the policy's own."""
     correction, window = config.algorithm.correction, effective_window_tokens(config)
     uncorrected = correction.old_policy is OldPolicy.recomputed and correction.weight == "none"
-    if runs_ahead(config.schedule) and uncorrected:
+    if generates_ahead(config.schedule) and uncorrected:
         yield (
             "algorithm.correction.weight: with schedule.mode=async the policy before the newest update sampled the tokens, and "
             "weight=none trains them as if the newest had; set token (decoupled loss, the default there), or "
@@ -167,7 +167,7 @@ def _old_tokens(config: Config) -> Iterator[str]:
             "schedule.critic_trains_on: values are read of what the policy trains on, and with policy_trains_on=responses that is no "
             "window; set responses"
         )
-    if uncorrected and not runs_ahead(config.schedule):
+    if uncorrected and not generates_ahead(config.schedule):
         yield (
             "schedule.policy_trains_on: responses are trained on when they end, but older policies sampled their first windows; set "
             "algorithm.correction.old_policy=rollout (ratios to the policy that sampled each token), or "

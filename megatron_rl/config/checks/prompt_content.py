@@ -14,7 +14,7 @@ TAKEN_ARGUMENTS = (
 def problems(data: DataConfig) -> Iterator[str]:
     taken = sorted(set(data.chat_template_kwargs) & set(TAKEN_ARGUMENTS))
     if taken:
-        yield f"data.chat_template_kwargs: {taken_argument(taken[0])}"
+        yield f"data.chat_template_kwargs: {reserved_argument_problem(taken[0])}"
     levels, budget = data.video_frame_tokens, data.max_video_tokens
     if not levels or min(levels) < 1:
         yield f"data.video_frame_tokens: expected at least one number of tokens above 0, got {list(levels)}"
@@ -24,7 +24,7 @@ def problems(data: DataConfig) -> Iterator[str]:
         yield "data.system_prompt: plain prompts have no system message; set data.use_chat_template=true, or leave it empty"
 
 
-def taken_argument(name: str) -> str:
+def reserved_argument_problem(name: str) -> str:
     """What is wrong with a chat-template argument of ``TAKEN_ARGUMENTS``."""
     hint = "; tools have a column of their own (data.tools_field)" if name == "tools" else ""
     return f"{name!r} is set by megatron_rl itself, take it out{hint}"

@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from megatron_rl.config.derived import WeightMethod, are_attached, server_placement
+from megatron_rl.config.derived import WeightMethod, server_placement, uses_attached_servers
 from megatron_rl.config.layout import ranks_of_replica
 from megatron_rl.config.schema import Config, Dtype, RolloutConfig, WeightSync
 from megatron_rl.config.schema.commands import RL_COMMANDS
@@ -143,7 +143,7 @@ def gpu_problems(config: Config, node: Node, num_ranks: int, command: str) -> It
     Only processes that take turns, or that no NCCL group joins, may share a GPU.
     """
     rollout, ranks, gpus = config.rollout, node.num_ranks, node.num_gpus
-    has_servers = command in RL_COMMANDS and not are_attached(rollout)
+    has_servers = command in RL_COMMANDS and not uses_attached_servers(rollout)
     placement = server_placement(rollout)
     if ranks > gpus > 0:
         yield f"{ranks} trainer ranks on a node of {gpus} GPUs: each needs one of its own; start {gpus} (RANKS_PER_NODE={gpus})"

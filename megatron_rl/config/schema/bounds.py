@@ -63,7 +63,7 @@ def bounded(expected: str, holds: Callable[[Any], bool], *, default: _T) -> _T:
     return field(default=default, metadata={"bound": Bound(expected, holds)})
 
 
-def kind_problems(config: object) -> Iterator[str]:
+def type_problems(config: object) -> Iterator[str]:
     """One message for every value in ``config`` that is not of its kind, so that nothing can be computed with it."""
     yield from _problems("", config, Any, None, with_bounds=False)
 

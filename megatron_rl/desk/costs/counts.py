@@ -5,14 +5,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass, fields
 
 from megatron_rl.cpu.torchvision import declare_torchvision_ops
-from megatron_rl.families.facts import dims, has_experts, remembered
+from megatron_rl.families.facts import cached_by_content, dims, has_experts
 from megatron_rl.families.family import ModelConfig, Rule, family_of
 from megatron_rl.families.transforms import Replicated, padded_vocab_size
 from megatron_rl.families.vision_encoder import ADAPTER, parameter_shapes
 
 
 @dataclass(frozen=True)
-class Parameters:
+class ParameterCount:
     """Of a layer, or of several."""
 
     split: int = 0
@@ -28,24 +28,24 @@ class Parameters:
     def number(self) -> int:
         return sum(getattr(self, field.name) for field in fields(self))
 
-    def times(self, number: int) -> "Parameters":
-        return Parameters(self.split * number, self.replicated * number, self.experts * number, self.biases * number)
+    def times(self, number: int) -> "ParameterCount":
+        return ParameterCount(self.split * number, self.replicated * number, self.experts * number, self.biases * number)
 
     @classmethod
-    def sum(cls, parts: Iterable["Parameters"]) -> "Parameters":
+    def sum(cls, parts: Iterable["ParameterCount"]) -> "ParameterCount":
         listed = list(parts)
         return cls(*(sum(getattr(part, field.name) for part in listed) for field in fields(cls)))
 
 
-@remembered
-def layer_parameters(config: ModelConfig) -> list[Parameters]:
+@cached_by_content
+def layer_parameters(config: ModelConfig) -> list[ParameterCount]:
     """Of each decoder layer. A family's layers differ in whether they have experts alone, so each kind is counted once."""
     kinds = has_experts(config)
     counted = {kind: _of_rules(config, family_of(config).layer(config, kinds.index(kind))) for kind in set(kinds)}
     return [counted[kind] for kind in kinds]
 
 
-def _of_rules(config: ModelConfig, rules: Iterable[Rule]) -> Parameters:
+def _of_rules(config: ModelConfig, rules: Iterable[Rule]) -> ParameterCount:
     sizes, kinds = dims(config), {"split": 0, "replicated": 0, "experts": 0, "biases": 0}
     for rule in rules:
         number = sum(math.prod(sizes[name] for name in shape) for shape in rule.hf.values())
@@ -56,16 +56,16 @@ def _of_rules(config: ModelConfig, rules: Iterable[Rule]) -> Parameters:
             kinds["biases"] += number
         else:
             kinds["replicated" if isinstance(rule.transform, Replicated) else "split"] += number
-    return Parameters(**kinds)
+    return ParameterCount(**kinds)
 
 
-def embedding_parameters(config: ModelConfig, *, tensor_parallel_size: int = 1) -> Parameters:
+def embedding_parameters(config: ModelConfig, *, tensor_parallel_size: int = 1) -> ParameterCount:
     """Before the first layer: the embedding, padded to a multiple of the ranks, and the encoder of a model that sees."""
     vocab = padded_vocab_size(dims(config)["vocab"], tensor_parallel_size)
-    return Parameters(split=vocab * dims(config)["hidden"], replicated=sum(encoder_parameters(config)))
+    return ParameterCount(split=vocab * dims(config)["hidden"], replicated=sum(encoder_parameters(config)))
 
 
-@remembered
+@cached_by_content
 def encoder_parameters(config: ModelConfig) -> tuple[int, int]:
     """(of the vision tower, of its adapter); none in a model that sees nothing."""
     if family_of(config).vision is None:
@@ -85,17 +85,17 @@ def _encoder_config(config: ModelConfig) -> ModelConfig:
     return AutoConfig.for_model(config.model_type, vision_config=config.vision_config).vision_config
 
 
-def head_parameters(config: ModelConfig, *, is_critic: bool = False, tensor_parallel_size: int = 1) -> Parameters:
+def head_parameters(config: ModelConfig, *, is_critic: bool = False, tensor_parallel_size: int = 1) -> ParameterCount:
     """After the last layer: the norm and the output layer (padded likewise), also where it is tied to the embedding."""
     hidden = dims(config)["hidden"]
     if is_critic:
-        return Parameters(replicated=2 * hidden)
-    return Parameters(split=padded_vocab_size(dims(config)["vocab"], tensor_parallel_size) * hidden, replicated=hidden)
+        return ParameterCount(replicated=2 * hidden)
+    return ParameterCount(split=padded_vocab_size(dims(config)["vocab"], tensor_parallel_size) * hidden, replicated=hidden)
 
 
-@remembered
+@cached_by_content
 def num_parameters(config: ModelConfig) -> int:
     """Of the whole policy, as its files count them."""
     tied = embedding_parameters(config).split if config.tie_word_embeddings else 0
-    layers = Parameters.sum(layer_parameters(config)).number
+    layers = ParameterCount.sum(layer_parameters(config)).number
     return layers + embedding_parameters(config).number + head_parameters(config).number - tied

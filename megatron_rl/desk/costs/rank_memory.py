@@ -14,17 +14,17 @@ from megatron_rl.config.layout import expert_tensor_size
 from megatron_rl.config.schema import Dtype, Moments, OptimizerConfig, ParallelConfig, Recompute, VisionConfig
 from megatron_rl.desk.costs.activations import head_bytes, layer_bytes
 from megatron_rl.desk.costs.counts import (
-    Parameters,
+    ParameterCount,
     embedding_parameters,
     encoder_parameters,
     head_parameters,
     layer_parameters,
 )
-from megatron_rl.families.facts import has_experts, remembered, text_config
+from megatron_rl.families.facts import cached_by_content, has_experts, text_config
 from megatron_rl.families.family import ModelConfig
 
 
-class States(NamedTuple):
+class ParameterBytes(NamedTuple):
     """How a model is kept: bytes of each parameter. The defaults: bfloat16 and Adam, all of it in float32."""
 
     weight: int = 2
@@ -37,14 +37,14 @@ class States(NamedTuple):
     train_adapter: bool = True
 
 
-def states_of(dtype: Dtype, optimizer: OptimizerConfig | None, vision: VisionConfig) -> States:
+def parameter_bytes(dtype: Dtype, optimizer: OptimizerConfig | None, vision: VisionConfig) -> ParameterBytes:
     """Those of an engine with these settings (``training/engine.py``)."""
     weight = 4 if dtype is Dtype.float32 else 2
     if optimizer is None:
-        return States(weight, 0, 0)
+        return ParameterBytes(weight, 0, 0)
     moments = 2 * (2 if optimizer.moments is Moments.bfloat16 else 4)
     # Float32 weights are the optimizer's own.
-    return States(weight, 4, moments + (0 if weight == 4 else 4), vision.train_encoder, vision.train_adapter)
+    return ParameterBytes(weight, 4, moments + (0 if weight == 4 else 4), vision.train_encoder, vision.train_adapter)
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class RankMemory:
 
 
 @dataclass(frozen=True)
-class Passes:
+class PassSettings:
     """How packs go through the model."""
 
     tokens: int
@@ -78,22 +78,22 @@ class Passes:
     """Nothing is kept for a backward pass: only what one layer holds at a time."""
 
 
-@remembered
+@cached_by_content
 def memory_by_rank(
     config: ModelConfig,
     parallel: ParallelConfig,
-    passes: Passes,
+    passes: PassSettings,
     *,
     num_ranks: int,
     is_critic: bool = False,
-    states: States | None = None,
+    states: ParameterBytes | None = None,
 ) -> list[RankMemory]:
     """One entry per pipeline rank, in their order; the ranks of a stage are alike.
 
     ``parallel`` fits the model and ``num_ranks`` (``config.layout``). Not counted: what PyTorch's allocator wastes, buffers
     of collectives (NCCL takes some 1 to 10 GB, more with many groups), and images.
     """
-    stages, states = _layers_of_ranks(parallel, text_config(config).num_hidden_layers), states or States()
+    stages, states = _layers_of_ranks(parallel, text_config(config).num_hidden_layers), states or ParameterBytes()
     data = num_ranks / (parallel.tensor_parallel_size * parallel.pipeline_parallel_size)
     of_expert = num_ranks / (parallel.pipeline_parallel_size * parallel.expert_parallel_size * expert_tensor_size(parallel))
     saved = _bytes_by_kind(config, parallel, passes) if passes.tokens else {}
@@ -112,7 +112,7 @@ def memory_by_rank(
     return found
 
 
-def _parameters_of_ranks(config: ModelConfig, parallel: ParallelConfig, is_critic: bool) -> list[Parameters]:
+def _parameters_of_ranks(config: ModelConfig, parallel: ParallelConfig, is_critic: bool) -> list[ParameterCount]:
     """Per pipeline rank: whole layers with what stands before the first and after the last one."""
     stages, has = _layers_of_ranks(parallel, text_config(config).num_hidden_layers), has_experts(config)
     of_kind = dict(zip(has, layer_parameters(config), strict=True))  # layers of a kind have the same
@@ -122,17 +122,17 @@ def _parameters_of_ranks(config: ModelConfig, parallel: ParallelConfig, is_criti
     head = head_parameters(config, is_critic=is_critic, tensor_parallel_size=tp)
     # In one stage a tied output layer is the embedding itself.
     is_same = config.tie_word_embeddings and not is_critic and last == 0
-    held[last].append(Parameters(replicated=head.replicated) if is_same else head)
-    return [Parameters.sum(parts) for parts in held]
+    held[last].append(ParameterCount(replicated=head.replicated) if is_same else head)
+    return [ParameterCount.sum(parts) for parts in held]
 
 
-def _frozen(config: ModelConfig, states: States) -> int:
+def _frozen(config: ModelConfig, states: ParameterBytes) -> int:
     """Parameters of a vision encoder that do not train."""
     tower, adapter = encoder_parameters(config)
     return tower * (not states.train_encoder) + adapter * (not states.train_adapter)
 
 
-def _on_rank(parameters: Parameters, parallel: ParallelConfig) -> tuple[float, float]:
+def _on_rank(parameters: ParameterCount, parallel: ParallelConfig) -> tuple[float, float]:
     """(dense, expert) parameters on one rank."""
     dense = parameters.split / parallel.tensor_parallel_size + parameters.replicated
     return dense, parameters.experts / (parallel.expert_parallel_size * expert_tensor_size(parallel))
@@ -152,7 +152,7 @@ def _kinds(has: list[bool], chunks: list[range]) -> Counter[bool]:
     return Counter(has[layer] for chunk in chunks for layer in chunk)
 
 
-def _bytes_by_kind(config: ModelConfig, parallel: ParallelConfig, passes: Passes) -> dict[bool, tuple[float, float]]:
+def _bytes_by_kind(config: ModelConfig, parallel: ParallelConfig, passes: PassSettings) -> dict[bool, tuple[float, float]]:
     """Of a layer with and without experts: ``layer_bytes``."""
     recompute = Recompute.full if passes.forward_only else passes.recompute
     size = passes.number_bytes
@@ -165,7 +165,7 @@ def _bytes_by_kind(config: ModelConfig, parallel: ParallelConfig, passes: Passes
 def _activations(
     config: ModelConfig,
     parallel: ParallelConfig,
-    passes: Passes,
+    passes: PassSettings,
     rank: int,
     kinds: Counter[bool],
     by_kind: dict[bool, tuple[float, float]],

@@ -32,8 +32,14 @@ from megatron_rl.config.schema import (
     RoutingReplay,
 )
 from megatron_rl.desk.costs.activations import chunked_logits_bytes
-from megatron_rl.desk.costs.counts import Parameters, layer_parameters, num_parameters
-from megatron_rl.desk.costs.rank_memory import Passes, RankMemory, memory_by_rank, packs_in_progress, states_of
+from megatron_rl.desk.costs.counts import ParameterCount, layer_parameters, num_parameters
+from megatron_rl.desk.costs.rank_memory import (
+    PassSettings,
+    RankMemory,
+    memory_by_rank,
+    packs_in_progress,
+    parameter_bytes,
+)
 from megatron_rl.errors import ConfigError
 from megatron_rl.families.facts import dims, has_experts, num_experts, text_config
 from megatron_rl.families.family import ModelConfig
@@ -98,13 +104,13 @@ class RunModel:
         return 4 if self.dtype is Dtype.float32 else 2
 
     @property
-    def steps_aside(self) -> bool:
+    def offloads(self) -> bool:
         """On GPUs."""
         return self.settings.offload is not Offload.never
 
 
 @dataclass(frozen=True)
-class Stage:
+class StageMemory:
     name: str
     """As in the step's table."""
     rank: int
@@ -119,7 +125,7 @@ class Stage:
 
 @dataclass(frozen=True)
 class RunMemory:
-    stages: tuple[Stage, ...]
+    stages: tuple[StageMemory, ...]
     """Colocated servers without their KV cache."""
     server_weights: float
     """On each GPU of a server."""
@@ -169,10 +175,10 @@ def run_memory(config: Config, models: list[RunModel]) -> RunMemory:
     return RunMemory(tuple(_fullest(run, name) for name in run.stage_names), run.server_weights, run.host())
 
 
-def _fullest(run: "_Run", stage: str) -> Stage:
+def _fullest(run: "_Run", stage: str) -> StageMemory:
     # Ranks differ by their pipeline stages alone; the layouts of the models may cut them at different ranks.
     starts = sorted({start for model in run.models for start in run.stage_starts(model)})
-    stages = (Stage(stage, rank, dict(run.parts(stage, rank))) for rank in starts)
+    stages = (StageMemory(stage, rank, dict(run.parts(stage, rank))) for rank in starts)
     return max(stages, key=lambda found: found.total)
 
 
@@ -258,7 +264,7 @@ class _Run:
 
     def _waits(self, model: RunModel) -> bool:
         """Whether it leaves the device when it is not its turn: there are others, and its settings let it."""
-        return model.steps_aside and (len(self.models) > 1 or self.is_colocated)
+        return model.offloads and (len(self.models) > 1 or self.is_colocated)
 
     def _has_state(self, model: RunModel, stage: str) -> bool:
         """Whether a model that has come back for ``stage`` has its optimizer state on the device."""
@@ -273,14 +279,14 @@ class _Run:
 
     def _by_rank(self, model: RunModel, updates: bool) -> list[RankMemory]:
         tokens, num_packs = self._packs(model, updates)
-        passes = Passes(
+        passes = PassSettings(
             tokens,
             num_packs=num_packs,
             recompute=model.settings.recompute,
             number_bytes=model.number_bytes,
             forward_only=not updates,
         )
-        states = states_of(model.dtype, model.settings.optimizer if model.trains else None, model.settings.vision)
+        states = parameter_bytes(model.dtype, model.settings.optimizer if model.trains else None, model.settings.vision)
         return memory_by_rank(
             model.facts, model.parallel, passes, num_ranks=self.num_ranks, is_critic=model.is_critic, states=states
         )
@@ -350,7 +356,7 @@ class _Run:
 
 def _in_layers(model: RunModel) -> float:
     """Parameters of the layers, without embedding and head."""
-    return Parameters.sum(layer_parameters(model.facts)).number
+    return ParameterCount.sum(layer_parameters(model.facts)).number
 
 
 def _sizes(parallel: ParallelConfig, num_ranks: int) -> tuple[int, ...]:

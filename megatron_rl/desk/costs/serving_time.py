@@ -9,7 +9,7 @@ import heapq
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from megatron_rl.desk.costs.counts import Parameters, head_parameters, layer_parameters, num_parameters
+from megatron_rl.desk.costs.counts import ParameterCount, head_parameters, layer_parameters, num_parameters
 from megatron_rl.desk.costs.gpus import Gpu
 from megatron_rl.families.facts import dims, has_experts, text_config
 from megatron_rl.families.family import ModelConfig, family_of
@@ -48,7 +48,7 @@ StepSeconds = Callable[[float, float], float]
 def decode_curve(config: ModelConfig, gpu: Gpu, *, num_gpus: int, costs: ServerCosts | None = None) -> StepSeconds:
     """``decode_seconds`` of one server as a function, for those who ask often."""
     costs = costs or ServerCosts()
-    layers, sizes = Parameters.sum(layer_parameters(config)), dims(config)
+    layers, sizes = ParameterCount.sum(layer_parameters(config)), dims(config)
     dense = (layers.split + layers.replicated + head_parameters(config).number) * _BYTES / num_gpus
     experts = layers.experts * _BYTES / num_gpus
     missed = 1 - text_config(config).num_experts_per_tok / sizes["experts"] if any(has_experts(config)) else 0.0

@@ -42,7 +42,7 @@ Fitted to NeMo-RL's step of Qwen3 30B-A3B (v0.6, on policy, 32 H100)."""
 
 
 @dataclass(frozen=True)
-class Work:
+class TrainingBatchWork:
     """What a trainer does with a batch."""
 
     lengths: Sequence[int]
@@ -56,7 +56,7 @@ def training_seconds(
     config: ModelConfig,
     parallel: ParallelConfig,
     gpu: Gpu,
-    work: Work,
+    work: TrainingBatchWork,
     *,
     num_ranks: int,
     efficiency: Efficiency | None = None,

@@ -13,7 +13,7 @@ from megatron_rl.config.checks import check_config
 from megatron_rl.config.checks.servers import Node, gpu_problems
 from megatron_rl.config.load import load_config
 from megatron_rl.config.schema import Config
-from megatron_rl.desk.doctor.machine_checks import FAIL, SKIPPED, WARN, Line, environment_lines, show
+from megatron_rl.desk.doctor.machine_checks import FAIL, SKIPPED, WARN, CheckResult, environment_lines, show
 from megatron_rl.desk.doctor.rank_launcher import run_ranks
 from megatron_rl.errors import ConfigError, UserError
 from megatron_rl.rollout.sglang.process.server import count_gpus
@@ -80,33 +80,33 @@ def _checked(recipes: Sequence[str], words: Sequence[str]) -> Config:
     return config
 
 
-def _lines(config: Config | None, recipes: Sequence[str], words: Sequence[str]) -> Iterator[Line]:
+def _lines(config: Config | None, recipes: Sequence[str], words: Sequence[str]) -> Iterator[CheckResult]:
     if os.environ.get("RANK", "0") == "0":
         yield from environment_lines(config.run.output_dir if config else ".")
     with tempfile.TemporaryDirectory(prefix="megatron-rl-doctor-") as scratch:
         ranks = list(_rank_lines(Path(scratch)))
         yield from ranks
         if config is None:
-            yield Line(_ENGINES, SKIPPED, "give --config RECIPE or --model FOLDER to compare them")
+            yield CheckResult(_ENGINES, SKIPPED, "give --config RECIPE or --model FOLDER to compare them")
         elif any(line.state == FAIL for line in ranks):
-            yield Line(_ENGINES, SKIPPED, "ranks that do not reach one another cannot train")
+            yield CheckResult(_ENGINES, SKIPPED, "ranks that do not reach one another cannot train")
         else:
             yield from _engine_lines(config, {"config": list(recipes), "overrides": list(words)}, Path(scratch))
 
 
-def _rank_lines(scratch: Path) -> Iterator[Line]:
+def _rank_lines(scratch: Path) -> Iterator[CheckResult]:
     from megatron_rl.desk.doctor import rank_checks
 
     if "RANK" in os.environ:
         try:
             yield from rank_checks.rank_lines()
         except (RuntimeError, ValueError) as error:  # torch's own, of a rendezvous or a collective
-            yield Line("all-reduce of ranks", FAIL, str(error).splitlines()[0], rank_checks.NO_ANSWER)
+            yield CheckResult("all-reduce of ranks", FAIL, str(error).splitlines()[0], rank_checks.NO_ANSWER)
         return
     num_ranks = _devices_here()
     module = "megatron_rl.desk.doctor.rank_checks"
     yield from _launched(
-        module, {}, num_ranks, scratch, 2 * rank_checks.TIMEOUT_S, Line("all-reduce of ranks", FAIL, "", rank_checks.NO_ANSWER)
+        module, {}, num_ranks, scratch, 2 * rank_checks.TIMEOUT_S, CheckResult("all-reduce of ranks", FAIL, "", rank_checks.NO_ANSWER)
     )
 
 
@@ -116,28 +116,28 @@ def _devices_here() -> int:
     return torch.cuda.device_count() or 2
 
 
-def _engine_lines(config: Config, job: dict[str, Any], scratch: Path) -> Iterator[Line]:
+def _engine_lines(config: Config, job: dict[str, Any], scratch: Path) -> Iterator[CheckResult]:
     if "RANK" in os.environ:
         from megatron_rl.desk.doctor.engine_checks import engine_lines
 
         yield from engine_lines(config)
         return
     timeout_s = config.rollout.start_timeout_s + _ENGINE_MARGIN_S
-    failed = Line(_ENGINES, FAIL, "")
+    failed = CheckResult(_ENGINES, FAIL, "")
     yield from _launched(
         "megatron_rl.desk.doctor.engine_checks", job, max(1, config.parallel.num_ranks), scratch, timeout_s, failed
     )
 
 
 def _launched(
-    module: str, job: dict[str, Any], num_ranks: int, scratch: Path, timeout_s: float, failed: Line
-) -> Iterator[Line]:
+    module: str, job: dict[str, Any], num_ranks: int, scratch: Path, timeout_s: float, failed: CheckResult
+) -> Iterator[CheckResult]:
     """What ``module`` found on ranks of this machine; ``failed`` with the reason where the ranks end without a word."""
     name = module.rpartition(".")[2]
     out, job_file = scratch / f"{name}.lines", scratch / f"{name}.json"
     job_file.write_text(json.dumps({**job, "out": str(out)}))
     reason = run_ranks(module, job_file, num_ranks, scratch / f"{name}.log", timeout_s)
     if out.exists():
-        yield from (Line(**line) for line in json.loads(out.read_text()))
+        yield from (CheckResult(**line) for line in json.loads(out.read_text()))
     else:
-        yield Line(failed.name, FAIL, f"{num_ranks} ranks: {reason or 'they ended without a result'}", failed.remedy)
+        yield CheckResult(failed.name, FAIL, f"{num_ranks} ranks: {reason or 'they ended without a result'}", failed.remedy)

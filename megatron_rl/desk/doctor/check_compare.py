@@ -29,7 +29,7 @@ _SMALLEST = 1e-6
 
 
 @dataclass(frozen=True)
-class Departure:
+class Deviation:
     step: int
     """From 1; 0 is before the first."""
     stage: str
@@ -41,14 +41,14 @@ class Departure:
         return f"{when}, {_STAGE_WORDS.get(self.stage, self.stage)}: {self.quantity} {self.found}"
 
 
-def departures(step: int, stage: str, made: Mapping[str, Any], recorded: Mapping[str, Any], *, on_gpu: bool) -> Iterator[Departure]:
+def departures(step: int, stage: str, made: Mapping[str, Any], recorded: Mapping[str, Any], *, on_gpu: bool) -> Iterator[Deviation]:
     """Of one stage, by quantity; ``step`` from 1. What only one side has departs, too."""
     for name in [*recorded, *(name for name in made if name not in recorded)]:
         if name not in made or name not in recorded:
-            yield Departure(step, stage, name, "is not made here" if name in recorded else "is not in the record")
+            yield Deviation(step, stage, name, "is not made here" if name in recorded else "is not in the record")
             continue
         if found := _difference(made[name], recorded[name], tolerance(name, on_gpu=on_gpu)):
-            yield Departure(step, stage, name, found)
+            yield Deviation(step, stage, name, found)
 
 
 def tolerance(name: str, *, on_gpu: bool) -> float:
@@ -77,7 +77,7 @@ def _difference(made: str | Numbers, recorded: str | Numbers, bound: float) -> s
     return f"{numbers}, {off[worst] / scale:.1e} of the largest; at most {bound:.0e} is usual"
 
 
-def in_words(found: Sequence[Departure]) -> list[str]:
+def describe(found: Sequence[Deviation]) -> list[str]:
     """One line each, but all weights of a step in one."""
     lines: dict[tuple[int, str], str] = {}
     numbers: dict[tuple[int, str], int] = {}

@@ -9,7 +9,7 @@ import orjson
 
 from megatron_rl.data.trajectory import Trajectory
 from megatron_rl.desk.doctor.mismatch_ranks import post_json
-from megatron_rl.desk.doctor.step_replay import Recorded
+from megatron_rl.desk.doctor.step_replay import RecordedServers
 from megatron_rl.errors import UserError
 from megatron_rl.rollout.service import RolloutService
 from megatron_rl.system.http.json_http import HttpSession
@@ -18,7 +18,7 @@ _TIMEOUT_S = 300.0
 
 
 @dataclass
-class ScoredByServers(Recorded):
+class ScoringServers(RecordedServers):
     """The record's tokens; ``logprobs`` are the servers' of those of the newest step, the mean of each sequence."""
 
     service: RolloutService | None = None

@@ -45,7 +45,7 @@ tracking: {{mlflow: false}}
 """
 
 
-def share_of_digits(response: str, answer: str) -> Score:
+def digit_fraction(response: str, answer: str) -> Score:
     """How much of the response is digits: something that every response has, and that differs."""
     return Score(round(sum(c.isdigit() for c in response) / max(len(response), 1), 4))
 

@@ -14,13 +14,13 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.config.derived import are_attached, server_placement
+from megatron_rl.config.derived import server_placement, uses_attached_servers
 from megatron_rl.config.load import load_config
 from megatron_rl.config.schema import Config, FireConfig, HealthConfig
 from megatron_rl.data.tokenizer import Tokenizer
 from megatron_rl.data.trajectory import Prompt
-from megatron_rl.desk.doctor.machine_checks import FAIL, OK, SKIPPED, WARN, Line
-from megatron_rl.desk.doctor.trainer_and_servers import servers_beside
+from megatron_rl.desk.doctor.machine_checks import FAIL, OK, SKIPPED, WARN, CheckResult
+from megatron_rl.desk.doctor.trainer_and_servers import temporary_servers
 from megatron_rl.errors import UserError
 from megatron_rl.parallel.topology import Topology
 from megatron_rl.rollout.service import RolloutService
@@ -43,7 +43,7 @@ def main(job_file: str) -> None:
         Path(job["out"]).write_text(json.dumps([asdict(line) for line in lines]))
 
 
-def engine_lines(config: Config) -> list[Line]:
+def engine_lines(config: Config) -> list[CheckResult]:
     """Collective over the ranks of the recipe's layout; the lines on rank 0, nothing on the others.
 
     The first thing that fails ends the check: what comes after it would fail for the same reason.
@@ -68,34 +68,34 @@ def _plain(config: Config, scratch: str) -> Config:
     )
 
 
-def _lines(config: Config, group: TrainerGroup) -> Iterator[Line]:
+def _lines(config: Config, group: TrainerGroup) -> Iterator[CheckResult]:
     doing = _ANSWER
     started_s = time.perf_counter()
     try:
         tokenizer = Tokenizer(config.policy.path)
-        with servers_beside(config, group, tokenizer) as (rollout, wait_for):
+        with temporary_servers(config, group, tokenizer) as (rollout, wait_for):
             yield from _answer_lines(config, rollout, time.perf_counter() - started_s)
             doing = _SYNC
             done = rollout.publish()
             way = server_placement(config.rollout).weight_method.value
-            yield Line(_SYNC, OK, f"{done.num_bytes:,} bytes in {done.seconds:.2f} s ({way})")
+            yield CheckResult(_SYNC, OK, f"{done.num_bytes:,} bytes in {done.seconds:.2f} s ({way})")
             doing = _CHECKSUMS
             yield checksum_line(rollout.compare_weights())
             doing = _PARITY
             yield _parity_line(config, group, rollout, tokenizer, wait_for)
     except (UserError, TimeoutError) as error:
-        yield Line(doing, FAIL, str(error) or "no answer in time")
+        yield CheckResult(doing, FAIL, str(error) or "no answer in time")
 
 
-def _answer_lines(config: Config, rollout: RolloutService, seconds: float) -> Iterator[Line]:
-    how = "attached to" if are_attached(config.rollout) else "started"
+def _answer_lines(config: Config, rollout: RolloutService, seconds: float) -> Iterator[CheckResult]:
+    how = "attached to" if uses_attached_servers(config.rollout) else "started"
     urls = ", ".join(rollout.urls)
-    yield Line(_ANSWER, OK, f"{how} {urls} in {seconds:.0f} s, {config.policy.dtype.value}")
+    yield CheckResult(_ANSWER, OK, f"{how} {urls} in {seconds:.0f} s, {config.policy.dtype.value}")
     for remark in rollout.remarks:
-        yield Line("servers' precision", WARN, *remark)
+        yield CheckResult("servers' precision", WARN, *remark)
 
 
-def checksum_line(report: ChecksumReport) -> Line:
+def checksum_line(report: ChecksumReport) -> CheckResult:
     compared = f"{report.num_compared} parameters compared with the {report.reference}'s"
     if report.reference == "servers":
         compared = f"{report.num_compared} parameters compared between servers"
@@ -104,25 +104,25 @@ def checksum_line(report: ChecksumReport) -> Line:
         more = " and more" if len(names) > _MAX_SHOWN else ""
         found = f"{compared}: {len(names)} differ: {', '.join(names[:_MAX_SHOWN])}{more}"
         remedy = "start the servers from the same config.json, and let nobody else send them weights"
-        return Line(_CHECKSUMS, FAIL, found, remedy)
+        return CheckResult(_CHECKSUMS, FAIL, found, remedy)
     if not report.num_compared or report.uncompared:
-        return Line(_CHECKSUMS, WARN, f"{compared}. {report.note}".strip())
-    return Line(_CHECKSUMS, OK, f"{compared}: equal. {report.note}".strip())
+        return CheckResult(_CHECKSUMS, WARN, f"{compared}. {report.note}".strip())
+    return CheckResult(_CHECKSUMS, OK, f"{compared}: equal. {report.note}".strip())
 
 
 def _parity_line(
     config: Config, group: TrainerGroup, rollout: RolloutService, tokenizer: Tokenizer, wait_for: Callable[..., Any]
-) -> Line:
+) -> CheckResult:
     check = ParityCheck(
         config, random_prompts(config, tokenizer), group=group, rollout=rollout, vision=tokenizer.vision, wait_for=wait_for
     )
     if not check.wanted:
-        return Line(_PARITY, SKIPPED, "rollout.max_logprob_difference=0")
+        return CheckResult(_PARITY, SKIPPED, "rollout.max_logprob_difference=0")
     try:
         parity = check.compare()
     except EngineMismatch as error:
-        return Line(_PARITY, FAIL, str(error))
-    return Line(_PARITY, OK, f"{parity.num_tokens} sampled tokens: {parity}")
+        return CheckResult(_PARITY, FAIL, str(error))
+    return CheckResult(_PARITY, OK, f"{parity.num_tokens} sampled tokens: {parity}")
 
 
 def random_prompts(config: Config, tokenizer: Tokenizer) -> list[Prompt]:

@@ -13,13 +13,13 @@ from typing import Any
 
 import yaml
 
-from megatron_rl.desk.doctor.wait_graph import RunSeen, ServerSeen, frames_text, lines_of, verdict
+from megatron_rl.desk.doctor.wait_graph import RunSnapshot, ServerSnapshot, frames_text, rank_lines, verdict
 from megatron_rl.errors import UserError
 from megatron_rl.rollout.sglang.process.attached import attached_urls
 from megatron_rl.system.http.addresses import LOOPBACK
 from megatron_rl.system.http.json_http import HttpError, bearer, get_once
-from megatron_rl.system.processes.process_probe import Seen
-from megatron_rl.system.processes.run_processes import Tree, look, read_members
+from megatron_rl.system.processes.process_probe import ProcessSnapshot
+from megatron_rl.system.processes.run_processes import ProcessTree, probe_run, read_members
 
 _ANSWER_S = 5.0
 _SERVER, _GRADER = "sglang.launch_server", "megatron_rl.rewards.workers.worker"
@@ -29,7 +29,7 @@ def print_hang(folder: Path) -> int:
     """The summary, then the stacks; the exit status: 0, or 1 where something was found that others wait for."""
     if not folder.is_dir():
         raise UserError(f"doctor --hang: {folder} is no folder; give the output folder of a run (run.output_dir)")
-    trees, silent = look(folder, read_members(folder))
+    trees, silent = probe_run(folder, read_members(folder))
     if trees and not silent and all(tree.seen[0].state in ("gone", "zombie") for tree in trees):
         ended = (folder / "summary.json").is_file()
         print(
@@ -39,8 +39,8 @@ def print_hang(folder: Path) -> int:
             "run.resume=auto goes on from the newest checkpoint"
         )
         return 0 if ended else 1
-    seen = run_seen(folder, trees, silent)
-    for line in lines_of(seen):
+    seen = snapshot_run(folder, trees, silent)
+    for line in rank_lines(seen):
         print(line)
     found = verdict(seen)
     for one in found:
@@ -53,20 +53,20 @@ def print_hang(folder: Path) -> int:
     return int(any(one.hangs for one in found))
 
 
-def run_seen(folder: Path, trees: Sequence[Tree], silent_hosts: Sequence[str]) -> RunSeen:
+def snapshot_run(folder: Path, trees: Sequence[ProcessTree], silent_hosts: Sequence[str]) -> RunSnapshot:
     """Asks the servers how they are."""
     ranks = {tree.member.rank: tree.seen[0] for tree in trees}
     driver = next((tree for tree in trees if tree.member.rank == 0), None)
     if driver is None:
-        return RunSeen(ranks, silent_hosts=silent_hosts)
+        return RunSnapshot(ranks, silent_hosts=silent_hosts)
     seen = {one.pid: one for one in driver.seen}
     parents = dict(zip(seen, driver.parents, strict=True))
     graders = [seen[pid] for pid, parent in parents.items() if _is(_GRADER, seen.get(pid)) and _is(_GRADER, seen.get(parent))]
     programs = {grader.pid: [seen[pid] for pid in _descendants(grader.pid, parents)] for grader in graders}
-    return RunSeen(ranks, list(_servers(folder, seen, parents)), graders, programs, silent_hosts)
+    return RunSnapshot(ranks, list(_servers(folder, seen, parents)), graders, programs, silent_hosts)
 
 
-def _is(word: str, seen: Seen | None) -> bool:
+def _is(word: str, seen: ProcessSnapshot | None) -> bool:
     return seen is not None and word in seen.command.split(" ")
 
 
@@ -77,7 +77,7 @@ def _descendants(pid: int, parents: Mapping[int, int]) -> Iterator[int]:
             yield from _descendants(child, parents)
 
 
-def _servers(folder: Path, seen: Mapping[int, Seen], parents: Mapping[int, int]) -> Iterator[ServerSeen]:
+def _servers(folder: Path, seen: Mapping[int, ProcessSnapshot], parents: Mapping[int, int]) -> Iterator[ServerSnapshot]:
     """Those that the driver started, and those that the recipe names."""
     for pid, one in seen.items():
         if not _is(_SERVER, one) or _is(_SERVER, seen.get(parents[pid])):
@@ -86,7 +86,7 @@ def _servers(folder: Path, seen: Mapping[int, Seen], parents: Mapping[int, int])
         host = _option(words, "host")
         url = f"http://{host}:{_option(words, 'port')}"
         is_out_of_reach = host in LOOPBACK and one.host != socket.gethostname()
-        yield ServerSeen(url, processes=tuple(processes)) if is_out_of_reach else _asked(
+        yield ServerSnapshot(url, processes=tuple(processes)) if is_out_of_reach else _asked(
             url, _key_in(_option(words, "config")), processes
         )
     rollout = _recipe(folder).get("rollout") or {}
@@ -94,13 +94,13 @@ def _servers(folder: Path, seen: Mapping[int, Seen], parents: Mapping[int, int])
     try:
         urls = attached_urls(rollout.get("urls") or [], rollout.get("urls_file") or "", key)
     except OSError as error:
-        yield ServerSeen(rollout.get("urls_file") or rollout["urls"][0], str(error))
+        yield ServerSnapshot(rollout.get("urls_file") or rollout["urls"][0], str(error))
         return
     for url in dict.fromkeys(urls):
         yield _asked(url, key, [])
 
 
-def _asked(url: str, key: str, processes: Sequence[Seen]) -> ServerSeen:
+def _asked(url: str, key: str, processes: Sequence[ProcessSnapshot]) -> ServerSnapshot:
     problem, load = "", ""
     try:
         status = get_once(f"{url}/health", timeout_s=_ANSWER_S).status
@@ -112,7 +112,7 @@ def _asked(url: str, key: str, processes: Sequence[Seen]) -> ServerSeen:
         problem = f"no answer to /health or /v1/loads within {_ANSWER_S:g} s ({error})"
     except ValueError:
         load = ""
-    return ServerSeen(url, problem, load, tuple(processes))
+    return ServerSnapshot(url, problem, load, tuple(processes))
 
 
 def _load_words(said: Any) -> str:
@@ -144,7 +144,7 @@ def _recipe(folder: Path) -> dict[str, Any]:
     return said if isinstance(said, dict) else {}
 
 
-def _everybody(run: RunSeen) -> Iterator[tuple[str, Seen]]:
+def _everybody(run: RunSnapshot) -> Iterator[tuple[str, ProcessSnapshot]]:
     yield from ((f"rank {rank}", seen) for rank, seen in sorted(run.ranks.items()))
     yield from ((f"server {server.url}", seen) for server in run.servers for seen in server.processes)
     for grader in run.graders:

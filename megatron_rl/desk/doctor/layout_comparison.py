@@ -63,7 +63,7 @@ class DoctorError(UserError):
 
 
 @dataclass(frozen=True)
-class Finding:
+class LayoutResult:
     """One row of the table."""
 
     layout: str
@@ -85,7 +85,7 @@ def check_invariance(
     max_tokens_per_microbatch: int = 64,
     dtype: str | None = None,
     tolerance: float | None = None,
-) -> list[Finding]:
+) -> list[LayoutResult]:
     """The reference's row, then one for each of ``layouts`` in their order.
 
     Where the model's layers cannot be split over tensor-parallel ranks without sequence parallelism, layouts are run
@@ -111,8 +111,8 @@ def check_invariance(
         raise DoctorError(f"the reference layout {reference} cannot run: {refusals[reference]}; choose another one")
     wanted = [layout for layout in dict.fromkeys(layouts) if not refusals[layout] and layout != reference]
     if not wanted and all(refusals[layout] for layout in layouts):
-        alone = Finding(reference, sizes[reference], verdict="reference")
-        return [alone, *(Finding(name, sizes[name], verdict="refused", reason=refusals[name]) for name in layouts)]
+        alone = LayoutResult(reference, sizes[reference], verdict="reference")
+        return [alone, *(LayoutResult(name, sizes[name], verdict="refused", reason=refusals[name]) for name in layouts)]
     job = {
         "model": str(model),
         "role": role,
@@ -127,12 +127,12 @@ def check_invariance(
             f"the update moves no weight by more than {base['moved']:.1e} of its tensor's largest, too little to compare "
             f"at a tolerance of {bounds.weights:.0e}; give a smaller one (--tolerance)"
         )
-    rows = [Finding(reference, sizes[reference], base["loss"], base["grad_norm"], 0.0, "reference")]
+    rows = [LayoutResult(reference, sizes[reference], base["loss"], base["grad_norm"], 0.0, "reference")]
     for layout in layouts:
         if refusals[layout]:
-            rows.append(Finding(layout, sizes[layout], verdict="refused", reason=refusals[layout]))
+            rows.append(LayoutResult(layout, sizes[layout], verdict="refused", reason=refusals[layout]))
         elif layout not in measured:
-            rows.append(Finding(layout, sizes[layout], verdict="FAILED", reason=failures[layout], is_bad=True))
+            rows.append(LayoutResult(layout, sizes[layout], verdict="FAILED", reason=failures[layout], is_bad=True))
         else:
             rows.append(_compare(layout, sizes[layout], measured[layout], base, bounds))
     return [row if row.reason else replace(row, reason=_run_otherwise(row, (*asked, reference))) for row in rows]
@@ -158,7 +158,7 @@ def _given(tolerance: float) -> Tolerances:
     return Tolerances(tolerance, tolerance, tolerance, noticeable=10 * tolerance)
 
 
-def _run_otherwise(row: Finding, asked: Sequence[str]) -> str:
+def _run_otherwise(row: LayoutResult, asked: Sequence[str]) -> str:
     """How a layout was run in another way than asked for; empty where it was not."""
     parallel, replicas = parse_layout(row.layout)
     actual = row.num_ranks // ranks_of_replica(parallel)
@@ -189,7 +189,7 @@ def _measure(
     return measured, failures
 
 
-def findings_table(findings: Sequence[Finding], dtype: str = "float32") -> Table:
+def findings_table(findings: Sequence[LayoutResult], dtype: str = "float32") -> Table:
     table = Table(title=f"one update in each layout, {dtype}", title_justify="left")
     # Numbers stay whole in 80 columns; long names of layouts fold.
     for name in ("layout", "ranks", "loss", "gradient\nnorm", "weights\ndiffer by", "verdict"):
@@ -206,15 +206,15 @@ def findings_table(findings: Sequence[Finding], dtype: str = "float32") -> Table
     return table
 
 
-def reasons(findings: Sequence[Finding]) -> list[str]:
+def reasons(findings: Sequence[LayoutResult]) -> list[str]:
     """One line for each layout that was refused, failed or was run in another way than asked for."""
     return [f"{row.layout} {row.verdict}: {row.reason}" for row in findings if row.reason]
 
 
-def _compare(layout: str, num_ranks: int, row: _Row, base: _Row, bounds: Tolerances) -> Finding:
+def _compare(layout: str, num_ranks: int, row: _Row, base: _Row, bounds: Tolerances) -> LayoutResult:
     off = differing(row, base, bounds)
     verdict = f"DIFFERS: {', '.join(off)}" if off else "same"
-    return Finding(layout, num_ranks, row["loss"], row["grad_norm"], row["difference"], verdict, is_bad=bool(off))
+    return LayoutResult(layout, num_ranks, row["loss"], row["grad_norm"], row["difference"], verdict, is_bad=bool(off))
 
 
 def _with_sequence_parallelism(layout: str) -> str:

@@ -23,7 +23,7 @@ from transformers import PretrainedConfig
 from megatron_rl.config.layout import parse_layout
 from megatron_rl.config.schema import AlgorithmConfig, Dtype, OptimizerConfig, ParallelConfig
 from megatron_rl.data.batch import Images, PackedBatch, cu_seqlens_of
-from megatron_rl.families.facts import sees, text_config, vision_token_ids
+from megatron_rl.families.facts import takes_images, text_config, vision_token_ids
 from megatron_rl.parallel import topology as topologies
 from megatron_rl.training import losses
 from megatron_rl.training.batching import plan_microbatches
@@ -38,7 +38,7 @@ _IMAGE_SIZES = ((3, 5), (4, 2), (1, 2))
 
 
 @dataclass(frozen=True)
-class Job:
+class InvarianceJob:
     model: str
     role: str
     layouts: list[str]
@@ -68,7 +68,7 @@ class _Measurement:
 
 
 def main(job_file: str) -> None:
-    job = Job(**json.loads(Path(job_file).read_text()))
+    job = InvarianceJob(**json.loads(Path(job_file).read_text()))
     measurements = []
     for index, layout in enumerate(job.layouts):
         parallel, _ = parse_layout(layout, ParallelConfig(collective_timeout_s=job.collective_timeout_s))
@@ -124,7 +124,7 @@ def with_images(batch: PackedBatch, hf_config: PretrainedConfig, seed: int) -> P
 
 
 def _measure(
-    job: Job, layout: str, parallel: ParallelConfig, place: topologies.Topology, *, is_reference: bool
+    job: InvarianceJob, layout: str, parallel: ParallelConfig, place: topologies.Topology, *, is_reference: bool
 ) -> _Measurement | None:
     dtype = Dtype(job.dtype)
     optimizer = OPTIMIZER if dtype is Dtype.float32 else replace(OPTIMIZER, lr=_BFLOAT16_LR)
@@ -136,7 +136,7 @@ def _measure(
         _compare(engine, None, folder / "before")
     text = text_config(engine.hf_config)
     batch = make_batch(job.lengths, text.vocab_size, job.role, job.seed, text.pad_token_id)
-    if sees(engine.hf_config):
+    if takes_images(engine.hf_config):
         batch = with_images(batch, engine.hf_config, job.seed)
     plan = plan_microbatches(job.lengths, place.dp_size, job.max_tokens_per_microbatch)[place.dp_rank]
     denominators = {"mask": float(batch.fields["mask"].sum())}

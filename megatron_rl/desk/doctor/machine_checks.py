@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from megatron_rl.system.gpu.gpu_environment import expandable_segments, nccl_values
-from megatron_rl.system.gpu.gpu_stack import Fact, machine_facts, package_facts
+from megatron_rl.system.gpu.gpu_stack import Requirement, machine_facts, package_facts
 
 OK, WARN, FAIL, SKIPPED = "OK", "warn", "FAIL", "-"
 _STYLES = {OK: "green", WARN: "yellow", FAIL: "bold red", SKIPPED: "dim"}
@@ -34,7 +34,7 @@ _INTERFACE_VARIABLES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
 
 
 @dataclass(frozen=True)
-class Line:
+class CheckResult:
     """What was found at one place."""
 
     name: str
@@ -44,7 +44,7 @@ class Line:
     remedy: str = ""
 
 
-def show(line: Line, console: Console) -> None:
+def show(line: CheckResult, console: Console) -> None:
     """State, name and text beside one another; the remedy on lines of its own."""
     table = Table.grid(padding=(0, 1), pad_edge=False)
     table.add_column(width=4, no_wrap=True)
@@ -63,7 +63,7 @@ def show(line: Line, console: Console) -> None:
     console.print(table)
 
 
-def environment_lines(folder: str = ".") -> Iterator[Line]:
+def environment_lines(folder: str = ".") -> Iterator[CheckResult]:
     """Of the process that asks: libraries, devices, what they need, Transformer Engine, variables. ``folder``: where a run
     would write."""
     facts = [*machine_facts(folder, _NEEDED_MIB), *package_facts()]
@@ -85,18 +85,18 @@ def pinned_versions(flavor: str) -> dict[str, str]:
     return dict(re.findall(r"^([A-Za-z0-9_.-]+)==([^\s#;]+)", "\n".join(texts), re.MULTILINE))
 
 
-def library_lines(installed: Mapping[str, str], pins: Mapping[str, str]) -> Iterator[Line]:
+def library_lines(installed: Mapping[str, str], pins: Mapping[str, str]) -> Iterator[CheckResult]:
     for name, found in installed.items():
         pin = pins.get(name, "")
         if not found:
-            yield Line(name, FAIL, "not installed", f"bash launch/setup.sh installs {name}{f' {pin}' if pin else ''}")
+            yield CheckResult(name, FAIL, "not installed", f"bash launch/setup.sh installs {name}{f' {pin}' if pin else ''}")
         elif pin and found.partition("+")[0] != pin:
-            yield Line(name, WARN, f"{found}; requirements/ says {pin}", "bash launch/setup.sh installs what was tested together")
+            yield CheckResult(name, WARN, f"{found}; requirements/ says {pin}", "bash launch/setup.sh installs what was tested together")
         else:
-            yield Line(name, OK, found)
+            yield CheckResult(name, OK, found)
 
 
-def device_line(*, has_driver: bool) -> Line:
+def device_line(*, has_driver: bool) -> CheckResult:
     """The GPUs that torch sees; it seeing none where there are some would train on CPUs."""
     import torch
 
@@ -104,23 +104,23 @@ def device_line(*, has_driver: bool) -> Line:
     found = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
     if found:
         kinds = sorted({f"{one.name}, {one.total_memory / 2**30:.0f} GiB, sm_{one.major}{one.minor}" for one in found})
-        return Line(name, OK, f"{len(found)} ({'; '.join(kinds)}), CUDA {torch.version.cuda}")
+        return CheckResult(name, OK, f"{len(found)} ({'; '.join(kinds)}), CUDA {torch.version.cuda}")
     if not has_driver:
-        return Line(name, SKIPPED, "none, and no driver: everything computes on the CPU here")
+        return CheckResult(name, SKIPPED, "none, and no driver: everything computes on the CPU here")
     cause = "torch is a CPU build" if torch.version.cuda is None else f"torch is built for CUDA {torch.version.cuda}"
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     shown = "" if visible is None else f", CUDA_VISIBLE_DEVICES={visible!r}"
     remedy = "FLAVOR=gpu bash launch/setup.sh, unset CUDA_VISIBLE_DEVICES, or a newer driver (see below)"
-    return Line(name, FAIL, f"none, though the driver answers: {cause}{shown}", remedy)
+    return CheckResult(name, FAIL, f"none, though the driver answers: {cause}{shown}", remedy)
 
 
-def fact_line(fact: Fact, *, on_gpu: bool) -> Line:
+def fact_line(fact: Requirement, *, on_gpu: bool) -> CheckResult:
     found = f"{fact.found} (needed: {fact.wanted})" if fact.remedy else fact.found
     if not fact.remedy:
-        return Line(fact.name, OK, found)
+        return CheckResult(fact.name, OK, found)
     if not on_gpu and fact.name not in _EVERYWHERE and (not fact.is_needed or fact.name != "Transformer Engine"):
-        return Line(fact.name, SKIPPED, f"{fact.found}; GPUs want {fact.wanted}")
-    return Line(fact.name, FAIL if fact.is_needed else WARN, found, fact.remedy)
+        return CheckResult(fact.name, SKIPPED, f"{fact.found}; GPUs want {fact.wanted}")
+    return CheckResult(fact.name, FAIL if fact.is_needed else WARN, found, fact.remedy)
 
 
 _ENGINE_FACTS = """
@@ -147,12 +147,12 @@ def _engine_facts() -> dict[str, Any]:
     return {"error": said[-1] if said else f"its import ended with status {done.returncode}"}
 
 
-def attention_line(facts: Mapping[str, Any], environ: Mapping[str, str] = os.environ) -> Line:
+def attention_line(facts: Mapping[str, Any], environ: Mapping[str, str] = os.environ) -> CheckResult:
     """Which of Transformer Engine's attention kernels can be used; ``facts`` as ``_engine_facts`` gives them."""
     name = "attention kernels"
     if "error" in facts:
         remedy = "build it again for this torch: FLAVOR=gpu bash launch/setup.sh"
-        return Line(name, FAIL, f"Transformer Engine does not import: {facts['error']}", remedy)
+        return CheckResult(name, FAIL, f"Transformer Engine does not import: {facts['error']}", remedy)
     cudnn = (facts["cudnn"] // 10000, facts["cudnn"] // 100 % 100)
     usable = {
         f"fused (cuDNN {cudnn[0]}.{cudnn[1]})": cudnn >= _MIN_CUDNN and environ.get("NVTE_FUSED_ATTN", "1") != "0",
@@ -161,9 +161,9 @@ def attention_line(facts: Mapping[str, Any], environ: Mapping[str, str] = os.env
     }
     found = [kernel for kernel, is_usable in usable.items() if is_usable]
     if found:
-        return Line(name, OK, f"Transformer Engine {facts['version']}: {', '.join(found)}; float32 takes the unfused one")
+        return CheckResult(name, OK, f"Transformer Engine {facts['version']}: {', '.join(found)}; float32 takes the unfused one")
     wanted = ".".join(map(str, _MIN_CUDNN))
-    return Line(
+    return CheckResult(
         name,
         WARN,
         f"Transformer Engine {facts['version']}: unfused alone, which pads to the longest sequence and keeps all scores",
@@ -171,22 +171,22 @@ def attention_line(facts: Mapping[str, Any], environ: Mapping[str, str] = os.env
     )
 
 
-def variable_lines(environ: Mapping[str, str], interfaces: set[str]) -> Iterator[Line]:
+def variable_lines(environ: Mapping[str, str], interfaces: set[str]) -> Iterator[CheckResult]:
     """What the environment says to NCCL, gloo and the allocator."""
     values = nccl_values(environ)
     given = {name: value for name, value in sorted(environ.items()) if name.startswith(("NCCL_", "GLOO_", "UCX_"))}
     text = ", ".join(f"{name}={value}" for name, value in {**values, **given}.items())
     mixed = len(set(values.values())) > 1
     remedy = "servers and ranks of one run need the same values: 0 for both, or 1 for both on multi-node NVLink"
-    yield Line("NCCL variables", WARN if mixed else OK, text, remedy if mixed else "")
+    yield CheckResult("NCCL variables", WARN if mixed else OK, text, remedy if mixed else "")
     for name in _INTERFACE_VARIABLES:
         wanted = environ.get(name, "")
         # NCCL takes prefixes, "=" for exact names and "^" for all but these.
         known = any(own.startswith(part.lstrip("=")) for part in wanted.split(",") for own in interfaces)
         if wanted and not wanted.startswith("^") and not known:
-            yield Line(name, FAIL, f"{wanted} is no interface of this machine", f"take one of {', '.join(sorted(interfaces))}")
+            yield CheckResult(name, FAIL, f"{wanted} is no interface of this machine", f"take one of {', '.join(sorted(interfaces))}")
     if expandable := expandable_segments(environ):
-        yield Line(
+        yield CheckResult(
             "allocator",
             WARN,
             f"{expandable}: colocated servers would free nothing when they sleep",

@@ -7,7 +7,7 @@ from typing import Any
 
 from rich.table import Table
 
-from megatron_rl.algorithms.mismatch import Figures
+from megatron_rl.algorithms.mismatch import MismatchStats
 
 CHAT_TEMPLATE, AS_IT_IS = "chat template", "as the run does"
 SAMPLING, BATCH_SHAPE, PREFIX_CACHE, WEIGHTS, ROUTING = "sampling mask", "batch shape", "prefix cache", "weights", "routing"
@@ -48,9 +48,9 @@ class Trial:
     factor: str
     held: str
     """How; or why it was not tried."""
-    figures: Figures | None = None
+    figures: MismatchStats | None = None
     """None: not tried."""
-    bounds: Figures | None = None
+    bounds: MismatchStats | None = None
     num_tokens: int = 0
     evidence: str = ""
     """What else was seen of the factor."""
@@ -69,7 +69,7 @@ class Trial:
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> "Trial":
-        figures = {name: Figures(**values[name]) if values[name] else None for name in ("figures", "bounds")}
+        figures = {name: MismatchStats(**values[name]) if values[name] else None for name in ("figures", "bounds")}
         return cls(**{**values, **figures})
 
 
@@ -92,7 +92,7 @@ def culprits(trials: Sequence[Trial]) -> list[str]:
     return [name for name in ALL if name in found]
 
 
-def _helps(before: Figures, trial: Trial) -> bool:
+def _helps(before: MismatchStats, trial: Trial) -> bool:
     """inf, of what is no number on one side, is helped by any number."""
     after = math.inf if trial.figures is None else trial.figures.mean
     return trial.agrees or (after < math.inf and after * _HELPS <= before.mean)
@@ -130,7 +130,7 @@ def _name(trial: Trial, at_fault: Sequence[str]) -> str:
     return f"{trial.factor} <==" if trial.factor in at_fault else trial.factor
 
 
-def _numbers(figures: Figures | None) -> Iterator[str]:
+def _numbers(figures: MismatchStats | None) -> Iterator[str]:
     if figures is None:
         return iter(("-",) * 4)
     return iter((f"{figures.mean:.2g}", f"{figures.k3:.2g}", f"{figures.outliers:.2%}", f"{figures.max:.2g}"))

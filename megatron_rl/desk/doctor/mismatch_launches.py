@@ -16,7 +16,7 @@ from typing import Any
 from rich.console import Console
 
 from megatron_rl.config.checks import check_config
-from megatron_rl.config.derived import are_attached
+from megatron_rl.config.derived import uses_attached_servers
 from megatron_rl.config.load import config_to_yaml, load_config
 from megatron_rl.config.schema import Config, Dtype, Fp8, ParityBoundsConfig, RoutingReplay
 from megatron_rl.desk.doctor import mismatch_factors as factors
@@ -38,7 +38,7 @@ _SERVER_DTYPE = ("dtype", "quantization", "kv-cache-dtype", "enable-fp32-lm-head
 
 def print_mismatch(folder: Path, overrides: Sequence[str]) -> int:
     """The table and the verdict; the exit status: 1 where the two sides disagree."""
-    config = recipe_of(folder, overrides)
+    config = load_recipe(folder, overrides)
     found = list(_trials(folder, config))
     if os.environ.get("RANK", "0") != "0":
         return 0
@@ -49,7 +49,7 @@ def print_mismatch(folder: Path, overrides: Sequence[str]) -> int:
     return int(bool(factors.culprits(found)) or not factors.is_settled(found))
 
 
-def recipe_of(folder: Path, overrides: Sequence[str]) -> Config:
+def load_recipe(folder: Path, overrides: Sequence[str]) -> Config:
     """Of the run. Raises UserError for a folder without one, and for a run that goes on."""
     path = folder / "config.yaml"
     if not path.is_file():
@@ -116,11 +116,11 @@ def _launched(
     folder: Path, config: Config, scratch: Path, held: Sequence[str], tries: Sequence[str], name: str, how: str
 ) -> list[Trial]:
     """Raises UserError where the ranks end without a result."""
-    from megatron_rl.desk.doctor.mismatch_ranks import Job, run_job
+    from megatron_rl.desk.doctor.mismatch_ranks import MismatchJob, run_job
 
     recipe, out = scratch / "recipe.yaml", scratch / "trials.json"
     recipe.write_text(config_to_yaml(config))
-    job = Job(str(recipe), str(folder.resolve()), list(held), list(tries), name, how, str(out))
+    job = MismatchJob(str(recipe), str(folder.resolve()), list(held), list(tries), name, how, str(out))
     if "RANK" in os.environ:
         return run_job(job)
     out.unlink(missing_ok=True)
@@ -148,7 +148,7 @@ def _with_routes(config: Config) -> Config:
     """Servers that start here say which experts tokens went to."""
     from megatron_rl.step.parity_bounds import has_expert_layers
 
-    if are_attached(config.rollout) or not has_expert_layers(config):
+    if uses_attached_servers(config.rollout) or not has_expert_layers(config):
         return config
     return replace(config, policy=replace(config.policy, moe=replace(config.policy.moe, routing_replay=RoutingReplay.R3)))
 
@@ -165,7 +165,7 @@ def _without_parallelism(config: Config) -> tuple[Config | None, str]:
 
 def _in_float32(config: Config) -> tuple[Config | None, str]:
     args, policy = config.rollout.server_args, config.policy
-    if are_attached(config.rollout):
+    if uses_attached_servers(config.rollout):
         return None, "attached servers keep the dtype that they were started with: attach to some with another --dtype"
     if policy.dtype is Dtype.float32 and policy.fp8 is Fp8.none and not _given(args, _SERVER_DTYPE):
         return None, "both sides compute in float32"

@@ -17,8 +17,8 @@ from typing import Any
 import orjson
 import torch
 
-from megatron_rl.algorithms.mismatch import Figures, mismatch_figures
-from megatron_rl.config.derived import are_attached
+from megatron_rl.algorithms.mismatch import MismatchStats, mismatch_figures
+from megatron_rl.config.derived import uses_attached_servers
 from megatron_rl.config.load import load_config
 from megatron_rl.config.schema import Config, FireConfig
 from megatron_rl.data.prompts import load_prompts
@@ -26,7 +26,7 @@ from megatron_rl.data.tokenizer import Tokenizer
 from megatron_rl.data.trajectory import Prompt, RouteRecord, Segment, Trajectory
 from megatron_rl.desk.doctor import mismatch_factors as factors
 from megatron_rl.desk.doctor.mismatch_factors import Trial
-from megatron_rl.desk.doctor.trainer_and_servers import WaitFor, servers_beside
+from megatron_rl.desk.doctor.trainer_and_servers import WaitFor, temporary_servers
 from megatron_rl.errors import UserError
 from megatron_rl.parallel.topology import Topology
 from megatron_rl.rollout.requests import Generation, GenerationRequest
@@ -62,7 +62,7 @@ _MAX_FLUSHES, _PAUSE_S = 100, 0.1
 
 
 @dataclass(frozen=True)
-class Job:
+class MismatchJob:
     recipe: str
     run: str
     """The run's output folder; its newest checkpoint is what the trainer loads."""
@@ -77,7 +77,7 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Sides:
+class TrainerAndServers:
     """A trainer and its servers."""
 
     config: Config
@@ -95,7 +95,7 @@ class Sides:
         """The servers say which experts tokens went to."""
         return self.sampling.routes is not None
 
-    def measure(self, held: frozenset[str]) -> tuple[Figures, int]:
+    def measure(self, held: frozenset[str]) -> tuple[MismatchStats, int]:
         """(how far the two are apart, on how many tokens); collective. Raises UserError."""
         trajectories = self.wait_for(self._sampled(held))
         batch = replace(window_batch(trajectories, 0, self.sampling.vision), ids=())
@@ -145,7 +145,7 @@ class Sides:
         return stall_timeout_s(self.config)
 
 
-def trials(sides: Sides, tries: Sequence[str], *, name: str = factors.AS_IT_IS, how: str = "", held: Sequence[str] = ()) -> Iterator[Trial]:
+def trials(sides: TrainerAndServers, tries: Sequence[str], *, name: str = factors.AS_IT_IS, how: str = "", held: Sequence[str] = ()) -> Iterator[Trial]:
     """The servers as they are, then with ``tries`` held fixed one after the other, until the two sides agree."""
     bounds = parity_bounds(sides.config, on_gpu=torch.cuda.is_available())
     now = frozenset(held)
@@ -169,7 +169,7 @@ def trials(sides: Sides, tries: Sequence[str], *, name: str = factors.AS_IT_IS, 
             yield from _smaller_faults(sides, now, [name for name in factors.RELEASED if name in now - {factor, *held}], found[-1])
 
 
-def _smaller_faults(sides: Sides, held: frozenset[str], tried: Sequence[str], agreed: Trial) -> Iterator[Trial]:
+def _smaller_faults(sides: TrainerAndServers, held: frozenset[str], tried: Sequence[str], agreed: Trial) -> Iterator[Trial]:
     """Of the factors ``tried`` in vain, those that hid behind the last one: without them the two sides disagree again."""
     released, _ = sides.measure(held - set(tried))
     if replace(agreed, figures=released).agrees:
@@ -180,7 +180,7 @@ def _smaller_faults(sides: Sides, held: frozenset[str], tried: Sequence[str], ag
             yield Trial(name, "let go again", evidence=f"mean difference {figures.mean:.2g}", is_at_fault=True)
 
 
-def _send_weights(sides: Sides) -> str:
+def _send_weights(sides: TrainerAndServers) -> str:
     """What differed before."""
     names = sides.rollout.differing_weights()
     sides.rollout.publish()
@@ -229,13 +229,13 @@ def _append(trajectory: Trajectory, answer: Generation) -> None:
 
 
 def main(job_file: str) -> None:
-    job = Job(**json.loads(Path(job_file).read_text()))
+    job = MismatchJob(**json.loads(Path(job_file).read_text()))
     found = run_job(job)
     if found:
         Path(job.out).write_text(json.dumps([trial.as_json() for trial in found]))
 
 
-def run_job(job: Job) -> list[Trial]:
+def run_job(job: MismatchJob) -> list[Trial]:
     """Collective over the ranks of the recipe's layout; the trials on rank 0, nothing on the others. Raises UserError."""
     config = load_config([job.recipe])
     config = replace(config, rollout=replace(config.rollout, fire=FireConfig()))
@@ -253,15 +253,15 @@ def run_job(job: Job) -> list[Trial]:
         return list(_session(replace(config, run=replace(config.run, output_dir=scratch)), group, job))
 
 
-def _session(config: Config, group: TrainerGroup, job: Job) -> Iterator[Trial]:
+def _session(config: Config, group: TrainerGroup, job: MismatchJob) -> Iterator[Trial]:
     tokenizer = Tokenizer(config.policy.path)
     loaded = load_prompts(config.data.train_files, config.data, tokenizer, max_prompt_tokens=config.batch.max_prompt_tokens)
-    with servers_beside(config, group, tokenizer) as (rollout, wait_for):
-        if not are_attached(config.rollout) or factors.WEIGHTS in job.held:
+    with temporary_servers(config, group, tokenizer) as (rollout, wait_for):
+        if not uses_attached_servers(config.rollout) or factors.WEIGHTS in job.held:
             rollout.publish()
         sampling = Sampling.of(config.rollout, tokenizer, seed=base_seed(config))
         sampling = replace(sampling, routes=route_shape(config.policy.path) if returns_routes(config) else None)
-        sides = Sides(config, group, rollout, sampling, loaded.prompts, wait_for)
+        sides = TrainerAndServers(config, group, rollout, sampling, loaded.prompts, wait_for)
         yield from trials(sides, job.tries, name=job.name, how=job.how, held=job.held)
 
 

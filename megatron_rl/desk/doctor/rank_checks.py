@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.config.schema import ParallelConfig
-from megatron_rl.desk.doctor.machine_checks import FAIL, OK, SKIPPED, WARN, Line
+from megatron_rl.desk.doctor.machine_checks import FAIL, OK, SKIPPED, WARN, CheckResult
 from megatron_rl.system.gpu.gpu_environment import nccl_values
 
 TIMEOUT_S = 120.0
@@ -42,7 +42,7 @@ def main(job_file: str) -> None:
         Path(json.loads(Path(job_file).read_text())["out"]).write_text(json.dumps([asdict(line) for line in lines]))
 
 
-def rank_lines() -> list[Line]:
+def rank_lines() -> list[CheckResult]:
     """Collective over the ranks that the launcher made; what they found, on rank 0, and nothing on the others."""
     import torch.distributed as dist
 
@@ -70,7 +70,7 @@ def _own_facts() -> dict[str, Any]:
     return {"host": socket.gethostname(), "device": device, "nccl": nccl_values(os.environ), "versions": versions}
 
 
-def difference_lines(everybody: Sequence[Mapping[str, Any]]) -> list[Line]:
+def difference_lines(everybody: Sequence[Mapping[str, Any]]) -> list[CheckResult]:
     """What ranks have that they must not share, or share not that they must; ``everybody`` by rank."""
     lines = []
     devices = Counter((facts["host"], facts["device"]) for facts in everybody if facts["device"] != "CPU")
@@ -78,22 +78,22 @@ def difference_lines(everybody: Sequence[Mapping[str, Any]]) -> list[Line]:
         if number > 1:
             found = f"{number} ranks have {device} of {host}"
             remedy = "NCCL takes one rank per GPU: start as many ranks on a node as it has GPUs (RANKS_PER_NODE)"
-            lines.append(Line("devices of ranks", FAIL, found, remedy))
+            lines.append(CheckResult("devices of ranks", FAIL, found, remedy))
     if len({facts["device"] == "CPU" for facts in everybody}) > 1:
         on_cpu = [str(rank) for rank, facts in enumerate(everybody) if facts["device"] == "CPU"]
         found = f"ranks {', '.join(on_cpu)} see no GPU, the others do"
-        lines.append(Line("devices of ranks", FAIL, found, "ask the scheduler for GPUs on every node, and see its driver"))
+        lines.append(CheckResult("devices of ranks", FAIL, found, "ask the scheduler for GPUs on every node, and see its driver"))
     for what in ("versions", "nccl"):
         for name in everybody[0][what]:
             values = {facts[what][name]: rank for rank, facts in reversed(list(enumerate(everybody)))}
             if len(values) > 1:
                 found = ", ".join(f"{value or 'none'} (rank {rank}, {everybody[rank]['host']})" for value, rank in values.items())
                 remedy = "use one environment on all nodes" if what == "versions" else "export the same value on all nodes"
-                lines.append(Line(f"{name} of ranks", FAIL, found, remedy))
+                lines.append(CheckResult(f"{name} of ranks", FAIL, found, remedy))
     return lines
 
 
-def _sum_line(backend: str, everybody: Sequence[Mapping[str, Any]]) -> Line:
+def _sum_line(backend: str, everybody: Sequence[Mapping[str, Any]]) -> CheckResult:
     import torch
     import torch.distributed as dist
 
@@ -114,15 +114,15 @@ def _sum_line(backend: str, everybody: Sequence[Mapping[str, Any]]) -> Line:
     expected = world_size * (world_size + 1) / 2
     if not smallest == largest == expected:
         found = f"{who}: the sum is {smallest:g} to {largest:g} instead of {expected:g}"
-        return Line(_NAME, FAIL, found, "a link or a device gives wrong numbers: dcgmi diag -r 3, nccl-tests")
+        return CheckResult(_NAME, FAIL, found, "a link or a device gives wrong numbers: dcgmi diag -r 3, nccl-tests")
     if world_size == 1:
-        return Line(_NAME, SKIPPED, "one rank alone: torchrun, srun or launch/slurm.sbatch start more")
+        return CheckResult(_NAME, SKIPPED, "one rank alone: torchrun, srun or launch/slurm.sbatch start more")
     middle_s = statistics.median(seconds[1:])
     bus = 2 * (world_size - 1) / world_size * _BYTES[backend] / middle_s / 1e9
     text = f"{who}: {_BYTES[backend] >> 20} MiB in {middle_s * 1e3:.3g} ms ({bus:.3g} GB/s on the bus)"
     is_slow = backend == "nccl" and bus < _SLOW_GB_S
     remedy = "NCCL_DEBUG=INFO says which way it takes: NVLink and InfiniBand give 100 GB/s and more" if is_slow else ""
-    return Line(_NAME, WARN if is_slow else OK, text, remedy)
+    return CheckResult(_NAME, WARN if is_slow else OK, text, remedy)
 
 
 if __name__ == "__main__":

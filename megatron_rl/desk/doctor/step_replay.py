@@ -22,9 +22,9 @@ from megatron_rl.data.trajectory import Segment, Trajectory
 from megatron_rl.rewards.router import build_rewards
 from megatron_rl.step.advantage_spans import SINGLE_RESPONSE
 from megatron_rl.step.collect import Collector
-from megatron_rl.step.grading import Grader
-from megatron_rl.step.inputs import Inputs
-from megatron_rl.step.loop import Parts, TrainingLoop
+from megatron_rl.step.grading import ResponseScorer
+from megatron_rl.step.inputs import RunInputs
+from megatron_rl.step.loop import LoopComponents, TrainingLoop
 from megatron_rl.step.table import graph_of
 from megatron_rl.training.trainer_group import TrainerGroup
 
@@ -37,7 +37,7 @@ STAGES = ("generate", "score", "values", "old_logprobs", "advantages", "update_p
 
 
 @dataclass
-class Recorded:
+class RecordedServers:
     """Servers that give the record's tokens."""
 
     windows: Sequence[Window]
@@ -83,10 +83,10 @@ class _Loop(TrainingLoop):
             logprobs: Quantities = {"log-probs": _by_sequence(state.old_logprobs, batch)} if of_update else {}
             names = [f"{stage.removeprefix('update_')}/{name}" for name in ("lr", "loss", "grad_norm")]
             return logprobs | {_words(name): [state.metrics[name]] for name in names if name in state.metrics}
-        return weights_of(group, "policy") if stage == "publish" else {}
+        return weight_fingerprints(group, "policy") if stage == "publish" else {}
 
     def window(self, step: int) -> Window:
-        """The tokens that this step generated, as ``Recorded`` takes them."""
+        """The tokens that this step generated, as ``RecordedServers`` takes them."""
         found = {}
         for t in self._states[step].slots:
             for s in t.segments:
@@ -99,7 +99,7 @@ class _Loop(TrainingLoop):
         return found
 
 
-def weights_of(group: TrainerGroup, engine: str) -> Quantities:
+def weight_fingerprints(group: TrainerGroup, engine: str) -> Quantities:
     """The norm of each tensor, and its product with a fixed one: together they notice what moves or is swapped."""
     found: Quantities = {}
     for name, tensor in group.export_weights(engine):
@@ -112,22 +112,22 @@ def weights_of(group: TrainerGroup, engine: str) -> Quantities:
 def replay(
     config: Config,
     group: TrainerGroup,
-    inputs: Inputs,
+    inputs: RunInputs,
     rollout: Any,
     num_steps: int,
     wait_for: Callable[[Coroutine[Any, Any, Any]], Any] = asyncio.run,
 ) -> Iterator[tuple[int, str, Quantities, Window]]:
     """(step, stage, what it made, after ``generate`` the window); all trainer stages are collective.
 
-    ``rollout``: ``Recorded``, or a service that samples. ``wait_for`` runs a coroutine where the service's requests do.
+    ``rollout``: ``RecordedServers``, or a service that samples. ``wait_for`` runs a coroutine where the service's requests do.
     """
     with build_rewards(config.reward) as rewards:
-        grader = Grader(config.reward, rewards, inputs.tokenizer.decode, None)
+        grader = ResponseScorer(config.reward, rewards, inputs.tokenizer.decode, None)
         unused: dict[str, Any] = dict.fromkeys(("keeper", "process_rewarder", "watchdog"))
         unused |= dict.fromkeys(("evaluator", "parity"), SimpleNamespace(due=lambda step: False))
         unused["saver"] = SimpleNamespace(settle=lambda wait: "")
         recorder: Any = SimpleNamespace(elapsed_s=0.0, note_work=lambda *words, **facts: None)
-        parts = Parts(
+        parts = LoopComponents(
             group=group,
             pool=inputs.pool,
             collector=Collector(config, inputs.pool, rollout, grader),

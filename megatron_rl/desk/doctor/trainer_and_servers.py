@@ -10,8 +10,8 @@ from typing import Any
 from megatron_rl.config.schema import Config
 from megatron_rl.data.tokenizer import Tokenizer
 from megatron_rl.errors import UserError
-from megatron_rl.rollout.served_weights import ServedWeights
-from megatron_rl.rollout.service import RolloutService, TrainerSide, open_rollout
+from megatron_rl.rollout.served_weights import TrainerWeights
+from megatron_rl.rollout.service import RolloutService, TrainerHooks, open_rollout
 from megatron_rl.step.driver import event_loop_thread, stall_timeout_s
 from megatron_rl.step.runner import HEARTBEAT_S
 from megatron_rl.training.trainer_group import TrainerGroup
@@ -20,7 +20,7 @@ WaitFor = Callable[[Coroutine[Any, Any, Any]], Any]
 
 
 @contextmanager
-def servers_beside(
+def temporary_servers(
     config: Config, group: TrainerGroup, tokenizer: Tokenizer, *, note: Callable[[str], None] = lambda text: None
 ) -> Iterator[tuple[RolloutService, WaitFor]]:
     """The servers, and what runs a coroutine on their event loop to its end; on the driver alone.
@@ -41,8 +41,8 @@ def servers_beside(
                         raise
                     group.heartbeat()
 
-        trainer = TrainerSide(
-            ServedWeights(config, group, "policy"), _refused, note=note, warn=note, while_waiting=group.heartbeat
+        trainer = TrainerHooks(
+            TrainerWeights(config, group, "policy"), _refused, note=note, warn=note, while_waiting=group.heartbeat
         )
         with open_rollout(config, event_loop, trainer, tokenizer=tokenizer, environment=None) as rollout:
             yield rollout, wait_for

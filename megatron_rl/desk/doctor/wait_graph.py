@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from megatron_rl.system.processes.process_probe import Frame, Seen
+from megatron_rl.system.processes.process_probe import Frame, ProcessSnapshot
 
 _NOTHING_HANGS = "nothing stands still"
 _LANES = ("rollout", "host", "trainer")
@@ -29,30 +29,30 @@ _LONG_S = 10.0
 
 
 @dataclass(frozen=True)
-class ServerSeen:
+class ServerSnapshot:
     url: str
     problem: str = ""
     """Why it counts as hung; empty: it answers."""
     load: str = ""
     """What it says of its work."""
-    processes: tuple[Seen, ...] = ()
+    processes: tuple[ProcessSnapshot, ...] = ()
     """Those of this machine's that belong to it."""
 
 
 @dataclass(frozen=True)
-class RunSeen:
+class RunSnapshot:
     """A run, looked at once."""
 
-    ranks: Mapping[int, Seen]
-    servers: Sequence[ServerSeen] = ()
-    graders: Sequence[Seen] = ()
-    programs: Mapping[int, Sequence[Seen]] = field(default_factory=dict)
+    ranks: Mapping[int, ProcessSnapshot]
+    servers: Sequence[ServerSnapshot] = ()
+    graders: Sequence[ProcessSnapshot] = ()
+    programs: Mapping[int, Sequence[ProcessSnapshot]] = field(default_factory=dict)
     """By the grader's process: what it has started."""
     silent_hosts: Sequence[str] = ()
     now_s: float = field(default_factory=time.time)
 
 
-class Found(NamedTuple):
+class Diagnosis(NamedTuple):
     """What everything else waits for, with the remedy."""
 
     text: str
@@ -60,7 +60,7 @@ class Found(NamedTuple):
     """False: nothing stands still, as far as this can tell."""
 
 
-def lines_of(run: RunSeen) -> list[str]:
+def rank_lines(run: RunSnapshot) -> list[str]:
     """What the ranks do, those that do the same together; then servers and graders that matter."""
     groups: dict[str, list[int]] = defaultdict(list)
     since: dict[str, list[float]] = defaultdict(list)
@@ -85,7 +85,7 @@ def lines_of(run: RunSeen) -> list[str]:
     return lines
 
 
-def verdict(run: RunSeen) -> list[Found]:
+def verdict(run: RunSnapshot) -> list[Diagnosis]:
     """At least one; says so where nothing is found."""
     found = [*_dead_or_stopped(run)] or [*_missing_ranks(run)] or [*_rollout_side(run)]
     if run.silent_hosts:
@@ -93,31 +93,31 @@ def verdict(run: RunSeen) -> list[Found]:
             f"{', '.join(run.silent_hosts)} did not answer within 20 s: run `megatron-rl doctor --hang` there, too; a machine whose "
             "first rank runs no Python any more does not answer"
         )
-        found.append(Found(text))
-    return found or [Found(f"{_NOTHING_HANGS} that can be seen from outside: look again in a minute, and compare", hangs=False)]
+        found.append(Diagnosis(text))
+    return found or [Diagnosis(f"{_NOTHING_HANGS} that can be seen from outside: look again in a minute, and compare", hangs=False)]
 
 
-def _dead_or_stopped(run: RunSeen) -> Iterator[Found]:
+def _dead_or_stopped(run: RunSnapshot) -> Iterator[Diagnosis]:
     everybody = [(f"rank {rank}", seen) for rank, seen in sorted(run.ranks.items())]
     everybody += [(f"server {s.url}", seen) for s in run.servers for seen in s.processes]
     everybody += [(f"grader {grader.pid}", grader) for grader in run.graders]
     everybody += [(f"a program of grader {pid}", seen) for pid, programs in run.programs.items() for seen in programs]
     for name, seen in everybody:
         if seen.state in _STOPPED:
-            yield Found(
+            yield Diagnosis(
                 f"{name} is stopped (process {seen.pid} on {seen.host}, by SIGSTOP or a debugger), and others wait for it: "
                 f"kill -CONT {seen.pid}"
             )
         elif seen.state in ("gone", "zombie"):
-            yield Found(
+            yield Diagnosis(
                 f"{name} is gone (process {seen.pid} on {seen.host}): its log and `dmesg` say why; the launcher should end the others"
             )
     for server in run.servers:
         if server.problem and all(seen.state not in _STOPPED for seen in server.processes):
-            yield Found(f"server {server.url} hangs: {server.problem}{_where(server.processes)}; see its log (logs/sglang-*.log)")
+            yield Diagnosis(f"server {server.url} hangs: {server.problem}{_where(server.processes)}; see its log (logs/sglang-*.log)")
 
 
-def _missing_ranks(run: RunSeen) -> Iterator[Found]:
+def _missing_ranks(run: RunSnapshot) -> Iterator[Diagnosis]:
     """Ranks that wait for no peer, while others wait for them."""
     waiting = [rank for rank, seen in run.ranks.items() if _waits_for_peers(seen)]
     driver = run.ranks.get(0)
@@ -130,14 +130,14 @@ def _missing_ranks(run: RunSeen) -> Iterator[Found]:
         moves = run.now_s - newest_s < _MOVES_S
         calm = f"{_NOTHING_HANGS}: what is waited for has just begun. " if moves else ""
         waits = f"{_ranks(waiting)} wait{'s' if len(waiting) == 1 else ''}"
-        yield Found(
+        yield Diagnosis(
             f"{calm}{waits} for rank {rank} (process {seen.pid} on {seen.host}), which is in "
             f"{_place(seen) or 'code that gave no stack'}{_computing(seen)}{_since([t for _, t in _notes(seen).values()], run.now_s)}",
             hangs=not moves,
         )
     if not missing:
         places = sorted({_collective(seen) for seen in run.ranks.values()})
-        yield Found(
+        yield Diagnosis(
             f"all ranks are in a collective ({', '.join(places)}): "
             + (
                 "in different ones, so they took different ways before; the stacks say where"
@@ -147,23 +147,23 @@ def _missing_ranks(run: RunSeen) -> Iterator[Found]:
         )
 
 
-def _rollout_side(run: RunSeen) -> Iterator[Found]:
+def _rollout_side(run: RunSnapshot) -> Iterator[Diagnosis]:
     driver = run.ranks.get(0)
     if driver is None or not _waits_for_stages(driver):
         return
     stages = [name for name, (lane, _) in driver.notes.items() if lane in ("rollout", "host")]
     slow = [g for g in run.graders if _is_busy(g) and run.now_s - g.notes["scores"][1] > _LONG_S]
     for grader in slow:
-        yield Found(
+        yield Diagnosis(
             f"the driver waits for {' and '.join(stages) or 'a stage'}, and that for a grader: {_grader_line(grader, run)}; it is "
             "killed at reward.timeout_s"
         )
     busy = [f"{server.url} ({server.load})" for server in run.servers if server.load]
     if not slow and busy:
-        yield Found(f"the driver waits for {' and '.join(stages) or 'a stage'}; its servers answer and work: {', '.join(busy)}")
+        yield Diagnosis(f"the driver waits for {' and '.join(stages) or 'a stage'}; its servers answer and work: {', '.join(busy)}")
 
 
-def _said(rank: int, seen: Seen) -> str:
+def _said(rank: int, seen: ProcessSnapshot) -> str:
     """What a rank does, beginning with its verb in the singular."""
     if seen.state == "gone":
         return "is gone"
@@ -180,26 +180,26 @@ def _said(rank: int, seen: Seen) -> str:
     return f"is in {_place(seen)}{_of_work(seen)}{_computing(seen)}"
 
 
-def _grader_line(grader: Seen, run: RunSeen) -> str:
+def _grader_line(grader: ProcessSnapshot, run: RunSnapshot) -> str:
     what = f"{grader.role} (process {grader.pid}) scores {grader.notes['scores'][0]}{_since([grader.notes['scores'][1]], run.now_s)}"
     programs = [f"{seen.command[:80]} (process {seen.pid}, {seen.state})" for seen in run.programs.get(grader.pid, ())]
     place = f", in {_place(grader)}" if grader.frames else ""
     return what + place + (f", and runs {', '.join(programs)}" if programs else "")
 
 
-def _is_busy(grader: Seen) -> bool:
+def _is_busy(grader: ProcessSnapshot) -> bool:
     return "scores" in grader.notes
 
 
-def _waits_for_stages(seen: Seen) -> bool:
+def _waits_for_stages(seen: ProcessSnapshot) -> bool:
     return any(frame.file.endswith(_RUNNER) and frame.function == _WAITS_FOR_STAGES for frame in seen.frames[:6])
 
 
-def _waits_for_peers(seen: Seen) -> bool:
+def _waits_for_peers(seen: ProcessSnapshot) -> bool:
     return bool(_collective(seen)) and seen.state not in _STOPPED
 
 
-def _collective(seen: Seen) -> str:
+def _collective(seen: ProcessSnapshot) -> str:
     """Its name, where the innermost frames are of one: that of its outermost function that is public, or who called it."""
     name, is_collective = "", False
     for frame in seen.frames:
@@ -211,7 +211,7 @@ def _collective(seen: Seen) -> str:
     return name or ("a collective" if is_collective else "")
 
 
-def _place(seen: Seen) -> str:
+def _place(seen: ProcessSnapshot) -> str:
     """The innermost frame, and the innermost that is no library's where that is another one."""
     if not seen.frames:
         return ""
@@ -220,21 +220,21 @@ def _place(seen: Seen) -> str:
     return str(innermost) if own in (None, innermost) else f"{innermost.function}, called by {own}"
 
 
-def _where(processes: Sequence[Seen]) -> str:
+def _where(processes: Sequence[ProcessSnapshot]) -> str:
     places = [f"process {seen.pid} is in {_place(seen)}{_computing(seen)}" for seen in processes if seen.frames]
     return f" ({'; '.join(places)})" if places else ""
 
 
-def _computing(seen: Seen) -> str:
+def _computing(seen: ProcessSnapshot) -> str:
     return f", at {seen.cpu_share:.0%} of a core" if seen.cpu_share >= 0.1 else ""
 
 
-def _notes(seen: Seen) -> dict[str, tuple[str, float]]:
+def _notes(seen: ProcessSnapshot) -> dict[str, tuple[str, float]]:
     """What it says of itself, the narrowest first, without the driver's stages."""
     return {key: seen.notes[key] for key in ("waits", "work", "stage") if key in seen.notes and seen.notes[key][0]}
 
 
-def _of_work(seen: Seen) -> str:
+def _of_work(seen: ProcessSnapshot) -> str:
     said = [text for key in ("work", "stage") if (text := seen.notes.get(key, ("", 0.0))[0])]
     return f", {said[0]}" + (f" of the stage {said[1]}" if len(said) > 1 else "") if said else ""
 

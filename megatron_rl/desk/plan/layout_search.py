@@ -34,7 +34,7 @@ class ModelShape:
 
 
 @dataclass(frozen=True)
-class LayoutKind:
+class LayoutFamily:
     """What layouts have in common that differ by tensor and context parallelism alone."""
 
     stages: int
@@ -43,7 +43,7 @@ class LayoutKind:
     """Expert-parallel size."""
     whole: bool = True
     """Each expert lies on one rank, where other matrices are shared."""
-    reach: int = 8
+    stride: int = 8
     """Most ranks that share tensors and contexts."""
 
 
@@ -59,10 +59,10 @@ def expert_sizes(shape: ModelShape, num_ranks: int) -> Sequence[int]:
     return [size for size in range(1, min(num_ranks, shape.experts) + 1) if shape.experts % size == 0] or [1]
 
 
-def layouts(shape: ModelShape, kind: LayoutKind, num_ranks: int, per_machine: int) -> Iterator[ParallelConfig]:
+def layouts(shape: ModelShape, kind: LayoutFamily, num_ranks: int, per_machine: int) -> Iterator[ParallelConfig]:
     """Those of a kind, the ones that share least first; also such as are refused."""
     tensors = [2**power for power in range(per_machine.bit_length())]
-    pairs = [(tp, cp) for tp, cp in product(tensors, _CONTEXTS) if tp <= per_machine and tp * cp <= kind.reach]
+    pairs = [(tp, cp) for tp, cp in product(tensors, _CONTEXTS) if tp <= per_machine and tp * cp <= kind.stride]
     for tp, cp in sorted(pairs, key=lambda pair: (math.prod(pair), pair[1])):
         if kind.whole and kind.experts == 1 and tp > 1 and shape.experts:
             continue  # without expert parallelism Megatron shares them like the others

@@ -20,7 +20,7 @@ from megatron_rl.desk.costs.run_memory import (
     models_of,
     run_memory,
 )
-from megatron_rl.desk.plan.memory_verdict import Verdict, verdict
+from megatron_rl.desk.plan.memory_verdict import MemoryFit, check_fit_with_fixes
 from megatron_rl.models.hf.model_config import load_hf_config
 
 _GPUS = ("H100-80G", "H20", "H200")
@@ -41,7 +41,7 @@ def print_memory(console: Console, config: Config, world_size: int) -> None:
     models = models_of(config, facts)
     memory = run_memory(config, models)
     print_stages(console, memory, models)
-    verdicts = {name: verdict(config, facts, gpu(name)) for name in _GPUS}
+    verdicts = {name: check_fit_with_fixes(config, facts, gpu(name)) for name in _GPUS}
     console.print(_verdict_table(config, verdicts))
     if "generate" in {stage.name for stage in memory.stages}:
         share = memory_fraction(config)
@@ -87,7 +87,7 @@ def _host_table(memory: RunMemory) -> Table:
     return table
 
 
-def _verdict_table(config: Config, verdicts: dict[str, Verdict]) -> Table:
+def _verdict_table(config: Config, verdicts: dict[str, MemoryFit]) -> Table:
     longest = config.batch.max_prompt_tokens + config.batch.max_response_tokens
     texts = ("fullest stage", "fits")
     table = plain_table("GPU", "fullest stage", "GB", "fits", "KV cache of a server", texts=texts)
@@ -98,14 +98,14 @@ def _verdict_table(config: Config, verdicts: dict[str, Verdict]) -> Table:
     return table
 
 
-def _word(found: Verdict, hbm_bytes: float) -> str:
+def _word(found: MemoryFit, hbm_bytes: float) -> str:
     if found.problem:
         return f"no: {found.problem}"
     spare = hbm_bytes - found.needed
     return f"{'tightly' if spare < _TIGHT_SHARE * hbm_bytes else 'yes'}, {_gigabytes(spare)} GB free"
 
 
-def _remedies(verdicts: dict[str, Verdict]) -> Iterator[str]:
+def _remedies(verdicts: dict[str, MemoryFit]) -> Iterator[str]:
     for name, found in verdicts.items():
         if found.changes:
             keys = " ".join(f"{key}={_text(value)}" for key, value in found.changes.items())

@@ -29,7 +29,7 @@ Changes = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
-class Verdict:
+class MemoryFit:
     stage: str
     """The fullest one."""
     needed: float
@@ -43,14 +43,14 @@ class Verdict:
     needed_after: float
 
 
-def verdict(config: Config, facts: Facts, gpu: Gpu) -> Verdict:
+def check_fit_with_fixes(config: Config, facts: Facts, gpu: Gpu) -> MemoryFit:
     """``config`` names its number of ranks, and its layouts fit them; ``facts`` as for ``models_of``."""
-    found = look(config, facts, gpu)
+    found = check_fit(config, facts, gpu)
     changes = _remedy(config, facts, gpu) if found.problem else {}
-    return replace(found, changes=changes, needed_after=look(_changed(config, changes), facts, gpu).needed)
+    return replace(found, changes=changes, needed_after=check_fit(_changed(config, changes), facts, gpu).needed)
 
 
-def look(config: Config, facts: Facts, gpu: Gpu) -> Verdict:
+def check_fit(config: Config, facts: Facts, gpu: Gpu) -> MemoryFit:
     """``verdict`` without changes that would help."""
     memory = run_memory(config, models_of(config, facts))
     stage, needed = _fullest(config, memory, gpu)
@@ -61,7 +61,7 @@ def look(config: Config, facts: Facts, gpu: Gpu) -> Verdict:
         problem = f"{(needed - gpu.hbm_bytes) / 1e9:.1f} GB too many"
     elif tokens < longest:
         problem = f"no room for a response of {longest:,} tokens in a server's KV cache"
-    return Verdict(stage, needed, tokens, problem, {}, needed)
+    return MemoryFit(stage, needed, tokens, problem, {}, needed)
 
 
 def _fullest(config: Config, memory: RunMemory, gpu: Gpu) -> tuple[str, float]:
@@ -78,7 +78,7 @@ def _remedy(config: Config, facts: Facts, gpu: Gpu) -> Changes:
 
     def helps(changes: Changes) -> bool:
         changed = _changed(config, changes)
-        return _is_possible(changed, facts) and not look(changed, facts, gpu).problem
+        return _is_possible(changed, facts) and not check_fit(changed, facts, gpu).problem
 
     def needed(changes: Changes) -> Changes:
         # What costs most goes first.

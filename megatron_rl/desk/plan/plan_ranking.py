@@ -12,26 +12,26 @@ from functools import cached_property
 
 import numpy as np
 
-from megatron_rl.config.derived import runs_ahead, server_placement
+from megatron_rl.config.derived import generates_ahead, server_placement
 from megatron_rl.config.layout import expert_tensor_size, ranks_of_replica
 from megatron_rl.config.schema import Config, Mode, Recompute
 from megatron_rl.desk.costs.gpus import Gpu
 from megatron_rl.desk.costs.run_memory import memory_fraction
-from megatron_rl.desk.plan.plan_search import Split
-from megatron_rl.desk.simulate.decoding import Limits, serve, spread
+from megatron_rl.desk.plan.plan_search import GpuSplit
+from megatron_rl.desk.simulate.decoding import ServerLimits, serve, spread
 from megatron_rl.desk.simulate.estimated_costs import estimated_kv_tokens, estimated_timing
 from megatron_rl.desk.simulate.prediction import (
-    Outcome,
+    PredictedMeans,
     StepWork,
     Workload,
+    compute_means,
     on_clock,
-    outcome_of,
     simulated_works,
     stage_seconds,
     work_of,
 )
-from megatron_rl.desk.simulate.scenario import Scenario, scenario_of
-from megatron_rl.desk.simulate.slot_process import SlotProcess, Window
+from megatron_rl.desk.simulate.scenario import Scenario, make_scenario
+from megatron_rl.desk.simulate.slot_process import GeneratedStep, SlotProcess
 from megatron_rl.desk.simulate.timing import Timing
 from megatron_rl.families.family import ModelConfig
 from megatron_rl.step.graph import Resource
@@ -46,10 +46,10 @@ _SAME = 0.005
 
 
 @dataclass(frozen=True)
-class Ranked:
+class RankedPlan:
     config: Config
     """With all that a plan chooses."""
-    outcome: Outcome
+    outcome: PredictedMeans
 
     @property
     def response_s(self) -> float:
@@ -57,7 +57,7 @@ class Ranked:
         return 1 / self.outcome.finished_per_s if self.outcome.finished_per_s else float("inf")
 
     @property
-    def binds(self) -> str:
+    def bottleneck(self) -> str:
         """What has to become faster for a step to."""
         outcome = self.outcome
         takes_turns = server_placement(self.config.rollout).shares_devices or self.config.schedule.mode is Mode.sync
@@ -70,7 +70,7 @@ class Ranked:
 
 
 @dataclass(frozen=True)
-class Ranking:
+class PlanRanking:
     """``workload`` on ``gpu``, by a model with these facts."""
 
     config: Config
@@ -82,14 +82,14 @@ class Ranking:
     """batch.window_tokens to compare."""
     seed: int = 1
 
-    def best(self, found: Iterable[Split], number: int) -> list[Ranked]:
+    def best(self, found: Iterable[GpuSplit], number: int) -> list[RankedPlan]:
         """The ``number`` fastest, without such as differ in nothing that the estimates know."""
         bounds = sorted(self._bounds(found), key=lambda pair: _order(*pair))
         works: dict[tuple[int | str, ...], list[StepWork]] = {}
         chosen = [self._simulated(config, works) for config in _various([config for _, config in bounds], number + _MORE)]
         return sorted(chosen, key=lambda one: _order(one.response_s, one.config))[:number]
 
-    def _bounds(self, found: Iterable[Split]) -> Iterator[tuple[float, Config]]:
+    def _bounds(self, found: Iterable[GpuSplit]) -> Iterator[tuple[float, Config]]:
         """(seconds a finished response, plan): not less than these, but for the publish, which is that of the first servers."""
         for split in found:
             # On the trainer's GPUs servers of a size are taken with the largest cache that any trainer leaves them.
@@ -111,12 +111,12 @@ class Ranking:
         return {window: max(_server_seconds(steps[-1], scenario, timing, _LOOKED_AT)) for window, steps in self._windows.items()}
 
     @cached_property
-    def _windows(self) -> dict[int, list[Window]]:
+    def _windows(self) -> dict[int, list[GeneratedStep]]:
         """What each step has to do, until the slots are mixed as they will be and some steps more."""
         found = {}
         for window in self.windows:
             scenario = self._scenario(with_window(self.config, window))
-            scenario = replace(scenario, num_servers=1, limits=Limits(), num_slots=scenario.num_trained)
+            scenario = replace(scenario, num_servers=1, limits=ServerLimits(), num_slots=scenario.num_trained)
             slots = SlotProcess(scenario, self.workload.lengths.draw, self.workload.prompts.draw, np.random.default_rng(self.seed))
             found[window] = [slots.generate(step, Timing()) for step in range(_num_steps(scenario))]
         return found
@@ -135,7 +135,7 @@ class Ranking:
         if kind not in self._scenarios:
             algorithm = config.algorithm
             once = replace(algorithm, dynamic_sampling=replace(algorithm.dynamic_sampling, enabled=False))
-            scenario = scenario_of(replace(config, algorithm=once))
+            scenario = make_scenario(replace(config, algorithm=once))
             self._scenarios[kind] = replace(scenario, critic_warmup_steps=0, save_every_steps=0, eval_every_steps=0)
         shares = config.parallel.num_ranks / rollout.tensor_parallel_size
         return replace(self._scenarios[kind], num_servers=rollout.num_servers, ranks_per_server=shares)
@@ -145,7 +145,7 @@ class Ranking:
         tokens = scenario.limits.kv_tokens or estimated_kv_tokens(config, self.gpu, self.facts)
         return replace(scenario, limits=replace(scenario.limits, kv_tokens=tokens))
 
-    def _simulated(self, config: Config, works: dict[tuple[int | str, ...], list[StepWork]]) -> Ranked:
+    def _simulated(self, config: Config, works: dict[tuple[int | str, ...], list[StepWork]]) -> RankedPlan:
         scenario, timing, rollout = self._limited(config), estimated_timing(config, self.gpu, self.facts), config.rollout
         key = (config.batch.window_tokens, rollout.tensor_parallel_size, rollout.num_servers, str(scenario.limits))
         if key not in works and scenario.over_samples:
@@ -154,14 +154,14 @@ class Ranking:
             steps = self._windows[config.batch.window_tokens]
             served = [replace(step, server_s=_server_seconds(step, scenario, timing, _SIMULATED)) for step in steps]
             works[key] = [work_of(one, step) for step, one in enumerate(served)]
-        return Ranked(config, outcome_of(on_clock(scenario, works[key], timing)))
+        return RankedPlan(config, compute_means(on_clock(scenario, works[key], timing)))
 
 
 def _num_steps(scenario: Scenario) -> int:
     return scenario.num_settling_steps + max(_FEWEST_STEPS, min(_MOST_STEPS, _RESPONSES_THAT_COUNT // scenario.num_slots))
 
 
-def _server_seconds(window: Window, scenario: Scenario, timing: Timing, number: int) -> tuple[float, ...]:
+def _server_seconds(window: GeneratedStep, scenario: Scenario, timing: Timing, number: int) -> tuple[float, ...]:
     """Of ``number`` servers at most: each has its share of the same mixture."""
     rows = window.generated
     prefix, owned = rows.prompt + rows.held, spread(len(rows), scenario.num_servers)[:number]
@@ -177,7 +177,7 @@ def _step_bound(config: Config, generate_s: float, trains: Mapping[str, float]) 
     total = sum(trains.values())
     if server_placement(config.rollout).shares_devices or config.schedule.mode is Mode.sync:
         return generate_s + total
-    if runs_ahead(config.schedule):
+    if generates_ahead(config.schedule):
         return max(generate_s, total)
     # The critic learns while the next window is generated.
     return max(generate_s + total - trains.get("update_critic", 0.0), total)

@@ -12,17 +12,17 @@ from itertools import islice, product
 from operator import attrgetter
 from typing import Any
 
-from megatron_rl.config.derived import needs_critic, runs_ahead, server_placement
+from megatron_rl.config.derived import generates_ahead, needs_critic, server_placement
 from megatron_rl.config.layout import ranks_of_replica
 from megatron_rl.config.schema import Config, Offload, ParallelConfig, Placement, Recompute
 from megatron_rl.desk.costs.counts import num_parameters
 from megatron_rl.desk.costs.gpus import Gpu
-from megatron_rl.desk.costs.rank_memory import Passes, memory_by_rank, states_of
+from megatron_rl.desk.costs.rank_memory import PassSettings, memory_by_rank, parameter_bytes
 from megatron_rl.desk.costs.run_memory import memory_fraction, models_of, run_memory
 from megatron_rl.desk.costs.serving_time import kv_bytes
 from megatron_rl.desk.plan.layout_search import (
     STAGES,
-    LayoutKind,
+    LayoutFamily,
     ModelShape,
     cut_layers,
     expert_sizes,
@@ -30,7 +30,7 @@ from megatron_rl.desk.plan.layout_search import (
     layouts,
     shape_of,
 )
-from megatron_rl.desk.plan.memory_verdict import LARGEST_FRACTION, SPARE_SHARE, largest_fraction, look
+from megatron_rl.desk.plan.memory_verdict import LARGEST_FRACTION, SPARE_SHARE, check_fit, largest_fraction
 from megatron_rl.families.family import ModelConfig
 from megatron_rl.families.sglang_limits import split_problems
 
@@ -56,17 +56,17 @@ NO_CACHE = "no room in a server for one response"
 
 
 @dataclass
-class Refused:
+class RefusedLayouts:
     """Layouts that one reason excludes."""
 
     number: int = 0
     excess: float = math.inf
-    """Bytes of a GPU that the nearest of them lacks of ``Search.room``; infinite where the reason is not memory."""
+    """Bytes of a GPU that the nearest of them lacks of ``PlanSearch.room``; infinite where the reason is not memory."""
     nearest: Config | None = None
 
 
 @dataclass
-class Search:
+class PlanSearch:
     """What is searched for, and what has been refused so far."""
 
     config: Config
@@ -76,7 +76,7 @@ class Search:
     gpu: Gpu
     pinned: frozenset[str] = frozenset()
     """Of ``CHOSEN``: those that stay as ``config`` has them."""
-    refused: dict[str, Refused] = field(default_factory=dict)
+    refused: dict[str, RefusedLayouts] = field(default_factory=dict)
     settled: dict[Any, tuple[int, tuple[Recompute, Offload, int]]] = field(default_factory=dict)
     """Layout -> (ranks that it was last asked for, the settings with which it fitted them)."""
     shape: ModelShape = field(init=False)
@@ -90,7 +90,7 @@ class Search:
         return all(attrgetter(key)(config) == attrgetter(key)(self.config) for key in keys)
 
     def refuse(self, reason: str, config: Config, excess: float = math.inf) -> None:
-        found = self.refused.setdefault(reason, Refused())
+        found = self.refused.setdefault(reason, RefusedLayouts())
         found.number += 1
         if found.nearest is None or excess < found.excess:
             found.nearest, found.excess = config, excess
@@ -107,7 +107,7 @@ class Search:
 
 
 @dataclass(frozen=True)
-class Split:
+class GpuSplit:
     """How GPUs are divided, with the trainers and the servers that fit their parts."""
 
     trainers: tuple[Config, ...]
@@ -115,22 +115,22 @@ class Split:
     """Empty where servers have the trainer's GPUs: they stand in ``trainers``."""
 
 
-def splits(search: Search, num_gpus: int) -> Iterator[Split]:
+def splits(search: PlanSearch, num_gpus: int) -> Iterator[GpuSplit]:
     """All that fits, servers on the trainer's GPUs first. ConfigError for a mem-fraction-static that is none."""
     if trainers := tuple(_colocated(search, num_gpus)):
-        yield Split(trainers, ())
+        yield GpuSplit(trainers, ())
     for num_ranks in _trainer_shares(num_gpus, search.gpu.per_machine):
         servers = tuple(_servers(search, num_ranks, num_gpus - num_ranks))
         trainers = tuple(_trainers(search, servers[0])) if servers else ()
         if trainers:
-            yield Split(trainers, servers)
+            yield GpuSplit(trainers, servers)
 
 
-def fewest_gpus(search: Search, most: int = 4096) -> int:
+def fewest_gpus(search: PlanSearch, most: int = 4096) -> int:
     """The fewest GPUs that anything fits; 0 where ``most`` are not enough. Beyond one machine in whole ones."""
     counting, per_machine = replace(search, refused={}, settled={}), search.gpu.per_machine
     policy = models_of(search.config, search.facts)[0]
-    states = sum(states_of(policy.dtype, policy.settings.optimizer, policy.settings.vision)[:3])
+    states = sum(parameter_bytes(policy.dtype, policy.settings.optimizer, policy.settings.vision)[:3])
     least = states * num_parameters(policy.facts) / search.gpu.hbm_bytes
     if policy.number_bytes * num_parameters(policy.facts) > search.gpu.hbm_bytes * per_machine * MOST_MACHINES:
         return 0
@@ -146,7 +146,7 @@ def _machines(per_machine: int, most: int) -> Iterator[int]:
         number += per_machine * max(1, number // (16 * per_machine))
 
 
-def _anything_fits(search: Search, num_gpus: int) -> bool:
+def _anything_fits(search: PlanSearch, num_gpus: int) -> bool:
     placed = [_colocated(search, num_gpus)]
     for num_ranks in reversed(_trainer_shares(num_gpus, search.gpu.per_machine)):
         servers = next(_servers(search, num_ranks, num_gpus - num_ranks), None)
@@ -163,9 +163,9 @@ def _trainer_shares(num_gpus: int, per_machine: int) -> list[int]:
     return sorted({per_machine * round(machines * part / parts) for part in range(1, parts)})
 
 
-def _colocated(search: Search, num_gpus: int) -> Iterator[Config]:
+def _colocated(search: PlanSearch, num_gpus: int) -> Iterator[Config]:
     """Trainers whose servers take turns with them, which no window ahead can."""
-    if runs_ahead(search.config.schedule):
+    if generates_ahead(search.config.schedule):
         return
     sizes = [*_server_sizes(search, num_gpus)]
     ways = [_served(search, Placement.colocated, num_gpus, size, num_gpus // size) for size in reversed(sizes)]
@@ -177,7 +177,7 @@ def _colocated(search: Search, num_gpus: int) -> Iterator[Config]:
         yield from (fits for other in others if (fits := _fitting(search, other)))
 
 
-def _servers(search: Search, num_ranks: int, num_gpus: int) -> Iterator[Config]:
+def _servers(search: PlanSearch, num_ranks: int, num_gpus: int) -> Iterator[Config]:
     """Servers on ``num_gpus`` GPUs of their own that have room for a response; over several machines where one is too small."""
     found, per_machine = False, search.gpu.per_machine
     for size in (*_server_sizes(search, num_gpus), *_server_sizes(search, num_gpus, machines=True)):
@@ -189,7 +189,7 @@ def _servers(search: Search, num_ranks: int, num_gpus: int) -> Iterator[Config]:
             yield config
 
 
-def _holds_a_response(search: Search, config: Config, fraction: float) -> bool:
+def _holds_a_response(search: PlanSearch, config: Config, fraction: float) -> bool:
     """Whether a server does that may use so much of each of its GPUs; one that does not is counted."""
     policy, size = models_of(search.config, search.facts)[0], config.rollout.tensor_parallel_size
     weights = policy.number_bytes * num_parameters(policy.facts) / size
@@ -199,7 +199,7 @@ def _holds_a_response(search: Search, config: Config, fraction: float) -> bool:
     return missing <= 0
 
 
-def _server_sizes(search: Search, num_gpus: int, *, machines: bool = False) -> Iterator[int]:
+def _server_sizes(search: PlanSearch, num_gpus: int, *, machines: bool = False) -> Iterator[int]:
     """Tensor-parallel sizes of servers that fill ``num_gpus`` GPUs: on one machine, or on two and more whole ``machines``."""
     model, per_machine = vars(search.facts["policy"]), search.gpu.per_machine
     most, smallest = (MOST_MACHINES, 2 * per_machine) if machines else (per_machine, 1)
@@ -208,7 +208,7 @@ def _server_sizes(search: Search, num_gpus: int, *, machines: bool = False) -> I
             yield size
 
 
-def _served(search: Search, placement: Placement, num_ranks: int, size: int, number: int) -> Config:
+def _served(search: PlanSearch, placement: Placement, num_ranks: int, size: int, number: int) -> Config:
     rollout = search.config.rollout
     arguments = dict(rollout.server_args)
     if placement is Placement.disaggregated and not _FRACTION_KEYS & arguments.keys():
@@ -219,7 +219,7 @@ def _served(search: Search, placement: Placement, num_ranks: int, size: int, num
     return replace(search.config, rollout=rollout, parallel=replace(search.config.parallel, num_ranks=num_ranks))
 
 
-def _trainers(search: Search, config: Config) -> Iterator[Config]:
+def _trainers(search: PlanSearch, config: Config) -> Iterator[Config]:
     """Those that fit; ``config`` says how many ranks there are, and what serves."""
     found = False
     per_machine = search.gpu.per_machine
@@ -227,16 +227,16 @@ def _trainers(search: Search, config: Config) -> Iterator[Config]:
     for reach, stages in product((per_machine, 8 * per_machine), STAGES):
         if found and reach > per_machine:
             return
-        whole = list(_of_kind(search, config, LayoutKind(stages, reach=reach)))
+        whole = list(_of_kind(search, config, LayoutFamily(stages, stride=reach)))
         yield from whole
         found = found or bool(whole)
         if not whole and search.shape.experts:
-            for shared in _of_kind(search, config, LayoutKind(stages, whole=False, reach=reach)):
+            for shared in _of_kind(search, config, LayoutFamily(stages, whole=False, stride=reach)):
                 found = True
                 yield shared
 
 
-def _of_kind(search: Search, config: Config, kind: LayoutKind) -> Iterator[Config]:
+def _of_kind(search: PlanSearch, config: Config, kind: LayoutFamily) -> Iterator[Config]:
     """Experts, tensors and contexts are shared further only for less recomputation: all else would be no faster."""
     num_ranks, stages = config.parallel.num_ranks, kind.stages
     slowest = Recompute.full
@@ -255,7 +255,7 @@ def _of_kind(search: Search, config: Config, kind: LayoutKind) -> Iterator[Confi
             slowest = _RECOMPUTES[_RECOMPUTES.index(found.policy.recompute) - 1]
 
 
-def _placed(search: Search, config: Config, parallel: ParallelConfig, slowest: Recompute) -> Config | None:
+def _placed(search: PlanSearch, config: Config, parallel: ParallelConfig, slowest: Recompute) -> Config | None:
     """``config`` in a layout, with the settings that cost least time; None where that is refused, or recomputes more."""
     parallel = replace(parallel, collective_timeout_s=config.parallel.collective_timeout_s)
     config = replace(config, parallel=parallel, critic=replace(config.critic, parallel=None))
@@ -269,7 +269,7 @@ def _placed(search: Search, config: Config, parallel: ParallelConfig, slowest: R
     return _settled(search, config, slowest)
 
 
-def _settled(search: Search, config: Config, slowest: Recompute) -> Config | None:
+def _settled(search: PlanSearch, config: Config, slowest: Recompute) -> Config | None:
     """No recomputation rather than offloading, and of neither more than it has to be."""
     stays = Offload.auto if server_placement(config.rollout).shares_devices else Offload.never
     fastest = _with_long_pack(search, _with_settings(search, config, Recompute.none, stays))
@@ -291,7 +291,7 @@ def _settled(search: Search, config: Config, slowest: Recompute) -> Config | Non
     return found
 
 
-def _fastest_that_fits(search: Search, config: Config, fits: Recompute) -> Config:
+def _fastest_that_fits(search: PlanSearch, config: Config, fits: Recompute) -> Config:
     """With models that wait in host memory, and no more recomputation than ``fits``, which is known to fit."""
     for recompute in _RECOMPUTES:
         rung = _with_settings(search, config, recompute, Offload.auto)
@@ -306,14 +306,14 @@ def _settings(config: Config) -> tuple[Recompute, Offload, int]:
     return config.policy.recompute, config.policy.offload, config.batch.max_tokens_per_microbatch
 
 
-def _misses(search: Search, config: Config) -> bool:
+def _misses(search: PlanSearch, config: Config) -> bool:
     """Whether it does not fit, which is counted."""
     config = _shared(search, config)
     least = _least_bytes(search, config) - search.room
     if least > 0:
         search.refuse(f"{TOO_MANY}update_policy", config, least)
         return True
-    found = look(config, search.facts, search.gpu)
+    found = check_fit(config, search.facts, search.gpu)
     excess = found.needed - search.room
     lacks = (search.longest - found.kv_tokens) * kv_bytes(search.facts["policy"], config.rollout.tensor_parallel_size)
     if excess > 0:
@@ -323,20 +323,20 @@ def _misses(search: Search, config: Config) -> bool:
     return excess > 0 or lacks > 0
 
 
-def _least_bytes(search: Search, config: Config) -> float:
+def _least_bytes(search: PlanSearch, config: Config) -> float:
     """Of an update, without what depends on the batch: most layouts that do not fit hold too much of the model alone."""
     policy = models_of(config, search.facts)[0]
-    states = states_of(policy.dtype, policy.settings.optimizer, policy.settings.vision)
-    ranks = memory_by_rank(policy.facts, policy.parallel, Passes(0), num_ranks=config.parallel.num_ranks, states=states)
+    states = parameter_bytes(policy.dtype, policy.settings.optimizer, policy.settings.vision)
+    ranks = memory_by_rank(policy.facts, policy.parallel, PassSettings(0), num_ranks=config.parallel.num_ranks, states=states)
     return max(rank.total for rank in ranks)
 
 
-def _with_long_pack(search: Search, config: Config) -> Config:
+def _with_long_pack(search: PlanSearch, config: Config) -> Config:
     """Without a pipeline, the packs that are given: fewer passes, and no bubble that grows with them."""
     return config if config.parallel.pipeline_parallel_size > 1 else _with_pack(config, max(_packs(search)))
 
 
-def _with_settings(search: Search, config: Config, recompute: Recompute, offload: Offload) -> Config:
+def _with_settings(search: PlanSearch, config: Config, recompute: Recompute, offload: Offload) -> Config:
     def pinned_or(value: Any, key: str) -> Any:
         return attrgetter(key)(search.config) if key in search.pinned else value
 
@@ -352,7 +352,7 @@ def _with_pack(config: Config, tokens: int) -> Config:
     return replace(config, batch=replace(config.batch, max_tokens_per_microbatch=tokens))
 
 
-def _packs(search: Search) -> list[int]:
+def _packs(search: PlanSearch) -> list[int]:
     """Tokens of packs to choose from, falling: what is given, its half and so on."""
     own = search.config.batch.max_tokens_per_microbatch
     if _PACK in search.pinned:
@@ -360,13 +360,13 @@ def _packs(search: Search) -> list[int]:
     return [own, *(own >> halvings for halvings in range(1, 8) if own >> halvings >= _LEAST_PACK)]
 
 
-def _fitting(search: Search, config: Config) -> Config | None:
+def _fitting(search: PlanSearch, config: Config) -> Config | None:
     config = _shared(search, config)
-    found = look(config, search.facts, search.gpu)
+    found = check_fit(config, search.facts, search.gpu)
     return None if found.problem or found.needed > search.room else config
 
 
-def _shared(search: Search, config: Config) -> Config:
+def _shared(search: PlanSearch, config: Config) -> Config:
     """``config``, whose servers on the trainer's GPUs take what it leaves them."""
     rollout = config.rollout
     if not server_placement(rollout).shares_devices or _FRACTION_KEYS & search.config.rollout.server_args.keys():

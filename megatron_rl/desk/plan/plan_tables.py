@@ -13,9 +13,9 @@ from megatron_rl.config.schema import Config, ParallelConfig
 from megatron_rl.desk.costs.counts import num_parameters
 from megatron_rl.desk.costs.run_memory import models_of, run_memory
 from megatron_rl.desk.plan.memory_table import plain_table, print_stages
-from megatron_rl.desk.plan.memory_verdict import look
-from megatron_rl.desk.plan.plan_ranking import Ranked
-from megatron_rl.desk.plan.plan_search import MOST_MACHINES, NO_CACHE, Refused, Search
+from megatron_rl.desk.plan.memory_verdict import check_fit
+from megatron_rl.desk.plan.plan_ranking import RankedPlan
+from megatron_rl.desk.plan.plan_search import MOST_MACHINES, NO_CACHE, PlanSearch, RefusedLayouts
 
 _GIGA = 1e9
 _TIGHT_SHARE = 0.06
@@ -23,12 +23,12 @@ _TIGHT_SHARE = 0.06
 
 
 @dataclass(frozen=True)
-class Planned:
+class PlanReport:
     """What was asked, and what came out."""
 
-    search: Search
-    plans: Sequence[Ranked]
-    chosen: Ranked
+    search: PlanSearch
+    plans: Sequence[RankedPlan]
+    chosen: RankedPlan
     num_gpus: int
     gpu_name: str
     lengths: str
@@ -43,7 +43,7 @@ class Planned:
         )
 
 
-def print_plans(planned: Planned) -> None:
+def print_plans(planned: PlanReport) -> None:
     console = Console()
     console.print(planned.title, soft_wrap=True, highlight=False)
     console.print(_ranking(planned.plans))
@@ -71,7 +71,7 @@ def layout_text(parallel: ParallelConfig) -> str:
     return " ".join(f"{name}{size}" for name, size in sizes.items() if size > 1 or (name == "etp" and size)) or "dp1"
 
 
-def start_command(planned: Planned, recipe: str) -> str:
+def start_command(planned: PlanReport, recipe: str) -> str:
     """How the chosen plan is started, on one machine or under SLURM."""
     config, per_machine = planned.chosen.config, planned.search.gpu.per_machine
     if planned.num_gpus <= per_machine:
@@ -85,7 +85,7 @@ def start_command(planned: Planned, recipe: str) -> str:
     return " ".join([nodes, *([f"SERVER_NODES={several}"] if several > 1 else []), words])
 
 
-def nothing_fits(search: Search, num_gpus: int, gpu_name: str, fewest: int) -> str:
+def no_plan_message(search: PlanSearch, num_gpus: int, gpu_name: str, fewest: int) -> str:
     """Why there is no plan, and what would help."""
     facts = search.facts["policy"]
     size = f"{num_parameters(facts) / 1e9:.1f} billion parameters"
@@ -103,7 +103,7 @@ def nothing_fits(search: Search, num_gpus: int, gpu_name: str, fewest: int) -> s
     return "\n".join(lines)
 
 
-def _ranking(plans: Sequence[Ranked]) -> Table:
+def _ranking(plans: Sequence[RankedPlan]) -> Table:
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
     table.add_column("plan", justify="right", no_wrap=True)
     table.add_column("s a\nresponse", justify="right", no_wrap=True)
@@ -118,7 +118,7 @@ def _ranking(plans: Sequence[Ranked]) -> Table:
         trainer, window = f"{config.parallel.num_ranks}: {layout_text(config.parallel)}", config.batch.window_tokens
         seconds = (f"{one.response_s:.3g}", f"{one.outcome.step_s:.4g}")
         recompute = {"selective": "some"}.get(config.policy.recompute.value, config.policy.recompute.value)
-        table.add_row(str(number), *seconds, trainer, _servers(config), f"{window:,}" if window else "-", recompute, one.binds)
+        table.add_row(str(number), *seconds, trainer, _servers(config), f"{window:,}" if window else "-", recompute, one.bottleneck)
     return table
 
 
@@ -128,7 +128,7 @@ def _servers(config: Config) -> str:
     return f"{text}, in turns" if server_placement(config.rollout).shares_devices else text
 
 
-def _lines(planned: Planned) -> Iterator[str]:
+def _lines(planned: PlanReport) -> Iterator[str]:
     """The chosen plan in keys, what fills its GPUs and what holds it up."""
     config, search = planned.chosen.config, planned.search
     parallel, rollout = config.parallel, config.rollout
@@ -143,8 +143,8 @@ def _lines(planned: Planned) -> Iterator[str]:
     outcome = planned.chosen.outcome
     stages = sorted(outcome.stage_s.items(), key=lambda item: -item[1])
     yield "a step: " + ", ".join(f"{name} {seconds:.3g} s" for name, seconds in stages if seconds > 0.01 * outcome.step_s)
-    yield f"binds: {planned.chosen.binds}"
-    found = look(config, search.facts, search.gpu)
+    yield f"binds: {planned.chosen.bottleneck}"
+    found = check_fit(config, search.facts, search.gpu)
     spare = search.gpu.hbm_bytes - found.needed
     word = "tightly, " if spare < _TIGHT_SHARE * search.gpu.hbm_bytes else ""
     taken = f"{found.needed / _GIGA:.1f} of {search.gpu.hbm_bytes / _GIGA:.0f} GB"
@@ -152,7 +152,7 @@ def _lines(planned: Planned) -> Iterator[str]:
     yield f"a server's KV cache: {int(found.kv_tokens // search.longest)} responses of {search.longest:,} tokens at once"
 
 
-def _refusals(search: Search) -> Table:
+def _refusals(search: PlanSearch) -> Table:
     table = plain_table("layouts", "reason", "nearest miss", texts=("reason", "nearest miss"))
     for column in table.columns[1:]:
         column.no_wrap, column.overflow = False, "fold"
@@ -162,13 +162,13 @@ def _refusals(search: Search) -> Table:
     return table
 
 
-def _reasons(search: Search) -> Iterator[tuple[str, int, str]]:
+def _reasons(search: PlanSearch) -> Iterator[tuple[str, int, str]]:
     """(reason, layouts, the nearest of them), those of memory first."""
     for reason, refused in sorted(search.refused.items(), key=lambda item: (item[1].excess == math.inf, -item[1].number)):
         yield reason, refused.number, _miss(reason, refused)
 
 
-def _miss(reason: str, refused: Refused) -> str:
+def _miss(reason: str, refused: RefusedLayouts) -> str:
     if refused.nearest is None or refused.excess == math.inf:
         return ""
     if reason == NO_CACHE:

@@ -5,21 +5,21 @@ from typing import Any
 import yaml
 
 from megatron_rl.config.load import load_config
-from megatron_rl.config.typed import plain
-from megatron_rl.desk.plan.plan_tables import Planned, start_command
+from megatron_rl.config.typed import to_yaml_values
+from megatron_rl.desk.plan.plan_tables import PlanReport, start_command
 
 
-def recipe_text(planned: Planned) -> str:
+def recipe_text(planned: PlanReport) -> str:
     """YAML that ``load_config`` reads back to the chosen plan's configuration; its head says what was predicted."""
     config, one = planned.chosen.config, planned.chosen
     head = [
         f"By `megatron-rl plan`: {planned.title}.",
-        f"Predicted: {one.response_s:.3g} s a finished response, {one.outcome.step_s:.4g} s a step; binds: {one.binds}.",
+        f"Predicted: {one.response_s:.3g} s a finished response, {one.outcome.step_s:.4g} s a step; binds: {one.bottleneck}.",
         f"start: {start_command(planned, 'RECIPE.yaml')}",
     ]
-    base = plain(load_config(None, [f"preset={config.preset}"] if config.preset else []))
+    base = to_yaml_values(load_config(None, [f"preset={config.preset}"] if config.preset else []))
     values = {"preset": config.preset} if config.preset else {}
-    values |= {name: part for name, part in _beyond(plain(config), base).items() if name != "preset"}
+    values |= {name: part for name, part in _beyond(to_yaml_values(config), base).items() if name != "preset"}
     return "".join(f"# {line}\n" for line in head) + yaml.safe_dump(values, sort_keys=False, width=120)
 
 

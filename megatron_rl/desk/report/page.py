@@ -5,11 +5,11 @@ from dataclasses import dataclass
 from html import escape
 
 from megatron_rl.desk.report.charts import DARK, LIGHT
-from megatron_rl.desk.report.health_checks import Check
+from megatron_rl.desk.report.health_checks import HealthCheck
 
 
 @dataclass(frozen=True)
-class Panel:
+class ReportPanel:
     title: str
     says: str
     """What to look for, in a sentence."""
@@ -24,13 +24,13 @@ class Panel:
 
 
 @dataclass(frozen=True)
-class Section:
+class ReportSection:
     title: str
-    panels: tuple[Panel, ...]
+    panels: tuple[ReportPanel, ...]
 
 
 @dataclass(frozen=True)
-class Table:
+class ReportTable:
     title: str
     says: str
     header: tuple[str, ...]
@@ -43,18 +43,18 @@ class Table:
 
 
 @dataclass(frozen=True)
-class Page:
+class ReportPage:
     title: str
     subtitle: str
     headline: tuple[tuple[str, str, str], ...]
     """(label, value, remark)."""
-    checks: tuple[Check, ...]
-    sections: tuple[Section, ...]
+    checks: tuple[HealthCheck, ...]
+    sections: tuple[ReportSection, ...]
     summary: tuple[tuple[str, str], ...]
     config_text: str
     samples: str = ""
     """A section of its own, as HTML (``sample_panel``)."""
-    tables: tuple[Table, ...] = ()
+    tables: tuple[ReportTable, ...] = ()
 
 
 def _variables(colors: dict[str, str]) -> str:
@@ -121,7 +121,7 @@ td:first-child { color: var(--muted); }
 _MARKS = {"good": "✓", "look": "!", "none": "&ndash;"}
 
 
-def render(page: Page) -> str:
+def render(page: ReportPage) -> str:
     """The whole document."""
     tiles = "".join(
         f'<div class="tile"><span>{escape(label)}</span><b>{escape(value)}</b><span>{escape(remark)}</span></div>\n'
@@ -146,7 +146,7 @@ def render(page: Page) -> str:
     )
 
 
-def _panel(panel: Panel) -> str:
+def _panel(panel: ReportPanel) -> str:
     legend = "".join(
         f'<span><i style="background: var(--{color})"></i>{escape(words)}</span>' for words, color in panel.legend
     )
@@ -161,7 +161,7 @@ def _panel(panel: Panel) -> str:
     )
 
 
-def _table(table: Table) -> str:
+def _table(table: ReportTable) -> str:
     def cell(tag: str, text: str, color: str = "") -> str:
         mark = f'<i style="background: var(--{color})"></i>' if color else ""
         return f"<{tag}>{mark}{escape(text)}</{tag}>"
@@ -175,7 +175,7 @@ def _table(table: Table) -> str:
     return f'<h2>{escape(table.title)}</h2>\n<section class="panel">\n<p class="says">{escape(table.says)}</p>\n{grid}</section>\n'
 
 
-def _details(page: Page) -> str:
+def _details(page: ReportPage) -> str:
     """A page of several runs has none."""
     if not (page.summary or page.config_text) and page.tables:
         return ""

@@ -14,14 +14,14 @@ import numpy as np
 from megatron_rl.config.load import flat_params
 from megatron_rl.desk.report import charts
 from megatron_rl.desk.report.charts import Series
-from megatron_rl.desk.report.health_checks import Check, health_checks
-from megatron_rl.desk.report.page import Page, Panel, Section, Table, render
+from megatron_rl.desk.report.health_checks import HealthCheck, health_checks
+from megatron_rl.desk.report.page import ReportPage, ReportPanel, ReportSection, ReportTable, render
 from megatron_rl.desk.report.panels import SECTIONS
 from megatron_rl.desk.report.run_record import RunRecord, load_run
 from megatron_rl.desk.report.smoothing import smooth, smoothing_span
 from megatron_rl.desk.report.use_panels import early_and_late_lengths
 from megatron_rl.errors import DataError
-from megatron_rl.system.files.atomic_files import write_whole
+from megatron_rl.system.files.atomic_files import write_atomic
 from megatron_rl.tracking.terminal.console import STAGE_STYLES, accuracy_text, compact, duration
 
 COLORS = ("blue", "orange", "green", "violet", "red", "teal", "pink", "yellow", "sky", "grey")
@@ -36,7 +36,7 @@ def write_comparison(folders: Sequence[str | Path], path: str | Path) -> Path:
     if len(folders) > _MAX_RUNS:
         raise DataError(f"expected at most {_MAX_RUNS} runs to compare, got {len(folders)}: more lines cannot be told apart")
     runs = dict(zip(_names(folders), map(load_run, folders), strict=True))
-    page = Page(
+    page = ReportPage(
         title=f"{len(runs)} runs",
         subtitle=f"megatron_rl · {', '.join(runs)} · written {time.strftime('%Y-%m-%d %H:%M:%S %Z')}",
         headline=(),
@@ -46,7 +46,7 @@ def write_comparison(folders: Sequence[str | Path], path: str | Path) -> Path:
         summary=(),
         config_text="",
     )
-    return write_whole(path, render(page))
+    return write_atomic(path, render(page))
 
 
 def _names(folders: Sequence[str | Path]) -> list[str]:
@@ -61,18 +61,18 @@ def _names(folders: Sequence[str | Path]) -> list[str]:
     return [str(path) for path in paths]
 
 
-def _checks(runs: Mapping[str, RunRecord]) -> list[Check]:
+def _checks(runs: Mapping[str, RunRecord]) -> list[HealthCheck]:
     """What is worth a look in any of the runs."""
     found = [
-        Check(f"{name}: {check.title}", check.state, check.detail)
+        HealthCheck(f"{name}: {check.title}", check.state, check.detail)
         for name, run in runs.items()
         for check in health_checks(run)
         if check.state == "look"
     ]
-    return found or [Check("Nothing to look at in any of the runs", "good", "")]
+    return found or [HealthCheck("Nothing to look at in any of the runs", "good", "")]
 
 
-def _run_table(runs: Mapping[str, RunRecord]) -> Table:
+def _run_table(runs: Mapping[str, RunRecord]) -> ReportTable:
     header: tuple[str, ...] = (
         "run", "steps", "reward", "evaluation", "time", "per step", "tokens/s", "servers idle", "trainer idle", "memory",
     )  # fmt: skip
@@ -94,7 +94,7 @@ def _run_table(runs: Mapping[str, RunRecord]) -> Table:
     used = [index for index in range(len(header)) if any(row[index] for row in rows)]
     header, rows = tuple(header[index] for index in used), tuple(tuple(row[index] for index in used) for row in rows)
     says = "Reward: the last steps, smoothed. Times and shares: medians. Memory: the rank and stage that used the most."
-    return Table("Runs", says, header, rows, COLORS[: len(rows)])
+    return ReportTable("Runs", says, header, rows, COLORS[: len(rows)])
 
 
 def _last(run: RunRecord, metric: str, show: Callable[[float], str]) -> str:
@@ -123,7 +123,7 @@ def _peak(run: RunRecord) -> str:
     return ""
 
 
-def _recipe_table(runs: Mapping[str, RunRecord]) -> Table:
+def _recipe_table(runs: Mapping[str, RunRecord]) -> ReportTable:
     """Keys in which the recipes differ; a key that a recipe lacks is of another version."""
     recipes = {
         name: {key: _as_in_yaml(value) for key, value in flat_params(run.config).items()} for name, run in runs.items()
@@ -139,7 +139,7 @@ def _recipe_table(runs: Mapping[str, RunRecord]) -> Table:
         says = "No run has a config.yaml."
     else:
         says = "" if rows else "The recipes are the same, but for the folder."
-    return Table("What the recipes differ in", says, ("key", *runs), tuple(rows), header_colors=("", *COLORS[: len(runs)]))
+    return ReportTable("What the recipes differ in", says, ("key", *runs), tuple(rows), header_colors=("", *COLORS[: len(runs)]))
 
 
 def _as_in_yaml(value: Any) -> str:
@@ -160,9 +160,9 @@ class _Chart:
     floor: float = -math.inf
 
 
-def _overlays(runs: Mapping[str, RunRecord]) -> list[Section]:
+def _overlays(runs: Mapping[str, RunRecord]) -> list[ReportSection]:
     """The report's charts, one for each of their lines."""
-    sections = [Section("Over training time", _panels(runs, _OVER_TIME, over_time=True))]
+    sections = [ReportSection("Over training time", _panels(runs, _OVER_TIME, over_time=True))]
     for title, specs in SECTIONS:
         found = []
         for spec in specs:
@@ -171,8 +171,8 @@ def _overlays(runs: Mapping[str, RunRecord]) -> list[Section]:
                 name = spec.title if len(lines) == 1 else f"{spec.title}: {line.label}"
                 is_points = line.style == "points"
                 found.append(_Chart(name, line.metric, spec.unit, spec.percent, spec.log, line.smoothed, is_points, spec.floor))
-        sections.append(Section(title, _panels(runs, found)))
-    return [*sections, Section("Idle", _panels(runs, _IDLE))]
+        sections.append(ReportSection(title, _panels(runs, found)))
+    return [*sections, ReportSection("Idle", _panels(runs, _IDLE))]
 
 
 _OVER_TIME = (
@@ -190,11 +190,11 @@ def _is_logged(runs: Mapping[str, RunRecord], metric: str) -> bool:
     return any(len(run.finite(metric)) for run in runs.values())
 
 
-def _panels(runs: Mapping[str, RunRecord], wanted: Sequence[_Chart], *, over_time: bool = False) -> tuple[Panel, ...]:
+def _panels(runs: Mapping[str, RunRecord], wanted: Sequence[_Chart], *, over_time: bool = False) -> tuple[ReportPanel, ...]:
     return tuple(_overlay(runs, chart, over_time) for chart in wanted if _is_logged(runs, chart.metric))
 
 
-def _overlay(runs: Mapping[str, RunRecord], chart: _Chart, over_time: bool) -> Panel:
+def _overlay(runs: Mapping[str, RunRecord], chart: _Chart, over_time: bool) -> ReportPanel:
     longest_h = max((float(run.hours()[-1]) for run in runs.values() if len(run.steps)), default=0.0)
     unit, units_per_h = ("hours", 1.0) if longest_h >= _MINUTES_UP_TO_H else ("minutes", 60.0)
     series, legend = [], []
@@ -211,13 +211,13 @@ def _overlay(runs: Mapping[str, RunRecord], chart: _Chart, over_time: bool) -> P
         series.append(Series(name, color, places, np.maximum(values, chart.floor), "points" if chart.points else "line"))
         legend.append((name, color))
     if not series:
-        return Panel(chart.title, "", "", missing="Every value is 0.")
+        return ReportPanel(chart.title, "", "", missing="Every value is 0.")
     x_label = f"{unit} of training" if over_time else "training step"
     svg = charts.line_chart(series, chart.unit, log=chart.log, x_label=x_label)
-    return Panel(chart.title, "Smoothed." if chart.smoothed else "", svg, tuple(legend))
+    return ReportPanel(chart.title, "Smoothed." if chart.smoothed else "", svg, tuple(legend))
 
 
-def _side_by_side(runs: Mapping[str, RunRecord]) -> Section:
+def _side_by_side(runs: Mapping[str, RunRecord]) -> ReportSection:
     """Lengths, stage times and memory of each run."""
     panels = []
     late = [(name, color, early_and_late_lengths(run)[1]) for (name, run), color in zip(runs.items(), COLORS, strict=False)]
@@ -225,7 +225,7 @@ def _side_by_side(runs: Mapping[str, RunRecord]) -> Section:
     if lengths:
         svg = charts.histogram_chart([(color, values) for _, color, values in lengths], "tokens")
         legend = tuple((f"{name}, median {compact(float(np.median(values)))}", color) for name, color, values in lengths)
-        panels.append(Panel("Lengths", "Of the responses that finished in the last fifth of the steps on record.", svg, legend))
+        panels.append(ReportPanel("Lengths", "Of the responses that finished in the last fifth of the steps on record.", svg, legend))
     for title, says, pattern, unit in (
         ("Stage times", "Median seconds of a stage; stages overlap.", "time/{}_s", "seconds"),
         ("Device memory", "Largest of the run, of the rank that used the most.", "memory/{}_device_gib", "GiB"),
@@ -238,5 +238,5 @@ def _side_by_side(runs: Mapping[str, RunRecord]) -> Section:
             found = [run.finite(pattern.format(stage)) for stage in stages]
             groups.append((color, [float(pick(values)) if len(values) else math.nan for values in found]))
         if stages:
-            panels.append(Panel(title, says, charts.bar_chart(stages, groups, unit), tuple(zip(runs, COLORS, strict=False)), wide=True))
-    return Section("Side by side", tuple(panels))
+            panels.append(ReportPanel(title, says, charts.bar_chart(stages, groups, unit), tuple(zip(runs, COLORS, strict=False)), wide=True))
+    return ReportSection("Side by side", tuple(panels))

@@ -14,12 +14,12 @@ import numpy as np
 
 from megatron_rl.config.load import flat_params
 from megatron_rl.desk.report.health_checks import health_checks
-from megatron_rl.desk.report.page import Page, render
+from megatron_rl.desk.report.page import ReportPage, render
 from megatron_rl.desk.report.panels import report_sections
 from megatron_rl.desk.report.run_record import RunRecord, load_run
 from megatron_rl.desk.report.sample_panel import samples_html
 from megatron_rl.desk.report.smoothing import smooth, smoothing_span
-from megatron_rl.system.files.atomic_files import write_whole
+from megatron_rl.system.files.atomic_files import write_atomic
 from megatron_rl.tracking.terminal.console import accuracy_text, compact, duration
 from megatron_rl.tracking.timeline import OVERLAP, Span, overlap_seconds
 
@@ -29,7 +29,7 @@ def write_report(output_dir: str | Path, path: str | Path | None = None) -> Path
     run = load_run(output_dir)
     written = time.strftime("%Y-%m-%d %H:%M:%S %Z")
     preset = run.setting("preset")
-    page = Page(
+    page = ReportPage(
         title=run.name,
         subtitle=f"megatron_rl{f' · {preset}' if preset else ''} · written {written}",
         headline=_headline(run),
@@ -42,7 +42,7 @@ def write_report(output_dir: str | Path, path: str | Path | None = None) -> Path
         config_text=run.config_text,
         samples=samples_html(output_dir),
     )
-    return write_whole(path or Path(output_dir) / "report.html", render(page))
+    return write_atomic(path or Path(output_dir) / "report.html", render(page))
 
 
 def _headline(run: RunRecord) -> tuple[tuple[str, str, str], ...]:

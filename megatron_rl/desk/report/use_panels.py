@@ -6,7 +6,7 @@ import numpy as np
 
 from megatron_rl.desk.report import charts
 from megatron_rl.desk.report.charts import Series
-from megatron_rl.desk.report.page import Panel
+from megatron_rl.desk.report.page import ReportPanel
 from megatron_rl.desk.report.run_record import RunRecord
 from megatron_rl.tracking.terminal.console import STAGE_STYLES, compact
 from megatron_rl.tracking.timeline import Span
@@ -16,20 +16,20 @@ _NUM_RECENT_STEPS = 20
 _LANE_COLORS = {"rollout": "blue", "trainer": "green"}
 
 
-def length_panel(run: RunRecord) -> Panel:
+def length_panel(run: RunRecord) -> ReportPanel:
     """Of finished responses, at the run's beginning and at its end."""
     title, says = "Lengths", "Tokens of the responses that finished, in the first and the last fifth of the steps on record; " \
         "dashed: the budget."
     early, late = early_and_late_lengths(run)
     groups = [group for group in (("first steps", "grey", early), ("last steps", "blue", late)) if len(group[2])]
     if not groups:
-        return Panel(title, says, "", missing="timeline.json has no finished responses.")
+        return ReportPanel(title, says, "", missing="timeline.json has no finished responses.")
     limit = run.setting("batch.max_response_tokens")
     svg = charts.histogram_chart(
         [(color, values) for _, color, values in groups], "tokens", limit=float(limit) if isinstance(limit, int) else 0.0
     )
     newest = groups[-1][2]
-    return Panel(title, says, svg, tuple((words, color) for words, color, _ in groups), f"median {compact(float(np.median(newest)))}")
+    return ReportPanel(title, says, svg, tuple((words, color) for words, color, _ in groups), f"median {compact(float(np.median(newest)))}")
 
 
 def early_and_late_lengths(run: RunRecord) -> tuple[np.ndarray, np.ndarray]:
@@ -53,7 +53,7 @@ def finished_lengths(spans: Sequence[Span], steps: set[int]) -> np.ndarray:
     return np.array(lengths, dtype=np.int64)
 
 
-def rank_panel(run: RunRecord) -> Panel:
+def rank_panel(run: RunRecord) -> ReportPanel:
     title, says = "Stage times by rank", "Mean seconds that a rank worked on a stage in the newest steps, without its wait for the next " \
         "command. One rank above the others holds them up. Of more than 64 ranks: the slowest and the quickest."
     newest = sorted({span.step for span in run.spans})[-_NUM_RECENT_STEPS:]
@@ -69,13 +69,13 @@ def rank_panel(run: RunRecord) -> Panel:
         if len(ranks) and means.max() > 0:
             stages[stage] = (np.array(ranks), means)
     if not stages:
-        return Panel(title, says, "", missing="timeline.json has no times by rank: an earlier version wrote it.", wide=True)
+        return ReportPanel(title, says, "", missing="timeline.json has no times by rank: an earlier version wrote it.", wide=True)
     spread = {stage: float(means.max() / means.mean() - 1) for stage, (_, means) in stages.items() if means.sum() > 0}
     heaviest = max(stages, key=lambda stage: stages[stage][1].sum())
     of_heaviest, means = stages[heaviest]
     latest = f"{heaviest}: rank {of_heaviest[means.argmax()]} takes {spread[heaviest]:.0%} more than the mean"
     legend = tuple((stage, charts.STAGE_COLORS.get(stage, "grey")) for stage in stages)
-    return Panel(title, says, charts.rank_chart(stages), legend, latest if len(means) > 1 else "one rank", wide=True)
+    return ReportPanel(title, says, charts.rank_chart(stages), legend, latest if len(means) > 1 else "one rank", wide=True)
 
 
 def _rank_seconds(span: Span) -> Iterator[tuple[int, float]]:
@@ -84,7 +84,7 @@ def _rank_seconds(span: Span) -> Iterator[tuple[int, float]]:
         yield int(rank), float(value)
 
 
-def memory_panel(run: RunRecord) -> Panel:
+def memory_panel(run: RunRecord) -> ReportPanel:
     """Device memory where there is a device, else that of the processes."""
     device = [name for name in run.columns if name.endswith("_device_gib") and run.finite(name).max(initial=0.0) > 0]
     kind = "device" if device else "host"
@@ -98,12 +98,12 @@ def memory_panel(run: RunRecord) -> Panel:
         legend.append((stage, color))
         peaks[stage] = float(np.nanmax(values))
     if not series:
-        return Panel(title, says, "", missing="The steps have not logged memory/<stage>_host_gib.")
+        return ReportPanel(title, says, "", missing="The steps have not logged memory/<stage>_host_gib.")
     highest = max(peaks, key=lambda stage: peaks[stage])
-    return Panel(title, says, charts.line_chart(series, "GiB"), tuple(legend), f"at most {peaks[highest]:.3g} GiB, {highest}")
+    return ReportPanel(title, says, charts.line_chart(series, "GiB"), tuple(legend), f"at most {peaks[highest]:.3g} GiB, {highest}")
 
 
-def idle_panel(run: RunRecord) -> Panel:
+def idle_panel(run: RunRecord) -> ReportPanel:
     title, says = "Idle shares", "Part of a step in which nothing ran on the servers, and on the trainer ranks."
     series, legend, latest = [], [], []
     for lane, color in _LANE_COLORS.items():
@@ -114,6 +114,6 @@ def idle_panel(run: RunRecord) -> Panel:
             legend.append((words, color))
             latest.append(f"{words} {np.nanmedian(values):.0f} %")
     if not series:
-        return Panel(title, says, "", missing="The steps have not logged time/rollout_idle_share.")
+        return ReportPanel(title, says, "", missing="The steps have not logged time/rollout_idle_share.")
     svg = charts.line_chart(series, "% of the step", y_range=(0.0, None))
-    return Panel(title, says, svg, tuple(legend), f"median: {', '.join(latest)}")
+    return ReportPanel(title, says, svg, tuple(legend), f"median: {', '.join(latest)}")

@@ -10,14 +10,14 @@ from dataclasses import replace
 
 import numpy as np
 
-from megatron_rl.desk.simulate.contention import contention_of
-from megatron_rl.desk.simulate.engine_costs import all_rows, decode_costs, rest_costs, served
+from megatron_rl.desk.simulate.contention import fit_contention
+from megatron_rl.desk.simulate.engine_costs import all_rows, decode_costs, non_decode_costs, served
 from megatron_rl.desk.simulate.fitting import mixture
-from megatron_rl.desk.simulate.prediction import StepWork, is_due, work_of
-from megatron_rl.desk.simulate.recorded_run import RecordedRun, Round
+from megatron_rl.desk.simulate.prediction import StepWork, runs_in_step, work_of
+from megatron_rl.desk.simulate.recorded_run import RecordedRun, RequestRound
 from megatron_rl.desk.simulate.scenario import Scenario
-from megatron_rl.desk.simulate.slot_process import Window, trained_rows
-from megatron_rl.desk.simulate.timing import Timing, Work
+from megatron_rl.desk.simulate.slot_process import GeneratedStep, trained_rows
+from megatron_rl.desk.simulate.timing import LinearCost, Timing
 from megatron_rl.errors import UserError
 
 _PRIOR = {"token_s": 0.7, "row_s": 0.15, "fixed_s": 0.15, "update_s": 0.3}
@@ -46,7 +46,7 @@ def calibrated(run: RecordedRun, scenario: Scenario) -> Timing:
             f"--run {run.folder}: its timeline does not say what its generate stages did (a run of an earlier version); run "
             "it again for a few steps, replay it with --replay, or give --timing and --lengths"
         )
-    decode, shared = decode_costs(run, scenario, steps, contention_of(run, steps, scenario.num_servers))
+    decode, shared = decode_costs(run, scenario, steps, fit_contention(run, steps, scenario.num_servers))
     timing = Timing(decode=decode, cores=shared.cores, overlap_rate=shared.overlap_rate)
     works = {step: recorded_work(run.rounds[step], step, scenario, timing) for step in steps}
     stages, cores = {}, shared.stage_cores(run)
@@ -60,12 +60,12 @@ def calibrated(run: RecordedRun, scenario: Scenario) -> Timing:
         # It never ran, and so says nothing of a forward pass's seconds; forward and backward are three times as much.
         update = stages["update_policy"]
         stages["old_logprobs"] = replace(update, token_s=update.token_s / 3, update_s=0.0)
-    prefill, rest = rest_costs(run, scenario, timing, shared, forward_s)
+    prefill, rest = non_decode_costs(run, scenario, timing, shared, forward_s)
     stages["generate"] = replace(rest, cores=cores.get("generate", 0.0))
     return replace(timing, prefill=prefill, stages=stages, between_s=_between_s(run, scenario))
 
 
-def recorded_window(rounds: Sequence[Round], scenario: Scenario, timing: Timing) -> Window:
+def recorded_window(rounds: Sequence[RequestRound], scenario: Scenario, timing: Timing) -> GeneratedStep:
     """What a recorded generate stage did, and how long its servers take for it under ``timing``."""
     rows, server_s = [], np.zeros(scenario.num_servers)
     for one in rounds:
@@ -77,14 +77,14 @@ def recorded_window(rounds: Sequence[Round], scenario: Scenario, timing: Timing)
         generated += more
     # What over-sampling discarded a run does not say; groups are unknown, so that no response waits for its own.
     trains = replace(scenario, num_slots=scenario.num_trained, whole_groups=False)
-    return Window(generated, trained_rows(generated, trains), tuple(server_s.tolist()))
+    return GeneratedStep(generated, trained_rows(generated, trains), tuple(server_s.tolist()))
 
 
-def recorded_work(rounds: Sequence[Round], step: int, scenario: Scenario, timing: Timing) -> StepWork:
+def recorded_work(rounds: Sequence[RequestRound], step: int, scenario: Scenario, timing: Timing) -> StepWork:
     return work_of(recorded_window(rounds, scenario, timing), step)
 
 
-def _stage_cost(name: str, seconds: dict[int, float], works: dict[int, StepWork], scenario: Scenario) -> Work | None:
+def _stage_cost(name: str, seconds: dict[int, float], works: dict[int, StepWork], scenario: Scenario) -> LinearCost | None:
     steps = sorted(seconds)
     if name == "update_policy":
         steps = [step for step in steps if step > scenario.critic_warmup_steps]
@@ -92,11 +92,11 @@ def _stage_cost(name: str, seconds: dict[int, float], works: dict[int, StepWork]
         return None
     measured = np.array([seconds[step] for step in steps])
     if name in ("evaluate", "checkpoint"):
-        due = np.array([is_due(name, step - 1, scenario) or step == steps[-1] for step in steps])
+        due = np.array([runs_in_step(name, step - 1, scenario) or step == steps[-1] for step in steps])
         usual_s = float(measured[~due].mean()) if not due.all() else 0.0
-        return Work(fixed_s=usual_s, update_s=max(float(measured[due].mean()) - usual_s, 0.0))
+        return LinearCost(fixed_s=usual_s, update_s=max(float(measured[due].mean()) - usual_s, 0.0))
     if name in _FIXED or name not in _UNITS:
-        return Work(fixed_s=float(measured.mean()))
+        return LinearCost(fixed_s=float(measured.mean()))
     chosen = [works[step] for step in steps]
     if name == "update_critic":
         tokens, rows = [float(w.finished_tokens) for w in chosen], [w.num_finished for w in chosen]
@@ -105,7 +105,7 @@ def _stage_cost(name: str, seconds: dict[int, float], works: dict[int, StepWork]
         tokens, rows = [float(w.row_tokens) for w in chosen], [w.num_rows for w in chosen]
         size, passes = scenario.policy_minibatch_size, 1
     if name == "old_logprobs":
-        shares = [scenario.old_share(work.num_rows, step - 1) for step, work in zip(steps, chosen, strict=True)]
+        shares = [scenario.stale_fraction(work.num_rows, step - 1) for step, work in zip(steps, chosen, strict=True)]
         if not any(shares):
             return None
         tokens = [number * share for number, share in zip(tokens, shares, strict=True)]
@@ -120,12 +120,12 @@ def _stage_cost(name: str, seconds: dict[int, float], works: dict[int, StepWork]
     return _fitted({unit: found[unit] for unit in _UNITS[name]}, measured)
 
 
-def _fitted(units: dict[str, np.ndarray], measured: np.ndarray) -> Work:
+def _fitted(units: dict[str, np.ndarray], measured: np.ndarray) -> LinearCost:
     mean = float(measured.mean())
     if mean <= 0:
-        return Work()
+        return LinearCost()
     whole = sum(_PRIOR[unit] for unit in units)
-    return Work(**mixture(units, measured, {unit: mean * _PRIOR[unit] / whole for unit in units}))
+    return LinearCost(**mixture(units, measured, {unit: mean * _PRIOR[unit] / whole for unit in units}))
 
 
 def _between_s(run: RecordedRun, scenario: Scenario) -> float:

@@ -15,21 +15,21 @@ FULL_SHARE = 0.85
 
 
 @dataclass(frozen=True)
-class Load:
+class StageLoad:
     """One stage run."""
 
     seconds: float
     """Where nothing slows it down."""
     cores: float = 0.0
     """That it keeps busy meanwhile; 0: it neither slows others down nor is slowed down."""
-    then: "Load | None" = None
+    then: "StageLoad | None" = None
     """What the same stage goes on with."""
 
 
 @dataclass
 class _Active:
     run: StageRun
-    load: Load
+    load: StageLoad
     started_s: float
     wait_s: float
     left_s: float
@@ -37,7 +37,7 @@ class _Active:
 
 def run_clock(
     graph: Sequence[Stage],
-    load_of: Callable[[StageRun], Load],
+    load_of: Callable[[StageRun], StageLoad],
     num_steps: int,
     *,
     cores: float = 0.0,

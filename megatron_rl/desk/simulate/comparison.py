@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from megatron_rl.desk.simulate.calibration import recorded_work
-from megatron_rl.desk.simulate.clock import Load, run_clock
+from megatron_rl.desk.simulate.clock import StageLoad, run_clock
 from megatron_rl.desk.simulate.prediction import Prediction, StepWork, stage_load
 from megatron_rl.desk.simulate.recorded_run import RecordedRun
 from megatron_rl.desk.simulate.scenario import Scenario
@@ -54,14 +54,14 @@ def recorded_works(run: RecordedRun, scenario: Scenario, timing: Timing) -> list
 def replay_measured(run: RecordedRun, scenario: Scenario) -> Replayed:
     """Every stage takes what it took: what is left of an error is the schedule's."""
     seconds = {stage.name: run.seconds(stage.name) for stage in scenario.graph}
-    return _replayed(run, scenario, lambda name, step: Load(seconds[name].get(step, 0.0)), {})
+    return _replayed(run, scenario, lambda name, step: StageLoad(seconds[name].get(step, 0.0)), {})
 
 
 def replay_fitted(run: RecordedRun, scenario: Scenario, timing: Timing) -> Replayed:
     """Every stage takes what the costs say of the rows that it had."""
     works = dict(zip(run.steps, recorded_works(run, scenario, timing), strict=True))
 
-    def load_of(name: str, step: int) -> Load:
+    def load_of(name: str, step: int) -> StageLoad:
         return stage_load(name, works[step], step - 1, scenario, timing, last=step == run.steps[-1])
 
     found = _replayed(run, scenario, load_of, timing.sharing)
@@ -70,9 +70,9 @@ def replay_fitted(run: RecordedRun, scenario: Scenario, timing: Timing) -> Repla
 
 
 def _replayed(
-    run: RecordedRun, scenario: Scenario, load_of: Callable[[str, int], Load], options: Mapping[str, float]
+    run: RecordedRun, scenario: Scenario, load_of: Callable[[str, int], StageLoad], options: Mapping[str, float]
 ) -> Replayed:
-    def at(stage_run: StageRun) -> Load:
+    def at(stage_run: StageRun) -> StageLoad:
         return load_of(stage_run.stage.name, run.steps[stage_run.step])
 
     spans = run_clock(scenario.graph, at, run.num_steps, **options)

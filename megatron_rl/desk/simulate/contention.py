@@ -98,7 +98,7 @@ class Contention:
         return {name: float(min(cores, self.cores)) for name, cores in found.items()}
 
 
-def contention_of(run: RecordedRun, steps: Sequence[int], num_servers: int) -> Contention:
+def fit_contention(run: RecordedRun, steps: Sequence[int], num_servers: int) -> Contention:
     """With the rate that CPU seconds speak for."""
     chosen = set(steps)
     generate = [span for span in run.spans if span.name == "generate" and span.step in chosen]

@@ -1,7 +1,7 @@
 """How long the servers take for a step's requests, by events: a request ends, another one begins. Pure.
 
 The engine, as SGLang schedules it: requests are taken in order; a prefill stops decoding, computes the whole prefix and
-gives the first token; then every running request grows by a token per decode step, until one ends. ``Limits`` say how many
+gives the first token; then every running request grows by a token per decode step, until one ends. ``ServerLimits`` say how many
 may run. Between two events a decode step's time grows evenly with the context, so whole stretches are added up at once.
 """
 
@@ -15,7 +15,7 @@ from megatron_rl.desk.simulate.timing import Timing
 
 
 @dataclass(frozen=True)
-class Limits:
+class ServerLimits:
     """Of one server; 0: none."""
 
     running: int = 0
@@ -29,7 +29,7 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class Served:
+class ServerTrace:
     """What one server did for its requests."""
 
     finish_s: np.ndarray
@@ -54,7 +54,7 @@ class Served:
         return np.where(self.finish_s <= time_s, new, np.minimum(made, np.maximum(new - 1, 0)))
 
 
-def serve(prefix: np.ndarray, new: np.ndarray, timing: Timing, limits: Limits) -> Served:
+def serve(prefix: np.ndarray, new: np.ndarray, timing: Timing, limits: ServerLimits) -> ServerTrace:
     """One server. prefix, new: [requests] tokens to prefill and to generate; a request without new tokens is not sent."""
     sent = np.flatnonzero(new > 0)
     some = _served_at_once(prefix[sent], new[sent], timing) if _all_fit(prefix[sent], new[sent], limits) else None
@@ -62,7 +62,7 @@ def serve(prefix: np.ndarray, new: np.ndarray, timing: Timing, limits: Limits) -
         some = _Queue(prefix[sent], new[sent], timing, limits).run()
     finish_s, begin_steps = np.zeros(len(new)), np.zeros(len(new))
     finish_s[sent], begin_steps[sent] = some.finish_s, some.begin_steps
-    return Served(finish_s, begin_steps, some.clock_s, some.clock_steps, some.context_token_steps)
+    return ServerTrace(finish_s, begin_steps, some.clock_s, some.clock_steps, some.context_token_steps)
 
 
 def spread(num_requests: int, num_servers: int) -> list[np.ndarray]:
@@ -70,7 +70,7 @@ def spread(num_requests: int, num_servers: int) -> list[np.ndarray]:
     return [np.arange(server, num_requests, num_servers) for server in range(num_servers)]
 
 
-def _all_fit(prefix: np.ndarray, new: np.ndarray, limits: Limits) -> bool:
+def _all_fit(prefix: np.ndarray, new: np.ndarray, limits: ServerLimits) -> bool:
     too_many = any(0 < limit < len(new) for limit in (limits.running, limits.inflight))
     return not too_many and not 0 < limits.kv_tokens < int((prefix + new).sum())
 
@@ -80,7 +80,7 @@ def _prefill_s(prefix: np.ndarray, timing: Timing) -> np.ndarray:
     return work.row_s + work.token_s * prefix + work.square_s * prefix.astype(np.float64) ** 2
 
 
-def _served_at_once(prefix: np.ndarray, new: np.ndarray, timing: Timing) -> Served:
+def _served_at_once(prefix: np.ndarray, new: np.ndarray, timing: Timing) -> ServerTrace:
     """All requests run from the beginning: prefills first, then decode steps with fewer and fewer of them."""
     order = np.argsort(new, kind="stable")
     steps = new[order] - 1  # the first token comes with the prefill
@@ -99,7 +99,7 @@ def _served_at_once(prefix: np.ndarray, new: np.ndarray, timing: Timing) -> Serv
     finish_s = np.empty(len(new))
     finish_s[order] = ends_s[np.searchsorted(ends, steps)] if len(new) else ends_s
     finish_s = np.where(new == 1, np.cumsum(prefills_s), finish_s)
-    return Served(
+    return ServerTrace(
         finish_s,
         np.zeros(len(new)),
         np.concatenate([[0.0, begin_s], ends_s]),
@@ -111,7 +111,7 @@ def _served_at_once(prefix: np.ndarray, new: np.ndarray, timing: Timing) -> Serv
 class _Queue:
     """More requests than may run."""
 
-    def __init__(self, prefix: np.ndarray, new: np.ndarray, timing: Timing, limits: Limits) -> None:
+    def __init__(self, prefix: np.ndarray, new: np.ndarray, timing: Timing, limits: ServerLimits) -> None:
         self._prefix, self._new = prefix.tolist(), new.tolist()
         self._prefill_s = _prefill_s(prefix, timing).tolist()
         self._timing, self._limits = timing, limits
@@ -133,7 +133,7 @@ class _Queue:
         self._finish_s, self._begin_steps = [0.0] * len(new), [0] * len(new)
         self._clock: list[tuple[float, int]] = [(0.0, 0)]
 
-    def run(self) -> Served:
+    def run(self) -> ServerTrace:
         self._admit()
         while self._running:
             end, _ = self._running[0]
@@ -142,7 +142,7 @@ class _Queue:
                 self._end(heapq.heappop(self._running)[1])
             self._admit()
         clock_s, clock_steps = zip(*self._clock, strict=True)
-        return Served(
+        return ServerTrace(
             np.array(self._finish_s),
             np.array(self._begin_steps, dtype=np.float64),
             np.array(clock_s),

@@ -11,12 +11,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from megatron_rl.desk.simulate.contention import Contention
-from megatron_rl.desk.simulate.decoding import Served, serve, spread
+from megatron_rl.desk.simulate.decoding import ServerTrace, serve, spread
 from megatron_rl.desk.simulate.fitting import mixture, robust
-from megatron_rl.desk.simulate.recorded_run import RecordedRun, Round
+from megatron_rl.desk.simulate.recorded_run import RecordedRun, RequestRound
 from megatron_rl.desk.simulate.scenario import Scenario
-from megatron_rl.desk.simulate.slot_process import Rows
-from megatron_rl.desk.simulate.timing import Decode, Timing, Work
+from megatron_rl.desk.simulate.slot_process import SlotResponses
+from megatron_rl.desk.simulate.timing import Decode, LinearCost, Timing
 
 _RATES = (1.0, 0.8, 0.6, 0.4)
 _ALIKE = 0.2
@@ -41,16 +41,16 @@ class _Ends:
     """Of the decode curve."""
 
 
-def all_rows(one: Round) -> Rows:
+def all_rows(one: RequestRound) -> SlotResponses:
     """Of rows that stand for more, each as often as it stands for one."""
     place = _places(one)
     held, new = one.held[place], one.new[place]
     total = held + new + np.where(one.ended[place], 0, 1)
     unknown = np.zeros_like(new)
-    return Rows(one.prompt[place], held, new, total, unknown, unknown, unknown)
+    return SlotResponses(one.prompt[place], held, new, total, unknown, unknown, unknown)
 
 
-def served(rows: Rows, scenario: Scenario, timing: Timing) -> list[Served]:
+def served(rows: SlotResponses, scenario: Scenario, timing: Timing) -> list[ServerTrace]:
     prefix = rows.prompt + rows.held
     return [
         serve(prefix[own], rows.new[own], timing, scenario.limits) for own in spread(len(rows), scenario.num_servers)
@@ -75,9 +75,9 @@ def decode_costs(
     return _decode(nodes, found), replace(shared, rate=rate)
 
 
-def rest_costs(
+def non_decode_costs(
     run: RecordedRun, scenario: Scenario, timing: Timing, shared: Contention, forward_s: float
-) -> tuple[Work, Work]:
+) -> tuple[LinearCost, LinearCost]:
     """(prefill, what else generate takes), ``timing`` with the decode curve alone.
 
     ``forward_s``: the trainer's seconds per token of a forward pass. A server's prefill is taken to be as fast on as many
@@ -98,19 +98,19 @@ def rest_costs(
         units["fixed_s"].append(1.0)
     measured = np.array(rest)
     if measured.mean() <= 0:
-        return Work(), Work()
+        return LinearCost(), LinearCost()
     columns = {name: np.array(values, dtype=np.float64) for name, values in units.items()}
     prefill_s = min(forward_s * scenario.ranks_per_server * columns["prefix"].mean(), 0.8 * measured.mean())
     if columns["prefix"].std() < _ALIKE * columns["prefix"].mean():
-        prefill = Work(token_s=prefill_s / columns.pop("prefix").mean())
+        prefill = LinearCost(token_s=prefill_s / columns.pop("prefix").mean())
         left = {name: share * (measured.mean() - prefill_s) for name, share in _REST.items()}
-        return prefill, Work(**mixture(columns, measured - prefill_s, left))
+        return prefill, LinearCost(**mixture(columns, measured - prefill_s, left))
     prior = {"prefix": prefill_s} | {name: share * (measured.mean() - prefill_s) for name, share in _REST.items()}
     found = mixture(columns, measured, prior)
-    return Work(token_s=found.pop("prefix")), Work(**found)
+    return LinearCost(token_s=found.pop("prefix")), LinearCost(**found)
 
 
-def _places(one: Round) -> np.ndarray:
+def _places(one: RequestRound) -> np.ndarray:
     return np.arange(one.num_rows) * len(one.new) // max(one.num_rows, 1)
 
 
@@ -147,7 +147,7 @@ def _ends(run: RecordedRun, scenario: Scenario, steps: Sequence[int], bases: Seq
     return _Ends(np.concatenate(features), np.concatenate(starts), np.concatenate(ends), bases[0].decode.running)
 
 
-def _arrived_together(rows: Rows, seconds: np.ndarray, scenario: Scenario, *, sampled: bool) -> list[np.ndarray]:
+def _arrived_together(rows: SlotResponses, seconds: np.ndarray, scenario: Scenario, *, sampled: bool) -> list[np.ndarray]:
     """Rows of one HTTP request to one server, by their ends; of a choice of rows it is not known, so all are one."""
     groups = []
     for own in spread(len(rows), scenario.num_servers):
@@ -161,7 +161,7 @@ def _arrived_together(rows: Rows, seconds: np.ndarray, scenario: Scenario, *, sa
     return [group for group in groups if len(group) > 1]
 
 
-def _finish_s(rows: Rows, scenario: Scenario, timing: Timing) -> np.ndarray:
+def _finish_s(rows: SlotResponses, scenario: Scenario, timing: Timing) -> np.ndarray:
     finish = np.zeros(len(rows))
     for own, one in zip(spread(len(rows), scenario.num_servers), served(rows, scenario, timing), strict=True):
         finish[own] = one.finish_s

@@ -15,8 +15,8 @@ from megatron_rl.desk.costs.publish_time import publish_seconds
 from megatron_rl.desk.costs.run_memory import memory_fraction
 from megatron_rl.desk.costs.serving_time import decode_curve, kv_bytes, kv_tokens, prefill_seconds
 from megatron_rl.desk.costs.training_time import REINFORCEMENT, training_seconds
-from megatron_rl.desk.costs.training_time import Work as Batch
-from megatron_rl.desk.simulate.timing import Decode, Timing, Work
+from megatron_rl.desk.costs.training_time import TrainingBatchWork as Batch
+from megatron_rl.desk.simulate.timing import Decode, LinearCost, Timing
 from megatron_rl.errors import ConfigError
 from megatron_rl.families.facts import as_config, read_model_json
 from megatron_rl.families.family import ModelConfig
@@ -41,7 +41,7 @@ def estimated_timing(config: Config, gpu: Gpu, facts: ModelConfig | None = None)
     context_s = (curve(1, 1000) - curve(1, 0)) / 1000
     critic = critic_layout(config)
 
-    def passes(number: float, layout: ParallelConfig = parallel) -> Work:
+    def passes(number: float, layout: ParallelConfig = parallel) -> LinearCost:
         return _passes(model, gpu, layout, number, parallel.num_ranks, config.batch.max_tokens_per_microbatch)
 
     def update(recompute: Recompute) -> float:
@@ -58,7 +58,7 @@ def estimated_timing(config: Config, gpu: Gpu, facts: ModelConfig | None = None)
             "process_rewards": values,
             "update_policy": passes(update(config.policy.recompute)),
             "update_critic": passes(update(config.critic.recompute), critic),
-            "publish": Work(fixed_s=_publish_s(config, model, gpu)),
+            "publish": LinearCost(fixed_s=_publish_s(config, model, gpu)),
         },
     )
 
@@ -87,7 +87,7 @@ def _model(config: Config) -> ModelConfig:
 
 def _passes(
     model: ModelConfig, gpu: Gpu, layout: ParallelConfig, number: float, num_ranks: int, pack_tokens: int
-) -> Work:
+) -> LinearCost:
     """``number`` forward passes' worth on all ranks. Filling and draining the pipeline takes as long for few packs as for many."""
 
     def seconds(length: int, ranks: int = num_ranks) -> float:
@@ -97,14 +97,14 @@ def _passes(
     per_pack = cost.token_s * pack_tokens * num_ranks / ranks_of_replica(layout)
     fill_s = per_pack * (layout.pipeline_parallel_size - 1) / layout.virtual_pipeline_size
     once = {"update_s": fill_s} if number >= 3 else {"fixed_s": fill_s}
-    return Work(token_s=cost.token_s, square_s=cost.square_s, **once)
+    return LinearCost(token_s=cost.token_s, square_s=cost.square_s, **once)
 
 
-def _quadratic(seconds: Callable[[int], float]) -> Work:
+def _quadratic(seconds: Callable[[int], float]) -> LinearCost:
     """The two costs of what is ``a * length + b * length**2``."""
     length = 1024
     square_s = (seconds(2 * length) - 2 * seconds(length)) / (2 * length**2)
-    return Work(token_s=seconds(length) / length - square_s * length, square_s=square_s)
+    return LinearCost(token_s=seconds(length) / length - square_s * length, square_s=square_s)
 
 
 def _publish_s(config: Config, model: ModelConfig, gpu: Gpu) -> float:

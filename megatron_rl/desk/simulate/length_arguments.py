@@ -4,7 +4,7 @@ from pathlib import Path
 
 from megatron_rl.config.load import load_config
 from megatron_rl.config.schema import Config, Mode
-from megatron_rl.desk.simulate.lengths import Lengths, named_lengths, read_lengths
+from megatron_rl.desk.simulate.lengths import LengthDistribution, named_lengths, read_lengths
 from megatron_rl.desk.simulate.recorded_run import RecordedRun, read_run, response_lengths
 from megatron_rl.errors import UserError
 
@@ -16,16 +16,16 @@ def config_of_run(run: RecordedRun) -> Config:
     return load_config(run.folder / "config.yaml")
 
 
-def lengths_of_words(words: str) -> Lengths:
+def parse_lengths(words: str) -> LengthDistribution:
     path = Path(words)
     if path.is_dir():
-        return lengths_of_run(read_run(path))
+        return load_lengths(read_run(path))
     if path.name in ("metrics.jsonl", "timeline.json"):
-        return lengths_of_run(read_run(path.parent))
+        return load_lengths(read_run(path.parent))
     return read_lengths(path) if path.is_file() else named_lengths(words)
 
 
-def lengths_of_run(run: RecordedRun) -> Lengths:
+def load_lengths(run: RecordedRun) -> LengthDistribution:
     if not run.rounds:
         raise UserError(f"{run.folder}: the run's timeline does not say how long its responses were; give --lengths")
     return response_lengths(run, carries=config_of_run(run).schedule.mode is not Mode.sync)

@@ -23,23 +23,23 @@ _NO_MAX = float(2**31)
 
 
 @dataclass(frozen=True)
-class Lengths:
+class LengthDistribution:
     text: str
     """Says what it is, for tables."""
     draw: Draw
     """(generator, how many) -> int64 lengths, at least 1."""
 
 
-def empirical(values: np.ndarray, text: str) -> Lengths:
+def empirical(values: np.ndarray, text: str) -> LengthDistribution:
     """Lengths as they were seen, each as likely as the other."""
     seen = np.asarray(values)
     if seen.ndim != 1 or not len(seen) or not np.all(np.isfinite(seen)) or seen.min() < 1:
         raise UserError(f"--lengths {text}: expected at least one length, each of them 1 or more, got {_shown(seen)}")
     tokens = np.ceil(np.minimum(seen, _NO_MAX)).astype(np.int64)
-    return Lengths(f"{text} ({len(tokens):,} lengths, mean {tokens.mean():.0f})", lambda rng, n: rng.choice(tokens, n))
+    return LengthDistribution(f"{text} ({len(tokens):,} lengths, mean {tokens.mean():.0f})", lambda rng, n: rng.choice(tokens, n))
 
 
-def read_lengths(path: Path) -> Lengths:
+def read_lengths(path: Path) -> LengthDistribution:
     """One length per line, or the array of a .npy file."""
     try:
         if path.suffix == ".npy":
@@ -53,7 +53,7 @@ def read_lengths(path: Path) -> Lengths:
     return empirical(values, path.name)
 
 
-def named_lengths(words: str) -> Lengths:
+def named_lengths(words: str) -> LengthDistribution:
     """``name:key=value,...``; raises UserError for what is unknown or cannot be."""
     name, _, rest = words.partition(":")
     if name not in _KINDS:
@@ -71,7 +71,7 @@ def named_lengths(words: str) -> Lengths:
     except (KeyError, ValueError) as error:
         what = f"it lacks {error}" if isinstance(error, KeyError) else str(error)
         raise UserError(f"--lengths {words}: {what}; {name} takes {keys}") from None
-    return Lengths(words, lambda rng, n: np.maximum(np.ceil(quantile(rng.random(n))), 1).astype(np.int64))
+    return LengthDistribution(words, lambda rng, n: np.maximum(np.ceil(quantile(rng.random(n))), 1).astype(np.int64))
 
 
 _Quantile = Callable[[np.ndarray], np.ndarray]

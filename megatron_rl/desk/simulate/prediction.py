@@ -6,11 +6,11 @@ from math import ceil
 
 import numpy as np
 
-from megatron_rl.config.derived import falls_due
-from megatron_rl.desk.simulate.clock import Load, run_clock
-from megatron_rl.desk.simulate.lengths import Lengths
+from megatron_rl.config.derived import is_due
+from megatron_rl.desk.simulate.clock import StageLoad, run_clock
+from megatron_rl.desk.simulate.lengths import LengthDistribution
 from megatron_rl.desk.simulate.scenario import Scenario
-from megatron_rl.desk.simulate.slot_process import Rows, SlotProcess, Window
+from megatron_rl.desk.simulate.slot_process import GeneratedStep, SlotProcess, SlotResponses
 from megatron_rl.desk.simulate.timing import Timing
 from megatron_rl.step.graph import StageRun
 from megatron_rl.tracking.timeline import Span
@@ -21,9 +21,9 @@ _ROW_STAGES = ("old_logprobs", "reference_logprobs", "values", "process_rewards"
 
 @dataclass(frozen=True)
 class Workload:
-    lengths: Lengths
+    lengths: LengthDistribution
     """Of responses."""
-    prompts: Lengths
+    prompts: LengthDistribution
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class StepWork:
     """Versions between the oldest token of a finished response and the critic's pass over it; the policy's without a critic."""
 
 
-def work_of(window: Window, step: int) -> StepWork:
+def work_of(window: GeneratedStep, step: int) -> StepWork:
     done, rows = window.generated, window.trained
     ended = rows.pick(np.flatnonzero(rows.ended))
     finished = ended if window.finished is None else window.finished
@@ -94,10 +94,10 @@ def stage_seconds(
     if name in ("update_policy", "publish") and policy_rests:
         return 0.0
     if name == "old_logprobs":
-        share = scenario.old_share(work.num_rows, step)
+        share = scenario.stale_fraction(work.num_rows, step)
         return cost.seconds(**{unit: number * share for unit, number in rows.items()}) if share else 0.0
     if name in ("evaluate", "checkpoint"):
-        return cost.seconds(updates=last or is_due(name, step, scenario))
+        return cost.seconds(updates=last or runs_in_step(name, step, scenario))
     if name == "update_policy":
         return cost.seconds(**rows, updates=ceil(work.num_rows / scenario.policy_minibatch_size))
     if name == "score":
@@ -105,24 +105,24 @@ def stage_seconds(
     return cost.seconds(**rows) if name in _ROW_STAGES else cost.fixed_s
 
 
-def stage_load(name: str, work: StepWork, step: int, scenario: Scenario, timing: Timing, *, last: bool = False) -> Load:
+def stage_load(name: str, work: StepWork, step: int, scenario: Scenario, timing: Timing, *, last: bool = False) -> StageLoad:
     """``stage_seconds`` and the cores that they take: of generate fewer and fewer, as one server after the other is through."""
     seconds, cores = stage_seconds(name, work, step, scenario, timing, last=last), timing.stage(name).cores
     if name != "generate":
-        return Load(seconds, cores)
+        return StageLoad(seconds, cores)
     load, times = None, (0.0, *work.server_s)
     for index in range(len(times) - 1, 0, -1):
-        load = Load(times[index] - times[index - 1], cores * (len(times) - index), load)
-    return Load(seconds - times[-1], cores, load)
+        load = StageLoad(times[index] - times[index - 1], cores * (len(times) - index), load)
+    return StageLoad(seconds - times[-1], cores, load)
 
 
-def is_due(name: str, step: int, scenario: Scenario) -> bool:
+def runs_in_step(name: str, step: int, scenario: Scenario) -> bool:
     """Whether ``evaluate`` or ``checkpoint`` has something to do in a step."""
     every = scenario.eval_every_steps if name == "evaluate" else scenario.save_every_steps
-    return falls_due(step + 1, every)
+    return is_due(step + 1, every)
 
 
-def _squares(rows: Rows) -> float:
+def _squares(rows: SlotResponses) -> float:
     return float((rows.row_tokens.astype(np.float64) ** 2).sum())
 
 
@@ -162,7 +162,7 @@ def simulated_works(
 
 
 def on_clock(scenario: Scenario, works: Sequence[StepWork], timing: Timing, *, first: int | None = None) -> Prediction:
-    def load_of(run: StageRun) -> Load:
+    def load_of(run: StageRun) -> StageLoad:
         # A run that is simulated goes on behind its last step.
         return stage_load(run.stage.name, works[run.step], run.step, scenario, timing)
 
@@ -172,7 +172,7 @@ def on_clock(scenario: Scenario, works: Sequence[StepWork], timing: Timing, *, f
 
 
 @dataclass(frozen=True)
-class Outcome:
+class PredictedMeans:
     """Means over the steps that count."""
 
     num_steps: int
@@ -193,18 +193,18 @@ class Outcome:
     oldest_age: int = 0
 
 
-def mean_outcome(outcomes: Sequence[Outcome]) -> Outcome:
+def mean_outcome(outcomes: Sequence[PredictedMeans]) -> PredictedMeans:
     """Of predictions that differ by their seed alone."""
     first = outcomes[0]
-    numbers = {item.name: getattr(first, item.name) for item in fields(Outcome)}
+    numbers = {item.name: getattr(first, item.name) for item in fields(PredictedMeans)}
     for name, value in numbers.items():
         if isinstance(value, float):
             numbers[name] = float(np.mean([getattr(one, name) for one in outcomes]))
     stages = {name: float(np.mean([one.stage_s[name] for one in outcomes])) for name in first.stage_s}
-    return Outcome(**{**numbers, "stage_s": stages, "oldest_age": max(one.oldest_age for one in outcomes)})
+    return PredictedMeans(**{**numbers, "stage_s": stages, "oldest_age": max(one.oldest_age for one in outcomes)})
 
 
-def outcome_of(prediction: Prediction) -> Outcome:
+def compute_means(prediction: Prediction) -> PredictedMeans:
     first, ends = prediction.first, prediction.ends_s
     begin_s, end_s = float(ends[first - 1]) if first else 0.0, float(ends[-1])
     works, count = prediction.works[first:], len(ends) - first
@@ -226,7 +226,7 @@ def outcome_of(prediction: Prediction) -> Outcome:
         return float(sum(getattr(work, name) for work in works))
 
     rows = max(total("row_tokens"), 1.0)
-    return Outcome(
+    return PredictedMeans(
         num_steps=count,
         step_s=wall_s / count,
         stage_s=stage_s,
@@ -249,6 +249,6 @@ def seconds_until(prediction: Prediction, *, tokens: float = 0.0, responses: flo
     ends = prediction.ends_s
     if made[-1] >= target:
         return float(np.interp(target, np.concatenate([[0], made]), np.concatenate([[0.0], ends])))
-    outcome = outcome_of(prediction)
+    outcome = compute_means(prediction)
     rate = outcome.tokens_per_s if tokens else outcome.finished_per_s
     return float(ends[-1] + (target - made[-1]) / rate) if rate else float("inf")

@@ -8,13 +8,13 @@ from typing import Any
 
 import numpy as np
 
-from megatron_rl.desk.simulate.lengths import Lengths, empirical
+from megatron_rl.desk.simulate.lengths import LengthDistribution, empirical
 from megatron_rl.errors import UserError
 from megatron_rl.tracking.timeline import Span, read_timeline
 
 
 @dataclass(frozen=True)
-class Round:
+class RequestRound:
     """One round of requests of a generate stage; [rows] each. Of very many rows those stand for all that were written down."""
 
     num_rows: int
@@ -62,7 +62,7 @@ class RecordedRun:
         return {span.step: span for span in self.spans if span.name == name}
 
     @cached_property
-    def rounds(self) -> dict[int, list[Round]]:
+    def rounds(self) -> dict[int, list[RequestRound]]:
         """By step; empty for a run whose timeline does not say what its stages did."""
         return {
             span.step: [_round_of(one) for one in span.args["rounds"]]
@@ -96,11 +96,11 @@ def read_run(folder: Path) -> RecordedRun:
     return RecordedRun(folder, kept)
 
 
-def _round_of(facts: Mapping[str, Any]) -> Round:
+def _round_of(facts: Mapping[str, Any]) -> RequestRound:
     def numbers(name: str) -> np.ndarray:
         return np.array(str(facts[name]).split(), dtype=np.int64)
 
-    return Round(
+    return RequestRound(
         num_rows=int(facts["rows"]),
         num_tokens=int(facts["tokens"]),
         prompt=numbers("prompt"),
@@ -111,12 +111,12 @@ def _round_of(facts: Mapping[str, Any]) -> Round:
     )
 
 
-def prompt_lengths(run: RecordedRun) -> Lengths:
+def prompt_lengths(run: RecordedRun) -> LengthDistribution:
     fresh = [one.prompt[one.held == 0] for rounds in run.rounds.values() for one in rounds]
     return empirical(np.concatenate(fresh), "the run's prompts")
 
 
-def response_lengths(run: RecordedRun, *, carries: bool) -> Lengths:
+def response_lengths(run: RecordedRun, *, carries: bool) -> LengthDistribution:
     """Lengths of all responses that the run began, by the product-limit estimate (Kaplan and Meier, 1958).
 
     Those that have ended are too short on the average: what was still going on at the end counts as longer than what it
@@ -133,7 +133,7 @@ def response_lengths(run: RecordedRun, *, carries: bool) -> Lengths:
     values, shares = product_limit(np.concatenate(lengths), np.concatenate(ended), np.concatenate(weights))
     edges = np.cumsum(shares)
     mean = float((values * shares).sum())
-    return Lengths(
+    return LengthDistribution(
         f"those of {run.folder} ({int(np.concatenate(ended).sum()):,} ended, mean {mean:.0f})",
         lambda rng, n: values[
             np.minimum(np.searchsorted(edges, rng.random(n) * edges[-1], side="right"), len(values) - 1)

@@ -7,21 +7,21 @@ from typing import Any
 from megatron_rl.config.derived import (
     effective_window_tokens,
     eval_sets,
-    first_update_is_its_own_old,
+    generates_ahead,
     needs_critic,
     needs_greedy,
     needs_reference,
     num_responses_per_step,
     publishes_in_flight,
-    runs_ahead,
+    reuses_first_logprobs,
     server_placement,
     trains_whole_groups,
     trains_whole_responses,
     window_jitter_tokens,
 )
 from megatron_rl.config.schema import Config, Mode, OldPolicy
-from megatron_rl.config.schema.bounds import bound_problems, kind_problems
-from megatron_rl.desk.simulate.decoding import Limits
+from megatron_rl.config.schema.bounds import bound_problems, type_problems
+from megatron_rl.desk.simulate.decoding import ServerLimits
 from megatron_rl.errors import ConfigError
 from megatron_rl.step.graph import Stage
 from megatron_rl.step.table import step_graph
@@ -41,7 +41,7 @@ class Scenario:
     num_servers: int = 1
     ranks_per_server: float = 1.0
     """Devices of the trainer over those of one server."""
-    limits: Limits = field(default_factory=Limits)
+    limits: ServerLimits = field(default_factory=ServerLimits)
     critic: bool = True
     reference: bool = False
     process_rewards: bool = False
@@ -57,7 +57,7 @@ class Scenario:
     recomputes_old: bool = True
     """Log-probs of the old policy come from a trainer pass of their own."""
     first_is_own_old: bool = False
-    """A step's first update needs no such pass (``config.derived.first_update_is_its_own_old``)."""
+    """A step's first update needs no such pass (``config.derived.reuses_first_logprobs``)."""
     policy_minibatch_size: int = 512
     critic_minibatch_size: int = 512
     critic_epochs: int = 1
@@ -66,7 +66,7 @@ class Scenario:
     save_every_steps: int = 0
     eval_every_steps: int = 0
 
-    def old_share(self, num_rows: int, step: int) -> float:
+    def stale_fraction(self, num_rows: int, step: int) -> float:
         """Of a step's rows, those that go through a pass for their old log-probs."""
         if not self.recomputes_old:
             return 0.0
@@ -101,13 +101,13 @@ class Scenario:
         return max(windows, self.critic_warmup_steps)
 
 
-def scenario_of(config: Config) -> Scenario:
+def make_scenario(config: Config) -> Scenario:
     """Raises ConfigError for what cannot be, and for what the simulator does not know.
 
     In sync mode responses are whole, whatever window is set, so that a windowed run can be asked what that would take.
     """
     batch, server = config.batch, config.rollout.server_args
-    problems = [*kind_problems(config)] or [*bound_problems("", config)]
+    problems = [*type_problems(config)] or [*bound_problems("", config)]
     if batch.window_tokens > batch.max_response_tokens:
         problems.append(
             f"batch.window_tokens={batch.window_tokens} is longer than a response may become "
@@ -135,7 +135,7 @@ def scenario_of(config: Config) -> Scenario:
         jitter_tokens=window_jitter_tokens(config),
         num_servers=len(config.rollout.urls) or config.rollout.num_servers,
         ranks_per_server=max(config.parallel.num_ranks, 1) / config.rollout.tensor_parallel_size,
-        limits=Limits(
+        limits=ServerLimits(
             running=_option(server, "max-running-requests"),
             kv_tokens=_option(server, "max-total-tokens"),
             inflight=config.rollout.max_inflight_requests,
@@ -146,12 +146,12 @@ def scenario_of(config: Config) -> Scenario:
         reference=needs_reference(config),
         process_rewards=bool(config.reward.process.path),
         colocated=server_placement(config.rollout).shares_devices,
-        ahead=runs_ahead(config.schedule),
+        ahead=generates_ahead(config.schedule),
         in_flight=publishes_in_flight(config.schedule),
         whole_responses=trains_whole_responses(config),
         whole_groups=trains_whole_groups(config),
         recomputes_old=config.algorithm.correction.old_policy is not OldPolicy.rollout,
-        first_is_own_old=first_update_is_its_own_old(config),
+        first_is_own_old=reuses_first_logprobs(config),
         policy_minibatch_size=batch.policy_minibatch_size,
         critic_minibatch_size=batch.critic_minibatch_size,
         critic_epochs=config.critic.num_epochs,

@@ -18,7 +18,7 @@ import numpy as np
 import yaml
 
 from megatron_rl.errors import UserError
-from megatron_rl.system.files.atomic_files import write_whole
+from megatron_rl.system.files.atomic_files import write_atomic
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Decode:
 
 
 @dataclass(frozen=True)
-class Work:
+class LinearCost:
     """Seconds of some work: a sum over what it consists of."""
 
     fixed_s: float = 0.0
@@ -70,9 +70,9 @@ class Timing:
     """All costs of a run."""
 
     decode: Decode = field(default_factory=Decode)
-    prefill: Work = field(default_factory=Work)
+    prefill: LinearCost = field(default_factory=LinearCost)
     """Of one server, per request."""
-    stages: Mapping[str, Work] = field(default_factory=dict)
+    stages: Mapping[str, LinearCost] = field(default_factory=dict)
     """By the stage table's names; one that is missing takes no time. ``generate``: what comes on top of decode and prefill,
     its tokens and rows are those of all servers."""
     between_s: float = 0.0
@@ -87,8 +87,8 @@ class Timing:
         """As ``run_clock`` takes it."""
         return {"cores": self.cores, "overlap_rate": self.overlap_rate, "between_s": self.between_s}
 
-    def stage(self, name: str) -> Work:
-        return self.stages.get(name, Work())
+    def stage(self, name: str) -> LinearCost:
+        return self.stages.get(name, LinearCost())
 
 
 def read_timing(path: Path) -> Timing:
@@ -105,7 +105,7 @@ def write_timing(path: Path, timing: Timing) -> None:
     plain["decode"] = {name: list(v) if isinstance(v, tuple) else v for name, v in plain["decode"].items()}
     plain["stages"] = {name: {k: v for k, v in work.items() if v} for name, work in plain["stages"].items()}
     plain["prefill"] = {k: v for k, v in plain["prefill"].items() if v}
-    write_whole(path, yaml.safe_dump(plain, sort_keys=False))
+    write_atomic(path, yaml.safe_dump(plain, sort_keys=False))
 
 
 def _timing_of(found: object, path: str) -> Timing:
@@ -133,8 +133,8 @@ def _timing_of(found: object, path: str) -> Timing:
     )
 
 
-def _work(found: object, place: str) -> Work:
-    return Work(**{name: _number(value, f"{place}.{name}") for name, value in _section(found, Work, place).items()})
+def _work(found: object, place: str) -> LinearCost:
+    return LinearCost(**{name: _number(value, f"{place}.{name}") for name, value in _section(found, LinearCost, place).items()})
 
 
 def _section(found: object, schema: type, place: str) -> dict[str, Any]:

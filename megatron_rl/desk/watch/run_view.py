@@ -10,7 +10,7 @@ import numpy as np
 
 from megatron_rl.desk.report.run_record import RunRecord, extended, read_summary, read_text, record_of
 from megatron_rl.tracking.metrics_file import MetricsTail
-from megatron_rl.tracking.status import EVERY_S, SILENT_S, Status, read_status
+from megatron_rl.tracking.status import EVERY_S, SILENT_S, RunStatus, read_status
 
 _SLOW_STEPS = 5
 """Times a step's usual length after which a run without status.json counts as silent."""
@@ -22,7 +22,7 @@ OVER = ("finished", "stopped", "failed", "dead")
 @dataclass(frozen=True)
 class RunView:
     run: RunRecord
-    status: Status
+    status: RunStatus
     now_s: float
     log: tuple[str, ...] = ()
     """Of a run that failed or died: the newest log file's name and its last lines."""
@@ -74,12 +74,12 @@ class RunFolder:
         self._config_text = ""
         self._rows = self._tail.rows
         self._num_rows = 0
-        self._status = Status("unknown", "")
+        self._status = RunStatus("unknown", "")
         self._read_at_s = -math.inf
         self._clock_ahead_s = 0.0
         """Of this machine's clock before the driver's, as far as two statuses tell."""
 
-    def look(self) -> RunView:
+    def poll(self) -> RunView:
         """The run as its files say now."""
         now_s, config_text = time.time(), read_text(self._folder / "config.yaml")
         has_grown = self._tail.look()
@@ -100,7 +100,7 @@ class RunFolder:
         new, steps = self._rows[self._num_rows :], self._run.steps
         return bool(new) and bool(len(steps)) and new[0].step <= int(steps[-1])
 
-    def _look_at_status(self, now_s: float) -> Status:
+    def _look_at_status(self, now_s: float) -> RunStatus:
         status = read_status(self._folder, now_s=now_s - self._clock_ahead_s)
         if status.state == "unknown" and time.monotonic() - self._read_at_s < SILENT_S:
             return self._status  # a shared file system may miss a file that is being replaced
@@ -113,7 +113,7 @@ class RunFolder:
             self._status, self._read_at_s = status, time.monotonic()
         return status
 
-    def _without_status(self, status: Status, now_s: float) -> Status:
+    def _without_status(self, status: RunStatus, now_s: float) -> RunStatus:
         """What summary.json and the age of the last line tell."""
         rows, summary = self._tail.rows, read_summary(self._folder)
         if not rows:
@@ -122,11 +122,11 @@ class RunFolder:
             limit_s = self._run.setting("run.stop_after_s")
             in_time = bool(limit_s) and summary.get("wall_s", 0.0) >= limit_s
             whole = in_time or summary["num_steps"] == self._run.setting("run.num_steps")
-            return Status("finished" if whole else "stopped", "")
+            return RunStatus("finished" if whole else "stopped", "")
         silent_s = now_s - rows[-1].time_s
         usual_s = float(np.median([row.metrics.get("step/time_s", 0.0) for row in rows[-20:]]))
         words = f"no status.json; the last line of metrics.jsonl is {round(silent_s)} s old"
-        return Status("dead" if silent_s > max(_SLOW_STEPS * usual_s, 600.0) else "unknown", words)
+        return RunStatus("dead" if silent_s > max(_SLOW_STEPS * usual_s, 600.0) else "unknown", words)
 
     def _log_tail(self) -> tuple[str, ...]:
         try:

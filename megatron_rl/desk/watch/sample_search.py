@@ -15,7 +15,7 @@ _BROKEN_TIE = ("step", "group", "sample", "id")
 
 
 @dataclass(frozen=True)
-class Found:
+class SampleQueryResult:
     rows: list[dict[str, Any]]
     """``ROW_COLUMNS`` by name; what further numbers rewards gave are columns, too."""
     num_matches: int
@@ -24,7 +24,7 @@ class Found:
     steps: Sequence[int]
 
 
-def find_rows(files: Mapping[int, Path], *, steps: Sequence[int], where: str = "", sort: str = "", limit: int = 20) -> Found:
+def find_rows(files: Mapping[int, Path], *, steps: Sequence[int], where: str = "", sort: str = "", limit: int = 20) -> SampleQueryResult:
     """The first ``limit`` rows of ``steps`` that the filter ``where`` keeps, in the order of ``sort`` (a column, or ``column:desc``).
 
     Without ``sort``: newest step first. UserError for a filter or a column that does not exist.
@@ -51,7 +51,7 @@ def find_rows(files: Mapping[int, Path], *, steps: Sequence[int], where: str = "
     rows = table.take(order_of_rows).drop_columns([name for name in _TEXTS if name in columns]).to_pylist()
     texts = _texts(files, rows) if rows else {}
     rows = [row | texts[row["step"], row["id"]] for row in rows if (row["step"], row["id"]) in texts]
-    return Found(rows, table.num_rows + num_left_aside, num_stored, list(steps))
+    return SampleQueryResult(rows, table.num_rows + num_left_aside, num_stored, list(steps))
 
 
 def _newest(sizes: Mapping[int, int], limit: int) -> list[int]:

@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from megatron_rl.desk.report.sample_colors import TokenColor, token_colors
-from megatron_rl.desk.watch.sample_search import Found
+from megatron_rl.desk.watch.sample_search import SampleQueryResult
 from megatron_rl.tracking.samples_file import METRICS
 
 _PLAIN_WIDTH = 200
@@ -24,7 +24,7 @@ _ONE_LINE = _SYMBOLS | {ord("\n"): "⏎", ord("\t"): "⇥"}
 _BLOCK = {code: symbol for code, symbol in _SYMBOLS.items() if code != ord("\n")} | {ord("\t"): "    "}
 
 
-def print_rows(found: Found, run: str) -> None:
+def print_rows(found: SampleQueryResult, run: str) -> None:
     """A table of responses and, under it, how many there are and how to see more."""
     console = _console()
     width, plain = console.width, not console.is_terminal
@@ -113,7 +113,7 @@ def _tail(text: str, width: int) -> Text:
     return Text(line if len(line) <= width else "…" + line[1 - width :], no_wrap=True)
 
 
-def _footer(found: Found, run: str) -> str:
+def _footer(found: SampleQueryResult, run: str) -> str:
     steps = f"step {found.steps[0]}" if len(found.steps) == 1 else f"steps {found.steps[0]} to {found.steps[-1]}"
     kept = f"{found.num_matches:,} of {found.num_stored:,} stored responses" if found.num_matches < found.num_stored else (
         f"{found.num_stored:,} stored responses"

@@ -39,7 +39,7 @@ _LABEL_CELLS, _VALUE_CELLS, _RANGE_CELLS = 13, 9, 22
 
 
 @dataclass(frozen=True)
-class _Number:
+class _MetricCell:
     metric: str
     label: str
     show: Callable[[float], str] = compact
@@ -61,54 +61,54 @@ def _count(value: float) -> str:
     return f"{value:.0f}"
 
 
-_SECTIONS: tuple[tuple[str, tuple[_Number, ...]], ...] = (
+_SECTIONS: tuple[tuple[str, tuple[_MetricCell, ...]], ...] = (
     (
         "learning",
         (
-            _Number("reward/mean", "reward", lambda value: f"{value:.3f}"),
-            _Number("reward/accuracy", "accuracy", _percent),
-            _Number("eval/accuracy", "evaluation", _percent),
-            _Number("rollout/response_tokens_mean", "length"),
-            _Number("rollout/response_tokens_max", "longest"),
-            _Number("rollout/finished_share", "finished", _percent),
+            _MetricCell("reward/mean", "reward", lambda value: f"{value:.3f}"),
+            _MetricCell("reward/accuracy", "accuracy", _percent),
+            _MetricCell("eval/accuracy", "evaluation", _percent),
+            _MetricCell("rollout/response_tokens_mean", "length"),
+            _MetricCell("rollout/response_tokens_max", "longest"),
+            _MetricCell("rollout/finished_share", "finished", _percent),
         ),
     ),
     (
         "policy and critic",
         (
-            _Number("policy/entropy", "entropy"),
-            _Number("policy/kl", "KL"),
-            _Number("kl/reference_per_token", "reference KL"),
-            _Number("policy/clip_fraction", "clipped", _percent),
-            _Number("policy/grad_norm", "grad norm"),
-            _Number("critic/explained_variance", "explained var"),
+            _MetricCell("policy/entropy", "entropy"),
+            _MetricCell("policy/kl", "KL"),
+            _MetricCell("kl/reference_per_token", "reference KL"),
+            _MetricCell("policy/clip_fraction", "clipped", _percent),
+            _MetricCell("policy/grad_norm", "grad norm"),
+            _MetricCell("critic/explained_variance", "explained var"),
         ),
     ),
     (
         "speed",
         (
-            _Number("step/time_s", "step", _seconds),
-            _Number("step/tokens_per_s", "tokens/s"),
-            _Number("time/rollout_idle_share", "servers idle", _percent),
-            _Number("time/trainer_idle_share", "trainer idle", _percent),
-            _Number("sync/seconds", "publish", _seconds),
+            _MetricCell("step/time_s", "step", _seconds),
+            _MetricCell("step/tokens_per_s", "tokens/s"),
+            _MetricCell("time/rollout_idle_share", "servers idle", _percent),
+            _MetricCell("time/trainer_idle_share", "trainer idle", _percent),
+            _MetricCell("sync/seconds", "publish", _seconds),
         ),
     ),
     (
         "engines",
         (
-            _Number("mismatch/k3", "mismatch k3"),
-            _Number("mismatch/max_abs_log_ratio", "worst token"),
-            _Number("rollout/staleness_mean", "staleness"),
-            _Number("sync/version", "weights", _count),
-            _Number("rollout/num_live_servers", "servers", _count),
-            _Number("rollout/num_server_restarts", "restarts", _count),
+            _MetricCell("mismatch/k3", "mismatch k3"),
+            _MetricCell("mismatch/max_abs_log_ratio", "worst token"),
+            _MetricCell("rollout/staleness_mean", "staleness"),
+            _MetricCell("sync/version", "weights", _count),
+            _MetricCell("rollout/num_live_servers", "servers", _count),
+            _MetricCell("rollout/num_server_restarts", "restarts", _count),
         ),
     ),
 )
 
 
-class CutToHeight:
+class ClippedToHeight:
     """As much as the terminal is high; the last line says what is missing."""
 
     def __init__(self, content: RenderableType) -> None:
@@ -191,13 +191,13 @@ def _numbers(run: RunRecord, width: int) -> RenderableType:
     return grid
 
 
-def _present(run: RunRecord, numbers: Sequence[_Number]) -> list[_Number]:
+def _present(run: RunRecord, numbers: Sequence[_MetricCell]) -> list[_MetricCell]:
     return [number for number in numbers if len(run.finite(number.metric))]
 
 
-def _memory(run: RunRecord) -> tuple[_Number, ...]:
+def _memory(run: RunRecord) -> tuple[_MetricCell, ...]:
     """The machine, and of device and host memory the stage that used the most."""
-    found = [_Number("memory/host_used_share", "host used", _percent)]
+    found = [_MetricCell("memory/host_used_share", "host used", _percent)]
     for kind in ("device", "host"):
         peaks = {
             name: float(run.finite(name)[-20:].max())
@@ -205,11 +205,11 @@ def _memory(run: RunRecord) -> tuple[_Number, ...]:
             if name.startswith("memory/") and name.endswith(f"_{kind}_gib") and len(run.finite(name))
         }
         if peaks and max(peaks.values()) > 0:
-            found.append(_Number(max(peaks, key=lambda name: peaks[name]), f"{kind} peak", _gib))
+            found.append(_MetricCell(max(peaks, key=lambda name: peaks[name]), f"{kind} peak", _gib))
     return tuple(found)
 
 
-def _section(run: RunRecord, title: str, numbers: Sequence[_Number], cells: int) -> list[RenderableType]:
+def _section(run: RunRecord, title: str, numbers: Sequence[_MetricCell], cells: int) -> list[RenderableType]:
     table = Table.grid(padding=(0, 1, 0, 0))
     table.add_column(width=_LABEL_CELLS, style="dim", no_wrap=True, overflow="ellipsis")
     table.add_column(width=_VALUE_CELLS, justify="right", no_wrap=True)

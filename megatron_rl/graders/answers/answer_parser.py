@@ -1,7 +1,7 @@
 r"""Reads what an answer in LaTeX or plain text means: values, lists, sets, points, intervals and relations.
 
 The structure (separators, brackets, relation signs) is read here, a single expression by latex2sympy. Nothing is
-skipped to make a text readable: what is not understood as a whole raises ``Unreadable``.
+skipped to make a text readable: what is not understood as a whole raises ``ParseError``.
 """
 # ruff: noqa: RUF001 (signs of mathematics look like others)
 
@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
 
-from megatron_rl.graders.answers.expressions import Unreadable, Value, read_value, same_value, unknowns
+from megatron_rl.graders.answers.expressions import ParseError, Value, read_value, same_value, unknowns
 from megatron_rl.graders.answers.plain_numbers import GREEK, respell
 
 _MAX_WORDS = 4
@@ -20,7 +20,7 @@ _MAX_DEPTH = 60
 
 
 @dataclass(frozen=True)
-class Group:
+class Collection:
     """Several things. ``kind`` is ``list`` (bare), ``or`` (bare, joined by "or"), ``{``, or a pair of brackets."""
 
     kind: str
@@ -28,7 +28,7 @@ class Group:
 
 
 @dataclass(frozen=True)
-class Named:
+class Assignment:
     """``name = value``, also ``x in S`` and ``f(3) = 5``."""
 
     name: str
@@ -51,7 +51,7 @@ class Union:
 
 
 BARE = ("list", "or")
-Meaning = Value | Group | Named | Relation | Union
+Meaning = Value | Collection | Assignment | Relation | Union
 
 _TOKEN = re.compile(
     r"\\(?:begin|end)\s*\{[a-z]*matrix\}|\\[{}]|\\(?:[A-Za-z]+|.)|<=|>=|!=|:=|[<>=(){}\[\],;|]|(?<![A-Za-z])(?:and|or)(?![A-Za-z])",
@@ -113,7 +113,7 @@ def read(text: str) -> Meaning:
     """
     found = _read_once(_respell(text))
     if isinstance(found, str):
-        raise Unreadable(found)
+        raise ParseError(found)
     return found
 
 
@@ -124,7 +124,7 @@ def _read_once(text: str) -> Meaning | str:
         return "prose"
     try:
         return _read(text, 0)
-    except Unreadable as error:
+    except ParseError as error:
         return str(error)
 
 
@@ -178,9 +178,9 @@ def _tokens(text: str) -> Iterator[tuple[str, int, int, int]]:
         if bracket in _OPENING:
             depth += 1
         if not 0 <= depth <= _MAX_DEPTH:
-            raise Unreadable("brackets that do not match")
+            raise ParseError("brackets that do not match")
     if depth:
-        raise Unreadable("brackets that do not match")
+        raise ParseError("brackets that do not match")
 
 
 def _split(text: str, wanted: "frozenset[str] | set[str]") -> tuple[list[str], list[str]]:
@@ -197,7 +197,7 @@ def _split(text: str, wanted: "frozenset[str] | set[str]") -> tuple[list[str], l
 def _read(text: str, depth: int) -> Meaning:
     text = text.strip(" ,;~")
     if not text or depth > _MAX_DEPTH:
-        raise Unreadable("nothing")
+        raise ParseError("nothing")
     text = text if depth else _without_thousands(text)
     for separators in ({";"}, {",", *_SEPARATORS}):
         parts, found = _split(text, separators)
@@ -215,23 +215,23 @@ def _read(text: str, depth: int) -> Meaning:
 
 def _list(kind: str, items: list[Meaning]) -> Meaning:
     """A list, in which ``x = 1, 2`` names every item x and a list of ``p = 5, q = 2`` is a list of points."""
-    if all(isinstance(item, Group) and item.kind in BARE and len(item.items) > 1 for item in items):
-        items = [Group("()", item.items) for item in items if isinstance(item, Group)]
+    if all(isinstance(item, Collection) and item.kind in BARE and len(item.items) > 1 for item in items):
+        items = [Collection("()", item.items) for item in items if isinstance(item, Collection)]
     items = _flat(items)
-    if isinstance(items[0], Named) and not any(isinstance(item, Named | Relation) for item in items[1:]):
+    if isinstance(items[0], Assignment) and not any(isinstance(item, Assignment | Relation) for item in items[1:]):
         name = items[0].name
-        items = [items[0], *(Named(name, item) for item in items[1:])]
-    return Group(kind, tuple(items))
+        items = [items[0], *(Assignment(name, item) for item in items[1:])]
+    return Collection(kind, tuple(items))
 
 
 def _flat(items: list[Meaning]) -> list[Meaning]:
     r"""Without lists in lists: ``1 \pm 2, 5`` is three numbers."""
     flat: list[Meaning] = []
     for item in items:
-        if isinstance(item, Group) and item.kind in BARE:
+        if isinstance(item, Collection) and item.kind in BARE:
             flat.extend(item.items)
-        elif isinstance(item, Named) and isinstance(item.value, Group) and item.value.kind in BARE:
-            flat.extend(Named(item.name, value) for value in item.value.items)
+        elif isinstance(item, Assignment) and isinstance(item.value, Collection) and item.value.kind in BARE:
+            flat.extend(Assignment(item.name, value) for value in item.value.items)
         else:
             flat.append(item)
     return flat
@@ -260,14 +260,14 @@ def _read_relation(text: str, depth: int) -> Meaning:
     if set(signs) <= {"=", "in", "~"} and _is_name(parts[0].strip()):
         return _read_named(parts, depth)
     if set(signs) == {"="} and _is_tuple_of_names(parts[0]):
-        return Named(re.sub(r"\s", "", parts[0]), _read_term(parts[-1], depth))
+        return Assignment(re.sub(r"\s", "", parts[0]), _read_term(parts[-1], depth))
     if set(signs) == {"="} and len(parts) > 2:
         return _read_chain(parts, depth)
     if not set(signs) <= {"=", "!=", "<", "<=", ">", ">="}:
-        raise Unreadable("about equal, congruent, a map or an element")
+        raise ParseError("about equal, congruent, a map or an element")
     sides = [_read_term(part, depth) for part in parts]
     if not all(isinstance(side, Value) and not side.text and hasattr(side.expression, "is_Add") for side in sides):
-        raise Unreadable("a relation between things that are no numbers")
+        raise ParseError("a relation between things that are no numbers")
     return _settled(Relation(tuple(side for side in sides if isinstance(side, Value)), tuple(signs)))
 
 
@@ -276,16 +276,16 @@ def _settled(relation: Relation) -> Meaning:
     if any(unknowns(side.expression) for side in relation.sides):
         return relation
     if relation.signs != ("=",) or not same_value(*relation.sides):
-        raise Unreadable("a relation between numbers that says nothing or is not true")
+        raise ParseError("a relation between numbers that says nothing or is not true")
     return relation.sides[1]
 
 
-def _read_named(parts: list[str], depth: int) -> Named:
+def _read_named(parts: list[str], depth: int) -> Assignment:
     """What a name is said to be, at last: of ``x = 2 + 3 = 5`` the steps in between are not graded."""
     value = _read_term(parts[-1], depth)
     for part in parts[1:-1]:
         _read_term(part, depth)
-    return Named(_name(parts[0]), value, parts[0].strip())
+    return Assignment(_name(parts[0]), value, parts[0].strip())
 
 
 def _read_chain(parts: list[str], depth: int) -> Meaning:
@@ -294,7 +294,7 @@ def _read_chain(parts: list[str], depth: int) -> Meaning:
     last = meanings[-1]
     for meaning in meanings[:-1]:
         if not (isinstance(meaning, Value) and isinstance(last, Value) and same_value(meaning, last)):
-            raise Unreadable("a chain of equations that is not true")
+            raise ParseError("a chain of equations that is not true")
     return last
 
 
@@ -329,7 +329,7 @@ def _read_term(text: str, depth: int) -> Meaning:
             if group is not None:
                 return group
     values = read_value(text)
-    return values[0] if len(values) == 1 else Group("list", tuple(values))
+    return values[0] if len(values) == 1 else Collection("list", tuple(values))
 
 
 def _read_group(text: str, opening: str, closing: str, depth: int) -> Meaning | None:
@@ -337,14 +337,14 @@ def _read_group(text: str, opening: str, closing: str, depth: int) -> Meaning | 
     inner = text[len(opening) : -len(closing)]
     kind = "{" if opening == "\\{" else "()" if opening == "\\langle" else opening + closing
     if kind == "{" and not inner.strip():
-        return Group("{", ())
+        return Collection("{", ())
     parts, found = _split(inner, {",", ";"})
     if kind == "{":
         if "|" in inner or ":" in inner:
-            raise Unreadable("a set by a condition")
-        return Group("{", tuple(_flat([_read_relation(part, depth + 1) for part in parts])))
+            raise ParseError("a set by a condition")
+        return Collection("{", tuple(_flat([_read_relation(part, depth + 1) for part in parts])))
     if kind == "{}" or (not found and kind == "()"):
         return _read(inner, depth + 1)
     if not found or kind not in ("()", "[]", "[)", "(]"):
         return None
-    return Group(kind, tuple(_read_relation(part, depth + 1) for part in parts))
+    return Collection(kind, tuple(_read_relation(part, depth + 1) for part in parts))

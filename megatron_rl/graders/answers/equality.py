@@ -9,9 +9,9 @@ import re
 from itertools import pairwise
 from typing import Any
 
-from megatron_rl.graders.answers.answer_parser import BARE, Group, Meaning, Named, Relation, Union
+from megatron_rl.graders.answers.answer_parser import BARE, Assignment, Collection, Meaning, Relation, Union
 from megatron_rl.graders.answers.expressions import (
-    Unreadable,
+    ParseError,
     Value,
     at_points,
     close,
@@ -28,43 +28,43 @@ _TURNED = {"<": ">", "<=": ">=", ">": "<", ">=": "<="}
 def same(first: Meaning, second: Meaning) -> bool:
     """Whether both mean the same."""
     first, second = _single(first), _single(second)
-    if isinstance(first, Named) or isinstance(second, Named):
+    if isinstance(first, Assignment) or isinstance(second, Assignment):
         return _same_named(first, second)
     if isinstance(first, Value) and isinstance(second, Value):
         return same_value(first, second)
     if isinstance(first, Relation) and isinstance(second, Relation):
         return _same_relation(first, second) or _same_set(first, second)
-    if isinstance(first, Group) and isinstance(second, Group) and _same_group(first, second):
+    if isinstance(first, Collection) and isinstance(second, Collection) and _same_group(first, second):
         return True
     return _same_set(first, second)
 
 
 def _single(meaning: Meaning) -> Meaning:
     """The one thing of a list or set of one."""
-    while isinstance(meaning, Group) and len(set(meaning.items)) == 1 and meaning.kind in (*BARE, "{"):
+    while isinstance(meaning, Collection) and len(set(meaning.items)) == 1 and meaning.kind in (*BARE, "{"):
         meaning = meaning.items[0]
     return meaning
 
 
 def _same_named(first: Meaning, second: Meaning) -> bool:
     """x = 5 is 5; beside another name or an equation it is an equation."""
-    if isinstance(first, Named) and isinstance(second, Named) and first.name == second.name:
+    if isinstance(first, Assignment) and isinstance(second, Assignment) and first.name == second.name:
         return same(first.value, second.value)
-    if any(isinstance(each, Named) and not isinstance(each.value, Value) for each in (first, second)):
-        return same(*(each.value if isinstance(each, Named) else each for each in (first, second)))
-    as_relations = [_as_relation(each) if isinstance(each, Named) else each for each in (first, second)]
-    if all(isinstance(each, Named | Relation) for each in (first, second)):
+    if any(isinstance(each, Assignment) and not isinstance(each.value, Value) for each in (first, second)):
+        return same(*(each.value if isinstance(each, Assignment) else each for each in (first, second)))
+    as_relations = [_as_relation(each) if isinstance(each, Assignment) else each for each in (first, second)]
+    if all(isinstance(each, Assignment | Relation) for each in (first, second)):
         one, other = as_relations
         return isinstance(one, Relation) and isinstance(other, Relation) and _same_relation(one, other)
-    return same(*(each.value if isinstance(each, Named) else each for each in (first, second)))
+    return same(*(each.value if isinstance(each, Assignment) else each for each in (first, second)))
 
 
-def _as_relation(named: Named) -> Relation | None:
+def _as_relation(named: Assignment) -> Relation | None:
     if not isinstance(named.value, Value) or named.value.text:
         return None
     try:
         name = parse_latex(named.written)
-    except Unreadable:
+    except ParseError:
         return None
     return Relation((Value(name), named.value), ("=",)) if hasattr(name, "is_Add") else None
 
@@ -72,7 +72,7 @@ def _as_relation(named: Named) -> Relation | None:
 # -------------------------------------------------------------------------------------------------------------- groups
 
 
-def _same_group(first: Group, second: Group) -> bool:
+def _same_group(first: Collection, second: Collection) -> bool:
     kinds = {first.kind, second.kind}
     if kinds <= {*BARE, "{"}:
         return _same_list(first, second)
@@ -82,25 +82,25 @@ def _same_group(first: Group, second: Group) -> bool:
     return len(first.items) == len(second.items) and all(map(same, first.items, second.items))
 
 
-def _same_list(first: Group, second: Group) -> bool:
+def _same_list(first: Collection, second: Collection) -> bool:
     """Lists and sets, in any order, unless different names say what is what."""
     if _relations(first) and _relations(second) and first.kind != second.kind:
         return False  # "and" is not "or"
     if _distinct_names(first) != _distinct_names(second):
         values = [
-            [item.value if isinstance(item, Named) else item for item in group.items] for group in (first, second)
+            [item.value if isinstance(item, Assignment) else item for item in group.items] for group in (first, second)
         ]
         return len(values[0]) == len(values[1]) and all(map(same, *values))
     return _same_items(_unique(first.items), _unique(second.items))
 
 
-def _relations(group: Group) -> bool:
+def _relations(group: Collection) -> bool:
     return any(isinstance(item, Relation) and item.signs != ("=",) for item in group.items)
 
 
-def _distinct_names(group: Group) -> bool:
+def _distinct_names(group: Collection) -> bool:
     """x and y, but not x_1 and x_2, which are roots in any order."""
-    names = [re.sub("_.*|[0-9]+$", "", item.name) for item in group.items if isinstance(item, Named)]
+    names = [re.sub("_.*|[0-9]+$", "", item.name) for item in group.items if isinstance(item, Assignment)]
     return len(set(names)) > 1
 
 
@@ -216,7 +216,7 @@ def _as_set(meaning: Meaning) -> Any:
 def _to_set(meaning: Meaning) -> Any:
     import sympy
 
-    if isinstance(meaning, Named):
+    if isinstance(meaning, Assignment):
         return _to_set(meaning.value)
     if isinstance(meaning, Union):
         return sympy.Union(*map(_to_set, meaning.parts))
@@ -225,18 +225,18 @@ def _to_set(meaning: Meaning) -> Any:
     if isinstance(meaning, Value):
         if isinstance(meaning.expression, sympy.Set):
             return meaning.expression
-        raise Unreadable("a number is no set")
+        raise ParseError("a number is no set")
     if _relations(meaning) and meaning.kind in BARE:
         parts = [sympy.And(*_relationals(item)) for item in meaning.items if isinstance(item, Relation)]
         if len(parts) != len(meaning.items):
-            raise Unreadable("not only relations")
+            raise ParseError("not only relations")
         return _solved(sympy.Or(*parts) if meaning.kind == "or" else sympy.And(*parts))
     values = [item.expression for item in meaning.items if isinstance(item, Value)]
     if len(values) == len(meaning.items) and meaning.kind == "{":
         return sympy.FiniteSet(*values)
     if len(values) == len(meaning.items) == 2 and meaning.kind in _INTERVALS and bool(values[0] < values[1]):
         return sympy.Interval(*values, meaning.kind[0] == "(", meaning.kind[1] == ")")
-    raise Unreadable("no set of numbers")
+    raise ParseError("no set of numbers")
 
 
 def _relationals(relation: Relation) -> list[Any]:
@@ -255,5 +255,5 @@ def _solved(condition: Any) -> Any:
     functions = {name for name in names if not name.is_Symbol}
     names -= {symbol for function in functions for symbol in function.free_symbols}
     if len(names) != 1:
-        raise Unreadable("not one unknown")
+        raise ParseError("not one unknown")
     return condition.xreplace({names.pop(): sympy.Symbol("x", real=True)}).as_set()

@@ -5,7 +5,7 @@ points with positive and negative coordinates. No rounding to a fixed number of 
 ones do. The only tolerance is for decimals: a value that no finite decimal can write, 1/7 or a root, equals its decimal
 of six or more places.
 
-What would take for ever to compute (towers of powers, large factorials) raises ``Unreadable``.
+What would take for ever to compute (towers of powers, large factorials) raises ``ParseError``.
 """
 
 import math
@@ -35,7 +35,7 @@ _DEGREE = re.compile(r"\s*\^\s*(?:\\circ|\{\s*\\circ\s*\})(?![a-z])")
 _LARGE_CALL = re.compile(r"\\(?:[Gg]amma|[dt]?binom)(?![A-Za-z])")
 
 
-class Unreadable(ValueError):
+class ParseError(ValueError):
     """A text that is no mathematics, or more than can be computed."""
 
 
@@ -108,20 +108,20 @@ def parse_latex(text: str) -> Any:
     config = NormalizationConfig(units=False, malformed_operators=True, nits=True, boxed="none")
     for match in _LARGE_CALL.finditer(text):
         if re.search(r"[0-9]{5}|\^|!", text[match.end() :]):
-            raise Unreadable("too large")  # the parser itself would compute it
+            raise ParseError("too large")  # the parser itself would compute it
     try:
         latex = normalize_latex(text, config=config)
         parsed = latex2sympy(latex, is_real=False, convert_degrees=False, normalization_config=None)
     except MemoryError:
         raise
     except Exception as error:  # on text that is no mathematics, the parser raises many kinds
-        raise Unreadable(f"no mathematics ({type(error).__name__})") from error
+        raise ParseError(f"no mathematics ({type(error).__name__})") from error
     if not isinstance(parsed, Basic | MatrixBase):
-        raise Unreadable("no mathematics")
+        raise ParseError("no mathematics")
     try:
         return _exact(parsed)
     except (ArithmeticError, TypeError, AttributeError, RecursionError) as error:
-        raise Unreadable(f"no mathematics ({type(error).__name__})") from error
+        raise ParseError(f"no mathematics ({type(error).__name__})") from error
 
 
 def _exact(parsed: Any) -> Any:
@@ -129,9 +129,9 @@ def _exact(parsed: Any) -> Any:
     from sympy.core.relational import Relational
 
     if parsed.has(nan, zoo):
-        raise Unreadable("not a number")
+        raise ParseError("not a number")
     if parsed.has(Relational):
-        raise Unreadable("a relation inside an expression")
+        raise ParseError("a relation inside an expression")
     for element in parsed.flat() if isinstance(parsed, MatrixBase) else [parsed]:
         _refuse_large(element)
     changes: dict[Any, Any] = {number: Rational(str(number)) for number in parsed.atoms(Float)}
@@ -151,7 +151,7 @@ def _refuse_large(parsed: Any) -> None:
 
     for count, node in enumerate(preorder_traversal(parsed)):
         if count > _MAX_NODES or _digits(node) > _MAX_DIGITS:
-            raise Unreadable("too large")
+            raise ParseError("too large")
 
 
 def _digits(node: Any) -> float:

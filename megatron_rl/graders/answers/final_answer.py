@@ -143,7 +143,7 @@ def phrase_answer(text: str) -> str | None:
     return sentence
 
 
-def before_explanation(sentence: str) -> str:
+def strip_explanation(sentence: str) -> str:
     """The sentence up to "because" and the like."""
     match = _EXPLANATION.search(sentence)
     return sentence[: match.start()] if match else sentence

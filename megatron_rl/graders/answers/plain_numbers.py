@@ -96,7 +96,7 @@ _SPELLINGS = (
 
 
 @dataclass(frozen=True)
-class Number:
+class ParsedNumber:
     """A number as read: ``50%`` has value 50 and is a percentage."""
 
     value: Fraction
@@ -104,7 +104,7 @@ class Number:
     decimals: int = 0
     """Places behind the point, where it is written as a plain decimal."""
 
-    def equals(self, other: "Number") -> bool:
+    def equals(self, other: "ParsedNumber") -> bool:
         """Exact equality. 50% equals 50% and, where the other side has no sign, both 50 and 0.5."""
         if self.value == other.value:
             return True
@@ -154,7 +154,7 @@ def _plain_repeating(match: re.Match[str]) -> str:
     return f"{top}/{(10 ** len(repeating) - 1) * 10 ** len(fixed)}"
 
 
-def _to_number(match: re.Match[str]) -> Number | None:
+def _to_number(match: re.Match[str]) -> ParsedNumber | None:
     part = match.groupdict()
     value = Fraction(int((part["whole"] or "0").replace(",", "")))
     if part["decimals"]:
@@ -170,15 +170,15 @@ def _to_number(match: re.Match[str]) -> Number | None:
         value = -value
     plain = not (part["denominator"] or part["mixed"] or part["scale"] or part["exponent"] or part["power"])
     decimals = len(part["decimals"] or ".") - 1 if plain else 0
-    return Number(value, bool(part["percent"]), decimals)
+    return ParsedNumber(value, bool(part["percent"]), decimals)
 
 
-def parse_number(text: str) -> Number | None:
+def parse_number(text: str) -> ParsedNumber | None:
     """The number that ``text`` is as a whole, units and a name in front ("x =") aside; None if it is anything else."""
     if len(text) > MAX_NUMBER_CHARS:
         return None
     if _INTEGER.fullmatch(text):
-        return Number(Fraction(int(text)))
+        return ParsedNumber(Fraction(int(text)))
     text = _LATEX_TEXT.sub(_plain_text, _plain(text)).strip()
     for left, right in ((r"\(", r"\)"), (r"\[", r"\]"), ("$$", "$$"), ("$", "$")):
         if text.startswith(left) and text.endswith(right) and len(text) > len(left) + len(right):
@@ -219,7 +219,7 @@ def _is_unit(tail: str) -> bool:
     return (len(first) > 1 or first == "°") and NO_UNITS.isdisjoint(word.lower() for word in words)
 
 
-def last_number(text: str, separator: str = "") -> tuple[Number, str] | None:
+def last_number(text: str, separator: str = "") -> tuple[ParsedNumber, str] | None:
     """The last number in ``text``, and how it is written.
 
     Args:
@@ -245,7 +245,7 @@ def last_number(text: str, separator: str = "") -> tuple[Number, str] | None:
     return None
 
 
-def _last_match(text: str) -> tuple[Number, re.Match[str]] | None:
+def _last_match(text: str) -> tuple[ParsedNumber, re.Match[str]] | None:
     for match in reversed(list(_NUMBER.finditer(_plain(text)))):
         number = _to_number(match)
         if number is not None:
@@ -253,7 +253,7 @@ def _last_match(text: str) -> tuple[Number, re.Match[str]] | None:
     return None
 
 
-def all_numbers(text: str) -> list[Number]:
+def all_numbers(text: str) -> list[ParsedNumber]:
     """The numbers in a short text."""
     found = (_to_number(match) for match in _NUMBER.finditer(_plain(text[: 4 * MAX_NUMBER_CHARS])))
     return [number for number in found if number is not None]

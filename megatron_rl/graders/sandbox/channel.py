@@ -5,17 +5,17 @@ import os
 import struct
 from typing import Any
 
-from megatron_rl.graders.sandbox.values import Unsendable, write_text
+from megatron_rl.graders.sandbox.values import NotSerializable, write_text
 
 _MAX_FRAME_BYTES = 1 << 24
 _HEADER = struct.Struct("!I")
 
 
-class Gone(BaseException):
+class PeerGone(BaseException):
     """The other side has ended, or does not keep to the protocol. Not an Exception: tests must not catch it."""
 
 
-class Wire:
+class FrameChannel:
     def __init__(self, read_fd: int, write_fd: int) -> None:
         self.files = (read_fd, write_fd)
 
@@ -23,24 +23,24 @@ class Wire:
         """Raises Unsendable, before anything is sent, if the frame is too large."""
         body = write_text(message)
         if len(body) > _MAX_FRAME_BYTES:
-            raise Unsendable(f"more than {_MAX_FRAME_BYTES >> 20} MB")
+            raise NotSerializable(f"more than {_MAX_FRAME_BYTES >> 20} MB")
         rest = memoryview(_HEADER.pack(len(body)) + body)
         try:
             while rest:
                 rest = rest[os.write(self.files[1], rest) :]
         except OSError as error:
-            raise Gone("the program ended") from error
+            raise PeerGone("the program ended") from error
 
     def receive(self) -> dict[str, Any]:
         length = _HEADER.unpack(self._read(_HEADER.size))[0]
         if length > _MAX_FRAME_BYTES:
-            raise Gone("the program sent too much")
+            raise PeerGone("the program sent too much")
         try:
             message = json.loads(self._read(length))
         except (ValueError, RecursionError) as error:
-            raise Gone("the program sent something that is no answer") from error
+            raise PeerGone("the program sent something that is no answer") from error
         if type(message) is not dict:
-            raise Gone("the program sent something that is no answer")
+            raise PeerGone("the program sent something that is no answer")
         return message
 
     def _read(self, size: int) -> bytes:
@@ -49,9 +49,9 @@ class Wire:
             try:
                 part = os.read(self.files[0], min(size, 1 << 20))
             except OSError as error:
-                raise Gone("the program ended") from error
+                raise PeerGone("the program ended") from error
             if not part:
-                raise Gone("the program ended")
+                raise PeerGone("the program ended")
             parts.append(part)
             size -= len(part)
         return b"".join(parts)

@@ -49,7 +49,7 @@ _FCNTLS = (0, 1, 2, 3, 4, 5, 6, 7, 1030)  # all but those that send signals, and
 
 
 @dataclass(frozen=True)
-class Limits:
+class SandboxLimits:
     time_s: float
     """CPU time of program and tests, once what they import is loaded."""
     wall_s: float
@@ -99,7 +99,7 @@ class Guards:
         self.files = set() if self._rules is None else {self._rules._fd}
         """What a process needs until it is confined."""
 
-    def confine(self, limits: Limits, parent_pid: int) -> None:
+    def confine(self, limits: SandboxLimits, parent_pid: int) -> None:
         os.setsid()
         os.chdir(self.folder)
         memory = limits.memory_bytes + self.base_bytes

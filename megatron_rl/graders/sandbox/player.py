@@ -15,9 +15,9 @@ import types
 from collections.abc import Callable
 from typing import Any
 
-from megatron_rl.graders.sandbox.channel import Gone, Wire
+from megatron_rl.graders.sandbox.channel import FrameChannel, PeerGone
 from megatron_rl.graders.sandbox.source import compose, infer_entry_point, prelude, record_classes
-from megatron_rl.graders.sandbox.values import Unsendable, decode, encode
+from megatron_rl.graders.sandbox.values import NotSerializable, decode, encode
 
 _MAX_OUTPUT_BYTES = 8 << 20
 _PLAIN_BASES: tuple[tuple[type, Callable[[Any], Any]], ...] = (
@@ -30,15 +30,15 @@ _PLAIN_BASES: tuple[tuple[type, Callable[[Any], Any]], ...] = (
 _VIEWS: tuple[type, ...] = (type({}.keys()), type({}.values()), type({}.items()))
 
 
-def play(program: dict[str, str], wire: Wire) -> None:
+def play(program: dict[str, str], wire: FrameChannel) -> None:
     """Answer until the referee is gone."""
-    player = Player(program, wire)
+    player = ProgramProcess(program, wire)
     while True:
         player.reply(wire.receive())
 
 
-class Player:
-    def __init__(self, program: dict[str, str], wire: Wire) -> None:
+class ProgramProcess:
+    def __init__(self, program: dict[str, str], wire: FrameChannel) -> None:
         self._program = program
         self._wire = wire
         self._namespace: dict[str, Any] = {}
@@ -48,7 +48,7 @@ class Player:
     def reply(self, request: Any) -> None:
         try:
             self._wire.send(self._answer(request))
-        except Unsendable as error:
+        except NotSerializable as error:
             self._wire.send({"fault": f"the program gives {error}"})
         except MemoryError:
             self._wire.send({"fault": "memory limit"})
@@ -60,9 +60,9 @@ class Player:
             result = getattr(self, f"_do_{request['do']}")(*values)
             # A call that returns nothing is meant to change its arguments.
             return encode([result], self._export, self._records, containers if result is None else ())[0]
-        except Gone:
+        except PeerGone:
             os._exit(0)
-        except Unsendable as error:
+        except NotSerializable as error:
             return {"fault": f"the program gives {error}"}
         except RecursionError as error:
             return {"raise": ["RecursionError", [], str(error)[:500]]}
@@ -130,7 +130,7 @@ class Player:
                     sys.__stdout__.flush()
             output = os.pread(printed.fileno(), _MAX_OUTPUT_BYTES + 1, 0)
         if len(output) > _MAX_OUTPUT_BYTES:
-            raise Unsendable(f"more than {_MAX_OUTPUT_BYTES >> 20} MB of output")
+            raise NotSerializable(f"more than {_MAX_OUTPUT_BYTES >> 20} MB of output")
         return output.decode(errors="replace")
 
     def _export(self, value: Any) -> list[Any] | tuple[Any]:
@@ -158,13 +158,13 @@ class Player:
             return self._namespace[name]
         if hasattr(self._namespace.get("Solution"), name):
             return getattr(self._namespace["Solution"](), name)
-        raise Unsendable(f"nothing: it does not define {name!r}")
+        raise NotSerializable(f"nothing: it does not define {name!r}")
 
 
 class _Callback:
     """A function of the tests, as the program sees it."""
 
-    def __init__(self, player: Player, number: int) -> None:
+    def __init__(self, player: ProgramProcess, number: int) -> None:
         self._player, self.number = player, number
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:

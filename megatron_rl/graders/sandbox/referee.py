@@ -18,21 +18,28 @@ from collections.abc import Callable
 from types import FunctionType
 from typing import Any
 
-from megatron_rl.graders.sandbox.channel import Gone, Wire
-from megatron_rl.graders.sandbox.source import BadTests, Tests, infer_entry_point, prelude, read_tests, record_classes
-from megatron_rl.graders.sandbox.values import Unsendable, decode, encode
+from megatron_rl.graders.sandbox.channel import FrameChannel, PeerGone
+from megatron_rl.graders.sandbox.source import (
+    InvalidTests,
+    Tests,
+    infer_entry_point,
+    prelude,
+    read_tests,
+    record_classes,
+)
+from megatron_rl.graders.sandbox.values import NotSerializable, decode, encode
 
 _MAX_DETAIL = 300
 _TESTS_MODULE = "tests"
 """``__name__`` in the tests' namespace."""
 
 
-class Fault(BaseException):
+class ProtocolViolation(BaseException):
     """The program did what it may not. Not an Exception: tests must not catch it."""
 
 
-class Referee:
-    def __init__(self, wire: Wire, on_start: Callable[[], object]) -> None:
+class TrustedProcess:
+    def __init__(self, wire: FrameChannel, on_start: Callable[[], object]) -> None:
         self._wire, self._on_start = wire, on_start
         self._functions: list[Any] = []
         self.records: dict[str, type] = {}
@@ -40,14 +47,14 @@ class Referee:
         self.fault = ""
         """The first thing that no test may forgive."""
 
-    def failed(self, text: str) -> Fault:
+    def failed(self, text: str) -> ProtocolViolation:
         self.fault = self.fault or text
-        return Fault(text)
+        return ProtocolViolation(text)
 
     def ask(self, what: str, *values: Any) -> Any:
         """The program's answer: a plain value, a Handle, or the exception that it raised, as a built-in one."""
         if self.fault:
-            raise Fault(self.fault)
+            raise ProtocolViolation(self.fault)
         try:
             message, containers = encode(values, self._export, self.records)
             first = not self.started
@@ -57,10 +64,10 @@ class Referee:
             if first and what != "main":
                 self._load()
             self._wire.send({**message, "do": what})
-        except Unsendable as error:
+        except NotSerializable as error:
             # Before the first answer it is the tests' doing alone.
             raise self.failed(f"the tests give the program {error}") from None
-        except Gone as gone:
+        except PeerGone as gone:
             raise self.failed(str(gone)) from None
         return self._answer(containers)
 
@@ -74,7 +81,7 @@ class Referee:
         while True:
             try:
                 reply = self._wire.receive()
-            except Gone as gone:
+            except PeerGone as gone:
                 raise self.failed(str(gone)) from None
             if "fault" in reply:
                 raise self.failed(str(reply["fault"])[:_MAX_DETAIL])
@@ -100,7 +107,7 @@ class Referee:
             answer = encode([function(*arguments, **keywords)], self._export, self.records)[0]
         except AssertionError as error:
             raise self.failed(f"AssertionError: {error}") from None
-        except Unsendable as error:
+        except NotSerializable as error:
             raise self.failed(f"the tests give the program {error}") from None
         except Exception as error:
             answer = {
@@ -108,7 +115,7 @@ class Referee:
             }
         try:
             self._wire.send(answer)
-        except (Gone, Unsendable) as error:
+        except (PeerGone, NotSerializable) as error:
             raise self.failed(str(error)) from None
 
     def _rebuilt(self, description: Any) -> BaseException:
@@ -140,7 +147,7 @@ class Referee:
         home = sys.modules.get(module) if isinstance(module, str) and module != _TESTS_MODULE else None
         if home is not None and getattr(home, name, None) is value:
             return ["import", f"{module}:{name}"]
-        raise Unsendable(f"an object of class {type(value).__name__}")
+        raise NotSerializable(f"an object of class {type(value).__name__}")
 
     def _import(self, reference: list[Any]) -> Any:
         kind, number = reference
@@ -158,7 +165,7 @@ class _Object:
 
     __slots__ = ("_referee", "_reference")
 
-    def __init__(self, referee: Referee, reference: list[Any]) -> None:
+    def __init__(self, referee: TrustedProcess, reference: list[Any]) -> None:
         object.__setattr__(self, "_referee", referee)  # past __setattr__ below, which would ask the program
         object.__setattr__(self, "_reference", reference)
 
@@ -190,7 +197,7 @@ class Iterator(_Object):
         return object.__getattribute__(self, "_referee").ask("next", self)
 
 
-def _fault(handle: _Object, name: str) -> Fault:
+def _fault(handle: _Object, name: str) -> ProtocolViolation:
     return object.__getattribute__(handle, "_referee").failed(
         f"the program gave an object where the tests need a plain value ({name.strip('_')})"
     )
@@ -226,7 +233,7 @@ for _name in ("len", "iter", "next"):
 class _Namespace(dict[str, Any]):
     """Of the tests. Constants of the program are asked for where the tests read them."""
 
-    def __init__(self, referee: Referee, constants: frozenset[str]) -> None:
+    def __init__(self, referee: TrustedProcess, constants: frozenset[str]) -> None:
         super().__init__(__name__=_TESTS_MODULE)
         self._referee, self._constants = referee, constants
 
@@ -239,7 +246,7 @@ class _Namespace(dict[str, Any]):
 class _Cases:
     """Around each assert: counts those that held; with partial credit, a failure is counted and swallowed."""
 
-    def __init__(self, referee: Referee, partial: bool) -> None:
+    def __init__(self, referee: TrustedProcess, partial: bool) -> None:
         self.num_passed = 0
         self.failures: list[str] = []
         self._referee, self._partial = referee, partial
@@ -257,16 +264,16 @@ class _Cases:
         return False
 
 
-def judge(task: dict[str, Any], wire: Wire, on_start: Callable[[], object]) -> dict[str, Any]:
+def judge(task: dict[str, Any], wire: FrameChannel, on_start: Callable[[], object]) -> dict[str, Any]:
     """Run the tests; ``on_start`` is called before the program starts.
 
     The verdict is {"bad_tests": text} or {"num_passed", "num_failed", "detail"}."""
     random.seed(0)
-    referee = Referee(wire, on_start)
+    referee = TrustedProcess(wire, on_start)
     try:
         entry_point = task["entry_point"] or infer_entry_point(task["prompt_code"])
         tests = read_tests(task["tests"], setup=task["setup"], prompt_code=task["prompt_code"], entry_point=entry_point)
-    except BadTests as bad:
+    except InvalidTests as bad:
         return {"bad_tests": str(bad)}
     cases = _Cases(referee, task["partial"])
     error: BaseException | None = None
@@ -293,7 +300,7 @@ def judge(task: dict[str, Any], wire: Wire, on_start: Callable[[], object]) -> d
     return {"num_passed": num_passed, "num_failed": num_failed, "detail": failures[0][:_MAX_DETAIL]}
 
 
-def _namespace(task: dict[str, Any], tests: Tests, entry_point: str, referee: Referee) -> dict[str, Any]:
+def _namespace(task: dict[str, Any], tests: Tests, entry_point: str, referee: TrustedProcess) -> dict[str, Any]:
     namespace = _Namespace(referee, tests.constants)
     for code in prelude(task["prompt_code"], entry_point):
         exec(code, namespace)

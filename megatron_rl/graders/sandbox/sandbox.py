@@ -81,7 +81,7 @@ class ProgramLimits:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class CaseResult:
     num_passed: int
     """Asserts that held, where they are counted one by one."""
     num_failed: int
@@ -109,7 +109,7 @@ class Sandbox:
         self._levels = [level] if level else [*LEVELS, *(["none"] if allow_unsandboxed else [])]
         self._preload = list(preload)
         self._lock = threading.Lock()
-        self._supervisor: _Supervisor | None = None
+        self._supervisor: _SupervisorHandle | None = None
         self.level = ""
         """The level in use, once started."""
 
@@ -144,7 +144,7 @@ class Sandbox:
             "libseccomp and a kernel with Landlock; or set allow_unsandboxed=true to run them without"
         )
 
-    def _launched(self, level: str, errors: IO[bytes]) -> "_Supervisor":
+    def _launched(self, level: str, errors: IO[bytes]) -> "_SupervisorHandle":
         ours, theirs = socket.socketpair()
         start = {"control_fd": theirs.fileno(), "level": level, "preload": self._preload, "sys_path": sys.path}
         kept = {name: os.environ[name] for name in ("LD_LIBRARY_PATH", "TMPDIR") if name in os.environ}
@@ -172,9 +172,9 @@ class Sandbox:
                     "PYTHONHASHSEED": "0",
                 },
             )
-        return _Supervisor(process, ours)
+        return _SupervisorHandle(process, ours)
 
-    def run(self, program: Program, limits: ProgramLimits = ProgramLimits(), *, partial: bool = False) -> Outcome:
+    def run(self, program: Program, limits: ProgramLimits = ProgramLimits(), *, partial: bool = False) -> CaseResult:
         """Run a program with its tests.
 
         Args:
@@ -250,7 +250,7 @@ class Sandbox:
         self.close()
 
 
-class _Supervisor(NamedTuple):
+class _SupervisorHandle(NamedTuple):
     process: subprocess.Popen[bytes]
     control: socket.socket
 
@@ -300,7 +300,7 @@ def _read_some(channel: socket.socket) -> bytes:
         return b""
 
 
-def _outcome(reply: dict[str, Any], text: bytes) -> Outcome:
+def _outcome(reply: dict[str, Any], text: bytes) -> CaseResult:
     if reply["failure"]:
         raise SandboxError(reply["failure"])
     if reply["ended_by"] == "busy":
@@ -316,7 +316,7 @@ def _outcome(reply: dict[str, Any], text: bytes) -> Outcome:
         how = reply["ended_by"] or f"the tests ended without a verdict: {tests_end}"
         if not has_started:
             raise BadTestsError(f"before they ask for the program: {how}")
-        return Outcome(0, 1, how)
+        return CaseResult(0, 1, how)
     if "bad_tests" in verdict:
         raise BadTestsError(verdict["bad_tests"])
     detail = verdict["detail"]
@@ -324,7 +324,7 @@ def _outcome(reply: dict[str, Any], text: bytes) -> Outcome:
         detail = f"{program_end}; {detail}"
     elif detail.startswith("MemoryError"):
         detail = f"memory limit; {detail}"
-    return Outcome(verdict["num_passed"], verdict["num_failed"], detail)
+    return CaseResult(verdict["num_passed"], verdict["num_failed"], detail)
 
 
 def _how_it_ended(status: int) -> str:

@@ -23,7 +23,7 @@ _ONE_INTERPRETER = {
 """Names in tests that look into the interpreter of the tested code."""
 
 
-class BadTests(ValueError):
+class InvalidTests(ValueError):
     """Tests that cannot be run whatever the response: the data is at fault."""
 
 
@@ -119,7 +119,7 @@ def names_of_tests(tests: str, setup: str) -> set[str]:
     """What tests take from the program; nothing, for tests that cannot be read."""
     try:
         read = read_tests(tests, setup=setup)
-    except BadTests:
+    except InvalidTests:
         return set()
     return set(read.names - _bound_somewhere(ast.parse(tests)))
 
@@ -172,13 +172,13 @@ def read_tests(tests: str | Sequence[str], *, setup: str = "", prompt_code: str 
         tree, before = ast.parse(text), ast.parse(setup)
         shared = _prelude_statements(prompt_code, entry_point)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        raise BadTests(f"the tests do not compile: {error}") from error
+        raise InvalidTests(f"the tests do not compile: {error}") from error
     if not any(isinstance(node, (ast.Assert, ast.Call, ast.Compare, ast.Raise)) for node in ast.walk(tree)):
-        raise BadTests("the tests assert nothing")
+        raise InvalidTests("the tests assert nothing")
     defined = _defined(tree.body)
     if "check" in defined and not _calls_check(tree.body):
         if not entry_point:
-            raise BadTests("the tests define check(candidate), but the entry_point to give to it is missing")
+            raise InvalidTests("the tests define check(candidate), but the entry_point to give to it is missing")
         tree.body.append(ast.parse(f"check({entry_point})").body[0])
     tree.body = [_asserted(node) for node in tree.body]
     loaded = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
@@ -192,7 +192,7 @@ def read_tests(tests: str | Sequence[str], *, setup: str = "", prompt_code: str 
     try:
         code = compile(ast.fix_missing_locations(_MarkAsserts().visit(tree)), "<tests>", "exec")
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        raise BadTests(f"the tests do not compile: {error}") from error
+        raise InvalidTests(f"the tests do not compile: {error}") from error
     return Tests(code, names, constants, num_asserts, tuple(text.splitlines()), functions)
 
 
@@ -203,9 +203,9 @@ _RUN_PROGRAM = {"run_program"}
 def _check_runnable(tree: ast.AST, names: frozenset[str], constants: frozenset[str], prompt: str) -> None:
     """Refuse tests that cannot run whatever the program is. Raises BadTests."""
     if looks := _identifiers(tree) & _ONE_INTERPRETER:
-        raise BadTests(f"the tests look into the program's interpreter ({min(looks)}), which they do not share")
+        raise InvalidTests(f"the tests look into the program's interpreter ({min(looks)}), which they do not share")
     if _names_classes(tree, names):
-        raise BadTests(
+        raise InvalidTests(
             "the tests use a class of the program in isinstance, in except or as a base: it stays with the program"
         )
     guarded = {id(inner) for node in ast.walk(tree) if isinstance(node, ast.Try) for inner in ast.walk(node)}
@@ -214,10 +214,10 @@ def _check_runnable(tree: ast.AST, names: frozenset[str], constants: frozenset[s
             modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else [node.module or "."]
             for module in {name.partition(".")[0] for name in modules} - {"solution"}:
                 if not module or find_spec(module) is None:
-                    raise BadTests(f"the tests import {module or 'a relative module'}, which is not installed")
+                    raise InvalidTests(f"the tests import {module or 'a relative module'}, which is not installed")
     unknown = [name for name in sorted(constants) if not re.search(rf"\b{name}\b", prompt)]
     if unknown and constants != names:
-        raise BadTests(f"the tests read {unknown[0]}, which neither they nor the prompt define")
+        raise InvalidTests(f"the tests read {unknown[0]}, which neither they nor the prompt define")
 
 
 def _calls_check(body: Sequence[ast.stmt]) -> bool:

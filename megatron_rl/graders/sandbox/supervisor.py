@@ -30,8 +30,15 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from megatron_rl.graders.sandbox.channel import Wire
-from megatron_rl.graders.sandbox.guards import Guards, Limits, empty_folder, folder_bytes, limit_cpu, visible_paths
+from megatron_rl.graders.sandbox.channel import FrameChannel
+from megatron_rl.graders.sandbox.guards import (
+    Guards,
+    SandboxLimits,
+    empty_folder,
+    folder_bytes,
+    limit_cpu,
+    visible_paths,
+)
 from megatron_rl.graders.sandbox.player import play
 from megatron_rl.graders.sandbox.referee import judge
 
@@ -106,7 +113,7 @@ class Supervisor:
 
     def _run(self, request: dict[str, Any]) -> dict[str, Any]:
         """One program. The reply says what ended it, and how its processes ended."""
-        limits, program = Limits(**request["limits"]), request["program"]
+        limits, program = SandboxLimits(**request["limits"]), request["program"]
         started_at = time.monotonic()
         asks, answers = os.pipe(), os.pipe()
         children = [
@@ -125,7 +132,7 @@ class Supervisor:
         failure = next((f"a process could not be confined: {child.failure}" for child in children if child.failure), "")
         return {"failure": failure, "ended_by": ended_by, "statuses": statuses}
 
-    def _start(self, limits: Limits, files: tuple[int, ...], body: Callable[[Callable[[str], None]], None]) -> _Child:
+    def _start(self, limits: SandboxLimits, files: tuple[int, ...], body: Callable[[Callable[[str], None]], None]) -> _Child:
         read_end, write_end = os.pipe()
         own_pid = os.getpid()
         pid = os.fork()
@@ -152,7 +159,7 @@ class Supervisor:
         finally:
             os._exit(0)
 
-    def _wait(self, children: list[_Child], limits: Limits, started_at: float) -> str:
+    def _wait(self, children: list[_Child], limits: SandboxLimits, started_at: float) -> str:
         """Until the referee (the last child) ends. Returns the limit that ended it sooner, or ""."""
         end, patience_s, ready_at = children[-1].end, _FIRST_WATCH_S, 0.0
         while True:
@@ -175,7 +182,7 @@ class Supervisor:
             ):
                 return limit
 
-    def _exceeded(self, children: list[_Child], limits: Limits, elapsed_s: float) -> str:
+    def _exceeded(self, children: list[_Child], limits: SandboxLimits, elapsed_s: float) -> str:
         times = [(*child.times(), *child.ready_times) for child in children]
         cpu_s = sum(cpu - before for cpu, _, before, _ in times)
         waited_s = sum(waited - before for _, waited, _, before in times)
@@ -194,7 +201,7 @@ class Supervisor:
 
 def _player(program: dict[str, str], ready: Callable[[str], None], read_fd: int, write_fd: int) -> None:
     ready("\n".join(program.values()))
-    play(program, Wire(read_fd, write_fd))
+    play(program, FrameChannel(read_fd, write_fd))
 
 
 def _referee(channel_fd: int, ready: Callable[[str], None], read_fd: int, write_fd: int) -> None:
@@ -204,7 +211,7 @@ def _referee(channel_fd: int, ready: Callable[[str], None], read_fd: int, write_
         parts.append(part)
     task = json.loads(b"".join(parts))
     ready("\n".join((task["prompt_code"], task["setup"], task["tests"])))
-    verdict = json.dumps(judge(task, Wire(read_fd, write_fd), lambda: os.write(channel_fd, b"s"))).encode()
+    verdict = json.dumps(judge(task, FrameChannel(read_fd, write_fd), lambda: os.write(channel_fd, b"s"))).encode()
     while verdict:
         verdict = verdict[os.write(channel_fd, verdict) :]
 

@@ -47,7 +47,7 @@ Records = Mapping[str, type]
 """Classes that both sides have from the prompt: their instances travel as attributes."""
 
 
-class Unsendable(Exception):
+class NotSerializable(Exception):
     """A value that cannot be given to the other side."""
 
 
@@ -85,7 +85,7 @@ class _Encoder:
             return value
         if kind in (tuple, frozenset):
             if depth > _MAX_DEPTH:
-                raise Unsendable(f"tuples nested more than {_MAX_DEPTH} deep")
+                raise NotSerializable(f"tuples nested more than {_MAX_DEPTH} deep")
             return [kind.__name__, [self.item(part, depth + 1) for part in value]]
         if kind in _TAGS:
             tag, to_json = _TAGS[kind]

@@ -25,14 +25,14 @@ from megatron_rl.models.hf.sources import INDEX_FILE, SINGLE_FILE, CheckpointSou
 from megatron_rl.models.hf.torch_dist import MegatronCheckpoint, contents_of, write_checkpoint
 from megatron_rl.models.hf.weights import (
     assemble,
+    check_no_unknown_tensors,
     expected_names,
     own_tensors,
     read_entry,
-    refuse_unknown,
     unused,
 )
 from megatron_rl.parallel import topology
-from megatron_rl.system.files.atomic_files import appearing
+from megatron_rl.system.files.atomic_files import atomic_folder
 
 _WHOLE = Shard(0, 1)
 _MTP_FOLDER = "mtp"
@@ -112,7 +112,7 @@ def _to_megatron(
         for name, tensor in zip(entry.hf, read_entry(checkpoint, entry), strict=True)
     }
     sizes = dims(config)
-    with appearing(target) as folder:
+    with atomic_folder(target) as folder:
         write_checkpoint(
             contents_of(config, role),
             lambda entry: entry.transform.load(read_entry(checkpoint, entry), sizes, _WHOLE),
@@ -168,7 +168,7 @@ def _to_hf(
     for parameter in parameters:
         for piece in parameter.pieces():
             checkpoint.check(piece, parameter.entry)
-    refuse_unknown(config, source, unknown)
+    check_no_unknown_tensors(config, source, unknown)
     # A checkpoint of a run holds trained layers alone: the others are in the folder that it started from.
     mtp_folder = source / _MTP_FOLDER if (source / _MTP_FOLDER).is_dir() else config_folder
     kept = _kept(config, mtp_folder, mtp)
@@ -178,7 +178,7 @@ def _to_hf(
         (parameter.entry, parameter.entry.transform.export([checkpoint.merged(parameter)], dims(config)))
         for parameter in parameters
     )
-    with appearing(target) as folder:
+    with atomic_folder(target) as folder:
         writer = FolderWriter(
             config_folder, folder, target=target, max_shard_bytes=max_shard_bytes, keeps_mtp=bool(kept)
         )

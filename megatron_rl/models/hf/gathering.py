@@ -1,7 +1,7 @@
 """Whole tensors from the ranks that hold shards of them.
 
 The tensor-parallel ranks of the stage that owns a tensor send their shards to the first of them, which sends the whole tensor
-where it is wanted (``Destination``). Of the ranks that hold copies (data- and context-parallel ones) only the first take
+where it is wanted (``GatherTarget``). Of the ranks that hold copies (data- and context-parallel ones) only the first take
 part. Experts have their own split: by expert over the expert-parallel ranks, each within those over the
 expert-tensor-parallel ranks. What one rank sends of tensors that follow one another, a layer's experts above all, goes as one
 message.
@@ -21,7 +21,7 @@ from transformers import PretrainedConfig
 from megatron_rl.families.facts import dims
 from megatron_rl.families.parameters import Entry, Role, entries
 from megatron_rl.families.transforms import Dims
-from megatron_rl.models.hf.holders import any_expert, expert_of, first_rank_of, held_by_stage, stage_of
+from megatron_rl.models.hf.holders import any_expert, dtypes_by_stage, expert_of, first_rank_of, stage_of
 from megatron_rl.models.hf.sources import WeightsError
 from megatron_rl.parallel.topology import local_device
 
@@ -30,7 +30,7 @@ MESSAGE_BYTES = 256 * 2**20
 and receiver hold it beside the bucket that it goes to."""
 
 
-class Destination(Enum):
+class GatherTarget(Enum):
     """Where ``gather`` puts a model's tensors together."""
 
     driver = "driver"
@@ -51,7 +51,7 @@ class Owner:
 
 
 @dataclass(frozen=True)
-class Held:
+class ShardedParameter:
     """A parameter of the whole model, and who has it."""
 
     entry: Entry
@@ -64,15 +64,15 @@ class Held:
         return sum(map(prod, self.entry.shapes)) * self.dtype.itemsize
 
 
-def held_entries(parameters: dict[str, Tensor], hf_config: PretrainedConfig, role: Role) -> list[Held]:
+def sharded_parameters(parameters: dict[str, Tensor], hf_config: PretrainedConfig, role: Role) -> list[ShardedParameter]:
     """Every parameter of the whole model, in the order of the files; collective over the stages, and the same from one call to the
     next.
     """
-    by_stage, sizes = held_by_stage(parameters), dims(hf_config)
+    by_stage, sizes = dtypes_by_stage(parameters), dims(hf_config)
     held = []
     for entry in entries(hf_config, role):
         stage = stage_of(entry, by_stage)
-        held.append(Held(entry, stage, by_stage[stage][any_expert(entry.megatron)], owner_of(entry, stage, sizes)))
+        held.append(ShardedParameter(entry, stage, by_stage[stage][any_expert(entry.megatron)], owner_of(entry, stage, sizes)))
     return held
 
 
@@ -89,25 +89,25 @@ def owner_of(entry: Entry, stage: int, sizes: Dims) -> Owner:
 
 
 def gather(
-    held: Iterable[Held], parameters: dict[str, Tensor], sizes: Dims, to: Destination
+    held: Iterable[ShardedParameter], parameters: dict[str, Tensor], sizes: Dims, to: GatherTarget
 ) -> Iterator[tuple[Entry, list[Tensor | None]]]:
     """Each entry, in order, with what its transform gives of it: tensors on the ranks that ``to`` names, Nones elsewhere."""
     own_stage = parallel_state.get_pipeline_model_parallel_rank()
-    if to is Destination.stage:
+    if to is GatherTarget.stage:
         # The stages go at their own pace: none waits for another's tensors.
         held = (one for one in held if one.stage == own_stage)
     for message in messages(held, to):
-        target = first_rank_of(message[0].stage) if to is Destination.stage else 0
-        yield from collect(message, parameters, sizes, None if to is Destination.everywhere else target)
+        target = first_rank_of(message[0].stage) if to is GatherTarget.stage else 0
+        yield from collect(message, parameters, sizes, None if to is GatherTarget.everywhere else target)
 
 
-def messages(held: Iterable[Held], to: Destination) -> Iterator[list[Held]]:
+def messages(held: Iterable[ShardedParameter], to: GatherTarget) -> Iterator[list[ShardedParameter]]:
     """Runs of entries that one rank sends on in one message, of one dtype; an entry that is where it is wanted is alone."""
-    run: list[Held] = []
+    run: list[ShardedParameter] = []
     num_bytes = 0
     for one in held:
-        target = first_rank_of(one.stage) if to is Destination.stage else 0
-        travels = to is Destination.everywhere or one.owner.first != target
+        target = first_rank_of(one.stage) if to is GatherTarget.stage else 0
+        travels = to is GatherTarget.everywhere or one.owner.first != target
         is_next = run and (one.stage, one.owner.first, one.dtype) == (run[0].stage, run[0].owner.first, run[0].dtype)
         if run and not (travels and is_next and num_bytes + one.num_bytes <= MESSAGE_BYTES):
             yield run
@@ -119,7 +119,7 @@ def messages(held: Iterable[Held], to: Destination) -> Iterator[list[Held]]:
 
 
 def collect(
-    message: Sequence[Held], parameters: dict[str, Tensor], sizes: Dims, target: int | None
+    message: Sequence[ShardedParameter], parameters: dict[str, Tensor], sizes: Dims, target: int | None
 ) -> Iterator[tuple[Entry, list[Tensor | None]]]:
     """Each entry of one message with its whole tensors on rank ``target`` (None: on all ranks), Nones elsewhere."""
     rank, owner = dist.get_rank(), message[0].owner
@@ -159,12 +159,12 @@ def _flat(own: Sequence[list[Tensor] | None]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def _empty(message: Sequence[Held]) -> Tensor:
+def _empty(message: Sequence[ShardedParameter]) -> Tensor:
     size = sum(prod(shape) for one in message for shape in one.entry.shapes)
     return torch.empty(size, dtype=message[0].dtype, device=local_device())
 
 
-def _put_together(held: Held, parameter: Tensor | None, sizes: Dims) -> list[Tensor] | None:
+def _put_together(held: ShardedParameter, parameter: Tensor | None, sizes: Dims) -> list[Tensor] | None:
     """The whole tensors of an entry on rank ``owner.first``, None on the others of its group; collective over the group."""
     rank, owner, entry = dist.get_rank(), held.owner, held.entry
     if parameter is None:

@@ -17,7 +17,7 @@ from megatron_rl.models.packed import unwrap
 _EXPERT = re.compile(r"(\.mlp\.experts\.)(\d+)(\.)")
 
 
-def held_by_stage(parameters: dict[str, Tensor]) -> list[dict[str, torch.dtype]]:
+def dtypes_by_stage(parameters: dict[str, Tensor]) -> list[dict[str, torch.dtype]]:
     """By pipeline stage, its parameters' dtypes by ``any_expert`` of their names; collective over the stages."""
     group = parallel_state.get_pipeline_model_parallel_group()
     held: list[dict[str, torch.dtype]] = [{} for _ in range(group.size())]

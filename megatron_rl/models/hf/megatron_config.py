@@ -17,7 +17,7 @@ from megatron_rl.config.layout import (
 )
 from megatron_rl.config.schema import ParallelConfig, Recompute
 from megatron_rl.errors import ModelError
-from megatron_rl.families.facts import dims, sees, split_sizes, text_config
+from megatron_rl.families.facts import dims, split_sizes, takes_images, text_config
 from megatron_rl.families.family import family_of
 from megatron_rl.families.rotary import inverse_frequencies, rope_parameters
 from megatron_rl.families.transforms import padded_vocab_size
@@ -191,7 +191,7 @@ def check_layout(hf_config: PretrainedConfig, parallel: ParallelConfig) -> None:
     for problem in (layers, experts):
         if problem:
             raise ModelError(f"the model's {problem}")
-    if sees(hf_config):
+    if takes_images(hf_config):
         first, needed = first_chunk_layers(parallel, text.num_hidden_layers), num_deepstack(hf_config.vision_config)
         if first < needed:
             raise ModelError(

@@ -15,7 +15,7 @@ def check_models(config: Config, command: str) -> None:
     """
     from megatron_rl.models.hf.megatron_config import check_layout
     from megatron_rl.models.hf.model_config import load_hf_config
-    from megatron_rl.models.hf.mtp import check_kept
+    from megatron_rl.models.hf.mtp import check_mtp_present
     from megatron_rl.models.hf.weights import checked_source
 
     valued = {"critic.path", "reward.process.path"}
@@ -29,7 +29,7 @@ def check_models(config: Config, command: str) -> None:
             if key == "policy.path" and command in RL_COMMANDS and needs_critic(config) and not config.critic.path:
                 check_layout(hf_config, critic_layout(config))
             if key == "policy.path" and config.policy.mtp is Mtp.keep:
-                check_kept(hf_config, folder, remedy="set policy.mtp=drop")
+                check_mtp_present(hf_config, folder, remedy="set policy.mtp=drop")
             if has_weights:
                 checked_source(hf_config, folder, "critic" if key in valued else "policy")
         except (UserError, OSError) as error:

@@ -7,7 +7,7 @@ from transformers import AutoConfig, PretrainedConfig
 
 from megatron_rl.cpu.torchvision import declare_torchvision_ops
 from megatron_rl.errors import ModelError
-from megatron_rl.families.facts import dims, is_supported, read_model_json, router_groups, sees, text_config
+from megatron_rl.families.facts import dims, is_supported, read_model_json, router_groups, takes_images, text_config
 from megatron_rl.families.family import families, family_of
 from megatron_rl.families.rotary import inverse_frequencies, rope_parameters
 from megatron_rl.families.vision_encoder import num_deepstack
@@ -46,7 +46,7 @@ def _check_features(config: PretrainedConfig, file: Path) -> None:
     _check_fields(config, file)
     _check_attention(config, file)
     _check_experts(config, file)
-    if sees(config):
+    if takes_images(config):
         _check_vision(config, file)
     _check_rope(config, file)
 

@@ -39,7 +39,7 @@ def mtp_tensors(config: PretrainedConfig, folder: str | Path) -> Iterator[tuple[
         yield name, source.read_whole(name)
 
 
-def check_kept(config: PretrainedConfig, folder: str | Path, *, remedy: str) -> None:
+def check_mtp_present(config: PretrainedConfig, folder: str | Path, *, remedy: str) -> None:
     """Raises WeightsError where ``folder`` holds no such tensor, so that there is nothing to keep."""
     if not mtp_names(config, CheckpointSource(folder)):
         raise WeightsError(

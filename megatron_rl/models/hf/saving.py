@@ -17,7 +17,7 @@ from megatron_rl.families.parameters import TensorSpec
 from megatron_rl.models.hf.shards import RankWriter
 from megatron_rl.parallel import collectives
 from megatron_rl.parallel.topology import control_plane
-from megatron_rl.system.files.atomic_files import appearing
+from megatron_rl.system.files.atomic_files import atomic_folder
 
 _SLOWEST_BYTES_PER_S = 50e6
 """Of a rank's storage: how long the others wait for it."""
@@ -58,7 +58,7 @@ class SharedSave:
     def _lead(self, tensors: Iterable[tuple[str, Tensor]]) -> str:
         is_told = False
         try:
-            with appearing(self.target) as folder:
+            with atomic_folder(self.target) as folder:
                 collectives.broadcast_object(str(folder), what=self._what)
                 is_told = True
                 failures = self._write_own(folder, tensors)

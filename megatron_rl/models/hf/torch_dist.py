@@ -43,7 +43,7 @@ from megatron_rl.config.schema import ParallelConfig
 from megatron_rl.families.parameters import Entry, Role, canonical_name, entries
 from megatron_rl.models import critic, policy
 from megatron_rl.models.hf.sources import WeightsError
-from megatron_rl.system.files.pickles import BadPickle, check_pickle
+from megatron_rl.system.files.pickles import UnsafePickle, check_pickle
 
 _METADATA_MODULE = "torch.distributed.checkpoint.metadata"
 _METADATA_NAMES = {
@@ -97,7 +97,7 @@ class Parameter:
 
 
 @dataclass(frozen=True)
-class Contents:
+class CheckpointContents:
     """What the distributed checkpoint of a model holds."""
 
     parameters: list[Parameter]
@@ -106,7 +106,7 @@ class Contents:
     """States of layers that have none here, but that Megatron expects to find."""
 
 
-def contents_of(config: PretrainedConfig, role: Role) -> Contents:
+def contents_of(config: PretrainedConfig, role: Role) -> CheckpointContents:
     """Learnt from a model that has no memory of its own."""
     build = policy.build_policy if role == "policy" else critic.build_critic
     with torch.device("meta"):
@@ -117,7 +117,7 @@ def contents_of(config: PretrainedConfig, role: Role) -> Contents:
     parameters = [Parameter(entry, places.pop(entry.megatron)) for entry in entries(config, role)]
     if places:
         raise WeightsError(f"Megatron's parameter {next(iter(places))} has no rule for model_type {config.model_type}")
-    return Contents(parameters, objects)
+    return CheckpointContents(parameters, objects)
 
 
 def _is_factory(place: ShardedBase) -> bool:
@@ -125,7 +125,7 @@ def _is_factory(place: ShardedBase) -> bool:
 
 
 def write_checkpoint(
-    contents: Contents,
+    contents: CheckpointContents,
     load: Callable[[Entry], Tensor],
     folder: Path,
     *,
@@ -156,7 +156,7 @@ def write_checkpoint(
 class _StreamingPlanner(SavePlanner):
     """Plans all pieces by their shapes, and makes each one's data when the writer comes to it."""
 
-    def __init__(self, contents: Contents, dtypes: Mapping[str, torch.dtype], load: Callable[[Entry], Tensor]) -> None:
+    def __init__(self, contents: CheckpointContents, dtypes: Mapping[str, torch.dtype], load: Callable[[Entry], Tensor]) -> None:
         self._load = load
         self._objects = {MetadataIndex(item.unique_key): item for item in contents.objects}
         self._items = [WriteItem(index, WriteItemType.BYTE_IO) for index in self._objects]
@@ -240,7 +240,7 @@ class MegatronCheckpoint:
         try:
             check_metadata(folder)
             metadata = self._reader.read_metadata()
-        except BadPickle as error:
+        except UnsafePickle as error:
             raise WeightsError(f"{error}; fetch it again, from someone you trust") from error
         except (OSError, EOFError, pickle.UnpicklingError, AttributeError, ImportError, ValueError, TypeError) as error:
             raise WeightsError(f"{folder / '.metadata'} cannot be read: {error!r}; fetch it again") from error

@@ -20,7 +20,7 @@ from megatron_rl.families.facts import dims, text_config
 from megatron_rl.families.parameters import VALUE_HEAD, Entry, Role, TensorSpec, entries, stacked_shapes
 from megatron_rl.families.transforms import Dims, Shard, Sliceable
 from megatron_rl.models.hf.folder import FolderWriter
-from megatron_rl.models.hf.gathering import Destination, Held, collect, gather, held_entries
+from megatron_rl.models.hf.gathering import GatherTarget, ShardedParameter, collect, gather, sharded_parameters
 from megatron_rl.models.hf.holders import expert_of, first_rank_of, holders, named_parameters
 from megatron_rl.models.hf.mtp import is_mtp, mtp_tensors
 from megatron_rl.models.hf.saving import SharedSave
@@ -63,7 +63,7 @@ def checked_source(hf_config: PretrainedConfig, path: str | Path, role: Role) ->
     source = CheckpointSource(path, stacked_shapes(hf_config))
     fresh = [VALUE_HEAD] if role == "critic" and VALUE_HEAD not in source else []
     if role == "policy" and VALUE_HEAD in source:  # said before the language head that a critic lacks
-        refuse_unknown(hf_config, source.folder, [VALUE_HEAD])
+        check_no_unknown_tensors(hf_config, source.folder, [VALUE_HEAD])
     for entry in entries(hf_config, role):
         if not any(name in fresh for name in entry.hf):
             read_entry(source, entry)
@@ -72,7 +72,7 @@ def checked_source(hf_config: PretrainedConfig, path: str | Path, role: Role) ->
 
 
 def unused(hf_config: PretrainedConfig, source: CheckpointSource, role: Role) -> list[str]:
-    """Tensors of ``source`` that a model of this role leaves unread, all without effect or named in ``unread_note``.
+    """Tensors of ``source`` that a model of this role leaves unread, all without effect or named in ``unread_tensors_note``.
 
     WeightsError for a tensor that a model of this kind has no place for, and for a head that differs from what it is tied to.
     """
@@ -81,7 +81,7 @@ def unused(hf_config: PretrainedConfig, source: CheckpointSource, role: Role) ->
     known = {_LM_HEAD, _SCORE_HEAD}
     unknown = [name for name in names if not _FREQUENCIES.search(name) and not is_mtp(hf_config, name)]
     # A tensor without elements says nothing: transformers saves such for n_shared_experts 0.
-    refuse_unknown(
+    check_no_unknown_tensors(
         hf_config, source.folder, [name for name in unknown if name not in known and not source.is_empty(name)]
     )
     if _LM_HEAD in names and role == "policy":
@@ -89,7 +89,7 @@ def unused(hf_config: PretrainedConfig, source: CheckpointSource, role: Role) ->
     return names
 
 
-def unread_note(hf_config: PretrainedConfig, path: str | Path, role: Role) -> str:
+def unread_tensors_note(hf_config: PretrainedConfig, path: str | Path, role: Role) -> str:
     """What of ``path`` a model of this role leaves unread although it was trained; empty where that is nothing."""
     source = CheckpointSource(path)
     if _SCORE_HEAD not in source or (role == "critic" and VALUE_HEAD in source):
@@ -114,7 +114,7 @@ def _check_tied_head(hf_config: PretrainedConfig, source: CheckpointSource) -> N
             )
 
 
-def refuse_unknown(hf_config: PretrainedConfig, folder: str | Path, unknown: Sequence[str]) -> None:
+def check_no_unknown_tensors(hf_config: PretrainedConfig, folder: str | Path, unknown: Sequence[str]) -> None:
     """WeightsError if there are any: tensors of ``folder`` that the model has no place for."""
     if unknown:
         raise WeightsError(
@@ -164,17 +164,17 @@ def export_weights(
     hf_config: PretrainedConfig,
     *,
     role: Role = "policy",
-    to: Destination = Destination.driver,
-    held: Sequence[Held] | None = None,
+    to: GatherTarget = GatherTarget.driver,
+    held: Sequence[ShardedParameter] | None = None,
 ) -> Iterator[tuple[str, Tensor | None]]:
     """(Hugging Face name, full tensor) of the whole model, or of this rank's stage, in the order of the files.
 
     The ranks that ``to`` names get the tensor, in the parameters' dtype and on its device; the others get None. Every
     rank must exhaust the iterator, at about the same pace: ranks wait for each other at each message (with ``stage``,
-    those of one stage), up to the groups' time-out. ``held``: what ``held_entries`` gave for the same model before.
+    those of one stage), up to the groups' time-out. ``held``: what ``sharded_parameters`` gave for the same model before.
     """
     parameters = dict(named_parameters(chunks))
-    held = held_entries(parameters, hf_config, role) if held is None else held
+    held = sharded_parameters(parameters, hf_config, role) if held is None else held
     yield from assemble(gather(held, parameters, dims(hf_config), to))
 
 
@@ -227,7 +227,7 @@ def save_hf(
     while writing is raised on every rank.
     """
     parameters, target = dict(named_parameters(chunks)), Path(target_folder)
-    held = held_entries(parameters, hf_config, role)
+    held = sharded_parameters(parameters, hf_config, role)
     plan = _plan_of_writers(held, dims(hf_config), min(_LEAST_BYTES, max_shard_bytes))
     headers: list[list[TensorSpec]] = [[] for _ in range(dist.get_world_size())]
     for planned in plan:
@@ -252,13 +252,13 @@ def save_hf(
     SharedSave(target, files, finish, progress).run(own_tensors(_to_write(plan, parameters, dims(hf_config))))
 
 
-class _Planned(NamedTuple):
-    held: Held
+class _PlannedTensor(NamedTuple):
+    held: ShardedParameter
     writer: int
     """The rank that writes its tensors."""
 
 
-def _plan_of_writers(held: Sequence[Held], sizes: Dims, least_bytes: int) -> list[_Planned]:
+def _plan_of_writers(held: Sequence[ShardedParameter], sizes: Dims, least_bytes: int) -> list[_PlannedTensor]:
     """The same on every rank."""
     loads = [0] * dist.get_world_size()
     plan = []
@@ -267,12 +267,12 @@ def _plan_of_writers(held: Sequence[Held], sizes: Dims, least_bytes: int) -> lis
         ranks = holders(one.entry, one.stage, sizes) if one.entry.part is None else [first_rank_of(one.stage)]
         writer = least_loaded(loads, ranks, least_bytes)
         loads[writer] += one.num_bytes
-        plan.append(_Planned(one, writer))
+        plan.append(_PlannedTensor(one, writer))
     return plan
 
 
 def _to_write(
-    plan: Sequence[_Planned], parameters: dict[str, Tensor], sizes: Dims
+    plan: Sequence[_PlannedTensor], parameters: dict[str, Tensor], sizes: Dims
 ) -> Iterator[tuple[str, Tensor | None]]:
     """The tensors that this rank is to write, as planned, and Nones; collective over the ranks that put them together."""
 

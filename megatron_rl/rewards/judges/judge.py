@@ -28,7 +28,7 @@ from megatron_rl.rewards.judges.reward_server import check_url
 from megatron_rl.rewards.judges.templates import NO_WORD, YES_WORD, check_template, word_token
 from megatron_rl.rewards.registry import RewardError
 from megatron_rl.rewards.rules.format import CLOSE, OPEN, split_thought
-from megatron_rl.rewards.workers.session import CallFailed, Transient, get_json, post_json
+from megatron_rl.rewards.workers.session import RewardCallError, Transient, get_json, post_json
 
 _TRAINING_RECORD = "reward_training.json"
 """Next to the weights of a judge that `reward-train` wrote: its template and words."""
@@ -48,7 +48,7 @@ _server_words: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[tuple[str, str]
 
 
 @dataclass(frozen=True)
-class Judgement:
+class Judgment:
     probability: float
     """Of yes, among yes and no."""
     mass: float
@@ -166,7 +166,7 @@ def solution_of(response: str, *, require_think: bool = False, opened_by_prompt:
     return None if parts is None else parts[1]
 
 
-def defused(text: str, settings: JudgeOptions) -> str:
+def escape_control_tokens(text: str, settings: JudgeOptions) -> str:
     """``text`` without spellings of the judge's control tokens: a response must not end its turn and judge itself.
 
     Known only where the tokenizer is (``tokenizer_path``); with the server's tokenizer the text stays as it is.
@@ -184,10 +184,10 @@ def judged_text(response: str, settings: JudgeOptions) -> str | None:
     solution = solution_of(
         response, require_think=settings.require_think, opened_by_prompt=settings.opened_by_prompt
     )
-    return None if solution is None else defused(solution, settings)
+    return None if solution is None else escape_control_tokens(solution, settings)
 
 
-async def judge(texts: Sequence[str], settings: JudgeOptions) -> list[Judgement]:
+async def judge(texts: Sequence[str], settings: JudgeOptions) -> list[Judgment]:
     """The judgements of ``texts``, in one request to one of the servers, which take turns.
 
     Raises:
@@ -216,7 +216,7 @@ async def judge(texts: Sequence[str], settings: JudgeOptions) -> list[Judgement]
         raise
     _down_until.pop(url, None)
     if not isinstance(answers, list) or len(answers) != len(unique):
-        raise CallFailed(f"{url}: expected {len(unique)} answers, got {str(answers)[:200]}")
+        raise RewardCallError(f"{url}: expected {len(unique)} answers, got {str(answers)[:200]}")
     found = {text: read_judgement(answer, yes_ids, no_ids) for text, answer in zip(unique, answers, strict=True)}
     return [found[text] for text in texts]
 
@@ -227,7 +227,7 @@ def _next_server(urls: Sequence[str]) -> str:
     return up[next(_turns) % len(up)]
 
 
-def read_judgement(answer: Any, yes_ids: Sequence[int], no_ids: Sequence[int]) -> Judgement:
+def read_judgement(answer: Any, yes_ids: Sequence[int], no_ids: Sequence[int]) -> Judgment:
     """The judgement in one answer of ``/generate``.
 
     Raises:
@@ -238,23 +238,23 @@ def read_judgement(answer: Any, yes_ids: Sequence[int], no_ids: Sequence[int]) -
         meta = answer["meta_info"]
         if meta["finish_reason"]["type"] == "abort":
             refused = meta["finish_reason"].get("status_code") == 400
-            raise (CallFailed if refused else Transient)(f"the judge's server cut off: {meta['finish_reason']}")
+            raise (RewardCallError if refused else Transient)(f"the judge's server cut off: {meta['finish_reason']}")
         logprobs = {int(token): logprob for logprob, token, *_ in meta["output_token_ids_logprobs"][0]}
         wanted = [logprobs[token] for token in (*yes_ids, *no_ids)]
     except (KeyError, TypeError, IndexError, ValueError) as error:
-        raise CallFailed(f"the judge's answer has no log-probs of the judgement words: {str(answer)[:200]}") from error
+        raise RewardCallError(f"the judge's answer has no log-probs of the judgement words: {str(answer)[:200]}") from error
     if not all(isinstance(x, (int, float)) and math.isfinite(x) for x in wanted):
-        raise CallFailed(f"the judge's log-probs are not finite: {wanted}; do its weights hold NaN?")
+        raise RewardCallError(f"the judge's log-probs are not finite: {wanted}; do its weights hold NaN?")
     return judgement(wanted[: len(yes_ids)], wanted[len(yes_ids) :])
 
 
-def judgement(yes_logprobs: Sequence[float], no_logprobs: Sequence[float]) -> Judgement:
+def judgement(yes_logprobs: Sequence[float], no_logprobs: Sequence[float]) -> Judgment:
     """Softmax over (yes, no), each the log of its forms' summed probability."""
     yes, no = _log_sum_exp(yes_logprobs), _log_sum_exp(no_logprobs)
     gap = no - yes
     # The side that cannot overflow: exp of a positive gap may.
     probability = 1 / (1 + math.exp(gap)) if gap <= 0 else math.exp(-gap) / (1 + math.exp(-gap))
-    return Judgement(probability, min(1.0, math.exp(yes) + math.exp(no)))
+    return Judgment(probability, min(1.0, math.exp(yes) + math.exp(no)))
 
 
 def _log_sum_exp(values: Sequence[float]) -> float:

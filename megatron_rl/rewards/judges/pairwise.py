@@ -20,8 +20,8 @@ from megatron_rl.errors import DataError
 from megatron_rl.rewards.judges.judge import (
     DEFAULT_OPTIONS,
     FORMAT_FAILURE,
-    Judgement,
     JudgeOptions,
+    Judgment,
     check_judge,
     judge,
     judged_text,
@@ -58,7 +58,7 @@ def check_prompts(prompts: Sequence[Prompt], options: Mapping[str, Any]) -> list
     return problems
 
 
-def combine(forward: float, backward: float) -> tuple[float, dict[str, float]]:
+def combine_orders(forward: float, backward: float) -> tuple[float, dict[str, float]]:
     """Score and metrics from p(1st better) of (response, anchor) and of (anchor, response).
 
     As ``algorithms.pairwise_score`` and ``swap_consistency``, for one pair and without tensors.
@@ -77,13 +77,13 @@ def _read_of_anchor(text: str, settings: JudgeOptions) -> str | None:
     return judged_text(text, replace(settings, require_think=False, opened_by_prompt=False))
 
 
-def both_orders(prompt: str, first: str, second: str, template: str = PAIRWISE_TEMPLATE) -> tuple[str, str]:
+def render_both_orders(prompt: str, first: str, second: str, template: str = PAIRWISE_TEMPLATE) -> tuple[str, str]:
     """The two texts of a pair, from what the judge reads of each response: ``first`` before ``second``, and behind it."""
     return render_pairwise(prompt, first, second, template), render_pairwise(prompt, second, first, template)
 
 
 def training_texts(prompt: str, chosen: str, rejected: str, *, place: str, tokenizer_path: str) -> tuple[str, str]:
-    """``both_orders`` of a row of preferences, exactly as the judge is asked about such responses.
+    """``render_both_orders`` of a row of preferences, exactly as the judge is asked about such responses.
 
     Args:
         place: Of the row, for errors.
@@ -107,7 +107,7 @@ def training_texts(prompt: str, chosen: str, rejected: str, *, place: str, token
             f"{place}: fields 'chosen' and 'rejected' have the same solution, {str(read['chosen'])[:80]!r}, and a judge is "
             "asked about solutions alone; take the row out"
         )
-    return both_orders(prompt, read["chosen"] or "", read["rejected"] or "")
+    return render_both_orders(prompt, read["chosen"] or "", read["rejected"] or "")
 
 
 @register(
@@ -141,11 +141,11 @@ async def score(
     other = _read_of_anchor(anchor or answer, options)
     if not other:
         return Score(None, error="no anchor: the row has neither a proper 'anchor' nor an answer")
-    forward, backward = await judge(both_orders(prompt, solution, other, template), options)
+    forward, backward = await judge(render_both_orders(prompt, solution, other, template), options)
     return _score(forward, backward)
 
 
-def _score(forward: Judgement, backward: Judgement) -> Score:
-    value, metrics = combine(forward.probability, backward.probability)
+def _score(forward: Judgment, backward: Judgment) -> Score:
+    value, metrics = combine_orders(forward.probability, backward.probability)
     detail = f"p(1st) {forward.probability:.4f} before the anchor, {backward.probability:.4f} behind it"
     return Score(value, detail, metrics={**metrics, "judgement_mass": min(forward.mass, backward.mass)})

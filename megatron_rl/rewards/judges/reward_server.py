@@ -17,12 +17,12 @@ from weakref import WeakKeyDictionary
 
 from megatron_rl.data.trajectory import Prompt, Score
 from megatron_rl.rewards.registry import RewardError, register
-from megatron_rl.rewards.workers.session import CallFailed, post_json
+from megatron_rl.rewards.workers.session import RewardCallError, post_json
 
 _TICK_S = 0.005
 """How long a batch waits for further items."""
 
-_batches: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[str, "_Batch"]] = WeakKeyDictionary()
+_batches: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[str, "_RequestBatch"]] = WeakKeyDictionary()
 
 
 def _check(options: Mapping[str, Any]) -> None:
@@ -123,7 +123,7 @@ def read_verdict(verdict: Any, low: float, high: float) -> Score:
     return Score(float(value), detail)
 
 
-class _Batch:
+class _RequestBatch:
     """Items that wait for their request."""
 
     def __init__(self, url: str, headers: dict[str, str] | None) -> None:
@@ -150,9 +150,9 @@ class _Batch:
         try:
             verdicts = await post_json(self.url, self.bodies, headers=self.headers)
             if not isinstance(verdicts, list) or len(verdicts) != len(self.bodies):
-                raise CallFailed(f"{self.url}: expected a list of {len(self.bodies)} scores, got {str(verdicts)[:200]}")
+                raise RewardCallError(f"{self.url}: expected a list of {len(self.bodies)} scores, got {str(verdicts)[:200]}")
             return verdicts
-        except CallFailed:
+        except RewardCallError:
             if len(self.bodies) == 1:
                 raise
             alone = [post_json(self.url, [body], headers=self.headers) for body in self.bodies]
@@ -165,7 +165,7 @@ async def _ask_in_batch(url: str, body: dict[str, Any], batch_size: int, headers
     open_batches = _batches.setdefault(loop, {})
     key = f"{url} {sorted((headers or {}).items())}"
     if key not in open_batches:
-        open_batches[key] = _Batch(url, headers)
+        open_batches[key] = _RequestBatch(url, headers)
         loop.call_later(_TICK_S, _send, loop, key, open_batches[key])
     batch = open_batches[key]
     answer: asyncio.Future[Any] = loop.create_future()
@@ -176,7 +176,7 @@ async def _ask_in_batch(url: str, body: dict[str, Any], batch_size: int, headers
     return await answer
 
 
-def _send(loop: asyncio.AbstractEventLoop, key: str, batch: _Batch) -> None:
+def _send(loop: asyncio.AbstractEventLoop, key: str, batch: _RequestBatch) -> None:
     if batch.sending is None:  # it is full, or its time is up: whichever came first
         if _batches[loop].get(key) is batch:
             del _batches[loop][key]

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
-from megatron_rl.data.code_lines import blocks_of_code, extract_code
+from megatron_rl.data.code_lines import extract_code, fenced_blocks
 from megatron_rl.data.trajectory import Score
 from megatron_rl.graders.sandbox.code_cases import IMPORTS, read_cases, tests_of
 from megatron_rl.graders.sandbox.sandbox import BadTestsError, Program, ProgramLimits, Sandbox, SandboxError
@@ -164,7 +164,7 @@ def _program(response: str, tests: Any, entry_point: Any, prompt_code: Any, setu
 def _code(response: str, entry_point: str, needed: set[str]) -> str:
     """The response's block that defines the entry point. Without one: the last block that defines all that the tests
     take from the program, or all blocks that define some of it, one after the other."""
-    blocks = blocks_of_code(response)
+    blocks = fenced_blocks(response)
     if len(blocks) < 2 or entry_point or not needed:
         return extract_code(response, entry_point)
     defining = [(block, found) for block in blocks if (found := needed & defined_in(block))]

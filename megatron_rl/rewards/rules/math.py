@@ -14,7 +14,6 @@ from typing import Any, Literal
 from megatron_rl.data.trajectory import Score
 from megatron_rl.graders.answers.final_answer import (
     MAX_ANSWER_CHARS,
-    before_explanation,
     boxed_answer,
     hash_answer,
     hedged,
@@ -23,8 +22,9 @@ from megatron_rl.graders.answers.final_answer import (
     open_box,
     phrase_answer,
     solution_of,
+    strip_explanation,
 )
-from megatron_rl.graders.answers.plain_numbers import Number, all_numbers, last_number, parse_number
+from megatron_rl.graders.answers.plain_numbers import ParsedNumber, all_numbers, last_number, parse_number
 from megatron_rl.rewards.registry import register
 
 Extract = Literal["auto", "last_number", "boxed", "exact"]
@@ -92,7 +92,7 @@ def score(response: str, answer: str, *, extract: Extract = "auto", separator: s
         return Score(0.0, "the thought does not end")
     if not solution.strip():
         return Score(0.0, "empty response")
-    return _Grader(answer, truth, separator).score(solution, extract)
+    return _AnswerComparison(answer, truth, separator).score(solution, extract)
 
 
 def _final_part(answer: str) -> str:
@@ -104,10 +104,10 @@ def _final_part(answer: str) -> str:
     return (found or open_box(answer)).strip()
 
 
-class _Grader:
+class _AnswerComparison:
     """One ground truth and what is compared with it."""
 
-    def __init__(self, answer: str, truth: Number | None, separator: str) -> None:
+    def __init__(self, answer: str, truth: ParsedNumber | None, separator: str) -> None:
         self._answer = answer
         self._truth = truth
         self._separator = separator
@@ -183,7 +183,7 @@ class _Grader:
         detail = f"answer is: {sentence[:200]}"
         if self._separator and self._separator in sentence and self._truth is not None:
             return self._last_number(sentence)
-        head = before_explanation(sentence)
+        head = strip_explanation(sentence)
         whole = self._anchored("answer is", head)
         if whole.value == 1.0 or (self._truth is not None and _committed_number(sentence) is None):
             return Score(whole.value, detail)
@@ -223,9 +223,9 @@ def _unit_behind(text: str) -> str:
     return "%" if match else ""
 
 
-def _committed_number(sentence: str) -> Number | None:
+def _committed_number(sentence: str) -> ParsedNumber | None:
     """The only number of a sentence without hedges, explanations aside; of "6 * 7 = 42" what it comes to."""
-    head = before_explanation(sentence)
+    head = strip_explanation(sentence)
     first, comma, rest = head.partition(", ")
     if comma and not re.match(r"(?i)[-+$\\(]*[0-9]|(?:or|and|but)\b|\\|\$", rest.strip()):
         head = first
@@ -256,12 +256,12 @@ def _plain_words(text: str) -> str:
 
 def _is_readable(answer: str) -> bool:
     from megatron_rl.graders.answers.answer_parser import read
-    from megatron_rl.graders.answers.expressions import Unreadable
+    from megatron_rl.graders.answers.expressions import ParseError
 
     try:
         with _cpu_limit():
             read(answer)
-    except (Unreadable, RecursionError, _TooSlow):
+    except (ParseError, RecursionError, _TooSlow):
         return bool(re.search(r"[A-Za-z]", answer)) and _plain_words(answer).isalnum()
     return True
 
@@ -270,14 +270,14 @@ def _means_the_same(answer: str, candidate: str) -> bool:
     """Whether both are the same mathematics; what cannot be read or takes too long is not."""
     from megatron_rl.graders.answers.answer_parser import read
     from megatron_rl.graders.answers.equality import same
-    from megatron_rl.graders.answers.expressions import Unreadable
+    from megatron_rl.graders.answers.expressions import ParseError
 
     if "".join(answer.split()) == "".join(candidate.split()):
         return True
     try:
         with _cpu_limit():
             return same(read(answer), read(candidate))
-    except (Unreadable, RecursionError, _TooSlow):
+    except (ParseError, RecursionError, _TooSlow):
         return False
 
 

@@ -23,9 +23,9 @@ from megatron_rl.data.trajectory import Score
 from megatron_rl.rewards.registry import OptionsHook, RewardError, check_options, resolve
 from megatron_rl.rewards.workers.calls import CallQueue, Item, RunnerSettings
 from megatron_rl.rewards.workers.processes import RewardRunner
-from megatron_rl.rewards.workers.session import CallFailed, Transient, close_session
+from megatron_rl.rewards.workers.session import RewardCallError, Transient, close_session
 from megatron_rl.rewards.workers.worker import as_result, describe, failed
-from megatron_rl.system.http.json_http import pauses_s
+from megatron_rl.system.http.json_http import backoff_s
 
 BACKOFF_S = 0.25
 """Pause before the second try, on average; it doubles with each further one."""
@@ -115,7 +115,7 @@ class AsyncRewardRunner(CallQueue):
                 asyncio.run_coroutine_threadsafe(prepare(self._options), self._loop).result(timeout_s)
             else:
                 prepare(self._options)
-        except (Transient, CallFailed, TimeoutError) as error:
+        except (Transient, RewardCallError, TimeoutError) as error:
             self.close()
             reason = str(error) or f"no answer within {timeout_s:g} s"
             raise RewardError(f"reward {self.name!r} cannot start: {reason}; is its server up?") from error
@@ -188,7 +188,7 @@ class AsyncRewardRunner(CallQueue):
         deadline = self._loop.time() + self._settings.timeout_s
         outcome = await self._try(item, deadline)
         num_tries = 1
-        for pause_s in pauses_s(self._settings.max_retries, BACKOFF_S, jitter=0.5):
+        for pause_s in backoff_s(self._settings.max_retries, BACKOFF_S, jitter=0.5):
             if isinstance(outcome, Score) or self._loop.time() + pause_s + _MIN_TRY_S > deadline:
                 break
             await asyncio.sleep(pause_s)

@@ -17,7 +17,7 @@ from typing import Any
 
 from megatron_rl.rewards.registry import RewardError
 from megatron_rl.rewards.workers.calls import RunnerSettings
-from megatron_rl.rewards.workers.frames import HEADER, SLOT_BYTES, Slot, unpack
+from megatron_rl.rewards.workers.frames import HEADER, SLOT_BYTES, SharedProgress, unpack
 
 _REPLY_TIMEOUT_S = 30.0
 CLOSE_TIMEOUT_S = 10.0
@@ -30,10 +30,10 @@ class ForkServerLost(RuntimeError):
 
 
 @dataclass
-class Worker:
+class RewardWorker:
     pid: int
     fork_server_pid: int
-    slot: Slot
+    slot: SharedProgress
     reader: asyncio.StreamReader
     writer: asyncio.StreamWriter
 
@@ -110,7 +110,7 @@ class ForkServerClient:
             self.stop()
             raise RewardError(f"reward {self._path} does not load in its worker process: {reply['error']}")
 
-    async def fork(self, slot_index: int) -> Worker:
+    async def fork(self, slot_index: int) -> RewardWorker:
         ours, theirs = socket.socketpair()
         try:
             with theirs:
@@ -119,9 +119,9 @@ class ForkServerClient:
             ours.close()
             raise
         reader, writer = await asyncio.open_connection(sock=ours)
-        return Worker(reply["pid"], self._process.pid, Slot(self._memory, slot_index), reader, writer)
+        return RewardWorker(reply["pid"], self._process.pid, SharedProgress(self._memory, slot_index), reader, writer)
 
-    async def kill(self, worker: Worker) -> int:
+    async def kill(self, worker: RewardWorker) -> int:
         """Kill a worker, if it still lives, and all that it started. Returns its wait status."""
         worker.writer.transport.abort()
         if worker.fork_server_pid != self._process.pid:

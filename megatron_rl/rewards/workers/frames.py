@@ -37,7 +37,7 @@ def unpack(body: bytes) -> Any:
     return json.loads(body)
 
 
-class Slot:
+class SharedProgress:
     """One worker's window in the shared memory."""
 
     def __init__(self, memory: mmap.mmap, index: int) -> None:

@@ -31,7 +31,7 @@ from megatron_rl.rewards.workers.fork_server import (
     CLOSE_TIMEOUT_S,
     ForkServerClient,
     ForkServerLost,
-    Worker,
+    RewardWorker,
 )
 from megatron_rl.rewards.workers.frames import pack
 
@@ -183,7 +183,7 @@ class RewardRunner(CallQueue):
 
     async def _run_worker(self, slot_index: int) -> None:
         """Keep one worker busy; replace it when it dies, hangs or asks for it."""
-        worker: Worker | None = None
+        worker: RewardWorker | None = None
         chunk: list[Item] = []
         try:
             while True:
@@ -216,7 +216,7 @@ class RewardRunner(CallQueue):
 
     # --------------------------------------------------------------------------------------------- one chunk of items
 
-    async def _score_chunk(self, worker: Worker, items: list[Item], frame: bytes) -> bool:
+    async def _score_chunk(self, worker: RewardWorker, items: list[Item], frame: bytes) -> bool:
         """Score a chunk, packed in ``frame``; True if the worker can take another.
 
         What is left undone goes back to the queue.
@@ -253,7 +253,7 @@ class RewardRunner(CallQueue):
         for position, *result in results:
             chunk.items[position].finish(Score(*result))
 
-    async def _watch(self, worker: Worker, chunk: _Chunk) -> bool:
+    async def _watch(self, worker: RewardWorker, chunk: _Chunk) -> bool:
         """A worker has been quiet: spread its chunk if one item is slow, kill it past the deadline (then True)."""
         position, since = worker.slot.progress()
         slow = chunk.item_at(position)
@@ -273,7 +273,7 @@ class RewardRunner(CallQueue):
             self._requeue([slow], first=False)
         return True
 
-    async def _blame_crash(self, worker: Worker, chunk: _Chunk) -> None:
+    async def _blame_crash(self, worker: RewardWorker, chunk: _Chunk) -> None:
         """A worker died: blame the item it was at, hand the others on."""
         status = await self._fork_server.kill(worker)
         self._tell_of_death(_how_it_ended(status))

@@ -1,14 +1,14 @@
 """HTTP for rewards that ask a server: one pool of connections for each event loop, errors sorted into two kinds.
 
 ``Transient``: the same question may be answered a moment later (no connection, 429, 5xx); the runner asks again.
-``CallFailed``: it will not (a refused request, an answer that is not JSON); the response goes unscored.
+``RewardCallError``: it will not (a refused request, an answer that is not JSON); the response goes unscored.
 """
 
 import asyncio
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from megatron_rl.system.http.json_http import HttpError, HttpSession, NoAnswer
+from megatron_rl.system.http.json_http import HttpError, HttpSession, NoHttpReply
 
 _MAX_ANSWER_BYTES = 1 << 24
 _CONNECT_TIMEOUT_S = 10.0
@@ -22,7 +22,7 @@ class Transient(Exception):
     """Raised by an async reward when trying again may help."""
 
 
-class CallFailed(Exception):
+class RewardCallError(Exception):
     """A server refused the request, or its answer cannot be read."""
 
 
@@ -57,15 +57,15 @@ async def get_json(url: str) -> Any:
 async def _call(method: str, url: str, body: Any = None, *, headers: dict[str, str] | None = None) -> Any:
     try:
         answer = await _session().request(method, url, body, timeout_s=None, headers=headers)
-    except NoAnswer as error:
+    except NoHttpReply as error:
         raise Transient(f"{url}: no answer ({error})") from error
     except HttpError as error:
-        raise CallFailed(f"{url}: {error}") from error
+        raise RewardCallError(f"{url}: {error}") from error
     if answer.status == 429 or answer.status >= 500:
         raise Transient(f"{url} answered {answer.status}: {answer.text[:_MAX_SHOWN]}")
     if answer.status != 200:
-        raise CallFailed(f"{url} answered {answer.status}: {answer.text[:_MAX_SHOWN]}")
+        raise RewardCallError(f"{url} answered {answer.status}: {answer.text[:_MAX_SHOWN]}")
     try:
         return answer.json()
     except (ValueError, RecursionError) as error:
-        raise CallFailed(f"{url}: expected JSON, got {answer.text[:_MAX_SHOWN]!r}") from error
+        raise RewardCallError(f"{url}: expected JSON, got {answer.text[:_MAX_SHOWN]!r}") from error

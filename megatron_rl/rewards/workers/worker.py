@@ -25,7 +25,7 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
-from megatron_rl.rewards.workers.frames import HEADER, IDLE, Slot, pack, unpack
+from megatron_rl.rewards.workers.frames import HEADER, IDLE, SharedProgress, pack, unpack
 from megatron_rl.system.processes import process_probe
 from megatron_rl.system.processes.signals import die_with_parent
 
@@ -94,7 +94,7 @@ class _ForkServer:
                 os.setpgid(0, 0)
                 die_with_parent(fork_server_pid, signal.SIGKILL)
                 _adopt_orphans()
-                self._scorer.run(socket.socket(fileno=file), Slot(self._memory, slot))
+                self._scorer.run(socket.socket(fileno=file), SharedProgress(self._memory, slot))
             finally:
                 os._exit(1)
         os.close(file)
@@ -144,7 +144,7 @@ class _Scorer:
         self._cpu_s = math.ceil(2 * timeout_s) + 1
         self._memory_bytes = memory_bytes
 
-    def run(self, connection: socket.socket, slot: Slot) -> None:
+    def run(self, connection: socket.socket, slot: SharedProgress) -> None:
         """Serve chunks until the runner closes the connection."""
         self._limit_resources()
         self._pid = os.getpid()
@@ -162,7 +162,7 @@ class _Scorer:
         resource.setrlimit(resource.RLIMIT_FSIZE, (self._memory_bytes, self._memory_bytes))
         self._cpu_hard_limit = resource.getrlimit(resource.RLIMIT_CPU)[1]
 
-    def _score_chunk(self, items: list[Any], connection: socket.socket, slot: Slot) -> None:
+    def _score_chunk(self, items: list[Any], connection: socket.socket, slot: SharedProgress) -> None:
         """Send ``[position, value, detail, error, metrics]`` for each item, a few at a time; the last frame says done.
 
         The chunk ends early at the slot's limit, or when the worker should be replaced (``retire``).
@@ -189,7 +189,7 @@ class _Scorer:
         # The runner's deadline comes first; this one holds if the runner itself is stopped.
         resource.setrlimit(resource.RLIMIT_CPU, (int(time.process_time()) + self._cpu_s, self._cpu_hard_limit))
         retire = False
-        process_probe.note("scores", f"a response of {len(response)} characters")
+        process_probe.set_status("scores", f"a response of {len(response)} characters")
         try:
             result = as_result(self._function(response, answer, **self._arguments, **fields))
         except MemoryError:
@@ -198,7 +198,7 @@ class _Scorer:
             retire = True  # what it holds by now may never be given back
         except BaseException as raised:  # SystemExit and KeyboardInterrupt too: a reward must not end the worker
             result = failed(describe(raised))
-        process_probe.note("scores")
+        process_probe.set_status("scores")
         if os.getpid() != self._pid:
             os._exit(1)  # a fork of the reward came back here; only the worker may answer
         if not self._owns_processes and _left_processes():
@@ -287,7 +287,7 @@ def main() -> None:
     except BaseException as error:  # any failure to load is the runner's to report
         control.send(json.dumps({"error": describe(error)}).encode())
         return
-    process_probe.listen(f"grader {start['path']}")
+    process_probe.enable_probe(f"grader {start['path']}")
     scorer = _Scorer(
         reward.function,
         reward.arguments(start["options"]),

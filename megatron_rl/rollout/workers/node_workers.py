@@ -22,11 +22,11 @@ import numpy as np
 
 from megatron_rl.errors import UserError
 from megatron_rl.parallel import collectives
-from megatron_rl.parallel.array_server import Service, start_array_server
-from megatron_rl.rollout.workers.worker_messages import FarWorker
+from megatron_rl.parallel.array_server import ArrayServerAddress, start_array_server
+from megatron_rl.rollout.workers.worker_messages import RemoteWorkerInfo
 from megatron_rl.rollout.workers.worker_pool import start_worker
 from megatron_rl.system.files.shared_file import NODE, SharedArrays, SharedFile, address_of
-from megatron_rl.training.array_transport import Errand, Reach, Ways, ask
+from megatron_rl.training.array_transport import ArrayTransport, Errand, Reach, ask
 
 _MAX_DEATHS = 5
 _GOOD_LIFE_S = 600.0
@@ -37,7 +37,7 @@ _MAX_CONNECTING = 64
 
 
 @dataclass(frozen=True)
-class _Started:
+class _StartedWorkers:
     """What the first rank of a node has started."""
 
     host: str
@@ -45,20 +45,20 @@ class _Started:
     """(port, number of the shared file's descriptor) of each worker."""
     secret: str
     pid: int
-    service: Service
+    service: ArrayServerAddress
     reach: Reach
     """What ranks of that node find."""
 
 
 @dataclass(frozen=True)
-class _Start(Errand):
+class _StartRequest(Errand):
     num_workers: int
     near: Sequence[int]
     """Ranks on the driver's machine."""
 
     def report(self) -> list[Any]:
         """Every rank calls it; the driver gets, by rank, what was started, why it could not be, or None."""
-        found: _Started | str | None = None
+        found: _StartedWorkers | str | None = None
         if collectives.rank() not in self.near and os.environ.get("LOCAL_RANK", "0") == "0":
             try:
                 found = _started(self.num_workers)
@@ -68,7 +68,7 @@ class _Start(Errand):
 
 
 @dataclass(frozen=True)
-class _Look(Errand):
+class _ProbeRequest(Errand):
     nodes: Sequence[Reach]
 
     def report(self) -> list[int]:
@@ -78,15 +78,15 @@ class _Look(Errand):
 
 
 def start_on_nodes(
-    ways: Ways, num_workers: int, note: Callable[[str], None], warn: Callable[[str], None]
-) -> list[FarWorker]:
+    ways: ArrayTransport, num_workers: int, note: Callable[[str], None], warn: Callable[[str], None]
+) -> list[RemoteWorkerInfo]:
     """``num_workers`` on each node but the driver's (main thread, collective); none where all ranks are on its machine."""
     if not num_workers or not ways.has_far:
         return []
-    started = ask(_Start(num_workers, ways.near), what="to start rollout workers")
+    started = ask(_StartRequest(num_workers, ways.near), what="to start rollout workers")
     with ThreadPoolExecutor(_MAX_CONNECTING) as pool:
         problems = list(pool.map(_problem, started))
-    nodes: list[_Started] = []
+    nodes: list[_StartedWorkers] = []
     for rank, (found, problem) in enumerate(zip(started, problems, strict=True)):
         if problem:
             warn(
@@ -95,20 +95,20 @@ def start_on_nodes(
             )
         elif found is not None:
             nodes.append(found)
-    seen = ask(_Look([node.reach for node in nodes]), what="what it may be able to map") if nodes else []
-    workers: list[FarWorker] = []
+    seen = ask(_ProbeRequest([node.reach for node in nodes]), what="what it may be able to map") if nodes else []
+    workers: list[RemoteWorkerInfo] = []
     for index, found in enumerate(nodes):
         node = ways.add_node(found.service, [rank for rank, sees in enumerate(seen) if sees == index])
-        workers += [FarWorker(found.host, port, found.secret, node * NODE + found.pid, fd) for port, fd in found.listeners]
+        workers += [RemoteWorkerInfo(found.host, port, found.secret, node * NODE + found.pid, fd) for port, fd in found.listeners]
     if workers:
         hosts = sorted({worker.host for worker in workers})
         note(f"rollout workers on further nodes: {num_workers} each at {', '.join(hosts)}; routes stay where they are read")
     return workers
 
 
-def _problem(found: "_Started | str | None") -> str:
+def _problem(found: "_StartedWorkers | str | None") -> str:
     """Why a node does without workers; empty where it does not, or where its rank is no node's first."""
-    if not isinstance(found, _Started):
+    if not isinstance(found, _StartedWorkers):
         return found or ""
     for port, _ in found.listeners:
         try:
@@ -118,7 +118,7 @@ def _problem(found: "_Started | str | None") -> str:
     return ""
 
 
-def _started(num_workers: int) -> _Started:
+def _started(num_workers: int) -> _StartedWorkers:
     """Once: a run that goes back to a checkpoint opens its rollout side again, and finds the workers with empty files."""
     if _STARTED and len(_STARTED[0].listeners) == num_workers:
         for _, file_fd in _STARTED[0].listeners:
@@ -129,10 +129,10 @@ def _started(num_workers: int) -> _Started:
     return _STARTED[0]
 
 
-_STARTED: list[_Started] = []
+_STARTED: list[_StartedWorkers] = []
 
 
-def _start(num_workers: int) -> _Started:
+def _start(num_workers: int) -> _StartedWorkers:
     host, secret = _own_address(), secrets.token_bytes(32)
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listeners = []
@@ -146,7 +146,7 @@ def _start(num_workers: int) -> _Started:
     _KEPT.extend((shared, array))
     address = address_of(array)
     assert address is not None  # it was put there
-    return _Started(host, listeners, secret.hex(), os.getpid(), start_array_server(host), Reach(address, content))
+    return _StartedWorkers(host, listeners, secret.hex(), os.getpid(), start_array_server(host), Reach(address, content))
 
 
 _KEPT: list[Any] = []

@@ -11,8 +11,8 @@ import time
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from megatron_rl.rollout.workers.worker_frames import Arrays, frame, read_frame
-from megatron_rl.rollout.workers.worker_messages import Alive, Ask, Cancel, Reply
+from megatron_rl.rollout.workers.worker_frames import ArrayLocator, frame, read_frame
+from megatron_rl.rollout.workers.worker_messages import CallReply, CallRequest, Cancel, Ping
 from megatron_rl.system.files.shared_file import Place
 
 SILENCE_S = 120.0
@@ -22,14 +22,14 @@ AT_ONCE = 64
 """Messages in one turn of the event loop, in either direction."""
 
 
-class SentArrays(Arrays, Protocol):
+class OutgoingArrays(ArrayLocator, Protocol):
     def place_of(self, raw: memoryview) -> Place | None: ...
 
 
-class Line:
+class WorkerConnection:
     """The asking end. One belongs to one event loop."""
 
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, arrays: SentArrays) -> None:
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, arrays: OutgoingArrays) -> None:
         self._reader, self._writer, self._arrays = reader, writer, arrays
         self.loop = asyncio.get_running_loop()
         self._waiting: dict[int, asyncio.Future[Any]] = {}
@@ -46,7 +46,7 @@ class Line:
     async def ask(self, question: Any) -> Any:
         number = next(self._numbers)
         waiting = self._waiting[number] = self.loop.create_future()
-        self.send(Ask(number, question))
+        self.send(CallRequest(number, question))
         try:
             return await waiting
         except asyncio.CancelledError:
@@ -83,18 +83,18 @@ class Line:
         """How many there were. Nothing refers to them while the next ones are waited for."""
         self._heard_at = time.monotonic()
         for message in messages:
-            if isinstance(message, Reply) and (waiting := self._waiting.get(message.number)) and not waiting.done():
+            if isinstance(message, CallReply) and (waiting := self._waiting.get(message.number)) and not waiting.done():
                 if message.error is not None:
                     waiting.set_exception(message.error)
                 else:
                     waiting.set_result(message.answer)
         return len(messages)
 
-    async def silence(self, silence_s: Callable[[], float]) -> None:
+    async def seconds_since_reply(self, silence_s: Callable[[], float]) -> None:
         """Returns once the other event loop has stood still for ``silence_s()``, or the connection has ended."""
         while not self.over:
             asked_at = time.monotonic()
-            self.send(Alive())
+            self.send(Ping())
             while not self.over:
                 await asyncio.sleep(silence_s() / _LOOKS)
                 if self._heard_at >= asked_at:
@@ -125,7 +125,7 @@ class Line:
                 self._writer.writelines(frame(messages, self._arrays.place_of))
             except Exception as error:  # of what cannot be pickled: its caller, not the event loop, has to know
                 for message in messages:
-                    if isinstance(message, Ask) and (waiting := self._waiting.get(message.number)) and not waiting.done():
+                    if isinstance(message, CallRequest) and (waiting := self._waiting.get(message.number)) and not waiting.done():
                         waiting.set_exception(error)
             with contextlib.suppress(ConnectionError):  # ``read`` sees it too
                 await self._writer.drain()

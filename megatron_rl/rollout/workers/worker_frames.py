@@ -28,13 +28,13 @@ _BESIDE = -1
 """In the place of an extent's start: the array follows the frame."""
 
 
-class Arrays(Protocol):
+class ArrayLocator(Protocol):
     """Where arrays lie that both sides know."""
 
     def at(self, place: Place) -> memoryview: ...
 
 
-async def read_frame(reader: asyncio.StreamReader, file: Arrays) -> Any:
+async def read_frame(reader: asyncio.StreamReader, file: ArrayLocator) -> Any:
     """The next message. Raises IncompleteReadError or ConnectionError at the end."""
     num_bytes, num_arrays = _HEAD.unpack(await reader.readexactly(_HEAD.size))
     table = await reader.readexactly(_PLACE.size * num_arrays)

@@ -13,7 +13,7 @@ class NodeLost(WorkerLost):
     """The workers of another node cannot be reached any more."""
 
 
-class FarWorker(NamedTuple):
+class RemoteWorkerInfo(NamedTuple):
     """A rollout worker of another node."""
 
     host: str
@@ -29,10 +29,10 @@ class FarWorker(NamedTuple):
 
 
 @dataclass(frozen=True)
-class FarCall:
+class RemoteCall:
     """A question: what another node's worker makes of a call, whose routes stay there."""
 
-    worker: FarWorker
+    worker: RemoteWorkerInfo
     number: int
     """In the places of what stays there: ``number * FILE`` more than in the worker's file."""
     batch: BatchCall
@@ -52,13 +52,13 @@ class Free:
 
 
 @dataclass(frozen=True)
-class Ask:
+class CallRequest:
     number: int
     question: Any
 
 
 @dataclass(frozen=True)
-class Reply:
+class CallReply:
     """Of an ``Ask`` with this number: its answer, or the error that it ended with."""
 
     number: int
@@ -67,15 +67,15 @@ class Reply:
 
 
 @dataclass(frozen=True)
-class Texts:
+class DetokenizeRequest:
     """A question: what these sequences of tokens say, without special tokens."""
 
     sequences: Sequence[TokenParts]
 
 
 @dataclass(frozen=True)
-class Vocabulary:
-    """For all ``Texts`` that come later: a tokenizer, as tokenizer.json has it."""
+class SetTokenizer:
+    """For all ``DetokenizeRequest`` that come later: a tokenizer, as tokenizer.json has it."""
 
     tokenizer_json: str
 
@@ -95,5 +95,5 @@ class Drop:
 
 
 @dataclass(frozen=True)
-class Alive:
+class Ping:
     """A question, and the same back: the worker's event loop turns."""

@@ -4,7 +4,7 @@ A server's calls are made by one worker, over the connections that it keeps; a w
 with its first call. One that dies, or whose event loop does not turn for ``_SILENCE_S``, is killed and started again
 with the next call; callers who wait for it get ``WorkerLost``, and may send their request again under another id: the
 server aborts the first one with its connection. One that dies ``_MAX_DEATHS`` times without a reply in between is given
-up (``WorkerGivenUp``).
+up (``WorkerFailed``).
 
 Where workers run on other nodes too (``node_workers.py``), servers are shared out evenly over the nodes. Calls of another node's
 servers pass through a worker here, and what is large stays there: the owner has stand-ins of those arrays (``FarView``). A
@@ -31,11 +31,19 @@ from urllib.parse import urlsplit
 from megatron_rl.data.trajectory import TokenParts
 from megatron_rl.errors import UserError
 from megatron_rl.rollout.requests import BatchCall, BatchReply, WorkerLost
-from megatron_rl.rollout.workers.worker_connection import SILENCE_S, Line
+from megatron_rl.rollout.workers.worker_connection import SILENCE_S, WorkerConnection
 from megatron_rl.rollout.workers.worker_frames import STREAM_BYTES
-from megatron_rl.rollout.workers.worker_messages import FILE, Drop, FarCall, FarWorker, NodeLost, Texts, Vocabulary
+from megatron_rl.rollout.workers.worker_messages import (
+    FILE,
+    DetokenizeRequest,
+    Drop,
+    NodeLost,
+    RemoteCall,
+    RemoteWorkerInfo,
+    SetTokenizer,
+)
 from megatron_rl.system.files.shared_file import NODE, FarView, Place, SharedView
-from megatron_rl.system.http.json_http import NoAnswer
+from megatron_rl.system.http.json_http import NoHttpReply
 
 _SILENCE_S = SILENCE_S
 _MAX_DEATHS = 5
@@ -45,20 +53,20 @@ _END_TIMEOUT_S = 10.0
 """From a kill to the end of the process."""
 
 
-class WorkerGivenUp(UserError, RuntimeError):
+class WorkerFailed(UserError, RuntimeError):
     """It died too often, and will not be started again."""
 
 
 class WorkerPool:
     """A ``BatchCaller`` in other processes."""
 
-    def __init__(self, num_workers: int, warn: Callable[[str], None], far: Sequence[FarWorker] = ()) -> None:
-        self._far = [_FarWorker(worker, number) for number, worker in enumerate(far, 1)]
+    def __init__(self, num_workers: int, warn: Callable[[str], None], far: Sequence[RemoteWorkerInfo] = ()) -> None:
+        self._far = [_RemoteWorker(worker, number) for number, worker in enumerate(far, 1)]
         views = [one.view for one in self._far]
-        self._workers = [_Worker(index, warn, views) for index in range(num_workers)]
+        self._workers = [_WorkerSlot(index, warn, views) for index in range(num_workers)]
         self._warn = warn
         # One worker of each node before the second of any: a server more or less on a node, not a worker's share.
-        nodes: list[Sequence[_FarWorker | None]] = [[None] * num_workers, *_by_node(self._far)]
+        nodes: list[Sequence[_RemoteWorker | None]] = [[None] * num_workers, *_by_node(self._far)]
         self._sites = [node[index] for index in range(max(map(len, nodes))) for node in nodes if index < len(node)]
         """Who makes calls; None: a worker here."""
         self._places: dict[str, int] = {}
@@ -76,15 +84,15 @@ class WorkerPool:
             reply = await worker.ask(call)
         except WorkerLost as error:
             far.freed.extend(call.freed)
-            self._say(far.lose(error))
+            self._report(far.lose(error))
             raise
-        except NoAnswer as error:
-            self._say(far.refused(batch.url, error))
+        except NoHttpReply as error:
+            self._report(far.refused(batch.url, error))
             raise
         far.answered.add(batch.url)
         return reply
 
-    def _say(self, warning: str) -> None:
+    def _report(self, warning: str) -> None:
         if warning:
             self._warn(warning)
 
@@ -95,7 +103,7 @@ class WorkerPool:
         found = list[list[str]]([[]] * len(parts))
         left = iter(enumerate(parts))
 
-        async def ask(worker: _Worker) -> None:
+        async def ask(worker: _WorkerSlot) -> None:
             for index, part in left:
                 found[index] = await worker.texts(tokenizer_json, part)
 
@@ -112,10 +120,10 @@ class WorkerPool:
         return [worker.pid for worker in self._workers if worker.pid]
 
 
-class _FarWorker:
+class _RemoteWorker:
     """A worker of another node, as the owner knows it."""
 
-    def __init__(self, worker: FarWorker, number: int) -> None:
+    def __init__(self, worker: RemoteWorkerInfo, number: int) -> None:
         self.worker, self._number = worker, number
         self._lost = False
         self._warned_at = -math.inf
@@ -126,9 +134,9 @@ class _FarWorker:
         """Extents of its file that nobody here refers to any more; it hears of them with the next call."""
         self.view = FarView(worker.pid, worker.fd, lambda start, num_bytes: self.freed.append((start, num_bytes)))
 
-    def call(self, batch: BatchCall) -> FarCall:
+    def call(self, batch: BatchCall) -> RemoteCall:
         freed = [self.freed.popleft() for _ in range(len(self.freed))]
-        return FarCall(self.worker, self._number, batch, freed)
+        return RemoteCall(self.worker, self._number, batch, freed)
 
     def reaches(self, url: str) -> bool:
         """As far as is known. A loopback address means another machine there."""
@@ -145,7 +153,7 @@ class _FarWorker:
         began, self._warned_at = self._warned_at, time.monotonic()  # many calls are lost at once
         return "" if self._warned_at - began < _WARN_EVERY_S else f"{error}; it is started again, and its requests are sent again"
 
-    def refused(self, url: str, error: NoAnswer) -> str:
+    def refused(self, url: str, error: NoHttpReply) -> str:
         """A server did not answer; what there is to say of it."""
         if error.timed_out or url in self.answered | self._unreached:
             return ""
@@ -157,12 +165,12 @@ def _is_loopback(host: str) -> bool:
     return host in ("localhost", "::1") or host.startswith("127.")
 
 
-def _by_node(workers: "Sequence[_FarWorker]") -> "list[list[_FarWorker]]":
+def _by_node(workers: "Sequence[_RemoteWorker]") -> "list[list[_RemoteWorker]]":
     nodes = sorted({one.worker.pid // NODE for one in workers})
     return [[one for one in workers if one.worker.pid // NODE == node] for node in nodes]
 
 
-class _Files:
+class _ReplyFiles:
     """Where arrays of replies lie: in the worker's file, or in those of other nodes' workers."""
 
     def __init__(self, own: SharedView, far: Sequence[FarView]) -> None:
@@ -176,7 +184,7 @@ class _Files:
         return self._views[number].at(place._replace(start=start))
 
 
-class _Worker:
+class _WorkerSlot:
     """One worker after the other, under the same number."""
 
     def __init__(self, index: int, warn: Callable[[str], None], far: Sequence[FarView]) -> None:
@@ -204,13 +212,13 @@ class _Worker:
     async def texts(self, tokenizer_json: str, sequences: Sequence[TokenParts]) -> list[str]:
         while True:
             with contextlib.suppress(WorkerLost):
-                return await self.ask(Texts(sequences), tokenizer_json)
+                return await self.ask(DetokenizeRequest(sequences), tokenizer_json)
 
     async def _running(self) -> "_Process":
         async with self._starting:
             if self._process is None:
                 if self._num_deaths >= _MAX_DEATHS:
-                    raise WorkerGivenUp(
+                    raise WorkerFailed(
                         f"rollout worker {self._index} {self._last_death}, {self._num_deaths} times without a reply in "
                         "between, and is not started again. Look for its traceback above and for the kernel's "
                         "out-of-memory messages (dmesg); rollout.num_workers=0 makes the calls in the driver instead"
@@ -259,7 +267,7 @@ class _Process:
     _tasks: list[asyncio.Task[None]]
     """Since ``start``."""
 
-    def __init__(self, process: subprocess.Popen[bytes], line: Line, on_end: "Callable[[_Process, str], None]") -> None:
+    def __init__(self, process: subprocess.Popen[bytes], line: WorkerConnection, on_end: "Callable[[_Process, str], None]") -> None:
         self.pid = process.pid
         self._process = process
         self._line = line
@@ -274,14 +282,14 @@ class _Process:
         with theirs:
             process = start_worker("serve", theirs.fileno(), file_fd, subprocess.DEVNULL)
         reader, writer = await asyncio.open_connection(sock=ours, limit=STREAM_BYTES)
-        loop, lines = asyncio.get_running_loop(), list[Line]()
+        loop, lines = asyncio.get_running_loop(), list[WorkerConnection]()
 
         def drop(start: int) -> None:
             """On any thread."""
             with contextlib.suppress(RuntimeError):  # the event loop is closed: so is the worker
                 loop.call_soon_threadsafe(lines[0].send, Drop(start))
 
-        line = Line(reader, writer, _Files(SharedView(file_fd, drop), far))
+        line = WorkerConnection(reader, writer, _ReplyFiles(SharedView(file_fd, drop), far))
         lines.append(line)
         os.close(file_fd)
         self = cls(process, line, on_end)
@@ -302,7 +310,7 @@ class _Process:
         """For texts, once."""
         if self._tokenizer_json is not tokenizer_json:
             self._tokenizer_json = tokenizer_json
-            self._line.send(Vocabulary(tokenizer_json))
+            self._line.send(SetTokenizer(tokenizer_json))
 
     async def close(self) -> None:
         self._line.over = True
@@ -321,7 +329,7 @@ class _Process:
 
     async def _watch(self) -> None:
         """Kill a worker that has calls in progress and whose event loop stands still."""
-        await self._line.silence(lambda: _SILENCE_S)
+        await self._line.seconds_since_reply(lambda: _SILENCE_S)
         if not self._line.over:
             self._kill(f"did nothing for {_SILENCE_S:.0f} s")
 

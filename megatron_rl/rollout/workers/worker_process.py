@@ -28,16 +28,16 @@ from megatron_rl.rollout.sglang.wire.exchange import exchange
 from megatron_rl.rollout.workers.worker_connection import AT_ONCE
 from megatron_rl.rollout.workers.worker_frames import STREAM_BYTES, frame, read_frame
 from megatron_rl.rollout.workers.worker_messages import (
-    Alive,
-    Ask,
+    CallReply,
+    CallRequest,
     Cancel,
+    DetokenizeRequest,
     Drop,
-    FarCall,
-    FarWorker,
     Free,
-    Reply,
-    Texts,
-    Vocabulary,
+    Ping,
+    RemoteCall,
+    RemoteWorkerInfo,
+    SetTokenizer,
 )
 from megatron_rl.rollout.workers.worker_relay import Relay
 from megatron_rl.system.files.shared_file import Place, SharedFile
@@ -52,12 +52,12 @@ _SECRET_BYTES = 32
 _SECRET_TIMEOUT_S = 30.0
 
 
-class _Server:
+class _CallHandler:
     """The calls of one owner."""
 
     def __init__(self, http: HttpSession, file: SharedFile, writer: asyncio.StreamWriter, *, is_far: bool = False) -> None:
         self._is_far = is_far
-        self._relays: dict[FarWorker, Relay] = {}
+        self._relays: dict[RemoteWorkerInfo, Relay] = {}
         self._http = http
         self._file = file
         self._writer = writer
@@ -70,14 +70,14 @@ class _Server:
 
     def take(self, message: Any) -> None:
         match message:
-            case Ask(number, BatchCall() as batch):
+            case CallRequest(number, BatchCall() as batch):
                 self._running[number] = asyncio.create_task(self._answer(number, exchange(self._http, batch)))
-            case Ask(number, FarCall() as call):
+            case CallRequest(number, RemoteCall() as call):
                 relay = self._relays.setdefault(call.worker, Relay(call.worker, call.number))
                 self._running[number] = asyncio.create_task(self._answer(number, relay.call(call)))
-            case Ask(number, Texts(sequences)):
+            case CallRequest(number, DetokenizeRequest(sequences)):
                 self._running[number] = asyncio.create_task(self._answer(number, self._texts(sequences)))
-            case Vocabulary(tokenizer_json):
+            case SetTokenizer(tokenizer_json):
                 self._tokenizer = tokenizers.Tokenizer.from_str(tokenizer_json)
             case Cancel(number) if number in self._running:
                 self._running[number].cancel()
@@ -85,7 +85,7 @@ class _Server:
                 self._file.drop(start)
             case Free(start, num_bytes):
                 self._file.free(start, num_bytes)
-            case Alive():
+            case Ping():
                 self._send(message)
 
     async def close(self) -> None:
@@ -105,9 +105,9 @@ class _Server:
     async def _answer(self, number: int, work: Awaitable[Any]) -> None:
         began_s = self._loop.time()
         try:
-            reply = Reply(number, await work)
+            reply = CallReply(number, await work)
         except Exception as error:  # whatever it is, the owner waits for it
-            reply = Reply(number, error=error)
+            reply = CallReply(number, error=error)
         finally:
             del self._running[number]
         self._send(reply, min(_MAX_WAIT_S, _WAIT_SHARE * (self._loop.time() - began_s)))
@@ -134,7 +134,7 @@ class _Server:
                 return [part for message in messages for part in self._frame([message])]
             (reply,) = messages
             text = f"{type(error).__name__}: {error}, of a reply {reply.error!r}"
-            return frame([Reply(reply.number, error=RuntimeError(text))], self._file.put)
+            return frame([CallReply(reply.number, error=RuntimeError(text))], self._file.put)
 
     def _place_of(self, messages: Sequence[Any]) -> Callable[[memoryview], Place | None]:
         """Where the messages' arrays go: into this worker's file, or they lie elsewhere already."""
@@ -151,7 +151,7 @@ class _Server:
 
 def _routes_of(message: Any) -> set[int]:
     """Where they begin in memory."""
-    samples = message.answer.samples if isinstance(message, Reply) and isinstance(message.answer, BatchReply) else ()
+    samples = message.answer.samples if isinstance(message, CallReply) and isinstance(message.answer, BatchReply) else ()
     return {_start_of(one.routes) for one in samples if isinstance(one, Generation) and one.routes is not None}
 
 
@@ -164,10 +164,10 @@ async def serve(connection: socket.socket, file: SharedFile) -> None:
     """Until the owner closes the connection."""
     reader, writer = await asyncio.open_connection(sock=connection, limit=STREAM_BYTES)
     async with HttpSession() as http:
-        await _serve(_Server(http, file, writer), reader, file)
+        await _serve(_CallHandler(http, file, writer), reader, file)
 
 
-async def _serve(server: _Server, reader: asyncio.StreamReader, file: SharedFile) -> None:
+async def _serve(server: _CallHandler, reader: asyncio.StreamReader, file: SharedFile) -> None:
     with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
         while True:
             for message in await read_frame(reader, file):
@@ -184,7 +184,7 @@ async def listen(listener: socket.socket, file: SharedFile, secret: bytes) -> No
                 async with asyncio.timeout(_SECRET_TIMEOUT_S):
                     known = hmac.compare_digest(await reader.readexactly(_SECRET_BYTES), secret)
                 if known:  # before the first pickle is read
-                    await _serve(_Server(http, file, writer, is_far=True), reader, file)
+                    await _serve(_CallHandler(http, file, writer, is_far=True), reader, file)
 
         async with await asyncio.start_server(connected, sock=listener, limit=STREAM_BYTES) as server:
             await server.serve_forever()
@@ -196,7 +196,7 @@ def main(arguments: list[str]) -> None:
     die_with_parent(parent_pid, signal.SIGKILL)
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
-    process_probe.listen("rollout worker")
+    process_probe.enable_probe("rollout worker")
     gc.freeze()
     gc.set_threshold(100_000, 50, 50)  # an answer is one list per token until it has been read
     connection = socket.socket(fileno=socket_fd)

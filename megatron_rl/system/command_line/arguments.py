@@ -23,6 +23,6 @@ def positive_number(text: str) -> float:
     return number
 
 
-def split_words(words: Sequence[str]) -> tuple[list[str], list[str]]:
+def split_overrides(words: Sequence[str]) -> tuple[list[str], list[str]]:
     """Paths of recipes, and ``key=value`` overrides."""
     return [word for word in words if "=" not in word], [word for word in words if "=" in word]

@@ -16,7 +16,7 @@ def say(text: str) -> None:
     print(text if rank == "0" else f"rank {rank}: {text}", file=sys.stderr, flush=True)
 
 
-class Advance(Protocol):
+class ProgressCallback(Protocol):
     """Moves the bar; ``note`` is shown at its end (a loss, say)."""
 
     def __call__(self, count: int = 1, *, note: str = "") -> None: ...
@@ -25,7 +25,7 @@ class Advance(Protocol):
 @contextmanager
 def progress_bar(
     title: str, total: int, *, completed: int = 0, console: Console | None = None
-) -> Iterator[Advance]:
+) -> Iterator[ProgressCallback]:
     """A bar on ``console`` (standard error by default), shown where that is a terminal."""
     console = console or Console(stderr=True)
     columns = (

@@ -15,7 +15,7 @@ from megatron_rl.errors import UserError
 
 
 @contextmanager
-def written_whole(path: str | Path) -> Iterator[TextIO]:
+def atomic_text_file(path: str | Path) -> Iterator[TextIO]:
     """A UTF-8 text file that takes its name when the block ends without an error; makes the folder. Raises OSError."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -35,9 +35,9 @@ def written_whole(path: str | Path) -> Iterator[TextIO]:
         raise
 
 
-def write_whole(path: str | Path, content: str | bytes) -> Path:
+def write_atomic(path: str | Path, content: str | bytes) -> Path:
     """Replace a file in one move: a reader sees the old content or the new, never a part. Raises OSError."""
-    with written_whole(path) as file:
+    with atomic_text_file(path) as file:
         if isinstance(content, str):
             file.write(content)
         else:
@@ -45,7 +45,7 @@ def write_whole(path: str | Path, content: str | bytes) -> Path:
     return Path(path)
 
 
-def hold(file: TextIO, path: Path) -> None:
+def lock_file(file: TextIO, path: Path) -> None:
     """Lock ``file`` for this process, as long as it is open. UserError where another one writes to ``path``."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -74,7 +74,7 @@ def replace_folder(partial: Path, folder: Path) -> None:
 
 
 @contextmanager
-def appearing(target: Path) -> Iterator[Path]:
+def atomic_folder(target: Path) -> Iterator[Path]:
     """A temporary folder next to ``target`` that takes its name when the block succeeds, else vanishes. Raises OSError."""
     target.parent.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 
-class BadPickle(ValueError):
+class UnsafePickle(ValueError):
     """No pickle, a damaged one, or one that imports what it has no business with."""
 
 
@@ -20,12 +20,12 @@ def check_pickle(path: Path, allowed: Collection[str], enums: Collection[str] = 
         with open(path, "rb") as file:
             _Reader(file, allowed, enums).load()
     except OSError as error:
-        raise BadPickle(f"{path} cannot be read ({error.strerror})") from error
-    except BadPickle as error:
-        raise BadPickle(f"{path} {error}") from None
+        raise UnsafePickle(f"{path} cannot be read ({error.strerror})") from error
+    except UnsafePickle as error:
+        raise UnsafePickle(f"{path} {error}") from None
     # A pickle is a program for a small machine: a damaged one makes it do anything that it can, and run out of memory.
     except (Exception, MemoryError) as error:
-        raise BadPickle(f"{path} is damaged: {type(error).__name__}: {error}") from error
+        raise UnsafePickle(f"{path} is damaged: {type(error).__name__}: {error}") from error
 
 
 class _Reader(pickle.Unpickler):
@@ -38,14 +38,14 @@ class _Reader(pickle.Unpickler):
         if full_name == "builtins.getattr" and self._enums:
             return _member
         if full_name not in self._allowed:
-            raise BadPickle(f"wants to import {full_name}, which no checkpoint needs; it was not loaded")
+            raise UnsafePickle(f"wants to import {full_name}, which no checkpoint needs; it was not loaded")
         return _InertEnum if full_name in self._enums else _Inert
 
 
 def _member(owner: object, name: object) -> object:
     """In the place of ``getattr``: gives members of enumerations alone, which nothing can be called on."""
     if owner is not _InertEnum or not isinstance(name, str) or not re.fullmatch("[A-Z][A-Z0-9_]*", name):
-        raise BadPickle(f"wants the attribute {name!r} of something that is no enumeration, which no checkpoint needs; it was not loaded")
+        raise UnsafePickle(f"wants the attribute {name!r} of something that is no enumeration, which no checkpoint needs; it was not loaded")
     return object()
 
 

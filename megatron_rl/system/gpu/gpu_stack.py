@@ -25,7 +25,7 @@ _COMMAND_TIMEOUT_S = 60.0  # nvidia-smi takes seconds where no persistence daemo
 
 
 @dataclass(frozen=True)
-class Fact:
+class Requirement:
     """One thing that the stack needs: what is there, what should be, and what to do where that is not enough."""
 
     name: str
@@ -37,97 +37,97 @@ class Fact:
     """False: without it the stack runs, but slower or less of it; ``remedy`` says what."""
 
 
-def machine_facts(folder: str | Path, needed_mib: int) -> list[Fact]:
+def machine_facts(folder: str | Path, needed_mib: int) -> list[Requirement]:
     """Driver, glibc, C++ compiler, headers of this Python, free MiB of the disk that holds ``folder``: what must be there before anything
     is installed. Starts ``nvidia-smi`` and ``c++``."""
     return [_driver(), _glibc(), _compiler(), _python_headers(), _disk(Path(folder), needed_mib)]
 
 
-def package_facts() -> list[Fact]:
+def package_facts() -> list[Requirement]:
     """Transformer Engine whole or in parts, Apex's extension, and a package ``apex`` that is another project; imports nothing."""
     return [_transformer_engine(), _gradient_fusion(), _apex()]
 
 
-def _driver() -> Fact:
+def _driver() -> Requirement:
     wanted = f"{MIN_DRIVER} or newer (CUDA 13)"
     text = _output(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"])
     versions = re.findall(r"^(\d+)\.[\d.]+$", text or "", re.MULTILINE)
     if not versions:
         remedy = "there is no GPU to run on here (as while an image is built); where there should be one, see what nvidia-smi says"
-        return Fact("NVIDIA driver", "none answers", wanted, remedy, is_needed=False)
+        return Requirement("NVIDIA driver", "none answers", wanted, remedy, is_needed=False)
     found = text.strip().splitlines()[0] if text else ""
     remedy = f"install driver {MIN_DRIVER} or newer; a container has the driver of its host"
-    return Fact("NVIDIA driver", found, wanted, remedy if int(versions[0]) < MIN_DRIVER else "")
+    return Requirement("NVIDIA driver", found, wanted, remedy if int(versions[0]) < MIN_DRIVER else "")
 
 
-def _glibc() -> Fact:
+def _glibc() -> Requirement:
     name, version = platform.libc_ver()
     found = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
     remedy = "use a newer system (Debian 12, Ubuntu 22.04, RHEL 9 or newer), or the image of the Dockerfile"
     is_enough = name == "glibc" and found >= _MIN_GLIBC
-    return Fact("glibc", f"{name} {version}".strip() or "none", ".".join(map(str, _MIN_GLIBC)), "" if is_enough else remedy)
+    return Requirement("glibc", f"{name} {version}".strip() or "none", ".".join(map(str, _MIN_GLIBC)), "" if is_enough else remedy)
 
 
-def _compiler() -> Fact:
+def _compiler() -> Requirement:
     wanted = f"GCC {_MIN_GCC} or newer, gcc and g++"
     remedy = "install them (Debian, Ubuntu: apt-get install build-essential): Triton and torch.compile call them at run time"
     version = _output(["g++", "-dumpfullversion", "-dumpversion"])
     if version is None or shutil.which("gcc") is None:
-        return Fact("C++ compiler", "none", wanted, remedy)
+        return Requirement("C++ compiler", "none", wanted, remedy)
     number = re.match(r"\d+", version)
     is_enough = number is not None and int(number[0]) >= _MIN_GCC
-    return Fact("C++ compiler", f"GCC {version.strip()}", wanted, "" if is_enough else remedy)
+    return Requirement("C++ compiler", f"GCC {version.strip()}", wanted, "" if is_enough else remedy)
 
 
-def _python_headers() -> Fact:
+def _python_headers() -> Requirement:
     header = Path(sysconfig.get_path("include")) / "Python.h"
     version = f"python{sys.version_info.major}.{sys.version_info.minor}"
     remedy = f"install the headers of {version} (Debian, Ubuntu: apt-get install {version}-dev): Triton compiles with them at run time"
     found = str(header) if header.exists() else "none"
-    return Fact("headers of Python", found, f"Python.h of {version}", "" if header.exists() else remedy)
+    return Requirement("headers of Python", found, f"Python.h of {version}", "" if header.exists() else remedy)
 
 
-def _disk(folder: Path, needed_mib: int) -> Fact:
+def _disk(folder: Path, needed_mib: int) -> Requirement:
     existing = next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.exists())
     free_mib = shutil.disk_usage(existing).free >> 20
     remedy = "" if free_mib >= needed_mib else "free some space, or choose a folder on a larger disk with VENV=/path"
-    return Fact("free disk", f"{free_mib} MiB for {folder}", f"{needed_mib} MiB", remedy)
+    return Requirement("free disk", f"{free_mib} MiB for {folder}", f"{needed_mib} MiB", remedy)
 
 
-def _transformer_engine() -> Fact:
+def _transformer_engine() -> Requirement:
     wanted = "its three packages in one version: " + ", ".join(_TRANSFORMER_ENGINE)
     versions = {name: _version(name) for name in _TRANSFORMER_ENGINE}
     there = {name: version for name, version in versions.items() if version}
     found = ", ".join(f"{name} {version}" for name, version in there.items()) or "none"
     if len(there) == len(versions) and len(set(there.values())) == 1:
-        return Fact("Transformer Engine", found, wanted)
+        return Requirement("Transformer Engine", found, wanted)
     remedy = (
         "FLAVOR=gpu bash launch/setup.sh builds it after torch; transformer_engine alone is a shell without kernels, and "
         "one built for another torch does not load"
     )
-    return Fact("Transformer Engine", found, wanted, remedy, is_needed=bool(there))
+    return Requirement("Transformer Engine", found, wanted, remedy, is_needed=bool(there))
 
 
-def _gradient_fusion() -> Fact:
+def _gradient_fusion() -> Requirement:
     is_there = importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None
     remedy = "the output layer's gradient is added in a second pass; the image of the Dockerfile has it"
     found = "present" if is_there else "none"
     wanted = "fused_weight_gradient_mlp_cuda of NVIDIA Apex"
-    return Fact("fused gradient accumulation", found, wanted, "" if is_there else remedy, is_needed=False)
+    return Requirement("fused gradient accumulation", found, wanted, "" if is_there else remedy, is_needed=False)
 
 
-def _apex() -> Fact:
+def _apex() -> Requirement:
     """PyPI's ``apex`` is a toolkit of a web framework: Megatron takes it for NVIDIA's and fails in its first layer."""
     wanted = "none, or NVIDIA's"
     spec = importlib.util.find_spec("apex")
     if spec is None:
-        return Fact("package apex", "none", wanted)
+        return Requirement("package apex", "none", wanted)
     places = [Path(place) for place in spec.submodule_search_locations or ()]
     version = _version("apex") or "of unknown version"
     if any((place / "normalization").is_dir() for place in places):
-        return Fact("package apex", f"NVIDIA Apex {version}", wanted)
+        return Requirement("package apex", f"NVIDIA Apex {version}", wanted)
     remedy = "pip uninstall apex: this is another project of that name, and Megatron would take it for NVIDIA's"
-    return Fact("package apex", f"apex {version}, not NVIDIA's", wanted, remedy)
+    return Requirement("package apex", f"apex {version}, not NVIDIA's", wanted, remedy)
 
 
 def _version(distribution: str) -> str:

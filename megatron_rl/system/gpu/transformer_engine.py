@@ -13,7 +13,7 @@ problem = ""
 """Why it does not load; empty where it does, and where it is not installed."""
 
 
-def leave_out_if_broken() -> None:
+def disable_if_broken() -> None:
     """Before Megatron's first import: every later import of a Transformer Engine that does not load finds none."""
     global problem
     try:

@@ -21,7 +21,7 @@ def is_loopback(host: str) -> bool:
     return address.is_loopback or address.is_unspecified  # 0.0.0.0: all of its own addresses
 
 
-def address_towards(host: str) -> str:
+def local_address_for(host: str) -> str:
     """This machine's address on the route to ``host``. Raises OSError where ``host`` is unknown or there is no route."""
     family, target = _resolved(host)
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
@@ -35,7 +35,7 @@ def address_towards_all(urls: list[str], *, loopback_is: str = "") -> str:
     ``loopback_is``: the machine of whoever named the URLs, for which 127.0.0.1 stands there.
     """
     hosts = [urlsplit(url).hostname or "" for url in urls]
-    addresses = [address_towards(loopback_is if loopback_is and is_loopback(host) else host) for host in hosts]
+    addresses = [local_address_for(loopback_is if loopback_is and is_loopback(host) else host) for host in hosts]
     elsewhere = [address for address in addresses if not ipaddress.ip_address(address).is_loopback]
     return (elsewhere or addresses)[0]
 
@@ -48,7 +48,7 @@ def interface_of(address: str) -> str:
     return ""
 
 
-def interface_towards(host: str) -> str:
+def local_interface_for(host: str) -> str:
     """The interface that gloo has to listen on for peers on ``host``; empty where it finds a good one itself.
 
     It takes the address of this machine's name. Many a Linux has 127.0.1.1 for that, and peers on other machines would look
@@ -68,7 +68,7 @@ def interface_towards(host: str) -> str:
         return ""
     if not is_loopback(host):
         try:
-            return interface_of(address_towards(host))
+            return interface_of(local_address_for(host))
         except OSError:
             return ""  # whoever connects there will say so
     found = _reachable_addresses()

@@ -1,10 +1,10 @@
 """HTTP with JSON bodies: sessions for an event loop (``HttpSession``) and for plain threads (``HttpThread``).
 
-Invariants: every request has a deadline; an answer of any status comes back as an ``Answer``, and what is no answer
+Invariants: every request has a deadline; an answer of any status comes back as an ``HttpReply``, and what is no answer
 raises one of two errors; redirects are not followed; machines are reached directly, without a cluster's HTTP proxy,
 unless ``use_proxy`` says otherwise.
 
-``NoAnswer``: not reached, the connection broke, or the deadline passed. Asking again may help.
+``NoHttpReply``: not reached, the connection broke, or the deadline passed. Asking again may help.
 ``HttpError``, its base: no HTTP, a malformed URL, an answer that is too long. Asking again will not help.
 """
 
@@ -32,7 +32,7 @@ class HttpError(Exception):
     """The request did not get an answer that can be read. Its text is the cause's type and words."""
 
 
-class NoAnswer(HttpError):
+class NoHttpReply(HttpError):
     """No answer came. ``timed_out``: the deadline passed; False where no connection was made in its time."""
 
     def __init__(self, reason: str, *, timed_out: bool = False) -> None:  # without it, no pickle could make one
@@ -41,7 +41,7 @@ class NoAnswer(HttpError):
 
 
 @dataclass(frozen=True)
-class Answer:
+class HttpReply:
     status: int
     reason: str
     """The status in words."""
@@ -70,12 +70,12 @@ class HttpSession:
         self._use_proxy = use_proxy
         self._session: aiohttp.ClientSession | None = None
 
-    async def get(self, url: str, *, timeout_s: float | None, headers: dict[str, str] | None = None) -> Answer:
+    async def get(self, url: str, *, timeout_s: float | None, headers: dict[str, str] | None = None) -> HttpReply:
         return await self.request("GET", url, timeout_s=timeout_s, headers=headers)
 
     async def post(
         self, url: str, body: Any, *, timeout_s: float | None, headers: dict[str, str] | None = None
-    ) -> Answer:
+    ) -> HttpReply:
         return await self.request("POST", url, body, timeout_s=timeout_s, headers=headers)
 
     async def request(
@@ -87,7 +87,7 @@ class HttpSession:
         timeout_s: float | None,
         headers: dict[str, str] | None = None,
         max_answer_bytes: int | None = None,
-    ) -> Answer:
+    ) -> HttpReply:
         """One request and its whole answer.
 
         ``body``: bytes that are JSON already, or what JSON can be made of; None sends none. ``timeout_s`` covers
@@ -99,7 +99,7 @@ class HttpSession:
 
     async def _answer(
         self, method: str, url: str, data: bytes | None, headers: Mapping[str, str], timeout_s: float | None, max_bytes: int | None
-    ) -> Answer:
+    ) -> HttpReply:
         timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=self._connect_timeout_s)
         try:
             async with self._opened().request(
@@ -107,11 +107,11 @@ class HttpSession:
             ) as response:
                 content = await self._read(response, max_bytes)
                 wait_s = seconds_of(response.headers.get("Retry-After", ""))
-                return Answer(response.status, response.reason or "", content, wait_s)
+                return HttpReply(response.status, response.reason or "", content, wait_s)
         except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, OSError, TimeoutError) as error:
             # That of connecting is a TimeoutError too, but the machine was not reached: another fault, another remedy.
             timed_out = isinstance(error, TimeoutError) and not isinstance(error, aiohttp.ConnectionTimeoutError)
-            raise NoAnswer(described(error), timed_out=timed_out) from error
+            raise NoHttpReply(described(error), timed_out=timed_out) from error
         except (aiohttp.ClientError, ValueError) as error:
             raise HttpError(described(error)) from error
 
@@ -188,7 +188,7 @@ class HttpThread:
         else:
             future.set_result(task.result())
 
-    def request(self, method: str, url: str, body: Any = None, *, timeout_s: float) -> Answer:
+    def request(self, method: str, url: str, body: Any = None, *, timeout_s: float) -> HttpReply:
         """As in HttpSession; blocks the calling thread."""
         return self.submit(self.session.request(method, url, body, timeout_s=timeout_s)).result()
 
@@ -212,13 +212,13 @@ class HttpThread:
         await self.session.close()
 
 
-def get_once(url: str, *, timeout_s: float, headers: dict[str, str] | None = None) -> Answer:
+def get_once(url: str, *, timeout_s: float, headers: dict[str, str] | None = None) -> HttpReply:
     """GET from a thread without an event loop, over a connection of its own. Raises NoAnswer or HttpError."""
     with HttpThread(HttpSession(max_answer_bytes=_MAX_ONCE_BYTES)) as http:
         return http.submit(http.session.get(url, timeout_s=timeout_s, headers=headers)).result()
 
 
-def pauses_s(num_retries: int, first_s: float, *, jitter: float = 0.0) -> Iterator[float]:
+def backoff_s(num_retries: int, first_s: float, *, jitter: float = 0.0) -> Iterator[float]:
     """Seconds to wait before each further try: ``first_s``, then twice as long as the one before.
 
     ``jitter`` 0.5 draws each from half to one and a half times its length, so that many callers do not come back at

@@ -14,10 +14,10 @@ from urllib.parse import urlsplit
 
 from megatron_rl.system.http.json_http import (
     KEEPALIVE_S,
-    Answer,
     HttpError,
+    HttpReply,
     HttpSession,
-    NoAnswer,
+    NoHttpReply,
     described,
     seconds_of,
 )
@@ -48,7 +48,7 @@ class KeptSession(HttpSession):
 
     async def _answer(
         self, method: str, url: str, data: bytes | None, headers: Mapping[str, str], timeout_s: float | None, max_bytes: int | None
-    ) -> Answer:
+    ) -> HttpReply:
         target = _target(url)
         if target is None:
             return await super()._answer(method, url, data, headers, timeout_s, max_bytes)
@@ -61,7 +61,7 @@ class KeptSession(HttpSession):
         except asyncio.LimitOverrunError as error:
             raise HttpError(described(error)) from error
         except (OSError, EOFError) as error:  # asyncio's TimeoutError is an OSError
-            raise NoAnswer(described(error), timed_out=isinstance(error, TimeoutError)) from error
+            raise NoHttpReply(described(error), timed_out=isinstance(error, TimeoutError)) from error
         except ValueError as error:
             raise HttpError(described(error)) from error
 
@@ -73,7 +73,7 @@ class KeptSession(HttpSession):
         await asyncio.sleep(0)  # their sockets close in the loop's next round
         await super().close()
 
-    async def _exchange(self, target: _Target, request: bytes, max_bytes: int | None) -> Answer:
+    async def _exchange(self, target: _Target, request: bytes, max_bytes: int | None) -> HttpReply:
         reader, writer, _ = await self._connection(target)
         try:
             writer.write(request)
@@ -100,7 +100,7 @@ class KeptSession(HttpSession):
                 return _Connection(*await asyncio.open_connection(target.host, target.port), 0.0)
         except OSError as error:
             words = f"no connection to {target.host}:{target.port}: {described(error)}"
-            raise NoAnswer(words) from error
+            raise NoHttpReply(words) from error
 
 
 @functools.lru_cache(1024)
@@ -128,7 +128,7 @@ def _request(method: str, target: _Target, headers: Mapping[str, str], data: byt
     return "\r\n".join([f"{method} {target.path} HTTP/1.1", *lines, "\r\n"]).encode("latin-1") + (data or b"")
 
 
-async def _read_answer(reader: asyncio.StreamReader, max_bytes: int | None) -> tuple[Answer, bool]:
+async def _read_answer(reader: asyncio.StreamReader, max_bytes: int | None) -> tuple[HttpReply, bool]:
     """The answer, and whether the connection may be used again (RFC 9112)."""
     status = 100
     while 100 <= status < 200:  # what a server says before it answers
@@ -148,7 +148,7 @@ async def _read_answer(reader: asyncio.StreamReader, max_bytes: int | None) -> t
         content = await reader.readexactly(_within(int(length), max_bytes))
     else:
         content, may_stay = await _read_to_end(reader, max_bytes), False
-    return Answer(status, rest[4:], content, seconds_of(headers.get("retry-after", ""))), may_stay
+    return HttpReply(status, rest[4:], content, seconds_of(headers.get("retry-after", ""))), may_stay
 
 
 async def _read_chunks(reader: asyncio.StreamReader, max_bytes: int | None) -> bytes:

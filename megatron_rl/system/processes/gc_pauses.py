@@ -8,7 +8,7 @@ _NEVER = 2**31 - 1
 
 
 @contextmanager
-def collector_at_rest() -> Iterator[None]:
+def gc_disabled() -> Iterator[None]:
     """Inside nothing is collected; what is there at the end stays for good, so the collector does not look at it again.
 
     For imports, when it would walk the growing heap again and again and find nothing: a tenth to a fifth of the seconds in which
@@ -26,7 +26,7 @@ def collector_at_rest() -> Iterator[None]:
 
 
 @contextmanager
-def young_objects_only() -> Iterator[None]:
+def gc_young_only() -> Iterator[None]:
     """What is there at the beginning, all prompts above all, stays for good; inside, nobody looks at older objects but ``gc.collect``.
 
     For a run's event loop, which is not to stand still in the middle of a step: the run collects when it waits for no answer.

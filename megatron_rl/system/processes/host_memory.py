@@ -13,7 +13,7 @@ _TRIM_THRESHOLD, _MMAP_MAX = -1, -4
 """Names of glibc's mallopt(3)."""
 
 
-def keep_freed_memory() -> None:
+def disable_memory_trim() -> None:
     """From now on memory that is freed stays with this process, for what it asks for next.
 
     For a driver, whose steps make arrays of the same gigabytes again and again: the kernel clears all that it gives, and a virtual
@@ -26,7 +26,7 @@ def keep_freed_memory() -> None:
         mallopt(_TRIM_THRESHOLD, -1)
 
 
-def take_host_peak_gib() -> float:
+def pop_host_peak_gib() -> float:
     """Largest resident memory of this process since the last call, GiB; where the kernel keeps no such mark, what it is now."""
     try:
         peak = re.search(r"VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_text())
@@ -59,6 +59,6 @@ def num_ranks_here() -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
-def room_of_a_rank() -> int:
+def available_bytes_per_rank() -> int:
     """Bytes of ``available_bytes`` for this rank, where the others of its machine take as much at the same time."""
     return available_bytes() // num_ranks_here()

@@ -47,7 +47,7 @@ class Frame:
 
 
 @dataclass(frozen=True)
-class Seen:
+class ProcessSnapshot:
     """A process, looked at once."""
 
     pid: int
@@ -68,12 +68,12 @@ class Seen:
     """All threads, as faulthandler writes them."""
 
     @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> "Seen":
+    def from_json(cls, values: Mapping[str, Any]) -> "ProcessSnapshot":
         notes = {key: (text, since_s) for key, (text, since_s) in values["notes"].items()}
         return cls(**{**values, "notes": notes, "frames": tuple(Frame(**frame) for frame in values["frames"])})
 
 
-def listen(role: str) -> None:
+def enable_probe(role: str) -> None:
     """From now on this process, and what is forked from it, answers ``observe``. Again: under another role."""
     global _memory, _role
     first, _role = _memory < 0, role
@@ -83,7 +83,7 @@ def listen(role: str) -> None:
     _write()
 
 
-def note(key: str, text: str = "") -> None:
+def set_status(key: str, text: str = "") -> None:
     """Say what this process is at, beside what it says under other keys; nothing: it is done with it."""
     if text:
         _notes[key] = (text[:_MAX_TEXT], time.time())
@@ -118,7 +118,7 @@ def _write() -> None:
 # ------------------------------------------------------------------------------------------------------- from outside
 
 
-def observe(pids: Iterable[int], host: str) -> list[Seen]:
+def probe(pids: Iterable[int], host: str) -> list[ProcessSnapshot]:
     """Each process as it is now, asked for its stacks where it listens. Takes about a second, or two for those that do not answer."""
     processes = {pid: _process(pid) for pid in dict.fromkeys(pids)}
     before, started_s = {pid: _cpu_s(process) for pid, process in processes.items()}, time.monotonic()
@@ -136,7 +136,7 @@ def observe(pids: Iterable[int], host: str) -> list[Seen]:
     ]
 
 
-def _seen(pid: int, process: psutil.Process | None, host: str, file: Path | None, size: int, cpu_share: float) -> Seen:
+def _seen(pid: int, process: psutil.Process | None, host: str, file: Path | None, size: int, cpu_share: float) -> ProcessSnapshot:
     state, command = "gone", ""
     if process is not None:
         with contextlib.suppress(psutil.Error):
@@ -150,7 +150,7 @@ def _seen(pid: int, process: psutil.Process | None, host: str, file: Path | None
             text = content[size:].decode(errors="replace")
     notes = {key: (what, since_s) for key, (what, since_s) in said.get("notes", {}).items()}
     frames = main_frames(text, said.get("main") or 0)
-    return Seen(pid, host, said.get("role", ""), command, state, max(0.0, cpu_share), notes, frames, text)
+    return ProcessSnapshot(pid, host, said.get("role", ""), command, state, max(0.0, cpu_share), notes, frames, text)
 
 
 def main_frames(text: str, main_thread: int) -> tuple[Frame, ...]:

@@ -19,18 +19,18 @@ from pathlib import Path
 import psutil
 
 from megatron_rl.errors import UserError
-from megatron_rl.system.files.atomic_files import is_locked, write_whole
-from megatron_rl.system.processes.process_probe import Seen, observe
+from megatron_rl.system.files.atomic_files import is_locked, write_atomic
+from megatron_rl.system.processes.process_probe import ProcessSnapshot, probe
 
 _FILE, _QUESTION, _ANSWERS = "processes.json", "processes.ask", "processes-{}.answer"
 _POLL_S = 5.0
-_PATIENCE_S = 20.0
+_PROBE_TIMEOUT_S = 20.0
 _SAME_START_S = 2.0
 """Start times of one process, as two clocks' roundings give them."""
 
 
 @dataclass(frozen=True)
-class Member:
+class RankProcess:
     """A trainer rank, and below it what it has started."""
 
     rank: int
@@ -41,30 +41,30 @@ class Member:
 
 
 @dataclass(frozen=True)
-class Tree:
+class ProcessTree:
     """A rank's process first, then all that it has started, with the number of each one's parent."""
 
-    member: Member
-    seen: tuple[Seen, ...]
+    member: RankProcess
+    seen: tuple[ProcessSnapshot, ...]
     parents: tuple[int, ...]
 
 
-def this_process(rank: int) -> Member:
-    return Member(rank, socket.gethostname(), os.getpid(), psutil.Process().create_time())
+def this_process(rank: int) -> RankProcess:
+    return RankProcess(rank, socket.gethostname(), os.getpid(), psutil.Process().create_time())
 
 
-def write_members(folder: Path, members: Sequence[Member]) -> None:
+def write_members(folder: Path, members: Sequence[RankProcess]) -> None:
     """Nothing where another run is writing to the folder, which will be said later. Raises OSError."""
     if is_locked(folder / ".lock"):
         return
-    write_whole(folder / _FILE, json.dumps([asdict(member) for member in members]))
+    write_atomic(folder / _FILE, json.dumps([asdict(member) for member in members]))
 
 
-def read_members(folder: Path) -> list[Member]:
+def read_members(folder: Path) -> list[RankProcess]:
     """Raises UserError where the folder names none."""
     path = folder / _FILE
     try:
-        return [Member(**member) for member in json.loads(path.read_text())]
+        return [RankProcess(**member) for member in json.loads(path.read_text())]
     except FileNotFoundError as error:
         raise UserError(
             f"{folder} holds no {_FILE}: expected the output folder of a run (run.output_dir) whose ranks have started. Of a run "
@@ -74,15 +74,15 @@ def read_members(folder: Path) -> list[Member]:
         raise UserError(f"{path} cannot be read: {error}") from error
 
 
-def look(folder: Path, members: Sequence[Member]) -> tuple[list[Tree], list[str]]:
+def probe_run(folder: Path, members: Sequence[RankProcess]) -> tuple[list[ProcessTree], list[str]]:
     """All processes of ``members``, and the machines that gave no answer. Takes seconds."""
     here = socket.gethostname()
     elsewhere = sorted({member.host for member in members} - {here})
     question = uuid.uuid4().hex if elsewhere else ""
     if question:
-        write_whole(folder / _QUESTION, question)
+        write_atomic(folder / _QUESTION, question)
     trees = _look_here(members, here)
-    deadline_s = time.monotonic() + _PATIENCE_S
+    deadline_s = time.monotonic() + _PROBE_TIMEOUT_S
     try:
         while elsewhere and time.monotonic() < deadline_s:
             for host in list(elsewhere):
@@ -99,7 +99,7 @@ def look(folder: Path, members: Sequence[Member]) -> tuple[list[Tree], list[str]
     return sorted(trees, key=lambda tree: tree.member.rank), elsewhere
 
 
-def answer_questions(folder: Path) -> None:
+def serve_probes(folder: Path) -> None:
     """From now on, of this machine's ranks, on a thread of its own: for the first rank of a machine."""
     threading.Thread(target=_answer_forever, args=(folder,), name="processes", daemon=True).start()
 
@@ -114,35 +114,35 @@ def _answer_forever(folder: Path) -> None:
                 continue
             here = socket.gethostname()
             trees = [asdict(tree) for tree in _look_here(read_members(folder), here)]
-            write_whole(folder / _ANSWERS.format(here), json.dumps({"question": question, "trees": trees}))
+            write_atomic(folder / _ANSWERS.format(here), json.dumps({"question": question, "trees": trees}))
             answered = question
 
 
-def _answer_of(folder: Path, host: str, question: str) -> list[Tree] | None:
+def _answer_of(folder: Path, host: str, question: str) -> list[ProcessTree] | None:
     with suppress(OSError, ValueError, KeyError, TypeError):
         said = json.loads((folder / _ANSWERS.format(host)).read_text())
         if said["question"] == question:
             return [
-                Tree(Member(**tree["member"]), tuple(map(Seen.from_json, tree["seen"])), tuple(tree["parents"]))
+                ProcessTree(RankProcess(**tree["member"]), tuple(map(ProcessSnapshot.from_json, tree["seen"])), tuple(tree["parents"]))
                 for tree in said["trees"]
             ]
     return None
 
 
-def _look_here(members: Sequence[Member], here: str) -> list[Tree]:
+def _look_here(members: Sequence[RankProcess], here: str) -> list[ProcessTree]:
     pids = {member: list(_pids_of(member)) for member in members if member.host == here}
-    seen = {one.pid: one for one in observe([pid for tree in pids.values() for pid, _ in tree], here)}
+    seen = {one.pid: one for one in probe([pid for tree in pids.values() for pid, _ in tree], here)}
     return [
-        Tree(
+        ProcessTree(
             member,
-            tuple(seen[pid] for pid, _ in tree) or (Seen(member.pid, here, f"trainer rank {member.rank}", state="gone"),),
+            tuple(seen[pid] for pid, _ in tree) or (ProcessSnapshot(member.pid, here, f"trainer rank {member.rank}", state="gone"),),
             tuple(parent for _, parent in tree) or (0,),
         )
         for member, tree in pids.items()
     ]
 
 
-def _pids_of(member: Member) -> Iterator[tuple[int, int]]:
+def _pids_of(member: RankProcess) -> Iterator[tuple[int, int]]:
     """(process, its parent) of the rank and all below it; nothing where it is gone."""
     with suppress(psutil.Error):
         process = psutil.Process(member.pid)

@@ -53,7 +53,7 @@ class StopSignals:
         """The name of the signal that came first; empty before that."""
 
     @contextmanager
-    def heard(self) -> Iterator["StopSignals"]:
+    def handling_signals(self) -> Iterator["StopSignals"]:
         """On the main thread only. SIGHUP stays ignored where it is (nohup)."""
         numbers = [n for n in STOP_SIGNALS if n != signal.SIGHUP or signal.getsignal(n) is not signal.SIG_IGN]
         read, write = os.pipe()
@@ -74,7 +74,7 @@ class StopSignals:
                 os.close(write)
 
     @contextmanager
-    def deferred(self, wake: Callable[[], None]) -> Iterator[None]:
+    def defer_signals(self, wake: Callable[[], None]) -> Iterator[None]:
         """Inside, ``wake`` is called on another thread when a signal has come: the main thread has the grace to leave."""
         self._wake = wake
         try:

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.system.files.atomic_files import write_whole
+from megatron_rl.system.files.atomic_files import write_atomic
 from megatron_rl.tracking.metrics_file import MetricsRow
 from megatron_rl.tracking.sinks.tracker import MAX_METRICS_PER_REQUEST, shortened
 
@@ -104,7 +104,7 @@ class MLflowStore:
             self._continues = True
             self._client.update_run(run.info.run_id, status="RUNNING")
         self._log_params(run.info.run_id, run.data.params)
-        write_whole(self._output_dir / _RUN_FILE, json.dumps({"uri": self.place, "run_id": run.info.run_id}) + "\n")
+        write_atomic(self._output_dir / _RUN_FILE, json.dumps({"uri": self.place, "run_id": run.info.run_id}) + "\n")
         self._run_id = run.info.run_id
 
     def _child_run(self) -> str:

@@ -29,7 +29,7 @@ _FIRST_RETRY_S = 2.0
 _LAST_RETRY_S = 60.0
 
 
-class Store(Protocol):
+class TrackerBackend(Protocol):
     """Where a tracker writes; all of it is called on the tracker's thread. What a method raises is tried again, ``open`` too."""
 
     name: str
@@ -57,7 +57,7 @@ class Tracker:
 
     def __init__(
         self,
-        store: Store,
+        store: TrackerBackend,
         *,
         before: Sequence[MetricsRow] = (),
         warn: Callable[[str], None] = logger.warning,

@@ -12,7 +12,7 @@ from megatron_rl.config.schema import Config
 from megatron_rl.tracking.metrics_file import read_metrics
 from megatron_rl.tracking.sinks.mlflow import MLflowStore
 from megatron_rl.tracking.sinks.tensorboard import TensorBoardStore
-from megatron_rl.tracking.sinks.tracker import Store, Tracker
+from megatron_rl.tracking.sinks.tracker import Tracker, TrackerBackend
 from megatron_rl.tracking.sinks.wandb import WandbStore
 
 logger = logging.getLogger(__name__)
@@ -20,12 +20,12 @@ logger = logging.getLogger(__name__)
 _RUN_FILES = ("mlflow_run.json", "wandb_run.json")
 
 
-class Trackers:
+class TrackerSet:
     """One tracker per store that the recipe names."""
 
     def __init__(self, config: Config, *, resume: bool, warn: Callable[[str], None]) -> None:
         tracking, folder = config.tracking, Path(config.run.output_dir)
-        stores: list[Store] = []
+        stores: list[TrackerBackend] = []
         if tracking.mlflow:
             stores.append(
                 MLflowStore(
@@ -72,8 +72,8 @@ class Trackers:
             tracker.close(status, max(0.1, deadline_s - time.monotonic()))
 
 
-def set_runs_aside(folder: Path, prefix: str) -> None:
-    """The stores' runs stay as they are: the next ``Trackers`` begin new ones, with all that ``metrics.jsonl`` has by then."""
+def start_new_runs(folder: Path, prefix: str) -> None:
+    """The stores' runs stay as they are: the next ``TrackerSet`` begin new ones, with all that ``metrics.jsonl`` has by then."""
     for name in _RUN_FILES:
         with suppress(FileNotFoundError):
             (folder / name).rename(folder / f"{prefix}{name}")

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.system.files.atomic_files import write_whole
+from megatron_rl.system.files.atomic_files import write_atomic
 from megatron_rl.tracking.metrics_file import MetricsRow
 
 _RUN_FILE = "wandb_run.json"
@@ -83,7 +83,7 @@ class WandbStore:
         return ""
 
     def _write_record(self) -> None:
-        write_whole(self._folder / _RUN_FILE, json.dumps({"id": self._id, "last_step": self._last_step}))
+        write_atomic(self._folder / _RUN_FILE, json.dumps({"id": self._id, "last_step": self._last_step}))
 
     def send_file(self, path: Path) -> str:
         return ""  # a recipe is the run's config, and curves are W&B's own

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megatron_rl.algorithms import cpu_scan
-from megatron_rl.algorithms.cpu_scan import advantages_one_by_one, thread_spans
+from megatron_rl.algorithms.cpu_scan import gae_loop, thread_spans
 
 UNEVEN = [(1000,), (63, 64, 65, 1, 0, 0, 129, 700), (1,) * 300, (2, 3) * 100, (0, 0, 1, 2000, 0)]
 
@@ -49,30 +49,30 @@ def test_result_is_the_recurrence_in_whatever_pieces(
     monkeypatch.setattr(cpu_scan, "MIN_TOKENS_PER_THREAD", thread_tokens)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
     rewards, values, bounds, after_end, decay = batch_of(lengths)
-    actual = advantages_one_by_one(rewards, values, bounds, after_end, 0.99, decay)
+    actual = gae_loop(rewards, values, bounds, after_end, 0.99, decay)
     assert_near(actual, by_definition(rewards, values, bounds, after_end, 0.99, decay))
 
 
 def test_any_stride_is_read():
     rewards, values, bounds, after_end, decay = batch_of((70, 5, 0, 200))
-    expected = advantages_one_by_one(rewards, values, bounds, after_end, 0.9, decay)
+    expected = gae_loop(rewards, values, bounds, after_end, 0.9, decay)
     spread = torch.stack([rewards, values], dim=1)
-    assert torch.equal(advantages_one_by_one(spread[:, 0], spread[:, 1], bounds, after_end, 0.9, decay), expected)
+    assert torch.equal(gae_loop(spread[:, 0], spread[:, 1], bounds, after_end, 0.9, decay), expected)
     constant = torch.full((1,), 0.25, dtype=torch.float64).expand(len(rewards))
     assert torch.equal(
-        advantages_one_by_one(rewards, constant, bounds, after_end, 0.9, decay),
-        advantages_one_by_one(rewards, constant.contiguous(), bounds, after_end, 0.9, decay),
+        gae_loop(rewards, constant, bounds, after_end, 0.9, decay),
+        gae_loop(rewards, constant.contiguous(), bounds, after_end, 0.9, decay),
     )
 
 
 def test_nothing_crosses_a_border_not_even_nan():
     lengths = (70, 0, 330, 64, 1, 800)
     rewards, values, bounds, after_end, decay = batch_of(lengths)
-    before = advantages_one_by_one(rewards, values, bounds, after_end, 1.0, decay)
+    before = gae_loop(rewards, values, bounds, after_end, 1.0, decay)
     for start, end in zip(bounds.tolist(), bounds.tolist()[1:]):
         disturbed = values.clone()
         disturbed[start:end] = torch.nan
-        after = advantages_one_by_one(rewards, disturbed, bounds, after_end, 1.0, decay)
+        after = gae_loop(rewards, disturbed, bounds, after_end, 1.0, decay)
         assert torch.equal(after[:start], before[:start]) and torch.equal(after[end:], before[end:])
         assert after[start:end].isnan().all()
 
@@ -80,7 +80,7 @@ def test_nothing_crosses_a_border_not_even_nan():
 def test_after_end_is_not_read_for_empty_sequences():
     rewards, values, bounds, after_end, decay = batch_of((0, 5, 0, 0, 7, 0))
     after_end[[0, 2, 3, 5]] = torch.nan
-    assert not advantages_one_by_one(rewards, values, bounds, after_end, 1.0, decay).isnan().any()
+    assert not gae_loop(rewards, values, bounds, after_end, 1.0, decay).isnan().any()
 
 
 @pytest.mark.parametrize("gamma, lam", [(1.0, 0.95), (1.0, 1.0 - 1 / (0.05 * 24576)), (0.999, 1.0)])
@@ -88,7 +88,7 @@ def test_float32_does_not_drift_with_the_length(gamma: float, lam: float):
     rewards, values, bounds, after_end, _ = batch_of((24576, 3, 8000), torch.float32)
     decay = torch.full((3,), gamma * lam, dtype=torch.float64)
     exact = by_definition(rewards, values, bounds, after_end, gamma, decay)
-    found = advantages_one_by_one(rewards, values, bounds, after_end, gamma, decay)
+    found = gae_loop(rewards, values, bounds, after_end, gamma, decay)
     assert found.dtype == torch.float32
     # The loop rounds once: half a unit in the last place of float32.
     torch.testing.assert_close(found.double(), exact, rtol=2**-24, atol=1e-12)
@@ -101,10 +101,10 @@ def test_on_a_cpu_a_sequence_has_the_same_bits_alone_and_in_a_batch(lengths: lis
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cpu_scan, "MIN_TOKENS_PER_THREAD", 1)
         patch.setattr(torch, "get_num_threads", lambda: threads)
-        together = advantages_one_by_one(rewards, values, bounds, after_end, gamma, decay)
+        together = gae_loop(rewards, values, bounds, after_end, gamma, decay)
     for index, (start, end) in enumerate(zip(bounds.tolist(), bounds.tolist()[1:])):
         one = slice(index, index + 1)
-        alone = advantages_one_by_one(
+        alone = gae_loop(
             rewards[start:end], values[start:end], torch.tensor([0, end - start]), after_end[one], gamma, decay[one]
         )
         assert torch.equal(together[start:end], alone)
@@ -126,7 +126,7 @@ def test_a_small_batch_starts_no_thread(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(cpu_scan, "ThreadPoolExecutor", None)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 64)
     rewards, values, bounds, after_end, decay = batch_of((300, 400))
-    advantages_one_by_one(rewards, values, bounds, after_end, 1.0, decay)
+    gae_loop(rewards, values, bounds, after_end, 1.0, decay)
 
 
 def test_importing_the_algorithms_does_not_import_numba():

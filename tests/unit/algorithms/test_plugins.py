@@ -11,7 +11,7 @@ from megatron_rl import algorithms
 from megatron_rl.algorithms import register
 from megatron_rl.algorithms.advantages import Episodes, estimate_advantages
 from megatron_rl.config import schema
-from megatron_rl.config.checks.combinations import problems, unknown_pieces
+from megatron_rl.config.checks.combinations import problems, unknown_plugins
 from megatron_rl.config.derived import needs_critic, trains_whole_groups
 from megatron_rl.config.load import load_config
 from megatron_rl.config.schema import (
@@ -27,7 +27,7 @@ from megatron_rl.config.schema import (
 from megatron_rl.data.batch import PackedBatch, cu_seqlens_of
 from megatron_rl.data.trajectory import Prompt, Score, Segment, Trajectory
 from megatron_rl.step.batches import policy_batch
-from megatron_rl.step.experience import Advantages, Signals, window_advantages
+from megatron_rl.step.experience import Advantages, ModelOutputs, window_advantages
 from megatron_rl.step.packing import window_batch
 from megatron_rl.training import losses
 from tests.unit.algorithms import custom_pieces
@@ -50,11 +50,11 @@ def advantages_of(algorithm: AlgorithmConfig, values: tuple[float, ...] | None =
         for i, n in enumerate(SIZES)
     ]
     batch = window_batch(trajectories, 0)
-    signals = Signals()
+    signals = ModelOutputs()
     if values is not None:
         window_values = torch.zeros(len(batch.tokens))
         window_values[batch.fields["mask"]] = torch.tensor(values)
-        signals = Signals(window_values, torch.zeros(3))
+        signals = ModelOutputs(window_values, torch.zeros(3))
     found = window_advantages(trajectories, batch, signals, step=0, window_tokens=9, algorithm=algorithm)
     return found.advantages[batch.fields["mask"]].tolist()
 
@@ -195,7 +195,7 @@ def _by_sequence(*tensors: torch.Tensor) -> list[tuple[torch.Tensor, ...]]:
     ],
 )
 def test_what_does_not_exist_or_fit_is_refused_with_key_and_remedy(settings: dict, message: str):
-    (problem,) = unknown_pieces(AlgorithmConfig(**settings))
+    (problem,) = unknown_plugins(AlgorithmConfig(**settings))
     assert re.search(message, problem), problem
 
 
@@ -227,7 +227,7 @@ def test_a_recipe_names_pieces_and_their_options(tmp_path):
     recipe.write_text(f"algorithm: {{advantage: '{custom('above_best_other')}', advantage_options: {{margin: 0.5}}}}\n")
     algorithm = load_config(recipe, ["algorithm.policy_loss=gspo", "schedule.mode=sync"]).algorithm
     assert algorithm.advantage_options == {"margin": 0.5} and algorithm.policy_loss == "gspo"
-    assert list(unknown_pieces(algorithm)) == []
+    assert list(unknown_plugins(algorithm)) == []
 
 
 def test_one_name_means_one_piece():

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from megatron_rl.algorithms.settling import Settling
+from megatron_rl.algorithms.settling import ValueConvergence
 
 
 def two_phase_curve(num_steps, *, noise=0.0, plateau=20, seed=0):
@@ -20,7 +20,7 @@ def two_phase_curve(num_steps, *, noise=0.0, plateau=20, seed=0):
 
 
 def stops_at(curve, **options):
-    settling = Settling(**{"window": 10, "tolerance": 0.02, **options})
+    settling = ValueConvergence(**{"window": 10, "tolerance": 0.02, **options})
     for step, (loss, variance) in enumerate(curve, start=1):
         if settling.update(loss, variance):
             return step
@@ -70,14 +70,14 @@ def test_losses_that_are_not_finite_never_settle():
 def test_a_restart_changes_nothing(cut):
     curve = list(two_phase_curve(300, noise=0.01))
     whole = stops_at(curve)
-    first = Settling(window=10, tolerance=0.02)
+    first = ValueConvergence(window=10, tolerance=0.02)
     for point in curve[:cut]:
         first.update(*point)
-    second = Settling(window=10, tolerance=0.02)
+    second = ValueConvergence(window=10, tolerance=0.02)
     second.load_state(json.loads(json.dumps(first.state())))
     assert cut + next(i for i, point in enumerate(curve[cut:], start=1) if second.update(*point)) == whole
 
 
 def test_negative_settings_are_refused():
     with pytest.raises(ValueError, match="0 or more"):
-        Settling(window=-1, tolerance=0.1)
+        ValueConvergence(window=-1, tolerance=0.1)

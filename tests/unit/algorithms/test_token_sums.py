@@ -13,12 +13,12 @@ from megatron_rl.algorithms.token_sums import (
     compiled,
     log_ratios,
     moments,
-    put_scaled,
-    put_weights,
     ratio_sums,
     sums_by_position,
     sums_by_sequence,
     target_and_error,
+    write_scaled,
+    write_weights,
 )
 
 
@@ -81,7 +81,7 @@ def test_sums_are_numpys(case):
 @given(tokens(), st.sampled_from([0.5, np.inf]), st.floats(0.5, 1.5))
 def test_what_is_put_stands_where_the_mask_is_on(case, largest, bound):
     one, two, mask, _, random = case
-    (scaled,) = both(put_scaled, (one, mask, 0.25, 2.0, largest), [np.empty_like(one)])[1]
+    (scaled,) = both(write_scaled, (one, mask, 0.25, 2.0, largest), [np.empty_like(one)])[1]
     expected = np.where(mask, np.clip((one.astype(np.float64) - 0.25) / 2.0, -largest, largest), 0.0)
     np.testing.assert_allclose(scaled, expected, rtol=1e-6)
 
@@ -94,7 +94,7 @@ def test_what_is_put_stands_where_the_mask_is_on(case, largest, bound):
     importance, remains = np.exp(ratios), random.random(len(ratios)) < 0.8
     importance[random.random(len(ratios)) < 0.1] = 0.0
     found = [np.zeros(len(mask), one.dtype), np.zeros(len(mask), bool)]
-    counts, (weights, kept) = both(put_weights, (importance, remains, bound, runs), found)
+    counts, (weights, kept) = both(write_weights, (importance, remains, bound, runs), found)
     expected = np.where(remains, np.minimum(importance, bound), 0.0)
     np.testing.assert_allclose(weights[mask], expected, rtol=1e-6)
     assert kept[mask].tolist() == remains.tolist() and not kept[~mask].any() and not weights[~mask].any()

@@ -7,8 +7,8 @@ import json
 import pytest
 
 from megatron_rl.commands.label_lines import (
-    Labeller,
     LabelSummary,
+    LineLabeler,
     finished_keys,
     label_lines,
     label_rows,
@@ -19,7 +19,7 @@ from megatron_rl.data.tokenizer import Tokenizer
 from megatron_rl.data.trajectory import Score
 from megatron_rl.errors import DataError, UserError
 from megatron_rl.rewards.registry import Reward, resolve
-from megatron_rl.rewards.row_form import RowForm
+from megatron_rl.rewards.row_form import RowSchema
 from tests.integration import line_oracle
 from tests.word_models import write_tokenizer
 
@@ -67,13 +67,13 @@ class Setting:
 
     @property
     def form(self):
-        return RowForm(resolve(self.config.reward.name), {})
+        return RowSchema(resolve(self.config.reward.name), {})
 
     def jobs(self):
         return load_jobs(self.config, self.tokenizer, self.form)
 
     def run(self, jobs=None):
-        labeller = Labeller(
+        labeller = LineLabeler(
             self.config, self.tokenizer, self.form, self.complete, self.grade, context_tokens=self.context_tokens
         )
         output = io.StringIO()

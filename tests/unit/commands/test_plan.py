@@ -10,7 +10,7 @@ import yaml
 from megatron_rl.cli import main
 from megatron_rl.config.load import load_config
 from megatron_rl.config.schema import Config
-from megatron_rl.config.typed import plain
+from megatron_rl.config.typed import to_yaml_values
 from tests.tiny_models import make_tiny_model
 
 MODELS = Path(__file__).parents[3] / "tools" / "published" / "models"
@@ -54,7 +54,7 @@ def test_a_written_recipe_is_the_plan_and_says_no_more_than_it_must(capsys, tmp_
     assert (config.rollout.num_servers, config.batch.window_tokens) == (plan["rollout"]["num_servers"], plan["window_tokens"])
     assert config.run.num_steps == 7 and config.policy.path == str(MODELS / "qwen3-4b")
     text = yaml.safe_load(written.read_text())
-    assert text["preset"] == "tppo" and "algorithm" not in text and len(str(text)) < len(str(plain(Config()))) / 4
+    assert text["preset"] == "tppo" and "algorithm" not in text and len(str(text)) < len(str(to_yaml_values(Config()))) / 4
 
 
 def test_a_written_recipe_of_a_run_that_fits_a_machine_passes_the_dry_run(capsys, tmp_path, monkeypatch):

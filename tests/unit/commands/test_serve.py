@@ -17,7 +17,7 @@ from megatron_rl.rollout.sglang.process.server import ServerError, SglangServer
 def options(*words):
     parser = argparse.ArgumentParser()
     command.add_arguments(parser)
-    return command.options_and_number(parser.parse_args(words))
+    return command.resolve_servers(parser.parse_args(words))
 
 
 @pytest.fixture
@@ -135,7 +135,7 @@ def test_a_recipe_without_a_model_is_refused(tmp_path):
 def test_the_address_is_the_one_towards_the_trainer_and_gloo_listens_there(monkeypatch):
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     monkeypatch.setenv("RUN_KEY", "k")
-    monkeypatch.setattr(command, "address_towards", lambda host: {"node0": "10.0.0.7"}[host])
+    monkeypatch.setattr(command, "local_address_for", lambda host: {"node0": "10.0.0.7"}[host])
     monkeypatch.setattr(command, "interface_of", lambda address: {"10.0.0.7": "eth1"}[address])
     found, _ = options("--model-path", "/m", "--trainer", "node0", "--api-key-env", "RUN_KEY")
     assert found.host == "10.0.0.7" and found.env == {"GLOO_SOCKET_IFNAME": "eth1"} and found.api_key == "k"

@@ -43,9 +43,9 @@ class Batch:
         output = torch.full((len(query), num_heads, value_size), torch.nan)
         scratch = torch.full(((size + 4 * WIDTH) * (CONTEXT + 4 * WIDTH),), torch.nan)
         attention_loop.attend(
-            attention_loop.Heads(num_heads, num_kv, size, value_size, 0.3, window),
+            attention_loop.AttentionShape(num_heads, num_kv, size, value_size, 0.3, window),
             attention_loop.pages_of(self.keys, self.values, self.table),
-            attention_loop.Rows(
+            attention_loop.QueryTokens(
                 len(requests), requests.data_ptr(), prefixes.data_ptr(), counts.data_ptr() if counts is not None else 0
             ),
             query.data_ptr(),

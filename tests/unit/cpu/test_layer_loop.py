@@ -6,7 +6,7 @@ from torch import Tensor
 from torch.nn.functional import linear, rms_norm, silu
 
 from megatron_rl.cpu import layer_loop
-from megatron_rl.cpu.attention_loop import Heads, Rows, pages_of
+from megatron_rl.cpu.attention_loop import AttentionShape, QueryTokens, pages_of
 from megatron_rl.cpu.simd_lanes import WIDTH
 
 HIDDEN, INTERMEDIATE, HEADS, KV, SIZE, LAYERS, CONTEXT = 24, 40, 4, 2, 10, 2, 32
@@ -48,8 +48,8 @@ class Model:
     def hidden(self, embedded: Tensor, prefix: int) -> Tensor:
         """By the loop; earlier calls have left the prefix's keys and values."""
         num = len(embedded)
-        sizes = layer_loop.Sizes(LAYERS, HIDDEN, INTERMEDIATE, SIZE, 1, 1e-6, self.cos_sin.data_ptr())
-        heads = Heads(HEADS, KV, SIZE, SIZE, SIZE**-0.5, -1)
+        sizes = layer_loop.DecoderSizes(LAYERS, HIDDEN, INTERMEDIATE, SIZE, 1, 1e-6, self.cos_sin.data_ptr())
+        heads = AttentionShape(HEADS, KV, SIZE, SIZE, SIZE**-0.5, -1)
         first = self.layers[0]
         held = [torch.tensor([0]), torch.tensor([prefix]), torch.tensor([num])]
         positions = torch.arange(prefix, prefix + num)
@@ -65,8 +65,8 @@ class Model:
             sizes,
             heads,
             pages_of(first["keys"], first["values"], self.table),
-            Rows(1, *[tensor.data_ptr() for tensor in held]),
-            layer_loop.Tokens(num, positions.data_ptr(), slots.data_ptr()),
+            QueryTokens(1, *[tensor.data_ptr() for tensor in held]),
+            layer_loop.TokenArrays(num, positions.data_ptr(), slots.data_ptr()),
             addresses.data_ptr(),
             hidden.data_ptr(),
             scratch.data_ptr(),

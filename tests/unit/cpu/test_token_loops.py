@@ -81,7 +81,7 @@ def test_sampled_tokens_are_those_of_the_tensors(size, spread):
     tokens, logprobs, weights = torch.empty(num, dtype=torch.int64), torch.empty(num), torch.empty(size + WIDTH)
     expected = sampled_by_torch(logits, temperatures, seeds, positions)
     expected_logprobs = torch.log_softmax((logits / temperatures[:, None]).double(), -1).gather(1, expected[:, None])
-    draws = token_loops.Draws(temperatures.data_ptr(), seeds.data_ptr(), positions.data_ptr())
+    draws = token_loops.SamplingArrays(temperatures.data_ptr(), seeds.data_ptr(), positions.data_ptr())
     token_loops.sample(
         logits.data_ptr(), num, size, draws, tokens.data_ptr(), logprobs.data_ptr(), weights.data_ptr()
     )

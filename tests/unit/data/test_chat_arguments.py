@@ -12,7 +12,7 @@ from megatron_rl.data.prompts import check_files, load_prompts
 from megatron_rl.data.tokenizer import Tokenizer
 from megatron_rl.data.trajectory import Prompt
 from megatron_rl.errors import DataError
-from megatron_rl.rollout.generation import dialogue_of
+from megatron_rl.rollout.generation import make_dialogue
 from tests.tiny_models import make_tokenizer
 from tests.unit.environments.test_environments import Message, Pag
 
@@ -168,7 +168,7 @@ def test_a_recipe_cannot_set_what_is_set_here():
 
 @pytest.mark.parametrize("arguments", [{}, {"enable_thinking": False}, {"enable_thinking": True, "tools": [ADD]}])
 def test_a_dialogue_has_the_tokens_of_the_template_with_the_prompts_arguments(tokenizer, arguments):
-    encode_message = dialogue_of(Pag(), tokenizer, chat=True).encode_message
+    encode_message = make_dialogue(Pag(), tokenizer, chat=True).encode_message
     history = list(tokenizer.encode_prompt("what is it", chat=True, arguments=arguments))
     history += [*tokenizer.encode("it is 7"), tokenizer.eos_id]
     history += encode_message(Message("sure"), history[-1], arguments)

@@ -25,13 +25,13 @@ from megatron_rl.data.images import ImageSource, decode
 from megatron_rl.data.prompts import check_files, load_prompts, load_solutions
 from megatron_rl.data.tokenizer import Tokenizer
 from megatron_rl.data.trajectory import Prompt, Segment, Trajectory
-from megatron_rl.data.vision import Vision, collapse, expand
+from megatron_rl.data.vision import ImageProcessor, collapse, expand
 from megatron_rl.environments.base import EnvironmentFault, Message
 from megatron_rl.errors import DataError
-from megatron_rl.rollout.generation import GenerationPlan, dialogue_of
+from megatron_rl.rollout.generation import GenerationPlan, make_dialogue
 from megatron_rl.rollout.sglang.wire.generate_call import validate
 from megatron_rl.rollout.sglang.wire.image_inputs import images_of_request
-from megatron_rl.rollout.windows import Window
+from megatron_rl.rollout.windows import WindowGenerator
 from megatron_rl.step.packing import window_batch
 from megatron_rl.step.parity import EngineMismatch, compare_logprobs, sample_for_parity
 from megatron_rl.supervised.fine_tuning import solution_batch
@@ -228,22 +228,22 @@ def test_collapse_undoes_expand(pieces):
 @settings(max_examples=60, deadline=None)
 @given(width=st.integers(1, 120), height=st.integers(1, 120), max_tokens=st.sampled_from([0, 0, 6, 16]))
 def test_grids_follow_from_sizes_as_the_processor_cuts_them(folder, width, height, max_tokens):
-    vision = Vision(folder)
+    vision = ImageProcessor(folder)
     source = ImageSource("x", data=as_bytes(picture(width, height)), max_tokens=max_tokens)
     if max_tokens and max(width, height) > 2 * min(width, height):
         return  # shapes for which a frame of so few tokens is refused
     ref = vision.reference(source)
-    patches = vision.cut(vision.file(ref))
+    patches = vision.patchify(vision.file(ref))
     assert len(patches) == ref.num_patches and 1 <= vision.num_tokens(ref) <= (max_tokens or MAX_TOKENS)
 
 
 def test_patches_are_those_of_the_models_own_processor(folder):
     from transformers import AutoImageProcessor
 
-    vision, image = Vision(folder), picture(50, 30)
+    vision, image = ImageProcessor(folder), picture(50, 30)
     ref = vision.reference(ImageSource("x", data=as_bytes(image)))
     expected = AutoImageProcessor.from_pretrained(folder)(images=[image], return_tensors="pt")
-    assert torch.equal(vision.cut(vision.file(ref)), expected["pixel_values"])
+    assert torch.equal(vision.patchify(vision.file(ref)), expected["pixel_values"])
     assert ref.grid == tuple(expected["image_grid_thw"][0].tolist())
 
 
@@ -267,7 +267,7 @@ def turned(image):
     ids=["png", "jpeg", "alpha", "grey", "palette", "turned", "with extras"],
 )
 def test_the_server_is_sent_the_pixels_that_the_trainer_cuts(folder, data):
-    vision = Vision(folder)
+    vision = ImageProcessor(folder)
     ref = vision.reference(ImageSource("x", data=data))
     sent = Image.open(io.BytesIO(base64.b64decode(vision.wire(ref).result())))
     assert sent.mode == "RGB" and sent.format == "PNG"
@@ -282,12 +282,12 @@ def test_transparent_pixels_are_white_and_photos_upright():
 
 
 def test_a_plain_png_is_sent_as_it_is(folder):
-    vision, data = Vision(folder), as_bytes(picture())
+    vision, data = ImageProcessor(folder), as_bytes(picture())
     assert base64.b64decode(vision.wire(vision.reference(ImageSource("x", data=data))).result()) == data
 
 
 def test_an_image_is_encoded_once_for_all_requests_and_a_cancelled_one_leaves_it_to_the_others(folder, monkeypatch):
-    vision, encoded, may_go_on = Vision(folder), [], threading.Event()
+    vision, encoded, may_go_on = ImageProcessor(folder), [], threading.Event()
     refs = [vision.reference(ImageSource(str(i), data=as_bytes(picture(seed=i), "JPEG"))) for i in range(3)]
     prompts = [Prompt(str(i), (IMAGE,), images=(ref, refs[0])) for i, ref in enumerate(refs)]
 
@@ -316,7 +316,7 @@ def test_an_image_is_encoded_once_for_all_requests_and_a_cancelled_one_leaves_it
 
 
 def test_texts_used_last_are_kept_and_what_failed_is_tried_again():
-    texts = vision_module._Texts(10)
+    texts = vision_module._EncodedImageCache(10)
     made = [texts.get(i, lambda i=i: str(i) * 4).result() for i in (0, 1, 0, 2)]
     with pytest.raises(ZeroDivisionError):
         texts.get("bad", lambda: 1 // 0).result()
@@ -364,8 +364,8 @@ def test_every_request_has_one_image_token_an_image_and_bans_them_in_the_answer(
         raise lost
 
     for step in (0, 1):
-        window = Window(engine, recover, plan, step=step, num_tokens=3, weight_version=1, kind="train")
-        asyncio.run(window.fill(trajectories))
+        window = WindowGenerator(engine, recover, plan, step=step, num_tokens=3, weight_version=1, kind="train")
+        asyncio.run(window.generate(trajectories))
     assert len(engine.requests) == 4
     for request in engine.requests:
         validate(request, 101)
@@ -425,7 +425,7 @@ def test_selected_rows_lead_to_the_same_images_from_another_folder(tmp_path, tok
 
 
 def test_messages_of_dialogues_cannot_have_images(tokenizer):
-    encode = dialogue_of(Talk(stop_strings=()), tokenizer, chat=False).encode_message
+    encode = make_dialogue(Talk(stop_strings=()), tokenizer, chat=False).encode_message
     assert encode(Message("go on"), 5)
     with pytest.raises(EnvironmentFault, match="images belong to prompts"):
         encode(Message("see <|image_pad|>"), 5)
@@ -459,7 +459,7 @@ def test_checkpoints_hold_references_and_a_changed_file_ends_a_resume(tmp_path, 
     resumed = Tokenizer(folder)
     load(resumed, files)
     resumed.vision.check_known(again.prompt.images)
-    pixels = [of.vision.cut(of.vision.file(again.prompt.images[0])) for of in (resumed, tokenizer)]
+    pixels = [of.vision.patchify(of.vision.file(again.prompt.images[0])) for of in (resumed, tokenizer)]
     assert torch.equal(*pixels)
     picture(seed=1).save(tmp_path / "a.png")
     changed = Tokenizer(folder)
@@ -484,7 +484,7 @@ def test_another_processor_is_noticed_by_the_driver_at_a_resume_and_by_each_rank
     write_vision_files(tmp_path / "other", max_tokens=4)
     other = Tokenizer(tmp_path / "other")
     load(other, files)
-    for use in (lambda: other.vision.check_known(prompt.images), lambda: other.vision.cut(tokenizer.vision.file(prompt.images[0]))):
+    for use in (lambda: other.vision.check_known(prompt.images), lambda: other.vision.patchify(tokenizer.vision.file(prompt.images[0]))):
         with pytest.raises(DataError, match=r"image .*a.png: expected a grid of \(1, 4, 6\) patches.*preprocessor_config.json"):
             use()
 
@@ -505,8 +505,8 @@ def test_a_processor_that_does_not_fit_the_model_is_refused(tmp_path):
     write_vision_files(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(DataError, match="patches of 4 pixels.*patch_size=8"):
-        Vision(tmp_path)
+        ImageProcessor(tmp_path)
     for file in tmp_path.glob("*processor_config.json"):
         file.unlink()
     with pytest.raises(DataError, match="no preprocessor_config.json"):
-        Vision(tmp_path)
+        ImageProcessor(tmp_path)

@@ -5,7 +5,7 @@ import random
 import numpy as np
 import pytest
 
-from megatron_rl.data.token_text import Spelling
+from megatron_rl.data.token_text import TokenText
 from megatron_rl.data.tokenizer import Tokenizer
 from tests.word_models import make_tiny_model, write_tokenizer
 
@@ -26,7 +26,7 @@ def byte_level():
 
 
 def test_text_and_ends_are_the_tokenizers_own(byte_level):
-    spelling, ids = Spelling(byte_level), byte_level.encode(TEXT + "<|im_end|>")
+    spelling, ids = TokenText(byte_level), byte_level.encode(TEXT + "<|im_end|>")
     text, ends = spelling.spelled(np.array(ids))
     assert text == TEXT + "<|im_end|>" and ends[-1] == len(text)
     for n in range(len(ids) + 1):
@@ -36,7 +36,7 @@ def test_text_and_ends_are_the_tokenizers_own(byte_level):
 
 
 def test_bytes_that_are_no_text_are_replaced_and_still_have_places(byte_level):
-    spelling, rng = Spelling(byte_level), random.Random(0)
+    spelling, rng = TokenText(byte_level), random.Random(0)
     for _ in range(200):
         ids = [rng.randrange(len(byte_level)) for _ in range(rng.randrange(40))]
         text, ends = spelling.spelled(np.array(ids, np.int32))

@@ -70,16 +70,16 @@ def test_a_response_is_finished_by_its_stop_and_a_dialogue_by_its_environment():
     stop = generated(3, 0, reason="stop")
     assert Trajectory(0, PROMPT, 0, 0, 9, [stop]).finished
     assert not dialogue(stop).finished
-    assert dialogue(stop, env_done=True).finished and dialogue(stop, env_done=True).stopped
+    assert dialogue(stop, env_done=True).finished and dialogue(stop, env_done=True).ended_naturally
     cut = dialogue(stop, out_of_room=True)
-    assert cut.finished and not cut.stopped
+    assert cut.finished and not cut.ended_naturally
     used_up = dialogue(stop, message(2, 0, 0), generated(4, 0, turn=1), budget=9)
-    assert used_up.finished and not used_up.stopped
+    assert used_up.finished and not used_up.ended_naturally
 
 
 def test_after_a_message_the_next_turn_begins():
     t = dialogue(generated(3, 0, reason="stop"), message(2, 0, turn=0))
-    assert (t.current_turn, t.num_turn_tokens, t.turn_is_over) == (1, 0, False)
+    assert (t.current_turn, t.num_turn_tokens, t.turn_finished) == (1, 0, False)
     assert [turn.index for turn in t.turns()] == [0]
     assert dialogue().current_turn == 0 and dialogue().turns() == []
 

@@ -16,7 +16,7 @@ from megatron_rl.data.trajectory import Prompt, Score, Segment, Trajectory
 from megatron_rl.environments.base import TurnView
 from megatron_rl.environments.by_name import build
 from megatron_rl.errors import ConfigError
-from megatron_rl.step.experience import Signals, window_advantages
+from megatron_rl.step.experience import ModelOutputs, window_advantages
 from megatron_rl.step.packing import window_batch
 from megatron_rl.training.losses import policy_denominators, policy_objective
 
@@ -79,7 +79,7 @@ def test_the_advantage_is_that_of_the_window(recipe):
     rewards = [1.0, 0.0, 0.0, 5.0, 1.0, 3.0]
     trajectories = [response(reward, index // 3, index) for index, reward in enumerate(rewards)]
     batch = window_batch(trajectories, 0)
-    found = window_advantages(trajectories, batch, Signals(), step=0, window_tokens=100, algorithm=algorithm)
+    found = window_advantages(trajectories, batch, ModelOutputs(), step=0, window_tokens=100, algorithm=algorithm)
     expected = torch.tensor([2.0, 0.0, 0.0, 4.0, -4.0, 0.0]).repeat_interleave(3)
     assert torch.equal(found.advantages[found.mask], expected)
 

@@ -17,7 +17,7 @@ from megatron_rl.environments import base, by_name, calculator
 from megatron_rl.environments.base import EnvironmentFault, Message, TurnView, turn_views, turns_to_score
 from megatron_rl.environments.calculator import Calculator, answer
 from megatron_rl.environments.pag import REVISE_PROMPT, VERIFY_PROMPT, Pag
-from megatron_rl.rollout.generation import dialogue_of, fire_of
+from megatron_rl.rollout.generation import make_dialogue, make_fire
 from megatron_rl.system import plugins
 from tests.tiny_models import make_tokenizer
 
@@ -373,13 +373,13 @@ def test_the_documented_environment_works():
 
 
 def test_special_tokens_are_never_hot(chat_tokenizer):
-    fire = fire_of(FireConfig(temperature=30.0, top_k=4, banned_token_ids=[7]), chat_tokenizer)
+    fire = make_fire(FireConfig(temperature=30.0, top_k=4, banned_token_ids=[7]), chat_tokenizer)
     assert set(fire.banned_token_ids) == {7, *chat_tokenizer.special_ids}
-    assert fire_of(FireConfig(), chat_tokenizer) is None
+    assert make_fire(FireConfig(), chat_tokenizer) is None
 
 
 def test_a_tools_result_goes_on_in_the_same_text_and_other_messages_are_the_users(chat_tokenizer):
-    made = dialogue_of(Calculator(open_tag="(", close_tag=")", result="={}."), chat_tokenizer, chat=True)
+    made = make_dialogue(Calculator(open_tag="(", close_tag=")", result="={}."), chat_tokenizer, chat=True)
     assert made.server_stops == ()
     assert made.encode_message(Message("=7.", verbatim=True), 5) == chat_tokenizer.encode("=7.")
     assert made.encode_message(Message("go on"), 5) == chat_tokenizer.encode_message("go on", chat=True)

@@ -14,9 +14,9 @@ from megatron_rl.config.load import load_config
 from megatron_rl.cpu.torchvision import declare_torchvision_ops
 from megatron_rl.desk.costs.counts import num_parameters
 from megatron_rl.desk.costs.gpus import gpu
-from megatron_rl.desk.costs.rank_memory import Passes, memory_by_rank
+from megatron_rl.desk.costs.rank_memory import PassSettings, memory_by_rank
 from megatron_rl.desk.costs.run_memory import model_folders
-from megatron_rl.desk.plan.memory_verdict import look
+from megatron_rl.desk.plan.memory_verdict import check_fit
 from megatron_rl.families.facts import as_config, read_model_json
 from megatron_rl.families.flops import flops_cost
 from megatron_rl.models import policy
@@ -86,8 +86,8 @@ def test_megatron_builds_the_ranks_that_are_planned(name):
     """The last rank of the pipeline, on fake process groups and without memory."""
     config = load_config(plan_models.MODELS / name / "recipe.yaml")
     facts, parallel = as_config(read_model_json(plan_models.MODELS / name)), config.parallel
-    assert not look(config, {role: facts for role in model_folders(config)}, gpu("B300" if "deepseek" in name else "H100-80G")).problem
-    ranks = memory_by_rank(facts, parallel, Passes(0), num_ranks=parallel.num_ranks)
+    assert not check_fit(config, {role: facts for role in model_folders(config)}, gpu("B300" if "deepseek" in name else "H100-80G")).problem
+    ranks = memory_by_rank(facts, parallel, PassSettings(0), num_ranks=parallel.num_ranks)
     with fake_rank(parallel.num_ranks - 1, parallel.num_ranks, parallel), torch.device("meta"):
         chunks = policy.build_policy(load_hf_config(plan_models.MODELS / name), parallel, dtype=torch.bfloat16, seed=None)
         held = sum(parameter.numel() for parameter in itertools.chain(*(chunk.parameters() for chunk in chunks)))

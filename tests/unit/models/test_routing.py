@@ -16,7 +16,7 @@ from megatron_rl.data.trajectory import Prompt, RouteRecord, Segment, Trajectory
 from megatron_rl.errors import ModelError
 from megatron_rl.models.moe import check_moe
 from megatron_rl.models.routing import (
-    RoutingAccount,
+    RoutingStats,
     load_metrics,
     new_trace,
     normalized_scores,
@@ -25,9 +25,9 @@ from megatron_rl.models.routing import (
     updated_bias,
 )
 from megatron_rl.rollout.requests import GenerationRequest, RouteShape
-from megatron_rl.rollout.sglang.wire.answer_checks import BadAnswer
+from megatron_rl.rollout.sglang.wire.answer_checks import InvalidReply
 from megatron_rl.rollout.sglang.wire.generate_call import generate_body, parse_generation
-from megatron_rl.rollout.sglang.wire.routes import BadRoutes, decode_routes
+from megatron_rl.rollout.sglang.wire.routes import InvalidRoutes, decode_routes
 from megatron_rl.step.packing import window_routes
 
 SHAPE = RouteShape(num_layers=2, top_k=2, num_experts=4)
@@ -55,7 +55,7 @@ def test_decoded_routes_are_one_up_and_zero_where_an_expert_comes_twice():
     ],
 )
 def test_what_no_server_of_this_model_says_is_refused(encoded, num_tokens, message):
-    with pytest.raises(BadRoutes, match=message):
+    with pytest.raises(InvalidRoutes, match=message):
         decode_routes(encoded, num_tokens, SHAPE)
 
 
@@ -86,7 +86,7 @@ def test_a_request_asks_for_routes_and_its_answer_brings_them():
     "meta,message", [({}, "enable-return-routed-experts"), ({"routed_experts": "AAAA"}, "same model")]
 )
 def test_an_answer_without_usable_routes_is_refused(meta, message):
-    with pytest.raises(BadAnswer, match=message):
+    with pytest.raises(InvalidReply, match=message):
         parse_generation(GenerationRequest("a", (1, 2, 3), 2, routes=SHAPE), answer_with(**meta))
 
 
@@ -197,7 +197,7 @@ def test_the_bias_rises_for_idle_experts_and_falls_for_busy_ones():
 
 def test_a_layer_that_runs_again_is_counted_and_recorded_once():
     rows = torch.tensor([0, 2, -1])
-    account = RoutingAccount(torch.zeros(2, 4, dtype=torch.float64), recorded=torch.zeros(3, 2, 2, dtype=torch.int16))
+    account = RoutingStats(torch.zeros(2, 4, dtype=torch.float64), recorded=torch.zeros(3, 2, 2, dtype=torch.int16))
     trace = new_trace(rows, torch.tensor([0, 3]), account)
     assert trace.real.tolist() == [0, 1] and trace.sequences.tolist() == [0, 0, -1]
     ids = torch.tensor([[0, 1], [1, 3], [2, 3]])
@@ -214,7 +214,7 @@ def test_a_layer_that_runs_again_is_counted_and_recorded_once():
 
 
 def test_padding_and_incomplete_records_are_free():
-    account = RoutingAccount(torch.zeros(1, 4, dtype=torch.float64))
+    account = RoutingStats(torch.zeros(1, 4, dtype=torch.float64))
     routes = torch.tensor([[[1, 2]], [[3, 4]], [[0, 2]]], dtype=torch.int16)
     trace = new_trace(torch.tensor([1, 0, -1, 2]), torch.tensor([0, 3]), account, replayed=routes)
     assert trace.wanted(0).tolist() == [[3, 4], [1, 2], [0, 0], [0, 0]]

@@ -9,8 +9,8 @@ import pytest
 
 from megatron_rl.errors import UserError
 from megatron_rl.parallel import collectives
-from megatron_rl.parallel.array_server import Service, read_pieces, start_array_server
-from megatron_rl.parallel.collectives import Sight
+from megatron_rl.parallel.array_server import ArrayServerAddress, read_arrays, start_array_server
+from megatron_rl.parallel.collectives import Reachability
 from megatron_rl.system.files.shared_file import NODE, SharedArrays, address_of
 
 
@@ -28,26 +28,26 @@ def service():
     server.kill()
     server.wait()
     with pytest.raises(UserError, match="did not come from"):
-        list(read_pieces(addresses_of([SharedArrays().put(np.ones(3))]), service))
+        list(read_arrays(addresses_of([SharedArrays().put(np.ones(3))]), service))
 
 
-def test_small_and_large_arrays_and_none_at_all_arrive_in_their_order(service: Service) -> None:
+def test_small_and_large_arrays_and_none_at_all_arrive_in_their_order(service: ArrayServerAddress) -> None:
     shared = SharedArrays()
     sizes = [*np.random.default_rng(2).integers(1, 50_000, 40).tolist(), (1 << 24) + 9, 7, 1 << 20]
     arrays = [shared.put(np.arange(size, dtype=np.int64).astype(np.uint8)) for size in sizes]
     arrays += [arrays[3][10:100], arrays[-1][5:]]
-    np.testing.assert_array_equal(np.concatenate(list(read_pieces(addresses_of(arrays), service))), np.concatenate(arrays))
-    assert list(read_pieces(addresses_of([]), service)) == []
+    np.testing.assert_array_equal(np.concatenate(list(read_arrays(addresses_of(arrays), service))), np.concatenate(arrays))
+    assert list(read_arrays(addresses_of([]), service)) == []
 
 
-def test_without_the_secret_of_the_run_nothing_comes_and_what_is_gone_is_said(service: Service) -> None:
+def test_without_the_secret_of_the_run_nothing_comes_and_what_is_gone_is_said(service: ArrayServerAddress) -> None:
     array = SharedArrays().put(np.ones(3))
     with pytest.raises(UserError, match="another secret"):
-        list(read_pieces(addresses_of([array]), service._replace(secret="00" * 32)))
+        list(read_arrays(addresses_of([array]), service._replace(secret="00" * 32)))
     gone = addresses_of([array])
     gone[0, 1] = 10_000
     with pytest.raises(UserError, match="did not come from"):
-        list(read_pieces(gone, service))
+        list(read_arrays(gone, service))
 
 
 def test_it_ends_with_the_process_that_started_it() -> None:
@@ -68,7 +68,7 @@ def test_it_ends_with_the_process_that_started_it() -> None:
     os.close(writing)
 
 
-def test_pieces_of_several_nodes_are_put_together_in_their_order(service: Service) -> None:
+def test_pieces_of_several_nodes_are_put_together_in_their_order(service: ArrayServerAddress) -> None:
     """Of the reader's own node they are mapped, of the others they are fetched, each node's at once."""
     random, shared = np.random.default_rng(4), SharedArrays()
     for _ in range(5):
@@ -77,6 +77,6 @@ def test_pieces_of_several_nodes_are_put_together_in_their_order(service: Servic
         addresses = addresses_of(arrays)
         addresses[:, 0] += NODE * random.integers(0, 3, len(arrays))
         mapped = collectives._Mapped(addresses, np.dtype(np.int16), (2,))
-        found = mapped.joined(Sight(1, False, {0: service, 2: service}))
+        found = mapped.joined(Reachability(1, False, {0: service, 2: service}))
         assert found.sizes.tolist() == [len(array) for array in arrays]
         np.testing.assert_array_equal(found.rows, np.concatenate([np.zeros((0, 2), np.int16), *arrays]))

@@ -104,4 +104,4 @@ def test_ranks_that_nccl_does_not_connect_are_told_why_at_the_start(monkeypatch:
 
     monkeypatch.setattr(topology.dist, "all_reduce", refuse)
     with pytest.raises(UserError, match="Duplicate GPU detected : rank 1 and rank 0. NCCL_DEBUG=INFO"):
-        topology._meet(torch.device("cpu"))
+        topology._init_nccl_world(torch.device("cpu"))

@@ -11,7 +11,7 @@ from megatron_rl.config.schema import RewardConfig, RewardRouteConfig
 from megatron_rl.data.trajectory import Prompt, Score
 from megatron_rl.rewards.registry import RewardError
 from megatron_rl.rewards.router import (
-    GradedItem,
+    ScoreItem,
     build_rewards,
     check_prompts,
     check_types,
@@ -41,18 +41,18 @@ MIXED = {
 }
 
 
-def score(reward: RewardConfig, *items: GradedItem) -> list[Score]:
+def score(reward: RewardConfig, *items: ScoreItem) -> list[Score]:
     with build_rewards(reward) as rewards:
         return asyncio.run(rewards.score_many(items))
 
 
 def test_every_item_goes_to_the_one_reward_of_its_type():
     items = [
-        GradedItem("4", "4", "2+2", "math", {"tests": "t1"}),
-        GradedItem("hi", "", "hello", "chat"),
-        GradedItem("-1", "", "", "games"),
-        GradedItem("5", "4", "2+2", "math", {"tests": "t2"}),
-        GradedItem("0.5", "", "", "games"),
+        ScoreItem("4", "4", "2+2", "math", {"tests": "t1"}),
+        ScoreItem("hi", "", "hello", "chat"),
+        ScoreItem("-1", "", "", "games"),
+        ScoreItem("5", "4", "2+2", "math", {"tests": "t2"}),
+        ScoreItem("0.5", "", "", "games"),
     ]
     scores = score(config(**MIXED), *items)
     assert [s.value for s in scores] == [1.0, 1.0, 0.0, 0.0, 0.75]
@@ -64,7 +64,7 @@ def test_every_item_goes_to_the_one_reward_of_its_type():
 
 
 def test_one_reward_for_all_types_needs_no_routes():
-    items = [GradedItem("a", "a", type="x"), GradedItem("a", "b", type="y")]
+    items = [ScoreItem("a", "a", type="x"), ScoreItem("a", "b", type="y")]
     scores = score(RewardConfig(name=f"{PATH}:exact"), *items)
     assert scores == [Score(1.0), Score(0.0)]
     check_types(RewardConfig(name="math"), ["anything"])
@@ -72,12 +72,12 @@ def test_one_reward_for_all_types_needs_no_routes():
 
 def test_worker_processes_and_event_loops_grade_the_same_batch():
     by_type = config(math=dict(name="math"), chat=dict(name="test_free"))
-    items = [GradedItem("4", "4", type="math"), GradedItem("x", "", "p", "chat"), GradedItem("5", "4", type="math")]
+    items = [ScoreItem("4", "4", type="math"), ScoreItem("x", "", "p", "chat"), ScoreItem("5", "4", type="math")]
     assert [s.value for s in score(by_type, *items)] == [1.0, 1.0, 0.0]
 
 
 def test_rewards_get_the_prompt_and_the_row_fields_they_name():
-    item = GradedItem("r", "a", "the prompt", "chat", {"clue": "look", "other": 3})
+    item = ScoreItem("r", "a", "the prompt", "chat", {"clue": "look", "other": 3})
     (found,) = score(config(chat=dict(name="test_free")), item)
     assert found.detail == "test_free: the prompt|look|answer,clue,other,prompt,type"
     (found,) = score(config(chat=dict(name="test_free", options={"hint": "set"})), item)
@@ -120,7 +120,7 @@ def test_rescaling_is_linear_and_stays_inside(value: float, low: float, width: f
 
 
 def test_a_value_outside_the_declared_range_is_unscored():
-    (found,) = score(RewardConfig(name="test_signed"), GradedItem("7", ""))
+    (found,) = score(RewardConfig(name="test_signed"), ScoreItem("7", ""))
     assert found.value is None and "outside its declared range [-1, 1]" in found.error
 
 
@@ -130,7 +130,7 @@ def test_a_value_outside_the_declared_range_is_unscored():
 def test_a_missing_thought_scores_0_without_asking_and_only_the_solution_is_graded():
     thinking = RewardConfig(name=f"{PATH}:exact", require_think=True)
     responses = ["<think>hm</think>4", "4", "<think>4", "hm</think>4", "<think></think>4", "<think>a</think>  "]
-    scores = score(thinking, *[GradedItem(response, "4") for response in responses])
+    scores = score(thinking, *[ScoreItem(response, "4") for response in responses])
     assert [s.value for s in scores] == [1.0, 0.0, 0.0, 0.0, 1.0, 0.0]
     assert [s.metrics["thought"] for s in scores] == [1.0, 0.0, 0.0, 0.0, 1.0, 0.0]
     assert async_rewards.calls == {"4": 2}
@@ -159,7 +159,7 @@ def test_types_without_a_reward_are_refused():
     with pytest.raises(RewardError, match="'poems'.*it has chat, games, math"):
         check_types(config(**MIXED), ["math", "poems"])
     with build_rewards(config(chat=dict(name="test_free"))) as rewards, pytest.raises(RewardError, match="poems"):
-        rewards.submit([GradedItem("", "", type="poems")])
+        rewards.submit([ScoreItem("", "", type="poems")])
 
 
 def test_prompts_that_lack_a_field_are_named():
@@ -184,14 +184,14 @@ def test_a_verifier_needs_an_answer_and_a_judge_does_not():
 
 def test_fields_that_cannot_travel_to_a_worker_cost_their_item_only():
     reward = config(tests=dict(name="tests.integration.hostile_rewards:with_fields"))
-    items = [GradedItem("abc", "", type="tests", fields={"bonus": bonus}) for bonus in (1, object(), 2, {3}, 4)]
+    items = [ScoreItem("abc", "", type="tests", fields={"bonus": bonus}) for bonus in (1, object(), 2, {3}, 4)]
     scores = score(reward, *items)
     assert [s.value for s in scores] == [4.0, None, 5.0, None, 7.0]
     assert "no plain JSON values" in scores[1].error
 
 
 def test_an_item_that_lacks_a_field_is_unscored():
-    (found,) = score(config(math=dict(name="test_unit")), GradedItem("4", "4", type="math"))
+    (found,) = score(config(math=dict(name="test_unit")), ScoreItem("4", "4", type="math"))
     assert found.value is None and "tests" in found.error
 
 
@@ -224,12 +224,12 @@ def test_a_closed_router_refuses_calls():
     rewards = build_rewards(config(a=dict(name="test_free")))
     rewards.close()
     with pytest.raises(RewardError, match="is closed"):
-        rewards.submit([GradedItem("x", "", "p", "a")])
+        rewards.submit([ScoreItem("x", "", "p", "a")])
 
 
 def test_a_call_under_way_ends_with_the_router():
     slow = build_rewards(RewardConfig(name=f"{PATH}:misbehave", timeout_s=60.0))
-    waiting = slow.submit([GradedItem("sleep 50", "")])
+    waiting = slow.submit([ScoreItem("sleep 50", "")])
     slow.close()
     with pytest.raises(RewardError, match="is closed"):
         waiting.result(timeout=1)

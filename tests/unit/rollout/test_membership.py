@@ -74,7 +74,7 @@ def run(scenario, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_servers: 
             RolloutConfig(), ServerPool([Stub(urls[0])]), vocab_size=100, warn=events.append, readmit=readmit, settled=settled
         )
         async with client:
-            following = asyncio.create_task(membership.follow(str(file), "", client, attach, events.append))
+            following = asyncio.create_task(membership.follow_discovery(str(file), "", client, attach, events.append))
             try:
                 return await asyncio.wait_for(scenario(client, stubs, urls, file, events), 30)
             finally:

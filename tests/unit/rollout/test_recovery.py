@@ -14,7 +14,7 @@ from megatron_rl.rollout.recovery import RecoveringClient
 from megatron_rl.rollout.requests import ServerLost
 from megatron_rl.rollout.server_pool import ServerPool
 from megatron_rl.rollout.sglang.process.server import ServerError
-from megatron_rl.rollout.sglang.wire.answer_checks import BadAnswer
+from megatron_rl.rollout.sglang.wire.answer_checks import InvalidReply
 from tests.unit.rollout.sglang.balance.test_client import FakeServer, request_of
 
 
@@ -170,7 +170,7 @@ def test_one_that_comes_back_again_and_again_without_a_good_answer_is_given_up()
         fakes[0].healthy, fakes[0].probe_s, fakes[0].handler = True, 0.0, page
         with pytest.raises(ServerError, match="no good answer since it was brought back 3 times: 3 bad answers on end"):
             while True:
-                with contextlib.suppress(BadAnswer):
+                with contextlib.suppress(InvalidReply):
                     await client.generate(request_of())
 
     _, (server,), _ = run(scenario, kind=Useless)

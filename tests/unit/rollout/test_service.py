@@ -7,7 +7,7 @@ import pytest
 from megatron_rl.config.schema import Config
 from megatron_rl.rollout import service as service_module
 from megatron_rl.rollout.server_pool import ServerPool
-from megatron_rl.rollout.service import RolloutService, TrainerSide
+from megatron_rl.rollout.service import RolloutService, TrainerHooks
 from megatron_rl.weights.publish import PublishResult, WeightSyncError
 
 
@@ -20,7 +20,7 @@ class Server:
 
 def make_service(monkeypatch, publish):
     monkeypatch.setattr(service_module, "model_vocab_size", lambda config: 9)
-    trainer = TrainerSide(SimpleNamespace(publish=publish), call_on_trainer=None, note=print, warn=print)
+    trainer = TrainerHooks(SimpleNamespace(publish=publish), call_on_trainer=None, note=print, warn=print)
     return RolloutService(Config(), ServerPool([Server()]), None, None, trainer)
 
 
@@ -29,7 +29,7 @@ def test_a_window_that_begins_during_a_publish_expects_the_version_before_it_or_
     seen = []
 
     def publish(publisher, addresses, version):
-        seen.append((service.weight_version, service.trainer_version, version, service._live.client.standing_still))
+        seen.append((service.weight_version, service.trainer_version, version, service._live.client.is_publishing))
         return PublishResult(0.0, 0, 1)
 
     service = make_service(monkeypatch, publish)
@@ -39,7 +39,7 @@ def test_a_window_that_begins_during_a_publish_expects_the_version_before_it_or_
         service.publish()
         assert seen[-1] == (version - 1, version, version, True)
         assert (service.weight_version, service.trainer_version) == (version, version)
-        assert not service._live.client.standing_still
+        assert not service._live.client.is_publishing
 
 
 def test_after_a_publish_that_failed_the_version_is_the_old_one_and_silence_counts_again(monkeypatch):
@@ -49,4 +49,4 @@ def test_after_a_publish_that_failed_the_version_is_the_old_one_and_silence_coun
     service = make_service(monkeypatch, publish)
     with pytest.raises(WeightSyncError):
         service.publish()
-    assert service.weight_version == 0 and not service._live.client.standing_still
+    assert service.weight_version == 0 and not service._live.client.is_publishing

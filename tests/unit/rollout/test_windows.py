@@ -18,10 +18,10 @@ from hypothesis import strategies as st
 from megatron_rl.data.trajectory import Prompt, Trajectory
 from megatron_rl.environments.base import Environment, EnvironmentFault, Message
 from megatron_rl.rollout import windows as windows_module
-from megatron_rl.rollout.generation import Dialogue, Fire, GenerationPlan
+from megatron_rl.rollout.generation import Dialogue, GenerationPlan, HotTokenSampling
 from megatron_rl.rollout.requests import NOTHING_GENERATED, Generation, ServerLost
 from megatron_rl.rollout.sampling import Sampling
-from megatron_rl.rollout.windows import StaleWeights, Window, end_of_text, hot_token_is_next
+from megatron_rl.rollout.windows import StaleWeights, WindowGenerator, end_of_text, hot_token_is_next
 
 EOS = 0
 WORDS = ["", "a", "b", "#", "ab", "b#"]
@@ -136,12 +136,12 @@ def generate(
     dialogue = Dialogue(environment, encode, environment.stop_strings) if environment else None
     ahead = dict.fromkeys(("trains_meanwhile", "published_meanwhile"), isinstance(engine, Updated))
     plan = GenerationPlan(sampling, decode, fire=fire, dialogue=dialogue, **ahead)
-    made = Window(
+    made = WindowGenerator(
         engine, recover, plan, step=step, num_tokens=window, weight_version=1, kind="train", warn=warnings.append
     )
 
     async def main():
-        await asyncio.wait_for(made.fill(trajectories, **options), 20)
+        await asyncio.wait_for(made.generate(trajectories, **options), 20)
 
     asyncio.run(main())
     return recovered, warnings
@@ -187,7 +187,7 @@ environments = st.one_of(
 fires = st.one_of(
     st.none(),
     st.builds(
-        Fire,
+        HotTokenSampling,
         temperature=st.just(9.0),
         top_k=st.sampled_from([-1, 4]),
         after=st.sampled_from(["", "b", "ba"]),
@@ -270,7 +270,7 @@ def test_a_message_that_leaves_no_room_for_an_answer_cuts_the_dialogue():
         t = new_trajectory(id=7, budget=12, max_turn_tokens=4)
         talk = Talk(num_turns=2, stop_strings=(), message_tokens=message_tokens)
         generate(Engine(end_weight=0.0), [t], environment=talk)
-        assert t.out_of_room is cut and t.finished and not t.stopped
+        assert t.out_of_room is cut and t.finished and not t.ended_naturally
         assert t.num_response_tokens == (4 if cut else 12)
 
 
@@ -310,7 +310,7 @@ def test_trajectories_that_are_no_dialogues_are_left_alone_by_the_environment():
 
 @given(seeds, st.integers(1, 20), windows)
 def test_fire_at_the_runs_own_temperature_changes_nothing(seed, budget, window):
-    fire = Fire(SAMPLING.temperature, SAMPLING.top_k, after="", banned_token_ids=())
+    fire = HotTokenSampling(SAMPLING.temperature, SAMPLING.top_k, after="", banned_token_ids=())
     plain, fired = (new_trajectory(id=seed, budget=budget, dialogue=False) for _ in range(2))
     generate(Engine(), [plain], window=window)
     generate(Engine(), [fired], window=window, fire=fire)
@@ -348,14 +348,14 @@ def test_one_token_is_hot_at_its_place_and_the_others_are_sampled_as_usual(seed,
 
 
 def test_only_the_first_turn_of_a_dialogue_has_a_hot_token():
-    fire = Fire(9.0, 4, after="", banned_token_ids=(EOS,))
+    fire = HotTokenSampling(9.0, 4, after="", banned_token_ids=(EOS,))
     t = new_trajectory(budget=60)
     generate(Engine(end_weight=2.0), [t], environment=Talk(num_turns=4), fire=fire)
     assert len(t.turns()) > 1 and t.hot_mask().tolist() == [True] + [False] * (t.num_response_tokens - 1)
 
 
 def test_a_marker_that_lies_across_two_windows_is_found():
-    fire = Fire(9.0, -1, after="ba", banned_token_ids=())
+    fire = HotTokenSampling(9.0, -1, after="ba", banned_token_ids=())
     for seed in range(300):
         t = new_trajectory(id=seed, dialogue=False)
         generate(Engine(end_weight=0.0), [t], window=1, fire=fire)
@@ -431,8 +431,8 @@ def test_tokens_of_other_weights_are_refused():
 def test_a_server_that_starts_again_while_the_policy_trains_may_have_the_version_after_the_published_one():
     def versions_from(server):
         plan, t = GenerationPlan(SAMPLING, decode, trains_meanwhile=True), new_trajectory(dialogue=False)
-        window = Window(Engine(version=server), None, plan, step=0, num_tokens=9, weight_version=1, kind="train")
-        asyncio.run(window.fill([t]))
+        window = WindowGenerator(Engine(version=server), None, plan, step=0, num_tokens=9, weight_version=1, kind="train")
+        asyncio.run(window.generate([t]))
         return {segment.weight_version for segment in t.segments}
 
     assert [versions_from("1"), versions_from("2")] == [{1}, {2}]
@@ -498,7 +498,7 @@ def test_a_greedy_response_takes_the_likeliest_tokens_and_is_never_hot():
             asked.append((request.rid.split("-")[2], request.temperature))
             return await super().generate(request, **options)
 
-    fire = Fire(temperature=30.0, top_k=16, after="", banned_token_ids=())
+    fire = HotTokenSampling(temperature=30.0, top_k=16, after="", banned_token_ids=())
     generate(Asked(), [greedy, sampled], fire=fire)
     assert {temperature for id, temperature in asked if id == "0"} == {0.0}
     assert {temperature for id, temperature in asked if id == "1"} == {30.0, SAMPLING.temperature}

@@ -13,11 +13,11 @@ from megatron_rl.config.schema import Config, RunConfig
 from megatron_rl.errors import UserError
 from megatron_rl.run import checkpoint_folder as folders
 from megatron_rl.run.checkpoint_folder import DamagedCheckpoint
-from megatron_rl.run.checkpoints import Saver
+from megatron_rl.run.checkpoints import Checkpointer
 from megatron_rl.run.output import check_output_dir
 from megatron_rl.run.resuming import candidates
 from megatron_rl.system.files.checksums import checksums
-from megatron_rl.training.model_checkpoint import CheckpointError, CheckpointNotSaved
+from megatron_rl.training.model_checkpoint import CheckpointError, CheckpointSaveError
 
 
 class Ranks:
@@ -31,7 +31,7 @@ class Ranks:
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         if self.full_disk:
-            raise CheckpointNotSaved("No space left on device")
+            raise CheckpointSaveError("No space left on device")
         (folder / "weights").write_text(f"{engine} of {folder.parent.name}")
         (folder / "metadata.json").write_text("{}")
         (folder / "checksums.json").write_text(json.dumps(checksums(folder, ["weights", "metadata.json"])))
@@ -56,7 +56,7 @@ class Ranks:
 
 def make_saver(path, accuracies=dict, **keys):
     config = Config(run=RunConfig(output_dir=str(path), num_steps=100, **keys))
-    return Saver(config, Ranks(), engines=["policy"], accuracies=accuracies)
+    return Checkpointer(config, Ranks(), engines=["policy"], accuracies=accuracies)
 
 
 def save_steps(saver, *steps, **options):
@@ -221,11 +221,11 @@ def test_what_could_not_be_written_leaves_nothing_and_is_tried_again_in_the_next
 def test_what_is_written_in_the_background_counts_once_it_is_whole(tmp_path):
     saver = make_saver(tmp_path, async_save=True)
     save_steps(saver, 3)
-    assert not candidates(tmp_path / "checkpoints") and not saver.settle(wait=False)
+    assert not candidates(tmp_path / "checkpoints") and not saver.finish_background_save(wait=False)
     assert not candidates(tmp_path / "checkpoints")
     assert saver.newest_step == -1 and folders.latest_folder(tmp_path / "checkpoints") is None
     saver._group.written = True
-    assert not saver.settle(wait=False) and not saver.settle(wait=True)
+    assert not saver.finish_background_save(wait=False) and not saver.finish_background_save(wait=True)
     assert saver.newest_step == 2 and folders.latest_folder(tmp_path / "checkpoints").name == "step-3"
     save_steps(saver, 6, 9)  # the later one waits for the one before
     assert folders.latest_folder(tmp_path / "checkpoints").name == "step-6"
@@ -238,7 +238,7 @@ def test_the_driver_s_part_is_of_the_moment_of_the_save(tmp_path):
     saver, state = make_saver(tmp_path, async_save=True), {"pool": {"slots": [1]}}
     assert not saver.save(2, state, weight_version=1)
     state["pool"]["slots"].append(2)
-    saver.settle(wait=True)
+    saver.finish_background_save(wait=True)
     assert saver.load(lambda state: None)["pool"] == {"slots": [1]}
 
 
@@ -246,11 +246,11 @@ def test_a_background_save_that_fails_is_counted_and_tried_again(tmp_path):
     saver = make_saver(tmp_path, save_every_steps=3, async_save=True)
     save_steps(saver, 3, 6)
     saver._group.full_disk = True
-    assert "No space left" in saver.settle(wait=True)
+    assert "No space left" in saver.finish_background_save(wait=True)
     assert names(tmp_path) == ["step-3"] and saver.num_failed == 1 and saver.due(6) and saver.newest_step == 2
     saver._group.full_disk = False
     save_steps(saver, 7)
-    assert not saver.settle(wait=True) and names(tmp_path) == ["step-3", "step-7"] and not saver.due(7)
+    assert not saver.finish_background_save(wait=True) and names(tmp_path) == ["step-3", "step-7"] and not saver.due(7)
 
 
 def test_arrays_of_the_driver_are_files_and_come_back_and_numbers_of_an_older_checkpoint_load_too(tmp_path):
@@ -279,7 +279,7 @@ def test_a_run_that_is_killed_while_it_writes_a_checkpoint_again_leaves_none_of_
 def test_the_drivers_arrays_are_written_from_where_they_lie_and_described_as_they_are_on_the_disk(tmp_path):
     every_second = np.arange(10, dtype=np.int32)[::2]
     parts = {"int32": [np.zeros(0, np.int32), every_second, np.full(70_000, 3, np.int32)], "float32": [np.zeros(0, np.float32)]}
-    found = folders.write_driver(tmp_path, {"a": 1}, parts)
+    found = folders.write_driver_state(tmp_path, {"a": 1}, parts)
     assert found == checksums(tmp_path, list(found)) and json.loads((tmp_path / "driver.json").read_bytes())["a"] == 1
     for name, of_dtype in parts.items():
         read = np.load(tmp_path / f"driver.{name}.npy", allow_pickle=False)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_rl.run.json_with_arrays import put_together, taken_apart
+from megatron_rl.run.json_with_arrays import flatten_state, unflatten_state
 
 ARRAYS = st.builds(
     lambda numbers, dtype: np.array(numbers, dtype),
@@ -33,10 +33,10 @@ def same(one, two):
 
 @given(NESTS)
 def test_what_was_taken_apart_comes_back_as_it_was(nest):
-    plain, parts = taken_apart(nest)
+    plain, parts = flatten_state(nest)
     arrays = {name: np.concatenate(found) for name, found in parts.items()}
     assert all(array.dtype.name == name for name, array in arrays.items())
-    assert same(put_together(json.loads(json.dumps(plain)), arrays), nest)
+    assert same(unflatten_state(json.loads(json.dumps(plain)), arrays), nest)
 
 
 @given(st.integers(-2, 6), st.integers(-2, 6), st.sampled_from(["int32", "float32"]))
@@ -44,7 +44,7 @@ def test_a_place_outside_the_flat_arrays_is_refused(start, length, name):
     arrays = {"int32": np.arange(4, dtype=np.int32)}
     nest = {"x": [{"__array__": [name, start, length]}]}
     if name == "int32" and start >= 0 and length >= 0 and start + length <= 4:
-        assert put_together(nest, arrays)["x"][0].tolist() == list(range(start, start + length))
+        assert unflatten_state(nest, arrays)["x"][0].tolist() == list(range(start, start + length))
     else:
         with pytest.raises(ValueError, match="that were saved"):
-            put_together(nest, arrays)
+            unflatten_state(nest, arrays)

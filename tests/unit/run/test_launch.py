@@ -110,7 +110,7 @@ def test_gloo_listens_at_loopback_on_one_machine_and_towards_the_others_on_sever
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(os, "environ", {**os.environ, **environment})
     seen = []
-    monkeypatch.setattr(recipes, "interface_towards", lambda host: seen.append(host) or "eth7")
+    monkeypatch.setattr(recipes, "local_interface_for", lambda host: seen.append(host) or "eth7")
     config = Config()
     config.rollout.urls = urls
     recipes._choose_interface(config)
@@ -133,7 +133,7 @@ def test_the_ranks_of_the_drivers_node_are_those_that_the_launcher_says(monkeypa
     kept = {name: value for name, value in os.environ.items() if name not in ("LOCAL_WORLD_SIZE", "GROUP_RANK")}
     monkeypatch.setattr(os, "environ", {**kept, **environment})
     parser = argparse.ArgumentParser()
-    recipes.add_recipe_of_ranks(parser)
+    recipes.add_rank_recipe_arguments(parser)
     config = Config()
     config.parallel.num_ranks = 16
     assert recipes._driver_node(config, parser.parse_args(["--config", "x", *words]), world_size) == node

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 from megatron_rl.config.schema import Config
-from megatron_rl.run.output import claimed_output_dir
+from megatron_rl.run.output import lock_output_dir
 
 KILLED_WHILE_IT_SAVES = """
 import os, sys
@@ -30,5 +30,5 @@ def test_what_was_being_saved_when_a_run_was_killed_goes_with_the_next_start_and
     assert len(set(tmp_path.rglob("*")) - before) == 4
     config = Config()
     config.run.output_dir = str(tmp_path)
-    with claimed_output_dir(config) as folder:
+    with lock_output_dir(config) as folder:
         assert set(folder.rglob("*")) - before == {tmp_path / ".lock"} and before <= set(folder.rglob("*"))

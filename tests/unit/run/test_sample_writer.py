@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from megatron_rl.run import sample_writer
-from megatron_rl.run.sample_writer import SampleBooks, thinned_out
+from megatron_rl.run.sample_writer import SampleStore, steps_to_drop
 from megatron_rl.tracking.samples_file import read_samples, sample_files
 from tests.unit.desk.watch.stored_samples import columns_of
 
@@ -18,14 +18,14 @@ class Spelled:
 
 def books(folder, first_step=0, max_gib=1.0):
     warnings = []
-    return SampleBooks(folder, Spelled(), first_step=first_step, max_gib=max_gib, warn=warnings.append), warnings
+    return SampleStore(folder, Spelled(), first_step=first_step, max_gib=max_gib, warn=warnings.append), warnings
 
 
 def test_what_is_added_is_on_disk_once_it_is_settled_with_its_texts(tmp_path):
     kept, warnings = books(tmp_path)
     columns = columns_of(1)
     kept.add(1, columns)
-    kept.settle()
+    kept.finish_background_save()
     table = read_samples(sample_files(tmp_path).values())
     assert [len(text) for text in table["response"].to_pylist()] == columns["length"] and not warnings
     assert table["id"].to_pylist() == columns["id"]
@@ -65,7 +65,7 @@ def test_the_bound_holds_after_every_step(tmp_path):
     kept, _ = books(tmp_path, max_gib=60_000 / 2**30)
     for step in range(1, 40):
         kept.add(step, columns_of(step, 4))
-        kept.settle()
+        kept.finish_background_save()
         assert sum(path.stat().st_size for path in sample_files(tmp_path).values()) <= 60_000
     assert len(sample_files(tmp_path)) > 2 and max(sample_files(tmp_path)) == 39
 
@@ -75,7 +75,7 @@ def test_a_long_run_keeps_its_newest_steps_and_even_distances_before(room):
     sizes = {}
     for step in range(1, 200):
         sizes[step] = 10
-        for old in thinned_out(sizes, room * 10):
+        for old in steps_to_drop(sizes, room * 10):
             del sizes[old]
         assert sum(sizes.values()) <= room * 10
     left = sorted(sizes)
@@ -88,4 +88,4 @@ def test_a_long_run_keeps_its_newest_steps_and_even_distances_before(room):
 
 
 def test_nothing_is_removed_where_all_fits():
-    assert not thinned_out({1: 10, 2: 10}, 20)
+    assert not steps_to_drop({1: 10, 2: 10}, 20)

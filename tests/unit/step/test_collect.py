@@ -10,7 +10,7 @@ from megatron_rl.data.sampler import PromptSampler
 from megatron_rl.data.slots import SlotPool
 from megatron_rl.data.trajectory import Prompt, Score, Segment, Trajectory
 from megatron_rl.errors import UserError
-from megatron_rl.step.collect import Collector, outcome_kind
+from megatron_rl.step.collect import Collector, classify_group
 
 NUM_SAMPLES = 3
 
@@ -97,7 +97,7 @@ def test_a_step_has_the_same_slots_and_whole_groups_whatever_the_sizes_by_type(h
     )
     for step in range(4):
         found, metrics = collect(parts, step)
-        assert len(found) == num_prompts * NUM_SAMPLES and all(t.stopped for t in found)
+        assert len(found) == num_prompts * NUM_SAMPLES and all(t.ended_naturally for t in found)
         groups = {}
         for t in found:
             groups.setdefault(t.group_id, []).append(t)
@@ -128,7 +128,7 @@ def test_dynamic_sampling_gives_up_after_its_rounds_and_says_what_it_saw():
 
 def test_a_group_with_an_unscored_member_is_not_mixed():
     group = [SimpleNamespace(reward=value, greedy=False) for value in (1.0, 0.0, None)]
-    assert outcome_kind(group, 1.0) == "unscored" and outcome_kind(group[:2], 1.0) == "mixed"
+    assert classify_group(group, 1.0) == "unscored" and classify_group(group[:2], 1.0) == "mixed"
 
 
 @pytest.mark.parametrize(
@@ -146,14 +146,14 @@ def test_a_group_with_an_unscored_member_is_not_mixed():
 )
 def test_a_group_is_kept_when_its_rewards_differ_whatever_their_range(rewards, kind):
     """std > 0, as in the public implementations: partial credit and judges' scores need not reach 1."""
-    assert outcome_kind([SimpleNamespace(reward=value, greedy=False) for value in rewards], 1.0) == kind
+    assert classify_group([SimpleNamespace(reward=value, greedy=False) for value in rewards], 1.0) == kind
 
 
 def test_over_sampling_takes_the_groups_that_are_complete_first_and_drops_the_tail():
     slow = lambda i: 90 if i // NUM_SAMPLES == 1 else 4  # noqa: E731
     parts = collector(lengths=slow, over_sampling=2.0)
     found, metrics = collect(parts)
-    assert len(found) == 6 and all(t.stopped for t in found)
+    assert len(found) == 6 and all(t.ended_naturally for t in found)
     assert 1 not in {t.group_id for t in found}
     assert metrics == {"rollout/num_carried": 0.0, "rollout/num_discarded": 6.0}
     assert {t.id for t in found} == {t["id"] for t in parts[1].state()["slots"]}
@@ -178,6 +178,6 @@ def test_a_greedy_response_belongs_to_its_group_and_is_no_sample():
     group = [
         SimpleNamespace(reward=value, greedy=greedy) for value, greedy in ((1.0, False), (1.0, False), (0.0, True))
     ]
-    assert outcome_kind(group, 1.0) == "all_right"
+    assert classify_group(group, 1.0) == "all_right"
     unscored = [SimpleNamespace(reward=None, greedy=True), *group[:1], SimpleNamespace(reward=0.0, greedy=False)]
-    assert outcome_kind(unscored, 1.0) == "mixed"
+    assert classify_group(unscored, 1.0) == "mixed"

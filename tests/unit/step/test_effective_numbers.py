@@ -9,7 +9,7 @@ from megatron_rl.config.schema import Mode
 from megatron_rl.data.trajectory import Prompt, Score, Segment, Trajectory
 from megatron_rl.rewards.registry import resolve
 from megatron_rl.step.driver import pretraining_config
-from megatron_rl.step.experience import Signals, window_advantages
+from megatron_rl.step.experience import ModelOutputs, window_advantages
 from megatron_rl.step.packing import window_batch
 
 # Advantages of a right response of n tokens among 7 right and 8 wrong short ones, with rewards of -1 and 1, the penalty
@@ -31,7 +31,7 @@ def test_the_dapo_preset_gives_a_long_right_response_the_papers_advantage(length
     lengths, scores = [length, *[10] * 15], [high] * 8 + [low] * 8
     group = [response(i, n, score, budget) for i, (n, score) in enumerate(zip(lengths, scores))]
     batch = window_batch(group, 0)
-    found = window_advantages(group, batch, Signals(), step=0, window_tokens=budget, algorithm=config.algorithm)
+    found = window_advantages(group, batch, ModelOutputs(), step=0, window_tokens=budget, algorithm=config.algorithm)
     assert float(found.advantages[1]) == pytest.approx(expected, abs=1e-5)
     paper = torch.tensor([1.0] * 8 + [-1.0] * 8, dtype=torch.float64)
     paper[0] += min(0.0, (budget - 4096 - length) / 4096)

@@ -11,7 +11,7 @@ from megatron_rl.config.schema import Config, EvalSetConfig
 from megatron_rl.data.trajectory import Prompt, Score, Segment, Trajectory
 from megatron_rl.errors import UserError
 from megatron_rl.rollout.sampling import Sampling, trajectory_seed
-from megatron_rl.step.evaluation import Evaluator, Fleet, score_metrics
+from megatron_rl.step.evaluation import EvaluationServers, Evaluator, score_metrics
 
 SAMPLING = Sampling(temperature=1.0, top_p=1.0, top_k=-1, stop_token_ids=(0,), seed=7)
 
@@ -206,7 +206,7 @@ def test_without_its_servers_an_evaluation_is_left_out_and_training_goes_on():
         def wait_for(coroutine):
             return asyncio.run_coroutine_threadsafe(coroutine, event_loop).result()
 
-        event_loop, fleet = asyncio.get_running_loop(), Fleet(rollout, wait_for, warned.append)
+        event_loop, fleet = asyncio.get_running_loop(), EvaluationServers(rollout, wait_for, warned.append)
         for step in (1, 3, 5, 7):
             await asyncio.to_thread(fleet.take, step, bench.evaluator)
             bench.evaluator.move_to(SimpleNamespace(generate=hang if step == 3 else bench.generate))

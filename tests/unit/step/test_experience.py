@@ -21,8 +21,8 @@ from megatron_rl.config.schema import (
 )
 from megatron_rl.data.trajectory import Prompt, Score, Segment, Trajectory, message_segment
 from megatron_rl.step.advantage_spans import SINGLE_RESPONSE, ResponseRules
-from megatron_rl.step.batches import keep_signals, policy_batch, response_batch, window_critic_batch
-from megatron_rl.step.experience import Signals, window_advantages
+from megatron_rl.step.batches import policy_batch, response_batch, store_model_outputs, window_critic_batch
+from megatron_rl.step.experience import ModelOutputs, window_advantages
 from megatron_rl.step.metrics import advantage_metrics, reward_metrics, rollout_metrics
 from megatron_rl.step.packing import window_batch
 
@@ -55,7 +55,7 @@ def advantages(trajectories, step, window_values, algorithm=RAW, final=None, rul
     found = window_advantages(
         trajectories,
         batch,
-        Signals(values, final_values),
+        ModelOutputs(values, final_values),
         step=step,
         window_tokens=WINDOW,
         algorithm=algorithm,
@@ -110,7 +110,7 @@ def test_responses_that_train_at_their_end_have_the_advantages_of_one_pass():
     assert batch.fields["rollout_logprobs"][found.mask].tolist() == [-0.5] * 9
     kept = torch.zeros(len(batch.tokens))
     kept[batch.fields["mask"]] = torch.tensor([*values, 0.3, 0.1])
-    keep_signals([whole, other], batch, Signals(kept, torch.zeros(2)), None)
+    store_model_outputs([whole, other], batch, ModelOutputs(kept, torch.zeros(2)), None)
     assert np.concatenate(whole.old_values).tolist() == pytest.approx(values)
     assert np.concatenate(other.old_values).tolist() == pytest.approx([0.3, 0.1])
     assert response_batch([whole, other], RAW).fields["mask"].tolist() == found.mask.tolist()
@@ -142,7 +142,7 @@ def critic_windows(trajectories, step, window_values, algorithm=RAW, final=None,
     batch = window_batch(trajectories, step)
     values = torch.zeros(len(batch.tokens))
     values[batch.fields["mask"]] = torch.tensor(window_values)
-    signals = Signals(values, torch.zeros(len(trajectories)) if final is None else torch.tensor(final), token_rewards)
+    signals = ModelOutputs(values, torch.zeros(len(trajectories)) if final is None else torch.tensor(final), token_rewards)
     return window_critic_batch(trajectories, batch, signals, step=step, algorithm=algorithm)
 
 
@@ -274,7 +274,7 @@ def test_values_are_remembered_from_the_step_that_generated_the_token():
         batch = window_batch([shown], step)
         values = torch.zeros(len(batch.tokens))
         values[batch.fields["mask"]] = torch.tensor(new)
-        keep_signals([shown], batch, Signals(values), step)
+        store_model_outputs([shown], batch, ModelOutputs(values), step)
     assert np.concatenate(response.old_values).tolist() == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.5, 0.6])
 
 
@@ -478,10 +478,10 @@ def test_rewards_of_tokens_reach_the_advantages_and_later_the_critic():
     """A KL penalty or a line's reward of an early window is part of the Monte-Carlo target when the response ends."""
     response = trajectory([2], stopped=False)
     batch = window_batch([response], 0)
-    signals = Signals(torch.zeros(5), torch.zeros(1), torch.tensor([0, 0, 0, -0.5, -0.25]))
+    signals = ModelOutputs(torch.zeros(5), torch.zeros(1), torch.tensor([0, 0, 0, -0.5, -0.25]))
     found = window_advantages([response], batch, signals, step=0, window_tokens=2, algorithm=RAW)
     assert found.raw[-2:].tolist() == pytest.approx([-0.5 + 0.95 * -0.25, -0.25])
-    keep_signals([response], batch, signals, 0)
+    store_model_outputs([response], batch, signals, 0)
     whole = trajectory([2, 1], stopped=True, score=Score(1.0))
     whole.old_values, whole.token_rewards = [np.zeros(3, np.float32)], [*response.token_rewards, np.zeros(1, np.float32)]
     assert response_batch([whole], RAW).fields["returns"][3:].tolist() == pytest.approx([0.25, 0.75, 1.0])
@@ -519,5 +519,5 @@ def test_a_run_without_a_critic_needs_no_values():
     algorithm = AlgorithmConfig(**{**RAW.__dict__, "advantage": "group_mean"})
     pair = [trajectory([2], stopped=True, score=Score(r), id=i) for i, r in enumerate((1.0, 0.0))]
     batch = window_batch(pair, 0)
-    found = window_advantages(pair, batch, Signals(), step=0, window_tokens=4, algorithm=algorithm)
+    found = window_advantages(pair, batch, ModelOutputs(), step=0, window_tokens=4, algorithm=algorithm)
     assert found.advantages[found.mask].tolist() == [0.5, 0.5, -0.5, -0.5]

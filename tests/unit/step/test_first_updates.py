@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_rl.config.derived import first_update_is_its_own_old
+from megatron_rl.config.derived import reuses_first_logprobs
 from megatron_rl.config.schema import Config, KlPlace, OldPolicy, RoutingReplay
 from megatron_rl.data.trajectory import Prompt, Score, Segment, Trajectory
 from megatron_rl.step import loop as loops
-from megatron_rl.step.loop import Parts, TrainingLoop
+from megatron_rl.step.loop import LoopComponents, TrainingLoop
 from megatron_rl.step.metrics import passes_metrics
 from megatron_rl.step.packing import window_batch
 from megatron_rl.step.state import StepState
@@ -75,7 +75,7 @@ def run_a_step(config, *, own=True, settling=None, group=None, slots=None, dtype
     recorder = SimpleNamespace(elapsed_s=0.0)
     grader = SimpleNamespace(metrics=lambda finished: {})
     rest = dict.fromkeys(names)
-    parts = Parts(group=group, grader=grader, rollout=rollout, recorder=recorder, stop_after=lambda step: None, settling=settling, **rest)
+    parts = LoopComponents(group=group, grader=grader, rollout=rollout, recorder=recorder, stop_after=lambda step: None, settling=settling, **rest)
     loop, slots = TrainingLoop(config, parts), slots or responses()
     batch = window_batch(slots, loop._trained_window(STEP))
     state = StepState(slots, batch.with_fields(**batch.fields | {"rollout_logprobs": batch.fields["rollout_logprobs"].to(dtype)}))
@@ -84,7 +84,7 @@ def run_a_step(config, *, own=True, settling=None, group=None, slots=None, dtype
     loop._states[STEP] = state
     if config.algorithm.kl.place is not KlPlace.none:
         loop.reference_logprobs(STEP)
-    with patch.object(loops, "with_own_old", loops.with_own_old if own else lambda *args, **rest: ()):
+    with patch.object(loops, "uses_own_logprobs", loops.uses_own_logprobs if own else lambda *args, **rest: ()):
         loop.old_logprobs(STEP)
     loop.advantages(STEP)
     loop.update_policy(STEP)
@@ -171,9 +171,9 @@ def test_a_policy_that_never_trains_is_not_passed_and_one_that_rests_is():
 )
 def test_what_reads_them_before_the_update_needs_the_pass(change):
     config = configured(99)
-    assert first_update_is_its_own_old(config)
+    assert reuses_first_logprobs(config)
     change(config)
-    assert not first_update_is_its_own_old(config)
+    assert not reuses_first_logprobs(config)
 
 
 def test_passes_are_counted_by_stage_for_each_generated_token():

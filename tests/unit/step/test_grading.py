@@ -8,7 +8,7 @@ from megatron_rl.config.schema import RewardConfig
 from megatron_rl.data.trajectory import Prompt, Score, Segment, Trajectory, message_segment
 from megatron_rl.environments.pag import Pag
 from megatron_rl.rewards.alarm import RewardAlarm
-from megatron_rl.step.grading import Grader
+from megatron_rl.step.grading import ResponseScorer
 
 WORDS = {1: "seven", 2: "The answer is wrong", 3: "eight", 4: "The answer is correct", 9: ""}
 
@@ -57,7 +57,7 @@ def grade(grader, trajectories, step=0):
 
 def test_only_finished_responses_are_graded_and_only_once():
     rewards = Rewards()
-    grader = Grader(RewardConfig(), rewards, decode)
+    grader = ResponseScorer(RewardConfig(), rewards, decode)
     group = [response(3), response(1, id=1), response(3, "length", id=2)]
     grade(grader, group)
     grade(grader, group)
@@ -65,7 +65,7 @@ def test_only_finished_responses_are_graded_and_only_once():
 
 
 def test_a_dialogue_is_rewarded_turn_by_turn_with_the_bonus_of_a_good_revision():
-    grader = Grader(RewardConfig(), Rewards(), decode, Pag())
+    grader = ResponseScorer(RewardConfig(), Rewards(), decode, Pag())
     done = talk([1, 2, 3, 4], done=True)
     grade(grader, [done])
     assert {turn: score.value for turn, score in done.turn_scores.items()} == {0: 0.0, 1: 1.0, 2: 2.0, 3: 1.0}
@@ -77,7 +77,7 @@ def test_a_dialogue_is_rewarded_turn_by_turn_with_the_bonus_of_a_good_revision()
 def test_turns_are_graded_in_the_window_in_which_they_end():
     """The first answer's reward is there when its tokens are trained, and is not asked for again later."""
     rewards = Rewards()
-    grader = Grader(RewardConfig(), rewards, decode, Pag())
+    grader = ResponseScorer(RewardConfig(), rewards, decode, Pag())
     early = talk([1], done=False)
     grade(grader, [early], step=0)
     assert early.turn_scores[0].value == 0.0 and early.score is None
@@ -88,7 +88,7 @@ def test_turns_are_graded_in_the_window_in_which_they_end():
 
 
 def test_a_turn_that_cannot_be_graded_leaves_its_verdict_unscored():
-    grader = Grader(RewardConfig(max_error_rate=1.0), Rewards(lost=("seven",)), decode, Pag())
+    grader = ResponseScorer(RewardConfig(max_error_rate=1.0), Rewards(lost=("seven",)), decode, Pag())
     done = talk([1, 4], done=True)
     grade(grader, [done])
     assert done.turn_scores[0].value is None and done.turn_scores[1].value is None and done.score.value is None
@@ -96,4 +96,4 @@ def test_a_turn_that_cannot_be_graded_leaves_its_verdict_unscored():
 
 def test_too_many_failures_stop_the_run():
     with pytest.raises(RewardAlarm, match="could not be scored"):
-        grade(Grader(RewardConfig(), Rewards(lost=("eight",)), decode), [response(3)])
+        grade(ResponseScorer(RewardConfig(), Rewards(lost=("eight",)), decode), [response(3)])

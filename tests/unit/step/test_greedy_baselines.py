@@ -3,7 +3,7 @@
 from megatron_rl.config.schema import AlgorithmConfig, Overlong
 from megatron_rl.data.trajectory import Score
 from megatron_rl.step.advantage_spans import greedy_rewards
-from megatron_rl.step.experience import Signals, window_advantages
+from megatron_rl.step.experience import ModelOutputs, window_advantages
 from megatron_rl.step.packing import window_batch
 from tests.unit.step.test_experience import RAW, WINDOW, trajectory
 
@@ -21,7 +21,7 @@ def test_a_greedy_response_is_the_baseline_of_its_group_and_one_without_a_score_
     found = window_advantages(
         group,
         batch,
-        Signals(greedy_rewards=greedy_rewards([*group, *greedy], algorithm)),
+        ModelOutputs(greedy_rewards=greedy_rewards([*group, *greedy], algorithm)),
         step=0,
         window_tokens=WINDOW,
         algorithm=algorithm,

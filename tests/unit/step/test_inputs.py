@@ -28,9 +28,9 @@ def edges(settings, id):
     while not trajectory.finished:
         step = len(lengths)
         left = trajectory.max_response_tokens - trajectory.num_response_tokens
-        count = min(trajectory.window_room(step, settings.batch.window_tokens), left)
+        count = min(trajectory.remaining_window(step, settings.batch.window_tokens), left)
         trajectory.segments.append(Segment((7,) * count, (-1.0,) * count, 0, "length", step))
-        assert trajectory.window_room(step, settings.batch.window_tokens) == 0 or trajectory.finished
+        assert trajectory.remaining_window(step, settings.batch.window_tokens) == 0 or trajectory.finished
         lengths.append(count)
     ends = [sum(lengths[: k + 1]) for k in range(len(lengths) - 1)]
     return lengths, ends

@@ -7,16 +7,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_rl.algorithms.mismatch import Figures
+from megatron_rl.algorithms.mismatch import MismatchStats
 from megatron_rl.config.schema import Config, HealthAction, HealthConfig, OldPolicy, TrainsOn
 from megatron_rl.data.batch import PackedBatch, cu_seqlens_of
 from megatron_rl.data.trajectory import Prompt, Score, Segment, Trajectory
-from megatron_rl.step.grading import Grader
-from megatron_rl.step.loop import Parts, TrainingLoop
+from megatron_rl.step.grading import ResponseScorer
+from megatron_rl.step.loop import LoopComponents, TrainingLoop
 from megatron_rl.step.packing import window_batch
 from megatron_rl.step.parity import EngineMismatch, Parity
 from megatron_rl.step.state import StepState
-from megatron_rl.step.watchdog import RollBack, TrainingDied, Watchdog
+from megatron_rl.step.watchdog import Rollback, TrainingCollapsed, Watchdog
 from megatron_rl.training.engine import UpdateResult
 from megatron_rl.training.trainer_group import TrainerGroup
 
@@ -37,9 +37,9 @@ def make_loop(group, rewards=None, warmup_steps=0, minibatch_size=2):
     config.critic.warmup_steps = warmup_steps
     config.batch.policy_minibatch_size = config.batch.critic_minibatch_size = minibatch_size
     names = ("pool", "collector", "rollout", "evaluator", "saver", "keeper", "process_rewarder", "parity", "watchdog")
-    parts = Parts(
+    parts = LoopComponents(
         group=group,
-        grader=Grader(config.reward, rewards, str),
+        grader=ResponseScorer(config.reward, rewards, str),
         recorder=SimpleNamespace(elapsed_s=0.0),
         stop_after=lambda step: None,
         **dict.fromkeys(names) | {"rollout": SimpleNamespace(weights_changed=lambda: None)},
@@ -151,7 +151,7 @@ def make_watched_loop(action, *, compare=None, healthy_checkpoint="step-1", num_
     )
     published = SimpleNamespace(seconds=0.1, num_bytes=8, buffer_bytes=0)
     rollout = SimpleNamespace(restarts=list, trainer_version=1, weight_version=1, publish=lambda: published)
-    parts = Parts(
+    parts = LoopComponents(
         group=RecordingGroup(),
         pool=SimpleNamespace(
             position=lambda: {"next_id": 7}, release_finished=lambda step: [], snapshot=lambda: lambda: {"next_id": 5}
@@ -186,14 +186,14 @@ def test_a_dead_policy_is_warned_of_and_its_watchdog_is_in_the_checkpoint():
     assert seen.saved[0]["pool"] == {"next_id": 5}
 
 
-@pytest.mark.parametrize(("action", "raised"), [(HealthAction.stop, TrainingDied), (HealthAction.roll_back, RollBack)])
+@pytest.mark.parametrize(("action", "raised"), [(HealthAction.stop, TrainingCollapsed), (HealthAction.roll_back, Rollback)])
 def test_a_dead_policy_that_ends_the_run_is_not_saved(action, raised):
     loop, seen = make_watched_loop(action)
     loop.checkpoint(0)
     with pytest.raises(raised, match="the gradient of the policy is zero") as caught:
         loop.checkpoint(1)
     assert len(seen.saved) == 1 and not seen.warnings
-    if raised is RollBack:
+    if raised is Rollback:
         assert (caught.value.position, caught.value.number) == ({"next_id": 7}, 1)
     else:
         assert "last good checkpoint is step-1" in str(caught.value)
@@ -206,7 +206,7 @@ def test_a_dead_policy_that_ends_the_run_is_not_saved(action, raised):
 def test_a_run_that_cannot_go_back_any_more_stops(state, words):
     loop, _ = make_watched_loop(HealthAction.roll_back, **state)
     loop.checkpoint(0)
-    with pytest.raises(TrainingDied, match=words):
+    with pytest.raises(TrainingCollapsed, match=words):
         loop.checkpoint(1)
 
 
@@ -217,7 +217,7 @@ def test_a_comparison_that_fails_during_the_run_does_what_the_configuration_says
 
     loop, seen = make_watched_loop(action, compare=differ)
     if action is HealthAction.stop:
-        with pytest.raises(TrainingDied, match="they differ"):
+        with pytest.raises(TrainingCollapsed, match="they differ"):
             loop.publish(0)
     else:
         loop.publish(0)
@@ -225,7 +225,7 @@ def test_a_comparison_that_fails_during_the_run_does_what_the_configuration_says
 
 
 def test_engines_that_agree_during_the_run_leave_their_difference_in_the_metrics():
-    parity = Parity(Figures(mean=1e-7, k3=1e-13, outliers=0.0, max=1e-6), Figures(1.0, 1.0, 1.0, 1.0), 40)
+    parity = Parity(MismatchStats(mean=1e-7, k3=1e-13, outliers=0.0, max=1e-6), MismatchStats(1.0, 1.0, 1.0, 1.0), 40)
     loop, _ = make_watched_loop(HealthAction.stop, compare=lambda: parity)
     loop.publish(0)
     found = loop._states[0].metrics
@@ -233,7 +233,7 @@ def test_engines_that_agree_during_the_run_leave_their_difference_in_the_metrics
 
 
 def test_engines_that_differ_leave_their_figures_in_the_metrics_too():
-    parity = Parity(Figures(mean=0.4, k3=0.3, outliers=0.2, max=3.0), Figures(0.1, 0.1, 0.1, 1.0), 40)
+    parity = Parity(MismatchStats(mean=0.4, k3=0.3, outliers=0.2, max=3.0), MismatchStats(0.1, 0.1, 0.1, 1.0), 40)
 
     def differ():
         raise EngineMismatch("they differ", parity)

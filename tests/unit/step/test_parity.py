@@ -11,14 +11,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_rl.algorithms.mismatch import Figures, mismatch_figures
+from megatron_rl.algorithms.mismatch import MismatchStats, mismatch_figures
 from megatron_rl.config.checks import check_config
 from megatron_rl.config.load import load_config
 from megatron_rl.config.schema import Config, Dtype, Fp8, RoutingReplay
 from megatron_rl.data.trajectory import Prompt, Segment, Trajectory
 from megatron_rl.errors import ConfigError
 from megatron_rl.step.parity import EngineMismatch, ParityCheck, compare_logprobs
-from megatron_rl.step.parity_bounds import kind_of_numbers, parity_bounds
+from megatron_rl.step.parity_bounds import numeric_format, parity_bounds
 from tests.unit.config.test_moe_settings import DENSE, SPARSE, load
 
 NUM_TOKENS = 200
@@ -29,7 +29,7 @@ def test_figures_are_those_of_a_loop_over_tokens() -> None:
     log_rho = torch.randn(501, generator=torch.Generator().manual_seed(1)) * 0.6
     values = log_rho.tolist()
     assert sum(abs(v) > math.log(2) for v in values) > 50
-    expected = Figures(
+    expected = MismatchStats(
         mean=sum(map(abs, values)) / 501,
         k3=sum(math.exp(v) - 1 - v for v in values) / 501,
         outliers=sum(abs(v) > math.log(2) for v in values) / 501,
@@ -42,7 +42,7 @@ def test_a_difference_that_is_no_number_is_beyond_every_bound() -> None:
     for broken in (math.nan, math.inf, -math.inf):
         found = mismatch_figures(torch.tensor([0.0, broken, 0.0]))
         assert found.mean == found.max == math.inf and found.outliers == pytest.approx(1 / 3) and found.k3 > 1
-    assert mismatch_figures(torch.zeros(0)) == Figures(0.0, 0.0, 0.0, 0.0)
+    assert mismatch_figures(torch.zeros(0)) == MismatchStats(0.0, 0.0, 0.0, 0.0)
 
 
 def config_of(tmp_path: Path, model: dict[str, Any] = DENSE, *, dtype: Dtype = Dtype.bfloat16) -> Config:
@@ -55,10 +55,10 @@ def test_bounds_grow_with_what_the_numbers_round_and_with_experts(tmp_path: Path
     (tmp_path / "sparse").mkdir()
     dense, sparse = config_of(tmp_path), config_of(tmp_path / "sparse", SPARSE)
 
-    def bounds(config: Config, kind: str) -> Figures:
+    def bounds(config: Config, kind: str) -> MismatchStats:
         config.policy.dtype = Dtype.float32 if kind in ("float32", "TF32") else Dtype.bfloat16
         config.policy.fp8 = Fp8.hybrid if kind == "fp8" else Fp8.none
-        assert kind_of_numbers(config, on_gpu=kind == "TF32") == kind
+        assert numeric_format(config, on_gpu=kind == "TF32") == kind
         return parity_bounds(config, on_gpu=kind == "TF32")
 
     assert bounds(dense, "float32").max == bounds(sparse, "float32").max == 1e-4
@@ -77,7 +77,7 @@ def test_a_given_bound_takes_the_place_of_the_usual_one_alone(tmp_path: Path) ->
     usual = parity_bounds(config, on_gpu=False)
     config.rollout.parity_bounds.outliers, config.rollout.max_logprob_difference = 0.5, 0.7
     found = parity_bounds(config, on_gpu=False)
-    assert found == Figures(usual.mean, usual.k3, outliers=0.5, max=0.7) and math.isinf(usual.max)
+    assert found == MismatchStats(usual.mean, usual.k3, outliers=0.5, max=0.7) and math.isinf(usual.max)
 
 
 def test_the_former_key_still_means_the_largest_difference_and_zero_no_check(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import torch
 from megatron_rl.config.schema import AlgorithmConfig, CorrectionConfig, Overlong
 from megatron_rl.data.trajectory import Score, Segment, Trajectory
 from megatron_rl.step.advantage_spans import ResponseRules
-from megatron_rl.step.batches import keep_left_out, policy_batch
+from megatron_rl.step.batches import policy_batch, store_untrained
 from tests.unit.step.test_experience import RAW, advantages, dialogue, trajectory
 
 
@@ -96,7 +96,7 @@ def test_what_was_left_out_of_an_earlier_window_stays_out_of_the_loss_on_positiv
     old = torch.where(batch.fields["mask"], -0.5, 0.0)
     old[4] = -5.0
     trained, _ = policy_batch([early], batch, old, found, algorithm)
-    keep_left_out([early], batch, trained.fields["mask"])
+    store_untrained([early], batch, trained.fields["mask"])
     assert [part.tolist() for part in early.left_out] == [[1, 3]]
     late = Trajectory.from_dict(early.to_dict())
     late.segments.append(Segment((7, 7), (-0.5, -0.5), 1, "stop", 1))

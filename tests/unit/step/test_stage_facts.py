@@ -7,7 +7,7 @@ import sys
 import numpy as np
 
 from megatron_rl.data.trajectory import Prompt, Segment, Trajectory
-from megatron_rl.step.stage_facts import MAX_ROWS, ChildrenClock, generated_rows
+from megatron_rl.step.stage_facts import MAX_ROWS, ChildCpuClock, generated_rows
 
 STEP = 3
 
@@ -52,7 +52,7 @@ def test_of_very_many_rows_an_even_choice_with_the_longest_stands_for_all():
 
 
 def test_the_time_of_children_counts_and_what_has_ended_is_not_forgotten():
-    clock = ChildrenClock()
+    clock = ChildCpuClock()
     burn = "import time\nwhile time.process_time() < 0.4: pass\nprint(flush=True)\ninput()"
     before = clock.cpu_s()
     child = subprocess.Popen([sys.executable, "-S", "-c", burn], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=os.environ)

@@ -8,7 +8,7 @@ import torch
 
 from megatron_rl.config.schema import Config, KlPlace
 from megatron_rl.data.trajectory import Prompt, Segment, Trajectory
-from megatron_rl.step.stored_responses import chosen_responses, keep_samples, sample_columns
+from megatron_rl.step.stored_responses import chosen_responses, sample_columns, store_samples
 from tests.unit.step.test_first_updates import STEP, configured, run_a_step
 
 
@@ -105,12 +105,12 @@ def test_responses_that_train_nothing_are_stored_too():
     kept = []
     recorder = SimpleNamespace(samples=SimpleNamespace(add=lambda step, columns: kept.append((step, columns))))
     config = Config()
-    keep_samples(config, recorder, state, STEP)
+    store_samples(config, recorder, state, STEP)
     ((step, columns),) = kept
     assert step == STEP + 1 and sorted(columns["id"]) == [*range(7), 50]
     place = columns["id"].index(50)
     assert columns["greedy"][place] and not columns["mask"][place].any() and columns["advantage"][place] is None
     assert columns["segments"][place] == [(2, STEP + 1, 3, 0, "policy", "stop")]
     config.tracking.samples_per_step = 0
-    keep_samples(config, recorder, state, STEP)
+    store_samples(config, recorder, state, STEP)
     assert len(kept) == 1

@@ -15,8 +15,8 @@ from megatron_rl.algorithms import sequences
 from megatron_rl.config.schema import AlgorithmConfig, Bootstrap, CorrectionConfig, LambdaKind, Normalization, Overlong
 from megatron_rl.data.trajectory import Prompt, Score, Segment, Trajectory, message_segment
 from megatron_rl.step.advantage_spans import ResponseRules
-from megatron_rl.step.batches import keep_signals, policy_batch, response_batch
-from megatron_rl.step.experience import Signals, window_advantages
+from megatron_rl.step.batches import policy_batch, response_batch, store_model_outputs
+from megatron_rl.step.experience import ModelOutputs, window_advantages
 from megatron_rl.step.metrics import advantage_metrics, critic_metrics
 from megatron_rl.step.packing import window_batch
 
@@ -85,7 +85,7 @@ def test_advantages_of_a_window_are_those_of_loops(responses, overlong, bootstra
     algorithm, rules = settings_of(overlong, bootstrap, n_ignore, normalization), ResponseRules(masks_hot_tokens=hot)
     generator, batch = torch.Generator().manual_seed(seed), window_batch(responses, STEP)
     in_window = batch.fields["mask"]
-    signals = Signals(torch.randn(len(in_window), generator=generator), torch.randn(len(responses), generator=generator))
+    signals = ModelOutputs(torch.randn(len(in_window), generator=generator), torch.randn(len(responses), generator=generator))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sequences, "BLOCK_TOKENS", block)
         found = window_advantages(responses, batch, signals, step=STEP, window_tokens=6, algorithm=algorithm, rules=rules)
@@ -166,12 +166,12 @@ def a_step(num_sequences, length):
     batch = window_batch(responses, STEP)
     random = torch.Generator().manual_seed(0)
     old = batch.fields["rollout_logprobs"] + 0.01 * torch.rand(len(batch.tokens), generator=random)
-    signals = Signals(torch.rand(len(batch.tokens), generator=random), torch.rand(num_sequences, generator=random))
+    signals = ModelOutputs(torch.rand(len(batch.tokens), generator=random), torch.rand(num_sequences, generator=random))
 
     def numbers():
         algorithm = AlgorithmConfig(correction=CorrectionConfig(weight="token"))
         found = window_advantages(responses, batch, signals, step=STEP, window_tokens=length, algorithm=algorithm)
-        keep_signals(responses, batch, signals, STEP)
+        store_model_outputs(responses, batch, signals, STEP)
         policy_batch(responses, batch, old, found, algorithm)
         advantage_metrics(batch, found)
         critic_metrics(response_batch(responses[1::2], algorithm))

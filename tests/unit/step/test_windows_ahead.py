@@ -34,9 +34,9 @@ from megatron_rl.data.sampler import PromptSampler
 from megatron_rl.data.slots import SlotPool
 from megatron_rl.data.trajectory import Prompt, Score, Segment, Trajectory
 from megatron_rl.step.collect import Collector
-from megatron_rl.step.grading import Grader
+from megatron_rl.step.grading import ResponseScorer
 from megatron_rl.step.graph import Frontier
-from megatron_rl.step.loop import Parts, TrainingLoop
+from megatron_rl.step.loop import LoopComponents, TrainingLoop
 from megatron_rl.step.table import BOOKS, KEEPER, LASTING, graph_of
 from megatron_rl.step.watchdog import Watchdog
 from megatron_rl.training.engine import UpdateResult
@@ -224,11 +224,11 @@ class ToyRun:
         sizes = {"num_slots": NUM_SLOTS, "num_samples_per_prompt": 2}
         holds = trains_whole_groups(config)
         self.pool = SlotPool(PromptSampler(prompts, seed=1), self.start, **sizes, holds_groups=holds)
-        grader = Grader(config.reward, SimpleNamespace(score_many=scored), lambda ids: "x" * (sum(ids) % 7))
+        grader = ResponseScorer(config.reward, SimpleNamespace(score_many=scored), lambda ids: "x" * (sum(ids) % 7))
         self.saver = Saver(self.ranks, save_every)
         self.loop = TrainingLoop(
             config,
-            Parts(
+            LoopComponents(
                 group=self.ranks,
                 pool=self.pool,
                 collector=Collector(config, self.pool, self.servers, grader),

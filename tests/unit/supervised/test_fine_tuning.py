@@ -4,7 +4,7 @@ from itertools import islice
 
 import torch
 
-from megatron_rl.data.prompts import Solution
+from megatron_rl.data.prompts import PromptWithResponse
 from megatron_rl.supervised.epochs import epoch_batches
 from megatron_rl.supervised.fine_tuning import solution_batch, tail_mask
 
@@ -30,7 +30,7 @@ def test_the_same_seed_gives_the_same_order():
 
 
 def test_the_mask_is_on_the_response_alone():
-    batch = solution_batch([Solution([5, 6, 7], [8, 1]), Solution([5], [9, 9, 1])])
+    batch = solution_batch([PromptWithResponse([5, 6, 7], [8, 1]), PromptWithResponse([5], [9, 9, 1])])
     assert batch.tokens.tolist() == [5, 6, 7, 8, 1, 5, 9, 9, 1]
     assert batch.fields["mask"].tolist() == [False] * 3 + [True] * 2 + [False] + [True] * 3
     assert batch.cu_seqlens.tolist() == [0, 5, 9]

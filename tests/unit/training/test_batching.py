@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_rl.training.batching import (
-    padded_share,
+    padding_fraction,
     plan_microbatches,
     plan_statistics,
     split_minibatches,
@@ -208,10 +208,10 @@ def test_statistics_of_no_sequences_are_even():
 
 def test_padding_is_that_of_sequences_then_packs_then_stand_ins():
     plan, lengths = [[[0, 1], [2]], [[3], []]], [3, 5, 4, 8]
-    assert padded_share(plan, lengths) == pytest.approx(1 - 20 / 22)
+    assert padding_fraction(plan, lengths) == pytest.approx(1 - 20 / 22)
     # 4 + 8, 4, 8 and a stand-in of 4; then every pack to a multiple of 8.
-    assert padded_share(plan, lengths, sequence_multiple=4, pack_multiple=8) == pytest.approx(1 - 20 / (16 + 8 + 8 + 8))
-    assert padded_share([[], []], []) == 0.0
+    assert padding_fraction(plan, lengths, sequence_multiple=4, pack_multiple=8) == pytest.approx(1 - 20 / (16 + 8 + 8 + 8))
+    assert padding_fraction([[], []], []) == 0.0
 
 
 def test_one_round_is_balanced_by_cost_and_not_by_tokens():

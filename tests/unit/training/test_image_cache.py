@@ -15,8 +15,8 @@ from megatron_rl.data.batch import Images, PackedBatch
 from megatron_rl.data.images import ImageFile, ImageRef
 from megatron_rl.parallel import collectives
 from megatron_rl.parallel.topology import Topology
-from megatron_rl.training.image_cache import ImageCutting
-from megatron_rl.training.sequence_cache import HeldOfSteps, Ledger
+from megatron_rl.training.image_cache import ImagePatcher
+from megatron_rl.training.sequence_cache import CacheDirectory, CachesByStep
 
 NUM_IMAGES = 24
 
@@ -25,8 +25,8 @@ def place(sizes: tuple[int, int, int], tp: int, cp: int, pp: int) -> Topology:
     return Topology(0, 1, tp, sizes[0], pp, sizes[2], 0, 1, torch.device("cpu"), cp, sizes[1])
 
 
-def cutting(cut: Any) -> ImageCutting:
-    found = ImageCutting("")
+def cutting(cut: Any) -> ImagePatcher:
+    found = ImagePatcher("")
     vars(found)["_vision"] = SimpleNamespace(cut=cut)
     return found
 
@@ -63,8 +63,8 @@ def test_the_end_of_a_step_ends_its_cutting_and_no_other_steps() -> None:
     vars(threads)["_threads"] = ThreadPoolExecutor(1)
     files = [ImageFile(ImageRef("a.png", str(i), (1, 2, 2)), np.zeros(8, np.uint8)) for i in range(3)]
     images = Images(files, torch.tensor([[1, 2, 2]] * 3), torch.arange(3))
-    held, batch = HeldOfSteps(threads), PackedBatch(torch.arange(6), torch.tensor([0, 2, 4, 6]), images=images)
-    (payload,) = Ledger(1).payloads(batch, range(3), [[[0, 1, 2]]], [])
+    held, batch = CachesByStep(threads), PackedBatch(torch.arange(6), torch.tensor([0, 2, 4, 6]), images=images)
+    (payload,) = CacheDirectory(1).payloads(batch, range(3), [[[0, 1, 2]]], [])
     tensors = collectives._unflatten(collectives._flatten(collectives._joined(payload)))
     shares = [held.of(place((1, 1, 1), 0, 0, 0), ParallelConfig(), step).take(tensors, {}) for step in (1, 2)]
     found: list[Any] = [share.microbatches[0].images for share in shares]

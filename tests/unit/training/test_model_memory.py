@@ -9,11 +9,11 @@ import torch
 from megatron_rl.errors import UserError
 from megatron_rl.system.processes import host_memory
 from megatron_rl.training import model_memory
-from megatron_rl.training.model_memory import _host_memory, _Stash
+from megatron_rl.training.model_memory import _host_memory, _HostBuffer
 
 
 def stash_of(*tensors, besides=None):
-    return _Stash(lambda: tensors, besides=besides)
+    return _HostBuffer(lambda: tensors, besides=besides)
 
 
 def test_views_of_what_left_are_what_they_were():

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megatron_rl.data.batch import PackedBatch, cu_seqlens_of
-from megatron_rl.training.payloads import restore, within_spans
+from megatron_rl.training.payloads import restore, select_spans
 
 LENGTHS = [4, 6, 3, 5]
 PLAN = [[[2, 0], []], [[3], [1]]]
@@ -25,7 +25,7 @@ def test_answers_of_the_spans_come_back_to_their_tokens(spans: list[tuple[int, i
         parts = []
         for indices in replica:
             microbatch = batch.select(indices)
-            parts.append(within_spans(microbatch, microbatch.fields["values"]))
+            parts.append(select_spans(microbatch, microbatch.fields["values"]))
             parts += [ends[indices]] if per_sequence else []
         answers.append(torch.cat(parts))
     found = restore(batch, PLAN, answers, per_sequence=per_sequence)

@@ -9,7 +9,7 @@ import torch
 from megatron_rl.config.checks.combinations import profile_problems
 from megatron_rl.config.schema import Config, ProfileConfig, RunConfig
 from megatron_rl.training.profiling import memory_note, stage_profiler
-from megatron_rl.training.stage_use import StageOfStep
+from megatron_rl.training.stage_use import StageKey
 
 
 def config(folder, **profile):
@@ -20,7 +20,7 @@ def walk(profiler):
     """Two stages of each of three steps, counted from 0, with something to see in each."""
     for step in range(3):
         for name, size in (("values", 3), ("update_policy", 5)):
-            profiler.enter(StageOfStep(step, name))
+            profiler.enter(StageKey(step, name))
             torch.ones(size, size) @ torch.ones(size, size)
             profiler.enter(None)
 
@@ -37,8 +37,8 @@ def test_chosen_steps_and_stages_leave_a_chrome_trace_each(tmp_path):
 def test_a_stage_that_is_entered_twice_has_two_traces(tmp_path):
     profiler = stage_profiler(config(tmp_path, steps=[1]), 0)
     walk(profiler)
-    profiler.enter(StageOfStep(0, "values"))
-    profiler.enter(None)
+    profiler.start_stage(StageKey(0, "values"))
+    profiler.start_stage(None)
     folder = tmp_path / "profile" / "step-1" / "rank-0"
     assert sorted(path.name for path in folder.iterdir()) == ["update_policy.json.gz", "values-2.json.gz", "values.json.gz"]
 

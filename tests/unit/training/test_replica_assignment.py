@@ -11,8 +11,13 @@ from megatron_rl.config.schema import ParallelConfig
 from megatron_rl.data.batch import Images, PackedBatch, Parts, cu_seqlens_of
 from megatron_rl.data.images import ImageFile, ImageRef
 from megatron_rl.system.files.shared_file import NODE, FarView, Place, SharedArrays
-from megatron_rl.training.batching import plan_at_home, plan_microbatches, plan_statistics
-from megatron_rl.training.replica_assignment import Pulls, Sharing, exchanged, share_out
+from megatron_rl.training.batching import plan_microbatches, plan_on_replicas, plan_statistics
+from megatron_rl.training.replica_assignment import (
+    PlacementPreferences,
+    ReplicaPlanner,
+    assign_replicas,
+    swap_for_locality,
+)
 
 
 def long_tailed(rng: random.Random, count: int) -> list[int]:
@@ -32,7 +37,7 @@ def test_policy_and_critic_updates_are_even_at_the_same_homes(num_replicas: int)
     ended = rng.sample(range(1024), 600)
     policy = [order[start : start + 256] for start in range(0, 1024, 256)]
     critic = [ended[start : start + 200] for start in range(0, 600, 200)]
-    homes = share_out({key: cost(length) for key, length in lengths.items()}, [*policy, *critic], num_replicas)
+    homes = assign_replicas({key: cost(length) for key, length in lengths.items()}, [*policy, *critic], num_replicas)
     assert homes.keys() == lengths.keys() and set(homes.values()) <= set(range(num_replicas))
     for group in [list(lengths), *policy, *critic]:
         loads = [sum(cost(lengths[key]) for key in group if homes[key] == home) for home in range(num_replicas)]
@@ -64,9 +69,9 @@ def test_sequences_come_to_their_routes_and_images_where_updates_stay_as_even(ki
     nodes = [replica * 2 // num_replicas for replica in range(num_replicas)]
     lie = [rng.randrange(2) for _ in range(64)]
     routes, images = {key: lie[key // 16] for key in costs}, {key: key // 16 for key in costs}
-    even = share_out(costs, groups, num_replicas)
-    near = share_out(costs, groups, num_replicas, Pulls(nodes, routes))
-    together = share_out(costs, groups, num_replicas, Pulls(images=images))
+    even = assign_replicas(costs, groups, num_replicas)
+    near = assign_replicas(costs, groups, num_replicas, PlacementPreferences(nodes, routes))
+    together = assign_replicas(costs, groups, num_replicas, PlacementPreferences(images=images))
     for homes in (near, together):
         assert time_of(costs, groups, homes, num_replicas) <= 1.0011 * time_of(costs, groups, even, num_replicas)
 
@@ -81,9 +86,9 @@ def test_sequences_come_to_their_routes_and_images_where_updates_stay_as_even(ki
     if kind == "long tail" and num_replicas == 8:
         assert share_near(near) > 0.8 and num_cut(together) < 0.75 * num_cut(even)
     # The same again, and whatever sequences are called.
-    assert near == share_out(costs, groups, num_replicas, Pulls(nodes, routes))
+    assert near == assign_replicas(costs, groups, num_replicas, PlacementPreferences(nodes, routes))
     named, of_named = {str(key): number for key, number in costs.items()}, {str(key): node for key, node in routes.items()}
-    again = share_out(named, [[str(key) for key in group] for group in groups], num_replicas, Pulls(nodes, of_named))
+    again = assign_replicas(named, [[str(key) for key in group] for group in groups], num_replicas, PlacementPreferences(nodes, of_named))
     assert again == {str(key): home for key, home in near.items()}
 
 
@@ -94,8 +99,8 @@ def test_pulls_never_cost_what_the_best_homes_of_all_would_save(seed: int) -> No
     costs = {key: rng.uniform(1.0, 9.0) for key in range(8)}
     groups = [list(range(0, 8, 2)), list(range(1, 8, 2))]
     best = min(time_of(costs, groups, dict(enumerate(homes)), 2) for homes in itertools.product(range(2), repeat=8))
-    pulls = Pulls([0, 1], {key: rng.randrange(2) for key in costs}, {key: key // 2 for key in costs})
-    plain, pulled = (time_of(costs, groups, share_out(costs, groups, 2, own), 2) for own in (None, pulls))
+    pulls = PlacementPreferences([0, 1], {key: rng.randrange(2) for key in costs}, {key: key // 2 for key in costs})
+    plain, pulled = (time_of(costs, groups, assign_replicas(costs, groups, 2, own), 2) for own in (None, pulls))
     assert best - 1e-9 <= pulled <= 1.0011 * plain <= 1.5 * best
 
 
@@ -104,7 +109,7 @@ def test_exchanged_pairs_cost_the_same_and_both_come_to_their_routes() -> None:
     costs = {key: cost(length) for key, length in enumerate(long_tailed(rng, 600))}
     homes = {key: rng.randrange(6) for key in costs}
     nodes, routes = [0, 0, 1, 1, 2, 2], {key: rng.randrange(3) for key in costs if key % 10}
-    found = exchanged(homes, costs, Pulls(nodes, routes))
+    found = swap_for_locality(homes, costs, PlacementPreferences(nodes, routes))
     moved = [key for key in costs if found[key] != homes[key]]
     assert len(moved) > 80 and all(nodes[found[key]] == routes[key] != nodes[homes[key]] for key in moved)
     for home in range(6):
@@ -125,13 +130,13 @@ def test_what_pulls_is_read_from_where_routes_lie_and_which_images_are_shown() -
     images = Images([files[0], files[1], files[0], files[0]], torch.ones((4, 3), dtype=torch.int64), torch.tensor([0, 0, 1, 3]))
     routes = Parts([[rows(far)], [rows(own)], [], [rows(None)]])
     batch = PackedBatch(torch.zeros(8, dtype=torch.int64), cu_seqlens_of(torch.tensor([2, 2, 2, 2])), images=images)
-    with_routes = Pulls.of(PackedBatch(batch.tokens, batch.cu_seqlens, parts={"routes": routes}), "abcd", lambda: [0, 2])
+    with_routes = PlacementPreferences.of(PackedBatch(batch.tokens, batch.cu_seqlens, parts={"routes": routes}), "abcd", lambda: [0, 2])
     assert (with_routes.nodes, with_routes.routes, with_routes.images) == ([0, 2], {"a": 2, "b": 0, "d": 0}, {})
-    shown = Pulls.of(batch, "abcd", lambda: pytest.fail("no routes: no matter where they lie"))
+    shown = PlacementPreferences.of(batch, "abcd", lambda: pytest.fail("no routes: no matter where they lie"))
     assert shown.images["b"] == shown.images["d"] != shown.images["a"] and "c" not in shown.images
     on_one = Parts([[rows(own)], [rows(None)], [], [rows(own)]])
     batch = PackedBatch(batch.tokens, batch.cu_seqlens, parts={"routes": on_one})
-    assert Pulls.of(batch, "abcd", lambda: pytest.fail("all on one node: it makes no difference")) == Pulls()
+    assert PlacementPreferences.of(batch, "abcd", lambda: pytest.fail("all on one node: it makes no difference")) == PlacementPreferences()
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -140,7 +145,7 @@ def test_plans_at_home_move_nothing_and_keep_the_laws_of_plans(seed: int) -> Non
     lengths = [rng.randint(1, 40) for _ in range(rng.randint(0, 30))]
     num_replicas, budget, multiple = rng.randint(1, 4), rng.randint(20, 60), rng.choice([1, 2])
     homes = [rng.randrange(num_replicas) for _ in lengths]
-    plan = plan_at_home(lengths, homes, num_replicas, budget, multiple_of=multiple)
+    plan = plan_on_replicas(lengths, homes, num_replicas, budget, multiple_of=multiple)
     assert sorted(index for rank in plan for m in rank for index in m) == list(range(len(lengths)))
     assert all(homes[index] == home for home, rank in enumerate(plan) for m in rank for index in m)
     assert len({len(rank) for rank in plan}) == 1 and len(plan[0]) % multiple == 0
@@ -149,13 +154,13 @@ def test_plans_at_home_move_nothing_and_keep_the_laws_of_plans(seed: int) -> Non
 
 def test_on_one_replica_staying_is_the_plan_as_ever() -> None:
     lengths = long_tailed(random.Random(0), 200)
-    sharing = Sharing(ParallelConfig(), 1, 32768, cost)
+    sharing = ReplicaPlanner(ParallelConfig(), 1, 32768, cost)
     assert sharing.plan(lengths, [0] * 200, may_move=True) == plan_microbatches(lengths, 1, 32768, cost=cost)
 
 
 def test_sequences_move_only_where_ranks_would_wait_for_each_other() -> None:
     lengths = long_tailed(random.Random(0), 400)
-    sharing = Sharing(ParallelConfig(), 4, 32768, cost)
+    sharing = ReplicaPlanner(ParallelConfig(), 4, 32768, cost)
     even = sharing.homes(dict(enumerate(lengths)), [])
     at_home = sharing.plan(lengths, [even[i] for i in range(400)])
     assert sharing.plan(lengths, [even[i] for i in range(400)], may_move=True) == at_home
@@ -168,7 +173,7 @@ def test_sequences_move_only_where_ranks_would_wait_for_each_other() -> None:
 @pytest.mark.parametrize("may_move", [False, True])
 def test_even_homes_are_not_planned_anew(may_move: bool) -> None:
     lengths = long_tailed(random.Random(1), 400)
-    sharing = Sharing(ParallelConfig(), 4, 32768, cost)
+    sharing = ReplicaPlanner(ParallelConfig(), 4, 32768, cost)
     homes = sharing.homes(dict(enumerate(lengths)), [])
 
     def fails(lengths):
@@ -181,7 +186,7 @@ def test_even_homes_are_not_planned_anew(may_move: bool) -> None:
 def test_where_ranks_meet_in_every_layer_homes_come_from_even_microbatches() -> None:
     """Experts spread over replicas: the policy's optimizer steps run exactly as planned for themselves."""
     lengths = long_tailed(random.Random(3), 256)
-    sharing = Sharing(ParallelConfig(expert_parallel_size=4), 4, 32768, cost)
+    sharing = ReplicaPlanner(ParallelConfig(expert_parallel_size=4), 4, 32768, cost)
     groups = [list(range(0, 128)), list(range(128, 256))]
     homes = sharing.homes(dict(enumerate(lengths)), groups)
     for group in groups:

@@ -13,7 +13,7 @@ from megatron_rl.data.batch import Images, PackedBatch, Parts, cu_seqlens_of
 from megatron_rl.data.images import ImageFile, ImageRef, digest_of
 from megatron_rl.parallel import collectives
 from megatron_rl.system.files.shared_file import SharedArrays
-from megatron_rl.training.sequence_cache import Held, Ledger
+from megatron_rl.training.sequence_cache import CacheDirectory, SequenceCache
 
 NUM_REPLICAS = 3
 
@@ -64,10 +64,10 @@ class Ranks:
     """A ledger and what two ranks of each replica, the first and the last stage, do with its payloads."""
 
     def __init__(self) -> None:
-        self.ledger = Ledger(NUM_REPLICAS)
+        self.ledger = CacheDirectory(NUM_REPLICAS)
         self.cut: list[list[str]] = [[] for _ in range(NUM_REPLICAS)]
         """By replica, the digests of what its first stage was told to cut."""
-        self.held = [(Held(partial(self.begin, replica)), Held()) for replica in range(NUM_REPLICAS)]
+        self.held = [(SequenceCache(partial(self.begin, replica)), SequenceCache()) for replica in range(NUM_REPLICAS)]
         self.received: list[list[dict]] = [[] for _ in range(NUM_REPLICAS)]
 
     def begin(self, replica: int, number: int, file: ImageFile) -> Future:
@@ -207,11 +207,11 @@ def test_a_rank_of_this_machine_is_told_where_tokens_and_columns_lie_and_gets_no
         spans=torch.tensor(spans),
     )
     for own, travels in ((None, collectives._joined), (shared, collectives._mapped)):
-        ledger = Ledger(2, own)
+        ledger = CacheDirectory(2, own)
         fields = {name: ledger.column(values) for name, values in batch.columns().items()}
         for payload, microbatches in zip(ledger.payloads(batch, keys, plan, list(fields.values())), plan, strict=True):
             flat = collectives._flatten(travels(payload))
-            share = Held().take(collectives._unflatten(flat), fields)
+            share = SequenceCache().take(collectives._unflatten(flat), fields)
             for microbatch, indices in zip(share.microbatches, microbatches, strict=True):
                 assert_same(microbatch.joined(), batch.select(indices).joined())
                 assert torch.equal(microbatch.spans, batch.spans[indices])
@@ -240,7 +240,7 @@ def test_a_sequence_that_moves_takes_its_columns_along_whatever_its_next_batch_s
 def test_what_ranks_read_in_place_stays_until_the_ledger_goes() -> None:
     """Nobody else refers to a batch any more: a slow rank still finds its tokens and columns; then their memory is free."""
     shared, rows = SharedArrays(), np.arange(1, 2**19, dtype=np.int32)
-    ledger = Ledger(1, shared)
+    ledger = CacheDirectory(1, shared)
     batch = PackedBatch(
         torch.empty(len(rows), dtype=torch.int64, device="meta"),
         cu_seqlens_of(torch.tensor([len(rows)])),

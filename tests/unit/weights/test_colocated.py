@@ -18,7 +18,7 @@ from megatron_rl.config.derived import WeightMethod
 from megatron_rl.families.parameters import TensorSpec
 from megatron_rl.weights.bucket_plan import Coverage, ServerAddress
 from megatron_rl.weights.buckets import Bucket
-from megatron_rl.weights.colocated import Ranks, follow, handle_of
+from megatron_rl.weights.colocated import RankMessaging, follow, handle_of
 from megatron_rl.weights.publish import WeightPublisher, WeightSyncError
 from tests.unit.local_service import local_service
 
@@ -59,7 +59,7 @@ class Room:
         self._queues = {(a, b): Queue() for a in range(NUM_RANKS) for b in range(NUM_RANKS)}
         self.said: Counter[object] = Counter()
 
-    def seat(self, rank: int) -> Ranks:
+    def seat(self, rank: int) -> RankMessaging:
         def put(word, peer):
             self._queues[rank, peer].put(word)
 
@@ -85,7 +85,7 @@ class Room:
                 return []
             return [word, *(take(peer) for peer in range(1, NUM_RANKS))]
 
-        return Ranks(rank, tell, report, send, take)
+        return RankMessaging(rank, tell, report, send, take)
 
 
 class Server:

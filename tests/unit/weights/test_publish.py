@@ -16,7 +16,7 @@ from megatron_rl.weights.buckets import Bucket, BucketStream
 from megatron_rl.weights.disk import remove_other_versions, write_version
 from megatron_rl.weights.publish import WeightPublisher, WeightSyncError
 from megatron_rl.weights.server_calls import ServerCalls
-from megatron_rl.weights.transfer import Transfer
+from megatron_rl.weights.transfer import PublishTransfer
 from tests.unit.local_service import local_service
 
 CPU = torch.device("cpu")
@@ -177,7 +177,7 @@ def test_a_slow_server_holds_up_no_other_s_next_bucket_and_no_bucket_changes_whi
         addresses = [ServerAddress(service.url, 1, 1) for service in services]
         calls = stack.enter_context(ServerCalls(addresses, 30.0))
         sender = GroupSender(SlowGroup(), [], WEIGHTS.items(), 48, CPU)
-        transfer = Transfer(calls, 7, time.perf_counter())
+        transfer = PublishTransfer(calls, 7, time.perf_counter())
         sender.send(transfer, Coverage({name: tuple(weight.shape) for name, weight in WEIGHTS.items()}))
     assert transfer.num_buckets >= 4
     assert loading.names == {"quick": list(WEIGHTS), "slow": list(WEIGHTS)}

@@ -86,10 +86,10 @@ def test_leaving_takes_seconds_though_servers_are_mute_or_gone():
         connections._on_servers = {gone: ("a", "b"), ServerAddress(mute.url, 1, 1): ("a", "b")}
         began = time.monotonic()
         with pytest.raises(ServerCallError, match="waited|unreachable"):
-            connections.leave_servers(0.5, but=())
+            connections.release_servers(0.5, but=())
         assert time.monotonic() - began < 5
         connections._on_servers = {gone: ("a",), ServerAddress(mute.url, 1, 1): ("a",)}
-        connections.leave_servers(0.5, but={gone.url, mute.url})
+        connections.release_servers(0.5, but={gone.url, mute.url})
 
 
 def test_the_stores_of_a_group_listen_where_the_servers_look_for_them():

@@ -166,8 +166,8 @@ def test_memory_of_buckets_is_two_of_them_and_what_does_not_fit_one():
 
 def test_on_a_cpu_there_is_no_stream_and_nothing_to_wait_for():
     side = side_streams.side_stream(CPU, "fill")
-    with side.active(after=side.asked_so_far()):
+    with side.active(after=side.work_enqueued()):
         pass
     side.join()
     side.wait()
-    assert side.asked_so_far() is None and side is side_streams.side_stream(CPU, "fill")
+    assert side.work_enqueued() is None and side is side_streams.side_stream(CPU, "fill")

@@ -29,32 +29,37 @@ from typing import Any, Self
 from megatron_rl.config.derived import answer_timeout_s
 from megatron_rl.rollout.requests import (
     NOTHING_GENERATED,
-    AttemptFailed,
     BatchCall,
     BatchCaller,
     BatchReply,
     Generation,
     GenerationRequest,
     RequestRejected,
+    RetryableRequestError,
     ServerBusy,
     ServerLost,
     WorkerLost,
 )
 from megatron_rl.rollout.sglang.balance.queues import (
-    Homes,
-    NewTokens,
-    Pending,
+    OutputLengthEstimate,
+    PendingRequest,
+    PrefixAffinity,
     ServerQueue,
+    affinity_keys,
     candidates,
     choose,
-    names_of,
-    take_over,
+    steal_group,
 )
-from megatron_rl.rollout.sglang.process.liveness import kv_tokens, progress_of, shows_life, while_it_progresses
-from megatron_rl.rollout.sglang.wire.answer_checks import BadAnswer, KeyRefused
-from megatron_rl.rollout.sglang.wire.exchange import HttpHere
+from megatron_rl.rollout.sglang.process.liveness import (
+    is_generating,
+    kv_tokens,
+    progress_between,
+    wait_while_progressing,
+)
+from megatron_rl.rollout.sglang.wire.answer_checks import ApiKeyRejected, InvalidReply
+from megatron_rl.rollout.sglang.wire.exchange import InProcessCaller
 from megatron_rl.rollout.sglang.wire.generate_call import BUSY_STATUSES, sent_rid, validate
-from megatron_rl.system.http.json_http import ApiKey, HttpError, HttpSession, NoAnswer, bearer
+from megatron_rl.system.http.json_http import ApiKey, HttpError, HttpSession, NoHttpReply, bearer
 
 logger = logging.getLogger(__name__)
 
@@ -110,12 +115,12 @@ class SglangClient:
         self._api_key = api_key
         self._on_server_lost = on_server_lost
         self._servers = {url.rstrip("/"): ServerQueue(url.rstrip("/")) for url in urls}
-        self._homes = Homes()
-        self._new_tokens = NewTokens()
+        self._homes = PrefixAffinity()
+        self._new_tokens = OutputLengthEstimate()
         self._http = HttpSession()
-        self.standing_still = False
+        self.is_publishing = False
         """The servers pause for new weights: that they are silent says nothing."""
-        self.caller: BatchCaller = HttpHere(self._http)
+        self.caller: BatchCaller = InProcessCaller(self._http)
         """Makes the calls, and is closed with the client: here, or ``WorkerPool``, in other processes."""
 
     async def __aenter__(self) -> Self:
@@ -193,7 +198,7 @@ class SglangClient:
         validate(request, self.vocab_size)
         started_at = time.monotonic()
         failed_urls: list[str] = []
-        failure: AttemptFailed | BadAnswer = AttemptFailed("it was lost before and not restored")
+        failure: RetryableRequestError | InvalidReply = RetryableRequestError("it was lost before and not restored")
         num_busy = 0
         while len(failed_urls) - num_busy <= self.max_retries:
             servers = candidates(self._servers.values(), failed_urls)
@@ -209,19 +214,19 @@ class SglangClient:
             self._schedule_flush(server)
             try:
                 return await pending.answer
-            except (AttemptFailed, BadAnswer) as error:
+            except (RetryableRequestError, InvalidReply) as error:
                 failure = error
             failed_urls.append(pending.url)
             logger.info("attempt %d of request %s failed: %s", len(failed_urls), request.rid, failure)
             # Being asked to wait is no failure, for as long as a whole request may take.
             waited_s = time.monotonic() - started_at
-            num_busy += isinstance(failure, ServerBusy) and waited_s < self._patience_s([request])
-        if isinstance(failure, BadAnswer) and self.live_urls:
+            num_busy += isinstance(failure, ServerBusy) and waited_s < self._timeout_s([request])
+        if isinstance(failure, InvalidReply) and self.live_urls:
             raise failure
         lost_url = failed_urls[-1] if failed_urls else next(iter(self._servers))
         raise ServerLost(lost_url, time.monotonic() - started_at, len(failed_urls), str(failure))
 
-    def _patience_s(self, requests: Sequence[GenerationRequest]) -> float:
+    def _timeout_s(self, requests: Sequence[GenerationRequest]) -> float:
         return answer_timeout_s(self.request_timeout_s, max(request.max_new_tokens for request in requests))
 
     def _pause_s(self, failure: Exception, num_attempts: int) -> float:
@@ -256,16 +261,16 @@ class SglangClient:
 
     def _pending(
         self, request: GenerationRequest, failed_urls: Sequence[str], *, alone: bool, sticky_key: Hashable | None
-    ) -> Pending:
+    ) -> PendingRequest:
         # The server may still hold the request of an attempt whose connection broke, and refuses an id twice.
         rid = sent_rid(f"{request.rid}#{len(failed_urls)}" if failed_urls else request.rid)
-        return Pending(
+        return PendingRequest(
             request,
             rid,
             asyncio.get_running_loop().create_future(),
             alone=alone or request.max_new_tokens > _MOST_BATCHED_TOKENS,
             tokens=request.num_prompt_tokens + self._new_tokens.expected(request.max_new_tokens),
-            names=names_of(request, sticky_key),
+            names=affinity_keys(request, sticky_key),
             group=sticky_key if sticky_key is not None else request.group_name or None,
             refused=frozenset(failed_urls),
         )
@@ -285,7 +290,7 @@ class SglangClient:
             server.start(self._ask_capacity(server))
             return
         most = self.max_inflight_requests
-        while server.waiting or (server.num_inflight < most and take_over(server, self._servers.values(), self._homes)):
+        while server.waiting or (server.num_inflight < most and steal_group(server, self._servers.values(), self._homes)):
             was_idle = not server.num_inflight
             batch = server.next_batch(self.max_batch_size, most)
             if not batch:
@@ -305,10 +310,10 @@ class SglangClient:
             server.flush_scheduled = False
         self._flush(server)
 
-    async def _send(self, server: ServerQueue, batch: list[Pending]) -> None:
+    async def _send(self, server: ServerQueue, batch: list[PendingRequest]) -> None:
         """One HTTP request for the batch; every sample of it gets its answer or its error."""
         server.sent.update({pending.rid: pending for pending in batch})
-        outcomes: list[Generation | Exception] = [AttemptFailed("it was given up")] * len(batch)
+        outcomes: list[Generation | Exception] = [RetryableRequestError("it was given up")] * len(batch)
         try:
             outcomes = await self._outcomes(server, batch)
         except asyncio.CancelledError:
@@ -332,16 +337,16 @@ class SglangClient:
             else:
                 pending.answer.set_result(outcome)
 
-    async def _outcomes(self, server: ServerQueue, batch: list[Pending]) -> list[Generation | Exception]:
+    async def _outcomes(self, server: ServerQueue, batch: list[PendingRequest]) -> list[Generation | Exception]:
         try:
             reply = await self._reply(server, batch)
         except WorkerLost:
             if batch[0].rid.count(_AGAIN) == _MAX_AGAIN:
                 raise
             return await self._send_again(server, [batch], _AGAIN)
-        except NoAnswer as error:
+        except NoHttpReply as error:
             return [await self._diagnose(server, str(error))] * len(batch)
-        except (HttpError, BadAnswer) as error:
+        except (HttpError, InvalidReply) as error:
             return [self._bad(server, str(error))] * len(batch)
         server.sign_of_life_at = time.monotonic()
         if reply.status == 400 and len(batch) > 1:
@@ -351,22 +356,22 @@ class SglangClient:
             return [await self._refused(server, reply, batch[0].request.rid)] * len(batch)
         return [self._outcome(server, sample) for sample in reply.samples]
 
-    async def _reply(self, server: ServerQueue, batch: list[Pending]) -> BatchReply:
+    async def _reply(self, server: ServerQueue, batch: list[PendingRequest]) -> BatchReply:
         """Waits as long as the server makes progress. Raises NoAnswer once it has made none for its time, or as the caller."""
         requests = [pending.request for pending in batch]
-        limit_s = self._patience_s(requests)
+        limit_s = self._timeout_s(requests)
         if server.says_load and not self.request_timeout_s:  # a long window is no longer silent
             limit_s = answer_timeout_s(0.0, 0)
 
         async def progress() -> Any:
-            return await progress_of(self._http, server.url, api_key=self._api_key) if server.says_load else server.num_good
+            return await progress_between(self._http, server.url, api_key=self._api_key) if server.says_load else server.num_good
 
         rids = [pending.rid for pending in batch]
         call = BatchCall(server.url, requests, rids, None, self.vocab_size, ApiKey(self._api_key))
-        return await while_it_progresses(self.caller.call(call), server.num_good, progress, limit_s)
+        return await wait_while_progressing(self.caller.call(call), server.num_good, progress, limit_s)
 
     async def _send_again(
-        self, server: ServerQueue, batches: list[list[Pending]], mark: str
+        self, server: ServerQueue, batches: list[list[PendingRequest]], mark: str
     ) -> list[Generation | Exception]:
         """The outcomes of all of them, under new ids: SGLang may have begun with some of the old ones."""
         batches = [[replace(p, rid=sent_rid(p.rid[:-1] + mark)) for p in batch] for batch in batches]
@@ -383,21 +388,21 @@ class SglangClient:
         if reply.status == 400:
             return RequestRejected(f"server {server.url} refused request {rid!r}: {reply.text}")
         if reply.status in (401, 403):
-            return KeyRefused(server.url, reply.status, has_key=bool(self._api_key))
+            return ApiKeyRejected(server.url, reply.status, has_key=bool(self._api_key))
         failed = await self._diagnose(server, f"it answered {reply.status}: {reply.text}")
         if reply.status in BUSY_STATUSES and server.live:
             return ServerBusy(str(failed), reply.retry_after_s)
         return failed
 
     def _outcome(self, server: ServerQueue, sample: Generation | Exception) -> Generation | Exception:
-        if isinstance(sample, BadAnswer):
+        if isinstance(sample, InvalidReply):
             return self._bad(server, str(sample), type(sample))
         if not isinstance(sample, Exception):
             server.num_bad = 0
             server.num_good += 1
         return sample
 
-    def _bad(self, server: ServerQueue, reason: str, kind: type[BadAnswer] = BadAnswer) -> BadAnswer:
+    def _bad(self, server: ServerQueue, reason: str, kind: type[InvalidReply] = InvalidReply) -> InvalidReply:
         """The error of an answer that cannot be used; too many on end, and the server is lost."""
         error = kind(f"the SGLang server at {server.url} gave a bad answer: {reason}")
         server.num_bad += kind.server_at_fault
@@ -405,30 +410,30 @@ class SglangClient:
             self._mark_lost(server, f"{server.num_bad} bad answers on end, the last one: {reason}")
         return error
 
-    async def _diagnose(self, server: ServerQueue, reason: str) -> AttemptFailed:
+    async def _diagnose(self, server: ServerQueue, reason: str) -> RetryableRequestError:
         """After a failure: is the server gone? Marks it as lost then."""
         # A time-out alone says little: the request may have queued behind long ones.
-        if server.live and not await self._shows_life(server):
+        if server.live and not await self._probe(server):
             self._mark_lost(server, reason)
-        return AttemptFailed(f"{server.url}: {reason}")
+        return RetryableRequestError(f"{server.url}: {reason}")
 
-    async def _shows_life(self, server: ServerQueue) -> bool:
+    async def _probe(self, server: ServerQueue) -> bool:
         timeout_s = self.hang_timeout_s / 2 or _PROBE_TIMEOUT_S
-        return await shows_life(self._http, server.url, api_key=self._api_key, timeout_s=timeout_s)
+        return await is_generating(self._http, server.url, api_key=self._api_key, timeout_s=timeout_s)
 
     def _watch(self, server: ServerQueue) -> None:
         if self.hang_timeout_s and (server.watch is None or server.watch.done()):
-            server.watch = asyncio.get_running_loop().create_task(self._watch_for_life(server))
+            server.watch = asyncio.get_running_loop().create_task(self._probe_until_alive(server))
 
-    async def _watch_for_life(self, server: ServerQueue) -> None:
+    async def _probe_until_alive(self, server: ServerQueue) -> None:
         """While requests are in progress: once none has come back for half of ``hang_timeout_s``, ask for a token."""
         while server.live and server.num_inflight:
-            if self.standing_still:
+            if self.is_publishing:
                 server.sign_of_life_at = time.monotonic()
             quiet_s = time.monotonic() - server.sign_of_life_at
             if quiet_s < self.hang_timeout_s / 2:
                 await asyncio.sleep(self.hang_timeout_s / 2 - quiet_s)
-            elif await self._shows_life(server):
+            elif await self._probe(server):
                 server.sign_of_life_at = time.monotonic()
             elif time.monotonic() - server.sign_of_life_at >= self.hang_timeout_s:
                 self._mark_lost(server, f"its engine hangs: no answer and no token for {self.hang_timeout_s:g} s")

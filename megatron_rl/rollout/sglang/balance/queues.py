@@ -1,10 +1,10 @@
 """What waits at each server and what it holds, in tokens; which server a request goes to, and when. Sends nothing.
 
-A request counts with the tokens that it may come to hold: its context and what it is expected to generate (``NewTokens``).
+A request counts with the tokens that it may come to hold: its context and what it is expected to generate (``OutputLengthEstimate``).
 Laws: requests of one group go to one server, and a response returns to the server that had it, unless that server holds
 much more than the least loaded one; a server is sent no more than its KV cache holds (``ServerQueue.next_batch``), so that it
 need not take a cache back from a running request and compute it again; a server that has room takes what waits for a full
-one (``take_over``).
+one (``steal_group``).
 """
 
 import asyncio
@@ -14,7 +14,7 @@ from collections.abc import Coroutine, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_rl.rollout.requests import AttemptFailed, Generation, GenerationRequest
+from megatron_rl.rollout.requests import Generation, GenerationRequest, RetryableRequestError
 
 _TOGETHER, _RETURNS = 16, 2
 """A request goes where its prefix is, although that server holds so many times its tokens more than the least loaded one: where
@@ -27,7 +27,7 @@ _NUM_HOMES = 1 << 17
 _NUM_SAMPLES = 4096
 
 
-class _Sizes:
+class _GeneratedShare:
     """How much of what requests may generate they do generate, over the newest ones."""
 
     def __init__(self) -> None:
@@ -57,7 +57,7 @@ class _Sizes:
             self._counted -= sample[1]
 
 
-class NewTokens:
+class OutputLengthEstimate:
     """How many tokens a request is expected to generate: the mean of the newest ones that might generate about as many.
 
     A request in progress counts as all that it may generate: short ones answer first, and would promise too little. So at
@@ -65,7 +65,7 @@ class NewTokens:
     """
 
     def __init__(self) -> None:
-        self._by_size: defaultdict[int, _Sizes] = defaultdict(_Sizes)
+        self._by_size: defaultdict[int, _GeneratedShare] = defaultdict(_GeneratedShare)
         """By powers of two: whole responses end otherwise than windows."""
 
     def expected(self, most: int) -> int:
@@ -81,12 +81,12 @@ class NewTokens:
         else:
             self._of(most).answered(rid, len(outcome.token_ids))
 
-    def _of(self, most: int) -> _Sizes:
+    def _of(self, most: int) -> _GeneratedShare:
         return self._by_size[most.bit_length()]
 
 
 @dataclass
-class Pending:
+class PendingRequest:
     """A request that waits for its answer from one server."""
 
     request: GenerationRequest
@@ -122,8 +122,8 @@ class ServerQueue:
     """Tokens of the requests in progress, as expected at their end."""
     queued: int = 0
     """The same of those that wait."""
-    waiting: deque[Pending] = field(default_factory=deque)
-    sent: dict[str, Pending] = field(default_factory=dict)
+    waiting: deque[PendingRequest] = field(default_factory=deque)
+    sent: dict[str, PendingRequest] = field(default_factory=dict)
     """Requests in progress, by the id they were sent with."""
     tasks: set[asyncio.Task[None]] = field(default_factory=set)
     """Its HTTP requests in progress."""
@@ -144,38 +144,38 @@ class ServerQueue:
     def load(self) -> int:
         return self.held + self.queued
 
-    def push(self, pending: Pending) -> None:
+    def push(self, pending: PendingRequest) -> None:
         pending.url = self.url
         self.waiting.append(pending)
         self.queued += pending.tokens
 
-    def pop(self, *, newest: bool = False) -> Pending:
+    def pop(self, *, newest: bool = False) -> PendingRequest:
         pending = self.waiting.pop() if newest else self.waiting.popleft()
         self.queued -= pending.tokens
         return pending
 
-    def drain(self) -> list[Pending]:
+    def drain(self) -> list[PendingRequest]:
         """All that wait."""
         return [self.pop() for _ in range(len(self.waiting))]
 
-    def fail(self, requests: Iterable[Pending], reason: str) -> None:
+    def fail(self, requests: Iterable[PendingRequest], reason: str) -> None:
         """These go to another server at their next attempt."""
         for pending in requests:
             if not pending.answer.done():
-                pending.answer.set_exception(AttemptFailed(f"{self.url}: {reason}"))
+                pending.answer.set_exception(RetryableRequestError(f"{self.url}: {reason}"))
 
     def start(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)
         self.tasks.add(task)
         task.add_done_callback(self.tasks.discard)
 
-    def has_room(self, pending: Pending) -> bool:
+    def has_room(self, pending: PendingRequest) -> bool:
         """Its KV cache holds the request besides those in progress; a request that is alone there always goes."""
         return not self.capacity or not self.held or self.held + pending.tokens <= _FILLED * self.capacity
 
-    def next_batch(self, max_batch_size: int, max_inflight: int) -> list[Pending]:
+    def next_batch(self, max_batch_size: int, max_inflight: int) -> list[PendingRequest]:
         """What is to be sent next, in one HTTP request, and counts as in progress from here on; may be nothing."""
-        batch: list[Pending] = []
+        batch: list[PendingRequest] = []
         while self.waiting and len(batch) < max_batch_size and self.num_inflight < max_inflight:
             pending = self.waiting[0]
             if pending.answer.done():  # its caller may have been cancelled
@@ -189,24 +189,24 @@ class ServerQueue:
             self.held += pending.tokens
         return batch
 
-    def ended(self, batch: Iterable[Pending]) -> None:
+    def ended(self, batch: Iterable[PendingRequest]) -> None:
         """These are no longer in progress."""
         for pending in batch:
             self.num_inflight -= 1
             self.held -= pending.tokens
 
 
-class Homes:
+class PrefixAffinity:
     """Which server has the beginning of which response or group; the newest ones."""
 
     def __init__(self) -> None:
         self._urls: OrderedDict[Hashable, str] = OrderedDict()
 
-    def of(self, pending: Pending) -> tuple[str, int]:
+    def of(self, pending: PendingRequest) -> tuple[str, int]:
         """Of the first of its names that has one, and how many times its tokens it is worth; else empty."""
         return next(((self._urls[name], worth) for name, worth in pending.names.items() if name in self._urls), ("", 0))
 
-    def note(self, pending: Pending) -> None:
+    def note(self, pending: PendingRequest) -> None:
         for name in pending.names:
             self._urls[name] = pending.url
             self._urls.move_to_end(name)
@@ -222,8 +222,8 @@ def candidates(servers: Iterable[ServerQueue], failed_urls: Sequence[str]) -> li
     return fresh or [server for server in live if server.url not in failed_urls[-1:]] or live
 
 
-def names_of(request: GenerationRequest, sticky_key: Hashable | None) -> dict[Hashable, int]:
-    """``Pending.names``."""
+def affinity_keys(request: GenerationRequest, sticky_key: Hashable | None) -> dict[Hashable, int]:
+    """``PendingRequest.names``."""
     if sticky_key is not None:
         return {sticky_key: _TOGETHER}
     # New weights empty the prefix caches.
@@ -233,7 +233,7 @@ def names_of(request: GenerationRequest, sticky_key: Hashable | None) -> dict[Ha
     return names | ({("response", response): _RETURNS} if response else {})
 
 
-def choose(servers: Sequence[ServerQueue], pending: Pending, homes: Homes) -> ServerQueue:
+def choose(servers: Sequence[ServerQueue], pending: PendingRequest, homes: PrefixAffinity) -> ServerQueue:
     """The one that has most of the request's prefix, unless it holds much more than the least loaded one."""
     largest = max(server.capacity or 0 for server in servers)
 
@@ -247,7 +247,7 @@ def choose(servers: Sequence[ServerQueue], pending: Pending, homes: Homes) -> Se
     return at_home if load(at_home) <= max(_MUCH_MORE * load(least), load(least) + worth * pending.tokens) else least
 
 
-def take_over(server: ServerQueue, others: Iterable[ServerQueue], homes: Homes) -> bool:
+def steal_group(server: ServerQueue, others: Iterable[ServerQueue], homes: PrefixAffinity) -> bool:
     """Move the newest requests that wait at a full server, all of one group, to ``server``; False where it has no room."""
     full = [
         other

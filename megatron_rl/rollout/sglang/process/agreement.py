@@ -54,7 +54,7 @@ def disagreements(
             yield f"NCCL would fail or hang: {said}; export the same values before both are started"
 
 
-def other_model(served: Mapping[str, Any], trained: Mapping[str, Any]) -> str:
+def model_differences(served: Mapping[str, Any], trained: Mapping[str, Any]) -> str:
     """What two configurations (``read_model_json``) say differently of a model's size; empty if nothing.
 
     Layers that the trainer does not have would go on as they were loaded, and no one would complain.

@@ -6,9 +6,9 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from megatron_rl.rollout.sglang.process.liveness import gives_token
+from megatron_rl.rollout.sglang.process.liveness import generates_token
 from megatron_rl.rollout.sglang.process.server import Progress, ServerError, is_healthy
-from megatron_rl.rollout.sglang.wire.answer_checks import BadAnswer, KeyRefused, as_object
+from megatron_rl.rollout.sglang.wire.answer_checks import ApiKeyRejected, InvalidReply, as_object
 from megatron_rl.system.http.json_http import HttpError, HttpThread, bearer, get_once
 from megatron_rl.system.http.url_files import named_urls, urls_of_workers
 
@@ -69,7 +69,7 @@ class AttachedServer:
         """
         deadline = time.monotonic() + self.timeout_s
         self._progress(f"waiting up to {self.timeout_s:.0f} s for server {self.url}, which this run did not start")
-        while not (self.healthy() and gives_token(self.url, api_key=self._api_key, timeout_s=_TOKEN_TIMEOUT_S)):
+        while not (self.healthy() and generates_token(self.url, api_key=self._api_key, timeout_s=_TOKEN_TIMEOUT_S)):
             if time.monotonic() > deadline:
                 raise ServerError(
                     f"server {self.url} did not come back within {self.timeout_s:.0f} s; this run attached to it and "
@@ -130,7 +130,7 @@ def workers_behind(url: str, api_key: str, timeout_s: float = 10.0) -> list[str]
     return urls_of_workers(content) if isinstance(content, dict) else None
 
 
-def who_names(urls: Sequence[str], urls_file: str, api_key: str) -> str:
+def discovery_source(urls: Sequence[str], urls_file: str, api_key: str) -> str:
     """What is asked for a run's servers, and asked again (``named_urls``): ``urls_file``, or a router that is the only one of ``urls``.
 
     Empty: ``urls`` are the servers.
@@ -143,7 +143,7 @@ def who_names(urls: Sequence[str], urls_file: str, api_key: str) -> str:
 
 def attached_urls(urls: Sequence[str], urls_file: str, api_key: str) -> list[str]:
     """Of the servers, as far as they are named by now. Raises UserError and OSError as ``named_urls``."""
-    named_by = who_names(urls, urls_file, api_key)
+    named_by = discovery_source(urls, urls_file, api_key)
     return named_urls(named_by, api_key) if named_by else list(urls)
 
 
@@ -151,11 +151,11 @@ def _ask(url: str, path: str, api_key: str, timeout_s: float = 10.0) -> dict[str
     try:
         answer = get_once(url + path, timeout_s=timeout_s, headers=bearer(api_key))
         if answer.status in (401, 403):
-            raise KeyRefused(url, answer.status, has_key=bool(api_key))
+            raise ApiKeyRejected(url, answer.status, has_key=bool(api_key))
         if answer.status == 200:
             return as_object(answer.json(), path)
         problem = f"it answered {answer.status}: {answer.text[:200]}"
-    except (HttpError, BadAnswer) as error:
+    except (HttpError, InvalidReply) as error:
         problem = str(error)
     except (ValueError, RecursionError) as error:
         problem = f"{type(error).__name__}: {error}"

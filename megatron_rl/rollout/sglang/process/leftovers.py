@@ -37,7 +37,7 @@ def temporary_files_in(folder: Path) -> dict[str, str]:
     return {"TMPDIR": str(folder), "TORCHINDUCTOR_CACHE_DIR": os.environ.get("TORCHINDUCTOR_CACHE_DIR", str(cache))}
 
 
-def forget_shared_memory(pids: Sequence[int], url: str, options: ServerOptions) -> None:
+def unlink_shared_memory(pids: Sequence[int], url: str, options: ServerOptions) -> None:
     """Unlink the loads of a server that is ready; its processes keep what they have open."""
     if any("dp" in name and "size" in name for name in options.server_args):
         return  # one more process opens them, and nobody knows when

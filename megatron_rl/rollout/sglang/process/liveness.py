@@ -1,6 +1,6 @@
 """Does a server's engine still work? ``/health`` of one that hangs goes on saying so: only a token proves it.
 
-``shows_life`` asks for one token. An engine with a long queue is not hung: where the token does not come in time, a
+``is_generating`` asks for one token. An engine with a long queue is not hung: where the token does not come in time, a
 scheduler that answers and has requests in progress counts too. ``/health_generate`` is SGLang's question to its
 scheduler, which answers between two steps of the engine, also of a full one.
 """
@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import orjson
 
-from megatron_rl.system.http.json_http import Answer, HttpError, HttpSession, HttpThread, NoAnswer, bearer
+from megatron_rl.system.http.json_http import HttpError, HttpReply, HttpSession, HttpThread, NoHttpReply, bearer
 
 Result = TypeVar("Result")
 
@@ -28,7 +28,7 @@ _TOKEN, _SOMETHING_ELSE, _NOTHING = "token", "something else", "nothing"
 """What came back from the question for a token. A server that refuses it may work; one that is silent does not."""
 
 
-async def shows_life(http: HttpSession, url: str, *, api_key: str, timeout_s: float) -> bool:
+async def is_generating(http: HttpSession, url: str, *, api_key: str, timeout_s: float) -> bool:
     """The engine gives a token within ``timeout_s``, or then works on others."""
     headers = bearer(api_key)
     token = asyncio.create_task(_ask_for_token(http, url, headers, timeout_s))
@@ -52,7 +52,7 @@ async def shows_life(http: HttpSession, url: str, *, api_key: str, timeout_s: fl
         await asyncio.gather(token, health, scheduler, return_exceptions=True)
 
 
-def gives_token(url: str, *, api_key: str, timeout_s: float) -> bool:
+def generates_token(url: str, *, api_key: str, timeout_s: float) -> bool:
     """From a thread without an event loop: the engine gives a token within ``timeout_s``."""
     with HttpThread() as http:
         return http.submit(_ask_for_token(http.session, url, bearer(api_key), timeout_s)).result() == _TOKEN
@@ -99,7 +99,7 @@ def _count(value: object) -> int:
     return value if isinstance(value, int) and value > 0 else 0
 
 
-async def progress_of(http: HttpSession, url: str, *, api_key: str) -> Any:
+async def progress_between(http: HttpSession, url: str, *, api_key: str) -> Any:
     """What differs between two looks while requests grow; None where nothing runs or waits."""
     loads = await _loads(http, url, bearer(api_key), _HTTP_TIMEOUT_S)
     if loads is None:
@@ -109,7 +109,7 @@ async def progress_of(http: HttpSession, url: str, *, api_key: str) -> Any:
     return [{name: value for name, value in load.items() if name != "timestamp"} for load in loads] if busy else None
 
 
-async def while_it_progresses(
+async def wait_while_progressing(
     answer: Awaitable[Result], before: Any, progress: Callable[[], Awaitable[Any]], limit_s: float
 ) -> Result:
     """``answer``, waited for as long as ``progress()``, asked every ``limit_s``, gives something else than ``before``.
@@ -135,7 +135,7 @@ async def while_it_progresses(
     except TimeoutError as error:
         if not limit.expired():
             raise
-        raise NoAnswer(f"no answer within {limit_s:.0f} s, and no progress meanwhile", timed_out=True) from error
+        raise NoHttpReply(f"no answer within {limit_s:.0f} s, and no progress meanwhile", timed_out=True) from error
     finally:
         first_look.cancel()
         for task in looks:
@@ -154,12 +154,12 @@ async def _loads(http: HttpSession, url: str, headers: dict[str, str], timeout_s
     return [load for load in loads if isinstance(load, dict)] if isinstance(loads, list) else None
 
 
-async def _got(http: HttpSession, url: str, headers: dict[str, str], timeout_s: float) -> Answer:
+async def _got(http: HttpSession, url: str, headers: dict[str, str], timeout_s: float) -> HttpReply:
     """Status 0 where no answer comes."""
     try:
         return await http.get(url, timeout_s=timeout_s, headers=headers)
     except HttpError as error:
-        return Answer(0, str(error), b"")
+        return HttpReply(0, str(error), b"")
 
 
 async def _status(http: HttpSession, url: str, headers: dict[str, str], timeout_s: float) -> int:

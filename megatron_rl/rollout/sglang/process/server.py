@@ -26,9 +26,9 @@ import psutil
 
 from megatron_rl.errors import UserError
 from megatron_rl.rollout.sglang.process.leftovers import (
-    forget_shared_memory,
     remove_shared_memory,
     temporary_files_in,
+    unlink_shared_memory,
     write_secret,
 )
 from megatron_rl.rollout.sglang.process.options import ServerOptions, server_command, server_environment
@@ -146,7 +146,7 @@ class SglangServer:
             exit_code = self._wait_healthy(while_waiting)
             if exit_code is None:
                 if self.pid is not None:
-                    forget_shared_memory(group_members(self.pid), self.url, self.options)
+                    unlink_shared_memory(group_members(self.pid), self.url, self.options)
                 return
             log = self.log_end()
             # SGLang goes on for a while without its port, and what it says then hides the reason.

@@ -1,7 +1,7 @@
 """What a server says, held against what it may say. Pure.
 
 A gateway, another server on the same port or a broken device can answer anything with status 200. Nothing of it is
-trained on before its types, counts, ids and signs have been checked here; ``BadAnswer`` names the field and what came.
+trained on before its types, counts, ids and signs have been checked here; ``InvalidReply`` names the field and what came.
 The checks run in C over whole lists, or over arrays (``json_arrays.py``).
 """
 
@@ -20,24 +20,24 @@ _short = reprlib.Repr()
 _short.maxstring = _short.maxother = 120
 
 
-class BadAnswer(UserError, RuntimeError):
+class InvalidReply(UserError, RuntimeError):
     """The server answered something that must not be trained on."""
 
     server_at_fault = True
     """Another server, or this one started again, may answer better."""
 
 
-class NotFinite(BadAnswer):
+class NonFiniteLogprob(InvalidReply):
     """A log-prob is not a finite number: the fault of the weights, which all servers have from the trainer."""
 
     server_at_fault = False
 
 
-class StaleWeights(BadAnswer):
+class StaleWeights(InvalidReply):
     """A server answered with another weight version than the published one."""
 
 
-class KeyRefused(UserError):
+class ApiKeyRejected(UserError):
     """A server answered 401 or 403."""
 
     def __init__(self, url: str, status: int, *, has_key: bool) -> None:
@@ -48,37 +48,37 @@ class KeyRefused(UserError):
         )
 
 
-def shown(value: Any) -> str:
+def abbreviate(value: Any) -> str:
     """``value`` for a message, however large it is."""
     return _short.repr(value)
 
 
-def mismatch(field: str, expected: str, got: Any) -> BadAnswer:
-    return BadAnswer(f"{field}: expected {expected}, got {shown(got)}")
+def expected_error(field: str, expected: str, got: Any) -> InvalidReply:
+    return InvalidReply(f"{field}: expected {expected}, got {abbreviate(got)}")
 
 
 def as_object(value: Any, field: str) -> dict[str, Any]:
     if type(value) is not dict:
-        raise mismatch(field, "a JSON object", value)
+        raise expected_error(field, "a JSON object", value)
     return value
 
 
 def as_text(value: Any, field: str) -> str:
     if type(value) is not str:
-        raise mismatch(field, "a text", value)
+        raise expected_error(field, "a text", value)
     return value
 
 
-def as_count(value: Any, field: str, *, most: int) -> int:
+def parse_count(value: Any, field: str, *, most: int) -> int:
     """A whole number from 0 to ``most``; true and false are none."""
     if type(value) is not int or not 0 <= value <= most:
-        raise mismatch(field, f"a whole number from 0 to {most}", value)
+        raise expected_error(field, f"a whole number from 0 to {most}", value)
     return value
 
 
 def as_list(value: Any, field: str) -> list[Any]:
     if type(value) is not list:
-        raise mismatch(field, "a list", value)
+        raise expected_error(field, "a list", value)
     return value
 
 
@@ -86,12 +86,12 @@ def as_token_ids(value: Any, field: str, *, most: int, vocab_size: int) -> np.nd
     """[n] int32: at most ``most`` ids, each below ``vocab_size``."""
     ids = value.ids if isinstance(value, NumberList) else as_list(value, field)
     if len(ids) > most:
-        raise mismatch(field, f"at most the {most} tokens that were asked for", f"{len(ids)} tokens")
+        raise expected_error(field, f"at most the {most} tokens that were asked for", f"{len(ids)} tokens")
     if isinstance(ids, list) and not set(map(type, ids)) <= {int}:
-        raise mismatch(field, "whole numbers", next(token for token in ids if type(token) is not int))
+        raise expected_error(field, "whole numbers", next(token for token in ids if type(token) is not int))
     if len(ids) and _outside(ids, vocab_size):
         outside = next(int(token) for token in ids if not 0 <= token < vocab_size)
-        raise mismatch(field, f"token ids of the vocabulary (0 to {vocab_size - 1})", outside)
+        raise expected_error(field, f"token ids of the vocabulary (0 to {vocab_size - 1})", outside)
     return np.asarray(ids, dtype=np.int32)
 
 
@@ -100,17 +100,17 @@ def _outside(ids: list[int] | np.ndarray, vocab_size: int) -> bool:
     return bool(lowest < 0 or highest >= vocab_size)
 
 
-def as_logprobs(value: Any, field: str, token_ids: np.ndarray) -> np.ndarray:
+def parse_logprobs(value: Any, field: str, token_ids: np.ndarray) -> np.ndarray:
     """[n] float32: one log-prob per token, finite and not above 0. Raises NotFinite for null, NaN and infinities."""
     logprobs = as_list(value, field)
     _check_numbers(field, len(token_ids), len(logprobs))
     kinds = set(map(type, logprobs))
     if not kinds <= {float, int, type(None)}:
-        raise mismatch(field, "numbers", next(x for x in logprobs if type(x) not in (float, int, type(None))))
+        raise expected_error(field, "numbers", next(x for x in logprobs if type(x) not in (float, int, type(None))))
     with np.errstate(over="ignore"):  # what is as good as infinite
         array = np.array(logprobs, dtype=np.float64).astype(np.float32)
     if not np.isfinite(array).all():
-        raise NotFinite(
+        raise NonFiniteLogprob(
             f"{field}: the server returned a log-prob that is not finite. Its weights hold NaN or infinity: look at the "
             "loss and gradient norm of the last steps"
         )
@@ -119,29 +119,29 @@ def as_logprobs(value: Any, field: str, token_ids: np.ndarray) -> np.ndarray:
 
 def _not_above_0(logprobs: np.ndarray, field: str) -> np.ndarray:
     if len(logprobs) and logprobs.max() > _MAX_POSITIVE:
-        raise mismatch(field, "log-probs of at most 0", float(logprobs.max()))
+        raise expected_error(field, "log-probs of at most 0", float(logprobs.max()))
     return logprobs
 
 
 def _check_numbers(field: str, num_tokens: int, num_logprobs: int) -> None:
     if num_logprobs != num_tokens:
-        raise BadAnswer(f"{field}: the server returned {num_tokens} tokens and {num_logprobs} log-probs")
+        raise InvalidReply(f"{field}: the server returned {num_tokens} tokens and {num_logprobs} log-probs")
 
 
 def as_token_logprobs(value: Any, field: str, token_ids: np.ndarray) -> np.ndarray:
-    """As ``as_logprobs``, of SGLang's entries [log-prob, token id, text]: each must be of its own token."""
+    """As ``parse_logprobs``, of SGLang's entries [log-prob, token id, text]: each must be of its own token."""
     if isinstance(value, PairList):
         _check_numbers(field, len(token_ids), len(value.ids))
         _check_same_tokens(field, token_ids, value.ids)
         return _not_above_0(value.logprobs, field)
     entries = as_list(value, field)
     if len(entries) != len(token_ids) or not entries:
-        return as_logprobs(entries, field, token_ids)
+        return parse_logprobs(entries, field, token_ids)
     if set(map(type, entries)) != {list} or set(map(len, entries)) != {3}:
         broken = next(entry for entry in entries if type(entry) is not list or len(entry) != 3)
-        raise mismatch(field, "entries [log-prob, token id, text]", broken)
+        raise expected_error(field, "entries [log-prob, token id, text]", broken)
     _check_same_tokens(field, token_ids, [entry[1] for entry in entries])
-    return as_logprobs([entry[0] for entry in entries], field, token_ids)
+    return parse_logprobs([entry[0] for entry in entries], field, token_ids)
 
 
 def _check_same_tokens(field: str, token_ids: np.ndarray, theirs: list[Any] | np.ndarray) -> None:
@@ -153,4 +153,4 @@ def _check_same_tokens(field: str, token_ids: np.ndarray, theirs: list[Any] | np
     if theirs == expected:
         return
     other, ours = next((a, b) for a, b in zip(theirs, expected, strict=True) if a != b)
-    raise mismatch(field, f"the log-prob of token {ours}", f"that of token {shown(other)}")
+    raise expected_error(field, f"the log-prob of token {ours}", f"that of token {abbreviate(other)}")

@@ -1,6 +1,6 @@
 """One call of SGLang's ``/generate`` for a batch of samples: its body, the POST, and what came of each sample.
 
-Runs where the HTTP session is: on the client's event loop (``HttpHere``), or in a rollout worker (``rollout/workers``).
+Runs where the HTTP session is: on the client's event loop (``InProcessCaller``), or in a rollout worker (``rollout/workers``).
 What a call and a reply hold can travel between processes.
 """
 
@@ -9,15 +9,15 @@ from typing import Any
 import orjson
 
 from megatron_rl.rollout.requests import (
-    AttemptFailed,
     BatchCall,
     BatchReply,
     Generation,
     GenerationRequest,
     PromptMismatch,
     RequestRejected,
+    RetryableRequestError,
 )
-from megatron_rl.rollout.sglang.wire.answer_checks import BadAnswer, as_list, mismatch, shown
+from megatron_rl.rollout.sglang.wire.answer_checks import InvalidReply, abbreviate, as_list, expected_error
 from megatron_rl.rollout.sglang.wire.generate_call import generate_body, max_answer_bytes, parse_generation
 from megatron_rl.rollout.sglang.wire.json_arrays import read_json
 from megatron_rl.system.http.json_http import HttpSession, bearer
@@ -25,7 +25,7 @@ from megatron_rl.system.http.json_http import HttpSession, bearer
 _SHOWN_CHARACTERS = 500
 
 
-class HttpHere:
+class InProcessCaller:
     """Calls from this event loop."""
 
     def __init__(self, http: HttpSession) -> None:
@@ -53,9 +53,9 @@ async def exchange(http: HttpSession, batch: BatchCall) -> BatchReply:
     try:
         samples = as_list(read_json(answer.content), "the answer")
         if len(samples) != len(batch.requests):
-            raise BadAnswer(f"{len(samples)} answers came to {len(batch.requests)} requests")
-    except (ValueError, BadAnswer) as error:
-        raise BadAnswer(f"{error}; it begins with {shown(answer.text[:200])}") from error
+            raise InvalidReply(f"{len(samples)} answers came to {len(batch.requests)} requests")
+    except (ValueError, InvalidReply) as error:
+        raise InvalidReply(f"{error}; it begins with {abbreviate(answer.text[:200])}") from error
     each = zip(batch.requests, batch.rids, samples, strict=True)
     return BatchReply(200, [_sample(request, rid, sample, batch.vocab_size) for request, rid, sample in each])
 
@@ -64,7 +64,7 @@ def _sample(request: GenerationRequest, rid: str, sample: Any, vocab_size: int) 
     try:
         generation = parse_generation(request, sample, vocab_size)
         if (found := sample["meta_info"].get("id", rid)) != rid:
-            raise mismatch("meta_info.id", repr(rid), found)
-    except (BadAnswer, RequestRejected, PromptMismatch, AttemptFailed) as error:
+            raise expected_error("meta_info.id", repr(rid), found)
+    except (InvalidReply, RequestRejected, PromptMismatch, RetryableRequestError) as error:
         return error
     return generation

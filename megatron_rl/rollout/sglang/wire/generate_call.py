@@ -14,27 +14,27 @@ import numpy as np
 
 from megatron_rl.data.trajectory import TokenParts
 from megatron_rl.rollout.requests import (
-    AttemptFailed,
     Generation,
     GenerationRequest,
     PromptMismatch,
     RequestRejected,
+    RetryableRequestError,
     ServerBusy,
 )
 from megatron_rl.rollout.sglang.wire.answer_checks import (
-    BadAnswer,
+    InvalidReply,
     StaleWeights,
-    as_count,
+    abbreviate,
     as_list,
-    as_logprobs,
     as_object,
     as_text,
     as_token_ids,
     as_token_logprobs,
-    mismatch,
-    shown,
+    expected_error,
+    parse_count,
+    parse_logprobs,
 )
-from megatron_rl.rollout.sglang.wire.routes import SERVER_FLAG, BadRoutes, decode_routes
+from megatron_rl.rollout.sglang.wire.routes import SERVER_FLAG, InvalidRoutes, decode_routes
 
 _BAN = -1.0e9
 """Added to a banned token's logit: no temperature in use brings it back."""
@@ -157,7 +157,7 @@ def parse_generation(request: GenerationRequest, answer: Any, vocab_size: int = 
         logprobs=_logprobs(request, meta, token_ids),
         finish_reason=_finish_reason(request, reason, token_ids),
         weight_version=_weight_version(request, meta, len(token_ids)),
-        cached_tokens=as_count(meta.get("cached_tokens", 0), "cached_tokens", most=request.num_prompt_tokens + request.max_new_tokens),
+        cached_tokens=parse_count(meta.get("cached_tokens", 0), "cached_tokens", most=request.num_prompt_tokens + request.max_new_tokens),
         stop_string=_stop_string(request, finish) if reason == "stop" else "",
         routes=_routes(request, meta, len(token_ids)),
         seconds=_seconds(meta.get("e2e_latency")),
@@ -171,24 +171,24 @@ def _seconds(latency: object) -> float:
 
 
 def _refusal(request: GenerationRequest, finish: dict[str, Any]) -> Exception:
-    status, message = finish["status_code"], shown(finish.get("message"))
+    status, message = finish["status_code"], abbreviate(finish.get("message"))
     if type(status) is not int:
-        return mismatch("finish_reason.status_code", "a whole number", status)
+        return expected_error("finish_reason.status_code", "a whole number", status)
     text = f"request {request.rid!r} was refused with {status}: {message}"
     if status == 400:
         return RequestRejected(text)
-    return ServerBusy(text) if status in BUSY_STATUSES else AttemptFailed(text)
+    return ServerBusy(text) if status in BUSY_STATUSES else RetryableRequestError(text)
 
 
 def _check_counts(request: GenerationRequest, meta: dict[str, Any], num_new: int) -> None:
     if meta.get("completion_tokens", num_new) != num_new:
-        raise mismatch("completion_tokens", f"{num_new}, the number of output_ids", meta["completion_tokens"])
+        raise expected_error("completion_tokens", f"{num_new}, the number of output_ids", meta["completion_tokens"])
     # A request that was aborted while it queued does not say how long its prompt is.
     found = meta.get("prompt_tokens", request.num_prompt_tokens)
     if found == request.num_prompt_tokens and type(found) is int:
         return
     if request.images is None or type(found) is not int or found < 0:
-        raise mismatch("prompt_tokens", f"{request.num_prompt_tokens}", found)
+        raise expected_error("prompt_tokens", f"{request.num_prompt_tokens}", found)
     raise PromptMismatch(
         f"prompt {request.prompt_name or request.rid}: {request.num_prompt_tokens} tokens here, but {found} on the "
         "server. They must count the same image tokens: look whether the server's model folder has the "
@@ -199,7 +199,7 @@ def _check_counts(request: GenerationRequest, meta: dict[str, Any], num_new: int
 def _logprobs(request: GenerationRequest, meta: dict[str, Any], token_ids: np.ndarray) -> np.ndarray:
     if request.logprobs_after_top_k and len(token_ids):
         name = "output_token_sampling_logprobs"
-        return as_logprobs(meta.get(name), name, token_ids)
+        return parse_logprobs(meta.get(name), name, token_ids)
     # A request that was aborted while it queued has no log-probs and no cache statistics.
     return as_token_logprobs(meta.get("output_token_logprobs", []), "output_token_logprobs", token_ids)
 
@@ -215,7 +215,7 @@ def _versions(request: GenerationRequest, meta: dict[str, Any], num_new: int) ->
     if num_new == 0 or (found is None and not request.needs_spans):
         return ()
     if found is None:
-        raise BadAnswer(
+        raise InvalidReply(
             "weight_versions: the server does not say which weights sampled which tokens; schedule.weight_update=in_flight "
             "needs SGLang 0.5.19 or later: install it, or set schedule.weight_update=between"
         )
@@ -223,14 +223,14 @@ def _versions(request: GenerationRequest, meta: dict[str, Any], num_new: int) ->
     for entry in as_list(found, "weight_versions"):
         span = as_object(entry, "weight_versions")
         version = _expected_version(request, as_text(span.get("version"), "weight_versions.version"), num_new)
-        start = as_count(span.get("start"), "weight_versions.start", most=num_new)
-        end = as_count(span.get("end"), "weight_versions.end", most=num_new)
+        start = parse_count(span.get("start"), "weight_versions.start", most=num_new)
+        end = parse_count(span.get("end"), "weight_versions.end", most=num_new)
         if start != last or end <= start:
-            raise mismatch("weight_versions", f"a span of tokens from {last} on", entry)
+            raise expected_error("weight_versions", f"a span of tokens from {last} on", entry)
         spans.append((version, start, end))
         last = end
     if last != num_new:
-        raise mismatch("weight_versions", f"spans up to the last of {num_new} tokens", found)
+        raise expected_error("weight_versions", f"spans up to the last of {num_new} tokens", found)
     return tuple(spans)
 
 
@@ -239,7 +239,7 @@ def _expected_version(request: GenerationRequest, version: str, num_new: int) ->
     expected = {request.weight_version, request.newest_version or request.weight_version}
     if num_new and expected.isdisjoint({"", version}):
         raise StaleWeights(
-            f"weight_version: the server sampled with version {shown(version)}, but version {request.weight_version} "
+            f"weight_version: the server sampled with version {abbreviate(version)}, but version {request.weight_version} "
             "was published; it was restarted, or another trainer is attached to it"
         )
     return version
@@ -253,7 +253,7 @@ def _stop_string(request: GenerationRequest, finish: dict[str, Any]) -> str:
     # Whole numbers are token ids: the model's own, or some of the request's. SGLang also ends with a text of its own
     # where the sampler met NaN.
     if matched is not None and type(matched) not in (int, list):
-        raise mismatch("finish_reason.matched", "a token id or one of the request's stop strings", matched)
+        raise expected_error("finish_reason.matched", "a token id or one of the request's stop strings", matched)
     return ""
 
 
@@ -262,7 +262,7 @@ def _routes(request: GenerationRequest, meta: dict[str, Any], num_new: int) -> n
         return None
     encoded = meta.get("routed_experts")
     if encoded is None:
-        raise BadAnswer(
+        raise InvalidReply(
             f"routed_experts: the server does not say which experts its tokens went to; start it with "
             f"--{SERVER_FLAG}, or set policy.moe.routing_replay to R2 or none"
         )
@@ -270,16 +270,16 @@ def _routes(request: GenerationRequest, meta: dict[str, Any], num_new: int) -> n
         return decode_routes(
             as_text(encoded, "routed_experts"), request.num_prompt_tokens + num_new - 1, request.routes
         )
-    except BadRoutes as error:
-        raise BadAnswer(f"routed_experts: {error}; look whether the server runs the same model") from error
+    except InvalidRoutes as error:
+        raise InvalidReply(f"routed_experts: {error}; look whether the server runs the same model") from error
 
 
 def _finish_reason(request: GenerationRequest, reason: str, token_ids: np.ndarray) -> str:
     if reason not in ("stop", "length", "abort"):
-        raise mismatch("finish_reason.type", "stop, length or abort", reason)
+        raise expected_error("finish_reason.type", "stop, length or abort", reason)
     if reason == "abort":
         return reason
     if not len(token_ids):
-        raise mismatch("output_ids", f"at least one token, as it ended by {reason}", [])
+        raise expected_error("output_ids", f"at least one token, as it ended by {reason}", [])
     # SGLang looks at the length first: a stop token in the last place would pass for an unfinished response.
     return "stop" if reason == "length" and token_ids[-1] in request.stop_token_ids else reason

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 import numpy as np
 
 from megatron_rl.data.trajectory import Prompt, TokenParts
-from megatron_rl.data.vision import Vision
+from megatron_rl.data.vision import ImageProcessor
 from megatron_rl.rollout.requests import RequestImages
 
 TokenIds = Sequence[int] | np.ndarray | TokenParts
 
 
-async def images_of_request(vision: Vision | None, prompt: Prompt) -> RequestImages | None:
+async def images_of_request(vision: ImageProcessor | None, prompt: Prompt) -> RequestImages | None:
     """The prompt's images, read and encoded on other threads than the event loop's; None for a model without vision."""
     if vision is None:
         return None
@@ -23,7 +23,7 @@ async def images_of_request(vision: Vision | None, prompt: Prompt) -> RequestIma
     return RequestImages(vision.image_token_id, data, sum(vision.num_tokens(image) for image in prompt.images))
 
 
-def sent_ids(vision: Vision | None, prompt: Prompt, token_ids: TokenIds) -> TokenIds:
+def sent_ids(vision: ImageProcessor | None, prompt: Prompt, token_ids: TokenIds) -> TokenIds:
     """``token_ids`` (the prompt, and what follows it) as a request carries them."""
     if vision is None or not prompt.images:
         return token_ids

@@ -25,7 +25,7 @@ _ROWS_AT_ONCE = 1 << 15
 """As many columns of them stay in a core's cache."""
 
 
-class BadRoutes(ValueError):
+class InvalidRoutes(ValueError):
     """Not what a server with this model would say."""
 
 
@@ -55,14 +55,14 @@ def decode_routes(encoded: str, num_tokens: int, shape: RouteShape) -> np.ndarra
     try:
         ids = np.frombuffer(pybase64.b64decode(encoded, validate=True), dtype=np.int32)
     except (binascii.Error, ValueError) as error:
-        raise BadRoutes(f"routed experts are not base64 of int32: {error}") from error
+        raise InvalidRoutes(f"routed experts are not base64 of int32: {error}") from error
     wanted = (num_tokens, shape.num_layers, shape.top_k)
     if ids.size != num_tokens * shape.num_layers * shape.top_k:
-        raise BadRoutes(
+        raise InvalidRoutes(
             f"expected routed experts of {wanted[0]} tokens x {wanted[1]} layers x {wanted[2]}, got {ids.size} numbers"
         )
     if ids.size and not (ids.min() >= -1 and ids.max() < shape.num_experts):
-        raise BadRoutes(f"routed experts are ids below {shape.num_experts}, got {ids.min()} to {ids.max()}")
+        raise InvalidRoutes(f"routed experts are ids below {shape.num_experts}, got {ids.min()} to {ids.max()}")
     dtype = np.uint8 if shape.num_experts <= np.iinfo(np.uint8).max else np.int16
     routes = np.add(ids.reshape(wanted), 1, dtype=dtype, casting="unsafe")
     _drop_incomplete(routes.reshape(-1, shape.top_k))

@@ -15,7 +15,7 @@ from megatron_rl.config.layout import layout_problems, parse_layout, ranks_neede
 from megatron_rl.config.schema import Dtype, OptimizerConfig, ParallelConfig, VisionConfig
 from megatron_rl.cpu.torchvision import declare_torchvision_ops
 from megatron_rl.desk.costs import activations
-from megatron_rl.desk.costs.rank_memory import Passes, States, memory_by_rank, states_of
+from megatron_rl.desk.costs.rank_memory import ParameterBytes, PassSettings, memory_by_rank, parameter_bytes
 from megatron_rl.errors import ModelError
 from megatron_rl.families.facts import as_config, has_experts, read_model_json
 from megatron_rl.models import critic, policy
@@ -30,7 +30,7 @@ from tests.tiny_families import COMMON, SHAPES, VISION_SHAPES
 
 declare_torchvision_ops()
 MODELS = Path(__file__).parents[4] / "tools" / "published" / "models"
-NOTHING = Passes(0)
+NOTHING = PassSettings(0)
 BUILD = {"policy": policy.build_policy, "critic": critic.build_critic}
 
 REAL = [
@@ -124,8 +124,8 @@ def num_layers_of(config: Any) -> int:
     return getattr(config, "text_config", config).num_hidden_layers
 
 
-def built(config: Any, parallel: ParallelConfig, role: str, dtype: torch.dtype, vision: VisionConfig) -> States:
-    """Bytes that the tensors of this rank have, in the places of ``States``."""
+def built(config: Any, parallel: ParallelConfig, role: str, dtype: torch.dtype, vision: VisionConfig) -> ParameterBytes:
+    """Bytes that the tensors of this rank have, in the places of ``ParameterBytes``."""
     chunks = BUILD[role](config, parallel, dtype=dtype, seed=None)
     weights = [parameter for chunk in chunks for parameter in chunk.parameters()]
     freeze(chunks, train_encoder=vision.train_encoder, train_adapter=vision.train_adapter)
@@ -141,7 +141,7 @@ def built(config: Any, parallel: ParallelConfig, role: str, dtype: torch.dtype, 
             state += [moments["exp_avg"], moments["exp_avg_sq"]]
             # Main weights of a float32 model are views of its own.
             state += [parameter] if dtype is not torch.float32 else []
-    return States(*(sum(t.numel() * t.element_size() for t in tensors) for tensors in (weights, gradients, state)))
+    return ParameterBytes(*(sum(t.numel() * t.element_size() for t in tensors) for tensors in (weights, gradients, state)))
 
 
 @settings(max_examples=12, suppress_health_check=list(HealthCheck), phases=[Phase.explicit, Phase.reuse, Phase.generate])
@@ -151,7 +151,7 @@ def test_any_tiny_model_in_any_layout_has_the_bytes_that_are_planned(data: st.Da
     parallel, num_ranks = data.draw(layouts(config))
     role, dtype = data.draw(st.sampled_from(["policy", "critic"])), data.draw(st.sampled_from(Dtype))
     vision = VisionConfig(train_encoder=data.draw(st.booleans()), train_adapter=data.draw(st.booleans()))
-    states = states_of(dtype, OptimizerConfig(), vision)
+    states = parameter_bytes(dtype, OptimizerConfig(), vision)
     planned = memory_by_rank(
         config, parallel, NOTHING, num_ranks=num_ranks, is_critic=role == "critic", states=states
     )

@@ -11,10 +11,10 @@ from megatron_rl.config.schema import ParallelConfig, Recompute
 from megatron_rl.cpu.torchvision import declare_torchvision_ops
 from megatron_rl.desk.costs.activations import layer_tensors
 from megatron_rl.desk.costs.counts import num_parameters
-from megatron_rl.desk.costs.rank_memory import Passes, memory_by_rank
+from megatron_rl.desk.costs.rank_memory import PassSettings, memory_by_rank
 from megatron_rl.families.facts import as_config, read_model_json
 from megatron_rl.families.parameters import entries
-from megatron_rl.families.transforms import Replicated, Vocabulary, padded_vocab_size
+from megatron_rl.families.transforms import Replicated, VocabParallel, padded_vocab_size
 from tests.tiny_families import COMMON, SHAPES, VISION_SHAPES
 
 declare_torchvision_ops()
@@ -49,7 +49,7 @@ def on_rank(config, parallel, stage, role):
         if place != stage or entry.megatron.endswith(".expert_bias"):
             continue
         shapes = entry.shapes
-        if isinstance(entry.transform, Vocabulary):
+        if isinstance(entry.transform, VocabParallel):
             shapes = [(vocabulary, shape[1]) for shape in shapes]
         size = sum(math.prod(shape) for shape in shapes)
         if ".experts." in entry.megatron:
@@ -68,7 +68,7 @@ def test_states_of_a_stage_are_those_of_its_tensors(name, layout, role):
     config, (parallel, _) = config_of(name), parse_layout(layout)
     ranks = 16
     for stage, memory in enumerate(
-        memory_by_rank(config, parallel, Passes(0), num_ranks=ranks, is_critic=role == "critic")
+        memory_by_rank(config, parallel, PassSettings(0), num_ranks=ranks, is_critic=role == "critic")
     ):
         dense, expert = on_rank(config, parallel, stage, role)
         in_stage = ranks / parallel.pipeline_parallel_size
@@ -85,8 +85,8 @@ def test_uneven_stages_hold_what_they_are_given(name):
     config = config_of(name)
     layers = config.num_hidden_layers
     parallel = ParallelConfig(pipeline_parallel_size=2, pipeline_layers=[1, layers - 1])
-    first, last = memory_by_rank(config, parallel, Passes(0), num_ranks=2)
-    whole = memory_by_rank(config, ParallelConfig(), Passes(0), num_ranks=1)[0]
+    first, last = memory_by_rank(config, parallel, PassSettings(0), num_ranks=2)
+    whole = memory_by_rank(config, ParallelConfig(), PassSettings(0), num_ranks=1)[0]
     assert first.weights + last.weights == whole.weights
     assert last.weights > first.weights or layers == 2
 
@@ -106,7 +106,7 @@ def test_norms_of_queries_and_keys_keep_what_they_are_given(name, norms):
 
 
 def activations(parallel: ParallelConfig, tokens: int = 64, name: str = "qwen3_moe_sparse_step", **passes):
-    return [rank.activations for rank in memory_by_rank(config_of(name), parallel, Passes(tokens, **passes), num_ranks=8)]
+    return [rank.activations for rank in memory_by_rank(config_of(name), parallel, PassSettings(tokens, **passes), num_ranks=8)]
 
 
 def test_context_and_sequence_parallelism_share_what_they_share():

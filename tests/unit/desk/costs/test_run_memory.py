@@ -22,7 +22,7 @@ from megatron_rl.desk.costs.run_memory import (
     models_of,
     run_memory,
 )
-from megatron_rl.desk.plan.memory_verdict import Verdict, _is_possible, verdict
+from megatron_rl.desk.plan.memory_verdict import MemoryFit, _is_possible, check_fit_with_fixes
 from megatron_rl.desk.simulate.estimated_costs import estimated_kv_tokens
 from megatron_rl.errors import ConfigError
 from megatron_rl.families.facts import as_config, read_model_json
@@ -62,8 +62,8 @@ def models_in(config: Config) -> list[RunModel]:
     return models_of(config, facts_of(config))
 
 
-def decide(config: Config, device: Gpu = H100) -> Verdict:
-    return verdict(config, facts_of(config), device)
+def decide(config: Config, device: Gpu = H100) -> MemoryFit:
+    return check_fit_with_fixes(config, facts_of(config), device)
 
 
 def stages_of(config: Config):

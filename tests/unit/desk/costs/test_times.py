@@ -19,7 +19,7 @@ from megatron_rl.desk.costs.serving_time import (
     prefill_seconds,
     stream_seconds,
 )
-from megatron_rl.desk.costs.training_time import Efficiency, Work, bubble, training_seconds
+from megatron_rl.desk.costs.training_time import Efficiency, TrainingBatchWork, bubble, training_seconds
 from megatron_rl.errors import ConfigError
 from megatron_rl.families.flops import flops_cost
 from tests.tiny_families import COMMON, SHAPES
@@ -35,7 +35,7 @@ def config_of(name: str):
 
 def test_a_dense_model_trains_at_its_share_of_the_peak():
     config, lengths = config_of("llama3_scaled"), [30, 50, 50]
-    seconds = training_seconds(config, ParallelConfig(), H100, Work(lengths), num_ranks=4)
+    seconds = training_seconds(config, ParallelConfig(), H100, TrainingBatchWork(lengths), num_ranks=4)
     flops = 3 * sum(map(flops_cost(config), lengths))
     assert flops / seconds / 4 == pytest.approx(H100.flops["bfloat16"] * Efficiency().products)
 
@@ -44,18 +44,18 @@ def test_a_pipeline_idles_while_it_fills():
     parallel, _ = parse_layout("pp4+vpp2")
     assert bubble(parallel, 6) == 3 / 12
     config = config_of("llama3_scaled")
-    one = training_seconds(config, ParallelConfig(), H100, Work([64]), num_ranks=4)
-    assert training_seconds(config, parallel, H100, Work([64], num_packs=6), num_ranks=4) == pytest.approx(1.25 * one)
+    one = training_seconds(config, ParallelConfig(), H100, TrainingBatchWork([64]), num_ranks=4)
+    assert training_seconds(config, parallel, H100, TrainingBatchWork([64], num_packs=6), num_ranks=4) == pytest.approx(1.25 * one)
 
 
 def test_experts_cost_more_the_more_machines_they_are_on():
     config = config_of("qwen3_moe")
     times = [
-        training_seconds(config, parse_layout(f"ep{size}")[0], H100, Work([64] * 8), num_ranks=32) for size in (1, 8, 16, 32)
+        training_seconds(config, parse_layout(f"ep{size}")[0], H100, TrainingBatchWork([64] * 8), num_ranks=32) for size in (1, 8, 16, 32)
     ]
     assert times[0] == times[1] < times[2] < times[3]
     hidden = training_seconds(
-        config, parse_layout("ep32")[0], H100, Work([64] * 8), num_ranks=32, efficiency=Efficiency(exposed_network=0)
+        config, parse_layout("ep32")[0], H100, TrainingBatchWork([64] * 8), num_ranks=32, efficiency=Efficiency(exposed_network=0)
     )
     assert hidden == times[0]
 

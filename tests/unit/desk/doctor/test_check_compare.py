@@ -2,7 +2,7 @@
 
 import math
 
-from megatron_rl.desk.doctor.check_compare import Departure, departures, in_words, tolerance
+from megatron_rl.desk.doctor.check_compare import Deviation, departures, describe, tolerance
 
 
 def found(made, recorded, **options):
@@ -25,8 +25,8 @@ def test_what_is_not_finite_or_of_another_length_departs():
 
 
 def test_the_weights_of_a_step_take_one_line():
-    found = [Departure(1, "publish", f"weights w{i}", "differ") for i in range(3)] + [Departure(2, "publish", "weights w0", "differ")]
-    assert in_words(found) == [
+    found = [Deviation(1, "publish", f"weights w{i}", "differ") for i in range(3)] + [Deviation(2, "publish", "weights w0", "differ")]
+    assert describe(found) == [
         "step 1, the policy's optimizer step: weights w0 differ (and 2 more tensors)",
         "step 2, the policy's optimizer step: weights w0 differ",
     ]

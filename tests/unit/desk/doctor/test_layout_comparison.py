@@ -4,13 +4,13 @@ import io
 
 from rich.console import Console
 
-from megatron_rl.desk.doctor.layout_comparison import Finding, findings_table
+from megatron_rl.desk.doctor.layout_comparison import LayoutResult, findings_table
 
 
 def test_numbers_and_short_names_stay_whole_in_80_columns() -> None:
     rows = [
-        Finding("reference", 1, 8.705087, 123.4567, 0.0, "reference"),
-        Finding("tp2+sp+pp2+vpp2+ep2+etp1+cp2+layers1/2/3/4", 16, 8.705087, 0.01234567, 1.2e-7, "DIFFERS: loss, weights"),
+        LayoutResult("reference", 1, 8.705087, 123.4567, 0.0, "reference"),
+        LayoutResult("tp2+sp+pp2+vpp2+ep2+etp1+cp2+layers1/2/3/4", 16, 8.705087, 0.01234567, 1.2e-7, "DIFFERS: loss, weights"),
     ]
     output = io.StringIO()
     Console(file=output, width=80).print(findings_table(rows))

@@ -16,7 +16,7 @@ from megatron_rl.desk.doctor.machine_checks import (
     OK,
     SKIPPED,
     WARN,
-    Line,
+    CheckResult,
     attention_line,
     device_line,
     environment_lines,
@@ -26,15 +26,15 @@ from megatron_rl.desk.doctor.machine_checks import (
     show,
     variable_lines,
 )
-from megatron_rl.system.gpu.gpu_stack import Fact
+from megatron_rl.system.gpu.gpu_stack import Requirement
 from tests.unit.config.test_moe_settings import DENSE, load
 
 ENGINE = {"version": "2.20.2", "cudnn": 92400, "flash_attn": "", "flash_attn_3": ""}
 REMEDY = "free some space, or choose a folder on a larger disk; a remedy has to stay readable too, whatever its length"
 LINES = (
-    Line("torch", OK, "2.14.1+cu130"),
-    Line("fused gradient accumulation", WARN, "none (needed: fused_weight_gradient_mlp_cuda of NVIDIA Apex)", REMEDY),
-    Line("log-prob parity", FAIL, "log-probs of 1024 sampled tokens differ " + "between Megatron and SGLang " * 8, REMEDY),
+    CheckResult("torch", OK, "2.14.1+cu130"),
+    CheckResult("fused gradient accumulation", WARN, "none (needed: fused_weight_gradient_mlp_cuda of NVIDIA Apex)", REMEDY),
+    CheckResult("log-prob parity", FAIL, "log-probs of 1024 sampled tokens differ " + "between Megatron and SGLang " * 8, REMEDY),
 )
 
 
@@ -84,14 +84,14 @@ def test_a_gpu_that_torch_does_not_see_is_a_failure(monkeypatch: pytest.MonkeyPa
 
 
 def test_what_only_gpus_need_is_no_fault_of_a_machine_without_one() -> None:
-    missing = Fact("Transformer Engine", "none", "its three packages", "build it", is_needed=False)
-    bare = Fact("Transformer Engine", "transformer_engine 2.20.2", "its three packages", "build it")
-    glibc, disk = Fact("glibc", "2.31", "2.34", "upgrade"), Fact("free disk", "1 MiB", "2048 MiB", "free some space")
-    apex = Fact("package apex", "apex 0.9, not NVIDIA's", "none", "pip uninstall apex")
+    missing = Requirement("Transformer Engine", "none", "its three packages", "build it", is_needed=False)
+    bare = Requirement("Transformer Engine", "transformer_engine 2.20.2", "its three packages", "build it")
+    glibc, disk = Requirement("glibc", "2.31", "2.34", "upgrade"), Requirement("free disk", "1 MiB", "2048 MiB", "free some space")
+    apex = Requirement("package apex", "apex 0.9, not NVIDIA's", "none", "pip uninstall apex")
     assert [fact_line(fact, on_gpu=True).state for fact in (missing, bare, glibc, disk, apex)] == [WARN, *[FAIL] * 4]
     on_cpu = [fact_line(fact, on_gpu=False).state for fact in (missing, bare, glibc, disk, apex)]
     assert on_cpu == [SKIPPED, FAIL, SKIPPED, FAIL, FAIL]
-    assert fact_line(Fact("glibc", "2.39", "2.34"), on_gpu=False) == Line("glibc", OK, "2.39")
+    assert fact_line(Requirement("glibc", "2.39", "2.34"), on_gpu=False) == CheckResult("glibc", OK, "2.39")
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from megatron_rl.algorithms.mismatch import Figures
+from megatron_rl.algorithms.mismatch import MismatchStats
 from megatron_rl.desk.doctor.mismatch_factors import (
     AS_IT_IS,
     BATCH_SHAPE,
@@ -19,11 +19,11 @@ from megatron_rl.desk.doctor.mismatch_factors import (
     verdict,
 )
 
-BOUNDS = Figures(mean=math.inf, k3=math.inf, outliers=math.inf, max=1e-4)
+BOUNDS = MismatchStats(mean=math.inf, k3=math.inf, outliers=math.inf, max=1e-4)
 
 
 def trial(factor, difference, **options):
-    return Trial(factor, "", Figures(difference, difference, 0.0, difference), BOUNDS, 10, **options)
+    return Trial(factor, "", MismatchStats(difference, difference, 0.0, difference), BOUNDS, 10, **options)
 
 
 @pytest.mark.parametrize("guilty", [*HELD_HERE, DTYPE])

@@ -107,7 +107,7 @@ def test_layouts_are_compared_in_the_dtype_that_was_asked_for(dtype: Dtype, monk
         raise Stop
 
     monkeypatch.setattr(layout_ranks, "Engine", engine)
-    job = layout_ranks.Job("model", "policy", ["tp1"], "", "", is_reference=True, dtype=dtype.value)
+    job = layout_ranks.InvarianceJob("model", "policy", ["tp1"], "", "", is_reference=True, dtype=dtype.value)
     with pytest.raises(Stop):
         layout_ranks._measure(job, "tp1", ParallelConfig(), SimpleNamespace(), is_reference=True)
     assert built["dtype"] is dtype

@@ -1,7 +1,7 @@
 """Who waits for whom, decided from what processes were seen to do."""
 
-from megatron_rl.desk.doctor.wait_graph import RunSeen, ServerSeen, lines_of, verdict
-from megatron_rl.system.processes.process_probe import Frame, Seen
+from megatron_rl.desk.doctor.wait_graph import RunSnapshot, ServerSnapshot, rank_lines, verdict
+from megatron_rl.system.processes.process_probe import Frame, ProcessSnapshot
 
 REDUCE = (
     Frame("/x/torch/distributed/distributed_c10d.py", 90, "all_reduce"),
@@ -19,7 +19,7 @@ ELSEWHERE = (Frame("/x/site-packages/numpy/core.py", 7, "sort"), Frame("/home/me
 
 
 def seen(frames=(), *, state="sleeping", pid=1, cpu=0.0, **notes):
-    return Seen(pid, "node1", state=state, cpu_share=cpu, frames=frames, notes={k: tuple(v) for k, v in notes.items()})
+    return ProcessSnapshot(pid, "node1", state=state, cpu_share=cpu, frames=frames, notes={k: tuple(v) for k, v in notes.items()})
 
 
 def working(frames, since_s=60.0, **options):
@@ -32,8 +32,8 @@ def texts(run):
 
 def test_ranks_that_do_the_same_share_a_line_and_the_missing_one_is_named():
     ranks = {rank: working(REDUCE) for rank in (0, 1, 2, 5)} | {3: working(ELSEWHERE, pid=33, cpu=0.98), 4: working(REDUCE)}
-    run = RunSeen(ranks, now_s=101.0)
-    assert lines_of(run) == [
+    run = RunSnapshot(ranks, now_s=101.0)
+    assert rank_lines(run) == [
         "ranks 0-2 and 4-5 wait in all_reduce, update of the engine policy of the stage policy_update of step 4 since 41 s",
         "rank 3 is in sort, called by my_loss (/home/me/loss.py:12), update of the engine policy of the stage policy_update of "
         "step 4, at 98% of a core since 41 s",
@@ -48,29 +48,29 @@ def test_a_collective_without_a_name_is_that_of_its_caller_and_what_has_just_beg
         Frame("/lib/python3.11/contextlib.py", 9, "__exit__"),
         Frame("/x/megatron/core/param_and_grad_buffer.py", 5, "start_grad_sync"),
     )
-    run = RunSeen({0: working(nameless), 1: working(ELSEWHERE)}, now_s=101.0)
-    assert lines_of(run)[0].startswith("rank 0 waits in a collective of start_grad_sync, update of the engine policy")
+    run = RunSnapshot({0: working(nameless), 1: working(ELSEWHERE)}, now_s=101.0)
+    assert rank_lines(run)[0].startswith("rank 0 waits in a collective of start_grad_sync, update of the engine policy")
     (found,) = verdict(run)
     assert found.text.startswith("rank 0 waits for rank 1") and found.hangs
-    (calm,) = verdict(RunSeen(run.ranks, now_s=62.0))
+    (calm,) = verdict(RunSnapshot(run.ranks, now_s=62.0))
     assert calm.text.startswith("nothing stands still: what is waited for has just begun. rank 0") and not calm.hangs
 
 
 def test_followers_without_a_command_wait_for_the_driver():
-    run = RunSeen({0: working(ELSEWHERE), 1: seen(COMMAND, waits=("the driver's next command", 1.0))}, now_s=71.0)
-    assert lines_of(run)[1] == "rank 1 waits for the driver's next command since 70 s"
+    run = RunSnapshot({0: working(ELSEWHERE), 1: seen(COMMAND, waits=("the driver's next command", 1.0))}, now_s=71.0)
+    assert rank_lines(run)[1] == "rank 1 waits for the driver's next command since 70 s"
     assert texts(run)[0].startswith("rank 1 waits for rank 0 (process 1 on node1), which is in sort")
 
 
 def test_ranks_in_different_collectives_took_different_ways():
-    (found,) = texts(RunSeen({0: working(REDUCE), 1: working(GATHER)}))
+    (found,) = texts(RunSnapshot({0: working(REDUCE), 1: working(GATHER)}))
     assert "all ranks are in a collective (all_gather, all_reduce): in different ones" in found
-    (found,) = texts(RunSeen({0: working(REDUCE), 1: working(REDUCE)}))
+    (found,) = texts(RunSnapshot({0: working(REDUCE), 1: working(REDUCE)}))
     assert "a message is lost" in found
 
 
 def test_a_dead_and_a_stopped_process_come_first():
-    run = RunSeen({0: working(REDUCE), 1: seen(state="gone", pid=7), 2: working(ELSEWHERE, state="stopped", pid=8)})
+    run = RunSnapshot({0: working(REDUCE), 1: seen(state="gone", pid=7), 2: working(ELSEWHERE, state="stopped", pid=8)})
     found = texts(run)
     assert len(found) == 2
     assert found[0].startswith("rank 1 is gone (process 7 on node1)") and found[1].endswith("kill -CONT 8")
@@ -80,19 +80,19 @@ def test_a_driver_that_waits_for_stages_waits_for_a_slow_grader_or_a_server():
     driver = seen(RUNNER, **{"score of step 3": ("rollout", 10.0)})
     grader = seen(ELSEWHERE, pid=5, scores=("a response of 9 characters", 20.0))
     follower = seen(COMMAND, waits=("the driver's next command", 1.0))
-    run = RunSeen({0: driver, 1: follower}, graders=[grader], programs={5: [seen(pid=6)]}, now_s=61.0)
-    assert "the driver runs the stage score of step 3 since 51 s" in lines_of(run)
+    run = RunSnapshot({0: driver, 1: follower}, graders=[grader], programs={5: [seen(pid=6)]}, now_s=61.0)
+    assert "the driver runs the stage score of step 3 since 51 s" in rank_lines(run)
     (found,) = texts(run)
     assert "that for a grader:" in found and "scores a response of 9 characters since 41 s" in found and "process 6" in found
-    quick = RunSeen({0: driver}, [ServerSeen("http://a", load="2 requests running, 0 waiting")], [grader], now_s=22.0)
+    quick = RunSnapshot({0: driver}, [ServerSnapshot("http://a", load="2 requests running, 0 waiting")], [grader], now_s=22.0)
     assert texts(quick) == [
         "the driver waits for score of step 3; its servers answer and work: http://a (2 requests running, 0 waiting)"
     ]
-    dead = RunSeen({0: driver}, [ServerSeen("http://a", problem="no answer")])
+    dead = RunSnapshot({0: driver}, [ServerSnapshot("http://a", problem="no answer")])
     assert texts(dead)[0].startswith("server http://a hangs: no answer")
 
 
 def test_nothing_found_and_a_silent_machine_are_said():
-    (calm,) = verdict(RunSeen({0: seen(RUNNER)}))
+    (calm,) = verdict(RunSnapshot({0: seen(RUNNER)}))
     assert calm.text.startswith("nothing stands still") and not calm.hangs
-    assert "node2 did not answer" in texts(RunSeen({0: seen(RUNNER)}, silent_hosts=["node2"]))[0]
+    assert "node2 did not answer" in texts(RunSnapshot({0: seen(RUNNER)}, silent_hosts=["node2"]))[0]

@@ -9,7 +9,7 @@ from megatron_rl.config.layout import experts_problem, layers_problem, layout_pr
 from megatron_rl.cpu.torchvision import declare_torchvision_ops
 from megatron_rl.desk.plan.layout_search import (
     STAGES,
-    LayoutKind,
+    LayoutFamily,
     cut_layers,
     expert_sizes,
     layout_refusal,
@@ -31,7 +31,7 @@ def config_of(name: str):
 
 def all_layouts(shape, num_ranks: int):
     for stages, experts, whole in itertools.product(STAGES, expert_sizes(shape, num_ranks), (True, False)):
-        yield from layouts(shape, LayoutKind(stages, experts, whole, reach=8), num_ranks, 8)
+        yield from layouts(shape, LayoutFamily(stages, experts, whole, stride=8), num_ranks, 8)
 
 
 @pytest.mark.parametrize("num_ranks", [4, 6])
@@ -68,6 +68,6 @@ def test_layers_are_cut_evenly_and_the_ends_are_short_first(num_layers):
 
 def test_the_layouts_of_a_group_share_more_and_more():
     shape = shape_of(config_of("qwen3_moe_sparse_step"))
-    products = [p.tensor_parallel_size * p.context_parallel_size for p in layouts(shape, LayoutKind(1, 1, False), 64, 8)]
+    products = [p.tensor_parallel_size * p.context_parallel_size for p in layouts(shape, LayoutFamily(1, 1, False), 64, 8)]
     assert products == sorted(products) and products[0] == 1
     assert parse_layout("tp2+sp")[0].sequence_parallel

@@ -5,11 +5,11 @@ from dataclasses import replace
 import pytest
 
 from megatron_rl.desk.plan import plan_ranking
-from megatron_rl.desk.plan.plan_ranking import Ranking, with_window
+from megatron_rl.desk.plan.plan_ranking import PlanRanking, with_window
 from megatron_rl.desk.plan.plan_search import splits
 from megatron_rl.desk.simulate.estimated_costs import estimated_timing
 from megatron_rl.desk.simulate.lengths import named_lengths
-from megatron_rl.desk.simulate.prediction import Workload, outcome_of, predict
+from megatron_rl.desk.simulate.prediction import Workload, compute_means, predict
 from tests.unit.desk.plan.test_plan_search import search_of
 
 WORKLOAD = Workload(named_lengths("lognormal:median=1000,sigma=1,max=8192"), named_lengths("fixed:length=100"))
@@ -18,7 +18,7 @@ SMALL = ("batch.max_response_tokens=8192", "batch.window_tokens=4096", "batch.nu
 
 
 def ranked(search, windows, number=8):
-    return Ranking(search.config, search.facts["policy"], search.gpu, WORKLOAD, windows).best(splits(search, NUM_GPUS), number)
+    return PlanRanking(search.config, search.facts["policy"], search.gpu, WORKLOAD, windows).best(splits(search, NUM_GPUS), number)
 
 
 @pytest.fixture(autouse=True)
@@ -32,7 +32,7 @@ def test_the_first_is_as_fast_as_any_of_all_that_fit(mode):
     windows = [0] if mode == "sync" else [2048, 4096]
     search = search_of("qwen3-4b", *words)
     best = ranked(search, windows)
-    one = Ranking(search.config, search.facts["policy"], search.gpu, WORKLOAD, windows)
+    one = PlanRanking(search.config, search.facts["policy"], search.gpu, WORKLOAD, windows)
     works = {}
     everything = [
         one._simulated(with_window(replace(trainer, rollout=server.rollout), window), works).response_s
@@ -48,9 +48,9 @@ def test_the_first_is_as_fast_as_any_of_all_that_fit(mode):
 def test_a_plan_takes_what_simulate_says_of_it():
     search = search_of("qwen3-4b", *SMALL)
     found = ranked(search, [4096], 2)[0]
-    scenario = Ranking(search.config, search.facts["policy"], search.gpu, WORKLOAD, [4096])._limited(found.config)
+    scenario = PlanRanking(search.config, search.facts["policy"], search.gpu, WORKLOAD, [4096])._limited(found.config)
     timing = estimated_timing(found.config, search.gpu)
-    alone = outcome_of(predict(scenario, WORKLOAD, timing, num_steps=60, seed=3))
+    alone = compute_means(predict(scenario, WORKLOAD, timing, num_steps=60, seed=3))
     assert found.response_s == pytest.approx(1 / alone.finished_per_s, rel=0.05)
 
 
@@ -59,6 +59,6 @@ def test_what_binds_is_what_is_busy():
     for found in ranked(search, [4096]):
         apart = found.config.rollout.placement.value == "disaggregated"
         if apart:
-            assert found.binds.startswith("trainer" if found.outcome.trainer_idle <= found.outcome.rollout_idle else "servers")
+            assert found.bottleneck.startswith("trainer" if found.outcome.trainer_idle <= found.outcome.rollout_idle else "servers")
         else:
-            assert found.binds.startswith(("generation", "training"))
+            assert found.bottleneck.startswith(("generation", "training"))

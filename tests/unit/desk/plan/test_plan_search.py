@@ -13,21 +13,21 @@ from megatron_rl.config.schema import Offload, Recompute
 from megatron_rl.desk.costs.gpus import gpu
 from megatron_rl.desk.costs.run_memory import model_folders
 from megatron_rl.desk.plan import plan_search
-from megatron_rl.desk.plan.layout_search import STAGES, LayoutKind, expert_sizes, layout_refusal, layouts
-from megatron_rl.desk.plan.memory_verdict import look
-from megatron_rl.desk.plan.plan_search import NO_CACHE, TOO_MANY, Search, fewest_gpus, splits
+from megatron_rl.desk.plan.layout_search import STAGES, LayoutFamily, expert_sizes, layout_refusal, layouts
+from megatron_rl.desk.plan.memory_verdict import check_fit
+from megatron_rl.desk.plan.plan_search import NO_CACHE, TOO_MANY, PlanSearch, fewest_gpus, splits
 from megatron_rl.families.facts import as_config, read_model_json
 
 MODELS = Path(__file__).parents[4] / "tools" / "published" / "models"
 
 
-def search_of(model: str, *words: str, device: str = "H100-80G", pinned: str = "") -> Search:
+def search_of(model: str, *words: str, device: str = "H100-80G", pinned: str = "") -> PlanSearch:
     config = load_config(None, ["preset=tppo", f"policy.path={MODELS / model}", "policy.dtype=bfloat16", *words])
     facts = as_config(read_model_json(MODELS / model))
-    return Search(config, {name: facts for name in model_folders(config)}, gpu(device), frozenset(pinned.split()))
+    return PlanSearch(config, {name: facts for name in model_folders(config)}, gpu(device), frozenset(pinned.split()))
 
 
-def configs(search: Search, num_gpus: int):
+def configs(search: PlanSearch, num_gpus: int):
     for split in splits(search, num_gpus):
         for trainer in split.trainers:
             for server in split.servers or (trainer,):
@@ -41,23 +41,23 @@ def test_every_plan_fits_and_takes_all_gpus(model, num_gpus):
     assert found
     for config in found:
         rollout, parallel = config.rollout, config.parallel
-        assert not look(config, search.facts, search.gpu).problem
+        assert not check_fit(config, search.facts, search.gpu).problem
         assert not list(layout_checks.problems(config, None)) and not list(placement_problems(rollout, parallel.num_ranks))
         serving = rollout.num_servers * rollout.tensor_parallel_size
         assert (serving if server_placement(rollout).shares_devices else serving + parallel.num_ranks) == num_gpus
 
 
-def brute(search: Search, config, *, whole: bool):
+def brute(search: PlanSearch, config, *, whole: bool):
     """Layout -> the least recomputation with which any setting fits, for servers of their own."""
     found = {}
     for stages in STAGES:
         for experts in expert_sizes(search.shape, config.parallel.num_ranks):
-            for parallel in layouts(search.shape, LayoutKind(stages, experts, whole), config.parallel.num_ranks, 8):
+            for parallel in layouts(search.shape, LayoutFamily(stages, experts, whole), config.parallel.num_ranks, 8):
                 if layout_refusal(search.shape, parallel):
                     continue
                 for recompute in Recompute:
                     one = plan_search._with_settings(search, replace(config, parallel=parallel), recompute, Offload.auto)
-                    if look(one, search.facts, search.gpu).needed <= search.room:
+                    if check_fit(one, search.facts, search.gpu).needed <= search.room:
                         found[str(parallel)] = recompute
                         break
     return found
@@ -91,7 +91,7 @@ def test_the_nearest_miss_is_the_nearest():
     assert not list(splits(search, 4))
     for reason, refused in search.refused.items():
         if reason.startswith(TOO_MANY):
-            found = look(refused.nearest, search.facts, search.gpu)
+            found = check_fit(refused.nearest, search.facts, search.gpu)
             assert found.stage == reason.removeprefix(TOO_MANY) or refused.excess > 0
             assert found.needed - search.gpu.hbm_bytes >= refused.excess * 0.999
     assert sum(refused.number for refused in search.refused.values()) > 10

@@ -10,24 +10,24 @@ from megatron_rl.desk.simulate.clock import run_clock
 from megatron_rl.desk.simulate.decoding import serve, spread
 from megatron_rl.desk.simulate.lengths import named_lengths
 from megatron_rl.desk.simulate.prediction import stage_load, stage_seconds, work_of
-from megatron_rl.desk.simulate.scenario import scenario_of
+from megatron_rl.desk.simulate.scenario import make_scenario
 from megatron_rl.desk.simulate.slot_process import SlotProcess
-from megatron_rl.desk.simulate.timing import Decode, Timing, Work
+from megatron_rl.desk.simulate.timing import Decode, LinearCost, Timing
 from megatron_rl.tracking.timeline import Timeline
 
 TIMING = Timing(
     Decode((1.0, 16.0, 64.0, 128.0), (0.010, 0.011, 0.016, 0.030), 2.0e-7),
-    Work(token_s=1.0e-5),
+    LinearCost(token_s=1.0e-5),
     {
-        "generate": Work(token_s=2.0e-5, cores=1.2),
-        "score": Work(row_s=1.0e-3),
-        "old_logprobs": Work(token_s=3.0e-5, cores=1.6),
-        "values": Work(token_s=3.0e-5, cores=1.6),
-        "advantages": Work(token_s=1.0e-6),
-        "update_policy": Work(token_s=1.0e-4, update_s=0.02, cores=1.6),
-        "publish": Work(fixed_s=0.1),
-        "checkpoint": Work(fixed_s=0.01, update_s=1.5),
-        "update_critic": Work(token_s=1.0e-4, update_s=0.02, cores=1.6),
+        "generate": LinearCost(token_s=2.0e-5, cores=1.2),
+        "score": LinearCost(row_s=1.0e-3),
+        "old_logprobs": LinearCost(token_s=3.0e-5, cores=1.6),
+        "values": LinearCost(token_s=3.0e-5, cores=1.6),
+        "advantages": LinearCost(token_s=1.0e-6),
+        "update_policy": LinearCost(token_s=1.0e-4, update_s=0.02, cores=1.6),
+        "publish": LinearCost(fixed_s=0.1),
+        "checkpoint": LinearCost(fixed_s=0.01, update_s=1.5),
+        "update_critic": LinearCost(token_s=1.0e-4, update_s=0.02, cores=1.6),
     },
     between_s=0.001,
     cores=2.0,
@@ -50,7 +50,7 @@ def make_config(mode="tppo", window_tokens=96, num_prompts=32):
 
 def make_run(folder, config, *, num_steps=40, timing=TIMING, noise=0.0, seed=0):
     """``noise``: standard deviation of the logarithm of every stage's seconds."""
-    scenario = scenario_of(config)
+    scenario = make_scenario(config)
     rng = np.random.default_rng(seed)
     slots = SlotProcess(scenario, named_lengths(LENGTHS).draw, named_lengths("uniform:min=8,max=20").draw, rng)
     works, rows = [], []

@@ -9,9 +9,9 @@ import pytest
 from megatron_rl.desk.simulate.calibration import _fitted, calibrated
 from megatron_rl.desk.simulate.comparison import observed, recorded_works, replay_fitted, replay_measured
 from megatron_rl.desk.simulate.fitting import nonnegative
-from megatron_rl.desk.simulate.prediction import Workload, outcome_of, predict
+from megatron_rl.desk.simulate.prediction import Workload, compute_means, predict
 from megatron_rl.desk.simulate.recorded_run import RecordedRun, prompt_lengths, read_run, response_lengths
-from megatron_rl.desk.simulate.scenario import scenario_of
+from megatron_rl.desk.simulate.scenario import make_scenario
 from megatron_rl.desk.simulate.timing import read_timing, write_timing
 from megatron_rl.errors import UserError
 from tests.unit.desk.simulate.made_runs import TIMING, make_config, make_run
@@ -29,7 +29,7 @@ def runs(tmp_path_factory):
         "one window ahead": make_config("async"),
     }
     return {
-        name: (read_run(make_run(folder / name, config, seed=seed)), scenario_of(config))
+        name: (read_run(make_run(folder / name, config, seed=seed)), make_scenario(config))
         for seed, (name, config) in enumerate(configs.items())
     }
 
@@ -98,8 +98,8 @@ def test_predictions_over_drawn_lengths_meet_a_run_with_the_same_lengths(runs):
     run, scenario = runs["window 96"]
     timing = calibrated(run, scenario)
     workload = Workload(response_lengths(run, carries=True), prompt_lengths(run))
-    found = outcome_of(predict(scenario, workload, timing, num_steps=150, seed=3))
-    real = outcome_of(observed(run, scenario, timing))
+    found = compute_means(predict(scenario, workload, timing, num_steps=150, seed=3))
+    real = compute_means(observed(run, scenario, timing))
     assert found.step_s == pytest.approx(real.step_s, rel=0.06)
     assert found.finished_per_s == pytest.approx(real.finished_per_s, rel=0.1)
     assert found.prefix_share == pytest.approx(real.prefix_share, abs=0.04)

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_rl.config.schema import Mode
-from megatron_rl.desk.simulate.clock import Load, run_clock
+from megatron_rl.desk.simulate.clock import StageLoad, run_clock
 from megatron_rl.step.table import step_graph
 
 NUM_STEPS = 4
@@ -16,7 +16,7 @@ SECONDS = {"generate": 4.0, "old_logprobs": 1.0, "values": 1.0, "update_policy":
 
 def run(mode, seconds=SECONDS, *, cores=0.0, wanted=0.0, **options):
     graph = step_graph(mode, **options)
-    return run_clock(graph, lambda one: Load(seconds.get(one.stage.name, 0.0), wanted), NUM_STEPS, cores=cores)
+    return run_clock(graph, lambda one: StageLoad(seconds.get(one.stage.name, 0.0), wanted), NUM_STEPS, cores=cores)
 
 
 def test_a_synchronous_step_is_the_sum_of_its_stages():
@@ -56,7 +56,7 @@ def test_with_a_core_for_each_nothing_slows_down():
 def test_on_full_cores_everything_is_slower_although_there_is_one_for_each():
     graph = step_graph(Mode.tppo)
     spans = run_clock(
-        graph, lambda one: Load(SECONDS.get(one.stage.name, 0.0), 1.0), NUM_STEPS, cores=2.0, overlap_rate=0.8
+        graph, lambda one: StageLoad(SECONDS.get(one.stage.name, 0.0), 1.0), NUM_STEPS, cores=2.0, overlap_rate=0.8
     )
     found = {(span.name, span.step): span for span in spans}
     critic, generate = found["update_critic", 1], found["generate", 2]
@@ -67,10 +67,10 @@ def test_on_full_cores_everything_is_slower_although_there_is_one_for_each():
 
 def test_a_stage_that_goes_on_with_fewer_cores_is_slowed_down_less():
     """Two servers of a core each, one of them idle after a second; the critic wants two cores of three."""
-    servers = Load(1.0, 2.0, Load(3.0, 1.0))
+    servers = StageLoad(1.0, 2.0, StageLoad(3.0, 1.0))
     graph = step_graph(Mode.tppo)
-    loads = {"generate": servers, "update_critic": Load(3.0, 2.0)}
-    spans = run_clock(graph, lambda one: loads.get(one.stage.name, Load(0.0)), NUM_STEPS, cores=3.0)
+    loads = {"generate": servers, "update_critic": StageLoad(3.0, 2.0)}
+    spans = run_clock(graph, lambda one: loads.get(one.stage.name, StageLoad(0.0)), NUM_STEPS, cores=3.0)
     found = {(span.name, span.step): span for span in spans}
     generate, critic = found["generate", 2], found["update_critic", 1]
     # Four cores of three are wanted until the first server is through, then three.
@@ -87,7 +87,7 @@ def test_whatever_stages_take_each_finds_what_it_needs_and_its_resource_free(dat
     graph = step_graph(mode, colocated=colocated, reference=data.draw(st.booleans()), in_flight=in_flight)
     cores = data.draw(st.sampled_from([0.0, 1.0, 2.0]))
     loads = {
-        (stage.name, step): Load(
+        (stage.name, step): StageLoad(
             data.draw(st.sampled_from([0.0, 0.3, 1.0, 2.5])), data.draw(st.sampled_from([0.0, 0.7, 1.5]))
         )
         for stage in graph

@@ -5,14 +5,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_rl.desk.simulate.decoding import Limits, serve, spread
-from megatron_rl.desk.simulate.timing import Decode, Timing, Work
+from megatron_rl.desk.simulate.decoding import ServerLimits, serve, spread
+from megatron_rl.desk.simulate.timing import Decode, LinearCost, Timing
 from tests.unit.desk.simulate.token_by_token import Server
 
-TIMING = Timing(Decode((1.0, 3.0, 8.0), (0.5, 0.75, 2.0), 0.01), Work(token_s=0.125, square_s=0.001, row_s=0.25))
+TIMING = Timing(Decode((1.0, 3.0, 8.0), (0.5, 0.75, 2.0), 0.01), LinearCost(token_s=0.125, square_s=0.001, row_s=0.25))
 requests = st.lists(st.tuples(st.integers(0, 30), st.integers(0, 25)), min_size=1, max_size=12)
 limits = st.builds(
-    Limits, st.integers(0, 5), st.sampled_from([0, 40, 90]), st.integers(0, 6), http_batch=st.integers(1, 4)
+    ServerLimits, st.integers(0, 5), st.sampled_from([0, 40, 90]), st.integers(0, 6), http_batch=st.integers(1, 4)
 )
 
 
@@ -43,7 +43,7 @@ def test_tokens_at_a_moment_against_a_curve_without_context():
     """Three requests, a step of one second whatever runs: after t seconds each has t more tokens."""
     timing = Timing(Decode((1.0,), (1.0,)))
     new = np.array([3, 8, 20])
-    found = serve(np.zeros(3, dtype=np.int64), new, timing, Limits())
+    found = serve(np.zeros(3, dtype=np.int64), new, timing, ServerLimits())
     for moment in (0.0, 1.0, 5.0, 12.0):
         assert found.tokens_at(moment, new).tolist() == [min(length, 1 + int(moment)) for length in (3, 8, 20)]
 

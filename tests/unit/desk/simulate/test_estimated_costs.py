@@ -9,7 +9,7 @@ from megatron_rl.config.load import load_config
 from megatron_rl.config.schema import Config
 from megatron_rl.desk.costs.gpus import gpu
 from megatron_rl.desk.costs.serving_time import decode_seconds, prefill_seconds
-from megatron_rl.desk.costs.training_time import REINFORCEMENT, Work, training_seconds
+from megatron_rl.desk.costs.training_time import REINFORCEMENT, TrainingBatchWork, training_seconds
 from megatron_rl.desk.simulate.estimated_costs import estimated_kv_tokens, estimated_timing
 from megatron_rl.errors import ConfigError
 from megatron_rl.families.facts import as_config, read_model_json
@@ -59,7 +59,7 @@ def test_stages_take_what_their_passes_take(configured):
             model_of(config),
             config.parallel,
             H100,
-            Work(lengths.tolist(), passes),
+            TrainingBatchWork(lengths.tolist(), passes),
             num_ranks=8,
             efficiency=REINFORCEMENT,
         )

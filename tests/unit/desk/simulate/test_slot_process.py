@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_rl.config.schema import Mode
-from megatron_rl.desk.simulate.decoding import Limits
+from megatron_rl.desk.simulate.decoding import ServerLimits
 from megatron_rl.desk.simulate.prediction import work_of
 from megatron_rl.desk.simulate.scenario import Scenario
 from megatron_rl.desk.simulate.slot_process import SlotProcess
@@ -20,7 +20,7 @@ TIMING = Timing(Decode((1.0, 8.0), (1.0, 2.0)))
 
 def process(mode, lengths, *, num_slots=6, num_trained=None, group_size=1, window=5, jitter=0, seed=0):
     drawn = iter(lengths)
-    scenario = Scenario(mode, num_trained or num_slots, num_slots, group_size, 40, window, jitter, 2, Limits())
+    scenario = Scenario(mode, num_trained or num_slots, num_slots, group_size, 40, window, jitter, 2, ServerLimits())
     return SlotProcess(
         scenario,
         lambda rng, n: np.array([next(drawn) for _ in range(n)]),
@@ -78,7 +78,7 @@ def test_enough_windows_end_a_step_and_what_was_cut_keeps_its_tokens():
 @given(st.integers(1, 4), st.integers(1, 9), st.integers(0, 99))
 def test_without_a_critic_a_response_leaves_its_slot_when_it_ends_and_trains_when_its_group_has(size, window, seed):
     scenario = Scenario(
-        Mode.tppo, 7, 7, size, 40, window, num_servers=2, limits=Limits(), critic=False, whole_responses=True, whole_groups=True
+        Mode.tppo, 7, 7, size, 40, window, num_servers=2, limits=ServerLimits(), critic=False, whole_responses=True, whole_groups=True
     )
     lengths = np.random.default_rng(seed).integers(1, 40, 400)
     drawn = iter(lengths.tolist())

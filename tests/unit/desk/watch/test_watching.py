@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from megatron_rl.desk.watch.run_view import RunFolder
-from megatron_rl.desk.watch.watch_screen import CutToHeight, screen
+from megatron_rl.desk.watch.watch_screen import ClippedToHeight, screen
 from megatron_rl.tracking.metrics_file import MetricsTail, MetricsWriter
 from megatron_rl.tracking.status import SILENT_S, StatusFile, read_status
 
@@ -35,7 +35,7 @@ def write_status(folder, state="running", *, silent_s=0.0, host="elsewhere", pid
 
 def drawn(folder, width=100):
     out = io.StringIO()
-    Console(file=out, width=width, highlight=False).print(screen(RunFolder(folder).look(), width))
+    Console(file=out, width=width, highlight=False).print(screen(RunFolder(folder).poll(), width))
     return out.getvalue()
 
 
@@ -115,9 +115,9 @@ def test_a_run_from_before_status_files_is_judged_by_its_summary_and_its_silence
     write_run(tmp_path)
     assert "no status.json" in drawn(tmp_path)
     (tmp_path / "summary.json").write_text(json.dumps({"num_steps": 12, "wall_s": 24.0}))
-    assert RunFolder(tmp_path).look().status.state == "stopped"
+    assert RunFolder(tmp_path).poll().status.state == "stopped"
     (tmp_path / "config.yaml").write_text("run: {num_steps: 12}\n")
-    assert RunFolder(tmp_path).look().status.state == "finished" and "to go" not in drawn(tmp_path)
+    assert RunFolder(tmp_path).poll().status.state == "finished" and "to go" not in drawn(tmp_path)
 
 
 def test_a_failed_run_shows_why_and_the_end_of_its_newest_log(tmp_path):
@@ -133,7 +133,7 @@ def test_an_empty_folder_is_told_and_a_low_window_says_what_it_hides(tmp_path):
     write_status(write_run(tmp_path))
     out = io.StringIO()
     console = Console(file=out, width=80, height=10, force_terminal=True)
-    console.print(CutToHeight(screen(RunFolder(tmp_path).look(), 80)), end="")
+    console.print(ClippedToHeight(screen(RunFolder(tmp_path).poll(), 80)), end="")
     lines = out.getvalue().splitlines()
     assert len(lines) == 10 and "more lines" in lines[-1]
 
@@ -141,30 +141,30 @@ def test_an_empty_folder_is_told_and_a_low_window_says_what_it_hides(tmp_path):
 def test_a_clock_that_is_ahead_is_noticed_once_the_run_has_written_again(tmp_path):
     folder = RunFolder(write_run(tmp_path))
     write_status(tmp_path, silent_s=500.0)
-    assert folder.look().status.state == "dead"
+    assert folder.poll().status.state == "dead"
     write_status(tmp_path, silent_s=498.0)
-    assert folder.look().status.state == "running"
+    assert folder.poll().status.state == "running"
 
 
 def test_a_status_that_cannot_be_read_for_a_moment_changes_nothing(tmp_path):
     folder = RunFolder(write_run(tmp_path))
     write_status(tmp_path)
-    assert folder.look().status.state == "running"
+    assert folder.poll().status.state == "running"
     (tmp_path / "status.json").unlink()
-    assert folder.look().status.state == "running"
+    assert folder.poll().status.state == "running"
 
 
 def test_a_run_that_grew_reads_as_if_it_were_read_whole(tmp_path):
     folder = RunFolder(write_run(tmp_path, num_rows=3))
-    folder.look()
+    folder.poll()
     with MetricsWriter(tmp_path / "metrics.jsonl") as writer:
         writer.log(4, {"reward/mean": 0.5, "new": 7.0})
-        folder.look()
+        folder.poll()
         writer.log(5, {"reward/mean": 0.25})
-        folder.look()
+        folder.poll()
         writer.log(5, {"late": 3.0})  # of a step that is there
-        grown = folder.look().run
-    whole = RunFolder(tmp_path).look().run
+        grown = folder.poll().run
+    whole = RunFolder(tmp_path).poll().run
     assert grown.steps.tolist() == whole.steps.tolist() == [1, 2, 3, 4, 5]
     assert list(grown.columns) == list(whole.columns) and whole.columns["late"][-1] == 3.0 and whole.columns["reward/mean"][-1] == 0.25
     for name in whole.columns:

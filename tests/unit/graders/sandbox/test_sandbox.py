@@ -17,7 +17,7 @@ import pytest
 from megatron_rl.graders.sandbox import sandbox as sandbox_module
 from megatron_rl.graders.sandbox.sandbox import (
     BadTestsError,
-    Outcome,
+    CaseResult,
     Program,
     ProgramLimits,
     Sandbox,
@@ -74,7 +74,7 @@ def run(
     limits: ProgramLimits = PATIENT,
     entry_point: str = "f",
     prompt_code: str = "",
-) -> Outcome:
+) -> CaseResult:
     """Runs it, and checks that nothing is left of it."""
     outcome = sandbox.run(Program(code, tests, prompt_code, entry_point), limits)
     assert survivors(sandbox) == []
@@ -82,7 +82,7 @@ def run(
 
 
 def test_an_honest_program_passes_and_a_wrong_one_says_where(sandbox: Sandbox) -> None:
-    assert run(sandbox, SQUARE) == Outcome(2, 0, "")
+    assert run(sandbox, SQUARE) == CaseResult(2, 0, "")
     wrong = run(sandbox, "def f(x):\n    return x + x + (x == 0)\n")
     assert not wrong.passed and "assert f(0) == 0" in wrong.detail
     assert "ZeroDivisionError" in run(sandbox, "def f(x):\n    return 1 / (x - 2)\n").detail

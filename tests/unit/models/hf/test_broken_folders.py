@@ -19,7 +19,7 @@ from megatron_rl.models.hf.conversion import convert
 from megatron_rl.models.hf.megatron_config import check_layout, megatron_config
 from megatron_rl.models.hf.model_config import load_hf_config
 from megatron_rl.models.hf.sources import INDEX_FILE, SINGLE_FILE, CheckpointSource, WeightsError
-from megatron_rl.models.hf.weights import checked_source, unread_note
+from megatron_rl.models.hf.weights import checked_source, unread_tensors_note
 from tests.fuzz import mutated, mutated_bytes, mutations, taken_or_refused
 from tests.tiny_families import COMMON, SHAPES, VISION_SHAPES, make_family_model
 
@@ -164,7 +164,7 @@ def test_what_is_left_unread_is_named_and_what_has_no_place_refused(tied: Path) 
     add(tied, "model.layers.0.self_attn.rotary_emb.inv_freq", torch.ones(3))
     for role, words in (("policy", "a policy has no use for it"), ("critic", "starts with a fresh value head")):
         checked_source(config, tied, role)
-        assert words in unread_note(config, tied, role)
+        assert words in unread_tensors_note(config, tied, role)
     add(tied, "model.layers.0.self_attn.q_norm.weight", torch.ones(6))
     with pytest.raises(WeightsError, match=r"no place for: model.layers.0.self_attn.q_norm.weight"):
         checked_source(config, tied, "policy")

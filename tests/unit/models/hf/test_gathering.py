@@ -12,7 +12,7 @@ from megatron_rl.config.schema import ParallelConfig
 from megatron_rl.families.parameters import Entry
 from megatron_rl.families.transforms import Replicated
 from megatron_rl.models.hf import gathering
-from megatron_rl.models.hf.gathering import Destination, Held, Owner, collect, messages
+from megatron_rl.models.hf.gathering import GatherTarget, Owner, ShardedParameter, collect, messages
 from tests.fake_world import fake_rank
 
 LIMIT = 100
@@ -27,9 +27,9 @@ def small_world():
         yield
 
 
-def held(index: int, stage: int, rank: int, dtype: torch.dtype, size: int) -> Held:
+def held(index: int, stage: int, rank: int, dtype: torch.dtype, size: int) -> ShardedParameter:
     entry = Entry(f"parameter{index}", {f"tensor{index}": (size,)}, Replicated())
-    return Held(entry, stage, dtype, Owner(stage * RANKS_PER_STAGE + rank, None, is_here=False))
+    return ShardedParameter(entry, stage, dtype, Owner(stage * RANKS_PER_STAGE + rank, None, is_here=False))
 
 
 PARAMETERS = st.lists(
@@ -38,16 +38,16 @@ PARAMETERS = st.lists(
 ).map(lambda found: [held(i, *one) for i, one in enumerate(found)])
 
 
-@given(PARAMETERS, st.sampled_from(Destination))
-def test_messages_hold_what_one_rank_sends_in_order_and_no_more_than_the_limit(parameters: list[Held], to: Destination):
+@given(PARAMETERS, st.sampled_from(GatherTarget))
+def test_messages_hold_what_one_rank_sends_in_order_and_no_more_than_the_limit(parameters: list[ShardedParameter], to: GatherTarget):
     found = list(messages(parameters, to))
     assert [one for message in found for one in message] == parameters
 
-    def travels(one: Held) -> bool:
-        target = one.stage * RANKS_PER_STAGE if to is Destination.stage else 0
-        return to is Destination.everywhere or one.owner.first != target
+    def travels(one: ShardedParameter) -> bool:
+        target = one.stage * RANKS_PER_STAGE if to is GatherTarget.stage else 0
+        return to is GatherTarget.everywhere or one.owner.first != target
 
-    def kind(one: Held) -> tuple:
+    def kind(one: ShardedParameter) -> tuple:
         return one.owner.first, one.dtype
 
     for message in found:
@@ -61,7 +61,7 @@ def test_messages_hold_what_one_rank_sends_in_order_and_no_more_than_the_limit(p
 def test_a_layer_of_experts_is_a_message_for_each_rank_that_holds_some():
     """128 experts on four ranks, two parameters each; the first rank's are where they are wanted."""
     experts = [held(2 * e + i, 0, e // 32, torch.bfloat16, 1) for e in range(128) for i in range(2)]
-    found = list(messages(experts, Destination.stage))
+    found = list(messages(experts, GatherTarget.stage))
     assert [len(message) for message in found if message[0].owner.first > 0] == [50, 14] * 3
 
 

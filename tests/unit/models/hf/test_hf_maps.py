@@ -16,7 +16,16 @@ from megatron_rl.families.facts import dims
 from megatron_rl.families.family import families
 from megatron_rl.families.parameters import VALUE_HEAD, canonical_name, entries, stacked_shapes
 from megatron_rl.families.rotary import inverse_frequencies
-from megatron_rl.families.transforms import QKV, Columns, GatedMLP, Replicated, Rows, Shard, Transform, Vocabulary
+from megatron_rl.families.transforms import (
+    QKV,
+    ColumnParallel,
+    GatedMLP,
+    Replicated,
+    RowParallel,
+    Shard,
+    Transform,
+    VocabParallel,
+)
 from megatron_rl.models.attention import plan_attention
 from megatron_rl.models.hf.megatron_config import megatron_config
 from megatron_rl.models.hf.model_config import load_hf_config
@@ -110,11 +119,11 @@ def test_gated_mlp_splits_gate_and_up_alike() -> None:
 
 def test_the_vocabulary_is_padded_with_zeros_at_its_end() -> None:
     embedding = 1 + torch.arange(5.0)[:, None]
-    shards = shards_of(Vocabulary(), [embedding], {"vocab": 5}, 4)
+    shards = shards_of(VocabParallel(), [embedding], {"vocab": 5}, 4)
     assert [shard.flatten().tolist() for shard in shards] == [[1, 2], [3, 4], [5, 0], [0, 0]]
 
 
-@pytest.mark.parametrize(("transform", "dim"), [(Rows(), 0), (Columns(), 1)])
+@pytest.mark.parametrize(("transform", "dim"), [(ColumnParallel(), 0), (RowParallel(), 1)])
 def test_an_uneven_split_is_refused(transform: Transform, dim: int) -> None:
     with pytest.raises(ValueError, match="5 rows do not divide by parallel.tensor_parallel_size 2"):
         transform.load([torch.zeros((5, 4) if dim == 0 else (4, 5))], {}, Shard(0, 2))

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 from megatron_rl.commands.score import score_file
 from megatron_rl.data.code_lines import extract_code
-from megatron_rl.graders.sandbox.source import BadTests, compose, infer_entry_point, prelude, read_tests
-from megatron_rl.graders.sandbox.values import Unsendable, decode, encode, write_text
+from megatron_rl.graders.sandbox.source import InvalidTests, compose, infer_entry_point, prelude, read_tests
+from megatron_rl.graders.sandbox.values import NotSerializable, decode, encode, write_text
 from megatron_rl.rewards.registry import RewardError, check_options, resolve, row_arguments
 from megatron_rl.rewards.rules.code import CodeOptions, score
 from megatron_rl.rewards.workers.calls import RunnerSettings
@@ -96,7 +96,7 @@ def test_no_text_breaks_the_reading(response: str, prompt: str) -> None:
     code = extract_code(response, "f")
     assert isinstance(code, str) and len(code) <= len(response)
     prelude(prompt, "f")
-    with contextlib.suppress(BadTests):
+    with contextlib.suppress(InvalidTests):
         read_tests(response, prompt_code=prompt)
 
 
@@ -139,7 +139,7 @@ plain = st.recursive(
 
 
 def refuse(value: object) -> list:
-    raise Unsendable(type(value).__name__)
+    raise NotSerializable(type(value).__name__)
 
 
 def in_order(value: object) -> str:

@@ -21,14 +21,14 @@ import pybase64
 import pytest
 from aiohttp import web
 
-from megatron_rl.parallel.array_server import read_pieces
+from megatron_rl.parallel.array_server import read_arrays
 from megatron_rl.rollout.requests import BatchCall, Generation, RouteShape
 from megatron_rl.rollout.sglang.balance.client import SglangClient
-from megatron_rl.rollout.workers.worker_messages import FarCall, FarWorker, NodeLost
+from megatron_rl.rollout.workers.worker_messages import NodeLost, RemoteCall, RemoteWorkerInfo
 from megatron_rl.rollout.workers.worker_pool import WorkerPool
 from megatron_rl.rollout.workers.worker_relay import Relay
 from megatron_rl.system.files.shared_file import NODE, address_of
-from megatron_rl.system.http.json_http import ApiKey, NoAnswer
+from megatron_rl.system.http.json_http import ApiKey, NoHttpReply
 from tests.unit.rollout.sglang.balance.test_client import VOCAB_SIZE, FakeServer, answer_of, request_of
 from tests.unit.rollout.workers.test_worker_pool import Gate, until
 
@@ -51,7 +51,7 @@ class Node:
         assert self.process.stdout is not None
         self.found = pickle.loads(bytes.fromhex(self.process.stdout.readline().decode()))
         ((port, self.fd),) = self.found.listeners
-        self.worker = FarWorker(self.found.host, port, self.found.secret, NODE + self.found.pid, self.fd)
+        self.worker = RemoteWorkerInfo(self.found.host, port, self.found.secret, NODE + self.found.pid, self.fd)
 
     @property
     def worker_pid(self) -> int:
@@ -87,7 +87,7 @@ async def with_routes(body: dict[str, Any]) -> web.Response:
 
 
 def run_with(
-    node: Node | None, scenario: Callable[..., Awaitable[Any]], handler: Any = with_routes, worker: FarWorker | None = None
+    node: Node | None, scenario: Callable[..., Awaitable[Any]], handler: Any = with_routes, worker: RemoteWorkerInfo | None = None
 ) -> Any:
     """``scenario(client, warnings)`` with two servers, one worker here and one on the node."""
 
@@ -124,7 +124,7 @@ def is_far(answer: Generation) -> bool:
 def fetched(node: Node, answer: Generation) -> np.ndarray:
     address = address_of(answer.routes)
     assert address is not None and answer.routes is not None
-    pieces = list(read_pieces(np.array([[address.pid, address.fd, *address.place]]), node.found.service))
+    pieces = list(read_arrays(np.array([[address.pid, address.fd, *address.place]]), node.found.service))
     return np.concatenate(pieces).view(answer.routes.dtype).reshape(answer.routes.shape)
 
 
@@ -198,8 +198,8 @@ def test_a_worker_of_a_node_that_stands_still_is_given_up(node: Node, monkeypatc
         relay = Relay(node.worker, 1)
         requests = [request_of(f"r{i}", (1,) * 400_000, max_new_tokens=500) for i in range(8)]
         batch = BatchCall("http://127.0.0.1:9", requests, [one.rid for one in requests], 60.0, VOCAB_SIZE, ApiKey(""))
-        call = FarCall(node.worker, 1, batch, [])
-        with pytest.raises(NoAnswer):  # of the server
+        call = RemoteCall(node.worker, 1, batch, [])
+        with pytest.raises(NoHttpReply):  # of the server
             await relay.call(call)
         os.kill(node.worker_pid, signal.SIGSTOP)
         try:

@@ -19,19 +19,19 @@ from aiohttp import web
 from megatron_rl.data.tokenizer import Tokenizer
 from megatron_rl.data.trajectory import TokenParts
 from megatron_rl.rollout.requests import (
-    AttemptFailed,
     BatchCall,
     Generation,
     PromptMismatch,
     RequestImages,
     RequestRejected,
+    RetryableRequestError,
     ServerBusy,
 )
 from megatron_rl.rollout.sglang.balance.client import SglangClient
-from megatron_rl.rollout.sglang.wire.answer_checks import BadAnswer, KeyRefused, NotFinite, StaleWeights
+from megatron_rl.rollout.sglang.wire.answer_checks import ApiKeyRejected, InvalidReply, NonFiniteLogprob, StaleWeights
 from megatron_rl.rollout.workers import worker_pool
-from megatron_rl.rollout.workers.worker_pool import WorkerGivenUp, WorkerPool
-from megatron_rl.system.http.json_http import ApiKey, HttpError, NoAnswer
+from megatron_rl.rollout.workers.worker_pool import WorkerFailed, WorkerPool
+from megatron_rl.system.http.json_http import ApiKey, HttpError, NoHttpReply
 from tests.unit.rollout.sglang.balance.test_client import VOCAB_SIZE, FakeServer, Handler, answer_of, request_of
 
 WAIT_S = 240
@@ -95,12 +95,12 @@ def test_errors_keep_their_meaning() -> None:
     }
     expected = {
         "fine": Generation,
-        "nan": NotFinite,
+        "nan": NonFiniteLogprob,
         "stale": StaleWeights,
         "busy": ServerBusy,
         "refused": RequestRejected,
-        "failed": AttemptFailed,
-        "other_id": BadAnswer,
+        "failed": RetryableRequestError,
+        "other_id": InvalidReply,
     }
 
     def edited(rid: str, ids: list[int], **meta: Any) -> dict[str, Any]:
@@ -129,12 +129,12 @@ def test_errors_keep_their_meaning() -> None:
         assert {name: type(sample) for name, sample in zip(answers, reply.samples, strict=True)} == expected
         teapot = await pool.call(call_of("teapot"))
         assert (teapot.status, len(teapot.text), teapot.retry_after_s) == (418, 500, 7.0)
-        with pytest.raises(BadAnswer, match="<html>"):
+        with pytest.raises(InvalidReply, match="<html>"):
             await pool.call(call_of("noise"))
-        with pytest.raises(NoAnswer) as late:
+        with pytest.raises(NoHttpReply) as late:
             await pool.call(call_of("slow", timeout_s=0.1))
         assert late.value.timed_out
-        with pytest.raises(NoAnswer) as nobody:
+        with pytest.raises(NoHttpReply) as nobody:
             await pool.call(call_of("fine", at="http://127.0.0.1:9"))
         assert not nobody.value.timed_out
         with pytest.raises(HttpError):
@@ -153,7 +153,7 @@ def test_a_refused_key_and_a_mismatched_prompt_end_the_request() -> None:
         return web.json_response([answer])
 
     async def scenario(client: SglangClient, url: str, warnings: list[str]) -> None:
-        with pytest.raises(KeyRefused):
+        with pytest.raises(ApiKeyRejected):
             await client.generate(request_of("key"))
         with pytest.raises(PromptMismatch):
             await client.generate(request_of("images", images=RequestImages(token_id=50)))
@@ -264,7 +264,7 @@ def test_a_worker_that_always_dies_is_given_up() -> None:
         for num_deaths in range(1, 6):
             await until(gate.has_seen, num_deaths)
             os.kill(pool_of(client).pids[0], signal.SIGKILL)
-        with pytest.raises(WorkerGivenUp, match=r"5 times without a reply.*rollout.num_workers=0"):
+        with pytest.raises(WorkerFailed, match=r"5 times without a reply.*rollout.num_workers=0"):
             await task
 
     run_with(gate, scenario)

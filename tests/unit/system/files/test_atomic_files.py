@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.system.files.atomic_files import replace_folder, write_whole, written_whole
+from megatron_rl.system.files.atomic_files import atomic_text_file, replace_folder, write_atomic
 
 
 def test_a_file_that_fails_half_way_leaves_the_old_one_and_nothing_else(tmp_path: Path) -> None:
-    target = write_whole(tmp_path / "deep" / "summary.json", "old")
-    with pytest.raises(RuntimeError, match="half way"), written_whole(target) as file:
+    target = write_atomic(tmp_path / "deep" / "summary.json", "old")
+    with pytest.raises(RuntimeError, match="half way"), atomic_text_file(target) as file:
         file.write("new")
         raise RuntimeError("half way")
     assert target.read_text() == "old"
@@ -22,16 +22,16 @@ def test_a_file_that_fails_half_way_leaves_the_old_one_and_nothing_else(tmp_path
 def test_bytes_and_text_are_replaced_in_one_move_with_the_usual_permissions(tmp_path: Path) -> None:
     umask = os.umask(0o022)
     try:
-        path = write_whole(tmp_path / "picture", b"\x89\xff")
+        path = write_atomic(tmp_path / "picture", b"\x89\xff")
     finally:
         os.umask(umask)
     assert path.read_bytes() == b"\x89\xff" and stat.S_IMODE(path.stat().st_mode) == 0o644
-    assert write_whole(path, "ä").read_text(encoding="utf-8") == "ä"
+    assert write_atomic(path, "ä").read_text(encoding="utf-8") == "ä"
 
 
 def test_a_reader_sees_one_writer_s_content_or_the_other_s(tmp_path: Path) -> None:
     path, contents = tmp_path / "report.html", ["a" * 100_000, "b" * 100_000]
-    writers = [threading.Thread(target=lambda text=text: [write_whole(path, text) for _ in range(20)]) for text in contents]
+    writers = [threading.Thread(target=lambda text=text: [write_atomic(path, text) for _ in range(20)]) for text in contents]
     for writer in writers:
         writer.start()
     while any(writer.is_alive() for writer in writers):

@@ -7,7 +7,7 @@ import pickle
 
 import pytest
 
-from megatron_rl.system.files.pickles import BadPickle, check_pickle
+from megatron_rl.system.files.pickles import UnsafePickle, check_pickle
 
 NAME = f"{__name__}.Format"
 
@@ -53,12 +53,12 @@ def test_members_of_an_enumeration_are_read_as_every_python_writes_them(tmp_path
     ],
 )
 def test_other_attributes_and_functions_are_refused(tmp_path, thing):
-    with pytest.raises(BadPickle, match="which no checkpoint needs"):
+    with pytest.raises(UnsafePickle, match="which no checkpoint needs"):
         check(tmp_path, thing)
 
 
 def test_without_enumerations_no_attribute_is_looked_up(tmp_path):
-    with pytest.raises(BadPickle, match=r"builtins\.getattr"):
+    with pytest.raises(UnsafePickle, match=r"builtins\.getattr"):
         check(tmp_path, Call(getattr, Format, "ROWS"), enums=())
 
 
@@ -66,5 +66,5 @@ def test_a_member_is_not_called(tmp_path):
     # pickle itself refuses to write such a thing, so it is put together: GLOBAL, GLOBAL, name, TUPLE2, REDUCE, EMPTY_TUPLE, REDUCE
     raw = b"cbuiltins\ngetattr\nc" + f"{__name__}\nFormat\n".encode() + b"VROWS\n\x86R)R."
     (tmp_path / "it").write_bytes(raw)
-    with pytest.raises(BadPickle, match="is damaged: TypeError"):
+    with pytest.raises(UnsafePickle, match="is damaged: TypeError"):
         check_pickle(tmp_path / "it", [NAME], [NAME])

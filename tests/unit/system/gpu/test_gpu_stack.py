@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.system.gpu.gpu_stack import Fact, machine_facts, package_facts
+from megatron_rl.system.gpu.gpu_stack import Requirement, machine_facts, package_facts
 
 
 @pytest.fixture
@@ -27,11 +27,11 @@ def put(folder: Path, name: str, output: str, status: int = 0) -> None:
     program.chmod(0o755)
 
 
-def machine(name: str, needed_mib: int = 1) -> Fact:
+def machine(name: str, needed_mib: int = 1) -> Requirement:
     return next(fact for fact in machine_facts("/", needed_mib) if fact.name == name)
 
 
-def package(name: str) -> Fact:
+def package(name: str) -> Requirement:
     return next(fact for fact in package_facts() if fact.name == name)
 
 

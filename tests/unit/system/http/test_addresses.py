@@ -70,31 +70,31 @@ def test_a_loopback_address_stays_on_the_machine_of_whoever_named_it(machine, ur
 
 
 def test_a_name_that_the_machine_has_as_loopback_leads_gloo_to_the_way_to_the_others(machine):
-    assert addresses.interface_towards("node7") == "eth0"
-    assert addresses.interface_towards("node0") == "eth0"  # this machine, and it has one other interface
+    assert addresses.local_interface_for("node7") == "eth0"
+    assert addresses.local_interface_for("node0") == "eth0"  # this machine, and it has one other interface
     machine["ib0"] = "10.1.0.1"
     with pytest.raises(UserError, match=r"node0, leads to 127.0.1.1.*GLOO_SOCKET_IFNAME.*eth0 \(10.0.0.1\), ib0 \(10.1.0.1\)"):
-        addresses.interface_towards("node0")
+        addresses.local_interface_for("node0")
 
 
 def test_a_good_name_is_left_to_gloo(machine, monkeypatch):
     monkeypatch.setitem(NAMES, "node0", "10.0.0.1")
-    assert addresses.interface_towards("node7") == ""
+    assert addresses.local_interface_for("node7") == ""
 
 
 def test_a_name_of_no_interface_here_is_not_good(machine, monkeypatch):
     """As in a container, or after a move to another address."""
     monkeypatch.setitem(NAMES, "node0", "192.168.9.9")
-    assert addresses.interface_towards("node7") == "eth0"
+    assert addresses.local_interface_for("node7") == "eth0"
 
 
 @pytest.mark.parametrize("driver", ["127.0.0.1", "localhost"])
 def test_ranks_on_several_machines_do_not_meet_at_loopback(machine, driver):
     with pytest.raises(UserError, match=f"MASTER_ADDR={driver}: ranks on other nodes"):
-        addresses.interface_towards(driver)
+        addresses.local_interface_for(driver)
 
 
 def test_this_machines_own_addresses_have_interfaces():
     assert addresses.interface_of("127.0.0.1") == "lo" and addresses.is_loopback("127.0.0.1")
     assert addresses.interface_of("203.0.113.9") == "" and not addresses.is_loopback("no.such.host.invalid")
-    assert addresses.address_towards("127.0.0.1") == "127.0.0.1"
+    assert addresses.local_address_for("127.0.0.1") == "127.0.0.1"

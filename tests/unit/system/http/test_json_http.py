@@ -10,11 +10,19 @@ from collections.abc import Callable, Iterator
 import pytest
 from aiohttp import web
 
-from megatron_rl.system.http.json_http import Answer, HttpError, HttpSession, HttpThread, NoAnswer, get_once, pauses_s
+from megatron_rl.system.http.json_http import (
+    HttpError,
+    HttpReply,
+    HttpSession,
+    HttpThread,
+    NoHttpReply,
+    backoff_s,
+    get_once,
+)
 from megatron_rl.system.http.kept_http import KeptSession
 from tests.unit.local_service import Service, Sleep, local_service
 
-Ask = Callable[..., Answer]
+Ask = Callable[..., HttpReply]
 
 
 def _handler(path: str, body: object) -> object:
@@ -43,8 +51,8 @@ def _closed_port() -> int:
 
 @pytest.fixture(params=[HttpSession, KeptSession])
 def ask(request: pytest.FixtureRequest) -> Ask:
-    def ask(url: str, body: object = None, *, timeout_s: float | None = 10.0, **options: object) -> Answer:
-        async def post() -> Answer:
+    def ask(url: str, body: object = None, *, timeout_s: float | None = 10.0, **options: object) -> HttpReply:
+        async def post() -> HttpReply:
             async with request.param(**options) as http:
                 return await http.post(url, body, timeout_s=timeout_s)
 
@@ -64,9 +72,9 @@ def test_every_status_is_an_answer_and_redirects_are_not_followed(service: Servi
 
 
 def test_a_deadline_that_passes_is_told_from_a_server_that_is_not_there(service: Service, ask: Ask) -> None:
-    with pytest.raises(NoAnswer) as late:
+    with pytest.raises(NoHttpReply) as late:
         ask(f"{service.url}/slow", timeout_s=0.2)
-    with pytest.raises(NoAnswer, match="ClientConnectorError|no connection to 127.0.0.1") as absent:
+    with pytest.raises(NoHttpReply, match="ClientConnectorError|no connection to 127.0.0.1") as absent:
         ask(f"http://127.0.0.1:{_closed_port()}/")
     assert late.value.timed_out and not absent.value.timed_out
 
@@ -78,7 +86,7 @@ def test_what_asking_again_cannot_help_is_no_missing_answer(service: Service, as
     ):
         with pytest.raises(HttpError, match=words) as error:
             ask(url, **options)
-        assert not isinstance(error.value, NoAnswer)
+        assert not isinstance(error.value, NoHttpReply)
     assert len(ask(f"{service.url}/long", max_answer_bytes=5000).content) == 5000
 
 
@@ -104,6 +112,6 @@ def test_closing_ends_what_is_in_progress_at_once(service: Service, session: typ
 
 
 def test_pauses_grow_and_jitter_stays_in_its_bounds() -> None:
-    assert list(pauses_s(3, 0.5)) == [0.5, 1.0, 2.0]
-    for pause_s, middle_s in zip(pauses_s(20, 1.0, jitter=0.5), pauses_s(20, 1.0), strict=True):
+    assert list(backoff_s(3, 0.5)) == [0.5, 1.0, 2.0]
+    for pause_s, middle_s in zip(backoff_s(20, 1.0, jitter=0.5), backoff_s(20, 1.0), strict=True):
         assert 0.5 * middle_s <= pause_s <= 1.5 * middle_s

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_rl.system.http import kept_http
-from megatron_rl.system.http.json_http import HttpError, HttpSession, NoAnswer
+from megatron_rl.system.http.json_http import HttpError, HttpSession, NoHttpReply
 from megatron_rl.system.http.kept_http import KeptSession
 from tests.unit.local_service import local_service
 
@@ -30,9 +30,9 @@ BROKEN = {
     "an endless head": (b"HTTP/1.1 200 OK\r\nX: " + b"x" * 200_000, HttpError),
     "too long": (b"HTTP/1.1 200 OK\r\nContent-Length: 9999999\r\n\r\n", HttpError),
     "too long in chunks": (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n99999999\r\n", HttpError),
-    "cut": (FRAMED["length"][:-1], NoAnswer),
-    "cut in a chunk": (FRAMED["chunks"][:-30], NoAnswer),
-    "nobody": (b"", NoAnswer),
+    "cut": (FRAMED["length"][:-1], NoHttpReply),
+    "cut in a chunk": (FRAMED["chunks"][:-30], NoHttpReply),
+    "nobody": (b"", NoHttpReply),
 }
 
 
@@ -86,7 +86,7 @@ def test_what_is_no_answer_is_told_as_by_aiohttp(fault):
     answer, kind = BROKEN[fault]
     with pytest.raises(HttpError) as error:
         exchange(KeptSession(max_answer_bytes=1 << 16), answer)
-    assert isinstance(error.value, NoAnswer) is (kind is NoAnswer)
+    assert isinstance(error.value, NoHttpReply) is (kind is NoHttpReply)
 
 
 @pytest.mark.parametrize(

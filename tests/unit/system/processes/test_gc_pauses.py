@@ -5,14 +5,14 @@ import weakref
 
 import pytest
 
-from megatron_rl.system.processes.gc_pauses import collector_at_rest, young_objects_only
+from megatron_rl.system.processes.gc_pauses import gc_disabled, gc_young_only
 
 
 def test_the_collector_rests_inside_also_one_in_another_and_works_again_after_an_error():
     before = gc.get_freeze_count()
     try:
-        with pytest.raises(ImportError), collector_at_rest():
-            with collector_at_rest():
+        with pytest.raises(ImportError), gc_disabled():
+            with gc_disabled():
                 assert not gc.isenabled()
             assert not gc.isenabled()
             raise ImportError
@@ -29,7 +29,7 @@ class Knot:
 def test_a_run_looks_at_old_objects_when_it_says_so_and_never_at_what_was_there():
     limits, there = gc.get_threshold(), Knot()
     try:
-        with young_objects_only():
+        with gc_young_only():
             made = Knot()
             gc.collect(0)  # not among the youngest any more
             gone, kept = weakref.ref(made), weakref.ref(there)

@@ -8,7 +8,7 @@ import sys
 import textwrap
 from dataclasses import asdict
 
-from megatron_rl.system.processes.process_probe import Frame, Seen, main_frames, observe
+from megatron_rl.system.processes.process_probe import Frame, ProcessSnapshot, main_frames, probe
 
 SAYS = r"""
 import faulthandler, os, sys, time
@@ -33,14 +33,14 @@ def test_a_process_and_its_fork_say_each_what_they_do():
         pids = sorted({int(process.stdout.readline()), int(process.stdout.readline())}, key=lambda pid: pid != process.pid)
         try:
             for _ in range(2):  # asking twice reads the second answer
-                parent, child = observe(pids, "here")
+                parent, child = probe(pids, "here")
                 assert (parent.pid, child.pid) == tuple(pids)
                 for seen in (parent, child):
                     assert seen.role == "the test" and seen.state == "sleeping" and seen.cpu_share < 0.5
                     assert [frame.function for frame in seen.frames] == ["innermost", "<module>"]
                 assert set(parent.notes) == {"work"} and parent.notes["work"][0].startswith("long long")
                 assert child.notes["work"][0] == "a child's"
-            assert Seen.from_json(json.loads(json.dumps(asdict(parent)))) == parent
+            assert ProcessSnapshot.from_json(json.loads(json.dumps(asdict(parent)))) == parent
         finally:
             for pid in pids:
                 os.kill(pid, signal.SIGKILL)
@@ -49,11 +49,11 @@ def test_a_process_and_its_fork_say_each_what_they_do():
 def test_a_process_that_does_not_listen_gets_no_signal_and_one_that_is_gone_is_so():
     with subprocess.Popen([sys.executable, "-c", "import time; print(1, flush=True); time.sleep(100)"], stdout=subprocess.PIPE) as process:
         process.stdout.readline()
-        (seen,) = observe([process.pid], "here")
+        (seen,) = probe([process.pid], "here")
         assert seen.role == "" and seen.frames == () and "time.sleep(100)" in seen.command
         assert process.poll() is None
         process.kill()
-    (seen,) = observe([process.pid], "here")
+    (seen,) = probe([process.pid], "here")
     assert seen.state == "gone"
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from megatron_rl.errors import UserError
 from megatron_rl.system.processes import run_processes
-from megatron_rl.system.processes.run_processes import Member, look, read_members, this_process, write_members
+from megatron_rl.system.processes.run_processes import RankProcess, probe_run, read_members, this_process, write_members
 
 ELSEWHERE = """
 import socket, sys, time
@@ -30,11 +30,11 @@ time.sleep(30)
 
 
 def test_the_first_rank_of_another_machine_answers_and_a_machine_that_does_not_is_named(tmp_path, monkeypatch):
-    monkeypatch.setattr(run_processes, "_PATIENCE_S", 2.0)
+    monkeypatch.setattr(run_processes, "_PROBE_TIMEOUT_S", 2.0)
     with subprocess.Popen([sys.executable, "-c", ELSEWHERE, str(tmp_path)], stdout=subprocess.PIPE) as process:
         try:
             process.stdout.readline()
-            trees, silent = look(tmp_path, read_members(tmp_path))
+            trees, silent = probe_run(tmp_path, read_members(tmp_path))
         finally:
             process.kill()
     assert silent == ["node1"]
@@ -47,8 +47,8 @@ def test_the_first_rank_of_another_machine_answers_and_a_machine_that_does_not_i
 def test_a_number_that_another_process_has_now_is_gone(tmp_path):
     own = this_process(0)
     assert own.pid == os.getpid() and own.host == socket.gethostname()
-    write_members(tmp_path, [replace(own, started_s=own.started_s - 1000), Member(1, own.host, 2**22 + 1, 0.0)])
-    trees, silent = look(tmp_path, read_members(tmp_path))
+    write_members(tmp_path, [replace(own, started_s=own.started_s - 1000), RankProcess(1, own.host, 2**22 + 1, 0.0)])
+    trees, silent = probe_run(tmp_path, read_members(tmp_path))
     assert [tree.seen[0].state for tree in trees] == ["gone", "gone"] and not silent
 
 

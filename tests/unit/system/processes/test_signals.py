@@ -80,7 +80,7 @@ async def _fail():
 @pytest.mark.parametrize("number", STOP_SIGNALS)
 def test_a_stop_signal_is_raised_where_nothing_else_was_agreed(number):
     before = signal.getsignal(number)
-    with StopSignals(5.0).heard():
+    with StopSignals(5.0).handling_signals():
         pass
     assert signal.getsignal(number) is before
     # In a process of its own: once asked to end, a process that stays is ended.

@@ -19,7 +19,7 @@ from megatron_rl.rollout.requests import (
 )
 from megatron_rl.rollout.sglang.balance.client import SglangClient
 from megatron_rl.rollout.sglang.process.liveness import PROBE_RID
-from megatron_rl.rollout.sglang.wire.answer_checks import BadAnswer, KeyRefused, StaleWeights
+from megatron_rl.rollout.sglang.wire.answer_checks import ApiKeyRejected, InvalidReply, StaleWeights
 from megatron_rl.rollout.sglang.wire.generate_call import generate_body, parse_generation, validate
 
 VOCAB_SIZE = 100
@@ -228,14 +228,14 @@ def test_the_seconds_that_the_server_took_are_a_remark_that_no_answer_depends_on
 def test_a_logprob_that_is_not_finite_is_an_error(logprob):
     answer = answer_of("r", [3, 4])
     answer["meta_info"]["output_token_logprobs"][0][0] = logprob
-    with pytest.raises(BadAnswer, match="not finite"):
+    with pytest.raises(InvalidReply, match="not finite"):
         parse_generation(request_of(), answer)
 
 
 def test_tokens_without_logprobs_are_an_error():
     answer = answer_of("r", [3, 4])
     answer["meta_info"]["output_token_logprobs"] = []
-    with pytest.raises(BadAnswer, match="1 tokens and 0 log-probs"):
+    with pytest.raises(InvalidReply, match="1 tokens and 0 log-probs"):
         parse_generation(request_of(), answer)
 
 
@@ -423,7 +423,7 @@ def test_bad_answers_are_retried_elsewhere_and_the_last_one_is_named(num_servers
         assert (await client.generate(request_of())).token_ids == (7,)
         for server in (*liars, good):
             server.handler = lie
-        with pytest.raises(BadAnswer, match=r"http://127.0.0.1:\d+ gave a bad answer: meta_info: expected a JSON object"):
+        with pytest.raises(InvalidReply, match=r"http://127.0.0.1:\d+ gave a bad answer: meta_info: expected a JSON object"):
             await client.generate(request_of("second"))
 
     run_with([*liars, good], scenario, max_retries=num_servers)
@@ -442,7 +442,7 @@ def test_a_server_that_only_gives_bad_answers_is_lost_and_weights_that_hold_nan_
         assert len(await generate_many(40)(client, urls)) == 40
         assert [url for url, _ in lost] == [urls[0]] and "3 bad answers on end" in lost[0][1] and "<html>" in lost[0][1]
         servers[1].handler = nan
-        with pytest.raises(BadAnswer, match="not finite"):
+        with pytest.raises(InvalidReply, match="not finite"):
             await client.generate(request_of("second"))
         assert client.live_urls == [urls[1]]
 
@@ -503,7 +503,7 @@ def test_a_refused_key_names_the_server_and_the_setting(key, words):
     server = FakeServer(refuse)
 
     async def scenario(client, urls):
-        with pytest.raises(KeyRefused, match=f"{urls[0]} answered 401: .*{words}.*rollout.api_key_env"):
+        with pytest.raises(ApiKeyRejected, match=f"{urls[0]} answered 401: .*{words}.*rollout.api_key_env"):
             await client.generate(request_of())
 
     run_with([server], scenario, api_key=key)
@@ -520,7 +520,7 @@ def test_answers_without_an_end_and_compressed_bombs_are_cut_off():
         return response
 
     async def scenario(client, urls):
-        with pytest.raises(BadAnswer, match="longer than 10"):
+        with pytest.raises(InvalidReply, match="longer than 10"):
             await client.generate(request_of())
 
     for handler in (endless, bomb):

@@ -13,7 +13,14 @@ from hypothesis import strategies as st
 
 from megatron_rl.rollout.requests import Generation, GenerationRequest, ServerLost
 from megatron_rl.rollout.sglang.balance.client import SglangClient
-from megatron_rl.rollout.sglang.balance.queues import Homes, NewTokens, Pending, ServerQueue, choose, names_of
+from megatron_rl.rollout.sglang.balance.queues import (
+    OutputLengthEstimate,
+    PendingRequest,
+    PrefixAffinity,
+    ServerQueue,
+    affinity_keys,
+    choose,
+)
 from tests.unit.rollout.sglang.balance.kv_server import KvServer, length_of
 from tests.unit.rollout.sglang.balance.test_client import FakeServer, request_of, run_with
 
@@ -21,13 +28,13 @@ MOST_NEW = 200
 SHORT_LIMIT_S = 0.15
 
 
-def pending_of(request: GenerationRequest, tokens: int) -> Pending:
-    return Pending(request, request.rid, None, tokens=tokens, names=names_of(request, None), group=request.group_name or None)
+def pending_of(request: GenerationRequest, tokens: int) -> PendingRequest:
+    return PendingRequest(request, request.rid, None, tokens=tokens, names=affinity_keys(request, None), group=request.group_name or None)
 
 
 def placed(requests: list[GenerationRequest], num_servers: int) -> list[ServerQueue]:
     """All at once, with nothing answered."""
-    servers, homes = [ServerQueue(f"s{i}") for i in range(num_servers)], Homes()
+    servers, homes = [ServerQueue(f"s{i}") for i in range(num_servers)], PrefixAffinity()
     for request in requests:
         pending = pending_of(request, request.num_prompt_tokens + request.max_new_tokens)
         choose(servers, pending, homes).push(pending)
@@ -80,7 +87,7 @@ def test_tokens_are_balanced_better_than_by_the_number_of_requests():
 
 
 def test_a_response_returns_to_its_server_until_that_one_holds_much_more():
-    servers, homes = [ServerQueue("a"), ServerQueue("b")], Homes()
+    servers, homes = [ServerQueue("a"), ServerQueue("b")], PrefixAffinity()
     first = pending_of(replace(request_of(), response_name="r", weight_version="1"), 100)
     choose(servers, first, homes).push(first)
     homes.note(first)
@@ -95,7 +102,7 @@ def test_a_response_returns_to_its_server_until_that_one_holds_much_more():
 
 
 def test_a_server_of_twice_the_kv_cache_takes_twice_the_tokens():
-    servers, homes = [ServerQueue("small", capacity=1000), ServerQueue("large", capacity=2000)], Homes()
+    servers, homes = [ServerQueue("small", capacity=1000), ServerQueue("large", capacity=2000)], PrefixAffinity()
     for i in range(30):
         pending = pending_of(request_of(f"r{i}"), 10)
         choose(servers, pending, homes).push(pending)
@@ -105,7 +112,7 @@ def test_a_server_of_twice_the_kv_cache_takes_twice_the_tokens():
 @settings(deadline=None)
 @given(st.lists(st.integers(1, MOST_NEW), min_size=1, max_size=60), st.randoms())
 def test_requests_in_progress_count_as_all_they_may_generate(lengths, draw):
-    sizes = NewTokens()
+    sizes = OutputLengthEstimate()
     assert sizes.expected(MOST_NEW) == MOST_NEW
     for i in range(len(lengths)):
         sizes.sent(str(i), MOST_NEW)

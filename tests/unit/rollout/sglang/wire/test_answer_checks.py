@@ -17,8 +17,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from megatron_rl.errors import UserError
-from megatron_rl.rollout.requests import AttemptFailed, Generation, GenerationRequest, RouteShape
-from megatron_rl.rollout.sglang.wire.answer_checks import BadAnswer
+from megatron_rl.rollout.requests import Generation, GenerationRequest, RetryableRequestError, RouteShape
+from megatron_rl.rollout.sglang.wire.answer_checks import InvalidReply
 from megatron_rl.rollout.sglang.wire.generate_call import parse_generation
 from tests.unit.rollout.sglang.balance.test_client import VOCAB_SIZE, FakeServer, run_with
 
@@ -132,7 +132,7 @@ def test_a_changed_answer_is_believable_or_refused_in_words(request, changes):
             answer = changed(answer, paths[where % len(paths)], change, junk)
     try:
         generation = parse_generation(request, answer, VOCAB_SIZE)
-    except (UserError, AttemptFailed) as error:
+    except (UserError, RetryableRequestError) as error:
         assert 10 < len(str(error)) < 1000
     else:
         assert_believable(request, generation)
@@ -161,7 +161,7 @@ def test_a_changed_answer_is_believable_or_refused_in_words(request, changes):
     ],
 )
 def test_a_bad_answer_names_the_field_and_what_came(path, junk, names):
-    with pytest.raises(BadAnswer, match=names):
+    with pytest.raises(InvalidReply, match=names):
         parse_generation(REQUEST, changed(good_answer(REQUEST), path, "replace", junk), VOCAB_SIZE)
 
 
@@ -179,7 +179,7 @@ def test_a_bad_answer_names_the_field_and_what_came(path, junk, names):
     ],
 )
 def test_spans_of_weight_versions_cover_the_answer_or_are_refused(found, names):
-    with pytest.raises(BadAnswer, match=names):
+    with pytest.raises(InvalidReply, match=names):
         parse_generation(UPDATED, changed(good_answer(UPDATED), ("meta_info", "weight_versions"), "replace", found), VOCAB_SIZE)
 
 

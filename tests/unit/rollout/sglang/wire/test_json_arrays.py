@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from megatron_rl.rollout.requests import GenerationRequest
 from megatron_rl.rollout.sglang.wire import json_arrays
-from megatron_rl.rollout.sglang.wire.answer_checks import BadAnswer
+from megatron_rl.rollout.sglang.wire.answer_checks import InvalidReply
 from megatron_rl.rollout.sglang.wire.generate_call import parse_generation
 from megatron_rl.rollout.sglang.wire.json_arrays import NumberList, PairList, compiled_loops, with_arrays
 
@@ -110,5 +110,5 @@ def test_long_answers_are_checked_as_short_ones_are(monkeypatch):
         ([(-0.5, 3)], {"output_ids": [4]}, "log-prob of token 4"),
         ([(-0.5, 3)], {"output_ids": [3, 3]}, "2 tokens and 1 log-probs"),
     ):
-        with pytest.raises(BadAnswer, match=words):
+        with pytest.raises(InvalidReply, match=words):
             parsed(pairs, **changes)
