@@ -102,7 +102,7 @@ def let_models_use_it() -> None:
     # Its unfused function has the same arguments.
     extensions.apply_rotary_pos_emb = functools.partial(_unfused, apply_rotary_pos_emb)
     import megatron_rl.models.hf.megatron_config
-    import megatron_rl.models.packed  # noqa: F401
+    import megatron_rl.models.packed_gpt  # noqa: F401
 
     for name, module in list(sys.modules.items()):
         if name.startswith("megatron_rl.") and "has_transformer_engine" in vars(module):

@@ -306,7 +306,7 @@ def seen_inside(meter: Meter) -> Iterator[None]:
 
 _NODE = """
 import pickle, sys
-from megatron_rl.rollout.workers import node_workers
+from megatron_rl.rollout.workers import remote_workers as node_workers
 print(pickle.dumps(node_workers._start(int(sys.argv[1]))).hex(), flush=True)
 sys.stdin.read()
 """
@@ -442,7 +442,7 @@ class Ranks:
         import torch
 
         from megatron_rl.config.schema import ParallelConfig
-        from megatron_rl.families.facts import as_config
+        from megatron_rl.families.model_facts import as_config
         from megatron_rl.parallel.topology import Topology
 
         size = arguments.ranks_per_replica
@@ -453,7 +453,7 @@ class Ranks:
             0, size * arguments.replicas, 0, size, 0, 1, 0, arguments.replicas, torch.device("cpu")
         )
 
-    def step_aside(self) -> None:
+    def offload(self) -> None:
         pass
 
     def logprobs(self, microbatches: Sequence[Any], **_: Any) -> list[Any]:
@@ -514,9 +514,9 @@ def counted_group(arguments: argparse.Namespace, meter: Meter, vision: Any) -> I
     import torch
 
     from megatron_rl.config.schema import Config
-    from megatron_rl.parallel import collectives, stragglers
+    from megatron_rl.parallel import collectives, hang_report
     from megatron_rl.training import sequence_cache, trainer_group
-    from megatron_rl.training.payloads import reply_spans
+    from megatron_rl.training.microbatch_io import reply_spans
 
     config = Config()
     config.policy.path = str(vision.path) if vision is not None else ""
@@ -562,10 +562,10 @@ def counted_group(arguments: argparse.Namespace, meter: Meter, vision: Any) -> I
         (collectives, "_found"): receiving.found,
         (collectives, "_unflatten"): meter.inner(_OWN_SHARE, collectives._unflatten),
         (sequence_cache.SequenceCache, "take"): meter.inner(_OWN_SHARE, take),
-        (type(vision), "cut"): meter.inner(_OWN_SHARE, getattr(type(vision), "cut", print)),
+        (type(vision), "patchify"): meter.inner(_OWN_SHARE, getattr(type(vision), "patchify", print)),
         (collectives, "_over_the_replica"): receiving.over_the_replica,
         (group_module, "restore"): answers,
-        (stragglers, "working"): lambda what: nullcontext(),
+        (hang_report, "working"): lambda what: nullcontext(),
     }
     before = {key: getattr(*key) for key in stand_ins if hasattr(*key)}
     for key in before:
@@ -590,10 +590,10 @@ def train(arguments: argparse.Namespace, meter: Meter, trajectories: Sequence[An
     from megatron_rl.config.schema import AlgorithmConfig, CorrectionConfig, CorrectionWeight
     from megatron_rl.data.trajectory import Score
     from megatron_rl.step import metrics
-    from megatron_rl.step.batches import critic_responses, policy_batch, response_batch, store_model_outputs
-    from megatron_rl.step.experience import ModelOutputs, window_advantages
+    from megatron_rl.step.loss_batches import critic_responses, policy_batch, response_batch, store_model_outputs
     from megatron_rl.step.packing import window_batch, window_routes, with_routes
     from megatron_rl.step.updates import planned_updates, train_critic, train_policy
+    from megatron_rl.step.window_advantages import ModelOutputs, window_advantages
 
     algorithm = AlgorithmConfig(correction=CorrectionConfig(weight=CorrectionWeight.token))
     with meter.part("window batch"):
@@ -653,7 +653,7 @@ def _compile() -> None:
 def checkpoint(meter: Meter, pool: Any, step: int) -> float:
     """Seconds that the driver's main thread is busy; all CPU time counts as the part's."""
     from megatron_rl.run.checkpoint_folder import write_driver_state
-    from megatron_rl.run.json_with_arrays import flatten_state
+    from megatron_rl.run.state_arrays import flatten_state
 
     with tempfile.TemporaryDirectory() as folder, meter.part("checkpoint"):
         began_s = time.thread_time()

@@ -202,7 +202,7 @@ def run_rank(arguments: dict) -> None:
     from megatron_rl.parallel import topology
     from megatron_rl.system.processes.gc_pauses import gc_disabled
     from megatron_rl.training.export import control_channel
-    from megatron_rl.weights import broadcast, publish, senders
+    from megatron_rl.weights import broadcast, publish, source_ranks
 
     declare_torchvision_ops()
     from transformers import AutoConfig
@@ -210,14 +210,14 @@ def run_rank(arguments: dict) -> None:
     rank, num_ranks = int(os.environ["RANK"]), arguments["stages"]
     dist.init_process_group("gloo")
     topology._control_plane = topology.ControlPlane(group=dist.group.WORLD, timeout_s=MAX_LOAD_S, store=None)
-    broadcast.SyncGroup = senders.SyncGroup = NoGroup
+    broadcast.SyncGroup = source_ranks.SyncGroup = NoGroup
     publish.device_of = lambda backend: torch.device("meta")
     made = dict(num_hidden_layers=arguments["layers"], **QWEN3_235B)
     model = arguments["model"]
     group = Group(AutoConfig.from_pretrained(model) if model else AutoConfig.for_model("qwen3_moe", **made), rank, num_ranks)
     bucket_bytes = arguments["bucket_mb"] << 20
     if rank > 0:
-        source = senders.StageRank(control_channel(0, MAX_LOAD_S), bucket_bytes)
+        source = source_ranks.StageRank(control_channel(0, MAX_LOAD_S), bucket_bytes)
         for _ in range(arguments["repeats"] + 1):
             dist.barrier()
             source.serve(group.export_weights("policy", None), torch.device("meta"))
@@ -228,7 +228,7 @@ def run_rank(arguments: dict) -> None:
 
 
 def measure(arguments: dict, config: Any, group: Group, barrier: Any) -> None:
-    from megatron_rl.rollout.served_weights import TrainerWeights
+    from megatron_rl.rollout.weight_sources import TrainerWeights
     from megatron_rl.system.http.json_http import get_once
     from megatron_rl.weights.bucket_plan import ServerAddress
     from megatron_rl.weights.publish import WeightPublisher

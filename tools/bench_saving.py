@@ -67,7 +67,7 @@ def run_rank(arguments: dict) -> None:
         "folder": lambda: engine.save_hf(folder / "hf"),
         "checkpoint": lambda: engine.save_state(folder / "state"),
     }
-    if hasattr(engine, "begin_save"):  # so that an older commit can be measured beside this one
+    if hasattr(engine, "start_save"):  # so that an older commit can be measured beside this one
         acts["background"] = lambda: engine.start_save(folder / "state", in_background=True)
         acts["finish"] = engine.finish_save
     seconds: dict[str, list[float]] = {way: [] for way in acts}

@@ -127,7 +127,7 @@ def open_servers(arguments: dict, group) -> Iterator[list]:
 
 
 def measure(arguments: dict, config, group, servers: list) -> None:
-    from megatron_rl.rollout.served_weights import TrainerWeights
+    from megatron_rl.rollout.weight_sources import TrainerWeights
     from megatron_rl.weights.publish import WeightPublisher
 
     weights = TrainerWeights(config, group, "policy")

@@ -9,8 +9,8 @@ from typing import Any
 
 from megatron_rl.config.layout import parse_layout, ranks_of_replica
 from megatron_rl.config.load import load_config
-from megatron_rl.desk.costs.counts import num_parameters
 from megatron_rl.desk.costs.gpus import Gpu, gpu
+from megatron_rl.desk.costs.parameter_counts import num_parameters
 from megatron_rl.desk.costs.publish_time import publish_seconds
 from megatron_rl.desk.costs.serving_time import decode_curve, generation_seconds, kv_tokens, stream_seconds
 from megatron_rl.desk.costs.step_time import asynchronous_step_seconds, straggler_factor
@@ -19,8 +19,8 @@ from megatron_rl.desk.simulate.estimated_costs import estimated_kv_tokens, estim
 from megatron_rl.desk.simulate.lengths import named_lengths
 from megatron_rl.desk.simulate.prediction import Workload, compute_means, predict
 from megatron_rl.desk.simulate.scenario import make_scenario
-from megatron_rl.families.facts import as_config, read_model_json
 from megatron_rl.families.flops import flops_cost
+from megatron_rl.families.model_facts import as_config, read_model_json
 
 NEMO_RL = "NVIDIA-NeMo/RL@7ea279abf docs/about/performance-summary.md, v0.6"
 VERL = "verl-project/verl@1dda039b9 docs/advance/fully_async.md"

@@ -41,9 +41,9 @@ from megatron_rl.desk.simulate.prediction import (
 )
 from megatron_rl.desk.simulate.recorded_run import prompt_lengths, read_run, response_lengths
 from megatron_rl.desk.simulate.scenario import Scenario, make_scenario
-from megatron_rl.desk.simulate.slot_process import SlotProcess, trained_rows
+from megatron_rl.desk.simulate.slot_simulation import SlotProcess, trained_rows
 from megatron_rl.desk.simulate.timing import Timing
-from megatron_rl.families.facts import as_config
+from megatron_rl.families.model_facts import as_config
 from megatron_rl.system.files.atomic_files import write_atomic
 
 ROOT = Path(__file__).resolve().parents[1]

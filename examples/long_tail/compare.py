@@ -26,7 +26,7 @@ from curves import Curve, Estimate, bootstrap, on_grid, ratio, time_to
 
 from megatron_rl.config.derived import effective_window_tokens
 from megatron_rl.config.load import load_config
-from megatron_rl.run.kept_policies import policy_exports
+from megatron_rl.run.policy_exports import policy_exports
 from megatron_rl.tracking.metrics_file import MetricsRow, read_metrics
 from megatron_rl.tracking.timeline import Span, read_timeline
 

@@ -23,7 +23,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from curves import Curve
 
-from megatron_rl.run.kept_policies import policy_exports
+from megatron_rl.run.policy_exports import policy_exports
 from megatron_rl.tracking.metrics_file import read_metrics
 
 QUARTERS = (0.25, 0.5, 0.75, 1.0)

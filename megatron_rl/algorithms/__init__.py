@@ -6,13 +6,13 @@ Only torch in here: no model, no engine, no process group. Sequences lie back to
 
 from megatron_rl.algorithms.advantages import egae, gae, length_adaptive_lambda, monte_carlo_returns
 from megatron_rl.algorithms.aggregation import loss_denominator, token_coefficients
-from megatron_rl.algorithms.comparisons import group_advantages, reinforce_pp_advantages, rloo_advantages
 from megatron_rl.algorithms.corrections import (
     Correction,
     importance_weights,
     mismatch_correction,
     off_policy_sequence_mask,
 )
+from megatron_rl.algorithms.critic_free_advantages import group_advantages, reinforce_pp_advantages, rloo_advantages
 from megatron_rl.algorithms.diagnostics import value_by_position
 from megatron_rl.algorithms.dppo import dppo_kl_loss, dppo_tv_loss
 from megatron_rl.algorithms.gmpo import gmpo_loss

@@ -109,9 +109,9 @@ def _all_departures(made: Mapping[str, Any], record: Mapping[str, Any], *, on_gp
 def _made(config: "Config", record: Mapping[str, Any] | None, *, with_servers: bool) -> dict[str, Any]:
     """What this installation makes of the record's tokens; without a record, of those that its servers sample."""
     from megatron_rl.desk.doctor.step_replay import RecordedServers, replay, weight_fingerprints
-    from megatron_rl.step.inputs import make_inputs
-    from megatron_rl.training.engines import rl_engines
-    from megatron_rl.training.ranks import trainer_ranks
+    from megatron_rl.step.run_inputs import make_inputs
+    from megatron_rl.training.build_engines import rl_engines
+    from megatron_rl.training.trainer_ranks import trainer_ranks
 
     made: dict[str, Any] = {"format": _FORMAT, "made_with": _versions(), "start": {}, "steps": []}
     with trainer_ranks(config, rl_engines(config)) as group, ExitStack() as stack:

@@ -4,7 +4,7 @@ import argparse
 import os
 from pathlib import Path
 
-from megatron_rl.system.command_line.arguments import positive_int
+from megatron_rl.system.command_line.cli_types import positive_int
 from megatron_rl.system.command_line.terminal import say
 
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}

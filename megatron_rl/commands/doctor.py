@@ -3,7 +3,7 @@
 - without options it looks at the environment and at the ranks (``machine_checks.py``, ``rank_checks.py``), with a recipe or a model
   also at both engines (``engine_checks.py``): a line each, with a remedy for what fails (``all_checks.py``);
 - ``--invariance``: do all layouts compute the same (``layout_comparison.py``)?
-- ``--mismatch RUN``: which factor makes trainer and servers disagree (``mismatch_launches.py``)?
+- ``--mismatch RUN``: which factor makes trainer and servers disagree (``mismatch_runs.py``)?
 - ``--hang RUN``: who waits for whom (``hang.py``)?
 """
 
@@ -14,7 +14,7 @@ from pathlib import Path
 
 from megatron_rl.desk.doctor.layout_tolerances import DTYPES
 from megatron_rl.errors import UserError
-from megatron_rl.system.command_line.arguments import positive_int, positive_number
+from megatron_rl.system.command_line.cli_types import positive_int, positive_number
 from megatron_rl.system.processes.signals import clean_stop
 
 
@@ -50,7 +50,7 @@ def run(arguments: argparse.Namespace) -> int:
 
             return print_hang(Path(arguments.hang))
         if arguments.mismatch:
-            from megatron_rl.desk.doctor.mismatch_launches import print_mismatch
+            from megatron_rl.desk.doctor.mismatch_runs import print_mismatch
 
             return print_mismatch(Path(arguments.mismatch), arguments.overrides)
         if arguments.invariance:

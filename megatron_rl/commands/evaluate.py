@@ -46,8 +46,8 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.dry_run:
         say(f"dry run: {len(missing)} policies would be measured; nothing was started")
     elif missing:
-        from megatron_rl.run.kept_policies import policy_exports
-        from megatron_rl.tracking.sinks.trackers import tracked_evaluation
+        from megatron_rl.run.policy_exports import policy_exports
+        from megatron_rl.tracking.sinks.all_trackers import tracked_evaluation
         from megatron_rl.tracking.terminal.console import evaluation_text
 
         # Of other folders than those that the recipe's run has kept nobody knows a step.

@@ -9,21 +9,21 @@ from pathlib import Path
 from megatron_rl.config.checks import check_config
 from megatron_rl.config.load import load_config
 from megatron_rl.config.schema import Config, Mode
-from megatron_rl.desk.costs.counts import num_parameters
 from megatron_rl.desk.costs.gpus import Gpu, gpu
+from megatron_rl.desk.costs.parameter_counts import num_parameters
 from megatron_rl.desk.costs.run_memory import model_folders
 from megatron_rl.desk.plan.plan_ranking import PlanRanking
 from megatron_rl.desk.plan.plan_search import CHOSEN, PlanSearch, fewest_gpus, splits
 from megatron_rl.desk.plan.plan_tables import PlanReport, no_plan_message, print_plans
-from megatron_rl.desk.plan.written_recipe import recipe_text
+from megatron_rl.desk.plan.recipe_writer import recipe_text
 from megatron_rl.desk.simulate.length_arguments import DEFAULT_PROMPTS, parse_lengths
 from megatron_rl.desk.simulate.lengths import named_lengths
 from megatron_rl.desk.simulate.prediction import Workload
 from megatron_rl.errors import ConfigError, UserError
-from megatron_rl.families.facts import as_config, is_supported, read_model_json
 from megatron_rl.families.family import ModelConfig, families
 from megatron_rl.families.flops import flops_cost
-from megatron_rl.system.command_line.arguments import positive_int, split_overrides
+from megatron_rl.families.model_facts import as_config, is_supported, read_model_json
+from megatron_rl.system.command_line.cli_types import positive_int, split_overrides
 from megatron_rl.system.command_line.terminal import say
 from megatron_rl.system.files.atomic_files import write_atomic
 

@@ -27,11 +27,11 @@ from rich.table import Table
 from megatron_rl.data.row_files import parse_row
 from megatron_rl.data.trajectory import Score
 from megatron_rl.rewards.registry import RewardError, resolve
-from megatron_rl.rewards.row_form import Row, RowSchema
+from megatron_rl.rewards.row_schema import Row, RowSchema
 from megatron_rl.rewards.workers.calls import CallQueue, RunnerSettings
 from megatron_rl.rewards.workers.event_loop import start_runner
 from megatron_rl.run.launch import parse_options
-from megatron_rl.system.command_line.arguments import positive_int, positive_number
+from megatron_rl.system.command_line.cli_types import positive_int, positive_number
 from megatron_rl.system.command_line.terminal import progress_bar
 from megatron_rl.system.files.atomic_files import atomic_text_file
 

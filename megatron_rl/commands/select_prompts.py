@@ -33,8 +33,8 @@ from megatron_rl.selection.generate import (
     score_settings,
 )
 from megatron_rl.selection.scores import PromptCandidates, read_candidates, read_scores
-from megatron_rl.selection.tables import SelectionReport, report_paths, write_report
-from megatron_rl.selection.verdicts import TOO_LONG, PromptDecision, PromptScores, select
+from megatron_rl.selection.selection_report import SelectionReport, report_paths, write_report
+from megatron_rl.selection.selection_rules import TOO_LONG, PromptDecision, PromptScores, select
 from megatron_rl.system.command_line.terminal import progress_bar, say
 from megatron_rl.system.files.atomic_files import atomic_text_file
 
@@ -247,7 +247,7 @@ def _generate(
 ) -> None:
     """Servers and rewards for as long as responses are missing."""
     from megatron_rl.rewards.router import build_rewards
-    from megatron_rl.rollout.recovery import RecoveringClient
+    from megatron_rl.rollout.recovering_client import RecoveringClient
     from megatron_rl.rollout.server_pool import open_servers
     from megatron_rl.system.processes.signals import clean_stop, run_until_stopped
 

@@ -20,7 +20,7 @@ from megatron_rl.config.checks.servers import flag_problems, key_problems
 from megatron_rl.config.derived import servers_are_deterministic
 from megatron_rl.config.schema import Config, RolloutConfig
 from megatron_rl.errors import ConfigError, UserError
-from megatron_rl.system.command_line.arguments import positive_int, positive_number
+from megatron_rl.system.command_line.cli_types import positive_int, positive_number
 from megatron_rl.system.http.addresses import LOOPBACK, interface_of, is_loopback, local_address_for
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from megatron_rl.rollout.serving import serve
+    from megatron_rl.rollout.foreground_servers import serve
 
     options, num_servers = resolve_servers(arguments)
     return serve(

@@ -30,7 +30,7 @@ from megatron_rl.desk.simulate.recorded_run import RecordedRun, prompt_lengths, 
 from megatron_rl.desk.simulate.scenario import Scenario, make_scenario
 from megatron_rl.desk.simulate.timing import Timing, read_timing, write_timing
 from megatron_rl.errors import UserError
-from megatron_rl.system.command_line.arguments import positive_int, positive_number, split_overrides
+from megatron_rl.system.command_line.cli_types import positive_int, positive_number, split_overrides
 from megatron_rl.tracking.timeline import Timeline
 
 _STEPS_THAT_COUNT = 200

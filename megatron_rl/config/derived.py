@@ -23,7 +23,7 @@ from megatron_rl.config.schema import (
     WeightUpdate,
 )
 from megatron_rl.errors import ConfigError, ModelError
-from megatron_rl.families.facts import has_vision, read_model_json
+from megatron_rl.families.model_facts import has_vision, read_model_json
 
 _ANSWER_S, _ANSWER_S_PER_TOKEN = 300.0, 0.25
 """A slow server: 4 tokens per second and sequence, its queue included."""

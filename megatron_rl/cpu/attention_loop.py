@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_rl.cpu.loops import LOWEST, ONE, ZERO, Lanes, compiled, exp, inlined, part_of, store_lanes
-from megatron_rl.cpu.simd_lanes import (
+from megatron_rl.cpu.numba_compile import LOWEST, ONE, ZERO, Lanes, compiled, exp, inlined, part_of, store_lanes
+from megatron_rl.cpu.simd import (
     WIDTH,
     add,
     float_at,

@@ -1,7 +1,7 @@
 """All layers of a dense decoder (Llama, Qwen2, Qwen3) in one compiled call; matrices are multiplied by PyTorch's own MKL.
 
 Between the layers of a small model Python takes several times as long as the arithmetic. Everything is float32, and
-tensors come as addresses; the caller (``sglang_dense.py``) has checked shapes, dtypes and strides.
+tensors come as addresses; the caller (``sglang_fused_decoder.py``) has checked shapes, dtypes and strides.
 
 Invariant: what a token gets depends on nothing else in the batch, down to the last bit, where matrices are small:
 MKL multiplies a few rows by other code than many, so that such a matrix gets at least ``MIN_ROWS``.
@@ -15,8 +15,8 @@ import torch
 from numba import types
 
 from megatron_rl.cpu.attention_loop import AttentionShape, KVPages, QueryTokens, attend
-from megatron_rl.cpu.loops import ONE, ZERO, compiled, inlined
-from megatron_rl.cpu.simd_lanes import float_at, int_at, put_float, put_int32
+from megatron_rl.cpu.numba_compile import ONE, ZERO, compiled, inlined
+from megatron_rl.cpu.simd import float_at, int_at, put_float, put_int32
 from megatron_rl.cpu.token_loops import gate, norm, rotate
 
 MIN_ROWS = 16
@@ -116,7 +116,8 @@ def _part_heads(heads: AttentionShape, num: int, fused: int, query: int, cache: 
 
 @compiled
 def layers(
-    sizes: DecoderSizes, heads: AttentionShape, pages: KVPages, rows: QueryTokens, tokens: TokenArrays, table: int, hidden: int, scratch: int
+    sizes: DecoderSizes, heads: AttentionShape, pages: KVPages, rows: QueryTokens, tokens: TokenArrays,
+    table: int, hidden: int, scratch: int,
 ) -> None:
     """hidden [max(tokens, MIN_ROWS), hidden]: embeddings in, what goes into the last norm out.
 
@@ -163,5 +164,6 @@ def layers(
 def compile_now() -> None:
     """Compile it, or read it from the cache: the first request need not wait for that."""
     layers(
-        DecoderSizes(0, 1, 1, 2, 1, 1e-6, 0), AttentionShape(1, 1, 2, 2, 1.0, -1), KVPages(*[0] * 9), QueryTokens(0, 0, 0, 0), TokenArrays(0, 0, 0), 0, 0, 0
+        DecoderSizes(0, 1, 1, 2, 1, 1e-6, 0), AttentionShape(1, 1, 2, 2, 1.0, -1), KVPages(*[0] * 9),
+        QueryTokens(0, 0, 0, 0), TokenArrays(0, 0, 0), 0, 0, 0,
     )

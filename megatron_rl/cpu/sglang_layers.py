@@ -20,7 +20,7 @@ from torch import Tensor
 
 from megatron_rl.cpu import token_loops
 from megatron_rl.cpu.layer_loop import MAX_PADDED_WEIGHTS, MIN_ROWS
-from megatron_rl.cpu.simd_lanes import WIDTH
+from megatron_rl.cpu.simd import WIDTH
 
 
 def install(dispatch_key: str) -> None:

@@ -80,7 +80,7 @@ class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):
         from sglang.srt.models.deepseek_common.attention_forward_methods.forward_methods import AttnForwardMethod
 
         if os.environ.get(STOCK_KERNELS) != "1":
-            from megatron_rl.cpu import sglang_dense
+            from megatron_rl.cpu import sglang_fused_decoder
 
-            sglang_dense.fuse(model)
+            sglang_fused_decoder.fuse(model)
         AttentionBackendRegistry.register("torch_native", lambda attention, batch: AttnForwardMethod.MLA)

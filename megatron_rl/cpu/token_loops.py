@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megatron_rl.cpu.loops import LOWEST, ONE, ZERO, compiled, exp, inlined, part_of, store_lanes
-from megatron_rl.cpu.simd_lanes import (
+from megatron_rl.cpu.numba_compile import LOWEST, ONE, ZERO, compiled, exp, inlined, part_of, store_lanes
+from megatron_rl.cpu.simd import (
     WIDTH,
     add,
     div,

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from megatron_rl.config.schema import DataConfig, DuplicateIds
-from megatron_rl.data.chat_arguments import chat_arguments
 from megatron_rl.data.chat_content import (
     IMAGE_MARK,
     ImageFolder,
@@ -24,6 +23,7 @@ from megatron_rl.data.chat_content import (
 )
 from megatron_rl.data.images import ImageRef, ImageSource, inspect
 from megatron_rl.data.row_files import Row, describe, is_missing, lookup, not_json, read_rows
+from megatron_rl.data.template_arguments import chat_arguments
 from megatron_rl.data.tokenizer import Message, Tokenizer
 from megatron_rl.data.trajectory import Prompt
 from megatron_rl.errors import DataError

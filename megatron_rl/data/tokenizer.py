@@ -9,7 +9,7 @@ from typing import Any
 from megatron_rl.data.token_text import TokenText
 from megatron_rl.data.vision import ImageProcessor
 from megatron_rl.errors import DataError
-from megatron_rl.families.facts import has_vision, read_model_json
+from megatron_rl.families.model_facts import has_vision, read_model_json
 
 Message = dict[str, Any]
 """One turn of a chat: role, content and whatever else the chat template reads."""

@@ -33,7 +33,7 @@ from megatron_rl.data.images import (
     png_bytes,
 )
 from megatron_rl.errors import DataError
-from megatron_rl.families.facts import as_config, read_model_json, vision_titles, vision_token_ids
+from megatron_rl.families.model_facts import as_config, read_model_json, vision_titles, vision_token_ids
 
 _WIRE_CACHE_BYTES = 1 << 30
 

@@ -1,1 +1,1 @@
-"""Dialogues: who answers the model's turns (``base.py``), by name (``by_name.py``)."""
+"""Dialogues: who answers the model's turns (``base.py``), by name (``environment_registry.py``)."""

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 
 from megatron_rl.data.trajectory import POLICY, Prompt, Score
 from megatron_rl.environments.base import Environment, Message, TurnView
-from megatron_rl.environments.by_name import register
+from megatron_rl.environments.environment_registry import register
 
 VERIFIER = "verifier"
 

@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from megatron_rl.families.blocks import gated_mlp
-from megatron_rl.families.facts import dims, has_experts, router_groups, text_config
 from megatron_rl.families.family import ModelConfig, Rule
+from megatron_rl.families.mlp_rules import gated_mlp
+from megatron_rl.families.model_facts import dims, has_experts, router_groups, text_config
 from megatron_rl.families.transforms import GatedMLP, Replicated, RowParallel
 
 

@@ -17,8 +17,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 
-from megatron_rl.families.facts import dims, has_experts, text_config
 from megatron_rl.families.family import ModelConfig, family_of
+from megatron_rl.families.model_facts import dims, has_experts, text_config
 from megatron_rl.families.parameters import Role
 
 _QUERIES = ("self_attn.q_proj.weight", "self_attn.q_b_proj.weight")

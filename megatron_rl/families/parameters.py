@@ -7,8 +7,8 @@ from typing import Literal
 
 import torch
 
-from megatron_rl.families.facts import dims, text_config
 from megatron_rl.families.family import ModelConfig, Rule, family_of
+from megatron_rl.families.model_facts import dims, text_config
 from megatron_rl.families.transforms import Dims, Replicated, Transform, VocabParallel
 from megatron_rl.families.vision_encoder import parameter_shapes
 

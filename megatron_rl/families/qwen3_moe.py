@@ -2,10 +2,10 @@
 
 from typing import Any
 
-from megatron_rl.families.blocks import ATTENTION, DENSE_MLP, NORMS, QK_NORM
 from megatron_rl.families.experts import EXPERTS, moe_kwargs
-from megatron_rl.families.facts import has_experts
 from megatron_rl.families.family import Experts, Family, ModelConfig, Rule, SGLangSupport
+from megatron_rl.families.mlp_rules import ATTENTION, DENSE_MLP, NORMS, QK_NORM
+from megatron_rl.families.model_facts import has_experts
 
 NUM_EXPERTS = ("num_experts", "num_local_experts")
 """As on the hub, and as transformers 5 saves it."""

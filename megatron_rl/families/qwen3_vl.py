@@ -1,7 +1,7 @@
 """Qwen3-VL, dense: the language model of Qwen3, whose first layers take features of their own from the encoder."""
 
-from megatron_rl.families.blocks import ATTENTION, DENSE_MLP, NORMS, QK_NORM
 from megatron_rl.families.family import Family, VisionSpec
+from megatron_rl.families.mlp_rules import ATTENTION, DENSE_MLP, NORMS, QK_NORM
 from megatron_rl.families.vision_encoder import VISION_KWARGS
 
 VISION = VisionSpec(

@@ -4,8 +4,8 @@ from typing import Any
 
 import torch
 
-from megatron_rl.families.facts import dims, text_config
 from megatron_rl.families.family import ModelConfig, family_of
+from megatron_rl.families.model_facts import dims, text_config
 
 
 def rope_parameters(config: ModelConfig) -> dict[str, Any]:

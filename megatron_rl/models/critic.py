@@ -1,6 +1,6 @@
 """The critic: the policy's architecture with a value head in the language-model head's place.
 
-The head is one row, the same on every tensor-parallel rank; it is part of the model, so ``forward`` (``packed.py``)
+The head is one row, the same on every tensor-parallel rank; it is part of the model, so ``forward`` (``packed_gpt.py``)
 returns values on the last stage. Values at position t are read after token t; ``token_values`` moves them to the
 alignment of ``data/batch.py``, where values[t] is V(s_t), read before token t is emitted.
 """
@@ -14,14 +14,14 @@ from transformers import PretrainedConfig
 
 from megatron_rl.config.schema import ParallelConfig, Recompute
 from megatron_rl.data.batch import PackedBatch
-from megatron_rl.families.facts import text_config
+from megatron_rl.families.model_facts import text_config
 from megatron_rl.families.parameters import VALUE_HEAD
 from megatron_rl.models.context import rows_of_tokens, sum_over_context
-from megatron_rl.models.hf.sources import RandomSource
+from megatron_rl.models.hf.tensor_sources import RandomSource
 from megatron_rl.models.hf.weights import fill
 from megatron_rl.models.layers import mark_split_gradients
 from megatron_rl.models.megatron_fields import PLAIN, MegatronSettings
-from megatron_rl.models.packed import PackedGPTModel, build_chunks, forward, sequence_starts, unwrap
+from megatron_rl.models.packed_gpt import PackedGPTModel, build_chunks, forward, sequence_starts, unwrap
 
 __all__ = ["ValueHead", "build_critic", "final_values", "forward", "token_values"]
 

@@ -27,8 +27,8 @@ from megatron_rl.config.schema import (
 )
 from megatron_rl.data.batch import ROUTES, PackedBatch
 from megatron_rl.errors import ModelError
-from megatron_rl.families.facts import dims
 from megatron_rl.families.family import family_of
+from megatron_rl.families.model_facts import dims
 from megatron_rl.models.context import split_here
 from megatron_rl.models.gpt import unwrap
 from megatron_rl.models.layers import has_transformer_engine

@@ -1,6 +1,6 @@
 """The policy: a causal language model whose head is applied late, to the tokens that matter only.
 
-``forward`` (from ``packed.py``) returns hidden states on the last stage; ``token_logprobs`` turns the masked ones into
+``forward`` (from ``packed_gpt.py``) returns hidden states on the last stage; ``token_logprobs`` turns the masked ones into
 log-probabilities and entropies. Logits never exist for more than a chunk of tokens and a rank's share of the
 vocabulary.
 """
@@ -12,13 +12,13 @@ from transformers import PretrainedConfig
 
 from megatron_rl.config.schema import ParallelConfig, Recompute
 from megatron_rl.data.batch import PackedBatch
-from megatron_rl.families.facts import text_config, vision_token_ids
+from megatron_rl.families.model_facts import text_config, vision_token_ids
 from megatron_rl.models.context import rows_of_tokens, sum_over_context
-from megatron_rl.models.hf.sources import RandomSource
+from megatron_rl.models.hf.tensor_sources import RandomSource
 from megatron_rl.models.hf.weights import fill
 from megatron_rl.models.logprobs import DEFAULT_CHUNK_SIZE, token_logprobs_and_entropy
 from megatron_rl.models.megatron_fields import PLAIN, MegatronSettings
-from megatron_rl.models.packed import PackedGPTModel, build_chunks, forward, sequence_starts, unwrap
+from megatron_rl.models.packed_gpt import PackedGPTModel, build_chunks, forward, sequence_starts, unwrap
 
 __all__ = ["build_policy", "forward", "token_logprobs"]
 

@@ -28,7 +28,7 @@ from megatron_rl.rollout.generation import Decode, GenerationPlan, HotTokenSampl
 from megatron_rl.rollout.requests import Generation, GenerationRequest, ServerLost
 from megatron_rl.rollout.sampling import trajectory_seed
 from megatron_rl.rollout.sglang.balance.client import SglangClient
-from megatron_rl.rollout.sglang.wire.answer_checks import StaleWeights
+from megatron_rl.rollout.sglang.wire.response_validation import StaleWeights
 
 logger = logging.getLogger(__name__)
 

@@ -1,7 +1,7 @@
 """``checkpoints/`` of a run as files: which are there, what they say of themselves, which are whole as far as sizes tell.
 
 ``step-N/`` holds a folder per model, ``driver.json`` with the arrays of its responses beside it (``driver.int32.npy``, one
-file per dtype, see ``json_with_arrays.py``) and, written last, ``manifest.json`` with sizes and checksums of the files that are
+file per dtype, see ``state_arrays.py``) and, written last, ``manifest.json`` with sizes and checksums of the files that are
 the driver's; each model's folder has ``checksums.json`` of its own. ``latest.json`` names the newest one. No Megatron, no
 torch: a folder can be looked at before anything starts.
 """
@@ -21,7 +21,7 @@ import numpy as np
 
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.errors import UserError
-from megatron_rl.run.json_with_arrays import unflatten_state
+from megatron_rl.run.state_arrays import unflatten_state
 from megatron_rl.system.files.atomic_files import write_atomic
 from megatron_rl.system.files.checksums import Checksums, checksums, damaged, parse_checksums
 

@@ -20,8 +20,8 @@ from megatron_rl.errors import UserError
 from megatron_rl.parallel.topology import local_device
 from megatron_rl.run import checkpoint_folder as folders
 from megatron_rl.run.checkpoint_folder import DamagedCheckpoint
-from megatron_rl.run.json_with_arrays import flatten_state
-from megatron_rl.run.resuming import candidates, resume_hint
+from megatron_rl.run.resume_candidates import candidates, resume_hint
+from megatron_rl.run.state_arrays import flatten_state
 from megatron_rl.system.files.checksums import Checksums
 from megatron_rl.training.model_checkpoint import CheckpointError, CheckpointSaveError
 from megatron_rl.training.trainer_group import TrainerGroup

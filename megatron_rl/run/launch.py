@@ -15,7 +15,7 @@ from megatron_rl.config.load import load_config
 from megatron_rl.config.schema import Config, RolloutConfig
 from megatron_rl.errors import ConfigError
 from megatron_rl.models.hf.model_checks import check_models
-from megatron_rl.system.command_line.arguments import positive_int
+from megatron_rl.system.command_line.cli_types import positive_int
 from megatron_rl.system.command_line.terminal import say
 from megatron_rl.system.gpu.gpu_environment import REQUIRE_GPU, check_required_gpus, set_gpu_defaults
 from megatron_rl.system.http.addresses import LOOPBACK, local_interface_for
@@ -149,7 +149,7 @@ def _attached_urls(rollout: RolloutConfig) -> list[str]:
     """As far as they are known."""
     if not uses_attached_servers(rollout):
         return []
-    from megatron_rl.rollout.sglang.process.attached import attached_urls
+    from megatron_rl.rollout.sglang.process.attached_server import attached_urls
 
     with contextlib.suppress(OSError):  # nobody answers there yet
         return attached_urls(rollout.urls, rollout.urls_file, os.environ.get(rollout.api_key_env, ""))

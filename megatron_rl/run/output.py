@@ -8,7 +8,7 @@ from pathlib import Path
 
 from megatron_rl.config.schema import Config
 from megatron_rl.errors import UserError
-from megatron_rl.run.resuming import check_resume
+from megatron_rl.run.resume_candidates import check_resume
 from megatron_rl.system.files.atomic_files import lock_file, remove_unfinished
 
 _RUN_FILES = (

@@ -21,7 +21,7 @@ from typing import Any, TextIO
 from megatron_rl.config.schema import Config
 from megatron_rl.data.trajectory import Prompt, Score
 from megatron_rl.errors import UserError
-from megatron_rl.rewards.alarm import check_error_rate
+from megatron_rl.rewards.error_rate_alarm import check_error_rate
 from megatron_rl.rewards.router import ScoreItem
 from megatron_rl.rollout.requests import Generation, GenerationRequest
 from megatron_rl.rollout.sampling import Sampling, sample_seed, text_digest

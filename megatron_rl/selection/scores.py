@@ -14,7 +14,7 @@ from megatron_rl.config.schema import DataConfig
 from megatron_rl.data.prompts import is_duplicate, read_content
 from megatron_rl.data.row_files import Row, describe, is_missing, lookup, read_rows
 from megatron_rl.errors import DataError
-from megatron_rl.selection.verdicts import PromptScores
+from megatron_rl.selection.selection_rules import PromptScores
 
 
 @dataclass(frozen=True)

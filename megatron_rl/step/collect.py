@@ -15,7 +15,7 @@ from megatron_rl.data.slots import SlotPool, full_blocks
 from megatron_rl.data.trajectory import Trajectory
 from megatron_rl.errors import UserError
 from megatron_rl.rollout.service import RolloutService
-from megatron_rl.step.grading import ResponseScorer
+from megatron_rl.step.scoring import ResponseScorer
 from megatron_rl.step.stage_facts import generated_rows
 
 Group = list[Trajectory]

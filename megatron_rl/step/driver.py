@@ -14,41 +14,41 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.algorithms.settling import ValueConvergence
+from megatron_rl.algorithms.value_convergence import ValueConvergence
 from megatron_rl.config.derived import answer_timeout_s, effective_window_tokens, eval_sets, num_responses_per_step
 from megatron_rl.config.schema import Config, FireLoss, HealthAction, Mode
 from megatron_rl.data.slots import SlotPool
-from megatron_rl.rewards.lines.dense import ProcessRewarder, program_types
+from megatron_rl.rewards.lines.line_rewards import ProcessRewarder, program_types
 from megatron_rl.rewards.router import RewardRouter, build_rewards
-from megatron_rl.rollout.served_weights import TrainerWeights
 from megatron_rl.rollout.server_pool import ServerPool
 from megatron_rl.rollout.service import RolloutService, TrainerHooks, open_rollout
-from megatron_rl.rollout.workers.node_workers import start_on_nodes
+from megatron_rl.rollout.weight_sources import TrainerWeights
+from megatron_rl.rollout.workers.remote_workers import start_on_nodes
 from megatron_rl.run.checkpoints import Checkpointer
-from megatron_rl.run.kept_policies import PolicyExporter
 from megatron_rl.run.output import lock_output_dir
+from megatron_rl.run.policy_exports import PolicyExporter
 from megatron_rl.run.recorded_prompts import write_first_prompts
 from megatron_rl.run.recorder import Recorder
 from megatron_rl.run.summary import RunSummary, print_summary, summarize, write_summary
 from megatron_rl.step.advantage_spans import ResponseRules
 from megatron_rl.step.collect import Collector
 from megatron_rl.step.evaluation import EvaluationServers, Evaluator
-from megatron_rl.step.grading import ResponseScorer
-from megatron_rl.step.inputs import RunInputs, describe_prompts, make_inputs
 from megatron_rl.step.loop import LoopComponents, TrainingLoop
 from megatron_rl.step.parity import ParityCheck
+from megatron_rl.step.run_inputs import RunInputs, describe_prompts, make_inputs
 from megatron_rl.step.runner import StageRunner
+from megatron_rl.step.scoring import ResponseScorer
 from megatron_rl.step.stored_responses import store_samples
 from megatron_rl.step.table import graph_of
 from megatron_rl.step.watchdog import Rollback, Watchdog
 from megatron_rl.system.processes.gc_pauses import gc_young_only
 from megatron_rl.system.processes.host_memory import disable_memory_trim
 from megatron_rl.system.processes.signals import StopRequested, StopSignals
-from megatron_rl.tracking.sinks.trackers import start_new_runs
+from megatron_rl.tracking.sinks.all_trackers import start_new_runs
 from megatron_rl.tracking.terminal.console import evaluation_text
-from megatron_rl.training.engines import rl_engines
-from megatron_rl.training.ranks import trainer_ranks
+from megatron_rl.training.build_engines import rl_engines
 from megatron_rl.training.trainer_group import TrainerGroup
+from megatron_rl.training.trainer_ranks import trainer_ranks
 
 _STALL_MARGIN_S = 60.0
 

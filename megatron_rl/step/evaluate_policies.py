@@ -15,13 +15,13 @@ from typing import Any
 from megatron_rl.config.derived import eval_sets
 from megatron_rl.config.schema import Config, Placement
 from megatron_rl.rewards.router import RewardRouter, build_rewards
-from megatron_rl.rollout.served_weights import FolderWeights
 from megatron_rl.rollout.service import RolloutService, TrainerHooks, open_rollout
+from megatron_rl.rollout.weight_sources import FolderWeights
 from megatron_rl.step.driver import event_loop_thread, stall_timeout_s
 from megatron_rl.step.evaluation import Evaluator
-from megatron_rl.step.grading import ResponseScorer
-from megatron_rl.step.inputs import EvalInputs, make_eval_inputs
+from megatron_rl.step.run_inputs import EvalInputs, make_eval_inputs
 from megatron_rl.step.runner import StageRunner
+from megatron_rl.step.scoring import ResponseScorer
 from megatron_rl.system.files.atomic_files import write_atomic
 
 _FILE = "evaluation.json"

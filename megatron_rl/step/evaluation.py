@@ -20,7 +20,7 @@ from megatron_rl.data.trajectory import Prompt, Trajectory
 from megatron_rl.errors import UserError
 from megatron_rl.rollout.sampling import SamplingOverrides
 from megatron_rl.rollout.service import RolloutService
-from megatron_rl.step.grading import ResponseScorer
+from megatron_rl.step.scoring import ResponseScorer
 
 _LOOK_S = 1.0
 

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from megatron_rl.config.derived import reuses_first_logprobs
 from megatron_rl.config.schema import Config, KlPlace
-from megatron_rl.step.batches import mismatch
-from megatron_rl.step.divergence import KlPenalty
+from megatron_rl.step.kl_penalty import KlPenalty
+from megatron_rl.step.loss_batches import mismatch
 from megatron_rl.step.state import StepState
 from megatron_rl.step.updates import policy_minibatches
 

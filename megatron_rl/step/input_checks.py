@@ -39,7 +39,7 @@ def check_eval_inputs(config: Config) -> None:
     """The same without prompts to train on."""
     from megatron_rl.config.derived import eval_sets, model_has_vision
     from megatron_rl.data.prompts import check_files
-    from megatron_rl.environments import by_name as environments
+    from megatron_rl.environments import environment_registry as environments
     from megatron_rl.rewards.router import check_types, routes_of
 
     routes_of(config.reward)

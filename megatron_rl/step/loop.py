@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from megatron_rl.algorithms.settling import ValueConvergence
+from megatron_rl.algorithms.value_convergence import ValueConvergence
 from megatron_rl.config.derived import (
     effective_window_tokens,
     needs_greedy,
@@ -25,14 +25,19 @@ from megatron_rl.config.schema import Config, HealthAction, OldPolicy, RoutingRe
 from megatron_rl.data.batch import PackedBatch
 from megatron_rl.data.slots import SlotPool
 from megatron_rl.data.vision import ImageProcessor
-from megatron_rl.rewards.lines.dense import ProcessRewarder, values_after_tokens
+from megatron_rl.rewards.lines.line_rewards import ProcessRewarder, values_after_tokens
 from megatron_rl.rollout.service import RolloutService
 from megatron_rl.run.checkpoints import Checkpointer
-from megatron_rl.run.kept_policies import PolicyExporter
+from megatron_rl.run.policy_exports import PolicyExporter
 from megatron_rl.run.recorder import Recorder
 from megatron_rl.step import metrics as step_metrics
 from megatron_rl.step.advantage_spans import SINGLE_RESPONSE, ResponseRules, greedy_rewards
-from megatron_rl.step.batches import (
+from megatron_rl.step.collect import Collector
+from megatron_rl.step.evaluation import EvaluationServers, Evaluator
+from megatron_rl.step.first_update import finish_own_logprobs, uses_own_logprobs
+from megatron_rl.step.graph import Resource, Stage
+from megatron_rl.step.kl_penalty import KlPenalty
+from megatron_rl.step.loss_batches import (
     critic_responses,
     policy_batch,
     response_batch,
@@ -40,19 +45,14 @@ from megatron_rl.step.batches import (
     store_untrained,
     window_critic_batch,
 )
-from megatron_rl.step.collect import Collector
-from megatron_rl.step.divergence import KlPenalty
-from megatron_rl.step.evaluation import EvaluationServers, Evaluator
-from megatron_rl.step.experience import ModelOutputs, window_advantages
-from megatron_rl.step.first_update import finish_own_logprobs, uses_own_logprobs
-from megatron_rl.step.grading import ResponseScorer
-from megatron_rl.step.graph import Resource, Stage
 from megatron_rl.step.packing import response_field, window_batch, window_routes, with_routes
 from megatron_rl.step.parity import EngineMismatch, ParityCheck
+from megatron_rl.step.scoring import ResponseScorer
 from megatron_rl.step.stage_facts import ChildCpuClock
 from megatron_rl.step.state import StepState
 from megatron_rl.step.updates import planned_updates, train_critic, train_policy
 from megatron_rl.step.watchdog import Finding, Rollback, TrainingCollapsed, Watchdog
+from megatron_rl.step.window_advantages import ModelOutputs, window_advantages
 from megatron_rl.training.trainer_group import TrainerGroup
 
 

@@ -9,9 +9,9 @@ from megatron_rl import algorithms
 from megatron_rl.algorithms.normalize import mean_and_deviation
 from megatron_rl.data.batch import PackedBatch
 from megatron_rl.data.trajectory import Trajectory
-from megatron_rl.step.experience import Advantages
 from megatron_rl.step.packing import within
 from megatron_rl.step.state import StepState
+from megatron_rl.step.window_advantages import Advantages
 
 
 def rollout_metrics(trajectories: Sequence[Trajectory], *, step: int) -> dict[str, float]:

@@ -151,7 +151,8 @@ def compare_logprobs(
     raise EngineMismatch(
         f"log-probs of {parity.num_tokens} sampled tokens differ between Megatron and SGLang by more than {_computed(config)} "
         f"explains: {parity}; at the worst token Megatron says {float(ours[worst]):.5f} and SGLang "
-        f"{float(theirs[worst]):.5f}. {_worst_prompt(trajectories, batch, difference)}{_what_to_check(config, differing_weights(), parity)}",
+        f"{float(theirs[worst]):.5f}. {_worst_prompt(trajectories, batch, difference)}"
+        f"{_what_to_check(config, differing_weights(), parity)}",
         parity,
     )
 

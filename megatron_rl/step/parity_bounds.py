@@ -10,7 +10,7 @@ from pathlib import Path
 from megatron_rl.algorithms.mismatch import MismatchStats
 from megatron_rl.config.derived import policy_model
 from megatron_rl.config.schema import Config, Dtype, Fp8
-from megatron_rl.families.facts import as_config, has_experts, is_supported
+from megatron_rl.families.model_facts import as_config, has_experts, is_supported
 
 _DENSE = {
     "float32": MismatchStats(mean=math.inf, k3=math.inf, outliers=math.inf, max=1e-4),

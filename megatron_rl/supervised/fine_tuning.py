@@ -17,10 +17,10 @@ from megatron_rl.errors import UserError
 from megatron_rl.parallel.topology import Topology
 from megatron_rl.supervised.epochs import epoch_batches
 from megatron_rl.system.command_line.terminal import progress_bar
+from megatron_rl.training.build_engines import build_engine
 from megatron_rl.training.engine import Engine
-from megatron_rl.training.engines import build_engine
-from megatron_rl.training.ranks import trainer_ranks
 from megatron_rl.training.trainer_group import TrainerGroup
+from megatron_rl.training.trainer_ranks import trainer_ranks
 
 _NUM_RECENT = 10
 """Steps whose mean loss decides about an early end."""

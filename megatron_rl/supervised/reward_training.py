@@ -21,8 +21,8 @@ from megatron_rl.supervised.epochs import epoch_batches
 from megatron_rl.supervised.reward_models import RewardExample, RewardModelTrainer, build_kind
 from megatron_rl.system.command_line.terminal import progress_bar
 from megatron_rl.training.engine import Engine
-from megatron_rl.training.ranks import trainer_ranks
 from megatron_rl.training.trainer_group import TrainerGroup
+from megatron_rl.training.trainer_ranks import trainer_ranks
 
 _RECORD_FILE = "reward_training.json"
 """Next to the weights: what the model is and how its training went."""

@@ -42,14 +42,14 @@ from megatron_rl.config.schema import (
     VisionConfig,
 )
 from megatron_rl.data.batch import ALSO_WANTED, PackedBatch
-from megatron_rl.families.facts import text_config
+from megatron_rl.families.model_facts import text_config
 from megatron_rl.families.parameters import Role
 from megatron_rl.models import critic, policy
 from megatron_rl.models.context import num_rows
-from megatron_rl.models.hf.gathering import GatherTarget, ShardedParameter, sharded_parameters
-from megatron_rl.models.hf.holders import named_parameters
+from megatron_rl.models.hf.gather import GatherTarget, ShardedParameter, sharded_parameters
 from megatron_rl.models.hf.model_config import load_hf_config
 from megatron_rl.models.hf.mtp import check_mtp_present, mtp_note
+from megatron_rl.models.hf.parameter_owners import named_parameters
 from megatron_rl.models.hf.weights import (
     expected_names,
     export_weights,
@@ -62,14 +62,14 @@ from megatron_rl.models.logprobs import DEFAULT_CHUNK_SIZE
 from megatron_rl.models.megatron_fields import MegatronSettings
 from megatron_rl.models.moe import Routing
 from megatron_rl.models.vision.encoder import freeze
+from megatron_rl.parallel.pipeline_shapes import stage_options
 from megatron_rl.parallel.topology import Topology
-from megatron_rl.parallel.transfers import stage_options
 from megatron_rl.training import ddp
 from megatron_rl.training.losses import LossFunction, Metrics
+from megatron_rl.training.microbatch_io import dummy_batch, on_device
 from megatron_rl.training.model_checkpoint import CheckpointWrite, load_checkpoint, start_checkpoint
 from megatron_rl.training.model_memory import ModelMemory
 from megatron_rl.training.optimizer import build_optimizer, build_scheduler, guarded_step
-from megatron_rl.training.payloads import dummy_batch, on_device
 
 _LOGITS_PER_CHUNK = 2**22
 """Logits that may exist at a time (16 MiB): a small vocabulary takes few chunks, and few all-reduces with them."""

@@ -1,6 +1,6 @@
 """Weights on their way from the Megatron ranks to the servers: which rank does what.
 
-``WeightExport`` is every rank's part; the driver's is ``rollout/served_weights.py``. With servers on
+``WeightExport`` is every rank's part; the driver's is ``rollout/weight_sources.py``. With servers on
 devices of their own the first rank of each pipeline stage sends its stage's tensors; with servers on the trainer's
 devices every rank holds every tensor for the server worker next to it; through files rank 0 writes all of them.
 """
@@ -16,14 +16,14 @@ from torch import Tensor
 
 from megatron_rl.config.derived import bucket_bytes
 from megatron_rl.config.schema import Config
-from megatron_rl.models.hf.gathering import GatherTarget
+from megatron_rl.models.hf.gather import GatherTarget
 from megatron_rl.parallel import collectives
 from megatron_rl.parallel.topology import Topology, local_device
 from megatron_rl.training.engine import Engine
 from megatron_rl.weights.bucket_plan import Coverage
 from megatron_rl.weights.buckets import exhaust
 from megatron_rl.weights.colocated import RankMessaging, follow
-from megatron_rl.weights.senders import Channel, StageRank
+from megatron_rl.weights.source_ranks import Channel, StageRank
 
 _WHAT = "word on the weight sync"
 

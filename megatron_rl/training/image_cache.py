@@ -21,8 +21,8 @@ from megatron_rl.config.schema import ParallelConfig
 from megatron_rl.data.batch import Images
 from megatron_rl.data.images import ImageFile
 from megatron_rl.data.vision import ImageProcessor
-from megatron_rl.families.facts import takes_images
 from megatron_rl.families.family import ModelConfig
+from megatron_rl.families.model_facts import takes_images
 from megatron_rl.parallel.collectives import Pieces
 from megatron_rl.parallel.topology import Topology
 

@@ -26,7 +26,7 @@ from megatron_rl.algorithms.policy_loss import lm_loss
 from megatron_rl.algorithms.value_loss import value_loss
 from megatron_rl.config.schema import AlgorithmConfig, KlPlace
 from megatron_rl.data.batch import PackedBatch
-from megatron_rl.training.payloads import reply_spans
+from megatron_rl.training.microbatch_io import reply_spans
 
 Metrics = Mapping[str, tuple[Tensor, Tensor]]
 """Name -> (sum, denominator), scalars over one micro-batch."""

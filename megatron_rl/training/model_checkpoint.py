@@ -36,7 +36,7 @@ from megatron_rl.parallel import collectives
 from megatron_rl.parallel.collectives import CollectiveTimeout, PeerLost
 from megatron_rl.system.files.atomic_files import replace_folder, write_atomic
 from megatron_rl.system.files.checksums import Checksums, checksums, damaged, parse_checksums
-from megatron_rl.system.files.pickles import UnsafePickle
+from megatron_rl.system.files.pickle_check import UnsafePickle
 from megatron_rl.training.checkpoint_writer import CheckpointWriter
 from megatron_rl.training.optimizer import set_num_steps
 from megatron_rl.training.optimizer_shards import sharded_state

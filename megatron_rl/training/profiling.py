@@ -16,7 +16,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from megatron_rl.config.schema import Config
-from megatron_rl.training.stage_use import StageKey
+from megatron_rl.training.stage_resources import StageKey
 
 logger = logging.getLogger(__name__)
 

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from megatron_rl.models.hf.gathering import GatherTarget
+from megatron_rl.models.hf.gather import GatherTarget
 from megatron_rl.training import losses
 from megatron_rl.training.engine import Engine, UpdateResult
+from megatron_rl.training.microbatch_io import select_spans
 from megatron_rl.training.model_checkpoint import CheckpointError, CheckpointSaveError
-from megatron_rl.training.payloads import select_spans
 from megatron_rl.training.sequence_cache import RankBatch
 
 if TYPE_CHECKING:

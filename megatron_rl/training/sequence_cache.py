@@ -24,7 +24,7 @@ from megatron_rl.parallel.topology import Topology
 from megatron_rl.system.files.shared_file import SharedArrays, address_of
 from megatron_rl.training.batching import Plan
 from megatron_rl.training.image_cache import Cut, ImageCache, ImageDirectory, ImagePatcher
-from megatron_rl.training.payloads import reply_spans
+from megatron_rl.training.microbatch_io import reply_spans
 
 
 @dataclass

@@ -20,8 +20,8 @@ from torch import Tensor
 from megatron_rl.config.schema import Config
 from megatron_rl.data.batch import ROUTES, PackedBatch
 from megatron_rl.families.flops import flops_cost
-from megatron_rl.models.hf.gathering import GatherTarget
-from megatron_rl.parallel import collectives, stragglers
+from megatron_rl.models.hf.gather import GatherTarget
+from megatron_rl.parallel import collectives, hang_report
 from megatron_rl.parallel.collectives import Payload
 from megatron_rl.parallel.topology import ReplicaRanks, Topology
 from megatron_rl.system.processes import process_probe
@@ -31,12 +31,12 @@ from megatron_rl.training.batching import Plan
 from megatron_rl.training.engine import Engine, UpdateResult
 from megatron_rl.training.export import WeightExport, exhausting, free_cached_memory
 from megatron_rl.training.image_cache import ImagePatcher
+from megatron_rl.training.microbatch_io import restore
 from megatron_rl.training.model_checkpoint import CheckpointSaveError
-from megatron_rl.training.payloads import restore
 from megatron_rl.training.profiling import memory_note, stage_profiler
 from megatron_rl.training.replica_assignment import PlacementPreferences, ReplicaPlanner
 from megatron_rl.training.sequence_cache import About, CacheDirectory, CachesByStep, RankBatch
-from megatron_rl.training.stage_use import ResourceUse, StageKey, StageMeter, of_all_ranks, seconds_by_rank
+from megatron_rl.training.stage_resources import ResourceUse, StageKey, StageMeter, of_all_ranks, seconds_by_rank
 
 
 @dataclass(frozen=True)
@@ -173,7 +173,7 @@ class TrainerRank:
         """This rank's part of ``command``; the driver has ``payloads`` and their ``ways``, and gets what the ranks report."""
         self.offload_others(command.engine)
         engine, replicas = self.engines[command.engine], self.replicas[command.engine]
-        with stragglers.track_activity(str(command)):
+        with hang_report.track_activity(str(command)):
             share = RankBatch()
             if command.fields is not None:
                 what = f"the batches of the {command}"
@@ -312,7 +312,7 @@ class TrainerGroup:
         command = Command("export", engine, partial(rank_methods.export, to=to))
         self._announce(command)
         self._worker.offload_others(engine)
-        return exhausting(self._worker.engines[engine].export_weights(to), stragglers.track_activity(str(command)))
+        return exhausting(self._worker.engines[engine].export_weights(to), hang_report.track_activity(str(command)))
 
     def expected_weights(self, engine: str) -> dict[str, tuple[int, ...]]:
         """Hugging Face name -> shape of every tensor that export_weights gives."""

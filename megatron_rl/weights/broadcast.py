@@ -16,8 +16,8 @@ import torch
 
 from megatron_rl.weights.bucket_plan import Coverage, GroupSpec, ServerAddress
 from megatron_rl.weights.buckets import Bucket, BucketStream, NamedTensors
-from megatron_rl.weights.senders import RemoteSource
 from megatron_rl.weights.server_calls import ServerCallError, ServerCalls, wait_for_all
+from megatron_rl.weights.source_ranks import RemoteSource
 from megatron_rl.weights.sync_group import SyncGroup
 from megatron_rl.weights.transfer import PublishTransfer, UpdateRequest
 

@@ -1,7 +1,7 @@
 """Flat buckets filled from a stream of tensors that is always walked to its end.
 
 Two buffers take turns, so that one bucket can travel while the next one is filled: a bucket is valid until the next
-but one is asked for. On a GPU it is filled on a stream of its own (``side_streams.py``): whoever reads it waits for
+but one is asked for. On a GPU it is filled on a stream of its own (``cuda_streams.py``): whoever reads it waits for
 ``ready`` first.
 """
 
@@ -13,7 +13,7 @@ import torch
 
 from megatron_rl.families.parameters import TensorSpec
 from megatron_rl.weights.bucket_plan import CoverageError, Slice, place
-from megatron_rl.weights.side_streams import Done, side_stream
+from megatron_rl.weights.cuda_streams import Done, side_stream
 
 NamedTensors = Iterable[tuple[str, torch.Tensor]]
 """Hugging Face names and full tensors, on CPU or GPU; each tensor is used before the next one is asked for."""

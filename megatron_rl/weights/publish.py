@@ -2,9 +2,9 @@
 
 The way of a publish: the tensors of a stream are copied into flat buckets; each bucket is announced to every server by
 HTTP and travels once, one bucket after the other. How it travels is the method: over process groups whose sources are the
-first ranks of the pipeline stages (``broadcast.py``, ``senders.py``), through memory of the devices that trainer and
+first ranks of the pipeline stages (``broadcast.py``, ``source_ranks.py``), through memory of the devices that trainer and
 servers share (``colocated.py``), or the whole stream as files (``disk.py``). While bucket k travels, the next one of
-each source is gathered and filled, on a GPU on a stream of its own (``side_streams.py``), so a source holds two buckets and
+each source is gathered and filled, on a GPU on a stream of its own (``cuda_streams.py``), so a source holds two buckets and
 one tensor. Two buckets are in progress: a server that has loaded bucket k is asked for k + 1 while slower ones still load k.
 
 Invariants:
@@ -41,8 +41,8 @@ from megatron_rl.weights.bucket_plan import Coverage, ServerAddress, unique_addr
 from megatron_rl.weights.buckets import NamedTensors, TensorStreamError
 from megatron_rl.weights.colocated import ColocatedSender, RankMessaging
 from megatron_rl.weights.disk import DiskSender
-from megatron_rl.weights.senders import Channel, RemoteSource
 from megatron_rl.weights.server_calls import ServerCallError, ServerCalls
+from megatron_rl.weights.source_ranks import Channel, RemoteSource
 from megatron_rl.weights.sync_group import device_of
 from megatron_rl.weights.transfer import CLOSE_TIMEOUT_S, PublishTransfer
 

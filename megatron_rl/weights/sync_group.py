@@ -20,8 +20,8 @@ from megatron_rl.system.http.addresses import address_towards_all
 from megatron_rl.system.processes.torch_store import listening_store
 from megatron_rl.weights.bucket_plan import GroupSpec
 from megatron_rl.weights.buckets import Bucket
+from megatron_rl.weights.cuda_streams import side_stream
 from megatron_rl.weights.server_calls import ServerCallError
-from megatron_rl.weights.side_streams import side_stream
 
 MAX_CONNECT_S = 60.0
 """Joining takes well under a second once everybody is there. A server that waits for a missing one serves nothing."""

@@ -16,7 +16,7 @@ from megatron.core import parallel_state
 
 from megatron_rl.config.schema import ParallelConfig
 from megatron_rl.parallel import collectives, topology
-from megatron_rl.parallel import stragglers as progress
+from megatron_rl.parallel import hang_report as progress
 from megatron_rl.parallel.array_server import start_array_server
 from megatron_rl.parallel.collectives import Pieces
 from megatron_rl.system.files.shared_file import SharedArrays, address_of

@@ -17,14 +17,14 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl.config.schema import ParallelConfig
-from megatron_rl.parallel import collectives, stragglers, topology
+from megatron_rl.parallel import collectives, hang_report, topology
 from megatron_rl.rewards.workers.calls import RunnerSettings
 from megatron_rl.rewards.workers.processes import RewardRunner
 from megatron_rl.step.graph import Resource, Stage
 from megatron_rl.step.runner import StageRunner
 from megatron_rl.system.processes import process_probe
-from megatron_rl.training.ranks import register_processes
-from megatron_rl.training.stage_use import StageKey, StageMeter
+from megatron_rl.training.stage_resources import StageKey, StageMeter
+from megatron_rl.training.trainer_ranks import register_processes
 
 LONG_S = 600.0
 SERVER = """
@@ -51,7 +51,7 @@ def main(folder: Path) -> None:
     collectives.broadcast_object(None, what="its next command")
     process_probe.set_status("waits")
     StageMeter().start_stage(StageKey(3, "policy_update"))
-    with stragglers.track_activity("update of the engine policy"):
+    with hang_report.track_activity("update of the engine policy"):
         if place.rank == 2:
             (folder / "late").touch()
             look_at_a_file_forever()

@@ -36,7 +36,7 @@ from megatron_rl.data.trajectory import Segment, Trajectory
 from megatron_rl.data.vision import ImageProcessor
 from megatron_rl.parallel import topology as topologies
 from megatron_rl.step.packing import window_batch
-from megatron_rl.training.engines import rl_engines
+from megatron_rl.training.build_engines import rl_engines
 from megatron_rl.training.image_cache import ImagePatcher
 from megatron_rl.training.trainer_group import TrainerGroup, TrainerRank
 
@@ -148,7 +148,7 @@ def main(folder: Path, mode: str) -> None:
             cuts.append(file.ref.digest)
             return cut(vision, file)
 
-        with patch.object(ImageProcessor, "cut", noting):
+        with patch.object(ImageProcessor, "patchify", noting):
             if mode == "patches":
                 with patch.object(ImagePatcher, "share_of", patches_everywhere):
                     seen = run(folder, case)

@@ -16,7 +16,7 @@ from megatron_rl.data.batch import PackedBatch, cu_seqlens_of
 from megatron_rl.models import critic, policy
 from megatron_rl.models.hf.model_config import load_hf_config
 from megatron_rl.models.hf.weights import export_weights, load_weights, save_hf
-from megatron_rl.models.packed import unwrap
+from megatron_rl.models.packed_gpt import unwrap
 from megatron_rl.parallel import collectives, topology
 
 LAYOUTS: dict[str, ParallelConfig] = {

@@ -32,8 +32,8 @@ from megatron_rl.config.schema import (
 )
 from megatron_rl.parallel import topology as topologies
 from megatron_rl.training import losses, trainer_group
+from megatron_rl.training.build_engines import rl_engines
 from megatron_rl.training.engine import Engine
-from megatron_rl.training.engines import rl_engines
 from megatron_rl.training.optimizer import state_tensors
 from megatron_rl.training.trainer_group import TrainerGroup, TrainerRank
 from tests.integration.engine_worker import OPTIMIZER, make_batch

@@ -20,9 +20,9 @@ from megatron_rl.config.derived import WeightMethod
 from megatron_rl.config.schema import Config, ParallelConfig, Placement, PolicyConfig, RolloutConfig
 from megatron_rl.data.batch import PackedBatch
 from megatron_rl.parallel import topology as topologies
-from megatron_rl.rollout.served_weights import TrainerWeights
 from megatron_rl.rollout.server_pool import ServerPool
 from megatron_rl.rollout.sglang.process.options import ServerOptions
+from megatron_rl.rollout.weight_sources import TrainerWeights
 from megatron_rl.system.processes.signals import die_with_parent
 from megatron_rl.training.engine import Engine
 from megatron_rl.training.trainer_group import Command, TrainerGroup, TrainerRank

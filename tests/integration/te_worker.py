@@ -18,7 +18,7 @@ from megatron_rl.config.schema import Dtype, Init, OptimizerConfig, ParallelConf
 from megatron_rl.cpu.torchvision import declare_torchvision_ops
 from megatron_rl.data.batch import ROUTES, PackedBatch, cu_seqlens_of
 from megatron_rl.errors import UserError
-from megatron_rl.families.facts import has_vision
+from megatron_rl.families.model_facts import has_vision
 from megatron_rl.models.hf.model_config import load_hf_config
 from megatron_rl.models.hf.weights import expected_names
 from megatron_rl.parallel import topology

@@ -19,7 +19,7 @@ from megatron_rl.config.schema import ParallelConfig
 from megatron_rl.data.batch import PackedBatch, cu_seqlens_of
 from megatron_rl.families.parameters import Entry
 from megatron_rl.families.transforms import Replicated
-from megatron_rl.models.hf.gathering import owner_of
+from megatron_rl.models.hf.gather import owner_of
 from megatron_rl.parallel.topology import ReplicaRanks, Topology, coordinates
 from megatron_rl.training.batching import plan_microbatches
 from megatron_rl.training.export import source_ranks

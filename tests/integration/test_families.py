@@ -19,7 +19,7 @@ from megatron_rl.families.parameters import VALUE_HEAD
 from megatron_rl.models import critic, policy
 from megatron_rl.models.hf.conversion import convert
 from megatron_rl.models.hf.model_config import load_hf_config
-from megatron_rl.models.hf.sources import INDEX_FILE, WeightsError
+from megatron_rl.models.hf.tensor_sources import INDEX_FILE, WeightsError
 from megatron_rl.models.hf.weights import expected_names, export_weights, load_weights, save_hf
 from megatron_rl.parallel import topology
 from megatron_rl.training.engine import Engine

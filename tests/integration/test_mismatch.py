@@ -17,7 +17,7 @@ from megatron_rl.config.load import load_config
 from megatron_rl.config.schema import Config
 from megatron_rl.data.tokenizer import Tokenizer
 from megatron_rl.data.trajectory import Prompt
-from megatron_rl.desk.doctor import mismatch_launches, mismatch_ranks
+from megatron_rl.desk.doctor import mismatch_ranks, mismatch_runs
 from megatron_rl.desk.doctor.mismatch_factors import (
     BATCH_SHAPE,
     HELD_HERE,
@@ -35,7 +35,7 @@ from megatron_rl.models.routing import _Choice, replay
 from megatron_rl.parallel import topology as topologies
 from megatron_rl.rollout.sampling import Sampling
 from megatron_rl.rollout.sglang.wire.routes import route_shape
-from megatron_rl.training.engines import build_engine
+from megatron_rl.training.build_engines import build_engine
 from megatron_rl.training.trainer_group import TrainerGroup, TrainerRank
 from tests.tiny_models import make_tiny_model
 
@@ -206,9 +206,9 @@ def test_dtype_and_expert_parallelism_are_tried_in_launches_of_their_own(sides, 
         wrong = replace(base, figures=replace(base.figures, mean=0.9, k3=0.9, max=2.0))
         return [base if is_right else wrong, *(replace(wrong, factor=factor) for factor in tries)]
 
-    monkeypatch.setattr(mismatch_launches, "_launched", launch)
+    monkeypatch.setattr(mismatch_runs, "_launched", launch)
     (tmp_path / "config.yaml").write_text((Path(config.run.output_dir).parent / "recipe.yaml").read_text())
-    found = list(mismatch_launches._trials(tmp_path, mismatch_launches.load_recipe(tmp_path, overrides)))
+    found = list(mismatch_runs._trials(tmp_path, mismatch_runs.load_recipe(tmp_path, overrides)))
     assert culprits(found) == [guilty] and is_settled(found)
     assert found[-1].factor == guilty and len(launched) == 2
 
@@ -232,8 +232,8 @@ def test_a_changed_chat_template_is_named_and_bad_folders_are_refused(config, tm
     (tmp_path / "run").mkdir()
     loose = (Path(config.run.output_dir).parent / "recipe.yaml").read_text().replace("num_parity", "max_logprob_difference: 9, num_parity")
     (tmp_path / "run" / "config.yaml").write_text(loose)
-    assert mismatch_launches.load_recipe(tmp_path / "run", []).rollout.max_logprob_difference is None
-    kept = mismatch_launches.load_recipe(tmp_path / "run", ["rollout.max_logprob_difference=2"])
+    assert mismatch_runs.load_recipe(tmp_path / "run", []).rollout.max_logprob_difference is None
+    kept = mismatch_runs.load_recipe(tmp_path / "run", ["rollout.max_logprob_difference=2"])
     assert kept.rollout.max_logprob_difference == 2
     assert main(["doctor", "--mismatch", str(tmp_path)]) == 2
     assert "holds no config.yaml" in capsys.readouterr().err

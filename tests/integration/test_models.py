@@ -12,11 +12,11 @@ from torch import Tensor
 from megatron_rl.config.schema import ParallelConfig, Recompute
 from megatron_rl.cpu.torchvision import declare_torchvision_ops
 from megatron_rl.data.batch import PackedBatch
-from megatron_rl.families.facts import vision_token_ids
+from megatron_rl.families.model_facts import vision_token_ids
 from megatron_rl.families.parameters import VALUE_HEAD
 from megatron_rl.models import critic, policy
 from megatron_rl.models.hf.model_config import load_hf_config
-from megatron_rl.models.hf.sources import RandomSource, WeightsError
+from megatron_rl.models.hf.tensor_sources import RandomSource, WeightsError
 from megatron_rl.models.hf.weights import expected_names, export_weights, load_weights, save_hf
 from megatron_rl.parallel import topology
 from tests.integration.models_worker import INIT_SEED, LAYOUTS, pack

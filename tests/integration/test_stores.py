@@ -13,10 +13,10 @@ import pytest
 from megatron_rl.config.load import load_config
 from megatron_rl.config.schema import Config, RunConfig
 from megatron_rl.tracking.metrics_file import MetricsWriter, read_metrics
+from megatron_rl.tracking.sinks.all_trackers import TrackerSet, start_new_runs, tracked_evaluation
 from megatron_rl.tracking.sinks.mlflow import MLflowStore
 from megatron_rl.tracking.sinks.tensorboard import TensorBoardStore
 from megatron_rl.tracking.sinks.tracker import Tracker
-from megatron_rl.tracking.sinks.trackers import TrackerSet, start_new_runs, tracked_evaluation
 from megatron_rl.tracking.sinks.wandb import WandbStore
 
 STEPS = {1: {"reward/mean": 0.5, "policy/kl": float("nan")}, 2: {"reward/mean": 0.75}, 3: {"reward/mean": 0.875}}

@@ -18,7 +18,7 @@ import pytest
 
 from megatron_rl.cli import main
 from megatron_rl.run.checkpoint_folder import read_driver
-from megatron_rl.run.kept_policies import policy_exports
+from megatron_rl.run.policy_exports import policy_exports
 from megatron_rl.system.processes.signals import STOPPED
 from megatron_rl.tracking.metrics_file import read_metrics
 from megatron_rl.tracking.samples_file import read_samples, sample_files

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from megatron_rl.config.schema import Config, ParallelConfig
-from megatron_rl.models.hf.gathering import GatherTarget
+from megatron_rl.models.hf.gather import GatherTarget
 from megatron_rl.run.launch import _choose_interface
 from megatron_rl.system.processes.signals import die_with_parent
 from megatron_rl.training.export import WeightExport, control_channel

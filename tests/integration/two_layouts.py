@@ -27,7 +27,7 @@ from megatron_rl.config.schema import (
 )
 from megatron_rl.parallel import topology as topologies
 from megatron_rl.training import losses
-from megatron_rl.training.engines import rl_engines
+from megatron_rl.training.build_engines import rl_engines
 from megatron_rl.training.sequence_cache import RankBatch, SequenceCache
 from megatron_rl.training.trainer_group import TrainerGroup, TrainerRank
 from tests.integration.collective_order import recorded

@@ -6,13 +6,13 @@ and models: one module per subject, whose functions yield one message per proble
 
 from megatron_rl.config.checks import (
     combinations,
+    eval_sampling,
     layouts,
     learning_rates,
     model_folder,
     paths,
     policy_settings,
     prompt_content,
-    sampled_sets,
     servers,
     tracking_keys,
 )
@@ -52,7 +52,7 @@ def check_config(config: Config, *, command: str, world_size: int | None = None,
     if command in RL_COMMANDS:
         problems += [*servers.placement_problems(config.rollout, ranks), *servers.fleet_problems(config)]
         problems += [] if unknown else combinations.problems(config, command)
-        problems += [*sampled_sets.problems(config), *tracking_keys.problems(config), *combinations.profile_problems(config, ranks)]
+        problems += [*eval_sampling.problems(config), *tracking_keys.problems(config), *combinations.profile_problems(config, ranks)]
     if not problems and config.policy.path:
         problems += model_folder.problems(config, command)
     if problems:

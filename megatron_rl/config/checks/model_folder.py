@@ -10,7 +10,8 @@ from megatron_rl.config.layout import experts_problem, layers_problem, of_critic
 from megatron_rl.config.schema import Config, LoadBalancing, MoeConfig, ParallelConfig, VisionConfig
 from megatron_rl.config.schema.commands import RL_COMMANDS, SERVED_COMMANDS
 from megatron_rl.errors import ConfigError, ModelError
-from megatron_rl.families.facts import (
+from megatron_rl.families.family import families
+from megatron_rl.families.model_facts import (
     as_config,
     expert_ffn_size,
     is_supported,
@@ -18,7 +19,6 @@ from megatron_rl.families.facts import (
     read_json_object,
     uses_only_experts,
 )
-from megatron_rl.families.family import families
 from megatron_rl.families.sglang_limits import engine_problems, split_problems
 
 

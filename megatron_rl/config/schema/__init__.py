@@ -29,7 +29,7 @@ from megatron_rl.config.schema.commands import (
     SftConfig,
 )
 from megatron_rl.config.schema.data import CurriculumPhase, DataConfig, DuplicateIds
-from megatron_rl.config.schema.health_limits import HealthAction, HealthConfig
+from megatron_rl.config.schema.health_actions import HealthAction, HealthConfig
 from megatron_rl.config.schema.models import (
     CriticConfig,
     Dispatcher,

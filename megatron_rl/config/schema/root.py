@@ -11,7 +11,7 @@ from megatron_rl.config.schema.commands import (
     SftConfig,
 )
 from megatron_rl.config.schema.data import DataConfig
-from megatron_rl.config.schema.health_limits import HealthConfig
+from megatron_rl.config.schema.health_actions import HealthConfig
 from megatron_rl.config.schema.models import CriticConfig, PolicyConfig, ReferenceConfig
 from megatron_rl.config.schema.parallel import ParallelConfig
 from megatron_rl.config.schema.rewards import EnvironmentConfig, RewardConfig

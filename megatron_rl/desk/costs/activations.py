@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 from megatron_rl.config.layout import expert_tensor_size
 from megatron_rl.config.schema import ParallelConfig, Recompute
-from megatron_rl.families.facts import dims, text_config
 from megatron_rl.families.family import ModelConfig, family_of
+from megatron_rl.families.model_facts import dims, text_config
 
 _TOKENS_PER_CHUNK = 512
 """Of the logits, as in models/logprobs.py ..."""

@@ -13,15 +13,15 @@ from typing import NamedTuple
 from megatron_rl.config.layout import expert_tensor_size
 from megatron_rl.config.schema import Dtype, Moments, OptimizerConfig, ParallelConfig, Recompute, VisionConfig
 from megatron_rl.desk.costs.activations import head_bytes, layer_bytes
-from megatron_rl.desk.costs.counts import (
+from megatron_rl.desk.costs.parameter_counts import (
     ParameterCount,
     embedding_parameters,
     encoder_parameters,
     head_parameters,
     layer_parameters,
 )
-from megatron_rl.families.facts import cached_by_content, has_experts, text_config
 from megatron_rl.families.family import ModelConfig
+from megatron_rl.families.model_facts import cached_by_content, has_experts, text_config
 
 
 class ParameterBytes(NamedTuple):

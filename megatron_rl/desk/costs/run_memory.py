@@ -32,7 +32,7 @@ from megatron_rl.config.schema import (
     RoutingReplay,
 )
 from megatron_rl.desk.costs.activations import chunked_logits_bytes
-from megatron_rl.desk.costs.counts import ParameterCount, layer_parameters, num_parameters
+from megatron_rl.desk.costs.parameter_counts import ParameterCount, layer_parameters, num_parameters
 from megatron_rl.desk.costs.rank_memory import (
     PassSettings,
     RankMemory,
@@ -41,8 +41,8 @@ from megatron_rl.desk.costs.rank_memory import (
     parameter_bytes,
 )
 from megatron_rl.errors import ConfigError
-from megatron_rl.families.facts import dims, has_experts, num_experts, text_config
 from megatron_rl.families.family import ModelConfig
+from megatron_rl.families.model_facts import dims, has_experts, num_experts, text_config
 
 CONTEXT_BYTES = 2.0e9
 """The CUDA context, libraries' workspaces and what the allocator cannot use. slime v0.1.0 reports 3 to 5 GB after models and
@@ -134,7 +134,7 @@ class RunMemory:
 
 
 def model_folders(config: Config) -> dict[str, str]:
-    """Of each model that ``train`` builds (``training/engines.py``), by its name there."""
+    """Of each model that ``train`` builds (``training/build_engines.py``), by its name there."""
     folders = {"policy": config.policy.path}
     folders |= {"critic": config.critic.path or config.policy.path} if needs_critic(config) else {}
     folders |= {"reference": config.reference.path or config.policy.path} if needs_reference(config) else {}

@@ -9,11 +9,11 @@ import heapq
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from megatron_rl.desk.costs.counts import ParameterCount, head_parameters, layer_parameters, num_parameters
 from megatron_rl.desk.costs.gpus import Gpu
-from megatron_rl.families.facts import dims, has_experts, text_config
+from megatron_rl.desk.costs.parameter_counts import ParameterCount, head_parameters, layer_parameters, num_parameters
 from megatron_rl.families.family import ModelConfig, family_of
 from megatron_rl.families.flops import flops_cost
+from megatron_rl.families.model_facts import dims, has_experts, text_config
 
 _BYTES = 2
 

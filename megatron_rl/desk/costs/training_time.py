@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from megatron_rl.config.layout import expert_tensor_size
 from megatron_rl.config.schema import ParallelConfig
 from megatron_rl.desk.costs.gpus import Gpu
-from megatron_rl.families.facts import dims, has_experts, router_groups, text_config
 from megatron_rl.families.family import ModelConfig
 from megatron_rl.families.flops import flops_cost
+from megatron_rl.families.model_facts import dims, has_experts, router_groups, text_config
 
 
 @dataclass(frozen=True)

@@ -25,10 +25,10 @@ from megatron_rl.errors import UserError
 from megatron_rl.parallel.topology import Topology
 from megatron_rl.rollout.service import RolloutService
 from megatron_rl.step.parity import EngineMismatch, ParityCheck
+from megatron_rl.training.build_engines import build_engine
 from megatron_rl.training.engine import Engine
-from megatron_rl.training.engines import build_engine
-from megatron_rl.training.ranks import trainer_ranks
 from megatron_rl.training.trainer_group import TrainerGroup
+from megatron_rl.training.trainer_ranks import trainer_ranks
 from megatron_rl.weights.verify import ChecksumReport
 
 _ANSWER, _SYNC, _CHECKSUMS, _PARITY = "SGLang's answer", "weight sync", "weight checksums", "log-prob parity"

@@ -15,7 +15,7 @@ import yaml
 
 from megatron_rl.desk.doctor.wait_graph import RunSnapshot, ServerSnapshot, frames_text, rank_lines, verdict
 from megatron_rl.errors import UserError
-from megatron_rl.rollout.sglang.process.attached import attached_urls
+from megatron_rl.rollout.sglang.process.attached_server import attached_urls
 from megatron_rl.system.http.addresses import LOOPBACK
 from megatron_rl.system.http.json_http import HttpError, bearer, get_once
 from megatron_rl.system.processes.process_probe import ProcessSnapshot

@@ -93,7 +93,7 @@ def check_invariance(
     ModelError for a layout that is no layout or a model that is none, DoctorError where the reference cannot run or its
     update is too small to compare.
     """
-    from megatron_rl.families.facts import has_experts
+    from megatron_rl.families.model_facts import has_experts
     from megatron_rl.models.hf.megatron_config import needs_sequence_parallelism
     from megatron_rl.models.hf.model_config import load_hf_config
 

@@ -23,7 +23,7 @@ from transformers import PretrainedConfig
 from megatron_rl.config.layout import parse_layout
 from megatron_rl.config.schema import AlgorithmConfig, Dtype, OptimizerConfig, ParallelConfig
 from megatron_rl.data.batch import Images, PackedBatch, cu_seqlens_of
-from megatron_rl.families.facts import takes_images, text_config, vision_token_ids
+from megatron_rl.families.model_facts import takes_images, text_config, vision_token_ids
 from megatron_rl.parallel import topology as topologies
 from megatron_rl.training import losses
 from megatron_rl.training.batching import plan_microbatches

@@ -32,18 +32,18 @@ from megatron_rl.parallel.topology import Topology
 from megatron_rl.rollout.requests import Generation, GenerationRequest
 from megatron_rl.rollout.sampling import Sampling, base_seed, trajectory_seed
 from megatron_rl.rollout.service import RolloutService
-from megatron_rl.rollout.sglang.wire.generate_call import generate_body, parse_generation
+from megatron_rl.rollout.sglang.wire.protocol import generate_body, parse_generation
 from megatron_rl.rollout.sglang.wire.routes import returns_routes, route_shape
-from megatron_rl.run.resuming import candidates
+from megatron_rl.run.resume_candidates import candidates
 from megatron_rl.step.driver import stall_timeout_s
 from megatron_rl.step.packing import window_batch, window_routes, with_routes
 from megatron_rl.step.parity import sample_for_parity
 from megatron_rl.step.parity_bounds import has_expert_layers, parity_bounds
 from megatron_rl.system.http.json_http import HttpError, HttpSession, bearer
+from megatron_rl.training.build_engines import build_engine
 from megatron_rl.training.engine import Engine
-from megatron_rl.training.engines import build_engine
-from megatron_rl.training.ranks import trainer_ranks
 from megatron_rl.training.trainer_group import TrainerGroup
+from megatron_rl.training.trainer_ranks import trainer_ranks
 from megatron_rl.weights.bucket_plan import ServerAddress
 
 _PLAIN = {
@@ -145,7 +145,9 @@ class TrainerAndServers:
         return stall_timeout_s(self.config)
 
 
-def trials(sides: TrainerAndServers, tries: Sequence[str], *, name: str = factors.AS_IT_IS, how: str = "", held: Sequence[str] = ()) -> Iterator[Trial]:
+def trials(
+    sides: TrainerAndServers, tries: Sequence[str], *, name: str = factors.AS_IT_IS, how: str = "", held: Sequence[str] = ()
+) -> Iterator[Trial]:
     """The servers as they are, then with ``tries`` held fixed one after the other, until the two sides agree."""
     bounds = parity_bounds(sides.config, on_gpu=torch.cuda.is_available())
     now = frozenset(held)

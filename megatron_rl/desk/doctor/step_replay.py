@@ -22,9 +22,9 @@ from megatron_rl.data.trajectory import Segment, Trajectory
 from megatron_rl.rewards.router import build_rewards
 from megatron_rl.step.advantage_spans import SINGLE_RESPONSE
 from megatron_rl.step.collect import Collector
-from megatron_rl.step.grading import ResponseScorer
-from megatron_rl.step.inputs import RunInputs
 from megatron_rl.step.loop import LoopComponents, TrainingLoop
+from megatron_rl.step.run_inputs import RunInputs
+from megatron_rl.step.scoring import ResponseScorer
 from megatron_rl.step.table import graph_of
 from megatron_rl.training.trainer_group import TrainerGroup
 

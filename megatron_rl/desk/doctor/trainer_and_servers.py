@@ -10,8 +10,8 @@ from typing import Any
 from megatron_rl.config.schema import Config
 from megatron_rl.data.tokenizer import Tokenizer
 from megatron_rl.errors import UserError
-from megatron_rl.rollout.served_weights import TrainerWeights
 from megatron_rl.rollout.service import RolloutService, TrainerHooks, open_rollout
+from megatron_rl.rollout.weight_sources import TrainerWeights
 from megatron_rl.step.driver import event_loop_thread, stall_timeout_s
 from megatron_rl.step.runner import HEARTBEAT_S
 from megatron_rl.training.trainer_group import TrainerGroup

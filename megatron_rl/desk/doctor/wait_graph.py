@@ -16,7 +16,7 @@ from megatron_rl.system.processes.process_probe import Frame, ProcessSnapshot
 _NOTHING_HANGS = "nothing stands still"
 _LANES = ("rollout", "host", "trainer")
 """What notes of the driver's stages say."""
-_COLLECTIVE_FILES = ("torch/distributed/", "megatron_rl/parallel/collectives.py", "megatron_rl/parallel/transfers.py")
+_COLLECTIVE_FILES = ("torch/distributed/", "megatron_rl/parallel/collectives.py", "megatron_rl/parallel/pipeline_shapes.py")
 _BETWEEN = ("contextlib.py", "torch/utils/", "torch/autograd/")
 """Frames that lie between a collective and who called it, and say nothing."""
 _RUNNER, _WAITS_FOR_STAGES = "megatron_rl/step/runner.py", "_next_event"

@@ -11,8 +11,8 @@ from itertools import product
 
 from megatron_rl.config.layout import first_chunk_layers
 from megatron_rl.config.schema import ParallelConfig
-from megatron_rl.families.facts import as_config, dims, split_sizes, text_config
 from megatron_rl.families.family import ModelConfig
+from megatron_rl.families.model_facts import as_config, dims, split_sizes, text_config
 from megatron_rl.families.vision_encoder import num_deepstack
 
 STAGES = (1, 2, 3, 4, 6, 8, 12, 16)

@@ -20,7 +20,7 @@ from megatron_rl.desk.costs.run_memory import (
     models_of,
     run_memory,
 )
-from megatron_rl.desk.plan.memory_verdict import MemoryFit, check_fit_with_fixes
+from megatron_rl.desk.plan.memory_fit import MemoryFit, check_fit_with_fixes
 from megatron_rl.models.hf.model_config import load_hf_config
 
 _GPUS = ("H100-80G", "H20", "H200")

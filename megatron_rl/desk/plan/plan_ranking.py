@@ -31,7 +31,7 @@ from megatron_rl.desk.simulate.prediction import (
     work_of,
 )
 from megatron_rl.desk.simulate.scenario import Scenario, make_scenario
-from megatron_rl.desk.simulate.slot_process import GeneratedStep, SlotProcess
+from megatron_rl.desk.simulate.slot_simulation import GeneratedStep, SlotProcess
 from megatron_rl.desk.simulate.timing import Timing
 from megatron_rl.families.family import ModelConfig
 from megatron_rl.step.graph import Resource

@@ -15,8 +15,8 @@ from typing import Any
 from megatron_rl.config.derived import generates_ahead, needs_critic, server_placement
 from megatron_rl.config.layout import ranks_of_replica
 from megatron_rl.config.schema import Config, Offload, ParallelConfig, Placement, Recompute
-from megatron_rl.desk.costs.counts import num_parameters
 from megatron_rl.desk.costs.gpus import Gpu
+from megatron_rl.desk.costs.parameter_counts import num_parameters
 from megatron_rl.desk.costs.rank_memory import PassSettings, memory_by_rank, parameter_bytes
 from megatron_rl.desk.costs.run_memory import memory_fraction, models_of, run_memory
 from megatron_rl.desk.costs.serving_time import kv_bytes
@@ -30,7 +30,7 @@ from megatron_rl.desk.plan.layout_search import (
     layouts,
     shape_of,
 )
-from megatron_rl.desk.plan.memory_verdict import LARGEST_FRACTION, SPARE_SHARE, check_fit, largest_fraction
+from megatron_rl.desk.plan.memory_fit import LARGEST_FRACTION, SPARE_SHARE, check_fit, largest_fraction
 from megatron_rl.families.family import ModelConfig
 from megatron_rl.families.sglang_limits import split_problems
 

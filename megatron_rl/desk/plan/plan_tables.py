@@ -10,10 +10,10 @@ from rich.table import Table
 from megatron_rl.config.derived import num_responses_per_step, server_placement
 from megatron_rl.config.layout import SHORT_NAMES, ranks_of_replica
 from megatron_rl.config.schema import Config, ParallelConfig
-from megatron_rl.desk.costs.counts import num_parameters
+from megatron_rl.desk.costs.parameter_counts import num_parameters
 from megatron_rl.desk.costs.run_memory import models_of, run_memory
+from megatron_rl.desk.plan.memory_fit import check_fit
 from megatron_rl.desk.plan.memory_table import plain_table, print_stages
-from megatron_rl.desk.plan.memory_verdict import check_fit
 from megatron_rl.desk.plan.plan_ranking import RankedPlan
 from megatron_rl.desk.plan.plan_search import MOST_MACHINES, NO_CACHE, PlanSearch, RefusedLayouts
 

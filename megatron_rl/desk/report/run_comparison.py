@@ -15,11 +15,11 @@ from megatron_rl.config.load import flat_params
 from megatron_rl.desk.report import charts
 from megatron_rl.desk.report.charts import Series
 from megatron_rl.desk.report.health_checks import HealthCheck, health_checks
-from megatron_rl.desk.report.page import ReportPage, ReportPanel, ReportSection, ReportTable, render
-from megatron_rl.desk.report.panels import SECTIONS
+from megatron_rl.desk.report.html_page import ReportPage, ReportPanel, ReportSection, ReportTable, render
+from megatron_rl.desk.report.resource_panels import early_and_late_lengths
 from megatron_rl.desk.report.run_record import RunRecord, load_run
 from megatron_rl.desk.report.smoothing import smooth, smoothing_span
-from megatron_rl.desk.report.use_panels import early_and_late_lengths
+from megatron_rl.desk.report.training_panels import SECTIONS
 from megatron_rl.errors import DataError
 from megatron_rl.system.files.atomic_files import write_atomic
 from megatron_rl.tracking.terminal.console import STAGE_STYLES, accuracy_text, compact, duration
@@ -238,5 +238,6 @@ def _side_by_side(runs: Mapping[str, RunRecord]) -> ReportSection:
             found = [run.finite(pattern.format(stage)) for stage in stages]
             groups.append((color, [float(pick(values)) if len(values) else math.nan for values in found]))
         if stages:
-            panels.append(ReportPanel(title, says, charts.bar_chart(stages, groups, unit), tuple(zip(runs, COLORS, strict=False)), wide=True))
+            chart = charts.bar_chart(stages, groups, unit)
+            panels.append(ReportPanel(title, says, chart, tuple(zip(runs, COLORS, strict=False)), wide=True))
     return ReportSection("Side by side", tuple(panels))

@@ -14,11 +14,11 @@ import numpy as np
 
 from megatron_rl.config.load import flat_params
 from megatron_rl.desk.report.health_checks import health_checks
-from megatron_rl.desk.report.page import ReportPage, render
-from megatron_rl.desk.report.panels import report_sections
+from megatron_rl.desk.report.html_page import ReportPage, render
 from megatron_rl.desk.report.run_record import RunRecord, load_run
 from megatron_rl.desk.report.sample_panel import samples_html
 from megatron_rl.desk.report.smoothing import smooth, smoothing_span
+from megatron_rl.desk.report.training_panels import report_sections
 from megatron_rl.system.files.atomic_files import write_atomic
 from megatron_rl.tracking.terminal.console import accuracy_text, compact, duration
 from megatron_rl.tracking.timeline import OVERLAP, Span, overlap_seconds

@@ -1,6 +1,6 @@
 """The costs of a run, from the seconds and the facts in its timeline.
 
-``engine_costs.py`` finds what the servers cost; here stand the trainer's and the driver's stages: seconds against tokens.
+``server_costs.py`` finds what the servers cost; here stand the trainer's and the driver's stages: seconds against tokens.
 One run hardly tells a fixed part from one per token where all its steps are alike; what it leaves open is taken as mostly
 per token (``_PRIOR``).
 """
@@ -11,12 +11,12 @@ from dataclasses import replace
 import numpy as np
 
 from megatron_rl.desk.simulate.contention import fit_contention
-from megatron_rl.desk.simulate.engine_costs import all_rows, decode_costs, non_decode_costs, served
 from megatron_rl.desk.simulate.fitting import mixture
 from megatron_rl.desk.simulate.prediction import StepWork, runs_in_step, work_of
 from megatron_rl.desk.simulate.recorded_run import RecordedRun, RequestRound
 from megatron_rl.desk.simulate.scenario import Scenario
-from megatron_rl.desk.simulate.slot_process import GeneratedStep, trained_rows
+from megatron_rl.desk.simulate.server_costs import all_rows, decode_costs, non_decode_costs, served
+from megatron_rl.desk.simulate.slot_simulation import GeneratedStep, trained_rows
 from megatron_rl.desk.simulate.timing import LinearCost, Timing
 from megatron_rl.errors import UserError
 

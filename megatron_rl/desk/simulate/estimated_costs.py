@@ -9,8 +9,8 @@ from pathlib import Path
 from megatron_rl.config.derived import bucket_bytes, server_placement
 from megatron_rl.config.layout import critic_layout, layout_problems, ranks_of_replica
 from megatron_rl.config.schema import Config, ParallelConfig, Recompute
-from megatron_rl.desk.costs.counts import num_parameters
 from megatron_rl.desk.costs.gpus import Gpu
+from megatron_rl.desk.costs.parameter_counts import num_parameters
 from megatron_rl.desk.costs.publish_time import publish_seconds
 from megatron_rl.desk.costs.run_memory import memory_fraction
 from megatron_rl.desk.costs.serving_time import decode_curve, kv_bytes, kv_tokens, prefill_seconds
@@ -18,8 +18,8 @@ from megatron_rl.desk.costs.training_time import REINFORCEMENT, training_seconds
 from megatron_rl.desk.costs.training_time import TrainingBatchWork as Batch
 from megatron_rl.desk.simulate.timing import Decode, LinearCost, Timing
 from megatron_rl.errors import ConfigError
-from megatron_rl.families.facts import as_config, read_model_json
 from megatron_rl.families.family import ModelConfig
+from megatron_rl.families.model_facts import as_config, read_model_json
 
 _NODES = tuple(2.0**power for power in range(13))
 """Running responses between which a decode step's time is taken as linear."""

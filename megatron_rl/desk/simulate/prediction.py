@@ -10,7 +10,7 @@ from megatron_rl.config.derived import is_due
 from megatron_rl.desk.simulate.clock import StageLoad, run_clock
 from megatron_rl.desk.simulate.lengths import LengthDistribution
 from megatron_rl.desk.simulate.scenario import Scenario
-from megatron_rl.desk.simulate.slot_process import GeneratedStep, SlotProcess, SlotResponses
+from megatron_rl.desk.simulate.slot_simulation import GeneratedStep, SlotProcess, SlotResponses
 from megatron_rl.desk.simulate.timing import Timing
 from megatron_rl.step.graph import StageRun
 from megatron_rl.tracking.timeline import Span

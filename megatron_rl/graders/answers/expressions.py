@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
-from megatron_rl.graders.answers.plain_numbers import NO_UNITS, parse_number
+from megatron_rl.graders.answers.number_parsing import NO_UNITS, parse_number
 
 _MAX_DIGITS = 100_000
 """Numbers longer than this, in decimal digits, are not computed."""

@@ -1,7 +1,7 @@
 """Runs untrusted Python with its tests, in processes that cannot harm, outlive or deceive their caller.
 
 A sandbox keeps one supervisor process (supervisor.py), which forks two confined processes for each program: one runs the
-program (player.py), one its tests (referee.py).
+program (program_process.py), one its tests (trusted_process.py).
 
 Invariants:
 

@@ -39,8 +39,8 @@ from megatron_rl.graders.sandbox.guards import (
     limit_cpu,
     visible_paths,
 )
-from megatron_rl.graders.sandbox.player import play
-from megatron_rl.graders.sandbox.referee import judge
+from megatron_rl.graders.sandbox.program_process import play
+from megatron_rl.graders.sandbox.trusted_process import judge
 
 HEADER = struct.Struct("!I")
 _IDLE_FACTOR, _IDLE_S = 2.0, 1.0

@@ -14,14 +14,14 @@ import torch
 from transformers import PretrainedConfig
 
 from megatron_rl.config.schema import Mtp, ParallelConfig
-from megatron_rl.families.facts import dims
+from megatron_rl.families.model_facts import dims
 from megatron_rl.families.parameters import VALUE_HEAD, Role, entries, stacked_shapes
 from megatron_rl.families.transforms import Shard
 from megatron_rl.models.hf.folder import FolderWriter, copy_files
 from megatron_rl.models.hf.megatron_config import check_layout
 from megatron_rl.models.hf.model_config import load_hf_config
 from megatron_rl.models.hf.mtp import is_mtp, mtp_names, mtp_tensors
-from megatron_rl.models.hf.sources import INDEX_FILE, SINGLE_FILE, CheckpointSource, WeightsError
+from megatron_rl.models.hf.tensor_sources import INDEX_FILE, SINGLE_FILE, CheckpointSource, WeightsError
 from megatron_rl.models.hf.torch_dist import MegatronCheckpoint, contents_of, write_checkpoint
 from megatron_rl.models.hf.weights import (
     assemble,

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megatron_rl.families.family import families
 from megatron_rl.families.parameters import TensorSpec
-from megatron_rl.models.hf.sources import INDEX_FILE, SINGLE_FILE
+from megatron_rl.models.hf.tensor_sources import INDEX_FILE, SINGLE_FILE
 
 _COPIED_FILES = (
     "tokenizer*",

@@ -17,8 +17,8 @@ from megatron_rl.config.layout import (
 )
 from megatron_rl.config.schema import ParallelConfig, Recompute
 from megatron_rl.errors import ModelError
-from megatron_rl.families.facts import dims, split_sizes, takes_images, text_config
 from megatron_rl.families.family import family_of
+from megatron_rl.families.model_facts import dims, split_sizes, takes_images, text_config
 from megatron_rl.families.rotary import inverse_frequencies, rope_parameters
 from megatron_rl.families.transforms import padded_vocab_size
 from megatron_rl.families.vision_encoder import num_deepstack
@@ -100,7 +100,7 @@ def _layout(parallel: ParallelConfig) -> dict[str, Any]:
         expert_model_parallel_size=parallel.expert_parallel_size,
         expert_tensor_parallel_size=expert_tensor_size(parallel),
         pipeline_model_parallel_layout=megatron_stages(parallel),
-        # Packs differ in length (parallel/transfers.py), and Megatron asks for this dispatcher with it, for dense models too.
+        # Packs differ in length (parallel/pipeline_shapes.py), and Megatron asks for this dispatcher with it, for dense models too.
         variable_seq_lengths=True,
         moe_token_dispatcher_type="alltoall",
         # With gloo, freeing a sent output early corrupts what is still on its way.

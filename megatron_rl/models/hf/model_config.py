@@ -7,8 +7,15 @@ from transformers import AutoConfig, PretrainedConfig
 
 from megatron_rl.cpu.torchvision import declare_torchvision_ops
 from megatron_rl.errors import ModelError
-from megatron_rl.families.facts import dims, is_supported, read_model_json, router_groups, takes_images, text_config
 from megatron_rl.families.family import families, family_of
+from megatron_rl.families.model_facts import (
+    dims,
+    is_supported,
+    read_model_json,
+    router_groups,
+    takes_images,
+    text_config,
+)
 from megatron_rl.families.rotary import inverse_frequencies, rope_parameters
 from megatron_rl.families.vision_encoder import num_deepstack
 

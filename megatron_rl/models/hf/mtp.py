@@ -12,9 +12,9 @@ from pathlib import Path
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from megatron_rl.families.facts import num_mtp_layers, text_config
 from megatron_rl.families.family import family_of
-from megatron_rl.models.hf.sources import CheckpointSource, WeightsError
+from megatron_rl.families.model_facts import num_mtp_layers, text_config
+from megatron_rl.models.hf.tensor_sources import CheckpointSource, WeightsError
 
 
 def is_mtp(config: PretrainedConfig, name: str) -> bool:

@@ -1,7 +1,7 @@
 """Weights between Hugging Face folders and Megatron models, under any layout of ranks.
 
 Loading needs no communication: each rank reads from the files the slices that it holds. Exporting walks the tensors in
-the order of the files and puts each together from the ranks that hold it (``gathering.py``).
+the order of the files and puts each together from the ranks that hold it (``gather.py``).
 """
 
 import re
@@ -16,16 +16,16 @@ from megatron.core import parallel_state
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-from megatron_rl.families.facts import dims, text_config
+from megatron_rl.families.model_facts import dims, text_config
 from megatron_rl.families.parameters import VALUE_HEAD, Entry, Role, TensorSpec, entries, stacked_shapes
 from megatron_rl.families.transforms import Dims, Shard, Sliceable
 from megatron_rl.models.hf.folder import FolderWriter
-from megatron_rl.models.hf.gathering import GatherTarget, ShardedParameter, collect, gather, sharded_parameters
-from megatron_rl.models.hf.holders import expert_of, first_rank_of, holders, named_parameters
+from megatron_rl.models.hf.gather import GatherTarget, ShardedParameter, collect, gather, sharded_parameters
 from megatron_rl.models.hf.mtp import is_mtp, mtp_tensors
+from megatron_rl.models.hf.parameter_owners import expert_of, first_rank_of, holders, named_parameters
 from megatron_rl.models.hf.saving import SharedSave
 from megatron_rl.models.hf.shards import cut, least_loaded, part_path
-from megatron_rl.models.hf.sources import CheckpointSource, TensorSource, WeightsError
+from megatron_rl.models.hf.tensor_sources import CheckpointSource, TensorSource, WeightsError
 
 _MAX_SHARD_BYTES = 5 * 1024**3
 _LEAST_BYTES = 64 * 1024**2

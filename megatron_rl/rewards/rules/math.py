@@ -1,7 +1,7 @@
 r"""Reward ``math``: 1.0 if the final answer of a response equals the ground truth, else 0.0.
 
-Two numbers are compared exactly, in pure Python. Anything else is read as mathematics (``answer_parser.py``) and compared by
-what it means (``equality.py``), within a limit of CPU time: what a response makes too large or too slow is wrong.
+Two numbers are compared exactly, in pure Python. Anything else is read as mathematics (``parse_answer.py``) and compared by
+what it means (``compare_answers.py``), within a limit of CPU time: what a response makes too large or too slow is wrong.
 """
 
 import re
@@ -24,7 +24,7 @@ from megatron_rl.graders.answers.final_answer import (
     solution_of,
     strip_explanation,
 )
-from megatron_rl.graders.answers.plain_numbers import ParsedNumber, all_numbers, last_number, parse_number
+from megatron_rl.graders.answers.number_parsing import ParsedNumber, all_numbers, last_number, parse_number
 from megatron_rl.rewards.registry import register
 
 Extract = Literal["auto", "last_number", "boxed", "exact"]
@@ -56,8 +56,8 @@ class _TooSlow(BaseException):
 
 def prepare(_options: Mapping[str, Any]) -> None:
     """Import sympy and warm up the parser, which takes a few seconds, before the first deadline runs."""
-    from megatron_rl.graders.answers.answer_parser import read
-    from megatron_rl.graders.answers.equality import same
+    from megatron_rl.graders.answers.compare_answers import same
+    from megatron_rl.graders.answers.parse_answer import read
 
     for text in _WARM_UP:
         same(read(text), read("1, 2"))
@@ -255,8 +255,8 @@ def _plain_words(text: str) -> str:
 
 
 def _is_readable(answer: str) -> bool:
-    from megatron_rl.graders.answers.answer_parser import read
     from megatron_rl.graders.answers.expressions import ParseError
+    from megatron_rl.graders.answers.parse_answer import read
 
     try:
         with _cpu_limit():
@@ -268,9 +268,9 @@ def _is_readable(answer: str) -> bool:
 
 def _means_the_same(answer: str, candidate: str) -> bool:
     """Whether both are the same mathematics; what cannot be read or takes too long is not."""
-    from megatron_rl.graders.answers.answer_parser import read
-    from megatron_rl.graders.answers.equality import same
+    from megatron_rl.graders.answers.compare_answers import same
     from megatron_rl.graders.answers.expressions import ParseError
+    from megatron_rl.graders.answers.parse_answer import read
 
     if "".join(answer.split()) == "".join(candidate.split()):
         return True

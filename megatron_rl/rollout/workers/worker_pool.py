@@ -6,7 +6,7 @@ with the next call; callers who wait for it get ``WorkerLost``, and may send the
 server aborts the first one with its connection. One that dies ``_MAX_DEATHS`` times without a reply in between is given
 up (``WorkerFailed``).
 
-Where workers run on other nodes too (``node_workers.py``), servers are shared out evenly over the nodes. Calls of another node's
+Where workers run on other nodes too (``remote_workers.py``), servers are shared out evenly over the nodes. Calls of another node's
 servers pass through a worker here, and what is large stays there: the owner has stand-ins of those arrays (``FarView``). A
 worker there that cannot be reached is given up, and its servers' calls are made here.
 

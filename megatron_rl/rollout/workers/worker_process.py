@@ -24,7 +24,7 @@ import tokenizers
 
 from megatron_rl.data.trajectory import TokenParts
 from megatron_rl.rollout.requests import BatchCall, BatchReply, Generation
-from megatron_rl.rollout.sglang.wire.exchange import exchange
+from megatron_rl.rollout.sglang.wire.batch_call import exchange
 from megatron_rl.rollout.workers.worker_connection import AT_ONCE
 from megatron_rl.rollout.workers.worker_frames import STREAM_BYTES, frame, read_frame
 from megatron_rl.rollout.workers.worker_messages import (

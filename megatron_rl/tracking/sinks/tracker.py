@@ -104,7 +104,7 @@ class Tracker:
         if num_missing:
             self._warn(
                 f"{self._store.name}: {num_missing} entries did not reach {self._store.place}; metrics.jsonl has them all, "
-                "and megatron_rl.tracking.sinks.trackers.upload_metrics sends them later"
+                "and megatron_rl.tracking.sinks.all_trackers.upload_metrics sends them later"
             )
         self._thread = None
 

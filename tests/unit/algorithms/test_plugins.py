@@ -26,9 +26,9 @@ from megatron_rl.config.schema import (
 )
 from megatron_rl.data.batch import PackedBatch, cu_seqlens_of
 from megatron_rl.data.trajectory import Prompt, Score, Segment, Trajectory
-from megatron_rl.step.batches import policy_batch
-from megatron_rl.step.experience import Advantages, ModelOutputs, window_advantages
+from megatron_rl.step.loss_batches import policy_batch
 from megatron_rl.step.packing import window_batch
+from megatron_rl.step.window_advantages import Advantages, ModelOutputs, window_advantages
 from megatron_rl.training import losses
 from tests.unit.algorithms import custom_pieces
 

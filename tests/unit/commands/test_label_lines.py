@@ -19,7 +19,7 @@ from megatron_rl.data.tokenizer import Tokenizer
 from megatron_rl.data.trajectory import Score
 from megatron_rl.errors import DataError, UserError
 from megatron_rl.rewards.registry import Reward, resolve
-from megatron_rl.rewards.row_form import RowSchema
+from megatron_rl.rewards.row_schema import RowSchema
 from tests.integration import line_oracle
 from tests.word_models import write_tokenizer
 

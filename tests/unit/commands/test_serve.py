@@ -8,7 +8,7 @@ import pytest
 from megatron_rl import cli
 from megatron_rl.commands import serve as command
 from megatron_rl.errors import UserError
-from megatron_rl.rollout import serving
+from megatron_rl.rollout import foreground_servers
 from megatron_rl.rollout.sglang.process import server as servers
 from megatron_rl.rollout.sglang.process.options import ServerOptions, server_command
 from megatron_rl.rollout.sglang.process.server import ServerError, SglangServer
@@ -100,7 +100,7 @@ def test_servers_get_gpus_and_ports_one_after_the_other(gpus, monkeypatch, tmp_p
     started = []
     monkeypatch.setattr(SglangServer, "spawn", lambda server: started.append(server))
     found, number = options("--model-path", "/m", "--num-servers", "3", "--tensor-parallel-size", "2", "base-gpu-id=2")
-    serving.ServerPool.spawn(found, number, tmp_path)
+    foreground_servers.ServerPool.spawn(found, number, tmp_path)
     flags = [server_command(server.options, server.port) for server in started]
     assert [words[words.index("--base-gpu-id") + 1] for words in flags] == ["2", "4", "6"]
     assert [server.port for server in started] == [30000, 30001, 30002]
@@ -167,7 +167,7 @@ class Played:
         monkeypatch.setattr(SglangServer, "stop", lambda server, grace_s=0.0: self.stopped.append(server.port))
         monkeypatch.setattr(SglangServer, "restart", lambda server: self.restarted.append(server.port))
         monkeypatch.setattr(SglangServer, "alive", self.alive)
-        monkeypatch.setattr(serving, "_POLL_S", 0.0)
+        monkeypatch.setattr(foreground_servers, "_POLL_S", 0.0)
         self.deaths = deaths
 
     def alive(self, *ignored):
@@ -190,7 +190,7 @@ def test_servers_that_die_are_started_again_and_the_file_of_urls_is_there_meanwh
     played, said = Played(monkeypatch, deaths=(3, 4)), []
     urls = tmp_path / "new" / "urls"
     monkeypatch.setattr(SglangServer, "restart", lambda server: played.restarted.append((server.port, urls.read_text())))
-    status = serving.serve(
+    status = foreground_servers.serve(
         ServerOptions("/m", port=7), 2, tmp_path / "sglang.log", start_timeout_s=9.0, url_file=urls, say=said.append
     )
     both = "http://127.0.0.1:7\nhttp://127.0.0.1:8\n"
@@ -206,7 +206,7 @@ def test_a_server_that_cannot_come_up_ends_the_others_with_status_1(monkeypatch,
 
     monkeypatch.setattr(SglangServer, "restart", give_up)
     said = []
-    assert serving.serve(ServerOptions("/m", port=7), 2, tmp_path / "log", start_timeout_s=9.0, say=said.append) == 1
+    assert foreground_servers.serve(ServerOptions("/m", port=7), 2, tmp_path / "log", start_timeout_s=9.0, say=said.append) == 1
     assert said[-1] == "died again" and set(played.stopped) == {7, 8}
 
 
@@ -214,6 +214,6 @@ def test_a_stop_signal_that_the_parent_ignores_is_ignored_but_for_ctrl_c(monkeyp
     Played(monkeypatch)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    serving.serve(ServerOptions("/m", port=7), 1, tmp_path / "log", start_timeout_s=9.0, say=lambda text: None)
+    foreground_servers.serve(ServerOptions("/m", port=7), 1, tmp_path / "log", start_timeout_s=9.0, say=lambda text: None)
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler is signal.getsignal(signal.SIGHUP)

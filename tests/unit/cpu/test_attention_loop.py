@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megatron_rl.cpu import attention_loop
-from megatron_rl.cpu.simd_lanes import WIDTH
+from megatron_rl.cpu.simd import WIDTH
 
 CONTEXT = 128
 

@@ -7,7 +7,7 @@ from torch.nn.functional import linear, rms_norm, silu
 
 from megatron_rl.cpu import layer_loop
 from megatron_rl.cpu.attention_loop import AttentionShape, QueryTokens, pages_of
-from megatron_rl.cpu.simd_lanes import WIDTH
+from megatron_rl.cpu.simd import WIDTH
 
 HIDDEN, INTERMEDIATE, HEADS, KV, SIZE, LAYERS, CONTEXT = 24, 40, 4, 2, 10, 2, 32
 WIDTH_OF_HEADS = (HEADS + 2 * KV) * SIZE

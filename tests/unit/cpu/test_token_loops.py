@@ -8,7 +8,7 @@ from torch import Tensor
 
 from megatron_rl.cpu import token_loops
 from megatron_rl.cpu.murmur_hash import murmur_hash32
-from megatron_rl.cpu.simd_lanes import WIDTH
+from megatron_rl.cpu.simd import WIDTH
 
 
 @pytest.mark.parametrize("size", [1, 16, 37, 64, 130])

@@ -14,10 +14,10 @@ from megatron_rl.config.load import load_config
 from megatron_rl.data.batch import PackedBatch
 from megatron_rl.data.trajectory import Prompt, Score, Segment, Trajectory
 from megatron_rl.environments.base import TurnView
-from megatron_rl.environments.by_name import build
+from megatron_rl.environments.environment_registry import build
 from megatron_rl.errors import ConfigError
-from megatron_rl.step.experience import ModelOutputs, window_advantages
 from megatron_rl.step.packing import window_batch
+from megatron_rl.step.window_advantages import ModelOutputs, window_advantages
 from megatron_rl.training.losses import policy_denominators, policy_objective
 
 PAGE = (Path(__file__).parents[3] / "docs" / "extend.md").read_text()

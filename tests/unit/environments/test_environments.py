@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from megatron_rl.config.schema import FireConfig
 from megatron_rl.data.tokenizer import Tokenizer
 from megatron_rl.data.trajectory import Prompt, Score, Segment, Trajectory, message_segment
-from megatron_rl.environments import base, by_name, calculator
+from megatron_rl.environments import base, calculator, environment_registry
 from megatron_rl.environments.base import EnvironmentFault, Message, TurnView, turn_views, turns_to_score
 from megatron_rl.environments.calculator import Calculator, answer
 from megatron_rl.environments.pag import REVISE_PROMPT, VERIFY_PROMPT, Pag
@@ -219,10 +219,10 @@ def test_a_dialogue_that_ends_with_an_unanswered_call_has_no_answer():
 
 
 def test_environments_are_found_by_name_and_by_path():
-    assert by_name.available() == ["calculator", "pag"]
-    assert isinstance(by_name.build("pag", {"max_attempts": 3}), Pag)
-    assert isinstance(by_name.build("megatron_rl.environments.calculator:Calculator", {}), Calculator)
-    assert by_name.build("pag", {"bonus": 2}).bonus == 2
+    assert environment_registry.available() == ["calculator", "pag"]
+    assert isinstance(environment_registry.build("pag", {"max_attempts": 3}), Pag)
+    assert isinstance(environment_registry.build("megatron_rl.environments.calculator:Calculator", {}), Calculator)
+    assert environment_registry.build("pag", {"bonus": 2}).bonus == 2
 
 
 @pytest.mark.parametrize(
@@ -248,7 +248,7 @@ def test_environments_are_found_by_name_and_by_path():
 )
 def test_bad_environments_are_refused_before_a_run_starts(name, options, names):
     with pytest.raises(EnvironmentFault, match=names):
-        by_name.build(name, options)
+        environment_registry.build(name, options)
 
 
 class Needy(Calculator):
@@ -262,8 +262,8 @@ class Roleless(Calculator):
 
 
 def test_every_option_of_a_builtin_has_a_type_that_is_checked():
-    for name in by_name.available():
-        for parameter in inspect.signature(by_name.resolve(name)).parameters.values():
+    for name in environment_registry.available():
+        for parameter in inspect.signature(environment_registry.resolve(name)).parameters.values():
             assert parameter.annotation in plugins._WORDS
 
 

@@ -144,7 +144,7 @@ def test_pictures_show_what_the_answers_say(puzzles):
 
 
 def test_the_untrained_model_is_one_that_sglang_takes(task):
-    from megatron_rl.families.facts import with_text
+    from megatron_rl.families.model_facts import with_text
     from megatron_rl.families.sglang_limits import engine_problems
 
     config = json.loads((task / "model" / "config.json").read_text())

@@ -11,8 +11,8 @@ import pytest
 import megatron_rl.families as package
 from megatron_rl.config.checks import check_config
 from megatron_rl.errors import ConfigError
-from megatron_rl.families.facts import as_config, has_experts, has_vision, num_experts, read_model_json
 from megatron_rl.families.family import families
+from megatron_rl.families.model_facts import as_config, has_experts, has_vision, num_experts, read_model_json
 from megatron_rl.families.sglang_limits import engine_problems
 from megatron_rl.families.sglang_names import joined_name
 from tests.unit.config.test_moe_settings import SPARSE, load
@@ -22,7 +22,7 @@ NEW_FAMILY = '''
 
 from megatron_rl.families.experts import EXPERTS, moe_kwargs
 from megatron_rl.families.family import Experts, Family, Served, Vision
-from megatron_rl.families.blocks import ATTENTION, NORMS
+from megatron_rl.families.mlp_rules import ATTENTION, NORMS
 
 
 def _problems(model, where):
@@ -80,7 +80,7 @@ def test_layouts_and_servers_are_checked_by_the_facts_of_the_file(brandnew: None
 
 
 def test_experts_images_routes_and_joined_names_are_those_of_the_file(brandnew: None, tmp_path: Path) -> None:
-    from megatron_rl.families.facts import num_mtp_layers, vision_titles, vision_token_ids
+    from megatron_rl.families.model_facts import num_mtp_layers, vision_titles, vision_token_ids
     from megatron_rl.rollout.requests import RouteShape
     from megatron_rl.rollout.sglang.wire.routes import route_shape
 

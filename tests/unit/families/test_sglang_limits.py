@@ -7,7 +7,7 @@ import pytest
 
 from megatron_rl.config.checks import check_config
 from megatron_rl.errors import ConfigError
-from megatron_rl.families.facts import with_text
+from megatron_rl.families.model_facts import with_text
 from megatron_rl.families.sglang_limits import engine_problems, split_problems
 from tests.tiny_families import COMMON, SHAPES
 from tests.unit.config.test_moe_settings import SPARSE, load

@@ -19,7 +19,7 @@ from megatron_rl.models.megatron_fields import ADJUSTABLE, REFUSED, MegatronSett
 from megatron_rl.models.moe import moe_kwargs
 from megatron_rl.models.precision import fp8_kwargs
 from megatron_rl.parallel import topology
-from megatron_rl.training.engines import rl_engines
+from megatron_rl.training.build_engines import rl_engines
 from tests.tiny_families import COMMON, SHAPES, VISION_SHAPES
 from tests.unit.config.test_moe_settings import DENSE, load
 

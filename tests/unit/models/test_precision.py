@@ -12,7 +12,7 @@ from megatron_rl.errors import ConfigError, ModelError
 from megatron_rl.models.precision import check_fp8, fp8_kwargs, pack_alignment
 from megatron_rl.rollout import server_pool as pool
 from megatron_rl.rollout.sglang.process.options import ServerOptions, server_command
-from megatron_rl.training import engines
+from megatron_rl.training import build_engines
 from tests.unit.config.test_moe_settings import DENSE, load
 
 
@@ -82,8 +82,8 @@ def test_attached_servers_are_not_taken_for_ones_that_were_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said: dict[str, Any] = {"dtype": "bfloat16", "enable_fp32_lm_head": False}
-    monkeypatch.setattr("megatron_rl.rollout.sglang.process.attached._ask", lambda *args: said)
-    monkeypatch.setattr("megatron_rl.rollout.sglang.process.attached.AttachedServer.go_on", lambda server: None)
+    monkeypatch.setattr("megatron_rl.rollout.sglang.process.attached_server._ask", lambda *args: said)
+    monkeypatch.setattr("megatron_rl.rollout.sglang.process.attached_server.AttachedServer.go_on", lambda server: None)
 
     def notes_of(dtype: Dtype) -> list[str]:
         config, notes = load(tmp_path / dtype.value, DENSE), []
@@ -126,7 +126,7 @@ def test_the_critic_computes_as_the_policy_unless_it_is_told_otherwise(own: Dtyp
     config.critic.dtype = own
     built = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engines, "Engine", lambda *args, **kwargs: built.append(kwargs["dtype"]))
-        engines.build_engine(config, None, "critic", config.critic, None)
-        engines.build_engine(config, None, "policy", config.policy, None)
+        patch.setattr(build_engines, "Engine", lambda *args, **kwargs: built.append(kwargs["dtype"]))
+        build_engines.build_engine(config, None, "critic", config.critic, None)
+        build_engines.build_engine(config, None, "policy", config.policy, None)
     assert built == [own or Dtype.bfloat16, Dtype.bfloat16]

@@ -25,8 +25,8 @@ from megatron_rl.models.routing import (
     updated_bias,
 )
 from megatron_rl.rollout.requests import GenerationRequest, RouteShape
-from megatron_rl.rollout.sglang.wire.answer_checks import InvalidReply
-from megatron_rl.rollout.sglang.wire.generate_call import generate_body, parse_generation
+from megatron_rl.rollout.sglang.wire.protocol import generate_body, parse_generation
+from megatron_rl.rollout.sglang.wire.response_validation import InvalidReply
 from megatron_rl.rollout.sglang.wire.routes import InvalidRoutes, decode_routes
 from megatron_rl.step.packing import window_routes
 

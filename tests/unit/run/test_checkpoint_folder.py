@@ -15,7 +15,7 @@ from megatron_rl.run import checkpoint_folder as folders
 from megatron_rl.run.checkpoint_folder import DamagedCheckpoint
 from megatron_rl.run.checkpoints import Checkpointer
 from megatron_rl.run.output import check_output_dir
-from megatron_rl.run.resuming import candidates
+from megatron_rl.run.resume_candidates import candidates
 from megatron_rl.system.files.checksums import checksums
 from megatron_rl.training.model_checkpoint import CheckpointError, CheckpointSaveError
 
@@ -36,7 +36,7 @@ class Ranks:
         (folder / "metadata.json").write_text("{}")
         (folder / "checksums.json").write_text(json.dumps(checksums(folder, ["weights", "metadata.json"])))
 
-    def begin_save(self, engine, folder):
+    def start_save(self, engine, folder):
         self.begun.append((engine, folder))
         self.written = False
 

@@ -9,8 +9,8 @@ from megatron_rl.config.schema import Mode
 from megatron_rl.data.trajectory import Prompt, Score, Segment, Trajectory
 from megatron_rl.rewards.registry import resolve
 from megatron_rl.step.driver import pretraining_config
-from megatron_rl.step.experience import ModelOutputs, window_advantages
 from megatron_rl.step.packing import window_batch
+from megatron_rl.step.window_advantages import ModelOutputs, window_advantages
 
 # Advantages of a right response of n tokens among 7 right and 8 wrong short ones, with rewards of -1 and 1, the penalty
 # of DAPO's equation 13 and the sample's standard deviation.

@@ -188,7 +188,7 @@ class _Fleet:
         self.live = [*live]
         self.num_live_servers = 1
 
-    async def look(self):
+    async def check_servers(self):
         return self.live.pop(0)
 
     def publish(self):

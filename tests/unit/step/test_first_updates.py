@@ -75,7 +75,8 @@ def run_a_step(config, *, own=True, settling=None, group=None, slots=None, dtype
     recorder = SimpleNamespace(elapsed_s=0.0)
     grader = SimpleNamespace(metrics=lambda finished: {})
     rest = dict.fromkeys(names)
-    parts = LoopComponents(group=group, grader=grader, rollout=rollout, recorder=recorder, stop_after=lambda step: None, settling=settling, **rest)
+    models = {"group": group, "grader": grader, "rollout": rollout, "recorder": recorder, "settling": settling}
+    parts = LoopComponents(**models, stop_after=lambda step: None, **rest)
     loop, slots = TrainingLoop(config, parts), slots or responses()
     batch = window_batch(slots, loop._trained_window(STEP))
     state = StepState(slots, batch.with_fields(**batch.fields | {"rollout_logprobs": batch.fields["rollout_logprobs"].to(dtype)}))

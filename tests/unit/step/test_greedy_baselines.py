@@ -3,9 +3,9 @@
 from megatron_rl.config.schema import AlgorithmConfig, Overlong
 from megatron_rl.data.trajectory import Score
 from megatron_rl.step.advantage_spans import greedy_rewards
-from megatron_rl.step.experience import ModelOutputs, window_advantages
 from megatron_rl.step.packing import window_batch
-from tests.unit.step.test_experience import RAW, WINDOW, trajectory
+from megatron_rl.step.window_advantages import ModelOutputs, window_advantages
+from tests.unit.step.test_window_advantages import RAW, WINDOW, trajectory
 
 
 def test_a_greedy_response_is_the_baseline_of_its_group_and_one_without_a_score_leaves_the_group_out():

@@ -11,10 +11,10 @@ from megatron_rl.algorithms.mismatch import MismatchStats
 from megatron_rl.config.schema import Config, HealthAction, HealthConfig, OldPolicy, TrainsOn
 from megatron_rl.data.batch import PackedBatch, cu_seqlens_of
 from megatron_rl.data.trajectory import Prompt, Score, Segment, Trajectory
-from megatron_rl.step.grading import ResponseScorer
 from megatron_rl.step.loop import LoopComponents, TrainingLoop
 from megatron_rl.step.packing import window_batch
 from megatron_rl.step.parity import EngineMismatch, Parity
+from megatron_rl.step.scoring import ResponseScorer
 from megatron_rl.step.state import StepState
 from megatron_rl.step.watchdog import Rollback, TrainingCollapsed, Watchdog
 from megatron_rl.training.engine import UpdateResult

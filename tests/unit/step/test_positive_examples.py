@@ -8,8 +8,8 @@ import torch
 from megatron_rl.config.schema import AlgorithmConfig, CorrectionConfig, Overlong
 from megatron_rl.data.trajectory import Score, Segment, Trajectory
 from megatron_rl.step.advantage_spans import ResponseRules
-from megatron_rl.step.batches import policy_batch, store_untrained
-from tests.unit.step.test_experience import RAW, advantages, dialogue, trajectory
+from megatron_rl.step.loss_batches import policy_batch, store_untrained
+from tests.unit.step.test_window_advantages import RAW, advantages, dialogue, trajectory
 
 
 def test_the_positive_lm_mask_covers_all_windows_of_positive_finished_responses_only():

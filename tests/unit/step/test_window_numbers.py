@@ -15,10 +15,10 @@ from megatron_rl.algorithms import sequences
 from megatron_rl.config.schema import AlgorithmConfig, Bootstrap, CorrectionConfig, LambdaKind, Normalization, Overlong
 from megatron_rl.data.trajectory import Prompt, Score, Segment, Trajectory, message_segment
 from megatron_rl.step.advantage_spans import ResponseRules
-from megatron_rl.step.batches import policy_batch, response_batch, store_model_outputs
-from megatron_rl.step.experience import ModelOutputs, window_advantages
+from megatron_rl.step.loss_batches import policy_batch, response_batch, store_model_outputs
 from megatron_rl.step.metrics import advantage_metrics, critic_metrics
 from megatron_rl.step.packing import window_batch
+from megatron_rl.step.window_advantages import ModelOutputs, window_advantages
 
 STEP = 2
 

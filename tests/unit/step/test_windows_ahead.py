@@ -34,9 +34,9 @@ from megatron_rl.data.sampler import PromptSampler
 from megatron_rl.data.slots import SlotPool
 from megatron_rl.data.trajectory import Prompt, Score, Segment, Trajectory
 from megatron_rl.step.collect import Collector
-from megatron_rl.step.grading import ResponseScorer
 from megatron_rl.step.graph import Frontier
 from megatron_rl.step.loop import LoopComponents, TrainingLoop
+from megatron_rl.step.scoring import ResponseScorer
 from megatron_rl.step.table import BOOKS, KEEPER, LASTING, graph_of
 from megatron_rl.step.watchdog import Watchdog
 from megatron_rl.training.engine import UpdateResult
@@ -132,7 +132,7 @@ class Servers:
     def wake(self):
         pass
 
-    def restarts(self):
+    def restart_counts(self):
         return []
 
     async def generate(self, trajectories, *, step, window_tokens, is_enough=None):
@@ -171,10 +171,10 @@ class Recorder:
         self.rows = {}
         self.console = SimpleNamespace(warning=lambda text: None)
 
-    def note_work(self, *stage, **facts):
+    def log_stage_facts(self, *stage, **facts):
         pass
 
-    def keep_books(self):
+    def flush_records(self):
         pass
 
     def end(self, step, metrics, *, num_server_restarts):
@@ -197,7 +197,7 @@ class Saver:
     def due(self, step):
         return (step + 1) % self.every == 0
 
-    def settle(self, *, wait):
+    def finish_background_save(self, *, wait):
         return ""
 
     def save(self, step, driver, *, weight_version, healthy):
@@ -282,13 +282,13 @@ class ToyRun:
             if num_done == kill_after:
                 raise Killed
             if num_done == stop_after:
-                self.wind_up(frontier, left)
+                self.finish_open_steps(frontier, left)
         if stop_after:
             self.loop.close_stopped()
         return self
 
-    def wind_up(self, frontier, left):
-        needed = self.waited_for = frontier.wind_up(LASTING, KEEPER, BOOKS)
+    def finish_open_steps(self, frontier, left):
+        needed = self.waited_for = frontier.finish_open_steps(LASTING, KEEPER, BOOKS)
         for abandoned in [run for run in left if run.stage.name in ("generate", "score", "evaluate")]:
             if abandoned not in needed:
                 del left[abandoned]

@@ -9,7 +9,7 @@ import torch
 from megatron_rl.config.checks.combinations import profile_problems
 from megatron_rl.config.schema import Config, ProfileConfig, RunConfig
 from megatron_rl.training.profiling import memory_note, stage_profiler
-from megatron_rl.training.stage_use import StageKey
+from megatron_rl.training.stage_resources import StageKey
 
 
 def config(folder, **profile):

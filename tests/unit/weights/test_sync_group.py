@@ -19,13 +19,13 @@ from megatron_rl.training.export import source_ranks
 from megatron_rl.weights import server_calls
 from megatron_rl.weights.bucket_plan import GroupSpec, ServerAddress
 from megatron_rl.weights.publish import WeightPublisher
-from megatron_rl.weights.senders import StageRank
 from megatron_rl.weights.server_calls import ServerCallError
+from megatron_rl.weights.source_ranks import StageRank
 from megatron_rl.weights.sync_group import SyncGroup
 from tests.unit.examples.test_examples import ROOT
 from tests.unit.local_service import local_service
 from tests.unit.weights import recording
-from tests.unit.weights.test_senders import QueueLink
+from tests.unit.weights.test_source_ranks import QueueLink
 
 SERVERS = (ServerAddress("http://127.0.0.1:9", 1, 1),)
 

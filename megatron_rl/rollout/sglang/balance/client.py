@@ -1,7 +1,7 @@
 """Token ids in, token ids and log-probs out: the asyncio client of SGLang's HTTP API.
 
 ``generate`` waits for a free place at a server (at most ``max_inflight_requests`` are in progress at each, and no more than
-its KV cache holds: ``queues.py``), then for the answer, until the server has made no progress for ``request_timeout_s``; a
+its KV cache holds: ``load_balancing.py``), then for the answer, until the server has made no progress for ``request_timeout_s``; a
 failed attempt, or a bad answer, is repeated at most ``max_retries`` times, on another live server if there is one. A server
 that asks for patience (429, 503) gets as much of it as a request may take. Short requests that arrive within ``_TICK_S``
 travel in one HTTP request of up to ``max_batch_size`` samples, which saves a third of the CPU time at small models. A sample
@@ -40,7 +40,7 @@ from megatron_rl.rollout.requests import (
     ServerLost,
     WorkerLost,
 )
-from megatron_rl.rollout.sglang.balance.queues import (
+from megatron_rl.rollout.sglang.balance.load_balancing import (
     OutputLengthEstimate,
     PendingRequest,
     PrefixAffinity,
@@ -56,9 +56,9 @@ from megatron_rl.rollout.sglang.process.liveness import (
     progress_between,
     wait_while_progressing,
 )
-from megatron_rl.rollout.sglang.wire.answer_checks import ApiKeyRejected, InvalidReply
-from megatron_rl.rollout.sglang.wire.exchange import InProcessCaller
-from megatron_rl.rollout.sglang.wire.generate_call import BUSY_STATUSES, sent_rid, validate
+from megatron_rl.rollout.sglang.wire.batch_call import InProcessCaller
+from megatron_rl.rollout.sglang.wire.protocol import BUSY_STATUSES, sent_rid, validate
+from megatron_rl.rollout.sglang.wire.response_validation import ApiKeyRejected, InvalidReply
 from megatron_rl.system.http.json_http import ApiKey, HttpError, HttpSession, NoHttpReply, bearer
 
 logger = logging.getLogger(__name__)

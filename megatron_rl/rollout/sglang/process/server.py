@@ -25,7 +25,7 @@ from pathlib import Path
 import psutil
 
 from megatron_rl.errors import UserError
-from megatron_rl.rollout.sglang.process.leftovers import (
+from megatron_rl.rollout.sglang.process.cleanup import (
     remove_shared_memory,
     temporary_files_in,
     unlink_shared_memory,

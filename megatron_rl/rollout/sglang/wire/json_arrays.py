@@ -1,7 +1,7 @@
 """The long lists of an answer, token ids and ``[log-prob, id, null]``, read into arrays without a Python object per token.
 
 ``read_json`` gives what orjson would, with ``NumberList`` and ``PairList`` in the place of those lists. Nothing is decided here:
-an answer in which they are not written as SGLang 0.5.23 writes them goes to orjson whole, and ``answer_checks.py`` says what
+an answer in which they are not written as SGLang 0.5.23 writes them goes to orjson whole, and ``response_validation.py`` says what
 is wrong with it. So does a short one, and all of them until the loops are compiled: that takes a second or two on a
 thread of its own, once in a process, and is not cached on disk (see ``algorithms/cpu_scan.py``).
 

@@ -17,7 +17,7 @@ import pybase64
 
 from megatron_rl.config.schema import Config, RoutingReplay
 from megatron_rl.errors import ModelError
-from megatron_rl.families.facts import as_config, num_experts, read_model_json
+from megatron_rl.families.model_facts import as_config, num_experts, read_model_json
 from megatron_rl.rollout.requests import RouteShape
 
 SERVER_FLAG = "enable-return-routed-experts"

@@ -17,7 +17,7 @@ from megatron_rl.cpu.torchvision import declare_torchvision_ops
 from megatron_rl.desk.costs import activations
 from megatron_rl.desk.costs.rank_memory import ParameterBytes, PassSettings, memory_by_rank, parameter_bytes
 from megatron_rl.errors import ModelError
-from megatron_rl.families.facts import as_config, has_experts, read_model_json
+from megatron_rl.families.model_facts import as_config, has_experts, read_model_json
 from megatron_rl.models import critic, policy
 from megatron_rl.models.hf.megatron_config import check_layout
 from megatron_rl.models.hf.model_config import load_hf_config

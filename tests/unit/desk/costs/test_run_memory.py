@@ -1,4 +1,4 @@
-"""What a run keeps on a GPU by stage, its verdict and its remedies: desk/costs/run_memory.py, desk/plan/memory_verdict.py."""
+"""What a run keeps on a GPU by stage, its verdict and its remedies: desk/costs/run_memory.py, desk/plan/memory_fit.py."""
 
 from enum import Enum
 from pathlib import Path
@@ -22,10 +22,10 @@ from megatron_rl.desk.costs.run_memory import (
     models_of,
     run_memory,
 )
-from megatron_rl.desk.plan.memory_verdict import MemoryFit, _is_possible, check_fit_with_fixes
+from megatron_rl.desk.plan.memory_fit import MemoryFit, _is_possible, check_fit_with_fixes
 from megatron_rl.desk.simulate.estimated_costs import estimated_kv_tokens
 from megatron_rl.errors import ConfigError
-from megatron_rl.families.facts import as_config, read_model_json
+from megatron_rl.families.model_facts import as_config, read_model_json
 from megatron_rl.models.hf.megatron_config import check_layout
 from megatron_rl.models.hf.model_config import load_hf_config
 

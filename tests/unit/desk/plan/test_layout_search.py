@@ -17,7 +17,7 @@ from megatron_rl.desk.plan.layout_search import (
     shape_of,
 )
 from megatron_rl.errors import ModelError
-from megatron_rl.families.facts import dims, text_config
+from megatron_rl.families.model_facts import dims, text_config
 from megatron_rl.models.hf.megatron_config import check_layout
 from tests.tiny_families import COMMON, SHAPES, VISION_SHAPES
 

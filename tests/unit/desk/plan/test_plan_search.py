@@ -14,9 +14,9 @@ from megatron_rl.desk.costs.gpus import gpu
 from megatron_rl.desk.costs.run_memory import model_folders
 from megatron_rl.desk.plan import plan_search
 from megatron_rl.desk.plan.layout_search import STAGES, LayoutFamily, expert_sizes, layout_refusal, layouts
-from megatron_rl.desk.plan.memory_verdict import check_fit
+from megatron_rl.desk.plan.memory_fit import check_fit
 from megatron_rl.desk.plan.plan_search import NO_CACHE, TOO_MANY, PlanSearch, fewest_gpus, splits
-from megatron_rl.families.facts import as_config, read_model_json
+from megatron_rl.families.model_facts import as_config, read_model_json
 
 MODELS = Path(__file__).parents[4] / "tools" / "published" / "models"
 

@@ -5,10 +5,10 @@ import re
 import pytest
 
 from megatron_rl.cli import main
+from megatron_rl.desk.report.resource_panels import finished_lengths
 from megatron_rl.desk.report.run_comparison import write_comparison
 from megatron_rl.desk.report.run_record import load_run
 from megatron_rl.desk.report.run_report import write_report
-from megatron_rl.desk.report.use_panels import finished_lengths
 from megatron_rl.tracking.metrics_file import MetricsWriter
 from megatron_rl.tracking.timeline import Span, Timeline
 

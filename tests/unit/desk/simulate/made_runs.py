@@ -11,7 +11,7 @@ from megatron_rl.desk.simulate.decoding import serve, spread
 from megatron_rl.desk.simulate.lengths import named_lengths
 from megatron_rl.desk.simulate.prediction import stage_load, stage_seconds, work_of
 from megatron_rl.desk.simulate.scenario import make_scenario
-from megatron_rl.desk.simulate.slot_process import SlotProcess
+from megatron_rl.desk.simulate.slot_simulation import SlotProcess
 from megatron_rl.desk.simulate.timing import Decode, LinearCost, Timing
 from megatron_rl.tracking.timeline import Timeline
 

@@ -12,7 +12,7 @@ from megatron_rl.desk.costs.serving_time import decode_seconds, prefill_seconds
 from megatron_rl.desk.costs.training_time import REINFORCEMENT, TrainingBatchWork, training_seconds
 from megatron_rl.desk.simulate.estimated_costs import estimated_kv_tokens, estimated_timing
 from megatron_rl.errors import ConfigError
-from megatron_rl.families.facts import as_config, read_model_json
+from megatron_rl.families.model_facts import as_config, read_model_json
 
 H100 = gpu("H100-80G")
 MODEL = dict(

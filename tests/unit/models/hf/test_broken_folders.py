@@ -18,7 +18,7 @@ from megatron_rl.errors import UserError
 from megatron_rl.models.hf.conversion import convert
 from megatron_rl.models.hf.megatron_config import check_layout, megatron_config
 from megatron_rl.models.hf.model_config import load_hf_config
-from megatron_rl.models.hf.sources import INDEX_FILE, SINGLE_FILE, CheckpointSource, WeightsError
+from megatron_rl.models.hf.tensor_sources import INDEX_FILE, SINGLE_FILE, CheckpointSource, WeightsError
 from megatron_rl.models.hf.weights import checked_source, unread_tensors_note
 from tests.fuzz import mutated, mutated_bytes, mutations, taken_or_refused
 from tests.tiny_families import COMMON, SHAPES, VISION_SHAPES, make_family_model

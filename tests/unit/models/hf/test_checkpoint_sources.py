@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megatron_rl.models.hf.sources import INDEX_FILE, SINGLE_FILE, CheckpointSource, WeightsError
+from megatron_rl.models.hf.tensor_sources import INDEX_FILE, SINGLE_FILE, CheckpointSource, WeightsError
 
 
 def write_index(folder: Path, weight_map: object) -> None:

@@ -12,8 +12,8 @@ from transformers import AutoConfig, PretrainedConfig
 
 from megatron_rl.config.schema import ParallelConfig
 from megatron_rl.cpu.torchvision import declare_torchvision_ops
-from megatron_rl.families.facts import dims
 from megatron_rl.families.family import families
+from megatron_rl.families.model_facts import dims
 from megatron_rl.families.parameters import VALUE_HEAD, canonical_name, entries, stacked_shapes
 from megatron_rl.families.rotary import inverse_frequencies
 from megatron_rl.families.transforms import (
@@ -30,7 +30,7 @@ from megatron_rl.models.attention import plan_attention
 from megatron_rl.models.hf.megatron_config import megatron_config
 from megatron_rl.models.hf.model_config import load_hf_config
 from megatron_rl.models.hf.mtp import is_mtp
-from megatron_rl.models.hf.sources import INDEX_FILE, CheckpointSource, RandomSource, WeightsError
+from megatron_rl.models.hf.tensor_sources import INDEX_FILE, CheckpointSource, RandomSource, WeightsError
 from megatron_rl.models.hf.weights import assemble, read_entry
 from tests.tiny_families import COMMON, SHAPES, VISION_SHAPES
 

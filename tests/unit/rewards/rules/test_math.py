@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_rl.graders.answers.final_answer import boxed_answer
-from megatron_rl.graders.answers.plain_numbers import MAX_NUMBER_CHARS, last_number, parse_number
+from megatron_rl.graders.answers.number_parsing import MAX_NUMBER_CHARS, last_number, parse_number
 from megatron_rl.rewards.rules.math import score
 
 GSM8K = Path(__file__).parents[4] / "../shared/data/gsm8k"

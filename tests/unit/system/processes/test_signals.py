@@ -84,7 +84,7 @@ def test_a_stop_signal_is_raised_where_nothing_else_was_agreed(number):
         pass
     assert signal.getsignal(number) is before
     # In a process of its own: once asked to end, a process that stays is ended.
-    status, said = stopped(f"with StopSignals(5.0).heard(): os.kill(os.getpid(), {int(number)}); time.sleep(9)")
+    status, said = stopped(f"with StopSignals(5.0).handling_signals(): os.kill(os.getpid(), {int(number)}); time.sleep(9)")
     assert (status, said) == (STOPPED, signal.Signals(number).name)
 
 
@@ -92,7 +92,7 @@ def test_where_it_is_deferred_it_waits_for_the_work_and_wakes_it():
     work = """
 woken = threading.Event()
 stop = StopSignals(30.0)
-with stop.heard():
+with stop.handling_signals():
     with stop.deferred(woken.set):
         os.kill(os.getpid(), signal.SIGUSR1)
         assert woken.wait(5.0)
@@ -104,7 +104,7 @@ with stop.heard():
 
 
 def test_the_grace_ends_the_deferral_and_the_time_to_leave_ends_the_process():
-    work = "stop = StopSignals(0.3)\nwith stop.heard(), stop.deferred(print):\n os.kill(os.getpid(), 15); "
+    work = "stop = StopSignals(0.3)\nwith stop.handling_signals(), stop.deferred(print):\n os.kill(os.getpid(), 15); "
     status, said = stopped(work + "time.sleep(9)")
     assert status == STOPPED and "nothing was saved" in said
     stuck = "hashlib.pbkdf2_hmac('sha256', b'', b'', 2**30)"  # a long call of a library
@@ -119,7 +119,7 @@ signals.LEAVE_S = 60
 threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
 threading.Timer(0.6, os.kill, (os.getpid(), signal.SIGINT)).start()
 stop = StopSignals(60.0)
-with stop.heard(), stop.deferred(lambda: None): hashlib.pbkdf2_hmac('sha256', b'', b'', 2**30)
+with stop.handling_signals(), stop.deferred(lambda: None): hashlib.pbkdf2_hmac('sha256', b'', b'', 2**30)
 """
     started_s = time.monotonic()
     status, said = stopped(work)
@@ -129,7 +129,7 @@ with stop.heard(), stop.deferred(lambda: None): hashlib.pbkdf2_hmac('sha256', b'
 def test_what_a_forked_process_gets_is_not_its_parents():
     work = """
 stop = StopSignals(5.0)
-with stop.heard(), stop.deferred(print):
+with stop.handling_signals(), stop.deferred(print):
     child = os.fork()
     if not child:
         os.kill(os.getpid(), signal.SIGINT)

@@ -59,7 +59,7 @@ def test_ranks_started_here_meet_on_this_machine_alone(tmp_path):
         "from megatron_rl.system.processes import torchrun\n"
         "sys.exit(torchrun.launch(['--standalone', '--nproc-per-node', '2', sys.argv[1]]))\n"
     )
-    (tmp_path / "ranks.py").write_text(RANKS)
-    command = [sys.executable, "-c", program, str(tmp_path / "ranks.py")]
+    (tmp_path / "trainer_ranks.py").write_text(RANKS)
+    command = [sys.executable, "-c", program, str(tmp_path / "trainer_ranks.py")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, env={**os.environ, "OMP_NUM_THREADS": "1"})
     assert sorted(done.stdout.splitlines()) == ["rank 0 listens 127.0.0.1", "rank 1 listens 127.0.0.1"], done.stderr

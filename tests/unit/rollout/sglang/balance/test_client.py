@@ -19,8 +19,8 @@ from megatron_rl.rollout.requests import (
 )
 from megatron_rl.rollout.sglang.balance.client import SglangClient
 from megatron_rl.rollout.sglang.process.liveness import PROBE_RID
-from megatron_rl.rollout.sglang.wire.answer_checks import ApiKeyRejected, InvalidReply, StaleWeights
-from megatron_rl.rollout.sglang.wire.generate_call import generate_body, parse_generation, validate
+from megatron_rl.rollout.sglang.wire.protocol import generate_body, parse_generation, validate
+from megatron_rl.rollout.sglang.wire.response_validation import ApiKeyRejected, InvalidReply, StaleWeights
 
 VOCAB_SIZE = 100
 Handler = Callable[[dict[str, Any]], Awaitable[web.Response | None]]

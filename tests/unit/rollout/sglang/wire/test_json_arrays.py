@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 
 from megatron_rl.rollout.requests import GenerationRequest
 from megatron_rl.rollout.sglang.wire import json_arrays
-from megatron_rl.rollout.sglang.wire.answer_checks import InvalidReply
-from megatron_rl.rollout.sglang.wire.generate_call import parse_generation
 from megatron_rl.rollout.sglang.wire.json_arrays import NumberList, PairList, compiled_loops, with_arrays
+from megatron_rl.rollout.sglang.wire.protocol import parse_generation
+from megatron_rl.rollout.sglang.wire.response_validation import InvalidReply
 
 
 def read(content):

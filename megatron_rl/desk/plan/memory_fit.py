@@ -1,0 +1,182 @@
+"""Whether a run fits a GPU, and which keys to change where it does not. Pure.
+
+Changes are tried on the model of memory itself (``run_memory``), those that cost least first; what turns out not to be
+needed is taken back.
+"""
+
+import copy
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from megatron_rl.config.derived import server_placement
+from megatron_rl.config.layout import experts_problem, layers_problem, layout_problems
+from megatron_rl.config.schema import Config, Dtype, Moments, Offload, Recompute
+from megatron_rl.desk.costs.gpus import Gpu
+from megatron_rl.desk.costs.run_memory import RunMemory, RunModel, memory_fraction, models_of, run_memory
+from megatron_rl.desk.costs.serving_time import kv_bytes
+from megatron_rl.families.family import ModelConfig
+from megatron_rl.families.model_facts import dims, split_sizes, text_config
+
+SPARE_SHARE = 0.04
+"""Of a GPU, left free by a mem-fraction-static that is recommended, and by a plan."""
+_SMALLEST_FRACTION, LARGEST_FRACTION = 0.1, 0.9
+_GROWTH = (2, 4, 8)
+
+Facts = Mapping[str, ModelConfig]
+Changes = Mapping[str, Any]
+"""Dotted key -> value."""
+
+
+@dataclass(frozen=True)
+class MemoryFit:
+    stage: str
+    """The fullest one."""
+    needed: float
+    """Bytes in it; of colocated servers all that mem-fraction-static gives them."""
+    kv_tokens: float
+    """That fit into the cache of one server; 0 or less: its weights do not fit."""
+    problem: str
+    """Empty: it fits."""
+    changes: Changes
+    """That make it fit; empty where it fits, and where none were found."""
+    needed_after: float
+
+
+def check_fit_with_fixes(config: Config, facts: Facts, gpu: Gpu) -> MemoryFit:
+    """``config`` names its number of ranks, and its layouts fit them; ``facts`` as for ``models_of``."""
+    found = check_fit(config, facts, gpu)
+    changes = _remedy(config, facts, gpu) if found.problem else {}
+    return replace(found, changes=changes, needed_after=check_fit(_changed(config, changes), facts, gpu).needed)
+
+
+def check_fit(config: Config, facts: Facts, gpu: Gpu) -> MemoryFit:
+    """``verdict`` without changes that would help."""
+    memory = run_memory(config, models_of(config, facts))
+    stage, needed = _fullest(config, memory, gpu)
+    size, longest = config.rollout.tensor_parallel_size, config.batch.max_prompt_tokens + config.batch.max_response_tokens
+    tokens = (memory_fraction(config) * gpu.hbm_bytes - memory.server_weights) / kv_bytes(facts["policy"], size)
+    problem = ""
+    if needed > gpu.hbm_bytes:
+        problem = f"{(needed - gpu.hbm_bytes) / 1e9:.1f} GB too many"
+    elif tokens < longest:
+        problem = f"no room for a response of {longest:,} tokens in a server's KV cache"
+    return MemoryFit(stage, needed, tokens, problem, {}, needed)
+
+
+def _fullest(config: Config, memory: RunMemory, gpu: Gpu) -> tuple[str, float]:
+    """(stage, bytes). Colocated servers take what they are given, their weights included."""
+    sizes = {stage.name: stage.total for stage in memory.stages}
+    if "generate" in sizes:
+        sizes["generate"] += max(0.0, memory_fraction(config) * gpu.hbm_bytes - memory.server_weights)
+    name = max(sizes, key=lambda stage: sizes[stage])
+    return name, sizes[name]
+
+
+def _remedy(config: Config, facts: Facts, gpu: Gpu) -> Changes:
+    """Empty where all that is known here does not help."""
+
+    def helps(changes: Changes) -> bool:
+        changed = _changed(config, changes)
+        return _is_possible(changed, facts) and not check_fit(changed, facts, gpu).problem
+
+    def needed(changes: Changes) -> Changes:
+        # What costs most goes first.
+        for key in reversed(list(changes)):
+            fewer = {name: value for name, value in changes.items() if name != key}
+            changes = fewer if helps(fewer) else changes
+        return changes
+
+    candidates = list(_candidates(config, facts, gpu))
+    changes: Changes = {}
+    for candidate in candidates:
+        if _is_possible(_changed(config, {**changes, **candidate}), facts):
+            changes = {**changes, **candidate}
+        if helps(changes):
+            break
+    else:
+        return {}
+    changes = needed(changes)
+    # Of several values the smallest that helps is tried last, and stays.
+    for candidate in reversed(candidates):
+        if candidate.keys() <= changes.keys() and helps({**changes, **candidate}):
+            changes = {**changes, **candidate}
+    changes = needed(changes)
+    number = _changed(config, changes).rollout.num_servers
+    return {**changes, **({"rollout.num_servers": number} if number != config.rollout.num_servers else {})}
+
+
+def _candidates(config: Config, facts: Facts, gpu: Gpu) -> Iterator[Changes]:
+    """Those that cost little come first: seconds of copying, a third more computation, rounding, other layouts, more ranks."""
+    yield from ({f"{name}.offload": Offload.auto} for name in ("policy", "critic"))
+    yield from _of_servers(config, facts, gpu)
+    yield {"policy.recompute": Recompute.full}
+    yield {"critic.recompute": Recompute.full}
+    yield {"batch.max_tokens_per_microbatch": config.batch.max_prompt_tokens + config.batch.max_response_tokens}
+    if config.policy.dtype is Dtype.bfloat16:
+        yield from ({f"{name}.optimizer.moments": Moments.bfloat16} for name in ("policy", "critic"))
+    parallel = config.parallel
+    for times in _GROWTH:
+        size = parallel.tensor_parallel_size * times
+        # Experts stay whole: sharing one among ranks costs more than sharing them out.
+        experts = {"parallel.expert_tensor_parallel_size": 1} if parallel.expert_parallel_size > 1 else {}
+        if size <= gpu.per_machine:
+            yield {"parallel.tensor_parallel_size": size, "parallel.sequence_parallel": True, **experts}
+    for key in ("expert_parallel_size", "pipeline_parallel_size"):
+        yield from ({f"parallel.{key}": getattr(parallel, key) * times} for times in _GROWTH)
+    yield from ({"parallel.num_ranks": parallel.num_ranks * times} for times in _GROWTH)
+
+
+def _of_servers(config: Config, facts: Facts, gpu: Gpu) -> Iterator[Changes]:
+    """What gives servers, or leaves the trainer, more of the GPU."""
+    size = config.rollout.tensor_parallel_size
+    if fraction := largest_fraction(run_memory(config, models_of(config, facts)), gpu):
+        yield {"rollout.server_args.mem-fraction-static": fraction}
+    yield from ({"rollout.tensor_parallel_size": size * times} for times in _GROWTH)
+
+
+def largest_fraction(memory: RunMemory, gpu: Gpu) -> float:
+    """mem-fraction-static in hundredths, of servers that may take what the trainer leaves; 0: it leaves too little."""
+    fraction = LARGEST_FRACTION
+    for stage in memory.stages:
+        if stage.name == "generate":
+            others = stage.total - memory.server_weights
+            fraction = min(fraction, 1 - SPARE_SHARE - others / gpu.hbm_bytes)
+    return int(fraction * 100) / 100 if fraction >= _SMALLEST_FRACTION else 0.0
+
+
+def _changed(config: Config, changes: Changes) -> Config:
+    """Colocated servers that the run starts are as many as there are ranks for."""
+    changed = copy.deepcopy(config)
+    for key, value in changes.items():
+        section, *path, name = key.split(".")
+        owner = getattr(changed, section)
+        for step in path:
+            owner = getattr(owner, step)
+        if isinstance(owner, dict):
+            owner[name] = value
+        else:
+            setattr(owner, name, value)
+    rollout = changed.rollout
+    if server_placement(rollout).shares_devices and not rollout.urls:
+        rollout.num_servers = changed.parallel.num_ranks // rollout.tensor_parallel_size
+    return changed
+
+
+def _is_possible(config: Config, facts: Facts) -> bool:
+    """Whether layouts fit the ranks and the models, and colocated servers the ranks."""
+    rollout, num_ranks = config.rollout, config.parallel.num_ranks
+    servers_fit = True
+    if server_placement(rollout).shares_devices:
+        servers_fit = (len(rollout.urls) or rollout.num_servers) * rollout.tensor_parallel_size == num_ranks
+    return servers_fit and all(_fits(model, num_ranks) for model in models_of(config, facts))
+
+
+def _fits(model: RunModel, num_ranks: int) -> bool:
+    parallel, sizes = model.parallel, dims(model.facts)
+    problems = [
+        *layout_problems(parallel, num_ranks),
+        layers_problem(parallel, text_config(model.facts).num_hidden_layers),
+        experts_problem(parallel, sizes["experts"], sizes["expert_ffn"]),
+    ]
+    return not any(problems) and not any(size % parallel.tensor_parallel_size for size in split_sizes(model.facts).values())

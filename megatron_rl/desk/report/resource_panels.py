@@ -1,0 +1,119 @@
+"""Panels of the report about lengths and use: how long responses are, what each rank took, memory, idle times."""
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from megatron_rl.desk.report import charts
+from megatron_rl.desk.report.charts import Series
+from megatron_rl.desk.report.html_page import ReportPanel
+from megatron_rl.desk.report.run_record import RunRecord
+from megatron_rl.tracking.terminal.console import STAGE_STYLES, compact
+from megatron_rl.tracking.timeline import Span
+
+_NUM_RECENT_STEPS = 20
+"""Steps behind the panel of ranks."""
+_LANE_COLORS = {"rollout": "blue", "trainer": "green"}
+
+
+def length_panel(run: RunRecord) -> ReportPanel:
+    """Of finished responses, at the run's beginning and at its end."""
+    title, says = "Lengths", "Tokens of the responses that finished, in the first and the last fifth of the steps on record; " \
+        "dashed: the budget."
+    early, late = early_and_late_lengths(run)
+    groups = [group for group in (("first steps", "grey", early), ("last steps", "blue", late)) if len(group[2])]
+    if not groups:
+        return ReportPanel(title, says, "", missing="timeline.json has no finished responses.")
+    limit = run.setting("batch.max_response_tokens")
+    svg = charts.histogram_chart(
+        [(color, values) for _, color, values in groups], "tokens", limit=float(limit) if isinstance(limit, int) else 0.0
+    )
+    newest = groups[-1][2]
+    return ReportPanel(title, says, svg, tuple((words, color) for words, color, _ in groups), f"median {compact(float(np.median(newest)))}")
+
+
+def early_and_late_lengths(run: RunRecord) -> tuple[np.ndarray, np.ndarray]:
+    """Of the responses that finished in the first and the last fifth of the steps on record; of one step, all are late."""
+    steps = sorted({span.step for span in run.spans if span.name == "generate"})
+    fifth = max(1, len(steps) // 5)
+    first = steps[:fifth] if len(steps) > 1 else []
+    return finished_lengths(run.spans, set(first)), finished_lengths(run.spans, set(steps[-fifth:]))
+
+
+def finished_lengths(spans: Sequence[Span], steps: set[int]) -> np.ndarray:
+    """[N] tokens of the responses that finished in these steps, as far as the timeline keeps rows of them."""
+    lengths: list[int] = []
+    for span in spans:
+        if span.name != "generate" or span.step not in steps:
+            continue
+        for work in span.args.get("rounds", ()):
+            held, new, ended = (list(map(int, str(work.get(name, "")).split())) for name in ("held", "new", "ended"))
+            if len(held) == len(new) == len(ended):  # else an earlier version wrote it
+                lengths += [h + n for h, n, e in zip(held, new, ended, strict=True) if e]
+    return np.array(lengths, dtype=np.int64)
+
+
+def rank_panel(run: RunRecord) -> ReportPanel:
+    title, says = "Stage times by rank", "Mean seconds that a rank worked on a stage in the newest steps, without its wait for the next " \
+        "command. One rank above the others holds them up. Of more than 64 ranks: the slowest and the quickest."
+    newest = sorted({span.step for span in run.spans})[-_NUM_RECENT_STEPS:]
+    seconds: dict[str, dict[int, list[float]]] = {}
+    for span in run.spans:
+        if span.step in newest:
+            for rank, value in _rank_seconds(span):
+                seconds.setdefault(span.name, {}).setdefault(rank, []).append(value)
+    stages = {}
+    for stage in [*STAGE_STYLES, *sorted(set(seconds) - set(STAGE_STYLES))]:
+        ranks = sorted(seconds.get(stage, {}))
+        means = np.array([np.mean(seconds[stage][rank]) for rank in ranks])
+        if len(ranks) and means.max() > 0:
+            stages[stage] = (np.array(ranks), means)
+    if not stages:
+        return ReportPanel(title, says, "", missing="timeline.json has no times by rank: an earlier version wrote it.", wide=True)
+    spread = {stage: float(means.max() / means.mean() - 1) for stage, (_, means) in stages.items() if means.sum() > 0}
+    heaviest = max(stages, key=lambda stage: stages[stage][1].sum())
+    of_heaviest, means = stages[heaviest]
+    latest = f"{heaviest}: rank {of_heaviest[means.argmax()]} takes {spread[heaviest]:.0%} more than the mean"
+    legend = tuple((stage, charts.STAGE_COLORS.get(stage, "grey")) for stage in stages)
+    return ReportPanel(title, says, charts.rank_chart(stages), legend, latest if len(means) > 1 else "one rank", wide=True)
+
+
+def _rank_seconds(span: Span) -> Iterator[tuple[int, float]]:
+    for word in str(span.args.get("rank_s", "")).split():
+        rank, _, value = word.partition(":")
+        yield int(rank), float(value)
+
+
+def memory_panel(run: RunRecord) -> ReportPanel:
+    """Device memory where there is a device, else that of the processes."""
+    device = [name for name in run.columns if name.endswith("_device_gib") and run.finite(name).max(initial=0.0) > 0]
+    kind = "device" if device else "host"
+    title = "Memory by stage"
+    says = f"Largest {'allocated device' if device else 'resident host'} memory while a stage ran, of the rank that used the most."
+    series, legend, peaks = [], [], {}
+    stages = [stage for stage in STAGE_STYLES if len(run.finite(f"memory/{stage}_{kind}_gib"))]
+    for stage in stages:
+        color, values = charts.STAGE_COLORS.get(stage, "grey"), run.values(f"memory/{stage}_{kind}_gib")
+        series.append(Series(stage, color, run.steps, values))
+        legend.append((stage, color))
+        peaks[stage] = float(np.nanmax(values))
+    if not series:
+        return ReportPanel(title, says, "", missing="The steps have not logged memory/<stage>_host_gib.")
+    highest = max(peaks, key=lambda stage: peaks[stage])
+    return ReportPanel(title, says, charts.line_chart(series, "GiB"), tuple(legend), f"at most {peaks[highest]:.3g} GiB, {highest}")
+
+
+def idle_panel(run: RunRecord) -> ReportPanel:
+    title, says = "Idle shares", "Part of a step in which nothing ran on the servers, and on the trainer ranks."
+    series, legend, latest = [], [], []
+    for lane, color in _LANE_COLORS.items():
+        values = 100.0 * run.values(f"time/{lane}_idle_share")
+        if np.isfinite(values).any():
+            words = "servers" if lane == "rollout" else "trainer"
+            series.append(Series(words, color, run.steps, values))
+            legend.append((words, color))
+            latest.append(f"{words} {np.nanmedian(values):.0f} %")
+    if not series:
+        return ReportPanel(title, says, "", missing="The steps have not logged time/rollout_idle_share.")
+    svg = charts.line_chart(series, "% of the step", y_range=(0.0, None))
+    return ReportPanel(title, says, svg, tuple(legend), f"median: {', '.join(latest)}")

@@ -1,0 +1,341 @@
+"""The report's panels: which metrics a panel draws, and how it is drawn from a run. A panel without data says why."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import cycle
+
+import numpy as np
+
+from megatron_rl.desk.report import charts
+from megatron_rl.desk.report.charts import Series
+from megatron_rl.desk.report.html_page import ReportPanel, ReportSection
+from megatron_rl.desk.report.resource_panels import idle_panel, length_panel, memory_panel, rank_panel
+from megatron_rl.desk.report.run_record import RunRecord
+from megatron_rl.desk.report.smoothing import smooth, smoothing_span
+from megatron_rl.tracking.terminal.console import STAGE_STYLES, compact, evaluation_sets
+from megatron_rl.tracking.timeline import LANES, OVERLAP, Span, overlap_seconds
+
+_NUM_TIMELINE_STEPS = 3
+_COLORS = ("orange", "blue", "green", "violet", "teal", "red", "pink", "yellow")
+
+
+@dataclass(frozen=True)
+class _Curve:
+    metric: str
+    label: str
+    color: str
+    style: str = "line"
+    smoothed: bool = False
+    """Draw the raw values faintly and their exponential mean over them."""
+    spread: str = ""
+    """Metric that is the half height of a band around the line."""
+
+
+@dataclass(frozen=True)
+class _PanelSpec:
+    title: str
+    says: str
+    unit: str
+    lines: tuple[_Curve, ...]
+    missing: str
+    percent: bool = False
+    log: bool = False
+    """Draws sizes, without signs; zeros have no place on the axis."""
+    floor: float = -math.inf
+    """Values below are cut off."""
+    zero_line: str = ""
+    """Words at a dashed line at 0."""
+    limit_setting: str = ""
+    """Configuration key whose value, if above 0, is drawn as a dashed line."""
+
+
+_LEARNING = (
+    _PanelSpec(
+        "Reward", "Mean reward of the responses that finished in a step.", "reward",
+        (
+            _Curve("reward/mean", "reward", "blue", smoothed=True),
+            _Curve("dynamic_sampling/reward_mean", "with the groups that were sorted out", "teal", smoothed=True),
+        ),
+        "No step has scored a response yet.",
+    ),
+    _PanelSpec(
+        "Accuracy", "Share of responses with the right answer: sampled in training, and on the evaluation "
+        "prompts, in a band of one standard error.",
+        "% correct",
+        (
+            _Curve("reward/accuracy", "training", "blue", smoothed=True),
+            _Curve("eval/accuracy", "evaluation", "orange", "points", spread="eval/accuracy_stderr"),
+        ),
+        "Neither training nor evaluation has logged an accuracy.", percent=True,
+    ),
+    _PanelSpec(
+        "Response length", "Tokens of the responses that finished.", "tokens",
+        (
+            _Curve("rollout/response_tokens_mean", "mean", "blue"),
+            _Curve("rollout/response_tokens_max", "longest", "grey", "faint"),
+            _Curve("eval/response_tokens_mean", "evaluation", "orange", "points"),
+        ),
+        "No response has finished yet.",
+    ),
+    _PanelSpec(
+        "Finished share", "Part of the slots whose response finished within the step; the others are carried on.",
+        "% of slots",
+        (_Curve("rollout/finished_share", "finished", "teal", smoothed=True),),
+        "The steps have not logged rollout/finished_share.", percent=True,
+    ),
+)
+_LOSSES = (
+    _PanelSpec(
+        "Advantages", "Mean and standard deviation. Unfinished windows should stay near those of finished responses.",
+        "advantage",
+        (
+            _Curve("advantage/finished_mean", "finished", "blue", spread="advantage/finished_std"),
+            _Curve("advantage/unfinished_mean", "unfinished", "orange", spread="advantage/unfinished_std"),
+        ),
+        "The steps have not logged advantages.", zero_line="0",
+    ),
+    _PanelSpec(
+        "Explained variance", "How much of the returns the critic foresees: 1 is all, 0 is no better than their mean. "
+        "Below -1 is cut off.", "explained variance",
+        (_Curve("critic/explained_variance", "critic", "violet", smoothed=True),),
+        "No critic update yet: it takes finished responses (and a critic).", floor=-1.0, zero_line="no better than the mean",
+    ),
+    _PanelSpec(
+        "Policy KL", "How far an update moves the policy from the one that generated.", "KL (nats per token)",
+        (_Curve("policy/kl", "policy KL", "green"),),
+        "No policy update yet (critic warm-up?).",
+    ),
+    _PanelSpec(
+        "Entropy", "A fall to 0 means that the policy no longer explores.", "entropy (nats per token)",
+        (_Curve("policy/entropy", "entropy", "green"),),
+        "No policy update yet (critic warm-up?).",
+    ),
+    _PanelSpec(
+        "Clip fraction", "Share of tokens whose ratio left the clip range.", "% of tokens",
+        (
+            _Curve("policy/clip_fraction", "clipped", "green"),
+            _Curve("policy/clip_fraction_low", "at the lower bound", "yellow"),
+        ),
+        "No policy update yet (critic warm-up?).", percent=True,
+    ),
+    _PanelSpec(
+        "Gradient norm", "Before clipping.", "L2 norm",
+        (
+            _Curve("policy/grad_norm", "policy", "green"),
+            _Curve("critic/grad_norm", "critic", "violet"),
+        ),
+        "No update yet.", log=True,
+    ),
+)
+_METHODS = (
+    _PanelSpec(
+        "Reference KL", "Distance of the policy that generated from the reference.", "KL (nats per token)",
+        (_Curve("kl/reference_per_token", "KL", "green"),), "",
+    ),
+    _PanelSpec(
+        "Groups by outcome", "Dynamic sampling trains on mixed groups only.", "% of groups",
+        (
+            _Curve("dynamic_sampling/useful_share", "mixed", "blue"),
+            _Curve("dynamic_sampling/all_right_share", "all right", "green"),
+            _Curve("dynamic_sampling/all_wrong_share", "all wrong", "red"),
+        ),
+        "", percent=True,
+    ),
+    _PanelSpec(
+        "Dialogues", "First and final answers that are right, verdicts that are true.", "% of dialogues",
+        (
+            _Curve("dialogue/first_accuracy", "first answer", "orange", smoothed=True),
+            _Curve("dialogue/final_accuracy", "final answer", "blue", smoothed=True),
+            _Curve("dialogue/verifier_accuracy", "verdict", "violet", smoothed=True),
+        ),
+        "", percent=True,
+    ),
+    _PanelSpec(
+        "Critic along the response", "Return minus value in the quarters of a response: a slope is initialisation bias.",
+        "return - value",
+        (
+            _Curve("critic/advantage_q1", "first quarter", "blue", smoothed=True),
+            _Curve("critic/advantage_q4", "last quarter", "orange", smoothed=True),
+        ),
+        "", zero_line="unbiased",
+    ),
+    _PanelSpec(
+        "Judge", "How often both orders of a pair agree, and how far they are apart.", "share",
+        (
+            _Curve("reward/swap_consistency", "swap consistency", "green", smoothed=True),
+            _Curve("reward/position_gap", "position gap", "red", smoothed=True),
+        ),
+        "",
+    ),
+)
+"""Shown where the run logged them."""
+_ENGINE = (
+    _PanelSpec(
+        "Engine and trainer", "Difference between SGLang's and Megatron's log-probs of the same tokens, as sizes. "
+        "It should stay flat.", "nats",
+        (
+            _Curve("mismatch/max_abs_log_ratio", "largest", "red"),
+            _Curve("mismatch/kl", "KL", "blue"),
+            _Curve("mismatch/k3", "k3", "teal"),
+        ),
+        "The steps have not logged mismatch/*.", log=True, limit_setting="health.max_mismatch",
+    ),
+    _PanelSpec(
+        "Throughput", "Generated tokens over the time of the whole step.", "tokens per second",
+        (_Curve("step/tokens_per_s", "tokens/s", "blue", smoothed=True),),
+        "The steps have not logged step/tokens_per_s.",
+    ),
+)
+
+
+SECTIONS = (("Learning", _LEARNING), ("Policy and critic", _LOSSES), ("Methods", _METHODS), ("Engine", _ENGINE))
+"""For a page of several runs: panels by section."""
+
+
+def report_sections(run: RunRecord) -> tuple[ReportSection, ...]:
+    """All panels of a run, in the page's order; the panels of methods that the run did not use are left out."""
+    return (
+        ReportSection("Learning", (*(_panel(run, spec) for spec in _LEARNING), length_panel(run))),
+        ReportSection("Policy and critic", tuple(_panel(run, spec) for spec in _LOSSES)),
+        *_methods(run),
+        ReportSection("Engine and use", (*(_panel(run, spec) for spec in _ENGINE), idle_panel(run), memory_panel(run))),
+        ReportSection("Time", (_stage_panel(run), rank_panel(run), _timeline_panel(run))),
+    )
+
+
+def _methods(run: RunRecord) -> list[ReportSection]:
+    logged = [spec for spec in (*_evaluation_specs(run), *_METHODS) if any(len(run.finite(line.metric)) for line in spec.lines)]
+    return [ReportSection("Methods", tuple(_panel(run, spec) for spec in logged))] if logged else []
+
+
+def _evaluation_specs(run: RunRecord) -> list[_PanelSpec]:
+    """Of evaluations with several sets, or with several responses per prompt."""
+    sets = tuple(
+        _Curve(f"eval/{name}/accuracy", name, color, "points", spread=f"eval/{name}/accuracy_stderr")
+        for name, color in zip(evaluation_sets(run.columns), cycle(_COLORS), strict=False)
+    )
+    best = sorted((name for name in run.columns if name.startswith("eval/pass@")), key=lambda name: int(name[10:]))
+    ks = tuple(_Curve(name, name[5:], color, "points") for name, color in zip(best, cycle(_COLORS), strict=False))
+    return [
+        _PanelSpec("Evaluation by set", "Each set in a band of one standard error.", "% correct", sets, "", percent=True),
+        _PanelSpec("Best of k", "Expected best of k responses to an evaluation prompt.", "% correct", ks, "", percent=True),
+    ]
+
+
+def _panel(run: RunRecord, spec: _PanelSpec) -> ReportPanel:
+    scale = 100.0 if spec.percent else 1.0
+    series, legend = [], []
+    newest = ""
+    for line in spec.lines:
+        values = run.values(line.metric) * scale
+        logged = np.isfinite(values)
+        if spec.log:  # log-prob differences have a sign, and many steps have none at all
+            values = np.where(values == 0, np.nan, np.abs(values))
+        if not logged.any() or not np.isfinite(values).any():
+            continue
+        series += _series(run, line, np.maximum(values, spec.floor), scale)
+        legend.append((line.label, line.color))
+        if not newest:
+            step = int(run.steps[logged][-1])
+            last = run.values(line.metric)[logged][-1] * scale
+            newest = f"{compact(float(last))}{' %' if spec.percent else ''} at step {step}"
+    if not series:
+        all_zero = spec.log and any(len(run.finite(line.metric)) for line in spec.lines)
+        missing = "Every value is 0." if all_zero else spec.missing
+        return ReportPanel(spec.title, spec.says, "", missing=missing if len(run.steps) else "No step is done yet.")
+    references = [(0.0, spec.zero_line)] if spec.zero_line else []
+    limit = run.setting(spec.limit_setting) if spec.limit_setting else None
+    if isinstance(limit, int | float) and limit > 0:
+        references.append((float(limit), f"limit of k3 {limit:g}"))
+    svg = charts.line_chart(series, spec.unit, log=spec.log, references=references)
+    # One line that says what the title says needs no legend, unless it has a raw and a smoothed form.
+    if len(legend) == 1:
+        legend = [(f"{legend[0][0]}, smoothed over {smoothing_span(len(run.steps))} steps", legend[0][1])]
+        legend = legend if spec.lines[0].smoothed else []
+    return ReportPanel(spec.title, spec.says, svg, tuple(legend), newest)
+
+
+def _series(run: RunRecord, line: _Curve, values: np.ndarray, scale: float) -> list[Series]:
+    if line.smoothed:
+        present = np.isfinite(values)
+        steps, values = run.steps[present], values[present]
+        return [
+            Series(line.label, line.color, steps, values, "faint"),
+            Series(line.label, line.color, steps, smooth(values, smoothing_span(len(run.steps)))),
+        ]
+    spread = run.values(line.spread) * scale if line.spread else None
+    return [Series(line.label, line.color, run.steps, values, line.style, spread)]
+
+
+def _stage_panel(run: RunRecord) -> ReportPanel:
+    title, says = "Stage times", "Stages stacked, the step itself as a dark line: what rises above the line ran at the " \
+        "same time as something else. Very slow steps are cut off."
+    stages = {
+        stage: run.values(f"time/{stage}_s")
+        for stage in [*STAGE_STYLES, *sorted(_other_stages(run))]
+        if len(run.finite(f"time/{stage}_s"))
+    }
+    if not stages:
+        return ReportPanel(title, says, "", missing="The steps have not logged time/<stage>_s.", wide=True)
+    svg = charts.stage_chart(run.steps, stages, run.values("step/time_s"))
+    legend = tuple((stage, charts.STAGE_COLORS.get(stage, "grey")) for stage in stages)
+    totals = {stage: float(np.nansum(seconds)) for stage, seconds in stages.items()}
+    longest = max(totals, key=lambda stage: totals[stage])
+    share = totals[longest] / (sum(totals.values()) or 1.0)
+    return ReportPanel(title, says, svg, legend, f"{longest} takes {share:.0%} of stage time", wide=True)
+
+
+def _other_stages(run: RunRecord) -> set[str]:
+    names = {name[5:-2] for name in run.columns if name.startswith("time/") and name.endswith("_s")}
+    return names - set(STAGE_STYLES)
+
+
+def _choose_window(spans: Sequence[Span], num_steps: int = _NUM_TIMELINE_STEPS) -> list[Span]:
+    """Spans of the newest ``num_steps`` steps in a row that show overlap, or of the newest ones if none does.
+
+    The very newest step may be in progress and is left out if there are others enough.
+    """
+    steps = sorted({span.step for span in spans})
+    candidates = steps[:-1] if len(steps) > num_steps else steps
+    # Only the last 50: an old stretch that overlaps says nothing about how the run goes now.
+    for end in range(len(candidates), max(num_steps, len(candidates) - 50) - 1, -1):
+        chosen = set(candidates[end - num_steps : end])
+        window = [span for span in spans if span.step in chosen]
+        if overlap_seconds(window, *OVERLAP) > 0:
+            return window
+    chosen = set(candidates[-num_steps:])
+    return [span for span in spans if span.step in chosen]
+
+
+def _after_the_pause(window: list[Span]) -> list[Span]:
+    """Without what ran before a run was stopped and went on, if that lies between: the pause would fill the picture."""
+    if not window:
+        return window
+    in_order = sorted(window, key=lambda span: span.start_s)
+    ended_s = in_order[0].end_s
+    length_s = max(span.end_s for span in window) - in_order[0].start_s
+    for number, span in enumerate(in_order):
+        if span.start_s - ended_s > 0.5 * length_s:
+            return in_order[number:]
+        ended_s = max(ended_s, span.end_s)
+    return window
+
+
+def _timeline_panel(run: RunRecord) -> ReportPanel:
+    title = "A few steps close up"
+    says = "Each lane is a resource, each bar a stage and its step. Shaded: the critic updates while the next window " \
+        "is generated. The whole trace opens in ui.perfetto.dev: timeline.json."
+    window = _after_the_pause(_choose_window([span for span in run.spans if span.lane in LANES]))
+    if not window:
+        return ReportPanel(title, says, "", missing="timeline.json is not there or holds no spans.", wide=True)
+    present = {span.lane for span in window}
+    lanes = [lane for lane in LANES if lane in present] + sorted(present - set(LANES))
+    overlap_s = overlap_seconds(window, *OVERLAP)
+    critic_s = overlap_seconds(window, OVERLAP[1], OVERLAP[1])
+    latest = f"{overlap_s:.2g} of {critic_s:.2g} s of critic updates hidden" if critic_s > 0 else "no critic update here"
+    stages = sorted({span.name for span in window}, key=lambda name: ([*STAGE_STYLES, name].index(name), name))
+    legend = tuple((stage, charts.STAGE_COLORS.get(stage, "grey")) for stage in stages)
+    return ReportPanel(title, says, charts.timeline_chart(window, lanes, OVERLAP), legend, latest, wide=True)
+
+

@@ -1,0 +1,169 @@
+"""Which responses a step works on, how far each grows, and which of them end: the slots of a run over drawn lengths.
+
+The laws of ``data/slots.py``, ``step/collect.py`` and ``rollout/windows.py``: carried responses first, then fresh ones in
+groups of one prompt; a slot grows by at most a window, its first one shorter by the jitter, and a small rest of its budget
+goes along; in ``sync`` mode only whole groups train, and what over-sampling cut short is discarded; in ``tppo`` mode it keeps
+its tokens. Without a critic what has ended leaves its slot, and waits for the rest of its group to train.
+"""
+
+from dataclasses import dataclass, fields
+
+import numpy as np
+
+from megatron_rl.config.derived import max_remainder_tokens
+from megatron_rl.config.schema import Mode
+from megatron_rl.desk.simulate.decoding import ServerTrace, serve, spread
+from megatron_rl.desk.simulate.lengths import Draw
+from megatron_rl.desk.simulate.scenario import Scenario
+from megatron_rl.desk.simulate.timing import Timing
+
+
+@dataclass(frozen=True)
+class SlotResponses:
+    """Responses in the order of the slots; [rows] int64 each."""
+
+    prompt: np.ndarray
+    held: np.ndarray
+    """Response tokens from earlier steps."""
+    new: np.ndarray
+    """Tokens that this step generates."""
+    total: np.ndarray
+    """Tokens that the response will have in the end."""
+    group: np.ndarray
+    first_window: np.ndarray
+    """Most tokens of its first window."""
+    born: np.ndarray
+    """The step in which it began."""
+
+    def __len__(self) -> int:
+        return len(self.prompt)
+
+    def pick(self, chosen: np.ndarray) -> "SlotResponses":
+        return SlotResponses(**{item.name: getattr(self, item.name)[chosen] for item in fields(self)})
+
+    def __add__(self, other: "SlotResponses") -> "SlotResponses":
+        return SlotResponses(
+            **{
+                item.name: np.concatenate([getattr(self, item.name), getattr(other, item.name)])
+                for item in fields(self)
+            }
+        )
+
+    @property
+    def ended(self) -> np.ndarray:
+        return self.held + self.new >= self.total
+
+    @property
+    def row_tokens(self) -> np.ndarray:
+        """What a trainer pass reads: prompt, earlier windows and this one."""
+        return self.prompt + self.held + self.new
+
+
+@dataclass(frozen=True)
+class GeneratedStep:
+    """What a generate stage did."""
+
+    generated: SlotResponses
+    """All requests, also those that were discarded."""
+    trained: SlotResponses
+    """What the trainer's passes read; ``new`` are the tokens that train."""
+    server_s: tuple[float, ...]
+    """Of each server."""
+    finished: SlotResponses | None = None
+    """What ended in this step; None: those of ``trained`` that have ended."""
+
+
+class SlotProcess:
+    """Owns the slots and the draws; ``generate`` is called once per step, in order."""
+
+    def __init__(self, scenario: Scenario, lengths: Draw, prompts: Draw, rng: np.random.Generator) -> None:
+        self._scenario = scenario
+        self._lengths, self._prompts, self._rng = lengths, prompts, rng
+        self._next_group = 0
+        empty = {item.name: np.zeros(0, dtype=np.int64) for item in fields(SlotResponses)}
+        self._slots = self._spare = self._waiting = SlotResponses(**empty)
+
+    def generate(self, step: int, timing: Timing) -> GeneratedStep:
+        self._fill(step)
+        scenario, rows = self._scenario, self._slots
+        room = np.where(rows.held == 0, rows.first_window, scenario.window_tokens)
+        left = scenario.max_response_tokens - rows.held
+        room = np.where((left > room) & (left - room <= max_remainder_tokens(scenario.window_tokens)), left, room)
+        wanted = np.minimum(rows.total - rows.held, room)
+        served = [
+            serve((rows.prompt + rows.held)[own], wanted[own], timing, scenario.limits)
+            for own in spread(len(rows), scenario.num_servers)
+        ]
+        grown, until_s = self._cut_when_enough(wanted, served) if scenario.over_samples else (wanted, np.inf)
+        done = SlotResponses(**{**vars(rows), "new": grown})
+        trained = finished = trained_rows(done, scenario)
+        if scenario.whole_groups:
+            trained = self._whole_groups(finished)
+        self._slots = self._carried(done)
+        seconds = tuple(min(one.seconds, until_s) for one in served)
+        return GeneratedStep(done, trained, seconds, finished if scenario.whole_groups else None)
+
+    def _fill(self, step: int) -> None:
+        missing = self._scenario.num_slots - len(self._slots)
+        while len(self._spare) < missing:
+            groups = -(-(missing - len(self._spare)) // self._scenario.group_size)
+            self._spare += self._fresh_groups(groups, step)
+        fresh = self._spare.pick(np.arange(missing))
+        fresh = SlotResponses(**{**vars(fresh), "born": np.full(missing, step)})
+        self._spare = self._spare.pick(np.arange(missing, len(self._spare)))
+        self._slots += fresh
+
+    def _fresh_groups(self, num_groups: int, step: int) -> SlotResponses:
+        scenario, rng = self._scenario, self._rng
+        size = num_groups * scenario.group_size
+        prompt = np.repeat(self._prompts(rng, num_groups), scenario.group_size).astype(np.int64)
+        total = np.minimum(self._lengths(rng, size), scenario.max_response_tokens).astype(np.int64)
+        jitter = rng.integers(0, max(scenario.jitter_tokens, 1), size)
+        group = self._next_group + np.arange(size) // scenario.group_size
+        self._next_group += num_groups
+        zero = np.zeros(size, dtype=np.int64)
+        return SlotResponses(prompt, zero, zero, total, group, scenario.window_tokens - jitter, np.full(size, step))
+
+    def _cut_when_enough(self, wanted: np.ndarray, served: list[ServerTrace]) -> tuple[np.ndarray, float]:
+        """Tokens by row, and the moment at which enough of them are complete."""
+        scenario = self._scenario
+        places = spread(len(wanted), scenario.num_servers)
+        finish_s = np.empty(len(wanted))
+        for own, one in zip(places, served, strict=True):
+            finish_s[own] = one.finish_s
+        complete_s = self._whole_groups_s(finish_s) if scenario.mode is Mode.sync else finish_s
+        needed = scenario.num_trained // (scenario.group_size if scenario.mode is Mode.sync else 1)
+        enough_s = float(np.sort(complete_s)[needed - 1])
+        grown = np.empty_like(wanted)
+        for own, one in zip(places, served, strict=True):
+            grown[own] = one.tokens_at(enough_s, wanted[own])
+        return grown, enough_s
+
+    def _whole_groups_s(self, finish_s: np.ndarray) -> np.ndarray:
+        """When the last of each group ends; groups are whole in sync mode."""
+        return finish_s.reshape(-1, self._scenario.group_size).max(axis=1)
+
+    def _whole_groups(self, ended: SlotResponses) -> SlotResponses:
+        """Of the responses that have ended, now or before, those whose group has; the others go on waiting."""
+        rows = self._waiting + ended
+        _, place, size = np.unique(rows.group, return_inverse=True, return_counts=True)
+        whole = size[place] == self._scenario.group_size
+        self._waiting = rows.pick(np.flatnonzero(~whole))
+        return rows.pick(np.flatnonzero(whole))
+
+    def _carried(self, rows: SlotResponses) -> SlotResponses:
+        if self._scenario.mode is Mode.sync:
+            return rows.pick(np.zeros(0, dtype=np.int64))
+        left = rows.pick(np.flatnonzero(~rows.ended))
+        return SlotResponses(**{**vars(left), "held": left.held + left.new, "new": np.zeros_like(left.new)})
+
+
+def trained_rows(rows: SlotResponses, scenario: Scenario) -> SlotResponses:
+    """Of what a step generated, the rows that the policy learns from; with ``whole_groups`` once all of their group have ended."""
+    if scenario.whole_responses:
+        ended = rows.pick(np.flatnonzero(rows.ended))
+        return SlotResponses(**{**vars(ended), "held": np.zeros_like(ended.held), "new": ended.held + ended.new})
+    if scenario.mode is Mode.sync and scenario.over_samples:
+        whole = np.repeat(rows.ended.reshape(-1, scenario.group_size).all(axis=1), scenario.group_size)
+        return rows.pick(np.flatnonzero(whole)[: scenario.num_trained])
+    return rows.pick(np.flatnonzero(rows.new > 0))

@@ -1,0 +1,205 @@
+"""GPT models over packed batches: building this rank's part of a model, and its forward pass.
+
+Callers speak in ``PackedBatch``; everything else stays inside: the padding of the pack to a multiple of the
+tensor-parallel size (sequence parallelism needs it), this rank's part of it under context parallelism, the sequence
+parameters of Megatron, the attention plan.
+"""
+
+import functools
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer
+from torch import Tensor, nn
+from transformers import PretrainedConfig
+
+from megatron_rl.config.schema import ParallelConfig, Recompute
+from megatron_rl.data.batch import PackedBatch
+from megatron_rl.errors import ModelError
+from megatron_rl.families.model_facts import takes_images, text_config
+from megatron_rl.families.vision_encoder import build_encoder, num_deepstack
+from megatron_rl.models.attention import (
+    ContextAttention,
+    PackedAttention,
+    PlannedSeqParams,
+    plan_attention,
+    plan_context,
+)
+from megatron_rl.models.context import split_here, zigzag
+from megatron_rl.models.dispatch import install_dispatcher
+from megatron_rl.models.gpt import PackedGPTModel, unwrap
+from megatron_rl.models.hf.megatron_config import megatron_config, transformer_class
+from megatron_rl.models.layers import block_spec, has_transformer_engine, restore_float32, swap_layers
+from megatron_rl.models.megatron_fields import MegatronSettings, checked_fields
+from megatron_rl.models.moe import check_moe, moe_kwargs
+from megatron_rl.models.precision import check_fp8, fp8_kwargs, pack_alignment
+from megatron_rl.models.rope import install_rope
+from megatron_rl.models.routing import ROUTERS, RoutingTrace, follow_traces, with_trace
+from megatron_rl.models.vision.encoder import prepare_encoder
+from megatron_rl.models.vision.vision_gpt import DeepstackLayer, VisionGPTModel
+from megatron_rl.parallel.topology import local_device
+
+__all__ = ["PackedGPTModel", "build_chunks", "forward", "sequence_starts", "unwrap"]
+
+PAD_TOKEN_ID = 0
+"""Fills the pack up under sequence parallelism; it forms a sequence of its own that no result refers to."""
+
+
+def build_chunks(
+    hf_config: PretrainedConfig,
+    parallel: ParallelConfig,
+    *,
+    dtype: torch.dtype,
+    recompute: Recompute,
+    share_embeddings: bool,
+    settings: MegatronSettings,
+) -> list[PackedGPTModel]:
+    """This rank's pipeline stage with uninitialised weights, on its device; several chunks where it is interleaved.
+
+    The process groups exist already. ModelError for settings that this model or machine cannot follow.
+    """
+    check_moe(settings.moe, hf_config, parallel)
+    check_fp8(settings.fp8, dtype)
+    given = checked_fields(settings.fields)
+    overrides = moe_kwargs(settings.moe, hf_config, parallel) | fp8_kwargs(settings.fp8) | given
+    kwargs, model_kwargs = megatron_config(hf_config, parallel, dtype=dtype, recompute=recompute, **overrides)
+    model_kwargs["share_embeddings_and_output_weights"] = share_embeddings
+    try:
+        config = transformer_class(hf_config)(**kwargs)
+    # ImportError: of a kernel that a field asks for.
+    except (AssertionError, ValueError, ImportError) as error:
+        if not given:
+            raise
+        raise ModelError(f"Megatron refuses this model with the fields {given}: {error}") from error
+    stages = range(parallel.virtual_pipeline_size) if parallel.virtual_pipeline_size > 1 else [None]
+    chunks = [_build_chunk(config, stage, hf_config, model_kwargs, dtype) for stage in stages]
+    for chunk in chunks:
+        install_dispatcher(chunk, settings.moe.dispatcher)
+    if takes_images(hf_config):
+        for chunk in chunks:
+            _let_see(chunk, hf_config, dtype, recompute)
+    return chunks
+
+
+def _build_chunk(
+    config: TransformerConfig,
+    vp_stage: int | None,
+    hf_config: PretrainedConfig,
+    model_kwargs: dict[str, Any],
+    dtype: torch.dtype,
+) -> PackedGPTModel:
+    spec = swap_layers(block_spec(config, vp_stage), ROUTERS)
+    if config.context_parallel_size > 1 and not has_transformer_engine():
+        spec = swap_layers(spec, {PackedAttention: ContextAttention})
+    if takes_images(hf_config) and num_deepstack(hf_config.vision_config):
+        spec = swap_layers(spec, {TransformerLayer: DeepstackLayer})
+    model = (VisionGPTModel if takes_images(hf_config) else PackedGPTModel)(
+        config,
+        spec,
+        pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
+        post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
+        vp_stage=vp_stage,
+        **model_kwargs,
+    )
+    install_rope(model, hf_config)
+    model.real_vocab_size = text_config(hf_config).vocab_size
+    follow_traces(model)
+    model.to(dtype)
+    # The cast takes the routers' biases along, which Megatron keeps in float32.
+    restore_float32(model)
+    if torch.cuda.is_available():
+        model.cuda()
+    return model
+
+
+def _let_see(model: VisionGPTModel, hf_config: PretrainedConfig, dtype: torch.dtype, recompute: Recompute) -> None:
+    """The parts of a vision-language model that GPTModel does not have."""
+    model.see(hf_config)
+    if model.pre_process:
+        model.vision = prepare_encoder(
+            build_encoder(hf_config.vision_config),
+            dtype=dtype,
+            recompute=recompute,
+            sequence_parallel=model.config.sequence_parallel,
+        )
+
+
+def forward(chunk: nn.Module, batch: PackedBatch, trace: RoutingTrace | None = None) -> Tensor:
+    """Run this stage on ``batch``; ``chunk`` may be wrapped for data parallelism.
+
+    ``trace``: what the routers of a mixture-of-experts model follow and report in this pass; one for all chunks. The
+    result belongs to Megatron's schedule: on earlier stages the hidden states for the next one, on the last stage what
+    ``policy.token_logprobs`` or ``critic.token_values`` take.
+    """
+    model = unwrap(chunk)
+    tokens, positions, params = _model_inputs(batch, model.config)
+    params, visual = with_trace(params, trace), {}
+    if isinstance(model, VisionGPTModel):
+        positions, visual["visual"] = model.visual_inputs(batch, tokens.device)
+    return chunk(tokens, positions, None, packed_seq_params=params, **visual)
+
+
+def sequence_starts(batch: PackedBatch, device: torch.device) -> Tensor:
+    """Rows of the pack that begin a (non-empty) sequence."""
+    return batch.cu_seqlens[:-1][batch.lengths > 0].to(device)
+
+
+def _model_inputs(batch: PackedBatch, config: TransformerConfig) -> tuple[Tensor, Tensor, PackedSeqParams]:
+    """tokens [1, T'], positions [1, T'] and sequence parameters, T' the padded length of this rank's part."""
+    if len(batch.tokens) == 0:
+        raise ValueError("an empty batch cannot pass through the model; leave the micro-batch out on every rank")
+    device = local_device()
+    lengths, tokens = tuple(batch.lengths.tolist()), batch.tokens.to(device)
+    if config.context_parallel_size > 1:
+        split = split_here(lengths, config)
+        rows = split.token_of_row.to(device)
+        tokens = torch.where(rows >= 0, tokens[rows], PAD_TOKEN_ID)
+        positions, params = _split_sequence_params(
+            split.lengths,
+            parallel_state.get_context_parallel_world_size(),
+            parallel_state.get_context_parallel_rank(),
+            device,
+        )
+        return tokens[None], positions[None], params
+    padding = -len(tokens) % pack_alignment(config)
+    if padding:
+        lengths = (*lengths, padding)
+        tokens = torch.cat([tokens, tokens.new_full((padding,), PAD_TOKEN_ID)])
+    positions, params = _sequence_params(lengths, device)
+    return tokens[None], positions[None], params
+
+
+@functools.lru_cache(maxsize=64)
+def _sequence_params(lengths: tuple[int, ...], device: torch.device) -> tuple[Tensor, PackedSeqParams]:
+    """positions [T] and sequence parameters; a batch meets its lengths again in every pass over it."""
+    positions = torch.cat([torch.arange(length) for length in lengths]).to(device)
+    common = _pack_description(lengths, device)
+    if has_transformer_engine():
+        return positions, PackedSeqParams(**common)
+    return positions, PlannedSeqParams(plan=plan_attention(lengths, device), **common)
+
+
+@functools.lru_cache(maxsize=64)
+def _split_sequence_params(
+    lengths: tuple[int, ...], num_ranks: int, rank: int, device: torch.device
+) -> tuple[Tensor, PackedSeqParams]:
+    """The same for one of ``num_ranks`` context-parallel ranks; ``lengths`` are those of the whole, padded sequences."""
+    positions = torch.cat([zigzag(length, num_ranks, rank) for length in lengths if length]).to(device)
+    common = _pack_description(lengths, device)
+    if has_transformer_engine():
+        return positions, PackedSeqParams(**common)
+    return positions, PlannedSeqParams(plan=plan_context(lengths, num_ranks, rank, device), **common)
+
+
+def _pack_description(lengths: tuple[int, ...], device: torch.device) -> dict[str, Any]:
+    cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).to(device=device, dtype=torch.int32)
+    return dict(
+        qkv_format="thd",
+        cu_seqlens_q=cu_seqlens,
+        cu_seqlens_kv=cu_seqlens,
+        max_seqlen_q=max(lengths),
+        max_seqlen_kv=max(lengths),
+    )

@@ -1,0 +1,285 @@
+"""What goes over the wire to SGLang's ``/generate`` and back, as pure functions.
+
+Invariants: no token id outside the vocabulary gets into a request (one such id kills the server's scheduler), and no
+image token without its image (which hangs it); every id, count and sign of an answer has been checked
+(``response_validation.py``), and it belongs to a prompt of as many tokens as ours; a response whose last token is a stop token is
+finished by ``stop``.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from megatron_rl.data.trajectory import TokenParts
+from megatron_rl.rollout.requests import (
+    Generation,
+    GenerationRequest,
+    PromptMismatch,
+    RequestRejected,
+    RetryableRequestError,
+    ServerBusy,
+)
+from megatron_rl.rollout.sglang.wire.response_validation import (
+    InvalidReply,
+    StaleWeights,
+    abbreviate,
+    as_list,
+    as_object,
+    as_text,
+    as_token_ids,
+    as_token_logprobs,
+    expected_error,
+    parse_count,
+    parse_logprobs,
+)
+from megatron_rl.rollout.sglang.wire.routes import SERVER_FLAG, InvalidRoutes, decode_routes
+
+_BAN = -1.0e9
+"""Added to a banned token's logit: no temperature in use brings it back."""
+_MAX_RENORMALISED_TOP_K = 4096
+"""SGLang's limit for log-probs after top-k."""
+
+
+_MAX_ID = 1 << 31
+
+
+BUSY_STATUSES = frozenset((429, 503))
+
+
+def sent_rid(rid: str) -> str:
+    """The id with an end mark: "r-1" would otherwise begin "r-10"."""
+    return f"{rid};"
+
+
+def validate(request: GenerationRequest, vocab_size: int) -> None:
+    """Raises RequestRejected if the request could harm the server or would be refused."""
+    problem = None
+    if len(request.input_ids) == 0:
+        problem = "input_ids is empty: expected at least one token"
+    elif _greatest_id(request.input_ids) >= vocab_size:
+        ids = np.asarray(request.input_ids)
+        position = int(np.argmax((ids < 0) | (ids >= vocab_size)))
+        problem = (
+            f"input_ids[{position}] is {ids[position]}, outside the vocabulary of {vocab_size}: it would kill the server. "
+            "Check that the tokenizer belongs to the model"
+        )
+    elif request.max_new_tokens < 1:
+        problem = f"max_new_tokens is {request.max_new_tokens}: expected at least 1"
+    elif not (math.isfinite(request.temperature) and request.temperature >= 0):
+        problem = f"temperature is {request.temperature}: expected a number of at least 0"
+    elif any(not 0 <= token < vocab_size for token in request.banned_token_ids):
+        problem = f"banned_token_ids {list(request.banned_token_ids)}: expected ids below the vocabulary's {vocab_size}"
+    elif request.logprobs_after_top_k and not 1 <= request.top_k <= _MAX_RENORMALISED_TOP_K:
+        problem = f"log-probs after top-k need 1 <= top_k <= {_MAX_RENORMALISED_TOP_K}, got top_k={request.top_k}"
+    elif request.images is not None and (count := _num_image_tokens(request)) != len(request.images.data):
+        problem = f"{count} image tokens for {len(request.images.data)} images: the server would wait for the others forever"
+    if problem is not None:
+        raise RequestRejected(f"request {request.rid!r}: {problem}")
+
+
+def _greatest_id(ids: Sequence[int] | np.ndarray | TokenParts) -> int:
+    """Of ``ids``, some of which are there; a negative one counts as greater than all others."""
+    parts = ids.parts if isinstance(ids, TokenParts) else [np.asarray(ids)]
+    # Read as numbers without a sign: one look at each.
+    return max(int(part.view(f"u{part.itemsize}").max()) for part in parts if len(part))
+
+
+def _num_image_tokens(request: GenerationRequest) -> int:
+    return 0 if request.images is None else int((np.asarray(request.input_ids) == request.images.token_id).sum())
+
+
+def generate_body(requests: Sequence[GenerationRequest], rids: Sequence[str]) -> dict[str, Any]:
+    """The body of one ``/generate`` call for all ``requests``: JSON, but for ids that are arrays."""
+    body: dict[str, Any] = {
+        "rid": list(rids),
+        "input_ids": [_one_array(request.input_ids) for request in requests],
+        "sampling_params": [_sampling_params(request) for request in requests],
+        "return_logprob": True,
+    }
+    if any(request.logprobs_after_top_k for request in requests):
+        body["return_sampling_mask"] = [request.logprobs_after_top_k for request in requests]
+    if any(request.routes is not None for request in requests):
+        body["return_routed_experts"] = True  # SGLang's switch for the whole call
+    if any(request.images is not None and request.images.data for request in requests):
+        body["image_data"] = [list(request.images.data) if request.images is not None else [] for request in requests]
+    return body
+
+
+def _one_array(ids: Sequence[int] | np.ndarray | TokenParts) -> Sequence[int] | np.ndarray:
+    return np.asarray(ids) if isinstance(ids, TokenParts) else ids
+
+
+def _sampling_params(request: GenerationRequest) -> dict[str, Any]:
+    params: dict[str, Any] = {
+        "max_new_tokens": request.max_new_tokens,
+        "temperature": request.temperature,
+        "top_p": request.top_p,
+        "top_k": request.top_k,
+        "stop_token_ids": list(request.stop_token_ids),
+    }
+    if request.stop_strings:
+        params["stop"] = list(request.stop_strings)
+    if request.banned_token_ids:
+        params["logit_bias"] = {str(token): _BAN for token in request.banned_token_ids}
+    if request.seed is not None:
+        params["sampling_seed"] = request.seed
+    return params
+
+
+def max_answer_bytes(requests: Sequence[GenerationRequest]) -> int:
+    """No honest answer to ``generate_body(requests)`` is longer."""
+    num_bytes = 1 << 20
+    for request in requests:
+        # A token has its id, its log-prob and, where a tokenizer is loaded, its text; a hot one also all ids of the top-k.
+        num_bytes += request.max_new_tokens * (256 + (16 * request.top_k if request.logprobs_after_top_k else 0))
+        if request.routes is not None:
+            num_tokens = request.num_prompt_tokens + request.max_new_tokens
+            num_bytes += 6 * num_tokens * request.routes.num_layers * request.routes.top_k  # base64 of int32
+    return num_bytes
+
+
+def parse_generation(request: GenerationRequest, answer: Any, vocab_size: int = _MAX_ID) -> Generation:
+    """One sample of an answer. Raises RequestRejected, PromptMismatch, BadAnswer or AttemptFailed, and nothing else."""
+    sample = as_object(answer, "the sample")
+    meta = as_object(sample.get("meta_info"), "meta_info")
+    finish = as_object(meta.get("finish_reason"), "finish_reason")
+    reason = as_text(finish.get("type"), "finish_reason.type")
+    if reason == "abort" and finish.get("status_code") is not None:
+        raise _refusal(request, finish)
+    token_ids = as_token_ids(
+        sample.get("output_ids"), "output_ids", most=request.max_new_tokens, vocab_size=vocab_size
+    )
+    _check_counts(request, meta, len(token_ids))
+    return Generation(
+        token_ids=token_ids,
+        logprobs=_logprobs(request, meta, token_ids),
+        finish_reason=_finish_reason(request, reason, token_ids),
+        weight_version=_weight_version(request, meta, len(token_ids)),
+        cached_tokens=parse_count(meta.get("cached_tokens", 0), "cached_tokens", most=request.num_prompt_tokens + request.max_new_tokens),
+        stop_string=_stop_string(request, finish) if reason == "stop" else "",
+        routes=_routes(request, meta, len(token_ids)),
+        seconds=_seconds(meta.get("e2e_latency")),
+        versions=_versions(request, meta, len(token_ids)),
+    )
+
+
+def _seconds(latency: object) -> float:
+    """Only ever shown and fitted: what makes no sense counts as not said."""
+    return float(latency) if isinstance(latency, (int, float)) and 0 < latency < math.inf else 0.0
+
+
+def _refusal(request: GenerationRequest, finish: dict[str, Any]) -> Exception:
+    status, message = finish["status_code"], abbreviate(finish.get("message"))
+    if type(status) is not int:
+        return expected_error("finish_reason.status_code", "a whole number", status)
+    text = f"request {request.rid!r} was refused with {status}: {message}"
+    if status == 400:
+        return RequestRejected(text)
+    return ServerBusy(text) if status in BUSY_STATUSES else RetryableRequestError(text)
+
+
+def _check_counts(request: GenerationRequest, meta: dict[str, Any], num_new: int) -> None:
+    if meta.get("completion_tokens", num_new) != num_new:
+        raise expected_error("completion_tokens", f"{num_new}, the number of output_ids", meta["completion_tokens"])
+    # A request that was aborted while it queued does not say how long its prompt is.
+    found = meta.get("prompt_tokens", request.num_prompt_tokens)
+    if found == request.num_prompt_tokens and type(found) is int:
+        return
+    if request.images is None or type(found) is not int or found < 0:
+        raise expected_error("prompt_tokens", f"{request.num_prompt_tokens}", found)
+    raise PromptMismatch(
+        f"prompt {request.prompt_name or request.rid}: {request.num_prompt_tokens} tokens here, but {found} on the "
+        "server. They must count the same image tokens: look whether the server's model folder has the "
+        "preprocessor_config.json and tokenizer of policy.path, and whether rollout.server_args change its image sizes"
+    )
+
+
+def _logprobs(request: GenerationRequest, meta: dict[str, Any], token_ids: np.ndarray) -> np.ndarray:
+    if request.logprobs_after_top_k and len(token_ids):
+        name = "output_token_sampling_logprobs"
+        return parse_logprobs(meta.get(name), name, token_ids)
+    # A request that was aborted while it queued has no log-probs and no cache statistics.
+    return as_token_logprobs(meta.get("output_token_logprobs", []), "output_token_logprobs", token_ids)
+
+
+def _weight_version(request: GenerationRequest, meta: dict[str, Any], num_new: int) -> str:
+    version = meta.get("weight_version", "") if num_new == 0 else meta.get("weight_version")
+    return _expected_version(request, as_text(version, "weight_version"), num_new)
+
+
+def _versions(request: GenerationRequest, meta: dict[str, Any], num_new: int) -> tuple[tuple[str, int, int], ...]:
+    """Of SGLang's spans [{version, start, end}]: they follow each other from the first token to the last."""
+    found = meta.get("weight_versions")
+    if num_new == 0 or (found is None and not request.needs_spans):
+        return ()
+    if found is None:
+        raise InvalidReply(
+            "weight_versions: the server does not say which weights sampled which tokens; schedule.weight_update=in_flight "
+            "needs SGLang 0.5.19 or later: install it, or set schedule.weight_update=between"
+        )
+    spans, last = [], 0
+    for entry in as_list(found, "weight_versions"):
+        span = as_object(entry, "weight_versions")
+        version = _expected_version(request, as_text(span.get("version"), "weight_versions.version"), num_new)
+        start = parse_count(span.get("start"), "weight_versions.start", most=num_new)
+        end = parse_count(span.get("end"), "weight_versions.end", most=num_new)
+        if start != last or end <= start:
+            raise expected_error("weight_versions", f"a span of tokens from {last} on", entry)
+        spans.append((version, start, end))
+        last = end
+    if last != num_new:
+        raise expected_error("weight_versions", f"spans up to the last of {num_new} tokens", found)
+    return tuple(spans)
+
+
+def _expected_version(request: GenerationRequest, version: str, num_new: int) -> str:
+    """``version``, if it may have sampled the answer's tokens; raises StaleWeights."""
+    expected = {request.weight_version, request.newest_version or request.weight_version}
+    if num_new and expected.isdisjoint({"", version}):
+        raise StaleWeights(
+            f"weight_version: the server sampled with version {abbreviate(version)}, but version {request.weight_version} "
+            "was published; it was restarted, or another trainer is attached to it"
+        )
+    return version
+
+
+def _stop_string(request: GenerationRequest, finish: dict[str, Any]) -> str:
+    """The text that ended the response, if one of the request's did."""
+    matched = finish.get("matched")
+    if type(matched) is str and matched in request.stop_strings:
+        return matched
+    # Whole numbers are token ids: the model's own, or some of the request's. SGLang also ends with a text of its own
+    # where the sampler met NaN.
+    if matched is not None and type(matched) not in (int, list):
+        raise expected_error("finish_reason.matched", "a token id or one of the request's stop strings", matched)
+    return ""
+
+
+def _routes(request: GenerationRequest, meta: dict[str, Any], num_new: int) -> np.ndarray | None:
+    if request.routes is None or num_new == 0:
+        return None
+    encoded = meta.get("routed_experts")
+    if encoded is None:
+        raise InvalidReply(
+            f"routed_experts: the server does not say which experts its tokens went to; start it with "
+            f"--{SERVER_FLAG}, or set policy.moe.routing_replay to R2 or none"
+        )
+    try:
+        return decode_routes(
+            as_text(encoded, "routed_experts"), request.num_prompt_tokens + num_new - 1, request.routes
+        )
+    except InvalidRoutes as error:
+        raise InvalidReply(f"routed_experts: {error}; look whether the server runs the same model") from error
+
+
+def _finish_reason(request: GenerationRequest, reason: str, token_ids: np.ndarray) -> str:
+    if reason not in ("stop", "length", "abort"):
+        raise expected_error("finish_reason.type", "stop, length or abort", reason)
+    if reason == "abort":
+        return reason
+    if not len(token_ids):
+        raise expected_error("output_ids", f"at least one token, as it ended by {reason}", [])
+    # SGLang looks at the length first: a stop token in the last place would pass for an unfinished response.
+    return "stop" if reason == "length" and token_ids[-1] in request.stop_token_ids else reason

@@ -1,0 +1,82 @@
+"""What the servers get: from the trainer, the driver's side of weight sync; without a trainer, from a folder."""
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from megatron_rl.config.derived import WeightMethod, server_placement
+from megatron_rl.config.schema import Config
+from megatron_rl.models.hf.gather import GatherTarget
+from megatron_rl.training.export import control_channel, control_ranks, rank_timeout_s, source_ranks
+from megatron_rl.training.trainer_group import TrainerGroup
+from megatron_rl.weights.bucket_plan import ServerAddress
+from megatron_rl.weights.disk import load_folder
+from megatron_rl.weights.publish import PublishResult, WeightPublisher
+from megatron_rl.weights.server_calls import ServerCalls
+
+_DESTINATIONS = {
+    WeightMethod.broadcast: GatherTarget.stage,
+    WeightMethod.disk: GatherTarget.driver,
+    WeightMethod.colocated: GatherTarget.everywhere,
+}
+"""Where each method wants a tensor whole."""
+
+
+class TrainerWeights:
+    """What the servers get: one model of the trainer, by the way that the configuration names (the driver's side)."""
+
+    def __init__(self, config: Config, group: TrainerGroup, engine: str) -> None:
+        self._group = group
+        self._engine = engine
+        self._method = server_placement(config.rollout).weight_method
+        self._timeout_s = rank_timeout_s(config)
+
+    @cached_property
+    def expected(self) -> Mapping[str, Sequence[int]]:
+        """Hugging Face name -> shape of every tensor that the servers have."""
+        return self._group.expected_weights(self._engine)
+
+    def whole(self) -> Iterator[tuple[str, Tensor]]:
+        """All tensors on this rank, one after the other; collective, to be walked to its end."""
+        return self._group.export_weights(self._engine)
+
+    def publish(self, publisher: WeightPublisher, servers: Sequence[ServerAddress], version: int) -> PublishResult:
+        """Collective over the trainer ranks. Raises WeightSyncError."""
+        options: dict[str, Any] = {"expected": self.expected}
+        if self._method is WeightMethod.colocated:
+            options["ranks"] = control_ranks(self._timeout_s)
+        elif self._method is WeightMethod.broadcast:
+            # The first source is this rank itself.
+            ranks = source_ranks(self._group.topology_of(self._engine))[1:]
+            options["links"] = [control_channel(rank, self._timeout_s) for rank in ranks]
+        weights = self._group.export_weights(self._engine, _DESTINATIONS[self._method])
+        return publisher.publish(weights, servers, version, **options)
+
+    def free_memory(self) -> None:
+        """Give what the ranks' allocators hold unused back to their devices: the servers on the same devices need it."""
+        self._group.free_memory()
+
+
+class FolderWeights:
+    """Those of a Hugging Face folder, which the servers read themselves."""
+
+    def __init__(self, folder: Path, timeout_s: float) -> None:
+        self.folder = folder
+        self._timeout_s = timeout_s
+
+    def publish(self, publisher: WeightPublisher, servers: Sequence[ServerAddress], version: int) -> PublishResult:
+        """Raises ServerCallError."""
+        started_s = time.perf_counter()
+        with ServerCalls(servers, self._timeout_s) as calls:
+            num_bytes = load_folder(calls, self.folder, version)
+        return PublishResult(time.perf_counter() - started_s, num_bytes, num_buckets=1)
+
+    def whole(self) -> Iterator[tuple[str, Tensor]]:
+        raise NotImplementedError("the servers read the folder themselves")
+
+    def free_memory(self) -> None:
+        """There is none: no trainer shares their devices."""

@@ -1,0 +1,163 @@
+"""What a run works on: its prompts, the slots they fill, and the environment that answers them."""
+
+import functools
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_rl.config.derived import (
+    block_size,
+    effective_window_tokens,
+    eval_sets,
+    needs_greedy,
+    responses_per_group,
+    trains_whole_groups,
+    window_jitter_tokens,
+)
+from megatron_rl.config.schema import Config
+from megatron_rl.data.prompts import PromptSet, load_prompts, with_reward_fields
+from megatron_rl.data.sampler import PromptSampler
+from megatron_rl.data.slots import SlotPool
+from megatron_rl.data.tokenizer import Tokenizer
+from megatron_rl.data.trajectory import POLICY, Prompt, Trajectory
+from megatron_rl.environments.base import Environment
+from megatron_rl.environments.environment_registry import build as build_environment
+from megatron_rl.rewards.router import check_prompts, wanted_row_fields
+from megatron_rl.rollout.sampling import text_digest
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalInputs:
+    """What an evaluation works on."""
+
+    tokenizer: Tokenizer
+    environment: Environment | None
+    start: Callable[..., Trajectory]
+    """A response to a prompt that has not begun, as the run's environment and budgets want it."""
+    eval_sets: dict[str, PromptSet]
+    """By name; that of data.eval_files is empty."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunInputs(EvalInputs):
+    """What a run works on."""
+
+    train_set: PromptSet
+    pool: SlotPool
+
+    def go_on_from(self, pool: dict[str, Any]) -> None:
+        """Responses in progress, as a checkpoint holds them; their images must be among the data still."""
+        self.pool.load_state(pool)
+        if self.tokenizer.vision is not None:
+            self.tokenizer.vision.check_known(image for prompt in self.pool.prompts for image in prompt.images)
+
+
+def make_inputs(config: Config) -> RunInputs:
+    held_out = make_eval_inputs(config)
+    data = with_reward_fields(config.data, wanted_row_fields(config.reward))
+    train_set = load_prompts(
+        data.train_files, data, held_out.tokenizer, max_prompt_tokens=config.batch.max_prompt_tokens
+    )
+    check_prompts(config.reward, train_set.prompts)
+    return RunInputs(**vars(held_out), train_set=train_set, pool=_slot_pool(config, train_set, held_out.start))
+
+
+def make_eval_inputs(config: Config) -> EvalInputs:
+    """Tokenizer, environment and the prompts to evaluate on, with every field that a reward reads."""
+    tokenizer = Tokenizer(config.policy.path)
+    environment = _environment(config)
+    data = with_reward_fields(config.data, wanted_row_fields(config.reward))
+    held_out = {
+        name: load_prompts(one.files, data, tokenizer, max_prompt_tokens=config.batch.max_prompt_tokens)
+        for name, one in eval_sets(config).items()
+    }
+    check_prompts(config.reward, [p for one in held_out.values() for p in one.prompts])
+    return EvalInputs(
+        tokenizer=tokenizer,
+        environment=environment,
+        start=functools.partial(_new_trajectory, config, environment),
+        eval_sets=held_out,
+    )
+
+
+def _environment(config: Config) -> Environment | None:
+    if not config.environment.name:
+        return None
+    return build_environment(config.environment.name, config.environment.options)
+
+
+def _new_trajectory(
+    config: Config,
+    environment: Environment | None,
+    prompt: Prompt,
+    id: int,
+    *,
+    group_id: int | None = None,
+    sample_index: int = 0,
+) -> Trajectory:
+    """A response that has not begun, as the run's environment and budgets want it."""
+    return Trajectory(
+        id=id,
+        prompt=prompt,
+        group_id=id if group_id is None else group_id,
+        sample_index=sample_index,
+        max_response_tokens=config.batch.max_response_tokens,
+        dialogue=environment is not None,
+        max_turn_tokens=config.environment.max_turn_tokens if environment is not None else 0,
+        next_role=environment.first_role() if environment is not None else POLICY,
+    )
+
+
+def first_window_tokens(config: Config, trajectory_id: int) -> int:
+    """Most tokens of a response's first window (batch.window_jitter_tokens); 0: as the others.
+
+    By run.seed and the response alone, so that it does not matter when or where it starts.
+    """
+    jitter = window_jitter_tokens(config)
+    if not jitter:
+        return 0
+    draw = int.from_bytes(text_digest(f"{config.run.seed}/first window/{trajectory_id}"))
+    return effective_window_tokens(config) - draw % jitter
+
+
+def describe_prompts(inputs: RunInputs) -> Iterator[str]:
+    """A line on each set of prompts: how many there are of each type, and how many were left out."""
+    sets = {"train on": inputs.train_set}
+    sets |= {f"evaluate on ({name})" if name else "evaluate on": one for name, one in inputs.eval_sets.items()}
+    for purpose, prompts in sets.items():
+        by_type = ", ".join(f"{count:,} {name or 'without type'}" for name, count in prompts.num_by_type.items())
+        left_out = {"longer than batch.max_prompt_tokens": prompts.num_too_long, "duplicate ids": prompts.num_duplicates}
+        dropped = ", ".join(f"{count:,} {why}" for why, count in left_out.items() if count)
+        yield f"prompts to {purpose}: {by_type}" + (f"; left out: {dropped}" if dropped else "")
+        for name, count in prompts.num_unread.items():
+            yield f"the chat template reads no {name!r}, which {count:,} prompts to {purpose} have: there it changes nothing"
+
+
+def _slot_pool(config: Config, train_set: PromptSet, start: Callable[..., Trajectory]) -> SlotPool:
+    batch, data = config.batch, config.data
+    num_samples, block, with_greedy = responses_per_group(config), block_size(batch), needs_greedy(config)
+
+    def start_for_training(prompt: Prompt, id: int, *, group_id: int, sample_index: int) -> Trajectory:
+        trajectory = start(prompt, id, group_id=group_id, sample_index=sample_index)
+        trajectory.first_window_tokens = first_window_tokens(config, id)
+        # A type may have more samples than num_samples_per_prompt, but then there is no greedy response.
+        trajectory.greedy = with_greedy and sample_index >= batch.num_samples_per_prompt
+        return trajectory
+
+    num_started = batch.num_samples_per_prompt * math.ceil(batch.num_prompts_per_step * config.rollout.over_sampling)
+    return SlotPool(
+        PromptSampler(
+            train_set.prompts,
+            seed=config.run.seed,
+            shuffle=data.shuffle,
+            mixture=data.mixture,
+            curriculum=data.curriculum,
+        ),
+        start_for_training,
+        # A greedy response comes on top of those that train; then all groups have one size.
+        num_slots=math.ceil(num_started / block) * (block + with_greedy),
+        num_samples_per_prompt=num_samples,
+        num_samples_by_type=batch.num_samples_by_type,
+        holds_groups=trains_whole_groups(config),
+    )

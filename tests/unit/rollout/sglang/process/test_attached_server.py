@@ -1,0 +1,141 @@
+"""Servers that somebody else started: what a run asks of them, and what it refuses, before it sends them weights."""
+
+import pytest
+from aiohttp import web
+
+from megatron_rl.config.schema import Config, Placement, PolicyConfig, RolloutConfig
+from megatron_rl.rollout.server_pool import attach_one, open_servers
+from megatron_rl.rollout.sglang.process.attached_server import AttachedServer
+from megatron_rl.rollout.sglang.process.server import ServerError
+from tests.unit.local_service import local_service
+
+INFO = {"startup_time": 1.0, "random_seed": 2, "launch_command": "serve", "tp_size": 1, "pp_size": 1, "dp_size": 1, "device": "cpu"}
+
+
+def served(path, body):
+    if path in ("/server_info", "/model_info", "/continue_generation"):
+        return INFO if path == "/server_info" else {}
+    return web.Response(status=404)
+
+
+def with_seed(seed, **info):
+    """Another process answers."""
+    return lambda path, body: {**INFO, "random_seed": seed, **info} if path == "/server_info" else served(path, body)
+
+
+@pytest.fixture
+def config(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "qwen2"}')
+    return Config(policy=PolicyConfig(path=str(tmp_path)), rollout=RolloutConfig())
+
+
+@pytest.mark.parametrize(("load_weights", "told"), [(False, 1), (True, 0)])
+def test_a_run_that_sends_weights_lets_servers_go_on_that_a_killed_one_left_paused(config, tmp_path, load_weights, told):
+    with local_service(served) as service:
+        config.rollout.urls = [service.url]
+        open_servers(config, tmp_path, lambda text: None, load_weights=load_weights)
+        assert [path for path, _ in service.requests].count("/continue_generation") == told
+
+
+def test_a_server_that_joins_goes_on_too(config):
+    with local_service(served) as service:
+        attach_one(service.url, config, lambda text: None)
+        assert "/continue_generation" in [path for path, _ in service.requests]
+
+
+def test_a_server_that_cannot_go_on_is_an_error_that_says_what_to_do():
+    def answer(path, body):
+        return web.Response(status=500, text="no") if path == "/continue_generation" else served(path, body)
+
+    with local_service(answer) as service:
+        with pytest.raises(ServerError, match="answered /continue_generation with 500: no.*restart it"):
+            AttachedServer(service.url).go_on()
+        server = AttachedServer(service.url)
+    with pytest.raises(ServerError, match="did not answer /continue_generation"):
+        server.go_on()
+
+
+@pytest.mark.parametrize("workers", [[{"url": "http://a:1", "is_healthy": True}, {"url": "http://b:2"}], ["http://a:1", "http://b:2"]])
+def test_a_router_beside_others_is_refused_with_the_addresses_behind_it(config, tmp_path, workers):
+    """sglang-router answers as a server would, but weights would reach one of them."""
+
+    def answer(path, body):
+        return {"workers": workers, "total": len(workers)} if path == "/workers" else served(path, body)
+
+    with local_service(answer) as service, local_service(with_seed(3)) as server:
+        config.rollout.urls = [server.url, service.url]
+        with pytest.raises(ServerError, match=r"is a router.*beside others list them: http://a:1,http://b:2"):
+            open_servers(config, tmp_path, lambda text: None, load_weights=False)
+        assert "/continue_generation" not in [path for path, _ in service.requests]
+
+
+@pytest.mark.parametrize("key", ["urls", "urls_file"])
+def test_a_router_says_which_servers_the_run_talks_to_itself(config, tmp_path, key):
+    workers: list[dict[str, object]] = []
+
+    def listing(path, body):
+        return {"workers": workers} if path == "/workers" else web.Response(status=404)
+
+    with local_service(served) as first, local_service(with_seed(3)) as second:
+        workers += [{"url": first.url + "/", "is_healthy": False}, {"url": second.url}]
+        with local_service(listing) as router:
+            setattr(config.rollout, key, [router.url + "/"] if key == "urls" else router.url)
+            notes: list[str] = []
+            pool = open_servers(config, tmp_path, notes.append, load_weights=False)
+            assert pool.urls == [first.url, second.url] and pool.named_by == router.url
+            assert f"attaching to 2 SGLang servers, as {router.url} names them" in notes[0]
+            assert {path for path, _ in router.requests} == {"/workers"}
+            config.rollout.placement = Placement.colocated
+            with pytest.raises(ServerError, match="colocated servers must be listed"):
+                open_servers(config, tmp_path, notes.append, load_weights=False)
+
+
+@pytest.mark.parametrize(
+    "answer", [web.Response(status=404), web.Response(text="<html>"), web.json_response({"workers": 3}), web.json_response([])]
+)
+def test_a_server_that_knows_nothing_of_workers_is_a_server(answer):
+    body, status, kind = answer.body, answer.status, answer.content_type
+
+    def handler(path, asked):
+        return web.Response(body=body, status=status, content_type=kind) if path == "/workers" else served(path, asked)
+
+    with local_service(handler) as service:
+        assert AttachedServer(service.url).server_info() == INFO
+
+
+def test_a_server_under_two_addresses_is_refused(config, tmp_path):
+    """Weight sync would wait for the second one forever."""
+    with local_service(served) as service, local_service(with_seed(3)) as other:
+        alias = service.url.replace("127.0.0.1", "localhost")
+        config.rollout.urls = [service.url, other.url, alias]
+        with pytest.raises(ServerError, match=f"{alias} is the server at {service.url} under another address; name each server once"):
+            open_servers(config, tmp_path, lambda text: None, load_weights=False)
+        config.rollout.urls = [service.url]
+        pool = open_servers(config, tmp_path, lambda text: None, load_weights=False)
+        with pytest.raises(ServerError, match="under another address"):
+            pool.add(attach_one(alias, config, lambda text: None))
+        pool.add(attach_one(other.url, config, lambda text: None))
+        assert pool.urls == [service.url, other.url]
+
+
+def test_a_server_with_a_model_of_another_size_is_refused_where_its_folder_can_be_read(config, tmp_path):
+    """Layers that the trainer has not would go on with what they were loaded with."""
+    (tmp_path / "config.json").write_text('{"model_type": "qwen2", "num_hidden_layers": 2}')
+    (tmp_path / "same").mkdir()
+    (tmp_path / "same" / "config.json").write_text('{"model_type": "qwen2", "num_hidden_layers": 2, "dtype": "float16"}')
+    (tmp_path / "larger").mkdir()
+    (tmp_path / "larger" / "config.json").write_text('{"model_type": "qwen2", "num_hidden_layers": 4}')
+    for folder in ("same", "larger", "absent"):
+        with local_service(with_seed(3, model_path=str(tmp_path / folder))) as service:
+            if folder != "larger":
+                attach_one(service.url, config, lambda text: None)
+                continue
+            with pytest.raises(ServerError, match=r"another model, .*/larger: num_hidden_layers 4 \(policy.path: 2\); start it with"):
+                attach_one(service.url, config, lambda text: None)
+
+
+def test_a_server_that_evaluates_does_not_join(config):
+    with local_service(served) as service:
+        config.eval.urls = [service.url + "/"]
+        with pytest.raises(ServerError, match="it is one of eval.urls too"):
+            attach_one(service.url, config, lambda text: None)

@@ -1,0 +1,213 @@
+"""Laws of servers that join and leave while requests are in progress, against stub servers."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from megatron_rl.config.schema import RolloutConfig
+from megatron_rl.errors import UserError
+from megatron_rl.rollout import server_discovery
+from megatron_rl.rollout.recovering_client import RecoveringClient
+from megatron_rl.rollout.server_pool import ServerPool
+from megatron_rl.rollout.sglang.process.server import ServerError
+from megatron_rl.system.http.url_files import named_urls
+from tests.unit.rollout.sglang.balance.kv_server import KvServer
+from tests.unit.rollout.sglang.balance.test_client import request_of
+
+MOST_NEW = 4000
+
+
+class Stub:
+    """Stands in for ``AttachedServer``."""
+
+    incarnation, is_ours, num_restarts = 1, False, 0
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+
+    def abandon(self) -> None:
+        pass
+
+
+async def whole(client: RecoveringClient, name: str) -> tuple[int, int]:
+    """As windows do it: go on from the tokens that are there. Returns tokens, and how often the response was cut."""
+    num_tokens = num_cut = 0
+    while num_tokens < MOST_NEW:
+        request = request_of(f"{name}-{num_cut}", (3,) * (1 + num_tokens), max_new_tokens=MOST_NEW - num_tokens)
+        answer = await client.generate(request)
+        num_tokens += len(answer.token_ids)
+        if answer.finish_reason != "abort":
+            return num_tokens, num_cut
+        num_cut += 1
+    return num_tokens, num_cut
+
+
+def run(scenario, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_servers: int = 2):
+    """``scenario(client, stubs, urls, file, events)`` with one server of ``urls`` in the run and a file that is followed."""
+    monkeypatch.setattr(server_discovery, "_POLL_S", 0.01)
+    monkeypatch.setattr(server_discovery, "_AGAIN_S", 0.05)
+    events: list[str] = []
+
+    async def main():
+        stubs = [KvServer(10**6, step_tokens=8) for _ in range(num_servers)]
+        urls = [await stub.start() for stub in stubs]
+        file = tmp_path / "servers.urls"
+        file.write_text(f"# the first\n{urls[0]}/\n\n")
+
+        def attach(url: str) -> Stub:
+            if url not in urls:
+                raise ServerError("no SGLang server answers")
+            return Stub(url)
+
+        async def readmit(url: str) -> str:
+            assert not any(body for body in stubs[urls.index(url)].bodies), "it served before it had the weights"
+            await asyncio.sleep(0.02)
+            events.append(f"weights {urls.index(url)}")
+            client.restarting.discard(url)
+            return "weight version 3"
+
+        async def settled() -> None:
+            events.append("settled")
+
+        client = RecoveringClient(
+            RolloutConfig(), ServerPool([Stub(urls[0])]), vocab_size=100, warn=events.append, readmit=readmit, settled=settled
+        )
+        async with client:
+            following = asyncio.create_task(server_discovery.follow_discovery(str(file), "", client, attach, events.append))
+            try:
+                return await asyncio.wait_for(scenario(client, stubs, urls, file, events), 30)
+            finally:
+                following.cancel()
+                for stub in stubs:
+                    await stub.stop()
+
+    return asyncio.run(main()), events
+
+
+async def until(holds) -> None:
+    while not holds():
+        await asyncio.sleep(0.005)
+
+
+def test_a_server_that_joins_gets_the_weights_before_its_first_request(tmp_path, monkeypatch):
+    async def scenario(client, stubs, urls, file, events):
+        first = asyncio.create_task(whole(client, "a"))
+        await until(lambda: stubs[0].bodies)
+        file.write_text("\n".join(urls))
+        await until(lambda: urls[1] in client.client.live_urls)
+        assert events[0] == "weights 1" and "has joined, with weight version 3: 2 serve" in events[1]
+        answers = await asyncio.gather(first, *[whole(client, f"b{i}") for i in range(4)])
+        assert all(num_cut == 0 for _, num_cut in answers)
+        assert len(stubs[0].bodies) == 3 and len(stubs[1].bodies) == 2
+
+    run(scenario, tmp_path, monkeypatch)
+
+
+def test_one_that_leaves_gives_its_requests_back_with_their_tokens(tmp_path, monkeypatch):
+    async def scenario(client, stubs, urls, file, events):
+        file.write_text("\n".join(urls))
+        await until(lambda: len(client.client.live_urls) == 2)
+        calls = [asyncio.create_task(whole(client, f"r{i}")) for i in range(4)]
+        await until(lambda: stubs[0].num_generated > 20 and stubs[1].num_generated > 20)
+        file.write_text(urls[1])
+        await until(lambda: client.urls == [urls[1]])
+        num_sent = len(stubs[0].bodies)
+        answers = await asyncio.gather(*calls)
+        assert sorted(num_cut for _, num_cut in answers) == [0, 0, 1, 1]
+        assert len(stubs[0].bodies) == num_sent and stubs[0].aborted
+        assert any("has left, and may be stopped: 1 serve" in event for event in events)
+        # What was cut went on from its tokens: nothing was generated twice.
+        continued = [body for body in stubs[1].bodies if len(body["input_ids"][0]) > 1]
+        assert len(continued) == 2
+        file.write_text("\n".join(urls))  # and it may come back
+        stubs[0].bodies.clear()
+        await until(lambda: len(client.client.live_urls) == 2)
+        await whole(client, "again")
+
+    _, events = run(scenario, tmp_path, monkeypatch)
+    assert events.index("settled") > events.index("weights 1")
+
+
+def test_requests_may_be_back_before_it_is_known_that_they_were_cut(tmp_path, monkeypatch):
+    async def scenario(client, stubs, urls, file, events):
+        file.write_text("\n".join(urls))
+        await until(lambda: len(client.client.live_urls) == 2)
+        calls = [asyncio.create_task(whole(client, f"r{i}")) for i in range(4)]
+        await until(lambda: stubs[0].num_generated > 20 and stubs[1].num_generated > 20)
+        abort, leaves = client.client.abort, client.client._servers[urls[0]]
+
+        async def slow(rids):
+            await abort(rids)
+            await until(lambda: not leaves.tasks)
+
+        monkeypatch.setattr(client.client, "abort", slow)
+        file.write_text(urls[1])
+        await until(lambda: client.urls == [urls[1]])
+        assert [num_cut for _, num_cut in await asyncio.gather(*calls)].count(1) == 2
+
+    _, events = run(scenario, tmp_path, monkeypatch)
+    assert not any("could not be followed" in event for event in events)
+
+
+def test_a_server_that_one_look_alone_misses_stays(tmp_path, monkeypatch):
+    """Whoever writes the file has emptied it and not written it yet."""
+    looks = []
+
+    def halfway(path, key):
+        looks.append(named_urls(path, key))
+        return looks[-1] if len(looks) % 2 else []
+
+    monkeypatch.setattr(server_discovery, "named_urls", halfway)
+
+    async def scenario(client, stubs, urls, file, events):
+        file.write_text("\n".join(urls))
+        await until(lambda: len(looks) > 12)
+        assert sorted(client.client.live_urls) == sorted(urls)
+
+    _, events = run(scenario, tmp_path, monkeypatch)
+    assert not any("left" in event or "names no server" in event for event in events)
+
+
+def test_whatever_goes_wrong_is_said_once_and_the_file_is_followed_on(tmp_path, monkeypatch):
+    async def scenario(client, stubs, urls, file, events):
+        leave, failures = client.leave, [RuntimeError("a"), RuntimeError("a"), ValueError("b")]
+
+        async def failing(url):
+            if failures:
+                raise failures.pop(0)
+            await leave(url)
+
+        monkeypatch.setattr(client, "leave", failing)
+        file.write_text(urls[1])
+        await until(lambda: client.urls == [urls[1]])
+
+    _, events = run(scenario, tmp_path, monkeypatch)
+    said = [event.partition("could not be followed ")[2] for event in events if "could not be followed" in event]
+    assert said == ["(RuntimeError: a); it is tried again", "(ValueError: b); it is tried again"]
+
+
+def test_the_last_server_stays_and_what_cannot_join_is_said(tmp_path, monkeypatch):
+    async def scenario(client, stubs, urls, file, events):
+        file.write_text("http://127.0.0.1:9\n")
+        await until(lambda: any("cannot join: no SGLang server answers" in event for event in events))
+        await until(lambda: any("names no server that serves" in event for event in events))
+        file.write_text("not an address\n")
+        await until(lambda: any("servers.urls:1: 'not an address' is not an address" in event for event in events))
+        file.unlink()
+        await asyncio.sleep(0.05)
+        assert client.client.live_urls == [urls[0]]
+        assert (await whole(client, "r"))[1] == 0
+
+    run(scenario, tmp_path, monkeypatch)
+
+
+def test_a_folder_names_what_all_its_files_name(tmp_path):
+    (tmp_path / "b.urls").write_text("http://b:1\nhttp://a:1/\n")
+    (tmp_path / "a.urls").write_text("http://a:1\n")
+    (tmp_path / ".c.urls.partial").write_text("http://half")
+    assert named_urls(tmp_path) == ["http://a:1", "http://b:1"]
+    assert named_urls(tmp_path / "absent.urls") == []
+    (tmp_path / "bad.urls").write_text("host:1\n")
+    with pytest.raises(UserError, match="bad.urls:1: 'host:1' is not an address"):
+        named_urls(tmp_path)

@@ -1,0 +1,97 @@
+"""Where the divergence from the reference is charged, and when its coefficient moves."""
+
+import pytest
+import torch
+
+from megatron_rl.config.schema import KlConfig, KlPlace
+from megatron_rl.data.trajectory import Prompt, Segment, Trajectory
+from megatron_rl.step.kl_penalty import KlPenalty
+from megatron_rl.step.packing import window_batch
+from megatron_rl.step.state import StepState
+
+OURS, THEIRS = torch.tensor([0.0, -1.0, -2.0, 0.0, -1.0]), torch.tensor([0.0, -1.5, -1.0, 0.0, -2.0])
+
+
+def state_of(line_rewards=None):
+    """Two responses, of two tokens and of one, behind prompts of one token; types math and chat."""
+    group = [
+        Trajectory(i, Prompt(str(i), (1,), type=kind), i, 0, 9, [Segment((5,) * n, (-1.0,) * n, 0, "stop", 0)])
+        for i, (kind, n) in enumerate((("math", 2), ("chat", 1)))
+    ]
+    state = StepState(group, window_batch(group, 0), line_rewards=line_rewards)
+    state.old_logprobs, state.reference_logprobs = OURS, THEIRS
+    return state
+
+
+def test_without_a_penalty_nothing_is_charged_and_no_reference_is_read():
+    lines = torch.arange(5.0)
+    state = state_of(lines)
+    del state.reference_logprobs
+    found = KlPenalty(KlConfig(place=KlPlace.none)).charge(state)
+    assert found.token_rewards is lines and not found.loss_fields and not found.metrics
+
+
+def test_in_the_rewards_every_token_pays_its_own_divergence_at_its_prompts_coefficient():
+    settings = KlConfig(place=KlPlace.reward, estimator="k1", coef=0.1, coef_by_type={"chat": 0.5})
+    for lines in (None, torch.arange(5.0)):
+        found = KlPenalty(settings).charge(state_of(lines))
+        expected = (0.0 if lines is None else lines) - torch.tensor([0.0, 0.05, -0.1, 0.0, 0.5])
+        torch.testing.assert_close(found.token_rewards, expected)
+        assert not found.loss_fields
+
+
+def test_in_the_loss_the_rewards_stay_and_the_loss_gets_its_fields():
+    found = KlPenalty(KlConfig(place=KlPlace.loss, coef=0.1, coef_by_type={"chat": 0.5})).charge(state_of())
+    assert found.token_rewards is None and found.loss_fields["reference_logprobs"] is THEIRS
+    torch.testing.assert_close(found.loss_fields["kl_coefs"], torch.tensor([0.1, 0.1, 0.1, 0.5, 0.5]))
+
+
+def test_a_step_is_charged_with_the_coefficient_from_before_its_own_measurement():
+    settings = KlConfig(place=KlPlace.reward, estimator="k1", coef=0.1, target=0.01, horizon=10)
+    penalty = KlPenalty(settings)
+    first, second = (penalty.charge(state_of()).metrics for _ in range(2))
+    assert first["kl/coef"] == 0.1 and second["kl/coef"] == pytest.approx(0.1 * (1 + 0.2 * 2 / 10))
+    assert first["kl/reference_per_response"] == pytest.approx((0.5 - 1.0 + 1.0) / 2)
+    goes_on = KlPenalty(settings)
+    goes_on.load_state(penalty.state())
+    assert goes_on.charge(state_of()).metrics == penalty.charge(state_of()).metrics
+
+
+def windows_of_kl(windows, *, type="math", id=0, finished=True, step=0):
+    """A response whose last window is of ``step``; its earlier ones have been charged already."""
+    segments = [
+        Segment((5,) * n, (-1.0,) * n, 0, "stop" if finished and k == len(windows) - 1 else "length", k)
+        for k, n in enumerate(windows)
+    ]
+    return Trajectory(id, Prompt("p", (1,), type=type), id, 0, 999, segments)
+
+
+def charge(penalty, group, step, per_token):
+    state = StepState(group, window_batch(group, step))
+    state.old_logprobs = torch.zeros(len(state.batch.tokens))
+    state.reference_logprobs = torch.full((len(state.batch.tokens),), -per_token)
+    return penalty.charge(state).metrics
+
+
+def test_the_adaptive_coefficient_sees_whole_responses_and_not_windows():
+    """0.01 nats a token and 12 tokens in windows of 8 and 4: 0.12 nats, where the mean over slots and steps is 0.06."""
+    penalty = KlPenalty(KlConfig(place=KlPlace.reward, estimator="k1", coef=1.0, target=0.1, horizon=100))
+    response = windows_of_kl([8], finished=False)
+    first = charge(penalty, [response], 0, 0.01)
+    assert "kl/reference_per_response" not in first
+    response = Trajectory.from_dict(response.to_dict())  # the checkpoint between the steps
+    response.segments.append(Segment((5,) * 4, (-1.0,) * 4, 0, "stop", 1))
+    second = charge(penalty, [response, windows_of_kl([0, 8], id=1, finished=False)], 1, 0.01)
+    assert second["kl/reference_per_response"] == pytest.approx(0.12) and second["kl/coef"] == 1.0
+    assert charge(penalty, [windows_of_kl([1])], 0, 0.0)["kl/coef"] == pytest.approx(1 + 0.2 / 100)
+
+
+def test_prompts_with_a_coefficient_of_their_own_do_not_move_the_common_one():
+    settings = KlConfig(place=KlPlace.loss, coef=1.0, coef_by_type={"free": 0.0}, target=1.0, horizon=100)
+    alone = charge(KlPenalty(settings), [windows_of_kl([4])], 0, 0.25)
+    together = charge(KlPenalty(settings), [windows_of_kl([4]), windows_of_kl([400], id=1, type="free")], 0, 0.25)
+    assert together["kl/reference_per_response"] == alone["kl/reference_per_response"]
+    by_type = KlConfig(place=KlPlace.loss, coef=0.0, coef_by_type={"math": 0.5})
+    assert charge(KlPenalty(by_type), [windows_of_kl([4]), windows_of_kl([400], id=1, type="free")], 0, 0.25)[
+        "kl/reference_per_response"
+    ] == pytest.approx(4 * (2.718281828**-0.25 - 1 + 0.25), rel=1e-4)
