@@ -563,9 +563,9 @@ def counted_group(arguments: argparse.Namespace, meter: Meter, vision: Any) -> I
         (collectives, "_unflatten"): meter.inner(_OWN_SHARE, collectives._unflatten),
         (sequence_cache.SequenceCache, "take"): meter.inner(_OWN_SHARE, take),
         (type(vision), "patchify"): meter.inner(_OWN_SHARE, getattr(type(vision), "patchify", print)),
-        (collectives, "_over_the_replica"): receiving.over_the_replica,
+        (collectives, "_broadcast_in_replica"): receiving.over_the_replica,
         (group_module, "restore"): answers,
-        (hang_report, "working"): lambda what: nullcontext(),
+        (hang_report, "track_activity"): lambda what: nullcontext(),
     }
     before = {key: getattr(*key) for key in stand_ins if hasattr(*key)}
     for key in before:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl.algorithms import register
-from megatron_rl.algorithms.loss import MAX_LOG_RATIO, mask_to_bool, where_masked
+from megatron_rl.algorithms.loss import MAX_LOG_RATIO, keep, mask_to_bool
 from megatron_rl.algorithms.mismatch import RatioSums, ess_fraction, masked_log_ratios
 from megatron_rl.algorithms.sequences import count_nonzero, exact_sums, exp, expm1, repeat_per_sequence, sequence_index
 from megatron_rl.algorithms.shapes import (
@@ -170,7 +170,7 @@ class _Rules:
             of_block = run(write_weights, array(importance), array(remains), bound, block.runs, raw[place], kept[place])
             sums.add(ratios, vetoed, of_block)
             if entry.per_sequence and normalize:
-                sums.add_sequences(ratios, remains, where_masked(importance, remains).clamp(max=bound))
+                sums.add_sequences(ratios, remains, keep(importance, remains).clamp(max=bound))
         weights = torch.from_numpy(raw / sums.mean_weight() if normalize else raw).to(old_logprobs)
         return Correction(weights, torch.from_numpy(kept).to(mask.device), sums.metrics())
 
@@ -198,7 +198,7 @@ def importance_weights(
     entry = register.CORRECTION_WEIGHTS.find(weight)
     weigh = register.CORRECTION_WEIGHTS.bind(weight, None)
     importance = weigh(ratios=ratios, max_weight=max_weight, icepop_low=icepop_low, icepop_high=icepop_high)
-    importance = where_masked(_per_token(f"correction weight {weight!r}", importance, ratios).double(), mask != 0)
+    importance = keep(_per_token(f"correction weight {weight!r}", importance, ratios).double(), mask != 0)
     return importance.clamp(max=max_weight if entry.bounded else math.inf).to(old_logprobs.dtype)
 
 
@@ -240,7 +240,7 @@ def _ratios(denominator: Tensor, numerator: Tensor, counted: Tensor, bounds: Ten
     if count_nonzero(counted) == len(counted):
         counts = bounds.diff().to(token)
     else:
-        token, counts = where_masked(token, counted), exact_sums(counted, bounds)
+        token, counts = keep(token, counted), exact_sums(counted, bounds)
     return LogRatios(token, bounds, exact_sums(token, bounds), counts)
 
 

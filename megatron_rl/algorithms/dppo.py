@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl.algorithms import register
-from megatron_rl.algorithms.loss import MAX_LOG_RATIO, Loss, weighted_sum, where_masked
+from megatron_rl.algorithms.loss import MAX_LOG_RATIO, Loss, keep, weighted_sum
 from megatron_rl.algorithms.policy_loss import clip_fractions, detach_inputs, ratio_metrics
 from megatron_rl.algorithms.shapes import check_not_negative, check_positive
 
@@ -107,7 +107,7 @@ def _masked_loss(  # noqa: PLR0913  each number is a term of the formula
     clip_low, clip_high = check_not_negative("clip_low", clip_low), check_not_negative("clip_high", clip_high)
     check_positive("max_ratio", max_ratio)
     old_logprobs, advantages = detach_inputs(logprobs, old_logprobs, advantages, mask)
-    kept = where_masked(logprobs, mask)
+    kept = keep(logprobs, mask)
     now = kept.detach()
     log_ratio = (now - old_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     # In float64: 1 - p of a likely token has few digits in float32.
@@ -115,6 +115,6 @@ def _masked_loss(  # noqa: PLR0913  each number is a term of the formula
     too_high = (advantages > 0) & (now > old_logprobs) & (distance > clip_high)
     too_low = (advantages <= 0) & (now < old_logprobs) & (distance > clip_low)
     ratio = log_ratio.exp()
-    token_loss = where_masked(-advantages * ratio.clamp(max=max_ratio) * kept, ~(too_high | too_low))
+    token_loss = keep(-advantages * ratio.clamp(max=max_ratio) * kept, ~(too_high | too_low))
     metrics = ratio_metrics(log_ratio, ratio, mask, clip_fractions(too_low, too_high))
     return Loss(*weighted_sum(token_loss, mask, weights, coefficients), metrics)

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from megatron_rl.algorithms import register
 from megatron_rl.algorithms.aggregation import counted_sequences, token_coefficients
-from megatron_rl.algorithms.loss import MAX_LOG_RATIO, Loss, weighted_sum, where_masked
+from megatron_rl.algorithms.loss import MAX_LOG_RATIO, Loss, keep, weighted_sum
 from megatron_rl.algorithms.policy_loss import clip_fractions, detach_inputs, ratio_metrics
 from megatron_rl.algorithms.sequences import sequence_index, sequence_sums
 from megatron_rl.algorithms.shapes import check_cu_seqlens, check_not_negative
@@ -45,7 +45,7 @@ def gmpo_loss(
     sequence_of = sequence_index(bounds, logprobs.device)
     coefficients = token_coefficients(mask, cu_seqlens, "sequence_mean", dtype=torch.float64)
 
-    log_ratio = (where_masked(logprobs, mask) - old_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    log_ratio = (keep(logprobs, mask) - old_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     rises = advantages > 0
     clipped = torch.where(rises, log_ratio.clamp(max=clip_high), log_ratio.clamp(min=-clip_low))
     means = sequence_sums(clipped.double() * coefficients * mask, sequence_of, len(bounds) - 1)

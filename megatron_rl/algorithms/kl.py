@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl.algorithms import register
-from megatron_rl.algorithms.loss import MAX_LOG_RATIO, Loss, mask_total, masked_sum, where_masked
+from megatron_rl.algorithms.loss import MAX_LOG_RATIO, Loss, keep, mask_total, masked_sum
 from megatron_rl.algorithms.shapes import (
     check_factor,
     check_float_vector,
@@ -116,11 +116,11 @@ def kl_loss(
     coefficients = check_factor("coefficients", coefficients, "logprobs", logprobs)
     inside = (mask != 0) & (coefficients != 0)
     active = mask * inside
-    divergence = kl_estimate(where_masked(logprobs, inside), where_masked(reference_logprobs, inside), kind, options)
-    token_loss = divergence * where_masked(coefficients, inside)
+    divergence = kl_estimate(keep(logprobs, inside), keep(reference_logprobs, inside), kind, options)
+    token_loss = divergence * keep(coefficients, inside)
     denominator = mask_total(mask, logprobs.dtype)
     if aggregation is not None:
-        aggregation = where_masked(check_factor("aggregation", aggregation, "logprobs", logprobs), mask)
+        aggregation = keep(check_factor("aggregation", aggregation, "logprobs", logprobs), mask)
         token_loss = token_loss * aggregation
         denominator = masked_sum(aggregation, mask)
     metrics = {"kl": (masked_sum(divergence.detach(), active), mask_total(active, logprobs.dtype))}
@@ -156,8 +156,8 @@ def kl_penalized_rewards(
     check_mask(mask, "rewards", rewards)
     coefficients = check_factor("coefficients", coefficients, "rewards", rewards)
     inside = (mask != 0) & (coefficients != 0)
-    divergence = kl_estimate(where_masked(logprobs, inside), where_masked(reference_logprobs, inside), kind, options)
-    penalty = where_masked(coefficients, inside) * divergence
+    divergence = kl_estimate(keep(logprobs, inside), keep(reference_logprobs, inside), kind, options)
+    penalty = keep(coefficients, inside) * divergence
     return torch.where(inside, rewards - penalty, rewards)
 
 

@@ -26,7 +26,7 @@ class Loss:
     """Name -> (sum, denominator), both [] without gradient; reduced by addition like the loss."""
 
 
-def where_masked(value: Tensor, mask: Tensor, filler: float = 0.0) -> Tensor:
+def keep(value: Tensor, mask: Tensor, filler: float = 0.0) -> Tensor:
     """[T] ``value`` where the mask is not 0, ``filler`` (and no gradient) elsewhere."""
     return torch.where(mask_to_bool(mask), value, filler)
 
@@ -38,7 +38,7 @@ def mask_to_bool(mask: Tensor) -> Tensor:
 
 def masked_sum(value: Tensor, mask: Tensor) -> Tensor:
     """[] sum of ``value`` [T] weighted by the mask: 1 counts, 0 is never read."""
-    return (where_masked(value, mask) * mask).sum()
+    return (keep(value, mask) * mask).sum()
 
 
 def mask_total(mask: Tensor, dtype: torch.dtype) -> Tensor:
@@ -56,9 +56,9 @@ def weighted_sum(
     """
     denominator = mask_total(mask, token_loss.dtype)
     if weights is not None:
-        token_loss = token_loss * where_masked(check_factor("weights", weights, "the loss", token_loss), mask)
+        token_loss = token_loss * keep(check_factor("weights", weights, "the loss", token_loss), mask)
     if coefficients is not None:
-        coefficients = where_masked(check_factor("coefficients", coefficients, "the loss", token_loss), mask)
+        coefficients = keep(check_factor("coefficients", coefficients, "the loss", token_loss), mask)
         token_loss = token_loss * coefficients
         denominator = masked_sum(coefficients, mask)
     return masked_sum(token_loss, mask), denominator

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megatron_rl.algorithms import register
 from megatron_rl.algorithms.aggregation import counted_sequences, token_coefficients
-from megatron_rl.algorithms.loss import MAX_LOG_RATIO, Loss, mask_total, masked_sum, weighted_sum, where_masked
+from megatron_rl.algorithms.loss import MAX_LOG_RATIO, Loss, keep, mask_total, masked_sum, weighted_sum
 from megatron_rl.algorithms.sequences import sequence_index, sequence_sums
 from megatron_rl.algorithms.shapes import (
     check_cu_seqlens,
@@ -73,7 +73,7 @@ def policy_loss(  # noqa: PLR0913  public, and each number is a term of the form
     if dual_clip is not None and not (math.isfinite(dual_clip) and dual_clip > 1.0):
         raise ValueError(f"dual_clip: expected a number above 1, or None for no bound, got {dual_clip!r}")
 
-    log_ratio = (where_masked(logprobs, mask) - old_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    log_ratio = (keep(logprobs, mask) - old_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     ratio = log_ratio.exp()
     token_loss, is_clipped = _clipped_surrogate(ratio, advantages, clip_low, clip_high)
     bounded = torch.zeros_like(mask, dtype=torch.bool)
@@ -119,7 +119,7 @@ def gspo_loss(
     clip_high = check_not_negative("clip_high", clip_high)
     bounds = check_cu_seqlens(cu_seqlens, len(logprobs))
 
-    kept = where_masked(logprobs, mask)
+    kept = keep(logprobs, mask)
     coefficients = token_coefficients(mask, cu_seqlens, "sequence_mean", dtype=logprobs.dtype)
     with torch.no_grad():
         log_ratio = kept - old_logprobs
@@ -167,7 +167,7 @@ def cispo_loss(
     lowest = 1.0 - check_not_negative("clip_low", clip_low)
     highest = 1.0 + check_not_negative("clip_high", clip_high)
 
-    kept = where_masked(logprobs, mask)
+    kept = keep(logprobs, mask)
     log_ratio = (kept.detach() - old_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     ratio = log_ratio.exp()
     token_loss = -ratio.clamp(lowest, highest) * advantages * kept
@@ -195,7 +195,7 @@ def detach_inputs(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, ma
     check_same_kind("old_logprobs", old_logprobs, "logprobs", logprobs)
     check_same_kind("advantages", advantages, "logprobs", logprobs)
     check_mask(mask, "logprobs", logprobs)
-    return where_masked(old_logprobs.detach(), mask), where_masked(advantages.detach(), mask)
+    return keep(old_logprobs.detach(), mask), keep(advantages.detach(), mask)
 
 
 def _clipped_surrogate(ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float) -> tuple[Tensor, Tensor]:

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl.algorithms import register
-from megatron_rl.algorithms.loss import MAX_LOG_RATIO, Loss, mask_total, masked_sum, weighted_sum, where_masked
+from megatron_rl.algorithms.loss import MAX_LOG_RATIO, Loss, keep, mask_total, masked_sum, weighted_sum
 from megatron_rl.algorithms.policy_loss import detach_inputs, ratio_metrics
 from megatron_rl.algorithms.shapes import check_positive
 
@@ -37,7 +37,7 @@ def sapo_loss(
     check_positive("tau_positive", tau_positive)
     check_positive("tau_negative", tau_negative)
     old_logprobs, advantages = detach_inputs(logprobs, old_logprobs, advantages, mask)
-    log_ratio = (where_masked(logprobs, mask) - old_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    log_ratio = (keep(logprobs, mask) - old_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     ratio = log_ratio.exp()
     taus = torch.where(advantages > 0, advantages.new_tensor(tau_positive), advantages.new_tensor(tau_negative))
     gate = torch.sigmoid(taus * (ratio - 1.0))

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from megatron_rl.algorithms.loss import Loss, mask_to_bool, mask_total, masked_sum, weighted_sum, where_masked
+from megatron_rl.algorithms.loss import Loss, keep, mask_to_bool, mask_total, masked_sum, weighted_sum
 from megatron_rl.algorithms.shapes import (
     check_float_vector,
     check_mask,
@@ -48,9 +48,9 @@ def value_loss(
     check_same_kind("old_values", old_values, "values", values)
     check_same_kind("returns", returns, "values", values)
     check_mask(mask, "values", values)
-    values = where_masked(values, mask)
-    old_values = where_masked(old_values.detach(), mask)
-    returns = where_masked(returns.detach(), mask)
+    values = keep(values, mask)
+    old_values = keep(old_values.detach(), mask)
+    returns = keep(returns.detach(), mask)
     lowest = None if clip_low is None else old_values - check_not_negative("clip_low", clip_low)
     highest = None if clip_high is None else old_values + check_not_negative("clip_high", clip_high)
     unclipped = (values - returns).square()

@@ -1,4 +1,4 @@
-"""Generation in windows: every slot grows by at most ``Trajectory.window_room``, whatever happens to the servers.
+"""Generation in windows: every slot grows by at most ``Trajectory.remaining_window``, whatever happens to the servers.
 
 Laws: a trajectory continues from its last known token (prompt + all its segments), on whichever server answers; every
 token carries the weight version that sampled it, which must be the published one (or the next one, on a server that was

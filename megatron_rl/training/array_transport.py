@@ -92,7 +92,7 @@ class ArrayTransport:
         return self._further.index((service, ranks)) + 1
 
     def to(self, replicas: ReplicaRanks) -> dict[str, Any]:
-        """What ``collectives.deliver`` needs to know; collective at first."""
+        """What ``collectives.scatter_payloads`` needs to know; collective at first."""
         nodes = dict.fromkeys(self.near, 0)
         nodes |= {rank: node for node, (_, ranks) in enumerate(self._further, 1) for rank in ranks if rank not in nodes}
         services = dict(enumerate([self._service, *(service for service, _ in self._further)]))

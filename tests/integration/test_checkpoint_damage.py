@@ -200,14 +200,14 @@ def gate(monkeypatch):
 
 def test_what_is_written_in_the_background_is_the_state_at_its_beginning(engine, folder, gate):
     before = weights(engine)
-    engine.begin_save(folder, in_background=True)
+    engine.start_save(folder, in_background=True)
     update(engine)
-    assert not engine.save_is_written
+    assert not engine.save_is_complete
     after = weights(engine)
     assert any(not torch.equal(before[name], after[name]) for name in before)
     gate.set()
     engine.finish_save()
-    assert engine.save_is_written and not folder.with_name(folder.name + ".partial").exists()
+    assert engine.save_is_complete and not folder.with_name(folder.name + ".partial").exists()
     engine.load_state(folder)
     assert all(torch.equal(before[name], tensor) for name, tensor in weights(engine).items())
     # Adam goes on from the moments of that moment, too: the same update again.
@@ -219,7 +219,7 @@ def test_until_it_is_whole_the_checkpoint_before_stays(engine, folder, gate):
     engine.load_state(folder)
     before = weights(engine)
     update(engine)
-    engine.begin_save(folder, in_background=True)
+    engine.start_save(folder, in_background=True)
     # As after a kill: what is there now can be gone on from.
     left = Path(shutil.copytree(folder, folder.with_name("left")))
     engine.load_state(left)
@@ -235,7 +235,7 @@ def test_a_disk_that_fails_in_the_background_is_told_at_the_end_and_leaves_the_c
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(checkpoint_writer, "_write_file", full)
-    engine.begin_save(folder, in_background=True)
+    engine.start_save(folder, in_background=True)
     with pytest.raises(CheckpointSaveError, match="could not be written: .*No space left on device"):
         engine.finish_save()
     assert not folder.with_name(folder.name + ".partial").exists()
@@ -245,7 +245,7 @@ def test_a_disk_that_fails_in_the_background_is_told_at_the_end_and_leaves_the_c
 def test_a_copy_that_has_no_room_is_not_made(engine, folder, monkeypatch, caplog):
     monkeypatch.setattr(host_memory, "available_bytes", lambda: 1000)
     monkeypatch.setattr(checkpoint_writer, "Thread", None)  # none is started
-    engine.begin_save(folder, in_background=True)
-    assert engine.save_is_written and "has no room" in caplog.text
+    engine.start_save(folder, in_background=True)
+    assert engine.save_is_complete and "has no room" in caplog.text
     engine.finish_save()
     engine.load_state(folder)

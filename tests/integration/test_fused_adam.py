@@ -109,7 +109,7 @@ def same(one, other):
 @pytest.mark.parametrize("moments", Moments)
 def test_a_model_that_never_stepped_waits_is_saved_and_goes_on_as_the_first(new_engine, tmp_path, moments):
     engine, resumed = new_engine(moments=moments), new_engine(moments=moments, seed=2)
-    engine.step_aside()
+    engine.offload()
     engine.save_state(tmp_path / "saved")
     assert not same(weights(engine), weights(resumed))
     resumed.load_state(tmp_path / "saved")

@@ -197,7 +197,7 @@ def test_the_engine_chooses_as_the_trainer_does(windows, engine):
     for batch in windows:
         own = batch.only("mask")
         engine.logprobs([own], record_routes=True)
-        (routes,) = engine.take_routes()
+        (routes,) = engine.pop_routes()
         known = ~ends(batch)
         assert torch.equal(routes.sort(-1).values[known], batch.fields[ROUTES].sort(-1).values[known])
 

@@ -125,8 +125,8 @@ def replay(
         grader = ResponseScorer(config.reward, rewards, inputs.tokenizer.decode, None)
         unused: dict[str, Any] = dict.fromkeys(("keeper", "process_rewarder", "watchdog"))
         unused |= dict.fromkeys(("evaluator", "parity"), SimpleNamespace(due=lambda step: False))
-        unused["saver"] = SimpleNamespace(settle=lambda wait: "")
-        recorder: Any = SimpleNamespace(elapsed_s=0.0, note_work=lambda *words, **facts: None)
+        unused["saver"] = SimpleNamespace(finish_background_save=lambda wait: "")
+        recorder: Any = SimpleNamespace(elapsed_s=0.0, log_stage_facts=lambda *words, **facts: None)
         parts = LoopComponents(
             group=group,
             pool=inputs.pool,

@@ -98,7 +98,7 @@ def test_frames_get_coarser_until_the_video_fits(tmp_path, tokenizer, number, gr
     assert prompt.token_ids.count(IMAGE) <= 90
     vision = tokenizer.vision
     for image in prompt.images:
-        assert image.grid == grid and len(vision.cut(vision.file(image))) == image.num_patches
+        assert image.grid == grid and len(vision.patchify(vision.file(image))) == image.num_patches
 
 
 def test_a_video_that_is_still_too_long_shows_fewer_frames(tmp_path, tokenizer):

@@ -155,7 +155,7 @@ def tokens_of(trajectory):
         trajectory.generated_mask().tolist(),
         trajectory.hot_mask().tolist(),
         [(turn.index, turn.role, turn.start, turn.token_ids.tolist(), turn.ended) for turn in trajectory.turns()],
-        (trajectory.finished, trajectory.stopped, trajectory.env_done, trajectory.out_of_room),
+        (trajectory.finished, trajectory.ended_naturally, trajectory.env_done, trajectory.out_of_room),
     )
 
 

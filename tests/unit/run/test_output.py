@@ -11,8 +11,8 @@ from megatron_rl.run.output import lock_output_dir
 KILLED_WHILE_IT_SAVES = """
 import os, sys
 from pathlib import Path
-from megatron_rl.system.files.atomic_files import appearing
-with appearing(Path(sys.argv[1])) as folder:
+from megatron_rl.system.files.atomic_files import atomic_folder
+with atomic_folder(Path(sys.argv[1])) as folder:
     (folder / "model.safetensors").write_text("half")
     os.kill(os.getpid(), 9)
 """

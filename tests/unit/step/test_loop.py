@@ -150,7 +150,7 @@ def make_watched_loop(action, *, compare=None, healthy_checkpoint="step-1", num_
         num_failed=0,
     )
     published = SimpleNamespace(seconds=0.1, num_bytes=8, buffer_bytes=0)
-    rollout = SimpleNamespace(restarts=list, trainer_version=1, weight_version=1, publish=lambda: published)
+    rollout = SimpleNamespace(restart_counts=list, trainer_version=1, weight_version=1, publish=lambda: published)
     parts = LoopComponents(
         group=RecordingGroup(),
         pool=SimpleNamespace(
@@ -160,7 +160,7 @@ def make_watched_loop(action, *, compare=None, healthy_checkpoint="step-1", num_
         rollout=rollout,
         grader=None,
         evaluator=None,
-        recorder=SimpleNamespace(keep_books=lambda: None, console=console),
+        recorder=SimpleNamespace(flush_records=lambda: None, console=console),
         saver=saver,
         keeper=SimpleNamespace(keep_if_due=lambda step, trained_s: None),
         process_rewarder=None,
@@ -266,7 +266,7 @@ def test_only_what_grew_and_trains_is_a_row_of_the_trainers_batches_and_all_of_i
 
     loop = make_loop(RecordingGroup(), SimpleNamespace(score_many=score_many))
     noted = {}
-    recorder = SimpleNamespace(note_work=lambda stage, step, **facts: noted.update({(stage, step): facts}))
+    recorder = SimpleNamespace(log_stage_facts=lambda stage, step, **facts: noted.update({(stage, step): facts}))
     collector = SimpleNamespace(collect=collect, rounds=[{"rows": 4}])
     loop._parts = replace(loop._parts, collector=collector, recorder=recorder)
     asyncio.run(loop.generate(1))
@@ -294,7 +294,7 @@ def test_responses_that_train_at_their_end_are_the_rows_of_the_step_in_which_the
     loop._config.schedule.policy_trains_on = TrainsOn.responses
     loop._config.algorithm.correction.old_policy = OldPolicy.rollout
     collector = SimpleNamespace(collect=collect, rounds=[])
-    recorder = SimpleNamespace(elapsed_s=0.0, note_work=lambda *stage, **facts: None)
+    recorder = SimpleNamespace(elapsed_s=0.0, log_stage_facts=lambda *stage, **facts: None)
     loop._parts = replace(loop._parts, collector=collector, recorder=recorder)
     asyncio.run(loop.generate(1))
     state = loop._states[1]

@@ -68,7 +68,7 @@ def by_loops(responses, values, final_values, algorithm, rules):
             of_row.insert(0, advantage)
         raw += of_row
         is_taken = not response.finished or response.reward is not None
-        is_taken &= not (algorithm.overlong is Overlong.filter and response.finished and not response.stopped)
+        is_taken &= not (algorithm.overlong is Overlong.filter and response.finished and not response.ended_naturally)
         ignored = 0 if response.finished else algorithm.ignore_boundary_tokens
         for place, is_hot in enumerate(hot):
             counts.append(is_taken and place < len(own) - ignored and not (is_hot and rules.masks_hot_tokens))

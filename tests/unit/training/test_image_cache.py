@@ -27,7 +27,7 @@ def place(sizes: tuple[int, int, int], tp: int, cp: int, pp: int) -> Topology:
 
 def cutting(cut: Any) -> ImagePatcher:
     found = ImagePatcher("")
-    vars(found)["_vision"] = SimpleNamespace(cut=cut)
+    vars(found)["_vision"] = SimpleNamespace(patchify=cut)
     return found
 
 

@@ -20,9 +20,9 @@ def walk(profiler):
     """Two stages of each of three steps, counted from 0, with something to see in each."""
     for step in range(3):
         for name, size in (("values", 3), ("update_policy", 5)):
-            profiler.enter(StageKey(step, name))
+            profiler.start_stage(StageKey(step, name))
             torch.ones(size, size) @ torch.ones(size, size)
-            profiler.enter(None)
+            profiler.start_stage(None)
 
 
 def test_chosen_steps_and_stages_leave_a_chrome_trace_each(tmp_path):

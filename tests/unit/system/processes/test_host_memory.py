@@ -29,9 +29,9 @@ def test_the_used_share_is_a_share():
 
 _FREED = """
 import sys, numpy as np, psutil
-from megatron_rl.system.processes.host_memory import keep_freed_memory
+from megatron_rl.system.processes.host_memory import disable_memory_trim
 if sys.argv[1] == "keep":
-    keep_freed_memory()
+    disable_memory_trim()
 made = [np.ones(64 << 20, np.uint8) for _ in range(4)]
 full = psutil.Process().memory_info().rss
 del made

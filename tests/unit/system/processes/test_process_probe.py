@@ -13,14 +13,14 @@ from megatron_rl.system.processes.process_probe import Frame, ProcessSnapshot, m
 SAYS = r"""
 import faulthandler, os, sys, time
 from megatron_rl.system.processes import process_probe as doing
-doing.listen("the test")
-doing.note("work", "something")
-doing.note("work", "long " * 500)
-doing.note("other", "gone soon")
-doing.note("other")
+doing.enable_probe("the test")
+doing.set_status("work", "something")
+doing.set_status("work", "long " * 500)
+doing.set_status("other", "gone soon")
+doing.set_status("other")
 child = os.fork()
 if child == 0:
-    doing.note("work", "a child's")
+    doing.set_status("work", "a child's")
 def innermost():
     os.write(1, b"%d\n" % os.getpid())
     time.sleep(30)

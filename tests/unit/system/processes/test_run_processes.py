@@ -19,11 +19,11 @@ socket.gethostname = lambda: "node2"
 from pathlib import Path
 from megatron_rl.system.processes import process_probe as doing, run_processes as members
 members._POLL_S = 0.1
-doing.listen("trainer rank 1")
-doing.note("work", "values of the engine critic")
+doing.enable_probe("trainer rank 1")
+doing.set_status("work", "values of the engine critic")
 folder = Path(sys.argv[1])
-members.write_members(folder, [members.Member(0, "node1", 1, 0.0), members.this_process(1)])
-members.answer_questions(folder)
+members.write_members(folder, [members.RankProcess(0, "node1", 1, 0.0), members.this_process(1)])
+members.serve_probes(folder)
 print("ready", flush=True)
 time.sleep(30)
 """

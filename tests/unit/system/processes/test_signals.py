@@ -93,7 +93,7 @@ def test_where_it_is_deferred_it_waits_for_the_work_and_wakes_it():
 woken = threading.Event()
 stop = StopSignals(30.0)
 with stop.handling_signals():
-    with stop.deferred(woken.set):
+    with stop.defer_signals(woken.set):
         os.kill(os.getpid(), signal.SIGUSR1)
         assert woken.wait(5.0)
         os.kill(os.getpid(), signal.SIGTERM)  # a launcher that repeats itself
@@ -104,7 +104,7 @@ with stop.handling_signals():
 
 
 def test_the_grace_ends_the_deferral_and_the_time_to_leave_ends_the_process():
-    work = "stop = StopSignals(0.3)\nwith stop.handling_signals(), stop.deferred(print):\n os.kill(os.getpid(), 15); "
+    work = "stop = StopSignals(0.3)\nwith stop.handling_signals(), stop.defer_signals(print):\n os.kill(os.getpid(), 15); "
     status, said = stopped(work + "time.sleep(9)")
     assert status == STOPPED and "nothing was saved" in said
     stuck = "hashlib.pbkdf2_hmac('sha256', b'', b'', 2**30)"  # a long call of a library
@@ -119,7 +119,7 @@ signals.LEAVE_S = 60
 threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
 threading.Timer(0.6, os.kill, (os.getpid(), signal.SIGINT)).start()
 stop = StopSignals(60.0)
-with stop.handling_signals(), stop.deferred(lambda: None): hashlib.pbkdf2_hmac('sha256', b'', b'', 2**30)
+with stop.handling_signals(), stop.defer_signals(lambda: None): hashlib.pbkdf2_hmac('sha256', b'', b'', 2**30)
 """
     started_s = time.monotonic()
     status, said = stopped(work)
@@ -129,7 +129,7 @@ with stop.handling_signals(), stop.deferred(lambda: None): hashlib.pbkdf2_hmac('
 def test_what_a_forked_process_gets_is_not_its_parents():
     work = """
 stop = StopSignals(5.0)
-with stop.handling_signals(), stop.deferred(print):
+with stop.handling_signals(), stop.defer_signals(print):
     child = os.fork()
     if not child:
         os.kill(os.getpid(), signal.SIGINT)
