@@ -261,7 +261,7 @@ def _parts(
 
 def _settling(config: Config) -> Settling:
     pretrain = config.critic_pretrain
-    return Settling(pretrain.settle_window, pretrain.settle_tolerance, min_steps=pretrain.min_steps)
+    return Settling(pretrain.settle_window, min_steps=pretrain.min_steps)
 
 
 def _rollout(

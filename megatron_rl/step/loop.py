@@ -52,7 +52,7 @@ from megatron_rl.step.parity import EngineMismatch, ParityCheck
 from megatron_rl.step.stage_facts import ChildrenClock
 from megatron_rl.step.state import StepState
 from megatron_rl.step.updates import coming_updates, train_critic, train_policy
-from megatron_rl.step.watchdog import Finding, RollBack, TrainingDied, Watchdog
+from megatron_rl.step.watchdog import MAX_ROLLBACKS, Finding, RollBack, TrainingDied, Watchdog
 from megatron_rl.training.trainer_group import TrainerGroup
 
 
@@ -427,10 +427,10 @@ class TrainingLoop:
             self._roll_back("; ".join(messages[HealthAction.roll_back]))
 
     def _roll_back(self, why: str) -> None:
-        parts, limit = self._parts, self._config.health.max_rollbacks
+        parts = self._parts
         number = parts.watchdog.num_rollbacks + 1
-        if number > limit:
-            raise TrainingDied(f"{why}. Already rolled back {limit} times (health.max_rollbacks). {self._way_back()}")
+        if number > MAX_ROLLBACKS:
+            raise TrainingDied(f"{why}. Already rolled back {MAX_ROLLBACKS} times. {self._way_back()}")
         if parts.saver.newest_healthy is None:
             raise TrainingDied(f"{why}. {self._way_back()}")
         raise RollBack(why, parts.pool.position(), number)

@@ -1,4 +1,4 @@
-"""Methods that exclude each other, or that lack what they work on."""
+"""Checks of combinations: methods that exclude each other or lack their inputs."""
 
 from collections.abc import Iterator, Mapping
 from operator import attrgetter
@@ -31,11 +31,11 @@ from megatron_rl.config.schema import (
 from megatron_rl.system.plugins import PluginError, parameters
 
 _SPECULATION_THRESHOLDS = ("speculative-accept-threshold-single", "speculative-accept-threshold-acc")
-"""SGLang accepts drafted tokens with more than their probability where these are below 1."""
+"""Options below 1 let SGLang accept drafted tokens with more than their probability."""
 
 
 def unknown_pieces(algorithm: AlgorithmConfig) -> Iterator[str]:
-    """Names that no piece has, paths that do not import, options that a piece does not take."""
+    """Yield a problem for each unknown name, path that does not import, and option that a function does not accept."""
     for key, seam in register.SEAMS.items():
         name, options = attrgetter(key, f"{key}_options")(algorithm)
         try:
@@ -59,19 +59,6 @@ def problems(config: Config, command: str = "train") -> Iterator[str]:
         yield from _untrained_critic(config)
     yield from _dialogue(config)
     yield from _whole_distribution(config.rollout)
-
-
-def profile_problems(config: Config, num_ranks: int) -> Iterator[str]:
-    """``num_ranks`` 0: not known yet."""
-    profile = config.profile
-    late = [step for step in profile.steps if step > config.run.num_steps]
-    if late:
-        yield f"profile.steps: the run has run.num_steps={config.run.num_steps} steps and never reaches {late}; name earlier ones"
-    missing = [rank for rank in profile.ranks if rank >= num_ranks > 0] if profile.steps else []
-    if missing:
-        yield f"profile.ranks: there are {num_ranks} trainer ranks, counted from 0, and no {missing}"
-    if profile.memory and not profile.steps:
-        yield "profile.memory: snapshots are of the steps profile.steps, and it names none; name some, or set profile.memory=false"
 
 
 def _windows(config: Config) -> Iterator[str]:
@@ -189,7 +176,7 @@ def _comparisons(config: Config) -> Iterator[str]:
 
 
 def _blocks(config: Config, sizes: Mapping[str, int]) -> Iterator[str]:
-    """``sizes``: of the groups, by key."""
+    """Check that groups fill a step exactly; ``sizes`` maps keys to group sizes."""
     block, why = block_size(config.batch), "a step is filled with whole groups"
     if register.needs_greedy(config.algorithm.advantage):
         yield (
@@ -197,7 +184,7 @@ def _blocks(config: Config, sizes: Mapping[str, int]) -> Iterator[str]:
             "so groups of several sizes would not fill the same slots; leave it empty"
         )
     for key, size in sizes.items():
-        # Numbers below 1 are out of their bound, which is told elsewhere.
+        # The bounds already refuse numbers below 1.
         if size >= 1 and block % size:
             yield f"{key}: {size} does not divide {block}, the largest number of samples; {why}"
     if num_responses_per_step(config) % block:
@@ -286,7 +273,7 @@ def _hot_tokens(config: Config) -> Iterator[str]:
 
 
 def _untrained_critic(config: Config) -> Iterator[str]:
-    """A fresh value head says random numbers, and advantages would be made of them."""
+    """Refuse a critic with a random value head, whose values would make random advantages."""
     if needs_critic(config) and not config.critic.path and not config.critic.warmup_steps:
         yield (
             "critic.path: the critic would start with a random value head and steer the policy from the first step; "
@@ -323,9 +310,9 @@ def _dialogue(config: Config) -> Iterator[str]:
 
 
 def _whole_distribution(rollout: RolloutConfig) -> Iterator[str]:
-    """Training responses come from the distribution whose log-probs the trainer computes: that over all tokens.
+    """Refuse truncated sampling of training responses: the trainer computes log-probs over all tokens.
 
-    A truncated sampler draws from another one, and neither side's log-probs would show the difference.
+    A truncated sampler has another distribution, and the log-probs of neither trainer nor server show the difference.
     """
     why = "The trainer's log-probs are over all tokens, so a truncated sampler would make every ratio wrong unseen"
     for key, value, off in (("top_p", rollout.top_p, 1), ("top_k", rollout.top_k, -1)):

@@ -1,4 +1,4 @@
-"""Where servers are: their addresses, and which rank shares its device with which server."""
+"""Checks of the servers: addresses, API key, devices shared with ranks, SGLang options."""
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,12 +23,12 @@ _WORKER_FLAGS = {
     "data-parallel-size": "start more servers: rollout.num_servers (serve: --num-servers); attention by data is attn-dp-size",
     "nnodes": "leave it out: a run starts servers on its own node, megatron-rl serve --num-nodes starts one over several",
 }
-"""SGLang's options that change how many workers a server has -> what to do in their place."""
+"""SGLang options that change the number of server workers -> the alternative."""
 _SHORT_FLAGS = {"tp": "tensor-parallel-size", "pp": "pipeline-parallel-size", "dp": "data-parallel-size"}
 _FEWEST_LETTERS = len("tensor-p")
-"""Of an abbreviation that can only mean one option."""
+"""Length of the shortest unambiguous abbreviation of an option."""
 _NCCL_FLAGS = {"enable-symm-mem": ("NCCL_CUMEM_ENABLE", "NCCL_NVLS_ENABLE"), "enable-nccl-nvls": ("NCCL_NVLS_ENABLE",)}
-"""SGLang's options that set NCCL's variables to 1 in a server, whatever its environment says."""
+"""SGLang options that set NCCL variables to 1 in a server, regardless of its environment."""
 RANDOM_DRAFT = (
     "servers that a trainer feeds start with random weights, and it sends those of the policy alone: neither multi-token-prediction "
     "layers nor another draft model. Nearly every guess of a random draft is wrong. Read from its folder it stays as it was made "
@@ -36,22 +36,22 @@ RANDOM_DRAFT = (
 )
 _SPECULATIVE = "speculative-algorithm"
 _WITHOUT_DRAFT_MODEL = "NGRAM"
-"""The speculative algorithm that guesses from the text itself."""
+"""The speculative algorithm that predicts tokens from the text, without a draft model."""
 _HALF_PRECISION_ATTENTION = ("fa3", "fa4", "flashinfer", "flashmla")
 
 
 @dataclass(frozen=True)
 class Node:
-    """A machine of the run, as far as it is known."""
+    """GPUs and ranks of one node of the run; 0 stands for an unknown number."""
 
     num_gpus: int
-    """0: none, or not known."""
+    """Number of GPUs; 0: no GPU, or unknown."""
     num_ranks: int
-    """Trainer ranks on it; 0: not known."""
+    """Number of trainer ranks on the node; 0: unknown."""
 
     @staticmethod
     def of(num_gpus: int, num_ranks: int) -> "Node":
-        """One of as few nodes of ``num_gpus`` GPUs as ``num_ranks`` ranks need, which spread evenly over them."""
+        """Return a node for ``num_ranks`` ranks spread evenly over as few nodes of ``num_gpus`` GPUs as possible."""
         num_nodes = -(-num_ranks // num_gpus) if num_gpus else 1
         return Node(num_gpus, -(-num_ranks // num_nodes) if num_nodes else 0)
 
@@ -78,7 +78,7 @@ def _list_problems(key: str, urls: Sequence[str]) -> Iterator[str]:
 
 
 def fleet_problems(config: Config) -> Iterator[str]:
-    """Why eval.urls cannot evaluate beside training."""
+    """Yield the reasons why eval.urls cannot evaluate during training."""
     urls = config.eval.urls
     yield from _list_problems("eval.urls", urls)
     if both := {url.rstrip("/") for url in urls} & {url.rstrip("/") for url in config.rollout.urls}:
@@ -104,7 +104,7 @@ def key_problems(rollout: RolloutConfig) -> Iterator[str]:
 
 
 def placement_problems(rollout: RolloutConfig, num_ranks: int) -> Iterator[str]:
-    """Why the servers cannot share the devices of ``num_ranks`` trainer ranks (0: not known yet); nothing if apart."""
+    """Yield the reasons why colocated servers cannot share the devices of ``num_ranks`` trainer ranks (0: unknown)."""
     if not server_placement(rollout).shares_devices:
         return
     if rollout.urls_file:
@@ -138,9 +138,9 @@ def placement_problems(rollout: RolloutConfig, num_ranks: int) -> Iterator[str]:
 
 
 def gpu_problems(config: Config, node: Node, num_ranks: int, command: str) -> Iterator[str]:
-    """Why the GPUs of the driver's node cannot hold its ranks, and the servers that it starts.
+    """Yield the reasons why the GPUs of the driver's node are too few for its ranks and managed servers.
 
-    Only processes that take turns, or that no NCCL group joins, may share a GPU.
+    Processes may share a GPU only if they alternate, or if they are not in the same NCCL group.
     """
     rollout, ranks, gpus = config.rollout, node.num_ranks, node.num_gpus
     has_servers = command in RL_COMMANDS and not are_attached(rollout)
@@ -168,7 +168,7 @@ def gpu_problems(config: Config, node: Node, num_ranks: int, command: str) -> It
 
 
 def _room_for_servers(config: Config, node: Node) -> Iterator[str]:
-    """What to do where ranks and servers are more than the GPUs."""
+    """Yield remedies if ranks and servers need more GPUs than the node has."""
     gpus, size = node.num_gpus, config.rollout.tensor_parallel_size
     replica = ranks_of_replica(config.parallel)
     ranks = max(gpus // 2 // replica, 1) * replica
@@ -191,9 +191,9 @@ def flag_problems(
     key: str = "rollout.server_args.",
     loads_weights: bool = False,
 ) -> Iterator[str]:
-    """SGLang options that this program sets itself, or that no server can have with ``dtype``.
+    """Yield a problem for each SGLang option that megatron_rl sets itself, or that conflicts with ``dtype``.
 
-    ``loads_weights``: the servers have those of their folder from the start, and wait for no trainer's.
+    ``loads_weights``: the servers load the weights of their folder and do not wait for a publish.
     """
     given = _given_flags(server_args)
     for flag, (name, value) in given.items():
@@ -215,7 +215,7 @@ def flag_problems(
 
 
 def quantization_problems(server_args: Mapping[str, Any], model_type: object) -> Iterator[str]:
-    """SGLang options with which a server takes no weights from a trainer."""
+    """Yield a problem for each SGLang option with which a server cannot receive weights from a trainer."""
     given = _given_flags(server_args)
     load_format = given.get("load-format", ("", None))[1]
     for flag in ("quantization", "modelopt-quant", "quantize-and-serve"):
@@ -228,7 +228,7 @@ def quantization_problems(server_args: Mapping[str, Any], model_type: object) ->
 
 
 def _flag(name: str) -> str:
-    """SGLang's long name of an option; its abbreviations are argparse's."""
+    """Return SGLang's long name of an option; SGLang accepts the abbreviations of argparse."""
     flag = name.lstrip("-").replace("_", "-")
     flag = _SHORT_FLAGS.get(flag.removesuffix("-size"), flag)
     whole = [name for name in (*_WORKER_FLAGS, _SPECULATIVE) if len(flag) >= _FEWEST_LETTERS and name.startswith(flag)]
@@ -236,14 +236,14 @@ def _flag(name: str) -> str:
 
 
 def _given_flags(server_args: Mapping[str, Any]) -> dict[str, tuple[str, Any]]:
-    """SGLang's long name -> the name that was written, and its value: of ``server_args``, then of the file that its ``config`` names."""
+    """Map SGLang's long names to (name as given, value); ``server_args`` override the file named by its ``config``."""
     given = {_flag(name): (name, value) for name, value in server_args.items()}
     in_file = _flags_of_file(given)
     return {**{flag: (f"config: {flag}", value) for flag, value in in_file.items()}, **given}
 
 
 def _flags_of_file(given: Mapping[str, tuple[str, Any]]) -> dict[str, Any]:
-    """SGLang itself complains of a file that is none."""
+    """Read the options of the ``config`` file; {} if the file is unreadable, which SGLang reports itself."""
     path = Path(str(given["config"][1])) if "config" in given else None
     if path is None or not path.is_file():
         return {}

@@ -4,8 +4,7 @@ from typing import Any
 
 import yaml
 
-from megatron_rl.config.load import load_config
-from megatron_rl.config.typed import plain
+from megatron_rl.config.load import load_config, plain
 from megatron_rl.desk.plan.plan_tables import Planned, start_command
 
 

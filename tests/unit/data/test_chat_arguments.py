@@ -6,7 +6,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from megatron_rl.config.checks import prompt_content
+from megatron_rl.config.checks.data_settings import prompt_problems
 from megatron_rl.config.schema import DataConfig
 from megatron_rl.data.prompts import check_files, load_prompts
 from megatron_rl.data.tokenizer import Tokenizer
@@ -161,8 +161,8 @@ def test_what_the_template_never_mentions_is_counted(tokenizer, tmp_path):
 
 
 def test_a_recipe_cannot_set_what_is_set_here():
-    assert list(prompt_content.problems(DataConfig(chat_template_kwargs={"enable_thinking": False}))) == []
-    (problem,) = prompt_content.problems(DataConfig(chat_template_kwargs={"add_generation_prompt": False}))
+    assert list(prompt_problems(DataConfig(chat_template_kwargs={"enable_thinking": False}))) == []
+    (problem,) = prompt_problems(DataConfig(chat_template_kwargs={"add_generation_prompt": False}))
     assert problem.startswith("data.chat_template_kwargs: 'add_generation_prompt'")
 
 

@@ -1,14 +1,24 @@
-"""Files that are read, folders of models, places for results."""
+"""Checks of inputs and outputs: files, model folders, prompt settings and evaluation sets."""
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
 from megatron_rl.config.derived import eval_sets, needs_reference
-from megatron_rl.config.schema import Config, Init
+from megatron_rl.config.schema import Config, DataConfig, Init
 from megatron_rl.config.schema.commands import RL_COMMANDS
 
+TAKEN_ARGUMENTS = (
+    "add_generation_prompt", "continue_final_message", "conversation", "max_length", "messages", "padding",
+    "return_assistant_tokens_mask", "return_dict", "return_tensors", "tokenize", "tokenizer_kwargs", "tools", "truncation",
+)  # fmt: skip
+"""Arguments of ``apply_chat_template`` that rows and recipes cannot set, because prompts have one format."""
+_SET_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
+_RESERVED_NAMES = ("reward", "dialogue")
+"""Reserved because eval/<name>/... are metrics over all sets."""
 
-def problems(config: Config, command: str) -> Iterator[str]:
+
+def path_problems(config: Config, command: str) -> Iterator[str]:
     read = _files_read(config, command)
     first = next(iter(read), "")
     if first and not read[first]:
@@ -28,14 +38,14 @@ def problems(config: Config, command: str) -> Iterator[str]:
 
 
 def _not_a_folder(key: str, path: str) -> Iterator[str]:
-    """Where a file stands in the way of a folder."""
+    """Report a file at ``path`` or at one of its parents."""
     for place in (Path(path), *Path(path).parents):
         if place.exists() and not place.is_dir():
             yield f"{key}: expected a folder, but {place} is a file; give another one"
 
 
 def _files_read(config: Config, command: str) -> dict[str, list[str]]:
-    """Key -> files; the first key, if there is one, needs at least one."""
+    """Map keys to input files; the first key, if any, needs at least one file."""
     data, reward = config.data, config.reward_train
     if command == "sft" and config.sft.train_files:
         return {"sft.train_files": config.sft.train_files}
@@ -53,13 +63,13 @@ def _files_read(config: Config, command: str) -> dict[str, list[str]]:
 
 
 def _eval_files(config: Config) -> dict[str, list[str]]:
-    """The sets with names first, where there are some."""
+    """Map keys to evaluation files, named sets first."""
     named = {f"eval.sets.{name}.files": one.files for name, one in config.eval.sets.items()}
     return {**named, "data.eval_files": config.data.eval_files}
 
 
 def _output(config: Config, command: str) -> tuple[str, str] | None:
-    """Key and value of the place for the result; None for a command whose results lie under run.output_dir."""
+    """Key and value of the output path; None for a command that writes its results under run.output_dir."""
     return {
         "sft": ("sft.output_path", config.sft.output_path),
         "critic-pretrain": ("critic_pretrain.output_path", config.critic_pretrain.output_path),
@@ -70,7 +80,7 @@ def _output(config: Config, command: str) -> tuple[str, str] | None:
 
 
 def folders_read(config: Config, command: str) -> dict[str, str]:
-    """Key -> folder of a model that the command loads."""
+    """Map keys to the model folders that the command loads."""
     folders = {"policy.path": config.policy.path}
     if command == "select-prompts" and config.select_prompts.scores_path:
         folders.clear()
@@ -91,3 +101,52 @@ def _model_folder(key: str, path: str, *, weights: bool) -> Iterator[str]:
         yield f"{key}: {path} has no config.json; expected a Hugging Face model folder"
     elif weights and not any(Path(path).glob("*.safetensors")):
         yield f"{key}: {path} has no *.safetensors; give a folder with weights, or set policy.init=random for fresh ones"
+
+
+def prompt_problems(data: DataConfig) -> Iterator[str]:
+    taken = sorted(set(data.chat_template_kwargs) & set(TAKEN_ARGUMENTS))
+    if taken:
+        yield f"data.chat_template_kwargs: {taken_argument(taken[0])}"
+    levels, budget = data.video_frame_tokens, data.max_video_tokens
+    if not levels or min(levels) < 1:
+        yield f"data.video_frame_tokens: expected at least one number of tokens above 0, got {list(levels)}"
+    elif budget < min(levels):
+        yield f"data.max_video_tokens: expected room for one frame of {min(levels)} tokens, got {budget}"
+    if data.system_prompt and not data.use_chat_template:
+        yield "data.system_prompt: plain prompts have no system message; set data.use_chat_template=true, or leave it empty"
+
+
+def taken_argument(name: str) -> str:
+    """Error message for a chat-template argument in ``TAKEN_ARGUMENTS``."""
+    hint = "; tools have a column of their own (data.tools_field)" if name == "tools" else ""
+    return f"{name!r} is set by megatron_rl itself, take it out{hint}"
+
+
+def eval_problems(config: Config) -> Iterator[str]:
+    if config.data.eval_files and config.eval.sets:
+        yield (
+            "eval.sets: data.eval_files is a set already, one without a name; give its files a name in eval.sets and "
+            "leave data.eval_files empty"
+        )
+    for name, given in config.eval.sets.items():
+        if not _SET_NAME.fullmatch(name) or name in _RESERVED_NAMES:
+            yield (
+                f"eval.sets: {name!r} becomes part of metrics' names: expected letters, digits, _ . and -, and none of "
+                f"{', '.join(_RESERVED_NAMES)}"
+            )
+        if not given.files:
+            yield f"eval.sets.{name}.files: expected at least one file, got none"
+    for name, one in eval_sets(config).items():
+        key = f"eval.sets.{name}" if name else "eval"
+        if one.temperature != 0:
+            continue
+        if one.num_samples > 1:
+            yield (
+                f"{key}.num_samples: {one.num_samples} samples at temperature 0 are {one.num_samples} times the same "
+                f"response; set {key}.temperature above 0 (the papers: 0.6 or 1), or num_samples=1"
+            )
+        if (one.top_p, one.top_k) != (1.0, -1):
+            yield (
+                f"{key}.top_p, top_k: temperature 0 always takes the most likely token, got {one.top_p} and "
+                f"{one.top_k}; set {key}.temperature above 0, or leave them at 1 and -1"
+            )
