@@ -26,12 +26,12 @@ def path_problems(config: Config, command: str) -> Iterator[str]:
     for key, names in read.items():
         yield from (f"{key}: {name} does not exist" for name in names if not Path(name).exists())
     if command == "train" and config.eval.every_steps and not eval_sets(config):
-        yield "data.eval_files: eval.every_steps is set, but there is no file to evaluate on; give some, or eval.sets"
+        yield "data.eval_files: eval.every_steps is set, but there is no file to evaluate on; give files, or eval.sets"
     if command == "train" and config.eval.stop_at_accuracy and not config.eval.every_steps:
         yield "eval.every_steps: eval.stop_at_accuracy needs evaluations; set eval.every_steps"
     output = _output(config, command)
     if output and not output[1]:
-        yield f"{output[0]}: expected a place for the result, got nothing"
+        yield f"{output[0]}: expected a path for the result, got nothing"
     yield from _not_a_folder("run.output_dir", config.run.output_dir)
     for key, path in folders_read(config, command).items():
         yield from _model_folder(key, path, weights=key != "policy.path" or config.policy.init is Init.checkpoint)
@@ -41,7 +41,7 @@ def _not_a_folder(key: str, path: str) -> Iterator[str]:
     """Report a file at ``path`` or at one of its parents."""
     for place in (Path(path), *Path(path).parents):
         if place.exists() and not place.is_dir():
-            yield f"{key}: expected a folder, but {place} is a file; give another one"
+            yield f"{key}: expected a folder, but {place} is a file; give another path"
 
 
 def _files_read(config: Config, command: str) -> dict[str, list[str]]:
@@ -100,7 +100,7 @@ def _model_folder(key: str, path: str, *, weights: bool) -> Iterator[str]:
     elif not (Path(path) / "config.json").is_file():
         yield f"{key}: {path} has no config.json; expected a Hugging Face model folder"
     elif weights and not any(Path(path).glob("*.safetensors")):
-        yield f"{key}: {path} has no *.safetensors; give a folder with weights, or set policy.init=random for fresh ones"
+        yield f"{key}: {path} has no *.safetensors; give a folder with weights, or set policy.init=random for random weights"
 
 
 def prompt_problems(data: DataConfig) -> Iterator[str]:
@@ -111,21 +111,21 @@ def prompt_problems(data: DataConfig) -> Iterator[str]:
     if not levels or min(levels) < 1:
         yield f"data.video_frame_tokens: expected at least one number of tokens above 0, got {list(levels)}"
     elif budget < min(levels):
-        yield f"data.max_video_tokens: expected room for one frame of {min(levels)} tokens, got {budget}"
+        yield f"data.max_video_tokens: expected enough for one frame of {min(levels)} tokens, got {budget}"
     if data.system_prompt and not data.use_chat_template:
         yield "data.system_prompt: plain prompts have no system message; set data.use_chat_template=true, or leave it empty"
 
 
 def taken_argument(name: str) -> str:
     """Error message for a chat-template argument in ``TAKEN_ARGUMENTS``."""
-    hint = "; tools have a column of their own (data.tools_field)" if name == "tools" else ""
-    return f"{name!r} is set by megatron_rl itself, take it out{hint}"
+    hint = "; tools have their own column (data.tools_field)" if name == "tools" else ""
+    return f"{name!r} is set by megatron_rl itself, remove it{hint}"
 
 
 def eval_problems(config: Config) -> Iterator[str]:
     if config.data.eval_files and config.eval.sets:
         yield (
-            "eval.sets: data.eval_files is a set already, one without a name; give its files a name in eval.sets and "
+            "eval.sets: data.eval_files is already a set, without a name; list its files under a name in eval.sets and "
             "leave data.eval_files empty"
         )
     for name, given in config.eval.sets.items():

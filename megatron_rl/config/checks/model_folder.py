@@ -51,7 +51,7 @@ def _lengths(config: Config, command: str, model: dict[str, Any], path: Path) ->
     if largest >= model.get("vocab_size", largest + 1):
         yield (
             f"policy.path: vocabulary mismatch: the largest id in {path.parent / 'tokenizer.json'} is {largest}, but {path} "
-            f"says vocab_size={model['vocab_size']}; use the tokenizer that belongs to this checkpoint"
+            f"has vocab_size={model['vocab_size']}; use the tokenizer that belongs to this checkpoint"
         )
     tokens = {"stop_token_ids": config.rollout.stop_token_ids, "fire.banned_token_ids": config.rollout.fire.banned_token_ids}
     for key, token_ids in tokens.items():

@@ -25,8 +25,8 @@ def parallel_problems(config: Config, world_size: int | None) -> Iterator[str]:
     ranks = world_size if world_size is not None else parallel.num_ranks
     if world_size is not None and parallel.num_ranks not in (0, world_size):
         yield (
-            f"parallel.num_ranks: the configuration wants {parallel.num_ranks} ranks, but the launcher started {world_size}; "
-            "start as many (launch/torchrun.sh: RANKS_PER_NODE), or set parallel.num_ranks=0 to take what the launcher gives"
+            f"parallel.num_ranks: the configuration requests {parallel.num_ranks} ranks, but the launcher started {world_size}; "
+            "start as many (launch/torchrun.sh: RANKS_PER_NODE), or set parallel.num_ranks=0 to use the launcher's number"
         )
     yield from layout_problems(parallel, ranks)
     own = config.critic.parallel
@@ -74,12 +74,12 @@ def policy_problems(config: Config) -> Iterator[str]:
                 f"{name}.dtype=bfloat16 or moments=float32"
             )
     if policy.mtp is Mtp.keep and policy.init is Init.random:
-        yield "policy.mtp=keep: fresh weights (policy.init=random) have no layers to keep; set it to drop"
+        yield "policy.mtp=keep: random weights (policy.init=random) have no layers to keep; set it to drop"
     yield from _load_balancing(moe)
     if moe.routing_replay is RoutingReplay.R2 and config.algorithm.correction.old_policy is OldPolicy.rollout:
         yield (
             "policy.moe.routing_replay=R2: records in the pass for the old log-probs, which "
-            "algorithm.correction.old_policy=rollout leaves out; use recomputed, or R3"
+            "algorithm.correction.old_policy=rollout skips; use recomputed, or R3"
         )
 
 

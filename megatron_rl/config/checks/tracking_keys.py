@@ -24,7 +24,7 @@ def problems(config: Config) -> Iterator[str]:
             )
     if tracking.wandb is WandbMode.online and find_spec("wandb") and not _has_wandb_account():
         yield (
-            "tracking.wandb: online needs an account, and neither WANDB_API_KEY is set nor has `wandb login` left a key on this "
+            "tracking.wandb: online needs an account, and neither WANDB_API_KEY is set nor has `wandb login` stored a key on this "
             "machine; log in, or set tracking.wandb=offline and upload the run with `wandb sync` afterwards"
         )
     if tracking.mlflow_model and not tracking.mlflow:
@@ -38,12 +38,12 @@ def profile_problems(config: Config, num_ranks: int) -> Iterator[str]:
     profile = config.profile
     late = [step for step in profile.steps if step > config.run.num_steps]
     if late:
-        yield f"profile.steps: the run has run.num_steps={config.run.num_steps} steps and never reaches {late}; name earlier ones"
+        yield f"profile.steps: the run has run.num_steps={config.run.num_steps} steps and does not reach {late}; give earlier steps"
     missing = [rank for rank in profile.ranks if rank >= num_ranks > 0] if profile.steps else []
     if missing:
-        yield f"profile.ranks: there are {num_ranks} trainer ranks, counted from 0, and no {missing}"
+        yield f"profile.ranks: there are {num_ranks} trainer ranks, counted from 0, so {missing} do not exist"
     if profile.memory and not profile.steps:
-        yield "profile.memory: snapshots are of the steps profile.steps, and it names none; name some, or set profile.memory=false"
+        yield "profile.memory: snapshots are taken in the steps of profile.steps, which is empty; give some, or set profile.memory=false"
 
 
 def _has_wandb_account() -> bool:
