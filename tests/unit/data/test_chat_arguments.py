@@ -131,7 +131,7 @@ def test_columns_may_have_other_names_or_none(tokenizer, tmp_path):
         ({"chat_template_kwargs": [1]}, r"rows.jsonl:2: field 'chat_template_kwargs': expected an object"),
         ({"chat_template_kwargs": "no"}, r"rows.jsonl:2: field 'chat_template_kwargs': .* or JSON of one, got str 'no'"),
         ({"chat_template_kwargs": {"tokenize": False}}, r"rows.jsonl:2: .*'tokenize' is set by megatron_rl itself"),
-        ({"chat_template_kwargs": {"tools": [ADD]}}, r"rows.jsonl:2: .*tools have a column of their own"),
+        ({"chat_template_kwargs": {"tools": [ADD]}}, r"rows.jsonl:2: .*tools have their own column"),
         ({"tools": {"name": "add"}}, r"rows.jsonl:2: field 'tools': expected a list of JSON schemas"),
         ({"tools": ["add"]}, r"rows.jsonl:2: field 'tools': tool 1: expected"),
         ({"tools": [ADD, {"type": "function"}]}, r"rows.jsonl:2: field 'tools': tool 2: .*without a name"),
