@@ -587,7 +587,7 @@ def train(arguments: argparse.Namespace, meter: Meter, trajectories: Sequence[An
     """The trainer stages' part on the driver."""
     import torch
 
-    from megatron_rl.config.schema import AlgorithmConfig, CorrectionConfig, CorrectionWeight
+    from megatron_rl.config.schema import AlgorithmConfig, CorrectionConfig
     from megatron_rl.data.trajectory import Score
     from megatron_rl.step import metrics
     from megatron_rl.step.loss_batches import critic_responses, policy_batch, response_batch, store_model_outputs
@@ -595,7 +595,7 @@ def train(arguments: argparse.Namespace, meter: Meter, trajectories: Sequence[An
     from megatron_rl.step.updates import planned_updates, train_critic, train_policy
     from megatron_rl.step.window_advantages import ModelOutputs, window_advantages
 
-    algorithm = AlgorithmConfig(correction=CorrectionConfig(weight=CorrectionWeight.token))
+    algorithm = AlgorithmConfig(correction=CorrectionConfig(weight="token"))
     with meter.part("window batch"):
         batch = window_batch(trajectories, step, vision)
         if arguments.routes:

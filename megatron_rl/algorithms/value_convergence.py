@@ -14,6 +14,8 @@ from statistics import mean
 from typing import Any
 
 _MIN_EXPLAINED_VARIANCE = 0.05
+_TOLERANCE = 0.02
+"""Above the noise of window means, below the change of a critic that still learns."""
 
 
 @dataclass
@@ -22,7 +24,7 @@ class ValueConvergence:
 
     window: int
     """Steps in each of the two windows; 0: never settled."""
-    tolerance: float
+    tolerance: float = _TOLERANCE
     """Relative change of the value loss, and change of the explained variance, that count as none."""
     min_steps: int = 0
     min_explained_variance: float = _MIN_EXPLAINED_VARIANCE

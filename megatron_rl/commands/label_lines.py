@@ -32,7 +32,7 @@ from megatron_rl.config.checks import check_config
 from megatron_rl.config.derived import policy_model
 from megatron_rl.config.load import load_config
 from megatron_rl.config.schema import Config
-from megatron_rl.data.code_lines import ENTRY_POINT_FIELD, CodeLine, code_lines
+from megatron_rl.data.code_lines import COMMENT_PREFIX, ENTRY_POINT_FIELD, CodeLine, code_lines
 from megatron_rl.data.prompts import RowContent, read_content, tokenize
 from megatron_rl.data.row_files import read_rows
 from megatron_rl.data.tokenizer import Tokenizer
@@ -118,7 +118,6 @@ class LineLabeler:
     ) -> None:
         self._settings = config.label_lines
         self._sampling = Sampling.of(config.rollout, tokenizer, seed=base_seed(config))
-        self._comment_prefixes = config.reward.process.comment_prefixes
         self._tokenizer = tokenizer
         self._form = form
         self._complete = complete
@@ -129,7 +128,7 @@ class LineLabeler:
     async def label(self, job: LabelTask) -> dict[str, Any]:
         """The labelled row; raises _Ungraded."""
         response = job.row["response"]
-        lines = _lines_of(job, self._comment_prefixes)
+        lines = _lines_of(job)
         candidates = scored_lines(lines)
         (score,) = await self._grade([self._form.item(job.row)])
         if score.value is None:
@@ -176,9 +175,9 @@ class LineLabeler:
         )
 
 
-def _lines_of(job: LabelTask, comment_prefixes: Sequence[str]) -> list[CodeLine]:
+def _lines_of(job: LabelTask) -> list[CodeLine]:
     entry_point = str(job.row.get(ENTRY_POINT_FIELD) or "")
-    return code_lines(job.row["response"], entry_point=entry_point, comment_prefixes=comment_prefixes)
+    return code_lines(job.row["response"], entry_point=entry_point)
 
 
 def _recoverable(scores: Sequence[Score], num_lines: int) -> bool:
@@ -229,7 +228,7 @@ def label_key(row: Mapping[str, Any], config: Config) -> str:
         config.policy.path,
         config.run.seed,
         [settings.num_completions, settings.max_new_tokens],
-        [config.reward.name, config.reward.options, config.reward.process.comment_prefixes],
+        [config.reward.name, config.reward.options, [COMMENT_PREFIX]],  # a list: labels of earlier runs stay valid
         [config.rollout.temperature, config.rollout.top_p, config.rollout.top_k],
     ]
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:16]
@@ -346,8 +345,7 @@ def label_lines(config: Config, *, note: Callable[[str], None], dry_run: bool = 
 
 def _plan_text(jobs: Sequence[LabelTask], config: Config) -> str:
     """What is left to do, and how many completions that can take at most."""
-    prefixes = config.reward.process.comment_prefixes
-    num_lines = [len(scored_lines(_lines_of(job, prefixes))) for job in jobs]
+    num_lines = [len(scored_lines(_lines_of(job))) for job in jobs]
     questions = sum(math.ceil(math.log2(n)) for n in num_lines if n)
     return (
         f"{len(jobs)} rows with {sum(num_lines)} lines to label: at most {questions} prefixes of "

@@ -1,4 +1,4 @@
-"""What follows from a configuration and the model folder it names."""
+"""Values derived from a configuration and from the model folder that it names."""
 
 import math
 from dataclasses import dataclass, fields
@@ -26,15 +26,15 @@ from megatron_rl.errors import ConfigError, ModelError
 from megatron_rl.families.model_facts import has_vision, read_model_json
 
 _ANSWER_S, _ANSWER_S_PER_TOKEN = 300.0, 0.25
-"""A slow server: 4 tokens per second and sequence, its queue included."""
+"""Time limit of a slow server: 4 tokens per second and sequence, time in its queue included."""
 _FEW_TOKENS = 1_000_000
-"""Of a step: the driver reads them in half a second, which is what a worker takes to start."""
+"""Tokens per step that the driver reads in half a second, about the time in which a worker starts."""
 _TOKENS_PER_WORKER = 16_000_000
-"""Of a step: a worker reads them in 8 s, should they all come at once."""
+"""Tokens per step that one worker reads in 8 s, if all arrive at the same time."""
 
 
 def policy_model(config: Config) -> dict[str, Any]:
-    """config.json of the policy's folder (``facts.read_model_json``); ConfigError when it is not a JSON object."""
+    """Read config.json of the policy's folder (``facts.read_model_json``). Raises ConfigError if the file is not a JSON object."""
     try:
         return read_model_json(config.policy.path)
     except ModelError as error:
@@ -42,44 +42,44 @@ def policy_model(config: Config) -> dict[str, Any]:
 
 
 def model_vocab_size(config: Config) -> int:
-    """Of the policy's folder; a vision-language model's is that of its language model."""
+    """Vocabulary size of the policy; for a vision-language model, the size of its language model's vocabulary."""
     return policy_model(config)["vocab_size"]
 
 
 def model_has_vision(config: Config) -> bool | None:
-    """Whether the policy's folder is that of a vision-language model; None where there is no config.json."""
+    """True if the policy is a vision-language model; None if its folder has no config.json."""
     return has_vision(policy_model(config)) if (Path(config.policy.path) / "config.json").is_file() else None
 
 
 def needs_critic(config: Config) -> bool:
-    """Whether the run has a critic: its advantage reads values."""
-    from megatron_rl.algorithms import register  # brings torch, which what only reads a configuration need not wait for
+    """True if the run has a critic, because its advantage reads values."""
+    from megatron_rl.algorithms import register  # torch: not for commands that only read a configuration
 
     return register.needs_critic(config.algorithm.advantage)
 
 
 def critic_dtype(config: Config) -> Dtype:
-    """Of the critic and the process reward model."""
+    """Dtype of the critic and the process reward model."""
     return config.critic.dtype or config.policy.dtype
 
 
 def needs_greedy(config: Config) -> bool:
-    """Whether each prompt gets one more response, the likeliest token each time: the baseline of its advantages."""
+    """True if each prompt gets an additional greedy response, the baseline of its advantages."""
     from megatron_rl.algorithms import register  # as above
 
     return register.needs_greedy(config.algorithm.advantage)
 
 
 def needs_reference(config: Config) -> bool:
-    """Whether the run has a reference policy: KL acts somewhere."""
+    """True if the run has a reference policy, because a KL term is in the reward or in the loss."""
     return config.algorithm.kl.place is not KlPlace.none
 
 
 def reuses_first_logprobs(config: Config) -> bool:
-    """Whether a step's first update of the policy takes its own log-probs for the old ones, which they are.
+    """True if a step's first update of the policy reuses the log-probs of its own forward pass as the old ones.
 
-    Not where something that comes before it reads them: a penalty in the rewards, routes that a pass records, a correction that
-    looks at the whole batch, slots that are kept before the update with the divergence of their windows.
+    The two are equal. Reuse is impossible if old log-probs are read before the update: by a KL penalty in the rewards, by
+    a pass that records routes, by a correction over the whole batch, or by slots stored with the KL of their windows.
     """
     correction = config.algorithm.correction
     is_of_tokens = correction.weight in ("none", "token", "sequence", "icepop") and not correction.normalize
@@ -95,18 +95,18 @@ def reuses_first_logprobs(config: Config) -> bool:
 
 
 def block_size(batch: BatchConfig) -> int:
-    """Responses that go together so that groups of all sizes fill a step exactly: those of the largest group."""
+    """Number of responses in the largest group; groups of all sizes fill blocks of this many slots exactly."""
     return max(batch.num_samples_per_prompt, *batch.num_samples_by_type.values(), 1)
 
 
 def num_responses_per_step(config: Config) -> int:
-    """Responses that a step trains on, all samples of all prompts."""
+    """Number of responses per step, all samples of all prompts."""
     return config.batch.num_prompts_per_step * config.batch.num_samples_per_prompt
 
 
 @dataclass(frozen=True)
 class EvalSet:
-    """``EvalSetConfig`` with every setting filled in."""
+    """``EvalSetConfig`` with every null replaced by the value of ``eval``."""
 
     files: list[str]
     num_prompts: int
@@ -117,7 +117,7 @@ class EvalSet:
 
 
 def eval_sets(config: Config) -> dict[str, EvalSet]:
-    """The sets of an evaluation by name; data.eval_files is the one whose name is empty."""
+    """Map names to the sets of an evaluation; data.eval_files is the set with the empty name."""
     named = {"": EvalSetConfig(files=config.data.eval_files)} if config.data.eval_files else config.eval.sets
 
     def setting(one: EvalSetConfig, name: str) -> Any:
@@ -130,31 +130,31 @@ def eval_sets(config: Config) -> dict[str, EvalSet]:
 
 
 def responses_per_group(config: Config) -> int:
-    """Responses to one prompt: those that train, and the greedy one where there is one."""
+    """Number of responses per prompt: the trained samples, plus the greedy response if the advantage needs it."""
     return config.batch.num_samples_per_prompt + needs_greedy(config)
 
 
 def effective_window_tokens(config: Config) -> int:
-    """New tokens a response may grow by in one step."""
+    """Size of a window in tokens."""
     return config.batch.window_tokens or config.batch.max_response_tokens
 
 
 def max_new_tokens(config: Config) -> int:
-    """New tokens that a response may at most grow by in one step: a window and the rest of its budget, where that is small."""
+    """Largest number of new tokens per response and step: a window, plus a small remainder of the budget."""
     window = effective_window_tokens(config)
     return min(window + max_remainder_tokens(window), config.batch.max_response_tokens)
 
 
 def max_remainder_tokens(window_tokens: int) -> int:
-    """The largest rest of a response's budget that goes along with the window before it.
+    """Largest remainder of a response's budget that is generated with the window before it.
 
-    One of its own would cost a step, and passes over all that came before it, for next to nothing.
+    A separate window would cost a step, and passes over the whole prefix, for very few tokens.
     """
     return window_tokens // 16
 
 
 def window_jitter_tokens(config: Config) -> int:
-    """First windows have from window - this + 1 to window tokens; 0 without windows."""
+    """Jitter J of the first windows, which have from window - J + 1 to window tokens; 0 without windows."""
     window = effective_window_tokens(config)
     if config.schedule.mode is Mode.sync or window >= config.batch.max_response_tokens:
         return 0
@@ -162,33 +162,33 @@ def window_jitter_tokens(config: Config) -> int:
 
 
 def uses_attached_servers(rollout: RolloutConfig) -> bool:
-    """Whether others run the servers."""
+    """True if the servers are attached, not managed by this run."""
     return bool(rollout.urls or rollout.urls_file)
 
 
 def servers_are_deterministic(rollout: RolloutConfig, device: str) -> bool:
-    """Whether the servers that a run starts on ``device``, cpu or cuda, heed the samples' seeds."""
+    """True if managed servers on ``device``, cpu or cuda, honor per-sample seeds."""
     return device == "cpu" if rollout.deterministic is None else rollout.deterministic
 
 
 def bucket_bytes(rollout: RolloutConfig, device: str) -> int:
-    """Largest flat bucket of a publish from ``device``, cpu or cuda."""
-    # A bucket costs one HTTP round and one turn of the servers' scheduler, tens of milliseconds whatever its size.
+    """Size of the largest flat bucket of a publish from ``device``, cpu or cuda."""
+    # A bucket of any size costs an HTTP round trip and a pass of the servers' scheduler: tens of milliseconds.
     return rollout.bucket_bytes or (2**30 if device == "cuda" else 2**26)
 
 
 def saves_in_background(run: RunConfig, device: str) -> bool:
-    """Whether checkpoints of a trainer on ``device``, cpu or cuda, are written while it trains on."""
+    """True if a trainer on ``device``, cpu or cuda, writes checkpoints during training."""
     return device == "cuda" if run.async_save is None else run.async_save
 
 
 def answer_timeout_s(request_timeout_s: float, num_new_tokens: int) -> float:
-    """Longest silence of a server at a request that may generate so many tokens (``rollout.request_timeout_s``)."""
+    """Longest time without a reply to a request for ``num_new_tokens`` tokens (``rollout.request_timeout_s``)."""
     return request_timeout_s or _ANSWER_S + _ANSWER_S_PER_TOKEN * num_new_tokens
 
 
 def num_rollout_workers(config: Config, num_servers: int, num_cores: int) -> int:
-    """Processes that make the calls to the servers (``rollout.num_workers``), on a machine of so many cores; 0: the driver."""
+    """Number of rollout workers (``rollout.num_workers``) on a node with ``num_cores`` cores; 0: the driver makes the calls."""
     if config.rollout.num_workers is not None:
         return config.rollout.num_workers
     num_tokens = num_responses_per_step(config) * effective_window_tokens(config)
@@ -198,7 +198,7 @@ def num_rollout_workers(config: Config, num_servers: int, num_cores: int) -> int
 
 
 def is_due(num_steps: int, every_steps: int) -> bool:
-    """After so many steps, of what happens after every ``every_steps``; 0: never."""
+    """True if an action that repeats every ``every_steps`` steps (0: never) is due after ``num_steps`` steps."""
     return every_steps > 0 and num_steps % every_steps == 0
 
 
@@ -223,22 +223,22 @@ def trains_whole_groups(config: Config) -> bool:
 
 
 class WeightMethod(Enum):
-    """How weights reach the servers."""
+    """Transport of weights to the servers."""
 
     broadcast = "broadcast"
-    """Over process groups of the trainer's source ranks and the servers' workers."""
+    """Process groups of the trainer's source ranks and the server workers."""
     disk = "disk"
-    """Through safetensors in a folder that trainer and servers see under the same path."""
+    """Safetensors in a folder that trainer and servers see under the same path."""
     colocated = "colocated"
-    """Through memory of the devices that trainer and servers share."""
+    """Memory of the devices that trainer and servers share."""
 
 
 @dataclass(frozen=True)
 class ServerPlacement:
-    """What rollout.placement and rollout.weight_sync come to; nothing else reads the two."""
+    """Result of rollout.placement and rollout.weight_sync, the only reader of these two keys."""
 
     shares_devices: bool
-    """The servers have the trainer ranks' devices: they sleep while it works, and start from its first GPU."""
+    """The servers use the trainer ranks' devices: servers sleep while the trainer works, and start from its first GPU."""
     weight_method: WeightMethod
 
 

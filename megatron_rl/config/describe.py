@@ -1,4 +1,4 @@
-"""What a configuration means in numbers: the batch arithmetic, stated once and printed at start."""
+"""Batch arithmetic of a configuration, printed at start."""
 
 import math
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ from megatron_rl.config.schema import Config, ParallelConfig
 
 @dataclass(frozen=True)
 class Quantity:
-    """One row: the same thing over all ranks, on one data-parallel rank, and in one micro-batch."""
+    """A quantity over all ranks, on one data-parallel rank, and in one micro-batch."""
 
     name: str
     per_step: str
@@ -30,15 +30,15 @@ def data_parallel_size(parallel: ParallelConfig, world_size: int) -> int:
 
 
 def _most_windows(config: Config) -> int:
-    """Steps that a response of the whole budget takes, when its first window is the shortest."""
+    """Number of steps for a response of the whole budget whose first window is the shortest."""
     window, jitter = effective_window_tokens(config), window_jitter_tokens(config)
     return max(1, math.ceil((config.batch.max_response_tokens + max(jitter - 1, 0) - max_remainder_tokens(window)) / window))
 
 
 def batch_arithmetic(config: Config, world_size: int) -> list[Quantity]:
-    """Upper bounds where lengths vary; a micro-batch holds at most max_tokens_per_microbatch tokens.
+    """Compute the quantities of a step; upper bounds if lengths vary.
 
-    The critic's update has its own replicas; everything else goes by the policy's.
+    A micro-batch has at most max_tokens_per_microbatch tokens. Only the critic's update uses the critic's replicas.
     """
     batch, ranks = config.batch, data_parallel_size(config.parallel, world_size)
     critic_ranks = data_parallel_size(critic_layout(config), world_size)

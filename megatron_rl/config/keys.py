@@ -1,4 +1,4 @@
-"""Every key of a recipe and what the schema says of it: for the documentation, `megatron-rl config` and near misses."""
+"""Describes every key of a recipe, for the documentation, `megatron-rl config` and suggestions on misspelled keys."""
 
 import ast
 import difflib
@@ -17,36 +17,36 @@ from megatron_rl.config.schema import Config
 @dataclass(frozen=True)
 class ConfigKey:
     name: str
-    """In full: batch.window_tokens."""
+    """Full name: batch.window_tokens."""
     type: str
-    """As Python writes it; ``choice`` for one of ``choices``."""
+    """Type in Python's notation, or ``choice`` for a value of ``choices``."""
     default: str
-    """As a recipe writes it."""
+    """Default in YAML notation."""
     bound: str
-    """What a value must be, or empty."""
+    """Expectation of the key's bound, or an empty string."""
     choices: dict[str, str]
-    """Value -> meaning."""
+    """Maps each choice to its meaning."""
     meaning: str
 
 
 @dataclass(frozen=True)
 class ConfigSection:
     name: str
-    """In full: algorithm.kl; N and NAME stand for an item of a list and a name of the user's. Empty: the top of a recipe."""
+    """Full name: algorithm.kl. N is an item of a list, NAME a name of the user's. Empty: the top level of a recipe."""
     schema: type
-    """Sections of the same one have the same keys; their defaults may differ."""
+    """Dataclass of the section; sections with the same dataclass have the same keys, but may have other defaults."""
     meaning: str
     keys: tuple[ConfigKey, ...]
 
 
 @cache
 def sections() -> tuple[ConfigSection, ...]:
-    """All of them, in the schema's order, a section before those inside it."""
+    """All sections in the schema's order, outer before inner."""
     return tuple(_sections("", Config()))
 
 
 def near_misses(name: str, *, limit: int = 1) -> list[str]:
-    """Keys and sections that ``name`` may have meant, the most similar first."""
+    """Keys and sections with a name similar to ``name``, the most similar first."""
     known = [key.name for section in sections() for key in section.keys]
     known += [section.name for section in sections() if section.name]
     last = name.rsplit(".", 1)[-1]
@@ -72,7 +72,7 @@ def _sections(name: str, value: Any) -> Iterator[ConfigSection]:
 
 
 def _nested(annotation: Any) -> Any:
-    """The class of the section that a field is, may be or holds several of; None for a plain value."""
+    """Dataclass of the section in a field, optional field, list or mapping; None for a plain value."""
     kinds: tuple[Any, ...] = (annotation, *get_args(annotation))
     return next((kind for kind in kinds if is_dataclass(kind)), None)
 
@@ -103,7 +103,7 @@ def _shown(value: object) -> str:
 
 
 def _texts_below(schema: type) -> dict[str, str]:
-    """Name -> the text below it in the source, for the fields of a dataclass or the members of an Enum; empty for none."""
+    """Map each field of a dataclass, or member of an Enum, to its docstring in the source; empty if there is none."""
     (body,) = ast.parse(inspect.getsource(schema)).body
     assert isinstance(body, ast.ClassDef)
     texts = {}

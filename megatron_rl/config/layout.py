@@ -1,10 +1,10 @@
-"""Parallel layouts as arithmetic: how many ranks a replica takes, what does not fit, and short names for layouts.
+"""Arithmetic of parallel layouts: ranks per replica, layouts that do not fit, and short names.
 
-Pure and light: no torch, so that a dry run and a check before the launch can use it.
+Pure, without torch, so that a dry run and the checks before a launch can import this module.
 
 A short name is sizes joined by "+": ``tp2``, ``tp2+sp+pp2``, ``ep2+etp1``, ``pp2+vpp2``, ``cp2``, ``dp2``,
-``pp2+layers3/5``; after a number it may be left out (``tp2pp2``). Tensor parallelism of a mixture-of-experts model needs
-``sp``.
+``pp2+layers3/5``; after a number the "+" may be omitted (``tp2pp2``). Tensor parallelism of a mixture-of-experts model
+needs ``sp``.
 """
 
 import math
@@ -28,17 +28,17 @@ SHORT_NAMES = {
 
 
 def critic_layout(config: Config) -> ParallelConfig:
-    """How the critic and the process reward model are laid out over the ranks."""
+    """Layout of the critic and the process reward model over the ranks."""
     return config.critic.parallel or config.parallel
 
 
 def ranks_of_replica(parallel: ParallelConfig) -> int:
-    """Ranks that hold one copy of the model and read the same batch."""
+    """Number of ranks with one copy of the model; they read the same batch."""
     return parallel.tensor_parallel_size * parallel.context_parallel_size * parallel.pipeline_parallel_size
 
 
 def _ranks_of_experts(parallel: ParallelConfig) -> int:
-    """Ranks of a pipeline stage that hold one copy of its experts."""
+    """Number of ranks of a pipeline stage with one copy of its experts."""
     return parallel.expert_parallel_size * expert_tensor_size(parallel)
 
 
@@ -47,16 +47,16 @@ def expert_tensor_size(parallel: ParallelConfig) -> int:
 
 
 def ranks_needed(parallel: ParallelConfig, data_parallel_size: int = 1) -> int:
-    """The fewest ranks that this layout runs on, with at least ``data_parallel_size`` replicas."""
+    """Smallest number of ranks for this layout with at least ``data_parallel_size`` replicas."""
     in_stage = ranks_of_replica(parallel) // parallel.pipeline_parallel_size
     experts = _ranks_of_experts(parallel)
-    # The experts' groups fill a stage's ranks with so many replicas, twice as many, and so on.
+    # Expert groups fill the ranks of a stage only at multiples of this number of replicas.
     fitting = experts // math.gcd(experts, in_stage)
     return ranks_of_replica(parallel) * fitting * -(-data_parallel_size // fitting)
 
 
 def layout_problems(parallel: ParallelConfig, world_size: int | None) -> Iterator[str]:
-    """Everything in ``parallel`` that excludes itself or does not fit ``world_size`` ranks (None or 0: not known)."""
+    """Yield the contradictions in ``parallel`` and its conflicts with ``world_size`` ranks (None or 0: unknown)."""
     too_small = list(bound_problems("parallel", parallel))
     if too_small:
         yield from too_small
@@ -78,7 +78,7 @@ def layout_problems(parallel: ParallelConfig, world_size: int | None) -> Iterato
             f"parallel.expert_parallel_size {ep} x parallel.expert_tensor_parallel_size {etp} = {ep * etp}"
         )
     if ep == 1 and etp != tp:
-        # Megatron Core 0.16 does not reduce the gradients of such experts over all ranks that hold them.
+        # Megatron Core 0.16 does not reduce the gradients of such experts over all ranks with a copy of them.
         yield (
             f"parallel.expert_tensor_parallel_size: without expert parallelism it must equal "
             f"parallel.tensor_parallel_size {tp}, got {etp}; set it to 0 or parallel.expert_parallel_size above 1"
@@ -98,7 +98,7 @@ def layout_problems(parallel: ParallelConfig, world_size: int | None) -> Iterato
 
 
 def layers_problem(parallel: ParallelConfig, num_layers: int) -> str | None:
-    """Why ``num_layers`` layers cannot be cut into this layout's stages; None if they can."""
+    """Reason why this layout cannot split ``num_layers`` layers into stages, or None."""
     layers, num_stages = parallel.pipeline_layers, parallel.pipeline_parallel_size * parallel.virtual_pipeline_size
     if layers and sum(layers) != num_layers:
         return f"num_hidden_layers {num_layers} is not the sum {sum(layers)} of parallel.pipeline_layers {layers}"
@@ -113,13 +113,13 @@ def layers_problem(parallel: ParallelConfig, num_layers: int) -> str | None:
 
 
 def first_chunk_layers(parallel: ParallelConfig, num_layers: int) -> int:
-    """How many of ``num_layers`` layers stand in the first stage (in its first chunk, where stages are interleaved)."""
+    """Number of layers in the first stage, or in its first chunk if stages are interleaved."""
     num_chunks = parallel.pipeline_parallel_size * parallel.virtual_pipeline_size
     return parallel.pipeline_layers[0] if parallel.pipeline_layers else num_layers // num_chunks
 
 
 def experts_problem(parallel: ParallelConfig, num_experts: int, expert_ffn: int) -> str | None:
-    """Why a layer's ``num_experts`` experts of ``expert_ffn`` inner features do not fit; None if they do. 0: dense."""
+    """Reason why a layer's ``num_experts`` experts (0: dense) of ``expert_ffn`` inner features do not fit, or None."""
     ep, etp = parallel.expert_parallel_size, expert_tensor_size(parallel)
     if num_experts == 0 and ep > 1:
         return f"layers have no experts to share over parallel.expert_parallel_size {ep}"
@@ -133,12 +133,12 @@ def experts_problem(parallel: ParallelConfig, num_experts: int, expert_ffn: int)
 
 
 def of_critic(problem: str) -> str:
-    """``problem`` of a layout, as one of ``critic.parallel``."""
+    """Rename the keys in ``problem``, a message on ``parallel``, to ``critic.parallel``."""
     return re.sub(r"(?<![\w.])parallel\b(?=[.:])", "critic.parallel", problem)
 
 
 def megatron_stages(parallel: ParallelConfig) -> list[list[str]] | None:
-    """Megatron's pipeline_model_parallel_layout; None for the same number of layers everywhere."""
+    """Megatron's pipeline_model_parallel_layout, or None if all stages have the same number of layers."""
     if not parallel.pipeline_layers:
         return None
     stages = [["decoder"] * number for number in parallel.pipeline_layers]
@@ -148,9 +148,9 @@ def megatron_stages(parallel: ParallelConfig) -> list[list[str]] | None:
 
 
 def parse_layout(text: str, base: ParallelConfig | None = None) -> tuple[ParallelConfig, int]:
-    """``text`` in short names -> (layout, data-parallel size asked for, at least 1).
+    """Parse ``text`` in short names into (layout, data-parallel size of at least 1).
 
-    Raises ConfigError for a word that is no size.
+    Raises ConfigError for a word that is not a size.
     """
     sizes: dict[str, Any] = {}
     data_parallel_size = 1
@@ -167,7 +167,7 @@ def parse_layout(text: str, base: ParallelConfig | None = None) -> tuple[Paralle
             sizes[SHORT_NAMES[match[1]]] = int(match[2])
         else:
             raise ConfigError(
-                f"layout {text!r}: {word!r} is no size; expected sp, layersN/M/... or one of "
+                f"layout {text!r}: {word!r} is not a size; expected sp, layersN/M/... or one of "
                 f"{', '.join(SHORT_NAMES)}, dp with a number, joined by '+', such as tp2+sp+pp2"
             )
     if data_parallel_size < 1:

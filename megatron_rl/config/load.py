@@ -1,32 +1,52 @@
-"""From a YAML recipe and ``key=value`` overrides to a checked, typed Config.
+"""Reads YAML recipes and ``key=value`` overrides into a checked, typed Config.
 
 Layers, later ones win: the schema's defaults, the preset, the recipe files in their order, the overrides in theirs. One
-default depends on other keys (``_decouple``). Each
-layer is checked on its own so that an error can name the layer, the key and the remedy. Mappings are merged name by name;
-an empty one (``reward.options={}``) takes away what the layers before it gave. YAML and interpolations are OmegaConf's.
+default depends on other keys (``_decouple``). Each layer is checked separately, so that an error can name the layer, the
+key and the remedy. Mappings are merged name by name; an empty mapping (``reward.options={}``) removes the entries of
+earlier layers. YAML and interpolations are OmegaConf's.
+
+Values of another YAML type with the same meaning are accepted: text that parses as a number, a number for text, 0 and 1
+for false and true.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import Any, get_origin
 
 import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from megatron_rl.config.derived import generates_ahead
+from megatron_rl.config.keys import near_misses
 from megatron_rl.config.schema import Config, OldPolicy
-from megatron_rl.config.schema.bounds import shown
-from megatron_rl.config.typed import RENAMED, merge_layers, to_yaml_values, typed
+from megatron_rl.config.schema.bounds import container_problem, item_type, named_items, not_null, shown
 from megatron_rl.errors import ConfigError
-
-__all__ = ["RENAMED", "config_to_yaml", "flat_params", "load_config", "preset_names"]
 
 PRESETS = Path(__file__).parent / "presets"
 
+REMOVED: dict[str, tuple[Any, str]] = {
+    "critic_pretrain.settle_tolerance": (0.02, "the tolerance is 0.02; set settle_window to converge later"),
+    "health.max_mismatch": (0.1, "the limit is 0.1 nats per token; set health.mismatch=ignore to turn the sign off"),
+    "health.max_reward_drop": (0.5, "the limit is half of the best reward; set health.reward_drop=ignore to turn the sign off"),
+    "health.max_rollbacks": (2, "a run rolls back at most twice; set the sign's action to stop for no rollback"),
+    "health.min_entropy": (0.001, "the limit is 0.001 nats per token; set health.entropy=ignore to turn the sign off"),
+    "reward.process.comment_prefixes": (["#"], "only Python programs are read, so comments start with #"),
+}
+"""Removed key -> the value that replaced it, and the remedy.
+
+That value is accepted, because the config.yaml of an earlier run lists every key; any other value is refused.
+"""
+
+_TRUTH = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
+_MISSING = "???"
+"""OmegaConf's marker of a value that a later layer must set."""
+
 
 def load_config(paths: str | Path | Sequence[str | Path] | None, overrides: Sequence[str] = ()) -> Config:
-    """Read one or more recipe files; raises ConfigError naming the file or override, the key and the remedy."""
+    """Read any number of recipe files; raises ConfigError naming the file or override, the key and the remedy."""
     files = [paths] if isinstance(paths, (str, Path)) else list(paths or [])
     layers = [(str(path), _read_yaml(Path(path))) for path in files]
     layers += [("the command line", _parse_override(item)) for item in overrides]
@@ -36,13 +56,13 @@ def load_config(paths: str | Path | Sequence[str | Path] | None, overrides: Sequ
     values = to_yaml_values(Config())
     for origin, layer in layers:
         try:
-            typed("", layer, Config, is_layer=True)
+            _typed("", layer, Config, is_layer=True)
         except ConfigError as error:
             raise ConfigError(f"{origin}: {error}") from error
-        values = merge_layers(values, layer, Config)
+        values = _merged(values, layer, Config)
     origins = ", ".join(map(str, files)) or "the command line"
     try:
-        config: Config = typed("", _resolved(values), Config)
+        config: Config = _typed("", _resolved(values), Config)
     except ConfigError as error:
         raise ConfigError(f"{origins}: {error}") from error
     except (OmegaConfBaseException, RecursionError) as error:
@@ -53,12 +73,12 @@ def load_config(paths: str | Path | Sequence[str | Path] | None, overrides: Sequ
 
 
 def config_to_yaml(config: Config) -> str:
-    """The whole resolved configuration; load_config reads it back to an equal Config."""
+    """The whole resolved configuration as YAML; load_config reads it back to an equal Config."""
     return OmegaConf.to_yaml(OmegaConf.create(to_yaml_values(config)))
 
 
 def flat_params(values: Config | Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """section.key -> value as YAML has it, of a configuration or of nested mappings; an empty mapping is a value."""
+    """Map section.key to its YAML value, for a configuration or nested mappings; an empty mapping is a value."""
     flat: dict[str, Any] = {}
     for key, value in to_yaml_values(values).items():
         if isinstance(value, Mapping) and value:
@@ -68,12 +88,23 @@ def flat_params(values: Config | Mapping[str, Any], prefix: str = "") -> dict[st
     return flat
 
 
+def to_yaml_values(value: Any) -> Any:
+    """Convert a section, with all sections and enums inside it, to YAML values."""
+    if is_dataclass(value):
+        return {item.name: to_yaml_values(getattr(value, item.name)) for item in fields(value)}
+    if isinstance(value, dict):
+        return {name: to_yaml_values(part) for name, part in value.items()}
+    if isinstance(value, list):
+        return [to_yaml_values(part) for part in value]
+    return value.value if isinstance(value, Enum) else value
+
+
 def preset_names() -> list[str]:
     return sorted(file.stem for file in PRESETS.glob("*.yaml"))
 
 
 def _decouple(config: Config, layers: Sequence[dict[str, Any]]) -> None:
-    """Tokens of an older policy train with the decoupled loss (arXiv 2505.24298), where no layer chooses a weight."""
+    """Train tokens of an older policy with the decoupled loss (arXiv 2505.24298), unless a layer sets a weight."""
     correction = config.algorithm.correction
     chosen = any("weight" in ((layer.get("algorithm") or {}).get("correction") or {}) for layer in layers)
     if generates_ahead(config.schedule) and correction.old_policy is OldPolicy.recomputed and not chosen:
@@ -95,7 +126,7 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     except (OmegaConfBaseException, RecursionError) as error:
         raise ConfigError(f"{path}: {_first_line(error)}") from error
     except OSError as error:
-        # So OmegaConf calls a file that holds a single value, too.
+        # OmegaConf also raises OSError for a file with a single value.
         found = _first_line(error)
     raise ConfigError(f"{path}: expected sections with keys (a YAML mapping), {found}")
 
@@ -113,14 +144,14 @@ def _parse_override(item: str) -> dict[str, Any]:
     if not _is_utf8(item):
         raise ConfigError(f"override {item!r}: expected text that can be written as UTF-8")
     try:
-        # "key=" means empty text; YAML would read it as null, which no field takes.
+        # "key=" means empty text; YAML would read null, which no field accepts.
         return _plain_layer(OmegaConf.from_dotlist([f"{item}''" if item.endswith("=") else item]))
     except (yaml.YAMLError, OmegaConfBaseException, RecursionError, TypeError, ValueError, IndexError) as error:
         raise ConfigError(f"override {item!r}: {_first_line(error)}") from error
 
 
 def _is_utf8(text: str) -> bool:
-    """False for bytes of the command line that are no UTF-8: Python reads them as lone surrogates."""
+    """False for command-line bytes that are not UTF-8: Python reads them as lone surrogates."""
     return text.encode(errors="ignore").decode() == text
 
 
@@ -130,7 +161,7 @@ def _plain_layer(layer: DictConfig) -> dict[str, Any]:
 
 
 def _resolved(values: dict[str, Any]) -> dict[str, Any]:
-    """Interpolations replaced by what they name."""
+    """Replace interpolations by their values."""
     if not _has_interpolation(values):
         return values
     resolved: Any = OmegaConf.to_container(OmegaConf.create(values), resolve=True)
@@ -145,3 +176,107 @@ def _has_interpolation(value: Any) -> bool:
 
 def _first_line(error: Exception) -> str:
     return next(iter(str(error).splitlines()), type(error).__name__)
+
+
+def _merged(base: Any, layer: Any, annotation: Any) -> Any:
+    """Lay ``layer`` over ``base``, both YAML values; an empty mapping of names removes the names below it."""
+    if not isinstance(base, dict) or not isinstance(layer, dict) or (not layer and get_origin(annotation) is dict):
+        return layer
+    parts = {name: _merged(base.get(name), part, _annotation_of(name, annotation)) for name, part in layer.items()}
+    return {**base, **parts}
+
+
+def _annotation_of(name: str, annotation: Any) -> Any:
+    """Annotation of item ``name`` in a value with ``annotation``; Any for a name that a section does not have."""
+    section = not_null(annotation)
+    if is_dataclass(section):
+        return next((item.type for item in fields(section) if item.name == name), Any)
+    return item_type(section)
+
+
+def _typed(key: str, value: Any, annotation: Any, *, is_layer: bool = False) -> Any:
+    """Convert the YAML ``value`` of ``key`` to ``annotation``, or raise a ConfigError that names the key.
+
+    ``is_layer``: the value is only checked, and interpolations and markers stay unchanged, because other layers follow.
+    """
+    wanted = not_null(annotation)
+    if is_layer and isinstance(value, str) and ("${" in value or value == _MISSING):
+        return value
+    if value is None and (wanted is not annotation or wanted is Any):
+        return None
+    wrong = container_problem(key, value, wanted)
+    if wrong:
+        raise ConfigError(wrong)
+    if is_dataclass(wanted):
+        return _section(key, value, wanted, is_layer=is_layer)
+    if isinstance(value, dict | list):
+        kind = item_type(wanted)
+        parts = {name: _typed(f"{key}.{name}", part, kind, is_layer=is_layer) for name, part in named_items(value)}
+        return parts if isinstance(value, dict) else list(parts.values())
+    if value == _MISSING:
+        raise ConfigError(f"{key}: expected a value, but every layer leaves it at {_MISSING}; give one")
+    return _single(key, value, wanted)
+
+
+def _section(key: str, value: Mapping[str, Any], section: Any, *, is_layer: bool) -> Any:
+    kinds = {item.name: item.type for item in fields(section)}
+    parts: dict[str, Any] = {}
+    for name, part in value.items():
+        full = f"{key}.{name}" if key else str(name)
+        if name in kinds:
+            parts[name] = _typed(full, part, kinds[name], is_layer=is_layer)
+        elif full not in REMOVED or REMOVED[full][0] != part:
+            raise ConfigError(f"unknown key {shown(full)}{_suggestion(full)}")
+    return section(**parts)
+
+
+def _suggestion(key: str) -> str:
+    if key in REMOVED:
+        return f", which was removed: {REMOVED[key][1]}"
+    close = near_misses(key)
+    return f"; did you mean {close[0]!r}?" if close else f"; sections are {', '.join(f.name for f in fields(Config))}"
+
+
+def _single(key: str, value: Any, wanted: Any) -> Any:
+    if isinstance(wanted, type) and issubclass(wanted, Enum):
+        choices = {str(member.value): member for member in wanted}
+        # YAML converts words such as off and none, but their text is still the name of the choice.
+        if str(value) in choices:
+            return choices[str(value)]
+        raise ConfigError(f"{key}: expected one of {', '.join(choices)}, got {shown(value)}")
+    readers: dict[Any, tuple[str, Callable[[Any], Any]]] = {
+        bool: ("true or false", _truth),
+        bool | str: ("true, false or a word", lambda word: _TRUTH.get(str(word).lower(), _text(word))),
+        int: ("a whole number", _whole),
+        float: ("a number", _number),
+        str: ("text", _text),
+    }
+    if wanted not in readers:
+        return value
+    expected, read = readers[wanted]
+    try:
+        return read(value)
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
+        raise ConfigError(f"{key}: expected {expected}, got {shown(value)}") from error
+
+
+def _truth(value: Any) -> bool:
+    return _TRUTH[str(value).lower()]
+
+
+def _whole(value: Any) -> int:
+    if isinstance(value, bool | float):
+        raise ValueError(value)
+    return int(value)
+
+
+def _number(value: Any) -> float:
+    if isinstance(value, bool):
+        raise ValueError(value)
+    return float(value)
+
+
+def _text(value: Any) -> str:
+    if value is None or isinstance(value, bytes):
+        raise ValueError(value)
+    return str(value)

@@ -18,7 +18,8 @@ Decode = Callable[[Sequence[int]], str]
 Region = tuple[int, int]
 """[start, end) in characters."""
 
-COMMENT_PREFIXES = ("#",)
+COMMENT_PREFIX = "#"
+"""Only Python programs are found (``_PYTHON_TAGS``)."""
 ENTRY_POINT_FIELD = "entry_point"
 """The row field that names the function under test, as the code reward reads it."""
 _MAX_PARTIAL_TOKENS = 8
@@ -109,28 +110,26 @@ def _blocks(text: str, position: int) -> Iterator[_Block]:
         yield _Block(tag, (start, position), indent)
 
 
-def code_lines(
-    text: str, *, entry_point: str = "", comment_prefixes: Sequence[str] = COMMENT_PREFIXES
-) -> list[CodeLine]:
+def code_lines(text: str, *, entry_point: str = "") -> list[CodeLine]:
     """The lines of the code region in order; without a region there are none."""
     region = code_region(text, entry_point)
-    return lines_between(text, region, comment_prefixes) if region else []
+    return lines_between(text, region) if region else []
 
 
-def lines_between(text: str, region: Region, comment_prefixes: Sequence[str] = COMMENT_PREFIXES) -> list[CodeLine]:
+def lines_between(text: str, region: Region) -> list[CodeLine]:
     lines, position, stop = [], region[0], region[1]
     while position < stop:
         newline = text.find("\n", position, stop)
         end = stop if newline < 0 else newline + 1
         line = text[position:end].rstrip("\r\n")
-        lines.append(CodeLine(line, end, is_neutral(line, comment_prefixes)))
+        lines.append(CodeLine(line, end, is_neutral(line)))
         position = end
     return lines
 
 
-def is_neutral(line: str, comment_prefixes: Sequence[str] = COMMENT_PREFIXES) -> bool:
+def is_neutral(line: str) -> bool:
     stripped = line.strip()
-    return not stripped or stripped.startswith(tuple(comment_prefixes))
+    return not stripped or stripped.startswith(COMMENT_PREFIX)
 
 
 def end_tokens(lines: Sequence[CodeLine], pieces: Sequence[str]) -> list[int]:

@@ -12,7 +12,7 @@ from typing import Any
 
 from megatron_rl.config.derived import model_has_vision
 from megatron_rl.config.schema import Config, DataConfig, RewardModelKind
-from megatron_rl.data.code_lines import COMMENT_PREFIXES, ENTRY_POINT_FIELD, code_lines
+from megatron_rl.data.code_lines import ENTRY_POINT_FIELD, code_lines
 from megatron_rl.data.prompts import RowContent, check_images, read_content
 from megatron_rl.data.row_files import describe, lookup, read_rows
 from megatron_rl.errors import DataError, UserError
@@ -46,15 +46,9 @@ def load_preferences(files: Sequence[str], data: DataConfig) -> list[Preference]
     return list(_loaded(files, data, _preference, "preferences {prompt, chosen, rejected}"))
 
 
-def load_labelled_programs(
-    files: Sequence[str], data: DataConfig, comment_prefixes: Sequence[str] = COMMENT_PREFIXES
-) -> list[LabeledProgram]:
+def load_labelled_programs(files: Sequence[str], data: DataConfig) -> list[LabeledProgram]:
     """Every row of ``files``; DataError for the first bad one, also where labels do not fit the program's lines."""
-
-    def program(row: dict[str, Any], place: str, data: DataConfig) -> LabeledProgram:
-        return _labelled_program(row, place, data, comment_prefixes)
-
-    return list(_loaded(files, data, program, "programs with line_labels, as label-lines writes them"))
+    return list(_loaded(files, data, _labelled_program, "programs with line_labels, as label-lines writes them"))
 
 
 def check_reward_files(config: Config) -> None:
@@ -66,7 +60,7 @@ def check_reward_files(config: Config) -> None:
     for files in filter(None, (settings.train_files, settings.eval_files)):
         rows: Sequence[Preference | LabeledProgram]
         if settings.kind is RewardModelKind.process:
-            rows = load_labelled_programs(files, config.data, config.reward.process.comment_prefixes)
+            rows = load_labelled_programs(files, config.data)
         else:
             rows = load_preferences(files, config.data)
         for row in rows:
@@ -93,16 +87,14 @@ def _preference(row: dict[str, Any], place: str, data: DataConfig) -> Preference
     return Preference(content, chosen, rejected)
 
 
-def _labelled_program(
-    row: dict[str, Any], place: str, data: DataConfig, comment_prefixes: Sequence[str]
-) -> LabeledProgram:
+def _labelled_program(row: dict[str, Any], place: str, data: DataConfig) -> LabeledProgram:
     content = read_content(row, place, data)
     response = _text(row, data.response_field, place)
     labels = lookup(row, _LABELS_FIELD)
     if not isinstance(labels, list) or any(isinstance(x, bool) or x not in LABELS for x in labels):
         raise DataError(f"{place}: field {_LABELS_FIELD!r}: expected a list of 1, -1 and 0, got {describe(labels)}")
     entry_point = str(lookup(row, ENTRY_POINT_FIELD) or "")
-    num_lines = len(code_lines(response, entry_point=entry_point, comment_prefixes=comment_prefixes))
+    num_lines = len(code_lines(response, entry_point=entry_point))
     if len(labels) != num_lines:
         raise DataError(
             f"{place}: field {_LABELS_FIELD!r}: {len(labels)} labels for a program of {num_lines} lines; "

@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from megatron_rl.config.checks.prompt_content import TAKEN_ARGUMENTS, reserved_argument_problem
+from megatron_rl.config.checks.data_settings import TAKEN_ARGUMENTS, reserved_argument_problem
 from megatron_rl.config.schema import DataConfig
 from megatron_rl.data.row_files import Row, describe, is_missing, lookup, not_json
 from megatron_rl.errors import DataError

@@ -261,7 +261,7 @@ def _parts(
 
 def _settling(config: Config) -> ValueConvergence:
     pretrain = config.critic_pretrain
-    return ValueConvergence(pretrain.settle_window, pretrain.settle_tolerance, min_steps=pretrain.min_steps)
+    return ValueConvergence(pretrain.settle_window, min_steps=pretrain.min_steps)
 
 
 def _rollout(

@@ -51,7 +51,7 @@ from megatron_rl.step.scoring import ResponseScorer
 from megatron_rl.step.stage_facts import ChildCpuClock
 from megatron_rl.step.state import StepState
 from megatron_rl.step.updates import planned_updates, train_critic, train_policy
-from megatron_rl.step.watchdog import Finding, Rollback, TrainingCollapsed, Watchdog
+from megatron_rl.step.watchdog import MAX_ROLLBACKS, Finding, Rollback, TrainingCollapsed, Watchdog
 from megatron_rl.step.window_advantages import ModelOutputs, window_advantages
 from megatron_rl.training.trainer_group import TrainerGroup
 
@@ -427,10 +427,10 @@ class TrainingLoop:
             self._roll_back("; ".join(messages[HealthAction.roll_back]))
 
     def _roll_back(self, why: str) -> None:
-        parts, limit = self._parts, self._config.health.max_rollbacks
+        parts = self._parts
         number = parts.watchdog.num_rollbacks + 1
-        if number > limit:
-            raise TrainingCollapsed(f"{why}. Already rolled back {limit} times (health.max_rollbacks). {self._way_back()}")
+        if number > MAX_ROLLBACKS:
+            raise TrainingCollapsed(f"{why}. Already rolled back {MAX_ROLLBACKS} times. {self._way_back()}")
         if parts.saver.newest_healthy is None:
             raise TrainingCollapsed(f"{why}. {self._way_back()}")
         raise Rollback(why, parts.pool.position(), number)

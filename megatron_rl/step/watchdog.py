@@ -12,6 +12,14 @@ from typing import Any
 from megatron_rl.config.schema import HealthAction, HealthConfig
 from megatron_rl.errors import UserError
 
+MIN_ENTROPY = 1.0e-3
+"""Nats per token; below this limit the policy samples the same token nearly everywhere."""
+MAX_MISMATCH = 0.1
+"""Nats per token of mismatch/k3; trainer and servers that agree stay far below."""
+MAX_ROLLBACKS = 2
+"""Rollbacks per run; a sign that returns after them has a cause that a rollback does not remove."""
+_MAX_REWARD_DROP = 0.5
+"""Fraction of the best mean reward; a drop that the noise of the steps explains never counts."""
 _IMMEDIATE_SIGNS = ("reward_errors",)
 _NO_GRADIENT = 1e-10
 """Gradient norms of models that learn are larger by many orders; float32 rounding of a dead one need not be exactly 0."""
@@ -107,15 +115,14 @@ class Watchdog:
         self._rewards.load_state(state["rewards"])
 
     def _signs(self, metrics: Mapping[str, float], policy_trains: bool) -> Iterator[tuple[str, str]]:
-        config = self._config
         entropy = metrics.get("policy/entropy", math.inf)
-        if entropy < config.min_entropy:
+        if entropy < MIN_ENTROPY:
             yield "entropy", (
-                f"the policy's entropy is {entropy:.1e} nats per token, below health.min_entropy={config.min_entropy:g}: "
+                f"the policy's entropy is {entropy:.1e} nats per token, below {MIN_ENTROPY:g}: "
                 "it hardly samples any more. Lower policy.optimizer.lr, raise algorithm.entropy_coef or clip_high"
             )
         reward = _first(metrics, ("dynamic_sampling/reward_mean", "reward/accuracy", "reward/mean"))
-        if reward is not None and (fall := self._rewards.fall(reward, config.max_reward_drop)):
+        if reward is not None and (fall := self._rewards.fall(reward, _MAX_REWARD_DROP)):
             yield "reward_drop", (
                 f"the mean reward fell from {fall[0]:.3g} to {fall[1]:.3g}. Lower policy.optimizer.lr, or return to an "
                 "earlier checkpoint"
@@ -124,10 +131,10 @@ class Watchdog:
         if gradient:
             yield "gradient", gradient
         mismatch = metrics.get("mismatch/k3", 0.0)
-        if config.max_mismatch and not mismatch <= config.max_mismatch:
+        if not mismatch <= MAX_MISMATCH:
             yield "mismatch", (
                 f"trainer and servers disagree: mismatch/k3 is {mismatch:.2g} nats per token, more than "
-                f"health.max_mismatch={config.max_mismatch:g}. Compare their dtypes and kernels, use "
+                f"{MAX_MISMATCH:g}. Compare their dtypes and kernels, use "
                 "algorithm.correction, or policy.moe.routing_replay with experts"
             )
         if metrics.get("reward/error_rate", 0.0) > self._max_error_rate:

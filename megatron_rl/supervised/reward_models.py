@@ -198,17 +198,16 @@ class _ProcessLabels:
 
     def __init__(self, config: Config, tokenizer: Tokenizer) -> None:
         self._data, self._tokenizer = config.data, tokenizer
-        self._comment_prefixes = config.reward.process.comment_prefixes
 
     def examples(self, files: Sequence[str]) -> list[RewardExample]:
         """One sequence each; rows whose lines are all neutral have nothing to teach and are left out."""
         examples = []
-        for row in load_labelled_programs(files, self._data, self._comment_prefixes):
+        for row in load_labelled_programs(files, self._data):
             prompt = tokenize(row.content, self._data, self._tokenizer)
             num_prompt = len(prompt.token_ids)
             sequence = _with_response(row.content, prompt, row.response, self._tokenizer)
             pieces = token_texts(sequence[num_prompt:-1], self._tokenizer.decode)
-            lines = code_lines("".join(pieces), entry_point=row.entry_point, comment_prefixes=self._comment_prefixes)
+            lines = code_lines("".join(pieces), entry_point=row.entry_point)
             if len(lines) != len(row.labels):
                 raise DataError(
                     f"{row.content.place}: the tokenizer turns a program of {len(row.labels)} lines into one of "

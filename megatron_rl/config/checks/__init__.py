@@ -1,18 +1,14 @@
-"""What must hold before anything starts. Every problem is found at once, with key and remedy.
+"""Checks a configuration before anything starts, and reports all problems together, with key and remedy.
 
-What one field can say alone (a bound) stands at the field in the schema; here stands what holds between fields, files
-and models: one module per subject, whose functions yield one message per problem.
+The bound of a single field is at the field in the schema. The modules of this package check relations between fields,
+files and models, one subject each; their functions yield one message per problem.
 """
 
 from megatron_rl.config.checks import (
     combinations,
-    eval_sampling,
-    layouts,
-    learning_rates,
+    data_settings,
     model_folder,
-    paths,
-    policy_settings,
-    prompt_content,
+    model_settings,
     servers,
     tracking_keys,
 )
@@ -24,10 +20,10 @@ from megatron_rl.errors import ConfigError
 
 
 def check_config(config: Config, *, command: str, world_size: int | None = None, node: Node | None = None) -> None:
-    """Raise ConfigError listing every problem of ``config`` for a command of the command line, such as ``train``.
+    """Raise a ConfigError that lists every problem of ``config`` for ``command``, such as ``train``.
 
-    ``world_size`` None: the number of ranks is not known yet (a dry run outside a launcher). ``node``: the driver's; None:
-    nothing is known of it.
+    ``world_size`` None: the number of ranks is not known yet (a dry run outside a launcher). ``node``: the driver's node;
+    None: unknown.
     """
     unusable = list(type_problems(config))
     if unusable:
@@ -35,11 +31,13 @@ def check_config(config: Config, *, command: str, world_size: int | None = None,
     out_of_bounds = list(bound_problems("", config))
     problems = [
         *out_of_bounds,
-        *learning_rates.problems(config, command),
-        *paths.problems(config, command),
+        *model_settings.learning_rate_problems(config, command),
+        *data_settings.path_problems(config, command),
+        *data_settings.prompt_problems(config.data),
+        *model_settings.parallel_problems(config, world_size),
+        *servers.address_problems(config.rollout),
+        *model_settings.policy_problems(config),
     ]
-    problems += [*prompt_content.problems(config.data), *layouts.problems(config, world_size)]
-    problems += [*servers.address_problems(config.rollout), *policy_settings.problems(config)]
     unknown = list(combinations.unknown_plugins(config.algorithm))
     problems += unknown
     ranks = config.parallel.num_ranks if world_size is None else world_size
@@ -52,9 +50,10 @@ def check_config(config: Config, *, command: str, world_size: int | None = None,
     if command in RL_COMMANDS:
         problems += [*servers.placement_problems(config.rollout, ranks), *servers.fleet_problems(config)]
         problems += [] if unknown else combinations.problems(config, command)
-        problems += [*eval_sampling.problems(config), *tracking_keys.problems(config), *combinations.profile_problems(config, ranks)]
+        problems += [*data_settings.eval_problems(config), *tracking_keys.problems(config)]
+        problems += tracking_keys.profile_problems(config, ranks)
     if not problems and config.policy.path:
         problems += model_folder.problems(config, command)
     if problems:
-        # A layout's own check repeats what is out of bounds in it.
+        # The check of a layout repeats the messages on its bounds.
         raise ConfigError("\n".join(dict.fromkeys(problems)))

@@ -1,4 +1,4 @@
-"""Methods that exclude each other, or that lack what they work on."""
+"""Checks of combinations: methods that exclude each other or lack their inputs."""
 
 from collections.abc import Iterator, Mapping
 from operator import attrgetter
@@ -31,11 +31,11 @@ from megatron_rl.config.schema import (
 from megatron_rl.system.plugins import PluginError, parameters
 
 _SPECULATION_THRESHOLDS = ("speculative-accept-threshold-single", "speculative-accept-threshold-acc")
-"""SGLang accepts drafted tokens with more than their probability where these are below 1."""
+"""Options below 1 let SGLang accept drafted tokens with more than their probability."""
 
 
 def unknown_plugins(algorithm: AlgorithmConfig) -> Iterator[str]:
-    """Names that no piece has, paths that do not import, options that a piece does not take."""
+    """Yield a problem for each unknown name, path that does not import, and option that a function does not accept."""
     for key, seam in register.SEAMS.items():
         name, options = attrgetter(key, f"{key}_options")(algorithm)
         try:
@@ -59,19 +59,6 @@ def problems(config: Config, command: str = "train") -> Iterator[str]:
         yield from _untrained_critic(config)
     yield from _dialogue(config)
     yield from _whole_distribution(config.rollout)
-
-
-def profile_problems(config: Config, num_ranks: int) -> Iterator[str]:
-    """``num_ranks`` 0: not known yet."""
-    profile = config.profile
-    late = [step for step in profile.steps if step > config.run.num_steps]
-    if late:
-        yield f"profile.steps: the run has run.num_steps={config.run.num_steps} steps and never reaches {late}; name earlier ones"
-    missing = [rank for rank in profile.ranks if rank >= num_ranks > 0] if profile.steps else []
-    if missing:
-        yield f"profile.ranks: there are {num_ranks} trainer ranks, counted from 0, and no {missing}"
-    if profile.memory and not profile.steps:
-        yield "profile.memory: snapshots are of the steps profile.steps, and it names none; name some, or set profile.memory=false"
 
 
 def _windows(config: Config) -> Iterator[str]:
@@ -189,7 +176,7 @@ def _comparisons(config: Config) -> Iterator[str]:
 
 
 def _blocks(config: Config, sizes: Mapping[str, int]) -> Iterator[str]:
-    """``sizes``: of the groups, by key."""
+    """Check that groups fill a step exactly; ``sizes`` maps keys to group sizes."""
     block, why = block_size(config.batch), "a step is filled with whole groups"
     if register.needs_greedy(config.algorithm.advantage):
         yield (
@@ -197,7 +184,7 @@ def _blocks(config: Config, sizes: Mapping[str, int]) -> Iterator[str]:
             "so groups of several sizes would not fill the same slots; leave it empty"
         )
     for key, size in sizes.items():
-        # Numbers below 1 are out of their bound, which is told elsewhere.
+        # The bounds already refuse numbers below 1.
         if size >= 1 and block % size:
             yield f"{key}: {size} does not divide {block}, the largest number of samples; {why}"
     if num_responses_per_step(config) % block:
@@ -233,11 +220,14 @@ def _correction(correction: CorrectionConfig) -> Iterator[str]:
     corrects = correction.weight != "none" or correction.rejection != "none"
     if correction.old_policy is OldPolicy.rollout and (corrects or correction.veto_below):
         yield (
-            "algorithm.correction.old_policy: with the engine's own log-probs there is nothing to correct; "
+            "algorithm.correction.old_policy: with the servers' log-probs as the old ones there is nothing to correct; "
             "set recomputed, or weight=none, rejection=none and veto_below=0"
         )
     if weight.bounded and correction.max_weight < 1:
-        yield f"algorithm.correction.max_weight: expected at least 1, or agreeing engines are changed, got {correction.max_weight}"
+        yield (
+            "algorithm.correction.max_weight: expected at least 1, or tokens on which trainer and servers agree are changed, "
+            f"got {correction.max_weight}"
+        )
     if "icepop_low" in parameters(weight.function):
         yield from _around_one("icepop", correction.icepop_low, correction.icepop_high)
     if "rejection_low" in parameters(rejection.function):
@@ -247,8 +237,8 @@ def _correction(correction: CorrectionConfig) -> Iterator[str]:
 def _around_one(name: str, low: float, high: float) -> Iterator[str]:
     if not low <= 1 <= high:
         yield (
-            f"algorithm.correction.{name}_low, {name}_high: expected low <= 1 <= high, so that engines that agree are "
-            f"left alone, got {low} and {high}"
+            f"algorithm.correction.{name}_low, {name}_high: expected low <= 1 <= high, so that tokens on "
+            f"which trainer and servers agree stay unchanged, got {low} and {high}"
         )
 
 
@@ -280,18 +270,18 @@ def _hot_tokens(config: Config) -> Iterator[str]:
     corrected = correction.weight != "none" or correction.old_policy is OldPolicy.rollout
     if fire.temperature and fire.loss is FireLoss.keep and not corrected:
         yield (
-            "rollout.fire.loss: keep trains tokens that were drawn at another temperature as if the policy had drawn them; "
+            "rollout.fire.loss: keep trains tokens sampled at another temperature as if the policy had sampled them; "
             "set algorithm.correction.weight=token, or rollout.fire.loss=mask"
         )
 
 
 def _untrained_critic(config: Config) -> Iterator[str]:
-    """A fresh value head says random numbers, and advantages would be made of them."""
+    """Refuse a critic with a random value head, whose values would make random advantages."""
     if needs_critic(config) and not config.critic.path and not config.critic.warmup_steps:
         yield (
-            "critic.path: the critic would start with a random value head and steer the policy from the first step; "
+            "critic.path: the critic would start with a random value head and train the policy from the first step; "
             "pretrain it (megatron-rl critic-pretrain --config ... critic_pretrain.output_path=FOLDER) and set "
-            "critic.path=FOLDER, start from a reward model, or let it learn alone first (critic.warmup_steps; 10 is in use)"
+            "critic.path=FOLDER, start from a reward model, or train it alone first (critic.warmup_steps; 10 is in use)"
         )
 
 
@@ -304,7 +294,7 @@ def _without_critic(config: Config) -> Iterator[str]:
     if config.critic.path:
         yield f"critic.path: {without}; leave it empty"
     if config.critic.parallel and not config.reward.process.path:
-        yield f"critic.parallel: {without}; leave it out"
+        yield f"critic.parallel: {without}; remove it"
     if config.environment.name == "pag":
         yield f"environment.name: pag scores turn by turn, which needs algorithm.advantage=egae; {without}"
 
@@ -317,25 +307,25 @@ def _dialogue(config: Config) -> Iterator[str]:
             yield "algorithm.normalize_by_role: needs an environment with several roles (environment.name=pag)"
         return
     if config.reward.process.path:
-        yield "reward.process.path: rewards of lines are for single responses; leave environment.name empty"
+        yield "reward.process.path: line rewards are for single responses; leave environment.name empty"
     if config.reward.require_think:
-        yield "reward.require_think: turns of a dialogue are graded as they stand; set false"
+        yield "reward.require_think: turns of a dialogue are scored unchanged; set false"
 
 
 def _whole_distribution(rollout: RolloutConfig) -> Iterator[str]:
-    """Training responses come from the distribution whose log-probs the trainer computes: that over all tokens.
+    """Refuse truncated sampling of training responses: the trainer computes log-probs over all tokens.
 
-    A truncated sampler draws from another one, and neither side's log-probs would show the difference.
+    A truncated sampler has another distribution, and the log-probs of neither trainer nor server show the difference.
     """
-    why = "The trainer's log-probs are over all tokens, so a truncated sampler would make every ratio wrong unseen"
+    why = "The trainer's log-probs are over all tokens, so a truncated sampler would make every ratio wrong, without any sign of it"
     for key, value, off in (("top_p", rollout.top_p, 1), ("top_k", rollout.top_k, -1)):
         if value != off:
             yield (
-                f"rollout.{key}: responses that train are sampled among all tokens, set {off}, got {value}. {why}; "
+                f"rollout.{key}: training responses are sampled from all tokens, set {off}, got {value}. {why}; "
                 f"evaluations may truncate: eval.{key}"
             )
     for name, value in rollout.server_args.items():
         flag = name.lstrip("-").replace("_", "-")
         exact = flag in _SPECULATION_THRESHOLDS and value in (1, 1.0, "1", "1.0")
         if flag == "preferred-sampling-params" or (flag in _SPECULATION_THRESHOLDS and not exact):
-            yield f"rollout.server_args.{name}: it changes what tokens are sampled from; leave it out. {why}"
+            yield f"rollout.server_args.{name}: it changes the distribution that tokens are sampled from; remove it. {why}"

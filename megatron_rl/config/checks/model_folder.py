@@ -1,4 +1,4 @@
-"""Whether the model's folder is one that this trainer, its layouts and SGLang take."""
+"""Checks that the trainer, its layouts and SGLang support the model in policy.path."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -46,12 +46,12 @@ def problems(config: Config, command: str) -> Iterator[str]:
 
 
 def _lengths(config: Config, command: str, model: dict[str, Any], path: Path) -> Iterator[str]:
-    """Of the vocabulary and of the context."""
+    """Check the vocabulary size and the context length."""
     largest = _largest_token_id(path.parent / "tokenizer.json")
     if largest >= model.get("vocab_size", largest + 1):
         yield (
             f"policy.path: vocabulary mismatch: the largest id in {path.parent / 'tokenizer.json'} is {largest}, but {path} "
-            f"says vocab_size={model['vocab_size']}; use the tokenizer that belongs to this checkpoint"
+            f"has vocab_size={model['vocab_size']}; use the tokenizer that belongs to this checkpoint"
         )
     tokens = {"stop_token_ids": config.rollout.stop_token_ids, "fire.banned_token_ids": config.rollout.fire.banned_token_ids}
     for key, token_ids in tokens.items():
@@ -67,7 +67,7 @@ def _lengths(config: Config, command: str, model: dict[str, Any], path: Path) ->
 
 
 def _divisions(parallel: ParallelConfig, model: dict[str, Any], path: Path) -> Iterator[str]:
-    """Sizes of the model that do not divide by those of the layout."""
+    """Yield the sizes of the model that the sizes of the layout do not divide."""
     tp = parallel.tensor_parallel_size
     names = ["num_attention_heads", "num_key_value_heads"]
     facts = as_config({"num_hidden_layers": 0, **model})
@@ -98,7 +98,7 @@ def _moe(moe: MoeConfig, model: dict[str, Any], path: Path) -> Iterator[str]:
 
 
 def _largest_token_id(path: Path) -> int:
-    """-1 where there is no tokenizer.json, or one of a kind that lists its vocabulary in another way."""
+    """Largest token id in tokenizer.json; -1 if the file does not exist or lists its vocabulary in another form."""
     if not path.is_file():
         return -1
     try:

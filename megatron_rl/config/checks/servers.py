@@ -1,4 +1,4 @@
-"""Where servers are: their addresses, and which rank shares its device with which server."""
+"""Checks of the servers: addresses, API key, devices shared with ranks, SGLang options."""
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,39 +19,39 @@ from megatron_rl.system.http.addresses import LOOPBACK, address_problem
 _KEY_FLAGS = ("api-key", "admin-api-key")
 _WORKER_FLAGS = {
     "tensor-parallel-size": "set rollout.tensor_parallel_size (serve: --tensor-parallel-size)",
-    "pipeline-parallel-size": "leave it out: a pipelined server cannot take weights while it runs",
+    "pipeline-parallel-size": "remove it: a pipelined server cannot receive weights while it runs",
     "data-parallel-size": "start more servers: rollout.num_servers (serve: --num-servers); attention by data is attn-dp-size",
-    "nnodes": "leave it out: a run starts servers on its own node, megatron-rl serve --num-nodes starts one over several",
+    "nnodes": "remove it: a run starts servers on its own node, megatron-rl serve --num-nodes starts one over several",
 }
-"""SGLang's options that change how many workers a server has -> what to do in their place."""
+"""SGLang options that change the number of server workers -> the alternative."""
 _SHORT_FLAGS = {"tp": "tensor-parallel-size", "pp": "pipeline-parallel-size", "dp": "data-parallel-size"}
 _FEWEST_LETTERS = len("tensor-p")
-"""Of an abbreviation that can only mean one option."""
+"""Length of the shortest unambiguous abbreviation of an option."""
 _NCCL_FLAGS = {"enable-symm-mem": ("NCCL_CUMEM_ENABLE", "NCCL_NVLS_ENABLE"), "enable-nccl-nvls": ("NCCL_NVLS_ENABLE",)}
-"""SGLang's options that set NCCL's variables to 1 in a server, whatever its environment says."""
+"""SGLang options that set NCCL variables to 1 in a server, regardless of its environment."""
 RANDOM_DRAFT = (
-    "servers that a trainer feeds start with random weights, and it sends those of the policy alone: neither multi-token-prediction "
-    "layers nor another draft model. Nearly every guess of a random draft is wrong. Read from its folder it stays as it was made "
-    "(what is sampled is exact whatever it guesses)"
+    "servers of a trainer start with random weights and receive only the policy's: neither multi-token-prediction layers nor "
+    "another draft model. Nearly every guess of a random draft is wrong. A draft read from its folder keeps its weights "
+    "(the sampled tokens are exact for any draft)"
 )
 _SPECULATIVE = "speculative-algorithm"
 _WITHOUT_DRAFT_MODEL = "NGRAM"
-"""The speculative algorithm that guesses from the text itself."""
+"""The speculative algorithm that predicts tokens from the text, without a draft model."""
 _HALF_PRECISION_ATTENTION = ("fa3", "fa4", "flashinfer", "flashmla")
 
 
 @dataclass(frozen=True)
 class Node:
-    """A machine of the run, as far as it is known."""
+    """GPUs and ranks of one node of the run; 0 means an unknown number."""
 
     num_gpus: int
-    """0: none, or not known."""
+    """Number of GPUs; 0: no GPU, or unknown."""
     num_ranks: int
-    """Trainer ranks on it; 0: not known."""
+    """Number of trainer ranks on the node; 0: unknown."""
 
     @staticmethod
     def of(num_gpus: int, num_ranks: int) -> "Node":
-        """One of as few nodes of ``num_gpus`` GPUs as ``num_ranks`` ranks need, which spread evenly over them."""
+        """Return a node for ``num_ranks`` ranks spread evenly over as few nodes of ``num_gpus`` GPUs as possible."""
         num_nodes = -(-num_ranks // num_gpus) if num_gpus else 1
         return Node(num_gpus, -(-num_ranks // num_nodes) if num_nodes else 0)
 
@@ -59,12 +59,12 @@ class Node:
 def address_problems(rollout: RolloutConfig) -> Iterator[str]:
     yield from _list_problems("rollout.urls", rollout.urls)
     if rollout.urls and rollout.urls_file:
-        yield "rollout.urls_file: rollout.urls names servers too; keep one of them"
+        yield "rollout.urls_file: rollout.urls also lists servers; keep one of the two keys"
     if rollout.urls_file.startswith(("http://", "https://")):
         if problem := address_problem(rollout.urls_file):
             yield f"rollout.urls_file: {problem}"
     elif rollout.urls_file and not Path(rollout.urls_file).parent.is_dir():
-        yield f"rollout.urls_file: {rollout.urls_file} cannot appear: there is no folder {Path(rollout.urls_file).parent}"
+        yield f"rollout.urls_file: {rollout.urls_file} cannot be created: there is no folder {Path(rollout.urls_file).parent}"
     yield from key_problems(rollout)
     if rollout.port > 65535 - rollout.num_servers:
         yield f"rollout.port: expected 0 (any free port) or a port up to {65535 - rollout.num_servers}, got {rollout.port}"
@@ -74,17 +74,17 @@ def _list_problems(key: str, urls: Sequence[str]) -> Iterator[str]:
     yield from (f"{key}: {problem}" for problem in map(address_problem, urls) if problem)
     plain = [url.rstrip("/") for url in urls]
     if twice := [url for url in dict.fromkeys(plain) if plain.count(url) > 1]:
-        yield f"{key}: {twice[0]} stands there {plain.count(twice[0])} times; name each server once"
+        yield f"{key}: {twice[0]} is listed {plain.count(twice[0])} times; list each server once"
 
 
 def fleet_problems(config: Config) -> Iterator[str]:
-    """Why eval.urls cannot evaluate beside training."""
+    """Yield the reasons why eval.urls cannot evaluate during training."""
     urls = config.eval.urls
     yield from _list_problems("eval.urls", urls)
     if both := {url.rstrip("/") for url in urls} & {url.rstrip("/") for url in config.rollout.urls}:
-        yield f"eval.urls: {min(both)} is one of rollout.urls too; a server has one model at a time, so name others or none"
+        yield f"eval.urls: {min(both)} is also in rollout.urls; a server has one model at a time, so list other servers or none"
     if urls and server_placement(config.rollout).shares_devices:
-        yield "eval.urls: rollout.placement=colocated sends weights inside the trainer's devices alone; leave eval.urls empty"
+        yield "eval.urls: rollout.placement=colocated sends weights only within the trainer's devices; leave eval.urls empty"
 
 
 def key_problems(rollout: RolloutConfig) -> Iterator[str]:
@@ -93,26 +93,26 @@ def key_problems(rollout: RolloutConfig) -> Iterator[str]:
         yield f"rollout.api_key_env: the environment variable {rollout.api_key_env} is not set; export it with the servers' key"
     elif key.startswith("-") or not (key.isascii() and key.isprintable()) or " " in key:
         yield (
-            f"rollout.api_key_env: the key in {rollout.api_key_env} must be ASCII without spaces, and not begin with a dash: "
-            "it travels in a header and on SGLang's command line"
+            f"rollout.api_key_env: the key in {rollout.api_key_env} must be ASCII without spaces, and must not start with a dash: "
+            "the key is sent in a header and on SGLang's command line"
         )
     if named := [name for name in rollout.server_args if name.lstrip("-").replace("_", "-") in _KEY_FLAGS]:
         yield (
-            f"rollout.server_args: {named[0]} would stand in recipes and process lists; export the key in an environment "
-            "variable and name that in rollout.api_key_env"
+            f"rollout.server_args: {named[0]} would be visible in recipes and process lists; export the key in an environment "
+            "variable and set rollout.api_key_env to its name"
         )
 
 
 def placement_problems(rollout: RolloutConfig, num_ranks: int) -> Iterator[str]:
-    """Why the servers cannot share the devices of ``num_ranks`` trainer ranks (0: not known yet); nothing if apart."""
+    """Yield the reasons why colocated servers cannot share the devices of ``num_ranks`` trainer ranks (0: unknown)."""
     if not server_placement(rollout).shares_devices:
         return
     if rollout.urls_file:
-        yield "rollout.urls_file: colocated servers share the trainer's devices, so none joins or leaves; list them in rollout.urls"
+        yield "rollout.urls_file: colocated servers share the trainer's devices, so servers cannot join or leave; list them in rollout.urls"
     num_servers, size = len(rollout.urls) or rollout.num_servers, rollout.tensor_parallel_size
     if num_ranks and size >= 1 and num_servers * size != num_ranks:
         counted = "the rollout.urls" if rollout.urls else "rollout.num_servers"
-        remedy = f"list {num_ranks // size} of them" if rollout.urls else f"set rollout.num_servers={num_ranks // size}"
+        remedy = f"list {num_ranks // size} servers" if rollout.urls else f"set rollout.num_servers={num_ranks // size}"
         if num_ranks % size:
             remedy = f"set a rollout.tensor_parallel_size that divides {num_ranks}"
         yield (
@@ -122,12 +122,12 @@ def placement_problems(rollout: RolloutConfig, num_ranks: int) -> Iterator[str]:
         )
     if not rollout.urls and rollout.host not in LOOPBACK:
         yield (
-            f"rollout.host={rollout.host}: colocated servers read pickles that anyone who reaches their port could send; "
+            f"rollout.host={rollout.host}: colocated servers read pickles, which any process that connects to their port could send; "
             "leave it at 127.0.0.1"
         )
     if setting := expandable_segments(os.environ):
         yield (
-            f"rollout.placement=colocated: {setting} is set; weights travel as handles of GPU memory, which containers refuse for "
+            f"rollout.placement=colocated: {setting} is set; weights are sent as handles of GPU memory, which containers refuse for "
             "expandable segments, and the servers' memory saver turns itself off. Unset it"
         )
     if rollout.weight_sync is WeightSync.disk:
@@ -138,20 +138,20 @@ def placement_problems(rollout: RolloutConfig, num_ranks: int) -> Iterator[str]:
 
 
 def gpu_problems(config: Config, node: Node, num_ranks: int, command: str) -> Iterator[str]:
-    """Why the GPUs of the driver's node cannot hold its ranks, and the servers that it starts.
+    """Yield the reasons why the GPUs of the driver's node are too few for its ranks and managed servers.
 
-    Only processes that take turns, or that no NCCL group joins, may share a GPU.
+    Processes may share a GPU only if they alternate, or if they are not in the same NCCL group.
     """
     rollout, ranks, gpus = config.rollout, node.num_ranks, node.num_gpus
     has_servers = command in RL_COMMANDS and not uses_attached_servers(rollout)
     placement = server_placement(rollout)
     if ranks > gpus > 0:
-        yield f"{ranks} trainer ranks on a node of {gpus} GPUs: each needs one of its own; start {gpus} (RANKS_PER_NODE={gpus})"
+        yield f"{ranks} trainer ranks on a node of {gpus} GPUs: each needs its own GPU; start {gpus} (RANKS_PER_NODE={gpus})"
         return
     if placement.shares_devices and has_servers and num_ranks > ranks > 0:
         yield (
-            f"rollout.placement=colocated: the run starts its servers on the driver's node alone, which has {ranks} of the "
-            f"{num_ranks} trainer ranks; start those of each node there (bash launch/serve_sglang.sh --config RECIPE) and list "
+            f"rollout.placement=colocated: the run starts its servers only on the driver's node, which has {ranks} of the "
+            f"{num_ranks} trainer ranks; start the servers of each node there (bash launch/serve_sglang.sh --config RECIPE) and list "
             "them in the order of the ranks in rollout.urls"
         )
     if not gpus or not has_servers or placement.shares_devices:
@@ -162,13 +162,13 @@ def gpu_problems(config: Config, node: Node, num_ranks: int, command: str) -> It
         helps = "; or ".join(_room_for_servers(config, node))
         yield (
             f"{servers}: {workers} server workers and the {ranks} trainer ranks of this node need {ranks + workers} GPUs, and it "
-            f"has {gpus}. NCCL gives a GPU to one process of a group alone. What helps: {helps}. (A dry run for another machine: "
+            f"has {gpus}. NCCL allows only one process of a group per GPU. Remedies: {helps}. (A dry run for another machine: "
             "--gpus-per-node)"
         )
 
 
 def _room_for_servers(config: Config, node: Node) -> Iterator[str]:
-    """What to do where ranks and servers are more than the GPUs."""
+    """Yield remedies if ranks and servers need more GPUs than the node has."""
     gpus, size = node.num_gpus, config.rollout.tensor_parallel_size
     replica = ranks_of_replica(config.parallel)
     ranks = max(gpus // 2 // replica, 1) * replica
@@ -179,8 +179,8 @@ def _room_for_servers(config: Config, node: Node) -> Iterator[str]:
             f"RANKS_PER_NODE={ranks})"
         )
     if node.num_ranks <= gpus and node.num_ranks % size == 0:
-        yield f"turns, rollout.placement=colocated rollout.num_servers={node.num_ranks // size}"
-    yield "servers on other nodes, rollout.urls (launch/slurm.sbatch starts and names them with ROLLOUT_NODES)"
+        yield f"shared devices, rollout.placement=colocated rollout.num_servers={node.num_ranks // size}"
+    yield "servers on other nodes, rollout.urls (launch/slurm.sbatch starts and lists them with ROLLOUT_NODES)"
 
 
 def flag_problems(
@@ -191,31 +191,31 @@ def flag_problems(
     key: str = "rollout.server_args.",
     loads_weights: bool = False,
 ) -> Iterator[str]:
-    """SGLang options that this program sets itself, or that no server can have with ``dtype``.
+    """Yield a problem for each SGLang option that megatron_rl sets itself, or that conflicts with ``dtype``.
 
-    ``loads_weights``: the servers have those of their folder from the start, and wait for no trainer's.
+    ``loads_weights``: the servers load the weights of their folder and do not wait for a publish.
     """
     given = _given_flags(server_args)
     for flag, (name, value) in given.items():
         if flag in _WORKER_FLAGS and str(value) != "1":
-            yield f"{key}{name}={value}: weight sync would wait for other workers than the server has; {_WORKER_FLAGS[flag]}"
+            yield f"{key}{name}={value}: weight sync would wait for more or fewer workers than the server has; {_WORKER_FLAGS[flag]}"
     if "base-gpu-id" in given and num_servers > 1:
         name, value = given["base-gpu-id"]
-        yield f"{key}{name}={value}: all {num_servers} servers would take the same GPUs; leave it out, each takes the next ones"
+        yield f"{key}{name}={value}: all {num_servers} servers would use the same GPUs; remove it, each server uses the next ones"
     for flag, changed in _NCCL_FLAGS.items():
         if given.get(flag, ("", False))[1] is True and (unlike := [n for n in changed if nccl_values(os.environ)[n] != "1"]):
             values = " ".join(f"{name}=1" for name in unlike)
-            yield f"{key}{given[flag][0]}: it makes the servers' NCCL unlike the trainer's; export {values} for the trainer too"
+            yield f"{key}{given[flag][0]}: it sets the servers' NCCL differently from the trainer's; export {values} for the trainer too"
     name, value = given.get(_SPECULATIVE, ("", ""))
     if value and str(value).upper() != _WITHOUT_DRAFT_MODEL and not loads_weights and "speculative-draft-load-format" not in given:
-        yield f"{key}{name}={value}: {RANDOM_DRAFT}. Add speculative-draft-load-format=auto, or leave speculative decoding out"
+        yield f"{key}{name}={value}: {RANDOM_DRAFT}. Add speculative-draft-load-format=auto, or turn speculative decoding off"
     name, value = given.get("attention-backend", ("", ""))
     if dtype == Dtype.float32.value and value in _HALF_PRECISION_ATTENTION:
-        yield f"{key}{name}={value}: it has no float32 kernels; take triton, or policy.dtype=bfloat16"
+        yield f"{key}{name}={value}: it has no float32 kernels; use triton, or policy.dtype=bfloat16"
 
 
 def quantization_problems(server_args: Mapping[str, Any], model_type: object) -> Iterator[str]:
-    """SGLang options with which a server takes no weights from a trainer."""
+    """Yield a problem for each SGLang option with which a server cannot receive weights from a trainer."""
     given = _given_flags(server_args)
     load_format = given.get("load-format", ("", None))[1]
     for flag in ("quantization", "modelopt-quant", "quantize-and-serve"):
@@ -228,7 +228,7 @@ def quantization_problems(server_args: Mapping[str, Any], model_type: object) ->
 
 
 def _flag(name: str) -> str:
-    """SGLang's long name of an option; its abbreviations are argparse's."""
+    """Return SGLang's long name of an option; SGLang accepts the abbreviations of argparse."""
     flag = name.lstrip("-").replace("_", "-")
     flag = _SHORT_FLAGS.get(flag.removesuffix("-size"), flag)
     whole = [name for name in (*_WORKER_FLAGS, _SPECULATIVE) if len(flag) >= _FEWEST_LETTERS and name.startswith(flag)]
@@ -236,14 +236,14 @@ def _flag(name: str) -> str:
 
 
 def _given_flags(server_args: Mapping[str, Any]) -> dict[str, tuple[str, Any]]:
-    """SGLang's long name -> the name that was written, and its value: of ``server_args``, then of the file that its ``config`` names."""
+    """Map SGLang's long names to (name as given, value); ``server_args`` override the file named by its ``config``."""
     given = {_flag(name): (name, value) for name, value in server_args.items()}
     in_file = _flags_of_file(given)
     return {**{flag: (f"config: {flag}", value) for flag, value in in_file.items()}, **given}
 
 
 def _flags_of_file(given: Mapping[str, tuple[str, Any]]) -> dict[str, Any]:
-    """SGLang itself complains of a file that is none."""
+    """Read the options of the ``config`` file; {} if the file is unreadable, which SGLang reports itself."""
     path = Path(str(given["config"][1])) if "config" in given else None
     if path is None or not path.is_file():
         return {}

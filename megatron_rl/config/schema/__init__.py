@@ -1,11 +1,8 @@
 """The configuration schema: one dataclass per section, a docstring under each field, units in the names.
 
-A recipe is a YAML file over this schema; ``key=value`` on the command line overrides it (``load.py``). What one
-field cannot say alone is checked across fields in ``checks``. No value is ever rewritten silently.
+A recipe is a YAML file with these sections; ``key=value`` on the command line overrides its values (``load.py``). Rules
+that span several fields are in ``checks``. No value is ever rewritten silently.
 """
-
-from enum import StrEnum
-from typing import Any
 
 from megatron_rl.config.schema.algorithm import (
     AlgorithmConfig,
@@ -140,21 +137,3 @@ __all__ = [
     "WeightSync",
     "WeightUpdate",
 ]
-
-_FORMER_ENUMS = {
-    "AdvantageKind": "advantage",
-    "Aggregation": "aggregation",
-    "CorrectionWeight": "correction.weight",
-    "KlEstimator": "kl.estimator",
-    "PolicyLossKind": "policy_loss",
-    "Rejection": "correction.rejection",
-}
-
-
-def __getattr__(name: str) -> Any:
-    """Enums of the time before import paths, for configurations written in Python: the registered names as strings."""
-    if name not in _FORMER_ENUMS:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from megatron_rl.algorithms.register import SEAMS
-
-    return StrEnum(name, {value: value for value in SEAMS[_FORMER_ENUMS[name]].names()})

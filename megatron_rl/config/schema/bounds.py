@@ -1,8 +1,8 @@
-"""What a value must be: by its field's annotation, and by the bound at the field: ``num_steps: int = at_least(1, default=100)``.
+"""Checks each value against its field's annotation and bound: ``num_steps: int = at_least(1, default=100)``.
 
-Invariant: what holds for every key of a kind is checked from the annotation, so that a new key needs nothing for it. Numbers
-are finite (nan and infinity are no numbers of a recipe), seconds (keys that end in ``_s``) are at most a few months,
-texts can be written as UTF-8 and hold no NUL, and lists and mappings are such with items of their type.
+Invariant: rules for all keys of a type are checked from the annotation, so that a new key needs no code. Numbers are
+finite, seconds (keys that end in ``_s``) are at most a few months, texts can be written as UTF-8 and have no NUL, and lists
+and mappings have items of their type.
 """
 
 import math
@@ -14,19 +14,19 @@ from typing import Any, TypeVar, get_args, get_origin
 
 _T = TypeVar("_T")
 _MAX_FLOAT = 1e30
-"""Leaves room for a product before float32 overflows."""
+"""Small enough that a product with 1e8 does not overflow float32."""
 _MAX_INT = 2**53
-"""The largest number up to which JSON's readers agree on every integer."""
+"""Largest bound below which all JSON readers represent every integer exactly."""
 _MAX_SECONDS = 10**7
-"""Well below what clocks and condition variables take (9e9 s)."""
+"""Well below the limit of clocks and condition variables (9e9 s)."""
 _MAX_SHOWN = 60
-"""Characters of a wrong value in a message."""
+"""Characters of a wrong value that a message shows."""
 
 
 @dataclass(frozen=True)
 class Bound:
     expected: str
-    """Reads on after the word "expected": "at least 1"."""
+    """Text after the word "expected" in a message: "at least 1"."""
     holds: Callable[[Any], bool]
 
 
@@ -35,7 +35,7 @@ def at_least(least: float, *, default: _T) -> _T:
 
 
 def items_at_least(least: float) -> Mapping[str, Bound]:
-    """Metadata for the items of a list or the values of a mapping."""
+    """Metadata that bounds the items of a list or the values of a mapping."""
     return {"bound": Bound(f"at least {least}", lambda value: value >= least)}
 
 
@@ -64,17 +64,17 @@ def bounded(expected: str, holds: Callable[[Any], bool], *, default: _T) -> _T:
 
 
 def type_problems(config: object) -> Iterator[str]:
-    """One message for every value in ``config`` that is not of its kind, so that nothing can be computed with it."""
+    """Yield a message for every value in ``config`` of a wrong type, with which no other check can compute."""
     yield from _problems("", config, Any, None, with_bounds=False)
 
 
 def bound_problems(key: str, value: object) -> Iterator[str]:
-    """One message for every value under ``key``, a section, that is not of its kind or out of its bound."""
+    """Yield a message for every value under ``key``, a section, of a wrong type or out of its bound."""
     yield from _problems(key, value, Any, None, with_bounds=True)
 
 
 def _problems(key: str, value: object, annotation: Any, bound: Bound | None, *, with_bounds: bool) -> Iterator[str]:
-    """``annotation`` and ``bound`` are those of ``value``; those of a mapping or list hold for its items."""
+    """Check ``value`` against its ``annotation`` and ``bound``; the bound of a mapping or list applies to its items."""
     annotation = Any if value is None and not_null(annotation) is not annotation else not_null(annotation)
     wrong = container_problem(key, value, annotation)
     if wrong:
@@ -94,7 +94,7 @@ def _problems(key: str, value: object, annotation: Any, bound: Bound | None, *, 
 
 
 def container_problem(key: str, value: Any, annotation: Any) -> str:
-    """Why ``value`` is no list, mapping or section where ``annotation`` wants one, or the reverse; empty if it is."""
+    """Problem if exactly one of ``value`` and ``annotation`` is a list, mapping or section, or an empty string."""
     wanted: Any = get_origin(annotation) or annotation
     if is_dataclass(wanted):
         good, name = isinstance(value, dict) or type(value) is wanted, "a section with keys"
@@ -112,7 +112,7 @@ def container_problem(key: str, value: Any, annotation: Any) -> str:
 
 
 def item_type(annotation: Any) -> Any:
-    """Of the items of a list, the values of a mapping; of a plain ``list`` or ``Any``: anything."""
+    """Annotation of a list's items or a mapping's values; Any for a plain ``list`` or ``Any``."""
     arguments = get_args(annotation)
     return arguments[-1] if arguments else Any
 
@@ -122,13 +122,13 @@ def named_items(value: dict[str, Any] | list[Any]) -> Iterator[tuple[Any, Any]]:
 
 
 def shown(value: object) -> str:
-    """``value`` for one line of a message."""
+    """Format ``value`` for one line of a message."""
     text = str(value) if isinstance(value, int | float) else repr(getattr(value, "value", value))
     return text if len(text) <= _MAX_SHOWN else text[: _MAX_SHOWN - 3] + "..."
 
 
 def not_null(annotation: Any) -> Any:
-    """``annotation`` without "or null"."""
+    """Remove "or null" from ``annotation``."""
     if not isinstance(annotation, types.UnionType):
         return annotation
     kinds = [kind for kind in get_args(annotation) if kind is not type(None)]
@@ -136,7 +136,7 @@ def not_null(annotation: Any) -> Any:
 
 
 def _expected(key: str, value: object, annotation: Any, bound: Bound | None) -> str:
-    """What was expected of a plain ``value`` that is not it; empty for a good one."""
+    """Expectation that a plain ``value`` does not meet, or an empty string if the value is valid."""
     kinds: dict[Any, tuple[type | types.UnionType, str]] = {
         int: (int, "a whole number"),
         float: (int | float, "a number"),

@@ -1,48 +1,40 @@
-"""What a run does when training has died: a limit and an action per sign."""
+"""Actions of a run when training has collapsed, one per warning sign."""
 
 from dataclasses import dataclass
 from enum import Enum
 
-from megatron_rl.config.schema.bounds import at_least, share
+from megatron_rl.config.schema.bounds import at_least
 
 
 class HealthAction(Enum):
-    """What happens once a sign has held for ``patience_steps`` steps in a row."""
+    """Action once a warning sign has been present for ``patience_steps`` consecutive steps."""
 
     ignore = "ignore"
-    """Nothing; the steps are counted all the same."""
+    """No action; the steps are still counted."""
     warn = "warn"
-    """A warning on the display, again after each further ``patience_steps`` steps."""
+    """A warning on the terminal, repeated after every further ``patience_steps`` steps."""
     stop = "stop"
-    """The run ends with an error that names the last good checkpoint."""
+    """The run ends with an error that names the last healthy checkpoint."""
     roll_back = "roll_back"
-    """Weights and optimizers return to the last good checkpoint; the prompts go on where they are."""
+    """Weights and optimizers return to the last healthy checkpoint; the prompts continue at their current position."""
 
 
 @dataclass
 class HealthConfig:
-    """Signs that training has died, and what to do about each. A checkpoint is good if no sign held when it was saved."""
+    """Warning signs of collapsed training, with an action for each. A checkpoint is healthy if no sign was present at its step."""
 
     patience_steps: int = at_least(1, default=5)
-    """Steps in a row that show a sign before its action is taken. Errors of rewards and parity act at once."""
+    """Consecutive steps with a sign before its action is taken. Signs of reward errors and parity act immediately."""
     entropy: HealthAction = HealthAction.warn
-    """The policy's entropy is below min_entropy."""
-    min_entropy: float = at_least(0, default=1.0e-3)
-    """Nats per token; 0 never counts."""
+    """The policy's entropy is below 0.001 nats per token."""
     reward_drop: HealthAction = HealthAction.warn
-    """The mean reward of the last patience_steps steps has fallen by max_reward_drop from its best."""
-    max_reward_drop: float = share(default=0.5)
-    """Share of the best mean reward; falls that the steps' noise explains never count."""
+    """The mean reward of the last patience_steps steps has fallen by half of its best, beyond the noise of the steps."""
     gradient: HealthAction = HealthAction.warn
-    """The gradient of the policy or the critic is zero, the policy had nothing to train on, or an update was skipped
+    """The gradient of the policy or the critic is zero, the policy had no token to train on, or an update was skipped
     because its gradient was not finite."""
     mismatch: HealthAction = HealthAction.warn
-    """Trainer and servers disagree about the sampled tokens by more than max_mismatch."""
-    max_mismatch: float = at_least(0, default=0.1)
-    """Nats per token of mismatch/k3 (k3 estimate of the KL divergence); 0 never counts."""
+    """Trainer and servers disagree about the sampled tokens by more than 0.1 nats per token (mismatch/k3)."""
     reward_errors: HealthAction = HealthAction.stop
-    """More than reward.max_error_rate of a step's responses could not be scored. Acts at once."""
+    """More than reward.max_error_rate of a step's responses could not be scored. Acts immediately."""
     parity: HealthAction = HealthAction.stop
-    """The comparison of rollout.parity_every_steps went beyond a bound (rollout.parity_bounds). Acts at once."""
-    max_rollbacks: int = at_least(0, default=2)
-    """Times that a run returns to an earlier checkpoint; then a sign that asks for it stops the run."""
+    """The parity check of rollout.parity_every_steps exceeded a bound (rollout.parity_bounds). Acts immediately."""

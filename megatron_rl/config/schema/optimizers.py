@@ -7,23 +7,24 @@ from megatron_rl.config.schema.bounds import above, at_least, below_one
 
 
 class DecayStyle(Enum):
-    """How the learning rate goes from lr to min_lr."""
+    """Decay of the learning rate from lr to min_lr."""
 
     constant = "constant"
-    """It does not: lr after the warm-up."""
+    """No decay: lr after the warm-up."""
     linear = "linear"
-    """In a straight line over decay_steps."""
+    """A straight line over decay_steps."""
     cosine = "cosine"
-    """Along half a cosine over decay_steps."""
+    """Half a cosine over decay_steps."""
 
 
 class Moments(Enum):
     """Precision of Adam's two moments, in memory and in checkpoints."""
 
     float32 = "float32"
-    """With the main weights 12 bytes per parameter."""
+    """12 bytes per parameter, main weights included."""
     bfloat16 = "bfloat16"
-    """8 bytes; for bfloat16 models on GPUs with Transformer Engine. Updates differ by its rounding, a 256th of a moment."""
+    """8 bytes per parameter, for bfloat16 models on GPUs with Transformer Engine. Updates differ by the rounding, a 256th
+    of a moment."""
 
 
 @dataclass
@@ -35,20 +36,20 @@ class OptimizerConfig:
     min_lr: float = at_least(0, default=0.0)
     """Learning rate at the end of the decay; at most lr."""
     warmup_steps: int = at_least(0, default=0)
-    """Optimizer steps of linear warm-up."""
+    """Updates of linear warm-up."""
     decay_style: DecayStyle = DecayStyle.constant
-    """How the learning rate goes from lr to min_lr."""
+    """Decay of the learning rate from lr to min_lr."""
     decay_steps: int = at_least(0, default=0)
-    """Optimizer steps until min_lr is reached; required by linear and cosine."""
+    """Updates until min_lr is reached; required by linear and cosine."""
     weight_decay: float = at_least(0, default=0.1)
     """Decoupled weight decay, multiplied by the learning rate."""
     beta1: float = below_one(default=0.9)
-    """Decay of the mean of gradients, per optimizer step."""
+    """Decay of the mean of gradients, per update."""
     beta2: float = below_one(default=0.95)
-    """Decay of the mean of squared gradients, per optimizer step."""
+    """Decay of the mean of squared gradients, per update."""
     eps: float = above(0, default=1.0e-8)
-    """Added to the root of the mean squared gradient."""
+    """Term added to the root of the mean squared gradient."""
     max_grad_norm: float = above(0, default=1.0)
-    """Gradients with a larger norm over the whole model are scaled down to it."""
+    """Gradients with a larger norm over the whole model are scaled down to this norm."""
     moments: Moments = Moments.float32
     """Precision of Adam's two moments."""

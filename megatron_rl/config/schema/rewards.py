@@ -1,4 +1,4 @@
-"""Who scores responses, and who answers them in a dialogue."""
+"""Rewards that score responses, and environments that reply in a dialogue."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,9 +15,9 @@ class RewardRouteConfig:
     options: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of the reward, checked against its signature."""
     timeout_s: float = at_least(0, default=0.0)
-    """As reward.timeout_s, for this type; 0 means reward.timeout_s."""
+    """Time limit for scoring one response of this type, in seconds. 0: reward.timeout_s."""
     rescale_to: list[float] = field(default_factory=list)
-    """[low, high]: the reward's range is mapped onto this one linearly."""
+    """[low, high]: the reward's range is mapped linearly to this range. Empty: no rescaling."""
 
 
 @dataclass
@@ -25,51 +25,49 @@ class ProcessRewardConfig:
     """Dense rewards at line ends from a process reward model; needs schedule.mode=sync."""
 
     path: str = ""
-    """The model's folder; empty: none."""
+    """Folder of the process reward model. Empty: no process rewards."""
     weight_if_failed: float = at_least(0, default=0.25)
     """Largest sum of the line rewards of a response that fails its tests."""
     weight_if_passed: float = at_least(0, default=0.025)
     """Largest sum of the line rewards of a response that passes its tests."""
-    comment_prefixes: list[str] = field(default_factory=lambda: ["#"])
-    """A line that starts with one of these is a comment: it gets no reward."""
 
 
 @dataclass
 class RewardConfig:
-    """Who scores the responses, with which deadlines."""
+    """The reward functions that score responses, with their time limits."""
 
     name: str = "math"
     """An entry of the reward registry, or package.module:function."""
     by_type: dict[str, RewardRouteConfig] = field(default_factory=dict)
-    """Rewards chosen by prompt type; then ``name`` is not used and every type needs an entry."""
+    """Rewards by prompt type; they replace ``name``, and every type needs an entry."""
     require_think: bool = False
-    """A response that is not <think>...</think>solution scores 0; only the solution is graded."""
+    """Score a response 0 unless its form is <think>...</think>solution; the reward gets only the solution."""
     process: ProcessRewardConfig = field(default_factory=ProcessRewardConfig)
     num_workers: int = at_least(1, default=2)
-    """Worker processes of a reward that computes on the CPU."""
+    """Reward workers (processes) of a reward that computes on the CPU."""
     timeout_s: float = above(0, default=5.0)
-    """A response that takes longer to score is killed, masked and counted."""
+    """Time limit for scoring one response, in seconds; past it, scoring is killed and the response is masked and counted."""
     max_error_rate: float = share(default=0.1)
-    """More unscored responses than this share of a step stop the run."""
+    """Largest fraction of a step's responses that may stay unscored; a larger one stops the run (health.reward_errors)."""
     options: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of the reward, checked against its signature."""
     max_concurrency: int = at_least(1, default=256)
-    """Requests in progress of a reward that asks a server."""
+    """Requests in progress of a reward that calls a server."""
     max_retries: int = at_least(0, default=1)
-    """Times an item is tried again after its worker died or its server failed."""
+    """Retries per response after its reward worker exited or its server failed."""
     memory_limit_mb: int = at_least(1, default=2048)
-    """What one worker may allocate."""
+    """Largest allocation of one reward worker, in MB."""
     start_timeout_s: float = above(0, default=60.0)
-    """Importing the reward may take this long."""
+    """Time limit for importing the reward, in seconds."""
 
 
 @dataclass
 class EnvironmentConfig:
-    """Dialogues: who answers the model's turns."""
+    """The environment that replies to the policy's turns in a dialogue."""
 
     name: str = ""
-    """A registered environment (pag, calculator) or package.module:Class; empty: one response, no dialogue."""
+    """A registered environment (pag, calculator) or package.module:Class. Empty: one response, no dialogue."""
     max_turn_tokens: int = at_least(0, default=0)
-    """Generated tokens of one turn; 0 means the rest of the budget."""
+    """Generated tokens per turn. 0: the rest of the budget."""
     options: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of the environment, checked against its signature."""

@@ -28,10 +28,10 @@ from megatron_rl.config.schema.run import (
 
 @dataclass
 class Config:
-    """One section per subject, each with its keys."""
+    """The whole configuration, one section per subject."""
 
     preset: str = ""
-    """Name of a preset whose values lie under this file's."""
+    """Name of a preset; the recipe overrides its values."""
     run: RunConfig = field(default_factory=RunConfig)
     policy: PolicyConfig = field(default_factory=PolicyConfig)
     critic: CriticConfig = field(default_factory=CriticConfig)

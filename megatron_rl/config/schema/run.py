@@ -1,4 +1,4 @@
-"""The run itself: its folder and length, how much one step does, its schedule, evaluation and tracking."""
+"""The run: its folder and length, the size of a step, the schedule, evaluation and tracking."""
 
 from dataclasses import dataclass, field
 from enum import Enum
@@ -11,204 +11,206 @@ class RunConfig:
     """The run: its folder, its length, its checkpoints."""
 
     output_dir: str = bounded("a folder", bool, default="outputs/run")
-    """Everything the run writes lies under this folder."""
+    """Folder for all files that the run writes."""
     num_steps: int = at_least(1, default=100)
-    """Steps of the training loop in all (a resumed run continues up to this number)."""
+    """Total number of steps; a resumed run continues up to this number."""
     stop_after_s: float = at_least(0, default=0.0)
-    """The step whose policy update ends so many seconds after the first step began, or later, is the last one (start-up
-    does not count; of a run that was resumed, the time before does); 0 means never."""
+    """Time limit for training in seconds: the run stops after the first step whose policy update ends past the limit.
+    Startup is not counted; time before a resume is. 0: no limit."""
     seed: int = at_least(0, default=1)
-    """Of everything random: fresh weights, the order of prompts and mini-batches, samples."""
+    """Seed of random weights, of the order of prompts and mini-batches, and of sampling."""
     resume: bool | str = bounded("true, false or auto", lambda value: value in (True, False, "auto"), default=False)
-    """Continue from the newest checkpoint under output_dir; auto: from the newest whole one, or start where there is none."""
+    """Continue from the newest checkpoint under output_dir; auto: from the newest complete one, or start if there is none."""
     overwrite: bool = False
-    """Allow a run to start over in a folder that already holds one."""
+    """Allow a run to start over in a folder that already contains a run."""
     save_every_steps: int = at_least(0, default=20)
-    """Write a checkpoint every so many steps; 0 means only at the end and when a signal stops the run."""
+    """Steps between two checkpoints. 0: save only at the end and when a signal stops the run."""
     async_save: bool | None = None
-    """Write checkpoints while training goes on, from a copy in host memory (each rank of its own share; where that has no
-    room, training waits). Until it is complete a kill leaves the one before. null: on GPUs yes; on a CPU, whose cores
-    would write and train at once, no."""
+    """Write checkpoints during training, from a copy in host memory: each rank copies its part, and training waits if the
+    memory is too small. A run killed during the write resumes from the previous checkpoint. null: true on GPUs; false
+    on a CPU, whose cores would write and train at the same time."""
     keep_last: int = at_least(1, default=2)
-    """Newest checkpoints that stay on disk. The newest one of healthy training stays, too, whatever its age."""
+    """Number of newest checkpoints to keep. The newest healthy checkpoint is also kept, at any age."""
     keep_every_steps: int = at_least(0, default=0)
-    """Checkpoints of steps that this number divides stay, too; 0 means none."""
+    """Also keep the checkpoints of steps that are multiples of this number. 0: none."""
     keep_best: int = at_least(0, default=0)
-    """So many checkpoints of the highest eval/accuracy stay, too (of steps that were evaluated)."""
+    """Also keep this many checkpoints with the highest eval/accuracy, among the evaluated steps."""
     keep_policy_every_s: float = at_least(0, default=0.0)
-    """Whenever so many more seconds of training have passed, keep the policy as a Hugging Face folder under policies/, for
-    `megatron-rl evaluate`; 0 means never."""
+    """Seconds of training between two exports of the policy as a Hugging Face folder under policies/, for
+    `megatron-rl evaluate`. 0: never."""
     stop_grace_s: float = at_least(0, default=90.0)
-    """On SIGTERM, SIGUSR1, SIGHUP or Ctrl-C the run has this long to end its step and to save, and 20 s more to leave."""
+    """Seconds in which the run ends its step and saves after SIGTERM, SIGUSR1, SIGHUP or Ctrl-C; it has 20 s more to exit."""
 
 
 @dataclass
 class BatchConfig:
-    """How much one step generates and trains: prompts, samples and tokens, over all ranks."""
+    """The size of a step: prompts, samples and tokens, over all ranks."""
 
     num_prompts_per_step: int = at_least(1, default=512)
-    """Prompts whose responses are generated at the same time; times num_samples_per_prompt: the slots of a step."""
+    """Prompts whose responses are generated at the same time; times num_samples_per_prompt, this is the number of slots."""
     num_samples_per_prompt: int = at_least(1, default=16)
     """Responses per prompt; advantages that compare responses need at least 2."""
     num_samples_by_type: dict[str, int] = field(default_factory=dict, metadata=items_at_least(1))
-    """Responses per prompt of a type (a judged prompt once, a verifiable one 4 times); the others have num_samples_per_prompt.
-    The slots of a step stay as many, so the number of its prompts varies."""
+    """Responses per prompt of a type (for example 1 for judged prompts, 4 for verifiable ones); other types use
+    num_samples_per_prompt. The number of slots is constant, so the number of prompts per step varies."""
     max_prompt_tokens: int = at_least(1, default=2048)
-    """Longest prompt; longer ones are left out and counted."""
+    """Longest prompt in tokens; longer prompts are skipped and counted."""
     max_response_tokens: int = at_least(1, default=24576)
-    """Budget of a response over all its windows (L_max)."""
+    """Token budget of a response over all its windows (L_max)."""
     window_tokens: int = at_least(0, default=0)
-    """New tokens a response may grow by in one step (W); 0 means max_response_tokens. A rest of its budget up to W / 16 goes along."""
+    """New tokens per response and step (W). A remainder of the budget up to W / 16 is generated with the window before it.
+    0: max_response_tokens."""
     window_jitter_tokens: int = at_least(0, default=128)
-    """A response's first window is shorter by a random number of tokens below this (at most a window), so that the edges
-    of windows, whose tokens the policy loss leaves out, do not fall on the same positions in every response; 0: all
-    windows are full. Only with windows."""
+    """Shorten each response's first window by a random number of tokens below this value (at most a window), so that the
+    edges of windows, whose tokens the policy loss excludes, are at different positions in different responses. Applies
+    only with windows. 0: all windows are full."""
     policy_minibatch_size: int = at_least(1, default=512)
-    """Responses in one policy optimizer step, over all ranks."""
+    """Responses per policy update, over all ranks."""
     critic_minibatch_size: int = at_least(1, default=512)
-    """Finished responses in one critic optimizer step, over all ranks."""
+    """Finished responses per critic update, over all ranks."""
     max_tokens_per_microbatch: int = at_least(1, default=32768)
-    """Tokens packed into one forward pass of one rank; a longer single sequence gets a micro-batch of its own."""
+    """Tokens per forward pass of one rank; a longer sequence gets its own micro-batch."""
 
 
 class Mode(Enum):
-    """What a step generates and what overlaps."""
+    """Length of the responses of a step, and overlap of its stages."""
 
     sync = "sync"
     """Full responses; nothing overlaps (the PPO baseline)."""
     tppo = "tppo"
     """One window per step; the critic update runs while the next window is generated."""
     async_ = "async"
-    """One window per step, generated while the step before trains: servers and trainer both work all the time."""
+    """One window per step, generated while the previous step trains: servers and trainer are always busy."""
 
 
 class TrainsOn(Enum):
-    """Which tokens a model learns from in a step; every token trains it once."""
+    """Tokens that a model trains on in a step; every token trains the model once."""
 
     windows = "windows"
-    """All that the step generated; where a response goes on, with values in the place of the rest (EGAE)."""
+    """All tokens that the step generated; for unfinished responses values replace the future rewards (EGAE)."""
     responses = "responses"
-    """The responses that ended in the step, over all their windows, with their outcome."""
+    """The responses that finished in the step, over all their windows, with their outcome."""
 
 
 class WeightUpdate(Enum):
-    """When new weights reach the servers in mode async."""
+    """Time of a publish in mode async."""
 
     between = "between"
     """Between two windows: every window has one weight version, and a run depends on no stage's duration."""
     in_flight = "in_flight"
-    """At once, into the window in progress: its requests pause, compute their prefixes again and go on with the new weights."""
+    """Immediately, during the current window: its requests pause, recompute their prefixes and resume with the new weights."""
 
 
 @dataclass
 class ScheduleConfig:
-    """How generation and training follow each other."""
+    """Order and overlap of generation and training."""
 
     mode: Mode = Mode.tppo
-    """What a step generates and what overlaps."""
+    """Length of the responses of a step, and overlap of its stages."""
     policy_trains_on: TrainsOn = TrainsOn.windows
-    """What the policy learns from in a step; T-PPO: windows. With responses no prefix is computed twice, but tokens are as old as
-    their windows: algorithm.correction.old_policy=rollout, or a weight, has to say what becomes of that."""
+    """Tokens that the policy trains on in a step; T-PPO: windows. With responses no prefix is computed twice, but tokens
+    are as old as their windows, so algorithm.correction.old_policy=rollout or a correction weight is required."""
     critic_trains_on: TrainsOn = TrainsOn.responses
-    """What the critic learns from in a step; T-PPO: responses. With windows its targets are V + A^lambda_critic (EGAE)."""
+    """Tokens that the critic trains on in a step; T-PPO: responses. With windows its targets are V + A^lambda_critic (EGAE)."""
     max_staleness: int = at_least(0, default=1)
-    """Of mode async: most policy updates between the weights that sample a window's tokens and the update that they train.
-    0 is tppo, 1 lets servers and trainer work all the time; more would only make tokens older, and is refused.
-    Responses and groups that train whole have windows that are older by one update for each one after them."""
+    """For mode async: largest number of policy updates between the weights that sample a window's tokens and the update
+    that they train. 0 equals tppo, 1 keeps servers and trainer busy; more is refused, because tokens would only be older.
+    If whole responses or groups train, their earlier windows are older by one update per later window."""
     weight_update: WeightUpdate = WeightUpdate.between
-    """When new weights reach the servers in mode async. In flight tokens are fresher, prefixes are computed once more, and
-    which token has which version depends on durations."""
+    """Time of a publish in mode async. With in_flight tokens are less stale, prefixes are computed once more, and the
+    version of a token depends on durations."""
 
 
 @dataclass
 class EvalSetConfig:
-    """A set of prompts with a name; what is null is as in eval."""
+    """A named set of prompts; null takes the value of eval."""
 
     files: list[str] = field(default_factory=list)
     """Prompts, in the formats of data.train_files."""
     num_prompts: int | None = at_least(0, default=None)
-    """The first so many prompts of its files; 0 means all of them."""
+    """Number of prompts, taken from the start of the files. 0: all."""
     num_samples: int | None = at_least(1, default=None)
     """Responses per prompt."""
     temperature: float | None = at_least(0, default=None)
-    """Sampling temperature; 0 means the likeliest token each time."""
+    """Sampling temperature. 0: the most likely token."""
     top_p: float | None = positive_share(default=None)
-    """Sample among the likeliest tokens that together have this probability."""
+    """Sample from the smallest set of most likely tokens with this probability."""
     top_k: int | None = num_likeliest(default=None)
-    """Sample among this many likeliest tokens."""
+    """Sample from this many most likely tokens."""
 
 
 @dataclass
 class EvalConfig:
-    """Evaluation on data.eval_files or on sets with names, with full responses."""
+    """Evaluation on data.eval_files or on named sets, with full responses."""
 
     every_steps: int = at_least(0, default=0)
-    """Evaluate every so many steps; 0 means only before and after."""
+    """Steps between two evaluations. 0: evaluate only before and after training."""
     num_prompts: int = at_least(0, default=0)
-    """Prompts of a set, the first of its files; 0 means all of them."""
+    """Number of prompts per set, taken from the start of its files. 0: all."""
     num_samples: int = at_least(1, default=1)
-    """Responses per prompt (the papers: 32). The accuracy is their mean; above 1 there is pass@k too."""
+    """Responses per prompt (the papers: 32). The accuracy is their mean; more than 1 adds pass@k."""
     temperature: float = at_least(0, default=0.0)
-    """Sampling temperature of an evaluation; 0 means the likeliest token each time."""
+    """Sampling temperature of an evaluation. 0: the most likely token."""
     top_p: float = positive_share(default=1.0)
-    """Sample among the likeliest tokens that together have this probability; 1 means among all."""
+    """Sample from the smallest set of most likely tokens with this probability. 1: from all tokens."""
     top_k: int = num_likeliest(default=-1)
-    """Sample among this many likeliest tokens; -1 means among all."""
+    """Sample from this many most likely tokens. -1: from all tokens."""
     stop_at_accuracy: float = share(default=0.0)
-    """End the run once eval/accuracy, the mean over the prompts of all sets, reaches this; 0 means never."""
+    """Stop the run once eval/accuracy, the mean over the prompts of all sets, is at least this value. 0: never."""
     urls: list[str] = field(default_factory=list)
-    """Running SGLang servers for evaluation alone, of rollout.tensor_parallel_size each: they get the weights that are to be
-    evaluated, and training goes on meanwhile. Empty: the run's own servers evaluate, between two windows."""
+    """Evaluation servers: running SGLang servers of rollout.tensor_parallel_size each that only evaluate. They get the
+    weights to evaluate, and training continues meanwhile. Empty: the run's servers evaluate between two windows."""
     sets: dict[str, EvalSetConfig] = field(default_factory=dict)
-    """Several sets at once, by name, in the place of data.eval_files; metrics are eval/<name>/..."""
+    """Several named sets instead of data.eval_files; their metrics are eval/<name>/..."""
 
 
 class WandbMode(Enum):
-    """How Weights & Biases gets a run."""
+    """Upload of a run to Weights & Biases."""
 
     online = "online"
-    """While it trains."""
+    """During training."""
     offline = "offline"
-    """From the folder `wandb` in the output folder, by `wandb sync`."""
+    """Afterwards, by `wandb sync` from the folder `wandb` in the output folder."""
 
 
 @dataclass
 class TrackingConfig:
-    """Where metrics go besides the output folder."""
+    """Metric trackers, in addition to the files in the output folder."""
 
     mlflow: bool = True
-    """Log metrics and parameters to MLflow; a server that is down never stops a run."""
+    """Log metrics and parameters to MLflow; an unavailable server never stops a run."""
     mlflow_uri: str = ""
-    """Address of the tracking server; empty: a SQLite store in the output folder."""
+    """Address of the tracking server. Empty: a SQLite store in the output folder."""
     experiment: str = "megatron_rl"
-    """Name of MLflow's experiment, and of the Weights & Biases project, that the run is listed under."""
+    """Name of the MLflow experiment, and of the Weights & Biases project, that lists the run."""
     mlflow_parent: str = ""
-    """Name of the MLflow run that this one is listed under as a child (a sweep, SFT and RL of one model); made where there is
-    none. Empty: the run stands alone."""
+    """Name of the MLflow run that lists this run as a child (a sweep, SFT and RL of one model); created if missing. Empty:
+    no parent."""
     mlflow_model: str = ""
-    """Name of a registered MLflow model that the final policy becomes a version of (a tracking server gets a copy of the
-    weights); empty: none."""
+    """Name of a registered MLflow model that gets the final policy as a new version (a tracking server receives a copy of
+    the weights). Empty: no model is registered."""
     tensorboard: bool = False
-    """Write TensorBoard event files into the folder `tensorboard` of the output folder."""
+    """Write TensorBoard event files to the folder `tensorboard` of the output folder."""
     wandb: WandbMode | None = None
-    """Log to Weights & Biases; null: do not. Account and server are its own settings (WANDB_API_KEY, WANDB_ENTITY, WANDB_BASE_URL)."""
+    """Upload to Weights & Biases. The account and the server are Weights & Biases settings (WANDB_API_KEY, WANDB_ENTITY,
+    WANDB_BASE_URL). null: no upload."""
     report_every_steps: int = at_least(0, default=20)
-    """Rewrite report.html every so many steps (and at the end)."""
+    """Steps between two updates of report.html, which is also written at the end. 0: only at the end."""
     samples_per_step: int = at_least(0, default=64)
-    """Responses of every step that are stored under samples/, in whole groups that run.seed chooses; 0: none."""
+    """Responses stored under samples/ per step, in whole groups that run.seed selects. 0: none."""
     samples_gib: float = at_least(0, default=4.0)
-    """Most disk space that stored responses take; where they would take more, older steps are thinned out."""
+    """Largest disk space of stored responses, in GiB; above it, older steps are thinned out."""
 
 
 @dataclass
 class ProfileConfig:
-    """PyTorch's profiler on the trainer ranks: a trace of each trainer stage in the folder `profile` of the output folder."""
+    """PyTorch's profiler on the trainer ranks: one trace per trainer stage in the folder `profile` of the output folder."""
 
     steps: list[int] = field(default_factory=list, metadata=items_at_least(1))
-    """Steps to profile, counted from 1; empty: none, and nothing is paid for it."""
+    """Steps to profile, counted from 1. Empty: none, without any overhead."""
     ranks: list[int] = field(default_factory=lambda: [0], metadata=items_at_least(0))
     """Trainer ranks that write traces."""
     stages: list[str] = field(default_factory=list)
-    """Trainer stages that are profiled (update_policy, ...); empty: all. A stage of many micro-batches makes a large trace."""
+    """Trainer stages to profile (update_policy, ...); a stage with many micro-batches makes a large trace. Empty: all."""
     memory: bool = False
-    """Write a snapshot of the GPU's memory with the history of its allocations, too (for pytorch.org/memory_viz)."""
+    """Also write a snapshot of GPU memory with its allocation history (for pytorch.org/memory_viz)."""

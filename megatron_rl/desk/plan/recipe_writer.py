@@ -4,8 +4,7 @@ from typing import Any
 
 import yaml
 
-from megatron_rl.config.load import load_config
-from megatron_rl.config.typed import to_yaml_values
+from megatron_rl.config.load import load_config, to_yaml_values
 from megatron_rl.desk.plan.plan_tables import PlanReport, start_command
 
 

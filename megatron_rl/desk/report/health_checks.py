@@ -7,6 +7,7 @@ import numpy as np
 
 from megatron_rl.desk.report.run_record import RunRecord
 from megatron_rl.desk.report.smoothing import smooth, smoothing_span
+from megatron_rl.step.watchdog import MAX_MISMATCH
 
 
 @dataclass(frozen=True)
@@ -41,15 +42,12 @@ def _reward_check(run: RunRecord) -> HealthCheck:
 
 def _mismatch_check(run: RunRecord) -> HealthCheck:
     divergences = run.finite("mismatch/k3")
-    limit = run.setting("health.max_mismatch")
     if not len(divergences):
         return HealthCheck("Engine and trainer", "none", "no mismatch was logged")
     largest = f"largest k3 of a step {divergences.max():.1e}"
-    if not isinstance(limit, int | float) or limit <= 0:
-        return HealthCheck("Engine and trainer", "none", f"{largest}; no limit is set")
-    if divergences.max() <= limit:
-        return HealthCheck("Engine and trainer agree", "good", f"{largest}, limit {limit:.1e}")
-    return HealthCheck("Engine and trainer differ", "look", f"{largest}, over the limit {limit:.1e}")
+    if divergences.max() <= MAX_MISMATCH:
+        return HealthCheck("Engine and trainer agree", "good", f"{largest}, limit {MAX_MISMATCH:.1e}")
+    return HealthCheck("Engine and trainer differ", "look", f"{largest}, over the limit {MAX_MISMATCH:.1e}")
 
 
 def _critic_check(run: RunRecord) -> HealthCheck:

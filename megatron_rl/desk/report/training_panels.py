@@ -13,6 +13,7 @@ from megatron_rl.desk.report.html_page import ReportPanel, ReportSection
 from megatron_rl.desk.report.resource_panels import idle_panel, length_panel, memory_panel, rank_panel
 from megatron_rl.desk.report.run_record import RunRecord
 from megatron_rl.desk.report.smoothing import smooth, smoothing_span
+from megatron_rl.step.watchdog import MAX_MISMATCH
 from megatron_rl.tracking.terminal.console import STAGE_STYLES, compact, evaluation_sets
 from megatron_rl.tracking.timeline import LANES, OVERLAP, Span, overlap_seconds
 
@@ -46,8 +47,8 @@ class _PanelSpec:
     """Values below are cut off."""
     zero_line: str = ""
     """Words at a dashed line at 0."""
-    limit_setting: str = ""
-    """Configuration key whose value, if above 0, is drawn as a dashed line."""
+    limit: float = 0.0
+    """Value of a dashed line; 0 draws none."""
 
 
 _LEARNING = (
@@ -179,7 +180,7 @@ _ENGINE = (
             _Curve("mismatch/kl", "KL", "blue"),
             _Curve("mismatch/k3", "k3", "teal"),
         ),
-        "The steps have not logged mismatch/*.", log=True, limit_setting="health.max_mismatch",
+        "The steps have not logged mismatch/*.", log=True, limit=MAX_MISMATCH,
     ),
     _PanelSpec(
         "Throughput", "Generated tokens over the time of the whole step.", "tokens per second",
@@ -245,9 +246,8 @@ def _panel(run: RunRecord, spec: _PanelSpec) -> ReportPanel:
         missing = "Every value is 0." if all_zero else spec.missing
         return ReportPanel(spec.title, spec.says, "", missing=missing if len(run.steps) else "No step is done yet.")
     references = [(0.0, spec.zero_line)] if spec.zero_line else []
-    limit = run.setting(spec.limit_setting) if spec.limit_setting else None
-    if isinstance(limit, int | float) and limit > 0:
-        references.append((float(limit), f"limit of k3 {limit:g}"))
+    if spec.limit:
+        references.append((spec.limit, f"limit of k3 {spec.limit:g}"))
     svg = charts.line_chart(series, spec.unit, log=spec.log, references=references)
     # One line that says what the title says needs no legend, unless it has a raw and a smoothed form.
     if len(legend) == 1:

@@ -1,6 +1,6 @@
 """Whether the models of a recipe can be built and filled: what loading them would refuse, before anything is started."""
 
-from megatron_rl.config.checks.paths import folders_read
+from megatron_rl.config.checks.data_settings import folders_read
 from megatron_rl.config.derived import needs_critic
 from megatron_rl.config.layout import critic_layout
 from megatron_rl.config.schema import Config, Init, Mtp, RewardModelKind

@@ -90,11 +90,7 @@ class ProcessRewarder:
         if not weight:
             return rewards
         pieces = token_texts(trajectory.response_ids.tolist(), self._decode)
-        lines = code_lines(
-            "".join(pieces),
-            entry_point=str(trajectory.prompt.fields.get(ENTRY_POINT_FIELD, "")),
-            comment_prefixes=self._config.comment_prefixes,
-        )
+        lines = code_lines("".join(pieces), entry_point=str(trajectory.prompt.fields.get(ENTRY_POINT_FIELD, "")))
         tokens = end_tokens(lines, pieces)
         scores = np.asarray(values[len(values) - num_tokens :])[tokens]
         # Lines that end at one token share its score; each brings its part.

@@ -10,7 +10,6 @@ import torch
 from megatron_rl import algorithms
 from megatron_rl.algorithms import register
 from megatron_rl.algorithms.advantages import Episodes, estimate_advantages
-from megatron_rl.config import schema
 from megatron_rl.config.checks.combinations import problems, unknown_plugins
 from megatron_rl.config.derived import needs_critic, trains_whole_groups
 from megatron_rl.config.load import load_config
@@ -22,7 +21,6 @@ from megatron_rl.config.schema import (
     KlPlace,
     LambdaKind,
     Normalization,
-    ScheduleConfig,
 )
 from megatron_rl.data.batch import PackedBatch, cu_seqlens_of
 from megatron_rl.data.trajectory import Prompt, Score, Segment, Trajectory
@@ -238,13 +236,6 @@ def test_one_name_means_one_piece():
 @pytest.mark.parametrize("key", register.SEAMS)
 def test_every_registered_piece_has_a_line_of_text(key: str):
     assert all(register.SEAMS[key].summaries().values())
-
-
-def test_the_former_enums_hold_the_registered_names():
-    assert schema.AdvantageKind.rloo == "rloo"
-    assert [*schema.CorrectionWeight] == ["none", "token", "sequence", "icepop"]
-    config = Config(algorithm=AlgorithmConfig(advantage=schema.AdvantageKind.rloo), schedule=ScheduleConfig())
-    assert not needs_critic(config)
 
 
 def test_a_configuration_is_read_without_torch():

@@ -8,9 +8,8 @@ import pytest
 import yaml
 
 from megatron_rl.cli import main
-from megatron_rl.config.load import load_config
+from megatron_rl.config.load import load_config, to_yaml_values
 from megatron_rl.config.schema import Config
-from megatron_rl.config.typed import to_yaml_values
 from tests.tiny_models import make_tiny_model
 
 MODELS = Path(__file__).parents[3] / "tools" / "published" / "models"

@@ -113,7 +113,7 @@ def test_servers_get_gpus_and_ports_one_after_the_other(gpus, monkeypatch, tmp_p
         (["--num-servers", "8", "base-gpu-id=1"], "more than the 7 of this machine from GPU 1 on"),
         (["tensor-parallel-size=2"], "--tensor-parallel-size"),
         (["dp-size=8"], "--num-servers"),
-        (["pp_size=2"], "cannot take weights"),
+        (["pp_size=2"], "cannot receive weights"),
         (["--port", "65535", "--num-servers", "2"], "--port 65535: expected 0 .* or a port up to 65533"),
         (["--host", "0.0.0.0", "--url-file", "urls", "--without-api-key"], "0.0.0.0 is no address that a trainer could use"),
         (["base-gpu-id=x"], "base-gpu-id=x: expected the number"),

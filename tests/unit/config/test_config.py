@@ -4,6 +4,7 @@ import json
 import re
 
 import pytest
+from omegaconf import OmegaConf
 
 from megatron_rl.config.checks import check_config
 from megatron_rl.config.derived import (
@@ -16,7 +17,7 @@ from megatron_rl.config.derived import (
 )
 from megatron_rl.config.describe import batch_arithmetic
 from megatron_rl.config.keys import sections
-from megatron_rl.config.load import RENAMED, config_to_yaml, load_config, preset_names
+from megatron_rl.config.load import REMOVED, config_to_yaml, load_config, preset_names
 from megatron_rl.config.schema import Config, Mode, RolloutConfig, RunConfig
 from megatron_rl.desk.plan.dry_run import print_plan
 from megatron_rl.errors import ConfigError
@@ -101,23 +102,24 @@ def test_a_broken_recipe_is_an_error_with_file_key_and_remedy(tmp_path, text, ex
         assert part in str(error.value)
 
 
-@pytest.mark.parametrize(
-    ("former", "text"),
-    [("batch.window", "batch: {window: 3}"), ("generation", "generation: {num_servers: 2}")],
-)
-def test_a_renamed_key_or_section_is_refused_with_its_new_name(tmp_path, monkeypatch, former, text):
-    monkeypatch.setitem(RENAMED, former, "rollout.num_servers")
+@pytest.mark.parametrize("key", sorted(REMOVED))
+def test_removed_key_is_refused_with_its_remedy(tmp_path, key):
+    section, name = key.rsplit(".", 1)
     file = tmp_path / "recipe.yaml"
-    file.write_text(text)
-    with pytest.raises(
-        ConfigError, match=rf"recipe.yaml: unknown key '{former}'; it is called 'rollout.num_servers' now"
-    ):
+    file.write_text(OmegaConf.to_yaml(OmegaConf.from_dotlist([f"{section}.{name}=7"])))
+    with pytest.raises(ConfigError) as error:
         load_config(file)
+    assert str(error.value) == f"{file}: unknown key '{key}', which was removed: {REMOVED[key][1]}"
 
 
-def test_renamed_keys_are_gone_and_their_new_names_exist():
-    known = {key.name for section in sections() for key in section.keys} | {section.name for section in sections()}
-    assert not known & set(RENAMED) and set(RENAMED.values()) <= known
+def test_removed_key_with_its_constant_loads_as_in_config_yaml_of_earlier_runs(tmp_path):
+    file = tmp_path / "config.yaml"
+    file.write_text(OmegaConf.to_yaml(OmegaConf.from_dotlist([f"{key}={value}" for key, (value, _) in REMOVED.items()])))
+    assert load_config(file) == Config()
+
+
+def test_removed_keys_are_not_in_the_schema():
+    assert not {key.name for section in sections() for key in section.keys} & set(REMOVED)
 
 
 def test_a_missing_recipe_and_a_malformed_override_are_errors(tmp_path, recipe):
@@ -297,8 +299,8 @@ def test_a_later_recipe_overrides_an_earlier_one_and_may_choose_the_preset(recip
             ["schedule.mode=async", "schedule.max_staleness=0", "schedule.weight_update=in_flight"],
             "weight_update: in_flight.*schedule.max_staleness=0 there is none.*with max_staleness=1",
         ),
-        (["rollout.urls=[http://a:1, http://b:1, http://a:1/]"], "rollout.urls: http://a:1 stands there 2 times; name each server once"),
-        (["eval.urls=[http://a:1, http://a:1]"], "eval.urls: http://a:1 stands there 2 times"),
+        (["rollout.urls=[http://a:1, http://b:1, http://a:1/]"], "rollout.urls: http://a:1 is listed 2 times; list each server once"),
+        (["eval.urls=[http://a:1, http://a:1]"], "eval.urls: http://a:1 is listed 2 times"),
         (["rollout.urls=[http://a:99999]"], "rollout.urls: 'http://a:99999' is not an address; expected http://host:port"),
         (["rollout.urls_file=http://"], "rollout.urls_file: 'http://' is not an address"),
         (["schedule.weight_update=in_flight"], "weight_update: in_flight.*mode=tppo.*set schedule.mode=async.*=between"),
@@ -370,11 +372,11 @@ def test_a_random_value_head_never_steers_the_policy(recipe, preset):
     ("overrides", "words"),
     [
         (["eval.num_samples=32"], "eval.num_samples: 32 samples at temperature 0 are 32 times the same.*set eval.temperature"),
-        (["eval.top_p=0.7"], "eval.top_p, top_k: temperature 0 takes the likeliest token.*got 0.7 and -1"),
+        (["eval.top_p=0.7"], "eval.top_p, top_k: temperature 0 always takes the most likely token.*got 0.7 and -1"),
         (["eval.top_k=5"], "eval.top_p, top_k: temperature 0.*got 1.0 and 5"),
         (["eval.sets={}", "eval.temperature=1", "eval.top_p=0"], "eval.top_p: expected more than 0 and up to 1, got 0"),
         (["eval.num_samples=0"], "eval.num_samples: expected at least 1, got 0"),
-        (["eval.sets.a.files=[FILE]"], "eval.sets: data.eval_files is a set already"),
+        (["eval.sets.a.files=[FILE]"], "eval.sets: data.eval_files is already a set"),
         (["data.eval_files=[]", "eval.sets.a.num_samples=2", "eval.sets.a.files=[FILE]"], "eval.sets.a.num_samples: 2 samples"),
         (["data.eval_files=[]", "eval.sets.a={}"], "eval.sets.a.files: expected at least one file, got none"),
         (["data.eval_files=[]", "eval.sets.a.files=[/nowhere]"], "eval.sets.a.files: /nowhere does not exist"),
@@ -439,7 +441,7 @@ COLOCATED = "rollout.placement=colocated"
             r"2 x rollout.tensor_parallel_size 1 = 2 is not the 4 trainer ranks.*num_servers=4",
         ),
         (["rollout.tensor_parallel_size=3"], 4, "a rollout.tensor_parallel_size that divides 4"),
-        (["rollout.urls=[http://a:1]"], 2, "the rollout.urls 1 x .*list 2 of them"),
+        (["rollout.urls=[http://a:1]"], 2, "the rollout.urls 1 x .*list 2 servers"),
         (["rollout.tensor_parallel_size=0"], 2, "rollout.tensor_parallel_size: expected at least 1"),
         (["rollout.weight_sync=disk"], 1, "rollout.weight_sync=disk"),
         (["rollout.host=0.0.0.0"], 1, "rollout.host"),

@@ -77,7 +77,7 @@ def test_ranks_spread_over_as_few_nodes_as_they_need(gpus, ranks, here):
         ({"--tp_size": 2}, "tp_size=2"),
         ({"tp": 4}, "tp=4"),
         ({"tensor-parallel": 4}, "tensor-parallel=4"),
-        ({"pp-size": 2}, "pp-size=2.*cannot take weights"),
+        ({"pp-size": 2}, "pp-size=2.*cannot receive weights"),
         ({"dp_size": 8}, "dp_size=8.*num_servers"),
         ({"data-parallel-size": 2}, "num_servers"),
         ({"nnodes": 2}, "nnodes=2.*serve --num-nodes"),
@@ -85,7 +85,7 @@ def test_ranks_spread_over_as_few_nodes_as_they_need(gpus, ranks, here):
         ({"speculative_algorithm": "NEXTN", "speculative-num-steps": 3}, "neither multi-token-prediction layers"),
         ({"--speculative-algo": "EAGLE3"}, "speculative-algo=EAGLE3.*random weights"),
         ({"base-gpu-id": 4}, "base-gpu-id=4.*same GPUs"),
-        ({"attention-backend": "fa3"}, "no float32 kernels; take triton"),
+        ({"attention-backend": "fa3"}, "no float32 kernels; use triton"),
     ],
 )
 def test_options_that_change_a_servers_workers_are_refused_with_what_to_do(server_args, names):

@@ -48,14 +48,6 @@ def test_neutral_is_blank_or_nothing_but_a_comment(line, neutral):
     assert is_neutral(line) is neutral
 
 
-def test_other_languages_have_other_comments():
-    assert [line.neutral for line in code_lines("// a\n# b\n-- c", comment_prefixes=["//", "--"])] == [
-        True,
-        False,
-        True,
-    ]
-
-
 # ------------------------------------------------------------------------------------------------------------- region
 
 

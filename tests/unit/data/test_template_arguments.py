@@ -6,7 +6,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from megatron_rl.config.checks import prompt_content
+from megatron_rl.config.checks.data_settings import prompt_problems
 from megatron_rl.config.schema import DataConfig
 from megatron_rl.data.prompts import check_files, load_prompts
 from megatron_rl.data.tokenizer import Tokenizer
@@ -131,7 +131,7 @@ def test_columns_may_have_other_names_or_none(tokenizer, tmp_path):
         ({"chat_template_kwargs": [1]}, r"rows.jsonl:2: field 'chat_template_kwargs': expected an object"),
         ({"chat_template_kwargs": "no"}, r"rows.jsonl:2: field 'chat_template_kwargs': .* or JSON of one, got str 'no'"),
         ({"chat_template_kwargs": {"tokenize": False}}, r"rows.jsonl:2: .*'tokenize' is set by megatron_rl itself"),
-        ({"chat_template_kwargs": {"tools": [ADD]}}, r"rows.jsonl:2: .*tools have a column of their own"),
+        ({"chat_template_kwargs": {"tools": [ADD]}}, r"rows.jsonl:2: .*tools have their own column"),
         ({"tools": {"name": "add"}}, r"rows.jsonl:2: field 'tools': expected a list of JSON schemas"),
         ({"tools": ["add"]}, r"rows.jsonl:2: field 'tools': tool 1: expected"),
         ({"tools": [ADD, {"type": "function"}]}, r"rows.jsonl:2: field 'tools': tool 2: .*without a name"),
@@ -161,8 +161,8 @@ def test_what_the_template_never_mentions_is_counted(tokenizer, tmp_path):
 
 
 def test_a_recipe_cannot_set_what_is_set_here():
-    assert list(prompt_content.problems(DataConfig(chat_template_kwargs={"enable_thinking": False}))) == []
-    (problem,) = prompt_content.problems(DataConfig(chat_template_kwargs={"add_generation_prompt": False}))
+    assert list(prompt_problems(DataConfig(chat_template_kwargs={"enable_thinking": False}))) == []
+    (problem,) = prompt_problems(DataConfig(chat_template_kwargs={"add_generation_prompt": False}))
     assert problem.startswith("data.chat_template_kwargs: 'add_generation_prompt'")
 
 

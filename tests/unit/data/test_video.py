@@ -136,7 +136,7 @@ def test_a_frame_that_cannot_be_as_small_as_its_video_needs_is_refused(tmp_path,
 @pytest.mark.parametrize(
     ("settings", "key"),
     [
-        (dict(max_video_tokens=100), "data.max_video_tokens: expected room for one frame of 128"),
+        (dict(max_video_tokens=100), "data.max_video_tokens: expected enough for one frame of 128"),
         (dict(video_frame_tokens=[]), "data.video_frame_tokens: expected at least one"),
         (dict(video_frame_tokens=[4, 0]), "data.video_frame_tokens: expected at least one"),
     ],

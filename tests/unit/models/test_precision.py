@@ -74,7 +74,7 @@ def test_a_configuration_with_fp8_and_float32_is_refused_before_anything_starts(
 def test_layers_can_only_be_kept_from_a_checkpoint(tmp_path: Path) -> None:
     config = load(tmp_path, DENSE)
     config.policy.mtp, config.policy.init = Mtp.keep, Init.random
-    with pytest.raises(ConfigError, match="policy.mtp=keep: fresh weights .* have no layers to keep; set it to drop"):
+    with pytest.raises(ConfigError, match="policy.mtp=keep: random weights .* have no layers to keep; set it to drop"):
         check_config(config, command="train")
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.config.checks import layouts as layout_checks
+from megatron_rl.config.checks.model_settings import parallel_problems
 from megatron_rl.config.checks.servers import placement_problems
 from megatron_rl.config.derived import server_placement
 from megatron_rl.config.load import load_config
@@ -42,7 +42,7 @@ def test_every_plan_fits_and_takes_all_gpus(model, num_gpus):
     for config in found:
         rollout, parallel = config.rollout, config.parallel
         assert not check_fit(config, search.facts, search.gpu).problem
-        assert not list(layout_checks.problems(config, None)) and not list(placement_problems(rollout, parallel.num_ranks))
+        assert not list(parallel_problems(config, None)) and not list(placement_problems(rollout, parallel.num_ranks))
         serving = rollout.num_servers * rollout.tensor_parallel_size
         assert (serving if server_placement(rollout).shares_devices else serving + parallel.num_ranks) == num_gpus
 

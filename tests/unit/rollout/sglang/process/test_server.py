@@ -297,10 +297,10 @@ def test_nothing_is_started_again_once_the_run_ends(tmp_path, model_folder):
     [
         (None, {}, "environment variable RUN_KEY is not set"),
         ("  ", {}, "is not set"),
-        ("-x", {}, "not begin with a dash"),
+        ("-x", {}, "not start with a dash"),
         ("a b", {}, "without spaces"),
         ("ключ", {}, "ASCII"),
-        ("good", {"api_key": "x"}, "api_key would stand in recipes"),
+        ("good", {"api_key": "x"}, "api_key would be visible in recipes"),
         ("good", {"--admin-api-key": "x"}, "process lists"),
     ],
 )

@@ -1,0 +1,96 @@
+"""Checks of the models' settings: layouts over the ranks, learning rates, precision, expert routing."""
+
+from collections.abc import Iterator
+
+from megatron_rl.config.derived import critic_dtype
+from megatron_rl.config.layout import layout_problems, of_critic
+from megatron_rl.config.schema import (
+    Config,
+    DecayStyle,
+    Dtype,
+    Fp8,
+    Init,
+    LoadBalancing,
+    MoeConfig,
+    Moments,
+    Mtp,
+    OldPolicy,
+    OptimizerConfig,
+    RoutingReplay,
+)
+
+
+def parallel_problems(config: Config, world_size: int | None) -> Iterator[str]:
+    parallel = config.parallel
+    ranks = world_size if world_size is not None else parallel.num_ranks
+    if world_size is not None and parallel.num_ranks not in (0, world_size):
+        yield (
+            f"parallel.num_ranks: the configuration requests {parallel.num_ranks} ranks, but the launcher started {world_size}; "
+            "start as many (launch/torchrun.sh: RANKS_PER_NODE), or set parallel.num_ranks=0 to use the launcher's number"
+        )
+    yield from layout_problems(parallel, ranks)
+    own = config.critic.parallel
+    if own is None:
+        return
+    if own.num_ranks not in (0, parallel.num_ranks):
+        yield (
+            f"critic.parallel.num_ranks: the critic uses the policy's ranks, parallel.num_ranks={parallel.num_ranks}; "
+            f"leave it at 0, got {own.num_ranks}"
+        )
+    yield from (of_critic(problem) for problem in layout_problems(own, ranks))
+
+
+def learning_rate_problems(config: Config, command: str) -> Iterator[str]:
+    in_use: dict[str, OptimizerConfig] = {
+        "train": {"policy.optimizer": config.policy.optimizer, "critic.optimizer": config.critic.optimizer},
+        "sft": {"sft.optimizer": config.sft.optimizer},
+        "critic-pretrain": {"critic_pretrain.optimizer": config.critic_pretrain.optimizer},
+        "reward-train": {"reward_train.optimizer": config.reward_train.optimizer},
+    }.get(command, {})
+    for key, optimizer in in_use.items():
+        if optimizer.min_lr > optimizer.lr:
+            yield f"{key}.min_lr: expected a number from 0 to lr={optimizer.lr}, got {optimizer.min_lr}"
+        if optimizer.decay_style is not DecayStyle.constant and optimizer.decay_steps <= optimizer.warmup_steps:
+            yield (
+                f"{key}.decay_steps: decay_style={optimizer.decay_style.value} needs more decay_steps than "
+                f"warmup_steps={optimizer.warmup_steps}, got {optimizer.decay_steps}"
+            )
+
+
+def policy_problems(config: Config) -> Iterator[str]:
+    policy, moe = config.policy, config.policy.moe
+    if policy.fp8 is not Fp8.none and policy.dtype is not Dtype.bfloat16:
+        yield (
+            f"policy.fp8={policy.fp8.value}: needs parameters in bfloat16, got policy.dtype={policy.dtype.value}; set "
+            "policy.dtype=bfloat16"
+        )
+    for name, optimizer, dtype in (
+        ("policy", policy.optimizer, policy.dtype),
+        ("critic", config.critic.optimizer, critic_dtype(config)),
+    ):
+        if optimizer.moments is Moments.bfloat16 and dtype is not Dtype.bfloat16:
+            yield (
+                f"{name}.optimizer.moments=bfloat16: needs parameters in bfloat16, got {name}.dtype={dtype.value}; set "
+                f"{name}.dtype=bfloat16 or moments=float32"
+            )
+    if policy.mtp is Mtp.keep and policy.init is Init.random:
+        yield "policy.mtp=keep: random weights (policy.init=random) have no layers to keep; set it to drop"
+    yield from _load_balancing(moe)
+    if moe.routing_replay is RoutingReplay.R2 and config.algorithm.correction.old_policy is OldPolicy.rollout:
+        yield (
+            "policy.moe.routing_replay=R2: records in the pass for the old log-probs, which "
+            "algorithm.correction.old_policy=rollout skips; use recomputed, or R3"
+        )
+
+
+def _load_balancing(moe: MoeConfig) -> Iterator[str]:
+    if (moe.aux_loss_coef > 0) != (moe.load_balancing is LoadBalancing.aux_loss):
+        yield (
+            f"policy.moe.aux_loss_coef: got {moe.aux_loss_coef} with load_balancing={moe.load_balancing.value}; "
+            "load_balancing=aux_loss needs a coefficient above 0 (0.001 is in use), everything else 0"
+        )
+    if moe.bias_update_rate > 0 and moe.load_balancing is not LoadBalancing.bias:
+        yield (
+            f"policy.moe.bias_update_rate: got {moe.bias_update_rate} with load_balancing={moe.load_balancing.value}; "
+            "only load_balancing=bias moves the expert bias"
+        )
