@@ -12,9 +12,9 @@ from megatron_rl.desk.doctor.check_task import RECORD
     ("overrides", "departs"),
     [
         ([], ""),
-        (["run.seed=2"], "step 1, prompts and servers: prompts are others ("),
+        (["run.seed=2"], "step 1, prompts and servers: prompts differ ("),
         (["algorithm.gamma=0.9"], "step 1, the advantages: advantages "),
-        (["policy.optimizer.lr=2.0e-3"], "step 2, the policy's loss and gradient: policy lr 0.002 instead of 0.001; it must be the same"),
+        (["policy.optimizer.lr=2.0e-3"], "step 2, the policy's loss and gradient: policy lr 0.002 instead of 0.001; it must be equal"),
     ],
 )
 def test_a_change_departs_from_the_record_where_it_acts_first(overrides, departs, capsys):
