@@ -1,4 +1,4 @@
-"""What a practised eye looks at first: the report's health checks. Each judges only what was logged."""
+"""The report's health checks, as an experienced user would make them first. Each judges only logged metrics."""
 
 import math
 from dataclasses import dataclass
@@ -11,21 +11,21 @@ from megatron_rl.desk.report.smoothing import smooth, smoothing_span
 
 @dataclass(frozen=True)
 class Check:
-    """One line of the health list."""
+    """A line of the health list."""
 
     title: str
     state: str
-    """good, look (worth a look) or none (nothing to judge by)."""
+    """good, look (should be checked) or none (no data)."""
     detail: str
 
 
 def health_checks(run: RunRecord) -> tuple[Check, ...]:
-    """In the order of the page."""
+    """All checks in the order of the page."""
     return (_reward_check(run), _mismatch_check(run), _critic_check(run), *_incident_checks(run), _number_check(run))
 
 
 def _reward_check(run: RunRecord) -> Check:
-    # Dynamic sampling trains on mixed groups, whose reward says little: what counts is that of all responses.
+    # Dynamic sampling trains on mixed groups, whose mean reward is uninformative: use the reward of all responses.
     rewards = run.finite("dynamic_sampling/reward_mean")
     if not len(rewards):
         rewards = run.finite("reward/mean")
@@ -43,13 +43,13 @@ def _mismatch_check(run: RunRecord) -> Check:
     divergences = run.finite("mismatch/k3")
     limit = run.setting("health.max_mismatch")
     if not len(divergences):
-        return Check("Engine and trainer", "none", "no mismatch was logged")
-    largest = f"largest k3 of a step {divergences.max():.1e}"
+        return Check("Servers and trainer", "none", "no mismatch was logged")
+    largest = f"largest k3 per step {divergences.max():.1e}"
     if not isinstance(limit, int | float) or limit <= 0:
-        return Check("Engine and trainer", "none", f"{largest}; no limit is set")
+        return Check("Servers and trainer", "none", f"{largest}; no limit is set")
     if divergences.max() <= limit:
-        return Check("Engine and trainer agree", "good", f"{largest}, limit {limit:.1e}")
-    return Check("Engine and trainer differ", "look", f"{largest}, over the limit {limit:.1e}")
+        return Check("Servers and trainer agree", "good", f"{largest}, limit {limit:.1e}")
+    return Check("Servers and trainer disagree", "look", f"{largest}, over the limit {limit:.1e}")
 
 
 def _critic_check(run: RunRecord) -> Check:
@@ -58,8 +58,8 @@ def _critic_check(run: RunRecord) -> Check:
         return Check("Critic", "none", "no critic update was logged")
     recent = float(smooth(explained, smoothing_span(len(explained)))[-1])
     if recent > 0:
-        return Check("Critic foresees returns", "good", f"explained variance {recent:.2f}")
-    return Check("Critic is no help", "look", f"explained variance {recent:.2f}: pretrain it or warm it up longer")
+        return Check("Critic predicts returns", "good", f"explained variance {recent:.2f}")
+    return Check("Critic explains no variance", "look", f"explained variance {recent:.2f}: pretrain it or warm it up longer")
 
 
 def _incident_checks(run: RunRecord) -> list[Check]:
@@ -67,26 +67,26 @@ def _incident_checks(run: RunRecord) -> list[Check]:
     unscored = run.finite("reward/num_unscored")
     if len(unscored):
         count = int(unscored.sum())
-        words = f"{count} responses in {int((unscored > 0).sum())} steps" if count else "in all steps"
-        checks.append(Check("Responses without a score" if count else "Every response scored",
-                            "look" if count else "good", words))
+        detail = f"{count} responses in {int((unscored > 0).sum())} steps" if count else "in all steps"
+        checks.append(Check("Unscored responses" if count else "Every response scored",
+                            "look" if count else "good", detail))
     findings = run.finite("health/num_findings")
     if len(findings):
         count = int(findings.max())
         signs = run.finite("health/num_signs")
-        words = f"{count} times; signs in {int((signs > 0).sum())} steps" if count else ""
-        checks.append(Check("Signs that training has died" if count else "No sign that training has died",
-                            "look" if count else "good", words))
+        detail = f"{count} times; signs in {int((signs > 0).sum())} steps" if count else ""
+        checks.append(Check("Training shows signs of collapse" if count else "No sign of collapse",
+                            "look" if count else "good", detail))
     restarts = run.finite("rollout/num_server_restarts")
     if len(restarts):
         count = int(restarts.max())
         checks.append(Check("Servers were restarted" if count else "No server restarts", "look" if count else "good",
-                            f"up to {count} in a step's count" if count else ""))
+                            f"up to {count} counted in a step" if count else ""))
     return checks
 
 
 def _number_check(run: RunRecord) -> Check:
-    """NaN in a column also means "not logged": only infinities and NaN rows of the file can be told apart."""
+    """Check of non-finite metrics. NaN also means "not logged" in a column, so only infinite values are reported."""
     infinite = sorted(name for name, values in run.columns.items() if np.isinf(values).any())
     if not run.columns:
         return Check("Numbers", "none", "metrics.jsonl has no steps yet")

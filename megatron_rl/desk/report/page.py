@@ -1,4 +1,4 @@
-"""The report's page: self-contained HTML from panels. No script, no font and no picture is loaded from elsewhere."""
+"""Renders the report's page as self-contained HTML. It loads no script, font or picture from elsewhere."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,13 +12,13 @@ from megatron_rl.desk.report.health_checks import Check
 class Panel:
     title: str
     says: str
-    """What to look for, in a sentence."""
+    """Caption: a sentence on how to read the chart."""
     svg: str
-    """Empty: ``missing`` says why."""
+    """The chart, or an empty string; ``missing`` then has the reason."""
     legend: tuple[tuple[str, str], ...] = ()
-    """(words, colour name)."""
+    """Pairs of (label, color name)."""
     latest: str = ""
-    """The newest value, next to the title."""
+    """Newest value, shown next to the title."""
     missing: str = ""
     wide: bool = False
 
@@ -35,11 +35,11 @@ class Table:
     says: str
     header: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
-    """Empty: ``says`` says why."""
+    """Rows of cells; if empty, ``says`` has the reason."""
     row_colors: tuple[str, ...] = ()
-    """Colour names of a mark before each row's first cell."""
+    """Color names of the mark before each row's first cell."""
     header_colors: tuple[str, ...] = ()
-    """The same of the header's cells; an empty name is no mark."""
+    """Color names of the marks in the header; an empty name draws no mark."""
 
 
 @dataclass(frozen=True)
@@ -47,13 +47,13 @@ class Page:
     title: str
     subtitle: str
     headline: tuple[tuple[str, str, str], ...]
-    """(label, value, remark)."""
+    """Tiles of (label, value, remark)."""
     checks: tuple[Check, ...]
     sections: tuple[Section, ...]
     summary: tuple[tuple[str, str], ...]
     config_text: str
     samples: str = ""
-    """A section of its own, as HTML (``sample_panel``)."""
+    """A separate section as HTML (``sample_panel``)."""
     tables: tuple[Table, ...] = ()
 
 
@@ -122,7 +122,7 @@ _MARKS = {"good": "✓", "look": "!", "none": "&ndash;"}
 
 
 def render(page: Page) -> str:
-    """The whole document."""
+    """The whole page as HTML."""
     tiles = "".join(
         f'<div class="tile"><span>{escape(label)}</span><b>{escape(value)}</b><span>{escape(remark)}</span></div>\n'
         for label, value, remark in page.headline
@@ -148,7 +148,7 @@ def render(page: Page) -> str:
 
 def _panel(panel: Panel) -> str:
     legend = "".join(
-        f'<span><i style="background: var(--{color})"></i>{escape(words)}</span>' for words, color in panel.legend
+        f'<span><i style="background: var(--{color})"></i>{escape(label)}</span>' for label, color in panel.legend
     )
     if panel.svg:
         body = f'<div class="legend">{legend}</div>\n<div class="picture">{panel.svg}</div>'
@@ -176,7 +176,7 @@ def _table(table: Table) -> str:
 
 
 def _details(page: Page) -> str:
-    """A page of several runs has none."""
+    """Summary and configuration of a run; empty on a page of several runs."""
     if not (page.summary or page.config_text) and page.tables:
         return ""
     return f"<h2>Details</h2>\n{_summary(page.summary)}{_configuration(page.config_text)}"

@@ -1,4 +1,4 @@
-"""The report's panels: which metrics a panel draws, and how it is drawn from a run. A panel without data says why."""
+"""The report's panels: the metrics of each panel, and how it is drawn. A panel without data shows the reason."""
 
 import math
 from collections.abc import Sequence
@@ -27,9 +27,9 @@ class _Line:
     color: str
     style: str = "line"
     smoothed: bool = False
-    """Draw the raw values faintly and their exponential mean over them."""
+    """True to draw the raw values faintly, with their exponential mean on top."""
     spread: str = ""
-    """Metric that is the half height of a band around the line."""
+    """Metric used as the half height of a band around the line."""
 
 
 @dataclass(frozen=True)
@@ -41,11 +41,11 @@ class _PanelSpec:
     missing: str
     percent: bool = False
     log: bool = False
-    """Draws sizes, without signs; zeros have no place on the axis."""
+    """True for a logarithmic axis of absolute values; zeros are not drawn."""
     floor: float = -math.inf
-    """Values below are cut off."""
+    """Smallest value drawn; smaller ones are clipped to it."""
     zero_line: str = ""
-    """Words at a dashed line at 0."""
+    """Label of a dashed line at 0."""
     limit_setting: str = ""
     """Configuration key whose value, if above 0, is drawn as a dashed line."""
 
@@ -55,13 +55,13 @@ _LEARNING = (
         "Reward", "Mean reward of the responses that finished in a step.", "reward",
         (
             _Line("reward/mean", "reward", "blue", smoothed=True),
-            _Line("dynamic_sampling/reward_mean", "with the groups that were sorted out", "teal", smoothed=True),
+            _Line("dynamic_sampling/reward_mean", "discarded groups included", "teal", smoothed=True),
         ),
         "No step has scored a response yet.",
     ),
     _PanelSpec(
         "Accuracy", "Share of responses with the right answer: sampled in training, and on the evaluation "
-        "prompts, in a band of one standard error.",
+        "prompts, with a band of one standard error.",
         "% correct",
         (
             _Line("reward/accuracy", "training", "blue", smoothed=True),
@@ -79,7 +79,7 @@ _LEARNING = (
         "No response has finished yet.",
     ),
     _PanelSpec(
-        "Finished share", "Part of the slots whose response finished within the step; the others are carried on.",
+        "Finished share", "Fraction of slots whose response finished within the step; the rest continue in the next step.",
         "% of slots",
         (_Line("rollout/finished_share", "finished", "teal", smoothed=True),),
         "The steps have not logged rollout/finished_share.", percent=True,
@@ -96,23 +96,23 @@ _LOSSES = (
         "The steps have not logged advantages.", zero_line="0",
     ),
     _PanelSpec(
-        "Explained variance", "How much of the returns the critic foresees: 1 is all, 0 is no better than their mean. "
-        "Below -1 is cut off.", "explained variance",
+        "Explained variance", "Fraction of the returns' variance that the critic predicts: 0 is as good as their mean. "
+        "Values below -1 are clipped.", "explained variance",
         (_Line("critic/explained_variance", "critic", "violet", smoothed=True),),
         "No critic update yet: it takes finished responses (and a critic).", floor=-1.0, zero_line="no better than the mean",
     ),
     _PanelSpec(
-        "Policy KL", "How far an update moves the policy from the one that generated.", "KL (nats per token)",
+        "Policy KL", "KL divergence of the updated policy from the policy that generated.", "KL (nats per token)",
         (_Line("policy/kl", "policy KL", "green"),),
         "No policy update yet (critic warm-up?).",
     ),
     _PanelSpec(
-        "Entropy", "A fall to 0 means that the policy no longer explores.", "entropy (nats per token)",
+        "Entropy", "At 0 the policy no longer explores.", "entropy (nats per token)",
         (_Line("policy/entropy", "entropy", "green"),),
         "No policy update yet (critic warm-up?).",
     ),
     _PanelSpec(
-        "Clip fraction", "Share of tokens whose ratio left the clip range.", "% of tokens",
+        "Clip fraction", "Fraction of tokens whose ratio left the clip range.", "% of tokens",
         (
             _Line("policy/clip_fraction", "clipped", "green"),
             _Line("policy/clip_fraction_low", "at the lower bound", "yellow"),
@@ -120,7 +120,7 @@ _LOSSES = (
         "No policy update yet (critic warm-up?).", percent=True,
     ),
     _PanelSpec(
-        "Gradient norm", "Before clipping.", "L2 norm",
+        "Gradient norm", "Norm of the gradient before clipping.", "L2 norm",
         (
             _Line("policy/grad_norm", "policy", "green"),
             _Line("critic/grad_norm", "critic", "violet"),
@@ -130,11 +130,11 @@ _LOSSES = (
 )
 _METHODS = (
     _PanelSpec(
-        "Reference KL", "Distance of the policy that generated from the reference.", "KL (nats per token)",
+        "Reference KL", "KL divergence of the generating policy from the reference.", "KL (nats per token)",
         (_Line("kl/reference_per_token", "KL", "green"),), "",
     ),
     _PanelSpec(
-        "Groups by outcome", "Dynamic sampling trains on mixed groups only.", "% of groups",
+        "Groups by outcome", "Dynamic sampling trains only on mixed groups.", "% of groups",
         (
             _Line("dynamic_sampling/useful_share", "mixed", "blue"),
             _Line("dynamic_sampling/all_right_share", "all right", "green"),
@@ -143,7 +143,7 @@ _METHODS = (
         "", percent=True,
     ),
     _PanelSpec(
-        "Dialogues", "First and final answers that are right, verdicts that are true.", "% of dialogues",
+        "Dialogues", "Fraction of correct first answers, final answers and verdicts.", "% of dialogues",
         (
             _Line("dialogue/first_accuracy", "first answer", "orange", smoothed=True),
             _Line("dialogue/final_accuracy", "final answer", "blue", smoothed=True),
@@ -152,7 +152,7 @@ _METHODS = (
         "", percent=True,
     ),
     _PanelSpec(
-        "Critic along the response", "Return minus value in the quarters of a response: a slope is initialisation bias.",
+        "Critic along the response", "Return minus value in the quarters of a response: a slope shows initialization bias.",
         "return - value",
         (
             _Line("critic/advantage_q1", "first quarter", "blue", smoothed=True),
@@ -161,7 +161,7 @@ _METHODS = (
         "", zero_line="unbiased",
     ),
     _PanelSpec(
-        "Judge", "How often both orders of a pair agree, and how far they are apart.", "share",
+        "Judge", "How often both orders of a pair agree, and the gap between them.", "share",
         (
             _Line("reward/swap_consistency", "swap consistency", "green", smoothed=True),
             _Line("reward/position_gap", "position gap", "red", smoothed=True),
@@ -169,11 +169,11 @@ _METHODS = (
         "",
     ),
 )
-"""Shown where the run logged them."""
+"""Panels shown only if the run logged their metrics."""
 _ENGINE = (
     _PanelSpec(
-        "Engine and trainer", "Difference between SGLang's and Megatron's log-probs of the same tokens, as sizes. "
-        "It should stay flat.", "nats",
+        "Servers and trainer", "Absolute difference between SGLang's and Megatron's log-probs of the same tokens. "
+        "The curves should stay flat.", "nats",
         (
             _Line("mismatch/max_abs_log_ratio", "largest", "red"),
             _Line("mismatch/kl", "KL", "blue"),
@@ -182,24 +182,24 @@ _ENGINE = (
         "The steps have not logged mismatch/*.", log=True, limit_setting="health.max_mismatch",
     ),
     _PanelSpec(
-        "Throughput", "Generated tokens over the time of the whole step.", "tokens per second",
+        "Throughput", "Generated tokens per second of the whole step.", "tokens per second",
         (_Line("step/tokens_per_s", "tokens/s", "blue", smoothed=True),),
         "The steps have not logged step/tokens_per_s.",
     ),
 )
 
 
-SECTIONS = (("Learning", _LEARNING), ("Policy and critic", _LOSSES), ("Methods", _METHODS), ("Engine", _ENGINE))
-"""For a page of several runs: panels by section."""
+SECTIONS = (("Learning", _LEARNING), ("Policy and critic", _LOSSES), ("Methods", _METHODS), ("Servers", _ENGINE))
+"""Panels by section, for a page of several runs."""
 
 
 def report_sections(run: RunRecord) -> tuple[Section, ...]:
-    """All panels of a run, in the page's order; the panels of methods that the run did not use are left out."""
+    """All panels of a run in the page's order, without the panels of methods that the run does not use."""
     return (
         Section("Learning", (*(_panel(run, spec) for spec in _LEARNING), length_panel(run))),
         Section("Policy and critic", tuple(_panel(run, spec) for spec in _LOSSES)),
         *_methods(run),
-        Section("Engine and use", (*(_panel(run, spec) for spec in _ENGINE), idle_panel(run), memory_panel(run))),
+        Section("Servers and resources", (*(_panel(run, spec) for spec in _ENGINE), idle_panel(run), memory_panel(run))),
         Section("Time", (_stage_panel(run), rank_panel(run), _timeline_panel(run))),
     )
 
@@ -210,7 +210,7 @@ def _methods(run: RunRecord) -> list[Section]:
 
 
 def _evaluation_specs(run: RunRecord) -> list[_PanelSpec]:
-    """Of evaluations with several sets, or with several responses per prompt."""
+    """Panels of evaluations with several sets, or with several responses per prompt."""
     sets = tuple(
         _Line(f"eval/{name}/accuracy", name, color, "points", spread=f"eval/{name}/accuracy_stderr")
         for name, color in zip(evaluation_sets(run.columns), cycle(_COLORS), strict=False)
@@ -218,8 +218,8 @@ def _evaluation_specs(run: RunRecord) -> list[_PanelSpec]:
     best = sorted((name for name in run.columns if name.startswith("eval/pass@")), key=lambda name: int(name[10:]))
     ks = tuple(_Line(name, name[5:], color, "points") for name, color in zip(best, cycle(_COLORS), strict=False))
     return [
-        _PanelSpec("Evaluation by set", "Each set in a band of one standard error.", "% correct", sets, "", percent=True),
-        _PanelSpec("Best of k", "Expected best of k responses to an evaluation prompt.", "% correct", ks, "", percent=True),
+        _PanelSpec("Evaluation by set", "Accuracy of each set, with a band of one standard error.", "% correct", sets, "", percent=True),
+        _PanelSpec("Best of k", "Expected accuracy of the best of k responses to an evaluation prompt.", "% correct", ks, "", percent=True),
     ]
 
 
@@ -230,7 +230,7 @@ def _panel(run: RunRecord, spec: _PanelSpec) -> Panel:
     for line in spec.lines:
         values = run.values(line.metric) * scale
         logged = np.isfinite(values)
-        if spec.log:  # log-prob differences have a sign, and many steps have none at all
+        if spec.log:  # log-prob differences are signed, and in many steps exactly 0
             values = np.where(values == 0, np.nan, np.abs(values))
         if not logged.any() or not np.isfinite(values).any():
             continue
@@ -243,13 +243,13 @@ def _panel(run: RunRecord, spec: _PanelSpec) -> Panel:
     if not series:
         all_zero = spec.log and any(len(run.finite(line.metric)) for line in spec.lines)
         missing = "Every value is 0." if all_zero else spec.missing
-        return Panel(spec.title, spec.says, "", missing=missing if len(run.steps) else "No step is done yet.")
+        return Panel(spec.title, spec.says, "", missing=missing if len(run.steps) else "No step has finished yet.")
     references = [(0.0, spec.zero_line)] if spec.zero_line else []
     limit = run.setting(spec.limit_setting) if spec.limit_setting else None
     if isinstance(limit, int | float) and limit > 0:
         references.append((float(limit), f"limit of k3 {limit:g}"))
     svg = charts.line_chart(series, spec.unit, log=spec.log, references=references)
-    # One line that says what the title says needs no legend, unless it has a raw and a smoothed form.
+    # A single line named like the title needs no legend, unless it is drawn raw and smoothed.
     if len(legend) == 1:
         legend = [(f"{legend[0][0]}, smoothed over {smoothing_span(len(run.steps))} steps", legend[0][1])]
         legend = legend if spec.lines[0].smoothed else []
@@ -269,8 +269,8 @@ def _series(run: RunRecord, line: _Line, values: np.ndarray, scale: float) -> li
 
 
 def _stage_panel(run: RunRecord) -> Panel:
-    title, says = "Stage times", "Stages stacked, the step itself as a dark line: what rises above the line ran at the " \
-        "same time as something else. Very slow steps are cut off."
+    title, says = "Stage times", "Stages stacked, the step itself as a dark line: stages above the line ran at the " \
+        "same time as others. Very slow steps are clipped."
     stages = {
         stage: run.values(f"time/{stage}_s")
         for stage in [*STAGE_STYLES, *sorted(_other_stages(run))]
@@ -292,13 +292,13 @@ def _other_stages(run: RunRecord) -> set[str]:
 
 
 def _choose_window(spans: Sequence[Span], num_steps: int = _NUM_TIMELINE_STEPS) -> list[Span]:
-    """Spans of the newest ``num_steps`` steps in a row that show overlap, or of the newest ones if none does.
+    """Spans of the newest ``num_steps`` consecutive steps with overlap, or of the newest ones if none overlaps.
 
-    The very newest step may be in progress and is left out if there are others enough.
+    The last step may be in progress and is omitted if enough others exist.
     """
     steps = sorted({span.step for span in spans})
     candidates = steps[:-1] if len(steps) > num_steps else steps
-    # Only the last 50: an old stretch that overlaps says nothing about how the run goes now.
+    # Search only the last 50 steps: an older overlap does not show how the run behaves now.
     for end in range(len(candidates), max(num_steps, len(candidates) - 50) - 1, -1):
         chosen = set(candidates[end - num_steps : end])
         window = [span for span in spans if span.step in chosen]
@@ -309,7 +309,7 @@ def _choose_window(spans: Sequence[Span], num_steps: int = _NUM_TIMELINE_STEPS) 
 
 
 def _after_the_pause(window: list[Span]) -> list[Span]:
-    """Without what ran before a run was stopped and went on, if that lies between: the pause would fill the picture."""
+    """The spans after a stop and resume, if the window contains one: the pause would fill the chart."""
     if not window:
         return window
     in_order = sorted(window, key=lambda span: span.start_s)
@@ -323,17 +323,17 @@ def _after_the_pause(window: list[Span]) -> list[Span]:
 
 
 def _timeline_panel(run: RunRecord) -> Panel:
-    title = "A few steps close up"
+    title = "A few steps in detail"
     says = "Each lane is a resource, each bar a stage and its step. Shaded: the critic updates while the next window " \
         "is generated. The whole trace opens in ui.perfetto.dev: timeline.json."
     window = _after_the_pause(_choose_window([span for span in run.spans if span.lane in LANES]))
     if not window:
-        return Panel(title, says, "", missing="timeline.json is not there or holds no spans.", wide=True)
+        return Panel(title, says, "", missing="timeline.json is missing or has no spans.", wide=True)
     present = {span.lane for span in window}
     lanes = [lane for lane in LANES if lane in present] + sorted(present - set(LANES))
     overlap_s = overlap_seconds(window, *OVERLAP)
     critic_s = overlap_seconds(window, OVERLAP[1], OVERLAP[1])
-    latest = f"{overlap_s:.2g} of {critic_s:.2g} s of critic updates hidden" if critic_s > 0 else "no critic update here"
+    latest = f"{overlap_s:.2g} of {critic_s:.2g} s of critic updates hidden" if critic_s > 0 else "no critic update in these steps"
     stages = sorted({span.name for span in window}, key=lambda name: ([*STAGE_STYLES, name].index(name), name))
     legend = tuple((stage, charts.STAGE_COLORS.get(stage, "grey")) for stage in stages)
     return Panel(title, says, charts.timeline_chart(window, lanes, OVERLAP), legend, latest, wide=True)
