@@ -235,8 +235,8 @@ def test_folder_without_stored_responses_names_the_config_key(tmp_path, capsys):
     (tmp_path / "samples").mkdir()
     (tmp_path / "samples" / "step_000001.parquet").write_text("torn")
     assert main(["samples", str(tmp_path)]) == 2
-    assert "not a whole file of samples" in capsys.readouterr().err
-    assert "not a whole file of samples" in samples_html(tmp_path)
+    assert "not a complete file of samples" in capsys.readouterr().err
+    assert "not a complete file of samples" in samples_html(tmp_path)
 
 
 def test_sample_page_is_bounded_escaped_and_offline(tmp_path):
