@@ -77,7 +77,7 @@ def _prepared() -> Iterator[None]:
         torch.compile = real_compile
 
 
-class _Stream:
+class _CpuStream:
     """Replaces a CUDA stream; on a CPU, work is done when the call returns."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -95,11 +95,11 @@ class _Stream:
     def query(self) -> bool:
         return True
 
-    def record_event(self, event: "_Event | None" = None) -> "_Event":
-        return event or _Event()
+    def record_event(self, event: "_CpuEvent | None" = None) -> "_CpuEvent":
+        return event or _CpuEvent()
 
 
-class _Event:
+class _CpuEvent:
     """Replaces a CUDA event."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -146,7 +146,7 @@ class _ModuleCopy(types.ModuleType):
 
 
 def _make_torch_for_megatron() -> types.ModuleType:
-    stream = _Stream()
+    stream = _CpuStream()
 
     def nothing(*args: Any, **kwargs: Any) -> None:
         return None
@@ -160,8 +160,8 @@ def _make_torch_for_megatron() -> types.ModuleType:
         current_stream=lambda device=None: stream,
         default_stream=lambda device=None: stream,
         stream=lambda stream=None: contextlib.nullcontext(),
-        Stream=_Stream,
-        Event=_Event,
+        Stream=_CpuStream,
+        Event=_CpuEvent,
         memory_stats=lambda device=None: collections.defaultdict(int),
         memory_allocated=lambda device=None: 0,
         get_rng_state=lambda device=None: torch.get_rng_state(),

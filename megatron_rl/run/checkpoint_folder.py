@@ -87,6 +87,7 @@ def _write_array(path: Path, parts: Sequence[np.ndarray]) -> tuple[int, str]:
             digest.update(part.data)
             file.write(part.data)
         file.flush()
+        # The manifest vouches for this file, so its data must reach the disk first.
         os.fsync(file.fileno())
         return file.tell(), digest.hexdigest()
 
@@ -178,6 +179,7 @@ def removable(checkpoints: Path, newest: int, rules: RunConfig, accuracies: Mapp
         kept |= {steps for steps in saved if steps % rules.keep_every_steps == 0}
     evaluated = [steps for steps in saved if math.isfinite(accuracies.get(steps, math.nan))]
     kept |= set(sorted(evaluated, key=lambda steps: -accuracies[steps])[: rules.keep_best])
+    # Entries are ordered newest first.
     kept |= set([steps for steps, folder in saved.items() if is_healthy(folder)][:1])
     return [folder for folder in folders if folder not in [saved[steps] for steps in kept]]
 

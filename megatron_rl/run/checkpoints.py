@@ -28,7 +28,7 @@ from megatron_rl.training.trainer_group import TrainerGroup
 
 
 @dataclass(frozen=True)
-class _Begun:
+class _PendingSave:
     """A checkpoint whose files are being written; it does not count yet."""
 
     step: int
@@ -61,7 +61,7 @@ class Saver:
         self._accuracies = accuracies
         self._in_background = saves_in_background(config.run, local_device().type)
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint-driver")
-        self._begun: _Begun | None = None
+        self._pending: _PendingSave | None = None
         self._missed = False
         self.newest_step = -1
         """Step of the newest checkpoint that this process has written, or -1."""
@@ -82,13 +82,15 @@ class Saver:
         regardless of the keep rules. With run.async_save the checkpoint counts once ``settle`` has seen it complete; this method
         waits for the previous one.
         """
+        # Only one background save may be in progress.
         problem = self.settle(wait=True)
         target = self._folder / folders.folder_name(step + 1)
         state, arrays = taken_apart({"num_steps_done": step + 1, "weight_version": weight_version, **driver})
         begin = self._group.begin_save if self._in_background else self._group.save_state
         try:
+            # Invalidate an older checkpoint of this name before its files change.
             folders.begin(target)
-            self._begun = _Begun(step, target, healthy, self._writer.submit(folders.write_driver, target, state, arrays))
+            self._pending = _PendingSave(step, target, healthy, self._writer.submit(folders.write_driver, target, state, arrays))
             for engine in self._engines:
                 begin(engine, str(target / engine))
         except (CheckpointNotSaved, OSError) as error:
@@ -100,28 +102,29 @@ class Saver:
 
     def settle(self, *, wait: bool) -> str:
         """Finish a background save once it is written. Returns an empty string, or the problem."""
-        begun = self._begun
-        if begun is None or not (wait or (begun.driver.done() and self._group.saves_are_written())):
+        pending = self._pending
+        if pending is None or not (wait or (pending.driver.done() and self._group.saves_are_written())):
             return ""
         try:
             if self._in_background:
                 self._group.finish_saves()
-            folders.write_manifest(begun.target, self._engines, begun.driver.result(), healthy=begun.healthy)
-            folders.write_latest(begun.target)
+            folders.write_manifest(pending.target, self._engines, pending.driver.result(), healthy=pending.healthy)
+            folders.write_latest(pending.target)
         except (CheckpointNotSaved, OSError) as error:
-            return self._failed(begun.step, str(error))
-        self._begun, self._missed, self.newest_step = None, False, begun.step
+            return self._failed(pending.step, str(error))
+        self._pending, self._missed, self.newest_step = None, False, pending.step
         self._remove_old()
         return ""
 
     def _failed(self, step: int, problem: str) -> str:
         self._missed = True
         self.num_failed += 1
-        begun, self._begun = self._begun, None
-        if begun is not None:
-            futures.wait([begun.driver])
-        if begun is not None and not (begun.target / "manifest.json").exists():
-            shutil.rmtree(begun.target, ignore_errors=True)
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            # The thread may still write into the folder that is removed next.
+            futures.wait([pending.driver])
+        if pending is not None and not (pending.target / "manifest.json").exists():
+            shutil.rmtree(pending.target, ignore_errors=True)
         return f"after step {step + 1}: {problem}"
 
     @property

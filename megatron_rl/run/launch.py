@@ -106,6 +106,7 @@ def _run_on_ranks(
         from megatron_rl.system.processes.torchrun import run_under_torchrun
 
         recipes = [f"--config={path}" for path in arguments.config]
+        # The ranks inherit this variable and skip the checks.
         os.environ[_CHECKED] = "1"
         try:
             return run_under_torchrun(config.parallel.num_ranks, [command, *recipes, *arguments.overrides])

@@ -78,7 +78,7 @@ class Recorder:
         self.num_steps_done = first_step
         self.evaluations: list[Evaluation] = []
         self._stage_seconds: dict[str, float] = {}
-        self._noted: dict[str, float] = {}
+        self._before_step: dict[str, float] = {}
         self._early: dict[int, dict[str, float]] = {}
         """Metrics measured alongside a step before its row is written, keyed by step."""
         self._lock = threading.Lock()
@@ -99,6 +99,7 @@ class Recorder:
         self._status.end("finished" if kind is None else "stopped" if interrupted else "failed", reason)
         self.samples.close()
         if self._report_thread is not None:
+            # The final report is written to the same file.
             self._report_thread.join()
         self._write_report()
         for name in ("report.html", "timeline.json", "metrics.jsonl"):
@@ -144,7 +145,7 @@ class Recorder:
 
     def note_metrics(self, metrics: dict[str, float]) -> None:
         """Store metrics measured before a step; they are logged with that step."""
-        self._noted |= metrics
+        self._before_step |= metrics
 
     def keep_books(self) -> None:
         """Flush timeline and samples to disk, so that a killed run resumes with them."""
@@ -178,8 +179,8 @@ class Recorder:
         """Write the record of a finished step; recorded steps count from 1."""
         seconds = self.timeline.stage_seconds(step + 1)
         now_s = time.time()
-        metrics = self._noted | metrics | {f"time/{name}_s": duration for name, duration in seconds.items()}
-        self._noted = {}
+        metrics = self._before_step | metrics | {f"time/{name}_s": duration for name, duration in seconds.items()}
+        self._before_step = {}
         metrics["step/time_s"] = now_s - self._last_end_s
         metrics["step/tokens_per_s"] = metrics["step/tokens_generated"] / metrics["step/time_s"]
         metrics["rollout/num_server_restarts"] = float(num_server_restarts)

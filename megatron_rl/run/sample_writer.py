@@ -30,6 +30,7 @@ class SampleBooks:
         for step, path in sample_files(folder).items():
             if step > first_step:
                 path.unlink()
+        # A kill leaves partial files.
         for torn in (folder / FOLDER).glob(".*.partial"):
             torn.unlink()
 

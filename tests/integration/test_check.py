@@ -1,4 +1,4 @@
-"""``megatron-rl check``: the release's record holds on this machine, and what is changed is named where it departs first."""
+"""``megatron-rl check``: the release's record holds on this machine; a change is reported where it first deviates."""
 
 import json
 
@@ -21,7 +21,7 @@ def test_a_change_departs_from_the_record_where_it_acts_first(overrides, departs
     status = main(["check", "--trainer-only", *overrides])
     said = capsys.readouterr().out
     if departs:
-        assert status == 1 and f"first departure: {departs}" in said
+        assert status == 1 and f"first deviation: {departs}" in said
     else:
         assert status == 0 and "this installation computes what the release computed" in said
 
@@ -34,4 +34,4 @@ def test_records_that_are_none_are_refused_in_words(tmp_path, capsys):
     assert main(["check", "--record", "x", "--trainer-only"]) == 2
     assert "--record needs servers" in capsys.readouterr().err
     assert main(["check", "parallel.num_ranks=2"]) == 2
-    assert "it runs on one rank" in capsys.readouterr().err
+    assert "expected 1; `megatron-rl doctor" in capsys.readouterr().err

@@ -99,7 +99,7 @@ def test_a_folder_without_a_run_is_refused_in_words(tmp_path, capsys):
     assert main(["doctor", "--hang", str(tmp_path / "nowhere")]) == 2
     assert "is not a folder" in capsys.readouterr().err
     for words, said in (
-        (["--mismatch", "a"], "--hang and --mismatch are questions of their own"),
+        (["--mismatch", "a"], "--hang and --mismatch cannot be combined"),
         (["--config", "a.yaml"], "doctor --hang takes the output folder of a run"),
         (["run.seed=2"], "run.seed=2 would change nothing"),
     ):

@@ -34,6 +34,7 @@ def print_lines(recipes: Sequence[str], model: str | None, overrides: Sequence[s
     if overrides and not (recipes or model):
         raise UserError(f"doctor: {overrides[0]} overrides a recipe; give --config FILE or --model FOLDER")
     options = [*_of_model(model), *overrides]
+    # Set them first, because libraries read these variables when they are loaded.
     _prepare_gpus()
     config = _checked(recipes, options) if recipes or model else None
     console = Console(quiet=os.environ.get("RANK", "0") != "0", highlight=False)
@@ -84,6 +85,7 @@ def _lines(config: Config | None, recipes: Sequence[str], options: Sequence[str]
     if os.environ.get("RANK", "0") == "0":
         yield from environment_lines(config.run.output_dir if config else ".")
     with tempfile.TemporaryDirectory(prefix="megatron-rl-doctor-") as scratch:
+        # Finish the rank checks first: after a failure the check of trainer and servers is skipped.
         ranks = list(_rank_lines(Path(scratch)))
         yield from ranks
         if config is None:

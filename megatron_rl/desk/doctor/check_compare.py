@@ -66,6 +66,7 @@ def _difference(made: str | Numbers, recorded: str | Numbers, bound: float) -> s
         return "" if made == recorded else f"differ ({made} instead of {recorded})"
     if len(made) != len(recorded):
         return f"are {len(made)} instead of {len(recorded)}"
+    # Compare relative to the largest value, because small values carry the rounding of large ones.
     scale = max([_SMALLEST, *(abs(value) for value in recorded)])
     off = [abs(a - b) if math.isfinite(a) else math.inf for a, b in zip(made, recorded, strict=True)]
     worst = max(range(len(off)), key=off.__getitem__, default=0)
@@ -83,6 +84,7 @@ def in_words(found: Sequence[Departure]) -> list[str]:
     lines: dict[tuple[int, str], str] = {}
     numbers: dict[tuple[int, str], int] = {}
     for departure in found:
+        # A wrong update changes every tensor, so one line for all weights is enough.
         kind = _WEIGHTS if departure.quantity.startswith(_WEIGHTS) else departure.quantity
         key = (departure.step, f"{departure.stage} {kind}")
         lines.setdefault(key, str(departure))

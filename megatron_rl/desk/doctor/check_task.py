@@ -53,6 +53,7 @@ def share_of_digits(response: str, answer: str) -> Score:
 def make_task(folder: Path) -> Path:
     """Write models, prompts and the recipe into ``folder``. Returns the recipe's path."""
     random = np.random.RandomState(7)
+    # Policy and critic share the body, like a critic that is initialized from a policy.
     body = _body(random)
     _write_model(folder / "policy", {**body, "lm_head.weight": _matrix(random, _MODEL["vocab_size"], _WIDTH)})
     _write_model(folder / "critic", {**body, VALUE_HEAD: _matrix(random, 1, _WIDTH)})

@@ -69,6 +69,7 @@ def _plain(config: Config, scratch: str) -> Config:
 
 
 def _lines(config: Config, group: TrainerGroup) -> Iterator[Line]:
+    # Name of the check in progress, for the line that reports an exception.
     current = _ANSWER
     started_s = time.perf_counter()
     try:

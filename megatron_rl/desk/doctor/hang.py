@@ -30,6 +30,7 @@ def print_hang(folder: Path) -> int:
     if not folder.is_dir():
         raise UserError(f"doctor --hang: {folder} is not a folder; give the output folder of a run (run.output_dir)")
     trees, silent = look(folder, read_members(folder))
+    # Silent hosts may still run ranks, so only a complete picture counts as ended.
     if trees and not silent and all(tree.seen[0].state in ("gone", "zombie") for tree in trees):
         ended = (folder / "summary.json").is_file()
         print(
@@ -61,6 +62,7 @@ def run_seen(folder: Path, trees: Sequence[Tree], silent_hosts: Sequence[str]) -
         return RunSeen(ranks, silent_hosts=silent_hosts)
     seen = {process.pid: process for process in driver.seen}
     parents = dict(zip(seen, driver.parents, strict=True))
+    # The fork server has the same command: a reward worker is a process whose parent matches also.
     graders = [seen[pid] for pid, parent in parents.items() if _is(_GRADER, seen.get(pid)) and _is(_GRADER, seen.get(parent))]
     programs = {grader.pid: [seen[pid] for pid in _descendants(grader.pid, parents)] for grader in graders}
     return RunSeen(ranks, list(_servers(folder, seen, parents)), graders, programs, silent_hosts)
@@ -80,11 +82,13 @@ def _descendants(pid: int, parents: Mapping[int, int]) -> Iterator[int]:
 def _servers(folder: Path, seen: Mapping[int, Seen], parents: Mapping[int, int]) -> Iterator[ServerSeen]:
     """Snapshots of the managed servers, then of the servers that the recipe names."""
     for pid, process in seen.items():
+        # SGLang's subprocesses have the same command: take only the topmost process.
         if not _is(_SERVER, process) or _is(_SERVER, seen.get(parents[pid])):
             continue
         words, processes = process.command.split(" "), [process, *(seen[child] for child in _descendants(pid, parents))]
         host = _option(words, "host")
         url = f"http://{host}:{_option(words, 'port')}"
+        # A server on the loopback address of another node cannot be polled from here.
         is_unreachable = host in LOOPBACK and process.host != socket.gethostname()
         yield ServerSeen(url, processes=tuple(processes)) if is_unreachable else _poll_server(
             url, _key_in(_option(words, "config")), processes

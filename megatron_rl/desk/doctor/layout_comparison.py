@@ -99,6 +99,7 @@ def check_invariance(
     hf_config = load_hf_config(model)
     dtype = dtype or _own_dtype()
     bounds = _tolerances(dtype, any(has_experts(hf_config))) if tolerance is None else _given(tolerance)
+    # Keep the requested names, because sequence parallelism may be added below.
     requested = list(dict.fromkeys(layouts))
     if needs_sequence_parallelism(hf_config):
         reference, *layouts = dict.fromkeys(map(_with_sequence_parallelism, (reference, *layouts)))
@@ -109,6 +110,7 @@ def check_invariance(
     if refusals[reference]:
         raise DoctorError(f"the reference layout {reference} cannot run: {refusals[reference]}; choose another with --reference")
     wanted = [layout for layout in dict.fromkeys(layouts) if not refusals[layout] and layout != reference]
+    # Nothing to compare: report the refusals without starting ranks.
     if not wanted and all(refusals[layout] for layout in layouts):
         alone = Finding(reference, sizes[reference], verdict="reference")
         return [alone, *(Finding(name, sizes[name], verdict="refused", reason=refusals[name]) for name in layouts)]
@@ -121,6 +123,7 @@ def check_invariance(
     }
     measured, failures = _measure(job, reference, {layout: sizes[layout] for layout in (reference, *wanted)})
     base = measured[reference]
+    # An update that changes nothing would agree with every layout.
     if base["moved"] < bounds.noticeable:
         raise DoctorError(
             f"the update moves no weight by more than {base['moved']:.1e} of its tensor's largest, too little to compare "
@@ -173,6 +176,7 @@ def _measure(
     measured: dict[str, _Row] = {}
     failures: dict[str, str] = {}
     with tempfile.TemporaryDirectory(prefix="megatron-rl-doctor-") as scratch:
+        # The reference's launch comes first, because all others compare with its files.
         for num_ranks in sorted(set(sizes.values()), key=lambda size: size != sizes[reference]):
             is_reference = num_ranks == sizes[reference]
             launch = job | {
@@ -261,11 +265,13 @@ def _run(
         failure = _launch({**job, "layouts": waiting}, num_ranks, scratch)
         done = json.loads(out.read_text()) if out.exists() else []
         yield from done
+        # Results are written in order, so the first missing layout is the one that failed.
         waiting = waiting[len(done) :]
         if waiting:
             failures[waiting.pop(0)] = failure or "the ranks exited without a result"
             if job["is_reference"] and not done:
                 return
+            # The reference has been measured, and its files must not be overwritten.
             job = {**job, "is_reference": False}
 
 

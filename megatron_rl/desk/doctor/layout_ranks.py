@@ -78,6 +78,7 @@ def main(job_file: str) -> None:
             # Write after each layout, so that results survive if a later layout fails.
             Path(job.out).write_text(json.dumps([asdict(m) for m in measurements if m is not None]))
         topologies.destroy()
+        # Break reference cycles, so that this model is freed before the next one is built.
         gc.collect()
 
 
@@ -103,6 +104,7 @@ def with_images(batch: PackedBatch, hf_config: PretrainedConfig, seed: int) -> P
     """The batch with an image after the first token of two sequences out of three, if one fits; the loss excludes its tokens."""
     vision, special = hf_config.vision_config, vision_token_ids(hf_config)
     merge_size, tokens, mask = vision.spatial_merge_size, batch.tokens.clone(), batch.fields["mask"].clone()
+    # Random text must not contain image tokens.
     for token in special:
         tokens[tokens == token] = next(i for i in range(text_config(hf_config).vocab_size) if i not in special)
     grids, owners = [], []

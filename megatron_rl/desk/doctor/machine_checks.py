@@ -69,6 +69,7 @@ def environment_lines(folder: str = ".") -> Iterator[Line]:
     ``folder``: output folder of the run, whose disk is checked.
     """
     facts = [*machine_facts(folder, _NEEDED_MIB), *package_facts()]
+    # The fact is a version number only if the driver replies.
     has_driver = any(fact.name == "NVIDIA driver" and re.match(r"\d", fact.found) for fact in facts)
     pins = pinned_versions("gpu" if has_driver else "cpu")
     yield from library_lines({name: _installed(name) for name in _LIBRARIES}, pins)
@@ -92,6 +93,7 @@ def library_lines(installed: Mapping[str, str], pins: Mapping[str, str]) -> Iter
         pin = pins.get(name, "")
         if not found:
             yield Line(name, FAIL, "not installed", f"bash launch/setup.sh installs {name}{f' {pin}' if pin else ''}")
+        # A build tag after "+", such as cu130, is not another version.
         elif pin and found.partition("+")[0] != pin:
             yield Line(name, WARN, f"{found}; requirements/ pins {pin}", "bash launch/setup.sh installs the tested versions")
         else:
@@ -155,6 +157,7 @@ def attention_line(facts: Mapping[str, Any], environ: Mapping[str, str] = os.env
     if "error" in facts:
         remedy = "rebuild it for this torch: FLAVOR=gpu bash launch/setup.sh"
         return Line(name, FAIL, f"Transformer Engine does not import: {facts['error']}", remedy)
+    # torch encodes 9.24.0 as 92400.
     cudnn = (facts["cudnn"] // 10000, facts["cudnn"] // 100 % 100)
     usable = {
         f"fused (cuDNN {cudnn[0]}.{cudnn[1]})": cudnn >= _MIN_CUDNN and environ.get("NVTE_FUSED_ATTN", "1") != "0",

@@ -76,6 +76,7 @@ class Trial:
 def is_settled(trials: Sequence[Trial]) -> bool:
     """True if the factors held so far make trainer and servers agree."""
     measured = [trial for trial in trials if trial.figures is not None]
+    # Factors stay fixed, so the last measurement includes all of them.
     return bool(measured) and measured[-1].agrees
 
 

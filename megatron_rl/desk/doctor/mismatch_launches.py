@@ -73,6 +73,7 @@ def _trials(folder: Path, config: Config) -> Iterator[Trial]:
     yield trials[0]
     is_launched = "RANK" in os.environ
     own_replay = config.policy.moe.routing_replay is RoutingReplay.R3
+    # A run that replays routes has this factor fixed from the start.
     held = [factors.ROUTING] if own_replay else []
     tries = [factor for factor in factors.HELD_HERE if factor not in held]
     say("starting the run's trainer and servers, and sampling from them")
@@ -124,6 +125,7 @@ def _launched(
     job = Job(str(recipe), str(folder.resolve()), list(held), list(tries), name, how, str(out))
     if "RANK" in os.environ:
         return run_job(job)
+    # Remove the result of an earlier launch, so that an existing file means success.
     out.unlink(missing_ok=True)
     job_file = scratch / "job.json"
     job_file.write_text(json.dumps(asdict(job)))

@@ -112,11 +112,13 @@ class Sides:
         async with HttpSession() as http:
 
             async def answer(trajectory: Trajectory) -> None:
+                # Assign by id, so that every trial uses the same server for a prompt.
                 address = addresses[trajectory.id % len(addresses)]
                 if factors.PREFIX_CACHE in held:
                     await _empty_cache(http, address, self._timeout_s)
                 _append(trajectory, await self._generated(http, address, trajectory, held))
 
+            # One request at a time: the batch has one row, and no other request refills the cache.
             if {factors.BATCH_SHAPE, factors.PREFIX_CACHE} & held:
                 for trajectory in trajectories:
                     await answer(trajectory)

@@ -117,7 +117,9 @@ def _sum_line(backend: str, facts_by_rank: Sequence[Mapping[str, Any]]) -> Line:
         return Line(_NAME, FAIL, found, "a link or a device computes wrong values: dcgmi diag -r 3, nccl-tests")
     if world_size == 1:
         return Line(_NAME, SKIPPED, "a single rank: torchrun, srun or launch/slurm.sbatch start more")
+    # The first all-reduce includes the setup of connections.
     middle_s = statistics.median(seconds[1:])
+    # Bus bandwidth as in nccl-tests, which does not depend on the number of ranks.
     bus = 2 * (world_size - 1) / world_size * _BYTES[backend] / middle_s / 1e9
     text = f"{who}: {_BYTES[backend] >> 20} MiB in {middle_s * 1e3:.3g} ms ({bus:.3g} GB/s on the bus)"
     is_slow = backend == "nccl" and bus < _SLOW_GB_S

@@ -14,6 +14,7 @@ def run_ranks(module: str, job_file: Path, num_ranks: int, log: Path, timeout_s:
     """Run ``python -m module job_file`` on ``num_ranks`` ranks of this node. Returns the reason of a failure, or ""."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={num_ranks}"]
     command += ["--module", module, str(job_file)]
+    # An outer launcher's variables would make these ranks join its rendezvous.
     environment = {key: value for key, value in os.environ.items() if key not in LAUNCHER_VARIABLES}
     environment.setdefault("OMP_NUM_THREADS", "1")
     with log.open("w") as output:

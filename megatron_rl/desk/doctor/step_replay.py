@@ -79,6 +79,7 @@ class _Loop(TrainingLoop):
         if stage == "advantages":
             return {"advantages": _by_sequence(state.policy_batch.fields["advantages"], state.policy_batch)}
         if stage in ("update_policy", "update_critic"):
+            # Without a separate pass, the old log-probs come from the first update.
             of_update = stage == "update_policy" and bool(state.first_update)
             logprobs: Quantities = {"log-probs": _by_sequence(state.old_logprobs, batch)} if of_update else {}
             names = [f"{stage.removeprefix('update_')}/{name}" for name in ("lr", "loss", "grad_norm")]
@@ -123,6 +124,7 @@ def replay(
     """
     with build_rewards(config.reward) as rewards:
         grader = Grader(config.reward, rewards, inputs.tokenizer.decode, None)
+        # The replayed stages use none of these parts.
         unused: dict[str, Any] = dict.fromkeys(("keeper", "process_rewarder", "watchdog"))
         unused |= dict.fromkeys(("evaluator", "parity"), SimpleNamespace(due=lambda step: False))
         unused["saver"] = SimpleNamespace(settle=lambda wait: "")

@@ -39,6 +39,7 @@ def servers_beside(
                 except TimeoutError:
                     if future.done() or time.monotonic() > deadline_s:
                         raise
+                    # The other ranks wait for the next command: a heartbeat keeps them from timing out.
                     group.heartbeat()
 
         trainer = TrainerSide(

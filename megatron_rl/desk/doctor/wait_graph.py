@@ -72,6 +72,7 @@ def lines_of(run: RunSeen) -> list[str]:
     for text, ranks in groups.items():
         several = len(ranks) > 1
         verb, rest = text.split(" ", 1)
+        # Conjugate for several ranks: "is" becomes "are", "waits" becomes "wait".
         verb = {"is": "are"}.get(verb, verb.removesuffix("s")) if several else verb
         lines.append(f"{_ranks(ranks)} {verb} {rest}{_since(since[text], run.now_s)}")
     if 0 in run.ranks:
@@ -87,6 +88,7 @@ def lines_of(run: RunSeen) -> list[str]:
 
 def verdict(run: RunSeen) -> list[Found]:
     """Findings, at least one: the last resort is a finding that nothing hangs."""
+    # Report the strongest evidence only: a dead process explains all waits.
     findings = [*_dead_or_stopped(run)] or [*_missing_ranks(run)] or [*_rollout_side(run)]
     if run.silent_hosts:
         text = (
@@ -122,6 +124,7 @@ def _missing_ranks(run: RunSeen) -> Iterator[Found]:
     """Ranks that wait for no peer, while others wait for them."""
     waiting = [rank for rank, seen in run.ranks.items() if _waits_for_peers(seen)]
     driver = run.ranks.get(0)
+    # If the driver waits for servers, all other ranks wait for the driver: the rollout is the cause.
     if not waiting or (driver is not None and _waits_for_stages(driver)):
         return
     missing = [rank for rank in sorted(run.ranks) if rank not in waiting]

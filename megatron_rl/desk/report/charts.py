@@ -177,6 +177,7 @@ def line_chart(
 
 def stage_chart(steps: np.ndarray, stages: Mapping[str, np.ndarray], step_seconds: np.ndarray) -> str:
     """Seconds of the stages, stacked, and the length of the step as a line. All arrays [N]; NaN counts as 0 s."""
+    # More than 200 bars would be too thin to see.
     bins = np.array_split(np.arange(len(steps)), min(len(steps), 200))
     centers = np.array([steps[bin].mean() for bin in bins])
     if len(centers) > 1:
@@ -230,6 +231,7 @@ def timeline_chart(spans: Sequence[Span], lanes: Sequence[str], overlap_of: tupl
             axes.barh(row, max(length_s, seconds_per_pixel), left=span.start_s - origin_s, height=0.72,
                       color=_stage_color(span.name), edgecolor=LIGHT["paper"], linewidth=0.8)
             label = f"{span.name} {span.step}"
+            # Draw the label only if it fits, at about 6.2 pixels per character.
             if length_s > 6.2 * len(label) * seconds_per_pixel:
                 axes.text((span.start_s + span.end_s) / 2 - origin_s, row, label, ha="center", va="center",
                           fontsize=10, color=LIGHT["paper"], clip_on=True)

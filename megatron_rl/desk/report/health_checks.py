@@ -33,6 +33,7 @@ def _reward_check(run: RunRecord) -> Check:
         return Check("Reward", "none", "too few steps to judge")
     fifth = len(rewards) // 5
     before, after = float(rewards[:fifth].mean()), float(rewards[-fifth:].mean())
+    # Noise of a mean over a fifth, from differences of consecutive steps, which a trend hardly affects.
     noise = float(np.diff(rewards).std()) / math.sqrt(fifth)
     if after > before + noise:
         return Check("Reward rises", "good", f"{before:.3f} in the first fifth, {after:.3f} in the last")

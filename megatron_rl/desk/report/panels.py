@@ -21,7 +21,7 @@ _COLORS = ("orange", "blue", "green", "violet", "teal", "red", "pink", "yellow")
 
 
 @dataclass(frozen=True)
-class _Line:
+class _Curve:
     metric: str
     label: str
     color: str
@@ -37,7 +37,7 @@ class _PanelSpec:
     title: str
     says: str
     unit: str
-    lines: tuple[_Line, ...]
+    lines: tuple[_Curve, ...]
     missing: str
     percent: bool = False
     log: bool = False
@@ -54,8 +54,8 @@ _LEARNING = (
     _PanelSpec(
         "Reward", "Mean reward of the responses that finished in a step.", "reward",
         (
-            _Line("reward/mean", "reward", "blue", smoothed=True),
-            _Line("dynamic_sampling/reward_mean", "discarded groups included", "teal", smoothed=True),
+            _Curve("reward/mean", "reward", "blue", smoothed=True),
+            _Curve("dynamic_sampling/reward_mean", "discarded groups included", "teal", smoothed=True),
         ),
         "No step has scored a response yet.",
     ),
@@ -64,24 +64,24 @@ _LEARNING = (
         "prompts, with a band of one standard error.",
         "% correct",
         (
-            _Line("reward/accuracy", "training", "blue", smoothed=True),
-            _Line("eval/accuracy", "evaluation", "orange", "points", spread="eval/accuracy_stderr"),
+            _Curve("reward/accuracy", "training", "blue", smoothed=True),
+            _Curve("eval/accuracy", "evaluation", "orange", "points", spread="eval/accuracy_stderr"),
         ),
         "Neither training nor evaluation has logged an accuracy.", percent=True,
     ),
     _PanelSpec(
         "Response length", "Tokens of the responses that finished.", "tokens",
         (
-            _Line("rollout/response_tokens_mean", "mean", "blue"),
-            _Line("rollout/response_tokens_max", "longest", "grey", "faint"),
-            _Line("eval/response_tokens_mean", "evaluation", "orange", "points"),
+            _Curve("rollout/response_tokens_mean", "mean", "blue"),
+            _Curve("rollout/response_tokens_max", "longest", "grey", "faint"),
+            _Curve("eval/response_tokens_mean", "evaluation", "orange", "points"),
         ),
         "No response has finished yet.",
     ),
     _PanelSpec(
         "Finished share", "Fraction of slots whose response finished within the step; the rest continue in the next step.",
         "% of slots",
-        (_Line("rollout/finished_share", "finished", "teal", smoothed=True),),
+        (_Curve("rollout/finished_share", "finished", "teal", smoothed=True),),
         "The steps have not logged rollout/finished_share.", percent=True,
     ),
 )
@@ -90,40 +90,40 @@ _LOSSES = (
         "Advantages", "Mean and standard deviation. Unfinished windows should stay near those of finished responses.",
         "advantage",
         (
-            _Line("advantage/finished_mean", "finished", "blue", spread="advantage/finished_std"),
-            _Line("advantage/unfinished_mean", "unfinished", "orange", spread="advantage/unfinished_std"),
+            _Curve("advantage/finished_mean", "finished", "blue", spread="advantage/finished_std"),
+            _Curve("advantage/unfinished_mean", "unfinished", "orange", spread="advantage/unfinished_std"),
         ),
         "The steps have not logged advantages.", zero_line="0",
     ),
     _PanelSpec(
         "Explained variance", "Fraction of the returns' variance that the critic predicts: 0 is as good as their mean. "
         "Values below -1 are clipped.", "explained variance",
-        (_Line("critic/explained_variance", "critic", "violet", smoothed=True),),
+        (_Curve("critic/explained_variance", "critic", "violet", smoothed=True),),
         "No critic update yet: it takes finished responses (and a critic).", floor=-1.0, zero_line="no better than the mean",
     ),
     _PanelSpec(
         "Policy KL", "KL divergence of the updated policy from the policy that generated.", "KL (nats per token)",
-        (_Line("policy/kl", "policy KL", "green"),),
+        (_Curve("policy/kl", "policy KL", "green"),),
         "No policy update yet (critic warm-up?).",
     ),
     _PanelSpec(
         "Entropy", "At 0 the policy no longer explores.", "entropy (nats per token)",
-        (_Line("policy/entropy", "entropy", "green"),),
+        (_Curve("policy/entropy", "entropy", "green"),),
         "No policy update yet (critic warm-up?).",
     ),
     _PanelSpec(
         "Clip fraction", "Fraction of tokens whose ratio left the clip range.", "% of tokens",
         (
-            _Line("policy/clip_fraction", "clipped", "green"),
-            _Line("policy/clip_fraction_low", "at the lower bound", "yellow"),
+            _Curve("policy/clip_fraction", "clipped", "green"),
+            _Curve("policy/clip_fraction_low", "at the lower bound", "yellow"),
         ),
         "No policy update yet (critic warm-up?).", percent=True,
     ),
     _PanelSpec(
         "Gradient norm", "Norm of the gradient before clipping.", "L2 norm",
         (
-            _Line("policy/grad_norm", "policy", "green"),
-            _Line("critic/grad_norm", "critic", "violet"),
+            _Curve("policy/grad_norm", "policy", "green"),
+            _Curve("critic/grad_norm", "critic", "violet"),
         ),
         "No update yet.", log=True,
     ),
@@ -131,23 +131,23 @@ _LOSSES = (
 _METHODS = (
     _PanelSpec(
         "Reference KL", "KL divergence of the generating policy from the reference.", "KL (nats per token)",
-        (_Line("kl/reference_per_token", "KL", "green"),), "",
+        (_Curve("kl/reference_per_token", "KL", "green"),), "",
     ),
     _PanelSpec(
         "Groups by outcome", "Dynamic sampling trains only on mixed groups.", "% of groups",
         (
-            _Line("dynamic_sampling/useful_share", "mixed", "blue"),
-            _Line("dynamic_sampling/all_right_share", "all right", "green"),
-            _Line("dynamic_sampling/all_wrong_share", "all wrong", "red"),
+            _Curve("dynamic_sampling/useful_share", "mixed", "blue"),
+            _Curve("dynamic_sampling/all_right_share", "all right", "green"),
+            _Curve("dynamic_sampling/all_wrong_share", "all wrong", "red"),
         ),
         "", percent=True,
     ),
     _PanelSpec(
         "Dialogues", "Fraction of correct first answers, final answers and verdicts.", "% of dialogues",
         (
-            _Line("dialogue/first_accuracy", "first answer", "orange", smoothed=True),
-            _Line("dialogue/final_accuracy", "final answer", "blue", smoothed=True),
-            _Line("dialogue/verifier_accuracy", "verdict", "violet", smoothed=True),
+            _Curve("dialogue/first_accuracy", "first answer", "orange", smoothed=True),
+            _Curve("dialogue/final_accuracy", "final answer", "blue", smoothed=True),
+            _Curve("dialogue/verifier_accuracy", "verdict", "violet", smoothed=True),
         ),
         "", percent=True,
     ),
@@ -155,16 +155,16 @@ _METHODS = (
         "Critic along the response", "Return minus value in the quarters of a response: a slope shows initialization bias.",
         "return - value",
         (
-            _Line("critic/advantage_q1", "first quarter", "blue", smoothed=True),
-            _Line("critic/advantage_q4", "last quarter", "orange", smoothed=True),
+            _Curve("critic/advantage_q1", "first quarter", "blue", smoothed=True),
+            _Curve("critic/advantage_q4", "last quarter", "orange", smoothed=True),
         ),
         "", zero_line="unbiased",
     ),
     _PanelSpec(
         "Judge", "How often both orders of a pair agree, and the gap between them.", "share",
         (
-            _Line("reward/swap_consistency", "swap consistency", "green", smoothed=True),
-            _Line("reward/position_gap", "position gap", "red", smoothed=True),
+            _Curve("reward/swap_consistency", "swap consistency", "green", smoothed=True),
+            _Curve("reward/position_gap", "position gap", "red", smoothed=True),
         ),
         "",
     ),
@@ -175,15 +175,15 @@ _ENGINE = (
         "Servers and trainer", "Absolute difference between SGLang's and Megatron's log-probs of the same tokens. "
         "The curves should stay flat.", "nats",
         (
-            _Line("mismatch/max_abs_log_ratio", "largest", "red"),
-            _Line("mismatch/kl", "KL", "blue"),
-            _Line("mismatch/k3", "k3", "teal"),
+            _Curve("mismatch/max_abs_log_ratio", "largest", "red"),
+            _Curve("mismatch/kl", "KL", "blue"),
+            _Curve("mismatch/k3", "k3", "teal"),
         ),
         "The steps have not logged mismatch/*.", log=True, limit_setting="health.max_mismatch",
     ),
     _PanelSpec(
         "Throughput", "Generated tokens per second of the whole step.", "tokens per second",
-        (_Line("step/tokens_per_s", "tokens/s", "blue", smoothed=True),),
+        (_Curve("step/tokens_per_s", "tokens/s", "blue", smoothed=True),),
         "The steps have not logged step/tokens_per_s.",
     ),
 )
@@ -212,11 +212,11 @@ def _methods(run: RunRecord) -> list[Section]:
 def _evaluation_specs(run: RunRecord) -> list[_PanelSpec]:
     """Panels of evaluations with several sets, or with several responses per prompt."""
     sets = tuple(
-        _Line(f"eval/{name}/accuracy", name, color, "points", spread=f"eval/{name}/accuracy_stderr")
+        _Curve(f"eval/{name}/accuracy", name, color, "points", spread=f"eval/{name}/accuracy_stderr")
         for name, color in zip(evaluation_sets(run.columns), cycle(_COLORS), strict=False)
     )
     best = sorted((name for name in run.columns if name.startswith("eval/pass@")), key=lambda name: int(name[10:]))
-    ks = tuple(_Line(name, name[5:], color, "points") for name, color in zip(best, cycle(_COLORS), strict=False))
+    ks = tuple(_Curve(name, name[5:], color, "points") for name, color in zip(best, cycle(_COLORS), strict=False))
     return [
         _PanelSpec("Evaluation by set", "Accuracy of each set, with a band of one standard error.", "% correct", sets, "", percent=True),
         _PanelSpec("Best of k", "Expected accuracy of the best of k responses to an evaluation prompt.", "% correct", ks, "", percent=True),
@@ -236,6 +236,7 @@ def _panel(run: RunRecord, spec: _PanelSpec) -> Panel:
             continue
         series += _series(run, line, np.maximum(values, spec.floor), scale)
         legend.append((line.label, line.color))
+        # The title shows the newest value of the first line that has data.
         if not newest:
             step = int(run.steps[logged][-1])
             last = run.values(line.metric)[logged][-1] * scale
@@ -256,7 +257,7 @@ def _panel(run: RunRecord, spec: _PanelSpec) -> Panel:
     return Panel(spec.title, spec.says, svg, tuple(legend), newest)
 
 
-def _series(run: RunRecord, line: _Line, values: np.ndarray, scale: float) -> list[Series]:
+def _series(run: RunRecord, line: _Curve, values: np.ndarray, scale: float) -> list[Series]:
     if line.smoothed:
         present = np.isfinite(values)
         steps, values = run.steps[present], values[present]

@@ -93,6 +93,7 @@ def _run_table(runs: Mapping[str, RunRecord]) -> Table:
         )
         for name, run in runs.items()
     )
+    # Drop columns without data in any run.
     used = [index for index in range(len(header)) if any(row[index] for row in rows)]
     header, rows = tuple(header[index] for index in used), tuple(tuple(row[index] for index in used) for row in rows)
     says = "Reward: smoothed over the last steps. Times and shares: medians. Memory: the rank and stage that used the most."

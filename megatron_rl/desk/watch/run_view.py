@@ -57,9 +57,11 @@ class RunView:
         if usual_s is None or not self.num_steps or self.status.state in OVER:
             return None
         in_step_s = self.now_s - float(self.run.times_s[-1]) if len(self.run.times_s) else 0.0
+        # A step that takes longer than usual counts as finished.
         remaining_s = usual_s * (self.num_steps - self.step) - min(max(in_step_s, 0.0), usual_s)
         limit_s = self.run.setting("run.stop_after_s")
         if isinstance(limit_s, int | float) and limit_s > 0:
+            # The step in which the limit is reached still runs to completion.
             remaining_s = min(remaining_s, limit_s - float(self.run.hours()[-1]) * 3600 + usual_s)
         return max(0.0, remaining_s)
 

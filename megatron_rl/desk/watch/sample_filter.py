@@ -142,6 +142,7 @@ class _Filter:
             case ast.Constant(value=bool(value)):
                 return "bool_", value
             case ast.Constant(value=int(value) | float(value)):
+                # Larger integers do not fit Arrow's int64.
                 return "number", float(value) if abs(value) > 2**62 else value
             case ast.Constant(value=str(value)):
                 return "string", value

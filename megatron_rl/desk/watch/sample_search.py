@@ -35,6 +35,7 @@ def find_rows(files: Mapping[int, Path], *, steps: Sequence[int], where: str = "
     columns = [name for name in ROW_COLUMNS if name not in _TEXTS or name in wanted or name == sort.partition(":")[0]]
     sizes = {step: num_rows(files[step]) for step in steps}
     num_stored = sum(sizes.values())
+    # Without filter and order the newest rows are the result, so only their files are read.
     steps_read = steps if where or sort else _newest(sizes, limit)
     table, kinds = _with_metrics(read_samples([files[step] for step in steps_read], [*columns, METRICS]))
     for name in set(_TEXTS) - set(columns):
