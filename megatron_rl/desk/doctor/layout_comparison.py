@@ -110,7 +110,6 @@ def check_invariance(
     if refusals[reference]:
         raise DoctorError(f"the reference layout {reference} cannot run: {refusals[reference]}; choose another with --reference")
     wanted = [layout for layout in dict.fromkeys(layouts) if not refusals[layout] and layout != reference]
-    # Nothing to compare: report the refusals without starting ranks.
     if not wanted and all(refusals[layout] for layout in layouts):
         alone = Finding(reference, sizes[reference], verdict="reference")
         return [alone, *(Finding(name, sizes[name], verdict="refused", reason=refusals[name]) for name in layouts)]
@@ -123,7 +122,6 @@ def check_invariance(
     }
     measured, failures = _measure(job, reference, {layout: sizes[layout] for layout in (reference, *wanted)})
     base = measured[reference]
-    # An update that changes nothing would agree with every layout.
     if base["moved"] < bounds.noticeable:
         raise DoctorError(
             f"the update moves no weight by more than {base['moved']:.1e} of its tensor's largest, too little to compare "

@@ -100,7 +100,7 @@ def test_labels_mark_the_first_bad_line(tmp_path, model):
     assert setting.summary.num_without_lines == 1
 
 
-def test_passing_program_needs_no_completion_and_others_log2_of_their_lines(tmp_path, model):
+def test_passing_program_needs_no_completions_others_log2_of_their_lines(tmp_path, model):
     setting = Setting(tmp_path, model, [GOOD])
     assert setting.run()[0]["num_completions_graded"] == 0 and not setting.requests
     setting = Setting(tmp_path, model, ["x = 1\n" * 7 + "bad = 1\n"])

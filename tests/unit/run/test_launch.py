@@ -103,7 +103,7 @@ def test_run_that_requires_a_gpu_does_not_start_on_cpus(model_with_long_context,
         ({"GLOO_SOCKET_IFNAME": "ib0"}, ["http://node7:1"], None, "ib0"),
     ],
 )
-def test_gloo_uses_loopback_on_one_node_and_the_common_interface_on_several(
+def test_gloo_uses_loopback_on_one_node_and_a_common_interface_otherwise(
     monkeypatch, environment, urls, asked, interface
 ):
     for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "GLOO_SOCKET_IFNAME"):

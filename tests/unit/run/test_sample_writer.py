@@ -87,5 +87,5 @@ def test_long_run_keeps_newest_steps_and_evenly_spaced_older_ones(capacity):
         assert max(gaps) <= 2 * min(gaps) + 1
 
 
-def test_nothing_is_removed_if_everything_fits():
+def test_thinning_removes_no_step_if_everything_fits():
     assert not thinned_out({1: 10, 2: 10}, 20)

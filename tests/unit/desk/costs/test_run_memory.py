@@ -175,7 +175,7 @@ def test_routes_take_memory_only_if_they_are_replayed():
     assert not stages_of(DENSE)["update_policy"].parts["routes"]
 
 
-def test_server_routes_are_stored_once_per_node_and_ranks_cache_remote_ones():
+def test_server_routes_are_stored_once_per_node_and_cached_if_remote():
     def host_of(num_ranks: int, *more: str) -> dict[str, float]:
         config = configured("qwen3-30b-a3b", *layout(tp=4, ep=8), f"parallel.num_ranks={num_ranks}", *more)
         found = run_memory(config, models_in(config)).host
@@ -201,7 +201,7 @@ def test_reference_needs_no_routes():
 
 
 def test_pipeline_microbatches_stay_until_their_backward_pass():
-    """As many batches as activations: the first stage has started one micro-batch per stage."""
+    """The first stage has started one micro-batch per stage, so it has as many batches as activations."""
     one, four = (configured("qwen2.5-math-7b", *layout(pp=size)) for size in (1, 4))
     batch = [stages_of(config)["update_policy"].parts["batch"] for config in (one, four)]
     assert batch[1] == 4 * batch[0]
