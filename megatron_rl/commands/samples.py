@@ -67,7 +67,7 @@ def _steps(text: str, stored: list[int]) -> list[int]:
 
 
 def _parse_id(text: str, stored: list[int]) -> tuple[list[int], int]:
-    """(steps to search, response id)."""
+    """Returns (steps to search, response id)."""
     match = re.fullmatch(r"(?:(\d+)/)?(\d{1,18})", text)
     if not match:
         raise UserError(f"--show: expected step/id like 5/131, or an id, got {text!r}")

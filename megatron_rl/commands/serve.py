@@ -83,7 +83,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def options_and_number(arguments: argparse.Namespace) -> "tuple[ServerOptions, int]":
-    """(options of the first server, number of servers). Raises UserError."""
+    """Returns (options of the first server, number of servers). Raises UserError."""
     from megatron_rl.rollout.sglang.process.server import count_gpus, detect_device
 
     host = _own_address(arguments.trainer) if arguments.trainer else arguments.host

@@ -79,7 +79,7 @@ class _FusedLayers:
         )
 
     def _table(self, pool: Any) -> Tensor:
-        """[layers, columns] addresses. Read at each step, because a weight update may move the weights."""
+        """Addresses [layers, columns], read at each step, because a weight update may move the weights."""
 
         def address(tensor: Tensor | None) -> int:
             return tensor.data_ptr() if tensor is not None else 0

@@ -15,7 +15,7 @@ _NESTS = (dict, list, tuple, np.ndarray)
 
 
 def taken_apart(nest: Any) -> tuple[Any, dict[str, list[np.ndarray]]]:
-    """(JSON-ready copy, arrays by dtype name). The arrays of a dtype, concatenated, are its flat array. Arrays are not copied."""
+    """Returns (JSON-ready copy, arrays by dtype name). The arrays of a dtype, concatenated, are its flat array. Arrays are not copied."""
     parts: dict[str, list[np.ndarray]] = {}
     sizes: dict[str, int] = {}
 

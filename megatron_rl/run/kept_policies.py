@@ -20,6 +20,8 @@ _NOTE = "kept.json"
 
 @dataclass(frozen=True)
 class KeptPolicy:
+    """A policy that a run has exported."""
+
     folder: Path
     step: int
     """Number of steps done."""

@@ -19,6 +19,8 @@ _REPEATED = re.compile(r"(<[^<>\s]{1,40}>)\1{7,}")
 
 
 class SampleBooks:
+    """Stores the responses of a run on a writer thread."""
+
     def __init__(
         self, folder: Path, spelling: Spelling | None, *, first_step: int, max_gib: float, warn: Callable[[str], None]
     ) -> None:

@@ -39,7 +39,7 @@ class MetricsRow:
 
 
 def as_numbers(metrics: Mapping[str, Any]) -> tuple[dict[str, float], list[str]]:
-    """(plain numbers, names of other values). Tensors and numpy scalars of one element are converted."""
+    """Returns (plain numbers, names of other values). Tensors and numpy scalars of one element are converted."""
     numbers: dict[str, float] = {}
     rejected: list[str] = []
     for name, value in metrics.items():

@@ -131,7 +131,7 @@ def read_status(folder: str | Path, *, now_s: float | None = None) -> Status:
 
 
 def _judge(record: Mapping[str, Any], silent_s: float) -> tuple[str, str]:
-    """(state, explanation)."""
+    """Returns (state, explanation)."""
     state = str(record["state"])
     if state not in ("starting", "running"):
         return state, str(record.get("reason", ""))

@@ -33,6 +33,8 @@ _MICROSECONDS = 1_000_000
 
 @dataclass(frozen=True)
 class Span:
+    """One execution of a stage, with start and end in Unix seconds."""
+
     name: str
     """Stage name: generate, update_critic, ..."""
     lane: str

@@ -99,7 +99,7 @@ def _gated_mlp(name: str, width: int) -> list[SavedTensor]:
 def layer_bytes(
     config: ModelConfig, parallel: ParallelConfig, recompute: Recompute, *, with_experts: bool, number_bytes: int = 2
 ) -> tuple[float, float]:
-    """(saved until the backward pass, recomputed during this layer's backward pass), in bytes per token of the micro-batch.
+    """Returns (bytes saved until the backward pass, bytes recomputed during it), per token of the micro-batch.
 
     ``number_bytes``: bytes of a value in the model's dtype.
     """

@@ -67,7 +67,7 @@ def embedding_parameters(config: ModelConfig, *, tensor_parallel_size: int = 1) 
 
 @remembered
 def encoder_parameters(config: ModelConfig) -> tuple[int, int]:
-    """(vision tower, its adapter): parameters of each; (0, 0) for a model without vision."""
+    """Parameters of (the vision tower, its adapter); (0, 0) for a model without vision."""
     if family_of(config).vision is None:
         return 0, 0
     sizes = {name: math.prod(shape) for name, shape in parameter_shapes(_encoder_config(config)).items()}

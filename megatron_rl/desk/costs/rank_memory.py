@@ -88,7 +88,7 @@ def memory_by_rank(
     is_critic: bool = False,
     states: States | None = None,
 ) -> list[RankMemory]:
-    """One entry per pipeline rank, in order; all ranks of a stage need the same.
+    """Memory of each pipeline rank, in order; all ranks of a stage need the same.
 
     ``parallel`` must fit the model and ``num_ranks`` (``config.layout``). Not counted: fragmentation of PyTorch's allocator,
     buffers of collectives (NCCL takes about 1 to 10 GB, more with many groups), and images.
@@ -133,7 +133,7 @@ def _frozen(config: ModelConfig, states: States) -> int:
 
 
 def _on_rank(parameters: Parameters, parallel: ParallelConfig) -> tuple[float, float]:
-    """(dense, expert) parameters on one rank."""
+    """Number of (dense, expert) parameters on one rank."""
     dense = parameters.split / parallel.tensor_parallel_size + parameters.replicated
     return dense, parameters.experts / (parallel.expert_parallel_size * expert_tensor_size(parallel))
 

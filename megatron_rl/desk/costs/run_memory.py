@@ -105,6 +105,8 @@ class RunModel:
 
 @dataclass(frozen=True)
 class Stage:
+    """Memory of one stage on the trainer rank that needs most."""
+
     name: str
     """The stage's name in the stage table."""
     rank: int
@@ -119,6 +121,8 @@ class Stage:
 
 @dataclass(frozen=True)
 class RunMemory:
+    """Memory of a run: GPU memory by stage, and host memory of the driver's node."""
+
     stages: tuple[Stage, ...]
     """Memory of each stage; colocated servers are counted without their KV cache."""
     server_weights: float
@@ -299,7 +303,7 @@ class _Run:
         return math.ceil(total / (self.num_ranks // ranks_of_replica(model.parallel)))
 
     def _packs(self, model: RunModel, updates: bool) -> tuple[int, int]:
-        """(tokens per micro-batch, micro-batches per pass)."""
+        """Returns (tokens per micro-batch, micro-batches per pass)."""
         tokens = self._sequences(model, updates) * self._longest
         pack = max(self._longest, min(self.config.batch.max_tokens_per_microbatch, tokens))
         return pack, math.ceil(tokens / pack)

@@ -31,6 +31,8 @@ _SMALLEST = 1e-6
 
 @dataclass(frozen=True)
 class Departure:
+    """A quantity of a replayed step that deviates from the record."""
+
     step: int
     """Step, counted from 1; 0 means before the first step."""
     stage: str
@@ -80,7 +82,7 @@ def _difference(made: str | Numbers, recorded: str | Numbers, bound: float) -> s
 
 
 def in_words(found: Sequence[Departure]) -> list[str]:
-    """One line per deviation; all weights of a step share one line."""
+    """Describe the deviations in one line each; all weights of a step share a line."""
     lines: dict[tuple[int, str], str] = {}
     numbers: dict[tuple[int, str], int] = {}
     for departure in found:

@@ -170,7 +170,7 @@ def _deviations(row: Finding, requested: Sequence[str]) -> str:
 def _measure(
     job: dict[str, Any], reference: str, sizes: Mapping[str, int]
 ) -> tuple[dict[str, _Row], dict[str, str]]:
-    """(measurements, reasons of failures), both keyed by layout. One launch per number of ranks, the reference's first."""
+    """Returns (measurements, reasons of failures) by layout. One launch per number of ranks, the reference's first."""
     measured: dict[str, _Row] = {}
     failures: dict[str, str] = {}
     with tempfile.TemporaryDirectory(prefix="megatron-rl-doctor-") as scratch:
@@ -208,7 +208,7 @@ def findings_table(findings: Sequence[Finding], dtype: str = "float32") -> Table
 
 
 def reasons(findings: Sequence[Finding]) -> list[str]:
-    """One line per layout that was refused, failed or ran differently than requested."""
+    """Messages about layouts, one line for each that was refused, failed or ran differently than requested."""
     return [f"{row.layout} {row.verdict}: {row.reason}" for row in findings if row.reason]
 
 
@@ -224,7 +224,7 @@ def _with_sequence_parallelism(layout: str) -> str:
 
 
 def _size_and_refusal(hf_config: "PretrainedConfig", layout: str, dtype: str) -> tuple[int, str]:
-    """(ranks of ``layout``, reason why it cannot run on this model and node, or "")."""
+    """Returns (ranks of ``layout``, reason why it cannot run on this model and node, or "")."""
     import torch
 
     from megatron_rl.errors import ModelError

@@ -39,6 +39,8 @@ _IMAGE_SIZES = ((3, 5), (4, 2), (1, 2))
 
 @dataclass(frozen=True)
 class Job:
+    """Arguments of a launch: the model, its layouts and the files to exchange."""
+
     model: str
     role: str
     layouts: list[str]

@@ -157,7 +157,7 @@ def _with_routes(config: Config) -> Config:
 
 
 def _without_parallelism(config: Config) -> tuple[Config | None, str]:
-    """(configuration with experts whole on every rank and server, or None; method or reason)."""
+    """Returns (configuration with experts whole on every rank and server, or None; method or reason)."""
     args, parallel = config.rollout.server_args, config.parallel
     if parallel.expert_parallel_size == 1 and not _given(args, _SERVER_PARALLELISM):
         return None, "the run has no expert parallelism"

@@ -63,6 +63,8 @@ _MAX_FLUSHES, _PAUSE_S = 100, 0.1
 
 @dataclass(frozen=True)
 class Job:
+    """Arguments of a launch: the run, and the factors to hold and to try."""
+
     recipe: str
     run: str
     """The run's output folder; the trainer loads its newest checkpoint."""
@@ -96,7 +98,7 @@ class Sides:
         return self.sampling.routes is not None
 
     def measure(self, held: frozenset[str]) -> tuple[Figures, int]:
-        """(differences of log-probs, number of tokens). Collective. Raises UserError."""
+        """Measure (differences of log-probs, number of tokens). Collective. Raises UserError."""
         trajectories = self.wait_for(self._sampled(held))
         batch = replace(window_batch(trajectories, 0, self.sampling.vision), ids=())
         if factors.ROUTING in held:

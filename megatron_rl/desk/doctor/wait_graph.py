@@ -30,6 +30,8 @@ _LONG_S = 10.0
 
 @dataclass(frozen=True)
 class ServerSeen:
+    """Snapshot of a server: its health, load and local processes."""
+
     url: str
     problem: str = ""
     """Reason why the server counts as hung, or an empty string if it replies."""

@@ -75,6 +75,8 @@ _settings_lock = threading.Lock()
 
 @dataclass(frozen=True)
 class Series:
+    """A line of a chart."""
+
     label: str
     color: str
     """A color name of ``LIGHT``."""

@@ -10,6 +10,8 @@ from megatron_rl.desk.report.health_checks import Check
 
 @dataclass(frozen=True)
 class Panel:
+    """A chart with title, caption and legend, or the reason why it is missing."""
+
     title: str
     says: str
     """Caption: a sentence on how to read the chart."""
@@ -25,12 +27,16 @@ class Panel:
 
 @dataclass(frozen=True)
 class Section:
+    """A titled group of panels."""
+
     title: str
     panels: tuple[Panel, ...]
 
 
 @dataclass(frozen=True)
 class Table:
+    """A table with title and caption."""
+
     title: str
     says: str
     header: tuple[str, ...]
@@ -44,6 +50,8 @@ class Table:
 
 @dataclass(frozen=True)
 class Page:
+    """Contents of a report page, from top to bottom."""
+
     title: str
     subtitle: str
     headline: tuple[tuple[str, str, str], ...]

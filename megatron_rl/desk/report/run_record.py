@@ -30,11 +30,11 @@ class RunRecord:
     summary: Mapping[str, Any]
 
     def values(self, name: str) -> np.ndarray:
-        """[N] float64; all NaN if no step has the metric."""
+        """A metric's values [N] float64; all NaN if no step has it."""
         return self.columns.get(name, np.full(len(self.steps), np.nan))
 
     def finite(self, name: str) -> np.ndarray:
-        """[M] finite values, in order."""
+        """A metric's finite values [M], in order."""
         values = self.values(name)
         return values[np.isfinite(values)]
 
@@ -46,7 +46,7 @@ class RunRecord:
         return node
 
     def hours(self) -> np.ndarray:
-        """[N] training hours at the end of each step; pauses between a crash and its resume do not count."""
+        """Training hours [N] at the end of each step; pauses between a crash and its resume do not count."""
         step_s = self.values("step/time_s")
         if np.isfinite(step_s).any():
             return np.cumsum(np.nan_to_num(step_s)) / 3600

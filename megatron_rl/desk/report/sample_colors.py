@@ -16,13 +16,15 @@ PAPER = (236, 236, 232)
 
 @dataclass(frozen=True)
 class Coloring:
+    """Colors of a response's tokens, with their legend."""
+
     of_tokens: list[TokenColor | None]
     """[tokens] colors; None for a token without a value or one that did not train."""
     legend: tuple[tuple[str, TokenColor], ...]
 
 
 def token_colors(row: Mapping[str, Any], by: str) -> Coloring:
-    """``row``: from ``whole_rows``. ``by``: advantage, version, mismatch or none."""
+    """Colors for the tokens of ``row``, which comes from ``whole_rows``. ``by``: advantage, version, mismatch or none."""
     length = row["length"]
     legend: tuple[tuple[str, TokenColor], ...]
     if by == "advantage":
@@ -46,12 +48,12 @@ def token_colors(row: Mapping[str, Any], by: str) -> Coloring:
 
 
 def advantages_of(row: Mapping[str, Any]) -> np.ndarray:
-    """[tokens] advantages; NaN for a token that did not train."""
+    """Advantages [tokens]; NaN for a token that did not train."""
     return np.where(np.array(row["mask"], bool), np.array(row["advantages"], np.float64), np.nan)
 
 
 def mismatch_of(row: Mapping[str, Any]) -> np.ndarray:
-    """[tokens] the trainer's log-probs minus the server's."""
+    """The trainer's log-probs minus the server's [tokens]."""
     return np.array(row["trainer_logprobs"], np.float64) - np.array(row["rollout_logprobs"], np.float64)
 
 

@@ -118,7 +118,7 @@ def _embedded(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _utf16_sizes(text: str, sizes: np.ndarray) -> np.ndarray:
-    """[tokens] number of UTF-16 units per token."""
+    """Number of UTF-16 units of each token [tokens]."""
     if text.isascii():
         return sizes
     points = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32)

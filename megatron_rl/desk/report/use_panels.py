@@ -41,7 +41,7 @@ def early_and_late_lengths(run: RunRecord) -> tuple[np.ndarray, np.ndarray]:
 
 
 def finished_lengths(spans: Sequence[Span], steps: set[int]) -> np.ndarray:
-    """[N] tokens of the responses that finished in these steps, if the timeline has rows for them."""
+    """Lengths [N] in tokens of the responses that finished in these steps, if the timeline has rows for them."""
     lengths: list[int] = []
     for span in spans:
         if span.name != "generate" or span.step not in steps:

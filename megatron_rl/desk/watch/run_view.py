@@ -21,6 +21,8 @@ OVER = ("finished", "stopped", "failed", "dead")
 
 @dataclass(frozen=True)
 class RunView:
+    """A run's records and status at one poll."""
+
     run: RunRecord
     status: Status
     now_s: float

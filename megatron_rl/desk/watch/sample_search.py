@@ -16,6 +16,8 @@ _BROKEN_TIE = ("step", "group", "sample", "id")
 
 @dataclass(frozen=True)
 class Found:
+    """Result of a search in stored responses."""
+
     rows: list[dict[str, Any]]
     """Rows as dicts of ``ROW_COLUMNS``; additional reward metrics are columns also."""
     num_matches: int
@@ -89,7 +91,7 @@ def _one(path: Path, id: int) -> dict[str, Any]:
 
 
 def _with_metrics(table: Any) -> tuple[Any, dict[str, str]]:
-    """(table with a column per additional reward metric, kinds of all columns). Existing column names win."""
+    """Returns (table with a column per additional reward metric, kinds of all columns). Existing column names win."""
     import pyarrow
 
     kinds = dict(ROW_COLUMNS)

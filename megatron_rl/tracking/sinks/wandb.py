@@ -46,7 +46,7 @@ class WandbStore:
         self._run: Any = None
 
     def _earlier(self) -> tuple[str, dict[str, int]]:
-        """(run id, last step sent of each metric), or empty values without a readable record."""
+        """Returns (run id, last step sent of each metric), or empty values without a readable record."""
         try:
             record = json.loads((self._folder / _RUN_FILE).read_text())
             return str(record["id"]), {str(name): int(step) for name, step in record["last_step"].items()}

@@ -194,6 +194,8 @@ def summary_table(rows: Sequence[tuple[str, Any]], title: str = "") -> Table:
 
 
 class Warnings(NamedTuple):
+    """Number of warnings so far, and the newest ones."""
+
     number: int
     newest: list[str]
     """Newest warnings in order, each with its time of day."""
