@@ -1,4 +1,4 @@
-"""`megatron-rl convert`: a model between a Hugging Face folder and Megatron's distributed checkpoint."""
+"""`megatron-rl convert`: convert a model between a Hugging Face folder and Megatron's distributed checkpoint."""
 
 import argparse
 import os

@@ -1,4 +1,4 @@
-"""`megatron-rl critic-pretrain`: value pretraining on responses of the frozen policy."""
+"""`megatron-rl critic-pretrain`: pretrain the critic on responses of the frozen policy."""
 
 import argparse
 

@@ -1,4 +1,4 @@
-"""`megatron-rl evaluate`: accuracy of policies on data.eval_files or eval.sets, on servers that start once.
+"""`megatron-rl evaluate`: measure the accuracy of policies on data.eval_files or eval.sets, on servers that start once.
 
     megatron-rl evaluate --config recipe.yaml --policies outputs/run/policies/* eval.num_samples=4
 

@@ -1,4 +1,4 @@
-"""`megatron-rl train`: reinforcement learning of a policy."""
+"""`megatron-rl train`: train a policy with reinforcement learning."""
 
 import argparse
 

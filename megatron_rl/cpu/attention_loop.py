@@ -209,7 +209,7 @@ def _mix(
 
 @compiled
 def attend(heads: Heads, pages: Pages, rows: Rows, query: int, output: int, scratch: int) -> None:
-    """Causal attention of new tokens over the cache, which already contains their own keys and values.
+    """Compute causal attention of new tokens over the cache, which already contains their own keys and values.
 
     query: [new tokens, heads, size], output: [new tokens, heads, value_size], both float32 and contiguous;
     scratch: [``scratch_floats``] float32.

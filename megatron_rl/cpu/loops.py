@@ -1,4 +1,4 @@
-"""Shared by the compiled loops: how they are compiled and cached, and row chunks as lanes (``simd_lanes.py``)."""
+"""Helpers of the compiled loops: compilation with a cache, and row chunks as lanes (``simd_lanes.py``)."""
 
 from collections.abc import Callable
 from pathlib import Path
